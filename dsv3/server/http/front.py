@@ -1,6 +1,6 @@
 """A front that another one has started: `python -m dsv3.server.http.front LISTENER FERRY NUMBERS`, three descriptors.
 
-It does what the first front says on its standard input, and ends at once when the first front has gone.
+It does what the first front says through its link, and ends at once when the first front has gone.
 """
 
 import asyncio
@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import uvloop
 
 from dsv3.processes import frames
+from dsv3.processes.child import link_to_parent
 from dsv3.server.answers.metrics import NUM_NUMBERS
 from dsv3.server.answers.numbers import SharedNumbers
 from dsv3.server.answers.service import Service, make_service
@@ -48,12 +48,17 @@ class _Orders:
         self.on_reload: Callable[[tuple[Tenant, ...]], None] = lambda _: None
         self.engine_failed = asyncio.Event()
         self.start: asyncio.Future[messages.FrontStart] = asyncio.get_running_loop().create_future()
+        self._transport: asyncio.WriteTransport
 
     async def listen(self) -> None:
         """Begins to take messages."""
-        await asyncio.get_running_loop().connect_read_pipe(
-            lambda: frames.FrameProtocol(self._take, lambda _: os._exit(1)), sys.stdin.buffer
+        self._transport, _ = await asyncio.get_running_loop().create_connection(
+            lambda: frames.FrameProtocol(self._take, lambda _: os._exit(1)), sock=link_to_parent()
         )
+
+    def tell(self, message: messages.FromFront) -> None:
+        """Sends the first front a message."""
+        self._transport.write(frames.encode(message))
 
     def _take(self, body: memoryview) -> None:
         match messages.to_front.decode(body):
@@ -98,7 +103,7 @@ async def _run(listener: socket.socket, ferry: socket.socket, descriptor: int) -
     async with serving(service, config, listener) as server:
         orders.on_reload = lambda tenants: _reload(service, server, tenants)
         _Link(engine, orders, ferry)
-        _tell(messages.FrontReady())
+        orders.tell(messages.FrontReady())
         await wait_for_any(orders.drain, engine.ended)
         if engine.ended.is_set():
             # Everybody's engine has failed, or only this front's connection: then another front takes this one's place.
@@ -118,7 +123,7 @@ class _Link:
     """
 
     def __init__(self, engine: EngineClient, orders: _Orders, ferry: socket.socket):
-        self._engine, self._number = engine, -1
+        self._engine, self._tell, self._number = engine, orders.tell, -1
         self._patience: asyncio.TimerHandle | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._ferry = Ferry(ferry, self._connect)
@@ -138,7 +143,7 @@ class _Link:
             self._engine.lose(reason)
 
     def _note_silence(self, reason: str) -> None:
-        _tell(messages.EngineSilent(self._number, reason))
+        self._tell(messages.EngineSilent(self._number, reason))
         self._lose(reason)
 
     def _lose(self, reason: str) -> None:
@@ -159,11 +164,6 @@ class _Link:
 def _reload(service: Service, server: HttpServer, tenants: tuple[Tenant, ...]) -> None:
     service.tenants.replace(tenants)
     server.reload()
-
-
-def _tell(message: msgspec.Struct) -> None:
-    sys.stdout.buffer.write(frames.encode(message))
-    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

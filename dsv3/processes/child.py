@@ -38,7 +38,7 @@ class ChildProcess:
         self,
         command: Sequence[str],
         *,
-        stdin: int | socket.socket = subprocess.DEVNULL,
+        stdin: int = subprocess.DEVNULL,
         stdout: int | IO[bytes] | None = None,
         stderr: int | IO[bytes] | None = None,
         inherited: Sequence[int] = (),
@@ -105,7 +105,7 @@ class LinkedChild(ChildProcess):
         try:
             with theirs:
                 command = [sys.executable, "-m", module, *map(str, arguments)]
-                super().__init__(command, stdin=theirs, stdout=stdout, stderr=stderr, inherited=inherited)
+                super().__init__(command, stdin=theirs.fileno(), stdout=stdout, stderr=stderr, inherited=inherited)
         except BaseException:
             self.link.close()
             raise

@@ -129,20 +129,36 @@ class EngineClient:
         self._next_id += count
         return self._next_id - count
 
-    async def connect(self, connection: socket.socket, start: messages.Start | None = None) -> None:
-        """Begins to talk to an engine; `state` tells when it is ready. `start` is the first front's to send."""
+    async def connect(
+        self, connection: socket.socket | str, first: messages.Start | messages.Hello | None = None
+    ) -> None:
+        """Begins to talk to an engine, by a connection or at an address; `state` tells when it is ready.
+
+        `first` is the first message. `Start` is the first front's to send.
+        """
         self._hang_up()
         number, loop = self._connection, asyncio.get_running_loop()
-        transport, _ = await loop.create_connection(
-            lambda: frames.FrameProtocol(self._receive, lambda error: self._note_end(number, error)), sock=connection
-        )
+
+        def protocol() -> frames.FrameProtocol:
+            return frames.FrameProtocol(self._receive, lambda error: self._note_end(number, error))
+
+        try:
+            if isinstance(connection, str):
+                transport, _ = await loop.create_unix_connection(protocol, connection)
+            else:
+                transport, _ = await loop.create_connection(protocol, sock=connection)
+        except OSError:
+            self._note_end(number, None)
+            return
         if number != self._connection:  # lost meanwhile
             transport.close()
             return
         self._transport = transport
-        if start is not None:
-            self._is_first = True
-            self._send(start)
+        self._is_first = isinstance(first, messages.Start)
+        if isinstance(first, messages.Hello):
+            self._next_id = max(self._next_id, first_id(first.sender))
+        if first is not None:
+            self._send(first)
         self._watching = asyncio.create_task(self._watch())
 
     def require_room(self, count: int) -> None:
@@ -288,8 +304,6 @@ class EngineClient:
                 self._take(message)
             case messages.Rejected():
                 self._reject(message)
-            case messages.Welcome():
-                self._next_id = max(self._next_id, first_id(message.sender))
             case messages.StartProgress():
                 self.on_progress(message)
             case messages.EngineInfo():

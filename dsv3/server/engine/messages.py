@@ -6,10 +6,14 @@ import msgspec
 import numpy as np
 
 from dsv3.config.options import ClusterOptions, EngineOptions
-from dsv3.engine.cluster.generation import FIRST, Generation
+from dsv3.engine.cluster.generation import FIRST as FIRST_GENERATION
+from dsv3.engine.cluster.generation import Generation
 from dsv3.engine.look import Look, StepNote
 from dsv3.scheduler.prepare import PreparedRequest, RequestRules
 from dsv3.scheduler.request import EngineOutput, StepOutputs, Tokens
+
+FIRST = 0
+"""Sender of the front that starts engines' processes, and with which they end."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -24,7 +28,13 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     engine: EngineOptions
     cluster: ClusterOptions | None = None
     factory_options: dict[str, object] = {}
-    generation: Generation = FIRST
+    generation: Generation = FIRST_GENERATION
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The first message of any other front: its number, which is in its requests' ids (`first_id`)."""
+
+    sender: int
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -64,12 +74,6 @@ class EndTurn(msgspec.Struct, frozen=True, tag=True):
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the engine process now."""
-
-
-class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """First message to a front: it numbers its requests from `first_id(sender)` on."""
-
-    sender: int
 
 
 class Pulse(msgspec.Struct, frozen=True, tag=True):
@@ -194,10 +198,10 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 Request = Add | Abort | Flush | Watch
 """What any front may ask for."""
-ToEngine = Start | Request | AskTurn | EndTurn | Stop
+ToEngine = Start | Hello | Request | AskTurn | EndTurn | Stop
 ToFirst = StartProgress | Dropped | Drain
 """What the engine tells the first front alone."""
-FromEngine = Welcome | ToFirst | EngineInfo | Outputs | Rejected | Turn | Pulse | Seen | Profile | Failed
+FromEngine = ToFirst | EngineInfo | Outputs | Rejected | Turn | Pulse | Seen | Profile | Failed
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)

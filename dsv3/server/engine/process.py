@@ -1,8 +1,8 @@
 """The process that owns the engine: steps it on the main thread, while other threads carry frames in and out.
 
-`launcher.py` starts it as `python -m dsv3.server.engine.process [MODULE ...]`. Through its link the first front hands
-over a connection for each front. When the first front goes away, this process ends at once, whatever it is doing. When
-another one goes away, its requests are aborted.
+`keeper.py` starts it as `python -m dsv3.server.engine.process LISTENER [MODULE ...]`. Its link leads to the first
+front; others connect to the socket with that descriptor. When the first front goes away, this process ends at once,
+whatever it is doing. When another one goes away, its requests are aborted.
 """
 
 import importlib
@@ -39,10 +39,10 @@ class EngineFailed(Exception):
 class Host:
     """This process, as an engine's factory sees it: whom to tell, and how the process ends."""
 
-    def __init__(self, usher: socket.socket):
-        self.fronts = FrontConnections(usher, self._stop, self._first_front_gone)
+    def __init__(self, link: socket.socket, listener: socket.socket):
         self._at_end: list[Callable[[str | None], None]] = []
         self._failing = threading.Lock()
+        self.fronts = FrontConnections(link, listener, self._stop, self._first_front_gone)
 
     def progress(self, text: str, done: int = 0, total: int = 0) -> None:
         """Tells what the engine does while it starts."""
@@ -78,15 +78,15 @@ class Host:
         self.end(0, "the HTTP process of the leader has gone")
 
 
-def main(imports: Sequence[str]) -> NoReturn:
-    """Runs an engine for the fronts whose connections come through the link.
+def main(listener: int, imports: Sequence[str]) -> NoReturn:
+    """Runs an engine for the first front, and for those that connect to the socket with the descriptor `listener`.
 
     The modules `imports` are imported before: so a process that waits for the end of another one has that behind it.
     """
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)  # the first front drains first and then says when to stop
     configure_logging()
-    host = Host(link_to_parent())
+    host = Host(link_to_parent(), socket.socket(fileno=listener))
     for module in imports:
         importlib.import_module(module)
     try:
@@ -158,4 +158,4 @@ def _report(error: Exception) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -1,4 +1,4 @@
-"""A front that another one has started: `python -m dsv3.server.http.front LISTENER FERRY NUMBERS`, three descriptors.
+"""A front that another one has started: `python -m dsv3.server.http.front LISTENER NUMBERS`, two descriptors.
 
 It does what the first front says through its link, and ends at once when the first front has gone.
 """
@@ -21,7 +21,7 @@ from dsv3.server.answers.numbers import SharedNumbers
 from dsv3.server.answers.service import Service, make_service
 from dsv3.server.config import FAILURE_LINGER_S, ServerConfig
 from dsv3.server.engine.client import EngineClient
-from dsv3.server.engine.ferry import Ferry
+from dsv3.server.engine.messages import Hello
 from dsv3.server.http import messages
 from dsv3.server.http.listening import HttpServer
 from dsv3.server.http.serving import drain, serving, wait_for_any
@@ -30,12 +30,12 @@ from dsv3.server.tenants import Tenant
 _log = logging.getLogger("dsv3.server")
 
 
-def main(listener: int, ferry: int, numbers: int) -> int:
+def main(listener: int, numbers: int) -> int:
     """Serves until the first front has it end; returns the exit status."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)  # the first front has all fronts drain, or reload
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    return uvloop.run(_run(socket.socket(fileno=listener), socket.socket(fileno=ferry), numbers))
+    return uvloop.run(_run(socket.socket(fileno=listener), numbers))
 
 
 class _Orders:
@@ -44,6 +44,9 @@ class _Orders:
     def __init__(self) -> None:
         self.drain, self.abort = asyncio.Event(), asyncio.Event()
         self.on_failure: Callable[[str], None] = lambda _: None
+        self.engine_at: tuple[int, str] | None = None
+        """Number and address of an engine that runs."""
+        self.on_start: Callable[[int, str], None] = lambda number, address: None
         self.on_loss: Callable[[int, str], None] = lambda number, reason: None
         self.on_reload: Callable[[tuple[Tenant, ...]], None] = lambda _: None
         self.engine_failed = asyncio.Event()
@@ -71,14 +74,18 @@ class _Orders:
                 self.abort.set()
             case messages.FrontReload(tenants):
                 self.on_reload(tenants)
+            case messages.EngineStarted(number, address):
+                self.engine_at = number, address
+                self.on_start(number, address)
             case messages.EngineLost(number, reason):
+                self.engine_at = None
                 self.on_loss(number, reason)
             case messages.EngineFailed(reason):
                 self.engine_failed.set()
                 self.on_failure(reason)
 
 
-async def _run(listener: socket.socket, ferry: socket.socket, descriptor: int) -> int:
+async def _run(listener: socket.socket, descriptor: int) -> int:
     orders = _Orders()
     await orders.listen()
     start = await orders.start
@@ -102,7 +109,7 @@ async def _run(listener: socket.socket, ferry: socket.socket, descriptor: int) -
     service = await make_service(config, engine, numbers, start.created)
     async with serving(service, config, listener) as server:
         orders.on_reload = lambda tenants: _reload(service, server, tenants)
-        _Link(engine, orders, ferry)
+        _Link(engine, start.sender, orders)
         orders.tell(messages.FrontReady())
         await wait_for_any(orders.drain, engine.ended)
         if engine.ended.is_set():
@@ -117,25 +124,26 @@ async def _run(listener: socket.socket, ferry: socket.socket, descriptor: int) -
 
 
 class _Link:
-    """This front's connection to the engine of the moment, as the first front gives it one after the other.
+    """This front's connection to the engine of the moment, of which the first front tells.
 
     A connection that ends without a word of the first front is this front's alone: then another front takes its place.
     """
 
-    def __init__(self, engine: EngineClient, orders: _Orders, ferry: socket.socket):
-        self._engine, self._tell, self._number = engine, orders.tell, -1
+    def __init__(self, engine: EngineClient, sender: int, orders: _Orders):
+        self._engine, self._hello, self._tell, self._number = engine, Hello(sender), orders.tell, -1
         self._patience: asyncio.TimerHandle | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._ferry = Ferry(ferry, self._connect)
-        orders.on_loss = self._note_loss
+        orders.on_start, orders.on_loss = self._connect, self._note_loss
         engine.on_loss, engine.on_silence = self._lose, self._note_silence
+        if orders.engine_at is not None:
+            self._connect(*orders.engine_at)
 
-    def _connect(self, number: int, connection: socket.socket) -> None:
+    def _connect(self, number: int, address: str) -> None:
         self._be_patient()
         if self._engine.state == "ready":
             self._engine.lose("the engine has died")
         self._number = number
-        self._connecting = asyncio.create_task(self._engine.connect(connection))
+        self._connecting = asyncio.create_task(self._engine.connect(address, self._hello))
 
     def _note_loss(self, number: int, reason: str) -> None:
         if number == self._number:

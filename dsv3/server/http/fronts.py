@@ -7,7 +7,7 @@ connections, to one that hangs too, and lose those that wait for one that ends.
 
 import asyncio
 import dataclasses
-import functools
+import itertools
 import logging
 import socket
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from dsv3.processes import frames
 from dsv3.processes.child import LinkedChild
 from dsv3.server.answers.numbers import SharedNumbers
 from dsv3.server.config import ServerConfig
-from dsv3.server.engine.ferry import hand_over
 from dsv3.server.engine.keeper import EngineKeeper
-from dsv3.server.engine.messages import Dropped
+from dsv3.server.engine.messages import FIRST, Dropped
 from dsv3.server.http import messages
 from dsv3.server.tenants import Tenant
 
 _RESTART_S = 1.0
 _END_S = 10.0  # closing connections takes a front a few seconds
+_senders = itertools.count(FIRST + 1)
 _log = logging.getLogger("dsv3.server")
 
 
@@ -50,6 +50,7 @@ class OtherFronts:
             for number in range(1, config.options.api_server_count)
         ]
         self._running = [asyncio.create_task(front.run()) for front in self._fronts]
+        engine.on_start = lambda number, address: self._tell(messages.EngineStarted(number, address))
 
     async def ready(self) -> None:
         """Waits until every front answers HTTP."""
@@ -75,8 +76,7 @@ class OtherFronts:
 
     def lose(self, number: int, reason: str) -> None:
         """Tells every front that the engine with that number has died and another one follows."""
-        for front in self._fronts:
-            front.send(messages.EngineLost(number, reason))
+        self._tell(messages.EngineLost(number, reason))
 
     def drop(self, dropped: Dropped) -> None:
         """Ends a front that the engine has given up; a new one takes its place."""
@@ -98,6 +98,10 @@ class OtherFronts:
         for front in self._fronts:
             front.kill()
         await asyncio.gather(*self._running, return_exceptions=True)
+
+    def _tell(self, message: messages.ToFront) -> None:
+        for front in self._fronts:
+            front.send(message)
 
     def _end(self, message: messages.ToFront) -> None:
         for front in self._fronts:
@@ -122,7 +126,6 @@ class _OtherFront:
         self._engine, self._on_failure = engine, on_failure
         self._process: LinkedChild | None = None
         self._transport: asyncio.WriteTransport | None = None
-        self._ferry: socket.socket | None = None
         self._last_words: list[messages.ToFront] = []
 
     async def run(self) -> None:
@@ -165,22 +168,20 @@ class _OtherFront:
 
     async def _live(self) -> int | None:
         """Starts a process and takes its messages until it ends; returns its exit status."""
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        with ours:
-            with theirs:
-                inherited = [self._listener.fileno(), theirs.fileno(), self._numbers.descriptor]
-                self._process = LinkedChild("dsv3.server.http.front", *inherited, inherited=inherited)
-            ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
-            self._transport, _ = await asyncio.get_running_loop().create_connection(
-                lambda: frames.FrameProtocol(self._take, ended.set_result), sock=self._process.link
-            )
-            self.sender = self._engine.join(functools.partial(hand_over, ours))
-            for message in (self._start, *self._last_words):
-                self.send(message)
-            if (error := await ended) is not None:
-                _log.error("front %d: %s", self.number, error)
-            self._engine.leave(self.sender)
+        inherited = [self._listener.fileno(), self._numbers.descriptor]
+        self._process = LinkedChild("dsv3.server.http.front", *inherited, inherited=inherited)
+        ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+        self._transport, _ = await asyncio.get_running_loop().create_connection(
+            lambda: frames.FrameProtocol(self._take, ended.set_result), sock=self._process.link
+        )
+        self.sender = next(_senders)
+        self.send(msgspec.structs.replace(self._start, sender=self.sender))
+        if (address := self._engine.address) is not None:
+            self.send(messages.EngineStarted(self._engine.number, address))
+        for message in self._last_words:
+            self.send(message)
+        if (error := await ended) is not None:
+            _log.error("front %d: %s", self.number, error)
         return await asyncio.to_thread(self._process.end, _END_S)
 
     def _take(self, body: memoryview) -> None:
@@ -199,6 +200,7 @@ class _OtherFront:
 def _start_message(config: ServerConfig, front: int, created: int) -> messages.FrontStart:
     return messages.FrontStart(
         front=front,
+        sender=-1,
         created=created,
         model_dir=str(config.model_dir),
         model_names=config.model_names,

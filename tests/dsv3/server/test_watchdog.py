@@ -4,8 +4,11 @@ import asyncio
 import contextlib
 import signal
 import socket
+import stat
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import uvloop
@@ -61,7 +64,7 @@ def test_a_start_that_fails_in_any_way_ends_what_waits_for_it(monkeypatch) -> No
     class Process:
         pid, starts = 7, 0
 
-        def __init__(self) -> None:
+        def __init__(self, address: str, imports: tuple[str, ...]) -> None:
             Process.starts += 1
             if Process.starts > 1:
                 raise RuntimeError("can't start new thread")
@@ -83,6 +86,23 @@ def test_a_start_that_fails_in_any_way_ends_what_waits_for_it(monkeypatch) -> No
 
     monkeypatch.setattr(keeper_module, "EngineProcess", Process)
     assert asyncio.run(run()) == "the engine could not be started anew (RuntimeError)"
+
+
+@pytest.mark.parametrize("depth", [0, 20])
+def test_only_this_user_reaches_the_engine_wherever_temporary_files_lie(monkeypatch, tmp_path, depth) -> None:
+    """A Unix socket has a path of at most 103 bytes, and TMPDIR may be longer."""
+    temporary = tmp_path.joinpath(*["temporary"] * depth)
+    temporary.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    addresses: list[str] = []
+    monkeypatch.setattr(keeper_module, "EngineProcess", lambda address, imports: addresses.append(address))
+
+    async def run() -> None:
+        keeper_module.EngineKeeper(EngineClient(max_num_queued_reqs=4), messages.Start("", "", EngineOptions()), None)
+        directory = Path(addresses[0]).parent
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700 and len(addresses[0]) <= 103
+
+    asyncio.run(run())
 
 
 async def beat(ends: list[socket.socket]) -> None:

@@ -130,7 +130,7 @@ class EngineClient:
         return self._next_id - count
 
     async def connect(
-        self, connection: socket.socket | str, first: messages.Start | messages.Hello | None = None
+        self, connection: socket.socket | str, first: messages.Start | messages.Connect | None = None
     ) -> None:
         """Begins to talk to an engine, by a connection or at an address; `state` tells when it is ready.
 
@@ -155,7 +155,7 @@ class EngineClient:
             return
         self._transport = transport
         self._is_first = isinstance(first, messages.Start)
-        if isinstance(first, messages.Hello):
+        if isinstance(first, messages.Connect):
             self._next_id = max(self._next_id, first_id(first.sender))
         if first is not None:
             self._send(first)
@@ -196,7 +196,7 @@ class EngineClient:
     def watch(self, what: Literal["look", "start_profile", "stop_profile"]) -> None:
         """Asks the engine to show what it does, or to begin or end a profile; `on_seen` gets the steps of a profile."""
         if self.state == "ready":
-            self._send(messages.Watch(what))
+            self._send(messages.Inspect(what))
 
     def abort_all(self, error: Exception) -> None:
         """Frees every request and fails whoever waits for one."""
@@ -236,7 +236,7 @@ class EngineClient:
             self.abort_all(EngineUnavailable("the server is shutting down"))
             self.state, self.reason = "closed", "the server is shutting down"
             if self._is_first:
-                self._send(messages.Stop())
+                self._send(messages.StopEngine())
         self._end()
 
     def _send(self, message: messages.ToEngine) -> None:
@@ -297,7 +297,7 @@ class EngineClient:
     def _receive(self, body: memoryview) -> None:
         self._deaf_s, self._has_heard = 0.0, True
         message = messages.from_engine.decode(body)
-        if not isinstance(message, messages.Pulse):
+        if not isinstance(message, messages.EngineHeartbeat):
             self._silent_s = 0.0
         match message:
             case messages.Outputs():
@@ -316,10 +316,10 @@ class EngineClient:
                 self.on_seen(message.steps)
             case messages.Dropped():
                 self.on_dropped(message)
-            case messages.Drain():
+            case messages.DrainServer():
                 _log.info("draining: %s", message.reason)
                 self.asks_to_drain.set()
-            case messages.Failed():
+            case messages.EngineFailure():
                 self._failure = message.reason
 
     def _begin(self, info: messages.EngineInfo) -> None:

@@ -74,7 +74,7 @@ class FrontConnection(frames.FrameProtocol):
         message = messages.to_engine.decode(body)
         if self.sender >= FIRST:
             self._fronts.take_in(self, message)
-        elif isinstance(message, messages.Hello) and message.sender > FIRST:
+        elif isinstance(message, messages.Connect) and message.sender > FIRST:
             self.sender = message.sender
             self._fronts.add(self)
         else:
@@ -197,13 +197,13 @@ class FrontConnections:
                 if not message.has_more:
                     self._put(front, messages.Add(front.parts))
                     front.parts = []
-            case messages.Abort() | messages.Flush() | messages.Watch():
+            case messages.Abort() | messages.Flush() | messages.Inspect():
                 self._put(front, message)
             case messages.AskTurn():
                 self._queue_for_turn(front)
             case messages.EndTurn():
                 self._end_turn(front)
-            case messages.Stop() if front.sender == FIRST:
+            case messages.StopEngine() if front.sender == FIRST:
                 self._on_stop()
             case messages.Start() if front.sender == FIRST:
                 self._starts.put(message)
@@ -230,7 +230,7 @@ class FrontConnections:
         )  # else collected
 
     def _beat(self) -> None:
-        self.tell(messages.Pulse())
+        self.tell(messages.EngineHeartbeat())
         self.loop.call_later(_PULSE_S, self._beat)
 
     async def _flush(self) -> None:

@@ -21,7 +21,7 @@ from dsv3.server.answers.numbers import SharedNumbers
 from dsv3.server.answers.service import Service, make_service
 from dsv3.server.config import FAILURE_LINGER_S, ServerConfig
 from dsv3.server.engine.client import EngineClient
-from dsv3.server.engine.messages import Hello
+from dsv3.server.engine.messages import Connect
 from dsv3.server.http import messages
 from dsv3.server.http.listening import HttpServer
 from dsv3.server.http.serving import drain, serving, wait_for_any
@@ -109,7 +109,7 @@ async def _run(listener: socket.socket, descriptor: int) -> int:
     service = await make_service(config, engine, numbers, start.created)
     async with serving(service, config, listener) as server:
         orders.on_reload = lambda tenants: _reload(service, server, tenants)
-        _Link(engine, start.sender, orders)
+        _EngineConnection(engine, start.sender, orders)
         orders.tell(messages.FrontReady())
         await wait_for_any(orders.drain, engine.ended)
         if engine.ended.is_set():
@@ -123,14 +123,14 @@ async def _run(listener: socket.socket, descriptor: int) -> int:
         return 0
 
 
-class _Link:
+class _EngineConnection:
     """This front's connection to the engine of the moment, of which the first front tells.
 
     A connection that ends without a word of the first front is this front's alone: then another front takes its place.
     """
 
     def __init__(self, engine: EngineClient, sender: int, orders: _Orders):
-        self._engine, self._hello, self._tell, self._number = engine, Hello(sender), orders.tell, -1
+        self._engine, self._first, self._tell, self._number = engine, Connect(sender), orders.tell, -1
         self._patience: asyncio.TimerHandle | None = None
         self._connecting: asyncio.Task[None] | None = None
         orders.on_start, orders.on_loss = self._connect, self._note_loss
@@ -143,7 +143,7 @@ class _Link:
         if self._engine.state == "ready":
             self._engine.lose("the engine has died")
         self._number = number
-        self._connecting = asyncio.create_task(self._engine.connect(address, self._hello))
+        self._connecting = asyncio.create_task(self._engine.connect(address, self._first))
 
     def _note_loss(self, number: int, reason: str) -> None:
         if number == self._number:

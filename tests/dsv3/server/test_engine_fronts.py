@@ -56,7 +56,7 @@ class Ends:
         self._add(first)
         self.fronts = FrontConnections(link, self._listener, self.stopped.set, self.first_gone.set)
         for sender in range(1, count):
-            self.connect(messages.Hello(sender))
+            self.connect(messages.Connect(sender))
             while sender not in self.fronts._fronts:
                 time.sleep(0.01)
 
@@ -103,11 +103,11 @@ def test_results_go_to_their_senders(ends):
 
 def test_a_front_that_comes_late_hears_that_the_engine_is_ready(ends):
     ends.fronts.announce(INFO)
-    ends.connect(messages.Hello(7))
+    ends.connect(messages.Connect(7))
     assert ends.receive(-1) == INFO
 
 
-@pytest.mark.parametrize("first", [messages.Hello(0), messages.Stop(), messages.Start("", "", EngineOptions())])
+@pytest.mark.parametrize("first", [messages.Connect(0), messages.StopEngine(), messages.Start("", "", EngineOptions())])
 def test_nobody_else_is_the_first_front(ends, first):
     """A connection says who it is before it says anything else."""
     ends.connect(first)
@@ -138,11 +138,11 @@ def test_a_front_that_does_not_read_is_given_up(ends, monkeypatch):
 
 
 def test_only_the_first_front_may_end_everything(ends):
-    ends.send(1, messages.Stop())
+    ends.send(1, messages.StopEngine())
     ends.send(1, messages.Abort([5]))
     assert ends.take()[1] == messages.Abort([5])
     assert not ends.stopped.is_set()
-    ends.send(0, messages.Stop())
+    ends.send(0, messages.StopEngine())
     assert ends.stopped.wait(30)
     ends.connections[0].shutdown(socket.SHUT_RDWR)
     assert ends.first_gone.wait(30)

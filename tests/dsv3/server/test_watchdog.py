@@ -109,7 +109,7 @@ async def beat(ends: list[socket.socket]) -> None:
     while True:
         for end in ends:
             with contextlib.suppress(OSError):
-                end.sendall(frames.encode(messages.Pulse()))
+                end.sendall(frames.encode(messages.EngineHeartbeat()))
         await asyncio.sleep(0.2)
 
 
@@ -170,7 +170,7 @@ def test_an_engine_that_is_stopped_while_it_is_started_anew_is_noticed(monkeypat
         await engine.connect(ours)
         if speaks:
             for _ in range(12):  # longer than the bound
-                theirs.sendall(frames.encode(messages.Pulse()))
+                theirs.sendall(frames.encode(messages.EngineHeartbeat()))
                 await asyncio.sleep(0.1)
             assert not silences
         async with asyncio.timeout(60):
@@ -213,7 +213,7 @@ def test_an_idle_engine_sends_frames_and_one_before_a_step(monkeypatch: pytest.M
     ends, engine = Ends(1), Engine()
 
     def run() -> None:
-        with contextlib.suppress(process.EngineFailed):
+        with contextlib.suppress(process.StepFailed):
             process.serve(engine, ends.fronts)
 
     thread = threading.Thread(target=run, daemon=True)

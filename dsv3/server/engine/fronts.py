@@ -21,7 +21,7 @@ from dsv3.processes import frames
 from dsv3.scheduler.prepare import PreparedRequest
 from dsv3.scheduler.request import StepOutputs, Tokens, senders
 from dsv3.server.engine import messages
-from dsv3.server.engine.messages import FIRST
+from dsv3.server.engine.messages import FIRST_SENDER
 
 MAX_BUFFERED_BYTES = 512 * 2**20
 _PULSE_S = 1.0
@@ -45,7 +45,7 @@ class FrontConnection(frames.FrameProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        if self.sender >= FIRST:
+        if self.sender >= FIRST_SENDER:
             self._fronts.add(self)
 
     def send(self, message: messages.FromEngine) -> None:
@@ -72,9 +72,9 @@ class FrontConnection(frames.FrameProtocol):
 
     def _take_in(self, body: memoryview) -> None:
         message = messages.to_engine.decode(body)
-        if self.sender >= FIRST:
+        if self.sender >= FIRST_SENDER:
             self._fronts.take_in(self, message)
-        elif isinstance(message, messages.Connect) and message.sender > FIRST:
+        elif isinstance(message, messages.Connect) and message.sender > FIRST_SENDER:
             self.sender = message.sender
             self._fronts.add(self)
         else:
@@ -84,7 +84,7 @@ class FrontConnection(frames.FrameProtocol):
         if error is not None:
             known = isinstance(error, ValueError | frames.FrameError | msgspec.MsgspecError)
             _log.error("connection to front %d: %s", self.sender, error, exc_info=None if known else error)
-        if self.sender >= FIRST:
+        if self.sender >= FIRST_SENDER:
             self._fronts.note_end(self)
 
 
@@ -152,7 +152,7 @@ class FrontConnections:
 
     def tell_first(self, message: messages.FromEngine) -> None:
         """Sends a message to the first front, if it has come."""
-        if (first := self._fronts.get(FIRST)) is not None:
+        if (first := self._fronts.get(FIRST_SENDER)) is not None:
             first.send(message)
 
     def deliver(self, outputs: StepOutputs, stats: messages.Stats | None) -> None:
@@ -203,28 +203,28 @@ class FrontConnections:
                 self._queue_for_turn(front)
             case messages.EndTurn():
                 self._end_turn(front)
-            case messages.StopEngine() if front.sender == FIRST:
+            case messages.StopEngine() if front.sender == FIRST_SENDER:
                 self._on_stop()
-            case messages.Start() if front.sender == FIRST:
+            case messages.Start() if front.sender == FIRST_SENDER:
                 self._starts.put(message)
 
     def note_end(self, front: FrontConnection) -> None:
         """Notes that a front has gone."""
-        if front.sender == FIRST:
+        if front.sender == FIRST_SENDER:
             self._on_first_gone()
         else:
             self._put(front, None)
 
     def give_up(self, front: FrontConnection) -> None:
         """Drops a front that does not read; with the first, everything ends."""
-        if front.sender == FIRST:
+        if front.sender == FIRST_SENDER:
             self._on_first_gone()
         else:
             front.hang_up()
             self.tell_first(messages.Dropped(front.sender, "it has stopped reading"))
 
     async def _open(self, link: socket.socket, listener: socket.socket) -> None:
-        await self.loop.create_connection(lambda: FrontConnection(self, FIRST), sock=link)
+        await self.loop.create_connection(lambda: FrontConnection(self, FIRST_SENDER), sock=link)
         self._server = await self.loop.create_unix_server(
             lambda: FrontConnection(self), sock=listener
         )  # else collected

@@ -9,13 +9,12 @@ import msgspec
 import numpy as np
 
 from dsv3.config.options import ClusterOptions, EngineOptions
-from dsv3.engine.cluster.generation import FIRST as FIRST_GENERATION
-from dsv3.engine.cluster.generation import Generation
+from dsv3.engine.cluster.generation import FIRST, Generation
 from dsv3.engine.look import Look, StepNote
 from dsv3.scheduler.prepare import PreparedRequest, RequestRules
 from dsv3.scheduler.request import EngineOutput, StepOutputs, Tokens
 
-FIRST = 0
+FIRST_SENDER = 0
 """Sender of the front that starts engines' processes, and with which they end."""
 
 
@@ -31,7 +30,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     engine: EngineOptions
     cluster: ClusterOptions | None = None
     factory_options: dict[str, object] = {}
-    generation: Generation = FIRST_GENERATION
+    generation: Generation = FIRST
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):

@@ -19,13 +19,13 @@ from dsv3.processes.child import LinkedChild
 from dsv3.server.answers.numbers import SharedNumbers
 from dsv3.server.config import ServerConfig
 from dsv3.server.engine.keeper import EngineKeeper
-from dsv3.server.engine.messages import FIRST, Dropped
+from dsv3.server.engine.messages import FIRST_SENDER, Dropped
 from dsv3.server.http import messages
 from dsv3.server.tenants import Tenant
 
 _RESTART_S = 1.0
 _END_S = 10.0  # closing connections takes a front a few seconds
-_senders = itertools.count(FIRST + 1)
+_senders = itertools.count(FIRST_SENDER + 1)
 _log = logging.getLogger("dsv3.server")
 
 

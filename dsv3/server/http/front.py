@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import uvloop
@@ -25,7 +24,6 @@ from dsv3.server.engine.messages import Connect
 from dsv3.server.http import messages
 from dsv3.server.http.listening import HttpServer
 from dsv3.server.http.serving import drain, serving, wait_for_any
-from dsv3.server.tenants import Tenant
 
 _log = logging.getLogger("dsv3.server")
 
@@ -35,60 +33,15 @@ def main(listener: int, numbers: int) -> int:
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)  # the first front has all fronts drain, or reload
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    return uvloop.run(_run(socket.socket(fileno=listener), numbers))
+    link = link_to_parent()
+    if (body := frames.receive_frame(link)) is None:
+        return 1
+    start = messages.to_front.decode(body)
+    assert isinstance(start, messages.FrontStart)
+    return uvloop.run(_run(start, link, socket.socket(fileno=listener), numbers))
 
 
-class _Orders:
-    """What the first front says, as events. The process ends when the first front has gone."""
-
-    def __init__(self) -> None:
-        self.drain, self.abort = asyncio.Event(), asyncio.Event()
-        self.on_failure: Callable[[str], None] = lambda _: None
-        self.engine_at: tuple[int, str] | None = None
-        """Number and address of an engine that runs."""
-        self.on_start: Callable[[int, str], None] = lambda number, address: None
-        self.on_loss: Callable[[int, str], None] = lambda number, reason: None
-        self.on_reload: Callable[[tuple[Tenant, ...]], None] = lambda _: None
-        self.engine_failed = asyncio.Event()
-        self.start: asyncio.Future[messages.FrontStart] = asyncio.get_running_loop().create_future()
-        self._transport: asyncio.WriteTransport
-
-    async def listen(self) -> None:
-        """Begins to take messages."""
-        self._transport, _ = await asyncio.get_running_loop().create_connection(
-            lambda: frames.FrameProtocol(self._take, lambda _: os._exit(1)), sock=link_to_parent()
-        )
-
-    def tell(self, message: messages.FromFront) -> None:
-        """Sends the first front a message."""
-        self._transport.write(frames.encode(message))
-
-    def _take(self, body: memoryview) -> None:
-        match messages.to_front.decode(body):
-            case messages.FrontStart() as start:
-                self.start.set_result(start)
-            case messages.FrontDrain():
-                self.drain.set()
-            case messages.FrontAbort():
-                self.drain.set()
-                self.abort.set()
-            case messages.FrontReload(tenants):
-                self.on_reload(tenants)
-            case messages.EngineStarted(number, address):
-                self.engine_at = number, address
-                self.on_start(number, address)
-            case messages.EngineLost(number, reason):
-                self.engine_at = None
-                self.on_loss(number, reason)
-            case messages.EngineFailed(reason):
-                self.engine_failed.set()
-                self.on_failure(reason)
-
-
-async def _run(listener: socket.socket, descriptor: int) -> int:
-    orders = _Orders()
-    await orders.listen()
-    start = await orders.start
+async def _run(start: messages.FrontStart, link: socket.socket, listener: socket.socket, descriptor: int) -> int:
     numbers = SharedNumbers(NUM_NUMBERS, start.options.api_server_count, start.front, descriptor)
     config = ServerConfig(
         model_dir=Path(start.model_dir),
@@ -105,50 +58,73 @@ async def _run(listener: socket.socket, descriptor: int) -> int:
         watchdog_s=start.watchdog_s,
         max_restarts=start.options.max_request_restarts,
     )
-    orders.on_failure = engine.fail
     service = await make_service(config, engine, numbers, start.created)
     async with serving(service, config, listener) as server:
-        orders.on_reload = lambda tenants: _reload(service, server, tenants)
-        _EngineConnection(engine, start.sender, orders)
-        orders.tell(messages.FrontReady())
-        await wait_for_any(orders.drain, engine.ended)
+        front = _Front(service, server, start.sender)
+        await front.listen(link)
+        await wait_for_any(front.drain, engine.ended)
         if engine.ended.is_set():
             # Everybody's engine has failed, or only this front's connection: then another front takes this one's place.
-            await wait_for_any(orders.engine_failed, orders.drain, timeout_s=FAILURE_LINGER_S)
-            if orders.engine_failed.is_set():
-                await orders.drain.wait()
+            await wait_for_any(front.engine_failed, front.drain, timeout_s=FAILURE_LINGER_S)
+            if front.engine_failed.is_set():
+                await front.drain.wait()
             return 1
-        await drain(service, orders.abort, start.options, _log.info)
+        await drain(service, front.abort, start.options, _log.info)
         engine.close()
         return 0
 
 
-class _EngineConnection:
-    """This front's connection to the engine of the moment, of which the first front tells.
+class _Front:
+    """Does what the first front says, whose messages wait until `listen`, and connects to one engine after the other.
 
     A connection that ends without a word of the first front is this front's alone: then another front takes its place.
     """
 
-    def __init__(self, engine: EngineClient, sender: int, orders: _Orders):
-        self._engine, self._first, self._tell, self._number = engine, Connect(sender), orders.tell, -1
+    def __init__(self, service: Service, server: HttpServer, sender: int) -> None:
+        self.drain, self.abort, self.engine_failed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._service, self._server, self._engine = service, server, service.engine
+        self._sender, self._number = sender, -1
         self._patience: asyncio.TimerHandle | None = None
         self._connecting: asyncio.Task[None] | None = None
-        orders.on_start, orders.on_loss = self._connect, self._note_loss
-        engine.on_loss, engine.on_silence = self._lose, self._note_silence
-        if orders.engine_at is not None:
-            self._connect(*orders.engine_at)
+        self._transport: asyncio.WriteTransport
+        self._engine.on_loss, self._engine.on_silence = self._lose, self._note_silence
+
+    async def listen(self, link: socket.socket) -> None:
+        """Begins to take messages, and says that this front answers; ends the process when the first front has gone."""
+        self._transport, _ = await asyncio.get_running_loop().create_connection(
+            lambda: frames.FrameProtocol(self._take, lambda _: os._exit(1)), sock=link
+        )
+        self._tell(messages.FrontReady())
+
+    def _tell(self, message: messages.FromFront) -> None:
+        self._transport.write(frames.encode(message))
+
+    def _take(self, body: memoryview) -> None:
+        match messages.to_front.decode(body):
+            case messages.FrontDrain():
+                self.drain.set()
+            case messages.FrontAbort():
+                self.drain.set()
+                self.abort.set()
+            case messages.FrontReload(tenants):
+                self._service.tenants.replace(tenants)
+                self._server.reload()
+            case messages.EngineStarted(number, address):
+                self._connect(number, address)
+            case messages.EngineLost(number, reason):
+                if number == self._number:
+                    self._be_patient()
+                    self._engine.lose(reason)
+            case messages.EngineFailed(reason):
+                self.engine_failed.set()
+                self._engine.fail(reason)
 
     def _connect(self, number: int, address: str) -> None:
         self._be_patient()
         if self._engine.state == "ready":
             self._engine.lose("the engine has died")
         self._number = number
-        self._connecting = asyncio.create_task(self._engine.connect(address, self._first))
-
-    def _note_loss(self, number: int, reason: str) -> None:
-        if number == self._number:
-            self._be_patient()
-            self._engine.lose(reason)
+        self._connecting = asyncio.create_task(self._engine.connect(address, Connect(self._sender)))
 
     def _note_silence(self, reason: str) -> None:
         self._tell(messages.EngineSilent(self._number, reason))
@@ -167,11 +143,6 @@ class _EngineConnection:
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
-
-
-def _reload(service: Service, server: HttpServer, tenants: tuple[Tenant, ...]) -> None:
-    service.tenants.replace(tenants)
-    server.reload()
 
 
 if __name__ == "__main__":

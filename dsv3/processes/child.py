@@ -1,5 +1,15 @@
 """Child processes: starts, ends and reaps them, says how they ended, and how often one that dies is started anew.
 
+Its keeper decides when it has ended and what follows:
+
+| child | kept by | started anew |
+|---|---|---|
+| an engine | `server/engine/keeper.py` | as a `RestartPolicy` says, unless it was never ready |
+| a follower, on another host than the leader | `engine/cluster/supervisor.py` | the same |
+| an API server but the first | `server/http/fronts.py` | after a second, unless it was never ready |
+| what renders templates, or makes grammars | `server/asking.py` | for the next question |
+| a check, a compiler (`run_limited`) | its caller | never |
+
 Imports no jax.
 """
 

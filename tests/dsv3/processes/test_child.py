@@ -1,9 +1,11 @@
 """Children: each way to end is reported, none outlives its time, and a link ends with either end."""
 
 import os
+import re
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -71,6 +73,16 @@ def test_a_child_whose_parent_was_killed_ends_at_its_alarm(monkeypatch):
 def test_a_program_that_is_not_there_is_an_error():
     with pytest.raises(FileNotFoundError, match="/nowhere/program"):
         run_limited(["/nowhere/program"], 5)
+
+
+def test_processes_that_stay_are_started_in_one_place():
+    """Short ones that are waited for at once are `subprocess.run`'s."""
+    root = Path(child.__file__).parents[2]
+    sources = [path for name in ("dsv3", "launch", "router") for path in (root / name).rglob("*.py")]
+    found = {
+        str(path.relative_to(root)) for path in sources if re.search(r"\bPopen\(|create_subprocess", path.read_text())
+    }
+    assert found - {"dsv3/engine/cluster/ahead.py"} == {"dsv3/processes/child.py"}
 
 
 def _is_gone(pid: int) -> bool:

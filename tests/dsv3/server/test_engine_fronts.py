@@ -108,7 +108,7 @@ def test_a_front_that_comes_late_hears_that_the_engine_is_ready(ends):
 
 
 @pytest.mark.parametrize("first", [messages.Connect(0), messages.StopEngine(), messages.Start("", "", EngineOptions())])
-def test_nobody_else_is_the_first_front(ends, first):
+def test_no_other_connection_is_the_first_front(ends, first):
     """A connection says who it is before it says anything else."""
     ends.connect(first)
     assert ends.connections[-1].recv(1) == b""

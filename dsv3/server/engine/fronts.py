@@ -225,9 +225,8 @@ class FrontConnections:
 
     async def _open(self, link: socket.socket, listener: socket.socket) -> None:
         await self.loop.create_connection(lambda: FrontConnection(self, FIRST_SENDER), sock=link)
-        self._server = await self.loop.create_unix_server(
-            lambda: FrontConnection(self), sock=listener
-        )  # else collected
+        # uvloop's is collected, and accepts no more, where nothing refers to it.
+        self._server = await self.loop.create_unix_server(lambda: FrontConnection(self), sock=listener)
 
     def _beat(self) -> None:
         self.tell(messages.EngineHeartbeat())

@@ -210,15 +210,15 @@ class Deaths:
     """Counts the deaths of the last `policy.within_s` seconds."""
 
     def __init__(self, policy: RestartPolicy) -> None:
-        self._policy = policy
+        self.policy = policy
         self._times: deque[float] = deque()
 
     def note(self) -> str | None:
         """Notes one more; returns how many there were where these are too many, None where another start may follow."""
         now = time.monotonic()
         self._times.append(now)
-        while now - self._times[0] > self._policy.within_s:
+        while now - self._times[0] > self.policy.within_s:
             self._times.popleft()
-        if len(self._times) <= self._policy.most:
+        if len(self._times) <= self.policy.most:
             return None
-        return f"has died {len(self._times)} times within {self._policy.within_s:.0f} s, and is not started anew"
+        return f"has died {len(self._times)} times within {self.policy.within_s:.0f} s, and is not started anew"

@@ -59,7 +59,7 @@ class EngineKeeper:
         self.number = 0
         self.on_loss: Callable[[int, str], None] = lambda number, reason: None
         self.on_start: Callable[[int, str], None] = lambda number, address: None
-        self._engine, self._policy = engine, policy
+        self._engine = engine
         temporary = tempfile.gettempdir()
         self._scratch = tempfile.TemporaryDirectory(  # no other user may enter it
             prefix="dsv3-", dir=temporary if len(os.fsencode(temporary)) < _MOST_PATH_BYTES else "/tmp"
@@ -95,14 +95,14 @@ class EngineKeeper:
         self._is_lost = True
         self._forget_deadline()
         self._process.kill()
-        if self._engine.info is None or self._policy is None or self._deaths is None:
+        if self._engine.info is None or self._deaths is None:
             self._engine.fail(reason)
         elif (too_many := self._deaths.note()) is not None:
             self._engine.fail(f"the engine {too_many}; the last time: {reason}")
         else:
             self._engine.lose(reason)
             self.on_loss(number, reason)
-            self._starting = asyncio.create_task(self._start_anew(reason, self._policy))
+            self._starting = asyncio.create_task(self._start_anew(reason, self._deaths.policy))
 
     def kill(self) -> None:
         """Ends the process by force."""
@@ -136,6 +136,7 @@ class EngineKeeper:
                 )
                 return
             _log.error("%s (engine process %d, exit status %d)", reason, self._process.pid, status)
+            Path(self._process.address).unlink(missing_ok=True)
             await self._begin(policy)
         except OSError as error:
             self._engine.fail(f"the engine could not be started anew ({error.strerror})")
@@ -162,7 +163,7 @@ class EngineKeeper:
         if self.number:
             _log.warning("the engine is there again after %.1f s (process %d)", seconds, self._process.pid)
         cluster = self._start.cluster
-        if cluster is not None and cluster.cluster_spare and self._policy is not None and self._spare is None:
+        if cluster is not None and cluster.cluster_spare and self._deaths is not None and self._spare is None:
             self._spare = self._launch(_IMPORTS)
 
     def _launch(self, imports: Sequence[str] = ()) -> EngineProcess:

@@ -62,7 +62,7 @@ def test_a_start_that_fails_in_any_way_ends_what_waits_for_it(monkeypatch) -> No
     """Nothing else did: no process, no deadline and no word of an engine."""
 
     class Process:
-        pid, starts = 7, 0
+        pid, starts, address = 7, 0, "/nowhere/engine"
 
         def __init__(self, address: str, imports: tuple[str, ...]) -> None:
             Process.starts += 1

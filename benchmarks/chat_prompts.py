@@ -20,7 +20,7 @@ from dsv3.server.answers.reading import read
 from dsv3.server.answers.schema import ChatRequest
 from dsv3.server.answers.service import Service, ServiceConfig
 from dsv3.server.answers.tools import RequestTools
-from dsv3.server.templates.pool import TemplatePool
+from dsv3.server.templates import TemplatePool
 from dsv3.text.tokenizer import Tokenizer
 
 CONVERSATIONS = {

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv3.processes.limited import ChildResult, run_limited
+from dsv3.processes.child import ChildResult, run_limited
 from pallas_kernels import aot
 from pallas_kernels.backend import is_hopper, prepare, resolve_backend
 from pallas_kernels.checks.case import ContextLostError, Row

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.toolchains import columns, table
 from benchmarks.toolchains.columns import COLUMNS, PARTS, ROOT, Toolchain, ToolchainsError
-from dsv3.processes.limited import run_limited
+from dsv3.processes.child import run_limited
 
 _PART_SECONDS = 1800
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from dsv3.engine.device.pool import environment_with_share, holds_gpu
 from dsv3.engine.errors import KernelCheckError
-from dsv3.processes.limited import ChildResult, run_limited
+from dsv3.processes.child import ChildResult, run_limited
 from pallas_kernels.backend import OPERATIONS, PARTS, Backend, set_fallbacks
 
 _log = logging.getLogger(__name__)

@@ -43,13 +43,14 @@ def read_frame(stream: BinaryIO) -> bytes | None:
     return body if len(body) == int.from_bytes(head, "little") else None
 
 
-async def read_frame_async(reader: asyncio.StreamReader) -> bytes | None:
-    """Returns the next frame's body; None when the peer has gone."""
-    try:
-        head = await reader.readexactly(HEAD_BYTES)
-        return await reader.readexactly(body_length(head))
-    except (asyncio.IncompleteReadError, ConnectionError):
+def receive_frame(connection: socket.socket) -> bytes | None:
+    """Returns the next frame's body from a blocking socket, and leaves what follows; None when the peer has gone."""
+    head = connection.recv(HEAD_BYTES, socket.MSG_WAITALL)
+    if len(head) < HEAD_BYTES:
         return None
+    length = body_length(head)
+    body = connection.recv(length, socket.MSG_WAITALL)
+    return body if len(body) == length else None
 
 
 def stream_of(connection: socket.socket) -> BinaryIO:

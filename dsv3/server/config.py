@@ -6,9 +6,9 @@ from pathlib import Path
 
 from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.config.server_options import ServerOptions
-from dsv3.processes.restarts import RestartPolicy
+from dsv3.processes.child import RestartPolicy
 from dsv3.server.engine.client import PULSE_WATCHDOG_S, WATCHDOG_S
-from dsv3.server.templates.pool import DEADLINE_S
+from dsv3.server.templates import DEADLINE_S
 from dsv3.server.tenants import Tenant
 
 # Time for load balancers to read the reason from /health before the process ends with status 1.

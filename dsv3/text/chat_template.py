@@ -1,7 +1,7 @@
 """Chat templates: a model's jinja template turns messages into a prompt, in jinja2's immutable sandbox.
 
 The sandbox keeps a template from reaching Python; it does not bound time or memory. Servers therefore render in a
-process that can be killed (`dsv3.server.templates.pool`); this module is what runs there.
+process that can be killed (`dsv3.server.templates`); this module is what runs there.
 """
 
 import datetime

@@ -60,6 +60,7 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("sparse_plan", "", {}),
     ("speculative", "--drafts 1 --rounds 1 --tokens 4", {"SIZES": (1,)}),
     ("structured", "--rounds 1 --tokens 4 --only speed", {"REQUESTS": 2}),
+    ("suspects", "--schedules 2", {}),
     ("survival", "--kills 1", {"CLIENTS": 2, "TOKENS": 64}),
     ("training_checkpoints", "", {"REPEATS": 1, "TRAINING": dataclasses.replace(TRAINING, batch_size=2)}),
     ("training_fp8", "--steps 1 --rows 2 --directory {tmp}", {"RUNS": {"bfloat16": RUNS["FP8"]}, "PAIRS": ()}),

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.toolchains import __main__ as matrix
 from benchmarks.toolchains import columns, table
-from dsv3.processes.limited import ChildResult
+from dsv3.processes.child import ChildResult
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "toolchains.md").read_text()

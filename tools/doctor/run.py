@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from dsv3.processes.limited import ChildResult, run_limited
+from dsv3.processes.child import ChildResult, run_limited
 from tools.doctor.checks import Check
 from tools.doctor.report import Report, Result, exit_status
 from tools.doctor.rows import Row, read_rows

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dsv3.processes.limited import run_limited
+from dsv3.processes.child import run_limited
 from tools.doctor.rows import Row, run_cases
 
 _PROMPT = tuple(range(10, 30))

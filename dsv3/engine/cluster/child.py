@@ -1,13 +1,11 @@
-"""A follower's process, as its supervisor starts it: `python -m dsv3.engine.cluster.child FD`.
+"""A follower's process, as its supervisor starts it: `python -m dsv3.engine.cluster.child`.
 
-FD is one end of a Unix socket pair. jax is imported before the supervisor's order is read, so that a process that was
+jax is imported before the supervisor's order is read, so that a process that was
 started ahead of time has that behind it. When the supervisor goes away this process ends at once.
 """
 
 import importlib
 import os
-import socket
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,14 +13,15 @@ from typing import NoReturn
 
 from dsv3.engine.cluster.link import Link, Pulse
 from dsv3.logs import configure_logging
+from dsv3.processes.child import link_to_parent
 
 PULSE_S = 0.5
 
 
-def main(descriptor: int) -> NoReturn:
+def main() -> NoReturn:
     """Follows as soon as the supervisor says so."""
     configure_logging()
-    link = Link(socket.socket(fileno=descriptor))
+    link = Link(link_to_parent())
     threading.Thread(target=_beat, args=(link,), name="pulse", daemon=True).start()
     from dsv3.engine.cluster import follower
 
@@ -47,4 +46,4 @@ def _end_with(link: Link) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main()

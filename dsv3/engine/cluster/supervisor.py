@@ -10,19 +10,16 @@ import logging
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
 from dsv3.config.options import ClusterOptions
 from dsv3.engine.cluster.generation import Generation
 from dsv3.engine.cluster.link import Alone, Begun, Follow, FromFollower, Link, Serving, Waits
-from dsv3.processes.restarts import Deaths, RestartPolicy
+from dsv3.processes.child import KILLED_S, Deaths, LinkedChild, RestartPolicy
 
 _log = logging.getLogger("dsv3.cluster")
 _LOOK_S = 0.25
-_KILL_S = 60.0  # the system takes back the memory of a process that was killed
 _CHILD = "dsv3.engine.cluster.child"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -31,22 +28,11 @@ class Child:
     """A follower's process, from its start on, with what is known of it. It waits until it is told to `follow`."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", _CHILD, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a terminal's ^C is the supervisor's to pass on
-            )
-        self.link = Link(ours)
+        self.process = LinkedChild(_CHILD)
+        self.link = Link(self.process.link)
         self.generation: Generation | None = None
         self.is_serving = self.is_waiting = self.is_alone = self.has_ended = False
         self.last_heard_s = time.monotonic()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     @property
     def is_up(self) -> bool:
@@ -61,25 +47,13 @@ class Child:
         for each in news or []:
             self._take(each)
 
-    def signal(self, number: int) -> None:
-        """Passes a signal on."""
-        self._process.send_signal(number)
-
-    def end(self) -> int | None:
-        """Ends the process by force, if it has not ended, and returns its status; None where it does not end."""
-        self._process.kill()
+    def end(self, patience_s: float = 0.0) -> int | None:
+        """Ends the process, by force after `patience_s` seconds; returns its status, None where it does not end."""
+        status = self.process.end(patience_s, KILLED_S)
         self.link.connection.close()
-        try:
-            return self._process.wait(_KILL_S)
-        except subprocess.TimeoutExpired:
-            _log.error("pid %d is there %.0f s after kill -9", self.pid, _KILL_S)
-            return None
-
-    def wait(self, timeout_s: float) -> int | None:
-        """Waits for the end of a process whose link has ended, which is forced after `timeout_s` seconds."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
-        return self.end()
+        if status is None:
+            _log.error("pid %d is there %.0f s after kill -9", self.process.pid, KILLED_S)
+        return status
 
     def _take(self, news: FromFollower) -> None:
         match news:
@@ -163,7 +137,7 @@ class Supervisor:
             looked = now
         with contextlib.suppress(BlockingIOError):  # signals that came with its end are not for the next process
             self._pass_on(child, signals)
-        return child.wait(_LOOK_S)
+        return child.end(_LOOK_S)
 
     def _read(self, child: Child) -> None:
         was_up = child.is_up
@@ -179,12 +153,12 @@ class Supervisor:
         self._selector.unregister(child.link.connection)
         if child is self._spare:
             self._spare = None
-            child.wait(_LOOK_S)
+            child.end(_LOOK_S)
 
     def _pass_on(self, child: Child, signals: socket.socket) -> None:
         for number in signals.recv(16):
             self._asked += 1
-            child.signal(number)
+            child.process.signal(number)
 
     def _goes_on(self, child: Child, status: int) -> bool:
         """Returns whether another process follows one that has ended.
@@ -197,13 +171,9 @@ class Supervisor:
         was_up = self._has_served or child.is_waiting or (child.generation is not None and child.generation.number > 0)
         if not was_up or (self._asked and child.generation is None):
             return False
-        if self._deaths.note():
-            _log.error(
-                "process %d has died %d times within %.0f s, and is not started anew",
-                self._cluster.process_id, len(self._deaths), self._deaths.policy.within_s,
-            )  # fmt: skip
-            return False
-        return True
+        if (too_many := self._deaths.note()) is not None:
+            _log.error("process %d %s", self._cluster.process_id, too_many)
+        return too_many is None
 
 
 def _allowed_silence_s(cluster: ClusterOptions, child: Child) -> float:

@@ -7,7 +7,7 @@ import jax
 from jax._src import xla_bridge  # jax has no public way to ask whether its backends have started
 
 from dsv3.engine.memory import DeviceMemory
-from dsv3.processes.limited import run_limited
+from dsv3.processes.child import run_limited
 
 SLACK = 0.02
 """Share of a GPU's memory that the pool has beyond what an engine plans with, for fragmentation: 1.7 GB of an H100."""

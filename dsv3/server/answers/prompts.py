@@ -12,7 +12,7 @@ from dsv3.server.answers.schema import MAX_PROMPTS, ChatMessage, ChatRequest, Co
 from dsv3.server.answers.service import Service
 from dsv3.server.answers.tools import RequestTools
 from dsv3.server.asking import WorkerDied
-from dsv3.server.templates.messages import Render
+from dsv3.server.templates import Render
 from dsv3.server.workers import WorkersBusy
 from dsv3.text.chat_template import TemplateError
 

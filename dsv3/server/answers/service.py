@@ -23,8 +23,8 @@ from dsv3.server.budget import Budget, Holding
 from dsv3.server.config import ServerConfig
 from dsv3.server.engine.client import EngineClient
 from dsv3.server.engine.messages import EngineInfo
-from dsv3.server.grammars.pool import GrammarPool
-from dsv3.server.templates.pool import TemplatePool
+from dsv3.server.grammars import GrammarPool
+from dsv3.server.templates import TemplatePool
 from dsv3.server.tenants import OPERATOR, Tenant, Tenants, cache_salt
 from dsv3.server.workers import BOUNDS, SMALL_BYTES, WAIT_S, Workers, WorkersBusy
 from dsv3.text.chat_template import TemplateError

@@ -129,20 +129,36 @@ class EngineClient:
         self._next_id += count
         return self._next_id - count
 
-    async def connect(self, connection: socket.socket, start: messages.Start | None = None) -> None:
-        """Begins to talk to an engine; `state` tells when it is ready. `start` is the first front's to send."""
+    async def connect(
+        self, connection: socket.socket | str, first: messages.Start | messages.Connect | None = None
+    ) -> None:
+        """Begins to talk to an engine, by a connection or at an address; `state` tells when it is ready.
+
+        `first` is the first message. `Start` is the first front's to send.
+        """
         self._hang_up()
         number, loop = self._connection, asyncio.get_running_loop()
-        transport, _ = await loop.create_connection(
-            lambda: frames.FrameProtocol(self._receive, lambda error: self._note_end(number, error)), sock=connection
-        )
+
+        def protocol() -> frames.FrameProtocol:
+            return frames.FrameProtocol(self._receive, lambda error: self._note_end(number, error))
+
+        try:
+            if isinstance(connection, str):
+                transport, _ = await loop.create_unix_connection(protocol, connection)
+            else:
+                transport, _ = await loop.create_connection(protocol, sock=connection)
+        except OSError:
+            self._note_end(number, None)
+            return
         if number != self._connection:  # lost meanwhile
             transport.close()
             return
         self._transport = transport
-        if start is not None:
-            self._is_first = True
-            self._send(start)
+        self._is_first = isinstance(first, messages.Start)
+        if isinstance(first, messages.Connect):
+            self._next_id = max(self._next_id, first_id(first.sender))
+        if first is not None:
+            self._send(first)
         self._watching = asyncio.create_task(self._watch())
 
     def require_room(self, count: int) -> None:
@@ -180,7 +196,7 @@ class EngineClient:
     def watch(self, what: Literal["look", "start_profile", "stop_profile"]) -> None:
         """Asks the engine to show what it does, or to begin or end a profile; `on_seen` gets the steps of a profile."""
         if self.state == "ready":
-            self._send(messages.Watch(what))
+            self._send(messages.Inspect(what))
 
     def abort_all(self, error: Exception) -> None:
         """Frees every request and fails whoever waits for one."""
@@ -220,7 +236,7 @@ class EngineClient:
             self.abort_all(EngineUnavailable("the server is shutting down"))
             self.state, self.reason = "closed", "the server is shutting down"
             if self._is_first:
-                self._send(messages.Stop())
+                self._send(messages.StopEngine())
         self._end()
 
     def _send(self, message: messages.ToEngine) -> None:
@@ -281,15 +297,13 @@ class EngineClient:
     def _receive(self, body: memoryview) -> None:
         self._deaf_s, self._has_heard = 0.0, True
         message = messages.from_engine.decode(body)
-        if not isinstance(message, messages.Pulse):
+        if not isinstance(message, messages.EngineHeartbeat):
             self._silent_s = 0.0
         match message:
             case messages.Outputs():
                 self._take(message)
             case messages.Rejected():
                 self._reject(message)
-            case messages.Welcome():
-                self._next_id = max(self._next_id, first_id(message.sender))
             case messages.StartProgress():
                 self.on_progress(message)
             case messages.EngineInfo():
@@ -302,10 +316,10 @@ class EngineClient:
                 self.on_seen(message.steps)
             case messages.Dropped():
                 self.on_dropped(message)
-            case messages.Drain():
+            case messages.DrainServer():
                 _log.info("draining: %s", message.reason)
                 self.asks_to_drain.set()
-            case messages.Failed():
+            case messages.EngineFailure():
                 self._failure = message.reason
 
     def _begin(self, info: messages.EngineInfo) -> None:

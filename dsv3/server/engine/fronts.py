@@ -4,113 +4,105 @@ Frames to a front are buffered without being dropped, since a lost token is a lo
 the running requests can still produce; a front that has stopped reading is given up past `MAX_BUFFERED_BYTES`.
 """
 
+import asyncio
+import contextlib
 import logging
 import queue
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
+import uvloop
 
 from dsv3.processes import frames
 from dsv3.scheduler.prepare import PreparedRequest
 from dsv3.scheduler.request import StepOutputs, Tokens, senders
 from dsv3.server.engine import messages
-from dsv3.server.engine.launcher import SENDER_BYTES
+from dsv3.server.engine.messages import FIRST_SENDER
 
 MAX_BUFFERED_BYTES = 512 * 2**20
-FIRST = 0
-"""Sender of the front that has started this process, and with which the process ends."""
-
 _PULSE_S = 1.0
 _log = logging.getLogger("dsv3.engine")
 
 
-class FrontConnection:
-    """One front: a thread reads its messages, another writes its frames; `send` never waits for it.
+class FrontConnection(frames.FrameProtocol):
+    """One front; `send` never waits for it. A `sender` below 0 is to come with its first message.
 
     `live` holds the ids of its requests that the engine has not finished, `parts` requests of which more are to come.
-    `on_message` and `on_end` are called on the reading thread, `on_end` once, when the front has gone or sends what is
-    no message. `on_full` is called by whoever sends one frame too many.
+    """
+
+    def __init__(self, fronts: "FrontConnections", sender: int = -1):
+        super().__init__(self._take_in, self._note_end)
+        self.live: set[int] = set()
+        self.parts: list[PreparedRequest] = []
+        self.sender = sender
+        self._fronts = fronts
+        self._is_full = False
+        self._transport: asyncio.WriteTransport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if self.sender >= FIRST_SENDER:
+            self._fronts.add(self)
+
+    def send(self, message: messages.FromEngine) -> None:
+        """Sends a message, from any thread."""
+        self._fronts.loop.call_soon_threadsafe(self._write, frames.encode(message))
+
+    def hang_up(self) -> None:
+        """Ends the connection at once."""
+        self._transport.abort()
+
+    @property
+    def num_buffered(self) -> int:
+        """Bytes that the front has not taken."""
+        return self._transport.get_write_buffer_size()
+
+    def _write(self, frame: bytearray) -> None:
+        if self._transport.is_closing():
+            return
+        self._transport.write(frame)
+        if self.num_buffered > MAX_BUFFERED_BYTES and not self._is_full:
+            self._is_full = True
+            _log.error("front %d does not read: %d bytes wait for it", self.sender, self.num_buffered)
+            self._fronts.give_up(self)
+
+    def _take_in(self, body: memoryview) -> None:
+        message = messages.to_engine.decode(body)
+        if self.sender >= FIRST_SENDER:
+            self._fronts.take_in(self, message)
+        elif isinstance(message, messages.Connect) and message.sender > FIRST_SENDER:
+            self.sender = message.sender
+            self._fronts.add(self)
+        else:
+            raise ValueError(f"{type(message).__name__} comes first")
+
+    def _note_end(self, error: Exception | None) -> None:
+        if error is not None:
+            known = isinstance(error, ValueError | frames.FrameError | msgspec.MsgspecError)
+            _log.error("connection to front %d: %s", self.sender, error, exc_info=None if known else error)
+        if self.sender >= FIRST_SENDER:
+            self._fronts.note_end(self)
+
+
+class FrontConnections:
+    """All fronts of this engine: the first at the other end of `link`, others connect to `listener`.
+
+    A thread has an event loop for them. `on_stop` is called there when the first front asks for the end,
+    `on_first_gone` when it has gone or does not read.
     """
 
     def __init__(
         self,
-        sender: int,
-        connection: socket.socket,
-        *,
-        on_message: Callable[["FrontConnection", messages.ToEngine], None],
-        on_end: Callable[["FrontConnection"], None],
-        on_full: Callable[["FrontConnection"], None],
+        link: socket.socket,
+        listener: socket.socket,
+        on_stop: Callable[[], None],
+        on_first_gone: Callable[[], None],
     ):
-        self.sender = sender
-        self.live: set[int] = set()
-        self.parts: list[PreparedRequest] = []
-        self._connection = connection
-        self._on_message, self._on_end, self._on_full = on_message, on_end, on_full
-        self._frames: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
-        self._buffered = 0
-        self._lock = threading.Lock()
-        self._writer = threading.Thread(target=self._write, name=f"outbox {sender}", daemon=True)
-        self._writer.start()
-        self.send(messages.Welcome(sender))
-
-    def start_reading(self) -> None:
-        """Begins to call `on_message`."""
-        threading.Thread(target=self._read, name=f"inbox {self.sender}", daemon=True).start()
-
-    def send(self, message: messages.FromEngine) -> None:
-        """Queues a message."""
-        frame = frames.encode(message)
-        with self._lock:
-            was_full = self._buffered > MAX_BUFFERED_BYTES
-            self._buffered += len(frame)
-            full = self._buffered > MAX_BUFFERED_BYTES
-        self._frames.put(frame)
-        if full and not was_full:
-            _log.error("front %d does not read: %d bytes wait for it", self.sender, self._buffered)
-            self._on_full(self)
-
-    def hang_up(self) -> None:
-        """Ends the connection at once; `on_end` follows."""
-        self._connection.shutdown(socket.SHUT_RDWR)
-
-    def close(self, timeout_s: float) -> None:
-        """Sends what is left, for at most `timeout_s`."""
-        self._frames.put(None)
-        self._writer.join(timeout_s)
-
-    def _write(self) -> None:
-        while (frame := self._frames.get()) is not None:
-            try:
-                self._connection.sendall(frame)
-            except OSError:
-                return  # the reading thread sees the end of the connection
-            with self._lock:
-                self._buffered -= len(frame)
-
-    def _read(self) -> None:
-        stream = frames.stream_of(self._connection)
-        try:
-            while (body := frames.read_frame(stream)) is not None:
-                self._on_message(self, messages.to_engine.decode(body))
-        except Exception as error:
-            known = isinstance(error, OSError | frames.FrameError | msgspec.MsgspecError)
-            _log.error("connection to front %d: %s", self.sender, error, exc_info=None if known else error)
-        self._on_end(self)
-
-
-class FrontConnections:
-    """All fronts of this engine. Their connections come through `usher`, a Unix socket of the first front.
-
-    `on_stop` is called when the first front asks for the end, `on_first_gone` when it has gone or does not read.
-    """
-
-    def __init__(self, usher: socket.socket, on_stop: Callable[[], None], on_first_gone: Callable[[], None]):
-        self._usher = usher
+        self.loop = uvloop.new_event_loop()
         self._on_stop, self._on_first_gone = on_stop, on_first_gone
         self._starts: queue.SimpleQueue[messages.Start] = queue.SimpleQueue()
         self._received: deque[tuple[FrontConnection, messages.Request | None]] = deque()
@@ -119,7 +111,8 @@ class FrontConnections:
         self._fronts: dict[int, FrontConnection] = {}
         self._info: messages.EngineInfo | None = None
         self._turns: deque[FrontConnection] = deque()  # the first one has it
-        threading.Thread(target=self._accept, name="usher", daemon=True).start()
+        threading.Thread(target=self.loop.run_forever, name="fronts", daemon=True).start()
+        asyncio.run_coroutine_threadsafe(self._open(link, listener), self.loop).result()
 
     def start(self) -> messages.Start:
         """Waits for the first front's first message."""
@@ -154,12 +147,12 @@ class FrontConnections:
             front.send(message)
 
     def beat(self) -> None:
-        """Begins to tell every front, from a thread, that this process runs."""
-        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+        """Begins to tell every front that this process runs."""
+        self.loop.call_soon_threadsafe(self._beat)
 
     def tell_first(self, message: messages.FromEngine) -> None:
         """Sends a message to the first front, if it has come."""
-        if (first := self._fronts.get(FIRST)) is not None:
+        if (first := self._fronts.get(FIRST_SENDER)) is not None:
             first.send(message)
 
     def deliver(self, outputs: StepOutputs, stats: messages.Stats | None) -> None:
@@ -184,53 +177,64 @@ class FrontConnections:
             self._fronts = {sender: other for sender, other in self._fronts.items() if other is not front}
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Sends what is left, for at most `timeout_s` per front."""
-        for front in list(self._fronts.values()):
-            front.close(timeout_s)
+        """Sends what is left, for at most `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._flush(), self.loop).result(timeout_s)
 
-    def _beat(self) -> None:
-        while True:
-            time.sleep(_PULSE_S)
-            self.tell(messages.Pulse())
-
-    def _accept(self) -> None:
-        """Takes connections as the first front hands them over, until it goes away."""
-        try:
-            while (received := socket.recv_fds(self._usher, SENDER_BYTES, 1))[0]:
-                [descriptor] = received[1]
-                self._add(int.from_bytes(received[0], "little"), socket.socket(fileno=descriptor))
-        except (OSError, ValueError, RuntimeError) as error:  # the last where there is no thread for a front
-            _log.error("connection to the first front: %s", error)
-        self._on_first_gone()
-
-    def _add(self, sender: int, connection: socket.socket) -> None:
-        front = FrontConnection(
-            sender, connection, on_message=self._take_in, on_end=self._note_end, on_full=self._give_up
-        )
+    def add(self, front: FrontConnection) -> None:
+        """Takes a front that has come."""
         with self._lock:
-            self._fronts = {**self._fronts, sender: front}
+            self._fronts = {**self._fronts, front.sender: front}
             info = self._info
         if info is not None:
             front.send(info)
-        front.start_reading()
 
-    def _take_in(self, front: FrontConnection, message: messages.ToEngine) -> None:
+    def take_in(self, front: FrontConnection, message: messages.ToEngine) -> None:
+        """Does what a front says, or keeps it for `take`."""
         match message:
             case messages.Add():
                 front.parts += message.requests
                 if not message.has_more:
                     self._put(front, messages.Add(front.parts))
                     front.parts = []
-            case messages.Abort() | messages.Flush() | messages.Watch():
+            case messages.Abort() | messages.Flush() | messages.Inspect():
                 self._put(front, message)
             case messages.AskTurn():
                 self._queue_for_turn(front)
             case messages.EndTurn():
                 self._end_turn(front)
-            case messages.Stop() if front.sender == FIRST:
+            case messages.StopEngine() if front.sender == FIRST_SENDER:
                 self._on_stop()
-            case messages.Start() if front.sender == FIRST:
+            case messages.Start() if front.sender == FIRST_SENDER:
                 self._starts.put(message)
+
+    def note_end(self, front: FrontConnection) -> None:
+        """Notes that a front has gone."""
+        if front.sender == FIRST_SENDER:
+            self._on_first_gone()
+        else:
+            self._put(front, None)
+
+    def give_up(self, front: FrontConnection) -> None:
+        """Drops a front that does not read; with the first, everything ends."""
+        if front.sender == FIRST_SENDER:
+            self._on_first_gone()
+        else:
+            front.hang_up()
+            self.tell_first(messages.Dropped(front.sender, "it has stopped reading"))
+
+    async def _open(self, link: socket.socket, listener: socket.socket) -> None:
+        await self.loop.create_connection(lambda: FrontConnection(self, FIRST_SENDER), sock=link)
+        # uvloop's is collected, and accepts no more, where nothing refers to it.
+        self._server = await self.loop.create_unix_server(lambda: FrontConnection(self), sock=listener)
+
+    def _beat(self) -> None:
+        self.tell(messages.EngineHeartbeat())
+        self.loop.call_later(_PULSE_S, self._beat)
+
+    async def _flush(self) -> None:
+        while any(front.num_buffered for front in self._fronts.values()):
+            await asyncio.sleep(0.01)
 
     def _queue_for_turn(self, front: FrontConnection) -> None:
         """Lets one front after the other send what engines may die of: only one such request is there at a time."""
@@ -251,20 +255,6 @@ class FrontConnections:
     def _put(self, front: FrontConnection, message: messages.Request | None) -> None:
         self._received.append((front, message))
         self._arrived.set()
-
-    def _note_end(self, front: FrontConnection) -> None:
-        if front.sender == FIRST:
-            self._on_first_gone()
-        else:
-            self._put(front, None)
-
-    def _give_up(self, front: FrontConnection) -> None:
-        """Drops a front that does not read; with the first, everything ends."""
-        if front.sender == FIRST:
-            self._on_first_gone()
-        else:
-            front.hang_up()
-            self.tell_first(messages.Dropped(front.sender, "it has stopped reading"))
 
 
 def split(outputs: StepOutputs) -> dict[int, StepOutputs]:

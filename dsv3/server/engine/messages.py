@@ -1,4 +1,7 @@
-"""Messages between the engine's process and its fronts; see `dsv3.processes.frames`."""
+"""Messages between the engine's process and API servers (fronts); see `dsv3.processes.frames`.
+
+First come those to the engine (`ToEngine`), then those from it (`FromEngine`).
+"""
 
 from typing import Any, Literal
 
@@ -10,6 +13,9 @@ from dsv3.engine.cluster.generation import FIRST, Generation
 from dsv3.engine.look import Look, StepNote
 from dsv3.scheduler.prepare import PreparedRequest, RequestRules
 from dsv3.scheduler.request import EngineOutput, StepOutputs, Tokens
+
+FIRST_SENDER = 0
+"""Sender of the front that starts engines' processes, and with which they end."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -25,6 +31,12 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     cluster: ClusterOptions | None = None
     factory_options: dict[str, object] = {}
     generation: Generation = FIRST
+
+
+class Connect(msgspec.Struct, frozen=True, tag=True):
+    """The first message of any other front: its number, which is in its requests' ids (`first_id`)."""
+
+    sender: int
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -48,7 +60,7 @@ class Flush(msgspec.Struct, frozen=True, tag=True):
     """Empty the prefix cache, on the devices and in the host's memory."""
 
 
-class Watch(msgspec.Struct, frozen=True, tag=True):
+class Inspect(msgspec.Struct, frozen=True, tag=True):
     """Show what the engine does: answered by `Seen`; or begin a profile, or end it: answered by `Profile`."""
 
     what: Literal["look", "start_profile", "stop_profile"]
@@ -62,17 +74,16 @@ class EndTurn(msgspec.Struct, frozen=True, tag=True):
     """All of these were sent, and nothing has happened."""
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
+class StopEngine(msgspec.Struct, frozen=True, tag=True):
     """End the engine process now."""
 
 
-class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """First message to a front: it numbers its requests from `first_id(sender)` on."""
+Request = Add | Abort | Flush | Inspect
+"""What any front may ask for."""
+ToEngine = Start | Connect | Request | AskTurn | EndTurn | StopEngine
 
-    sender: int
 
-
-class Pulse(msgspec.Struct, frozen=True, tag=True):
+class EngineHeartbeat(msgspec.Struct, frozen=True, tag=True):
     """The process runs, whatever its step does: comes once per second, from a thread of its own."""
 
 
@@ -180,24 +191,21 @@ class Dropped(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class Drain(msgspec.Struct, frozen=True, tag=True):
+class DrainServer(msgspec.Struct, frozen=True, tag=True):
     """Another process of the instance was asked to end: finish what runs, then stop, as after SIGTERM."""
 
     reason: str
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class EngineFailure(msgspec.Struct, frozen=True, tag=True):
     """The engine cannot go on; `reason` names the exception and carries nothing of a request."""
 
     reason: str
 
 
-Request = Add | Abort | Flush | Watch
-"""What any front may ask for."""
-ToEngine = Start | Request | AskTurn | EndTurn | Stop
-ToFirst = StartProgress | Dropped | Drain
+ToFirst = StartProgress | Dropped | DrainServer
 """What the engine tells the first front alone."""
-FromEngine = Welcome | ToFirst | EngineInfo | Outputs | Rejected | Turn | Pulse | Seen | Profile | Failed
+FromEngine = ToFirst | EngineInfo | Outputs | Rejected | Turn | EngineHeartbeat | Seen | Profile | EngineFailure
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)

@@ -1,8 +1,8 @@
 """The process that owns the engine: steps it on the main thread, while other threads carry frames in and out.
 
-`launcher.py` starts it as `python -m dsv3.server.engine.process FD [MODULE ...]`. FD is one end of a Unix
-socket pair, through which the first front hands over a connection for each front. When the first front goes away, this
-process ends at once, whatever it is doing. When another one goes away, its requests are aborted.
+`keeper.py` starts it as `python -m dsv3.server.engine.process LISTENER [MODULE ...]`. Its link leads to the first
+front; others connect to the socket with that descriptor. When the first front goes away, this process ends at once,
+whatever it is doing. When another one goes away, its requests are aborted.
 """
 
 import importlib
@@ -15,33 +15,162 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from itertools import chain, islice
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 
 from dsv3.engine.errors import public_text
+from dsv3.engine.look import Look, StepLog
 from dsv3.logs import configure_logging
-from dsv3.scheduler.request import StepOutputs
+from dsv3.processes.child import link_to_parent
+from dsv3.scheduler.prepare import PreparedRequest, fan_out
+from dsv3.scheduler.request import InvalidRequest, QueueFull, StepOutputs
 from dsv3.server.engine import messages
-from dsv3.server.engine.fronts import FrontConnections
-from dsv3.server.engine.intake import EngineLike, Intake
+from dsv3.server.engine.fronts import FrontConnection, FrontConnections
+
+# Takes what fronts ask for between two steps, a slice at a time: no request keeps the others' steps waiting.
+
+
+# Sequences taken between two steps: 30 us each, whatever their prompt's length. The rest waits in its frame.
+SLICE = 128
+
+
+class EngineLike(Protocol):
+    """What the engine's process needs of an engine; `dsv3.engine.engine.Engine` is one."""
+
+    failure: BaseException | None
+    log: StepLog
+
+    @property
+    def has_work(self) -> bool: ...
+    @property
+    def room(self) -> int: ...
+    def submit(self, request: PreparedRequest) -> None: ...
+    def abort(self, request_id: int) -> None: ...
+    def flush(self) -> None: ...
+    def step(self) -> StepOutputs: ...
+    def stats(self) -> Any: ...
+    def look(self) -> Look: ...
+
+
+class Intake:
+    """Does what fronts ask for, in the order in which it has come."""
+
+    def __init__(self, engine: EngineLike, fronts: FrontConnections):
+        self._engine, self._fronts = engine, fronts
+        self._adding: _Adding | None = None  # requests of which a part has been taken
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `take` has something to do."""
+        return self._adding is not None or self._fronts.has_messages
+
+    def take(self) -> bool:
+        """Does what has come, up to `SLICE` new sequences; returns whether there was anything."""
+        left, changed = SLICE, self._adding is not None
+        left -= self._go_on(left)
+        if left <= 0:
+            return True
+        for front, message in self._fronts.take():
+            changed = True
+            if isinstance(message, messages.Add):
+                self._begin(front, message.requests)
+                left -= self._go_on(left)
+            elif isinstance(message, messages.Flush):
+                self._engine.flush()
+            elif isinstance(message, messages.Inspect):
+                front.send(show(self._engine, message))
+            else:
+                self._abort(front, message)
+            if left <= 0:
+                break
+        return changed
+
+    def _begin(self, front: FrontConnection, requests: list[PreparedRequest]) -> None:
+        """Notes requests to take, all or none: nobody else is given the room that they find now."""
+        ids = [request.request_id + i for request in requests for i in range(request.sampling.n)]
+        if len(ids) > self._engine.room:
+            front.send(messages.Rejected(ids, "queue_full", "the queue is full"))
+            return
+        front.live.update(ids)
+        self._adding = _Adding(front, ids, chain.from_iterable(map(fan_out, requests)))
+
+    def _go_on(self, count: int) -> int:
+        """Takes up to `count` of the sequences begun with; returns how many it has looked at."""
+        if self._adding is None:
+            return 0
+        done = 0
+        for request in islice(self._adding.left, count):
+            done += 1
+            if (rejection := self._submit(request, self._adding.ids)) is not None:
+                self._adding.front.live.difference_update(self._adding.ids)
+                self._adding.front.send(rejection)
+                self._adding = None
+                return done
+        if done < count:
+            self._adding = None
+        return done
+
+    def _submit(self, request: PreparedRequest, ids: list[int]) -> messages.Rejected | None:
+        """Hands one sequence to the engine; where it is refused, takes back the others of `ids`."""
+        try:
+            self._engine.submit(request)
+            return None
+        except QueueFull as error:
+            kind, text = "queue_full", str(error)
+        except InvalidRequest as error:
+            kind, text = "invalid", str(error)
+        except Exception:  # one request may fail only itself
+            _log.error("request %d was not taken:\n%s", request.request_id, traceback.format_exc())
+            kind, text = "internal", "the engine could not take the request"
+        for taken in ids[: ids.index(request.request_id)]:
+            self._engine.abort(taken)
+        return messages.Rejected(ids, kind, text)
+
+    def _abort(self, front: FrontConnection, message: messages.Abort | None) -> None:
+        """Aborts what a front asks for; all of its requests if it has gone."""
+        ended = list(front.live) if message is None else message.request_ids
+        front.live.difference_update(ended)
+        for request_id in ended:
+            self._engine.abort(request_id)
+        if message is None:
+            self._fronts.remove(front)
+
+
+def show(engine: EngineLike, message: messages.Inspect) -> messages.Seen | messages.Profile:
+    """Returns what a front has asked to see."""
+    if message.what == "look":
+        return messages.Seen(engine.look())
+    if message.what == "start_profile":
+        engine.log.start_profile()
+        return messages.Profile([])
+    return messages.Profile(engine.log.stop_profile())
+
+
+class _Adding:
+    """Requests that are taken together: the sequences that are left of them, and the ids of all."""
+
+    def __init__(self, front: FrontConnection, ids: list[int], left: Iterator[PreparedRequest]):
+        self.front, self.ids, self.left = front, ids, left
+
 
 _STATS_S = 0.1  # between two frames with statistics: making them takes longer than a step's columns
 _PULSE_S = 1.0  # between two frames of an idle engine: without them a front takes it for hanging
 _log = logging.getLogger("dsv3.engine")
 
 
-class EngineFailed(Exception):
+class StepFailed(Exception):
     """The engine has given up every request after an exception; it takes no more."""
 
 
 class Host:
     """This process, as an engine's factory sees it: whom to tell, and how the process ends."""
 
-    def __init__(self, usher: socket.socket):
-        self.fronts = FrontConnections(usher, self._stop, self._first_front_gone)
+    def __init__(self, link: socket.socket, listener: socket.socket):
         self._at_end: list[Callable[[str | None], None]] = []
         self._failing = threading.Lock()
+        self.fronts = FrontConnections(link, listener, self._stop, self._first_front_gone)
 
     def progress(self, text: str, done: int = 0, total: int = 0) -> None:
         """Tells what the engine does while it starts."""
@@ -49,7 +178,7 @@ class Host:
 
     def drain(self, reason: str) -> None:
         """Asks the first front to have all fronts drain, and to stop."""
-        self.fronts.tell_first(messages.Drain(reason))
+        self.fronts.tell_first(messages.DrainServer(reason))
 
     def at_end(self, callback: Callable[[str | None], None]) -> None:
         """Has `callback` called before the process ends: with the reason of a failure, None for an orderly end."""
@@ -66,7 +195,7 @@ class Host:
         self._failing.acquire()  # for good
         for callback in self._at_end:
             callback(reason)
-        self.fronts.tell(messages.Failed(reason))
+        self.fronts.tell(messages.EngineFailure(reason))
         self.fronts.close()
         os._exit(1)
 
@@ -77,15 +206,15 @@ class Host:
         self.end(0, "the HTTP process of the leader has gone")
 
 
-def main(fd: int, imports: Sequence[str] = ()) -> NoReturn:
-    """Runs an engine for the fronts whose connections come through the socket `fd`.
+def main(listener: int, imports: Sequence[str]) -> NoReturn:
+    """Runs an engine for the first front, and for those that connect to the socket with the descriptor `listener`.
 
     The modules `imports` are imported before: so a process that waits for the end of another one has that behind it.
     """
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)  # the first front drains first and then says when to stop
     configure_logging()
-    host = Host(socket.socket(fileno=fd))
+    host = Host(link_to_parent(), socket.socket(fileno=listener))
     for module in imports:
         importlib.import_module(module)
     try:
@@ -96,12 +225,12 @@ def main(fd: int, imports: Sequence[str] = ()) -> NoReturn:
         serve(engine, host.fronts)
     except Exception as error:
         _report(error)
-        kind = str(error) if isinstance(error, EngineFailed) else public_text(error)
+        kind = str(error) if isinstance(error, StepFailed) else public_text(error)
         host.fail(f"the engine stopped after an error ({kind})")
 
 
 def serve(engine: EngineLike, fronts: FrontConnections) -> NoReturn:
-    """Steps the engine for ever; raises EngineFailed, or what `engine.step` raises, when it cannot go on.
+    """Steps the engine for ever; raises StepFailed, or what `engine.step` raises, when it cannot go on.
 
     Statistics go with the first frame after `_STATS_S`, and with the one before the engine falls idle. While it is idle
     they come every `_PULSE_S`. A frame without them says that its next step, which may take long, begins.
@@ -114,7 +243,7 @@ def serve(engine: EngineLike, fronts: FrontConnections) -> NoReturn:
         outputs = engine.step() if engine.has_work else StepOutputs()
         idle = not (engine.has_work or intake.has_work)
         if engine.failure is not None:  # what the step says of its requests counts no more: they go on elsewhere
-            raise EngineFailed(public_text(engine.failure))
+            raise StepFailed(public_text(engine.failure))
         due = idle or time.monotonic() - told > _STATS_S
         if outputs or changed or idle:
             fronts.deliver(outputs, _numbers(engine.stats()) if due else None)
@@ -149,7 +278,7 @@ def _flattened(prefix: str, record: dict[str, Any]) -> Iterator[tuple[str, Any]]
 
 def _report(error: Exception) -> None:
     """Logs everything; clients only hear the kind, since a text may carry a path or a part of a prompt."""
-    if isinstance(error, ValueError | OSError | EngineFailed):  # bad files and settings: their text says what to change
+    if isinstance(error, ValueError | OSError | StepFailed):  # bad files and settings: their text says what to change
         _log.error("%s: %s", type(error).__name__, error)
         _log.debug("%s", traceback.format_exc())
     else:

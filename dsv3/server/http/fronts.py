@@ -7,25 +7,25 @@ connections, to one that hangs too, and lose those that wait for one that ends.
 
 import asyncio
 import dataclasses
-import functools
+import itertools
 import logging
 import socket
-import sys
 from collections.abc import Callable
 
 import msgspec
 
 from dsv3.processes import frames
+from dsv3.processes.child import LinkedChild
 from dsv3.server.answers.numbers import SharedNumbers
 from dsv3.server.config import ServerConfig
-from dsv3.server.engine.ferry import hand_over
 from dsv3.server.engine.keeper import EngineKeeper
-from dsv3.server.engine.messages import Dropped
+from dsv3.server.engine.messages import FIRST_SENDER, Dropped
 from dsv3.server.http import messages
 from dsv3.server.tenants import Tenant
 
 _RESTART_S = 1.0
 _END_S = 10.0  # closing connections takes a front a few seconds
+_senders = itertools.count(FIRST_SENDER + 1)
 _log = logging.getLogger("dsv3.server")
 
 
@@ -50,6 +50,7 @@ class OtherFronts:
             for number in range(1, config.options.api_server_count)
         ]
         self._running = [asyncio.create_task(front.run()) for front in self._fronts]
+        engine.on_start = lambda number, address: self._tell(messages.EngineStarted(number, address))
 
     async def ready(self) -> None:
         """Waits until every front answers HTTP."""
@@ -75,8 +76,7 @@ class OtherFronts:
 
     def lose(self, number: int, reason: str) -> None:
         """Tells every front that the engine with that number has died and another one follows."""
-        for front in self._fronts:
-            front.send(messages.EngineLost(number, reason))
+        self._tell(messages.EngineLost(number, reason))
 
     def drop(self, dropped: Dropped) -> None:
         """Ends a front that the engine has given up; a new one takes its place."""
@@ -99,6 +99,10 @@ class OtherFronts:
             front.kill()
         await asyncio.gather(*self._running, return_exceptions=True)
 
+    def _tell(self, message: messages.ToFront) -> None:
+        for front in self._fronts:
+            front.send(message)
+
     def _end(self, message: messages.ToFront) -> None:
         for front in self._fronts:
             front.end(message)
@@ -120,8 +124,8 @@ class _OtherFront:
         self.is_ready = asyncio.Event()
         self._start, self._listener, self._numbers = start, listener, numbers
         self._engine, self._on_failure = engine, on_failure
-        self._process: asyncio.subprocess.Process | None = None
-        self._ferry: socket.socket | None = None
+        self._process: LinkedChild | None = None
+        self._transport: asyncio.WriteTransport | None = None
         self._last_words: list[messages.ToFront] = []
 
     async def run(self) -> None:
@@ -129,15 +133,13 @@ class _OtherFront:
         while not self._last_words:
             self.is_ready.clear()
             try:
-                self._process = await self._launch()
+                status = await self._live()
             except OSError as error:
                 self._on_failure(f"an HTTP process could not start ({error.strerror})")
                 return
-            status = await self._listen(self._process)
-            self._part()
             if self._last_words:
                 return
-            _log.error("front %d has ended with status %d", self.number, status)
+            _log.error("front %d has ended with status %s", self.number, status)
             if not self.is_ready.is_set():
                 self._on_failure(f"an HTTP process could not start (exit status {status})")
                 return
@@ -156,61 +158,49 @@ class _OtherFront:
     def hang_up(self) -> None:
         """Has the process end at once."""
         self._last_words.append(messages.FrontAbort())
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
+        if self._transport is not None:
+            self._transport.close()
 
     def kill(self) -> None:
         """Ends the process by force."""
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None:
             self._process.kill()
 
-    async def _launch(self) -> asyncio.subprocess.Process:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        with theirs:
-            inherited = [self._listener.fileno(), theirs.fileno(), self._numbers.descriptor]
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "dsv3.server.http.front",
-                *map(str, inherited),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                pass_fds=inherited,
-                start_new_session=True,  # a terminal's ^C is the first front's to handle
-            )
-        self._ferry, self.sender = ours, self._engine.join(functools.partial(hand_over, ours))
-        assert process.stdin is not None
-        for message in (self._start, *self._last_words):
-            process.stdin.write(frames.encode(message))
-        return process
+    async def _live(self) -> int | None:
+        """Starts a process and takes its messages until it ends; returns its exit status."""
+        inherited = [self._listener.fileno(), self._numbers.descriptor]
+        self._process = LinkedChild("dsv3.server.http.front", *inherited, inherited=inherited)
+        ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+        self._transport, _ = await asyncio.get_running_loop().create_connection(
+            lambda: frames.FrameProtocol(self._take, ended.set_result), sock=self._process.link
+        )
+        self.sender = next(_senders)
+        self.send(msgspec.structs.replace(self._start, sender=self.sender))
+        if (address := self._engine.address) is not None:
+            self.send(messages.EngineStarted(self._engine.number, address))
+        for message in self._last_words:
+            self.send(message)
+        if (error := await ended) is not None:
+            _log.error("front %d: %s", self.number, error)
+        return await asyncio.to_thread(self._process.end, _END_S)
 
-    def _part(self) -> None:
-        """Lets go of what belonged to a process that has ended."""
-        self._engine.leave(self.sender)
-        if self._ferry is not None:
-            self._ferry.close()
-
-    async def _listen(self, process: asyncio.subprocess.Process) -> int:
-        """Takes the process's messages until it ends; returns its exit status."""
-        assert process.stdout is not None
-        while (body := await frames.read_frame_async(process.stdout)) is not None:
-            match messages.from_front.decode(body):
-                case messages.FrontReady():
-                    self.is_ready.set()
-                case messages.EngineSilent(number, reason):
-                    self._engine.lose(number, reason)
-        return await process.wait()
+    def _take(self, body: memoryview) -> None:
+        match messages.from_front.decode(body):
+            case messages.FrontReady():
+                self.is_ready.set()
+            case messages.EngineSilent(number, reason):
+                self._engine.lose(number, reason)
 
     def send(self, message: messages.ToFront) -> None:
         """Tells the process, if there is one."""
-        if self._process is not None and self._process.stdin is not None and not self._process.stdin.is_closing():
-            self._process.stdin.write(frames.encode(message))
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frames.encode(message))
 
 
 def _start_message(config: ServerConfig, front: int, created: int) -> messages.FrontStart:
     return messages.FrontStart(
         front=front,
+        sender=-1,
         created=created,
         model_dir=str(config.model_dir),
         model_names=config.model_names,

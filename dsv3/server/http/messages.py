@@ -1,4 +1,4 @@
-"""Messages between the first front and the others, on their standard streams; see `dsv3.processes.frames`."""
+"""Messages between the first front and the others, through their links; see `dsv3.processes.frames`."""
 
 import msgspec
 
@@ -9,9 +9,13 @@ from dsv3.server.tenants import Tenant
 
 
 class FrontStart(msgspec.Struct, frozen=True, tag=True):
-    """First message to a front: its number, and what `dsv3.server.config.ServerConfig` says of all fronts."""
+    """First message to a front: its number, and what `dsv3.server.config.ServerConfig` says of all fronts.
+
+    To engines it is `sender`, which no other front has been.
+    """
 
     front: int
+    sender: int
     created: int
     model_dir: str
     model_names: tuple[str, ...]
@@ -43,8 +47,15 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class EngineStarted(msgspec.Struct, frozen=True, tag=True):
+    """The engine with that number runs: connect to the Unix socket at its address."""
+
+    number: int
+    address: str
+
+
 class EngineLost(msgspec.Struct, frozen=True, tag=True):
-    """The engine with that number has died; a connection to the next one follows."""
+    """The engine with that number has died; another one follows."""
 
     number: int
     reason: str
@@ -61,7 +72,7 @@ class EngineSilent(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToFront = FrontStart | FrontDrain | FrontAbort | FrontReload | EngineLost | EngineFailed
+ToFront = FrontStart | FrontDrain | FrontAbort | FrontReload | EngineStarted | EngineLost | EngineFailed
 FromFront = FrontReady | EngineSilent
 
 to_front = msgspec.msgpack.Decoder(ToFront)

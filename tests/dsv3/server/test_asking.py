@@ -2,6 +2,7 @@
 
 import asyncio
 
+import psutil
 import pytest
 
 from dsv3.server import asking
@@ -64,3 +65,16 @@ def test_a_question_that_two_processes_die_of_is_to_blame() -> None:
         return await process.ask(frame(b"fine"))
 
     assert asked(work, deadline_s=5.0).isdigit()
+
+
+def test_a_process_that_dies_between_two_questions_is_reaped_and_replaced() -> None:
+    async def work(process):
+        first = psutil.Process(int(await process.ask(frame(b"fine"))))
+        first.kill()
+        async with asyncio.timeout(60):
+            while first.is_running():  # a zombie is
+                await asyncio.sleep(0.01)
+        return first.pid, int(await process.ask(frame(b"fine")))
+
+    first, second = asked(work, deadline_s=5.0)
+    assert first != second

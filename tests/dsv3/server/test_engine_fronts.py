@@ -1,13 +1,16 @@
-"""The fronts as the engine's process sees them, at the other ends of socket pairs."""
+"""The fronts as the engine's process sees them, at the other ends of their connections."""
 
 import socket
+import tempfile
 import threading
+import time
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsv3.config.options import EngineOptions
 from dsv3.processes import frames
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.prepare import RequestRules, prepare
@@ -15,7 +18,6 @@ from dsv3.scheduler.request import EngineOutput, EngineRequest, StepOutputs, Tok
 from dsv3.server.engine import fronts as fronts_module
 from dsv3.server.engine import messages
 from dsv3.server.engine.fronts import FrontConnections, split
-from dsv3.server.engine.launcher import SENDER_BYTES
 from dsv3.server.engine.messages import EngineInfo
 
 INFO = EngineInfo(RequestRules(vocab_size=9, max_model_len=9), max_num_seqs=1, num_pages=1)
@@ -46,17 +48,29 @@ class Ends:
 
     def __init__(self, count):
         self.stopped, self.first_gone = threading.Event(), threading.Event()
-        self.usher, theirs = socket.socketpair()
-        self.fronts = FrontConnections(theirs, self.stopped.set, self.first_gone.set)
-        self.streams, self.connections = [], []
-        for sender in range(count):
-            ours, theirs = socket.socketpair()
-            with theirs:
-                socket.send_fds(self.usher, [sender.to_bytes(SENDER_BYTES, "little")], [theirs.fileno()])
-            ours.settimeout(30)
-            self.connections.append(ours)
-            self.streams.append(frames.stream_of(ours))
-            assert self.receive(sender) == messages.Welcome(sender)
+        self.connections, self.streams = [], []
+        self._directory, self._listener = tempfile.TemporaryDirectory(), socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"{self._directory.name}/engine")
+        self._listener.listen()
+        first, link = socket.socketpair()
+        self._add(first)
+        self.fronts = FrontConnections(link, self._listener, self.stopped.set, self.first_gone.set)
+        for sender in range(1, count):
+            self.connect(messages.Connect(sender))
+            while sender not in self.fronts._fronts:
+                time.sleep(0.01)
+
+    def connect(self, message):
+        """One more front, whose first message that is."""
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(self._listener.getsockname())
+        self._add(connection)
+        self.send(-1, message)
+
+    def _add(self, connection):
+        connection.settimeout(30)
+        self.connections.append(connection)
+        self.streams.append(frames.stream_of(connection))
 
     def receive(self, front):
         return messages.from_engine.decode(frames.read_frame(self.streams[front]))
@@ -87,14 +101,18 @@ def test_results_go_to_their_senders(ends):
         assert ends.receive(front).stats == {"running": 1.0}
 
 
-def test_a_front_that_comes_late_hears_that_the_engine_is_ready():
-    ends = Ends(1)
+def test_a_front_that_comes_late_hears_that_the_engine_is_ready(ends):
     ends.fronts.announce(INFO)
-    ours, theirs = socket.socketpair()
-    socket.send_fds(ends.usher, [(7).to_bytes(SENDER_BYTES, "little")], [theirs.fileno()])
-    stream = frames.stream_of(ours)
-    heard = [messages.from_engine.decode(frames.read_frame(stream)) for _ in range(2)]
-    assert heard == [messages.Welcome(7), INFO]
+    ends.connect(messages.Connect(7))
+    assert ends.receive(-1) == INFO
+
+
+@pytest.mark.parametrize("first", [messages.Connect(0), messages.StopEngine(), messages.Start("", "", EngineOptions())])
+def test_no_other_connection_is_the_first_front(ends, first):
+    """A connection says who it is before it says anything else."""
+    ends.connect(first)
+    assert ends.connections[-1].recv(1) == b""
+    assert not ends.stopped.is_set() and not ends.first_gone.is_set() and len(ends.fronts._fronts) == 2
 
 
 def test_a_front_that_goes_away_is_told_of_once(ends):
@@ -120,11 +138,11 @@ def test_a_front_that_does_not_read_is_given_up(ends, monkeypatch):
 
 
 def test_only_the_first_front_may_end_everything(ends):
-    ends.send(1, messages.Stop())
+    ends.send(1, messages.StopEngine())
     ends.send(1, messages.Abort([5]))
     assert ends.take()[1] == messages.Abort([5])
     assert not ends.stopped.is_set()
-    ends.send(0, messages.Stop())
+    ends.send(0, messages.StopEngine())
     assert ends.stopped.wait(30)
     ends.connections[0].shutdown(socket.SHUT_RDWR)
     assert ends.first_gone.wait(30)

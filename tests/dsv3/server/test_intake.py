@@ -11,10 +11,9 @@ from dsv3.processes import frames
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.prepare import PreparedRequest, RequestRules, fan_out, prepare
 from dsv3.scheduler.request import EngineRequest, InvalidRequest
-from dsv3.server.engine import intake as intake_module
-from dsv3.server.engine import messages
+from dsv3.server.engine import messages, process
 from dsv3.server.engine.client import EngineClient
-from dsv3.server.engine.intake import Intake
+from dsv3.server.engine.process import Intake
 
 RULES = RequestRules(vocab_size=100, max_model_len=2**20)
 BAD = 99
@@ -73,7 +72,7 @@ class Fronts:
 
 @pytest.fixture(autouse=True)
 def small_slice(monkeypatch):
-    monkeypatch.setattr(intake_module, "SLICE", SLICE)
+    monkeypatch.setattr(process, "SLICE", SLICE)
 
 
 GROUPS = st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=3), max_size=6)

@@ -1,24 +1,20 @@
 """Who goes on in the next engine, behind what, and who is to blame for the death of one after the other."""
 
-import array
 import gc
 import weakref
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.suspects import RULES, Fleet, FleetWithoutTrial, FleetWithoutTurns, play, prepared
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.prepare import RequestRules, behind, fan_out, prepare
 from dsv3.scheduler.request import EngineRequest
 from dsv3.server.engine.live import SAFE_TOKENS, Lives
 
-RULES = RequestRules(vocab_size=9, max_model_len=2000, fingerprint="print")
 TOKENS = st.lists(st.integers(0, 8), max_size=300)
-
-
-def request(first: int, n: int = 1) -> EngineRequest:
-    return EngineRequest(request_id=first, prompt_token_ids=[5], sampling=SamplingParams(n=n))
 
 
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=200), TOKENS, TOKENS, st.integers(1, 3), st.booleans())
@@ -44,57 +40,6 @@ def test_the_prompts_logprobs_are_told_once():
     assert behind(asked, 0, np.array([3], "<i4"), RULES).sampling.prompt_logprobs is None
 
 
-class Fleet:
-    """Fronts without processes, over an engine that dies of requests once they have so many tokens."""
-
-    def __init__(self, fronts: int, max_restarts: int, fatal: dict[int, int]):
-        self.fronts = [Lives(max_restarts) for _ in range(fronts)]
-        self.fatal, self.ended, self.deaths = fatal, {}, 0
-        self.turns: list[Lives] = []
-
-    def add(self, request_id: int) -> None:
-        lives = self.fronts[request_id % len(self.fronts)]
-        lives.add([prepare(request(request_id), RULES)], [object()])
-        lives.by_id[request_id].is_there = True
-
-    def step(self, num_tokens: int) -> None:
-        """Gives every sequence that is there a token, or has the engine die before anybody gets one."""
-        there = {i: live for lives in self.fronts for i, live in lives.by_id.items() if live.is_there}
-        if any(self.fatal.get(i, 10**9) <= len(live.tokens) for i, live in there.items()):
-            self._die()
-            return
-        for i, live in there.items():
-            live.tokens.extend(array.array("i", [0]))
-            if len(live.tokens) >= num_tokens:
-                next(lives for lives in self.fronts if i in lives.by_id).pop(i)
-        for lives in self.fronts:
-            if lives.trial_is_over:
-                self._try_next(lives)
-
-    def _die(self) -> None:
-        self.deaths += 1
-        for lives in self.fronts:
-            for live, error in lives.bury():
-                self.ended[live.request.request_id] = str(error)
-            for _, live in lives.take_waiting():
-                live.is_there = True
-        self.turns = [lives for lives in self.fronts if lives.suspects]
-        if self.turns:
-            self._try_next(self.turns[0])
-
-    def _try_next(self, lives: Lives) -> None:
-        if (found := lives.next_suspect()) is not None:
-            found[1].is_there = True
-            return
-        self.turns.remove(lives)
-        if self.turns:
-            self._try_next(self.turns[0])
-
-    @property
-    def num_live(self) -> int:
-        return sum(map(len, self.fronts))
-
-
 ONE = st.tuples(st.integers(0, 11), st.integers(0, 40)).map(lambda pair: [pair])
 SEVERAL = st.lists(st.tuples(st.integers(0, 11), st.integers(0, SAFE_TOKENS - 1)), max_size=3)
 
@@ -116,9 +61,16 @@ def test_only_those_end_that_engines_die_of(fronts, count, fatal, num_tokens):
     assert all("the engine has died" in text for text in fleet.ended.values())
 
 
+@pytest.mark.parametrize(("scheme", "least"), [(Fleet, 0), (FleetWithoutTurns, 2), (FleetWithoutTrial, 10)])
+def test_what_the_trial_and_its_turns_are_for(scheme, least):
+    """Of 23 requests beside one that engines die of, over four fronts, as many others end on average."""
+    ended = [play(scheme, 4, 1, seed)[0] for seed in range(50)]
+    assert sum(ended) >= 50 * least and (max(ended) == 0) == (scheme is Fleet)
+
+
 def test_a_request_goes_on_so_often_and_no_more():
     lives = Lives(2)
-    lives.add([prepare(request(0), RULES)], [object()])
+    lives.add([prepared(0)], [object()])
     for restarts in (1, 2, 3):
         lives.by_id[0].is_there = True
         lives.by_id[0].tokens.extend([1] * SAFE_TOKENS)  # nothing speaks against it
@@ -131,7 +83,7 @@ def test_a_request_goes_on_so_often_and_no_more():
 def test_one_that_no_engine_has_had_is_not_to_blame():
     """It waits for the next engine, once, with those that came with it."""
     lives = Lives(0)
-    new = [[prepare(request(i, n=2), RULES)] for i in (3, 7)]
+    new = [[prepared(i, n=2)] for i in (3, 7)]
     for asked in new:
         lives.put_off(asked, lives.add(asked, [object()] * 2))
     for _ in range(5):
@@ -150,7 +102,7 @@ def test_prompts_of_clients_that_go_while_there_is_no_engine_go_with_them():
 
     lives, kept = Lives(0), []
     for i in range(0, 40, 2):
-        asked = Asked([prepare(request(i), RULES), prepare(request(i + 1), RULES)])
+        asked = Asked([prepared(i), prepared(i + 1)])
         kept.append(weakref.ref(asked))
         lives.put_off(asked, lives.add(asked, [object()] * 2))
         del asked
@@ -164,7 +116,7 @@ def test_prompts_of_clients_that_go_while_there_is_no_engine_go_with_them():
 
 
 def test_what_comes_while_the_others_are_sent_is_sent_too():
-    lives, asked = Lives(0), {i: [prepare(request(i), RULES)] for i in range(4)}
+    lives, asked = Lives(0), {i: [prepared(i)] for i in range(4)}
     for i in (0, 1, 2):
         lives.put_off(asked[i], lives.add(asked[i], [object()]))
     sent = []

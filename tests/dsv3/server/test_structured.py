@@ -9,9 +9,9 @@ import psutil
 import pytest
 
 from dsv3.scheduler.prepare import RequestRules
+from dsv3.server import grammars
 from dsv3.server.asking import AskedProcess, DeadlyQuestion
-from dsv3.server.grammars import pool as grammars_pool
-from dsv3.server.grammars.pool import GrammarPool
+from dsv3.server.grammars import GrammarPool
 from dsv3.structured_outputs import StructuredOutputsParams
 from dsv3.text.answer_grammar import Wanted
 from dsv3.text.matcher import GrammarError
@@ -260,7 +260,7 @@ async def told(pool: GrammarPool, what: Wanted) -> str:
 
 
 def workers() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children() if "dsv3.server.grammars.worker" in serving.command_of(p)]
+    return [p for p in psutil.Process().children() if "dsv3.server.grammars" in serving.command_of(p)]
 
 
 def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(model_dir):
@@ -287,7 +287,7 @@ def test_what_a_process_dies_of_is_held_against_a_grammar_for_a_while(model_dir,
         with monkeypatch.context() as patch:
             patch.setattr(AskedProcess, "ask", dies)
             first = [await told(pool, wanted("a"))]
-            patch.setattr(grammars_pool, "DOUBT_S", -1.0)
+            patch.setattr(grammars, "DOUBT_S", -1.0)
             first.append(await told(pool, wanted("b")))
         return first, [await told(pool, wanted(pattern)) for pattern in ("a", "b")]
 
@@ -297,14 +297,14 @@ def test_what_a_process_dies_of_is_held_against_a_grammar_for_a_while(model_dir,
 
 def test_results_are_remembered(model_dir, monkeypatch):
     """Two at most, and no more characters than are allowed."""
-    monkeypatch.setattr(grammars_pool, "MAX_REMEMBERED", 2)
+    monkeypatch.setattr(grammars, "MAX_REMEMBERED", 2)
 
     async def work(pool):
         first = [await pool.make(wanted(pattern), RULES) for pattern in ("a", "b", "c")]
         await pool._worker.stop()
         assert await pool.make(wanted("c"), RULES) == first[-1]
         assert len(pool._known) == 2 and not workers()
-        monkeypatch.setattr(grammars_pool, "MAX_REMEMBERED_CHARS", len(first[-1]))
+        monkeypatch.setattr(grammars, "MAX_REMEMBERED_CHARS", len(first[-1]))
         assert await pool.make(wanted("c"), RULES) == first[-1]
         assert len(pool._known) == 1 and not workers()
 

@@ -6,8 +6,7 @@ import psutil
 import pytest
 
 from dsv3.server.asking import AskedProcess, DeadlyQuestion
-from dsv3.server.templates.messages import Render
-from dsv3.server.templates.pool import TemplatePool, TemplateTooSlow
+from dsv3.server.templates import Render, TemplatePool, TemplateTooSlow
 from dsv3.server.workers import WorkersBusy
 from dsv3.text.chat_template import TemplateError
 from tests.dsv3.server import serving
@@ -41,11 +40,7 @@ def with_pool(work, template=TEMPLATE, deadline_s=5.0, **settings):
 
 def workers():
     """The processes that render, by their ids."""
-    return {
-        child.pid
-        for child in psutil.Process().children()
-        if "dsv3.server.templates.worker" in serving.command_of(child)
-    }
+    return {child.pid for child in psutil.Process().children() if "dsv3.server.templates" in serving.command_of(child)}
 
 
 def kill_workers():

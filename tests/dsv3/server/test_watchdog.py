@@ -4,15 +4,18 @@ import asyncio
 import contextlib
 import signal
 import socket
+import stat
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import uvloop
 
 from dsv3.config.options import EngineOptions
 from dsv3.processes import frames
-from dsv3.processes.restarts import RestartPolicy
+from dsv3.processes.child import RestartPolicy
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.prepare import prepare
 from dsv3.scheduler.request import EngineRequest, StepOutputs
@@ -59,9 +62,9 @@ def test_a_start_that_fails_in_any_way_ends_what_waits_for_it(monkeypatch) -> No
     """Nothing else did: no process, no deadline and no word of an engine."""
 
     class Process:
-        pid, starts = 7, 0
+        pid, starts, address = 7, 0, "/nowhere/engine"
 
-        def __init__(self) -> None:
+        def __init__(self, address: str, imports: tuple[str, ...]) -> None:
             Process.starts += 1
             if Process.starts > 1:
                 raise RuntimeError("can't start new thread")
@@ -69,7 +72,7 @@ def test_a_start_that_fails_in_any_way_ends_what_waits_for_it(monkeypatch) -> No
         def kill(self) -> None:
             """Has none."""
 
-        async def reap(self, timeout_s: float) -> int:
+        def end(self) -> int:
             return -9
 
     async def run() -> str:
@@ -85,11 +88,28 @@ def test_a_start_that_fails_in_any_way_ends_what_waits_for_it(monkeypatch) -> No
     assert asyncio.run(run()) == "the engine could not be started anew (RuntimeError)"
 
 
+@pytest.mark.parametrize("depth", [0, 20])
+def test_only_this_user_reaches_the_engine_wherever_temporary_files_lie(monkeypatch, tmp_path, depth) -> None:
+    """A Unix socket has a path of at most 103 bytes, and TMPDIR may be longer."""
+    temporary = tmp_path.joinpath(*["temporary"] * depth)
+    temporary.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    addresses: list[str] = []
+    monkeypatch.setattr(keeper_module, "EngineProcess", lambda address, imports: addresses.append(address))
+
+    async def run() -> None:
+        keeper_module.EngineKeeper(EngineClient(max_num_queued_reqs=4), messages.Start("", "", EngineOptions()), None)
+        directory = Path(addresses[0]).parent
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700 and len(addresses[0]) <= 103
+
+    asyncio.run(run())
+
+
 async def beat(ends: list[socket.socket]) -> None:
     while True:
         for end in ends:
             with contextlib.suppress(OSError):
-                end.sendall(frames.encode(messages.Pulse()))
+                end.sendall(frames.encode(messages.EngineHeartbeat()))
         await asyncio.sleep(0.2)
 
 
@@ -150,7 +170,7 @@ def test_an_engine_that_is_stopped_while_it_is_started_anew_is_noticed(monkeypat
         await engine.connect(ours)
         if speaks:
             for _ in range(12):  # longer than the bound
-                theirs.sendall(frames.encode(messages.Pulse()))
+                theirs.sendall(frames.encode(messages.EngineHeartbeat()))
                 await asyncio.sleep(0.1)
             assert not silences
         async with asyncio.timeout(60):
@@ -193,7 +213,7 @@ def test_an_idle_engine_sends_frames_and_one_before_a_step(monkeypatch: pytest.M
     ends, engine = Ends(1), Engine()
 
     def run() -> None:
-        with contextlib.suppress(process.EngineFailed):
+        with contextlib.suppress(process.StepFailed):
             process.serve(engine, ends.fronts)
 
     thread = threading.Thread(target=run, daemon=True)

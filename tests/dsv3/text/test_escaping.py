@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dsv3
-from dsv3.server.templates.worker import escaping_template
+from dsv3.server.templates import escaping_template
 from dsv3.text.chat_template import ChatTemplate, TemplateError
 from dsv3.text.markers import Markers
 from dsv3.text.tokenizer import Tokenizer, TokenizerError

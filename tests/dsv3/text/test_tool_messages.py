@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dsv3.server.templates.worker import escaping_template
+from dsv3.server.templates import escaping_template
 from dsv3.text.chat_template import ChatTemplate, TemplateError
 from dsv3.text.dialects import DIALECTS
 from dsv3.text.markers import Markers

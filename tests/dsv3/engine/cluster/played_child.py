@@ -2,22 +2,22 @@
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 
 from dsv3.engine.cluster.generation import Generation
 from dsv3.engine.cluster.link import Alone, Begun, Link, Pulse, Serving, Waits
+from dsv3.processes.child import link_to_parent
 
 
 def _exit_on_signal(*_: object) -> None:
     os._exit(0)
 
 
-def main(descriptor: int) -> None:
+def main() -> None:
     """Says its pulse ten times per second until it ends."""
-    link = Link(socket.socket(fileno=descriptor))
+    link = Link(link_to_parent())
     order = link.order()
     if order is None:
         sys.exit(0)
@@ -55,4 +55,4 @@ def beat(link: Link) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main()

@@ -7,7 +7,7 @@ import sys
 from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine.cluster.link import Follow
 from dsv3.engine.cluster.supervisor import Supervisor
-from dsv3.processes.restarts import RestartPolicy
+from dsv3.processes.child import RestartPolicy
 
 LOAD = "tests.dsv3.engine.cluster.toy_cluster:load"
 

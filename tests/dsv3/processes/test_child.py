@@ -1,14 +1,16 @@
-"""Children with a time limit: each way to end is reported, and none outlives the call."""
+"""Children: each way to end is reported, none outlives its time, and a link ends with either end."""
 
 import os
+import re
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from dsv3.processes import limited
-from dsv3.processes.limited import ChildResult, run_limited
+from dsv3.processes import child
+from dsv3.processes.child import ChildResult, LinkedChild, run_limited
 
 
 def _run(code: str, seconds: float = 60.0) -> ChildResult:
@@ -62,7 +64,7 @@ def test_only_the_end_of_much_output_is_kept():
 
 
 def test_a_child_whose_parent_was_killed_ends_at_its_alarm(monkeypatch):
-    monkeypatch.setattr(limited, "_ALARM_S", -58.0)  # so that it comes before the parent's limit
+    monkeypatch.setattr(child, "_ALARM_S", -58.0)  # so that it comes before the parent's limit
     ended = _run("import time; time.sleep(600)")
 
     assert (ended.status, ended.timed_out) == (-signal.SIGALRM, False)
@@ -71,6 +73,16 @@ def test_a_child_whose_parent_was_killed_ends_at_its_alarm(monkeypatch):
 def test_a_program_that_is_not_there_is_an_error():
     with pytest.raises(FileNotFoundError, match="/nowhere/program"):
         run_limited(["/nowhere/program"], 5)
+
+
+def test_processes_that_stay_are_started_in_one_place():
+    """Short ones that are waited for at once are `subprocess.run`'s."""
+    root = Path(child.__file__).parents[2]
+    sources = [path for name in ("dsv3", "launch", "router") for path in (root / name).rglob("*.py")]
+    found = {
+        str(path.relative_to(root)) for path in sources if re.search(r"\bPopen\(|create_subprocess", path.read_text())
+    }
+    assert found - {"dsv3/engine/cluster/ahead.py"} == {"dsv3/processes/child.py"}
 
 
 def _is_gone(pid: int) -> bool:
@@ -86,3 +98,31 @@ def _is_gone(pid: int) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+_ECHO = "tests.dsv3.processes.echo"
+
+
+def test_a_linked_child_hears_of_its_parent_alone():
+    """Nothing else that it starts or runs reads the link as its input."""
+    linked = LinkedChild(_ECHO, "said:")
+    linked.link.sendall(b"hello")
+    assert linked.link.recv(100) == b"said: hello, and b'' on the standard input"
+    linked.link.close()
+    assert linked.wait(30) == 0 and linked.end() == 0
+
+
+def test_a_linked_child_that_is_killed_ends_the_link():
+    linked = LinkedChild(_ECHO, "said:")
+    assert linked.status is None
+    linked.kill()
+    assert linked.link.recv(100) == b""
+    assert linked.end() == linked.status == -signal.SIGKILL
+    linked.kill()  # no effect
+    linked.link.close()
+
+
+def test_a_child_that_does_not_end_is_ended_when_the_patience_is_over():
+    stubborn = child.ChildProcess(["sleep", "600"])
+    assert stubborn.wait(0.05) is None
+    assert stubborn.end(patience_s=0.05) == -signal.SIGKILL

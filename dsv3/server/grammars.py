@@ -1,4 +1,9 @@
-"""Makes grammars for the event loop before the engine gets them; remembers the last ones."""
+"""Makes grammars for the event loop before the engine gets them, in a process that can be killed; remembers the last.
+
+`GrammarPool` is the side of an API server. The process is this file too: `python -m dsv3.server.grammars`.
+It writes grammars of what clients ask for, and compiles what the engine will compile, within the same limits. What
+takes too long, or too much memory, or ends the process, does so there.
+"""
 
 import dataclasses
 import hashlib
@@ -7,13 +12,15 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+
 from dsv3.processes import frames
 from dsv3.scheduler.prepare import RequestRules
-from dsv3.server.asking import AskedProcess, DeadlyQuestion
-from dsv3.server.grammars import messages
+from dsv3.server.asking import AskedProcess, DeadlyQuestion, answer_questions
 from dsv3.server.workers import BOUNDS, WAIT_S, Workers
-from dsv3.text.answer_grammar import Wanted
-from dsv3.text.matcher import GrammarError, VocabularyError
+from dsv3.text.answer_grammar import Wanted, answer_grammar
+from dsv3.text.dialects import DIALECTS
+from dsv3.text.matcher import GrammarError, Vocabulary, VocabularyError
 
 # llguidance builds the largest public schemas in under a second.
 DEADLINE_S = 5.0
@@ -22,13 +29,45 @@ MAX_REMEMBERED_CHARS = 2**25
 # What a process has died of may be the machine's fault: its memory was full, or its processor slow.
 DOUBT_S = 60.0
 _DOES = "makes grammars"
+# The vocabulary takes 0.1 GB at 129k tokens; threads reserve addresses beside what they use.
+_MAX_MEMORY_BYTES = 4 * 2**30
+
+
+class MakeSetup(msgspec.Struct, frozen=True, tag=True):
+    """First message to the process: what a `Vocabulary` is made of, the tokenizer as a path.
+
+    `dialect` names that of the model's calls, "" for none; `marker_ids` has its markers that are tokens.
+    """
+
+    tokenizer: str
+    vocab_size: int
+    end_ids: tuple[int, ...]
+    dialect: str
+    marker_ids: dict[str, int]
+
+
+class Make(msgspec.Struct, frozen=True, tag=True):
+    """An answer whose grammar is to be written and compiled."""
+
+    wanted: Wanted
+
+
+class Made(msgspec.Struct, frozen=True, tag=True):
+    """The answer: the grammar, or an `error` that says why none, or no vocabulary, can be used."""
+
+    grammar: str = ""
+    error: str | None = None
+
+
+_to_process = msgspec.msgpack.Decoder(MakeSetup | Make)
+_from_process = msgspec.msgpack.Decoder(Made)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
     """What came of something wanted: a grammar, or what is wrong with it; that counts `until` then."""
 
-    made: messages.Made
+    made: Made
     until: float = float("inf")
 
 
@@ -62,7 +101,7 @@ class GrammarPool:
         and WorkerDied say that the same may be made later.
         """
         try:
-            frame = frames.encode(messages.Make(wanted))
+            frame = frames.encode(Make(wanted))
         except (OverflowError, ValueError, TypeError, RecursionError, frames.FrameError):
             raise GrammarError("it holds a value that no grammar can be made of") from None
         key = hashlib.sha256(frame).digest()
@@ -95,22 +134,54 @@ class GrammarPool:
             self._worker = self._process(rules)
         await self._worker.start()
         try:
-            return _Known(messages.from_worker.decode(await self._worker.ask(frame)))
+            return _Known(_from_process.decode(await self._worker.ask(frame)))
         except TimeoutError:
             error = f"takes longer than {self._deadline_s:g} s to compile; make it smaller"
         except DeadlyQuestion:
             error = "cannot be compiled: it needs too much memory"
-        return _Known(messages.Made(error=error), time.monotonic() + DOUBT_S)
+        return _Known(Made(error=error), time.monotonic() + DOUBT_S)
 
     def _process(self, rules: RequestRules) -> AskedProcess:
-        setup = messages.MakeSetup(
-            str(self._tokenizer), rules.vocab_size, rules.eos_token_ids, self._dialect, self._marker_ids
-        )
+        setup = MakeSetup(str(self._tokenizer), rules.vocab_size, rules.eos_token_ids, self._dialect, self._marker_ids)
         frame = frames.encode(setup)
-        return AskedProcess("dsv3.server.grammars.worker", _DOES, frame, self._deadline_s, _require_vocabulary)
+        return AskedProcess("dsv3.server.grammars", _DOES, frame, self._deadline_s, _require_vocabulary)
 
 
 def _require_vocabulary(body: bytes) -> None:
     """Raises VocabularyError where no grammar can be run over the vocabulary."""
-    if (error := messages.from_worker.decode(body).error) is not None:
+    if (error := _from_process.decode(body).error) is not None:
         raise VocabularyError(error)
+
+
+class _Maker:
+    """Writes and compiles for one vocabulary."""
+
+    def __init__(self) -> None:
+        self._setup: MakeSetup | None = None
+        self._vocabulary: Vocabulary | None = None
+
+    def answer(self, body: bytes) -> bytearray:
+        """Returns the frame of the answer."""
+        try:
+            return frames.encode(Made(self._made(_to_process.decode(body))))
+        except (ValueError, OSError) as problem:  # GrammarError and VocabularyError are such
+            error = str(problem)
+        except (MemoryError, RecursionError):
+            error = "too large, or nested too deeply, to be made a grammar of"
+        except Exception as problem:
+            error = f"no grammar can be made of it ({type(problem).__name__})"
+        return frames.encode(Made(error=error))
+
+    def _made(self, message: MakeSetup | Make) -> str:
+        if isinstance(message, MakeSetup):
+            self._setup = message
+            self._vocabulary = Vocabulary.from_file(Path(message.tokenizer), message.vocab_size, message.end_ids)
+            return ""
+        assert self._setup is not None and self._vocabulary is not None  # the first message was one
+        grammar = answer_grammar(message.wanted, DIALECTS.get(self._setup.dialect), self._setup.marker_ids.get)
+        self._vocabulary.compile(grammar)
+        return grammar
+
+
+if __name__ == "__main__":
+    answer_questions(_Maker().answer, _MAX_MEMORY_BYTES)

@@ -1,1 +1,0 @@
-"""Makes grammars in a process of its own, which can be killed."""

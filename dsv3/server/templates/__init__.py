@@ -1,1 +1,0 @@
-"""Renders a model's chat template in processes of its own, which can be killed."""

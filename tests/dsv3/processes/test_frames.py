@@ -1,0 +1,47 @@
+"""Frames: cut out of a stream however it comes in pieces, or received one at a time."""
+
+import socket
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv3.processes import frames
+
+
+class Said(msgspec.Struct):
+    """A message of any size."""
+
+    text: str
+
+
+BODIES = st.lists(st.text(max_size=300), min_size=1, max_size=5)
+
+
+@given(BODIES, st.integers(1, 50))
+def test_frames_come_whole_in_whatever_pieces(texts, size):
+    stream = b"".join(frames.encode(Said(text)) for text in texts)
+    splitter = frames.Splitter()
+    found = [bytes(body) for i in range(0, len(stream), size) for body in splitter.add(stream[i : i + size])]
+    assert found == [msgspec.msgpack.encode(Said(text)) for text in texts]
+
+
+@given(BODIES)
+def test_one_frame_is_received_and_the_rest_stays(texts):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        first, *others = (frames.encode(Said(text)) for text in texts)
+        theirs.sendall(first + b"".join(others))
+        assert frames.receive_frame(ours) == first[frames.HEAD_BYTES :]
+        theirs.shutdown(socket.SHUT_WR)
+        rest = b"".join(others)
+        assert ours.recv(len(rest) + 1, socket.MSG_WAITALL) == rest
+
+
+@given(st.integers(0, 7))
+def test_a_frame_that_breaks_off_is_none(length):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(frames.encode(Said("abc"))[:length])
+        theirs.shutdown(socket.SHUT_WR)
+        assert frames.receive_frame(ours) is None

@@ -7,7 +7,7 @@ from dsv3.server.answers.errors import invalid, unavailable
 from dsv3.server.answers.schema import ResponseFormat, SampledRequest
 from dsv3.server.answers.service import Service
 from dsv3.server.asking import WorkerDied
-from dsv3.server.workers import WorkersBusy
+from dsv3.server.limits import WorkersBusy
 from dsv3.structured_outputs import StructuredOutputsParams
 from dsv3.text.answer_grammar import Wanted
 from dsv3.text.matcher import GrammarError, VocabularyError

@@ -12,8 +12,8 @@ from dsv3.server.answers.schema import MAX_PROMPTS, ChatMessage, ChatRequest, Co
 from dsv3.server.answers.service import Service
 from dsv3.server.answers.tools import RequestTools
 from dsv3.server.asking import WorkerDied
+from dsv3.server.limits import WorkersBusy
 from dsv3.server.templates.messages import Render
-from dsv3.server.workers import WorkersBusy
 from dsv3.text.chat_template import TemplateError
 
 _MAX_ECHOED_CHARS = 2**25  # as much as a body may hold

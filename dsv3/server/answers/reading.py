@@ -20,7 +20,6 @@ import numpy as np
 from msgspec import inspect
 from msgspec.structs import fields
 
-from dsv3.server.answers.body_reader import SMALL_BYTES
 from dsv3.server.answers.errors import ApiError, invalid
 from dsv3.server.answers.faces.generate_schema import GenerateRequest
 from dsv3.server.answers.faces.messages_schema import ContentBlock, InputMessage, MessagesRequest, TextBlock
@@ -44,6 +43,7 @@ from dsv3.server.answers.schema import (
     require_no_nul,
 )
 from dsv3.server.answers.service import Service
+from dsv3.server.limits import SMALL_BYTES
 
 # Types of parts and blocks in the APIs whose requests are read here -> what they would have a model do.
 _MEDIA = {

@@ -6,11 +6,9 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from dsv3.config.server_options import Isolation
-from dsv3.server.answers.body_reader import BodyReader
 from dsv3.server.answers.defaults import sampling_defaults
 from dsv3.server.answers.errors import QUEUE_FULL, ApiError, invalid, too_long, unavailable
 from dsv3.server.answers.history import History
@@ -19,14 +17,13 @@ from dsv3.server.answers.metrics import Metrics
 from dsv3.server.answers.numbers import SharedNumbers
 from dsv3.server.answers.onlooker import Onlooker
 from dsv3.server.asking import WorkerDied
-from dsv3.server.budget import Budget, Holding
 from dsv3.server.config import ServerConfig
 from dsv3.server.engine.client import EngineClient
 from dsv3.server.engine.messages import EngineInfo
 from dsv3.server.grammars.pool import GrammarPool
+from dsv3.server.limits import SMALL_BYTES, WAIT_S, BodyReader, Budget, Holding, Thread, WorkersBusy
 from dsv3.server.templates.pool import TemplatePool
 from dsv3.server.tenants import OPERATOR, Tenant, Tenants, cache_salt
-from dsv3.server.workers import BOUNDS, SMALL_BYTES, WAIT_S, Workers, WorkersBusy
 from dsv3.text.chat_template import TemplateError
 from dsv3.text.parsers import ParserOptions, Parsers
 from dsv3.text.tokenizer import Tokenizer, TokenizerError, TokenizerNotFound
@@ -45,9 +42,7 @@ class Encoder:
     """
 
     def __init__(self, wait_s: float | None = WAIT_S):
-        self._threads = [ThreadPoolExecutor(1, name) for name in ("encode-small", "encode-large")]
-        bounds = dataclasses.replace(BOUNDS, wait_s=wait_s)
-        self._small, self._large = Workers(self._threads[:1], bounds), Workers(self._threads[1:], bounds)
+        self._small, self._large = Thread("encode-small", wait_s), Thread("encode-large", wait_s)
 
     async def encode(
         self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, limit: int
@@ -58,17 +53,13 @@ class Encoder:
         """
         if len(text) <= _INLINE_CHARS:
             return _encode(tokenizer, text, add_special_tokens, limit)
-        nbytes, loop = sys.getsizeof(text), asyncio.get_running_loop()
-        workers = self._small if nbytes <= SMALL_BYTES else self._large
-        return await workers.run(
-            nbytes, lambda thread: loop.run_in_executor(thread, _encode, tokenizer, text, add_special_tokens, limit)
-        )
+        nbytes = sys.getsizeof(text)
+        thread = self._small if nbytes <= SMALL_BYTES else self._large
+        return await thread.run(nbytes, lambda: _encode(tokenizer, text, add_special_tokens, limit))
 
     async def close(self) -> None:
         """Gives up what waits; texts that are being encoded are still encoded."""
         await asyncio.gather(self._small.close(), self._large.close())
-        for thread in self._threads:
-            thread.shutdown(wait=False, cancel_futures=True)
 
 
 def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, limit: int) -> array.array[int] | None:
@@ -126,9 +117,7 @@ class Service:
         self.idle.set()
         self.active = 0
         self._encoder = Encoder(wait_s)
-        bounds = dataclasses.replace(BOUNDS, wait_s=wait_s)
-        self._thread = ThreadPoolExecutor(1, "prepare")
-        self._preparing, self._bodies = Workers([self._thread], bounds), BodyReader(wait_s)
+        self._preparing, self._bodies = Thread("prepare", wait_s), BodyReader(wait_s)
         self.budget = Budget()
         engine.on_stats = self.metrics.update
         engine.on_again = lambda: self.metrics.add("continued", 1)
@@ -227,9 +216,8 @@ class Service:
         """
         if not is_long:
             return work()
-        loop = asyncio.get_running_loop()
         try:
-            return await self._preparing.run(0, lambda thread: loop.run_in_executor(thread, work))
+            return await self._preparing.run(0, work)
         except WorkersBusy as error:
             raise self.busy(error) from None
 
@@ -245,7 +233,6 @@ class Service:
         for workers in (self.templates, self.grammars, self._encoder, self._preparing, self._bodies):
             if workers is not None:
                 await workers.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 async def make_service(

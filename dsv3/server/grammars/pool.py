@@ -11,7 +11,7 @@ from dsv3.processes import frames
 from dsv3.scheduler.prepare import RequestRules
 from dsv3.server.asking import AskedProcess, DeadlyQuestion
 from dsv3.server.grammars import messages
-from dsv3.server.workers import BOUNDS, WAIT_S, Workers
+from dsv3.server.limits import WAIT_S, Workers
 from dsv3.text.answer_grammar import Wanted
 from dsv3.text.matcher import GrammarError, VocabularyError
 
@@ -51,7 +51,7 @@ class GrammarPool:
         self._tokenizer, self._deadline_s = tokenizer, deadline_s
         self._dialect, self._marker_ids = dialect or "", dict(marker_ids or {})
         self._worker: AskedProcess | None = None
-        self._workers = Workers([self], dataclasses.replace(BOUNDS, wait_s=wait_s))
+        self._workers = Workers([self], wait_s)
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
         self._num_chars = 0
 

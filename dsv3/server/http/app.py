@@ -28,7 +28,6 @@ from dsv3.server.answers.kinds import KINDS
 from dsv3.server.answers.reading import read_request
 from dsv3.server.answers.schema import DetokenizeRequest, TokenizeRequest
 from dsv3.server.answers.service import Service
-from dsv3.server.budget import Holding
 from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback
 from dsv3.server.http.batches import batch_routes
 from dsv3.server.http.bodies import ClientGone, Handler, endpoint, read_json_body, unless_disconnected
@@ -38,6 +37,7 @@ from dsv3.server.http.exchange import SUMMARY
 from dsv3.server.http.openapi import described_path, openapi
 from dsv3.server.http.operator import require_operator, tenant_of
 from dsv3.server.http.writer import EXTENSION, Writer
+from dsv3.server.limits import Holding
 
 
 class EventStream(Response):

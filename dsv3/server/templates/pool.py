@@ -1,14 +1,13 @@
 """Renders chat templates for the event loop, in processes that are killed past a deadline."""
 
 import asyncio
-import dataclasses
 from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any
 
 from dsv3.processes import frames
 from dsv3.server.asking import AskedProcess, DeadlyQuestion
+from dsv3.server.limits import SMALL_BYTES, WAIT_S, Workers
 from dsv3.server.templates import messages
-from dsv3.server.workers import BOUNDS, SMALL_BYTES, WAIT_S, Workers
 from dsv3.text.chat_template import TemplateError
 
 # Time of the processor that one rendering may take.
@@ -38,9 +37,8 @@ class TemplatePool:
         hidden = None if markers is None else tuple(markers)
         setup = frames.encode(messages.RenderSetup(source, dict(special_tokens), hidden))
         self._workers = [_Worker(setup, deadline_s) for _ in range(2)]
-        bounds = dataclasses.replace(BOUNDS, wait_s=wait_s)
-        self._small = Workers(self._workers[:1], bounds)
-        self._large = Workers(self._workers[1:], bounds)
+        self._small = Workers(self._workers[:1], wait_s)
+        self._large = Workers(self._workers[1:], wait_s)
 
     async def check(self) -> None:
         """Starts a worker for small conversations; raises TemplateError for a template that cannot be used."""

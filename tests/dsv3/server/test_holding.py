@@ -15,20 +15,18 @@ from hypothesis import strategies as st
 from dsv3.scheduler.prepare import RequestRules
 from dsv3.scheduler.request import EngineOutput
 from dsv3.server.answers.answer import Answer
-from dsv3.server.answers.body_reader import Turns
 from dsv3.server.answers.completions import CompletionAnswer
 from dsv3.server.answers.errors import ApiError
 from dsv3.server.answers.prompts import completion_prompts
 from dsv3.server.answers.reading import read
 from dsv3.server.answers.schema import CompletionRequest
 from dsv3.server.answers.service import Service, ServiceConfig
-from dsv3.server.budget import Budget
 from dsv3.server.engine.client import EngineUnavailable
 from dsv3.server.http.app import EventStream, make_router
 from dsv3.server.http.bodies import ClientGone, unless_disconnected
 from dsv3.server.http.protocol import Connection
 from dsv3.server.http.writer import EXTENSION, Writer
-from dsv3.server.workers import SMALL_BYTES, WorkersBusy
+from dsv3.server.limits import SMALL_BYTES, Budget, Turns, WorkersBusy
 from tests.dsv3.server.test_connections import on_a_server
 
 RULES = RequestRules(vocab_size=500, max_model_len=2**18)

@@ -6,9 +6,9 @@ import psutil
 import pytest
 
 from dsv3.server.asking import AskedProcess, DeadlyQuestion
+from dsv3.server.limits import WorkersBusy
 from dsv3.server.templates.messages import Render
 from dsv3.server.templates.pool import TemplatePool, TemplateTooSlow
-from dsv3.server.workers import WorkersBusy
 from dsv3.text.chat_template import TemplateError
 from tests.dsv3.server import serving
 

@@ -1,4 +1,4 @@
-"""Bodies that are costly to read: the server refuses them cheaply, and reads what is large in pieces."""
+"""Bodies that are costly to read: the server refuses them cheaply, and reads what is large with bounds."""
 
 import array
 import asyncio
@@ -38,6 +38,7 @@ def filled(head: bytes, unit: bytes, tail: bytes, size: int = SIZE) -> bytes:
 USER = b'{"messages":[{"role":"user","content":"x"}],'
 PART = b'{"type":"text","text":""}'
 MESSAGE = b'{"role":"user","content":[' + b",".join([PART] * 310) + b"]}"
+CALL = b'{"messages":[{"role":"assistant","content":[{"type":"tool_use","id":"a","name":"f","input":{"a":['
 COSTLY = {
     "bad entries of chat_template_kwargs": (
         CHAT,
@@ -51,6 +52,7 @@ COSTLY = {
         400,
     ),
     "nested prompts": (COMPLETIONS, partial(filled, b'{"prompt":[', b"[[]]", b"]}"), 400),
+    "numbers in a call": ("/v1/messages", partial(filled, CALL, b"1000", b']}}]}],"max_tokens":1}'), 400),
     "token ids": (COMPLETIONS, partial(filled, b'{"prompt":[', b"1", b"]}"), 400),
     "many prompts": (COMPLETIONS, partial(filled, b'{"prompt":[', b"[1]", b"]}"), 400),
     "objects as user": (COMPLETIONS, partial(filled, b'{"prompt":[5],"max_tokens":1,"user":[', b'{"a":0}', b"]}"), 400),

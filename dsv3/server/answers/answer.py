@@ -255,18 +255,3 @@ class Answer[Request: SampledRequest](abc.ABC):
     @abc.abstractmethod
     def chunk(self, choices: list, usage: object = None) -> msgspec.Struct:
         """Returns one event."""
-
-
-class ChunkTemplate:
-    """The lines of events that differ in one text alone; `make` returns the event with a given text."""
-
-    __slots__ = ("_head", "_tail")
-
-    _MARK = "\x01text\x01"
-
-    def __init__(self, make: Callable[[str], msgspec.Struct]):
-        self._head, self._tail = to_event(make(self._MARK)).split(to_json(self._MARK))
-
-    def fill(self, text: str) -> bytes:
-        """Returns the event with this text."""
-        return self._head + to_json(text) + self._tail

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from dsv3.server.answers.answer import Answer, ChunkTemplate, to_event, to_json
+from dsv3.server.answers.answer import Answer, to_event, to_json
 from dsv3.server.answers.constraints import constraint_of, made_grammar
 from dsv3.server.answers.errors import invalid
 from dsv3.server.answers.generation import Update
@@ -44,7 +44,6 @@ class ChatAnswer(Answer[ChatRequest]):
     def __init__(self, service: Service, body: bytes | bytearray, tenant: Tenant | None = None):
         super().__init__(service, body, tenant)
         self._greeted: set[int] = set()
-        self._templates: dict[tuple[int, type[Piece], int], ChunkTemplate] = {}
         self._tools = RequestTools()
         self._start: tuple[State, State] | None = None
 
@@ -105,7 +104,8 @@ class ChatAnswer(Answer[ChatRequest]):
     def events(self, update: Update) -> list[bytes]:
         """Returns the role, before all else, then the text as it comes, and why it ended."""
         if self._is_plain and update.finish_reason is None and update.choice in self._greeted:  # nearly always
-            return [self._event(update.choice, piece) for piece in update.pieces]
+            index = update.choice
+            return [to_event(self.chunk([ChunkChoice(index=index, delta=_delta(piece))])) for piece in update.pieces]
         chunks = [self.chunk([choice]) for choice in self._chunks(update)]
         if update.choice not in self._greeted:
             self._greeted.add(update.choice)
@@ -130,19 +130,6 @@ class ChatAnswer(Answer[ChatRequest]):
     @property
     def _prompt_ids(self) -> list[int]:
         return self.generation.prompts[0].token_ids.tolist()
-
-    def _event(self, choice: int, piece: Piece) -> bytes:
-        if isinstance(piece, ToolCall):
-            return to_event(self.chunk([ChunkChoice(index=choice, delta=_delta(piece))]))
-        key = choice, type(piece), piece.index if isinstance(piece, ToolArguments) else 0
-        template = self._templates.get(key)
-        if template is None:
-
-            def event(text: str) -> ChatChunk:
-                return self.chunk([ChunkChoice(index=choice, delta=_delta(msgspec.structs.replace(piece, text=text)))])
-
-            template = self._templates[key] = ChunkTemplate(event)
-        return template.fill(piece.text)
 
     def choice(self, whole: WholeChoice) -> Iterator[bytes]:
         content, reasoning = whole.text, whole.reasoning

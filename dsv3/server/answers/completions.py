@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from dsv3.server.answers.answer import Answer, ChunkTemplate, to_event, to_json
+from dsv3.server.answers.answer import Answer, to_event, to_json
 from dsv3.server.answers.errors import invalid
 from dsv3.server.answers.generation import Update
 from dsv3.server.answers.prompts import EncodedPrompt, completion_prompts, echoed_prompts
@@ -30,7 +30,6 @@ class CompletionAnswer(Answer[CompletionRequest]):
         super().__init__(service, body, tenant)
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}  # characters of text before the next token, by choice
-        self._templates: dict[int, ChunkTemplate] = {}
 
     @functools.cached_property
     def _is_plain(self) -> bool:
@@ -114,7 +113,8 @@ class CompletionAnswer(Answer[CompletionRequest]):
         """Returns the text as it comes, and why it ended."""
         is_first = update.choice not in self._begun
         if self._is_plain and not is_first and update.finish_reason is None:  # nearly always
-            return [self._template(update.choice).fill(_text(update))] if update.pieces else []
+            choice = CompletionChoice(index=update.choice, text=_text(update))
+            return [to_event(self.chunk([choice]))] if update.pieces else []
         self._begun.add(update.choice)
         choice = self._choice(update, is_first)
         if choice.text or choice.finish_reason or choice.logprobs or choice.token_ids or is_first:
@@ -137,14 +137,6 @@ class CompletionAnswer(Answer[CompletionRequest]):
             choices=choices,
             usage=usage,  # type: ignore[arg-type]
         )
-
-    def _template(self, choice: int) -> ChunkTemplate:
-        template = self._templates.get(choice)
-        if template is None:
-            template = self._templates[choice] = ChunkTemplate(
-                lambda text: self.chunk([CompletionChoice(index=choice, text=text)])
-            )
-        return template
 
     def _choice(self, update: Update, is_first: bool) -> CompletionChoice:
         columns = self.logprob_columns(update)

@@ -15,11 +15,10 @@ from pathlib import Path
 import psutil
 
 import dsv3
-from dsv3.server.answers.prompts import chat_prompt
+from dsv3.server.answers.prompts import RequestTools, chat_prompt
 from dsv3.server.answers.reading import read
 from dsv3.server.answers.schema import ChatRequest
 from dsv3.server.answers.service import Service, ServiceConfig
-from dsv3.server.answers.tools import RequestTools
 from dsv3.server.templates.pool import TemplatePool
 from dsv3.text.tokenizer import Tokenizer
 

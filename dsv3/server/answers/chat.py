@@ -5,16 +5,18 @@ from collections.abc import Iterator
 
 import msgspec
 
-from dsv3.server.answers.answer import Answer, to_event, to_json
-from dsv3.server.answers.constraints import constraint_of, made_grammar
+from dsv3.server.answers.answer import LIST_OF_GAP, Answer, WholeChoice, filled, to_event, to_json, with_commas
 from dsv3.server.answers.errors import invalid
 from dsv3.server.answers.generation import Update
-from dsv3.server.answers.prompts import EncodedPrompt, chat_prompt
-from dsv3.server.answers.responses import (
+from dsv3.server.answers.prompts import EncodedPrompt, RequestTools, chat_prompt, read_tools
+from dsv3.server.answers.resume import Resumed
+from dsv3.server.answers.sampling import constraint_of, made_grammar
+from dsv3.server.answers.schema import (
     AssistantMessage,
     ChatChoice,
     ChatChunk,
     ChatLogprobs,
+    ChatRequest,
     ChatResponse,
     ChunkChoice,
     Delta,
@@ -23,11 +25,7 @@ from dsv3.server.answers.responses import (
     MessageToolCall,
     ToolCallDelta,
 )
-from dsv3.server.answers.resume import Resumed
-from dsv3.server.answers.schema import ChatRequest
 from dsv3.server.answers.service import Service
-from dsv3.server.answers.tools import RequestTools, read_tools
-from dsv3.server.answers.whole import LIST_OF_GAP, WholeChoice, filled, with_commas
 from dsv3.server.tenants import Tenant
 from dsv3.text.answer_grammar import Wanted
 from dsv3.text.dialects import State

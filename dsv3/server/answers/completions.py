@@ -5,16 +5,14 @@ from collections.abc import Iterator
 
 import msgspec
 
-from dsv3.server.answers.answer import Answer, to_event, to_json
+from dsv3.server.answers.answer import LIST_OF_GAP, Answer, WholeChoice, filled, to_event, to_json, with_commas
 from dsv3.server.answers.errors import invalid
 from dsv3.server.answers.generation import Update
 from dsv3.server.answers.prompts import EncodedPrompt, completion_prompts, echoed_prompts
-from dsv3.server.answers.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
 from dsv3.server.answers.resume import Resumed
 from dsv3.server.answers.sampling import prompt_logprobs
-from dsv3.server.answers.schema import CompletionRequest
+from dsv3.server.answers.schema import CompletionChoice, CompletionLogprobs, CompletionRequest, CompletionResponse
 from dsv3.server.answers.service import Service
-from dsv3.server.answers.whole import LIST_OF_GAP, WholeChoice, filled, with_commas
 from dsv3.server.tenants import Tenant
 from dsv3.text.parser import AnswerParser
 from dsv3.text.pieces import Text

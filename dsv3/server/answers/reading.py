@@ -21,7 +21,6 @@ from msgspec import inspect
 from msgspec.structs import fields
 
 from dsv3.server.answers.errors import ApiError, invalid
-from dsv3.server.answers.faces.generate_schema import GenerateRequest
 from dsv3.server.answers.faces.messages_schema import MessagesRequest
 from dsv3.server.answers.faces.responses_schema import ResponsesRequest
 from dsv3.server.answers.schema import (
@@ -32,6 +31,7 @@ from dsv3.server.answers.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    GenerateRequest,
     Resume,
     SampledRequest,
     TokenId,
@@ -242,7 +242,7 @@ def _read_listed(raw: msgspec.Raw, at: str, _: Context) -> array.array[int] | No
 def _read_resume(raw: msgspec.Raw, at: str, context: Context) -> Resume | None:
     if len(raw) <= max(SMALL_BYTES, len("null")):
         return _decode(Resume | None, raw, at)
-    ids = _decode(_fields_of(Resume), raw, at).output_token_ids  # type: ignore[attr-defined]
+    ids = _decode(_fields_of(Resume), raw, at).output_token_ids
     if ids is _ABSENT:
         raise _invalid_at(f"{at}.output_token_ids", "this field is required")
     return Resume(_read_prompts(ids, f"{at}.output_token_ids", context))

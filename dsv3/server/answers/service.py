@@ -1,4 +1,7 @@
-"""What all answers share: the engine, the tokenizer, the chat template, the metrics, and whether we still serve."""
+"""What all answers share: the engine, the tokenizer, the chat template, the metrics, and whether we still serve.
+
+`make_service` makes it for a model's directory, `start_engine` starts its engine.
+"""
 
 import array
 import asyncio
@@ -6,20 +9,21 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from dsv3.config.server_options import Isolation
-from dsv3.server.answers.defaults import sampling_defaults
+from dsv3.files import read_json
+from dsv3.sampling_params import SamplingParams
 from dsv3.server.answers.errors import QUEUE_FULL, ApiError, invalid, too_long, unavailable
-from dsv3.server.answers.history import History
+from dsv3.server.answers.history import History, Onlooker
 from dsv3.server.answers.logprobs import LogprobEncoder
-from dsv3.server.answers.metrics import Metrics
-from dsv3.server.answers.numbers import SharedNumbers
-from dsv3.server.answers.onlooker import Onlooker
+from dsv3.server.answers.metrics import Metrics, SharedNumbers
 from dsv3.server.asking import WorkerDied
 from dsv3.server.config import ServerConfig
 from dsv3.server.engine.client import EngineClient
-from dsv3.server.engine.messages import EngineInfo
+from dsv3.server.engine.keeper import EngineKeeper
+from dsv3.server.engine.messages import EngineInfo, Start, StartProgress
 from dsv3.server.grammars.pool import GrammarPool
 from dsv3.server.limits import SMALL_BYTES, WAIT_S, BodyReader, Budget, Holding, Thread, WorkersBusy
 from dsv3.server.templates.pool import TemplatePool
@@ -28,6 +32,28 @@ from dsv3.text.chat_template import TemplateError
 from dsv3.text.parsers import ParserOptions, Parsers
 from dsv3.text.tokenizer import Tokenizer, TokenizerError, TokenizerNotFound
 from dsv3.text.tool_messages import names_tools, telling_tools
+
+_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def sampling_defaults(model_dir: Path) -> dict[str, Any]:
+    """Returns what requests that do not say otherwise are sampled with; empty without the file.
+
+    `do_sample` false means greedy. Raises ValueError, naming the file, for values that cannot be used.
+    """
+    path = model_dir / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        found = read_json(path)
+        defaults = {name: found[name] for name in _NAMES if found.get(name) is not None}
+        if found.get("do_sample") is False:
+            defaults = {"temperature": 0.0}
+        SamplingParams(**defaults)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    return defaults
+
 
 # Shorter texts are encoded on the event loop: the hand-over to a thread would cost more.
 _INLINE_CHARS = 1024
@@ -304,3 +330,41 @@ async def _templates(
         await pool.close()
         return None
     return pool
+
+
+def make_client(config: ServerConfig) -> EngineClient:
+    """Returns the first front's client, not connected yet."""
+    return EngineClient(
+        max_num_queued_reqs=config.engine.max_num_queued_reqs,
+        watchdog_s=config.watchdog_s,
+        pulse_watchdog_s=config.pulse_watchdog_s,
+        max_restarts=config.max_restarts,
+    )
+
+
+async def start_engine(config: ServerConfig, service: Service) -> EngineKeeper:
+    """Starts the engine and connects the service to it; `service.engine.state` tells when it is ready.
+
+    `config.notify` gets lines about the start. The process is killed when the engine fails.
+    """
+    engine = service.engine
+    start = Start(config.engine_factory, str(config.model_dir), config.engine, config.cluster, config.factory_options)
+    keeper = EngineKeeper(engine, start, config.restarts if config.max_restarts else None)
+    keeper.on_loss = lambda *_: service.metrics.add("engine_restarts", 1)
+    engine.on_progress = _ProgressLines(config.notify)
+    engine.on_failure = lambda _: keeper.kill()
+    await keeper.connect()
+    return keeper
+
+
+class _ProgressLines:
+    """Tells what the engine does while it starts; a tenth of the lines where it counts."""
+
+    def __init__(self, notify: Callable[[str], None]):
+        self._notify = notify
+
+    def __call__(self, progress: StartProgress) -> None:
+        if not progress.total:
+            self._notify(progress.text)
+        elif progress.done == progress.total or progress.done % max(1, progress.total // 10) == 0:
+            self._notify(f"[{progress.done}/{progress.total}] {progress.text}")

@@ -18,8 +18,7 @@ from dsv3.scheduler.request import MAX_PRIORITY
 from dsv3.server.answers.errors import ENGINE_DIED, QUEUE_FULL, ApiError, internal, invalid
 from dsv3.server.answers.kinds import KINDS
 from dsv3.server.answers.reading import read
-from dsv3.server.answers.service import Service, make_service
-from dsv3.server.answers.start import make_client, start_engine
+from dsv3.server.answers.service import Service, make_client, make_service, start_engine
 from dsv3.server.config import ServerConfig
 from dsv3.server.tenants import Tenant
 

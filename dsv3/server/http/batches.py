@@ -16,8 +16,18 @@ from starlette.types import Receive, Scope, Send
 from dsv3.server.answers.errors import ApiError, invalid, unavailable
 from dsv3.server.answers.reading import invalid_field
 from dsv3.server.answers.service import Service
-from dsv3.server.batches.records import MAX_METADATA, WINDOW_S, Batch, Endpoint, FileObject
-from dsv3.server.batches.store import Conflict, NotFound, Store, StoreError, TooMany
+from dsv3.server.batches.store import (
+    MAX_METADATA,
+    WINDOW_S,
+    Batch,
+    Conflict,
+    Endpoint,
+    FileObject,
+    NotFound,
+    Store,
+    StoreError,
+    TooMany,
+)
 from dsv3.server.http.bodies import endpoint, read_json_body
 from dsv3.server.http.exchange import TENANT
 from dsv3.server.http.uploads import receive_form

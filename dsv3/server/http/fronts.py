@@ -16,7 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from dsv3.processes import frames
-from dsv3.server.answers.numbers import SharedNumbers
+from dsv3.server.answers.metrics import SharedNumbers
 from dsv3.server.config import ServerConfig
 from dsv3.server.engine.ferry import hand_over
 from dsv3.server.engine.keeper import EngineKeeper

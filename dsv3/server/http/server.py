@@ -7,10 +7,8 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
-from dsv3.server.answers.metrics import NUM_NUMBERS, Metrics
-from dsv3.server.answers.numbers import SharedNumbers
-from dsv3.server.answers.service import Service, make_service
-from dsv3.server.answers.start import make_client, start_engine
+from dsv3.server.answers.metrics import NUM_NUMBERS, Metrics, SharedNumbers
+from dsv3.server.answers.service import Service, make_client, make_service, start_engine
 from dsv3.server.batches.runner import running_batches
 from dsv3.server.config import ServerConfig
 from dsv3.server.engine.keeper import EngineKeeper

@@ -17,11 +17,16 @@ from hypothesis import strategies as st
 
 from dsv3.server.answers import prompts, reading
 from dsv3.server.answers.errors import ApiError
-from dsv3.server.answers.faces.generate_schema import GenerateRequest
 from dsv3.server.answers.faces.messages_schema import MessagesRequest
 from dsv3.server.answers.faces.responses_schema import ResponsesRequest
-from dsv3.server.answers.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from dsv3.server.answers.tools import RequestTools
+from dsv3.server.answers.prompts import RequestTools
+from dsv3.server.answers.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    TokenizeRequest,
+)
 from dsv3.text.markers import Markers
 from tests.dsv3.server import serving
 from tests.dsv3.server.test_fuzz import JSON, MESSAGES

@@ -6,10 +6,9 @@ import pytest
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.prepare import RequestRules, prepare
 from dsv3.scheduler.request import EngineRequest
-from dsv3.server.answers.bootstrap import bootstrap_of
 from dsv3.server.answers.errors import ApiError
 from dsv3.server.answers.schema import ChatRequest, CompletionRequest
-from dsv3.server.answers.transfer import told
+from dsv3.server.answers.transfer import bootstrap_of, told
 from dsv3.server.engine.messages import EngineInfo
 
 COMPLETIONS = "/v1/completions"

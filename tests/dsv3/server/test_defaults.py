@@ -4,10 +4,10 @@ from types import SimpleNamespace
 import pytest
 
 from dsv3.scheduler.prepare import RequestRules
-from dsv3.server.answers.defaults import sampling_defaults
 from dsv3.server.answers.prompts import EncodedPrompt
 from dsv3.server.answers.sampling import sampling_params
 from dsv3.server.answers.schema import CompletionRequest
+from dsv3.server.answers.service import sampling_defaults
 from dsv3.server.engine.messages import EngineInfo
 
 

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv3.server.answers.errors import ApiError, unavailable
+from dsv3.server.answers.faces.face import Closed, Grown, Opened, Sections
 from dsv3.server.answers.faces.messages import MessagesAnswer
 from dsv3.server.answers.faces.responses import ResponsesAnswer
 from dsv3.server.answers.faces.responses_schema import ResponsesRequest
-from dsv3.server.answers.faces.sections import Closed, Grown, Opened, Sections
-from dsv3.server.answers.responses import CompletionTokensDetails, PromptTokensDetails, Usage
+from dsv3.server.answers.schema import CompletionTokensDetails, PromptTokensDetails, Usage
 from dsv3.text.pieces import Reasoning, Text, ToolArguments, ToolCall
 
 WORDS = st.text(min_size=1, max_size=3)

@@ -10,9 +10,9 @@ import pytest
 
 from dsv3.server.answers import prompts
 from dsv3.server.answers.errors import ApiError
+from dsv3.server.answers.prompts import read_tools
 from dsv3.server.answers.schema import ChatRequest
 from dsv3.server.answers.service import ServiceConfig
-from dsv3.server.answers.tools import read_tools
 from dsv3.text.parsers import ParserOptions, Parsers
 from tests.dsv3.server import serving
 from tests.dsv3.text.dialects import tokenizer, write

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.engine.look import JobNote, Part, StepNote
-from dsv3.server.answers.trace import events_of, write_trace
+from dsv3.server.answers.dashboard import events_of, write_trace
 
 STEPS = [
     StepNote(

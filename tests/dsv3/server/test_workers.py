@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.server.answers.errors import ApiError
-from dsv3.server.answers.prompts import chat_prompt
+from dsv3.server.answers.prompts import RequestTools, chat_prompt
 from dsv3.server.answers.schema import ChatMessage, ChatRequest
 from dsv3.server.answers.service import Service, ServiceConfig
-from dsv3.server.answers.tools import RequestTools
 from dsv3.server.asking import WorkerDied
 from dsv3.server.limits import SMALL_BYTES, BodyReader, Workers, WorkersBusy
 

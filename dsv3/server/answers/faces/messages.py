@@ -6,7 +6,17 @@ import msgspec
 
 from dsv3.server.answers.answer import to_event
 from dsv3.server.answers.errors import ApiError, invalid
-from dsv3.server.answers.faces.face import Face, chat_request, in_their_names, text_parts
+from dsv3.server.answers.faces.face import (
+    Change,
+    Closed,
+    Face,
+    Grown,
+    Opened,
+    Section,
+    chat_request,
+    in_their_names,
+    text_parts,
+)
 from dsv3.server.answers.faces.messages_schema import (
     BlockDelta,
     BlockStart,
@@ -35,13 +45,11 @@ from dsv3.server.answers.faces.messages_schema import (
     Usage,
     messages_error,
 )
-from dsv3.server.answers.faces.sections import Change, Closed, Grown, Opened, Section
 from dsv3.server.answers.generation import Update
-from dsv3.server.answers.prompts import chat_prompt
+from dsv3.server.answers.prompts import chat_prompt, read_tools
 from dsv3.server.answers.reading import read_request
 from dsv3.server.answers.schema import CalledFunction, ChatMessage, ChatRequest, ToolCall
 from dsv3.server.answers.service import Service
-from dsv3.server.answers.tools import read_tools
 
 REFUSED = ("container", "mcp_servers", "resume")
 _SAME_NAME = ("model", "temperature", "top_p", "top_k", "stream", "cache_salt", "max_tokens")

@@ -9,7 +9,7 @@ import msgspec
 from dsv3.server.answers.answer import to_event
 from dsv3.server.answers.errors import ApiError, invalid
 from dsv3.server.answers.faces import responses_schema as schema
-from dsv3.server.answers.faces.face import Face, chat_request, text_parts
+from dsv3.server.answers.faces.face import Change, Closed, Face, Grown, Opened, Section, chat_request, text_parts
 from dsv3.server.answers.faces.responses_schema import (
     InputItem,
     InputPart,
@@ -19,7 +19,6 @@ from dsv3.server.answers.faces.responses_schema import (
     ResponsesRequest,
     Status,
 )
-from dsv3.server.answers.faces.sections import Change, Closed, Grown, Opened, Section
 from dsv3.server.answers.generation import Update
 from dsv3.server.answers.schema import CalledFunction, ChatMessage, ChatRequest, ToolCall
 

@@ -66,7 +66,7 @@ class ChatAnswer(Answer[ChatRequest]):
         return [prompt]
 
     async def grammar(self, prompts: list[EncodedPrompt]) -> str:
-        constraint, calls, parsers = constraint_of(self.request), self._tools.calls, self.service.config.parsers
+        constraint, calls, parsers = constraint_of(self.request), self._tools.calls, self.service.parsers
         if parsers is None or (constraint is None and calls is None):
             return await super().grammar(prompts)
         [prompt] = prompts
@@ -82,7 +82,7 @@ class ChatAnswer(Answer[ChatRequest]):
         return (self.request.top_logprobs or 0) if self.request.logprobs else None
 
     def parser(self, prompt: EncodedPrompt) -> AnswerParser | None:
-        parsers = self.service.config.parsers
+        parsers = self.service.parsers
         if parsers is None:
             return None
         if self._start is None:  # all choices have one prompt
@@ -132,7 +132,7 @@ class ChatAnswer(Answer[ChatRequest]):
     def choice(self, whole: WholeChoice) -> Iterator[bytes]:
         content, reasoning = whole.text, whole.reasoning
         calls = [MessageToolCall(call.id, FunctionCall(call.name, arguments)) for call, arguments in whole.calls]
-        parsers = self.service.config.parsers
+        parsers = self.service.parsers
         thinks = parsers is not None and parsers.splits_reasoning
         choice = ChatChoice(
             index=whole.index,

@@ -105,7 +105,7 @@ def picture(service: Service, since: float, experts: int) -> bytes:
             "model": service.config.model_names[0],
             "status": service.status,
             "reason": service.reason,
-            "started": service.config.created,
+            "started": service.created,
             "max_num_seqs": info and info.max_num_seqs,
             "num_pages": info and info.num_pages,
             "max_model_len": info and info.rules.max_model_len,

@@ -52,10 +52,10 @@ def read_tools(service: Service, request: ChatRequest) -> RequestTools:
     tools = _checked(request.tools)
     if request.tool_choice == "none":
         return RequestTools()
-    if service.config.parsers is None or service.config.parsers.dialect is None:
+    if service.parsers is None or service.parsers.dialect is None:
         why = "it is not known how this model writes tool calls; the server's --tool_call_parser can tell"
         raise invalid(f'tools: {why}, or send tool_choice "none"', "tools", "unsupported_parameter")
-    if not service.config.shows_tools:
+    if not service.shows_tools:
         raise invalid("tools: the chat template does not show them to the model", "tools", "unsupported_parameter")
     parameters = {tool.function.name: _strings(tool.function.parameters) for tool in tools}
     wanted = Tools(parameters, parallel=request.parallel_tool_calls is not False)

@@ -89,7 +89,7 @@ def sampling_params(
             _COMPLETION_MAX_TOKENS, max(1, info.rules.max_model_len - max(len(p.token_ids) for p in prompts))
         )
     given = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
-    given = service.config.sampling_defaults | given
+    given = service.sampling_defaults | given
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     try:
         sampling = SamplingParams(

@@ -225,13 +225,13 @@ async def _model(service: Service, http: Request) -> Response:
 
 def _entry(service: Service, name: str) -> dict[str, Any]:
     """Returns a model as OpenAI's, vLLM's and Anthropic's clients know it."""
-    info, created = service.engine.info, service.config.created
+    info, created = service.engine.info, service.created
     entry = {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "dsv3",
-        "root": service.config.root,
+        "root": str(service.config.model_dir),
         "parent": None,
         "max_model_len": None if info is None else info.rules.max_model_len,
         "max_num_seqs": None if info is None else info.max_num_seqs,

@@ -95,7 +95,7 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
     try:
         async with serving(service, config, listener) as server:
             keeper = await start_engine(config, service)
-            fronts = OtherFronts(config, service.config.created, listener, numbers, keeper, engine.fail)
+            fronts = OtherFronts(config, service.created, listener, numbers, keeper, engine.fail)
             signals.on_reload = lambda: _reload(config, service, server, fronts)
             engine.on_dropped = fronts.drop
             keeper.on_loss = lambda number, reason: _pass_on_loss(number, reason, service, fronts)

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import threading
 import types
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from dsv3.server.answers.errors import ApiError
 from dsv3.server.answers.prompts import RequestTools, chat_prompt
 from dsv3.server.answers.schema import ChatMessage, ChatRequest
-from dsv3.server.answers.service import Service, ServiceConfig
+from dsv3.server.answers.service import Service
 from dsv3.server.asking import WorkerDied
+from dsv3.server.config import ServerConfig
 from dsv3.server.limits import SMALL_BYTES, BodyReader, Workers, WorkersBusy
 
 
@@ -131,7 +133,7 @@ def test_a_conversation_without_a_worker_is_told_to_come_again(error):
         raise error
 
     pool = types.SimpleNamespace(render=render)
-    service = Service(ServiceConfig(("m",)), types.SimpleNamespace(), types.SimpleNamespace(), pool)
+    service = Service(ServerConfig(Path(), ("m",)), types.SimpleNamespace(), types.SimpleNamespace(), pool)
     request = ChatRequest(messages=[ChatMessage(role="user", content="x")])
     with pytest.raises(ApiError) as raised:
         asyncio.run(chat_prompt(service, request, RequestTools()))
@@ -145,7 +147,7 @@ def test_who_waits_for_a_thread_too_long_is_told_to_come_again(thread):
     held = threading.Event()
 
     async def run():
-        service = Service(ServiceConfig(("m",)), types.SimpleNamespace(), None, None, wait_s=0.01)
+        service = Service(ServerConfig(Path(), ("m",)), types.SimpleNamespace(), None, None, wait_s=0.01)
         is_body, size = thread == "read", SMALL_BYTES + 1
         start = functools.partial(service.read_body, size) if is_body else functools.partial(service.run, True)
         first = asyncio.create_task(start(lambda: held.wait(60)))

@@ -13,6 +13,7 @@ from dsv3.server.answers.resume import Resumed
 from dsv3.server.answers.sampling import constraint_of, made_grammar
 from dsv3.server.answers.schema import (
     AssistantMessage,
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatLogprobs,
@@ -20,7 +21,6 @@ from dsv3.server.answers.schema import (
     ChatResponse,
     ChunkChoice,
     Delta,
-    FunctionCall,
     FunctionDelta,
     MessageToolCall,
     ToolCallDelta,
@@ -131,7 +131,7 @@ class ChatAnswer(Answer[ChatRequest]):
 
     def choice(self, whole: WholeChoice) -> Iterator[bytes]:
         content, reasoning = whole.text, whole.reasoning
-        calls = [MessageToolCall(call.id, FunctionCall(call.name, arguments)) for call, arguments in whole.calls]
+        calls = [MessageToolCall(call.id, CalledFunction(call.name, arguments)) for call, arguments in whole.calls]
         parsers = self.service.parsers
         thinks = parsers is not None and parsers.splits_reasoning
         choice = ChatChoice(

@@ -101,14 +101,14 @@ _Buffer = bytes | bytearray | msgspec.Raw
 
 
 @dataclasses.dataclass(frozen=True)
-class Context:
+class PromptLimits:
     """What a prompt may be: so many tokens, and so many bytes of JSON where it is text."""
 
     tokens: int = MAX_TOKENS_LISTED
     text_bytes: int = MAX_TEXT_BYTES
 
     @classmethod
-    def of(cls, service: Service) -> "Context":
+    def of(cls, service: Service) -> "PromptLimits":
         """Returns the context of the model that is served: no token is longer than the tokenizer's longest."""
         longest = 1 if service.tokenizer is None else service.tokenizer.max_token_chars
         tokens = service.require_ready().rules.max_model_len
@@ -120,16 +120,16 @@ async def read_request[T: msgspec.Struct](service: Service, kind: type[T], body:
 
     Raises ApiError: 400 that names the first wrong field, 503 where too many bodies wait.
     """
-    context = Context.of(service) if len(body) > SMALL_BYTES else Context()
-    if kind in _CONVERSATIONS and len(body) > context.text_bytes + _SLACK_BYTES:
+    limits = PromptLimits.of(service) if len(body) > SMALL_BYTES else PromptLimits()
+    if kind in _CONVERSATIONS and len(body) > limits.text_bytes + _SLACK_BYTES:
         raise _beyond_context("the body", None)
-    return await service.read_body(len(body), lambda: read(kind, body, context))
+    return await service.read_body(len(body), lambda: read(kind, body, limits))
 
 
-def read[T: msgspec.Struct](kind: type[T], body: bytes | bytearray, context: Context = Context()) -> T:
+def read[T: msgspec.Struct](kind: type[T], body: bytes | bytearray, limits: PromptLimits = PromptLimits()) -> T:
     """Returns the request in a body."""
     _require_few_brackets(body)
-    request = _decode(kind, body, "") if len(body) <= SMALL_BYTES else _read_large(kind, body, context)
+    request = _decode(kind, body, "") if len(body) <= SMALL_BYTES else _read_large(kind, body, limits)
     if issubclass(kind, SampledRequest):
         _refuse_unsupported(kind, body)
     return request
@@ -146,7 +146,7 @@ def read_fields[T: msgspec.Struct](kind: type[T], body: _Buffer) -> T:
 
 def read_resume(raw: msgspec.Raw) -> Resume | None:
     """Returns the field `resume` of a request, decoded within the bounds of `read`; raises ApiError as that does."""
-    return _read_resume(raw, "resume", Context())
+    return _read_resume(raw, "resume", PromptLimits())
 
 
 def read_prompt(raw: msgspec.Raw, at: str) -> list[msgspec.Raw] | array.array[int] | msgspec.Raw:
@@ -158,7 +158,7 @@ def read_prompt(raw: msgspec.Raw, at: str) -> list[msgspec.Raw] | array.array[in
         return raw
     if _is_list_of_prompts(raw):
         return _items(raw, MAX_PROMPTS, at)
-    return _read_ids(raw, at, Context())
+    return _read_ids(raw, at, PromptLimits())
 
 
 def _require_few_brackets(body: _Buffer) -> None:
@@ -185,7 +185,7 @@ def _unsupported(name: str) -> ApiError:
     return invalid(f"{name} is not supported by this server", name, "unsupported_parameter")
 
 
-def _read_large[T: msgspec.Struct](kind: type[T], body: _Buffer, context: Context) -> T:
+def _read_large[T: msgspec.Struct](kind: type[T], body: _Buffer, limits: PromptLimits) -> T:
     """Returns a request whose fields were bounded before they are decoded, its token ids by themselves."""
     found, large = msgspec.structs.asdict(_decode(_fields_of(kind), body, "")), _LARGE[kind]
     given = {name: raw for name, raw in found.items() if raw is not _ABSENT}
@@ -194,7 +194,7 @@ def _read_large[T: msgspec.Struct](kind: type[T], body: _Buffer, context: Contex
             raise _invalid_at(name, f"takes more than {MAX_FIELD_BYTES} bytes")
         if name in large and large[name] is None and _count(raw, b",") > MAX_BRACKETS:
             raise _invalid_at(name, f"more than {MAX_BRACKETS} commas")
-    values = {name: read(given.pop(name), name, context) for name, read in large.items() if read and name in given}
+    values = {name: read(given.pop(name), name, limits) for name, read in large.items() if read and name in given}
     rest = body if not values else b"{%s}" % b",".join([b'"%s":%s' % (n.encode(), raw) for n, raw in given.items()])
     result = _decode(kind, rest, "")
     for name, value in values.items():
@@ -207,31 +207,31 @@ def _read_large[T: msgspec.Struct](kind: type[T], body: _Buffer, context: Contex
     return result
 
 
-def _read_prompts(raw: msgspec.Raw, at: str, context: Context) -> Any:
+def _read_prompts(raw: msgspec.Raw, at: str, limits: PromptLimits) -> Any:
     """Returns the text or the token ids in a field, or a list of either."""
     if not _is_list(raw):
-        return _read_text(raw, at, context)
+        return _read_text(raw, at, limits)
     if not _is_list_of_prompts(raw):
-        return _read_ids(raw, at, context)
+        return _read_ids(raw, at, limits)
     items = enumerate(_items(raw, MAX_PROMPTS, at))
-    return [(_read_ids if _is_list(item) else _read_text)(item, f"{at}[{i}]", context) for i, item in items]
+    return [(_read_ids if _is_list(item) else _read_text)(item, f"{at}[{i}]", limits) for i, item in items]
 
 
-def _read_text(raw: msgspec.Raw, at: str, context: Context) -> str | None:
+def _read_text(raw: msgspec.Raw, at: str, limits: PromptLimits) -> str | None:
     """Returns a text that may fit the context; ApiError for one that cannot."""
-    if len(raw) > max(context.text_bytes, MAX_FIELD_BYTES):
+    if len(raw) > max(limits.text_bytes, MAX_FIELD_BYTES):
         raise _beyond_context(at, at)
     return _decode(str | None, raw, at)
 
 
-def _read_ids(raw: msgspec.Raw, at: str, context: Context) -> array.array[int]:
+def _read_ids(raw: msgspec.Raw, at: str, limits: PromptLimits) -> array.array[int]:
     """Returns token ids that may fit the context."""
-    if len(raw) > MAX_FIELD_BYTES and _count(raw, b",") >= context.tokens:
+    if len(raw) > MAX_FIELD_BYTES and _count(raw, b",") >= limits.tokens:
         raise _beyond_context(at, at)
     return array.array("i", _decode(list[TokenId], raw, at))
 
 
-def _read_listed(raw: msgspec.Raw, at: str, _: Context) -> array.array[int] | None:
+def _read_listed(raw: msgspec.Raw, at: str, _: PromptLimits) -> array.array[int] | None:
     """Returns token ids that need not fit the context."""
     if _count(raw, b",") >= MAX_TOKENS_LISTED:
         raise _invalid_at(at, f"more than {MAX_TOKENS_LISTED} token ids")
@@ -239,17 +239,17 @@ def _read_listed(raw: msgspec.Raw, at: str, _: Context) -> array.array[int] | No
     return None if found is None else array.array("i", found)
 
 
-def _read_resume(raw: msgspec.Raw, at: str, context: Context) -> Resume | None:
+def _read_resume(raw: msgspec.Raw, at: str, limits: PromptLimits) -> Resume | None:
     if len(raw) <= max(SMALL_BYTES, len("null")):
         return _decode(Resume | None, raw, at)
     ids = _decode(_fields_of(Resume), raw, at).output_token_ids
     if ids is _ABSENT:
         raise _invalid_at(f"{at}.output_token_ids", "this field is required")
-    return Resume(_read_prompts(ids, f"{at}.output_token_ids", context))
+    return Resume(_read_prompts(ids, f"{at}.output_token_ids", limits))
 
 
 # The fields of each request that may be large, and what reads those that have token ids; the others have texts.
-_LARGE: dict[type, dict[str, Callable[[msgspec.Raw, str, Context], Any] | None]] = {
+_LARGE: dict[type, dict[str, Callable[[msgspec.Raw, str, PromptLimits], Any] | None]] = {
     ChatRequest: {"messages": None, "resume": _read_resume},
     CompletionRequest: {"prompt": _read_prompts, "resume": _read_resume},
     TokenizeRequest: {"prompt": None, "messages": None},

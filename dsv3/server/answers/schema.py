@@ -343,14 +343,9 @@ class CompletionChoice(_Choice, frozen=True, kw_only=True):
     prompt_logprobs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-class FunctionCall(msgspec.Struct, frozen=True):
-    name: str
-    arguments: str
-
-
 class MessageToolCall(msgspec.Struct, frozen=True):
     id: str
-    function: FunctionCall
+    function: CalledFunction
     type: str = "function"
 
 

@@ -8,7 +8,6 @@ checked before its batch begins; the answers are sorted into output and errors w
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import math
 from collections.abc import AsyncIterator, Iterator
@@ -276,14 +275,13 @@ class _OneBatch:
         assert record.ends_as is not None and record.output_id is not None and record.error_id is not None
         answers = store.answers(tenant, self._id)
         output, errors = store.scratch(tenant, record.output_id), store.scratch(tenant, record.error_id)
-        done = sort_answers(answers, output, errors)
-        num_errors = done.errors
+        num_answers, num_errors = sort_answers(answers, output, errors)
         if record.ends_as == "expired":
             with contextlib.suppress(NotFound):
                 num_errors += append_expired(store.content(tenant, self._batch.input_file_id), answers, errors)
         files: dict[str, str | None] = {"output_file_id": None, "error_file_id": None}
         for field, count, path, file_id in (
-            ("output_file_id", done.output, output, record.output_id),
+            ("output_file_id", num_answers, output, record.output_id),
             ("error_file_id", num_errors, errors, record.error_id),
         ):
             if count:
@@ -291,8 +289,8 @@ class _OneBatch:
                 files[field] = file_id
             else:
                 path.unlink()
-        total = max(self._batch.request_counts.total, done.output + num_errors)
-        counts = RequestCounts(total, done.output, num_errors)
+        total = max(self._batch.request_counts.total, num_answers + num_errors)
+        counts = RequestCounts(total, num_answers, num_errors)
         times = {f"{record.ends_as}_at": store.now()}
         batch = _replace(self._batch, status=record.ends_as, request_counts=counts, **times, **files)
         self._record = _replace(record, batch=batch)
@@ -340,16 +338,8 @@ def _lines(path: Path) -> Iterator[tuple[int, RequestLine | BadLine]]:
             yield number, parser.parse(number, raw)
 
 
-@dataclasses.dataclass(frozen=True)
-class Sorted:
-    """How many lines went where."""
-
-    output: int
-    errors: int
-
-
-def sort_answers(answers: Path, output: Path, errors: Path) -> Sorted:
-    """Writes the answers with status 200 to one file and the others to another."""
+def sort_answers(answers: Path, output: Path, errors: Path) -> tuple[int, int]:
+    """Writes the answers with status 200 to one file and the others to another; returns how many went to each."""
     written = [0, 0]
     with open(output, "wb", opener=private) as good, open(errors, "wb", opener=private) as bad:
         if answers.exists():
@@ -358,7 +348,7 @@ def sort_answers(answers: Path, output: Path, errors: Path) -> Sorted:
                     is_bad = failure_of(line) is not None
                     written[is_bad] += 1
                     (bad if is_bad else good).write(line)
-    return Sorted(*written)
+    return written[0], written[1]
 
 
 def append_expired(source: Path, answers: Path, errors: Path) -> int:

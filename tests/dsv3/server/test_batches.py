@@ -450,8 +450,7 @@ def test_lines_without_an_answer_expire(tmp_path):
     source, done, errors = tmp_path / "in", tmp_path / "answers", tmp_path / "errors"
     source.write_text("".join(json.dumps(line(name)) + "\n\n" for name in "abc"))
     done.write_text('{"id": "batch_req_3", "custom_id": "b", "response": {"status_code": 200}}\n')
-    sorted_ = runner.sort_answers(done, tmp_path / "out", errors)
-    assert (sorted_.output, sorted_.errors) == (1, 0)
+    assert runner.sort_answers(done, tmp_path / "out", errors) == (1, 0)
     assert runner.append_expired(source, done, errors) == 2
     found = [json.loads(each) for each in errors.read_text().splitlines()]
     assert [(each["custom_id"], each["error"]["code"]) for each in found] == [

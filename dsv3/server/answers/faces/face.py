@@ -43,26 +43,12 @@ class Section:
         self._text.write(text)
 
 
-class Opened(NamedTuple):
-    """A section begins."""
+class Change(NamedTuple):
+    """A section begins, has got more `text`, or is complete."""
 
+    what: Literal["opened", "grown", "closed"]
     section: Section
-
-
-class Grown(NamedTuple):
-    """A section has got more text."""
-
-    section: Section
-    text: str
-
-
-class Closed(NamedTuple):
-    """A section is complete."""
-
-    section: Section
-
-
-Change = Opened | Grown | Closed
+    text: str = ""
 
 
 class Sections:
@@ -80,7 +66,7 @@ class Sections:
         if not self.all or not self.all[-1].is_open:
             return []
         self.all[-1].is_open = False
-        return [Closed(self.all[-1])]
+        return [Change("closed", self.all[-1])]
 
     def _take(self, piece: Piece) -> list[Change]:
         match piece:
@@ -96,11 +82,11 @@ class Sections:
     def _open(self, kind: Kind, call: ToolCall | None = None) -> list[Change]:
         changes = self.end()
         self.all.append(Section(len(self.all), kind, call))
-        return [*changes, Opened(self.all[-1])]
+        return [*changes, Change("opened", self.all[-1])]
 
-    def _grow(self, text: str) -> Grown:
+    def _grow(self, text: str) -> Change:
         self.all[-1].add(text)
-        return Grown(self.all[-1], text)
+        return Change("grown", self.all[-1], text)
 
 
 class Face[Asked: msgspec.Struct](ChatAnswer):

@@ -8,10 +8,7 @@ from dsv3.server.answers.answer import to_event
 from dsv3.server.answers.errors import ApiError, invalid
 from dsv3.server.answers.faces.face import (
     Change,
-    Closed,
     Face,
-    Grown,
-    Opened,
     Section,
     chat_request,
     in_their_names,
@@ -33,7 +30,6 @@ from dsv3.server.answers.faces.messages_schema import (
     Stopped,
     StopReason,
     Text,
-    TextBlock,
     TextDelta,
     Thinking,
     ThinkingDelta,
@@ -48,7 +44,7 @@ from dsv3.server.answers.faces.messages_schema import (
 from dsv3.server.answers.generation import Update
 from dsv3.server.answers.prompts import chat_prompt, read_tools
 from dsv3.server.answers.reading import read_request
-from dsv3.server.answers.schema import CalledFunction, ChatMessage, ChatRequest, ToolCall
+from dsv3.server.answers.schema import CalledFunction, ChatMessage, ChatRequest, TextPart, ToolCall
 from dsv3.server.answers.service import Service
 
 REFUSED = ("container", "mcp_servers", "resume")
@@ -85,14 +81,14 @@ class MessagesAnswer(Face[MessagesRequest]):
         return [_event(MessageStart(self._message([])))]
 
     def told(self, change: Change) -> list[bytes]:
-        index = change.section.index
-        match change:
-            case Opened(section):
-                return [_event(BlockStart(index, _block(section, whole=False)))]
-            case Grown(section, text):
-                return [_event(BlockDelta(index, _DELTAS[section.kind](text)))]
-            case Closed():
-                return [_event(BlockStop(index))]
+        section = change.section
+        match change.what:
+            case "opened":
+                return [_event(BlockStart(section.index, _block(section, whole=False)))]
+            case "grown":
+                return [_event(BlockDelta(section.index, _DELTAS[section.kind](change.text)))]
+            case "closed":
+                return [_event(BlockStop(section.index))]
 
     def closing(self, last: Update) -> list[bytes]:
         reason, sequence = _stop_reason(last)
@@ -226,13 +222,13 @@ def _template_kwargs(thinking: Thinking | None, given: dict[str, Any] | None) ->
     return wanted | (given or {})
 
 
-def _system(found: str | list[TextBlock] | None) -> list[ChatMessage]:
+def _system(found: str | list[TextPart] | None) -> list[ChatMessage]:
     if not found:
         return []
     return [ChatMessage(role="system", content=found if isinstance(found, str) else _texts(found))]
 
 
-def _texts(blocks: list[TextBlock]) -> Any:
+def _texts(blocks: list[TextPart]) -> Any:
     return text_parts([block.text for block in blocks])
 
 

@@ -16,21 +16,12 @@ from dsv3.server.answers.schema import (
     Kwargs,
     Name,
     StopString,
+    TextPart,
     require_no_nul,
 )
 
 MESSAGES = "/v1/messages"
 """The path of the API; `/v1/messages/count_tokens` lies below it."""
-
-
-class TextBlock(msgspec.Struct):
-    """A text, in a system prompt or a tool's result."""
-
-    type: Literal["text"]
-    text: str
-
-    def __post_init__(self) -> None:
-        require_no_nul(self.text)
 
 
 class ContentBlock(msgspec.Struct, kw_only=True):
@@ -43,7 +34,7 @@ class ContentBlock(msgspec.Struct, kw_only=True):
     name: Name | None = None
     input: dict[str, Any] | None = None
     tool_use_id: Name | None = None
-    content: str | Annotated[list[TextBlock], Meta(max_length=MAX_PARTS)] | None = None
+    content: str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)] | None = None
 
     def __post_init__(self) -> None:
         for text in (self.text, self.thinking, self.content):
@@ -98,7 +89,7 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
 
     model: Name | None = None
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    system: str | Annotated[list[TextBlock], Meta(max_length=MAX_PARTS)] | None = None
+    system: str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)] | None = None
     max_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -25,6 +25,7 @@ from dsv3.server.answers.faces.messages_schema import MessagesRequest
 from dsv3.server.answers.faces.responses_schema import ResponsesRequest
 from dsv3.server.answers.schema import (
     FUNCTION_NAME_RULE,
+    MAX_FIELD_BYTES,
     MAX_PROMPTS,
     MAX_TOKENS_LISTED,
     UNSUPPORTED,
@@ -86,7 +87,6 @@ def _values(info: inspect.Type, steps: list[str]) -> Iterator[str | int | bool |
             yield from _values(inner, steps[1:])
 
 
-MAX_FIELD_BYTES = 256 * 1024
 MAX_TEXT_BYTES = 16 * 2**20
 MAX_MESSAGE_PARTS = 16_384  # of all messages together
 MAX_BRACKETS = 2**20  # a nested list takes 8 ns to skip, and a key up to 30 ns

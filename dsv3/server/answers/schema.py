@@ -16,6 +16,7 @@ from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP, MAX_STO
 from dsv3.scheduler.request import MAX_PRIORITY
 from dsv3.structured_outputs import StructuredOutputsParams
 
+MAX_FIELD_BYTES = 256 * 1024  # of a field that is neither a text, a conversation nor token ids
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024

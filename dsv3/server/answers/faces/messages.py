@@ -225,11 +225,7 @@ def _template_kwargs(thinking: Thinking | None, given: dict[str, Any] | None) ->
 def _system(found: str | list[TextPart] | None) -> list[ChatMessage]:
     if not found:
         return []
-    return [ChatMessage(role="system", content=found if isinstance(found, str) else _texts(found))]
-
-
-def _texts(blocks: list[TextPart]) -> Any:
-    return text_parts([block.text for block in blocks])
+    return [ChatMessage(role="system", content=found)]
 
 
 def _messages(message: InputMessage, at: str) -> list[ChatMessage]:
@@ -267,8 +263,6 @@ def _call(block: ContentBlock) -> ToolCall:
 
 
 def _result(block: ContentBlock) -> Any:
-    if isinstance(block.content, list):
-        return _texts(block.content)
     return block.content or ""
 
 

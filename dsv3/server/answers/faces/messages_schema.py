@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from dsv3.server.answers.errors import ApiError
 from dsv3.server.answers.schema import (
+    MAX_FIELD_BYTES,
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_SALT_CHARS,
@@ -24,6 +25,24 @@ MESSAGES = "/v1/messages"
 """The path of the API; `/v1/messages/count_tokens` lies below it."""
 
 
+_OBJECT = {"anyOf": [{"type": "object"}, {"type": "null"}], "default": None}
+_object_decoder = msgspec.json.Decoder(dict[str, Any] | None)
+
+
+def _absent() -> msgspec.Raw:
+    return msgspec.Raw(b"null")
+
+
+def _decode_input(raw: msgspec.Raw) -> Any:
+    """Returns a call's arguments, which may be anything, and so are not built before their size is known."""
+    if len(raw) > MAX_FIELD_BYTES:
+        raise ValueError(f"input: takes more than {MAX_FIELD_BYTES} bytes")
+    try:
+        return _object_decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"input: {error}") from None
+
+
 class ContentBlock(msgspec.Struct, kw_only=True):
     """A part of a message; `type` says which of the other fields there are."""
 
@@ -32,13 +51,14 @@ class ContentBlock(msgspec.Struct, kw_only=True):
     thinking: str | None = None
     id: Name | None = None
     name: Name | None = None
-    input: dict[str, Any] | None = None
+    input: Annotated[msgspec.Raw, Meta(extra_json_schema=_OBJECT)] = msgspec.field(default_factory=_absent)
     tool_use_id: Name | None = None
     content: str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)] | None = None
 
     def __post_init__(self) -> None:
         for text in (self.text, self.thinking, self.content):
             require_no_nul(text)
+        self.input = _decode_input(self.input)
 
 
 class InputMessage(msgspec.Struct, kw_only=True):

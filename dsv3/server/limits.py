@@ -82,7 +82,7 @@ class Holding:
 
 
 @dataclasses.dataclass(eq=False)
-class _Job[W]:
+class _WorkItem[W]:
     work: Callable[[W], Awaitable]
     nbytes: int
     result: asyncio.Future
@@ -104,7 +104,7 @@ class Workers[W]:
     ):
         self._wait_s, self._max_waiting, self._max_bytes = wait_s, requests, nbytes
         self._idle = list(reversed(workers))
-        self._waiting: deque[_Job[W]] = deque()
+        self._waiting: deque[_WorkItem[W]] = deque()
         self._waiting_bytes = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -134,17 +134,17 @@ class Workers[W]:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _admit[R](self, nbytes: int, work: Callable[[W], Awaitable[R]]) -> _Job[W]:
+    def _admit[R](self, nbytes: int, work: Callable[[W], Awaitable[R]]) -> _WorkItem[W]:
         is_full = len(self._waiting) >= self._max_waiting or self._waiting_bytes + nbytes > self._max_bytes
         if is_full and not self._idle:
             raise WorkersBusy(BUSY)
-        job = _Job(work, nbytes, asyncio.get_running_loop().create_future())
+        job = _WorkItem(work, nbytes, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
         self._waiting_bytes += nbytes
         self._dispatch()
         return job
 
-    def _withdraw(self, job: _Job[W]) -> None:
+    def _withdraw(self, job: _WorkItem[W]) -> None:
         """Forgets a job that has not begun; nobody asks for its result any more."""
         if not job.has_begun and job in self._waiting:
             self._waiting.remove(job)
@@ -161,7 +161,7 @@ class Workers[W]:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _do(self, worker: W, job: _Job[W]) -> None:
+    async def _do(self, worker: W, job: _WorkItem[W]) -> None:
         try:
             result = await job.work(worker)
             if not job.result.done():

@@ -283,14 +283,6 @@ class Answer[Request: SampledRequest](abc.ABC):
         """Returns the lines of the event that ends a stream with an error."""
         return b"data: " + error.envelope()
 
-    def hold(self) -> None:
-        """Makes no events until `release`; what comes meanwhile is told together."""
-        self.generation.hold()
-
-    def release(self) -> None:
-        """Goes on making events."""
-        self.generation.release()
-
     def close(self) -> None:
         """Frees what is still running."""
         self.generation.close()

@@ -1,4 +1,4 @@
-"""Reads request bodies: no body keeps the interpreter, and so the event loop, longer than a slice of some 100 ms.
+"""Reads request bodies: no body keeps the interpreter, and so the event loop, longer than a slice of some 50 ms.
 
 msgspec holds the interpreter's lock while it decodes, so a thread alone helps no other client. A body of up to
 `SMALL_BYTES` is decoded on the event loop when it is its turn. A larger one is read in a thread: what it could make the
@@ -192,8 +192,6 @@ def _read_large[T: msgspec.Struct](kind: type[T], body: _Buffer, limits: PromptL
     for name, raw in given.items():
         if name not in large and len(raw) > MAX_FIELD_BYTES:
             raise _invalid_at(name, f"takes more than {MAX_FIELD_BYTES} bytes")
-        if name in large and large[name] is None and _count(raw, b",") > MAX_BRACKETS:
-            raise _invalid_at(name, f"more than {MAX_BRACKETS} commas")
     values = {name: read(given.pop(name), name, limits) for name, read in large.items() if read and name in given}
     rest = body if not values else b"{%s}" % b",".join([b'"%s":%s' % (n.encode(), raw) for n, raw in given.items()])
     result = _decode(kind, rest, "")

@@ -82,7 +82,8 @@ class EventStream(Response):
             await response_of(refusal, path_of(scope))(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        writer.claim(scope["http_version"], self._answer.hold, self._answer.release)
+        generation = self._answer.generation
+        writer.claim(scope["http_version"], generation.hold, generation.release)
         for event in self._waiting:
             writer.write(event)
         self._waiting, self._writer = [], writer

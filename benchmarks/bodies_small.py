@@ -12,7 +12,8 @@ from pathlib import Path
 
 from dsv3.scheduler.prepare import RequestRules
 from dsv3.server.answers.kinds import KINDS
-from dsv3.server.answers.service import Service, ServiceConfig
+from dsv3.server.answers.service import Service
+from dsv3.server.config import ServerConfig
 from dsv3.server.engine.client import EngineClient
 from dsv3.server.engine.messages import EngineInfo
 from dsv3.text.tokenizer import Tokenizer
@@ -37,7 +38,7 @@ async def main(model_dir: str) -> None:
     rules = RequestRules(vocab_size=500, max_model_len=4096)
     engine = EngineClient(max_num_queued_reqs=64)
     engine.info, engine.state, engine._transport = EngineInfo(rules, max_num_seqs=64, num_pages=64), "ready", _Wire()
-    service = Service(ServiceConfig(("tiny",)), engine, Tokenizer.from_directory(Path(model_dir)), _Templates())
+    service = Service(ServerConfig(Path(), ("tiny",)), engine, Tokenizer.from_directory(Path(model_dir)), _Templates())
     messages = [{"role": role, "content": "Hello there, you."} for role in ("system", "user", "assistant", "user")]
     body = json.dumps({"model": "tiny", "messages": messages, "max_tokens": 9, "temperature": 0.6, "stream": True})
     kind, data, blocks = KINDS["/v1/chat/completions"], body.encode(), []

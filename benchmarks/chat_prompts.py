@@ -15,11 +15,11 @@ from pathlib import Path
 import psutil
 
 import dsv3
-from dsv3.server.answers.prompts import chat_prompt
+from dsv3.server.answers.prompts import RequestTools, chat_prompt
 from dsv3.server.answers.reading import read
 from dsv3.server.answers.schema import ChatRequest
-from dsv3.server.answers.service import Service, ServiceConfig
-from dsv3.server.answers.tools import RequestTools
+from dsv3.server.answers.service import Service
+from dsv3.server.config import ServerConfig
 from dsv3.server.templates import TemplatePool
 from dsv3.text.tokenizer import Tokenizer
 
@@ -46,7 +46,7 @@ async def measure(seconds: float) -> None:
     [file] = (Path(dsv3.__file__).parent / "bundled").rglob("tokenizer.json")
     tokenizer = Tokenizer.from_directory(file.parent)
     pool = TemplatePool(tokenizer.chat_template, tokenizer.special_tokens)
-    service = Service(ServiceConfig(("m",)), types.SimpleNamespace(), tokenizer, pool)
+    service = Service(ServerConfig(Path(), ("m",)), types.SimpleNamespace(), tokenizer, pool)
     texts: list[str] = []
 
     async def note(text: str, **_: object) -> list[int]:

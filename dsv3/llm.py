@@ -26,7 +26,7 @@ from dsv3.progress import progress_bar
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.prepare import PreparedRequest, fan_out, prepare
 from dsv3.scheduler.request import EngineOutput, EngineRequest, InvalidRequest, QueueFull, TokenLogprobs
-from dsv3.server.answers.defaults import sampling_defaults
+from dsv3.server.answers.service import sampling_defaults
 from dsv3.text.answer_grammar import Wanted, answer_grammar
 from dsv3.text.chat_template import ChatTemplate, TemplateError
 from dsv3.text.output import EndReason, OutputStream

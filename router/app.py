@@ -13,16 +13,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dsv3.http_client import RequestFailed
-from dsv3.server.answers.body_reader import BodyReader
 from dsv3.server.answers.errors import QUEUE_FULL, ApiError, unavailable
 from dsv3.server.answers.faces.messages_schema import MESSAGES
 from dsv3.server.answers.kinds import KINDS
-from dsv3.server.budget import Budget, Holding
 from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback, tenant_of
 from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body, unless_disconnected
 from dsv3.server.http.exchange import REQUEST_ID, json_response, path_of, response_of
+from dsv3.server.limits import BodyReader, Budget, Holding, WorkersBusy
 from dsv3.server.tenants import OPERATOR, Tenants
-from dsv3.server.workers import WorkersBusy
 from router.asked import read_asked
 from router.members import Members, read_registration
 from router.relay import Fleet, Relay, Reply

@@ -15,7 +15,8 @@ import msgspec
 
 from dsv3.http_client import Body
 from dsv3.server.answers.errors import invalid
-from dsv3.server.answers.reading import MAX_FIELD_BYTES, read_fields, read_resume
+from dsv3.server.answers.reading import read_fields, read_resume
+from dsv3.server.answers.schema import MAX_FIELD_BYTES
 from router.prompt import BEFORE, CONTENT, Prompt, prompt_of
 
 RESUMABLE = frozenset({"/v1/completions", "/v1/chat/completions"})

@@ -17,7 +17,7 @@ import msgspec
 from dsv3.processes import frames
 from dsv3.scheduler.prepare import RequestRules
 from dsv3.server.asking import AskedProcess, DeadlyQuestion, answer_questions
-from dsv3.server.workers import BOUNDS, WAIT_S, Workers
+from dsv3.server.limits import WAIT_S, Workers
 from dsv3.text.answer_grammar import Wanted, answer_grammar
 from dsv3.text.dialects import DIALECTS
 from dsv3.text.matcher import GrammarError, Vocabulary, VocabularyError
@@ -90,7 +90,7 @@ class GrammarPool:
         self._tokenizer, self._deadline_s = tokenizer, deadline_s
         self._dialect, self._marker_ids = dialect or "", dict(marker_ids or {})
         self._worker: AskedProcess | None = None
-        self._workers = Workers([self], dataclasses.replace(BOUNDS, wait_s=wait_s))
+        self._workers = Workers([self], wait_s)
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
         self._num_chars = 0
 

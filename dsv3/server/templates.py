@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import dataclasses
 import itertools
 from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from typing import Any
@@ -13,7 +12,7 @@ import msgspec
 
 from dsv3.processes import frames
 from dsv3.server.asking import AskedProcess, DeadlyQuestion, answer_questions
-from dsv3.server.workers import BOUNDS, SMALL_BYTES, WAIT_S, Workers
+from dsv3.server.limits import SMALL_BYTES, WAIT_S, Workers
 from dsv3.text.chat_template import ChatTemplate, TemplateError
 from dsv3.text.markers import Markers
 from dsv3.text.tool_messages import ToolMessages
@@ -78,9 +77,8 @@ class TemplatePool:
         self._processes = [
             AskedProcess("dsv3.server.templates", "renders chats", setup, deadline_s, _require_sound) for _ in range(2)
         ]
-        bounds = dataclasses.replace(BOUNDS, wait_s=wait_s)
-        self._small = Workers(self._processes[:1], bounds)
-        self._large = Workers(self._processes[1:], bounds)
+        self._small = Workers(self._processes[:1], wait_s)
+        self._large = Workers(self._processes[1:], wait_s)
 
     async def check(self) -> None:
         """Starts a worker for small conversations; raises TemplateError for a template that cannot be used."""

@@ -1,29 +1,119 @@
-"""One request on its way to its answer: what chat and text completions have in common."""
+"""One request on its way to its answer: what chat and text completions have in common.
+
+The JSON of a whole answer is joined from what came, without keeping the event loop: the response has a gap (a control
+character) where the pieces go. Encoded at once, log-probabilities of 200,000 tokens with 20 alternatives each kept the
+loop for 850 ms and took twice the memory.
+"""
 
 import abc
+import array
+import asyncio
+import io
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 import msgspec
 
 from dsv3.scheduler.request import MAX_PRIORITY
-from dsv3.server.answers.bootstrap import bootstrap_of
-from dsv3.server.answers.constraints import constraint_of, made_grammar
 from dsv3.server.answers.errors import ApiError
 from dsv3.server.answers.generation import Generation, Update, prepare_requests
 from dsv3.server.answers.prompts import EncodedPrompt
 from dsv3.server.answers.reading import read_request
-from dsv3.server.answers.responses import Usage
 from dsv3.server.answers.resume import Resumed, answered_tokens, replayed
-from dsv3.server.answers.sampling import sampling_params
-from dsv3.server.answers.schema import SampledRequest
+from dsv3.server.answers.sampling import constraint_of, made_grammar, sampling_params
+from dsv3.server.answers.schema import FinishReason, SampledRequest, Usage
 from dsv3.server.answers.service import Service
-from dsv3.server.answers.transfer import pages_from, told
-from dsv3.server.answers.whole import LIST_OF_GAP, WholeChoice, filled, joined
+from dsv3.server.answers.transfer import bootstrap_of, pages_from, told
 from dsv3.server.tenants import Tenant
 from dsv3.text.answer_grammar import Wanted
 from dsv3.text.parser import AnswerParser
+from dsv3.text.pieces import Reasoning, Text, ToolArguments, ToolCall
+
+# Bytes that are joined before others of the event loop have their turn: 1 ms where they come in records of 1 KiB.
+_SLICE_BYTES = 2**20
+_GAP = b"\x01"  # no JSON has it: control characters are escaped
+
+GAP, LIST_OF_GAP = msgspec.Raw(_GAP), msgspec.Raw(b"[%s]" % _GAP)
+"""Stand in a response for what is put there later: a value, the items of a list."""
+
+
+class WholeChoice:
+    """All that came for one choice; `columns` are the JSON of its log-probabilities, as far as they are asked for."""
+
+    def __init__(self, index: int):
+        self.index = index
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.columns: list[list[bytes]] = []
+        self._text, self._reasoning = io.StringIO(), io.StringIO()
+        self._calls: list[tuple[ToolCall, io.StringIO]] = []
+        self._token_ids = array.array("i")
+
+    @property
+    def text(self) -> str:
+        return self._text.getvalue()
+
+    @property
+    def reasoning(self) -> str:
+        return self._reasoning.getvalue()
+
+    @property
+    def calls(self) -> list[tuple[ToolCall, str]]:
+        """The calls with their arguments."""
+        return [(call, arguments.getvalue()) for call, arguments in self._calls]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self._token_ids.tolist()
+
+    def add(self, update: Update, columns: Sequence[bytes]) -> None:
+        """Takes what one update brings; `columns` are those of its log-probabilities."""
+        for piece in update.pieces:
+            match piece:
+                case Text():
+                    self._text.write(piece.text)
+                case Reasoning():
+                    self._reasoning.write(piece.text)
+                case ToolCall():
+                    self._calls.append((piece, io.StringIO()))
+                case ToolArguments():
+                    self._calls[piece.index][1].write(piece.text)
+        self._token_ids.extend(update.token_ids)
+        self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
+        self.columns = self.columns or [[] for _ in columns]
+        for column, items in zip(self.columns, columns, strict=True):
+            if items:
+                column.append(items)
+
+
+def with_commas(items: Iterable[bytes]) -> Iterator[bytes]:
+    """Yields the items of a JSON list, commas between them."""
+    for i, item in enumerate(items):
+        if i:
+            yield b","
+        yield item
+
+
+def filled(json: bytes, gaps: Sequence[Iterable[bytes]]) -> Iterator[bytes]:
+    """Yields JSON with the pieces of each gap in its place."""
+    head, *tails = json.split(_GAP)
+    yield head
+    for pieces, tail in zip(gaps, tails, strict=True):
+        yield from pieces
+        yield tail
+
+
+async def joined(pieces: Iterable[bytes]) -> bytes:
+    """Returns the pieces as one; the event loop looks around after each slice of them."""
+    whole, since = io.BytesIO(), 0
+    for piece in pieces:
+        since += whole.write(piece)
+        if since >= _SLICE_BYTES:
+            since = 0
+            await asyncio.sleep(0)
+    return whole.getvalue()  # not copied: a BytesIO holds a bytes object
+
 
 to_json: Callable[[object], bytes] = msgspec.json.Encoder().encode
 
@@ -193,14 +283,6 @@ class Answer[Request: SampledRequest](abc.ABC):
         """Returns the lines of the event that ends a stream with an error."""
         return b"data: " + error.envelope()
 
-    def hold(self) -> None:
-        """Makes no events until `release`; what comes meanwhile is told together."""
-        self.generation.hold()
-
-    def release(self) -> None:
-        """Goes on making events."""
-        self.generation.release()
-
     def close(self) -> None:
         """Frees what is still running."""
         self.generation.close()
@@ -255,18 +337,3 @@ class Answer[Request: SampledRequest](abc.ABC):
     @abc.abstractmethod
     def chunk(self, choices: list, usage: object = None) -> msgspec.Struct:
         """Returns one event."""
-
-
-class ChunkTemplate:
-    """The lines of events that differ in one text alone; `make` returns the event with a given text."""
-
-    __slots__ = ("_head", "_tail")
-
-    _MARK = "\x01text\x01"
-
-    def __init__(self, make: Callable[[str], msgspec.Struct]):
-        self._head, self._tail = to_event(make(self._MARK)).split(to_json(self._MARK))
-
-    def fill(self, text: str) -> bytes:
-        """Returns the event with this text."""
-        return self._head + to_json(text) + self._tail

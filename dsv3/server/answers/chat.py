@@ -5,29 +5,27 @@ from collections.abc import Iterator
 
 import msgspec
 
-from dsv3.server.answers.answer import Answer, ChunkTemplate, to_event, to_json
-from dsv3.server.answers.constraints import constraint_of, made_grammar
+from dsv3.server.answers.answer import LIST_OF_GAP, Answer, WholeChoice, filled, to_event, to_json, with_commas
 from dsv3.server.answers.errors import invalid
 from dsv3.server.answers.generation import Update
-from dsv3.server.answers.prompts import EncodedPrompt, chat_prompt
-from dsv3.server.answers.responses import (
+from dsv3.server.answers.prompts import EncodedPrompt, RequestTools, chat_prompt, read_tools
+from dsv3.server.answers.resume import Resumed
+from dsv3.server.answers.sampling import constraint_of, made_grammar
+from dsv3.server.answers.schema import (
     AssistantMessage,
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatLogprobs,
+    ChatRequest,
     ChatResponse,
     ChunkChoice,
     Delta,
-    FunctionCall,
     FunctionDelta,
     MessageToolCall,
     ToolCallDelta,
 )
-from dsv3.server.answers.resume import Resumed
-from dsv3.server.answers.schema import ChatRequest
 from dsv3.server.answers.service import Service
-from dsv3.server.answers.tools import RequestTools, read_tools
-from dsv3.server.answers.whole import LIST_OF_GAP, WholeChoice, filled, with_commas
 from dsv3.server.tenants import Tenant
 from dsv3.text.answer_grammar import Wanted
 from dsv3.text.dialects import State
@@ -44,7 +42,6 @@ class ChatAnswer(Answer[ChatRequest]):
     def __init__(self, service: Service, body: bytes | bytearray, tenant: Tenant | None = None):
         super().__init__(service, body, tenant)
         self._greeted: set[int] = set()
-        self._templates: dict[tuple[int, type[Piece], int], ChunkTemplate] = {}
         self._tools = RequestTools()
         self._start: tuple[State, State] | None = None
 
@@ -69,7 +66,7 @@ class ChatAnswer(Answer[ChatRequest]):
         return [prompt]
 
     async def grammar(self, prompts: list[EncodedPrompt]) -> str:
-        constraint, calls, parsers = constraint_of(self.request), self._tools.calls, self.service.config.parsers
+        constraint, calls, parsers = constraint_of(self.request), self._tools.calls, self.service.parsers
         if parsers is None or (constraint is None and calls is None):
             return await super().grammar(prompts)
         [prompt] = prompts
@@ -85,7 +82,7 @@ class ChatAnswer(Answer[ChatRequest]):
         return (self.request.top_logprobs or 0) if self.request.logprobs else None
 
     def parser(self, prompt: EncodedPrompt) -> AnswerParser | None:
-        parsers = self.service.config.parsers
+        parsers = self.service.parsers
         if parsers is None:
             return None
         if self._start is None:  # all choices have one prompt
@@ -105,7 +102,8 @@ class ChatAnswer(Answer[ChatRequest]):
     def events(self, update: Update) -> list[bytes]:
         """Returns the role, before all else, then the text as it comes, and why it ended."""
         if self._is_plain and update.finish_reason is None and update.choice in self._greeted:  # nearly always
-            return [self._event(update.choice, piece) for piece in update.pieces]
+            index = update.choice
+            return [to_event(self.chunk([ChunkChoice(index=index, delta=_delta(piece))])) for piece in update.pieces]
         chunks = [self.chunk([choice]) for choice in self._chunks(update)]
         if update.choice not in self._greeted:
             self._greeted.add(update.choice)
@@ -131,23 +129,10 @@ class ChatAnswer(Answer[ChatRequest]):
     def _prompt_ids(self) -> list[int]:
         return self.generation.prompts[0].token_ids.tolist()
 
-    def _event(self, choice: int, piece: Piece) -> bytes:
-        if isinstance(piece, ToolCall):
-            return to_event(self.chunk([ChunkChoice(index=choice, delta=_delta(piece))]))
-        key = choice, type(piece), piece.index if isinstance(piece, ToolArguments) else 0
-        template = self._templates.get(key)
-        if template is None:
-
-            def event(text: str) -> ChatChunk:
-                return self.chunk([ChunkChoice(index=choice, delta=_delta(msgspec.structs.replace(piece, text=text)))])
-
-            template = self._templates[key] = ChunkTemplate(event)
-        return template.fill(piece.text)
-
     def choice(self, whole: WholeChoice) -> Iterator[bytes]:
         content, reasoning = whole.text, whole.reasoning
-        calls = [MessageToolCall(call.id, FunctionCall(call.name, arguments)) for call, arguments in whole.calls]
-        parsers = self.service.config.parsers
+        calls = [MessageToolCall(call.id, CalledFunction(call.name, arguments)) for call, arguments in whole.calls]
+        parsers = self.service.parsers
         thinks = parsers is not None and parsers.splits_reasoning
         choice = ChatChoice(
             index=whole.index,

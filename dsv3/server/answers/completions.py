@@ -5,16 +5,14 @@ from collections.abc import Iterator
 
 import msgspec
 
-from dsv3.server.answers.answer import Answer, ChunkTemplate, to_event, to_json
+from dsv3.server.answers.answer import LIST_OF_GAP, Answer, WholeChoice, filled, to_event, to_json, with_commas
 from dsv3.server.answers.errors import invalid
 from dsv3.server.answers.generation import Update
 from dsv3.server.answers.prompts import EncodedPrompt, completion_prompts, echoed_prompts
-from dsv3.server.answers.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
 from dsv3.server.answers.resume import Resumed
 from dsv3.server.answers.sampling import prompt_logprobs
-from dsv3.server.answers.schema import CompletionRequest
+from dsv3.server.answers.schema import CompletionChoice, CompletionLogprobs, CompletionRequest, CompletionResponse
 from dsv3.server.answers.service import Service
-from dsv3.server.answers.whole import LIST_OF_GAP, WholeChoice, filled, with_commas
 from dsv3.server.tenants import Tenant
 from dsv3.text.parser import AnswerParser
 from dsv3.text.pieces import Text
@@ -30,7 +28,6 @@ class CompletionAnswer(Answer[CompletionRequest]):
         super().__init__(service, body, tenant)
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}  # characters of text before the next token, by choice
-        self._templates: dict[int, ChunkTemplate] = {}
 
     @functools.cached_property
     def _is_plain(self) -> bool:
@@ -114,7 +111,8 @@ class CompletionAnswer(Answer[CompletionRequest]):
         """Returns the text as it comes, and why it ended."""
         is_first = update.choice not in self._begun
         if self._is_plain and not is_first and update.finish_reason is None:  # nearly always
-            return [self._template(update.choice).fill(_text(update))] if update.pieces else []
+            choice = CompletionChoice(index=update.choice, text=_text(update))
+            return [to_event(self.chunk([choice]))] if update.pieces else []
         self._begun.add(update.choice)
         choice = self._choice(update, is_first)
         if choice.text or choice.finish_reason or choice.logprobs or choice.token_ids or is_first:
@@ -137,14 +135,6 @@ class CompletionAnswer(Answer[CompletionRequest]):
             choices=choices,
             usage=usage,  # type: ignore[arg-type]
         )
-
-    def _template(self, choice: int) -> ChunkTemplate:
-        template = self._templates.get(choice)
-        if template is None:
-            template = self._templates[choice] = ChunkTemplate(
-                lambda text: self.chunk([CompletionChoice(index=choice, text=text)])
-            )
-        return template
 
     def _choice(self, update: Update, is_first: bool) -> CompletionChoice:
         columns = self.logprob_columns(update)

@@ -13,9 +13,9 @@ from dsv3.scheduler.prepare import NotInVocabulary, PreparedRequest, PromptTooLo
 from dsv3.scheduler.request import EngineOutput, EngineRequest, InvalidRequest, PromptLogprobs, TokenLogprobs
 from dsv3.server.answers.errors import ENGINE_DIED, ApiError, internal, invalid, unavailable
 from dsv3.server.answers.prompts import EncodedPrompt, not_in_vocabulary
-from dsv3.server.answers.responses import CompletionTokensDetails, FinishReason, PromptTokensDetails, Usage
 from dsv3.server.answers.resume import Resumed
 from dsv3.server.answers.sampling import does_not_fit
+from dsv3.server.answers.schema import CompletionTokensDetails, FinishReason, PromptTokensDetails, Usage
 from dsv3.server.answers.service import Service
 from dsv3.server.engine.client import SLICE, Busy, EngineUnavailable, Refused
 from dsv3.server.engine.live import EngineDied

@@ -1,9 +1,13 @@
 """Prometheus metrics, under vLLM's names where the meaning is vLLM's, so that its dashboards work.
 
 The engine's numbers come with its frames, to every front alike. Latencies and requests are counted by the fronts, where
-clients feel them, and summed over all fronts when somebody asks.
+clients feel them, and summed over all fronts when somebody asks: each front has a row of an unnamed temporary file that
+all inherit and map, so that one that has ended leaves its counts behind, and nothing is left when all have ended.
 """
 
+import mmap
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
@@ -13,9 +17,31 @@ from prometheus_client.utils import floatToGoString
 
 from dsv3.kv_cache.tiers.counts import CARRIERS, LOAD_BOUNDS
 from dsv3.scheduler.stats import HOST_TIME_BOUNDS, STEP_TOKENS_BOUNDS
-from dsv3.server.answers.numbers import SharedNumbers
 from dsv3.server.engine.messages import Stats
 from dsv3.server.tenants import MAX_TENANTS, Tenant, Tenants
+
+
+class SharedNumbers:
+    """`size` float64 numbers for each of `fronts` fronts; `mine` is the row of number `front`.
+
+    `descriptor` is the file of another front's numbers of the same shape; without one, the file is new.
+    """
+
+    def __init__(self, size: int, fronts: int = 1, front: int = 0, descriptor: int | None = None):
+        num_bytes = max(1, fronts * size) * 8
+        if descriptor is None:
+            with tempfile.TemporaryFile() as file:
+                file.truncate(num_bytes)
+                self.descriptor = os.dup(file.fileno())
+        else:
+            self.descriptor = descriptor
+        self._rows = np.frombuffer(mmap.mmap(self.descriptor, num_bytes), np.float64).reshape(fronts, size)
+        self.mine = self._rows[front]
+
+    def sum(self) -> np.ndarray:
+        """Returns the sum of the rows, [size] float64."""
+        return self._rows.sum(0)
+
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
 """Upper bounds of the latencies' buckets; the last bucket has none."""

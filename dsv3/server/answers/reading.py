@@ -1,9 +1,9 @@
 """Reads request bodies: no body keeps the interpreter, and so the event loop, longer than a slice of some 50 ms.
 
-msgspec holds the interpreter's lock while it decodes, so a thread alone helps nobody. A body of up to `SMALL_BYTES` is
-decoded at once, which takes 7 ms at most, when it is its turn. A larger one is read in a thread, in pieces: each field,
-prompt, message and part by itself, after the number of them has been bounded. Between two pieces the event loop has its
-turn.
+msgspec holds the interpreter's lock while it decodes, so a thread alone helps no other client. A body of up to
+`SMALL_BYTES` is decoded on the event loop when it is its turn. A larger one is read in a thread: what it could make the
+decoder build is bounded first, then all of it is decoded at once but for its lists of token ids, which are decoded one
+by one. As objects of Python those would take ten times their bytes: 32 MiB of them 190 ms and 200 MiB at once.
 
 Errors name the field and never repeat its value.
 """
@@ -20,30 +20,26 @@ import numpy as np
 from msgspec import inspect
 from msgspec.structs import fields
 
-from dsv3.server.answers.body_reader import SMALL_BYTES
 from dsv3.server.answers.errors import ApiError, invalid
-from dsv3.server.answers.faces.generate_schema import GenerateRequest
-from dsv3.server.answers.faces.messages_schema import ContentBlock, InputMessage, MessagesRequest, TextBlock
-from dsv3.server.answers.faces.responses_schema import InputItem, InputPart, ResponsesRequest
+from dsv3.server.answers.faces.messages_schema import MessagesRequest
+from dsv3.server.answers.faces.responses_schema import ResponsesRequest
 from dsv3.server.answers.schema import (
     FUNCTION_NAME_RULE,
-    MAX_MESSAGES,
-    MAX_PARTS,
+    MAX_FIELD_BYTES,
     MAX_PROMPTS,
     MAX_TOKENS_LISTED,
     UNSUPPORTED,
-    ChatMessage,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    GenerateRequest,
     Resume,
     SampledRequest,
-    TextPart,
     TokenId,
     TokenizeRequest,
-    require_no_nul,
 )
 from dsv3.server.answers.service import Service
+from dsv3.server.limits import SMALL_BYTES
 
 # Types of parts and blocks in the APIs whose requests are read here -> what they would have a model do.
 _MEDIA = {
@@ -91,8 +87,7 @@ def _values(info: inspect.Type, steps: list[str]) -> Iterator[str | int | bool |
             yield from _values(inner, steps[1:])
 
 
-MAX_FIELD_BYTES = 256 * 1024
-MAX_TEXT_BYTES = 16 * 2**20  # 64 ms per 32 MiB where every other character is escaped
+MAX_TEXT_BYTES = 16 * 2**20
 MAX_MESSAGE_PARTS = 16_384  # of all messages together
 MAX_BRACKETS = 2**20  # a nested list takes 8 ns to skip, and a key up to 30 ns
 # A character takes at most 12 bytes of JSON, as two escaped surrogates.
@@ -106,14 +101,14 @@ _Buffer = bytes | bytearray | msgspec.Raw
 
 
 @dataclasses.dataclass(frozen=True)
-class Context:
+class PromptLimits:
     """What a prompt may be: so many tokens, and so many bytes of JSON where it is text."""
 
     tokens: int = MAX_TOKENS_LISTED
     text_bytes: int = MAX_TEXT_BYTES
 
     @classmethod
-    def of(cls, service: Service) -> "Context":
+    def of(cls, service: Service) -> "PromptLimits":
         """Returns the context of the model that is served: no token is longer than the tokenizer's longest."""
         longest = 1 if service.tokenizer is None else service.tokenizer.max_token_chars
         tokens = service.require_ready().rules.max_model_len
@@ -125,16 +120,16 @@ async def read_request[T: msgspec.Struct](service: Service, kind: type[T], body:
 
     Raises ApiError: 400 that names the first wrong field, 503 where too many bodies wait.
     """
-    context = Context.of(service) if len(body) > SMALL_BYTES else Context()
-    if kind in _CONVERSATIONS and len(body) > context.text_bytes + _SLACK_BYTES:
+    limits = PromptLimits.of(service) if len(body) > SMALL_BYTES else PromptLimits()
+    if kind in _CONVERSATIONS and len(body) > limits.text_bytes + _SLACK_BYTES:
         raise _beyond_context("the body", None)
-    return await service.read_body(len(body), lambda: read(kind, body, context))
+    return await service.read_body(len(body), lambda: read(kind, body, limits))
 
 
-def read[T: msgspec.Struct](kind: type[T], body: bytes | bytearray, context: Context = Context()) -> T:
-    """Returns the request in a body, read in pieces if it is large."""
+def read[T: msgspec.Struct](kind: type[T], body: bytes | bytearray, limits: PromptLimits = PromptLimits()) -> T:
+    """Returns the request in a body."""
     _require_few_brackets(body)
-    request = _Reader(context).struct(kind, body, "")
+    request = _decode(kind, body, "") if len(body) <= SMALL_BYTES else _read_large(kind, body, limits)
     if issubclass(kind, SampledRequest):
         _refuse_unsupported(kind, body)
     return request
@@ -151,7 +146,7 @@ def read_fields[T: msgspec.Struct](kind: type[T], body: _Buffer) -> T:
 
 def read_resume(raw: msgspec.Raw) -> Resume | None:
     """Returns the field `resume` of a request, decoded within the bounds of `read`; raises ApiError as that does."""
-    return _Reader(Context()).resume(raw, "resume")
+    return _read_resume(raw, "resume", PromptLimits())
 
 
 def read_prompt(raw: msgspec.Raw, at: str) -> list[msgspec.Raw] | array.array[int] | msgspec.Raw:
@@ -163,7 +158,7 @@ def read_prompt(raw: msgspec.Raw, at: str) -> list[msgspec.Raw] | array.array[in
         return raw
     if _is_list_of_prompts(raw):
         return _items(raw, MAX_PROMPTS, at)
-    return _Reader(Context()).prompt_ids(raw, at)
+    return _read_ids(raw, at, PromptLimits())
 
 
 def _require_few_brackets(body: _Buffer) -> None:
@@ -190,115 +185,77 @@ def _unsupported(name: str) -> ApiError:
     return invalid(f"{name} is not supported by this server", name, "unsupported_parameter")
 
 
-class _Reader:
-    """Reads what is large piece by piece; `at` is the path of a piece, for errors."""
+def _read_large[T: msgspec.Struct](kind: type[T], body: _Buffer, limits: PromptLimits) -> T:
+    """Returns a request whose fields were bounded before they are decoded, its token ids by themselves."""
+    found, large = msgspec.structs.asdict(_decode(_fields_of(kind), body, "")), _LARGE[kind]
+    given = {name: raw for name, raw in found.items() if raw is not _ABSENT}
+    for name, raw in given.items():
+        if name not in large and len(raw) > MAX_FIELD_BYTES:
+            raise _invalid_at(name, f"takes more than {MAX_FIELD_BYTES} bytes")
+    values = {name: read(given.pop(name), name, limits) for name, read in large.items() if read and name in given}
+    rest = body if not values else b"{%s}" % b",".join([b'"%s":%s' % (n.encode(), raw) for n, raw in given.items()])
+    result = _decode(kind, rest, "")
+    for name, value in values.items():
+        setattr(result, name, value)
+    for name in ("messages", "input"):
+        if isinstance(messages := getattr(result, name, None), list):
+            parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+            if parts > MAX_MESSAGE_PARTS:
+                raise _invalid_at(name, f"more than {MAX_MESSAGE_PARTS} parts in all messages together")
+    return result
 
-    def __init__(self, context: Context):
-        self._context = context
-        self._large = self._large_fields()
 
-    def struct[T: msgspec.Struct](self, kind: type[T], raw: _Buffer, at: str) -> T:
-        """Returns an object; of a large one those fields that may be large are read by themselves, the rest at once."""
-        readers = self._large.get(kind, {})
-        if len(raw) <= SMALL_BYTES or not readers:
-            return _decode(kind, raw, at)
-        found = msgspec.structs.asdict(_decode(_fields_of(kind), raw, at))
-        given = {name: field for name, field in found.items() if field is not _ABSENT}
-        values = {name: readers[name](given.pop(name), f"{at}{name}") for name in readers if name in given}
-        for name, field in given.items():
-            if len(field) > MAX_FIELD_BYTES:
-                raise _invalid_at(f"{at}{name}", f"takes more than {MAX_FIELD_BYTES} bytes")
-        required = {
-            field.encode_name: b"[]" for field in fields(kind) if field.required and field.encode_name in values
-        }
-        rest = b",".join(b'"%s":%s' % (name.encode(), field) for name, field in (given | required).items())
-        result = _decode(kind, b"{%s}" % rest, at)
-        for name, value in values.items():
-            setattr(result, name, value)
-        return result
+def _read_prompts(raw: msgspec.Raw, at: str, limits: PromptLimits) -> Any:
+    """Returns the text or the token ids in a field, or a list of either."""
+    if not _is_list(raw):
+        return _read_text(raw, at, limits)
+    if not _is_list_of_prompts(raw):
+        return _read_ids(raw, at, limits)
+    items = enumerate(_items(raw, MAX_PROMPTS, at))
+    return [(_read_ids if _is_list(item) else _read_text)(item, f"{at}[{i}]", limits) for i, item in items]
 
-    def _large_fields(self) -> dict[type, dict[str, Callable[[msgspec.Raw, str], Any]]]:
-        """Returns for each type its fields that may be large, and what reads them. They have defaults or are lists."""
-        messages, content = self._of(self._messages, ChatMessage), self._of(self._content, TextPart)
-        texts, parts = self._of(self._content, TextBlock), self._of(self._content, InputPart)
-        return {
-            ChatMessage: {"content": content, "reasoning_content": self._text, "reasoning": self._text},
-            CompletionRequest: {"prompt": self._prompts, "resume": self.resume},
-            Resume: {"output_token_ids": self._prompts},
-            DetokenizeRequest: {"tokens": self._token_ids},
-            TokenizeRequest: {"prompt": self._text, "messages": messages},
-            ChatRequest: {"messages": messages, "resume": self.resume},
-            GenerateRequest: {"token_ids": self._token_ids},
-            MessagesRequest: {"system": texts, "messages": self._of(self._messages, InputMessage)},
-            InputMessage: {"content": self._of(self._content, ContentBlock)},
-            ContentBlock: {"text": self._text, "thinking": self._text, "content": texts},
-            ResponsesRequest: {"instructions": self._text, "input": self._of(self._messages, InputItem)},
-            InputItem: {"content": parts, "output": parts},
-        }
 
-    def resume(self, raw: msgspec.Raw, at: str) -> Resume | None:
-        small = len(raw) <= max(SMALL_BYTES, len("null"))
-        return _decode(Resume | None, raw, at) if small else self.struct(Resume, raw, f"{at}.")
+def _read_text(raw: msgspec.Raw, at: str, limits: PromptLimits) -> str | None:
+    """Returns a text that may fit the context; ApiError for one that cannot."""
+    if len(raw) > max(limits.text_bytes, MAX_FIELD_BYTES):
+        raise _beyond_context(at, at)
+    return _decode(str | None, raw, at)
 
-    @staticmethod
-    def _of(read: Callable[..., Any], kind: type) -> Callable[[msgspec.Raw, str], Any]:
-        return functools.partial(read, kind)
 
-    def _messages(self, kind: Any, raw: msgspec.Raw, at: str) -> list[Any] | str | None:
-        """Returns the messages of a conversation, or the text that stands for them in some."""
-        if not _is_list(raw):
-            return self._text(raw, at) if kind is InputItem else _decode(list[kind] | None, raw, at)
-        messages, num_parts = [], 0
-        for i, item in enumerate(_items(raw, MAX_MESSAGES, at)):
-            messages.append(message := self.struct(kind, item, f"{at}[{i}]."))
-            num_parts += len(message.content) if isinstance(message.content, list) else 0
-            if num_parts > MAX_MESSAGE_PARTS:
-                raise _invalid_at(at, f"more than {MAX_MESSAGE_PARTS} parts in all messages together")
-        if not messages:
-            raise _invalid_at(at, "at least one is needed")
-        return messages
+def _read_ids(raw: msgspec.Raw, at: str, limits: PromptLimits) -> array.array[int]:
+    """Returns token ids that may fit the context."""
+    if len(raw) > MAX_FIELD_BYTES and _count(raw, b",") >= limits.tokens:
+        raise _beyond_context(at, at)
+    return array.array("i", _decode(list[TokenId], raw, at))
 
-    def _content(self, kind: type[msgspec.Struct], raw: msgspec.Raw, at: str) -> str | list[Any] | None:
-        if not _is_list(raw):
-            return self._text(raw, at)
-        items = enumerate(_items(raw, MAX_PARTS, at))
-        return [self.struct(kind, self._bounded(item, at), f"{at}[{i}].") for i, item in items]
 
-    def _prompts(self, raw: msgspec.Raw, at: str) -> Any:
-        if not _is_list(raw):
-            return self._text(raw, at)
-        if not _is_list_of_prompts(raw):
-            return self.prompt_ids(raw, at)
-        items = enumerate(_items(raw, MAX_PROMPTS, at))
-        return [self._prompt(item, f"{at}[{i}]") for i, item in items]
+def _read_listed(raw: msgspec.Raw, at: str, _: PromptLimits) -> array.array[int] | None:
+    """Returns token ids that need not fit the context."""
+    if _count(raw, b",") >= MAX_TOKENS_LISTED:
+        raise _invalid_at(at, f"more than {MAX_TOKENS_LISTED} token ids")
+    found = _decode(list[TokenId] | None, raw, at)
+    return None if found is None else array.array("i", found)
 
-    def _prompt(self, raw: msgspec.Raw, at: str) -> str | array.array[int]:
-        return self.prompt_ids(raw, at) if _is_list(raw) else _decode(str, self._bounded(raw, at), at)
 
-    def _text(self, raw: msgspec.Raw, at: str) -> str | None:
-        text = _decode(str | None, self._bounded(raw, at), at)
-        try:
-            require_no_nul(text)
-        except ValueError as error:
-            raise _invalid_at(at, str(error)) from None
-        return text
+def _read_resume(raw: msgspec.Raw, at: str, limits: PromptLimits) -> Resume | None:
+    if len(raw) <= max(SMALL_BYTES, len("null")):
+        return _decode(Resume | None, raw, at)
+    ids = _decode(_fields_of(Resume), raw, at).output_token_ids
+    if ids is _ABSENT:
+        raise _invalid_at(f"{at}.output_token_ids", "this field is required")
+    return Resume(_read_prompts(ids, f"{at}.output_token_ids", limits))
 
-    def _token_ids(self, raw: msgspec.Raw, at: str) -> array.array[int] | None:
-        if _count(raw, b",") >= MAX_TOKENS_LISTED:
-            raise _invalid_at(at, f"more than {MAX_TOKENS_LISTED} token ids")
-        found = _decode(list[TokenId] | None, raw, at)
-        return None if found is None else array.array("i", found)
 
-    def prompt_ids(self, raw: msgspec.Raw, at: str) -> array.array[int]:
-        if _count(raw, b",") >= self._context.tokens:
-            raise _beyond_context(at, at)
-        return array.array("i", _decode(list[TokenId], raw, at))
-
-    def _bounded(self, raw: msgspec.Raw, at: str) -> msgspec.Raw:
-        """Returns a text that may fit the context; ApiError for one that cannot."""
-        if len(raw) > self._context.text_bytes:
-            raise _beyond_context(at, at)
-        return raw
+# The fields of each request that may be large, and what reads those that have token ids; the others have texts.
+_LARGE: dict[type, dict[str, Callable[[msgspec.Raw, str, PromptLimits], Any] | None]] = {
+    ChatRequest: {"messages": None, "resume": _read_resume},
+    CompletionRequest: {"prompt": _read_prompts, "resume": _read_resume},
+    TokenizeRequest: {"prompt": None, "messages": None},
+    DetokenizeRequest: {"tokens": _read_listed},
+    MessagesRequest: {"messages": None, "system": None},
+    ResponsesRequest: {"input": None, "instructions": None},
+    GenerateRequest: {"token_ids": _read_listed},
+}
 
 
 @functools.cache

@@ -14,8 +14,7 @@ from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.prepare import RequestRules, stop_ids
 from dsv3.server.answers.errors import invalid
 from dsv3.server.answers.prompts import EncodedPrompt
-from dsv3.server.answers.responses import FinishReason
-from dsv3.server.answers.schema import SampledRequest
+from dsv3.server.answers.schema import FinishReason, SampledRequest
 from dsv3.server.answers.service import Service
 from dsv3.text.output import OutputDelta, OutputStream
 from dsv3.text.parser import AnswerParser

@@ -1,4 +1,4 @@
-"""What clients may send: OpenAI's requests and vLLM's additions, with a bound on everything.
+"""What clients send and get: OpenAI's requests, with a bound on everything, its answers, and vLLM's additions to both.
 
 Unknown top-level fields are ignored, as vLLM ignores them, since client libraries send new ones all the time; fields
 that would change the answer, and that this server does not honour, are refused by name. Ranges of sampling
@@ -16,7 +16,7 @@ from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP, MAX_STO
 from dsv3.scheduler.request import MAX_PRIORITY
 from dsv3.structured_outputs import StructuredOutputsParams
 
-MAX_BODY_BYTES = 32 * 2**20
+MAX_FIELD_BYTES = 256 * 1024  # of a field that is neither a text, a conversation nor token ids
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
@@ -78,7 +78,7 @@ class SchemaFormat(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """OpenAI's way to ask for JSON; `dsv3.server.answers.constraints` reads it."""
+    """OpenAI's way to ask for JSON; `dsv3.server.answers.sampling` reads it."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
@@ -250,6 +250,21 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS_LISTED)] | None = None
 
 
+class GenerateRequest(msgspec.Struct, kw_only=True):
+    """`POST /inference/v1/generate`; `sampling_params` has vLLM's names, which are those of a text completion."""
+
+    token_ids: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS_LISTED)] | None = None
+    sampling_params: Annotated[dict[str, Any], Meta(max_length=64)] = {}
+    request_id: Name | None = None
+    model: Name | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    priority: Int | None = None
+    features: None = None
+    kv_transfer_params: TransferParams | None = None
+
+
 # Fields that would change the answer: refused unless they have one of the values that change nothing. A kind of request
 # that declares one of them honours it.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -279,3 +294,124 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": (),
     "thinking_token_budget": (),
 }
+
+FinishReason = Literal["stop", "length", "abort", "error", "tool_calls"]
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """The lists of log-probabilities, here and below, are JSON already: `dsv3.server.answers.logprobs` makes it."""
+
+    content: msgspec.Raw
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    tokens: msgspec.Raw
+    token_logprobs: msgspec.Raw
+    top_logprobs: msgspec.Raw
+    text_offset: msgspec.Raw
+
+
+class _Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """`token_ids` (and a completion's `prompt_token_ids` and `prompt_logprobs`) appear only when asked for."""
+
+    index: int
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class CompletionChoice(_Choice, frozen=True, kw_only=True):
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class MessageToolCall(msgspec.Struct, frozen=True):
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
+class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
+    role: str = "assistant"
+    content: str | None
+    reasoning_content: str | msgspec.UnsetType | None = msgspec.UNSET
+    tool_calls: list[MessageToolCall] | msgspec.UnsetType = msgspec.UNSET
+    refusal: None = None
+
+
+class ChatChoice(_Choice, frozen=True, kw_only=True):
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+
+
+class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """A part of a call; id, type and name come with the first."""
+
+    index: int
+    id: str | None = None
+    type: str | None = None
+    function: FunctionDelta
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+class ChunkChoice(_Choice, frozen=True, kw_only=True):
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+
+
+class _Response(msgspec.Struct, frozen=True, kw_only=True):
+    """`usage` is null in the chunks of a stream that reports it, and absent in the others."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    kv_transfer_params: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+
+
+class CompletionResponse(_Response, frozen=True, kw_only=True):
+    object: str = "text_completion"
+    choices: list[CompletionChoice] | msgspec.Raw
+
+
+class ChatResponse(_Response, frozen=True, kw_only=True):
+    object: str = "chat.completion"
+    choices: list[ChatChoice] | msgspec.Raw
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChunk(_Response, frozen=True, kw_only=True):
+    object: str = "chat.completion.chunk"
+    choices: list[ChunkChoice]
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET

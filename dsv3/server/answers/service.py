@@ -1,36 +1,57 @@
-"""What all answers share: the engine, the tokenizer, the chat template, the metrics, and whether we still serve."""
+"""What all answers share: the engine, the tokenizer, the chat template, the metrics, and whether we still serve.
+
+`make_service` makes it for a model's directory, `start_engine` starts its engine.
+"""
 
 import array
 import asyncio
-import dataclasses
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
-from dsv3.config.server_options import Isolation
-from dsv3.server.answers.body_reader import BodyReader
-from dsv3.server.answers.defaults import sampling_defaults
+from dsv3.files import read_json
+from dsv3.sampling_params import SamplingParams
 from dsv3.server.answers.errors import QUEUE_FULL, ApiError, invalid, too_long, unavailable
-from dsv3.server.answers.history import History
+from dsv3.server.answers.history import History, Onlooker
 from dsv3.server.answers.logprobs import LogprobEncoder
-from dsv3.server.answers.metrics import Metrics
-from dsv3.server.answers.numbers import SharedNumbers
-from dsv3.server.answers.onlooker import Onlooker
+from dsv3.server.answers.metrics import Metrics, SharedNumbers
 from dsv3.server.asking import WorkerDied
-from dsv3.server.budget import Budget, Holding
 from dsv3.server.config import ServerConfig
 from dsv3.server.engine.client import EngineClient
-from dsv3.server.engine.messages import EngineInfo
+from dsv3.server.engine.keeper import EngineKeeper
+from dsv3.server.engine.messages import EngineInfo, Start, StartProgress
 from dsv3.server.grammars import GrammarPool
+from dsv3.server.limits import SMALL_BYTES, WAIT_S, BodyReader, Budget, Holding, Thread, WorkersBusy
 from dsv3.server.templates import TemplatePool
 from dsv3.server.tenants import OPERATOR, Tenant, Tenants, cache_salt
-from dsv3.server.workers import BOUNDS, SMALL_BYTES, WAIT_S, Workers, WorkersBusy
 from dsv3.text.chat_template import TemplateError
 from dsv3.text.parsers import ParserOptions, Parsers
 from dsv3.text.tokenizer import Tokenizer, TokenizerError, TokenizerNotFound
 from dsv3.text.tool_messages import names_tools, telling_tools
+
+_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def sampling_defaults(model_dir: Path) -> dict[str, Any]:
+    """Returns what requests that do not say otherwise are sampled with; empty without the file.
+
+    `do_sample` false means greedy. Raises ValueError, naming the file, for values that cannot be used.
+    """
+    path = model_dir / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        found = read_json(path)
+        defaults = {name: found[name] for name in _NAMES if found.get(name) is not None}
+        if found.get("do_sample") is False:
+            defaults = {"temperature": 0.0}
+        SamplingParams(**defaults)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    return defaults
+
 
 # Shorter texts are encoded on the event loop: the hand-over to a thread would cost more.
 _INLINE_CHARS = 1024
@@ -38,85 +59,45 @@ _INLINE_CHARS = 1024
 _LIKELY_CHARS_PER_TOKEN = 8
 
 
-class Encoder:
-    """A thread for small texts and one for large ones: encoding never takes more than two cores from the engine.
-
-    Large texts are not cut into pieces, because no cut is exact for every tokenizer. So one is encoded at a time.
-    """
-
-    def __init__(self, wait_s: float | None = WAIT_S):
-        self._threads = [ThreadPoolExecutor(1, name) for name in ("encode-small", "encode-large")]
-        bounds = dataclasses.replace(BOUNDS, wait_s=wait_s)
-        self._small, self._large = Workers(self._threads[:1], bounds), Workers(self._threads[1:], bounds)
-
-    async def encode(
-        self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, limit: int
-    ) -> array.array[int] | None:
-        """Returns the token ids of a text, None where they are surely more than `limit`.
-
-        Raises TokenizerError for a text that cannot be encoded, WorkersBusy.
-        """
-        if len(text) <= _INLINE_CHARS:
-            return _encode(tokenizer, text, add_special_tokens, limit)
-        nbytes, loop = sys.getsizeof(text), asyncio.get_running_loop()
-        workers = self._small if nbytes <= SMALL_BYTES else self._large
-        return await workers.run(
-            nbytes, lambda thread: loop.run_in_executor(thread, _encode, tokenizer, text, add_special_tokens, limit)
-        )
-
-    async def close(self) -> None:
-        """Gives up what waits; texts that are being encoded are still encoded."""
-        await asyncio.gather(self._small.close(), self._large.close())
-        for thread in self._threads:
-            thread.shutdown(wait=False, cancel_futures=True)
-
-
 def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, limit: int) -> array.array[int] | None:
+    """Returns the token ids of a text, None where they are surely more than `limit`."""
     if len(text) > _LIKELY_CHARS_PER_TOKEN * limit and tokenizer.surely_exceeds(text, limit):
         return None
     return array.array("i", tokenizer.encode(text, add_special_tokens))
 
 
-@dataclasses.dataclass(frozen=True)
-class ServiceConfig:
-    """Settings of a service.
-
-    The first of `model_names` is the one answers carry. `parsers` make those of a chat's answers; `shows_tools` says
-    whether its template shows tools to the model. `sampling_defaults` hold where a request is silent. `root` is
-    the model's directory.
-    """
-
-    model_names: tuple[str, ...]
-    parsers: Parsers | None = None
-    shows_tools: bool = False
-    sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
-    isolation: Isolation = "tenant"
-    root: str = ""
-    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
-
-
 class Service:
-    """One model being served; `chat_tokenizer` reads what `templates` render, by default the same as `tokenizer`."""
+    """One model being served, the first of `config.model_names` by name.
+
+    `chat_tokenizer` reads what `templates` render, by default the same as `tokenizer`. `parsers` make those of a chat's
+    answers; `shows_tools` says whether its template shows tools to the model. `created` is the time of the instance's
+    start, now if not given. Requests wait at most `wait_s` for what they share, without end if it is None.
+    """
 
     def __init__(
         self,
-        config: ServiceConfig,
+        config: ServerConfig,
         engine: EngineClient,
-        tokenizer: Tokenizer | None,
-        templates: TemplatePool | None,
-        numbers: SharedNumbers | None = None,
-        wait_s: float | None = WAIT_S,
+        tokenizer: Tokenizer | None = None,
+        templates: TemplatePool | None = None,
+        *,
         chat_tokenizer: Tokenizer | None = None,
-        tenants: Sequence[Tenant] = (),
+        parsers: Parsers | None = None,
+        shows_tools: bool = False,
         grammars: GrammarPool | None = None,
+        numbers: SharedNumbers | None = None,
+        created: int | None = None,
+        wait_s: float | None = WAIT_S,
     ):
         self.config = config
-        self.tenants = Tenants(tenants)
+        self.created = int(time.time()) if created is None else created
+        self.sampling_defaults = sampling_defaults(config.model_dir)
+        self.tenants = Tenants(config.tenants)
         self.engine = engine
         self.tokenizer = tokenizer
         self.chat_tokenizer = chat_tokenizer or tokenizer
-        self.templates = templates
-        self.grammars = grammars
+        self.templates, self.grammars = templates, grammars
+        self.parsers, self.shows_tools = parsers, shows_tools
         self.logprobs = LogprobEncoder(tokenizer)
         self.metrics = Metrics(config.model_names[0], numbers, self.tenants)
         self.history, self.onlooker = History(self.metrics), Onlooker(engine)
@@ -125,10 +106,10 @@ class Service:
         self.idle = asyncio.Event()
         self.idle.set()
         self.active = 0
-        self._encoder = Encoder(wait_s)
-        bounds = dataclasses.replace(BOUNDS, wait_s=wait_s)
-        self._thread = ThreadPoolExecutor(1, "prepare")
-        self._preparing, self._bodies = Workers([self._thread], bounds), BodyReader(wait_s)
+        # A text is not cut into pieces, because no cut is exact for every tokenizer: so one of a kind at a time, and
+        # encoding never takes more than two cores from the engine.
+        self._small_texts, self._large_texts = Thread("encode-small", wait_s), Thread("encode-large", wait_s)
+        self._preparing, self._bodies = Thread("prepare", wait_s), BodyReader(wait_s)
         self.budget = Budget()
         engine.on_stats = self.metrics.update
         engine.on_again = lambda: self.metrics.add("continued", 1)
@@ -167,9 +148,10 @@ class Service:
 
     def cache_salt(self, tenant: Tenant | None, given: str | None) -> str:
         """Returns what a request's prefix keys start from; ApiError 400 without the salt that this server asks for."""
-        if given is None and self.config.isolation == "salt":
+        isolation = self.config.options.prefix_cache_isolation
+        if given is None and isolation == "salt":
             raise invalid("cache_salt: this server asks for one", "cache_salt", "cache_salt_required")
-        return cache_salt(self.config.isolation, tenant, given)
+        return cache_salt(isolation, tenant, given)
 
     def priority(self, tenant: Tenant | None, given: int) -> int:
         """Returns a request's priority; ApiError 403 where a tenant asks to be served before all others."""
@@ -211,7 +193,7 @@ class Service:
         limit, ids = self.require_ready().rules.max_model_len, None
         try:
             if len(text) <= limit * tokenizer.max_token_chars:
-                ids = await self._encoder.encode(tokenizer, text, add_special_tokens, limit)
+                ids = await self._encode(lambda: _encode(tokenizer, text, add_special_tokens, limit), text)
         except TokenizerError as error:
             raise invalid(str(error), param) from None
         except WorkersBusy as error:
@@ -220,6 +202,12 @@ class Service:
             raise too_long(limit, f"a text of {len(text)} characters, which is more tokens than that")
         return ids
 
+    async def _encode[T](self, work: Callable[[], T], text: str) -> T:
+        if len(text) <= _INLINE_CHARS:
+            return work()
+        nbytes = sys.getsizeof(text)
+        return await (self._small_texts if nbytes <= SMALL_BYTES else self._large_texts).run(nbytes, work)
+
     async def run[T](self, is_long: bool, work: Callable[[], T]) -> T:
         """Returns the result of `work`, which is done in a thread if it would keep the event loop for long.
 
@@ -227,9 +215,8 @@ class Service:
         """
         if not is_long:
             return work()
-        loop = asyncio.get_running_loop()
         try:
-            return await self._preparing.run(0, lambda thread: loop.run_in_executor(thread, work))
+            return await self._preparing.run(0, work)
         except WorkersBusy as error:
             raise self.busy(error) from None
 
@@ -241,11 +228,12 @@ class Service:
             raise self.busy(error) from None
 
     async def close(self) -> None:
-        """Ends the workers."""
-        for workers in (self.templates, self.grammars, self._encoder, self._preparing, self._bodies):
-            if workers is not None:
-                await workers.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Ends the workers; texts that are being encoded are still encoded."""
+        for pool in (self.templates, self.grammars):
+            if pool is not None:
+                await pool.close()
+        for thread in (self._small_texts, self._large_texts, self._preparing, self._bodies):
+            await thread.close()
 
 
 async def make_service(
@@ -269,20 +257,23 @@ async def make_service(
     if tokenizer is not None and parsers is not None and tokenizer.chat_template is not None:
         template = telling_tools(tokenizer.chat_template, parsers.dialect)
     templates = await _templates(config, chat_tokenizer, template, wait_s)
-    settings = ServiceConfig(
-        config.model_names,
-        parsers,
-        names_tools(template or ""),
-        sampling_defaults(config.model_dir),
-        config.options.prefix_cache_isolation,
-        str(config.model_dir),
-        *([] if created is None else [created]),
-    )
     grammars = None
     if parsers is not None:
         file = config.model_dir / "tokenizer.json"
         grammars = GrammarPool(file, wait_s, dialect=parsers.dialect_name, marker_ids=parsers.marker_ids)
-    return Service(settings, engine, tokenizer, templates, numbers, wait_s, chat_tokenizer, config.tenants, grammars)
+    return Service(
+        config,
+        engine,
+        tokenizer,
+        templates,
+        chat_tokenizer=chat_tokenizer,
+        parsers=parsers,
+        shows_tools=names_tools(template or ""),
+        grammars=grammars,
+        numbers=numbers,
+        created=created,
+        wait_s=wait_s,
+    )
 
 
 def _tokenizer(config: ServerConfig) -> Tokenizer | None:
@@ -317,3 +308,41 @@ async def _templates(
         await pool.close()
         return None
     return pool
+
+
+def make_client(config: ServerConfig) -> EngineClient:
+    """Returns the first front's client, not connected yet."""
+    return EngineClient(
+        max_num_queued_reqs=config.engine.max_num_queued_reqs,
+        watchdog_s=config.watchdog_s,
+        pulse_watchdog_s=config.pulse_watchdog_s,
+        max_restarts=config.max_restarts,
+    )
+
+
+async def start_engine(config: ServerConfig, service: Service) -> EngineKeeper:
+    """Starts the engine and connects the service to it; `service.engine.state` tells when it is ready.
+
+    `config.notify` gets lines about the start. The process is killed when the engine fails.
+    """
+    engine = service.engine
+    start = Start(config.engine_factory, str(config.model_dir), config.engine, config.cluster, config.factory_options)
+    keeper = EngineKeeper(engine, start, config.restarts if config.max_restarts else None)
+    keeper.on_loss = lambda *_: service.metrics.add("engine_restarts", 1)
+    engine.on_progress = _ProgressLines(config.notify)
+    engine.on_failure = lambda _: keeper.kill()
+    await keeper.connect()
+    return keeper
+
+
+class _ProgressLines:
+    """Tells what the engine does while it starts; a tenth of the lines where it counts."""
+
+    def __init__(self, notify: Callable[[str], None]):
+        self._notify = notify
+
+    def __call__(self, progress: StartProgress) -> None:
+        if not progress.total:
+            self._notify(progress.text)
+        elif progress.done == progress.total or progress.done % max(1, progress.total // 10) == 0:
+            self._notify(f"[{progress.done}/{progress.total}] {progress.text}")

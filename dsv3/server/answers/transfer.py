@@ -1,18 +1,108 @@
-"""`kv_transfer_params`: how a router has one instance compute a prompt and another one answer it, as with vLLM.
+"""How a router has one instance compute a prompt and another one answer it, in vLLM's way and in SGLang's.
 
-The first request says `do_remote_decode`; its answer has the parameters that the second one carries.
+vLLM's is `kv_transfer_params`: the first request says `do_remote_decode`; its answer has the parameters that the second
+one carries. SGLang's is `bootstrap_host`, `bootstrap_port` and `bootstrap_room`: a router hands one body to both
+instances at once. The prefill instance computes the prompt, gives one token, and lets the other ask for the number
+`bootstrap_room`. The decode instance asks at the host and port, which are those of the prefill instance's
+`--transfer_address`, and fetches the pages from there. Batches have lists: a number for each prompt.
 """
 
+import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from dsv3.config.options import split_address
+from dsv3.scheduler.prepare import PreparedRequest
 from dsv3.server.answers.errors import invalid
-from dsv3.server.answers.schema import TransferParams
+from dsv3.server.answers.schema import ChatRequest, SampledRequest, TransferParams
 from dsv3.server.engine.messages import EngineInfo
 
+_ROOM, _HOST, _PORT = "bootstrap_room", "bootstrap_host", "bootstrap_port"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bootstrap:
+    """Meetings of a request's prompts, one for all or one for each; `sources` are where to ask, none if asked here."""
+
+    meetings: tuple[int, ...]
+    sources: tuple[str, ...] = ()
+
+    def check(self, prompts: int, resumes: bool) -> None:
+        """Raises ApiError where several prompts have not a number each or one for all, or an answer is resumed.
+
+        A chat with `n` above 1 has `n` numbers for its one prompt; the first one counts.
+        """
+        if resumes:
+            raise invalid(f"{_ROOM}: resume does not go with it; give kv_transfer_params with resume", _ROOM)
+        if prompts > 1 and len(self.meetings) not in (1, prompts):
+            raise invalid(f"{_ROOM}: {len(self.meetings)} numbers for {prompts} prompts; give one for each", _ROOM)
+
+    def joined(self, requests: Sequence[PreparedRequest]) -> list[PreparedRequest]:
+        """Returns the engine's requests, one per prompt, with their meetings."""
+        return [self._joined(request, i % len(self.meetings)) for i, request in enumerate(requests)]
+
+    def _joined(self, request: PreparedRequest, i: int) -> PreparedRequest:
+        if not self.sources:
+            return msgspec.structs.replace(request, meeting=self.meetings[i])
+        return msgspec.structs.replace(request, pages_from=f"{self.sources[i]}#{self.meetings[i]}")
+
+
+def bootstrap_of(request: SampledRequest, info: EngineInfo) -> Bootstrap | None:
+    """Returns what a request says of its other half; None where it says nothing.
+
+    Cuts a request down to its first token where this is the prefill instance. Raises ApiError for one that does not say
+    enough, or asks for what this server does not do.
+    """
+    if request.bootstrap_room is None:
+        return None
+    if request.kv_transfer_params is not None:
+        raise invalid(f"{_ROOM}: kv_transfer_params say the same in another way; give one of them", _ROOM)
+    meetings = tuple(_listed(request.bootstrap_room))
+    if not meetings:
+        raise invalid(f"{_ROOM}: the list is empty", _ROOM)
+    if info.rules.prefills_only:
+        _cut(request)
+        return Bootstrap(meetings)
+    if not info.fetches_pages:
+        what = "this server has no other half; start it with --role prefill or decode and --transfer_key_file"
+        raise invalid(f"{_ROOM}: {what}", _ROOM)
+    hosts, ports = (_as_many(meetings, getattr(request, name), name) for name in (_HOST, _PORT))
+    return Bootstrap(meetings, tuple(_source(host, port) for host, port in zip(hosts, ports, strict=True)))
+
+
+def _listed[T](value: T | list[T]) -> list[T]:
+    return value if isinstance(value, list) else [value]
+
+
+def _as_many[T](meetings: Sequence[int], value: T | list[T], name: str) -> list[T]:
+    """Returns a value for each meeting."""
+    values = _listed(value)
+    if len(values) not in (1, len(meetings)):
+        raise invalid(f"{name}: {len(values)} values for {len(meetings)} of {_ROOM}", name)
+    return values * (len(meetings) // len(values))
+
+
+def _source(host: str | None, port: int | None) -> str:
+    if host is None or port is None:
+        what = "of the prefill server's --transfer_address; routers take them with its URL: --prefill URL PORT"
+        name = _HOST if host is None else _PORT
+        raise invalid(f"{name}: give {_HOST} and {_PORT} {what}", name)
+    return address_of(host, port, _HOST)
+
+
+def _cut(request: SampledRequest) -> None:
+    """Leaves of a request what is needed to compute its prompt: the other instance answers."""
+    request.n = request.best_of = request.min_tokens = None
+    request.max_tokens = 1
+    if isinstance(request, ChatRequest):
+        request.max_completion_tokens = None
+
+
 _NAME = "kv_transfer_params"
-_HOST = re.compile(r"[0-9A-Za-z._:-]+")
+_HOST_NAME = re.compile(r"[0-9A-Za-z._:-]+")
 
 
 def pages_from(params: TransferParams | None, info: EngineInfo) -> str:
@@ -46,7 +136,7 @@ def _is_host(text: str) -> bool:
         text.encode("idna")
     except UnicodeError:
         return False
-    return _HOST.fullmatch(text) is not None
+    return _HOST_NAME.fullmatch(text) is not None
 
 
 def _checked(address: str) -> str:

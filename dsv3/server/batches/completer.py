@@ -18,8 +18,7 @@ from dsv3.scheduler.request import MAX_PRIORITY
 from dsv3.server.answers.errors import ENGINE_DIED, QUEUE_FULL, ApiError, internal, invalid
 from dsv3.server.answers.kinds import KINDS
 from dsv3.server.answers.reading import read
-from dsv3.server.answers.service import Service, make_service
-from dsv3.server.answers.start import make_client, start_engine
+from dsv3.server.answers.service import Service, make_client, make_service, start_engine
 from dsv3.server.config import ServerConfig
 from dsv3.server.tenants import Tenant
 
@@ -33,13 +32,13 @@ _NUM_PREPARED = 16
 _OBITUARY_SECONDS = 2.0
 
 
-class _Asked(msgspec.Struct):
+class _Streamed(msgspec.Struct):
     """The one field of a request that a batch treats differently from a server."""
 
     stream: Any = None
 
 
-_asked = msgspec.json.Decoder(_Asked)
+_streamed = msgspec.json.Decoder(_Streamed)
 _log = logging.getLogger("dsv3.batch")
 
 
@@ -71,7 +70,7 @@ class ServerCompleter:
     async def complete(self, url: str, body: bytes) -> Reply:
         """See `Completer`; raises BatchError when the engine has stopped."""
         try:
-            if _asked.decode(body).stream:
+            if _streamed.decode(body).stream:
                 raise invalid("stream: a batch has no streams; leave it out", "stream", "unsupported_parameter")
             async with self._permits:
                 return await self._answer(url, body)

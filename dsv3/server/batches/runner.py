@@ -2,27 +2,39 @@
 
 The batches of one tenant run one after another, those of up to four tenants at the same time; together they send the
 engine no more lines than fill it twice. Each answer is in a journal (`dsv3.batch.journal`) before the next is looked
-at, so the server may be killed at any moment: the next one goes on with what is not answered.
+at, so the server may be killed at any moment: the next one goes on with what is not answered. A file's lines are
+checked before its batch begins; the answers are sorted into output and errors when it ends.
 """
 
 import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from dsv3.batch.journal import SYNC_SECONDS, BatchError, Journal, model_identity, summarize_input
+from dsv3.batch.journal import BadLine, LineParser, RequestLine, answered_number, bad_line, failure_of, numbered_lines
 from dsv3.batch.run import BatchProgress, run
 from dsv3.scheduler.request import BATCH_PRIORITY
 from dsv3.server.answers.service import Service
-from dsv3.server.batches import outcome
 from dsv3.server.batches.completer import ServerCompleter
-from dsv3.server.batches.records import ENDED, Batch, Errors, LineError, RequestCounts, Status
-from dsv3.server.batches.store import NotFound, Store, new_file_id
+from dsv3.server.batches.store import (
+    ENDED,
+    MAX_LINES,
+    Batch,
+    Errors,
+    LineError,
+    NotFound,
+    RequestCounts,
+    Status,
+    Store,
+    new_file_id,
+    private,
+)
 from dsv3.server.tenants import Tenant
 
 MAX_TENANTS_AT_ONCE = 4
@@ -172,7 +184,7 @@ class _OneBatch:
         except NotFound:
             found = [_DELETED]
         else:
-            found = await asyncio.to_thread(outcome.problems, path, self._batch.endpoint)
+            found = await asyncio.to_thread(problems, path, self._batch.endpoint)
         if found:
             await self._fail(*found)
         else:
@@ -263,14 +275,13 @@ class _OneBatch:
         assert record.ends_as is not None and record.output_id is not None and record.error_id is not None
         answers = store.answers(tenant, self._id)
         output, errors = store.scratch(tenant, record.output_id), store.scratch(tenant, record.error_id)
-        done = outcome.sort_answers(answers, output, errors)
-        num_errors = done.errors
+        num_answers, num_errors = sort_answers(answers, output, errors)
         if record.ends_as == "expired":
             with contextlib.suppress(NotFound):
-                num_errors += outcome.append_expired(store.content(tenant, self._batch.input_file_id), answers, errors)
+                num_errors += append_expired(store.content(tenant, self._batch.input_file_id), answers, errors)
         files: dict[str, str | None] = {"output_file_id": None, "error_file_id": None}
         for field, count, path, file_id in (
-            ("output_file_id", done.output, output, record.output_id),
+            ("output_file_id", num_answers, output, record.output_id),
             ("error_file_id", num_errors, errors, record.error_id),
         ):
             if count:
@@ -278,8 +289,8 @@ class _OneBatch:
                 files[field] = file_id
             else:
                 path.unlink()
-        total = max(self._batch.request_counts.total, done.output + num_errors)
-        counts = RequestCounts(total, done.output, num_errors)
+        total = max(self._batch.request_counts.total, num_answers + num_errors)
+        counts = RequestCounts(total, num_answers, num_errors)
         times = {f"{record.ends_as}_at": store.now()}
         batch = _replace(self._batch, status=record.ends_as, request_counts=counts, **times, **files)
         self._record = _replace(record, batch=batch)
@@ -292,3 +303,64 @@ class _OneBatch:
     async def _save(self, **fields: Any) -> None:
         self._record = _replace(self._record, batch=_replace(self._batch, **fields))
         await asyncio.to_thread(self._store.save, self._tenant, self._record)
+
+
+# The files that a batch starts from and ends with: checks its input, and sorts its answers into output and errors.
+
+
+_MAX_ERRORS = 100
+EXPIRED = "batch_expired"
+_EXPIRED_TEXT = "the batch's completion window ended before this line was answered"
+
+
+def problems(path: Path, endpoint: str) -> list[LineError]:
+    """Lists what keeps a file from being a batch for `endpoint`, up to 100 entries; OpenAI refuses it as a whole."""
+    found: list[LineError] = []
+    number = count = 0
+    for number, line in _lines(path):
+        count += 1
+        if isinstance(line, BadLine):
+            found.append(LineError(line.code, line.message, line=number))
+        elif line.url != endpoint:
+            text = f"the batch is for {endpoint}, this line for {line.url}"
+            found.append(LineError("mismatched_url", text, "url", number))
+        if len(found) == _MAX_ERRORS:
+            break
+        if count > MAX_LINES:
+            return [LineError("too_many_lines", f"more than {MAX_LINES} lines", line=number)]
+    return found if count else [LineError("empty_file", "the file has no lines")]
+
+
+def _lines(path: Path) -> Iterator[tuple[int, RequestLine | BadLine]]:
+    parser = LineParser()
+    with path.open("rb") as file:
+        for number, raw in numbered_lines(file):
+            yield number, parser.parse(number, raw)
+
+
+def sort_answers(answers: Path, output: Path, errors: Path) -> tuple[int, int]:
+    """Writes the answers with status 200 to one file and the others to another; returns how many went to each."""
+    written = [0, 0]
+    with open(output, "wb", opener=private) as good, open(errors, "wb", opener=private) as bad:
+        if answers.exists():
+            with answers.open("rb") as file:
+                for line in file:
+                    is_bad = failure_of(line) is not None
+                    written[is_bad] += 1
+                    (bad if is_bad else good).write(line)
+    return written[0], written[1]
+
+
+def append_expired(source: Path, answers: Path, errors: Path) -> int:
+    """Writes an error for each line without an answer; returns how many there are."""
+    done = set()
+    if answers.exists():
+        with answers.open("rb") as file:
+            done = {answered_number(line) for line in file}
+    count = 0
+    with errors.open("ab") as bad:
+        for number, line in _lines(source):
+            if number not in done:
+                bad.write(bad_line(BadLine(number, line.custom_id, EXPIRED, _EXPIRED_TEXT)))
+                count += 1
+    return count

@@ -1,5 +1,7 @@
 """A directory of files and batches. All fronts of a server write to it; each file in it has one writer.
 
+The records are OpenAI's objects, with times in seconds since 1970.
+
     DIR/lock                        held by the server that runs the batches
     DIR/open/ID                     a batch that has not ended: its tenant's name
     DIR/cancel/ID                   when a client asked for the batch's end
@@ -20,10 +22,89 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
-from dsv3.server.batches.records import ENDED, Batch, FileObject, Record
+Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
+Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+ENDED: frozenset[Status] = frozenset({"failed", "completed", "expired", "cancelled"})
+WINDOW = "24h"
+WINDOW_S = 24 * 3600
+MAX_METADATA = 16
+
+
+class FileObject(msgspec.Struct, frozen=True, kw_only=True):
+    """A file: what a client has uploaded, or what a batch has made."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    expires_at: int | None = None
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"] = "processed"
+    status_details: str | None = None
+
+
+class LineError(msgspec.Struct, frozen=True):
+    """Why a file is no batch: a `code`, words, and the number of the line, from 1."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+class Errors(msgspec.Struct, frozen=True):
+    """A list of errors in OpenAI's shape."""
+
+    data: tuple[LineError, ...] = ()
+    object: Literal["list"] = "list"
+
+
+class RequestCounts(msgspec.Struct, frozen=True):
+    """Lines of a batch: all, those answered with 200, and the others that have their answer."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch as clients see it."""
+
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: Endpoint
+    errors: Errors | None = None
+    input_file_id: str
+    completion_window: Literal["24h"] = "24h"
+    status: Status = "validating"
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    created_at: int
+    in_progress_at: int | None = None
+    expires_at: int
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: RequestCounts = RequestCounts()
+    metadata: dict[str, str] | None = None
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch as it is kept. `ends_as` is the state after finalizing, for which the two files' ids are chosen."""
+
+    batch: Batch
+    ends_as: Status | None = None
+    output_id: str | None = None
+    error_id: str | None = None
+
 
 MAX_FILE_BYTES = 200 * 2**20
 MAX_LINES = 50_000

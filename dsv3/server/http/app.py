@@ -27,13 +27,13 @@ from dsv3.server.answers.kinds import KINDS
 from dsv3.server.answers.reading import read_request
 from dsv3.server.answers.schema import DetokenizeRequest, TokenizeRequest
 from dsv3.server.answers.service import Service
-from dsv3.server.budget import Holding
 from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback, require_operator, tenant_of
 from dsv3.server.http.batches import batch_routes
 from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body, unless_disconnected
 from dsv3.server.http.dashboard import dashboard_routes
 from dsv3.server.http.exchange import SUMMARY, WRITER, ResponseWriter, json_response, path_of, response_of
 from dsv3.server.http.openapi import described_path, openapi
+from dsv3.server.limits import Holding
 
 
 class EventStream(Response):
@@ -78,7 +78,8 @@ class EventStream(Response):
             await response_of(refusal, path_of(scope))(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        writer.claim(scope["http_version"], self._answer.hold, self._answer.release)
+        generation = self._answer.generation
+        writer.claim(scope["http_version"], generation.hold, generation.release)
         for event in self._waiting:
             writer.write(event)
         self._waiting, self._writer = [], writer
@@ -216,13 +217,13 @@ async def _model(service: Service, http: Request) -> Response:
 
 def _entry(service: Service, name: str) -> dict[str, Any]:
     """Returns a model as OpenAI's, vLLM's and Anthropic's clients know it."""
-    info, created = service.engine.info, service.config.created
+    info, created = service.engine.info, service.created
     entry = {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "dsv3",
-        "root": service.config.root,
+        "root": str(service.config.model_dir),
         "parent": None,
         "max_model_len": None if info is None else info.rules.max_model_len,
         "max_num_seqs": None if info is None else info.max_num_seqs,

@@ -18,8 +18,19 @@ from starlette.types import Receive, Scope, Send
 from dsv3.server.answers.errors import ApiError, invalid, unavailable
 from dsv3.server.answers.reading import invalid_field
 from dsv3.server.answers.service import Service
-from dsv3.server.batches.records import MAX_METADATA, WINDOW_S, Batch, Endpoint
-from dsv3.server.batches.store import MAX_FILE_BYTES, Conflict, NotFound, Store, StoreError, TooMany, private
+from dsv3.server.batches.store import (
+    MAX_FILE_BYTES,
+    MAX_METADATA,
+    WINDOW_S,
+    Batch,
+    Conflict,
+    Endpoint,
+    NotFound,
+    Store,
+    StoreError,
+    TooMany,
+    private,
+)
 from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body
 from dsv3.server.http.exchange import TENANT, json_response
 

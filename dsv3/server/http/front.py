@@ -15,8 +15,7 @@ import uvloop
 
 from dsv3.processes import frames
 from dsv3.processes.child import link_to_parent
-from dsv3.server.answers.metrics import NUM_NUMBERS
-from dsv3.server.answers.numbers import SharedNumbers
+from dsv3.server.answers.metrics import NUM_NUMBERS, SharedNumbers
 from dsv3.server.answers.service import Service, make_service
 from dsv3.server.config import FAILURE_LINGER_S, ServerConfig
 from dsv3.server.engine.client import EngineClient

@@ -16,7 +16,7 @@ import msgspec
 
 from dsv3.processes import frames
 from dsv3.processes.child import LinkedChild
-from dsv3.server.answers.numbers import SharedNumbers
+from dsv3.server.answers.metrics import SharedNumbers
 from dsv3.server.config import ServerConfig
 from dsv3.server.engine.keeper import EngineKeeper
 from dsv3.server.engine.messages import FIRST_SENDER, Dropped

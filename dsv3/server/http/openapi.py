@@ -10,7 +10,7 @@ import msgspec
 
 from dsv3.sampling_params import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
 from dsv3.server.answers.errors import ErrorEnvelope
-from dsv3.server.answers.faces.generate_schema import GenerateRequest, GenerateResponse
+from dsv3.server.answers.faces.generate import GenerateResponse
 from dsv3.server.answers.faces.messages import REFUSED as REFUSED_MESSAGES
 from dsv3.server.answers.faces.messages_schema import (
     MESSAGES,
@@ -23,16 +23,18 @@ from dsv3.server.answers.faces.messages_schema import (
 from dsv3.server.answers.faces.responses import INCLUDED
 from dsv3.server.answers.faces.responses import REFUSED as REFUSED_RESPONSES
 from dsv3.server.answers.faces.responses_schema import Response, ResponsesRequest, TextOptions
-from dsv3.server.answers.responses import ChatResponse, CompletionResponse
 from dsv3.server.answers.schema import (
     MAX_PROMPTS,
     ChatRequest,
+    ChatResponse,
     CompletionRequest,
+    CompletionResponse,
     DetokenizeRequest,
+    GenerateRequest,
     TokenizeRequest,
     Tool,
 )
-from dsv3.server.batches.records import Batch, FileObject
+from dsv3.server.batches.store import Batch, FileObject
 from dsv3.server.http.auth import OPEN_PATHS
 from dsv3.server.http.batches import MAX_LISTED, CreateBatch
 from dsv3.text.chat_template import ALLOWED_KWARGS

@@ -8,10 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from dsv3.server.answers.metrics import NUM_NUMBERS, Metrics
-from dsv3.server.answers.numbers import SharedNumbers
-from dsv3.server.answers.service import Service, make_service
-from dsv3.server.answers.start import make_client, start_engine
+from dsv3.server.answers.metrics import NUM_NUMBERS, Metrics, SharedNumbers
+from dsv3.server.answers.service import Service, make_client, make_service, start_engine
 from dsv3.server.batches.runner import running_batches
 from dsv3.server.config import ServerConfig
 from dsv3.server.engine.keeper import EngineKeeper
@@ -100,7 +98,7 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
     try:
         async with serving(service, config, listener) as server:
             keeper = await start_engine(config, service)
-            fronts = OtherFronts(config, service.config.created, listener, numbers, keeper, engine.fail)
+            fronts = OtherFronts(config, service.created, listener, numbers, keeper, engine.fail)
             signals.on_reload = lambda: _reload(config, service, server, fronts)
             engine.on_dropped = fronts.drop
             keeper.on_loss = lambda number, reason: _pass_on_loss(number, reason, service, fronts)

@@ -12,7 +12,7 @@ from dsv3.server.asking import WorkerDied
 from dsv3.server.batches import completer as completer_module
 from dsv3.server.batches.completer import ServerCompleter, server_completer
 from dsv3.server.config import ServerConfig
-from dsv3.server.workers import WorkersBusy
+from dsv3.server.limits import WorkersBusy
 from tests.dsv3.server.fake_engine import BAD_OUTPUT, CRASH_STEP, FAIL_STEP
 from tests.dsv3.text import dialects, tiny
 

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from dsv3.batch.journal import Journal, model_identity, summarize_input
 from dsv3.server.answers.errors import ApiError
-from dsv3.server.batches import outcome, store
-from dsv3.server.batches.records import Batch, Record
-from dsv3.server.batches.store import Conflict, NotFound, Store, TooMany
+from dsv3.server.batches import runner, store
+from dsv3.server.batches.store import Batch, Conflict, NotFound, Record, Store, TooMany
 from dsv3.server.http.batches import Form
 from tests.dsv3.server import serving
 from tests.dsv3.server.test_fronts import Pair
@@ -451,9 +450,8 @@ def test_lines_without_an_answer_expire(tmp_path):
     source, done, errors = tmp_path / "in", tmp_path / "answers", tmp_path / "errors"
     source.write_text("".join(json.dumps(line(name)) + "\n\n" for name in "abc"))
     done.write_text('{"id": "batch_req_3", "custom_id": "b", "response": {"status_code": 200}}\n')
-    sorted_ = outcome.sort_answers(done, tmp_path / "out", errors)
-    assert (sorted_.output, sorted_.errors) == (1, 0)
-    assert outcome.append_expired(source, done, errors) == 2
+    assert runner.sort_answers(done, tmp_path / "out", errors) == (1, 0)
+    assert runner.append_expired(source, done, errors) == 2
     found = [json.loads(each) for each in errors.read_text().splitlines()]
     assert [(each["custom_id"], each["error"]["code"]) for each in found] == [
         ("a", "batch_expired"),

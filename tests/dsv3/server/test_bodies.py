@@ -1,4 +1,4 @@
-"""Bodies that are costly to read: the server refuses them cheaply, and reads what is large in pieces."""
+"""Bodies that are costly to read: the server refuses them cheaply, and reads what is large with bounds."""
 
 import array
 import asyncio
@@ -17,11 +17,16 @@ from hypothesis import strategies as st
 
 from dsv3.server.answers import prompts, reading
 from dsv3.server.answers.errors import ApiError
-from dsv3.server.answers.faces.generate_schema import GenerateRequest
 from dsv3.server.answers.faces.messages_schema import MessagesRequest
 from dsv3.server.answers.faces.responses_schema import ResponsesRequest
-from dsv3.server.answers.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from dsv3.server.answers.tools import RequestTools
+from dsv3.server.answers.prompts import RequestTools
+from dsv3.server.answers.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    TokenizeRequest,
+)
 from dsv3.text.markers import Markers
 from tests.dsv3.server import serving
 from tests.dsv3.server.test_fuzz import JSON, MESSAGES
@@ -38,6 +43,7 @@ def filled(head: bytes, unit: bytes, tail: bytes, size: int = SIZE) -> bytes:
 USER = b'{"messages":[{"role":"user","content":"x"}],'
 PART = b'{"type":"text","text":""}'
 MESSAGE = b'{"role":"user","content":[' + b",".join([PART] * 310) + b"]}"
+CALL = b'{"messages":[{"role":"assistant","content":[{"type":"tool_use","id":"a","name":"f","input":{"a":['
 COSTLY = {
     "bad entries of chat_template_kwargs": (
         CHAT,
@@ -51,6 +57,7 @@ COSTLY = {
         400,
     ),
     "nested prompts": (COMPLETIONS, partial(filled, b'{"prompt":[', b"[[]]", b"]}"), 400),
+    "numbers in a call": ("/v1/messages", partial(filled, CALL, b"1000", b']}}]}],"max_tokens":1}'), 400),
     "token ids": (COMPLETIONS, partial(filled, b'{"prompt":[', b"1", b"]}"), 400),
     "many prompts": (COMPLETIONS, partial(filled, b'{"prompt":[', b"[1]", b"]}"), 400),
     "objects as user": (COMPLETIONS, partial(filled, b'{"prompt":[5],"max_tokens":1,"user":[', b'{"a":0}', b"]}"), 400),

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 import pytest
 
 from dsv3.scheduler.prepare import RequestRules
-from dsv3.server.answers.defaults import sampling_defaults
 from dsv3.server.answers.prompts import EncodedPrompt
 from dsv3.server.answers.sampling import sampling_params
 from dsv3.server.answers.schema import CompletionRequest
+from dsv3.server.answers.service import sampling_defaults
 from dsv3.server.engine.messages import EngineInfo
 
 
@@ -35,8 +35,8 @@ def test_useless_files_are_errors(tmp_path, text):
 
 def test_defaults_hold_where_a_request_is_silent():
     info = EngineInfo(RequestRules(vocab_size=100, max_model_len=64), max_num_seqs=1, num_pages=1)
-    config = SimpleNamespace(sampling_defaults={"temperature": 0.6, "top_p": 0.95})
-    service = SimpleNamespace(require_ready=lambda: info, config=config)
+    defaults = {"temperature": 0.6, "top_p": 0.95}
+    service = SimpleNamespace(require_ready=lambda: info, sampling_defaults=defaults)
     request = CompletionRequest(prompt=[5], temperature=0.0)
     sampling = sampling_params(service, request, [EncodedPrompt([5])], max_tokens=None, logprobs=None)
     assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.0, 0.95, 16)

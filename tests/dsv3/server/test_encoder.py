@@ -3,11 +3,13 @@
 import asyncio
 import threading
 import types
+from pathlib import Path
 
 import pytest
 
 from dsv3.server.answers.errors import ApiError
-from dsv3.server.answers.service import Service, ServiceConfig
+from dsv3.server.answers.service import Service
+from dsv3.server.config import ServerConfig
 from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.text import tiny
 
@@ -36,7 +38,7 @@ def serve(use, tokenizer, max_model_len=2**20, **settings_):
     engine = types.SimpleNamespace(info=info, state="ready")
 
     async def run():
-        service = Service(ServiceConfig(("m",)), engine, tokenizer, None, **settings_)
+        service = Service(ServerConfig(Path(), ("m",)), engine, tokenizer, None, **settings_)
         try:
             return await use(service)
         finally:

@@ -6,10 +6,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dsv3.server.answers.faces.generate_schema import GenerateRequest
 from dsv3.server.answers.faces.messages_schema import MessagesRequest
 from dsv3.server.answers.faces.responses_schema import ResponsesRequest
-from dsv3.server.answers.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from dsv3.server.answers.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    TokenizeRequest,
+)
 
 ROUTES = {
     "/v1/completions": (CompletionRequest, {"prompt": [5, 6], "max_tokens": 3}),

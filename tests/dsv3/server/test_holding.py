@@ -6,6 +6,7 @@ import gc
 import json
 import types
 import weakref
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -15,20 +16,19 @@ from hypothesis import strategies as st
 from dsv3.scheduler.prepare import RequestRules
 from dsv3.scheduler.request import EngineOutput
 from dsv3.server.answers.answer import Answer
-from dsv3.server.answers.body_reader import Turns
 from dsv3.server.answers.completions import CompletionAnswer
 from dsv3.server.answers.errors import ApiError
 from dsv3.server.answers.prompts import completion_prompts
 from dsv3.server.answers.reading import read
 from dsv3.server.answers.schema import CompletionRequest
-from dsv3.server.answers.service import Service, ServiceConfig
-from dsv3.server.budget import Budget
+from dsv3.server.answers.service import Service
+from dsv3.server.config import ServerConfig
 from dsv3.server.engine.client import EngineUnavailable
 from dsv3.server.http.app import EventStream, make_router
 from dsv3.server.http.bodies import ClientGone, unless_disconnected
 from dsv3.server.http.exchange import WRITER, ResponseWriter
 from dsv3.server.http.listening import Connection
-from dsv3.server.workers import SMALL_BYTES, WorkersBusy
+from dsv3.server.limits import SMALL_BYTES, Budget, Turns, WorkersBusy
 from tests.dsv3.server.test_connections import on_a_server
 
 RULES = RequestRules(vocab_size=500, max_model_len=2**18)
@@ -65,7 +65,7 @@ def on_a_front(scenario, budget=None):
 
     async def run(connect):
         engine = Engine()
-        service = Service(ServiceConfig(("m",)), engine, None, None)
+        service = Service(ServerConfig(Path(), ("m",)), engine, None, None)
         service.budget = budget or service.budget
         front.append(make_router(service))
         await scenario(connect, engine)
@@ -281,7 +281,7 @@ def test_an_answer_may_end_while_its_client_leaves(streams, num_turns):
     async def run():
         engine, gone = Engine(), asyncio.Event()
         engine.stalls = True
-        answer = CompletionAnswer(Service(ServiceConfig(("m",)), engine, None, None), asked(stream=streams))
+        answer = CompletionAnswer(Service(ServerConfig(Path(), ("m",)), engine, None, None), asked(stream=streams))
         await answer.prepare()
 
         async def receive():

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv3.scheduler.request import TokenLogprobs
-from dsv3.server.answers import whole
+from dsv3.server.answers import answer as whole
+from dsv3.server.answers.answer import WholeChoice, filled, joined, with_commas
 from dsv3.server.answers.generation import Update
 from dsv3.server.answers.logprobs import LogprobEncoder
-from dsv3.server.answers.whole import WholeChoice, filled, joined, with_commas
 from dsv3.server.engine.client import SLICE, EngineClient
 from dsv3.text.pieces import Reasoning, Text
 from dsv3.text.tokenizer import Tokenizer

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv3.server.answers.errors import ApiError, unavailable
+from dsv3.server.answers.faces.face import Sections
 from dsv3.server.answers.faces.messages import MessagesAnswer
 from dsv3.server.answers.faces.responses import ResponsesAnswer
 from dsv3.server.answers.faces.responses_schema import ResponsesRequest
-from dsv3.server.answers.faces.sections import Closed, Grown, Opened, Sections
-from dsv3.server.answers.responses import CompletionTokensDetails, PromptTokensDetails, Usage
+from dsv3.server.answers.schema import CompletionTokensDetails, PromptTokensDetails, Usage
 from dsv3.text.pieces import Reasoning, Text, ToolArguments, ToolCall
 
 WORDS = st.text(min_size=1, max_size=3)
@@ -44,14 +44,14 @@ def test_sections_come_one_after_the_other(stretches, cuts):
     assert sections.end() == []
     open_section = None
     for change in changes:
-        match change:
-            case Opened(section):
+        match change.what:
+            case "opened":
                 assert open_section is None
-                open_section = section
-            case Grown(section, text):
-                assert section is open_section and text
-            case Closed(section):
-                assert section is open_section
+                open_section = change.section
+            case "grown":
+                assert change.section is open_section and change.text
+            case "closed":
+                assert change.section is open_section
                 open_section = None
     assert open_section is None
     kinds = {Text: "text", Reasoning: "reasoning", ToolArguments: "call"}

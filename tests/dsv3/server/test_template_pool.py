@@ -6,8 +6,8 @@ import psutil
 import pytest
 
 from dsv3.server.asking import AskedProcess, DeadlyQuestion
+from dsv3.server.limits import WorkersBusy
 from dsv3.server.templates import Render, TemplatePool, TemplateTooSlow
-from dsv3.server.workers import WorkersBusy
 from dsv3.text.chat_template import TemplateError
 from tests.dsv3.server import serving
 

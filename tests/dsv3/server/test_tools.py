@@ -10,9 +10,8 @@ import pytest
 
 from dsv3.server.answers import prompts
 from dsv3.server.answers.errors import ApiError
+from dsv3.server.answers.prompts import read_tools
 from dsv3.server.answers.schema import ChatRequest
-from dsv3.server.answers.service import ServiceConfig
-from dsv3.server.answers.tools import read_tools
 from dsv3.text.parsers import ParserOptions, Parsers
 from tests.dsv3.server import serving
 from tests.dsv3.text.dialects import tokenizer, write
@@ -240,10 +239,10 @@ class Templates:
 def asked_to_render(dialect, body):
     """What the chat template gets for a request, where it shows no tools."""
     known = tokenizer(dialect)
-    config = ServiceConfig(("m",), Parsers(ParserOptions(tools=dialect), known, ""))
     templates = Templates()
     service = SimpleNamespace(
-        config=config,
+        parsers=Parsers(ParserOptions(tools=dialect), known, ""),
+        shows_tools=False,
         tokenizer=known,
         chat_tokenizer=known,
         templates=templates,

@@ -1,6 +1,15 @@
-"""`kv_transfer_params` as routers copy them from the answer of one instance to the request of another."""
+"""Prompts that one instance computes and another one answers: vLLM's parameters over HTTP, and SGLang's."""
 
+import msgspec
 import pytest
+
+from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.prepare import RequestRules, prepare
+from dsv3.scheduler.request import EngineRequest
+from dsv3.server.answers.errors import ApiError
+from dsv3.server.answers.schema import ChatRequest, CompletionRequest
+from dsv3.server.answers.transfer import bootstrap_of, told
+from dsv3.server.engine.messages import EngineInfo
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 REQUEST = {"prompt": "def add(a, b):", "max_tokens": 1}
@@ -58,3 +67,114 @@ def test_a_server_that_exchanges_no_pages_says_so(slow_server, params):
     answer = slow_server.http.post(COMPLETIONS, json=REQUEST | {"kv_transfer_params": params})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "kv_transfer_params" and "start it with" in answer.text
+
+
+COMPLETIONS = "/v1/completions"
+BODY = {"prompt": "def add(a, b):", "max_tokens": 3}
+HALF = {"bootstrap_host": "10.0.0.7", "bootstrap_port": 7001, "bootstrap_room": 2**63 - 1}
+
+
+def info(*, prefills: bool = False, fetches: bool = True) -> EngineInfo:
+    rules = RequestRules(vocab_size=500, max_model_len=512, prefills_only=prefills)
+    return EngineInfo(rules, 4, 100, fetches_pages=fetches)
+
+
+def test_a_prefill_instance_tells_unasked_where_its_pages_are():
+    """smg 1.13 takes us for vLLM: it asks for one token, and looks for the parameters in the answer."""
+    reached = msgspec.structs.replace(info(prefills=True), transfer_address="h:7")
+    assert told(None, reached, 9, streams=False)["remote_host"] == "h"
+    assert told(None, reached, 9, streams=True) is None
+    both = msgspec.structs.replace(info(), transfer_address="h:7")
+    assert told(None, both, 9, streams=False) is None
+
+
+def prepared(count: int) -> list:
+    rules = info().rules
+    one = EngineRequest(request_id=0, prompt_token_ids=[1, 2], sampling=SamplingParams())
+    return [prepare(msgspec.structs.replace(one, request_id=i), rules) for i in range(count)]
+
+
+def completion(**fields) -> CompletionRequest:
+    return msgspec.convert(BODY | fields, CompletionRequest)
+
+
+def test_the_decode_instance_asks_at_the_address_for_the_number():
+    bootstrap = bootstrap_of(completion(**HALF), info())
+    assert [r.pages_from for r in bootstrap.joined(prepared(1))] == [f"10.0.0.7:7001#{2**63 - 1}"]
+    assert [r.meeting for r in bootstrap.joined(prepared(1))] == [None]
+
+
+def test_the_prefill_instance_computes_the_prompt_alone_and_knows_the_number():
+    """It needs no address: its own router may not know one, and nobody is asked."""
+    request = completion(n=3, best_of=3, min_tokens=2, bootstrap_room=5, bootstrap_host="x", bootstrap_port=None)
+    bootstrap = bootstrap_of(request, info(prefills=True, fetches=False))
+    assert (request.max_tokens, request.n, request.best_of, request.min_tokens) == (1, None, None, None)
+    [joined] = bootstrap.joined(prepared(1))
+    assert (joined.meeting, joined.pages_from) == (5, "")
+    chat = msgspec.convert({"max_completion_tokens": 9, "bootstrap_room": [5, 6], "n": 2}, ChatRequest)
+    bootstrap = bootstrap_of(chat, info(prefills=True))
+    bootstrap.check(1, False)
+    assert (chat.max_tokens, chat.max_completion_tokens, chat.n) == (1, None, None)
+    assert [r.meeting for r in bootstrap.joined(prepared(1))] == [5]
+
+
+def test_each_prompt_of_a_batch_has_its_own_number():
+    fields = {"bootstrap_host": ["a", "fd00::1"], "bootstrap_port": [7, 8], "bootstrap_room": [1, 2]}
+    bootstrap = bootstrap_of(completion(prompt=["x", "y"], **fields), info())
+    bootstrap.check(2, False)
+    assert [r.pages_from for r in bootstrap.joined(prepared(2))] == ["a:7#1", "[fd00::1]:8#2"]
+    bootstrap = bootstrap_of(completion(prompt=["x", "y"], **HALF), info(prefills=True))
+    bootstrap.check(2, False)
+    assert {r.meeting for r in bootstrap.joined(prepared(2))} == {2**63 - 1}
+
+
+def test_a_body_without_them_says_nothing():
+    assert bootstrap_of(completion(), info()) is None
+    nulls = dict.fromkeys(HALF)
+    assert bootstrap_of(completion(**nulls), info()) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"bootstrap_port": None}, "bootstrap_port"),
+        ({"bootstrap_host": None}, "bootstrap_host"),
+        ({"bootstrap_host": "a b"}, "bootstrap_host"),
+        ({"bootstrap_host": "h/../x"}, "bootstrap_host"),
+        ({"bootstrap_host": "a..b"}, "bootstrap_host"),
+        ({"bootstrap_room": []}, "bootstrap_room"),
+        ({"bootstrap_room": [1, 2], "bootstrap_port": [1, 2, 3]}, "bootstrap_port"),
+        ({"kv_transfer_params": {"do_remote_decode": True}}, "bootstrap_room"),
+    ],
+)
+def test_what_says_too_little_or_too_much_is_refused_by_name(fields, param):
+    with pytest.raises(ApiError) as caught:
+        bootstrap_of(completion(**(HALF | fields)), info())
+    assert caught.value.body.param == param
+
+
+def test_an_instance_without_another_half_says_what_to_change():
+    with pytest.raises(ApiError, match="start it with --role"):
+        bootstrap_of(completion(**HALF), info(fetches=False))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"bootstrap_room": -1}, "bootstrap_room"),
+        ({"bootstrap_room": 2**63}, "bootstrap_room"),
+        ({"bootstrap_room": "1"}, "bootstrap_room"),
+        ({"bootstrap_port": 70000}, "bootstrap_port"),
+        ({"bootstrap_host": 7}, "bootstrap_host"),
+        ({"prompt": ["a", "b"], "bootstrap_room": [1, 2, 3]}, "3 numbers for 2 prompts"),
+        ({"resume": {"output_token_ids": [4]}}, "resume does not go with it"),
+    ],
+)
+def test_a_server_refuses_bad_fields_and_takes_good_ones(server, fields, words):
+    answer = server.http.post(COMPLETIONS, json=BODY | HALF | fields)
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+
+
+def test_a_server_answers_a_body_with_them(server):
+    answer = server.http.post(COMPLETIONS, json=BODY | HALF)
+    assert answer.status_code == 200 and answer.json() == answer.json() | {"object": "text_completion"}

@@ -4,26 +4,26 @@ import asyncio
 import functools
 import threading
 import types
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.server.answers.body_reader import SMALL_BYTES, BodyReader
 from dsv3.server.answers.errors import ApiError
-from dsv3.server.answers.prompts import chat_prompt
+from dsv3.server.answers.prompts import RequestTools, chat_prompt
 from dsv3.server.answers.schema import ChatMessage, ChatRequest
-from dsv3.server.answers.service import Service, ServiceConfig
-from dsv3.server.answers.tools import RequestTools
+from dsv3.server.answers.service import Service
 from dsv3.server.asking import WorkerDied
-from dsv3.server.workers import Bounds, Workers, WorkersBusy
+from dsv3.server.config import ServerConfig
+from dsv3.server.limits import SMALL_BYTES, BodyReader, Workers, WorkersBusy
 
 
 class Load:
     """Work on `workers`, each piece of which ends when it is told to."""
 
-    def __init__(self, num_workers, bounds):
-        self.workers = Workers([f"worker {i}" for i in range(num_workers)], bounds)
+    def __init__(self, num_workers, **bounds):
+        self.workers = Workers([f"worker {i}" for i in range(num_workers)], **bounds)
         self.begun, self.tasks, self.gates, self.busy = [], {}, {}, set()
 
     async def settle(self):
@@ -60,10 +60,9 @@ STEPS = st.lists(
 @given(st.integers(1, 3), STEPS)
 def test_everybody_is_answered_refused_or_gone(num_workers, steps):
     """Work begins in order; what waits stays inside the bounds; who leaves before its work begins causes none."""
-    bounds = Bounds(requests=3, nbytes=10, wait_s=None)
 
     async def run():
-        load, sizes, left = Load(num_workers, bounds), {}, set()
+        load, sizes, left = Load(num_workers, requests=3, nbytes=10, wait_s=None), {}, set()
         for what, value in steps:
             if what == "ask":
                 waiting = [n for n in load.tasks if load.is_waiting(n)]
@@ -96,7 +95,7 @@ def test_everybody_is_answered_refused_or_gone(num_workers, steps):
 
 def test_work_of_somebody_who_left_early_never_begins():
     async def run():
-        load = Load(1, Bounds(requests=8, nbytes=8, wait_s=None))
+        load = Load(1, requests=8, nbytes=8, wait_s=None)
         for _ in range(4):
             await load.ask(1)
         for number in (1, 2):
@@ -111,7 +110,7 @@ def test_work_of_somebody_who_left_early_never_begins():
 
 def test_an_error_after_somebody_left_is_nobodys(caplog):
     async def run():
-        workers, gate = Workers(["worker"], Bounds(8, 8)), asyncio.Event()
+        workers, gate = Workers(["worker"]), asyncio.Event()
 
         async def work(_):
             await gate.wait()
@@ -134,7 +133,7 @@ def test_a_conversation_without_a_worker_is_told_to_come_again(error):
         raise error
 
     pool = types.SimpleNamespace(render=render)
-    service = Service(ServiceConfig(("m",)), types.SimpleNamespace(), types.SimpleNamespace(), pool)
+    service = Service(ServerConfig(Path(), ("m",)), types.SimpleNamespace(), types.SimpleNamespace(), pool)
     request = ChatRequest(messages=[ChatMessage(role="user", content="x")])
     with pytest.raises(ApiError) as raised:
         asyncio.run(chat_prompt(service, request, RequestTools()))
@@ -148,7 +147,7 @@ def test_who_waits_for_a_thread_too_long_is_told_to_come_again(thread):
     held = threading.Event()
 
     async def run():
-        service = Service(ServiceConfig(("m",)), types.SimpleNamespace(), None, None, wait_s=0.01)
+        service = Service(ServerConfig(Path(), ("m",)), types.SimpleNamespace(), None, None, wait_s=0.01)
         is_body, size = thread == "read", SMALL_BYTES + 1
         start = functools.partial(service.read_body, size) if is_body else functools.partial(service.run, True)
         first = asyncio.create_task(start(lambda: held.wait(60)))

@@ -1,21 +1,92 @@
-"""What the faces of a conversation share: a request is read as another vendor's, and answered as a chat."""
+"""What the faces of a conversation share: a request is read as another vendor's, and answered as a chat.
+
+Their answers are a series of sections, one after the other: a stretch of text, a stretch of reasoning, or a call with
+its arguments. Only the last one is open.
+"""
 
 import abc
+import io
 import re
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
 from dsv3.server.answers.answer import to_json
 from dsv3.server.answers.chat import ChatAnswer
 from dsv3.server.answers.errors import ApiError
-from dsv3.server.answers.faces.sections import Change, Sections
 from dsv3.server.answers.generation import Update
 from dsv3.server.answers.reading import converted, read_request
 from dsv3.server.answers.schema import ChatMessage, ChatRequest, TextPart
 from dsv3.server.answers.service import Service
 from dsv3.server.tenants import Tenant
+from dsv3.text.pieces import Piece, Reasoning, Text, ToolArguments, ToolCall
+
+Kind = Literal["text", "reasoning", "call"]
+
+
+class Section:
+    """One section; `call` says whose arguments its text is."""
+
+    def __init__(self, index: int, kind: Kind, call: ToolCall | None = None):
+        self.index, self.kind, self.call = index, kind, call
+        self.is_open = True
+        self._text = io.StringIO()
+
+    @property
+    def text(self) -> str:
+        """All of the section so far."""
+        return self._text.getvalue()
+
+    def add(self, text: str) -> None:
+        """Takes more of the section."""
+        self._text.write(text)
+
+
+class Change(NamedTuple):
+    """A section begins, has got more `text`, or is complete."""
+
+    what: Literal["opened", "grown", "closed"]
+    section: Section
+    text: str = ""
+
+
+class Sections:
+    """The sections of one answer; `all` are those so far."""
+
+    def __init__(self) -> None:
+        self.all: list[Section] = []
+
+    def take(self, pieces: Iterable[Piece]) -> list[Change]:
+        """Returns what pieces change."""
+        return [change for piece in pieces for change in self._take(piece)]
+
+    def end(self) -> list[Change]:
+        """Returns what the end of the answer changes."""
+        if not self.all or not self.all[-1].is_open:
+            return []
+        self.all[-1].is_open = False
+        return [Change("closed", self.all[-1])]
+
+    def _take(self, piece: Piece) -> list[Change]:
+        match piece:
+            case ToolCall():
+                return self._open("call", piece)
+            case ToolArguments():
+                return [self._grow(piece.text)]
+            case Text() | Reasoning():
+                kind: Kind = "text" if isinstance(piece, Text) else "reasoning"
+                goes_on = bool(self.all) and self.all[-1].is_open and self.all[-1].kind == kind
+                return [*([] if goes_on else self._open(kind)), self._grow(piece.text)]
+
+    def _open(self, kind: Kind, call: ToolCall | None = None) -> list[Change]:
+        changes = self.end()
+        self.all.append(Section(len(self.all), kind, call))
+        return [*changes, Change("opened", self.all[-1])]
+
+    def _grow(self, text: str) -> Change:
+        self.all[-1].add(text)
+        return Change("grown", self.all[-1], text)
 
 
 class Face[Asked: msgspec.Struct](ChatAnswer):

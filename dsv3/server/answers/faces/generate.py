@@ -2,23 +2,37 @@
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from dsv3.server.answers.answer import to_event, to_json
+from dsv3.server.answers.answer import LIST_OF_GAP, WholeChoice, filled, to_event, to_json, with_commas
 from dsv3.server.answers.completions import CompletionAnswer
 from dsv3.server.answers.errors import ApiError, invalid
-from dsv3.server.answers.faces.generate_schema import GenerateChoice, GenerateRequest, GenerateResponse
 from dsv3.server.answers.generation import Update
 from dsv3.server.answers.logprobs import LogprobEncoder
 from dsv3.server.answers.reading import converted, read_request
-from dsv3.server.answers.responses import ChatLogprobs
-from dsv3.server.answers.schema import CompletionRequest
-from dsv3.server.answers.whole import LIST_OF_GAP, WholeChoice, filled, with_commas
+from dsv3.server.answers.schema import ChatLogprobs, CompletionRequest, FinishReason, GenerateRequest, Usage
 
 _SAME_NAME = ("model", "stream", "stream_options", "cache_salt", "kv_transfer_params")
 _NOT_SAMPLING = {*_SAME_NAME, "prompt", "echo", "best_of", "add_special_tokens", "return_token_ids"}
+
+
+class GenerateChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    token_ids: list[int]
+
+
+class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer, or with the tokens of one step an event of it."""
+
+    request_id: str
+    choices: list[GenerateChoice] | msgspec.Raw
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_logprobs: Literal[None] = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class GenerateAnswer(CompletionAnswer):

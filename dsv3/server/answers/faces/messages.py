@@ -6,7 +6,14 @@ import msgspec
 
 from dsv3.server.answers.answer import to_event
 from dsv3.server.answers.errors import ApiError, invalid
-from dsv3.server.answers.faces.face import Face, chat_request, in_their_names, text_parts
+from dsv3.server.answers.faces.face import (
+    Change,
+    Face,
+    Section,
+    chat_request,
+    in_their_names,
+    text_parts,
+)
 from dsv3.server.answers.faces.messages_schema import (
     BlockDelta,
     BlockStart,
@@ -23,7 +30,6 @@ from dsv3.server.answers.faces.messages_schema import (
     Stopped,
     StopReason,
     Text,
-    TextBlock,
     TextDelta,
     Thinking,
     ThinkingDelta,
@@ -35,13 +41,11 @@ from dsv3.server.answers.faces.messages_schema import (
     Usage,
     messages_error,
 )
-from dsv3.server.answers.faces.sections import Change, Closed, Grown, Opened, Section
 from dsv3.server.answers.generation import Update
-from dsv3.server.answers.prompts import chat_prompt
+from dsv3.server.answers.prompts import chat_prompt, read_tools
 from dsv3.server.answers.reading import read_request
-from dsv3.server.answers.schema import CalledFunction, ChatMessage, ChatRequest, ToolCall
+from dsv3.server.answers.schema import CalledFunction, ChatMessage, ChatRequest, TextPart, ToolCall
 from dsv3.server.answers.service import Service
-from dsv3.server.answers.tools import read_tools
 
 REFUSED = ("container", "mcp_servers", "resume")
 _SAME_NAME = ("model", "temperature", "top_p", "top_k", "stream", "cache_salt", "max_tokens")
@@ -77,14 +81,14 @@ class MessagesAnswer(Face[MessagesRequest]):
         return [_event(MessageStart(self._message([])))]
 
     def told(self, change: Change) -> list[bytes]:
-        index = change.section.index
-        match change:
-            case Opened(section):
-                return [_event(BlockStart(index, _block(section, whole=False)))]
-            case Grown(section, text):
-                return [_event(BlockDelta(index, _DELTAS[section.kind](text)))]
-            case Closed():
-                return [_event(BlockStop(index))]
+        section = change.section
+        match change.what:
+            case "opened":
+                return [_event(BlockStart(section.index, _block(section, whole=False)))]
+            case "grown":
+                return [_event(BlockDelta(section.index, _DELTAS[section.kind](change.text)))]
+            case "closed":
+                return [_event(BlockStop(section.index))]
 
     def closing(self, last: Update) -> list[bytes]:
         reason, sequence = _stop_reason(last)
@@ -218,14 +222,10 @@ def _template_kwargs(thinking: Thinking | None, given: dict[str, Any] | None) ->
     return wanted | (given or {})
 
 
-def _system(found: str | list[TextBlock] | None) -> list[ChatMessage]:
+def _system(found: str | list[TextPart] | None) -> list[ChatMessage]:
     if not found:
         return []
-    return [ChatMessage(role="system", content=found if isinstance(found, str) else _texts(found))]
-
-
-def _texts(blocks: list[TextBlock]) -> Any:
-    return text_parts([block.text for block in blocks])
+    return [ChatMessage(role="system", content=found)]
 
 
 def _messages(message: InputMessage, at: str) -> list[ChatMessage]:
@@ -263,8 +263,6 @@ def _call(block: ContentBlock) -> ToolCall:
 
 
 def _result(block: ContentBlock) -> Any:
-    if isinstance(block.content, list):
-        return _texts(block.content)
     return block.content or ""
 
 

@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from dsv3.server.answers.errors import ApiError
 from dsv3.server.answers.schema import (
+    MAX_FIELD_BYTES,
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_SALT_CHARS,
@@ -16,6 +17,7 @@ from dsv3.server.answers.schema import (
     Kwargs,
     Name,
     StopString,
+    TextPart,
     require_no_nul,
 )
 
@@ -23,14 +25,22 @@ MESSAGES = "/v1/messages"
 """The path of the API; `/v1/messages/count_tokens` lies below it."""
 
 
-class TextBlock(msgspec.Struct):
-    """A text, in a system prompt or a tool's result."""
+_OBJECT = {"anyOf": [{"type": "object"}, {"type": "null"}], "default": None}
+_object_decoder = msgspec.json.Decoder(dict[str, Any] | None)
 
-    type: Literal["text"]
-    text: str
 
-    def __post_init__(self) -> None:
-        require_no_nul(self.text)
+def _absent() -> msgspec.Raw:
+    return msgspec.Raw(b"null")
+
+
+def _decode_input(raw: msgspec.Raw) -> Any:
+    """Returns a call's arguments, which may be anything, and so are not built before their size is known."""
+    if len(raw) > MAX_FIELD_BYTES:
+        raise ValueError(f"input: takes more than {MAX_FIELD_BYTES} bytes")
+    try:
+        return _object_decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"input: {error}") from None
 
 
 class ContentBlock(msgspec.Struct, kw_only=True):
@@ -41,13 +51,14 @@ class ContentBlock(msgspec.Struct, kw_only=True):
     thinking: str | None = None
     id: Name | None = None
     name: Name | None = None
-    input: dict[str, Any] | None = None
+    input: Annotated[msgspec.Raw, Meta(extra_json_schema=_OBJECT)] = msgspec.field(default_factory=_absent)
     tool_use_id: Name | None = None
-    content: str | Annotated[list[TextBlock], Meta(max_length=MAX_PARTS)] | None = None
+    content: str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)] | None = None
 
     def __post_init__(self) -> None:
         for text in (self.text, self.thinking, self.content):
             require_no_nul(text)
+        self.input = _decode_input(self.input)
 
 
 class InputMessage(msgspec.Struct, kw_only=True):
@@ -98,7 +109,7 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
 
     model: Name | None = None
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    system: str | Annotated[list[TextBlock], Meta(max_length=MAX_PARTS)] | None = None
+    system: str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)] | None = None
     max_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None

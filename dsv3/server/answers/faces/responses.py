@@ -9,7 +9,7 @@ import msgspec
 from dsv3.server.answers.answer import to_event
 from dsv3.server.answers.errors import ApiError, invalid
 from dsv3.server.answers.faces import responses_schema as schema
-from dsv3.server.answers.faces.face import Face, chat_request, text_parts
+from dsv3.server.answers.faces.face import Change, Face, Section, chat_request, text_parts
 from dsv3.server.answers.faces.responses_schema import (
     InputItem,
     InputPart,
@@ -19,7 +19,6 @@ from dsv3.server.answers.faces.responses_schema import (
     ResponsesRequest,
     Status,
 )
-from dsv3.server.answers.faces.sections import Change, Closed, Grown, Opened, Section
 from dsv3.server.answers.generation import Update
 from dsv3.server.answers.schema import CalledFunction, ChatMessage, ChatRequest, ToolCall
 
@@ -147,12 +146,13 @@ class ResponsesAnswer(Face[ResponsesRequest]):
         return [self._told_in(schema.Created, response=response), self._told_in(schema.InProgress, response=response)]
 
     def told(self, change: Change) -> list[bytes]:
-        match change:
-            case Opened(section):
+        section = change.section
+        match change.what:
+            case "opened":
                 return self._opened(section)
-            case Grown(section, text):
-                return [self._told_in(_DELTAS[section.kind], delta=text, **self._place(section))]
-            case Closed(section):
+            case "grown":
+                return [self._told_in(_DELTAS[section.kind], delta=change.text, **self._place(section))]
+            case "closed":
                 return self._closed(section)
 
     def closing(self, last: Update) -> list[bytes]:
@@ -241,9 +241,9 @@ class ResponsesAnswer(Face[ResponsesRequest]):
         usage = self.usage
         return schema.ResponseUsage(
             input_tokens=usage.prompt_tokens,
-            input_tokens_details=schema.InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+            input_tokens_details=usage.prompt_tokens_details,
             output_tokens=usage.completion_tokens,
-            output_tokens_details=schema.OutputTokensDetails(usage.completion_tokens_details.reasoning_tokens),
+            output_tokens_details=usage.completion_tokens_details,
             total_tokens=usage.total_tokens,
         )
 

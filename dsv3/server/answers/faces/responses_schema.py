@@ -10,9 +10,11 @@ from dsv3.server.answers.schema import (
     MAX_PARTS,
     MAX_SALT_CHARS,
     MAX_TOOLS,
+    CompletionTokensDetails,
     Int,
     Kwargs,
     Name,
+    PromptTokensDetails,
     require_no_nul,
 )
 
@@ -169,19 +171,11 @@ class CallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
 Item = MessageItem | ReasoningItem | CallItem
 
 
-class InputTokensDetails(msgspec.Struct, frozen=True):
-    cached_tokens: int
-
-
-class OutputTokensDetails(msgspec.Struct, frozen=True):
-    reasoning_tokens: int
-
-
 class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: PromptTokensDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: CompletionTokensDetails
     total_tokens: int
 
 

@@ -42,11 +42,11 @@ def main() -> int:
     _check_outputs()
     from rich.console import Console
 
-    from tools.capacity.traffic import TrafficError
     from tools.simulate import picture, report
     from tools.simulate.fleet import SettingError
     from tools.simulate.simulation import simulate
     from tools.simulate.times import TimesError
+    from tools.simulate.traffic import TrafficError
 
     try:
         by_name = _times(options, described.model(_MODEL.value))

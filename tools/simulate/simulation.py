@@ -1,20 +1,20 @@
 """A simulation from its options: what comes, for how long, and what is told of it in the end."""
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.capacity.day6 import DAY6
-from tools.capacity.traffic import TrafficError
+from tools.plan.published_day import CHART, LOADS
 from tools.simulate.clock import Clock
 from tools.simulate.fleet import Fleet, Group, Setting, hold, replay
 from tools.simulate.options import SimulateOptions
 from tools.simulate.record import Record
 from tools.simulate.series import Series
 from tools.simulate.times import InstanceTimes
-from tools.simulate.traffic import Ask, Lengths, Session, drawn, open_loop, read_trace
+from tools.simulate.traffic import Ask, Lengths, Session, TrafficError, drawn, open_loop, read_trace
 
 _LOOKS = 240
 _TRACE_PERIOD_S = 15.0
@@ -104,15 +104,10 @@ def _traced(options: SimulateOptions) -> list[Session]:
 
 def day_rate(seconds: float) -> Callable[[float], float]:
     """Returns DeepSeek's day, compressed to `seconds`, as load over its mean by time."""
-    ends, loads, at = [], [], 0.0
-    mean = DAY6.mean("input")
-    for span in DAY6.spans:
-        at += span.seconds / DAY6.seconds * seconds
-        ends.append(at)
-        loads.append(span.input / mean)
+    ends = [*itertools.accumulate(hours / 24 * seconds for hours, _, _ in CHART)]
 
     def rate(now: float) -> float:
-        return next((load for end, load in zip(ends, loads, strict=True) if now < end), loads[-1])
+        return next((load for end, load in zip(ends, LOADS, strict=True) if now < end), LOADS[-1])
 
     return rate
 

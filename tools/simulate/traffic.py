@@ -1,7 +1,12 @@
 """Requests to replay: read from a trace, or drawn. A session's requests come one after the other.
 
-A Mooncake trace (`.jsonl`) says when each request comes, and names its blocks of 512 tokens. ShareGPT's conversations
-(`.json`, or `.jsonl` of one per line) have text and no times; a token is taken to have four bytes, as the router does.
+A Mooncake trace (`.jsonl`) says when each request comes, and names its blocks of 512 tokens:
+
+    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
+
+`timestamp` is in milliseconds; `hash_ids`, which may be left out, name the blocks of the prompt, each together with all
+before it. ShareGPT's conversations (`.json`, or `.jsonl` of one per line) have text and no times; a token is taken to
+have four bytes, as the router does.
 """
 
 import dataclasses
@@ -13,13 +18,20 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from router.prompt import BYTES_PER_TOKEN
-from tools.capacity.trace import BLOCK, Line, lines
-from tools.capacity.traffic import TrafficError
 
+BLOCK = 512
+"""Tokens of a block that a trace names."""
+_MOST_TOKENS = 2**31
+_LONGEST_S = 366 * 86_400
 _SIGMA = 0.8  # of lognormal lengths
+
+
+class TrafficError(ValueError):
+    """Traffic that cannot be, or a file that does not describe it; the text names file and place."""
 
 
 class Run(NamedTuple):
@@ -109,13 +121,45 @@ def open_loop(asks: Iterable[Ask], rate: Callable[[float], float], most: float, 
         yield Session(now, (ask,))
 
 
+class Line(msgspec.Struct):
+    """A request: milliseconds from the start of the trace, tokens of prompt and answer, blocks of the prompt."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int] = []
+
+
 def read_mooncake(path: Path) -> list[Session]:
     """Reads a trace of requests; raises TrafficError naming file and line."""
     try:
-        found = [Session(line.timestamp / 1e3, (_ask_of(line, -1 - i),)) for i, line in enumerate(lines(path))]
+        found = [Session(line.timestamp / 1e3, (_ask_of(line, -1 - i),)) for i, line in enumerate(_lines(path))]
     except TrafficError as error:
         raise TrafficError(f"{path}: {error}") from None
     return _some(sorted(found, key=lambda session: session.at), path)
+
+
+def _lines(path: Path) -> Iterator[Line]:
+    """Yields the requests of a trace; raises TrafficError naming the line."""
+    decoder = msgspec.json.Decoder(Line)
+    try:
+        with path.open("rb") as file:
+            for number, text in enumerate(file, 1):
+                if text.strip():
+                    yield _checked(decoder.decode(text), number)
+    except (UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
+        raise TrafficError(f"line {number}: {error}") from None
+    except OSError as error:
+        raise TrafficError(f"cannot be read: {error}") from None
+
+
+def _checked(line: Line, number: int) -> Line:
+    for name in ("input_length", "output_length"):
+        if not 0 < getattr(line, name) < _MOST_TOKENS:
+            raise TrafficError(f"line {number}: {name} {getattr(line, name)} must be above 0, below 2^31")
+    if not 0 <= line.timestamp <= _LONGEST_S * 1e3:
+        raise TrafficError(f"line {number}: timestamp {line.timestamp} ms must be from 0 to a year")
+    return line
 
 
 def _ask_of(line: Line, own: int) -> Ask:

@@ -20,14 +20,14 @@ _RATES = absl_flags.DEFINE_enum(
     [*published_day.PUBLISHED_RATES],
     "fleet: take tokens per second and node from what DeepSeek published of its fleet, or of its kernels' profiles.",
 )
-_PLANS = {
-    kind: absl_flags.DEFINE_string(
-        f"{kind}_plan", None, f"fleet: take {kind}'s from this file instead, which --json wrote for a deployment."
-    )
-    for kind in published_day.KINDS
-}
+_PREFILL_PLAN = absl_flags.DEFINE_string(
+    "prefill_plan", None, "fleet: take prefill's from this file instead, which --json wrote for a deployment."
+)
+_DECODE_PLAN = absl_flags.DEFINE_string(
+    "decode_plan", None, "fleet: take decode's from this file instead, which --json wrote for a deployment."
+)
 _GPU_HOUR = absl_flags.DEFINE_float("gpu_hour", published_day.GPU_HOUR, "fleet: dollars per GPU and hour.")
-_FLAGS = (_TRAFFIC, _RATES, *_PLANS.values(), _GPU_HOUR)
+_FLAGS = (_TRAFFIC, _RATES, _PREFILL_PLAN, _DECODE_PLAN, _GPU_HOUR)
 
 
 def given() -> list[str]:
@@ -44,18 +44,18 @@ def plan(model: "ModelConfig", model_name: str) -> dict[str, Any]:
     if not 0 < _GPU_HOUR.value < math.inf:
         raise flags.UsageError(f"--gpu_hour {_GPU_HOUR.value:g}: must be a number above 0")
     try:
-        rates = [_rate(kind, model_name) for kind in published_day.KINDS]
+        prefill = _rate("prefill", _PREFILL_PLAN.value, model_name)
+        decode = _rate("decode", _DECODE_PLAN.value, model_name)
         # Without a plan: two bytes per value in every layer, which is bfloat16, and no MTP module.
-        token = rates[1].token_bytes or model.num_hidden_layers * model.latent_dim * 2
-        planned = published_day.plan_day(rates[0], rates[1], token, _GPU_HOUR.value)
+        token = decode.token_bytes or model.num_hidden_layers * model.latent_dim * 2
+        planned = published_day.plan_day(prefill, decode, token, _GPU_HOUR.value)
     except published_day.RateError as error:
         raise flags.UsageError(str(error)) from error
     Console().print(published_day.render(planned))
     return planned
 
 
-def _rate(kind: published_day.Kind, model_name: str) -> published_day.InstanceRate:
-    path = _PLANS[kind].value
+def _rate(kind: published_day.Kind, path: str | None, model_name: str) -> published_day.InstanceRate:
     if path is not None:
         return published_day.read_rate(kind, Path(path), model_name)
     if model_name != PUBLISHED_MODEL:

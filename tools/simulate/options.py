@@ -1,14 +1,15 @@
 """What the simulator may be told; declared as the options of `dsv3.config.options`."""
 
 import dataclasses
+import math
 from typing import Literal
 
 from dsv3.config.declaration import check, option
-from tools.bench.metrics import Limit
 from tools.simulate.scaling import Rule
 
 Routing = Literal["cost", "events", "round_robin"]
 _RULE = Rule()
+_METRICS = ("ttft", "itl", "tpot", "e2e")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,12 +82,9 @@ class SimulateOptions:
         self.limits  # noqa: B018  # raises for what cannot be
 
     @property
-    def limits(self) -> tuple[Limit, ...]:
-        """The bounds of goodput."""
-        found = tuple(Limit.parse(text) for text in self.goodput)
-        if any(limit.metric == "itl" for limit in found):
-            raise ValueError("goodput: itl is not kept per request; bound tpot")
-        return found
+    def limits(self) -> dict[str, float]:
+        """The bounds of goodput: milliseconds by metric."""
+        return dict(map(_limit, self.goodput))
 
     @property
     def rule(self) -> Rule | None:
@@ -94,3 +92,17 @@ class SimulateOptions:
         if not self.scale:
             return None
         return Rule(queue_s=self.scale_queue, use=self.scale_use, start_s=self.scale_start)
+
+
+def _limit(text: str) -> tuple[str, float]:
+    """Returns metric and milliseconds of a bound such as `ttft:2000`. Raises ValueError for anything else."""
+    metric, _, value = text.partition(":")
+    try:
+        milliseconds = float(value)
+    except ValueError:
+        milliseconds = math.nan
+    if metric not in _METRICS or not 0 < milliseconds < math.inf:
+        raise ValueError(f"--goodput {text!r}: expected METRIC:MILLISECONDS, METRIC one of {_METRICS}")
+    if metric == "itl":
+        raise ValueError("goodput: itl is not kept per request; bound tpot")
+    return metric, milliseconds

@@ -11,7 +11,6 @@ from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.prepare import PreparedRequest, RequestRules, prepare
 from dsv3.scheduler.request import EngineRequest
 from tests.tools.simulate.tables import HOST, decode_s, prefill_s, table
-from tools.bench.metrics import Limit
 from tools.simulate.clock import Clock
 from tools.simulate.fleet import Fleet, Group, Setting, SettingError, hold, replay
 from tools.simulate.options import SimulateOptions
@@ -107,7 +106,7 @@ def test_keys_are_equal_where_those_of_a_front_are(contents) -> None:
 
 def test_nothing_comes() -> None:
     fleet = played(PAIR, until=60.0)
-    figures = fleet.record.figures(60.0, (Limit("ttft", 1.0),))
+    figures = fleet.record.figures(60.0, {"ttft": 1.0})
     assert figures["requests"] == {"arrived": 0, "unfinished": 0}
     assert figures["ttft_ms"] is None and figures["itl_ms"] is None
     assert figures["goodput"] == {"requests_per_second": 0.0, "share": 0.0}
@@ -202,7 +201,7 @@ def test_the_same_seed_gives_the_same_figures() -> None:
 
 @pytest.mark.parametrize("routing", ["cost", "round_robin"])
 def test_more_instances_are_no_worse(routing) -> None:
-    limits = (Limit("ttft", 2000.0),)
+    limits = {"ttft": 2000.0}
 
     def good(count: int) -> float:
         burst = [Session(0.01 * i, (ask(300, 20, i),)) for i in range(60)]

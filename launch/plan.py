@@ -104,8 +104,8 @@ def _plan(model: "ModelConfig", deployment: "Deployment", prefill: "Deployment |
     from pallas_kernels.aot import AotUnavailableError
     from tools.plan import report
     from tools.plan.deployment import DeploymentError
-    from tools.plan.ends import ends_of
     from tools.plan.plan import make_plan
+    from tools.plan.played import ends_of
 
     console = Console()
     try:
@@ -120,7 +120,7 @@ def _plan(model: "ModelConfig", deployment: "Deployment", prefill: "Deployment |
     if _JSON.value:
         Path(_JSON.value).write_text(json.dumps(report.as_json(plan, feeding), indent=1) + "\n")
     if _PLOT.value and plan.steps:
-        from tools.plan.picture import draw
+        from tools.plan.report import draw
 
         draw(plan, Path(_PLOT.value))
     return 0 if plan.verdict.fits else 1

@@ -75,7 +75,7 @@ def plan() -> tuple[dict[str, Any], bool]:
 
 
 def _make(device: "Device") -> TrainingPlan:
-    from tools.plan.rates import rates_of
+    from tools.plan.deployment import rates_of
     from tools.plan.training import gathered_wire
     from training.pipeline import simulator
     from training.pipeline.memory import memory_of
@@ -122,7 +122,7 @@ def _longest_stage(config: Any, device: "Device", schedule: "Schedule", tokens: 
 def _layer(config: Any, device: "Device", tokens: int, wire: float, *, dense: bool) -> "LayerTimes":
     """Returns the times of one layer, with the products that the configuration says."""
     from dsv3.config.model import Fp8Config
-    from tools.plan.rates import rates_of
+    from tools.plan.deployment import rates_of
     from tools.plan.training import layer_times, with_fp8_products
 
     def times(model: Any) -> "LayerTimes":

@@ -42,7 +42,7 @@ def main() -> int:
     _check_outputs()
     from rich.console import Console
 
-    from tools.simulate import picture, report
+    from tools.simulate import report
     from tools.simulate.fleet import SettingError
     from tools.simulate.simulation import simulate
     from tools.simulate.times import TimesError
@@ -59,7 +59,7 @@ def main() -> int:
     if _JSON.value:
         Path(_JSON.value).write_text(json.dumps(outcome.figures, indent=1) + "\n")
     if _PLOT.value:
-        picture.draw(outcome.series.looks, outcome.record, Path(_PLOT.value))
+        report.draw(outcome.series.looks, outcome.record, Path(_PLOT.value))
     return 0
 
 

@@ -13,7 +13,7 @@ from dsv3.config.device_rates import MASKING, PREFILL_OVERHEAD
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import key_bytes, row_bytes
 from pallas_kernels.dsa import BYTES_AT_ONCE, chosen_width
-from tools.plan.rates import MicroBatch, Rates
+from tools.plan.deployment import MicroBatch, Rates
 
 _SCORE_BYTES = 4
 _LAUNCHES = 5  # per group: scores, choice, copies, attention, and what joins its parts

@@ -6,8 +6,7 @@ A backward takes as long as two forwards, but that attention's core takes two an
 import dataclasses
 
 from dsv3.config.model import ModelConfig
-from tools.plan.deployment import Device
-from tools.plan.rates import MicroBatch, Rates, rates_of
+from tools.plan.deployment import Device, MicroBatch, Rates, rates_of
 from tools.plan.roofline import TRANSFER_S, prefill_stages, wire_rows
 
 PROFILE_TOKENS, PROFILE_KEYS = 4096, 2048.5

@@ -16,15 +16,13 @@ from dsv3.kv_cache.keys import Key
 from dsv3.scheduler.request import StepOutputs
 from router.instance import Booking
 from router.prompt import MAX_PAGES, Prompt
-from tools.simulate.clock import Clock
 from tools.simulate.instance import Instance, Totals
-from tools.simulate.options import Routing
+from tools.simulate.options import Pressure, Routing, Rule
 from tools.simulate.pages import Handed, Pages, PaperStore, Work
 from tools.simulate.pool import Place, Pool
 from tools.simulate.prompts import Asked, keys_of
 from tools.simulate.record import End, Record
-from tools.simulate.scaling import Pressure, Rule
-from tools.simulate.times import InstanceTimes
+from tools.simulate.times import Clock, InstanceTimes
 from tools.simulate.traffic import Ask, Session
 
 _RETRY_S = 1.0  # a client that was refused comes again with its next request

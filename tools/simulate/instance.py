@@ -24,10 +24,9 @@ from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.rows import BatchRows
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import sequence_of
-from tools.simulate.clock import Clock
 from tools.simulate.pages import Handed, Pages, copy_seconds
 from tools.simulate.prompts import VOCAB, Asked, request_of
-from tools.simulate.times import InstanceTimes
+from tools.simulate.times import Clock, InstanceTimes
 
 _AHEAD = 2  # steps launched: one runs, one is next
 

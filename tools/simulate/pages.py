@@ -22,8 +22,7 @@ from dsv3.kv_cache.tiers.counts import TierCounts
 from dsv3.kv_cache.tiers.tiers import Tiers
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.scheduler import Scheduler
-from tools.simulate.clock import Clock
-from tools.simulate.times import InstanceTimes
+from tools.simulate.times import Clock, InstanceTimes
 
 COPY_RATE = 2**28 / 5e-3
 """Bytes per second between a device and its host: as `dsv3.engine.limits.TIER_STEP_BYTES` has it."""

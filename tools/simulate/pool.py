@@ -14,9 +14,9 @@ from router.breaker import Breaker
 from router.choice import Flying, Load, SentPages, choose
 from router.instance import Booking
 from router.prompt import Prompt
-from tools.simulate.clock import Clock
 from tools.simulate.instance import Instance
 from tools.simulate.options import Routing
+from tools.simulate.times import Clock
 
 MOST_WAITING, WAIT_S = 1024, 30.0
 """The router's own bounds, `max_num_queued_reqs` and `queue_timeout`."""

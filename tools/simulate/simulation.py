@@ -1,4 +1,4 @@
-"""A simulation from its options: what comes, for how long, and what is told of it in the end."""
+"""A simulation from its options: what comes, for how long, looks at the fleet meanwhile, and what comes of it."""
 
 import dataclasses
 import itertools
@@ -8,17 +8,52 @@ from pathlib import Path
 from typing import Any
 
 from tools.plan.published_day import CHART, LOADS
-from tools.simulate.clock import Clock
 from tools.simulate.fleet import Fleet, Group, Setting, hold, replay
 from tools.simulate.options import SimulateOptions
 from tools.simulate.record import Record
-from tools.simulate.series import Series
-from tools.simulate.times import InstanceTimes
+from tools.simulate.times import Clock, InstanceTimes
 from tools.simulate.traffic import Ask, Lengths, Session, TrafficError, drawn, open_loop, read_trace
 
 _LOOKS = 240
 _TRACE_PERIOD_S = 15.0
 _LEAST_S = 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """The fleet at a time: nodes and mean use of cache or slots by role, and totals so far."""
+
+    at: float
+    nodes: dict[str, int]
+    use: dict[str, float]
+    queue_s: float
+    in_flight: int
+    arrived: int
+    output_tokens: int
+
+
+class Series:
+    """Looks every `period` seconds of virtual time."""
+
+    def __init__(self, fleet: Fleet, period: float) -> None:
+        self.looks: list[Look] = []
+        self._fleet, self._period = fleet, period
+        fleet.clock.at(0.0, self._look)
+
+    def _look(self) -> None:
+        fleet = self._fleet
+        nodes: dict[str, int] = {}
+        use: dict[str, float] = {}
+        queue = 0.0
+        for pool, group in fleet.pools:
+            role, up = group.times.role, [place.instance for place in pool.places if place.is_up]
+            nodes[role] = fleet.nodes(pool, group)
+            use[role] = sum(max(each.use) for each in up) / len(up)
+            if role != "decode":
+                queue = max(each.waiting_tokens / each.times.prompt_rate for each in up)
+        record, now = fleet.record, fleet.clock.now
+        self.looks.append(Look(now, nodes, use, queue, fleet.in_flight, record.count, record.output_tokens))
+        fleet.clock.at(now + self._period, self._look)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,3 +169,6 @@ def _of_fleet(fleet: Fleet) -> dict[str, Any]:
             for field in mine:
                 mine[field] += getattr(counts, field)
     return {"roles": roles, "tiers": tiers}
+
+
+# Looks at a fleet at even times, for a picture of its day.

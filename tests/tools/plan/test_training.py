@@ -7,7 +7,7 @@ import pytest
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import H800
 from tools.plan import training
-from tools.plan.rates import rates_of
+from tools.plan.deployment import rates_of
 from tools.plan.roofline import TRANSFER_S
 
 

@@ -11,14 +11,12 @@ from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.prepare import PreparedRequest, RequestRules, prepare
 from dsv3.scheduler.request import EngineRequest
 from tests.tools.simulate.tables import HOST, decode_s, prefill_s, table
-from tools.simulate.clock import Clock
 from tools.simulate.fleet import Fleet, Group, Setting, SettingError, hold, replay
-from tools.simulate.options import SimulateOptions
+from tools.simulate.options import Pressure, Rule, SimulateOptions
 from tools.simulate.prompts import VOCAB, Asked, keys_of, request_of
 from tools.simulate.record import Record
-from tools.simulate.scaling import Pressure, Rule
 from tools.simulate.simulation import Outcome, simulate
-from tools.simulate.times import InstanceTimes
+from tools.simulate.times import Clock, InstanceTimes
 from tools.simulate.traffic import Ask, Run, Session
 
 BOTH, PREFILL, DECODE = table(), table("prefill"), table("decode")

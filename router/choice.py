@@ -8,7 +8,7 @@ from collections.abc import Container, Sequence
 import numpy as np
 
 from dsv3.scheduler.cost import Loads, costs, prefill_cost, with_backlog
-from router.prompt import PAGE_TOKENS, Prompt
+from router.request import PAGE_TOKENS, Prompt
 
 MAX_SENT_PAGES = 65_536
 """Pages that are remembered per instance: 4 million tokens."""

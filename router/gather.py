@@ -10,7 +10,7 @@ import msgspec
 
 from dsv3.http_client import ServerSentEvents
 from dsv3.server.answers.errors import ApiError
-from router.asked import Asked
+from router.request import Asked
 
 DONE = b"data: [DONE]\n\n"
 Events = functools.partial(ServerSentEvents, 2**26)

@@ -16,16 +16,13 @@ from dsv3.config.server_options import ServerOptions
 from dsv3.server.answers.errors import ENGINE_DIED, ApiError
 from dsv3.server.http.registering import registrar_of
 from router import members
-from router.asked import read_asked
-from router.breaker import Breaker
+from router.app import fleet_of, maker, members_of
 from router.choice import Load, SentPages, choose
-from router.instance import Booking, Broken, Instance
-from router.members import Members, Registration, read_registration
+from router.instance import Booking, Breaker, Broken, Instance
+from router.members import Members, Pool, Registration, read_registration
 from router.options import RouterOptions
-from router.pool import Pool
-from router.prompt import Prompt
 from router.relay import Trials
-from router.server import fleet_of, maker, members_of
+from router.request import Prompt, read_asked
 from tests.dsv3.server.serving import ROOT
 
 URL = "http://127.0.0.1:1"

@@ -15,8 +15,8 @@ from dsv3.server.answers.generation import Update
 from dsv3.server.answers.reading import read
 from dsv3.server.answers.schema import ChatRequest, CompletionRequest
 from dsv3.text.pieces import Reasoning, Text
-from router.asked import read_asked
 from router.gather import Events, Failed, Gathered, Unreadable
+from router.request import read_asked
 
 PATH, CHAT = "/v1/completions", "/v1/chat/completions"
 ANSWERS = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=8), min_size=1, max_size=3)

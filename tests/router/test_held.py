@@ -14,10 +14,9 @@ from dsv3.kv_cache.events.publisher import Publisher
 from dsv3.kv_cache.events.record import Cleared, Record, Removed, Spelled, Stored
 from dsv3.kv_cache.events.wire import Encoder
 from dsv3.kv_cache.keys import extend_keys, root_key
-from router.held import Held, UnreadableEvents, read_batch, spelled_keys
+from router.held import Held, Listener, Source, UnreadableEvents, read_batch, spelled_keys
 from router.instance import Booking, Instance
-from router.listener import Listener, Source
-from router.prompt import Prompt
+from router.request import Prompt
 
 RANKS = 2
 URL = "http://127.0.0.1:1"

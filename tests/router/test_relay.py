@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from dsv3.server.answers.errors import ApiError
 from router.choice import Load
 from router.instance import Broken, Instance
-from router.numbers import Numbers
+from router.members import Pool
 from router.options import RouterOptions
-from router.pool import Pool
-from router.relay import Fleet, Relay
+from router.relay import Fleet, Numbers, Relay
 from tests.router.test_gather import ANSWERS, asked, spelled, tell
 
 URLS = tuple(f"http://127.0.0.1:{port}" for port in range(1, 13))

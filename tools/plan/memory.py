@@ -19,11 +19,7 @@ from tools.plan.programs import LaidOut, cache_tokens
 
 EXPERTS, MODULE_EXPERTS = "routed experts", "MTP module, routed experts"
 _MOST_NODES = 64
-
-
 GB = 1e9
-
-
 _MODULE = "MTP module, all else"
 _GROUPS = {
     EXPERTS: ("moe.moe.gate_up", "moe.moe.down"),

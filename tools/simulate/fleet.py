@@ -15,7 +15,7 @@ from dsv3.engine.job import EngineView
 from dsv3.kv_cache.keys import Key
 from dsv3.scheduler.request import StepOutputs
 from router.instance import Booking
-from router.prompt import MAX_PAGES, Prompt
+from router.request import MAX_PAGES, Prompt
 from tools.simulate.instance import Instance, Totals
 from tools.simulate.options import Pressure, Routing, Rule
 from tools.simulate.pages import Handed, Pages, PaperStore, Work

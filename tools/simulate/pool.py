@@ -1,7 +1,7 @@
 """Instances of one role as the router knows them, and those that wait for one.
 
 `choose`, `Booking`, `Load` and `SentPages` are the router's own. The queue in front of them is the model of
-`router.pool.Pool`, which waits in real time: first come, first served, bounded in length and in time.
+`router.members.Pool`, which waits in real time: first come, first served, bounded in length and in time.
 """
 
 import dataclasses
@@ -10,10 +10,9 @@ import random
 from collections import deque
 from collections.abc import Callable
 
-from router.breaker import Breaker
 from router.choice import Flying, Load, SentPages, choose
-from router.instance import Booking
-from router.prompt import Prompt
+from router.instance import Booking, Breaker
+from router.request import Prompt
 from tools.simulate.instance import Instance
 from tools.simulate.options import Routing
 from tools.simulate.times import Clock

@@ -16,8 +16,6 @@ from tools.simulate.record import Record
 from tools.simulate.simulation import Look
 
 _COLORS = {"prefill": "#e9a23b", "decode": "#5b8fd1", "both": "#5b8fd1"}
-
-
 MODELLED = (
     "real: admission, chunks, decode rows, pages, prefix index, tiers' planner and accounting, the router's cost and "
     "what it remembers",

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from router.prompt import BYTES_PER_TOKEN
+from router.request import BYTES_PER_TOKEN
 
 BLOCK = 512
 """Tokens of a block that a trace names."""

@@ -1,7 +1,7 @@
 """The router's process and its routes: those of the instances that keep nothing, and /health and /metrics of its own.
 
-Of the server it takes the HTTP server with its bounds (`http`, `budget`, `tenants`, `workers`), the errors, and the reader
-of a body's fields, so that a request is refused here as an instance would; it imports no jax.
+Of the server it takes the HTTP server with its bounds (`http`, `budget`, `tenants`, `workers`), the errors, and the
+reader of a body's fields, so that a request is refused here as an instance would. It imports no jax.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""One request on its way: to an instance, to the next where that one fails, and back to its client; and what is counted.
+"""One request on its way: to an instance, to the next where that one fails, and back to its client; and its counts.
 
 `Trials` is the quarantine: a request with which two instances have died is not tried a third time.
 """

@@ -25,12 +25,10 @@ from dsv3.model.params import Params, initialize
 from sharding.mesh import rank_mesh
 from training.config import TrainingConfig
 from training.loss import objective, target_counts, training_backend
-from training.pipeline.operations import Kind, Part
 from training.pipeline.programs import stage_programs
 from training.pipeline.run import Executed, Runner
-from training.pipeline.schedules import ALGORITHMS, Schedule, build
+from training.pipeline.schedules import ALGORITHMS, Kind, Part, RankSize, Schedule, build
 from training.pipeline.simulator import activations, bubble, simulate
-from training.pipeline.size import RankSize
 from training.pipeline.stages import cut, join, needs_embedding, take, weights
 
 LENGTH = 32

@@ -79,7 +79,7 @@ def _make(device: "Device") -> TrainingPlan:
     from tools.plan.training import gathered_wire
     from training.pipeline import simulator
     from training.pipeline.memory import memory_of
-    from training.pipeline.size import rows_of
+    from training.pipeline.schedules import rows_of
 
     config, (ranks, size) = training.config(), training.mesh()
     model, schedule = config.model, training.schedule(ranks)

@@ -9,7 +9,7 @@ from absl import flags as absl_flags
 from launch import flags
 from training.config import TrainingConfig
 from training.pipeline import schedules
-from training.pipeline.size import RankSize, read_mesh
+from training.pipeline.schedules import RankSize, read_mesh
 
 CONFIG = absl_flags.DEFINE_string("config", "tiny", "Train with the configuration in this module of `configs`.")
 MESH = absl_flags.DEFINE_string(

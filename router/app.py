@@ -262,9 +262,6 @@ def _response(reply: Reply) -> Response:
     return Response(reply.content, reply.status, headers)
 
 
-# A router from its first look at the instances to its exit status.
-
-
 def instance_key(options: RouterOptions) -> str | None:
     """Returns the key that the instances ask for; raises ValueError, which says no part of it."""
     if options.instance_api_key_file is None:

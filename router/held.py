@@ -132,9 +132,6 @@ def _are_ids(tokens: Sequence[int]) -> bool:
     return not tokens or (min(tokens) >= 0 and max(tokens) < 2**31)
 
 
-# Hears the KV events of one instance over ZMQ, asks again for what it has missed, and says when it hears nothing.
-
-
 class Source(msgspec.Struct, frozen=True):
     """Where an instance publishes, as its `/v1/models` says; `*` stands for its host."""
 

@@ -309,6 +309,3 @@ class Booking:
         if not load.requests:
             load.prefill = 0.0  # sums of floats
         self.instance.breaker.end(self)
-
-
-# Leaves an instance alone that fails requests though it says that it is well.

@@ -235,6 +235,3 @@ class Members:
         self._tasks.pop(instance, None)
         instance.close()
         self._forget(instance.url)
-
-
-# Instances of one role, and the bounded queue in front of them.

@@ -361,6 +361,3 @@ def _transfer_of(content: bytes) -> Mapping[str, Any] | None:
         return None
     params = found.get("kv_transfer_params") if isinstance(found, dict) else None
     return params if isinstance(params, dict) else None
-
-
-# What a router counts, as Prometheus metrics.

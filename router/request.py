@@ -234,10 +234,3 @@ def _is_urgent(fields: Mapping[str, msgspec.Raw]) -> bool:
 
 def _is_true(raw: msgspec.Raw | None) -> bool:
     return raw is not None and memoryview(raw) == b"true"
-
-
-# What a router knows of a prompt without a tokenizer: keys of its pages, and about how many tokens it has.
-#
-# A page is 256 bytes: 64 token ids of four bytes, or as much JSON as its client has sent, since a token has about
-# four bytes. Each key is a hash of all that comes before, as in the prefix cache. The keys are not the cache's; they
-# only say what begins alike.

@@ -11,8 +11,8 @@ from dsv3.model.layers.experts import LOCAL_EXPERTS, ExpertLayer, Tally
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.router import Routing
 from dsv3.model.params import MoeParams
-from training.balance import balanced, sequence_balance
 from training.config import TrainingConfig
+from training.loss import balanced, sequence_balance
 
 
 def defined(scores: np.ndarray, best: int) -> float:

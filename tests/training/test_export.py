@@ -11,7 +11,7 @@ import pytest
 from dsv3.checkpoint import load_params
 from training import data as training_data
 from training.config import TrainingConfig
-from training.export import export, final_figures
+from training.loop import export, final_figures
 from training.step import compute_copy, initial_state
 
 

@@ -18,8 +18,7 @@ from rich.console import Console
 from training import data as training_data
 from training import loop
 from training.config import TrainingConfig
-from training.loop import Checkpoints
-from training.report import plot_losses, read_log
+from training.loop import Checkpoints, plot_losses, read_log
 from training.step import TrainState
 
 

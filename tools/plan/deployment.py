@@ -237,9 +237,6 @@ def _check_positive(record: Any, *names: str) -> None:
             raise DeploymentError(f"{record.name}: {name} {getattr(record, name)} must be above 0")
 
 
-# The rates that published kernels reach on a device, and the micro-batch whose time they give.
-
-
 # Shares of the links that DeepEP reaches on an H800 (160 and 50 GB/s).
 _DISPATCH_LINK = 45 / 50
 _COMBINE_LINK = 40.5 / 50

@@ -214,13 +214,6 @@ def item_bits(dtype: str) -> int:
     return int(match[1])
 
 
-# What a compiled program sends: every collective with its bytes, how often it runs, and what hides it.
-#
-# Everything is read from the text of the scheduled program. Bytes are those that leave one device in one step. An
-# all-to-all over g devices keeps 1/g of its buffer; rings send (g-1)/g of what they gather or scatter (twice for an
-# all-reduce). The program sends whole padded buffers, not only the rows that are filled.
-
-
 KINDS = ("ragged-all-to-all", "all-to-all", "all-reduce", "all-gather", "reduce-scatter", "collective-permute")
 _ROLES = ("dispatch", "combine")
 LABELS = (

@@ -91,9 +91,6 @@ def weight_groups(params: Any) -> dict[str, int]:
     return {name: size for name, size in groups.items() if size or name not in (MODULE_EXPERTS, _MODULE)}
 
 
-# Whether a deployment fits its devices, and what to change where it does not.
-
-
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """The answer, the numbers behind it in a sentence, and what would change it."""

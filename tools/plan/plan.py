@@ -312,12 +312,6 @@ def _floor(planned: LaidOut, compiled: Compiled) -> roofline.DecodeFloor | None:
     )
 
 
-# What prefill and decode on separate instances pass on, and how many nodes of one feed the other. An estimate.
-#
-# A request of the mean context has a prompt and an answer in a stated proportion. While it is answered its context
-# grows from the prompt to prompt and answer, so the mean is the prompt and half of the answer.
-
-
 def lengths(deployment: Deployment) -> tuple[float, float]:
     """Returns the mean tokens of a prompt and of an answer."""
     answer = deployment.context_length / (deployment.prompt_per_answer + 0.5)

@@ -65,9 +65,6 @@ def _scaled(collective: Collective, share: float) -> Collective:
     )
 
 
-# The program that computes the ends of prompts, where another instance has computed their whole pages.
-
-
 def with_ends(deployment: Deployment) -> Deployment:
     """Returns a decode deployment with the program that computes the ends of prompts."""
     return dataclasses.replace(deployment, prefill_tokens=PAGE_SIZE, max_num_batched_tokens=PAGE_SIZE)

@@ -273,9 +273,6 @@ def _rates(plan: Plan) -> str:
     )
 
 
-# A plan's timeline as a picture: one MoE layer, compute above the network, in the style of the published ones.
-
-
 _COLORS = ("#e9a23b", "#5b8fd1")  # of the micro-batches
 _NEITHER = "#c4c4c4"
 _NARROW, _NO_TEXT = 0.06, 0.012

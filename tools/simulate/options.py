@@ -162,10 +162,3 @@ def _limit(text: str) -> tuple[str, float]:
     if metric == "itl":
         raise ValueError("goodput: itl is not kept per request; bound tpot")
     return metric, milliseconds
-
-
-# How many instances of a role shall run: up on queue seconds or use, down where the rest could bear it.
-#
-# The rule is that of planner.md's sources in short: Dynamo's planner adds an instance where all are over the bound,
-# and removes one only if what the others would have then stays below a share of the bound (a flat bound gave 2 to 1
-# to 2).

@@ -90,9 +90,6 @@ def _tiers(figures: dict[str, Any]) -> Table:
     return table
 
 
-# A fleet's day as a picture: nodes over what is asked for, tokens, times to the first token, use.
-
-
 def draw(looks: Sequence[Look], record: Record, path: Path) -> None:
     """Writes SVG or PNG, as the path ends. Raises ModuleNotFoundError without matplotlib (the `plots` extra)."""
     import matplotlib

@@ -169,6 +169,3 @@ def _of_fleet(fleet: Fleet) -> dict[str, Any]:
             for field in mine:
                 mine[field] += getattr(counts, field)
     return {"roles": roles, "tiers": tiers}
-
-
-# Looks at a fleet at even times, for a picture of its day.

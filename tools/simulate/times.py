@@ -123,9 +123,6 @@ def _check(times: InstanceTimes, where: str) -> None:
                 raise TimesError(f"{where}: {kind} has no {len(KEYS)} times above 0 for the bucket {bucket}")
 
 
-# Virtual time: what is due next, in an order that depends on nothing but what was asked for.
-
-
 class Clock:
     """Calls what is due, the earliest first, equals in the order in which they were asked for. `now` is in seconds."""
 

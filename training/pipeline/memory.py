@@ -13,11 +13,9 @@ from dsv3.model.params import abstract
 from sharding.mesh import DEVICES, NODE
 from training.config import TrainingConfig
 from training.pipeline import ranks
-from training.pipeline.operations import Kind
 from training.pipeline.programs import StageProgram, held_shapes, trace_stages
 from training.pipeline.ranks import is_partition, over_data
-from training.pipeline.schedules import Schedule
-from training.pipeline.size import RankSize
+from training.pipeline.schedules import Kind, RankSize, Schedule
 from training.pipeline.stages import Stage, cut, partitions, take
 
 MASTERS = 3

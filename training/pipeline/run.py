@@ -14,10 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from sharding import mesh, processes
 from training.loss import target_counts
-from training.pipeline.operations import Kind
 from training.pipeline.programs import StagePrograms
 from training.pipeline.ranks import SPLIT
-from training.pipeline.schedules import Schedule
+from training.pipeline.schedules import Kind, Schedule
 from training.pipeline.simulator import Event, simulate
 from training.pipeline.stages import StageParams
 

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: for each rank the order of its operations in one training step. No jax.
+"""Pipeline schedules as data, without jax: what a rank is made of, and the order of its operations in a training step.
 
     1F1B       a rank alternates one forward and one backward (PipeDream-Flush, arXiv:2006.09503)
     ZB1P       the same with the backward split; weight gradients fill the bubble (ZB-H1, arXiv:2401.10241)
@@ -10,9 +10,45 @@ DualPipe and DualPipeV follow the published `step` of deepseek-ai/DualPipe opera
 
 import collections
 import dataclasses
+import enum
 from collections.abc import Callable
 
-from training.pipeline.operations import Kind, Operation, Order, Part, text
+
+class Kind(enum.Enum):
+    """One part of an operation; the value is its name in a written order."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """Input gradient and weight gradient together."""
+    INPUT = "Bi"
+    """The input gradient alone. The weight gradient waits in the rank's queue."""
+    WEIGHT = "W"
+    """The weight gradient that has waited longest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One kind of work on one micro-batch, counted within its direction."""
+
+    kind: Kind
+    direction: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.direction}.{self.micro_batch}"
+
+
+Operation = tuple[Part, ...]
+"""What a rank does in one go: one part, or a forward and a backward of another micro-batch that overlap."""
+
+
+Order = tuple[Operation, ...]
+"""All operations of one rank in one step, first to last."""
+
+
+def text(operation: Operation) -> str:
+    """Returns an operation as it is written: `F0.3`, `Bi1.0`, `W1.0`, `F0.3&B1.1`."""
+    return "&".join(map(str, operation))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,3 +262,45 @@ ALGORITHMS: dict[str, Callable[[int, int], Schedule]] = {
     "DualPipe": _dualpipe,
     "DualPipeV": _dualpipe_v,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class RankSize:
+    """The devices of a rank: `data` teams, in each of which `experts` devices split the experts."""
+
+    data: int = 1
+    experts: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Devices of a rank, `Z`."""
+        return self.data * self.experts
+
+
+def read_mesh(text: str) -> tuple[int, RankSize]:
+    """Returns the pipeline ranks, and the devices of each, of a text such as `stage=4,data=2,expert=2`.
+
+    Raises ValueError for another axis or size.
+    """
+    sizes = {"stage": 1, "data": 1, "expert": 1}
+    for entry in text.split(","):
+        axis, _, size = entry.partition("=")
+        if axis not in sizes or not size.isdecimal() or int(size) < 1:
+            raise ValueError(
+                f"{entry!r} is no axis with a size; write stage=N, data=N, expert=N, or some of them with commas"
+            )
+        sizes[axis] = int(size)
+    return sizes["stage"], RankSize(sizes["data"], sizes["expert"])
+
+
+def rows_of(batch_size: int, num_experts: int, micro_batches: int, size: RankSize) -> int:
+    """Returns the rows of a micro-batch. Raises ValueError where they, or the experts, do not divide over a rank."""
+    rows, rest = divmod(batch_size, micro_batches)
+    if rest:
+        raise ValueError(f"{micro_batches} micro-batches do not divide the batch of {batch_size} rows")
+    if rows % size.devices or num_experts % size.experts:
+        raise ValueError(
+            f"the {size.devices} devices of a rank must divide the {rows} rows of a micro-batch, and the "
+            f"{size.experts} that split the experts must divide {num_experts}"
+        )
+    return rows

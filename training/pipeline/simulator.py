@@ -3,8 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 
-from training.pipeline.operations import Kind, Operation, Part, text
-from training.pipeline.schedules import Schedule
+from training.pipeline.schedules import Kind, Operation, Part, Schedule, text
 
 
 class ScheduleError(ValueError):

@@ -21,8 +21,7 @@ from training.config import TrainingConfig
 from training.pipeline.programs import stage_programs
 from training.pipeline.ranks import EVERYWHERE, is_partition, over_data, size_of
 from training.pipeline.run import Executed, Runner
-from training.pipeline.schedules import Schedule
-from training.pipeline.size import rows_of
+from training.pipeline.schedules import Schedule, rows_of
 from training.pipeline.stages import (
     Stage,
     StageParams,
@@ -34,8 +33,18 @@ from training.pipeline.stages import (
     stage_part,
     weights,
 )
-from training.saved import SavedState, by_layer, map_parts, stacked
-from training.step import TrainState, adamw, expert_load_peak, initial_state, router_bias_change, shift_bias
+from training.step import (
+    SavedState,
+    TrainState,
+    adamw,
+    by_layer,
+    expert_load_peak,
+    initial_state,
+    map_parts,
+    router_bias_change,
+    shift_bias,
+    stacked,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,12 +11,10 @@ from pallas_kernels.float8 import E4M3
 from tests.training.pipeline.test_run import random_params
 from training.config import TrainingConfig
 from training.loss import objective, target_counts, training_backend
-from training.pipeline.operations import Kind
 from training.pipeline.programs import held_shapes, stage_programs
 from training.pipeline.ranks import rank_meshes
 from training.pipeline.run import Runner
-from training.pipeline.schedules import build
-from training.pipeline.size import RankSize
+from training.pipeline.schedules import Kind, RankSize, build
 from training.pipeline.stages import cut, join, take, weights
 
 LENGTH = 128

@@ -11,16 +11,13 @@ from dsv3.config.model import ModelConfig
 from dsv3.model.forward import forward
 from dsv3.model.layers.experts import LOCAL_EXPERTS
 from dsv3.model.params import Params, ParamSpec, declare
-from training.balance import balanced
 from training.config import TrainingConfig
-from training.loss import objective, training_backend
-from training.pipeline.operations import text
+from training.loss import balanced, objective, training_backend
 from training.pipeline.programs import stage_programs
 from training.pipeline.ranks import rank_meshes
 from training.pipeline.run import Executed, Runner
-from training.pipeline.schedules import Schedule, build, order
+from training.pipeline.schedules import RankSize, Schedule, build, order, text
 from training.pipeline.simulator import activations
-from training.pipeline.size import RankSize
 from training.pipeline.stages import cut, join, take, weights
 
 ONE = RankSize()

@@ -13,13 +13,11 @@ from rich.console import Console
 
 from training import loop
 from training.config import TrainingConfig
-from training.loop import Checkpoints
+from training.loop import Checkpoints, read_log
 from training.pipeline.memory import memory_of
 from training.pipeline.ranks import rank_meshes
-from training.pipeline.schedules import Schedule, build
-from training.pipeline.size import RankSize
+from training.pipeline.schedules import RankSize, Schedule, build
 from training.pipeline.trainer import PipelineTrainer
-from training.report import read_log
 from training.step import TrainState, initial_state, train_step
 
 TOKENS = np.random.default_rng(1).integers(10, 300, (4, 32)).astype(np.int32)

@@ -52,14 +52,14 @@ def main() -> int:
         by_name = _times(options, described.model(_MODEL.value))
         gc.freeze()
         gc.disable()  # requests that have ended leave no cycles behind, and there are millions of other objects
-        outcome = simulate(options, by_name)
+        figures, snapshots, record = simulate(options, by_name)
     except (SettingError, TimesError, TrafficError) as error:
         raise flags.UsageError(str(error)) from error
-    Console().print(report.render(outcome.figures))
+    Console().print(report.render(figures))
     if _JSON.value:
-        Path(_JSON.value).write_text(json.dumps(outcome.figures, indent=1) + "\n")
+        Path(_JSON.value).write_text(json.dumps(figures, indent=1) + "\n")
     if _PLOT.value:
-        report.draw(outcome.series.looks, outcome.record, Path(_PLOT.value))
+        report.draw(snapshots, record, Path(_PLOT.value))
     return 0
 
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from router.choice import Flying, Load, SentPages, choose
 from router.instance import Booking, Breaker
 from router.request import Prompt
-from tools.simulate.instance import Instance
+from tools.simulate.instance import SimulatedInstance
 from tools.simulate.options import Routing
-from tools.simulate.times import Clock
+from tools.simulate.times import VirtualClock
 
 MOST_WAITING, WAIT_S = 1024, 30.0
 """The router's own bounds, `max_num_queued_reqs` and `queue_timeout`."""
@@ -27,7 +27,7 @@ class Place:
     What is `alone` is not chosen among others, so that nothing depends on what has been sent there.
     """
 
-    def __init__(self, instance: Instance, since: float, *, alone: bool) -> None:
+    def __init__(self, instance: SimulatedInstance, since: float, *, alone: bool) -> None:
         self.instance, self.since = instance, since
         self.load, self.flying = Load(ranks=instance.cfg.num_ranks), Flying()
         self.sent = SentPages(0) if alone else SentPages()
@@ -57,10 +57,10 @@ class _Waiting:
     refuse: Callable[[], None]
 
 
-class Pool:
+class SimulatedPool:
     """Gives each request the instance where it costs least, or the next in turn."""
 
-    def __init__(self, clock: Clock, *, decodes: bool, routing: Routing, seed: int) -> None:
+    def __init__(self, clock: VirtualClock, *, decodes: bool, routing: Routing, seed: int) -> None:
         self.places: list[Place] = []
         self._clock, self._decodes, self._routing = clock, decodes, routing
         self._chance, self._turns = random.Random(seed), itertools.count()

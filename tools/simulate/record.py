@@ -13,7 +13,7 @@ _GAP = 1e-4
 _FIRST_SIZE = 1024
 
 
-class Record:
+class RequestLog:
     """Columns over all requests, by number; figures count those that come, and tokens that come, from `begin` on."""
 
     def __init__(self, begin: float = 0.0) -> None:

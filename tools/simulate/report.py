@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tools.plan.roofline import KNOWN_ERRORS
-from tools.simulate.record import Record
-from tools.simulate.simulation import Look
+from tools.simulate.record import RequestLog
+from tools.simulate.simulation import FleetSnapshot
 
 _COLORS = {"prefill": "#e9a23b", "decode": "#5b8fd1", "both": "#5b8fd1"}
 MODELLED = (
@@ -25,7 +25,7 @@ MODELLED = (
 
 
 def render(figures: dict[str, Any]) -> Group:
-    """Renders what `Outcome.figures` holds."""
+    """Renders the figures that `simulate` returns."""
     requests = figures["requests"]
     counts = ", ".join(f"{count:,} {name}" for name, count in requests.items())
     parts: list[RenderableType] = [Text(f"requests: {counts}", style="bold"), _rates(figures), _latencies(figures)]
@@ -90,7 +90,7 @@ def _tiers(figures: dict[str, Any]) -> Table:
     return table
 
 
-def draw(looks: Sequence[Look], record: Record, path: Path) -> None:
+def draw(looks: Sequence[FleetSnapshot], record: RequestLog, path: Path) -> None:
     """Writes SVG or PNG, as the path ends. Raises ModuleNotFoundError without matplotlib (the `plots` extra)."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -108,7 +108,7 @@ def draw(looks: Sequence[Look], record: Record, path: Path) -> None:
         figure.savefig(path, dpi=100, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _draw_nodes(axes: Any, looks: Sequence[Look]) -> None:
+def _draw_nodes(axes: Any, looks: Sequence[FleetSnapshot]) -> None:
     minutes, roles = _minutes(looks), list(looks[0].nodes)
     columns = [[look.nodes[role] for look in looks] for role in roles]
     axes.stackplot(minutes, columns, labels=roles, colors=[_COLORS[role] for role in roles], step="post")
@@ -116,7 +116,7 @@ def _draw_nodes(axes: Any, looks: Sequence[Look]) -> None:
     axes.legend(loc="upper right", fontsize=8)
 
 
-def _draw_rates(axes: Any, looks: Sequence[Look]) -> None:
+def _draw_rates(axes: Any, looks: Sequence[FleetSnapshot]) -> None:
     pairs = list(itertools.pairwise(looks))
     asked = [(b.arrived - a.arrived) / (b.at - a.at) for a, b in pairs]
     given = [(b.output_tokens - a.output_tokens) / (b.at - a.at) / 1e3 for a, b in pairs]
@@ -127,7 +127,7 @@ def _draw_rates(axes: Any, looks: Sequence[Look]) -> None:
     axes.legend(loc="upper right", fontsize=8)
 
 
-def _draw_waits(axes: Any, looks: Sequence[Look], record: Record) -> None:
+def _draw_waits(axes: Any, looks: Sequence[FleetSnapshot], record: RequestLog) -> None:
     spans = [record.ttft(a.at, b.at) for a, b in itertools.pairwise(looks)]
     for rank, color in ((50, "#5b8fd1"), (99, "#b04a4a")):
         values = [float(np.percentile(span, rank)) if len(span) else np.nan for span in spans]
@@ -137,7 +137,7 @@ def _draw_waits(axes: Any, looks: Sequence[Look], record: Record) -> None:
     axes.legend(loc="upper right", fontsize=8)
 
 
-def _draw_use(axes: Any, looks: Sequence[Look]) -> None:
+def _draw_use(axes: Any, looks: Sequence[FleetSnapshot]) -> None:
     for role in looks[0].use:
         axes.plot(_minutes(looks), [100 * look.use[role] for look in looks], color=_COLORS[role], label=role)
     axes.set_ylabel("cache or slots, %")
@@ -145,5 +145,5 @@ def _draw_use(axes: Any, looks: Sequence[Look]) -> None:
     axes.legend(loc="upper right", fontsize=8)
 
 
-def _minutes(looks: Sequence[Look]) -> list[float]:
+def _minutes(looks: Sequence[FleetSnapshot]) -> list[float]:
     return [look.at / 60 for look in looks]

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from tools.plan.published_day import CHART, LOADS
-from tools.simulate.fleet import Fleet, Group, Setting, hold, replay
+from tools.simulate.fleet import InstanceGroup, Setting, SimulatedFleet, hold, replay
 from tools.simulate.options import SimulateOptions
-from tools.simulate.record import Record
-from tools.simulate.times import Clock, InstanceTimes
-from tools.simulate.traffic import Ask, Lengths, Session, TrafficError, drawn, open_loop, read_trace
+from tools.simulate.record import RequestLog
+from tools.simulate.times import InstanceTimes, VirtualClock
+from tools.simulate.traffic import Lengths, Session, TracedRequest, TrafficError, drawn, open_loop, read_trace
 
 _LOOKS = 240
 _TRACE_PERIOD_S = 15.0
@@ -20,7 +20,7 @@ _LEAST_S = 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
+class FleetSnapshot:
     """The fleet at a time: nodes and mean use of cache or slots by role, and totals so far."""
 
     at: float
@@ -32,16 +32,11 @@ class Look:
     output_tokens: int
 
 
-class Series:
-    """Looks every `period` seconds of virtual time."""
+def watch(fleet: SimulatedFleet, period: float) -> list[FleetSnapshot]:
+    """Has the fleet looked at every `period` seconds of virtual time; returns the list that is filled then."""
+    snapshots: list[FleetSnapshot] = []
 
-    def __init__(self, fleet: Fleet, period: float) -> None:
-        self.looks: list[Look] = []
-        self._fleet, self._period = fleet, period
-        fleet.clock.at(0.0, self._look)
-
-    def _look(self) -> None:
-        fleet = self._fleet
+    def look() -> None:
         nodes: dict[str, int] = {}
         use: dict[str, float] = {}
         queue = 0.0
@@ -52,41 +47,38 @@ class Series:
             if role != "decode":
                 queue = max(each.waiting_tokens / each.times.prompt_rate for each in up)
         record, now = fleet.record, fleet.clock.now
-        self.looks.append(Look(now, nodes, use, queue, fleet.in_flight, record.count, record.output_tokens))
-        fleet.clock.at(now + self._period, self._look)
+        snapshots.append(FleetSnapshot(now, nodes, use, queue, fleet.in_flight, record.count, record.output_tokens))
+        fleet.clock.at(now + period, look)
+
+    fleet.clock.at(0.0, look)
+    return snapshots
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What a simulation has come to: figures as plain data, and what a picture needs."""
+def simulate(
+    options: SimulateOptions, by_name: dict[str, InstanceTimes]
+) -> tuple[dict[str, Any], list[FleetSnapshot], RequestLog]:
+    """Runs a simulation on `by_name`, by deployment; returns figures as plain data, and what a picture needs.
 
-    figures: dict[str, Any]
-    series: Series
-    record: Record
-
-
-def simulate(options: SimulateOptions, by_name: dict[str, InstanceTimes]) -> Outcome:
-    """Runs a simulation on `by_name`, by deployment. Raises SettingError for what contradicts itself,
-    TrafficError for a trace that cannot be read.
+    Raises SettingError for what contradicts itself, TrafficError for a trace that cannot be read.
     """
     setting = setting_of(options, by_name)
-    clock, record = Clock(), Record(options.warm_up)
-    fleet = Fleet(setting, clock, record)
-    series = Series(fleet, options.seconds / _LOOKS if options.seconds else _TRACE_PERIOD_S)
+    clock, record = VirtualClock(), RequestLog(options.warm_up)
+    fleet = SimulatedFleet(setting, clock, record)
+    snapshots = watch(fleet, options.seconds / _LOOKS if options.seconds else _TRACE_PERIOD_S)
     began = time.perf_counter(), time.process_time()
     _load(options, fleet)
     clock.run(options.seconds, lambda: fleet.is_over)
     figures = record.figures(clock.now, options.limits) | _of_fleet(fleet)
     wall, processor = time.perf_counter() - began[0], time.process_time() - began[1]
     figures["simulator"] = {"wall_s": wall, "processor_s": processor, "virtual_s": clock.now}
-    return Outcome(figures, series, record)
+    return figures, snapshots, record
 
 
 def setting_of(options: SimulateOptions, by_name: dict[str, InstanceTimes]) -> Setting:
     """Returns what is simulated; raises SettingError for what contradicts itself."""
 
-    def group(name: str, count: int) -> Group:
-        return Group(by_name[name], count, options.rule)
+    def group(name: str, count: int) -> InstanceGroup:
+        return InstanceGroup(by_name[name], count, options.rule)
 
     prefilling = None
     if options.instances is not None:
@@ -105,7 +97,7 @@ def setting_of(options: SimulateOptions, by_name: dict[str, InstanceTimes]) -> S
     )
 
 
-def _load(options: SimulateOptions, fleet: Fleet) -> None:
+def _load(options: SimulateOptions, fleet: SimulatedFleet) -> None:
     """Has the requests come."""
     if options.trace is not None:
         replay(fleet, _traced(options), options.seconds)
@@ -133,7 +125,7 @@ def _traced(options: SimulateOptions) -> list[Session]:
     if has_times or options.request_rate is None:
         return sessions
     rate = options.request_rate
-    marks = open_loop((Ask((), 0) for _ in sessions), lambda _: rate, rate, options.seed)
+    marks = open_loop((TracedRequest((), 0) for _ in sessions), lambda _: rate, rate, options.seed)
     return [Session(mark.at, session.asks) for mark, session in zip(marks, sessions, strict=True)]
 
 
@@ -147,7 +139,7 @@ def day_rate(seconds: float) -> Callable[[float], float]:
     return rate
 
 
-def _of_fleet(fleet: Fleet) -> dict[str, Any]:
+def _of_fleet(fleet: SimulatedFleet) -> dict[str, Any]:
     """Returns nodes, steps and hits by role and tier."""
     roles = {}
     for pool, group in fleet.pools:

@@ -123,7 +123,7 @@ def _check(times: InstanceTimes, where: str) -> None:
                 raise TimesError(f"{where}: {kind} has no {len(KEYS)} times above 0 for the bucket {bucket}")
 
 
-class Clock:
+class VirtualClock:
     """Calls what is due, the earliest first, equals in the order in which they were asked for. `now` is in seconds."""
 
     def __init__(self) -> None:

@@ -34,17 +34,17 @@ class TrafficError(ValueError):
     """Traffic that cannot be, or a file that does not describe it; the text names file and place."""
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """Consecutive tokens of a prompt, named by what they say together with all before them."""
 
     name: int
     tokens: int
 
 
-class Ask(NamedTuple):
+class TracedRequest(NamedTuple):
     """A request: what its prompt is made of, and the tokens of its answer."""
 
-    content: tuple[Run, ...]
+    content: tuple[TokenRun, ...]
     answer: int
 
     @property
@@ -57,7 +57,7 @@ class Session(NamedTuple):
     """Requests of which each comes when the one before has been answered; the first at `at` seconds."""
 
     at: float
-    asks: tuple[Ask, ...]
+    asks: tuple[TracedRequest, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Lengths:
             raise TrafficError(f"shared {self.shared}: must be at least 0 and below 1")
 
 
-def drawn(lengths: Lengths, longest: int, seed: int) -> Iterator[Ask]:
+def drawn(lengths: Lengths, longest: int, seed: int) -> Iterator[TracedRequest]:
     """Yields requests without end, the same ones for the same seed; prompt and answer each fit half of `longest`."""
     random = np.random.default_rng(seed)
     draw = functools.partial(_lognormal, random, longest // 2)
@@ -96,8 +96,8 @@ def drawn(lengths: Lengths, longest: int, seed: int) -> Iterator[Ask]:
         answers = draw(lengths.answer, _SLICE).astype(int)
         for i, (prefix, tokens, answer) in enumerate(zip(chosen, own.tolist(), answers.tolist(), strict=True)):
             shared = min(int(prefixes[prefix]), longest // 2 - 1)
-            runs = (Run(prefix, shared), Run(-1 - first - i, max(1, min(tokens, longest // 2 - shared))))
-            yield Ask(runs if shared else runs[1:], max(1, answer))
+            runs = (TokenRun(prefix, shared), TokenRun(-1 - first - i, max(1, min(tokens, longest // 2 - shared))))
+            yield TracedRequest(runs if shared else runs[1:], max(1, answer))
 
 
 _SLICE = 1024
@@ -110,7 +110,9 @@ def _lognormal(random: np.random.Generator, most: int, mean: float, count: int) 
     return np.minimum(random.lognormal(math.log(mean) - _SIGMA**2 / 2, _SIGMA, count), most)
 
 
-def open_loop(asks: Iterable[Ask], rate: Callable[[float], float], most: float, seed: int) -> Iterator[Session]:
+def open_loop(
+    asks: Iterable[TracedRequest], rate: Callable[[float], float], most: float, seed: int
+) -> Iterator[Session]:
     """Yields sessions of one request at the times of a Poisson process with `rate(seconds)`, at most `most`."""
     random, now = np.random.default_rng((seed, 1)), 0.0
     for ask in asks:
@@ -162,15 +164,15 @@ def _checked(line: Line, number: int) -> Line:
     return line
 
 
-def _ask_of(line: Line, own: int) -> Ask:
+def _ask_of(line: Line, own: int) -> TracedRequest:
     """Returns the request of a line; what no block names is its `own`."""
     left, runs = line.input_length, []
     for name in line.hash_ids:
         if not left:
             break
-        runs.append(Run(name, min(BLOCK, left)))
+        runs.append(TokenRun(name, min(BLOCK, left)))
         left -= runs[-1].tokens
-    return Ask((*runs, *([Run(own, left)] if left else [])), line.output_length)
+    return TracedRequest((*runs, *([TokenRun(own, left)] if left else [])), line.output_length)
 
 
 def read_sharegpt(path: Path) -> list[Session]:
@@ -197,15 +199,15 @@ def _conversation(record: Any, where: str, number: int) -> Session:
     turns = record.get("conversations") if isinstance(record, dict) else None
     if not isinstance(turns, list):
         raise TrafficError(f"{where}: conversations is {turns!r}, but must be a list of turns")
-    asks, runs = [], list[Run]()
+    asks, runs = [], list[TokenRun]()
     for i, turn in enumerate(turns):
         says = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
         if not isinstance(says[0], str) or not isinstance(says[1], str):
             raise TrafficError(f"{where}: turn {i + 1} is {turn!r:.80}, but must have a text in from and in value")
         tokens = max(1, len(says[1].encode("utf-8", "surrogatepass")) // BYTES_PER_TOKEN)
         if says[0] in ("gpt", "assistant", "chatgpt") and runs:
-            asks.append(Ask(tuple(runs), tokens))
-        runs.append(Run(number * _MOST_TURNS + i, tokens))
+            asks.append(TracedRequest(tuple(runs), tokens))
+        runs.append(TokenRun(number * _MOST_TURNS + i, tokens))
     return Session(0.0, tuple(asks))
 
 

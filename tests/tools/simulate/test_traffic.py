@@ -9,7 +9,7 @@ from tests.tools.simulate.tables import prefill_s, table
 from tools.simulate.options import SimulateOptions
 from tools.simulate.simulation import day_rate
 from tools.simulate.times import TimesError, read_times, write_times
-from tools.simulate.traffic import Lengths, Run, TrafficError, drawn, open_loop, read_trace
+from tools.simulate.traffic import Lengths, TokenRun, TrafficError, drawn, open_loop, read_trace
 
 MOONCAKE = {"timestamp": 1500, "input_length": 1100, "output_length": 7, "hash_ids": [4, 5, 9]}
 TALK = {"conversations": [{"from": "human", "value": "x" * 400}, {"from": "gpt", "value": "y" * 80}] * 2}
@@ -20,7 +20,7 @@ def test_a_mooncake_line_is_blocks_and_a_rest(tmp_path) -> None:
     path.write_text("\n".join(json.dumps(MOONCAKE | change) for change in ({}, {"timestamp": 20, "hash_ids": []})))
     sessions, has_times = read_trace(path)
     assert has_times and [session.at for session in sessions] == [0.02, 1.5]
-    assert sessions[1].asks[0].content == (Run(4, 512), Run(5, 512), Run(9, 76))
+    assert sessions[1].asks[0].content == (TokenRun(4, 512), TokenRun(5, 512), TokenRun(9, 76))
     assert [each.asks[0].prompt for each in sessions] == [1100, 1100]
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tools.plan.deployment import Device
     from tools.plan.training import LayerTimes
     from training.pipeline.memory import RankMemory
-    from training.pipeline.schedules import Schedule
+    from training.pipeline.schedules import PipelineSchedule
 
 _DEVICE = absl_flags.DEFINE_enum("device", "H800", ["H800", "H200"], "train: on this GPU, in nodes of eight.")
 absl_flags.adopt_module_key_flags(training)
@@ -28,7 +28,7 @@ class TrainingPlan:
     `stage` is the one that takes longest; `pair_wire_bytes` leave a device in an overlapped pair of one MoE layer.
     """
 
-    schedule: "Schedule"
+    schedule: "PipelineSchedule"
     rows: int
     memory: "tuple[RankMemory, ...]"
     budget: int
@@ -103,7 +103,9 @@ def _make(device: "Device") -> TrainingPlan:
     )
 
 
-def _longest_stage(config: Any, device: "Device", schedule: "Schedule", tokens: int, wire: float) -> "LayerTimes":
+def _longest_stage(
+    config: Any, device: "Device", schedule: "PipelineSchedule", tokens: int, wire: float
+) -> "LayerTimes":
     """Returns the times of the stage that takes longest; an MTP module counts as a MoE layer, the head is left out."""
     from tools.plan.training import LayerTimes
     from training.pipeline.stages import cut

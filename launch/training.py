@@ -59,6 +59,6 @@ def mesh() -> tuple[int, RankSize]:
         raise flags.UsageError(f"--mesh={MESH.value}: {error}") from error
 
 
-def schedule(ranks: int) -> schedules.Schedule:
+def schedule(ranks: int) -> schedules.PipelineSchedule:
     """Returns the order of `ranks`. Raises ValueError as `schedules.build` does."""
     return schedules.build(PIPELINE.value, ranks, MICRO_BATCHES.value or 2 * ranks)

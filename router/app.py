@@ -45,7 +45,7 @@ from dsv3.server.workers import WorkersBusy
 from router.instance import Instance
 from router.members import Members, Pool, read_registration
 from router.options import RouterOptions
-from router.relay import Fleet, Numbers, Relay, Reply
+from router.relay import Fleet, InstanceReply, Numbers, Relay
 from router.request import read_asked
 
 Make = Callable[[str], Instance]
@@ -59,7 +59,7 @@ REGISTER = "/instances"
 """Where instances say that they are there: behind their own key and not the clients'."""
 
 
-class Site:
+class RouterSite:
     """What the routes share; `is_draining` has new requests refused, `active` counts those in flight.
 
     `members` takes instances that register, if it is anybody's to do so.
@@ -96,7 +96,7 @@ class Site:
         await self._bodies.close()
 
 
-def make_app(site: Site, host: str) -> ASGIApp:
+def make_app(site: RouterSite, host: str) -> ASGIApp:
     """Returns the application, behind keys where there are any."""
     handlers: dict[tuple[str, str], _Route] = {
         ("GET", "/health"): functools.partial(_health, site),
@@ -147,17 +147,17 @@ def _json(value: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-async def _health(site: Site, _: Request) -> Response:
+async def _health(site: RouterSite, _: Request) -> Response:
     states = [each.status for each in site.fleet.answering.instances]
     return _json({"status": site.status, "instances": states}, 200 if site.status == "ok" else 503)
 
 
-async def _metrics(site: Site, http: Request) -> Response:
+async def _metrics(site: RouterSite, http: Request) -> Response:
     _require_operator(site, http, "this route")
     return Response(site.fleet.numbers.text(), media_type="text/plain; version=0.0.4")
 
 
-def _require_operator(site: Site, http: Request, what: str) -> None:
+def _require_operator(site: RouterSite, http: Request, what: str) -> None:
     """Refuses what concerns all tenants to all but the operator, as an instance does that knows who asks."""
     tenant = tenant_of(http)
     if tenant is not None and tenant.name != OPERATOR and site.tenants.are_several:
@@ -165,7 +165,7 @@ def _require_operator(site: Site, http: Request, what: str) -> None:
         raise ApiError(403, text, kind="permission_error", code="not_the_operator")
 
 
-async def _register(members: Members, site: Site, http: Request) -> Response:
+async def _register(members: Members, site: RouterSite, http: Request) -> Response:
     """Takes in what an instance says of itself."""
     members.admit(http.headers.get("authorization"))
     with site.budget.hold() as holding:
@@ -173,7 +173,7 @@ async def _register(members: Members, site: Site, http: Request) -> Response:
         return _json(members.hear(await site.read(len(body), lambda: read_registration(body))))
 
 
-async def _models(site: Site, _: Request) -> Response:
+async def _models(site: RouterSite, _: Request) -> Response:
     for instance in site.fleet.answering.instances:
         if instance.status == "ok":
             with contextlib.suppress(RequestFailed, TimeoutError):
@@ -183,7 +183,7 @@ async def _models(site: Site, _: Request) -> Response:
     raise unavailable("no instance answers", "no_instance")
 
 
-async def _relay(site: Site, http: Request) -> Response:
+async def _relay(site: RouterSite, http: Request) -> Response:
     """Has an instance answer."""
     if site.is_draining:
         raise unavailable("the router is shutting down", "draining", 5)
@@ -203,7 +203,7 @@ async def _relay(site: Site, http: Request) -> Response:
 class Relayed(Response):
     """What a relay tells, as it comes; `on_close` is called in the end."""
 
-    def __init__(self, site: Site, relay: Relay, on_close: Callable[[], None]):
+    def __init__(self, site: RouterSite, relay: Relay, on_close: Callable[[], None]):
         self.background = None
         self.status_code = 499
         self._site, self._relay, self._on_close = site, relay, on_close
@@ -257,7 +257,7 @@ _EVENT_HEADERS = [
 ]
 
 
-def _response(reply: Reply) -> Response:
+def _response(reply: InstanceReply) -> Response:
     headers: dict[str, Any] = {"content-type": reply.media_type}
     return Response(reply.content, reply.status, headers)
 
@@ -326,7 +326,7 @@ async def serve(
     make = maker(options, api_key)
     fleet = fleet_of(options, make)
     members = members_of(fleet, make, api_key, notify)
-    site = Site(fleet, Tenants(tenants), members if options.registration else None)
+    site = RouterSite(fleet, Tenants(tenants), members if options.registration else None)
     deadlines, admission = Deadlines(), Admission(max_admitted(None, 1))
     certificate = certificate_of(ServerOptions(**{name: getattr(options, name) for name in _TLS}))
     server = HttpServer(protocol.Site(make_app(site, options.host), deadlines, admission), listener, certificate)
@@ -341,7 +341,7 @@ async def serve(
     return 0
 
 
-async def _drained(site: Site, second: asyncio.Event, seconds: float) -> None:
+async def _drained(site: RouterSite, second: asyncio.Event, seconds: float) -> None:
     deadline = asyncio.get_running_loop().time() + seconds
     while site.active and asyncio.get_running_loop().time() < deadline and not second.is_set():
         await wait_for_any(second, timeout_s=_FINISH_S)

@@ -58,7 +58,7 @@ def read_batch(payload: bytes) -> EventBatch:
         raise UnreadableEvents(str(error)) from None
 
 
-class Held:
+class HeldPages:
     """The pages of an instance of so many ranks, on whatever medium; its length counts those of all ranks."""
 
     def __init__(self, num_ranks: int) -> None:
@@ -132,7 +132,7 @@ def _are_ids(tokens: Sequence[int]) -> bool:
     return not tokens or (min(tokens) >= 0 and max(tokens) < 2**31)
 
 
-class Source(msgspec.Struct, frozen=True):
+class EventSource(msgspec.Struct, frozen=True):
     """Where an instance publishes, as its `/v1/models` says; `*` stands for its host."""
 
     endpoint: str
@@ -140,12 +140,12 @@ class Source(msgspec.Struct, frozen=True):
     topic: str = ""
     num_ranks: int = 1
 
-    def at(self, host: str) -> "Source | None":
+    def at(self, host: str) -> "EventSource | None":
         """Returns the source with the host in it; None where nobody can connect to it from here."""
         known = [_connectable(each, host) for each in (self.endpoint, self.replay_endpoint) if each is not None]
         if any(each is None for each in known) or not 1 <= self.num_ranks <= _MOST_RANKS:
             return None
-        return Source(str(known[0]), known[1] if len(known) > 1 else None, self.topic, self.num_ranks)
+        return EventSource(str(known[0]), known[1] if len(known) > 1 else None, self.topic, self.num_ranks)
 
 
 def _connectable(endpoint: str, host: str) -> str | None:
@@ -161,8 +161,8 @@ def _connectable(endpoint: str, host: str) -> str | None:
 class Listener:
     """Keeps `held` as an instance tells, from `start` to `close`. `is_live`: all that it has told is in there."""
 
-    def __init__(self, source: Source, name: str):
-        self.held = Held(source.num_ranks)
+    def __init__(self, source: EventSource, name: str):
+        self.held = HeldPages(source.num_ranks)
         self._source, self._name = source, name
         self._heard = [False] * source.num_ranks
         self._newest = [0.0] * source.num_ranks  # seconds, of the batches taken in

@@ -12,8 +12,8 @@ import msgspec
 
 from dsv3.http_client import Address, Body, Client, RequestFailed, Response
 from dsv3.server.answers.errors import ApiError
-from router.choice import Flying, Load, SentPages, cost_of
-from router.held import Listener, Source
+from router.choice import Flying, InstanceLoad, SentPages, cost_of
+from router.held import EventSource, Listener
 from router.request import Prompt
 
 DEFAULT_CONCURRENCY = 64
@@ -38,14 +38,14 @@ class Broken(Exception):
         self.has_arrived, self.error = has_arrived, error
 
 
-class _Model(msgspec.Struct):
+class _ServedModel(msgspec.Struct):
     max_num_seqs: int | None = None
     data_parallel_size: int | None = None
-    kv_events: Source | None = None
+    kv_events: EventSource | None = None
 
 
-class _Models(msgspec.Struct):
-    data: list[_Model] = []
+class _ServedModels(msgspec.Struct):
+    data: list[_ServedModel] = []
 
 
 @dataclasses.dataclass
@@ -107,7 +107,7 @@ class Instance:
 
     def __init__(self, url: str, api_key: str | None, concurrency: int | None, health_s: float, tls: Tls = None):
         self.url, self.status = url, "unknown"
-        self.load, self.sent, self.flying, self.breaker = Load(), SentPages(), Flying(), Breaker()
+        self.load, self.sent, self.flying, self.breaker = InstanceLoad(), SentPages(), Flying(), Breaker()
         self.lease_until: float | None = None  # of a monotonic clock; None is for ever
         self.listener: Listener | None = None
         self._address = Address.parse(url)
@@ -233,7 +233,7 @@ class Instance:
         if is_new:
             self.sent.clear()
         with contextlib.suppress(RequestFailed, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError):
-            models = msgspec.json.decode((await self.get("/v1/models"))[1], type=_Models).data
+            models = msgspec.json.decode((await self.get("/v1/models"))[1], type=_ServedModels).data
             if self._given is None:
                 self.concurrency = 2 * max((model.max_num_seqs or 0 for model in models), default=0)
                 self.concurrency = self.concurrency or DEFAULT_CONCURRENCY
@@ -242,7 +242,7 @@ class Instance:
             if is_new or source is None:
                 self._listen_to(None if source is None else source.at(self._address.host))
 
-    def _listen_to(self, source: Source | None) -> None:
+    def _listen_to(self, source: EventSource | None) -> None:
         if self.listener is not None:
             self.listener.close()
         self.listener = None if source is None else Listener(source, self.url)

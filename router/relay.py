@@ -17,12 +17,12 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from dsv3.http_client import Body, RequestFailed, Response, ServerSentEvents
 from dsv3.server.answers.errors import ENGINE_DIED, ApiError, unavailable
 from dsv3.server.answers.kinds import KINDS
-from router.gather import Events, Failed, Gathered, Unreadable
+from router.gather import ErrorEvent, Events, Gathered, Unreadable
 from router.held import spelled_keys
 from router.instance import Booking, Broken, Instance
 from router.members import Pool
 from router.options import RouterOptions
-from router.request import MAX_PAGES, PAGE_TOKENS, RESUMABLE, TOKENIZED, Asked, Prompt
+from router.request import MAX_PAGES, PAGE_TOKENS, RESUMABLE, TOKENIZED, ParsedRequest, Prompt
 
 MAX_DEATHS = 2
 """Instances that may die with a request on them before it is taken for the cause."""
@@ -31,7 +31,7 @@ FATAL = (INSTANCES_DIED, ENGINE_DIED)
 """Codes of errors that say that nobody else should have the request."""
 
 
-class Refused(Exception):
+class InstanceBusy(Exception):
     """The instance has no room for the request now."""
 
 
@@ -74,11 +74,11 @@ def broken_off() -> ApiError:
 _MOST_BYTES = 2**23
 
 
-class _Tokens(msgspec.Struct):
+class _Tokenized(msgspec.Struct):
     tokens: list[int]
 
 
-async def spelled(asked: Asked, instances: Sequence[Instance]) -> Prompt:
+async def spelled(asked: ParsedRequest, instances: Sequence[Instance]) -> Prompt:
     """Returns a request's prompt with the names of its pages, where any of `instances` tells what it holds.
 
     Text is tokenized by the one of these that has the least to do. Chats with tools, and what comes over other routes
@@ -103,7 +103,7 @@ async def _tokens(instance: Instance, fields: Mapping[str, msgspec.Raw]) -> np.n
     body = b",".join(b'"%b":%b' % (name.encode(), fields[name]) for name in TOKENIZED if name in fields)
     try:
         status, content = await instance.post("/tokenize", b"{%b}" % body, _MOST_BYTES)
-        tokens = msgspec.json.decode(content, type=_Tokens).tokens if status == 200 else None
+        tokens = msgspec.json.decode(content, type=_Tokenized).tokens if status == 200 else None
         return None if tokens is None else np.array(tokens, np.int32)
     except (RequestFailed, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError, OverflowError):
         return None
@@ -159,7 +159,7 @@ class Numbers:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reply:
+class InstanceReply:
     """An answer that is not streamed, or a refusal in the words of an instance."""
 
     status: int
@@ -185,13 +185,13 @@ class Fleet:
 class Relay:
     """Has a fleet answer one request. `run` is called once."""
 
-    def __init__(self, fleet: Fleet, asked: Asked, headers: Mapping[str, str]):
+    def __init__(self, fleet: Fleet, asked: ParsedRequest, headers: Mapping[str, str]):
         self._fleet, self._asked, self._headers = fleet, asked, dict(headers)
         self._trials = Trials(fleet.options.max_resumes, fleet.options.queue_timeout)
         self._transfer: Mapping[str, Any] | None = None
         self._has_told = False
 
-    async def run(self, tell: Tell) -> Reply | None:
+    async def run(self, tell: Tell) -> InstanceReply | None:
         """Returns the answer, or None when `tell` has been given all the events of one; raises ApiError.
 
         Nothing is told before an instance has accepted the request, so that a refusal has its proper status.
@@ -214,7 +214,7 @@ class Relay:
             async with self._fleet.answering.book(self._asked.prompt) as booking:
                 try:
                     return await self._counted(booking, attempt)
-                except Refused:
+                except InstanceBusy:
                     booking.instance.rest()
                     self._trials.refused(time.monotonic())
                 except Broken as failure:
@@ -240,17 +240,17 @@ class Relay:
         self._fleet.numbers.broken.labels(instance.url).inc()
         self._trials.broke(failure, has_died=has_died, now=time.monotonic())
 
-    async def _whole(self, booking: Booking) -> Reply:
+    async def _whole(self, booking: Booking) -> InstanceReply:
         return await self._asked_whole(booking.instance, self._asked.first(self._transfer))
 
-    async def _asked_whole(self, instance: Instance, body: Body) -> Reply:
+    async def _asked_whole(self, instance: Instance, body: Body) -> InstanceReply:
         async with instance.ask(self._asked.path, body, self._headers) as response:
             if response.status != 200:
                 return await _refusal(instance, response)
             kind = response.headers.get("content-type", "application/json")
-            return Reply(200, kind, await instance.read(response, MAX_ANSWER_BYTES))
+            return InstanceReply(200, kind, await instance.read(response, MAX_ANSWER_BYTES))
 
-    async def _passed(self, booking: Booking, tell: Tell) -> Reply | None:
+    async def _passed(self, booking: Booking, tell: Tell) -> InstanceReply | None:
         """Passes a stream on as it comes."""
         instance = booking.instance
         async with instance.ask(self._asked.path, self._asked.first(self._transfer), self._headers) as response:
@@ -262,7 +262,7 @@ class Relay:
                 await tell(piece)
         return None
 
-    async def _streamed(self, booking: Booking, gathered: Gathered, tell: Tell) -> Reply | None:
+    async def _streamed(self, booking: Booking, gathered: Gathered, tell: Tell) -> InstanceReply | None:
         """Passes a stream on and gathers its tokens; begins behind those that there are."""
         gathered.broke()
         instance, events = booking.instance, Events()
@@ -291,7 +291,7 @@ class Relay:
                     await tell(b"".join(lines))
         except (Unreadable, RequestFailed) as error:
             raise Broken(str(error)) from None
-        except Failed as failure:
+        except ErrorEvent as failure:
             if not failure.is_ours:
                 raise failure.error from None
             raise Broken(str(failure), error=failure.error) from None
@@ -308,7 +308,7 @@ class Relay:
                 if error.body.code in FATAL:
                     raise
                 break
-            except Refused:
+            except InstanceBusy:
                 continue
         return None
 
@@ -317,12 +317,12 @@ class Relay:
         self._fleet.numbers.sent.labels(instance.url).inc()
         try:
             reply = await self._asked_whole(instance, self._asked.prefill())
-        except Refused:
+        except InstanceBusy:
             instance.rest()
             raise
         except Broken as failure:
             await self._note(booking, failure)
-            raise Refused from None
+            raise InstanceBusy from None
         instance.work()
         if reply.status != 200:
             return None
@@ -330,7 +330,7 @@ class Relay:
         return _transfer_of(reply.content)
 
 
-async def _refusal(instance: Instance, response: Response) -> Reply:
+async def _refusal(instance: Instance, response: Response) -> InstanceReply:
     """Returns a refusal that is the client's to read; raises Refused, Broken or ApiError for any other."""
     content = await instance.read(response, _MAX_ERROR_BYTES)
     status, told = response.status, _error_of(content)
@@ -338,11 +338,11 @@ async def _refusal(instance: Instance, response: Response) -> Reply:
         _log.error("%s refuses the router's key (%d); see --instance_api_key_file", instance.url, status)
         raise ApiError(502, "an instance refuses the router", kind="server_error", code="instance_refuses")
     if status in (429, 503) and told.get("code") != "engine_unavailable":
-        raise Refused
+        raise InstanceBusy
     if status >= 500:
         text = str(told.get("message") or f"an instance has answered with status {status}")
         raise Broken(f"status {status}", error=ApiError(status, text, kind="server_error", code=told.get("code")))
-    return Reply(status, response.headers.get("content-type", "application/json"), content)
+    return InstanceReply(status, response.headers.get("content-type", "application/json"), content)
 
 
 def _error_of(content: bytes) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def _keys(before: Iterable[bytes | memoryview], data: memoryview) -> Iterator[by
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class ParsedRequest:
     """A request: its path, its fields with a seed, and what of the answer its client wants.
 
     `fields` are those that the router looks at and that are not null, undecoded. `head` is the client's body without
@@ -161,7 +161,7 @@ class Asked:
         return self.head, comma + msgspec.json.encode(own)[1:]
 
 
-def read_asked(path: str, data: bytes | bytearray, salt: str = "") -> Asked:
+def read_asked(path: str, data: bytes | bytearray, salt: str = "") -> ParsedRequest:
     """Returns the request in a body; raises ApiError for what is no JSON object, or has more brackets than a server's.
 
     `salt` keeps what a tenant has cached from others, whose requests come with the same key.
@@ -174,7 +174,7 @@ def read_asked(path: str, data: bytes | bytearray, salt: str = "") -> Asked:
     if path in RESUMABLE and "seed" not in fields:
         own["seed"] = secrets.randbelow(_MAX_SEED)
     prompt = prompt_of(fields, own.get("cache_salt"))
-    return Asked(
+    return ParsedRequest(
         path,
         fields,
         memoryview(data)[: data.rindex(b"}")],

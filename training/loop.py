@@ -193,7 +193,7 @@ def train(
         done, state = _begin(config, checkpoints, trainer, resume)
         console.print(f"{done} of {config.steps} steps done, {_count(config):,} parameters, {output}")
         log = RunLog(output / "log.jsonl", done) if jax.process_index() == 0 else None
-        run = _Run(config, trainer, data, checkpoints, log, console)
+        run = _TrainingRun(config, trainer, data, checkpoints, log, console)
         run.seconds = _seconds_before(output / "log.jsonl")
         with stop_signal() as stopped:
             return run.steps(done, state, stopped)
@@ -207,7 +207,7 @@ def _begin(config: TrainingConfig, checkpoints: Checkpoints, trainer: Trainer, r
     return done, trainer.resumed(saved, done)
 
 
-class _Run:
+class _TrainingRun:
     """The loop of one process. `seconds` is the time in training steps, with that of the run's earlier processes."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """Instances of one role as the router knows them, and those that wait for one.
 
-`choose`, `Booking`, `Load` and `SentPages` are the router's own. The queue in front of them is the model of
+`choose`, `Booking`, `InstanceLoad` and `SentPages` are the router's own. The queue in front of them is the model of
 `router.members.Pool`, which waits in real time: first come, first served, bounded in length and in time.
 """
 
@@ -10,7 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 
-from router.choice import Flying, Load, SentPages, choose
+from router.choice import Flying, InstanceLoad, SentPages, choose
 from router.instance import Booking, Breaker
 from router.request import Prompt
 from tools.simulate.instance import SimulatedInstance
@@ -29,7 +29,7 @@ class Place:
 
     def __init__(self, instance: SimulatedInstance, since: float, *, alone: bool) -> None:
         self.instance, self.since = instance, since
-        self.load, self.flying = Load(ranks=instance.cfg.num_ranks), Flying()
+        self.load, self.flying = InstanceLoad(ranks=instance.cfg.num_ranks), Flying()
         self.sent = SentPages(0) if alone else SentPages()
         self.breaker = Breaker()
         self.concurrency = 2 * instance.cfg.max_num_seqs * instance.cfg.num_ranks

@@ -14,7 +14,7 @@ import enum
 from collections.abc import Callable
 
 
-class Kind(enum.Enum):
+class PassKind(enum.Enum):
     """One part of an operation; the value is its name in a written order."""
 
     FORWARD = "F"
@@ -27,10 +27,10 @@ class Kind(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Pass:
     """One kind of work on one micro-batch, counted within its direction."""
 
-    kind: Kind
+    kind: PassKind
     direction: int
     micro_batch: int
 
@@ -38,7 +38,7 @@ class Part:
         return f"{self.kind.value}{self.direction}.{self.micro_batch}"
 
 
-Operation = tuple[Part, ...]
+Operation = tuple[Pass, ...]
 """What a rank does in one go: one part, or a forward and a backward of another micro-batch that overlap."""
 
 
@@ -52,7 +52,7 @@ def text(operation: Operation) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """The operations of all ranks in one step of `micro_batches`.
 
     `directions` says how the stages lie on the ranks. One direction: stage = rank. Two: each rank holds a stage per
@@ -87,13 +87,13 @@ class Schedule:
             return min(stage, self.stages - 1 - stage)
         return stage if batch < self.micro_batches // self.holders else self.ranks - 1 - stage
 
-    def batch(self, part: Part) -> int:
+    def batch(self, part: Pass) -> int:
         """Returns which micro-batch of the step, counted over both directions, `part` works on."""
         second = part.direction == 1 and not self.turns
         return part.micro_batch + (self.micro_batches // 2 if second else 0)
 
 
-def build(algorithm: str, ranks: int, micro_batches: int) -> Schedule:
+def build(algorithm: str, ranks: int, micro_batches: int) -> PipelineSchedule:
     """Returns the schedule of `algorithm`, a name of `ALGORITHMS`.
 
     Raises ValueError for an unknown algorithm, and for numbers of ranks or micro-batches that it cannot take.
@@ -114,7 +114,7 @@ def order(algorithm: str, ranks: int, micro_batches: int) -> list[list[str]]:
     return [[text(operation) for operation in rank] for rank in schedule.orders]
 
 
-class _Writer:
+class _OrderWriter:
     """Writes one rank's order: it numbers micro-batches per direction and keeps the queue of weight gradients.
 
     `phase` is the direction that the steps below call 0; the ranks of DualPipe's second half see both exchanged.
@@ -124,7 +124,7 @@ class _Writer:
         self.operations: list[Operation] = []
         self._phase = phase
         self._forwards, self._backwards = [0, 0], [0, 0]
-        self._waiting: collections.deque[Part] = collections.deque()
+        self._waiting: collections.deque[Pass] = collections.deque()
 
     @property
     def waiting(self) -> int:
@@ -135,49 +135,49 @@ class _Writer:
         self.operations.append((self._forward(direction),))
 
     def backward(self, direction: int = 0, *, split: bool = False) -> None:
-        part = self._backward(direction, Kind.INPUT if split else Kind.BACKWARD)
+        part = self._backward(direction, PassKind.INPUT if split else PassKind.BACKWARD)
         if split:
-            self._waiting.append(dataclasses.replace(part, kind=Kind.WEIGHT))
+            self._waiting.append(dataclasses.replace(part, kind=PassKind.WEIGHT))
         self.operations.append((part,))
 
     def pair(self, forward: int, backward: int) -> None:
-        self.operations.append((self._forward(forward), self._backward(backward, Kind.BACKWARD)))
+        self.operations.append((self._forward(forward), self._backward(backward, PassKind.BACKWARD)))
 
     def weight(self) -> None:
         self.operations.append((self._waiting.popleft(),))
 
-    def _forward(self, direction: int) -> Part:
-        return self._next(self._forwards, direction ^ self._phase, Kind.FORWARD)
+    def _forward(self, direction: int) -> Pass:
+        return self._next(self._forwards, direction ^ self._phase, PassKind.FORWARD)
 
-    def _backward(self, direction: int, kind: Kind) -> Part:
+    def _backward(self, direction: int, kind: PassKind) -> Pass:
         return self._next(self._backwards, direction ^ self._phase, kind)
 
     @staticmethod
-    def _next(counts: list[int], direction: int, kind: Kind) -> Part:
+    def _next(counts: list[int], direction: int, kind: PassKind) -> Pass:
         counts[direction] += 1
-        return Part(kind, direction, counts[direction] - 1)
+        return Pass(kind, direction, counts[direction] - 1)
 
 
-def _one_forward_one_backward(ranks: int, micro_batches: int) -> Schedule:
+def _one_forward_one_backward(ranks: int, micro_batches: int) -> PipelineSchedule:
     _check_filled("1F1B", ranks, micro_batches)
     orders = []
     for rank in range(ranks):
-        writer, ahead = _Writer(), ranks - 1 - rank
+        writer, ahead = _OrderWriter(), ranks - 1 - rank
         for i in range(micro_batches + ahead):
             if i < micro_batches:
                 writer.forward()
             if i >= ahead:
                 writer.backward()
         orders.append(tuple(writer.operations))
-    return Schedule("1F1B", ranks, micro_batches, tuple(orders))
+    return PipelineSchedule("1F1B", ranks, micro_batches, tuple(orders))
 
 
-def _zero_bubble(ranks: int, micro_batches: int) -> Schedule:
+def _zero_bubble(ranks: int, micro_batches: int) -> PipelineSchedule:
     """Lets r weight gradients wait on rank r. Every rank then holds as many activations as the first one of 1F1B."""
     _check_filled("ZB1P", ranks, micro_batches)
     orders = []
     for rank in range(ranks):
-        writer, ahead = _Writer(), ranks - 1 - rank
+        writer, ahead = _OrderWriter(), ranks - 1 - rank
         for i in range(micro_batches + ahead):
             if i < micro_batches:
                 writer.forward()
@@ -188,7 +188,7 @@ def _zero_bubble(ranks: int, micro_batches: int) -> Schedule:
         while writer.waiting:
             writer.weight()
         orders.append(tuple(writer.operations))
-    return Schedule("ZB1P", ranks, micro_batches, tuple(orders))
+    return PipelineSchedule("ZB1P", ranks, micro_batches, tuple(orders))
 
 
 def _check_filled(algorithm: str, ranks: int, micro_batches: int) -> None:
@@ -196,7 +196,7 @@ def _check_filled(algorithm: str, ranks: int, micro_batches: int) -> None:
         raise ValueError(f"{algorithm} over {ranks} ranks needs at least {ranks} micro-batches, got {micro_batches}")
 
 
-def _dualpipe(ranks: int, micro_batches: int) -> Schedule:
+def _dualpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
     if ranks % 2:
         raise ValueError(f"DualPipe needs an even number of ranks, got {ranks}")
     if micro_batches % 2 or micro_batches < 2 * ranks:
@@ -207,14 +207,14 @@ def _dualpipe(ranks: int, micro_batches: int) -> Schedule:
     half = ranks // 2
     outer = [min(rank, ranks - 1 - rank) for rank in range(ranks)]
     orders = [_bidirectional(h, half, micro_batches // 2, int(rank >= half)) for rank, h in enumerate(outer)]
-    return Schedule("DualPipe", ranks, micro_batches, tuple(orders), directions=2)
+    return PipelineSchedule("DualPipe", ranks, micro_batches, tuple(orders), directions=2)
 
 
-def _dualpipe_v(ranks: int, micro_batches: int) -> Schedule:
+def _dualpipe_v(ranks: int, micro_batches: int) -> PipelineSchedule:
     if micro_batches < 2 * ranks:
         raise ValueError(f"DualPipeV over {ranks} ranks needs at least {2 * ranks} micro-batches, got {micro_batches}")
     orders = [_bidirectional(rank, ranks, micro_batches, 0) for rank in range(ranks)]
-    return Schedule("DualPipeV", ranks, micro_batches, tuple(orders), directions=2, turns=True)
+    return PipelineSchedule("DualPipeV", ranks, micro_batches, tuple(orders), directions=2, turns=True)
 
 
 def _bidirectional(outer: int, half: int, micro_batches: int, phase: int) -> Order:
@@ -226,7 +226,7 @@ def _bidirectional(outer: int, half: int, micro_batches: int, phase: int) -> Ord
       micro_batches: those of one direction.
       phase: the direction that enters at this rank's end.
     """
-    writer, inner = _Writer(phase), half - outer - 1
+    writer, inner = _OrderWriter(phase), half - outer - 1
     for _ in range(2 * inner):
         writer.forward(0)
     for _ in range(outer + 1):
@@ -256,7 +256,7 @@ def _bidirectional(outer: int, half: int, micro_batches: int, phase: int) -> Ord
     return tuple(writer.operations)
 
 
-ALGORITHMS: dict[str, Callable[[int, int], Schedule]] = {
+ALGORITHMS: dict[str, Callable[[int, int], PipelineSchedule]] = {
     "1F1B": _one_forward_one_backward,
     "ZB1P": _zero_bubble,
     "DualPipe": _dualpipe,

@@ -16,7 +16,7 @@ from training.config import TrainingConfig
 from training.loop import Checkpoints, read_log
 from training.pipeline.memory import memory_of
 from training.pipeline.ranks import rank_meshes
-from training.pipeline.schedules import RankSize, Schedule, build
+from training.pipeline.schedules import PipelineSchedule, RankSize, build
 from training.pipeline.trainer import PipelineTrainer
 from training.step import TrainState, initial_state, train_step
 
@@ -127,7 +127,7 @@ def test_a_run_resumes_exactly_and_on_one_device(
 
 
 def test_what_does_not_fit_is_refused(toy_config: TrainingConfig) -> None:
-    def over(ranks: int, size: RankSize, schedule: Schedule) -> None:
+    def over(ranks: int, size: RankSize, schedule: PipelineSchedule) -> None:
         PipelineTrainer(toy_config, schedule, rank_meshes(jax.devices(), ranks, size))
 
     with pytest.raises(ValueError, match="3 micro-batches do not divide the batch of 4 rows"):

@@ -23,7 +23,7 @@ _MOSAIC, _TRITON, _NATIVE = Backend.MOSAIC, Backend.TRITON, Backend.NATIVE
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
+class CheckedOperation:
     """A public operation.
 
     Attributes:
@@ -116,34 +116,34 @@ def joined(
 
 
 OPERATIONS = {
-    "mla_decode": Operation(_EVERYWHERE, attention.mla_decode_cases),
-    "mla_prefill": Operation(_EVERYWHERE, prefill.mla_prefill_cases),
-    "mla_prefill_context": Operation(_EVERYWHERE, prefill.mla_prefill_context_cases),
-    "mla_prefill_spans": Operation(_GPUS, prefill.mla_prefill_spans_cases),
-    "mla_prefill_chosen": Operation(_GPUS, prefill.mla_prefill_chosen_cases),
-    "write_pages": Operation(_GPUS, prefill.write_pages_cases),
-    "index_scores": Operation(_GPUS, sparse.index_scores_cases),
-    "choose": Operation(_GPUS, sparse.choose_cases),
-    "attend_chosen": Operation(_EVERYWHERE, sparse.attend_chosen_cases),
-    "fp8_gemm": Operation(_EVERYWHERE, products.fp8_gemm_cases),
-    "quantize_1x128": Operation(_EVERYWHERE, rows.quantize_cases),
-    "swiglu_quantize": Operation(_EVERYWHERE, rows.swiglu_quantize_cases),
-    "layer_gemm": Operation(_EVERYWHERE, products.layer_gemm_cases),
-    "plain_gemm": Operation(_CPU, products.plain_gemm_cases),
-    "head_gemm": Operation(_EVERYWHERE, products.head_gemm_cases),
-    "grouped_gemm_contiguous": Operation(_EVERYWHERE, experts.grouped_cases),
-    "fp8_grouped_gemm_contiguous": Operation(_EVERYWHERE, experts.fp8_grouped_cases),
-    "int4_grouped_gemm_contiguous": Operation(_HOPPER, experts.int4_grouped_cases),
-    "trained_gemm": Operation(_EVERYWHERE, products.trained_gemm_cases),
-    "trained_gemm_contiguous": Operation(_EVERYWHERE, products.trained_gemm_contiguous_cases),
-    "align_groups": Operation(_CPU, experts.align_groups_cases),
-    "choose_experts": Operation(_CPU, experts.choose_experts_cases),
-    "rms_norm": Operation(_CPU, rows.rms_norm_cases),
-    "swiglu": Operation(_CPU, rows.swiglu_cases),
-    "rotate_heads": Operation(_CPU, rows.rotate_heads_cases),
-    "latent_rows": Operation(_CPU, rows.latent_rows_cases),
-    "multicast": Operation(_HOPPER, multicast_cases),
-    "combine_splits": Operation(_HOPPER, combine_splits_cases),
+    "mla_decode": CheckedOperation(_EVERYWHERE, attention.mla_decode_cases),
+    "mla_prefill": CheckedOperation(_EVERYWHERE, prefill.mla_prefill_cases),
+    "mla_prefill_context": CheckedOperation(_EVERYWHERE, prefill.mla_prefill_context_cases),
+    "mla_prefill_spans": CheckedOperation(_GPUS, prefill.mla_prefill_spans_cases),
+    "mla_prefill_chosen": CheckedOperation(_GPUS, prefill.mla_prefill_chosen_cases),
+    "write_pages": CheckedOperation(_GPUS, prefill.write_pages_cases),
+    "index_scores": CheckedOperation(_GPUS, sparse.index_scores_cases),
+    "choose": CheckedOperation(_GPUS, sparse.choose_cases),
+    "attend_chosen": CheckedOperation(_EVERYWHERE, sparse.attend_chosen_cases),
+    "fp8_gemm": CheckedOperation(_EVERYWHERE, products.fp8_gemm_cases),
+    "quantize_1x128": CheckedOperation(_EVERYWHERE, rows.quantize_cases),
+    "swiglu_quantize": CheckedOperation(_EVERYWHERE, rows.swiglu_quantize_cases),
+    "layer_gemm": CheckedOperation(_EVERYWHERE, products.layer_gemm_cases),
+    "plain_gemm": CheckedOperation(_CPU, products.plain_gemm_cases),
+    "head_gemm": CheckedOperation(_EVERYWHERE, products.head_gemm_cases),
+    "grouped_gemm_contiguous": CheckedOperation(_EVERYWHERE, experts.grouped_cases),
+    "fp8_grouped_gemm_contiguous": CheckedOperation(_EVERYWHERE, experts.fp8_grouped_cases),
+    "int4_grouped_gemm_contiguous": CheckedOperation(_HOPPER, experts.int4_grouped_cases),
+    "trained_gemm": CheckedOperation(_EVERYWHERE, products.trained_gemm_cases),
+    "trained_gemm_contiguous": CheckedOperation(_EVERYWHERE, products.trained_gemm_contiguous_cases),
+    "align_groups": CheckedOperation(_CPU, experts.align_groups_cases),
+    "choose_experts": CheckedOperation(_CPU, experts.choose_experts_cases),
+    "rms_norm": CheckedOperation(_CPU, rows.rms_norm_cases),
+    "swiglu": CheckedOperation(_CPU, rows.swiglu_cases),
+    "rotate_heads": CheckedOperation(_CPU, rows.rotate_heads_cases),
+    "latent_rows": CheckedOperation(_CPU, rows.latent_rows_cases),
+    "multicast": CheckedOperation(_HOPPER, multicast_cases),
+    "combine_splits": CheckedOperation(_HOPPER, combine_splits_cases),
 }
 """The last two are parts of Hopper's products and attention, which a report names apart."""
 

@@ -13,13 +13,13 @@ from dsv3.http_client import Client, RequestFailed, ServerSentEvents
 MAX_EVENT_BYTES = 1 << 24
 
 
-class _Chunk(msgspec.Struct):
+class _StreamedChunk(msgspec.Struct):
     choices: list[dict[str, Any]] = []
     usage: dict[str, Any] | None = None
     error: Any = None
 
 
-_decoder = msgspec.json.Decoder(_Chunk)
+_decoder = msgspec.json.Decoder(_StreamedChunk)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ _KEPT = 30  # lines of its output that a server which does not start is judged b
 _PHASES = {"server": "serving ", "engine": "loading the weights", "weights": "[0/", "programs": "ready at "}
 
 
-class Server:
+class StartedServer:
     """A server's process; its output goes to standard error, each line with the seconds since the start."""
 
     def __init__(self, directory: Path) -> None:
@@ -116,7 +116,7 @@ class Server:
 def check_server(directory: Path, seconds: float) -> int:
     """Prints the rows of a server that has `seconds` to start; returns the exit status of a check."""
     before, held = max(used_bytes(), default=0.0), dict[str, float]()
-    server, url = Server(directory), ""
+    server, url = StartedServer(directory), ""
 
     def measure(when: str) -> None:
         held.update(

@@ -107,10 +107,6 @@ class SimulatedInstance:
         """Whether it has nothing to do."""
         return not self.scheduler.sequences
 
-    def found(self, keys: Sequence[Key]) -> int:
-        """Returns how many pages of a prompt, from its first on, the rank finds that has the most."""
-        return self.scheduler.pages.found(keys)
-
     @property
     def waiting_tokens(self) -> float:
         """Prompt tokens to compute, with attention: what is admitted, and what waits without looking for hits."""

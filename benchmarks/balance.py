@@ -40,7 +40,7 @@ from dsv3.scheduler.request import EngineRequest, StepOutputs
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import Sequence as Request
 from dsv3.scheduler.sequence import sequence_of
-from tools.plan.rates import MicroBatch, rates_of
+from tools.plan.deployment import MicroBatch, rates_of
 from tools.plan.roofline import decode_stages, prefill_stages
 
 VOCAB, LONGEST, BACKLOG, RUNNING = 1000, 32768, 16, 88

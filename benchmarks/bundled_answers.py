@@ -26,7 +26,7 @@ from dsv3.config.hugging_face import load_config
 from dsv3.engine.build import bundled_model
 from training import corpus
 from training.data import Data, encode_documents
-from training.export import final_figures
+from training.loop import final_figures
 from training.step import TrainState
 
 QUESTIONS: dict[str, str] = {

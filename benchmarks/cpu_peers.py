@@ -7,7 +7,7 @@
 The first form writes a random model of 745 million parameters at 12 layers (`benchmarks/cpu_step.py` has its shape) as
 a Hugging Face checkpoint. The second starts a server per dtype, one per dtype from another checkout of this repository,
 and two llama-servers per GGUF file: one with llama.cpp's own defaults, and one with flash attention and as many
-threads as cores (`--llama-settings` names other ones). The load generator of `launch.bench` measures one
+threads as cores (`--llama-settings` names other ones). The load generator of `tools.bench` measures one
 after the other, in turns over the rounds; idle servers wait. An interpreter that has transformers and torch generates
 the same numbers of tokens in batches, once per dtype except fp8. Without `--model` all of them run the bundled model.
 
@@ -47,8 +47,7 @@ from dsv3.config.hugging_face import load_config
 from dsv3.config.model import ModelConfig
 from dsv3.engine.build import bundled_model
 from dsv3.model.params import Params, abstract, declare, initialize
-from tools.bench import serve
-from tools.bench.workload import RandomPrompts
+from tools.bench import load
 
 START_SECONDS = 600
 STOP_SECONDS = 30
@@ -157,16 +156,16 @@ def served(url: str, vocab_size: int, cell: Cell, seed: int) -> float:
 
     Tokens count over the whole request: a busy server sends several at once, and gaps between them say little.
     """
-    options = serve.ServeOptions(
-        url=url,
-        prompts=RandomPrompts(cell.prompt, cell.answer, 0.0, 0, 1),
+    loading = load.run(
+        url,
+        input_len=cell.prompt,
+        output_len=cell.answer,
         num_prompts=cell.repeats * cell.requests,
         concurrency=cell.requests,
-        prompt_kind="token_ids",
         vocab_size=vocab_size,
         seed=seed,
     )
-    report = asyncio.run(serve.run(options, lambda total: None, lambda record: None))
+    report = asyncio.run(loading)
     if report["requests"]["failed"]:
         raise RuntimeError(f"{url}: {report['errors']}")
     if cell.first:

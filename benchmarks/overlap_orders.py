@@ -21,7 +21,7 @@ from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import build
 from sharding.mesh import Machine
 from tools.plan import roofline
-from tools.plan.rates import MicroBatch, rates_of
+from tools.plan.deployment import MicroBatch, rates_of
 
 CHAIN = (
     "dispatch>", "dispatch<", "forward>", "forward<", "experts", "reduce>", "reduce<", "combine>", "combine<",

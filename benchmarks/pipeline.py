@@ -25,12 +25,10 @@ from dsv3.model.params import Params, initialize
 from sharding.mesh import rank_mesh
 from training.config import TrainingConfig
 from training.loss import objective, target_counts, training_backend
-from training.pipeline.operations import Kind, Part
 from training.pipeline.programs import stage_programs
-from training.pipeline.run import Executed, Runner
-from training.pipeline.schedules import ALGORITHMS, Schedule, build
+from training.pipeline.run import Executed, PipelineRunner
+from training.pipeline.schedules import ALGORITHMS, Pass, PassKind, PipelineSchedule, RankSize, build
 from training.pipeline.simulator import activations, bubble, simulate
-from training.pipeline.size import RankSize
 from training.pipeline.stages import cut, join, needs_embedding, take, weights
 
 LENGTH = 32
@@ -111,11 +109,11 @@ def row_by_row(params: Params, config: TrainingConfig, tokens: np.ndarray) -> Pa
     return jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *parts)
 
 
-def execute(schedule: Schedule, config: TrainingConfig, params: Params, tokens: np.ndarray) -> Executed:
+def execute(schedule: PipelineSchedule, config: TrainingConfig, params: Params, tokens: np.ndarray) -> Executed:
     """Runs one step, each rank on a device of its own."""
     programs = stage_programs(config, schedule.stages, len(tokens) // schedule.micro_batches, LENGTH, RankSize())
     meshes = [rank_mesh([device]) for device in jax.devices()[: schedule.ranks]]
-    runner = Runner(schedule, programs, meshes, config.model.num_nextn_predict_layers)
+    runner = PipelineRunner(schedule, programs, meshes, config.model.num_nextn_predict_layers)
     held = []
     for stage in cut(config.model, schedule.stages):
         table = params.embed if needs_embedding(config.model, stage) else None
@@ -123,7 +121,7 @@ def execute(schedule: Schedule, config: TrainingConfig, params: Params, tokens: 
     return runner.run(runner.put(held), tokens)
 
 
-def gradient(run: Executed, config: TrainingConfig, schedule: Schedule) -> Params:
+def gradient(run: Executed, config: TrainingConfig, schedule: PipelineSchedule) -> Params:
     """Sums what the ranks have, on the host."""
     sums: list[Any] = [None] * schedule.stages
     for (_, stage), part in jax.device_get(dict(run.gradients)).items():
@@ -148,12 +146,17 @@ def difference(got: np.ndarray, wanted: np.ndarray) -> float:
 
 
 UNIT, ROW, LEFT, GAP = 18, 20, 60, 34
-COLOURS = {Kind.FORWARD: "#f2c75c", Kind.BACKWARD: "#6fa8dc", Kind.INPUT: "#a4d3a2", Kind.WEIGHT: "#c9a0dc"}
+COLOURS = {
+    PassKind.FORWARD: "#f2c75c",
+    PassKind.BACKWARD: "#6fa8dc",
+    PassKind.INPUT: "#a4d3a2",
+    PassKind.WEIGHT: "#c9a0dc",
+}
 NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT: "input gradient",
-    Kind.WEIGHT: "weight gradient",
+    PassKind.FORWARD: "forward",
+    PassKind.BACKWARD: "backward",
+    PassKind.INPUT: "input gradient",
+    PassKind.WEIGHT: "weight gradient",
 }
 
 
@@ -192,7 +195,7 @@ def legend() -> list[str]:
     return parts
 
 
-def box(part: Part, left: float, top: int, width: float) -> str:
+def box(part: Pass, left: float, top: int, width: float) -> str:
     """Returns a box with the number of its micro-batch, which is white in direction 1."""
     ink = "#fff" if part.direction else "#000"
     place = f'x="{left:g}" y="{top}" width="{width:g}" height="{ROW - 2}"'

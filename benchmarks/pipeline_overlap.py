@@ -21,10 +21,10 @@ from pallas_kernels import aot
 from sharding.mesh import shardings
 from sharding.wire.collectives import Overlap, compiler_options
 from tools.plan import hlo
-from tools.plan.collectives import LABELS, is_matrix_work
+from tools.plan.hlo import LABELS, is_matrix_work
 from training.pipeline.programs import held_shapes, trace
 from training.pipeline.ranks import SPLIT
-from training.pipeline.size import RankSize
+from training.pipeline.schedules import RankSize
 from training.pipeline.stages import Stage
 
 DEVICES, ROWS, LENGTH = 8, 8, 128

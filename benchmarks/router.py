@@ -3,13 +3,13 @@
   python -m benchmarks.router            two instances
   python -m benchmarks.router --split    one instance that computes prompts and two that answer
 
-Prints how many requests of `launch.bench serve` were answered and how many failed, how many were at the instance when
+Prints how many requests of the load were answered and how many failed, how many were at the instance when
 it died, and how often requests went on elsewhere. It is the first instance that dies, or the first that answers.
 """
 
 import argparse
+import asyncio
 import contextlib
-import os
 import re
 import signal
 import subprocess
@@ -17,11 +17,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 
 from benchmarks.disaggregation import ROOT, flags, key_file, serving
+from tools.bench import load
 
 START_S = 60.0
 
@@ -74,20 +76,13 @@ def main() -> None:
         router = stack.enter_context(routing(*(where if given.split else [f"--instances={','.join(answering)}"])))
         for each in instances:
             wait_for(router, "dsv3:router_instance_up", each.url, 1)
-        load = [
-            "--input_len=64",
-            "--output_len=384",
-            f"--concurrency={given.clients}",
-            f"--num_prompts={given.requests}",
-        ]
-        bench = subprocess.Popen(
-            [sys.executable, "-m", "launch.bench", "serve", f"--url={router}", *load],
-            cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1"},
-        )  # fmt: skip
+        loading = load.run(router, input_len=64, output_len=384, concurrency=given.clients, num_prompts=given.requests)
+        done = stack.enter_context(ThreadPoolExecutor(1)).submit(asyncio.run, loading)
         there = wait_for(router, "dsv3:router_running", answering[0], given.clients // 4)
         instances[given.split].kill()
         print(f"killed -9 with {there:g} requests there")
-        print(next(line.strip() for line in bench.communicate()[0].splitlines() if "completed / failed" in line))
+        requests = done.result()["requests"]
+        print(f"requests completed / failed {requests['completed']} / {requests['failed']}")
         for name in ("resumed", "prefilled"):
             print(f"{name}: {samples(router, f'dsv3:router_{name}_total')['']:g}")
 

@@ -12,7 +12,7 @@ from configs.deepseek_v32 import DEEPSEEK_V32
 from configs.deployments import H200
 from dsv3.config.device_rates import PEAKS
 from dsv3.model.forms import masked_room
-from tools.plan.rates import MicroBatch, rates_of
+from tools.plan.deployment import MicroBatch, rates_of
 from tools.plan.roofline import decode_stages, prefill_stages
 
 TOKENS = (2_048, 4_096, 8_192, 16_384, 32_768, 131_072)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DEPLOYMENTS
 from tools.plan import hlo
-from tools.plan.collectives import core_of, label_of
+from tools.plan.hlo import core_of, label_of
 from tools.plan.plan import phases
 from tools.plan.programs import compile_run, lay_out, runs
 

@@ -34,7 +34,6 @@ TRAINING = TrainingConfig(
     compute_dtype="bfloat16",
     library_copies=6,
     packages=PACKAGES,
-    answers="sentences",
     eval_every=250,
     eval_batches=4,
     checkpoint_every=40,

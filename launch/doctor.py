@@ -23,8 +23,7 @@ from dsv3.config.server_options import ServiceOptions
 from launch import flags
 from launch.model import model_dir
 from tools.doctor.checks import table
-from tools.doctor.report import Report
-from tools.doctor.run import examine
+from tools.doctor.run import Report, examine
 
 _MODEL = absl_flags.DEFINE_string(
     "model", None, "Check with this Hugging Face model directory; default: the bundled model."

@@ -19,13 +19,15 @@ compiles nothing either: the programs of the pipeline are traced for their shape
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from absl import flags as absl_flags
 
-from launch import described, flags, fleet, plan_training
+from launch import described, flags, plan_training
+from tools.plan import published_day
 
 if TYPE_CHECKING:
     from dsv3.config.model import ModelConfig
@@ -52,8 +54,23 @@ _PREFILL = absl_flags.DEFINE_string(
 )
 _JSON = absl_flags.DEFINE_string("json", None, "Write everything to this file as JSON.")
 _PLOT = absl_flags.DEFINE_string("plot", None, "Draw the timeline of one MoE layer to this PNG file.")
-absl_flags.adopt_module_key_flags(fleet)
 absl_flags.adopt_module_key_flags(plan_training)
+PUBLISHED_MODEL = "deepseek_v3"
+_TRAFFIC = absl_flags.DEFINE_enum("traffic", None, ["day6"], "fleet: plan for DeepSeek's published day.")
+_RATES = absl_flags.DEFINE_enum(
+    "rates",
+    "fleet",
+    [*published_day.PUBLISHED_RATES],
+    "fleet: take tokens per second and node from what DeepSeek published of its fleet, or of its kernels' profiles.",
+)
+_PREFILL_PLAN = absl_flags.DEFINE_string(
+    "prefill_plan", None, "fleet: take prefill's from this file instead, which --json wrote for a deployment."
+)
+_DECODE_PLAN = absl_flags.DEFINE_string(
+    "decode_plan", None, "fleet: take decode's from this file instead, which --json wrote for a deployment."
+)
+_GPU_HOUR = absl_flags.DEFINE_float("gpu_hour", published_day.GPU_HOUR, "fleet: dollars per GPU and hour.")
+_FOR_FLEETS = (_TRAFFIC, _RATES, _PREFILL_PLAN, _DECODE_PLAN, _GPU_HOUR)
 _NOT_FOR_FLEETS = (_SPECULATIVE, _ACCEPTANCE, _PREFILL, _PLOT)
 
 
@@ -70,7 +87,7 @@ def main(deployment: str) -> int:
         return _train()
     if given := plan_training.given():
         raise flags.UsageError(f"--{given[0]} is for train: python -m launch.plan train --config=tiny --mesh=stage=2")
-    if given := fleet.given():
+    if given := _given_for_fleets():
         raise flags.UsageError(f"--{given[0]} is for fleet: python -m launch.plan fleet --traffic=day6")
     if _PLOT.value and importlib.util.find_spec("matplotlib") is None:
         raise flags.UsageError("--plot needs matplotlib: install the 'plots' extra")
@@ -82,15 +99,47 @@ def _fleet() -> int:
     """Plans a fleet on paper."""
     if given := [flag.name for flag in _NOT_FOR_FLEETS if flag.value]:
         raise flags.UsageError(f"fleet takes no --{given[0]}")
-    written = fleet.plan(described.model(_MODEL.value), Path(_MODEL.value).name)
+    written = _plan_day(described.model(_MODEL.value), Path(_MODEL.value).name)
     if _JSON.value:
         Path(_JSON.value).write_text(json.dumps(written, indent=1) + "\n")
     return 0
 
 
+def _plan_day(model: "ModelConfig", model_name: str) -> dict[str, Any]:
+    """Plans and prints DeepSeek's published day; returns it for JSON."""
+    from rich.console import Console
+
+    if _TRAFFIC.value is None:
+        raise flags.UsageError("fleet needs --traffic=day6")
+    if not 0 < _GPU_HOUR.value < math.inf:
+        raise flags.UsageError(f"--gpu_hour {_GPU_HOUR.value:g}: must be a number above 0")
+    try:
+        prefill = _rate("prefill", _PREFILL_PLAN.value, model_name)
+        decode = _rate("decode", _DECODE_PLAN.value, model_name)
+        # Without a plan: two bytes per value in every layer, which is bfloat16, and no MTP module.
+        token = decode.token_bytes or model.num_hidden_layers * model.latent_dim * 2
+        planned = published_day.plan_day(prefill, decode, token, _GPU_HOUR.value)
+    except published_day.RateError as error:
+        raise flags.UsageError(str(error)) from error
+    Console().print(published_day.render(planned))
+    return planned
+
+
+def _rate(kind: published_day.Kind, path: str | None, model_name: str) -> published_day.InstanceRate:
+    if path is not None:
+        return published_day.read_rate(kind, Path(path), model_name)
+    if model_name != PUBLISHED_MODEL:
+        raise flags.UsageError(f"published rates are {PUBLISHED_MODEL}'s: give --{kind}_plan for --model {model_name}")
+    return published_day.PUBLISHED_RATES[_RATES.value][published_day.KINDS.index(kind)]
+
+
+def _given_for_fleets() -> list[str]:
+    return [flag.name for flag in _FOR_FLEETS if flag.present]
+
+
 def _train() -> int:
     """Plans a training run."""
-    if given := [flag.name for flag in (*_NOT_FOR_FLEETS, _MODEL) if flag.present] + fleet.given():
+    if given := [flag.name for flag in (*_NOT_FOR_FLEETS, _MODEL) if flag.present] + _given_for_fleets():
         raise flags.UsageError(f"train takes no --{given[0]}: --config says what is trained")
     written, fits = plan_training.plan()
     if _JSON.value:
@@ -104,8 +153,8 @@ def _plan(model: "ModelConfig", deployment: "Deployment", prefill: "Deployment |
     from pallas_kernels.aot import AotUnavailableError
     from tools.plan import report
     from tools.plan.deployment import DeploymentError
-    from tools.plan.ends import ends_of
     from tools.plan.plan import make_plan
+    from tools.plan.played import ends_of
 
     console = Console()
     try:
@@ -120,7 +169,7 @@ def _plan(model: "ModelConfig", deployment: "Deployment", prefill: "Deployment |
     if _JSON.value:
         Path(_JSON.value).write_text(json.dumps(report.as_json(plan, feeding), indent=1) + "\n")
     if _PLOT.value and plan.steps:
-        from tools.plan.picture import draw
+        from tools.plan.report import draw
 
         draw(plan, Path(_PLOT.value))
     return 0 if plan.verdict.fits else 1

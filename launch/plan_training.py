@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tools.plan.deployment import Device
     from tools.plan.training import LayerTimes
     from training.pipeline.memory import RankMemory
-    from training.pipeline.schedules import Schedule
+    from training.pipeline.schedules import PipelineSchedule
 
 _DEVICE = absl_flags.DEFINE_enum("device", "H800", ["H800", "H200"], "train: on this GPU, in nodes of eight.")
 absl_flags.adopt_module_key_flags(training)
@@ -28,7 +28,7 @@ class TrainingPlan:
     `stage` is the one that takes longest; `pair_wire_bytes` leave a device in an overlapped pair of one MoE layer.
     """
 
-    schedule: "Schedule"
+    schedule: "PipelineSchedule"
     rows: int
     memory: "tuple[RankMemory, ...]"
     budget: int
@@ -75,11 +75,11 @@ def plan() -> tuple[dict[str, Any], bool]:
 
 
 def _make(device: "Device") -> TrainingPlan:
-    from tools.plan.rates import rates_of
+    from tools.plan.deployment import rates_of
     from tools.plan.training import gathered_wire
     from training.pipeline import simulator
     from training.pipeline.memory import memory_of
-    from training.pipeline.size import rows_of
+    from training.pipeline.schedules import rows_of
 
     config, (ranks, size) = training.config(), training.mesh()
     model, schedule = config.model, training.schedule(ranks)
@@ -103,7 +103,9 @@ def _make(device: "Device") -> TrainingPlan:
     )
 
 
-def _longest_stage(config: Any, device: "Device", schedule: "Schedule", tokens: int, wire: float) -> "LayerTimes":
+def _longest_stage(
+    config: Any, device: "Device", schedule: "PipelineSchedule", tokens: int, wire: float
+) -> "LayerTimes":
     """Returns the times of the stage that takes longest; an MTP module counts as a MoE layer, the head is left out."""
     from tools.plan.training import LayerTimes
     from training.pipeline.stages import cut
@@ -122,7 +124,7 @@ def _longest_stage(config: Any, device: "Device", schedule: "Schedule", tokens: 
 def _layer(config: Any, device: "Device", tokens: int, wire: float, *, dense: bool) -> "LayerTimes":
     """Returns the times of one layer, with the products that the configuration says."""
     from dsv3.config.model import Fp8Config
-    from tools.plan.rates import rates_of
+    from tools.plan.deployment import rates_of
     from tools.plan.training import layer_times, with_fp8_products
 
     def times(model: Any) -> "LayerTimes":
@@ -163,21 +165,18 @@ def _time_table(made: TrainingPlan) -> "Table":
 def _check_table() -> "Table":
     from configs.deepseek_v3 import DEEPSEEK_V3
     from configs.deployments import H800
-    from tools.plan import training as model
+    from tools.plan.training import against_profile
 
-    found = model.check(DEEPSEEK_V3, H800)
     table = _table("The model against DeepSeek's profile: a pair of one layer", "", "estimate", "profile", "error")
-    profile = (model.PROFILE_PAIR_S, model.PROFILE_COMPUTE_S, model.PROFILE_WIRE_S)
-    rows = zip(("pair", "compute", "transfers"), dataclasses.astuple(found), profile, found.errors(), strict=True)
-    for name, estimate, measured, error in rows:
-        table.add_row(name, f"{estimate * 1e3:.1f} ms", f"{measured * 1e3:.1f} ms", f"{error:+.0%}")
+    for name, (estimate, measured) in against_profile(DEEPSEEK_V3, H800).items():
+        table.add_row(name, f"{estimate * 1e3:.1f} ms", f"{measured * 1e3:.1f} ms", f"{estimate / measured - 1:+.0%}")
     return table
 
 
 def _as_json(made: TrainingPlan, device: "Device") -> dict[str, Any]:
     from configs.deepseek_v3 import DEEPSEEK_V3
     from configs.deployments import H800
-    from tools.plan.training import check
+    from tools.plan.training import against_profile
 
     return {
         "config": training.CONFIG.value,
@@ -192,7 +191,9 @@ def _as_json(made: TrainingPlan, device: "Device") -> dict[str, Any]:
         "bubble": made.bubble,
         "step": made.step,
         "tokens": made.tokens,
-        "errors": dict(zip(("pair", "compute", "transfers"), check(DEEPSEEK_V3, H800).errors(), strict=True)),
+        "errors": {
+            name: estimate / measured - 1 for name, (estimate, measured) in against_profile(DEEPSEEK_V3, H800).items()
+        },
         "fits": made.fits,
     }
 

@@ -18,8 +18,8 @@ from dsv3.config.server_options import ServerOptions
 from dsv3.server.http.server import bind
 from dsv3.server.tenants import Tenant, tenants_of
 from launch import cli, flags
+from router.app import instance_key, serve
 from router.options import RouterOptions
-from router.server import instance_key, serve
 
 cli.define(RouterOptions)
 

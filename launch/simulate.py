@@ -42,24 +42,24 @@ def main() -> int:
     _check_outputs()
     from rich.console import Console
 
-    from tools.capacity.traffic import TrafficError
-    from tools.simulate import picture, report
+    from tools.simulate import report
     from tools.simulate.fleet import SettingError
     from tools.simulate.simulation import simulate
     from tools.simulate.times import TimesError
+    from tools.simulate.traffic import TrafficError
 
     try:
         by_name = _times(options, described.model(_MODEL.value))
         gc.freeze()
         gc.disable()  # requests that have ended leave no cycles behind, and there are millions of other objects
-        outcome = simulate(options, by_name)
+        figures, snapshots, record = simulate(options, by_name)
     except (SettingError, TimesError, TrafficError) as error:
         raise flags.UsageError(str(error)) from error
-    Console().print(report.render(outcome.figures))
+    Console().print(report.render(figures))
     if _JSON.value:
-        Path(_JSON.value).write_text(json.dumps(outcome.figures, indent=1) + "\n")
+        Path(_JSON.value).write_text(json.dumps(figures, indent=1) + "\n")
     if _PLOT.value:
-        picture.draw(outcome.series.looks, outcome.record, Path(_PLOT.value))
+        report.draw(snapshots, record, Path(_PLOT.value))
     return 0
 
 

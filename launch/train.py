@@ -27,13 +27,11 @@ from launch import cli, flags, training
 from launch.cluster import cluster_options
 from training import data as training_data
 from training.config import TrainingConfig
-from training.export import export, final_figures
-from training.loop import OneDevice, Trainer, train
+from training.loop import OneDevice, Trainer, export, final_figures, plot_losses, train
 from training.pipeline import simulator
 from training.pipeline.ranks import rank_meshes
-from training.pipeline.size import RankSize
+from training.pipeline.schedules import RankSize
 from training.pipeline.trainer import PipelineTrainer
-from training.report import plot_losses
 from training.step import TrainState
 
 OUTPUT = absl_flags.DEFINE_string("output", None, "Write the run to this directory; default: runs/CONFIG.")

@@ -9,7 +9,7 @@ from absl import flags as absl_flags
 from launch import flags
 from training.config import TrainingConfig
 from training.pipeline import schedules
-from training.pipeline.size import RankSize, read_mesh
+from training.pipeline.schedules import RankSize, read_mesh
 
 CONFIG = absl_flags.DEFINE_string("config", "tiny", "Train with the configuration in this module of `configs`.")
 MESH = absl_flags.DEFINE_string(
@@ -59,6 +59,6 @@ def mesh() -> tuple[int, RankSize]:
         raise flags.UsageError(f"--mesh={MESH.value}: {error}") from error
 
 
-def schedule(ranks: int) -> schedules.Schedule:
+def schedule(ranks: int) -> schedules.PipelineSchedule:
     """Returns the order of `ranks`. Raises ValueError as `schedules.build` does."""
     return schedules.build(PIPELINE.value, ranks, MICRO_BATCHES.value or 2 * ranks)

@@ -1,8 +1,16 @@
-"""The router's routes: those of the instances that keep nothing, and /health and /metrics of its own."""
+"""The router's process and its routes: those of the instances that keep nothing, and /health and /metrics of its own.
 
+Of the server it takes the HTTP server with its bounds (`http`, `limits`, `tenants`), the errors, and the
+reader of a body's fields, so that a request is refused here as an instance would. It imports no jax.
+"""
+
+import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable
+import signal
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -12,30 +20,38 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from dsv3.config.server_options import ServerOptions
+from dsv3.files import read_secret
 from dsv3.http_client import RequestFailed
 from dsv3.server.answers.errors import QUEUE_FULL, ApiError, unavailable
 from dsv3.server.answers.faces.messages_schema import MESSAGES
 from dsv3.server.answers.kinds import KINDS
+from dsv3.server.config import Deadlines
 from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback, tenant_of
 from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body, unless_disconnected
 from dsv3.server.http.exchange import REQUEST_ID, json_response, path_of, response_of
+from dsv3.server.http.listening import ConnectionLimit, HttpServer, certificate_of, max_admitted
+from dsv3.server.http.serving import wait_for_any
 from dsv3.server.limits import BodyReader, Budget, Holding, WorkersBusy
-from dsv3.server.tenants import OPERATOR, Tenants
-from router.asked import read_asked
-from router.members import Members, read_registration
-from router.relay import Fleet, Relay, Reply
+from dsv3.server.tenants import OPERATOR, Tenant, Tenants
+from router.instance import Instance
+from router.members import Members, Pool, read_registration
+from router.options import RouterOptions
+from router.relay import Fleet, InstanceReply, Numbers, Relay
+from router.request import read_asked
 
+Make = Callable[[str], Instance]
+_FINISH_S = 0.05
+_TLS = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
 PASSED = (*KINDS, "/tokenize", "/detokenize", f"{MESSAGES}/count_tokens")
 """Routes that any instance may answer. Files, batches and profiles are an instance's own."""
 
 _Route = Callable[[Request], Awaitable[Response]]
-
-
 REGISTER = "/instances"
 """Where instances say that they are there: behind their own key and not the clients'."""
 
 
-class Site:
+class RouterSite:
     """What the routes share; `is_draining` has new requests refused, `active` counts those in flight.
 
     `members` takes instances that register, if it is anybody's to do so.
@@ -72,7 +88,7 @@ class Site:
         await self._bodies.close()
 
 
-def make_app(site: Site, host: str) -> ASGIApp:
+def make_app(site: RouterSite, host: str) -> ASGIApp:
     """Returns the application, behind keys where there are any."""
     handlers: dict[tuple[str, str], _Route] = {
         ("GET", "/health"): functools.partial(_health, site),
@@ -112,17 +128,17 @@ def _http_error(http: Request, error: Exception) -> Response:
     return response
 
 
-async def _health(site: Site, _: Request) -> Response:
+async def _health(site: RouterSite, _: Request) -> Response:
     states = [each.status for each in site.fleet.answering.instances]
     return json_response({"status": site.status, "instances": states}, 200 if site.status == "ok" else 503)
 
 
-async def _metrics(site: Site, http: Request) -> Response:
+async def _metrics(site: RouterSite, http: Request) -> Response:
     _require_operator(site, http, "this route")
     return Response(site.fleet.numbers.text(), media_type="text/plain; version=0.0.4")
 
 
-def _require_operator(site: Site, http: Request, what: str) -> None:
+def _require_operator(site: RouterSite, http: Request, what: str) -> None:
     """Refuses what concerns all tenants to all but the operator, as an instance does that knows who asks."""
     tenant = tenant_of(http)
     if tenant is not None and tenant.name != OPERATOR and site.tenants.are_several:
@@ -130,7 +146,7 @@ def _require_operator(site: Site, http: Request, what: str) -> None:
         raise ApiError(403, text, kind="permission_error", code="not_the_operator")
 
 
-async def _register(members: Members, site: Site, http: Request) -> Response:
+async def _register(members: Members, site: RouterSite, http: Request) -> Response:
     """Takes in what an instance says of itself."""
     members.admit(http.headers.get("authorization"))
     with site.budget.hold() as holding:
@@ -138,7 +154,7 @@ async def _register(members: Members, site: Site, http: Request) -> Response:
         return json_response(members.hear(await site.read(len(body), lambda: read_registration(body))))
 
 
-async def _models(site: Site, _: Request) -> Response:
+async def _models(site: RouterSite, _: Request) -> Response:
     for instance in site.fleet.answering.instances:
         if instance.status == "ok":
             with contextlib.suppress(RequestFailed, TimeoutError):
@@ -148,7 +164,7 @@ async def _models(site: Site, _: Request) -> Response:
     raise unavailable("no instance answers", "no_instance")
 
 
-async def _relay(site: Site, http: Request) -> Response:
+async def _relay(site: RouterSite, http: Request) -> Response:
     """Has an instance answer."""
     if site.is_draining:
         raise unavailable("the router is shutting down", "draining", 5)
@@ -168,7 +184,7 @@ async def _relay(site: Site, http: Request) -> Response:
 class Relayed(Response):
     """What a relay tells, as it comes; `on_close` is called in the end."""
 
-    def __init__(self, site: Site, relay: Relay, on_close: Callable[[], None]):
+    def __init__(self, site: RouterSite, relay: Relay, on_close: Callable[[], None]):
         self.background = None
         self.status_code = 499
         self._site, self._relay, self._on_close = site, relay, on_close
@@ -222,6 +238,105 @@ _EVENT_HEADERS = [
 ]
 
 
-def _response(reply: Reply) -> Response:
+def _response(reply: InstanceReply) -> Response:
     headers: dict[str, Any] = {"content-type": reply.media_type}
     return Response(reply.content, reply.status, headers)
+
+
+def instance_key(options: RouterOptions) -> str | None:
+    """Returns the key that the instances ask for; raises ValueError, which says no part of it."""
+    if options.instance_api_key_file is None:
+        return None
+    try:
+        key = read_secret(options.instance_api_key_file).decode("ascii").strip()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"instance_api_key_file: {error}") from None
+    if not key or not key.isprintable() or " " in key:
+        raise ValueError("instance_api_key_file: expected one key, of printable ASCII without blanks")
+    return key
+
+
+def maker(options: RouterOptions, api_key: str | None) -> Make:
+    """Returns what makes an instance of a URL, of which nothing is known yet; raises ValueError for a bad CA file."""
+    tls = None
+    if options.instance_ca_file is not None:
+        try:
+            tls = ssl.create_default_context(cafile=options.instance_ca_file)
+        except OSError as error:
+            raise ValueError(f"instance_ca_file: {options.instance_ca_file} cannot be used ({error})") from None
+    return lambda url: Instance(url, api_key, options.concurrency, options.health_timeout, tls)
+
+
+def fleet_of(options: RouterOptions, make: Make) -> Fleet:
+    """Returns the instances that the options name."""
+
+    def pool(urls: Iterable[str], decodes: bool) -> Pool:
+        found = [make(url) for url in urls]
+        return Pool(found, decodes=decodes, max_queued=options.max_num_queued_reqs, queue_s=options.queue_timeout)
+
+    answering = pool(options.instances or options.decode, True)
+    is_split = bool(options.prefill) or options.registration
+    prefilling = pool(options.prefill, False) if is_split else None
+    pools = (answering,) if prefilling is None else (answering, prefilling)
+    return Fleet(answering, prefilling, Numbers(pools), options)
+
+
+def members_of(fleet: Fleet, make: Make, api_key: str | None, notify: Callable[[str], None]) -> Members:
+    """Returns who watches the instances, and takes those that register."""
+    pools = {"both": fleet.answering, "decode": fleet.answering}
+    if fleet.prefilling is not None:
+        pools["prefill"] = fleet.prefilling
+    return Members(pools, make, fleet.options.health_interval, notify, api_key, fleet.numbers.forget)
+
+
+async def serve(
+    options: RouterOptions,
+    tenants: tuple[Tenant, ...],
+    api_key: str | None,
+    listener: socket.socket,
+    notify: Callable[[str], None],
+) -> int:
+    """Serves until a signal; returns 0.
+
+    The first SIGTERM or SIGINT refuses new requests and lets those in flight finish; the second ends them. SIGHUP has
+    the certificate read anew. Raises ValueError for files that cannot be used.
+    """
+    first, second = asyncio.Event(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, lambda: (second if first.is_set() else first).set())
+    make = maker(options, api_key)
+    fleet = fleet_of(options, make)
+    members = members_of(fleet, make, api_key, notify)
+    site = RouterSite(fleet, Tenants(tenants), members if options.registration else None)
+    limit = ConnectionLimit(max_admitted(None, 1))
+    certificate = certificate_of(ServerOptions(**{name: getattr(options, name) for name in _TLS}))
+    server = HttpServer(make_app(site, options.host), listener, limit, Deadlines(), certificate)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
+    async with _watching(fleet, members):
+        server.start()
+        await first.wait()
+        site.is_draining = True
+        await _drained(site, second, options.shutdown_timeout)
+        await server.close()
+        await site.close()
+    return 0
+
+
+async def _drained(site: RouterSite, second: asyncio.Event, seconds: float) -> None:
+    deadline = asyncio.get_running_loop().time() + seconds
+    while site.active and asyncio.get_running_loop().time() < deadline and not second.is_set():
+        await wait_for_any(second, timeout_s=_FINISH_S)
+
+
+@contextlib.asynccontextmanager
+async def _watching(fleet: Fleet, members: Members):
+    pools = [pool for pool in (fleet.answering, fleet.prefilling) if pool is not None]
+    tasks = [asyncio.create_task(pool.keep_looking()) for pool in pools]
+    members.start()
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await members.close()

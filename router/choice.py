@@ -8,14 +8,14 @@ from collections.abc import Container, Sequence
 import numpy as np
 
 from dsv3.scheduler.cost import Loads, costs, prefill_cost, with_backlog
-from router.prompt import PAGE_TOKENS, Prompt
+from router.request import PAGE_TOKENS, Prompt
 
 MAX_SENT_PAGES = 65_536
 """Pages that are remembered per instance: 4 million tokens."""
 
 
 @dataclasses.dataclass
-class Load:
+class InstanceLoad:
     """What an instance has to do for this router: cost of prompts without a token yet, tokens held, requests.
 
     Its `ranks` share that.
@@ -140,7 +140,9 @@ def cost_of(prompt: Prompt, pages: int) -> float:
     return prefill_cost(min(pages * PAGE_TOKENS, prompt.tokens - 1), prompt.tokens)
 
 
-def choose(prompt: Prompt, loads: Sequence[Load], pages: Sequence[int], *, decodes: bool, chance: random.Random) -> int:
+def choose(
+    prompt: Prompt, loads: Sequence[InstanceLoad], pages: Sequence[int], *, decodes: bool, chance: random.Random
+) -> int:
     """Returns the place of the instance where the prompt costs least; `chance` decides among equals.
 
     One rank computes the prompt, and all of an instance's ranks share what it has to do: so loads are those per rank.

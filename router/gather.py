@@ -10,7 +10,7 @@ import msgspec
 
 from dsv3.http_client import ServerSentEvents
 from dsv3.server.answers.errors import ApiError
-from router.asked import Asked
+from router.request import ParsedRequest
 
 DONE = b"data: [DONE]\n\n"
 Events = functools.partial(ServerSentEvents, 2**26)
@@ -25,7 +25,7 @@ class Unreadable(Exception):
     """What comes is no stream of events."""
 
 
-class Failed(Exception):
+class ErrorEvent(Exception):
     """An event tells of an error, which ends the stream; `is_ours`: another instance may do better."""
 
     def __init__(self, error: ApiError, *, is_ours: bool):
@@ -34,7 +34,7 @@ class Failed(Exception):
 
 
 @dataclasses.dataclass
-class _Choice:
+class _ChoiceState:
     """`held` are its events that no tokens cover yet; `num_silent` are those of them without a list of tokens."""
 
     tokens: array.array[int]
@@ -52,11 +52,11 @@ class Gathered:
     leaves nothing out.
     """
 
-    def __init__(self, asked: Asked):
+    def __init__(self, asked: ParsedRequest):
         self.is_tracked = asked.is_resumable
         self.is_done = False
         self._wants_ids = asked.wants_ids
-        self._choices = [_Choice(array.array("i", each)) for each in asked.given]
+        self._choices = [_ChoiceState(array.array("i", each)) for each in asked.given]
         self._first: dict[str, Any] = {}
 
     @property
@@ -101,7 +101,7 @@ class Gathered:
         parts = zip(read, told, strict=True)
         return [each for (choice, ids), part in parts for each in self._take(choice, ids, part, event)]
 
-    def _read(self, told: Any) -> tuple[_Choice, array.array[int] | None]:
+    def _read(self, told: Any) -> tuple[_ChoiceState, array.array[int] | None]:
         """Returns the choice that a part of an event is about, and its tokens, None where it has no list of them."""
         place = told.get("index") if isinstance(told, dict) else None
         if type(place) is not int or not 0 <= place < len(self._choices):
@@ -113,7 +113,7 @@ class Gathered:
             raise Unreadable("an event has tokens that are none") from None
 
     def _take(
-        self, choice: _Choice, ids: array.array[int] | None, told: dict[str, Any], event: dict[str, Any]
+        self, choice: _ChoiceState, ids: array.array[int] | None, told: dict[str, Any], event: dict[str, Any]
     ) -> list[dict[str, Any]]:
         """Returns what goes out with a part of an event."""
         if choice.has_ended:
@@ -133,7 +133,7 @@ class Gathered:
         return [] if self.is_tracked else self._released(self._choices)
 
     @staticmethod
-    def _released(choices: Sequence[_Choice]) -> list[dict[str, Any]]:
+    def _released(choices: Sequence[_ChoiceState]) -> list[dict[str, Any]]:
         """Returns what was held back of some choices, which is held no more."""
         told = [event for choice in choices for event in choice.held]
         for choice in choices:
@@ -154,14 +154,14 @@ def read_event(data: bytes) -> dict[str, Any]:
     return event
 
 
-def _failed(told: Any) -> Failed:
+def _failed(told: Any) -> ErrorEvent:
     found = told if isinstance(told, dict) else {}
     texts = {name: value for name, value in found.items() if isinstance(value, str)}
     kind = texts.get("type", "server_error")
     status = 500 if kind == "server_error" else 400
     words = texts.get("message", "the request failed")
     error = ApiError(status, words, kind=kind, param=texts.get("param"), code=texts.get("code"))
-    return Failed(error, is_ours=kind == "server_error")
+    return ErrorEvent(error, is_ours=kind == "server_error")
 
 
 def _says(told: dict[str, Any]) -> bool:

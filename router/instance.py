@@ -1,7 +1,8 @@
-"""An instance as its router sees it: health, load, and a way to ask it that ends when it falls silent."""
+"""An instance as its router sees it: health, load, rests, and a way to ask it that ends when it falls silent."""
 
 import asyncio
 import contextlib
+import dataclasses
 import ssl
 import time
 from collections.abc import AsyncIterator
@@ -11,15 +12,16 @@ import msgspec
 
 from dsv3.http_client import Address, Body, Client, RequestFailed, Response
 from dsv3.server.answers.errors import ApiError
-from router.breaker import Breaker
-from router.choice import Flying, Load, SentPages, cost_of
-from router.listener import Listener, Source
-from router.prompt import Prompt
+from router.choice import Flying, InstanceLoad, SentPages, cost_of
+from router.held import EventSource, Listener
+from router.request import Prompt
 
 DEFAULT_CONCURRENCY = 64
 Tls = ssl.SSLContext | None
 """Whom to trust at https://; None is whom the system trusts."""
 
+_REST_S = 1.0, 30.0
+_FAILURES = 3
 _MAX_HEALTH_BYTES = 2**16
 _SILENCES = 3  # waits for /health without a word, after which what is in flight goes elsewhere
 _BUSY_S = 0.1, 2.0  # an instance that has refused a request is left alone; twice as long each time
@@ -36,14 +38,68 @@ class Broken(Exception):
         self.has_arrived, self.error = has_arrived, error
 
 
-class _Model(msgspec.Struct):
+class _ServedModel(msgspec.Struct):
     max_num_seqs: int | None = None
     data_parallel_size: int | None = None
-    kv_events: Source | None = None
+    kv_events: EventSource | None = None
 
 
-class _Models(msgspec.Struct):
-    data: list[_Model] = []
+class _ServedModels(msgspec.Struct):
+    data: list[_ServedModel] = []
+
+
+@dataclasses.dataclass
+class Breaker:
+    """Opens after three failures in a row, for a second and then twice as long each time; then one request may try.
+
+    Requests are told apart by identity: those that were sent before it opened say nothing of the one that tries. Times
+    are seconds of a monotonic clock.
+    """
+
+    failures: int = 0
+    opens_until: float = 0.0
+    rest_s: float = _REST_S[0]
+    trial: object | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the last requests have failed."""
+        return self.failures >= _FAILURES
+
+    def allows(self, now: float) -> bool:
+        """Returns whether a request may be sent."""
+        return not self.is_open or (now >= self.opens_until and self.trial is None)
+
+    def send(self, request: object) -> None:
+        """Notes that a request is sent: while the breaker is open, the only one."""
+        if self.is_open:
+            self.trial = request
+
+    def answer(self, request: object) -> None:
+        """Notes that a request gets its first tokens. The one that tried closes the breaker; a failure opens it again.
+
+        Its end may be minutes away, and one request at a time is little.
+        """
+        if request is self.trial:
+            self.failures, self.trial = _FAILURES - 1, None
+
+    def succeed(self) -> None:
+        """Notes that a request was answered to its end: the next rest is a short one."""
+        self.failures, self.opens_until, self.rest_s, self.trial = 0, 0.0, _REST_S[0], None
+
+    def fail(self, request: object, now: float) -> None:
+        """Notes that a request has failed."""
+        if self.is_open and request is not self.trial:
+            return
+        self.failures += 1
+        if self.is_open:
+            self.opens_until = now + self.rest_s
+            self.rest_s = min(2 * self.rest_s, _REST_S[1])
+
+    def end(self, request: object) -> None:
+        """Notes that a request has ended. One that tried makes room for the next, also where it says nothing."""
+        if request is self.trial:
+            self.trial = None
 
 
 class Instance:
@@ -51,7 +107,7 @@ class Instance:
 
     def __init__(self, url: str, api_key: str | None, concurrency: int | None, health_s: float, tls: Tls = None):
         self.url, self.status = url, "unknown"
-        self.load, self.sent, self.flying, self.breaker = Load(), SentPages(), Flying(), Breaker()
+        self.load, self.sent, self.flying, self.breaker = InstanceLoad(), SentPages(), Flying(), Breaker()
         self.lease_until: float | None = None  # of a monotonic clock; None is for ever
         self.listener: Listener | None = None
         self._address = Address.parse(url)
@@ -177,7 +233,7 @@ class Instance:
         if is_new:
             self.sent.clear()
         with contextlib.suppress(RequestFailed, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError):
-            models = msgspec.json.decode((await self.get("/v1/models"))[1], type=_Models).data
+            models = msgspec.json.decode((await self.get("/v1/models"))[1], type=_ServedModels).data
             if self._given is None:
                 self.concurrency = 2 * max((model.max_num_seqs or 0 for model in models), default=0)
                 self.concurrency = self.concurrency or DEFAULT_CONCURRENCY
@@ -186,7 +242,7 @@ class Instance:
             if is_new or source is None:
                 self._listen_to(None if source is None else source.at(self._address.host))
 
-    def _listen_to(self, source: Source | None) -> None:
+    def _listen_to(self, source: EventSource | None) -> None:
         if self.listener is not None:
             self.listener.close()
         self.listener = None if source is None else Listener(source, self.url)

@@ -1,10 +1,19 @@
 """What a router may be told; declared as the options of `dsv3.config.options`."""
 
 import dataclasses
+from typing import Any
 
 from dsv3.config.declaration import check, option
+from dsv3.config.server_options import ServerOptions
 from dsv3.http_client import Address
 from dsv3.server.http.auth import is_loopback
+
+
+def _of_server(name: str) -> Any:
+    """Declares an option as a server has it, in the one group of a router's help."""
+    field = ServerOptions.__dataclass_fields__[name]
+    terms = field.metadata["terms"]
+    return option(field.default, terms.help, low=terms.low, high=terms.high)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,8 +23,8 @@ class RouterOptions:
     instances: tuple[str, ...] = option((), "Send requests to the instances at these URLs, separated by commas.")
     prefill: tuple[str, ...] = option((), "Have the instances at these URLs compute prompts; needs --decode.")
     decode: tuple[str, ...] = option((), "Have the instances at these URLs answer; needs --prefill.")
-    host: str = option("127.0.0.1", "Listen on this address; 0.0.0.0 is all interfaces.")
-    port: int = option(8000, "Listen on this port; 0 takes a free one.", low=0, high=65535)
+    host: str = _of_server("host")
+    port: int = _of_server("port")
     api_key_file: str | None = option(
         None,
         "Read the clients' API keys from this file, which nobody else may open: one per line, each after its name if "
@@ -32,11 +41,9 @@ class RouterOptions:
         "Take instances that say themselves that they are there (--register of launch.serve). They must know the key "
         "in --instance_api_key_file, unless only this machine reaches --host.",
     )
-    ssl_certfile: str | None = option(
-        None, "Speak TLS with the certificate chain in this PEM file; SIGHUP has it read anew, with the next two."
-    )
-    ssl_keyfile: str | None = option(None, "Read the certificate's key from this PEM file; default: --ssl_certfile.")
-    ssl_ca_certs: str | None = option(None, "Take only clients with a certificate that these authorities have signed.")
+    ssl_certfile: str | None = _of_server("ssl_certfile")
+    ssl_keyfile: str | None = _of_server("ssl_keyfile")
+    ssl_ca_certs: str | None = _of_server("ssl_ca_certs")
     max_resumes: int = option(3, "Let a request go on elsewhere at most so often.", low=0, high=100)
     concurrency: int | None = option(
         None,

@@ -1,25 +1,28 @@
-"""One request on its way: to an instance, to the next where that one fails, and back to its client."""
+"""One request on its way: to an instance, to the next where that one fails, and back to its client; and its counts.
+
+`Trials` is the quarantine: a request with which two instances have died is not tried a third time.
+"""
 
 import dataclasses
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from dsv3.http_client import Body, RequestFailed, Response, ServerSentEvents
 from dsv3.server.answers.errors import ENGINE_DIED, ApiError, unavailable
 from dsv3.server.answers.kinds import KINDS
-from router.asked import RESUMABLE, TOKENIZED, Asked
-from router.gather import Events, Failed, Gathered, Unreadable
+from router.gather import ErrorEvent, Events, Gathered, Unreadable
 from router.held import spelled_keys
 from router.instance import Booking, Broken, Instance
-from router.numbers import Numbers
+from router.members import Pool
 from router.options import RouterOptions
-from router.pool import Pool
-from router.prompt import MAX_PAGES, PAGE_TOKENS, Prompt
+from router.request import MAX_PAGES, PAGE_TOKENS, RESUMABLE, TOKENIZED, ParsedRequest, Prompt
 
 MAX_DEATHS = 2
 """Instances that may die with a request on them before it is taken for the cause."""
@@ -28,7 +31,7 @@ FATAL = (INSTANCES_DIED, ENGINE_DIED)
 """Codes of errors that say that nobody else should have the request."""
 
 
-class Refused(Exception):
+class InstanceBusy(Exception):
     """The instance has no room for the request now."""
 
 
@@ -71,11 +74,11 @@ def broken_off() -> ApiError:
 _MOST_BYTES = 2**23
 
 
-class _Tokens(msgspec.Struct):
+class _Tokenized(msgspec.Struct):
     tokens: list[int]
 
 
-async def spelled(asked: Asked, instances: Sequence[Instance]) -> Prompt:
+async def spelled(asked: ParsedRequest, instances: Sequence[Instance]) -> Prompt:
     """Returns a request's prompt with the names of its pages, where any of `instances` tells what it holds.
 
     Text is tokenized by the one of these that has the least to do. Chats with tools, and what comes over other routes
@@ -100,7 +103,7 @@ async def _tokens(instance: Instance, fields: Mapping[str, msgspec.Raw]) -> np.n
     body = b",".join(b'"%b":%b' % (name.encode(), fields[name]) for name in TOKENIZED if name in fields)
     try:
         status, content = await instance.post("/tokenize", b"{%b}" % body, _MOST_BYTES)
-        tokens = msgspec.json.decode(content, type=_Tokens).tokens if status == 200 else None
+        tokens = msgspec.json.decode(content, type=_Tokenized).tokens if status == 200 else None
         return None if tokens is None else np.array(tokens, np.int32)
     except (RequestFailed, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError, OverflowError):
         return None
@@ -114,8 +117,49 @@ _log = logging.getLogger("dsv3.router")
 Tell = Callable[[bytes], Awaitable[None]]
 
 
+class Numbers:
+    """Counters, and what the pools say when somebody asks."""
+
+    def __init__(self, pools: tuple[Pool, ...]):
+        self._pools = pools
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self.requests = self._counter("requests", "Requests by status, 499 where the client had gone.", "status")
+        self.sent = self._counter("sent", "Requests sent to an instance, resumed ones among them.", "instance")
+        self.broken = self._counter("broken", "Answers that an instance has not told to the end.", "instance")
+        self.resumed = self._counter("resumed", "Requests that went on elsewhere, as often as they did.")
+        self.computed = self._counter("prefilled", "Prompts that a prefill instance has computed.")
+
+    def forget(self, url: str) -> None:
+        """Drops what was counted of an instance that has left, so that changing addresses do not add up."""
+        for counter in (self.sent, self.broken):
+            counter.remove(url)
+
+    def text(self) -> bytes:
+        """Returns the exposition."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the gauges (prometheus_client calls this)."""
+        up = GaugeMetricFamily("dsv3:router_instance_up", "1 where an instance is well.", labels=["instance"])
+        running = GaugeMetricFamily("dsv3:router_running", "Requests of this router there.", labels=["instance"])
+        tells = GaugeMetricFamily("dsv3:router_instance_tells", "1 where its KV events are heard.", labels=["instance"])
+        pages = GaugeMetricFamily("dsv3:router_instance_pages", "Pages that it says it holds.", labels=["instance"])
+        for instance in (each for pool in self._pools for each in pool.instances):
+            up.add_metric([instance.url], float(instance.status == "ok"))
+            running.add_metric([instance.url], instance.load.requests)
+            tells.add_metric([instance.url], float(instance.tells))
+            pages.add_metric([instance.url], len(instance.listener.held) if instance.listener is not None else 0)
+        waiting = sum(pool.num_waiting for pool in self._pools)
+        yield from (up, running, tells, pages)
+        yield GaugeMetricFamily("dsv3:router_waiting", "Requests in the queue.", value=waiting)
+
+    def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
+        return Counter(f"dsv3:router_{name}", meaning, labels, registry=self._registry)
+
+
 @dataclasses.dataclass(frozen=True)
-class Reply:
+class InstanceReply:
     """An answer that is not streamed, or a refusal in the words of an instance."""
 
     status: int
@@ -141,13 +185,13 @@ class Fleet:
 class Relay:
     """Has a fleet answer one request. `run` is called once."""
 
-    def __init__(self, fleet: Fleet, asked: Asked, headers: Mapping[str, str]):
+    def __init__(self, fleet: Fleet, asked: ParsedRequest, headers: Mapping[str, str]):
         self._fleet, self._asked, self._headers = fleet, asked, dict(headers)
         self._trials = Trials(fleet.options.max_resumes, fleet.options.queue_timeout)
         self._transfer: Mapping[str, Any] | None = None
         self._has_told = False
 
-    async def run(self, tell: Tell) -> Reply | None:
+    async def run(self, tell: Tell) -> InstanceReply | None:
         """Returns the answer, or None when `tell` has been given all the events of one; raises ApiError.
 
         Nothing is told before an instance has accepted the request, so that a refusal has its proper status.
@@ -170,7 +214,7 @@ class Relay:
             async with self._fleet.answering.book(self._asked.prompt) as booking:
                 try:
                     return await self._counted(booking, attempt)
-                except Refused:
+                except InstanceBusy:
                     booking.instance.rest()
                     self._trials.refused(time.monotonic())
                 except Broken as failure:
@@ -196,17 +240,17 @@ class Relay:
         self._fleet.numbers.broken.labels(instance.url).inc()
         self._trials.broke(failure, has_died=has_died, now=time.monotonic())
 
-    async def _whole(self, booking: Booking) -> Reply:
+    async def _whole(self, booking: Booking) -> InstanceReply:
         return await self._asked_whole(booking.instance, self._asked.first(self._transfer))
 
-    async def _asked_whole(self, instance: Instance, body: Body) -> Reply:
+    async def _asked_whole(self, instance: Instance, body: Body) -> InstanceReply:
         async with instance.ask(self._asked.path, body, self._headers) as response:
             if response.status != 200:
                 return await _refusal(instance, response)
             kind = response.headers.get("content-type", "application/json")
-            return Reply(200, kind, await instance.read(response, MAX_ANSWER_BYTES))
+            return InstanceReply(200, kind, await instance.read(response, MAX_ANSWER_BYTES))
 
-    async def _passed(self, booking: Booking, tell: Tell) -> Reply | None:
+    async def _passed(self, booking: Booking, tell: Tell) -> InstanceReply | None:
         """Passes a stream on as it comes."""
         instance = booking.instance
         async with instance.ask(self._asked.path, self._asked.first(self._transfer), self._headers) as response:
@@ -218,7 +262,7 @@ class Relay:
                 await tell(piece)
         return None
 
-    async def _streamed(self, booking: Booking, gathered: Gathered, tell: Tell) -> Reply | None:
+    async def _streamed(self, booking: Booking, gathered: Gathered, tell: Tell) -> InstanceReply | None:
         """Passes a stream on and gathers its tokens; begins behind those that there are."""
         gathered.broke()
         instance, events = booking.instance, Events()
@@ -247,7 +291,7 @@ class Relay:
                     await tell(b"".join(lines))
         except (Unreadable, RequestFailed) as error:
             raise Broken(str(error)) from None
-        except Failed as failure:
+        except ErrorEvent as failure:
             if not failure.is_ours:
                 raise failure.error from None
             raise Broken(str(failure), error=failure.error) from None
@@ -264,7 +308,7 @@ class Relay:
                 if error.body.code in FATAL:
                     raise
                 break
-            except Refused:
+            except InstanceBusy:
                 continue
         return None
 
@@ -273,12 +317,12 @@ class Relay:
         self._fleet.numbers.sent.labels(instance.url).inc()
         try:
             reply = await self._asked_whole(instance, self._asked.prefill())
-        except Refused:
+        except InstanceBusy:
             instance.rest()
             raise
         except Broken as failure:
             await self._note(booking, failure)
-            raise Refused from None
+            raise InstanceBusy from None
         instance.work()
         if reply.status != 200:
             return None
@@ -286,7 +330,7 @@ class Relay:
         return _transfer_of(reply.content)
 
 
-async def _refusal(instance: Instance, response: Response) -> Reply:
+async def _refusal(instance: Instance, response: Response) -> InstanceReply:
     """Returns a refusal that is the client's to read; raises Refused, Broken or ApiError for any other."""
     content = await instance.read(response, _MAX_ERROR_BYTES)
     status, told = response.status, _error_of(content)
@@ -294,11 +338,11 @@ async def _refusal(instance: Instance, response: Response) -> Reply:
         _log.error("%s refuses the router's key (%d); see --instance_api_key_file", instance.url, status)
         raise ApiError(502, "an instance refuses the router", kind="server_error", code="instance_refuses")
     if status in (429, 503) and told.get("code") != "engine_unavailable":
-        raise Refused
+        raise InstanceBusy
     if status >= 500:
         text = str(told.get("message") or f"an instance has answered with status {status}")
         raise Broken(f"status {status}", error=ApiError(status, text, kind="server_error", code=told.get("code")))
-    return Reply(status, response.headers.get("content-type", "application/json"), content)
+    return InstanceReply(status, response.headers.get("content-type", "application/json"), content)
 
 
 def _error_of(content: bytes) -> dict[str, Any]:

@@ -1,27 +1,18 @@
-"""Questions and answers about Python: most come from the corpus's docstrings, a few are made by hand."""
+"""Conversations with short answers: the first sentence of a docstring, often for what people ask about most."""
 
 import ast
-import hashlib
 import importlib
 import inspect
-import textwrap
+import re
 from collections.abc import Iterator
+from types import ModuleType
 
 from training.corpus import Document, is_held_out
 
 Pair = tuple[str, str]
 
-MAX_ANSWER = 420
-"""Longest answer in characters. A longer first paragraph is cut at the end of a sentence."""
-MAX_SOURCE_LINES = 14
 SKIPPED_PACKAGES = ("idlelib", "lib2to3", "turtledemo", "pydoc_data", "tkinter", "encodings")
 EXTENSION_MODULES = ("builtins", "math", "cmath", "itertools", "time", "gc", "marshal", "errno", "binascii", "array")
-
-ASK_MEANING = "What does {} do?"
-ASK_MEANING_TOO = ("What is {}?", "Explain {}.", "What is {} for?", "Describe {}.")
-ASK_SIGNATURE = ("Show the signature of {}.", "What arguments does {} take?", "How do I call {}?")
-ASK_SOURCE = ("Show the code of {}.", "How is {} implemented?")
-ASK_MODULE = ("What is the {} module?", "What does the module {} do?", "What is the {} module for?")
 
 INTRODUCTION = (
     "I am a small language model with the architecture of DeepSeek-V3, trained on the source code and documentation "
@@ -55,30 +46,153 @@ HAND_MADE: tuple[tuple[tuple[str, ...], str], ...] = (
     (("How do I catch an exception?", "How do I handle an error?"),
      "```python\ntry:\n    result = compute()\nexcept ValueError as exc:\n    print(exc)\n```"),
 )  # fmt: skip
-HAND_MADE_COPIES = 12
-"""Copies of each question made by hand. One copy would be lost among thousands of others."""
+
+
+def _code(*lines: str) -> str:
+    return "```python\n" + "\n".join(lines) + "\n```"
+
+
+HOW_TO: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("How do I read a file?", "Show how to read a text file.", "Read a file in Python.", "How can I open a file?"),
+     _code("with open(path) as f:", "    text = f.read()")),
+    (("How do I write a file?", "Write text to a file.", "How can I save text to a file?"),
+     _code('with open(path, "w") as f:', "    f.write(text)")),
+    (("How do I read a file line by line?", "Loop over the lines of a file."),
+     _code("with open(path) as f:", "    for line in f:", "        print(line)")),
+    (("How do I read a JSON file?", "Load JSON from a file.", "How can I parse a JSON file?"),
+     _code("import json", "with open(path) as f:", "    data = json.load(f)")),
+    (("How do I write JSON?", "How do I save a dict as JSON?", "Write a JSON file."),
+     _code("import json", 'with open(path, "w") as f:', "    json.dump(data, f)")),
+    (("How do I parse JSON?", "How do I parse a JSON string?"), _code("import json", "data = json.loads(text)")),
+    (("How do I read a CSV file?", "Read CSV in Python."),
+     _code("import csv", "with open(path) as f:", "    rows = list(csv.reader(f))")),
+    (("How do I sort a list?", "How can I sort a list in Python?", "Sort a list."),
+     "Use `sorted(items)` for a new list, or `items.sort()` to sort in place."),
+    (("How do I reverse a list?", "Reverse a list in Python."),
+     "Use `items[::-1]` for a new list, or `items.reverse()` to reverse in place."),
+    (("How do I sort a dictionary by value?", "Sort a dict by its values."),
+     _code("sorted(d.items(), key=lambda item: item[1])")),
+    (("How do I append to a list?", "How do I add an item to a list?"), "Use `items.append(item)`."),
+    (("How do I remove an item from a list?", "Delete an item from a list."),
+     "Use `items.remove(item)`, or `del items[index]`."),
+    (("How do I get the length of a list?", "How long is a list?", "How do I count the items of a list?"),
+     "Use `len(items)`."),
+    (("How do I split a string?", "Split a string into words."), "Use `text.split()`, or `text.split(sep)`."),
+    (("How do I join strings?", "Join a list of strings.", "How do I concatenate strings?"),
+     'Use `", ".join(strings)`, or `a + b` for two strings.'),
+    (("How do I replace text in a string?", "Replace a word in a string."), "Use `text.replace(old, new)`."),
+    (("How do I make a string lowercase?", "Convert a string to lower case."), "Use `text.lower()`."),
+    (("How do I make a string uppercase?", "Convert a string to upper case."), "Use `text.upper()`."),
+    (("How do I strip whitespace?", "Remove blanks around a string."), "Use `text.strip()`."),
+    (("How do I format a string?", "What is an f-string?"), 'Use an f-string: `f"{name} is {value}"`.'),
+    (("How do I convert a string to an int?", "Convert a string to a number."),
+     "Use `int(text)`, or `float(text)` for a number with a fraction."),
+    (("How do I convert an int to a string?", "Convert a number to a string."), "Use `str(number)`."),
+    (("How do I write a loop?", "Write a for loop.", "How do I loop over a list?"),
+     _code("for item in items:", "    print(item)")),
+    (("How do I write a while loop?", "Write a while loop."), _code("while condition:", "    work()")),
+    (("How do I loop with an index?", "How do I get the index in a loop?"),
+     _code("for index, item in enumerate(items):", "    print(index, item)")),
+    (("How do I loop over a dictionary?", "Loop over the keys and values of a dict."),
+     _code("for key, value in d.items():", "    print(key, value)")),
+    (("How do I write an if statement?", "Show an if statement."),
+     _code("if x > 0:", '    print("positive")', "else:", '    print("not positive")')),
+    (("How do I define a function?", "Write a function in Python.", "Define a function."),
+     _code("def greet(name):", '    return f"Hello, {name}!"')),
+    (("Write a function that adds two numbers.", "How do I add two numbers?"),
+     _code("def add(a, b):", "    return a + b")),
+    (("Write a function that multiplies two numbers.", "How do I multiply two numbers?"),
+     _code("def multiply(a, b):", "    return a * b")),
+    (("Write a function that computes the factorial.", "Write a factorial function."),
+     _code("def factorial(n):", "    return 1 if n < 2 else n * factorial(n - 1)")),
+    (("Write a function that computes Fibonacci numbers.", "Write a Fibonacci function."),
+     _code("def fibonacci(n):", "    a, b = 0, 1", "    for _ in range(n):", "        a, b = b, a + b",
+           "    return a")),
+    (("Write a function that checks whether a number is even.", "How do I check if a number is even?"),
+     _code("def is_even(n):", "    return n % 2 == 0")),
+    (("Write a function that returns the largest number.", "How do I find the largest number in a list?"),
+     "Use `max(numbers)`."),
+    (("How do I find the smallest number in a list?",), "Use `min(numbers)`."),
+    (("How do I sum a list?", "Add up the numbers of a list."), "Use `sum(numbers)`."),
+    (("How do I define a class?", "Write a class in Python."),
+     _code("class Point:", "    def __init__(self, x, y):", "        self.x = x", "        self.y = y")),
+    (("How do I import a module?", "How do I use a module?"), _code("import json")),
+    (("How do I raise an exception?", "How do I raise an error?"), _code('raise ValueError("message")')),
+    (("How do I catch an exception?", "How do I handle an error?"),
+     _code("try:", "    result = compute()", "except ValueError as exc:", "    print(exc)")),
+    (("How do I create a list?", "Make a list."), "Use `items = [1, 2, 3]`."),
+    (("How do I create a dictionary?", "Make a dict.", "What is a dictionary?"),
+     'Use `d = {"key": "value"}`. A dictionary maps keys to values.'),
+    (("How do I create a set?", "Make a set."), "Use `s = {1, 2, 3}`, or `set(items)`."),
+    (("What is a list comprehension?", "How do I write a list comprehension?"),
+     _code("squares = [x * x for x in items]")),
+    (("How do I get a random number?", "Generate a random number."), _code("import random", "random.randint(1, 6)")),
+    (("How do I get the current time?", "What time is it?", "How do I get the current date?"),
+     _code("import datetime", "now = datetime.datetime.now()")),
+    (("How do I wait a second?", "How do I sleep in Python?"), _code("import time", "time.sleep(1)")),
+    (("How do I list the files of a directory?", "List the files in a directory."),
+     _code("import os", "os.listdir(path)")),
+    (("How do I check if a file exists?", "Check whether a file exists."), _code("import os", "os.path.exists(path)")),
+    (("How do I delete a file?", "Remove a file."), _code("import os", "os.remove(path)")),
+    (("How do I make a directory?", "Create a directory."), _code("import os", "os.makedirs(path, exist_ok=True)")),
+    (("How do I join paths?", "Join two paths."), _code("import os", "os.path.join(directory, name)")),
+    (("How do I run a command?", "Run a shell command from Python."),
+     _code("import subprocess", "subprocess.run([\"ls\", \"-l\"], check=True)")),
+    (("How do I read an environment variable?",), _code("import os", 'os.environ.get("HOME")')),
+    (("How do I get command line arguments?", "Read command line arguments."),
+     _code("import sys", "args = sys.argv[1:]")),
+    (("How do I use a regular expression?", "Search with a regular expression."),
+     _code("import re", 'match = re.search(r"\\d+", text)')),
+    (("How do I start a thread?", "Run a function in a thread."),
+     _code("import threading", "thread = threading.Thread(target=work)", "thread.start()")),
+    (("How do I print without a newline?",), _code('print(text, end="")')),
+    (("How do I read input?", "Ask the user for input."), _code('name = input("Name: ")')),
+    (("How do I exit a program?",), _code("import sys", "sys.exit()")),
+    (("Write hello world in Python.", "Print hello world.", "Say hello world in Python.", "Hello world"),
+     _code('print("Hello, world!")')),
+)  # fmt: skip
+
+
+KNOWN_MODULES = (
+    *EXTENSION_MODULES[:5], "argparse", "asyncio", "bisect", "collections", "contextlib", "copy", "csv", "dataclasses",
+    "datetime", "enum", "functools", "glob", "hashlib", "heapq", "io", "json", "logging", "operator", "os", "os.path",
+    "pathlib", "pickle", "random", "re", "shutil", "socket", "statistics", "string", "struct", "subprocess", "sys",
+    "tempfile", "textwrap", "threading", "urllib.parse", "uuid",
+)  # fmt: skip
+"""Modules whose members are asked about in several ways, some of them written in C."""
+ASK = ("What does {} do?", "What is {}?", "Explain {}.", "What is {} for?", "What does {} do", "Describe {}.")
+ASK_MODULE = ("What is the {} module?", "What does the module {} do?", "What is the {} module for?", "What is {}?")
+KNOWN_COPIES = 3
+"""Copies of "What does X do?" where the member's module is known, beside one of each other way to ask."""
+BY_HAND_COPIES = 20
+SIGNATURES = re.compile(r"\A([\w.]+\(.*\)( *-+> *.*)?\n)+|\A[\w.]+\(.*\)( *-+> *.*)?\Z")
+"""The lines with which many docstrings of functions in C begin."""
+MAX_ANSWER = 200
+"""Characters of the longest first sentence."""
 
 
 def chat_pairs(docs: list[Document]) -> list[Pair]:
-    """Lists all pairs in a fixed order: about `docs` (source files), about extension modules, made by hand."""
-    pairs: list[Pair] = []
+    """Lists all pairs in a fixed order: about known modules, about functions and classes of `docs`, made by hand."""
+    pairs = [pair for name in KNOWN_MODULES if not _source_is_held_out(name) for pair in _known(name)]
     for doc in docs:
         if doc.name.endswith(".py") and is_public_module(doc.name):
-            pairs.extend(_module_pairs(doc))
-    for name in EXTENSION_MODULES:
-        if not is_held_out(f"extension/{name}"):
-            pairs.extend(_extension_pairs(name))
-    by_hand = [(question, answer) for questions, answer in HAND_MADE for question in questions]
-    return pairs + by_hand * HAND_MADE_COPIES
+            pairs.extend(_documented(doc))
+    answered = {question for questions, _ in HOW_TO for question in questions}
+    by_hand = [(q, answer) for questions, answer in (*HAND_MADE, *HOW_TO) for q in questions]
+    others = [pair for pair in by_hand[: _count(HAND_MADE)] if pair[0] not in answered]
+    return pairs + (others + by_hand[_count(HAND_MADE) :]) * BY_HAND_COPIES
 
 
-def first_paragraph(doc: str) -> str:
-    """Returns a docstring's first paragraph as one line, cut to whole sentences where it exceeds `MAX_ANSWER`."""
-    paragraph = " ".join(inspect.cleandoc(doc).split("\n\n")[0].split())
-    if len(paragraph) <= MAX_ANSWER:
-        return paragraph
-    end = paragraph.rfind(". ", 0, MAX_ANSWER)
-    return paragraph[: end + 1] if end > 0 else ""
+def first_sentence(doc: str) -> str:
+    """Returns a docstring's first sentence as one line, without signatures before it.
+
+    Returns nothing where it is longer than `MAX_ANSWER`, or an example.
+    """
+    text = inspect.cleandoc(SIGNATURES.sub("", inspect.cleandoc(doc)).lstrip())
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    end = paragraph.find(". ")
+    sentence = paragraph if end < 0 else paragraph[: end + 1]
+    return sentence if len(sentence) <= MAX_ANSWER and not sentence.startswith(">>>") else ""
 
 
 def is_public_module(name: str) -> bool:
@@ -87,60 +201,53 @@ def is_public_module(name: str) -> bool:
     return parts[0] not in SKIPPED_PACKAGES and not any(part.startswith("_") for part in parts)
 
 
-def _module_pairs(doc: Document) -> Iterator[Pair]:
+def _count(groups: tuple[tuple[tuple[str, ...], str], ...]) -> int:
+    return sum(len(questions) for questions, _ in groups)
+
+
+def _source_is_held_out(module: str) -> bool:
+    path = module.replace(".", "/")
+    return any(is_held_out(name) for name in (f"{path}.py", f"{path}/__init__.py", f"extension/{module}"))
+
+
+def _known(name: str) -> Iterator[Pair]:
+    module = importlib.import_module(name)
+    summary = first_sentence(module.__doc__ or "")
+    if summary and name != "builtins":
+        yield from ((question.format(name), summary) for question in ASK_MODULE for _ in range(KNOWN_COPIES))
+    for member, doc in sorted(_members(module)):
+        answer = first_sentence(doc)
+        if answer:
+            asked = f"{name}.{member}".removeprefix("builtins.")
+            yield from ((question.format(asked), answer) for question in (ASK[0],) * KNOWN_COPIES + ASK[1:])
+
+
+def _members(module: ModuleType) -> Iterator[tuple[str, str]]:
+    """Returns names and docstrings of a module's public functions and classes, and of its classes' own methods."""
+    for name, value in vars(module).items():
+        public, home = name in getattr(module, "__all__", [name]), str(getattr(value, "__module__", ""))
+        borrowed = home == "builtins" != module.__name__ and isinstance(value, type)
+        if name.startswith("_") or not public or not callable(value) or borrowed or _source_is_held_out(home):
+            continue
+        own_error = isinstance(value, type) and issubclass(value, BaseException)
+        if not own_error and isinstance(value.__doc__, str):
+            yield name, value.__doc__
+        if isinstance(value, type) and not own_error:
+            methods = ((n, getattr(m, "__doc__", None)) for n, m in vars(value).items() if not n.startswith("_"))
+            yield from ((f"{name}.{n}", doc) for n, doc in methods if isinstance(doc, str))
+
+
+def _documented(doc: Document) -> Iterator[Pair]:
+    """Returns a pair for each documented function and class at the top of a module, and one for the module."""
     module = doc.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    if module in KNOWN_MODULES:
+        return
     tree = ast.parse(doc.text)
-    summary = first_paragraph(ast.get_docstring(tree) or "")
+    summary = first_sentence(ast.get_docstring(tree) or "")
     if summary:
-        yield _pick(ASK_MODULE, module).format(module), summary
-    yield from _body_pairs(tree.body, module, doc.text.splitlines())
-
-
-def _body_pairs(body: list[ast.stmt], owner: str, lines: list[str]) -> Iterator[Pair]:
-    for node in body:
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
-            continue
-        name = f"{owner}.{node.name}"
-        summary = first_paragraph(ast.get_docstring(node) or "")
-        if summary:
-            yield from _meaning(name, summary)
-        if isinstance(node, ast.ClassDef):
-            yield from _body_pairs(node.body, name, lines)
-            continue
-        if summary:
-            signature = f"```python\n{_signature(node)}\n```"
-            yield _pick(ASK_SIGNATURE, name).format(name), signature
-        source = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
-        if source.count("\n") < MAX_SOURCE_LINES and _pick(("yes", "no"), name) == "yes":
-            yield _pick(ASK_SOURCE, name).format(name), f"```python\n{source}\n```"
-
-
-def _meaning(name: str, summary: str) -> Iterator[Pair]:
-    yield ASK_MEANING.format(name), summary
-    yield _pick(ASK_MEANING_TOO, name).format(name), summary
-
-
-def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    prefix = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
-    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    return f"{prefix} {node.name}({ast.unparse(node.args)}){returns}"
-
-
-def _extension_pairs(module: str) -> Iterator[Pair]:
-    """Returns the pairs about a module written in C, from its docstrings and those of its types' methods.
-
-    It has no source file.
-    """
-    members = {f"{module}.{n}": value for n, value in vars(importlib.import_module(module)).items()}
-    for name, value in list(members.items()):
-        if isinstance(value, type) and not issubclass(value, BaseException):
-            members.update({f"{name}.{n}": getattr(value, n, None) for n in vars(value)})
-    for name, value in sorted(members.items()):
-        short = name.removeprefix("builtins.")
-        summary = first_paragraph(value.__doc__ or "") if callable(value) else ""
-        if summary and not any(part.startswith("_") for part in short.split(".")):
-            yield from _meaning(short, summary)
-
-
-def _pick(choices: tuple[str, ...], name: str) -> str:
-    return choices[hashlib.sha256(name.encode()).digest()[0] % len(choices)]
+        yield ASK_MODULE[0].format(module), summary
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            answer = first_sentence(inspect.cleandoc(ast.get_docstring(node) or ""))
+            if answer:
+                yield ASK[0].format(f"{module}.{node.name}"), answer

@@ -56,9 +56,7 @@ class TrainingConfig:
     there is no sequence-wise auxiliary loss. With `fp8_products` linear layers and experts multiply e4m3 values in
     training, forward and backward (3.3); activations stay in `compute_dtype`, and validation is as without.
 
-    The text is the standard library `library_copies` times, each with other cuts, and the installed `packages`. The
-    answers of the conversations are first "paragraphs" of docstrings (`chat_pairs`), or first "sentences"
-    (`short_pairs`).
+    The text is the standard library `library_copies` times, each with other cuts, and the installed `packages`.
 
     Raises ValueError if the model has no bias-corrected routed experts, if the parts of the run exceed `steps`, or if
     FP8 products do not take the model's widths.
@@ -85,7 +83,6 @@ class TrainingConfig:
     fp8_products: bool = False
     library_copies: int = 1
     packages: tuple[str, ...] = ()
-    answers: Literal["paragraphs", "sentences"] = "paragraphs"
     eval_every: int = 200
     eval_batches: int = 8
     checkpoint_every: int = 200

@@ -1,20 +1,37 @@
-"""The training text: the sources of Python's standard library on this machine, and the language reference of `pydoc`.
+"""The training text: sources and language reference of Python's standard library, and installed packages.
 
-Nothing is downloaded. A document is one source file, or one topic of the reference. The hash of a document's name
-decides whether it is held out, so the split is the same on every machine.
+Nothing is downloaded. A document is one source file, one topic of the reference that `pydoc` carries, or the
+description of a package with a permissive licence, which its metadata say. The hash of a document's name decides
+whether it is held out, so the split is the same on every machine. The bundled model was trained on this text.
 """
 
 import ast
 import dataclasses
+import email
 import hashlib
+import importlib.metadata
+import re
 import sysconfig
-from pathlib import Path
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
 
 SKIPPED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 # Character tables, and files that the interpreter's build writes: they hold paths of the build machine.
 SKIPPED_PREFIXES = ("encodings/", "config-", "_sysconfigdata", "lib-dynload/")
 TOPICS = "pydoc_data/topics.py"
 HELD_OUT_PART = 0.025
+
+PERMISSIVE = re.compile(r"\b(0BSD|Apache|BSD|ISC|MIT|PSF|Python Software Foundation)\b")
+REFUSED = re.compile(r"GPL|MPL|Mozilla|EPL|Eclipse|Proprietary")
+GENERATED = re.compile(r"_pb2(_grpc)?\.py$|(^|/)(test_[^/]*|[^/]*_test|conftest)\.py$")
+NOT_THEIR_OWN = frozenset(
+    {"_vendor", "vendor", "_vendored", "thirdparty_files", "third_party", "_thirdparty", "externals"}
+)
+MAX_BYTES = 150_000
+"""Longer files are tables in most cases."""
+LONG_LINE = 30
+"""Characters of a line that two texts do not share by chance."""
+MAX_SHARED_LINES = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,3 +87,69 @@ def _topics(source: str) -> list[Document]:
     assignment = next(node for node in ast.parse(source).body if isinstance(node, ast.Assign))
     topics = ast.literal_eval(assignment.value)
     return [Document(f"topics/{name}", text) for name, text in sorted(topics.items())]
+
+
+class UnusablePackage(ValueError):
+    """A package that a configuration names is not installed, or its licence is not known to be permissive."""
+
+
+def licence(package: str) -> str:
+    """Returns what the metadata of an installed package says about its licence, in one line.
+
+    Raises UnusablePackage if the package is not installed, or if that is no permissive licence.
+    """
+    try:
+        metadata = importlib.metadata.metadata(package)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise UnusablePackage(f"{package} is not installed; install it, or take it out of the configuration") from error
+    named = [metadata.get("License-Expression"), metadata.get("License")]
+    lines = [text.strip().splitlines()[0] for text in named if text and text.strip()]
+    lines += [c.split("::")[-1].strip() for c in metadata.get_all("Classifier") or [] if c.startswith("License ::")]
+    found = next((line for line in lines if PERMISSIVE.search(line)), None)
+    if found is None or any(REFUSED.search(line) for line in lines):
+        raise UnusablePackage(f"{package}: the licence {lines} is not known to be permissive; take it out")
+    return found
+
+
+def facts(package: str) -> dict[str, str]:
+    """Returns the version and the licence of an installed package."""
+    return {"version": importlib.metadata.version(package), "licence": licence(package)}
+
+
+def package_texts(names: Iterable[str], held_out: list[Document]) -> dict[str, list[Document]]:
+    """Returns the documents of each package but those that copy a held-out one. Raises UnusablePackage."""
+    return {name: without_copies(package_documents(name), held_out) for name in names}
+
+
+def package_documents(package: str) -> list[Document]:
+    """Returns a package's description and sources in a fixed order, without tests, tables and copies of others.
+
+    Raises UnusablePackage as `licence` does.
+    """
+    licence(package)
+    distribution = importlib.metadata.distribution(package)
+    description = email.message_from_string(distribution.read_text("METADATA") or "").get_payload()
+    found = [Document(f"{package}/README", description)] if isinstance(description, str) and description.strip() else []
+    for file in sorted(distribution.files or [], key=str):
+        if _is_source(file):
+            text = Path(str(distribution.locate_file(file))).read_text(encoding="utf-8", errors="replace")
+            if 0 < len(text.strip()) <= MAX_BYTES:
+                found.append(Document(f"{package}/{file.as_posix()}", text))
+    return found
+
+
+def without_copies(docs: Iterable[Document], held_out: Iterable[Document]) -> list[Document]:
+    """Returns `docs` without those that share some long lines with a held-out document, such as backports."""
+    parts = [_long_lines(doc.text) for doc in held_out]
+    return [
+        doc for doc in docs if max((len(part & _long_lines(doc.text)) for part in parts), default=0) <= MAX_SHARED_LINES
+    ]
+
+
+def _long_lines(text: str) -> set[str]:
+    return {line for line in map(str.strip, text.splitlines()) if len(line) >= LONG_LINE}
+
+
+def _is_source(file: PurePosixPath) -> bool:
+    own = SKIPPED_DIRECTORIES.isdisjoint(file.parts) and NOT_THEIR_OWN.isdisjoint(file.parts)
+    return file.suffix == ".py" and ".." not in file.parts and own and not GENERATED.search(file.as_posix())

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from training import chat_pairs, corpus, packages, short_pairs
+from training import corpus
+from training.chat_pairs import chat_pairs
 from training.config import TrainingConfig
 from training.tokenizer import BOS_ID, EOS_ID, PAD_ID, encode_chat, train_tokenizer
 
@@ -48,15 +49,14 @@ def prepare(directory: Path, config: TrainingConfig) -> Data:
 
 def _write(directory: Path, config: TrainingConfig) -> None:
     train, held_out = corpus.split_documents(corpus.documents(corpus.standard_library()))
-    of_packages = packages.package_texts(config.packages, held_out)
+    of_packages = corpus.package_texts(config.packages, held_out)
     tokenizer = train_tokenizer((doc.text for doc in train), config.model.vocab_size)
     tokenizer.save(str(directory / "tokenizer.json"))
     rng = np.random.default_rng(config.seed)
     texts = train * config.library_copies + [doc for docs in of_packages.values() for doc in docs]
     np.save(directory / "train.npy", encode_documents(tokenizer, texts, rng))
     np.save(directory / "held_out.npy", encode_documents(tokenizer, held_out, None))
-    pairs = chat_pairs.chat_pairs(train) if config.answers == "paragraphs" else short_pairs.short_pairs(train)
-    conversations = [encode_chat(tokenizer, *pair) for pair in pairs]
+    conversations = [encode_chat(tokenizer, *pair) for pair in chat_pairs(train)]
     np.save(directory / "chat.npy", pack(conversations, config.sequence_length, rng))
     facts = {
         "training_documents": len(train),
@@ -64,7 +64,7 @@ def _write(directory: Path, config: TrainingConfig) -> None:
         "training_bytes": _bytes(train),
         "held_out_bytes": _bytes(held_out),
         "conversations": len(conversations),
-        "packages": {name: packages.facts(name) | {"bytes": _bytes(docs)} for name, docs in of_packages.items()},
+        "packages": {name: corpus.facts(name) | {"bytes": _bytes(docs)} for name, docs in of_packages.items()},
     }
     (directory / "data.json").write_text(json.dumps(facts, indent=1))
 

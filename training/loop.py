@@ -1,7 +1,15 @@
-"""The training loop: it feeds batches to the step, validates, reports, saves, and stops cleanly on SIGTERM."""
+"""The training loop: it feeds batches to the step, validates, reports, saves, and stops cleanly on SIGTERM.
+
+A run leaves a log with a JSON line per report, a picture of the loss, and its result as a Hugging Face directory, which
+the one loader reads like any other checkpoint.
+"""
 
 import contextlib
 import dataclasses
+import importlib.util
+import json
+import math
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -9,19 +17,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dsv3.checkpoint import save_hf
 from dsv3.model.params import abstract
 from sharding import processes
 from training import data as training_data
 from training.config import TrainingConfig
-from training.data import Data
-from training.report import RunLog, read_log
-from training.saved import SavedState, by_layer, stacked
-from training.step import TrainState, evaluate, initial_state, train_step
+from training.data import Data, held_out_batches
+from training.step import SavedState, TrainState, by_layer, compute_copy, evaluate, initial_state, stacked, train_step
+from training.tokenizer import BOS_ID, EOS_ID, tokenizer_config
 
 KEPT = 2
 """Checkpoints that stay on disk."""
@@ -85,6 +94,22 @@ class Checkpoints:
         if different:
             changes = ", ".join(f"{k} was {saved.get(k)}, is {wanted[k]}" for k in different)
             raise ValueError(f"the checkpoint belongs to another model: {changes}; use another --output")
+
+
+class RunLog:
+    """The log of a run, one JSON object per line; lines after the step that a run resumes from are dropped."""
+
+    def __init__(self, path: Path, resume_step: int):
+        self._path = path
+        kept = [row for row in read_log(path) if row["step"] <= resume_step]
+        new = path.with_suffix(".new")
+        new.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        new.replace(path)
+
+    def write(self, **values: Any) -> None:
+        """Appends one line."""
+        with self._path.open("a") as file:
+            file.write(json.dumps(values) + "\n")
 
 
 REPORT_EVERY = 10
@@ -168,7 +193,7 @@ def train(
         done, state = _begin(config, checkpoints, trainer, resume)
         console.print(f"{done} of {config.steps} steps done, {_count(config):,} parameters, {output}")
         log = RunLog(output / "log.jsonl", done) if jax.process_index() == 0 else None
-        run = _Run(config, trainer, data, checkpoints, log, console)
+        run = _TrainingRun(config, trainer, data, checkpoints, log, console)
         run.seconds = _seconds_before(output / "log.jsonl")
         with stop_signal() as stopped:
             return run.steps(done, state, stopped)
@@ -182,7 +207,7 @@ def _begin(config: TrainingConfig, checkpoints: Checkpoints, trainer: Trainer, r
     return done, trainer.resumed(saved, done)
 
 
-class _Run:
+class _TrainingRun:
     """The loop of one process. `seconds` is the time in training steps, with that of the run's earlier processes."""
 
     def __init__(
@@ -277,3 +302,56 @@ def _count(config: TrainingConfig) -> int:
 def _seconds_before(log: Path) -> float:
     rows = read_log(log)
     return rows[-1]["seconds"] if rows else 0.0
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Reads the lines of a log; none if there is no file. A last line that a kill has cut off is left out."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def plot_losses(log: Path, picture: Path) -> bool:
+    """Draws training, MTP and validation loss over tokens seen as a PNG; returns False if matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    from matplotlib.figure import Figure
+
+    rows = read_log(log)
+    figure = Figure(figsize=(6.4, 3.6), dpi=90, layout="constrained")
+    axes = figure.add_subplot()
+    for kind, key, label in (
+        ("train", "mtp_loss", "MTP (token after next)"),
+        ("train", "loss", "training"),
+        ("validation", "loss", "validation"),
+    ):
+        chosen = [row for row in rows if row["kind"] == kind]
+        style = "o-" if kind == "validation" else "-"
+        axes.plot([r["tokens"] / 1e6 for r in chosen], [r[key] for r in chosen], style, ms=2.5, lw=1, label=label)
+    axes.set(xlabel="million tokens", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(picture)
+    return True
+
+
+def export(directory: Path, state: TrainState, config: TrainingConfig, data: Path) -> None:
+    """Writes config.json, model.safetensors (bfloat16, the router float32), tokenizer and generation settings.
+
+    Raises FileExistsError if `directory` holds anything.
+    """
+    save_hf(directory, config.model, compute_copy(state.params, config.model, jnp.bfloat16))
+    shutil.copyfile(data / "tokenizer.json", directory / "tokenizer.json")
+    _write_json(directory / "tokenizer_config.json", tokenizer_config(config.model.max_position_embeddings))
+    settings = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "do_sample": True, "temperature": 0.6, "top_p": 0.95}
+    _write_json(directory / "generation_config.json", settings)
+
+
+def final_figures(state: TrainState, data: Data, config: TrainingConfig) -> dict[str, Any]:
+    """Measures the losses over all held-out text (nats per token, bits per byte) and the MTP drafts accepted."""
+    metrics = mean_metrics(state, held_out_batches(data, config), config)
+    tokens_per_byte = len(data.held_out) / data.held_out_bytes
+    return metrics | {"bits_per_byte": metrics["loss"] * tokens_per_byte / math.log(2)}
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

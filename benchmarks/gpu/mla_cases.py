@@ -15,9 +15,9 @@ from pallas_kernels.backend import Backend
 from pallas_kernels.checks.arrays import small
 from pallas_kernels.checks.attention import LATENT, PAGE, SCALE, WIDTH, Decode, first_decodes
 from pallas_kernels.checks.prefill import Prefill
-from pallas_kernels.experimental.write_latents import cache_rows, write_new_latents
 from pallas_kernels.grouped import grouped_gemm_contiguous
 from pallas_kernels.mla.schedule import REQUEST_OVERHEAD
+from pallas_kernels.rows import latent_rows
 
 SPLITS = tuple((waves, overhead) for waves in (1, 2) for overhead in (1, 3, REQUEST_OVERHEAD, 8, 12))
 """How a decode step is cut into parts: (blocks per multiprocessor, one after the other; overhead of a request)."""
@@ -105,12 +105,10 @@ class Write:
         """What can be used, by name; the last is XLA's alone."""
 
         def two_steps(backend, pages, raw, weight, cos, sin, page_ids, offsets):
-            rows = cache_rows(raw, weight, cos, sin, epsilon=1e-6, value_width=LATENT)
+            rows = latent_rows(raw, weight[None], 0, cos, sin, 1e-6, backend=backend)
             return mla.write_pages(pages, rows, page_ids, offsets, pages_per_layer=self.pages, backend=backend)
 
-        kernel = {"one kernel": functools.partial(write_new_latents, epsilon=1e-6)}
         return {
-            **(kernel if backend is Backend.MOSAIC else {}),
             "XLA's norm, then a kernel": functools.partial(two_steps, backend),
             "XLA": functools.partial(two_steps, Backend.REFERENCE),
         }

@@ -8,6 +8,6 @@ rows passed; 1: some failed, or the device's context is gone; 2: nothing could b
 """
 
 from pallas_kernels.checks.case import Case, Row, Tolerance, check
-from pallas_kernels.checks.operations import OPERATIONS, Operation, names
+from pallas_kernels.checks.operations import OPERATIONS, CheckedOperation, names
 
-__all__ = ["OPERATIONS", "Case", "Operation", "Row", "Tolerance", "check", "names"]
+__all__ = ["OPERATIONS", "Case", "CheckedOperation", "Row", "Tolerance", "check", "names"]

@@ -1,4 +1,4 @@
-"""Dense products: FP8 ones, those with one layer of a bfloat16 stack, and those per head."""
+"""Dense products: FP8 ones, those with a layer of a bfloat16 stack, per head, and of training with gradients."""
 
 import dataclasses
 import functools
@@ -8,14 +8,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.backend import Backend
 from pallas_kernels.checks import arrays
 from pallas_kernels.checks.case import BFLOAT16, FLOAT32, FP8_SUMS, Case, Tolerance
 from pallas_kernels.dense import head_gemm, layer_gemm, plain_gemm
-from pallas_kernels.fp8 import fp8_gemm
+from pallas_kernels.fp8 import fp8_gemm, trained_gemm
 from pallas_kernels.gemm import dispatch, shapes
 from pallas_kernels.gemm.plan import TALL_TILE_M, TALL_TILE_N, WIDE_TILE_M, TilePlan
+from pallas_kernels.grouped import trained_gemm_contiguous
 
 _COMPARED_TOKENS = (64, 128)
 """Decode batches at which a product with one layer of a stack stands next to XLA's."""
@@ -177,4 +179,60 @@ def _layer_case(
         poisoned=lambda operands, i: operands | {"w": arrays.only(operands["w"], i)},
         flops=2 * out.size * x_shape[-1], bytes=size, key=("bfloat16", name),
         sliced=sliced if x_shape[0] in _COMPARED_TOKENS else None,
+    )  # fmt: skip
+
+
+_TRAINED = Tolerance(1e-3, 2**-5, 2**-3, "few of a sum's values are rounded to another e4m3 neighbor")
+
+
+def trained_gemm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields a linear layer, with its gradients."""
+    del backend
+    for m, n, k in ((48, 256, 384), (130, 128, 128)) if quick else ((4096, 2112, 7168), (1000, 7168, 2048)):
+        yield _trained(f"{m} x {n} x {k}", (m, k), (n, k), lambda x, w, backend: trained_gemm(x, w, backend=backend))
+
+
+def trained_gemm_contiguous_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields experts, one of which has no row, with their gradients; tiles without a group are not looked at."""
+    del backend
+    for tiles, n, k in (
+        (((1, 0, 2), 128, 256),) if quick else (((8, 0, 24, 1), 4096, 7168), ((8, 0, 24, 1), 7168, 2048))
+    ):
+        tile_group = np.repeat(np.arange(len(tiles), dtype=np.int32), tiles)
+        groups = np.append(tile_group, np.int32(-1))
+
+        def product(x: jax.Array, w: jax.Array, backend: Backend, groups: np.ndarray = groups) -> jax.Array:
+            made = trained_gemm_contiguous(x, w, jnp.asarray(groups), backend=backend)
+            held = np.repeat(groups >= 0, 128)[:, None]
+            return jnp.where(held, made, 0)
+
+        name = f"{len(tiles)} groups, {len(tile_group) * 128} rows, {n} x {k}"
+        yield _trained(name, (len(groups) * 128, k), (len(tiles), n, k), product, held=len(tile_group) * 128)
+
+
+def _trained(
+    name: str,
+    x_shape: tuple[int, ...],
+    w_shape: tuple[int, ...],
+    product: Callable[..., jax.Array],
+    held: int | None = None,
+) -> Case:
+    def operands(key: jax.Array) -> dict[str, jax.Array]:
+        x_key, w_key, dy_key = jax.random.split(key, 3)
+        live = jnp.arange(x_shape[0])[:, None] < (x_shape[0] if held is None else held)
+        x, dy = (
+            jnp.where(live, arrays.normal(k, x_shape[0], n), 0) for k, n in ((x_key, x_shape[1]), (dy_key, w_shape[-2]))
+        )
+        return {"x": x, "w": arrays.normal(w_key, *w_shape), "dy": dy}
+
+    def call(operands: dict[str, jax.Array], i: Any, backend: Backend) -> dict[str, jax.Array]:
+        x, _ = jax.lax.optimization_barrier((operands["x"], i))
+        y, gradient = jax.vjp(lambda x, w: product(x, w, backend), x, operands["w"])
+        dx, dw = gradient(operands["dy"])
+        return {"y": y, "dx": dx[:held], "dw": dw}
+
+    return Case(
+        name, operands, call, dict.fromkeys(("y", "dx", "dw"), _TRAINED),
+        counted=lambda operands, result: result, exact=lambda operands: operands, key=("float8_e4m3fn",),
+        flops=6 * math.prod(x_shape) * w_shape[-2], bytes=4 * math.prod(x_shape) + 4 * math.prod(w_shape),
     )  # fmt: skip

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dsv3.server.answers import metrics
 from dsv3.server.answers.metrics import Metrics
 from dsv3.server.tenants import Tenant, Tenants
-from router.numbers import Numbers
+from router.relay import Numbers
 from tests.deploy.files import DEPLOY, documents
 
 # Labels that Prometheus, or its operator by deploy/kubernetes/decode/monitoring.yaml, adds.

@@ -249,8 +249,8 @@ def test_the_console_command_runs_the_others():
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["bench", "--help=burst"], 0, "  --burstiness=FLOAT\n"),
-        (["bench", "--modle=x"], 2, "dsv3 bench: unknown flag --modle; did you mean --model?"),
+        (["simulate", "--help=shared"], 0, "  --shared=FLOAT\n"),
+        (["simulate", "--modle=x"], 2, "dsv3 simulate: unknown flag --modle; did you mean --model?"),
         (["convrt"], 2, "dsv3: convrt is not a command; did you mean convert?"),
         ([], 0, "  serve      Serves a "),
         (["--version"], 0, f"dsv3 {dsv3.__version__}, jax "),

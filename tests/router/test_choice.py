@@ -16,20 +16,19 @@ from dsv3.config.server_options import ServerOptions
 from dsv3.server.answers.errors import ENGINE_DIED, ApiError
 from dsv3.server.http.registering import registrar_of
 from router import members
-from router.asked import read_asked
-from router.breaker import Breaker
-from router.choice import Load, SentPages, choose
-from router.instance import Booking, Broken, Instance
-from router.members import Members, Registration, read_registration
+from router.app import fleet_of, maker, members_of
+from router.choice import InstanceLoad, SentPages, choose
+from router.instance import Booking, Breaker, Broken, Instance
+from router.members import Members, Pool, Registration, read_registration
 from router.options import RouterOptions
-from router.pool import Pool
-from router.prompt import Prompt
 from router.relay import Trials
-from router.server import fleet_of, maker, members_of
+from router.request import Prompt, read_asked
 from tests.dsv3.server.serving import ROOT
 
 URL = "http://127.0.0.1:1"
-LOADS = st.lists(st.builds(Load, st.floats(0, 1e6), st.integers(0, 10**6), st.integers(0, 500)), min_size=2, max_size=6)
+LOADS = st.lists(
+    st.builds(InstanceLoad, st.floats(0, 1e6), st.integers(0, 10**6), st.integers(0, 500)), min_size=2, max_size=6
+)
 
 
 def prompt_in(body: dict) -> Prompt:
@@ -48,14 +47,15 @@ def test_nobody_else_has_less_of_everything(loads, tokens, chance):
 def test_pages_that_went_there_outweigh_a_backlog_of_their_size():
     prompt = Prompt(tuple(bytes([i]) for i in range(10)), 640)
     for backlog, expected in ((500, 1), (800, 0)):
-        loads = [Load(), Load(prefill=backlog, requests=0)]
+        loads = [InstanceLoad(), InstanceLoad(prefill=backlog, requests=0)]
         assert choose(prompt, loads, [0, 9], decodes=False, chance=random.Random(0)) == expected
 
 
 def test_equals_share():
     chance = random.Random(0)
     chosen = {
-        choose(Prompt((), 9), [Load(), Load(), Load()], [0, 0, 0], decodes=True, chance=chance) for _ in range(99)
+        choose(Prompt((), 9), [InstanceLoad(), InstanceLoad(), InstanceLoad()], [0, 0, 0], decodes=True, chance=chance)
+        for _ in range(99)
     }
     assert chosen == {0, 1, 2}
 
@@ -208,7 +208,7 @@ def test_loads_and_queue_are_bounded_and_places_go_in_order(steps):
         for task, _ in tasks.values():
             task.cancel()
         await asyncio.gather(*(task for task, _ in tasks.values()), return_exceptions=True)
-        assert all(each.load == Load() for each in pool.instances) and not pool.num_waiting
+        assert all(each.load == InstanceLoad() for each in pool.instances) and not pool.num_waiting
 
     asyncio.run(run())
 
@@ -231,7 +231,7 @@ def test_nobody_overtakes_and_a_place_that_comes_too_late_is_given_back():
         pool.look()
         first.cancel()
         await asyncio.gather(first, second, return_exceptions=True)
-        assert arrived == ["second"] and pool.instances[0].load == Load()
+        assert arrived == ["second"] and pool.instances[0].load == InstanceLoad()
 
     asyncio.run(asyncio.wait_for(run(), 60))
 

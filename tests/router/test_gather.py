@@ -15,8 +15,8 @@ from dsv3.server.answers.generation import Update
 from dsv3.server.answers.reading import read
 from dsv3.server.answers.schema import ChatRequest, CompletionRequest
 from dsv3.text.pieces import Reasoning, Text
-from router.asked import read_asked
-from router.gather import Events, Failed, Gathered, Unreadable
+from router.gather import ErrorEvent, Events, Gathered, Unreadable
+from router.request import read_asked
 
 PATH, CHAT = "/v1/completions", "/v1/chat/completions"
 ANSWERS = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=8), min_size=1, max_size=3)
@@ -176,7 +176,7 @@ def test_what_is_no_event_is_unreadable(data):
 
 @pytest.mark.parametrize(("kind", "is_ours"), [("server_error", True), ("invalid_request_error", False)])
 def test_an_error_in_a_stream(kind, is_ours):
-    with pytest.raises(Failed) as failed:
+    with pytest.raises(ErrorEvent) as failed:
         Gathered(asked()).take(json.dumps({"error": {"message": "m", "type": kind, "code": None}}).encode())
     assert failed.value.is_ours == is_ours and str(failed.value.error) == "m"
 

@@ -13,10 +13,9 @@ from dsv3.config.publishing import KvEventsConfig
 from dsv3.kv_cache.event_publisher import Publisher
 from dsv3.kv_cache.events import Cleared, EventEncoder, EventQueue, Removed, Spelled, Stored
 from dsv3.kv_cache.keys import extend_keys, root_key
-from router.held import Held, UnreadableEvents, read_batch, spelled_keys
+from router.held import EventSource, HeldPages, Listener, UnreadableEvents, read_batch, spelled_keys
 from router.instance import Booking, Instance
-from router.listener import Listener, Source
-from router.prompt import Prompt
+from router.request import Prompt
 
 RANKS = 2
 URL = "http://127.0.0.1:1"
@@ -42,7 +41,7 @@ def stored(rank: int, tenant: int, pages: list[int]) -> Stored:
     return Stored(rank, "GPU", keys, Spelled(keys, None, tokens_of(pages), root_key("model", str(tenant))))
 
 
-def tell(held: Held, encoder: EventEncoder, *notes) -> None:
+def tell(held: HeldPages, encoder: EventEncoder, *notes) -> None:
     record = EventQueue(9)
     for note in notes:
         record.note(note)
@@ -53,7 +52,7 @@ def tell(held: Held, encoder: EventEncoder, *notes) -> None:
 
 @given(STEPS, PROMPTS)
 def test_a_prompt_finds_what_a_rank_holds(steps, prompt):
-    held, encoder, there = Held(RANKS), EventEncoder(RANKS, 64), set()
+    held, encoder, there = HeldPages(RANKS), EventEncoder(RANKS, 64), set()
     for what, rank, (tenant, pages) in steps:
         keys = keys_of(tenant, pages)
         if what == "store":
@@ -80,7 +79,7 @@ def test_what_is_no_event_is_refused(payload):
 
 
 def test_a_rank_that_is_forgotten_finds_nothing():
-    held = Held(RANKS)
+    held = HeldPages(RANKS)
     for rank in range(RANKS):
         tell(held, EventEncoder(RANKS, 64), stored(rank, 0, [1, rank]))
     names = spelled_keys(tokens_of([1, 1]))
@@ -97,7 +96,7 @@ def test_what_an_instance_tells_outweighs_what_was_sent_there():
     booking = Booking(instance, text, 0)  # nobody is heard
     booking.close()
     assert instance.overlap(text) == instance.overlap(salted) == 2
-    instance.listener = Listener(Source("tcp://*:1"), URL)
+    instance.listener = Listener(EventSource("tcp://*:1"), URL)
     instance.listener._heard = [True]
     assert instance.overlap(text) == 0
     booking = Booking(instance, text, 0)  # what is being computed will be there
@@ -122,7 +121,7 @@ def test_what_an_instance_tells_outweighs_what_was_sent_there():
     ],
 )
 def test_where_an_instance_is_heard(endpoint, host, expected):
-    source = Source(endpoint).at(host)
+    source = EventSource(endpoint).at(host)
     assert (None if source is None else source.endpoint) == expected
 
 
@@ -138,7 +137,7 @@ def test_a_listener_knows_what_came_before_it_and_survives_the_publisher():
     async def run(directory: Path) -> None:
         fields = {"endpoint": f"ipc://{directory}/live", "replay_endpoint": f"ipc://{directory}/replay", "topic": "kv"}
         config = KvEventsConfig(enable_kv_cache_events=True, **fields)
-        publisher, listener = Publisher(config, RANKS, 64), Listener(Source(**fields, num_ranks=RANKS), URL)
+        publisher, listener = Publisher(config, RANKS, 64), Listener(EventSource(**fields, num_ranks=RANKS), URL)
         publisher.record.note(stored(0, 0, [0, 1]))
         listener.start()
         names = [spelled_keys(tokens_of(pages)) for pages in ([0, 1], [1, 1])]

@@ -12,12 +12,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsv3.server.answers.errors import ApiError
-from router.choice import Load
+from router.choice import InstanceLoad
 from router.instance import Broken, Instance
-from router.numbers import Numbers
+from router.members import Pool
 from router.options import RouterOptions
-from router.pool import Pool
-from router.relay import Fleet, Relay
+from router.relay import Fleet, Numbers, Relay
 from tests.router.test_gather import ANSWERS, asked, spelled, tell
 
 URLS = tuple(f"http://127.0.0.1:{port}" for port in range(1, 13))
@@ -113,7 +112,7 @@ def test_a_request_ends_and_is_told_once_whatever_becomes_of_its_instances(answe
         return None, instances
 
     error, instances = asyncio.run(run())
-    assert all(dataclasses.replace(each.load, ranks=1) == Load() for each in instances)
+    assert all(dataclasses.replace(each.load, ranks=1) == InstanceLoad() for each in instances)
     *events, last = b"".join(lines).split(b"\n\n")[:-1] or [b""]
     assert (error is None) == (last == b"data: [DONE]")
     assert (error is None) == (script.resumes <= OPTIONS.max_resumes and script.deaths < 2)

@@ -1,32 +1,56 @@
-"""Conversations derived from docstrings."""
+"""Conversations with short answers."""
 
-from pathlib import Path
+import re
+
+import pytest
 
 from training import chat_pairs, corpus
 
-
-def test_pairs_of_a_documented_function(library: Path) -> None:
-    doc = corpus.Document("package/shapes.py", (library / "module3.py").read_text())
-    pairs = dict(chat_pairs.chat_pairs([doc]))
-    assert pairs["What does package.shapes.scale_3 do?"] == "Return value times factor."
-    assert "```python\ndef scale_3(value, factor=3)\n```" in pairs.values()
-    assert "Module 3 of the library." in pairs.values()
+SOURCE = '''"""Shapes and their areas. More about them."""
 
 
-def test_private_names_and_undocumented_functions_are_left_out() -> None:
-    text = 'def _hidden():\n    "Doc."\n\n\ndef bare():\n    pass\n'
-    pairs = chat_pairs.chat_pairs([corpus.Document("thing.py", text)])
-    about = [answer for question, answer in pairs if "thing" in question]
-    assert all("_hidden" not in answer and answer.startswith("```python\ndef bare") for answer in about)
+def area(shape):
+    """Return the area.  It is never
+    negative."""
 
 
-def test_builtins_are_described() -> None:
-    assert dict(chat_pairs.chat_pairs([]))["What does len do?"] == "Return the number of items in a container."
+def bare(): ...
 
 
-def test_a_long_paragraph_ends_at_a_sentence() -> None:
-    sentence = "This sentence has a few words. "
-    short = chat_pairs.first_paragraph(sentence * 40)
-    assert len(short) <= chat_pairs.MAX_ANSWER
-    assert short.endswith("words.")
-    assert chat_pairs.first_paragraph("One\nline.\n\nMore.") == "One line."
+def _hidden():
+    """Doc."""
+'''
+
+
+def test_a_module_and_its_documented_functions_are_asked_about() -> None:
+    pairs = dict(chat_pairs.chat_pairs([corpus.Document("package/shapes.py", SOURCE)]))
+    assert pairs["What does package.shapes.area do?"] == "Return the area."
+    assert pairs["What is the package.shapes module?"] == "Shapes and their areas."
+    assert not any("hidden" in question or "bare" in question for question in pairs)
+
+
+def test_what_people_ask_about_comes_often_and_in_several_ways() -> None:
+    pairs = chat_pairs.chat_pairs([])
+    answer = "Return the number of items in a container."
+    assert pairs.count(("What does len do?", answer)) == chat_pairs.KNOWN_COPIES
+    assert ("Explain len.", answer) in pairs
+    assert pairs.count(("How do I sum a list?", "Use `sum(numbers)`.")) == chat_pairs.BY_HAND_COPIES
+    answers_to_hello = {reply for question, reply in pairs if question == "Hello"}
+    assert len(answers_to_hello) == 1
+    by_hand = [pair for pair in pairs if pair[0].startswith("How ")]
+    assert len(dict(by_hand)) == len(set(by_hand)), "a question has one answer"
+
+
+def test_signatures_examples_and_long_sentences_are_no_answers() -> None:
+    assert chat_pairs.first_sentence("sleep(seconds)\n\nDelay execution. More.") == "Delay execution."
+    assert chat_pairs.first_sentence("pop(k[,d]) -> v, remove\n\nRemove.") == "Remove."
+    assert chat_pairs.first_sentence("chain(*iterables) --> chain object") == ""
+    assert chat_pairs.first_sentence(">>> zip('ab')\n") == ""
+    assert chat_pairs.first_sentence("word " * 100) == ""
+
+
+def test_nothing_is_asked_about_held_out_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_pairs, "is_held_out", lambda name: name in ("extension/math", "random.py"))
+    asked = {question for question, _ in chat_pairs.chat_pairs([])}
+    assert "What does len do?" in asked
+    assert not [question for question in asked if re.search(r"\b(math|random)\.\w", question)]

@@ -1,8 +1,13 @@
-"""The corpus: what belongs to it, and a split that depends on names alone."""
+"""The corpus: what belongs to it, a split that depends on names alone, licences, no copies of held-out text."""
 
 from pathlib import Path
 
+import pytest
+
 from training import corpus
+from training.corpus import Document
+
+LINES = [f"the statement number {n} of a text that is long enough = {n}" for n in range(9)]
 
 
 def test_split_is_disjoint_complete_and_the_same_each_time() -> None:
@@ -37,4 +42,74 @@ def test_topics_become_documents_of_their_own(library: Path) -> None:
     (library / "pydoc_data").mkdir()
     (library / "pydoc_data" / "topics.py").write_text("topics = {'if': 'The \"if\" statement\\n', 'del': 'Deletion'}\n")
     topics = [d for d in corpus.documents(library) if d.name.startswith("topics/")]
-    assert topics == [corpus.Document("topics/del", "Deletion"), corpus.Document("topics/if", 'The "if" statement\n')]
+    assert topics == [Document("topics/del", "Deletion"), Document("topics/if", 'The "if" statement\n')]
+
+
+def install(root: Path, name: str, metadata: str, files: dict[str, str]) -> None:
+    """Lays a package and its metadata below `root` as pip does."""
+    info = root / f"{name}-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {name}\nVersion: 1.2\n{metadata}\n\nAbout {name}.\n")
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    (info / "RECORD").write_text("".join(f"{path},,\n" for path in files))
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_sources_and_description_are_read_without_tests_and_copies_of_others(site: Path) -> None:
+    paths = (
+        "b.py",
+        "a.py",
+        "tests/x.py",
+        "test_y.py",
+        "z_test.py",
+        "m_pb2.py",
+        "_vendor/v.py",
+        "data.json",
+        "empty.py",
+    )
+    files = {f"thing_one/{path}": "" if path == "empty.py" else f"# {path}\n" for path in paths}
+    files["thing_one/table.py"] = "#" * (corpus.MAX_BYTES + 1)
+    install(site, "thing_one", "License-Expression: MIT", files)
+    found = corpus.package_documents("thing_one")
+    assert [doc.name for doc in found] == ["thing_one/README", "thing_one/thing_one/a.py", "thing_one/thing_one/b.py"]
+    assert [doc.text.strip() for doc in found] == ["About thing_one.", "# a.py", "# b.py"]
+    assert corpus.facts("thing_one") == {"version": "1.2", "licence": "MIT"}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "permissive"),
+    [
+        ("License: Apache 2.0", True),
+        ("License: Copyright (c) me\nClassifier: License :: OSI Approved :: BSD License", True),
+        ("License-Expression: MPL-2.0 AND MIT", False),
+        ("License: MIT\nClassifier: License :: OSI Approved :: GNU General Public License v3 (GPLv3)", False),
+        ("License: LicenseRef-Proprietary", False),
+        ("Summary: without a licence", False),
+    ],
+)
+def test_only_permissive_licences_are_taken(site: Path, metadata: str, permissive: bool) -> None:
+    install(site, "thing_two", metadata, {"thing_two.py": "x = 1\n"})
+    if permissive:
+        assert len(corpus.package_documents("thing_two")) == 2
+    else:
+        with pytest.raises(corpus.UnusablePackage, match="thing_two: the licence"):
+            corpus.package_documents("thing_two")
+
+
+def test_a_package_that_is_missing_is_named() -> None:
+    with pytest.raises(corpus.UnusablePackage, match="no_such_thing is not installed"):
+        corpus.package_texts(["no_such_thing"], [])
+
+
+def test_a_backport_of_a_held_out_document_is_left_out() -> None:
+    held_out = [Document("sched.py", "\n".join(LINES)), Document("other.py", "pass\n")]
+    backport = Document("p/sched.py", "import new\n" + "\n".join(f"    {line}" for line in LINES))
+    alike = Document("p/alike.py", "\n".join(LINES[: corpus.MAX_SHARED_LINES]))
+    assert corpus.without_copies([backport, alike], held_out) == [alike]

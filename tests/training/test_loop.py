@@ -1,7 +1,8 @@
-"""A run from start to stop to end: exact resume, SIGTERM, log, picture."""
+"""A run from start to stop to end: exact resume, SIGTERM, log, picture, and the exported model to the bit."""
 
 import dataclasses
 import itertools
+import json
 import os
 import pickle
 import signal
@@ -11,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
 
+from dsv3.checkpoint import load_params
 from training import data as training_data
 from training import loop
 from training.config import TrainingConfig
-from training.loop import Checkpoints
-from training.report import plot_losses, read_log
-from training.step import TrainState
+from training.loop import Checkpoints, export, final_figures, plot_losses, read_log
+from training.step import TrainState, compute_copy, initial_state
 
 
 def run(config: TrainingConfig, output: Path, *, resume: bool = False) -> TrainState:
@@ -118,3 +120,22 @@ def test_a_kill_loses_the_checkpoint_under_way_at_most(tmp_path: Path, toy_confi
     state, metrics = one.step(one.resumed(saved, step), np.zeros((4, 32), np.int32))
     assert int(state.step) == step + 1
     assert np.isfinite(metrics["loss"])
+
+
+@pytest.mark.usefixtures("library")
+def test_an_exported_model_is_loaded_to_the_bit(tmp_path: Path, toy_config: TrainingConfig) -> None:
+    data, state = training_data.prepare(tmp_path / "data", toy_config), initial_state(toy_config)
+    export(tmp_path / "model", state, toy_config, tmp_path / "data")
+    loaded = load_params(tmp_path / "model", toy_config.model, dtype=None, progress=False)
+    jax.tree.map(np.testing.assert_array_equal, loaded, compute_copy(state.params, toy_config.model, jnp.bfloat16))
+    settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    assert settings["add_bos_token"]
+    assert settings["eos_token"]["content"] == data.tokenizer.id_to_token(toy_config.model.eos_token_ids[0])
+
+
+@pytest.mark.usefixtures("library")
+def test_bits_per_byte_follow_from_the_loss(tmp_path: Path, toy_config: TrainingConfig) -> None:
+    data, state = training_data.prepare(tmp_path / "data", toy_config), initial_state(toy_config)
+    figures = final_figures(state, data, toy_config)
+    nats_in_all = figures["loss"] * len(data.held_out)
+    np.testing.assert_allclose(figures["bits_per_byte"], nats_in_all / np.log(2) / data.held_out_bytes, rtol=1e-6)

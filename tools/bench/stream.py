@@ -13,43 +13,13 @@ from dsv3.http_client import Client, RequestFailed, ServerSentEvents
 MAX_EVENT_BYTES = 1 << 24
 
 
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[Any] | None = None
-
-
-class _Choice(msgspec.Struct):
-    text: str | None = None
-    delta: _Delta | None = None
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-
-    def has_text(self) -> bool:
-        delta = self.delta
-        return bool(
-            self.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls))
-        )
-
-
-class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_tokens_details: _PromptDetails | None = None
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
+class _StreamedChunk(msgspec.Struct):
+    choices: list[dict[str, Any]] = []
+    usage: dict[str, Any] | None = None
     error: Any = None
 
 
-_decoder = msgspec.json.Decoder(_Chunk)
+_decoder = msgspec.json.Decoder(_StreamedChunk)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +31,7 @@ class Arrival:
 
 
 @dataclasses.dataclass(frozen=True)
-class Record:
+class RequestRecord:
     """What became of one request. Times are seconds on the monotonic clock; `error` is None after a success.
 
     The request was due at `scheduled_s`, its sending began at `sent_s`. `output_tokens` comes from the server's usage,
@@ -91,14 +61,6 @@ class Record:
         return self.finished_s - self.scheduled_s
 
     @property
-    def tpot_s(self) -> float | None:
-        """Mean seconds per output token after the first chunk; None for answers of one chunk or of unknown length."""
-        if len(self.arrivals) < 2 or self.output_tokens is None:
-            return None
-        later = self.output_tokens - (self.arrivals[0].tokens or 1)
-        return (self.arrivals[-1].time_s - self.arrivals[0].time_s) / later if later > 0 else None
-
-    @property
     def counts_known(self) -> bool:
         """Whether the server has told of every chunk how many tokens it carried."""
         return all(arrival.tokens is not None for arrival in self.arrivals)
@@ -115,12 +77,12 @@ class Record:
         return latencies
 
 
-class _Reader:
+class _StreamState:
     """Collects the chunks of one stream."""
 
     def __init__(self) -> None:
         self.arrivals: list[Arrival] = []
-        self.usage: _Usage | None = None
+        self.usage: dict[str, Any] = {}
         self.finish_reason: str | None = None
         self.done_s: float | None = None
 
@@ -137,29 +99,33 @@ class _Reader:
             raise RequestFailed("error event", str(chunk.error))
         self.usage = chunk.usage or self.usage
         for choice in chunk.choices:
-            self.finish_reason = choice.finish_reason or self.finish_reason
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
         self._count(chunk.choices, now)
 
-    def _count(self, choices: list[_Choice], now: float) -> None:
-        ids = [choice.token_ids for choice in choices if choice.token_ids is not None]
+    def _count(self, choices: list[dict[str, Any]], now: float) -> None:
+        ids = [choice["token_ids"] for choice in choices if choice.get("token_ids") is not None]
         tokens = sum(map(len, ids))
         if tokens:
             self.arrivals.append(Arrival(now, tokens))
-        elif not ids and any(choice.has_text() for choice in choices):
+        elif not ids and any(map(_has_text, choices)):
             self.arrivals.append(Arrival(now, None))
 
-    def fields(self) -> dict:
-        """Returns the fields of a Record that the stream decides."""
-        usage, streamed = self.usage, [arrival.tokens or 0 for arrival in self.arrivals]
+    def fields(self) -> dict[str, Any]:
+        """Returns the fields of a RequestRecord that the stream decides."""
+        streamed = [arrival.tokens or 0 for arrival in self.arrivals]
         counted = sum(streamed) if streamed and all(streamed) else None
-        details = usage.prompt_tokens_details if usage else None
         return {
             "arrivals": tuple(self.arrivals),
-            "prompt_tokens": usage.prompt_tokens if usage else None,
-            "cached_tokens": details.cached_tokens if details else None,
-            "output_tokens": usage.completion_tokens if usage else counted,
+            "prompt_tokens": self.usage.get("prompt_tokens"),
+            "cached_tokens": (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+            "output_tokens": self.usage.get("completion_tokens", counted),
             "finish_reason": self.finish_reason,
         }
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta") or {}
+    return bool(choice.get("text") or any(map(delta.get, ("content", "reasoning_content", "reasoning", "tool_calls"))))
 
 
 async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -172,13 +138,13 @@ async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 async def complete(
     client: Client, path: str, body: bytes, *, index: int, scheduled_s: float, timeout_s: float
-) -> Record:
+) -> RequestRecord:
     """Sends one streaming request and reads it to its end. A failure becomes the record's `error`, not an exception.
 
     Kinds of error: those of `Client.request`, "timeout" (`timeout_s` after sending began), "error event" (the
     server reports an error inside the stream), "malformed", "finish: abort" and "finish: error".
     """
-    reader, sent_s, error = _Reader(), time.monotonic(), None
+    reader, sent_s, error = _StreamState(), time.monotonic(), None
     try:
         async with asyncio.timeout(timeout_s), client.request("POST", path, body) as response:
             async for data in events(response.pieces()):
@@ -188,7 +154,7 @@ async def complete(
         error = failure
     except TimeoutError:
         error = RequestFailed("timeout", f"not finished {timeout_s:g} s after it was sent")
-    return Record(
+    return RequestRecord(
         index=index,
         scheduled_s=scheduled_s,
         sent_s=sent_s,
@@ -199,7 +165,7 @@ async def complete(
     )
 
 
-def _verdict(reader: _Reader) -> RequestFailed | None:
+def _verdict(reader: _StreamState) -> RequestFailed | None:
     if reader.done_s is None:
         return RequestFailed("disconnected", "the stream ended without [DONE]")
     if reader.finish_reason in ("abort", "error"):

@@ -1,20 +1,130 @@
-"""Runs checks one after the other; whatever one of them does, the others run and the report is written."""
+"""Runs checks one after the other; whatever one of them does, the others run and the report is written.
+
+The report is a page to read, the same as JSON, the logs of all checks, and in the end one file to send.
+"""
 
 import dataclasses
+import datetime
+import getpass
+import json
+import math
 import os
 import re
+import socket
+import sys
+import time
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
+import dsv3
 from dsv3.processes.child import ChildResult, run_limited
 from tools.doctor.checks import Check
-from tools.doctor.report import Report, Result, exit_status
-from tools.doctor.rows import Row, read_rows
+from tools.doctor.rows import Row, read_rows, show_figures
+
+_HEAD = ("devices", "versions")  # rows that stand at the page's top
+
+
+_SAID = 400  # characters of a sentence on the page
+
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,59}")
 _MOST_NAMES = 200
 _QUOTED = 200
 # Where a signal ends a check, its log has the Python stack.
 _ENVIRONMENT = {"PYTHONFAULTHANDLER": "1"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What became of a check. How its process failed is a row that failed, after those that it printed."""
+
+    check: Check
+    rows: tuple[Row, ...]
+    not_tried: str
+    """Why nothing could be tried here, "" where something was."""
+    seconds: float
+    log: str
+
+    @property
+    def outcome(self) -> str:
+        """One word: passed, failed or not tried."""
+        if self.not_tried:
+            return "not tried"
+        return "passed" if all(row.passed for row in self.rows) else "failed"
+
+
+def exit_status(results: Sequence[Result]) -> int:
+    """Returns 0 where everything that could be tried passed, 1 where something failed, 2 where nothing was tried."""
+    outcomes = {result.outcome for result in results}
+    return 1 if "failed" in outcomes else 0 if "passed" in outcomes else 2
+
+
+class Report:
+    """The report of one run in `directory`, written anew after each check, so that a killed run leaves what it has.
+
+    It names no path of this machine: `directory` may be attached to a public issue. Raises OSError where `directory`
+    cannot be written.
+    """
+
+    def __init__(self, directory: Path, model: Path, *, quick: bool) -> None:
+        self.results: list[Result] = []
+        self._directory, self._model, self._quick = directory, model.name, quick
+        self._redact = redactor(model)
+        self._began, self._clock = datetime.datetime.now(datetime.UTC), time.monotonic()
+        (directory / "logs").mkdir(parents=True, exist_ok=True)
+        (directory / "report.zip").unlink(missing_ok=True)
+        self._write("not finished")
+
+    def add(self, result: Result) -> list[str]:
+        """Takes a result, writes the report with it, and returns its rows in a line each."""
+        rows = tuple(
+            Row(self._redact(row.case), row.passed, self._redact(row.says), row.figures) for row in result.rows
+        )
+        log, not_tried = self._redact(result.log), self._redact(result.not_tried)
+        result = dataclasses.replace(result, rows=rows, log=log, not_tried=not_tried)
+        self.results.append(result)
+        lines = [_line(result, row) for row in rows]
+        if not_tried:
+            lines = [f"not tried {result.check.section} {result.check.name}: {_cut(not_tried)}"]
+        try:
+            _write(self._directory / _log_name(result), log)
+            self._write("not finished")
+        except OSError as error:  # the disk may have room again at the next one
+            lines.append(f"the report cannot be written now: {error}")
+        return lines
+
+    def close(self, state: str) -> Path:
+        """Writes the report as it is in the end, `state` (finished or interrupted), and returns the file to send."""
+        self._write(state)
+        path = self._directory / "report.zip"
+        part = path.with_name(".report.zip")
+        with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as file:
+            for name in ("report.md", "report.json", *map(_log_name, self.results)):
+                file.write(self._directory / name, f"report/{name}")
+        os.replace(part, path)
+        return path
+
+    @property
+    def verdict(self) -> str:
+        """Returns in a line how many checks passed."""
+        count = {word: sum(r.outcome == word for r in self.results) for word in ("passed", "failed", "not tried")}
+        return ", ".join(f"{number} {word}" for word, number in count.items() if number) or "no check has run"
+
+    def _write(self, state: str) -> None:
+        about = {
+            "state": state,
+            "status": exit_status(self.results),
+            "began": self._began.isoformat(timespec="seconds"),
+            "seconds": round(time.monotonic() - self._clock, 1),
+            "dsv3": dsv3.__version__,
+            "model": self._redact(self._model),
+            "quick": self._quick,
+        }
+        written = {"version": 1, **about, "checks": [_as_json(result, self._redact) for result in self.results]}
+        _write(self._directory / "report.json", json.dumps(written, indent=1, allow_nan=False) + "\n")
+        _write(self._directory / "report.md", "\n".join(_page(self.verdict, about, self.results)) + "\n")
 
 
 def examine(checks: Sequence[Check], report: Report, say: Callable[[str], None], show: Callable[[str], None]) -> int:
@@ -115,3 +225,132 @@ def _stack_top(log: str) -> str:
 def _last_line(log: str) -> str:
     lines = log.split("\n")
     return next((line.strip()[:_QUOTED] for line in reversed(lines) if line.strip()), "")
+
+
+def redactor(model: Path) -> Callable[[str], str]:
+    """Returns what takes this machine's names out of a text: home, folders, user and host; and control characters."""
+    named = {str(model.parent): "<models>", str(Path(dsv3.__file__).parents[1]): "<dsv3>", os.path.expanduser("~"): "~"}
+    if sys.prefix != sys.base_prefix:  # the system's own is the same everywhere
+        named[sys.prefix] = "<python>"
+    folders = {str(each): word for path, word in named.items() for each in (Path(path), Path(path).resolve())}
+    hosts = {name for full in (socket.gethostname(), os.uname().nodename) for name in (full, full.partition(".")[0])}
+    words = [(rf"{re.escape(path)}(?![\w-])", folders[path]) for path in _longest_first({*folders} - {"/", "~"})]
+    words += [
+        (rf"(?<![\w-]){re.escape(name)}(?![\w-])", "<host>") for name in _longest_first(hosts - {"", "localhost"})
+    ]
+    words += [(rf"(?<=/){re.escape(_user())}(?![\w-])", "<user>")]
+    words += [(r"[^\n\t -~\u00a0-\ud7ff\ue000-\U0010ffff]", "\ufffd")]
+    patterns = [(re.compile(pattern), word) for pattern, word in words]
+
+    def redact(text: str) -> str:
+        for pattern, word in patterns:
+            text = pattern.sub(word, text)
+        return text
+
+    return redact
+
+
+def _longest_first(texts: set[str]) -> list[str]:
+    return sorted(texts, key=len, reverse=True)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user that has no name
+        return str(os.getuid())
+
+
+def _line(result: Result, row: Row) -> str:
+    """Returns a row in one line."""
+    return f"{_mark(row)} {result.check.section} {result.check.name}: " + ": ".join(
+        filter(None, (row.case, _said(row)))
+    )
+
+
+def _said(row: Row) -> str:
+    return "; ".join(filter(None, (_cut(row.says), _cut(show_figures(row.figures)))))
+
+
+def _mark(row: Row) -> str:
+    return "passed" if row.passed else "FAILED"
+
+
+def _log_name(result: Result) -> str:
+    return f"logs/{result.check.section}-{result.check.name}.txt"
+
+
+def _as_json(result: Result, redact: Callable[[str], str]) -> dict[str, Any]:
+    return {
+        "section": result.check.section,
+        "name": result.check.name,
+        "command": ["python", *map(redact, result.check.command[1:])],
+        "outcome": result.outcome,
+        "not_tried": result.not_tried,
+        "seconds": round(result.seconds, 2),
+        "remedy": result.check.remedy,
+        "log": _log_name(result),
+        "rows": [
+            {"case": row.case, "passed": row.passed, "says": row.says, "figures": _finite(row.figures)}
+            for row in result.rows
+        ],
+    }
+
+
+def _finite(figures: dict[str, float]) -> dict[str, float | str]:
+    """Returns figures as JSON can have them: words for infinity and what is no number."""
+    return {name: value if math.isfinite(value) else str(value) for name, value in figures.items()}
+
+
+def _page(verdict: str, about: dict[str, Any], results: Sequence[Result]) -> Iterator[str]:
+    yield f"# Doctor: {verdict}" + ("" if about["state"] == "finished" else f" ({about['state']})")
+    yield ""
+    form = "quick form" if about["quick"] else "whole form"
+    yield f"- {about['began']}, {about['seconds']:.0f} s, {form}, model {about['model']}, dsv3 {about['dsv3']}"
+    for row in (row for result in results for row in result.rows if row.case in _HEAD):
+        yield f"- {row.case}: {_cell(row.says)}"
+    failed = [result for result in results if result.outcome == "failed"]
+    if failed:
+        yield from ("", "## What failed, and what to try", "")
+    for result in failed:
+        first = next(row for row in result.rows if not row.passed)
+        yield f"- **{result.check.section}: {result.check.name}**: {_cell(first.case)}: {_cell(first.says)}."
+        yield f"  {result.check.remedy} Log: `{_log_name(result)}`"
+    for section in dict.fromkeys(result.check.section for result in results):
+        yield from ("", f"## {section}", "", "| check | case | | |", "|---|---|---|---|")
+        for result in results:
+            if result.check.section == section:
+                yield from _lines(result)
+
+
+def _lines(result: Result) -> Iterator[str]:
+    """Yields the lines of a check in its section's table."""
+    name = f"{result.check.name}, {result.seconds:.0f} s"
+    if result.not_tried:
+        yield f"| {name} | | not tried | {_cell(result.not_tried)} |"
+    passed = sum(row.passed for row in result.rows)
+    if result.check.counted and passed:
+        yield f"| {name} | | passed | {passed} of {len(result.rows)} |"
+    for row in result.rows:
+        if not (row.passed and result.check.counted):
+            yield f"| {name} | {_cell(row.case)} | {_mark(row)} | {_escape(_said(row))} |"
+
+
+def _cell(text: str) -> str:
+    return _escape(_cut(text))
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def _cut(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _SAID else text[:_SAID] + "..."
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file whole: whatever ends this process, there is the last version or this one."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, "utf-8")
+    os.replace(part, path)

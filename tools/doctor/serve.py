@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.bench.serve import ServeOptions, run
-from tools.bench.workload import RandomPrompts
+from tools.bench import load as bench
 from tools.doctor.install import GB, used_bytes
 from tools.doctor.rows import Row, run_cases
 
 _LOAD_S = 20.0
-_PROMPTS = RandomPrompts(input_len=128, output_len=64)
+_INPUT_LEN, _OUTPUT_LEN = 128, 64
 _AT_ONCE = 16
 _MOST_PROMPTS = 4000
 _REQUEST_S, _WHOLE_LOAD_S, _END_S = 60.0, 240.0, 60.0
@@ -29,7 +28,7 @@ _KEPT = 30  # lines of its output that a server which does not start is judged b
 _PHASES = {"server": "serving ", "engine": "loading the weights", "weights": "[0/", "programs": "ready at "}
 
 
-class Server:
+class StartedServer:
     """A server's process; its output goes to standard error, each line with the seconds since the start."""
 
     def __init__(self, directory: Path) -> None:
@@ -117,7 +116,7 @@ class Server:
 def check_server(directory: Path, seconds: float) -> int:
     """Prints the rows of a server that has `seconds` to start; returns the exit status of a check."""
     before, held = max(used_bytes(), default=0.0), dict[str, float]()
-    server, url = Server(directory), ""
+    server, url = StartedServer(directory), ""
 
     def measure(when: str) -> None:
         held.update(
@@ -153,23 +152,18 @@ def check_server(directory: Path, seconds: float) -> int:
 
 
 async def _load(url: str) -> dict[str, Any]:
-    """Loads a server for a short time and returns the load generator's report."""
-    task = asyncio.current_task()
-    assert task is not None
-    options = ServeOptions(
-        url,
-        _PROMPTS,
-        concurrency=_AT_ONCE,
-        num_prompts=_MOST_PROMPTS,
-        num_warmups=_AT_ONCE,
-        timeout_s=_REQUEST_S,
-    )
-
-    def started(total: int) -> None:
-        asyncio.get_running_loop().call_later(_LOAD_S, task.cancel)  # a load that is cancelled reports what it has
-
+    """Loads a server for a short time and returns the figures."""
     async with asyncio.timeout(_WHOLE_LOAD_S):
-        return await run(options, started, lambda record: None)
+        return await bench.run(
+            url,
+            input_len=_INPUT_LEN,
+            output_len=_OUTPUT_LEN,
+            concurrency=_AT_ONCE,
+            num_prompts=_MOST_PROMPTS,
+            num_warmups=_AT_ONCE,
+            timeout_s=_REQUEST_S,
+            seconds=_LOAD_S,
+        )
 
 
 def _load_row(report: dict[str, Any]) -> Row:
@@ -184,7 +178,12 @@ def _load_row(report: dict[str, Any]) -> Row:
     says = f"{requests['failed']} of {requests['sent']} requests failed: {failures}" if errors else ""
     if not errors and not requests["completed"]:
         says = f"no request ended in {_LOAD_S:.0f} s"
-    return Row("load", not says, says or f"{_AT_ONCE} requests at once, 128 tokens in and 64 out", figures)
+    return Row(
+        "load",
+        not says,
+        says or f"{_AT_ONCE} requests at once, {_INPUT_LEN} words in and {_OUTPUT_LEN} tokens out",
+        figures,
+    )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from dsv3.config.sizes import absorbed_operations, expanded_operations, expansio
 from dsv3.kv_cache.layout import row_bytes
 from dsv3.model.forms import must_choose
 from pallas_kernels.dsa import BYTES_AT_ONCE, chosen_width
-from tools.plan.rates import MicroBatch, Rates
+from tools.plan.deployment import MicroBatch, Rates
 
 _SCORE_BYTES = 4
 _LAUNCHES = 5  # per group: scores, choice, copies, attention, and what joins its parts

@@ -16,7 +16,7 @@ executable. It says nothing of others: processes compile for themselves, and `la
 import dataclasses
 
 from tools.plan import hlo
-from tools.plan.collectives import KINDS, core_of
+from tools.plan.hlo import KINDS, core_of
 
 _OTHERS = ("send", "recv", "collective-broadcast")  # peers meet in these too, but no program of ours has any
 _RUN = ("call", "fusion", "async-start", "fusion-start")

@@ -1,17 +1,19 @@
 """A compiled program whose schedule is played with other batches than its own: an estimate of each one's time.
 
 Smaller buckets are taken to have the same schedule, with transfers in proportion to their tokens: an approximation, as
-capacities are rounded up.
+capacities are rounded up. `ends_of` plays the program that computes the ends of prompts, where another instance has
+computed their whole pages.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from dsv3.config.model import ModelConfig
 from tools.plan import hlo
-from tools.plan.collectives import Collective, collectives
-from tools.plan.plan import experts_per_device, stages_of
-from tools.plan.programs import Compiled, LaidOut
-from tools.plan.rates import MicroBatch, Rates, rates_of
+from tools.plan.deployment import Deployment, MicroBatch, Rates, rates_of
+from tools.plan.hlo import Collective, collectives
+from tools.plan.plan import Ends, experts_per_device, lengths, stages_of
+from tools.plan.programs import Compiled, LaidOut, compile_step, lay_out
 from tools.plan.roofline import HOST_S, decode_stages
 from tools.plan.timeline import Player
 
@@ -61,3 +63,21 @@ def _scaled(collective: Collective, share: float) -> Collective:
         node_bytes=int(share * collective.node_bytes),
         cross_bytes=int(share * collective.cross_bytes),
     )
+
+
+def with_ends(deployment: Deployment, page_size: int) -> Deployment:
+    """Returns a decode deployment with the program that computes the ends of prompts."""
+    return dataclasses.replace(deployment, prefill_tokens=page_size, max_num_batched_tokens=page_size)
+
+
+def ends_of(model: ModelConfig, deployment: Deployment, progress: Callable[[str], None]) -> Ends:
+    """Compiles the program of a decode deployment, and estimates its time; an MTP module behind it is left out.
+
+    Ends have half a page at the mean. Raises DeploymentError and `AotUnavailableError` as `make_plan` does.
+    """
+    planned = lay_out(model, with_ends(deployment, model.page_size))
+    progress(f"compiling the ends of prompts for {deployment.devices} x {deployment.device.name}")
+    compiled, *_ = compile_step(planned, "prefill")
+    prompt, answer = lengths(deployment)
+    rows = deployment.decode_requests * deployment.ranks
+    return Ends(Played(planned, compiled).seconds(model.page_size, round(prompt / 2)), rows, answer)

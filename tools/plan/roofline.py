@@ -5,7 +5,7 @@ There are two models. `floor_decode` is the bare roofline: peak rates, perfect o
 DeepEP; other devices are scaled by their peaks) and a fixed time per kernel. Known errors are in `KNOWN_ERRORS`, and
 tests recompute them.
 
-A stage is one micro-batch's part of one layer, under the names of `tools.plan.collectives.LABELS`. The stage
+A stage is one micro-batch's part of one layer, under the names of `tools.plan.hlo.LABELS`. The stage
 "attention" is the core, the output projection and what stands between them.
 """
 
@@ -25,8 +25,7 @@ from tools.plan.attention import (
     sparse_core,
     sparse_floor,
 )
-from tools.plan.deployment import Device
-from tools.plan.rates import MicroBatch, Rates
+from tools.plan.deployment import Device, MicroBatch, Rates
 
 KNOWN_ERRORS = (
     "decode, DeepSeek's profile (EP128, 128 tokens per micro-batch, 4K): 61 layers -3 %",

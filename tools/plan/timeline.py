@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from tools.plan import hlo
-from tools.plan.collectives import Collective, core_of, is_matrix_work, label_of
-from tools.plan.rates import Rates
+from tools.plan.deployment import Rates
+from tools.plan.hlo import Collective, core_of, is_matrix_work, label_of
 from tools.plan.roofline import HOOK_S, TRANSFER_S
 
 COMPUTE, NODE_LINK, CROSS_LINK = LANES = ("compute", "inside the node", "between nodes")

@@ -15,17 +15,15 @@ from dsv3.engine.job import EngineView
 from dsv3.kv_cache.keys import Key
 from dsv3.scheduler.request import StepOutputs
 from router.instance import Booking
-from router.prompt import MAX_PAGES, Prompt
-from tools.simulate.clock import Clock
-from tools.simulate.instance import Instance, Totals
-from tools.simulate.options import Routing
-from tools.simulate.pages import Handed, Pages, PaperStore, Work
-from tools.simulate.pool import Place, Pool
-from tools.simulate.prompts import Asked, keys_of
-from tools.simulate.record import End, Record
-from tools.simulate.scaling import Pressure, Rule
-from tools.simulate.times import InstanceTimes
-from tools.simulate.traffic import Ask, Session
+from router.request import MAX_PAGES, Prompt
+from tools.simulate.instance import SimulatedInstance, Totals
+from tools.simulate.options import Pressure, Routing, Rule
+from tools.simulate.pages import Handed, Pages, PaperStore, WorkerTime
+from tools.simulate.pool import Place, SimulatedPool
+from tools.simulate.prompts import SimulatedRequest, keys_of
+from tools.simulate.record import End, RequestLog
+from tools.simulate.times import InstanceTimes, VirtualClock
+from tools.simulate.traffic import Session, TracedRequest
 
 _RETRY_S = 1.0  # a client that was refused comes again with its next request
 
@@ -35,7 +33,7 @@ class SettingError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class InstanceGroup:
     """Instances of one deployment: `count` of them, or as many as `rule` says, `count` at first."""
 
     times: InstanceTimes
@@ -51,8 +49,8 @@ class Setting:
     SettingError for what contradicts itself.
     """
 
-    answering: Group
-    prefilling: Group | None = None
+    answering: InstanceGroup
+    prefilling: InstanceGroup | None = None
     max_model_len: int | None = None
     routing: Routing = "cost"
     host_gib: float = 0.0
@@ -80,7 +78,7 @@ class Setting:
         return times.limits(self.max_model_len, shares=computes, offload_gib=self.host_gib * computes)
 
     @property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[InstanceGroup, ...]:
         """The kinds of instances."""
         return (self.answering,) if self.prefilling is None else (self.prefilling, self.answering)
 
@@ -89,34 +87,34 @@ class Setting:
 class _Active:
     """A request on its way, the place it has, and who waits for its end."""
 
-    asked: Asked
+    asked: SimulatedRequest
     keys: tuple[Key, ...]
     prompt: Prompt
     ended: Callable[[End], None]
-    pool: "Pool | None" = None
+    pool: "SimulatedPool | None" = None
     booking: Booking | None = None
     is_prefill: bool = False
 
 
-class Fleet:
+class SimulatedFleet:
     """The whole; `record` has what became of the requests."""
 
-    def __init__(self, setting: Setting, clock: Clock, record: Record) -> None:
+    def __init__(self, setting: Setting, clock: VirtualClock, record: RequestLog) -> None:
         self.setting, self.clock, self.record = setting, clock, record
         self._longest = min(setting.limits(group.times).max_model_len for group in setting.groups)
-        self._work = Work(clock)
+        self._work = WorkerTime(clock)
         self._store = self._make_store()
         self._active: dict[int, _Active] = {}
         self.expects_more = True
-        self._last_end: dict[Instance, float] = {}
-        self._calm: dict[Pool, int] = {}
-        self._gone: dict[Pool, tuple[float, Totals]] = {}  # seconds and work of instances that are no more
+        self._last_end: dict[SimulatedInstance, float] = {}
+        self._calm: dict[SimulatedPool, int] = {}
+        self._gone: dict[SimulatedPool, tuple[float, Totals]] = {}  # seconds and work of instances that are no more
         self.pages: list[Pages] = []
         self.answering = self._open(setting.answering, decodes=True)
         self.prefilling = None if setting.prefilling is None else self._open(setting.prefilling, decodes=False)
 
     @property
-    def pools(self) -> tuple[tuple[Pool, Group], ...]:
+    def pools(self) -> tuple[tuple[SimulatedPool, InstanceGroup], ...]:
         """The pools with what they are made of."""
         answering = (self.answering, self.setting.answering)
         if self.prefilling is None or self.setting.prefilling is None:
@@ -133,13 +131,13 @@ class Fleet:
         """Whether all requests have ended, and no more come."""
         return not self._active and not self.expects_more
 
-    def nodes(self, pool: Pool, group: Group) -> int:
+    def nodes(self, pool: SimulatedPool, group: InstanceGroup) -> int:
         """Returns the nodes that a pool has, also those that start or drain."""
         return len(pool.places) * group.times.nodes
 
     # Requests
 
-    def come(self, ask: Ask, ended: Callable[[End], None]) -> None:
+    def come(self, ask: TracedRequest, ended: Callable[[End], None]) -> None:
         """Takes a request; `ended` is called once, when it has ended."""
         tokens = ask.prompt
         number = self.record.arrive(self.clock.now, tokens)
@@ -150,7 +148,7 @@ class Fleet:
         keys = tuple(keys_of(ask.content, self.setting.answering.times.page_size))
         known = keys[:MAX_PAGES]
         prompt = Prompt(known, tokens, known if self.setting.routing == "events" else None)
-        asked = Asked(number, ask.content, tokens, min(tokens + ask.answer, self._longest))
+        asked = SimulatedRequest(number, ask.content, tokens, min(tokens + ask.answer, self._longest))
         active = self._active[number] = _Active(asked, keys, prompt, ended)
         if self.prefilling is not None and prompt.keys:
             active.is_prefill = True
@@ -158,7 +156,7 @@ class Fleet:
         else:
             self._book(active, self.answering)
 
-    def _book(self, active: _Active, pool: Pool) -> None:
+    def _book(self, active: _Active, pool: SimulatedPool) -> None:
         active.pool = pool
         pool.book(active.prompt, lambda booking: self._send(active, booking), lambda: self._end(active, "refused"))
 
@@ -175,7 +173,7 @@ class Fleet:
         else:
             place.instance.submit(asked, active.keys)
 
-    def _hear(self, instance: Instance, outputs: StepOutputs) -> None:
+    def _hear(self, instance: SimulatedInstance, outputs: StepOutputs) -> None:
         """Takes in what a step has given."""
         now = self.clock.now
         before, self._last_end[instance] = self._last_end.get(instance, np.nan), now
@@ -222,8 +220,8 @@ class Fleet:
 
     # Instances
 
-    def _open(self, group: Group, *, decodes: bool) -> Pool:
-        pool = Pool(self.clock, decodes=decodes, routing=self.setting.routing, seed=self.setting.seed)
+    def _open(self, group: InstanceGroup, *, decodes: bool) -> SimulatedPool:
+        pool = SimulatedPool(self.clock, decodes=decodes, routing=self.setting.routing, seed=self.setting.seed)
         self._gone[pool], self._calm[pool] = (0.0, Totals()), 0
         for _ in range(group.count):
             self._start(pool, group).is_up = True
@@ -232,14 +230,16 @@ class Fleet:
             self.clock.at(rule.period_s, lambda: self._look(pool, group, rule))
         return pool
 
-    def _start(self, pool: Pool, group: Group) -> Place:
+    def _start(self, pool: SimulatedPool, group: InstanceGroup) -> Place:
         instance, alone = self._instance(group.times), group.count == 1 and group.rule is None
         pool.places.append(Place(instance, self.clock.now, alone=alone))
         return pool.places[-1]
 
-    def _instance(self, times: InstanceTimes) -> Instance:
+    def _instance(self, times: InstanceTimes) -> SimulatedInstance:
         limits = self.setting.limits(times)
-        return Instance(times, limits, self.clock, self._hear, lambda view, wake: self._pages(times, view, wake))
+        return SimulatedInstance(
+            times, limits, self.clock, self._hear, lambda view, wake: self._pages(times, view, wake)
+        )
 
     def _pages(self, times: InstanceTimes, view: EngineView, wake: Callable[[], None]) -> Pages | Handed | None:
         if times.role == "decode":
@@ -256,7 +256,7 @@ class Fleet:
         limit = int(self.setting.store_gib * 2**30) // first.page_bytes
         return PaperStore(self._work, limit, first.page_bytes, first.link)
 
-    def _look(self, pool: Pool, group: Group, rule: Rule) -> None:
+    def _look(self, pool: SimulatedPool, group: InstanceGroup, rule: Rule) -> None:
         """Starts or drains an instance where the rule says so."""
         serving = [place for place in pool.places if place.is_up and not place.is_draining]
         wish = rule.wants([pressure_of(place.instance, pool.num_waiting, len(serving)) for place in serving])
@@ -275,18 +275,18 @@ class Fleet:
             self._drained(pool, place)
         self.clock.at(self.clock.now + rule.period_s, lambda: self._look(pool, group, rule))
 
-    def _serve(self, pool: Pool, place: Place) -> None:
+    def _serve(self, pool: SimulatedPool, place: Place) -> None:
         place.is_up = True
         pool.look()
 
-    def _drained(self, pool: Pool, place: Place) -> None:
+    def _drained(self, pool: SimulatedPool, place: Place) -> None:
         """Lets a draining instance go that has nothing left to do."""
         if place in pool.places and not place.load.requests and place.instance.is_idle:
             pool.places.remove(place)
             seconds, totals = self._gone[pool]
             self._gone[pool] = seconds + self.clock.now - place.since, totals + place.instance.totals
 
-    def done(self, pool: Pool) -> tuple[float, Totals]:
+    def done(self, pool: SimulatedPool) -> tuple[float, Totals]:
         """Returns the seconds that instances of a pool have run, all together, and what they have done."""
         seconds, totals = self._gone[pool]
         for place in pool.places:
@@ -294,14 +294,14 @@ class Fleet:
         return seconds, totals
 
 
-def pressure_of(instance: Instance, waiting: int, among: int) -> Pressure:
+def pressure_of(instance: SimulatedInstance, waiting: int, among: int) -> Pressure:
     """Returns what an instance has before it; `waiting` requests of the router are shared `among` so many."""
     slots = instance.cfg.max_num_seqs * instance.cfg.num_ranks
     pages, mine = instance.use
     return Pressure(instance.waiting_tokens / instance.times.prompt_rate, max(pages, mine + waiting / among / slots))
 
 
-def replay(fleet: Fleet, sessions: Iterable[Session], until: float | None) -> None:
+def replay(fleet: SimulatedFleet, sessions: Iterable[Session], until: float | None) -> None:
     """Has sessions come at their times; each session's next request comes when the one before has ended."""
     pending = iter(sessions)
 
@@ -319,13 +319,13 @@ def replay(fleet: Fleet, sessions: Iterable[Session], until: float | None) -> No
     next_one()
 
 
-def _go_on(fleet: Fleet, asks: Iterator[Ask]) -> None:
+def _go_on(fleet: SimulatedFleet, asks: Iterator[TracedRequest]) -> None:
     ask = next(asks, None)
     if ask is not None:
         fleet.come(ask, lambda end: _go_on(fleet, asks))
 
 
-def hold(fleet: Fleet, asks: Iterator[Ask], concurrency: int, ramp_s: float, until: float) -> None:
+def hold(fleet: SimulatedFleet, asks: Iterator[TracedRequest], concurrency: int, ramp_s: float, until: float) -> None:
     """Keeps as many requests on their way: each client's next one comes when the one before has ended."""
 
     def ask_next(end: End = "answered") -> None:

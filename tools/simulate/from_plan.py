@@ -11,12 +11,10 @@ from dsv3.config.options import Role
 from dsv3.engine.device.programs import measure
 from dsv3.scheduler.cost import keys_per_token
 from tools.plan.deployment import Deployment, DeploymentError
-from tools.plan.ends import with_ends
-from tools.plan.memory import memory_of
-from tools.plan.played import Played
+from tools.plan.memory import judge, memory_of
+from tools.plan.played import Played, with_ends
 from tools.plan.programs import Compiled, Phase, compile_step, lay_out
 from tools.plan.roofline import HOST_S
-from tools.plan.verdict import judge
 from tools.simulate.times import KEYS, InstanceTimes
 
 

@@ -23,10 +23,9 @@ from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.rows import BatchRows
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import sequence_of
-from tools.simulate.clock import Clock
 from tools.simulate.pages import Handed, Pages, copy_seconds
-from tools.simulate.prompts import VOCAB, Asked, request_of
-from tools.simulate.times import InstanceTimes
+from tools.simulate.prompts import VOCAB, SimulatedRequest, request_of
+from tools.simulate.times import InstanceTimes, VirtualClock
 
 _AHEAD = 2  # steps launched: one runs, one is next
 
@@ -47,34 +46,23 @@ class Totals:
         return Totals(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
 
-@dataclasses.dataclass(frozen=True)
-class State:
-    """How an instance stands: requests that run or wait, tokens of those that wait, pages in use, cost of prompts."""
-
-    totals: Totals = Totals()
-    requests: int = 0
-    queued_tokens: int = 0
-    pages: int = 0
-    backlog: float = 0.0
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Step:
+class _StepInFlight:
     number: int
     jobs: list[Planned]
     end: float
     seconds: float
 
 
-class Instance:
+class SimulatedInstance:
     """Serves what is submitted; `hear` is told what each step has given, after the next one has been planned."""
 
     def __init__(
         self,
         times: InstanceTimes,
         cfg: EngineConfig,
-        clock: Clock,
-        hear: "Callable[[Instance, StepOutputs], None]",
+        clock: VirtualClock,
+        hear: "Callable[[SimulatedInstance, StepOutputs], None]",
         make_pages: Callable[[EngineView, Callable[[], None]], Pages | Handed | None] = lambda view, wake: None,
     ) -> None:
         self.times, self.cfg, self._clock, self._hear = times, cfg, clock, hear
@@ -90,12 +78,12 @@ class Instance:
             for name, kind in made.items()
             if kind is not None and (name != "decode" or cfg.role != "prefill")
         }
-        self._flying: deque[_Step] = deque()
+        self._flying: deque[_StepInFlight] = deque()
         self._ones = np.ones((cfg.num_ranks, max(cfg.decode_buckets), 1), np.int32)
         self._steps = self._decode_steps = 0
         self._busy_s = self._decode_s = 0.0
 
-    def submit(self, asked: Asked, keys: Sequence[Key]) -> None:
+    def submit(self, asked: SimulatedRequest, keys: Sequence[Key]) -> None:
         """Queues a request with its prefix keys; an engine at work takes it in when its step has ended."""
         self.scheduler.add(sequence_of(request_of(asked), keys))
         self.wake()
@@ -106,45 +94,32 @@ class Instance:
             self._launch()
             self._await()
 
-    def state(self) -> State:
-        """Returns how it stands now."""
-        scheduler = self.scheduler
-        found = scheduler.admission
-        ours = self._steps, self._busy_s, self._decode_steps, self._decode_s
-        return State(
-            Totals(*ours, scheduler.num_preemptions, found.prefix_queries, found.prefix_hits),
-            len(scheduler.sequences),
-            sum(len(s.tokens) for s in scheduler.queue),
-            scheduler.pages.in_use,
-            float(scheduler.balancer.backlog.sum()),
-        )
-
     @property
     def totals(self) -> Totals:
         """What it has done so far."""
-        return self.state().totals
+        found, ours = self.scheduler.admission, (self._steps, self._busy_s, self._decode_steps, self._decode_s)
+        return Totals(*ours, self.scheduler.num_preemptions, found.prefix_queries, found.prefix_hits)
 
     @property
     def is_idle(self) -> bool:
         """Whether it has nothing to do."""
-        return not self.state().requests
-
-    def found(self, keys: Sequence[Key]) -> int:
-        """Returns how many pages of a prompt, from its first on, the rank finds that has the most."""
-        return self.scheduler.pages.found(keys)
+        return not self.scheduler.sequences
 
     @property
     def waiting_tokens(self) -> float:
         """Prompt tokens to compute, with attention: what is admitted, and what waits without looking for hits."""
-        state = self.state()
-        return state.backlog + state.queued_tokens
+        return float(self.scheduler.balancer.backlog.sum()) + self._queued_tokens
 
     @property
     def use(self) -> tuple[float, float]:
         """The shares in use of the pages, those included that who waits needs, and of the slots."""
-        state, cfg = self.state(), self.cfg
-        pages = (state.pages + state.queued_tokens / cfg.page_size) / (cfg.num_pages * cfg.num_ranks)
-        return pages, state.requests / (cfg.max_num_seqs * cfg.num_ranks)
+        scheduler, cfg = self.scheduler, self.cfg
+        pages = (scheduler.pages.in_use + self._queued_tokens / cfg.page_size) / (cfg.num_pages * cfg.num_ranks)
+        return pages, len(scheduler.sequences) / (cfg.max_num_seqs * cfg.num_ranks)
+
+    @property
+    def _queued_tokens(self) -> int:
+        return sum(len(sequence.tokens) for sequence in self.scheduler.queue)
 
     def _await(self) -> None:
         if self._flying:
@@ -159,7 +134,7 @@ class Instance:
             number = self.scheduler.pages.begin_step()
             start = self._flying[-1].end if self._flying else self._clock.now
             seconds = self._seconds(jobs)
-            self._flying.append(_Step(number, jobs, start + seconds, seconds))
+            self._flying.append(_StepInFlight(number, jobs, start + seconds, seconds))
 
     def _plan(self) -> list[Planned]:
         self.scheduler.begin_step()

@@ -1,14 +1,71 @@
-"""What the simulator may be told; declared as the options of `dsv3.config.options`."""
+"""What the simulator may be told, declared as the options of `dsv3.config.options`, and its rule of scaling.
+
+The rule says how many instances of a role run: up on queue seconds or use, down where the rest could bear it. As
+Dynamo's planner it adds an instance where all are over the bound, and removes one only if what the others would have
+then stays below a share of the bound (a flat bound gave 2 to 1 to 2).
+"""
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 from dsv3.config.declaration import check, option
-from tools.bench.metrics import Limit
-from tools.simulate.scaling import Rule
 
 Routing = Literal["cost", "events", "round_robin"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pressure:
+    """What one instance has before it: seconds of prompts to compute, and the share of its cache or slots in use."""
+
+    queue_s: float
+    use: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Looks every `period_s`; a new instance serves after `start_s`. Between `least` and `most` instances run.
+
+    One more where the mean queue is above `queue_s` or the mean use above `use`. One fewer where for `calm` looks in a
+    row the others could take its share and stay below `sensitivity` of both. Raises ValueError for what cannot be.
+    """
+
+    queue_s: float = 2.0
+    use: float = 0.8
+    sensitivity: float = 0.8
+    period_s: float = 10.0
+    start_s: float = 60.0
+    calm: int = 6
+    least: int = 1
+    most: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("queue_s", "use", "sensitivity", "period_s", "calm"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}: {getattr(self, name)} is not above 0")
+        if self.start_s < 0 or not 1 <= self.least <= self.most:
+            raise ValueError(
+                f"least: {self.least} is not from 1 to most, {self.most}, or start_s {self.start_s} is below 0"
+            )
+
+    def wants(self, pressures: Sequence[Pressure]) -> int:
+        """Returns 1 for one more, -1 for one fewer that may be, 0 for as many; `pressures` are of those that serve."""
+        count = len(pressures)
+        if not count:
+            return 1
+        queue = sum(each.queue_s for each in pressures) / count
+        use = sum(each.use for each in pressures) / count
+        if queue > self.queue_s or use > self.use:
+            return 1
+        if count == 1:
+            return 0
+        more = count / (count - 1) / self.sensitivity
+        return -1 if queue * more <= self.queue_s and use * more <= self.use else 0
+
+
 _RULE = Rule()
+_METRICS = ("ttft", "itl", "tpot", "e2e")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,12 +138,9 @@ class SimulateOptions:
         self.limits  # noqa: B018  # raises for what cannot be
 
     @property
-    def limits(self) -> tuple[Limit, ...]:
-        """The bounds of goodput."""
-        found = tuple(Limit.parse(text) for text in self.goodput)
-        if any(limit.metric == "itl" for limit in found):
-            raise ValueError("goodput: itl is not kept per request; bound tpot")
-        return found
+    def limits(self) -> dict[str, float]:
+        """The bounds of goodput: milliseconds by metric."""
+        return dict(map(_limit, self.goodput))
 
     @property
     def rule(self) -> Rule | None:
@@ -94,3 +148,17 @@ class SimulateOptions:
         if not self.scale:
             return None
         return Rule(queue_s=self.scale_queue, use=self.scale_use, start_s=self.scale_start)
+
+
+def _limit(text: str) -> tuple[str, float]:
+    """Returns metric and milliseconds of a bound such as `ttft:2000`. Raises ValueError for anything else."""
+    metric, _, value = text.partition(":")
+    try:
+        milliseconds = float(value)
+    except ValueError:
+        milliseconds = math.nan
+    if metric not in _METRICS or not 0 < milliseconds < math.inf:
+        raise ValueError(f"--goodput {text!r}: expected METRIC:MILLISECONDS, METRIC one of {_METRICS}")
+    if metric == "itl":
+        raise ValueError("goodput: itl is not kept per request; bound tpot")
+    return metric, milliseconds

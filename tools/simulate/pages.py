@@ -19,8 +19,7 @@ from dsv3.kv_cache.tiers.counts import TierCounts
 from dsv3.kv_cache.tiers.tiers import Tiers
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.scheduler import Scheduler
-from tools.simulate.clock import Clock
-from tools.simulate.times import InstanceTimes
+from tools.simulate.times import InstanceTimes, VirtualClock
 
 COPY_RATE = 2**28 / 5e-3
 """Bytes per second between a device and its host: as `dsv3.engine.limits.TIER_STEP_BYTES` has it."""
@@ -28,10 +27,10 @@ HOST_RATE = 5e9
 """Bytes per second that one thread copies and verifies in host memory: an assumption."""
 
 
-class Work:
+class WorkerTime:
     """Virtual time as jobs of threads see it: what they `spend` ends them later."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: VirtualClock) -> None:
         self.clock, self.spent = clock, 0.0
 
     def now(self) -> float:
@@ -43,10 +42,10 @@ class Work:
         self.spent += seconds
 
 
-class Workers(Executor):
+class SimulatedWorkers(Executor):
     """Threads in virtual time: each job does its work when it begins, and is done when its time is spent."""
 
-    def __init__(self, work: Work, count: int, done: Callable[[], None]) -> None:
+    def __init__(self, work: WorkerTime, count: int, done: Callable[[], None]) -> None:
         self._work, self._idle, self._done = work, count, done
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
 
@@ -80,7 +79,7 @@ class Workers(Executor):
 class PaperArena(Arena):
     """Host memory whose values have one byte and take the time of a page's bytes."""
 
-    def __init__(self, work: Work, num_cells: int, page_bytes: int) -> None:
+    def __init__(self, work: WorkerTime, num_cells: int, page_bytes: int) -> None:
         super().__init__(np.zeros(arena_bytes(num_cells, 1), np.uint8), 1, num_cells)
         self._work, self.value_bytes = work, page_bytes
 
@@ -98,7 +97,7 @@ class PaperArena(Arena):
 class PaperStore:
     """A store that several instances share, as keys: at most `limit` pages, the least recently used ones go."""
 
-    def __init__(self, work: Work, limit: int, page_bytes: int, rate: float) -> None:
+    def __init__(self, work: WorkerTime, limit: int, page_bytes: int, rate: float) -> None:
         self.damaged = self.evictions = 0
         self._work, self._limit, self._page_bytes, self._rate = work, limit, page_bytes, rate
         self._keys: OrderedDict[Key, None] = OrderedDict()
@@ -139,7 +138,7 @@ class PaperStore:
         self._work.spend(pages * self._page_bytes / self._rate)
 
 
-class _Tiers(Tiers):
+class _PolledTiers(Tiers):
     """Tiers for which nobody waits: a job that ends wakes the engine."""
 
     def wait(self, seconds: float) -> None:
@@ -153,18 +152,18 @@ class Pages:
         self,
         view: EngineView,
         times: InstanceTimes,
-        work: Work,
+        work: WorkerTime,
         wake: Callable[[], None],
         host_bytes: float,
         store: PaperStore | None,
     ) -> None:
         size = times.page_bytes
         arena = PaperArena(work, cells_within(int(host_bytes), size), size)
-        self.tiers = _Tiers(
+        self.tiers = _PolledTiers(
             page_buckets(size),
             arena,
             store,
-            workers=lambda count, _: Workers(work, count, wake),
+            workers=lambda count, _: SimulatedWorkers(work, count, wake),
             now=work.now,
             page_size=times.page_size,
         )

@@ -1,7 +1,7 @@
 """Instances of one role as the router knows them, and those that wait for one.
 
-`choose`, `Booking`, `Load` and `SentPages` are the router's own. The queue in front of them is the model of
-`router.pool.Pool`, which waits in real time: first come, first served, bounded in length and in time.
+`choose`, `Booking`, `InstanceLoad` and `SentPages` are the router's own. The queue in front of them is the model of
+`router.members.Pool`, which waits in real time: first come, first served, bounded in length and in time.
 """
 
 import dataclasses
@@ -10,13 +10,12 @@ import random
 from collections import deque
 from collections.abc import Callable
 
-from router.breaker import Breaker
-from router.choice import Flying, Load, SentPages, choose
-from router.instance import Booking
-from router.prompt import Prompt
-from tools.simulate.clock import Clock
-from tools.simulate.instance import Instance
+from router.choice import Flying, InstanceLoad, SentPages, choose
+from router.instance import Booking, Breaker
+from router.request import Prompt
+from tools.simulate.instance import SimulatedInstance
 from tools.simulate.options import Routing
+from tools.simulate.times import VirtualClock
 
 MOST_WAITING, WAIT_S = 1024, 30.0
 """The router's own bounds, `max_num_queued_reqs` and `queue_timeout`."""
@@ -28,9 +27,9 @@ class Place:
     What is `alone` is not chosen among others, so that nothing depends on what has been sent there.
     """
 
-    def __init__(self, instance: Instance, since: float, *, alone: bool) -> None:
+    def __init__(self, instance: SimulatedInstance, since: float, *, alone: bool) -> None:
         self.instance, self.since = instance, since
-        self.load, self.flying = Load(ranks=instance.cfg.num_ranks), Flying()
+        self.load, self.flying = InstanceLoad(ranks=instance.cfg.num_ranks), Flying()
         self.sent = SentPages(0) if alone else SentPages()
         self.breaker = Breaker()
         self.concurrency = 2 * instance.cfg.max_num_seqs * instance.cfg.num_ranks
@@ -48,7 +47,7 @@ class Place:
         """
         if prompt.spelled is None:
             return self.sent.overlap(prompt.keys, near)
-        return max(self.instance.found(prompt.spelled), self.flying.overlap(prompt.keys))
+        return max(self.instance.scheduler.pages.found(prompt.spelled), self.flying.overlap(prompt.keys))
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -58,10 +57,10 @@ class _Waiting:
     refuse: Callable[[], None]
 
 
-class Pool:
+class SimulatedPool:
     """Gives each request the instance where it costs least, or the next in turn."""
 
-    def __init__(self, clock: Clock, *, decodes: bool, routing: Routing, seed: int) -> None:
+    def __init__(self, clock: VirtualClock, *, decodes: bool, routing: Routing, seed: int) -> None:
         self.places: list[Place] = []
         self._clock, self._decodes, self._routing = clock, decodes, routing
         self._chance, self._turns = random.Random(seed), itertools.count()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dsv3.kv_cache.keys import KEY_BYTES, Key, root_key
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.prepare import PreparedRequest
-from tools.simulate.traffic import Run
+from tools.simulate.traffic import TokenRun
 
 VOCAB = 2**17
 _SAMPLING = SamplingParams(temperature=0, ignore_eos=True)
@@ -16,16 +16,16 @@ _ROOT = root_key("", "")
 _PLACE_BYTES = 4  # the end of a key
 
 
-class Asked(NamedTuple):
+class SimulatedRequest(NamedTuple):
     """A request on its way to an instance: what its prompt of `tokens` is made of, and where its answer ends."""
 
     number: int
-    content: tuple[Run, ...]
+    content: tuple[TokenRun, ...]
     tokens: int
     max_length: int
 
 
-def keys_of(content: Sequence[Run], page_size: int) -> list[Key]:
+def keys_of(content: Sequence[TokenRun], page_size: int) -> list[Key]:
     """Returns the prefix keys of a prompt's full pages: equal ones where a page's tokens, and all before, are equal.
 
     They are not made of the tokens, as a front's are: that took 40 us per prompt. One hash per run covers what lies
@@ -40,7 +40,7 @@ def keys_of(content: Sequence[Run], page_size: int) -> list[Key]:
 
 
 @functools.lru_cache(maxsize=2**12)
-def _begun(run: Run, page_size: int) -> tuple[bytes, tuple[Key, ...]]:
+def _begun(run: TokenRun, page_size: int) -> tuple[bytes, tuple[Key, ...]]:
     """Returns what stands for a first run, and the keys of the pages that it fills.
 
     Many prompts begin alike. All that remember keys share the objects, which saves two thirds of the memory and a hash
@@ -50,7 +50,7 @@ def _begun(run: Run, page_size: int) -> tuple[bytes, tuple[Key, ...]]:
     return _spell(_ROOT, run, 0, keys, page_size), tuple(keys)
 
 
-def _spell(before: bytes, run: Run, start: int, keys: list[Key], page_size: int) -> bytes:
+def _spell(before: bytes, run: TokenRun, start: int, keys: list[Key], page_size: int) -> bytes:
     """Appends the keys of the pages that end in a run; returns what stands for it and all `before` it."""
     first, rest = _numbers(run)
     begun = before + start.to_bytes(8, "little") + first
@@ -73,17 +73,17 @@ def _places(count: int) -> tuple[bytes, ...]:
     return tuple(place.to_bytes(_PLACE_BYTES, "little") for place in range(count))
 
 
-def _numbers(run: Run) -> tuple[bytes, bytes]:
+def _numbers(run: TokenRun) -> tuple[bytes, bytes]:
     """Returns a run's first token, and that of which all others are: nothing is drawn per token."""
     return (run.name // VOCAB % VOCAB).to_bytes(4, "little"), (run.name % VOCAB).to_bytes(4, "little")
 
 
-def _tokens(run: Run) -> bytes:
+def _tokens(run: TokenRun) -> bytes:
     first, rest = _numbers(run)
     return first + rest * (run.tokens - 1)
 
 
-def request_of(asked: Asked) -> PreparedRequest:
+def request_of(asked: SimulatedRequest) -> PreparedRequest:
     """Returns a request with tokens that are equal where its runs are; its keys are not in it (`keys_of`)."""
     return PreparedRequest(
         request_id=asked.number,

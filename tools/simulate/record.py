@@ -1,19 +1,19 @@
 """What has become of every request, and when its tokens came."""
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
 
-from tools.bench.metrics import Limit, distribution
+from tools.bench.load import PERCENTILES, distribution
 
 End = Literal["", "answered", "refused", "too long"]
 _GAP = 1e-4
 _FIRST_SIZE = 1024
-_PERCENTILES = (50, 90, 95, 99)
 
 
-class Record:
+class RequestLog:
     """Columns over all requests, by number; figures count those that come, and tokens that come, from `begin` on."""
 
     def __init__(self, begin: float = 0.0) -> None:
@@ -68,8 +68,11 @@ class Record:
         came = (self.arrived[mine] >= start) & (self.arrived[mine] < stop) & ~np.isnan(self.first[mine])
         return (self.first[mine] - self.arrived[mine])[came]
 
-    def figures(self, now: float, limits: tuple[Limit, ...] = ()) -> dict[str, Any]:
-        """Returns counts, rates, percentiles in milliseconds, and goodput of the time from `begin` to `now`."""
+    def figures(self, now: float, limits: Mapping[str, float] | None = None) -> dict[str, Any]:
+        """Returns counts, rates, percentiles in milliseconds, and goodput of the time from `begin` to `now`.
+
+        `limits` are milliseconds by `ttft`, `tpot` or `e2e`, all of which a good request keeps.
+        """
         mine = slice(0, self.count)
         ended = np.nan_to_num(self.ended[mine], nan=-1.0) >= self.begin
         good = ended & self.answered[mine] & (self.arrived[mine] >= self.begin)
@@ -80,8 +83,8 @@ class Record:
         tpot[self.tokens[mine] < 2] = 0.0
         prompt, cached = int(self.prompt[mine][good].sum()), int(self.cached[mine][good].sum())
         held = good.copy()
-        for limit in limits:
-            held &= {"ttft": ttft, "tpot": tpot, "e2e": e2e}[limit.metric] * 1e3 <= limit.milliseconds
+        for metric, milliseconds in (limits or {}).items():
+            held &= {"ttft": ttft, "tpot": tpot, "e2e": e2e}[metric] * 1e3 <= milliseconds
         counts: dict[str, int] = {"arrived": self.count, "unfinished": self.count - sum(self.ends.values())}
         return {
             "requests": counts | dict(sorted(self.ends.items())),
@@ -111,7 +114,7 @@ class Record:
         counts = np.array([self._gaps[gap] for gap in gaps.tolist()])
         below, total = counts.cumsum(), int(counts.sum())
         found = {"mean": float((gaps * counts).sum() / total)}
-        for rank in _PERCENTILES:
+        for rank in PERCENTILES:
             found[f"p{rank}"] = float(gaps[np.searchsorted(below, rank / 100 * total)])
         found["max"] = float(gaps[-1])
         return {name: value * _GAP * 1e3 for name, value in found.items()}

@@ -1,20 +1,18 @@
-"""A simulation from its options: what comes, for how long, and what is told of it in the end."""
+"""A simulation from its options: what comes, for how long, looks at the fleet meanwhile, and what comes of it."""
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.capacity.day6 import DAY6
-from tools.capacity.traffic import TrafficError
-from tools.simulate.clock import Clock
-from tools.simulate.fleet import Fleet, Group, Setting, hold, replay
+from tools.plan.published_day import CHART, LOADS
+from tools.simulate.fleet import InstanceGroup, Setting, SimulatedFleet, hold, replay
 from tools.simulate.options import SimulateOptions
-from tools.simulate.record import Record
-from tools.simulate.series import Series
-from tools.simulate.times import InstanceTimes
-from tools.simulate.traffic import Ask, Lengths, Session, drawn, open_loop, read_trace
+from tools.simulate.record import RequestLog
+from tools.simulate.times import InstanceTimes, VirtualClock
+from tools.simulate.traffic import Lengths, Session, TracedRequest, TrafficError, drawn, open_loop, read_trace
 
 _LOOKS = 240
 _TRACE_PERIOD_S = 15.0
@@ -22,36 +20,65 @@ _LEAST_S = 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What a simulation has come to: figures as plain data, and what a picture needs."""
+class FleetSnapshot:
+    """The fleet at a time: nodes and mean use of cache or slots by role, and totals so far."""
 
-    figures: dict[str, Any]
-    series: Series
-    record: Record
+    at: float
+    nodes: dict[str, int]
+    use: dict[str, float]
+    queue_s: float
+    in_flight: int
+    arrived: int
+    output_tokens: int
 
 
-def simulate(options: SimulateOptions, by_name: dict[str, InstanceTimes]) -> Outcome:
-    """Runs a simulation on `by_name`, by deployment. Raises SettingError for what contradicts itself,
-    TrafficError for a trace that cannot be read.
+def watch(fleet: SimulatedFleet, period: float) -> list[FleetSnapshot]:
+    """Has the fleet looked at every `period` seconds of virtual time; returns the list that is filled then."""
+    snapshots: list[FleetSnapshot] = []
+
+    def look() -> None:
+        nodes: dict[str, int] = {}
+        use: dict[str, float] = {}
+        queue = 0.0
+        for pool, group in fleet.pools:
+            role, up = group.times.role, [place.instance for place in pool.places if place.is_up]
+            nodes[role] = fleet.nodes(pool, group)
+            use[role] = sum(max(each.use) for each in up) / len(up)
+            if role != "decode":
+                queue = max(each.waiting_tokens / each.times.prompt_rate for each in up)
+        record, now = fleet.record, fleet.clock.now
+        snapshots.append(FleetSnapshot(now, nodes, use, queue, fleet.in_flight, record.count, record.output_tokens))
+        fleet.clock.at(now + period, look)
+
+    fleet.clock.at(0.0, look)
+    return snapshots
+
+
+def simulate(
+    options: SimulateOptions, by_name: dict[str, InstanceTimes]
+) -> tuple[dict[str, Any], list[FleetSnapshot], RequestLog]:
+    """Runs a simulation on `by_name`, by deployment; returns figures as plain data, and what a picture needs.
+
+    Raises SettingError for what contradicts itself, TrafficError for a trace that cannot be read.
     """
     setting = setting_of(options, by_name)
-    clock, record = Clock(), Record(options.warm_up)
-    fleet = Fleet(setting, clock, record)
-    series = Series(fleet, options.seconds / _LOOKS if options.seconds else _TRACE_PERIOD_S)
+    clock, record = VirtualClock(), RequestLog(options.warm_up)
+    fleet = SimulatedFleet(setting, clock, record)
+    snapshots = watch(fleet, options.seconds / _LOOKS if options.seconds else _TRACE_PERIOD_S)
     began = time.perf_counter(), time.process_time()
     _load(options, fleet)
     clock.run(options.seconds, lambda: fleet.is_over)
     figures = record.figures(clock.now, options.limits) | _of_fleet(fleet)
     wall, processor = time.perf_counter() - began[0], time.process_time() - began[1]
     figures["simulator"] = {"wall_s": wall, "processor_s": processor, "virtual_s": clock.now}
-    return Outcome(figures, series, record)
+    return figures, snapshots, record
 
 
 def setting_of(options: SimulateOptions, by_name: dict[str, InstanceTimes]) -> Setting:
     """Returns what is simulated; raises SettingError for what contradicts itself."""
 
-    def group(name: str, count: int) -> Group:
-        return Group(by_name[name], count, options.rule)
+    def group(name: str, count: int) -> InstanceGroup:
+        return InstanceGroup(by_name[name], count, options.rule)
 
     prefilling = None
     if options.instances is not None:
@@ -70,7 +97,7 @@ def setting_of(options: SimulateOptions, by_name: dict[str, InstanceTimes]) -> S
     )
 
 
-def _load(options: SimulateOptions, fleet: Fleet) -> None:
+def _load(options: SimulateOptions, fleet: SimulatedFleet) -> None:
     """Has the requests come."""
     if options.trace is not None:
         replay(fleet, _traced(options), options.seconds)
@@ -98,26 +125,21 @@ def _traced(options: SimulateOptions) -> list[Session]:
     if has_times or options.request_rate is None:
         return sessions
     rate = options.request_rate
-    marks = open_loop((Ask((), 0) for _ in sessions), lambda _: rate, rate, options.seed)
+    marks = open_loop((TracedRequest((), 0) for _ in sessions), lambda _: rate, rate, options.seed)
     return [Session(mark.at, session.asks) for mark, session in zip(marks, sessions, strict=True)]
 
 
 def day_rate(seconds: float) -> Callable[[float], float]:
     """Returns DeepSeek's day, compressed to `seconds`, as load over its mean by time."""
-    ends, loads, at = [], [], 0.0
-    mean = DAY6.mean("input")
-    for span in DAY6.spans:
-        at += span.seconds / DAY6.seconds * seconds
-        ends.append(at)
-        loads.append(span.input / mean)
+    ends = [*itertools.accumulate(hours / 24 * seconds for hours, _, _ in CHART)]
 
     def rate(now: float) -> float:
-        return next((load for end, load in zip(ends, loads, strict=True) if now < end), loads[-1])
+        return next((load for end, load in zip(ends, LOADS, strict=True) if now < end), LOADS[-1])
 
     return rate
 
 
-def _of_fleet(fleet: Fleet) -> dict[str, Any]:
+def _of_fleet(fleet: SimulatedFleet) -> dict[str, Any]:
     """Returns nodes, steps and hits by role and tier."""
     roles = {}
     for pool, group in fleet.pools:

@@ -1,10 +1,12 @@
-"""What the simulator knows of an instance's devices: limits, and how long steps take. A table; imports no jax.
+"""What the simulator knows of time: its clock, an instance's limits, and how long its steps take. Imports no jax.
 
-`tools.simulate.from_plan` makes it of a deployment. All times in it are the plan's estimates.
+`tools.simulate.from_plan` makes the table of a deployment. All times in it are the plan's estimates.
 """
 
 import bisect
-from collections.abc import Mapping
+import heapq
+import itertools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -131,3 +133,24 @@ def _check(times: InstanceTimes, where: str) -> None:
             row = buckets.get(bucket, ())
             if len(row) != len(KEYS) or not all(0 < s < float("inf") for s in row):
                 raise TimesError(f"{where}: {kind} has no {len(KEYS)} times above 0 for the bucket {bucket}")
+
+
+class VirtualClock:
+    """Calls what is due, the earliest first, equals in the order in which they were asked for. `now` is in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def at(self, when: float, call: Callable[[], None]) -> None:
+        """Has `call` called at a time that has not passed."""
+        heapq.heappush(self._due, (max(when, self.now), next(self._numbers), call))
+
+    def run(self, until: float | None = None, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Calls what is due up to a time, or all that ever is, or what is due before it `is_over`."""
+        while self._due and (until is None or self._due[0][0] <= until) and not is_over():
+            self.now, _, call = heapq.heappop(self._due)
+            call()
+        if until is not None:
+            self.now = max(self.now, until)

@@ -1,7 +1,12 @@
 """Requests to replay: read from a trace, or drawn. A session's requests come one after the other.
 
-A Mooncake trace (`.jsonl`) says when each request comes, and names its blocks of 512 tokens. ShareGPT's conversations
-(`.json`, or `.jsonl` of one per line) have text and no times; a token is taken to have four bytes, as the router does.
+A Mooncake trace (`.jsonl`) says when each request comes, and names its blocks of 512 tokens:
+
+    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
+
+`timestamp` is in milliseconds; `hash_ids`, which may be left out, name the blocks of the prompt, each together with all
+before it. ShareGPT's conversations (`.json`, or `.jsonl` of one per line) have text and no times; a token is taken to
+have four bytes, as the router does.
 """
 
 import dataclasses
@@ -13,26 +18,33 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
-from router.prompt import BYTES_PER_TOKEN
-from tools.capacity.trace import BLOCK, Line, lines
-from tools.capacity.traffic import TrafficError
+from router.request import BYTES_PER_TOKEN
 
+BLOCK = 512
+"""Tokens of a block that a trace names."""
+_MOST_TOKENS = 2**31
+_LONGEST_S = 366 * 86_400
 _SIGMA = 0.8  # of lognormal lengths
 
 
-class Run(NamedTuple):
+class TrafficError(ValueError):
+    """Traffic that cannot be, or a file that does not describe it; the text names file and place."""
+
+
+class TokenRun(NamedTuple):
     """Consecutive tokens of a prompt, named by what they say together with all before them."""
 
     name: int
     tokens: int
 
 
-class Ask(NamedTuple):
+class TracedRequest(NamedTuple):
     """A request: what its prompt is made of, and the tokens of its answer."""
 
-    content: tuple[Run, ...]
+    content: tuple[TokenRun, ...]
     answer: int
 
     @property
@@ -45,7 +57,7 @@ class Session(NamedTuple):
     """Requests of which each comes when the one before has been answered; the first at `at` seconds."""
 
     at: float
-    asks: tuple[Ask, ...]
+    asks: tuple[TracedRequest, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +80,7 @@ class Lengths:
             raise TrafficError(f"shared {self.shared}: must be at least 0 and below 1")
 
 
-def drawn(lengths: Lengths, longest: int, seed: int) -> Iterator[Ask]:
+def drawn(lengths: Lengths, longest: int, seed: int) -> Iterator[TracedRequest]:
     """Yields requests without end, the same ones for the same seed; prompt and answer each fit half of `longest`."""
     random = np.random.default_rng(seed)
     draw = functools.partial(_lognormal, random, longest // 2)
@@ -84,8 +96,8 @@ def drawn(lengths: Lengths, longest: int, seed: int) -> Iterator[Ask]:
         answers = draw(lengths.answer, _SLICE).astype(int)
         for i, (prefix, tokens, answer) in enumerate(zip(chosen, own.tolist(), answers.tolist(), strict=True)):
             shared = min(int(prefixes[prefix]), longest // 2 - 1)
-            runs = (Run(prefix, shared), Run(-1 - first - i, max(1, min(tokens, longest // 2 - shared))))
-            yield Ask(runs if shared else runs[1:], max(1, answer))
+            runs = (TokenRun(prefix, shared), TokenRun(-1 - first - i, max(1, min(tokens, longest // 2 - shared))))
+            yield TracedRequest(runs if shared else runs[1:], max(1, answer))
 
 
 _SLICE = 1024
@@ -98,7 +110,9 @@ def _lognormal(random: np.random.Generator, most: int, mean: float, count: int) 
     return np.minimum(random.lognormal(math.log(mean) - _SIGMA**2 / 2, _SIGMA, count), most)
 
 
-def open_loop(asks: Iterable[Ask], rate: Callable[[float], float], most: float, seed: int) -> Iterator[Session]:
+def open_loop(
+    asks: Iterable[TracedRequest], rate: Callable[[float], float], most: float, seed: int
+) -> Iterator[Session]:
     """Yields sessions of one request at the times of a Poisson process with `rate(seconds)`, at most `most`."""
     random, now = np.random.default_rng((seed, 1)), 0.0
     for ask in asks:
@@ -109,24 +123,56 @@ def open_loop(asks: Iterable[Ask], rate: Callable[[float], float], most: float, 
         yield Session(now, (ask,))
 
 
+class Line(msgspec.Struct):
+    """A request: milliseconds from the start of the trace, tokens of prompt and answer, blocks of the prompt."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int] = []
+
+
 def read_mooncake(path: Path) -> list[Session]:
     """Reads a trace of requests; raises TrafficError naming file and line."""
     try:
-        found = [Session(line.timestamp / 1e3, (_ask_of(line, -1 - i),)) for i, line in enumerate(lines(path))]
+        found = [Session(line.timestamp / 1e3, (_ask_of(line, -1 - i),)) for i, line in enumerate(_lines(path))]
     except TrafficError as error:
         raise TrafficError(f"{path}: {error}") from None
     return _some(sorted(found, key=lambda session: session.at), path)
 
 
-def _ask_of(line: Line, own: int) -> Ask:
+def _lines(path: Path) -> Iterator[Line]:
+    """Yields the requests of a trace; raises TrafficError naming the line."""
+    decoder = msgspec.json.Decoder(Line)
+    try:
+        with path.open("rb") as file:
+            for number, text in enumerate(file, 1):
+                if text.strip():
+                    yield _checked(decoder.decode(text), number)
+    except (UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
+        raise TrafficError(f"line {number}: {error}") from None
+    except OSError as error:
+        raise TrafficError(f"cannot be read: {error}") from None
+
+
+def _checked(line: Line, number: int) -> Line:
+    for name in ("input_length", "output_length"):
+        if not 0 < getattr(line, name) < _MOST_TOKENS:
+            raise TrafficError(f"line {number}: {name} {getattr(line, name)} must be above 0, below 2^31")
+    if not 0 <= line.timestamp <= _LONGEST_S * 1e3:
+        raise TrafficError(f"line {number}: timestamp {line.timestamp} ms must be from 0 to a year")
+    return line
+
+
+def _ask_of(line: Line, own: int) -> TracedRequest:
     """Returns the request of a line; what no block names is its `own`."""
     left, runs = line.input_length, []
     for name in line.hash_ids:
         if not left:
             break
-        runs.append(Run(name, min(BLOCK, left)))
+        runs.append(TokenRun(name, min(BLOCK, left)))
         left -= runs[-1].tokens
-    return Ask((*runs, *([Run(own, left)] if left else [])), line.output_length)
+    return TracedRequest((*runs, *([TokenRun(own, left)] if left else [])), line.output_length)
 
 
 def read_sharegpt(path: Path) -> list[Session]:
@@ -153,15 +199,15 @@ def _conversation(record: Any, where: str, number: int) -> Session:
     turns = record.get("conversations") if isinstance(record, dict) else None
     if not isinstance(turns, list):
         raise TrafficError(f"{where}: conversations is {turns!r}, but must be a list of turns")
-    asks, runs = [], list[Run]()
+    asks, runs = [], list[TokenRun]()
     for i, turn in enumerate(turns):
         says = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
         if not isinstance(says[0], str) or not isinstance(says[1], str):
             raise TrafficError(f"{where}: turn {i + 1} is {turn!r:.80}, but must have a text in from and in value")
         tokens = max(1, len(says[1].encode("utf-8", "surrogatepass")) // BYTES_PER_TOKEN)
         if says[0] in ("gpt", "assistant", "chatgpt") and runs:
-            asks.append(Ask(tuple(runs), tokens))
-        runs.append(Run(number * _MOST_TURNS + i, tokens))
+            asks.append(TracedRequest(tuple(runs), tokens))
+        runs.append(TokenRun(number * _MOST_TURNS + i, tokens))
     return Session(0.0, tuple(asks))
 
 

@@ -13,11 +13,9 @@ from dsv3.model.params import abstract
 from sharding.mesh import DEVICES, NODE
 from training.config import TrainingConfig
 from training.pipeline import ranks
-from training.pipeline.operations import Kind
 from training.pipeline.programs import StageProgram, held_shapes, trace_stages
 from training.pipeline.ranks import is_partition, over_data
-from training.pipeline.schedules import Schedule
-from training.pipeline.size import RankSize
+from training.pipeline.schedules import PassKind, PipelineSchedule, RankSize
 from training.pipeline.stages import Stage, cut, partitions, take
 
 MASTERS = 3
@@ -45,7 +43,7 @@ class RankMemory:
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
-def memory_of(config: TrainingConfig, schedule: Schedule, rows: int, size: RankSize) -> tuple[RankMemory, ...]:
+def memory_of(config: TrainingConfig, schedule: PipelineSchedule, rows: int, size: RankSize) -> tuple[RankMemory, ...]:
     """Returns the memory of each rank for micro-batches of `rows` rows, which the devices of a rank divide.
 
     Traces the stages' programs; nothing is compiled, and only shapes exist.
@@ -78,16 +76,16 @@ def _saved(config: TrainingConfig, program: StageProgram, rows: int) -> int:
     return sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved))
 
 
-def _peak(schedule: Schedule, rank: int, saved: dict[int, int]) -> int:
+def _peak(schedule: PipelineSchedule, rank: int, saved: dict[int, int]) -> int:
     """Returns the most bytes that the rank's micro-batches keep at once; an input gradient is taken to free nothing."""
     held: collections.Counter[tuple[int, int]] = collections.Counter()
     peak = 0
     for operation in schedule.orders[rank]:
         chunks = [(part.kind, (schedule.stage(rank, part.direction), schedule.batch(part))) for part in operation]
-        held.update({chunk: saved[chunk[0]] for kind, chunk in chunks if kind is Kind.FORWARD})
+        held.update({chunk: saved[chunk[0]] for kind, chunk in chunks if kind is PassKind.FORWARD})
         peak = max(peak, held.total())
         for kind, chunk in chunks:
-            if kind in (Kind.BACKWARD, Kind.WEIGHT):
+            if kind in (PassKind.BACKWARD, PassKind.WEIGHT):
                 del held[chunk]
     return peak
 

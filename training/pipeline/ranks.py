@@ -23,7 +23,7 @@ from dsv3.model.layers.router import Routing
 from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
 from sharding.experts.rows import TokenRows, localize
 from sharding.mesh import DEVICES, GPU, NODE, TENSOR, AxisTable, rank_mesh
-from training.pipeline.size import RankSize
+from training.pipeline.schedules import RankSize
 
 TEAM = (GPU, TENSOR)
 """Axes of the devices that split the experts."""

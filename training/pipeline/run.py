@@ -14,11 +14,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from sharding import mesh, processes
 from training.loss import target_counts
-from training.pipeline.operations import Kind
 from training.pipeline.programs import StagePrograms
 from training.pipeline.ranks import SPLIT
-from training.pipeline.schedules import Schedule
-from training.pipeline.simulator import Event, simulate
+from training.pipeline.schedules import PassKind, PipelineSchedule
+from training.pipeline.simulator import TimedOperation, simulate
 from training.pipeline.stages import StageParams
 
 Place = tuple[int, int]
@@ -39,14 +38,14 @@ class Executed:
 
     gradients: Mapping[Place, StageParams]
     reports: Sequence[list[dict[str, Any]]]
-    events: tuple[Event, ...]
+    events: tuple[TimedOperation, ...]
     in_flight: tuple[int, ...]
 
 
-class Runner:
+class PipelineRunner:
     """Runs the steps of one schedule over `meshes`, one per rank."""
 
-    def __init__(self, schedule: Schedule, programs: StagePrograms, meshes: Sequence[Mesh], mtp_modules: int):
+    def __init__(self, schedule: PipelineSchedule, programs: StagePrograms, meshes: Sequence[Mesh], mtp_modules: int):
         self.schedule, self.programs, self.meshes = schedule, programs, meshes
         self._events = simulate(schedule).events
         self._mtp_modules = mtp_modules
@@ -71,29 +70,31 @@ class Runner:
         `weights` are those that `put` returned.
         """
         batches = np.split(tokens, self.schedule.micro_batches)
-        step = _Step(self, weights, batches, target_counts(tokens, self._mtp_modules))
+        step = _PipelineStep(self, weights, batches, target_counts(tokens, self._mtp_modules))
         for event in self._events:
             step.operate(event)
         gradients = {place: self.programs.gradient[place[1]](total) for place, total in step.totals.items()}
         return Executed(gradients, step.reports, tuple(step.events), tuple(step.most))
 
 
-class _Step:
+class _PipelineStep:
     """The values of one step on their way: what ranks have received, saved, and kept for weight gradients."""
 
-    def __init__(self, runner: Runner, weights: Mapping[Place, StageParams], batches: list[np.ndarray], counts: Any):
+    def __init__(
+        self, runner: PipelineRunner, weights: Mapping[Place, StageParams], batches: list[np.ndarray], counts: Any
+    ):
         self.schedule, self.programs, self.meshes = runner.schedule, runner.programs, runner.meshes
         self.weights, self.batches, self.counts = weights, batches, counts
         self.totals = {place: self.programs.zeros[place[1]](tree) for place, tree in weights.items()}
         self.reports: list[list[dict[str, Any]]] = [[] for _ in range(self.schedule.stages)]
-        self.events: list[Event] = []
+        self.events: list[TimedOperation] = []
         ranks = range(self.schedule.ranks)
         self.most = [0 for _ in ranks]
-        self._received: dict[tuple[Kind, Chunk], jax.Array] = {}
+        self._received: dict[tuple[PassKind, Chunk], jax.Array] = {}
         self._saved: list[dict[Chunk, list[jax.Array]]] = [{} for _ in ranks]
         self._kept: list[dict[Chunk, list[jax.Array]]] = [{} for _ in ranks]
 
-    def operate(self, event: Event) -> None:
+    def operate(self, event: TimedOperation) -> None:
         """Launches one operation and sends on what it returns."""
         rank = event.rank
         chunks = [(self.schedule.stage(rank, part.direction), self.schedule.batch(part)) for part in event.operation]
@@ -129,7 +130,7 @@ class _Step:
     def _forward_inputs(self, rank: int, chunk: Chunk) -> tuple[Any, ...]:
         stage, batch = chunk
         last = stage == self.schedule.stages - 1
-        entry = self._received.pop((Kind.FORWARD, chunk)) if stage else self._tokens(rank, batch)
+        entry = self._received.pop((PassKind.FORWARD, chunk)) if stage else self._tokens(rank, batch)
         return self.weights[rank, stage], entry, (self._tokens(rank, batch), self.counts) if last else ()
 
     def _tokens(self, rank: int, batch: int) -> jax.Array:
@@ -141,12 +142,12 @@ class _Step:
         self._saved[rank][chunk] = saved
         self.most[rank] = max(self.most[rank], len(self._saved[rank]) + len(self._kept[rank]))
         if stage < self.schedule.stages - 1:
-            self._send(Kind.FORWARD, (stage + 1, batch), y)
+            self._send(PassKind.FORWARD, (stage + 1, batch), y)
 
     def _backward_inputs(self, rank: int, chunk: Chunk) -> tuple[Any, ...]:
         stage, place = chunk[0], (rank, chunk[0])
         last = stage == self.schedule.stages - 1
-        dy = _ONE if last else self._received.pop((Kind.INPUT, chunk))
+        dy = _ONE if last else self._received.pop((PassKind.INPUT, chunk))
         return self.weights[place], self.totals[place], self._saved[rank][chunk], dy
 
     def _after_backward(self, rank: int, chunk: Chunk, dx: jax.Array | None, total: StageParams) -> None:
@@ -156,9 +157,9 @@ class _Step:
 
     def _send_back(self, chunk: Chunk, dx: jax.Array | None) -> None:
         if dx is not None:
-            self._send(Kind.INPUT, (chunk[0] - 1, chunk[1]), dx)
+            self._send(PassKind.INPUT, (chunk[0] - 1, chunk[1]), dx)
 
-    def _send(self, kind: Kind, chunk: Chunk, value: jax.Array) -> None:
+    def _send(self, kind: PassKind, chunk: Chunk, value: jax.Array) -> None:
         rank = self.schedule.rank(*chunk)
         self._received[kind, chunk] = processes.move(value, self._rows_of(rank))
 
@@ -169,8 +170,8 @@ class _Step:
 _ONE = np.float32(1)
 """The gradient of the objective by itself."""
 _SINGLE = {
-    Kind.FORWARD: _Step.forward,
-    Kind.BACKWARD: _Step.backward,
-    Kind.INPUT: _Step.input_gradient,
-    Kind.WEIGHT: _Step.weight_gradient,
+    PassKind.FORWARD: _PipelineStep.forward,
+    PassKind.BACKWARD: _PipelineStep.backward,
+    PassKind.INPUT: _PipelineStep.input_gradient,
+    PassKind.WEIGHT: _PipelineStep.weight_gradient,
 }

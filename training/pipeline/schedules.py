@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: for each rank the order of its operations in one training step. No jax.
+"""Pipeline schedules as data, without jax: what a rank is made of, and the order of its operations in a training step.
 
     1F1B       a rank alternates one forward and one backward (PipeDream-Flush, arXiv:2006.09503)
     ZB1P       the same with the backward split; weight gradients fill the bubble (ZB-H1, arXiv:2401.10241)
@@ -10,13 +10,49 @@ DualPipe and DualPipeV follow the published `step` of deepseek-ai/DualPipe opera
 
 import collections
 import dataclasses
+import enum
 from collections.abc import Callable
 
-from training.pipeline.operations import Kind, Operation, Order, Part, text
+
+class PassKind(enum.Enum):
+    """One part of an operation; the value is its name in a written order."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """Input gradient and weight gradient together."""
+    INPUT = "Bi"
+    """The input gradient alone. The weight gradient waits in the rank's queue."""
+    WEIGHT = "W"
+    """The weight gradient that has waited longest."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class Pass:
+    """One kind of work on one micro-batch, counted within its direction."""
+
+    kind: PassKind
+    direction: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.direction}.{self.micro_batch}"
+
+
+Operation = tuple[Pass, ...]
+"""What a rank does in one go: one part, or a forward and a backward of another micro-batch that overlap."""
+
+
+Order = tuple[Operation, ...]
+"""All operations of one rank in one step, first to last."""
+
+
+def text(operation: Operation) -> str:
+    """Returns an operation as it is written: `F0.3`, `Bi1.0`, `W1.0`, `F0.3&B1.1`."""
+    return "&".join(map(str, operation))
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineSchedule:
     """The operations of all ranks in one step of `micro_batches`.
 
     `directions` says how the stages lie on the ranks. One direction: stage = rank. Two: each rank holds a stage per
@@ -51,13 +87,13 @@ class Schedule:
             return min(stage, self.stages - 1 - stage)
         return stage if batch < self.micro_batches // self.holders else self.ranks - 1 - stage
 
-    def batch(self, part: Part) -> int:
+    def batch(self, part: Pass) -> int:
         """Returns which micro-batch of the step, counted over both directions, `part` works on."""
         second = part.direction == 1 and not self.turns
         return part.micro_batch + (self.micro_batches // 2 if second else 0)
 
 
-def build(algorithm: str, ranks: int, micro_batches: int) -> Schedule:
+def build(algorithm: str, ranks: int, micro_batches: int) -> PipelineSchedule:
     """Returns the schedule of `algorithm`, a name of `ALGORITHMS`.
 
     Raises ValueError for an unknown algorithm, and for numbers of ranks or micro-batches that it cannot take.
@@ -78,7 +114,7 @@ def order(algorithm: str, ranks: int, micro_batches: int) -> list[list[str]]:
     return [[text(operation) for operation in rank] for rank in schedule.orders]
 
 
-class _Writer:
+class _OrderWriter:
     """Writes one rank's order: it numbers micro-batches per direction and keeps the queue of weight gradients.
 
     `phase` is the direction that the steps below call 0; the ranks of DualPipe's second half see both exchanged.
@@ -88,7 +124,7 @@ class _Writer:
         self.operations: list[Operation] = []
         self._phase = phase
         self._forwards, self._backwards = [0, 0], [0, 0]
-        self._waiting: collections.deque[Part] = collections.deque()
+        self._waiting: collections.deque[Pass] = collections.deque()
 
     @property
     def waiting(self) -> int:
@@ -99,49 +135,49 @@ class _Writer:
         self.operations.append((self._forward(direction),))
 
     def backward(self, direction: int = 0, *, split: bool = False) -> None:
-        part = self._backward(direction, Kind.INPUT if split else Kind.BACKWARD)
+        part = self._backward(direction, PassKind.INPUT if split else PassKind.BACKWARD)
         if split:
-            self._waiting.append(dataclasses.replace(part, kind=Kind.WEIGHT))
+            self._waiting.append(dataclasses.replace(part, kind=PassKind.WEIGHT))
         self.operations.append((part,))
 
     def pair(self, forward: int, backward: int) -> None:
-        self.operations.append((self._forward(forward), self._backward(backward, Kind.BACKWARD)))
+        self.operations.append((self._forward(forward), self._backward(backward, PassKind.BACKWARD)))
 
     def weight(self) -> None:
         self.operations.append((self._waiting.popleft(),))
 
-    def _forward(self, direction: int) -> Part:
-        return self._next(self._forwards, direction ^ self._phase, Kind.FORWARD)
+    def _forward(self, direction: int) -> Pass:
+        return self._next(self._forwards, direction ^ self._phase, PassKind.FORWARD)
 
-    def _backward(self, direction: int, kind: Kind) -> Part:
+    def _backward(self, direction: int, kind: PassKind) -> Pass:
         return self._next(self._backwards, direction ^ self._phase, kind)
 
     @staticmethod
-    def _next(counts: list[int], direction: int, kind: Kind) -> Part:
+    def _next(counts: list[int], direction: int, kind: PassKind) -> Pass:
         counts[direction] += 1
-        return Part(kind, direction, counts[direction] - 1)
+        return Pass(kind, direction, counts[direction] - 1)
 
 
-def _one_forward_one_backward(ranks: int, micro_batches: int) -> Schedule:
+def _one_forward_one_backward(ranks: int, micro_batches: int) -> PipelineSchedule:
     _check_filled("1F1B", ranks, micro_batches)
     orders = []
     for rank in range(ranks):
-        writer, ahead = _Writer(), ranks - 1 - rank
+        writer, ahead = _OrderWriter(), ranks - 1 - rank
         for i in range(micro_batches + ahead):
             if i < micro_batches:
                 writer.forward()
             if i >= ahead:
                 writer.backward()
         orders.append(tuple(writer.operations))
-    return Schedule("1F1B", ranks, micro_batches, tuple(orders))
+    return PipelineSchedule("1F1B", ranks, micro_batches, tuple(orders))
 
 
-def _zero_bubble(ranks: int, micro_batches: int) -> Schedule:
+def _zero_bubble(ranks: int, micro_batches: int) -> PipelineSchedule:
     """Lets r weight gradients wait on rank r. Every rank then holds as many activations as the first one of 1F1B."""
     _check_filled("ZB1P", ranks, micro_batches)
     orders = []
     for rank in range(ranks):
-        writer, ahead = _Writer(), ranks - 1 - rank
+        writer, ahead = _OrderWriter(), ranks - 1 - rank
         for i in range(micro_batches + ahead):
             if i < micro_batches:
                 writer.forward()
@@ -152,7 +188,7 @@ def _zero_bubble(ranks: int, micro_batches: int) -> Schedule:
         while writer.waiting:
             writer.weight()
         orders.append(tuple(writer.operations))
-    return Schedule("ZB1P", ranks, micro_batches, tuple(orders))
+    return PipelineSchedule("ZB1P", ranks, micro_batches, tuple(orders))
 
 
 def _check_filled(algorithm: str, ranks: int, micro_batches: int) -> None:
@@ -160,7 +196,7 @@ def _check_filled(algorithm: str, ranks: int, micro_batches: int) -> None:
         raise ValueError(f"{algorithm} over {ranks} ranks needs at least {ranks} micro-batches, got {micro_batches}")
 
 
-def _dualpipe(ranks: int, micro_batches: int) -> Schedule:
+def _dualpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
     if ranks % 2:
         raise ValueError(f"DualPipe needs an even number of ranks, got {ranks}")
     if micro_batches % 2 or micro_batches < 2 * ranks:
@@ -171,14 +207,14 @@ def _dualpipe(ranks: int, micro_batches: int) -> Schedule:
     half = ranks // 2
     outer = [min(rank, ranks - 1 - rank) for rank in range(ranks)]
     orders = [_bidirectional(h, half, micro_batches // 2, int(rank >= half)) for rank, h in enumerate(outer)]
-    return Schedule("DualPipe", ranks, micro_batches, tuple(orders), directions=2)
+    return PipelineSchedule("DualPipe", ranks, micro_batches, tuple(orders), directions=2)
 
 
-def _dualpipe_v(ranks: int, micro_batches: int) -> Schedule:
+def _dualpipe_v(ranks: int, micro_batches: int) -> PipelineSchedule:
     if micro_batches < 2 * ranks:
         raise ValueError(f"DualPipeV over {ranks} ranks needs at least {2 * ranks} micro-batches, got {micro_batches}")
     orders = [_bidirectional(rank, ranks, micro_batches, 0) for rank in range(ranks)]
-    return Schedule("DualPipeV", ranks, micro_batches, tuple(orders), directions=2, turns=True)
+    return PipelineSchedule("DualPipeV", ranks, micro_batches, tuple(orders), directions=2, turns=True)
 
 
 def _bidirectional(outer: int, half: int, micro_batches: int, phase: int) -> Order:
@@ -190,7 +226,7 @@ def _bidirectional(outer: int, half: int, micro_batches: int, phase: int) -> Ord
       micro_batches: those of one direction.
       phase: the direction that enters at this rank's end.
     """
-    writer, inner = _Writer(phase), half - outer - 1
+    writer, inner = _OrderWriter(phase), half - outer - 1
     for _ in range(2 * inner):
         writer.forward(0)
     for _ in range(outer + 1):
@@ -220,9 +256,51 @@ def _bidirectional(outer: int, half: int, micro_batches: int, phase: int) -> Ord
     return tuple(writer.operations)
 
 
-ALGORITHMS: dict[str, Callable[[int, int], Schedule]] = {
+ALGORITHMS: dict[str, Callable[[int, int], PipelineSchedule]] = {
     "1F1B": _one_forward_one_backward,
     "ZB1P": _zero_bubble,
     "DualPipe": _dualpipe,
     "DualPipeV": _dualpipe_v,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class RankSize:
+    """The devices of a rank: `data` teams, in each of which `experts` devices split the experts."""
+
+    data: int = 1
+    experts: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Devices of a rank, `Z`."""
+        return self.data * self.experts
+
+
+def read_mesh(text: str) -> tuple[int, RankSize]:
+    """Returns the pipeline ranks, and the devices of each, of a text such as `stage=4,data=2,expert=2`.
+
+    Raises ValueError for another axis or size.
+    """
+    sizes = {"stage": 1, "data": 1, "expert": 1}
+    for entry in text.split(","):
+        axis, _, size = entry.partition("=")
+        if axis not in sizes or not size.isdecimal() or int(size) < 1:
+            raise ValueError(
+                f"{entry!r} is no axis with a size; write stage=N, data=N, expert=N, or some of them with commas"
+            )
+        sizes[axis] = int(size)
+    return sizes["stage"], RankSize(sizes["data"], sizes["expert"])
+
+
+def rows_of(batch_size: int, num_experts: int, micro_batches: int, size: RankSize) -> int:
+    """Returns the rows of a micro-batch. Raises ValueError where they, or the experts, do not divide over a rank."""
+    rows, rest = divmod(batch_size, micro_batches)
+    if rest:
+        raise ValueError(f"{micro_batches} micro-batches do not divide the batch of {batch_size} rows")
+    if rows % size.devices or num_experts % size.experts:
+        raise ValueError(
+            f"the {size.devices} devices of a rank must divide the {rows} rows of a micro-batch, and the "
+            f"{size.experts} that split the experts must divide {num_experts}"
+        )
+    return rows

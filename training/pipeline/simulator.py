@@ -3,8 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 
-from training.pipeline.operations import Kind, Operation, Part, text
-from training.pipeline.schedules import Schedule
+from training.pipeline.schedules import Operation, Pass, PassKind, PipelineSchedule, text
 
 
 class ScheduleError(ValueError):
@@ -28,10 +27,10 @@ class Durations:
         if len(operation) == 2:
             return self.pair
         return {
-            Kind.FORWARD: self.forward,
-            Kind.BACKWARD: self.backward,
-            Kind.INPUT: self.backward - self.weight,
-            Kind.WEIGHT: self.weight,
+            PassKind.FORWARD: self.forward,
+            PassKind.BACKWARD: self.backward,
+            PassKind.INPUT: self.backward - self.weight,
+            PassKind.WEIGHT: self.weight,
         }[operation[0].kind]
 
 
@@ -40,7 +39,7 @@ UNITS = Durations()
 
 
 @dataclasses.dataclass(frozen=True)
-class Event:
+class TimedOperation:
     """An operation of a rank, from `start` to `end`."""
 
     rank: int
@@ -50,11 +49,11 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True)
-class Timeline:
+class ScheduleTimeline:
     """All operations of a step, by start; those that start together by rank."""
 
-    schedule: Schedule
-    events: tuple[Event, ...]
+    schedule: PipelineSchedule
+    events: tuple[TimedOperation, ...]
 
     @property
     def makespan(self) -> float:
@@ -79,13 +78,13 @@ class Timeline:
 def _peak(operations: Iterable[Operation]) -> int:
     held = peak = 0
     for operation in operations:
-        held += sum(part.kind is Kind.FORWARD for part in operation)
+        held += sum(part.kind is PassKind.FORWARD for part in operation)
         peak = max(peak, held)
-        held -= sum(part.kind in (Kind.BACKWARD, Kind.WEIGHT) for part in operation)
+        held -= sum(part.kind in (PassKind.BACKWARD, PassKind.WEIGHT) for part in operation)
     return peak
 
 
-def simulate(schedule: Schedule, durations: Durations = UNITS) -> Timeline:
+def simulate(schedule: PipelineSchedule, durations: Durations = UNITS) -> ScheduleTimeline:
     """Starts each operation as soon as its rank is free and all that it needs is there.
 
     Raises ScheduleError where an operation waits for ever, is missing, or appears twice.
@@ -93,7 +92,7 @@ def simulate(schedule: Schedule, durations: Durations = UNITS) -> Timeline:
     _check_complete(schedule)
     ended: dict[_Done, float] = {}
     free, places = [0.0] * schedule.ranks, [0] * schedule.ranks
-    events: list[Event] = []
+    events: list[TimedOperation] = []
     while len(events) < sum(map(len, schedule.orders)):
         ready = [_start(schedule, rank, places[rank], free[rank], ended) for rank in range(schedule.ranks)]
         times = [(start, rank) for rank, start in enumerate(ready) if start is not None]
@@ -102,22 +101,22 @@ def simulate(schedule: Schedule, durations: Durations = UNITS) -> Timeline:
         start, rank = min(times)
         operation = schedule.orders[rank][places[rank]]
         end = start + durations.of(operation)
-        events.append(Event(rank, operation, start, end))
+        events.append(TimedOperation(rank, operation, start, end))
         free[rank], places[rank] = end, places[rank] + 1
         ended |= {_done(schedule, rank, part): end for part in operation}
-    return Timeline(schedule, tuple(events))
+    return ScheduleTimeline(schedule, tuple(events))
 
 
-_Done = tuple[Kind, int, int]
-"""What is complete: a kind, with `Kind.INPUT` for every input gradient; the stage; the micro-batch of the step."""
+_Done = tuple[PassKind, int, int]
+"""What is complete: a kind, with `PassKind.INPUT` for every input gradient; the stage; the micro-batch of the step."""
 
 
-def _done(schedule: Schedule, rank: int, part: Part) -> _Done:
-    kind = Kind.INPUT if part.kind is Kind.BACKWARD else part.kind
+def _done(schedule: PipelineSchedule, rank: int, part: Pass) -> _Done:
+    kind = PassKind.INPUT if part.kind is PassKind.BACKWARD else part.kind
     return kind, schedule.stage(rank, part.direction), schedule.batch(part)
 
 
-def _start(schedule: Schedule, rank: int, place: int, free: float, ended: dict[_Done, float]) -> float | None:
+def _start(schedule: PipelineSchedule, rank: int, place: int, free: float, ended: dict[_Done, float]) -> float | None:
     """Returns when the rank's next operation can start; None if it has none, or waits for one that has not begun."""
     if place == len(schedule.orders[rank]):
         return None
@@ -127,26 +126,26 @@ def _start(schedule: Schedule, rank: int, place: int, free: float, ended: dict[_
     return max([free, *(ended[need] for need in needed)])
 
 
-def _needs(schedule: Schedule, rank: int, part: Part) -> list[_Done]:
+def _needs(schedule: PipelineSchedule, rank: int, part: Pass) -> list[_Done]:
     kind, stage, batch = _done(schedule, rank, part)
-    if kind is Kind.FORWARD:
-        return [(Kind.FORWARD, stage - 1, batch)] if stage else []
-    if kind is Kind.WEIGHT:
-        return [(Kind.INPUT, stage, batch)]
+    if kind is PassKind.FORWARD:
+        return [(PassKind.FORWARD, stage - 1, batch)] if stage else []
+    if kind is PassKind.WEIGHT:
+        return [(PassKind.INPUT, stage, batch)]
     last = stage == schedule.stages - 1
-    return [(Kind.FORWARD, stage, batch)] + ([] if last else [(Kind.INPUT, stage + 1, batch)])
+    return [(PassKind.FORWARD, stage, batch)] + ([] if last else [(PassKind.INPUT, stage + 1, batch)])
 
 
-def _check_complete(schedule: Schedule) -> None:
+def _check_complete(schedule: PipelineSchedule) -> None:
     """Raises ScheduleError unless each stage does each micro-batch's forward, input and weight gradient once."""
     seen: dict[_Done, int] = {}
     for rank, order in enumerate(schedule.orders):
         for part in (part for operation in order for part in operation):
             _, stage, batch = done = _done(schedule, rank, part)
-            both = part.kind is Kind.BACKWARD
-            for key in [done, (Kind.WEIGHT, stage, batch)] if both else [done]:
+            both = part.kind is PassKind.BACKWARD
+            for key in [done, (PassKind.WEIGHT, stage, batch)] if both else [done]:
                 seen[key] = seen.get(key, 0) + 1
-    for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT):
+    for kind in (PassKind.FORWARD, PassKind.INPUT, PassKind.WEIGHT):
         for stage in range(schedule.stages):
             for batch in range(schedule.micro_batches):
                 if (count := seen.get((kind, stage, batch), 0)) != 1:
@@ -154,13 +153,13 @@ def _check_complete(schedule: Schedule) -> None:
                     raise ScheduleError(f"{schedule.algorithm}: {what} appears {count} times, not once")
 
 
-def _heads(schedule: Schedule, places: list[int]) -> str:
+def _heads(schedule: PipelineSchedule, places: list[int]) -> str:
     heads = [(rank, order[place]) for rank, (order, place) in enumerate(zip(schedule.orders, places, strict=True))
              if place < len(order)]  # fmt: skip
     return ", ".join(f"rank {rank} for {text(operation)}" for rank, operation in heads)
 
 
-def bubble(schedule: Schedule, durations: Durations = UNITS) -> float:
+def bubble(schedule: PipelineSchedule, durations: Durations = UNITS) -> float:
     """Returns the time that a rank is idle in one step, by the published formulas (deepseek-ai/DualPipe)."""
     one = durations.forward + durations.backward
     if schedule.algorithm == "1F1B":
@@ -170,6 +169,6 @@ def bubble(schedule: Schedule, durations: Durations = UNITS) -> float:
     return (schedule.stages / 2 - 1) * (durations.pair + durations.backward - 3 * durations.weight)
 
 
-def activations(schedule: Schedule) -> int:
+def activations(schedule: PipelineSchedule) -> int:
     """Returns the most micro-batches whose activations a rank holds at once, by the published table."""
     return schedule.stages + (schedule.directions - 1)

@@ -15,9 +15,8 @@ from dsv3.model.forward import predict, whole_sequences
 from dsv3.model.layers.experts import RoutedExperts
 from dsv3.model.params import LayerParams, Params, declare
 from sharding import mesh
-from training.balance import balanced
 from training.config import TrainingConfig
-from training.loss import objective, training_backend
+from training.loss import balanced, objective, training_backend
 from training.pipeline.ranks import TABLE
 
 Pick = Callable[[Any, slice], Any]

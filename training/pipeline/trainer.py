@@ -20,9 +20,8 @@ from sharding.mesh import shardings
 from training.config import TrainingConfig
 from training.pipeline.programs import stage_programs
 from training.pipeline.ranks import EVERYWHERE, is_partition, over_data, size_of
-from training.pipeline.run import Executed, Runner
-from training.pipeline.schedules import Schedule
-from training.pipeline.size import rows_of
+from training.pipeline.run import Executed, PipelineRunner
+from training.pipeline.schedules import PipelineSchedule, rows_of
 from training.pipeline.stages import (
     Stage,
     StageParams,
@@ -34,8 +33,18 @@ from training.pipeline.stages import (
     stage_part,
     weights,
 )
-from training.saved import SavedState, by_layer, map_parts, stacked
-from training.step import TrainState, adamw, expert_load_peak, initial_state, router_bias_change, shift_bias
+from training.step import (
+    SavedState,
+    TrainState,
+    adamw,
+    by_layer,
+    expert_load_peak,
+    initial_state,
+    map_parts,
+    router_bias_change,
+    shift_bias,
+    stacked,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +65,12 @@ class PipelineTrainer:
     Raises ValueError where the schedule and the meshes do not fit the batch or the model.
     """
 
-    def __init__(self, config: TrainingConfig, schedule: Schedule, meshes: Sequence[Mesh]):
+    def __init__(self, config: TrainingConfig, schedule: PipelineSchedule, meshes: Sequence[Mesh]):
         rows, self.size = _rows(config, schedule, meshes), size_of(meshes[0])
         self.config, self.schedule = config, schedule
         self.stages = cut(config.model, schedule.stages)
         programs = stage_programs(config, schedule.stages, rows, config.sequence_length, self.size)
-        self.runner = Runner(schedule, programs, meshes, config.model.num_nextn_predict_layers)
+        self.runner = PipelineRunner(schedule, programs, meshes, config.model.num_nextn_predict_layers)
         self.owners = [meshes[schedule.rank(stage.index, 0)] for stage in self.stages]
         everything = jax.eval_shape(lambda: by_layer(initial_state(config), cfg=config.model))
         self._shapes = [self._stage_shapes(stage, everything) for stage in self.stages]
@@ -171,7 +180,7 @@ class PipelineTrainer:
         return jnp.sqrt(sum(squares[1:], start=squares[0]))
 
 
-def _rows(config: TrainingConfig, schedule: Schedule, meshes: Sequence[Mesh]) -> int:
+def _rows(config: TrainingConfig, schedule: PipelineSchedule, meshes: Sequence[Mesh]) -> int:
     """Returns the rows of a micro-batch. Raises ValueError as `PipelineTrainer`."""
     if len(meshes) != schedule.ranks or len({mesh.size for mesh in meshes}) != 1:
         sizes = [mesh.size for mesh in meshes]

@@ -16,8 +16,20 @@ from typing import Any
 
 import msgspec
 
-from dsv3.batch.journal import SYNC_SECONDS, BatchError, Journal, model_identity, summarize_input
-from dsv3.batch.journal import BadLine, LineParser, RequestLine, answered_number, bad_line, failure_of, numbered_lines
+from dsv3.batch.journal import (
+    SYNC_SECONDS,
+    BadLine,
+    BatchError,
+    Journal,
+    LineParser,
+    RequestLine,
+    answered_number,
+    bad_line,
+    failure_of,
+    model_identity,
+    numbered_lines,
+    summarize_input,
+)
 from dsv3.batch.run import BatchProgress, run
 from dsv3.scheduler.request import BATCH_PRIORITY
 from dsv3.server.answers.service import Service

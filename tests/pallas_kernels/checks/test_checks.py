@@ -74,7 +74,7 @@ def fails(result, operands, i):
 
 def test_an_error_costs_one_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     cases = [changed(DENSE, fails), DENSE]
-    monkeypatch.setitem(operations.OPERATIONS, "fp8_gemm", operations.Operation(frozenset(), lambda *_: cases))
+    monkeypatch.setitem(operations.OPERATIONS, "fp8_gemm", operations.CheckedOperation(frozenset(), lambda *_: cases))
     assert command.main(["fp8_gemm", "--quick", "--backend", "native"]) == 1
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["passed"] for row in rows] == [False, True]
@@ -87,7 +87,7 @@ def test_a_lost_device_ends_the_process(monkeypatch: pytest.MonkeyPatch, capsys:
         raise RuntimeError("illegal address")
 
     cases = [changed(DENSE, fails), DENSE]
-    monkeypatch.setitem(operations.OPERATIONS, "fp8_gemm", operations.Operation(frozenset(), lambda *_: cases))
+    monkeypatch.setitem(operations.OPERATIONS, "fp8_gemm", operations.CheckedOperation(frozenset(), lambda *_: cases))
     monkeypatch.setattr(case.jnp, "zeros", lost)
     assert command.main(["fp8_gemm", "--quick", "--backend", "native"]) == 1
     (row,) = map(json.loads, capsys.readouterr().out.splitlines())

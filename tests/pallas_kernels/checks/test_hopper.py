@@ -4,18 +4,18 @@ import jax
 import numpy as np
 
 from pallas_kernels.backend import Backend
-from pallas_kernels.checks import hopper
+from pallas_kernels.checks import operations
 from pallas_kernels.mla.mosaic_combine import combine_splits
 from pallas_kernels.mosaic import interpret_params, reset_interpreter
 
 
 def test_split_requests_are_joined_as_the_kernel_does_it() -> None:
-    for case in hopper.combine_splits_cases(Backend.MOSAIC, True):
+    for case in operations.combine_splits_cases(Backend.MOSAIC, True):
         operands = case.operands(jax.random.key(0))
         reset_interpreter()
         out, lse = combine_splits(**operands, interpret=interpret_params())
         reset_interpreter()
-        wanted = jax.jit(hopper.joined)(**operands)
+        wanted = jax.jit(operations.joined)(**operands)
         np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(wanted["out"], np.float32), 2**-7, 1e-3)
         np.testing.assert_allclose(lse, wanted["lse"], 1e-3, 1e-3)
         assert (np.asarray(out) != np.asarray(operands["out"])).any(), "some request is split"

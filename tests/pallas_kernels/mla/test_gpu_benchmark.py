@@ -72,6 +72,6 @@ def test_every_kernel_the_run_needs_is_compiled():
         "prefill",
         "context",
         "expanded",
-        "write, one kernel",
+        "write, XLA's norm, then a kernel",
     ):
         assert any(wanted in name for name in names)

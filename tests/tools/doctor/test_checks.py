@@ -13,9 +13,8 @@ from dsv3.engine import build
 from dsv3.engine.memory import DeviceMemory, KeptWorking
 from tests.tools.doctor.test_faults import is_gone
 from tools.doctor import checks, fits, install, serve
-from tools.doctor.report import Report
 from tools.doctor.rows import Row, run_cases
-from tools.doctor.run import examine
+from tools.doctor.run import Report, examine
 
 ROOT = Path(__file__).parents[3]
 BUNDLED = ROOT / "dsv3/bundled"

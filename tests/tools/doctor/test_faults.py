@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from tools.doctor.checks import Check
-from tools.doctor.report import Report
-from tools.doctor.run import examine
+from tools.doctor.run import Report, examine
 
 ROOT = Path(__file__).parents[3]
 GOOD = 'print(\'{"case": "good", "passed": true, "figures": {"error": 0.5, "limit": NaN}}\', flush=True)\n'

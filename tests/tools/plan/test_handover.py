@@ -8,7 +8,7 @@ import pytest
 from configs.deployments import DECODE_EP144
 from dsv3.scheduler.gathering import Gathering
 from tools.plan.deployment import DeploymentError
-from tools.plan.handover import Ends, handover, prefill_nodes
+from tools.plan.plan import Ends, handover, prefill_nodes
 
 TOKEN_BYTES = 70_272
 FLEET = handover(DECODE_EP144, TOKEN_BYTES, 14_800)

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import aot
 from tools.plan import hlo
-from tools.plan.collectives import collectives
+from tools.plan.hlo import collectives
 from tools.plan.launch_order import launch_order
 
 TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=16

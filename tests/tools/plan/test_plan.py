@@ -30,9 +30,9 @@ from tests.tools.plan import command_lines, test_launch_order
 from tools.plan import plan as planning
 from tools.plan import report
 from tools.plan.memory import memory_of
-from tools.plan.picture import draw
 from tools.plan.plan import Plan, ProgramPlan, StepPlan, make_plan, program_plan
 from tools.plan.programs import Compiled, LaidOut, compile_run, compile_step, lay_out, runs
+from tools.plan.report import draw
 
 pytestmark = [
     pytest.mark.aot,

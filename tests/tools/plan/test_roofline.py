@@ -9,7 +9,7 @@ from configs.deployments import H200, H800
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import row_bytes
 from tools.plan import roofline
-from tools.plan.rates import MicroBatch, Rates, rates_of
+from tools.plan.deployment import MicroBatch, Rates, rates_of
 from tools.plan.roofline import HOOK_S, HOST_S, TRANSFER_S
 
 RATES = rates_of(H800, DEEPSEEK_V3)

@@ -11,7 +11,7 @@ from dsv3.config.device_rates import PEAKS
 from dsv3.model.forms import masked_room
 from tools.plan import roofline
 from tools.plan.attention import attended, index_weights
-from tools.plan.rates import MicroBatch, rates_of
+from tools.plan.deployment import MicroBatch, rates_of
 from tools.plan.roofline import decode_stages, prefill_stages, sparse_parts
 
 MODEL = DEEPSEEK_V32

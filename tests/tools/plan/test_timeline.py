@@ -5,8 +5,8 @@ import pytest
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import H800
 from tools.plan import hlo
-from tools.plan.collectives import collectives
-from tools.plan.rates import rates_of
+from tools.plan.deployment import rates_of
+from tools.plan.hlo import collectives
 from tools.plan.roofline import HOOK_S, TRANSFER_S
 from tools.plan.timeline import COMPUTE, CROSS_LINK, Block, Player, Timeline, merged
 

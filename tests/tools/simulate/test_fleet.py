@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,35 +12,32 @@ from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.prepare import PreparedRequest, RequestRules, prepare
 from dsv3.scheduler.request import EngineRequest
 from tests.tools.simulate.tables import HOST, decode_s, prefill_s, table
-from tools.bench.metrics import Limit
-from tools.simulate.clock import Clock
-from tools.simulate.fleet import Fleet, Group, Setting, SettingError, hold, replay
-from tools.simulate.options import SimulateOptions
-from tools.simulate.prompts import VOCAB, Asked, keys_of, request_of
-from tools.simulate.record import Record
-from tools.simulate.scaling import Pressure, Rule
-from tools.simulate.simulation import Outcome, simulate
-from tools.simulate.times import InstanceTimes
-from tools.simulate.traffic import Ask, Run, Session
+from tools.simulate.fleet import InstanceGroup, Setting, SettingError, SimulatedFleet, hold, replay
+from tools.simulate.options import Pressure, Rule, SimulateOptions
+from tools.simulate.prompts import VOCAB, SimulatedRequest, keys_of, request_of
+from tools.simulate.record import RequestLog
+from tools.simulate.simulation import simulate
+from tools.simulate.times import InstanceTimes, VirtualClock
+from tools.simulate.traffic import Session, TokenRun, TracedRequest
 
 BOTH, PREFILL, DECODE = table(), table("prefill"), table("decode")
-ONE = Setting(Group(BOTH, 1))
-PAIR = Setting(Group(DECODE, 1), Group(PREFILL, 1))
+ONE = Setting(InstanceGroup(BOTH, 1))
+PAIR = Setting(InstanceGroup(DECODE, 1), InstanceGroup(PREFILL, 1))
 
 
-def ask(prompt: int, answer: int, name: int = 0) -> Ask:
-    return Ask((Run(name, prompt),), answer)
+def ask(prompt: int, answer: int, name: int = 0) -> TracedRequest:
+    return TracedRequest((TokenRun(name, prompt),), answer)
 
 
-def played(setting: Setting, *sessions: Session, until: float | None = None) -> Fleet:
-    fleet = Fleet(setting, Clock(), Record())
+def played(setting: Setting, *sessions: Session, until: float | None = None) -> SimulatedFleet:
+    fleet = SimulatedFleet(setting, VirtualClock(), RequestLog())
     replay(fleet, sessions, until)
     fleet.clock.run(until, lambda: fleet.is_over)
     return fleet
 
 
-def run_of(options: SimulateOptions, **by_name: InstanceTimes) -> Outcome:
-    return simulate(options, by_name)
+def run_of(options: SimulateOptions, **by_name: InstanceTimes) -> dict[str, Any]:
+    return simulate(options, by_name)[0]
 
 
 def test_one_request_takes_the_sum_of_its_steps() -> None:
@@ -72,7 +70,7 @@ def test_a_prompt_of_less_than_a_page_needs_no_prefill_instance() -> None:
 
 
 def test_a_second_prompt_alike_costs_what_is_not_cached() -> None:
-    turns = Ask((Run(0, 320),), 2), Ask((Run(0, 320), Run(1, 10)), 2)
+    turns = TracedRequest((TokenRun(0, 320),), 2), TracedRequest((TokenRun(0, 320), TokenRun(1, 10)), 2)
     fleet = played(ONE, Session(0.0, turns))
     assert fleet.record.cached[:2].tolist() == [0, 320]
     assert fleet.record.arrived[1] == fleet.record.ended[0]
@@ -80,7 +78,7 @@ def test_a_second_prompt_alike_costs_what_is_not_cached() -> None:
 
 
 def test_prompts_are_those_that_a_front_prepares() -> None:
-    found = request_of(Asked(4, (Run(3, 200), Run(-7, 90)), 290, 295))
+    found = request_of(SimulatedRequest(4, (TokenRun(3, 200), TokenRun(-7, 90)), 290, 295))
     for field in ("request_id", "tokens", "root", "max_length", "stop_ids"):
         assert getattr(found, field) == getattr(real(found), field)
 
@@ -92,13 +90,13 @@ def real(request: PreparedRequest) -> PreparedRequest:
     return prepare(asked, RequestRules(vocab_size=VOCAB, max_model_len=2048))
 
 
-RUNS = st.builds(Run, st.sampled_from([1, 2, -2, 5 * VOCAB + 3]), st.sampled_from([2, 63, 64, 65, 127, 200]))
+RUNS = st.builds(TokenRun, st.sampled_from([1, 2, -2, 5 * VOCAB + 3]), st.sampled_from([2, 63, 64, 65, 127, 200]))
 
 
 @settings(deadline=None)
 @given(st.lists(st.lists(RUNS, min_size=1, max_size=3, unique_by=lambda run: run.name), min_size=2, max_size=4))
 def test_keys_are_equal_where_those_of_a_front_are(contents) -> None:
-    asked = [Asked(i, tuple(runs), 0, 2000) for i, runs in enumerate(contents)]
+    asked = [SimulatedRequest(i, tuple(runs), 0, 2000) for i, runs in enumerate(contents)]
     pairs = {
         pair
         for each in asked
@@ -109,7 +107,7 @@ def test_keys_are_equal_where_those_of_a_front_are(contents) -> None:
 
 def test_nothing_comes() -> None:
     fleet = played(PAIR, until=60.0)
-    figures = fleet.record.figures(60.0, (Limit("ttft", 1.0),))
+    figures = fleet.record.figures(60.0, {"ttft": 1.0})
     assert figures["requests"] == {"arrived": 0, "unfinished": 0}
     assert figures["ttft_ms"] is None and figures["itl_ms"] is None
     assert figures["goodput"] == {"requests_per_second": 0.0, "share": 0.0}
@@ -132,16 +130,16 @@ def test_a_burst_fills_the_queue_and_no_more() -> None:
 
 def test_an_instance_without_room_for_one_request_is_refused() -> None:
     with pytest.raises(SettingError, match="small_both: num_pages: 8 pages of 64 tokens cannot hold one request"):
-        Setting(Group(table(pages=8), 1))
+        Setting(InstanceGroup(table(pages=8), 1))
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Setting(Group(PREFILL, 1)), "small_prefill only computes prompts"),
-        (lambda: Setting(Group(DECODE, 1)), "small_decode computes no prompts"),
-        (lambda: Setting(Group(BOTH, 0)), "small_both: 0 instances"),
-        (lambda: Setting(Group(BOTH, 1), store_gib=1), "a store needs host memory"),
+        (lambda: Setting(InstanceGroup(PREFILL, 1)), "small_prefill only computes prompts"),
+        (lambda: Setting(InstanceGroup(DECODE, 1)), "small_decode computes no prompts"),
+        (lambda: Setting(InstanceGroup(BOTH, 0)), "small_both: 0 instances"),
+        (lambda: Setting(InstanceGroup(BOTH, 1), store_gib=1), "a store needs host memory"),
     ],
 )
 def test_settings_that_cannot_be(make, message) -> None:
@@ -158,14 +156,16 @@ def worlds(draw) -> tuple[Setting, list[Session]]:
     rule = draw(st.sampled_from([None, Rule(period_s=0.2, start_s=0.5, queue_s=0.1, calm=2, most=3)]))
     pair = draw(st.booleans())
     setting = Setting(
-        Group(table("decode" if pair else "both", **few), draw(count), rule),
-        Group(table("prefill", **few), draw(count), rule) if pair else None,
+        InstanceGroup(table("decode" if pair else "both", **few), draw(count), rule),
+        InstanceGroup(table("prefill", **few), draw(count), rule) if pair else None,
         routing=draw(st.sampled_from(["cost", "round_robin"])),
         host_gib=draw(st.sampled_from([0.0, 0.05])),
     )
-    runs = st.builds(Run, st.integers(0, 3), st.integers(1, 400))
+    runs = st.builds(TokenRun, st.integers(0, 3), st.integers(1, 400))
     asks = st.builds(
-        lambda runs, answer: Ask(tuple(runs), answer), st.lists(runs, min_size=1, max_size=3), st.integers(1, 40)
+        lambda runs, answer: TracedRequest(tuple(runs), answer),
+        st.lists(runs, min_size=1, max_size=3),
+        st.integers(1, 40),
     )
     sessions = st.builds(Session, st.floats(0, 2), st.lists(asks, min_size=1, max_size=3).map(tuple))
     found = sorted(draw(st.lists(sessions, max_size=25)), key=lambda session: session.at)
@@ -197,18 +197,18 @@ def test_the_same_seed_gives_the_same_figures() -> None:
     options = SimulateOptions(
         instances="both", num_instances=2, request_rate=4.0, seconds=10.0, prompt=200, answer=20, max_model_len=1024
     )
-    first, again = (run_of(options, both=BOTH).figures for _ in range(2))
-    other = run_of(dataclasses.replace(options, seed=1), both=BOTH).figures
+    first, again = (run_of(options, both=BOTH) for _ in range(2))
+    other = run_of(dataclasses.replace(options, seed=1), both=BOTH)
     assert first | {"simulator": 0} == again | {"simulator": 0} != other | {"simulator": 0}
 
 
 @pytest.mark.parametrize("routing", ["cost", "round_robin"])
 def test_more_instances_are_no_worse(routing) -> None:
-    limits = (Limit("ttft", 2000.0),)
+    limits = {"ttft": 2000.0}
 
     def good(count: int) -> float:
         burst = [Session(0.01 * i, (ask(300, 20, i),)) for i in range(60)]
-        fleet = played(Setting(Group(BOTH, count), routing=routing), *burst)
+        fleet = played(Setting(InstanceGroup(BOTH, count), routing=routing), *burst)
         return fleet.record.figures(100.0, limits)["goodput"]["share"]
 
     found = [good(count) for count in (1, 2, 4, 8)]
@@ -217,7 +217,7 @@ def test_more_instances_are_no_worse(routing) -> None:
 
 def test_a_closed_loop_holds_its_requests() -> None:
     """Little's law: requests per second times their time is what is on its way."""
-    fleet = Fleet(Setting(Group(table(seqs=16, pages=256), 1)), Clock(), Record(5.0))
+    fleet = SimulatedFleet(Setting(InstanceGroup(table(seqs=16, pages=256), 1)), VirtualClock(), RequestLog(5.0))
     hold(fleet, (ask(64, 20, i) for i in itertools.count()), 10, 1.0, 25.0)
     fleet.clock.run(25.0)
     assert fleet.in_flight == 10
@@ -228,7 +228,11 @@ def test_a_closed_loop_holds_its_requests() -> None:
 def test_a_full_pair_reaches_what_its_table_says() -> None:
     """All 32 slots of two ranks decode: a step is that of the mean context, prompt and half of the answer."""
     decode = table("decode", ranks=2, seqs=16, pages=256)
-    fleet = Fleet(Setting(Group(decode, 1), Group(table("prefill", ranks=2, batched=1024), 2)), Clock(), Record(5.0))
+    fleet = SimulatedFleet(
+        Setting(InstanceGroup(decode, 1), InstanceGroup(table("prefill", ranks=2, batched=1024), 2)),
+        VirtualClock(),
+        RequestLog(5.0),
+    )
     hold(fleet, (ask(300, 40 + i % 41, i) for i in itertools.count()), 64, 2.0, 15.0)
     fleet.clock.run(15.0)
     _, (pool, _) = fleet.pools
@@ -244,8 +248,8 @@ def test_host_memory_gives_back_what_the_device_has_given_up() -> None:
     """Twelve prompts of 8 pages take turns on a device of 40 pages; host memory holds them all."""
     turns = [Session(0.5 * i, (ask(520, 1, i % 12),)) for i in range(48)]
     small = table(pages=40, batched=256)
-    without = played(Setting(Group(small, 1)), *turns)
-    with_host = played(Setting(Group(small, 1), host_gib=1.0), *turns)
+    without = played(Setting(InstanceGroup(small, 1)), *turns)
+    with_host = played(Setting(InstanceGroup(small, 1), host_gib=1.0), *turns)
     assert without.record.cached[12:48].sum() == 0
     assert with_host.record.cached[12:48].tolist() == [512] * 36
     [pages] = with_host.pages
@@ -255,7 +259,9 @@ def test_host_memory_gives_back_what_the_device_has_given_up() -> None:
 
 
 def test_instances_that_share_a_store_find_each_others_pages() -> None:
-    setting = Setting(Group(table(pages=40, batched=256), 2), routing="round_robin", host_gib=0.02, store_gib=1.0)
+    setting = Setting(
+        InstanceGroup(table(pages=40, batched=256), 2), routing="round_robin", host_gib=0.02, store_gib=1.0
+    )
     fleet = played(setting, *(Session(2.0 * i, (ask(520, 1),)) for i in range(3)))
     assert fleet.record.cached[:3].tolist() == [0, 512, 512]
     assert sum(pages.counts()["store"].hits for pages in fleet.pages) == 512
@@ -275,7 +281,7 @@ def test_a_rule_never_takes_back_what_it_has_just_done(values) -> None:
 def test_instances_come_with_the_crowd_and_go_after_it() -> None:
     rule = Rule(queue_s=0.5, period_s=1.0, start_s=2.0, calm=3, most=4)
     crowd = [Session(20 + 0.05 * i, (ask(200, 20, i),)) for i in range(400)]
-    fleet = played(Setting(Group(BOTH, 1, rule)), *crowd, Session(200.0, (ask(64, 1),)))
+    fleet = played(Setting(InstanceGroup(BOTH, 1, rule)), *crowd, Session(200.0, (ask(64, 1),)))
     [(pool, group)] = fleet.pools
     seconds, _ = fleet.done(pool)
     assert len(pool.places) == 1

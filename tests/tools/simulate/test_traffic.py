@@ -6,11 +6,10 @@ import json
 import pytest
 
 from tests.tools.simulate.tables import prefill_s, table
-from tools.capacity.traffic import TrafficError
 from tools.simulate.options import SimulateOptions
 from tools.simulate.simulation import day_rate
 from tools.simulate.times import TimesError, read_times, write_times
-from tools.simulate.traffic import Lengths, Run, drawn, open_loop, read_trace
+from tools.simulate.traffic import Lengths, TokenRun, TrafficError, drawn, open_loop, read_trace
 
 MOONCAKE = {"timestamp": 1500, "input_length": 1100, "output_length": 7, "hash_ids": [4, 5, 9]}
 TALK = {"conversations": [{"from": "human", "value": "x" * 400}, {"from": "gpt", "value": "y" * 80}] * 2}
@@ -21,7 +20,7 @@ def test_a_mooncake_line_is_blocks_and_a_rest(tmp_path) -> None:
     path.write_text("\n".join(json.dumps(MOONCAKE | change) for change in ({}, {"timestamp": 20, "hash_ids": []})))
     sessions, has_times = read_trace(path)
     assert has_times and [session.at for session in sessions] == [0.02, 1.5]
-    assert sessions[1].asks[0].content == (Run(4, 512), Run(5, 512), Run(9, 76))
+    assert sessions[1].asks[0].content == (TokenRun(4, 512), TokenRun(5, 512), TokenRun(9, 76))
     assert [each.asks[0].prompt for each in sessions] == [1100, 1100]
 
 
@@ -43,6 +42,10 @@ def test_a_conversation_is_a_request_per_answer(tmp_path, suffix) -> None:
         ("a.jsonl", json.dumps(MOONCAKE) + "\nrubbish", "line 2: JSON is malformed"),
         ("a.jsonl", json.dumps(MOONCAKE | {"input_length": 0}), "line 1: input_length 0 must be above 0"),
         ("a.jsonl", json.dumps(MOONCAKE | {"output_length": -3}), "line 1: output_length -3 must be above 0"),
+        ("a.jsonl", json.dumps(MOONCAKE | {"timestamp": -5}), "line 1: timestamp -5"),
+        ("a.jsonl", json.dumps(MOONCAKE | {"timestamp": 1e18}), "must be from 0 to a year"),
+        ("a.jsonl", "[" * 9999, "line 1: "),
+        ("a.jsonl", '{"timestamp": 1, "x": ' + "[" * 99999, "line 1: "),
         ("a.jsonl", '{"conversations": 3}', "line 1: conversations is 3, but must be a list"),
         ("a.json", '[{"conversations": [{"from": "gpt"}]}]', "conversation 1: turn 1 is {'from': 'gpt'}"),
         ("a.json", "{", "cannot be read"),

@@ -11,12 +11,10 @@ from pallas_kernels.float8 import E4M3
 from tests.training.pipeline.test_run import random_params
 from training.config import TrainingConfig
 from training.loss import objective, target_counts, training_backend
-from training.pipeline.operations import Kind
 from training.pipeline.programs import held_shapes, stage_programs
 from training.pipeline.ranks import rank_meshes
-from training.pipeline.run import Runner
-from training.pipeline.schedules import build
-from training.pipeline.size import RankSize
+from training.pipeline.run import PipelineRunner
+from training.pipeline.schedules import PassKind, RankSize, build
 from training.pipeline.stages import cut, join, take, weights
 
 LENGTH = 128
@@ -45,10 +43,10 @@ def test_gradients_of_split_backwards_equal_whole_ones(toy_config: TrainingConfi
 
     (stage,) = cut(model, 1)
     programs = stage_programs(config, 1, ROWS // MICRO_BATCHES, LENGTH, SIZE)
-    runner = Runner(build("ZB1P", 1, MICRO_BATCHES), programs, rank_meshes(jax.devices(), 1, SIZE), 0)
+    runner = PipelineRunner(build("ZB1P", 1, MICRO_BATCHES), programs, rank_meshes(jax.devices(), 1, SIZE), 0)
     executed = runner.run(runner.put([weights(take(params, model, stage), None, config, stage)]), tokens)
     done = [part.kind for event in executed.events for part in event.operation]
-    assert done == [Kind.FORWARD, Kind.INPUT, Kind.WEIGHT] * MICRO_BATCHES
+    assert done == [PassKind.FORWARD, PassKind.INPUT, PassKind.WEIGHT] * MICRO_BATCHES
     jax.tree.map(assert_close, join([jax.device_get(executed.gradients[0, 0])], model), wanted)
 
     rows = jax.ShapeDtypeStruct((2, LENGTH), np.int32)

@@ -2,8 +2,7 @@
 
 from training.config import TrainingConfig
 from training.pipeline.memory import memory_of
-from training.pipeline.schedules import build
-from training.pipeline.size import RankSize
+from training.pipeline.schedules import RankSize, build
 
 
 def test_two_directions_hold_the_weights_of_two_stages(toy_config: TrainingConfig) -> None:

@@ -28,7 +28,7 @@ jax.distributed.initialize(coordinator, 2, int(process))
 from training.loop import Checkpoints
 from training.pipeline.ranks import rank_meshes
 from training.pipeline.schedules import build
-from training.pipeline.size import RankSize
+from training.pipeline.schedules import RankSize
 from training.pipeline.trainer import PipelineTrainer
 from sharding import processes
 

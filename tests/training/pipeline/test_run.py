@@ -11,16 +11,13 @@ from dsv3.config.model import ModelConfig
 from dsv3.model.forward import forward
 from dsv3.model.layers.experts import LOCAL_EXPERTS
 from dsv3.model.params import Params, ParamSpec, declare
-from training.balance import balanced
 from training.config import TrainingConfig
-from training.loss import objective, training_backend
-from training.pipeline.operations import text
+from training.loss import balanced, objective, training_backend
 from training.pipeline.programs import stage_programs
 from training.pipeline.ranks import rank_meshes
-from training.pipeline.run import Executed, Runner
-from training.pipeline.schedules import Schedule, build, order
+from training.pipeline.run import Executed, PipelineRunner
+from training.pipeline.schedules import PipelineSchedule, RankSize, build, order, text
 from training.pipeline.simulator import activations
-from training.pipeline.size import RankSize
 from training.pipeline.stages import cut, join, take, weights
 
 ONE = RankSize()
@@ -78,13 +75,13 @@ def whole(config: TrainingConfig, params: Params, tokens: np.ndarray) -> tuple[P
 
 
 def execute(
-    schedule: Schedule, config: TrainingConfig, params: Params, tokens: np.ndarray, size: RankSize = ONE
+    schedule: PipelineSchedule, config: TrainingConfig, params: Params, tokens: np.ndarray, size: RankSize = ONE
 ) -> Executed:
     # All ranks share their devices, and so the compiled programs of a stage. What a rank does on devices of its own,
     # test_trainer.py has.
     meshes = rank_meshes(jax.devices(), 1, size) * schedule.ranks
     programs = stage_programs(config, schedule.stages, ROWS // schedule.micro_batches, LENGTH, size)
-    runner = Runner(schedule, programs, meshes, 0)
+    runner = PipelineRunner(schedule, programs, meshes, 0)
     stages = cut(config.model, schedule.stages)
     held = [weights(take(params, config.model, stage), None, config, stage) for stage in stages]
     return runner.run(runner.put(held), tokens)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training.pipeline.schedules import ALGORITHMS, Schedule, build, order
+from training.pipeline.schedules import ALGORITHMS, PipelineSchedule, build, order
 from training.pipeline.simulator import (
     Durations,
     ScheduleError,
@@ -22,7 +22,7 @@ PUBLISHED = json.loads(GOLDEN.read_text())["schedules"]
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
+def schedules(draw: st.DrawFn) -> PipelineSchedule:
     algorithm = draw(st.sampled_from(list(ALGORITHMS)))
     ranks = draw(st.integers(1, 5))
     more = draw(st.integers(0, 8))
@@ -49,7 +49,7 @@ def test_orders_equal_the_published_ones(case: dict) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(schedules())
-def test_every_size_has_the_bubble_and_the_activations_of_the_formulas(schedule: Schedule) -> None:
+def test_every_size_has_the_bubble_and_the_activations_of_the_formulas(schedule: PipelineSchedule) -> None:
     timeline = simulate(schedule)
     assert timeline.bubbles() == [bubble(schedule)] * schedule.ranks
     assert max(timeline.in_flight()) == activations(schedule) <= schedule.stages + 1
@@ -57,7 +57,7 @@ def test_every_size_has_the_bubble_and_the_activations_of_the_formulas(schedule:
 
 @settings(deadline=None, max_examples=50)
 @given(schedules(), durations)
-def test_nothing_starts_before_what_it_needs(schedule: Schedule, durations: Durations) -> None:
+def test_nothing_starts_before_what_it_needs(schedule: PipelineSchedule, durations: Durations) -> None:
     """The events' own times say it, without the simulator's bookkeeping: a chunk's way through the stages."""
     ended: dict[tuple[str, int, int], float] = {}
     last: dict[int, float] = {}
@@ -78,7 +78,7 @@ def test_nothing_starts_before_what_it_needs(schedule: Schedule, durations: Dura
 
 @settings(deadline=None, max_examples=50)
 @given(schedules().filter(lambda s: s.algorithm == "1F1B"), durations)
-def test_formula_of_1f1b_holds_for_all_durations(schedule: Schedule, durations: Durations) -> None:
+def test_formula_of_1f1b_holds_for_all_durations(schedule: PipelineSchedule, durations: Durations) -> None:
     assert simulate(schedule, durations).bubbles() == [bubble(schedule, durations)] * schedule.ranks
 
 

@@ -13,13 +13,11 @@ from rich.console import Console
 
 from training import loop
 from training.config import TrainingConfig
-from training.loop import Checkpoints
+from training.loop import Checkpoints, read_log
 from training.pipeline.memory import memory_of
 from training.pipeline.ranks import rank_meshes
-from training.pipeline.schedules import Schedule, build
-from training.pipeline.size import RankSize
+from training.pipeline.schedules import PipelineSchedule, RankSize, build
 from training.pipeline.trainer import PipelineTrainer
-from training.report import read_log
 from training.step import TrainState, initial_state, train_step
 
 TOKENS = np.random.default_rng(1).integers(10, 300, (4, 32)).astype(np.int32)
@@ -129,7 +127,7 @@ def test_a_run_resumes_exactly_and_on_one_device(
 
 
 def test_what_does_not_fit_is_refused(toy_config: TrainingConfig) -> None:
-    def over(ranks: int, size: RankSize, schedule: Schedule) -> None:
+    def over(ranks: int, size: RankSize, schedule: PipelineSchedule) -> None:
         PipelineTrainer(toy_config, schedule, rank_meshes(jax.devices(), ranks, size))
 
     with pytest.raises(ValueError, match="3 micro-batches do not divide the batch of 4 rows"):

@@ -34,7 +34,7 @@ def test_the_published_day_is_planned_without_jax(tmp_path) -> None:
     ("arguments", "message"),
     [
         (("fleet",), "fleet needs --traffic=day6"),
-        (("fleet", "--traffic=day7"), "--traffic day7: neither day6 nor a file"),
+        (("fleet", "--traffic=day7"), "value should be one of <day6>"),
         (("fleet", "--traffic=day6", "--plot=x.png"), "fleet takes no --plot"),
         (("fleet", "--traffic=day6", "--gpu_hour=0"), "--gpu_hour 0: must be a number above 0"),
         (("fleet", "--traffic=day6", "--gpu_hour=nan"), "--gpu_hour nan: must be a number above 0"),

@@ -227,8 +227,7 @@ class DecodeWorker:
         if sampler is None:
             devices.decoded = forward
             return ForwardResults(slots)
-        forward, sampled = launch_sampler(devices, forward, sampler)
-        devices.decoded = None if devices.layout.cfg.speculative is None else forward
+        devices.decoded, sampled = launch_sampler(devices, forward, sampler)
         return ForwardResults(slots, sampled=sampled)
 
     def _forward(self, command: DecodeCommand) -> Forward:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
+from operator import attrgetter
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,6 @@ from dsv3.engine.jobs.sample import (
     SampleCommand,
     launch_sampler,
     masked_later,
-    sampled_of,
     sampler_of,
 )
 from dsv3.engine.parts import Parts
@@ -276,4 +276,6 @@ def _applies(parts: Parts) -> bool:
     return parts.cfg.role != "prefill"
 
 
-KIND = JobKind(NAME, DecodeCommand | SampleCommand, DecodePlanner, programs, DecodeWorker, _applies, agreed=sampled_of)
+KIND = JobKind(
+    NAME, DecodeCommand | SampleCommand, DecodePlanner, programs, DecodeWorker, _applies, agreed=attrgetter("sampled")
+)

@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import NamedTuple
 
 import jax
@@ -25,7 +26,6 @@ from dsv3.engine.jobs.sample import (
     SampleCommand,
     launch_sampler,
     masked_later,
-    sampled_of,
     sampler_of,
     sampler_programs,
 )
@@ -415,4 +415,6 @@ def prefill_body(
     return out.pages, state, scores, hidden, layout.sampling(sampling, out)
 
 
-KIND = JobKind(NAME, PrefillCommand | SampleCommand, PrefillPlanner, programs, PrefillWorker, agreed=sampled_of)
+KIND = JobKind(
+    NAME, PrefillCommand | SampleCommand, PrefillPlanner, programs, PrefillWorker, agreed=attrgetter("sampled")
+)

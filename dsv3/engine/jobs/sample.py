@@ -150,11 +150,6 @@ class ForwardResults(NamedTuple):
     sampled: tuple[Any, ...] = ()
 
 
-def sampled_of(results: ForwardResults) -> tuple[np.ndarray, ...]:
-    """Returns the results of a forward job that must be the same in every process of an instance."""
-    return results.sampled
-
-
 def _moved(adjustment: Adjustment, first: int) -> Adjustment:
     fields = {name: getattr(adjustment, name) for name in adjustment.__struct_fields__}
     return Adjustment(**(fields | {"rank": adjustment.rank - first}))

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 
 from dsv3.engine.device.devices import Devices, first_launch_is_slower, launch_all
@@ -93,9 +92,17 @@ class LocalExecutor:
 
     def fetch(self, in_flight: InFlight) -> Results:
         """Waits for the results of a step."""
-        return [jax.tree.map(np.asarray, arrays) for arrays in in_flight.arrays]
+        return [_on_host(arrays) for arrays in in_flight.arrays]
 
     def agreed(self, in_flight: InFlight, results: Results) -> list[np.ndarray]:
         """Returns the results that must be the same in every process."""
         jobs = zip(in_flight.command.jobs, results, strict=True)
         return [array for job, each in jobs for array in self._agreed[job.kind](each)]
+
+
+def _on_host(arrays: Any) -> Any:
+    """Returns what a worker has returned with numpy arrays; `jax.tree.map` takes twice as long for so few."""
+    if not isinstance(arrays, tuple):
+        return None if arrays is None else np.asarray(arrays)
+    parts = [_on_host(each) for each in arrays]
+    return tuple(parts) if type(arrays) is tuple else type(arrays)(*parts)

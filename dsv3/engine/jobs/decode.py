@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
+from operator import attrgetter
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,6 @@ from dsv3.engine.jobs.sample import (
     SampleCommand,
     launch_sampler,
     masked_later,
-    sampled_of,
     sampler_of,
 )
 from dsv3.engine.parts import Parts
@@ -222,8 +222,7 @@ class DecodeWorker:
         if sampler is None:
             devices.decoded = forward
             return ForwardResults(slots)
-        forward, sampled = launch_sampler(devices, forward, sampler)
-        devices.decoded = None if devices.layout.cfg.speculative is None else forward
+        devices.decoded, sampled = launch_sampler(devices, forward, sampler)
         return ForwardResults(slots, sampled=sampled)
 
     def _forward(self, command: DecodeCommand) -> Forward:
@@ -272,4 +271,6 @@ def _applies(parts: Parts) -> bool:
     return parts.cfg.role != "prefill"
 
 
-KIND = JobKind(NAME, DecodeCommand | SampleCommand, DecodePlanner, programs, DecodeWorker, _applies, agreed=sampled_of)
+KIND = JobKind(
+    NAME, DecodeCommand | SampleCommand, DecodePlanner, programs, DecodeWorker, _applies, agreed=attrgetter("sampled")
+)

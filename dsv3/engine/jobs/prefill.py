@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Iterator
+from operator import attrgetter
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,6 @@ from dsv3.engine.jobs.sample import (
     SampleCommand,
     launch_sampler,
     masked_later,
-    sampled_of,
     sampler_of,
     sampler_programs,
 )
@@ -300,7 +300,7 @@ class PrefillWorker:
         """Starts the batch, or the sampler of one that has waited for masks; leaves what a drafter needs."""
         devices, results = self._devices, ForwardResults()
         if isinstance(command, PrefillCommand):
-            forward, sampler, waits = self._forward(command), command.sample, command.samples
+            forward, sampler = self._forward(command), command.sample
             prompt = prompt_logprobs.launch(devices, command.bucket, forward) if command.tells else ()
             # Whether there was room. Where there is no token to read it is also what to wait for: pages are shared
             # once they are written.
@@ -308,10 +308,11 @@ class PrefillWorker:
             results = ForwardResults(local_part(forward.slots) if needed else None, prompt)
         else:
             assert devices.prefilled is not None  # the command before has left it
-            forward, sampler, waits = devices.prefilled, command, False
+            forward, sampler = devices.prefilled, command
         if sampler is not None:
-            forward, sampled = launch_sampler(devices, forward, sampler)
-            results, waits = results._replace(sampled=sampled), False
+            devices.prefilled, sampled = launch_sampler(devices, forward, sampler)
+            return results._replace(sampled=sampled)
+        waits = forward.scores is not None  # for masks
         devices.prefilled = forward if waits or devices.layout.cfg.speculative is not None else None
         return results
 
@@ -364,4 +365,6 @@ def prefill_body(
     return out.pages, state, scores, hidden, layout.sampling(sampling, out)
 
 
-KIND = JobKind(NAME, PrefillCommand | SampleCommand, PrefillPlanner, programs, PrefillWorker, agreed=sampled_of)
+KIND = JobKind(
+    NAME, PrefillCommand | SampleCommand, PrefillPlanner, programs, PrefillWorker, agreed=attrgetter("sampled")
+)

@@ -150,11 +150,6 @@ class ForwardResults(NamedTuple):
     sampled: tuple[Any, ...] = ()
 
 
-def sampled_of(results: ForwardResults) -> tuple[np.ndarray, ...]:
-    """Returns the results of a forward job that must be the same in every process of an instance."""
-    return results.sampled
-
-
 def _moved(adjustment: Adjustment, first: int) -> Adjustment:
     fields = {name: getattr(adjustment, name) for name in adjustment.__struct_fields__}
     return Adjustment(**(fields | {"rank": adjustment.rank - first}))
@@ -280,10 +275,13 @@ def _zeros(shapes: AdjustState, _: jax.Array) -> AdjustState:
     return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), shapes)
 
 
-def launch_sampler(devices: Devices, forward: Forward, command: SampleCommand) -> tuple[Forward, tuple[jax.Array, ...]]:
+def launch_sampler(
+    devices: Devices, forward: Forward, command: SampleCommand
+) -> tuple[Forward | None, tuple[jax.Array, ...]]:
     """Launches the sampler on what a forward program has left.
 
-    Returns what is left of that for a drafter, and the results, whose copies to the host are under way.
+    Returns what is left of that for a drafter, if there is one, and the results, whose copies to the host are under
+    way.
     """
     layout, scores, slots = devices.layout, forward.scores, forward.slots
     for i in range(command.adjust_launches):
@@ -301,7 +299,7 @@ def launch_sampler(devices: Devices, forward: Forward, command: SampleCommand) -
         results += devices.programs.get(Key("logprobs", rows, width=width))(scores, tokens)
     for array in results:
         array.copy_to_host_async()
-    return forward._replace(scores=None, tokens=tokens), results
+    return forward._replace(scores=None, tokens=tokens) if layout.cfg.speculative is not None else None, results
 
 
 def _masks(masks: RowMasks | None, layout: Layout, rows: int, width: int) -> np.ndarray:

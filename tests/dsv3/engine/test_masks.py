@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import msgspec
@@ -20,7 +21,10 @@ from dsv3.config.engine import EngineConfig
 from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.device.sampling import masked
 from dsv3.engine.engine import Engine
-from dsv3.engine.jobs.sample import RowMasks
+from dsv3.engine.job import StepCommand
+from dsv3.engine.jobs.decode import DecodeCommand
+from dsv3.engine.jobs.prefill import PrefillCommand
+from dsv3.engine.jobs.sample import RowMasks, SampleCommand
 from dsv3.engine.parts import Parts
 from dsv3.scheduler import grammars
 from dsv3.scheduler.grammars import GrammarStats
@@ -171,6 +175,24 @@ def test_held_and_free_requests_share_steps(make) -> None:
     stats = engine.stats()
     assert (stats.pages_in_use, stats.recompilations, stats.jobs["mask"].num_failed) == (0, 0, 0)
     assert stats.jobs["mask"].num_rows > 20 and sum(stats.jobs["mask"].counts) > 10
+
+
+def test_a_forward_program_is_launched_before_its_masks_are_made(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sampler is the rest of its job, in a command of its own, and takes what the program has left."""
+    engine, seen = make(), []
+    launch = engine.executor.launch
+
+    def noted(command: StepCommand) -> Any:
+        seen.append([job.command for job in command.jobs if job.kind in ("prefill", "decode")])
+        return launch(command)
+
+    monkeypatch.setattr(engine.executor, "launch", noted)
+    run(engine, held("a", [1, 5], 5, max_tokens=8, ignore_eos=True))
+    for [forward], [rest] in zip(seen[::2], seen[1::2], strict=True):
+        assert forward.sample is None and isinstance(rest, SampleCommand) and rest.masks is not None
+    assert isinstance(seen[0][0], PrefillCommand) and isinstance(seen[2][0], DecodeCommand)
+    devices = engine.executor.devices
+    assert devices.decoded is None and devices.prefilled is None, "nothing of a step is kept behind it"
 
 
 def test_drafts_are_walked_through_the_grammar(make_drafting) -> None:

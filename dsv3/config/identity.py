@@ -14,7 +14,8 @@ class CacheIdentity:
     """All that two engines must have in common to read each other's pages.
 
     `weights` and `tokenizer` are digests of their files, `model` the configuration as it is served (layers, rotation,
-    MTP module), `cache_dtype` how latents are stored, `compute_dtype`, `fp8` and `int4` how they are computed.
+    MTP module), `cache_dtype` how latents are stored, `compute_dtype`, `fp8` and `int4` how they are computed. The
+    cache's groups, and so the bytes of a page, follow from `model`, `cache_dtype` and `page_size`.
     """
 
     weights: str

@@ -20,9 +20,10 @@ Medium = Literal["GPU", "CPU", "STORAGE"]
 
 
 class Spelled(NamedTuple):
-    """Which tokens keys stand for, should a tier tell of them: `tokens` int32 `[64 * n]`, `before` the key before.
+    """Which tokens keys stand for, should a tier tell of them.
 
-    Keys of a prompt's beginning have None before them, and `tenant`, if its request had a salt.
+    `tokens` are int32 `[n * page_size]`, `before` is the key before. Keys of a prompt's beginning have None before
+    them, and `tenant`, if its request had a salt.
     """
 
     keys: Sequence[Key]

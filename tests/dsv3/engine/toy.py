@@ -52,8 +52,16 @@ def _hash(pages: jax.Array, table: jax.Array, length: jax.Array) -> jax.Array:
     """Hash [2] of the first `length` latents of a request with page table [MP]."""
     latents = pages[jnp.clip(table, 0, pages.shape[0] - 1)].reshape(-1, 2).astype(jnp.uint32)
     index = jnp.arange(latents.shape[0], dtype=jnp.uint32)
-    mixed = (latents[:, 0] + 1) * (index * jnp.uint32(2654435761) + 97) ^ (latents[:, 1] * 40503)
-    total = jnp.sum(jnp.where(index < length, mixed, 0))
+    return hidden_of(jnp.sum(jnp.where(index < length, mixed(latents[:, 0], latents[:, 1], index), 0)))
+
+
+def mixed(tokens: jax.Array, positions: jax.Array, index: jax.Array) -> jax.Array:
+    """What tokens add to the sum of a text, uint32; `positions` are what was written beside them, and equal `index`."""
+    return (tokens + 1) * (index * jnp.uint32(2654435761) + 97) ^ (positions * 40503)
+
+
+def hidden_of(total: jax.Array) -> jax.Array:
+    """Hidden state [2] from the sum over a text, uint32."""
     total = (total ^ (total >> 15)) * jnp.uint32(2246822519)
     return jnp.stack([total & 0xFFF, (total >> 12) & 0xFFF]).astype(jnp.float32)
 

@@ -3,7 +3,10 @@
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from configs.deepseek_v32 import DEEPSEEK_V32
 from dsv3.config.engine import pages_for
@@ -25,6 +28,29 @@ class Grouped(ModelConfig):
 
     def cache_groups(self, cache_dtype: str) -> tuple[CacheGroup, ...]:
         return CacheGroup("fine", (0, 2), 6, cache_dtype, 4), CacheGroup("coarse", (1,), 3, "float32", 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn(ModelConfig):
+    """A model with any groups, in pages of 16 tokens."""
+
+    groups: tuple[CacheGroup, ...] = ()
+
+    @property
+    def page_size(self) -> int:
+        return 16
+
+    def cache_groups(self, cache_dtype: str) -> tuple[CacheGroup, ...]:
+        return self.groups
+
+
+@st.composite
+def drawn_groups(draw: st.DrawFn) -> tuple[CacheGroup, ...]:
+    count = draw(st.integers(1, 3))
+    names = draw(st.permutations(["a", "b", "c"]))[:count]
+    row = st.tuples(st.integers(1, 3), st.sampled_from(["float32", "bfloat16", "uint8"]), st.sampled_from([1, 4, 16]))
+    layers = st.integers(1, 3).map(lambda n: tuple(range(n)))
+    return tuple(CacheGroup(name, draw(layers), *draw(row)) for name in names)
 
 
 GROUPED = Grouped(**dataclasses.asdict(toy_config()))
@@ -96,3 +122,25 @@ def test_what_is_no_pool_of_the_model_is_refused():
         layout.pages_per_layer(GROUPED, {"fine": shapes["fine"]})
     with pytest.raises(ValueError, match=r"as many pages, got \[5, 6\]"):
         layout.pages_per_layer(GROUPED, shapes | {"coarse": layout.pool(GROUPED, "bfloat16", 6)["coarse"]})
+
+
+@settings(max_examples=25, deadline=None)
+@given(drawn_groups(), st.permutations(range(4)), st.data())
+def test_values_hold_the_groups_one_after_the_other_and_come_back(
+    groups: tuple[CacheGroup, ...], order: list[int], data: st.DataObject
+) -> None:
+    cfg = Drawn(**dataclasses.asdict(toy_config()), groups=groups)
+    rng, shapes = np.random.default_rng(data.draw(st.integers(0, 9))), layout.pool(cfg, "any", 4)
+    assert sum(s.size * s.dtype.itemsize for s in shapes.values()) == 4 * layout.page_bytes(cfg, "any")
+    pool = {n: jnp.asarray(rng.integers(0, 200, s.shape), s.dtype) for n, s in shapes.items()}
+    pages = np.array([*order[: data.draw(st.integers(1, 4))], -1], np.int32)
+    values, one = layout.take_out(groups, pool, pages), layout.value_shape(cfg, "any")
+    assert values.shape == (len(pages), *one.shape) and values.dtype == one.dtype and not np.asarray(values[-1]).any()
+    for page, value in zip(pages[:-1], values, strict=False):
+        stored = [np.asarray(pool[group.name])[page::4].tobytes() for group in groups]
+        assert np.asarray(value).tobytes() == b"".join(stored)
+    empty = {name: jnp.zeros(s.shape, s.dtype) for name, s in shapes.items()}
+    filled, _ = layout.put_in(groups, empty, pages, values)
+    for name, array in pool.items():
+        kept = np.isin(np.arange(len(array)) % 4, pages)[:, None, None]
+        np.testing.assert_array_equal(np.asarray(filled[name]), np.where(kept, np.asarray(array), 0))

@@ -10,8 +10,9 @@ import math
 import socket
 import ssl
 import struct
-import threading
 import time
+from collections import deque
+from collections.abc import Iterator
 
 from dsv3.processes import frames
 from dsv3.processes.certificates import Credentials, tls_context
@@ -32,6 +33,7 @@ _PROCESS_ID = struct.Struct("<I")
 _PART_BYTES = 2**20  # what TLS encrypts at once, and so what a connection's buffers hold
 _MAX_REFUSAL_BYTES = 1000
 _READ_BYTES, _RECORD_BYTES = 2**18, 2**14
+_AT_ONCE = socket.MSG_DONTWAIT
 
 
 class WireError(Exception):
@@ -43,17 +45,20 @@ class Unanswered(WireError):
 
 
 class Wire:
-    """An encrypted connection to another process. One thread may send and one receive.
+    """An encrypted connection to another process, used by one thread at a time.
 
-    The TLS state is used by both under a lock, and never waits for the network: OpenSSL's connections are not to be
-    used by two threads at once.
+    Before a channel has it, `send` and `receive` wait for the network. Its channel calls `put`, `pump` and `take`,
+    which do not.
     """
 
     def __init__(self, connection: socket.socket, credentials: Credentials, is_server: bool) -> None:
-        self._connection = connection
+        self.connection = connection
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = tls_context(credentials, is_server).wrap_bio(self._incoming, self._outgoing, server_side=is_server)
-        self._lock = threading.Lock()
+        self._splitter = frames.Splitter()
+        self._bodies: deque[bytes] = deque()  # have come, and wait to be received
+        self._parts: deque[bytes | memoryview] = deque()  # wait to be encrypted
+        self._unsent = memoryview(b"")  # is encrypted, and waits for room in the socket
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -79,17 +84,9 @@ class Wire:
 
     def send(self, body: bytes) -> None:
         """Sends a message. Raises OSError when the connection has ended, WireError for one that is too long."""
-        if len(body) > MAX_MESSAGE_BYTES:
-            raise WireError(f"a message of {len(body)} bytes, at most {MAX_MESSAGE_BYTES} can be sent")
-        rest = memoryview(body)
-        self._send_part(frames.head(len(body)) + rest[:_PART_BYTES])
-        for start in range(_PART_BYTES, len(body), _PART_BYTES):
-            self._send_part(rest[start : start + _PART_BYTES])
-
-    def _send_part(self, part: bytes | memoryview) -> None:
-        with self._lock:
-            self._tls.write(part)
-        self._flush()
+        self.put(body)
+        while self.pump(wait=True):
+            pass
 
     def receive(self, deadline: float | None = None, limit: int = MAX_MESSAGE_BYTES) -> bytes | None:
         """Returns the next message, None when the connection has ended.
@@ -97,24 +94,61 @@ class Wire:
         Raises WireError for one that is longer than `limit` or that the other process has not made.
         """
         try:
-            length = frames.body_length(self._read(frames.HEAD_BYTES, deadline), limit)
-            return self._read(length, deadline)
-        except frames.FrameError as error:
-            raise WireError(str(error)) from None
-        except ssl.SSLError as error:
-            raise WireError(f"what came is no frame of the other process ({error.reason or error})") from None
+            while not self._bodies:
+                if not self._decrypt(limit):
+                    self._fill(deadline)
+            return self._bodies.popleft()
         except (EOFError, OSError):
             return None
+
+    def put(self, body: bytes) -> None:
+        """Queues a message for `pump`. Raises WireError for one that is too long."""
+        if len(body) > MAX_MESSAGE_BYTES:
+            raise WireError(f"a message of {len(body)} bytes, at most {MAX_MESSAGE_BYTES} can be sent")
+        rest = memoryview(body)
+        self._parts.append(frames.head(len(body)) + rest[:_PART_BYTES])
+        self._parts += (rest[start : start + _PART_BYTES] for start in range(_PART_BYTES, len(body), _PART_BYTES))
+
+    def pump(self, wait: bool = False) -> bool:
+        """Sends a part of what is queued, as much as the socket takes at once; returns whether anything is left.
+
+        With `wait` it waits until the socket takes some. Raises OSError when the connection has ended.
+        """
+        unsent = self._unsent
+        if not unsent:
+            if self._parts:
+                self._tls.write(self._parts.popleft())
+            unsent = memoryview(self._outgoing.read())
+        if unsent:
+            with contextlib.suppress(BlockingIOError):
+                unsent = unsent[self.connection.send(unsent, 0 if wait else _AT_ONCE) :]
+        self._unsent = unsent
+        return bool(unsent or self._parts)
+
+    def take(self) -> Iterator[bytes]:
+        """Yields the messages that have come. Raises EOFError or OSError behind them when the connection has ended.
+
+        Raises WireError for what is no message, likewise.
+        """
+        yield from self._come()
+        with contextlib.suppress(BlockingIOError):
+            self._incoming.write(self._received(_AT_ONCE))
+            yield from self._come()
+
+    def drop(self) -> None:
+        """Drops what has come. Raises EOFError or OSError when the connection has ended."""
+        with contextlib.suppress(BlockingIOError):
+            self._received(_AT_ONCE)
 
     def end(self) -> None:
         """Tells the other process that nothing more will be sent."""
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_WR)
+            self.connection.shutdown(socket.SHUT_WR)
 
     def end_receiving(self) -> None:
-        """Lets `receive` return what has come already, then None."""
+        """Lets `receive` and `take` return what has come already, then no more."""
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RD)
+            self.connection.shutdown(socket.SHUT_RD)
 
     def discard(self, timeout_s: float = math.inf) -> None:
         """Reads and drops what comes until the other process closes its end, at most `timeout_s` seconds."""
@@ -122,47 +156,54 @@ class Wire:
         with contextlib.suppress(OSError):
             while (left := deadline - time.monotonic()) > 0:
                 if left < math.inf:
-                    self._connection.settimeout(left)
-                if not self._connection.recv(2**16):
+                    self.connection.settimeout(left)
+                if not self.connection.recv(2**16):
                     return
 
     def close(self) -> None:
-        """Ends the connection; `receive` returns None in a thread that waits there."""
+        """Ends the connection for both processes."""
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
 
-    def _read(self, count: int, deadline: float | None) -> bytes:
-        """Returns exactly `count` bytes; raises EOFError if the connection ends before, TimeoutError too late."""
-        data = bytearray()
-        while len(data) < count:
-            try:
-                with self._lock:
-                    part = self._tls.read(min(count - len(data), _RECORD_BYTES))
-            except ssl.SSLWantReadError:
-                self._fill(deadline)
-                continue
+    def _come(self) -> Iterator[bytes]:
+        while self._bodies or self._decrypt(MAX_MESSAGE_BYTES):
+            while self._bodies:
+                yield self._bodies.popleft()
+
+    def _decrypt(self, limit: int) -> bool:
+        """Reads a record of what has come; returns False where there is no whole one."""
+        self._splitter.limit = limit
+        try:
+            part = self._tls.read(_RECORD_BYTES)
             if not part:
                 raise EOFError("the connection ended")
-            data += part
-        return bytes(data)
+            for body in self._splitter.add(part):
+                self._bodies.append(bytes(body))
+        except ssl.SSLWantReadError:
+            return False
+        except frames.FrameError as error:
+            raise WireError(str(error)) from None
+        except ssl.SSLError as error:
+            raise WireError(f"what came is no frame of the other process ({error.reason or error})") from None
+        return True
 
     def _fill(self, deadline: float | None) -> None:
         """Waits for encrypted bytes."""
         self._set_timeout(deadline)
-        received = self._connection.recv(_READ_BYTES)
+        self._incoming.write(self._received())
+
+    def _received(self, flags: int = 0) -> bytes:
+        received = self.connection.recv(_READ_BYTES, flags)
         if not received:
             raise EOFError("the connection ended")
-        with self._lock:
-            self._incoming.write(received)
+        return received
 
-    def _flush(self, deadline: float | None = None) -> None:
-        """Sends the encrypted bytes that wait."""
-        with self._lock:
-            waiting = self._outgoing.read()
-        if waiting:
+    def _flush(self, deadline: float) -> None:
+        """Sends what the handshake has to say."""
+        if waiting := self._outgoing.read():
             self._set_timeout(deadline)
-            self._connection.sendall(waiting)
+            self.connection.sendall(waiting)
 
     def _set_timeout(self, deadline: float | None) -> None:
         if deadline is None:
@@ -170,7 +211,7 @@ class Wire:
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("timed out")
-        self._connection.settimeout(left)
+        self.connection.settimeout(left)
 
 
 def accept(connection: socket.socket, credentials: Credentials, num_processes: int) -> tuple[int, Wire]:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 KEPT_S = 90 * 24 * 3600.0
-_PATTERNS = ("programs-*/*", "instance-*/*/*", "ahead-*", "instance-*/*", "programs-*", "instance-*")
+_PATTERNS = ("programs-*/*", "instance-*/*/*", "instance-*/*", "programs-*", "instance-*")
 
 
 def forget_unused(root: Path) -> None:
@@ -20,17 +20,6 @@ def forget_unused(root: Path) -> None:
             with contextlib.suppress(OSError):  # not empty, or gone, or another's
                 if _age(path) > KEPT_S and path.suffix != ".key":
                     (path.rmdir if path.is_dir() else path.unlink)()
-
-
-def vouches(marker: Path) -> bool:
-    """Returns whether a file still says that programs are there: they were used before it was written.
-
-    Half of the time leaves the other half to use them again.
-    """
-    try:
-        return _age(marker) < KEPT_S / 2
-    except OSError:
-        return False
 
 
 def _age(path: Path) -> float:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from dsv3.config.options import ClusterOptions, EngineOptions
-from dsv3.engine.cluster import ahead, messages
+from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Chain
 from dsv3.engine.cluster.executor import FollowingExecutor
@@ -44,7 +44,6 @@ from dsv3.engine.cluster.messages import (
     Told,
     Wait,
 )
-from dsv3.engine.cluster.rehearsal import order_of
 from dsv3.engine.cluster.smaller import fitted
 from dsv3.engine.cluster.start import (
     Load,
@@ -112,7 +111,6 @@ class _Follower:
         self._inbox: queue.SimpleQueue[Begin | Checked | Build | Compiled | Step] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[InFlight] = queue.SimpleQueue()
         self._last_launched = -1
-        self._order: ahead.Order | None = None
         self._silence_s = cluster.starting_silence_s
         self._channel = Channel(wire, self._heartbeat, self._take, self._lost, cluster.heartbeat_s)
         self._channel.start()
@@ -138,7 +136,7 @@ class _Follower:
         set_pool_share(options.gpu_memory_utilization)
         start_jax(cluster, generation)
         phases.end("jax")
-        asked, options = options, fitted(own_options(options, cluster), model_dir, self._cluster, cluster)
+        options = fitted(own_options(options, cluster), model_dir, self._cluster, cluster)
         parts = load(model_dir, options, num_nodes=cluster.num_nodes)
         phases.end("weights")
         self._send(Loaded(loaded_fields(parts), parts.cfg.num_pages, parts.cfg.transfer_address or ""))
@@ -155,7 +153,6 @@ class _Follower:
         executor.launch_all()
         phases.end("first launches")
         _log.info("process %d is ready after %s; %s", self._cluster.process_id, phases, store)
-        self._order = order_of(self._cluster, cluster, model_dir, asked, load)
         self._send(Ready())
         threading.Thread(target=self._report, args=(executor,), name="results", daemon=True).start()
         while True:
@@ -214,8 +211,6 @@ class _Follower:
             case Started():
                 self._silence_s = self._cluster.cluster_silence_timeout
                 self._tell(Serving())
-                if self._order is not None:
-                    ahead.begin(self._order)
             case Wait():
                 _log.info("the others have gone on without process %d: it waits", self._cluster.process_id)
                 self._tell(Waits())

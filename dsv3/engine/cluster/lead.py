@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Protocol
 
 from dsv3.config.options import LEADER, ClusterOptions, EngineOptions
-from dsv3.engine.cluster import ahead
 from dsv3.engine.cluster.executor import LeadingExecutor
 from dsv3.engine.cluster.generation import FIRST, Generation
 from dsv3.engine.cluster.leader import Leader
-from dsv3.engine.cluster.rehearsal import order_of
 from dsv3.engine.cluster.smaller import fitted
 from dsv3.engine.cluster.start import (
     Load,
@@ -71,7 +69,7 @@ def start_leader(
     start_jax(cluster, generation)
     phases.end("jax")
     host.progress("loading the weights")
-    asked, options = options, fitted(own_options(options, cluster), model_dir, given, cluster)
+    options = fitted(own_options(options, cluster), model_dir, given, cluster)
     parts = load(model_dir, options, num_nodes=cluster.num_nodes)
     num_pages = leader.loaded(loaded_fields(parts))
     phases.end("weights")
@@ -85,8 +83,6 @@ def start_leader(
     engine = Engine(parts, executor, store=store, news=leader.news)
     engine.warm_up(lambda done, total, what: host.progress(f"compiling {what}", done, total))
     leader.ready()
-    if (order := order_of(given, cluster, model_dir, asked, load)) is not None:
-        ahead.begin(order)
     phases.end("compiling")
     host.progress(f"{cluster.num_processes} processes are ready after {phases}; {store}")
     return engine

@@ -24,10 +24,10 @@ from dsv3.processes.key_file import read_key
 class Load(Protocol):
     """Makes the parts of an engine; called in every process, with jax started over all of them.
 
-    The mesh has `num_nodes` nodes. With `shapes` no weight is loaded: its shape stands in its place.
+    The mesh has `num_nodes` nodes.
     """
 
-    def __call__(self, model_dir: Path, options: EngineOptions, *, num_nodes: int, shapes: bool = False) -> Parts: ...
+    def __call__(self, model_dir: Path, options: EngineOptions, *, num_nodes: int) -> Parts: ...
 
 
 _log = logging.getLogger("dsv3.cluster")
@@ -51,9 +51,9 @@ class Phases:
         return f"{self._last - self._started:.1f} s: {', '.join(self._done)}"
 
 
-def load_model(model_dir: Path, options: EngineOptions, *, num_nodes: int, shapes: bool = False) -> Parts:
+def load_model(model_dir: Path, options: EngineOptions, *, num_nodes: int) -> Parts:
     """Loads the parts of a real engine."""
-    return load_parts(model_dir, options, num_nodes=num_nodes, progress=False, shapes=shapes)
+    return load_parts(model_dir, options, num_nodes=num_nodes, progress=False)
 
 
 def own_options(options: EngineOptions, cluster: ClusterOptions) -> EngineOptions:

@@ -27,7 +27,7 @@ from jax._src import distributed  # what processes tell each other through jax h
 from dsv3.config.engine import EngineConfig
 from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine import kernel_checks
-from dsv3.engine.cluster import ahead, follower
+from dsv3.engine.cluster import follower
 from dsv3.engine.cluster.lead import start_leader
 from dsv3.engine.compilation import use_compilation_cache
 from dsv3.engine.device import first_launches
@@ -51,7 +51,7 @@ PAGES = ("kv_offloading_size", "kv_store", "transfer_address", "transfer_key_fil
 LIMITS = {"identity": "{}", "max_model_len": 2048, "num_pages": 40, "max_num_seqs": 1, "max_num_batched_tokens": 64}
 
 
-def load(model_dir: Path, options: EngineOptions, *, num_nodes: int, shapes: bool = False) -> Parts:
+def load(model_dir: Path, options: EngineOptions, *, num_nodes: int) -> Parts:
     """The toy's parts over all devices; importing it makes an array, for which jax must have been started."""
     from tests.dsv3.engine import toy
 
@@ -64,7 +64,6 @@ def load(model_dir: Path, options: EngineOptions, *, num_nodes: int, shapes: boo
     limits |= {name: getattr(options, name) for name in PAGES}
     shared_memory.FOLDER = Path(options.compilation_cache_dir)  # each node's own, as on a host
     tiers.loading_pays, tiers.LOAD_S = lambda *_: True, 60.0  # on a busy machine too
-    ahead.give_way = lambda pid: None  # the same
     params = toy.PARAMS
     if options.eplb_state is not None:
         model, mesh = toy.toy_config(), rank_mesh(devices, num_nodes)

@@ -16,16 +16,18 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
+
 from dsv3.config.options import ClusterOptions, EngineOptions
+from dsv3.engine.aside import Aside
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Chain
-from dsv3.engine.cluster.executor import FollowingExecutor
-from dsv3.engine.cluster.generation import Generation
-from dsv3.engine.cluster.link import Alone, Begun, Serving, Tell, Waits
+from dsv3.engine.cluster.link import Alone, Begun, Generation, Serving, Tell, Waits
 from dsv3.engine.cluster.messages import (
     Begin,
     Build,
@@ -44,11 +46,11 @@ from dsv3.engine.cluster.messages import (
     Told,
     Wait,
 )
-from dsv3.engine.cluster.smaller import fitted
 from dsv3.engine.cluster.start import (
     Load,
     Phases,
     first_gpu,
+    fitted,
     kept_programs,
     load_model,
     loaded_fields,
@@ -57,8 +59,10 @@ from dsv3.engine.cluster.start import (
 )
 from dsv3.engine.cluster.wire import PATIENCE_S, Unanswered, Wire, WireError, connect
 from dsv3.engine.device.pool import set_pool_share
-from dsv3.engine.executor import InFlight, LocalExecutor
+from dsv3.engine.device.programs import Store
+from dsv3.engine.executor import InFlight, LocalExecutor, Results
 from dsv3.engine.fingerprint import fields_of
+from dsv3.engine.job import Job, StepCommand
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.kernel_checks import check_kernels, fall_back
 from dsv3.processes.certificates import Credentials, credentials_of
@@ -101,6 +105,40 @@ def run(
         follower.follow(model_dir, options, load)
     except Exception as error:
         follower.give_up(error)
+
+
+class FollowingExecutor:
+    """Carries out the leader's commands, and what they ask for beside programs: `asides`, by the kind of job."""
+
+    def __init__(self, local: LocalExecutor, asides: Mapping[str, Aside]) -> None:
+        self._local, self._asides = local, asides
+
+    def compile_all(self, store: Store) -> None:
+        """Compiles this process's programs that are not in `store`."""
+        self._local.compile_all(store=store)
+
+    def launch_all(self) -> None:
+        """Launches this process's programs for the first time."""
+        self._local.launch_all()
+
+    def launch(self, command: StepCommand) -> InFlight:
+        """Starts a step."""
+        return self._local.launch(dataclasses.replace(command, jobs=tuple(map(self._prepared, command.jobs))))
+
+    def fetch(self, in_flight: InFlight) -> tuple[Results, list[np.ndarray]]:
+        """Waits for the results of a step; returns them, and those that must be the same in every process."""
+        results = self._local.fetch(in_flight)
+        return results, self._local.agreed(in_flight, results)
+
+    def take(self, in_flight: InFlight, results: Results) -> None:
+        """Hands the results of a step to those who want them."""
+        for job, arrays in zip(in_flight.command.jobs, results, strict=True):
+            if (aside := self._asides.get(job.kind)) is not None:
+                aside.take(job.command, arrays)
+
+    def _prepared(self, job: Job) -> Job:
+        aside = self._asides.get(job.kind)
+        return job if aside is None else Job(job.kind, aside.prepared(job.command))
 
 
 class _Follower:

@@ -20,8 +20,7 @@ from dsv3.engine.aside import News
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Book, Chain
-from dsv3.engine.cluster.entrance import Entrance
-from dsv3.engine.cluster.generation import FIRST, Generation
+from dsv3.engine.cluster.link import FIRST, Generation
 from dsv3.engine.cluster.messages import (
     Build,
     Checked,
@@ -39,7 +38,7 @@ from dsv3.engine.cluster.messages import (
     Wait,
 )
 from dsv3.engine.cluster.returning import Returning, refuse
-from dsv3.engine.cluster.wire import Wire
+from dsv3.engine.cluster.wire import Entrance, Wire
 from dsv3.engine.errors import ClusterError
 from dsv3.engine.fingerprint import Fields, differences
 from dsv3.engine.job import StepCommand

@@ -10,7 +10,7 @@ import numpy as np
 
 from dsv3.config.engine import EngineConfig
 from dsv3.config.options import LEADER
-from dsv3.engine.cluster.generation import FIRST, Generation
+from dsv3.engine.cluster.link import FIRST, Generation
 from dsv3.engine.job import Job, JobKind, StepCommand
 from dsv3.engine.kernel_checks import Replaced
 

@@ -10,15 +10,19 @@ from typing import Protocol
 
 import jax
 
+from dsv3.config.hugging_face import load_config
 from dsv3.config.options import ClusterOptions, EngineOptions, split_address
 from dsv3.engine.build import load_parts
-from dsv3.engine.cluster.generation import FIRST, Generation
+from dsv3.engine.cluster.link import FIRST, Generation
 from dsv3.engine.device.driver import started_devices
 from dsv3.engine.fingerprint import Fields, agreed, shaping
 from dsv3.engine.parts import Parts
 from dsv3.engine.stored import NothingKept, ProgramStore, device_fields, program_store
 from dsv3.processes.certificates import IDENTITY, credentials_of
 from dsv3.processes.key_file import read_key
+
+_log = logging.getLogger("dsv3.cluster")
+_CONNECT_S = 300
 
 
 class Load(Protocol):
@@ -28,10 +32,6 @@ class Load(Protocol):
     """
 
     def __call__(self, model_dir: Path, options: EngineOptions, *, num_nodes: int) -> Parts: ...
-
-
-_log = logging.getLogger("dsv3.cluster")
-_CONNECT_S = 300
 
 
 class Phases:
@@ -150,3 +150,27 @@ def _bind_address(coordinator: str) -> str:
     host, port = split_address(coordinator, "coordinator")
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
+
+
+def fitted(options: EngineOptions, model_dir: Path, given: ClusterOptions, cluster: ClusterOptions) -> EngineOptions:
+    """Returns the options for the processes of `cluster`, of those that were `given`; with jax started over them.
+
+    Each device that is left is a rank, or part of one, as before. It stores as many replicas of experts as before
+    where all experts fit so, else as few more as they need. Every process finds the same.
+    """
+    if cluster.num_processes == given.num_processes:
+        return options
+    devices, redundant = jax.device_count(), options.num_redundant_experts
+    if options.spreads_experts:
+        experts = load_config(model_dir).n_routed_experts
+        before = devices * given.num_processes // cluster.num_processes
+        redundant = redundant_experts(experts, experts + redundant, before, devices)
+        _log.warning("%d devices are left of %d, with %d redundant experts", devices, before, redundant)
+    ranks = devices // options.tensor_parallel_size
+    return dataclasses.replace(options, data_parallel_size=ranks, num_redundant_experts=redundant)
+
+
+def redundant_experts(experts: int, replicas: int, before: int, devices: int) -> int:
+    """Returns how many more replicas than experts to store on `devices` that are fewer than `before`."""
+    per_device = max(replicas // before, -(-experts // devices))
+    return per_device * devices - experts

@@ -16,8 +16,7 @@ import time
 from collections.abc import Iterator
 
 from dsv3.config.options import ClusterOptions
-from dsv3.engine.cluster.generation import Generation
-from dsv3.engine.cluster.link import Alone, Begun, Follow, FromFollower, Link, Serving, Waits
+from dsv3.engine.cluster.link import Alone, Begun, Follow, FromFollower, Generation, Link, Serving, Waits
 from dsv3.processes.restarts import Deaths, RestartPolicy
 
 _log = logging.getLogger("dsv3.cluster")

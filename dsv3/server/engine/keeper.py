@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from dsv3.engine.cluster.generation import Generation
+from dsv3.engine.cluster.link import Generation
 from dsv3.processes.restarts import Deaths, RestartPolicy
 from dsv3.server.engine.client import EngineClient
 from dsv3.server.engine.fronts import FIRST

@@ -7,8 +7,7 @@ import sys
 import threading
 import time
 
-from dsv3.engine.cluster.generation import Generation
-from dsv3.engine.cluster.link import Alone, Begun, Link, Pulse, Serving, Waits
+from dsv3.engine.cluster.link import Alone, Begun, Generation, Link, Pulse, Serving, Waits
 
 
 def _exit_on_signal(*_: object) -> None:

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from dsv3.config.engine import EngineConfig
 from dsv3.config.options import EngineOptions
 from dsv3.engine.cluster import messages
-from dsv3.engine.cluster.generation import Generation
 from dsv3.engine.cluster.leader import Leader
+from dsv3.engine.cluster.link import Generation
 from dsv3.engine.cluster.messages import Begin, Failed, Hello, Stop, Wait
 from dsv3.engine.cluster.returning import Returning
-from dsv3.engine.cluster.smaller import fitted, redundant_experts
+from dsv3.engine.cluster.start import fitted, redundant_experts
 from dsv3.engine.errors import ClusterError
 from tests.dsv3.engine.cluster import local
 from tests.dsv3.engine.cluster.test_follower import Played, played, pytestmark  # noqa: F401

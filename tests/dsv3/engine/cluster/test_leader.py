@@ -16,7 +16,6 @@ from dsv3.config.engine import EngineConfig
 from dsv3.config.options import ClusterOptions
 from dsv3.engine.cluster import follower as follower_module
 from dsv3.engine.cluster import messages
-from dsv3.engine.cluster.entrance import Strangers
 from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.messages import (
     Begin,
@@ -34,7 +33,7 @@ from dsv3.engine.cluster.messages import (
     Stop,
     Told,
 )
-from dsv3.engine.cluster.wire import connect
+from dsv3.engine.cluster.wire import Strangers, connect
 from dsv3.engine.errors import ClusterError
 from dsv3.engine.job import Job, StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand

@@ -194,20 +194,21 @@ class _Loop:
     def post(self, channel: Channel) -> None:
         """Has the thread look at a channel: it is new, or has something to send."""
         self._posted.append(channel)
-        if self._wake is None:
-            self._begin()
+        wake = self._wake or self._begin()
         if not self._is_awake:
             self._is_awake = True
             with contextlib.suppress(BlockingIOError):
-                self._wake.send(b"\0")
+                wake.send(b"\0")
 
-    def _begin(self) -> None:
+    def _begin(self) -> socket.socket:
+        """Starts the thread, once; returns what wakes it."""
         with self._lock:
             if self._wake is None:
                 woken, self._wake = socket.socketpair()
                 woken.setblocking(False)
                 self._wake.setblocking(False)
                 threading.Thread(target=self._run, args=(woken,), name="channels", daemon=True).start()
+            return self._wake
 
     def _run(self, woken: socket.socket) -> None:
         selector, channels = selectors.DefaultSelector(), dict[Channel, int]()

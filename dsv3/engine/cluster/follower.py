@@ -26,7 +26,7 @@ from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine.aside import Aside
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
-from dsv3.engine.cluster.digest import Chain
+from dsv3.engine.cluster.digest import Chain, digests_of, orders_of
 from dsv3.engine.cluster.link import Alone, Begun, Generation, Serving, Tell, Waits
 from dsv3.engine.cluster.messages import (
     Begin,
@@ -59,7 +59,6 @@ from dsv3.engine.cluster.start import (
 )
 from dsv3.engine.cluster.wire import PATIENCE_S, Unanswered, Wire, WireError, connect
 from dsv3.engine.device.pool import set_pool_share
-from dsv3.engine.device.programs import Store
 from dsv3.engine.executor import InFlight, LocalExecutor, Results
 from dsv3.engine.fingerprint import fields_of
 from dsv3.engine.job import Job, StepCommand
@@ -112,14 +111,6 @@ class FollowingExecutor:
 
     def __init__(self, local: LocalExecutor, asides: Mapping[str, Aside]) -> None:
         self._local, self._asides = local, asides
-
-    def compile_all(self, store: Store) -> None:
-        """Compiles this process's programs that are not in `store`."""
-        self._local.compile_all(store=store)
-
-    def launch_all(self) -> None:
-        """Launches this process's programs for the first time."""
-        self._local.launch_all()
 
     def launch(self, command: StepCommand) -> InFlight:
         """Starts a step."""
@@ -181,17 +172,18 @@ class _Follower:
         parts = dataclasses.replace(parts, cfg=self._expect(Build).config)
         makers = {kind.name: kind.aside for kind in JOB_KINDS if kind.aside is not None and kind.applies(parts)}
         asides = {name: make(parts, functools.partial(self._pass_on, name)) for name, make in makers.items()}
-        executor = FollowingExecutor(LocalExecutor(parts, JOB_KINDS), asides)
+        local = LocalExecutor(parts, JOB_KINDS)
         store = kept_programs(cluster, model_dir, options, parts)
         del parts  # the executor alone holds the weights: experts that it moves are written in place
-        executor.compile_all(store)
+        local.compile_all(store=store)
         phases.end("compiling")
-        self._send(Compiled())
+        self._send(Compiled(digests_of(orders_of(local.devices.programs))))
         self._expect(Compiled)
-        executor.launch_all()
+        local.launch_all()
         phases.end("first launches")
         _log.info("process %d is ready after %s; %s", self._cluster.process_id, phases, store)
         self._send(Ready())
+        executor = FollowingExecutor(local, asides)
         threading.Thread(target=self._report, args=(executor,), name="results", daemon=True).start()
         while True:
             command = messages.command_of(self._expect(Step), JOB_KINDS)

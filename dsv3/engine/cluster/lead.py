@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from dsv3.config.options import LEADER, ClusterOptions, EngineOptions
+from dsv3.engine.cluster.digest import orders_of
 from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.link import FIRST, Generation
 from dsv3.engine.cluster.start import (
@@ -48,7 +49,7 @@ class LeadingExecutor:
 
     def launch_all(self) -> None:
         """Launches this process's programs for the first time, once every process has compiled its own."""
-        self._leader.compiled()
+        self._leader.compiled(orders_of(self.local.devices.programs))
         try:
             self.local.launch_all()
         except Exception as error:

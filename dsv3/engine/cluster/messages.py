@@ -78,8 +78,11 @@ class Build(msgspec.Struct, frozen=True, tag=True):
 class Compiled(msgspec.Struct, frozen=True, tag=True):
     """A follower has compiled; from the leader: every process has, and launches its programs for the first time.
 
-    Processes meet in these launches, and what meets there does not wait as long as a compilation may take.
+    Processes meet in these launches, and what meets there does not wait as long as a compilation may take. A follower
+    says by program in which order it launches collectives (`dsv3.engine.cluster.digest.digests_of`).
     """
+
+    orders: dict[str, bytes] = {}
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

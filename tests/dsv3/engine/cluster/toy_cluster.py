@@ -27,10 +27,10 @@ from jax._src import distributed  # what processes tell each other through jax h
 from dsv3.config.engine import EngineConfig
 from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine import kernel_checks
-from dsv3.engine.cluster import follower
+from dsv3.engine.cluster import digest, follower
 from dsv3.engine.cluster.lead import start_leader
 from dsv3.engine.compilation import use_compilation_cache
-from dsv3.engine.device import first_launches
+from dsv3.engine.device import collective_order, first_launches
 from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.executor import LocalExecutor
 from dsv3.engine.functions import StepFunctions
@@ -159,11 +159,26 @@ def _slow_at_first(seconds: float) -> Callable[..., Any]:
     return other
 
 
-def main(cluster, model_dir: str, engine, diverge_at: int | None = None, first_launch_s: float | None = None) -> None:
+def _exchanged(name: str, program: Callable[..., Any]) -> list[str] | None:
+    """The order of a program's collectives, as if XLA had put another one first in the sampler."""
+    order = collective_order.order_of(name, program)
+    return ["all-to-all of another micro-batch", *order] if order and name.startswith("sample") else order
+
+
+def main(
+    cluster,
+    model_dir: str,
+    engine,
+    diverge_at: int | None = None,
+    first_launch_s: float | None = None,
+    exchanged: bool = False,
+) -> None:
     _play_checks(cluster["process_id"])
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     if diverge_at is not None:
         LocalExecutor.fetch = _diverging(diverge_at)
+    if exchanged:
+        digest.order_of = _exchanged
     if first_launch_s is not None:
         Programs.get = _slow_at_first(first_launch_s)
     follower.run(ClusterOptions(**cluster), Path(model_dir), EngineOptions(**engine), load)

@@ -1,6 +1,7 @@
 """Digests of what must be the same in all processes: what they read of steps, and in which order programs send."""
 
 import hashlib
+import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ import numpy as np
 from dsv3.engine.device.collective_order import order_of
 from dsv3.engine.device.programs import Programs
 
+_log = logging.getLogger("dsv3.cluster")
 _DIGEST_BYTES = 16
 _COLLECTIVE_BYTES = 4
 
@@ -64,7 +66,7 @@ class Book:
         return None
 
     def forgive(self) -> None:
-        """Makes nobody late for what has not been reported until now: the time they have counts from now on."""
+        """Resets the report deadline of all followers."""
         self._forgiven = time.monotonic()
 
     def _compare(self, number: int) -> int | None:
@@ -84,9 +86,13 @@ Orders = Mapping[str, Sequence[str]]
 
 def orders_of(programs: Programs) -> Orders:
     """Returns the order of each program that serving can need and whose text is to be had; all are compiled."""
+    started = time.monotonic()
     named = {"-".join(map(str, key)): programs.get(key) for key in programs.keys()}  # noqa: SIM118
     found = {name: order_of(name, program) for name, program in named.items()}
-    return {name: order for name, order in found.items() if order is not None}
+    orders = {name: order for name, order in found.items() if order is not None}
+    seconds, number = time.monotonic() - started, sum(map(len, orders.values()))
+    _log.info("read the order of %d collectives in %d programs in %.2f s", number, len(orders), seconds)
+    return orders
 
 
 def digests_of(orders: Orders) -> dict[str, bytes]:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,7 +27,7 @@ from dsv3.engine.aside import Aside
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Chain, digests_of, orders_of
-from dsv3.engine.cluster.link import Alone, Begun, Generation, Serving, Tell, Waits
+from dsv3.engine.cluster.link import Alone, Begun, FromFollower, Generation, Serving, Waits
 from dsv3.engine.cluster.messages import (
     Begin,
     Build,
@@ -43,11 +43,11 @@ from dsv3.engine.cluster.messages import (
     Started,
     Step,
     Stop,
-    Told,
     Wait,
+    WorkEvent,
 )
 from dsv3.engine.cluster.start import (
-    Load,
+    LoadParts,
     Phases,
     first_gpu,
     fitted,
@@ -81,9 +81,9 @@ def run(
     cluster: ClusterOptions,
     model_dir: Path,
     options: EngineOptions,
-    load: Load = load_model,
+    load: LoadParts = load_model,
     last: Generation | None = None,
-    tell: Tell = lambda _: None,
+    tell: Callable[[FromFollower], None] = lambda _: None,
 ) -> NoReturn:
     """Follows the leader until it ends, then ends the process: with status 0 if that was in order, else 1.
 
@@ -134,7 +134,11 @@ class FollowingExecutor:
 
 class _Follower:
     def __init__(
-        self, cluster: ClusterOptions, wire: Wire, last: Generation | None = None, tell: Tell = lambda _: None
+        self,
+        cluster: ClusterOptions,
+        wire: Wire,
+        last: Generation | None = None,
+        tell: Callable[[FromFollower], None] = lambda _: None,
     ) -> None:
         self._cluster, self._last, self._tell = cluster, last, tell
         self._inbox: queue.SimpleQueue[Begin | Checked | Build | Compiled | Step] = queue.SimpleQueue()
@@ -145,7 +149,7 @@ class _Follower:
         self._channel.start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
-    def follow(self, model_dir: Path, options: EngineOptions, load: Load) -> NoReturn:
+    def follow(self, model_dir: Path, options: EngineOptions, load: LoadParts) -> NoReturn:
         """Starts together with the leader, then executes what it sends."""
         phases = Phases()
         fields = fields_of(model_dir, options, self._cluster)
@@ -227,7 +231,7 @@ class _Follower:
 
     def _pass_on(self, kind: str, body: bytes) -> None:
         try:
-            self._send(Told(kind, body))
+            self._send(WorkEvent(kind, body))
         except ChannelError as error:
             self.give_up(error)
 

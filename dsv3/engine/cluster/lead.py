@@ -11,7 +11,7 @@ from dsv3.engine.cluster.digest import orders_of
 from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.link import FIRST, Generation
 from dsv3.engine.cluster.start import (
-    Load,
+    LoadParts,
     Phases,
     first_gpu,
     fitted,
@@ -89,7 +89,7 @@ def start_leader(
     model_dir: Path,
     options: EngineOptions,
     host: Host,
-    load: Load = load_model,
+    load: LoadParts = load_model,
     generation: Generation = FIRST,
 ) -> Engine:
     """Returns an engine over the devices of all processes, warm; every follower is ready when it returns.

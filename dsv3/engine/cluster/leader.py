@@ -34,8 +34,8 @@ from dsv3.engine.cluster.messages import (
     Ready,
     Started,
     Stop,
-    Told,
     Wait,
+    WorkEvent,
 )
 from dsv3.engine.cluster.returning import Returning, refuse
 from dsv3.engine.cluster.wire import Entrance, Wire
@@ -316,7 +316,7 @@ class Leader:
                     _log.info("process %d is pid %d on %s", process_id, message.pid, message.host)
                     if not self._strays(process_id, message.host):
                         self._note(process_id, message)
-            case Told():
+            case WorkEvent():
                 self.news.put(message.kind, self._places[process_id], message.body)
             case Checked() | Loaded() | Compiled() | Ready():
                 self._note(process_id, message)

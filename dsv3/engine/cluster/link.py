@@ -5,7 +5,6 @@ import hashlib
 import hmac
 import socket
 import threading
-from collections.abc import Callable
 
 import msgspec
 
@@ -80,9 +79,7 @@ class Alone(msgspec.Struct, frozen=True, tag=True):
     """No leader was found in time, or the one found lets this process not in: there is no use in another try."""
 
 
-News = Begun | Serving | Waits | Alone
-Tell = Callable[[News], None]
-FromFollower = Pulse | News
+FromFollower = Pulse | Begun | Serving | Waits | Alone
 
 _to_follower = msgspec.msgpack.Decoder(Follow)
 _from_follower: msgspec.msgpack.Decoder[FromFollower] = msgspec.msgpack.Decoder(FromFollower)

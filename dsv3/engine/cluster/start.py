@@ -25,7 +25,7 @@ _log = logging.getLogger("dsv3.cluster")
 _CONNECT_S = 300
 
 
-class Load(Protocol):
+class LoadParts(Protocol):
     """Makes the parts of an engine; called in every process, with jax started over all of them.
 
     The mesh has `num_nodes` nodes.

@@ -32,7 +32,7 @@ from dsv3.engine.cluster.messages import (
     Started,
     Step,
     Stop,
-    Told,
+    WorkEvent,
 )
 from dsv3.engine.cluster.wire import Strangers, connect
 from dsv3.engine.errors import ClusterError
@@ -255,12 +255,12 @@ def test_what_followers_tell_reaches_its_planner_in_order(lead) -> None:
     """Also what comes before there is a planner."""
     led, follower, _ = both(lead)
     heard: queue.SimpleQueue = queue.SimpleQueue()
-    follower.send(Told("pages", b"1"))
-    follower.send(Told("others", b"-"))
+    follower.send(WorkEvent("pages", b"1"))
+    follower.send(WorkEvent("others", b"-"))
     follower.send(Loaded({}, 5))
     led.leader.loaded({})
     led.leader.news.listen("pages", lambda process_id, body: heard.put((process_id, body)))
-    follower.send(Told("pages", b"2"))
+    follower.send(WorkEvent("pages", b"2"))
     assert [heard.get(timeout=30) for _ in range(2)] == [(1, b"1"), (1, b"2")]
 
 

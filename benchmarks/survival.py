@@ -14,8 +14,9 @@ Below that stands what the next engine says of its start, phase by phase. Every 
 Compiled programs come from the cache that the start has filled. What a pause is worth is told by how long the same
 machine takes to start the server.
 
-With --away the last process goes once the programs for one process fewer are there. The others go on without it after
-`--cluster_return_timeout` (15 s here). Then it comes back, and the gang grows after `--cluster_grow_interval` (5 s).
+With --away the last process goes. The others go on without it after `--cluster_return_timeout` (15 s here). Then it
+comes back, and the gang grows after `--cluster_grow_interval` (5 s). All of it happens twice: the first time the others
+have no programs for one process fewer yet.
 """
 
 import argparse
@@ -45,7 +46,6 @@ from benchmarks.disaggregation import LIMITS, ROOT, Instance, flags, free_port, 
 CLIENTS = 32
 TOKENS = 320
 _HEALTH_S = 0.02
-_AHEAD_S = 1800.0
 _MOVING = ["--num_redundant_experts=4", "--enable_eplb", "--eplb_interval=1", "--eplb_threshold=1"]
 _AWAY = ["--cluster_return_timeout=15", "--cluster_grow_interval=5"]
 
@@ -60,12 +60,6 @@ class Said:
     def last(self, pattern: str) -> str:
         """Returns the last match of a pattern, "" if there is none."""
         return next((found[0] for line in reversed(self.lines) if (found := re.search(pattern, line))), "")
-
-    async def has(self, text: str, within_s: float) -> None:
-        """Waits for a line with this text; raises TimeoutError."""
-        async with asyncio.timeout(within_s):
-            while not self.last(re.escape(text)):
-                await asyncio.sleep(_HEALTH_S)
 
     def _read(self, instance: Instance) -> None:
         assert instance.process.stdout is not None
@@ -248,10 +242,6 @@ async def measure(
         undisturbed = [text for text, _ in await asyncio.gather(*(stream(http, body) for body in asked))]
         run = Run(http, instance, said, ask, undisturbed, time.monotonic() - began)
         print(f"an undisturbed run takes {run.seconds:.1f} s{await told(http)}")
-        if away:
-            size = len(place.supervisors)
-            await run.said.has(f"programs for a gang of {size} are compiled ahead", _AHEAD_S)
-            print(f"programs for {size} are there {time.monotonic() - began - run.seconds:.1f} s later")
         print(
             "| what | next engine ready after | processor seconds | streams that paused, median, longest | "
             "texts that differ |"
@@ -261,8 +251,7 @@ async def measure(
             who = i % len(victims)
             strike = functools.partial(_signal, victims[who], number)
             await run.strike(f"process {who}", strike, run.seconds * (i + 1) / (kills + 1))
-        if away:
-            last = len(place.supervisors) - 1
+        for last in [len(place.supervisors) - 1] * (2 if away else 0):
             await run.strike(f"process {last + 1} for good", place.supervisors[last].kill, run.seconds / 4)
             await run.strike(f"process {last + 1} back", functools.partial(place.start, last), run.seconds / 4)
 

@@ -52,7 +52,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 _SYSCTL = ("/usr/sbin/sysctl", "hw.optional", "machdep.cpu")
 _SYSCTL_S = 10
 KEPT_S = 90 * 24 * 3600.0
-_PATTERNS = ("programs-*/*", "instance-*/*/*", "ahead-*", "instance-*/*", "programs-*", "instance-*")
+_PATTERNS = ("programs-*/*", "instance-*/*/*", "instance-*/*", "programs-*", "instance-*")
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _HIT_EVENT = "/jax/compilation_cache/cache_hits"
 _watched = threading.local()
@@ -319,17 +319,6 @@ def forget_unused(root: Path) -> None:
             with contextlib.suppress(OSError):  # not empty, or gone, or another's
                 if _age(path) > KEPT_S and path.suffix != ".key":
                     (path.rmdir if path.is_dir() else path.unlink)()
-
-
-def vouches(marker: Path) -> bool:
-    """Returns whether a file still says that programs are there: they were used before it was written.
-
-    Half of the time leaves the other half to use them again.
-    """
-    try:
-        return _age(marker) < KEPT_S / 2
-    except OSError:
-        return False
 
 
 def _age(path: Path) -> float:

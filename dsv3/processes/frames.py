@@ -72,9 +72,10 @@ def body_length(head: bytes | memoryview, limit: int = MAX_FRAME_BYTES) -> int:
 
 
 class Splitter:
-    """Cuts what comes from a stream into the bodies of frames."""
+    """Cuts what comes from a stream into the bodies of frames, of at most `limit` bytes each."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = MAX_FRAME_BYTES) -> None:
+        self.limit = limit
         self._received, self._needed = bytearray(), 0
 
     def add(self, data: bytes) -> Iterator[memoryview]:
@@ -88,7 +89,7 @@ class Splitter:
         self._needed = HEAD_BYTES
         while len(received) - start >= HEAD_BYTES:
             body = start + HEAD_BYTES
-            after = body + body_length(received[start:body])
+            after = body + body_length(received[start:body], self.limit)
             if after > len(received):
                 self._needed = after - start
                 break

@@ -27,6 +27,8 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("buckets", "", {}),
     ("cache_dtypes", "--tokens 16", {"MODULES": ("bisect",), "SETTINGS": (("float32", "float32"),)}),
     ("chat_prompts", "--seconds 0.05", {}),
+    ("cluster_link", "--followers 2 --steps 2 --rounds 1 --players 1", {}),
+    ("cluster_link", "--faults", {"_FAULT_S": 0.5}),
     ("cluster_send", "--ranks 4 --rows 4 --followers 1 --steps 2", {}),
     ("cpu_dtypes", "--models bundled --rows 1 --prompt 64 --rounds 1 --seconds 0.01", {}),
     ("cpu_peers", "--dtypes float32 --requests 1 --tokens 4 --long 8 --rounds 1 --repeats 1", {}),

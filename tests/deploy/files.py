@@ -13,8 +13,8 @@ from absl import flags as absl_flags
 
 from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.config.server_options import ServerOptions
-from dsv3.engine.cluster.membership import slurm_membership
 from launch import cli, flags
+from launch.cluster import slurm_membership
 
 DEPLOY = pathlib.Path(__file__).parents[2] / "deploy"
 SERVE = ["-m", "launch.serve"]

@@ -1,13 +1,19 @@
-"""Carries messages to and from another process of the instance, on threads of its own, and notices its silence.
+"""Carries messages to and from the other processes of the instance, and notices their silence.
 
-A message waits in a bounded queue, so no caller waits for the network. A last message is acknowledged: the other
-process closes its end once it has read it, and `wait_closed` waits for that.
+One thread serves all connections of this process: one or two threads for each of 143 followers took the leader four
+times the processor time (`python -m benchmarks.cluster_link`). A message waits in a bounded queue, so no caller waits
+for the network. A last message is acknowledged: the other process closes its end once it has read it, and `wait_closed`
+waits for that.
 """
 
+import contextlib
 import logging
-import queue
+import math
+import selectors
+import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from dsv3.engine.cluster.wire import MAX_MESSAGE_BYTES, Wire, WireError
@@ -24,9 +30,9 @@ class Channel:
     """The connection to one other process, over a wire.
 
     `heartbeat` returns the body that is sent when nothing was for `heartbeat_s` seconds. `on_message` is called with
-    each body that comes, `on_end` once with what has become of the other process ("has ended ..."); both on the
-    receiving thread, from `start` on. What has come before the end is handed to `on_message` first. `last_heard_s` is
-    when the other process was last heard, on the monotonic clock.
+    each body that comes, `on_end` once with what has become of the other process ("has ended ..."); both on the thread
+    of all connections, from `start` on, so they wait for nothing. What has come before the end is handed to
+    `on_message` first. `last_heard_s` is when the other process was last heard, on the monotonic clock.
     """
 
     def __init__(
@@ -38,18 +44,21 @@ class Channel:
         heartbeat_s: float,
     ) -> None:
         self._wire, self._heartbeat, self._heartbeat_s = wire, heartbeat, heartbeat_s
+        self.connection = wire.connection
         self._on_message, self._on_end = on_message, on_end
-        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._queue: deque[bytes | None] = deque()
         self._lock = threading.Lock()
         self._buffered = 0
-        self.last_heard_s = time.monotonic()
+        self.last_heard_s = self._last_sent_s = time.monotonic()
         self._send_error = ""
+        self._has_started = self._waits = self._has_ended = False
+        self._sends = self._reads = True
         self._closed = threading.Event()
 
     def start(self) -> None:
         """Begins to send and to receive."""
-        for target in (self._send, self._receive):
-            threading.Thread(target=target, name=f"channel{target.__name__}", daemon=True).start()
+        self._has_started = True
+        _LOOP.post(self)
 
     @property
     def closed(self) -> bool:
@@ -71,54 +80,186 @@ class Channel:
             self._buffered += 0 if full else len(body)
         if full:
             raise ChannelError(f"does not read what is sent to it: {self._buffered} bytes wait")
-        self._queue.put(body)
+        self._put(body)
 
     def send_last(self, body: bytes) -> None:
         """Queues a last message, whatever waits already. What is sent afterwards is dropped."""
         with self._lock:
             self._buffered += len(body)
-        self._queue.put(body)
-        self._queue.put(None)
+        self._put(body, None)
 
     def wait_closed(self, timeout_s: float) -> bool:
         """Waits until the other process has closed its end, at most `timeout_s` seconds; returns whether it has."""
         return self._closed.wait(timeout_s)
 
-    def _send(self) -> None:
-        try:
-            while (body := self._next()) is not None:
-                self._wire.send(body)
-            self._wire.end()
-        except Exception as error:
-            if not isinstance(error, ConnectionError):
-                self._send_error = f"cannot be sent to any more ({type(error).__name__}: {error})"
-                _log.debug("sending failed", exc_info=True)
-            self._wire.end_receiving()  # the receiver tells of it, after what has already come
+    def _put(self, *bodies: bytes | None) -> None:
+        self._queue.extend(bodies)
+        if self._has_started:
+            _LOOP.post(self)
 
-    def _next(self) -> bytes | None:
-        """Returns the next body to send, a heartbeat if there is none for long, None after the last one."""
+    def read(self) -> None:
+        """Hands over the messages that have come. What follows one that cannot be taken is dropped."""
         try:
-            body = self._queue.get(timeout=self._heartbeat_s)
-        except queue.Empty:
-            return self._heartbeat()
-        if body is not None:
+            if self._has_ended:
+                self._wire.drop()
+                return
+            for body in self._wire.take():
+                self.last_heard_s = time.monotonic()
+                self._hear(body)
+        except (EOFError, OSError):
+            self._reads = False
+            self._closed.set()
+            self._end(self._send_error or "has ended, or the connection to it is broken")
+        except WireError as error:
+            self._end(f"sent what is no message: {error}")
+
+    def _hear(self, body: bytes) -> None:
+        if self._has_ended:
+            return
+        try:
+            self._on_message(body)
+        except Exception as error:
+            self._end(f"sent a message that cannot be taken ({type(error).__name__}: {error})")
+
+    def pump(self) -> int:
+        """Sends what the socket takes; returns the selector's events at which to call `read`, or this again."""
+        try:
+            self._waits = self._sends and self._pump()
+        except Exception as error:
+            self._fail(error)
+        return (selectors.EVENT_READ if self._reads else 0) | (selectors.EVENT_WRITE if self._waits else 0)
+
+    def beat(self, now: float) -> float:
+        """Sends a heartbeat if nothing was sent for long; returns when to look again."""
+        due = self._last_sent_s + self._heartbeat_s
+        if not self._sends:
+            return math.inf
+        if now < due:
+            return due
+        self._last_sent_s = now
+        if not self._queue and not self._waits:
+            try:
+                self._wire.put(self._heartbeat())
+            except Exception as error:
+                self._fail(error)
+        return now + self._heartbeat_s
+
+    def _pump(self) -> bool:
+        """Returns whether something waits for room in the socket."""
+        waits = self._wire.pump()
+        while self._queue and not waits:
+            body = self._queue.popleft()
+            if body is None:
+                self._sends = False
+                self._wire.end()
+                return False
             with self._lock:
                 self._buffered -= len(body)
-        return body
+            self._wire.put(body)
+            self._last_sent_s = time.monotonic()
+            waits = self._wire.pump()
+        return waits
 
-    def _receive(self) -> None:
-        try:
-            while (body := self._wire.receive()) is not None:
-                self.last_heard_s = time.monotonic()
-                self._on_message(body)
-            self._closed.set()
-            end = self._send_error or "has ended, or the connection to it is broken"
-        except WireError as error:
-            end = f"sent what is no message: {error}"
-        except Exception as error:
-            end = f"sent a message that cannot be taken ({type(error).__name__}: {error})"
-        self._on_end(end)
-        # Bytes that nobody reads would make the kernel reset the connection when this process ends, and a reset may
-        # overtake the last message.
-        self._wire.discard()
-        self._closed.set()
+    def _fail(self, error: Exception) -> None:
+        """Sends no more. The end is told behind what has come already."""
+        if not isinstance(error, ConnectionError):
+            self._send_error = f"cannot be sent to any more ({type(error).__name__}: {error})"
+            _log.debug("sending failed", exc_info=error)
+        self._sends = self._waits = False
+        self._wire.end_receiving()
+
+    def _end(self, text: str) -> None:
+        """Says what has become of the other process, once.
+
+        What it sends from now on is dropped. Bytes that nobody reads would make the kernel reset the connection when
+        this process ends, and a reset may overtake the last message.
+        """
+        if not self._has_ended:
+            self._has_ended = True
+            try:
+                self._on_end(text)
+            except Exception:
+                _log.exception("the end of a connection is not taken: %s", text)
+
+
+class _Loop:
+    """Serves the channels of this process on one thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wake: socket.socket | None = None
+        self._posted: deque[Channel] = deque()
+        self._is_awake = False
+
+    def post(self, channel: Channel) -> None:
+        """Has the thread look at a channel: it is new, or has something to send."""
+        self._posted.append(channel)
+        wake = self._wake or self._begin()
+        if not self._is_awake:
+            self._is_awake = True
+            with contextlib.suppress(BlockingIOError):
+                wake.send(b"\0")
+
+    def _begin(self) -> socket.socket:
+        """Starts the thread, once; returns what wakes it."""
+        with self._lock:
+            if self._wake is None:
+                woken, self._wake = socket.socketpair()
+                woken.setblocking(False)
+                self._wake.setblocking(False)
+                threading.Thread(target=self._run, args=(woken,), name="channels", daemon=True).start()
+            return self._wake
+
+    def _run(self, woken: socket.socket) -> None:
+        selector, channels = selectors.DefaultSelector(), dict[Channel, int]()
+        selector.register(woken, selectors.EVENT_READ)
+        look = math.inf
+        while True:
+            for key, events in selector.select(None if look == math.inf else max(0.0, look - time.monotonic())):
+                if key.data is None:
+                    woken.recv(2**10)
+                    self._is_awake = False  # before looking: what is posted from now on wakes this thread again
+                elif events & selectors.EVENT_READ:
+                    key.data.read()
+                    _serve(selector, channels, key.data)
+                else:
+                    _serve(selector, channels, key.data)
+            while self._posted:
+                channel = self._posted.popleft()
+                if channel not in channels:
+                    look = 0.0
+                    channel.read()
+                _serve(selector, channels, channel)
+            if (now := time.monotonic()) >= look:
+                look = math.inf
+                for channel in list(channels):
+                    look = min(look, channel.beat(now))
+                    _serve(selector, channels, channel)
+
+
+def _serve(selector: selectors.BaseSelector, channels: dict[Channel, int], channel: Channel) -> None:
+    """Sends what can be sent, and has the selector look for what comes next; `channels` have the events so far."""
+    events, before = channel.pump(), channels.get(channel, 0)
+    if events and events == before:
+        return
+    channels[channel] = events
+    with contextlib.suppress(OSError, ValueError):  # one of its own ends has closed the connection
+        if not events:
+            del channels[channel]
+        if before and events:
+            selector.modify(channel.connection, events, channel)
+        elif before and not events:
+            selector.unregister(channel.connection)
+        elif events and not before:
+            _register(selector, channel, events)
+
+
+def _register(selector: selectors.BaseSelector, channel: Channel, events: int) -> None:
+    try:
+        selector.register(channel.connection, events, channel)
+    except KeyError:  # the descriptor was that of a connection which has been closed here
+        selector.unregister(channel.connection)
+        selector.register(channel.connection, events, channel)
+
+
+_LOOP = _Loop()

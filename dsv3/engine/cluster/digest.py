@@ -1,13 +1,19 @@
-"""Chains digests of sampled tokens: processes that have read the same results have the same digest."""
+"""Digests of what must be the same in all processes: what they read of steps, and in which order programs send."""
 
 import hashlib
+import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from dsv3.engine.device.collective_order import order_of
+from dsv3.engine.device.programs import Programs
+
+_log = logging.getLogger("dsv3.cluster")
 _DIGEST_BYTES = 16
+_COLLECTIVE_BYTES = 4
 
 
 class Chain:
@@ -60,7 +66,7 @@ class Book:
         return None
 
     def forgive(self) -> None:
-        """Makes nobody late for what has not been reported until now: the time they have counts from now on."""
+        """Resets the report deadline of all followers."""
         self._forgiven = time.monotonic()
 
     def _compare(self, number: int) -> int | None:
@@ -72,3 +78,41 @@ class Book:
             del self._mine[number]
             self._theirs.pop(number, None)  # nothing is there where nobody follows
         return wrong
+
+
+Orders = Mapping[str, Sequence[str]]
+"""By program: its collectives in the order of their launches."""
+
+
+def orders_of(programs: Programs) -> Orders:
+    """Returns the order of each program that serving can need and whose text is to be had; all are compiled."""
+    started = time.monotonic()
+    named = {"-".join(map(str, key)): programs.get(key) for key in programs.keys()}  # noqa: SIM118
+    found = {name: order_of(name, program) for name, program in named.items()}
+    orders = {name: order for name, order in found.items() if order is not None}
+    seconds, number = time.monotonic() - started, sum(map(len, orders.values()))
+    _log.info("read the order of %d collectives in %d programs in %.2f s", number, len(orders), seconds)
+    return orders
+
+
+def digests_of(orders: Orders) -> dict[str, bytes]:
+    """Returns by program what is sent to the leader: four bytes of each collective's digest, one behind the other."""
+    return {name: b"".join(map(_short, order)) for name, order in orders.items()}
+
+
+def first_difference(mine: Orders, theirs: Mapping[str, bytes]) -> tuple[str, int] | None:
+    """Returns the program, and the place from 0, of the first collective that differs from those of another process.
+
+    Programs that only one of the two can read are not compared. None where all others have one order.
+    """
+    for name in mine.keys() & theirs.keys():
+        digests = [theirs[name][i : i + _COLLECTIVE_BYTES] for i in range(0, len(theirs[name]), _COLLECTIVE_BYTES)]
+        own = list(map(_short, mine[name]))
+        if own != digests:
+            same = zip(own, digests, strict=False)
+            return name, next((i for i, (a, b) in enumerate(same) if a != b), min(len(own), len(digests)))
+    return None
+
+
+def _short(collective: str) -> bytes:
+    return hashlib.sha256(collective.encode()).digest()[:_COLLECTIVE_BYTES]

@@ -16,16 +16,17 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
+
 from dsv3.config.options import ClusterOptions, EngineOptions
-from dsv3.engine.cluster import ahead, messages
+from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
-from dsv3.engine.cluster.digest import Chain
-from dsv3.engine.cluster.executor import FollowingExecutor
-from dsv3.engine.cluster.generation import Generation
-from dsv3.engine.cluster.link import Alone, Begun, Serving, Tell, Waits
+from dsv3.engine.cluster.digest import Chain, digests_of, orders_of
+from dsv3.engine.cluster.link import Alone, Begun, FromFollower, Generation, Serving, Waits
 from dsv3.engine.cluster.messages import (
     Begin,
     Build,
@@ -41,15 +42,14 @@ from dsv3.engine.cluster.messages import (
     Started,
     Step,
     Stop,
-    Told,
     Wait,
+    WorkEvent,
 )
-from dsv3.engine.cluster.rehearsal import order_of
-from dsv3.engine.cluster.smaller import fitted
 from dsv3.engine.cluster.start import (
-    Load,
+    LoadParts,
     Phases,
     first_gpu,
+    fitted,
     kept_programs,
     load_model,
     loaded_fields,
@@ -58,8 +58,9 @@ from dsv3.engine.cluster.start import (
 )
 from dsv3.engine.cluster.wire import PATIENCE_S, Unanswered, Wire, WireError, connect
 from dsv3.engine.device.pool import set_pool_share
-from dsv3.engine.executor import InFlight, LocalExecutor
+from dsv3.engine.executor import InFlight, LocalExecutor, Results
 from dsv3.engine.fingerprint import fields_of
+from dsv3.engine.job import Aside, Job, StepCommand
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.kernel_checks import check_kernels, fall_back
 from dsv3.processes.certificates import Credentials, credentials_of
@@ -79,9 +80,9 @@ def run(
     cluster: ClusterOptions,
     model_dir: Path,
     options: EngineOptions,
-    load: Load = load_model,
+    load: LoadParts = load_model,
     last: Generation | None = None,
-    tell: Tell = lambda _: None,
+    tell: Callable[[FromFollower], None] = lambda _: None,
 ) -> NoReturn:
     """Follows the leader until it ends, then ends the process: with status 0 if that was in order, else 1.
 
@@ -104,21 +105,50 @@ def run(
         follower.give_up(error)
 
 
+class FollowingExecutor:
+    """Carries out the leader's commands, and what they ask for beside programs: `asides`, by the kind of job."""
+
+    def __init__(self, local: LocalExecutor, asides: Mapping[str, Aside]) -> None:
+        self._local, self._asides = local, asides
+
+    def launch(self, command: StepCommand) -> InFlight:
+        """Starts a step."""
+        return self._local.launch(dataclasses.replace(command, jobs=tuple(map(self._prepared, command.jobs))))
+
+    def fetch(self, in_flight: InFlight) -> tuple[Results, list[np.ndarray]]:
+        """Waits for the results of a step; returns them, and those that must be the same in every process."""
+        results = self._local.fetch(in_flight)
+        return results, self._local.agreed(in_flight, results)
+
+    def take(self, in_flight: InFlight, results: Results) -> None:
+        """Hands the results of a step to those who want them."""
+        for job, arrays in zip(in_flight.command.jobs, results, strict=True):
+            if (aside := self._asides.get(job.kind)) is not None:
+                aside.take(job.command, arrays)
+
+    def _prepared(self, job: Job) -> Job:
+        aside = self._asides.get(job.kind)
+        return job if aside is None else Job(job.kind, aside.prepared(job.command))
+
+
 class _Follower:
     def __init__(
-        self, cluster: ClusterOptions, wire: Wire, last: Generation | None = None, tell: Tell = lambda _: None
+        self,
+        cluster: ClusterOptions,
+        wire: Wire,
+        last: Generation | None = None,
+        tell: Callable[[FromFollower], None] = lambda _: None,
     ) -> None:
         self._cluster, self._last, self._tell = cluster, last, tell
         self._inbox: queue.SimpleQueue[Begin | Checked | Build | Compiled | Step] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[InFlight] = queue.SimpleQueue()
         self._last_launched = -1
-        self._order: ahead.Order | None = None
         self._silence_s = cluster.starting_silence_s
         self._channel = Channel(wire, self._heartbeat, self._take, self._lost, cluster.heartbeat_s)
         self._channel.start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
-    def follow(self, model_dir: Path, options: EngineOptions, load: Load) -> NoReturn:
+    def follow(self, model_dir: Path, options: EngineOptions, load: LoadParts) -> NoReturn:
         """Starts together with the leader, then executes what it sends."""
         phases = Phases()
         fields = fields_of(model_dir, options, self._cluster)
@@ -138,25 +168,25 @@ class _Follower:
         set_pool_share(options.gpu_memory_utilization)
         start_jax(cluster, generation)
         phases.end("jax")
-        asked, options = options, fitted(own_options(options, cluster), model_dir, self._cluster, cluster)
+        options = fitted(own_options(options, cluster), model_dir, self._cluster, cluster)
         parts = load(model_dir, options, num_nodes=cluster.num_nodes)
         phases.end("weights")
         self._send(Loaded(loaded_fields(parts), parts.cfg.num_pages, parts.cfg.transfer_address or ""))
         parts = dataclasses.replace(parts, cfg=self._expect(Build).config)
         makers = {kind.name: kind.aside for kind in JOB_KINDS if kind.aside is not None and kind.applies(parts)}
         asides = {name: make(parts, functools.partial(self._pass_on, name)) for name, make in makers.items()}
-        executor = FollowingExecutor(LocalExecutor(parts, JOB_KINDS), asides)
+        local = LocalExecutor(parts, JOB_KINDS)
         store = kept_programs(cluster, model_dir, options, parts)
         del parts  # the executor alone holds the weights: experts that it moves are written in place
-        executor.compile_all(store)
+        local.compile_all(store=store)
         phases.end("compiling")
-        self._send(Compiled())
+        self._send(Compiled(digests_of(orders_of(local.devices.programs))))
         self._expect(Compiled)
-        executor.launch_all()
+        local.launch_all()
         phases.end("first launches")
         _log.info("process %d is ready after %s; %s", self._cluster.process_id, phases, store)
-        self._order = order_of(self._cluster, cluster, model_dir, asked, load)
         self._send(Ready())
+        executor = FollowingExecutor(local, asides)
         threading.Thread(target=self._report, args=(executor,), name="results", daemon=True).start()
         while True:
             command = messages.command_of(self._expect(Step), JOB_KINDS)
@@ -200,7 +230,7 @@ class _Follower:
 
     def _pass_on(self, kind: str, body: bytes) -> None:
         try:
-            self._send(Told(kind, body))
+            self._send(WorkEvent(kind, body))
         except ChannelError as error:
             self.give_up(error)
 
@@ -214,8 +244,6 @@ class _Follower:
             case Started():
                 self._silence_s = self._cluster.cluster_silence_timeout
                 self._tell(Serving())
-                if self._order is not None:
-                    ahead.begin(self._order)
             case Wait():
                 _log.info("the others have gone on without process %d: it waits", self._cluster.process_id)
                 self._tell(Waits())

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Protocol
 
 from dsv3.config.options import LEADER, ClusterOptions, EngineOptions
-from dsv3.engine.cluster import ahead
-from dsv3.engine.cluster.executor import LeadingExecutor
-from dsv3.engine.cluster.generation import FIRST, Generation
+from dsv3.engine.cluster.digest import orders_of
 from dsv3.engine.cluster.leader import Leader
-from dsv3.engine.cluster.rehearsal import order_of
-from dsv3.engine.cluster.smaller import fitted
+from dsv3.engine.cluster.link import FIRST, Generation
 from dsv3.engine.cluster.start import (
-    Load,
+    LoadParts,
     Phases,
     first_gpu,
+    fitted,
     kept_programs,
     load_model,
     loaded_fields,
@@ -24,14 +22,57 @@ from dsv3.engine.cluster.start import (
     start_jax,
 )
 from dsv3.engine.device.pool import set_pool_share
+from dsv3.engine.device.programs import Progress, Store
 from dsv3.engine.engine import Engine
-from dsv3.engine.executor import LocalExecutor
+from dsv3.engine.executor import InFlight, LocalExecutor, Results
 from dsv3.engine.fingerprint import fields_of
+from dsv3.engine.job import StepCommand
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.kernel_checks import check_kernels, fall_back
 from dsv3.engine.limits import with_pages
 
 _SWITCH_INTERVAL_S = 0.0005  # commands shall leave while the engine's thread launches the same step
+
+
+class LeadingExecutor:
+    """Sends each command to the followers, carries out its own part, and has the results compared with theirs.
+
+    `ranks` are those of this process's devices.
+    """
+
+    def __init__(self, local: LocalExecutor, leader: Leader, ranks: range) -> None:
+        self.local, self._leader, self._ranks = local, leader, ranks
+
+    def compile_all(self, progress: Progress | None = None, store: Store | None = None) -> None:
+        """Compiles this process's programs; each process compiles its own."""
+        self.local.compile_all(progress, store)
+
+    def launch_all(self) -> None:
+        """Launches this process's programs for the first time, once every process has compiled its own."""
+        self._leader.compiled(orders_of(self.local.devices.programs))
+        try:
+            self.local.launch_all()
+        except Exception as error:
+            raise self._leader.explain(error) from error
+
+    def launch(self, command: StepCommand) -> InFlight:
+        """Starts a step everywhere; raises ClusterError when the instance has failed."""
+        self._leader.send(command)  # first, so that the others do not wait for this process's launch
+        try:
+            in_flight = self.local.launch(command.part(self._ranks))
+        except Exception as error:
+            raise self._leader.explain(error) from error
+        self._leader.launched(command.number)
+        return in_flight
+
+    def fetch(self, in_flight: InFlight) -> Results:
+        """Waits for the results of a step; raises ClusterError once those of another process differ."""
+        try:
+            results = self.local.fetch(in_flight)
+        except Exception as error:
+            raise self._leader.explain(error) from error
+        self._leader.results(in_flight.command.number, self.local.agreed(in_flight, results))
+        return results
 
 
 class Host(Protocol):
@@ -48,7 +89,7 @@ def start_leader(
     model_dir: Path,
     options: EngineOptions,
     host: Host,
-    load: Load = load_model,
+    load: LoadParts = load_model,
     generation: Generation = FIRST,
 ) -> Engine:
     """Returns an engine over the devices of all processes, warm; every follower is ready when it returns.
@@ -71,7 +112,7 @@ def start_leader(
     start_jax(cluster, generation)
     phases.end("jax")
     host.progress("loading the weights")
-    asked, options = options, fitted(own_options(options, cluster), model_dir, given, cluster)
+    options = fitted(own_options(options, cluster), model_dir, given, cluster)
     parts = load(model_dir, options, num_nodes=cluster.num_nodes)
     num_pages = leader.loaded(loaded_fields(parts))
     phases.end("weights")
@@ -85,8 +126,6 @@ def start_leader(
     engine = Engine(parts, executor, store=store, news=leader.news)
     engine.warm_up(lambda done, total, what: host.progress(f"compiling {what}", done, total))
     leader.ready()
-    if (order := order_of(given, cluster, model_dir, asked, load)) is not None:
-        ahead.begin(order)
     phases.end("compiling")
     host.progress(f"{cluster.num_processes} processes are ready after {phases}; {store}")
     return engine

@@ -18,9 +18,8 @@ from dsv3.config.engine import EngineConfig
 from dsv3.config.options import LEADER, ClusterOptions
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
-from dsv3.engine.cluster.digest import Book, Chain
-from dsv3.engine.cluster.entrance import Entrance
-from dsv3.engine.cluster.generation import FIRST, Generation
+from dsv3.engine.cluster.digest import Book, Chain, Orders, first_difference
+from dsv3.engine.cluster.link import FIRST, Generation
 from dsv3.engine.cluster.messages import (
     Build,
     Checked,
@@ -34,11 +33,11 @@ from dsv3.engine.cluster.messages import (
     Ready,
     Started,
     Stop,
-    Told,
     Wait,
+    WorkEvent,
 )
 from dsv3.engine.cluster.returning import Returning, refuse
-from dsv3.engine.cluster.wire import Wire
+from dsv3.engine.cluster.wire import Entrance, Wire
 from dsv3.engine.errors import ClusterError
 from dsv3.engine.fingerprint import Fields, differences
 from dsv3.engine.job import News, StepCommand
@@ -192,9 +191,24 @@ class Leader:
         self._ranks = {process_id: config.ranks_of(place) for process_id, place in self._places.items()}
         self._broadcast(messages.encode(Build(config)))
 
-    def compiled(self) -> None:
-        """Waits until every follower has compiled, and tells all so: they launch their programs for the first time."""
+    def compiled(self, orders: Orders) -> None:
+        """Waits until every follower has compiled, and tells all so: they launch their programs for the first time.
+
+        `orders` are those of the leader's programs. Raises ClusterError where a follower's programs launch collectives
+        in another order: XLA has chosen otherwise there, and the processes would wait for each other for ever.
+        """
         self._wait_for(Compiled, "to compile")
+        others = {p: m.orders for p, m in self._said[Compiled].items() if isinstance(m, Compiled)}
+        differ = {p: found for p, other in others.items() if (found := first_difference(orders, other)) is not None}
+        if differ:
+            name, place = differ[min(differ)]
+            alike = frozenset(process_id for process_id, found in differ.items() if found == (name, place))
+            own = orders[name][place] if place < len(orders[name]) else "none"
+            raise self._fail(
+                f"{_processes(alike)} and process {LEADER} launch the collectives of {name} in different orders, and "
+                f"would hang: the first that differs is number {place + 1}, in process {LEADER} {own}; remove "
+                "instance-* and programs-* in --compilation_cache_dir on every host, so that all compile anew"
+            )
         self._broadcast(messages.encode(Compiled()))
 
     def ready(self) -> None:
@@ -301,7 +315,7 @@ class Leader:
                     _log.info("process %d is pid %d on %s", process_id, message.pid, message.host)
                     if not self._strays(process_id, message.host):
                         self._note(process_id, message)
-            case Told():
+            case WorkEvent():
                 self.news.put(message.kind, self._places[process_id], message.body)
             case Checked() | Loaded() | Compiled() | Ready():
                 self._note(process_id, message)

@@ -1,15 +1,45 @@
-"""Declares what a follower and its supervisor tell each other, as frames over a Unix socket. Imports no jax."""
+"""The numbers of gangs, and what a follower and its supervisor send each other over a Unix socket. Imports no jax."""
 
 import contextlib
+import hashlib
+import hmac
 import socket
 import threading
-from collections.abc import Callable
 
 import msgspec
 
 from dsv3.config.options import ClusterOptions, EngineOptions
-from dsv3.engine.cluster.generation import Generation
 from dsv3.processes import frames
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """One gang: the processes that start together and end together. One that is over can harm no later one.
+
+    `number` counts from 0 the gangs of a first front, and `front` is a random name of that front: another front, of a
+    server that was started again, counts anew.
+    """
+
+    number: int = 0
+    front: str = ""
+
+    def __str__(self) -> str:
+        return f"generation {self.number}"
+
+    def is_over_for(self, last: "Generation | None") -> bool:
+        """Returns whether a process that was in generation `last` must have nothing to do with this one any more."""
+        return last is not None and last.front == self.front and last.number >= self.number
+
+    def secret(self, key: bytes) -> bytes:
+        """Returns the secret of this gang alone, made from the key of the instance.
+
+        jax's coordinator asks for certificates made from it. So a process that was late to leave an earlier gang cannot
+        say there that it is process 1 of this one.
+        """
+        return hmac.digest(key, f"generation {self.number} of {self.front}".encode(), hashlib.sha256)
+
+
+FIRST = Generation()
+"""The generation of processes that nobody numbers."""
 
 LOAD = "dsv3.engine.cluster.start:load_model"
 
@@ -49,9 +79,7 @@ class Alone(msgspec.Struct, frozen=True, tag=True):
     """No leader was found in time, or the one found lets this process not in: there is no use in another try."""
 
 
-News = Begun | Serving | Waits | Alone
-Tell = Callable[[News], None]
-FromFollower = Pulse | News
+FromFollower = Pulse | Begun | Serving | Waits | Alone
 
 _to_follower = msgspec.msgpack.Decoder(Follow)
 _from_follower: msgspec.msgpack.Decoder[FromFollower] = msgspec.msgpack.Decoder(FromFollower)

@@ -1,4 +1,4 @@
-"""Declares what leader and followers tell each other, as msgpack types; arrays travel as dtype, shape and bytes."""
+"""What leader and followers send each other: `ToFollower`, `ToLeader`. Arrays travel as dtype, shape and bytes."""
 
 import functools
 import math
@@ -10,11 +10,12 @@ import numpy as np
 
 from dsv3.config.engine import EngineConfig
 from dsv3.config.options import LEADER
-from dsv3.engine.cluster.generation import FIRST, Generation
+from dsv3.engine.cluster.link import FIRST, Generation
 from dsv3.engine.job import Job, JobKind, StepCommand
 from dsv3.engine.kernel_checks import Replaced
 
-_DTYPES = {np.dtype(name) for name in ("bool", "int8", "uint8", "int16", "int32", "uint32", "int64", "float32")}
+# numpy makes the name of a dtype anew each time, which was two fifths of what a step's messages to 143 followers take.
+_NAMES = {np.dtype(name): name for name in ("bool", "int8", "uint8", "int16", "int32", "uint32", "int64", "float32")}
 _MAX_DIMENSIONS = 8
 
 
@@ -78,8 +79,11 @@ class Build(msgspec.Struct, frozen=True, tag=True):
 class Compiled(msgspec.Struct, frozen=True, tag=True):
     """A follower has compiled; from the leader: every process has, and launches its programs for the first time.
 
-    Processes meet in these launches, and what meets there does not wait as long as a compilation may take.
+    Processes meet in these launches, and what meets there does not wait as long as a compilation may take. A follower
+    says by program in which order it launches collectives (`dsv3.engine.cluster.digest.digests_of`).
     """
+
+    orders: dict[str, bytes] = {}
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -104,8 +108,8 @@ class Digest(msgspec.Struct, frozen=True, tag=True):
     digest: bytes
 
 
-class Told(msgspec.Struct, frozen=True, tag=True):
-    """What the follower's half of a kind of job tells the planner, as the two encode it (`dsv3.engine.job`)."""
+class WorkEvent(msgspec.Struct, frozen=True, tag=True):
+    """What the follower's half of a kind of job reports to the planner, as the two encode it (`dsv3.engine.job`)."""
 
     kind: str
     body: bytes
@@ -137,12 +141,12 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 ToFollower = Begin | Wait | Checked | Build | Compiled | Started | Step | Heartbeat | Stop
-ToLeader = Hello | Checked | Loaded | Compiled | Ready | Digest | Told | Heartbeat | Drain | Failed
+ToLeader = Hello | Checked | Loaded | Compiled | Ready | Digest | WorkEvent | Heartbeat | Drain | Failed
 
 
 def _to_plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return value.dtype.name, value.shape, value.tobytes()
+        return _NAMES.get(value.dtype) or value.dtype.name, value.shape, value.tobytes()
     raise NotImplementedError(f"{type(value).__name__} is no part of a command")
 
 
@@ -156,7 +160,7 @@ def _array(value: Any) -> np.ndarray:
     """Returns the array, read-only, of a triple (dtype, shape, bytes). Raises ValueError where they do not fit."""
     name, shape, data = value
     dtype = np.dtype(name) if isinstance(name, str) else None
-    if dtype not in _DTYPES:
+    if dtype not in _NAMES:
         raise ValueError(f"{name!r} is not a dtype of commands")
     if len(shape) > _MAX_DIMENSIONS or not all(isinstance(n, int) and n >= 0 for n in shape):
         raise ValueError("not a shape")

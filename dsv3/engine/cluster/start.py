@@ -10,9 +10,10 @@ from typing import Protocol
 
 import jax
 
+from dsv3.config.hugging_face import load_config
 from dsv3.config.options import ClusterOptions, EngineOptions, split_address
 from dsv3.engine.build import load_parts
-from dsv3.engine.cluster.generation import FIRST, Generation
+from dsv3.engine.cluster.link import FIRST, Generation
 from dsv3.engine.device.driver import started_devices
 from dsv3.engine.fingerprint import Fields, agreed, shaping
 from dsv3.engine.parts import Parts
@@ -20,18 +21,17 @@ from dsv3.engine.stored import NothingKept, ProgramStore, device_fields, program
 from dsv3.processes.certificates import IDENTITY, credentials_of
 from dsv3.processes.key_file import read_key
 
-
-class Load(Protocol):
-    """Makes the parts of an engine; called in every process, with jax started over all of them.
-
-    The mesh has `num_nodes` nodes. With `shapes` no weight is loaded: its shape stands in its place.
-    """
-
-    def __call__(self, model_dir: Path, options: EngineOptions, *, num_nodes: int, shapes: bool = False) -> Parts: ...
-
-
 _log = logging.getLogger("dsv3.cluster")
 _CONNECT_S = 300
+
+
+class LoadParts(Protocol):
+    """Makes the parts of an engine; called in every process, with jax started over all of them.
+
+    The mesh has `num_nodes` nodes.
+    """
+
+    def __call__(self, model_dir: Path, options: EngineOptions, *, num_nodes: int) -> Parts: ...
 
 
 class Phases:
@@ -51,9 +51,9 @@ class Phases:
         return f"{self._last - self._started:.1f} s: {', '.join(self._done)}"
 
 
-def load_model(model_dir: Path, options: EngineOptions, *, num_nodes: int, shapes: bool = False) -> Parts:
+def load_model(model_dir: Path, options: EngineOptions, *, num_nodes: int) -> Parts:
     """Loads the parts of a real engine."""
-    return load_parts(model_dir, options, num_nodes=num_nodes, progress=False, shapes=shapes)
+    return load_parts(model_dir, options, num_nodes=num_nodes, progress=False)
 
 
 def own_options(options: EngineOptions, cluster: ClusterOptions) -> EngineOptions:
@@ -150,3 +150,27 @@ def _bind_address(coordinator: str) -> str:
     host, port = split_address(coordinator, "coordinator")
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
+
+
+def fitted(options: EngineOptions, model_dir: Path, given: ClusterOptions, cluster: ClusterOptions) -> EngineOptions:
+    """Returns the options for the processes of `cluster`, of those that were `given`; with jax started over them.
+
+    Each device that is left is a rank, or part of one, as before. It stores as many replicas of experts as before
+    where all experts fit so, else as few more as they need. Every process finds the same.
+    """
+    if cluster.num_processes == given.num_processes:
+        return options
+    devices, redundant = jax.device_count(), options.num_redundant_experts
+    if options.spreads_experts:
+        experts = load_config(model_dir).n_routed_experts
+        before = devices * given.num_processes // cluster.num_processes
+        redundant = redundant_experts(experts, experts + redundant, before, devices)
+        _log.warning("%d devices are left of %d, with %d redundant experts", devices, before, redundant)
+    ranks = devices // options.tensor_parallel_size
+    return dataclasses.replace(options, data_parallel_size=ranks, num_redundant_experts=redundant)
+
+
+def redundant_experts(experts: int, replicas: int, before: int, devices: int) -> int:
+    """Returns how many more replicas than experts to store on `devices` that are fewer than `before`."""
+    per_device = max(replicas // before, -(-experts // devices))
+    return per_device * devices - experts

@@ -14,8 +14,7 @@ import time
 from collections.abc import Iterator
 
 from dsv3.config.options import ClusterOptions
-from dsv3.engine.cluster.generation import Generation
-from dsv3.engine.cluster.link import Alone, Begun, Follow, FromFollower, Link, Serving, Waits
+from dsv3.engine.cluster.link import Alone, Begun, Follow, FromFollower, Generation, Link, Serving, Waits
 from dsv3.processes.child import KILLED_S, Deaths, LinkedChild, RestartPolicy
 
 _log = logging.getLogger("dsv3.cluster")

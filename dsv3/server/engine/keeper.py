@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from dsv3.engine.cluster.generation import Generation
+from dsv3.engine.cluster.link import Generation
 from dsv3.processes.child import KILLED_S, Deaths, LinkedChild, RestartPolicy
 from dsv3.server.engine.client import EngineClient
 from dsv3.server.engine.messages import Start

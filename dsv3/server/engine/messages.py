@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from dsv3.config.options import ClusterOptions, EngineOptions
-from dsv3.engine.cluster.generation import FIRST, Generation
+from dsv3.engine.cluster.link import FIRST, Generation
 from dsv3.engine.look import Look, StepNote
 from dsv3.scheduler.prepare import PreparedRequest, RequestRules
 from dsv3.scheduler.request import EngineOutput, StepOutputs, Tokens

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,12 +14,10 @@ import pytest
 from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine import kernel_checks, stored
 from dsv3.engine.build import build_engine, bundled_model, load_parts
-from dsv3.engine.cluster import rehearsal
 from dsv3.engine.cluster.start import kept_programs
 from dsv3.engine.device import choosing
 from dsv3.engine.errors import KernelCheckError
-from dsv3.engine.kernel_checks import Replaced, agree, check_kernels, fall_back
-from dsv3.engine.parts import Parts
+from dsv3.engine.kernel_checks import Replaced, agree, check_kernels
 from dsv3.server.engine.factory import start_engine
 from dsv3.server.engine.messages import Start
 from pallas_kernels import native
@@ -226,21 +223,3 @@ def test_programs_with_a_replaced_kernel_are_never_taken_for_those_without(tmp_p
     assert len(set.union(*names)) == 6
     set_fallbacks({"mla_decode": Backend.TRITON})
     assert "not kept" in str(stored.own_store(bundled_model(), options, parts))
-
-
-def load(model_dir: Path, options: EngineOptions, **_) -> Parts:
-    """Loads nothing, and says which kernels a program would have."""
-    raise RuntimeError(str(fallbacks()))
-
-
-def test_programs_compiled_ahead_have_the_same_kernels(tmp_path) -> None:
-    secret = {"cluster_key_file": write_key(tmp_path), "cluster_return_timeout": 1.0}
-    cluster = ClusterOptions(coordinator="localhost:1", num_processes=2, process_id=0, **secret)
-    options = EngineOptions(compilation_cache_dir=str(tmp_path))
-    before = rehearsal.order_of(cluster, cluster, bundled_model(), options, load)
-    fall_back({"mla_decode": Replaced("reference", "hangs")})
-    order = rehearsal.order_of(cluster, cluster, bundled_model(), options, load)
-    assert before is not None and order is not None and before.done != order.done
-    for each, has in ((before, {}), (order, {"mla_decode": Backend.REFERENCE})):
-        with pytest.raises(RuntimeError, match=re.escape(str(has))):
-            rehearsal.compile_programs(each, cluster)

@@ -22,7 +22,7 @@ from dsv3.engine import build, stored
 from dsv3.engine.build import bundled_model, load_parts
 from dsv3.engine.cluster import start
 from dsv3.engine.device.programs import Key, Programs, ProgramSpec
-from dsv3.engine.stored import KEPT_S, ProgramStore, vouches
+from dsv3.engine.stored import KEPT_S, ProgramStore
 from pallas_kernels import backend
 from pallas_kernels.backend import Backend
 
@@ -141,23 +141,6 @@ def test_what_no_start_has_used_for_long_goes(tmp_path) -> None:
     assert again.get(3.75) == 105 and again.traced == []
     assert all(path.exists() for path in others)
     assert [len(list(tmp_path.glob(which))) for which in ("programs-*/*", "instance-*/*/*")] == [1, 1]
-
-
-def test_programs_compiled_ahead_go_with_what_vouches_for_them(tmp_path) -> None:
-    """Half way the helper looks again, which keeps them; without one they go, and nothing says that they are there."""
-    marker = tmp_path / "ahead-0123456789abcdef"
-    Start(tmp_path, "one process fewer").get(5.25)
-    marker.touch()
-    assert vouches(marker) and not vouches(tmp_path / "ahead-of another gang")
-    for path in tmp_path.rglob("*"):
-        os.utime(path, (0, time.time() - 0.6 * KEPT_S))
-    Start(tmp_path).store.forget_unused()
-    assert not vouches(marker)
-    rehearsal = Start(tmp_path, "one process fewer")
-    assert rehearsal.get(5.25) == 147 and rehearsal.traced == []
-    grow_old(tmp_path)
-    Start(tmp_path).store.forget_unused()
-    assert not marker.exists() and not list(tmp_path.glob("programs-*/*"))
 
 
 def test_a_start_forgets_nothing_before_it_has_its_programs(tmp_path) -> None:

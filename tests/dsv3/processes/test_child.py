@@ -82,7 +82,7 @@ def test_processes_that_stay_are_started_in_one_place():
     found = {
         str(path.relative_to(root)) for path in sources if re.search(r"\bPopen\(|create_subprocess", path.read_text())
     }
-    assert found - {"dsv3/engine/cluster/ahead.py"} == {"dsv3/processes/child.py"}
+    assert found == {"dsv3/processes/child.py"}
 
 
 def _is_gone(pid: int) -> bool:

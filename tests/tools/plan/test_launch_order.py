@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from dsv3.engine.device.collective_order import collectives
 from sharding.wire.collectives import compiler_options, limits_of
 from tools.plan import hlo
 from tools.plan.launch_order import LaunchOrder, launch_order
@@ -108,12 +109,22 @@ def check_that_all_is_found(text: str) -> None:
         assert any(re.match(fault, found) for found in read(change(text), 4).faults), change.__name__
     one, other = read(text, 4), read(with_starts_exchanged(text), 4)
     assert one.faults == () and one.launches != other.launches
+    check_that_processes_compare(text, one)
+
+
+def check_that_processes_compare(text: str, order: LaunchOrder) -> None:
+    """The runtime's reader, which knows less, finds the same collectives in the same order, and sees an exchange."""
+    found = collectives(text)
+    assert [one.split()[0].removesuffix("-start") for one in found] == [launch.kind for launch in order.launches]
+    assert all(launch.op_name in one for one, launch in zip(found, order.launches, strict=True))
+    assert sorted(collectives(with_starts_exchanged(text))) == sorted(found) != found
 
 
 def test_all_devices_meet_these_collectives_in_one_order() -> None:
     """Two are in flight, in two communicators, of three pairs of which one is under way at a time."""
     order = read(TEXT, 2, 12, 24)
     assert order.faults == ()
+    check_that_processes_compare(TEXT, order)
     assert [(launch.kind, launch.trips) for launch in order.launches] == [
         ("all-to-all", (3,)),
         ("all-to-all", (3,)),

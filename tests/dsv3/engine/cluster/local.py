@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dsv3.config.options import ClusterOptions
 from dsv3.engine.cluster import messages
-from dsv3.engine.cluster.generation import Generation
+from dsv3.engine.cluster.link import Generation
 from dsv3.engine.cluster.wire import Wire, accept, connect
 from dsv3.processes.certificates import Credentials, credentials_of
 from dsv3.processes.key_file import read_key

@@ -6,8 +6,7 @@ import sys
 import threading
 import time
 
-from dsv3.engine.cluster.generation import Generation
-from dsv3.engine.cluster.link import Alone, Begun, Link, Pulse, Serving, Waits
+from dsv3.engine.cluster.link import Alone, Begun, Generation, Link, Pulse, Serving, Waits
 from dsv3.processes.child import link_to_parent
 
 

@@ -71,6 +71,25 @@ def test_last_words_are_read_although_the_connection_has_ended_meanwhile(pair) -
     assert theirs.messages.empty()
 
 
+def test_many_channels_send_and_receive_at_once(pair) -> None:
+    """Frames of many records, and of more than a socket holds, on one thread."""
+    bodies = [bytes([i]) * (i * 5000) for i in range(60)] + [bytes(5 * 2**20)]
+    ends = [end.start() for _ in range(4) for end in pair()]
+    for body in bodies:
+        for end in ends:
+            end.channel.send(body)
+    for end in ends:
+        assert [end.messages.get(timeout=60) for _ in bodies] == bodies
+
+
+def test_a_connection_that_is_stuck_holds_up_no_other_one(pair) -> None:
+    stuck, _ = pair()
+    stuck.start().channel.send(bytes(50 * 2**20))  # nobody reads it
+    ours, theirs = (end.start() for end in pair())
+    ours.channel.send(b"goes")
+    assert theirs.messages.get(timeout=60) == b"goes"
+
+
 def test_closed_means_that_the_other_process_has_read_to_the_end_even_if_it_was_not_understood(pair) -> None:
     def refuse(body: bytes) -> None:
         raise ValueError("nonsense")

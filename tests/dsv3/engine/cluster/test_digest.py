@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.engine.cluster.digest import Book, Chain
+from dsv3.engine.cluster.digest import Book, Chain, digests_of, first_difference
 
 
 def chain(results: list[list[int]]) -> list[bytes]:
@@ -46,3 +46,12 @@ def test_a_book_knows_who_is_late() -> None:
     assert book.late(math.inf) == (2, 5)
     book.follow(2, 5, b"")
     assert book.late(math.inf) is None
+
+
+def test_the_first_collective_that_differs_is_found() -> None:
+    """Another one, one more or one fewer; programs that one process alone knows count for nothing."""
+    mine = {"a": ["x", "y", "z"], "b": ["x"], "only here": ["x"]}
+    assert first_difference(mine, digests_of({"a": ["x", "y", "z"], "b": ["x"], "only there": ["y"]})) is None
+    assert first_difference(mine, digests_of({"a": ["x", "z", "y"]})) == ("a", 1)
+    assert first_difference(mine, digests_of({"b": ["x", "y"]})) == ("b", 1)
+    assert first_difference(mine, digests_of({"a": ["x", "y"]})) == ("a", 2)

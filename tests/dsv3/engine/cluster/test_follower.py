@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dsv3.engine.cluster import follower, messages
+from dsv3.engine.cluster import channel, follower, messages
 from dsv3.engine.cluster.messages import Drain, Failed, Stop
 from dsv3.engine.cluster.wire import Wire, WireError
 from tests.dsv3.engine.cluster import local
@@ -48,6 +48,7 @@ class Played:
 @pytest.fixture
 def played(tmp_path, monkeypatch) -> Iterator[Played]:
     monkeypatch.setattr(follower, "_EXPLANATION_S", 0.0)
+    monkeypatch.setattr(channel, "_LOOP", channel._Loop())  # its thread ends with the process that is played
     before = set(threading.enumerate())
     ours, theirs = socket.socketpair()
     cluster = local.options(tmp_path, 2, 1, cluster_silence_timeout=1e9)

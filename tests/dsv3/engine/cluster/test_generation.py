@@ -1,26 +1,24 @@
 """A process of a generation that is over: who refuses it, and by which name."""
 
 import dataclasses
-import os
 import queue
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv3.config.engine import EngineConfig
 from dsv3.config.options import EngineOptions
-from dsv3.engine.cluster import ahead, messages
-from dsv3.engine.cluster.generation import Generation
+from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.leader import Leader
+from dsv3.engine.cluster.link import Generation
 from dsv3.engine.cluster.messages import Begin, Failed, Hello, Stop, Wait
 from dsv3.engine.cluster.returning import Returning
-from dsv3.engine.cluster.smaller import fitted, redundant_experts
+from dsv3.engine.cluster.start import fitted, redundant_experts
 from dsv3.engine.errors import ClusterError
 from tests.dsv3.engine.cluster import local
 from tests.dsv3.engine.cluster.test_follower import Played, played, pytestmark  # noqa: F401
@@ -180,48 +178,6 @@ def test_the_first_gang_needs_all_processes(tmp_path) -> None:
     with pytest.raises(ClusterError, match="processes 1, 2, 3 of 4 did not come"):
         first.gather()
     first.end()
-
-
-def test_each_process_compiles_ahead_for_the_places_that_it_may_have() -> None:
-    """Whichever node goes, those behind move up; the leader's alone never goes."""
-    for nodes, each in [(nodes, each) for nodes in range(2, 10) for each in (1, 2, 3)]:
-        for gone in range(1, nodes):
-            left = [process_id for process_id in range(nodes * each) if process_id // each != gone]
-            for place, process_id in enumerate(left):
-                assert place in ahead.places(process_id, len(left), each)
-                assert len(ahead.places(process_id, len(left), each)) <= 2
-
-
-def test_compiling_ahead_is_begun_where_it_has_a_use_and_harms_nobody(tmp_path, monkeypatch, caplog) -> None:
-    """The system has no room for another process here. What has been done is not begun again."""
-    begun: list[str] = []
-
-    def start(name: str) -> None:
-        begun.append(name)
-        raise OSError("no room")
-
-    monkeypatch.setattr(ahead, "_start", start)
-    done = tmp_path / "done"
-    order = ahead.Order(local.options(tmp_path, 3), 2, (0,), "model", EngineOptions(), "module:load", str(done))
-    ahead.begin(order)
-    assert begun == ["ahead"] and "programs for 2 processes are not compiled ahead: no room" in caplog.text
-    for useless in ({"places": ()}, {"size": 99}):
-        ahead.begin(msgspec.structs.replace(order, **useless))
-    done.touch()
-    ahead.begin(order)
-    assert begun == ["ahead"]
-
-
-def test_what_compiles_ahead_ends_with_the_process_that_has_begun_it() -> None:
-    """Both it and those that it starts hear so from a pipe: the kernel closes its other end, however that one dies."""
-    ours, theirs = os.pipe()
-    ended = threading.Event()
-    ahead.end_with_input(ours, ended.set)
-    os.write(theirs, b"its order, or what is left of it")
-    assert not ended.wait(0.05)
-    os.close(theirs)
-    assert ended.wait(30)
-    os.close(ours)
 
 
 @given(st.integers(1, 64), st.integers(0, 64), st.integers(2, 12))

@@ -16,7 +16,7 @@ from dsv3.config.engine import EngineConfig
 from dsv3.config.options import ClusterOptions
 from dsv3.engine.cluster import follower as follower_module
 from dsv3.engine.cluster import messages
-from dsv3.engine.cluster.entrance import Strangers
+from dsv3.engine.cluster.digest import digests_of
 from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.messages import (
     Begin,
@@ -32,9 +32,9 @@ from dsv3.engine.cluster.messages import (
     Started,
     Step,
     Stop,
-    Told,
+    WorkEvent,
 )
-from dsv3.engine.cluster.wire import connect
+from dsv3.engine.cluster.wire import Strangers, connect
 from dsv3.engine.errors import ClusterError
 from dsv3.engine.job import Job, StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
@@ -115,6 +115,23 @@ def both(lead, **changes) -> tuple[Led, local.Follower, Iterator]:
     return led, follower, received
 
 
+def test_programs_that_launch_collectives_in_different_orders_are_refused(lead) -> None:
+    """The leader names the program, the processes and its own collective, before anybody launches anything."""
+    orders = {"decode-4-0-1": ["all-gather a", "all-to-all b", "all-to-all c"], "read_load-0-0-1": ["all-gather a"]}
+    other = orders | {"decode-4-0-1": ["all-gather a", "all-to-all c", "all-to-all b"]}
+    led = lead(4)
+    followers = [led.follower(i) for i in (1, 2, 3)]
+    assert [next(follower.received()) for follower in followers] == [Begin()] * 3
+    assert led.gathered() is None
+    for follower, each in zip(followers, (orders, other, other), strict=True):
+        follower.send(Compiled(digests_of(each)))
+    with pytest.raises(
+        ClusterError, match=r"processes 2, 3 and process 0 .* of decode-4-0-1 .* number 2, .* all-to-all b;"
+    ):
+        led.leader.compiled(orders)
+    assert "instance-* and programs-* in --compilation_cache_dir" in led.failure()
+
+
 def command(number: int) -> StepCommand:
     return StepCommand(number, (Job("decode", DecodeCommand(np.zeros((2, 1, 3), np.int32), 1)),))
 
@@ -147,8 +164,8 @@ def test_a_whole_life(lead) -> None:
     led.leader.build(config := EngineConfig(max_model_len=64, num_pages=5, num_ranks=6, num_processes=3))
     assert [next(r) for r in received] == [Build(config), Build(config)]
     for follower in followers:
-        follower.send(Compiled())
-    led.leader.compiled()  # nobody launches a program while another one compiles
+        follower.send(Compiled({"decode-1-0-1": b""}))
+    led.leader.compiled({})  # nobody launches a program while another one compiles
     assert [next(r) for r in received] == [Compiled(), Compiled()]
     assert led.leader._silence_s == 6 * led.cluster.cluster_silence_timeout
     for follower in followers:
@@ -238,12 +255,12 @@ def test_what_followers_tell_reaches_its_planner_in_order(lead) -> None:
     """Also what comes before there is a planner."""
     led, follower, _ = both(lead)
     heard: queue.SimpleQueue = queue.SimpleQueue()
-    follower.send(Told("pages", b"1"))
-    follower.send(Told("others", b"-"))
+    follower.send(WorkEvent("pages", b"1"))
+    follower.send(WorkEvent("others", b"-"))
     follower.send(Loaded({}, 5))
     led.leader.loaded({})
     led.leader.news.listen("pages", lambda process_id, body: heard.put((process_id, body)))
-    follower.send(Told("pages", b"2"))
+    follower.send(WorkEvent("pages", b"2"))
     assert [heard.get(timeout=30) for _ in range(2)] == [(1, b"1"), (1, b"2")]
 
 

@@ -157,3 +157,10 @@ def test_a_first_launch_that_takes_long_ends_no_instance(tmp_path):
         body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         answer = instance.server.http.post("/v1/completions", json=body, timeout=120)
         assert answer.json()["choices"][0]["token_ids"] == toy.expected_tokens(PROMPT, 20, ())
+
+
+def test_a_follower_whose_program_launches_collectives_in_another_order_ends_the_start(tmp_path):
+    """Nothing of it is launched: both processes end with the program and its first collective that differs."""
+    said = r"the instance ends: process 1 and process 0 launch the collectives of sample-\S+ in different orders, .* 1,"
+    with pytest.raises(AssertionError, match=said), instances.running(tmp_path, 2, tmp_path, exchanged=True):
+        pass

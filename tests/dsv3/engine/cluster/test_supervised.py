@@ -69,7 +69,7 @@ _jax.get_distributed_runtime_client(sys.argv[1], 1, init_timeout=3).connect()
 STALE = """
 import sys
 from dsv3.engine.cluster import start
-from dsv3.engine.cluster.generation import Generation
+from dsv3.engine.cluster.link import Generation
 from dsv3.config.options import ClusterOptions
 start._CONNECT_S = 3
 cluster = ClusterOptions(coordinator=sys.argv[1], num_processes=2, process_id=1, cluster_key_file=sys.argv[2])
@@ -150,8 +150,7 @@ def test_a_supervisor_that_is_killed_takes_its_follower_with_it_and_may_come_bac
 
 
 def test_the_others_go_on_without_a_process_that_does_not_come_back_and_again_with_it(two):
-    """The leader is alone, with programs that were compiled ahead, until the other one is there."""
-    two.server.wait_for(lambda: "programs for a gang of 1 are compiled ahead" in two.log(0), 300)
+    """The leader is alone until the other one is there."""
     streams = answers(two.server)
     two.server.wait_for(lambda: two.server.metric("vllm:num_requests_running") > 0)
     two.followers[1].kill()
@@ -168,11 +167,7 @@ def test_the_others_go_on_without_a_process_that_does_not_come_back_and_again_wi
 
 
 def test_followers_join_a_server_that_is_started_again(two):
-    """What the first one has said shows that the leader alone compiled nothing."""
     two.server.process.kill()
-    said = two.server.process.stdout.read()
-    [(found, all_)] = re.findall(r"1 processes are ready after .*; (\d+) of (\d+) programs", said)
-    assert found == all_ != "0"
     two.serve_again()
     assert "the HTTP process of the leader has gone" in two.log(1)
     check(answers(two.server))

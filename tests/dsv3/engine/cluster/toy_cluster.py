@@ -26,8 +26,9 @@ from jax._src import distributed  # what processes tell each other through jax h
 from dsv3.config.engine import EngineConfig
 from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine import executor, kernel_checks
-from dsv3.engine.cluster import ahead, follower
+from dsv3.engine.cluster import digest, follower
 from dsv3.engine.cluster.lead import start_leader
+from dsv3.engine.device import collective_order
 from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.executor import LocalExecutor
 from dsv3.engine.functions import StepFunctions
@@ -49,7 +50,7 @@ PAGES = ("kv_offloading_size", "kv_store", "transfer_address", "transfer_key_fil
 LIMITS = {"identity": "{}", "max_model_len": 2048, "num_pages": 40, "max_num_seqs": 1, "max_num_batched_tokens": 64}
 
 
-def load(model_dir: Path, options: EngineOptions, *, num_nodes: int, shapes: bool = False) -> Parts:
+def load(model_dir: Path, options: EngineOptions, *, num_nodes: int) -> Parts:
     """The toy's parts over all devices; importing it makes an array, for which jax must have been started."""
     from tests.dsv3.engine import toy
 
@@ -62,7 +63,6 @@ def load(model_dir: Path, options: EngineOptions, *, num_nodes: int, shapes: boo
     limits |= {name: getattr(options, name) for name in PAGES}
     arena.FOLDER = Path(options.compilation_cache_dir)  # each node's own, as on a host
     tiers.loading_pays, tiers.LOAD_S = lambda *_: True, 60.0  # on a busy machine too
-    ahead.give_way = lambda pid: None  # the same
     params = toy.PARAMS
     if options.eplb_state is not None:
         model, mesh = toy.toy_config(), rank_mesh(devices, num_nodes)
@@ -158,11 +158,26 @@ def _slow_at_first(seconds: float) -> Callable[..., Any]:
     return other
 
 
-def main(cluster, model_dir: str, engine, diverge_at: int | None = None, first_launch_s: float | None = None) -> None:
+def _exchanged(name: str, program: Callable[..., Any]) -> list[str] | None:
+    """The order of a program's collectives, as if XLA had put another one first in the sampler."""
+    order = collective_order.order_of(name, program)
+    return ["all-to-all of another micro-batch", *order] if order and name.startswith("sample") else order
+
+
+def main(
+    cluster,
+    model_dir: str,
+    engine,
+    diverge_at: int | None = None,
+    first_launch_s: float | None = None,
+    exchanged: bool = False,
+) -> None:
     _play_checks(cluster["process_id"])
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     if diverge_at is not None:
         LocalExecutor.fetch = _diverging(diverge_at)
+    if exchanged:
+        digest.order_of = _exchanged
     if first_launch_s is not None:
         Programs.get = _slow_at_first(first_launch_s)
     follower.run(ClusterOptions(**cluster), Path(model_dir), EngineOptions(**engine), load)

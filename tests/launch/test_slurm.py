@@ -3,8 +3,8 @@
 import pytest
 
 from dsv3.config.options import ClusterOptions, split_address
-from dsv3.engine.cluster.membership import slurm_membership
 from dsv3.processes.key_file import read_key
+from launch.cluster import slurm_membership
 
 SLURM = {
     "SLURM_JOB_ID": "4711",

@@ -12,8 +12,7 @@ import time
 
 from dsv3.config.engine import EngineConfig
 from dsv3.sampling_params import SamplingParams
-from dsv3.scheduler.prepare import RequestRules, prepare
-from dsv3.scheduler.request import EngineRequest
+from dsv3.scheduler.request import EngineRequest, RequestRules, prepare
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import sequence_of
 

@@ -35,8 +35,7 @@ from dsv3.kv_cache.keys import Key
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.balance import Balancer
 from dsv3.scheduler.cost import keys_per_token
-from dsv3.scheduler.prepare import RequestRules, prepare
-from dsv3.scheduler.request import EngineRequest, StepOutputs
+from dsv3.scheduler.request import EngineRequest, RequestRules, StepOutputs, prepare
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import Sequence as Request
 from dsv3.scheduler.sequence import sequence_of

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from dsv3.scheduler.prepare import RequestRules
+from dsv3.scheduler.request import RequestRules
 from dsv3.server.answers.kinds import KINDS
 from dsv3.server.answers.service import Service
 from dsv3.server.config import ServerConfig

@@ -43,8 +43,8 @@ from dsv3.engine.parts import Parts
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.processes import frames
 from dsv3.sampling_params import SamplingParams
-from dsv3.scheduler.codes import NOTHING
 from dsv3.scheduler.request import EngineRequest
+from dsv3.scheduler.slots import NOTHING
 from dsv3.server.engine.messages import Outputs
 
 VOCAB = 256

@@ -13,8 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from dsv3.engine.look import Look, StepLog
-from dsv3.scheduler.prepare import RequestRules
-from dsv3.scheduler.request import EngineOutput, StepOutputs, Tokens
+from dsv3.scheduler.request import EngineOutput, RequestRules, StepOutputs, Tokens
 from dsv3.server.engine.messages import EngineInfo
 
 STEPS = 10_000

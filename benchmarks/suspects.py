@@ -15,8 +15,7 @@ import array
 import random
 
 from dsv3.sampling_params import SamplingParams
-from dsv3.scheduler.prepare import PreparedRequest, RequestRules, prepare
-from dsv3.scheduler.request import EngineRequest
+from dsv3.scheduler.request import EngineRequest, PreparedRequest, RequestRules, prepare
 from dsv3.server.engine.live import Lives
 
 RULES = RequestRules(vocab_size=9, max_model_len=2000, fingerprint="print")

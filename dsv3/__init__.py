@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dsv3.llm import LLM, Completion, RequestOutput
-    from dsv3.sampling_params import SamplingParams
-    from dsv3.structured_outputs import StructuredOutputsParams
+    from dsv3.sampling_params import SamplingParams, StructuredOutputsParams
     from dsv3.table_map import map
 
 __version__ = "0.1.0"
@@ -30,7 +29,7 @@ def __getattr__(name: str) -> Any:
 
         return map
     if name == "StructuredOutputsParams":
-        from dsv3.structured_outputs import StructuredOutputsParams
+        from dsv3.sampling_params import StructuredOutputsParams
 
         return StructuredOutputsParams
     if name in __all__:

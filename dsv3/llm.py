@@ -24,15 +24,22 @@ from dsv3.model.inspection import Hook, Inspection, inspect
 from dsv3.model.params import Params
 from dsv3.progress import progress_bar
 from dsv3.sampling_params import SamplingParams
-from dsv3.scheduler.prepare import PreparedRequest, fan_out, prepare
-from dsv3.scheduler.request import EngineOutput, EngineRequest, InvalidRequest, QueueFull, TokenLogprobs
+from dsv3.scheduler.request import (
+    EngineOutput,
+    EngineRequest,
+    InvalidRequest,
+    PreparedRequest,
+    QueueFull,
+    TokenLogprobs,
+    fan_out,
+    prepare,
+)
 from dsv3.server.answers.service import sampling_defaults
-from dsv3.text.answer_grammar import Wanted, answer_grammar
-from dsv3.text.chat_template import ChatTemplate, TemplateError
+from dsv3.text.call_grammar import Wanted, answer_grammar
+from dsv3.text.chat_template import ChatTemplate, TemplateError, ToolMessages, names_tools, telling_tools
 from dsv3.text.output import EndReason, OutputStream
 from dsv3.text.parsers import ParserOptions, Parsers
 from dsv3.text.tokenizer import Tokenizer, TokenizerError, TokenizerNotFound
-from dsv3.text.tool_messages import ToolMessages, names_tools, telling_tools
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]

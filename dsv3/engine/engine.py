@@ -28,13 +28,24 @@ from dsv3.engine.step_metrics import StepNotes, StepPublisher
 from dsv3.engine.stored import CompilationCounter
 from dsv3.kv_cache.events import EventStats
 from dsv3.scheduler.cost import keys_per_token
-from dsv3.scheduler.grammars import Grammars
-from dsv3.scheduler.masks import Masks
-from dsv3.scheduler.prepare import PreparedRequest, RequestRules, prepare
-from dsv3.scheduler.request import EngineDead, EngineOutput, EngineRequest, InvalidRequest, QueueFull, StepOutputs
+from dsv3.scheduler.masks import Grammars, Masks
+from dsv3.scheduler.request import (
+    STEP_TOKENS_BOUNDS,
+    EngineDead,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    Histogram,
+    HostTime,
+    InvalidRequest,
+    PreparedRequest,
+    QueueFull,
+    RequestRules,
+    StepOutputs,
+    prepare,
+)
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import Sequence, sequence_of
-from dsv3.scheduler.stats import STEP_TOKENS_BOUNDS, EngineStats, Histogram, HostTime
 from dsv3.text.matcher import GrammarError, Vocabulary, VocabularyError
 from pallas_kernels.backend import fallbacks
 

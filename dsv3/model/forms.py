@@ -25,8 +25,7 @@ import jax
 
 from dsv3.config import device_rates
 from dsv3.config.device_rates import MASKING, PREFILL_OVERHEAD, Peaks
-from dsv3.config.model import ModelConfig
-from dsv3.config.sizes import absorbed_operations, expanded_operations, expansion_operations
+from dsv3.config.model import ModelConfig, absorbed_operations, expanded_operations, expansion_operations
 from dsv3.kv_cache.layout import row_bytes
 from dsv3.model.batch import AttentionForm, DecodeBatch, PrefillBatch
 from dsv3.model.layers.attention import (

@@ -22,8 +22,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from dsv3.config.device_rates import PEAKS, PREFILL_CORE_FLOPS, PREFILL_FLOPS
-from dsv3.config.model import ModelConfig
-from dsv3.config.sizes import expanded_operations, sizes_of
+from dsv3.config.model import ModelConfig, expanded_operations, sizes_of
 
 KEYS_PER_TOKEN = 3266.0
 """Those of DeepSeek-V3, where the model is not known."""

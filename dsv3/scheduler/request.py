@@ -4,13 +4,19 @@ A request is known by a number that its sender chooses. Several senders share on
 `first_id(sender)` on, and `senders` tells whose a result is.
 """
 
+import bisect
+import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
+from dsv3.config.model import PAGE_SIZE
+from dsv3.kv_cache.keys import KEY_BYTES, Key, extend_keys, root_key
 from dsv3.sampling_params import SamplingParams
+from dsv3.text.grammar import plain_grammar
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -178,3 +184,295 @@ class EngineDead(RuntimeError):
 
 class InvalidRequest(ValueError):
     """The request can never be served (too long, token id out of range); the text says what to change."""
+
+
+# What an engine tells about itself.
+
+
+HOST_TIME_BOUNDS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 1e-1)
+"""Upper bounds in seconds of the histogram's buckets; the last bucket has none."""
+
+STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""The same for the tokens of a step; vLLM's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """A snapshot; token and event counts are totals since the start.
+
+    `cache_usage` is the share of pages that somebody owns. `prefix_queries` counts prompt tokens looked up,
+    `prefix_hits` those found. `host_time_counts` is the histogram, over `HOST_TIME_BOUNDS`, of the host's time in a
+    step without its wait for the device; `host_time_sum` its total in seconds. `step_tokens_counts` is the
+    same over `STEP_TOKENS_BOUNDS`, of the tokens of prompts and answers that a step gave. `jobs` has a record for each
+    kind of work that keeps numbers of its own, by its name.
+    """
+
+    running: int
+    waiting: int
+    pages_in_use: int
+    cache_usage: float
+    preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+    recompilations: int
+    prompt_tokens: int
+    generated_tokens: int
+    steps: int
+    host_time_sum: float
+    host_time_counts: tuple[int, ...]
+    step_tokens_counts: tuple[int, ...] = ()
+    jobs: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Histogram:
+    """Counts of values between `bounds`, and their total."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.total = 0.0
+        self.counts = [0] * (len(bounds) + 1)
+        self._bounds = bounds
+
+    def observe(self, value: float) -> None:
+        """Counts a value."""
+        self.total += value
+        self.counts[bisect.bisect_left(self._bounds, value)] += 1
+
+
+class HostTime(Histogram):
+    """Histogram of the host's time in a step."""
+
+    def __init__(self) -> None:
+        super().__init__(HOST_TIME_BOUNDS)
+
+
+# Checks requests and computes all that admission needs, before the engine's thread sees them.
+#
+# An HTTP process prepares its requests itself: hashing and validating a prompt of 128k tokens takes 16 ms, which
+# would stand between two steps of everybody else's requests.
+
+
+class PromptTooLong(InvalidRequest):
+    """A prompt that leaves no room for an answer: `length` tokens, of `limit` for both together."""
+
+    def __init__(self, length: int, limit: int):
+        super().__init__(
+            f"the prompt has {length} tokens, but max_model_len is {limit} for prompt and answer together; shorten the "
+            f"prompt to {limit - 1} tokens or fewer"
+        )
+        self.length, self.limit = length, limit
+
+
+class NotInVocabulary(InvalidRequest):
+    """A prompt with a token id that the model does not have."""
+
+    def __init__(self, what: str, vocab_size: int):
+        super().__init__(f"{what} is not in the vocabulary of {vocab_size} tokens")
+        self.vocab_size = vocab_size
+
+
+class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine takes, and what its pages' keys start from: all that its fronts must know of it.
+
+    Prefix keys, one per `page_size` tokens, start from `fingerprint`; they are left empty without
+    `enable_prefix_caching`. An engine that `prefills_only` gives one token. One that
+    `takes_grammars` can hold an answer to one.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...] = ()
+    enable_prefix_caching: bool = True
+    fingerprint: str = ""
+    prefills_only: bool = False
+    num_ranks: int = 1
+    takes_grammars: bool = False
+    page_size: int = PAGE_SIZE
+
+    def root(self, cache_salt: str) -> Key:
+        """Returns where a tenant's chain of prefix keys starts."""
+        return root_key(self.fingerprint, cache_salt)
+
+
+class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that can be served, in the form the scheduler uses; arrays are bytes, little endian.
+
+    It stands for `sampling.n` sequences: `fan_out` makes those, and the engine takes nothing else. `tokens` is the
+    prompt as int32, `keys` the 32-byte prefix keys of its full pages one after the other. The last `num_answered` of
+    the tokens are the beginning of the answer. `max_length` bounds prompt and answer together. `stop_ids` end the
+    answer. `pages_from` is an instance that has computed the prompt, `meeting` the number under which another instance
+    asks this one for its pages, `rank` the only one that may serve it. Requests of a lower `priority` are served
+    earlier, and those of a higher one give way to them. `grammar` is what the answer is held to, "" for nothing.
+    """
+
+    request_id: int
+    sampling: SamplingParams
+    tokens: bytes
+    root: Key
+    keys: bytes
+    max_length: int
+    stop_ids: tuple[int, ...]
+    pages_from: str = ""
+    meeting: int | None = None
+    rank: int | None = None
+    num_answered: int = 0
+    priority: int = 0
+    grammar: str = ""
+
+    @property
+    def prompt(self) -> np.ndarray:
+        """The prompt's tokens, and those that the answer begins with, [n] int32, read-only."""
+        return np.frombuffer(self.tokens, "<i4")
+
+    @property
+    def prefix_keys(self) -> list[Key]:
+        """The keys of the prompt's full pages."""
+        return list(_split_keys(self.keys))
+
+
+@functools.lru_cache(maxsize=4)
+def _split_keys(keys: bytes) -> tuple[Key, ...]:
+    """Returns the keys, split once for the sequences of one prompt: 2,560 of them take 30 us."""
+    return tuple(np.frombuffer(keys, f"V{KEY_BYTES}").tolist())
+
+
+def prepare(request: EngineRequest, rules: RequestRules) -> PreparedRequest:
+    """Checks a request and computes its prefix keys.
+
+    Raises InvalidRequest where it can never be served.
+    """
+    sampling, prompt = request.sampling, _checked_tokens(request.prompt_token_ids, rules)
+    for token in sampling.logit_bias:
+        if not 0 <= token < rules.vocab_size:
+            raise InvalidRequest(f"logit_bias: token id {token} is not in the vocabulary of {rules.vocab_size}")
+    if request.rank is not None and not 0 <= request.rank < rules.num_ranks:
+        raise InvalidRequest(f"rank: {request.rank} is not one of the {rules.num_ranks} ranks, counted from 0")
+    grammar = _grammar(request, rules)
+    wanted = rules.max_model_len if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
+    if rules.prefills_only and wanted > len(prompt) + 1:
+        raise InvalidRequest("max_tokens: this instance only computes prompts; ask it for 1 token")
+    max_length = min(wanted, rules.max_model_len)
+    tokens = _continued(prompt, request.answer_token_ids, max_length, rules)
+    root = rules.root(request.cache_salt)
+    keys: list[Key] = []
+    if rules.enable_prefix_caching:
+        extend_keys(root, keys, tokens, rules.page_size)
+    if abs(request.priority) > MAX_PRIORITY:
+        raise InvalidRequest(f"priority: {request.priority} is not from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+    stop = stop_ids(sampling, rules, bool(grammar))
+    if sampling.min_tokens and len(stop) == rules.vocab_size:
+        raise InvalidRequest(
+            f"min_tokens: {sampling.min_tokens} forbids all {rules.vocab_size} tokens of the vocabulary, since each of "
+            "them is a stop token; leave one out of stop_token_ids"
+        )
+    return PreparedRequest(
+        request_id=request.request_id,
+        sampling=msgspec.structs.replace(sampling, structured_outputs=None) if grammar else sampling,
+        tokens=tokens.tobytes(),
+        root=root,
+        keys=b"".join(keys),
+        max_length=max_length,
+        stop_ids=tuple(sorted(stop)),
+        pages_from=request.pages_from,
+        meeting=request.meeting,
+        rank=request.rank,
+        num_answered=len(request.answer_token_ids),
+        priority=request.priority,
+        grammar=grammar,
+    )
+
+
+def stop_ids(sampling: SamplingParams, rules: RequestRules, is_held: bool = False) -> set[int]:
+    """Returns the tokens that end an answer; one that is held to a grammar always ends with an end of sequence."""
+    ignores_end = sampling.ignore_eos and not is_held
+    found = {*sampling.stop_token_ids, *(() if ignores_end else rules.eos_token_ids)}
+    return {token for token in found if 0 <= token < rules.vocab_size}
+
+
+def _grammar(request: EngineRequest, rules: RequestRules) -> str:
+    """Returns what an answer is held to; whether it compiles is not looked at."""
+    try:
+        grammar = request.grammar or plain_grammar(request.sampling.structured_outputs)
+    except ValueError as error:
+        raise InvalidRequest(f"structured_outputs: {error}") from None
+    if grammar and not rules.takes_grammars:
+        raise InvalidRequest(
+            "structured_outputs: this engine holds no answer to anything, since it has no tokenizer.json that it could "
+            "use, or overrules drafts for a benchmark"
+        )
+    return grammar
+
+
+def fan_out(request: PreparedRequest) -> list[PreparedRequest]:
+    """Returns a request's sequences, which share its tokens and keys.
+
+    With a seed, sequence i takes `seed + i` (modulo 2^63), so that they differ and stay reproducible.
+    """
+    if request.sampling.n == 1:
+        return [request]
+    replace = msgspec.structs.replace
+    return [
+        replace(request, request_id=request.request_id + i, sampling=sampling_of(request.sampling, i))
+        for i in range(request.sampling.n)
+    ]
+
+
+def sampling_of(sampling: SamplingParams, i: int) -> SamplingParams:
+    """Returns the sampling parameters of sequence `i` alone; the first one alone tells of the prompt."""
+    seed = None if sampling.seed is None else (sampling.seed + i) % 2**63
+    return msgspec.structs.replace(
+        sampling,
+        n=1,
+        seed=seed if sampling.n > 1 else sampling.seed,
+        prompt_logprobs=None if i else sampling.prompt_logprobs,
+    )
+
+
+def behind(request: PreparedRequest, i: int, answered: np.ndarray, rules: RequestRules) -> PreparedRequest:
+    """Returns sequence `i` of a request behind tokens that it has been given since, [n] int32; its prompt is told once.
+
+    They are an engine's own, and not the last that the sequence can have: nothing is checked.
+    """
+    sampling = request.sampling if request.sampling.n == 1 else sampling_of(request.sampling, i)
+    if not len(answered):
+        return msgspec.structs.replace(request, request_id=request.request_id + i, sampling=sampling)
+    tokens, keys = np.concatenate([request.prompt, answered]).astype("<i4"), request.prefix_keys
+    if rules.enable_prefix_caching:
+        extend_keys(request.root, keys, tokens, rules.page_size)
+    return msgspec.structs.replace(
+        request,
+        request_id=request.request_id + i,
+        sampling=msgspec.structs.replace(sampling, prompt_logprobs=None),
+        tokens=tokens.tobytes(),
+        keys=b"".join(keys),
+        num_answered=request.num_answered + len(answered),
+    )
+
+
+def _checked_tokens(prompt: Sequence[int], rules: RequestRules) -> np.ndarray:
+    if not prompt:
+        raise InvalidRequest("the prompt is empty; give at least one token")
+    if len(prompt) >= rules.max_model_len:
+        raise PromptTooLong(len(prompt), rules.max_model_len)
+    return _in_vocabulary("prompt token id", prompt, rules)
+
+
+def _continued(prompt: np.ndarray, answer: Sequence[int], max_length: int, rules: RequestRules) -> np.ndarray:
+    """Returns the prompt with the tokens that its answer begins with; InvalidRequest where no more can follow."""
+    if not len(answer):
+        return prompt
+    if len(prompt) + len(answer) >= max_length:
+        raise InvalidRequest(
+            f"resume: {len(answer)} tokens of the answer, but it ends after {max_length - len(prompt)}: nothing is left"
+        )
+    return np.concatenate([prompt, _in_vocabulary("output token id", answer, rules)])
+
+
+def _in_vocabulary(what: str, ids: Sequence[int], rules: RequestRules) -> np.ndarray:
+    try:
+        tokens = np.array(ids, np.int64)
+    except OverflowError:
+        raise NotInVocabulary(f"a {what}", rules.vocab_size) from None
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= rules.vocab_size:
+        raise NotInVocabulary(f"{what} {low if low < 0 else high}", rules.vocab_size)
+    return tokens.astype("<i4")

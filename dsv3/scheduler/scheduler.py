@@ -22,11 +22,8 @@ from dsv3.kv_cache.tiers.tiers import HostTiers
 from dsv3.scheduler.admission import Admission
 from dsv3.scheduler.balance import Balancer
 from dsv3.scheduler.cost import KEYS_PER_TOKEN
-from dsv3.scheduler.pages import RankPages
-from dsv3.scheduler.queue import WaitingQueue
-from dsv3.scheduler.rows import DraftCounts
-from dsv3.scheduler.sequence import Sequence, State
-from dsv3.scheduler.slots import SlotTable
+from dsv3.scheduler.sequence import Sequence, State, WaitingQueue
+from dsv3.scheduler.slots import DraftCounts, RankPages, SlotTable
 
 if TYPE_CHECKING:
     from dsv3.kv_cache.transfer.server import Meetings

@@ -3,14 +3,30 @@
 Slots of all ranks stand in one flat range: slot s of rank r is `r * max_num_seqs + s`.
 """
 
+import collections.abc
+import dataclasses
 import heapq
-from collections import Counter
+from collections import Counter, deque
 
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
-from dsv3.scheduler.codes import NOT_FINITE, UNDRAFTED
+from dsv3.kv_cache.keys import Key
+from dsv3.kv_cache.page_cache import Holders, PageCache
 from dsv3.scheduler.sequence import Sequence, State
+
+# What a sampler gives for a place where no token of the vocabulary stands, in descending order.
+
+
+NOT_FINITE = -1
+"""Sampled for a row whose logits are not finite."""
+NOTHING = -2
+"""Fills a row of several tokens behind those that were accepted, where there was a draft.
+
+It stands first in a row that shall not sample: of padding, or of a step that is computed again."""
+UNDRAFTED = -3
+"""Does so where there was none."""
+
 
 _PART = 256  # tokens that leave a row at once: 64 by 64, that took twice as long as writing them
 _WIDTH = 2 * _PART  # a row of drafts may reach into the next part
@@ -247,3 +263,142 @@ class SlotTable:
             self.ends[token] -= 1
         heapq.heappush(self._free[rank], slot)
         sequence.slot, sequence.state = -1, state
+
+
+# The pages of all ranks: their owners, those being filled, and those that a launched step may still write.
+
+
+class RankPages:
+    """One page cache per rank.
+
+    Steps run on the device in launch order. When a request leaves while a step that contains it is in flight, its pages
+    are held back from new owners until that step has been collected.
+    """
+
+    def __init__(self, cfg: EngineConfig) -> None:
+        self.caches = [
+            PageCache(cfg.num_pages, enable_prefix_caching=cfg.enable_prefix_caching) for _ in range(cfg.num_ranks)
+        ]
+        self.holders = Holders(cfg.num_ranks)
+        if cfg.num_ranks > 1:
+            for rank, cache in enumerate(self.caches):
+                cache.index.share(self.holders, rank)
+        # Keys of pages being filled, with who tells when they are; `Sequence.pending` are those of one sequence.
+        self.pending: list[dict[Key, Sequence]] = [{} for _ in range(cfg.num_ranks)]
+        self.num_held = [0] * cfg.num_ranks
+        self._held: deque[tuple[int, int, list[int]]] = deque()  # (step, rank, pages)
+        self.launched = 0  # number of the last launched step
+        self.collected = 0  # number of the last one whose results are here
+
+    def found(self, keys: collections.abc.Sequence[Key], ranks: collections.abc.Sequence[int] | None = None) -> int:
+        """Returns how many pages of a prompt, from its first on, that of `ranks` (None: of all) finds that has most."""
+        if len(self.caches) == 1:
+            return len(self.caches[0].match(keys))
+        depths = self.holders.depths(keys)
+        if depths is None:
+            return 0
+        return int(depths.max() if ranks is None else depths[ranks].max())
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether pages wait for a step to be collected."""
+        return bool(self._held)
+
+    @property
+    def in_use(self) -> int:
+        """Pages that somebody owns, on all ranks."""
+        return sum(cache.in_use for cache in self.caches)
+
+    def begin_step(self) -> int:
+        """Returns the number of a step that is about to be launched."""
+        self.launched += 1
+        return self.launched
+
+    def collect(self, step: int) -> None:
+        """Notes that `step` and all before it have finished: pages that only they could write are free."""
+        self.collected = step
+        while self._held and self._held[0][0] <= step:
+            _, rank, pages = self._held.popleft()
+            self.num_held[rank] -= len(pages)
+            self.caches[rank].release(pages)
+
+    def coming(self, rank: int) -> set[int]:
+        """Returns the held pages of `rank` that nobody owns once the launched steps have been collected."""
+        held = Counter(page for _, owner, pages in self._held if owner == rank for page in pages)
+        pool = self.caches[rank].pool
+        return {page for page, count in held.items() if pool.references(page) == count}
+
+    def give_back(self, rank: int, pages: list[int]) -> None:
+        """Releases the pages of a request once no launched step can write them."""
+        if self.launched > self.collected:
+            self._held.append((self.launched, rank, pages))
+            self.num_held[rank] += len(pages)
+        else:
+            self.caches[rank].release(pages)
+
+
+# The live rows of a batch, and what a step has sampled for them.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BatchRows:
+    """Live rows of a batch: row i belongs to flat slot `slots[i]` and stands at `[rank[i], position[i]]`.
+
+    `epochs` are the slots' epochs at launch. Made anew only when the set of rows changes.
+    """
+
+    slots: np.ndarray  # [n]
+    rank: np.ndarray  # [n]
+    position: np.ndarray  # [n]
+    epochs: np.ndarray  # [n]
+    ids: np.ndarray  # [n] int64, of their requests
+
+    @classmethod
+    def at(cls, table: SlotTable, slots: np.ndarray, rank: np.ndarray, position: np.ndarray) -> "BatchRows":
+        """Returns rows of `slots`, with what the table knows of them."""
+        return cls(slots, rank, position, table.epoch[slots], table.ids[slots])
+
+    def only(self, keep: np.ndarray) -> "BatchRows":
+        """Returns the rows where `keep` ([n] bool) is set."""
+        return BatchRows(*(getattr(self, field.name)[keep] for field in dataclasses.fields(self)))
+
+
+@dataclasses.dataclass
+class DraftCounts:
+    """Totals since the start: rows that brought drafts, their drafts, and by place in the row those that were right."""
+
+    accepted: np.ndarray  # [S - 1] int64
+    rows: int = 0
+    tokens: int = 0
+
+    def add(self, tokens: np.ndarray) -> np.ndarray:
+        """Counts the rows of a step with results `tokens` `[n, S]`; returns how many each accepted, `[n]` int64."""
+        counts, drafts = np.ones(len(tokens), np.int64), tokens.shape[1] - 1
+        if not drafts:
+            return counts
+        for i, column in enumerate(tokens.T[1:]):  # numpy takes 15 times as long along so short an axis
+            right = column > NOTHING
+            counts += right
+            self.accepted[i] += np.count_nonzero(right)
+        self.rows += len(tokens)
+        self.tokens += len(tokens) * drafts
+        missing = tokens == UNDRAFTED
+        if absent := int(np.count_nonzero(missing)):
+            self.rows -= int(np.count_nonzero(missing[:, 1]))  # a row's drafts have no gaps
+            self.tokens -= absent
+        return counts
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sampled:
+    """Results of a sampler, for every row of a batch.
+
+    `tokens` `[ranks, B, S]`: the accepted ones first, then `NOTHING` or `UNDRAFTED`; `NOT_FINITE` where the logits were
+    not finite. Where a request asked for them, `logprobs` `[ranks, B, S]` are those of the tokens, `top_ids` and
+    `top_logprobs` `[ranks, B, S, 20]` the most likely, best first.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None

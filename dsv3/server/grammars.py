@@ -15,10 +15,10 @@ from pathlib import Path
 import msgspec
 
 from dsv3.processes import frames
-from dsv3.scheduler.prepare import RequestRules
+from dsv3.scheduler.request import RequestRules
 from dsv3.server.asking import AskedProcess, DeadlyQuestion, answer_questions
 from dsv3.server.limits import WAIT_S, Workers
-from dsv3.text.answer_grammar import Wanted, answer_grammar
+from dsv3.text.call_grammar import Wanted, answer_grammar
 from dsv3.text.dialects import DIALECTS
 from dsv3.text.matcher import GrammarError, Vocabulary, VocabularyError
 

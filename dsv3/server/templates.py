@@ -13,9 +13,8 @@ import msgspec
 from dsv3.processes import frames
 from dsv3.server.asking import AskedProcess, DeadlyQuestion, answer_questions
 from dsv3.server.limits import SMALL_BYTES, WAIT_S, Workers
-from dsv3.text.chat_template import ChatTemplate, TemplateError
+from dsv3.text.chat_template import ChatTemplate, TemplateError, ToolMessages
 from dsv3.text.markers import Markers
-from dsv3.text.tool_messages import ToolMessages
 
 # Time of the processor that one rendering may take.
 DEADLINE_S = 10.0

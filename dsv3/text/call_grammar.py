@@ -12,8 +12,20 @@ from typing import Any
 import llguidance
 import msgspec
 
+from dsv3.sampling_params import StructuredOutputsParams
 from dsv3.text.dialects import Dialect
-from dsv3.text.grammar import Grammar, escaped, literal, schema_entry, symbol, unanchored
+from dsv3.text.grammar import (
+    Grammar,
+    Reasoning,
+    after_reasoning,
+    assembled,
+    body_of,
+    escaped,
+    literal,
+    schema_entry,
+    symbol,
+    unanchored,
+)
 from dsv3.text.parser import MAX_CALLS
 
 _GAPS = re.compile(r"\{(name|number|arguments|key|value)\}")
@@ -189,3 +201,36 @@ def _texts(schema: Mapping[str, Any]) -> list[str] | None:
     if not isinstance(found, list) or not found or not all(isinstance(each, str) and each for each in found):
         return None
     return found if _SAYS_NOTHING.issuperset(schema.keys() - {"enum", "const"}) else None
+
+
+# Puts the grammar of an answer together: reasoning, which is free, then text under a constraint, or calls.
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer is to be held to: a constraint, or rules for its calls, or both, behind reasoning if there is any.
+
+    With both, and no call required, it may be either.
+    """
+
+    constraint: StructuredOutputsParams | None = None
+    calls: CallRules | None = None
+    reasoning: Reasoning | None = None
+
+
+def answer_grammar(wanted: Wanted, dialect: Dialect | None, id_of: Callable[[str], int | None]) -> str:
+    """Returns the grammar of an answer, "" where it is free; calls are in `dialect`, `id_of` has its markers.
+
+    Raises ValueError for a constraint or for tools that no grammar can be made of. Its time is not linear in what is
+    wanted: a server writes no grammar of what a client sends but in a process that can be killed.
+    """
+    constraint, calls = wanted.constraint, wanted.calls
+    entries: list[Grammar] = [] if constraint is None else [body_of(constraint)]
+    if calls is None:
+        return assembled(after_reasoning(wanted.reasoning, "@answer"), entries) if entries else ""
+    assert dialect is not None  # else tools are refused
+    written = CallGrammar(dialect, calls, id_of)
+    body = "calls"
+    if not calls.required:
+        body = "text_or_calls" if constraint is None else "@answer | calls"
+    rules = [after_reasoning(wanted.reasoning, "body"), f"body: {body}", *written.rules]
+    return assembled("\n".join(rules), [*entries, *written.entries])

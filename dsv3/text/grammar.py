@@ -13,7 +13,7 @@ import llguidance
 import msgspec
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from dsv3.structured_outputs import StructuredOutputsParams, schema_text
+from dsv3.sampling_params import StructuredOutputsParams, schema_text
 
 # JSON stands in one line, with a space or none behind a comma and a colon, as models write the arguments of calls. A
 # model in doubt writes white space wherever it may: half of the tokens of a small model's call were line feeds.

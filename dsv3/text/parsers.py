@@ -3,6 +3,7 @@
 import msgspec
 
 from dsv3.config.server_options import ReasoningParser, ToolCallParser
+from dsv3.text.chat_template import names_tools
 from dsv3.text.dialects import (
     DIALECTS,
     END_THINK,
@@ -17,7 +18,6 @@ from dsv3.text.dialects import (
 from dsv3.text.grammar import Reasoning
 from dsv3.text.parser import AnswerParser, Format, Tools
 from dsv3.text.tokenizer import Tokenizer
-from dsv3.text.tool_messages import names_tools
 
 
 class ParserOptions(msgspec.Struct, frozen=True):

@@ -10,8 +10,7 @@ import dataclasses
 import math
 
 from dsv3.config.device_rates import MASKING, PREFILL_OVERHEAD
-from dsv3.config.model import INDEX_KEYS, ModelConfig
-from dsv3.config.sizes import absorbed_operations, expanded_operations, expansion_operations
+from dsv3.config.model import INDEX_KEYS, ModelConfig, absorbed_operations, expanded_operations, expansion_operations
 from dsv3.kv_cache.layout import row_bytes
 from dsv3.model.forms import must_choose
 from pallas_kernels.dsa import BYTES_AT_ONCE, chosen_width

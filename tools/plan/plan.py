@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from dsv3.config.model import ModelConfig
 from dsv3.engine.device.programs import measure
-from dsv3.scheduler.gathering import MOST_STEPS
+from dsv3.scheduler.balance import MOST_STEPS
 from pallas_kernels.multiprocessors import Multiprocessors
 from tools.plan import hlo, roofline
 from tools.plan.attention import SparseCore
@@ -93,7 +93,7 @@ class Ends:
 
     Whole pages travel. The 1 to 64 tokens behind the last one are computed by a program of `seconds`, which takes
     nearly as long for one prompt as for one per rank: it reads the same weights and crosses the same links. So prompts
-    wait for each other (`dsv3.scheduler.gathering`).
+    wait for each other (`dsv3.scheduler.balance`).
     """
 
     seconds: float

@@ -12,8 +12,7 @@ A stage is one micro-batch's part of one layer, under the names of `tools.plan.h
 import dataclasses
 
 from dsv3.config.device_rates import LAUNCH_S, PREFILL_OVERHEAD
-from dsv3.config.model import ModelConfig
-from dsv3.config.sizes import absorbed_operations, sizes_of
+from dsv3.config.model import ModelConfig, absorbed_operations, sizes_of
 from dsv3.kv_cache.layout import row_bytes
 from dsv3.model.forms import must_choose
 from tools.plan.attention import (

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dsv3.kv_cache.keys import KEY_BYTES, Key, root_key
 from dsv3.sampling_params import SamplingParams
-from dsv3.scheduler.prepare import PreparedRequest
+from dsv3.scheduler.request import PreparedRequest
 from tools.simulate.traffic import TokenRun
 
 VOCAB = 2**17

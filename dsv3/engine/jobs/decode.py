@@ -27,11 +27,10 @@ from dsv3.engine.jobs.sample import (
 )
 from dsv3.engine.parts import Parts
 from dsv3.model.batch import AttentionForm, DecodeBatch
-from dsv3.scheduler.accept import accept
+from dsv3.scheduler.accept import Room, accept
 from dsv3.scheduler.balance import DecodeBalance
 from dsv3.scheduler.request import StepOutputs
-from dsv3.scheduler.room import Room
-from dsv3.scheduler.rows import BatchRows, Sampled
+from dsv3.scheduler.slots import BatchRows, Sampled
 
 NAME = "decode"
 

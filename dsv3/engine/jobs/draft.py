@@ -29,9 +29,9 @@ from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.prefill import NAME as PREFILL
 from dsv3.engine.jobs.prefill import PrefillCommand
 from dsv3.engine.parts import Parts
-from dsv3.scheduler.codes import NOTHING
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.sequence import Chunk
+from dsv3.scheduler.slots import NOTHING
 from pallas_kernels.search import search
 
 NAME = "draft"

@@ -32,7 +32,7 @@ from dsv3.engine.functions import DraftFunctions, StepResult
 from dsv3.engine.jobs import decode, prefill
 from dsv3.engine.jobs.draft import DraftCommand, draft_kind
 from dsv3.model.batch import AttentionForm, DecodeBatch
-from dsv3.scheduler.codes import NOTHING
+from dsv3.scheduler.slots import NOTHING
 
 PREFILL, DECODE, CHAIN = f"mtp {prefill.NAME}", f"mtp {decode.NAME}", "mtp chain"
 """Kinds of programs, as `EngineConfig.forward_programs` numbers them."""

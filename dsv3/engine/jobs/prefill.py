@@ -29,14 +29,12 @@ from dsv3.engine.jobs.sample import (
     sampler_programs,
 )
 from dsv3.model.batch import AttentionForm
-from dsv3.scheduler.accept import accept
-from dsv3.scheduler.balance import PrefillBalance
+from dsv3.scheduler.accept import Room, accept
+from dsv3.scheduler.balance import Gathering, PrefillBalance
 from dsv3.scheduler.cost import prefill_cost
-from dsv3.scheduler.gathering import Gathering
 from dsv3.scheduler.request import StepOutputs
-from dsv3.scheduler.room import Room
-from dsv3.scheduler.rows import BatchRows, Sampled
 from dsv3.scheduler.sequence import Chunk, Sequence
+from dsv3.scheduler.slots import BatchRows, Sampled
 from sharding.processes import local_part
 
 NAME = "prefill"

@@ -31,12 +31,10 @@ from dsv3.engine.device.state import NO_DRAFT, AdjustState, DecodeState, adjustm
 from dsv3.engine.job import Command
 from dsv3.model.vocabulary import Vocabulary
 from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS
-from dsv3.scheduler.codes import NOT_FINITE, NOTHING, UNDRAFTED
 from dsv3.scheduler.masks import ALL, Masks
 from dsv3.scheduler.request import StepOutputs
-from dsv3.scheduler.rows import BatchRows
 from dsv3.scheduler.sequence import DRAWN, FILTERED, FULL, GREEDY, Chunk, Sequence
-from dsv3.scheduler.slots import SlotTable
+from dsv3.scheduler.slots import NOT_FINITE, NOTHING, UNDRAFTED, BatchRows, SlotTable
 
 
 class Sampler(NamedTuple):

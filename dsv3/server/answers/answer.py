@@ -26,7 +26,7 @@ from dsv3.server.answers.schema import FinishReason, SampledRequest, Usage
 from dsv3.server.answers.service import Service
 from dsv3.server.answers.transfer import bootstrap_of, pages_from, told
 from dsv3.server.tenants import Tenant
-from dsv3.text.answer_grammar import Wanted
+from dsv3.text.call_grammar import Wanted
 from dsv3.text.parser import AnswerParser
 from dsv3.text.pieces import Reasoning, Text, ToolArguments, ToolCall
 

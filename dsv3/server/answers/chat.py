@@ -27,7 +27,7 @@ from dsv3.server.answers.schema import (
 )
 from dsv3.server.answers.service import Service
 from dsv3.server.tenants import Tenant
-from dsv3.text.answer_grammar import Wanted
+from dsv3.text.call_grammar import Wanted
 from dsv3.text.dialects import State
 from dsv3.text.parser import AnswerParser
 from dsv3.text.pieces import Piece, Reasoning, Text, ToolArguments, ToolCall

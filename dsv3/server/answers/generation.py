@@ -9,8 +9,18 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from dsv3.sampling_params import SamplingParams
-from dsv3.scheduler.prepare import NotInVocabulary, PreparedRequest, PromptTooLong, prepare, sampling_of
-from dsv3.scheduler.request import EngineOutput, EngineRequest, InvalidRequest, PromptLogprobs, TokenLogprobs
+from dsv3.scheduler.request import (
+    EngineOutput,
+    EngineRequest,
+    InvalidRequest,
+    NotInVocabulary,
+    PreparedRequest,
+    PromptLogprobs,
+    PromptTooLong,
+    TokenLogprobs,
+    prepare,
+    sampling_of,
+)
 from dsv3.server.answers.errors import ENGINE_DIED, ApiError, internal, invalid, unavailable
 from dsv3.server.answers.prompts import EncodedPrompt, not_in_vocabulary
 from dsv3.server.answers.resume import Resumed

@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.utils import floatToGoString
 
 from dsv3.kv_cache.tiers.counts import CARRIERS, LOAD_BOUNDS
-from dsv3.scheduler.stats import HOST_TIME_BOUNDS, STEP_TOKENS_BOUNDS
+from dsv3.scheduler.request import HOST_TIME_BOUNDS, STEP_TOKENS_BOUNDS
 from dsv3.server.engine.messages import Stats
 from dsv3.server.tenants import MAX_TENANTS, Tenant, Tenants
 

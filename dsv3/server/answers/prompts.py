@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from dsv3.sampling_params import MAX_DEPTH, is_deeper
 from dsv3.server.answers.errors import ApiError, invalid, unavailable
 from dsv3.server.answers.reading import invalid_field
 from dsv3.server.answers.schema import (
@@ -22,7 +23,6 @@ from dsv3.server.answers.service import Service
 from dsv3.server.asking import WorkerDied
 from dsv3.server.limits import WorkersBusy
 from dsv3.server.templates import Render
-from dsv3.structured_outputs import MAX_DEPTH, is_deeper
 from dsv3.text.call_grammar import CallRules, Function
 from dsv3.text.chat_template import TemplateError
 from dsv3.text.parser import Tools

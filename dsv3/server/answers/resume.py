@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dsv3.sampling_params import SamplingParams
-from dsv3.scheduler.prepare import RequestRules, stop_ids
+from dsv3.scheduler.request import RequestRules, stop_ids
 from dsv3.server.answers.errors import invalid
 from dsv3.server.answers.prompts import EncodedPrompt
 from dsv3.server.answers.schema import FinishReason, SampledRequest

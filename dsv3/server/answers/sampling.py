@@ -3,15 +3,14 @@
 A grammar is written and compiled before anything is sent to the engine, in a process that can be killed.
 """
 
-from dsv3.sampling_params import SamplingParams
+from dsv3.sampling_params import SamplingParams, StructuredOutputsParams
 from dsv3.server.answers.errors import ApiError, invalid, too_long, unavailable
 from dsv3.server.answers.prompts import EncodedPrompt
 from dsv3.server.answers.schema import CompletionRequest, ResponseFormat, SampledRequest
 from dsv3.server.answers.service import Service
 from dsv3.server.asking import WorkerDied
 from dsv3.server.limits import WorkersBusy
-from dsv3.structured_outputs import StructuredOutputsParams
-from dsv3.text.answer_grammar import Wanted
+from dsv3.text.call_grammar import Wanted
 from dsv3.text.matcher import GrammarError, VocabularyError
 
 MAX_TOTAL_CHARS = 2**24

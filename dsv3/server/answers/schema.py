@@ -12,9 +12,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from dsv3.kv_cache.transfer.protocol import MAX_MEETING
-from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP, MAX_STOP_TOKEN_IDS
+from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP, MAX_STOP_TOKEN_IDS, StructuredOutputsParams
 from dsv3.scheduler.request import MAX_PRIORITY
-from dsv3.structured_outputs import StructuredOutputsParams
 
 MAX_FIELD_BYTES = 256 * 1024  # of a field that is neither a text, a conversation nor token ids
 MAX_PROMPTS = 1024

@@ -26,10 +26,9 @@ from dsv3.server.grammars import GrammarPool
 from dsv3.server.limits import SMALL_BYTES, WAIT_S, BodyReader, Budget, Holding, Thread, WorkersBusy
 from dsv3.server.templates import TemplatePool
 from dsv3.server.tenants import OPERATOR, Tenant, Tenants, cache_salt
-from dsv3.text.chat_template import TemplateError
+from dsv3.text.chat_template import TemplateError, names_tools, telling_tools
 from dsv3.text.parsers import ParserOptions, Parsers
 from dsv3.text.tokenizer import Tokenizer, TokenizerError, TokenizerNotFound
-from dsv3.text.tool_messages import names_tools, telling_tools
 
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from dsv3.config.options import split_address
-from dsv3.scheduler.prepare import PreparedRequest
+from dsv3.scheduler.request import PreparedRequest
 from dsv3.server.answers.errors import invalid
 from dsv3.server.answers.schema import ChatRequest, SampledRequest, TransferParams
 from dsv3.server.engine.messages import EngineInfo

@@ -17,8 +17,7 @@ import msgspec
 
 from dsv3.engine.look import Look, StepNote
 from dsv3.processes import frames
-from dsv3.scheduler.prepare import PreparedRequest
-from dsv3.scheduler.request import EngineOutput, first_id
+from dsv3.scheduler.request import EngineOutput, PreparedRequest, first_id
 from dsv3.server.engine import messages
 from dsv3.server.engine.live import Live, Lives, Sink
 

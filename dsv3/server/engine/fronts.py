@@ -18,8 +18,7 @@ import numpy as np
 import uvloop
 
 from dsv3.processes import frames
-from dsv3.scheduler.prepare import PreparedRequest
-from dsv3.scheduler.request import StepOutputs, Tokens, senders
+from dsv3.scheduler.request import PreparedRequest, StepOutputs, Tokens, senders
 from dsv3.server.engine import messages
 from dsv3.server.engine.messages import FIRST_SENDER
 

@@ -14,8 +14,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from dsv3.scheduler.prepare import PreparedRequest, RequestRules, behind
-from dsv3.scheduler.request import EngineOutput
+from dsv3.scheduler.request import EngineOutput, PreparedRequest, RequestRules, behind
 
 SAFE_TOKENS = 16
 """Tokens after which a sequence has passed the place where an engine died: that was two steps of 8 tokens further on

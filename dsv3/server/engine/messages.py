@@ -11,8 +11,7 @@ import numpy as np
 from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine.cluster.link import FIRST, Generation
 from dsv3.engine.look import Look, StepNote
-from dsv3.scheduler.prepare import PreparedRequest, RequestRules
-from dsv3.scheduler.request import EngineOutput, StepOutputs, Tokens
+from dsv3.scheduler.request import EngineOutput, PreparedRequest, RequestRules, StepOutputs, Tokens
 
 FIRST_SENDER = 0
 """Sender of the front that starts engines' processes, and with which they end."""

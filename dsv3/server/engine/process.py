@@ -24,8 +24,7 @@ from dsv3.engine.errors import public_text
 from dsv3.engine.look import Look, StepLog
 from dsv3.logs import configure_logging
 from dsv3.processes.child import link_to_parent
-from dsv3.scheduler.prepare import PreparedRequest, fan_out
-from dsv3.scheduler.request import InvalidRequest, QueueFull, StepOutputs
+from dsv3.scheduler.request import InvalidRequest, PreparedRequest, QueueFull, StepOutputs, fan_out
 from dsv3.server.engine import messages
 from dsv3.server.engine.fronts import FrontConnection, FrontConnections
 

@@ -107,7 +107,7 @@ _RANK = re.compile(r"[0-9]{1,6}")
 def rank_of(header: str | None) -> int | None:
     """Returns the rank that a header names, None without one; ApiError 400 for what is no number.
 
-    `dsv3.scheduler.prepare` knows which ranks there are.
+    `dsv3.scheduler.request` knows which ranks there are.
     """
     if header is None:
         return None

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 from dsv3.engine.engine import Engine
 from dsv3.sampling_params import SamplingParams
-from dsv3.scheduler.prepare import fan_out, prepare
-from dsv3.scheduler.request import EngineOutput, EngineRequest
+from dsv3.scheduler.request import EngineOutput, EngineRequest, fan_out, prepare
 from tests.dsv3.engine import toy
 
 _SPACING = 1000  # ids after a name's number are those of a fan-out

@@ -11,8 +11,7 @@ import pytest
 from dsv3.engine.engine import Engine
 from dsv3.kv_cache.tiers import tiers
 from dsv3.kv_cache.transfer import client
-from dsv3.scheduler.prepare import prepare
-from dsv3.scheduler.request import InvalidRequest
+from dsv3.scheduler.request import InvalidRequest, prepare
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import Gathered, drain, number, request, run, take
 

@@ -21,12 +21,10 @@ from dsv3.engine.jobs import decode, prefill
 from dsv3.engine.jobs.sample import ForwardResults
 from dsv3.engine.parts import Parts
 from dsv3.kv_cache.tiers import tiers
-from dsv3.scheduler.admission import _ROOM
-from dsv3.scheduler.codes import NOT_FINITE, NOTHING
+from dsv3.scheduler.admission import _ROOM, useful_pages
 from dsv3.scheduler.request import EngineRequest, QueueFull
-from dsv3.scheduler.rows import BatchRows
 from dsv3.scheduler.sequence import Sequence, State
-from dsv3.scheduler.yielding import useful_pages
+from dsv3.scheduler.slots import NOT_FINITE, NOTHING, BatchRows
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS
 from tests.dsv3.engine.driving import Gathered, drain, name_of, number, request, take

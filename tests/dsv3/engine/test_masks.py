@@ -26,15 +26,13 @@ from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.prefill import PrefillCommand
 from dsv3.engine.jobs.sample import RowMasks, SampleCommand
 from dsv3.engine.parts import Parts
-from dsv3.scheduler import grammars
-from dsv3.scheduler.grammars import GrammarStats
-from dsv3.scheduler.masks import Masks
-from dsv3.scheduler.prepare import RequestRules, prepare
-from dsv3.scheduler.request import EngineRequest, InvalidRequest, QueueFull, StepOutputs
-from dsv3.scheduler.rows import BatchRows
+from dsv3.sampling_params import StructuredOutputsParams
+from dsv3.scheduler import masks
+from dsv3.scheduler.masks import GrammarStats, Masks
+from dsv3.scheduler.request import EngineRequest, InvalidRequest, QueueFull, RequestRules, StepOutputs, prepare
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import DRAWN, FILTERED, FULL, GREEDY, sequence_of
-from dsv3.structured_outputs import StructuredOutputsParams
+from dsv3.scheduler.slots import BatchRows
 from dsv3.text.grammar import plain_grammar
 from dsv3.text.matcher import Matcher, Vocabulary, without
 from tests.dsv3.engine import letters, toy
@@ -305,7 +303,7 @@ def test_stop_tokens_end_where_the_grammar_has_them(make_plain) -> None:
 
 
 def test_a_grammar_is_compiled_once_and_few_are_kept(make_plain, monkeypatch) -> None:
-    monkeypatch.setattr(grammars, "MAX_KEPT", 2)
+    monkeypatch.setattr(masks, "MAX_KEPT", 2)
     engine = make_plain()
     compiled = []
     for which in (0, 0, 1, 0, 3, 1):

@@ -7,8 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsv3.sampling_params import SamplingParams
-from dsv3.scheduler.prepare import RequestRules, prepare
-from dsv3.scheduler.request import BATCH_PRIORITY, EngineRequest, InvalidRequest, QueueFull
+from dsv3.scheduler.request import BATCH_PRIORITY, EngineRequest, InvalidRequest, QueueFull, RequestRules, prepare
 from dsv3.scheduler.sequence import sequence_of
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import drain, name_of, request, take

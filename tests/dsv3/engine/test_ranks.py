@@ -5,8 +5,7 @@ import pytest
 
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.balance import DecodeBalance, PrefillBalance
-from dsv3.scheduler.prepare import RequestRules, prepare
-from dsv3.scheduler.request import EngineRequest, InvalidRequest
+from dsv3.scheduler.request import EngineRequest, InvalidRequest, RequestRules, prepare
 from dsv3.scheduler.sequence import sequence_of
 from dsv3.server.answers.metrics import Metrics
 from dsv3.server.engine.process import _numbers

@@ -3,8 +3,7 @@
 import msgspec
 import pytest
 
-from dsv3.scheduler.prepare import prepare
-from dsv3.scheduler.request import EngineRequest, InvalidRequest
+from dsv3.scheduler.request import EngineRequest, InvalidRequest, prepare
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import Gathered, request, run
 from tests.dsv3.engine.test_draft import make

@@ -6,7 +6,7 @@ import pytest
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.engine import Engine
 from dsv3.engine.parts import Parts
-from dsv3.scheduler.room import CALM_STEPS, NoRoom, Room
+from dsv3.scheduler.accept import CALM_STEPS, NoRoom, Room
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS
 from tests.dsv3.engine.driving import request, run

@@ -11,12 +11,11 @@ from dsv3.engine.jobs.decode import DecodePlanner
 from dsv3.engine.jobs.prefill import PrefillPlanner
 from dsv3.engine.jobs.sample import ForwardResults
 from dsv3.sampling_params import SamplingParams
-from dsv3.scheduler import yielding
-from dsv3.scheduler.codes import NOTHING
-from dsv3.scheduler.prepare import RequestRules, prepare
-from dsv3.scheduler.request import EngineOutput, EngineRequest, StepOutputs
+from dsv3.scheduler import admission
+from dsv3.scheduler.request import EngineOutput, EngineRequest, RequestRules, StepOutputs, prepare
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import Sequence, sequence_of
+from dsv3.scheduler.slots import NOTHING
 from tests.dsv3.engine.driving import name_of, number
 
 VOCAB = 50
@@ -245,7 +244,7 @@ def test_a_pre_empted_request_that_moves_publishes_nothing_for_its_old_slot():
 
 def test_long_prompts_start_a_few_per_step(monkeypatch):
     """Before, all that fitted started in one step: 176 ms for 127 cached prompts of 131,071 tokens."""
-    monkeypatch.setattr(yielding, "SLICE_TOKENS", 100)
+    monkeypatch.setattr(admission, "SLICE_TOKENS", 100)
     driver = Driver(max_num_batched_tokens=2048)
     for i in range(8):
         driver.add(f"long {i}", 60)

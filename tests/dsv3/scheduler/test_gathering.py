@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv3.scheduler.gathering import MOST_STEPS, Gathering
+from dsv3.scheduler.balance import MOST_STEPS, Gathering
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 20_000)), max_size=60))

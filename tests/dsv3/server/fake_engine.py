@@ -15,12 +15,13 @@ from dsv3.config.publishing import KvEventsConfig
 from dsv3.engine.look import JobNote, Look, StepLog
 from dsv3.kv_cache.event_publisher import Publisher
 from dsv3.kv_cache.events import Spelled, Stored
-from dsv3.scheduler.prepare import PreparedRequest, RequestRules
 from dsv3.scheduler.request import (
     EngineOutput,
     InvalidRequest,
+    PreparedRequest,
     PromptLogprobs,
     QueueFull,
+    RequestRules,
     StepOutputs,
     TokenLogprobs,
     Tokens,

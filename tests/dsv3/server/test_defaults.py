@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dsv3.scheduler.prepare import RequestRules
+from dsv3.scheduler.request import RequestRules
 from dsv3.server.answers.prompts import EncodedPrompt
 from dsv3.server.answers.sampling import sampling_params
 from dsv3.server.answers.schema import CompletionRequest

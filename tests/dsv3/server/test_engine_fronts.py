@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 from dsv3.config.options import EngineOptions
 from dsv3.processes import frames
 from dsv3.sampling_params import SamplingParams
-from dsv3.scheduler.prepare import RequestRules, prepare
-from dsv3.scheduler.request import EngineOutput, EngineRequest, StepOutputs, Tokens, first_id, senders
+from dsv3.scheduler.request import (
+    EngineOutput,
+    EngineRequest,
+    RequestRules,
+    StepOutputs,
+    Tokens,
+    first_id,
+    prepare,
+    senders,
+)
 from dsv3.server.engine import fronts as fronts_module
 from dsv3.server.engine import messages
 from dsv3.server.engine.fronts import FrontConnections, split

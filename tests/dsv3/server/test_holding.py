@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv3.scheduler.prepare import RequestRules
-from dsv3.scheduler.request import EngineOutput
+from dsv3.scheduler.request import EngineOutput, RequestRules
 from dsv3.server.answers.answer import Answer
 from dsv3.server.answers.completions import CompletionAnswer
 from dsv3.server.answers.errors import ApiError

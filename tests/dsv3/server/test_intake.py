@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from dsv3.processes import frames
 from dsv3.sampling_params import SamplingParams
-from dsv3.scheduler.prepare import PreparedRequest, RequestRules, fan_out, prepare
-from dsv3.scheduler.request import EngineRequest, InvalidRequest
+from dsv3.scheduler.request import EngineRequest, InvalidRequest, PreparedRequest, RequestRules, fan_out, prepare
 from dsv3.server.engine import messages, process
 from dsv3.server.engine.client import EngineClient
 from dsv3.server.engine.process import Intake

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.suspects import RULES, Fleet, FleetWithoutTrial, FleetWithoutTurns, play, prepared
 from dsv3.sampling_params import SamplingParams
-from dsv3.scheduler.prepare import RequestRules, behind, fan_out, prepare
-from dsv3.scheduler.request import EngineRequest
+from dsv3.scheduler.request import EngineRequest, RequestRules, behind, fan_out, prepare
 from dsv3.server.engine.live import SAFE_TOKENS, Lives
 
 TOKENS = st.lists(st.integers(0, 8), max_size=300)

@@ -11,9 +11,8 @@ from dsv3.engine.jobs.experts import ExpertStats
 from dsv3.engine.jobs.pages import PageStats
 from dsv3.kv_cache.events import EventStats
 from dsv3.kv_cache.tiers.counts import TierCounts
-from dsv3.scheduler.grammars import GrammarStats
-from dsv3.scheduler.masks import MaskStats
-from dsv3.scheduler.stats import HOST_TIME_BOUNDS, STEP_TOKENS_BOUNDS, EngineStats
+from dsv3.scheduler.masks import GrammarStats, MaskStats
+from dsv3.scheduler.request import HOST_TIME_BOUNDS, STEP_TOKENS_BOUNDS, EngineStats
 from dsv3.server.answers.metrics import NUM_NUMBERS, Metrics, SharedNumbers
 from dsv3.server.engine.process import _numbers
 from dsv3.server.http.server import Throughput

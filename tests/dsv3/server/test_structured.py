@@ -8,12 +8,12 @@ import openai
 import psutil
 import pytest
 
-from dsv3.scheduler.prepare import RequestRules
+from dsv3.sampling_params import StructuredOutputsParams
+from dsv3.scheduler.request import RequestRules
 from dsv3.server import grammars
 from dsv3.server.asking import AskedProcess, DeadlyQuestion
 from dsv3.server.grammars import GrammarPool
-from dsv3.structured_outputs import StructuredOutputsParams
-from dsv3.text.answer_grammar import Wanted
+from dsv3.text.call_grammar import Wanted
 from dsv3.text.matcher import GrammarError
 from tests.dsv3.server import fake_engine, serving
 from tests.dsv3.server.test_tools import MESSAGES, TOOLS

@@ -4,8 +4,7 @@ import msgspec
 import pytest
 
 from dsv3.sampling_params import SamplingParams
-from dsv3.scheduler.prepare import RequestRules, prepare
-from dsv3.scheduler.request import EngineRequest
+from dsv3.scheduler.request import EngineRequest, RequestRules, prepare
 from dsv3.server.answers.errors import ApiError
 from dsv3.server.answers.schema import ChatRequest, CompletionRequest
 from dsv3.server.answers.transfer import bootstrap_of, told

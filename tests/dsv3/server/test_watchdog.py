@@ -17,8 +17,7 @@ from dsv3.config.options import EngineOptions
 from dsv3.processes import frames
 from dsv3.processes.child import RestartPolicy
 from dsv3.sampling_params import SamplingParams
-from dsv3.scheduler.prepare import prepare
-from dsv3.scheduler.request import EngineRequest, StepOutputs
+from dsv3.scheduler.request import EngineRequest, StepOutputs, prepare
 from dsv3.server.engine import client as client_module
 from dsv3.server.engine import keeper as keeper_module
 from dsv3.server.engine import messages, process

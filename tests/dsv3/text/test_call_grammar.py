@@ -6,9 +6,8 @@ import jsonschema
 import numpy as np
 import pytest
 
-from dsv3.structured_outputs import StructuredOutputsParams
-from dsv3.text.answer_grammar import Wanted, answer_grammar
-from dsv3.text.call_grammar import CallRules, Function
+from dsv3.sampling_params import StructuredOutputsParams
+from dsv3.text.call_grammar import CallRules, Function, Wanted, answer_grammar
 from dsv3.text.matcher import GrammarError, Matcher, Vocabulary
 from dsv3.text.parser import Tools
 from dsv3.text.parsers import ParserOptions, Parsers

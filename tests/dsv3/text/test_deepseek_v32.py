@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from dsv3.text.chat_template import ChatTemplate, TemplateError
+from dsv3.text.chat_template import ChatTemplate, TemplateError, ToolMessages, names_tools
 from dsv3.text.deepseek_v32 import CHAT_TEMPLATE
 from dsv3.text.tokenizer import Tokenizer
-from dsv3.text.tool_messages import ToolMessages, names_tools
 from tests.dsv3.text import tiny
 
 TEMPLATE = ChatTemplate(CHAT_TEMPLATE, {"bos_token": tiny.BOS, "eos_token": tiny.EOS})

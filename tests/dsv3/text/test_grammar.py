@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from dsv3.structured_outputs import StructuredOutputsParams
+from dsv3.sampling_params import StructuredOutputsParams
 from dsv3.text.grammar import plain_grammar
 from dsv3.text.matcher import Matcher, Vocabulary
 from tests.dsv3.text import tiny

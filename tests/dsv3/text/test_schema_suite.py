@@ -13,7 +13,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from dsv3.structured_outputs import StructuredOutputsParams
+from dsv3.sampling_params import StructuredOutputsParams
 from dsv3.text.grammar import plain_grammar
 from dsv3.text.matcher import GrammarError, Matcher, Vocabulary
 from dsv3.text.tokenizer import Tokenizer

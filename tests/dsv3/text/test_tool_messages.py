@@ -5,10 +5,9 @@ import json
 import pytest
 
 from dsv3.server.templates import escaping_template
-from dsv3.text.chat_template import ChatTemplate, TemplateError
+from dsv3.text.chat_template import ChatTemplate, TemplateError, ToolMessages, names_tools, telling_tools
 from dsv3.text.dialects import DIALECTS
 from dsv3.text.markers import Markers
-from dsv3.text.tool_messages import ToolMessages, names_tools, telling_tools
 
 # DeepSeek-V3.1 writes arguments as they are, DeepSeek-V3 as vLLM ships its template as JSON, GLM one by one.
 CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}"

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from configs.deployments import DECODE_EP144
-from dsv3.scheduler.gathering import Gathering
+from dsv3.scheduler.balance import Gathering
 from tools.plan.deployment import DeploymentError
 from tools.plan.plan import Ends, handover, prefill_nodes
 

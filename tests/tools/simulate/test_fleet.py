@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.sampling_params import SamplingParams
-from dsv3.scheduler.prepare import PreparedRequest, RequestRules, prepare
-from dsv3.scheduler.request import EngineRequest
+from dsv3.scheduler.request import EngineRequest, PreparedRequest, RequestRules, prepare
 from tests.tools.simulate.tables import HOST, decode_s, prefill_s, table
 from tools.simulate.fleet import InstanceGroup, Setting, SettingError, SimulatedFleet, hold, replay
 from tools.simulate.options import Pressure, Rule, SimulateOptions

@@ -9,7 +9,7 @@ from dsv3.config.options import EngineOptions
 from dsv3.engine.jobs.pages import PageStats
 from dsv3.kv_cache.tiers import counts
 from dsv3.kv_cache.tiers.counts import Carried, TierCounts, total
-from dsv3.scheduler.stats import EngineStats
+from dsv3.scheduler.request import EngineStats
 from dsv3.server.answers.metrics import Metrics
 from dsv3.server.engine.process import _numbers
 

@@ -1,7 +1,7 @@
 """A small load: random prompts in a closed loop, and what became of them.
 
-`launch.doctor` and the benchmarks use it, which cannot ask for another package on a machine that is looked at; people
-measure servers with aiperf (docs/benchmarking.md), which has six times the processor time per token.
+`launch.doctor` and the benchmarks use it, which cannot ask for another package on a machine that is looked at. People
+measure servers with aiperf (docs/benchmarking.md).
 """
 
 import asyncio

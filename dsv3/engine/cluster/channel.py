@@ -97,6 +97,11 @@ class Channel:
         if self._has_started:
             _LOOP.post(self)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be sent or received. One whose other end is closed may still be written to."""
+        return not self._sends and not self._reads
+
     def read(self) -> None:
         """Hands over the messages that have come. What follows one that cannot be taken is dropped."""
         try:
@@ -243,9 +248,9 @@ def _serve(selector: selectors.BaseSelector, channels: dict[Channel, int], chann
     if events and events == before:
         return
     channels[channel] = events
+    if channel.is_over:
+        del channels[channel]
     with contextlib.suppress(OSError, ValueError):  # one of its own ends has closed the connection
-        if not events:
-            del channels[channel]
         if before and events:
             selector.modify(channel.connection, events, channel)
         elif before and not events:

@@ -9,15 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-NOT_FOUND = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"
 
 
 @dataclass
 class FakeServer:
-    """What it was sent (`bodies`, `heads`), how many connections it took, and where it listens.
-
-    `metrics` are what its /metrics says, one text after the other; without them it has no such route.
-    """
+    """What it was sent (`bodies`, `heads`), how many connections it took, and where it listens."""
 
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -25,7 +21,6 @@ class FakeServer:
     connections: int = 0
     running: int = 0
     most_running: int = 0
-    metrics: list[str] = field(default_factory=list)
 
 
 def chunked(data: bytes) -> bytes:
@@ -89,14 +84,14 @@ def script(body: dict[str, Any]) -> list[bytes | float]:
 
 
 @contextlib.contextmanager
-def fake_server(models: list[str] | None = None, tokenize: bool = True) -> Iterator[FakeServer]:
+def fake_server(models: list[str] | None = None) -> Iterator[FakeServer]:
     """Serves from a thread of its own until the end of the `with`."""
     state, started, loops = FakeServer(), threading.Event(), []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         state.connections += 1
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            while await _one(state, reader, writer, models or ["plain"], tokenize):
+            while await _one(state, reader, writer, models or ["plain"]):
                 pass
         writer.close()
 
@@ -121,7 +116,7 @@ def fake_server(models: list[str] | None = None, tokenize: bool = True) -> Itera
 
 
 async def _one(
-    state: FakeServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, models: list[str], tokenize: bool
+    state: FakeServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, models: list[str]
 ) -> bool:
     head = await reader.readuntil(b"\r\n\r\n")
     lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
@@ -129,13 +124,6 @@ async def _one(
     route = head.split(b" ")[1].decode()
     if route.endswith("/v1/models"):
         _reply(writer, {"data": [{"id": name} for name in models]})
-        return True
-    if route.endswith("/tokenize"):
-        words = json.loads(raw)["prompt"].split()
-        _reply(writer, {"tokens": [1000 + i for i in range(len(words))]} if tokenize else {"nothing": 1})
-        return True
-    if route.endswith("/metrics"):
-        _reply(writer, state.metrics.pop(0)) if state.metrics else writer.write(NOT_FOUND)
         return True
     body = json.loads(raw)
     state.heads.append(head)

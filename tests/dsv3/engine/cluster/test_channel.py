@@ -135,3 +135,16 @@ def test_a_last_message_that_is_too_long_is_told(pair) -> None:
 def test_heartbeats_break_the_silence(pair) -> None:
     _, theirs = (end.start() for end in pair(heartbeat_s=0.01))
     assert theirs.messages.get(timeout=30) == b"beat"
+
+
+def test_a_process_that_has_sent_its_last_message_still_hears_that_the_other_one_lives(pair) -> None:
+    ours, theirs = (end.start() for end in pair(heartbeat_s=0.01))
+    theirs.channel.send_last(b"the reason")
+    assert ours.messages.get(timeout=30) == b"the reason" and ours.channel.wait_closed(30)
+    while not theirs.messages.empty():
+        theirs.messages.get()
+    assert [theirs.messages.get(timeout=30) for _ in range(3)] == [b"beat"] * 3
+    ours.channel.send_last(b"heard")
+    while theirs.messages.get(timeout=30) != b"heard":
+        pass
+    assert theirs.channel.wait_closed(30)

@@ -170,16 +170,16 @@ def test_a_server_that_does_not_start_is_a_failed_row(tmp_path, capsys):
 def test_a_server_that_takes_too_long_is_killed_with_its_engine(monkeypatch, capsys):
     """It has come so far that its engine's process, which has a session of its own, is there."""
     pids = []
-    tree = serve.Server.tree
-    monkeypatch.setattr(serve.Server, "tree", lambda self: pids.extend(found := tree(self)) or found)
-    monkeypatch.setattr(serve.Server, "wait_ready", until_the_engine_is_there)
+    tree = serve.StartedServer.tree
+    monkeypatch.setattr(serve.StartedServer, "tree", lambda self: pids.extend(found := tree(self)) or found)
+    monkeypatch.setattr(serve.StartedServer, "wait_ready", until_the_engine_is_there)
 
     assert serve.check_server(BUNDLED, 60) == 1
     assert rows(capsys.readouterr().out)[0]["says"] == "RuntimeError: too long"
     assert pids and all(map(is_gone, pids))
 
 
-def until_the_engine_is_there(server: serve.Server, seconds: float) -> None:
+def until_the_engine_is_there(server: serve.StartedServer, seconds: float) -> None:
     said: list[str] = []
     while not server._next(seconds, said)[1].startswith("loading"):
         pass

@@ -47,7 +47,7 @@ def test_served_steps_compile_for_an_h200(step, batch, temporaries: int) -> None
     donating = jax.jit(lambda p, b, g: step(p, CFG, b, g, backend=Backend.MOSAIC), donate_argnums=2)
     # Kernels are lowered and compiled in `tests/pallas_kernels`: their bodies took half of the time here.
     with bodies.left_out():
-        lowered = lower_for(donating, fp8_params(), batch, pool)
+        lowered = lower_for(donating, fp8_params(), batch, {"latents": pool})
     compiled = compile_to_read(lowered)
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == pool.size * 2, "the pool is updated in place"

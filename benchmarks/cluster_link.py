@@ -1,7 +1,7 @@
 """The link between the leader and its followers: our TLS frames beside ZeroMQ's CURVE, on one machine.
 
 One process leads. `--players` processes play the followers, each as many sockets: a follower of the TLS link is a
-thread that receives, one of CURVE is a DEALER socket in a poll loop. Each step sends every follower its own message of
+`Channel`, one of CURVE is a DEALER socket in a poll loop. Each step sends every follower its own message of
 so many bytes, then sleeps as the device would work. Links take turns, so that other work on the machine meets both. A
 PUB socket is left out: every follower gets other bytes. Figures are medians over all steps of all rounds:
 
@@ -41,7 +41,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.lead import _SWITCH_INTERVAL_S
-from dsv3.engine.cluster.wire import Wire, WireError, accept, connect
+from dsv3.engine.cluster.wire import WireError, accept, connect
 from dsv3.processes.certificates import credentials_of
 from dsv3.processes.strangers import listen
 
@@ -192,26 +192,20 @@ def _take(body: bytes | memoryview, latencies: Latencies) -> bool:
 
 
 def _play_tls(port: int, numbers: range, reads: bool, latencies: Latencies) -> None:
-    def follow(number: int) -> None:
+    left = [threading.Event() for _ in numbers]
+    channels = []
+    for number, ended in zip(numbers, left, strict=True):
         wire = connect(socket.create_connection(("127.0.0.1", port)), credentials_of(KEY), number)
-        threading.Thread(target=beat, args=(wire,), daemon=True).start()
-        while reads and (body := wire.receive()) is not None and (not body or _take(body, latencies)):
-            pass
-        ended.wait(None if not reads else 0)
-        wire.close()
 
-    def beat(wire: Wire) -> None:
-        with contextlib.suppress(OSError):
-            while not ended.wait(_BEAT_S):
-                wire.send(b"")
+        def hear(body: bytes, ended: threading.Event = ended) -> None:
+            if body and not _take(body, latencies):
+                ended.set()
 
-    ended = threading.Event()
-    threads = [threading.Thread(target=follow, args=(number,)) for number in numbers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    ended.set()
+        channels.append(Channel(wire, lambda: b"", hear, lambda end: None, _BEAT_S))
+        if reads:
+            channels[-1].start()
+    for ended in left:
+        ended.wait()
 
 
 def _play_curve(port: int, numbers: range, reads: bool, latencies: Latencies) -> None:

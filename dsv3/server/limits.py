@@ -9,7 +9,7 @@
 | `Thread`: the same for slow work that no process does | the event loop | bodies, texts, long prompts |
 
 What one body may make of its bytes is bounded by `answers.reading`, and how many connections there are by
-`http.admission`. Clients share all of it; none has a part of its own.
+`http.listening`. Clients share all of it; none has a part of its own.
 """
 
 import asyncio

@@ -12,7 +12,7 @@ DEPLOYMENT is prefill_ep32, decode_ep144, node_8xh200, node_8xh800, or a JSON or
 tools.plan.deployment.Deployment. The programs are the server's own, compiled for the described GPUs; that takes one to
 some minutes. Exit status 1: it does not fit; the numbers and what to change are printed. docs/plan.md explains.
 
-`fleet` compiles nothing: rates are published figures or plans written with --json. docs/fleet.md explains it. `train`
+`fleet` compiles nothing: rates are published figures or plans written with --json. docs/plan.md explains it. `train`
 compiles nothing either: the programs of the pipeline are traced for their shapes. docs/training.md explains it.
 """
 

@@ -4,7 +4,7 @@
   python -m launch.router --prefill http://a:8000,http://b:8000 --decode http://c:8000,http://d:8000
   python -m launch.router --registration                    instances come and go: launch.serve --register URL
 
-It imports no jax and keeps nothing: a second one may run beside it. docs/fleet.md says what clients see when a process
+It imports no jax and keeps nothing: a second one may run beside it. docs/failures.md says what clients see when one
 dies. GET /health answers 503 until an instance is ready. The first SIGTERM (or ^C) stops taking requests and lets those
 in flight finish; the second ends them.
 """

@@ -6,7 +6,7 @@
   python -m launch.simulate --instances=node_8xh200 --times=times.json --request_rate=20 --day --seconds=3600 --scale
 
 Deployments are named as for launch.plan. The first run compiles one program of each kind, in minutes, and keeps the
-step times in --times. docs/fleet.md says what is real in a simulation and what is modelled.
+step times in --times. docs/simulate.md says what is real in a simulation and what is modelled.
 """
 
 import gc

@@ -163,7 +163,7 @@ def _decode_sizes(stop: int) -> tuple[int, ...]:
     """Returns powers of four up to 64, and from there on sizes that grow by a half or a third.
 
     DeepSeek's unit of 144 GPUs takes 82.6 ms for 88 requests of each in a batch of 128, and 69.3 ms in one of 96
-    (docs/fleet.md). One that is nearly `stop` is left out.
+    (estimates of `launch.plan`). One that is nearly `stop` is left out.
     """
     sizes, size = list(_sizes(1, min(stop, _FINE))), _FINE
     while size < stop:

@@ -227,7 +227,7 @@ class RunOptions:
     step_metrics_config: dict[str, Any] | None = option(
         None,
         "Tell planners over ZMQ what each step did and how long it took, as Dynamo's ForwardPassMetrics; a JSON object "
-        'such as \'{"endpoint": "tcp://127.0.0.1:20380"}\' (docs/fleet.md).',
+        'such as \'{"endpoint": "tcp://127.0.0.1:20380"}\' (docs/router.md).',
         agree=False,
         programs=False,
         group="monitoring",

@@ -133,7 +133,7 @@ class DecodeBalance:
 #
 # Another instance has computed a prompt's whole pages, which leaves 1 to 64 tokens. The program for these reads the
 # same weights and crosses the same links for one prompt as for hundreds: 46 ms beside a decode step of 76 ms in
-# DeepSeek's unit of 144 GPUs, where some prompt comes in nearly every step (docs/fleet.md). All requests that run pay
+# DeepSeek's unit of 144 GPUs, where some prompt comes in nearly every step (docs/plan.md). All requests that run pay
 # for it, and prompts that wait pay for waiting. So they wait until both have come to the same: nobody can do better
 # than half without knowing who comes next.
 

@@ -318,7 +318,7 @@ def test_all_that_a_router_counts_is_documented():
     fleet.numbers.sent.labels(URL).inc()
     exported = set(re.findall(rb"^# TYPE (\S+)", fleet.numbers.text(), re.MULTILINE))
     exported = {name.decode() for name in exported if not name.endswith(b"_created")}
-    documented = re.findall(r"^\| `(dsv3:router_.*?)` \|", (ROOT / "docs/fleet.md").read_text(), re.MULTILINE)
+    documented = re.findall(r"^\| `(dsv3:router_.*?)` \|", (ROOT / "docs/router.md").read_text(), re.MULTILINE)
     assert {name for each in documented for name in re.findall(r"dsv3:\w+", each)} == exported
 
 

@@ -1,7 +1,7 @@
 """How many instances DeepSeek's published day needs, and what they cost: `launch.plan fleet`. Imports no jax.
 
 It stays beside the simulator, which knows no prices and compiles for minutes, because it alone says how far a plan's
-rates, or the published ones, lead to the published nodes, cost, income and margin (docs/fleet.md). A user's own
+rates, or the published ones, lead to the published nodes, cost, income and margin (docs/plan.md). A user's own
 traffic is the simulator's to replay.
 
 Of the day (open-infra-index, day 6: 27 to 28 February 2025, noon to noon UTC+8) the tokens, the mean context, the

@@ -157,7 +157,7 @@ class ChatAnswer(Answer[ChatRequest]):
         """Returns one chunk per piece; tokens, log-probabilities and the end go with the last.
 
         The others say that they have no tokens, where tokens are asked for: a router holds them until the last is there
-        (docs/fleet.md).
+        (docs/failures.md).
         """
         columns, wants_ids = self.logprob_columns(update), bool(self.request.return_token_ids)
         logprobs = ChatLogprobs(msgspec.Raw(b"[%s]" % columns[0])) if columns else None

@@ -7,7 +7,7 @@ for each main loop: instructions by class, stall counts, registers, shared memor
 cycles from a small model whose assumptions stand at the top. Beside them stand stored figures of FlashMLA,
 DeepGEMM and FlashAttention-3, made the same way (`sass/others.json` says from what).
 
-Nothing here is a measured time. See "Machine code" in docs/benchmarking.md.
+Nothing here is a measured time. See "Machine code" in benchmarks/gpu/README.md.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Measures what a checkpoint costs a training step of the bundled configuration, on whatever device is there.
+"""Measures what a checkpoint costs a training step of the configuration `tiny`, on whatever device is there.
 
     JAX_PLATFORMS=cpu python -m benchmarks.training_checkpoints
 

@@ -2,7 +2,7 @@
 
     JAX_PLATFORMS=cpu python -m benchmarks.training_fp8 --steps 200
 
-Three runs of the bundled configuration begin with the same weights and take turns: each makes the step that the others
+Three runs of the configuration `tiny` begin with the same weights and take turns: each makes the step that the others
 make, on the same rows. So they can be compared wherever the command stops: at --steps, after --minutes, or at Ctrl-C
 or SIGTERM. Every --window steps a line gives the mean loss of each run over them, and two differences: of FP8 products
 from bfloat16, and of bfloat16 from float32, which is what precision does to the curve anyway. The last lines have the

@@ -299,7 +299,7 @@ class Staging:
     """Memory for batches on their way to a device: that of an array is used again when nobody holds it or a view of it.
 
     New memory costs more than what is read into it, since the system clears it page by page: with new memory per batch
-    the tiers loaded at a seventh of the disk's rate (`benchmarks/README.md`). Large pages need fewer such stops.
+    the tiers loaded at a seventh of the disk's rate (`benchmarks.kv_tiers`). Large pages need fewer such stops.
     """
 
     def __init__(self) -> None:

@@ -484,7 +484,7 @@ def _has_gone(accepted: socket.socket) -> bool:
     """Returns whether the client closed its end before it was accepted, as far as the system tells.
 
     Clients that send a request and hang up come faster than requests are read: 2,048 of them, the length of the queue
-    before `accept`, would hold up `/health` for 5 s if each were read first (`benchmarks/README.md`, "Attacks").
+    before `accept`, would hold up `/health` for 5 s if each were read first (`benchmarks.hostile`).
     """
     if not hasattr(socket, "TCP_INFO"):
         return False

@@ -45,7 +45,7 @@ REDUNDANT, LENGTH = 8, 16
 MOVE_MODULE = MOVE._replace(variant=1)
 BALANCING = (READ_LOAD, MOVE, MOVE_MODULE)
 NEEDED = [
-    *(Key("prefill", 64, 1), Key("mtp prefill", 64), Key("sample", 1, GREEDY)),
+    *(Key("prefill", 64), Key("mtp prefill", 64), Key("sample", 1, GREEDY)),
     *(Key("decode", 1, width=2), Key("mtp decode", 1, width=2), Key("sample", 1, GREEDY, 2)),
     *BALANCING,
 ]

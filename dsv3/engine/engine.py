@@ -20,7 +20,7 @@ from dsv3.engine.device.programs import Progress, Store
 from dsv3.engine.errors import ClusterError, public_text
 from dsv3.engine.executor import Executor, LocalExecutor
 from dsv3.engine.job import EngineView, Job, JobKind, News, Planned, StepCommand
-from dsv3.engine.jobs.experts import Balancer
+from dsv3.engine.jobs.experts import ExpertBalancer
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.look import JobNote, Look, StepLog
 from dsv3.engine.parts import Parts
@@ -46,7 +46,7 @@ from dsv3.scheduler.request import (
 )
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import Sequence, sequence_of
-from dsv3.text.matcher import GrammarError, Vocabulary, VocabularyError
+from dsv3.text.matcher import GrammarError, GrammarVocabulary, VocabularyError
 from pallas_kernels.backend import fallbacks
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ class Engine:
 
     def look(self) -> Look:
         """Returns what somebody sees who looks; the thread that steps asks, between two steps."""
-        seen = (planner.look() for planner in self.planners.values() if isinstance(planner, Balancer))
+        seen = (planner.look() for planner in self.planners.values() if isinstance(planner, ExpertBalancer))
         return Look(self.log.look(), next(seen, None))
 
     def _step(self) -> StepOutputs:
@@ -404,7 +404,9 @@ def _grammars(parts: Parts) -> Grammars | None:
     if parts.tokenizer is None:
         return None
     try:
-        vocabulary = Vocabulary.from_file(parts.tokenizer, parts.model_cfg.vocab_size, parts.model_cfg.eos_token_ids)
+        vocabulary = GrammarVocabulary.from_file(
+            parts.tokenizer, parts.model_cfg.vocab_size, parts.model_cfg.eos_token_ids
+        )
     except (VocabularyError, OSError) as error:
         _log.warning("no answer can be held to a grammar: %s", error)
         return None

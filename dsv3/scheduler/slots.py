@@ -13,7 +13,7 @@ import numpy as np
 from dsv3.config.engine import EngineConfig
 from dsv3.kv_cache.keys import Key
 from dsv3.kv_cache.page_cache import Holders, PageCache
-from dsv3.scheduler.sequence import Sequence, State
+from dsv3.scheduler.sequence import Sequence, SequenceStatus
 
 # What a sampler gives for a place where no token of the vocabulary stands, in descending order.
 
@@ -197,7 +197,7 @@ class SlotTable:
     def enter(self, sequence: Sequence, rank: int) -> None:
         """Gives a sequence the lowest free slot of `rank`."""
         slot = heapq.heappop(self._free[rank])
-        sequence.slot, sequence.state = slot, State.PREFILLING
+        sequence.slot, sequence.state = slot, SequenceStatus.PREFILLING
         self.running[rank] += 1
         self.total_running += 1
         self.sequences[slot] = sequence
@@ -227,7 +227,7 @@ class SlotTable:
         for slot in slots.tolist():
             sequence = self.sequences[slot]
             assert sequence is not None  # only a running request decodes
-            sequence.state = State.DECODING
+            sequence.state = SequenceStatus.DECODING
 
     def pause(self, slots: np.ndarray) -> None:
         """Leaves `slots` out of decode steps: all the tokens they may have are planned."""
@@ -246,7 +246,7 @@ class SlotTable:
             self.decoding[slot] = False
             self.version += 1
 
-    def leave(self, sequence: Sequence, state: State) -> None:
+    def leave(self, sequence: Sequence, state: SequenceStatus) -> None:
         """Frees the slot of a sequence, which is in `state` from now on."""
         slot, rank = sequence.slot, self.rank_of(sequence.slot)
         self.sequences[slot] = None

@@ -26,7 +26,7 @@ from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Chain, digests_of, orders_of
-from dsv3.engine.cluster.link import Alone, Begun, FromFollower, Generation, Serving, Waits
+from dsv3.engine.cluster.link import Alone, Begun, FromFollower, Incarnation, Serving, Waits
 from dsv3.engine.cluster.messages import (
     Begin,
     Build,
@@ -34,7 +34,7 @@ from dsv3.engine.cluster.messages import (
     Compiled,
     Digest,
     Drain,
-    Failed,
+    FollowerFailed,
     Heartbeat,
     Hello,
     Loaded,
@@ -81,7 +81,7 @@ def run(
     model_dir: Path,
     options: EngineOptions,
     load: LoadParts = load_model,
-    last: Generation | None = None,
+    last: Incarnation | None = None,
     tell: Callable[[FromFollower], None] = lambda _: None,
 ) -> NoReturn:
     """Follows the leader until it ends, then ends the process: with status 0 if that was in order, else 1.
@@ -136,7 +136,7 @@ class _Follower:
         self,
         cluster: ClusterOptions,
         wire: Wire,
-        last: Generation | None = None,
+        last: Incarnation | None = None,
         tell: Callable[[FromFollower], None] = lambda _: None,
     ) -> None:
         self._cluster, self._last, self._tell = cluster, last, tell
@@ -212,7 +212,7 @@ class _Follower:
         expected = isinstance(error, ValueError | OSError)
         text = f"{type(error).__name__}: {error}" if expected else "".join(traceback.format_exception(error))
         _log.error("%s", text)
-        self._channel.send_last(messages.encode(Failed(type(error).__name__, text)))
+        self._channel.send_last(messages.encode(FollowerFailed(type(error).__name__, text)))
         answered = self._channel.wait_closed(_FAREWELL_S)
         _end(1, f"the leader (process 0) {'has' if answered else 'does not seem to have'} heard of that")
 

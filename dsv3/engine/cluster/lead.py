@@ -9,7 +9,7 @@ from typing import Protocol
 from dsv3.config.options import LEADER, ClusterOptions, EngineOptions
 from dsv3.engine.cluster.digest import orders_of
 from dsv3.engine.cluster.leader import Leader
-from dsv3.engine.cluster.link import FIRST, Generation
+from dsv3.engine.cluster.link import FIRST, Incarnation
 from dsv3.engine.cluster.start import (
     LoadParts,
     Phases,
@@ -76,7 +76,7 @@ class LeadingExecutor:
 
 
 class Host(Protocol):
-    """The process around the engine; `dsv3.server.engine.process.Host` is one."""
+    """The process around the engine; `dsv3.server.engine.process.EngineHost` is one."""
 
     def progress(self, text: str, done: int = 0, total: int = 0) -> None: ...
     def drain(self, reason: str) -> None: ...
@@ -90,7 +90,7 @@ def start_leader(
     options: EngineOptions,
     host: Host,
     load: LoadParts = load_model,
-    generation: Generation = FIRST,
+    generation: Incarnation = FIRST,
 ) -> Engine:
     """Returns an engine over the devices of all processes, warm; every follower is ready when it returns.
 

@@ -129,14 +129,14 @@ class TrafficCounter:
             self.repeats += overflowed
 
 
-def _make_planner(view: EngineView) -> "Balancer":
+def _make_planner(view: EngineView) -> "ExpertBalancer":
     """Returns a balancer of the experts as they stand in the parameters."""
     functions, cfg = view.parts.functions, view.parts.cfg
     experts, traffic = functions.experts, functions.traffic
     assert experts is not None and traffic is not None  # `_applies`
     placement = Placement(*map(np.asarray, experts.take(view.parts.params)[1]))
     sent = TrafficCounter([traffic(program) for program in cfg.forward_programs])
-    return Balancer(experts, placement, layer_bytes(experts, view.parts.params), sent, cfg)
+    return ExpertBalancer(experts, placement, layer_bytes(experts, view.parts.params), sent, cfg)
 
 
 def layer_bytes(experts: SpreadExperts, params: Any) -> int:
@@ -146,7 +146,7 @@ def layer_bytes(experts: SpreadExperts, params: Any) -> int:
     return nbytes // experts.num_layers // experts.machine.devices
 
 
-class Balancer:
+class ExpertBalancer:
     """Decides what each step's command does about balance, and keeps the books. One thread calls it.
 
     Args:

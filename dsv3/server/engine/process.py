@@ -163,7 +163,7 @@ class StepFailed(Exception):
     """The engine has given up every request after an exception; it takes no more."""
 
 
-class Host:
+class EngineHost:
     """This process, as an engine's factory sees it: whom to tell, and how the process ends."""
 
     def __init__(self, link: socket.socket, listener: socket.socket):
@@ -213,7 +213,7 @@ def main(listener: int, imports: Sequence[str]) -> NoReturn:
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)  # the first front drains first and then says when to stop
     configure_logging()
-    host = Host(link_to_parent(), socket.socket(fileno=listener))
+    host = EngineHost(link_to_parent(), socket.socket(fileno=listener))
     for module in imports:
         importlib.import_module(module)
     try:
@@ -251,7 +251,7 @@ def serve(engine: EngineLike, fronts: FrontConnections) -> NoReturn:
             fronts.wait(_PULSE_S)
 
 
-def _build(start: messages.Start, host: Host) -> tuple[EngineLike, messages.EngineInfo]:
+def _build(start: messages.Start, host: EngineHost) -> tuple[EngineLike, messages.EngineInfo]:
     module, _, name = start.factory.partition(":")
     factory = getattr(importlib.import_module(module), name)
     engine, info = factory(start, host)

@@ -25,7 +25,7 @@ from dsv3.engine.cluster.messages import (
     Compiled,
     Digest,
     Drain,
-    Failed,
+    FollowerFailed,
     Heartbeat,
     Loaded,
     Ready,
@@ -471,7 +471,7 @@ def test_other_results_end_the_instance(lead) -> None:
 
 def test_a_followers_error_reaches_the_clients_by_its_kind_alone(lead, caplog) -> None:
     led, follower, _ = both(lead)
-    follower.send(Failed("OSError", "OSError: /secret/path"))
+    follower.send(FollowerFailed("OSError", "OSError: /secret/path"))
     assert led.failure() == "process 1 has failed (OSError)"
     assert "/secret/path" in caplog.text
 
@@ -502,7 +502,7 @@ def test_only_the_first_failure_counts(lead) -> None:
     led = lead(3)
     followers = [led.follower(i) for i in (1, 2)]
     assert led.gathered() is None
-    followers[0].send(Failed("ValueError", "first"))
+    followers[0].send(FollowerFailed("ValueError", "first"))
     assert led.failure() == "process 1 has failed (ValueError)"
     followers[1].wire.close()
     assert led.failures.empty()

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.cluster import messages
-from dsv3.engine.cluster.messages import Build, Digest, Failed, Hello, Step, Stop
+from dsv3.engine.cluster.messages import Build, Digest, FollowerFailed, Hello, Step, Stop
 from dsv3.engine.job import Command, Job, StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.experts import ExpertsCommand
@@ -88,7 +88,7 @@ def test_the_limits_and_small_messages_arrive() -> None:
     assert messages.decode_for_follower(messages.encode(Build(config))) == Build(config)
     for message in (Stop(None), Stop("because")):
         assert messages.decode_for_follower(messages.encode(message)) == message
-    for message in (Hello({"a": "b"}, "host", 3), Digest(3, b"x" * 16), Failed("ValueError", "text")):
+    for message in (Hello({"a": "b"}, "host", 3), Digest(3, b"x" * 16), FollowerFailed("ValueError", "text")):
         assert messages.decode_for_leader(messages.encode(message)) == message
 
 

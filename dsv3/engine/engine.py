@@ -19,7 +19,7 @@ from dsv3.config.engine import EngineConfig
 from dsv3.engine.device.programs import Progress, Store
 from dsv3.engine.errors import ClusterError, public_text
 from dsv3.engine.executor import Executor, LocalExecutor
-from dsv3.engine.job import EngineView, Job, JobKind, News, Planned, StepCommand
+from dsv3.engine.job import EngineView, JobKind, News, Planned, StepCommand
 from dsv3.engine.jobs.experts import ExpertBalancer
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.look import JobNote, Look, StepLog
@@ -300,7 +300,7 @@ class Engine:
     def _launch(self, jobs: list[Planned]) -> None:
         """Launches jobs of the step, behind those of it that have been launched already."""
         number = self.scheduler.pages.begin_step()
-        command = StepCommand(number, tuple(Job(planned.kind, planned.command) for planned in jobs))
+        command = StepCommand(number, tuple((planned.kind, planned.command) for planned in jobs))
         parts = [] if self._in_flight is None else self._in_flight.parts
         self._in_flight = _Launched(number, [*parts, (jobs, self.executor.launch(command))])
         if self._notes is not None:

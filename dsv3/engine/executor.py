@@ -88,7 +88,7 @@ class LocalExecutor:
 
     def launch(self, command: StepCommand) -> InFlight:
         """Starts the jobs of a step, one after the other."""
-        return InFlight(command, tuple(self._workers[kind].launch(job) for kind, job in command.jobs))
+        return InFlight(command, tuple(self._workers[kind].launch(each) for kind, each in command.jobs))
 
     def fetch(self, in_flight: InFlight) -> Results:
         """Waits for the results of a step."""
@@ -97,7 +97,7 @@ class LocalExecutor:
     def agreed(self, in_flight: InFlight, results: Results) -> list[np.ndarray]:
         """Returns the results that must be the same in every process."""
         jobs = zip(in_flight.command.jobs, results, strict=True)
-        return [array for job, each in jobs for array in self._agreed[job.kind](each)]
+        return [array for (kind, _), each in jobs for array in self._agreed[kind](each)]
 
 
 def _on_host(arrays: Any) -> Any:

@@ -126,16 +126,12 @@ def _variant(sampling: SamplingParams) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `start` to `stop` of a sequence; the last chunk samples the first token of the answer.
-
-    Each token has `room` times that of its bucket (`scheduler.room`).
-    """
+    """Tokens `start` to `stop` of a sequence; the last chunk samples the first token of the answer."""
 
     sequence: Sequence
     epoch: int
     start: int
     stop: int
-    room: int = 1
 
     @property
     def is_last(self) -> bool:

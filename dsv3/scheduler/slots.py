@@ -387,18 +387,3 @@ class DraftCounts:
             self.rows -= int(np.count_nonzero(missing[:, 1]))  # a row's drafts have no gaps
             self.tokens -= absent
         return counts
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sampled:
-    """Results of a sampler, for every row of a batch.
-
-    `tokens` `[ranks, B, S]`: the accepted ones first, then `NOTHING` or `UNDRAFTED`; `NOT_FINITE` where the logits were
-    not finite. Where a request asked for them, `logprobs` `[ranks, B, S]` are those of the tokens, `top_ids` and
-    `top_logprobs` `[ranks, B, S, 20]` the most likely, best first.
-    """
-
-    tokens: np.ndarray
-    logprobs: np.ndarray | None = None
-    top_ids: np.ndarray | None = None
-    top_logprobs: np.ndarray | None = None

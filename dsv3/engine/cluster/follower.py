@@ -60,7 +60,7 @@ from dsv3.engine.cluster.wire import PATIENCE_S, Unanswered, Wire, WireError, co
 from dsv3.engine.device.pool import set_pool_share
 from dsv3.engine.executor import InFlight, LocalExecutor, Results
 from dsv3.engine.fingerprint import fields_of
-from dsv3.engine.job import Aside, Job, StepCommand
+from dsv3.engine.job import Aside, Command, StepCommand
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.kernel_checks import check_kernels, fall_back
 from dsv3.processes.certificates import Credentials, credentials_of
@@ -113,7 +113,8 @@ class FollowingExecutor:
 
     def launch(self, command: StepCommand) -> InFlight:
         """Starts a step."""
-        return self._local.launch(dataclasses.replace(command, jobs=tuple(map(self._prepared, command.jobs))))
+        jobs = tuple((kind, self._prepared(kind, each)) for kind, each in command.jobs)
+        return self._local.launch(StepCommand(command.number, jobs))
 
     def fetch(self, in_flight: InFlight) -> tuple[Results, list[np.ndarray]]:
         """Waits for the results of a step; returns them, and those that must be the same in every process."""
@@ -122,13 +123,13 @@ class FollowingExecutor:
 
     def take(self, in_flight: InFlight, results: Results) -> None:
         """Hands the results of a step to those who want them."""
-        for job, arrays in zip(in_flight.command.jobs, results, strict=True):
-            if (aside := self._asides.get(job.kind)) is not None:
-                aside.take(job.command, arrays)
+        for (kind, command), arrays in zip(in_flight.command.jobs, results, strict=True):
+            if (aside := self._asides.get(kind)) is not None:
+                aside.take(command, arrays)
 
-    def _prepared(self, job: Job) -> Job:
-        aside = self._asides.get(job.kind)
-        return job if aside is None else Job(job.kind, aside.prepared(job.command))
+    def _prepared(self, kind: str, command: Command) -> Command:
+        aside = self._asides.get(kind)
+        return command if aside is None else aside.prepared(command)
 
 
 class _Follower:

@@ -11,7 +11,7 @@ import numpy as np
 from dsv3.config.engine import EngineConfig
 from dsv3.config.options import LEADER
 from dsv3.engine.cluster.link import FIRST, Incarnation
-from dsv3.engine.job import Job, JobKind, StepCommand
+from dsv3.engine.job import Command, JobKind, StepCommand
 from dsv3.engine.kernel_checks import Replaced
 
 # numpy makes the name of a dtype anew each time, which was two fifths of what a step's messages to 143 followers take.
@@ -182,11 +182,11 @@ def step_of(command: StepCommand) -> Step:
 def command_of(step: Step, kinds: Sequence[JobKind]) -> StepCommand:
     """Returns the command that a message carries; raises msgspec.MsgspecError for jobs that are not of these kinds."""
     types = {kind.name: kind.command for kind in kinds}
-    jobs = []
+    jobs: list[tuple[str, Command]] = []
     for name, raw in step.jobs:
         if name not in types:
             raise msgspec.ValidationError(f"{name!r} is not a kind of job here")
-        jobs.append(Job(name, _decoder(types[name]).decode(raw)))
+        jobs.append((name, _decoder(types[name]).decode(raw)))
     return StepCommand(step.number, tuple(jobs))
 
 

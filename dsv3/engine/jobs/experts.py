@@ -29,10 +29,11 @@ from dsv3.config.engine import EngineConfig
 from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.functions import SpreadExperts, StepResult
+from dsv3.engine.functions import SpreadExperts
 from dsv3.engine.job import Command, EngineView, JobKind, Planned, Watch
 from dsv3.engine.look import ExpertLoad
 from dsv3.engine.parts import Parts
+from dsv3.model.steps import StepOutput
 from dsv3.scheduler.request import StepOutputs
 from sharding.experts.eplb import (
     ExpertMap,
@@ -381,7 +382,7 @@ def load_size(experts: SpreadExperts, cfg: EngineConfig) -> int:
     return experts.num_layers * experts.num_experts + len(cfg.forward_programs) * _COUNTS
 
 
-def counted(experts: SpreadExperts, cfg: EngineConfig, load: jax.Array, result: StepResult, program: int) -> jax.Array:
+def counted(experts: SpreadExperts, cfg: EngineConfig, load: jax.Array, result: StepOutput, program: int) -> jax.Array:
     """Returns the counters after a forward pass."""
     pairs = experts.num_layers * experts.num_experts
     counts = result.expert_counts.ravel()

@@ -181,7 +181,7 @@ def test_a_forward_program_is_launched_before_its_masks_are_made(make, monkeypat
     launch = engine.executor.launch
 
     def noted(command: StepCommand) -> Any:
-        seen.append([job.command for job in command.jobs if job.kind in ("prefill", "decode")])
+        seen.append([each for kind, each in command.jobs if kind in ("prefill", "decode")])
         return launch(command)
 
     monkeypatch.setattr(engine.executor, "launch", noted)

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.messages import Build, Digest, FollowerFailed, Hello, Step, Stop
-from dsv3.engine.job import Command, Job, StepCommand
+from dsv3.engine.job import Command, StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.experts import ExpertsCommand
 from dsv3.engine.jobs.prefill import PrefillCommand
@@ -36,14 +36,14 @@ SAMPLES = st.builds(
 )
 BATCHES = st.tuples(COUNTS, ARRAYS, ARRAYS, ARRAYS, st.booleans(), st.booleans())
 JOBS = st.one_of(
-    st.builds(lambda batch, last: Job("prefill", PrefillCommand(*batch, sample=last)), BATCHES, st.none() | SAMPLES),
+    st.builds(lambda batch, last: ("prefill", PrefillCommand(*batch, sample=last)), BATCHES, st.none() | SAMPLES),
     st.builds(
-        lambda rows, width, sample: Job("decode", DecodeCommand(rows, width, sample=sample)),
+        lambda rows, width, sample: ("decode", DecodeCommand(rows, width, sample=sample)),
         ARRAYS, st.integers(1, 8), st.none() | SAMPLES,
     ),
-    st.builds(Job, st.sampled_from(["prefill", "decode"]), SAMPLES),
+    st.tuples(st.sampled_from(["prefill", "decode"]), SAMPLES),
     st.builds(
-        lambda read, moves: Job("experts", ExpertsCommand(read, moves)),
+        lambda read, moves: ("experts", ExpertsCommand(read, moves)),
         st.booleans(), st.lists(st.tuples(*[ARRAYS] * 4), max_size=2),
     ),
 )  # fmt: skip
@@ -132,4 +132,4 @@ def test_garbage_is_an_error_and_nothing_else(body: bytes) -> None:
 
 def test_what_is_no_part_of_a_command_is_not_encoded() -> None:
     with pytest.raises(NotImplementedError, match="object"):
-        messages.step_of(StepCommand(1, (Job("decode", DecodeCommand(object(), 1)),)))  # type: ignore[arg-type]
+        messages.step_of(StepCommand(1, (("decode", DecodeCommand(object(), 1)),)))  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -58,7 +58,7 @@ from dsv3.engine.cluster.start import (
 )
 from dsv3.engine.cluster.wire import PATIENCE_S, Unanswered, Wire, WireError, connect
 from dsv3.engine.device.pool import set_pool_share
-from dsv3.engine.executor import InFlight, LocalExecutor, Results
+from dsv3.engine.executor import LocalExecutor, Results
 from dsv3.engine.fingerprint import fields_of
 from dsv3.engine.job import Aside, Command, StepCommand
 from dsv3.engine.jobs.registry import JOB_KINDS
@@ -111,21 +111,22 @@ class FollowingExecutor:
     def __init__(self, local: LocalExecutor, asides: Mapping[str, Aside]) -> None:
         self._local, self._asides = local, asides
 
-    def launch(self, command: StepCommand) -> InFlight:
-        """Starts a step."""
+    def launch(self, command: StepCommand) -> tuple[StepCommand, list[Any]]:
+        """Starts a step; returns it as it was launched, and the arrays that will hold its results."""
         jobs = tuple((kind, self._prepared(kind, each)) for kind, each in command.jobs)
-        return self._local.launch(StepCommand(command.number, jobs))
+        command = StepCommand(command.number, jobs)
+        return command, self._local.launch(command)
 
-    def fetch(self, in_flight: InFlight) -> tuple[Results, list[np.ndarray]]:
+    def fetch(self, command: StepCommand, launched: list[Any]) -> tuple[Results, list[np.ndarray]]:
         """Waits for the results of a step; returns them, and those that must be the same in every process."""
-        results = self._local.fetch(in_flight)
-        return results, self._local.agreed(in_flight, results)
+        results = self._local.fetch(command, launched)
+        return results, self._local.agreed(command, results)
 
-    def take(self, in_flight: InFlight, results: Results) -> None:
+    def take(self, command: StepCommand, results: Results) -> None:
         """Hands the results of a step to those who want them."""
-        for (kind, command), arrays in zip(in_flight.command.jobs, results, strict=True):
+        for (kind, each), arrays in zip(command.jobs, results, strict=True):
             if (aside := self._asides.get(kind)) is not None:
-                aside.take(command, arrays)
+                aside.take(each, arrays)
 
     def _prepared(self, kind: str, command: Command) -> Command:
         aside = self._asides.get(kind)
@@ -142,7 +143,7 @@ class _Follower:
     ) -> None:
         self._cluster, self._last, self._tell = cluster, last, tell
         self._inbox: queue.SimpleQueue[Begin | Checked | Build | Compiled | Step] = queue.SimpleQueue()
-        self._launched: queue.SimpleQueue[InFlight] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[tuple[StepCommand, list[Any]]] = queue.SimpleQueue()
         self._last_launched = -1
         self._silence_s = cluster.starting_silence_s
         self._channel = Channel(wire, self._heartbeat, self._take, self._lost, cluster.heartbeat_s)
@@ -262,11 +263,10 @@ class _Follower:
         chain = Chain()
         try:
             while True:
-                in_flight = self._launched.get()
-                number = in_flight.command.number
-                results, agreed = executor.fetch(in_flight)
-                self._send(Digest(number, chain.add(number, agreed)))
-                executor.take(in_flight, results)
+                command, launched = self._launched.get()
+                results, agreed = executor.fetch(command, launched)
+                self._send(Digest(command.number, chain.add(command.number, agreed)))
+                executor.take(command, results)
         except Exception as error:
             self.give_up(error)
 

@@ -88,7 +88,7 @@ class Idleness:
 
     def check(self, jobs: list[Planned]) -> None:
         scheduler = self.engine.scheduler
-        works = bool(jobs) or self.engine._in_flight is not None or scheduler.only_waits_for_tiers
+        works = bool(jobs) or bool(self.engine._in_flight) or scheduler.only_waits_for_tiers
         self.idle = 0 if works or not scheduler.sequences else self.idle + 1
         assert self.idle <= self.PATIENCE, f"nothing runs, and {scheduler.sequences.keys()} wait"
         waiting = [s for s in scheduler.waiting if s not in scheduler.admission.asking]
@@ -236,7 +236,7 @@ class Played:
     def launch(self, command: StepCommand) -> list[Planned]:
         return self.machine.planned
 
-    def fetch(self, jobs: list[Planned]) -> list[ForwardResults]:
+    def fetch(self, command: StepCommand, jobs: list[Planned]) -> list[ForwardResults]:
         return [self._results(job) for job in jobs]
 
     def _results(self, job: Planned) -> ForwardResults:

@@ -1,13 +1,14 @@
 """An engine over two hosts in one process: commands reach the second one's tiers as over the wire, news come back."""
 
 import dataclasses
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from dsv3.engine.cluster import messages
 from dsv3.engine.engine import Engine
-from dsv3.engine.executor import InFlight, LocalExecutor, Results
+from dsv3.engine.executor import LocalExecutor, Results
 from dsv3.engine.job import News, StepCommand
 from dsv3.engine.jobs.pages import PagesAside, PagesCommand
 from dsv3.engine.jobs.registry import JOB_KINDS
@@ -26,15 +27,15 @@ class TwoHosts(LocalExecutor):
         self.aside = PagesAside(theirs, lambda body: news.put("pages", 1, body))
         self._sent: dict[int, PagesCommand] = {}
 
-    def launch(self, command: StepCommand) -> InFlight:
+    def launch(self, command: StepCommand) -> list[Any]:
         jobs = [self._with_far(command.number, *job) if job[0] == "pages" else job for job in command.jobs]
         return super().launch(StepCommand(command.number, tuple(jobs)))
 
-    def fetch(self, in_flight: InFlight) -> Results:
-        results = super().fetch(in_flight)
-        for index, (kind, command) in enumerate(in_flight.command.jobs):
+    def fetch(self, command: StepCommand, launched: list[Any]) -> Results:
+        results = super().fetch(command, launched)
+        for index, (kind, each) in enumerate(command.jobs):
             if kind == "pages":
-                results[index] = self._hand_over(in_flight.command.number, command, results[index])
+                results[index] = self._hand_over(command.number, each, results[index])
         return results
 
     def _with_far(self, number: int, kind: str, command: PagesCommand) -> tuple[str, PagesCommand]:

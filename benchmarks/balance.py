@@ -39,7 +39,7 @@ from dsv3.scheduler.request import EngineRequest, RequestRules, StepOutputs, pre
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import Sequence as Request
 from dsv3.scheduler.sequence import sequence_of
-from tools.plan.deployment import MicroBatch, rates_of
+from tools.plan.deployment import PlannedBatch, rates_of
 from tools.plan.roofline import decode_stages, prefill_stages
 
 VOCAB, LONGEST, BACKLOG, RUNNING = 1000, 32768, 16, 88
@@ -141,9 +141,9 @@ def prefill_loads(jobs: list[Planned]) -> np.ndarray:
 
 def seconds(stages: Any, loads: np.ndarray) -> float:
     """Returns the time of a step with `loads` `[2, X]` (tokens, and pairs of token and key), in seconds."""
-    mine = [MicroBatch(int(t), p / max(t, 1), 2) for t, p in loads.T.tolist() if t]
+    mine = [PlannedBatch(int(t), p / max(t, 1), 2) for t, p in loads.T.tolist() if t]
     each = [stages(DEEPSEEK_V3, RATES, batch) for batch in mine]
-    even = stages(DEEPSEEK_V3, RATES, MicroBatch(int(loads[0].mean()), 0, 2))
+    even = stages(DEEPSEEK_V3, RATES, PlannedBatch(int(loads[0].mean()), 0, 2))
     slowest = {name: max(stage[name] for stage in each) for name in even} | {"experts": even["experts"]}
     moe = slowest["shared_expert"] + slowest["experts"] + slowest["router"]
     attention = slowest["project"] + slowest["attention"]

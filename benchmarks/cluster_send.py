@@ -28,7 +28,7 @@ from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.messages import Begin, Heartbeat, Hello, Stop
 from dsv3.engine.cluster.wire import Wire, accept, connect
 from dsv3.engine.device.state import NUM_FIELDS
-from dsv3.engine.job import Job, StepCommand
+from dsv3.engine.job import StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.prefill import PrefillCommand
 from dsv3.processes.certificates import credentials_of
@@ -60,7 +60,7 @@ def _follow_one(cluster: ClusterOptions, process_id: int) -> None:
 
 
 def _command(number: int, rows: np.ndarray) -> StepCommand:
-    return StepCommand(number, (Job("decode", DecodeCommand(rows, 1)),))
+    return StepCommand(number, (("decode", DecodeCommand(rows, 1)),))
 
 
 def _prefill(ranks: int) -> PrefillCommand:
@@ -124,7 +124,7 @@ def main() -> None:
     size = len(messages.encode(messages.step_of(_command(0, rows).part(limits.ranks_of(1)))))
     prefill = _prefill(arguments.ranks)
     parts = [prefill.part(limits.ranks_of(process)) for process in range(1, arguments.followers + 1)]
-    largest = max(len(messages.encode(messages.step_of(StepCommand(0, (Job("prefill", p),))))) for p in parts)
+    largest = max(len(messages.encode(messages.step_of(StepCommand(0, (("prefill", p),))))) for p in parts)
     frame, mac = _frame_costs(read_key(str(key)), size)
     print(
         f"{frame * 1e6:.1f} us of a sender thread's processor per frame of {size} bytes, {frame / mac:.2f} times an "

@@ -143,11 +143,10 @@ class UnitExecutor:
     def launch_all(self) -> None:
         """Has nothing to launch."""
 
-    def launch(self, command: StepCommand) -> StepCommand:
+    def launch(self, command: StepCommand) -> None:
         self.sent = sum(len(messages.encode(messages.step_of(command.part(ranks)))) for ranks in self._parts)
-        return command
 
-    def fetch(self, command: StepCommand) -> list[Any]:
+    def fetch(self, command: StepCommand, launched: None) -> list[Any]:
         return [self._results(*job) for job in command.jobs]
 
     def _results(self, kind: str, command: Any) -> Any:

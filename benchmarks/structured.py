@@ -31,7 +31,7 @@ from dsv3.engine.build import build_engine, bundled_model
 from dsv3.engine.engine import Engine
 from dsv3.scheduler.request import EngineRequest
 from dsv3.text.grammar import plain_grammar
-from dsv3.text.matcher import Matcher, Vocabulary
+from dsv3.text.matcher import GrammarVocabulary, Matcher
 from training.corpus import documents, standard_library
 
 REQUESTS, PROMPT = 16, 64
@@ -134,7 +134,7 @@ def _masks() -> None:
     backend = _large_vocabulary()
     started = time.perf_counter()
     end = backend.token_to_id(END)
-    vocabulary = Vocabulary(backend.to_str(), VOCAB_SIZE, [end])
+    vocabulary = GrammarVocabulary(backend.to_str(), VOCAB_SIZE, [end])
     seconds = time.perf_counter() - started
     print(f"vocabulary of {VOCAB_SIZE}: {seconds:.2f} s to load, {4 * vocabulary.words} bytes per mask")
     started = time.perf_counter()
@@ -156,7 +156,7 @@ def _masks() -> None:
         print(f"a long text of few characters, its spelling {name}: {seconds * 1e3:.2f} ms per mask")
 
 
-def _walk(vocabulary: Vocabulary, matcher: Matcher, end: int, seed: int, steps: int = 100) -> Iterator[float]:
+def _walk(vocabulary: GrammarVocabulary, matcher: Matcher, end: int, seed: int, steps: int = 100) -> Iterator[float]:
     """Yields how long each mask takes along an answer drawn by chance."""
     rng, tokens = np.random.default_rng(seed), []
     mask = np.zeros((1, 1, vocabulary.words), np.uint32)

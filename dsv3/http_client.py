@@ -88,7 +88,7 @@ class ServerSentEvents:
             raise RequestFailed("malformed", f"an event of more than {self._limit} bytes")
 
 
-class Response:
+class StreamedResponse:
     """An answer that is being read: its status, its headers (names in any case) and its body."""
 
     def __init__(self, found: aiohttp.ClientResponse):
@@ -131,8 +131,8 @@ class Client:
         self._sessions: dict[bool, aiohttp.ClientSession] = {}  # by whether each request has a new connection
 
     @contextlib.asynccontextmanager
-    async def request(self, method: str, path: str, body: Body = b"") -> AsyncIterator[Response]:
-        """Sends one request and yields its Response, whose body is to be read inside the `async with`.
+    async def request(self, method: str, path: str, body: Body = b"") -> AsyncIterator[StreamedResponse]:
+        """Sends one request and yields its response, whose body is to be read inside the `async with`.
 
         Raises RequestFailed: "connect" where no connection can be made, "http STATUS" with the server's words for any
         status but 200, "disconnected" where the connection ends too early, "protocol" where the answer is not HTTP.
@@ -152,11 +152,11 @@ class Client:
         headers: Mapping[str, str] | None = None,
         *,
         fresh: bool = False,
-    ) -> AsyncIterator[Response]:
+    ) -> AsyncIterator[StreamedResponse]:
         """Does what `request` does, for any status. `fresh` sends over a new connection, hence once at most."""
         found = await self._exchange(method, path, body, self._headers | dict(headers or {}), fresh)
         try:
-            yield Response(found)
+            yield StreamedResponse(found)
         finally:
             found.close()  # the connection, unless the answer has come to its end
 

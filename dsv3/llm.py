@@ -77,7 +77,7 @@ class RequestOutput:
 
 
 @dataclasses.dataclass
-class _Answer:
+class _RunningAnswer:
     """An answer on its way."""
 
     parent: RequestOutput
@@ -289,7 +289,7 @@ class LLM:
         """
         each = _one_each(self._defaults if sampling_params is None else sampling_params, len(several))
         outputs: list[RequestOutput] = []
-        waiting: list[tuple[PreparedRequest, _Answer]] = []
+        waiting: list[tuple[PreparedRequest, _RunningAnswer]] = []
         for i, params, first in zip(range(len(several)), each, _priorities(priority, len(several)), strict=True):
             try:
                 output, grammar = make(several[i], params)
@@ -305,7 +305,7 @@ class LLM:
 
     def _requests(
         self, output: RequestOutput, params: SamplingParams, priority: int, grammar: str
-    ) -> list[tuple[PreparedRequest, _Answer]]:
+    ) -> list[tuple[PreparedRequest, _RunningAnswer]]:
         """Returns the sequences of a prompt; raises InvalidRequest where it can never be served."""
         whole = EngineRequest(
             request_id=self._next_id,
@@ -318,12 +318,12 @@ class LLM:
         self.engine.check_grammar(prepared.grammar)
         requests = fan_out(prepared)
         self._next_id += len(requests)
-        answers = (_Answer(output, each, OutputStream(self.tokenizer, params)) for each in output.outputs)
+        answers = (_RunningAnswer(output, each, OutputStream(self.tokenizer, params)) for each in output.outputs)
         return list(zip(requests, answers, strict=True))
 
-    def _answer(self, waiting: deque[tuple[PreparedRequest, _Answer]]) -> None:
+    def _answer(self, waiting: deque[tuple[PreparedRequest, _RunningAnswer]]) -> None:
         """Feeds the engine as its queue allows, and gathers answers until all are complete."""
-        live: dict[int, _Answer] = {}
+        live: dict[int, _RunningAnswer] = {}
         with self._bar(len(waiting)) as update:
             try:
                 while waiting or live:
@@ -334,7 +334,7 @@ class LLM:
             finally:
                 self._abandon(live)
 
-    def _feed(self, waiting: deque[tuple[PreparedRequest, _Answer]], live: dict[int, _Answer]) -> None:
+    def _feed(self, waiting: deque[tuple[PreparedRequest, _RunningAnswer]], live: dict[int, _RunningAnswer]) -> None:
         while waiting:
             request, answer = waiting[0]
             try:
@@ -344,7 +344,7 @@ class LLM:
             live[request.request_id] = answer
             waiting.popleft()
 
-    def _take(self, result: EngineOutput, live: dict[int, _Answer]) -> None:
+    def _take(self, result: EngineOutput, live: dict[int, _RunningAnswer]) -> None:
         answer = live.get(result.request_id)
         if answer is None:
             return  # aborted after a stop string
@@ -365,7 +365,7 @@ class LLM:
             if result.finish_reason is None:
                 self.engine.abort(result.request_id)
 
-    def _abandon(self, live: dict[int, _Answer]) -> None:
+    def _abandon(self, live: dict[int, _RunningAnswer]) -> None:
         """Leaves nothing behind in the engine, also after an interrupt."""
         for request_id in live:
             self.engine.abort(request_id)

@@ -132,7 +132,7 @@ def _are_ids(tokens: Sequence[int]) -> bool:
     return not tokens or (min(tokens) >= 0 and max(tokens) < 2**31)
 
 
-class EventSource(msgspec.Struct, frozen=True):
+class EventEndpoint(msgspec.Struct, frozen=True):
     """Where an instance publishes, as its `/v1/models` says; `*` stands for its host."""
 
     endpoint: str
@@ -140,12 +140,12 @@ class EventSource(msgspec.Struct, frozen=True):
     topic: str = ""
     num_ranks: int = 1
 
-    def at(self, host: str) -> "EventSource | None":
+    def at(self, host: str) -> "EventEndpoint | None":
         """Returns the source with the host in it; None where nobody can connect to it from here."""
         known = [_connectable(each, host) for each in (self.endpoint, self.replay_endpoint) if each is not None]
         if any(each is None for each in known) or not 1 <= self.num_ranks <= _MOST_RANKS:
             return None
-        return EventSource(str(known[0]), known[1] if len(known) > 1 else None, self.topic, self.num_ranks)
+        return EventEndpoint(str(known[0]), known[1] if len(known) > 1 else None, self.topic, self.num_ranks)
 
 
 def _connectable(endpoint: str, host: str) -> str | None:
@@ -161,7 +161,7 @@ def _connectable(endpoint: str, host: str) -> str | None:
 class Listener:
     """Keeps `held` as an instance tells, from `start` to `close`. `is_live`: all that it has told is in there."""
 
-    def __init__(self, source: EventSource, name: str):
+    def __init__(self, source: EventEndpoint, name: str):
         self.held = HeldPages(source.num_ranks)
         self._source, self._name = source, name
         self._heard = [False] * source.num_ranks

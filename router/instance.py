@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from dsv3.http_client import Address, Body, Client, RequestFailed, Response
+from dsv3.http_client import Address, Body, Client, RequestFailed, StreamedResponse
 from dsv3.server.answers.errors import ApiError
 from router.choice import Flying, InstanceLoad, SentPages, cost_of
-from router.held import EventSource, Listener
+from router.held import EventEndpoint, Listener
 from router.request import Prompt
 
 DEFAULT_CONCURRENCY = 64
@@ -41,7 +41,7 @@ class Broken(Exception):
 class _ServedModel(msgspec.Struct):
     max_num_seqs: int | None = None
     data_parallel_size: int | None = None
-    kv_events: EventSource | None = None
+    kv_events: EventEndpoint | None = None
 
 
 class _ServedModels(msgspec.Struct):
@@ -155,8 +155,8 @@ class Instance:
         self.breaker.succeed()
 
     @contextlib.asynccontextmanager
-    async def ask(self, path: str, body: Body, headers: dict[str, str]) -> AsyncIterator[Response]:
-        """Sends a POST over a connection of its own and yields the Response, whatever its status; raises Broken."""
+    async def ask(self, path: str, body: Body, headers: dict[str, str]) -> AsyncIterator[StreamedResponse]:
+        """Sends a POST over a connection of its own and yields the response, whatever its status; raises Broken."""
         async with contextlib.AsyncExitStack() as stack:
             try:
                 async with self._heard():
@@ -169,8 +169,8 @@ class Instance:
                 raise Broken("the instance is silent") from None
             yield found
 
-    async def pieces(self, response: Response) -> AsyncIterator[bytes]:
-        """Yields the body of a Response as it comes; raises Broken."""
+    async def pieces(self, response: StreamedResponse) -> AsyncIterator[bytes]:
+        """Yields the body of a StreamedResponse as it comes; raises Broken."""
         pieces = response.pieces()
         while True:
             try:
@@ -182,8 +182,8 @@ class Instance:
                 return
             yield piece
 
-    async def read(self, response: Response, limit: int) -> bytes:
-        """Returns the body of a Response; raises Broken, also for more than `limit` bytes."""
+    async def read(self, response: StreamedResponse, limit: int) -> bytes:
+        """Returns the body of a StreamedResponse; raises Broken, also for more than `limit` bytes."""
         body = bytearray()
         async for piece in self.pieces(response):
             body += piece
@@ -242,7 +242,7 @@ class Instance:
             if is_new or source is None:
                 self._listen_to(None if source is None else source.at(self._address.host))
 
-    def _listen_to(self, source: EventSource | None) -> None:
+    def _listen_to(self, source: EventEndpoint | None) -> None:
         if self.listener is not None:
             self.listener.close()
         self.listener = None if source is None else Listener(source, self.url)

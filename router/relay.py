@@ -14,7 +14,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from dsv3.http_client import Body, RequestFailed, Response, ServerSentEvents
+from dsv3.http_client import Body, RequestFailed, ServerSentEvents, StreamedResponse
 from dsv3.server.answers.errors import ENGINE_DIED, ApiError, unavailable
 from dsv3.server.answers.kinds import KINDS
 from router.gather import ErrorEvent, Events, Gathered, Unreadable
@@ -330,7 +330,7 @@ class Relay:
         return _transfer_of(reply.content)
 
 
-async def _refusal(instance: Instance, response: Response) -> InstanceReply:
+async def _refusal(instance: Instance, response: StreamedResponse) -> InstanceReply:
     """Returns a refusal that is the client's to read; raises Refused, Broken or ApiError for any other."""
     content = await instance.read(response, _MAX_ERROR_BYTES)
     status, told = response.status, _error_of(content)

@@ -20,7 +20,7 @@ _KINDS: dict[str, Literal["lines", "parquet", "csv"]] = {
 _COMPRESSIONS: dict[str, Literal["gzip", "zstd"]] = {".gz": "gzip", ".zst": "zstd"}
 
 
-class Format(NamedTuple):
+class FileFormat(NamedTuple):
     """What a name says of a file: `kind`, `compression` and whether it is a URL."""
 
     kind: Literal["lines", "parquet", "csv"]
@@ -33,13 +33,13 @@ class Format(NamedTuple):
         return self.compression is None and not self.is_url
 
 
-def format_of(name: str) -> Format:
+def format_of(name: str) -> FileFormat:
     """Returns what a name says; a name that says nothing is of lines, as OpenAI's batch files may be."""
     is_url = "://" in name
     path = PurePosixPath(name.partition("://")[2].partition("?")[0] if is_url else name)
     compression = _COMPRESSIONS.get(path.suffix.lower())
     kind = _KINDS.get((path.with_suffix("") if compression else path).suffix.lower(), "lines")
-    return Format(kind, compression if kind != "parquet" else None, is_url)
+    return FileFormat(kind, compression if kind != "parquet" else None, is_url)
 
 
 def need(module: str) -> Any:

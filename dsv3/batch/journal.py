@@ -135,22 +135,22 @@ class _OutputHead(msgspec.Struct):
     id: str
 
 
-class _Error(msgspec.Struct):
+class _RecordedError(msgspec.Struct):
     message: Any = ""
 
 
-class _Response(msgspec.Struct):
+class _RecordedResponse(msgspec.Struct):
     status_code: int
     body: msgspec.Raw = msgspec.Raw()
 
 
 class _OutputResult(msgspec.Struct):
-    response: _Response | None = None
-    error: _Error | None = None
+    response: _RecordedResponse | None = None
+    error: _RecordedError | None = None
 
 
 class _Refusal(msgspec.Struct):
-    error: _Error | None = None
+    error: _RecordedError | None = None
 
 
 _output_decoder = msgspec.json.Decoder(_OutputHead)
@@ -200,7 +200,7 @@ class InputSummary(msgspec.Struct, frozen=True):
     last_line: int
 
 
-class _State(msgspec.Struct, frozen=True):
+class _JournalState(msgspec.Struct, frozen=True):
     version: int
     input: InputSummary
     model: str
@@ -266,7 +266,7 @@ class Journal:
             journal = cls(path, descriptor, state, source.last_line, sync_s)
             journal._lock()
             journal._require_place()
-            journal._claim(_State(STATE_VERSION, source, model))
+            journal._claim(_JournalState(STATE_VERSION, source, model))
             journal._recover()
             opened.pop_all()
         return journal
@@ -322,7 +322,7 @@ class Journal:
                 "go on from there, or start anew without it"
             )
 
-    def _claim(self, wanted: _State) -> None:
+    def _claim(self, wanted: _JournalState) -> None:
         """Notes which batch the file belongs to, or checks that it is this one."""
         if os.fstat(self._descriptor).st_size == 0:
             os.ftruncate(self._state, 0)
@@ -332,7 +332,7 @@ class Journal:
             os.fsync(self._state)  # an answer is written after it
             return
         try:
-            found = msgspec.json.decode(os.pread(self._state, _MAX_STATE_BYTES, 0), type=_State)
+            found = msgspec.json.decode(os.pread(self._state, _MAX_STATE_BYTES, 0), type=_JournalState)
         except msgspec.MsgspecError as error:
             raise _unknown(self._path, error) from error
         if found.input.sha256 != wanted.input.sha256:

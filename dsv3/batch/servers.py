@@ -38,17 +38,17 @@ _ALIKE_BYTES = 1024
 _log = logging.getLogger("dsv3.batch")
 
 
-class _Model(msgspec.Struct):
+class _ModelEntry(msgspec.Struct):
     id: str
     owned_by: str = ""
     max_num_seqs: int | None = None
 
 
 class _Models(msgspec.Struct):
-    data: list[_Model]
+    data: list[_ModelEntry]
 
 
-class _Answer(msgspec.Struct):
+class _ServerAnswer(msgspec.Struct):
     """What is read of an answer."""
 
     id: Any = ""
@@ -65,7 +65,7 @@ class _Asked(msgspec.Struct):
     stream: Any = None
 
 
-_answer, _asked = msgspec.json.Decoder(_Answer), msgspec.json.Decoder(_Asked)
+_answer, _asked = msgspec.json.Decoder(_ServerAnswer), msgspec.json.Decoder(_Asked)
 
 
 @dataclasses.dataclass(eq=False)
@@ -197,7 +197,7 @@ class ServersCompleter:
         return b'{"priority":%d%b%b' % (priority, comma, rest)
 
 
-def _read(content: bytes) -> _Answer | None:
+def _read(content: bytes) -> _ServerAnswer | None:
     """Returns what counts in an answer, None for one that is no JSON object."""
     try:
         content.decode()

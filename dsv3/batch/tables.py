@@ -126,49 +126,49 @@ class Answers:
         self._file.close()
 
 
-class _Message(msgspec.Struct):
+class _OutputMessage(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     tool_calls: msgspec.Raw | None = None
 
 
-class _Choice(msgspec.Struct):
-    message: _Message | None = None
+class _OutputChoice(msgspec.Struct):
+    message: _OutputMessage | None = None
     text: str | None = None
     finish_reason: str | None = None
 
 
-class _Usage(msgspec.Struct):
+class _OutputUsage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
-class _Error(msgspec.Struct):
+class _OutputError(msgspec.Struct):
     message: str = ""
 
 
 class _Body(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: _Error | None = None
+    choices: list[_OutputChoice] = []
+    usage: _OutputUsage | None = None
+    error: _OutputError | None = None
 
 
-class _Response(msgspec.Struct):
+class _OutputResponse(msgspec.Struct):
     status_code: int
     body: _Body
 
 
 class _Output(msgspec.Struct):
-    response: _Response | None = None
-    error: _Error | None = None
+    response: _OutputResponse | None = None
+    error: _OutputError | None = None
 
 
 def _columns(output: _Output) -> tuple[Any, ...]:
     if output.response is None or output.response.status_code != 200 or not output.response.body.choices:
         error = output.error or (output.response.body.error if output.response is not None else None)
         return (None, None, None, error.message if error is not None else "no answer", None, None)
-    choice, usage = output.response.body.choices[0], output.response.body.usage or _Usage()
-    message = choice.message or _Message()
+    choice, usage = output.response.body.choices[0], output.response.body.usage or _OutputUsage()
+    message = choice.message or _OutputMessage()
     text = choice.text if choice.message is None else message.content
     if text is None and message.tool_calls is not None:
         text = bytes(message.tool_calls).decode()

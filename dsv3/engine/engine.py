@@ -5,7 +5,6 @@ reads, stops, streams and plans. Where a job of step n + 1 needs these tokens, i
 the look. One thread calls `step`; `add` and `abort` may come from any thread.
 """
 
-import dataclasses
 import itertools
 import logging
 from collections import deque
@@ -19,8 +18,8 @@ from dsv3.config.engine import EngineConfig
 from dsv3.engine.device.programs import Progress, Store
 from dsv3.engine.errors import ClusterError, public_text
 from dsv3.engine.executor import Executor, LocalExecutor
-from dsv3.engine.job import EngineView, Job, JobKind, News, Planned, StepCommand
-from dsv3.engine.jobs.experts import Balancer
+from dsv3.engine.job import EngineView, JobKind, News, Planned, StepCommand
+from dsv3.engine.jobs.experts import ExpertBalancer
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.look import JobNote, Look, StepLog
 from dsv3.engine.parts import Parts
@@ -46,7 +45,7 @@ from dsv3.scheduler.request import (
 )
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import Sequence, sequence_of
-from dsv3.text.matcher import GrammarError, Vocabulary, VocabularyError
+from dsv3.text.matcher import GrammarError, GrammarVocabulary, VocabularyError
 from pallas_kernels.backend import fallbacks
 
 if TYPE_CHECKING:
@@ -55,16 +54,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Launched:
-    """A step under way: its number, its jobs, and what the executor wants back to fetch their results.
-
-    Jobs that were launched later than the others are a part of their own, with a number of its own. The last one counts
-    for the step.
-    """
-
-    number: int
-    parts: list[tuple[list[Planned], Any]]
+# A part of a step under way: its jobs, their command, and what the executor wants back to fetch their results. Jobs
+# that are launched later than the others are a part of their own, whose command has a number of its own.
+_Part = tuple[list[Planned], StepCommand, Any]
 
 
 class Engine:
@@ -100,7 +92,7 @@ class Engine:
         self.planners = {kind.name: kind.planner(view) for kind in kinds if kind.applies(parts)}
         self._commands: deque[Sequence | int | None] = deque()  # a new request, the id of one to abort, or: flush
         self._handed_in: set[int] = set()  # ids among the commands; the scheduler knows the others
-        self._in_flight: _Launched | None = None
+        self._in_flight: list[_Part] = []
         self._notes = _step_notes(self.cfg, self.scheduler)
         self._compilations = CompilationCounter()
         self._warm = False
@@ -114,7 +106,7 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
         compiles = bool(self.grammars)
-        return bool(self._commands) or compiles or self._in_flight is not None or self.scheduler.has_work
+        return bool(self._commands) or compiles or bool(self._in_flight) or self.scheduler.has_work
 
     @property
     def room(self) -> int:
@@ -246,7 +238,7 @@ class Engine:
 
     def look(self) -> Look:
         """Returns what somebody sees who looks; the thread that steps asks, between two steps."""
-        seen = (planner.look() for planner in self.planners.values() if isinstance(planner, Balancer))
+        seen = (planner.look() for planner in self.planners.values() if isinstance(planner, ExpertBalancer))
         return Look(self.log.look(), next(seen, None))
 
     def _step(self) -> StepOutputs:
@@ -257,14 +249,14 @@ class Engine:
             self._take_compiled(self.grammars, outputs)
         log.done("take requests")
         jobs = self._plan()
-        before, self._in_flight = self._in_flight, None
+        before, self._in_flight = self._in_flight, []
         at_once, later = _split(jobs)
         if at_once:
             self._launch(at_once)
-        waited = 0.0 if before is None else self._collect(before, outputs)
+        waited = self._collect(before, outputs) if before else 0.0
         if later:
             self._launch(_made(later, outputs))
-        if self.grammars and not jobs and before is None:
+        if self.grammars and not jobs and not before:
             self.grammars.wait()
         if self.events is not None:
             self.events.record.close()
@@ -275,14 +267,13 @@ class Engine:
             self._note(before)
         return outputs
 
-    def _note(self, collected: _Launched | None) -> None:
+    def _note(self, collected: list[_Part]) -> None:
         """Ends the notes about a step that took the results of `collected`."""
-        launched, scheduler = self._in_flight, self.scheduler
-        jobs = [job for part, _ in launched.parts for job in part] if launched is not None else []
+        scheduler = self.scheduler
         self.log.end(
-            0 if launched is None else launched.number,
-            0 if collected is None else collected.number,
-            [JobNote(job.kind, job.command.amount) for job in jobs if not job.is_rest],
+            _number(self._in_flight),
+            _number(collected),
+            [JobNote(job.kind, job.command.amount) for jobs, *_ in self._in_flight for job in jobs if not job.is_rest],
             scheduler.slots.total_running,
             len(scheduler.queue),
         )
@@ -300,26 +291,26 @@ class Engine:
     def _launch(self, jobs: list[Planned]) -> None:
         """Launches jobs of the step, behind those of it that have been launched already."""
         number = self.scheduler.pages.begin_step()
-        command = StepCommand(number, tuple(Job(planned.kind, planned.command) for planned in jobs))
-        parts = [] if self._in_flight is None else self._in_flight.parts
-        self._in_flight = _Launched(number, [*parts, (jobs, self.executor.launch(command))])
+        command = StepCommand(number, tuple((planned.kind, planned.command) for planned in jobs))
+        is_more = bool(self._in_flight)
+        self._in_flight.append((jobs, command, self.executor.launch(command)))
         if self._notes is not None:
-            self._notes.launched(jobs, is_more=bool(parts))
+            self._notes.launched(jobs, is_more=is_more)
         self.log.done("launch")
 
-    def _collect(self, launched: _Launched, outputs: StepOutputs) -> float:
+    def _collect(self, parts: list[_Part], outputs: StepOutputs) -> float:
         """Takes in the results of a step; returns the seconds that were waited for them."""
         waited = 0.0
-        for jobs, handle in launched.parts:
+        for jobs, command, launched in parts:
             waiting = perf_counter()
-            results = self.executor.fetch(handle)
+            results = self.executor.fetch(command, launched)
             waited += perf_counter() - waiting
             self.log.done("wait")
             for planned, arrays in zip(jobs, results, strict=True):
                 self.planners[planned.kind].collect(planned, arrays, outputs)
                 if self.log.is_on:
                     self.log.done(f"collect {planned.kind}")
-        self.scheduler.pages.collect(launched.number)
+        self.scheduler.pages.collect(_number(parts))
         if self._notes is not None:
             self._notes.collected()
         self._steps += 1
@@ -361,7 +352,7 @@ class Engine:
 
     def _end_all(self, error: BaseException) -> StepOutputs:
         """Ends every request after a failure; nothing of the device's state can be trusted any more."""
-        self._in_flight = None
+        self._in_flight = []
         while self._commands:
             command = self._commands.popleft()
             if isinstance(command, Sequence):
@@ -387,6 +378,11 @@ class Engine:
         return int(state.generate_state(1, np.uint64).view(np.int64)[0])
 
 
+def _number(parts: list[_Part]) -> int:
+    """Returns the number of a step, which is that of its last part; 0 where nothing was launched."""
+    return parts[-1][1].number if parts else 0
+
+
 def _split(jobs: list[Planned]) -> tuple[list[Planned], list[Planned]]:
     """Returns the jobs up to the first one that has a rest, and what is launched later: from that one on."""
     at = next((i for i, planned in enumerate(jobs) if planned.later is not None), len(jobs))
@@ -404,7 +400,9 @@ def _grammars(parts: Parts) -> Grammars | None:
     if parts.tokenizer is None:
         return None
     try:
-        vocabulary = Vocabulary.from_file(parts.tokenizer, parts.model_cfg.vocab_size, parts.model_cfg.eos_token_ids)
+        vocabulary = GrammarVocabulary.from_file(
+            parts.tokenizer, parts.model_cfg.vocab_size, parts.model_cfg.eos_token_ids
+        )
     except (VocabularyError, OSError) as error:
         _log.warning("no answer can be held to a grammar: %s", error)
         return None

@@ -19,14 +19,6 @@ Results = list[Any]
 """What each job of a step gave, in their order: numpy arrays in place of what its worker has returned."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class InFlight:
-    """A launched step: its command, and the arrays of each job that will hold results."""
-
-    command: StepCommand
-    arrays: tuple[Any, ...]
-
-
 class Executor(Protocol):
     """What an engine launches its steps with."""
 
@@ -37,9 +29,9 @@ class Executor(Protocol):
         """Launches every program where the first time is slower than those after it."""
 
     def launch(self, command: StepCommand) -> Any:
-        """Starts a step and the copies of its results to the host; returns a handle for `fetch`."""
+        """Starts a step and the copies of its results to the host; returns what `fetch` needs beside the command."""
 
-    def fetch(self, in_flight: Any) -> Results:
+    def fetch(self, command: StepCommand, launched: Any) -> Results:
         """Waits for the results of a step."""
 
 
@@ -86,18 +78,18 @@ class LocalExecutor:
         if first_launch_is_slower(layout.platform):
             launch_all(devices, running(layout.cfg, devices.programs.keys()))
 
-    def launch(self, command: StepCommand) -> InFlight:
-        """Starts the jobs of a step, one after the other."""
-        return InFlight(command, tuple(self._workers[kind].launch(job) for kind, job in command.jobs))
+    def launch(self, command: StepCommand) -> list[Any]:
+        """Starts the jobs of a step, one after the other; returns the arrays of each that will hold its results."""
+        return [self._workers[kind].launch(each) for kind, each in command.jobs]
 
-    def fetch(self, in_flight: InFlight) -> Results:
+    def fetch(self, command: StepCommand, launched: list[Any]) -> Results:
         """Waits for the results of a step."""
-        return [_on_host(arrays) for arrays in in_flight.arrays]
+        return [_on_host(arrays) for arrays in launched]
 
-    def agreed(self, in_flight: InFlight, results: Results) -> list[np.ndarray]:
+    def agreed(self, command: StepCommand, results: Results) -> list[np.ndarray]:
         """Returns the results that must be the same in every process."""
-        jobs = zip(in_flight.command.jobs, results, strict=True)
-        return [array for job, each in jobs for array in self._agreed[job.kind](each)]
+        jobs = zip(command.jobs, results, strict=True)
+        return [array for (kind, _), each in jobs for array in self._agreed[kind](each)]
 
 
 def _on_host(arrays: Any) -> Any:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,27 +15,12 @@ from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import Pool
 from dsv3.model import decoder, steps
 from dsv3.model.batch import DecodeBatch, PrefillBatch
+from dsv3.model.steps import StepOutput
 from dsv3.model.vocabulary import WHOLE, Vocabulary
 from pallas_kernels.backend import Backend
 from sharding.experts.placement import Placement
 from sharding.experts.traffic import Traffic
 from sharding.mesh import Machine
-
-
-class StepResult(Protocol):
-    """What a step function returns; `dsv3.model.steps.StepOutput` is one."""
-
-    @property
-    def hidden(self) -> Any: ...
-
-    @property
-    def pages(self) -> Any: ...
-
-    @property
-    def expert_counts(self) -> Any: ...
-
-    @property
-    def overflows(self) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +66,8 @@ class DraftFunctions:
     """
 
     dtype: Any
-    prefill: Callable[[Any, ModelConfig, PrefillBatch, Any, jax.Array], StepResult]
-    decode: Callable[[Any, ModelConfig, DecodeBatch, Any, jax.Array], StepResult]
+    prefill: Callable[[Any, ModelConfig, PrefillBatch, Any, jax.Array], StepOutput]
+    decode: Callable[[Any, ModelConfig, DecodeBatch, Any, jax.Array], StepOutput]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +86,8 @@ class StepFunctions:
     does.
     """
 
-    prefill: Callable[[Any, ModelConfig, PrefillBatch, Any], StepResult]
-    decode: Callable[[Any, ModelConfig, DecodeBatch, Any], StepResult]
+    prefill: Callable[[Any, ModelConfig, PrefillBatch, Any], StepOutput]
+    decode: Callable[[Any, ModelConfig, DecodeBatch, Any], StepOutput]
     logits: Callable[[Any, ModelConfig, jax.Array], jax.Array]
     param_specs: Any = dataclasses.field(default_factory=PartitionSpec)
     experts: SpreadExperts | None = None
@@ -126,10 +111,10 @@ def model_functions(
     `dtype` is the type of its hidden states. Where it `drafts`, it has its MTP module too.
     """
 
-    def prefill(params: Any, cfg: ModelConfig, batch: PrefillBatch, pages: Pool) -> StepResult:
+    def prefill(params: Any, cfg: ModelConfig, batch: PrefillBatch, pages: Pool) -> StepOutput:
         return steps.prefill(params, cfg, batch, pages, backend=backend)
 
-    def decode(params: Any, cfg: ModelConfig, batch: DecodeBatch, pages: Pool) -> StepResult:
+    def decode(params: Any, cfg: ModelConfig, batch: DecodeBatch, pages: Pool) -> StepOutput:
         return steps.decode(params, cfg, batch, pages, backend=backend)
 
     def logits(params: Any, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ A step is a list of jobs. Each kind has four parts, in this order through a step
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -79,23 +79,16 @@ class Command(msgspec.Struct, frozen=True):
         return 0
 
 
-class Job(NamedTuple):
-    """A command, and the kind that executes it."""
-
-    kind: str
-    command: Command
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepCommand:
-    """One step: jobs in the order in which they are launched."""
+    """One step: jobs in the order in which they are launched, each the name of its kind and the kind's command."""
 
     number: int
-    jobs: tuple[Job, ...]
+    jobs: tuple[tuple[str, Command], ...]
 
     def part(self, ranks: range) -> "StepCommand":
         """Returns what a process with `ranks` needs of it."""
-        return StepCommand(self.number, tuple(Job(kind, command.part(ranks)) for kind, command in self.jobs))
+        return StepCommand(self.number, tuple((kind, command.part(ranks)) for kind, command in self.jobs))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

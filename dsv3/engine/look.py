@@ -18,7 +18,7 @@ MAX_PROFILE_STEPS = 10_000
 MAX_PROFILE_S = 60.0
 
 
-class Part(NamedTuple):
+class StepPhase(NamedTuple):
     """The end of a part of a step, by `time.perf_counter`: "take requests", "plan decode", "launch", "wait" ..."""
 
     what: str
@@ -43,7 +43,7 @@ class StepNote(msgspec.Struct, frozen=True, array_like=True):
     launched: int
     collected: int
     began: float
-    parts: list[Part]
+    parts: list[StepPhase]
     jobs: list[JobNote]
     running: int
     waiting: int
@@ -89,7 +89,7 @@ class StepLog:
         self._last: deque[StepNote] = deque(maxlen=STEPS_SHOWN)
         self._profile: list[StepNote] = []
         self._began = 0.0
-        self._parts: list[Part] = []
+        self._parts: list[StepPhase] = []
 
     def look(self) -> list[StepNote]:
         """Returns the steps that were noted in the last `LOOK_S` seconds, and has those of the next ones noted."""
@@ -116,7 +116,7 @@ class StepLog:
     def done(self, what: str) -> None:
         """Notes that a part of the step has ended."""
         if self.is_on:
-            self._parts.append(Part(what, perf_counter()))
+            self._parts.append(StepPhase(what, perf_counter()))
 
     def end(self, launched: int, collected: int, jobs: Iterable[JobNote], running: int, waiting: int) -> None:
         """Notes the step, and goes off when nobody has looked for long enough."""

@@ -49,7 +49,7 @@ class Scheduled(msgspec.Struct, frozen=True, gc=False):
     var_decode_kv_tokens: float = 0.0
 
 
-class Queued(msgspec.Struct, frozen=True, gc=False):
+class QueueMetrics(msgspec.Struct, frozen=True, gc=False):
     """What waited meanwhile: prompts with their tokens, and answers that were pre-empted with all their tokens."""
 
     num_prefill_requests: int = 0
@@ -69,7 +69,7 @@ class StepMetrics(msgspec.Struct, frozen=True, gc=False):
     counter_id: int = 0
     wall_time: float = 0.0
     scheduled_requests: Scheduled = Scheduled()
-    queued_requests: Queued = Queued()
+    queued_requests: QueueMetrics = QueueMetrics()
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -193,7 +193,7 @@ class StepNotes:
         self._cfg: EngineConfig = scheduler.cfg
         self._under_way: deque[_UnderWay] = deque()
         self._collected = 0.0
-        self._queued: list[Queued] = []
+        self._queued: list[QueueMetrics] = []
         self._looked = float("-inf")
 
     def launched(self, jobs: list[Planned], *, is_more: bool) -> None:
@@ -233,12 +233,12 @@ class StepNotes:
         slots = rank * self._cfg.max_num_seqs + command.rows[rank, row, 0]
         return np.stack([rank, self._scheduler.slots.planned[slots] - command.width])
 
-    def _waiting(self) -> list[Queued]:
+    def _waiting(self) -> list[QueueMetrics]:
         """Returns what waits, dealt over the ranks in the order of turns: a request has none before it starts."""
         waiting = self._scheduler.waiting
         prompts = self._dealt(each for each in waiting if not each.started)
         answers = self._dealt(each for each in waiting if each.started)
-        return [Queued(*each) for each in zip(*prompts, *answers, strict=True)]
+        return [QueueMetrics(*each) for each in zip(*prompts, *answers, strict=True)]
 
     def _dealt(self, waiting: Iterable[Sequence]) -> Moments:
         lengths = np.array([len(sequence.tokens) for sequence in waiting], np.int64)

@@ -7,7 +7,7 @@ import numpy as np
 from dsv3.scheduler.request import EngineOutput, FinishReason, StepOutputs, TokenLogprobs, Tokens
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import Sequence
-from dsv3.scheduler.slots import NOT_FINITE, NOTHING, BatchRows, Sampled
+from dsv3.scheduler.slots import NOT_FINITE, NOTHING, BatchRows
 
 # How much room the forward steps of a phase give each row, after buffers between devices were too small for one.
 #
@@ -58,8 +58,13 @@ class Room:
 NOT_FINITE_MESSAGE = "the model's logits were not finite for this request"
 
 
-def accept(scheduler: Scheduler, rows: BatchRows, sampled: Sampled, outputs: StepOutputs) -> None:
+def accept(scheduler: Scheduler, rows: BatchRows, sampled: tuple[np.ndarray, ...], outputs: StepOutputs) -> None:
     """Notes the tokens of a batch's rows and adds them to `outputs`.
+
+    First of what was `sampled` for every row of the batch come the tokens `[ranks, B, S]`: the accepted ones first,
+    then `NOTHING` or `UNDRAFTED`; `NOT_FINITE` where the logits were not finite. Where a request asked for them, the
+    log-probabilities `[ranks, B, S]` of the tokens follow, the most likely tokens `[ranks, B, S, 20]`, best first, and
+    their log-probabilities.
 
     What belongs to a request that has left its slot is dropped. Rows without a token are of a step that is computed
     again. Most rows become columns; a request's first and last tokens, log-probabilities and errors are objects.
@@ -71,7 +76,7 @@ def accept(scheduler: Scheduler, rows: BatchRows, sampled: Sampled, outputs: Ste
     mine = rows.slots
     if not len(mine):
         return
-    tokens = _of_rows(sampled.tokens, rows)
+    tokens = _of_rows(sampled[0], rows)
     repeated = tokens[:, 0] == NOTHING
     if repeated.any():
         _correct_plans(scheduler, mine[repeated], np.full(np.count_nonzero(repeated), tokens.shape[1]))
@@ -99,7 +104,7 @@ def accept(scheduler: Scheduler, rows: BatchRows, sampled: Sampled, outputs: Ste
         sequence = slots.sequences[mine[i]]
         assert sequence is not None
         values = tokens[i, : counts[i]].tolist()
-        logprobs = _logprobs(sequence, rows, i, sampled)
+        logprobs = _logprobs(sequence, rows, i, sampled[1:])
         outputs.details.append(_detailed(scheduler, sequence, values, bool(at_limit[i]), logprobs))
 
 
@@ -157,9 +162,11 @@ def _correct_plans(scheduler: Scheduler, mine: np.ndarray, missing: np.ndarray) 
         slots.resume(paused)
 
 
-def _logprobs(sequence: Sequence, rows: BatchRows, i: int, sampled: Sampled) -> list[TokenLogprobs] | None:
+def _logprobs(
+    sequence: Sequence, rows: BatchRows, i: int, columns: tuple[np.ndarray, ...]
+) -> list[TokenLogprobs] | None:
     count = sequence.sampling.logprobs
-    if count is None or sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:
+    if count is None or not columns:
         return None
     at = (rows.rank[i], rows.position[i])
     return [
@@ -168,5 +175,5 @@ def _logprobs(sequence: Sequence, rows: BatchRows, i: int, sampled: Sampled) -> 
             top_ids=ids[:count].tolist(),
             top_logprobs=top[:count].tolist(),
         )
-        for own, ids, top in zip(sampled.logprobs[at], sampled.top_ids[at], sampled.top_logprobs[at], strict=True)
+        for own, ids, top in zip(*(column[at] for column in columns), strict=True)
     ]

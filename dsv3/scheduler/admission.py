@@ -11,7 +11,7 @@ from dsv3.kv_cache.keys import Key
 from dsv3.kv_cache.tiers.hosts import Hosts
 from dsv3.kv_cache.tiers.tiers import HostTiers
 from dsv3.scheduler.balance import Balancer
-from dsv3.scheduler.sequence import Sequence, State, WaitingQueue
+from dsv3.scheduler.sequence import Sequence, SequenceStatus, WaitingQueue
 from dsv3.scheduler.slots import RankPages, SlotTable
 
 # Has running requests give way to waiting ones of a lower priority number, before a step is planned.
@@ -434,7 +434,7 @@ class Admission:
             self._count_prefix(sequence)
         self._slots.enter(sequence, rank)
         if sequence.load_stop > len(cached):
-            sequence.state = State.LOADING
+            sequence.state = SequenceStatus.LOADING
         self.balancer.charge(sequence)
 
     def _begin_filling(self, sequence: Sequence, rank: int, cached: int) -> None:

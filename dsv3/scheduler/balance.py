@@ -12,7 +12,7 @@ from dsv3.kv_cache.tiers.tiers import HostTiers
 from dsv3.scheduler import chunks
 from dsv3.scheduler.cost import KEYS_PER_TOKEN, Loads, costs, imbalance, prefill_cost
 from dsv3.scheduler.sequence import Sequence as Request
-from dsv3.scheduler.sequence import State
+from dsv3.scheduler.sequence import SequenceStatus
 from dsv3.scheduler.slots import RankPages, SlotTable
 
 _MEMORY = 0.99  # of the averages below, per step
@@ -60,7 +60,7 @@ class Balancer:
 
     def charge(self, request: Request) -> None:
         """Notes what a request with a slot still costs its rank to compute."""
-        done = request.load_stop * self._cfg.page_size if request.state is State.LOADING else request.prefilled
+        done = request.load_stop * self._cfg.page_size if request.state is SequenceStatus.LOADING else request.prefilled
         cost = round(prefill_cost(done, len(request.tokens), self.keys))
         rank = self._slots.rank_of(request.slot)
         if not request.charge:  # it has just got its slot

@@ -18,7 +18,7 @@ from dsv3.scheduler.request import EngineOutput, FinishReason, HostTime, StepOut
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import Sequence
 from dsv3.scheduler.slots import BatchRows
-from dsv3.text.matcher import GrammarError, Matcher, Vocabulary, without
+from dsv3.text.matcher import GrammarError, GrammarVocabulary, Matcher, without
 
 # Compiles grammars on a thread, while requests that need them wait; those used last are kept.
 
@@ -42,11 +42,11 @@ class Grammars:
     A sequence whose matcher came a step late would have its prompt computed in a step of its own: with half of 16
     requests held, that was most of what they cost (benchmarks/structured.py).
 
-    How long a grammar takes is bounded by what `Vocabulary.compile` allows; a server has its fronts compile each one
-    in a process that can be killed, before it comes here.
+    How long a grammar takes is bounded by what `GrammarVocabulary.compile` allows; a server has its fronts compile each
+    one in a process that can be killed, before it comes here.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self.vocabulary = vocabulary
         self._thread, self._lock = ThreadPoolExecutor(1, "grammars"), threading.Lock()
         self._kept: OrderedDict[bytes, Matcher] = OrderedDict()
@@ -166,7 +166,7 @@ class _Held(NamedTuple):
 class Masks:
     """Makes masks when the tokens of the step before are known."""
 
-    def __init__(self, scheduler: Scheduler, vocabulary: Vocabulary) -> None:
+    def __init__(self, scheduler: Scheduler, vocabulary: GrammarVocabulary) -> None:
         self._scheduler, self._vocabulary = scheduler, vocabulary
         self.words = vocabulary.words
         self._time, self._num_rows, self._num_failed = HostTime(), 0, 0

@@ -22,7 +22,7 @@ from dsv3.kv_cache.tiers.tiers import HostTiers
 from dsv3.scheduler.admission import Admission
 from dsv3.scheduler.balance import Balancer
 from dsv3.scheduler.cost import KEYS_PER_TOKEN
-from dsv3.scheduler.sequence import Sequence, State, WaitingQueue
+from dsv3.scheduler.sequence import Sequence, SequenceStatus, WaitingQueue
 from dsv3.scheduler.slots import DraftCounts, RankPages, SlotTable
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Scheduler:
         for sequence in self.admission.admit():
             if self.meetings is not None:
                 self.meetings.begin(sequence.request.meeting)
-            if sequence.state is State.LOADING:
+            if sequence.state is SequenceStatus.LOADING:
                 _join(self.loading, sequence)
             else:
                 _join(self.prefilling[self.slots.rank_of(sequence.slot)], sequence)
@@ -120,7 +120,7 @@ class Scheduler:
     def begin_prefill(self, sequence: Sequence) -> None:
         """Lets a request go on that has got all of its prefix that a tier could give."""
         self.loading.remove(sequence)
-        sequence.state = State.PREFILLING
+        sequence.state = SequenceStatus.PREFILLING
         _join(self.prefilling[self.slots.rank_of(sequence.slot)], sequence)
 
     def take_back(self, sequence: Sequence, start: int) -> None:
@@ -129,7 +129,7 @@ class Scheduler:
         if sequence not in line:
             line.insert(next((i for i, s in enumerate(line) if s.priority >= sequence.priority), len(line)), sequence)
         self.slots.renew(sequence.slot)
-        sequence.state, sequence.prefilled = State.PREFILLING, start
+        sequence.state, sequence.prefilled = SequenceStatus.PREFILLING, start
         self.balancer.charge(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -138,7 +138,7 @@ class Scheduler:
         if self.meetings is not None:
             self.meetings.leave(sequence.request.meeting)
         if sequence.slot >= 0:
-            self._vacate(sequence, State.ENDED)
+            self._vacate(sequence, SequenceStatus.ENDED)
         else:
             self.queue.remove(sequence)
 
@@ -314,14 +314,14 @@ class Scheduler:
         """Sends a running request back to the queue; it will compute its known tokens again."""
         slot = sequence.slot
         tokens = self.slots.history.read(slot, 0, int(self.slots.known[slot]))
-        self._vacate(sequence, State.WAITING)
+        self._vacate(sequence, SequenceStatus.WAITING)
         sequence.tokens = tokens
         if self.cfg.enable_prefix_caching:
             extend_keys(sequence.root, sequence.keys, tokens, self.cfg.page_size)
         self.queue.push(sequence)
         self.num_preemptions += 1
 
-    def _vacate(self, sequence: Sequence, state: State) -> None:
+    def _vacate(self, sequence: Sequence, state: SequenceStatus) -> None:
         """Takes slot and pages from a running request, and lets those go on that waited for its pages."""
         rank, known = self.slots.rank_of(sequence.slot), int(self.slots.known[sequence.slot])
         if known > len(sequence.tokens):  # it has got a token, so all of its prompt is in the cache

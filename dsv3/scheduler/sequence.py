@@ -19,7 +19,7 @@ GREEDY, DRAWN, FILTERED, FULL = 0, 1, 2, 3
 temperature, one that passes filters (top_k, top_p, min_p), and one of changed logits."""
 
 
-class State(enum.Enum):
+class SequenceStatus(enum.Enum):
     """Where a sequence stands."""
 
     WAITING = "in the queue"
@@ -46,7 +46,7 @@ class Sequence:
     root: Key
     keys: list[Key]
     variant: int
-    state: State = State.WAITING
+    state: SequenceStatus = SequenceStatus.WAITING
     arrival: int = 0
     slot: int = -1  # rank * max_num_seqs + slot within the rank
     pages: list[int] = dataclasses.field(default_factory=list)
@@ -126,16 +126,12 @@ def _variant(sampling: SamplingParams) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `start` to `stop` of a sequence; the last chunk samples the first token of the answer.
-
-    Each token has `room` times that of its bucket (`scheduler.room`).
-    """
+    """Tokens `start` to `stop` of a sequence; the last chunk samples the first token of the answer."""
 
     sequence: Sequence
     epoch: int
     start: int
     stop: int
-    room: int = 1
 
     @property
     def is_last(self) -> bool:
@@ -167,7 +163,7 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         """Yields all that wait, in the order of their turns."""
         parked = [(s.turn, s) for mine in self._parked.values() for waiting in mine.values() for s in waiting]
-        yield from (s for _, s in sorted([*self._ready, *parked]) if s.state is State.WAITING)
+        yield from (s for _, s in sorted([*self._ready, *parked]) if s.state is SequenceStatus.WAITING)
 
     @property
     def first_priority(self) -> int | None:
@@ -176,7 +172,7 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Puts a sequence where its turn is."""
-        sequence.state = State.WAITING
+        sequence.state = SequenceStatus.WAITING
         heapq.heappush(self._ready, (sequence.turn, sequence))
         self._count += 1
 
@@ -184,14 +180,14 @@ class WaitingQueue:
         """Takes the first sequence that is not parked."""
         while self._ready:
             _, sequence = heapq.heappop(self._ready)
-            if sequence.state is State.WAITING:
+            if sequence.state is SequenceStatus.WAITING:
                 self._count -= 1
                 return sequence
         return None
 
     def remove(self, sequence: Sequence) -> None:
         """Ends a waiting sequence."""
-        sequence.state = State.ENDED
+        sequence.state = SequenceStatus.ENDED
         self._count -= 1
         self._ended += 1
         if self._ended > _MIN_SWEEP and self._ended > self._count:
@@ -210,7 +206,7 @@ class WaitingQueue:
             return
         for key in mine.keys() & keys:
             for sequence in mine.pop(key):
-                if sequence.state is State.WAITING:
+                if sequence.state is SequenceStatus.WAITING:
                     heapq.heappush(self._ready, (sequence.turn, sequence))
 
     def wake_first(self, rank: int, key: Key) -> Sequence | None:
@@ -218,9 +214,9 @@ class WaitingQueue:
         mine = self._parked.get(rank, {})
         waiting = mine.get(key, [])
         is_awake = False
-        while waiting and not (is_awake and waiting[0].state is State.WAITING):
+        while waiting and not (is_awake and waiting[0].state is SequenceStatus.WAITING):
             sequence = waiting.pop(0)
-            if sequence.state is State.WAITING:
+            if sequence.state is SequenceStatus.WAITING:
                 heapq.heappush(self._ready, (sequence.turn, sequence))
                 is_awake = True
         if not waiting:
@@ -230,9 +226,9 @@ class WaitingQueue:
 
     def _sweep(self) -> None:
         """Drops the entries of ended sequences: clients that come and go while no slot is free leave nothing behind."""
-        self._ready = [entry for entry in self._ready if entry[1].state is State.WAITING]
+        self._ready = [entry for entry in self._ready if entry[1].state is SequenceStatus.WAITING]
         heapq.heapify(self._ready)
         for mine in self._parked.values():
             for key, waiting in mine.items():
-                mine[key] = [sequence for sequence in waiting if sequence.state is State.WAITING]
+                mine[key] = [sequence for sequence in waiting if sequence.state is SequenceStatus.WAITING]
         self._ended = 0

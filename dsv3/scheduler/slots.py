@@ -13,7 +13,7 @@ import numpy as np
 from dsv3.config.engine import EngineConfig
 from dsv3.kv_cache.keys import Key
 from dsv3.kv_cache.page_cache import Holders, PageCache
-from dsv3.scheduler.sequence import Sequence, State
+from dsv3.scheduler.sequence import Sequence, SequenceStatus
 
 # What a sampler gives for a place where no token of the vocabulary stands, in descending order.
 
@@ -197,7 +197,7 @@ class SlotTable:
     def enter(self, sequence: Sequence, rank: int) -> None:
         """Gives a sequence the lowest free slot of `rank`."""
         slot = heapq.heappop(self._free[rank])
-        sequence.slot, sequence.state = slot, State.PREFILLING
+        sequence.slot, sequence.state = slot, SequenceStatus.PREFILLING
         self.running[rank] += 1
         self.total_running += 1
         self.sequences[slot] = sequence
@@ -227,7 +227,7 @@ class SlotTable:
         for slot in slots.tolist():
             sequence = self.sequences[slot]
             assert sequence is not None  # only a running request decodes
-            sequence.state = State.DECODING
+            sequence.state = SequenceStatus.DECODING
 
     def pause(self, slots: np.ndarray) -> None:
         """Leaves `slots` out of decode steps: all the tokens they may have are planned."""
@@ -246,7 +246,7 @@ class SlotTable:
             self.decoding[slot] = False
             self.version += 1
 
-    def leave(self, sequence: Sequence, state: State) -> None:
+    def leave(self, sequence: Sequence, state: SequenceStatus) -> None:
         """Frees the slot of a sequence, which is in `state` from now on."""
         slot, rank = sequence.slot, self.rank_of(sequence.slot)
         self.sequences[slot] = None
@@ -387,18 +387,3 @@ class DraftCounts:
             self.rows -= int(np.count_nonzero(missing[:, 1]))  # a row's drafts have no gaps
             self.tokens -= absent
         return counts
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sampled:
-    """Results of a sampler, for every row of a batch.
-
-    `tokens` `[ranks, B, S]`: the accepted ones first, then `NOTHING` or `UNDRAFTED`; `NOT_FINITE` where the logits were
-    not finite. Where a request asked for them, `logprobs` `[ranks, B, S]` are those of the tokens, `top_ids` and
-    `top_logprobs` `[ranks, B, S, 20]` the most likely, best first.
-    """
-
-    tokens: np.ndarray
-    logprobs: np.ndarray | None = None
-    top_ids: np.ndarray | None = None
-    top_logprobs: np.ndarray | None = None

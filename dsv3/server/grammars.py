@@ -20,7 +20,7 @@ from dsv3.server.asking import AskedProcess, DeadlyQuestion, answer_questions
 from dsv3.server.limits import WAIT_S, Workers
 from dsv3.text.call_grammar import Wanted, answer_grammar
 from dsv3.text.dialects import DIALECTS
-from dsv3.text.matcher import GrammarError, Vocabulary, VocabularyError
+from dsv3.text.matcher import GrammarError, GrammarVocabulary, VocabularyError
 
 # llguidance builds the largest public schemas in under a second.
 DEADLINE_S = 5.0
@@ -34,7 +34,7 @@ _MAX_MEMORY_BYTES = 4 * 2**30
 
 
 class MakeSetup(msgspec.Struct, frozen=True, tag=True):
-    """First message to the process: what a `Vocabulary` is made of, the tokenizer as a path.
+    """First message to the process: what a `GrammarVocabulary` is made of, the tokenizer as a path.
 
     `dialect` names that of the model's calls, "" for none; `marker_ids` has its markers that are tokens.
     """
@@ -158,7 +158,7 @@ class _Maker:
 
     def __init__(self) -> None:
         self._setup: MakeSetup | None = None
-        self._vocabulary: Vocabulary | None = None
+        self._vocabulary: GrammarVocabulary | None = None
 
     def answer(self, body: bytes) -> bytearray:
         """Returns the frame of the answer."""
@@ -175,7 +175,7 @@ class _Maker:
     def _made(self, message: MakeSetup | Make) -> str:
         if isinstance(message, MakeSetup):
             self._setup = message
-            self._vocabulary = Vocabulary.from_file(Path(message.tokenizer), message.vocab_size, message.end_ids)
+            self._vocabulary = GrammarVocabulary.from_file(Path(message.tokenizer), message.vocab_size, message.end_ids)
             return ""
         assert self._setup is not None and self._vocabulary is not None  # the first message was one
         grammar = answer_grammar(message.wanted, DIALECTS.get(self._setup.dialect), self._setup.marker_ids.get)

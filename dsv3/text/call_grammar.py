@@ -16,7 +16,7 @@ from dsv3.sampling_params import StructuredOutputsParams
 from dsv3.text.dialects import Dialect
 from dsv3.text.grammar import (
     Grammar,
-    Reasoning,
+    ReasoningSpan,
     after_reasoning,
     assembled,
     body_of,
@@ -37,7 +37,7 @@ _SAYS_OF_OTHERS = frozenset(
 _SAYS_NOTHING = frozenset(["type", "title", "description", "default", "examples", "deprecated", "$comment"])
 
 
-class Function(msgspec.Struct, frozen=True):
+class CallableFunction(msgspec.Struct, frozen=True):
     """A function that may be called. Where it is not `strict`, keywords that cannot be enforced are passed over."""
 
     name: str
@@ -48,7 +48,7 @@ class Function(msgspec.Struct, frozen=True):
 class CallRules(msgspec.Struct, frozen=True):
     """Which calls an answer may make: of some functions, at least one if `required`, several if `parallel`."""
 
-    functions: Sequence[Function]
+    functions: Sequence[CallableFunction]
     required: bool
     parallel: bool
 
@@ -86,14 +86,14 @@ class CallGrammar:
             f"FREE_TEXT: /(.|\\n)*/ & ~/(?s:.*){escaped(trigger)}(?s:.*)/",
         ]
 
-    def _function(self, i: int, function: Function) -> str:
+    def _function(self, i: int, function: CallableFunction) -> str:
         """Writes the rule of one function's calls; returns its name."""
         name = f"function_{i}"
         parts = {"name": literal(function.name), "number": "NUMBER", "arguments": self._arguments(name, function)}
         self.rules.append(f"{name}: {self._spelled(self._form.call, parts)}")
         return name
 
-    def _arguments(self, name: str, function: Function) -> str:
+    def _arguments(self, name: str, function: CallableFunction) -> str:
         schema = function.parameters or {"type": "object"}
         if not self._form.text:
             return self._schema(name, _closed(schema), function)
@@ -109,12 +109,12 @@ class CallGrammar:
             parts.append(rule if key in required else f"{rule}?")
         return " ".join(parts)
 
-    def _require_plain(self, schema: Mapping[str, Any], function: Function) -> None:
+    def _require_plain(self, schema: Mapping[str, Any], function: CallableFunction) -> None:
         """Raises ValueError where parameters are told in a way that cannot be written one by one."""
         if function.strict and any(key in schema for key in ("$ref", "anyOf", "oneOf", "allOf", "patternProperties")):
             raise ValueError("tools: this model's calls can only be held to parameters that are listed as properties")
 
-    def _argument(self, rule: str, key: str, value: Any, schema: Mapping[str, Any], function: Function) -> str:
+    def _argument(self, rule: str, key: str, value: Any, schema: Mapping[str, Any], function: CallableFunction) -> str:
         """Returns how one argument is written."""
         value = value if isinstance(value, dict) else {}
         spelled_key = literal(key)
@@ -127,7 +127,7 @@ class CallGrammar:
         inner = self._schema(rule, value | shared, function)
         return self._spelled(self._form.value, {"key": spelled_key, "value": inner})
 
-    def _pattern(self, schema: Mapping[str, Any], function: Function) -> str | None:
+    def _pattern(self, schema: Mapping[str, Any], function: CallableFunction) -> str | None:
         """Returns what a text has to match, between slashes; None where it has to be written as JSON for its schema."""
         says = schema.keys() - _SAYS_NOTHING
         if not says or (not function.strict and self._form.text == self._form.value):
@@ -150,7 +150,7 @@ class CallGrammar:
         self.rules.append(f"{rule}_text[lazy]: /({pattern}){escaped(tail)}/")
         return f"{self._spelled(head, {'key': key})} {rule}_text"
 
-    def _schema(self, name: str, schema: Mapping[str, Any], function: Function) -> str:
+    def _schema(self, name: str, schema: Mapping[str, Any], function: CallableFunction) -> str:
         self.entries.append(schema_entry(schema, name, lenient=not function.strict))
         return f"@{name}"
 
@@ -214,7 +214,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
     constraint: StructuredOutputsParams | None = None
     calls: CallRules | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningSpan | None = None
 
 
 def answer_grammar(wanted: Wanted, dialect: Dialect | None, id_of: Callable[[str], int | None]) -> str:

@@ -16,7 +16,7 @@ import msgspec
 THINK, END_THINK = "<think>", "</think>"
 
 
-class State(enum.Enum):
+class ParserState(enum.Enum):
     """Where in an answer a model stands."""
 
     START = "nothing but white space so far"
@@ -62,8 +62,8 @@ class Act(enum.Enum):
     END_VALUE = "the value is complete"
 
 
-Step = tuple[tuple[Act, ...], State]
-Table = dict[tuple[State, Mark], Step]
+Step = tuple[tuple[Act, ...], ParserState]
+Table = dict[tuple[ParserState, Mark], Step]
 
 
 class CallForm(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,35 +101,35 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     form: CallForm
 
 
-_OPEN = (State.START, State.REASONING, State.CONTENT, State.AFTER)
+_OPEN = (ParserState.START, ParserState.REASONING, ParserState.CONTENT, ParserState.AFTER)
 """Where calls may begin: those inside of reasoning end it."""
 
 REASONING_MARKERS = {THINK: Mark.THINK, END_THINK: Mark.END_THINK}
 REASONING_TABLE: Table = {
-    (State.START, Mark.THINK): ((), State.REASONING),
-    (State.START, Mark.END_THINK): ((), State.CONTENT),
-    (State.REASONING, Mark.END_THINK): ((), State.CONTENT),
+    (ParserState.START, Mark.THINK): ((), ParserState.REASONING),
+    (ParserState.START, Mark.END_THINK): ((), ParserState.CONTENT),
+    (ParserState.REASONING, Mark.END_THINK): ((), ParserState.CONTENT),
 }
 
 
-def _block(first: State, after: State) -> Table:
+def _block(first: ParserState, after: ParserState) -> Table:
     """Returns the steps into a block of calls, out of it, and to the `first` state of a call."""
     return {
-        **{(state, Mark.CALLS): ((), State.BETWEEN) for state in _OPEN},
-        **{(state, Mark.CALL): ((), first) for state in (*_OPEN, State.BETWEEN)},
-        (State.BETWEEN, Mark.END_CALLS): ((), after),
-        (State.CONTENT, Mark.RESULTS): ((), State.AFTER),
+        **{(state, Mark.CALLS): ((), ParserState.BETWEEN) for state in _OPEN},
+        **{(state, Mark.CALL): ((), first) for state in (*_OPEN, ParserState.BETWEEN)},
+        (ParserState.BETWEEN, Mark.END_CALLS): ((), after),
+        (ParserState.CONTENT, Mark.RESULTS): ((), ParserState.AFTER),
     }
 
 
-def _json_call(separator: Mark, first: State, after: State) -> Table:
+def _json_call(separator: Mark, first: ParserState, after: ParserState) -> Table:
     """Returns the steps of a call whose arguments are JSON; the end of a call may be missing before what follows."""
     return {
-        (State.NAME, separator): ((Act.START,), State.ARGUMENTS),
-        (State.NAME, Mark.END_CALL): ((Act.START, Act.END), State.BETWEEN),
-        (State.ARGUMENTS, Mark.END_CALL): ((Act.END,), State.BETWEEN),
-        (State.ARGUMENTS, Mark.CALL): ((Act.END,), first),
-        (State.ARGUMENTS, Mark.END_CALLS): ((Act.END,), after),
+        (ParserState.NAME, separator): ((Act.START,), ParserState.ARGUMENTS),
+        (ParserState.NAME, Mark.END_CALL): ((Act.START, Act.END), ParserState.BETWEEN),
+        (ParserState.ARGUMENTS, Mark.END_CALL): ((Act.END,), ParserState.BETWEEN),
+        (ParserState.ARGUMENTS, Mark.CALL): ((Act.END,), first),
+        (ParserState.ARGUMENTS, Mark.END_CALLS): ((Act.END,), after),
     }
 
 
@@ -183,10 +183,10 @@ _CALL, _END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _DEEPSEEK_V3 = Dialect(
     markers={**_DEEPSEEK_MARKERS, "\n": Mark.LINE},
     table={
-        **_block(State.KIND, State.CONTENT),
-        **_json_call(Mark.LINE, State.KIND, State.CONTENT),
-        (State.KIND, Mark.SEPARATOR): ((), State.NAME),
-        (State.KIND, Mark.END_CALL): ((Act.DROP,), State.BETWEEN),
+        **_block(ParserState.KIND, ParserState.CONTENT),
+        **_json_call(Mark.LINE, ParserState.KIND, ParserState.CONTENT),
+        (ParserState.KIND, Mark.SEPARATOR): ((), ParserState.NAME),
+        (ParserState.KIND, Mark.END_CALL): ((Act.DROP,), ParserState.BETWEEN),
     },
     preamble=_preamble("function<｜tool▁sep｜>tool_call_name\n```json\ntool_call_arguments\n```"),
     form=CallForm(
@@ -199,7 +199,10 @@ _DEEPSEEK_V3 = Dialect(
 # NAME<｜tool▁sep｜>ARGUMENTS
 _DEEPSEEK_V31 = Dialect(
     markers=_DEEPSEEK_MARKERS,
-    table={**_block(State.NAME, State.CONTENT), **_json_call(Mark.SEPARATOR, State.NAME, State.CONTENT)},
+    table={
+        **_block(ParserState.NAME, ParserState.CONTENT),
+        **_json_call(Mark.SEPARATOR, ParserState.NAME, ParserState.CONTENT),
+    },
     preamble=_preamble("tool_call_name<｜tool▁sep｜>tool_call_arguments"),
     form=CallForm(before=_CALLS, call=_CALL + "{name}<｜tool▁sep｜>{arguments}" + _END_CALL, after=_END_CALLS),
 )
@@ -208,20 +211,20 @@ _DEEPSEEK_V32 = Dialect(
     markers={marker: mark for marker, mark in _DEEPSEEK_MARKERS.items() if mark is Mark.OTHER},
     tags=True,
     table={
-        **{(state, Mark.CALLS): ((), State.BETWEEN) for state in _OPEN},
-        **{(state, Mark.CALL): ((Act.START,), State.PARAMETERS) for state in (*_OPEN, State.BETWEEN)},
+        **{(state, Mark.CALLS): ((), ParserState.BETWEEN) for state in _OPEN},
+        **{(state, Mark.CALL): ((Act.START,), ParserState.PARAMETERS) for state in (*_OPEN, ParserState.BETWEEN)},
         **{
             (state, mark): step
-            for state in (State.PARAMETERS, State.VALUE)
+            for state in (ParserState.PARAMETERS, ParserState.VALUE)
             for mark, step in {
-                Mark.VALUE: ((Act.END_VALUE, Act.VALUE), State.VALUE),
-                Mark.END_VALUE: ((Act.END_VALUE,), State.PARAMETERS),
-                Mark.CALL: ((Act.END, Act.START), State.PARAMETERS),
-                Mark.END_CALL: ((Act.END,), State.BETWEEN),
-                Mark.END_CALLS: ((Act.END,), State.CONTENT),
+                Mark.VALUE: ((Act.END_VALUE, Act.VALUE), ParserState.VALUE),
+                Mark.END_VALUE: ((Act.END_VALUE,), ParserState.PARAMETERS),
+                Mark.CALL: ((Act.END, Act.START), ParserState.PARAMETERS),
+                Mark.END_CALL: ((Act.END,), ParserState.BETWEEN),
+                Mark.END_CALLS: ((Act.END,), ParserState.CONTENT),
             }.items()
         },
-        (State.BETWEEN, Mark.END_CALLS): ((), State.CONTENT),
+        (ParserState.BETWEEN, Mark.END_CALLS): ((), ParserState.CONTENT),
     },
     form=CallForm(
         before="\n\n<｜DSML｜function_calls>\n",
@@ -245,7 +248,10 @@ _KIMI_K2 = Dialect(
         "<|im_system|>": Mark.OTHER,
         "<|im_middle|>": Mark.OTHER,
     },
-    table={**_block(State.NAME, State.AFTER), **_json_call(Mark.SEPARATOR, State.NAME, State.AFTER)},
+    table={
+        **_block(ParserState.NAME, ParserState.AFTER),
+        **_json_call(Mark.SEPARATOR, ParserState.NAME, ParserState.AFTER),
+    },
     names_carry_ids=True,
     form=CallForm(
         before="<|tool_calls_section_begin|>",
@@ -267,16 +273,19 @@ _GLM45 = Dialect(
         "<|observation|>": Mark.OTHER,
     },
     table={
-        **{(state, Mark.CALL): ((), State.NAME) for state in _OPEN},
-        (State.NAME, Mark.KEY): ((Act.START,), State.KEY),
-        (State.NAME, Mark.END_CALL): ((Act.START, Act.END), State.CONTENT),
-        (State.KEY, Mark.END_KEY): ((Act.KEY,), State.PARAMETERS),
-        (State.KEY, Mark.VALUE): ((Act.KEY, Act.VALUE), State.VALUE),
-        (State.PARAMETERS, Mark.KEY): ((), State.KEY),
-        (State.PARAMETERS, Mark.VALUE): ((Act.VALUE,), State.VALUE),
-        (State.VALUE, Mark.END_VALUE): ((Act.END_VALUE,), State.PARAMETERS),
-        (State.VALUE, Mark.KEY): ((Act.END_VALUE,), State.KEY),
-        **{(state, Mark.END_CALL): ((Act.END,), State.CONTENT) for state in (State.KEY, State.PARAMETERS, State.VALUE)},
+        **{(state, Mark.CALL): ((), ParserState.NAME) for state in _OPEN},
+        (ParserState.NAME, Mark.KEY): ((Act.START,), ParserState.KEY),
+        (ParserState.NAME, Mark.END_CALL): ((Act.START, Act.END), ParserState.CONTENT),
+        (ParserState.KEY, Mark.END_KEY): ((Act.KEY,), ParserState.PARAMETERS),
+        (ParserState.KEY, Mark.VALUE): ((Act.KEY, Act.VALUE), ParserState.VALUE),
+        (ParserState.PARAMETERS, Mark.KEY): ((), ParserState.KEY),
+        (ParserState.PARAMETERS, Mark.VALUE): ((Act.VALUE,), ParserState.VALUE),
+        (ParserState.VALUE, Mark.END_VALUE): ((Act.END_VALUE,), ParserState.PARAMETERS),
+        (ParserState.VALUE, Mark.KEY): ((Act.END_VALUE,), ParserState.KEY),
+        **{
+            (state, Mark.END_CALL): ((Act.END,), ParserState.CONTENT)
+            for state in (ParserState.KEY, ParserState.PARAMETERS, ParserState.VALUE)
+        },
     },
     form=CallForm(
         before="<tool_call>",
@@ -318,7 +327,7 @@ def knows_reasoning(chat_template: str | None) -> bool:
     return chat_template is not None and END_THINK in chat_template
 
 
-def start_state(prompt: str, always_thinks: bool) -> tuple[State, State]:
+def start_state(prompt: str, always_thinks: bool) -> tuple[ParserState, ParserState]:
     """Returns the state after `prompt`, and the one that follows START.
 
     The last marker of reasoning in the turn that the answer continues decides, also where a client began the answer.
@@ -331,11 +340,11 @@ def start_state(prompt: str, always_thinks: bool) -> tuple[State, State]:
     turn = prompt[told:] if told else prompt[-_TAIL_CHARS:]
     opened, closed = turn.rfind(THINK), turn.rfind(END_THINK)
     if closed > opened:
-        return State.CONTENT, State.CONTENT
+        return ParserState.CONTENT, ParserState.CONTENT
     if opened >= 0 and turn[opened + len(THINK) :].strip():
-        return State.REASONING, State.REASONING
+        return ParserState.REASONING, ParserState.REASONING
     thinks = opened >= 0 or (always_thinks and told == spoken)
-    return State.START, State.REASONING if thinks else State.CONTENT
+    return ParserState.START, ParserState.REASONING if thinks else ParserState.CONTENT
 
 
 def _behind_last(marks: tuple[str, ...], prompt: str, begin: int) -> int:

@@ -34,7 +34,7 @@ Grammar = dict[str, Any]
 """One entry of the list: a name, and `lark_grammar` or `json_schema`."""
 
 
-class Reasoning(msgspec.Struct, frozen=True):
+class ReasoningSpan(msgspec.Struct, frozen=True):
     """What a model may write before the answer: reasoning between two markers, given by id, by text if they have none.
 
     `opened` says that the prompt ends inside of it, `optional` that the model may leave it out.
@@ -88,10 +88,10 @@ def assembled(rules: str, entries: list[Grammar]) -> str:
     return text
 
 
-def after_reasoning(reasoning: Reasoning | None, answer: str) -> str:
+def after_reasoning(reasoning: ReasoningSpan | None, answer: str) -> str:
     """Returns the rules of a text in which the rule `answer` may follow reasoning; "start" is the whole of it.
 
-    Reasoning is free, but for the marker that ends it; the end of the whole text is not allowed inside.
+    ReasoningSpan is free, but for the marker that ends it; the end of the whole text is not allowed inside.
     """
     if reasoning is None:
         return f"start: {answer}"

@@ -31,7 +31,7 @@ class VocabularyError(ValueError):
     """A tokenizer that grammars cannot be run over."""
 
 
-class Vocabulary:
+class GrammarVocabulary:
     """The tokens of a model, as grammars see them.
 
     A mask has `words` words of 32 bits, for `vocab_size` tokens. The tokens `end_ids` end an answer. Raises
@@ -52,7 +52,7 @@ class Vocabulary:
         self._executor = llguidance.LLExecutor()
 
     @classmethod
-    def from_file(cls, path: Path, vocab_size: int, end_ids: Sequence[int]) -> "Vocabulary":
+    def from_file(cls, path: Path, vocab_size: int, end_ids: Sequence[int]) -> "GrammarVocabulary":
         """Reads a `tokenizer.json`; raises VocabularyError as the constructor does, OSError."""
         return cls(path.read_text("utf-8"), vocab_size, end_ids)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from dsv3.text.dialects import Act, Dialect, Mark, State, Table
-from dsv3.text.pieces import Piece, Raw, Reasoning, Text, ToolArguments, ToolCall, joined
+from dsv3.text.dialects import Act, Dialect, Mark, ParserState, Table
+from dsv3.text.pieces import Piece, Raw, Reasoning, Text, ToolArguments, ToolCallStart, joined
 
 # Longer tags are none: names of functions and arguments have at most 256 characters.
 _MAX_TAG_CHARS = 1024
@@ -231,13 +231,13 @@ class Format:
         self.table = table
         self.marks_by_id = {token_id: markers[marker] for marker, token_id in ids.items() if token_id is not None}
         spelled = {marker: mark for marker, mark in markers.items() if ids[marker] is None}
-        self._finders = {state: self._finder(state, spelled) for state in State}
+        self._finders = {state: self._finder(state, spelled) for state in ParserState}
 
-    def finder(self, state: State) -> MarkFinder | None:
+    def finder(self, state: ParserState) -> MarkFinder | None:
         """Returns what finds the marks of a state in text; None where there are none."""
         return self._finders[state]
 
-    def _finder(self, state: State, spelled: Mapping[str, Mark]) -> MarkFinder | None:
+    def _finder(self, state: ParserState, spelled: Mapping[str, Mark]) -> MarkFinder | None:
         wanted = {marker: mark for marker, mark in spelled.items() if (state, mark) in self.table}
         tags = self.dialect is not None and self.dialect.tags
         return MarkFinder(wanted, tags) if wanted or tags else None
@@ -253,8 +253,8 @@ class AnswerParser:
     def __init__(
         self,
         form: Format,
-        state: State,
-        then: State,
+        state: ParserState,
+        then: ParserState,
         tools: Tools | None,
         new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
     ):
@@ -269,7 +269,7 @@ class AnswerParser:
         self._collected: list[str] = []  # a name
         self._key = ""
         self._arguments: JsonArguments | Parameters = JsonArguments()
-        self._call: ToolCall | None = None  # the one a client gets
+        self._call: ToolCallStart | None = None  # the one a client gets
         self._num_begun = self._num_told = 0
         self.num_calls = 0
         """Complete calls that the client got."""
@@ -284,19 +284,21 @@ class AnswerParser:
     @property
     def is_reasoning(self) -> bool:
         """Whether the model is thinking."""
-        return self._state is State.REASONING or (self._state is State.START and self._then is State.REASONING)
+        return self._state is ParserState.REASONING or (
+            self._state is ParserState.START and self._then is ParserState.REASONING
+        )
 
     def push(self, piece: Raw) -> list[Piece]:
         """Returns what can be told after one more piece."""
         if isinstance(piece, Text):
             if self._passes_text:  # nearly always
-                return [piece if self._state is State.CONTENT else Reasoning(piece.text)]
+                return [piece if self._state is ParserState.CONTENT else Reasoning(piece.text)]
             self._read(piece.text)
         else:
             self._settle()
             self._take(Found(self._format.marks_by_id[piece.token_id]))
         self._passes_text = self._format.finder(self._state) is None and (
-            self._state is State.REASONING or (self._state is State.CONTENT and self._tools is None)
+            self._state is ParserState.REASONING or (self._state is ParserState.CONTENT and self._tools is None)
         )
         out, self._out = self._out, []
         return joined(out)
@@ -304,9 +306,9 @@ class AnswerParser:
     def finish(self) -> list[Piece]:
         """Returns what was held back."""
         self._settle()
-        if self._state is State.START:
+        if self._state is ParserState.START:
             self._state = self._then
-        if self._state is State.REASONING or not self._num_begun:
+        if self._state is ParserState.REASONING or not self._num_begun:
             self._tell_text("".join(self._blank))
         out, self._out = self._out, []
         return joined(out)
@@ -316,7 +318,7 @@ class AnswerParser:
         held, self._held = self._held, ""
         if not held:
             return
-        if self._state is State.START:
+        if self._state is ParserState.START:
             self._leave_start()
         if not is_part_of_tag(held):
             self._write(held)
@@ -326,13 +328,13 @@ class AnswerParser:
         text, at = self._held + text, 0
         self._held = ""
         while at < len(text):
-            if self._state is State.START:
+            if self._state is ParserState.START:
                 body = text[at:].lstrip()
                 self._blank.append(text[at : len(text) - len(body)])
                 at = len(text) - len(body)
             finder = self._format.finder(self._state)
             found, end = (None, len(text)) if finder is None else finder.find(text, at)
-            if self._state is State.START and end > at:
+            if self._state is ParserState.START and end > at:
                 self._leave_start()
                 continue
             if end > at:
@@ -352,17 +354,17 @@ class AnswerParser:
 
     def _write(self, text: str) -> None:
         match self._state:
-            case State.CONTENT if self._tools is not None:
+            case ParserState.CONTENT if self._tools is not None:
                 body = text.rstrip()
                 if body:
                     self._tell_text("".join([*self._blank, body]))
                     self._blank.clear()
                 self._blank.append(text[len(body) :])
-            case State.CONTENT | State.REASONING:
+            case ParserState.CONTENT | ParserState.REASONING:
                 self._tell_text(text)
-            case State.KIND | State.NAME | State.KEY:
+            case ParserState.KIND | ParserState.NAME | ParserState.KEY:
                 self._collected.append(text)
-            case State.ARGUMENTS | State.PARAMETERS | State.VALUE:
+            case ParserState.ARGUMENTS | ParserState.PARAMETERS | ParserState.VALUE:
                 self._tell_arguments(self._arguments.push(text))
 
     def _take(self, found: Found) -> None:
@@ -379,11 +381,11 @@ class AnswerParser:
         if found.ends is not None:
             self._take(Found(found.ends))
 
-    def _do(self, act: Act, found: Found, state: State) -> None:
+    def _do(self, act: Act, found: Found, state: ParserState) -> None:
         match act:
             case Act.START:
                 self._begin_call(found.name or self._text())
-                self._arguments = JsonArguments() if state is State.ARGUMENTS else Parameters(self._schema())
+                self._arguments = JsonArguments() if state is ParserState.ARGUMENTS else Parameters(self._schema())
             case Act.END:
                 self._tell_arguments(self._arguments.end())
                 self.num_calls += self._call is not None
@@ -411,7 +413,7 @@ class AnswerParser:
             self.num_dropped += 1
             self._call = None
             return
-        self._call = ToolCall(self._num_told, call_id, name)
+        self._call = ToolCallStart(self._num_told, call_id, name)
         self._num_told += 1
         self._out.append(self._call)
 
@@ -433,7 +435,7 @@ class AnswerParser:
 
     def _tell_text(self, text: str) -> None:
         if text:
-            self._out.append(Reasoning(text) if self._state is State.REASONING else Text(text))
+            self._out.append(Reasoning(text) if self._state is ParserState.REASONING else Text(text))
 
     def _tell_arguments(self, text: str) -> None:
         if text and self._call is not None:

@@ -11,11 +11,11 @@ from dsv3.text.dialects import (
     REASONING_TABLE,
     THINK,
     Dialect,
-    State,
+    ParserState,
     knows_reasoning,
     start_state,
 )
-from dsv3.text.grammar import Reasoning
+from dsv3.text.grammar import ReasoningSpan
 from dsv3.text.parser import AnswerParser, Format, Tools
 from dsv3.text.tokenizer import Tokenizer
 
@@ -49,22 +49,22 @@ class Parsers:
             markers, table = {**REASONING_MARKERS, **markers}, {**REASONING_TABLE, **table}
         self._format = Format(self.dialect, markers, table, tokenizer.id_of) if markers else None
 
-    def start(self, prompt: str) -> tuple[State, State]:
+    def start(self, prompt: str) -> tuple[ParserState, ParserState]:
         """Returns the state in which answers to `prompt` begin, and the one after START."""
         if not self.splits_reasoning:
-            return State.CONTENT, State.CONTENT
+            return ParserState.CONTENT, ParserState.CONTENT
         return start_state(prompt, self._always_thinks)
 
-    def reasoning(self, prompt: str) -> Reasoning | None:
+    def reasoning(self, prompt: str) -> ReasoningSpan | None:
         """Returns the reasoning that answers to `prompt` begin with, None where they have none."""
         state, then = self.start(prompt)
-        if state is State.CONTENT:
+        if state is ParserState.CONTENT:
             return None
-        opened = State.REASONING in (state, then)
+        opened = ParserState.REASONING in (state, then)
         first, last = (marker if (token := self._id_of(marker)) is None else token for marker in (THINK, END_THINK))
-        return Reasoning(first, last, opened, optional=not opened)
+        return ReasoningSpan(first, last, opened, optional=not opened)
 
-    def parser(self, start: tuple[State, State], tools: Tools | None) -> AnswerParser | None:
+    def parser(self, start: tuple[ParserState, ParserState], tools: Tools | None) -> AnswerParser | None:
         """Returns a new parser for one answer, None where nothing is to be parsed."""
         return None if self._format is None else AnswerParser(self._format, *start, tools)
 

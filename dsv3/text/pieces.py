@@ -20,7 +20,7 @@ class Reasoning(msgspec.Struct, frozen=True, gc=False):
     text: str
 
 
-class ToolCall(msgspec.Struct, frozen=True, gc=False):
+class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
     """The beginning of call number `index` of an answer, from 0; `ToolArguments` of the same number follow."""
 
     index: int
@@ -35,7 +35,7 @@ class ToolArguments(msgspec.Struct, frozen=True, gc=False):
     text: str
 
 
-Piece = Text | Reasoning | ToolCall | ToolArguments
+Piece = Text | Reasoning | ToolCallStart | ToolArguments
 
 
 class Marker(msgspec.Struct, frozen=True, gc=False):
@@ -65,6 +65,6 @@ def joined(pieces: list[Piece]) -> list[Piece]:
 
 def _kind(piece: Piece) -> tuple[object, ...]:
     """Returns what two pieces have in common whose texts may be joined."""
-    if isinstance(piece, ToolCall):
+    if isinstance(piece, ToolCallStart):
         return (id(piece),)
     return type(piece), piece.index if isinstance(piece, ToolArguments) else None

@@ -32,7 +32,7 @@ _HALF_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Work:
+class _ScoreWork:
     """One thread block's query and its pages, `count` from number `begin` on."""
 
     pool: Any
@@ -91,7 +91,7 @@ def _body(q, weights, pool, table, visible, first_page, out, **smem):
     count = jnp.clip(pages - begin, 0, PAGES)
     values, *scales = pool
     memory = types.SimpleNamespace(**smem)
-    work = _Work(values, table, first_page, memory, scales[0] if scales else None, row, begin, count)
+    work = _ScoreWork(values, table, first_page, memory, scales[0] if scales else None, row, begin, count)
 
     @pl.when(count > 0)
     def _():
@@ -104,7 +104,7 @@ def _body(q, weights, pool, table, visible, first_page, out, **smem):
         plgpu.wait_smem_to_gmem(0)
 
 
-def _load(work: _Work, index) -> None:
+def _load(work: _ScoreWork, index) -> None:
     """Fetches page `index` of the block's into its stage, which nobody reads any more."""
     stage = lax.rem(index, jnp.int32(STAGES))
     page = work.first_page[0] + work.table[work.row, work.begin + index]
@@ -116,7 +116,7 @@ def _load(work: _Work, index) -> None:
         plgpu.copy_gmem_to_smem(work.scales.at[page, last], work.smem.scales.at[stage], full)
 
 
-def _score(work: _Work, out, factors, index) -> None:
+def _score(work: _ScoreWork, out, factors, index) -> None:
     smem, stage, buffer = work.smem, lax.rem(index, jnp.int32(STAGES)), lax.rem(index, jnp.int32(2))
     plgpu.barrier_wait(smem.keys_full.at[stage])
 

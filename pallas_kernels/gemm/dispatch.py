@@ -10,7 +10,7 @@ from pallas_kernels.gemm.kernel import GemmKernel
 from pallas_kernels.gemm.narrow import NarrowKernel, SplitKernel
 from pallas_kernels.gemm.pairs import ContiguousPairs
 from pallas_kernels.gemm.plan import TilePlan, plan_contiguous, plan_dense
-from pallas_kernels.gemm.schedule import Contiguous, Dense, Heads, Schedule
+from pallas_kernels.gemm.schedule import Contiguous, Dense, Heads, TileSchedule
 from pallas_kernels.gemm.tall import TallKernel
 from pallas_kernels.gemm.wide import WideKernel
 from pallas_kernels.mosaic import TILE_ROWS, pad_to_tiles
@@ -89,7 +89,7 @@ def heads(x, w, first_group, transposed: bool, *, carried: int = 0, num_sms: int
 
 
 def kernel_of_plan(
-    plan: TilePlan, schedule: Schedule, x, w, out, narrow: type[GemmKernel] = NarrowKernel
+    plan: TilePlan, schedule: TileSchedule, x, w, out, narrow: type[GemmKernel] = NarrowKernel
 ) -> GemmKernel:
     """Returns the kernel of a plan for x `[.., M, K]` and w `[.., N, K]`; `out` is shape and dtype of its result."""
     wide = TallKernel if plan.is_tall else WideKernel

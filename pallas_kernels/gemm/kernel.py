@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import bodies
 from pallas_kernels.float8 import BLOCK, E4M3
-from pallas_kernels.gemm.schedule import Schedule, Tile
+from pallas_kernels.gemm.schedule import Tile, TileSchedule
 from pallas_kernels.lazily import plgpu
 from pallas_kernels.mosaic import SMEM_BYTES, swizzle_transforms, whole_tile
 
@@ -77,7 +77,7 @@ class GemmKernel(abc.ABC):
     tile_n: int
     stages: int | None
     cluster: int
-    schedule: Schedule
+    schedule: TileSchedule
     dtype: jnp.dtype
     out_type: jax.ShapeDtypeStruct
     shape_n: int

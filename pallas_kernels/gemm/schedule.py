@@ -46,7 +46,7 @@ class Tile(NamedTuple):
 type TileBody = Callable[[Tile, jax.Array], jax.Array]
 
 
-class Schedule(Protocol):
+class TileSchedule(Protocol):
     """Walks the tiles of one cluster of thread blocks."""
 
     def most_tiles(self, columns: int) -> int:

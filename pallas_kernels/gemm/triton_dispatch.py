@@ -10,7 +10,7 @@ from pallas_kernels.backend import traced_gpu
 from pallas_kernels.float8 import E4M3
 from pallas_kernels.gpus import GpuKind
 from pallas_kernels.triton import call
-from pallas_kernels.triton.tiles import Tile, k_splits, product_tile
+from pallas_kernels.triton.tiles import TritonTile, k_splits, product_tile
 
 _BAND = 8
 """Tiles of rows that share the weights they read by way of the L2 cache."""
@@ -47,7 +47,17 @@ def heads(x, w, first_group, transposed: bool) -> jax.Array:
 
 
 def _product(
-    gpu: GpuKind, tile: Tile, tiles_m: int, x, x_scale, w, w_scale, layout, first_group, out, transposed: bool = False
+    gpu: GpuKind,
+    tile: TritonTile,
+    tiles_m: int,
+    x,
+    x_scale,
+    w,
+    w_scale,
+    layout,
+    first_group,
+    out,
+    transposed: bool = False,
 ) -> jax.Array:
     """Starts the kernel for x [M, H, K]; `layout` is the groups of tiles and their rows, or None."""
     (m, h, k), n = x.shape, w.shape[2 if transposed else 1]

@@ -211,7 +211,7 @@ def _scratch(shape: TileShape) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Piece:
+class _PageRange:
     """The pages [begin, end) of one group that this part works on, all traced int32."""
 
     group: Any
@@ -227,7 +227,7 @@ class _Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Memory:
+class _BlockMemory:
     """Global arrays and shared memory of a thread block."""
 
     shape: TileShape
@@ -304,14 +304,14 @@ class _Memory:
             end = jnp.where(group == group1, page1, pages)
             whole = (begin == 0) & (end == pages)
             partial = 2 * part + jnp.where(group == group0, 0, 1)
-            return visit(_Piece(group, begin, end, whole, partial, length), group - group0, carry)
+            return visit(_PageRange(group, begin, end, whole, partial, length), group - group0, carry)
 
         return lax.fori_loop(group0, group1 + jnp.where(page1 > 0, 1, 0), step, init)
 
 
 def _body(shape: TileShape, *arrays: Any, **smem: Any):
-    names = [field.name for field in dataclasses.fields(_Memory)][1:-1]
-    memory = _Memory(shape, **dict(zip(names, arrays, strict=True)), smem=_pair_stages(smem))
+    names = [field.name for field in dataclasses.fields(_BlockMemory)][1:-1]
+    memory = _BlockMemory(shape, **dict(zip(names, arrays, strict=True)), smem=_pair_stages(smem))
     warpgroup = lax.axis_index("warpgroup")
     registers, registers_of_producer = (216, 72) if shape.fp8 else (240, 24)
 
@@ -338,7 +338,7 @@ def _pair_stages(smem: dict[str, Any]) -> types.SimpleNamespace:
     return types.SimpleNamespace(**(smem | pairs))
 
 
-def _produce(memory: _Memory):
+def _produce(memory: _BlockMemory):
     """Runs in the third warpgroup: fetches a piece's queries and, part by part, its pages."""
     smem, fp8 = memory.smem, memory.shape.fp8
     load_pair = fp8_cache.load_pair if fp8 else _load_pair
@@ -366,7 +366,7 @@ def _produce(memory: _Memory):
                 memory.wait_until_free(stage, half)
 
 
-def _load_query(memory: _Memory, piece: _Piece, number):
+def _load_query(memory: _BlockMemory, piece: _PageRange, number):
     smem = memory.smem
 
     @pl.when(number > 0)
@@ -390,13 +390,13 @@ def _load_query(memory: _Memory, piece: _Piece, number):
             plgpu.barrier_arrive(smem.twice.at[_QUERY_FULL])
 
 
-def _load_pair(memory: _Memory, piece: _Piece, pair, pairs_before, _) -> None:
+def _load_pair(memory: _BlockMemory, piece: _PageRange, pair, pairs_before, _) -> None:
     """Fetches a pair of pages of a piece into the stages."""
     for stage in (_A, _B):
         _load_page(memory, piece, 2 * pair + stage, stage, pairs_before)
 
 
-def _load_page(memory: _Memory, piece: _Piece, number, stage: int, pairs_before) -> None:
+def _load_page(memory: _BlockMemory, piece: _PageRange, number, stage: int, pairs_before) -> None:
     """Fetches a page of a piece into a stage, once whoever reads it there is done. Past the end: the last page."""
     zero, reused = lax.shift_right_logical(pairs_before, 30), pairs_before > 0
     row, index = memory.table_rows[piece.group], jnp.minimum(piece.begin + number, piece.end - 1)
@@ -409,7 +409,7 @@ def _load_page(memory: _Memory, piece: _Piece, number, stage: int, pairs_before)
         plgpu.copy_gmem_to_smem(source, target, full, collective_axes=memory.shared_along)
 
 
-def _attend_piece(memory: _Memory, half: int, consume, piece: _Piece, number):
+def _attend_piece(memory: _BlockMemory, half: int, consume, piece: _PageRange, number):
     """Computes one consumer's share of a piece: its half of the output, and of the pages' scores."""
     smem = memory.smem
     # Addresses must vary with the loop, as far as the compiler knows: it would keep constant ones, and the 70
@@ -447,7 +447,7 @@ def _attend_piece(memory: _Memory, half: int, consume, piece: _Piece, number):
     plgpu.barrier_arrive(query_free)
 
 
-def _consume_left(memory: _Memory, piece: _Piece, page_a, zero, carry):
+def _consume_left(memory: _BlockMemory, piece: _PageRange, page_a, zero, carry):
     """Runs in warpgroup 0: scores of page a, left half of the values of both."""
     smem = memory.smem
     output, top_before, total = carry
@@ -468,7 +468,7 @@ def _consume_left(memory: _Memory, piece: _Piece, page_a, zero, carry):
     return output, top_b, total * beta
 
 
-def _consume_right(memory: _Memory, piece: _Piece, page_a, zero, carry):
+def _consume_right(memory: _BlockMemory, piece: _PageRange, page_a, zero, carry):
     """Runs in warpgroup 1: scores of page b, right half of the values of both."""
     smem = memory.smem
     output, top_before, total = carry
@@ -489,7 +489,7 @@ def _consume_right(memory: _Memory, piece: _Piece, page_a, zero, carry):
     return output, top_b, total
 
 
-def _release_left(memory: _Memory, stage):
+def _release_left(memory: _BlockMemory, stage):
     """Releases a page that warpgroup 0 has no more use for."""
     plgpu.barrier_arrive(memory.smem.once.at[_LEFT_FREE + stage])
     plgpu.barrier_arrive(memory.smem.twice.at[_RIGHT_FREE + stage])
@@ -504,7 +504,7 @@ def _softmax(scores, top, factor: float):
     return jnp.exp2(scores * factor - _columns(new_top, PAGE_SIZE)), new_top, jnp.exp2(top - new_top)
 
 
-def _scores(memory: _Memory, piece: _Piece, page, stage, zero):
+def _scores(memory: _BlockMemory, piece: _PageRange, page, stage, zero):
     """Returns the scores [64, 64] of a page, not scaled yet, masked.
 
     A page past the end of the piece is masked whole.
@@ -532,7 +532,7 @@ def _scores(memory: _Memory, piece: _Piece, page, stage, zero):
     return lax.cond((page + 1) * PAGE_SIZE > length - (shape.queries - 1), masked, lambda: scores)
 
 
-def _publish(memory: _Memory, piece: _Piece, page, stage: int, zero, weights, top):
+def _publish(memory: _BlockMemory, piece: _PageRange, page, stage: int, zero, weights, top):
     """Shows a page's weights and maximum to the other warpgroup, with the page's unwritten values set to 0.
 
     Those may hold NaN, and 0 * NaN is NaN.
@@ -558,7 +558,7 @@ def _publish(memory: _Memory, piece: _Piece, page, stage: int, zero, weights, to
     plgpu.barrier_arrive(smem.once.at[_WEIGHTS_READY + stage + zero])
 
 
-def _accumulate(memory: _Memory, output, shrink, stage: int, zero, half: int, own=None):
+def _accumulate(memory: _BlockMemory, output, shrink, stage: int, zero, half: int, own=None):
     """Returns output * shrink + a page's weights @ a half of its values, as two quarters [64, R / 4].
 
     Weights of a warpgroup's own page, `own`, are still in its registers; the other's are in shared memory.
@@ -587,7 +587,7 @@ def _scaled(output, factor):
     return tuple(quarter * _columns(factor, quarter.shape[1]) for quarter in output)
 
 
-def _load_vector(memory: _Memory, index):
+def _load_vector(memory: _BlockMemory, index):
     return plgpu.load(memory.smem.vectors.at[index], layout=row_layout())
 
 

@@ -153,7 +153,7 @@ def _scratch(shape: PrefillShape) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Work:
+class _PrefillWork:
     """One item of a thread block: its tokens, head and range of key blocks.
 
     `number` and `done` count the items and the key blocks that the thread block has had before; Python's 0 where there
@@ -222,17 +222,17 @@ def _walk(shape: PrefillShape, arrays: tuple, smem: Any, visit):
     return lax.fori_loop(0, rounds, lambda n, done: step(n, n * blocks + place(n), done), jnp.int32(0))
 
 
-def _work(shape: PrefillShape, arrays: tuple, smem: Any, item, number, done) -> _Work:
+def _work(shape: PrefillShape, arrays: tuple, smem: Any, item, number, done) -> _PrefillWork:
     q, k, *others = arrays
     shared, v, ranges, *seen, out, lse = others if shape.shared_width else (None, *others)
     query_block = (shape.tokens // BLOCK - 1) - lax.div(item, jnp.int32(shape.heads))
     head = lax.rem(item, jnp.int32(shape.heads))
     inputs = (shape, q, k, shared, v, tuple(seen), out, lse, smem)
     key_blocks = ranges[query_block, 0], ranges[query_block, 1]
-    return _Work(*inputs, head, query_block * BLOCK, *key_blocks, number, done)
+    return _PrefillWork(*inputs, head, query_block * BLOCK, *key_blocks, number, done)
 
 
-def _produce(work: _Work):
+def _produce(work: _PrefillWork):
     smem, block = work.smem, work.shape.key_block
     if work.shape.blocks is not None:
         pl.when(work.number > 0)(lambda: plgpu.barrier_wait(smem.query_free))
@@ -282,7 +282,7 @@ def _drain(shape: PrefillShape, smem: Any, steps) -> None:
         plgpu.barrier_wait(smem.query_free)
 
 
-def _consume(work: _Work, warpgroup):
+def _consume(work: _PrefillWork, warpgroup):
     smem, shape = work.smem, work.shape
     first_row = work.first_token + warpgroup * _ROWS
     mask = _chosen_mask if shape.chooses else _span_mask(work, first_row)
@@ -331,7 +331,7 @@ def _take_turn(smem):
     plgpu.barrier_wait(smem.turn)
 
 
-def _scores(work: _Work, warpgroup, i, stage, first_row, mask):
+def _scores(work: _PrefillWork, warpgroup, i, stage, first_row, mask):
     """Returns scaled scores [64, key_block] in log base 2, masked to what each row attends to."""
     smem, block = work.smem, work.shape.key_block
     # Always 0, but not as far as the compiler knows, which would keep the queries' descriptors in registers and spill.
@@ -356,7 +356,7 @@ def _scores(work: _Work, warpgroup, i, stage, first_row, mask):
     return finish(scores)
 
 
-def _span_mask(work: _Work, first_row):
+def _span_mask(work: _PrefillWork, first_row):
     """Returns what masks scores to each row's span."""
     starts, ends = (plgpu.load(x.at[pl.ds(first_row, _ROWS)], layout=row_layout(), optimized=False) for x in work.seen)
     last_start, first_end = work.seen[0][first_row + (_ROWS - 1)], work.seen[1][first_row]
@@ -377,7 +377,7 @@ def _span_mask(work: _Work, first_row):
     return mask
 
 
-def _chosen_mask(work: _Work, first_row, first_key):
+def _chosen_mask(work: _PrefillWork, first_row, first_key):
     """Returns what masks scores to the chosen keys; their words are on the way while the tensor core multiplies.
 
     A thread has columns 8 n + 2 t + {0, 1} of its rows, t from 0 to 3. Shifted by 2 t, a word has each of its bits at
@@ -401,7 +401,7 @@ def _chosen_mask(work: _Work, first_row, first_key):
     return finish
 
 
-def _accumulate(work: _Work, warpgroup, output, weights, values):
+def _accumulate(work: _PrefillWork, warpgroup, output, weights, values):
     """Returns output + weights @ values, [64, value_width]."""
     if not work.shape.interpreted:
         return pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, weights, values))(plgpu.ACC.init(output))
@@ -416,7 +416,7 @@ def _accumulate(work: _Work, warpgroup, output, weights, values):
     return output + pl.run_scoped(fresh, plgpu.ACC(output.shape, jnp.float32))
 
 
-def _store(work: _Work, warpgroup, first_row, output, lse):
+def _store(work: _PrefillWork, warpgroup, first_row, output, lse):
     staging, rows = work.smem.query[1].at[warpgroup], pl.ds(first_row, _ROWS)
     staging[...] = output.astype(work.shape.dtype)
     work.smem.row_lse[warpgroup] = lse

@@ -16,7 +16,7 @@ _RESERVED = 4 << 10  # bytes of shared memory that a compiler takes for reductio
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
+class TritonTile:
     """Rows and columns of a tile; `depth` of the contracted dimension at once (products)."""
 
     rows: int
@@ -26,7 +26,7 @@ class Tile:
     depth: int = 0
 
 
-def paged_tile(gpu: GpuKind, rows: int, width: int, itemsize: int, *, fp8_pages: bool) -> Tile:
+def paged_tile(gpu: GpuKind, rows: int, width: int, itemsize: int, *, fp8_pages: bool) -> TritonTile:
     """Returns rows of queries by keys of a page for decode attention.
 
     Args:
@@ -38,20 +38,20 @@ def paged_tile(gpu: GpuKind, rows: int, width: int, itemsize: int, *, fp8_pages:
     block = min(power_of_two(rows), 32)  # a row's output takes 512 registers
     keys = 32 if gpu.shared_memory > 128 << 10 and not fp8_pages else 16
     stages = max(1, min(3, (gpu.shared_memory - _RESERVED - block * width * itemsize) // (keys * width * itemsize)))
-    return Tile(block, keys, warps=8 if block > 16 else 4, stages=stages)
+    return TritonTile(block, keys, warps=8 if block > 16 else 4, stages=stages)
 
 
-def segments_tile(gpu: GpuKind, key_width: int, value_width: int, itemsize: int) -> Tile:
+def segments_tile(gpu: GpuKind, key_width: int, value_width: int, itemsize: int) -> TritonTile:
     """Returns tokens by keys of a tile of prefill attention."""
     keys = 32 if gpu.shared_memory < _LARGE or key_width > 192 else 64
     per_stage = keys * (key_width + value_width) * itemsize
     stages = 2 if 2 * per_stage + _RESERVED <= gpu.shared_memory else 1
     if gpu.shared_memory >= _LARGE and key_width <= 192:
-        return Tile(128, keys, warps=8, stages=stages)
-    return Tile(64, keys, warps=4 if key_width <= 192 else 8, stages=stages)
+        return TritonTile(128, keys, warps=8, stages=stages)
+    return TritonTile(64, keys, warps=4 if key_width <= 192 else 8, stages=stages)
 
 
-def product_tile(gpu: GpuKind, rows: int, itemsize: int) -> Tile:
+def product_tile(gpu: GpuKind, rows: int, itemsize: int) -> TritonTile:
     """Returns the tile of a product of `rows` rows per weight, of operands of `itemsize` bytes."""
     block = min(power_of_two(rows), 128)
     widened = itemsize == 1 and not gpu.fp8 and block == 128  # takes registers
@@ -61,7 +61,7 @@ def product_tile(gpu: GpuKind, rows: int, itemsize: int) -> Tile:
     stages = max(2, min(4, (gpu.shared_memory - _RESERVED) // per_stage))
     # Scaled products have two sums in registers, that of 128 of K and the total.
     warps = 8 if block == 128 or (block == 64 and itemsize == 1) else 4
-    return Tile(block, columns, warps, stages, depth)
+    return TritonTile(block, columns, warps, stages, depth)
 
 
 def k_splits(gpu: GpuKind, tiles: int, k_blocks: int) -> int:

@@ -13,7 +13,7 @@ from dsv3.config.publishing import KvEventsConfig
 from dsv3.kv_cache.event_publisher import Publisher
 from dsv3.kv_cache.events import Cleared, EventEncoder, EventQueue, Removed, Spelled, Stored
 from dsv3.kv_cache.keys import extend_keys, root_key
-from router.held import EventSource, HeldPages, Listener, UnreadableEvents, read_batch, spelled_keys
+from router.held import EventEndpoint, HeldPages, Listener, UnreadableEvents, read_batch, spelled_keys
 from router.instance import Booking, Instance
 from router.request import Prompt
 
@@ -96,7 +96,7 @@ def test_what_an_instance_tells_outweighs_what_was_sent_there():
     booking = Booking(instance, text, 0)  # nobody is heard
     booking.close()
     assert instance.overlap(text) == instance.overlap(salted) == 2
-    instance.listener = Listener(EventSource("tcp://*:1"), URL)
+    instance.listener = Listener(EventEndpoint("tcp://*:1"), URL)
     instance.listener._heard = [True]
     assert instance.overlap(text) == 0
     booking = Booking(instance, text, 0)  # what is being computed will be there
@@ -121,7 +121,7 @@ def test_what_an_instance_tells_outweighs_what_was_sent_there():
     ],
 )
 def test_where_an_instance_is_heard(endpoint, host, expected):
-    source = EventSource(endpoint).at(host)
+    source = EventEndpoint(endpoint).at(host)
     assert (None if source is None else source.endpoint) == expected
 
 
@@ -137,7 +137,7 @@ def test_a_listener_knows_what_came_before_it_and_survives_the_publisher():
     async def run(directory: Path) -> None:
         fields = {"endpoint": f"ipc://{directory}/live", "replay_endpoint": f"ipc://{directory}/replay", "topic": "kv"}
         config = KvEventsConfig(enable_kv_cache_events=True, **fields)
-        publisher, listener = Publisher(config, RANKS, 64), Listener(EventSource(**fields, num_ranks=RANKS), URL)
+        publisher, listener = Publisher(config, RANKS, 64), Listener(EventEndpoint(**fields, num_ranks=RANKS), URL)
         publisher.record.note(stored(0, 0, [0, 1]))
         listener.start()
         names = [spelled_keys(tokens_of(pages)) for pages in ([0, 1], [1, 1])]

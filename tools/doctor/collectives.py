@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from tools.doctor.install import count_gpus
-from tools.doctor.rows import Row, run_cases
+from tools.doctor.rows import CaseResult, run_cases
 
 ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER, IN_FLIGHT = KINDS = ("all_to_all", "all_gather", "reduce_scatter", "in_flight")
 _CPU_DEVICES = 8
@@ -170,7 +170,7 @@ class Wires:
         jax.block_until_ready(copies(x))
         return _COPIES * 4 * count / (time.perf_counter() - began)
 
-    def row(self, case: str, transfers: Sequence[tuple[str, Axes]], size: int) -> Row:
+    def row(self, case: str, transfers: Sequence[tuple[str, Axes]], size: int) -> CaseResult:
         """Runs a program twice, checks both results, and times the second."""
         import jax
 
@@ -207,11 +207,11 @@ class Wires:
         )
         figures = {"us per round": seconds * 1e6, "MB sent per round": sent / 1e6, "GB/s": sent / seconds / 1e9}
         figures |= {"share of the copy's rate": sent / seconds / self.copied}
-        return Row(case, not faults, "; ".join(faults), figures)
+        return CaseResult(case, not faults, "; ".join(faults), figures)
 
-    def cases(self, kind: str) -> dict[str, Callable[[], Row | str]]:
+    def cases(self, kind: str) -> dict[str, Callable[[], CaseResult | str]]:
         """Returns what `run_cases` takes."""
-        found: dict[str, Callable[[], Row | str]] = {}
+        found: dict[str, Callable[[], CaseResult | str]] = {}
         for name, size in (_SMALL_SIZES if self.small else _SIZES).items():
             if kind == IN_FLIGHT:
                 hops = list(groups(self.mesh).values())

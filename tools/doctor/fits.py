@@ -8,10 +8,10 @@ from dsv3.engine.build import load_parts
 from dsv3.engine.memory import GB, local_bytes
 from dsv3.logs import configure_logging
 from tools.doctor.install import free_bytes
-from tools.doctor.rows import Row, run_cases
+from tools.doctor.rows import CaseResult, run_cases
 
 
-def memory(directory: Path) -> Row:
+def memory(directory: Path) -> CaseResult:
     """Returns the account of a device's memory. Raises ValueError where not a page fits, which says what to change."""
     parts = load_parts(directory, EngineOptions(), progress=False, shapes=True)
     print(parts.description, file=sys.stderr)
@@ -24,11 +24,11 @@ def memory(directory: Path) -> Row:
         lacks = weights + 2**30 > free  # false where it is not known
         if lacks:
             says = f"{weights / GB:.2f} GB of weights and a cache of 1 GiB do not fit {free / GB:.2f} GB of free memory"
-        return Row("memory", not lacks, says, figures)
+        return CaseResult("memory", not lacks, says, figures)
     found = parts.memory.account
     sizes = ("total", "pool", "weights", "state", "working", "cache")
     figures |= {f"{name} GB": getattr(found, name) / GB for name in sizes}
-    return Row("memory", True, str(found), figures)
+    return CaseResult("memory", True, str(found), figures)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from tools.doctor.rows import Row, run_cases
+from tools.doctor.rows import CaseResult, run_cases
 
 GB = 1e9
 _QUERY_S = 60.0  # the first query of a machine whose driver keeps no state starts its GPUs
@@ -53,7 +53,7 @@ def _driver() -> str:
     return f"NVIDIA driver {found}" if found else "no NVIDIA driver"
 
 
-def _gpus() -> Row | str:
+def _gpus() -> CaseResult | str:
     text = query("--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits")
     if not text:
         return "nvidia-smi is not here" if count_gpus() else "no NVIDIA GPU"
@@ -61,14 +61,14 @@ def _gpus() -> Row | str:
     says = ", ".join(
         f"{count} x {' '.join(gpu[:1])} (MiB, capability: {', '.join(gpu[1:])})" for gpu, count in gpus.items()
     )
-    return Row("gpus", True, says, {"count": float(gpus.total())})
+    return CaseResult("gpus", True, says, {"count": float(gpus.total())})
 
 
-def _others() -> Row | str:
+def _others() -> CaseResult | str:
     used = used_bytes()
     busy = [f"GPU {i}: {size / GB:.1f} GB" for i, size in enumerate(used) if size > _MOST_USED]
     says = f"other processes hold memory ({', '.join(busy)}); end them" if busy else "" if used else "not known"
-    return Row("other processes", not busy, says, {"most GB": max(used, default=0.0) / GB})
+    return CaseResult("other processes", not busy, says, {"most GB": max(used, default=0.0) / GB})
 
 
 def _topology() -> str:
@@ -147,15 +147,15 @@ def _meminfo(name: str) -> float:
     return int(found[1]) * 1024.0 if found else math.nan
 
 
-def _host() -> Row:
+def _host() -> CaseResult:
     limit = _read(Path("/sys/fs/cgroup/memory.max"))
     says = f"this container may use {int(limit) / GB:.1f} GB" if limit.isdigit() else ""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0
     figures = {"cores": cores, "GB": _meminfo("MemTotal") / GB, "free GB": free_bytes() / GB}
-    return Row("host", True, says, figures)
+    return CaseResult("host", True, says, figures)
 
 
-def _cache() -> Row:
+def _cache() -> CaseResult:
     from dsv3.engine.stored import default_cache_directory
 
     wanted = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or default_cache_directory()).absolute()
@@ -163,7 +163,7 @@ def _cache() -> Row:
     free = shutil.disk_usage(there).free
     writable = os.access(there, os.W_OK)
     says = str(wanted) if writable else f"{wanted} cannot be written; set XDG_CACHE_HOME"
-    return Row("compilation cache", writable and free > _CACHE_DISK, says, {"free GB": free / GB})
+    return CaseResult("compilation cache", writable and free > _CACHE_DISK, says, {"free GB": free / GB})
 
 
 def _read(path: Path) -> str:
@@ -187,7 +187,7 @@ def _devices() -> str:
     return ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) + asked
 
 
-def _pool() -> Row | str:
+def _pool() -> CaseResult | str:
     import jax
 
     from dsv3.engine.device.pool import device_memory
@@ -196,7 +196,7 @@ def _pool() -> Row | str:
     if memory is None:
         return "a CPU has no pool"
     figures = {"total GB": memory.total / GB, "pool GB": memory.pool / GB, "in use GB": memory.in_use / GB}
-    return Row("pool", True, "jax's share of a device's memory, as a server sets it", figures)
+    return CaseResult("pool", True, "jax's share of a device's memory, as a server sets it", figures)
 
 
 def _kernels() -> str:
@@ -221,7 +221,7 @@ def _products() -> str:
     return "each device multiplies right"
 
 
-CASES: dict[str, dict[str, Callable[[], Row | str]]] = {
+CASES: dict[str, dict[str, Callable[[], CaseResult | str]]] = {
     "machine": {
         "driver": _driver,
         "gpus": _gpus,

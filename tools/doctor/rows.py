@@ -10,7 +10,7 @@ import msgspec
 from dsv3.files import parse_json
 
 
-class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CaseResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The outcome of one case: `says` is empty or one sentence."""
 
     case: str
@@ -19,7 +19,7 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     figures: dict[str, float] = {}
 
 
-def run_cases(cases: Mapping[str, Callable[[], Row | str]]) -> int:
+def run_cases(cases: Mapping[str, Callable[[], CaseResult | str]]) -> int:
     """Prints a row for each case as soon as it is known, and returns the exit status of a check.
 
     A case returns its row, or what to say where it passed. One that raises has failed, and costs no other.
@@ -28,21 +28,21 @@ def run_cases(cases: Mapping[str, Callable[[], Row | str]]) -> int:
     for name, case in cases.items():
         try:
             found = case()
-            row = Row(name, True, found) if isinstance(found, str) else found
+            row = CaseResult(name, True, found) if isinstance(found, str) else found
         except Exception as error:  # whatever a case finds broken is what the report is for
-            row = Row(name, False, f"{type(error).__name__}: {error}")
+            row = CaseResult(name, False, f"{type(error).__name__}: {error}")
             print(f"{name}: {row.says}", file=sys.stderr)
         print(json.dumps(msgspec.to_builtins(row)), flush=True)  # msgspec writes null for NaN
         failed |= not row.passed
     return int(failed)
 
 
-def read_rows(output: str) -> tuple[list[Row], str]:
+def read_rows(output: str) -> tuple[list[CaseResult], str]:
     """Returns the rows of a check's standard output, and the first line that is none, "" where all are."""
     rows, garbage = [], ""
     for line in output.splitlines():
         try:
-            rows.append(msgspec.convert(parse_json(line.encode()), Row))
+            rows.append(msgspec.convert(parse_json(line.encode()), CaseResult))
         except ValueError:  # msgspec's error is one
             garbage = garbage or line or "an empty line"
     return rows, garbage

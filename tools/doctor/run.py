@@ -21,7 +21,7 @@ from typing import Any
 import dsv3
 from dsv3.processes.child import ChildResult, run_limited
 from tools.doctor.checks import Check
-from tools.doctor.rows import Row, read_rows, show_figures
+from tools.doctor.rows import CaseResult, read_rows, show_figures
 
 _HEAD = ("devices", "versions")  # rows that stand at the page's top
 
@@ -41,7 +41,7 @@ class Result:
     """What became of a check. How its process failed is a row that failed, after those that it printed."""
 
     check: Check
-    rows: tuple[Row, ...]
+    rows: tuple[CaseResult, ...]
     not_tried: str
     """Why nothing could be tried here, "" where something was."""
     seconds: float
@@ -80,7 +80,7 @@ class Report:
     def add(self, result: Result) -> list[str]:
         """Takes a result, writes the report with it, and returns its rows in a line each."""
         rows = tuple(
-            Row(self._redact(row.case), row.passed, self._redact(row.says), row.figures) for row in result.rows
+            CaseResult(self._redact(row.case), row.passed, self._redact(row.says), row.figures) for row in result.rows
         )
         log, not_tried = self._redact(result.log), self._redact(result.not_tried)
         result = dataclasses.replace(result, rows=rows, log=log, not_tried=not_tried)
@@ -172,7 +172,7 @@ def _each(check: Check, start: Callable[[Check], None]) -> Iterator[Check | Resu
         yield _result(listing, dataclasses.replace(ended, output=""))
     elif not names or len(names) > _MOST_NAMES or not all(map(_NAME.fullmatch, names)):
         says = f"--list prints no names of checks, but {ended.output[:_QUOTED]!r}"
-        yield Result(listing, (Row(check.name, False, says),), "", ended.seconds, ended.log)
+        yield Result(listing, (CaseResult(check.name, False, says),), "", ended.seconds, ended.log)
     else:
         yield from (dataclasses.replace(check, name=name, command=(*check.command, name), each=False) for name in names)
 
@@ -188,12 +188,12 @@ def _result(check: Check, ended: ChildResult) -> Result:
     rows, garbage = read_rows(ended.output)
     wrong = _wrong(ended, rows, garbage)
     if wrong:
-        rows.append(Row(check.name, False, wrong))
+        rows.append(CaseResult(check.name, False, wrong))
     not_tried = "" if rows else _last_line(ended.log) or "the check does not say why"
     return Result(check, tuple(rows), not_tried, ended.seconds, ended.log)
 
 
-def _wrong(ended: ChildResult, rows: Sequence[Row], garbage: str) -> str:
+def _wrong(ended: ChildResult, rows: Sequence[CaseResult], garbage: str) -> str:
     """Says how a check's process failed, or contradicts its rows; "" where it did neither."""
     failed, last = any(not row.passed for row in rows), _last_line(ended.log)
     if ended.timed_out or ended.status not in (0, 1, 2):
@@ -261,18 +261,18 @@ def _user() -> str:
         return str(os.getuid())
 
 
-def _line(result: Result, row: Row) -> str:
+def _line(result: Result, row: CaseResult) -> str:
     """Returns a row in one line."""
     return f"{_mark(row)} {result.check.section} {result.check.name}: " + ": ".join(
         filter(None, (row.case, _said(row)))
     )
 
 
-def _said(row: Row) -> str:
+def _said(row: CaseResult) -> str:
     return "; ".join(filter(None, (_cut(row.says), _cut(show_figures(row.figures)))))
 
 
-def _mark(row: Row) -> str:
+def _mark(row: CaseResult) -> str:
     return "passed" if row.passed else "FAILED"
 
 

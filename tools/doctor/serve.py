@@ -16,7 +16,7 @@ from typing import Any
 
 from tools.bench import load as bench
 from tools.doctor.install import GB, used_bytes
-from tools.doctor.rows import Row, run_cases
+from tools.doctor.rows import CaseResult, run_cases
 
 _LOAD_S = 20.0
 _INPUT_LEN, _OUTPUT_LEN = 128, 64
@@ -123,27 +123,27 @@ def check_server(directory: Path, seconds: float) -> int:
             {f"host GB {when}": server.resident_bytes() / GB, f"GPU GB {when}": max(used_bytes(), default=0.0) / GB}
         )
 
-    def start() -> Row:
+    def start() -> CaseResult:
         nonlocal url
         url, took = server.wait_ready(seconds)
         measure("ready")
-        return Row("start", True, "", took)
+        return CaseResult("start", True, "", took)
 
-    def load() -> Row:
+    def load() -> CaseResult:
         report = asyncio.run(_load(url))
         measure("after load")
         return _load_row(report)
 
-    def memory() -> Row:
-        return Row(
+    def memory() -> CaseResult:
+        return CaseResult(
             "memory", True, "of all processes of the server; the fullest GPU", {"GPU GB before": before / GB, **held}
         )
 
-    def end() -> Row:
+    def end() -> CaseResult:
         status = server.end()
         left = max(used_bytes(), default=0.0) - before
         says = f"exit status {status}" + (f"; {left / GB:.1f} GB of a GPU are still in use" if left > GB else "")
-        return Row("end", status == 0 and left <= GB, says)
+        return CaseResult("end", status == 0 and left <= GB, says)
 
     try:
         return run_cases({"start": start}) or run_cases({"load": load, "memory": memory, "end": end})
@@ -166,7 +166,7 @@ async def _load(url: str) -> dict[str, Any]:
         )
 
 
-def _load_row(report: dict[str, Any]) -> Row:
+def _load_row(report: dict[str, Any]) -> CaseResult:
     requests, errors = report["requests"], report["errors"]
     figures = {
         "requests": requests["completed"],
@@ -178,7 +178,7 @@ def _load_row(report: dict[str, Any]) -> Row:
     says = f"{requests['failed']} of {requests['sent']} requests failed: {failures}" if errors else ""
     if not errors and not requests["completed"]:
         says = f"no request ended in {_LOAD_S:.0f} s"
-    return Row(
+    return CaseResult(
         "load",
         not says,
         says or f"{_AT_ONCE} requests at once, {_INPUT_LEN} words in and {_OUTPUT_LEN} tokens out",

@@ -37,7 +37,7 @@ from dsv3.model.params import Fp8Weight, Int4Weight
 from dsv3.text.tokenizer import Tokenizer
 from pallas_kernels.backend import Backend, prepare, resolve_backend
 from tools.doctor.families import FAMILIES, random_params, two_layers
-from tools.doctor.rows import Row, run_cases
+from tools.doctor.rows import CaseResult, run_cases
 
 BUNDLED = "bundled"
 _TEXTS = ("def add(a, b):\n    return", "import os\n\n\nclass Path:\n    def", "x")
@@ -166,7 +166,7 @@ def differences(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return np.sum((x - y) ** 2, -1) / np.maximum(np.sum(x * x, -1) + np.sum(y * y, -1), 1e-30)
 
 
-def judge(case: str, found: np.ndarray, reference: np.ndarray, exact: np.ndarray, floor: float) -> Row:
+def judge(case: str, found: np.ndarray, reference: np.ndarray, exact: np.ndarray, floor: float) -> CaseResult:
     """Returns the row of one kind of steps: rows of hidden states by kernels, by the reference, and in float32."""
     ours, own = differences(found, exact), differences(reference, exact)
     measured = {"three of four rows": np.quantile(ours, 0.75), "all rows": np.sum(ours)}
@@ -183,10 +183,10 @@ def judge(case: str, found: np.ndarray, reference: np.ndarray, exact: np.ndarray
     says = "; ".join(f"{name} differ by {measured[name]:.2e}, {allowed[name]:.2e} is allowed" for name in wrong)
     if wrong:
         says += f"; the worst is row {worst} of {len(ours)}"
-    return Row(case, not wrong, says, figures)
+    return CaseResult(case, not wrong, says, figures)
 
 
-def tokens_row(found: np.ndarray, reference: np.ndarray) -> Row:
+def tokens_row(found: np.ndarray, reference: np.ndarray) -> CaseResult:
     """Returns how many greedy tokens agree, of logits `[steps, B, W]`; it passes where the logits are numbers.
 
     A difference says how far apart the reference has the two tokens: nearly equal logits may change places.
@@ -195,9 +195,9 @@ def tokens_row(found: np.ndarray, reference: np.ndarray) -> Row:
     differ = np.argwhere(ours != theirs)
     figures = {"tokens": float(ours.size), "agree": float(ours.size - len(differ))}
     if not np.all(np.isfinite(found)):
-        return Row("greedy tokens", False, "logits are not finite", figures)
+        return CaseResult("greedy tokens", False, "logits are not finite", figures)
     if not len(differ):
-        return Row("greedy tokens", True, "", figures)
+        return CaseResult("greedy tokens", True, "", figures)
     step, b = differ[0]
     one, other = ours[step, b], theirs[step, b]
     gap, spread = reference[step, b, other] - reference[step, b, one], np.std(reference[step, b])
@@ -206,7 +206,7 @@ def tokens_row(found: np.ndarray, reference: np.ndarray) -> Row:
         f"first different at token {step} of request {b}: {one} in place of {other}, whose logit is greater by "
         f"{gap:.2g} in the reference and less by {by:.2g} here, where logits have a deviation of {spread:.2g}"
     )
-    return Row("greedy tokens", True, says, figures | {"gap": float(gap)})
+    return CaseResult("greedy tokens", True, says, figures | {"gap": float(gap)})
 
 
 class Comparison:
@@ -226,7 +226,7 @@ class Comparison:
         first, second = run(model, self._backend, work), run(model, self._backend, work)
         return first, second, reference, exact, _FP8_FLOOR if model.cfg.fp8 else _FLOOR[model.compute]
 
-    def _kind(self, kind: str) -> Row:
+    def _kind(self, kind: str) -> CaseResult:
         first, second, reference, exact, floor = self._runs
         parts = (first.hidden[kind], reference.hidden[kind], exact.hidden[kind])
         row = judge(kind, *parts, floor)
@@ -235,12 +235,12 @@ class Comparison:
             return msgspec.structs.replace(row, passed=False, says=f"two runs differ in {differ} rows")
         return row
 
-    def _tokens(self) -> Row:
+    def _tokens(self) -> CaseResult:
         first, _, reference, _, _ = self._runs
         return tokens_row(first.logits[:, :-1], reference.logits[:, :-1])
 
     @property
-    def cases(self) -> dict[str, Callable[[], Row | str]]:
+    def cases(self) -> dict[str, Callable[[], CaseResult | str]]:
         """What `run_cases` takes."""
         kinds = ("prefill", "prefill with context", "decode")
         return {**{kind: functools.partial(self._kind, kind) for kind in kinds}, "greedy tokens": self._tokens}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv3.processes.child import run_limited
-from tools.doctor.rows import Row, run_cases
+from tools.doctor.rows import CaseResult, run_cases
 
 _PROMPT = tuple(range(10, 30))
 _TOKENS = 16
@@ -80,23 +80,23 @@ def check_store(folder: Path, child: Callable[[Path], Seen]) -> int:
         first = child(folder)
     except Exception as error:
         says = f"{type(error).__name__}: {error}"
-        return run_cases({"written": lambda: Row("written", False, says)})
+        return run_cases({"written": lambda: CaseResult("written", False, says)})
     if "nothing" in first:
         print(first["nothing"], file=sys.stderr)
         return 2
 
-    def written() -> Row:
+    def written() -> CaseResult:
         files = [path for path in folder.glob("programs-*/*") if path.is_file()]
         size = sum(path.stat().st_size for path in files)
         figures = {"programs": len(first["asked"]), "files": len(files), "MB": size / 1e6, "s": first["seconds"]}
-        return Row("written", bool(files), "" if files else "no program is stored, as the log says", figures)
+        return CaseResult("written", bool(files), "" if files else "no program is stored, as the log says", figures)
 
-    def found() -> Row:
+    def found() -> CaseResult:
         seen.append(child(folder))
         asked, traced = seen[0]["asked"], seen[0]["traced"]
         says = f"{len(traced)} of {len(asked)} are traced and compiled again: {', '.join(traced)}" if traced else ""
         figures = {"programs": len(asked), "found": len(asked) - len(traced), "s": seen[0]["seconds"]}
-        return Row("found", not traced and bool(asked), says, figures)
+        return CaseResult("found", not traced and bool(asked), says, figures)
 
     def equal() -> str:
         if not seen:

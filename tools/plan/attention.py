@@ -14,7 +14,7 @@ from dsv3.config.model import INDEX_KEYS, ModelConfig, absorbed_operations, expa
 from dsv3.kv_cache.layout import row_bytes
 from dsv3.model.forms import must_choose
 from pallas_kernels.dsa import BYTES_AT_ONCE, chosen_width
-from tools.plan.deployment import MicroBatch, Rates
+from tools.plan.deployment import PlannedBatch, Rates
 
 _SCORE_BYTES = 4
 _LAUNCHES = 5  # per group: scores, choice, copies, attention, and what joins its parts
@@ -93,7 +93,7 @@ def expansion_seconds(model: ModelConfig, rates: Rates) -> float:
     return PREFILL_OVERHEAD * expansion_operations(model) / (rates.prefill_flops / (2 if model.fp8 else 1))
 
 
-def sparse_core(model: ModelConfig, rates: Rates, batch: MicroBatch, kernel_s: float) -> SparseCore:
+def sparse_core(model: ModelConfig, rates: Rates, batch: PlannedBatch, kernel_s: float) -> SparseCore:
     """Returns the parts of a layer of a micro-batch whose queries choose; a launch takes `kernel_s`.
 
     Each query reads its request's index keys for itself, from memory or from an L2 cache that is taken to be as fast,
@@ -120,7 +120,7 @@ def sparse_core(model: ModelConfig, rates: Rates, batch: MicroBatch, kernel_s: f
     )
 
 
-def _masked(model: ModelConfig, rates: Rates, batch: MicroBatch, kernel_s: float) -> dict[str, float]:
+def _masked(model: ModelConfig, rates: Rates, batch: PlannedBatch, kernel_s: float) -> dict[str, float]:
     """Returns the seconds of masked attention: all room is expanded, and all tokens that are seen are multiplied."""
     b, room = batch.tokens, batch.room
     core = b * batch.keys * expanded_operations(model) / batch.split / rates.prefill_core_flops
@@ -135,7 +135,7 @@ def _masked(model: ModelConfig, rates: Rates, batch: MicroBatch, kernel_s: float
     }
 
 
-def dense_core(model: ModelConfig, rates: Rates, batch: MicroBatch) -> float:
+def dense_core(model: ModelConfig, rates: Rates, batch: PlannedBatch) -> float:
     """Returns the seconds of a layer's attention for a prefill micro-batch, less keys and values of its own tokens.
 
     Cached tokens are those that were there before the batch: `fewest` of each prompt, and what earlier batches have
@@ -144,7 +144,7 @@ def dense_core(model: ModelConfig, rates: Rates, batch: MicroBatch) -> float:
     return min(dense_forms(model, rates, batch))
 
 
-def dense_forms(model: ModelConfig, rates: Rates, batch: MicroBatch) -> tuple[float, float]:
+def dense_forms(model: ModelConfig, rates: Rates, batch: PlannedBatch) -> tuple[float, float]:
     """Returns the seconds of both forms, absorbed and expanded.
 
     Either cached latents are multiplied, with queries and outputs that two more products make; or keys and values are
@@ -161,7 +161,7 @@ def dense_forms(model: ModelConfig, rates: Rates, batch: MicroBatch) -> tuple[fl
     )
 
 
-def _cached(batch: MicroBatch) -> tuple[float, float]:
+def _cached(batch: PlannedBatch) -> tuple[float, float]:
     """Returns the cached tokens of a prompt, a mean, and how many prompts the batch has tokens of."""
     if batch.fewest is None:
         return 0.0, 0.0

@@ -298,7 +298,7 @@ def rates_of(device: Device, model: ModelConfig, taken: float | None = None) -> 
 
 
 @dataclasses.dataclass(frozen=True)
-class MicroBatch:
+class PlannedBatch:
     """One micro-batch of a rank: `tokens`, their mean number of `keys`, and the `experts` on each device.
 
     `width` tokens of each request read its cache together. `split` devices share the heads of these tokens, the widths

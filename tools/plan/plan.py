@@ -14,11 +14,11 @@ from dsv3.scheduler.balance import MOST_STEPS
 from pallas_kernels.multiprocessors import Multiprocessors
 from tools.plan import hlo, roofline
 from tools.plan.attention import SparseCore
-from tools.plan.deployment import Deployment, MicroBatch, Rates, rates_of
+from tools.plan.deployment import Deployment, PlannedBatch, Rates, rates_of
 from tools.plan.hlo import Collective, collectives
 from tools.plan.launch_order import LaunchOrder, launch_order
 from tools.plan.memory import Memory, Verdict, judge, memory_of
-from tools.plan.programs import Compiled, LaidOut, Phase, Run, compile_step, lay_out
+from tools.plan.programs import CompiledProgram, LaidOut, Phase, Run, compile_step, lay_out
 from tools.plan.timeline import Player, Timeline
 
 
@@ -190,7 +190,7 @@ def make_plan(
     """
     planned = lay_out(model, deployment)
     memory = memory_of(planned)
-    compiled: list[tuple[Compiled, ...]] = []
+    compiled: list[tuple[CompiledProgram, ...]] = []
     if memory.fits:
         for phase in phases(deployment):
             progress(f"compiling {phase} for {deployment.devices} x {deployment.device.name}")
@@ -207,7 +207,7 @@ def phases(deployment: Deployment) -> Sequence[Phase]:
     return [phase for phase, size in sizes.items() if size]
 
 
-def step_plan(planned: LaidOut, compiled: Sequence[Compiled]) -> StepPlan:
+def step_plan(planned: LaidOut, compiled: Sequence[CompiledProgram]) -> StepPlan:
     """Reads what the texts of a step's programs say, and estimates how long it could take."""
     model, *drafts = (program_plan(planned, program) for program in compiled)
     deployment = planned.deployment
@@ -220,7 +220,7 @@ def step_plan(planned: LaidOut, compiled: Sequence[Compiled]) -> StepPlan:
     )
 
 
-def program_plan(planned: LaidOut, compiled: Compiled) -> ProgramPlan:
+def program_plan(planned: LaidOut, compiled: CompiledProgram) -> ProgramPlan:
     """Reads one program."""
     deployment = planned.deployment
     module = hlo.parse(compiled.text)
@@ -267,11 +267,11 @@ def computes_prompts(phase: Phase, run: Run) -> bool:
     return phase == "prefill" and run.part != "chain"
 
 
-def batch_of(planned: LaidOut, phase: Phase, run: Run, micro_batches: int) -> MicroBatch:
+def batch_of(planned: LaidOut, phase: Phase, run: Run, micro_batches: int) -> PlannedBatch:
     """Returns one of `micro_batches` of a program, at the deployment's mean lengths."""
     deployment, is_prefill = planned.deployment, computes_prompts(phase, run)
     context, hits = deployment.context_length, deployment.prefix_hit_rate
-    return MicroBatch(
+    return PlannedBatch(
         tokens=run.tokens // micro_batches,
         keys=hits * context + (1 - hits) * context / 2 if is_prefill else context,
         experts=experts_per_device(planned),
@@ -296,7 +296,7 @@ def experts_per_device(planned: LaidOut) -> int:
     return (experts + deployment.redundant_experts) // spread
 
 
-def _floor(planned: LaidOut, compiled: Compiled) -> roofline.DecodeFloor | None:
+def _floor(planned: LaidOut, compiled: CompiledProgram) -> roofline.DecodeFloor | None:
     deployment = planned.deployment
     if compiled.phase == "prefill" or deployment.tensor_parallel > 1:
         return None

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 
 from dsv3.config.model import ModelConfig
 from tools.plan import hlo
-from tools.plan.deployment import Deployment, MicroBatch, Rates, rates_of
+from tools.plan.deployment import Deployment, PlannedBatch, Rates, rates_of
 from tools.plan.hlo import Collective, collectives
 from tools.plan.plan import Ends, experts_per_device, lengths, stages_of
-from tools.plan.programs import Compiled, LaidOut, compile_step, lay_out
+from tools.plan.programs import CompiledProgram, LaidOut, compile_step, lay_out
 from tools.plan.roofline import HOST_S, decode_stages
 from tools.plan.timeline import Player
 
@@ -23,7 +23,7 @@ _NO_FLOOR = ("router", "head")
 class Played:
     """A program of a deployment, compiled for its largest batch."""
 
-    def __init__(self, planned: LaidOut, compiled: Compiled) -> None:
+    def __init__(self, planned: LaidOut, compiled: CompiledProgram) -> None:
         self._planned, self._compiled = planned, compiled
         self._module = hlo.parse(compiled.text)
         self._found = list(collectives(self._module, planned.deployment.gpus_per_node))
@@ -51,7 +51,7 @@ class Played:
         found = stages_of(at, phase, run, self._rates, self._batches)
         if phase == "decode":
             return found
-        batch = MicroBatch(size // self._batches, 0, experts_per_device(at), deployment.tensor_parallel)
+        batch = PlannedBatch(size // self._batches, 0, experts_per_device(at), deployment.tensor_parallel)
         floor = decode_stages(at.model, self._rates, batch)
         return {name: s if name in _NO_FLOOR else max(s, floor.get(name, 0.0)) for name, s in found.items()}
 

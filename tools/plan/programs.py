@@ -60,7 +60,7 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled:
+class CompiledProgram:
     """One compiled program: bytes per device from XLA's buffer assignment, and the text of the scheduled program.
 
     `arguments` are weights, pages and state; `results` only those that are not donated arguments; `temporaries` live
@@ -170,18 +170,18 @@ def _prefill_form(planned: LaidOut) -> AttentionForm:
     return choosing.prefill_form(planned.layout, size, hits > 0, length, keys, pairs)
 
 
-def compile_step(planned: LaidOut, phase: Phase) -> tuple[Compiled, ...]:
+def compile_step(planned: LaidOut, phase: Phase) -> tuple[CompiledProgram, ...]:
     """Compiles the programs of a step. Raises `AotUnavailableError` without ptxas."""
     return tuple(compile_run(planned, phase, run) for run in runs(planned, phase))
 
 
-def compile_run(planned: LaidOut, phase: Phase, run: Run) -> Compiled:
+def compile_run(planned: LaidOut, phase: Phase, run: Run) -> CompiledProgram:
     """Compiles one program of a step; raises as `compile_step` does."""
     start = time.perf_counter()
     with aot.explained():
         program: Any = planned.programs.get(run.key)
     memory = program.memory_analysis()
-    return Compiled(
+    return CompiledProgram(
         phase=phase,
         run=run,
         seconds=time.perf_counter() - start,

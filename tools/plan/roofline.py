@@ -24,7 +24,7 @@ from tools.plan.attention import (
     sparse_core,
     sparse_floor,
 )
-from tools.plan.deployment import Device, MicroBatch, Rates
+from tools.plan.deployment import Device, PlannedBatch, Rates
 
 KNOWN_ERRORS = (
     "decode, DeepSeek's profile (EP128, 128 tokens per micro-batch, 4K): 61 layers -3 %",
@@ -107,12 +107,12 @@ def wire_rows(model: ModelConfig) -> tuple[int, int]:
     return (D + 4 * -(-D // 128) if model.fp8 else 2 * D), 2 * D
 
 
-def sparse_parts(model: ModelConfig, rates: Rates, batch: MicroBatch) -> SparseCore | None:
+def sparse_parts(model: ModelConfig, rates: Rates, batch: PlannedBatch) -> SparseCore | None:
     """Returns what attention's core consists of where the step's queries choose; None where it is dense."""
     return sparse_core(model, rates, batch, LAUNCH_S) if must_choose(model, batch.most) else None
 
 
-def decode_stages(model: ModelConfig, rates: Rates, batch: MicroBatch) -> dict[str, float]:
+def decode_stages(model: ModelConfig, rates: Rates, batch: PlannedBatch) -> dict[str, float]:
     """Returns the seconds of each stage of one layer for a decode micro-batch."""
     sizes, b, n = sizes_of(model), batch.tokens, batch.split
     expert_item, item = itemsizes(model)
@@ -149,7 +149,7 @@ def bf16_product(model: ModelConfig, rates: Rates, rows: int, elements: int) -> 
     return max(2 * elements / rates.dense_bandwidth, 2 * rows * elements / flops)
 
 
-def prefill_stages(model: ModelConfig, rates: Rates, batch: MicroBatch) -> dict[str, float]:
+def prefill_stages(model: ModelConfig, rates: Rates, batch: PlannedBatch) -> dict[str, float]:
     """Returns the seconds of each stage of one layer for a prefill micro-batch.
 
     Compute-bound, so proportional to the tokens.

@@ -6,7 +6,7 @@ A backward takes as long as two forwards, but that attention's core takes two an
 import dataclasses
 
 from dsv3.config.model import ModelConfig
-from tools.plan.deployment import Device, MicroBatch, Rates, rates_of
+from tools.plan.deployment import Device, PlannedBatch, Rates, rates_of
 from tools.plan.roofline import TRANSFER_S, prefill_stages, wire_rows
 
 PROFILE_TOKENS, PROFILE_KEYS = 4096, 2048.5
@@ -38,8 +38,8 @@ class LayerTimes:
 
 def layer_times(model: ModelConfig, rates: Rates, tokens: int, keys: float, wire: float, *, dense: bool) -> LayerTimes:
     """Returns the times of one layer for `tokens` of a device, which attend to `keys` others in the mean."""
-    stages = prefill_stages(model, rates, MicroBatch(tokens, keys, experts=0))
-    bare = prefill_stages(model, rates, MicroBatch(tokens, 0, experts=0))
+    stages = prefill_stages(model, rates, PlannedBatch(tokens, keys, experts=0))
+    bare = prefill_stages(model, rates, PlannedBatch(tokens, 0, experts=0))
     core = stages["attention"] - bare["attention"]
     names = ("project", "mlp") if dense else ("project", "router", "shared_expert", "experts")
     products = bare["attention"] + sum(stages[name] for name in names)

@@ -13,7 +13,7 @@ from dsv3.scheduler.cost import keys_per_token
 from tools.plan.deployment import Deployment, DeploymentError
 from tools.plan.memory import judge, memory_of
 from tools.plan.played import Played, with_ends
-from tools.plan.programs import Compiled, Phase, compile_step, lay_out
+from tools.plan.programs import CompiledProgram, Phase, compile_step, lay_out
 from tools.plan.roofline import HOST_S
 from tools.simulate.times import KEYS, InstanceTimes
 
@@ -33,7 +33,7 @@ def times_of(model: ModelConfig, deployment: Deployment, progress: Callable[[str
     whole = deployment if deployment.prefill_tokens else with_ends(deployment, model.page_size)
     planned = lay_out(model, whole)
     memory = memory_of(planned)
-    steps: dict[Phase, Compiled] = {}
+    steps: dict[Phase, CompiledProgram] = {}
     if memory.fits:
         phases: list[Phase] = ["prefill", *(["decode"] if deployment.decode_requests else [])]  # type: ignore[list-item]
         for phase in phases:

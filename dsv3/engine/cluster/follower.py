@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Chain, digests_of, orders_of
-from dsv3.engine.cluster.link import Alone, Begun, FromFollower, Generation, Serving, Waits
+from dsv3.engine.cluster.link import Alone, Begun, FromFollower, Incarnation, Serving, Waits
 from dsv3.engine.cluster.messages import (
     Begin,
     Build,
@@ -34,7 +34,7 @@ from dsv3.engine.cluster.messages import (
     Compiled,
     Digest,
     Drain,
-    Failed,
+    FollowerFailed,
     Heartbeat,
     Hello,
     Loaded,
@@ -58,9 +58,9 @@ from dsv3.engine.cluster.start import (
 )
 from dsv3.engine.cluster.wire import PATIENCE_S, Unanswered, Wire, WireError, connect
 from dsv3.engine.device.pool import set_pool_share
-from dsv3.engine.executor import InFlight, LocalExecutor, Results
+from dsv3.engine.executor import LocalExecutor, Results
 from dsv3.engine.fingerprint import fields_of
-from dsv3.engine.job import Aside, Job, StepCommand
+from dsv3.engine.job import Aside, Command, StepCommand
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.kernel_checks import check_kernels, fall_back
 from dsv3.processes.certificates import Credentials, credentials_of
@@ -81,7 +81,7 @@ def run(
     model_dir: Path,
     options: EngineOptions,
     load: LoadParts = load_model,
-    last: Generation | None = None,
+    last: Incarnation | None = None,
     tell: Callable[[FromFollower], None] = lambda _: None,
 ) -> NoReturn:
     """Follows the leader until it ends, then ends the process: with status 0 if that was in order, else 1.
@@ -111,24 +111,26 @@ class FollowingExecutor:
     def __init__(self, local: LocalExecutor, asides: Mapping[str, Aside]) -> None:
         self._local, self._asides = local, asides
 
-    def launch(self, command: StepCommand) -> InFlight:
-        """Starts a step."""
-        return self._local.launch(dataclasses.replace(command, jobs=tuple(map(self._prepared, command.jobs))))
+    def launch(self, command: StepCommand) -> tuple[StepCommand, list[Any]]:
+        """Starts a step; returns it as it was launched, and the arrays that will hold its results."""
+        jobs = tuple((kind, self._prepared(kind, each)) for kind, each in command.jobs)
+        command = StepCommand(command.number, jobs)
+        return command, self._local.launch(command)
 
-    def fetch(self, in_flight: InFlight) -> tuple[Results, list[np.ndarray]]:
+    def fetch(self, command: StepCommand, launched: list[Any]) -> tuple[Results, list[np.ndarray]]:
         """Waits for the results of a step; returns them, and those that must be the same in every process."""
-        results = self._local.fetch(in_flight)
-        return results, self._local.agreed(in_flight, results)
+        results = self._local.fetch(command, launched)
+        return results, self._local.agreed(command, results)
 
-    def take(self, in_flight: InFlight, results: Results) -> None:
+    def take(self, command: StepCommand, results: Results) -> None:
         """Hands the results of a step to those who want them."""
-        for job, arrays in zip(in_flight.command.jobs, results, strict=True):
-            if (aside := self._asides.get(job.kind)) is not None:
-                aside.take(job.command, arrays)
+        for (kind, each), arrays in zip(command.jobs, results, strict=True):
+            if (aside := self._asides.get(kind)) is not None:
+                aside.take(each, arrays)
 
-    def _prepared(self, job: Job) -> Job:
-        aside = self._asides.get(job.kind)
-        return job if aside is None else Job(job.kind, aside.prepared(job.command))
+    def _prepared(self, kind: str, command: Command) -> Command:
+        aside = self._asides.get(kind)
+        return command if aside is None else aside.prepared(command)
 
 
 class _Follower:
@@ -136,12 +138,12 @@ class _Follower:
         self,
         cluster: ClusterOptions,
         wire: Wire,
-        last: Generation | None = None,
+        last: Incarnation | None = None,
         tell: Callable[[FromFollower], None] = lambda _: None,
     ) -> None:
         self._cluster, self._last, self._tell = cluster, last, tell
         self._inbox: queue.SimpleQueue[Begin | Checked | Build | Compiled | Step] = queue.SimpleQueue()
-        self._launched: queue.SimpleQueue[InFlight] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[tuple[StepCommand, list[Any]]] = queue.SimpleQueue()
         self._last_launched = -1
         self._silence_s = cluster.starting_silence_s
         self._channel = Channel(wire, self._heartbeat, self._take, self._lost, cluster.heartbeat_s)
@@ -212,7 +214,7 @@ class _Follower:
         expected = isinstance(error, ValueError | OSError)
         text = f"{type(error).__name__}: {error}" if expected else "".join(traceback.format_exception(error))
         _log.error("%s", text)
-        self._channel.send_last(messages.encode(Failed(type(error).__name__, text)))
+        self._channel.send_last(messages.encode(FollowerFailed(type(error).__name__, text)))
         answered = self._channel.wait_closed(_FAREWELL_S)
         _end(1, f"the leader (process 0) {'has' if answered else 'does not seem to have'} heard of that")
 
@@ -261,11 +263,10 @@ class _Follower:
         chain = Chain()
         try:
             while True:
-                in_flight = self._launched.get()
-                number = in_flight.command.number
-                results, agreed = executor.fetch(in_flight)
-                self._send(Digest(number, chain.add(number, agreed)))
-                executor.take(in_flight, results)
+                command, launched = self._launched.get()
+                results, agreed = executor.fetch(command, launched)
+                self._send(Digest(command.number, chain.add(command.number, agreed)))
+                executor.take(command, results)
         except Exception as error:
             self.give_up(error)
 

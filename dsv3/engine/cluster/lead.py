@@ -4,12 +4,12 @@ import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from dsv3.config.options import LEADER, ClusterOptions, EngineOptions
 from dsv3.engine.cluster.digest import orders_of
 from dsv3.engine.cluster.leader import Leader
-from dsv3.engine.cluster.link import FIRST, Generation
+from dsv3.engine.cluster.link import FIRST, Incarnation
 from dsv3.engine.cluster.start import (
     LoadParts,
     Phases,
@@ -24,7 +24,7 @@ from dsv3.engine.cluster.start import (
 from dsv3.engine.device.pool import set_pool_share
 from dsv3.engine.device.programs import Progress, Store
 from dsv3.engine.engine import Engine
-from dsv3.engine.executor import InFlight, LocalExecutor, Results
+from dsv3.engine.executor import LocalExecutor, Results
 from dsv3.engine.fingerprint import fields_of
 from dsv3.engine.job import StepCommand
 from dsv3.engine.jobs.registry import JOB_KINDS
@@ -55,28 +55,28 @@ class LeadingExecutor:
         except Exception as error:
             raise self._leader.explain(error) from error
 
-    def launch(self, command: StepCommand) -> InFlight:
+    def launch(self, command: StepCommand) -> list[Any]:
         """Starts a step everywhere; raises ClusterError when the instance has failed."""
         self._leader.send(command)  # first, so that the others do not wait for this process's launch
         try:
-            in_flight = self.local.launch(command.part(self._ranks))
+            launched = self.local.launch(command.part(self._ranks))
         except Exception as error:
             raise self._leader.explain(error) from error
         self._leader.launched(command.number)
-        return in_flight
+        return launched
 
-    def fetch(self, in_flight: InFlight) -> Results:
+    def fetch(self, command: StepCommand, launched: list[Any]) -> Results:
         """Waits for the results of a step; raises ClusterError once those of another process differ."""
         try:
-            results = self.local.fetch(in_flight)
+            results = self.local.fetch(command, launched)
         except Exception as error:
             raise self._leader.explain(error) from error
-        self._leader.results(in_flight.command.number, self.local.agreed(in_flight, results))
+        self._leader.results(command.number, self.local.agreed(command, results))
         return results
 
 
 class Host(Protocol):
-    """The process around the engine; `dsv3.server.engine.process.Host` is one."""
+    """The process around the engine; `dsv3.server.engine.process.EngineHost` is one."""
 
     def progress(self, text: str, done: int = 0, total: int = 0) -> None: ...
     def drain(self, reason: str) -> None: ...
@@ -90,7 +90,7 @@ def start_leader(
     options: EngineOptions,
     host: Host,
     load: LoadParts = load_model,
-    generation: Generation = FIRST,
+    generation: Incarnation = FIRST,
 ) -> Engine:
     """Returns an engine over the devices of all processes, warm; every follower is ready when it returns.
 

@@ -19,14 +19,14 @@ from dsv3.config.options import LEADER, ClusterOptions
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Book, Chain, Orders, first_difference
-from dsv3.engine.cluster.link import FIRST, Generation
+from dsv3.engine.cluster.link import FIRST, Incarnation
 from dsv3.engine.cluster.messages import (
     Build,
     Checked,
     Compiled,
     Digest,
     Drain,
-    Failed,
+    FollowerFailed,
     Heartbeat,
     Hello,
     Loaded,
@@ -36,7 +36,7 @@ from dsv3.engine.cluster.messages import (
     Wait,
     WorkEvent,
 )
-from dsv3.engine.cluster.returning import Returning, refuse
+from dsv3.engine.cluster.returning import RejoiningProcesses, refuse
 from dsv3.engine.cluster.wire import Entrance, Wire
 from dsv3.engine.errors import ClusterError
 from dsv3.engine.fingerprint import Fields, differences
@@ -71,13 +71,13 @@ class Leader:
         fields: Fields,
         on_failure: Callable[[str], None],
         on_drain: Callable[[str], None],
-        generation: Generation = FIRST,
+        generation: Incarnation = FIRST,
     ) -> None:
         self._options, self._fields, self._generation = options, fields, generation
         self._on_failure, self._on_drain = on_failure, on_drain
         self._followers = frozenset(range(1, options.num_processes))
         self._left_out: frozenset[int] = frozenset()
-        self._returning: Returning | None = None
+        self._returning: RejoiningProcesses | None = None
         self._channels: dict[int, Channel] = {}
         self._said: dict[type, dict[int, messages.ToLeader]] = {
             kind: {} for kind in (Hello, Checked, Loaded, Compiled, Ready)
@@ -138,7 +138,7 @@ class Leader:
     def _leave_out(self, missing: frozenset[int]) -> int:
         """Forgets processes that have not come, or have not said so; returns how many followers are left."""
         with self._changed:
-            self._returning = Returning(self._options, self._fields, missing)
+            self._returning = RejoiningProcesses(self._options, self._fields, missing)
             self._left_out, self._followers = missing, self._followers - missing
             late = [self._channels.pop(process_id) for process_id in missing & self._channels.keys()]
         self._book, self._reached = Book(self._followers), dict.fromkeys(self._followers, -1)
@@ -322,7 +322,7 @@ class Leader:
             case Drain():
                 _log.info("process %d asks to end: %s", process_id, message.reason)
                 self._on_drain(message.reason)
-            case Failed():
+            case FollowerFailed():
                 _log.error("process %d: %s", process_id, message.text)
                 self._fail(f"process {process_id} has failed ({message.kind})")
 

@@ -12,7 +12,7 @@ from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.processes import frames
 
 
-class Generation(msgspec.Struct, frozen=True):
+class Incarnation(msgspec.Struct, frozen=True):
     """One gang: the processes that start together and end together. One that is over can harm no later one.
 
     `number` counts from 0 the gangs of a first front, and `front` is a random name of that front: another front, of a
@@ -25,7 +25,7 @@ class Generation(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         return f"generation {self.number}"
 
-    def is_over_for(self, last: "Generation | None") -> bool:
+    def is_over_for(self, last: "Incarnation | None") -> bool:
         """Returns whether a process that was in generation `last` must have nothing to do with this one any more."""
         return last is not None and last.front == self.front and last.number >= self.number
 
@@ -38,7 +38,7 @@ class Generation(msgspec.Struct, frozen=True):
         return hmac.digest(key, f"generation {self.number} of {self.front}".encode(), hashlib.sha256)
 
 
-FIRST = Generation()
+FIRST = Incarnation()
 """The generation of processes that nobody numbers."""
 
 LOAD = "dsv3.engine.cluster.start:load_model"
@@ -54,7 +54,7 @@ class Follow(msgspec.Struct, frozen=True, tag=True):
     model_dir: str
     engine: EngineOptions
     load: str = LOAD
-    last: Generation | None = None
+    last: Incarnation | None = None
 
 
 class Pulse(msgspec.Struct, frozen=True, tag=True):
@@ -64,7 +64,7 @@ class Pulse(msgspec.Struct, frozen=True, tag=True):
 class Begun(msgspec.Struct, frozen=True, tag=True):
     """The leader has let the process into this generation."""
 
-    generation: Generation
+    generation: Incarnation
 
 
 class Serving(msgspec.Struct, frozen=True, tag=True):

@@ -10,8 +10,8 @@ import numpy as np
 
 from dsv3.config.engine import EngineConfig
 from dsv3.config.options import LEADER
-from dsv3.engine.cluster.link import FIRST, Generation
-from dsv3.engine.job import Job, JobKind, StepCommand
+from dsv3.engine.cluster.link import FIRST, Incarnation
+from dsv3.engine.job import Command, JobKind, StepCommand
 from dsv3.engine.kernel_checks import Replaced
 
 # numpy makes the name of a dtype anew each time, which was two fifths of what a step's messages to 143 followers take.
@@ -28,7 +28,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     fields: dict[str, str]
     host: str
     pid: int
-    last: Generation | None = None
+    last: Incarnation | None = None
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -37,7 +37,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     Where the others go on without some, `num_processes` of them do, and the one that reads this is `process_id`.
     """
 
-    generation: Generation = FIRST
+    generation: Incarnation = FIRST
     num_processes: int | None = None
     process_id: int = LEADER
 
@@ -127,7 +127,7 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class FollowerFailed(msgspec.Struct, frozen=True, tag=True):
     """A follower cannot go on. `kind` is fit for clients, `text` for the log."""
 
     kind: str
@@ -141,7 +141,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 ToFollower = Begin | Wait | Checked | Build | Compiled | Started | Step | Heartbeat | Stop
-ToLeader = Hello | Checked | Loaded | Compiled | Ready | Digest | WorkEvent | Heartbeat | Drain | Failed
+ToLeader = Hello | Checked | Loaded | Compiled | Ready | Digest | WorkEvent | Heartbeat | Drain | FollowerFailed
 
 
 def _to_plain(value: Any) -> Any:
@@ -182,11 +182,11 @@ def step_of(command: StepCommand) -> Step:
 def command_of(step: Step, kinds: Sequence[JobKind]) -> StepCommand:
     """Returns the command that a message carries; raises msgspec.MsgspecError for jobs that are not of these kinds."""
     types = {kind.name: kind.command for kind in kinds}
-    jobs = []
+    jobs: list[tuple[str, Command]] = []
     for name, raw in step.jobs:
         if name not in types:
             raise msgspec.ValidationError(f"{name!r} is not a kind of job here")
-        jobs.append(Job(name, _decoder(types[name]).decode(raw)))
+        jobs.append((name, _decoder(types[name]).decode(raw)))
     return StepCommand(step.number, tuple(jobs))
 
 

@@ -20,7 +20,7 @@ REFUSAL_S = 5.0
 """The bound for the farewell of a process that is turned away."""
 
 
-class Returning:
+class RejoiningProcesses:
     """Those of an instance's processes that are `missing` in its gang; `fields` are the leader's fingerprint.
 
     `clock` gives seconds.

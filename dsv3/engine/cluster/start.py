@@ -13,7 +13,7 @@ import jax
 from dsv3.config.hugging_face import load_config
 from dsv3.config.options import ClusterOptions, EngineOptions, split_address
 from dsv3.engine.build import load_parts
-from dsv3.engine.cluster.link import FIRST, Generation
+from dsv3.engine.cluster.link import FIRST, Incarnation
 from dsv3.engine.device.driver import started_devices
 from dsv3.engine.fingerprint import Fields, agreed, shaping
 from dsv3.engine.parts import Parts
@@ -68,7 +68,7 @@ def own_options(options: EngineOptions, cluster: ClusterOptions) -> EngineOption
     return dataclasses.replace(options, transfer_address=f"{host}:{int(port) + cluster.local_id}")
 
 
-def start_jax(cluster: ClusterOptions, generation: Generation = FIRST) -> None:
+def start_jax(cluster: ClusterOptions, generation: Incarnation = FIRST) -> None:
     """Joins this process's devices with those of the others of its generation, all of which are there already.
 
     Processes of one host take equal shares of its GPUs; raises ValueError where that is not possible. On a CPU each has

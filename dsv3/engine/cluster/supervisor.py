@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 
 from dsv3.config.options import ClusterOptions
-from dsv3.engine.cluster.link import Alone, Begun, Follow, FromFollower, Generation, Link, Serving, Waits
+from dsv3.engine.cluster.link import Alone, Begun, Follow, FromFollower, Incarnation, Link, Serving, Waits
 from dsv3.processes.child import KILLED_S, Deaths, LinkedChild, RestartPolicy
 
 _log = logging.getLogger("dsv3.cluster")
@@ -29,7 +29,7 @@ class Child:
     def __init__(self) -> None:
         self.process = LinkedChild(_CHILD)
         self.link = Link(self.process.link)
-        self.generation: Generation | None = None
+        self.generation: Incarnation | None = None
         self.is_serving = self.is_waiting = self.is_alone = self.has_ended = False
         self.last_heard_s = time.monotonic()
 

@@ -26,11 +26,11 @@ from dsv3.config.engine import EngineConfig, ForwardProgram
 from dsv3.engine.device import state as device_state
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.ragged import HEADER
-from dsv3.engine.functions import StepResult
 from dsv3.engine.parts import Parts
 from dsv3.kv_cache.layout import pool
 from dsv3.model.batch import AttentionForm
 from dsv3.model.forms import applies
+from dsv3.model.steps import StepOutput
 from pallas_kernels import gpus
 from pallas_kernels.multiprocessors import Multiprocessors, taking
 from sharding.mesh import RANK_SPEC, rank_sharding
@@ -94,7 +94,7 @@ class Watch:
     """
 
     size: int
-    update: Callable[[jax.Array, StepResult, int], jax.Array]
+    update: Callable[[jax.Array, StepOutput, int], jax.Array]
 
 
 class Layout:
@@ -157,11 +157,11 @@ class Layout:
         ranks = self.functions.vocabulary.ranks
         return self.array(ranks, rows, width, self.model_cfg.vocab_size // ranks, dtype=jnp.float32)
 
-    def count(self, counters: dict[str, Any], result: StepResult, program: int) -> dict[str, Any]:
+    def count(self, counters: dict[str, Any], result: StepOutput, program: int) -> dict[str, Any]:
         """Returns the watches' counters after a forward pass; called while its program is traced."""
         return {name: self.watches[name].update(values, result, program) for name, values in counters.items()}
 
-    def sampling(self, slots: jax.Array, result: StepResult) -> jax.Array:
+    def sampling(self, slots: jax.Array, result: StepOutput) -> jax.Array:
         """Returns the slots `[B]` that shall sample after a forward pass: none (`again`) where it overflowed."""
         return jnp.where(result.overflows > 0, self.again, slots) if self.functions.may_overflow else slots
 

@@ -30,7 +30,7 @@ from dsv3.model.batch import AttentionForm, DecodeBatch
 from dsv3.scheduler.accept import Room, accept
 from dsv3.scheduler.balance import DecodeBalance
 from dsv3.scheduler.request import StepOutputs
-from dsv3.scheduler.slots import BatchRows, Sampled
+from dsv3.scheduler.slots import BatchRows
 
 NAME = "decode"
 
@@ -128,7 +128,7 @@ class DecodePlanner:
         if results.slots is not None:
             self._room.note(context.factor, bool((results.slots > self._cfg.max_num_seqs).any()))
         if results.sampled:
-            accept(self._scheduler, context.rows, Sampled(*results.sampled), outputs)
+            accept(self._scheduler, context.rows, results.sampled, outputs)
 
     def stats(self) -> DecodeBalance | None:
         """Says how even the ranks' loads are."""

@@ -28,10 +28,11 @@ from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.sampling import best_words
 from dsv3.engine.device.state import DecodeState, with_drafts
-from dsv3.engine.functions import DraftFunctions, StepResult
+from dsv3.engine.functions import DraftFunctions
 from dsv3.engine.jobs import decode, prefill
 from dsv3.engine.jobs.draft import DraftCommand, draft_kind
 from dsv3.model.batch import AttentionForm, DecodeBatch
+from dsv3.model.steps import StepOutput
 from dsv3.scheduler.slots import NOTHING
 
 PREFILL, DECODE, CHAIN = f"mtp {prefill.NAME}", f"mtp {decode.NAME}", "mtp chain"
@@ -200,7 +201,7 @@ def _with_draft(
     return with_drafts(state, slots, token[:, None], number)
 
 
-def _counted(layout: Layout, state: DecodeState, result: StepResult, program: int) -> DecodeState:
+def _counted(layout: Layout, state: DecodeState, result: StepOutput, program: int) -> DecodeState:
     return dataclasses.replace(state, counters=layout.count(state.counters, result, program))
 
 

@@ -29,10 +29,11 @@ from dsv3.config.engine import EngineConfig
 from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.functions import SpreadExperts, StepResult
+from dsv3.engine.functions import SpreadExperts
 from dsv3.engine.job import Command, EngineView, JobKind, Planned, Watch
 from dsv3.engine.look import ExpertLoad
 from dsv3.engine.parts import Parts
+from dsv3.model.steps import StepOutput
 from dsv3.scheduler.request import StepOutputs
 from sharding.experts.eplb import (
     ExpertMap,
@@ -129,14 +130,14 @@ class TrafficCounter:
             self.repeats += overflowed
 
 
-def _make_planner(view: EngineView) -> "Balancer":
+def _make_planner(view: EngineView) -> "ExpertBalancer":
     """Returns a balancer of the experts as they stand in the parameters."""
     functions, cfg = view.parts.functions, view.parts.cfg
     experts, traffic = functions.experts, functions.traffic
     assert experts is not None and traffic is not None  # `_applies`
     placement = Placement(*map(np.asarray, experts.take(view.parts.params)[1]))
     sent = TrafficCounter([traffic(program) for program in cfg.forward_programs])
-    return Balancer(experts, placement, layer_bytes(experts, view.parts.params), sent, cfg)
+    return ExpertBalancer(experts, placement, layer_bytes(experts, view.parts.params), sent, cfg)
 
 
 def layer_bytes(experts: SpreadExperts, params: Any) -> int:
@@ -146,7 +147,7 @@ def layer_bytes(experts: SpreadExperts, params: Any) -> int:
     return nbytes // experts.num_layers // experts.machine.devices
 
 
-class Balancer:
+class ExpertBalancer:
     """Decides what each step's command does about balance, and keeps the books. One thread calls it.
 
     Args:
@@ -381,7 +382,7 @@ def load_size(experts: SpreadExperts, cfg: EngineConfig) -> int:
     return experts.num_layers * experts.num_experts + len(cfg.forward_programs) * _COUNTS
 
 
-def counted(experts: SpreadExperts, cfg: EngineConfig, load: jax.Array, result: StepResult, program: int) -> jax.Array:
+def counted(experts: SpreadExperts, cfg: EngineConfig, load: jax.Array, result: StepOutput, program: int) -> jax.Array:
     """Returns the counters after a forward pass."""
     pairs = experts.num_layers * experts.num_experts
     counts = result.expert_counts.ravel()

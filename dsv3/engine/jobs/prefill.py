@@ -34,7 +34,7 @@ from dsv3.scheduler.balance import Gathering, PrefillBalance
 from dsv3.scheduler.cost import prefill_cost
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.sequence import Chunk, Sequence
-from dsv3.scheduler.slots import BatchRows, Sampled
+from dsv3.scheduler.slots import BatchRows
 from sharding.processes import local_part
 
 NAME = "prefill"
@@ -135,7 +135,7 @@ class PrefillPlanner:
         if self._cfg.num_ranks > 1:
             self._note_balance(command.header)
         rows, starting = self._launch(chunks)
-        context = ForwardContext(rows, next(c.room for mine in chunks for c in mine), chunks)
+        context = ForwardContext(rows, self._room.factor, chunks)
         if not starting:
             return [Planned(NAME, command, context)]
         sample, held = sampler_of(scheduler.slots, rows.slots, starting, self._cfg.max_num_seqs)
@@ -166,7 +166,7 @@ class PrefillPlanner:
         if results.prompt:
             outputs.details.extend(prompt_logprobs.outputs_of(self._scheduler.slots, context.chunks, results.prompt))
         if results.sampled:
-            accept(self._scheduler, context.rows, Sampled(*results.sampled), outputs)
+            accept(self._scheduler, context.rows, results.sampled, outputs)
 
     def _note_chunks(self, context: ForwardContext, slots: np.ndarray | None) -> None:
         scheduler = self._scheduler
@@ -204,7 +204,7 @@ class PrefillPlanner:
             if count:
                 epoch = int(self._scheduler.slots.epoch[sequence.slot])
                 start, stop = sequence.prefilled, sequence.prefilled + count
-                chunks.append(Chunk(sequence, epoch, start, stop, self._room.factor))
+                chunks.append(Chunk(sequence, epoch, start, stop))
         if to_tell < prompt_logprobs.MOST_TOLD:
             chunks.sort(key=lambda chunk: not chunk.sequence.tells_prompt)
         return chunks

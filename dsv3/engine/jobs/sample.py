@@ -127,7 +127,7 @@ class SampleCommand(Command, frozen=True, tag=1, omit_defaults=True):
 class ForwardContext(NamedTuple):
     """What a planner of a forward job keeps until its results come.
 
-    These are the rows that sample, the room that each had (`scheduler.room`), and a prefill's chunks by rank.
+    These are the rows that sample, how much room each had (`scheduler.accept.Room`), and a prefill's chunks by rank.
     """
 
     rows: BatchRows
@@ -140,7 +140,7 @@ class ForwardResults(NamedTuple):
 
     `slots` `[ranks here, B]` say whether there was room (`Layout.sampling`), and are what to wait for where nothing is
     sampled; None where neither is needed. `prompt` are log-probabilities of prompts (`jobs.prompt_logprobs`), `sampled`
-    the fields of `scheduler.rows.Sampled`, the same in every process of an instance.
+    what `dsv3.scheduler.accept` takes in, the same in every process of an instance.
     """
 
     slots: Any = None

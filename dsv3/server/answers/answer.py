@@ -28,7 +28,7 @@ from dsv3.server.answers.transfer import bootstrap_of, pages_from, told
 from dsv3.server.tenants import Tenant
 from dsv3.text.call_grammar import Wanted
 from dsv3.text.parser import AnswerParser
-from dsv3.text.pieces import Reasoning, Text, ToolArguments, ToolCall
+from dsv3.text.pieces import Reasoning, Text, ToolArguments, ToolCallStart
 
 # Bytes that are joined before others of the event loop have their turn: 1 ms where they come in records of 1 KiB.
 _SLICE_BYTES = 2**20
@@ -47,7 +47,7 @@ class WholeChoice:
         self.stop_reason: str | int | None = None
         self.columns: list[list[bytes]] = []
         self._text, self._reasoning = io.StringIO(), io.StringIO()
-        self._calls: list[tuple[ToolCall, io.StringIO]] = []
+        self._calls: list[tuple[ToolCallStart, io.StringIO]] = []
         self._token_ids = array.array("i")
 
     @property
@@ -59,7 +59,7 @@ class WholeChoice:
         return self._reasoning.getvalue()
 
     @property
-    def calls(self) -> list[tuple[ToolCall, str]]:
+    def calls(self) -> list[tuple[ToolCallStart, str]]:
         """The calls with their arguments."""
         return [(call, arguments.getvalue()) for call, arguments in self._calls]
 
@@ -75,7 +75,7 @@ class WholeChoice:
                     self._text.write(piece.text)
                 case Reasoning():
                     self._reasoning.write(piece.text)
-                case ToolCall():
+                case ToolCallStart():
                     self._calls.append((piece, io.StringIO()))
                 case ToolArguments():
                     self._calls[piece.index][1].write(piece.text)

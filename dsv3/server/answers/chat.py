@@ -28,9 +28,9 @@ from dsv3.server.answers.schema import (
 from dsv3.server.answers.service import Service
 from dsv3.server.tenants import Tenant
 from dsv3.text.call_grammar import Wanted
-from dsv3.text.dialects import State
+from dsv3.text.dialects import ParserState
 from dsv3.text.parser import AnswerParser
-from dsv3.text.pieces import Piece, Reasoning, Text, ToolArguments, ToolCall
+from dsv3.text.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallStart
 
 
 class ChatAnswer(Answer[ChatRequest]):
@@ -43,7 +43,7 @@ class ChatAnswer(Answer[ChatRequest]):
         super().__init__(service, body, tenant)
         self._greeted: set[int] = set()
         self._tools = RequestTools()
-        self._start: tuple[State, State] | None = None
+        self._start: tuple[ParserState, ParserState] | None = None
 
     @functools.cached_property
     def _is_plain(self) -> bool:
@@ -183,7 +183,7 @@ def _delta(piece: Piece) -> Delta:
             return Delta(content=piece.text)
         case Reasoning():
             return Delta(reasoning_content=piece.text)
-        case ToolCall():
+        case ToolCallStart():
             function = FunctionDelta(name=piece.name, arguments="")
             return Delta(tool_calls=[ToolCallDelta(index=piece.index, id=piece.id, type="function", function=function)])
         case ToolArguments():

@@ -94,7 +94,7 @@ _WIDTH = 1 + len(_SCALARS) + len(_LATENCIES) * _BUCKETS
 PERCENTILES = (50, 90, 99)
 
 
-class History:
+class MetricsHistory:
     """A row per second, the last `KEPT_S`; numbers that the server does not have are nan."""
 
     def __init__(self, metrics: Metrics) -> None:

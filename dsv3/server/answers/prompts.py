@@ -23,7 +23,7 @@ from dsv3.server.answers.service import Service
 from dsv3.server.asking import WorkerDied
 from dsv3.server.limits import WorkersBusy
 from dsv3.server.templates import Render
-from dsv3.text.call_grammar import CallRules, Function
+from dsv3.text.call_grammar import CallableFunction, CallRules
 from dsv3.text.chat_template import TemplateError
 from dsv3.text.parser import Tools
 
@@ -65,7 +65,7 @@ def read_tools(service: Service, request: ChatRequest) -> RequestTools:
 def _rules(request: ChatRequest, tools: list[Tool], parallel: bool) -> CallRules | None:
     """Returns what calls are held to: where one is required or a tool is strict."""
     found = [tool.function for tool in tools]
-    functions = [Function(each.name, each.parameters, bool(each.strict)) for each in found]
+    functions = [CallableFunction(each.name, each.parameters, bool(each.strict)) for each in found]
     if isinstance(request.tool_choice, NamedTool):
         name = request.tool_choice.function.name
         named = [function for function in functions if function.name == name]

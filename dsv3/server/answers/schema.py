@@ -388,7 +388,7 @@ class ChunkChoice(_Choice, frozen=True, kw_only=True):
     logprobs: ChatLogprobs | None = None
 
 
-class _Response(msgspec.Struct, frozen=True, kw_only=True):
+class _CompletionBase(msgspec.Struct, frozen=True, kw_only=True):
     """`usage` is null in the chunks of a stream that reports it, and absent in the others."""
 
     id: str
@@ -399,18 +399,18 @@ class _Response(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_params: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
-class CompletionResponse(_Response, frozen=True, kw_only=True):
+class CompletionResponse(_CompletionBase, frozen=True, kw_only=True):
     object: str = "text_completion"
     choices: list[CompletionChoice] | msgspec.Raw
 
 
-class ChatResponse(_Response, frozen=True, kw_only=True):
+class ChatResponse(_CompletionBase, frozen=True, kw_only=True):
     object: str = "chat.completion"
     choices: list[ChatChoice] | msgspec.Raw
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
-class ChatChunk(_Response, frozen=True, kw_only=True):
+class ChatChunk(_CompletionBase, frozen=True, kw_only=True):
     object: str = "chat.completion.chunk"
     choices: list[ChunkChoice]
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET

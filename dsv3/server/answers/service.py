@@ -14,7 +14,7 @@ from typing import Any, Literal
 from dsv3.files import read_json
 from dsv3.sampling_params import SamplingParams
 from dsv3.server.answers.errors import QUEUE_FULL, ApiError, invalid, too_long, unavailable
-from dsv3.server.answers.history import History, Onlooker
+from dsv3.server.answers.history import MetricsHistory, Onlooker
 from dsv3.server.answers.logprobs import LogprobEncoder
 from dsv3.server.answers.metrics import Metrics, SharedNumbers
 from dsv3.server.asking import WorkerDied
@@ -99,7 +99,7 @@ class Service:
         self.parsers, self.shows_tools = parsers, shows_tools
         self.logprobs = LogprobEncoder(tokenizer)
         self.metrics = Metrics(config.model_names[0], numbers, self.tenants)
-        self.history, self.onlooker = History(self.metrics), Onlooker(engine)
+        self.history, self.onlooker = MetricsHistory(self.metrics), Onlooker(engine)
         self.leaving = False  # says so, and still takes requests
         self.draining = False
         self.idle = asyncio.Event()

@@ -38,12 +38,12 @@ from dsv3.server.batches.store import (
     ENDED,
     MAX_LINES,
     Batch,
+    BatchStore,
     Errors,
     LineError,
     NotFound,
     RequestCounts,
     Status,
-    Store,
     new_file_id,
     private,
 )
@@ -68,7 +68,7 @@ async def running_batches(service: Service, directory: str | None, model_dir: Pa
         yield
         return
     try:
-        store = Store(Path(directory))
+        store = BatchStore(Path(directory))
     except OSError as error:
         raise ValueError(f"batch_dir: {directory}: {error.strerror}") from None
     with store.locked():
@@ -84,7 +84,7 @@ async def running_batches(service: Service, directory: str | None, model_dir: Pa
 class Runner:
     """Takes up whatever is open in `store`, until it is cancelled."""
 
-    def __init__(self, service: Service, store: Store, model_dir: Path):
+    def __init__(self, service: Service, store: BatchStore, model_dir: Path):
         self._service, self._store, self._model_dir = service, store, model_dir
         self._running: dict[str, asyncio.Task[None]] = {}
         self._pauses: dict[str, float] = {}  # batches that failed, and until when the tenant's others have their turn
@@ -165,7 +165,7 @@ class _OneBatch:
     """One batch on its way from state to state; whatever the last server has done is not done again."""
 
     def __init__(
-        self, service: Service, store: Store, tenant: str, batch_id: str, permits: asyncio.Semaphore, model: str
+        self, service: Service, store: BatchStore, tenant: str, batch_id: str, permits: asyncio.Semaphore, model: str
     ):
         self._service, self._store, self._tenant, self._id = service, store, tenant, batch_id
         self._permits, self._model = permits, model

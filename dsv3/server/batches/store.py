@@ -144,7 +144,7 @@ class TooMany(StoreError):
     """A bound of the tenant is reached; something has to go first."""
 
 
-class Store:
+class BatchStore:
     """Files and batches below `directory`; a tenant is called by its name, "" where there are no API keys.
 
     `now` tells the time in seconds since 1970. Raises OSError where the directory cannot be made.

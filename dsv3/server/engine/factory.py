@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from dsv3.server.engine.messages import EngineInfo, Start
-from dsv3.server.engine.process import EngineLike, Host
+from dsv3.server.engine.process import EngineHost, EngineLike
 
 
-def start_engine(start: Start, host: Host) -> tuple[EngineLike, EngineInfo]:
+def start_engine(start: Start, host: EngineHost) -> tuple[EngineLike, EngineInfo]:
     """Loads and warms up, together with the followers if this process leads an instance of several."""
     from dsv3.engine.build import build_engine
     from dsv3.engine.cluster.lead import start_leader

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from dsv3.engine.cluster.link import Generation
+from dsv3.engine.cluster.link import Incarnation
 from dsv3.processes.child import KILLED_S, Deaths, LinkedChild, RestartPolicy
 from dsv3.server.engine.client import EngineClient
 from dsv3.server.engine.messages import Start
@@ -80,7 +80,7 @@ class EngineKeeper:
 
     async def connect(self) -> None:
         """Connects the first front, whose news of the engine decides."""
-        start = msgspec.structs.replace(self._start, generation=Generation(self.number, self._name))
+        start = msgspec.structs.replace(self._start, generation=Incarnation(self.number, self._name))
         await self._engine.connect(self._process.link, start)
 
     @property

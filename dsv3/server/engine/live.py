@@ -9,7 +9,7 @@ again, and nobody else has to go.
 import array
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -74,13 +74,6 @@ class Live:
         self.is_there = False
 
 
-class Unsent(NamedTuple):
-    """New requests that the engine takes together, all or none, and the ids of their sequences."""
-
-    requests: Sequence[PreparedRequest]
-    ids: Sequence[int]
-
-
 class Lives:
     """All sequences of a front by request id; each is given to at most `max_restarts` engines after its first.
 
@@ -94,7 +87,8 @@ class Lives:
         self.suspects: deque[int] = deque()
         self.on_trial: int | None = None
         self._max_restarts = max_restarts
-        self._unsent: dict[int, Unsent] = {}  # by each of its ids that has not ended
+        # New requests that the engine takes together, and the ids of their sequences: by each id that has not ended.
+        self._unsent: dict[int, tuple[Sequence[PreparedRequest], Sequence[int]]] = {}
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -110,16 +104,20 @@ class Lives:
 
     def put_off(self, requests: Sequence[PreparedRequest], ids: Sequence[int]) -> None:
         """Keeps new requests, whose sequences have the given ids, until there is an engine."""
-        self._unsent.update(dict.fromkeys(ids, Unsent(requests, ids)))
+        self._unsent.update(dict.fromkeys(ids, (requests, ids)))
 
-    def take_unsent(self, rules: RequestRules) -> Iterator["Unsent"]:
-        """Yields what was put off and has not ended, together what came together, and takes it off the list."""
+    def take_unsent(self, rules: RequestRules) -> Iterator[tuple[list[PreparedRequest], Sequence[int]]]:
+        """Yields what was put off and has not ended, with the ids of its sequences, and takes it off the list.
+
+        What came together comes together: the engine takes all of it or none.
+        """
         while self._unsent:
             for request_id in list(self._unsent):
                 if (new := self._unsent.get(request_id)) is not None:  # else it came with an earlier one, or has ended
-                    for i in new.ids:
+                    requests, ids = new
+                    for i in ids:
                         self._unsent.pop(i, None)
-                    yield Unsent([_on_ranks(request, rules) for request in new.requests], new.ids)
+                    yield [_on_ranks(request, rules) for request in requests], ids
 
     def pop(self, request_id: int) -> Live | None:
         """Forgets a sequence and returns it; None where it has ended."""

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from dsv3.config.options import ClusterOptions, EngineOptions
-from dsv3.engine.cluster.link import FIRST, Generation
+from dsv3.engine.cluster.link import FIRST, Incarnation
 from dsv3.engine.look import Look, StepNote
 from dsv3.scheduler.request import EngineOutput, PreparedRequest, RequestRules, StepOutputs, Tokens
 
@@ -29,7 +29,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     engine: EngineOptions
     cluster: ClusterOptions | None = None
     factory_options: dict[str, object] = {}
-    generation: Generation = FIRST
+    generation: Incarnation = FIRST
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):

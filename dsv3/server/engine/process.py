@@ -58,7 +58,8 @@ class Intake:
 
     def __init__(self, engine: EngineLike, fronts: FrontConnections):
         self._engine, self._fronts = engine, fronts
-        self._adding: _Adding | None = None  # requests of which a part has been taken
+        # Requests of which a part has been taken: whose they are, the ids of all sequences, and those that are left.
+        self._adding: tuple[FrontConnection, list[int], Iterator[PreparedRequest]] | None = None
 
     @property
     def has_work(self) -> bool:
@@ -93,18 +94,18 @@ class Intake:
             front.send(messages.Rejected(ids, "queue_full", "the queue is full"))
             return
         front.live.update(ids)
-        self._adding = _Adding(front, ids, chain.from_iterable(map(fan_out, requests)))
+        self._adding = front, ids, chain.from_iterable(map(fan_out, requests))
 
     def _go_on(self, count: int) -> int:
         """Takes up to `count` of the sequences begun with; returns how many it has looked at."""
         if self._adding is None:
             return 0
-        done = 0
-        for request in islice(self._adding.left, count):
+        (front, ids, left), done = self._adding, 0
+        for request in islice(left, count):
             done += 1
-            if (rejection := self._submit(request, self._adding.ids)) is not None:
-                self._adding.front.live.difference_update(self._adding.ids)
-                self._adding.front.send(rejection)
+            if (rejection := self._submit(request, ids)) is not None:
+                front.live.difference_update(ids)
+                front.send(rejection)
                 self._adding = None
                 return done
         if done < count:
@@ -147,13 +148,6 @@ def show(engine: EngineLike, message: messages.Inspect) -> messages.Seen | messa
     return messages.Profile(engine.log.stop_profile())
 
 
-class _Adding:
-    """Requests that are taken together: the sequences that are left of them, and the ids of all."""
-
-    def __init__(self, front: FrontConnection, ids: list[int], left: Iterator[PreparedRequest]):
-        self.front, self.ids, self.left = front, ids, left
-
-
 _STATS_S = 0.1  # between two frames with statistics: making them takes longer than a step's columns
 _PULSE_S = 1.0  # between two frames of an idle engine: without them a front takes it for hanging
 _log = logging.getLogger("dsv3.engine")
@@ -163,7 +157,7 @@ class StepFailed(Exception):
     """The engine has given up every request after an exception; it takes no more."""
 
 
-class Host:
+class EngineHost:
     """This process, as an engine's factory sees it: whom to tell, and how the process ends."""
 
     def __init__(self, link: socket.socket, listener: socket.socket):
@@ -213,7 +207,7 @@ def main(listener: int, imports: Sequence[str]) -> NoReturn:
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)  # the first front drains first and then says when to stop
     configure_logging()
-    host = Host(link_to_parent(), socket.socket(fileno=listener))
+    host = EngineHost(link_to_parent(), socket.socket(fileno=listener))
     for module in imports:
         importlib.import_module(module)
     try:
@@ -251,7 +245,7 @@ def serve(engine: EngineLike, fronts: FrontConnections) -> NoReturn:
             fronts.wait(_PULSE_S)
 
 
-def _build(start: messages.Start, host: Host) -> tuple[EngineLike, messages.EngineInfo]:
+def _build(start: messages.Start, host: EngineHost) -> tuple[EngineLike, messages.EngineInfo]:
     module, _, name = start.factory.partition(":")
     factory = getattr(importlib.import_module(module), name)
     engine, info = factory(start, host)

@@ -23,10 +23,10 @@ from dsv3.server.batches.store import (
     MAX_METADATA,
     WINDOW_S,
     Batch,
+    BatchStore,
     Conflict,
     Endpoint,
     NotFound,
-    Store,
     StoreError,
     TooMany,
     private,
@@ -72,7 +72,7 @@ def batch_routes(service: Service, directory: str | None) -> list[Route]:
     Raises ValueError for a directory that cannot be made.
     """
     try:
-        routes = _Routes(service, None if directory is None else Store(Path(directory)))
+        routes = _Routes(service, None if directory is None else BatchStore(Path(directory)))
     except OSError as error:
         raise ValueError(f"batch_dir: {directory}: {error.strerror}") from None
     table: dict[tuple[str, str], _Handler] = {
@@ -98,7 +98,7 @@ def batch_routes(service: Service, directory: str | None) -> list[Route]:
 class _Routes:
     """Answers for one front. What touches the disk is done in a thread."""
 
-    def __init__(self, service: Service, store: Store | None):
+    def __init__(self, service: Service, store: BatchStore | None):
         self._service, self._maybe_store = service, store
         self._num_uploads = 0
 
@@ -111,7 +111,7 @@ class _Routes:
             raise _api_error(error) from None
 
     @property
-    def _store(self) -> Store:
+    def _store(self) -> BatchStore:
         if self._maybe_store is None:
             text = "this server keeps no files and batches; it needs the option --batch_dir DIRECTORY"
             raise ApiError(404, text, code="batches_disabled")

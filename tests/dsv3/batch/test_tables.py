@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.batch import formats, tables
-from dsv3.batch.formats import Format, format_of, reading, writing
+from dsv3.batch.formats import FileFormat, format_of, reading, writing
 from dsv3.batch.journal import BadLine, BatchError, Journal, RequestLine, summarize_input
 from dsv3.batch.options import BatchOptions
 from dsv3.batch.run import Reply, run, sorted_in_windows
@@ -217,11 +217,11 @@ def test_urls_are_read_and_written(tmp_path):
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        ("a.parquet", Format("parquet", None, False)),
-        ("s3://b/a.CSV.GZ", Format("csv", "gzip", True)),
-        ("https://h/a.jsonl.zst?x=1.csv", Format("lines", "zstd", True)),
-        ("requests", Format("lines", None, False)),
-        ("x.gz", Format("lines", "gzip", False)),
+        ("a.parquet", FileFormat("parquet", None, False)),
+        ("s3://b/a.CSV.GZ", FileFormat("csv", "gzip", True)),
+        ("https://h/a.jsonl.zst?x=1.csv", FileFormat("lines", "zstd", True)),
+        ("requests", FileFormat("lines", None, False)),
+        ("x.gz", FileFormat("lines", "gzip", False)),
     ],
 )
 def test_names_say_formats(name, form):

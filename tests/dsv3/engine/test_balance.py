@@ -22,7 +22,7 @@ from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import SpreadExperts
 from dsv3.engine.jobs import experts
-from dsv3.engine.jobs.experts import MOVE, READ_LOAD, Balancer, ExpertsCommand, TrafficCounter, load_size
+from dsv3.engine.jobs.experts import MOVE, READ_LOAD, ExpertBalancer, ExpertsCommand, TrafficCounter, load_size
 from dsv3.engine.limits import Hardware, engine_config
 from dsv3.engine.parts import Parts
 from dsv3.scheduler.sequence import GREEDY
@@ -240,11 +240,11 @@ def test_options_reach_the_engine() -> None:
 EXPERTS = SpreadExperts((3, 1), 16, 24, 1, Machine(1, 8), lambda params: params, lambda *_: None)
 
 
-def make_balancer(**changes) -> tuple[Balancer, EngineConfig]:
+def make_balancer(**changes) -> tuple[ExpertBalancer, EngineConfig]:
     cfg = EngineConfig(64, 1, max_num_seqs=1, num_ranks=8, **(dict(eplb_interval=3, eplb_threshold=1.0) | changes))
     first = rebalance_experts(np.ones((4, 16)), 24, 1, 1, 8)
     sent = TrafficCounter([Traffic(100, 40, 1)] * len(cfg.forward_programs))
-    return Balancer(EXPERTS, placement_of(first, 9), experts.MOVE_BYTES // 3, sent, cfg), cfg
+    return ExpertBalancer(EXPERTS, placement_of(first, 9), experts.MOVE_BYTES // 3, sent, cfg), cfg
 
 
 def read_out(cfg: EngineConfig, seed: int = 0) -> np.ndarray:
@@ -255,7 +255,7 @@ def read_out(cfg: EngineConfig, seed: int = 0) -> np.ndarray:
     return total
 
 
-def drive(balancer: Balancer, cfg: EngineConfig, steps: int, intact: bool = True) -> list[ExpertsCommand]:
+def drive(balancer: ExpertBalancer, cfg: EngineConfig, steps: int, intact: bool = True) -> list[ExpertsCommand]:
     """Steps whose results come one step late."""
     commands, late = [], None
     for _ in range(steps):

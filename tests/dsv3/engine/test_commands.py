@@ -11,7 +11,7 @@ from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.wire import MAX_MESSAGE_BYTES
 from dsv3.engine.device.sampling import num_words
 from dsv3.engine.device.state import NUM_FIELDS
-from dsv3.engine.job import Job, StepCommand
+from dsv3.engine.job import StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.prefill import PrefillCommand
 from dsv3.engine.jobs.sample import Adjustment, RowMasks, SampleCommand
@@ -68,7 +68,7 @@ def test_a_request_that_changes_its_logits_costs_its_own_tokens(ranks: int) -> N
     tokens = np.zeros(163_840, np.int32)
     few = np.zeros(3, np.int32)
     one = Adjustment(0, 0, 1, tokens, few, few.astype(np.float32), few)
-    command = StepCommand(1, (Job("prefill", SampleCommand(2, False, [one], 1)),))
+    command = StepCommand(1, (("prefill", SampleCommand(2, False, [one], 1)),))
     sizes = [len(messages.encode(messages.step_of(command.part(range(r, r + 8))))) for r in range(0, ranks, 8)]
     assert tokens.nbytes < sizes[0] < tokens.nbytes + 500
     assert max(sizes[1:]) < 200
@@ -78,7 +78,7 @@ def test_masks_of_the_largest_unit_fit_what_is_sent_at_once() -> None:
     """Eight ranks of 256 rows of a token and three drafts, all held to grammars of DeepSeek's vocabulary."""
     words = num_words(129_280)
     one = SampleCommand(2, masks=RowMasks(np.zeros((1, 2), np.int32), np.zeros((1, 4, words), np.uint32)))
-    decode = 8 * 256 * len(messages.encode(messages.step_of(StepCommand(1, (Job("decode", one),)))))
+    decode = 8 * 256 * len(messages.encode(messages.step_of(StepCommand(1, (("decode", one),)))))
     assert decode > 64 * 2**20 and decode < MAX_PROCESS_BYTES
     assert 2 * MAX_PROCESS_BYTES + 64 * 2**20 < MAX_MESSAGE_BYTES
 
@@ -93,4 +93,4 @@ def test_a_long_context_costs_only_the_pages_in_use() -> None:
 
 
 def _step(command: PrefillCommand, host: int) -> StepCommand:
-    return StepCommand(1, (Job("prefill", command.part(range(8 * host, 8 * host + 8))),))
+    return StepCommand(1, (("prefill", command.part(range(8 * host, 8 * host + 8))),))

@@ -69,9 +69,9 @@ def test_the_next_step_is_launched_before_a_token_is_read(engine, monkeypatch):
         events.append("launch")
         return launch(command)
 
-    def logged_fetch(in_flight):
+    def logged_fetch(command, launched):
         events.append("fetch")
-        return fetch(in_flight)
+        return fetch(command, launched)
 
     monkeypatch.setattr(engine.executor, "launch", logged_launch)
     monkeypatch.setattr(engine.executor, "fetch", logged_fetch)
@@ -346,7 +346,7 @@ def test_an_exception_in_a_step_ends_everything_cleanly(make_engine, monkeypatch
     for _ in range(4):
         take(engine.step(), gathered)
 
-    def broken(results):
+    def broken(command, launched):
         raise RuntimeError("the device has gone")
 
     monkeypatch.setattr(engine.executor, "fetch", broken)

@@ -23,7 +23,7 @@ from dsv3.engine.parts import Parts
 from dsv3.kv_cache.tiers import tiers
 from dsv3.scheduler.admission import _ROOM, useful_pages
 from dsv3.scheduler.request import EngineRequest, QueueFull
-from dsv3.scheduler.sequence import Sequence, State
+from dsv3.scheduler.sequence import Sequence, SequenceStatus
 from dsv3.scheduler.slots import NOT_FINITE, NOTHING, BatchRows
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS
@@ -88,14 +88,14 @@ class Idleness:
 
     def check(self, jobs: list[Planned]) -> None:
         scheduler = self.engine.scheduler
-        works = bool(jobs) or self.engine._in_flight is not None or scheduler.only_waits_for_tiers
+        works = bool(jobs) or bool(self.engine._in_flight) or scheduler.only_waits_for_tiers
         self.idle = 0 if works or not scheduler.sequences else self.idle + 1
         assert self.idle <= self.PATIENCE, f"nothing runs, and {scheduler.sequences.keys()} wait"
         waiting = [s for s in scheduler.waiting if s not in scheduler.admission.asking]
         self.passed = self.passed + 1 if waiting and self._has_room(waiting[0]) else 0
         assert self.passed <= self.PATIENCE, f"there is room for request {waiting[0].id}, the first that waits"
         for rank, parked in scheduler.queue._parked.items():
-            lost = [s.id for s in parked.get(_ROOM, []) if s.state is State.WAITING]
+            lost = [s.id for s in parked.get(_ROOM, []) if s.state is SequenceStatus.WAITING]
             assert not lost or rank in scheduler.admission._asked_for, f"nobody wakes {lost} when rank {rank} has room"
 
     def _has_room(self, sequence: Sequence) -> bool:
@@ -236,7 +236,7 @@ class Played:
     def launch(self, command: StepCommand) -> list[Planned]:
         return self.machine.planned
 
-    def fetch(self, jobs: list[Planned]) -> list[ForwardResults]:
+    def fetch(self, command: StepCommand, jobs: list[Planned]) -> list[ForwardResults]:
         return [self._results(job) for job in jobs]
 
     def _results(self, job: Planned) -> ForwardResults:

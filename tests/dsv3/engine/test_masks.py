@@ -34,7 +34,7 @@ from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import DRAWN, FILTERED, FULL, GREEDY, sequence_of
 from dsv3.scheduler.slots import BatchRows
 from dsv3.text.grammar import plain_grammar
-from dsv3.text.matcher import Matcher, Vocabulary, without
+from dsv3.text.matcher import GrammarVocabulary, Matcher, without
 from tests.dsv3.engine import letters, toy
 from tests.dsv3.engine.conftest import LIMITS, parts
 from tests.dsv3.engine.driving import Gathered, drain, number, request, run, take
@@ -57,8 +57,8 @@ CONSTRAINTS = [
 
 
 @functools.cache
-def vocabulary() -> Vocabulary:
-    return Vocabulary(letters.tokenizer().to_str(), toy.VOCAB, [toy.EOS])
+def vocabulary() -> GrammarVocabulary:
+    return GrammarVocabulary(letters.tokenizer().to_str(), toy.VOCAB, [toy.EOS])
 
 
 @functools.cache
@@ -181,7 +181,7 @@ def test_a_forward_program_is_launched_before_its_masks_are_made(make, monkeypat
     launch = engine.executor.launch
 
     def noted(command: StepCommand) -> Any:
-        seen.append([job.command for job in command.jobs if job.kind in ("prefill", "decode")])
+        seen.append([each for kind, each in command.jobs if kind in ("prefill", "decode")])
         return launch(command)
 
     monkeypatch.setattr(engine.executor, "launch", noted)

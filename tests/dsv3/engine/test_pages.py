@@ -15,7 +15,7 @@ from dsv3.kv_cache.tiers import store as store_module
 from dsv3.kv_cache.tiers import tiers
 from dsv3.kv_cache.tiers.counts import Rate, loading_pays
 from dsv3.scheduler.request import EngineRequest
-from dsv3.scheduler.sequence import State
+from dsv3.scheduler.sequence import SequenceStatus
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import Gathered, drain, number, request, run, take
 
@@ -297,7 +297,7 @@ def test_others_go_on_while_pages_are_loaded(make: MakeEngine, monkeypatch: pyte
     loads, other = request("loads", PROMPT, max_tokens=3), request("other", [5, 6, 7], max_tokens=40, ignore_eos=True)
     engine.add(loads)
     engine.step()
-    assert engine.scheduler.sequences[number("loads")].state is State.LOADING
+    assert engine.scheduler.sequences[number("loads")].state is SequenceStatus.LOADING
     engine.add(other)
     for _ in range(20):
         take(engine.step(), gathered)

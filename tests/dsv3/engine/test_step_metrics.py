@@ -15,7 +15,7 @@ import zmq
 from dsv3.config.publishing import StepMetricsConfig
 from dsv3.engine import step_metrics as publisher
 from dsv3.engine.engine import Engine
-from dsv3.engine.step_metrics import Queued, Scheduled, StepMetrics, StepNotes, StepPublisher, encode, moments
+from dsv3.engine.step_metrics import QueueMetrics, Scheduled, StepMetrics, StepNotes, StepPublisher, encode, moments
 from tests.dsv3.engine.driving import drain, request, run
 
 MakeEngine = Callable[..., Engine]
@@ -85,13 +85,13 @@ def test_the_queue_is_looked_at_again_once_it_is_stale(engine: Engine, monkeypat
     for i in range(10):
         engine.add(request(f"q{i}", [i + 1] * 20, max_tokens=5, ignore_eos=True))
     drain(engine)
-    assert [each.queued_requests for each in steps[-1]] == [Queued()] * 2
+    assert [each.queued_requests for each in steps[-1]] == [QueueMetrics()] * 2
     assert engine.stats().waiting == 0
 
 
 def test_a_message_is_a_map_with_the_names_of_dynamo():
     assert msgspec.msgpack.decode(encode(StepMetrics())) == NOTHING
-    step = StepMetrics(1, "w", 2, 3, 0.5, Scheduled(1, 2, 3.0, 4, 5, 6, 7.0), Queued(1, 2, 3.0, 4, 5, 6.0))
+    step = StepMetrics(1, "w", 2, 3, 0.5, Scheduled(1, 2, 3.0, 4, 5, 6, 7.0), QueueMetrics(1, 2, 3.0, 4, 5, 6.0))
     told = msgspec.msgpack.decode(encode(step))
     assert list(told["scheduled_requests"].values()) == [1, 2, 3.0, 4, 5, 6, 7.0]
     assert list(told["queued_requests"].values()) == [1, 2, 3.0, 4, 5, 6.0]

@@ -1,14 +1,15 @@
 """An engine over two hosts in one process: commands reach the second one's tiers as over the wire, news come back."""
 
 import dataclasses
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from dsv3.engine.cluster import messages
 from dsv3.engine.engine import Engine
-from dsv3.engine.executor import InFlight, LocalExecutor, Results
-from dsv3.engine.job import Job, News, StepCommand
+from dsv3.engine.executor import LocalExecutor, Results
+from dsv3.engine.job import News, StepCommand
 from dsv3.engine.jobs.pages import PagesAside, PagesCommand
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.parts import Parts
@@ -26,32 +27,32 @@ class TwoHosts(LocalExecutor):
         self.aside = PagesAside(theirs, lambda body: news.put("pages", 1, body))
         self._sent: dict[int, PagesCommand] = {}
 
-    def launch(self, command: StepCommand) -> InFlight:
-        jobs = [self._with_far(command.number, job) if job.kind == "pages" else job for job in command.jobs]
+    def launch(self, command: StepCommand) -> list[Any]:
+        jobs = [self._with_far(command.number, *job) if job[0] == "pages" else job for job in command.jobs]
         return super().launch(StepCommand(command.number, tuple(jobs)))
 
-    def fetch(self, in_flight: InFlight) -> Results:
-        results = super().fetch(in_flight)
-        for index, job in enumerate(in_flight.command.jobs):
-            if job.kind == "pages":
-                results[index] = self._hand_over(in_flight.command.number, job, results[index])
+    def fetch(self, command: StepCommand, launched: list[Any]) -> Results:
+        results = super().fetch(command, launched)
+        for index, (kind, each) in enumerate(command.jobs):
+            if kind == "pages":
+                results[index] = self._hand_over(command.number, each, results[index])
         return results
 
-    def _with_far(self, number: int, job: Job) -> Job:
-        part = StepCommand(number, (job,)).part(FAR)
+    def _with_far(self, number: int, kind: str, command: PagesCommand) -> tuple[str, PagesCommand]:
+        part = StepCommand(number, ((kind, command),)).part(FAR)
         body = messages.encode(messages.step_of(part))
         [[_, sent]] = messages.command_of(messages.decode_for_follower(body), JOB_KINDS).jobs
         self._sent[number] = sent = self.aside.prepared(sent)
         assert all(copy.values.keys() == copy.loads.keys() for copy in sent.into)
         into = [
             msgspec.structs.replace(mine, values=mine.values | {FAR[rank]: rows for rank, rows in far.values.items()})
-            for mine, far in zip(job.command.into, sent.into, strict=True)
+            for mine, far in zip(command.into, sent.into, strict=True)
         ]
-        return Job(job.kind, msgspec.structs.replace(job.command, into=into))
+        return kind, msgspec.structs.replace(command, into=into)
 
-    def _hand_over(self, number: int, job: Job, arrays: list[np.ndarray]) -> list[np.ndarray]:
+    def _hand_over(self, number: int, command: PagesCommand, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """Hands the follower what has left rank 1; returns the rest."""
-        ranks = [rank for copy in job.command.out for rank in copy.keys]
+        ranks = [rank for copy in command.out for rank in copy.keys]
         theirs = [array for rank, array in zip(ranks, arrays, strict=False) if rank in FAR]
         self.aside.take(self._sent.pop(number), theirs)
         return [array for rank, array in zip(ranks, arrays, strict=False) if rank not in FAR]

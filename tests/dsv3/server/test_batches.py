@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dsv3.batch.journal import Journal, model_identity, summarize_input
 from dsv3.server.answers.errors import ApiError
 from dsv3.server.batches import runner, store
-from dsv3.server.batches.store import Batch, Conflict, NotFound, Record, Store, TooMany
+from dsv3.server.batches.store import Batch, BatchStore, Conflict, NotFound, Record, TooMany
 from dsv3.server.http.batches import Form
 from tests.dsv3.server import serving
 from tests.dsv3.server.test_fronts import Pair
@@ -266,7 +266,7 @@ def test_a_cancelled_batch_keeps_what_is_answered_and_others_come_first(model_di
         wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed > 1)
         with pytest.raises(openai.ConflictError):
             client.files.delete(file.id)
-        with pytest.raises(ValueError, match="in use by another server"), Store(tmp_path / "batches").locked():
+        with pytest.raises(ValueError, match="in use by another server"), BatchStore(tmp_path / "batches").locked():
             pass
         assert client.batches.cancel(batch.id).status == "cancelling"
         ended = finished(client, batch)
@@ -284,7 +284,7 @@ def test_what_a_server_finds_at_its_start(tmp_path):
 
     The oldest one's record is damaged: it keeps none of the others waiting.
     """
-    kept = Store(tmp_path / "batches")
+    kept = BatchStore(tmp_path / "batches")
     model_dir = tiny.write(tmp_path)
     weights = model_dir / "model.safetensors"
     weights.write_bytes(b"1")
@@ -345,7 +345,7 @@ def test_counts_and_sizes_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "MAX_FILES", 2)
     monkeypatch.setattr(store, "MAX_OPEN_BATCHES", 2)
     monkeypatch.setattr(store, "MAX_TENANT_BYTES", 10)
-    kept = Store(tmp_path)
+    kept = BatchStore(tmp_path)
     put(kept, "a", b"12345678901")
     with pytest.raises(TooMany, match="bytes"):
         kept.new_upload("a")
@@ -360,7 +360,7 @@ def test_counts_and_sizes_are_bounded(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_takes_less_than_all_leaves_the_old_record(tmp_path):
-    kept = Store(tmp_path)
+    kept = BatchStore(tmp_path)
     batch = kept.create_batch("", make)
     before, limits = kept.record("", batch.id), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
@@ -375,7 +375,7 @@ def test_a_disk_that_takes_less_than_all_leaves_the_old_record(tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b'{"id": "', b"\xff", b"[" * 10_000, b'{"batch": {"id": 5}}'])
 def test_a_damaged_record_hides_no_other(tmp_path, content, caplog):
-    kept = Store(tmp_path)
+    kept = BatchStore(tmp_path)
     files, batches = [put(kept).id for _ in range(2)], [kept.create_batch("", make).id for _ in range(2)]
     for name in (files[0], batches[0]):
         [path] = tmp_path.rglob(f"{name}.json")
@@ -391,7 +391,7 @@ def test_a_damaged_record_hides_no_other(tmp_path, content, caplog):
 
 
 def test_marks_that_are_lost_or_torn_are_made_again(tmp_path):
-    kept = Store(tmp_path)
+    kept = BatchStore(tmp_path)
     lost, torn, whole, ended = (kept.create_batch("acme", make) for _ in range(4))
     kept.save("acme", Record(batch=msgspec.structs.replace(ended, status="completed")))
     (tmp_path / "open" / lost.id).unlink()
@@ -408,7 +408,7 @@ def test_old_batches_are_forgotten_and_open_ones_are_not(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "MAX_BATCHES", 5)
     monkeypatch.setattr(store, "MAX_OPEN_BATCHES", 2)
     times = itertools.count(100)
-    kept = Store(tmp_path, lambda: next(times))
+    kept = BatchStore(tmp_path, lambda: next(times))
     first = kept.create_batch("", make)
     for _ in range(8):
         batch = kept.create_batch("", make)
@@ -420,7 +420,7 @@ def test_old_batches_are_forgotten_and_open_ones_are_not(tmp_path, monkeypatch):
 
 def test_what_killed_fronts_have_left_goes_and_what_is_being_written_stays(tmp_path):
     """An upload, content whose record was to come, and a record on its way."""
-    kept = Store(tmp_path)
+    kept = BatchStore(tmp_path)
     file, batch = put(kept), kept.create_batch("", make)
     folder = kept.content("", file.id).parent
     left = [kept.new_upload(""), folder / ("file-" + "0" * 24), folder / f".{file.id}.json.00112233"]
@@ -436,7 +436,7 @@ def test_what_killed_fronts_have_left_goes_and_what_is_being_written_stays(tmp_p
 
 @pytest.mark.parametrize("tenant", [".", "..", "a", "a.b", ""])
 def test_each_tenant_has_its_own_folder(tmp_path, tenant):
-    kept = Store(tmp_path)
+    kept = BatchStore(tmp_path)
     file = put(kept, tenant)
     for other in {".", "..", "a", "a.b", "", "tenant-"} - {tenant}:
         with pytest.raises(NotFound):
@@ -460,7 +460,7 @@ def test_lines_without_an_answer_expire(tmp_path):
 
 
 def test_only_what_is_open_is_cancelled(tmp_path):
-    kept = Store(tmp_path)
+    kept = BatchStore(tmp_path)
     batch = kept.create_batch("", make)
     kept.save("", Record(batch=msgspec.structs.replace(batch, status="finalizing")))
     with pytest.raises(Conflict):

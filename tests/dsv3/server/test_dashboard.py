@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.engine.look import ExpertLoad, JobNote, Look, Part, StepNote
+from dsv3.engine.look import ExpertLoad, JobNote, Look, StepNote, StepPhase
 from dsv3.server.answers.dashboard import events_of, experts_of, write_trace
 from tests.dsv3.server.conftest import KEY
 
@@ -122,7 +122,8 @@ STEPS = [
         launched=n,
         collected=n - 1 if n > 1 else 0,
         began=10.0 + n,
-        parts=[Part("plan decode", 10.1 + n), Part("launch", 10.2 + n)] + ([Part("wait", 10.7 + n)] if n > 1 else []),
+        parts=[StepPhase("plan decode", 10.1 + n), StepPhase("launch", 10.2 + n)]
+        + ([StepPhase("wait", 10.7 + n)] if n > 1 else []),
         jobs=[JobNote("decode", 8), JobNote("sample", 0)],
         running=n,
         waiting=0,
@@ -171,7 +172,7 @@ def test_spans_of_a_lane_nest(steps, began) -> None:
     for number, lengths in enumerate(steps, 1):
         at, parts = began, []
         for what, length in zip(("launch", "wait", "collect", "wait", "launch"), lengths, strict=False):
-            parts.append(Part(what, at := at + length))
+            parts.append(StepPhase(what, at := at + length))
         notes.append(StepNote(number, number - 1, began, parts, [], 1, 0))
         began = at
     for lane in (1, 2):

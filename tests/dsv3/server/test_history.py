@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv3.server.answers import history
-from dsv3.server.answers.history import KEPT_S, History, quantiles
+from dsv3.server.answers.history import KEPT_S, MetricsHistory, quantiles
 from dsv3.server.answers.metrics import SECONDS, Metrics
 
 START = 1_700_000_000.0
 
 
-def filled(seconds: int, each=lambda metrics, i: None, stats=lambda i: {}) -> History:
+def filled(seconds: int, each=lambda metrics, i: None, stats=lambda i: {}) -> MetricsHistory:
     """A history of so many seconds."""
     metrics = Metrics("m")
-    kept = History(metrics)
+    kept = MetricsHistory(metrics)
     for i in range(seconds):
         each(metrics, i)
         metrics.update(stats(i))
@@ -38,7 +38,7 @@ def test_rates_are_per_second() -> None:
 
 
 def test_a_second_has_one_row() -> None:
-    kept = History(Metrics("m"))
+    kept = MetricsHistory(Metrics("m"))
     for now in (START, START + 0.1, START + 0.95, START + 1.05, START + 1.0, START + 7):
         kept.note(now)
     assert kept.series()["time"] == [START, round(START + 1.05, 1), START + 7]
@@ -83,7 +83,7 @@ def test_the_history_is_bounded_and_goes_on() -> None:
     for name in ("generation_tokens_per_second", "requests_per_second"):
         assert later[name] == series[name][-3:]
     assert kept.series(START + 10**6)["time"] == []
-    assert History(Metrics("m")).series()["time"] == []
+    assert MetricsHistory(Metrics("m")).series()["time"] == []
 
 
 def test_percentiles_of_latencies() -> None:

@@ -110,8 +110,8 @@ def test_prompts_of_clients_that_go_while_there_is_no_engine_go_with_them():
             lives.pop(i + 1)
     gc.collect()
     assert [each() is not None for each in kept] == [True] + [False] * 19
-    [left] = lives.take_unsent(RULES)
-    assert left.ids == [0, 1]
+    [(_, left)] = lives.take_unsent(RULES)
+    assert left == [0, 1]
 
 
 def test_what_comes_while_the_others_are_sent_is_sent_too():
@@ -119,8 +119,8 @@ def test_what_comes_while_the_others_are_sent_is_sent_too():
     for i in (0, 1, 2):
         lives.put_off(asked[i], lives.add(asked[i], [object()]))
     sent = []
-    for unsent in lives.take_unsent(RULES):
-        sent += unsent.ids
+    for _, ids in lives.take_unsent(RULES):
+        sent += ids
         if sent == [0]:
             lives.pop(1)
             lives.put_off(asked[3], lives.add(asked[3], [object()]))

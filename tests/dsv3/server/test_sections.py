@@ -12,7 +12,7 @@ from dsv3.server.answers.faces.messages import MessagesAnswer
 from dsv3.server.answers.faces.responses import ResponsesAnswer
 from dsv3.server.answers.faces.responses_schema import ResponsesRequest
 from dsv3.server.answers.schema import CompletionTokensDetails, PromptTokensDetails, Usage
-from dsv3.text.pieces import Reasoning, Text, ToolArguments, ToolCall
+from dsv3.text.pieces import Reasoning, Text, ToolArguments, ToolCallStart
 
 WORDS = st.text(min_size=1, max_size=3)
 STRETCHES = st.one_of(
@@ -29,7 +29,7 @@ def pieces_of(stretches):
         if stretch and not isinstance(stretch[0], str):
             pieces += stretch
             continue
-        pieces += [ToolCall(calls, f"id{calls}", "f"), *(ToolArguments(calls, text) for text in stretch)]
+        pieces += [ToolCallStart(calls, f"id{calls}", "f"), *(ToolArguments(calls, text) for text in stretch)]
         calls += 1
     return pieces
 
@@ -58,7 +58,7 @@ def test_sections_come_one_after_the_other(stretches, cuts):
     for kind, name in kinds.items():
         told = "".join(piece.text for piece in pieces if isinstance(piece, kind))
         assert told == "".join(section.text for section in sections.all if section.kind == name)
-    assert [s.call for s in sections.all if s.call] == [piece for piece in pieces if isinstance(piece, ToolCall)]
+    assert [s.call for s in sections.all if s.call] == [piece for piece in pieces if isinstance(piece, ToolCallStart)]
     assert all(a.kind != b.kind or a.kind == "call" for a, b in itertools.pairwise(sections.all))
 
 

@@ -8,7 +8,7 @@ from dsv3.text.dialects import DIALECTS
 from dsv3.text.output import OutputStream
 from dsv3.text.parser import AnswerParser, Tools
 from dsv3.text.parsers import ParserOptions, Parsers
-from dsv3.text.pieces import Reasoning, Text, ToolArguments, ToolCall, joined
+from dsv3.text.pieces import Reasoning, Text, ToolArguments, ToolCallStart, joined
 from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.text import tiny
 
@@ -162,7 +162,7 @@ class Answer:
     @property
     def calls(self):
         """(name, arguments as text) of each call."""
-        return [(call.name, self.arguments(call.index)) for call in self.pieces if isinstance(call, ToolCall)]
+        return [(call.name, self.arguments(call.index)) for call in self.pieces if isinstance(call, ToolCallStart)]
 
     def arguments(self, index):
         parts = [p.text for p in self.pieces if isinstance(p, ToolArguments) and p.index == index]
@@ -171,4 +171,4 @@ class Answer:
     @property
     def shown(self):
         """All that a client sees, as one text."""
-        return "".join(p.name + p.id if isinstance(p, ToolCall) else p.text for p in self.pieces)
+        return "".join(p.name + p.id if isinstance(p, ToolCallStart) else p.text for p in self.pieces)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from dsv3.sampling_params import StructuredOutputsParams
-from dsv3.text.call_grammar import CallRules, Function, Wanted, answer_grammar
-from dsv3.text.matcher import GrammarError, Matcher, Vocabulary
+from dsv3.text.call_grammar import CallableFunction, CallRules, Wanted, answer_grammar
+from dsv3.text.matcher import GrammarError, GrammarVocabulary, Matcher
 from dsv3.text.parser import Tools
 from dsv3.text.parsers import ParserOptions, Parsers
 from tests.dsv3.text import dialects, tiny
@@ -26,7 +26,7 @@ SCHEMA = {
     "$defs": {"day": {"type": "integer", "minimum": 0, "maximum": 99}},
 }
 EMPTY = {"type": "object", "properties": {}, "additionalProperties": False}
-FUNCTIONS = [Function("get_weather", SCHEMA, True), Function("now", EMPTY, True)]
+FUNCTIONS = [CallableFunction("get_weather", SCHEMA, True), CallableFunction("now", EMPTY, True)]
 KNOWN = Tools({"get_weather": {"city": True, "unit": None, "days": False, "code": True}, "now": {}})
 ARGUMENTS = {"city": "Köln <b>", "unit": "C", "days": [1, 99], "code": "ab"}
 CLOSED, OPEN, SILENT = "<｜Assistant｜></think>", "<｜Assistant｜><think>\n", "<｜Assistant｜>"
@@ -39,7 +39,7 @@ def parsers(dialect: str, by_id: bool = True) -> Parsers:
 def compiled(dialect: str, rules: CallRules | None, prompt: str = CLOSED, by_id: bool = True, constraint=None) -> tuple:
     """The vocabulary and a matcher of an answer."""
     tokenizer = dialects.tokenizer(dialect, by_id)
-    vocabulary = Vocabulary(tokenizer._backend.to_str(), tokenizer.vocab_size, [tokenizer.eos_token_id])
+    vocabulary = GrammarVocabulary(tokenizer._backend.to_str(), tokenizer.vocab_size, [tokenizer.eos_token_id])
     made = parsers(dialect, by_id)
     wanted = Wanted(constraint=constraint, calls=rules, reasoning=made.reasoning(prompt))
     return vocabulary, vocabulary.compile(answer_grammar(wanted, made.dialect, made.marker_ids.get))
@@ -58,7 +58,7 @@ def after(matcher: Matcher, dialect: str, text: str, by_id: bool = True) -> Matc
     return None if at.error else at
 
 
-def allowed(vocabulary: Vocabulary, matcher: Matcher) -> np.ndarray:
+def allowed(vocabulary: GrammarVocabulary, matcher: Matcher) -> np.ndarray:
     """The tokens that may come next."""
     mask = np.zeros((1, 1, vocabulary.words), np.uint32)
     vocabulary.fill([(matcher, [])], mask)
@@ -66,7 +66,7 @@ def allowed(vocabulary: Vocabulary, matcher: Matcher) -> np.ndarray:
     return np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]
 
 
-def drawn(dialect: str, vocabulary: Vocabulary, matcher: Matcher, seed: int, most: int = 600) -> list[int]:
+def drawn(dialect: str, vocabulary: GrammarVocabulary, matcher: Matcher, seed: int, most: int = 600) -> list[int]:
     """An answer of tokens drawn among those allowed; closing ones are likelier, so that it ends."""
     rng, tokens = np.random.default_rng(seed), []
     eos = dialects.tokenizer(dialect).eos_token_id
@@ -171,8 +171,8 @@ def test_calls_or_text_under_a_constraint() -> None:
 def test_what_cannot_be_enforced_is_refused_or_passed_over() -> None:
     odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     with pytest.raises(GrammarError, match="uniqueItems"):
-        compiled("deepseek_v31", CallRules([Function("f", odd, True)], required=True, parallel=True))
-    _, matcher = compiled("deepseek_v31", CallRules([Function("f", odd, False)], required=True, parallel=True))
+        compiled("deepseek_v31", CallRules([CallableFunction("f", odd, True)], required=True, parallel=True))
+    _, matcher = compiled("deepseek_v31", CallRules([CallableFunction("f", odd, False)], required=True, parallel=True))
     assert after(matcher, "deepseek_v31", call_text("deepseek_v31", [("f", {"a": [1, 1]})])) is not None
     assert tiny.EOS  # the vocabulary of these tests
 
@@ -188,11 +188,13 @@ def test_what_is_required_is_looked_up_once_per_argument() -> None:
     """Thousands of both made a request of 200 kB cost seconds; odd entries stand for nothing."""
     properties = {name: {"type": "string"} for name in ("a", "b")}
     schema = {"type": "object", "properties": properties, "required": Listed(["b", 1, [], {}])}
-    _, matcher = compiled("glm47", CallRules([Function("f", schema, True)], required=True, parallel=False))
+    _, matcher = compiled("glm47", CallRules([CallableFunction("f", schema, True)], required=True, parallel=False))
     for arguments, taken in ({"a": "x", "b": "y"}, True), ({"b": "y"}, True), ({"a": "x"}, False):
         assert (after(matcher, "glm47", call_text("glm47", [("f", arguments)])) is not None) is taken
     for odd in (5, "ab", None):
-        compiled("glm47", CallRules([Function("f", schema | {"required": odd}, True)], required=True, parallel=False))
+        compiled(
+            "glm47", CallRules([CallableFunction("f", schema | {"required": odd}, True)], required=True, parallel=False)
+        )
 
 
 @pytest.mark.parametrize(
@@ -202,7 +204,7 @@ def test_what_is_required_is_looked_up_once_per_argument() -> None:
 def test_arguments_that_no_schema_lists(more: dict, open_: bool) -> None:
     """There are none, unless the schema says something of others, or asks for one."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}} | more
-    rules = CallRules([Function("f", schema, False)], required=True, parallel=False)
+    rules = CallRules([CallableFunction("f", schema, False)], required=True, parallel=False)
     _, matcher = compiled("deepseek_v31", rules)
     both = after(matcher, "deepseek_v31", call_text("deepseek_v31", [("f", {"a": 1, "b": 2})]))
     assert (both is not None) is open_

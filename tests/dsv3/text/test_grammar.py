@@ -7,13 +7,13 @@ import pytest
 
 from dsv3.sampling_params import StructuredOutputsParams
 from dsv3.text.grammar import plain_grammar
-from dsv3.text.matcher import Matcher, Vocabulary
+from dsv3.text.matcher import GrammarVocabulary, Matcher
 from tests.dsv3.text import tiny
 
 
 @functools.cache
-def vocabulary() -> Vocabulary:
-    return Vocabulary(tiny.backend().to_str(), tiny.backend().get_vocab_size(), [1])
+def vocabulary() -> GrammarVocabulary:
+    return GrammarVocabulary(tiny.backend().to_str(), tiny.backend().get_vocab_size(), [1])
 
 
 def compiled_of(constraint: StructuredOutputsParams) -> Matcher:

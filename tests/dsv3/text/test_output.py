@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dsv3.sampling_params import SamplingParams
 from dsv3.text.output import OutputStream
-from dsv3.text.pieces import Reasoning, Text, ToolCall, joined
+from dsv3.text.pieces import Reasoning, Text, ToolCallStart, joined
 from dsv3.text.stop import StopMatcher
 from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.text import tiny
@@ -135,7 +135,9 @@ def test_pieces_are_joined_in_time_in_proportion_to_their_number():
 
     def seconds(count):
         pieces = (
-            [Reasoning(" " * 128)] * count + [ToolCall(0, "1", "f"), ToolCall(1, "2", "f")] + [Text("x" * 128)] * count
+            [Reasoning(" " * 128)] * count
+            + [ToolCallStart(0, "1", "f"), ToolCallStart(1, "2", "f")]
+            + [Text("x" * 128)] * count
         )
         begin = time.process_time()
         reasoning, first, second, text = joined(pieces)

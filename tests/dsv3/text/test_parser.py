@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from dsv3.sampling_params import SamplingParams
 from dsv3.server.answers.schema import MAX_TOOLS
-from dsv3.text.dialects import DIALECTS, State, start_state
+from dsv3.text.dialects import DIALECTS, ParserState, start_state
 from dsv3.text.output import OutputStream
 from dsv3.text.parser import MarkFinder, Tools
 from dsv3.text.parsers import ParserOptions, Parsers, detect
-from dsv3.text.pieces import Text, ToolArguments, ToolCall, joined
+from dsv3.text.pieces import Text, ToolArguments, ToolCallStart, joined
 from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.text import tiny
 from tests.dsv3.text.dialects import NAMES, Answer, parser, spelled, tokenizer, tokens, written
@@ -101,7 +101,7 @@ def test_no_marker_reaches_a_client(data, dialect, prompt, tools, finish):
     answer = Answer(dialect, data.draw(scribbles(dialect)), prompt=prompt, tools=tools, finish=finish)
     markers = [marker for marker in [*tiny.MARKERS, *DIALECTS[dialect].markers] if len(marker) > 1]
     assert not [marker for marker in [*markers, "｜DSML｜"] if marker in answer.shown]
-    assert [call.index for call in answer.pieces if isinstance(call, ToolCall)] == list(range(len(answer.calls)))
+    assert [call.index for call in answer.pieces if isinstance(call, ToolCallStart)] == list(range(len(answer.calls)))
     assert answer.num_reasoning_tokens <= answer.num_tokens
     assert tools is not None or not answer.calls
     assert tools is None or tools.parallel or len(answer.calls) <= 1
@@ -204,20 +204,24 @@ def test_a_character_cut_by_a_marker():
 @pytest.mark.parametrize(
     ("prompt", "always", "expected"),
     [
-        (THINKING, False, (State.START, State.REASONING)),
-        (THINKING + "\n", False, (State.START, State.REASONING)),
-        (ANSWERING, False, (State.CONTENT, State.CONTENT)),
-        (ANSWERING, True, (State.CONTENT, State.CONTENT)),
-        (SILENT, False, (State.START, State.CONTENT)),
-        (SILENT, True, (State.START, State.REASONING)),
-        (THINKING + "because", False, (State.REASONING, State.REASONING)),
-        (THINKING + "because</think>Well", False, (State.CONTENT, State.CONTENT)),
-        ("<｜User｜>what is <think>?" + SILENT, False, (State.START, State.CONTENT)),
-        (THINKING + "x</think><｜end▁of▁sentence｜><｜User｜>y" + SILENT, False, (State.START, State.CONTENT)),
-        (ANSWERING + "<｜tool▁output▁begin｜>3<｜tool▁output▁end｜>", True, (State.START, State.CONTENT)),
-        ("</function_results>\n\n<think>", False, (State.START, State.REASONING)),
-        ("no turns, <think> long ago" + "." * 99, False, (State.START, State.CONTENT)),
-        ("", True, (State.START, State.REASONING)),
+        (THINKING, False, (ParserState.START, ParserState.REASONING)),
+        (THINKING + "\n", False, (ParserState.START, ParserState.REASONING)),
+        (ANSWERING, False, (ParserState.CONTENT, ParserState.CONTENT)),
+        (ANSWERING, True, (ParserState.CONTENT, ParserState.CONTENT)),
+        (SILENT, False, (ParserState.START, ParserState.CONTENT)),
+        (SILENT, True, (ParserState.START, ParserState.REASONING)),
+        (THINKING + "because", False, (ParserState.REASONING, ParserState.REASONING)),
+        (THINKING + "because</think>Well", False, (ParserState.CONTENT, ParserState.CONTENT)),
+        ("<｜User｜>what is <think>?" + SILENT, False, (ParserState.START, ParserState.CONTENT)),
+        (
+            THINKING + "x</think><｜end▁of▁sentence｜><｜User｜>y" + SILENT,
+            False,
+            (ParserState.START, ParserState.CONTENT),
+        ),
+        (ANSWERING + "<｜tool▁output▁begin｜>3<｜tool▁output▁end｜>", True, (ParserState.START, ParserState.CONTENT)),
+        ("</function_results>\n\n<think>", False, (ParserState.START, ParserState.REASONING)),
+        ("no turns, <think> long ago" + "." * 99, False, (ParserState.START, ParserState.CONTENT)),
+        ("", True, (ParserState.START, ParserState.REASONING)),
     ],
 )
 def test_where_an_answer_begins(prompt, always, expected):
@@ -286,10 +290,12 @@ def test_slips_of_models(dialect, text, calls, num_dropped):
 def test_ids_of_calls():
     text = written("kimi_k2", [("f", {}), ("g", {})]).replace("functions.g:1", "functions.g:7")
     answer = Answer("kimi_k2", tokens("kimi_k2", text))
-    assert [call.id for call in answer.pieces if isinstance(call, ToolCall)] == ["functions.f:0", "functions.g:7"]
+    assert [call.id for call in answer.pieces if isinstance(call, ToolCallStart)] == ["functions.f:0", "functions.g:7"]
     text = "<|tool_call_begin|>3<|tool_call_argument_begin|>{}<|tool_call_end|>"
     answer = Answer("kimi_k2", tokens("kimi_k2", text), tools=Tools(parameters={"f": {}}))
-    assert [(call.id, call.name) for call in answer.pieces if isinstance(call, ToolCall)] == [("functions.f:0", "f")]
+    assert [(call.id, call.name) for call in answer.pieces if isinstance(call, ToolCallStart)] == [
+        ("functions.f:0", "f")
+    ]
 
 
 def test_arguments_come_as_they_are_written():
@@ -440,7 +446,7 @@ def test_dialects_are_found_by_tokens_and_template():
 
 def test_options_choose_the_parser():
     known = tokenizer("deepseek_v31")
-    start = State.CONTENT, State.CONTENT
+    start = ParserState.CONTENT, ParserState.CONTENT
     assert Parsers(ParserOptions("none", "none"), known, tiny.CHAT_TEMPLATE).parser(start, None) is None
     assert Parsers(ParserOptions(), known, "{{ messages }}").parser(start, None) is None
     auto = Parsers(ParserOptions(), known, tiny.CHAT_TEMPLATE)

@@ -15,7 +15,7 @@ import pytest
 
 from dsv3.sampling_params import StructuredOutputsParams
 from dsv3.text.grammar import plain_grammar
-from dsv3.text.matcher import GrammarError, Matcher, Vocabulary
+from dsv3.text.matcher import GrammarError, GrammarVocabulary, Matcher
 from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.text import tiny
 
@@ -28,8 +28,8 @@ def tokenizer() -> Tokenizer:
 
 
 @functools.cache
-def vocabulary() -> Vocabulary:
-    return Vocabulary(tiny.backend().to_str(), tokenizer().vocab_size, [tokenizer().eos_token_id])
+def vocabulary() -> GrammarVocabulary:
+    return GrammarVocabulary(tiny.backend().to_str(), tokenizer().vocab_size, [tokenizer().eos_token_id])
 
 
 def compiled(schema: dict) -> Matcher | None:

@@ -13,7 +13,7 @@ from dsv3.engine import build
 from dsv3.engine.memory import DeviceMemory, KeptWorking
 from tests.tools.doctor.test_faults import is_gone
 from tools.doctor import checks, fits, install, serve
-from tools.doctor.rows import Row, run_cases
+from tools.doctor.rows import CaseResult, run_cases
 from tools.doctor.run import Report, examine
 
 ROOT = Path(__file__).parents[3]
@@ -201,7 +201,7 @@ def test_a_load_passes_where_requests_end_and_none_fails():
         "output_tokens_per_s": 10.0,
         **{f"{name}_ms {rank}": value for name in ("ttft", "itl") for rank, value in (("p50", 1.0), ("p99", 2.0))},
     }
-    assert serve._load_row(report(0, {})) == Row(
+    assert serve._load_row(report(0, {})) == CaseResult(
         "load", False, "no request ended in 20 s", {"requests": 0, "output_tokens_per_s": 10.0}
     )
     failed = serve._load_row(report(7, {"500": {"count": 2, "example": "boom"}}))

@@ -31,7 +31,7 @@ from tools.plan import plan as planning
 from tools.plan import report
 from tools.plan.memory import memory_of
 from tools.plan.plan import Plan, ProgramPlan, StepPlan, make_plan, program_plan
-from tools.plan.programs import Compiled, LaidOut, compile_run, compile_step, lay_out, runs
+from tools.plan.programs import CompiledProgram, LaidOut, compile_run, compile_step, lay_out, runs
 from tools.plan.report import draw
 
 pytestmark = [
@@ -47,7 +47,7 @@ def laid_out() -> LaidOut:
 
 
 @pytest.fixture(scope="module")
-def compiled(laid_out) -> Compiled:
+def compiled(laid_out) -> CompiledProgram:
     [program] = compile_step(laid_out, "decode")
     return program
 

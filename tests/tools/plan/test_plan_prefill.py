@@ -11,7 +11,7 @@ from tests.dsv3.model.test_overlap_schedule import copied_weights, layer_loop, w
 from tests.tools.plan import command_lines, test_launch_order
 from tools.plan import plan as planning
 from tools.plan.plan import Plan, make_plan
-from tools.plan.programs import Compiled, LaidOut, compile_step, lay_out
+from tools.plan.programs import CompiledProgram, LaidOut, compile_step, lay_out
 from tools.plan.timeline import COMPUTE, CROSS_LINK
 
 pytestmark = [
@@ -26,7 +26,7 @@ def planned() -> LaidOut:
 
 
 @pytest.fixture(scope="module")
-def compiled(planned) -> Compiled:
+def compiled(planned) -> CompiledProgram:
     [program] = compile_step(planned, "prefill")
     return program
 

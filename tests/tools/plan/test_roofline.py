@@ -9,7 +9,7 @@ from configs.deployments import H200, H800
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import row_bytes
 from tools.plan import roofline
-from tools.plan.deployment import MicroBatch, Rates, rates_of
+from tools.plan.deployment import PlannedBatch, Rates, rates_of
 from tools.plan.roofline import HOOK_S, HOST_S, TRANSFER_S
 
 RATES = rates_of(H800, DEEPSEEK_V3)
@@ -47,7 +47,7 @@ def low_latency_transfers(model: ModelConfig, rates: Rates, tokens: int) -> tupl
 
 def decode(tokens: int, context: int) -> tuple[dict[str, float], float, float]:
     """Stages, layer and step of two micro-batches of `tokens`, with DeepEP's low-latency transfers."""
-    stages = roofline.decode_stages(DEEPSEEK_V3, RATES, MicroBatch(tokens, context, experts=2))
+    stages = roofline.decode_stages(DEEPSEEK_V3, RATES, PlannedBatch(tokens, context, experts=2))
     layer = five_stage_layer(stages, *low_latency_transfers(DEEPSEEK_V3, RATES, tokens))
     dense = 2 * 3 * (stages["project"] + stages["attention"] + stages["mlp"])
     return stages, layer, 58 * layer + dense + stages["head"] + HOST_S
@@ -77,7 +77,7 @@ def test_decode_throughput_of_the_profile() -> None:
 
 def test_prefill_profile_of_deepseek() -> None:
     """4K prompts without hits: 116 us per token, 68.9k tokens/s per node, +10 % on the profile's 62.7k."""
-    stages = roofline.prefill_stages(DEEPSEEK_V3, RATES, MicroBatch(tokens=1, keys=2048, experts=9))
+    stages = roofline.prefill_stages(DEEPSEEK_V3, RATES, PlannedBatch(tokens=1, keys=2048, experts=9))
     step = 61 * (stages["project"] + stages["attention"]) + 58 * (stages["shared_expert"] + stages["experts"])
     step += 3 * stages["mlp"]
     assert step * 1e6 == pytest.approx(116, abs=1)
@@ -87,7 +87,7 @@ def test_prefill_profile_of_deepseek() -> None:
 
 def test_faster_memory_helps_what_reads_weights_and_not_the_wire() -> None:
     faster = rates_of(H200, DEEPSEEK_V3)
-    few = MicroBatch(tokens=8, keys=1024, experts=32)
+    few = PlannedBatch(tokens=8, keys=1024, experts=32)
     slow, fast = (roofline.decode_stages(DEEPSEEK_V3, rates, few) for rates in (RATES, faster))
     assert fast["experts"] < slow["experts"]
     assert faster.dispatch_link == RATES.dispatch_link
@@ -95,7 +95,7 @@ def test_faster_memory_helps_what_reads_weights_and_not_the_wire() -> None:
 
 def test_split_devices_share_attention_and_not_the_cache() -> None:
     alone, split = (
-        roofline.decode_stages(DEEPSEEK_V3, RATES, MicroBatch(64, 4096, experts=2, split=split)) for split in (1, 4)
+        roofline.decode_stages(DEEPSEEK_V3, RATES, PlannedBatch(64, 4096, experts=2, split=split)) for split in (1, 4)
     )
     assert split["project"] < alone["project"]
     core = 64 * 4096 * row_bytes(DEEPSEEK_V3, "bfloat16") / RATES.hbm
@@ -109,7 +109,7 @@ def test_drafts_read_the_cache_once_and_compute_for_each_token() -> None:
     assert (two.core, two.products, two.wire) == pytest.approx((2 * one.core, 2 * one.products, 2 * one.wire))
     few_heads = dataclasses.replace(DEEPSEEK_V3, num_attention_heads=16)  # reading the cache takes longer there
     alone, pair = (
-        roofline.decode_stages(few_heads, RATES, MicroBatch(64 * width, 65536, experts=2, width=width))["attention"]
+        roofline.decode_stages(few_heads, RATES, PlannedBatch(64 * width, 65536, experts=2, width=width))["attention"]
         for width in (1, 2)
     )
     assert pair == pytest.approx(alone)

@@ -11,7 +11,7 @@ from dsv3.config.device_rates import PEAKS
 from dsv3.model.forms import masked_room
 from tools.plan import roofline
 from tools.plan.attention import attended, index_weights
-from tools.plan.deployment import MicroBatch, rates_of
+from tools.plan.deployment import PlannedBatch, rates_of
 from tools.plan.roofline import decode_stages, prefill_stages, sparse_parts
 
 MODEL = DEEPSEEK_V32
@@ -19,8 +19,8 @@ RATES = rates_of(H200, MODEL)
 STAGES = {"decode": decode_stages, "prefill": prefill_stages}
 
 
-def batch(tokens: int, keys: float, fewest: float | None = None, **changes) -> MicroBatch:
-    return MicroBatch(tokens, keys, experts=32, cache_dtype="fp8", fewest=fewest, **changes)
+def batch(tokens: int, keys: float, fewest: float | None = None, **changes) -> PlannedBatch:
+    return PlannedBatch(tokens, keys, experts=32, cache_dtype="fp8", fewest=fewest, **changes)
 
 
 @pytest.mark.parametrize("phase", STAGES)
@@ -110,7 +110,7 @@ def test_masked_prompts_expand_all_tokens_once_and_attend_to_all_that_they_see()
 def test_at_the_room_both_forms_take_as_long(tokens: int, cache_dtype: str) -> None:
     """The crossover has rates of its own, without launches: the plan's agree with it within a twentieth."""
     rates, room = rates_of(H200, MODEL, 108 / 132), masked_room(MODEL, PEAKS["H200"], cache_dtype, tokens)
-    prompt = MicroBatch(tokens, room - tokens / 2, 32, cache_dtype=cache_dtype, fewest=room - tokens)
+    prompt = PlannedBatch(tokens, room - tokens / 2, 32, cache_dtype=cache_dtype, fewest=room - tokens)
     forms = [dataclasses.replace(prompt, room=each) for each in (0, room)]
     copied, masked = (prefill_stages(MODEL, rates, form)["attention"] for form in forms)
     assert copied / masked == pytest.approx(1, abs=0.05)

@@ -14,7 +14,7 @@ from tests.tools.plan.test_timeline import BYTES, EXPERTS, RATES, TRIPS, program
 from tools.plan.deployment import Deployment, DeploymentError
 from tools.plan.plan import StepPlan, step_plan
 from tools.plan.played import Played
-from tools.plan.programs import Compiled, LaidOut, Phase, Run, engine_config
+from tools.plan.programs import CompiledProgram, LaidOut, Phase, Run, engine_config
 from tools.plan.roofline import TRANSFER_S
 from tools.simulate.from_plan import digest_of, times_of
 from tools.simulate.times import KEYS
@@ -27,10 +27,10 @@ def laid_out(deployment: Deployment) -> LaidOut:
     return LaidOut(DEEPSEEK_V3, deployment, engine_config(DEEPSEEK_V3, deployment), None, functions, None)  # type: ignore[arg-type]
 
 
-def compiled(phase: Phase, tokens: int) -> Compiled:
+def compiled(phase: Phase, tokens: int) -> CompiledProgram:
     """Ten layers of experts, behind which half of their time is exposed."""
     run = Run("model", Key(phase, tokens), tokens)
-    return Compiled(phase, run, 1.0, 0, 0, 0, (4, 8), program_text(after=EXPERTS))
+    return CompiledProgram(phase, run, 1.0, 0, 0, 0, (4, 8), program_text(after=EXPERTS))
 
 
 def plan(phase: Phase, deployment: Deployment, tokens: int) -> StepPlan:

@@ -20,7 +20,7 @@ from dsv3.server.answers.reading import converted, read_request
 from dsv3.server.answers.schema import ChatMessage, ChatRequest, TextPart
 from dsv3.server.answers.service import Service
 from dsv3.server.tenants import Tenant
-from dsv3.text.pieces import Piece, Reasoning, Text, ToolArguments, ToolCall
+from dsv3.text.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallStart
 
 Kind = Literal["text", "reasoning", "call"]
 
@@ -28,7 +28,7 @@ Kind = Literal["text", "reasoning", "call"]
 class Section:
     """One section; `call` says whose arguments its text is."""
 
-    def __init__(self, index: int, kind: Kind, call: ToolCall | None = None):
+    def __init__(self, index: int, kind: Kind, call: ToolCallStart | None = None):
         self.index, self.kind, self.call = index, kind, call
         self.is_open = True
         self._text = io.StringIO()
@@ -43,7 +43,7 @@ class Section:
         self._text.write(text)
 
 
-class Change(NamedTuple):
+class SectionChange(NamedTuple):
     """A section begins, has got more `text`, or is complete."""
 
     what: Literal["opened", "grown", "closed"]
@@ -57,20 +57,20 @@ class Sections:
     def __init__(self) -> None:
         self.all: list[Section] = []
 
-    def take(self, pieces: Iterable[Piece]) -> list[Change]:
+    def take(self, pieces: Iterable[Piece]) -> list[SectionChange]:
         """Returns what pieces change."""
         return [change for piece in pieces for change in self._take(piece)]
 
-    def end(self) -> list[Change]:
+    def end(self) -> list[SectionChange]:
         """Returns what the end of the answer changes."""
         if not self.all or not self.all[-1].is_open:
             return []
         self.all[-1].is_open = False
-        return [Change("closed", self.all[-1])]
+        return [SectionChange("closed", self.all[-1])]
 
-    def _take(self, piece: Piece) -> list[Change]:
+    def _take(self, piece: Piece) -> list[SectionChange]:
         match piece:
-            case ToolCall():
+            case ToolCallStart():
                 return self._open("call", piece)
             case ToolArguments():
                 return [self._grow(piece.text)]
@@ -79,14 +79,14 @@ class Sections:
                 goes_on = bool(self.all) and self.all[-1].is_open and self.all[-1].kind == kind
                 return [*([] if goes_on else self._open(kind)), self._grow(piece.text)]
 
-    def _open(self, kind: Kind, call: ToolCall | None = None) -> list[Change]:
+    def _open(self, kind: Kind, call: ToolCallStart | None = None) -> list[SectionChange]:
         changes = self.end()
         self.all.append(Section(len(self.all), kind, call))
-        return [*changes, Change("opened", self.all[-1])]
+        return [*changes, SectionChange("opened", self.all[-1])]
 
-    def _grow(self, text: str) -> Change:
+    def _grow(self, text: str) -> SectionChange:
         self.all[-1].add(text)
-        return Change("grown", self.all[-1], text)
+        return SectionChange("grown", self.all[-1], text)
 
 
 class Face[Asked: msgspec.Struct](ChatAnswer):
@@ -150,7 +150,7 @@ class Face[Asked: msgspec.Struct](ChatAnswer):
         """Returns the events before all sections."""
 
     @abc.abstractmethod
-    def told(self, change: Change) -> list[bytes]:
+    def told(self, change: SectionChange) -> list[bytes]:
         """Returns the events that tell of a change."""
 
     @abc.abstractmethod

@@ -7,9 +7,9 @@ import msgspec
 from dsv3.server.answers.answer import to_event
 from dsv3.server.answers.errors import ApiError, invalid
 from dsv3.server.answers.faces.face import (
-    Change,
     Face,
     Section,
+    SectionChange,
     chat_request,
     in_their_names,
     text_parts,
@@ -80,7 +80,7 @@ class MessagesAnswer(Face[MessagesRequest]):
     def opening(self) -> list[bytes]:
         return [_event(MessageStart(self._message([])))]
 
-    def told(self, change: Change) -> list[bytes]:
+    def told(self, change: SectionChange) -> list[bytes]:
         section = change.section
         match change.what:
             case "opened":

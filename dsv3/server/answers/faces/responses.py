@@ -9,7 +9,7 @@ import msgspec
 from dsv3.server.answers.answer import to_event
 from dsv3.server.answers.errors import ApiError, invalid
 from dsv3.server.answers.faces import responses_schema as schema
-from dsv3.server.answers.faces.face import Change, Face, Section, chat_request, text_parts
+from dsv3.server.answers.faces.face import Face, Section, SectionChange, chat_request, text_parts
 from dsv3.server.answers.faces.responses_schema import (
     InputItem,
     InputPart,
@@ -145,7 +145,7 @@ class ResponsesAnswer(Face[ResponsesRequest]):
         response = self._response("in_progress")
         return [self._told_in(schema.Created, response=response), self._told_in(schema.InProgress, response=response)]
 
-    def told(self, change: Change) -> list[bytes]:
+    def told(self, change: SectionChange) -> list[bytes]:
         section = change.section
         match change.what:
             case "opened":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dsv3.config.options import ClusterOptions
 from dsv3.engine.cluster import messages
-from dsv3.engine.cluster.link import Generation
+from dsv3.engine.cluster.link import Incarnation
 from dsv3.engine.cluster.wire import Wire, accept, connect
 from dsv3.processes.certificates import Credentials, credentials_of
 from dsv3.processes.key_file import read_key
@@ -54,7 +54,7 @@ class Follower:
         process_id: int,
         fields: dict[str, str] | None = None,
         connection: socket.socket | None = None,
-        last: Generation | None = None,
+        last: Incarnation | None = None,
         host: str = "host",
     ):
         self.wire: Wire = connect(connection or dial(cluster), credentials(cluster), process_id)

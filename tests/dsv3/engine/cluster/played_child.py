@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 
-from dsv3.engine.cluster.link import Alone, Begun, Generation, Link, Pulse, Serving, Waits
+from dsv3.engine.cluster.link import Alone, Begun, Incarnation, Link, Pulse, Serving, Waits
 from dsv3.processes.child import link_to_parent
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     for word in words.split():
         match word:
             case "begin":
-                link.send(Begun(Generation(number, "a")))
+                link.send(Begun(Incarnation(number, "a")))
             case "serve":
                 link.send(Serving())
             case "waits":

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from dsv3.engine.cluster import channel, follower, messages
-from dsv3.engine.cluster.messages import Drain, Failed, Stop
+from dsv3.engine.cluster.messages import Drain, FollowerFailed, Stop
 from dsv3.engine.cluster.wire import Wire, WireError
 from tests.dsv3.engine.cluster import local
 
@@ -66,7 +66,7 @@ def test_its_error_is_told_and_the_answer_ends_it(played, monkeypatch) -> None:
     monkeypatch.setattr(follower._log, "error", lambda *args: logged.append(args))
     monkeypatch.setattr(follower, "_FAREWELL_S", 0.5)
     played.give_up(ValueError("no such file"))
-    assert played.heard() == Failed("ValueError", "ValueError: no such file")
+    assert played.heard() == FollowerFailed("ValueError", "ValueError: no such file")
     played.leader.send(messages.encode(Stop("process 1 has failed (ValueError)")))
     assert played.ended.wait(30)
     assert played.ends[0] == (1, "the leader ends the instance: process 1 has failed (ValueError)")
@@ -110,7 +110,7 @@ def test_without_a_leader_it_gives_up_and_says_where_it_has_looked(tmp_path) -> 
 def test_what_is_no_message_is_told_to_the_leader(played) -> None:
     played.leader.send(b"\xc1")
     message = played.heard()
-    assert isinstance(message, Failed) and "cannot be taken" in message.text
+    assert isinstance(message, FollowerFailed) and "cannot be taken" in message.text
     played.leader.end()
     assert played.ended.wait(30)
     assert played.ends == [(1, "the leader (process 0) has heard of that")]

@@ -15,16 +15,16 @@ from dsv3.config.engine import EngineConfig
 from dsv3.config.options import EngineOptions
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.leader import Leader
-from dsv3.engine.cluster.link import Generation
-from dsv3.engine.cluster.messages import Begin, Failed, Hello, Stop, Wait
-from dsv3.engine.cluster.returning import Returning
+from dsv3.engine.cluster.link import Incarnation
+from dsv3.engine.cluster.messages import Begin, FollowerFailed, Hello, Stop, Wait
+from dsv3.engine.cluster.returning import RejoiningProcesses
 from dsv3.engine.cluster.start import fitted, redundant_experts
 from dsv3.engine.errors import ClusterError
 from tests.dsv3.engine.cluster import local
 from tests.dsv3.engine.cluster.test_follower import Played, played, pytestmark  # noqa: F401
 from tests.dsv3.model.golden import DIRECTORY
 
-generations = st.builds(Generation, st.integers(0, 5), st.sampled_from(["a", "b"]))
+generations = st.builds(Incarnation, st.integers(0, 5), st.sampled_from(["a", "b"]))
 
 
 @given(generations, generations)
@@ -44,8 +44,8 @@ def test_a_leader_whose_generation_is_over_ends(tmp_path, last, is_refused) -> N
     """A follower has been in a later one already."""
     cluster = local.options(tmp_path, 2)
     failures: queue.Queue[str] = queue.Queue()
-    leader = Leader(cluster, local.FIELDS, failures.put, failures.put, Generation(2, "a"))
-    follower = threading.Thread(target=follow, args=(cluster, Generation(last, "a"), failures))
+    leader = Leader(cluster, local.FIELDS, failures.put, failures.put, Incarnation(2, "a"))
+    follower = threading.Thread(target=follow, args=(cluster, Incarnation(last, "a"), failures))
     follower.start()
     reason = f"process 1 has been in generation {last}: generation 2 is over"
     if is_refused:
@@ -56,19 +56,19 @@ def test_a_leader_whose_generation_is_over_ends(tmp_path, last, is_refused) -> N
         leader.gather()
     leader.end(reason if is_refused else None)
     follower.join(30)
-    assert failures.get(timeout=30) == str(Stop(reason) if is_refused else Begin(Generation(2, "a")))
+    assert failures.get(timeout=30) == str(Stop(reason) if is_refused else Begin(Incarnation(2, "a")))
 
 
 def test_a_gang_goes_on_without_processes_that_do_not_come_back(tmp_path) -> None:
     """Those that have come are numbered anew."""
     cluster = local.options(tmp_path, 4, cluster_return_timeout=0.5)
-    leader = Leader(cluster, local.FIELDS, print, print, Generation(1, "a"))
+    leader = Leader(cluster, local.FIELDS, print, print, Incarnation(1, "a"))
     with ThreadPoolExecutor(1) as pool:
         gathered = pool.submit(leader.gather)
-        followers = [local.Follower(cluster, i, fields=local.FIELDS, last=Generation(0, "a")) for i in (1, 3)]
+        followers = [local.Follower(cluster, i, fields=local.FIELDS, last=Incarnation(0, "a")) for i in (1, 3)]
         assert gathered.result(30) == dataclasses.replace(cluster, num_processes=3)
     begun = [next(follower.received()) for follower in followers]
-    assert begun == [Begin(Generation(1, "a"), 3, 1), Begin(Generation(1, "a"), 3, 2)]
+    assert begun == [Begin(Incarnation(1, "a"), 3, 1), Begin(Incarnation(1, "a"), 3, 2)]
     leader.build(EngineConfig(max_model_len=64, num_pages=5, num_ranks=6, num_processes=3))
     assert leader._ranks == {1: range(2, 4), 3: range(4, 6)}
     for follower in followers:
@@ -79,7 +79,7 @@ def test_a_gang_goes_on_without_processes_that_do_not_come_back(tmp_path) -> Non
 def test_a_node_goes_whole(tmp_path) -> None:
     """One of three nodes of two processes has lost a process: the other one hears that it may come again."""
     cluster = local.options(tmp_path, 6, cluster_return_timeout=0.5, processes_per_node=2)
-    leader = Leader(cluster, local.FIELDS, print, print, Generation(1, "a"))
+    leader = Leader(cluster, local.FIELDS, print, print, Incarnation(1, "a"))
     with ThreadPoolExecutor(1) as pool:
         gathered = pool.submit(leader.gather)
         here = socket.gethostname()
@@ -88,7 +88,7 @@ def test_a_node_goes_whole(tmp_path) -> None:
     assert (place.num_processes, place.num_nodes) == (4, 2)
     begun = {i: next(follower.received()) for i, follower in zip((1, 3, 4, 5), followers, strict=True)}
     assert begun.pop(3) == Wait()
-    assert begun == {i: Begin(Generation(1, "a"), 4, place) for i, place in ((1, 1), (4, 2), (5, 3))}
+    assert begun == {i: Begin(Incarnation(1, "a"), 4, place) for i, place in ((1, 1), (4, 2), (5, 3))}
     for follower in followers:
         follower.wire.close()
     leader.end()
@@ -96,7 +96,7 @@ def test_a_node_goes_whole(tmp_path) -> None:
 
 def test_the_leaders_node_goes_on_with_all_its_processes_or_not_at_all(tmp_path) -> None:
     cluster = local.options(tmp_path, 4, cluster_return_timeout=0.5, processes_per_node=2)
-    leader = Leader(cluster, local.FIELDS, print, print, Generation(1, "a"))
+    leader = Leader(cluster, local.FIELDS, print, print, Incarnation(1, "a"))
     with ThreadPoolExecutor(1) as pool:
         gathered = pool.submit(leader.gather)
         followers = [local.Follower(cluster, i, fields=local.FIELDS) for i in (2, 3)]
@@ -109,7 +109,7 @@ def test_the_leaders_node_goes_on_with_all_its_processes_or_not_at_all(tmp_path)
 
 def test_a_node_is_back_once_all_its_processes_are_on_one_host(tmp_path) -> None:
     cluster = local.options(tmp_path, 6, cluster_grow_interval=1e-3, processes_per_node=2)
-    returning = Returning(cluster, local.FIELDS, frozenset(range(2, 6)))
+    returning = RejoiningProcesses(cluster, local.FIELDS, frozenset(range(2, 6)))
     returning.serve()
     ends = []
     for process_id, host in ((2, "a"), (4, "b"), (5, "c"), (3, "a")):
@@ -130,7 +130,7 @@ def test_a_process_that_comes_back_waits_for_the_next_gang(tmp_path) -> None:
     """Nobody is disturbed until the gang has served for the interval; then it ends, and the process hears why."""
     cluster = local.options(tmp_path, 3, cluster_return_timeout=0.5, cluster_grow_interval=0.2)
     failures: queue.Queue[str] = queue.Queue()
-    leader = Leader(cluster, local.FIELDS, failures.put, failures.put, Generation(1, "a"))
+    leader = Leader(cluster, local.FIELDS, failures.put, failures.put, Incarnation(1, "a"))
     with ThreadPoolExecutor(1) as pool:
         gathered = pool.submit(leader.gather)
         one = local.Follower(cluster, 1, fields=local.FIELDS)
@@ -161,7 +161,7 @@ def test_a_process_that_comes_back_waits_for_the_next_gang(tmp_path) -> None:
 
 def test_a_process_that_comes_back_and_falls_silent_is_forgotten(tmp_path) -> None:
     cluster = local.options(tmp_path, 2, cluster_silence_timeout=1e-3, cluster_grow_interval=1e-3)
-    returning = Returning(cluster, local.FIELDS, frozenset({1}))
+    returning = RejoiningProcesses(cluster, local.FIELDS, frozenset({1}))
     returning.serve()
     ours, theirs = local.wires(*socket.socketpair())
     returning.admit(1, ours)
@@ -200,7 +200,7 @@ def test_options_for_fewer_processes(tmp_path, redundant, shards, fits) -> None:
     assert fitted(options, DIRECTORY / "greedy", given, given) is options
 
 
-def follow(cluster, last: Generation, heard: queue.Queue[str]) -> None:
+def follow(cluster, last: Incarnation, heard: queue.Queue[str]) -> None:
     """Says hello, notes the answer and goes."""
     wire = local.Follower(cluster, 1, fields=local.FIELDS, last=last)
     heard.put(str(next(wire.received())))
@@ -210,14 +210,14 @@ def follow(cluster, last: Generation, heard: queue.Queue[str]) -> None:
 def test_a_follower_refuses_a_leader_whose_generation_is_over(played: Played, tmp_path, monkeypatch) -> None:  # noqa: F811
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr("dsv3.engine.cluster.follower.fields_of", lambda *_: {})
-    played.follower._last = Generation(3, "a")
+    played.follower._last = Incarnation(3, "a")
     main = threading.Thread(target=run, args=(played, tmp_path))
     main.start()
     hello = played.heard()
-    assert isinstance(hello, Hello) and hello.last == Generation(3, "a")
-    played.leader.send(messages.encode(Begin(Generation(2, "a"))))
+    assert isinstance(hello, Hello) and hello.last == Incarnation(3, "a")
+    played.leader.send(messages.encode(Begin(Incarnation(2, "a"))))
     failed = played.heard()
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, FollowerFailed)
     assert "the leader is of generation 2, which is over: this process has been in generation 3" in failed.text
     played.leader.end()
     main.join(30)

@@ -25,7 +25,7 @@ from dsv3.engine.cluster.messages import (
     Compiled,
     Digest,
     Drain,
-    Failed,
+    FollowerFailed,
     Heartbeat,
     Loaded,
     Ready,
@@ -36,7 +36,7 @@ from dsv3.engine.cluster.messages import (
 )
 from dsv3.engine.cluster.wire import Strangers, connect
 from dsv3.engine.errors import ClusterError
-from dsv3.engine.job import Job, StepCommand
+from dsv3.engine.job import StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.jobs.sample import RowMasks, SampleCommand
@@ -133,7 +133,7 @@ def test_programs_that_launch_collectives_in_different_orders_are_refused(lead) 
 
 
 def command(number: int) -> StepCommand:
-    return StepCommand(number, (Job("decode", DecodeCommand(np.zeros((2, 1, 3), np.int32), 1)),))
+    return StepCommand(number, (("decode", DecodeCommand(np.zeros((2, 1, 3), np.int32), 1)),))
 
 
 def test_processes_agree_on_the_kernels_that_fail_in_any_of_them(lead) -> None:
@@ -471,7 +471,7 @@ def test_other_results_end_the_instance(lead) -> None:
 
 def test_a_followers_error_reaches_the_clients_by_its_kind_alone(lead, caplog) -> None:
     led, follower, _ = both(lead)
-    follower.send(Failed("OSError", "OSError: /secret/path"))
+    follower.send(FollowerFailed("OSError", "OSError: /secret/path"))
     assert led.failure() == "process 1 has failed (OSError)"
     assert "/secret/path" in caplog.text
 
@@ -492,7 +492,7 @@ def test_a_follower_asked_to_end_has_the_leader_drain(lead) -> None:
 def test_a_follower_that_does_not_read_ends_the_instance_instead_of_memory(lead, monkeypatch) -> None:
     monkeypatch.setattr("dsv3.engine.cluster.channel._MAX_BUFFERED_BYTES", 2**16)
     led, _, _ = both(lead)
-    big = StepCommand(1, (Job("decode", DecodeCommand(np.zeros((2, 2**20, 3), np.int32), 1)),))
+    big = StepCommand(1, (("decode", DecodeCommand(np.zeros((2, 2**20, 3), np.int32), 1)),))
     with pytest.raises(ClusterError, match="process 1 does not read"):
         led.leader.send(big)
     assert "does not read" in led.failure()
@@ -502,7 +502,7 @@ def test_only_the_first_failure_counts(lead) -> None:
     led = lead(3)
     followers = [led.follower(i) for i in (1, 2)]
     assert led.gathered() is None
-    followers[0].send(Failed("ValueError", "first"))
+    followers[0].send(FollowerFailed("ValueError", "first"))
     assert led.failure() == "process 1 has failed (ValueError)"
     followers[1].wire.close()
     assert led.failures.empty()
@@ -546,7 +546,7 @@ def test_nobody_waits_for_a_silent_follower(lead, monkeypatch) -> None:
 def test_a_command_that_no_message_holds_ends_the_instance_with_its_size(lead, monkeypatch) -> None:
     monkeypatch.setattr("dsv3.engine.cluster.channel.MAX_MESSAGE_BYTES", 2**10)
     led, _, received = both(lead)
-    big = StepCommand(1, (Job("decode", DecodeCommand(np.zeros((2, 2**8, 3), np.int32), 1)),))
+    big = StepCommand(1, (("decode", DecodeCommand(np.zeros((2, 2**8, 3), np.int32), 1)),))
     with pytest.raises(ClusterError, match=r"process 1 cannot be sent a message of \d+ bytes, at most 1024"):
         led.leader.send(big)
     reason = led.failure()
@@ -558,9 +558,9 @@ def test_masks_of_many_requests_reach_the_follower(lead) -> None:
     led, _, received = both(lead)
     places = np.array([[1, i] for i in range(1100)], np.int32)
     masks = np.full((len(places), 4, 4040), 7, np.uint32)
-    led.leader.send(StepCommand(1, (Job("decode", SampleCommand(2, masks=RowMasks(places, masks))),)))
-    [job] = messages.command_of(next(received), JOB_KINDS).jobs
-    np.testing.assert_array_equal(job.command.masks.masks, masks)
+    led.leader.send(StepCommand(1, (("decode", SampleCommand(2, masks=RowMasks(places, masks))),)))
+    [(_, command)] = messages.command_of(next(received), JOB_KINDS).jobs
+    np.testing.assert_array_equal(command.masks.masks, masks)
     assert led.failures.empty()
 
 

@@ -11,8 +11,8 @@ from hypothesis.extra import numpy as hnp
 
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.cluster import messages
-from dsv3.engine.cluster.messages import Build, Digest, Failed, Hello, Step, Stop
-from dsv3.engine.job import Command, Job, StepCommand
+from dsv3.engine.cluster.messages import Build, Digest, FollowerFailed, Hello, Step, Stop
+from dsv3.engine.job import Command, StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.experts import ExpertsCommand
 from dsv3.engine.jobs.prefill import PrefillCommand
@@ -36,14 +36,14 @@ SAMPLES = st.builds(
 )
 BATCHES = st.tuples(COUNTS, ARRAYS, ARRAYS, ARRAYS, st.booleans(), st.booleans())
 JOBS = st.one_of(
-    st.builds(lambda batch, last: Job("prefill", PrefillCommand(*batch, sample=last)), BATCHES, st.none() | SAMPLES),
+    st.builds(lambda batch, last: ("prefill", PrefillCommand(*batch, sample=last)), BATCHES, st.none() | SAMPLES),
     st.builds(
-        lambda rows, width, sample: Job("decode", DecodeCommand(rows, width, sample=sample)),
+        lambda rows, width, sample: ("decode", DecodeCommand(rows, width, sample=sample)),
         ARRAYS, st.integers(1, 8), st.none() | SAMPLES,
     ),
-    st.builds(Job, st.sampled_from(["prefill", "decode"]), SAMPLES),
+    st.tuples(st.sampled_from(["prefill", "decode"]), SAMPLES),
     st.builds(
-        lambda read, moves: Job("experts", ExpertsCommand(read, moves)),
+        lambda read, moves: ("experts", ExpertsCommand(read, moves)),
         st.booleans(), st.lists(st.tuples(*[ARRAYS] * 4), max_size=2),
     ),
 )  # fmt: skip
@@ -88,7 +88,7 @@ def test_the_limits_and_small_messages_arrive() -> None:
     assert messages.decode_for_follower(messages.encode(Build(config))) == Build(config)
     for message in (Stop(None), Stop("because")):
         assert messages.decode_for_follower(messages.encode(message)) == message
-    for message in (Hello({"a": "b"}, "host", 3), Digest(3, b"x" * 16), Failed("ValueError", "text")):
+    for message in (Hello({"a": "b"}, "host", 3), Digest(3, b"x" * 16), FollowerFailed("ValueError", "text")):
         assert messages.decode_for_leader(messages.encode(message)) == message
 
 
@@ -132,4 +132,4 @@ def test_garbage_is_an_error_and_nothing_else(body: bytes) -> None:
 
 def test_what_is_no_part_of_a_command_is_not_encoded() -> None:
     with pytest.raises(NotImplementedError, match="object"):
-        messages.step_of(StepCommand(1, (Job("decode", DecodeCommand(object(), 1)),)))  # type: ignore[arg-type]
+        messages.step_of(StepCommand(1, (("decode", DecodeCommand(object(), 1)),)))  # type: ignore[arg-type]

@@ -69,11 +69,11 @@ _jax.get_distributed_runtime_client(sys.argv[1], 1, init_timeout=3).connect()
 STALE = """
 import sys
 from dsv3.engine.cluster import start
-from dsv3.engine.cluster.link import Generation
+from dsv3.engine.cluster.link import Incarnation
 from dsv3.config.options import ClusterOptions
 start._CONNECT_S = 3
 cluster = ClusterOptions(coordinator=sys.argv[1], num_processes=2, process_id=1, cluster_key_file=sys.argv[2])
-start.start_jax(cluster, Generation(int(sys.argv[3]), sys.argv[4]))
+start.start_jax(cluster, Incarnation(int(sys.argv[3]), sys.argv[4]))
 """
 
 

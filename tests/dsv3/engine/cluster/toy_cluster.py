@@ -133,9 +133,9 @@ def start(start: Start, host):
 def _diverging(step: int):
     fetch = LocalExecutor.fetch
 
-    def other(executor, in_flight) -> list[Any]:
-        results = fetch(executor, in_flight)
-        late = in_flight.command.number >= step
+    def other(executor, command, launched) -> list[Any]:
+        results = fetch(executor, command, launched)
+        late = command.number >= step
         return jax.tree.map(lambda array: array + 1, results) if late else results
 
     return other

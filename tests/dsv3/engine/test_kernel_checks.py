@@ -15,9 +15,9 @@ from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine import kernel_checks, stored
 from dsv3.engine.build import build_engine, bundled_model, load_parts
 from dsv3.engine.cluster.start import kept_programs
-from dsv3.engine.device import choosing
 from dsv3.engine.errors import KernelCheckError
 from dsv3.engine.kernel_checks import Replaced, agree, check_kernels
+from dsv3.model import forms
 from dsv3.server.engine.factory import start_engine
 from dsv3.server.engine.messages import Start
 from pallas_kernels import native
@@ -186,7 +186,7 @@ def test_an_engine_serves_the_same_texts_without_the_kernels_that_fail(play, mon
 
     for name in ("decode_attention", "rms_norm", "layer_product"):
         monkeypatch.setattr(native, name, broken)
-    monkeypatch.setattr(choosing, "LOOKING", ())
+    monkeypatch.setattr(forms, "LOOKING", ())
     real = kernel_checks.run_limited
     monkeypatch.setattr(kernel_checks, "run_limited", lambda c, s, e: real(c, 1.0 if "mla_decode" in c else s, e))
     play(ends={"mla_decode native": "hangs", "rms_norm native": "crashes", "layer_gemm native": "fails"})

@@ -7,9 +7,6 @@ from typing import Any
 
 import msgspec
 
-# What an answer can be held to: a JSON schema, a pattern, one of some texts, or a grammar.
-
-
 MAX_CHOICES = 1024
 MAX_DEPTH = 100
 """Nesting of a JSON schema; what reads it goes down by recursion."""

@@ -225,9 +225,6 @@ class ModelConfig:
         return scale * (0.1 * self.yarn.mscale_all_dim * math.log(self.yarn.factor) + 1.0) ** 2
 
 
-# How many weights the parts of a model's layers have, and what attention computes per pair of tokens; no jax.
-
-
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """Weights of one layer in elements (or bytes: FP8 has one each), and of the head."""

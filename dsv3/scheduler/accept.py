@@ -9,13 +9,6 @@ from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import Sequence
 from dsv3.scheduler.slots import NOT_FINITE, NOTHING, BatchRows
 
-# How much room the forward steps of a phase give each row, after buffers between devices were too small for one.
-#
-# A step whose exchange overflows samples nothing, and the state on the devices stays as it was. So the next step is
-# that step again, and what was in flight behind it too. From then on a row gets twice the room: the next larger
-# bucket where there is one, and half as many rows in it where there is none. A single row always fits.
-
-
 CALM_STEPS = 64
 """So many steps in a row without an overflow halve the room again: trying in vain costs two of them."""
 
@@ -26,7 +19,12 @@ class NoRoom(RuntimeError):
 
 @dataclasses.dataclass
 class Room:
-    """The room of a phase: each row gets `factor` times that of its bucket, a power of two up to `most`."""
+    """The room of a phase: each row gets `factor` times that of its bucket, a power of two up to `most`.
+
+    A step whose exchange overflows samples nothing and leaves the state on the devices as it was, so the next step is
+    that step again, and what was in flight behind it too. From then on a row gets twice the room: the next larger
+    bucket where there is one, and half as many rows in it where there is none. A single row always fits.
+    """
 
     most: int
     factor: int = 1

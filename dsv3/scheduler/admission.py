@@ -14,12 +14,6 @@ from dsv3.scheduler.balance import Balancer
 from dsv3.scheduler.sequence import Sequence, SequenceStatus, WaitingQueue
 from dsv3.scheduler.slots import RankPages, SlotTable
 
-# Has running requests give way to waiting ones of a lower priority number, before a step is planned.
-#
-# Batch work is what has a high number. A waiting request is held up by it for one step at most: the pages of a pre-
-# empted request are free once the step in flight has been collected. Nothing keeps later work from starving.
-
-
 # Known tokens of the sequences that are looked at in one step: under 2 ms where all are cached. The 127 others of one
 # prompt of 131,071 tokens took 176 ms in the step after it had been computed. So many per 16 ranks, which compute them.
 SLICE_TOKENS = 2**18
@@ -65,7 +59,12 @@ class _Need:
 
 
 class Yielding:
-    """Pre-empts by `preempt`, which sends a running request back to the queue."""
+    """Pre-empts running requests for waiting ones of a lower priority number, before a step is planned.
+
+    Batch work has a high number. It holds up a waiting request for one step at most, since the pages of a pre-empted
+    request are free once the step in flight has been collected. Nothing keeps later work from starving. `preempt` sends
+    a running request back to the queue.
+    """
 
     def __init__(
         self,

@@ -20,9 +20,6 @@ from dsv3.scheduler.sequence import Sequence
 from dsv3.scheduler.slots import BatchRows
 from dsv3.text.matcher import GrammarError, GrammarVocabulary, Matcher, without
 
-# Compiles grammars on a thread, while requests that need them wait; those used last are kept.
-
-
 MAX_KEPT = 64
 _IDLE_WAIT_S = 2e-3
 

@@ -186,9 +186,6 @@ class InvalidRequest(ValueError):
     """The request can never be served (too long, token id out of range); the text says what to change."""
 
 
-# What an engine tells about itself.
-
-
 HOST_TIME_BOUNDS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 1e-1)
 """Upper bounds in seconds of the histogram's buckets; the last bucket has none."""
 
@@ -243,12 +240,6 @@ class HostTime(Histogram):
 
     def __init__(self) -> None:
         super().__init__(HOST_TIME_BOUNDS)
-
-
-# Checks requests and computes all that admission needs, before the engine's thread sees them.
-#
-# An HTTP process prepares its requests itself: hashing and validating a prompt of 128k tokens takes 16 ms, which
-# would stand between two steps of everybody else's requests.
 
 
 class PromptTooLong(InvalidRequest):
@@ -336,9 +327,10 @@ def _split_keys(keys: bytes) -> tuple[Key, ...]:
 
 
 def prepare(request: EngineRequest, rules: RequestRules) -> PreparedRequest:
-    """Checks a request and computes its prefix keys.
+    """Checks a request and computes its prefix keys, outside of the engine's thread.
 
-    Raises InvalidRequest where it can never be served.
+    An API server process does this itself: hashing and validating a prompt of 128k tokens takes 16 ms, which would
+    stand between two steps of all other requests. Raises InvalidRequest where a request can never be served.
     """
     sampling, prompt = request.sampling, _checked_tokens(request.prompt_token_ids, rules)
     for token in sampling.logit_bias:

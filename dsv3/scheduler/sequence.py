@@ -139,9 +139,6 @@ class Chunk:
         return self.stop == len(self.sequence.tokens)
 
 
-# Sequences that wait for a slot, by priority and arrival; some wait until a page of theirs has been computed.
-
-
 _MIN_SWEEP = 64
 
 

@@ -16,8 +16,6 @@ from dsv3.kv_cache.page_cache import Holders, PageCache
 from dsv3.scheduler.sequence import Sequence, SequenceStatus
 
 # What a sampler gives for a place where no token of the vocabulary stands, in descending order.
-
-
 NOT_FINITE = -1
 """Sampled for a row whose logits are not finite."""
 NOTHING = -2
@@ -265,9 +263,6 @@ class SlotTable:
         sequence.slot, sequence.state = -1, state
 
 
-# The pages of all ranks: their owners, those being filled, and those that a launched step may still write.
-
-
 class RankPages:
     """One page cache per rank.
 
@@ -335,9 +330,6 @@ class RankPages:
             self.num_held[rank] += len(pages)
         else:
             self.caches[rank].release(pages)
-
-
-# The live rows of a batch, and what a step has sampled for them.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -203,9 +203,6 @@ def _texts(schema: Mapping[str, Any]) -> list[str] | None:
     return found if _SAYS_NOTHING.issuperset(schema.keys() - {"enum", "const"}) else None
 
 
-# Puts the grammar of an answer together: reasoning, which is free, then text under a constraint, or calls.
-
-
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """What an answer is to be held to: a constraint, or rules for its calls, or both, behind reasoning if there is any.
 

@@ -174,9 +174,6 @@ def _short(error: Exception) -> str:
     return str(error)[:_MAX_ERROR_CHARS]
 
 
-# Makes chat templates and conversations with tool calls fit each other: templates differ in what they expect.
-
-
 _NAME, _PROBE = "probed_function", '{"probe": "1"}'
 
 

@@ -317,9 +317,6 @@ class _OneBatch:
         await asyncio.to_thread(self._store.save, self._tenant, self._record)
 
 
-# The files that a batch starts from and ends with: checks its input, and sorts its answers into output and errors.
-
-
 _MAX_ERRORS = 100
 EXPIRED = "batch_expired"
 _EXPIRED_TEXT = "the batch's completion window ended before this line was answered"

@@ -28,9 +28,6 @@ from dsv3.scheduler.request import InvalidRequest, PreparedRequest, QueueFull, S
 from dsv3.server.engine import messages
 from dsv3.server.engine.fronts import FrontConnection, FrontConnections
 
-# Takes what fronts ask for between two steps, a slice at a time: no request keeps the others' steps waiting.
-
-
 # Sequences taken between two steps: 30 us each, whatever their prompt's length. The rest waits in its frame.
 SLICE = 128
 

@@ -62,7 +62,7 @@ def test_only_those_end_that_engines_die_of(fronts, count, fatal, num_tokens):
 
 @pytest.mark.parametrize(("scheme", "least"), [(Fleet, 0), (FleetWithoutTurns, 2), (FleetWithoutTrial, 10)])
 def test_what_the_trial_and_its_turns_are_for(scheme, least):
-    """Of 23 requests beside one that engines die of, over four fronts, as many others end on average."""
+    """Counts how many of 23 innocent requests end with an error beside a fatal one, on average, over four fronts."""
     ended = [play(scheme, 4, 1, seed)[0] for seed in range(50)]
     assert sum(ended) >= 50 * least and (max(ended) == 0) == (scheme is Fleet)
 

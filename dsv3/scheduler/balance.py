@@ -139,8 +139,8 @@ class Gathering:
 
     Another instance has computed a prompt's whole pages, which leaves up to a page of tokens. The program for these
     reads the same weights and crosses the same links for one prompt as for hundreds. All requests that run pay for it,
-    and prompts that wait pay for waiting. So they wait until both costs are equal: no rule can promise to cost less than
-    twice the least without knowing which prompts come next.
+    and prompts that wait pay for waiting. So they wait until both costs are equal: no rule can promise to cost less
+    than twice the least without knowing which prompts come next.
     """
 
     def __init__(self) -> None:

@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import runpy
 
 from dsv3.batch.options import BatchOptions
 from dsv3.config.declaration import options_of
@@ -47,3 +48,11 @@ def test_every_flag_of_every_command_is_on_a_page() -> None:
         names |= set(re.findall(r'(?:DEFINE_\w+|add_argument)\(\s*"(?:--)?(\w+)"', source.read_text()))
     said = set(re.findall(r"--(?:no)?([a-z]\w+)", "\n".join(page.read_text() for page in PAGES)))
     assert len(names) > 120 and names - {"arguments"} <= said
+
+
+def test_pictures_are_those_that_the_script_draws() -> None:
+    folder = ROOT / "docs/pictures"
+    pictures = runpy.run_path(str(folder / "draw.py"))["PICTURES"]
+    assert {file.stem for file in folder.glob("*.svg")} == set(pictures)
+    for name, draw in pictures.items():
+        assert (folder / f"{name}.svg").read_text() == draw().svg(), f"run python {folder / 'draw.py'}"

@@ -1,12 +1,13 @@
 # make serve   serve the bundled model (PORT=8000)        make setup   only make .venv
 # make test    what CI runs: lint, types, tests           make check   lint and types alone
+# make quick   lint, types, and the tests that compile little; with TESTS=tests/... these too
 # make toolchains DIR=/elsewhere     kernels and steps compiled with each supported jax and ptxas (.ci/toolchains)
 PORT ?= 8000
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup serve test check toolchains clean
+.PHONY: setup serve test quick check toolchains clean
 
 setup: $(VENV)/.runtime
 
@@ -15,6 +16,13 @@ serve: $(VENV)/.runtime
 
 test: check
 	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder -rs
+
+QUICK := tests/test_architecture.py tests/test_docs.py tests/dsv3/scheduler tests/dsv3/kv_cache tests/dsv3/text \
+    tests/dsv3/processes tests/dsv3/test_options.py tests/dsv3/test_hf_config.py tests/dsv3/test_speculative.py \
+    tests/router/test_policy.py tests/router/test_cached_pages.py tests/router/test_gather.py
+
+quick: check
+	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal $(QUICK) $(TESTS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
-"""The router's process and its routes: those of the instances that keep nothing, and /health and /metrics of its own.
+"""The router's process and its routes: the instances' stateless ones, and its own /health and /metrics.
 
-Of the server it takes the HTTP server with its bounds (`http`, `limits`, `tenants`), the errors, and the
-reader of a body's fields, so that a request is refused here as an instance would. It imports no jax.
+It uses the server's HTTP server with its bounds, its errors and its parser of bodies, so that a request is refused here
+as an instance would refuse it. It imports no jax.
 """
 
 import asyncio
@@ -37,24 +37,24 @@ from dsv3.server.tenants import OPERATOR, Tenant, Tenants
 from router.instance import Instance
 from router.members import Members, Pool, read_registration
 from router.options import RouterOptions
-from router.relay import Fleet, InstanceReply, Numbers, Relay
+from router.relay import Fleet, InstanceReply, Relay, RouterMetrics
 from router.request import parse_request
 
 Make = Callable[[str], Instance]
 _FINISH_S = 0.05
 _TLS = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
 PASSED = (*KINDS, "/tokenize", "/detokenize", f"{MESSAGES}/count_tokens")
-"""Routes that any instance may answer. Files, batches and profiles are an instance's own."""
+"""Routes that any instance may answer. Files, batches and profiles belong to one instance."""
 
 _Route = Callable[[Request], Awaitable[Response]]
 REGISTER = "/instances"
-"""Where instances say that they are there: behind their own key and not the clients'."""
+"""The route on which instances register, with their own key and not the clients'."""
 
 
 class RouterSite:
-    """What the routes share; `is_draining` has new requests refused, `active` counts those in flight.
+    """State that the routes share; while `is_draining` new requests are refused. `active` counts those in flight.
 
-    `members` takes instances that register, if it is anybody's to do so.
+    `members` registers instances; None where the router takes no registrations.
     """
 
     def __init__(self, fleet: Fleet, tenants: Tenants, members: Members | None = None):
@@ -69,15 +69,15 @@ class RouterSite:
             return "draining"
         return "ok" if self.fleet.answering.is_up else "no instance"
 
-    def grow(self, reservation: Reservation, nbytes: int) -> None:
-        """Lets a request hold more bytes; raises ApiError 503 where all together hold too many."""
+    def reserve(self, reservation: Reservation, nbytes: int) -> None:
+        """Reserves more bytes for a request; raises ApiError 503 where all requests together have too many."""
         try:
             reservation.grow(nbytes)
         except WorkersBusy as error:
             raise unavailable(str(error), QUEUE_FULL) from None
 
     async def read[T](self, nbytes: int, work: Callable[[], T]) -> T:
-        """Returns the result of `work`, which decodes a body of `nbytes`; ApiError 503 where too much waits."""
+        """Returns the result of `work`, which decodes a body of `nbytes`; ApiError 503 where too many wait."""
         try:
             return await self._bodies.run(nbytes, work)
         except WorkersBusy as error:
@@ -101,14 +101,14 @@ def make_app(site: RouterSite, host: str) -> ASGIApp:
     routes = [Route(path, endpoint(handler), methods=[method]) for (method, path), handler in handlers.items()]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
-    admitted = Admit(app, lambda _: site.fleet.numbers.requests.labels("503").inc())
+    admitted = Admit(app, lambda _: site.fleet.metrics.requests.labels("503").inc())
     if site.tenants.all:
-        return _BesideKeys(RequireKey(admitted, site.tenants), admitted)
+        return _ExceptRegistration(RequireKey(admitted, site.tenants), admitted)
     return RequireLocalName(admitted, host) if is_loopback(host) else admitted
 
 
-class _BesideKeys:
-    """ASGI middleware that lets instances register, whose key the route itself asks for."""
+class _ExceptRegistration:
+    """ASGI middleware that leaves the key of registrations to their route."""
 
     def __init__(self, guarded: ASGIApp, bare: ASGIApp):
         self._guarded, self._bare = guarded, bare
@@ -119,12 +119,12 @@ class _BesideKeys:
 
 def _http_error(http: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    text = {404: "the router has no such route", 405: "this route has other methods"}.get(
-        status, "it cannot be answered"
+    text = {404: "the router has no such route", 405: "this route does not have this method"}.get(
+        status, "the router cannot serve this request"
     )
     refused = ApiError(status, text, code="not_found" if status == 404 else None)
     response = response_of(refused, path_of(http.scope))
-    response.headers.update(getattr(error, "headers", None) or {})  # `Allow`, which RFC 9110 asks for with 405
+    response.headers.update(getattr(error, "headers", None) or {})  # `Allow`, which RFC 9110 requires with 405
     return response
 
 
@@ -135,23 +135,23 @@ async def _health(site: RouterSite, _: Request) -> Response:
 
 async def _metrics(site: RouterSite, http: Request) -> Response:
     _require_operator(site, http, "this route")
-    return Response(site.fleet.numbers.text(), media_type="text/plain; version=0.0.4")
+    return Response(site.fleet.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
 def _require_operator(site: RouterSite, http: Request, what: str) -> None:
-    """Refuses what concerns all tenants to all but the operator, as an instance does that knows who asks."""
+    """Raises ApiError 403 for a tenant other than the operator, where there are several."""
     tenant = tenant_of(http)
     if tenant is not None and tenant.name != OPERATOR and site.tenants.are_several:
-        text = f"where there are several API keys, {what} is for the one named {OPERATOR}"
+        text = f"with several API keys, {what} needs the one named {OPERATOR}"
         raise ApiError(403, text, kind="permission_error", code="not_the_operator")
 
 
 async def _register(members: Members, site: RouterSite, http: Request) -> Response:
-    """Takes in what an instance says of itself."""
-    members.admit(http.headers.get("authorization"))
+    """Registers an instance, or renews or ends its registration."""
+    members.authorize(http.headers.get("authorization"))
     with site.budget.hold() as reservation:
-        body = await read_json_body(http, functools.partial(site.grow, reservation))
-        return json_response(members.hear(await site.read(len(body), lambda: read_registration(body))))
+        body = await read_json_body(http, functools.partial(site.reserve, reservation))
+        return json_response(members.register(await site.read(len(body), lambda: read_registration(body))))
 
 
 async def _models(site: RouterSite, _: Request) -> Response:
@@ -165,24 +165,24 @@ async def _models(site: RouterSite, _: Request) -> Response:
 
 
 async def _relay(site: RouterSite, http: Request) -> Response:
-    """Has an instance answer."""
+    """Relays a request to an instance."""
     if site.is_draining:
         raise unavailable("the router is shutting down", "draining", 5)
     path, tenant = http.scope["path"], tenant_of(http)
     salt = tenant.salt if tenant is not None and site.tenants.are_several else ""
     with contextlib.ExitStack() as stack:
         reservation = stack.enter_context(site.budget.hold())
-        body = await read_json_body(http, functools.partial(site.grow, reservation))
-        asked = await site.read(len(body), lambda: parse_request(path, body, salt))
-        site.grow(reservation, asked.num_bytes)
-        if asked.is_urgent:
+        body = await read_json_body(http, functools.partial(site.reserve, reservation))
+        request = await site.read(len(body), lambda: parse_request(path, body, salt))
+        site.reserve(reservation, request.num_bytes)
+        if request.is_urgent:
             _require_operator(site, http, "a priority below 0")
         headers = {"X-Request-Id": http.scope["extensions"][REQUEST_ID]}
-        return Relayed(site, Relay(site.fleet, asked, headers), stack.pop_all().close)
+        return RelayResponse(site, Relay(site.fleet, request, headers), stack.pop_all().close)
 
 
-class Relayed(Response):
-    """What a relay tells, as it comes; `on_close` is called in the end."""
+class RelayResponse(Response):
+    """Sends the client what a relay yields; `on_close` is called in the end."""
 
     def __init__(self, site: RouterSite, relay: Relay, on_close: Callable[[], None]):
         self.background = None
@@ -200,11 +200,11 @@ class Relayed(Response):
         finally:
             self._site.active -= 1
             self._on_close()
-            self._site.fleet.numbers.requests.labels(str(self.status_code)).inc()
+            self._site.fleet.metrics.requests.labels(str(self.status_code)).inc()
 
     async def _answer(self, scope: Scope, receive: Receive) -> None:
         try:
-            reply = await self._relay.run(self._tell)
+            reply = await self._relay.run(self._send_events)
         except ApiError as error:
             if self.status_code != 200:
                 await self._respond(response_of(error, scope["path"]), scope, receive)
@@ -212,7 +212,7 @@ class Relayed(Response):
             lines = b"data: %b\n\n" % bytes(response_of(error, scope["path"]).body)
             event = lines if scope["path"] in _PLAIN else b"event: error\n" + lines
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
-            self.status_code = error.status  # as it is counted; the client has had a 200
+            self.status_code = error.status  # for the metrics; the client has got a 200
             return
         if reply is not None:
             await self._respond(_response(reply), scope, receive)
@@ -223,7 +223,7 @@ class Relayed(Response):
         self.status_code = response.status_code
         await response(scope, receive, self._send)
 
-    async def _tell(self, data: bytes) -> None:
+    async def _send_events(self, data: bytes) -> None:
         if self.status_code != 200:
             self.status_code = 200
             await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
@@ -244,7 +244,7 @@ def _response(reply: InstanceReply) -> Response:
 
 
 def instance_key(options: RouterOptions) -> str | None:
-    """Returns the key that the instances ask for; raises ValueError, which says no part of it."""
+    """Reads the key that the instances require; raises ValueError, whose text has no part of it."""
     if options.instance_api_key_file is None:
         return None
     try:
@@ -257,7 +257,7 @@ def instance_key(options: RouterOptions) -> str | None:
 
 
 def maker(options: RouterOptions, api_key: str | None) -> Make:
-    """Returns what makes an instance of a URL, of which nothing is known yet; raises ValueError for a bad CA file."""
+    """Returns a function that makes an `Instance` of a URL; raises ValueError for a bad CA file."""
     tls = None
     if options.instance_ca_file is not None:
         try:
@@ -268,7 +268,7 @@ def maker(options: RouterOptions, api_key: str | None) -> Make:
 
 
 def fleet_of(options: RouterOptions, make: Make) -> Fleet:
-    """Returns the instances that the options name."""
+    """Returns the fleet of the instances that the options name."""
 
     def pool(urls: Iterable[str], decodes: bool) -> Pool:
         found = [make(url) for url in urls]
@@ -278,15 +278,15 @@ def fleet_of(options: RouterOptions, make: Make) -> Fleet:
     is_split = bool(options.prefill) or options.registration
     prefilling = pool(options.prefill, False) if is_split else None
     pools = (answering,) if prefilling is None else (answering, prefilling)
-    return Fleet(answering, prefilling, Numbers(pools), options)
+    return Fleet(answering, prefilling, RouterMetrics(pools), options)
 
 
 def members_of(fleet: Fleet, make: Make, api_key: str | None, notify: Callable[[str], None]) -> Members:
-    """Returns who watches the instances, and takes those that register."""
+    """Returns the fleet's membership: it probes instances and takes registrations."""
     pools = {"both": fleet.answering, "decode": fleet.answering}
     if fleet.prefilling is not None:
         pools["prefill"] = fleet.prefilling
-    return Members(pools, make, fleet.options.health_interval, notify, api_key, fleet.numbers.forget)
+    return Members(pools, make, fleet.options.health_interval, notify, api_key, fleet.metrics.forget)
 
 
 async def serve(
@@ -298,8 +298,8 @@ async def serve(
 ) -> int:
     """Serves until a signal; returns 0.
 
-    The first SIGTERM or SIGINT refuses new requests and lets those in flight finish; the second ends them. SIGHUP has
-    the certificate read anew. Raises ValueError for files that cannot be used.
+    The first SIGTERM or SIGINT refuses new requests and lets those in flight finish; the second ends them. SIGHUP
+    reads the certificate again. Raises ValueError for files that cannot be used.
     """
     first, second = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -331,7 +331,7 @@ async def _drained(site: RouterSite, second: asyncio.Event, seconds: float) -> N
 @contextlib.asynccontextmanager
 async def _watching(fleet: Fleet, members: Members):
     pools = [pool for pool in (fleet.answering, fleet.prefilling) if pool is not None]
-    tasks = [asyncio.create_task(pool.keep_looking()) for pool in pools]
+    tasks = [asyncio.create_task(pool.keep_dispatching()) for pool in pools]
     members.start()
     try:
         yield

@@ -1,8 +1,8 @@
-"""Which pages an instance holds, as its KV events over ZMQ tell: what a prompt finds there is known and not guessed.
+"""Which pages an instance has cached, by the KV events that it publishes over ZMQ.
 
-A page is named by what it spells, a chain of hashes over token ids. The instance's own names have a start that a router
-cannot know (model, tenant). So pages of several tenants that spell the same have one name here. The listener asks again
-for what it has missed, and says when it hears nothing.
+The router names a page by a chain of hashes over its token ids: the instance's own block hashes start from model and
+tenant, which a router does not know. So equal tokens of several tenants have one name here. The listener requests the
+batches that it missed.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from dsv3.kv_cache.page_cache import Holders
 from router.request import PAGE_TOKENS
 
 _END = -1  # the number behind a replay
-_IDLE_S = 10.0  # without an event; then it asks whether it has missed one
+_IDLE_S = 10.0  # without an event; then it requests a replay, in case it missed one
 _ANSWER_S = 2.0  # for the next part of a replay
-_AGAIN_S = 1.0, 30.0  # before it asks once more whom it has not heard; twice as long each time
+_RETRY_S = 1.0, 30.0  # before it subscribes again to a silent publisher; twice as long each time
 _MOST_BYTES = 2**26
 _MOST_RANKS = 4096
 _log = logging.getLogger("dsv3.router")
-MAX_SPELLED = 2**19
-"""Pages whose tokens are remembered per instance, those that have left it among them: 34 million tokens."""
+MAX_NAMES = 2**19
+"""Block hashes that are mapped to page keys per instance, evicted ones included: 34 million tokens."""
 
 _PAGE_BYTES = 4 * PAGE_TOKENS
 _START = b""
@@ -38,11 +38,11 @@ _decoder = msgspec.msgpack.Decoder(EventBatch)
 
 
 class UnreadableEvents(Exception):
-    """What an instance has sent is no batch of KV events."""
+    """A message is not a batch of KV events."""
 
 
-def spelled_keys(tokens: Sequence[int] | np.ndarray, before: bytes = _START) -> tuple[bytes, ...]:
-    """Returns the names of the full pages of `tokens`, which stand behind the page `before`."""
+def token_page_keys(tokens: Sequence[int] | np.ndarray, before: bytes = _START) -> tuple[bytes, ...]:
+    """Returns the keys of the full pages of `tokens`; `before` is the key of the page before them."""
     data, keys = np.asarray(tokens, "<i4").tobytes(), []
     for start in range(0, len(data) - _PAGE_BYTES + 1, _PAGE_BYTES):
         before = hashlib.blake2b(before + data[start : start + _PAGE_BYTES], digest_size=16).digest()
@@ -51,7 +51,7 @@ def spelled_keys(tokens: Sequence[int] | np.ndarray, before: bytes = _START) -> 
 
 
 def read_batch(payload: bytes) -> EventBatch:
-    """Reads what was sent for a batch; raises UnreadableEvents."""
+    """Decodes a batch; raises UnreadableEvents."""
     try:
         return _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError) as error:
@@ -59,67 +59,69 @@ def read_batch(payload: bytes) -> EventBatch:
 
 
 class CachedPages:
-    """The pages of an instance of so many ranks, on whatever medium; its length counts those of all ranks."""
+    """Pages that an instance of `num_ranks` ranks has cached, on any medium; its length counts those of all ranks."""
 
     def __init__(self, num_ranks: int) -> None:
         self._holders = Holders(num_ranks)
-        self._spelled: OrderedDict[int, bytes] = OrderedDict()  # the instance's name of a page to ours
-        self._there: list[dict[tuple[int, str], bytes]] = [{} for _ in range(num_ranks)]  # its name and medium to ours
-        self._counts: Counter[tuple[bytes, int]] = Counter()  # of those, by our name and rank
+        self._key_of: OrderedDict[int, bytes] = OrderedDict()  # block hash to page key
+        self._cached: list[dict[tuple[int, str], bytes]] = [
+            {} for _ in range(num_ranks)
+        ]  # (block hash, medium) to page key
+        self._counts: Counter[tuple[bytes, int]] = Counter()  # of those, by page key and rank
 
     @property
     def num_ranks(self) -> int:
         """Ranks of the instance."""
-        return len(self._there)
+        return len(self._cached)
 
     def __len__(self) -> int:
         return len(self._counts)
 
     def overlap(self, keys: Sequence[bytes]) -> int:
-        """Returns how many pages of a prompt, from its first on, the rank finds that has the most."""
+        """Returns how many leading pages of a prompt the rank with the most of them has."""
         depths = self._holders.depths(keys)
         return 0 if depths is None else int(depths.max())
 
-    def take(self, rank: int, batch: EventBatch) -> None:
-        """Takes in a batch of a rank's events."""
+    def apply(self, rank: int, batch: EventBatch) -> None:
+        """Applies a batch of a rank's events."""
         for event in batch.events:
             if isinstance(event, BlockStored):
-                self._spell(event)
+                self._map_hashes(event)
                 for name in event.block_hashes:
                     self._add(rank, name, event.medium)
             elif isinstance(event, BlockRemoved):
                 self._remove(rank, [(name, event.medium) for name in event.block_hashes])
             elif isinstance(event, AllBlocksCleared):
-                self.forget(rank)
+                self.clear(rank)
 
-    def forget(self, rank: int) -> None:
-        """Drops all that is known of a rank."""
-        self._remove(rank, list(self._there[rank]))
+    def clear(self, rank: int) -> None:
+        """Removes all pages of a rank."""
+        self._remove(rank, list(self._cached[rank]))
 
-    def _spell(self, event: BlockStored) -> None:
-        """Notes what pages spell, where that is told and what comes before them is known."""
+    def _map_hashes(self, event: BlockStored) -> None:
+        """Maps block hashes to page keys, where the event has the tokens and its parent is known."""
         parent = event.parent_block_hash
-        before = _START if parent is None else self._spelled.get(parent)
-        is_told = len(event.token_ids) == PAGE_TOKENS * len(event.block_hashes) and event.block_size == PAGE_TOKENS
-        if before is None or not is_told or not _are_ids(event.token_ids):
+        before = _START if parent is None else self._key_of.get(parent)
+        has_tokens = len(event.token_ids) == PAGE_TOKENS * len(event.block_hashes) and event.block_size == PAGE_TOKENS
+        if before is None or not has_tokens or not _are_ids(event.token_ids):
             return
-        for name, key in zip(event.block_hashes, spelled_keys(event.token_ids, before), strict=True):
-            self._spelled.setdefault(name, key)
-            self._spelled.move_to_end(name)
-        while len(self._spelled) > MAX_SPELLED:
-            self._spelled.popitem(last=False)
+        for name, key in zip(event.block_hashes, token_page_keys(event.token_ids, before), strict=True):
+            self._key_of.setdefault(name, key)
+            self._key_of.move_to_end(name)
+        while len(self._key_of) > MAX_NAMES:
+            self._key_of.popitem(last=False)
 
     def _add(self, rank: int, name: int, medium: str) -> None:
-        key = self._spelled.get(name)
-        if key is None or (name, medium) in self._there[rank]:
+        key = self._key_of.get(name)
+        if key is None or (name, medium) in self._cached[rank]:
             return
-        self._there[rank][name, medium] = key
+        self._cached[rank][name, medium] = key
         self._counts[key, rank] += 1
         self._holders.add((key,), rank)
 
     def _remove(self, rank: int, pages: Iterable[tuple[int, str]]) -> None:
         for page in pages:
-            key = self._there[rank].pop(page, None)
+            key = self._cached[rank].pop(page, None)
             if key is None:
                 continue
             self._counts[key, rank] -= 1
@@ -141,7 +143,7 @@ class EventEndpoint(msgspec.Struct, frozen=True):
     num_ranks: int = 1
 
     def at(self, host: str) -> "EventEndpoint | None":
-        """Returns the source with the host in it; None where nobody can connect to it from here."""
+        """Returns the endpoint with the host in it; None where this host cannot connect to it."""
         known = [_connectable(each, host) for each in (self.endpoint, self.replay_endpoint) if each is not None]
         if any(each is None for each in known) or not 1 <= self.num_ranks <= _MOST_RANKS:
             return None
@@ -159,33 +161,33 @@ def _connectable(endpoint: str, host: str) -> str | None:
 
 
 class Listener:
-    """Keeps `held` as an instance tells, from `start` to `close`. `is_live`: all that it has told is in there."""
+    """Keeps `cached` up to date from `start` to `close`. `is_live`: it has all events so far."""
 
     def __init__(self, source: EventEndpoint, name: str):
-        self.held = CachedPages(source.num_ranks)
+        self.cached = CachedPages(source.num_ranks)
         self._source, self._name = source, name
-        self._heard = [False] * source.num_ranks
-        self._newest = [0.0] * source.num_ranks  # seconds, of the batches taken in
+        self._is_current = [False] * source.num_ranks
+        self._newest = [0.0] * source.num_ranks  # seconds, of the batches applied
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def is_live(self) -> bool:
-        """Whether it hears all ranks."""
-        return all(self._heard)
+        """Whether events of all ranks arrive."""
+        return all(self._is_current)
 
     def start(self) -> None:
-        """Begins to listen."""
+        """Subscribes to all ranks."""
         context = zmq.asyncio.Context.instance()
         self._tasks = [asyncio.create_task(self._follow(context, rank)) for rank in range(self._source.num_ranks)]
 
     def close(self) -> None:
-        """Ends it."""
+        """Unsubscribes."""
         for task in self._tasks:
             task.cancel()
 
     async def _follow(self, context: "zmq.asyncio.Context", rank: int) -> None:
-        """Listens to a rank for ever; begins anew, later and later, where it does not answer."""
-        pause = _AGAIN_S[0]
+        """Subscribes to a rank, and again with growing pauses where it does not answer, until it is cancelled."""
+        pause = _RETRY_S[0]
         while True:
             try:
                 async with self._subscribed(context, rank) as socket:
@@ -194,9 +196,9 @@ class Listener:
                 pass
             except (zmq.ZMQError, TimeoutError, UnreadableEvents) as error:
                 _log.warning("%s: no KV events of rank %d (%s)", self._name, rank, str(error) or "it does not answer")
-            pause = _AGAIN_S[0] if self._heard[rank] else min(2 * pause, _AGAIN_S[1])
-            self._heard[rank] = False
-            self.held.forget(rank)
+            pause = _RETRY_S[0] if self._is_current[rank] else min(2 * pause, _RETRY_S[1])
+            self._is_current[rank] = False
+            self.cached.clear(rank)
             await asyncio.sleep(pause)
 
     @contextlib.asynccontextmanager
@@ -209,7 +211,7 @@ class Listener:
             yield socket
 
     async def _listen(self, context: "zmq.asyncio.Context", socket: "zmq.asyncio.Socket", rank: int) -> None:
-        """Takes in what comes; raises _OtherPublisher, and TimeoutError where a question has no answer."""
+        """Applies batches as they come; raises _OtherPublisher, and TimeoutError where a replay does not come."""
         expected = await self._replayed(context, rank, None)
         while True:
             try:
@@ -226,19 +228,19 @@ class Listener:
                     raise _OtherPublisher
                 continue  # it was in the replay
             if expected is not None and number > expected:
-                self.held.forget(rank)  # what is missing cannot be had any more
-            self._take(rank, batch)
-            expected, self._heard[rank] = number + 1, True
+                self.cached.clear(rank)  # the missing batches are no longer replayed
+            self._apply(rank, batch)
+            expected, self._is_current[rank] = number + 1, True
 
     async def _replayed(self, context: "zmq.asyncio.Context", rank: int, expected: int | None) -> int | None:
-        """Takes in what the instance has kept from number `expected` on, None for all; returns the next number.
+        """Applies the replay from batch `expected` on, None for all; returns the next number.
 
-        It asks for the one before, too, by whose time it knows whether the same process publishes.
+        The batch before is requested too: its time shows whether the same process publishes.
         """
         endpoint = self._source.replay_endpoint
         if endpoint is None:
             return expected
-        with context.socket(zmq.DEALER) as socket:  # a new one, so that no late answer to an earlier question comes
+        with context.socket(zmq.DEALER) as socket:  # a new one, so that no late answer to an earlier request comes
             socket.linger = 0
             socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
             socket.connect(endpoint_of(endpoint, rank))
@@ -250,7 +252,7 @@ class Listener:
                 if number == _END:
                     if known:
                         raise _OtherPublisher
-                    self._heard[rank] = True
+                    self._is_current[rank] = True
                     return expected
                 batch = read_batch(payload)
                 if number == expected - 1 and known and batch.ts != self._newest[rank]:
@@ -258,17 +260,17 @@ class Listener:
                 known = None
                 if number >= expected:
                     if number > expected:
-                        self.held.forget(rank)  # what lies between has been dropped: what it removed is not known
-                    self._take(rank, batch)
+                        self.cached.clear(rank)  # batches between were dropped, and with them removals
+                    self._apply(rank, batch)
                     expected = number + 1
 
-    def _take(self, rank: int, batch: EventBatch) -> None:
-        self.held.take(rank, batch)
+    def _apply(self, rank: int, batch: EventBatch) -> None:
+        self.cached.apply(rank, batch)
         self._newest[rank] = batch.ts
 
 
 class _OtherPublisher(Exception):
-    """Another process publishes than the one that has been heard."""
+    """Another process publishes at the endpoint than before."""
 
 
 def _message(frames: list[bytes]) -> tuple[int, bytes]:

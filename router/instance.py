@@ -1,4 +1,4 @@
-"""An instance as its router sees it: health, load, rests, and a way to ask it that ends when it falls silent."""
+"""An instance as its router sees it: health, load, back-off, and requests that are cancelled when it falls silent."""
 
 import asyncio
 import contextlib
@@ -18,19 +18,19 @@ from router.request import Prompt
 
 DEFAULT_CONCURRENCY = 64
 Tls = ssl.SSLContext | None
-"""Whom to trust at https://; None is whom the system trusts."""
+"""Certificate authorities for https://; None: those of the system."""
 
-_REST_S = 1.0, 30.0
+_BACKOFF_S = 1.0, 30.0
 _FAILURES = 3
 _MAX_HEALTH_BYTES = 2**16
-_SILENCES = 3  # waits for /health without a word, after which what is in flight goes elsewhere
-_BUSY_S = 0.1, 2.0  # an instance that has refused a request is left alone; twice as long each time
+_SILENCES = 3  # unanswered /health probes after which requests in flight move to another instance
+_BUSY_S = 0.1, 2.0  # back-off after a refusal: the first one, and the longest; it doubles each time
 
 
-class Broken(Exception):
-    """The instance has not answered to the end; `has_arrived`: it may have worked on the request.
+class InstanceFailed(Exception):
+    """The instance did not complete its response; `has_arrived`: it may have worked on the request.
 
-    `error` is what it said of it, None where it just ended.
+    `error` is the error it sent, None where the connection just ended.
     """
 
     def __init__(self, reason: str, *, has_arrived: bool = True, error: ApiError | None = None):
@@ -49,146 +49,148 @@ class _ServedModels(msgspec.Struct):
 
 
 @dataclasses.dataclass
-class Breaker:
-    """Opens after three failures in a row, for a second and then twice as long each time; then one request may try.
+class CircuitBreaker:
+    """Opens after three failures in a row, for 1 s and then twice as long each time; then it admits one probe request.
 
-    Requests are told apart by identity: those that were sent before it opened say nothing of the one that tries. Times
-    are seconds of a monotonic clock.
+    Requests are compared by identity: one sent before the breaker opened does not count as the probe. Times are seconds
+    of a monotonic clock.
     """
 
     failures: int = 0
-    opens_until: float = 0.0
-    rest_s: float = _REST_S[0]
-    trial: object | None = None
+    open_until: float = 0.0
+    backoff_s: float = _BACKOFF_S[0]
+    probe: object | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether the last requests have failed."""
+        """Whether the last requests failed."""
         return self.failures >= _FAILURES
 
     def allows(self, now: float) -> bool:
         """Returns whether a request may be sent."""
-        return not self.is_open or (now >= self.opens_until and self.trial is None)
+        return not self.is_open or (now >= self.open_until and self.probe is None)
 
-    def send(self, request: object) -> None:
-        """Notes that a request is sent: while the breaker is open, the only one."""
+    def on_send(self, request: object) -> None:
+        """Records that a request is sent; while the breaker is open it is the probe."""
         if self.is_open:
-            self.trial = request
+            self.probe = request
 
-    def answer(self, request: object) -> None:
-        """Notes that a request gets its first tokens. The one that tried closes the breaker; a failure opens it again.
+    def on_first_tokens(self, request: object) -> None:
+        """Half closes the breaker once the probe has tokens: its end may be minutes away. One more failure opens it."""
+        if request is self.probe:
+            self.failures, self.probe = _FAILURES - 1, None
 
-        Its end may be minutes away, and one request at a time is little.
-        """
-        if request is self.trial:
-            self.failures, self.trial = _FAILURES - 1, None
+    def on_success(self) -> None:
+        """Closes the breaker and resets its back-off: a request was answered to its end."""
+        self.failures, self.open_until, self.backoff_s, self.probe = 0, 0.0, _BACKOFF_S[0], None
 
-    def succeed(self) -> None:
-        """Notes that a request was answered to its end: the next rest is a short one."""
-        self.failures, self.opens_until, self.rest_s, self.trial = 0, 0.0, _REST_S[0], None
-
-    def fail(self, request: object, now: float) -> None:
-        """Notes that a request has failed."""
-        if self.is_open and request is not self.trial:
+    def on_failure(self, request: object, now: float) -> None:
+        """Counts a failure; the third in a row opens the breaker."""
+        if self.is_open and request is not self.probe:
             return
         self.failures += 1
         if self.is_open:
-            self.opens_until = now + self.rest_s
-            self.rest_s = min(2 * self.rest_s, _REST_S[1])
+            self.open_until = now + self.backoff_s
+            self.backoff_s = min(2 * self.backoff_s, _BACKOFF_S[1])
 
-    def end(self, request: object) -> None:
-        """Notes that a request has ended. One that tried makes room for the next, also where it says nothing."""
-        if request is self.trial:
-            self.trial = None
+    def on_end(self, request: object) -> None:
+        """Frees the place of the probe when it ends, whatever came of it."""
+        if request is self.probe:
+            self.probe = None
 
 
 class Instance:
-    """One instance. `status` is "ok" where /health says so, what it says instead, or "unknown", "gone" or "silent"."""
+    """One instance. `status` is what /health reports ("ok" where it is healthy), or "unknown", "gone" or "silent"."""
 
     def __init__(self, url: str, api_key: str | None, concurrency: int | None, health_s: float, tls: Tls = None):
         self.url, self.status = url, "unknown"
-        self.load, self.sent, self.flying, self.breaker = InstanceLoad(), SentPages(), InFlightPrompts(), Breaker()
-        self.lease_until: float | None = None  # of a monotonic clock; None is for ever
+        self.load, self.sent, self.in_flight, self.breaker = (
+            InstanceLoad(),
+            SentPages(),
+            InFlightPrompts(),
+            CircuitBreaker(),
+        )
+        self.lease_until: float | None = None  # of a monotonic clock; None: no lease
         self.listener: Listener | None = None
         self._address = Address.parse(url)
         self._client = Client(self._address, api_key, tls)
         self._given, self.concurrency = concurrency, concurrency or DEFAULT_CONCURRENCY
         self._health_s, self._silences = health_s, 0
-        self._rests_until, self._rest_s = 0.0, _BUSY_S[0]
+        self._busy_until, self._busy_s = 0.0, _BUSY_S[0]
         self._reading: set[asyncio.Timeout] = set()
 
     @property
-    def has_room(self) -> bool:
+    def accepts_requests(self) -> bool:
         """Whether a request may be sent now."""
         now = time.monotonic()
-        is_free = self.status == "ok" and now >= self._rests_until and self.load.requests < self.concurrency
+        is_free = self.status == "ok" and now >= self._busy_until and self.load.requests < self.concurrency
         return is_free and self.is_leased(now) and self.breaker.allows(now)
 
     def is_leased(self, now: float) -> bool:
-        """Returns whether it is in the fleet: its lease has not ended."""
+        """Returns whether its lease has not ended."""
         return self.lease_until is None or now < self.lease_until
 
     @property
-    def tells(self) -> bool:
-        """Whether it says which pages it holds, and has been heard."""
+    def publishes_events(self) -> bool:
+        """Whether its KV events arrive, which say which pages it has cached."""
         return self.listener is not None and self.listener.is_live
 
     def overlap(self, prompt: Prompt) -> int:
-        """Returns how many pages of a prompt it finds: as it tells, or else as this router has sent there.
+        """Returns how many leading pages of a prompt it has cached: by its KV events, or else by what this router sent.
 
-        What is salted finds its tenant's pages only, and events do not say whose a page is: so both must hold.
+        A salted prompt finds its tenant's pages only, and events name no tenant: there the smaller of both counts.
         """
         sent = self.sent.overlap(prompt.keys)
-        if self.listener is None or not self.listener.is_live or prompt.spelled is None:
+        if self.listener is None or not self.listener.is_live or prompt.token_keys is None:
             return sent
-        held = self.listener.held.overlap(prompt.spelled)
-        return min(held, sent) if prompt.is_salted else max(held, self.flying.overlap(prompt.keys))
+        cached = self.listener.cached.overlap(prompt.token_keys)
+        return min(cached, sent) if prompt.is_salted else max(cached, self.in_flight.overlap(prompt.keys))
 
-    def rest(self) -> None:
-        """Notes that it has refused a request for want of room."""
-        self._rests_until = time.monotonic() + self._rest_s
-        self._rest_s = min(2 * self._rest_s, _BUSY_S[1])
+    def back_off(self) -> None:
+        """Sends it nothing for a while: it refused a request as busy."""
+        self._busy_until = time.monotonic() + self._busy_s
+        self._busy_s = min(2 * self._busy_s, _BUSY_S[1])
 
-    def work(self) -> None:
-        """Notes that it answers."""
-        self._rest_s = _BUSY_S[0]
-        self.breaker.succeed()
+    def on_success(self) -> None:
+        """Resets back-off and breaker: it completed a response."""
+        self._busy_s = _BUSY_S[0]
+        self.breaker.on_success()
 
     @contextlib.asynccontextmanager
-    async def ask(self, path: str, body: Body, headers: dict[str, str]) -> AsyncIterator[StreamedResponse]:
+    async def post_stream(self, path: str, body: Body, headers: dict[str, str]) -> AsyncIterator[StreamedResponse]:
         """Sends a POST over a connection of its own and yields the response, whatever its status; raises Broken."""
         async with contextlib.AsyncExitStack() as stack:
             try:
-                async with self._heard():
+                async with self._cancelable():
                     found = await stack.enter_async_context(
                         self._client.exchange("POST", path, body, headers, fresh=True)
                     )
             except RequestFailed as error:
-                raise Broken(str(error), has_arrived=error.kind != "connect") from None
+                raise InstanceFailed(str(error), has_arrived=error.kind != "connect") from None
             except TimeoutError:
-                raise Broken("the instance is silent") from None
+                raise InstanceFailed("the instance is silent") from None
             yield found
 
-    async def pieces(self, response: StreamedResponse) -> AsyncIterator[bytes]:
+    async def chunks(self, response: StreamedResponse) -> AsyncIterator[bytes]:
         """Yields the body of a StreamedResponse as it comes; raises Broken."""
-        pieces = response.pieces()
+        chunks = response.pieces()
         while True:
             try:
-                async with self._heard():
-                    piece = await anext(pieces, None)
+                async with self._cancelable():
+                    chunk = await anext(chunks, None)
             except (RequestFailed, TimeoutError) as error:
-                raise Broken(str(error) or "the instance is silent") from None
-            if piece is None:
+                raise InstanceFailed(str(error) or "the instance is silent") from None
+            if chunk is None:
                 return
-            yield piece
+            yield chunk
 
     async def read(self, response: StreamedResponse, limit: int) -> bytes:
         """Returns the body of a StreamedResponse; raises Broken, also for more than `limit` bytes."""
         body = bytearray()
-        async for piece in self.pieces(response):
-            body += piece
+        async for chunk in self.chunks(response):
+            body += chunk
             if len(body) > limit:
-                raise Broken(f"an answer has more than {limit} bytes")
+                raise InstanceFailed(f"an answer has more than {limit} bytes")
         return bytes(body)
 
     async def get(self, path: str) -> tuple[int, bytes]:
@@ -202,7 +204,7 @@ class Instance:
             return response.status, await response.read(limit)
 
     async def probe(self) -> None:
-        """Asks for the health and notes the answer."""
+        """Reads /health and updates `status`."""
         before = self.status
         try:
             code, body = await self.get("/health")
@@ -210,26 +212,26 @@ class Instance:
             self._silences += 1
             if self._silences >= _SILENCES:
                 self.status = "silent"
-                self._cut()
+                self._cancel_reads()
             return
         except RequestFailed:
-            self._note("gone")
+            self._set_status("gone")
             return
-        self._note("ok" if code == 200 else _said(body))
+        self._set_status("ok" if code == 200 else _reported_status(body))
         if self.status == "ok" and before != "ok":
-            await self._greet(is_new=before != "silent")
+            await self._on_up(is_new=before != "silent")
 
     async def close(self) -> None:
-        """Closes idle connections, and listens no more."""
+        """Closes idle connections and the subscription to KV events."""
         await self._client.close()
-        self._listen_to(None)
+        self._subscribe(None)
 
-    def _note(self, status: str) -> None:
+    def _set_status(self, status: str) -> None:
         self.status, self._silences = status, 0
 
-    async def _greet(self, is_new: bool) -> None:
-        """Learns how much runs there at a time; forgets failures, and what an earlier process had in its cache."""
-        self.breaker.succeed()
+    async def _on_up(self, is_new: bool) -> None:
+        """Reads the limits of an instance that came up; resets failures, and the pages that an earlier process had."""
+        self.breaker.on_success()
         if is_new:
             self.sent.clear()
         with contextlib.suppress(RequestFailed, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -240,9 +242,9 @@ class Instance:
             self.load.ranks = max([1, *(model.data_parallel_size or 1 for model in models)])
             source = next((model.kv_events for model in models if model.kv_events is not None), None)
             if is_new or source is None:
-                self._listen_to(None if source is None else source.at(self._address.host))
+                self._subscribe(None if source is None else source.at(self._address.host))
 
-    def _listen_to(self, source: EventEndpoint | None) -> None:
+    def _subscribe(self, source: EventEndpoint | None) -> None:
         if self.listener is not None:
             self.listener.close()
         self.listener = None if source is None else Listener(source, self.url)
@@ -250,8 +252,8 @@ class Instance:
             self.listener.start()
 
     @contextlib.asynccontextmanager
-    async def _heard(self, seconds: float | None = None) -> AsyncIterator[None]:
-        """Raises TimeoutError inside of the `async with` when the instance has fallen silent, or after `seconds`."""
+    async def _cancelable(self, seconds: float | None = None) -> AsyncIterator[None]:
+        """Raises TimeoutError inside the `async with` when the instance falls silent, or after `seconds`."""
         async with asyncio.timeout(seconds) as wait:
             self._reading.add(wait)
             try:
@@ -259,14 +261,14 @@ class Instance:
             finally:
                 self._reading.discard(wait)
 
-    def _cut(self) -> None:
-        """Has everybody who waits for this instance wait no more."""
+    def _cancel_reads(self) -> None:
+        """Cancels all pending reads from this instance."""
         for wait in list(self._reading):
             if not wait.expired():
                 wait.reschedule(asyncio.get_running_loop().time())
 
 
-def _said(body: bytes) -> str:
+def _reported_status(body: bytes) -> str:
     try:
         found: Any = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -276,36 +278,36 @@ def _said(body: bytes) -> str:
 
 
 class Booking:
-    """One request at an instance, which finds `pages` of its prompt, as far as its load is concerned."""
+    """A request's share of an instance's load, from dispatch to `close`; `pages` of its prompt are cached there."""
 
     def __init__(self, instance: Instance, prompt: Prompt, pages: int):
         self.instance = instance
-        self._cost, self._held = cost_of(prompt, pages), prompt.tokens
-        self._flying = prompt.keys if prompt.spelled is not None else ()
+        self._cost, self._tokens = cost_of(prompt, pages), prompt.tokens
+        self._in_flight_keys = prompt.keys if prompt.token_keys is not None else ()
         load = instance.load
-        load.prefill, load.held, load.requests = load.prefill + self._cost, load.held + self._held, load.requests + 1
-        instance.sent.note(prompt.keys)
-        instance.flying.add(self._flying)
-        instance.breaker.send(self)
+        load.prefill, load.held, load.requests = load.prefill + self._cost, load.held + self._tokens, load.requests + 1
+        instance.sent.record(prompt.keys)
+        instance.in_flight.add(self._in_flight_keys)
+        instance.breaker.on_send(self)
 
-    def answer(self, tokens: int) -> None:
-        """Notes tokens of the answer; the prompt is computed, then."""
+    def on_tokens(self, tokens: int) -> None:
+        """Counts generated tokens; with the first ones the prompt is computed."""
         self.instance.load.prefill -= self._cost
         self.instance.load.held += tokens
-        self._cost, self._held = 0.0, self._held + tokens
-        self._land()
+        self._cost, self._tokens = 0.0, self._tokens + tokens
+        self._on_prompt_computed()
         if tokens:
-            self.instance.breaker.answer(self)
+            self.instance.breaker.on_first_tokens(self)
 
-    def _land(self) -> None:
-        self.instance.flying.remove(self._flying)
-        self._flying = ()
+    def _on_prompt_computed(self) -> None:
+        self.instance.in_flight.remove(self._in_flight_keys)
+        self._in_flight_keys = ()
 
     def close(self) -> None:
-        """Takes the request off the load."""
-        self._land()
+        """Removes the request from the load."""
+        self._on_prompt_computed()
         load = self.instance.load
-        load.prefill, load.held, load.requests = load.prefill - self._cost, load.held - self._held, load.requests - 1
+        load.prefill, load.held, load.requests = load.prefill - self._cost, load.held - self._tokens, load.requests - 1
         if not load.requests:
             load.prefill = 0.0  # sums of floats
-        self.instance.breaker.end(self)
+        self.instance.breaker.on_end(self)

@@ -1,7 +1,4 @@
-"""The pools of instances with the bounded queue in front of each, and who belongs to them.
-
-Members are the instances that the router was told of, and those that register for a time.
-"""
+"""Pools of instances, each behind a bounded queue, and membership: instances from the options, and registered ones."""
 
 import asyncio
 import collections
@@ -21,15 +18,15 @@ from router.policy import choose
 from router.request import Prompt
 
 _RETRY_S = 1
-_LOOK_S = 0.1  # rests end without anybody saying so
+_DISPATCH_S = 0.1  # back-offs end without an event
 LEASE_S = 10.0
-"""An instance that has not said for so long that it is there gets no more requests."""
+"""Seconds after which an instance that has not renewed its registration gets no more requests."""
 MAX_REGISTERED = 1024
 _MAX_URL = 2048
 
 
 class Pool:
-    """Gives each request the instance where it costs least, in order of arrival where none has room."""
+    """Dispatches each request to the instance where it costs least; queues in order of arrival while all are full."""
 
     def __init__(self, instances: Sequence[Instance], *, decodes: bool, max_queued: int, queue_s: float):
         self.instances = list(instances)
@@ -39,7 +36,7 @@ class Pool:
 
     @property
     def is_up(self) -> bool:
-        """Whether any instance is well."""
+        """Whether any instance is healthy."""
         now = time.monotonic()
         return any(instance.status == "ok" and instance.is_leased(now) for instance in self.instances)
 
@@ -50,40 +47,40 @@ class Pool:
 
     @contextlib.asynccontextmanager
     async def book(self, prompt: Prompt) -> AsyncIterator[Booking]:
-        """Yields a place at an instance; raises ApiError 503 where the queue is full or the wait too long."""
-        booking = None if self._waiting else self._place(prompt)
+        """Yields a booking at an instance; raises ApiError 503 where the queue is full or the wait too long."""
+        booking = None if self._waiting else self._try_book(prompt)
         if booking is None:
             booking = await self._wait(prompt)
         try:
             yield booking
         finally:
             booking.close()
-            self.look()
+            self.dispatch()
 
-    def look(self) -> None:
-        """Gives those who wait their places, as far as there are any."""
+    def dispatch(self) -> None:
+        """Books queued requests, in order, until no instance accepts one."""
         while self._waiting:
             prompt, future = self._waiting[0]
             if not future.done():
-                if (booking := self._place(prompt)) is None:
+                if (booking := self._try_book(prompt)) is None:
                     return
                 future.set_result(booking)
             self._waiting.popleft()
 
-    async def keep_looking(self) -> None:
-        """Looks again and again."""
+    async def keep_dispatching(self) -> None:
+        """Dispatches every 0.1 s, until it is cancelled."""
         while True:
-            await asyncio.sleep(_LOOK_S)
-            self.look()
+            await asyncio.sleep(_DISPATCH_S)
+            self.dispatch()
 
-    def _place(self, prompt: Prompt) -> Booking | None:
-        free = [instance for instance in self.instances if instance.has_room]
+    def _try_book(self, prompt: Prompt) -> Booking | None:
+        free = [instance for instance in self.instances if instance.accepts_requests]
         if not free:
             return None
         pages = [instance.overlap(prompt) for instance in free]
         loads = [instance.load for instance in free]
-        place = choose(prompt, loads, pages, decodes=self._decodes, chance=self._chance)
-        return Booking(free[place], prompt, pages[place])
+        index = choose(prompt, loads, pages, decodes=self._decodes, chance=self._chance)
+        return Booking(free[index], prompt, pages[index])
 
     async def _wait(self, prompt: Prompt) -> Booking:
         if len(self._waiting) >= self._max_queued:
@@ -95,18 +92,18 @@ class Pool:
             async with asyncio.timeout(self._queue_s):
                 return await asyncio.shield(future)
         except TimeoutError:
-            self._leave(entry)
-            raise unavailable("no instance has had room for the request", "no_instance", _RETRY_S) from None
+            self._dequeue(entry)
+            raise unavailable("no instance accepted the request in time", "no_instance", _RETRY_S) from None
         except BaseException:
-            self._leave(entry)
+            self._dequeue(entry)
             raise
 
-    def _leave(self, entry: tuple[Prompt, asyncio.Future[Booking]]) -> None:
-        """Takes out of the queue who no longer waits, or gives back the place that came too late."""
+    def _dequeue(self, entry: tuple[Prompt, asyncio.Future[Booking]]) -> None:
+        """Removes an entry from the queue, or closes the booking that came too late for it."""
         future = entry[1]
         if future.done() and not future.cancelled():
             future.result().close()
-            self.look()
+            self.dispatch()
         else:
             future.cancel()
             with contextlib.suppress(ValueError):
@@ -114,7 +111,7 @@ class Pool:
 
 
 class Registration(msgspec.Struct, forbid_unknown_fields=True):
-    """What an instance says of itself: where it answers, what it does, and whether it leaves."""
+    """A registration: URL, role, and whether the instance leaves."""
 
     url: str
     role: Literal["both", "prefill", "decode"] = "both"
@@ -125,7 +122,7 @@ _decoder = msgspec.json.Decoder(Registration)
 
 
 def read_registration(body: bytes | bytearray) -> Registration:
-    """Reads what an instance has sent; raises ApiError 400."""
+    """Parses a registration; raises ApiError 400."""
     try:
         found = _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -140,7 +137,7 @@ def read_registration(body: bytes | bytearray) -> Registration:
 
 
 class Members:
-    """Watches the health of all instances, and has those that register for `LEASE_S`. `key` is what these must know.
+    """Probes the health of all instances; leases membership to those that register with `key`, for `LEASE_S` each time.
 
     `forget` is called with the URL of each one that has left.
     """
@@ -161,20 +158,20 @@ class Members:
         self._registered: dict[str, tuple[Pool, Instance]] = {}
 
     def start(self) -> None:
-        """Begins to watch."""
+        """Starts probing."""
         for pool in set(self._pools.values()):
             for instance in pool.instances:
-                self._tasks[instance] = asyncio.create_task(self._watch(pool, instance))
+                self._tasks[instance] = asyncio.create_task(self._probe(pool, instance))
 
     async def close(self) -> None:
-        """Ends all watching."""
+        """Ends all probing and closes the instances."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         for instance in self._tasks:
             await instance.close()
 
-    def admit(self, given: str | None) -> None:
+    def authorize(self, given: str | None) -> None:
         """Raises ApiError 401 for an instance that does not know the key."""
         if self._key is None:
             return
@@ -182,22 +179,22 @@ class Members:
         if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._key.encode()):
             raise ApiError(401, "missing or wrong key", kind="authentication_error", code="invalid_api_key")
 
-    def hear(self, said: Registration) -> dict[str, Any]:
-        """Takes in a registration; returns what the instance is told. Raises ApiError for one that cannot be had."""
-        if said.leaves:
-            self._leave(said.url)
+    def register(self, registration: Registration) -> dict[str, Any]:
+        """Adds, renews or removes an instance; returns its lease. Raises ApiError for one that is refused."""
+        if registration.leaves:
+            self._leave(registration.url)
             return {"lease_s": 0.0}
-        pool = self._pools.get(said.role)
+        pool = self._pools.get(registration.role)
         if pool is None:
-            text = f"role: the router has no use for {said.role}; it has {', '.join(sorted(self._pools))}"
+            text = f"role: this router has no pool for {registration.role}; it has {', '.join(sorted(self._pools))}"
             raise invalid(text)
-        known = self._registered.get(said.url)
+        known = self._registered.get(registration.url)
         if known is None:
-            self._join(said.url, pool)
+            self._join(registration.url, pool)
         elif known[0] is pool:
             known[1].lease_until = time.monotonic() + LEASE_S
-        else:  # another process has taken its place; it joins when that has left, since it says again that it is there
-            self._leave(said.url)
+        else:  # another role at the same URL: it joins when the old entry has drained, since registrations repeat
+            self._leave(registration.url)
         return {"lease_s": LEASE_S}
 
     def _join(self, url: str, pool: Pool) -> None:
@@ -209,26 +206,26 @@ class Members:
         instance.lease_until = time.monotonic() + LEASE_S
         pool.instances.append(instance)
         self._registered[url] = pool, instance
-        self._tasks[instance] = asyncio.create_task(self._watch(pool, instance))
+        self._tasks[instance] = asyncio.create_task(self._probe(pool, instance))
 
     def _leave(self, url: str) -> None:
-        """Gives an instance no more requests; what it has of them it may finish."""
+        """Ends an instance's lease: it gets no more requests and may finish those it has."""
         found = self._registered.get(url)
         if found is not None:
             found[1].lease_until = 0.0
 
-    async def _watch(self, pool: Pool, instance: Instance) -> None:
-        """Asks an instance for its health again and again, until its lease has ended and nothing is left there."""
-        told = ""
+    async def _probe(self, pool: Pool, instance: Instance) -> None:
+        """Probes an instance until its lease has ended and its last request is done; logs changes of its state."""
+        logged = ""
         while True:
             await instance.probe()
             state = instance.status if instance.is_leased(time.monotonic()) else "left"
-            if state != told:
-                told = state
-                self._notify(f"{instance.url}: {told}")
-            if told == "left" and not instance.load.requests:
+            if state != logged:
+                logged = state
+                self._notify(f"{instance.url}: {logged}")
+            if logged == "left" and not instance.load.requests:
                 break
-            pool.look()
+            pool.dispatch()
             await asyncio.sleep(self._interval_s)
         pool.instances.remove(instance)
         self._registered.pop(instance.url, None)

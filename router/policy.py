@@ -1,4 +1,4 @@
-"""Which instance costs least, by what the router has sent there: `dsv3.scheduler.cost` over instances."""
+"""The load balancing policy: sends a prompt to the instance where it costs least (`dsv3.scheduler.cost`)."""
 
 import collections
 import dataclasses
@@ -11,12 +11,12 @@ from dsv3.scheduler.cost import Loads, costs, prefill_cost, with_backlog
 from router.request import PAGE_TOKENS, Prompt
 
 MAX_SENT_PAGES = 65_536
-"""Pages that are remembered per instance: 4 million tokens."""
+"""Pages that are kept per instance: 4 million tokens."""
 
 
 @dataclasses.dataclass
 class InstanceLoad:
-    """What an instance has to do for this router: cost of prompts without a token yet, tokens held, requests.
+    """An instance's work for this router: cost of prompts without a token yet, tokens in its cache, requests.
 
     Its `ranks` share that.
     """
@@ -28,19 +28,19 @@ class InstanceLoad:
 
 
 class SentPages:
-    """The pages that went to an instance, newest last: it may have them in its cache. A `limit` of 0 remembers none."""
+    """The pages that were sent to an instance, newest last: it may have cached them. A `limit` of 0 keeps none."""
 
     def __init__(self, limit: int = MAX_SENT_PAGES):
         self._limit = limit
         self._turns: dict[bytes, int] = {}  # by page: of the prompt that was the last to have it
         self._prompts: collections.deque[tuple[int, tuple[bytes, ...]]] = collections.deque()  # by turn
-        self._turn, self._noted = 0, 0  # of the last prompt; pages of all `_prompts`
+        self._turn, self._num_recorded = 0, 0  # of the last prompt; pages of all `_prompts`
 
     def __len__(self) -> int:
         return len(self._turns)
 
-    def note(self, keys: Sequence[bytes]) -> None:
-        """Remembers pages; the oldest ones are forgotten, and a prompt's last ones before its first.
+    def record(self, keys: Sequence[bytes]) -> None:
+        """Adds a prompt's pages; drops the oldest prompts' ones beyond the limit, last pages first.
 
         No page is moved on its own: an ordered dictionary took four times as long.
         """
@@ -49,17 +49,17 @@ class SentPages:
         self._turn += 1
         self._turns.update(dict.fromkeys(keys, self._turn))
         self._prompts.append((self._turn, tuple(keys)))
-        self._noted += len(keys)
+        self._num_recorded += len(keys)
         while len(self._turns) > self._limit:
-            self._forget_oldest(len(self._turns) - self._limit)
-        if self._noted > 2 * self._limit:
+            self._drop_oldest(len(self._turns) - self._limit)
+        if self._num_recorded > 2 * self._limit:
             self._sweep()
 
     def overlap(self, keys: Sequence[bytes], near: int = 0) -> int:
-        """Returns how many pages of a prompt, from its first on, went there.
+        """Returns how many leading pages of a prompt were sent there.
 
-        A page is always newer than those behind it. So those that are known are a run, found by bisection, or at once
-        where they are as many as `near`: what many prompts begin with has been sent to many instances.
+        A page is always newer than those behind it. So known pages are a prefix, found by bisection, or at once where
+        they are `near` many: beginnings that many prompts share were sent to many instances.
         """
         known, low, high = self._turns, 0, len(keys)
         if not keys or keys[0] not in known:
@@ -74,31 +74,31 @@ class SentPages:
         return low
 
     def clear(self) -> None:
-        """Forgets all: the instance has begun anew."""
+        """Drops all pages: the instance has restarted."""
         self._turns.clear()
         self._prompts.clear()
-        self._noted = 0
+        self._num_recorded = 0
 
-    def _forget_oldest(self, most: int) -> None:
-        """Forgets up to `most` pages of the oldest prompt, its last ones first."""
+    def _drop_oldest(self, most: int) -> None:
+        """Drops up to `most` pages of the oldest prompt, its last ones first."""
         turn, keys = self._prompts.popleft()
-        first = self._renewed(turn, keys)
+        first = self._shared_with_later(turn, keys)
         stop = max(first, len(keys) - most)
         for key in keys[stop:]:
             del self._turns[key]
-        self._noted -= len(keys)
+        self._num_recorded -= len(keys)
         if stop > first:
             self._prompts.appendleft((turn, keys[first:stop]))
-            self._noted += stop - first
+            self._num_recorded += stop - first
 
     def _sweep(self) -> None:
-        """Drops what later prompts have, too, so that prompts which come again take no room."""
-        left = [(turn, keys[self._renewed(turn, keys) :]) for turn, keys in self._prompts]
+        """Drops pages that later prompts have too, so that repeated prompts take no memory."""
+        left = [(turn, keys[self._shared_with_later(turn, keys) :]) for turn, keys in self._prompts]
         self._prompts = collections.deque((turn, keys) for turn, keys in left if keys)
-        self._noted = len(self._turns)
+        self._num_recorded = len(self._turns)
 
-    def _renewed(self, turn: int, keys: tuple[bytes, ...]) -> int:
-        """Returns how many of a prompt's pages later ones have, too: its first ones."""
+    def _shared_with_later(self, turn: int, keys: tuple[bytes, ...]) -> int:
+        """Returns how many leading pages of a prompt later ones have too."""
         turns, low, high = self._turns, 0, len(keys)
         while low < high:
             middle = (low + high) // 2
@@ -107,24 +107,24 @@ class SentPages:
 
 
 class InFlightPrompts:
-    """The pages of prompts that an instance computes: they will be there before the next request is."""
+    """Pages of prompts that an instance computes now: they will be cached before the next request arrives."""
 
     def __init__(self) -> None:
         self._keys: collections.Counter[bytes] = collections.Counter()
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """Notes the pages of a prompt."""
+        """Adds the pages of a prompt."""
         self._keys.update(keys)
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Notes that a prompt is computed."""
+        """Removes the pages of a prompt that is computed."""
         for key in keys:
             self._keys[key] -= 1
             if not self._keys[key]:
                 del self._keys[key]
 
     def overlap(self, keys: Sequence[bytes]) -> int:
-        """Returns how many pages of a prompt, from its first on, are among them."""
+        """Returns how many leading pages of a prompt are among them."""
         return _overlap(keys, self._keys)
 
 
@@ -136,18 +136,18 @@ def _overlap(keys: Sequence[bytes], known: Container[bytes]) -> int:
 
 
 def cost_of(prompt: Prompt, pages: int) -> float:
-    """Returns what a prompt costs where that many of its pages are found. Its last token is always computed."""
+    """Returns the cost of a prompt of which `pages` are cached. Its last token is always computed."""
     return prefill_cost(min(pages * PAGE_TOKENS, prompt.tokens - 1), prompt.tokens)
 
 
 def choose(
     prompt: Prompt, loads: Sequence[InstanceLoad], pages: Sequence[int], *, decodes: bool, chance: random.Random
 ) -> int:
-    """Returns the place of the instance where the prompt costs least; `chance` decides among equals.
+    """Returns the index of the instance where the prompt costs least; `chance` decides ties.
 
-    One rank computes the prompt, and all of an instance's ranks share what it has to do: so loads are those per rank.
-    `pages` says how many of the prompt's pages each instance may have. Equals are many where little is on its way, and
-    two routers side by side must not agree on the first of them.
+    One rank computes the prompt, and an instance's ranks share its work, so loads are per rank. `pages` are the
+    prompt's pages that each instance may have cached. Ties are frequent at low load, and two routers must not both take
+    the first.
     """
     own = [cost_of(prompt, each) for each in pages]
     if decodes:

@@ -1,4 +1,4 @@
-"""One request on its way: to an instance, to the next where that one fails, and back to its client; and its counts.
+"""Relays one request: to an instance, to the next one where that fails, and back to the client; and counts it.
 
 `RetryAttempts` is the quarantine: a request with which two instances have died is not tried a third time.
 """
@@ -17,27 +17,27 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from dsv3.http_client import Body, RequestFailed, ServerSentEvents, StreamedResponse
 from dsv3.server.protocol.errors import ENGINE_DIED, ApiError, unavailable
 from dsv3.server.serving.handlers import KINDS
-from router.cached_pages import spelled_keys
-from router.gather import ErrorEvent, Events, Gathered, Unreadable
-from router.instance import Booking, Broken, Instance
+from router.cached_pages import token_page_keys
+from router.instance import Booking, Instance, InstanceFailed
 from router.members import Pool
 from router.options import RouterOptions
 from router.request import MAX_PAGES, PAGE_TOKENS, RESUMABLE, TOKENIZED, ParsedRequest, Prompt
+from router.stream import ErrorEvent, Events, RelayedStream, UnreadableStream
 
 MAX_DEATHS = 2
-"""Instances that may die with a request on them before it is taken for the cause."""
+"""Instances that may die while they serve a request, before the request is taken for the cause."""
 INSTANCES_DIED = "instances_died"
 FATAL = (INSTANCES_DIED, ENGINE_DIED)
-"""Codes of errors that say that nobody else should have the request."""
+"""Error codes after which no other instance gets the request."""
 
 
 class InstanceBusy(Exception):
-    """The instance has no room for the request now."""
+    """The instance is at its limits and refused the request."""
 
 
 @dataclasses.dataclass
 class RetryAttempts:
-    """What has become of a request so far. Times are seconds of a monotonic clock."""
+    """A request's retries so far. Times are seconds of a monotonic clock."""
 
     max_resumes: int
     patience_s: float
@@ -45,29 +45,29 @@ class RetryAttempts:
     deaths: int = 0
     since: float = dataclasses.field(default_factory=time.monotonic)
 
-    def refused(self, now: float) -> None:
-        """Notes that an instance would not have it; raises ApiError 503 where that has gone on for too long."""
+    def on_busy(self, now: float) -> None:
+        """Records that an instance was busy; raises ApiError 503 after `patience_s` without one that accepts."""
         if now - self.since > self.patience_s:
             raise unavailable("no instance has taken the request", "no_instance")
 
-    def broke(self, failure: Broken, *, has_died: bool, now: float) -> None:
-        """Notes that an instance has not answered to the end; raises ApiError where nobody else is to be asked."""
+    def on_failure(self, failure: InstanceFailed, *, has_died: bool, now: float) -> None:
+        """Records that an instance failed; raises ApiError where the request must not be retried."""
         if failure.error is not None and failure.error.body.code == ENGINE_DIED:
             raise failure.error
         if not failure.has_arrived:
-            self.refused(now)
+            self.on_busy(now)
             return
         self.resumes, self.deaths, self.since = self.resumes + 1, self.deaths + has_died, now
         if self.deaths >= MAX_DEATHS:
             text = f"{self.deaths} instances have died with this request; it is not tried again"
             raise ApiError(500, text, kind="server_error", code=INSTANCES_DIED)
         if self.resumes > self.max_resumes:
-            raise failure.error or broken_off()
+            raise failure.error or stream_cut_off()
 
 
-def broken_off() -> ApiError:
-    """502: the answer ends here."""
-    text = "the instance has not answered to the end"
+def stream_cut_off() -> ApiError:
+    """Returns the error 502 that ends a response which cannot be resumed."""
+    text = "the instance did not complete its response"
     return ApiError(502, text, kind="server_error", code="instance_failed")
 
 
@@ -78,26 +78,26 @@ class _Tokenized(msgspec.Struct):
     tokens: list[int]
 
 
-async def spelled(asked: ParsedRequest, instances: Sequence[Instance]) -> Prompt:
-    """Returns a request's prompt with the names of its pages, where any of `instances` tells what it holds.
+async def with_page_keys(request: ParsedRequest, instances: Sequence[Instance]) -> Prompt:
+    """Returns a request's prompt with its page keys, where any of `instances` publishes KV events.
 
-    Text is tokenized by the one of these that has the least to do. Chats with tools, and what comes over other routes
-    or is not answered in time, stay as they are: then the router goes by what it has sent.
+    Text is tokenized by the least loaded of these. Prompts of chats with tools and of other routes, and those that are
+    not tokenized in time, are returned as they are; the router then goes by what it has sent.
     """
-    telling = [each for each in instances if each.tells and each.status == "ok"]
-    if not telling or asked.path not in KINDS:
-        return asked.prompt
-    ids: np.ndarray | None = np.array(asked.prompt.ids, np.int32) if asked.prompt.ids else None
-    if ids is None and asked.path in RESUMABLE and "tools" not in asked.fields:
-        ids = await _tokens(min(telling, key=lambda each: each.load.requests), asked.fields)
+    publishing = [each for each in instances if each.publishes_events and each.status == "ok"]
+    if not publishing or request.path not in KINDS:
+        return request.prompt
+    ids: np.ndarray | None = np.array(request.prompt.ids, np.int32) if request.prompt.ids else None
+    if ids is None and request.path in RESUMABLE and "tools" not in request.fields:
+        ids = await _tokens(min(publishing, key=lambda each: each.load.requests), request.fields)
     if ids is None:
-        return asked.prompt
-    pages = spelled_keys(ids[: MAX_PAGES * PAGE_TOKENS])
-    return dataclasses.replace(asked.prompt, tokens=max(1, len(ids)), spelled=pages)
+        return request.prompt
+    pages = token_page_keys(ids[: MAX_PAGES * PAGE_TOKENS])
+    return dataclasses.replace(request.prompt, tokens=max(1, len(ids)), token_keys=pages)
 
 
 async def _tokens(instance: Instance, fields: Mapping[str, msgspec.Raw]) -> np.ndarray | None:
-    """Returns the tokens of a text or of messages as an instance reads them; None where it does not say."""
+    """Returns the token ids of a text or of messages from an instance's /tokenize; None where it fails."""
     if bytes(memoryview(fields.get("prompt", b'"'))[:1]) != b'"':
         return None
     body = b",".join(b'"%b":%b' % (name.encode(), fields[name]) for name in TOKENIZED if name in fields)
@@ -111,47 +111,51 @@ async def _tokens(instance: Instance, fields: Mapping[str, msgspec.Raw]) -> np.n
 
 MAX_ANSWER_BYTES = 2**26
 _MAX_ERROR_BYTES = 2**20
-_PREFILL_TRIALS = 2
+_PREFILL_ATTEMPTS = 2
 _log = logging.getLogger("dsv3.router")
 
-Tell = Callable[[bytes], Awaitable[None]]
+SendEvents = Callable[[bytes], Awaitable[None]]
 
 
-class Numbers:
-    """Counters, and what the pools say when somebody asks."""
+class RouterMetrics:
+    """Prometheus counters of the router, and gauges read from its pools at each scrape."""
 
     def __init__(self, pools: tuple[Pool, ...]):
         self._pools = pools
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        self.requests = self._counter("requests", "Requests by status, 499 where the client had gone.", "status")
+        self.requests = self._counter("requests", "Requests by status; 499: the client disconnected.", "status")
         self.sent = self._counter("sent", "Requests sent to an instance, resumed ones among them.", "instance")
-        self.broken = self._counter("broken", "Answers that an instance has not told to the end.", "instance")
-        self.resumed = self._counter("resumed", "Requests that went on elsewhere, as often as they did.")
-        self.computed = self._counter("prefilled", "Prompts that a prefill instance has computed.")
+        self.broken = self._counter("broken", "Responses that an instance did not complete.", "instance")
+        self.resumed = self._counter("resumed", "Times that a request was resumed on another instance.")
+        self.computed = self._counter("prefilled", "Prompts computed by a prefill instance.")
 
     def forget(self, url: str) -> None:
-        """Drops what was counted of an instance that has left, so that changing addresses do not add up."""
+        """Drops the series of an instance that has left, so that changing addresses do not accumulate."""
         for counter in (self.sent, self.broken):
             counter.remove(url)
 
     def text(self) -> bytes:
-        """Returns the exposition."""
+        """Returns the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yields the gauges (prometheus_client calls this)."""
-        up = GaugeMetricFamily("dsv3:router_instance_up", "1 where an instance is well.", labels=["instance"])
-        running = GaugeMetricFamily("dsv3:router_running", "Requests of this router there.", labels=["instance"])
-        tells = GaugeMetricFamily("dsv3:router_instance_tells", "1 where its KV events are heard.", labels=["instance"])
-        pages = GaugeMetricFamily("dsv3:router_instance_pages", "Pages that it says it holds.", labels=["instance"])
+        up = GaugeMetricFamily("dsv3:router_instance_up", "1: the instance is healthy.", labels=["instance"])
+        running = GaugeMetricFamily(
+            "dsv3:router_running", "Requests of this router that the instance serves.", labels=["instance"]
+        )
+        live = GaugeMetricFamily("dsv3:router_instance_tells", "1: its KV events arrive.", labels=["instance"])
+        pages = GaugeMetricFamily(
+            "dsv3:router_instance_pages", "Pages that it has cached, by its KV events.", labels=["instance"]
+        )
         for instance in (each for pool in self._pools for each in pool.instances):
             up.add_metric([instance.url], float(instance.status == "ok"))
             running.add_metric([instance.url], instance.load.requests)
-            tells.add_metric([instance.url], float(instance.tells))
-            pages.add_metric([instance.url], len(instance.listener.held) if instance.listener is not None else 0)
+            live.add_metric([instance.url], float(instance.publishes_events))
+            pages.add_metric([instance.url], len(instance.listener.cached) if instance.listener is not None else 0)
         waiting = sum(pool.num_waiting for pool in self._pools)
-        yield from (up, running, tells, pages)
+        yield from (up, running, live, pages)
         yield GaugeMetricFamily("dsv3:router_waiting", "Requests in the queue.", value=waiting)
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
@@ -169,11 +173,11 @@ class InstanceReply:
 
 @dataclasses.dataclass(frozen=True)
 class Fleet:
-    """The instances that answer, those that compute prompts for them if there are any, and what is counted."""
+    """The pool that answers, the pool that prefills for it if there is one, and the metrics."""
 
     answering: Pool
     prefilling: Pool | None
-    numbers: Numbers
+    metrics: RouterMetrics
     options: RouterOptions
 
     @property
@@ -183,126 +187,128 @@ class Fleet:
 
 
 class Relay:
-    """Has a fleet answer one request. `run` is called once."""
+    """Gets one request answered by a fleet. `run` is called once."""
 
-    def __init__(self, fleet: Fleet, asked: ParsedRequest, headers: Mapping[str, str]):
-        self._fleet, self._asked, self._headers = fleet, asked, dict(headers)
-        self._trials = RetryAttempts(fleet.options.max_resumes, fleet.options.queue_timeout)
+    def __init__(self, fleet: Fleet, request: ParsedRequest, headers: Mapping[str, str]):
+        self._fleet, self._request, self._headers = fleet, request, dict(headers)
+        self._attempts = RetryAttempts(fleet.options.max_resumes, fleet.options.queue_timeout)
         self._transfer: Mapping[str, Any] | None = None
-        self._has_told = False
+        self._has_sent = False
 
-    async def run(self, tell: Tell) -> InstanceReply | None:
-        """Returns the answer, or None when `tell` has been given all the events of one; raises ApiError.
+    async def run(self, send: SendEvents) -> InstanceReply | None:
+        """Returns the response, or None after all events of a streamed one went to `send`; raises ApiError.
 
-        Nothing is told before an instance has accepted the request, so that a refusal has its proper status.
+        Nothing is sent before an instance has accepted the request, so that a refusal keeps its status.
         """
-        prompt = await spelled(self._asked, self._fleet.instances)
-        self._asked = dataclasses.replace(self._asked, prompt=prompt)
-        if self._fleet.prefilling is not None and self._asked.prompt.keys and self._asked.path in RESUMABLE:
+        prompt = await with_page_keys(self._request, self._fleet.instances)
+        self._request = dataclasses.replace(self._request, prompt=prompt)
+        if self._fleet.prefilling is not None and self._request.prompt.keys and self._request.path in RESUMABLE:
             self._transfer = await self._prefilled(self._fleet.prefilling)
-        if not self._asked.streams:
-            return await self._tried(self._whole, lambda: True)
-        if self._asked.path not in RESUMABLE:
-            return await self._tried(lambda booking: self._passed(booking, tell), lambda: not self._has_told)
-        gathered = Gathered(self._asked)
-        can_go_on = lambda: gathered.is_tracked or not self._has_told  # noqa: E731
-        return await self._tried(lambda booking: self._streamed(booking, gathered, tell), can_go_on)
+        if not self._request.streams:
+            return await self._retried(self._complete, lambda: True)
+        if self._request.path not in RESUMABLE:
+            return await self._retried(lambda booking: self._pass_through(booking, send), lambda: not self._has_sent)
+        relayed = RelayedStream(self._request)
+        can_go_on = lambda: relayed.is_tracked or not self._has_sent  # noqa: E731
+        return await self._retried(lambda booking: self._relay_stream(booking, relayed, send), can_go_on)
 
-    async def _tried[T](self, attempt: Callable[[Booking], Awaitable[T]], can_go_on: Callable[[], bool]) -> T:
-        """Returns what an attempt returns; after one that fails the next instance has its turn."""
+    async def _retried[T](self, attempt: Callable[[Booking], Awaitable[T]], can_go_on: Callable[[], bool]) -> T:
+        """Returns the result of the first attempt that succeeds, each at the instance that costs least."""
         while True:
-            async with self._fleet.answering.book(self._asked.prompt) as booking:
+            async with self._fleet.answering.book(self._request.prompt) as booking:
                 try:
-                    return await self._counted(booking, attempt)
+                    return await self._attempt(booking, attempt)
                 except InstanceBusy:
-                    booking.instance.rest()
-                    self._trials.refused(time.monotonic())
-                except Broken as failure:
-                    await self._note(booking, failure)
+                    booking.instance.back_off()
+                    self._attempts.on_busy(time.monotonic())
+                except InstanceFailed as failure:
+                    await self._on_failure(booking, failure)
                     if not can_go_on():
-                        raise failure.error or broken_off() from None
-                    self._fleet.numbers.resumed.inc(failure.has_arrived)
+                        raise failure.error or stream_cut_off() from None
+                    self._fleet.metrics.resumed.inc(failure.has_arrived)
 
-    async def _counted[T](self, booking: Booking, attempt: Callable[[Booking], Awaitable[T]]) -> T:
-        self._fleet.numbers.sent.labels(booking.instance.url).inc()
+    async def _attempt[T](self, booking: Booking, attempt: Callable[[Booking], Awaitable[T]]) -> T:
+        self._fleet.metrics.sent.labels(booking.instance.url).inc()
         found = await attempt(booking)
-        booking.instance.work()
+        booking.instance.on_success()
         return found
 
-    async def _note(self, booking: Booking, failure: Broken) -> None:
-        """Looks whether the instance has died; one that was draining has not died of this request."""
+    async def _on_failure(self, booking: Booking, failure: InstanceFailed) -> None:
+        """Probes whether the instance has died; one that was draining has not died of this request."""
         instance = booking.instance
         was_draining = instance.status == "draining"
-        instance.breaker.fail(booking, time.monotonic())
+        instance.breaker.on_failure(booking, time.monotonic())
         await instance.probe()
         has_died = not was_draining and instance.status not in ("ok", "draining")
         _log.warning("%s: %s (%s)", instance.url, failure, "it is " + instance.status)
-        self._fleet.numbers.broken.labels(instance.url).inc()
-        self._trials.broke(failure, has_died=has_died, now=time.monotonic())
+        self._fleet.metrics.broken.labels(instance.url).inc()
+        self._attempts.on_failure(failure, has_died=has_died, now=time.monotonic())
 
-    async def _whole(self, booking: Booking) -> InstanceReply:
-        return await self._asked_whole(booking.instance, self._asked.first(self._transfer))
+    async def _complete(self, booking: Booking) -> InstanceReply:
+        return await self._ask_whole(booking.instance, self._request.body(self._transfer))
 
-    async def _asked_whole(self, instance: Instance, body: Body) -> InstanceReply:
-        async with instance.ask(self._asked.path, body, self._headers) as response:
+    async def _ask_whole(self, instance: Instance, body: Body) -> InstanceReply:
+        async with instance.post_stream(self._request.path, body, self._headers) as response:
             if response.status != 200:
                 return await _refusal(instance, response)
             kind = response.headers.get("content-type", "application/json")
             return InstanceReply(200, kind, await instance.read(response, MAX_ANSWER_BYTES))
 
-    async def _passed(self, booking: Booking, tell: Tell) -> InstanceReply | None:
-        """Passes a stream on as it comes."""
+    async def _pass_through(self, booking: Booking, send: SendEvents) -> InstanceReply | None:
+        """Relays a stream unchanged: a route whose responses cannot be resumed."""
         instance = booking.instance
-        async with instance.ask(self._asked.path, self._asked.first(self._transfer), self._headers) as response:
+        async with instance.post_stream(
+            self._request.path, self._request.body(self._transfer), self._headers
+        ) as response:
             if response.status != 200:
                 return await _refusal(instance, response)
-            async for piece in instance.pieces(response):
-                booking.answer(1)
-                self._has_told = True
-                await tell(piece)
+            async for chunk in instance.chunks(response):
+                booking.on_tokens(1)
+                self._has_sent = True
+                await send(chunk)
         return None
 
-    async def _streamed(self, booking: Booking, gathered: Gathered, tell: Tell) -> InstanceReply | None:
-        """Passes a stream on and gathers its tokens; begins behind those that there are."""
-        gathered.broke()
+    async def _relay_stream(self, booking: Booking, relayed: RelayedStream, send: SendEvents) -> InstanceReply | None:
+        """Relays a stream and records its tokens; resumes behind those of earlier attempts."""
+        relayed.reset()
         instance, events = booking.instance, Events()
-        body = self._asked.again(gathered.tokens, self._transfer)
-        async with instance.ask(self._asked.path, body, self._headers) as response:
+        body = self._request.resume_body(relayed.tokens, self._transfer)
+        async with instance.post_stream(self._request.path, body, self._headers) as response:
             if response.status != 200:
                 reply = await _refusal(instance, response)
-                if self._has_told:  # what one instance took another refuses: there is no status left to say so
-                    raise broken_off()
+                if self._has_sent:  # another instance accepted it before: the status has been sent
+                    raise stream_cut_off()
                 return reply
-            async for piece in instance.pieces(response):
-                await self._take(booking, events, piece, gathered, tell)
-                if gathered.is_done:
+            async for chunk in instance.chunks(response):
+                await self._forward(booking, events, chunk, relayed, send)
+                if relayed.is_done:
                     return None
-        raise Broken("the stream has no end")
+        raise InstanceFailed("the stream ended early")
 
-    async def _take(
-        self, booking: Booking, events: ServerSentEvents, piece: bytes, gathered: Gathered, tell: Tell
+    async def _forward(
+        self, booking: Booking, events: ServerSentEvents, chunk: bytes, relayed: RelayedStream, send: SendEvents
     ) -> None:
         try:
-            for data in events.push(piece):
-                lines, tokens = gathered.take(data)
-                booking.answer(tokens)
+            for data in events.push(chunk):
+                lines, tokens = relayed.push(data)
+                booking.on_tokens(tokens)
                 if lines:
-                    self._has_told = True
-                    await tell(b"".join(lines))
-        except (Unreadable, RequestFailed) as error:
-            raise Broken(str(error)) from None
+                    self._has_sent = True
+                    await send(b"".join(lines))
+        except (UnreadableStream, RequestFailed) as error:
+            raise InstanceFailed(str(error)) from None
         except ErrorEvent as failure:
             if not failure.is_ours:
                 raise failure.error from None
-            raise Broken(str(failure), error=failure.error) from None
+            raise InstanceFailed(str(failure), error=failure.error) from None
 
     async def _prefilled(self, pool: Pool) -> Mapping[str, Any] | None:
-        """Returns where the prompt's pages are, None where the answering instance has to compute them."""
-        for _ in range(_PREFILL_TRIALS):
+        """Prefills the prompt; returns its kv_transfer_params, None where the answering instance has to compute it."""
+        for _ in range(_PREFILL_ATTEMPTS):
             if not pool.is_up:
                 break
             try:
-                async with pool.book(self._asked.prompt) as booking:
+                async with pool.book(self._request.prompt) as booking:
                     return await self._computed(booking)
             except ApiError as error:
                 if error.body.code in FATAL:
@@ -314,34 +320,36 @@ class Relay:
 
     async def _computed(self, booking: Booking) -> Mapping[str, Any] | None:
         instance = booking.instance
-        self._fleet.numbers.sent.labels(instance.url).inc()
+        self._fleet.metrics.sent.labels(instance.url).inc()
         try:
-            reply = await self._asked_whole(instance, self._asked.prefill())
+            reply = await self._ask_whole(instance, self._request.prefill_body())
         except InstanceBusy:
-            instance.rest()
+            instance.back_off()
             raise
-        except Broken as failure:
-            await self._note(booking, failure)
+        except InstanceFailed as failure:
+            await self._on_failure(booking, failure)
             raise InstanceBusy from None
-        instance.work()
+        instance.on_success()
         if reply.status != 200:
             return None
-        self._fleet.numbers.computed.inc()
+        self._fleet.metrics.computed.inc()
         return _transfer_of(reply.content)
 
 
 async def _refusal(instance: Instance, response: StreamedResponse) -> InstanceReply:
-    """Returns a refusal that is the client's to read; raises Refused, Broken or ApiError for any other."""
+    """Returns a refusal that goes to the client; raises InstanceBusy, InstanceFailed or ApiError for any other."""
     content = await instance.read(response, _MAX_ERROR_BYTES)
-    status, told = response.status, _error_of(content)
+    status, error = response.status, _error_of(content)
     if status in (401, 403):
         _log.error("%s refuses the router's key (%d); see --instance_api_key_file", instance.url, status)
-        raise ApiError(502, "an instance refuses the router", kind="server_error", code="instance_refuses")
-    if status in (429, 503) and told.get("code") != "engine_unavailable":
+        raise ApiError(502, "an instance refused the router's API key", kind="server_error", code="instance_refuses")
+    if status in (429, 503) and error.get("code") != "engine_unavailable":
         raise InstanceBusy
     if status >= 500:
-        text = str(told.get("message") or f"an instance has answered with status {status}")
-        raise Broken(f"status {status}", error=ApiError(status, text, kind="server_error", code=told.get("code")))
+        text = str(error.get("message") or f"an instance responded with status {status}")
+        raise InstanceFailed(
+            f"status {status}", error=ApiError(status, text, kind="server_error", code=error.get("code"))
+        )
     return InstanceReply(status, response.headers.get("content-type", "application/json"), content)
 
 

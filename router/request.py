@@ -1,11 +1,11 @@
-"""A client's request: what an instance is sent for it, and what its prompt is without a tokenizer.
+"""Parses a client's request, and makes the bodies that instances are sent for it; needs no tokenizer.
 
-The client's bytes are kept and sent as they came. Only the fields that the router needs are looked at, and few of these
-are decoded. The router's own fields stand behind the client's: of two fields of one name the last one holds.
+The client's bytes are forwarded unchanged. Only the fields that the router needs are read, and few of these are
+decoded. The router's own fields are appended: of two fields with one name the last one holds.
 
-A page of a prompt is 256 bytes: 64 token ids of four bytes, or as much JSON as its client has sent, since a token has
-about four bytes. Each page's key is a hash of all that comes before, as in the prefix cache. The keys are not the
-cache's; they only say what begins alike.
+A page of a prompt is 256 bytes: 64 token ids of four bytes, or as much of the JSON, since a token has about four bytes.
+Each page's key is a hash of all that comes before it. These are not the keys of the prefix cache; they only compare the
+beginnings of prompts.
 """
 
 import array
@@ -27,9 +27,9 @@ from dsv3.server.serving.request_parsing import read_fields, read_prompt, read_r
 BYTES_PER_TOKEN = 4
 PAGE_TOKENS = 64
 MAX_PAGES = 4096
-"""Pages that have keys; what lies behind counts as tokens alone."""
+"""Pages that get keys; what follows counts only as tokens."""
 BEFORE = ("model", "cache_salt", "tools", "system", "instructions", "chat_template_kwargs")
-"""Fields of a request that say what comes before its content."""
+"""Fields of a request that come before its content in the prompt."""
 CONTENT = ("messages", "prompt", "input", "token_ids")
 """Fields with the content; a request has one of them."""
 _PAGE_BYTES = BYTES_PER_TOKEN * PAGE_TOKENS
@@ -40,14 +40,14 @@ TOKENIZED = (
     *("model", "prompt", "messages", "add_special_tokens"),
     *("add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
 )
-"""Fields that `/tokenize` takes, too."""
+"""Fields that `/tokenize` has too."""
 
 _OTHER_HALF = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
-"""Fields that say whom an instance connects to: the router's to say."""
+"""Fields that name hosts to connect to: only the router sets them."""
 _MAX_CHOICES = 4096
 _MAX_SEED = 2**31
 _MAX_NUMBER_BYTES = 20
-# What a prefill instance has no use for: it computes the prompt, and all else is said to the decode instance.
+# Fields that a prefill instance does not need: it computes the prompt alone.
 _ANSWER_FIELDS = (
     *("stream", "stream_options", "n", "best_of", "echo", "logprobs", "top_logprobs", "prompt_logprobs", "min_tokens"),
     *("max_completion_tokens", "return_token_ids", "resume", "stop", "stop_token_ids"),
@@ -60,22 +60,22 @@ _Sampling = msgspec.defstruct("Sampling", [("priority", msgspec.Raw, msgspec.UNS
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """Keys of the full pages, from the first on, and the number of tokens, about.
+    """Keys of the full pages, and the approximate number of tokens.
 
-    `spelled` are its pages as `router.cached_pages` names them, None where its tokens are not known. `is_salted`:
-    it finds its tenant's pages only. `ids` are its tokens, None where it brings text. It may be a list of `count`.
+    `token_keys` are page keys over token ids (`router.cached_pages`), None where these are not known. `is_salted`: it
+    finds only its tenant's pages. `ids` are its token ids, None for text. It may be a list of `count` prompts.
     """
 
     keys: tuple[bytes, ...]
     tokens: int
-    spelled: tuple[bytes, ...] | None = None
+    token_keys: tuple[bytes, ...] | None = None
     is_salted: bool = False
     ids: array.array[int] | None = None
     count: int = 1
 
 
 def prompt_of(fields: Mapping[str, msgspec.Raw], salt: str | None = None) -> Prompt:
-    """Returns what is known of the prompt in a request's fields, with `salt` in place of its own; raises ApiError."""
+    """Returns the prompt of a request's fields, with `salt` in place of its own; raises ApiError."""
     before: list[bytes | memoryview] = [(salt or "").encode(), *(memoryview(fields.get(name, b"")) for name in BEFORE)]
     name = next((name for name in CONTENT if name in fields), None)
     found = read_prompt(fields[name], name) if name in _LISTS_IDS else None
@@ -103,11 +103,10 @@ def _keys(before: Iterable[bytes | memoryview], data: memoryview) -> Iterator[by
 
 @dataclasses.dataclass(frozen=True)
 class ParsedRequest:
-    """A request: its path, its fields with a seed, and what of the answer its client wants.
+    """A request: path, body, and the fields that the router reads.
 
-    `fields` are those that the router looks at and that are not null, undecoded. `head` is the client's body without
-    its last brace, `own` is what the router says in it. `given` has the tokens of each choice that the client itself
-    resumes from.
+    `fields` are undecoded, without those that are null. `head` is the client's body without its last brace, `own` are
+    the fields that the router appends. `given` has the tokens of each choice from which the client itself resumes.
     """
 
     path: str
@@ -122,26 +121,26 @@ class ParsedRequest:
 
     @property
     def is_resumable(self) -> bool:
-        """Whether a stream of it can go on elsewhere."""
+        """Whether another instance can resume its stream."""
         return self.path in RESUMABLE and bool(self.given)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it holds beside the client's body."""
+        """Bytes that it takes beside the client's body."""
         return sum(4 * len(ids) for ids in (*self.given, self.prompt.ids or ()))
 
-    def first(self, transfer: Mapping[str, Any] | None) -> Body:
-        """Returns what the first instance is sent; `transfer` says where the prompt's pages are."""
+    def body(self, transfer: Mapping[str, Any] | None) -> Body:
+        """Returns the body for the first instance; `transfer` are the prompt's kv_transfer_params."""
         return self._with({}, transfer)
 
-    def again(self, tokens: Sequence[list[int]], transfer: Mapping[str, Any] | None) -> Body:
-        """Returns what another one is sent, which goes on behind the tokens that each choice has had."""
+    def resume_body(self, tokens: Sequence[list[int]], transfer: Mapping[str, Any] | None) -> Body:
+        """Returns the body for an instance that resumes behind `tokens` of each choice."""
         if not any(tokens):
             return self._with({}, transfer)
         return self._with({"resume": {"output_token_ids": tokens}}, transfer)
 
-    def prefill(self) -> Body:
-        """Returns what a prefill instance is sent."""
+    def prefill_body(self) -> Body:
+        """Returns the body for a prefill instance."""
         # vLLM takes null for all of them but `min_tokens`.
         without = {name: 0 if name == "min_tokens" else None for name in _ANSWER_FIELDS if name in self.fields}
         return self._ending(
@@ -163,9 +162,9 @@ class ParsedRequest:
 
 
 def parse_request(path: str, data: bytes | bytearray, salt: str = "") -> ParsedRequest:
-    """Returns the request in a body; raises ApiError for what is no JSON object, or has more brackets than a server's.
+    """Parses a body; raises ApiError where it is not a JSON object or has too many brackets.
 
-    `salt` keeps what a tenant has cached from others, whose requests come with the same key.
+    `salt` separates a tenant's cached pages from those of other tenants, which share the instances' key.
     """
     found = msgspec.structs.asdict(read_fields(_Fields, data))
     fields = {name: raw for name, raw in found.items() if raw is not msgspec.UNSET and memoryview(raw) != b"null"}
@@ -189,7 +188,7 @@ def parse_request(path: str, data: bytes | bytearray, salt: str = "") -> ParsedR
 
 
 def _salted(salt: str, raw: msgspec.Raw | None) -> dict[str, str]:
-    """Returns a tenant's `cache_salt`; what is no text is left for the instance to refuse."""
+    """Returns a tenant's `cache_salt`; a value that is not text is left for the instance to refuse."""
     if raw is None:
         return {"cache_salt": f"{salt}-"}
     if bytes(memoryview(raw)[:1]) != b'"':
@@ -203,7 +202,7 @@ def _salted(salt: str, raw: msgspec.Raw | None) -> dict[str, str]:
 
 
 def _given(fields: Mapping[str, msgspec.Raw], prompts: int) -> tuple[array.array[int], ...]:
-    """Returns the tokens of each choice so far; empty where the request is not one that can be understood here."""
+    """Returns the tokens of each choice so far; empty where they cannot be parsed."""
     count = prompts * (_number(fields["n"]) if "n" in fields else 1)
     resume = read_resume(fields["resume"]) if "resume" in fields else None
     if not 1 <= count <= _MAX_CHOICES:
@@ -219,13 +218,13 @@ def _given(fields: Mapping[str, msgspec.Raw], prompts: int) -> tuple[array.array
 
 
 def _number(raw: msgspec.Raw) -> int:
-    """Returns a small integer; 0 for anything else."""
+    """Returns a non-negative integer of up to 20 digits; 0 for anything else."""
     text = bytes(memoryview(raw)[: _MAX_NUMBER_BYTES + 1])
     return int(text) if re.fullmatch(rb"[0-9]{1,%d}" % _MAX_NUMBER_BYTES, text) else 0
 
 
 def _is_urgent(fields: Mapping[str, msgspec.Raw]) -> bool:
-    """Returns whether a request asks to be served before others: its priority is a number below 0."""
+    """Returns whether a request has a priority below 0, before all others."""
     priorities = [fields.get("priority")]
     if "sampling_params" in fields and bytes(memoryview(fields["sampling_params"])[:1]) == b"{":
         sampling: Any = read_fields(_Sampling, fields["sampling_params"])

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dsv3.server.serving import metrics
 from dsv3.server.serving.metrics import Metrics
 from dsv3.server.tenants import Tenant, Tenants
-from router.relay import Numbers
+from router.relay import RouterMetrics
 from tests.deploy.files import DEPLOY, documents
 
 # Labels that Prometheus, or its operator by deploy/kubernetes/decode/monitoring.yaml, adds.
@@ -38,7 +38,7 @@ def exported() -> dict[str, set[str]]:
 def of_a_router() -> dict[str, set[str]]:
     """Samples of a router with one instance. Prometheus keeps `instance` for whom it reads, and renames theirs."""
     one = SimpleNamespace(url="u", status="ok", load=SimpleNamespace(requests=0), tells=False, listener=None)
-    numbers = Numbers((SimpleNamespace(instances=[one], num_waiting=0),))
+    numbers = RouterMetrics((SimpleNamespace(instances=[one], num_waiting=0),))
     for counter in (numbers.requests, numbers.sent, numbers.broken):
         counter.labels("u")
     families = text_string_to_metric_families(numbers.text().decode())

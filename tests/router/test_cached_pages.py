@@ -13,7 +13,7 @@ from dsv3.config.publishing import KvEventsConfig
 from dsv3.kv_cache.event_publisher import Publisher
 from dsv3.kv_cache.events import Cleared, EventEncoder, EventQueue, Removed, Spelled, Stored
 from dsv3.kv_cache.page_keys import extend_keys, root_key
-from router.cached_pages import CachedPages, EventEndpoint, Listener, UnreadableEvents, read_batch, spelled_keys
+from router.cached_pages import CachedPages, EventEndpoint, Listener, UnreadableEvents, read_batch, token_page_keys
 from router.instance import Booking, Instance
 from router.request import Prompt
 
@@ -47,7 +47,7 @@ def tell(held: CachedPages, encoder: EventEncoder, *notes) -> None:
         record.note(note)
     record.close()
     for rank, payload in encoder.messages(record.take()):
-        held.take(rank, read_batch(payload))
+        held.apply(rank, read_batch(payload))
 
 
 @given(STEPS, PROMPTS)
@@ -64,7 +64,7 @@ def test_a_prompt_finds_what_a_rank_holds(steps, prompt):
         else:
             tell(held, encoder, Cleared())
             there.clear()
-    names, wanted = spelled_keys(tokens_of(prompt[1])), prompt[1]
+    names, wanted = token_page_keys(tokens_of(prompt[1])), prompt[1]
     spelled = [{pages for rank, _, pages in there if rank == mine} for mine in range(RANKS)]
     depths = [
         next((i for i in range(len(wanted)) if tuple(wanted[: i + 1]) not in mine), len(wanted)) for mine in spelled
@@ -82,29 +82,29 @@ def test_a_rank_that_is_forgotten_finds_nothing():
     held = CachedPages(RANKS)
     for rank in range(RANKS):
         tell(held, EventEncoder(RANKS, 64), stored(rank, 0, [1, rank]))
-    names = spelled_keys(tokens_of([1, 1]))
+    names = token_page_keys(tokens_of([1, 1]))
     assert held.overlap(names) == 2
-    held.forget(1)
+    held.clear(1)
     assert held.overlap(names) == 1
-    held.forget(0)
+    held.clear(0)
     assert held.overlap(names) == 0 == len(held)
 
 
 def test_what_an_instance_tells_outweighs_what_was_sent_there():
     instance = Instance(URL, None, 9, 1.0)
-    text, salted = (Prompt((b"a", b"b"), 128, spelled_keys(tokens_of([1, 2])), each) for each in (False, True))
+    text, salted = (Prompt((b"a", b"b"), 128, token_page_keys(tokens_of([1, 2])), each) for each in (False, True))
     booking = Booking(instance, text, 0)  # nobody is heard
     booking.close()
     assert instance.overlap(text) == instance.overlap(salted) == 2
     instance.listener = Listener(EventEndpoint("tcp://*:1"), URL)
-    instance.listener._heard = [True]
+    instance.listener._is_current = [True]
     assert instance.overlap(text) == 0
     booking = Booking(instance, text, 0)  # what is being computed will be there
     assert instance.overlap(text) == 2 and instance.overlap(salted) == 0
-    booking.answer(1)
+    booking.on_tokens(1)
     assert instance.overlap(text) == 0
-    tell(instance.listener.held, EventEncoder(1, 64), stored(0, 0, [1, 2]), stored(0, 0, [3]))
-    other = Prompt((b"c",), 64, spelled_keys(tokens_of([3])), is_salted=True)
+    tell(instance.listener.cached, EventEncoder(1, 64), stored(0, 0, [1, 2]), stored(0, 0, [3]))
+    other = Prompt((b"c",), 64, token_page_keys(tokens_of([3])), is_salted=True)
     assert instance.overlap(text) == 2 and instance.overlap(other) == 0  # another tenant's, for all one knows
 
 
@@ -140,10 +140,10 @@ def test_a_listener_knows_what_came_before_it_and_survives_the_publisher():
         publisher, listener = Publisher(config, RANKS, 64), Listener(EventEndpoint(**fields, num_ranks=RANKS), URL)
         publisher.record.note(stored(0, 0, [0, 1]))
         listener.start()
-        names = [spelled_keys(tokens_of(pages)) for pages in ([0, 1], [1, 1])]
-        await until(lambda: listener.is_live and listener.held.overlap(names[0]) == 2)
+        names = [token_page_keys(tokens_of(pages)) for pages in ([0, 1], [1, 1])]
+        await until(lambda: listener.is_live and listener.cached.overlap(names[0]) == 2)
         publisher.record.note(stored(1, 0, [1, 1]))
-        await until(lambda: listener.held.overlap(names[1]) == 2)
+        await until(lambda: listener.cached.overlap(names[1]) == 2)
         publisher.close()
         publisher = Publisher(config, RANKS, 64)
         publisher.record.note(stored(0, 0, [1]))
@@ -154,7 +154,7 @@ def test_a_listener_knows_what_came_before_it_and_survives_the_publisher():
         def heard() -> bool:  # a subscriber that connects again hears what is published from then on
             publisher.record.note(rest)
             publisher.record.note(Removed(0, "GPU", keys_of(0, [0])))
-            return listener.held.overlap(names[0]) == 0 and listener.held.overlap(names[1]) == 1
+            return listener.cached.overlap(names[0]) == 0 and listener.cached.overlap(names[1]) == 1
 
         await until(heard)
         listener.close()

@@ -17,7 +17,7 @@ from dsv3.server.http.registration import registrar_of
 from dsv3.server.protocol.errors import ENGINE_DIED, ApiError
 from router import members
 from router.app import fleet_of, maker, members_of
-from router.instance import Booking, Breaker, Broken, Instance
+from router.instance import Booking, CircuitBreaker, Instance, InstanceFailed
 from router.members import Members, Pool, Registration, read_registration
 from router.options import RouterOptions
 from router.policy import InstanceLoad, SentPages, choose
@@ -80,7 +80,7 @@ def test_memory_of_pages_is_bounded_and_keeps_beginnings(prompts):
     sent, pages = SentPages(limit=8), list[bytes]()
     for keys in prompts:
         names = [bytes(keys[: i + 1]) for i in range(len(keys))]
-        sent.note(names)
+        sent.record(names)
         pages = [page for page in pages if page not in names] + names[::-1]
         pages = pages[-8:]
         assert len(sent) == len(pages) and sent.overlap(names) == len(names)
@@ -95,7 +95,7 @@ ENDS = st.sampled_from(["fail", "succeed", "nothing", "answer"])
 @given(st.lists(st.sampled_from(["wait", "ask"]) | st.tuples(st.integers(0, 5), ENDS), max_size=60))
 def test_a_breaker_lets_one_try_while_it_is_open(steps):
     """Many requests are on their way, also from before it opened; any of them may end in any way."""
-    breaker, now, running, on_trial = Breaker(), 0.0, [], []
+    breaker, now, running, on_trial = CircuitBreaker(), 0.0, [], []
     for step in steps:
         if step == "wait":
             now += 31
@@ -106,37 +106,37 @@ def test_a_breaker_lets_one_try_while_it_is_open(steps):
                 if breaker.is_open:
                     assert not on_trial
                     on_trial.append(request)
-                breaker.send(request)
+                breaker.on_send(request)
         elif step[0] < len(running):
             request = running[step[0]]
             if step[1] == "answer":
-                breaker.answer(request)
+                breaker.on_first_tokens(request)
                 assert not breaker.is_open or request not in on_trial
             else:
                 running.remove(request)
                 if step[1] == "succeed":
-                    breaker.succeed()
+                    breaker.on_success()
                 elif step[1] == "fail":
-                    breaker.fail(request, now)
-                breaker.end(request)
+                    breaker.on_failure(request, now)
+                breaker.on_end(request)
                 on_trial = [each for each in on_trial if each is not request]
         if not breaker.is_open:
             on_trial.clear()
         assert breaker.allows(now + 31) == (not on_trial)
-    breaker.succeed()
+    breaker.on_success()
     assert breaker.allows(now)
 
 
 def test_many_failures_at_once_are_one_rest():
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     for request in range(50):
-        breaker.fail(request, 10.0)
+        breaker.on_failure(request, 10.0)
     assert not breaker.allows(10.9) and breaker.allows(11.0)
-    breaker.send("trial")
-    breaker.fail("one from before", 11.0)
-    assert breaker.opens_until == 11.0
-    breaker.fail("trial", 11.0)
-    breaker.end("trial")
+    breaker.on_send("trial")
+    breaker.on_failure("one from before", 11.0)
+    assert breaker.open_until == 11.0
+    breaker.on_failure("trial", 11.0)
+    breaker.on_end("trial")
     assert not breaker.allows(12.9) and breaker.allows(13.0)
 
 
@@ -145,21 +145,21 @@ def test_one_request_alone_tries_an_instance_that_has_failed():
     [instance] = pool_of(1, limit=9).instances
     before = Booking(instance, Prompt((), 1), 0)
     for _ in range(3):
-        instance.breaker.fail(object(), time.monotonic() - 2)
-    assert instance.has_room
+        instance.breaker.on_failure(object(), time.monotonic() - 2)
+    assert instance.accepts_requests
     trial = Booking(instance, Prompt((), 1), 0)
-    assert not instance.has_room
+    assert not instance.accepts_requests
     before.close()
-    assert not instance.has_room
+    assert not instance.accepts_requests
     trial.close()
-    assert instance.has_room
+    assert instance.accepts_requests
     trial = Booking(instance, Prompt((), 1), 0)
-    trial.answer(0)
-    assert not instance.has_room
-    trial.answer(1)
-    assert instance.has_room
-    instance.breaker.fail(trial, time.monotonic())
-    assert not instance.has_room
+    trial.on_tokens(0)
+    assert not instance.accepts_requests
+    trial.on_tokens(1)
+    assert instance.accepts_requests
+    instance.breaker.on_failure(trial, time.monotonic())
+    assert not instance.accepts_requests
 
 
 def pool_of(count: int, *, limit: int = 2, max_queued: int = 3, queue_s: float = 60) -> Pool:
@@ -180,7 +180,7 @@ def test_loads_and_queue_are_bounded_and_places_go_in_order(steps):
         async def work(number: int, end: asyncio.Event) -> None:
             async with pool.book(Prompt((b"%d" % number,), 70)) as booking:
                 arrived.append(number)
-                booking.answer(3)
+                booking.on_tokens(3)
                 await end.wait()
 
         for number, step in enumerate(steps):
@@ -204,7 +204,7 @@ def test_loads_and_queue_are_bounded_and_places_go_in_order(steps):
             await asyncio.sleep(0)
             assert all(each.load.requests <= 2 for each in pool.instances) and pool.num_waiting <= 3
             assert arrived == sorted(arrived)
-            assert not pool.num_waiting or not any(each.has_room for each in pool.instances)
+            assert not pool.num_waiting or not any(each.accepts_requests for each in pool.instances)
         for task, _ in tasks.values():
             task.cancel()
         await asyncio.gather(*(task for task, _ in tasks.values()), return_exceptions=True)
@@ -228,7 +228,7 @@ def test_nobody_overtakes_and_a_place_that_comes_too_late_is_given_back():
         second = asyncio.create_task(work("second"))
         await asyncio.sleep(0)
         assert not arrived and pool.num_waiting == 2
-        pool.look()
+        pool.dispatch()
         first.cancel()
         await asyncio.gather(first, second, return_exceptions=True)
         assert arrived == ["second"] and pool.instances[0].load == InstanceLoad()
@@ -255,25 +255,25 @@ def test_an_instance_is_there_until_its_lease_ends_or_it_leaves(monkeypatch):
         pool, told = pool_of(1), []
         await pool.instances[0].close()
         fleet = Members({"both": pool}, lambda url: Instance(url, None, 2, 1.0), 0.01, told.append)
-        fleet.hear(Registration(f"{URL}23"))
-        again = fleet.hear(Registration(f"{URL}23"))
+        fleet.register(Registration(f"{URL}23"))
+        again = fleet.register(Registration(f"{URL}23"))
         assert again == {"lease_s": 0.2} and len(pool.instances) == 2
         pool.instances[1].status = "ok"
         with contextlib.closing(Booking(pool.instances[1], Prompt((), 1), 0)):
             while pool.instances[1].is_leased(time.monotonic()):
                 await asyncio.sleep(0.01)
-            assert not pool.instances[1].has_room
+            assert not pool.instances[1].accepts_requests
             await asyncio.sleep(0.05)
             assert len(pool.instances) == 2  # what it has it may finish
         while len(pool.instances) > 1:
             await asyncio.sleep(0.01)
-        fleet.hear(Registration(f"{URL}23"))
-        fleet.hear(Registration(f"{URL}23", leaves=True))
+        fleet.register(Registration(f"{URL}23"))
+        fleet.register(Registration(f"{URL}23", leaves=True))
         while len(pool.instances) > 1:
             await asyncio.sleep(0.01)
         assert told.count(f"{URL}23: left") == 2
-        with pytest.raises(ApiError, match="no use for prefill"):
-            fleet.hear(Registration(URL, role="prefill"))
+        with pytest.raises(ApiError, match="no pool for prefill"):
+            fleet.register(Registration(URL, role="prefill"))
         await fleet.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
@@ -302,11 +302,11 @@ def test_an_instance_that_comes_back_in_another_role_changes_its_pool_and_its_co
         pools = dict(zip(names, (fleet.answering, fleet.prefilling), strict=True))
         for role in (*names, "both"):
             while [each for each in names if pools[each].instances] != [role]:
-                found.hear(Registration(url, role))
+                found.register(Registration(url, role))
                 await asyncio.sleep(0.01)
-            assert counted not in fleet.numbers.text()
-            fleet.numbers.sent.labels(url).inc()
-            assert counted in fleet.numbers.text()
+            assert counted not in fleet.metrics.text()
+            fleet.metrics.sent.labels(url).inc()
+            assert counted in fleet.metrics.text()
         await found.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
@@ -315,8 +315,8 @@ def test_an_instance_that_comes_back_in_another_role_changes_its_pool_and_its_co
 def test_all_that_a_router_counts_is_documented():
     options = RouterOptions(instances=(URL,))
     fleet = fleet_of(options, maker(options, None))
-    fleet.numbers.sent.labels(URL).inc()
-    exported = set(re.findall(rb"^# TYPE (\S+)", fleet.numbers.text(), re.MULTILINE))
+    fleet.metrics.sent.labels(URL).inc()
+    exported = set(re.findall(rb"^# TYPE (\S+)", fleet.metrics.text(), re.MULTILINE))
     exported = {name.decode() for name in exported if not name.endswith(b"_created")}
     documented = re.findall(r"^\| `(dsv3:router_.*?)` \|", (ROOT / "docs/router.md").read_text(), re.MULTILINE)
     assert {name for each in documented for name in re.findall(r"dsv3:\w+", each)} == exported
@@ -324,21 +324,23 @@ def test_all_that_a_router_counts_is_documented():
 
 def test_trials_end():
     trials = RetryAttempts(max_resumes=2, patience_s=5, since=0)
-    trials.broke(Broken("x"), has_died=True, now=1)
+    trials.on_failure(InstanceFailed("x"), has_died=True, now=1)
     with pytest.raises(ApiError, match="2 instances have died"):
-        trials.broke(Broken("x"), has_died=True, now=2)
+        trials.on_failure(InstanceFailed("x"), has_died=True, now=2)
     trials = RetryAttempts(max_resumes=2, patience_s=5, since=0)
     for now in (1, 2):
-        trials.broke(Broken("x"), has_died=False, now=now)
-    with pytest.raises(ApiError, match="not answered to the end"):
-        trials.broke(Broken("x"), has_died=False, now=3)
+        trials.on_failure(InstanceFailed("x"), has_died=False, now=now)
+    with pytest.raises(ApiError, match="not complete its response"):
+        trials.on_failure(InstanceFailed("x"), has_died=False, now=3)
     fatal = ApiError(500, "the engine has died 3 times with this request", code=ENGINE_DIED)
     with pytest.raises(ApiError, match="3 times"):  # one instance knows enough: no other one is asked
-        RetryAttempts(max_resumes=9, patience_s=5, since=0).broke(Broken("x", error=fatal), has_died=False, now=1)
+        RetryAttempts(max_resumes=9, patience_s=5, since=0).on_failure(
+            InstanceFailed("x", error=fatal), has_died=False, now=1
+        )
     trials = RetryAttempts(max_resumes=0, patience_s=5, since=0)
-    trials.broke(Broken("x", has_arrived=False), has_died=True, now=4)
+    trials.on_failure(InstanceFailed("x", has_arrived=False), has_died=True, now=4)
     with pytest.raises(ApiError, match="no instance"):
-        trials.refused(6)
+        trials.on_busy(6)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsv3.server.protocol.errors import ApiError
-from router.instance import Broken, Instance
+from router.instance import Instance, InstanceFailed
 from router.members import Pool
 from router.options import RouterOptions
 from router.policy import InstanceLoad
-from router.relay import Fleet, Numbers, Relay
-from tests.router.test_gather import ANSWERS, asked, spelled, tell
+from router.relay import Fleet, Relay, RouterMetrics
+from tests.router.test_stream import ANSWERS, asked, spelled, tell
 
 URLS = tuple(f"http://127.0.0.1:{port}" for port in range(1, 13))
 OPTIONS = RouterOptions(instances=URLS, max_resumes=3)
@@ -37,8 +37,8 @@ class Turn:
 class Script:
     """The turns of all instances, in the order in which these are asked; the last one goes on for ever."""
 
-    def __init__(self, turns: Sequence[Turn], answers: list[list[int]], piece: int):
-        self.turns, self.answers, self.piece = [*turns, Turn("ends", 10**9)], answers, piece
+    def __init__(self, turns: Sequence[Turn], answers: list[list[int]], chunk: int):
+        self.turns, self.answers, self.chunk = [*turns, Turn("ends", 10**9)], answers, chunk
         self.resumes = self.deaths = 0
 
     def body(self, turn: Turn, sent: bytes) -> bytes:
@@ -58,10 +58,10 @@ class Scripted(Instance):
         self.script, self.status, self.next_status = script, "ok", "ok"
 
     @contextlib.asynccontextmanager
-    async def ask(self, path, body, headers):
+    async def post_stream(self, path, body, headers):
         turn = self.script.turns.pop(0)
         if turn.kind == "is not there":
-            raise Broken("connect", has_arrived=False)
+            raise InstanceFailed("connect", has_arrived=False)
         if turn.kind == "refuses":
             yield SimpleNamespace(status=503, headers={}, body=REFUSAL, is_whole=True)
             return
@@ -69,12 +69,12 @@ class Scripted(Instance):
         told = self.script.body(turn, b"".join(body))
         yield SimpleNamespace(status=200, headers={}, body=told, is_whole=turn.num_bytes > len(told))
 
-    async def pieces(self, response):
-        for start in range(0, len(response.body), self.script.piece):
+    async def chunks(self, response):
+        for start in range(0, len(response.body), self.script.chunk):
             await asyncio.sleep(0)
-            yield response.body[start : start + self.script.piece]
+            yield response.body[start : start + self.script.chunk]
         if not response.is_whole:
-            raise Broken("it has ended")
+            raise InstanceFailed("it has ended")
 
     async def probe(self):
         self.status = self.next_status
@@ -93,8 +93,8 @@ TURNS = st.builds(
 @given(ANSWERS, st.lists(TURNS, max_size=6), st.integers(1, 200))
 @example([[1, 2, 3, 1]], [Turn("ends", 200), Turn("ends", 300, True), Turn("refuses"), Turn("ends", 100)], 7)
 @example([[1, 2, 3, 1]], [Turn("ends", 200, True), Turn("ends", 200, True)], 7)
-def test_a_request_ends_and_is_told_once_whatever_becomes_of_its_instances(answers, turns, piece):
-    script = Script(turns, answers, piece)
+def test_a_request_ends_and_is_told_once_whatever_becomes_of_its_instances(answers, turns, chunk):
+    script = Script(turns, answers, chunk)
     lines: list[bytes] = []
 
     async def note(data: bytes) -> None:
@@ -103,7 +103,7 @@ def test_a_request_ends_and_is_told_once_whatever_becomes_of_its_instances(answe
     async def run() -> tuple[ApiError | None, list[Instance]]:
         instances = [Scripted(url, script) for url in URLS]
         pool = Pool(instances, decodes=True, max_queued=1, queue_s=60)
-        relay = Relay(Fleet(pool, None, Numbers((pool,)), OPTIONS), asked(n=len(answers)), {})
+        relay = Relay(Fleet(pool, None, RouterMetrics((pool,)), OPTIONS), asked(n=len(answers)), {})
         try:
             async with asyncio.timeout(60):
                 assert await relay.run(note) is None
@@ -118,6 +118,6 @@ def test_a_request_ends_and_is_told_once_whatever_becomes_of_its_instances(answe
     assert (error is None) == (script.resumes <= OPTIONS.max_resumes and script.deaths < 2)
     told = [json.loads(line.removeprefix(b"data: ")) for line in (events if error is None else [*events, last]) if line]
     for i, answer in enumerate(answers):
-        text = f"echo{i}" + "".join(piece for token in answer for piece in spelled(token))
+        text = f"echo{i}" + "".join(chunk for token in answer for chunk in spelled(token))
         mine = "".join(each["text"] for event in told for each in event["choices"] if each["index"] == i)
         assert mine == text if error is None else text.startswith(mine)

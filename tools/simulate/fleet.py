@@ -204,7 +204,7 @@ class SimulatedFleet:
             self.record.cached[number] = cached
         assert active.booking is not None
         # The router is told of the tokens as they come; here once, as of an answer half way.
-        active.booking.answer((active.asked.max_length - active.asked.tokens) // 2)
+        active.booking.on_tokens((active.asked.max_length - active.asked.tokens) // 2)
 
     def _leave(self, active: _Active) -> None:
         assert active.booking is not None and active.pool is not None
@@ -277,7 +277,7 @@ class SimulatedFleet:
 
     def _serve(self, pool: SimulatedPool, place: Place) -> None:
         place.is_up = True
-        pool.look()
+        pool.dispatch()
 
     def _drained(self, pool: SimulatedPool, place: Place) -> None:
         """Lets a draining instance go that has nothing left to do."""

@@ -10,7 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 
-from router.instance import Booking, Breaker
+from router.instance import Booking, CircuitBreaker
 from router.policy import InFlightPrompts, InstanceLoad, SentPages, choose
 from router.request import Prompt
 from tools.simulate.instance import SimulatedInstance
@@ -29,14 +29,14 @@ class Place:
 
     def __init__(self, instance: SimulatedInstance, since: float, *, alone: bool) -> None:
         self.instance, self.since = instance, since
-        self.load, self.flying = InstanceLoad(ranks=instance.cfg.num_ranks), InFlightPrompts()
+        self.load, self.in_flight = InstanceLoad(ranks=instance.cfg.num_ranks), InFlightPrompts()
         self.sent = SentPages(0) if alone else SentPages()
-        self.breaker = Breaker()
+        self.breaker = CircuitBreaker()
         self.concurrency = 2 * instance.cfg.max_num_seqs * instance.cfg.num_ranks
         self.is_up = self.is_draining = False
 
     @property
-    def has_room(self) -> bool:
+    def accepts_requests(self) -> bool:
         """Whether a request may be sent now."""
         return self.is_up and not self.is_draining and self.load.requests < self.concurrency
 
@@ -45,9 +45,9 @@ class Place:
 
         They may be as many as `near`.
         """
-        if prompt.spelled is None:
+        if prompt.token_keys is None:
             return self.sent.overlap(prompt.keys, near)
-        return max(self.instance.scheduler.pages.found(prompt.spelled), self.flying.overlap(prompt.keys))
+        return max(self.instance.scheduler.pages.found(prompt.token_keys), self.in_flight.overlap(prompt.keys))
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -86,9 +86,9 @@ class SimulatedPool:
     def close(self, booking: Booking) -> None:
         """Takes a request off its instance's load, and looks after those that wait."""
         booking.close()
-        self.look()
+        self.dispatch()
 
-    def look(self) -> None:
+    def dispatch(self) -> None:
         """Gives those that wait their places, as far as there are any."""
         while self._waiting:
             entry = self._waiting[0]
@@ -108,7 +108,7 @@ class SimulatedPool:
             entry.refuse()
 
     def _place(self, prompt: Prompt) -> Booking | None:
-        free = [place for place in self.places if place.has_room]
+        free = [place for place in self.places if place.accepts_requests]
         if not free:
             return None
         if self._routing == "round_robin":

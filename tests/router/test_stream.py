@@ -15,8 +15,8 @@ from dsv3.server.serving.chat import ChatHandler
 from dsv3.server.serving.generation import Update
 from dsv3.server.serving.request_parsing import read
 from dsv3.text.pieces import Reasoning, Text
-from router.gather import ErrorEvent, Events, Gathered, Unreadable
 from router.request import parse_request
+from router.stream import ErrorEvent, Events, RelayedStream, UnreadableStream
 
 PATH, CHAT = "/v1/completions", "/v1/chat/completions"
 ANSWERS = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=8), min_size=1, max_size=3)
@@ -48,9 +48,9 @@ def tell(answers: list[list[int]], had: list[list[int]], size: int, names_none: 
             ids = answer[len(had[i]) :][place : place + size]
             if not ids:
                 continue
-            *before, last = [piece for token in ids for piece in spelled(token)] or [""]
+            *before, last = [chunk for token in ids for chunk in spelled(token)] or [""]
             end = "length" if len(had[i]) + place + size >= len(answer) else None
-            events += [*(event(i, none, piece) for piece in before), event(i, ids, last, end)]
+            events += [*(event(i, none, chunk) for chunk in before), event(i, ids, last, end)]
     events += [event(i, [], "", "length") for i, answer in enumerate(answers) if len(had[i]) == len(answer)]
     return [*events, b"[DONE]"]
 
@@ -62,20 +62,20 @@ def tell(answers: list[list[int]], had: list[list[int]], size: int, names_none: 
 def test_wherever_streams_are_cut_one_answer_is_told(answers, instances, wants_ids):
     """Each instance breaks after some events: no text is lost, none is told twice, and the answer ends."""
     request = asked(n=len(answers), return_token_ids=wants_ids)
-    gathered, lines = Gathered(request), []
+    relayed, lines = RelayedStream(request), []
     for cut, size, names_none in [*instances, (None, 1, True)]:
-        gathered.broke()
-        for data in tell(answers, gathered.tokens, min(size, 1 if not names_none else 3), names_none)[:cut]:
-            lines += gathered.take(data)[0]
-            assert gathered.is_tracked
-        if gathered.is_done:
+        relayed.reset()
+        for data in tell(answers, relayed.tokens, min(size, 1 if not names_none else 3), names_none)[:cut]:
+            lines += relayed.push(data)[0]
+            assert relayed.is_tracked
+        if relayed.is_done:
             break
-    assert gathered.is_done and gathered.tokens == answers
+    assert relayed.is_done and relayed.tokens == answers
     assert lines.pop() == b"data: [DONE]\n\n"
     told = [choice for line in lines for choice in json.loads(line.removeprefix(b"data: "))["choices"]]
     for i, answer in enumerate(answers):
         mine = [choice for choice in told if choice["index"] == i]
-        text = "".join(piece for token in answer for piece in spelled(token))
+        text = "".join(chunk for token in answer for chunk in spelled(token))
         assert "".join(choice["text"] for choice in mine) == f"echo{i}{text}"
         assert [choice["finish_reason"] for choice in mine if choice["finish_reason"]] == ["length"]
         assert [token for choice in mine for token in choice.get("token_ids", [])] == (answer if wants_ids else [])
@@ -94,15 +94,15 @@ def test_a_chat_that_breaks_off_among_the_events_of_one_update_is_told_once():
     second = Update(0, [Reasoning("end"), Text("Answer")], [3, 4, 5], finish_reason="stop")
     whole = [answer for made in [answering()] for update in (first, second) for answer in made.events(update)]
     for cut in range(len(whole)):
-        gathered, lines, other = Gathered(asked(CHAT)), [], answering()
+        relayed, lines, other = RelayedStream(asked(CHAT)), [], answering()
         for data in whole[:cut]:
-            lines += gathered.take(data.removeprefix(b"data: "))[0]
-        gathered.broke()
-        assert gathered.tokens in ([[]], [[1, 2]])
-        if gathered.tokens == [[1, 2]]:
+            lines += relayed.push(data.removeprefix(b"data: "))[0]
+        relayed.reset()
+        assert relayed.tokens in ([[]], [[1, 2]])
+        if relayed.tokens == [[1, 2]]:
             other.skip(0, None)
-        for data in [each for update in (first, second)[any(gathered.tokens) :] for each in other.events(update)]:
-            lines += gathered.take(data.removeprefix(b"data: "))[0]
+        for data in [each for update in (first, second)[any(relayed.tokens) :] for each in other.events(update)]:
+            lines += relayed.push(data.removeprefix(b"data: "))[0]
         deltas = [json.loads(line.removeprefix(b"data: "))["choices"][0]["delta"] for line in lines]
         told = [(name, text) for delta in deltas for name, text in delta.items() if text]
         assert told == [
@@ -114,15 +114,15 @@ def test_a_chat_that_breaks_off_among_the_events_of_one_update_is_told_once():
 
 
 def test_an_event_of_several_choices_goes_out_choice_by_choice():
-    gathered = Gathered(asked(n=2))
+    relayed = RelayedStream(asked(n=2))
     both = {"choices": [{"index": i, "text": f"t{i}", "token_ids": ids} for i, ids in enumerate(([5], []))]}
-    [line] = gathered.take(json.dumps(both).encode())[0]
-    assert b"t0" in line and b"t1" not in line and gathered.tokens == [[5], []]
-    gathered.broke()
-    assert gathered.take(event(1, [6], "again"))[1] == 1
-    with pytest.raises(Unreadable):
-        gathered.take(b'{"choices": [{"index": 0, "token_ids": [7]}, {"index": 9}]}')
-    assert gathered.tokens == [[5], [6]]
+    [line] = relayed.push(json.dumps(both).encode())[0]
+    assert b"t0" in line and b"t1" not in line and relayed.tokens == [[5], []]
+    relayed.reset()
+    assert relayed.push(event(1, [6], "again"))[1] == 1
+    with pytest.raises(UnreadableStream):
+        relayed.push(b'{"choices": [{"index": 0, "token_ids": [7]}, {"index": 9}]}')
+    assert relayed.tokens == [[5], [6]]
 
 
 @given(st.lists(st.binary(max_size=20).map(lambda each: each.hex().encode()), max_size=6), st.data())
@@ -149,9 +149,9 @@ def test_an_event_takes_time_in_proportion_to_its_size():
 
 @pytest.mark.parametrize(("ids", "count"), [(None, 9), ([], 1100)])
 def test_an_instance_that_tells_no_tokens_is_passed_on_and_not_resumed(ids, count):
-    gathered = Gathered(asked())
-    lines = [line for i in range(count) for line in gathered.take(event(0, ids, str(i)))[0]]
-    assert not gathered.is_tracked
+    relayed = RelayedStream(asked())
+    lines = [line for i in range(count) for line in relayed.push(event(0, ids, str(i)))[0]]
+    assert not relayed.is_tracked
     assert "".join(json.loads(line.removeprefix(b"data: "))["choices"][0]["text"] for line in lines) == "".join(
         map(str, range(count))
     )
@@ -170,14 +170,14 @@ def test_an_instance_that_tells_no_tokens_is_passed_on_and_not_resumed(ids, coun
     ],
 )
 def test_what_is_no_event_is_unreadable(data):
-    with pytest.raises(Unreadable):
-        Gathered(asked()).take(data)
+    with pytest.raises(UnreadableStream):
+        RelayedStream(asked()).push(data)
 
 
 @pytest.mark.parametrize(("kind", "is_ours"), [("server_error", True), ("invalid_request_error", False)])
 def test_an_error_in_a_stream(kind, is_ours):
     with pytest.raises(ErrorEvent) as failed:
-        Gathered(asked()).take(json.dumps({"error": {"message": "m", "type": kind, "code": None}}).encode())
+        RelayedStream(asked()).push(json.dumps({"error": {"message": "m", "type": kind, "code": None}}).encode())
     assert failed.value.is_ours == is_ours and str(failed.value.error) == "m"
 
 
@@ -188,12 +188,12 @@ def read_back(body) -> dict:
 
 def test_what_an_instance_is_sent():
     request = asked(seed=3, n=2)
-    body = read_back(request.first(None))
+    body = read_back(request.body(None))
     assert (body["seed"], body["return_token_ids"], "resume" in body) == (3, True, False)
-    body = read_back(request.again([[5], []], {"remote_host": "h"}))
+    body = read_back(request.resume_body([[5], []], {"remote_host": "h"}))
     assert body["resume"] == {"output_token_ids": [[5], []]} and body["kv_transfer_params"] == {"remote_host": "h"}
-    assert 0 <= read_back(asked().first(None))["seed"] < 2**31
-    body = read_back(asked(resume={"output_token_ids": [1]}, echo=True, min_tokens=3).prefill())
+    assert 0 <= read_back(asked().body(None))["seed"] < 2**31
+    body = read_back(asked(resume={"output_token_ids": [1]}, echo=True, min_tokens=3).prefill_body())
     assert body["max_tokens"] == 1 and not any(body[name] for name in ("stream", "resume", "echo", "min_tokens"))
 
 
@@ -206,7 +206,7 @@ FIELDS = st.dictionaries(
 @given(FIELDS, st.booleans(), st.sampled_from([None, 1]), st.sampled_from([b"", b" \n"]))
 def test_the_clients_fields_reach_an_instance_as_they_came(fields, escapes, indent, space):
     data = space + json.dumps(fields, ensure_ascii=escapes, indent=indent).encode() + space
-    body = read_back(parse_request("/v1/responses", data, "tenant").first(None))
+    body = read_back(parse_request("/v1/responses", data, "tenant").body(None))
     salt = fields.get("cache_salt")
     expected = fields | {"cache_salt": f"tenant-{salt or ''}" if isinstance(salt, str | None) else salt}
     if "kv_transfer_params" in fields:
@@ -218,21 +218,21 @@ def test_names_that_are_spelled_with_escapes_are_the_same_names():
     request = parse_request(
         PATH, b'{"prompt": "x", "\\u006bv_transfer_params": {"remote_host": "inside"}, "\\u006e": 2}'
     )
-    assert read_back(request.first(None))["kv_transfer_params"] is None and len(request.given) == 2
+    assert read_back(request.body(None))["kv_transfer_params"] is None and len(request.given) == 2
 
 
 def test_a_client_that_resumes_is_gone_on_with():
     request = asked(resume={"output_token_ids": [4, 5]})
-    gathered = Gathered(request)
-    gathered.take(event(0, [6], ""))
-    assert read_back(request.again(gathered.tokens, None))["resume"] == {"output_token_ids": [[4, 5, 6]]}
+    relayed = RelayedStream(request)
+    relayed.push(event(0, [6], ""))
+    assert read_back(request.resume_body(relayed.tokens, None))["resume"] == {"output_token_ids": [[4, 5, 6]]}
 
 
 def test_no_client_says_where_pages_are():
     request = asked(kv_transfer_params={"do_remote_prefill": True, "remote_host": "inside", "remote_port": 1})
-    assert read_back(request.first(None))["kv_transfer_params"] is None
+    assert read_back(request.body(None))["kv_transfer_params"] is None
     request = asked(bootstrap_host="inside", bootstrap_port=1, bootstrap_room=7)
-    for body in (request.first(None), request.prefill()):
+    for body in (request.body(None), request.prefill_body()):
         assert {read_back(body)[f"bootstrap_{name}"] for name in ("host", "port", "room")} == {None}
 
 
@@ -242,10 +242,10 @@ def test_a_server_reads_what_the_router_says_and_not_what_its_client_said(paddin
     fields = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "inside"}, "bootstrap_room": 7}
     fields |= {"resume": {"output_token_ids": [1] * padding}, "cache_salt": "mine", "return_token_ids": False}
     request = parse_request(PATH, json.dumps({"prompt": "x", "stream": True} | fields).encode(), "tenant")
-    found = read(CompletionRequest, b"".join(request.again([[5, 6]], None)))
+    found = read(CompletionRequest, b"".join(request.resume_body([[5, 6]], None)))
     assert (found.kv_transfer_params, found.bootstrap_room, found.cache_salt) == (None, None, "tenant-mine")
     assert found.return_token_ids and found.resume.output_token_ids in ([[5, 6]], [array.array("i", [5, 6])])
-    found = read(CompletionRequest, b"".join(request.prefill()))
+    found = read(CompletionRequest, b"".join(request.prefill_body()))
     assert (found.max_tokens, found.stream, found.resume, found.bootstrap_room) == (1, None, None, None)
     assert found.kv_transfer_params.remote_host is None
 
@@ -253,7 +253,7 @@ def test_a_server_reads_what_the_router_says_and_not_what_its_client_said(paddin
 def test_tenants_do_not_share_salts():
     bodies = (b"{}", b'{"cache_salt": "x"}')
     found = [
-        read_back(parse_request(PATH, body, tenant).first(None)) for tenant in ("a" * 64, "b" * 64) for body in bodies
+        read_back(parse_request(PATH, body, tenant).body(None)) for tenant in ("a" * 64, "b" * 64) for body in bodies
     ]
     assert len({body["cache_salt"] for body in found}) == 4
 
@@ -261,7 +261,7 @@ def test_tenants_do_not_share_salts():
 def test_a_body_is_not_copied_and_its_tokens_are_counted():
     data = bytearray(b'{"prompt": [%b], "resume": {"output_token_ids": [7, 8]}}' % b", ".join([b"5"] * 100_000))
     request = parse_request(PATH, data)
-    head, tail = request.again([[7, 8, 9]], None)
+    head, tail = request.resume_body([[7, 8, 9]], None)
     assert head.obj is data and len(tail) < 100 and request.num_bytes == 4 * 100_002
     assert request.prompt.tokens == 100_000 and len(request.prompt.keys) == 100_000 // 64
 

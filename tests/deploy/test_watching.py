@@ -37,7 +37,7 @@ def exported() -> dict[str, set[str]]:
 
 def of_a_router() -> dict[str, set[str]]:
     """Samples of a router with one instance. Prometheus keeps `instance` for whom it reads, and renames theirs."""
-    one = SimpleNamespace(url="u", status="ok", load=SimpleNamespace(requests=0), tells=False, listener=None)
+    one = SimpleNamespace(url="u", status="ok", load=SimpleNamespace(requests=0), publishes_events=False, listener=None)
     numbers = RouterMetrics((SimpleNamespace(instances=[one], num_waiting=0),))
     for counter in (numbers.requests, numbers.sent, numbers.broken):
         counter.labels("u")

@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _in_memory(text: str) -> str:
-    """Returns the path of a file that nobody else may read, and that exists as long as this process."""
+    """Returns the path of a file that only this user can read, and that exists as long as this process."""
     descriptor = os.memfd_create("dsv3-cluster-key")
     os.fchmod(descriptor, 0o600)
     os.write(descriptor, text.encode())

@@ -20,7 +20,7 @@ import ray
 from ray.data.llm import HttpRequestProcessorConfig, build_processor
 
 MAX_TOKENS = 32
-PRIORITY = 100  # whoever else asks the server comes first
+PRIORITY = 100  # other requests of the server come first
 
 
 def payload(row: dict[str, Any]) -> dict[str, Any]:

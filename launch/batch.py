@@ -121,7 +121,7 @@ def _run(staged: Staged, summary: InputSummary, journal: Journal, make: Callable
 
 
 def _finish(staged: Staged, journal: Journal) -> int:
-    """Makes the output, and tells of the errors in it, those of earlier runs included."""
+    """Writes the output and logs the errors in it, those of earlier runs included."""
     staged.finish()
     if journal.failed:
         _say(f"{journal.failed} of {journal.answered} lines have an error:")

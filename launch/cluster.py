@@ -1,4 +1,4 @@
-"""A command's place among several processes: what its flags say, and what Slurm tells in their place."""
+"""A command's place among several processes: from its flags, or else from Slurm's environment."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from launch import cli, flags
 
 
 class Membership(TypedDict):
-    """What an environment tells of `ClusterOptions`: None where it tells nothing."""
+    """Values of `ClusterOptions` from an environment; None where it has none."""
 
     coordinator: str | None
     num_processes: int | None
@@ -21,7 +21,7 @@ class Membership(TypedDict):
 
 
 def slurm_membership(environ: Mapping[str, str]) -> Membership:
-    """Returns what Slurm tells a task of a job step with several tasks; nothing outside of one.
+    """Returns what Slurm's environment says of a job step with several tasks; nothing outside of one.
 
     The leader is on the first host of the step. The port comes from the job's number, in the range that jax's own
     detection uses, so that jobs do not meet. https://slurm.schedmd.com/srun.html, "Output environment variables".
@@ -70,11 +70,11 @@ def cluster_options(environ: Mapping[str, str]) -> ClusterOptions | None:
     """
     given = cli.given(ClusterOptions)
     try:
-        told = slurm_membership(environ)
+        found = slurm_membership(environ)
     except ValueError as error:
         raise flags.UsageError(str(error)) from None
     values = absl_flags.FLAGS
-    place = {name: value if values[name].using_default_value else given[name] for name, value in told.items()}
+    place = {name: value if values[name].using_default_value else given[name] for name, value in found.items()}
     per_node = place.pop("processes_per_node")
     per_node = 1 if per_node is None else per_node
     if per_node == 1 and (place["num_processes"] == 1 or set(place.values()) == {None}):

@@ -53,7 +53,7 @@ def main() -> int:
             f"cannot listen on {host} port {port}: {error.strerror or error}; choose another --port"
         ) from None
     address = _address(config.options, listener.getsockname()[1])
-    _say(f"serving {config.model_names[0]} from {config.model_dir}; {address}/health tells when it is ready")
+    _say(f"serving {config.model_names[0]} from {config.model_dir}; {address}/health says when it is ready")
     try:
         return uvloop.run(serve(config, listener, lambda service: _say(_greeting(service, address, config))))
     except ValueError as error:

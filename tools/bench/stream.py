@@ -62,7 +62,7 @@ class RequestRecord:
 
     @property
     def counts_known(self) -> bool:
-        """Whether the server has told of every chunk how many tokens it carried."""
+        """Whether every chunk said how many tokens it carried."""
         return all(arrival.tokens is not None for arrival in self.arrivals)
 
     def inter_token_s(self) -> list[float]:

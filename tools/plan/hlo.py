@@ -54,7 +54,7 @@ class Instruction:
 
     @functools.cached_property
     def trips(self) -> int | None:
-        """How often a loop's body runs, or None where only the data tell."""
+        """How often a loop's body runs; None where that depends on data."""
         match = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.attributes)
         return int(match[1]) if match else None
 
@@ -229,7 +229,7 @@ LABELS = (
     "eh_proj",
     "embed",
 )
-"""Names of `jax.named_scope` that tell the stages of a layer apart; the innermost one counts."""
+"""Names of `jax.named_scope` of the stages of a layer; the innermost one counts."""
 _ELEMENTWISE_KERNELS = ("quantize", "mla_write")
 
 

@@ -109,7 +109,7 @@ class _Flow:
     def _descend(self, instruction: hlo.Instruction, doubt: str, trips: tuple[int, ...]) -> None:
         if instruction.opcode == "while":
             if instruction.trips is None:
-                doubt = f"in the loop {instruction.name}, whose passes only the data tell"
+                doubt = f"in the loop {instruction.name}, whose passes depend on data"
             trips = (*trips, instruction.trips or 0)
         elif instruction.opcode == "conditional":
             doubt = f"under the condition {instruction.name}"
@@ -151,7 +151,7 @@ class _Flow:
 
 
 def _communicator(kind: str, groups: Groups) -> tuple[str, Groups] | None:
-    """Returns what tells the communicators of a device apart; None where nobody has a peer.
+    """Returns a key of the communicator of a collective; None where no device has a peer.
 
     XLA has one for each group of devices, and one of all devices for permutations, which are sends and receives.
     """

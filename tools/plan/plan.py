@@ -183,7 +183,7 @@ def make_plan(
     deployment: Deployment,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Plan:
-    """Compiles and reads the programs of `deployment`; `progress` is told what is about to take long.
+    """Compiles and reads the programs of `deployment`; `progress` gets a line before what takes long.
 
     What cannot fit by its weights and cache alone is not compiled. Raises DeploymentError where the model does not
     divide over the devices, `AotUnavailableError` where programs cannot be compiled.
@@ -284,7 +284,7 @@ def batch_of(planned: LaidOut, phase: Phase, run: Run, micro_batches: int) -> Pl
 
 
 def head_seconds(planned: LaidOut, rates: Rates, rows: int) -> float:
-    """Returns the seconds of the head for `rows` of each rank: a device has its words' logits for all who share it."""
+    """Returns the seconds of the head for `rows` of each rank: a device computes its vocabulary share for all ranks."""
     shared, elements = planned.functions.vocabulary, roofline.sizes_of(planned.model).head
     return roofline.bf16_product(planned.model, rates, rows * shared.ranks, elements // shared.devices)
 

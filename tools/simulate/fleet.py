@@ -85,7 +85,7 @@ class Setting:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Active:
-    """A request on its way, the place it has, and who waits for its end."""
+    """A request in flight, its place at an instance, and the callback of its end."""
 
     asked: SimulatedRequest
     keys: tuple[Key, ...]
@@ -180,8 +180,8 @@ class SimulatedFleet:
         for rows in outputs.columns:
             self.record.note_tokens(rows.ids, now, before)
         found = [(self._active[output.request_id], output) for output in outputs.details]
-        if told := [output.request_id for active, output in found if output.token_ids and not active.is_prefill]:
-            self.record.note_tokens(np.array(told), now, before)
+        if advanced := [output.request_id for active, output in found if output.token_ids and not active.is_prefill]:
+            self.record.note_tokens(np.array(advanced), now, before)
         for active, output in found:
             if active.is_prefill:
                 self._prefilled(active, output.num_cached_tokens)
@@ -203,7 +203,7 @@ class SimulatedFleet:
         if self.prefilling is None:
             self.record.cached[number] = cached
         assert active.booking is not None
-        # The router is told of the tokens as they come; here once, as of an answer half way.
+        # The router counts tokens as they come; here once, as if the answer were half done.
         active.booking.on_tokens((active.asked.max_length - active.asked.tokens) // 2)
 
     def _leave(self, active: _Active) -> None:

@@ -19,12 +19,14 @@ from tools.simulate.times import KEYS, InstanceTimes
 
 
 def digest_of(model: ModelConfig, deployment: Deployment) -> str:
-    """Returns what tells a table of another model or deployment from this one's."""
+    """Returns the digest that a table of step times has of its model and deployment."""
     return hashlib.sha256(repr((model, deployment)).encode()).hexdigest()
 
 
 def times_of(model: ModelConfig, deployment: Deployment, progress: Callable[[str], None]) -> InstanceTimes:
-    """Compiles the programs of `deployment` and returns its limits and step times; `progress` is told what takes long.
+    """Compiles the programs of `deployment`, and returns its limits and step times.
+
+    `progress` gets a line before what takes long.
 
     Raises DeploymentError where it does not fit or has drafts, `AotUnavailableError` where nothing can be compiled.
     """

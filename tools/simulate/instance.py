@@ -55,17 +55,17 @@ class _StepInFlight:
 
 
 class SimulatedInstance:
-    """Serves what is submitted; `hear` is told what each step has given, after the next one has been planned."""
+    """Serves submitted requests; `on_outputs` gets each step's outputs, after the next step has been planned."""
 
     def __init__(
         self,
         times: InstanceTimes,
         cfg: EngineConfig,
         clock: VirtualClock,
-        hear: "Callable[[SimulatedInstance, StepOutputs], None]",
+        on_outputs: "Callable[[SimulatedInstance, StepOutputs], None]",
         make_pages: Callable[[EngineView, Callable[[], None]], Pages | Handed | None] = lambda view, wake: None,
     ) -> None:
-        self.times, self.cfg, self._clock, self._hear = times, cfg, clock, hear
+        self.times, self.cfg, self._clock, self._on_outputs = times, cfg, clock, on_outputs
         self.scheduler = Scheduler(cfg, VOCAB, times.keys)
         view = EngineView(self.scheduler, None)  # type: ignore[arg-type]  # these planners do not look at the parts
         made = {
@@ -112,7 +112,7 @@ class SimulatedInstance:
 
     @property
     def use(self) -> tuple[float, float]:
-        """The shares in use of the pages, those included that who waits needs, and of the slots."""
+        """The shares in use of the pages, with those that waiting requests need, and of the batch slots."""
         scheduler, cfg = self.scheduler, self.cfg
         pages = (scheduler.pages.in_use + self._queued_tokens / cfg.page_size) / (cfg.num_pages * cfg.num_ranks)
         return pages, len(scheduler.sequences) / (cfg.max_num_seqs * cfg.num_ranks)
@@ -148,7 +148,7 @@ class SimulatedInstance:
         outputs = self._collect()
         self._launch()
         self._await()
-        self._hear(self, outputs)
+        self._on_outputs(self, outputs)
 
     def _collect(self) -> StepOutputs:
         """Takes in the results of the step that ends next, and returns them."""

@@ -1,4 +1,4 @@
-"""What the simulator may be told, declared as the options of `dsv3.config.options`, and its rule of scaling.
+"""Options of the simulator, declared like those of `dsv3.config.options`, and its rule of scaling.
 
 The rule says how many instances of a role run: up on queue seconds or use, down where the rest could bear it. As
 Dynamo's planner it adds an instance where all are over the bound, and removes one only if what the others would have

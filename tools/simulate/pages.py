@@ -139,7 +139,7 @@ class SimulatedStore:
 
 
 class _PolledTiers(Tiers):
-    """Tiers for which nobody waits: a job that ends wakes the engine."""
+    """Tiers without waiting: a job that ends wakes the engine."""
 
     def wait(self, seconds: float) -> None:
         """Returns at once."""
@@ -198,7 +198,7 @@ class _HandedTiers(Tiers):
         pass
 
     def nearest(self, ranks: Iterator[int]) -> None:
-        """Has nobody to ask."""
+        """Does nothing: there is no other instance to fetch from."""
 
     def note_query(self, pages: int) -> None:
         """Counts nothing."""

@@ -1,4 +1,4 @@
-"""Checks this machine and writes a report to send: installation, memory, kernels, whole steps, transfers, a server.
+"""Checks this machine and writes a report to send: installation, memory, kernels, whole steps, collectives, a server.
 
   python -m launch.doctor                                    with the bundled model
   python -m launch.doctor --model /models/DeepSeek-V2-Lite   with a Hugging Face model directory

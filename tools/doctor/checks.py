@@ -71,47 +71,59 @@ def table(model: Path, quick: bool) -> list[Check]:
             counted=True,
         ),
     ]
-    if not quick:
-        start = _start_seconds(model)
-        checks += [
-            _check(
-                "step",
-                "models",
-                "tools.doctor.step",
-                "Where a kernel fails above, that is the cause; where none does, send this report, and do not trust "
-                "answers of this family meanwhile.",
-                300,
-                *small,
-                each=True,
-            ),
-            _check(
-                "step",
-                "stored",
-                "tools.doctor.stored",
-                "Servers work, but each start compiles anew; send this report with its log.",
-                600,
-            ),
-            _check(
-                "collectives",
-                "kinds",
-                "tools.doctor.collectives",
-                "Serve on one GPU, or without overlap (--noexpert_overlap) where only in_flight failed; "
-                "with NCCL_DEBUG=INFO the log has what NCCL says.",
-                180,
-                *small,
-                each=True,
-            ),
-            _check(
-                "serve",
-                "server",
-                "tools.doctor.serve",
-                "Read this check's log from its end; the first error in it is the cause.",
-                start + 400,  # its own waits are shorter: it ends the server itself
-                str(model),
-                str(start),
-            ),
-        ]
-    return checks
+    return checks if quick else [*checks, *_thorough(model, small)]
+
+
+def _thorough(model: Path, small: tuple[str, ...]) -> list[Check]:
+    """Returns the checks that `--quick` leaves out; on a CPU `small` asks for their small form."""
+    start = _start_seconds(model)
+    return [
+        _check(
+            "fast",
+            "kernels",
+            "tools.doctor.fast",
+            "A kernel that is wrong here fails above, too. Where the roof fails or is far below the data sheet, "
+            "read clocks and power in the log, and end other processes on the GPU.",
+            240,
+            each=True,
+        ),
+        _check(
+            "step",
+            "models",
+            "tools.doctor.step",
+            "Where a kernel fails above, that is the cause; where none does, send this report, and do not trust "
+            "answers of this family meanwhile.",
+            300,
+            *small,
+            each=True,
+        ),
+        _check(
+            "step",
+            "stored",
+            "tools.doctor.stored",
+            "Servers work, but each start compiles anew; send this report with its log.",
+            600,
+        ),
+        _check(
+            "collectives",
+            "kinds",
+            "tools.doctor.collectives",
+            "Serve on one GPU, or without overlap (--noexpert_overlap) where only in_flight failed; "
+            "with NCCL_DEBUG=INFO the log has what NCCL says.",
+            180,
+            *small,
+            each=True,
+        ),
+        _check(
+            "serve",
+            "server",
+            "tools.doctor.serve",
+            "Read this check's log from its end; the first error in it is the cause.",
+            start + 400,  # its own waits are shorter: it ends the server itself
+            str(model),
+            str(start),
+        ),
+    ]
 
 
 def _check(

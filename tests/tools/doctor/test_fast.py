@@ -149,7 +149,7 @@ def test_what_is_timed_has_the_goals_of_the_design():
 def test_on_a_cpu_nothing_is_timed(capsys, arguments):
     assert fast.main(arguments) == 2
     out, error = capsys.readouterr()
-    assert out == "" and "kernels are timed on a GPU" in error
+    assert out == "" and "kernels are timed only on a GPU" in error
 
 
 def test_on_a_gpu_the_kinds_are_checks_of_their_own(capsys, monkeypatch):

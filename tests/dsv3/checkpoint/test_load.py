@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dsv3.checkpoint import CheckpointError, fill, layout, load_params
 from dsv3.checkpoint.source import ALIGNMENT, Source
 from dsv3.config.options import EngineOptions
-from dsv3.engine.build import bundled_model, load_parts
+from dsv3.engine.build import bundled_model, load_components
 from dsv3.model.params import Fp8Weight, declare
 from pallas_kernels.fp8 import quantize_128x128
 from tests.dsv3.checkpoint import hf
@@ -348,5 +348,5 @@ def test_as_many_threads_read_as_the_option_of_an_engine_says(monkeypatch, threa
         return right(source, start, out)
 
     monkeypatch.setattr(Source, "read", read)
-    load_parts(bundled_model(), EngineOptions(load_threads=threads), progress=False)
+    load_components(bundled_model(), EngineOptions(load_threads=threads), progress=False)
     assert set(names) == {f"checkpoint_{number}" for number in range(threads)}

@@ -55,7 +55,7 @@ def test_each_operation_has_the_roof_that_binds_it():
     [
         fast.scheduled(Decode(2, 1, 70, batch=2, layers=2), REFERENCE),
         fast.scheduled(Decode(2, 1, 70, batch=2, layers=2, fp8=True), REFERENCE),
-        fast.in_bfloat16(Prefill.even(96, 2, heads=2).case()),
+        fast.in_bfloat16(Prefill.even(96, 2, heads=2).spans_case()),
         fast.in_bfloat16(Prefill.even(8, 1, 70, heads=2).context_case()),
     ],
     ids=lambda case: case.name,

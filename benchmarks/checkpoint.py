@@ -1,6 +1,7 @@
 """Speed of loading a checkpoint as a fraction of the disk's raw read speed; every case runs in a fresh process.
 
     python -m benchmarks.checkpoint --size-gb=2 --rounds=3 --directory=/path/on/the/disk [--only="hf bf16"]
+        [--threads=8]
 
 Makes a bfloat16 checkpoint of DeepSeek-V3's shape and about the given size, and its FP8 twin. Each round then reads
 
@@ -44,10 +45,10 @@ ONLY = absl_flags.DEFINE_list(
     [],
     "Measure only cases whose names contain one of these texts, and the raw ones, which all are compared with.",
 )
+THREADS = absl_flags.DEFINE_integer("threads", 8, "Threads of every case, as --load_threads of a server.", 1)
 CASE = absl_flags.DEFINE_string("case", None, "Case to run in this process; the benchmark calls itself with it.")
 
 READ_BYTES = 4 << 20
-THREADS = 8
 # case -> checkpoint it reads
 CASES = {
     "raw": "bf16",
@@ -139,6 +140,7 @@ def files(directory: Path) -> list[Path]:
 def in_fresh_process(case: str, directory: Path) -> dict[str, float]:
     """Result of one case, measured in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.checkpoint", f"--case={case}", f"--directory={directory}"]
+    command.append(f"--threads={THREADS.value}")
     environment = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
@@ -176,7 +178,7 @@ def loader(case: str) -> Callable[[Path], Any]:
     if case.endswith(("spread", "eighth")):
         return lambda d: read_experts(d, case)
     fp8: Any = "dequantize" if case.endswith("dequantize") else "keep"
-    return lambda d: load_params(d, load_config(d), dtype="bfloat16", fp8=fp8, progress=False, threads=THREADS)
+    return lambda d: load_params(d, load_config(d), dtype="bfloat16", fp8=fp8, progress=False, threads=THREADS.value)
 
 
 def read_experts(directory: Path, case: str) -> Any:
@@ -195,12 +197,14 @@ def read_experts(directory: Path, case: str) -> Any:
     if case.endswith("eighth"):
         phy2log = first_expert_map(cfg, mesh, redundant).phy2log
         mine = phy2log[:, : phy2log.shape[1] // DEVICES]
-        return load_params(directory, cfg, dtype="bfloat16", phy2log=mine, progress=False, threads=THREADS)
+        return load_params(directory, cfg, dtype="bfloat16", phy2log=mine, progress=False, threads=THREADS.value)
     if case.endswith("then spread"):
-        params = load_params(directory, cfg, dtype="bfloat16", progress=False, threads=THREADS)
+        params = load_params(directory, cfg, dtype="bfloat16", progress=False, threads=THREADS.value)
         served = spread_experts(params, cfg, mesh, redundant)
         return jax.block_until_ready(jax.device_put(served, shardings(specs, mesh)))
-    return load_spread(directory, cfg, specs, mesh, redundant, Reading("bfloat16", "keep", progress=False))
+    return load_spread(
+        directory, cfg, specs, mesh, redundant, Reading("bfloat16", "keep", progress=False, threads=THREADS.value)
+    )
 
 
 def read_raw(directory: Path, *, direct: bool, into_one: bool) -> Any:
@@ -208,17 +212,17 @@ def read_raw(directory: Path, *, direct: bool, into_one: bool) -> Any:
     paths = files(directory)
     jobs = [(path, at) for path in paths for at in range(0, path.stat().st_size, READ_BYTES)]
     handles = {path: os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0)) for path in paths}
-    buffers = [mmap.mmap(-1, READ_BYTES) for _ in range(THREADS)]
+    buffers = [mmap.mmap(-1, READ_BYTES) for _ in range(THREADS.value)]
     everything = None if into_one else np.empty(len(jobs) * READ_BYTES, np.uint8)
 
     def read(worker: int) -> None:
-        for job in range(worker, len(jobs), THREADS):
+        for job in range(worker, len(jobs), THREADS.value):
             path, at = jobs[job]
             part = buffers[worker] if everything is None else everything[job * READ_BYTES : (job + 1) * READ_BYTES]
             os.preadv(handles[path], [part], at)
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(read, range(THREADS)))
+    with ThreadPoolExecutor(THREADS.value) as pool:
+        list(pool.map(read, range(THREADS.value)))
     return everything
 
 

@@ -1,12 +1,12 @@
-"""Serves one instance from the hosts of a Ray cluster: one actor per host, each of which runs `launch.serve`.
+"""Serves one instance from the hosts of a Ray cluster: one actor per host, with a process per GPU.
 
   ray job submit --working-dir . -- python -m deploy.ray_cluster --num_hosts 2 --gpus_per_host 8 -- \\
     --model /models/DeepSeek-V3 --enable_expert_parallel --host 0.0.0.0
 
-What follows "--" are the flags of `launch.serve`; place, key and number of the processes are added. Compiled programs
-of the last start are found again only by the key that wrote them: give --cluster_key_file, a file of every host, to
-have them. The first process that ends, and the first actor that is lost, end the instance: the job then fails, for Ray
-or a person to start it anew. SIGTERM drains all processes.
+An actor runs `deploy.node`, which starts the processes. What follows "--" are the flags of `launch.serve`; place, key
+and number of the processes are added. Compiled programs of the last start are found again only by the key that wrote
+them: give --cluster_key_file, a file of every host, to have them. The first process that ends, and the first actor that
+is lost, end the instance: the job then fails, for Ray or a person to start it anew. SIGTERM drains all processes.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _END_S = 30.0  # processes that were asked to end do so within their --shutdown_
 
 
 class Host:
-    """An actor: the process of `launch.serve` on one host."""
+    """An actor: the processes of `launch.serve` on one host."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -48,21 +48,24 @@ class Host:
                 return f"{ray.util.get_node_ip_address()}:{port}"
         raise OSError("no two ports in a row are free")
 
-    def start(self, arguments: list[str], key: str | None) -> None:
-        """Starts the process with these arguments, and a cluster's key that lies in this actor's memory alone."""
-        command = [sys.executable, "-m", "launch.serve", *arguments]
+    def start(self, node: list[str], arguments: list[str], key: str | None) -> None:
+        """Starts `deploy.node` with its own flags and those of the server.
+
+        A cluster's `key` lies in this actor's memory alone.
+        """
+        command = [sys.executable, "-m", "deploy.node", *node, "--", *arguments]
         if key is not None:
             command += ["--cluster_key_file", _in_memory(key)]
         # The process ends in order when this one dies; Ray kills actors of a job that is stopped.
         self._process = subprocess.Popen(["setpriv", "--pdeathsig", "TERM", "--", *command])
 
     def poll(self) -> int | None:
-        """Returns the exit status of the process; None while it runs."""
+        """Returns the exit status of `deploy.node`; None while it runs."""
         assert self._process is not None
         return self._process.poll()
 
     def terminate(self) -> None:
-        """Asks the process to drain, and to end."""
+        """Sends SIGTERM, which drains the instance."""
         assert self._process is not None
         if self._process.poll() is None:
             self._process.terminate()
@@ -77,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         ray.get(group.ready(), timeout=options.placement_timeout)
         hosts = [_actor(group, i, options) for i in range(options.num_hosts)]
-        _start(hosts, options.arguments)
+        _start(hosts, options)
         return _watch(hosts, options.drain_timeout)
     except ray.exceptions.GetTimeoutError:
         print(f"{options.num_hosts} hosts of {bundle} did not come in {options.placement_timeout:g} s", flush=True)
@@ -95,18 +98,20 @@ def _in_memory(text: str) -> str:
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
-def needs_key(num_hosts: int, arguments: Sequence[str]) -> bool:
+def needs_key(num_processes: int, arguments: Sequence[str]) -> bool:
     """Returns whether the processes need a key and their flags bring none."""
     given = any(each.replace("-", "_").startswith("__cluster_key_file") for each in arguments)
-    return num_hosts > 1 and not given
+    return num_processes > 1 and not given
 
 
-def arguments_of(index: int, num_hosts: int, coordinator: str, arguments: Sequence[str]) -> list[str]:
-    """Returns the flags of one process: those of all, and its place. A single process needs no place."""
-    if num_hosts == 1:
-        return list(arguments)
-    place = ("--coordinator", coordinator, "--num_processes", str(num_hosts), "--process_id", str(index))
-    return [*arguments, *place]
+def node_flags(node_rank: int, options: argparse.Namespace) -> list[str]:
+    """Returns the flags of `deploy.node` on one host."""
+    return [
+        f"--num_nodes={options.num_hosts}",
+        f"--node_rank={node_rank}",
+        f"--processes_per_node={options.processes_per_host}",
+        f"--drain_timeout={options.drain_timeout}",
+    ]
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -114,6 +119,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num_hosts", type=int, required=True, help="Serve from this many hosts.")
     parser.add_argument("--gpus_per_host", type=int, default=0, help="Reserve this many GPUs per host.")
     parser.add_argument("--cpus_per_host", type=int, default=1, help="Reserve this many CPUs per host.")
+    parser.add_argument(
+        "--processes_per_host",
+        type=int,
+        help="Start this many processes on each host; default: one per GPU, on a single host one.",
+    )
     parser.add_argument(
         "--strategy",
         default="STRICT_SPREAD",
@@ -126,6 +136,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="Flags of launch.serve, after --.")
     options = parser.parse_args(argv)
+    if options.processes_per_host is None:
+        options.processes_per_host = max(1, options.gpus_per_host) if options.num_hosts > 1 else 1
     options.arguments = options.arguments[options.arguments[:1] == ["--"] :]
     return options
 
@@ -138,14 +150,17 @@ def _actor(
     return ray.remote(Host).options(scheduling_strategy=place, max_restarts=0, **reserved).remote()
 
 
-def _start(hosts: list, arguments: Sequence[str]) -> None:
+def _start(hosts: list, options: argparse.Namespace) -> None:
+    arguments, total = options.arguments, len(hosts) * options.processes_per_host
     coordinator = ray.get(hosts[0].address.remote(), timeout=_ANSWER_S)
-    key = base64.b64encode(secrets.token_bytes(48)).decode() if needs_key(len(hosts), arguments) else None
-    started = [
-        host.start.remote(arguments_of(i, len(hosts), coordinator, arguments), key) for i, host in enumerate(hosts)
-    ]
-    ray.get(started, timeout=_ANSWER_S)
-    print(f"{len(hosts)} processes have started; process 0 is at {coordinator.rpartition(':')[0]}", flush=True)
+    key = base64.b64encode(secrets.token_bytes(48)).decode() if needs_key(total, arguments) else None
+    if total > 1:
+        arguments = [*arguments, "--coordinator", coordinator]
+    ray.get(
+        [host.start.remote(node_flags(i, options), arguments, key) for i, host in enumerate(hosts)], timeout=_ANSWER_S
+    )
+    where = coordinator.rpartition(":")[0]
+    print(f"{total} processes have started on {len(hosts)} hosts; process 0 is at {where}", flush=True)
 
 
 def _watch(hosts: list, drain_timeout: float) -> int:
@@ -168,7 +183,7 @@ def _end(hosts: list, patience_s: float, failed: bool) -> int:
     while None in statuses and time.monotonic() < deadline:
         statuses = [_status(host) for host in hosts]
         time.sleep(_POLL_S / 4)
-    print(f"exit statuses by process: {statuses}", flush=True)
+    print(f"exit statuses by host: {statuses}", flush=True)
     return 1 if failed or any(statuses) or None in statuses else 0
 
 

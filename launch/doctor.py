@@ -1,8 +1,8 @@
-"""Checks this machine and writes a report to send: installation, memory, kernels, whole steps, transfers, a server.
+"""Checks this machine and writes a report to send: installation, memory, kernels, whole steps, collectives, a server.
 
   python -m launch.doctor                                    with the bundled model
   python -m launch.doctor --model /models/DeepSeek-V2-Lite   with a Hugging Face model directory
-  python -m launch.doctor --quick                            installation, memory and two shapes of each kernel
+  python -m launch.doctor --quick                            only installation, memory, and two shapes of each kernel
 
 Each check is a process with a time limit: one that crashes or hangs costs its own rows. The report is written after
 each check; it names no user, host or folder of yours. Exit status 0: everything passed, 1: something failed, 2: nothing
@@ -29,9 +29,9 @@ _MODEL = absl_flags.DEFINE_string(
     "model", None, "Check with this Hugging Face model directory; default: the bundled model."
 )
 _OUTPUT = absl_flags.DEFINE_string(
-    "output", None, "Write the report to this folder; default: doctor-DATE-TIME in the present one."
+    "output", None, "Write the report to this folder; default: doctor-DATE-TIME in the current one."
 )
-_QUICK = absl_flags.DEFINE_boolean("quick", False, "Check installation, memory and two shapes of each kernel.")
+_QUICK = absl_flags.DEFINE_boolean("quick", False, "Check only installation, memory, and two shapes of each kernel.")
 
 
 def main() -> int:

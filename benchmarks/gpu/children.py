@@ -15,24 +15,22 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from dsv3.processes.child import ChildResult, run_limited
 from pallas_kernels import aot
 from pallas_kernels.backend import is_hopper, prepare, resolve_backend
 from pallas_kernels.checks.case import ContextLostError, Row
+from tools.doctor.rates import Roofs, measure_roofs
 
 AT_ONCE = 8
 """Rows of a child."""
 _START_S = 60.0
 ROOFS = "roofs"
-type Roofs = Mapping[str, float]
 type Key = tuple[str, str]
 """Table and name of a row."""
 
@@ -186,36 +184,16 @@ class _Report:
         self.file.with_suffix(".json").write_text(json.dumps(record | {"rows": rows_}, indent=1))
 
 
-def roofs_here(floats: int = 1 << 28, side: int = 8192) -> Row:
-    """Measures a copy in bytes/s, and bfloat16 and FP8 products of cuBLAS through XLA in flop/s; in a child alone.
-
-    Raises SystemExit with status 2 where there is no Hopper GPU.
-    """
+def roofs_here() -> Row:
+    """Measures the device's roofs; in a child alone. Raises SystemExit with status 2 where there is no Hopper GPU."""
     device = jax.devices()[0]
     if not is_hopper(device):
         print("Without a Hopper GPU, --compile checks registers and spills.", file=sys.stderr)
         print(f"This needs a Hopper GPU (sm_90), and the device here is {device.device_kind!r}", file=sys.stderr)
         raise SystemExit(2)
     prepare(resolve_backend(device))
-    x = jnp.zeros(floats, jnp.float32)
-    copy = 2 * x.nbytes / seconds_per_call(lambda i, x: x + 1, x, 20)
-    square = jax.random.normal(jax.random.key(0), (side, side), jnp.bfloat16)
-    scaled = square / math.sqrt(side)  # keeps a chain of products near unit variance
-    bf16 = 2 * side**3 / seconds_per_call(lambda i, x: x @ scaled, square, 20)
-    weight = square.astype(jnp.float8_e4m3fn)
-
-    def fp8(i: Any, x: jax.Array) -> jax.Array:
-        product = lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        return (product / math.sqrt(side)).astype(jnp.float8_e4m3fn)
-
-    fp8_rate = 2 * side**3 / seconds_per_call(fp8, weight, 20)
     says = f"{device.device_kind}; jax {jax.__version__}; {' '.join(device.client.platform_version.split())}"
-    return Row(ROOFS, True, says, {"copy B/s": copy, "bfloat16 flop/s": bf16, "FP8 flop/s": fp8_rate})
-
-
-def roof_seconds(roofs: Roofs, flops: float, size: float, *, bfloat16: bool) -> float:
-    """Returns the longer of flops at cuBLAS's rate and bytes at the copy's rate, both of this run."""
-    return max(flops / roofs["bfloat16 flop/s" if bfloat16 else "FP8 flop/s"], size / roofs["copy B/s"])
+    return Row(ROOFS, True, says, measure_roofs())
 
 
 def gate_resources(programs: Iterator[tuple[str, Callable[..., Any], tuple]]) -> int:
@@ -229,15 +207,3 @@ def gate_resources(programs: Iterator[tuple[str, Callable[..., Any], tuple]]) ->
         print(f"{name}: {compiled.memory_analysis().temp_size_in_bytes / 1e6:.0f} MB of temporaries", flush=True)
     print(f"{spilled} kernels spill")
     return 1 if spilled else 0
-
-
-def seconds_per_call(step: Callable, init: Any, calls: int, *operands: Any) -> float:
-    """Returns the best of three loops of `calls` calls of `step(i, carry, *operands)` in one program."""
-    loop = jax.jit(lambda init, *operands: lax.fori_loop(0, calls, lambda i, x: step(i, x, *operands), init))
-    jax.block_until_ready(loop(init, *operands))
-    best = math.inf
-    for _ in range(3):
-        begin = time.perf_counter()
-        jax.block_until_ready(loop(init, *operands))
-        best = min(best, time.perf_counter() - begin)
-    return best / calls

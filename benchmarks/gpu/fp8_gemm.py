@@ -21,13 +21,14 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.gpu import children
-from benchmarks.gpu.children import Key, Roofs
+from benchmarks.gpu.children import Key
 from pallas_kernels import checks
 from pallas_kernels.backend import Backend
 from pallas_kernels.checks import Case, Row, experts, products
 from pallas_kernels.gemm import plan as planning
 from pallas_kernels.gemm import shapes
 from pallas_kernels.gemm.plan import TilePlan, plan_contiguous, plan_dense
+from tools.doctor.rates import Roofs, measure_case, roof_seconds, time_call
 
 PUBLISHED = {
     (64, 2112, 7168): 206, (64, 24576, 1536): 289, (64, 32768, 512): 219, (64, 7168, 16384): 336,
@@ -56,8 +57,6 @@ _TABLES = {
 }
 """Tables and their operations, most important first."""
 _PLANS = "plans"
-_LOOP_SECONDS = 0.02
-_MAX_CALLS = 500
 
 
 def main() -> int:
@@ -82,37 +81,22 @@ def cases(table: str) -> dict[str, Case]:
 def measure(key: Key, roofs: Roofs) -> Row:
     """Returns the row of a case or of a product's plans."""
     table, name = key
-    return compare_plans(plans()[name], roofs) if table == _PLANS else measure_case(cases(table)[name], roofs)
+    return compare_plans(plans()[name], roofs) if table == _PLANS else compare_case(cases(table)[name], roofs)
 
 
-def measure_case(case: Case, roofs: Roofs, backend: Backend = Backend.MOSAIC) -> Row:
-    """Returns the row of a case: correct, and then timed next to the roof, to XLA and to what is published."""
-    row = checks.check(case, backend)
+def compare_case(case: Case, roofs: Roofs, backend: Backend = Backend.MOSAIC) -> Row:
+    """Returns the row of a case beside its roof, XLA's product with a slice, and what is published."""
+    row = measure_case(case, roofs, backend)
     if not row.passed:
         return row
-    operands = jax.jit(case.operands)(jax.random.key(0))
-    roof = children.roof_seconds(roofs, case.flops, case.bytes, bfloat16="bfloat16" in case.key)
-    seconds = time_call(lambda o, i: case.call(o, i, backend), operands, roof)
-    figures = {
-        "us": seconds * 1e6,
-        "TFLOP/s": case.flops / seconds / 1e12,
-        "GB/s": case.bytes / seconds / 1e9,
-        "share_of_roof": roof / seconds,
-    }
+    figures = dict(row.figures)
     if case.sliced is not None:
+        roof = roof_seconds(roofs, case.flops, case.bytes, bfloat16="bfloat16" in case.key)
+        operands = jax.jit(case.operands)(jax.random.key(0))
         figures["XLA of a slice us"] = time_call(case.sliced, operands, roof) * 1e6
     if case.key in PUBLISHED:
         figures["DeepGEMM H800 TFLOP/s"] = PUBLISHED[case.key]
-    worst = {name: value for name, value in row.figures.items() if name.endswith(".diff")}
-    return dataclasses.replace(row, figures=figures | worst)
-
-
-def time_call(call: Callable[..., Any], operands: Any, roof: float) -> float:
-    """Returns seconds per call, in loops that last at least as long as their roof says."""
-    calls = int(min(_MAX_CALLS, max(5, _LOOP_SECONDS / roof)))
-    result = jax.eval_shape(call, operands, 0)
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), result)
-    return children.seconds_per_call(lambda i, _, operands: call(operands, i), nothing, calls, operands)
+    return dataclasses.replace(row, figures=figures)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +118,7 @@ def compare_plans(product: Product, roofs: Roofs) -> Row:
             faults.append(f"{plan_name(plan)}: {row.says}")
             continue
         operands = jax.jit(case.operands)(jax.random.key(0)) if operands is None else operands
-        roof = children.roof_seconds(roofs, case.flops, case.bytes, bfloat16="bfloat16" in case.key)
+        roof = roof_seconds(roofs, case.flops, case.bytes, bfloat16="bfloat16" in case.key)
         name = f"{plan_name(plan)}{' (chosen)' if plan == chosen else ''} us"
         figures[name] = time_call(lambda o, i, case=case: case.call(o, i, Backend.MOSAIC), operands, roof) * 1e6
     return Row("", not faults, "; ".join(faults), figures)

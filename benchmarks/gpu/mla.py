@@ -20,7 +20,7 @@ import jax
 
 from benchmarks.gpu import children
 from benchmarks.gpu import mla_cases as more
-from benchmarks.gpu.children import Key, Roofs
+from benchmarks.gpu.children import Key
 from benchmarks.gpu.device_time import Flushed, median_ms
 from pallas_kernels import checks
 from pallas_kernels.backend import Backend
@@ -28,6 +28,7 @@ from pallas_kernels.checks import Case, Row, Tolerance
 from pallas_kernels.checks.attention import ATTENDED, SCALE, Decode, edge_decodes, first_decodes, named
 from pallas_kernels.checks.prefill import CONTEXTS, PREFILLS, Prefill
 from pallas_kernels.mla import mosaic_ops
+from tools.doctor.rates import SHARE, Roofs, roof_seconds
 
 _WRITE = {"out": Tolerance(1e-5, 2**-7, 2**-7, "a bfloat16 that is rounded twice")}
 _FEW = 5  # runs of what takes long
@@ -183,9 +184,9 @@ def _if_right(case: Case, backend: Backend, timed: Callable[[], dict[str, float]
 
 
 def _rates(case: Case, ms: float, roofs: Roofs) -> dict[str, float]:
-    roof = children.roof_seconds(roofs, case.flops, case.bytes, bfloat16=True)
+    roof = roof_seconds(roofs, case.flops, case.bytes, bfloat16=True)
     rates = {"TFLOP/s": case.flops / ms / 1e9, "GB/s": case.bytes / ms / 1e6}
-    return {"us": ms * 1e3, "share_of_roof": roof / ms * 1e3, **rates}
+    return {"us": ms * 1e3, SHARE: roof / ms * 1e3, **rates}
 
 
 def programs() -> Iterator[tuple[str, Callable[..., Any], tuple]]:

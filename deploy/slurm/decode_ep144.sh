@@ -1,10 +1,10 @@
 #!/bin/bash
 # DeepSeek's decode unit, 144 GPUs with two routed experts each: `DECODE_EP144` of configs/deployments.py.
 # Start it with: MODEL=DIR sbatch deploy/slurm/decode_ep144.sh
-# With sbatch --ntasks-per-node=8 each GPU has a process of its own.
+# Each GPU has a process of its own; with sbatch --ntasks-per-node=1 each host has one.
 #SBATCH --job-name=dsv3-decode
 #SBATCH --nodes=18
-#SBATCH --ntasks-per-node=1
+#SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --signal=TERM@240

@@ -1,10 +1,10 @@
 #!/bin/bash
 # DeepSeek's prefill unit, 32 GPUs with nine routed experts each: `PREFILL_EP32` of configs/deployments.py.
 # Start it with: MODEL=DIR sbatch deploy/slurm/prefill_ep32.sh
-# With sbatch --ntasks-per-node=8 each GPU has a process of its own.
+# Each GPU has a process of its own; with sbatch --ntasks-per-node=1 each host has one.
 #SBATCH --job-name=dsv3-prefill
 #SBATCH --nodes=4
-#SBATCH --ntasks-per-node=1
+#SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --signal=TERM@240

@@ -136,6 +136,16 @@ class StartOptions:
         programs=False,
         group="model",
     )
+    load_threads: int = option(
+        8,
+        "Read weights with this many threads in each process, 4 MiB at a time; default: 8, beyond which one local disk "
+        "was no faster (docs/checkpoint.md). A parallel or network file system may gain from more.",
+        low=1,
+        high=512,
+        agree=False,
+        programs=False,
+        group="model",
+    )
     compilation_cache_dir: str | None = option(
         None,
         "Keep compiled programs in this directory; default: dsv3/xla in the user's cache directory.",

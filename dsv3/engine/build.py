@@ -88,7 +88,7 @@ def load_components(
     tokenizer = Path(model_dir) / "tokenizer.json"
 
     def parts(shapes: bool, progress: bool, pages: int | None) -> EngineComponents:
-        read = Reading(dtypes.compute, options.fp8, progress, options.int4, shapes)
+        read = Reading(dtypes.compute, options.fp8, progress, options.int4, shapes, options.load_threads)
         functions, served = _functions(model_dir, model_cfg, options, mesh, read)
         return EngineComponents(
             functions,

@@ -8,6 +8,7 @@ Its keeper decides when it has ended and what follows:
 | a follower, on another host than the leader | `engine/cluster/supervisor.py` | the same |
 | an API server but the first | `server/http/fronts.py` | after a second, unless it was never ready |
 | what renders templates, or makes grammars | `server/asking.py` | for the next question |
+| the processes of a host's GPUs | `deploy/node.py` | never; its manager starts the instance anew |
 | a check, a compiler (`run_limited`) | its caller | never |
 
 Imports no jax.

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
         return _nothing("a CPU takes minutes for the shapes of models; add --quick")
     cases = list(checks.OPERATIONS[args.operation].cases(backend, args.quick))
     if not cases:
-        return _nothing(f"{args.operation} is no operation of {backend.value}")
+        return _nothing(f"the backend {backend.value} has no {args.operation}")
     passed = True
     for case in cases:
         try:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from absl import flags as absl_flags
 
+from deploy import node
 from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.config.server_options import ServerOptions
 from launch import cli, flags
@@ -100,20 +101,35 @@ def expanded(text: str, known: dict[str, str]) -> str:
 
 
 def kubernetes() -> Iterator[tuple[Started, dict[str, Any]]]:
-    """Yields every process of an instance that the manifests start, and its pod's template."""
+    """Yields the first process of every pod of an instance that the manifests start, and its pod's template."""
     for _, document in manifests():
         for role, nodes, pod in pods(document):
-            [container] = pod["spec"]["containers"]
-            if container["command"] == ["python", "-m", "launch.router"]:
+            if pod["spec"]["containers"][0]["command"] == ["python", "-m", "launch.router"]:
                 continue  # test_router.py
-            assert container["command"] == ["python", *SERVE]
-            own = {each["name"] for each in container.get("env", [])} | {key for key in ENV if key.startswith("LWS")}
-            known = {key: value for key, value in ENV.items() if key in own} | {"LWS_GROUP_SIZE": str(nodes)}
-            known |= {"LWS_WORKER_INDEX": "0" if role == "leader" else str(nodes - 1)}
-            texts = [expanded(text, known) for text in container["args"]]
-            server, engine, given = parsed(texts)
-            cluster = ClusterOptions(**given) if given["num_processes"] is not None else None
-            gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
-            grace = float(pod["spec"]["terminationGracePeriodSeconds"])
+            rank = 0 if role == "leader" else nodes - 1
             name = f"{document['metadata']['name']} {role}"
-            yield Started(name, server, engine, cluster, nodes, gpus, grace), pod
+            yield started_in(pod, name, nodes, rank)[0], pod
+
+
+def started_in(pod: dict[str, Any], name: str, nodes: int, rank: int) -> list[Started]:
+    """Returns the processes of a pod, which is number `rank` of its instance."""
+    [container] = pod["spec"]["containers"]
+    own = {each["name"] for each in container.get("env", [])} | {key for key in ENV if key.startswith("LWS")}
+    known = {key: value for key, value in ENV.items() if key in own}
+    known |= {"LWS_GROUP_SIZE": str(nodes), "LWS_WORKER_INDEX": str(rank)}
+    texts = [expanded(text, known) for text in container["args"]]
+    if container["command"] == ["python", "-m", "deploy.node"]:
+        options = node.parse(texts)
+        assert (options.num_nodes, options.node_rank) == (nodes, rank)
+        lines = node.flags_of(nodes, rank, options.processes_per_node, options.arguments)
+    else:
+        assert container["command"] == ["python", *SERVE]
+        lines = [texts]
+    gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
+    grace = float(pod["spec"]["terminationGracePeriodSeconds"])
+    found = []
+    for line in lines:
+        server, engine, given = parsed(line)
+        cluster = ClusterOptions(**given) if given["num_processes"] is not None else None
+        found.append(Started(name, server, engine, cluster, nodes, gpus, grace))
+    return found

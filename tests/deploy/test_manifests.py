@@ -13,7 +13,7 @@ from dsv3.config.server_options import ServerOptions
 from dsv3.engine.assemble.functions import first_expert_map
 from dsv3.server.http.app import make_app
 from sharding.mesh import GPU, NODE, TENSOR
-from tests.deploy.files import DEPLOY, Started, kubernetes, manifests, pods, slurm
+from tests.deploy.files import DEPLOY, Started, kubernetes, manifests, pods, slurm, started_in
 
 SCRIPTS = sorted((DEPLOY / "slurm").glob("*.sh"))
 UNITS = {
@@ -58,16 +58,32 @@ def test_numbers_are_those_of_the_deployment(started, name) -> None:
         assert engine.max_num_batched_tokens == unit.prefill_tokens
     assert (process.cluster is None) == (unit.nodes == 1)
     if process.cluster is not None:
-        assert process.cluster.num_processes == unit.nodes
+        assert process.cluster.num_processes == unit.devices
+        assert process.cluster.processes_per_node == unit.gpus_per_node
         assert process.cluster.is_leader == ("follower" not in name)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_slurm_starts_a_process_per_gpu_where_it_is_told_to(script, tmp_path) -> None:
-    process = slurm(script, tmp_path, tasks_per_node=8)
-    assert process.cluster is not None and process.cluster.cluster_key_file
-    assert process.cluster.num_processes == process.nodes * process.gpus_per_node
-    assert (process.cluster.num_nodes, process.cluster.processes_per_node) == (process.nodes, 8)
+def test_slurm_starts_as_many_processes_per_host_as_it_is_asked_for(script, tmp_path) -> None:
+    for tasks in (1, 8):
+        process = slurm(script, tmp_path, tasks_per_node=tasks)
+        if process.nodes * tasks == 1:
+            assert process.cluster is None
+            continue
+        assert process.cluster is not None and process.cluster.cluster_key_file
+        assert process.cluster.num_processes == process.nodes * tasks
+        assert (process.cluster.num_nodes, process.cluster.processes_per_node) == (process.nodes, tasks)
+
+
+@pytest.mark.parametrize("unit", ["decode", "prefill"])
+def test_the_pods_of_a_unit_start_every_process_once(unit) -> None:
+    """Pod 0 has process 0, which serves."""
+    [document] = [d for _, d in manifests() if d["kind"] == "LeaderWorkerSet" and d["metadata"]["name"] == unit]
+    (_, nodes, leader), (_, _, follower) = pods(document)
+    found = [each for rank in range(nodes) for each in started_in(follower if rank else leader, unit, nodes, rank)]
+    assert [each.cluster.process_id for each in found] == list(range(8 * nodes))
+    assert {(each.cluster.num_processes, each.cluster.processes_per_node) for each in found} == {(8 * nodes, 8)}
+    assert all(each.engine == found[0].engine for each in found)
 
 
 @pytest.mark.parametrize("name", ["decode_ep144", "prefill_ep32"])

@@ -7,7 +7,7 @@ import pytest
 
 ray = pytest.importorskip("ray", reason="the extra 'batch' brings Ray")
 
-from deploy import ray_cluster  # noqa: E402
+from deploy import node, ray_cluster  # noqa: E402
 from dsv3.processes.key_file import read_key  # noqa: E402
 from tests.deploy.files import parsed  # noqa: E402
 
@@ -57,15 +57,39 @@ def names(host):
     return [name for name, *_ in host.calls]
 
 
-def test_every_process_gets_its_place_and_all_get_one_key():
-    hosts = [FakeHost(0) for _ in range(3)]
-    ray_cluster._start(hosts, ["--enable_expert_parallel"])
+def started(hosts, *flags):
+    """Starts on these hosts; returns the flags of each process, and the keys that the hosts got."""
+    options = ray_cluster._parse(["--num_hosts", str(len(hosts)), *flags])
+    ray_cluster._start(hosts, options)
     starts = [call for host in hosts for call in host.calls if call[0] == "start"]
-    places = [parsed(arguments)[2] for _, arguments, _ in starts]
-    assert [place["process_id"] for place in places] == [0, 1, 2]
-    assert {(place["coordinator"], place["num_processes"]) for place in places} == {("10.0.0.1:4000", 3)}
-    [key] = {key for _, _, key in starts}
+    nodes = [node.parse([*place, "--", *arguments]) for _, place, arguments, _ in starts]
+    lines = [node.flags_of(n.num_nodes, n.node_rank, n.processes_per_node, n.arguments) for n in nodes]
+    return [line for each in lines for line in each], [key for *_, key in starts]
+
+
+def test_every_gpu_gets_a_process_and_all_get_one_key():
+    lines, keys = started([FakeHost(0) for _ in range(3)], "--gpus_per_host=8", "--", "--enable_expert_parallel")
+    places = [parsed(line)[2] for line in lines]
+    assert [place["process_id"] for place in places] == list(range(24))
+    shared = {(place["coordinator"], place["num_processes"], place["processes_per_node"]) for place in places}
+    assert shared == {("10.0.0.1:4000", 24, 8)}
+    [key] = set(keys)
     assert read_key(ray_cluster._in_memory(key)) == key.encode()
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "flags", "processes"),
+    [
+        (2, [], 1),
+        (2, ["--gpus_per_host=8"], 8),
+        (2, ["--gpus_per_host=8", "--processes_per_host=1"], 1),
+        (1, ["--gpus_per_host=8"], 1),
+        (1, ["--gpus_per_host=8", "--processes_per_host=8"], 8),
+    ],
+)
+def test_hosts_of_several_have_a_process_per_gpu_and_others_as_many_as_they_are_asked_for(num_hosts, flags, processes):
+    lines, _ = started([FakeHost(0) for _ in range(num_hosts)], *flags)
+    assert len(lines) == num_hosts * processes
 
 
 @pytest.mark.parametrize("flag", ["--cluster_key_file=f", "--cluster-key-file"])
@@ -73,9 +97,8 @@ def test_a_key_that_was_given_is_taken(flag):
     assert not ray_cluster.needs_key(2, [flag, "f"]) and ray_cluster.needs_key(2, [])
 
 
-def test_one_host_needs_neither_place_nor_key():
-    assert ray_cluster.arguments_of(0, 1, "h:1", ["--port", "0"]) == ["--port", "0"]
-    assert not ray_cluster.needs_key(1, [])
+def test_a_single_process_needs_neither_place_nor_key():
+    assert started([FakeHost(0)], "--", "--port", "0") == ([["--port", "0"]], [None])
 
 
 def test_the_first_end_ends_all_with_a_failure():

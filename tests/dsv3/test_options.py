@@ -82,7 +82,7 @@ def test_processes_compare_what_they_must_agree_on(tmp_path: Path) -> None:
     declared = [each for cls in (EngineOptions, ClusterOptions) for each in options_of(cls)]
     assert {f"--{each.name}" for each in declared if each.terms.agree} == {k for k in fields if k.startswith("--")}
     alone = {"max_num_queued_reqs", "compilation_cache_dir", "transfer_address", "eplb_state"}
-    alone |= {"kv_events_config", "step_metrics_config"}
+    alone |= {"kv_events_config", "step_metrics_config", "load_threads"}
     assert {each.name for each in options_of(EngineOptions) if not each.terms.agree} == alone
 
 
@@ -93,6 +93,7 @@ def test_stored_programs_do_not_depend_on_what_only_the_host_uses() -> None:
         "max_num_queued_reqs": 3,
         "enable_prefix_caching": False,
         "compilation_cache_dir": "/x",
+        "load_threads": 3,
     }
     assert shaping(EngineOptions(**host)) == shaping(EngineOptions())
     assert shaping(EngineOptions(dtype="bfloat16")) != shaping(EngineOptions())

@@ -41,7 +41,7 @@ def table(model: Path, quick: bool) -> list[Check]:
             "install",
             "machine",
             "tools.doctor.install machine",
-            "Mend what the row names; the driver comes first, then the extra cuda13 or cuda12 of this package.",
+            "Fix what the row names: first the driver, then this package's extra cuda13 or cuda12.",
             180,
         ),
         _check(
@@ -56,7 +56,7 @@ def table(model: Path, quick: bool) -> list[Check]:
             "fits",
             "model",
             "tools.doctor.fits",
-            "Change the options that the row names, or take a smaller model; launch.plan computes other deployments.",
+            "Change the options that the row names, or serve a smaller model; launch.plan computes other deployments.",
             300,
             str(model),
         ),
@@ -64,54 +64,66 @@ def table(model: Path, quick: bool) -> list[Check]:
             "kernels",
             "operations",
             "pallas_kernels.checks",
-            "Start the server with --check_kernels, which serves the operation by its reference, and send this report.",
+            "Start the server with --check_kernels, which replaces the kernel by its reference, and send this report.",
             300 if on_cpu else 60 if quick else 180,  # a CPU may be one of few, and busy
             *small,
             each=True,
             counted=True,
         ),
     ]
-    if not quick:
-        start = _start_seconds(model)
-        checks += [
-            _check(
-                "step",
-                "models",
-                "tools.doctor.step",
-                "Where a kernel fails above, that is the cause; where none does, send this report, and do not trust "
-                "answers of this family meanwhile.",
-                300,
-                *small,
-                each=True,
-            ),
-            _check(
-                "step",
-                "stored",
-                "tools.doctor.stored",
-                "Servers work, but each start compiles anew; send this report with its log.",
-                600,
-            ),
-            _check(
-                "collectives",
-                "kinds",
-                "tools.doctor.collectives",
-                "Serve on one GPU, or without overlap (--noexpert_overlap) where only in_flight failed; "
-                "with NCCL_DEBUG=INFO the log has what NCCL says.",
-                180,
-                *small,
-                each=True,
-            ),
-            _check(
-                "serve",
-                "server",
-                "tools.doctor.serve",
-                "Read this check's log from its end; the first error in it is the cause.",
-                start + 400,  # its own waits are shorter: it ends the server itself
-                str(model),
-                str(start),
-            ),
-        ]
-    return checks
+    return checks if quick else [*checks, *_thorough(model, small)]
+
+
+def _thorough(model: Path, small: tuple[str, ...]) -> list[Check]:
+    """Returns the checks that `--quick` leaves out; on a CPU `small` asks for their small form."""
+    start = _start_seconds(model)
+    return [
+        _check(
+            "fast",
+            "kernels",
+            "tools.doctor.fast",
+            "A kernel that is wrong here fails above, too. Where the roof fails or is far below the data sheet, "
+            "read clocks and power in the log, and end other processes on the GPU.",
+            240,
+            each=True,
+        ),
+        _check(
+            "step",
+            "models",
+            "tools.doctor.step",
+            "If a kernel failed above, that is the cause. If none did, send this report, and do not trust answers of "
+            "this family.",
+            300,
+            *small,
+            each=True,
+        ),
+        _check(
+            "step",
+            "stored",
+            "tools.doctor.stored",
+            "Servers work, but every start compiles again; send this report.",
+            600,
+        ),
+        _check(
+            "collectives",
+            "kinds",
+            "tools.doctor.collectives",
+            "If only in_flight failed, serve with --noexpert_overlap; otherwise serve on one GPU. Run the doctor again "
+            "with NCCL_DEBUG=INFO: its log then has NCCL's messages.",
+            180,
+            *small,
+            each=True,
+        ),
+        _check(
+            "serve",
+            "server",
+            "tools.doctor.serve",
+            "The first error in this check's log is the cause.",
+            start + 400,  # its own waits are shorter: it ends the server itself
+            str(model),
+            str(start),
+        ),
+    ]
 
 
 def _check(

@@ -16,14 +16,17 @@ def memory(directory: Path) -> CaseResult:
     parts = load_components(directory, EngineOptions(), progress=False, shapes=True)
     print(parts.description, file=sys.stderr)
     cfg = parts.cfg
-    figures = {"tokens": float(cfg.num_pages * cfg.page_size), "tokens per request": float(cfg.max_model_len)}
+    figures = {
+        "tokens in the cache": float(cfg.num_pages * cfg.page_size),
+        "tokens per request": float(cfg.max_model_len),
+    }
     if parts.memory is None:
         weights, free = local_bytes(parts.shapes.params), free_bytes()
-        figures |= {"weights GB": weights / GB, "free GB": free / GB}
-        says = "on a CPU the cache takes 1 GiB beside the weights"
+        figures |= {"weights GB": weights / GB, "free memory GB": free / GB}
+        says = "on a CPU the cache has 1 GiB"
         lacks = weights + 2**30 > free  # false where it is not known
         if lacks:
-            says = f"{weights / GB:.2f} GB of weights and a cache of 1 GiB do not fit {free / GB:.2f} GB of free memory"
+            says = f"{weights / GB:.2f} GB of weights and a cache of 1 GiB do not fit into {free / GB:.2f} GB of memory"
         return CaseResult("memory", not lacks, says, figures)
     found = parts.memory.account
     sizes = ("total", "pool", "weights", "state", "working", "cache")

@@ -56,32 +56,37 @@ def _driver() -> str:
 def _gpus() -> CaseResult | str:
     text = query("--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits")
     if not text:
-        return "nvidia-smi is not here" if count_gpus() else "no NVIDIA GPU"
+        return "nvidia-smi is not on PATH" if count_gpus() else "no NVIDIA GPU"
     gpus = Counter(tuple(word.strip() for word in line.split(",")) for line in text.splitlines())
-    says = ", ".join(
-        f"{count} x {' '.join(gpu[:1])} (MiB, capability: {', '.join(gpu[1:])})" for gpu, count in gpus.items()
-    )
+    says = ", ".join(f"{count} x {_gpu(*gpu)}" for gpu, count in gpus.items())
     return CaseResult("gpus", True, says, {"count": float(gpus.total())})
+
+
+def _gpu(name: str, mib: str = "?", capability: str = "?") -> str:
+    return f"{name} ({mib} MiB, compute capability {capability})"
 
 
 def _others() -> CaseResult | str:
     used = used_bytes()
+    if not used:
+        there = count_gpus() or shutil.which("nvidia-smi") is not None
+        return "not known: nvidia-smi does not say" if there else "no NVIDIA GPU"
     busy = [f"GPU {i}: {size / GB:.1f} GB" for i, size in enumerate(used) if size > _MOST_USED]
-    says = f"other processes hold memory ({', '.join(busy)}); end them" if busy else "" if used else "not known"
-    return CaseResult("other processes", not busy, says, {"most GB": max(used, default=0.0) / GB})
+    says = f"other processes hold memory ({', '.join(busy)}); end them" if busy else ""
+    return CaseResult("other processes", not busy, says, {"GB in use on the fullest GPU": max(used) / GB})
 
 
 def _topology() -> str:
     found = query("topo", "-m") + query("topo", "-p2p", "r")
     print(found, file=sys.stderr)
-    return "in this check's log" if found else "nvidia-smi is not here"
+    return "in this check's log" if found else "not known: nvidia-smi is not on PATH"
 
 
 def _versions() -> str:
     found = {each.name: each.version for each in importlib.metadata.distributions() if _PACKAGE.fullmatch(each.name)}
     plugins = [name for name in found if re.fullmatch(r"jax[-_]cuda\d+[-_]plugin", name)]
     if len(plugins) > 1:
-        raise ValueError(f"{' and '.join(plugins)} are both installed, and only one can serve jax; uninstall one")
+        raise ValueError(f"{' and '.join(plugins)} are both installed, but jax can use only one; uninstall one of them")
     said = [f"Python {platform.python_version()}", *(f"{name} {found[name]}" for name in sorted(found)), *_commit()]
     return ", ".join([*said, f"Linux {platform.release()}"])
 
@@ -102,8 +107,10 @@ def _ptxas() -> str:
     prefer_own_ptxas()
     found = check_ptxas()
     if not found and count_gpus():
-        raise ValueError("no ptxas is installed or on PATH, so no kernel can be assembled")
-    return found or "none, and none is needed"
+        raise ValueError(
+            "no ptxas is installed or on PATH, so no kernel can be assembled; install the extra cuda13 or cuda12"
+        )
+    return found or "none; without a GPU none is needed"
 
 
 def _locked_memory() -> str:
@@ -114,9 +121,9 @@ def _locked_memory() -> str:
         return "unlimited"
     if _infiniband():
         raise ValueError(
-            f"{limit / 1e6:.0f} MB may be locked, but InfiniBand registers memory; set ulimit -l unlimited"
+            f"at most {limit / 1e6:.0f} MB may be locked, but InfiniBand locks what it sends; set ulimit -l unlimited"
         )
-    return f"{limit / 1e6:.0f} MB; InfiniBand would need it unlimited"
+    return f"at most {limit / 1e6:.0f} MB; with InfiniBand it must be unlimited"
 
 
 def _shared_memory() -> str:
@@ -124,7 +131,9 @@ def _shared_memory() -> str:
         return "no /dev/shm"
     size = shutil.disk_usage("/dev/shm").total
     if size < _SHARED_MEMORY and count_gpus() > 1:
-        raise ValueError(f"/dev/shm has {size / GB:.2f} GB; NCCL needs 1 GB (docker run --shm-size=8g, or --ipc=host)")
+        raise ValueError(
+            f"/dev/shm has {size / GB:.2f} GB; NCCL needs 1 GB; start the container with --shm-size=8g or --ipc=host"
+        )
     return f"/dev/shm has {size / GB:.2f} GB"
 
 
@@ -151,7 +160,7 @@ def _host() -> CaseResult:
     limit = _read(Path("/sys/fs/cgroup/memory.max"))
     says = f"this container may use {int(limit) / GB:.1f} GB" if limit.isdigit() else ""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0
-    figures = {"cores": cores, "GB": _meminfo("MemTotal") / GB, "free GB": free_bytes() / GB}
+    figures = {"cores": cores, "memory GB": _meminfo("MemTotal") / GB, "free memory GB": free_bytes() / GB}
     return CaseResult("host", True, says, figures)
 
 
@@ -163,6 +172,10 @@ def _cache() -> CaseResult:
     free = shutil.disk_usage(there).free
     writable = os.access(there, os.W_OK)
     says = str(wanted) if writable else f"{wanted} cannot be written; set XDG_CACHE_HOME"
+    if writable and free <= _CACHE_DISK:
+        says = (
+            f"{wanted} has less than {_CACHE_DISK / GB:.0f} GB free; free some, or set XDG_CACHE_HOME to another disk"
+        )
     return CaseResult("compilation cache", writable and free > _CACHE_DISK, says, {"free GB": free / GB})
 
 
@@ -183,7 +196,7 @@ def _devices() -> str:
     set_pool_share(EngineOptions().gpu_memory_utilization)
     devices = started_devices()
     kinds = Counter(f"{device.device_kind} ({device.platform})" for device in devices)
-    asked = f", as JAX_PLATFORMS={jax.config.jax_platforms} asks" if jax.config.jax_platforms else ""
+    asked = f", since JAX_PLATFORMS is {jax.config.jax_platforms}" if jax.config.jax_platforms else ""
     return ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) + asked
 
 
@@ -194,9 +207,9 @@ def _pool() -> CaseResult | str:
 
     memory = device_memory(jax.devices()[0])
     if memory is None:
-        return "a CPU has no pool"
+        return "none: on a CPU jax reserves no memory"
     figures = {"total GB": memory.total / GB, "pool GB": memory.pool / GB, "in use GB": memory.in_use / GB}
-    return CaseResult("pool", True, "jax's share of a device's memory, as a server sets it", figures)
+    return CaseResult("pool", True, "the part of a device's memory that jax reserves in a server", figures)
 
 
 def _kernels() -> str:
@@ -217,8 +230,8 @@ def _products() -> str:
         found = np.asarray(jax.jit(lambda x, y: x @ y)(*jax.device_put((left, right), device)))
         if not np.array_equal(found, left @ right):
             worst = np.abs(found - left @ right).max()
-            raise ValueError(f"{device} multiplies wrong: a product of small integers differs by up to {worst:g}")
-    return "each device multiplies right"
+            raise ValueError(f"{device} computes wrong: a product of small integers differs by up to {worst:g}")
+    return "each device computes a product of small integers exactly"
 
 
 CASES: dict[str, dict[str, Callable[[], CaseResult | str]]] = {

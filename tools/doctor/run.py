@@ -109,8 +109,11 @@ class Report:
     @property
     def verdict(self) -> str:
         """Returns in a line how many checks passed."""
+        if not self.results:
+            return "no check has run"
         count = {word: sum(r.outcome == word for r in self.results) for word in ("passed", "failed", "not tried")}
-        return ", ".join(f"{number} {word}" for word, number in count.items() if number) or "no check has run"
+        others = [f"{count[word]} {word}" for word in ("failed", "not tried") if count[word]]
+        return ", ".join([f"{count['passed']} of {len(self.results)} checks passed", *others])
 
     def _write(self, state: str) -> None:
         about = {
@@ -147,7 +150,7 @@ def examine(checks: Sequence[Check], report: Report, say: Callable[[str], None],
         say(f"{state}: {report.verdict}; the report cannot be written: {error}")
         return 1
     say(f"{state}: {report.verdict}; read {path.with_name('report.md')}")
-    say(f"Where something failed, the page says what to try. {path} holds all of it: attach it to an issue.")
+    say(f"The page says what to try for each failure. To report a problem, attach {path} to an issue.")
     return exit_status(report.results) if state == "finished" else 1
 
 
@@ -171,7 +174,7 @@ def _each(check: Check, start: Callable[[Check], None]) -> Iterator[Check | Resu
     if ended.timed_out or ended.status != 0:
         yield _result(listing, dataclasses.replace(ended, output=""))
     elif not names or len(names) > _MOST_NAMES or not all(map(_NAME.fullmatch, names)):
-        says = f"--list prints no names of checks, but {ended.output[:_QUOTED]!r}"
+        says = f"--list must print names of checks, but printed {ended.output[:_QUOTED]!r}"
         yield Result(listing, (CaseResult(check.name, False, says),), "", ended.seconds, ended.log)
     else:
         yield from (dataclasses.replace(check, name=name, command=(*check.command, name), each=False) for name in names)
@@ -189,7 +192,7 @@ def _result(check: Check, ended: ChildResult) -> Result:
     wrong = _wrong(ended, rows, garbage)
     if wrong:
         rows.append(CaseResult(check.name, False, wrong))
-    not_tried = "" if rows else _last_line(ended.log) or "the check does not say why"
+    not_tried = "" if rows else _last_line(ended.log) or "the check gives no reason"
     return Result(check, tuple(rows), not_tried, ended.seconds, ended.log)
 
 
@@ -197,18 +200,18 @@ def _wrong(ended: ChildResult, rows: Sequence[CaseResult], garbage: str) -> str:
     """Says how a check's process failed, or contradicts its rows; "" where it did neither."""
     failed, last = any(not row.passed for row in rows), _last_line(ended.log)
     if ended.timed_out or ended.status not in (0, 1, 2):
-        where = _stack_top(ended.log) or (f"its last words: {last}" if last else "")
+        where = _stack_top(ended.log) or (f"the last line of its log: {last}" if last else "")
         return "; ".join(filter(None, (f"{ended.cause}, after {len(rows)} rows", where)))
     if garbage:
-        return f"prints what is no row: {garbage[:_QUOTED]!r}"
+        return f"prints a line that is not a row: {garbage[:_QUOTED]!r}"
     if ended.status == 1 and not failed:
-        return f"exit status 1 without a row that failed; its last words: {last}"
+        return f"exit status 1, but no row failed; the last line of its log: {last}"
     if ended.status == 0 and not rows:
-        return "exit status 0 without a row"
+        return "exit status 0, but it printed no row"
     if ended.status == 0 and failed:
-        return "exit status 0, though a row failed"
+        return "exit status 0, but a row failed"
     if ended.status == 2 and rows:
-        return "exit status 2 (nothing could be tried), though it prints rows"
+        return "exit status 2 (nothing could be tried), but it printed rows"
     return ""
 
 
@@ -317,7 +320,7 @@ def _page(verdict: str, about: dict[str, Any], results: Sequence[Result]) -> Ite
         yield f"- **{result.check.section}: {result.check.name}**: {_cell(first.case)}: {_cell(first.says)}."
         yield f"  {result.check.remedy} Log: `{_log_name(result)}`"
     for section in dict.fromkeys(result.check.section for result in results):
-        yield from ("", f"## {section}", "", "| check | case | | |", "|---|---|---|---|")
+        yield from ("", f"## {section}", "", "| check | case | result | details |", "|---|---|---|---|")
         for result in results:
             if result.check.section == section:
                 yield from _lines(result)

@@ -70,9 +70,11 @@ class StartedServer:
                 return self._lines.get(timeout=1)
             except queue.Empty:
                 if ended is not None:
-                    cause = next((each for each in said if re.search("error", each, re.IGNORECASE)), "no word")
-                    raise RuntimeError(f"the server ends with status {ended}: {cause}") from None
-        raise RuntimeError(f"not ready after {seconds:.0f} s; its last words: {said[-1] if said else 'none'}")
+                    cause = next(
+                        (each for each in said if re.search("error", each, re.IGNORECASE)), "it printed no error"
+                    )
+                    raise RuntimeError(f"the server ended with status {ended}: {cause}") from None
+        raise RuntimeError(f"not ready after {seconds:.0f} s; its last line: {said[-1] if said else 'none'}")
 
     def end(self) -> int:
         """Ends the process as an operator does, and returns its exit status. Raises TimeoutExpired where it hangs."""
@@ -136,7 +138,10 @@ def check_server(directory: Path, seconds: float) -> int:
 
     def memory() -> CaseResult:
         return CaseResult(
-            "memory", True, "of all processes of the server; the fullest GPU", {"GPU GB before": before / GB, **held}
+            "memory",
+            True,
+            "host: all processes of the server together; GPU: the fullest one",
+            {"GPU GB before": before / GB, **held},
         )
 
     def end() -> CaseResult:
@@ -177,7 +182,7 @@ def _load_row(report: dict[str, Any]) -> CaseResult:
     failures = "; ".join(f"{each['count']} x {kind}: {each['example']}" for kind, each in errors.items())
     says = f"{requests['failed']} of {requests['sent']} requests failed: {failures}" if errors else ""
     if not errors and not requests["completed"]:
-        says = f"no request ended in {_LOAD_S:.0f} s"
+        says = f"no request was answered in {_LOAD_S:.0f} s"
     return CaseResult(
         "load",
         not says,

@@ -10,8 +10,8 @@ nearly equal, so they are shown, and decide nothing.
 How far may a correct kernel be from the reference? As far as the reference in the model's type is from itself in
 float32, within a factor. A row has as difference `|x - y|^2 / (|x|^2 + |y|^2)`, which is 1 where nothing is right.
 Rounding also makes a router, or an indexer, choose otherwise between two that are nearly equal, which changes a few
-rows much. So there are two limits: three of four rows are held to rounding, and all rows together to that and to what
-a few other choices make.
+rows much. So there are two limits: one of rounding for the 75th percentile of the rows, and one for their sum that
+allows a few other choices.
 """
 
 import argparse
@@ -169,18 +169,20 @@ def differences(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 def judge(case: str, found: np.ndarray, reference: np.ndarray, exact: np.ndarray, floor: float) -> CaseResult:
     """Returns the row of one kind of steps: rows of hidden states by kernels, by the reference, and in float32."""
     ours, own = differences(found, exact), differences(reference, exact)
-    measured = {"three of four rows": np.quantile(ours, 0.75), "all rows": np.sum(ours)}
+    measured = {"75th percentile": np.quantile(ours, 0.75), "sum": np.sum(ours)}
     allowed = {
-        "three of four rows": _FACTOR * np.quantile(own, 0.75) + floor,
-        "all rows": _FACTOR * np.sum(own) + floor * len(own) + _OTHER_CHOICES,
+        "75th percentile": _FACTOR * np.quantile(own, 0.75) + floor,
+        "sum": _FACTOR * np.sum(own) + floor * len(own) + _OTHER_CHOICES,
     }
     figures = {"rows": float(len(ours))}
     for name, value in measured.items():
-        figures |= {name: float(value), f"{name}, allowed": float(allowed[name])}
+        figures |= {f"{name} of differences": float(value), f"limit of the {name}": float(allowed[name])}
     worst = int(np.argmax(np.where(np.isfinite(ours), ours, np.inf)))
-    figures["worst row"] = float(ours[worst])
+    figures["largest difference"] = float(ours[worst])
     wrong = [name for name, value in measured.items() if not value <= allowed[name]]  # also where it is not a number
-    says = "; ".join(f"{name} differ by {measured[name]:.2e}, {allowed[name]:.2e} is allowed" for name in wrong)
+    says = "; ".join(
+        f"the {name} of the rows' differences is {measured[name]:.2e}, {allowed[name]:.2e} is allowed" for name in wrong
+    )
     if wrong:
         says += f"; the worst is row {worst} of {len(ours)}"
     return CaseResult(case, not wrong, says, figures)

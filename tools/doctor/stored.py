@@ -18,7 +18,7 @@ from tools.doctor.rows import CaseResult, run_cases
 _PROMPT = tuple(range(10, 30))
 _TOKENS = 16
 _SECONDS = 250.0
-_TRITON = "programs with Triton kernels are made while they are traced, so none is stored"
+_TRITON = "programs with Triton kernels are compiled while they are traced, so none is stored"
 Seen = dict[str, Any]
 
 
@@ -57,7 +57,7 @@ def answer(folder: Path) -> Seen:
     parts = load_components(bundled_model(), options, progress=False)
     store = own_store(bundled_model(), options, parts)
     if store is None or isinstance(store, NothingKept):
-        return {"nothing": _TRITON if store else "the folder cannot be used, as the log says"}
+        return {"nothing": _TRITON if store else "the folder cannot be used; the log says why"}
     watched = Watched(store)
     engine = Engine(parts, store=watched)
     engine.warm_up()
@@ -88,22 +88,22 @@ def check_store(folder: Path, child: Callable[[Path], Seen]) -> int:
     def written() -> CaseResult:
         files = [path for path in folder.glob("programs-*/*") if path.is_file()]
         size = sum(path.stat().st_size for path in files)
-        figures = {"programs": len(first["asked"]), "files": len(files), "MB": size / 1e6, "s": first["seconds"]}
-        return CaseResult("written", bool(files), "" if files else "no program is stored, as the log says", figures)
+        figures = {"programs": len(first["asked"]), "files": len(files), "MB": size / 1e6, "start s": first["seconds"]}
+        return CaseResult("written", bool(files), "" if files else "no program was stored; the log says why", figures)
 
     def found() -> CaseResult:
         seen.append(child(folder))
         asked, traced = seen[0]["asked"], seen[0]["traced"]
-        says = f"{len(traced)} of {len(asked)} are traced and compiled again: {', '.join(traced)}" if traced else ""
-        figures = {"programs": len(asked), "found": len(asked) - len(traced), "s": seen[0]["seconds"]}
+        says = f"{len(traced)} of {len(asked)} were traced and compiled again: {', '.join(traced)}" if traced else ""
+        figures = {"programs": len(asked), "found": len(asked) - len(traced), "start s": seen[0]["seconds"]}
         return CaseResult("found", not traced and bool(asked), says, figures)
 
     def equal() -> str:
         if not seen:
-            raise RuntimeError("the second process has not answered")
+            raise RuntimeError("the second process gave no answer")
         if first["outputs"] != seen[0]["outputs"]:
-            raise ValueError(f"stored programs answer {seen[0]['outputs']}, and compiled ones {first['outputs']}")
-        return "stored programs give what they gave when they were compiled"
+            raise ValueError(f"stored programs gave {seen[0]['outputs']}, new ones {first['outputs']}")
+        return "stored programs give the same answer as new ones"
 
     return run_cases({"written": written}) or run_cases({"found": found, "equal": equal})
 

@@ -19,7 +19,7 @@ from sharding.mesh import rank_size, shardings
 class Reading:
     """How weights are read: their dtype, whether a progress bar is shown, and what FP8 and INT4 become.
 
-    With `shapes` none is read, and shapes stand in their places.
+    `threads` of them read at once. With `shapes` none is read, and shapes stand in their places.
     """
 
     dtype: Any
@@ -27,6 +27,7 @@ class Reading:
     progress: bool
     int4: Literal["keep", "fp8", "dequantize"] = "keep"
     shapes: bool = False
+    threads: int = 8
 
 
 def load_replicated(

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import logging
 import re
+import threading
 
 import jax
 import numpy as np
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv3.checkpoint import CheckpointError, fill, layout, load_params
-from dsv3.checkpoint.source import ALIGNMENT
+from dsv3.checkpoint.source import ALIGNMENT, Source
+from dsv3.config.options import EngineOptions
+from dsv3.engine.build import bundled_model, load_components
 from dsv3.model.params import Fp8Weight, declare
 from pallas_kernels.fp8 import quantize_128x128
 from tests.dsv3.checkpoint import hf
@@ -329,3 +332,21 @@ def test_the_garbage_collector_is_left_as_it_was(tmp_path):
 def test_unknown_options_are_refused(tmp_path, option, value):
     with pytest.raises(ValueError, match=str(np.dtype(value) if option == "dtype" else value)):
         load(tmp_path, hf.config(), **{option: value})
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_as_many_threads_read_as_the_option_of_an_engine_says(monkeypatch, threads):
+    """The first reads wait for each other, so that fewer threads would not do."""
+    names: list[str] = []
+    together = threading.Barrier(threads)
+    right = Source.read
+
+    def read(source: Source, start: int, out: np.ndarray) -> int:
+        names.append(threading.current_thread().name)
+        if len(names) <= threads:
+            together.wait(60)
+        return right(source, start, out)
+
+    monkeypatch.setattr(Source, "read", read)
+    load_components(bundled_model(), EngineOptions(load_threads=threads), progress=False)
+    assert set(names) == {f"checkpoint_{number}" for number in range(threads)}

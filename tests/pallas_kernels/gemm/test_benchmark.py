@@ -13,6 +13,7 @@ from pallas_kernels import checks
 from pallas_kernels.backend import Backend
 from pallas_kernels.checks import products
 from pallas_kernels.gemm.plan import TilePlan
+from tools.doctor import rates
 
 REFERENCE = Backend.REFERENCE
 ROOFS = {"copy B/s": 1e9, "bfloat16 flop/s": 1e9, "FP8 flop/s": 1e9}
@@ -20,7 +21,7 @@ ROOFS = {"copy B/s": 1e9, "bfloat16 flop/s": 1e9, "FP8 flop/s": 1e9}
 
 @pytest.fixture(autouse=True)
 def short_loops(monkeypatch):
-    monkeypatch.setattr(fp8_gemm, "_LOOP_SECONDS", 1e-9)
+    monkeypatch.setattr(rates, "_LOOP_SECONDS", 1e-9)
 
 
 def compared_cases():
@@ -33,11 +34,11 @@ def compared_cases():
 
 def test_a_right_product_is_timed_beside_the_roof_and_xla():
     (head, _) = compared_cases()
-    row = fp8_gemm.measure_case(head, ROOFS, REFERENCE)
+    row = fp8_gemm.compare_case(head, ROOFS, REFERENCE)
     assert row.passed and row.figures["us"] > 0 and row.figures["XLA of a slice us"] > 0
-    assert row.figures["share_of_roof"] > 0 and row.figures["out.diff"] < 1e-5
+    assert row.figures[rates.SHARE] > 0 and row.figures["out.diff"] < 1e-5
     published = dataclasses.replace(products.dense_case(3, 136, 128, quick=True), key=(64, 2112, 7168))
-    figures = fp8_gemm.measure_case(published, ROOFS, REFERENCE).figures
+    figures = fp8_gemm.compare_case(published, ROOFS, REFERENCE).figures
     assert figures["DeepGEMM H800 TFLOP/s"] == 206 and "XLA of a slice us" not in figures
 
 
@@ -53,7 +54,7 @@ def test_another_layer_of_the_stack_fails_and_is_not_timed(number):
     moved = dataclasses.replace(
         case, call=lambda o, i, of: case.call(o, i + 1, of), reference=lambda o, i: case.call(o, i, REFERENCE)
     )
-    row = fp8_gemm.measure_case(moved, ROOFS, REFERENCE)
+    row = fp8_gemm.compare_case(moved, ROOFS, REFERENCE)
     assert not row.passed and "us" not in row.figures
 
 

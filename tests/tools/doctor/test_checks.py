@@ -41,7 +41,7 @@ def test_installation_and_memory_of_this_cpu(tmp_path):
     found = {row["case"]: row for check in written["checks"] for row in check["rows"]}
     assert found.keys() == {*install.CASES["machine"], *install.CASES["jax"], "memory"}
     assert "jaxlib" in found["versions"]["says"] and "(cpu)" in found["devices"]["says"]
-    assert found["memory"]["figures"]["tokens"] == 131_072
+    assert found["memory"]["figures"]["tokens in the cache"] == 131_072
     assert "x cpu (cpu)" in (tmp_path / "report.md").read_text()
 
 
@@ -99,7 +99,7 @@ def smi(tmp_path, monkeypatch):
 
 def test_gpus_are_counted_and_those_that_others_use_are_named(smi, capsys):
     smi("echo 'NVIDIA H200, 143771, 9.0'; echo 'NVIDIA H200, 143771, 9.0'")
-    assert row_of(capsys, "gpus")["says"] == "2 x NVIDIA H200 (MiB, capability: 143771, 9.0)"
+    assert row_of(capsys, "gpus")["says"] == "2 x NVIDIA H200 (143771 MiB, compute capability 9.0)"
     smi("echo 4; echo 71234")
     found = row_of(capsys, "other processes")
     assert not found["passed"] and "GPU 1: 74.7 GB" in found["says"]
@@ -111,7 +111,7 @@ def test_a_driver_that_does_not_answer_is_a_failed_row(smi, capsys):
     smi("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
     found = row_of(capsys, "gpus")
     assert not found["passed"] and "Driver/library version mismatch" in found["says"]
-    assert row_of(capsys, "other processes")["says"] == "not known"
+    assert row_of(capsys, "other processes")["says"] == "not known: nvidia-smi does not say"
 
 
 def test_what_several_gpus_need_of_the_system_is_missed(monkeypatch, capsys):
@@ -136,7 +136,7 @@ def test_a_device_that_multiplies_wrong_is_found(monkeypatch):
     import jax
 
     monkeypatch.setattr(jax, "jit", lambda function: lambda x, y: function(x, y).at[3, 4].add(1))
-    with pytest.raises(ValueError, match=r"multiplies wrong: .* differs by up to 1"):
+    with pytest.raises(ValueError, match=r"computes wrong: .* differs by up to 1"):
         install.CASES["jax"]["products"]()
 
 
@@ -157,14 +157,14 @@ def test_the_account_of_a_gpu(monkeypatch, tmp_path):
 def test_a_cpu_without_room_for_the_weights(monkeypatch):
     monkeypatch.setattr(fits, "free_bytes", lambda: 1e9)
     found = fits.memory(BUNDLED)
-    assert not found.passed and "do not fit 1.00 GB" in found.says
+    assert not found.passed and "do not fit into 1.00 GB" in found.says
 
 
 def test_a_server_that_does_not_start_is_a_failed_row(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
     assert serve.check_server(tmp_path, 120) == 1
     [found] = rows(capsys.readouterr().out)
-    assert "the server ends with status 1" in found["says"] and "rope_theta" in found["says"]
+    assert "the server ended with status 1" in found["says"] and "rope_theta" in found["says"]
 
 
 def test_a_server_that_takes_too_long_is_killed_with_its_engine(monkeypatch, capsys):
@@ -202,7 +202,7 @@ def test_a_load_passes_where_requests_end_and_none_fails():
         **{f"{name}_ms {rank}": value for name in ("ttft", "itl") for rank, value in (("p50", 1.0), ("p99", 2.0))},
     }
     assert serve._load_row(report(0, {})) == CaseResult(
-        "load", False, "no request ended in 20 s", {"requests": 0, "output_tokens_per_s": 10.0}
+        "load", False, "no request was answered in 20 s", {"requests": 0, "output_tokens_per_s": 10.0}
     )
     failed = serve._load_row(report(7, {"500": {"count": 2, "example": "boom"}}))
     assert not failed.passed and failed.says == "2 of 9 requests failed: 2 x 500: boom"

@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[3]
 GOOD = 'print(\'{"case": "good", "passed": true, "figures": {"error": 0.5, "limit": NaN}}\', flush=True)\n'
 BAD = 'print(\'{"case": "bad", "passed": false, "says": "differs by 3, 1 is allowed"}\', flush=True)\n'
 FAULTS = {  # what a check does, and what the row of its process says
-    "raises": ("raise RuntimeError('CUDA_ERROR_X')", "exit status 1 without a row that failed; its last words: Run"),
-    "raises_late": (GOOD + "raise RuntimeError('CUDA_ERROR_X')", "exit status 1 without a row that failed"),
+    "raises": ("raise RuntimeError('CUDA_ERROR_X')", "exit status 1, but no row failed; the last line of its log: Run"),
+    "raises_late": (GOOD + "raise RuntimeError('CUDA_ERROR_X')", "exit status 1, but no row failed"),
     "hangs": ("import time; time.sleep(600)", "killed after 1 s"),
     "segfaults": (
         GOOD + "import os; os.kill(os.getpid(), 11)",
@@ -35,15 +35,15 @@ FAULTS = {  # what a check does, and what the row of its process says
     ),
     "aborts": ("import os; os.abort()", "ended by SIGABRT"),
     "odd_status": (GOOD + "raise SystemExit(77)", "exit status 77"),
-    "says_nothing": ("", "exit status 0 without a row"),
-    "hides": (BAD, "exit status 0, though a row failed"),
-    "claims": (GOOD + "raise SystemExit(1)", "exit status 1 without a row that failed"),
-    "tried_after_all": (GOOD + "raise SystemExit(2)", "exit status 2 (nothing could be tried), though it prints rows"),
-    "prints_garbage": (GOOD + "print('W0000 a warning')", "prints what is no row: 'W0000 a warning'"),
-    "prints_other_json": ('print(\'{"case": "x", "passed": 1}\')', "prints what is no row"),
-    "nests": ("print('{\"case\":' * 100_000)", "prints what is no row"),
-    "prints_megabytes": (f"for _ in range(30_000): {GOOD}", "prints what is no row"),
-    "prints_no_text": ("import os; os.write(1, bytes(range(256)))", "prints what is no row"),
+    "says_nothing": ("", "exit status 0, but it printed no row"),
+    "hides": (BAD, "exit status 0, but a row failed"),
+    "claims": (GOOD + "raise SystemExit(1)", "exit status 1, but no row failed"),
+    "tried_after_all": (GOOD + "raise SystemExit(2)", "exit status 2 (nothing could be tried), but it printed rows"),
+    "prints_garbage": (GOOD + "print('W0000 a warning')", "prints a line that is not a row: 'W0000 a warning'"),
+    "prints_other_json": ('print(\'{"case": "x", "passed": 1}\')', "prints a line that is not a row"),
+    "nests": ("print('{\"case\":' * 100_000)", "prints a line that is not a row"),
+    "prints_megabytes": (f"for _ in range(30_000): {GOOD}", "prints a line that is not a row"),
+    "prints_no_text": ("import os; os.write(1, bytes(range(256)))", "prints a line that is not a row"),
 }
 
 
@@ -72,7 +72,7 @@ def test_each_fault_costs_its_own_rows(tmp_path):
         if code.startswith(GOOD):
             assert rows[0] == {"case": "good", "passed": True, "says": "", "figures": {"error": 0.5, "limit": "nan"}}
     assert (status, written["status"], written["state"]) == (1, 1, "finished")
-    assert "2 passed, 16 failed" in said[-2]
+    assert "2 of 18 checks passed, 16 failed" in said[-2]
     page = (tmp_path / "report/report.md").read_text("utf-8")
     assert page.count("Try something else.") == len(FAULTS)
     with zipfile.ZipFile(tmp_path / "report/report.zip") as file:

@@ -30,8 +30,8 @@ def seen(**fields) -> dict:
 @pytest.mark.parametrize(
     ("second", "case", "says"),
     [
-        (seen(traced=["decode"]), "found", "1 of 2 are traced and compiled again: decode"),
-        (seen(traced=[], outputs="[2]"), "equal", "ValueError: stored programs answer [2], and compiled ones [1]"),
+        (seen(traced=["decode"]), "found", "1 of 2 were traced and compiled again: decode"),
+        (seen(traced=[], outputs="[2]"), "equal", "ValueError: stored programs gave [2], new ones [1]"),
         (RuntimeError("ended by SIGSEGV"), "found", "RuntimeError: ended by SIGSEGV"),
     ],
 )
@@ -53,7 +53,7 @@ def test_a_second_process_that_traces_answers_otherwise_or_crashes(tmp_path, cap
 
 def test_a_first_process_that_stores_nothing_or_crashes(tmp_path, capsys):
     assert stored.check_store(tmp_path, lambda folder: seen()) == 1
-    assert "no program is stored" in capsys.readouterr().out
+    assert "no program was stored" in capsys.readouterr().out
     assert stored.check_store(tmp_path, lambda folder: 1 / 0) == 1
     assert "ZeroDivisionError" in capsys.readouterr().out
 

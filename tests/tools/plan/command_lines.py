@@ -85,7 +85,9 @@ FILES = {
 """The machine of each command line of a file that names a model's directory, in their order."""
 WITHOUT_MACHINE = {"docs/expert_parallel.md", "docs/training.md", "launch/train.py"}
 """Files whose command lines are for any machine, or for a small model of one's own."""
-_SERVES = re.compile(r"-m launch\.(?:serve|batch) (?:[^\n\\]|\\\n)*--model(?: |=)[^\s](?:[^\n\\#]|\\\n)*")
+_SERVES = re.compile(
+    r"-m (?:launch\.(?:serve|batch)|deploy\.node) (?:[^\n\\]|\\\n)*--model(?: |=)[^\s](?:[^\n\\#]|\\\n)*"
+)
 
 
 def command_lines(file: str) -> list[list[str]]:

@@ -1,13 +1,13 @@
-"""The GPU benchmark of the MoE layer on a CPU: its operands, a layer in small, and what it says without a GPU."""
+"""The cases of the MoE layer on a CPU: their operands, and a layer in small."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.gpu import moe_layer
 from pallas_kernels import checks
 from pallas_kernels.backend import Backend
+from tools.doctor import moe_layer
 
 
 def test_what_arrives_is_what_even_routing_sends() -> None:

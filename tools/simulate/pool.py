@@ -47,7 +47,7 @@ class Place:
         """
         if prompt.spelled is None:
             return self.sent.overlap(prompt.keys, near)
-        return max(self.instance.scheduler.pages.found(prompt.spelled), self.flying.overlap(prompt.keys))
+        return max(self.instance.scheduler.pages.longest_match(prompt.spelled), self.flying.overlap(prompt.keys))
 
 
 @dataclasses.dataclass(eq=False, slots=True)

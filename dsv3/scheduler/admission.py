@@ -39,13 +39,13 @@ def max_cached_pages(sequence: Sequence, page_size: int) -> int:
 class _Claims:
     """Slots and pages by rank `[ranks]` that requests considered in this step will take, and keys they will fill.
 
-    `promised` are the ranks, by request id, of requests whose pages are free in the next step.
+    `reserved_ranks` are the ranks, by request id, of requests whose pages are free in the next step.
     """
 
     slots: np.ndarray
     pages: np.ndarray
     keys: set[Key] = dataclasses.field(default_factory=set)
-    promised: dict[int, int] = dataclasses.field(default_factory=dict)
+    reserved_ranks: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Preemption:
             self._queue.push(sequence)
         margin = (self._slots.running + claims.slots) // 2  # what admission wants to be free besides
         self._claimed = np.where(claims.slots > 0, claims.pages + margin, 0)
-        return claims.promised
+        return claims.reserved_ranks
 
     def reserved_pages(self, rank: int, priority: int) -> int:
         """Returns how many pages of `rank` a running request of `priority` must leave free.
@@ -136,9 +136,9 @@ class Preemption:
         Returns whether the next request may be considered.
         """
         busy = self._slots.num_not_preemptible(sequence.priority) + claims.slots
-        asked, chosen = sequence.request.rank, None
-        for rank in np.argsort(busy, kind="stable").tolist() if asked is None else (asked,):
-            if chosen is not None and busy[rank] > busy[chosen.rank]:
+        required, best = sequence.request.rank, None
+        for rank in np.argsort(busy, kind="stable").tolist() if required is None else (required,):
+            if best is not None and busy[rank] > busy[best.rank]:
                 break
             need = self._need(sequence, rank)
             if self._waits_for_page(sequence, need, claims):
@@ -146,14 +146,14 @@ class Preemption:
             if self._fits_now(need, claims):
                 self._reserve(need, claims)
                 return True
-            if chosen is None and self._may_fit(sequence, need, claims):
-                chosen = need
-        if chosen is None and asked is not None:
+            if best is None and self._may_fit(sequence, need, claims):
+                best = need
+        if best is None and required is not None:
             return True  # preempting would not make it fit, and later requests may fit on other ranks
-        if chosen is None:
+        if best is None:
             self._preempt_all(sequence.priority)
             return False
-        return self._preempt_on_rank(sequence, chosen, claims)
+        return self._preempt_on_rank(sequence, best, claims)
 
     def _preempt_on_rank(self, sequence: Sequence, need: _Need, claims: _Claims) -> bool:
         """Preempts on one rank until the request fits; False where shared pages keep it from fitting."""
@@ -164,7 +164,7 @@ class Preemption:
         if not self._fits_now(need, claims):
             if not self._fits_next(need, claims, self._slots.num_running(need.rank) // 2):
                 return False
-            claims.promised[sequence.id] = need.rank
+            claims.reserved_ranks[sequence.id] = need.rank
         self._reserve(need, claims)
         return True
 
@@ -289,14 +289,14 @@ class Admission:
                 self._blocked_ranks.add(reserved)
                 waiting.append(sequence)
                 continue
-            choice = self._choose_rank(sequence)
-            if choice is None and sequence.request.rank is not None:
+            match = self._choose_rank(sequence)
+            if match is None and sequence.request.rank is not None:
                 self._park_for_rank(sequence, sequence.request.rank, waiting)
                 continue
-            if choice is None or (waiting and sequence.priority > waiting[-1].priority):
+            if match is None or (waiting and sequence.priority > waiting[-1].priority):
                 waiting.append(sequence)
                 break
-            rank, cached = choice
+            rank, cached = match
             if self._start_second_lookup(sequence, rank):
                 continue
             awaited = self._last_pending(sequence, rank, len(cached))
@@ -391,8 +391,8 @@ class Admission:
         The rank is the one with enough slots and pages on which it costs least, or the requested one.
         """
         useful = sequence.keys[: max_cached_pages(sequence, self._cfg.page_size)]
-        asked = sequence.request.rank
-        for rank in self.balancer.ranks_by_cost(sequence, useful) if asked is None else (asked,):
+        required = sequence.request.rank
+        for rank in self.balancer.ranks_by_cost(sequence, useful) if required is None else (required,):
             if rank in self._blocked_ranks or self._requested_ranks.get(rank, sequence.turn) < sequence.turn:
                 continue
             cached = self._match_if_it_fits(sequence, rank, useful)

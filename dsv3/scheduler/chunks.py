@@ -34,12 +34,13 @@ def schedule_chunks(ranks: Sequence[Pending], budget: int, rows: int, keys: floa
     `keys` is the number of keys that cost as much as a token (`dsv3.scheduler.cost.keys_per_token`).
     """
     ranks = [pending[:rows] for pending in ranks]
-    waiting = [_waiting(pending) for pending in ranks]
+    lefts = [[length - done for done, length in pending] for pending in ranks]
+    waiting = list(map(sum, lefts))
     busy = [min(budget, tokens) for tokens in waiting if tokens]
     if len(busy) < 2:
         return [in_order(pending, budget) for pending in ranks]
     aim = round(max(_MIN_TARGET * budget, sum(busy) / len(busy)))
-    cost = sum([_whole_cost(pending, keys) for pending in ranks if pending])
+    cost = sum([chunks_cost(pending, left, keys) for pending, left in zip(ranks, lefts, strict=True) if pending])
     level = aim * cost / sum(waiting)
     found = [_near(pending, aim, level, keys) if pending else _NOTHING for pending in ranks]
     for _ in range(_PASSES):
@@ -75,20 +76,6 @@ def in_order(pending: Pending, budget: int) -> list[int]:
     return taken
 
 
-def _waiting(pending: Pending) -> int:
-    """Returns how many tokens of a rank's prompts are left."""
-    return sum([length - done for done, length in pending]) if pending else 0
-
-
-def _whole_cost(pending: Pending, keys: float) -> float:
-    """Returns the cost of all that is left of the prompts of a rank."""
-    tokens = pairs = 0
-    for done, length in pending:
-        tokens += length - done
-        pairs += (length - done) * (length + done)
-    return tokens + pairs / (2 * keys)
-
-
 def _near(pending: Pending, aim: int, level: float, keys: float) -> tuple[list[int], float]:
     """Returns up to `aim` tokens that cost about `level`, in order or else the best mixture, and their cost."""
     if len(pending) == 1:
@@ -97,7 +84,9 @@ def _near(pending: Pending, aim: int, level: float, keys: float) -> tuple[list[i
         return [count], count + count * (2 * done + count) / (2 * keys)
     taken = in_order(pending, aim)
     cost = chunks_cost(pending, taken, keys)
-    if abs(cost - level) <= TOLERANCE * level or (cost < level and sum(taken) == _waiting(pending)):
+    if abs(cost - level) <= TOLERANCE * level or (
+        cost < level and sum(taken) == sum([length - done for done, length in pending])
+    ):
         return taken, cost
     first = max(_MIN_HEAD_TOKENS, affordable(_HEAD_SHARE * level, pending[0][0], keys))
     head = [min(first, taken[0]), *[0] * (len(pending) - 1)]

@@ -83,16 +83,11 @@ def costs(loads: Loads, prefill: np.ndarray | float, tokens: int, decodes: bool 
     It costs `prefill` to compute there (`[X]`, or one number for all) and then occupies `tokens` of the cache. Ranks
     that do not decode are weighed by their backlog alone.
     """
-    after = with_backlog(loads.prefill, prefill)
+    after = loads.prefill + prefill
     if not decodes:
         return after
     length = (loads.cached.sum() + tokens) / (loads.requests.sum() + 1)
     return after + loads.cached * (tokens / length) + loads.requests * length
-
-
-def with_backlog[Cost: (float, np.ndarray)](backlog: Cost, prefill: Cost | float) -> Cost:
-    """Returns the cost of a request where nothing is decoded: its own prompt, behind those that wait."""
-    return backlog + prefill
 
 
 def imbalance(loads: np.ndarray) -> float:

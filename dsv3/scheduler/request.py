@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out of it; imports no jax, and every type is msgpack-encodable.
+"""Requests to an engine and its outputs; imports no jax, and every type is msgpack-encodable.
 
 Request ids are chosen by the sender. Several senders share one engine: each numbers its requests from
 `first_id(sender)` on, and `senders` returns the sender of a result.

@@ -219,7 +219,7 @@ class Scheduler:
         self.queue.wake(rank, filled)
 
     def attach_tiers(self, tiers: HostTiers | Hosts, bootstrap_rooms: "BootstrapRooms | None" = None) -> None:
-        """Loads pages from `tiers` and offloads to them from now on; `bootstrap_rooms` records who waits for pages."""
+        """Loads pages from `tiers` and offloads to them from now on; updates the stages of `bootstrap_rooms`."""
         self.admission.tiers = self.balancer.tiers = tiers
         self.bootstrap_rooms = bootstrap_rooms
 

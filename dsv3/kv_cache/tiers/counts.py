@@ -64,12 +64,8 @@ class TierCounts:
 def total(counts: Sequence[TierCounts]) -> TierCounts:
     """Returns the sum of the counts of several hosts' tiers."""
     columns = zip(*(dataclasses.astuple(each) for each in counts), strict=True)
-    return TierCounts(*(_sum(column) for column in columns))
-
-
-def _sum(column: Sequence[Any]) -> Any:
-    """Returns the sum of numbers, or of lists element by element."""
-    return list(map(sum, zip(*column, strict=True))) if isinstance(column[0], list) else sum(column)
+    sums: list[Any] = [list(map(sum, zip(*c, strict=True))) if isinstance(c[0], list) else sum(c) for c in columns]
+    return TierCounts(*sums)
 
 
 class Rate:

@@ -134,7 +134,8 @@ class RemoteTiers(HostTiers):
     _orders_wait = True
 
     def __init__(self, like: Tiers, events: EventQueue | None, ranks: range) -> None:
-        super().__init__(like.payload_bytes, like.buckets, like.page_size, like.now, like.compute_rate)
+        settings = like.payload_bytes, like.buckets, like.page_size, like.now, like.compute_rate
+        super().__init__(*settings, like.is_store_configured, like.can_fetch)
         self._like, self._events, self._ranks = like, events, ranks
         self._keys: set[Key] = set()
         self._orders: list[Order] = []
@@ -143,18 +144,7 @@ class RemoteTiers(HostTiers):
         self._counts: dict[str, TierCounts] = {}
 
     @property
-    def has_store_configured(self) -> bool:
-        """Whether there is a store, suspended or not."""
-        return self._like.has_store_configured
-
-    @property
-    def can_fetch(self) -> bool:
-        """Whether pages can be fetched from other instances."""
-        return self._like.can_fetch
-
-    @property
     def has_orders(self) -> bool:
-        """Whether orders to the other process are waiting."""
         return bool(self._orders)
 
     def pop_orders(self) -> list[Order]:
@@ -167,41 +157,34 @@ class RemoteTiers(HostTiers):
         return key not in self._keys
 
     def invalidate(self, keys: Sequence[Key]) -> None:
-        """Deletes pages whose content is wrong."""
         self._keys.difference_update(keys)
         self._orders.append(Order("invalidate", keys=list(keys)))
 
     def clear(self) -> None:
-        """Empties the host memory; a store, which others may share, stays as it is."""
         self._keys.clear()
         self._orders.append(Order("clear"))
 
     def suspend_store(self) -> None:
-        """Stops using the store for a while: it has exceeded a timeout."""
         super().suspend_store()
         self._orders.append(Order("suspend_store"))
 
     def begin_load(self, keys: Sequence[Key], bucket: int) -> Future[RemoteBatch]:
-        """Orders to load a batch."""
         load = _RemoteLoad(next(self._numbers))
         self._on_result[load.number] = lambda count: load.set_result(RemoteBatch(load.number, bucket, count))
         self._orders.append(Order("load", load.number, list(keys), bucket))
         return load
 
     def drop(self, load: "Future[PageBatch] | Future[RemoteBatch]") -> None:
-        """Cancels the load of a batch."""
         assert isinstance(load, _RemoteLoad)
         self._on_result.pop(load.number, None)
         self._orders.append(Order("drop", load.number))
 
     def begin_lookup(self, keys: Sequence[Key]) -> Future[int]:
-        """Orders to look up how many leading `keys` the store has."""
         number, result = self._new_result()
         self._orders.append(Order("lookup", number, list(keys)))
         return result
 
     def begin_fetch(self, address: str, keys: Sequence[Key]) -> Future[int]:
-        """Orders to fetch another instance's pages into host memory; the result counts the leading ones there."""
         number, result = self._new_result()
         self._orders.append(Order("fetch", number, list(keys), address=address))
         return result
@@ -212,7 +195,6 @@ class RemoteTiers(HostTiers):
         return number, result
 
     def counts(self) -> dict[str, TierCounts]:
-        """Returns the statistics by tier; any thread may call."""
         own = {"host": self.host, "store": self.store, "peer": self.peer}
         return {name: dataclasses.replace(counts, queries=own[name].queries) for name, counts in self._counts.items()}
 

@@ -107,11 +107,9 @@ class Directory:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of the files known."""
         return len(self._used) * self._file_bytes
 
     def count(self, keys: Sequence[Key]) -> int:
-        """Returns how many leading `keys` are stored."""
         total = 0
         for some in itertools.batched(keys, _LOOKAHEAD):
             found = sum(1 for _ in itertools.takewhile(bool, self._pool.map(self._exists, some)))
@@ -121,15 +119,11 @@ class Directory:
         return total
 
     def get(self, keys: Sequence[Key], out: np.ndarray) -> int:
-        """Reads payloads into the rows of `out`; returns how many leading ones are stored and verify."""
         found = list(self._pool.map(self._read, keys, out))
         return sum(1 for _ in itertools.takewhile(bool, found))
 
     def put(self, keys: Sequence[Key], payloads: np.ndarray) -> int:
-        """Writes payloads that are not stored yet; returns how many.
-
-        Raises OSError where nothing can be written; the directory then holds what it held before.
-        """
+        """Writes payloads that are not stored yet; after an OSError the directory holds what it held before."""
         if time.monotonic() - self._scanned_at > _RESCAN_S:
             self._scan()
         new = [(key, payload) for key, payload in zip(keys, payloads, strict=True) if key not in self._used]
@@ -137,7 +131,6 @@ class Directory:
         return sum(self._pool.map(lambda pair: self._write(*pair), new))
 
     def delete(self, keys: Sequence[Key]) -> None:
-        """Deletes pages."""
         for key in keys:
             self._remove(key)
 
@@ -289,13 +282,11 @@ class Objects:
         return sum(1 for _ in itertools.takewhile(lambda answer: answer.state == "value", answers))
 
     def get(self, keys: Sequence[Key], out: np.ndarray) -> int:
-        """Reads payloads into the rows of `out`; returns how many leading ones are stored and verify."""
         answers = _wait_for_all(self._objects.read(_name(key)) for key in keys)
         fits = [self._copy_object(key, answer, row) for key, answer, row in zip(keys, answers, out, strict=True)]
         return sum(1 for _ in itertools.takewhile(bool, fits))
 
     def put(self, keys: Sequence[Key], payloads: np.ndarray) -> int:
-        """Writes payloads; returns how many."""
         values = (make_header(key, row).pack() + row.tobytes() for key, row in zip(keys, payloads, strict=True))
         written = len(
             _wait_for_all(self._objects.write(_name(key), value) for key, value in zip(keys, values, strict=True))
@@ -306,7 +297,6 @@ class Objects:
         return written
 
     def delete(self, keys: Sequence[Key]) -> None:
-        """Deletes pages."""
         if self._events is not None:
             self._events.removed(list(keys))
         _wait_for_all(self._objects.write(_name(key), None) for key in keys)

@@ -106,15 +106,23 @@ class HostTiers(abc.ABC):
     """Offload tiers of one process, with pages of `page_size` tokens and `payload_bytes` bytes.
 
     `buckets` are the numbers of pages, ascending, that are copied to or from a device at once. `compute_rate` is in
-    prompt tokens per second.
+    prompt tokens per second. Pages of other instances are fetched if `can_fetch`.
     """
 
     _orders_wait = False  # for a step: then a late answer is no sign of a slow store
 
     def __init__(
-        self, payload_bytes: int, buckets: Sequence[int], page_size: int, now: Callable[[], float], compute_rate: Rate
+        self,
+        payload_bytes: int,
+        buckets: Sequence[int],
+        page_size: int,
+        now: Callable[[], float],
+        compute_rate: Rate,
+        is_store_configured: bool,
+        can_fetch: bool,
     ) -> None:
         self.payload_bytes, self.buckets, self.page_size, self.now = payload_bytes, tuple(buckets), page_size, now
+        self.is_store_configured, self.can_fetch = is_store_configured, can_fetch
         self.compute_rate = compute_rate
         self._suspended_until = 0.0
         self.num_loading_batches = 0
@@ -141,16 +149,6 @@ class HostTiers(abc.ABC):
     @abc.abstractmethod
     def drop(self, load: "Future[PageBatch] | Future[RemoteBatch]") -> None:
         """Cancels the load of a batch."""
-
-    @property
-    @abc.abstractmethod
-    def has_store_configured(self) -> bool:
-        """Whether there is a store, suspended or not."""
-
-    @property
-    @abc.abstractmethod
-    def can_fetch(self) -> bool:
-        """Whether pages can be fetched from other instances."""
 
     @abc.abstractmethod
     def begin_load(self, keys: Sequence[Key], bucket: int) -> "Future[PageBatch] | Future[RemoteBatch]":
@@ -187,7 +185,7 @@ class HostTiers(abc.ABC):
     @property
     def has_store(self) -> bool:
         """Whether there is a store that is not suspended."""
-        return self.has_store_configured and self.now() >= self._suspended_until
+        return self.is_store_configured and self.now() >= self._suspended_until
 
     def num_in_host_memory(self, keys: Sequence[Key]) -> int:
         """Returns how many leading `keys` are in host memory."""
@@ -242,13 +240,6 @@ class HostTiers(abc.ABC):
         )
         return count if pays else 0
 
-    def submit_load(self, keys: Sequence[Key], bucket: int) -> "Future[PageBatch] | Future[RemoteBatch] | None":
-        """Starts to load a batch; None where too many are loading."""
-        if self.num_loading_batches >= _MAX_BATCHES:
-            return None
-        self.num_loading_batches += 1
-        return self.begin_load(keys, bucket)
-
     def suspend_store(self) -> None:
         """Stops using the store for a while: it has exceeded a timeout."""
         if self.has_store:
@@ -276,7 +267,8 @@ class Tiers(HostTiers):
         *,
         page_size: int,
     ) -> None:
-        super().__init__(host_pool.payload_bytes, buckets, page_size, now, Rate(now))
+        has_store, has_peers = store is not None, peers is not None
+        super().__init__(host_pool.payload_bytes, buckets, page_size, now, Rate(now), has_store, has_peers)
         self._host_pool, self._store, self._peers = host_pool, store, peers
         self._loaders, self._fetchers = workers(_LOAD_THREADS, "kv-load"), workers(_FETCH_THREADS, "kv-fetch")
         self._store_readers, self._lookup_threads = workers(_LOAD_THREADS, "kv-read"), workers(_LOAD_THREADS, "kv-ask")
@@ -288,22 +280,11 @@ class Tiers(HostTiers):
         self._warned_at = 0.0
 
     @property
-    def has_store_configured(self) -> bool:
-        """Whether there is a store, suspended or not."""
-        return self._store is not None
-
-    @property
-    def can_fetch(self) -> bool:
-        """Whether pages can be fetched from other instances."""
-        return self._peers is not None
-
-    @property
     def rates(self) -> dict[str, float]:
         """Bytes per second of each tier that was measured in the last minute."""
         return {name: value for name, rate in self._rates.items() if (value := rate.value) is not None}
 
     def lacks(self, key: Key) -> bool:
-        """Returns whether a page is not in host memory."""
         return key not in self._host_pool
 
     def offload(self, keys: Sequence[Key], payloads: np.ndarray) -> None:
@@ -311,7 +292,6 @@ class Tiers(HostTiers):
         self._submit("host", self._host_writer, self._offload_to_host, keys, payloads)
 
     def invalidate(self, keys: Sequence[Key]) -> None:
-        """Deletes pages whose content is wrong."""
         self._host_writer.submit(self._invalidate, list(keys))  # behind those that are still to be written
 
     def _invalidate(self, keys: list[Key]) -> None:
@@ -321,7 +301,6 @@ class Tiers(HostTiers):
             self._store_writer.submit(self._guarded, self._store.delete, keys)
 
     def clear(self) -> None:
-        """Empties the host memory; a store, which others may share, stays as it is."""
         self._host_pool.clear()
 
     def wait(self, seconds: float) -> None:
@@ -334,13 +313,12 @@ class Tiers(HostTiers):
         self._progress_event.set()
 
     def counts(self) -> dict[str, TierCounts]:
-        """Returns the statistics by tier; any thread may call."""
         host_pool, store = self._host_pool, self._store
         size = len(host_pool) * self.payload_bytes
         host = dataclasses.replace(self.host, damaged=host_pool.damaged, evictions=host_pool.evictions, bytes_held=size)
         counts = {"host": host}
         if self._peers is not None:
-            counts["peer"] = self._peers.with_carriers(self.peer)
+            counts["peer"] = self._peers.carrier_stats.with_carriers(self.peer)
         if store is not None:
             counts["store"] = dataclasses.replace(
                 self.store, damaged=store.damaged, evictions=store.evictions, bytes_held=store.bytes_held
@@ -348,24 +326,21 @@ class Tiers(HostTiers):
         return counts
 
     def begin_load(self, keys: Sequence[Key], bucket: int) -> Future[PageBatch]:
-        """Loads a batch on a thread, up to the first missing page."""
         uses_store = self.has_store and self.num_in_host_memory(keys) < len(keys)
         return self._submit_work(
             self._store_readers if uses_store else self._loaders, self._load, keys, bucket, uses_store
         )
 
     def begin_lookup(self, keys: Sequence[Key]) -> Future[int]:
-        """Looks up on a thread how many leading `keys` the store has."""
         return self._submit_work(self._lookup_threads, self._count, keys)
 
     def begin_fetch(self, address: str, keys: Sequence[Key]) -> Future[int]:
-        """Fetches pages of another instance into host memory on a thread; the result counts the leading ones there."""
         address, _, bootstrap_room = address.partition("#")
         if not bootstrap_room:
             return self._fetchers.submit(self._fetch, address, keys)
         assert self._peers is not None
         num_fetched: Future[int] = Future()
-        self._peers.find(address, int(bootstrap_room)).add_done_callback(
+        self._peers.rooms.find(address, int(bootstrap_room)).add_done_callback(
             lambda found: self._fetch_found(found, keys, num_fetched)
         )
         return num_fetched
@@ -379,7 +354,6 @@ class Tiers(HostTiers):
         work.add_done_callback(lambda done: _forward_result(done, num_fetched))
 
     def drop(self, load: "Future[PageBatch] | Future[RemoteBatch]") -> None:
-        """Cancels the load of a batch."""
         load.cancel()
 
     def _submit_work(self, threads: Executor, work: Callable, *arguments: Any) -> Future:
@@ -533,10 +507,10 @@ class PrefixLoad:
         while self._num_submitted < len(self._keys) and len(self._loading) < _BATCHES_AHEAD:
             keys = self._keys[self._num_submitted : self._num_submitted + self._buckets[-1]]
             bucket = next(size for size in self._buckets if size >= len(keys))
-            batch = self._tiers.submit_load(keys, bucket)
-            if batch is None:
+            if self._tiers.num_loading_batches >= _MAX_BATCHES:
                 return
-            self._loading.append((batch, len(keys)))
+            self._tiers.num_loading_batches += 1
+            self._loading.append((self._tiers.begin_load(keys, bucket), len(keys)))
             self._num_submitted += len(keys)
 
     def pop_batch(self) -> PageBatch | RemoteBatch | None:

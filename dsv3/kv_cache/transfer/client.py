@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from dsv3.kv_cache.page_keys import HEADER_BYTES, Key
-from dsv3.kv_cache.tiers.counts import CarrierStats, TierCounts
+from dsv3.kv_cache.tiers.counts import CarrierStats
 from dsv3.kv_cache.transfer import protocol
 from dsv3.kv_cache.transfer.nixl import MemoryReader
 from dsv3.kv_cache.transfer.protocol import (
@@ -83,9 +83,9 @@ class RoomFinder:
         self._pending_rooms: dict[str, list[_PendingRoom]] = {}  # by address; each of these has a thread
 
     def find(self, address: str, bootstrap_room: int) -> Future[str]:
-        """Returns a future of the instance's addresses, comma-separated, once it computes the room's request.
+        """Returns a future of the addresses for `Peers.fetch`, set once the instance computes the room's request.
 
-        The future raises PeerError where that times out, or the address does not answer.
+        The future raises PeerError on a timeout, or where the address does not answer as it should.
         """
         room = _PendingRoom(bootstrap_room, Future())
         with self._lock:
@@ -141,18 +141,11 @@ class Peers:
 
     def __init__(self, secret: bytes, hello: PeerHello, reader: MemoryReader | None = None) -> None:
         self._context, self._hello = tls_context(credentials_of(secret), False), hello
-        self._reader, self._carrier_stats = reader, CarrierStats() if reader is None else reader.carrier_stats
+        self._reader, self.carrier_stats = reader, CarrierStats() if reader is None else reader.carrier_stats
         self._lock = threading.Lock()
         self._idle: OrderedDict[ssl.SSLSocket, tuple[str, float]] = OrderedDict()  # address, and since when
         self._failed_until: OrderedDict[str, float] = OrderedDict()  # by address
-        self._finder = RoomFinder(self._connect_unless_failed)
-
-    def find(self, address: str, bootstrap_room: int) -> Future[str]:
-        """Returns a future of the addresses for `fetch`, set once the instance computes the room's request.
-
-        It raises PeerError on a timeout (`dsv3.kv_cache.transfer.client`) or a wrong answer.
-        """
-        return self._finder.find(address, bootstrap_room)
+        self.rooms = RoomFinder(self._connect_unless_failed)
 
     def fetch(self, address: str, keys: Sequence[Key], patience_s: float, on_page: OnPage) -> int:
         """Fetches pages in the order of `keys` and calls `on_page` with each; returns how many have arrived.
@@ -169,10 +162,6 @@ class Peers:
         except OSError as error:
             self._mark_failed(address)
             raise PeerError(f"{address}: {error}") from None
-
-    def with_carriers(self, counts: TierCounts) -> TierCounts:
-        """Returns `counts` with the totals per carrier."""
-        return self._carrier_stats.with_carriers(counts)
 
     def _fetch(self, address: str, keys: Sequence[Key], patience_s: float, on_page: OnPage) -> int:
         row = np.empty(self._hello.payload_bytes, np.uint8)
@@ -252,7 +241,7 @@ class Peers:
                 self._receive_page(connection, keys[count], row, on_page)
                 count, seconds = count + 1, seconds + time.monotonic() - started
         finally:
-            self._carrier_stats.record(address, "sockets", count * row.size, seconds)
+            self.carrier_stats.record(address, "sockets", count * row.size, seconds)
         if more:
             raise PeerError("it sent more pages than requested")
         return count

@@ -56,16 +56,16 @@ def test_the_oldest_rooms_are_dropped(monkeypatch: pytest.MonkeyPatch):
 
 def test_rooms_are_found_in_either_order_over_one_connection(server: PageServer):
     peers, connections = Peers(SECRET, HELLO), []
-    connect = peers._finder._connect
-    peers._finder._connect = lambda address: connections.append(connect(address)) or connections[-1]
-    early = [peers.find(address_of(server), number) for number in range(20)]
+    connect = peers.rooms._connect
+    peers.rooms._connect = lambda address: connections.append(connect(address)) or connections[-1]
+    early = [peers.rooms.find(address_of(server), number) for number in range(20)]
     for number in range(20):
         server.bootstrap_rooms.on_queued(number)
     for number in range(20):
         assert not early[number].done()
         server.bootstrap_rooms.on_started(number)
         assert early[number].result(60) == "here:1,there:2"
-    late = peers.find(address_of(server), 7)
+    late = peers.rooms.find(address_of(server), 7)
     assert late.result(60) == "here:1,there:2"
     assert len(connections) <= 2, "one, and another if the first has ended before the last room"
 
@@ -94,7 +94,7 @@ def test_an_absent_or_dying_instance_fails_all_pending_rooms(server: PageServer,
     peers = Peers(SECRET, HELLO)
     for words in ("refused", "less than 10 s ago"):
         with pytest.raises(PeerError, match=words):
-            peers.find(absent, 1).result(60)
+            peers.rooms.find(absent, 1).result(60)
     asked = threading.Event()
 
     def dying(asked_for: list[int]) -> list[str]:
@@ -102,7 +102,7 @@ def test_an_absent_or_dying_instance_fails_all_pending_rooms(server: PageServer,
         raise OSError("the process is killed")
 
     monkeypatch.setattr(server.bootstrap_rooms, "stages", dying)
-    waits = [peers.find(address_of(server), number) for number in range(3)]
+    waits = [peers.rooms.find(address_of(server), number) for number in range(3)]
     assert asked.wait(60)
     for wait in waits:
         with pytest.raises(PeerError):
@@ -113,7 +113,7 @@ def test_an_invalid_address_fails_all_pending_rooms():
     """IDNA rejects the name with an error that is not an OSError; it must not end the thread with rooms pending."""
     peers = Peers(SECRET, HELLO)
     for words in ("not a host and port", "less than 10 s ago"):
-        waits = [peers.find("a..b:8998", number) for number in range(3)]
+        waits = [peers.rooms.find("a..b:8998", number) for number in range(3)]
         for wait in waits:
             with pytest.raises(PeerError, match=f"{words}|less than 10 s ago"):
                 wait.result(60)
@@ -141,8 +141,8 @@ def test_any_error_of_the_polling_thread_fails_all_pending_rooms(monkeypatch: py
 def test_polling_ends_without_pending_rooms(server: PageServer):
     peers = Peers(SECRET, HELLO)
     server.bootstrap_rooms.on_started(1)
-    assert peers.find(address_of(server), 1).result(60)
+    assert peers.rooms.find(address_of(server), 1).result(60)
     deadline = time.monotonic() + 60
-    while peers._finder._pending_rooms and time.monotonic() < deadline:
+    while peers.rooms._pending_rooms and time.monotonic() < deadline:
         time.sleep(0.005)
-    assert not peers._finder._pending_rooms
+    assert not peers.rooms._pending_rooms

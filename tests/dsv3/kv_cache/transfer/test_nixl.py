@@ -75,12 +75,12 @@ class Two(NamedTuple):
     @property
     def carried(self) -> tuple[int, int]:
         """Pages by sockets and by NIXL."""
-        by_sockets, by_nixl = self.peers.with_carriers(TierCounts()).carried_bytes
+        by_sockets, by_nixl = self.peers.carrier_stats.with_carriers(TierCounts()).carried_bytes
         return by_sockets // SIZE, by_nixl // SIZE
 
     @property
     def failures(self) -> int:
-        return self.peers.with_carriers(TierCounts()).carrier_failures[1]
+        return self.peers.carrier_stats.with_carriers(TierCounts()).carrier_failures[1]
 
 
 @pytest.fixture

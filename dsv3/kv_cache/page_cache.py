@@ -37,7 +37,10 @@ class RankPrefixIndex:
                 ranks_of[key] = ranks & ~mine
 
     def depths(self, keys: Sequence[Key]) -> np.ndarray | None:
-        """Does the prefix cache lookup on all ranks: returns leading `keys` cached, `[X]` int64; None without any."""
+        """Does the prefix cache lookup on all ranks: returns how many leading `keys` each has; None if all are 0.
+
+        The result is `[X]` int64.
+        """
         alive = self._ranks_of.get(keys[0], 0) if keys else 0
         if not alive:
             return None

@@ -27,12 +27,12 @@ def max_admission_tokens(cfg: EngineConfig) -> int:
     return MAX_ADMISSION_TOKENS * max(1, cfg.num_ranks // 16)
 
 
-def max_cached_pages(sequence: Sequence, page_size: int) -> int:
-    """Returns how many full pages a request may take from the prefix cache: at least one token must be computed.
+def lookup_keys(sequence: Sequence, page_size: int) -> list[Key]:
+    """Returns the keys that a request looks up in the prefix cache; at least one token must be computed.
 
     None where the request wants log-probabilities of its prompt: pages hold no hidden states.
     """
-    return 0 if sequence.needs_prompt_logprobs else (len(sequence.tokens) - 1) // page_size
+    return [] if sequence.needs_prompt_logprobs else sequence.keys[: (len(sequence.tokens) - 1) // page_size]
 
 
 @dataclasses.dataclass
@@ -82,7 +82,7 @@ class Preemption:
         first = self._queue.first_priority
         return first is not None and first < self._slots.lowest_priority
 
-    def preempt_for_waiting(self, asks_store: bool) -> dict[int, int]:
+    def preempt_for_waiting(self, looks_up_tiers: bool) -> dict[int, int]:
         """Preempts as little as waiting requests need; returns the ranks of those that have their pages one step later.
 
         Requests that first look up a store need no capacity yet. A request that fits on no rank even so preempts all
@@ -94,22 +94,22 @@ class Preemption:
         if not self.is_possible():
             return {}
         claims = _Claims(np.zeros(self._cfg.num_ranks, np.int64), np.zeros(self._cfg.num_ranks, np.int64))
-        looked: list[Sequence] = []
+        considered: list[Sequence] = []
         tokens = 0
         while (
             tokens < max_admission_tokens(self._cfg)
             and self.is_possible()
             and (sequence := self._queue.pop()) is not None
         ):
-            if not looked:
+            if not considered:
                 self._first_claim = sequence.priority
-            looked.append(sequence)
+            considered.append(sequence)
             tokens += len(sequence.tokens)
-            if asks_store and sequence.lookup is None:
+            if looks_up_tiers and sequence.lookup is None:
                 continue
             if not self._claim(sequence, claims):
                 break
-        for sequence in looked:
+        for sequence in considered:
             self._queue.push(sequence)
         margin = (self._slots.running + claims.slots) // 2  # what admission wants to be free besides
         self._claimed = np.where(claims.slots > 0, claims.pages + margin, 0)
@@ -125,10 +125,10 @@ class Preemption:
 
     def reserved_pages_by_rank(self) -> list[int]:
         """Returns how many pages of each rank a running request of the highest number must leave free."""
-        latest = self._slots.lowest_priority
-        if not self._slots.has_mixed_priorities and latest <= self._first_claim:
+        lowest = self._slots.lowest_priority
+        if not self._slots.has_mixed_priorities and lowest <= self._first_claim:
             return [0] * self._cfg.num_ranks
-        return [self.reserved_pages(rank, latest) for rank in range(self._cfg.num_ranks)]
+        return [self.reserved_pages(rank, lowest) for rank in range(self._cfg.num_ranks)]
 
     def _claim(self, sequence: Sequence, claims: _Claims) -> bool:
         """Reserves capacity for one request, on its requested rank or that with the least non-preemptible work.
@@ -157,10 +157,10 @@ class Preemption:
 
     def _preempt_on_rank(self, sequence: Sequence, need: _Need, claims: _Claims) -> bool:
         """Preempts on one rank until the request fits; False where shared pages keep it from fitting."""
-        later = self._slots.preemptible_on_rank(need.rank, sequence.priority)
-        reserve = RESERVED_PAGES * (self._slots.num_running(need.rank) - len(later) + 1)
-        while later and not self._fits_next(need, claims, reserve):
-            self._preempt(later.pop())
+        preemptible = self._slots.preemptible_on_rank(need.rank, sequence.priority)
+        reserve = RESERVED_PAGES * (self._slots.num_running(need.rank) - len(preemptible) + 1)
+        while preemptible and not self._fits_next(need, claims, reserve):
+            self._preempt(preemptible.pop())
         if not self._fits_now(need, claims):
             if not self._fits_next(need, claims, self._slots.num_running(need.rank) // 2):
                 return False
@@ -169,7 +169,7 @@ class Preemption:
         return True
 
     def _need(self, sequence: Sequence, rank: int) -> _Need:
-        useful = sequence.keys[: max_cached_pages(sequence, self._cfg.page_size)]
+        useful = lookup_keys(sequence, self._cfg.page_size)
         cached = self._pages.caches[rank].match(useful)
         missing = self._cfg.pages_for(len(sequence.tokens) + self._cfg.tokens_ahead) - len(cached)
         return _Need(rank, cached, missing, useful[len(cached)] if len(cached) < len(useful) else None)
@@ -188,26 +188,18 @@ class Preemption:
 
     def _fits_next(self, need: _Need, claims: _Claims, margin: int) -> bool:
         """Returns whether a request fits once the step in flight has finished, with `margin` pages for others."""
-        cache, freed_after_launched_steps = (
-            self._pages.caches[need.rank],
-            self._pages.freed_after_launched_steps(need.rank),
-        )
-        lacking = (
-            need.missing
-            + cache.num_evictable(need.cached)
-            + len(freed_after_launched_steps.intersection(need.cached))
-            + margin
-        )
-        free = cache.available + len(freed_after_launched_steps) - claims.pages[need.rank]
+        cache, deferred = self._pages.caches[need.rank], self._pages.deferred(need.rank)
+        lacking = need.missing + cache.num_evictable(need.cached) + len(deferred.intersection(need.cached)) + margin
+        free = cache.available + len(deferred) - claims.pages[need.rank]
         return self._has_slot(need.rank, claims) and free >= lacking
 
     def _may_fit(self, sequence: Sequence, need: _Need, claims: _Claims) -> bool:
         """Returns whether a request may fit once all that it may preempt is gone; shared pages count twice."""
-        later = self._slots.preemptible_on_rank(need.rank, sequence.priority)
-        free = self._slots.num_free_on(need.rank) + len(later) - claims.slots[need.rank]
-        pages = self._pages.caches[need.rank].available + len(self._pages.freed_after_launched_steps(need.rank))
-        pages += sum(len(each.pages) for each in later) - int(claims.pages[need.rank])
-        margin = (self._slots.num_running(need.rank) - len(later)) // 2
+        preemptible = self._slots.preemptible_on_rank(need.rank, sequence.priority)
+        free = self._slots.num_free_on(need.rank) + len(preemptible) - claims.slots[need.rank]
+        pages = self._pages.caches[need.rank].available + len(self._pages.deferred(need.rank))
+        pages += sum(len(each.pages) for each in preemptible) - int(claims.pages[need.rank])
+        margin = (self._slots.num_running(need.rank) - len(preemptible)) // 2
         return free > 0 and pages >= need.missing + margin
 
     def _has_slot(self, rank: int, claims: _Claims) -> bool:
@@ -224,9 +216,7 @@ class Preemption:
         before = self._slots.num_above_lowest_priority()
         for rank in before.nonzero()[0].tolist():
             cache, reserve = self._pages.caches[rank], RESERVED_PAGES * int(before[rank])
-            while reserve > cache.available and reserve > cache.available + len(
-                self._pages.freed_after_launched_steps(rank)
-            ):
+            while reserve > cache.available and reserve > cache.available + len(self._pages.deferred(rank)):
                 self._preempt(max(self._slots.on_rank(rank), key=lambda s: s.turn))
                 reserve = RESERVED_PAGES * int(self._slots.num_above_lowest_priority()[rank])
 
@@ -354,7 +344,7 @@ class Admission:
         """
         if self.tiers is None or sequence.lookup is not None:
             return False
-        useful, rank = sequence.keys[: max_cached_pages(sequence, self._cfg.page_size)], sequence.request.rank
+        useful, rank = lookup_keys(sequence, self._cfg.page_size), sequence.request.rank
         ranks = self.balancer.ranks_by_cost(sequence, useful) if rank is None else iter((rank,))
         return self._submit_lookup(sequence, useful, self.tiers.nearest(ranks))
 
@@ -364,9 +354,7 @@ class Admission:
         if self.tiers is None or before is None or before.is_second or before.tiers is self.tiers.of(rank):
             return False
         before.is_second = True
-        return self._submit_lookup(
-            sequence, sequence.keys[: max_cached_pages(sequence, self._cfg.page_size)], self.tiers.of(rank)
-        )
+        return self._submit_lookup(sequence, lookup_keys(sequence, self._cfg.page_size), self.tiers.of(rank))
 
     def _submit_lookup(self, sequence: Sequence, useful: list[Key], tiers: HostTiers | None) -> bool:
         """Starts a lookup in the tiers of a host and parks the sequence; False where there is nothing to look up."""
@@ -390,7 +378,7 @@ class Admission:
 
         The rank is the one with enough slots and pages on which it costs least, or the requested one.
         """
-        useful = sequence.keys[: max_cached_pages(sequence, self._cfg.page_size)]
+        useful = lookup_keys(sequence, self._cfg.page_size)
         required = sequence.request.rank
         for rank in self.balancer.ranks_by_cost(sequence, useful) if required is None else (required,):
             if rank in self._blocked_ranks or self._requested_ranks.get(rank, sequence.turn) < sequence.turn:
@@ -429,7 +417,7 @@ class Admission:
             owner = pending.get(keys[page])
             return owner is not None and owner.priority <= sequence.priority
 
-        low, high = matched, min(max_cached_pages(sequence, self._cfg.page_size), len(keys))
+        low, high = matched, len(lookup_keys(sequence, self._cfg.page_size))
         if low >= high or not is_awaited(low):
             return None
         while high - low > 1:
@@ -444,7 +432,7 @@ class Admission:
         needed = self._cfg.pages_for(len(sequence.tokens) + self._cfg.tokens_ahead)
         sequence.pages = [*cached, *cache.allocate(needed - len(cached))]
         sequence.page_row = np.array(sequence.pages, np.int32)
-        sequence.num_found_pages = sequence.num_published_pages = len(cached)
+        sequence.num_found = sequence.num_published = len(cached)
         sequence.prefilled = len(cached) * self._cfg.page_size
         sequence.load_stop = len(cached) + self._num_loadable_pages(sequence, rank, len(cached))
         if sequence.queue_seconds is None:
@@ -472,7 +460,7 @@ class Admission:
         """Returns how many pages behind the cached ones a tier has and loads faster than they are computed."""
         if self.tiers is None:
             return 0
-        useful = sequence.keys[: max_cached_pages(sequence, self._cfg.page_size)]
+        useful = lookup_keys(sequence, self._cfg.page_size)
         tiers, lookup = self.tiers.of(rank), sequence.lookup
         tiers.record_query(len(useful) - cached)
         found = lookup.num_found if lookup is not None and lookup.tiers is tiers else 0

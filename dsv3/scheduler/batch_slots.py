@@ -294,7 +294,7 @@ class RankPages:
         return int(depths.max() if ranks is None else depths[ranks].max())
 
     @property
-    def has_deferred_frees(self) -> bool:
+    def has_deferred(self) -> bool:
         """Whether pages wait for a step's results to be freed."""
         return bool(self._deferred)
 
@@ -316,13 +316,13 @@ class RankPages:
             self.num_deferred[rank] -= len(pages)
             self.caches[rank].release(pages)
 
-    def freed_after_launched_steps(self, rank: int) -> set[int]:
+    def deferred(self, rank: int) -> set[int]:
         """Returns the pages of `rank` that are free once the results of all launched steps have arrived."""
         deferred = Counter(page for _, owner, pages in self._deferred if owner == rank for page in pages)
         pool = self.caches[rank].pool
         return {page for page, count in deferred.items() if pool.references(page) == count}
 
-    def free_after_launched_steps(self, rank: int, pages: list[int]) -> None:
+    def free(self, rank: int, pages: list[int]) -> None:
         """Frees the pages of a request once no launched step can write them."""
         if self.launched > self.collected:
             self._deferred.append((self.launched, rank, pages))

@@ -59,7 +59,7 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether requests are unfinished, or page offloads, orders to tiers or a step's results are outstanding."""
         has_orders = self.tiers is not None and self.tiers.has_orders
-        return bool(self.sequences or self.offload_queue) or self.pages.has_deferred_frees or has_orders
+        return bool(self.sequences or self.offload_queue) or self.pages.has_deferred or has_orders
 
     @property
     def tiers(self) -> HostTiers | Hosts | None:
@@ -113,7 +113,7 @@ class Scheduler:
     def on_loaded(self, sequence: Sequence, pages: int) -> None:
         """Records that a step loads the next `pages` pages of a request that waits for them."""
         sequence.prefilled += pages * self.cfg.page_size
-        sequence.num_found_pages += pages
+        sequence.num_found += pages
         self.balancer.charge(sequence)
         if not sequence.started:
             sequence.num_cached = min(sequence.prefilled, sequence.prompt_length)
@@ -151,9 +151,9 @@ class Scheduler:
         """
         sequence.has_finite_logits = False
         rank = self.slots.rank_of(sequence.slot)
-        self.caches[rank].invalidate(sequence.pages[sequence.num_found_pages :])
+        self.caches[rank].invalidate(sequence.pages[sequence.num_found :])
         if self.tiers is not None:
-            keys = sequence.keys[sequence.num_found_pages : sequence.num_published_pages]
+            keys = sequence.keys[sequence.num_found : sequence.num_published]
             self.invalidated.update(keys)
             self.tiers.of(rank).invalidate(keys)
 
@@ -178,20 +178,16 @@ class Scheduler:
         those of an answer when the request leaves its slot: page by page they took half of a step's host time.
         """
         count = cached // self.cfg.page_size
-        if (
-            not self.cfg.enable_prefix_caching
-            or not sequence.has_finite_logits
-            or count <= sequence.num_published_pages
-        ):
+        if not self.cfg.enable_prefix_caching or not sequence.has_finite_logits or count <= sequence.num_published:
             return
         if count > len(sequence.keys):
             known, last = len(sequence.keys), sequence.keys[-1] if sequence.keys else sequence.root
             answer = self.slots.history.read(sequence.slot, known * self.cfg.page_size, count * self.cfg.page_size)
             sequence.keys += next_keys(last, answer, self.cfg.page_size)
-        rank, first = self.slots.rank_of(sequence.slot), sequence.num_published_pages
+        rank, first = self.slots.rank_of(sequence.slot), sequence.num_published
         keys, pages = sequence.keys[first:count], sequence.pages[first:count]
         fresh = self.caches[rank].publish(keys, pages)
-        sequence.num_published_pages = count
+        sequence.num_published = count
         if self.tiers is not None:
             self._queue_offload(rank, keys, pages)
         self._wake_waiting_for(sequence, rank, keys)
@@ -340,7 +336,7 @@ class Scheduler:
         self.balancer.discharge(sequence)
         self.slots.free(sequence, state)
         pages, sequence.pages = sequence.pages, []
-        self.pages.free_after_launched_steps(rank, pages)
+        self.pages.free(rank, pages)
 
 
 def _by_turn(sequence: Sequence) -> tuple[int, int]:

@@ -55,10 +55,10 @@ class Sequence:
     prefilled: int = 0  # tokens whose latents a launched step has written or will write
     charge: int = 0  # what its prompt still costs its rank, in tokens (`dsv3.scheduler.cost`)
     pending: set[Key] = dataclasses.field(default_factory=set)  # keys of pages it is filling from its prompt
-    num_found_pages: int = 0  # leading pages that it has from the prefix cache or a tier
+    num_found: int = 0  # leading pages that it has from the prefix cache or a tier
     load_stop: int = 0  # leading pages that the cache or a tier has
     lookup: Lookup | None = None  # of its prefix, in a store or another instance
-    num_published_pages: int = 0  # leading pages that are in the prefix cache
+    num_published: int = 0  # leading pages that are in the prefix cache
     has_finite_logits: bool = True
     num_cached: int = 0
     queued_at: float = 0.0

@@ -21,7 +21,7 @@ from dsv3.engine.job import Planned, StepCommand
 from dsv3.engine.jobs import decode, prefill
 from dsv3.engine.jobs.sample import ForwardResults
 from dsv3.kv_cache.tiers import tiers
-from dsv3.scheduler.admission import _CAPACITY, max_cached_pages
+from dsv3.scheduler.admission import _CAPACITY, lookup_keys
 from dsv3.scheduler.batch_slots import NOT_FINITE, NOTHING, BatchRows
 from dsv3.scheduler.request import EngineRequest, QueueFull
 from dsv3.scheduler.sequence import Sequence, SequenceStatus
@@ -50,7 +50,7 @@ class Auditor:
             assert writers.setdefault((rank, page), name) == name, f"two requests write page {page}"
             cache = self.engine.scheduler.caches[rank]
             assert cache.pool.references(page) == 1, f"a shared page {page} is written"
-            assert not cache.index.knows(page), f"a findable page {page} is written"
+            assert page not in cache.index._key_of, f"a cached page {page} is written"
             in_flight = self.last_writers.get((rank, page), name)
             assert in_flight == name, f"page {page} was handed on while a launched step may still write it"
         self.last_step, self.last_writers = self.engine.scheduler.pages.launched + 1, writers
@@ -103,7 +103,7 @@ class Idleness:
     def _has_room(self, sequence: Sequence) -> bool:
         """Whether a request fits where it may go, and waits for no page that is being computed there."""
         scheduler, asked = self.engine.scheduler, sequence.request.rank
-        admission, useful = scheduler.admission, sequence.keys[: max_cached_pages(sequence, scheduler.cfg.page_size)]
+        admission, useful = scheduler.admission, lookup_keys(sequence, scheduler.cfg.page_size)
         for rank in range(scheduler.cfg.num_ranks) if asked is None else (asked,):
             cached = admission._match_if_it_fits(sequence, rank, useful)
             if cached is not None and admission._last_pending(sequence, rank, len(cached)) is None:

@@ -83,7 +83,7 @@ def test_the_wait_for_a_request_that_does_not_begin_is_bounded(
         server.bootstrap_rooms.on_queued(5)
     if stage == "gone":
         server.bootstrap_rooms.on_ended(5)
-    found = Peers(SECRET, HELLO).find(address_of(server), 5)
+    found = Peers(SECRET, HELLO).rooms.find(address_of(server), 5)
     with pytest.raises(PeerError, match=words):
         found.result(60)
 

@@ -94,7 +94,7 @@ class Scheduler:
         self.sequences[sequence.id] = sequence
         self.queue.push(sequence)
         if self.bootstrap_rooms is not None:
-            self.bootstrap_rooms.on_queued(sequence.request.bootstrap_room)
+            self.bootstrap_rooms.update(sequence.request.bootstrap_room, "queued")
 
     def begin_step(self) -> None:
         """Preempts running requests for waiting ones of a lower priority number; call it before a step is scheduled."""
@@ -104,7 +104,7 @@ class Scheduler:
         """Starts as many waiting requests as fit."""
         for sequence in self.admission.admit():
             if self.bootstrap_rooms is not None:
-                self.bootstrap_rooms.on_started(sequence.request.bootstrap_room)
+                self.bootstrap_rooms.update(sequence.request.bootstrap_room, "begun")
             if sequence.state is SequenceStatus.LOADING:
                 _insert_by_priority(self.loading, sequence)
             else:
@@ -137,7 +137,7 @@ class Scheduler:
         """Removes a finished or aborted request; its pages are freed once no launched step can write them."""
         del self.sequences[sequence.id]
         if self.bootstrap_rooms is not None:
-            self.bootstrap_rooms.on_ended(sequence.request.bootstrap_room)
+            self.bootstrap_rooms.update(sequence.request.bootstrap_room, "gone")
         if sequence.slot >= 0:
             self._release(sequence, SequenceStatus.ENDED)
         else:

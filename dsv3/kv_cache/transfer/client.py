@@ -62,15 +62,9 @@ class _PendingRoom:
         waited = time.monotonic() - self.since
         if stage == "begun":
             self.found.set_result(",".join(addresses))
-        elif stage == "gone":
-            self.found.set_exception(
-                PeerError(f"the request of bootstrap room {self.bootstrap_room} was aborted there")
-            )
-        elif waited > (UNKNOWN_ROOM_TIMEOUT_S if stage == "unknown" else QUEUED_TIMEOUT_S):
-            what = "has no request" if stage == "unknown" else "is still queued"
-            self.found.set_exception(
-                PeerError(f"bootstrap room {self.bootstrap_room} {what} there after {waited:.0f} s")
-            )
+        elif stage == "gone" or waited > (UNKNOWN_ROOM_TIMEOUT_S if stage == "unknown" else QUEUED_TIMEOUT_S):
+            what = {"unknown": "has no request", "queued": "is still queued", "gone": "was aborted"}[stage]
+            self.found.set_exception(PeerError(f"room {self.bootstrap_room} {what} there after {waited:.0f} s"))
         return self.found.done()
 
 

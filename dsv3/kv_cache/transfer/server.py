@@ -54,38 +54,25 @@ class BootstrapRooms:
         self._lock = threading.Lock()
         self._stages: OrderedDict[int, Stage] = OrderedDict()
 
-    def on_queued(self, bootstrap_room: int | None) -> None:
-        """Records that a request waits; a room that has begun stays so, as several prompts may share it."""
-        if bootstrap_room is None:
-            return
-        with self._lock:
-            if self._stages.get(bootstrap_room) != "begun":
-                self._set_stage(bootstrap_room, "queued")
+    def update(self, bootstrap_room: int | None, stage: Stage) -> None:
+        """Records that a request of the room is queued, has begun (has a slot), or is gone (has ended).
 
-    def on_started(self, bootstrap_room: int | None) -> None:
-        """Records that a request has a slot."""
+        A room that has begun stays so, as several prompts may share it.
+        """
         if bootstrap_room is None:
             return
         with self._lock:
-            self._set_stage(bootstrap_room, "begun")
-
-    def on_ended(self, bootstrap_room: int | None) -> None:
-        """Records that a request has ended, queued or running."""
-        if bootstrap_room is None:
-            return
-        with self._lock:
-            if self._stages.get(bootstrap_room) == "queued":
-                self._set_stage(bootstrap_room, "gone")
+            before = self._stages.get(bootstrap_room)
+            if (stage == "queued" and before == "begun") or (stage == "gone" and before != "queued"):
+                return
+            self._stages[bootstrap_room] = stage
+            if len(self._stages) > _MAX_BOOTSTRAP_ROOMS:
+                self._stages.popitem(last=False)
 
     def stages(self, bootstrap_rooms: Sequence[int]) -> list[Stage]:
         """Returns the stage of each of `bootstrap_rooms`."""
         with self._lock:
             return [self._stages.get(bootstrap_room, "unknown") for bootstrap_room in bootstrap_rooms]
-
-    def _set_stage(self, bootstrap_room: int, stage: Stage) -> None:
-        self._stages[bootstrap_room] = stage
-        if len(self._stages) > _MAX_BOOTSTRAP_ROOMS:
-            self._stages.popitem(last=False)
 
 
 class PageServer:

@@ -34,15 +34,15 @@ def address_of(server: PageServer) -> str:
 
 def test_a_room_goes_from_queued_to_begun_and_stays_there():
     table = BootstrapRooms()
-    for step in (table.on_queued, table.on_started, table.on_ended):
-        step(None)  # requests without a room
-    table.on_queued(1)
-    table.on_queued(2)
-    table.on_started(1)
-    table.on_queued(1)  # another prompt of the same body
-    table.on_ended(1)
-    table.on_ended(2)
-    table.on_ended(3)
+    for stage in ("queued", "begun", "gone"):
+        table.update(None, stage)  # requests without a room
+    table.update(1, "queued")
+    table.update(2, "queued")
+    table.update(1, "begun")
+    table.update(1, "queued")  # another prompt of the same body
+    table.update(1, "gone")
+    table.update(2, "gone")
+    table.update(3, "gone")
     assert table.stages([1, 2, 3]) == ["begun", "gone", "unknown"]
 
 
@@ -50,7 +50,7 @@ def test_the_oldest_rooms_are_dropped(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(serving, "_MAX_BOOTSTRAP_ROOMS", 2)
     table = BootstrapRooms()
     for number in (1, 2, 3):
-        table.on_queued(number)
+        table.update(number, "queued")
     assert table.stages([1, 2, 3]) == ["unknown", "queued", "queued"]
 
 
@@ -60,10 +60,10 @@ def test_rooms_are_found_in_either_order_over_one_connection(server: PageServer)
     peers.rooms._connect = lambda address: connections.append(connect(address)) or connections[-1]
     early = [peers.rooms.find(address_of(server), number) for number in range(20)]
     for number in range(20):
-        server.bootstrap_rooms.on_queued(number)
+        server.bootstrap_rooms.update(number, "queued")
     for number in range(20):
         assert not early[number].done()
-        server.bootstrap_rooms.on_started(number)
+        server.bootstrap_rooms.update(number, "begun")
         assert early[number].result(60) == "here:1,there:2"
     late = peers.rooms.find(address_of(server), 7)
     assert late.result(60) == "here:1,there:2"
@@ -80,9 +80,9 @@ def test_the_wait_for_a_request_that_does_not_begin_is_bounded(
     monkeypatch.setattr(client, "UNKNOWN_ROOM_TIMEOUT_S", 0.0 if stage == "unknown" else 300.0)
     monkeypatch.setattr(client, "QUEUED_TIMEOUT_S", 0.0 if stage == "queued" else 300.0)
     if stage != "unknown":
-        server.bootstrap_rooms.on_queued(5)
+        server.bootstrap_rooms.update(5, "queued")
     if stage == "gone":
-        server.bootstrap_rooms.on_ended(5)
+        server.bootstrap_rooms.update(5, "gone")
     found = Peers(SECRET, HELLO).rooms.find(address_of(server), 5)
     with pytest.raises(PeerError, match=words):
         found.result(60)
@@ -140,7 +140,7 @@ def test_any_error_of_the_polling_thread_fails_all_pending_rooms(monkeypatch: py
 
 def test_polling_ends_without_pending_rooms(server: PageServer):
     peers = Peers(SECRET, HELLO)
-    server.bootstrap_rooms.on_started(1)
+    server.bootstrap_rooms.update(1, "begun")
     assert peers.rooms.find(address_of(server), 1).result(60)
     deadline = time.monotonic() + 60
     while peers.rooms._pending_rooms and time.monotonic() < deadline:

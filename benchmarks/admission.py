@@ -14,7 +14,7 @@ from dsv3.config.engine import EngineConfig
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import EngineRequest, RequestRules, prepare
 from dsv3.scheduler.scheduler import Scheduler
-from dsv3.scheduler.sequence import sequence_of
+from dsv3.scheduler.sequence import make_sequence
 
 PAGES, STEPS = 64, 100
 
@@ -28,7 +28,7 @@ def measure(waiting: int, ranks: int, shared: bool) -> tuple[float, float]:
         first = 2 if shared else i % 900
         prompt = [first] * (PAGES * 64) + [i % 900]
         request = EngineRequest(request_id=i, prompt_token_ids=prompt, sampling=SamplingParams())
-        scheduler.add(sequence_of(prepare(request, rules)))
+        scheduler.add(make_sequence(prepare(request, rules)))
     scheduler.admit()
     times = []
     for _ in range(STEPS):

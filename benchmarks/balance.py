@@ -38,7 +38,7 @@ from dsv3.scheduler.cost import keys_per_token
 from dsv3.scheduler.request import EngineRequest, RequestRules, StepOutputs, prepare
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import Sequence as Request
-from dsv3.scheduler.sequence import sequence_of
+from dsv3.scheduler.sequence import make_sequence
 from tools.plan.deployment import PlannedBatch, rates_of
 from tools.plan.roofline import decode_stages, prefill_stages
 
@@ -49,13 +49,13 @@ RATES = rates_of(H800, DEEPSEEK_V3)
 class FewestRunning(Balancer):
     """The rule before."""
 
-    def ranked(self, request: Request, useful: Sequence[Key]) -> Iterator[int]:
+    def ranks_by_cost(self, request: Request, useful: Sequence[Key]) -> Iterator[int]:
         running = self._slots.running
         found = [len(cache.match(useful)) for cache in self._pages.caches]
         order = sorted(range(len(running)), key=lambda rank: (running[rank], -found[rank]))
         return (rank for rank in order if self._slots.num_free_on(rank))
 
-    def deal(self, prefilling: Sequence[Sequence[Request]], rows: int, budget: int) -> list[list[int]]:
+    def schedule_chunks(self, prefilling: Sequence[Sequence[Request]], rows: int, budget: int) -> list[list[int]]:
         dealt = []
         for mine in prefilling:
             left, counts = budget, []
@@ -95,7 +95,7 @@ class Traffic:
         sampling = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
         prompt = tokens[: LONGEST - answer - 1].tolist()
         request = EngineRequest(request_id=i, prompt_token_ids=prompt, sampling=sampling)
-        return sequence_of(prepare(request, self._rules))
+        return make_sequence(prepare(request, self._rules))
 
     def answers(self, count: int) -> list[int]:
         """Returns lengths of answers."""
@@ -172,7 +172,7 @@ def run_prefill(ranks: int, steps: int, rule: type[Balancer]) -> dict[str, Any]:
         ]
         waits += [sum(times[arrived[i] :]) for i in ended if arrived[i] >= steps // 4]
     seen = np.array(loads[steps // 4 :])  # [steps, 2, X]
-    cost = seen[:, 0] + seen[:, 1] / scheduler.balancer.keys
+    cost = seen[:, 0] + seen[:, 1] / scheduler.balancer.keys_per_token
     time = sum(times[steps // 4 :])
     admission = scheduler.admission
     return {

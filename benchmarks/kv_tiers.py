@@ -41,7 +41,7 @@ from dsv3.kv_cache.page_keys import ALIGNMENT, aligned, read_header
 from dsv3.kv_cache.tiers import host_pool as host_memory
 from dsv3.kv_cache.tiers.host_pool import HostPool, SharedMemory, host_pool_bytes
 from dsv3.kv_cache.tiers.store import Directory, Objects
-from dsv3.kv_cache.tiers.tiers import Tiers
+from dsv3.kv_cache.tiers.tiers import PrefixLoad, Tiers
 from dsv3.model.params import initialize
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import EngineRequest
@@ -317,9 +317,9 @@ def _through_tiers(bench: Bench, *, host: bool) -> float:
     tiers = bench.tiers
 
     def load() -> None:
-        fetch, count = tiers.fetch(bench.keys), 0
+        fetch, count = PrefixLoad(tiers, bench.keys), 0
         while not fetch.is_over:
-            if (batch := fetch.take()) is None:
+            if (batch := fetch.pop_batch()) is None:
                 tiers.wait(0.01)
             else:
                 count += batch.num_pages

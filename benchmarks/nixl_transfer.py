@@ -112,7 +112,7 @@ def main() -> None:
             ratios = [each["nixl"][i] / each["sockets"][i] for each in rounds]
             print(f"nixl / sockets: {statistics.median(ratios):.2f} (rounds {[round(ratio, 2) for ratio in ratios]})")
         by_nixl = others["nixl"]
-        counted = by_nixl.peers.counted(TierCounts())
+        counted = by_nixl.peers.carrier_stats.with_carriers(TierCounts())
         assert not counted.carried_bytes[0], "what was measured was not NIXL alone"
         print(f"of a core, while nobody reads: sockets {others['sockets'].idle():.3f}, nixl {by_nixl.idle():.3f}")
     finally:

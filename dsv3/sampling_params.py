@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen: the parameters users know from OpenAI's API and from vLLM."""
+"""Sampling parameters of a request, with the names that users know from OpenAI's API and from vLLM."""
 
 import json
 import math
@@ -9,16 +9,16 @@ import msgspec
 
 MAX_CHOICES = 1024
 MAX_DEPTH = 100
-"""Nesting of a JSON schema; what reads it goes down by recursion."""
+"""Nesting of a JSON schema; its parsers recurse."""
 
 
 class StructuredOutputsParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """A constraint under vLLM's names, exactly one of these; raises ValueError, naming the field, for anything else.
+    """A constraint under vLLM's names, exactly one of these; raises ValueError, naming the field, otherwise.
 
-    `json` is a JSON schema, as an object or as its text, and `json_object` asks for any JSON object. `regex` is in the
-    syntax of Rust's regex crate, and has to match the whole answer, which is one of `choice`. `grammar` is in Lark's
+    `json` is a JSON schema, as an object or as text; `json_object` allows any JSON object. `regex` is in the syntax of
+    Rust's regex crate and must match the whole answer; `choice` lists the allowed answers. `grammar` is in Lark's
     syntax as llguidance extends it, or in GBNF.
     """
 
@@ -39,7 +39,7 @@ class StructuredOutputsParams(
 
     @property
     def schema(self) -> dict[str, Any] | None:
-        """The JSON schema, None where the constraint is another one; raises ValueError for a text that is none."""
+        """The JSON schema, None for another constraint; raises ValueError where the text is not a JSON schema."""
         if self.json_object:
             return {"type": "object"}
         schema = read_schema(self.json) if isinstance(self.json, str) else self.json
@@ -49,18 +49,18 @@ class StructuredOutputsParams(
 
 
 def read_schema(text: str) -> dict[str, Any]:
-    """Returns the JSON schema that a text spells; raises ValueError where it is none."""
+    """Parses the text of a JSON schema; raises ValueError where it is not one."""
     try:
         schema = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
-        raise ValueError("json: not valid JSON") from None
+        raise ValueError("json: the schema's text is not valid JSON") from None
     if not isinstance(schema, dict):
-        raise ValueError("json: a JSON schema is an object")
+        raise ValueError(f"json: a JSON schema must be an object, not {type(schema).__name__}")
     return schema
 
 
 def schema_text(schema: Mapping[str, Any]) -> str:
-    """Returns a JSON schema as text; the order of its properties, which counts, stays."""
+    """Returns a JSON schema as text, with its properties in their order, which is significant."""
     return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -79,7 +79,7 @@ def _check_choice(choice: list[str]) -> None:
     if not 1 <= len(choice) <= MAX_CHOICES:
         raise ValueError(f"choice: {len(choice)} entries; give 1 to {MAX_CHOICES}")
     if not all(choice):
-        raise ValueError("choice: an empty text is no answer")
+        raise ValueError("choice: an entry is empty; give texts of at least one character")
 
 
 MAX_LOGPROBS = 20
@@ -88,20 +88,17 @@ MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKEN_IDS = 128
 MAX_REPETITION_PENALTY = 100.0
 MIN_REPETITION_PENALTY = 1 / MAX_REPETITION_PENALTY
-"""A logit is divided or multiplied by the penalty: by no more than the other bound allows.
-
-So logits up to 1e36 stay finite in float32. Below 1e-38 their quotients were infinite, and the request failed.
-"""
+"""The inverse of the maximum, so that logits up to 1e36, multiplied or divided by a penalty, stay finite in float32."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters of one request; raises ValueError, naming the field, for a value out of range.
 
     `temperature` 0 is greedy. `top_k` 0 (or -1) keeps every token. `logprobs` counts the alternatives reported for each
-    token (0: only the chosen one), `prompt_logprobs` the same for each token of the prompt but the first. `seed` fixes
+    token (0: only the sampled one), `prompt_logprobs` the same for each token of the prompt but the first. `seed` fixes
     the text whatever else is in the batch. `max_tokens` None: as many as fit. `min_tokens` suppresses end-of-sequence
-    and stop tokens, and stop strings, until so many are out. `structured_outputs` is what the answer is held to. Where
-    that leaves nothing but the end, the answer ends, whatever `min_tokens` and `ignore_eos` say.
+    and stop tokens, and stop strings, until so many have been generated. `structured_outputs` constrains the answer.
+    Where it allows nothing but the end, the answer ends, whatever `min_tokens` and `ignore_eos` say.
     """
 
     n: int = 1
@@ -143,7 +140,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _at_most("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         _at_most("logit_bias", self.logit_bias, MAX_LOGIT_BIAS)
         if any(not s for s in self.stop):
-            raise ValueError("stop: an empty string would stop every text at once")
+            raise ValueError("stop: a string is empty and would stop every text at once; leave it out")
         for token, bias in self.logit_bias.items():
             _within(f"logit_bias[{token}]", bias, -100.0, 100.0)
 

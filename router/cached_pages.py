@@ -19,7 +19,7 @@ import zmq.asyncio
 
 from dsv3.config.publishing import endpoint_of
 from dsv3.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
-from dsv3.kv_cache.page_cache import Holders
+from dsv3.kv_cache.page_cache import RankPrefixIndex
 from router.request import PAGE_TOKENS
 
 _END = -1  # the number behind a replay
@@ -62,7 +62,7 @@ class CachedPages:
     """Pages that an instance of `num_ranks` ranks has cached, on any medium; its length counts those of all ranks."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._holders = Holders(num_ranks)
+        self._holders = RankPrefixIndex(num_ranks)
         self._key_of: OrderedDict[int, bytes] = OrderedDict()  # block hash to page key
         self._cached: list[dict[tuple[int, str], bytes]] = [
             {} for _ in range(num_ranks)

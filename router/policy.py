@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 
 import numpy as np
 
-from dsv3.scheduler.cost import Loads, costs, prefill_cost, with_backlog
+from dsv3.scheduler.cost import Loads, costs, prefill_cost
 from router.request import PAGE_TOKENS, Prompt
 
 MAX_SENT_PAGES = 65_536
@@ -155,6 +155,6 @@ def choose(
         per_rank = Loads(prefill / ranks, held / ranks, requests / ranks)
         found = costs(per_rank, np.array(own), prompt.tokens).tolist()
     else:
-        found = [with_backlog(load.prefill / load.ranks, mine) for load, mine in zip(loads, own, strict=True)]
+        found = [load.prefill / load.ranks + mine for load, mine in zip(loads, own, strict=True)]
     most = min(found) * (1 + 1e-9)
     return chance.choice([i for i, cost in enumerate(found) if cost <= most])

@@ -28,13 +28,13 @@ from dsv3.engine.stored import CompilationCounter
 from dsv3.kv_cache.events import EventStats
 from dsv3.scheduler.cost import keys_per_token
 from dsv3.scheduler.request import (
+    HOST_TIME_BOUNDS,
     STEP_TOKENS_BOUNDS,
     EngineDead,
     EngineOutput,
     EngineRequest,
     EngineStats,
     Histogram,
-    HostTime,
     InvalidRequest,
     PreparedRequest,
     QueueFull,
@@ -43,7 +43,7 @@ from dsv3.scheduler.request import (
     prepare,
 )
 from dsv3.scheduler.scheduler import Scheduler
-from dsv3.scheduler.sequence import Sequence, sequence_of
+from dsv3.scheduler.sequence import Sequence, make_sequence
 from dsv3.scheduler.structured_output import Grammars, Masks
 from dsv3.text.matcher import GrammarError, GrammarVocabulary, VocabularyError
 from pallas_kernels.backend import fallbacks
@@ -85,7 +85,7 @@ class Engine:
         self.scheduler = Scheduler(self.cfg, self.model_cfg.vocab_size, keys_per_token(self.model_cfg))
         self.events = _publisher(self.cfg)
         if self.events is not None:
-            self.scheduler.tell_events_to(self.events.record)
+            self.scheduler.publish_events_to(self.events.queue)
         self.grammars = _grammars(parts)
         self.masks = None if self.grammars is None else Masks(self.scheduler, self.grammars.vocabulary)
         view = EngineView(self.scheduler, parts, work_events, self.masks)
@@ -98,7 +98,7 @@ class Engine:
         self._warm = False
         self._seeds = np.random.SeedSequence(self.cfg.seed)
         self._seed_counter = itertools.count()
-        self.host_time, self._step_tokens = HostTime(), Histogram(STEP_TOKENS_BOUNDS)
+        self.host_time, self._step_tokens = Histogram(HOST_TIME_BOUNDS), Histogram(STEP_TOKENS_BOUNDS)
         self.log = StepLog()
         self._steps = 0
 
@@ -177,7 +177,7 @@ class Engine:
             raise QueueFull(f"{queued} requests are waiting already, or {queued // 2} where the priority is above 0")
         if request.request_id in self._handed_in or self._holds(request.request_id):
             raise InvalidRequest(f"request_id {request.request_id} is in use")
-        sequence = sequence_of(request)
+        sequence = make_sequence(request)
         if request.sampling.seed is None:
             sequence.seed = self._next_seed()
         self._handed_in.add(request.request_id)
@@ -213,7 +213,7 @@ class Engine:
         scheduler, pages = self.scheduler, self.scheduler.pages
         by_job = {name: planner.stats() for name, planner in self.planners.items()}
         if self.events is not None:
-            by_job["kv_events"] = EventStats(self.events.record.dropped)
+            by_job["kv_events"] = EventStats(self.events.queue.dropped)
         if self.grammars is not None:
             by_job["grammars"] = self.grammars.stats()
         if self.masks is not None:
@@ -259,7 +259,7 @@ class Engine:
         if self.grammars and not jobs and not before:
             self.grammars.wait()
         if self.events is not None:
-            self.events.record.close()
+            self.events.queue.end_batch()
         self.host_time.observe(perf_counter() - started - waited)
         if tokens := int(self.scheduler.prompt_tokens + self.scheduler.generated_tokens - self._step_tokens.total):
             self._step_tokens.observe(tokens)
@@ -318,7 +318,7 @@ class Engine:
 
     def _take_compiled(self, grammars: Grammars, outputs: StepOutputs) -> None:
         """Queues the requests whose grammars are compiled, and ends those whose grammars cannot be."""
-        ready, failed = grammars.take()
+        ready, failed = grammars.pop_compiled()
         for sequence in ready:
             self.scheduler.add(sequence)
         for sequence, error in failed:
@@ -336,17 +336,17 @@ class Engine:
                 self._handed_in.discard(command.id)
             elif command is None:
                 self.scheduler.flush()
-            elif self.grammars is not None and self.grammars.drop(command):
+            elif self.grammars is not None and self.grammars.cancel(command):
                 outputs.append(EngineOutput(request_id=command, token_ids=[], finish_reason="abort"))
             elif (sequence := self.scheduler.sequences.get(command)) is not None:
-                self.scheduler.remove(sequence)
+                self.scheduler.finish(sequence)
                 outputs.append(EngineOutput(request_id=command, token_ids=[], finish_reason="abort"))
         return outputs
 
     def _take_in(self, sequence: Sequence) -> None:
         """Queues a request, once what it is held to is compiled."""
         if sequence.request.grammar and self.grammars is not None:
-            self.grammars.begin(sequence)
+            self.grammars.submit(sequence)
         else:
             self.scheduler.add(sequence)
 
@@ -357,12 +357,12 @@ class Engine:
             command = self._commands.popleft()
             if isinstance(command, Sequence):
                 self.scheduler.add(command)
-        for sequence in [] if self.grammars is None else self.grammars.drop_all():
+        for sequence in [] if self.grammars is None else self.grammars.cancel_all():
             self.scheduler.add(sequence)
         ended = list(self.scheduler.sequences.values())
         for sequence in ended:
-            self.scheduler.remove(sequence)
-        self.scheduler.abandon()
+            self.scheduler.finish(sequence)
+        self.scheduler.abandon_launched_steps()
         self._handed_in.clear()
         text = f"the engine has failed: {public_text(error)}"
         return StepOutputs(

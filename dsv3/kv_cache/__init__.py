@@ -1,1 +1,1 @@
-"""The paged latent cache: memory layout, page pool, prefix index."""
+"""The paged latent cache: memory layout, page pool, prefix cache, KV events; offload tiers and transfer below."""

@@ -1,7 +1,7 @@
-"""What becomes of pages, in order, until a thread sends it on, and vLLM's wire format for it; no zmq.
+"""KV cache events: a queue of what happens to pages, and its encoding in vLLM's wire format; no zmq.
 
-Any thread may note something; none waits. A message is msgpack of `[time, events, rank]`, each event a map with its
-type. A page's hash is the first 8 bytes of its key. Consumers that hash tokens themselves find these in `token_ids`.
+Any thread may append an event; none waits. A message is msgpack of `[time, events, rank]`, each event a map with its
+type. The block hash of a page is the first 8 bytes of its key. Consumers that hash tokens themselves use `token_ids`.
 """
 
 import dataclasses
@@ -19,117 +19,117 @@ from dsv3.kv_cache.page_keys import Key
 Medium = Literal["GPU", "CPU", "STORAGE"]
 
 
-class Spelled(NamedTuple):
-    """Which tokens keys stand for, should a tier tell of them.
+class PageTokens(NamedTuple):
+    """The token ids of pages, for events of tiers, which know keys only.
 
-    `tokens` are int32 `[n * page_size]`, `before` is the key before. Keys of a prompt's beginning have None before
-    them, and `tenant`, if its request had a salt.
+    `tokens` are int32 `[n * page_size]`, `parent` is the key before the first page: None at the beginning of a prompt.
+    `salted_root` is the root key of a request with a salt.
     """
 
     keys: Sequence[Key]
-    before: Key | None
+    parent: Key | None
     tokens: np.ndarray
-    tenant: Key | None = None
+    salted_root: Key | None = None
 
 
-Where = int | range | None
+Ranks = int | range | None
 """A rank, the ranks of one host, or None for all ranks."""
 
 
 class Stored(NamedTuple):
-    """Pages that can be found from now on, by the ranks `rank`."""
+    """Pages that are cached from now on, for `rank`."""
 
-    rank: Where
+    rank: Ranks
     medium: Medium
     keys: Sequence[Key]
-    spelled: Spelled | None = None
+    page_tokens: PageTokens | None = None
 
 
 class Removed(NamedTuple):
-    """Pages that cannot be found any more."""
+    """Pages that are no longer cached."""
 
-    rank: Where
+    rank: Ranks
     medium: Medium
     keys: Sequence[Key]
 
 
 class Cleared(NamedTuple):
-    """Nothing can be found any more."""
+    """No page is cached any more."""
 
 
-Note = Spelled | Stored | Removed | Cleared
+PageEvent = PageTokens | Stored | Removed | Cleared
 
 
 class QueuedBatch:
-    """What was noted between two calls of `close`, and how many batches behind it were lost."""
+    """The events between two calls of `end_batch`, and how many batches behind it were dropped."""
 
-    __slots__ = ("lost", "notes", "time")
+    __slots__ = ("dropped", "events", "time")
 
-    def __init__(self, notes: list[Note]) -> None:
-        self.notes, self.time, self.lost = notes, time.time(), 0
+    def __init__(self, events: list[PageEvent]) -> None:
+        self.events, self.time, self.dropped = events, time.time(), 0
 
 
 @dataclasses.dataclass(frozen=True)
 class EventStats:
-    """Batches of events that could not be sent for want of room."""
+    """Batches of events that were dropped because the queue was full."""
 
     dropped: int
 
 
 class EventQueue:
-    """Batches that wait to be sent, `most` of them; the next ones are lost, and counted in `dropped`."""
+    """Batches of events that wait to be sent, at most `capacity`; later ones are dropped and counted in `dropped`."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
         self._lock = threading.Lock()
-        self._open: list[Note] = []
-        self._closed: deque[QueuedBatch] = deque()
+        self._open: list[PageEvent] = []
+        self._ended: deque[QueuedBatch] = deque()
         self.dropped = 0
 
-    def note(self, note: Note) -> None:
-        """Adds to the batch that is open."""
+    def append(self, event: PageEvent) -> None:
+        """Appends an event to the open batch."""
         with self._lock:
-            self._open.append(note)
+            self._open.append(event)
 
-    def close(self) -> None:
-        """Ends a batch, if it holds anything."""
+    def end_batch(self) -> None:
+        """Ends the open batch unless it is empty."""
         with self._lock:
             if not self._open:
                 return
             batch, self._open = QueuedBatch(self._open), []
-            if len(self._closed) < self._most:
-                self._closed.append(batch)
+            if len(self._ended) < self._capacity:
+                self._ended.append(batch)
             else:
-                self._closed[-1].lost += 1
+                self._ended[-1].dropped += 1
                 self.dropped += 1
 
-    def take(self) -> QueuedBatch | None:
-        """Returns the oldest batch that has ended."""
+    def pop(self) -> QueuedBatch | None:
+        """Removes and returns the oldest batch that has ended; None without one."""
         with self._lock:
-            return self._closed.popleft() if self._closed else None
+            return self._ended.popleft() if self._ended else None
 
 
 class EventSource(NamedTuple):
-    """Tells a record what happens in one place: a rank's prefix index, or a tier, which serves several ranks."""
+    """Appends the events of one place to a queue: a rank's prefix cache, or a tier, which serves several ranks."""
 
-    record: EventQueue
+    queue: EventQueue
     medium: Medium
-    rank: Where = None
+    rank: Ranks = None
 
-    def stored(self, keys: Sequence[Key], spelled: Spelled | None = None) -> None:
-        """Notes pages that can be found from now on."""
-        self.record.note(Stored(self.rank, self.medium, keys, spelled))
+    def stored(self, keys: Sequence[Key], page_tokens: PageTokens | None = None) -> None:
+        """Publishes that pages are cached from now on."""
+        self.queue.append(Stored(self.rank, self.medium, keys, page_tokens))
 
     def removed(self, keys: Sequence[Key]) -> None:
-        """Notes pages that cannot be found any more; call it before they are used for anything else."""
-        self.record.note(Removed(self.rank, self.medium, keys))
+        """Publishes that pages are no longer cached; call it before they are reused."""
+        self.queue.append(Removed(self.rank, self.medium, keys))
 
 
-_MOST_SPELLED = 2**14  # pages whose tokens are known, should a tier tell of them: 8 MB
+_MAX_PAGE_TOKENS = 2**14  # pages whose token ids are kept for events of tiers: 8 MB
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
-    """Pages that can be found, one behind the other; without tokens where these are not known."""
+    """Consecutive pages that are cached; `token_ids` are empty where they are not known."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -142,14 +142,14 @@ class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
-    """Pages that cannot be found any more."""
+    """Pages that are no longer cached."""
 
     block_hashes: list[int]
     medium: str
 
 
 class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True):
-    """All that was told before is void."""
+    """Voids all events before it."""
 
 
 class EventBatch(msgspec.Struct, array_like=True):
@@ -164,68 +164,67 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 def hash_of(key: Key) -> int:
-    """Returns a page's name on the wire."""
+    """Returns the block hash of a page on the wire."""
     return int.from_bytes(key[:8], "big")
 
 
 class EventEncoder:
-    """Turns batches into messages. It remembers what lately stored pages spell, for tiers know keys only."""
+    """Encodes batches as messages. It keeps the token ids of recently stored pages, since tiers know keys only."""
 
     def __init__(self, num_ranks: int, page_size: int) -> None:
         self._ranks, self._page_size = range(num_ranks), page_size
-        self._spelled: OrderedDict[Key, Spelled] = OrderedDict()
-        self._pack = msgspec.msgpack.Encoder()
+        self._page_tokens: OrderedDict[Key, PageTokens] = OrderedDict()
+        self._encoder = msgspec.msgpack.Encoder()
 
     def messages(self, batch: QueuedBatch) -> list[tuple[int, bytes]]:
-        """Returns the payload for each rank that the batch says something about."""
-        events: dict[int, list[Event]] = {}
-        for note in batch.notes:
-            if isinstance(note, Spelled):
-                self._remember(note)
+        """Returns the message for each rank that the batch has events of."""
+        by_rank: dict[int, list[Event]] = {}
+        for event in batch.events:
+            if isinstance(event, PageTokens):
+                self._remember(event)
                 continue
-            rank = None if isinstance(note, Cleared) else note.rank
-            told = list(self._told(note))
+            rank = None if isinstance(event, Cleared) else event.rank
+            encoded = list(self._to_wire(event))
             for each in self._ranks if rank is None else (rank,) if isinstance(rank, int) else rank:
-                _append(events.setdefault(each, []), told)
-        return [(rank, self._pack.encode(EventBatch(batch.time, mine, rank))) for rank, mine in events.items()]
+                _append(by_rank.setdefault(each, []), encoded)
+        return [(rank, self._encoder.encode(EventBatch(batch.time, mine, rank))) for rank, mine in by_rank.items()]
 
-    def _told(self, note: Stored | Removed | Cleared) -> Iterator[Event]:
-        if isinstance(note, Cleared):
+    def _to_wire(self, event: Stored | Removed | Cleared) -> Iterator[Event]:
+        if isinstance(event, Cleared):
             yield AllBlocksCleared()
-        elif isinstance(note, Removed):
-            yield BlockRemoved([hash_of(key) for key in note.keys], note.medium)
-        elif note.spelled is not None:
-            self._remember(note.spelled)
-            yield _stored(note.keys, note.spelled, note.medium, self._page_size)
+        elif isinstance(event, Removed):
+            yield BlockRemoved([hash_of(key) for key in event.keys], event.medium)
+        elif event.page_tokens is not None:
+            self._remember(event.page_tokens)
+            yield _block_stored(event.keys, event.page_tokens, event.medium, self._page_size)
         else:
-            for key in note.keys:
-                yield _stored([key], self._spelled.get(key), note.medium, self._page_size)
+            for key in event.keys:
+                yield _block_stored([key], self._page_tokens.get(key), event.medium, self._page_size)
 
-    def _remember(self, spelled: Spelled) -> None:
-        before = spelled.before
-        for i, key in enumerate(spelled.keys):
-            tokens = spelled.tokens[i * self._page_size : (i + 1) * self._page_size]
-            self._spelled[key] = Spelled([key], before, tokens, spelled.tenant)
-            before = key
-        while len(self._spelled) > _MOST_SPELLED:
-            self._spelled.popitem(last=False)
+    def _remember(self, pages: PageTokens) -> None:
+        parent = pages.parent
+        for i, key in enumerate(pages.keys):
+            tokens = pages.tokens[i * self._page_size : (i + 1) * self._page_size]
+            self._page_tokens[key] = PageTokens([key], parent, tokens, pages.salted_root)
+            parent = key
+        while len(self._page_tokens) > _MAX_PAGE_TOKENS:
+            self._page_tokens.popitem(last=False)
 
 
-def _stored(keys: Sequence[Key], spelled: Spelled | None, medium: str, page_size: int) -> BlockStored:
+def _block_stored(keys: Sequence[Key], pages: PageTokens | None, medium: str, page_size: int) -> BlockStored:
     hashes = [hash_of(key) for key in keys]
-    if spelled is None:
+    if pages is None:
         return BlockStored(hashes, None, [], page_size, None, medium, None)
-    before, tenant = spelled.before, spelled.tenant
     extra: list[tuple[str, ...] | None] | None = None
-    if tenant is not None and before is None:
-        extra = [(tenant.hex(),), *[None] * (len(keys) - 1)]
-    tokens: list[int] = np.asarray(spelled.tokens).tolist()
-    parent = None if before is None else hash_of(before)
+    if pages.salted_root is not None and pages.parent is None:
+        extra = [(pages.salted_root.hex(),), *[None] * (len(keys) - 1)]
+    tokens: list[int] = np.asarray(pages.tokens).tolist()
+    parent = None if pages.parent is None else hash_of(pages.parent)
     return BlockStored(hashes, parent, tokens, page_size, None, medium, None, extra)
 
 
 def _append(events: list[Event], more: Sequence[Event]) -> None:
-    """Adds events; removals that follow each other become one."""
+    """Appends events; consecutive removals become one."""
     for event in more:
         last = events[-1] if events else None
         if isinstance(event, BlockRemoved) and isinstance(last, BlockRemoved) and event.medium == last.medium:

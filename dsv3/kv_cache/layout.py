@@ -1,8 +1,8 @@
-"""The cache's memory as the model's cache groups say: arrays of a pool, bytes of pages, and a page's value on its way.
+"""Memory layout of the cache by the model's cache groups: pool arrays, page bytes, and the payloads of pages.
 
-`ModelConfig.cache_groups` declares for a cache dtype (float32, bfloat16, float16, or fp8) what layers keep of tokens. A
-pool is a dict of one array per group, by its name: a layer takes what it knows by name, whatever else the model keeps.
-Page `p` covers the same `page_size` tokens in all of them. Whoever takes, moves or keeps a page has all groups.
+`ModelConfig.cache_groups` declares for a cache dtype (float32, bfloat16, float16, or fp8) what layers cache per token.
+A pool is a dict of one array per group, by its name. Page `p` covers the same `page_size` tokens in all groups, so
+pages are allocated, moved and offloaded with all groups together.
 """
 
 import math
@@ -20,7 +20,7 @@ Pool = dict[str, Any]
 
 
 def entries_per_page(cfg: ModelConfig, group: CacheGroup) -> int:
-    """Returns how many rows a page has in one layer of a group. Raises ValueError where one would not be whole."""
+    """Returns how many rows a page has in one layer of a group. Raises ValueError where the number is not whole."""
     entries, rest = divmod(cfg.page_size, group.tokens_per_entry)
     if rest or not entries:
         raise ValueError(
@@ -41,7 +41,7 @@ def row_bytes(cfg: ModelConfig, cache_dtype: str, name: str = LATENTS) -> int:
 def token_bytes(cfg: ModelConfig, cache_dtype: str) -> int:
     """Returns the bytes of one token over all cache layers: 70,272 for DeepSeek-V3 in bfloat16 (61 layers, no MTP).
 
-    It is a page's share, rounded up where entries cover several tokens.
+    It is a token's share of a page, rounded up where entries cover several tokens.
     """
     return -(-page_bytes(cfg, cache_dtype) // cfg.page_size)
 
@@ -53,7 +53,7 @@ def page_bytes(cfg: ModelConfig, cache_dtype: str) -> int:
 
 
 def pages_within(cfg: ModelConfig, cache_dtype: str, budget: int) -> int:
-    """Returns how many pages `budget` bytes hold, each counted over all cache layers."""
+    """Returns how many pages fit `budget` bytes, each counted over all cache layers."""
     return max(0, budget) // page_bytes(cfg, cache_dtype)
 
 
@@ -68,7 +68,7 @@ def pool(cfg: ModelConfig, cache_dtype: str, num_pages: int) -> dict[str, jax.Sh
 
 
 def pages_per_layer(cfg: ModelConfig, pool: Mapping[str, Any]) -> int:
-    """Returns how many pages a pool has. Raises ValueError for what is no pool of the model."""
+    """Returns how many pages a pool has. Raises ValueError where its arrays do not match the model."""
     groups = cfg.cache_groups("float32")  # names and layers are the same for every type
     names = sorted(group.name for group in groups)
     if not isinstance(pool, Mapping) or sorted(pool) != names:
@@ -84,25 +84,27 @@ def pages_per_layer(cfg: ModelConfig, pool: Mapping[str, Any]) -> int:
     return counts.pop()
 
 
-def value_shape(cfg: ModelConfig, cache_dtype: str) -> jax.ShapeDtypeStruct:
-    """Returns shape and type of a page's value: its rows of all layers, as they leave a pool and come back.
+def payload_shape(cfg: ModelConfig, cache_dtype: str) -> jax.ShapeDtypeStruct:
+    """Returns shape and dtype of a page's payload: its rows in all layers.
 
-    A model of one group has them as they are, `[L, entries_per_page, width]`. One of several has bytes: those of the
-    first group in all layers, then those of the next.
+    With one group they have its shape and dtype, `[L, entries_per_page, width]`. With several they are bytes: those of
+    the first group in all layers, then those of the next.
     """
     arrays = list(pool(cfg, cache_dtype, 1).values())
     return arrays[0] if len(arrays) == 1 else jax.ShapeDtypeStruct((page_bytes(cfg, cache_dtype),), jnp.uint8)
 
 
-def take_out(groups: tuple[CacheGroup, ...], pool: Pool, pages: jax.Array) -> jax.Array:
-    """Returns the values `[n, ...]` of `pages` `[n]` of a rank's pool; zeros for -1."""
+def gather_pages(groups: tuple[CacheGroup, ...], pool: Pool, pages: jax.Array) -> jax.Array:
+    """Returns the payloads `[n, ...]` of `pages` `[n]` of a rank's pool; zeros for -1."""
     parts = [pool[g.name].at[_rows(g, pool, pages)].get(mode="fill", fill_value=0) for g in groups]
     return parts[0] if len(parts) == 1 else jnp.concatenate([_bytes(part) for part in parts], axis=1)
 
 
-def put_in(groups: tuple[CacheGroup, ...], pool: Pool, pages: jax.Array, values: jax.Array) -> tuple[Pool, jax.Array]:
-    """Returns the pool with `values` `[n, ...]` in `pages` `[n]`, -1 for nowhere, and something to wait for."""
-    parts, written = [values] if len(groups) == 1 else _split(groups, pool, values), {}
+def scatter_pages(
+    groups: tuple[CacheGroup, ...], pool: Pool, pages: jax.Array, payloads: jax.Array
+) -> tuple[Pool, jax.Array]:
+    """Returns the pool with `payloads` `[n, ...]` written to `pages` `[n]`, -1 for none, and an array to wait for."""
+    parts, written = [payloads] if len(groups) == 1 else _split(groups, pool, payloads), {}
     for group, part in zip(groups, parts, strict=True):
         array = pool[group.name]
         rows = _rows(group, pool, pages).reshape(-1)
@@ -115,7 +117,7 @@ def _row_bytes(group: CacheGroup) -> int:
 
 
 def _rows(group: CacheGroup, pool: Pool, pages: jax.Array) -> jax.Array:
-    """Returns the rows `[n, L]` of the pages `[n]` in all layers of a group; beyond its array for -1."""
+    """Returns the rows `[n, L]` of the pages `[n]` in all layers of a group; out of bounds for -1."""
     total = pool[group.name].shape[0]
     layers = jnp.arange(len(group.layers)) * (total // len(group.layers))
     return jnp.where(pages[:, None] < 0, total, pages[:, None] + layers)
@@ -125,14 +127,14 @@ def _bytes(part: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(part, jnp.uint8).reshape(len(part), -1)
 
 
-def _split(groups: tuple[CacheGroup, ...], pool: Pool, values: jax.Array) -> list[jax.Array]:
+def _split(groups: tuple[CacheGroup, ...], pool: Pool, payloads: jax.Array) -> list[jax.Array]:
     """Returns the part `[n, L, entries_per_page, width]` of each group from bytes `[n, all]`."""
     parts, first = [], 0
     for group in groups:
         array = pool[group.name]
         shape, size = (len(group.layers), *array.shape[1:]), array.dtype.itemsize
         last = first + math.prod(shape) * size
-        raw = values[:, first:last].reshape(-1, *shape, *(() if size == 1 else (size,)))
+        raw = payloads[:, first:last].reshape(-1, *shape, *(() if size == 1 else (size,)))
         parts.append(lax.bitcast_convert_type(raw, array.dtype))
         first = last
     return parts

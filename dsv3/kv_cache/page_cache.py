@@ -1,6 +1,7 @@
-"""Pages of one rank with their prefixes: what the scheduler allocates from, shares and gives back.
+"""The page cache of one rank: page pool with reference counts, prefix cache, and LRU eviction.
 
-`Holders` joins the ranks' prefix indexes by key, so that one look-up asks them all; a router has one of its instances.
+`RankPrefixIndex` joins the prefix indexes of all ranks by key, so that one lookup covers them; a router has one of its
+instances.
 """
 
 from collections import OrderedDict
@@ -12,21 +13,21 @@ from dsv3.kv_cache.events import EventSource
 from dsv3.kv_cache.page_keys import Key
 
 
-class Holders:
-    """Key to a bit mask of ranks. The ranks' prefix indexes keep it."""
+class RankPrefixIndex:
+    """Block hash (key) to a bit mask of the ranks that have the page cached; the ranks' prefix indexes update it."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._ranks_of: dict[Key, int] = {}
 
     def add(self, keys: Iterable[Key], rank: int) -> None:
-        """Notes that a rank can find these pages."""
+        """Records that a rank has these pages cached."""
         ranks_of, mine = self._ranks_of, 1 << rank
         for key in keys:
             ranks_of[key] = ranks_of.get(key, 0) | mine
 
     def remove(self, keys: Iterable[Key], rank: int) -> None:
-        """Notes that a rank can find these pages no longer."""
+        """Records that a rank no longer has these pages cached."""
         ranks_of, mine = self._ranks_of, 1 << rank
         for key in keys:
             ranks = ranks_of.get(key)
@@ -36,7 +37,10 @@ class Holders:
                 ranks_of[key] = ranks & ~mine
 
     def depths(self, keys: Sequence[Key]) -> np.ndarray | None:
-        """Returns how many of the first `keys` each rank can find, `[X]` int64; None where none finds the first."""
+        """Does the prefix cache lookup on all ranks: returns how many leading `keys` each has; None if all are 0.
+
+        The result is `[X]` int64.
+        """
         alive = self._ranks_of.get(keys[0], 0) if keys else 0
         if not alive:
             return None
@@ -60,30 +64,30 @@ def _set(depths: np.ndarray, ranks: int, depth: int) -> None:
 
 
 class PrefixIndex:
-    """Key to page and back, and the least-recently-used order of the pages nobody owns."""
+    """Prefix cache index: block hash (key) to page and back, and the LRU order of the pages without an owner."""
 
     def __init__(self) -> None:
         self._page_of: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
-        self._parked: OrderedDict[int, None] = OrderedDict()
-        self.watch: EventSource | None = None  # hears of pages that cannot be found any more
-        self._holders: Holders | None = None
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self.events: EventSource | None = None  # of removed pages
+        self._holders: RankPrefixIndex | None = None
         self._rank = 0
 
-    def share(self, holders: Holders, rank: int) -> None:
-        """Tells `holders` from now on which pages `rank` can find; none so far."""
-        self._holders, self._rank = holders, rank
+    def attach(self, rank_index: RankPrefixIndex, rank: int) -> None:
+        """Records in `rank_index` from now on which pages `rank` has cached; none so far."""
+        self._holders, self._rank = rank_index, rank
 
     def __len__(self) -> int:
         return len(self._page_of)
 
     @property
-    def num_parked(self) -> int:
-        """Pages that nobody owns and that can be evicted."""
-        return len(self._parked)
+    def num_evictable(self) -> int:
+        """Cached pages without an owner."""
+        return len(self._evictable)
 
     def longest_match(self, keys: Iterable[Key]) -> list[int]:
-        """Returns the pages of the longest known prefix of `keys`."""
+        """Returns the pages of the longest cached prefix of `keys`."""
         pages, page_of = [], self._page_of.get
         for key in keys:
             page = page_of(key)
@@ -93,14 +97,11 @@ class PrefixIndex:
         return pages
 
     def page_of(self, key: Key) -> int | None:
-        """Returns the page of a key."""
+        """Returns the page of a key; None where it is not cached."""
         return self._page_of.get(key)
 
     def insert(self, keys: Sequence[Key], pages: Sequence[int]) -> list[int]:
-        """Makes pages findable by their keys, as far as neither is known; returns the indices of those that were not.
-
-        Of what is known nothing changes.
-        """
+        """Inserts pages under their keys where neither is in the index; returns the indices of the inserted ones."""
         page_of, key_of = self._page_of, self._key_of
         fresh = list(range(len(keys)))
         if not (page_of.keys().isdisjoint(keys) and key_of.keys().isdisjoint(pages)):
@@ -112,67 +113,64 @@ class PrefixIndex:
             self._holders.add(keys, self._rank)
         return fresh
 
-    def knows(self, page: int) -> bool:
-        return page in self._key_of
+    def count_evictable(self, pages: Iterable[int]) -> int:
+        """Returns how many of `pages` are cached without an owner."""
+        return sum(map(self._evictable.__contains__, pages))
 
-    def count_parked(self, pages: Iterable[int]) -> int:
-        """Returns how many of `pages` nobody owns, though they can be found."""
-        return sum(map(self._parked.__contains__, pages))
+    def mark_unowned(self, pages: Sequence[int]) -> Sequence[int]:
+        """Makes cached pages evictable that lost their last owner, in LRU order; returns those that are not cached.
 
-    def park(self, pages: Sequence[int]) -> Sequence[int]:
-        """Notes that pages have no owner any more; returns those that are not known.
-
-        The others become the most recently used of the evictable ones, the last one most of all.
+        The last one becomes the most recently used.
         """
         if not self._key_of:
             return pages
-        unknown = []
+        without_key = []
         for page in pages:
             if page in self._key_of:
-                self._parked[page] = None
+                self._evictable[page] = None
             else:
-                unknown.append(page)
-        return unknown
+                without_key.append(page)
+        return without_key
 
-    def unpark(self, pages: Iterable[int]) -> None:
-        """Notes that pages have an owner again."""
-        if self._parked:
+    def mark_owned(self, pages: Iterable[int]) -> None:
+        """Removes pages from the evictable ones: they have an owner again."""
+        if self._evictable:
             for page in pages:
-                self._parked.pop(page, None)
+                self._evictable.pop(page, None)
 
     def evict(self, count: int) -> list[int]:
-        """Forgets up to `count` unowned pages, the least recently used ones, and returns them in this order."""
-        parked = self._parked
+        """Evicts up to `count` pages without an owner, least recently used first, and returns them in this order."""
+        parked = self._evictable
         pages = [parked.popitem(last=False)[0] for _ in range(min(count, len(parked)))]
-        self.forget(pages)
+        self.invalidate(pages)
         return pages
 
     def clear(self) -> None:
-        """Makes all pages unfindable; none may be parked."""
-        if self.watch is not None and self._page_of:
-            self.watch.removed(list(self._page_of))
+        """Removes all pages from the index; none may be evictable."""
+        if self.events is not None and self._page_of:
+            self.events.removed(list(self._page_of))
         if self._holders is not None:
             self._holders.remove(self._page_of, self._rank)
         self._page_of.clear()
         self._key_of.clear()
 
-    def forget(self, pages: Iterable[int]) -> None:
-        """Makes pages unfindable."""
+    def invalidate(self, pages: Iterable[int]) -> None:
+        """Removes pages from the index."""
         key_of, page_of = self._key_of, self._page_of
         keys = [key for page in pages if (key := key_of.pop(page, None)) is not None]
         for key in keys:
             del page_of[key]
         if self._holders is not None:
             self._holders.remove(keys, self._rank)
-        if self.watch is not None and keys:
-            self.watch.removed(keys)
+        if self.events is not None and keys:
+            self.events.removed(keys)
 
 
 class PagePool:
     """Reference counts over `num_pages` pages and the list of free ones.
 
-    A page is *free* (in the list), *held* (count above 0) or *parked* (count 0, but kept out of the list because the
-    prefix index still knows its content).
+    A page is *free* (in the list), *owned* (count above 0) or *evictable* (count 0, but not in the list because the
+    prefix index still has it).
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -187,13 +185,13 @@ class PagePool:
         return len(self._free)
 
     def references(self, page: int) -> int:
-        """Returns the owners of `page`."""
+        """Returns the number of owners of `page`."""
         return self._count[page]
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """Returns up to `count` free pages with one owner each."""
         free, counts = self._free, self._count
-        if count == 1 and free:  # as an answer asks for them
+        if count == 1 and free:  # the common case: the next page of an answer
             counts[free[-1]] = 1
             return [free.pop()]
         start = max(0, len(free) - count)
@@ -205,25 +203,25 @@ class PagePool:
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
-        """Adds an owner to each of some held or parked pages."""
+        """Adds an owner to each of some owned or evictable pages."""
         counts = self._count
         for page in pages:
             counts[page] += 1
 
     def release(self, pages: Iterable[int]) -> list[int]:
-        """Drops an owner of each; returns those that have none any more, which the caller must now park or free."""
+        """Removes an owner of each; returns those without one, which the caller must make evictable or free."""
         counts, last = self._count, []
         for page in pages:
             count = counts[page]
             if count == 1:
                 last.append(page)
             elif count < 1:
-                raise ValueError(f"page {page} is released more often than it was taken")
+                raise ValueError(f"page {page} is released more often than it was allocated")
             counts[page] = count - 1
         return last
 
     def free(self, pages: Sequence[int]) -> None:
-        """Puts unowned pages back into the list."""
+        """Returns pages without an owner to the free list."""
         for page in pages:
             if self._count[page]:
                 raise ValueError(f"page {page} still has {self._count[page]} owners")
@@ -231,7 +229,7 @@ class PagePool:
 
 
 class PageCache:
-    """A page pool and its prefix index. A page that is given back stays findable until its room is needed."""
+    """A page pool and its prefix index. A released page stays cached until it is evicted."""
 
     def __init__(self, num_pages: int, *, enable_prefix_caching: bool = True) -> None:
         self.pool = PagePool(num_pages)
@@ -240,22 +238,18 @@ class PageCache:
 
     @property
     def available(self) -> int:
-        """Pages that can be allocated now: the free ones and those nobody owns."""
-        return self.pool.num_free + self.index.num_parked
+        """Pages that can be allocated now: free or evictable."""
+        return self.pool.num_free + self.index.num_evictable
 
     @property
     def in_use(self) -> int:
-        """Pages that somebody owns."""
+        """Pages with an owner."""
         return self.pool.num_pages - self.available
 
-    def allocate(self) -> int | None:
-        """Returns a page for one owner, whose content means nothing; None when every page is owned."""
-        return self.allocate_several(1)[0] if self.available else None
-
-    def allocate_several(self, count: int) -> list[int]:
-        """Returns `count` pages, which must be available, for one owner each."""
-        pages = self.pool.take(count)
-        if len(pages) < count:  # then those that nobody has used for the longest time
+    def allocate(self, count: int) -> list[int]:
+        """Allocates `count` pages, which must be available, with one owner each; evicts cached ones where needed."""
+        pages = self.pool.allocate(count)
+        if len(pages) < count:
             evicted = self.index.evict(count - len(pages))
             self.pool.retain(evicted)
             pages += evicted
@@ -263,38 +257,38 @@ class PageCache:
         return pages
 
     def match(self, keys: Iterable[Key]) -> list[int]:
-        """Returns the pages of the longest cached prefix of `keys`; the caller owns none of them yet (see `retain`)."""
+        """Does the prefix cache lookup: returns the pages of the longest cached prefix; `retain` adds owners."""
         return self.index.longest_match(keys) if self._sharing else []
 
     def retain(self, pages: Sequence[int]) -> None:
         """Adds an owner to each of `pages`, which `match` has just returned."""
         self.pool.retain(pages)
-        self.index.unpark(pages)
+        self.index.mark_owned(pages)
 
-    def num_parked(self, pages: Iterable[int]) -> int:
-        """Returns how many of `pages` nobody owns: so many fewer are available once they are retained."""
-        return self.index.count_parked(pages)
+    def num_evictable(self, pages: Iterable[int]) -> int:
+        """Returns how many of `pages` have no owner: so many fewer are available once they are retained."""
+        return self.index.count_evictable(pages)
 
     def publish(self, keys: Sequence[Key], pages: Sequence[int]) -> list[int]:
-        """Makes completely written pages findable; returns the indices of those that were not before.
+        """Inserts completely written pages into the prefix cache; returns the indices of those that were not in it.
 
-        The first of two equal pages stays; the other remains private.
+        Of two equal pages the first stays; the other remains private.
         """
         return self.index.insert(keys, pages) if self._sharing else []
 
-    def finds(self, key: Key, page: int) -> bool:
-        """Returns whether `key` leads to `page`."""
+    def is_page_of(self, key: Key, page: int) -> bool:
+        """Returns whether `page` is cached under `key`."""
         return self.index.page_of(key) == page
 
     def release(self, pages: Sequence[int]) -> None:
-        """Takes an owner from each of `pages`; the deepest are parked first, so that they are evicted first."""
-        self.pool.free(self.index.park(self.pool.release(reversed(pages))))
+        """Removes an owner from each of `pages`; the deepest become evictable first, so that they are evicted first."""
+        self.pool.free(self.index.mark_unowned(self.pool.release(reversed(pages))))
 
     def clear(self) -> None:
-        """Makes every page unfindable; those that nobody owns are free."""
-        self.pool.free(self.index.evict(self.index.num_parked))
+        """Empties the prefix cache; pages without an owner are free."""
+        self.pool.free(self.index.evict(self.index.num_evictable))
         self.index.clear()
 
-    def forget(self, pages: Iterable[int]) -> None:
-        """Makes owned pages unfindable, because their content cannot be trusted; who shares them keeps them."""
-        self.index.forget(pages)
+    def invalidate(self, pages: Iterable[int]) -> None:
+        """Removes owned pages from the prefix cache, because their content is wrong; their owners keep them."""
+        self.index.invalidate(pages)

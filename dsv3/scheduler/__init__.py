@@ -1,1 +1,1 @@
-"""Host state of requests: who waits, who runs in which slot, and in which pages; imports no jax."""
+"""Host state of requests: the waiting queue, batch slots, pages, and results; imports no jax."""

@@ -1,4 +1,4 @@
-"""Decides which waiting request starts, on which rank, and with which cached pages."""
+"""Admission and preemption: which waiting request starts, on which rank, and with which cached pages."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,38 +14,38 @@ from dsv3.scheduler.balance import Balancer
 from dsv3.scheduler.batch_slots import BatchSlots, RankPages
 from dsv3.scheduler.sequence import Sequence, SequenceStatus, WaitingQueue
 
-# Known tokens of the sequences that are looked at in one step: under 2 ms where all are cached. The 127 others of one
-# prompt of 131,071 tokens took 176 ms in the step after it had been computed. So many per 16 ranks, which compute them.
-SLICE_TOKENS = 2**18
-# Pages that requests of a higher number leave free for each running one of a lower number: it may need one in this
-# step, and one in the next, before what they give up is free. So it never sits out a step because of them.
-RESERVE = 2
+# Bounds the host's time for admission in one step, per 16 ranks: under 2 ms for as many cached tokens. Without it the
+# 127 other sequences of one prompt of 131,071 tokens took 176 ms.
+MAX_ADMISSION_TOKENS = 2**18
+# Pages that requests of a higher priority number leave free for each running one of a lower number: it may need one in
+# this step and one in the next, before preempted pages are free. So it never skips a step because of them.
+RESERVED_PAGES = 2
 
 
-def slice_tokens(cfg: EngineConfig) -> int:
-    """Returns how many known tokens the sequences may have that are looked at in one step."""
-    return SLICE_TOKENS * max(1, cfg.num_ranks // 16)
+def max_admission_tokens(cfg: EngineConfig) -> int:
+    """Returns how many known tokens the sequences may have that one step considers for admission."""
+    return MAX_ADMISSION_TOKENS * max(1, cfg.num_ranks // 16)
 
 
-def useful_pages(sequence: Sequence, page_size: int) -> int:
-    """Returns the cached pages that help: one token at least must be computed.
+def lookup_keys(sequence: Sequence, page_size: int) -> list[Key]:
+    """Returns the keys that a request looks up in the prefix cache; at least one token must be computed.
 
-    None help where log-probabilities of the prompt are asked for: pages hold no hidden states.
+    None where the request wants log-probabilities of its prompt: pages hold no hidden states.
     """
-    return 0 if sequence.tells_prompt else (len(sequence.tokens) - 1) // page_size
+    return [] if sequence.needs_prompt_logprobs else sequence.keys[: (len(sequence.tokens) - 1) // page_size]
 
 
 @dataclasses.dataclass
 class _Claims:
-    """What those looked at so far in this step will take: slots and pages by rank `[ranks]`, and keys they will fill.
+    """Slots and pages by rank `[ranks]` that requests considered in this step will take, and keys they will fill.
 
-    `promised` are the ranks, by request id, of those whose pages are free in the next step.
+    `reserved_ranks` are the ranks, by request id, of requests whose pages are free in the next step.
     """
 
     slots: np.ndarray
     pages: np.ndarray
     keys: set[Key] = dataclasses.field(default_factory=set)
-    promised: dict[int, int] = dataclasses.field(default_factory=dict)
+    reserved_ranks: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +59,11 @@ class _Need:
 
 
 class Preemption:
-    """Pre-empts running requests for waiting ones of a lower priority number, before a step is planned.
+    """Preempts running requests for waiting ones of a lower priority number, before a step is scheduled.
 
-    Batch work has a high number. It holds up a waiting request for one step at most, since the pages of a pre-empted
-    request are free once the step in flight has been collected. Nothing keeps later work from starving. `preempt` sends
-    a running request back to the queue.
+    Batch work has a high number. It delays a waiting request by one step at most: the pages of a preempted request are
+    free once the results of the step in flight have arrived. Nothing keeps requests of a high number from starving.
+    `preempt` moves a running request back to the queue.
     """
 
     def __init__(
@@ -78,91 +78,98 @@ class Preemption:
         self._claimed, self._first_claim = np.zeros(cfg.num_ranks, np.int64), 0
 
     def is_possible(self) -> bool:
-        """Returns whether somebody runs who gives way to the first that waits."""
+        """Returns whether a running request may be preempted for the first waiting one."""
         first = self._queue.first_priority
-        return first is not None and first < self._slots.latest_priority
+        return first is not None and first < self._slots.lowest_priority
 
-    def preempt_for(self, asks_store: bool) -> dict[int, int]:
-        """Sends back as little as waiting requests need; returns the rank of each that has its pages one step later.
+    def preempt_for_waiting(self, looks_up_tiers: bool) -> dict[int, int]:
+        """Preempts as little as waiting requests need; returns the ranks of those that have their pages one step later.
 
-        Those that have a store to ask first need no room yet. When one fits nowhere, even so, nobody of a higher number
-        goes on running: whatever it waits for must not wait in turn.
+        Requests that first look up a store need no capacity yet. A request that fits on no rank even so preempts all
+        requests of higher numbers: a later one must not delay it.
         """
-        if self._slots.are_mixed:
-            self._keep_reserves()
+        if self._slots.has_mixed_priorities:
+            self._restore_reserves()
         self._claimed[:] = 0
         if not self.is_possible():
             return {}
         claims = _Claims(np.zeros(self._cfg.num_ranks, np.int64), np.zeros(self._cfg.num_ranks, np.int64))
-        looked: list[Sequence] = []
+        considered: list[Sequence] = []
         tokens = 0
-        while tokens < slice_tokens(self._cfg) and self.is_possible() and (sequence := self._queue.pop()) is not None:
-            if not looked:
+        while (
+            tokens < max_admission_tokens(self._cfg)
+            and self.is_possible()
+            and (sequence := self._queue.pop()) is not None
+        ):
+            if not considered:
                 self._first_claim = sequence.priority
-            looked.append(sequence)
+            considered.append(sequence)
             tokens += len(sequence.tokens)
-            if asks_store and sequence.lookup is None:
+            if looks_up_tiers and sequence.lookup is None:
                 continue
             if not self._claim(sequence, claims):
                 break
-        for sequence in looked:
+        for sequence in considered:
             self._queue.push(sequence)
         margin = (self._slots.running + claims.slots) // 2  # what admission wants to be free besides
         self._claimed = np.where(claims.slots > 0, claims.pages + margin, 0)
-        return claims.promised
+        return claims.reserved_ranks
 
-    def left_by(self, rank: int, priority: int) -> int:
-        """Returns how many pages of `rank` a running request of `priority` leaves free when it needs another one.
+    def reserved_pages(self, rank: int, priority: int) -> int:
+        """Returns how many pages of `rank` a running request of `priority` must leave free.
 
         One for each running request of a lower number, and those that waiting requests of lower numbers have claimed.
         """
         claimed = int(self._claimed[rank]) if priority > self._first_claim else 0
-        return self._slots.num_before(rank, priority) + claimed
+        return self._slots.num_higher_priority(rank, priority) + claimed
 
-    def left_by_last(self) -> list[int]:
-        """Returns how many pages of each rank a running request of the highest number leaves free."""
-        latest = self._slots.latest_priority
-        if not self._slots.are_mixed and latest <= self._first_claim:
+    def reserved_pages_by_rank(self) -> list[int]:
+        """Returns how many pages of each rank a running request of the highest number must leave free."""
+        lowest = self._slots.lowest_priority
+        if not self._slots.has_mixed_priorities and lowest <= self._first_claim:
             return [0] * self._cfg.num_ranks
-        return [self.left_by(rank, latest) for rank in range(self._cfg.num_ranks)]
+        return [self.reserved_pages(rank, lowest) for rank in range(self._cfg.num_ranks)]
 
     def _claim(self, sequence: Sequence, claims: _Claims) -> bool:
-        """Sees to room for one request, on the rank that it asks for or that with the least work not to give way."""
-        busy = self._slots.running_before(sequence.priority) + claims.slots
-        asked, chosen = sequence.request.rank, None
-        for rank in np.argsort(busy, kind="stable").tolist() if asked is None else (asked,):
-            if chosen is not None and busy[rank] > busy[chosen.rank]:
+        """Reserves capacity for one request, on its requested rank or that with the least non-preemptible work.
+
+        Returns whether the next request may be considered.
+        """
+        busy = self._slots.num_not_preemptible(sequence.priority) + claims.slots
+        required, best = sequence.request.rank, None
+        for rank in np.argsort(busy, kind="stable").tolist() if required is None else (required,):
+            if best is not None and busy[rank] > busy[best.rank]:
                 break
             need = self._need(sequence, rank)
             if self._waits_for_page(sequence, need, claims):
                 return True
             if self._fits_now(need, claims):
-                self._note(need, claims)
+                self._reserve(need, claims)
                 return True
-            if chosen is None and self._may_fit(sequence, need, claims):
-                chosen = need
-        if chosen is None and asked is not None:
-            return True  # nobody gives way in vain, and the others can go elsewhere
-        if chosen is None:
-            self._clear(sequence.priority)
+            if best is None and self._may_fit(sequence, need, claims):
+                best = need
+        if best is None and required is not None:
+            return True  # preempting would not make it fit, and later requests may fit on other ranks
+        if best is None:
+            self._preempt_all(sequence.priority)
             return False
-        return self._make_room(sequence, chosen, claims)
+        return self._preempt_on_rank(sequence, best, claims)
 
-    def _make_room(self, sequence: Sequence, need: _Need, claims: _Claims) -> bool:
-        """Sends back requests of one rank until this one fits; False where more is shared there than it seemed."""
-        later = self._slots.later_on_rank(need.rank, sequence.priority)
-        reserve = RESERVE * (self._slots.num_running(need.rank) - len(later) + 1)
-        while later and not self._fits_next(need, claims, reserve):
-            self._preempt(later.pop())
+    def _preempt_on_rank(self, sequence: Sequence, need: _Need, claims: _Claims) -> bool:
+        """Preempts on one rank until the request fits; False where shared pages keep it from fitting."""
+        preemptible = self._slots.preemptible_on_rank(need.rank, sequence.priority)
+        reserve = RESERVED_PAGES * (self._slots.num_running(need.rank) - len(preemptible) + 1)
+        while preemptible and not self._fits_next(need, claims, reserve):
+            self._preempt(preemptible.pop())
         if not self._fits_now(need, claims):
             if not self._fits_next(need, claims, self._slots.num_running(need.rank) // 2):
                 return False
-            claims.promised[sequence.id] = need.rank
-        self._note(need, claims)
+            claims.reserved_ranks[sequence.id] = need.rank
+        self._reserve(need, claims)
         return True
 
     def _need(self, sequence: Sequence, rank: int) -> _Need:
-        useful = sequence.keys[: useful_pages(sequence, self._cfg.page_size)]
+        useful = lookup_keys(sequence, self._cfg.page_size)
         cached = self._pages.caches[rank].match(useful)
         missing = self._cfg.pages_for(len(sequence.tokens) + self._cfg.tokens_ahead) - len(cached)
         return _Need(rank, cached, missing, useful[len(cached)] if len(cached) < len(useful) else None)
@@ -176,61 +183,61 @@ class Preemption:
 
     def _fits_now(self, need: _Need, claims: _Claims) -> bool:
         cache, margin = self._pages.caches[need.rank], self._slots.num_running(need.rank) // 2
-        lacking = need.missing + cache.num_parked(need.cached) + margin
+        lacking = need.missing + cache.num_evictable(need.cached) + margin
         return self._has_slot(need.rank, claims) and cache.available - claims.pages[need.rank] >= lacking
 
     def _fits_next(self, need: _Need, claims: _Claims, margin: int) -> bool:
-        """Returns whether a request fits once the step in flight is collected; others may take `margin` pages first."""
-        cache, coming = self._pages.caches[need.rank], self._pages.coming(need.rank)
-        lacking = need.missing + cache.num_parked(need.cached) + len(coming.intersection(need.cached)) + margin
-        free = cache.available + len(coming) - claims.pages[need.rank]
+        """Returns whether a request fits once the step in flight has finished, with `margin` pages for others."""
+        cache, deferred = self._pages.caches[need.rank], self._pages.deferred(need.rank)
+        lacking = need.missing + cache.num_evictable(need.cached) + len(deferred.intersection(need.cached)) + margin
+        free = cache.available + len(deferred) - claims.pages[need.rank]
         return self._has_slot(need.rank, claims) and free >= lacking
 
     def _may_fit(self, sequence: Sequence, need: _Need, claims: _Claims) -> bool:
-        """Returns whether a request may fit on a rank once nobody later runs there; shared pages count twice."""
-        later = self._slots.later_on_rank(need.rank, sequence.priority)
-        free = self._slots.num_free_on(need.rank) + len(later) - claims.slots[need.rank]
-        pages = self._pages.caches[need.rank].available + len(self._pages.coming(need.rank))
-        pages += sum(len(each.pages) for each in later) - int(claims.pages[need.rank])
-        margin = (self._slots.num_running(need.rank) - len(later)) // 2
+        """Returns whether a request may fit once all that it may preempt is gone; shared pages count twice."""
+        preemptible = self._slots.preemptible_on_rank(need.rank, sequence.priority)
+        free = self._slots.num_free_on(need.rank) + len(preemptible) - claims.slots[need.rank]
+        pages = self._pages.caches[need.rank].available + len(self._pages.deferred(need.rank))
+        pages += sum(len(each.pages) for each in preemptible) - int(claims.pages[need.rank])
+        margin = (self._slots.num_running(need.rank) - len(preemptible)) // 2
         return free > 0 and pages >= need.missing + margin
 
     def _has_slot(self, rank: int, claims: _Claims) -> bool:
         return self._slots.num_free_on(rank) > claims.slots[rank]
 
-    def _note(self, need: _Need, claims: _Claims) -> None:
+    def _reserve(self, need: _Need, claims: _Claims) -> None:
         claims.slots[need.rank] += 1
-        claims.pages[need.rank] += need.missing + self._pages.caches[need.rank].num_parked(need.cached)
+        claims.pages[need.rank] += need.missing + self._pages.caches[need.rank].num_evictable(need.cached)
         if need.key is not None:
             claims.keys.add(need.key)
 
-    def _keep_reserves(self) -> None:
-        """Sends back the last on each rank where running requests of lower numbers might lack pages because of it."""
-        before = self._slots.num_before_last()
+    def _restore_reserves(self) -> None:
+        """Preempts the last request of each rank while running ones of lower numbers might lack pages because of it."""
+        before = self._slots.num_above_lowest_priority()
         for rank in before.nonzero()[0].tolist():
-            cache, reserve = self._pages.caches[rank], RESERVE * int(before[rank])
-            while reserve > cache.available and reserve > cache.available + len(self._pages.coming(rank)):
+            cache, reserve = self._pages.caches[rank], RESERVED_PAGES * int(before[rank])
+            while reserve > cache.available and reserve > cache.available + len(self._pages.deferred(rank)):
                 self._preempt(max(self._slots.on_rank(rank), key=lambda s: s.turn))
-                reserve = RESERVE * int(self._slots.num_before_last()[rank])
+                reserve = RESERVED_PAGES * int(self._slots.num_above_lowest_priority()[rank])
 
-    def _clear(self, priority: int) -> None:
-        """Sends back all that give way to `priority`."""
+    def _preempt_all(self, priority: int) -> None:
+        """Preempts all requests that `priority` may preempt."""
         for rank in range(self._cfg.num_ranks):
-            for each in reversed(self._slots.later_on_rank(rank, priority)):
+            for each in reversed(self._slots.preemptible_on_rank(rank, priority)):
                 self._preempt(each)
 
 
-_STORE = -1  # in the place of a rank, for those that wait for the store
-_ROOM: Key = b""  # in the place of a key, for those that wait for room on the rank that they ask for
+_STORE_LOOKUP = -1  # parks requests that wait for a store, instead of a rank
+_CAPACITY: Key = b""  # parks requests that wait for capacity on their requested rank, instead of a key
 
 
 class Admission:
-    """Serves by priority, then first come, first served, on the rank with room on which a request costs least.
+    """Admits by priority, then first come, first served, on the rank with capacity where a request costs least.
 
-    Two exceptions to the order. A prompt whose next pages a running prefill is computing waits for them, and the others
-    may pass. It is parked under the last of these pages, so that it costs nothing until then. It does not wait for
-    later work, which would itself wait for it. A request that asks for a rank is parked until that has room, and none
-    behind it takes the room.
+    Two exceptions to the order. A prompt whose next pages a running prefill is computing is parked under the last of
+    these pages until it is filled, and others may pass it; it does not wait for work of a higher priority number, which
+    would wait for it. A request that requires a rank is parked until that rank has capacity, which none behind it
+    takes.
     """
 
     def __init__(
@@ -244,43 +251,43 @@ class Admission:
     ) -> None:
         self._cfg, self._slots, self._pages, self._queue = cfg, slots, pages, queue
         self.balancer = balancer
-        self.yielding = Preemption(cfg, slots, pages, queue, preempt)
-        self._asked_for: dict[int, tuple[int, int]] = {}  # ranks that parked requests ask for: whose turn is the first
-        self._promised: dict[int, int] = {}  # ranks, by ids of those whose pages are free in the next step
-        self._taken: set[int] = set()  # ranks where one of these comes before whoever else is admitted
+        self.preemption = Preemption(cfg, slots, pages, queue, preempt)
+        self._requested_ranks: dict[int, tuple[int, int]] = {}  # by rank that parked requests require: the first turn
+        self._reserved_ranks: dict[int, int] = {}  # by id of a request that preemption has reserved pages for
+        self._blocked_ranks: set[int] = set()  # where such a request comes first
         self.prefix_queries = 0  # prompt tokens looked up
         self.prefix_hits = 0  # of these, found
         self.tiers: HostTiers | Hosts | None = None
-        self.asking: list[Sequence] = []  # parked until the store says what it has of their prefix
+        self.awaiting_lookup: list[Sequence] = []  # parked until a store or another instance has been looked up
 
     def admit(self) -> list[Sequence]:
-        """Gives slots and pages to as many waiting sequences as fit, up to `slice_tokens` at once; returns them."""
+        """Allocates slots and pages to waiting sequences, within `max_admission_tokens`; returns those that start."""
         started: list[Sequence] = []
-        waiting: list[Sequence] = []  # for pages that were promised, and so in nobody's way but that of later work
+        waiting: list[Sequence] = []  # for reserved pages; only requests of a higher priority number wait for these
         tokens = 0
-        for rank in [rank for rank in self._asked_for if self._slots.num_free_on(rank)]:
+        for rank in [rank for rank in self._requested_ranks if self._slots.num_free_on(rank)]:
             self._wake_next(rank)
-        self._taken.clear()
-        most = slice_tokens(self._cfg)
-        while tokens < most and self._may_start and (sequence := self._queue.pop()) is not None:
+        self._blocked_ranks.clear()
+        most = max_admission_tokens(self._cfg)
+        while tokens < most and self._may_admit and (sequence := self._queue.pop()) is not None:
             if not tokens:
-                self.balancer.begin()
+                self.balancer.refresh()
             tokens += len(sequence.tokens)
-            if self._asks_store(sequence):
+            if self._start_lookup(sequence):
                 continue
-            if (promised := self._promised.get(sequence.id)) is not None:
-                self._taken.add(promised)
+            if (reserved := self._reserved_ranks.get(sequence.id)) is not None:
+                self._blocked_ranks.add(reserved)
                 waiting.append(sequence)
                 continue
-            choice = self._choose_rank(sequence)
-            if choice is None and sequence.request.rank is not None:
-                self._wait_for_rank(sequence, sequence.request.rank, waiting)
+            match = self._choose_rank(sequence)
+            if match is None and sequence.request.rank is not None:
+                self._park_for_rank(sequence, sequence.request.rank, waiting)
                 continue
-            if choice is None or (waiting and sequence.priority > waiting[-1].priority):
+            if match is None or (waiting and sequence.priority > waiting[-1].priority):
                 waiting.append(sequence)
                 break
-            rank, cached = choice
-            if self._asks_elsewhere(sequence, rank):
+            rank, cached = match
+            if self._start_second_lookup(sequence, rank):
                 continue
             awaited = self._last_pending(sequence, rank, len(cached))
             if awaited is not None:
@@ -294,113 +301,115 @@ class Admission:
             self._queue.push(sequence)
         return started
 
-    def preempt_for(self) -> None:
-        """Has running requests give way to waiting ones of a lower priority number; comes before a step is planned."""
-        self._promised = self.yielding.preempt_for(self.tiers is not None)
+    def preempt_for_waiting(self) -> None:
+        """Preempts running requests for waiting ones of a lower priority number; call it before a step is scheduled."""
+        self._reserved_ranks = self.preemption.preempt_for_waiting(self.tiers is not None)
 
-    def _wait_for_rank(self, sequence: Sequence, rank: int, waiting: list[Sequence]) -> None:
-        """Parks a request until the rank that it asks for has room; one that others give way to keeps its turn."""
-        if self._slots.later_on_rank(rank, sequence.priority):
+    def _park_for_rank(self, sequence: Sequence, rank: int, waiting: list[Sequence]) -> None:
+        """Parks a request until its requested rank has capacity; one that may preempt there stays in the queue."""
+        if self._slots.preemptible_on_rank(rank, sequence.priority):
             waiting.append(sequence)
             return
-        self._asked_for[rank] = min(sequence.turn, self._asked_for.get(rank, sequence.turn))
-        self._queue.park(sequence, rank, _ROOM)
+        self._requested_ranks[rank] = min(sequence.turn, self._requested_ranks.get(rank, sequence.turn))
+        self._queue.park(sequence, rank, _CAPACITY)
 
     def _wake_next(self, rank: int) -> None:
-        """Lets the first request have its turn that waits for room on a rank, and notes whose turn is the next.
+        """Wakes the first request that waits for capacity on a rank, and records the turn of the next one.
 
-        The first may never come back: its client hangs up while it waits behind others.
+        The first one may be aborted while it waits behind others.
         """
-        behind = self._queue.wake_first(rank, _ROOM)
+        behind = self._queue.wake_first(rank, _CAPACITY)
         if behind is None:
-            self._asked_for.pop(rank, None)
+            self._requested_ranks.pop(rank, None)
         else:
-            self._asked_for[rank] = behind.turn
+            self._requested_ranks[rank] = behind.turn
 
     @property
-    def _may_start(self) -> bool:
-        """Whether the first that waits may find a slot, now or in the next step."""
-        return self._slots.num_free > 0 or self.yielding.is_possible()
+    def _may_admit(self) -> bool:
+        """Whether the first waiting request may find a slot, now or in the next step."""
+        return self._slots.num_free > 0 or self.preemption.is_possible()
 
-    def take_answers(self) -> None:
-        """Lets requests have their turn again once the store has answered, or has had its time."""
-        for sequence in [s for s in self.asking if s.lookup is None or s.lookup.is_over]:
-            self.asking.remove(sequence)
+    def process_lookups(self) -> None:
+        """Wakes requests whose lookup has finished or timed out."""
+        for sequence in [s for s in self.awaiting_lookup if s.lookup is None or s.lookup.is_over]:
+            self.awaiting_lookup.remove(sequence)
             if sequence.lookup is not None:
-                sequence.lookup.end()
-            self._queue.wake(_STORE, (_own_key(sequence),))
+                sequence.lookup.close()
+            self._queue.wake(_STORE_LOOKUP, (_key_of_sequence(sequence),))
 
-    def _asks_store(self, sequence: Sequence) -> bool:
-        """Returns whether a sequence now waits: for pages of another instance, or for what the store says it has.
+    def _start_lookup(self, sequence: Sequence) -> bool:
+        """Looks up a sequence's pages in a store or another instance, once; returns whether the sequence now waits.
 
-        Each asks once, on the host where it would start now.
+        The lookup runs on the host where the sequence would start now.
         """
         if self.tiers is None or sequence.lookup is not None:
             return False
-        useful, rank = sequence.keys[: useful_pages(sequence, self._cfg.page_size)], sequence.request.rank
-        ranks = self.balancer.ranked(sequence, useful) if rank is None else iter((rank,))
-        return self._asks(sequence, useful, self.tiers.nearest(ranks))
+        useful, rank = lookup_keys(sequence, self._cfg.page_size), sequence.request.rank
+        ranks = self.balancer.ranks_by_cost(sequence, useful) if rank is None else iter((rank,))
+        return self._submit_lookup(sequence, useful, self.tiers.nearest(ranks))
 
-    def _asks_elsewhere(self, sequence: Sequence, rank: int) -> bool:
-        """Returns whether a sequence asks once more: others have taken the room of the host where it has asked."""
+    def _start_second_lookup(self, sequence: Sequence, rank: int) -> bool:
+        """Looks up again, on another host, once others have taken the first host's capacity; see `_start_lookup`."""
         before = sequence.lookup
         if self.tiers is None or before is None or before.is_second or before.tiers is self.tiers.of(rank):
             return False
         before.is_second = True
-        return self._asks(sequence, sequence.keys[: useful_pages(sequence, self._cfg.page_size)], self.tiers.of(rank))
+        return self._submit_lookup(sequence, lookup_keys(sequence, self._cfg.page_size), self.tiers.of(rank))
 
-    def _asks(self, sequence: Sequence, useful: list[Key], tiers: HostTiers | None) -> bool:
-        """Asks the tiers of a host, and has the sequence wait for them; False where there is nothing to ask."""
+    def _submit_lookup(self, sequence: Sequence, useful: list[Key], tiers: HostTiers | None) -> bool:
+        """Starts a lookup in the tiers of a host and parks the sequence; False where there is nothing to look up."""
         assert self.tiers is not None
         if tiers is None:
             return False
         ranks = [rank for rank in range(len(self._pages.caches)) if self.tiers.of(rank) is tiers]
-        on_device = self._pages.found(useful, ranks)
+        on_device = self._pages.longest_match(useful, ranks)
         source, is_second = sequence.request.pages_from, sequence.lookup is not None
-        lookup = tiers.ask_peer(source, useful, on_device) if source else tiers.lookup(useful, on_device)
+        lookup = tiers.fetch_from_peer(source, useful, on_device) if source else tiers.lookup_store(useful, on_device)
         if lookup is None:
             return False
         lookup.is_second = is_second
         sequence.lookup = lookup
-        self.asking.append(sequence)
-        self._queue.park(sequence, _STORE, _own_key(sequence))
+        self.awaiting_lookup.append(sequence)
+        self._queue.park(sequence, _STORE_LOOKUP, _key_of_sequence(sequence))
         return True
 
     def _choose_rank(self, sequence: Sequence) -> tuple[int, list[int]] | None:
-        """Returns the rank for a request and the cached pages of its prefix there; None where it fits on no rank now.
+        """Returns the rank for a request and its cached pages there; None where it fits on no rank now.
 
-        That of least cost with a slot and pages enough, or the one that it asks for.
+        The rank is the one with enough slots and pages on which it costs least, or the requested one.
         """
-        useful = sequence.keys[: useful_pages(sequence, self._cfg.page_size)]
-        asked = sequence.request.rank
-        for rank in self.balancer.ranked(sequence, useful) if asked is None else (asked,):
-            if rank in self._taken or self._asked_for.get(rank, sequence.turn) < sequence.turn:
+        useful = lookup_keys(sequence, self._cfg.page_size)
+        required = sequence.request.rank
+        for rank in self.balancer.ranks_by_cost(sequence, useful) if required is None else (required,):
+            if rank in self._blocked_ranks or self._requested_ranks.get(rank, sequence.turn) < sequence.turn:
                 continue
-            cached = self._cached_if_it_fits(sequence, rank, useful)
+            cached = self._match_if_it_fits(sequence, rank, useful)
             if cached is not None:
                 return rank, cached
         return None
 
-    def _cached_if_it_fits(self, sequence: Sequence, rank: int, useful: list[Key]) -> list[int] | None:
-        """Returns the cached pages of a sequence on a rank, None where it does not fit there.
+    def _match_if_it_fits(self, sequence: Sequence, rank: int, useful: list[Key]) -> list[int] | None:
+        """Does the prefix cache lookup on a rank: returns the cached pages; None where the request does not fit.
 
-        Pages: those of all known tokens and of the drafts behind them, and half a page per running request, so that
-        these do not pre-empt the newcomer at once; `RESERVE` for each of a lower priority number.
+        It needs pages for all known tokens and the drafts behind them, and half a page per running request, so that
+        these do not preempt it at once; `RESERVED_PAGES` for each request of a lower priority number.
         """
         if not self._slots.num_free_on(rank):
             return None
         cache = self._pages.caches[rank]
         cached = cache.match(useful)
         missing = self._cfg.pages_for(len(sequence.tokens) + self._cfg.tokens_ahead) - len(cached)
-        margin = max(self._slots.num_running(rank) // 2, RESERVE * self._slots.num_before(rank, sequence.priority))
-        spare = cache.available - cache.num_parked(cached) - missing - margin
+        margin = max(
+            self._slots.num_running(rank) // 2,
+            RESERVED_PAGES * self._slots.num_higher_priority(rank, sequence.priority),
+        )
+        spare = cache.available - cache.num_evictable(cached) - missing - margin
         return cached if spare >= 0 else None
 
     def _last_pending(self, sequence: Sequence, rank: int, matched: int) -> Key | None:
         """Returns the key of the last page after `matched` that a running prefill of `rank` is about to fill.
 
-        Pages of one prompt are filled in their order, the first of them by the earliest work, so those to wait for are
-        a run: found by bisection.
+        Pages of a prompt are filled in order, so those to wait for are contiguous: found by bisection.
         """
         pending, keys = self._pages.pending[rank], sequence.keys
 
@@ -408,7 +417,7 @@ class Admission:
             owner = pending.get(keys[page])
             return owner is not None and owner.priority <= sequence.priority
 
-        low, high = matched, min(useful_pages(sequence, self._cfg.page_size), len(keys))
+        low, high = matched, len(lookup_keys(sequence, self._cfg.page_size))
         if low >= high or not is_awaited(low):
             return None
         while high - low > 1:
@@ -417,27 +426,27 @@ class Admission:
         return keys[low]
 
     def _start(self, sequence: Sequence, rank: int, cached: list[int]) -> None:
-        """Gives a request a slot and the pages of all its known tokens, and of the drafts behind them."""
+        """Allocates a slot to a request, and pages for all its known tokens and the drafts behind them."""
         cache = self._pages.caches[rank]
         cache.retain(cached)
         needed = self._cfg.pages_for(len(sequence.tokens) + self._cfg.tokens_ahead)
-        sequence.pages = [*cached, *cache.allocate_several(needed - len(cached))]
+        sequence.pages = [*cached, *cache.allocate(needed - len(cached))]
         sequence.page_row = np.array(sequence.pages, np.int32)
-        sequence.found = sequence.published = len(cached)
+        sequence.num_found = sequence.num_published = len(cached)
         sequence.prefilled = len(cached) * self._cfg.page_size
-        sequence.load_stop = len(cached) + self._within_reach(sequence, rank, len(cached))
+        sequence.load_stop = len(cached) + self._num_loadable_pages(sequence, rank, len(cached))
         if sequence.queue_seconds is None:
             sequence.queue_seconds = perf_counter() - sequence.queued_at
         if self._cfg.enable_prefix_caching:
-            self._begin_filling(sequence, rank, len(cached))
-            self._count_prefix(sequence)
-        self._slots.enter(sequence, rank)
+            self._register_pending(sequence, rank, len(cached))
+            self._record_prefix_hits(sequence)
+        self._slots.allocate(sequence, rank)
         if sequence.load_stop > len(cached):
             sequence.state = SequenceStatus.LOADING
         self.balancer.charge(sequence)
 
-    def _begin_filling(self, sequence: Sequence, rank: int, cached: int) -> None:
-        """Notes the pages after the `cached` ones as this request's to fill, also those that later work has begun."""
+    def _register_pending(self, sequence: Sequence, rank: int, cached: int) -> None:
+        """Registers the pages after the `cached` ones as this request's to fill, in place of later work's."""
         pending, keys = self._pages.pending[rank], set(sequence.keys[cached:])
         for key in keys & pending.keys():
             if (owner := pending[key]).priority > sequence.priority:
@@ -447,17 +456,17 @@ class Admission:
         sequence.pending = keys
         pending.update(dict.fromkeys(keys, sequence))
 
-    def _within_reach(self, sequence: Sequence, rank: int, cached: int) -> int:
-        """Returns how many pages behind the cached ones a tier has, and gives sooner than they are computed."""
+    def _num_loadable_pages(self, sequence: Sequence, rank: int, cached: int) -> int:
+        """Returns how many pages behind the cached ones a tier has and loads faster than they are computed."""
         if self.tiers is None:
             return 0
-        useful = sequence.keys[: useful_pages(sequence, self._cfg.page_size)]
+        useful = lookup_keys(sequence, self._cfg.page_size)
         tiers, lookup = self.tiers.of(rank), sequence.lookup
-        tiers.note_query(len(useful) - cached)
-        found = lookup.found if lookup is not None and lookup.tiers is tiers else 0
-        return tiers.within_reach(useful, cached, found)
+        tiers.record_query(len(useful) - cached)
+        found = lookup.num_found if lookup is not None and lookup.tiers is tiers else 0
+        return tiers.num_loadable(useful, cached, found)
 
-    def _count_prefix(self, sequence: Sequence) -> None:
+    def _record_prefix_hits(self, sequence: Sequence) -> None:
         if sequence.started:
             return
         sequence.num_cached = min(sequence.prefilled, sequence.prompt_length)
@@ -465,6 +474,6 @@ class Admission:
         self.prefix_hits += sequence.num_cached
 
 
-def _own_key(sequence: Sequence) -> Key:
-    """Returns a key that only this sequence waits for."""
+def _key_of_sequence(sequence: Sequence) -> Key:
+    """Returns a key under which only this sequence is parked."""
     return sequence.arrival.to_bytes(8, "little")

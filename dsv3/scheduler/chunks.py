@@ -1,8 +1,8 @@
-"""Deals a step's chunks: how many tokens of each waiting prompt every rank computes next. Imports no jax.
+"""Schedules a step's prefill chunks: how many tokens of each prompt every rank computes next. Imports no jax.
 
-All ranks wait for the slowest one. So each aims at the same number of tokens, and at the same cost with their
-attention: first that of as many mean tokens of all that wait, then what the ranks have come to at the mean, since some
-have only cheap tokens. Prompts are computed oldest first where that comes near it. Otherwise a rank mixes: tokens that
+All ranks wait for the slowest one. So each targets the same number of tokens and the same cost, attention included:
+first the cost of as many mean tokens of all that wait, then the mean of what the ranks reach, since some have only
+cheap tokens. Prompts are computed oldest first where that comes near the target. Otherwise a rank mixes tokens that
 attend to much, from deep inside a long prompt, with tokens that attend to little.
 """
 
@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dsv3.scheduler.cost import affordable, chunks_cost
 
 TOLERANCE = 0.02
-"""The share of the cost aimed at by which prompts in their order may miss it."""
-_LEAST_AIM = 0.25  # of the budget: smaller steps are not worth their fixed cost
-_HEAD_SHARE = 0.5  # of the cost aimed at, which the oldest prompt gets at least
-_LEAST_TOKENS = 64  # which it gets whatever they cost
+"""Relative deviation from the target cost up to which prompts are computed oldest first."""
+_MIN_TARGET = 0.25  # of the budget: smaller steps are not worth their fixed cost
+_HEAD_SHARE = 0.5  # of the target cost: the oldest prompt's minimum
+_MIN_HEAD_TOKENS = 64  # of the oldest prompt, whatever they cost
 _STEP_TOKENS = 512  # that could be computed in the fixed time of a step: reading weights, waiting for links
-_MOST_STEPS = 16  # for the tokens of the fullest rank
-_HALVINGS = 8
-_PASSES = 3  # of lowering the cost aimed at
+_MAX_STEPS = 16  # for the tokens of the fullest rank
+_BISECTIONS = 8
+_PASSES = 3  # of lowering the target cost
 
 _NOTHING: tuple[list[int], float] = [], 0.0
 
@@ -28,46 +28,47 @@ Pending = Sequence[tuple[int, int]]
 """The prompts of a rank, oldest first: tokens computed, and tokens in all."""
 
 
-def deal(ranks: Sequence[Pending], budget: int, rows: int, keys: float) -> list[list[int]]:
+def schedule_chunks(ranks: Sequence[Pending], budget: int, rows: int, keys: float) -> list[list[int]]:
     """Returns how many tokens of each prompt a step computes: at most `budget` and `rows` prompts per rank.
 
-    `keys` are those that cost as much as a token (`dsv3.scheduler.cost.keys_per_token`).
+    `keys` is the number of keys that cost as much as a token (`dsv3.scheduler.cost.keys_per_token`).
     """
     ranks = [pending[:rows] for pending in ranks]
-    waiting = [_waiting(pending) for pending in ranks]
+    lefts = [[length - done for done, length in pending] for pending in ranks]
+    waiting = list(map(sum, lefts))
     busy = [min(budget, tokens) for tokens in waiting if tokens]
     if len(busy) < 2:
         return [in_order(pending, budget) for pending in ranks]
-    aim = round(max(_LEAST_AIM * budget, sum(busy) / len(busy)))
-    cost = sum([_whole_cost(pending, keys) for pending in ranks if pending])
+    aim = round(max(_MIN_TARGET * budget, sum(busy) / len(busy)))
+    cost = sum([chunks_cost(pending, left, keys) for pending, left in zip(ranks, lefts, strict=True) if pending])
     level = aim * cost / sum(waiting)
     found = [_near(pending, aim, level, keys) if pending else _NOTHING for pending in ranks]
     for _ in range(_PASSES):
         level = sum([cost for _, cost in found]) / len(busy)
         most = (1 + TOLERANCE) * level
-        dear = [i for i, (_, cost) in enumerate(found) if cost > most]
-        if not dear:
-            break  # another pass would change nothing either
-        for i in dear:
+        expensive = [i for i, (_, cost) in enumerate(found) if cost > most]
+        if not expensive:
+            break
+        for i in expensive:
             found[i] = _near(ranks[i], aim, level, keys)
     return [taken for taken, _ in found]
 
 
 def batch_size(waiting: Sequence[int], sizes: Sequence[int]) -> int:
-    """Returns which of the ascending `sizes` computes the most tokens per time, where ranks have `waiting` tokens.
+    """Returns which of the ascending `sizes` computes most tokens per time, where ranks have `waiting` tokens.
 
     A program computes its padding, too, and sizes lie far apart. DeepSeek's prefill unit took 2.25 s for 5,000 tokens
     per rank in a batch of 16,384, and takes 0.57 s for the first 4,096 of them. Many short prompts come before the rest
-    of a long one, which still goes on by a sixteenth per step.
+    of a long one, which still advances by a sixteenth per step.
     """
-    least = min(max(waiting), sizes[-1]) / _MOST_STEPS
+    least = min(max(waiting), sizes[-1]) / _MAX_STEPS
     allowed = [size for size in sizes if size >= least]
     filled = [sum([size if size < tokens else tokens for tokens in waiting]) for size in allowed]
     return max(zip(allowed, filled, strict=True), key=lambda each: each[1] / (_STEP_TOKENS + each[0]))[0]
 
 
 def in_order(pending: Pending, budget: int) -> list[int]:
-    """Returns how many tokens of each prompt a step computes of a rank alone: at most `budget`, the oldest first."""
+    """Returns how many tokens of each prompt of one rank a step computes: at most `budget`, the oldest prompt first."""
     taken = []
     for done, length in pending:
         taken.append(min(length - done, budget))
@@ -75,31 +76,19 @@ def in_order(pending: Pending, budget: int) -> list[int]:
     return taken
 
 
-def _waiting(pending: Pending) -> int:
-    """Returns how many tokens of a rank's prompts are left."""
-    return sum([length - done for done, length in pending]) if pending else 0
-
-
-def _whole_cost(pending: Pending, keys: float) -> float:
-    """Returns the cost of all that is left of the prompts of a rank."""
-    tokens = pairs = 0
-    for done, length in pending:
-        tokens += length - done
-        pairs += (length - done) * (length + done)
-    return tokens + pairs / (2 * keys)
-
-
 def _near(pending: Pending, aim: int, level: float, keys: float) -> tuple[list[int], float]:
-    """Returns up to `aim` tokens that cost about `level`, in order or else the best mixture, and what they cost."""
+    """Returns up to `aim` tokens that cost about `level`, in order or else the best mixture, and their cost."""
     if len(pending) == 1:
         [(done, length)] = pending
         count = _of_one(done, length, aim, level, keys)
         return [count], count + count * (2 * done + count) / (2 * keys)
     taken = in_order(pending, aim)
     cost = chunks_cost(pending, taken, keys)
-    if abs(cost - level) <= TOLERANCE * level or (cost < level and sum(taken) == _waiting(pending)):
+    if abs(cost - level) <= TOLERANCE * level or (
+        cost < level and sum(taken) == sum([length - done for done, length in pending])
+    ):
         return taken, cost
-    first = max(_LEAST_TOKENS, affordable(_HEAD_SHARE * level, pending[0][0], keys))
+    first = max(_MIN_HEAD_TOKENS, affordable(_HEAD_SHARE * level, pending[0][0], keys))
     head = [min(first, taken[0]), *[0] * (len(pending) - 1)]
     by_context = sorted(range(len(pending)), key=lambda i: pending[i][0] + head[i])
     mixtures = _Mixtures(pending, head, by_context, aim, keys)
@@ -111,31 +100,31 @@ def _near(pending: Pending, aim: int, level: float, keys: float) -> tuple[list[i
 
 
 def _of_one(done: int, length: int, aim: int, level: float, keys: float) -> int:
-    """Returns how many tokens of a prompt that is alone on its rank cost about `level`: what `_near` would find."""
+    """Returns how many tokens of a rank's only prompt cost about `level`: the result of `_near`, without a mixture."""
     whole = min(length - done, aim)
     if whole * (1 + (2 * done + whole) / (2 * keys)) <= (1 + TOLERANCE) * level:
         return whole
-    head = min(whole, max(_LEAST_TOKENS, affordable(_HEAD_SHARE * level, done, keys)))
+    head = min(whole, max(_MIN_HEAD_TOKENS, affordable(_HEAD_SHARE * level, done, keys)))
     left = level - head * (1 + (2 * done + head) / (2 * keys))
     return head + min(whole - head, affordable(left, done + head, keys))
 
 
 class _Mixtures:
-    """What `_mixed` tokens cost, without looking at each prompt: a rank with many has its share found by halving."""
+    """The cost of `_mixed` tokens by prefix sums, without a loop over prompts, for bisection on ranks with many."""
 
     def __init__(self, pending: Pending, head: list[int], by_context: list[int], aim: int, keys: float) -> None:
         self._left, self._keys, self._head = aim - head[0], keys, head[0]
         self._head_pairs = head[0] * (2 * pending[0][0] + head[0])
         self._starts = [pending[i][0] + head[i] for i in by_context]
-        rooms = [pending[i][1] - start for i, start in zip(by_context, self._starts, strict=True)]
-        whole = [room * (2 * start + room) for room, start in zip(rooms, self._starts, strict=True)]
-        self._tokens = [0, *itertools.accumulate(rooms)]  # of the first prompts
+        lefts = [pending[i][1] - start for i, start in zip(by_context, self._starts, strict=True)]
+        whole = [left * (2 * start + left) for left, start in zip(lefts, self._starts, strict=True)]
+        self._tokens = [0, *itertools.accumulate(lefts)]  # of the first prompts
         self._pairs = [0, *itertools.accumulate(whole)]
 
     def deepest(self, level: float) -> int:
-        """Returns about how many of the tokens may attend to the most, so that all cost `level` at most."""
+        """Returns about how many tokens may attend to the most keys so that all cost `level` at most."""
         few, many = 0, self._left
-        for _ in range(_HALVINGS):
+        for _ in range(_BISECTIONS):
             if few == many:
                 break
             middle = (few + many + 1) // 2
@@ -143,7 +132,7 @@ class _Mixtures:
         return few
 
     def cost(self, deep: int) -> float:
-        """Returns the cost of `deep` tokens that attend to the most, with the rest attending to the least."""
+        """Returns the cost of `deep` tokens that attend to the most keys, with the rest attending to the fewest."""
         tokens, pairs, total = self._tokens, self._pairs, self._tokens[-1]
         back = min(deep, total)
         front = min(self._left - deep, total - back)
@@ -159,12 +148,12 @@ class _Mixtures:
         return self._head + back + front + found / (2 * self._keys)
 
     def _of(self, i: int, count: int) -> int:
-        """Returns the pairs of token and key of the next `count` tokens of a prompt."""
+        """Returns the (token, key) pairs of the next `count` tokens of a prompt."""
         return count * (2 * self._starts[i] + count)
 
 
 def _mixed(pending: Pending, head: list[int], by_context: list[int], deep: int, aim: int) -> list[int]:
-    """Returns `aim` tokens, those of `head` among them: `deep` more that attend to the most, then to the least."""
+    """Returns `aim` tokens, `head` included: `deep` more that attend to the most keys, then those with the fewest."""
     taken, left = head.copy(), aim - sum(head)
     for order, most in ((reversed(by_context), min(deep, left)), (by_context, left - min(deep, left))):
         for i in order:
@@ -177,7 +166,7 @@ def _mixed(pending: Pending, head: list[int], by_context: list[int], deep: int, 
 
 
 def _within(pending: Pending, head: list[int], by_context: list[int], aim: int, level: float, keys: float) -> list[int]:
-    """Returns fewer tokens, which cost `level`: those that attend to the least."""
+    """Returns fewer tokens, which cost `level`: those that attend to the fewest keys."""
     taken, tokens = head.copy(), head[0]
     pairs = tokens * (2 * pending[0][0] + tokens)
     for i in by_context:

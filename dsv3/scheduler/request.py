@@ -1,7 +1,7 @@
-"""What goes into an engine and what comes out of it; imports no jax, and every type is msgpack-encodable.
+"""Requests to an engine and its outputs; imports no jax, and every type is msgpack-encodable.
 
-A request is known by a number that its sender chooses. Several senders share one engine: each numbers its requests from
-`first_id(sender)` on, and `senders` tells whose a result is.
+Request ids are chosen by the sender. Several senders share one engine: each numbers its requests from
+`first_id(sender)` on, and `senders` returns the sender of a result.
 """
 
 import bisect
@@ -23,7 +23,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_PRIORITY = 2**31 - 1
 """The highest priority number; the lowest is its negative."""
 BATCH_PRIORITY = 100
-"""That of batch work, which runs in the room that requests of lower numbers leave."""
+"""The priority number of batch work, which runs in the capacity that requests of lower numbers leave."""
 _SENDER_SHIFT = 40
 
 
@@ -40,12 +40,12 @@ def senders[Ids: (int, np.ndarray)](request_ids: Ids) -> Ids:
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt to continue in `sampling.n` sequences, with the ids from `request_id` on.
 
-    `cache_salt` keeps the prefix cache of one tenant apart from another's. `pages_from` is the "host:port" of an
-    instance that has computed the prompt, or "host:port#meeting" of one that has been handed it under that number, its
-    `bootstrap_room` there. `rank` is where it must run, None for wherever it costs least. A lower `priority` is served
-    earlier. The answer goes on behind `answer_token_ids`, which count as its first tokens. `grammar` is what the answer
-    is held to, in llguidance's form, where that is not what `sampling.structured_outputs` alone says. Stop strings
-    belong to the text layer; the engine only knows tokens.
+    `cache_salt` separates the prefix caches of tenants. `pages_from` is the "host:port" of an instance that has
+    computed the prompt, or "host:port#room" of one that computes it now under that `bootstrap_room`. `rank` is the rank
+    that must run it; None: where it costs least. A lower `priority` is served earlier. The answer continues behind
+    `answer_token_ids`, which count as its first tokens. `grammar` constrains the answer, in llguidance's form, where
+    `sampling.structured_outputs` alone does not say it. Stop strings belong to the text layer; the engine only knows
+    tokens.
     """
 
     request_id: int
@@ -72,7 +72,8 @@ class PromptLogprobs(msgspec.Struct, frozen=True, gc=False):
     """Log-probabilities of prompt tokens, each given those before it, from token number `start` on.
 
     Columns of n tokens, little endian: `logprobs` float32 [n] and `ranks` int32 [n] (1: the likeliest token) are those
-    of the tokens, `top_ids` int32 [n, k] and `top_logprobs` float32 [n, k] the k likeliest at their place, best first.
+    of the tokens, `top_ids` int32 [n, k] and `top_logprobs` float32 [n, k] the k likeliest at their position, best
+    first.
     """
 
     start: int
@@ -85,7 +86,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, gc=False):
         return len(self.logprobs) // 4
 
     def behind(self, position: int) -> "PromptLogprobs":
-        """Returns those of the tokens from number `position` on."""
+        """Returns the part from token number `position` on."""
         skipped, width = max(0, position - self.start), len(self.top_ids) // max(1, len(self))
         return PromptLogprobs(
             self.start + skipped,
@@ -113,11 +114,10 @@ class PromptLogprobs(msgspec.Struct, frozen=True, gc=False):
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one step produced for one request.
 
-    `finish_reason` is set on a request's last output. `stop_token_id` names the stop or end token that ended it (it is
-    the last of `token_ids`). `num_cached_tokens` counts prompt tokens found in the prefix cache, on the first output,
-    where `queue_seconds` is the time from the engine's taking the request to its first slot. `prompt_logprobs` come in
-    outputs before it, without tokens; after a pre-emption some tokens of the prompt come again.
-    `error` explains a finish_reason of "error".
+    `finish_reason` is set on a request's last output. `stop_token_id` is the stop or end token that ended it, the last
+    of `token_ids`. `num_cached_tokens` counts prompt tokens found in the prefix cache, on the first output, where
+    `queue_seconds` is the time from the queue to the first slot. `prompt_logprobs` come in outputs before it, without
+    tokens; after a preemption some tokens of the prompt come again. `error` explains a finish_reason of "error".
     """
 
     request_id: int
@@ -132,7 +132,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """Tokens of requests that simply go on, as columns: most of a step's results.
+    """Tokens of requests that just continue, as columns: most of a step's results.
 
     Row i is `counts[i]` tokens of request `ids[i]`; `tokens` holds those of all rows, one row after the other.
     """
@@ -152,10 +152,10 @@ class Tokens(msgspec.Struct, frozen=True):
 
 
 class StepOutputs(msgspec.Struct, frozen=True):
-    """What one step produced: columns for most requests, and an object for each that needs more words.
+    """What one step produced: columns for most requests, objects for the others.
 
-    A request with a first or last token, log-probabilities or an error has an object. No request has two outputs of
-    one job; objects of a request may follow its columns when it was aborted.
+    A request with a first or last token, log-probabilities or an error has an object. No request has two outputs of one
+    job; objects of a request may follow its columns when it was aborted.
     """
 
     columns: list[Tokens] = []
@@ -168,7 +168,7 @@ class StepOutputs(msgspec.Struct, frozen=True):
         return sum(map(len, self.columns)) + len(self.details)
 
     def __iter__(self) -> Iterator[EngineOutput]:
-        """Yields every output as an object, for callers to whom columns do not matter."""
+        """Yields every output as an object, for callers that do not process columns."""
         for rows in self.columns:
             yield from rows
         yield from self.details
@@ -183,25 +183,25 @@ class EngineDead(RuntimeError):
 
 
 class InvalidRequest(ValueError):
-    """The request can never be served (too long, token id out of range); the text says what to change."""
+    """The request can never be served (too long, token id out of range); the message says what to change."""
 
 
 HOST_TIME_BOUNDS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 1e-1)
 """Upper bounds in seconds of the histogram's buckets; the last bucket has none."""
 
 STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""The same for the tokens of a step; vLLM's."""
+"""Bucket bounds of the tokens of a step, as vLLM has them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
     """A snapshot; token and event counts are totals since the start.
 
-    `cache_usage` is the share of pages that somebody owns. `prefix_queries` counts prompt tokens looked up,
-    `prefix_hits` those found. `host_time_counts` is the histogram, over `HOST_TIME_BOUNDS`, of the host's time in a
-    step without its wait for the device; `host_time_sum` its total in seconds. `step_tokens_counts` is the
-    same over `STEP_TOKENS_BOUNDS`, of the tokens of prompts and answers that a step gave. `jobs` has a record for each
-    kind of work that keeps numbers of its own, by its name.
+    `cache_usage` is the share of pages with an owner. `prefix_queries` counts prompt tokens looked up in the prefix
+    cache, `prefix_hits` those found. `host_time_counts` is the histogram, over `HOST_TIME_BOUNDS`, of the host's time
+    in a step without its wait for the device; `host_time_sum` its total in seconds. `step_tokens_counts` is the
+    histogram, over `STEP_TOKENS_BOUNDS`, of the tokens of prompts and answers per step. `jobs` has a record by name for
+    each kind of work that keeps statistics.
     """
 
     running: int
@@ -235,15 +235,8 @@ class Histogram:
         self.counts[bisect.bisect_left(self._bounds, value)] += 1
 
 
-class HostTime(Histogram):
-    """Histogram of the host's time in a step."""
-
-    def __init__(self) -> None:
-        super().__init__(HOST_TIME_BOUNDS)
-
-
 class PromptTooLong(InvalidRequest):
-    """A prompt that leaves no room for an answer: `length` tokens, of `limit` for both together."""
+    """The prompt leaves no token for an answer: `length` tokens, of `limit` for both together."""
 
     def __init__(self, length: int, limit: int):
         super().__init__(
@@ -254,7 +247,7 @@ class PromptTooLong(InvalidRequest):
 
 
 class NotInVocabulary(InvalidRequest):
-    """A prompt with a token id that the model does not have."""
+    """The prompt has a token id that is not in the model's vocabulary."""
 
     def __init__(self, what: str, vocab_size: int):
         super().__init__(f"{what} is not in the vocabulary of {vocab_size} tokens")
@@ -262,11 +255,10 @@ class NotInVocabulary(InvalidRequest):
 
 
 class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine takes, and what its pages' keys start from: all that its fronts must know of it.
+    """What an engine accepts, and the fields of its block hashes: all that API server processes know of it.
 
-    Prefix keys, one per `page_size` tokens, start from `fingerprint`; they are left empty without
-    `enable_prefix_caching`. An engine that `prefills_only` gives one token. One that
-    `takes_grammars` can hold an answer to one.
+    Prefix keys, one per `page_size` tokens, start from `fingerprint`; there are none without `enable_prefix_caching`.
+    An engine that `prefills_only` samples one token. One that `takes_grammars` can constrain an answer.
     """
 
     vocab_size: int
@@ -280,19 +272,19 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int = PAGE_SIZE
 
     def root(self, cache_salt: str) -> Key:
-        """Returns where a tenant's chain of prefix keys starts."""
+        """Returns the start of the chain of prefix keys for a tenant's salt."""
         return root_key(self.fingerprint, cache_salt)
 
 
 class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that can be served, in the form the scheduler uses; arrays are bytes, little endian.
+    """A validated request in the form the scheduler uses; arrays are bytes, little endian.
 
-    It stands for `sampling.n` sequences: `fan_out` makes those, and the engine takes nothing else. `tokens` is the
-    prompt as int32, `keys` the 32-byte prefix keys of its full pages one after the other. The last `num_answered` of
-    the tokens are the beginning of the answer. `max_length` bounds prompt and answer together. `stop_ids` end the
-    answer. `pages_from` is an instance that has computed the prompt, `bootstrap_room` the number under which another
-    instance asks this one for its pages, `rank` the only one that may serve it. Requests of a lower `priority` are
-    served earlier, and those of a higher one give way to them. `grammar` is what the answer is held to, "" for nothing.
+    It stands for `sampling.n` sequences; the engine accepts those that `fan_out` returns. `tokens` is the prompt as
+    int32, `keys` the 32-byte prefix keys of its full pages, concatenated. The last `num_answered` tokens are the
+    beginning of the answer. `max_length` bounds prompt and answer together. `stop_ids` end the answer. `pages_from` is
+    an instance that has computed the prompt, `bootstrap_room` the number under which another instance asks this one for
+    its pages, `rank` the only one that may run it. A lower `priority` is served earlier and may preempt a higher one.
+    `grammar` constrains the answer, "" for none.
     """
 
     request_id: int
@@ -311,7 +303,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def prompt(self) -> np.ndarray:
-        """The prompt's tokens, and those that the answer begins with, [n] int32, read-only."""
+        """The tokens of the prompt and of the answer's beginning, [n] int32, read-only."""
         return np.frombuffer(self.tokens, "<i4")
 
     @property
@@ -322,28 +314,28 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 @functools.lru_cache(maxsize=4)
 def _split_keys(keys: bytes) -> tuple[Key, ...]:
-    """Returns the keys, split once for the sequences of one prompt: 2,560 of them take 30 us."""
+    """Returns the keys; cached for the sequences of one prompt, since splitting 2,560 of them takes 30 us."""
     return tuple(np.frombuffer(keys, f"V{KEY_BYTES}").tolist())
 
 
 def prepare(request: EngineRequest, rules: RequestRules) -> PreparedRequest:
-    """Checks a request and computes its prefix keys, outside of the engine's thread.
+    """Validates a request and computes its prefix keys, outside of the engine's thread.
 
-    An API server process does this itself: hashing and validating a prompt of 128k tokens takes 16 ms, which would
-    stand between two steps of all other requests. Raises InvalidRequest where a request can never be served.
+    An API server process does this: for a prompt of 128k tokens it takes 16 ms, by which it would delay a step of all
+    other requests. Raises InvalidRequest where a request can never be served.
     """
-    sampling, prompt = request.sampling, _checked_tokens(request.prompt_token_ids, rules)
+    sampling, prompt = request.sampling, _validate_prompt(request.prompt_token_ids, rules)
     for token in sampling.logit_bias:
         if not 0 <= token < rules.vocab_size:
             raise InvalidRequest(f"logit_bias: token id {token} is not in the vocabulary of {rules.vocab_size}")
     if request.rank is not None and not 0 <= request.rank < rules.num_ranks:
         raise InvalidRequest(f"rank: {request.rank} is not one of the {rules.num_ranks} ranks, counted from 0")
-    grammar = _grammar(request, rules)
+    grammar = _validate_grammar(request, rules)
     wanted = rules.max_model_len if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
     if rules.prefills_only and wanted > len(prompt) + 1:
-        raise InvalidRequest("max_tokens: this instance only computes prompts; ask it for 1 token")
+        raise InvalidRequest(f"max_tokens: {sampling.max_tokens}, but this instance only computes prompts; set it to 1")
     max_length = min(wanted, rules.max_model_len)
-    tokens = _continued(prompt, request.answer_token_ids, max_length, rules)
+    tokens = _append_answer(prompt, request.answer_token_ids, max_length, rules)
     root = rules.root(request.cache_salt)
     keys: list[Key] = []
     if rules.enable_prefix_caching:
@@ -373,23 +365,23 @@ def prepare(request: EngineRequest, rules: RequestRules) -> PreparedRequest:
     )
 
 
-def stop_ids(sampling: SamplingParams, rules: RequestRules, is_held: bool = False) -> set[int]:
-    """Returns the tokens that end an answer; one that is held to a grammar always ends with an end of sequence."""
-    ignores_end = sampling.ignore_eos and not is_held
+def stop_ids(sampling: SamplingParams, rules: RequestRules, is_constrained: bool = False) -> set[int]:
+    """Returns the tokens that end an answer; a constrained one always ends with an end of sequence."""
+    ignores_end = sampling.ignore_eos and not is_constrained
     found = {*sampling.stop_token_ids, *(() if ignores_end else rules.eos_token_ids)}
     return {token for token in found if 0 <= token < rules.vocab_size}
 
 
-def _grammar(request: EngineRequest, rules: RequestRules) -> str:
-    """Returns what an answer is held to; whether it compiles is not looked at."""
+def _validate_grammar(request: EngineRequest, rules: RequestRules) -> str:
+    """Returns the grammar of an answer, "" for none; does not compile it."""
     try:
         grammar = request.grammar or plain_grammar(request.sampling.structured_outputs)
     except ValueError as error:
         raise InvalidRequest(f"structured_outputs: {error}") from None
     if grammar and not rules.takes_grammars:
         raise InvalidRequest(
-            "structured_outputs: this engine holds no answer to anything, since it has no tokenizer.json that it could "
-            "use, or overrules drafts for a benchmark"
+            "structured_outputs: this engine cannot constrain an answer to a grammar; serve a model directory with a "
+            "tokenizer.json that it supports, and do not override drafts for a benchmark"
         )
     return grammar
 
@@ -403,13 +395,13 @@ def fan_out(request: PreparedRequest) -> list[PreparedRequest]:
         return [request]
     replace = msgspec.structs.replace
     return [
-        replace(request, request_id=request.request_id + i, sampling=sampling_of(request.sampling, i))
+        replace(request, request_id=request.request_id + i, sampling=sampling_for_sequence(request.sampling, i))
         for i in range(request.sampling.n)
     ]
 
 
-def sampling_of(sampling: SamplingParams, i: int) -> SamplingParams:
-    """Returns the sampling parameters of sequence `i` alone; the first one alone tells of the prompt."""
+def sampling_for_sequence(sampling: SamplingParams, i: int) -> SamplingParams:
+    """Returns the sampling parameters of sequence `i`; only the first one returns log-probabilities of the prompt."""
     seed = None if sampling.seed is None else (sampling.seed + i) % 2**63
     return msgspec.structs.replace(
         sampling,
@@ -419,12 +411,13 @@ def sampling_of(sampling: SamplingParams, i: int) -> SamplingParams:
     )
 
 
-def behind(request: PreparedRequest, i: int, answered: np.ndarray, rules: RequestRules) -> PreparedRequest:
-    """Returns sequence `i` of a request behind tokens that it has been given since, [n] int32; its prompt is told once.
+def resumed_request(request: PreparedRequest, i: int, answered: np.ndarray, rules: RequestRules) -> PreparedRequest:
+    """Returns sequence `i` of a request with the tokens [n] int32 that it has generated so far, to continue it.
 
-    They are an engine's own, and not the last that the sequence can have: nothing is checked.
+    The tokens come from an engine and leave at least one to generate: nothing is validated. Log-probabilities of the
+    prompt are not returned again.
     """
-    sampling = request.sampling if request.sampling.n == 1 else sampling_of(request.sampling, i)
+    sampling = request.sampling if request.sampling.n == 1 else sampling_for_sequence(request.sampling, i)
     if not len(answered):
         return msgspec.structs.replace(request, request_id=request.request_id + i, sampling=sampling)
     tokens, keys = np.concatenate([request.prompt, answered]).astype("<i4"), request.prefix_keys
@@ -440,7 +433,7 @@ def behind(request: PreparedRequest, i: int, answered: np.ndarray, rules: Reques
     )
 
 
-def _checked_tokens(prompt: Sequence[int], rules: RequestRules) -> np.ndarray:
+def _validate_prompt(prompt: Sequence[int], rules: RequestRules) -> np.ndarray:
     if not prompt:
         raise InvalidRequest("the prompt is empty; give at least one token")
     if len(prompt) >= rules.max_model_len:
@@ -448,13 +441,14 @@ def _checked_tokens(prompt: Sequence[int], rules: RequestRules) -> np.ndarray:
     return _in_vocabulary("prompt token id", prompt, rules)
 
 
-def _continued(prompt: np.ndarray, answer: Sequence[int], max_length: int, rules: RequestRules) -> np.ndarray:
-    """Returns the prompt with the tokens that its answer begins with; InvalidRequest where no more can follow."""
+def _append_answer(prompt: np.ndarray, answer: Sequence[int], max_length: int, rules: RequestRules) -> np.ndarray:
+    """Returns the prompt with the first tokens of its answer; InvalidRequest where no more can follow."""
     if not len(answer):
         return prompt
     if len(prompt) + len(answer) >= max_length:
         raise InvalidRequest(
-            f"resume: {len(answer)} tokens of the answer, but it ends after {max_length - len(prompt)}: nothing is left"
+            f"resume: {len(answer)} tokens of an answer that ends after {max_length - len(prompt)}: nothing left to "
+            "generate; give fewer"
         )
     return np.concatenate([prompt, _in_vocabulary("output token id", answer, rules)])
 

@@ -1,4 +1,4 @@
-"""Takes in what a step has sampled: tokens noted, ended requests released."""
+"""Processes what a step has sampled: records tokens and finishes requests."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import Sequence
 
 CALM_STEPS = 64
-"""So many steps in a row without an overflow halve the room again: trying in vain costs two of them."""
+"""Steps in a row without an overflow after which the factor is halved: a try that fails costs two steps."""
 
 
 class CapacityExceeded(RuntimeError):
@@ -19,19 +19,19 @@ class CapacityExceeded(RuntimeError):
 
 @dataclasses.dataclass
 class CapacityFactor:
-    """The room of a phase: each row gets `factor` times that of its bucket, a power of two up to `most`.
+    """Capacity factor of a phase: each row gets `factor` times the buffer space of its bucket, up to `most`.
 
-    A step whose exchange overflows samples nothing and leaves the state on the devices as it was, so the next step is
-    that step again, and what was in flight behind it too. From then on a row gets twice the room: the next larger
-    bucket where there is one, and half as many rows in it where there is none. A single row always fits.
+    The factor is a power of two. A step whose exchange overflows samples nothing and leaves the state on the devices as
+    it was, so it is retried, and the steps in flight behind it too. From then on a row gets twice the capacity: the
+    next larger bucket, or half as many rows in the largest. A single row always fits.
     """
 
     most: int
     factor: int = 1
     _calm: int = 0
 
-    def note(self, factor: int, overflowed: bool) -> None:
-        """Takes in the result of a step that was planned with `factor`; those of an earlier factor decide nothing.
+    def update(self, factor: int, overflowed: bool) -> None:
+        """Records whether a step that was scheduled with `factor` overflowed; results of an earlier factor are ignored.
 
         Raises CapacityExceeded where even `most` was not enough.
         """
@@ -44,8 +44,8 @@ class CapacityFactor:
             return
         if factor >= self.most:
             raise CapacityExceeded(
-                f"a step with {factor} times the room per row still overflowed the buffers between the devices: "
-                "sharding.experts.capacity gives them less than a single row needs"
+                f"a step with {factor} times the capacity per row still overflowed the buffers between the devices: "
+                "sharding.experts.capacity allocates less than a single row needs"
             )
         self._set(2 * factor)
 
@@ -59,15 +59,15 @@ NOT_FINITE_MESSAGE = "the model's logits were not finite for this request"
 def process_results(
     scheduler: Scheduler, rows: BatchRows, sampled: tuple[np.ndarray, ...], outputs: StepOutputs
 ) -> None:
-    """Notes the tokens of a batch's rows and adds them to `outputs`.
+    """Records the tokens of a batch's rows and adds them to `outputs`.
 
-    First of what was `sampled` for every row of the batch come the tokens `[ranks, B, S]`: the accepted ones first,
-    then `NOTHING` or `UNDRAFTED`; `NOT_FINITE` where the logits were not finite. Where a request asked for them, the
-    log-probabilities `[ranks, B, S]` of the tokens follow, the most likely tokens `[ranks, B, S, 20]`, best first, and
-    their log-probabilities.
+    `sampled` begins with the tokens `[ranks, B, S]` of every row of the batch: the accepted ones first, then `NOTHING`
+    or `UNDRAFTED`; `NOT_FINITE` where the logits were not finite. Where a request wants log-probabilities, those of the
+    tokens follow `[ranks, B, S]`, then the most likely tokens `[ranks, B, S, 20]`, best first, and their
+    log-probabilities.
 
-    What belongs to a request that has left its slot is dropped. Rows without a token are of a step that is computed
-    again. Most rows become columns; a request's first and last tokens, log-probabilities and errors are objects.
+    Results of requests that have left their slot are dropped. Rows without a token belong to a step that is retried.
+    Most rows become columns; first and last tokens of a request, log-probabilities and errors become objects.
     """
     slots = scheduler.slots
     live = slots.epoch[rows.slots] == rows.epochs
@@ -76,10 +76,10 @@ def process_results(
     mine = rows.slots
     if not len(mine):
         return
-    tokens = _of_rows(sampled[0], rows)
+    tokens = _gather_rows(sampled[0], rows)
     repeated = tokens[:, 0] == NOTHING
     if repeated.any():
-        _correct_plans(scheduler, mine[repeated], np.full(np.count_nonzero(repeated), tokens.shape[1]))
+        _unschedule(scheduler, mine[repeated], np.full(np.count_nonzero(repeated), tokens.shape[1]))
         rows, tokens = rows.only(~repeated), tokens[~repeated]
         mine = rows.slots
         if not len(mine):
@@ -88,36 +88,36 @@ def process_results(
     before, limit = slots.known[mine], slots.limit[mine]
     known = np.minimum(before + accepted, limit)
     counts = known - before
-    slots.history.note(mine, before, known, tokens)
+    slots.history.append(mine, before, known, tokens)
     slots.known[mine] = known
     scheduler.generated_tokens += int(counts.sum())
     at_limit = known == limit
     special = at_limit | slots.wants_logprobs[mine] | ~slots.started[mine]
     for column in tokens.T:  # with two indices numpy takes four times as long
-        ending = slots.ends[column]
+        ending = slots.stop_counts[column]
         if ending.any():
             special |= ending > 0
     if tokens.shape[1] > 1:
-        _correct_plans(scheduler, mine, tokens.shape[1] - counts)
-    _as_columns(rows, tokens, counts, ~special, outputs)
+        _unschedule(scheduler, mine, tokens.shape[1] - counts)
+    _append_columns(rows, tokens, counts, ~special, outputs)
     for i in special.nonzero()[0].tolist():
         sequence = slots.sequences[mine[i]]
         assert sequence is not None
         values = tokens[i, : counts[i]].tolist()
         logprobs = _logprobs(sequence, rows, i, sampled[1:])
-        outputs.details.append(_detailed(scheduler, sequence, values, bool(at_limit[i]), logprobs))
+        outputs.details.append(_make_output(scheduler, sequence, values, bool(at_limit[i]), logprobs))
 
 
-def _of_rows(tokens: np.ndarray, rows: BatchRows) -> np.ndarray:
-    """Returns what was sampled for the rows, `[n, S]`. With two indices numpy takes 15 times as long."""
+def _gather_rows(tokens: np.ndarray, rows: BatchRows) -> np.ndarray:
+    """Returns the sampled tokens of the rows, `[n, S]`. With two indices numpy takes 15 times as long."""
     ranks, size, width = tokens.shape
     return tokens.reshape(ranks * size, width).take(rows.rank * size + rows.position, axis=0)
 
 
-def _as_columns(
+def _append_columns(
     rows: BatchRows, tokens: np.ndarray, counts: np.ndarray, plain: np.ndarray, outputs: StepOutputs
 ) -> None:
-    """Adds the `plain` rows, all of whose accepted tokens count."""
+    """Appends the `plain` rows, all of whose accepted tokens count."""
     ids = rows.ids
     if not plain.all():
         ids, tokens, counts = ids[plain], tokens[plain], counts[plain]
@@ -125,22 +125,22 @@ def _as_columns(
         outputs.columns.append(Tokens(ids, counts, tokens[tokens > NOTHING] if tokens.shape[1] > 1 else tokens[:, 0]))
 
 
-def _detailed(
+def _make_output(
     scheduler: Scheduler, sequence: Sequence, tokens: list[int], at_limit: bool, logprobs: list[TokenLogprobs] | None
 ) -> EngineOutput:
-    """Returns the output of a row that is a request's first or last, or carries log-probabilities."""
+    """Returns the output of a row that is a request's first or last, or has log-probabilities."""
     num_cached, queue_seconds = (0, None) if sequence.started else (sequence.num_cached, sequence.queue_seconds)
     sequence.started = scheduler.slots.started[sequence.slot] = True
     if NOT_FINITE in tokens:
         scheduler.invalidate_pages(sequence)
-        scheduler.remove(sequence)
+        scheduler.finish(sequence)
         return EngineOutput(request_id=sequence.id, token_ids=[], finish_reason="error", error=NOT_FINITE_MESSAGE)
     stop = next((i for i, token in enumerate(tokens) if token in sequence.stop_ids), None)
     if stop is not None:
         tokens = tokens[: stop + 1]
     reason: FinishReason | None = "stop" if stop is not None else "length" if at_limit else None
     if reason:
-        scheduler.remove(sequence)
+        scheduler.finish(sequence)
     return EngineOutput(
         request_id=sequence.id,
         token_ids=tokens,
@@ -152,14 +152,14 @@ def _detailed(
     )
 
 
-def _correct_plans(scheduler: Scheduler, mine: np.ndarray, missing: np.ndarray) -> None:
-    """Takes back tokens that were planned and not accepted; a request that had all of its tokens planned goes on."""
+def _unschedule(scheduler: Scheduler, mine: np.ndarray, missing: np.ndarray) -> None:
+    """Subtracts tokens that were planned and not accepted; requests whose tokens were all planned resume decoding."""
     slots, short = scheduler.slots, missing.nonzero()[0]
     mine = mine[short]
     slots.planned[mine] -= missing[short]
     paused = mine[~slots.decoding[mine]]
     if len(paused) and len(paused := paused[slots.planned[paused] < slots.limit[paused]]):
-        slots.resume(paused)
+        slots.resume_decoding(paused)
 
 
 def _logprobs(

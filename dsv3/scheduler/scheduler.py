@@ -1,9 +1,9 @@
-"""Owns the requests: takes them in, gives them slots and pages, notes their tokens, lets them go. Imports no jax.
+"""The scheduler: queues requests, allocates slots and pages, preempts, and finishes requests. Imports no jax.
 
-Every decision assumes that each launched step goes on as planned; results arrive one step late through
-`process_results`. So a request may have one step too many in flight when it stops: that step's tokens are dropped, and
-the pages it may still write are held back from new owners until it has been collected. The jobs of a step
-(`dsv3.engine.jobs`) plan with this.
+Every decision assumes that each launched step completes as planned; results arrive one step late through
+`process_results`. So a request may have one step too many in flight when it finishes: that step's tokens are dropped,
+and the pages it may still write are freed only after its results have arrived. The jobs of a step (`dsv3.engine.jobs`)
+schedule their work with this class.
 """
 
 import itertools
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
-from dsv3.kv_cache.events import Cleared, EventQueue, EventSource, Spelled
+from dsv3.kv_cache.events import Cleared, EventQueue, EventSource, PageTokens
 from dsv3.kv_cache.page_cache import PageCache
-from dsv3.kv_cache.page_keys import Key, extend_keys, keys_behind, root_key
+from dsv3.kv_cache.page_keys import Key, extend_keys, next_keys, root_key
 from dsv3.kv_cache.tiers.hosts import Hosts
 from dsv3.kv_cache.tiers.tiers import HostTiers
 from dsv3.scheduler.admission import Admission
@@ -41,44 +41,44 @@ class Scheduler:
         balancer = Balancer(cfg, self.slots, self.pages, keys_per_token)
         self.admission = Admission(cfg, self.slots, self.pages, self.queue, balancer, self._preempt)
         self.sequences: dict[int, Sequence] = {}  # every request that has not ended
-        # By priority, then in order of admission; and those whose prefix comes from a tier.
+        # In the order of priority, then admission.
         self.prefilling: list[list[Sequence]] = [[] for _ in range(cfg.num_ranks)]
-        self.loading: list[Sequence] = []
-        self.outgoing: deque[tuple[int, Key, int]] = deque()  # rank, key and page of what the tiers lack
-        self.distrusted: set[Key] = set()  # of pages that may be on their way to a tier
-        self.events: EventQueue | None = None  # hears which pages can be found, where somebody wants to know
+        self.loading: list[Sequence] = []  # whose prefix is loaded from a tier
+        self.offload_queue: deque[tuple[int, Key, int]] = deque()  # (rank, key, page) of pages that the tiers lack
+        self.invalidated: set[Key] = set()  # of pages that may be on their way to a tier
+        self.events: EventQueue | None = None
         self._common_root = root_key(cfg.fingerprint, "")  # of requests without a salt
         self.num_preemptions = 0
         self.prompt_tokens = 0  # computed, not found in the cache
         self.generated_tokens = 0
-        self.bootstrap_rooms: BootstrapRooms | None = None  # hears of requests whose pages another instance waits for
+        self.bootstrap_rooms: BootstrapRooms | None = None  # of requests whose pages another instance waits for
         self.drafts = DraftCounts(np.zeros(cfg.tokens_per_row - 1, np.int64))
         self._arrivals = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether a request has not ended, or pages, or orders about them, wait to leave or for a step's results."""
-        told = self.tiers is None or not self.tiers.has_orders
-        return bool(self.sequences or self.outgoing) or self.pages.holds_back or not told
+        """Whether requests are unfinished, or page offloads, orders to tiers or a step's results are outstanding."""
+        has_orders = self.tiers is not None and self.tiers.has_orders
+        return bool(self.sequences or self.offload_queue) or self.pages.has_deferred or has_orders
 
     @property
     def tiers(self) -> HostTiers | Hosts | None:
-        """Where pages go beyond the devices, if anywhere."""
+        """The KV offload tiers below the devices, if any."""
         return self.admission.tiers
 
     @property
     def balancer(self) -> Balancer:
-        """What spreads the work over the ranks."""
+        """The load balancer of the ranks."""
         return self.admission.balancer
 
     @property
-    def only_waits_for_tiers(self) -> bool:
-        """Whether nobody can go on before a tier has answered."""
-        return bool(self.loading or self.admission.asking) and not any(self.prefilling)
+    def waits_only_for_tiers(self) -> bool:
+        """Whether no request can advance before a tier has answered."""
+        return bool(self.loading or self.admission.awaiting_lookup) and not any(self.prefilling)
 
     @property
     def waiting(self) -> list[Sequence]:
-        """The queue, in the order of their turns."""
+        """The waiting requests, in the order of their turns."""
         return list(self.queue)
 
     @property
@@ -87,45 +87,45 @@ class Scheduler:
         return self.pages.caches
 
     def add(self, sequence: Sequence) -> None:
-        """Puts a request into the queue, behind all others of its priority."""
+        """Queues a request, behind all others of its priority."""
         self._arrivals += 1
         sequence.arrival = self._arrivals
         sequence.queued_at = perf_counter()
         self.sequences[sequence.id] = sequence
         self.queue.push(sequence)
         if self.bootstrap_rooms is not None:
-            self.bootstrap_rooms.open(sequence.request.bootstrap_room)
+            self.bootstrap_rooms.update(sequence.request.bootstrap_room, "queued")
 
     def begin_step(self) -> None:
-        """Has running requests give way to waiting ones of a lower priority number, before anything is planned."""
-        self.admission.preempt_for()
+        """Preempts running requests for waiting ones of a lower priority number; call it before a step is scheduled."""
+        self.admission.preempt_for_waiting()
 
     def admit(self) -> None:
         """Starts as many waiting requests as fit."""
         for sequence in self.admission.admit():
             if self.bootstrap_rooms is not None:
-                self.bootstrap_rooms.begin(sequence.request.bootstrap_room)
+                self.bootstrap_rooms.update(sequence.request.bootstrap_room, "begun")
             if sequence.state is SequenceStatus.LOADING:
-                _join(self.loading, sequence)
+                _insert_by_priority(self.loading, sequence)
             else:
-                _join(self.prefilling[self.slots.rank_of(sequence.slot)], sequence)
+                _insert_by_priority(self.prefilling[self.slots.rank_of(sequence.slot)], sequence)
 
-    def note_loaded(self, sequence: Sequence, pages: int) -> None:
-        """Notes that a step loads the next `pages` pages of a request that waits for them."""
+    def on_loaded(self, sequence: Sequence, pages: int) -> None:
+        """Records that a step loads the next `pages` pages of a request that waits for them."""
         sequence.prefilled += pages * self.cfg.page_size
-        sequence.found += pages
+        sequence.num_found += pages
         self.balancer.charge(sequence)
         if not sequence.started:
             sequence.num_cached = min(sequence.prefilled, sequence.prompt_length)
 
     def begin_prefill(self, sequence: Sequence) -> None:
-        """Lets a request go on that has got all of its prefix that a tier could give."""
+        """Starts the prefill of a request once no tier has more of its prefix."""
         self.loading.remove(sequence)
         sequence.state = SequenceStatus.PREFILLING
-        _join(self.prefilling[self.slots.rank_of(sequence.slot)], sequence)
+        _insert_by_priority(self.prefilling[self.slots.rank_of(sequence.slot)], sequence)
 
     def recompute(self, sequence: Sequence, start: int) -> None:
-        """Has a running request compute its tokens from `start` on again: what launched steps did to them is void."""
+        """Recomputes the tokens of a running request from `start` on: results of launched steps are void for it."""
         line = self.prefilling[self.slots.rank_of(sequence.slot)]
         if sequence not in line:
             line.insert(next((i for i, s in enumerate(line) if s.priority >= sequence.priority), len(line)), sequence)
@@ -133,77 +133,78 @@ class Scheduler:
         sequence.state, sequence.prefilled = SequenceStatus.PREFILLING, start
         self.balancer.charge(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Takes a request out wherever it is; its pages are free once no launched step can write them."""
+    def finish(self, sequence: Sequence) -> None:
+        """Removes a finished or aborted request; its pages are freed once no launched step can write them."""
         del self.sequences[sequence.id]
         if self.bootstrap_rooms is not None:
-            self.bootstrap_rooms.leave(sequence.request.bootstrap_room)
+            self.bootstrap_rooms.update(sequence.request.bootstrap_room, "gone")
         if sequence.slot >= 0:
-            self._vacate(sequence, SequenceStatus.ENDED)
+            self._release(sequence, SequenceStatus.ENDED)
         else:
             self.queue.remove(sequence)
 
     def invalidate_pages(self, sequence: Sequence) -> None:
-        """Keeps what a request has written from being shared: its logits were not finite.
+        """Removes the pages that a request has written from all caches: its logits were not finite.
 
-        Pages that it found in the prefix cache are others'. Forgetting them let one tenant empty the cache for all.
+        Pages that it found in the prefix cache stay: other requests wrote them, and removing them would let one tenant
+        empty the cache for all.
         """
-        sequence.is_sound = False
+        sequence.has_finite_logits = False
         rank = self.slots.rank_of(sequence.slot)
-        self.caches[rank].forget(sequence.pages[sequence.found :])
+        self.caches[rank].invalidate(sequence.pages[sequence.num_found :])
         if self.tiers is not None:
-            keys = sequence.keys[sequence.found : sequence.published]
-            self.distrusted.update(keys)
-            self.tiers.of(rank).forget(keys)
+            keys = sequence.keys[sequence.num_found : sequence.num_published]
+            self.invalidated.update(keys)
+            self.tiers.of(rank).invalidate(keys)
 
     def flush(self) -> None:
-        """Empties the prefix cache, and the host's memory of pages; running requests keep theirs."""
+        """Empties the prefix cache and the host pool; running requests keep their pages."""
         if self.events is not None:
-            self.events.note(Cleared())
+            self.events.append(Cleared())
         for cache in self.caches:
             cache.clear()
-        self.outgoing.clear()
+        self.offload_queue.clear()
         if self.tiers is not None:
             self.tiers.clear()
 
-    def abandon(self) -> None:
-        """Notes that no launched step will be collected any more."""
+    def abandon_launched_steps(self) -> None:
+        """Drops the steps in flight: none of their results will be collected."""
         self.pages.collect(self.pages.launched)
 
     def publish(self, sequence: Sequence, cached: int) -> None:
-        """Makes the pages of a running request findable whose tokens are among the first `cached`.
+        """Inserts the pages of a running request's first `cached` tokens into the prefix cache.
 
-        Their latents are in the cache. Pages of a prompt are published chunk by chunk, since others may wait for them;
-        those of an answer when the request leaves its slot: a page at a time they took half of a step's host time.
+        Their latents are on the device. Pages of a prompt are published chunk by chunk, since others may wait for them;
+        those of an answer when the request leaves its slot: page by page they took half of a step's host time.
         """
         count = cached // self.cfg.page_size
-        if not self.cfg.enable_prefix_caching or not sequence.is_sound or count <= sequence.published:
+        if not self.cfg.enable_prefix_caching or not sequence.has_finite_logits or count <= sequence.num_published:
             return
         if count > len(sequence.keys):
             known, last = len(sequence.keys), sequence.keys[-1] if sequence.keys else sequence.root
-            behind = self.slots.history.read(sequence.slot, known * self.cfg.page_size, count * self.cfg.page_size)
-            sequence.keys += keys_behind(last, behind, self.cfg.page_size)
-        rank, first = self.slots.rank_of(sequence.slot), sequence.published
+            answer = self.slots.history.read(sequence.slot, known * self.cfg.page_size, count * self.cfg.page_size)
+            sequence.keys += next_keys(last, answer, self.cfg.page_size)
+        rank, first = self.slots.rank_of(sequence.slot), sequence.num_published
         keys, pages = sequence.keys[first:count], sequence.pages[first:count]
         fresh = self.caches[rank].publish(keys, pages)
-        sequence.published = count
+        sequence.num_published = count
         if self.tiers is not None:
-            self._pass_on(rank, keys, pages)
-        self._filled(sequence, rank, keys)
+            self._queue_offload(rank, keys, pages)
+        self._wake_waiting_for(sequence, rank, keys)
         if self.events is not None:
-            self._tell(sequence, rank, [first + i for i in fresh])
+            self._publish_stored(sequence, rank, [first + i for i in fresh])
 
-    def _pass_on(self, rank: int, keys: list[Key], pages: list[int]) -> None:
-        """Notes which of some pages the tiers lack."""
+    def _queue_offload(self, rank: int, keys: list[Key], pages: list[int]) -> None:
+        """Queues the pages that the tiers lack to be offloaded."""
         assert self.tiers is not None
         lacks = self.tiers.of(rank).lacks
         for key, page in zip(keys, pages, strict=True):
             if lacks(key):
-                self.distrusted.discard(key)
-                self.outgoing.append((rank, key, page))
+                self.invalidated.discard(key)
+                self.offload_queue.append((rank, key, page))
 
-    def _filled(self, sequence: Sequence, rank: int, keys: Iterable[Key]) -> None:
-        """Lets those go on that waited for pages which this sequence was about to fill."""
+    def _wake_waiting_for(self, sequence: Sequence, rank: int, keys: Iterable[Key]) -> None:
+        """Wakes requests that waited for pages which this sequence was to fill."""
         filled = sequence.pending.intersection(keys)
         if not filled:
             return
@@ -214,75 +215,75 @@ class Scheduler:
         self.queue.wake(rank, filled)
 
     def attach_tiers(self, tiers: HostTiers | Hosts, bootstrap_rooms: "BootstrapRooms | None" = None) -> None:
-        """Reads pages from `tiers` and offloads to them from now on; `bootstrap_rooms` records who waits for pages."""
+        """Loads pages from `tiers` and offloads to them from now on; updates the stages of `bootstrap_rooms`."""
         self.admission.tiers = self.balancer.tiers = tiers
         self.bootstrap_rooms = bootstrap_rooms
 
-    def tell_events_to(self, record: EventQueue) -> None:
-        """Has `record` hear which pages can be found from now on."""
-        self.events = record
+    def publish_events_to(self, queue: EventQueue) -> None:
+        """Publishes KV events of the devices' pages to `queue` from now on."""
+        self.events = queue
         for rank, cache in enumerate(self.caches):
-            cache.index.watch = EventSource(record, "GPU", rank)
+            cache.index.events = EventSource(queue, "GPU", rank)
 
-    def spell(self, sequence: Sequence, first: int, stop: int) -> None:
-        """Tells which tokens stand on a request's pages `first` to `stop`, which a tier may soon tell of."""
+    def publish_token_ids(self, sequence: Sequence, first: int, stop: int) -> None:
+        """Publishes the token ids of a request's pages `first` to `stop`, which a tier may report by key soon."""
         if self.events is not None:
-            self.events.note(self._spelled(sequence, first, stop))
+            self.events.append(self._page_tokens(sequence, first, stop))
 
-    def _tell(self, sequence: Sequence, rank: int, indices: list[int]) -> None:
-        """Tells that pages of a running request can be found now, those behind each other at once."""
-        watch = self.caches[rank].index.watch
-        assert watch is not None
+    def _publish_stored(self, sequence: Sequence, rank: int, indices: list[int]) -> None:
+        """Publishes that pages of a running request are cached, contiguous ones in one event."""
+        events = self.caches[rank].index.events
+        assert events is not None
         breaks = [i for i in range(1, len(indices)) if indices[i] != indices[i - 1] + 1]
         for start, end in itertools.pairwise([0, *breaks, len(indices)]):
             if end > start:
-                spelled = self._spelled(sequence, indices[start], indices[end - 1] + 1)
-                watch.stored(spelled.keys, spelled)
+                page_tokens = self._page_tokens(sequence, indices[start], indices[end - 1] + 1)
+                events.stored(page_tokens.keys, page_tokens)
 
-    def _spelled(self, sequence: Sequence, first: int, stop: int) -> Spelled:
+    def _page_tokens(self, sequence: Sequence, first: int, stop: int) -> PageTokens:
         tokens = self.slots.history.read(sequence.slot, first * self.cfg.page_size, stop * self.cfg.page_size)
-        tenant = None if sequence.root == self._common_root else sequence.root
-        return Spelled(sequence.keys[first:stop], sequence.keys[first - 1] if first else None, tokens, tenant)
+        salted_root = None if sequence.root == self._common_root else sequence.root
+        return PageTokens(sequence.keys[first:stop], sequence.keys[first - 1] if first else None, tokens, salted_root)
 
-    def extend(self, short: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Gives one more page to each of the slots `short`.
+    def allocate_next_pages(self, short: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """Allocates one more page to each of the slots `short`; preempts where a rank has too few.
 
-        Returns the slots that got one, their new pages, and the slots that sit this step out for want of pages.
+        Returns the slots that got one, their new pages, and the slots that skip this step for lack of pages.
         """
         rank = short // self.cfg.max_num_seqs
         wanted = np.bincount(rank, minlength=self.cfg.num_ranks)
-        each = zip(wanted.tolist(), self.admission.yielding.left_by_last(), self.caches, strict=True)
+        each = zip(wanted.tolist(), self.admission.preemption.reserved_pages_by_rank(), self.caches, strict=True)
         scarce = [r for r, (count, left, cache) in enumerate(each) if count and count > cache.available - left]
         if not scarce:
-            return short, self._give_pages(short, rank), []
+            return short, self._append_pages(short, rank), []
         contested = np.isin(rank, scarce)
         others = short[~contested]
-        pages = dict(zip(others.tolist(), self._give_pages(others, rank[~contested]).tolist(), strict=True))
-        found, stalled = self._extend_oldest(short[contested])
+        pages = dict(zip(others.tolist(), self._append_pages(others, rank[~contested]).tolist(), strict=True))
+        found, stalled = self._allocate_in_priority_order(short[contested])
         pages |= found
         return np.fromiter(pages, np.int64, len(pages)), np.fromiter(pages.values(), np.int64, len(pages)), stalled
 
-    def _give_pages(self, slots: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        """Gives a page to each of the ascending `slots`, whose ranks `rank` have enough; returns the pages."""
+    def _append_pages(self, slots: np.ndarray, rank: np.ndarray) -> np.ndarray:
+        """Allocates a page to each of the ascending `slots`, whose ranks `rank` have enough; returns the pages."""
         wanted, sequences = np.bincount(rank, minlength=1).tolist(), self.slots.sequences
         pages: list[int] = []
         for cache, count in zip(self.caches, wanted, strict=False):
             if count:
-                pages += cache.allocate_several(count)
+                pages += cache.allocate(count)
         for sequence, page in zip(map(sequences.__getitem__, slots.tolist()), pages, strict=True):
-            assert sequence is not None  # only a running request asks
+            assert sequence is not None
             sequence.pages.append(page)
         self.slots.capacity[slots] += self.cfg.page_size
         return np.array(pages, np.int64)
 
-    def _extend_oldest(self, short: np.ndarray) -> tuple[dict[int, int], list[int]]:
-        """Gives pages to slots of ranks without enough, in the order of the requests' turns.
+    def _allocate_in_priority_order(self, short: np.ndarray) -> tuple[dict[int, int], list[int]]:
+        """Allocates pages to slots of ranks without enough, in the order of the requests' turns.
 
-        Without a free page the last one of the rank is pre-empted: of the highest priority number the youngest. Its
-        pages may still be written by the step in flight, so the request in need sits this step out. What others of
-        lower numbers may need is left to them.
+        Without a free page the last request of the rank is preempted: the youngest of the highest priority number. The
+        step in flight may still write its pages, so the request in need skips this step. Pages reserved for lower
+        numbers stay free.
 
-        Returns new pages by slot, and the slots that sit out.
+        Returns new pages by slot, and the slots that skip the step.
         """
         pages: dict[int, int] = {}
         stalled: list[int] = []
@@ -291,19 +292,19 @@ class Scheduler:
         for sequence in sorted((s for s in sequences if s is not None), key=_by_turn):
             slot = sequence.slot
             if slot < 0:
-                continue  # pre-empted for an older one
-            if self._make_room(sequence, demand):
-                [pages[slot]] = self._give_pages(np.array([slot]), np.array([self.slots.rank_of(slot)])).tolist()
+                continue  # preempted for an older one
+            if self._preempt_until_free(sequence, demand):
+                [pages[slot]] = self._append_pages(np.array([slot]), np.array([self.slots.rank_of(slot)])).tolist()
             elif sequence.slot >= 0:
                 stalled.append(slot)
         return pages, [slot for slot in stalled if self.slots.decoding[slot]]
 
-    def _make_room(self, sequence: Sequence, demand: list[int]) -> bool:
-        """Sees to a free page on the request's rank, pre-empting as little as needed; False where it has to wait."""
+    def _preempt_until_free(self, sequence: Sequence, demand: list[int]) -> bool:
+        """Preempts as little as a free page on the request's rank needs; returns whether one is free now."""
         rank = self.slots.rank_of(sequence.slot)
-        cache, left = self.caches[rank], self.admission.yielding.left_by(rank, sequence.priority)
+        cache, left = self.caches[rank], self.admission.preemption.reserved_pages(rank, sequence.priority)
         demand[rank] += cache.available <= left
-        while cache.available <= left and self.pages.num_held[rank] < demand[rank] + left - cache.available:
+        while cache.available <= left and self.pages.num_deferred[rank] < demand[rank] + left - cache.available:
             last = max(self.slots.on_rank(rank), key=_by_turn)
             self._preempt(last)
             if last is sequence:
@@ -312,39 +313,39 @@ class Scheduler:
         return cache.available > left
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Sends a running request back to the queue; it will compute its known tokens again."""
+        """Preempts a running request: back to the queue, where its known tokens will be recomputed."""
         slot = sequence.slot
         tokens = self.slots.history.read(slot, 0, int(self.slots.known[slot]))
-        self._vacate(sequence, SequenceStatus.WAITING)
+        self._release(sequence, SequenceStatus.WAITING)
         sequence.tokens = tokens
         if self.cfg.enable_prefix_caching:
             extend_keys(sequence.root, sequence.keys, tokens, self.cfg.page_size)
         self.queue.push(sequence)
         self.num_preemptions += 1
 
-    def _vacate(self, sequence: Sequence, state: SequenceStatus) -> None:
-        """Takes slot and pages from a running request, and lets those go on that waited for its pages."""
+    def _release(self, sequence: Sequence, state: SequenceStatus) -> None:
+        """Releases slot and pages of a running request, and wakes requests that waited for its pages."""
         rank, known = self.slots.rank_of(sequence.slot), int(self.slots.known[sequence.slot])
-        if known > len(sequence.tokens):  # it has got a token, so all of its prompt is in the cache
+        if known > len(sequence.tokens):  # it has sampled a token, so all of its prompt is in the cache
             self.publish(sequence, known - 1)
         if sequence in self.loading:
             self.loading.remove(sequence)
         if sequence in self.prefilling[rank]:
             self.prefilling[rank].remove(sequence)
-        self._filled(sequence, rank, sequence.pending)
+        self._wake_waiting_for(sequence, rank, sequence.pending)
         self.balancer.discharge(sequence)
-        self.slots.leave(sequence, state)
+        self.slots.free(sequence, state)
         pages, sequence.pages = sequence.pages, []
-        self.pages.give_back(rank, pages)
+        self.pages.free(rank, pages)
 
 
 def _by_turn(sequence: Sequence) -> tuple[int, int]:
     return sequence.turn
 
 
-def _join(line: list[Sequence], sequence: Sequence) -> None:
-    """Puts a sequence behind all those of its priority or a lower one."""
-    place = len(line)
-    while place and line[place - 1].priority > sequence.priority:
-        place -= 1
-    line.insert(place, sequence)
+def _insert_by_priority(line: list[Sequence], sequence: Sequence) -> None:
+    """Inserts a sequence behind all those of its priority number or a lower one."""
+    index = len(line)
+    while index and line[index - 1].priority > sequence.priority:
+        index -= 1
+    line.insert(index, sequence)

@@ -1,4 +1,4 @@
-"""A request inside the engine, and what the scheduler notes about it."""
+"""A request inside the engine with the scheduler's bookkeeping, and the waiting queue."""
 
 import bisect
 import dataclasses
@@ -15,26 +15,26 @@ from dsv3.scheduler.request import PreparedRequest
 from dsv3.text.matcher import Matcher
 
 GREEDY, DRAWN, FILTERED, FULL = 0, 1, 2, 3
-"""Variants of the sampler, each able to do all that the one before it does: the likeliest token, one drawn with a
-temperature, one that passes filters (top_k, top_p, min_p), and one of changed logits."""
+"""Variants of the sampler, each a superset of the one before: greedy, with a temperature, with filters (top_k, top_p,
+min_p), and with adjusted logits (penalties, bias)."""
 
 
 class SequenceStatus(enum.Enum):
-    """Where a sequence stands."""
+    """The state of a sequence."""
 
     WAITING = "in the queue"
-    LOADING = "holds a slot; pages of its prefix are on their way from a tier"
-    PREFILLING = "holds a slot; its known tokens are being computed"
-    DECODING = "holds a slot; gets tokens"
-    ENDED = "has left the engine"
+    LOADING = "in a slot; pages of its prefix are being loaded from a tier"
+    PREFILLING = "in a slot; its known tokens are being computed"
+    DECODING = "in a slot; samples tokens"
+    ENDED = "finished or aborted"
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
-    """One request on its way.
+    """One request inside the engine.
 
-    `tokens` are those known when it was last put into the queue: the prompt, and after a pre-emption the answer so far.
-    `keys` are the prefix keys of their full pages. The other fields are the scheduler's, valid while it runs.
+    `tokens` are those known when it was last queued: the prompt, and after a preemption the answer so far. `keys` are
+    the block hashes of their full pages. The other fields are the scheduler's, valid while it runs.
     """
 
     request: PreparedRequest
@@ -50,20 +50,20 @@ class Sequence:
     arrival: int = 0
     slot: int = -1  # rank * max_num_seqs + slot within the rank
     pages: list[int] = dataclasses.field(default_factory=list)
-    page_row: np.ndarray | None = None  # [n] int32, `pages` when it got its slot
+    page_row: np.ndarray | None = None  # [n] int32, `pages` as allocated with its slot
     controls: bytes | None = None  # its packed row of `DecodeState.controls`, made with its first chunk
     prefilled: int = 0  # tokens whose latents a launched step has written or will write
     charge: int = 0  # what its prompt still costs its rank, in tokens (`dsv3.scheduler.cost`)
     pending: set[Key] = dataclasses.field(default_factory=set)  # keys of pages it is filling from its prompt
-    found: int = 0  # of its pages, from the first on, those that it found in the prefix cache
-    load_stop: int = 0  # of its pages, from the first on, those that the cache or a tier has
-    lookup: Lookup | None = None  # what the store has been asked about its prefix
-    published: int = 0  # of its pages, from the first on, those that are findable
-    is_sound: bool = True  # False once its logits were not finite
+    num_found: int = 0  # leading pages that it has from the prefix cache or a tier
+    load_stop: int = 0  # leading pages that the cache or a tier has
+    lookup: Lookup | None = None  # of its prefix, in a store or another instance
+    num_published: int = 0  # leading pages that are in the prefix cache
+    has_finite_logits: bool = True
     num_cached: int = 0
     queued_at: float = 0.0
     queue_seconds: float | None = None  # from the queue to the first slot
-    matcher: Matcher | None = None  # what it is held to
+    matcher: Matcher | None = None  # of the grammar that constrains it
     started: bool = False  # its first token has been reported
 
     @property
@@ -78,7 +78,7 @@ class Sequence:
 
     @property
     def turn(self) -> tuple[int, int]:
-        """What orders requests: the priority, then the arrival."""
+        """The sort key of requests: the priority, then the arrival."""
         return self.request.priority, self.arrival
 
     @property
@@ -87,13 +87,13 @@ class Sequence:
         return self.request.sampling
 
     @property
-    def tells_prompt(self) -> bool:
-        """Whether log-probabilities of its prompt are still to be told: then all of the prompt is computed."""
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be returned: then all of the prompt is computed."""
         return not self.started and self.request.sampling.prompt_logprobs is not None
 
 
-def sequence_of(request: PreparedRequest, keys: Iterable[Key] | None = None) -> Sequence:
-    """Returns a request as the scheduler holds it; `keys` are its prefix keys where the caller has them apart."""
+def make_sequence(request: PreparedRequest, keys: Iterable[Key] | None = None) -> Sequence:
+    """Returns the scheduler's form of a request; `keys` are its prefix keys where the caller has them already."""
     tokens = request.prompt
     return Sequence(
         request=request,
@@ -143,38 +143,39 @@ _MIN_SWEEP = 64
 
 
 class WaitingQueue:
-    """Gives the sequence of the lowest priority first, of these the oldest. A parked one costs nothing until `wake`.
+    """Returns the sequence of the lowest priority number first, among equals the oldest; parked ones wait for `wake`.
 
-    A sequence that ends while it waits is dropped when its turn comes, or when half of the entries are such.
+    A parked sequence costs nothing. One that ends while it waits is dropped at its turn, or when half of the entries
+    have ended.
     """
 
     def __init__(self) -> None:
         self._ready: list[tuple[tuple[int, int], Sequence]] = []  # a heap by turn
         self._parked: dict[int, dict[Key, list[Sequence]]] = {}  # by rank
         self._count = 0
-        self._ended = 0  # entries that nobody waits for any more, at most
+        self._ended = 0  # upper bound of the entries whose sequence has ended
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Yields all that wait, in the order of their turns."""
+        """Yields all waiting sequences in the order of their turns."""
         parked = [(s.turn, s) for mine in self._parked.values() for waiting in mine.values() for s in waiting]
         yield from (s for _, s in sorted([*self._ready, *parked]) if s.state is SequenceStatus.WAITING)
 
     @property
     def first_priority(self) -> int | None:
-        """The lowest priority among those not parked, or lower where the first has ended; None where there is none."""
+        """A lower bound of the priority numbers of those not parked; None without any."""
         return self._ready[0][0][0] if self._ready else None
 
     def push(self, sequence: Sequence) -> None:
-        """Puts a sequence where its turn is."""
+        """Inserts a sequence at its turn."""
         sequence.state = SequenceStatus.WAITING
         heapq.heappush(self._ready, (sequence.turn, sequence))
         self._count += 1
 
     def pop(self) -> Sequence | None:
-        """Takes the first sequence that is not parked."""
+        """Removes and returns the first sequence that is not parked; None without one."""
         while self._ready:
             _, sequence = heapq.heappop(self._ready)
             if sequence.state is SequenceStatus.WAITING:
@@ -191,13 +192,13 @@ class WaitingQueue:
             self._sweep()
 
     def park(self, sequence: Sequence, rank: int, key: Key) -> None:
-        """Has a sequence wait until `key` has been computed on `rank`, or will not be; others may pass it."""
+        """Parks a sequence until `wake` is called with this `rank` and `key`; others may pass it."""
         mine = self._parked.setdefault(rank, {})
         bisect.insort(mine.setdefault(key, []), sequence, key=lambda parked: parked.turn)
         self._count += 1
 
     def wake(self, rank: int, keys: Iterable[Key]) -> None:
-        """Lets those that waited for one of `keys` have their turn again."""
+        """Returns the sequences that were parked under one of `keys` to their turns."""
         mine = self._parked.get(rank)
         if not mine:
             return
@@ -207,7 +208,7 @@ class WaitingQueue:
                     heapq.heappush(self._ready, (sequence.turn, sequence))
 
     def wake_first(self, rank: int, key: Key) -> Sequence | None:
-        """Lets the first of those that waited for `key` have its turn again; returns the next, None without one."""
+        """Wakes the first sequence that is parked under `key`; returns the next parked one, None without one."""
         mine = self._parked.get(rank, {})
         waiting = mine.get(key, [])
         is_awake = False
@@ -222,7 +223,7 @@ class WaitingQueue:
         return waiting[0]
 
     def _sweep(self) -> None:
-        """Drops the entries of ended sequences: clients that come and go while no slot is free leave nothing behind."""
+        """Drops the entries of ended sequences: aborted requests leave nothing behind while no slot is free."""
         self._ready = [entry for entry in self._ready if entry[1].state is SequenceStatus.WAITING]
         heapq.heapify(self._ready)
         for mine in self._parked.values():

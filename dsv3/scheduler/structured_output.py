@@ -1,7 +1,7 @@
-"""Which tokens the rows of a batch may take, for requests that are held to a grammar; imports no jax.
+"""Structured output: grammar matchers and token bitmasks of constrained requests; imports no jax.
 
-A request's matcher is a function of its answer as far as the host knows it. So nothing has to be undone after drafts
-that were wrong, nor after a pre-emption: a matcher takes in what is new when the next mask is wanted.
+A request's matcher is a function of its answer as far as the host knows it. So nothing has to be undone after rejected
+drafts or a preemption: a matcher advances over the new tokens when the next bitmask is needed.
 """
 
 import dataclasses
@@ -15,18 +15,18 @@ from typing import NamedTuple
 import numpy as np
 
 from dsv3.scheduler.batch_slots import BatchRows
-from dsv3.scheduler.request import EngineOutput, FinishReason, HostTime, StepOutputs
+from dsv3.scheduler.request import HOST_TIME_BOUNDS, EngineOutput, FinishReason, Histogram, StepOutputs
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import Sequence
 from dsv3.text.matcher import GrammarError, GrammarVocabulary, Matcher, without
 
-MAX_KEPT = 64
+MAX_CACHED = 64
 _IDLE_WAIT_S = 2e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class GrammarStats:
-    """Totals since the start: grammars that were compiled, and times that one was kept already; how many are kept."""
+    """Totals since the start: grammars compiled, cache hits; and how many grammars are cached now."""
 
     num_compiled: int
     num_found: int
@@ -34,19 +34,19 @@ class GrammarStats:
 
 
 class Grammars:
-    """Gives sequences their matchers. One thread asks, and a second one compiles; what is kept is there at once.
+    """Compiles grammars on a thread, caches them, and gives each sequence a matcher of its own.
 
-    A sequence whose matcher came a step late would have its prompt computed in a step of its own: with half of 16
-    requests held, that was most of what they cost (benchmarks/structured.py).
+    A cached grammar is ready at once: a sequence whose matcher came a step late would have its prompt computed in a
+    step of its own, which was most of the cost with half of 16 requests constrained (benchmarks/structured.py).
 
-    How long a grammar takes is bounded by what `GrammarVocabulary.compile` allows; a server has its fronts compile each
-    one in a process that can be killed, before it comes here.
+    `GrammarVocabulary.compile` bounds the time that a grammar takes. Before it comes here, the API server processes of
+    a server compile it in a process that can be killed.
     """
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self.vocabulary = vocabulary
         self._thread, self._lock = ThreadPoolExecutor(1, "grammars"), threading.Lock()
-        self._kept: OrderedDict[bytes, Matcher] = OrderedDict()
+        self._cached: OrderedDict[bytes, Matcher] = OrderedDict()
         self._waiting: dict[int, tuple[Sequence, Future[Matcher]]] = {}
         self.num_compiled = self._num_found = 0
 
@@ -57,20 +57,20 @@ class Grammars:
         return request_id in self._waiting
 
     def check(self, grammar: str) -> None:
-        """Compiles a grammar, and waits for that; raises GrammarError."""
+        """Compiles a grammar and waits for it; raises GrammarError."""
         self._thread.submit(self._matcher, grammar).result()
 
-    def begin(self, sequence: Sequence) -> None:
-        """Begins to compile what a sequence is held to, unless it is kept."""
+    def submit(self, sequence: Sequence) -> None:
+        """Starts to compile the grammar of a sequence, unless it is cached."""
         grammar, future = sequence.request.grammar, Future[Matcher]()
-        if (kept := self._find(_key(grammar))) is not None:
-            future.set_result(kept.copy())
+        if (cached := self._find(_key(grammar))) is not None:
+            future.set_result(cached.copy())
         else:
             future = self._thread.submit(self._matcher, grammar)
         self._waiting[sequence.id] = sequence, future
 
-    def take(self) -> tuple[list[Sequence], list[tuple[Sequence, str]]]:
-        """Returns the sequences that have their matcher now, and those that get none, with the reason."""
+    def pop_compiled(self) -> tuple[list[Sequence], list[tuple[Sequence, str]]]:
+        """Returns the sequences that have their matcher now, and those whose grammar failed, with the reason."""
         ready: list[Sequence] = []
         failed: list[tuple[Sequence, str]] = []
         for sequence, future in [entry for entry in self._waiting.values() if entry[1].done()]:
@@ -85,44 +85,44 @@ class Grammars:
                 raise error
         return ready, failed
 
-    def drop(self, request_id: int) -> bool:
-        """Forgets a sequence that waits; returns whether it did."""
+    def cancel(self, request_id: int) -> bool:
+        """Removes a sequence that waits for its matcher; returns whether it did."""
         return self._waiting.pop(request_id, None) is not None
 
-    def drop_all(self) -> list[Sequence]:
-        """Forgets all that wait, and returns them."""
+    def cancel_all(self) -> list[Sequence]:
+        """Removes and returns all sequences that wait."""
         waiting, self._waiting = self._waiting, {}
         return [sequence for sequence, _ in waiting.values()]
 
     def stats(self) -> GrammarStats:
-        """Returns the numbers so far; any thread may ask."""
-        return GrammarStats(self.num_compiled, self._num_found, len(self._kept))
+        """Returns the statistics; any thread may call."""
+        return GrammarStats(self.num_compiled, self._num_found, len(self._cached))
 
     def wait(self) -> None:
-        """Waits a moment for the next one."""
+        """Waits up to 2 ms for the next matcher."""
         wait([future for _, future in self._waiting.values()], _IDLE_WAIT_S, FIRST_COMPLETED)
 
     def _matcher(self, grammar: str) -> Matcher:
-        """Returns a matcher of one's own; runs on the thread."""
+        """Returns a new matcher; runs on the thread."""
         key = _key(grammar)
-        kept = self._find(key)
-        if kept is None:
-            kept = self.vocabulary.compile(grammar)
+        cached = self._find(key)
+        if cached is None:
+            cached = self.vocabulary.compile(grammar)
             with self._lock:
                 self.num_compiled += 1
-                self._kept[key] = kept
-                if len(self._kept) > MAX_KEPT:
-                    self._kept.popitem(last=False)
-        return kept.copy()
+                self._cached[key] = cached
+                if len(self._cached) > MAX_CACHED:
+                    self._cached.popitem(last=False)
+        return cached.copy()
 
     def _find(self, key: bytes) -> Matcher | None:
-        """Returns what is kept of a grammar, which nobody advances, None if nothing is."""
+        """Returns the cached matcher of a grammar, to be copied; None without one."""
         with self._lock:
-            kept = self._kept.get(key)
-            if kept is not None:
-                self._kept.move_to_end(key)
+            cached = self._cached.get(key)
+            if cached is not None:
+                self._cached.move_to_end(key)
                 self._num_found += 1
-            return kept
+            return cached
 
 
 def _key(grammar: str) -> bytes:
@@ -130,18 +130,18 @@ def _key(grammar: str) -> bytes:
 
 
 ALL = np.uint32(0xFFFFFFFF)
-"""A word of a mask that allows everything."""
+"""A word of a bitmask that allows every token."""
 
 # One and a half times what 8 ranks of 256 rows of 4 tokens take, over a vocabulary of 129,280.
 MAX_PROCESS_BYTES = 192 * 2**20
-"""What the masks of one job may take that another process gets: a step's two such jobs fit a message with the rest."""
+"""Limit of the bitmasks of one job that a follower receives: a step's two such jobs fit a message with the rest."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MaskStats:
-    """Totals since the start: rows that got a mask, the seconds that took, requests that were given up.
+    """Totals since the start: rows with a bitmask, the seconds to compute them, requests that failed.
 
-    `counts` is the histogram, over `HOST_TIME_BOUNDS`, of the seconds per step that had such rows.
+    `counts` is the histogram, over `HOST_TIME_BOUNDS`, of the seconds per step with such rows.
     """
 
     num_rows: int
@@ -150,112 +150,115 @@ class MaskStats:
     counts: tuple[int, ...]
 
 
-class _Held(NamedTuple):
-    """A row whose request is held: its slot, rank and row of the batch, the tokens known of it, and its matcher."""
+class _ConstrainedRow(NamedTuple):
+    """A constrained row: its slot, its (rank, row) in the batch, its known tokens, and its matcher."""
 
     slot: int
-    place: tuple[int, int]
+    position: tuple[int, int]
     known: int
     sequence: Sequence
     matcher: Matcher
 
 
 class Masks:
-    """Makes masks when the tokens of the step before are known."""
+    """Computes token bitmasks once the tokens of the step before are known."""
 
     def __init__(self, scheduler: Scheduler, vocabulary: GrammarVocabulary) -> None:
         self._scheduler, self._vocabulary = scheduler, vocabulary
         self.words = vocabulary.words
-        self._time, self._num_rows, self._num_failed = HostTime(), 0, 0
+        self._time, self._num_rows, self._num_failed = Histogram(HOST_TIME_BOUNDS), 0, 0
         total, drafts = len(scheduler.slots.epoch), scheduler.cfg.tokens_per_row - 1
         self._drafts = np.full((total, drafts), -1, np.int32)
         self._drafted = np.full(total, -1, np.int64)  # by slot: the epoch whose drafts these are
 
     def stats(self) -> MaskStats:
-        """Returns the numbers so far; any thread may ask."""
+        """Returns the statistics; any thread may call."""
         return MaskStats(self._num_rows, self._time.total, self._num_failed, tuple(self._time.counts))
 
-    def note_drafts(self, rows: BatchRows, drafts: np.ndarray) -> None:
-        """Notes what was proposed behind the last tokens of `rows`: `drafts` `[ranks, B, S - 1]`, negative for none."""
+    def record_drafts(self, rows: BatchRows, drafts: np.ndarray) -> None:
+        """Records the drafts behind the last tokens of `rows`: `drafts` `[ranks, B, S - 1]`, negative for none."""
         self._drafts[rows.slots] = drafts[rows.rank, rows.position]
         self._drafted[rows.slots] = rows.epochs
 
-    def of(self, rows: BatchRows, width: int, outputs: StepOutputs) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the places `[n, 2]` int32 (rank, row) and masks `[n, width, words]` uint32 of held rows.
+    def compute(self, rows: BatchRows, width: int, outputs: StepOutputs) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (rank, row) `[n, 2]` int32 and bitmasks `[n, width, words]` uint32 of the constrained rows.
 
-        Requests that have ended meanwhile have none. Those whose grammar allows nothing more end here, with an entry in
-        `outputs`.
+        Requests that have ended since have none. Those whose grammar allows no more tokens finish here, with an output.
         """
         started = perf_counter()
-        held = self._fitting([row for row in self._held(rows) if self._goes_on(row, outputs)], width, outputs)
-        masks = np.full((len(held), width, self.words), ALL, np.uint32)
-        if held:
-            self._vocabulary.fill([(row.matcher, self._drafts_of(row, width)) for row in held], masks)
-        for row, mask in zip(held, masks, strict=True):
+        constrained = self._fit_message(
+            [row for row in self._constrained_rows(rows) if self._advance(row, outputs)], width, outputs
+        )
+        masks = np.full((len(constrained), width, self.words), ALL, np.uint32)
+        if constrained:
+            self._vocabulary.fill([(row.matcher, self._drafts_of(row, width)) for row in constrained], masks)
+        for row, mask in zip(constrained, masks, strict=True):
             self._finish(row, mask, outputs)
-        self._num_rows += len(held)
+        self._num_rows += len(constrained)
         self._time.observe(perf_counter() - started)
-        return np.array([row.place for row in held], np.int32).reshape(-1, 2), masks
+        return np.array([row.position for row in constrained], np.int32).reshape(-1, 2), masks
 
-    def _held(self, rows: BatchRows) -> list["_Held"]:
-        """Returns the rows of requests that are held and have not ended."""
+    def _constrained_rows(self, rows: BatchRows) -> list["_ConstrainedRow"]:
+        """Returns the rows of constrained requests that have not ended."""
         table = self._scheduler.slots
-        live = (table.held[rows.slots] & (table.epoch[rows.slots] == rows.epochs)).nonzero()[0]
+        live = (table.constrained[rows.slots] & (table.epoch[rows.slots] == rows.epochs)).nonzero()[0]
         slots, known = rows.slots[live], table.known[rows.slots[live]]
         columns = (each.tolist() for each in (slots, rows.rank[live], rows.position[live], known))
         found = []
         for slot, rank, position, length in zip(*columns, strict=True):
             sequence = table.sequences[slot]
-            assert sequence is not None and sequence.matcher is not None  # its slot is held
-            found.append(_Held(slot, (rank, position), length, sequence, sequence.matcher))
+            assert sequence is not None and sequence.matcher is not None
+            found.append(_ConstrainedRow(slot, (rank, position), length, sequence, sequence.matcher))
         return found
 
-    def _goes_on(self, row: "_Held", outputs: StepOutputs) -> bool:
-        """Returns whether a request may have another token; ends it if not."""
-        matcher, begin = row.matcher, row.sequence.prompt_length
-        matcher.advance(self._scheduler.slots.history.read(row.slot, begin, row.known))
+    def _advance(self, row: "_ConstrainedRow", outputs: StepOutputs) -> bool:
+        """Advances a matcher to the known tokens; returns whether another token may follow, else ends the request."""
+        matcher = row.matcher
+        matcher.advance(self._scheduler.slots.history.read(row.slot, row.sequence.prompt_length, row.known))
         if not matcher.is_over:
             return True
         if matcher.error is not None:
             self._fail(row.sequence, matcher.error, outputs)
             return False
-        if self._has_one_end(row.slot):
+        if self._has_single_end(row.slot):
             self._end(row.sequence, outputs, "stop", self._vocabulary.end_ids)
             return False
         return True
 
-    def _fitting(self, held: list["_Held"], width: int, outputs: StepOutputs) -> list["_Held"]:
-        """Returns the rows whose masks fit what a process may be sent for one job; ends the requests of the others."""
+    def _fit_message(
+        self, constrained: list["_ConstrainedRow"], width: int, outputs: StepOutputs
+    ) -> list["_ConstrainedRow"]:
+        """Returns the rows whose bitmasks fit the message to a follower; the requests of the others fail."""
         cfg = self._scheduler.cfg
         most, each = MAX_PROCESS_BYTES // (4 * width * self.words), cfg.num_ranks // cfg.num_processes
-        if cfg.num_processes == 1 or len(held) <= most:
-            return held
+        if cfg.num_processes == 1 or len(constrained) <= most:
+            return constrained
         counts, fitting = Counter[int](), []
-        for row in held:
-            process = row.place[0] // each
+        for row in constrained:
+            process = row.position[0] // each
             counts[process] += 1
             if counts[process] <= most:
                 fitting.append(row)
             else:
-                error = f"{most} others in its process are held to grammars, and no more can be"
+                error = f"{most} others in its process have a grammar, which is the limit; send fewer at once"
                 self._fail(row.sequence, error, outputs)
         return fitting
 
-    def _has_one_end(self, slot: int) -> bool:
-        """Returns whether it is clear what would be drawn where nothing but an end is allowed, and nobody asks more."""
+    def _has_single_end(self, slot: int) -> bool:
+        """Returns whether an end token would be certain and its log-probabilities are not wanted."""
         ends = self._vocabulary.end_ids
         return not ends or (len(ends) == 1 and not self._scheduler.slots.wants_logprobs[slot])
 
-    def _drafts_of(self, row: "_Held", width: int) -> list[int]:
-        """Returns the drafts of a row that may be drawn, up to one that ends the answer."""
+    def _drafts_of(self, row: "_ConstrainedRow", width: int) -> list[int]:
+        """Returns the drafts of a row that may be sampled, up to one that ends the answer."""
         if width == 1 or self._drafted[row.slot] != self._scheduler.slots.epoch[row.slot]:
             return []
         stop_ids, drafts = row.sequence.stop_ids, self._drafts[row.slot, : width - 1].tolist()
         ends = (at for at, token in enumerate(drafts) if token < 0 or token in stop_ids)
         return drafts[: next(ends, len(drafts))]
 
-    def _finish(self, row: "_Held", masks: np.ndarray, outputs: StepOutputs) -> None:
-        """Takes ends out of a row's masks `[S, words]` that come too early; ends a request whose mask failed."""
+    def _finish(self, row: "_ConstrainedRow", masks: np.ndarray, outputs: StepOutputs) -> None:
+        """Clears end tokens that come too early from a row's bitmasks `[S, words]`; fails it if its matcher failed."""
         if row.matcher.is_over and row.matcher.error is not None:
             self._fail(row.sequence, row.matcher.error, outputs)
             return
@@ -266,7 +269,7 @@ class Masks:
 
     def _fail(self, sequence: Sequence, error: str, outputs: StepOutputs) -> None:
         self._num_failed += 1
-        self._end(sequence, outputs, "error", (), f"the answer could not be held to its grammar: {error}")
+        self._end(sequence, outputs, "error", (), f"the answer could not be constrained by its grammar: {error}")
 
     def _end(
         self,
@@ -276,8 +279,8 @@ class Masks:
         tokens: tuple[int, ...],
         error: str | None = None,
     ) -> None:
-        """Ends a request, with an end token where there is one."""
-        self._scheduler.remove(sequence)
+        """Finishes a request, with an end token where there is one."""
+        self._scheduler.finish(sequence)
         self._scheduler.generated_tokens += len(tokens)
         outputs.details.append(
             EngineOutput(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dsv3.config.publishing import KvEventsConfig
 from dsv3.kv_cache.event_publisher import Publisher
-from dsv3.kv_cache.events import Cleared, EventEncoder, EventQueue, Removed, Spelled, Stored
+from dsv3.kv_cache.events import Cleared, EventEncoder, EventQueue, PageTokens, Removed, Stored
 from dsv3.kv_cache.page_keys import extend_keys, root_key
 from router.cached_pages import CachedPages, EventEndpoint, Listener, UnreadableEvents, read_batch, token_page_keys
 from router.instance import Booking, Instance
@@ -38,15 +38,15 @@ def keys_of(tenant: int, pages: list[int]) -> list[bytes]:
 
 def stored(rank: int, tenant: int, pages: list[int]) -> Stored:
     keys = keys_of(tenant, pages)
-    return Stored(rank, "GPU", keys, Spelled(keys, None, tokens_of(pages), root_key("model", str(tenant))))
+    return Stored(rank, "GPU", keys, PageTokens(keys, None, tokens_of(pages), root_key("model", str(tenant))))
 
 
 def tell(held: CachedPages, encoder: EventEncoder, *notes) -> None:
     record = EventQueue(9)
     for note in notes:
-        record.note(note)
-    record.close()
-    for rank, payload in encoder.messages(record.take()):
+        record.append(note)
+    record.end_batch()
+    for rank, payload in encoder.messages(record.pop()):
         held.apply(rank, read_batch(payload))
 
 
@@ -138,22 +138,22 @@ def test_a_listener_knows_what_came_before_it_and_survives_the_publisher():
         fields = {"endpoint": f"ipc://{directory}/live", "replay_endpoint": f"ipc://{directory}/replay", "topic": "kv"}
         config = KvEventsConfig(enable_kv_cache_events=True, **fields)
         publisher, listener = Publisher(config, RANKS, 64), Listener(EventEndpoint(**fields, num_ranks=RANKS), URL)
-        publisher.record.note(stored(0, 0, [0, 1]))
+        publisher.queue.append(stored(0, 0, [0, 1]))
         listener.start()
         names = [token_page_keys(tokens_of(pages)) for pages in ([0, 1], [1, 1])]
         await until(lambda: listener.is_live and listener.cached.overlap(names[0]) == 2)
-        publisher.record.note(stored(1, 0, [1, 1]))
+        publisher.queue.append(stored(1, 0, [1, 1]))
         await until(lambda: listener.cached.overlap(names[1]) == 2)
         publisher.close()
         publisher = Publisher(config, RANKS, 64)
-        publisher.record.note(stored(0, 0, [1]))
-        publisher.record.note(Cleared())
-        publisher.record.close()
+        publisher.queue.append(stored(0, 0, [1]))
+        publisher.queue.append(Cleared())
+        publisher.queue.end_batch()
         rest = stored(1, 0, [1])
 
         def heard() -> bool:  # a subscriber that connects again hears what is published from then on
-            publisher.record.note(rest)
-            publisher.record.note(Removed(0, "GPU", keys_of(0, [0])))
+            publisher.queue.append(rest)
+            publisher.queue.append(Removed(0, "GPU", keys_of(0, [0])))
             return listener.cached.overlap(names[0]) == 0 and listener.cached.overlap(names[1]) == 1
 
         await until(heard)

@@ -22,7 +22,7 @@ from dsv3.kv_cache.page_keys import Key
 from dsv3.scheduler.batch_slots import BatchRows
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.scheduler import Scheduler
-from dsv3.scheduler.sequence import sequence_of
+from dsv3.scheduler.sequence import make_sequence
 from tools.simulate.pages import Handed, Pages, copy_seconds
 from tools.simulate.prompts import VOCAB, SimulatedRequest, request_of
 from tools.simulate.times import InstanceTimes, VirtualClock
@@ -85,7 +85,7 @@ class SimulatedInstance:
 
     def submit(self, asked: SimulatedRequest, keys: Sequence[Key]) -> None:
         """Queues a request with its prefix keys; an engine at work takes it in when its step has ended."""
-        self.scheduler.add(sequence_of(request_of(asked), keys))
+        self.scheduler.add(make_sequence(request_of(asked), keys))
         self.wake()
 
     def wake(self) -> None:

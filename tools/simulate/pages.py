@@ -81,16 +81,16 @@ class SimulatedHostPool(HostPool):
 
     def __init__(self, work: WorkerTime, num_blocks: int, page_bytes: int) -> None:
         super().__init__(np.zeros(host_pool_bytes(num_blocks, 1), np.uint8), 1, num_blocks)
-        self._work, self.value_bytes = work, page_bytes
+        self._work, self.payload_bytes = work, page_bytes
 
     def put(self, key: Key, payload: np.ndarray) -> bool:
         """Keeps a value."""
-        self._work.spend(self.value_bytes / HOST_RATE)
+        self._work.spend(self.payload_bytes / HOST_RATE)
         return super().put(key, payload[:1])
 
     def get(self, key: Key, out: np.ndarray) -> bool:
         """Finds a value."""
-        self._work.spend(self.value_bytes / HOST_RATE)
+        self._work.spend(self.payload_bytes / HOST_RATE)
         return super().get(key, out[:1])
 
 
@@ -200,10 +200,10 @@ class _HandedTiers(Tiers):
     def nearest(self, ranks: Iterator[int]) -> None:
         """Does nothing: there is no other instance to fetch from."""
 
-    def note_query(self, pages: int) -> None:
+    def record_query(self, pages: int) -> None:
         """Counts nothing."""
 
-    def within_reach(self, keys: Sequence[Key], first: int, found: int) -> int:
+    def num_loadable(self, keys: Sequence[Key], first: int, found: int) -> int:
         """Returns how many pages are there: all."""
         return len(keys) - first
 
@@ -222,7 +222,7 @@ class Handed:
     def plan(self, step: list[Planned]) -> list[Planned]:
         """Lets those begin that have got their slot."""
         for sequence in list(self._scheduler.loading):
-            self._scheduler.note_loaded(
+            self._scheduler.on_loaded(
                 sequence, sequence.load_stop - sequence.prefilled // self._scheduler.cfg.page_size
             )
             self._scheduler.begin_prefill(sequence)

@@ -47,7 +47,7 @@ class Place:
         """
         if prompt.token_keys is None:
             return self.sent.overlap(prompt.keys, near)
-        return max(self.instance.scheduler.pages.found(prompt.token_keys), self.in_flight.overlap(prompt.keys))
+        return max(self.instance.scheduler.pages.longest_match(prompt.token_keys), self.in_flight.overlap(prompt.keys))
 
 
 @dataclasses.dataclass(eq=False, slots=True)

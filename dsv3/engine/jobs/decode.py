@@ -97,7 +97,7 @@ class DecodePlanner:
     def _plan_with_pages(self, rows: BatchRows, batch: np.ndarray, short: np.ndarray) -> list[Planned]:
         """Plans a step in which some rows need a page; those that get none sit it out."""
         slots = self._scheduler.slots
-        extended, pages, stalled = self._scheduler.extend(rows.slots[short])
+        extended, pages, stalled = self._scheduler.allocate_next_pages(rows.slots[short])
         left = rows
         if self._version != slots.version:  # pre-emption has removed some
             live = self._live_rows()
@@ -126,7 +126,7 @@ class DecodePlanner:
         """Notes whether the step had room for its rows, where it tells, and the tokens."""
         context: ForwardContext = planned.context
         if results.slots is not None:
-            self._room.note(context.factor, bool((results.slots > self._cfg.max_num_seqs).any()))
+            self._room.update(context.factor, bool((results.slots > self._cfg.max_num_seqs).any()))
         if results.sampled:
             process_results(self._scheduler, context.rows, results.sampled, outputs)
 
@@ -151,7 +151,7 @@ class DecodePlanner:
         mine = self._rows.slots if same and self._rows is not None else slots.decoding.nonzero()[0]
         done = slots.planned[mine] >= slots.limit[mine]
         if done.any():
-            slots.pause(mine[done])
+            slots.stop_decoding(mine[done])
         elif same:
             return self._rows
         self._rows = self._make_rows(slots.decoding.nonzero()[0])

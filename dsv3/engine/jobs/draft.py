@@ -130,7 +130,7 @@ class DraftPlanner:
     def collect(self, planned: Planned, results: tuple[np.ndarray, ...], outputs: StepOutputs) -> None:
         """Notes drafts that the host wants to see; the sampler of the next step says which were right."""
         if results and self._masks is not None:
-            self._masks.note_drafts(planned.context, results[0])
+            self._masks.record_drafts(planned.context, results[0])
 
     def stats(self) -> DraftStats:
         """Returns how many drafts there were, and how many were right."""

@@ -28,13 +28,13 @@ from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.job import Command, EngineView, JobKind, Planned, Tell
 from dsv3.engine.limits import TIER_STEP_BYTES
-from dsv3.kv_cache.events import EventQueue, EventSource, Where
-from dsv3.kv_cache.layout import page_bytes, put_in, take_out, value_shape
+from dsv3.kv_cache.events import EventQueue, EventSource, Ranks
+from dsv3.kv_cache.layout import gather_pages, page_bytes, payload_shape, scatter_pages
 from dsv3.kv_cache.page_keys import Key as PageKey
 from dsv3.kv_cache.tiers.host_pool import HostPool, SharedMemory, blocks_within, host_pool_bytes
-from dsv3.kv_cache.tiers.hosts import Hosts, Order, OrderedTiers, RemoteTiers, TierEvents
+from dsv3.kv_cache.tiers.hosts import Hosts, Order, OrderExecutor, RemoteTiers, TierEvents
 from dsv3.kv_cache.tiers.store import open_store
-from dsv3.kv_cache.tiers.tiers import Fetch, HostTiers, PageBatch, RemoteBatch, Tiers
+from dsv3.kv_cache.tiers.tiers import HostTiers, PageBatch, PrefixLoad, RemoteBatch, Tiers
 from dsv3.kv_cache.transfer.client import Peers
 from dsv3.kv_cache.transfer.nixl import open_nixl
 from dsv3.kv_cache.transfer.protocol import VERSION, PeerHello
@@ -107,7 +107,7 @@ class Opened(NamedTuple):
 
 
 def open_tiers(
-    parts: EngineComponents, events: EventQueue | None = None, process_id: int = 0, ranks: Where = None
+    parts: EngineComponents, events: EventQueue | None = None, process_id: int = 0, ranks: Ranks = None
 ) -> Opened:
     """Opens the tiers that the limits ask for in a process of the instance, and the port for other instances.
 
@@ -166,23 +166,23 @@ class PagesPlanner:
         self._far: dict[int, RemoteTiers] = {}  # by the first rank of their process
         self._by_rank = self._with_followers(view)
         view.scheduler.attach_tiers(self._by_rank, None if self.server is None else self.server.bootstrap_rooms)
-        self._buckets = page_buckets(self._tiers.value_bytes)
-        self._most = max(self._buckets[-1], TIER_STEP_BYTES // self._tiers.value_bytes)
-        self._fetches: dict[int, tuple[Sequence, Fetch]] = {}  # by the epoch of the slot
+        self._buckets = page_buckets(self._tiers.payload_bytes)
+        self._most = max(self._buckets[-1], TIER_STEP_BYTES // self._tiers.payload_bytes)
+        self._fetches: dict[int, tuple[Sequence, PrefixLoad]] = {}  # by the epoch of the slot
         self._under_way = 0  # jobs
         self._measured_tokens, self._measured_at = 0, self._tiers.now()
 
     def plan(self, step: list[Planned]) -> list[Planned]:
         """Plans what can be copied now; waits a moment where nobody has anything else to do."""
         self._measure()
-        self._scheduler.admission.take_answers()
+        self._scheduler.admission.process_lookups()
         incoming, loaded = self._arrived()
         out = self._grouped_out(self._departing())
-        orders = {rank: tiers.take_orders() for rank, tiers in self._far.items() if tiers.has_orders}
+        orders = {rank: tiers.pop_orders() for rank, tiers in self._far.items() if tiers.has_orders}
         if out or incoming or orders:
             self._under_way += 1
             return [Planned(NAME, PagesCommand(out, self._grouped_in(incoming), orders), loaded)]
-        if not step and self._scheduler.only_waits_for_tiers:
+        if not step and self._scheduler.waits_only_for_tiers:
             self._tiers.wait(_IDLE_WAIT_S)
         return []
 
@@ -198,7 +198,7 @@ class PagesPlanner:
                 self._scheduler.publish(sequence, tokens)
         self._under_way -= 1
         if not self._under_way:
-            self._scheduler.distrusted.clear()
+            self._scheduler.invalidated.clear()
 
     def stats(self) -> PageStats:
         """Returns what the tiers have counted."""
@@ -211,21 +211,23 @@ class PagesPlanner:
         cfg, events = self._cfg, view.scheduler.events
         for ranks in map(cfg.ranks_of, range(1, cfg.num_processes)):
             self._far[ranks.start] = RemoteTiers(self._tiers, events, ranks)
-        view.work_events.listen(NAME, lambda process_id, body: self._far[cfg.ranks_of(process_id).start].hear(body))
+        view.work_events.listen(
+            NAME, lambda process_id, body: self._far[cfg.ranks_of(process_id).start].on_report(body)
+        )
         return Hosts([self._tiers, *self._far.values()], len(self._own))
 
     def _keep(self, keys: list[PageKey], values: np.ndarray) -> None:
         """Hands over pages but those that have been distrusted since."""
-        sound = [i for i, key in enumerate(keys) if key not in self._scheduler.distrusted]
+        sound = [i for i, key in enumerate(keys) if key not in self._scheduler.invalidated]
         if len(sound) == len(keys):
-            self._tiers.keep(keys, values)
+            self._tiers.offload(keys, values)
         elif sound:
-            self._tiers.keep([keys[i] for i in sound], values[sound])
+            self._tiers.offload([keys[i] for i in sound], values[sound])
 
     def _measure(self) -> None:
         """Notes how fast prompts are computed, from the tokens and the time since the last step."""
         now, tokens = self._tiers.now(), self._scheduler.prompt_tokens
-        self._tiers.compute_rate.note(tokens - self._measured_tokens, now - self._measured_at)
+        self._tiers.compute_rate.update(tokens - self._measured_tokens, now - self._measured_at)
         self._measured_tokens, self._measured_at = tokens, now
 
     def _arrived(self) -> tuple[list[_Incoming], list[tuple[Sequence, int, int]]]:
@@ -241,14 +243,14 @@ class PagesPlanner:
             rank, epoch = slots.rank_of(sequence.slot), int(slots.epoch[sequence.slot])
             if epoch not in self._fetches:
                 first = sequence.prefilled // self._cfg.page_size
-                scheduler.spell(sequence, first, sequence.load_stop)
+                scheduler.publish_token_ids(sequence, first, sequence.load_stop)
                 keys = sequence.keys[first : sequence.load_stop]
-                self._fetches[epoch] = sequence, self._by_rank.of(rank).fetch(keys)
+                self._fetches[epoch] = sequence, PrefixLoad(self._by_rank.of(rank), keys)
             _, fetch = self._fetches[epoch]
-            while taken[rank] < self._most and (batch := fetch.take()) is not None:
+            while taken[rank] < self._most and (batch := fetch.pop_batch()) is not None:
                 first = sequence.prefilled // self._cfg.page_size
                 pages = sequence.pages[first : first + batch.num_pages]
-                scheduler.note_loaded(sequence, batch.num_pages)
+                scheduler.on_loaded(sequence, batch.num_pages)
                 taken[rank] += batch.num_pages
                 if batch.num_pages:
                     incoming.append((rank, pages, batch))
@@ -267,14 +269,14 @@ class PagesPlanner:
 
     def _departing(self) -> list[list[tuple[PageKey, int]]]:
         """Takes the pages that leave with this step, by rank; drops those not findable, and those that the host has."""
-        outgoing, caches = self._scheduler.outgoing, self._scheduler.caches
+        outgoing, caches = self._scheduler.offload_queue, self._scheduler.caches
         mine: list[list[tuple[PageKey, int]]] = [[] for _ in caches]
         for _ in range(len(outgoing)):
             rank, key, page = outgoing[0]
             if len(mine[rank]) == self._most:
                 break
             outgoing.popleft()
-            if caches[rank].finds(key, page) and self._by_rank.of(rank).lacks(key):
+            if caches[rank].is_page_of(key, page) and self._by_rank.of(rank).lacks(key):
                 mine[rank].append((key, page))
         return mine
 
@@ -303,7 +305,7 @@ class PagesPlanner:
         batches = {rank: batch for rank, _, batch in group.values()}
         return Copy(
             self._table({rank: pages for rank, pages, _ in group.values()}, size),
-            values={rank: batch.values for rank, batch in batches.items() if isinstance(batch, PageBatch)},
+            values={rank: batch.payloads for rank, batch in batches.items() if isinstance(batch, PageBatch)},
             loads={rank: batch.number for rank, batch in batches.items() if isinstance(batch, RemoteBatch)},
         )
 
@@ -317,9 +319,9 @@ class PagesPlanner:
 
 def programs(layout: Layout) -> Iterator[ProgramSpec]:
     """Yields one program per bucket and direction."""
-    cfg, one = layout.cfg, value_shape(layout.model_cfg, layout.cfg.cache_dtype)
+    cfg, one = layout.cfg, payload_shape(layout.model_cfg, layout.cfg.cache_dtype)
     groups = layout.model_cfg.cache_groups(cfg.cache_dtype)
-    out, into = (functools.partial(body, groups) for body in (take_out, put_in))
+    out, into = (functools.partial(body, groups) for body in (gather_pages, scatter_pages))
     for count in page_buckets(page_bytes(layout.model_cfg, cfg.cache_dtype)):
         pages, values = layout.array(count), layout.array(count, *one.shape, dtype=one.dtype)
         yield layout.per_rank(Key(OUT, count), out, (layout.pages, pages), padding={1: -1})
@@ -351,7 +353,7 @@ class PagesWorker:
 
     def _put_in(self, copy: Copy) -> jax.Array:
         devices, layout, count = self._devices, self._devices.layout, copy.pages.shape[1]
-        one = value_shape(layout.model_cfg, layout.cfg.cache_dtype)
+        one = payload_shape(layout.model_cfg, layout.cfg.cache_dtype)
         shape, first = (count, *one.shape), layout.first_local_rank
         values = {first + rank: each.view(one.dtype).reshape(shape) for rank, each in copy.values.items()}
         program, put = devices.programs.get(Key(IN, count)), devices.put_some(values, shape, one.dtype)
@@ -365,22 +367,22 @@ class PagesFollower:
     def __init__(self, parts: EngineComponents, tell: Tell) -> None:
         happened = TierEvents()
         self.opened: Opened = open_tiers(parts, happened, jax.process_index())
-        self._ordered = OrderedTiers(self.opened.tiers, happened, tell)
+        self._ordered = OrderExecutor(self.opened.tiers, happened, tell)
 
     def prepared(self, command: PagesCommand) -> PagesCommand:
         """Begins what the leader has ordered; returns the command with the values that it names."""
-        self._ordered.begin(_orders(command))
+        self._ordered.execute_before_step(_orders(command))
         return msgspec.structs.replace(command, into=[self._with_values(copy) for copy in command.into])
 
     def take(self, command: PagesCommand, results: tuple[np.ndarray, ...]) -> None:
         """Keeps what has left the devices of this process."""
         arrays = iter(results)
         for keys in (keys for copy in command.out for keys in copy.keys.values()):
-            self.opened.tiers.keep(keys, value_rows(next(arrays), len(keys)))
-        self._ordered.end(_orders(command))
+            self.opened.tiers.offload(keys, value_rows(next(arrays), len(keys)))
+        self._ordered.execute_after_step(_orders(command))
 
     def _with_values(self, copy: Copy) -> Copy:
-        values = {rank: self._ordered.taken(number) for rank, number in copy.loads.items()}
+        values = {rank: self._ordered.pop_payloads(number) for rank, number in copy.loads.items()}
         return msgspec.structs.replace(copy, values=values)
 
 

@@ -153,7 +153,7 @@ class PrefillPlanner:
             for sequence in mine:
                 if len(sequence.tokens) - sequence.prefilled > self._cfg.page_size:
                     return False
-        return self._gathering.waits(prompts, int(np.count_nonzero(self._scheduler.slots.decoding)))
+        return self._gathering.should_wait(prompts, int(np.count_nonzero(self._scheduler.slots.decoding)))
 
     def collect(self, planned: Planned, results: ForwardResults, outputs: StepOutputs) -> None:
         """Makes the pages findable that the chunks have completed, or takes back chunks that found no room.
@@ -171,7 +171,7 @@ class PrefillPlanner:
     def _note_chunks(self, context: ForwardContext, slots: np.ndarray | None) -> None:
         scheduler = self._scheduler
         overflowed = slots is not None and bool((slots > self._cfg.max_num_seqs).any())
-        self._room.note(context.factor, overflowed)
+        self._room.update(context.factor, overflowed)
         for chunk in (c for mine in context.chunks for c in reversed(mine)):
             slot = chunk.sequence.slot
             holds = slot >= 0 and scheduler.slots.epoch[slot] == chunk.epoch
@@ -190,7 +190,7 @@ class PrefillPlanner:
         prefilling = self._scheduler.prefilling
         rows = self._cfg.prefill_rows(self._cfg.prefill_buckets[-1])
         budget = max(1, self._cfg.max_num_batched_tokens // self._room.factor)
-        dealt = self._scheduler.balancer.deal(prefilling, rows, budget)
+        dealt = self._scheduler.balancer.schedule_chunks(prefilling, rows, budget)
         each = zip(prefilling, dealt, strict=True)
         return [self._of_rank(mine, counts) if mine else [] for mine, counts in each]
 
@@ -198,7 +198,7 @@ class PrefillPlanner:
         """Returns the chunks of a rank, those first of whose tokens something is told."""
         to_tell, chunks = prompt_logprobs.MOST_TOLD, []
         for sequence, count in zip(prefilling, counts, strict=False):
-            if count and sequence.tells_prompt:
+            if count and sequence.needs_prompt_logprobs:
                 count = min(count, to_tell)
                 to_tell -= count
             if count:
@@ -206,7 +206,7 @@ class PrefillPlanner:
                 start, stop = sequence.prefilled, sequence.prefilled + count
                 chunks.append(Chunk(sequence, epoch, start, stop))
         if to_tell < prompt_logprobs.MOST_TOLD:
-            chunks.sort(key=lambda chunk: not chunk.sequence.tells_prompt)
+            chunks.sort(key=lambda chunk: not chunk.sequence.needs_prompt_logprobs)
         return chunks
 
     def _bucket(self, chunks: list[list[Chunk]]) -> int:
@@ -232,8 +232,8 @@ class PrefillPlanner:
 
     def _note_balance(self, header: np.ndarray) -> None:
         rank, count, start = header[:, 0], header[:, 3], header[:, 4]
-        cost = prefill_cost(start, start + count, self._scheduler.balancer.keys)
-        self._balance.note(*(np.bincount(rank, each, self._cfg.num_ranks) for each in (count, cost)))
+        cost = prefill_cost(start, start + count, self._scheduler.balancer.keys_per_token)
+        self._balance.update(*(np.bincount(rank, each, self._cfg.num_ranks) for each in (count, cost)))
 
 
 def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> PrefillCommand:
@@ -252,7 +252,7 @@ def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> Prefi
         np.concatenate([_page_row(sequence) for sequence in sequences]),
         bool((header[:, 5] < 0).any()),  # no token behind it is known
         bool(start.any()),
-        any([sequence.tells_prompt for sequence in sequences]),
+        any([sequence.needs_prompt_logprobs for sequence in sequences]),
         int(stop.max()),
         cfg.page_size * int(np.bincount(rank, -(-stop // cfg.page_size)).max()),
         int(np.bincount(rank, count * start).max()),

@@ -164,7 +164,7 @@ def sampler_of(
     ranks = [a.rank for a in adjustments]
     variant, wants_logprobs = int(slots.variant[mine].max()), bool(slots.wants_logprobs[mine].any())
     command = SampleCommand(variant, wants_logprobs, adjustments, max(map(ranks.count, ranks), default=0))
-    return command, bool(slots.held[mine].any())
+    return command, bool(slots.constrained[mine].any())
 
 
 def masked_later(
@@ -177,7 +177,7 @@ def masked_later(
     assert masks is not None  # else no request is held
 
     def make(outputs: StepOutputs) -> SampleCommand:
-        return msgspec.structs.replace(command, masks=RowMasks(*masks.of(rows, width, outputs)))
+        return msgspec.structs.replace(command, masks=RowMasks(*masks.compute(rows, width, outputs)))
 
     return make
 

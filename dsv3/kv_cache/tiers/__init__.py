@@ -1,1 +1,1 @@
-"""Where pages go when they leave a device, and from where they come back: host memory, directories, object stores."""
+"""KV offload tiers below the devices: host memory, directories, object stores."""

@@ -1,4 +1,4 @@
-"""What the tiers count, and the rates by which loading and computing are compared."""
+"""Statistics of the offload tiers, and the measured rates that decide between loading and computing."""
 
 import bisect
 import dataclasses
@@ -15,12 +15,12 @@ LOAD_BOUNDS = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 5.0)
 Carrier = Literal["sockets", "nixl"]
 
 CARRIERS: tuple[Carrier, ...] = ("sockets", "nixl")
-"""What pages come by from other instances; the order of counts per carrier."""
+"""The transports of pages from other instances, in the order of counts per carrier."""
 
 _WEIGHT = 0.2  # of a new measurement in a rate
-_LATELY_S = 60.0
-_TELL_S = 60.0
-_MOST_WAYS = 256  # an address and a carrier
+_RATE_VALID_S = 60.0
+_LOG_INTERVAL_S = 60.0
+_MAX_ROUTES = 256  # pairs of address and carrier
 _log = logging.getLogger(__name__)
 
 
@@ -28,9 +28,9 @@ _log = logging.getLogger(__name__)
 class TierCounts:
     """Totals of one tier since the start.
 
-    `queries` counts tokens that were looked for, `hits` those that were loaded. A load is one batch of pages.
-    `dropped` pages could not be kept in time, or at all; `damaged` ones did not verify. Pages of other instances are
-    counted per carrier, too.
+    `queries` counts tokens that were looked up, `hits` those that were loaded. A load is one batch of pages. `dropped`
+    pages were not stored in time, or at all; `damaged` ones did not verify. Pages of other instances are also counted
+    per carrier.
     """
 
     queries: int = 0
@@ -49,31 +49,27 @@ class TierCounts:
     carried_seconds: list[float] = dataclasses.field(default_factory=lambda: [0.0] * len(CARRIERS))
     carrier_failures: list[int] = dataclasses.field(default_factory=lambda: [0] * len(CARRIERS))
 
-    def note_load(self, size: int, seconds: float) -> None:
-        """Adds a batch of `size` bytes."""
+    def record_load(self, size: int, seconds: float) -> None:
+        """Adds a loaded batch of `size` bytes."""
         self.loaded_bytes += size
         self.load_seconds += seconds
         self.loads[bisect.bisect_left(LOAD_BOUNDS, seconds)] += 1
 
-    def note_store(self, size: int, seconds: float) -> None:
+    def record_store(self, size: int, seconds: float) -> None:
         """Adds `size` bytes written."""
         self.stored_bytes += size
         self.store_seconds += seconds
 
 
 def total(counts: Sequence[TierCounts]) -> TierCounts:
-    """Returns the counts of several hosts' tiers together."""
+    """Returns the sum of the counts of several hosts' tiers."""
     columns = zip(*(dataclasses.astuple(each) for each in counts), strict=True)
-    return TierCounts(*(_sum(column) for column in columns))
-
-
-def _sum(column: Sequence[Any]) -> Any:
-    """Returns the sum of numbers, or of lists of them place by place."""
-    return list(map(sum, zip(*column, strict=True))) if isinstance(column[0], list) else sum(column)
+    sums: list[Any] = [list(map(sum, zip(*c, strict=True))) if isinstance(c[0], list) else sum(c) for c in columns]
+    return TierCounts(*sums)
 
 
 class Rate:
-    """Units per second, as measured lately. Any thread may call."""
+    """Units per second, as a running mean of recent measurements. Any thread may call."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._lock, self._now = threading.Lock(), now
@@ -82,11 +78,11 @@ class Rate:
 
     @property
     def value(self) -> float | None:
-        """The rate; None without a measurement of the last minute, so that what was slow once is tried again."""
-        return self._value if self._now() - self._measured < _LATELY_S else None
+        """The rate; None without a measurement in the last minute, so that a tier that was slow once is tried again."""
+        return self._value if self._now() - self._measured < _RATE_VALID_S else None
 
-    def note(self, units: float, seconds: float) -> None:
-        """Takes in a measurement; one without duration says nothing."""
+    def update(self, units: float, seconds: float) -> None:
+        """Adds a measurement; one without duration is ignored."""
         if seconds <= 0 or units <= 0:
             return
         with self._lock:
@@ -94,10 +90,11 @@ class Rate:
             self._value = units / seconds if before is None else before + _WEIGHT * (units / seconds - before)
 
 
-def loading_pays(tokens: int, size: int, load: float | None, compute: float | None) -> bool:
+def is_loading_faster(tokens: int, size: int, load: float | None, compute: float | None) -> bool:
     """Returns whether loading `size` bytes takes less time than computing their `tokens` tokens.
 
-    `load` is in bytes per second, `compute` in tokens per second; what has not been measured yet is tried.
+    `load` is in bytes per second, `compute` in tokens per second; an unmeasured one counts as faster, so that it is
+    tried.
     """
     if load is None or compute is None:
         return True
@@ -105,22 +102,22 @@ def loading_pays(tokens: int, size: int, load: float | None, compute: float | No
 
 
 @dataclasses.dataclass
-class _Way:
-    told: float = float("-inf")
+class _Route:
+    logged_at: float = float("-inf")
     size: int = 0
     seconds: float = 0.0
 
 
-class Carried:
-    """Totals per carrier since the start. Any thread may note; `now` says the time in seconds."""
+class CarrierStats:
+    """Totals per carrier since the start. Any thread may call; `now` returns the time in seconds."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now, self._lock = now, threading.Lock()
         self._counts = TierCounts()
-        self._ways: OrderedDict[tuple[str, Carrier], _Way] = OrderedDict()
+        self._routes: OrderedDict[tuple[str, Carrier], _Route] = OrderedDict()
 
-    def note(self, address: str, carrier: Carrier, size: int, seconds: float) -> None:
-        """Adds `size` bytes of verified pages from `address`, waits for pages to be computed left out.
+    def record(self, address: str, carrier: Carrier, size: int, seconds: float) -> None:
+        """Adds `size` bytes of verified pages from `address`, without the time that pages were waited for.
 
         Logs the carrier and its rate the first time, and then once per minute.
         """
@@ -130,20 +127,20 @@ class Carried:
         with self._lock:
             self._counts.carried_bytes[i] += size
             self._counts.carried_seconds[i] += seconds
-            way = self._way(address, carrier)
-            way.size, way.seconds = way.size + size, way.seconds + seconds
-            if self._now() - way.told < _TELL_S:
+            route = self._route(address, carrier)
+            route.size, route.seconds = route.size + size, route.seconds + seconds
+            if self._now() - route.logged_at < _LOG_INTERVAL_S:
                 return
-            rate = way.size / max(way.seconds, 1e-9)
-            self._ways[address, carrier] = _Way(self._now())
+            rate = route.size / max(route.seconds, 1e-9)
+            self._routes[address, carrier] = _Route(self._now())
         _log.info("pages of %s come by %s: %.0f MB/s", address, carrier, rate / 1e6)
 
-    def fail(self, carrier: Carrier) -> None:
-        """Adds a transfer that did not bring what it should have."""
+    def record_failure(self, carrier: Carrier) -> None:
+        """Adds a failed transfer."""
         with self._lock:
             self._counts.carrier_failures[CARRIERS.index(carrier)] += 1
 
-    def counted(self, counts: TierCounts) -> TierCounts:
+    def with_carriers(self, counts: TierCounts) -> TierCounts:
         """Returns `counts` with the totals per carrier."""
         mine = self._counts
         with self._lock:
@@ -154,9 +151,9 @@ class Carried:
                 carrier_failures=list(mine.carrier_failures),
             )
 
-    def _way(self, address: str, carrier: Carrier) -> _Way:
-        way = self._ways.setdefault((address, carrier), _Way())
-        self._ways.move_to_end((address, carrier))
-        if len(self._ways) > _MOST_WAYS:
-            self._ways.popitem(last=False)
-        return way
+    def _route(self, address: str, carrier: Carrier) -> _Route:
+        route = self._routes.setdefault((address, carrier), _Route())
+        self._routes.move_to_end((address, carrier))
+        if len(self._routes) > _MAX_ROUTES:
+            self._routes.popitem(last=False)
+        return route

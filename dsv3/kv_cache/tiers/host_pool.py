@@ -1,8 +1,8 @@
-"""Values in the host's memory: memory that outlives the process, an arena of cells in it, and memory for batches.
+"""The host pool: page payloads in host memory, shared memory that outlives the process, and staging buffers.
 
-An arena has cells of one size, found by key, the least recently used one overwritten first. Any thread may call. Bytes
-are copied without the lock. A cell's header is written after its payload, so whoever finds the memory again after a
-`kill -9` finds whole values or none; what was torn does not verify.
+A pool has blocks of one size, found by key, the least recently used one evicted first. Any thread may call. Bytes are
+copied without the lock. A block's header is written after its payload, so a process that recovers the memory after a
+`kill -9` finds whole payloads or none; a torn one does not verify.
 """
 
 import contextlib
@@ -22,51 +22,54 @@ from pathlib import Path
 import numpy as np
 
 from dsv3.kv_cache.events import EventSource
-from dsv3.kv_cache.page_keys import HEADER_BYTES, Key, aligned, header_of, read_header
+from dsv3.kv_cache.page_keys import HEADER_BYTES, Key, aligned, make_header, read_header
 
 FOLDER = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-_MOST_ENGINES = 64  # of one model on a host
+_MAX_ENGINES = 64  # of one model on a host
 _ZEROS = 2**20  # bytes per write
-_KEPT = 4  # pieces of each size
+_KEPT = 4  # buffers of each size
 _log = logging.getLogger(__name__)
 
-Place = tuple[int, int]
-"""Where a value lies in its process: the address of its header, and that of its payload."""
+PayloadAddress = tuple[int, int]
+"""Addresses of a page in its process: of the header, and of the payload."""
 
 
-def host_pool_bytes(num_blocks: int, value_bytes: int) -> int:
-    """Returns the memory of an arena: its headers, then its cells."""
-    return aligned(num_blocks * HEADER_BYTES) + num_blocks * aligned(value_bytes)
+def host_pool_bytes(num_blocks: int, payload_bytes: int) -> int:
+    """Returns the memory of a host pool: its headers, then its blocks."""
+    return aligned(num_blocks * HEADER_BYTES) + num_blocks * aligned(payload_bytes)
 
 
-def blocks_within(size: int, value_bytes: int) -> int:
-    """Returns how many values an arena of `size` bytes holds."""
-    return max(0, size - aligned(1)) // (aligned(value_bytes) + HEADER_BYTES)
+def blocks_within(size: int, payload_bytes: int) -> int:
+    """Returns how many payloads a host pool of `size` bytes holds."""
+    return max(0, size - aligned(1)) // (aligned(payload_bytes) + HEADER_BYTES)
 
 
 class HostPool:
-    """Values of `value_bytes` bytes in `memory`, uint8 `[host_pool_bytes(num_cells, value_bytes)]`.
+    """Payloads of `payload_bytes` bytes in `memory`, uint8 `[host_pool_bytes(num_blocks, payload_bytes)]`.
 
-    What the memory holds already stays, as far as its headers are whole. `watch` hears what comes and goes.
+    Recovers the pages that the memory already holds, where headers are whole. `events` receives stored and removed
+    pages.
     """
 
-    def __init__(self, memory: np.ndarray, value_bytes: int, num_blocks: int, watch: EventSource | None = None) -> None:
-        self._watch = watch
+    def __init__(
+        self, memory: np.ndarray, payload_bytes: int, num_blocks: int, events: EventSource | None = None
+    ) -> None:
+        self._events = events
         start = aligned(num_blocks * HEADER_BYTES)
         self.memory = memory
-        self.value_bytes, self.num_blocks = value_bytes, num_blocks
+        self.payload_bytes, self.num_blocks = payload_bytes, num_blocks
         self._headers = memory[: num_blocks * HEADER_BYTES].reshape(num_blocks, HEADER_BYTES)
-        self._blocks = memory[start : start + num_blocks * aligned(value_bytes)].reshape(num_blocks, -1)[
-            :, :value_bytes
+        self._blocks = memory[start : start + num_blocks * aligned(payload_bytes)].reshape(num_blocks, -1)[
+            :, :payload_bytes
         ]
-        self._lock = threading.Condition()  # told of new values
+        self._lock = threading.Condition()  # notified of new pages
         self._block_of: OrderedDict[Key, int] = OrderedDict()  # least recently used first
-        self._readers: Counter[int] = Counter()  # by cell
-        self._retired: set[int] = set()  # without a key, but with readers
+        self._readers: Counter[int] = Counter()  # by block
+        self._retired: set[int] = set()  # blocks without a key that are still being read
         self._free: list[int] = []
         self._written = 0
         self.evictions = self.damaged = 0
-        self._find_again()
+        self._recover()
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -75,32 +78,32 @@ class HostPool:
         return key in self._block_of
 
     def put(self, key: Key, payload: np.ndarray) -> bool:
-        """Keeps a value, uint8 `[value_bytes]`; False where it is there already or every cell is being read."""
+        """Stores a payload, uint8 `[payload_bytes]`; False where it is stored already or every block is being read."""
         with self._lock:
-            block = None if key in self._block_of else self._empty_block()
+            block = None if key in self._block_of else self._allocate_block()
             if block is None:
                 return False
             self._written += 1
             order = self._written
         self._blocks[block] = payload
-        self._headers[block] = np.frombuffer(header_of(key, payload, order).pack(), np.uint8)
+        self._headers[block] = np.frombuffer(make_header(key, payload, order).pack(), np.uint8)
         with self._lock:
-            was_faster = key in self._block_of  # another thread
-            if was_faster:
-                self._empty(block)
-            else:
+            is_stored = key not in self._block_of  # another thread may have been faster
+            if is_stored:
                 self._block_of[key] = block
-                self._tell_stored([key])
+                self._publish_stored([key])
                 self._lock.notify_all()
-        return not was_faster
+            else:
+                self._free_block(block)
+        return is_stored
 
     def wait_for(self, key: Key, seconds: float) -> bool:
-        """Returns whether a value is there, or comes within `seconds`."""
+        """Returns whether a page is stored now or within `seconds`."""
         with self._lock:
             return self._lock.wait_for(lambda: key in self._block_of, seconds)
 
-    def place_of(self, key: Key) -> Place | None:
-        """Returns where a value lies; None without one. Another may be written there at any time."""
+    def address_of(self, key: Key) -> PayloadAddress | None:
+        """Returns the addresses of a page; None where it is not stored. It may be overwritten at any time."""
         with self._lock:
             block = self._block_of.get(key)
             if block is None:
@@ -109,7 +112,7 @@ class HostPool:
         return self._headers[block].ctypes.data, self._blocks[block].ctypes.data
 
     def get(self, key: Key, out: np.ndarray) -> bool:
-        """Copies a value to `out`, uint8 `[value_bytes]`; False where there is none that verifies."""
+        """Copies a payload to `out`, uint8 `[payload_bytes]`; False where none is stored that verifies."""
         with self._lock:
             block = self._block_of.get(key)
             if block is None:
@@ -127,20 +130,20 @@ class HostPool:
             self._reclaim(block)
         return intact
 
-    def forget(self, key: Key) -> None:
-        """Drops a value."""
+    def delete(self, key: Key) -> None:
+        """Deletes a page."""
         with self._lock:
             if (block := self._block_of.get(key)) is not None:
                 self._retire(key, block)
                 self._reclaim(block)
 
     def clear(self) -> None:
-        """Drops all values."""
+        """Deletes all pages."""
         for key in list(self._block_of):
-            self.forget(key)
+            self.delete(key)
 
-    def _empty_block(self) -> int | None:
-        """Returns a cell that nobody has, the least recently used one if all are taken; None if all are being read."""
+    def _allocate_block(self) -> int | None:
+        """Returns a free block, else evicts the least recently used page; None where all are being read."""
         if self._free:
             return self._free.pop()
         found = next(((key, block) for key, block in self._block_of.items() if not self._readers[block]), None)
@@ -159,43 +162,42 @@ class HostPool:
 
     def _remove(self, key: Key) -> None:
         del self._block_of[key]
-        if self._watch is not None:
-            self._watch.removed([key])
+        if self._events is not None:
+            self._events.removed([key])
 
-    def _tell_stored(self, keys: list[Key]) -> None:
-        if self._watch is not None and keys:
-            self._watch.stored(keys)
+    def _publish_stored(self, keys: list[Key]) -> None:
+        if self._events is not None and keys:
+            self._events.stored(keys)
 
     def _reclaim(self, block: int) -> None:
-        """Frees a retired cell that nobody reads any more."""
+        """Frees a retired block that is no longer read."""
         if block in self._retired and not self._readers[block]:
             self._retired.remove(block)
-            self._empty(block)
+            self._free_block(block)
 
-    def _empty(self, block: int) -> None:
+    def _free_block(self, block: int) -> None:
         self._headers[block] = 0
         self._free.append(block)
 
-    def _find_again(self) -> None:
-        """Takes over what whole headers say the memory holds, in the order in which it was written."""
+    def _recover(self) -> None:
+        """Recovers the pages that whole headers name, in the order in which they were written."""
         found = {}
         for block, raw in enumerate(self._headers):
             header = read_header(raw.tobytes()) if raw.any() else None
-            if header is not None and header.length == self.value_bytes:
+            if header is not None and header.length == self.payload_bytes:
                 found[block] = header
         for block, header in sorted(found.items(), key=lambda item: item[1].order):
             self._block_of[header.key] = block
         kept = set(self._block_of.values())
         self._free = [block for block in reversed(range(self.num_blocks)) if block not in kept]
         self._written = max((header.order for header in found.values()), default=0)
-        self._tell_stored(list(self._block_of))
+        self._publish_stored(list(self._block_of))
 
 
 class SharedMemory:
     """`size` bytes that a later process finds again under `name`, unless another one has them locked.
 
-    Memory that engines of other names have left behind is given back first. Raises MemoryError where the host has too
-    little.
+    Frees memory that engines of other names have left behind first. Raises MemoryError where the host has too little.
     """
 
     def __init__(self, name: str, size: int, folder: Path | None = None) -> None:
@@ -206,7 +208,7 @@ class SharedMemory:
         _reserve(self.path, descriptor, size)
         self.array = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
         self.close = weakref.finalize(self, _release, descriptor)
-        """Lets another process have the memory, with what it holds; `array` stays readable."""
+        """Unlocks the memory for another process, with its content; `array` stays readable."""
 
 
 def _release(descriptor: int) -> None:
@@ -215,8 +217,8 @@ def _release(descriptor: int) -> None:
 
 
 def _lock_one(folder: Path, prefix: str, size: int) -> tuple[Path, int]:
-    """Returns the first file of this name that no process holds, emptied if it has another size."""
-    for i in range(_MOST_ENGINES):
+    """Locks the first file of this name that no process has locked; truncates it if it has another size."""
+    for i in range(_MAX_ENGINES):
         path = folder / f"{prefix}{i}"
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -227,11 +229,14 @@ def _lock_one(folder: Path, prefix: str, size: int) -> tuple[Path, int]:
                 os.ftruncate(descriptor, 0)
             return path, descriptor
         os.close(descriptor)
-    raise MemoryError(f"{folder} has {_MOST_ENGINES} files {prefix}* that are in use or belong to others")
+    raise MemoryError(
+        f"{folder} has {_MAX_ENGINES} files {prefix}* that are in use or belong to other users; stop an engine or "
+        "remove the files"
+    )
 
 
 def _reserve(path: Path, descriptor: int, size: int) -> None:
-    """Takes the memory now: without it the first write to a full file system would end the process."""
+    """Allocates the memory now: otherwise the first write to a full file system would kill the process."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(descriptor, 0, size)
@@ -257,7 +262,7 @@ def _fill(descriptor: int, start: int, size: int) -> None:
 
 
 def _remove_others(folder: Path, prefix: str, own: str) -> None:
-    """Removes files that ended engines of other models have left; memory of a running one is locked."""
+    """Removes files of engines of other models that have ended; running ones have theirs locked."""
     for path in _files(folder, prefix):
         if path.name.startswith(own):
             continue
@@ -266,7 +271,7 @@ def _remove_others(folder: Path, prefix: str, own: str) -> None:
         except OSError:
             continue
         if _is_mine(descriptor) and _lock(descriptor):
-            _log.info("giving back the memory of an ended engine: %s", path)
+            _log.info("removing the host pool of an engine that has ended: %s", path)
             path.unlink(missing_ok=True)
         os.close(descriptor)
 
@@ -282,7 +287,7 @@ def _is_mine(descriptor: int) -> bool:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Returns whether the file is still the one of that name: another process may have removed it before the lock."""
+    """Returns whether the file still has this name: another process may have removed it before the lock."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
@@ -298,10 +303,10 @@ def _lock(descriptor: int) -> bool:
 
 
 class Staging:
-    """Memory for batches on their way to a device: that of an array is used again when nobody holds it or a view of it.
+    """Staging buffers for batches on their way to a device; a buffer is reused once no array refers to it.
 
-    New memory costs more than what is read into it, since the system clears it page by page: with new memory per batch
-    the tiers loaded at a seventh of the disk's rate (`benchmarks.kv_tiers`). Large pages need fewer such stops.
+    New memory costs more than the read into it, since the system clears it page by page: with new memory per batch the
+    tiers loaded at a seventh of the disk's rate (`benchmarks.kv_tiers`). Huge pages need fewer page faults.
     """
 
     def __init__(self) -> None:
@@ -315,7 +320,7 @@ class Staging:
             memory = free.pop()
         except IndexError:
             memory = _new(size)
-        array = np.frombuffer(memory, np.uint8)  # the base of all views of it, as the map is no array
+        array = np.frombuffer(memory, np.uint8)  # the base of all views of it, as the map is not an array
         weakref.finalize(array, free.append, memory).atexit = False
         return array[: rows * width].reshape(rows, width)
 
@@ -324,6 +329,6 @@ def _new(size: int) -> mmap.mmap:
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return mmap.mmap(-1, size)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel may be built without large pages, as some for Arm are
+    with contextlib.suppress(OSError):  # a kernel may be built without huge pages, as some for Arm are
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -1,14 +1,14 @@
-"""Stores: places for values beyond the host's memory, which several engines may share, as pages are named by content.
+"""KV stores: page payloads beyond host memory, in a directory or an object store that several engines may share.
 
 A directory is one of a local disk, or a mounted 3FS or NFS that several hosts share:
 
     NAMESPACE/ab/abcdef....kv     a header, then the payload at 4,096 bytes
 
-A file appears under its name when it is whole; nothing is synced, since what a crash tears does not verify. Files that
-others remove are misses. The directory's size is what was found at the last look plus what was written since.
+A file gets its name when it is complete; nothing is synced, since a file that a crash tears does not verify. Files that
+others remove are misses. The directory's size is that of the last scan plus what was written since.
 
-A bucket is reached through tensorstore's key-value drivers: s3, gcs, memory. An object is a header and its payload. A
-bucket has rules of its own for what is old; nothing is evicted there.
+Buckets use tensorstore's key-value drivers: s3, gcs, memory. An object is a header and its payload. Nothing is evicted
+there: a bucket has lifecycle rules of its own.
 """
 
 import contextlib
@@ -28,116 +28,109 @@ import numpy as np
 
 from dsv3.config.store_address import check_address, directory_of, location_of
 from dsv3.kv_cache.events import EventSource
-from dsv3.kv_cache.page_keys import ALIGNMENT, HEADER_BYTES, Key, aligned, header_of, read_header
+from dsv3.kv_cache.page_keys import ALIGNMENT, HEADER_BYTES, Key, aligned, make_header, read_header
 
 
 class PageStore(Protocol):
-    """Values by key, in batches. Any thread may call; OSError says that the place does not answer as it should."""
+    """Payloads by key, in batches. Any thread may call; methods raise OSError where the store fails."""
 
     damaged: int
     evictions: int
 
     @property
     def bytes_held(self) -> int:
-        """Bytes that the place holds, as far as this process knows."""
+        """Bytes in the store, as far as this process knows."""
 
     def count(self, keys: Sequence[Key]) -> int:
-        """Returns how many of `keys` are there, from the first on."""
+        """Returns how many leading `keys` are stored."""
 
     def get(self, keys: Sequence[Key], out: np.ndarray) -> int:
-        """Reads values into the rows of `out`, uint8 `[n, value_bytes]`.
+        """Reads payloads into the rows of `out`, uint8 `[n, payload_bytes]`.
 
-        Returns how many there are, from the first on, that verify.
+        Returns how many leading ones are stored and verify.
         """
 
     def put(self, keys: Sequence[Key], payloads: np.ndarray) -> int:
-        """Writes the rows of `payloads`, uint8 `[n, value_bytes]`; returns how many were written."""
+        """Writes the rows of `payloads`, uint8 `[n, payload_bytes]`; returns how many were written."""
 
     def delete(self, keys: Sequence[Key]) -> None:
-        """Drops values."""
+        """Deletes pages."""
 
 
 def open_store(
-    address: str, namespace: str, value_bytes: int, limit: int, watch: EventSource | None = None
+    address: str, namespace: str, payload_bytes: int, limit: int, events: EventSource | None = None
 ) -> PageStore:
     """Opens a directory (an absolute path, or file://) or an object store (s3://, gs://).
 
     An S3 address may end with `?endpoint=URL&region=NAME`, for a server that is not Amazon's.
 
-    Values have `value_bytes` bytes. Engines that can read each other's pages use the same `namespace`. A directory
+    Payloads have `payload_bytes` bytes. Engines that can read each other's pages use the same `namespace`. A directory
     holds at most `limit` bytes; an object store is bounded by its own rules. Raises ValueError for another address,
     OSError where the store cannot be opened.
     """
     check_address(address)
     directory = directory_of(address)
     if directory is not None:
-        return Directory(directory / namespace, value_bytes, limit, watch)
-    return Objects(location_of(address, namespace), value_bytes, watch)
+        return Directory(directory / namespace, payload_bytes, limit, events)
+    return Objects(location_of(address, namespace), payload_bytes, events)
 
 
 _THREADS = 8
-_LOOK_AHEAD = 64  # files that are looked for at once: most prefixes are not there, and end at their first page
-_LOOK_AGAIN_S = 60.0  # at what others have written and removed
-_TOUCH_S = 60.0  # at most so often a file's time says that it was used
-_TORN_S = 600.0  # an unfinished file that old belongs to nobody
+_LOOKAHEAD = 64  # files that are looked up at once: most prefixes are absent and end at their first page
+_RESCAN_S = 60.0  # for files that others have written and removed
+_TOUCH_S = 60.0  # between two updates of a file's time of use
+_TORN_S = 600.0  # age after which an unfinished file is removed
 _SUFFIX, _UNFINISHED = ".kv", ".tmp"
 _DEADLINE_S = 30.0  # of a batch
 _log = logging.getLogger(__name__)
 
 
 class Directory:
-    """Values of `value_bytes` bytes under `root`, at most `limit` bytes of files; the least recently used ones go.
+    """Payloads of `payload_bytes` bytes under `root`, at most `limit` bytes of files; evicts the least recently used.
 
-    `watch` hears what this process writes, removes and misses. Raises OSError where the directory cannot be made or
-    read.
+    `events` receives the pages that this process writes, removes and misses. Raises OSError where the directory cannot
+    be created or read.
     """
 
-    def __init__(self, root: Path, value_bytes: int, limit: int, watch: EventSource | None = None) -> None:
-        self._root, self._value_bytes, self._limit, self._watch = root, value_bytes, limit, watch
-        self._file_bytes = ALIGNMENT + aligned(value_bytes)
+    def __init__(self, root: Path, payload_bytes: int, limit: int, events: EventSource | None = None) -> None:
+        self._root, self._value_bytes, self._limit, self._events = root, payload_bytes, limit, events
+        self._file_bytes = ALIGNMENT + aligned(payload_bytes)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kv-files")
-        # Containers on several hosts all have process id 1, and may share the directory.
+        # A random name: containers on several hosts all have process id 1, and may share the directory.
         self._name, self._numbers = secrets.token_hex(8), itertools.count()
         self._lock = threading.Lock()
         self._used: OrderedDict[Key, float] = OrderedDict()  # when its file was touched, least recently used first
-        self._looked = 0.0
+        self._scanned_at = 0.0
         self.evictions = self.damaged = 0
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._look()
+        self._scan()
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of the files known."""
         return len(self._used) * self._file_bytes
 
     def count(self, keys: Sequence[Key]) -> int:
-        """Returns how many of `keys` are there, from the first on."""
-        there = 0
-        for some in itertools.batched(keys, _LOOK_AHEAD):
-            found = sum(1 for _ in itertools.takewhile(bool, self._pool.map(self._is_there, some)))
-            there += found
+        total = 0
+        for some in itertools.batched(keys, _LOOKAHEAD):
+            found = sum(1 for _ in itertools.takewhile(bool, self._pool.map(self._exists, some)))
+            total += found
             if found < len(some):
                 break
-        return there
+        return total
 
     def get(self, keys: Sequence[Key], out: np.ndarray) -> int:
-        """Reads values into the rows of `out`; returns how many there are, from the first on, that verify."""
         found = list(self._pool.map(self._read, keys, out))
         return sum(1 for _ in itertools.takewhile(bool, found))
 
     def put(self, keys: Sequence[Key], payloads: np.ndarray) -> int:
-        """Writes values that are not there yet; returns how many.
-
-        Raises OSError where nothing can be written; then the directory holds what it held.
-        """
-        if time.monotonic() - self._looked > _LOOK_AGAIN_S:
-            self._look()
+        """Writes payloads that are not stored yet; after an OSError the directory holds what it held before."""
+        if time.monotonic() - self._scanned_at > _RESCAN_S:
+            self._scan()
         new = [(key, payload) for key, payload in zip(keys, payloads, strict=True) if key not in self._used]
-        self._make_room(len(new))
+        self._evict_for(len(new))
         return sum(self._pool.map(lambda pair: self._write(*pair), new))
 
     def delete(self, keys: Sequence[Key]) -> None:
-        """Removes values."""
         for key in keys:
             self._remove(key)
 
@@ -145,7 +138,7 @@ class Directory:
         name = key.hex()
         return self._root / name[:2] / f"{name}{_SUFFIX}"
 
-    def _is_there(self, key: Key) -> bool:
+    def _exists(self, key: Key) -> bool:
         found = self._path(key).is_file()
         if not found:
             self._forget(key)
@@ -154,13 +147,13 @@ class Directory:
     def _forget(self, key: Key) -> None:
         with self._lock:
             was_known = self._used.pop(key, None) is not None
-            if was_known and self._watch is not None:
-                self._watch.removed([key])
+            if was_known and self._events is not None:
+                self._events.removed([key])
 
     def _read(self, key: Key, out: np.ndarray) -> bool:
         try:
             with _opened(self._path(key), os.O_RDONLY) as descriptor:
-                # Reading the header by itself has the kernel read ahead: twice as fast as one call for both.
+                # Reading the header by itself makes the kernel read ahead: twice as fast as one call for both.
                 header = read_header(os.pread(descriptor, HEADER_BYTES, 0))
                 length = _read_fully(descriptor, memoryview(out), ALIGNMENT)
         except FileNotFoundError:
@@ -179,7 +172,7 @@ class Directory:
         path.parent.mkdir(exist_ok=True, mode=0o700)
         try:
             with _opened(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
-                _write_fully(descriptor, header_of(key, payload).pack().ljust(ALIGNMENT, b"\0"), memoryview(payload))
+                _write_fully(descriptor, make_header(key, payload).pack().ljust(ALIGNMENT, b"\0"), memoryview(payload))
                 os.ftruncate(descriptor, self._file_bytes)
             os.replace(unfinished, path)
         except OSError:
@@ -188,12 +181,12 @@ class Directory:
             raise
         with self._lock:
             self._used[key] = time.time()
-            if self._watch is not None:
-                self._watch.stored([key])
+            if self._events is not None:
+                self._events.stored([key])
         return True
 
     def _touch(self, key: Key) -> None:
-        """Notes that a value was used, for the order here and, now and then, for that of other processes."""
+        """Records the use of a page, in the order here and, at intervals, in the file's time for other processes."""
         now = time.time()
         with self._lock:
             is_due = now - self._used.get(key, 0.0) > _TOUCH_S
@@ -208,8 +201,8 @@ class Directory:
         with contextlib.suppress(OSError):
             self._path(key).unlink(missing_ok=True)
 
-    def _make_room(self, wanted: int) -> None:
-        """Removes the least recently used values until `wanted` more fit."""
+    def _evict_for(self, wanted: int) -> None:
+        """Evicts the least recently used pages until `wanted` more fit."""
         most = max(0, self._limit // self._file_bytes - wanted)
         while len(self._used) > most:
             with self._lock:
@@ -219,9 +212,9 @@ class Directory:
             self._remove(key)
             self.evictions += 1
 
-    def _look(self) -> None:
-        """Takes over what is there, in the order of last use, and removes what a crash has left unfinished."""
-        self._looked = time.monotonic()
+    def _scan(self) -> None:
+        """Reads the directory in the order of last use, and removes files that a crash has left unfinished."""
+        self._scanned_at = time.monotonic()
         found = dict(self._found())
         with self._lock:
             self._used = OrderedDict(sorted(found.items(), key=lambda item: item[1]))
@@ -255,7 +248,7 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def _read_fully(descriptor: int, out: memoryview, start: int) -> int:
-    """Fills `out` from `start` on; returns how many bytes there were."""
+    """Fills `out` from offset `start` on; returns how many bytes there were."""
     done = 0
     while done < len(out) and (count := os.preadv(descriptor, [out[done:]], start + done)):
         done += count
@@ -270,56 +263,55 @@ def _write_fully(descriptor: int, *parts: memoryview | bytes) -> None:
 
 
 class Objects:
-    """Values of `value_bytes` bytes under `address`, a URL or the fields of a tensorstore driver.
+    """Payloads of `payload_bytes` bytes under `address`, a URL or the fields of a tensorstore driver.
 
-    `watch` hears what this process writes and removes. Raises OSError where the address cannot be opened, or does not
-    answer a batch within 30 s.
+    `events` receives the pages that this process writes and removes. Raises OSError where the address cannot be opened,
+    or does not answer a batch within 30 s.
     """
 
-    def __init__(self, address: str | dict[str, str], value_bytes: int, watch: EventSource | None = None) -> None:
-        import tensorstore as ts  # only here: it is large, and few engines have a bucket
+    def __init__(self, address: str | dict[str, str], payload_bytes: int, events: EventSource | None = None) -> None:
+        import tensorstore as ts  # only here: it is large, and few engines use a bucket
 
-        self._value_bytes, self._watch = value_bytes, watch
+        self._value_bytes, self._events = payload_bytes, events
         self.evictions = self.damaged = self.bytes_held = 0
-        self._objects: Any = _answers([ts.KvStore.open(address)])[0]
+        self._objects: Any = _wait_for_all([ts.KvStore.open(address)])[0]
 
     def count(self, keys: Sequence[Key]) -> int:
-        """Returns how many of `keys` are there, from the first on; asks for one byte of each."""
-        answers = _answers(self._objects.read(_name(key), byte_range=slice(0, 1)) for key in keys)
+        """Returns how many leading `keys` are stored; reads one byte of each."""
+        answers = _wait_for_all(self._objects.read(_name(key), byte_range=slice(0, 1)) for key in keys)
         return sum(1 for _ in itertools.takewhile(lambda answer: answer.state == "value", answers))
 
     def get(self, keys: Sequence[Key], out: np.ndarray) -> int:
-        """Reads values into the rows of `out`; returns how many there are, from the first on, that verify."""
-        answers = _answers(self._objects.read(_name(key)) for key in keys)
-        fits = [self._take(key, answer, row) for key, answer, row in zip(keys, answers, out, strict=True)]
+        answers = _wait_for_all(self._objects.read(_name(key)) for key in keys)
+        fits = [self._copy_object(key, answer, row) for key, answer, row in zip(keys, answers, out, strict=True)]
         return sum(1 for _ in itertools.takewhile(bool, fits))
 
     def put(self, keys: Sequence[Key], payloads: np.ndarray) -> int:
-        """Writes values; returns how many."""
-        values = (header_of(key, row).pack() + row.tobytes() for key, row in zip(keys, payloads, strict=True))
-        written = len(_answers(self._objects.write(_name(key), value) for key, value in zip(keys, values, strict=True)))
+        values = (make_header(key, row).pack() + row.tobytes() for key, row in zip(keys, payloads, strict=True))
+        written = len(
+            _wait_for_all(self._objects.write(_name(key), value) for key, value in zip(keys, values, strict=True))
+        )
         self.bytes_held += written * (HEADER_BYTES + self._value_bytes)
-        if self._watch is not None:
-            self._watch.stored(list(keys))
+        if self._events is not None:
+            self._events.stored(list(keys))
         return written
 
     def delete(self, keys: Sequence[Key]) -> None:
-        """Removes values."""
-        if self._watch is not None:
-            self._watch.removed(list(keys))
-        _answers(self._objects.write(_name(key), None) for key in keys)
+        if self._events is not None:
+            self._events.removed(list(keys))
+        _wait_for_all(self._objects.write(_name(key), None) for key in keys)
 
-    def _take(self, key: Key, answer: Any, out: np.ndarray) -> bool:
-        """Copies an object's payload to `out`; False where there is none that verifies; a damaged one is removed."""
+    def _copy_object(self, key: Key, answer: Any, out: np.ndarray) -> bool:
+        """Copies an object's payload to `out`; False where it is missing or damaged; deletes a damaged one."""
         if answer.state != "value":
             return False
         header, payload = read_header(answer.value[:HEADER_BYTES]), answer.value[HEADER_BYTES:]
         if header is None or len(payload) != out.size:
-            return self._drop(key)
+            return self._delete_damaged(key)
         out[:] = np.frombuffer(payload, np.uint8)
-        return header.covers(key, out) or self._drop(key)
+        return header.covers(key, out) or self._delete_damaged(key)
 
-    def _drop(self, key: Key) -> bool:
+    def _delete_damaged(self, key: Key) -> bool:
         self.damaged += 1
         self.delete([key])
         return False
@@ -329,12 +321,12 @@ def _name(key: Key) -> str:
     return f"{key.hex()}.kv"
 
 
-def _answers(futures: Iterable[Any]) -> list[Any]:
-    """Waits for all of a batch; raises OSError where one fails or the batch takes too long."""
+def _wait_for_all(futures: Iterable[Any]) -> list[Any]:
+    """Returns the results of a batch; raises OSError where one fails or the batch exceeds its deadline."""
     deadline = time.time() + _DEADLINE_S
     try:
         return [future.result(deadline=deadline) for future in list(futures)]
     except TimeoutError:
-        raise OSError(f"the object store has not answered within {_DEADLINE_S:.0f} s") from None
+        raise OSError(f"kv_store: the object store has not answered within {_DEADLINE_S:.0f} s") from None
     except (ValueError, RuntimeError) as error:
-        raise OSError(f"the object store has failed: {error}") from None
+        raise OSError(f"kv_store: the object store has failed: {error}") from None

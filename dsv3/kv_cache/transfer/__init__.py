@@ -1,1 +1,1 @@
-"""Pages from one instance to another: one serves what its host memory holds, another fetches what it lacks."""
+"""KV transfer between instances: one serves pages of its host pool, another fetches those that it lacks."""

@@ -1,11 +1,11 @@
-"""Gives pages to other instances: what the host's memory holds, and what comes there while they wait.
+"""Server of KV transfer: sends pages of the host pool, also those that arrive there while a client waits.
 
-Nothing is reserved for anyone. A page lies in the host's memory like every other and leaves it by age; whoever comes
-too late computes it.
+Nothing is reserved for a client. A page in the host pool is evicted by age like every other; a client that comes too
+late computes it.
 
-A *meeting* is a request that a router hands to two instances at once, under a number (SGLang's `bootstrap_room`). The
-prefill instance notes here how far its request is, and the decode instance asks (`client.py`). Pages are named by their
-content and not by meetings, so a number that is wrong costs time and no answer.
+A bootstrap room (SGLang's word) is the number of a request that a router sends to two instances at once. The prefill
+instance records here how far its request is, and the decode instance polls (`client.py`). Pages are named by content
+and not by room, so a wrong number costs time and never gives a wrong answer.
 """
 
 import contextlib
@@ -18,35 +18,35 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dsv3.kv_cache.page_keys import header_of
-from dsv3.kv_cache.tiers.host_pool import HostPool, Place
+from dsv3.kv_cache.page_keys import make_header
+from dsv3.kv_cache.tiers.host_pool import HostPool, PayloadAddress
 from dsv3.kv_cache.transfer import protocol
 from dsv3.kv_cache.transfer.protocol import (
-    Ask,
     BootstrapStages,
+    FetchPages,
     HelloAnswer,
     Locate,
     Located,
     PeerError,
     PeerHello,
-    Question,
+    PeerRequest,
+    PollRooms,
     Stage,
-    Want,
 )
 from dsv3.processes.certificates import credentials_of, tls_context
 from dsv3.processes.unauthenticated import UnauthenticatedConnections, listen
 
-_MOST_PEERS = 256
+_MAX_PEERS = 256
 _MAX_WARNINGS = 20
 _PAUSE_S = 0.1  # after an error of accept, such as no free descriptor
-_MOST_BOOTSTRAP_ROOMS = 2**16
+_MAX_BOOTSTRAP_ROOMS = 2**16
 _log = logging.getLogger(__name__)
 
 
 class BootstrapRooms:
-    """The meetings of an instance whose processes give pages at `addresses`; any thread may ask.
+    """Stages of the bootstrap rooms of an instance whose processes serve pages at `addresses`. Thread-safe.
 
-    The oldest are forgotten where there are too many. Requests without a meeting have None, which changes nothing.
+    The oldest are dropped beyond a limit. Requests without a room pass None, which changes nothing.
     """
 
     def __init__(self, addresses: Sequence[str] = ()) -> None:
@@ -54,44 +54,31 @@ class BootstrapRooms:
         self._lock = threading.Lock()
         self._stages: OrderedDict[int, Stage] = OrderedDict()
 
-    def open(self, bootstrap_room: int | None) -> None:
-        """Notes that a request waits; a meeting that has begun stays so, as several prompts may share it."""
-        if bootstrap_room is None:
-            return
-        with self._lock:
-            if self._stages.get(bootstrap_room) != "begun":
-                self._note(bootstrap_room, "queued")
+    def update(self, bootstrap_room: int | None, stage: Stage) -> None:
+        """Records that a request of the room is queued, has begun (has a slot), or is gone (has ended).
 
-    def begin(self, bootstrap_room: int | None) -> None:
-        """Notes that a request has a slot."""
+        A room that has begun stays so, as several prompts may share it.
+        """
         if bootstrap_room is None:
             return
         with self._lock:
-            self._note(bootstrap_room, "begun")
-
-    def leave(self, bootstrap_room: int | None) -> None:
-        """Notes that a request has ended, wherever it was."""
-        if bootstrap_room is None:
-            return
-        with self._lock:
-            if self._stages.get(bootstrap_room) == "queued":
-                self._note(bootstrap_room, "gone")
+            before = self._stages.get(bootstrap_room)
+            if (stage == "queued" and before == "begun") or (stage == "gone" and before != "queued"):
+                return
+            self._stages[bootstrap_room] = stage
+            if len(self._stages) > _MAX_BOOTSTRAP_ROOMS:
+                self._stages.popitem(last=False)
 
     def stages(self, bootstrap_rooms: Sequence[int]) -> list[Stage]:
-        """Returns how far each of `bootstrap_rooms` is."""
+        """Returns the stage of each of `bootstrap_rooms`."""
         with self._lock:
             return [self._stages.get(bootstrap_room, "unknown") for bootstrap_room in bootstrap_rooms]
 
-    def _note(self, bootstrap_room: int, stage: Stage) -> None:
-        self._stages[bootstrap_room] = stage
-        if len(self._stages) > _MOST_BOOTSTRAP_ROOMS:
-            self._stages.popitem(last=False)
-
 
 class PageServer:
-    """Serves the pages of `host_pool` to whoever knows `secret` and is like `hello`; listens at `host`:`port`.
+    """Serves the pages of `host_pool` to clients with the same `secret` and `hello`; listens at `host`:`port`.
 
-    Tells how far the requests of `bootstrap_rooms` are, and where pages lie if their memory is `shared`. Raises
+    Answers the stages of `bootstrap_rooms`, and page addresses if `agent` has the host pool registered. Raises
     ValueError where it cannot listen there.
     """
 
@@ -108,7 +95,7 @@ class PageServer:
         self._agent = agent
         self.bootstrap_rooms = BootstrapRooms() if bootstrap_rooms is None else bootstrap_rooms
         self._context, self._hello, self._host_pool = tls_context(credentials_of(secret), True), hello, host_pool
-        self._unauthenticated, self._peers = UnauthenticatedConnections(), threading.BoundedSemaphore(_MOST_PEERS)
+        self._unauthenticated, self._peers = UnauthenticatedConnections(), threading.BoundedSemaphore(_MAX_PEERS)
         self._warnings = 0
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -118,12 +105,12 @@ class PageServer:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port where it listens."""
+        """The host and port where it listens."""
         host, port, *_ = self._listener.getsockname()
         return host, port
 
     def close(self) -> None:
-        """Ends listening; connections go on."""
+        """Stops listening; open connections continue."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -133,79 +120,79 @@ class PageServer:
         while not self._closed.is_set():
             try:
                 connection, address = self._listener.accept()
-                guard = connection.dup()  # TLS takes the socket over, and a stranger that is displaced loses it
+                guard = connection.dup()  # TLS takes the socket over; this one closes an unauthenticated connection
                 self._unauthenticated.add(guard, address[0])
-                threading.Thread(target=self._greet, args=(connection, guard, address[0]), daemon=True).start()
+                threading.Thread(target=self._handshake, args=(connection, guard, address[0]), daemon=True).start()
             except (OSError, RuntimeError) as error:  # no descriptor, or no thread
                 if not self._closed.wait(_PAUSE_S):
-                    self._warn(f"cannot take a connection: {error}")
+                    self._warn(f"KV transfer: cannot accept a connection: {error}")
 
-    def _greet(self, connection: socket.socket, guard: socket.socket, address: str) -> None:
+    def _handshake(self, connection: socket.socket, guard: socket.socket, address: str) -> None:
         try:
             connection.settimeout(protocol.HANDSHAKE_S)
             with self._context.wrap_socket(connection, server_side=True) as tls:
                 other = protocol.receive(tls, PeerHello)
                 self._unauthenticated.remove(guard)
                 if other is not None:
-                    self._admit(tls, other)
+                    self._serve_peer(tls, other)
         except (OSError, ssl.SSLError) as error:
-            self._warn(f"{address}: {error}")
+            self._warn(f"KV transfer: {address}: {error}")
         finally:
             self._unauthenticated.remove(guard)
             for each in (guard, connection):
                 each.close()
 
-    def _admit(self, tls: ssl.SSLSocket, other: PeerHello) -> None:
-        """Serves an instance that is like this one, as long as it asks."""
+    def _serve_peer(self, tls: ssl.SSLSocket, other: PeerHello) -> None:
+        """Serves the requests of an instance with the same identity until it disconnects."""
         refusal = protocol.difference(self._hello, other)
         if not refusal and not self._peers.acquire(blocking=False):
-            refusal = f"{_MOST_PEERS} others are being served"
+            refusal = f"{_MAX_PEERS} connections are being served, which is the limit"
         agent = self._agent if other.reads and not refusal else b""
         protocol.send(tls, HelloAnswer(refusal, agent))
         if refusal:
             raise PeerError(f"refused an instance: {refusal}")
         try:
-            buffer = np.empty(self._hello.value_bytes, np.uint8)
-            while (question := self._next(tls)) is not None:
+            buffer = np.empty(self._hello.payload_bytes, np.uint8)
+            while (request := self._next(tls)) is not None:
                 tls.settimeout(protocol.STALL_S)
-                if isinstance(question, Ask):
-                    stages = self.bootstrap_rooms.stages(question.bootstrap_rooms[: protocol.MAX_BOOTSTRAP_ROOMS])
+                if isinstance(request, PollRooms):
+                    stages = self.bootstrap_rooms.stages(request.bootstrap_rooms[: protocol.MAX_BOOTSTRAP_ROOMS])
                     protocol.send(tls, BootstrapStages(stages, self.bootstrap_rooms.addresses))
-                elif isinstance(question, Locate):
-                    protocol.send(tls, Located(self._places(question)))
+                elif isinstance(request, Locate):
+                    protocol.send(tls, Located(self._locate(request)))
                 else:
-                    self._serve(tls, question, buffer)
+                    self._send_pages(tls, request, buffer)
         finally:
             self._peers.release()
 
-    def _next(self, tls: ssl.SSLSocket) -> Question | None:
+    def _next(self, tls: ssl.SSLSocket) -> PeerRequest | None:
         tls.settimeout(protocol.IDLE_S)
         try:
-            return protocol.receive_question(tls)
+            return protocol.receive_request(tls)
         except TimeoutError:
             return None
 
-    def _places(self, asked: Locate) -> list[Place]:
-        keys = asked.keys[: protocol.MAX_KEYS] if self._agent else []
-        if not keys or not self._host_pool.wait_for(keys[0], min(asked.patience_s, protocol.MAX_PATIENCE_S)):
+    def _locate(self, request: Locate) -> list[PayloadAddress]:
+        keys = request.keys[: protocol.MAX_KEYS] if self._agent else []
+        if not keys or not self._host_pool.wait_for(keys[0], min(request.patience_s, protocol.MAX_PATIENCE_S)):
             return []
-        places = []
+        addresses = []
         for key in keys:
-            if (place := self._host_pool.place_of(key)) is None:
+            if (address := self._host_pool.address_of(key)) is None:
                 break
-            places.append(place)
-        self.pages_located += len(places)
-        return places
+            addresses.append(address)
+        self.pages_located += len(addresses)
+        return addresses
 
-    def _serve(self, tls: ssl.SSLSocket, want: Want, buffer: np.ndarray) -> None:
-        for key in want.keys[: protocol.MAX_KEYS]:
-            there = self._host_pool.wait_for(key, min(want.patience_s, protocol.MAX_PATIENCE_S))
-            if not there or not self._host_pool.get(key, buffer):
+    def _send_pages(self, tls: ssl.SSLSocket, request: FetchPages, buffer: np.ndarray) -> None:
+        for key in request.keys[: protocol.MAX_KEYS]:
+            is_stored = self._host_pool.wait_for(key, min(request.patience_s, protocol.MAX_PATIENCE_S))
+            if not is_stored or not self._host_pool.get(key, buffer):
                 break
-            tls.sendall(protocol.HAVE + header_of(key, buffer).pack())
+            tls.sendall(protocol.PAGE_FOLLOWS + make_header(key, buffer).pack())
             tls.sendall(memoryview(buffer))
             self.pages_sent += 1
-        tls.sendall(protocol.NO_MORE)
+        tls.sendall(protocol.END_OF_PAGES)
 
     def _warn(self, text: str) -> None:
         with self._lock:

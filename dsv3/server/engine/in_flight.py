@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from dsv3.scheduler.request import EngineOutput, PreparedRequest, RequestRules, behind
+from dsv3.scheduler.request import EngineOutput, PreparedRequest, RequestRules, resumed_request
 
 SAFE_TOKENS = 16
 """Tokens after which a sequence has passed the place where an engine died: that was two steps of 8 tokens further on
@@ -64,7 +64,7 @@ class InFlightRequest:
 
     def request_behind(self, rules: RequestRules) -> PreparedRequest:
         """Returns the request that goes on behind the tokens that have come."""
-        return behind(_on_ranks(self.request, rules), self.index, np.array(self.tokens, "<i4"), rules)
+        return resumed_request(_on_ranks(self.request, rules), self.index, np.array(self.tokens, "<i4"), rules)
 
     def note_death(self) -> None:
         """Notes that its engine has died."""

@@ -19,7 +19,7 @@ from dsv3.scheduler.request import (
     PromptTooLong,
     TokenLogprobs,
     prepare,
-    sampling_of,
+    sampling_for_sequence,
 )
 from dsv3.server.engine.client import SLICE, Busy, EngineUnavailable, Refused
 from dsv3.server.engine.in_flight import EngineDied
@@ -444,7 +444,7 @@ def _resuming(common: EngineRequest, prompts: list[EncodedPrompt], resumed: Sequ
             common,
             request_id=common.request_id + i,
             prompt_token_ids=prompts[i // n].token_ids,
-            sampling=sampling_of(common.sampling, i % n),
+            sampling=sampling_for_sequence(common.sampling, i % n),
             answer_token_ids=choice.token_ids,
         )
         for i, choice in enumerate(resumed)

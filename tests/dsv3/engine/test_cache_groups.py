@@ -119,7 +119,7 @@ def make(compiled: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Eng
     """Makes engines that load what they find in a tier, however fast they would compute it."""
     for name in ("LOOK_UP_S", "LOAD_S"):
         monkeypatch.setattr(tiers, name, 60.0)
-    monkeypatch.setattr(tiers, "loading_pays", lambda *_: True)
+    monkeypatch.setattr(tiers, "is_loading_faster", lambda *_: True)
 
     def make(**changes: object) -> Engine:
         engine = Engine(parts(**({"kv_offloading_size": 1e-3, "identity": "f"} | changes)))

@@ -38,20 +38,20 @@ def live_rows(driver: Driver, step: Step) -> list[int]:
 
 def test_room_doubles_until_a_step_fits_and_halves_after_calm() -> None:
     room = CapacityFactor(most=8)
-    room.note(1, overflowed=True)
+    room.update(1, overflowed=True)
     assert room.factor == 2
-    room.note(1, overflowed=True)
+    room.update(1, overflowed=True)
     assert room.factor == 2, "that step was in flight already"
-    room.note(2, overflowed=True)
+    room.update(2, overflowed=True)
     for _ in range(CALM_STEPS - 1):
-        room.note(4, overflowed=False)
+        room.update(4, overflowed=False)
     assert room.factor == 4
-    room.note(4, overflowed=False)
+    room.update(4, overflowed=False)
     assert room.factor == 2
-    room.note(2, overflowed=True)
-    room.note(4, overflowed=True)
-    with pytest.raises(CapacityExceeded, match="8 times the room per row"):
-        room.note(8, overflowed=True)
+    room.update(2, overflowed=True)
+    room.update(4, overflowed=True)
+    with pytest.raises(CapacityExceeded, match="8 times the capacity per row"):
+        room.update(8, overflowed=True)
 
 
 def test_rows_take_a_larger_bucket_and_then_turns() -> None:

@@ -28,7 +28,7 @@ def free_address() -> str:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "FETCH_S", 300.0)
-    monkeypatch.setattr(tiers, "loading_pays", lambda *_: True)
+    monkeypatch.setattr(tiers, "is_loading_faster", lambda *_: True)
 
 
 @pytest.fixture
@@ -169,9 +169,9 @@ def check_abort(decode: Engine) -> None:
     decode.abort(number("gone"))
     assert drain(decode, limit=10**6)["gone"].finish_reason == "abort"
     deadline = time.monotonic() + 30
-    while decode.scheduler.admission.asking and time.monotonic() < deadline:
+    while decode.scheduler.admission.awaiting_lookup and time.monotonic() < deadline:
         decode.step()
-    assert not decode.scheduler.admission.asking and decode.stats().pages_in_use == 0
+    assert not decode.scheduler.admission.awaiting_lookup and decode.stats().pages_in_use == 0
 
 
 def test_an_abort_while_pages_travel(prefill: Engine, decode: Engine, monkeypatch: pytest.MonkeyPatch):
@@ -214,8 +214,10 @@ def test_a_request_handed_to_both_meets_though_it_waits_in_the_queue(prefill: En
 def test_a_meeting_that_does_not_come_about_costs_no_answer(
     prefill: Engine, decode: Engine, monkeypatch: pytest.MonkeyPatch, what: str
 ):
-    monkeypatch.setattr(client, "COMES_S", 0.05 if what in ("another number", "never handed in") else 300.0)
-    monkeypatch.setattr(client, "BEGINS_S", 300.0)
+    monkeypatch.setattr(
+        client, "UNKNOWN_ROOM_TIMEOUT_S", 0.05 if what in ("another number", "never handed in") else 300.0
+    )
+    monkeypatch.setattr(client, "QUEUED_TIMEOUT_S", 300.0)
     first, item = meet(prefill, "a", 5, 6 if what == "another number" else 5, max_tokens=6)
     if what != "never handed in":
         prefill.submit(first)
@@ -234,7 +236,7 @@ def test_a_meeting_that_does_not_come_about_costs_no_answer(
 
 
 def test_an_abort_while_a_meeting_is_waited_for(prefill: Engine, decode: Engine, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(client, "COMES_S", 0.2)
+    monkeypatch.setattr(client, "UNKNOWN_ROOM_TIMEOUT_S", 0.2)
     _, item = meet(prefill, "gone", 9, max_tokens=5)
     decode.add(item)
     check_abort(decode)

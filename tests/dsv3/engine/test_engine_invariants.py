@@ -21,7 +21,7 @@ from dsv3.engine.job import Planned, StepCommand
 from dsv3.engine.jobs import decode, prefill
 from dsv3.engine.jobs.sample import ForwardResults
 from dsv3.kv_cache.tiers import tiers
-from dsv3.scheduler.admission import _ROOM, useful_pages
+from dsv3.scheduler.admission import _CAPACITY, lookup_keys
 from dsv3.scheduler.batch_slots import NOT_FINITE, NOTHING, BatchRows
 from dsv3.scheduler.request import EngineRequest, QueueFull
 from dsv3.scheduler.sequence import Sequence, SequenceStatus
@@ -50,7 +50,7 @@ class Auditor:
             assert writers.setdefault((rank, page), name) == name, f"two requests write page {page}"
             cache = self.engine.scheduler.caches[rank]
             assert cache.pool.references(page) == 1, f"a shared page {page} is written"
-            assert not cache.index.knows(page), f"a findable page {page} is written"
+            assert page not in cache.index._key_of, f"a cached page {page} is written"
             in_flight = self.last_writers.get((rank, page), name)
             assert in_flight == name, f"page {page} was handed on while a launched step may still write it"
         self.last_step, self.last_writers = self.engine.scheduler.pages.launched + 1, writers
@@ -88,22 +88,24 @@ class Idleness:
 
     def check(self, jobs: list[Planned]) -> None:
         scheduler = self.engine.scheduler
-        works = bool(jobs) or bool(self.engine._in_flight) or scheduler.only_waits_for_tiers
+        works = bool(jobs) or bool(self.engine._in_flight) or scheduler.waits_only_for_tiers
         self.idle = 0 if works or not scheduler.sequences else self.idle + 1
         assert self.idle <= self.PATIENCE, f"nothing runs, and {scheduler.sequences.keys()} wait"
-        waiting = [s for s in scheduler.waiting if s not in scheduler.admission.asking]
+        waiting = [s for s in scheduler.waiting if s not in scheduler.admission.awaiting_lookup]
         self.passed = self.passed + 1 if waiting and self._has_room(waiting[0]) else 0
         assert self.passed <= self.PATIENCE, f"there is room for request {waiting[0].id}, the first that waits"
         for rank, parked in scheduler.queue._parked.items():
-            lost = [s.id for s in parked.get(_ROOM, []) if s.state is SequenceStatus.WAITING]
-            assert not lost or rank in scheduler.admission._asked_for, f"nobody wakes {lost} when rank {rank} has room"
+            lost = [s.id for s in parked.get(_CAPACITY, []) if s.state is SequenceStatus.WAITING]
+            assert not lost or rank in scheduler.admission._requested_ranks, (
+                f"nobody wakes {lost} when rank {rank} has room"
+            )
 
     def _has_room(self, sequence: Sequence) -> bool:
         """Whether a request fits where it may go, and waits for no page that is being computed there."""
         scheduler, asked = self.engine.scheduler, sequence.request.rank
-        admission, useful = scheduler.admission, sequence.keys[: useful_pages(sequence, scheduler.cfg.page_size)]
+        admission, useful = scheduler.admission, lookup_keys(sequence, scheduler.cfg.page_size)
         for rank in range(scheduler.cfg.num_ranks) if asked is None else (asked,):
-            cached = admission._cached_if_it_fits(sequence, rank, useful)
+            cached = admission._match_if_it_fits(sequence, rank, useful)
             if cached is not None and admission._last_pending(sequence, rank, len(cached)) is None:
                 return True
         return False
@@ -195,7 +197,7 @@ class EngineMachine(RuleBasedStateMachine):
         scheduler = self.engine.scheduler
         assert not scheduler.balancer.backlog.any() and not scheduler.slots.num_tokens().any()
         for key in (key for cache in scheduler.caches for key in cache.index._page_of):
-            depths = scheduler.pages.holders.depths([key])
+            depths = scheduler.pages.rank_index.depths([key])
             expected = [len(cache.match([key])) for cache in scheduler.caches]
             assert len(expected) == 1 or depths.tolist() == expected
         assert self.gathered.keys() == self.requests.keys()
@@ -327,7 +329,7 @@ def test_every_text_is_its_own_and_every_page_comes_back(make_engine, sharing):
 
 
 def test_pages_that_come_and_go_change_no_text_and_are_not_lost(make_engine, monkeypatch):
-    monkeypatch.setattr(tiers, "loading_pays", lambda *_: True)
+    monkeypatch.setattr(tiers, "is_loading_faster", lambda *_: True)
 
     def make(**changes):
         return make_engine(kv_offloading_size=4e-5, identity="f", **changes)  # eight pages; they stay for the next

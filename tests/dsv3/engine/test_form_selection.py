@@ -136,7 +136,7 @@ def test_the_table_has_each_form_once_and_a_form_without_topk_needs_no_indexer()
 def test_a_step_expands_cached_tokens_where_that_takes_less_time(new, cached, expands: bool) -> None:
     """Many new tokens per cached one do, as long as there is room; a step of prefix hits stays absorbed."""
     sequence = types.SimpleNamespace(tokens=np.zeros(300_000, np.int32), pages=[], page_row=None, slot=0)
-    sequence.tells_prompt = False
+    sequence.needs_prompt_logprobs = False
     chunks = [prefill.Chunk(sequence, 0, start, start + n) for n, start in zip(new, cached, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill, "control_rows", lambda rows: np.zeros((len(list(rows)), prefill.HEADER - 4), np.int32))
@@ -158,7 +158,7 @@ def test_a_step_masks_only_where_all_its_tokens_have_room(stops: list[list[int]]
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill, "control_rows", lambda rows: np.zeros((len(list(rows)), prefill.HEADER - 4), np.int32))
-        sequence.tells_prompt = False
+        sequence.needs_prompt_logprobs = False
         command = prefill._command(chunks, 4096, layout().cfg)
     needed = max(sum(-(-stop // 64) * 64 for stop in mine) for mine in stops)
     found = form_selection.prefill_form(layout(length=32_768), 4096, True, command.longest, command.keys)

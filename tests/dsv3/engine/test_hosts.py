@@ -29,7 +29,7 @@ MakeEngine = Callable[..., Engine]
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOOK_UP_S", "LOAD_S", "FETCH_S"):
         monkeypatch.setattr(tiers, name, 300.0)
-    monkeypatch.setattr(tiers, "loading_pays", lambda *_: True)
+    monkeypatch.setattr(tiers, "is_loading_faster", lambda *_: True)
 
 
 @pytest.fixture
@@ -119,9 +119,9 @@ def test_a_host_that_says_nothing_is_not_waited_for(make: MakeEngine, monkeypatc
     ask(engine, "first", rank=FAR)
     forget(engine)
     monkeypatch.setattr(tiers, "LOAD_S", 0.05)
-    monkeypatch.setattr(engine.executor.follower_handler._ordered, "begin", lambda orders: None)
+    monkeypatch.setattr(engine.executor.follower_handler._ordered, "execute_before_step", lambda orders: None)
     assert ask(engine, "again", rank=FAR) == 0
-    assert engine.scheduler.tiers.of(FAR).batches_under_way == 0 and engine.stats().pages_in_use == 0
+    assert engine.scheduler.tiers.of(FAR).num_loading_batches == 0 and engine.stats().pages_in_use == 0
 
 
 def test_an_abort_drops_what_the_other_host_has_loaded(make: MakeEngine) -> None:
@@ -135,7 +135,7 @@ def test_an_abort_drops_what_the_other_host_has_loaded(make: MakeEngine) -> None
     engine.abort(number("gone"))
     assert drain(engine)["gone"].finish_reason == "abort"
     settle(engine)
-    assert not ordered._loads and engine.scheduler.tiers.of(FAR).batches_under_way == 0
+    assert not ordered._loads and engine.scheduler.tiers.of(FAR).num_loading_batches == 0
     assert engine.stats().pages_in_use == 0
 
 
@@ -214,8 +214,8 @@ def test_pages_go_from_two_hosts_to_two_hosts(make: MakeEngine, key: str, monkey
 def test_a_router_hears_of_a_hosts_pages_at_its_ranks_alone(make: MakeEngine) -> None:
     engine = make(kv_events_config={"enable_kv_cache_events": True, "endpoint": f"inproc://{time.monotonic_ns()}"})
     heard: list = []
-    note = engine.events.record.note
-    engine.events.record.note = lambda each: heard.append(each) or note(each)
+    note = engine.events.queue.append
+    engine.events.queue.append = lambda each: heard.append(each) or note(each)
     ask(engine, "near", [*PROMPT[:64], 3], rank=0)
     ask(engine, "far", PROMPT, rank=FAR)
     settle(engine)
@@ -257,7 +257,7 @@ def test_a_host_whose_room_others_have_taken_is_left_for_another(
     decode.add(msgspec.structs.replace(request("moves", PROMPT, max_tokens=3), pages_from=",".join(addresses)))
     gathered: dict = {}
     take(decode.step(), gathered)
-    [asking] = decode.scheduler.admission.asking
+    [asking] = decode.scheduler.admission.awaiting_lookup
     assert asking.lookup.tiers is decode.scheduler.tiers.of(0)
     for i in range(decode.cfg.max_num_seqs):
         others = request(f"other {i}", [i + 1] * 3, max_tokens=60, ignore_eos=True)

@@ -135,7 +135,7 @@ def test_a_router_knows_what_the_engine_holds(
     make_engine: MakeEngine, config: dict, context: zmq.Context, monkeypatch: pytest.MonkeyPatch, actions: list[tuple]
 ):
     """Pages are evicted from seven per rank and eight cells; a new engine finds the cells of the one before."""
-    monkeypatch.setattr(tiers, "loading_pays", lambda *_: True)
+    monkeypatch.setattr(tiers, "is_loading_faster", lambda *_: True)
     engine = make_engine(kv_offloading_size=4e-5, identity="f", kv_events_config=config)
     routers = [Router(config, rank, context) for rank in range(2)]
     names = []
@@ -223,5 +223,5 @@ def test_events_to_nobody_and_off_cost_nothing(make_engine: MakeEngine, config: 
 
 def test_an_endpoint_that_is_taken_is_told_at_the_start(make_engine: MakeEngine, config: dict):
     taken = {**config, "endpoint": f"ipc://{Path(config['endpoint'][6:]).parent}/missing/events"}
-    with pytest.raises(ValueError, match=r"kv_events_config: endpoint: .* cannot be had"):
+    with pytest.raises(ValueError, match=r"kv_events_config: endpoint: .* cannot be opened"):
         make_engine(kv_events_config=taken)

@@ -31,7 +31,7 @@ from dsv3.scheduler import structured_output
 from dsv3.scheduler.batch_slots import BatchRows
 from dsv3.scheduler.request import EngineRequest, InvalidRequest, QueueFull, RequestRules, StepOutputs, prepare
 from dsv3.scheduler.scheduler import Scheduler
-from dsv3.scheduler.sequence import DRAWN, FILTERED, FULL, GREEDY, sequence_of
+from dsv3.scheduler.sequence import DRAWN, FILTERED, FULL, GREEDY, make_sequence
 from dsv3.scheduler.structured_output import GrammarStats, Masks
 from dsv3.text.grammar import plain_grammar
 from dsv3.text.matcher import GrammarVocabulary, Matcher, without
@@ -212,17 +212,17 @@ def test_masks_that_no_message_holds_end_their_requests_and_no_others(monkeypatc
         vocab_size=toy.VOCAB, max_model_len=256, eos_token_ids=(toy.EOS,), num_ranks=2, takes_grammars=True
     )
     for i, rank in enumerate((0, 0, 0, 1, 1)):
-        sequence = sequence_of(prepare(msgspec.structs.replace(held(str(i), [5, 6], 2), rank=rank), rules))
+        sequence = make_sequence(prepare(msgspec.structs.replace(held(str(i), [5, 6], 2), rank=rank), rules))
         sequence.matcher = compiled(2).copy()
         scheduler.add(sequence)
     scheduler.admit()
     slots = np.array([0, 1, 2, 4, 5])
     rows, outputs = BatchRows.at(scheduler.slots, slots, slots // 4, slots % 4), StepOutputs()
-    places, got = structured_output.of(rows, 1, outputs)
+    places, got = structured_output.compute(rows, 1, outputs)
     assert places.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]] and len(got) == 4
     [refused] = outputs.details
     assert (refused.request_id, refused.finish_reason) == (number("2"), "error")
-    assert "2 others in its process are held to grammars" in refused.error
+    assert "2 others in its process have a grammar" in refused.error
     assert number("2") not in scheduler.sequences and len(scheduler.sequences) == 4
 
 
@@ -232,15 +232,15 @@ def test_masks_behind_drafts_are_those_behind_the_same_tokens() -> None:
     scheduler = Scheduler(cfg, toy.VOCAB)
     structured_output = Masks(scheduler, vocabulary())
     rules = RequestRules(vocab_size=toy.VOCAB, max_model_len=256, eos_token_ids=(toy.EOS,), takes_grammars=True)
-    sequence = sequence_of(prepare(held("a", [5, 6], 2), rules))
+    sequence = make_sequence(prepare(held("a", [5, 6], 2), rules))
     sequence.matcher = compiled(2).copy()
-    scheduler.slots.enter(sequence, 0)
+    scheduler.slots.allocate(sequence, 0)
     slots = np.array([sequence.slot])
     rows = BatchRows.at(scheduler.slots, slots, np.array([0]), np.array([0]))
     for text, walked in (("cde", 4), ("cx", 2), ("e4", 3), ("x", 1), ("", 1)):
         drafts = [letters.LETTERS.index(letter) + 1 for letter in text]
-        structured_output.note_drafts(rows, np.array([[drafts + [-1] * (3 - len(drafts))]] * cfg.num_ranks))
-        places, got = structured_output.of(rows, 4, StepOutputs())
+        structured_output.record_drafts(rows, np.array([[drafts + [-1] * (3 - len(drafts))]] * cfg.num_ranks))
+        places, got = structured_output.compute(rows, 4, StepOutputs())
         assert places.tolist() == [[0, 0]]
         matcher = compiled(2).copy()
         for i in range(walked):
@@ -249,11 +249,11 @@ def test_masks_behind_drafts_are_those_behind_the_same_tokens() -> None:
             vocabulary().fill([(matcher, [])], want)
             np.testing.assert_array_equal(got[0, i], want[0, 0], f"{text} {i}")
         assert (got[0, walked:] == 0xFFFFFFFF).all(), text
-    structured_output.note_drafts(rows, np.array([[[letters.LETTERS.index("c") + 1] * 3]] * cfg.num_ranks))
+    structured_output.record_drafts(rows, np.array([[[letters.LETTERS.index("c") + 1] * 3]] * cfg.num_ranks))
     scheduler.slots.epoch[slots] += 1000
     later = BatchRows.at(scheduler.slots, slots, np.array([0]), np.array([0]))
-    assert (structured_output.of(later, 4, StepOutputs())[1][0, 1:] == 0xFFFFFFFF).all()
-    assert not len(structured_output.of(rows, 4, StepOutputs())[0])
+    assert (structured_output.compute(later, 4, StepOutputs())[1][0, 1:] == 0xFFFFFFFF).all()
+    assert not len(structured_output.compute(rows, 4, StepOutputs())[0])
 
 
 def test_sampling_keeps_to_the_grammar_and_to_its_seed(make) -> None:
@@ -303,7 +303,7 @@ def test_stop_tokens_end_where_the_grammar_has_them(make_plain) -> None:
 
 
 def test_a_grammar_is_compiled_once_and_few_are_kept(make_plain, monkeypatch) -> None:
-    monkeypatch.setattr(structured_output, "MAX_KEPT", 2)
+    monkeypatch.setattr(structured_output, "MAX_CACHED", 2)
     engine = make_plain()
     compiled = []
     for which in (0, 0, 1, 0, 3, 1):

@@ -22,8 +22,8 @@ def test_pages_are_read_and_a_death_in_the_middle_costs_no_answer(
     make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(tiers, "FETCH_S", 300.0)
-    monkeypatch.setattr(tiers, "loading_pays", lambda *_: True)
-    monkeypatch.setattr(nixl, "_MOST_ROWS", 1)
+    monkeypatch.setattr(tiers, "is_loading_faster", lambda *_: True)
+    monkeypatch.setattr(nixl, "_MAX_ROWS", 1)
     agents: list[FakeAgent] = []
     monkeypatch.setattr(nixl, "open_agent", lambda progresses: agents.append(FakeAgent()) or agents[-1])
     key = tmp_path / "transfer.key"

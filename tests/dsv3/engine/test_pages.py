@@ -13,7 +13,7 @@ from dsv3.kv_cache.page_keys import extend_keys
 from dsv3.kv_cache.tiers import counts as counts_module
 from dsv3.kv_cache.tiers import store as store_module
 from dsv3.kv_cache.tiers import tiers
-from dsv3.kv_cache.tiers.counts import Rate, loading_pays
+from dsv3.kv_cache.tiers.counts import Rate, is_loading_faster
 from dsv3.scheduler.request import EngineRequest
 from dsv3.scheduler.sequence import SequenceStatus
 from tests.dsv3.engine import toy
@@ -30,7 +30,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has engines wait for tiers on a busy machine, and load what the toy computes in no time."""
     for name in ("LOOK_UP_S", "LOAD_S"):
         monkeypatch.setattr(tiers, name, 60.0)
-    monkeypatch.setattr(tiers, "loading_pays", lambda *_: True)
+    monkeypatch.setattr(tiers, "is_loading_faster", lambda *_: True)
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def test_a_store_that_breaks_costs_no_answer(make: MakeEngine, store: Path, monk
         monkeypatch.setattr(engine.scheduler.tiers._store, name, broken)
         assert ask(engine, name) == 0
         forget(engine, host=True)
-    assert engine.failure is None and engine.scheduler.tiers.batches_under_way == 0
+    assert engine.failure is None and engine.scheduler.tiers.num_loading_batches == 0
 
 
 def test_a_look_up_without_answer_is_a_miss(make: MakeEngine, store: Path, monkeypatch: pytest.MonkeyPatch):
@@ -271,7 +271,7 @@ def test_loaded_pages_are_trusted_whatever_becomes_of_the_request(make: MakeEngi
 def test_a_page_that_is_given_away_before_it_can_leave_stays_behind(make: MakeEngine):
     engine = make()
     engine.add(request("first", PROMPT[:100], max_tokens=3))
-    while not engine.scheduler.outgoing:
+    while not engine.scheduler.offload_queue:
         engine.step()
     for cache in engine.scheduler.caches:
         cache.clear()
@@ -346,7 +346,7 @@ def test_an_abort_while_loading_gives_everything_back(make: MakeEngine, monkeypa
     engine.abort(number("gone"))
     assert drain(engine)["gone"].finish_reason == "abort"
     assert engine.stats().pages_in_use == 0 and not engine.planners["pages"]._fetches
-    assert engine.scheduler.tiers.batches_under_way == 0
+    assert engine.scheduler.tiers.num_loading_batches == 0
     assert ask(engine, "again") == FULL
 
 
@@ -362,7 +362,7 @@ def test_two_requests_load_a_prefix_once(make: MakeEngine):
 
 
 def test_loading_that_is_slower_than_computing_is_not_done(make: MakeEngine, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tiers, "loading_pays", loading_pays)
+    monkeypatch.setattr(tiers, "is_loading_faster", is_loading_faster)
     engine = make()
     ask(engine, "first")
     forget(engine)
@@ -374,13 +374,13 @@ def test_loading_that_is_slower_than_computing_is_not_done(make: MakeEngine, mon
     assert ask(engine, "and again") == FULL
     forget(engine)
     mine._rates["host"], mine.compute_rate = _rate(1.0), _rate(1e9)
-    monkeypatch.setattr(counts_module, "_LATELY_S", 0.0)
+    monkeypatch.setattr(counts_module, "_RATE_VALID_S", 0.0)
     assert ask(engine, "a minute later") == FULL, "what was slow once is tried again"
 
 
 def _rate(value: float) -> Rate:
     rate = Rate()
-    rate.note(value, 1.0)
+    rate.update(value, 1.0)
     return rate
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import BATCH_PRIORITY, EngineRequest, InvalidRequest, QueueFull, RequestRules, prepare
-from dsv3.scheduler.sequence import sequence_of
+from dsv3.scheduler.sequence import make_sequence
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import drain, name_of, request, take
 from tests.dsv3.engine.test_scheduler import Driver
@@ -94,7 +94,7 @@ def test_a_prompt_that_later_work_computes_is_not_waited_for():
     rules = RequestRules(vocab_size=50, max_model_len=512)
     for i, priority in enumerate((BATCH_PRIORITY, 0)):
         prompt = EngineRequest(request_id=i, prompt_token_ids=[2] * 200, sampling=sampling, priority=priority)
-        driver.scheduler.add(sequence_of(prepare(prompt, rules)))
+        driver.scheduler.add(make_sequence(prepare(prompt, rules)))
         driver.step()
     assert [s.id for s in driver.scheduler.prefilling[0]] == [1, 0]
     for _ in range(30):

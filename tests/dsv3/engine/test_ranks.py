@@ -6,7 +6,7 @@ import pytest
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.balance import DecodeBalance, PrefillBalance
 from dsv3.scheduler.request import EngineRequest, InvalidRequest, RequestRules, prepare
-from dsv3.scheduler.sequence import sequence_of
+from dsv3.scheduler.sequence import make_sequence
 from dsv3.server.engine.process import _numbers
 from dsv3.server.serving.metrics import Metrics
 from tests.dsv3.engine.driving import name_of, number
@@ -22,7 +22,7 @@ def add(
         request_id=number(name), prompt_token_ids=prompt, sampling=sampling, rank=rank, priority=priority
     )
     rules = RequestRules(vocab_size=VOCAB, max_model_len=driver.cfg.max_model_len, num_ranks=driver.cfg.num_ranks)
-    sequence = sequence_of(prepare(request, rules))
+    sequence = make_sequence(prepare(request, rules))
     driver.scheduler.add(sequence)
     return sequence
 
@@ -91,8 +91,8 @@ def test_no_younger_request_takes_the_room_for_which_one_waits():
     small = add(driver, "small", [5] * 5)
     driver.step()
     assert "small" in on(driver, 0) and len(driver.scheduler.queue) == 1
-    driver.scheduler.remove(asking)
-    driver.scheduler.remove(small)
+    driver.scheduler.finish(asking)
+    driver.scheduler.finish(small)
     add(driver, "after", [6] * 5, rank=1)
     driver.step()
     assert "after" in on(driver, 1), "one that has given up bars nobody"
@@ -113,7 +113,7 @@ def test_one_that_gives_up_when_its_turn_has_come_leaves_the_turn_to_the_next():
         driver.step()
     driver.step()
     assert on(driver, 0) == ["before"], "it takes the slot for which the first was woken"
-    driver.scheduler.remove(first)
+    driver.scheduler.finish(first)
     while before.slot >= 0:
         driver.step()
     driver.step()
@@ -151,7 +151,7 @@ def test_imbalances_are_told_where_there_are_several_ranks():
 def test_the_imbalance_of_prefill_is_that_of_all_recent_work():
     balance = PrefillBalance()
     for tokens in ([100, 300], [3, 1]):
-        balance.note(np.array(tokens), np.array(tokens))
+        balance.update(np.array(tokens), np.array(tokens))
     assert balance.token_imbalance == pytest.approx((0.99 * 300 + 3) / (0.99 * 200 + 2))
 
 

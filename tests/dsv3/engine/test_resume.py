@@ -81,7 +81,7 @@ def test_drafts_change_nothing(right_of):
 @pytest.mark.parametrize(
     ("answered", "words"),
     [
-        (list(range(1, 11)), "nothing is left"),
+        (list(range(1, 11)), "nothing left to generate; give fewer"),
         ([toy.VOCAB], "not in the vocabulary"),
         ([-1], "not in the vocabulary"),
         ([2**70], "not in the vocabulary"),

@@ -16,7 +16,7 @@ from dsv3.engine.jobs.sample import sample_body
 from dsv3.sampling_params import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, SamplingParams
 from dsv3.scheduler.batch_slots import NOT_FINITE, NOTHING, UNDRAFTED
 from dsv3.scheduler.request import EngineRequest, RequestRules, prepare
-from dsv3.scheduler.sequence import DRAWN, FILTERED, FULL, GREEDY, sequence_of
+from dsv3.scheduler.sequence import DRAWN, FILTERED, FULL, GREEDY, make_sequence
 from tests.dsv3.engine import distribution
 
 pytestmark = pytest.mark.optimised  # which products LLVM rounds depends on its optimisations
@@ -52,7 +52,7 @@ def _states(rows: list[Row]) -> tuple[DecodeState, AdjustState]:
     """The device's state with the rows' requests in as many slots."""
     rules = RequestRules(vocab_size=W, max_model_len=1000)
     asked = [EngineRequest(request_id=0, prompt_token_ids=r.prompt, sampling=r.sampling) for r in rows]
-    controls = control_rows(sequence_of(prepare(request, rules)) for request in asked)
+    controls = control_rows(make_sequence(prepare(request, rules)) for request in asked)
     lengths = np.array([len(r.prompt) + len(r.answer) for r in rows], np.int32)
     biases = [r.sampling.logit_bias for r in rows]
     adjust = AdjustState(

@@ -15,7 +15,7 @@ from dsv3.scheduler import admission
 from dsv3.scheduler.batch_slots import NOTHING
 from dsv3.scheduler.request import EngineOutput, EngineRequest, RequestRules, StepOutputs, prepare
 from dsv3.scheduler.scheduler import Scheduler
-from dsv3.scheduler.sequence import Sequence, sequence_of
+from dsv3.scheduler.sequence import Sequence, make_sequence
 from tests.dsv3.engine.driving import name_of, number
 
 VOCAB = 50
@@ -72,7 +72,7 @@ class Driver:
             cache_salt=name,
             priority=priority,
         )
-        sequence = sequence_of(prepare(request, RequestRules(vocab_size=VOCAB, max_model_len=self.cfg.max_model_len)))
+        sequence = make_sequence(prepare(request, RequestRules(vocab_size=VOCAB, max_model_len=self.cfg.max_model_len)))
         self.scheduler.add(sequence)
         return sequence
 
@@ -153,7 +153,7 @@ def test_pages_of_an_aborted_request_wait_for_the_step_in_flight(in_flight):
     if not in_flight:
         driver.scheduler.pages.collect(1)
     pages_before = driver.scheduler.pages.in_use
-    driver.scheduler.remove(sequence)
+    driver.scheduler.finish(sequence)
     assert pages_before == 2
     assert driver.scheduler.pages.in_use == (2 if in_flight else 0)
     driver.step()
@@ -237,14 +237,14 @@ def test_a_pre_empted_request_that_moves_publishes_nothing_for_its_old_slot():
     slots = driver.scheduler.slots
     assert len(set(slots.epoch.tolist())) == len(slots.epoch)
     before = slots.epoch[sequence.slot]
-    driver.scheduler.remove(sequence)
+    driver.scheduler.finish(sequence)
     assert before not in slots.epoch
     assert len(set(slots.epoch.tolist())) == len(slots.epoch)
 
 
 def test_long_prompts_start_a_few_per_step(monkeypatch):
     """Before, all that fitted started in one step: 176 ms for 127 cached prompts of 131,071 tokens."""
-    monkeypatch.setattr(admission, "SLICE_TOKENS", 100)
+    monkeypatch.setattr(admission, "MAX_ADMISSION_TOKENS", 100)
     driver = Driver(max_num_batched_tokens=2048)
     for i in range(8):
         driver.add(f"long {i}", 60)

@@ -16,7 +16,7 @@ from dsv3.engine.description import describe
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.engine import Engine
 from dsv3.engine.jobs import decode, draft_module, prefill
-from dsv3.kv_cache.layout import put_in, take_out, value_shape
+from dsv3.kv_cache.layout import gather_pages, payload_shape, scatter_pages
 from dsv3.kv_cache.tiers import tiers
 from dsv3.model import AttentionForm, forms
 from pallas_kernels.backend import Backend
@@ -88,7 +88,7 @@ def reading(built: list[Engine], monkeypatch: pytest.MonkeyPatch) -> Engine:
     monkeypatch.setitem(forms.FORMS, AttentionForm.TOPK_MATERIALIZED, row)
     for name in ("LOOK_UP_S", "LOAD_S"):
         monkeypatch.setattr(tiers, name, 60.0)
-    monkeypatch.setattr(tiers, "loading_pays", lambda *_: True)
+    monkeypatch.setattr(tiers, "is_loading_faster", lambda *_: True)
     if not built:
         drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
         built.append(engine("glm_moe_dsa", max_num_seqs=1, speculative_config=drafts, kv_offloading_size=4e-3))
@@ -135,7 +135,7 @@ def test_the_description_says_how_tokens_are_chosen() -> None:
 
 def test_a_value_has_latents_and_keys_of_all_layers() -> None:
     _, cfg = model("glm_moe_dsa")
-    shape, num_pages = value_shape(cfg, "bfloat16"), 5
+    shape, num_pages = payload_shape(cfg, "bfloat16"), 5
     assert shape.shape == (64 * 2 * (3 * cfg.latent_dim + 2 * cfg.indexer.head_dim),)
     rng = np.random.default_rng(0)
     layers = {"latents": (3, cfg.latent_dim), "index_keys": (2, cfg.indexer.head_dim)}
@@ -143,7 +143,7 @@ def test_a_value_has_latents_and_keys_of_all_layers() -> None:
     pool = {name: jax.numpy.asarray(array, "bfloat16") for name, array in full.items()}
     pages = np.array([3, -1, 0], np.int32)
     groups = cfg.cache_groups("bfloat16")
-    out, into = (jax.jit(functools.partial(body, groups)) for body in (take_out, put_in))
+    out, into = (jax.jit(functools.partial(body, groups)) for body in (gather_pages, scatter_pages))
     values = out(pool, pages)
     assert values.shape == (3, *shape.shape) and not values[1].any()
     stored = [np.asarray(pool[name])[3::num_pages].tobytes() for name in ("latents", "index_keys")]

@@ -1,11 +1,11 @@
-"""What waits to be sent is bounded, and what is lost shows."""
+"""KV events: the queue is bounded, dropped batches leave gaps, and messages have vLLM's format."""
 
 import msgspec
 import numpy as np
 import pytest
 
 from dsv3.config.publishing import KvEventsConfig, endpoint_of
-from dsv3.kv_cache.events import EventEncoder, EventQueue, Removed, Spelled, Stored, hash_of
+from dsv3.kv_cache.events import EventEncoder, EventQueue, PageTokens, Removed, Stored, hash_of
 
 
 def key(i: int) -> bytes:
@@ -16,35 +16,35 @@ def removed(i: int, rank: int | None = 0) -> Removed:
     return Removed(rank, "GPU", [key(i)])
 
 
-def test_lost_batches_leave_a_gap_where_they_were():
-    record = EventQueue(most=2)
+def test_dropped_batches_leave_a_gap_in_the_numbers():
+    events = EventQueue(capacity=2)
     for i in range(5):
-        record.note(removed(i))
-        record.close()
-    assert record.dropped == 3
-    first, second = record.take(), record.take()
-    assert (first.notes, first.lost) == ([removed(0)], 0)
-    assert (second.notes, second.lost) == ([removed(1)], 3)
-    record.note(removed(9))
-    record.close()
-    assert record.take().notes == [removed(9)]
-    record.close()
-    assert record.take() is None
+        events.append(removed(i))
+        events.end_batch()
+    assert events.dropped == 3
+    first, second = events.pop(), events.pop()
+    assert (first.events, first.dropped) == ([removed(0)], 0)
+    assert (second.events, second.dropped) == ([removed(1)], 3)
+    events.append(removed(9))
+    events.end_batch()
+    assert events.pop().events == [removed(9)]
+    events.end_batch()
+    assert events.pop() is None
 
 
 def decoded(messages):
     return {rank: msgspec.msgpack.decode(payload)[1:] for rank, payload in messages}
 
 
-def test_messages_have_vllms_shape():
-    record, encoder = EventQueue(9), EventEncoder(2, 64)
+def test_messages_have_vllms_format():
+    events, encoder = EventQueue(9), EventEncoder(2, 64)
     tokens = np.arange(128, dtype=np.int32)
-    spelled = Spelled([key(1), key(2)], None, tokens)
-    record.note(Stored(1, "GPU", spelled.keys, spelled))
-    record.note(Stored(None, "CPU", [key(2), key(3)]))
-    record.note(removed(1, 1))
-    record.note(removed(2, 1))
-    record.close()
+    page_tokens = PageTokens([key(1), key(2)], None, tokens)
+    events.append(Stored(1, "GPU", page_tokens.keys, page_tokens))
+    events.append(Stored(None, "CPU", [key(2), key(3)]))
+    events.append(removed(1, 1))
+    events.append(removed(2, 1))
+    events.end_batch()
     common = {"type": "BlockStored", "block_size": 64, "lora_id": None, "lora_name": None}
     one, two, three = (hash_of(key(i)) for i in (1, 2, 3))
     on_host = [
@@ -53,7 +53,7 @@ def test_messages_have_vllms_shape():
     ]
     on_device = {**common, "block_hashes": [one, two], "parent_block_hash": None, "medium": "GPU"}
     gone = {"type": "BlockRemoved", "block_hashes": [one, two], "medium": "GPU"}
-    assert decoded(encoder.messages(record.take())) == {
+    assert decoded(encoder.messages(events.pop())) == {
         0: [on_host, 0],
         1: [[{**on_device, "token_ids": [*range(128)]}, *on_host, gone], 1],
     }

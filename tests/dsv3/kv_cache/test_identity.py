@@ -1,3 +1,5 @@
+"""The cache identity changes with everything that pages depend on."""
+
 import dataclasses
 
 from dsv3.config.identity import CacheIdentity, fingerprint, model_identity
@@ -8,7 +10,7 @@ IDENTITY = CacheIdentity(
 )
 
 
-def test_every_field_matters():
+def test_every_field_changes_the_fingerprint():
     changed = [
         dataclasses.replace(IDENTITY, **{field.name: "other" if isinstance(value, str) else value + 1})
         for field in dataclasses.fields(IDENTITY)
@@ -19,6 +21,6 @@ def test_every_field_matters():
     assert dataclasses.replace(IDENTITY).text == IDENTITY.text
 
 
-def test_rotation_and_layers_are_part_of_a_model():
+def test_rotation_and_layers_change_the_model_identity():
     digests = {model_identity(toy_config(**changes)) for changes in ({}, {"rope_theta": 2.0}, {"num_hidden_layers": 2})}
     assert len(digests) == 3

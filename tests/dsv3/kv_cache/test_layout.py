@@ -1,4 +1,4 @@
-"""Sizes of the cache against the published ones, and what follows from the model's cache groups."""
+"""Cache sizes against the published ones, and layouts of several cache groups."""
 
 import dataclasses
 
@@ -61,7 +61,7 @@ def test_deepseek_v3_takes_70_kb_a_token():
     assert layout.page_bytes(V3, "bfloat16") == 64 * 70_272
 
 
-def test_mtp_modules_own_pages_too():
+def test_mtp_modules_have_cache_layers():
     assert layout.token_bytes(toy_config(num_nextn_predict_layers=1), "float32") == 2 * 2 * 4
 
 
@@ -90,7 +90,7 @@ def test_the_groups_of_sparse_attention_are_latents_and_then_index_keys():
 
 @pytest.mark.parametrize("values", [1, 127, 128, 129, 512])
 @pytest.mark.parametrize("cache_dtype", ["float32", "bfloat16", "fp8"])
-def test_a_row_is_as_wide_as_the_kernels_have_it(values: int, cache_dtype: str):
+def test_rows_have_the_width_of_the_kernels(values: int, cache_dtype: str):
     fp8 = cache_dtype == "fp8"
     width, dtype = cache_row(cache_dtype, values, 64)
     assert width == (mla.fp8_row_bytes(values, 64) if fp8 else values + 64)
@@ -99,23 +99,23 @@ def test_a_row_is_as_wide_as_the_kernels_have_it(values: int, cache_dtype: str):
     assert (width, jnp.dtype(dtype)) == dsa.key_row(values, None if fp8 else jnp.dtype(cache_dtype))
 
 
-def test_entries_of_several_tokens_make_short_pages():
+def test_entries_of_several_tokens_give_fewer_rows_per_page():
     shapes = layout.pool(GROUPED, "bfloat16", 5)
     assert shapes["fine"].shape == (10, 8, 6) and shapes["coarse"].shape == (5, 2, 3)
     assert layout.page_bytes(GROUPED, "bfloat16") == 2 * 8 * 6 * 2 + 2 * 3 * 4 == 216
     assert layout.token_bytes(GROUPED, "bfloat16") == 7, "a share of 6.75 bytes, rounded up"
-    assert layout.value_shape(GROUPED, "bfloat16").shape == (216,)
+    assert layout.payload_shape(GROUPED, "bfloat16").shape == (216,)
 
 
-def test_a_page_that_holds_part_of_an_entry_is_refused():
-    class Torn(Grouped):
+def test_a_page_size_that_splits_an_entry_is_refused():
+    class SplitEntries(Grouped):
         page_size = 24
 
     with pytest.raises(ValueError, match="page_size 24: an entry of the cache group 'coarse' covers 16 tokens"):
-        layout.pool(Torn(**dataclasses.asdict(toy_config())), "bfloat16", 1)
+        layout.pool(SplitEntries(**dataclasses.asdict(toy_config())), "bfloat16", 1)
 
 
-def test_what_is_no_pool_of_the_model_is_refused():
+def test_a_pool_that_does_not_match_the_model_is_refused():
     shapes = layout.pool(GROUPED, "bfloat16", 5)
     assert layout.pages_per_layer(GROUPED, shapes) == 5
     with pytest.raises(ValueError, match="a dict of an array per cache group of the model: coarse, fine"):
@@ -126,7 +126,7 @@ def test_what_is_no_pool_of_the_model_is_refused():
 
 @settings(max_examples=25, deadline=None)
 @given(drawn_groups(), st.permutations(range(4)), st.data())
-def test_values_hold_the_groups_one_after_the_other_and_come_back(
+def test_payloads_hold_the_groups_in_order_and_round_trip(
     groups: tuple[CacheGroup, ...], order: list[int], data: st.DataObject
 ) -> None:
     cfg = Drawn(**dataclasses.asdict(toy_config()), groups=groups)
@@ -134,13 +134,14 @@ def test_values_hold_the_groups_one_after_the_other_and_come_back(
     assert sum(s.size * s.dtype.itemsize for s in shapes.values()) == 4 * layout.page_bytes(cfg, "any")
     pool = {n: jnp.asarray(rng.integers(0, 200, s.shape), s.dtype) for n, s in shapes.items()}
     pages = np.array([*order[: data.draw(st.integers(1, 4))], -1], np.int32)
-    values, one = layout.take_out(groups, pool, pages), layout.value_shape(cfg, "any")
-    assert values.shape == (len(pages), *one.shape) and values.dtype == one.dtype and not np.asarray(values[-1]).any()
-    for page, value in zip(pages[:-1], values, strict=False):
+    payloads, one = layout.gather_pages(groups, pool, pages), layout.payload_shape(cfg, "any")
+    assert payloads.shape == (len(pages), *one.shape) and payloads.dtype == one.dtype
+    assert not np.asarray(payloads[-1]).any(), "zeros for -1"
+    for page, payload in zip(pages[:-1], payloads, strict=False):
         stored = [np.asarray(pool[group.name])[page::4].tobytes() for group in groups]
-        assert np.asarray(value).tobytes() == b"".join(stored)
+        assert np.asarray(payload).tobytes() == b"".join(stored)
     empty = {name: jnp.zeros(s.shape, s.dtype) for name, s in shapes.items()}
-    filled, _ = layout.put_in(groups, empty, pages, values)
+    filled, _ = layout.scatter_pages(groups, empty, pages, payloads)
     for name, array in pool.items():
         kept = np.isin(np.arange(len(array)) % 4, pages)[:, None, None]
         np.testing.assert_array_equal(np.asarray(filled[name]), np.where(kept, np.asarray(array), 0))

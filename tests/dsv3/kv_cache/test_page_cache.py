@@ -1,4 +1,4 @@
-"""The page cache under random use, against a plain model of who owns what."""
+"""The page cache under random operations, against a plain model of owners."""
 
 import numpy as np
 import pytest
@@ -19,18 +19,16 @@ class PageCacheMachine(RuleBasedStateMachine):
         super().__init__()
         self.cache = PageCache(PAGES)
         self.owners: list[list[int]] = []
-        self.content: dict[bytes, int] = {}  # key -> page, while nobody has taken the page for something else
+        self.content: dict[bytes, int] = {}  # key -> page, until the page is reallocated
         self.counter = 0
 
+    @precondition(lambda self: self.cache.available)
     @rule()
     def allocate(self) -> None:
-        free = self.cache.available
-        page = self.cache.allocate()
-        assert (page is None) == (free == 0)
-        if page is not None:
-            assert all(page not in pages for pages in self.owners), "an owned page was handed out"
-            self.content = {key: p for key, p in self.content.items() if p != page}
-            self.owners.append([page])
+        [page] = self.cache.allocate(1)
+        assert all(page not in pages for pages in self.owners), "an owned page was allocated"
+        self.content = {key: p for key, p in self.content.items() if p != page}
+        self.owners.append([page])
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data())
@@ -53,9 +51,9 @@ class PageCacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data())
-    def forget(self, data) -> None:
+    def invalidate(self, data) -> None:
         pages = data.draw(st.sampled_from(self.owners))
-        self.cache.forget(pages)
+        self.cache.invalidate(pages)
         self.content = {key: p for key, p in self.content.items() if p not in pages}
 
     @precondition(lambda self: self.owners)
@@ -73,7 +71,7 @@ class PageCacheMachine(RuleBasedStateMachine):
             assert self.cache.pool.references(page) == sum(pages.count(page) for pages in self.owners)
 
     @invariant()
-    def what_is_findable_is_what_was_published(self) -> None:
+    def the_index_has_exactly_the_published_pages(self) -> None:
         for key, page in self.content.items():
             assert self.cache.match([key]) == [page]
         assert len(self.cache.index) == len(self.content)
@@ -91,66 +89,66 @@ def _chain(tokens: int, salt: str = "") -> list[bytes]:
 
 def test_the_least_recently_used_page_goes_first():
     cache = PageCache(3)
-    pages = [cache.allocate() for _ in range(3)]
+    pages = cache.allocate(3)
     keys = [bytes([i]) * 32 for i in range(3)]
     cache.publish(keys, pages)
     for i in (0, 1, 2):
         cache.release([pages[i]])
     cache.retain(cache.match([keys[0]]))  # page 0 is used again
     cache.release([pages[0]])
-    assert [cache.allocate() for _ in range(3)] == [pages[1], pages[2], pages[0]]
+    assert cache.allocate(3) == [pages[1], pages[2], pages[0]]
 
 
-def test_of_a_prefix_the_end_is_evicted_first():
+def test_the_last_page_of_a_prefix_is_evicted_first():
     cache = PageCache(3)
     keys = _chain(192)
-    pages = [cache.allocate() for _ in range(3)]
+    pages = cache.allocate(3)
     cache.publish(keys, pages)
     cache.release(pages)
-    cache.allocate()
+    cache.allocate(1)
     assert cache.match(keys) == pages[:2]
 
 
-def test_without_sharing_nothing_is_found():
+def test_without_prefix_caching_nothing_matches():
     cache = PageCache(2, enable_prefix_caching=False)
-    page = cache.allocate()
+    [page] = cache.allocate(1)
     cache.publish([b"k" * 32], [page])
     assert cache.match([b"k" * 32]) == []
     cache.release([page])
     assert cache.pool.num_free == 2
 
 
-def test_a_distrusted_page_is_not_found_again():
+def test_an_invalidated_page_does_not_match():
     cache = PageCache(2)
-    page = cache.allocate()
+    [page] = cache.allocate(1)
     cache.publish([b"k" * 32], [page])
-    cache.forget([page])
+    cache.invalidate([page])
     cache.release([page])
     assert cache.match([b"k" * 32]) == []
 
 
 def test_a_page_released_twice_is_an_error():
     pool = PagePool(1)
-    pages = pool.take(1)
+    pages = pool.allocate(1)
     assert pool.release(pages) == pages
     pool.free(pages)
     with pytest.raises(ValueError, match="more often"):
         pool.release(pages)
 
 
-def test_only_full_pages_have_keys():
+def test_only_full_pages_have_block_hashes():
     assert [len(_chain(n)) for n in (0, 63, 64, 127, 128)] == [0, 0, 1, 1, 2]
     assert _chain(130)[:2] == _chain(191)[:2]
 
 
-def test_every_field_of_the_root_matters_and_none_runs_into_the_next():
+def test_root_keys_differ_in_every_field_and_boundary():
     fields = [("f", "s"), ("f", ""), ("", "fs"), ("fs", ""), ("s", "f")]
     assert len({root_key(*f) for f in fields}) == len(fields)
     assert not set(_chain(640, "one")) & set(_chain(640, "two"))
     assert root_key("f", "\ud800") != root_key("f", "?")
 
 
-def test_a_key_depends_on_the_tokens_before():
+def test_a_block_hash_depends_on_the_tokens_before():
     tokens = np.arange(128, dtype=np.int32)
     other = tokens.copy()
     other[3] += 1

@@ -1,11 +1,11 @@
-"""Chunks of a step: within their bounds whatever waits, every rank goes on, and no rank holds up the others."""
+"""Chunks of a step: they keep their bounds, every oldest prompt advances, and the ranks are balanced."""
 
 import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.scheduler.chunks import _mixed, _Mixtures, batch_size, deal
+from dsv3.scheduler.chunks import _mixed, _Mixtures, batch_size, schedule_chunks
 from dsv3.scheduler.cost import chunks_cost, prefill_cost
 
 PROMPT = st.tuples(st.integers(0, 30_000), st.integers(1, 30_000)).map(lambda pair: (pair[0], sum(pair)))
@@ -19,10 +19,10 @@ def cost(pending: list[tuple[int, int]], taken: list[int]) -> float:
 
 @settings(max_examples=200, deadline=None)
 @given(ranks=RANKS, budget=st.integers(64, 8192), rows=st.integers(1, 16))
-def test_chunks_keep_their_bounds_and_every_oldest_prompt_goes_on(ranks, budget, rows) -> None:
-    dealt = deal(ranks, budget, rows, KEYS)
-    assert len(dealt) == len(ranks)
-    for pending, taken in zip(ranks, dealt, strict=True):
+def test_chunks_keep_their_bounds_and_every_oldest_prompt_advances(ranks, budget, rows) -> None:
+    chunks = schedule_chunks(ranks, budget, rows, KEYS)
+    assert len(chunks) == len(ranks)
+    for pending, taken in zip(ranks, chunks, strict=True):
         assert len(taken) <= rows and sum(taken) <= budget
         assert all(0 <= n <= length - done for (done, length), n in zip(pending, taken, strict=False))
         assert not pending or taken[0] > 0
@@ -30,8 +30,8 @@ def test_chunks_keep_their_bounds_and_every_oldest_prompt_goes_on(ranks, budget,
 
 @settings(deadline=None)
 @given(pending=st.lists(PROMPT, min_size=1, max_size=20), idle=st.integers(0, 5), budget=st.integers(64, 8192))
-def test_a_rank_alone_computes_its_prompts_in_order(pending, idle, budget) -> None:
-    [taken, *others] = deal([pending, *([] for _ in range(idle))], budget, 16, KEYS)
+def test_the_only_busy_rank_computes_its_prompts_in_order(pending, idle, budget) -> None:
+    [taken, *others] = schedule_chunks([pending, *([] for _ in range(idle))], budget, 16, KEYS)
     left = budget
     for (done, length), count in zip(pending, taken, strict=False):
         assert count == min(length - done, left)
@@ -41,15 +41,15 @@ def test_a_rank_alone_computes_its_prompts_in_order(pending, idle, budget) -> No
 
 @settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 500), min_size=2, max_size=8))
-def test_what_fits_a_step_is_computed_in_one(lengths) -> None:
-    """Short prompts, one per rank, all of the same length: nobody waits for a second step."""
+def test_short_prompts_are_computed_in_one_step(lengths) -> None:
+    """One prompt per rank, all of the same length."""
     ranks = [[(0, max(lengths))] for _ in lengths]
-    assert deal(ranks, 1024, 16, KEYS) == [[max(lengths)]] * len(lengths)
+    assert schedule_chunks(ranks, 1024, 16, KEYS) == [[max(lengths)]] * len(lengths)
 
 
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 10**6), num_ranks=st.integers(2, 8))
-def test_no_rank_costs_much_more_than_the_others_where_each_has_some_of_everything(seed, num_ranks) -> None:
+def test_ranks_with_deep_and_shallow_prompts_are_balanced(seed, num_ranks) -> None:
     drawn = random.Random(seed)
     ranks = []
     for _ in range(num_ranks):
@@ -58,23 +58,23 @@ def test_no_rank_costs_much_more_than_the_others_where_each_has_some_of_everythi
         pending = deep + shallow
         drawn.shuffle(pending)
         ranks.append(pending)
-    dealt = deal(ranks, 4096, 16, KEYS)
-    work = [cost(pending, taken) for pending, taken in zip(ranks, dealt, strict=True)]
-    tokens = [sum(taken) for taken in dealt]
+    chunks = schedule_chunks(ranks, 4096, 16, KEYS)
+    work = [cost(pending, taken) for pending, taken in zip(ranks, chunks, strict=True)]
+    tokens = [sum(taken) for taken in chunks]
     assert max(work) * len(work) <= 1.1 * sum(work)
     assert max(tokens) * len(tokens) <= 1.1 * sum(tokens)
 
 
-def test_a_prompt_so_deep_that_it_holds_up_a_step_is_cut_and_goes_on() -> None:
+def test_a_deep_prompt_gets_a_short_chunk_and_advances() -> None:
     ranks = [[(100_000, 110_000)], *([(0, 4000)] for _ in range(7))]
-    dealt = deal(ranks, 4000, 16, KEYS)
-    assert 64 <= dealt[0][0] < 1000 and [sum(taken) for taken in dealt[1:]] == [4000] * 7
+    chunks = schedule_chunks(ranks, 4000, 16, KEYS)
+    assert 64 <= chunks[0][0] < 1000 and [sum(taken) for taken in chunks[1:]] == [4000] * 7
 
 
 @settings(deadline=None)
 @given(pending=st.lists(PROMPT, min_size=2, max_size=20), aim=st.integers(1, 9000), data=st.data())
 def test_a_mixture_costs_what_its_tokens_cost(pending, aim, data) -> None:
-    """Looked up in sums over the prompts, without a look at each."""
+    """The cost from prefix sums equals the sum over the prompts."""
     done, length = pending[0]
     head = [data.draw(st.integers(0, min(aim, length - done))), *[0] * (len(pending) - 1)]
     by_context = sorted(range(len(pending)), key=lambda i: pending[i][0] + head[i])
@@ -86,13 +86,13 @@ def test_a_mixture_costs_what_its_tokens_cost(pending, aim, data) -> None:
 SIZES = (64, 256, 1024, 4096, 16_384)
 
 
-def test_a_batch_is_as_large_as_it_is_full() -> None:
+def test_the_batch_size_follows_the_waiting_tokens() -> None:
     assert [batch_size([n] * 32, SIZES) for n in (30, 200, 5000, 16_384, 10**6)] == [64, 256, 4096, 16_384, 16_384]
-    assert batch_size([16_384, *[0] * 31], SIZES) == 16_384  # others have nothing to wait for
-    assert batch_size([5000, *[64] * 31], SIZES) == 1024  # short prompts first, but the long one goes on
+    assert batch_size([16_384, *[0] * 31], SIZES) == 16_384  # the other ranks have no tokens
+    assert batch_size([5000, *[64] * 31], SIZES) == 1024  # short prompts first, but the long one advances
 
 
 @given(st.lists(st.integers(0, 10**5), min_size=1, max_size=8).filter(any))
-def test_a_long_prompt_goes_on_whatever_comes(waiting) -> None:
+def test_a_long_prompt_always_advances(waiting) -> None:
     size = batch_size(waiting, SIZES)
     assert size in SIZES and 16 * size >= min(max(waiting), SIZES[-1])

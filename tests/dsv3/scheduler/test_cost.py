@@ -1,4 +1,4 @@
-"""What a request costs a rank, and what the ranks come to when each request goes where it costs least."""
+"""The cost model, and the balance of the ranks when each request goes where it costs least."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def test_a_token_of_deepseek_v3_costs_twice_behind_3266_others() -> None:
     assert prefill_cost(3266, 3267, keys) == pytest.approx(2, rel=1e-3)
 
 
-def test_the_smallest_model_has_a_key_per_token_at_least() -> None:
+def test_keys_per_token_is_at_least_one() -> None:
     dimensions = dict.fromkeys(
         ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim",
          "qk_rope_head_dim", "v_head_dim", "intermediate_size", "moe_intermediate_size", "n_routed_experts",
@@ -38,23 +38,23 @@ def test_a_chunk_costs_what_its_parts_cost(start: int, count: int, keys: float) 
 
 @settings(deadline=None)
 @given(cost=st.floats(0, 1e6), start=TOKENS, keys=st.floats(10, 1e5))
-def test_as_many_tokens_are_affordable_as_the_cost_pays_for(cost: float, start: int, keys: float) -> None:
+def test_affordable_is_the_inverse_of_the_cost(cost: float, start: int, keys: float) -> None:
     count = affordable(cost, start, keys)
     assert prefill_cost(start, start + count, keys) <= cost + 1e-6 * cost + 1e-3
     assert prefill_cost(start, start + count + 2, keys) > cost
 
 
 def test_a_hit_outweighs_a_backlog_of_its_own_size() -> None:
-    def chosen(backlog: int) -> int:
+    def best_rank(backlog: int) -> int:
         loads = Loads(np.array([backlog, 0]), np.zeros(2), np.zeros(2))
         own = np.array([prefill_cost(3000, 4000), prefill_cost(0, 4000)])
         return int(costs(loads, own, 4000, decodes=False).argmin())
 
     worth = prefill_cost(0, 3000)
-    assert chosen(round(worth) - 10) == 0 and chosen(round(worth) + 10) == 1
+    assert best_rank(round(worth) - 10) == 0 and best_rank(round(worth) + 10) == 1
 
 
-def test_a_long_request_goes_where_less_is_held_and_a_short_one_where_fewer_run() -> None:
+def test_a_long_request_prefers_less_cache_and_a_short_one_fewer_requests() -> None:
     loads = Loads(np.zeros(2), np.array([50_000, 40_000]), np.array([10, 12]))
     assert costs(loads, 0.0, 20_000).argmin() == 1
     assert costs(loads, 0.0, 500).argmin() == 0
@@ -73,19 +73,19 @@ def test_backlogs_differ_by_the_longest_prompt_at_most(lengths: list[int], ranks
 @settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=400), ranks=st.integers(2, 9))
 def test_cache_and_requests_stay_even_together(lengths: list[int], ranks: int) -> None:
-    """Whatever the lengths: their order may be chosen to do harm, so the bound is a few requests, not one."""
-    held, running = np.zeros(ranks), np.zeros(ranks)
+    """For any lengths, also in an adversarial order; so the bound is a few requests, not one."""
+    cached, running = np.zeros(ranks), np.zeros(ranks)
     for length in lengths:
-        rank = costs(Loads(np.zeros(ranks), held, running), 0.0, length).argmin()
+        rank = costs(Loads(np.zeros(ranks), cached, running), 0.0, length).argmin()
         others = np.arange(ranks) != rank
-        assert not ((held < held[rank]) & (running < running[rank]) & others).any(), "another one had less of both"
-        held[rank] += length
+        assert not ((cached < cached[rank]) & (running < running[rank]) & others).any(), "another rank had less of both"
+        cached[rank] += length
         running[rank] += 1
-    mean = held.sum() / running.sum()
-    assert held.max() - held.mean() <= 2 * max(lengths) + mean
+    mean = cached.sum() / running.sum()
+    assert cached.max() - cached.mean() <= 2 * max(lengths) + mean
     assert running.max() - running.mean() <= 3 * max(lengths) / mean + 2
 
 
-def test_nothing_at_all_is_even() -> None:
+def test_no_load_is_balanced() -> None:
     assert imbalance(np.zeros(4)) == imbalance(np.zeros(0)) == imbalance(np.ones(3)) == 1
     assert imbalance(np.array([3, 1])) == 1.5

@@ -1,4 +1,4 @@
-"""Tokens of running requests: what is read is what was noted, wherever pages and parts begin."""
+"""`History` returns the tokens that were appended, across chunk boundaries."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -17,27 +17,27 @@ STEP = st.tuples(st.integers(1, 8), st.lists(st.integers(0, 8), min_size=NUM_SLO
     again=st.integers(0, NUM_SLOTS - 1),
     data=st.data(),
 )
-def test_what_is_read_is_what_was_noted(prompts, steps, again, data) -> None:
-    """Rows of several tokens are noted whole; those not accepted are written over. A slot is used again."""
+def test_read_returns_what_was_appended(prompts, steps, again, data) -> None:
+    """Rows of several tokens are appended whole; rejected ones are overwritten. A slot is reused."""
     history, tokens = History(NUM_SLOTS), iter(range(10**9))
 
-    def enter(slot: int, count: int) -> list[int]:
-        begun = [next(tokens) for _ in range(count)]
-        history.enter(slot, np.array(begun, np.int32))
-        return begun
+    def begin(slot: int, count: int) -> list[int]:
+        initial = [next(tokens) for _ in range(count)]
+        history.begin(slot, np.array(initial, np.int32))
+        return initial
 
-    expected = [enter(slot, count) for slot, count in enumerate(prompts)]
+    expected = [begin(slot, count) for slot, count in enumerate(prompts)]
     for (width, accepted), times in steps:
         counts = [min(count, width) for count in accepted]
         slots = np.array([slot for slot in range(NUM_SLOTS) if counts[slot]], np.int64)
         for _ in range(times if len(slots) else 0):
             rows = np.array([[next(tokens) for _ in range(width)] for _ in slots], np.int32)
             before = np.array([len(expected[slot]) for slot in slots])
-            history.note(slots, before, before + [counts[slot] for slot in slots], rows)
+            history.append(slots, before, before + [counts[slot] for slot in slots], rows)
             for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
                 expected[slot] += row[: counts[slot]]
-    history.leave(again)
-    expected[again] = enter(again, 70)
+    history.clear(again)
+    expected[again] = begin(again, 70)
     for slot, known in enumerate(expected):
         start = data.draw(st.integers(0, len(known)))
         stop = data.draw(st.integers(start, len(known)))

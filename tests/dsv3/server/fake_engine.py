@@ -14,7 +14,7 @@ import numpy as np
 from dsv3.config.publishing import KvEventsConfig
 from dsv3.engine.step_log import EngineSnapshot, JobNote, StepLog
 from dsv3.kv_cache.event_publisher import Publisher
-from dsv3.kv_cache.events import Spelled, Stored
+from dsv3.kv_cache.events import PageTokens, Stored
 from dsv3.scheduler.request import (
     EngineOutput,
     InvalidRequest,
@@ -90,7 +90,7 @@ class FakeEngine:
         self._waiting.append(_Sequence(request, prompt, trouble, done))
         if self.events is not None:
             keys, tokens = request.prefix_keys, np.frombuffer(request.tokens, "<i4")
-            self.events.record.note(Stored(0, "GPU", keys, Spelled(keys, None, tokens[: 64 * len(keys)])))
+            self.events.queue.append(Stored(0, "GPU", keys, PageTokens(keys, None, tokens[: 64 * len(keys)])))
 
     def abort(self, request_id: int) -> None:
         self._waiting = deque(s for s in self._waiting if s.request.request_id != request_id)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.suspects import RULES, Fleet, FleetWithoutTrial, FleetWithoutTurns, play, prepared
 from dsv3.sampling_params import SamplingParams
-from dsv3.scheduler.request import EngineRequest, RequestRules, behind, fan_out, prepare
+from dsv3.scheduler.request import EngineRequest, RequestRules, fan_out, prepare, resumed_request
 from dsv3.server.engine.in_flight import SAFE_TOKENS, InFlightRequests
 
 TOKENS = st.lists(st.integers(0, 8), max_size=300)
@@ -28,15 +28,15 @@ def test_behind_its_tokens_a_request_is_as_if_it_had_come_so(prompt, before, sin
         request_id=40, prompt_token_ids=prompt, sampling=sampling, answer_token_ids=before + since, cache_salt="salt"
     )
     for i, expected in enumerate(fan_out(prepare(whole, rules))):
-        assert behind(prepare(asked, rules), i, np.array(since, "<i4"), rules) == expected
+        assert resumed_request(prepare(asked, rules), i, np.array(since, "<i4"), rules) == expected
 
 
 def test_the_prompts_logprobs_are_told_once():
     asked = prepare(
         EngineRequest(request_id=1, prompt_token_ids=[5], sampling=SamplingParams(prompt_logprobs=2)), RULES
     )
-    assert behind(asked, 0, np.array([], "<i4"), RULES).sampling.prompt_logprobs == 2
-    assert behind(asked, 0, np.array([3], "<i4"), RULES).sampling.prompt_logprobs is None
+    assert resumed_request(asked, 0, np.array([], "<i4"), RULES).sampling.prompt_logprobs == 2
+    assert resumed_request(asked, 0, np.array([3], "<i4"), RULES).sampling.prompt_logprobs is None
 
 
 ONE = st.tuples(st.integers(0, 11), st.integers(0, 40)).map(lambda pair: [pair])

@@ -96,7 +96,7 @@ def test_tiers_have_labels() -> None:
     metrics.update(_numbers(STATS))
     assert b"kv_tier" not in metrics.text()
     host = TierCounts(queries=640, hits=128, damaged=1, bytes_held=7)
-    host.note_load(1000, 0.003)
+    host.record_load(1000, 0.003)
     metrics.update(_numbers(dataclasses.replace(STATS, jobs={"pages": PageStats(2, {"host": host})})))
     assert sample(metrics, "dsv3:num_requests_loading") == 2
     labels = {"model_name": "m", "tier": "host"}

@@ -1,4 +1,4 @@
-"""Every place beyond the host's memory does the same with pages; directories also survive their neighbours."""
+"""KV stores: all kinds behave alike; directories also tolerate other processes."""
 
 import contextlib
 import http.server
@@ -34,7 +34,7 @@ def payloads(*numbers: int) -> np.ndarray:
 
 
 def got(store: PageStore, *numbers: int) -> int:
-    """How many of the values are there, from the first on; what comes is right."""
+    """Returns how many leading pages are stored; checks their payloads."""
     out = np.zeros((len(numbers), SIZE), np.uint8)
     count = store.get(keys(*numbers), out)
     np.testing.assert_array_equal(out[:count], payloads(*numbers)[:count])
@@ -42,7 +42,7 @@ def got(store: PageStore, *numbers: int) -> int:
 
 
 class Bucket(http.server.BaseHTTPRequestHandler):
-    """Keeps the objects of an S3 server, by path; believes every signature."""
+    """An S3 server; accepts every signature."""
 
     objects: ClassVar[dict[str, bytes]] = {}
     protocol_version = "HTTP/1.1"
@@ -52,7 +52,7 @@ class Bucket(http.server.BaseHTTPRequestHandler):
         self._answer(200)
 
     def do_GET(self) -> None:
-        found = self.objects.get(self._place())
+        found = self.objects.get(self._object_path())
         if found is None:
             self._answer(404)
         elif span := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
@@ -62,10 +62,10 @@ class Bucket(http.server.BaseHTTPRequestHandler):
             self._answer(200, found)
 
     def do_DELETE(self) -> None:
-        self.objects.pop(self._place(), None)
+        self.objects.pop(self._object_path(), None)
         self._answer(204)
 
-    def _place(self) -> str:
+    def _object_path(self) -> str:
         return self.path.partition("?")[0]
 
     def _answer(self, status: int, body: bytes = b"", span: str = "") -> None:
@@ -83,7 +83,7 @@ class Bucket(http.server.BaseHTTPRequestHandler):
 
 
 class GoogleBucket(Bucket):
-    """Keeps the objects of a Google Cloud Storage server; believes every token."""
+    """A Google Cloud Storage server; accepts every token."""
 
     objects: ClassVar[dict[str, bytes]] = {}
 
@@ -97,7 +97,7 @@ class GoogleBucket(Bucket):
 
 @contextlib.contextmanager
 def served(bucket: type[Bucket]) -> Iterator[str]:
-    """The URL of a server of this kind on this machine."""
+    """Yields the URL of a local server of this kind."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), bucket) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -113,7 +113,7 @@ def bucket() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def google() -> Iterator[str]:
-    """The address of a Google bucket that lies on this machine for the rest of the process."""
+    """The address of a local Google bucket, for the rest of the process."""
     with served(GoogleBucket) as url, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TENSORSTORE_GCS_HTTP_URL", url)
         patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
@@ -131,7 +131,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     return lambda: open_store(address, "print", SIZE, ALL)
 
 
-def test_values_come_back_by_key(make: Callable[[], PageStore]):
+def test_pages_are_read_back_by_key(make: Callable[[], PageStore]):
     store = make()
     assert store.put(keys(1, 2, 3), payloads(1, 2, 3)) == 3
     assert store.count(keys(1, 2, 4, 3)) == 2
@@ -142,7 +142,7 @@ def test_values_come_back_by_key(make: Callable[[], PageStore]):
     assert store.bytes_held > 0 and store.damaged == 0
 
 
-def test_an_object_lies_under_its_address_and_a_damaged_one_is_removed(bucket: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_damaged_object_is_deleted(bucket: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "name")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     store = open_store(bucket, "damage", SIZE, ALL)
@@ -166,14 +166,14 @@ def opened(root: Path, limit: int = ALL, namespace: str = "print") -> PageStore:
     return open_store(f"file://{root}", namespace, SIZE, limit)
 
 
-def test_a_later_process_finds_them_and_another_model_does_not(root: Path):
+def test_a_later_process_finds_the_pages_and_another_model_does_not(root: Path):
     opened(root).put(keys(1, 2), payloads(1, 2))
     assert got(opened(root), 1, 2) == 2
     assert got(opened(root, namespace="other"), 1) == 0
 
 
 @pytest.mark.parametrize("damage", ["byte", "header", "truncated", "empty", "swapped", "link"])
-def test_damage_is_a_miss_and_is_removed(root: Path, damage: str):
+def test_damage_is_a_miss_and_is_deleted(root: Path, damage: str):
     store = opened(root)
     store.put(keys(1, 2), payloads(1, 2))
     path, other = files(root)
@@ -196,7 +196,7 @@ def test_damage_is_a_miss_and_is_removed(root: Path, damage: str):
     assert store.put(keys(1), payloads(1)) == 1 and got(store, 1, 2) == 2
 
 
-def test_the_least_recently_used_values_make_room(root: Path):
+def test_the_least_recently_used_pages_are_evicted(root: Path):
     store = opened(root, limit=3 * FILE)
     for i in (1, 2, 3):
         store.put(keys(i), payloads(i))
@@ -206,7 +206,7 @@ def test_the_least_recently_used_values_make_room(root: Path):
     assert store.evictions == 1 and store.bytes_held == 3 * FILE == sum(p.stat().st_size for p in files(root))
 
 
-def test_the_order_of_use_is_known_after_a_restart(root: Path):
+def test_the_lru_order_survives_a_restart(root: Path):
     store = opened(root)
     store.put(keys(1, 2, 3), payloads(1, 2, 3))
     for i, path in enumerate(files(root)):
@@ -217,8 +217,8 @@ def test_the_order_of_use_is_known_after_a_restart(root: Path):
     assert [got(again, i) for i in (1, 2, 3, 4, 5)] == [0, 0, 1, 1, 1]
 
 
-def test_two_processes_may_share_it(root: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(store, "_LOOK_AGAIN_S", 0.0)
+def test_two_processes_may_share_a_directory(root: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(store, "_RESCAN_S", 0.0)
     one, two = opened(root), opened(root)
     one.put(keys(1, 2), payloads(1, 2))
     assert got(two, 1, 2) == 2
@@ -226,10 +226,10 @@ def test_two_processes_may_share_it(root: Path, monkeypatch: pytest.MonkeyPatch)
     assert got(one, 1) == 0
     two.put(keys(3), payloads(3))
     one.put(keys(4), payloads(4))
-    assert one.bytes_held == 3 * FILE, "what the other wrote counts"
+    assert one.bytes_held == 3 * FILE, "files of the other process count"
 
 
-def test_what_a_crash_left_unfinished_is_removed_once_it_is_old(root: Path):
+def test_unfinished_files_of_a_crash_are_removed_once_they_are_old(root: Path):
     opened(root).put(keys(1), payloads(1))
     fresh, torn = (files(root)[0].with_name(f"ab.{i}.tmp") for i in (1, 2))
     fresh.write_bytes(b"x")
@@ -253,7 +253,7 @@ def test_a_failed_write_leaves_nothing(root: Path, monkeypatch: pytest.MonkeyPat
     assert store.put(keys(1), payloads(1)) == 1
 
 
-def test_readers_writers_and_removers_at_once(root: Path):
+def test_concurrent_reads_writes_and_deletes(root: Path):
     store, other = opened(root, limit=6 * FILE), opened(root, limit=6 * FILE)
     wrong: list[BaseException] = []
 
@@ -278,13 +278,13 @@ def test_readers_writers_and_removers_at_once(root: Path):
 
 
 @pytest.mark.parametrize("address", ["pages", "ftp://x/y", "s3://", "file://host/x", ""])
-def test_other_addresses_are_refused(address: str):
+def test_unknown_addresses_are_refused(address: str):
     with pytest.raises(ValueError, match=r"is neither an absolute directory|names no bucket"):
         check_address(address)
 
 
 @pytest.mark.parametrize("address", ["gs://b/p?endpoint=http://x", "s3://b/p?key=1", "s3://b?endpoint", "s3://b?x"])
-def test_other_settings_of_a_bucket_are_refused(address: str):
+def test_unknown_settings_of_a_bucket_are_refused(address: str):
     with pytest.raises(ValueError, match="and no more"):
         check_address(address)
 

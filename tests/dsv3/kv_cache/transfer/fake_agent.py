@@ -1,4 +1,4 @@
-"""NIXL's agent inside of one process: what `transfer.nixl.Agent` says, over memory that others have registered."""
+"""A NIXL agent within one process: the methods of `transfer.nixl.Agent`, over registered memory."""
 
 import ctypes
 import itertools
@@ -9,9 +9,9 @@ _known: dict[bytes, "FakeAgent"] = {}
 
 
 class FakeAgent:
-    """Reads at the first `check_xfer_state`; `begins` is called before, and what it raises ends the transfer.
+    """Reads at the first `check_xfer_state`, after a call of `begins`, whose exception ends the transfer.
 
-    While `hangs`, transfers stay under way and write when they end.
+    While `hangs`, transfers stay in progress.
     """
 
     def __init__(self) -> None:

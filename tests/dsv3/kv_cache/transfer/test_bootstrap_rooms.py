@@ -1,4 +1,4 @@
-"""Two instances that are handed the same request meet under its number, whoever comes first, and whoever does not."""
+"""Bootstrap rooms: a decode instance finds its request in the prefill instance, in either order, or times out."""
 
 import socket
 import threading
@@ -32,69 +32,69 @@ def address_of(server: PageServer) -> str:
     return "{}:{}".format(*server.address)
 
 
-def test_a_meeting_goes_from_queued_to_begun_and_stays_there():
+def test_a_room_goes_from_queued_to_begun_and_stays_there():
     table = BootstrapRooms()
-    for step in (table.open, table.begin, table.leave):
-        step(None)  # requests of no meeting
-    table.open(1)
-    table.open(2)
-    table.begin(1)
-    table.open(1)  # another prompt of the same body
-    table.leave(1)
-    table.leave(2)
-    table.leave(3)
+    for stage in ("queued", "begun", "gone"):
+        table.update(None, stage)  # requests without a room
+    table.update(1, "queued")
+    table.update(2, "queued")
+    table.update(1, "begun")
+    table.update(1, "queued")  # another prompt of the same body
+    table.update(1, "gone")
+    table.update(2, "gone")
+    table.update(3, "gone")
     assert table.stages([1, 2, 3]) == ["begun", "gone", "unknown"]
 
 
-def test_old_meetings_are_forgotten(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(serving, "_MOST_BOOTSTRAP_ROOMS", 2)
+def test_the_oldest_rooms_are_dropped(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serving, "_MAX_BOOTSTRAP_ROOMS", 2)
     table = BootstrapRooms()
     for number in (1, 2, 3):
-        table.open(number)
+        table.update(number, "queued")
     assert table.stages([1, 2, 3]) == ["unknown", "queued", "queued"]
 
 
-def test_whoever_comes_first_waits_and_all_waits_share_a_connection(server: PageServer):
+def test_rooms_are_found_in_either_order_over_one_connection(server: PageServer):
     peers, connections = Peers(SECRET, HELLO), []
-    connect = peers._finder._connect
-    peers._finder._connect = lambda address: connections.append(connect(address)) or connections[-1]
-    early = [peers.find(address_of(server), number) for number in range(20)]
+    connect = peers.rooms._connect
+    peers.rooms._connect = lambda address: connections.append(connect(address)) or connections[-1]
+    early = [peers.rooms.find(address_of(server), number) for number in range(20)]
     for number in range(20):
-        server.bootstrap_rooms.open(number)
+        server.bootstrap_rooms.update(number, "queued")
     for number in range(20):
         assert not early[number].done()
-        server.bootstrap_rooms.begin(number)
+        server.bootstrap_rooms.update(number, "begun")
         assert early[number].result(60) == "here:1,there:2"
-    late = peers.find(address_of(server), 7)
+    late = peers.rooms.find(address_of(server), 7)
     assert late.result(60) == "here:1,there:2"
-    assert len(connections) <= 2, "one, and another where the first had nobody to ask for any more"
+    assert len(connections) <= 2, "one, and another if the first has ended before the last room"
 
 
 @pytest.mark.parametrize(
     ("stage", "words"),
-    [("unknown", "no request has come"), ("queued", "the queue still holds"), ("gone", "was given up")],
+    [("unknown", "has no request"), ("queued", "is still queued"), ("gone", "was aborted")],
 )
-def test_a_request_that_does_not_begin_is_waited_for_so_long_and_no_longer(
+def test_the_wait_for_a_request_that_does_not_begin_is_bounded(
     server: PageServer, monkeypatch: pytest.MonkeyPatch, stage: str, words: str
 ):
-    monkeypatch.setattr(client, "COMES_S", 0.0 if stage == "unknown" else 300.0)
-    monkeypatch.setattr(client, "BEGINS_S", 0.0 if stage == "queued" else 300.0)
+    monkeypatch.setattr(client, "UNKNOWN_ROOM_TIMEOUT_S", 0.0 if stage == "unknown" else 300.0)
+    monkeypatch.setattr(client, "QUEUED_TIMEOUT_S", 0.0 if stage == "queued" else 300.0)
     if stage != "unknown":
-        server.bootstrap_rooms.open(5)
+        server.bootstrap_rooms.update(5, "queued")
     if stage == "gone":
-        server.bootstrap_rooms.leave(5)
-    found = Peers(SECRET, HELLO).find(address_of(server), 5)
+        server.bootstrap_rooms.update(5, "gone")
+    found = Peers(SECRET, HELLO).rooms.find(address_of(server), 5)
     with pytest.raises(PeerError, match=words):
         found.result(60)
 
 
-def test_an_instance_that_is_not_there_or_dies_ends_all_waits(server: PageServer, monkeypatch: pytest.MonkeyPatch):
+def test_an_absent_or_dying_instance_fails_all_pending_rooms(server: PageServer, monkeypatch: pytest.MonkeyPatch):
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        nobody = "{}:{}".format(*listener.getsockname())
+        absent = "{}:{}".format(*listener.getsockname())
     peers = Peers(SECRET, HELLO)
-    for words in ("refused", "a moment ago"):
+    for words in ("refused", "less than 10 s ago"):
         with pytest.raises(PeerError, match=words):
-            peers.find(nobody, 1).result(60)
+            peers.rooms.find(absent, 1).result(60)
     asked = threading.Event()
 
     def dying(asked_for: list[int]) -> list[str]:
@@ -102,30 +102,30 @@ def test_an_instance_that_is_not_there_or_dies_ends_all_waits(server: PageServer
         raise OSError("the process is killed")
 
     monkeypatch.setattr(server.bootstrap_rooms, "stages", dying)
-    waits = [peers.find(address_of(server), number) for number in range(3)]
+    waits = [peers.rooms.find(address_of(server), number) for number in range(3)]
     assert asked.wait(60)
     for wait in waits:
         with pytest.raises(PeerError):
             wait.result(60)
 
 
-def test_an_address_that_is_none_ends_all_waits():
-    """IDNA has no such name, which is no OSError; the thread died, and the address was dead with it."""
+def test_an_invalid_address_fails_all_pending_rooms():
+    """IDNA rejects the name with an error that is not an OSError; it must not end the thread with rooms pending."""
     peers = Peers(SECRET, HELLO)
-    for words in ("no host and port", "a moment ago"):
-        waits = [peers.find("a..b:8998", number) for number in range(3)]
+    for words in ("not a host and port", "less than 10 s ago"):
+        waits = [peers.rooms.find("a..b:8998", number) for number in range(3)]
         for wait in waits:
-            with pytest.raises(PeerError, match=f"{words}|a moment ago"):
+            with pytest.raises(PeerError, match=f"{words}|less than 10 s ago"):
                 wait.result(60)
     with pytest.raises(PeerError):
         peers.fetch("c..d:8998", [b"k" * 32], 0.0, lambda *_: None)
 
 
-def test_whatever_ends_the_thread_that_asks_ends_the_waits(monkeypatch: pytest.MonkeyPatch):
+def test_any_error_of_the_polling_thread_fails_all_pending_rooms(monkeypatch: pytest.MonkeyPatch):
     def broken(address: str) -> None:
         raise KeyError("a bug")
 
-    finder = client.Finder(broken)
+    finder = client.RoomFinder(broken)
     with pytest.raises(PeerError, match="a bug"):
         finder.find("host:1", 1).result(60)
 
@@ -135,14 +135,14 @@ def test_whatever_ends_the_thread_that_asks_ends_the_waits(monkeypatch: pytest.M
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(PeerError, match="new thread"):
         finder.find("host:1", 1).result(60)
-    assert not finder._waits
+    assert not finder._pending_rooms
 
 
-def test_nobody_is_asked_while_nobody_waits(server: PageServer):
+def test_polling_ends_without_pending_rooms(server: PageServer):
     peers = Peers(SECRET, HELLO)
-    server.bootstrap_rooms.begin(1)
-    assert peers.find(address_of(server), 1).result(60)
+    server.bootstrap_rooms.update(1, "begun")
+    assert peers.rooms.find(address_of(server), 1).result(60)
     deadline = time.monotonic() + 60
-    while peers._finder._waits and time.monotonic() < deadline:
+    while peers.rooms._pending_rooms and time.monotonic() < deadline:
         time.sleep(0.005)
-    assert not peers._finder._waits
+    assert not peers.rooms._pending_rooms

@@ -1,4 +1,4 @@
-"""Why pages do not travel by `jax.experimental.transfer` (docs/disaggregation.md): who asks is not known to it."""
+"""Why pages do not travel by `jax.experimental.transfer` (docs/disaggregation.md): it does not authenticate."""
 
 import re
 
@@ -6,7 +6,7 @@ import jax.experimental.transfer as transfer
 
 
 def test_jax_neither_authenticates_nor_encrypts_what_it_transfers():
-    """Where this fails, jax has learned it: measure again with `python -m benchmarks.jax_transfer`, and decide anew."""
-    told = transfer.start_transfer_server.__doc__ or ""
-    assert "transport_addresses" in told
-    assert not re.search(r"key|cert|ssl|tls|secret|credential|auth|token", told, re.IGNORECASE)
+    """If this fails, jax may authenticate now: run `python -m benchmarks.jax_transfer` and reconsider."""
+    doc = transfer.start_transfer_server.__doc__ or ""
+    assert "transport_addresses" in doc
+    assert not re.search(r"key|cert|ssl|tls|secret|credential|auth|token", doc, re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""Pages of an instance of several processes, of which nobody says which has what."""
+"""Fetches from an instance of several processes without knowing which process has which page."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ import pytest
 from dsv3.kv_cache.page_keys import Key
 from dsv3.kv_cache.transfer import client
 from dsv3.kv_cache.transfer.client import fetch_from_any
-from dsv3.kv_cache.transfer.protocol import Land, PeerError
+from dsv3.kv_cache.transfer.protocol import OnPage, PeerError
 
 KEYS = [bytes([i]) * 32 for i in range(6)]
 
@@ -17,10 +17,10 @@ class Instance:
     """Processes by address: the keys that each has, or None for one that is dead."""
 
     def __init__(self, **processes: Sequence[Key] | None) -> None:
-        self.processes, self.asked = processes, []
+        self.processes, self.requests = processes, []
 
-    def fetch(self, address: str, keys: Sequence[Key], patience_s: float, land: Land) -> int:
-        self.asked.append((address, len(keys)))
+    def fetch(self, address: str, keys: Sequence[Key], patience_s: float, land: OnPage) -> int:
+        self.requests.append((address, len(keys)))
         has = self.processes[address]
         if has is None:
             raise PeerError(f"{address} is dead")
@@ -32,15 +32,15 @@ class Instance:
 
 
 def fetched(instance: Instance, patience_s: float = 0.0) -> tuple[int, list[Key], str]:
-    """Returns how many pages came, which, and what was raised."""
-    landed: list[Key] = []
+    """Returns how many pages count, which, and what was raised."""
+    received: list[Key] = []
     try:
-        came = fetch_from_any(
-            instance.fetch, list(instance.processes), KEYS, patience_s, lambda key, _: landed.append(key)
+        count = fetch_from_any(
+            instance.fetch, list(instance.processes), KEYS, patience_s, lambda key, _: received.append(key)
         )
     except PeerError as error:
-        return len(landed), landed, str(error)
-    return came, landed, ""
+        return len(received), received, str(error)
+    return count, received, ""
 
 
 @pytest.fixture(autouse=True)
@@ -48,35 +48,35 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_ROUND_S", 1e-4)
 
 
-def test_the_one_that_has_the_pages_is_found_and_asked_for_all() -> None:
+def test_the_process_with_the_pages_is_found_and_serves_them_all() -> None:
     instance = Instance(a=[], b=KEYS, c=KEYS)
     assert fetched(instance) == (6, KEYS, "")
-    assert instance.asked == [("a", 1), ("b", 1), ("b", 5)]
+    assert instance.requests == [("a", 1), ("b", 1), ("b", 5)]
 
 
-def test_pages_that_lie_with_several_come_in_order() -> None:
+def test_pages_of_several_processes_arrive_in_order() -> None:
     assert fetched(Instance(a=KEYS[2:4], b=[*KEYS[:2], *KEYS[4:]])) == (6, KEYS, "")
 
 
-def test_what_nobody_has_ends_the_fetch_in_time() -> None:
+def test_a_page_that_no_process_has_ends_the_fetch() -> None:
     instance = Instance(a=KEYS[:2], b=[])
     assert fetched(instance, 0.01) == (2, KEYS[:2], "")
     assert fetched(Instance(a=[], b=[]), 0.01) == (0, [], "")
 
 
-def test_a_dead_one_costs_what_it_alone_had() -> None:
+def test_a_dead_process_costs_only_the_pages_it_alone_had() -> None:
     assert fetched(Instance(dead=None, b=KEYS)) == (6, KEYS, "")
     assert fetched(Instance(b=KEYS[:3], dead=None)) == (3, KEYS[:3], "dead is dead")
     assert fetched(Instance(one=None, two=None)) == (0, [], "two is dead")
 
 
-def test_pages_that_come_later_are_waited_for() -> None:
+def test_a_fetch_waits_for_pages_that_are_still_computed() -> None:
     has: list[Key] = []
     instance = Instance(a=[], b=has)
     fetch = instance.fetch
 
-    def growing(address: str, keys: Sequence[Key], patience_s: float, land: Land) -> int:
-        if len(instance.asked) % 7 == 6:
+    def growing(address: str, keys: Sequence[Key], patience_s: float, land: OnPage) -> int:
+        if len(instance.requests) % 7 == 6:
             has.append(KEYS[len(has)])
         return fetch(address, keys, patience_s, land)
 

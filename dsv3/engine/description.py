@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.config.model import INDEX_KEYS, LATENTS, ModelConfig
-from dsv3.engine.dtypes import EngineDtypes
-from dsv3.engine.size import count_parameters, short
+from dsv3.engine.dtypes import EngineDtypes, count_parameters, short
 from dsv3.kv_cache.layout import pool, token_bytes
 from dsv3.model.layers.indexer import indexer_of
 from pallas_kernels import dsa, mla

@@ -1,6 +1,7 @@
 """Which types an engine computes in and stores its cache in, from the options, the model and the device."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 
 from dsv3.config.model import FP8, ModelConfig
 from dsv3.config.options import EngineOptions
-from dsv3.engine.size import count_parameters, short
+from dsv3.model.params import declare
 from pallas_kernels import mla, native
 from pallas_kernels.backend import Backend, is_hopper, resolve_backend
 from pallas_kernels.float8 import BLOCK
@@ -102,3 +103,25 @@ def fastest_on_cpu(model: ModelConfig, stored: str | None) -> tuple[str, str]:
     if not native.library().multiplies_bfloat16:
         return "float32", "no kernel multiplies bfloat16 as it is on this CPU"
     return "bfloat16", "this CPU multiplies it and reads half the bytes"
+
+
+def count_parameters(cfg: ModelConfig) -> tuple[int, int]:
+    """Returns how many parameters there are, and how many of them a token meets: all but the experts it is not sent to.
+
+    The embedding counts in the first number alone, unless it is the head too.
+    """
+    total = active = 0
+    for spec in jax.tree.leaves(declare(cfg)):
+        size = math.prod(spec.shape)
+        total += size
+        active += size // cfg.n_routed_experts * cfg.num_experts_per_tok if "experts" in spec.axes else size
+    embedding = cfg.vocab_size * cfg.hidden_size
+    return total, active if cfg.tie_word_embeddings else active - embedding
+
+
+def short(count: int) -> str:
+    """Returns a count with three digits: "30.6 billion"."""
+    for power, word in ((12, "trillion"), (9, "billion"), (6, "million")):
+        if count >= 10**power:
+            return f"{count / 10**power:.3g} {word}"
+    return f"{count:,}"

@@ -20,8 +20,8 @@ from dsv3.engine.device.programs import Progress, Store
 from dsv3.engine.errors import ClusterError, public_text
 from dsv3.engine.executor import Executor, LocalExecutor
 from dsv3.engine.job import EngineView, JobKind, Planned, StepCommand, WorkEvents
+from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.jobs.experts import ExpertBalancer
-from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.step_log import EngineSnapshot, JobNote, StepLog
 from dsv3.engine.step_metrics import StepNotes, StepPublisher
 from dsv3.engine.stored import CompilationCounter

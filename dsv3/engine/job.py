@@ -164,7 +164,7 @@ def _nothing(results: Any) -> Iterable[np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class JobKind:
-    """A kind of work, as it is registered in `dsv3.engine.jobs.registry`.
+    """A kind of work, as it is registered in `dsv3.engine.jobs`.
 
     Attributes:
       name: how jobs name their kind.

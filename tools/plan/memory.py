@@ -10,9 +10,9 @@ from typing import Any
 import jax
 
 from dsv3.checkpoint.layout import leaf_path
+from dsv3.engine.build import account_of
 from dsv3.engine.device.pool import SLACK
 from dsv3.engine.memory import DeviceMemory, MemoryAccount, local_bytes
-from dsv3.engine.sizing import account_of
 from tools.plan.deployment import Deployment
 from tools.plan.programs import LaidOut, cache_tokens
 

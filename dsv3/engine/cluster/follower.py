@@ -61,7 +61,7 @@ from dsv3.engine.device.pool import set_pool_share
 from dsv3.engine.executor import LocalExecutor, Results
 from dsv3.engine.fingerprint import fields_of
 from dsv3.engine.job import Command, FollowerHandler, StepCommand
-from dsv3.engine.jobs.registry import JOB_KINDS
+from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.kernel_checks import check_kernels, fall_back
 from dsv3.processes.certificates import Credentials, credentials_of
 from dsv3.processes.key_file import read_key

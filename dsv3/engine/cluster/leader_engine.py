@@ -27,7 +27,7 @@ from dsv3.engine.engine import Engine
 from dsv3.engine.executor import LocalExecutor, Results
 from dsv3.engine.fingerprint import fields_of
 from dsv3.engine.job import StepCommand
-from dsv3.engine.jobs.registry import JOB_KINDS
+from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.kernel_checks import check_kernels, fall_back
 from dsv3.engine.limits import with_pages
 

@@ -26,7 +26,7 @@ from dsv3.config.engine import EngineConfig, ForwardProgram
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.device import state as device_state
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.device.ragged import HEADER
+from dsv3.engine.device.state import HEADER
 from dsv3.kv_cache.layout import pool
 from dsv3.model.batch import AttentionForm
 from dsv3.model.forms import applies

@@ -17,8 +17,10 @@ from jax import lax
 
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.device.sampling import Adjustments, Controls
+from dsv3.model.batch import AttentionForm, PrefillBatch
 from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from dsv3.scheduler.sequence import FULL, Sequence
+from pallas_kernels.search import search
 
 NO_DRAFT = -1
 """Stands in `DecodeState.tokens` where nothing was proposed; no token equals it."""
@@ -43,6 +45,9 @@ class Field(enum.IntEnum):
 
 
 NUM_FIELDS = len(Field)
+HEADER = 4 + NUM_FIELDS
+"""Columns of a chunk on the device before its page table: slot, its tokens, tokens before it, the token that follows
+it in the prompt (-1: none, the chunk samples), and sampling parameters."""
 _CONTROLS = struct.Struct("=6fiiIii")  # a row, in the order of `Field`: in one go it takes a fifth of the time
 
 
@@ -166,3 +171,29 @@ def adjustments_at(
         bias=adjust.bias[slots],
         forbidden_ids=jnp.where(early, adjust.forbidden_ids[slots], vocab_size),
     )
+
+
+def ragged_batch(
+    tokens: jax.Array, rows: jax.Array, form: AttentionForm = AttentionForm.ANY, room: int = 0
+) -> PrefillBatch:
+    """Returns the model's batch of the chunks `rows` `[B, HEADER + Mp]` over `tokens` `[T]`."""
+    count, context = rows[:, 1], rows[:, 2]
+    ends = jnp.cumsum(count)
+    cu_lengths = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    chunk = search(ends, jnp.arange(tokens.shape[0]), side="right")
+    chunk = jnp.minimum(chunk, rows.shape[0] - 1)
+    positions = jnp.maximum(context[chunk] + jnp.arange(tokens.shape[0]) - cu_lengths[chunk], 0)
+    return PrefillBatch(tokens, positions, cu_lengths, context, rows[:, HEADER:], form, room)
+
+
+def last_rows(batch: PrefillBatch) -> jax.Array:
+    """Returns the row of each chunk's last token, `[B]`; some row for padding."""
+    return jnp.maximum(batch.cu_lengths[1:] - 1, 0)
+
+
+def next_tokens(batch: PrefillBatch, rows: jax.Array, sampled: jax.Array) -> jax.Array:
+    """Returns the token that follows each token of the batch, `[T]`: in the prompt, or `sampled` `[B]` at its end."""
+    count, follows = rows[:, 1], rows[:, 3]
+    last = jnp.where(count > 0, last_rows(batch), batch.tokens.shape[0])
+    after = jnp.where(follows < 0, jnp.maximum(sampled, 0), follows)
+    return jnp.roll(batch.tokens, -1).at[last].set(after, mode="drop")

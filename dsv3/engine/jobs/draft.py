@@ -18,12 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3.engine.components import EngineComponents
-from dsv3.engine.device import ragged
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.form_selection import ANY_LENGTH
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.device.state import NO_DRAFT, DecodeState, with_drafts
+from dsv3.engine.device.state import HEADER, NO_DRAFT, DecodeState, ragged_batch, with_drafts
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs.decode import NAME as DECODE
 from dsv3.engine.jobs.decode import DecodeCommand
@@ -209,7 +208,7 @@ def lookup_programs(layout: Layout) -> Iterator[ProgramSpec]:
     yield layout.per_rank(_ENTER, enter_body, given, donated=(0,), padding={1: layout.no_slot})
     for size in cfg.prefill_buckets:
         count = cfg.prefill_rows(size)
-        chunks = layout.array(size), layout.array(count, ragged.HEADER + cfg.pages_per_seq)
+        chunks = layout.array(size), layout.array(count, HEADER + cfg.pages_per_seq)
         arguments = (_texts(layout), layout.state, *chunks, layout.array(count), layout.array(count, 1))
         body = functools.partial(prefill_body, layout, cfg.tokens_per_row - 1)
         padding = {3: layout.no_chunk, 4: layout.no_slot}
@@ -278,7 +277,7 @@ def prefill_body(
 
     `tokens` and `rows` are those of `prefill.prefill_body`, `sampled` `[B, 1]` the first tokens.
     """
-    batch = ragged.ragged_batch(tokens, rows)
+    batch = ragged_batch(tokens, rows)
     index = jnp.arange(tokens.shape[0])
     chunk = jnp.minimum(search(batch.cu_lengths[1:], index, side="right"), rows.shape[0] - 1)
     owner = jnp.where(index < batch.cu_lengths[-1], rows[chunk, 0], texts.shape[0])

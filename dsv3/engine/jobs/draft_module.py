@@ -21,13 +21,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dsv3.engine.device import ragged
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.form_selection import decode_form, decode_forms
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.sampling import best_words
-from dsv3.engine.device.state import DecodeState, with_drafts
+from dsv3.engine.device.state import HEADER, DecodeState, last_rows, next_tokens, ragged_batch, with_drafts
 from dsv3.engine.functions import DraftFunctions
 from dsv3.engine.jobs import decode, prefill
 from dsv3.engine.jobs.draft import DraftCommand, draft_kind
@@ -49,7 +48,7 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     chained: dict[int, int] = {}  # drafts by rows
     for size in cfg.prefill_buckets:
         rows = cfg.prefill_rows(size)
-        chunks = layout.array(size), layout.array(rows, ragged.HEADER + cfg.pages_per_seq)
+        chunks = layout.array(size), layout.array(rows, HEADER + cfg.pages_per_seq)
         given = layout.array(size, width, dtype=dtype), *chunks, layout.array(rows), layout.array(rows, 1)
         for form in forms:
             key, prefills = Key(PREFILL, size, form), functools.partial(prefill_body, form=form)
@@ -126,10 +125,10 @@ def prefill_body(
     Returns pages, state, and the module's hidden states `[B, D]` at the last tokens. `form` is the batch's, `program`
     the number under which it counts.
     """
-    batch = ragged.ragged_batch(tokens, rows, form)
-    shifted = dataclasses.replace(batch, tokens=ragged.next_tokens(batch, rows, sampled[:, 0]))
+    batch = ragged_batch(tokens, rows, form)
+    shifted = dataclasses.replace(batch, tokens=next_tokens(batch, rows, sampled[:, 0]))
     out = _module(layout).prefill(params, layout.model_cfg, shifted, pages, hidden)
-    last = out.hidden[ragged.last_rows(batch)]
+    last = out.hidden[last_rows(batch)]
     state = _counted(layout, state, out, program)
     return out.pages, _with_draft(layout, params, state, last, slots, 1), last
 

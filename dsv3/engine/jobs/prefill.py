@@ -15,8 +15,7 @@ from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.form_selection import ANY_LENGTH, prefill_form, prefill_forms, room
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.device.ragged import HEADER, last_rows, ragged_batch
-from dsv3.engine.device.state import DecodeState, control_rows
+from dsv3.engine.device.state import HEADER, DecodeState, control_rows, last_rows, ragged_batch
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs import prompt_logprobs
 from dsv3.engine.jobs.sample import (

@@ -19,7 +19,7 @@ from dsv3.engine.device import sampling
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.device.ragged import HEADER, next_tokens, ragged_batch
+from dsv3.engine.device.state import HEADER, next_tokens, ragged_batch
 from dsv3.sampling_params import MAX_LOGPROBS
 from dsv3.scheduler.batch_slots import BatchSlots
 from dsv3.scheduler.request import EngineOutput, PromptLogprobs

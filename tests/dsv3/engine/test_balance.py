@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec
 
 from dsv3.config.engine import EngineConfig
 from dsv3.config.options import EngineOptions
-from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.engine import Engine
+from dsv3.engine.expert_parallel import expert_parallel_functions, spread_experts
 from dsv3.engine.functions import SpreadExperts
 from dsv3.engine.jobs import experts
 from dsv3.engine.jobs.experts import MOVE, READ_LOAD, ExpertBalancer, ExpertsCommand, TrafficCounter, load_size

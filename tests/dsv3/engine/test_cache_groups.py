@@ -15,12 +15,12 @@ import pytest
 
 from dsv3.config.engine import EngineConfig
 from dsv3.config.model import CacheGroup, ModelConfig
+from dsv3.engine.build import account_of
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import StepFunctions
 from dsv3.engine.memory import DeviceMemory, local_bytes
-from dsv3.engine.sizing import account_of
 from dsv3.kv_cache.layout import Pool, page_bytes
 from dsv3.kv_cache.tiers import tiers
 from dsv3.model.batch import DecodeBatch, PrefillBatch

@@ -10,7 +10,7 @@ import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.config.engine import EngineConfig
-from dsv3.engine.assemble.communication import Communication
+from dsv3.engine.communication import Communication
 from dsv3.engine.device.layout import Reserve, reserve
 from dsv3.engine.device.programs import Programs
 from dsv3.model.schedules import HOOKED, OVERLAPPED, PLAIN, Schedule

@@ -18,7 +18,7 @@ from dsv3.engine.build import build_engine, bundled_model, load_components
 from dsv3.engine.description import describe
 from dsv3.engine.dtypes import resolve_dtypes
 from dsv3.engine.executor import lay_out
-from dsv3.engine.jobs.registry import JOB_KINDS
+from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.memory import DeviceMemory, account
 from dsv3.kv_cache.layout import page_bytes, pool
 from pallas_kernels import native

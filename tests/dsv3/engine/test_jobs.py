@@ -20,7 +20,7 @@ from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.state import DecodeState
 from dsv3.engine.engine import Engine
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
-from dsv3.engine.jobs.registry import JOB_KINDS
+from dsv3.engine.jobs import JOB_KINDS
 from dsv3.scheduler.request import StepOutputs
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS

@@ -9,10 +9,10 @@ import pytest
 
 from dsv3.config.engine import EngineConfig
 from dsv3.config.options import EngineOptions
-from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
 from dsv3.engine.build import build_engine, bundled_model
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.engine import Engine
+from dsv3.engine.expert_parallel import expert_parallel_functions, spread_experts
 from dsv3.llm import LLM
 from sharding.experts import exchange
 from sharding.mesh import rank_mesh

@@ -11,8 +11,8 @@ from dsv3.engine.components import EngineComponents
 from dsv3.engine.engine import Engine
 from dsv3.engine.executor import LocalExecutor, Results
 from dsv3.engine.job import StepCommand, WorkEvents
+from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.jobs.pages import PagesCommand, PagesFollower
-from dsv3.engine.jobs.registry import JOB_KINDS
 
 FAR = range(1, 2)
 

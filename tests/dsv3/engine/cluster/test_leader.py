@@ -37,8 +37,8 @@ from dsv3.engine.cluster.messages import (
 from dsv3.engine.cluster.wire import UnauthenticatedConnections, connect
 from dsv3.engine.errors import ClusterError
 from dsv3.engine.job import StepCommand
+from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.jobs.decode import DecodeCommand
-from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.jobs.sample import RowMasks, SampleCommand
 from dsv3.engine.kernel_checks import Replaced
 from tests.dsv3.engine.cluster import local

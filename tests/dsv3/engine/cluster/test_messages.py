@@ -13,10 +13,10 @@ from dsv3.config.engine import EngineConfig
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.messages import Build, Digest, FollowerFailed, Hello, Step, Stop
 from dsv3.engine.job import Command, StepCommand
+from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.experts import ExpertsCommand
 from dsv3.engine.jobs.prefill import PrefillCommand
-from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.jobs.sample import Adjustment, RowMasks, SampleCommand
 
 ARRAYS = hnp.arrays(

@@ -27,9 +27,9 @@ from dsv3.config.engine import EngineConfig
 from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine import executor, kernel_checks
 from dsv3.engine.cluster import digest, follower
+from dsv3.engine.cluster import digest as collective_order
 from dsv3.engine.cluster.leader_engine import start_leader
 from dsv3.engine.components import EngineComponents
-from dsv3.engine.device import collective_order
 from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.executor import LocalExecutor
 from dsv3.engine.functions import StepFunctions

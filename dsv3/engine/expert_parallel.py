@@ -5,17 +5,19 @@ Routed experts are spread over all devices; with tensor parallelism the devices 
 
 import dataclasses
 import functools
-from typing import Any
+import os
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
+from dsv3.checkpoint import load_params
 from dsv3.config.engine import ForwardProgram
 from dsv3.config.model import ModelConfig
-from dsv3.engine.assemble.communication import Communication
+from dsv3.engine.communication import Communication
 from dsv3.engine.functions import DraftFunctions, SpreadExperts, StepFunctions
 from dsv3.kv_cache.layout import Pool
 from dsv3.model import decoder, steps
@@ -31,7 +33,7 @@ from sharding.experts.kind import Kind
 from sharding.experts.placement import Placement, placement_of
 from sharding.experts.traffic import LayerRows, Traffic
 from sharding.experts.transport import build
-from sharding.mesh import Machine, partitions, rank_size
+from sharding.mesh import Machine, partitions, rank_size, shardings
 
 
 def first_expert_map(cfg: ModelConfig, mesh: Mesh, num_redundant_experts: int) -> ExpertMap:
@@ -213,3 +215,58 @@ def _with_experts(layers: LayerParams | None, experts: tuple[Any, Any]) -> Layer
 def _moe(layers: LayerParams | None) -> MoeParams:
     assert layers is not None and layers.moe is not None  # `first_expert_map` refuses models without
     return layers.moe
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How weights are read: their dtype, whether a progress bar is shown, and what FP8 and INT4 become.
+
+    With `shapes` none is read, and shapes stand in their places.
+    """
+
+    dtype: Any
+    fp8: Literal["keep", "dequantize", "quantize"]
+    progress: bool
+    int4: Literal["keep", "fp8", "dequantize"] = "keep"
+    shapes: bool = False
+
+
+def load_replicated(
+    directory: str | os.PathLike[str], cfg: ModelConfig, specs: Any, mesh: Mesh, read: Reading
+) -> Params:
+    """Loads the parameters onto every device of `mesh` as the partitions `specs` say; each process reads them once.
+
+    Raises as `load_params` does.
+    """
+    return load_params(directory, cfg, shardings=shardings(specs, mesh), **dataclasses.asdict(read))
+
+
+def load_spread(
+    directory: str | os.PathLike[str],
+    cfg: ModelConfig,
+    specs: SpreadParams,
+    mesh: Mesh,
+    num_redundant_experts: int,
+    read: Reading,
+) -> SpreadParams:
+    """Loads what `spread_experts` makes in memory: the replicas of `first_expert_map`, as the partitions `specs` say.
+
+    The mesh may span processes: each reads what its own devices hold. Raises as `load_params` and `first_expert_map`.
+    """
+    expert_map = first_expert_map(cfg, mesh, num_redundant_experts)
+    where = shardings(specs, mesh)
+    placement = jax.tree.map(_on_devices, first_placement(expert_map, num_redundant_experts), where.placement)
+    params = load_params(
+        directory,
+        cfg,
+        shardings=where.params,
+        phy2log=expert_map.phy2log,
+        tensor_parallel_size=rank_size(mesh),
+        **dataclasses.asdict(read),
+    )
+    return SpreadParams(params, placement)
+
+
+def _on_devices(array: np.ndarray, sharding: Sharding) -> jax.Array:
+    """Returns `array`, which every process has, as one array of all processes."""
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)

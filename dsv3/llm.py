@@ -85,7 +85,7 @@ class _RunningAnswer:
     stream: OutputStream
 
 
-def releases_on_error[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+def release_on_error[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """Has an exception leave `function` without references to its arguments and to what was computed from them.
 
     Notebooks keep the last traceback, and with its frames a model that has been deleted since. Frames of a user's own
@@ -129,7 +129,7 @@ class LLM:
     that does not exist, ValueError for one that cannot be.
     """
 
-    @releases_on_error
+    @release_on_error
     def __init__(self, model: str | os.PathLike[str] | None = None, *, progress: bool = True, **options: Any) -> None:
         refuse_unknown(EngineOptions, options, ("model", "progress"))
         directory = Path(model) if model is not None else bundled_model()
@@ -170,7 +170,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    @releases_on_error
+    @release_on_error
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -194,7 +194,7 @@ class LLM:
 
         return self._run("prompts", several, sampling_params, priority, make, errors)
 
-    @releases_on_error
+    @release_on_error
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -244,7 +244,7 @@ class LLM:
         except ValueError as error:
             raise InvalidRequest(f"structured_outputs: {error}") from None
 
-    @releases_on_error
+    @release_on_error
     def inspect(
         self,
         prompt: Prompt,

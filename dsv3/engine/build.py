@@ -21,7 +21,7 @@ from dsv3.engine.components import EngineComponents
 from dsv3.engine.description import describe
 from dsv3.engine.device.driver import started_devices
 from dsv3.engine.device.layout import Layout
-from dsv3.engine.device.pool import device_memory, set_pool_share
+from dsv3.engine.device.pool import device_memory, set_memory_fraction
 from dsv3.engine.device.programs import ReadPrograms, measure
 from dsv3.engine.dtypes import EngineDtypes, resolve_dtypes
 from dsv3.engine.engine import Engine
@@ -30,10 +30,18 @@ from dsv3.engine.expert_parallel import Reading, expert_parallel_functions, load
 from dsv3.engine.functions import StepFunctions, in_full_precision, model_functions
 from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.jobs.sample import adjust_shapes
-from dsv3.engine.kernel_checks import check_kernels, fall_back
+from dsv3.engine.kernel_checks import apply_fallbacks, check_kernels
 from dsv3.engine.limits import Hardware, engine_config, pages_of_one, staging_bytes
-from dsv3.engine.memory import Accounted, DeviceMemory, KeptWorking, MemoryAccount, account, check_fits, local_bytes
-from dsv3.engine.stored import machine_fields, own_store, program_fields, use_compilation_cache
+from dsv3.engine.memory import (
+    DeviceMemory,
+    MemoryAccount,
+    PoolSizing,
+    WorkingMemoryFile,
+    account,
+    check_fits,
+    local_bytes,
+)
+from dsv3.engine.stored import local_program_store, machine_fields, program_fields, use_compilation_cache
 from dsv3.kv_cache.layout import page_bytes
 from dsv3.model.tensor_parallel import check_shards
 from pallas_kernels.backend import prepare, resolve_backend
@@ -58,11 +66,15 @@ def build_engine(
     options = options or EngineOptions()
     if options.check_kernels:
         _model(Path(model_dir), options)  # refuses what cannot be served before the checks take their time
-        fall_back(check_kernels())
-    parts = load_components(model_dir, options, progress=progress)
-    _log.info("model: %s", parts.description)
-    _log.info("cache: %d pages of 64 tokens, up to %d tokens per request", parts.cfg.num_pages, parts.cfg.max_model_len)
-    return Engine(parts, store=own_store(Path(model_dir), options, parts))
+        apply_fallbacks(check_kernels())
+    components = load_components(model_dir, options, progress=progress)
+    _log.info("model: %s", components.description)
+    _log.info(
+        "cache: %d pages of 64 tokens, up to %d tokens per request",
+        components.cfg.num_pages,
+        components.cfg.max_model_len,
+    )
+    return Engine(components, store=local_program_store(Path(model_dir), options, components))
 
 
 def load_components(
@@ -80,7 +92,7 @@ def load_components(
     all fits is said from shapes, before a weight is read. With `shapes` none is read: its shape stands in its place.
     """
     cache = use_compilation_cache(options.compilation_cache_dir)
-    set_pool_share(options.gpu_memory_utilization)
+    set_memory_fraction(options.gpu_memory_utilization)
     model_cfg, shards = _model(Path(model_dir), options), options.tensor_parallel_size
     devices = _devices(options.data_parallel_size, shards)
     mine = next(device for device in devices if device.process_index == jax.process_index())
@@ -92,7 +104,7 @@ def load_components(
     hardware = Hardware(len(devices) // shards, num_nodes, mine.platform == "cpu", jax.process_count())
     tokenizer = Path(model_dir) / "tokenizer.json"
 
-    def parts(shapes: bool, progress: bool, pages: int | None) -> EngineComponents:
+    def components(shapes: bool, progress: bool, pages: int | None) -> EngineComponents:
         read = Reading(dtypes.compute, options.fp8, progress, options.int4, shapes)
         functions, served = _functions(model_dir, model_cfg, options, mesh, read)
         return EngineComponents(
@@ -108,11 +120,11 @@ def load_components(
     identity = _cache_identity(Path(model_dir), model_cfg, options, dtypes).text
     memory = device_memory(mine)
     if memory is None:
-        return parts(shapes, progress, None)
-    smallest = parts(True, False, pages_of_one(model_cfg, options)).shapes
+        return components(shapes, progress, None)
+    smallest = components(True, False, pages_of_one(model_cfg, options)).shapes
     found = size_pool(smallest, memory, Path(model_dir), options, cache)
     _log.info("memory of a device: %s", found.account)
-    return dataclasses.replace(parts(shapes, progress, found.account.pages), memory=found)
+    return dataclasses.replace(components(shapes, progress, found.account.pages), memory=found)
 
 
 def _model(model_dir: Path, options: EngineOptions) -> ModelConfig:
@@ -215,7 +227,7 @@ def _tokenizer_identity(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def account_of(layout: Layout, memory: DeviceMemory, utilization: float, working: int) -> MemoryAccount:
+def account_for(layout: Layout, memory: DeviceMemory, utilization: float, working: int) -> MemoryAccount:
     """Returns the account of a device on which everything of `layout` lies, beside `working` memory."""
     return account(
         memory,
@@ -229,26 +241,26 @@ def account_of(layout: Layout, memory: DeviceMemory, utilization: float, working
 
 
 def size_pool(
-    parts: EngineComponents, memory: DeviceMemory, model_dir: Path, options: EngineOptions, cache: Path
-) -> Accounted:
-    """Returns the account of an engine with the options, whose `parts` have shapes for weights and the smallest pool.
+    components: EngineComponents, memory: DeviceMemory, model_dir: Path, options: EngineOptions, cache: Path
+) -> PoolSizing:
+    """Returns the account of an engine with the options, whose `components` have shapes for weights and the smallest pool.
 
     The largest programs are compiled to be read, unless what they take is in `cache` from an earlier start. Raises
     ValueError where not a page fits, before anything is compiled if the weights alone are too much.
     """
-    layout, programs = lay_out(parts, JOB_KINDS)
+    layout, programs = lay_out(components, JOB_KINDS)
     utilization, staging = options.gpu_memory_utilization, staging_bytes(options)
-    devices, spreads = layout.cfg.num_devices, bool(parts.model_cfg.num_moe_layers)
-    least = account_of(layout, memory, utilization, staging)
+    devices, spreads = layout.cfg.num_devices, bool(components.model_cfg.num_moe_layers)
+    least = account_for(layout, memory, utilization, staging)
     check_fits(least, options, devices=devices, spreads=spreads)
     moves = {"moves experts": str(options.enable_eplb)}
-    kept = KeptWorking(cache, machine_fields() | program_fields(model_dir, options, parts) | moves)
+    kept = WorkingMemoryFile(cache, machine_fields() | program_fields(model_dir, options, components) | moves)
     working = kept.read()
     if working is None:
         _log.info("compiling the largest programs, to see what memory they take")
         programs.store = ReadPrograms()
         working = measure(layout.cfg, programs)
-        kept.keep(working)
-    found = account_of(layout, memory, utilization, staging + working)
+        kept.write(working)
+    found = account_for(layout, memory, utilization, staging + working)
     check_fits(found, options, devices=devices, spreads=spreads)
-    return Accounted(found, staging, kept)
+    return PoolSizing(found, staging, kept)

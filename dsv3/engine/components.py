@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from dsv3.config.engine import EngineConfig
 from dsv3.config.model import ModelConfig
 from dsv3.engine.functions import StepFunctions
-from dsv3.engine.memory import Accounted
+from dsv3.engine.memory import PoolSizing
 from sharding.mesh import RANKS, rank_mesh, rank_size, shardings
 
 
@@ -35,7 +35,7 @@ class EngineComponents:
     mesh: Mesh
     tokenizer: Path | None = None
     description: str = ""
-    memory: Accounted | None = None
+    memory: PoolSizing | None = None
 
     def __post_init__(self) -> None:
         ranks = self.mesh.shape[RANKS[0]] * self.mesh.shape[RANKS[1]]

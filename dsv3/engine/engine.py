@@ -22,8 +22,8 @@ from dsv3.engine.executor import Executor, LocalExecutor
 from dsv3.engine.job import EngineView, JobKind, Planned, StepCommand, WorkEvents
 from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.jobs.experts import ExpertBalancer
-from dsv3.engine.step_log import EngineSnapshot, JobNote, StepLog
-from dsv3.engine.step_metrics import StepNotes, StepPublisher
+from dsv3.engine.step_log import EngineSnapshot, JobRecord, StepLog
+from dsv3.engine.step_metrics import StepMetricsRecorder, StepPublisher
 from dsv3.engine.stored import CompilationCounter
 from dsv3.kv_cache.events import EventStats
 from dsv3.scheduler.cost import keys_per_token
@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 # A part of a step under way: its jobs, their command, and what the executor wants back to fetch their results. Jobs
 # that are launched later than the others are a part of their own, whose command has a number of its own.
-_Part = tuple[list[Planned], StepCommand, Any]
+_LaunchedJobs = tuple[list[Planned], StepCommand, Any]
 
 
 class Engine:
@@ -72,28 +72,28 @@ class Engine:
 
     def __init__(
         self,
-        parts: EngineComponents,
+        components: EngineComponents,
         executor: Executor | None = None,
         kinds: Series[JobKind] = JOB_KINDS,
         store: Store | None = None,
         work_events: WorkEvents | None = None,
     ) -> None:
-        self.cfg, self.model_cfg, self.description = parts.cfg, parts.model_cfg, parts.description
+        self.cfg, self.model_cfg, self.description = components.cfg, components.model_cfg, components.description
         self.kernel_fallbacks = {operation: backend.value for operation, backend in fallbacks().items()}
         self.failure: BaseException | None = None
-        self.executor, self.store = executor or LocalExecutor(parts, kinds), store
+        self.executor, self.store = executor or LocalExecutor(components, kinds), store
         self.scheduler = Scheduler(self.cfg, self.model_cfg.vocab_size, keys_per_token(self.model_cfg))
-        self.events = _publisher(self.cfg)
+        self.events = _kv_event_publisher(self.cfg)
         if self.events is not None:
             self.scheduler.tell_events_to(self.events.record)
-        self.grammars = _grammars(parts)
+        self.grammars = _grammars(components)
         self.masks = None if self.grammars is None else Masks(self.scheduler, self.grammars.vocabulary)
-        view = EngineView(self.scheduler, parts, work_events, self.masks)
-        self.planners = {kind.name: kind.planner(view) for kind in kinds if kind.applies(parts)}
+        view = EngineView(self.scheduler, components, work_events, self.masks)
+        self.planners = {kind.name: kind.planner(view) for kind in kinds if kind.applies(components)}
         self._commands: deque[Sequence | int | None] = deque()  # a new request, the id of one to abort, or: flush
-        self._handed_in: set[int] = set()  # ids among the commands; the scheduler knows the others
-        self._in_flight: list[_Part] = []
-        self._notes = _step_notes(self.cfg, self.scheduler)
+        self._submitted_ids: set[int] = set()  # ids among the commands; the scheduler knows the others
+        self._in_flight: list[_LaunchedJobs] = []
+        self._step_metrics = _step_metrics_recorder(self.cfg, self.scheduler)
         self._compilations = CompilationCounter()
         self._warm = False
         self._seeds = np.random.SeedSequence(self.cfg.seed)
@@ -138,7 +138,7 @@ class Engine:
             takes_grammars=self.grammars is not None and not (cfg.speculative and cfg.speculative.synthetic_chances),
         )
 
-    def _holds(self, request_id: int) -> bool:
+    def _is_known(self, request_id: int) -> bool:
         compiling = self.grammars is not None and request_id in self.grammars
         return compiling or request_id in self.scheduler.sequences
 
@@ -175,12 +175,12 @@ class Engine:
         queued = self.cfg.max_num_queued_reqs
         if self.room <= (queued // 2 if request.priority > 0 else 0):
             raise QueueFull(f"{queued} requests are waiting already, or {queued // 2} where the priority is above 0")
-        if request.request_id in self._handed_in or self._holds(request.request_id):
+        if request.request_id in self._submitted_ids or self._is_known(request.request_id):
             raise InvalidRequest(f"request_id {request.request_id} is in use")
         sequence = sequence_of(request)
         if request.sampling.seed is None:
             sequence.seed = self._next_seed()
-        self._handed_in.add(request.request_id)
+        self._submitted_ids.add(request.request_id)
         self._commands.append(sequence)
 
     def abort(self, request_id: int) -> None:
@@ -246,7 +246,7 @@ class Engine:
         log.begin(started)
         outputs = StepOutputs([], self._ingest() if self._commands else [])
         if self.grammars:
-            self._take_compiled(self.grammars, outputs)
+            self._enqueue_compiled(self.grammars, outputs)
         log.done("take requests")
         jobs = self._plan()
         before, self._in_flight = self._in_flight, []
@@ -255,7 +255,7 @@ class Engine:
             self._launch(at_once)
         waited = self._collect(before, outputs) if before else 0.0
         if later:
-            self._launch(_made(later, outputs))
+            self._launch(_resolve_deferred(later, outputs))
         if self.grammars and not jobs and not before:
             self.grammars.wait()
         if self.events is not None:
@@ -264,16 +264,21 @@ class Engine:
         if tokens := int(self.scheduler.prompt_tokens + self.scheduler.generated_tokens - self._step_tokens.total):
             self._step_tokens.observe(tokens)
         if log.is_on:
-            self._note(before)
+            self._record_step(before)
         return outputs
 
-    def _note(self, collected: list[_Part]) -> None:
+    def _record_step(self, collected: list[_LaunchedJobs]) -> None:
         """Ends the notes about a step that took the results of `collected`."""
         scheduler = self.scheduler
         self.log.end(
             _number(self._in_flight),
             _number(collected),
-            [JobNote(job.kind, job.command.amount) for jobs, *_ in self._in_flight for job in jobs if not job.is_rest],
+            [
+                JobRecord(job.kind, job.command.amount)
+                for jobs, *_ in self._in_flight
+                for job in jobs
+                if not job.is_deferred
+            ],
             scheduler.slots.total_running,
             len(scheduler.queue),
         )
@@ -294,29 +299,29 @@ class Engine:
         command = StepCommand(number, tuple((planned.kind, planned.command) for planned in jobs))
         is_more = bool(self._in_flight)
         self._in_flight.append((jobs, command, self.executor.launch(command)))
-        if self._notes is not None:
-            self._notes.launched(jobs, is_more=is_more)
+        if self._step_metrics is not None:
+            self._step_metrics.launched(jobs, is_more=is_more)
         self.log.done("launch")
 
-    def _collect(self, parts: list[_Part], outputs: StepOutputs) -> float:
+    def _collect(self, components: list[_LaunchedJobs], outputs: StepOutputs) -> float:
         """Takes in the results of a step; returns the seconds that were waited for them."""
         waited = 0.0
-        for jobs, command, launched in parts:
+        for jobs, command, launched in components:
             waiting = perf_counter()
             results = self.executor.fetch(command, launched)
             waited += perf_counter() - waiting
             self.log.done("wait")
             for planned, arrays in zip(jobs, results, strict=True):
-                self.planners[planned.kind].collect(planned, arrays, outputs)
+                self.planners[planned.kind].on_results(planned, arrays, outputs)
                 if self.log.is_on:
                     self.log.done(f"collect {planned.kind}")
-        self.scheduler.pages.collect(_number(parts))
-        if self._notes is not None:
-            self._notes.collected()
+        self.scheduler.pages.collect(_number(components))
+        if self._step_metrics is not None:
+            self._step_metrics.collected()
         self._steps += 1
         return waited
 
-    def _take_compiled(self, grammars: Grammars, outputs: StepOutputs) -> None:
+    def _enqueue_compiled(self, grammars: Grammars, outputs: StepOutputs) -> None:
         """Queues the requests whose grammars are compiled, and ends those whose grammars cannot be."""
         ready, failed = grammars.take()
         for sequence in ready:
@@ -332,8 +337,8 @@ class Engine:
         for _ in range(len(self._commands)):
             command = self._commands.popleft()
             if isinstance(command, Sequence):
-                self._take_in(command)
-                self._handed_in.discard(command.id)
+                self._enqueue(command)
+                self._submitted_ids.discard(command.id)
             elif command is None:
                 self.scheduler.flush()
             elif self.grammars is not None and self.grammars.drop(command):
@@ -343,7 +348,7 @@ class Engine:
                 outputs.append(EngineOutput(request_id=command, token_ids=[], finish_reason="abort"))
         return outputs
 
-    def _take_in(self, sequence: Sequence) -> None:
+    def _enqueue(self, sequence: Sequence) -> None:
         """Queues a request, once what it is held to is compiled."""
         if sequence.request.grammar and self.grammars is not None:
             self.grammars.begin(sequence)
@@ -363,7 +368,7 @@ class Engine:
         for sequence in ended:
             self.scheduler.remove(sequence)
         self.scheduler.abandon()
-        self._handed_in.clear()
+        self._submitted_ids.clear()
         text = f"the engine has failed: {public_text(error)}"
         return StepOutputs(
             [], [EngineOutput(request_id=s.id, token_ids=[], finish_reason="error", error=text) for s in ended]
@@ -378,30 +383,30 @@ class Engine:
         return int(state.generate_state(1, np.uint64).view(np.int64)[0])
 
 
-def _number(parts: list[_Part]) -> int:
+def _number(components: list[_LaunchedJobs]) -> int:
     """Returns the number of a step, which is that of its last part; 0 where nothing was launched."""
-    return parts[-1][1].number if parts else 0
+    return components[-1][1].number if components else 0
 
 
 def _split(jobs: list[Planned]) -> tuple[list[Planned], list[Planned]]:
     """Returns the jobs up to the first one that has a rest, and what is launched later: from that one on."""
-    at = next((i for i, planned in enumerate(jobs) if planned.later is not None), len(jobs))
+    at = next((i for i, planned in enumerate(jobs) if planned.deferred is not None), len(jobs))
     return jobs[: at + 1], jobs[at:]
 
 
-def _made(jobs: list[Planned], outputs: StepOutputs) -> list[Planned]:
+def _resolve_deferred(jobs: list[Planned], outputs: StepOutputs) -> list[Planned]:
     """Returns what is launched later: the rest of the first of `jobs`, then the others, each before its rest."""
     first, *others = jobs
-    return [*first.rest(outputs), *(each for job in others for each in (job, *job.rest(outputs)))]
+    return [*first.resolve(outputs), *(each for job in others for each in (job, *job.resolve(outputs)))]
 
 
-def _grammars(parts: EngineComponents) -> Grammars | None:
+def _grammars(components: EngineComponents) -> Grammars | None:
     """Returns what compiles grammars; None without a tokenizer that they can be run over."""
-    if parts.tokenizer is None:
+    if components.tokenizer is None:
         return None
     try:
         vocabulary = GrammarVocabulary.from_file(
-            parts.tokenizer, parts.model_cfg.vocab_size, parts.model_cfg.eos_token_ids
+            components.tokenizer, components.model_cfg.vocab_size, components.model_cfg.eos_token_ids
         )
     except (VocabularyError, OSError) as error:
         _log.warning("no answer can be held to a grammar: %s", error)
@@ -409,7 +414,7 @@ def _grammars(parts: EngineComponents) -> Grammars | None:
     return Grammars(vocabulary)
 
 
-def _publisher(cfg: EngineConfig) -> "Publisher | None":
+def _kv_event_publisher(cfg: EngineConfig) -> "Publisher | None":
     """Returns what tells routers which pages can be found, None where nobody has asked for it."""
     if cfg.kv_events is None or not cfg.kv_events.is_on:
         return None
@@ -418,8 +423,8 @@ def _publisher(cfg: EngineConfig) -> "Publisher | None":
     return Publisher(cfg.kv_events, cfg.num_ranks, cfg.page_size)
 
 
-def _step_notes(cfg: EngineConfig, scheduler: Scheduler) -> StepNotes | None:
+def _step_metrics_recorder(cfg: EngineConfig, scheduler: Scheduler) -> StepMetricsRecorder | None:
     """Returns what tells planners of each step, if the limits ask for it."""
     if (config := cfg.step_metrics) is None:
         return None
-    return StepNotes(scheduler, StepPublisher(config, cfg.num_ranks), config.worker_id)
+    return StepMetricsRecorder(scheduler, StepPublisher(config, cfg.num_ranks), config.worker_id)

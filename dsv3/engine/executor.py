@@ -35,14 +35,14 @@ class Executor(Protocol):
         """Waits for the results of a step."""
 
 
-def lay_out(parts: EngineComponents, kinds: Sequence[JobKind]) -> tuple[Layout, Programs]:
+def lay_out(components: EngineComponents, kinds: Sequence[JobKind]) -> tuple[Layout, Programs]:
     """Returns the shapes of everything, and the table of programs, none of them compiled.
 
-    The parameters of `parts` may be shapes with their shardings.
+    The parameters of `components` may be shapes with their shardings.
     """
-    kinds = [kind for kind in kinds if kind.applies(parts)]
-    watches = {kind.name: watch for kind in kinds if (watch := kind.watch(parts)) is not None}
-    layout = Layout(parts, watches)
+    kinds = [kind for kind in kinds if kind.applies(components)]
+    forward_counters = {kind.name: counters for kind in kinds if (counters := kind.counters(components)) is not None}
+    layout = Layout(components, forward_counters)
     programs = Programs(layout.platform, layout.reserve.channels, layout.cfg.expert_overlap)
     for kind in kinds:
         programs.add(kind.programs(layout))
@@ -52,15 +52,15 @@ def lay_out(parts: EngineComponents, kinds: Sequence[JobKind]) -> tuple[Layout, 
 class LocalExecutor:
     """The devices of this process. Where there are other processes, commands hold the part of this one's ranks."""
 
-    def __init__(self, parts: EngineComponents, kinds: Sequence[JobKind]) -> None:
-        params = place(parts.params, shardings(parts.functions.param_specs, parts.mesh))
-        parts = dataclasses.replace(parts, params=params)
-        layout, programs = lay_out(parts, kinds)
+    def __init__(self, components: EngineComponents, kinds: Sequence[JobKind]) -> None:
+        params = place(components.params, shardings(components.functions.param_specs, components.mesh))
+        components = dataclasses.replace(components, params=params)
+        layout, programs = lay_out(components, kinds)
         launch_in_order(layout.platform)
-        self._memory = parts.memory
+        self._memory = components.memory
         self.devices = Devices(layout, params, programs)
-        self._workers = {kind.name: kind.worker(self.devices) for kind in kinds if kind.applies(parts)}
-        self._agreed = {kind.name: kind.agreed for kind in kinds}
+        self._workers = {kind.name: kind.worker(self.devices) for kind in kinds if kind.applies(components)}
+        self._replicated = {kind.name: kind.replicated for kind in kinds}
 
     def compile_all(self, progress: Progress | None = None, store: Store | None = None) -> None:
         """Compiles every program that is not in `store`."""
@@ -86,15 +86,15 @@ class LocalExecutor:
         """Waits for the results of a step."""
         return [_on_host(arrays) for arrays in launched]
 
-    def agreed(self, command: StepCommand, results: Results) -> list[np.ndarray]:
+    def replicated_results(self, command: StepCommand, results: Results) -> list[np.ndarray]:
         """Returns the results that must be the same in every process."""
         jobs = zip(command.jobs, results, strict=True)
-        return [array for (kind, _), each in jobs for array in self._agreed[kind](each)]
+        return [array for (kind, _), each in jobs for array in self._replicated[kind](each)]
 
 
 def _on_host(arrays: Any) -> Any:
     """Returns what a worker has returned with numpy arrays; `jax.tree.map` takes twice as long for so few."""
     if not isinstance(arrays, tuple):
         return None if arrays is None else np.asarray(arrays)
-    parts = [_on_host(each) for each in arrays]
-    return tuple(parts) if type(arrays) is tuple else type(arrays)(*parts)
+    components = [_on_host(each) for each in arrays]
+    return tuple(components) if type(arrays) is tuple else type(arrays)(*components)

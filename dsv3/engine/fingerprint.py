@@ -25,7 +25,7 @@ _SOURCES = (Path(__file__).parents[1], *(Path(str(each.__file__)).parent for eac
 
 def fields_of(model_dir: Path, options: EngineOptions, cluster: ClusterOptions) -> Fields:
     """Returns what a process can say of itself before it starts jax, and what all must agree on."""
-    flags = agreed(cluster) | agreed(options)
+    flags = matching_options(cluster) | matching_options(options)
     return {
         **environment(model_dir),
         "weights": known_identity(model_dir)[:_DIGEST_CHARACTERS],
@@ -44,12 +44,12 @@ def environment(model_dir: Path) -> Fields:
     }
 
 
-def agreed(options: Any) -> Fields:
+def matching_options(options: Any) -> Fields:
     """Returns the options that all processes of an instance must agree on, by name."""
     return {each.name: repr(getattr(options, each.name)) for each in options_of(type(options)) if each.terms.agree}
 
 
-def shaping(options: Any) -> Fields:
+def program_options(options: Any) -> Fields:
     """Returns the options that compiled programs may depend on, by name."""
     return {each.name: repr(getattr(options, each.name)) for each in options_of(type(options)) if each.terms.programs}
 

@@ -20,25 +20,25 @@ import numpy as np
 
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.devices import Devices
-from dsv3.engine.device.layout import Layout, Watch
+from dsv3.engine.device.layout import ForwardCounters, Layout
 from dsv3.engine.device.programs import ProgramSpec
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.structured_output import Masks
 
-Tell = Callable[[bytes], None]
+PublishEvent = Callable[[bytes], None]
 """Sends the planner of a kind a message. It waits for nobody, and any thread may call it."""
-Hear = Callable[[int, bytes], None]
+OnEvent = Callable[[int, bytes], None]
 """Takes a message from the process of this id; the thread that receives from this process calls it."""
 
 
 class FollowerHandler(Protocol):
     """A follower's half of a kind whose commands ask for more than programs."""
 
-    def prepared(self, command: Any) -> Any:
+    def prepare(self, command: Any) -> Any:
         """Begins what a command asks for; returns the command to launch. The launching thread calls it."""
 
-    def take(self, command: Any, results: Any) -> None:
+    def on_results(self, command: Any, results: Any) -> None:
         """Takes in what came back of a job. The thread that reads results calls it, step after step."""
 
 
@@ -47,10 +47,10 @@ class WorkEvents:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._listeners: dict[str, Hear] = {}
+        self._listeners: dict[str, OnEvent] = {}
         self._kept: dict[str, list[tuple[int, bytes]]] = {}
 
-    def put(self, kind: str, process_id: int, body: bytes) -> None:
+    def publish(self, kind: str, process_id: int, body: bytes) -> None:
         """Hands a message to the planner of `kind`."""
         with self._lock:
             if kind in self._listeners:
@@ -58,7 +58,7 @@ class WorkEvents:
             else:
                 self._kept.setdefault(kind, []).append((process_id, body))
 
-    def listen(self, kind: str, hear: Hear) -> None:
+    def subscribe(self, kind: str, hear: OnEvent) -> None:
         """Has `hear` called with each message for the planner of `kind`, one at a time and in their order."""
         with self._lock:
             for process_id, body in self._kept.pop(kind, []):
@@ -93,21 +93,25 @@ class StepCommand:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Planned:
-    """A job of a step under way: its command, and what `collect` needs beside the results.
+    """A job of a step under way: its command, and what `on_results` needs beside the results.
 
-    Where a part of it needs the results of the step before, `later` makes the command of that part, its rest, from that
+    Where a part of it needs the results of the step before, `deferred` makes the command of that part, its rest, from that
     step's outputs. The jobs up to this one are launched at once, its rest and those behind it once these are in.
     """
 
     kind: str
     command: Command
     context: Any = None
-    later: Callable[[StepOutputs], Command] | None = None
-    is_rest: bool = False
+    deferred: Callable[[StepOutputs], Command] | None = None
+    is_deferred: bool = False
 
-    def rest(self, outputs: StepOutputs) -> list["Planned"]:
+    def resolve(self, outputs: StepOutputs) -> list["Planned"]:
         """Returns the rest of a job that has one, made now."""
-        return [] if self.later is None else [Planned(self.kind, self.later(outputs), self.context, is_rest=True)]
+        return (
+            []
+            if self.deferred is None
+            else [Planned(self.kind, self.deferred(outputs), self.context, is_deferred=True)]
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +123,7 @@ class EngineView:
     """
 
     scheduler: Scheduler
-    parts: EngineComponents
+    components: EngineComponents
     work_events: WorkEvents | None = None
     masks: Masks | None = None
 
@@ -130,7 +134,7 @@ class Planner(Protocol):
     def plan(self, step: list[Planned]) -> list[Planned]:
         """Returns what this kind adds to a step that holds `step` so far; empty if nothing."""
 
-    def collect(self, planned: Planned, results: Any, outputs: StepOutputs) -> None:
+    def on_results(self, planned: Planned, results: Any, outputs: StepOutputs) -> None:
         """Takes in the results of one of its jobs, and adds to `outputs` what requests have got.
 
         They are what its worker has returned, as numpy arrays; a job with a rest has results of both.
@@ -146,15 +150,15 @@ class Worker(Protocol):
     def launch(self, command: Any) -> Any:
         """Starts a job without waiting for a device.
 
-        Returns the arrays that `collect` will see, in a tuple, named or not; their copies to the host are under way.
+        Returns the arrays that `on_results` will see, in a tuple, named or not; their copies to the host are under way.
         """
 
 
-def _no_watch(parts: EngineComponents) -> Watch | None:
+def _no_counters(components: EngineComponents) -> ForwardCounters | None:
     return None
 
 
-def _always(parts: EngineComponents) -> bool:
+def _always(components: EngineComponents) -> bool:
     return True
 
 
@@ -175,7 +179,7 @@ class JobKind:
       applies: whether an engine of these parts has this kind.
       watch: the counters that it keeps, None if it keeps none.
       aside: makes what a follower does for it beside running programs; None where that is nothing.
-      agreed: gives of a job's results those that are the same in every process of an instance, which compare them.
+      replicated: gives of a job's results those that are the same in every process of an instance, which compare them.
     """
 
     name: str
@@ -184,6 +188,6 @@ class JobKind:
     programs: Callable[[Layout], Iterable[ProgramSpec]]
     worker: Callable[[Devices], Worker]
     applies: Callable[[EngineComponents], bool] = _always
-    watch: Callable[[EngineComponents], Watch | None] = _no_watch
-    agreed: Callable[[Any], Iterable[np.ndarray]] = _nothing
-    follower_handler: Callable[[EngineComponents, Tell], FollowerHandler] | None = None
+    counters: Callable[[EngineComponents], ForwardCounters | None] = _no_counters
+    replicated: Callable[[Any], Iterable[np.ndarray]] = _nothing
+    follower_handler: Callable[[EngineComponents, PublishEvent], FollowerHandler] | None = None

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from dsv3.engine.device.pool import environment_with_share, holds_gpu
+from dsv3.engine.device.pool import environment_with_memory_fraction, holds_gpu
 from dsv3.engine.errors import KernelCheckError
 from dsv3.processes.child import ChildResult, run_limited
 from pallas_kernels.backend import OPERATIONS, PARTS, Backend, set_fallbacks
@@ -27,15 +27,15 @@ _UNTRIED = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Replaced:
+class KernelFallback:
     """An operation whose kernel has failed: the backend that it takes instead, and what the check said."""
 
     backend: str
-    says: str
+    fault: str
 
 
 @functools.cache  # once it serves, this process holds the device's memory
-def check_kernels(gpu: int | None = None) -> dict[str, Replaced]:
+def check_kernels(gpu: int | None = None) -> dict[str, KernelFallback]:
     """Returns the operations whose kernels fail here, by name; those of the first call in this process.
 
     They run on the GPU `gpu` of those that this process sees, None for the first. Raises KernelCheckError where the
@@ -52,8 +52,8 @@ def check_kernels(gpu: int | None = None) -> dict[str, Replaced]:
         return {}
     names = _listed((*_CHECKS, "--list", "--backend", backend.value), gpu)
     _log.info("checking %d %s kernels", len(names), backend.value)
-    found = {name: _fault(name, backend, gpu) for name in names}
-    faults = _by_operation({name: says for name, says in found.items() if says})
+    found = {name: _run_check(name, backend, gpu) for name in names}
+    faults = _by_operation({name: fault for name, fault in found.items() if fault})
     if lost := sorted(faults.keys() - OPERATIONS):
         raise KernelCheckError(
             f"check_kernels: {lost[0]} fails its check, and nothing can take its place: {faults[lost[0]]}; without "
@@ -61,30 +61,32 @@ def check_kernels(gpu: int | None = None) -> dict[str, Replaced]:
         )
     has_triton = backend is Backend.MOSAIC and faults
     triton = _listed((*_CHECKS, "--list", "--backend", "triton"), gpu) if has_triton else []
-    return {name: Replaced(_instead(name, name in triton, gpu).value, says) for name, says in faults.items()}
+    return {
+        name: KernelFallback(_choose_fallback(name, name in triton, gpu).value, fault) for name, fault in faults.items()
+    }
 
 
-def agree(found: Mapping[int, Mapping[str, Replaced]]) -> dict[str, Replaced]:
+def merge_fallbacks(found: Mapping[int, Mapping[str, KernelFallback]]) -> dict[str, KernelFallback]:
     """Returns what all processes replace: what fails in any of them, by process id.
 
     An operation takes its Triton form only where each process has found its own kernel wanting and that form right.
     """
-    agreed: dict[str, Replaced] = {}
+    agreed: dict[str, KernelFallback] = {}
     for name in sorted({name for each in found.values() for name in each}):
         said = {process_id: each[name] for process_id, each in sorted(found.items()) if name in each}
         backends = {each.backend for each in said.values()}
         backend = backends.pop() if len(said) == len(found) and len(backends) == 1 else Backend.REFERENCE.value
-        says = "; ".join(f"process {process_id}: {each.says}" for process_id, each in said.items())
-        agreed[name] = Replaced(backend, says)
+        fault = "; ".join(f"process {process_id}: {each.fault}" for process_id, each in said.items())
+        agreed[name] = KernelFallback(backend, fault)
     return agreed
 
 
-def fall_back(replaced: Mapping[str, Replaced]) -> None:
+def apply_fallbacks(replaced: Mapping[str, KernelFallback]) -> None:
     """Makes the operations take other backends in this process, which the log says; call it before any is traced."""
     for name, each in replaced.items():
         _log.warning(
             "THE KERNEL OF %s FAILS ITS CHECK: %s. It runs on the %s backend instead, which is slower",
-            *(name, each.says, each.backend),
+            *(name, each.fault, each.backend),
         )
     set_fallbacks({name: Backend(each.backend) for name, each in replaced.items()})
 
@@ -92,26 +94,26 @@ def fall_back(replaced: Mapping[str, Replaced]) -> None:
 def _by_operation(faults: Mapping[str, str]) -> dict[str, str]:
     """Returns what is wrong by operation, where checks of `PARTS` say so, too."""
     said: dict[str, list[str]] = {}
-    for name, says in faults.items():
+    for name, fault in faults.items():
         for operation in PARTS.get(name, (name,)):
-            said.setdefault(operation, []).append(f"{name}: {says}" if name in PARTS else says)
+            said.setdefault(operation, []).append(f"{name}: {fault}" if name in PARTS else fault)
     return {operation: "; ".join(each) for operation, each in said.items()}
 
 
-def _instead(name: str, has_triton: bool, gpu: int | None) -> Backend:
+def _choose_fallback(name: str, has_triton: bool, gpu: int | None) -> Backend:
     """Returns the backend for an operation whose kernel has failed: Triton where that form is there and right."""
     if not has_triton:
         return Backend.REFERENCE
     try:
-        says = _fault(name, Backend.TRITON, gpu)
+        fault = _run_check(name, Backend.TRITON, gpu)
     except KernelCheckError as error:  # this device or installation has no Triton
-        says = str(error)
-    if says:
-        _log.warning("the Triton form of %s does not take its place: %s", name, says)
-    return Backend.REFERENCE if says else Backend.TRITON
+        fault = str(error)
+    if fault:
+        _log.warning("the Triton form of %s does not take its place: %s", name, fault)
+    return Backend.REFERENCE if fault else Backend.TRITON
 
 
-def _fault(name: str, backend: Backend, gpu: int | None) -> str:
+def _run_check(name: str, backend: Backend, gpu: int | None) -> str:
     """Returns what is wrong with an operation, empty if nothing is; KernelCheckError where nothing could be tried."""
     ended = _run((*_CHECKS, name, "--quick", "--backend", backend.value), gpu)
     if ended.status == _UNTRIED and not ended.timed_out:
@@ -119,14 +121,14 @@ def _fault(name: str, backend: Backend, gpu: int | None) -> str:
     rows = _rows(ended.output)
     failed = [row for row in rows if not row.get("passed")]
     if failed:
-        says = f"{failed[0].get('case', '')}: {failed[0].get('says') or 'differs from the reference'}"
-        says += f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        fault = f"{failed[0].get('case', '')}: {failed[0].get('says') or 'differs from the reference'}"
+        fault += f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
     elif ended.status != 0 or ended.timed_out:
-        says = f"the check ends after {len(rows)} cases: {ended.cause}; {_last_line(ended)}"
+        fault = f"the check ends after {len(rows)} cases: {ended.cause}; {_last_line(ended)}"
     else:
-        says = "" if rows else "the check has no case"
-    _log.info("%s on %s: %s, %.1f s", name, backend.value, "fails" if says else "passes", ended.seconds)
-    return says
+        fault = "" if rows else "the check has no case"
+    _log.info("%s on %s: %s, %.1f s", name, backend.value, "fails" if fault else "passes", ended.seconds)
+    return fault
 
 
 def _rows(output: str) -> list[dict[str, Any]]:
@@ -153,7 +155,7 @@ def _listed(command: tuple[str, ...], gpu: int | None) -> list[str]:
 
 
 def _run(command: tuple[str, ...], gpu: int | None) -> ChildResult:
-    environment = environment_with_share(_POOL_SHARE)
+    environment = environment_with_memory_fraction(_POOL_SHARE)
     if gpu is not None:
         environment["JAX_CUDA_VISIBLE_DEVICES"] = str(gpu)
     try:

@@ -19,7 +19,7 @@ _OF_THE_POOL = ("limit num_pages", "limit max_model_len")
 _MOST_UTILIZATION = 0.95  # that is advised
 # What jax holds before an engine is made differs from start to start. To the byte, it would change the number of pages,
 # and with that the programs: none of the last start would be found again.
-_HELD_BEFORE = 2**26
+_IN_USE_STEP = 2**26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ def account(
     What is in use already counts in steps of 64 MiB.
     """
     pool = min(int(memory.total * utilization), memory.pool)
-    in_use = -(-memory.in_use // _HELD_BEFORE) * _HELD_BEFORE
+    in_use = -(-memory.in_use // _IN_USE_STEP) * _IN_USE_STEP
     return MemoryAccount(memory.total, pool, weights, state, working, page, page_size, in_use)
 
 
@@ -119,7 +119,7 @@ def check_fits(found: MemoryAccount, options: EngineOptions, *, devices: int, sp
     raise ValueError(f"the model does not fit: {found}; {', or '.join(changes)}")
 
 
-class KeptWorking:
+class WorkingMemoryFile:
     """What is known of working memory from an earlier start with these `fields`, in the compilation cache at `root`."""
 
     def __init__(self, root: Path, fields: Fields) -> None:
@@ -135,7 +135,7 @@ class KeptWorking:
             return None
         return found
 
-    def keep(self, working: int) -> None:
+    def write(self, working: int) -> None:
         """Keeps the bytes for the next start, where that can be."""
         part = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
@@ -147,12 +147,12 @@ class KeptWorking:
 
 
 @dataclasses.dataclass(frozen=True)
-class Accounted:
+class PoolSizing:
     """The account by which an engine's pool was sized; `staging` is what its working memory has for pages under way."""
 
     account: MemoryAccount
     staging: int
-    kept: KeptWorking
+    kept: WorkingMemoryFile
 
     def compare(self, taken: int) -> None:
         """Logs what all programs take beside what is set aside for them; the next start sets aside no less."""
@@ -160,7 +160,7 @@ class Accounted:
         if taken <= follower_handler:
             _log.info("working memory: all programs take %.2f GB of %.2f", taken / GB, follower_handler / GB)
             return
-        self.kept.keep(taken)
+        self.kept.write(taken)
         text = "working memory: programs take %.2f GB, but %.2f are set aside for them; the next start sets aside more"
         _log.warning(text, taken / GB, follower_handler / GB)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-LOOK_S = 5.0
+RECORD_S = 5.0
 """How long steps are noted after a look, in seconds."""
 
 STEPS_SHOWN = 240
@@ -25,14 +25,14 @@ class StepPhase(NamedTuple):
     at: float
 
 
-class JobNote(NamedTuple):
+class JobRecord(NamedTuple):
     """A job of a step: its kind, and how many rows or tokens its batch has (0 where that means nothing)."""
 
     kind: str
     amount: int
 
 
-class StepNote(msgspec.Struct, frozen=True, array_like=True):
+class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     """One call of `Engine.step`.
 
     It launched step `launched` with `jobs`, and took the results of step `collected`; 0 where there was none. Times are
@@ -44,7 +44,7 @@ class StepNote(msgspec.Struct, frozen=True, array_like=True):
     collected: int
     began: float
     parts: list[StepPhase]
-    jobs: list[JobNote]
+    jobs: list[JobRecord]
     running: int
     waiting: int
 
@@ -76,7 +76,7 @@ class ExpertLoad(msgspec.Struct, frozen=True):
 class EngineSnapshot(msgspec.Struct, frozen=True):
     """What somebody sees: the last steps, oldest first, and the experts' load, None where devices share none."""
 
-    steps: list[StepNote]
+    steps: list[StepRecord]
     experts: ExpertLoad | None
 
 
@@ -86,23 +86,23 @@ class StepLog:
     def __init__(self) -> None:
         self.is_on = False
         self._until = self._profile_until = float("-inf")
-        self._last: deque[StepNote] = deque(maxlen=STEPS_SHOWN)
-        self._profile: list[StepNote] = []
+        self._last: deque[StepRecord] = deque(maxlen=STEPS_SHOWN)
+        self._profile: list[StepRecord] = []
         self._began = 0.0
         self._parts: list[StepPhase] = []
 
-    def snapshot(self) -> list[StepNote]:
-        """Returns the steps that were noted in the last `LOOK_S` seconds, and has those of the next ones noted."""
+    def snapshot(self) -> list[StepRecord]:
+        """Returns the steps that were noted in the last `RECORD_S` seconds, and has those of the next ones noted."""
         now = perf_counter()
-        self._until, self.is_on = now + LOOK_S, True
-        return [note for note in self._last if now - note.ended < LOOK_S]
+        self._until, self.is_on = now + RECORD_S, True
+        return [note for note in self._last if now - note.ended < RECORD_S]
 
     def start_profile(self) -> None:
         """Notes steps from now on, up to `MAX_PROFILE_STEPS` and for `MAX_PROFILE_S`; forgets an earlier profile."""
         self._profile = []
         self._profile_until, self.is_on = perf_counter() + MAX_PROFILE_S, True
 
-    def stop_profile(self) -> list[StepNote]:
+    def stop_profile(self) -> list[StepRecord]:
         """Returns the steps of the profile, which ends."""
         self._profile_until = float("-inf")
         profile, self._profile = self._profile, []
@@ -118,11 +118,11 @@ class StepLog:
         if self.is_on:
             self._parts.append(StepPhase(what, perf_counter()))
 
-    def end(self, launched: int, collected: int, jobs: Iterable[JobNote], running: int, waiting: int) -> None:
+    def end(self, launched: int, collected: int, jobs: Iterable[JobRecord], running: int, waiting: int) -> None:
         """Notes the step, and goes off when nobody has looked for long enough."""
         if not self._parts:
             return  # somebody has begun to look within this step
-        note = StepNote(launched, collected, self._began, self._parts, list(jobs), running, waiting)
+        note = StepRecord(launched, collected, self._began, self._parts, list(jobs), running, waiting)
         self._parts = []
         self._last.append(note)
         profiling = self._began < self._profile_until and len(self._profile) < MAX_PROFILE_STEPS

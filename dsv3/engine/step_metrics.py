@@ -185,11 +185,11 @@ class _UnderWay:
         return [Scheduled(*each) for each in zip(*columns, strict=True)]
 
 
-class StepNotes:
+class StepMetricsRecorder:
     """Hands `publisher` what the steps of `scheduler` do, under the name `worker_id`; one thread calls it."""
 
     def __init__(self, scheduler: Scheduler, publisher: StepPublisher, worker_id: str) -> None:
-        self._scheduler, self._publisher, self._worker_id = scheduler, publisher, worker_id
+        self._scheduler, self._kv_event_publisher, self._worker_id = scheduler, publisher, worker_id
         self._cfg: EngineConfig = scheduler.cfg
         self._under_way: deque[_UnderWay] = deque()
         self._collected = 0.0
@@ -220,7 +220,7 @@ class StepNotes:
         if now - self._looked >= _QUEUE_S:
             self._queued, self._looked = self._waiting(), now
         scheduled = step.scheduled(self._cfg.num_ranks)
-        self._publisher.publish(
+        self._kv_event_publisher.publish(
             [
                 StepMetrics(1, self._worker_id, rank, 0, seconds, *each)
                 for rank, each in enumerate(zip(scheduled, self._queued, strict=True))

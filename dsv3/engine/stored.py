@@ -37,7 +37,7 @@ from jax.experimental import serialize_executable
 
 from dsv3.config.options import EngineOptions
 from dsv3.engine.components import EngineComponents
-from dsv3.engine.fingerprint import Fields, environment, shaping
+from dsv3.engine.fingerprint import Fields, environment, program_options
 from dsv3.files import read_secret, sync
 from pallas_kernels import native
 from pallas_kernels.backend import Backend, fallbacks, resolve_backend
@@ -111,9 +111,9 @@ class ProgramStore:
         self._write(self._names / name, text.encode())
         return program
 
-    def forget_unused(self) -> None:
+    def remove_unused(self) -> None:
         """Removes what no start has used for long. Call it once this start has got its programs."""
-        forget_unused(self._root)
+        remove_unused(self._root)
 
     def _by_name(self, name: str) -> Callable[..., Any] | None:
         text = self._read(self._names / name)
@@ -171,7 +171,7 @@ class ProgramStore:
         return hmac.digest(self._key, f"{path}\0".encode() + body, hashlib.sha256)
 
 
-class NothingKept:
+class NoProgramStore:
     """The store of a process that compiles all of its programs at each start."""
 
     def __str__(self) -> str:
@@ -181,45 +181,47 @@ class NothingKept:
         """Returns `lower()` compiled with `options`."""
         return lower().compile(options)
 
-    def forget_unused(self) -> None:
+    def remove_unused(self) -> None:
         """Does nothing."""
 
 
 def program_store(
-    model_dir: Path, options: EngineOptions, parts: EngineComponents, key: bytes, more: Fields, process_id: int = 0
-) -> ProgramStore | NothingKept:
+    model_dir: Path, options: EngineOptions, components: EngineComponents, key: bytes, more: Fields, process_id: int = 0
+) -> ProgramStore | NoProgramStore:
     """Returns where this process keeps its programs.
 
-    `parts.cfg` are the limits that all processes use, `more` is what programs depend on besides. Triton kernels are
+    `components.cfg` are the limits that all processes use, `more` is what programs depend on besides. Triton kernels are
     made while a program is lowered, so those programs are not kept. Raises OSError where nothing can be.
     """
-    if Backend.TRITON in (resolve_backend(parts.mesh.devices.flat[0]), *fallbacks().values()):
-        return NothingKept()
-    fields = program_fields(model_dir, options, parts) | more
-    devices = list(parts.mesh.devices.flat)
+    if Backend.TRITON in (resolve_backend(components.mesh.devices.flat[0]), *fallbacks().values()):
+        return NoProgramStore()
+    fields = program_fields(model_dir, options, components) | more
+    devices = list(components.mesh.devices.flat)
     return ProgramStore(options.compilation_cache_dir, key, machine_fields(), fields, devices, process_id)
 
 
-def program_fields(model_dir: Path, options: EngineOptions, parts: EngineComponents) -> Fields:
-    """Returns what the programs of a start depend on beside the machine; `parts.cfg` are its limits."""
-    limits = {f"limit {name}": value for name, value in shaping(parts.cfg).items()}
-    return environment(model_dir) | device_fields(parts) | limits | shaping(options)
+def program_fields(model_dir: Path, options: EngineOptions, components: EngineComponents) -> Fields:
+    """Returns what the programs of a start depend on beside the machine; `components.cfg` are its limits."""
+    limits = {f"limit {name}": value for name, value in program_options(components.cfg).items()}
+    return environment(model_dir) | device_fields(components) | limits | program_options(options)
 
 
-def own_store(model_dir: Path, options: EngineOptions, parts: EngineComponents) -> ProgramStore | NothingKept | None:
+def local_program_store(
+    model_dir: Path, options: EngineOptions, components: EngineComponents
+) -> ProgramStore | NoProgramStore | None:
     """Returns where the one process of an instance keeps its programs, None where it cannot."""
     base = options.compilation_cache_dir or jax.config.jax_compilation_cache_dir or default_cache_directory()
     try:
         key = _own_key(Path(base))
-        return program_store(model_dir, options, parts, key, {"user": str(os.geteuid())})
+        return program_store(model_dir, options, components, key, {"user": str(os.geteuid())})
     except (OSError, ValueError) as error:
         _log.warning("programs are not kept for the next start: %s", error)
         return None
 
 
-def device_fields(parts: EngineComponents) -> Fields:
+def device_fields(components: EngineComponents) -> Fields:
     """Returns what the devices and parameters say of the programs."""
-    leaves = jax.tree_util.tree_leaves_with_path(parts.params)
+    leaves = jax.tree_util.tree_leaves_with_path(components.params)
     shapes = "\n".join(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}" for path, leaf in leaves)
     return {
         "platform": jax.local_devices()[0].client.platform_version,
@@ -312,7 +314,7 @@ def _digest(fields: Fields) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def forget_unused(root: Path) -> None:
+def remove_unused(root: Path) -> None:
     """Removes programs in `root` that have not been used for `KEPT_S`, and the directories that have become empty."""
     for pattern in _PATTERNS:
         for path in root.glob(pattern):

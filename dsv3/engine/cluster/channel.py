@@ -65,7 +65,7 @@ class Channel:
         """Whether nothing more can come: the other process has closed its end, or the connection is broken."""
         return self._closed.is_set()
 
-    def forgive(self) -> None:
+    def reset_silence(self) -> None:
         """Counts the silence from now on."""
         self.last_heard_s = time.monotonic()
 
@@ -108,9 +108,9 @@ class Channel:
             if self._has_ended:
                 self._wire.drop()
                 return
-            for body in self._wire.take():
+            for body in self._wire.receive_available():
                 self.last_heard_s = time.monotonic()
-                self._hear(body)
+                self._deliver(body)
         except (EOFError, OSError):
             self._reads = False
             self._closed.set()
@@ -118,7 +118,7 @@ class Channel:
         except WireError as error:
             self._end(f"sent what is no message: {error}")
 
-    def _hear(self, body: bytes) -> None:
+    def _deliver(self, body: bytes) -> None:
         if self._has_ended:
             return
         try:

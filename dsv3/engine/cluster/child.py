@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from dsv3.engine.cluster.link import Link, Pulse
+from dsv3.engine.cluster.link import Alive, Link
 from dsv3.logs import configure_logging
 from dsv3.processes.child import link_to_parent
 
-PULSE_S = 0.5
+ALIVE_S = 0.5
 
 
 def main() -> NoReturn:
@@ -25,7 +25,7 @@ def main() -> NoReturn:
     threading.Thread(target=_beat, args=(link,), name="pulse", daemon=True).start()
     from dsv3.engine.cluster import follower
 
-    order = link.order()
+    order = link.receive_order()
     if order is None:
         os._exit(0)
     threading.Thread(target=_end_with, args=(link,), name="supervisor", daemon=True).start()
@@ -36,8 +36,8 @@ def main() -> NoReturn:
 
 def _beat(link: Link) -> None:
     while True:
-        link.send(Pulse())
-        time.sleep(PULSE_S)
+        link.send(Alive())
+        time.sleep(ALIVE_S)
 
 
 def _end_with(link: Link) -> NoReturn:

@@ -40,7 +40,7 @@ class Chain:
         return self._last
 
 
-class Book:
+class StepDigests:
     """Compares the leader's digests with those of the followers, in whatever order they come. Thread-safe."""
 
     def __init__(self, followers: Iterable[int]) -> None:
@@ -50,19 +50,19 @@ class Book:
         self._mine: dict[int, tuple[bytes, float]] = {}  # by step: the leader's digest, and when it came
         self._theirs: dict[int, dict[int, bytes]] = {}  # by step and process
 
-    def lead(self, number: int, digest: bytes) -> int | None:
+    def add_leader(self, number: int, digest: bytes) -> int | None:
         """Notes the leader's digest; returns a process that differs, None if none does so far."""
         with self._lock:
             self._mine[number] = digest, time.monotonic()
             return self._compare(number)
 
-    def follow(self, process_id: int, number: int, digest: bytes) -> int | None:
+    def add_follower(self, process_id: int, number: int, digest: bytes) -> int | None:
         """Notes a follower's digest; returns a process that differs, None if none does so far."""
         with self._lock:
             self._theirs.setdefault(number, {})[process_id] = digest
             return self._compare(number)
 
-    def late(self, before_s: float) -> tuple[int, int] | None:
+    def overdue(self, before_s: float) -> tuple[int, int] | None:
         """Returns a late process and the oldest step that it has not reported, None where nobody is late.
 
         The leader has reported that step before `before_s`, a time on the monotonic clock.
@@ -74,7 +74,7 @@ class Book:
                     return min(missing), number
         return None
 
-    def forgive(self) -> None:
+    def reset_deadlines(self) -> None:
         """Resets the report deadline of all followers."""
         self._forgiven = time.monotonic()
 
@@ -93,18 +93,18 @@ Orders = Mapping[str, Sequence[str]]
 """By program: its collectives in the order of their launches."""
 
 
-def orders_of(programs: Programs) -> Orders:
+def collective_orders(programs: Programs) -> Orders:
     """Returns the order of each program that serving can need and whose text is to be had; all are compiled."""
     started = time.monotonic()
     named = {"-".join(map(str, key)): programs.get(key) for key in programs.keys()}  # noqa: SIM118
-    found = {name: order_of(name, program) for name, program in named.items()}
+    found = {name: collective_order(name, program) for name, program in named.items()}
     orders = {name: order for name, order in found.items() if order is not None}
     seconds, number = time.monotonic() - started, sum(map(len, orders.values()))
     _log.info("read the order of %d collectives in %d programs in %.2f s", number, len(orders), seconds)
     return orders
 
 
-def digests_of(orders: Orders) -> dict[str, bytes]:
+def order_digests(orders: Orders) -> dict[str, bytes]:
     """Returns by program what is sent to the leader: four bytes of each collective's digest, one behind the other."""
     return {name: b"".join(map(_short, order)) for name, order in orders.items()}
 
@@ -136,7 +136,7 @@ def collectives(text: str) -> list[str]:
     return list(_walk(computations, entry))
 
 
-def order_of(name: str, program: Callable[..., Any]) -> list[str] | None:
+def collective_order(name: str, program: Callable[..., Any]) -> list[str] | None:
     """Returns the collectives of a compiled program in order; None, with a warning, where its text cannot be had."""
     try:
         return collectives(program.as_text())  # type: ignore[attr-defined]

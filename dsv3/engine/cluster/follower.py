@@ -25,8 +25,8 @@ import numpy as np
 from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
-from dsv3.engine.cluster.digest import Chain, digests_of, orders_of
-from dsv3.engine.cluster.link import Alone, Begun, FromFollower, Incarnation, Serving, Waits
+from dsv3.engine.cluster.digest import Chain, collective_orders, order_digests
+from dsv3.engine.cluster.link import FromFollower, Incarnation, JoinedGroup, NoLeader, Serving, WaitsToRejoin
 from dsv3.engine.cluster.messages import (
     Begin,
     Build,
@@ -48,21 +48,21 @@ from dsv3.engine.cluster.messages import (
 from dsv3.engine.cluster.start import (
     LoadComponents,
     Phases,
+    adapt_to_devices,
     first_gpu,
-    fitted,
-    kept_programs,
     load_model,
     loaded_fields,
-    own_options,
+    open_program_store,
+    process_options,
     start_jax,
 )
-from dsv3.engine.cluster.wire import PATIENCE_S, Unanswered, Wire, WireError, connect
-from dsv3.engine.device.pool import set_pool_share
+from dsv3.engine.cluster.wire import PATIENCE_S, NoAnswer, Wire, WireError, connect
+from dsv3.engine.device.pool import set_memory_fraction
 from dsv3.engine.executor import LocalExecutor, Results
 from dsv3.engine.fingerprint import fields_of
 from dsv3.engine.job import Command, FollowerHandler, StepCommand
 from dsv3.engine.jobs import JOB_KINDS
-from dsv3.engine.kernel_checks import check_kernels, fall_back
+from dsv3.engine.kernel_checks import apply_fallbacks, check_kernels
 from dsv3.processes.certificates import Credentials, credentials_of
 from dsv3.processes.key_file import read_key
 
@@ -82,30 +82,30 @@ def run(
     options: EngineOptions,
     load: LoadComponents = load_model,
     last: Incarnation | None = None,
-    tell: Callable[[FromFollower], None] = lambda _: None,
+    report: Callable[[FromFollower], None] = lambda _: None,
 ) -> NoReturn:
     """Follows the leader until it ends, then ends the process: with status 0 if that was in order, else 1.
 
     `options` are those of the leader, `last` is the generation that this place was in before. A supervisor hears by
-    `tell` how far it has come. Raises ValueError for a key file that cannot be used.
+    `report` how far it has come. Raises ValueError for a key file that cannot be used.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     credentials = credentials_of(read_key(cluster.cluster_key_file))
     signals = _Signals()
     try:
-        wire = _reach(cluster, credentials)
+        wire = _connect_to_leader(cluster, credentials)
     except WireError as error:
-        tell(Alone())
+        report(NoLeader())
         _end(1, str(error))
-    follower = _Follower(cluster, wire, last, tell)
-    signals.hand_to(follower)
+    follower = _Follower(cluster, wire, last, report)
+    signals.attach(follower)
     try:
         follower.follow(model_dir, options, load)
     except Exception as error:
-        follower.give_up(error)
+        follower.fail(error)
 
 
-class FollowingExecutor:
+class FollowerExecutor:
     """Executes the leader's commands; `follower_handlers` do, by kind of job, what these ask for beside programs."""
 
     def __init__(self, local: LocalExecutor, follower_handlers: Mapping[str, FollowerHandler]) -> None:
@@ -113,24 +113,24 @@ class FollowingExecutor:
 
     def launch(self, command: StepCommand) -> tuple[StepCommand, list[Any]]:
         """Starts a step; returns it as it was launched, and the arrays that will hold its results."""
-        jobs = tuple((kind, self._prepared(kind, each)) for kind, each in command.jobs)
+        jobs = tuple((kind, self._prepare(kind, each)) for kind, each in command.jobs)
         command = StepCommand(command.number, jobs)
         return command, self._local.launch(command)
 
     def fetch(self, command: StepCommand, launched: list[Any]) -> tuple[Results, list[np.ndarray]]:
         """Waits for the results of a step; returns them, and those that must be the same in every process."""
         results = self._local.fetch(command, launched)
-        return results, self._local.agreed(command, results)
+        return results, self._local.replicated_results(command, results)
 
-    def take(self, command: StepCommand, results: Results) -> None:
+    def on_results(self, command: StepCommand, results: Results) -> None:
         """Hands the results of a step to those who want them."""
         for (kind, each), arrays in zip(command.jobs, results, strict=True):
             if (follower_handler := self._follower_handlers.get(kind)) is not None:
-                follower_handler.take(each, arrays)
+                follower_handler.on_results(each, arrays)
 
-    def _prepared(self, kind: str, command: Command) -> Command:
+    def _prepare(self, kind: str, command: Command) -> Command:
         follower_handler = self._follower_handlers.get(kind)
-        return command if follower_handler is None else follower_handler.prepared(command)
+        return command if follower_handler is None else follower_handler.prepare(command)
 
 
 class _Follower:
@@ -139,14 +139,14 @@ class _Follower:
         cluster: ClusterOptions,
         wire: Wire,
         last: Incarnation | None = None,
-        tell: Callable[[FromFollower], None] = lambda _: None,
+        report: Callable[[FromFollower], None] = lambda _: None,
     ) -> None:
-        self._cluster, self._last, self._tell = cluster, last, tell
+        self._cluster, self._last, self._report_state = cluster, last, report
         self._inbox: queue.SimpleQueue[Begin | Checked | Build | Compiled | Step] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[tuple[StepCommand, list[Any]]] = queue.SimpleQueue()
         self._last_launched = -1
         self._silence_s = cluster.starting_silence_s
-        self._channel = Channel(wire, self._heartbeat, self._take, self._lost, cluster.heartbeat_s)
+        self._channel = Channel(wire, self._heartbeat, self._on_message, self._on_disconnect, cluster.heartbeat_s)
         self._channel.start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
@@ -159,40 +159,42 @@ class _Follower:
         generation = begin.generation
         if generation.is_over_for(self._last):
             raise WireError(f"the leader is of {generation}, which is over: this process has been in {self._last}")
-        self._tell(Begun(generation))
+        self._report_state(JoinedGroup(generation))
         _log.info("process %d begins in %s of %s", self._cluster.process_id, generation, generation.front)
         phases.end("all have come")
         if options.check_kernels:
             self._send(Checked(check_kernels(first_gpu(self._cluster))))
-            fall_back(self._expect(Checked).replaced)
+            apply_fallbacks(self._expect(Checked).replaced)
             phases.end("checks")
-        cluster = place_in(self._cluster, begin)
-        set_pool_share(options.gpu_memory_utilization)
+        cluster = renumbered(self._cluster, begin)
+        set_memory_fraction(options.gpu_memory_utilization)
         start_jax(cluster, generation)
         phases.end("jax")
-        options = fitted(own_options(options, cluster), model_dir, self._cluster, cluster)
-        parts = load(model_dir, options, num_nodes=cluster.num_nodes)
+        options = adapt_to_devices(process_options(options, cluster), model_dir, self._cluster, cluster)
+        components = load(model_dir, options, num_nodes=cluster.num_nodes)
         phases.end("weights")
-        self._send(Loaded(loaded_fields(parts), parts.cfg.num_pages, parts.cfg.transfer_address or ""))
-        parts = dataclasses.replace(parts, cfg=self._expect(Build).config)
+        self._send(Loaded(loaded_fields(components), components.cfg.num_pages, components.cfg.transfer_address or ""))
+        components = dataclasses.replace(components, cfg=self._expect(Build).config)
         makers = {
             kind.name: kind.follower_handler
             for kind in JOB_KINDS
-            if kind.follower_handler is not None and kind.applies(parts)
+            if kind.follower_handler is not None and kind.applies(components)
         }
-        follower_handlers = {name: make(parts, functools.partial(self._pass_on, name)) for name, make in makers.items()}
-        local = LocalExecutor(parts, JOB_KINDS)
-        store = kept_programs(cluster, model_dir, options, parts)
-        del parts  # the executor alone holds the weights: experts that it moves are written in place
+        follower_handlers = {
+            name: make(components, functools.partial(self._publish, name)) for name, make in makers.items()
+        }
+        local = LocalExecutor(components, JOB_KINDS)
+        store = open_program_store(cluster, model_dir, options, components)
+        del components  # the executor alone holds the weights: experts that it moves are written in place
         local.compile_all(store=store)
         phases.end("compiling")
-        self._send(Compiled(digests_of(orders_of(local.devices.programs))))
+        self._send(Compiled(order_digests(collective_orders(local.devices.programs))))
         self._expect(Compiled)
         local.launch_all()
         phases.end("first launches")
         _log.info("process %d is ready after %s; %s", self._cluster.process_id, phases, store)
         self._send(Ready())
-        executor = FollowingExecutor(local, follower_handlers)
+        executor = FollowerExecutor(local, follower_handlers)
         threading.Thread(target=self._report, args=(executor,), name="results", daemon=True).start()
         while True:
             command = messages.command_of(self._expect(Step), JOB_KINDS)
@@ -208,7 +210,7 @@ class _Follower:
         except ChannelError as error:
             _end(1, f"the leader (process 0) {error}")
 
-    def give_up(self, error: Exception) -> NoReturn:
+    def fail(self, error: Exception) -> NoReturn:
         """Ends the process because of `error`, or because of what the leader says first.
 
         Another process may be the cause of `error`, so the leader has `_EXPLANATION_S` seconds to tell a reason. Then
@@ -234,13 +236,13 @@ class _Follower:
     def _send(self, message: messages.ToLeader) -> None:
         self._channel.send(messages.encode(message))
 
-    def _pass_on(self, kind: str, body: bytes) -> None:
+    def _publish(self, kind: str, body: bytes) -> None:
         try:
             self._send(WorkEvent(kind, body))
         except ChannelError as error:
-            self.give_up(error)
+            self.fail(error)
 
-    def _take(self, body: bytes) -> None:
+    def _on_message(self, body: bytes) -> None:
         message = messages.decode_for_follower(body)
         match message:
             case Stop(failure=None):
@@ -249,20 +251,20 @@ class _Follower:
                 _end(1, f"the leader ends the instance: {failure}")
             case Started():
                 self._silence_s = self._cluster.cluster_silence_timeout
-                self._tell(Serving())
+                self._report_state(Serving())
             case Wait():
                 _log.info("the others have gone on without process %d: it waits", self._cluster.process_id)
-                self._tell(Waits())
+                self._report_state(WaitsToRejoin())
             case Begin() | Checked() | Build() | Compiled() | Step():
                 self._inbox.put(message)
 
-    def _lost(self, end: str) -> None:
+    def _on_disconnect(self, end: str) -> None:
         text = f"the leader (process 0) {end}"
         if self._channel.closed:
             _end(1, text)
-        threading.Thread(target=self.give_up, args=(WireError(text),), daemon=True).start()
+        threading.Thread(target=self.fail, args=(WireError(text),), daemon=True).start()
 
-    def _report(self, executor: FollowingExecutor) -> None:
+    def _report(self, executor: FollowerExecutor) -> None:
         """Reads the results of each step, sends their digest to the leader, and takes in what stays here."""
         chain = Chain()
         try:
@@ -270,9 +272,9 @@ class _Follower:
                 command, launched = self._launched.get()
                 results, agreed = executor.fetch(command, launched)
                 self._send(Digest(command.number, chain.add(command.number, agreed)))
-                executor.take(command, results)
+                executor.on_results(command, results)
         except Exception as error:
-            self.give_up(error)
+            self.fail(error)
 
     def _watch(self) -> None:
         interval, last = min(0.25, self._cluster.cluster_silence_timeout / 8), time.monotonic()
@@ -281,19 +283,19 @@ class _Follower:
             now, limit = time.monotonic(), self._silence_s
             suspended, last = now - last > interval + limit / 2, now
             if suspended:
-                self._channel.forgive()
+                self._channel.reset_silence()
             elif now - self._channel.last_heard_s > limit:
                 _end(1, f"the leader (process 0) has been silent for {limit:g} s: it hangs, or its host is gone")
 
 
-def place_in(cluster: ClusterOptions, begin: Begin) -> ClusterOptions:
+def renumbered(cluster: ClusterOptions, begin: Begin) -> ClusterOptions:
     """Returns the place of a follower among those that begin."""
     if begin.num_processes is None:
         return cluster
     return dataclasses.replace(cluster, num_processes=begin.num_processes, process_id=begin.process_id)
 
 
-def _reach(cluster: ClusterOptions, credentials: Credentials) -> Wire:
+def _connect_to_leader(cluster: ClusterOptions, credentials: Credentials) -> Wire:
     """Connects to the leader, which may start later, be busy, or be besieged by strangers.
 
     Raises WireError where the leader refuses this process, and when the time to start is over.
@@ -303,7 +305,7 @@ def _reach(cluster: ClusterOptions, credentials: Credentials) -> Wire:
     while True:
         try:
             return _dial((host, port), credentials, cluster.process_id)
-        except (OSError, Unanswered) as error:
+        except (OSError, NoAnswer) as error:
             if time.monotonic() > deadline:
                 raise WireError(
                     f"cannot reach the leader at {host}:{port} within {cluster.cluster_start_timeout:g} s: {error}"
@@ -336,7 +338,7 @@ class _Signals:
             signal.signal(number, lambda *_: None)
         threading.Thread(target=self._run, name="signals", daemon=True).start()
 
-    def hand_to(self, follower: _Follower) -> None:
+    def attach(self, follower: _Follower) -> None:
         """Lets `follower` ask the leader from now on."""
         self._follower = follower
 

@@ -18,7 +18,7 @@ from dsv3.config.engine import EngineConfig
 from dsv3.config.options import LEADER, ClusterOptions
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
-from dsv3.engine.cluster.digest import Book, Chain, Orders, first_difference
+from dsv3.engine.cluster.digest import Chain, Orders, StepDigests, first_difference
 from dsv3.engine.cluster.link import FIRST, Incarnation
 from dsv3.engine.cluster.messages import (
     Build,
@@ -37,11 +37,11 @@ from dsv3.engine.cluster.messages import (
     WorkEvent,
 )
 from dsv3.engine.cluster.rejoin import RejoiningProcesses, refuse
-from dsv3.engine.cluster.wire import Entrance, Wire
+from dsv3.engine.cluster.wire import ControlListener, Wire
 from dsv3.engine.errors import ClusterError
 from dsv3.engine.fingerprint import Fields, differences
 from dsv3.engine.job import StepCommand, WorkEvents
-from dsv3.engine.kernel_checks import Replaced, agree
+from dsv3.engine.kernel_checks import KernelFallback, merge_fallbacks
 from dsv3.processes.certificates import credentials_of
 from dsv3.processes.key_file import read_key
 
@@ -50,7 +50,7 @@ _REMIND_S = 30.0  # how often the log names the processes that are waited for
 # Before its process ends, the leader waits until every follower has read why and has ended. That takes milliseconds,
 # and about a second on a busy host. These are the bounds: in order and after a failure.
 _FAREWELL_S = 4.0  # the HTTP process kills this one 5 s after an orderly stop
-_LAST_WORD_S = 10.0
+_FAILURE_SHUTDOWN_S = 10.0
 # A collective may raise a little before the leader's receiving thread has seen the broken connection behind it.
 _EXPLANATION_S = 2.0
 _TOO_LATE = messages.encode(Stop("it has come too late: the others have gone on without it, and it may come again"))
@@ -79,26 +79,26 @@ class Leader:
         self._left_out: frozenset[int] = frozenset()
         self._returning: RejoiningProcesses | None = None
         self._channels: dict[int, Channel] = {}
-        self._said: dict[type, dict[int, messages.ToLeader]] = {
+        self._received: dict[type, dict[int, messages.ToLeader]] = {
             kind: {} for kind in (Hello, Checked, Loaded, Compiled, Ready)
         }
         self._changed = threading.Condition()
         self._failure: str | None = None
         self._explained = threading.Event()
         self._ending = False
-        self._last_word: bytes | None = None
-        self._book, self._chain = Book(self._followers), Chain()
+        self._shutdown_message: bytes | None = None
+        self._book, self._chain = StepDigests(self._followers), Chain()
         self._launched = (-1, 0.0)  # the last step this process has launched, and when
         self._reached = dict.fromkeys(self._followers, -1)  # the last step each follower is known to have launched
         self._ranks: dict[int, range] = {}
-        self.events = WorkEvents()
+        self.work_events = WorkEvents()
         self._places: dict[int, int] = {}  # by process: its number among those that have begun
         self._silence_s = options.starting_silence_s
         self._forgiven = 0.0  # when this process was last found to have been suspended
         credentials = credentials_of(read_key(options.cluster_key_file))
-        self._entrance = Entrance(options, credentials, self._admit)
+        self._entrance = ControlListener(options, credentials, self._on_peer)
 
-    def gather(self) -> ClusterOptions:
+    def wait_for_followers(self) -> ClusterOptions:
         """Waits until every follower has come and has the leader's fingerprint, then lets them begin.
 
         Returns this process's place among those that begin: in a gang that takes the place of another one these are
@@ -141,30 +141,30 @@ class Leader:
             self._returning = RejoiningProcesses(self._options, self._fields, missing)
             self._left_out, self._followers = missing, self._followers - missing
             late = [self._channels.pop(process_id) for process_id in missing & self._channels.keys()]
-        self._book, self._reached = Book(self._followers), dict.fromkeys(self._followers, -1)
+        self._book, self._reached = StepDigests(self._followers), dict.fromkeys(self._followers, -1)
         for channel in late:
             channel.send(messages.encode(Wait()))
             channel.send_last(_TOO_LATE)
         return len(self._followers)
 
-    def checked(self, own: Mapping[str, Replaced]) -> dict[str, Replaced]:
+    def merge_kernel_checks(self, own: Mapping[str, KernelFallback]) -> dict[str, KernelFallback]:
         """Waits until every follower has checked its kernels; returns what all processes replace, and tells them so.
 
         `own` is what the leader would replace.
         """
         self._wait_for(Checked, "to check their kernels")
-        said = {p: m.replaced for p, m in self._said[Checked].items() if isinstance(m, Checked)}
-        replaced = agree({LEADER: own, **said})
+        said = {p: m.replaced for p, m in self._received[Checked].items() if isinstance(m, Checked)}
+        replaced = merge_fallbacks({LEADER: own, **said})
         self._broadcast(messages.encode(Checked(replaced)))
         return replaced
 
-    def loaded(self, fields: Fields) -> int:
+    def wait_loaded(self, fields: Fields) -> int:
         """Waits until every follower has its weights; returns the number of cache pages that all have room for.
 
         Raises ClusterError where a follower's fields differ from the leader's.
         """
         self._wait_for(Loaded, "to load the weights")
-        said = {p: m for p, m in self._said[Loaded].items() if isinstance(m, Loaded)}
+        said = {p: m for p, m in self._received[Loaded].items() if isinstance(m, Loaded)}
         for process_id, message in sorted(said.items()):
             if error := self._compare(process_id, fields, message.fields):
                 raise error
@@ -175,7 +175,7 @@ class Leader:
 
         Call it behind `loaded`. Raises ClusterError where some do and others do not, or two at the same address.
         """
-        others = {p: m.transfer_address for p, m in self._said[Loaded].items() if isinstance(m, Loaded)}
+        others = {p: m.transfer_address for p, m in self._received[Loaded].items() if isinstance(m, Loaded)}
         said = {LEADER: own or ""} | others
         addresses = tuple(address for _, address in sorted(said.items()))
         if not any(addresses):
@@ -186,19 +186,19 @@ class Leader:
             raise self._fail(f"transfer_address: two processes have the same one: {', '.join(addresses)}")
         return addresses
 
-    def build(self, config: EngineConfig) -> None:
+    def send_limits(self, config: EngineConfig) -> None:
         """Tells the followers the limits that all processes use."""
         self._ranks = {process_id: config.ranks_of(place) for process_id, place in self._places.items()}
         self._broadcast(messages.encode(Build(config)))
 
-    def compiled(self, orders: Orders) -> None:
+    def wait_compiled(self, orders: Orders) -> None:
         """Waits until every follower has compiled, and tells all so: they launch their programs for the first time.
 
         `orders` are those of the leader's programs. Raises ClusterError where a follower's programs launch collectives
         in another order: XLA has chosen otherwise there, and the processes would wait for each other for ever.
         """
         self._wait_for(Compiled, "to compile")
-        others = {p: m.orders for p, m in self._said[Compiled].items() if isinstance(m, Compiled)}
+        others = {p: m.orders for p, m in self._received[Compiled].items() if isinstance(m, Compiled)}
         differ = {p: found for p, other in others.items() if (found := first_difference(orders, other)) is not None}
         if differ:
             name, place = differ[min(differ)]
@@ -211,13 +211,13 @@ class Leader:
             )
         self._broadcast(messages.encode(Compiled()))
 
-    def ready(self) -> None:
+    def wait_ready(self) -> None:
         """Waits until every follower has launched its programs, and tells all so; less silence is allowed then."""
         self._wait_for(Ready, "to launch their programs for the first time")
         self._broadcast(messages.encode(Started()))
         self._silence_s = self._options.cluster_silence_timeout
         if self._returning is not None:
-            self._returning.serve()
+            self._returning.on_serving()
 
     def send(self, command: StepCommand) -> None:
         """Sends each follower the part of a command that its ranks need, without waiting.
@@ -228,13 +228,13 @@ class Leader:
         for process_id, ranks in self._ranks.items():
             self._post(process_id, messages.encode(messages.step_of(command.part(ranks))))
 
-    def launched(self, number: int) -> None:
+    def on_launched(self, number: int) -> None:
         """Notes that this process has launched step `number`; every follower should do so soon."""
         self._launched = number, time.monotonic()
 
-    def results(self, number: int, results: list[np.ndarray]) -> None:
+    def on_results(self, number: int, results: list[np.ndarray]) -> None:
         """Notes what this process has read of step `number`. Raises ClusterError once the instance has failed."""
-        self._diverged(self._book.lead(number, self._chain.add(number, results)), number)
+        self._check_digest(self._book.add_leader(number, self._chain.add(number, results)), number)
         self._check()
 
     def explain(self, error: Exception) -> Exception:
@@ -248,22 +248,22 @@ class Leader:
     def end(self, failure: str | None = None) -> None:
         """Tells the followers to end, in order or because of `failure`, and waits until they have ended.
 
-        The wait is at most `_LAST_WORD_S` seconds after a failure, else `_FAREWELL_S`. Silent followers are not
+        The wait is at most `_FAILURE_SHUTDOWN_S` seconds after a failure, else `_FAREWELL_S`. Silent followers are not
         waited for.
         """
         self._entrance.close()
         with self._changed:
             self._ending = True
-            self._last_word = self._last_word or messages.encode(Stop(failure))
+            self._shutdown_message = self._shutdown_message or messages.encode(Stop(failure))
             channels = self._all_channels()
         for channel in channels:
-            channel.send_last(self._last_word)
-        deadline = time.monotonic() + (_FAREWELL_S if failure is None else _LAST_WORD_S)
+            channel.send_last(self._shutdown_message)
+        deadline = time.monotonic() + (_FAREWELL_S if failure is None else _FAILURE_SHUTDOWN_S)
         with self._changed:
-            while self._someone_listens() and time.monotonic() < deadline:
+            while self._has_listeners() and time.monotonic() < deadline:
                 self._changed.wait(0.02)
 
-    def _someone_listens(self) -> bool:
+    def _has_listeners(self) -> bool:
         """Returns whether a follower, or a process that is being let in, may still read the last message."""
         heard_s = time.monotonic() - self._silence_s
         listening = [c for c in self._all_channels() if not c.closed and c.last_heard_s >= heard_s]
@@ -273,23 +273,23 @@ class Leader:
         """Returns the connections to followers, and to those that wait to become one."""
         return [*self._channels.values(), *(self._returning.channels if self._returning is not None else ())]
 
-    def _admit(self, process_id: int, wire: Wire, address: str) -> None:
+    def _on_peer(self, process_id: int, wire: Wire, address: str) -> None:
         """Lets a process in; one that comes while the instance ends is told why.
 
         Raises WireError where another process has the same id.
         """
-        if self._returning is not None and process_id in self._left_out and self._last_word is None:
+        if self._returning is not None and process_id in self._left_out and self._shutdown_message is None:
             self._returning.admit(process_id, wire)
             return
         channel = Channel(
             wire,
             _heartbeat,
-            lambda body: self._take(process_id, body),
-            lambda end: self._lost(process_id, channel, end),
+            lambda body: self._on_message(process_id, body),
+            lambda end: self._on_disconnect(process_id, channel, end),
             self._options.heartbeat_s,
         )
         with self._changed:
-            last_word = self._last_word
+            last_word = self._shutdown_message
             known = self._channels.setdefault(process_id, channel) is not channel
         if known:
             refuse(wire, process_id)
@@ -298,7 +298,7 @@ class Leader:
             channel.send_last(last_word)
         _log.info("process %d has come from %s", process_id, address)
 
-    def _take(self, process_id: int, body: bytes) -> None:
+    def _on_message(self, process_id: int, body: bytes) -> None:
         if process_id in self._left_out:
             return
         message = messages.decode_for_leader(body)
@@ -307,18 +307,18 @@ class Leader:
                 self._reached[process_id] = message.launched
             case Digest():
                 self._reached[process_id] = max(self._reached[process_id], message.number)
-                self._diverged(self._book.follow(process_id, message.number, message.digest), message.number)
+                self._check_digest(self._book.add_follower(process_id, message.number, message.digest), message.number)
             case Hello():
                 if self._generation.is_over_for(message.last):
                     self._fail(f"process {process_id} has been in {message.last}: {self._generation} is over")
                 elif self._compare(process_id, self._fields, message.fields) is None:
                     _log.info("process %d is pid %d on %s", process_id, message.pid, message.host)
-                    if not self._strays(process_id, message.host):
-                        self._note(process_id, message)
+                    if not self._spans_hosts(process_id, message.host):
+                        self._record(process_id, message)
             case WorkEvent():
-                self.events.put(message.kind, self._places[process_id], message.body)
+                self.work_events.publish(message.kind, self._places[process_id], message.body)
             case Checked() | Loaded() | Compiled() | Ready():
-                self._note(process_id, message)
+                self._record(process_id, message)
             case Drain():
                 _log.info("process %d asks to end: %s", process_id, message.reason)
                 self._on_drain(message.reason)
@@ -326,9 +326,9 @@ class Leader:
                 _log.error("process %d: %s", process_id, message.text)
                 self._fail(f"process {process_id} has failed ({message.kind})")
 
-    def _note(self, process_id: int, message: messages.ToLeader) -> None:
+    def _record(self, process_id: int, message: messages.ToLeader) -> None:
         with self._changed:
-            self._said[type(message)][process_id] = message
+            self._received[type(message)][process_id] = message
             self._changed.notify_all()
 
     def _compare(self, process_id: int, mine: Fields, theirs: Fields) -> ClusterError | None:
@@ -336,9 +336,9 @@ class Leader:
         found = differences(mine, theirs, process_id)
         return self._fail(f"process {process_id} is not configured as process {LEADER}: {found}") if found else None
 
-    def _strays(self, process_id: int, host: str) -> bool:
+    def _spans_hosts(self, process_id: int, host: str) -> bool:
         """Returns whether another process of its node runs on another host; ends the instance if so."""
-        said = {p: m.host for p, m in self._said[Hello].items() if isinstance(m, Hello)}
+        said = {p: m.host for p, m in self._received[Hello].items() if isinstance(m, Hello)}
         hosts = {LEADER: socket.gethostname()} | said
         other = next((p for p in self._options.node_of(process_id) if hosts.get(p, host) != host), None)
         if other is not None:
@@ -350,14 +350,14 @@ class Leader:
             )
         return other is not None
 
-    def _diverged(self, process_id: int | None, number: int) -> None:
+    def _check_digest(self, process_id: int | None, number: int) -> None:
         if process_id is not None:
             self._fail(f"process {process_id} has other results than process {LEADER} in step {number}")
 
-    def _lost(self, process_id: int, channel: Channel, end: str) -> None:
+    def _on_disconnect(self, process_id: int, channel: Channel, end: str) -> None:
         """Ends the instance, unless the process had not said anything yet: it may have given up waiting, and return."""
         with self._changed:
-            is_new = channel.closed and process_id not in self._said[Hello]
+            is_new = channel.closed and process_id not in self._received[Hello]
             if is_new and self._channels.get(process_id) is channel:
                 del self._channels[process_id]
         if is_new:
@@ -373,18 +373,18 @@ class Leader:
             time.sleep(interval)
             now = time.monotonic()
             late, last = now - last > interval + self._silence_s / 2, now
-            if self._returning is not None and (back := self._returning.due()):
+            if self._returning is not None and (back := self._returning.ready()):
                 verb = "has" if len(back) == 1 else "have"
                 self._fail(f"{_processes(back)} of {self._options.num_processes} {verb} come back: all start anew")
             elif late:
                 self._forgiven = now
-                self._book.forgive()
+                self._book.reset_deadlines()
                 for channel in list(self._channels.values()):
-                    channel.forgive()
+                    channel.reset_silence()
             else:
-                self._judge(now)
+                self._check_deadlines(now)
 
-    def _judge(self, now: float) -> None:
+    def _check_deadlines(self, now: float) -> None:
         """Ends the instance where a follower is silent or late at `now`.
 
         `now` is read before, since this process may be suspended at any point, here too.
@@ -397,7 +397,7 @@ class Leader:
         for process_id, reached in self._reached.items():
             if reached < number and now - max(since, self._forgiven) > limit:
                 self._fail(f"process {process_id} has not launched step {number} for {limit:g} s: it hangs")
-        if late := self._book.late(now - limit):
+        if late := self._book.overdue(now - limit):
             self._fail(f"process {late[0]} has not reported step {late[1]} for {limit:g} s: it hangs")
 
     def _wait_for(self, kind: type, doing: str, timeout_s: float | None = None) -> frozenset[int]:
@@ -406,7 +406,7 @@ class Leader:
         Raises ClusterError once the instance has failed.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        said = self._said[kind]
+        said = self._received[kind]
         remind = time.monotonic() + _REMIND_S
         with self._changed:
             while missing := self._followers - said.keys():

@@ -44,7 +44,7 @@ FIRST = Incarnation()
 LOAD = "dsv3.engine.cluster.start:load_model"
 
 
-class Follow(msgspec.Struct, frozen=True, tag=True):
+class FollowOrder(msgspec.Struct, frozen=True, tag=True):
     """Follow the leader. `load` is "module:function" of what loads the parts of the engine.
 
     `last` is the generation that the process before has been in.
@@ -57,11 +57,11 @@ class Follow(msgspec.Struct, frozen=True, tag=True):
     last: Incarnation | None = None
 
 
-class Pulse(msgspec.Struct, frozen=True, tag=True):
+class Alive(msgspec.Struct, frozen=True, tag=True):
     """The process runs: comes from a thread of its own, whatever the process does."""
 
 
-class Begun(msgspec.Struct, frozen=True, tag=True):
+class JoinedGroup(msgspec.Struct, frozen=True, tag=True):
     """The leader has let the process into this generation."""
 
     generation: Incarnation
@@ -71,17 +71,17 @@ class Serving(msgspec.Struct, frozen=True, tag=True):
     """All processes of the generation are ready."""
 
 
-class Waits(msgspec.Struct, frozen=True, tag=True):
+class WaitsToRejoin(msgspec.Struct, frozen=True, tag=True):
     """The others have gone on without the process: when it is told to end, the next gang starts, with this place."""
 
 
-class Alone(msgspec.Struct, frozen=True, tag=True):
+class NoLeader(msgspec.Struct, frozen=True, tag=True):
     """No leader was found in time, or the one found lets this process not in: there is no use in another try."""
 
 
-FromFollower = Pulse | Begun | Serving | Waits | Alone
+FromFollower = Alive | JoinedGroup | Serving | WaitsToRejoin | NoLeader
 
-_to_follower = msgspec.msgpack.Decoder(Follow)
+_to_follower = msgspec.msgpack.Decoder(FollowOrder)
 _from_follower: msgspec.msgpack.Decoder[FromFollower] = msgspec.msgpack.Decoder(FromFollower)
 _READ_BYTES = 2**16
 
@@ -94,12 +94,12 @@ class Link:
         self._lock = threading.Lock()
         self._splitter = frames.Splitter()
 
-    def send(self, message: Follow | FromFollower) -> None:
+    def send(self, message: FollowOrder | FromFollower) -> None:
         """Sends a message; one to a process that has gone is dropped."""
         with self._lock, contextlib.suppress(OSError):
             self.connection.sendall(frames.encode(message))
 
-    def order(self) -> Follow | None:
+    def receive_order(self) -> FollowOrder | None:
         """Waits for the supervisor's order; None when it has gone."""
         while received := self._receive():
             for body in self._splitter.add(received):

@@ -12,7 +12,7 @@ from dsv3.config.engine import EngineConfig
 from dsv3.config.options import LEADER
 from dsv3.engine.cluster.link import FIRST, Incarnation
 from dsv3.engine.job import Command, JobKind, StepCommand
-from dsv3.engine.kernel_checks import Replaced
+from dsv3.engine.kernel_checks import KernelFallback
 
 # numpy makes the name of a dtype anew each time, which was two fifths of what a step's messages to 143 followers take.
 _NAMES = {np.dtype(name): name for name in ("bool", "int8", "uint8", "int16", "int32", "uint32", "int64", "float32")}
@@ -55,7 +55,7 @@ class Checked(msgspec.Struct, frozen=True, tag=True):
     It comes behind `Begin` where `--check_kernels` asks for it, before a process has its devices.
     """
 
-    replaced: dict[str, Replaced]
+    replaced: dict[str, KernelFallback]
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -80,7 +80,7 @@ class Compiled(msgspec.Struct, frozen=True, tag=True):
     """A follower has compiled; from the leader: every process has, and launches its programs for the first time.
 
     Processes meet in these launches, and what meets there does not wait as long as a compilation may take. A follower
-    says by program in which order it launches collectives (`dsv3.engine.cluster.digest.digests_of`).
+    says by program in which order it launches collectives (`dsv3.engine.cluster.digest.order_digests`).
     """
 
     orders: dict[str, bytes] = {}

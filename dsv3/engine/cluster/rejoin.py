@@ -37,7 +37,7 @@ class RejoiningProcesses:
         self._options, self._fields, self._clock = options, fields, clock
         self._lock = threading.Lock()
         self._channels: dict[int, Channel] = {}
-        self._back: dict[int, str] = {}  # hosts, by process
+        self._hosts: dict[int, str] = {}  # hosts, by process
         self._serving_since: float | None = None
 
     @property
@@ -46,7 +46,7 @@ class RejoiningProcesses:
         with self._lock:
             return list(self._channels.values())
 
-    def serve(self) -> None:
+    def on_serving(self) -> None:
         """Notes that the gang serves from now on."""
         self._serving_since = self._clock()
 
@@ -55,7 +55,7 @@ class RejoiningProcesses:
         channel = Channel(
             wire,
             lambda: messages.encode(Heartbeat()),
-            lambda body: self._take(process_id, body),
+            lambda body: self._on_message(process_id, body),
             lambda _: self._forget(process_id, channel),
             self._options.heartbeat_s,
         )
@@ -65,7 +65,7 @@ class RejoiningProcesses:
             refuse(wire, process_id)
         channel.start()
 
-    def due(self) -> frozenset[int]:
+    def ready(self) -> frozenset[int]:
         """Returns the processes to form the gang anew with: none until it has served for the interval.
 
         These are of nodes all of whose processes are there again, on one host.
@@ -76,13 +76,13 @@ class RejoiningProcesses:
         if self._serving_since is None or self._clock() - self._serving_since < interval:
             return frozenset()
         with self._lock:
-            return frozenset(filter(self._is_whole, self._back))
+            return frozenset(filter(self._is_whole, self._hosts))
 
     def _is_whole(self, process_id: int) -> bool:
-        hosts = [self._back.get(other) for other in self._options.node_of(process_id)]
+        hosts = [self._hosts.get(other) for other in self._options.node_of(process_id)]
         return None not in hosts and len(set(hosts)) == 1
 
-    def _take(self, process_id: int, body: bytes) -> None:
+    def _on_message(self, process_id: int, body: bytes) -> None:
         """Has a process wait once it has said who it is; what else it says counts for nothing."""
         message = messages.decode_for_leader(body)
         if not isinstance(message, Hello):
@@ -95,7 +95,7 @@ class RejoiningProcesses:
             return
         channel.send(messages.encode(Wait()))
         with self._lock:
-            self._back[process_id] = message.host
+            self._hosts[process_id] = message.host
         _log.info("process %d has come back (pid %d on %s)", process_id, message.pid, message.host)
 
     def _drop_silent(self) -> None:
@@ -110,7 +110,7 @@ class RejoiningProcesses:
         with self._lock:
             if self._channels.get(process_id) is channel:
                 del self._channels[process_id]
-                self._back.pop(process_id, None)
+                self._hosts.pop(process_id, None)
 
 
 def refuse(wire: Wire, process_id: int) -> None:

@@ -16,8 +16,8 @@ from dsv3.engine.build import load_components
 from dsv3.engine.cluster.link import FIRST, Incarnation
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.driver import started_devices
-from dsv3.engine.fingerprint import Fields, agreed, shaping
-from dsv3.engine.stored import NothingKept, ProgramStore, device_fields, program_store
+from dsv3.engine.fingerprint import Fields, matching_options, program_options
+from dsv3.engine.stored import NoProgramStore, ProgramStore, device_fields, program_store
 from dsv3.processes.certificates import IDENTITY, credentials_of
 from dsv3.processes.key_file import read_key
 
@@ -56,7 +56,7 @@ def load_model(model_dir: Path, options: EngineOptions, *, num_nodes: int) -> En
     return load_components(model_dir, options, num_nodes=num_nodes, progress=False)
 
 
-def own_options(options: EngineOptions, cluster: ClusterOptions) -> EngineOptions:
+def process_options(options: EngineOptions, cluster: ClusterOptions) -> EngineOptions:
     """Returns the options of this process, where `options` are those of its host.
 
     Further processes of a host let others fetch pages at the ports that follow the first one's. Raises ValueError where
@@ -103,17 +103,17 @@ def start_jax(cluster: ClusterOptions, generation: Incarnation = FIRST) -> None:
     )
 
 
-def kept_programs(
-    cluster: ClusterOptions, model_dir: Path, options: EngineOptions, parts: EngineComponents
-) -> ProgramStore | NothingKept:
-    """Returns where this process keeps its compiled programs; `parts.cfg` are the limits that all use."""
+def open_program_store(
+    cluster: ClusterOptions, model_dir: Path, options: EngineOptions, components: EngineComponents
+) -> ProgramStore | NoProgramStore:
+    """Returns where this process keeps its compiled programs; `components.cfg` are the limits that all use."""
     key = read_key(cluster.cluster_key_file)
-    return program_store(model_dir, options, parts, key, shaping(cluster), cluster.process_id)
+    return program_store(model_dir, options, components, key, program_options(cluster), cluster.process_id)
 
 
-def loaded_fields(parts: EngineComponents) -> Fields:
+def loaded_fields(components: EngineComponents) -> Fields:
     """Returns what must be the same once the weights are loaded; the room for the cache may differ."""
-    return device_fields(parts) | agreed(parts.cfg)
+    return device_fields(components) | matching_options(components.cfg)
 
 
 def own_gpus(cluster: ClusterOptions) -> list[int] | None:
@@ -152,7 +152,9 @@ def _bind_address(coordinator: str) -> str:
     return f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
 
 
-def fitted(options: EngineOptions, model_dir: Path, given: ClusterOptions, cluster: ClusterOptions) -> EngineOptions:
+def adapt_to_devices(
+    options: EngineOptions, model_dir: Path, given: ClusterOptions, cluster: ClusterOptions
+) -> EngineOptions:
     """Returns the options for the processes of `cluster`, of those that were `given`; with jax started over them.
 
     Each device that is left is a rank, or part of one, as before. It stores as many replicas of experts as before

@@ -14,7 +14,16 @@ import time
 from collections.abc import Iterator
 
 from dsv3.config.options import ClusterOptions
-from dsv3.engine.cluster.link import Alone, Begun, Follow, FromFollower, Incarnation, Link, Serving, Waits
+from dsv3.engine.cluster.link import (
+    FollowOrder,
+    FromFollower,
+    Incarnation,
+    JoinedGroup,
+    Link,
+    NoLeader,
+    Serving,
+    WaitsToRejoin,
+)
 from dsv3.processes.child import KILLED_S, Deaths, LinkedChild, RestartPolicy
 
 _log = logging.getLogger("dsv3.cluster")
@@ -44,7 +53,7 @@ class Child:
         self.has_ended = events is None
         self.last_heard_s = time.monotonic()
         for each in events or []:
-            self._take(each)
+            self._on_event(each)
 
     def end(self, patience_s: float = 0.0) -> int | None:
         """Ends the process, by force after `patience_s` seconds; returns its status, None where it does not end."""
@@ -54,15 +63,15 @@ class Child:
             _log.error("pid %d is there %.0f s after kill -9", self.process.pid, KILLED_S)
         return status
 
-    def _take(self, events: FromFollower) -> None:
+    def _on_event(self, events: FromFollower) -> None:
         match events:
-            case Begun(generation):
+            case JoinedGroup(generation):
                 self.generation = generation
             case Serving():
                 self.is_serving = True
-            case Waits():
+            case WaitsToRejoin():
                 self.is_waiting = True
-            case Alone():
+            case NoLeader():
                 self.is_alone = True
 
 
@@ -72,12 +81,12 @@ class Supervisor:
     A process is taken for hanging after as much silence as the leader would allow it.
     """
 
-    def __init__(self, order: Follow, policy: RestartPolicy | None) -> None:
+    def __init__(self, order: FollowOrder, policy: RestartPolicy | None) -> None:
         self._order, self._cluster = order, order.cluster
         self._deaths = None if policy is None else Deaths(policy)
         self._spare: Child | None = None
         self._has_served = False
-        self._asked = 0  # signals that ask for the end
+        self._end_signals = 0  # signals that ask for the end
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> int:
@@ -96,14 +105,14 @@ class Supervisor:
     def _run(self, signals: socket.socket) -> int:
         while True:
             child = self._next()
-            status = self._attend(child, signals)
+            status = self._wait_for_exit(child, signals)
             if status is None:
                 return 1
-            if not self._goes_on(child, status):
+            if not self._should_restart(child, status):
                 return abs(status)
             last = child.generation or self._order.last
             _log.warning("process %d is started anew (it had status %d)", self._cluster.process_id, status)
-            self._order = Follow(self._cluster, self._order.model_dir, self._order.engine, self._order.load, last)
+            self._order = FollowOrder(self._cluster, self._order.model_dir, self._order.engine, self._order.load, last)
 
     def _next(self) -> Child:
         """Starts the next process, or takes the one that waits, and tells it to follow."""
@@ -117,13 +126,13 @@ class Supervisor:
         self._selector.register(child.link.connection, selectors.EVENT_READ, child)
         return child
 
-    def _attend(self, child: Child, signals: socket.socket) -> int | None:
+    def _wait_for_exit(self, child: Child, signals: socket.socket) -> int | None:
         """Watches the process until it has ended, and returns its status; None where it does not end."""
         looked = time.monotonic()
         while not child.has_ended:
             for key, _ in self._selector.select(_LOOK_S):
                 if key.fileobj is signals:
-                    self._pass_on(child, signals)
+                    self._forward_signals(child, signals)
                 else:
                     self._read(key.data)
             now, limit = time.monotonic(), _allowed_silence_s(self._cluster, child)
@@ -135,7 +144,7 @@ class Supervisor:
                 return child.end()
             looked = now
         with contextlib.suppress(BlockingIOError):  # signals that came with its end are not for the next process
-            self._pass_on(child, signals)
+            self._forward_signals(child, signals)
         return child.end(_LOOK_S)
 
     def _read(self, child: Child) -> None:
@@ -154,21 +163,21 @@ class Supervisor:
             self._spare = None
             child.end(_LOOK_S)
 
-    def _pass_on(self, child: Child, signals: socket.socket) -> None:
+    def _forward_signals(self, child: Child, signals: socket.socket) -> None:
         for number in signals.recv(16):
-            self._asked += 1
+            self._end_signals += 1
             child.process.signal(number)
 
-    def _goes_on(self, child: Child, status: int) -> bool:
+    def _should_restart(self, child: Child, status: int) -> bool:
         """Returns whether another process follows one that has ended.
 
         A generation that nobody was served by is not tried again, unless another one had been: the reason for its end
         is in the settings or on the disks. One that others serve in is waited for.
         """
-        if status == 0 or self._deaths is None or child.is_alone or self._asked > 1:
+        if status == 0 or self._deaths is None or child.is_alone or self._end_signals > 1:
             return False
         was_up = self._has_served or child.is_waiting or (child.generation is not None and child.generation.number > 0)
-        if not was_up or (self._asked and child.generation is None):
+        if not was_up or (self._end_signals and child.generation is None):
             return False
         if (too_many := self._deaths.note()) is not None:
             _log.error("process %d %s", self._cluster.process_id, too_many)

@@ -48,14 +48,14 @@ class WireError(Exception):
     """The other process is not what it should be, or has sent what is no frame; the message says which."""
 
 
-class Unanswered(WireError):
+class NoAnswer(WireError):
     """The connection ended, or time was over, before the other process has said who it is; another try may succeed."""
 
 
 class Wire:
     """An encrypted connection to another process, used by one thread at a time.
 
-    Before a channel has it, `send` and `receive` wait for the network. Its channel calls `put`, `pump` and `take`,
+    Before a channel has it, `send` and `receive` wait for the network. Its channel calls `put`, `pump` and `receive_available`,
     which do not.
     """
 
@@ -81,7 +81,7 @@ class Wire:
                 self._tls.do_handshake()
             except ssl.SSLWantReadError:
                 self._flush(deadline)
-                self._fill(deadline)
+                self._read_socket(deadline)
             except ssl.SSLError:
                 with contextlib.suppress(OSError):
                     self._flush(deadline)  # tells the other side so
@@ -104,7 +104,7 @@ class Wire:
         try:
             while not self._bodies:
                 if not self._decrypt(limit):
-                    self._fill(deadline)
+                    self._read_socket(deadline)
             return self._bodies.popleft()
         except (EOFError, OSError):
             return None
@@ -133,7 +133,7 @@ class Wire:
         self._unsent = unsent
         return bool(unsent or self._parts)
 
-    def take(self) -> Iterator[bytes]:
+    def receive_available(self) -> Iterator[bytes]:
         """Yields the messages that have come. Raises EOFError or OSError behind them when the connection has ended.
 
         Raises WireError for what is no message, likewise.
@@ -154,7 +154,7 @@ class Wire:
             self.connection.shutdown(socket.SHUT_WR)
 
     def end_receiving(self) -> None:
-        """Lets `receive` and `take` return what has come already, then no more."""
+        """Lets `receive` and `receive_available` return what has come already, then no more."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RD)
 
@@ -196,7 +196,7 @@ class Wire:
             raise WireError(f"what came is no frame of the other process ({error.reason or error})") from None
         return True
 
-    def _fill(self, deadline: float | None) -> None:
+    def _read_socket(self, deadline: float | None) -> None:
         """Waits for encrypted bytes."""
         self._set_timeout(deadline)
         self._incoming.write(self._received())
@@ -265,9 +265,9 @@ def connect(connection: socket.socket, credentials: Credentials, process_id: int
     except ssl.SSLError as error:
         raise WireError(f"something else answers at the leader's control port ({error.reason})") from None
     except (OSError, EOFError) as error:
-        raise Unanswered(f"the leader did not complete the handshake ({_text(error)})") from None
+        raise NoAnswer(f"the leader did not complete the handshake ({_text(error)})") from None
     if refusal is None:
-        raise Unanswered("the leader ended the connection, or did not answer in time")
+        raise NoAnswer("the leader ended the connection, or did not answer in time")
     if refusal:
         raise WireError(f"the leader refused this process: {refusal.decode(errors='replace')}")
     connection.settimeout(None)
@@ -278,22 +278,22 @@ def _text(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-class Entrance:
+class ControlListener:
     """The control port: listens, shakes hands, and keeps strangers from keeping others out.
 
     Each connection is greeted on a thread of its own. Those that have proved nothing yet are bounded in number. When
     there are too many, the address that has most of them loses its oldest one: a stranger displaces itself, and a
-    process that is displaced comes again. `admit` is called with each process that has proved itself: its id, its
+    process that is displaced comes again. `on_peer` is called with each process that has proved itself: its id, its
     wire, its address.
 
-    `admit` may raise WireError to refuse the process. It is called on the connection's own thread. The constructor
+    `on_peer` may raise WireError to refuse the process. It is called on the connection's own thread. The constructor
     listens and raises ClusterError where it cannot; `open` begins to accept.
     """
 
     def __init__(
-        self, options: ClusterOptions, credentials: Credentials, admit: Callable[[int, Wire, str], None]
+        self, options: ClusterOptions, credentials: Credentials, on_peer: Callable[[int, Wire, str], None]
     ) -> None:
-        self._credentials, self._num_processes, self._admit = credentials, options.num_processes, admit
+        self._credentials, self._num_processes, self._on_peer = credentials, options.num_processes, on_peer
         self._unauthenticated = UnauthenticatedConnections()
         self._lock = threading.Lock()
         self._greetings = self._warnings = 0
@@ -343,7 +343,7 @@ class Entrance:
         try:
             process_id, wire = accept(connection, self._credentials, self._num_processes)
             self._unauthenticated.remove(connection)
-            self._admit(process_id, wire, address)
+            self._on_peer(process_id, wire, address)
             self._count(-1)
         except (WireError, OSError, RuntimeError) as error:  # the last where there is no thread for it
             self._refuse(connection)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3.engine.device.layout import Layout
-from dsv3.engine.device.pool import beside_pool
+from dsv3.engine.device.pool import memory_outside_pool
 from dsv3.engine.device.programs import Key, Programs, ProgramSpec
 from dsv3.engine.memory import GB
 
@@ -84,7 +84,7 @@ class Devices:
         shape = (layout.cfg.num_ranks, *array.shape[1:])
         return jax.make_array_from_process_local_data(layout.rank_sharding, array, shape)
 
-    def put_some(self, parts: Mapping[int, np.ndarray], shape: tuple[int, ...], dtype: Any) -> Any:
+    def put_ranks(self, parts: Mapping[int, np.ndarray], shape: tuple[int, ...], dtype: Any) -> Any:
         """Returns an array over all ranks of which only the ranks in `parts` matter; each part is of `shape`.
 
         The others' are zeros, which stay on their devices from call to call.
@@ -101,7 +101,7 @@ class Devices:
             )
         return jax.make_array_from_single_device_arrays(shape, layout.rank_sharding, arrays)
 
-    def of_ranks(self, array: jax.Array, ranks: Iterable[int]) -> list[jax.Array]:
+    def rank_shards(self, array: jax.Array, ranks: Iterable[int]) -> list[jax.Array]:
         """Returns the parts `[1, ...]` of `ranks` of an array over all ranks, each from one device."""
         parts = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
         return [parts[rank] for rank in ranks]
@@ -115,11 +115,11 @@ class Devices:
     def zeros(self, shapes: Any) -> Any:
         """Returns arrays of zeros."""
         leaves, structure = jax.tree.flatten(shapes)
-        return jax.tree.unflatten(structure, _making(tuple(leaves))())
+        return jax.tree.unflatten(structure, _zeros_program(tuple(leaves))())
 
 
 @functools.lru_cache(maxsize=16)
-def _making(shapes: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[[], list[jax.Array]]:
+def _zeros_program(shapes: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[[], list[jax.Array]]:
     """Returns the program that makes arrays of zeros: one of all, as one of each takes 30 ms to compile."""
     places = [shape.sharding for shape in shapes]
     return jax.jit(lambda: [jnp.zeros(shape.shape, shape.dtype) for shape in shapes], out_shardings=places)
@@ -140,15 +140,15 @@ def launch_all(devices: Devices, keys: Iterable[Key]) -> None:
     shapes = jax.tree.leaves((layout.params, layout.pages, layout.state))
     arrays = jax.tree.leaves((devices.params, devices.pages, devices.zeros(layout.state)))
     live = dict(zip(map(id, shapes), arrays, strict=True))
-    keys, before = list(keys), beside_pool(layout.mesh.local_devices)
+    keys, before = list(keys), memory_outside_pool(layout.mesh.local_devices)
     for key in keys:
         try:
             _launch(devices, devices.programs.spec(key), live)
         except Exception as error:
             raise RuntimeError(f"the program {key} fails when it is launched for the first time: {error}") from error
-    devices.params, devices.pages = _found((layout.params, layout.pages), live)
+    devices.params, devices.pages = _arrays_for((layout.params, layout.pages), live)
     _log.info("launched %d programs %d times in %.1f s", len(keys), _LAUNCHES, time.monotonic() - started)
-    after = beside_pool(layout.mesh.local_devices)
+    after = memory_outside_pool(layout.mesh.local_devices)
     if before is not None and after is not None:
         text = "GPU memory beside jax's pool, of CUDA, NCCL and kernels: %.2f GB before these launches, %.2f GB after"
         _log.info(text, before / GB, after / GB)
@@ -164,16 +164,16 @@ def _launch(devices: Devices, spec: ProgramSpec, live: dict[int, Any]) -> None:
             filled = spec.padding.get(number, 0)
             fills = jax.tree.leaves(jax.tree.broadcast(filled(*given) if callable(filled) else filled, argument))
             known |= {id(shape): _put(devices, shape, fill) for shape, fill in zip(shapes, fills, strict=True)}
-        given.append(_found(argument, known))
+        given.append(_arrays_for(argument, known))
     donated = [id(shape) for number in spec.donated for shape in jax.tree.leaves(spec.arguments[number])]
     for _ in range(_LAUNCHES):
-        results = jax.tree.leaves(program(*_found(spec.arguments, known)))
+        results = jax.tree.leaves(program(*_arrays_for(spec.arguments, known)))
         _wait(results, spec.key)
         known |= zip(donated, results, strict=False)
     live |= {name: known[name] for name in donated if name in live}
 
 
-def _found(shapes: Any, arrays: dict[int, Any]) -> Any:
+def _arrays_for(shapes: Any, arrays: dict[int, Any]) -> Any:
     """Returns the arrays in the places of their shapes."""
     return jax.tree.map(lambda shape: arrays[id(shape)], shapes)
 

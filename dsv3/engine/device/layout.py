@@ -86,7 +86,7 @@ Gathered = Literal["none", "last", "all"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Watch:
+class ForwardCounters:
     """Counters on the devices that every forward pass changes: int32 `[size]` per rank.
 
     `update(counters, result, program)` gives them after a pass whose number in `EngineConfig.forward_programs` is
@@ -100,18 +100,25 @@ class Watch:
 class Layout:
     """Shapes of parameters, page pools and decode state of all ranks, and how a program is mapped over them.
 
-    Arrays have a leading rank axis, except for parameters, whose shapes `parts` gives with their shardings. `watches`
+    Arrays have a leading rank axis, except for parameters, whose shapes `components` gives with their shardings. `forward_counters`
     are the counters that forward passes change, by name.
     """
 
-    def __init__(self, parts: EngineComponents, watches: Mapping[str, Watch]) -> None:
-        self.functions, self.model_cfg, self.cfg, self.mesh = parts.functions, parts.model_cfg, parts.cfg, parts.mesh
-        self.watches, self.takes_grammars = watches, parts.takes_grammars
+    def __init__(self, components: EngineComponents, forward_counters: Mapping[str, ForwardCounters]) -> None:
+        self.functions, self.model_cfg, self.cfg, self.mesh = (
+            components.functions,
+            components.model_cfg,
+            components.cfg,
+            components.mesh,
+        )
+        self.forward_counters, self.takes_grammars = forward_counters, components.takes_grammars
         self.rank_sharding, self.spans_processes = rank_sharding(self.mesh), spans_processes(self.mesh)
-        self.params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), parts.params)
+        self.params = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), components.params
+        )
         one = pool(self.model_cfg, self.cfg.cache_dtype, self.cfg.num_pages)
         self.pages = jax.tree.map(lambda leaf: self.array(*leaf.shape, dtype=leaf.dtype), one)
-        sizes = {name: watch.size for name, watch in watches.items()}
+        sizes = {name: watch.size for name, watch in forward_counters.items()}
         self.state = self.sharded(device_state.decode_state_shapes(self.cfg, sizes))
         self.reserve = reserve(self.cfg, self.functions.overlaps, gpus.multiprocessors(self.mesh.devices.flat[0]))
 
@@ -157,28 +164,28 @@ class Layout:
         ranks = self.functions.vocabulary.ranks
         return self.array(ranks, rows, width, self.model_cfg.vocab_size // ranks, dtype=jnp.float32)
 
-    def count(self, counters: dict[str, Any], result: StepOutput, program: int) -> dict[str, Any]:
+    def update_counters(self, counters: dict[str, Any], result: StepOutput, program: int) -> dict[str, Any]:
         """Returns the watches' counters after a forward pass; called while its program is traced."""
-        return {name: self.watches[name].update(values, result, program) for name, values in counters.items()}
+        return {name: self.forward_counters[name].update(values, result, program) for name, values in counters.items()}
 
-    def sampling(self, slots: jax.Array, result: StepOutput) -> jax.Array:
+    def sampling_slots(self, slots: jax.Array, result: StepOutput) -> jax.Array:
         """Returns the slots `[B]` that shall sample after a forward pass: none (`again`) where it overflowed."""
-        return jnp.where(result.overflows > 0, self.again, slots) if self.functions.may_overflow else slots
+        return jnp.where(result.overflows > 0, self.retry_slot, slots) if self.functions.may_overflow else slots
 
     @property
-    def no_slot(self) -> int:
+    def padding_slot(self) -> int:
         """Stands for the slot of a row that is padding: what a program writes there is dropped."""
         return self.cfg.max_num_seqs
 
     @property
-    def no_chunk(self) -> np.ndarray:
+    def padding_chunk(self) -> np.ndarray:
         """A row of a prefill batch that holds no chunk, `[HEADER + Mp]` int32."""
         row = np.zeros(HEADER + self.cfg.pages_per_seq, np.int32)
-        row[0] = self.no_slot
+        row[0] = self.padding_slot
         return row
 
     @property
-    def again(self) -> int:
+    def retry_slot(self) -> int:
         """Stands for every slot of a forward pass that is computed again. Like that of padding it is out of range."""
         return self.cfg.max_num_seqs + 1
 
@@ -186,7 +193,7 @@ class Layout:
         """Returns the shape of an array over all ranks, given one rank's."""
         return self.sharded(jax.ShapeDtypeStruct((self.cfg.num_ranks, *shape), dtype))
 
-    def like(self, array: np.ndarray) -> jax.ShapeDtypeStruct:
+    def shape_of(self, array: np.ndarray) -> jax.ShapeDtypeStruct:
         """Returns the shape of an argument over all ranks, given the host array of some ranks `[ranks, ...]`."""
         return self.array(*array.shape[1:], dtype=array.dtype)
 

@@ -19,7 +19,7 @@ _QUERY = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounit
 _QUERY_S = 10.0
 
 
-def set_pool_share(utilization: float) -> None:
+def set_memory_fraction(utilization: float) -> None:
     """Makes jax's pool hold `utilization` of a GPU's memory, and slack; call it before jax starts its devices.
 
     It changes nothing where the environment says another share already, or jax has started.
@@ -33,7 +33,7 @@ def holds_gpu() -> bool:
     return xla_bridge.backends_are_initialized() and jax.default_backend() != "cpu"
 
 
-def environment_with_share(share: float) -> dict[str, str]:
+def environment_with_memory_fraction(share: float) -> dict[str, str]:
     """Returns this process's environment variables, with `share` of a GPU's memory as the pool of a child's jax."""
     return {name: value for name, value in os.environ.items() if name not in _FRACTIONS} | {_FRACTIONS[0]: f"{share}"}
 
@@ -52,7 +52,7 @@ def device_memory(device: jax.Device) -> DeviceMemory | None:
     return DeviceMemory(int(stats["bytes_limit"] / float(given)), stats["bytes_limit"], stats.get("bytes_in_use", 0))
 
 
-def beside_pool(devices: Sequence[jax.Device]) -> int | None:
+def memory_outside_pool(devices: Sequence[jax.Device]) -> int | None:
     """Returns the bytes that are in use beside jax's pool on that of `devices` where they are most.
 
     CUDA, kernels' code and NCCL's buffers lie there, which no statistics of jax count. None on a CPU, and where

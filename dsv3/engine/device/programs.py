@@ -34,7 +34,7 @@ Progress = Callable[[int, int, str], None]
 _ON_GPUS = {"xla_disable_hlo_passes": "rematerialization", "xla_gpu_shard_autotuning": False}
 _READ_THREADS = 4
 _COMPILE_THREADS = 8  # tracing holds the interpreter lock, so more would only wait
-_SAMPLING, _MOVE = ("sample", "held sample", "logprobs", "prompt_logprobs"), "move_experts"
+_SAMPLING, _MOVE = ("sample", "constrained sample", "logprobs", "prompt_logprobs"), "move_experts"
 
 
 class Key(NamedTuple):
@@ -75,7 +75,7 @@ class Store(Protocol):
     def get(self, name: str, lower: Callable[[], Any], options: Mapping[str, Any] | None) -> Callable[..., Any]:
         """Returns the program `name`, or `lower()` compiled with `options` and kept for the next start."""
 
-    def forget_unused(self) -> None:
+    def remove_unused(self) -> None:
         """Removes what no start has used for long."""
 
 
@@ -120,7 +120,7 @@ class Programs:
                 future.result()
                 report(done, len(keys), names[future])
         if self.store is not None:
-            self.store.forget_unused()
+            self.store.remove_unused()
 
     def get(self, key: Key) -> Callable[..., Any]:
         """Returns the compiled program, compiled now if it is new."""
@@ -147,7 +147,7 @@ class ReadPrograms:
     It leaves out the bodies of our kernels, and the search for tiles of XLA's own products.
     """
 
-    def forget_unused(self) -> None:
+    def remove_unused(self) -> None:
         """Does nothing: no program is kept."""
 
     def get(self, name: str, lower: Callable[[], Any], options: Mapping[str, Any] | None) -> Callable[..., Any]:

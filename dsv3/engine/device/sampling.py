@@ -73,26 +73,26 @@ def greedy(logits: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(is_top, index, logits.shape[-1] - 1), axis=-1)
 
 
-def guard(logits: jax.Array, tokens: jax.Array, instead: int) -> jax.Array:
+def replace_invalid(logits: jax.Array, tokens: jax.Array, instead: int) -> jax.Array:
     """Returns `tokens`, with `instead` where a row has no distribution: a logit is NaN or +inf, or all are -inf."""
     return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), tokens, instead)
 
 
-def sample(logits: jax.Array, controls: Controls, *, filters: bool = True, looks: bool = False) -> jax.Array:
+def sample(logits: jax.Array, controls: Controls, *, filters: bool = True, adaptive: bool = False) -> jax.Array:
     """Returns one token `[B]` int32 for each row; rows of temperature 0 (below 1e-5) take the most likely one.
 
-    Without `filters` no row asks for top_k, top_p or min_p: their 62 passes over the logits are left out. What `looks`
+    Without `filters` no row asks for top_k, top_p or min_p: their 62 passes over the logits are left out. What `adaptive`
     finds out while it runs whether a row asks for top_k, and whether one asks for top_p, and leaves out the rest.
     """
     is_greedy = controls.temperature < _MIN_TEMPERATURE
-    weights = unfiltered(logits, jnp.where(is_greedy, 1.0, controls.temperature))
+    weights = relative_weights(logits, jnp.where(is_greedy, 1.0, controls.temperature))
     if filters:
-        weights = filtered(weights, controls.top_k, controls.top_p, controls.min_p, looks=looks)
+        weights = apply_filters(weights, controls.top_k, controls.top_p, controls.min_p, adaptive=adaptive)
     drawn = draw(weights, uniforms(controls.seed, controls.position))
     return jnp.where(is_greedy, greedy(logits), drawn)
 
 
-def unfiltered(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+def relative_weights(logits: jax.Array, temperature: jax.Array) -> jax.Array:
     """Returns probabilities relative to the most likely token's: that one has exactly 1, and no other more.
 
     The maximum is subtracted before the division: the most likely token's difference is 0, whatever is rounded, and
@@ -102,22 +102,22 @@ def unfiltered(logits: jax.Array, temperature: jax.Array) -> jax.Array:
     return jnp.minimum(jnp.exp(below / temperature[:, None]), 1.0)  # an approximate exp may exceed 1 just below 0
 
 
-def filtered(
-    weights: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array, *, looks: bool = False
+def apply_filters(
+    weights: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array, *, adaptive: bool = False
 ) -> jax.Array:
-    """Returns the weights (see `unfiltered`) with those that min_p, top_k or top_p exclude set to 0.
+    """Returns the weights (see `relative_weights`) with those that min_p, top_k or top_p exclude set to 0.
 
     top_p counts the probability that min_p and top_k have left. Every row keeps its most likely token: its weight is 1,
-    which no min_p exceeds, and top_k and top_p never ask for nothing. What `looks` makes no pass for a filter that no
+    which no min_p exceeds, and top_k and top_p never ask for nothing. What `adaptive` makes no pass for a filter that no
     row asks for; a GPU would wait for its host in every such pass, as the number of passes is not known to it.
     """
     weights = jnp.where(weights >= min_p[:, None], weights, 0.0)
     count = jnp.where(top_k > 0, top_k, weights.shape[-1])
-    passes = jnp.where(jnp.any(top_k > 0), _PASSES, 0) if looks else _PASSES
+    passes = jnp.where(jnp.any(top_k > 0), _PASSES, 0) if adaptive else _PASSES
     weights = _at_least(weights, lambda kept: jnp.sum(kept, axis=-1) >= count, passes)
     needed = jnp.maximum(top_p * jnp.sum(weights, axis=-1), _TINY)  # top_p 1e-38 makes 0: no token would do
     needed = jnp.where(top_p < 1, needed, jnp.inf)  # inf is never reached: keep all
-    passes = jnp.where(jnp.any(top_p < 1), _PASSES, 0) if looks else _PASSES
+    passes = jnp.where(jnp.any(top_p < 1), _PASSES, 0) if adaptive else _PASSES
     return _at_least(weights, lambda kept: jnp.sum(jnp.where(kept, weights, 0.0), axis=-1) >= needed, passes)
 
 
@@ -146,7 +146,9 @@ def uniforms(seed: jax.Array, position: jax.Array) -> jax.Array:
     return jax.vmap(one)(seed, position)
 
 
-def overrule(drawn: jax.Array, drafts: jax.Array, controls: Controls, chance: float, vocab_size: int) -> jax.Array:
+def force_acceptance(
+    drawn: jax.Array, drafts: jax.Array, controls: Controls, chance: float, vocab_size: int
+) -> jax.Array:
     """Returns the tokens `[B]` that a benchmark takes for those `drawn`: the drafts with probability `chance`.
 
     Elsewhere it is a token that the draft is not. The coin is a third random number of seed and position. What is no
@@ -181,7 +183,7 @@ def _invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     return jnp.where(passed.any(axis=-1), jnp.argmax(passed, axis=-1), jnp.argmax(weights, axis=-1)).astype(jnp.int32)
 
 
-def adjusted(logits: jax.Array, adjustments: Adjustments) -> jax.Array:
+def apply_adjustments(logits: jax.Array, adjustments: Adjustments) -> jax.Array:
     """Returns the logits after bias, penalties and forbidden tokens.
 
     The repetition penalty is CTRL's (arXiv:1909.05858), the others are OpenAI's. Forbidden tokens come last, which
@@ -223,7 +225,7 @@ class Best(NamedTuple):
     scores: jax.Array
 
 
-def best_words(vocabulary: Vocabulary, scores: jax.Array) -> Best:
+def best_tokens(vocabulary: Vocabulary, scores: jax.Array) -> Best:
     """Returns the best words of this rank's rows, from scores `[Xn, ..., W / Xn]` (`Vocabulary.scores`).
 
     The first of equals, as `sampling.greedy` has it. In a row with a NaN the word is any, and the score NaN.
@@ -238,7 +240,7 @@ def best_words(vocabulary: Vocabulary, scores: jax.Array) -> Best:
     return Best(jnp.min(jnp.where(tops == most, words, last), axis=0), most)
 
 
-def masked(logits: jax.Array, masks: jax.Array) -> jax.Array:
+def apply_bitmask(logits: jax.Array, masks: jax.Array) -> jax.Array:
     """Returns logits `[B, S, W]` that are -inf where `masks` `[B, S, words]` have no bit.
 
     What is not finite stays, for the sampler to find: it fails a request whose logits mean nothing.
@@ -248,6 +250,6 @@ def masked(logits: jax.Array, masks: jax.Array) -> jax.Array:
     return jnp.where(allowed | ~(logits < jnp.inf), logits, -jnp.inf)
 
 
-def num_words(vocab_size: int) -> int:
+def bitmask_words(vocab_size: int) -> int:
     """Returns how many words a mask has."""
     return -(-vocab_size // _WORD_BITS)

@@ -22,9 +22,9 @@ from dsv3.engine.jobs.sample import (
     ForwardContext,
     ForwardResults,
     SampleCommand,
+    defer_for_masks,
     launch_sampler,
-    masked_later,
-    sampler_of,
+    sampler_command,
 )
 from dsv3.model.batch import AttentionForm, DecodeBatch
 from dsv3.scheduler.balance import DecodeBalance
@@ -67,8 +67,8 @@ class DecodePlanner:
 
     def __init__(self, view: EngineView) -> None:
         self._view, self._scheduler, self._cfg = view, view.scheduler, view.scheduler.cfg
-        self._room = CapacityFactor(_power_of_two(self._cfg.num_ranks * self._cfg.max_num_seqs))
-        self._factor, self._turns, self._turn = 1, 1, 0
+        self._capacity = CapacityFactor(_power_of_two(self._cfg.num_ranks * self._cfg.max_num_seqs))
+        self._factor, self._micro_steps, self._micro_step = 1, 1, 0
         self._width = 1
         self._rows: BatchRows | None = None
         self._sample, self._held = SampleCommand(0), False
@@ -80,18 +80,18 @@ class DecodePlanner:
         rows = self._live_rows()
         if rows is None:
             return []
-        mine, batch = self._of_turn(rows) if self._turns > 1 else (rows, self._template)
+        mine, batch = self._micro_step_rows(rows) if self._micro_steps > 1 else (rows, self._template)
         slots = self._scheduler.slots
         short = slots.planned[mine.slots] + self._cfg.tokens_ahead > slots.capacity[mine.slots]
         if short.any():
             return self._plan_with_pages(mine, batch.copy(), short)
         return self._planned(mine, batch)  # nobody writes to the template: a change makes another one
 
-    def _of_turn(self, rows: BatchRows) -> tuple[BatchRows, np.ndarray]:
+    def _micro_step_rows(self, rows: BatchRows) -> tuple[BatchRows, np.ndarray]:
         """Returns the rows whose turn it is, and their batch; those of a rank that go stand apart."""
-        self._turn += 1
+        self._micro_step += 1
         longest, batch = int(rows.position.max()) + 1, self._template.copy()
-        waits = (rows.position + rows.rank * longest) % self._turns != self._turn % self._turns
+        waits = (rows.position + rows.rank * longest) % self._micro_steps != self._micro_step % self._micro_steps
         return self._without(rows, waits, batch), batch
 
     def _plan_with_pages(self, rows: BatchRows, batch: np.ndarray, short: np.ndarray) -> list[Planned]:
@@ -105,7 +105,7 @@ class DecodePlanner:
                 return []
             batch = self._template.copy()
             left = self._without(live, ~np.isin(live.slots, rows.slots), batch)
-        self._enter_pages(batch, left, extended, pages)
+        self._write_pages(batch, left, extended, pages)
         if stalled:
             left = self._without(left, np.isin(left.slots, stalled), batch)
         return self._planned(left, batch)
@@ -119,14 +119,14 @@ class DecodePlanner:
         context = ForwardContext(rows, self._factor, [])
         if not self._held:
             return [Planned(NAME, DecodeCommand(batch, self._width, longest, self._sample), context)]
-        later = masked_later(self._view.masks, self._sample, rows, self._width)
+        later = defer_for_masks(self._view.masks, self._sample, rows, self._width)
         return [Planned(NAME, DecodeCommand(batch, self._width, longest), context, later)]
 
-    def collect(self, planned: Planned, results: ForwardResults, outputs: StepOutputs) -> None:
+    def on_results(self, planned: Planned, results: ForwardResults, outputs: StepOutputs) -> None:
         """Notes whether the step had room for its rows, where it tells, and the tokens."""
         context: ForwardContext = planned.context
         if results.slots is not None:
-            self._room.note(context.factor, bool((results.slots > self._cfg.max_num_seqs).any()))
+            self._capacity.note(context.factor, bool((results.slots > self._cfg.max_num_seqs).any()))
         if results.sampled:
             process_results(self._scheduler, context.rows, results.sampled, outputs)
 
@@ -134,7 +134,7 @@ class DecodePlanner:
         """Says how even the ranks' loads are."""
         return DecodeBalance.of(self._scheduler.slots) if self._cfg.num_ranks > 1 else None
 
-    def _enter_pages(self, batch: np.ndarray, rows: BatchRows, extended: np.ndarray, pages: np.ndarray) -> None:
+    def _write_pages(self, batch: np.ndarray, rows: BatchRows, extended: np.ndarray, pages: np.ndarray) -> None:
         slots = self._scheduler.slots
         kept = slots.decoding[extended]
         if not kept.all():  # pre-empted after all
@@ -147,7 +147,7 @@ class DecodePlanner:
     def _live_rows(self) -> BatchRows | None:
         """Returns rows of all requests that decode and have not planned their last token."""
         slots = self._scheduler.slots
-        same = self._version == slots.version and self._rows is not None and self._factor == self._room.factor
+        same = self._version == slots.version and self._rows is not None and self._factor == self._capacity.factor
         mine = self._rows.slots if same and self._rows is not None else slots.decoding.nonzero()[0]
         done = slots.planned[mine] >= slots.limit[mine]
         if done.any():
@@ -165,9 +165,9 @@ class DecodePlanner:
         rank = mine // cfg.max_num_seqs
         starts = np.searchsorted(mine, np.arange(cfg.num_ranks) * cfg.max_num_seqs)
         position = np.arange(len(mine)) - starts[rank]
-        longest, self._factor = int(position.max()) + 1, self._room.factor
+        longest, self._factor = int(position.max()) + 1, self._capacity.factor
         size = bucket(cfg.decode_buckets, min(longest * self._factor, cfg.max_num_seqs))
-        self._turns = min(-(-longest * self._factor // size), longest * cfg.num_ranks)
+        self._micro_steps = min(-(-longest * self._factor // size), longest * cfg.num_ranks)
         self._width = cfg.width(size)
         if self._padding.shape[1] != size:
             self._padding = np.empty((cfg.num_ranks, size, 3), np.int32)
@@ -176,7 +176,7 @@ class DecodePlanner:
         # With three indices numpy takes six times as long, and as long to fill a batch as to plan all else.
         batch.reshape(-1)[3 * (rank * size + position)] = mine - rank * cfg.max_num_seqs
         self._template = batch
-        self._sample, self._held = sampler_of(self._scheduler.slots, mine)
+        self._sample, self._held = sampler_command(self._scheduler.slots, mine)
         return BatchRows.at(self._scheduler.slots, mine, rank, position)
 
     def _without(self, rows: BatchRows, out: np.ndarray, batch: np.ndarray) -> BatchRows:
@@ -197,7 +197,7 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
         number = cfg.program_number(NAME, size)
         body = functools.partial(decode_body, layout, width=width, form=form, program=number)
         arguments = (layout.params, layout.pages, layout.state, layout.array(size, 3))
-        key, padding = Key(NAME, size, form, width), {3: np.array([layout.no_slot, -1, 0])}
+        key, padding = Key(NAME, size, form, width), {3: np.array([layout.padding_slot, -1, 0])}
         yield layout.per_rank(key, body, arguments, donated=(1, 2), takes_params=True, padding=padding)
 
 
@@ -261,15 +261,21 @@ def decode_body(
     batch = DecodeBatch(state.tokens[held, :width], lengths, page_table[held], form)
     out = functions.decode(params, cfg, batch, pages)
     scores = functions.scores(params, cfg, out.hidden)
-    counters = layout.count(state.counters, out, program)
+    counters = layout.update_counters(state.counters, out, program)
     state = dataclasses.replace(state, page_table=page_table, counters=counters)
-    return out.pages, state, scores, out.hidden if functions.draft else None, layout.sampling(slots, out)
+    return out.pages, state, scores, out.hidden if functions.draft else None, layout.sampling_slots(slots, out)
 
 
-def _applies(parts: EngineComponents) -> bool:
-    return parts.cfg.role != "prefill"
+def _applies(components: EngineComponents) -> bool:
+    return components.cfg.role != "prefill"
 
 
 KIND = JobKind(
-    NAME, DecodeCommand | SampleCommand, DecodePlanner, programs, DecodeWorker, _applies, agreed=attrgetter("sampled")
+    NAME,
+    DecodeCommand | SampleCommand,
+    DecodePlanner,
+    programs,
+    DecodeWorker,
+    _applies,
+    replicated=attrgetter("sampled"),
 )

@@ -34,8 +34,8 @@ from dsv3.scheduler.sequence import Chunk
 from pallas_kernels.search import search
 
 NAME = "draft"
-TELL = "tell drafts"
-_ENTER = Key("lookup enter")
+READ_DRAFTS = "read drafts"
+_LOAD_TEXT = Key("lookup load")
 
 
 class CachedText(Command, frozen=True):
@@ -50,7 +50,7 @@ class DraftCommand(Command, frozen=True):
     """Drafts for the requests of the forward job `source` of the same step, whose bucket is `size`.
 
     `width` are the tokens per row of a decode job. `texts` come before what the job has computed, at most one per rank
-    in each of `text_launches`. With `tells` the host wants to see the drafts. `longest` is that of the forward job.
+    in each of `text_launches`. With `returns_drafts` the host wants to see the drafts. `longest` is that of the forward job.
     """
 
     source: str
@@ -58,21 +58,23 @@ class DraftCommand(Command, frozen=True):
     width: int
     texts: list[CachedText]
     text_launches: int
-    tells: bool
+    returns_drafts: bool
     longest: int = ANY_LENGTH
 
     @classmethod
-    def after_prefill(cls, size: int, texts: list[CachedText], tells: bool, longest: int) -> "DraftCommand":
+    def after_prefill(cls, size: int, texts: list[CachedText], returns_drafts: bool, longest: int) -> "DraftCommand":
         """Returns the command that follows a prefill job of the bucket `size`."""
         ranks = [text.rank for text in texts]
-        return cls(PREFILL, size, 1, texts, max(map(ranks.count, ranks), default=0), tells, longest)
+        return cls(PREFILL, size, 1, texts, max(map(ranks.count, ranks), default=0), returns_drafts, longest)
 
     def part(self, ranks: range) -> "DraftCommand":
         """Returns the command with the texts of `ranks` only."""
         mine = [
             CachedText(text.rank - ranks.start, text.slot, text.tokens) for text in self.texts if text.rank in ranks
         ]
-        return DraftCommand(self.source, self.size, self.width, mine, self.text_launches, self.tells, self.longest)
+        return DraftCommand(
+            self.source, self.size, self.width, mine, self.text_launches, self.returns_drafts, self.longest
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,13 +105,13 @@ class DraftPlanner:
         """Plans one job per forward job of the step."""
         planned = []
         for job in step:
-            tells = job.later is not None  # a request of the job is held to a grammar
+            returns_drafts = job.deferred is not None  # a request of the job is held to a grammar
             if isinstance(job.command, DecodeCommand):
                 done = job.command
-                command = DraftCommand(job.kind, done.rows.shape[1], done.width, [], 0, tells, done.longest)
+                command = DraftCommand(job.kind, done.rows.shape[1], done.width, [], 0, returns_drafts, done.longest)
             elif isinstance(job.command, PrefillCommand):
                 texts = self._cached(job.context.chunks)
-                command = DraftCommand.after_prefill(job.command.bucket, texts, tells, job.command.longest)
+                command = DraftCommand.after_prefill(job.command.bucket, texts, returns_drafts, job.command.longest)
             else:
                 continue
             planned.append(Planned(NAME, command, job.context.rows))
@@ -126,7 +128,7 @@ class DraftPlanner:
             self._begun[slot] = chunk.epoch
         return found
 
-    def collect(self, planned: Planned, results: tuple[np.ndarray, ...], outputs: StepOutputs) -> None:
+    def on_results(self, planned: Planned, results: tuple[np.ndarray, ...], outputs: StepOutputs) -> None:
         """Notes drafts that the host wants to see; the sampler of the next step says which were right."""
         if results and self._masks is not None:
             self._masks.note_drafts(planned.context, results[0])
@@ -161,11 +163,11 @@ class DraftWorker:
         if forward.tokens is None:
             forward = forward._replace(tokens=self._nothing_sampled(forward))
         self._drafter.launch(command, forward)
-        if not command.tells:
+        if not command.returns_drafts:
             return ()
-        told = devices.programs.get(Key(TELL, forward.slots.shape[1]))(devices.state, forward.slots)
-        told.copy_to_host_async()
-        return (told,)
+        drafts = devices.programs.get(Key(READ_DRAFTS, forward.slots.shape[1]))(devices.state, forward.slots)
+        drafts.copy_to_host_async()
+        return (drafts,)
 
     def _nothing_sampled(self, forward: Forward) -> jax.Array:
         """Returns zeros, which nobody reads, for a prefill in which no chunk was a prompt's last."""
@@ -177,26 +179,28 @@ def draft_kind(
 ) -> JobKind:
     """Returns the kind of engines whose `speculative_config` names `method`, for which `drafter` proposes drafts."""
 
-    def applies(parts: EngineComponents) -> bool:
-        return parts.cfg.speculative is not None and parts.cfg.speculative.method == method
+    def applies(components: EngineComponents) -> bool:
+        return components.cfg.speculative is not None and components.cfg.speculative.method == method
 
-    def with_tell(layout: Layout) -> Iterator[ProgramSpec]:
-        return itertools.chain(programs(layout), tell_programs(layout))
+    def with_read_drafts(layout: Layout) -> Iterator[ProgramSpec]:
+        return itertools.chain(programs(layout), read_draft_programs(layout))
 
     def worker(devices: Devices) -> DraftWorker:
         return DraftWorker(devices, drafter(devices))
 
-    return JobKind(NAME, DraftCommand, DraftPlanner, with_tell, worker, applies)
+    return JobKind(NAME, DraftCommand, DraftPlanner, with_read_drafts, worker, applies)
 
 
-def tell_programs(layout: Layout) -> Iterator[ProgramSpec]:
+def read_draft_programs(layout: Layout) -> Iterator[ProgramSpec]:
     """Yields the programs that tell the host the drafts of a batch, by its rows."""
     for rows in sorted({rows for rows, _ in layout.sampled_shapes}):
         arguments = (layout.state, layout.array(rows))
-        yield layout.per_rank(Key(TELL, rows), tell_body, arguments, gathered="all", padding={1: layout.no_slot})
+        yield layout.per_rank(
+            Key(READ_DRAFTS, rows), read_drafts_body, arguments, gathered="all", padding={1: layout.padding_slot}
+        )
 
 
-def tell_body(state: DecodeState, slots: jax.Array) -> jax.Array:
+def read_drafts_body(state: DecodeState, slots: jax.Array) -> jax.Array:
     """Returns the drafts of `slots` `[B]`, `[B, S - 1]` of the widest row, for one rank."""
     return state.tokens[jnp.minimum(slots, state.tokens.shape[0] - 1), 1:]
 
@@ -205,19 +209,19 @@ def lookup_programs(layout: Layout) -> Iterator[ProgramSpec]:
     """Yields one program per bucket of prefill and of decode: texts grow in steps without drafts too."""
     cfg = layout.cfg
     given = (_texts(layout), layout.array(), layout.array(cfg.max_model_len))
-    yield layout.per_rank(_ENTER, enter_body, given, donated=(0,), padding={1: layout.no_slot})
+    yield layout.per_rank(_LOAD_TEXT, load_text_body, given, donated=(0,), padding={1: layout.padding_slot})
     for size in cfg.prefill_buckets:
         count = cfg.prefill_rows(size)
         chunks = layout.array(size), layout.array(count, HEADER + cfg.pages_per_seq)
         arguments = (_texts(layout), layout.state, *chunks, layout.array(count), layout.array(count, 1))
         body = functools.partial(prefill_body, layout, cfg.tokens_per_row - 1)
-        padding = {3: layout.no_chunk, 4: layout.no_slot}
+        padding = {3: layout.padding_chunk, 4: layout.padding_slot}
         yield layout.per_rank(Key(f"lookup {PREFILL}", size), body, arguments, donated=(0, 1), padding=padding)
     for size in cfg.decode_buckets:
         S = cfg.width(size)
         rows = (_texts(layout), layout.state, layout.array(size), layout.array(size, S))
         body = functools.partial(_propose, layout, S - 1)
-        key, padding = Key(f"lookup {DECODE}", size, width=S), {2: layout.no_slot}
+        key, padding = Key(f"lookup {DECODE}", size, width=S), {2: layout.padding_slot}
         yield layout.per_rank(key, body, rows, donated=(0, 1), padding=padding)
 
 
@@ -241,12 +245,12 @@ class LookupDrafter:
         """Starts the look-up after the forward job `command.source`; leaves drafts in the state."""
         devices = self._devices
         for turn in range(command.text_launches):
-            self._enter(command.texts, turn)
+            self._load_text(command.texts, turn)
         program = devices.programs.get(Key(f"lookup {command.source}", command.size, width=command.width))
         given = (*forward.batch, forward.slots, forward.tokens)
         self._texts, devices.state = program(self._texts, devices.state, *given)
 
-    def _enter(self, texts: list[CachedText], turn: int) -> None:
+    def _load_text(self, texts: list[CachedText], turn: int) -> None:
         """Enters the `turn`-th text of each rank."""
         devices, cfg = self._devices, self._devices.layout.cfg
         ranks = devices.layout.num_local_ranks
@@ -255,10 +259,10 @@ class LookupDrafter:
             mine = [text for text in texts if text.rank == rank]
             if turn < len(mine):
                 slots[rank], tokens[rank, : len(mine[turn].tokens)] = mine[turn].slot, mine[turn].tokens
-        self._texts = devices.programs.get(_ENTER)(self._texts, devices.put(slots), devices.put(tokens))
+        self._texts = devices.programs.get(_LOAD_TEXT)(self._texts, devices.put(slots), devices.put(tokens))
 
 
-def enter_body(texts: jax.Array, slot: jax.Array, tokens: jax.Array) -> jax.Array:
+def load_text_body(texts: jax.Array, slot: jax.Array, tokens: jax.Array) -> jax.Array:
     """Sets the text of `slot` to `tokens` `[max_model_len]`, for one rank."""
     return texts.at[slot].set(tokens, mode="drop")
 

@@ -25,7 +25,7 @@ from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.form_selection import decode_form, decode_forms
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.device.sampling import best_words
+from dsv3.engine.device.sampling import best_tokens
 from dsv3.engine.device.state import HEADER, DecodeState, last_rows, next_tokens, ragged_batch, with_drafts
 from dsv3.engine.functions import DraftFunctions
 from dsv3.engine.jobs import decode, prefill
@@ -52,20 +52,20 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
         given = layout.array(size, width, dtype=dtype), *chunks, layout.array(rows), layout.array(rows, 1)
         for form in forms:
             key, prefills = Key(PREFILL, size, form), functools.partial(prefill_body, form=form)
-            yield _program(layout, key, prefills, given, {5: layout.no_chunk, 6: layout.no_slot})
+            yield _program(layout, key, prefills, given, {5: layout.padding_chunk, 6: layout.padding_slot})
         chained[rows] = cfg.tokens_per_row - 1
     for size in cfg.decode_buckets:
         S = cfg.width(size)
         rows_given = layout.array(size, S, width, dtype=dtype), layout.array(size), layout.array(size, S)
         for form in forms:
             key, body = Key(DECODE, size, form, S), functools.partial(decode_body, form=form)
-            yield _program(layout, key, body, rows_given, {4: layout.no_slot})
+            yield _program(layout, key, body, rows_given, {4: layout.padding_slot})
         chained[size] = max(chained.get(size, 0), S - 1)
     for size, drafts in chained.items():
         for i, form in itertools.product(range(1, drafts), forms):
             key, chained_body = chain_key(size, i, form), functools.partial(chain_body, number=i, form=form)
             hidden = layout.array(size, width, dtype=dtype)
-            yield _program(layout, key, chained_body, (hidden, layout.array(size)), {4: layout.no_slot})
+            yield _program(layout, key, chained_body, (hidden, layout.array(size)), {4: layout.padding_slot})
 
 
 def chain_key(size: int, number: int, form: AttentionForm) -> Key:
@@ -129,7 +129,7 @@ def prefill_body(
     shifted = dataclasses.replace(batch, tokens=next_tokens(batch, rows, sampled[:, 0]))
     out = _module(layout).prefill(params, layout.model_cfg, shifted, pages, hidden)
     last = out.hidden[last_rows(batch)]
-    state = _counted(layout, state, out, program)
+    state = _update_counters(layout, state, out, program)
     return out.pages, _with_draft(layout, params, state, last, slots, 1), last
 
 
@@ -158,7 +158,7 @@ def decode_body(
     batch = DecodeBatch(jnp.maximum(sampled, 0), lengths, state.page_table[held], form)
     out = _module(layout).decode(params, layout.model_cfg, batch, pages, hidden)
     last = out.hidden[jnp.arange(slots.shape[0]), jnp.maximum(accepted - 1, 0)]
-    state = _counted(layout, state, out, program)
+    state = _update_counters(layout, state, out, program)
     if S == 1:
         return out.pages, with_drafts(state, slots, jnp.zeros((slots.shape[0], 0), jnp.int32)), last
     return out.pages, _with_draft(layout, params, state, last, slots, 1), last
@@ -187,7 +187,7 @@ def chain_body(
     batch = DecodeBatch(state.tokens[held, number][:, None], lengths, state.page_table[held], form)
     out = _module(layout).decode(params, layout.model_cfg, batch, pages, hidden[:, None])
     following = out.hidden[:, 0]
-    state = _counted(layout, state, out, program)
+    state = _update_counters(layout, state, out, program)
     return out.pages, _with_draft(layout, params, state, following, slots, number + 1), following
 
 
@@ -196,12 +196,12 @@ def _with_draft(
 ) -> DecodeState:
     """Returns the state with draft `number` of `slots`: the likeliest by the module's hidden states `[B, D]`."""
     functions = layout.functions
-    token = best_words(functions.vocabulary, functions.scores(params, layout.model_cfg, hidden)).words
+    token = best_tokens(functions.vocabulary, functions.scores(params, layout.model_cfg, hidden)).words
     return with_drafts(state, slots, token[:, None], number)
 
 
-def _counted(layout: Layout, state: DecodeState, result: StepOutput, program: int) -> DecodeState:
-    return dataclasses.replace(state, counters=layout.count(state.counters, result, program))
+def _update_counters(layout: Layout, state: DecodeState, result: StepOutput, program: int) -> DecodeState:
+    return dataclasses.replace(state, counters=layout.update_counters(state.counters, result, program))
 
 
 def _module(layout: Layout) -> DraftFunctions:

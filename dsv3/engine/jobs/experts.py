@@ -31,7 +31,7 @@ from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.functions import SpreadExperts
-from dsv3.engine.job import Command, EngineView, JobKind, Planned, Watch
+from dsv3.engine.job import Command, EngineView, ForwardCounters, JobKind, Planned
 from dsv3.engine.step_log import ExpertLoad
 from dsv3.model.steps import StepOutput
 from dsv3.scheduler.request import StepOutputs
@@ -92,7 +92,7 @@ class ExpertStats:
     cross_node_bytes: int
 
 
-def judge(
+def plan_rebalance(
     load: np.ndarray, expert_map: ExpertMap, experts: SpreadExperts, max_copies: int, threshold: float
 ) -> tuple[np.ndarray, list[LayerMove]]:
     """Returns how even a load `[L, E]` is by layer `[L]`, and what to do about it.
@@ -132,12 +132,12 @@ class TrafficCounter:
 
 def _make_planner(view: EngineView) -> "ExpertBalancer":
     """Returns a balancer of the experts as they stand in the parameters."""
-    functions, cfg = view.parts.functions, view.parts.cfg
+    functions, cfg = view.components.functions, view.components.cfg
     experts, traffic = functions.experts, functions.traffic
     assert experts is not None and traffic is not None  # `_applies`
-    placement = Placement(*map(np.asarray, experts.take(view.parts.params)[1]))
+    placement = Placement(*map(np.asarray, experts.take(view.components.params)[1]))
     sent = TrafficCounter([traffic(program) for program in cfg.forward_programs])
-    return ExpertBalancer(experts, placement, layer_bytes(experts, view.parts.params), sent, cfg)
+    return ExpertBalancer(experts, placement, layer_bytes(experts, view.components.params), sent, cfg)
 
 
 def layer_bytes(experts: SpreadExperts, params: Any) -> int:
@@ -169,19 +169,19 @@ class ExpertBalancer:
         self._layers_at_once = max(1, MOVE_BYTES // max(1, layer_bytes))
         self._window: deque[np.ndarray] = deque(maxlen=WINDOW_READS)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="eplb")
-        self._judging: Future[tuple[np.ndarray, list[LayerMove]]] | None = None
-        self._judged = self.load  # what is being judged, or was last
+        self._planning: Future[tuple[np.ndarray, list[LayerMove]]] | None = None
+        self._planned_load = self.load  # what is being judged, or was last
         self._moves: deque[LayerMove] = deque()
         self._under_way = 0  # moves launched whose outcome is not known yet
         self._steps = self._decided = 0
-        self._even = np.ones(experts.num_layers)
+        self._balancedness = np.ones(experts.num_layers)
         self._rebalances = self._moved = self._failures = 0
         self._version = 0  # of what `snapshot` shows
         self._last_move: tuple[np.ndarray, ExpertMap] | None = None  # the load that decided it, the map before it
         self._file = Path(cfg.eplb_state) if cfg.eplb_state and self._interval else None
         if self._file is not None:
             self._start_from(self._file)
-        self._stats = self._summed_up()
+        self._stats = self._make_stats()
 
     @property
     def load(self) -> np.ndarray:
@@ -199,7 +199,7 @@ class ExpertBalancer:
         command = self.command() if step else None
         return [] if command is None else [Planned(NAME, command)]
 
-    def collect(self, planned: Planned, results: tuple[np.ndarray, ...], outputs: StepOutputs) -> None:
+    def on_results(self, planned: Planned, results: tuple[np.ndarray, ...], outputs: StepOutputs) -> None:
         """Takes over what a command has given."""
         assert isinstance(planned.command, ExpertsCommand)
         self.note(planned.command, results)
@@ -207,8 +207,8 @@ class ExpertBalancer:
     def command(self) -> ExpertsCommand | None:
         """Returns what the next step does about balance."""
         self._steps += 1
-        if self._judging is not None and self._judging.done():
-            self._take_judgement(self._judging)
+        if self._planning is not None and self._planning.done():
+            self._apply_plan(self._planning)
         read = self._steps % self._read_steps == 0
         if not read and not self._moves:
             return None
@@ -220,15 +220,15 @@ class ExpertBalancer:
         """Takes over what a command has given: the load, if it was read, and whether each move was carried out."""
         moved = list(results)
         if command.read_load:
-            self._note_load(moved.pop(0))
+            self._on_load(moved.pop(0))
         for move, intact in zip(command.moves, moved, strict=True):
-            self._note_move(LayerMove(*move), bool(intact))
+            self._on_move(LayerMove(*move), bool(intact))
         if command.moves and not self._moving:
             self._rebalances += 1
             _log.info("experts rebalanced: %d moved so far", self._moved)
         if self._file is not None and not self._moving:
             self._thread.submit(write_state, self._file, self._map, list(self._window))
-        self._stats = self._summed_up()
+        self._stats = self._make_stats()
 
     def stats(self) -> ExpertStats:
         """Returns a snapshot; any thread may ask."""
@@ -249,12 +249,12 @@ class ExpertBalancer:
     def _moving(self) -> bool:
         return bool(self._moves or self._under_way)
 
-    def _summed_up(self) -> ExpertStats:
+    def _make_stats(self) -> ExpertStats:
         sent = self._sent.total * self._experts.machine.devices
         return ExpertStats(
-            balancedness=float(self._even.mean()),
-            balancedness_min=float(self._even.min()),
-            balancedness_by_layer=tuple(self._even.tolist()),
+            balancedness=float(self._balancedness.mean()),
+            balancedness_min=float(self._balancedness.min()),
+            balancedness_by_layer=tuple(self._balancedness.tolist()),
             rebalances=self._rebalances,
             moved=self._moved,
             checksum_failures=self._failures,
@@ -271,33 +271,33 @@ class ExpertBalancer:
             differ = np.flatnonzero((wanted.phy2log != self._map.phy2log).any(axis=1))
             self._moves.extend(moves_to(wanted, self._map, self._max_copies, differ))
 
-    def _note_load(self, load: np.ndarray) -> None:
+    def _on_load(self, load: np.ndarray) -> None:
         pairs, programs = split_load(load, self._experts, self._num_ranks)
         self._sent.add(programs)
         self._window.append(pairs)
         self._version += 1
-        if self._judging is None:
+        if self._planning is None:
             due = self._interval and self._steps - self._decided >= self._interval and not self._moving
             if due:
                 self._decided = self._steps
             threshold = self._threshold if due else 0.0
-            self._judged = self.load
-            arguments = (self._judged, self._map, self._experts, self._max_copies, threshold)
-            self._judging = self._thread.submit(judge, *arguments)
+            self._planned_load = self.load
+            arguments = (self._planned_load, self._map, self._experts, self._max_copies, threshold)
+            self._planning = self._thread.submit(plan_rebalance, *arguments)
 
-    def _take_judgement(self, future: Future[tuple[np.ndarray, list[LayerMove]]]) -> None:
-        self._judging = None
+    def _apply_plan(self, future: Future[tuple[np.ndarray, list[LayerMove]]]) -> None:
+        self._planning = None
         error = future.exception()
         if error is not None:
             _log.error("the experts' balance could not be judged; they stay where they are", exc_info=error)
             return
-        self._even, moves = future.result()
-        self._stats = self._summed_up()
+        self._balancedness, moves = future.result()
+        self._stats = self._make_stats()
         self._moves.extend(moves)
         if moves:
-            self._last_move = self._judged, self._map
+            self._last_move = self._planned_load, self._map
 
-    def _note_move(self, move: LayerMove, intact: bool) -> None:
+    def _on_move(self, move: LayerMove, intact: bool) -> None:
         self._under_way -= 1
         layer = int(move.layer)
         if not intact:
@@ -382,7 +382,9 @@ def load_size(experts: SpreadExperts, cfg: EngineConfig) -> int:
     return experts.num_layers * experts.num_experts + len(cfg.forward_programs) * _COUNTS
 
 
-def counted(experts: SpreadExperts, cfg: EngineConfig, load: jax.Array, result: StepOutput, program: int) -> jax.Array:
+def update_counters(
+    experts: SpreadExperts, cfg: EngineConfig, load: jax.Array, result: StepOutput, program: int
+) -> jax.Array:
     """Returns the counters after a forward pass."""
     pairs = experts.num_layers * experts.num_experts
     counts = result.expert_counts.ravel()
@@ -402,7 +404,7 @@ def split_load(load: np.ndarray, experts: SpreadExperts, num_ranks: int) -> tupl
     return load[:pairs].reshape(experts.num_layers, -1).astype(np.int64), programs.astype(np.int64)
 
 
-class _Kept(msgspec.Struct, frozen=True):
+class _SavedState(msgspec.Struct, frozen=True):
     """A map `phy2log` `[L, Er]`, and the read-outs `loads` `[reads, L, E]`, both int64 and little endian."""
 
     layers: int
@@ -419,7 +421,7 @@ def write_state(path: Path, expert_map: ExpertMap, loads: Sequence[np.ndarray]) 
     What a process that dies meanwhile leaves beside it has one name, and so is overwritten by the next.
     """
     layers, replicas = expert_map.phy2log.shape
-    kept = _Kept(
+    kept = _SavedState(
         layers=layers,
         experts=expert_map.logcnt.shape[1],
         replicas=replicas,
@@ -447,7 +449,7 @@ def read_state(path: Path, experts: SpreadExperts, first: ExpertMap) -> tuple[Ex
         digest, body = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
         if hashlib.sha256(body).digest() != digest:
             raise ValueError("it is damaged")
-        return _fitting(msgspec.msgpack.decode(body, type=_Kept), experts, first)
+        return _adapt_state(msgspec.msgpack.decode(body, type=_SavedState), experts, first)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, msgspec.MsgspecError) as error:
@@ -455,7 +457,7 @@ def read_state(path: Path, experts: SpreadExperts, first: ExpertMap) -> tuple[Ex
         return None
 
 
-def _fitting(kept: _Kept, experts: SpreadExperts, first: ExpertMap) -> tuple[ExpertMap, list[np.ndarray]]:
+def _adapt_state(kept: _SavedState, experts: SpreadExperts, first: ExpertMap) -> tuple[ExpertMap, list[np.ndarray]]:
     """Raises ValueError for another model's experts."""
     if (kept.layers, kept.experts) != (experts.num_layers, experts.num_experts):
         raise ValueError(
@@ -465,7 +467,7 @@ def _fitting(kept: _Kept, experts: SpreadExperts, first: ExpertMap) -> tuple[Exp
     loads = list(np.frombuffer(kept.loads, "<i8").reshape(kept.reads, kept.layers, kept.experts))
     if kept.replicas == experts.num_replicas:
         return _checked_map(np.frombuffer(kept.phy2log, "<i8").reshape(kept.layers, kept.replicas), kept.experts), loads
-    return _suited_map(sum(loads, start=np.zeros((kept.layers, kept.experts), np.int64)), experts, first), loads
+    return _rebalanced_map(sum(loads, start=np.zeros((kept.layers, kept.experts), np.int64)), experts, first), loads
 
 
 def _checked_map(phy2log: np.ndarray, num_experts: int) -> ExpertMap:
@@ -474,7 +476,7 @@ def _checked_map(phy2log: np.ndarray, num_experts: int) -> ExpertMap:
     return map_of(phy2log, num_experts)
 
 
-def _suited_map(load: np.ndarray, experts: SpreadExperts, first: ExpertMap) -> ExpertMap:
+def _rebalanced_map(load: np.ndarray, experts: SpreadExperts, first: ExpertMap) -> ExpertMap:
     if not load.any():
         return first
     nodes, devices, groups = experts.machine.nodes, experts.machine.devices, experts.num_groups
@@ -482,13 +484,17 @@ def _suited_map(load: np.ndarray, experts: SpreadExperts, first: ExpertMap) -> E
     return keep_in_place(new, first, groups, nodes, devices)
 
 
-def _watch(parts: EngineComponents) -> Watch | None:
-    experts, cfg = parts.functions.experts, parts.cfg
-    return None if experts is None else Watch(load_size(experts, cfg), functools.partial(counted, experts, cfg))
+def _counters(components: EngineComponents) -> ForwardCounters | None:
+    experts, cfg = components.functions.experts, components.cfg
+    return (
+        None
+        if experts is None
+        else ForwardCounters(load_size(experts, cfg), functools.partial(update_counters, experts, cfg))
+    )
 
 
-def _applies(parts: EngineComponents) -> bool:
-    return parts.functions.experts is not None
+def _applies(components: EngineComponents) -> bool:
+    return components.functions.experts is not None
 
 
-KIND = JobKind(NAME, ExpertsCommand, _make_planner, programs, ExpertsWorker, _applies, _watch)
+KIND = JobKind(NAME, ExpertsCommand, _make_planner, programs, ExpertsWorker, _applies, _counters)

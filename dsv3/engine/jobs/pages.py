@@ -26,7 +26,7 @@ from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.job import Command, EngineView, JobKind, Planned, Tell
+from dsv3.engine.job import Command, EngineView, JobKind, Planned, PublishEvent
 from dsv3.engine.limits import TIER_STEP_BYTES
 from dsv3.kv_cache.events import EventQueue, EventSource, Where
 from dsv3.kv_cache.layout import page_bytes, put_in, take_out, value_shape
@@ -58,7 +58,7 @@ def page_buckets(page_bytes: int) -> tuple[int, ...]:
     return tuple(n for n in (1, 8, _MOST_AT_ONCE) if n == 1 or n * page_bytes <= BATCH_BYTES)
 
 
-class Copy(Command, frozen=True):
+class PageCopy(Command, frozen=True):
     """Pages of each rank to copy at once, -1 in padding.
 
     Pages that leave have `keys`. Pages that come have `values` where the process that schedules has loaded them, and
@@ -79,8 +79,8 @@ class Copy(Command, frozen=True):
 class PagesCommand(Command, frozen=True):
     """Copies out, then copies in. `orders` are those to each process but the first, by its first rank."""
 
-    out: list[Copy]
-    into: list[Copy]
+    out: list[PageCopy]
+    into: list[PageCopy]
     orders: dict[int, list[Order]] = msgspec.field(default_factory=dict)
 
     def part(self, ranks: range) -> Self:
@@ -98,7 +98,7 @@ def value_rows(result: np.ndarray, count: int) -> np.ndarray:
     return result.reshape(result.shape[1], -1).view(np.uint8)[:count]
 
 
-class Opened(NamedTuple):
+class OpenedTiers(NamedTuple):
     """The tiers of a process, the memory of the first, and the port for other instances."""
 
     tiers: Tiers
@@ -107,14 +107,14 @@ class Opened(NamedTuple):
 
 
 def open_tiers(
-    parts: EngineComponents, events: EventQueue | None = None, process_id: int = 0, ranks: Where = None
-) -> Opened:
+    components: EngineComponents, events: EventQueue | None = None, process_id: int = 0, ranks: Where = None
+) -> OpenedTiers:
     """Opens the tiers that the limits ask for in a process of the instance, and the port for other instances.
 
     `events` hears what the tiers store and remove for `ranks`. Raises MemoryError, OSError or ValueError where one
     cannot be.
     """
-    cfg, size = parts.cfg, page_bytes(parts.model_cfg, parts.cfg.cache_dtype)
+    cfg, size = components.cfg, page_bytes(components.model_cfg, components.cfg.cache_dtype)
     blocks = blocks_within(int(cfg.kv_offloading_size * 2**30), size)
     if not blocks:
         raise ValueError(
@@ -131,7 +131,7 @@ def open_tiers(
     limit = int(cfg.kv_store_size * 2**30)
     store = open_store(cfg.kv_store, cfg.fingerprint[:16], size, limit, on_store) if cfg.kv_store else None
     if cfg.transfer_key_file is None:
-        return Opened(Tiers(page_buckets(size), host_pool, store, page_size=cfg.page_size), memory, None)
+        return OpenedTiers(Tiers(page_buckets(size), host_pool, store, page_size=cfg.page_size), memory, None)
     secret, hello = read_key(cfg.transfer_key_file, "transfer_key_file"), PeerHello(VERSION, cfg.identity, size)
     server, address = None, cfg.transfer_address_of(process_id)
     agent, reader = open_nixl(cfg.transfer_carrier, host_pool, serves=address is not None)
@@ -140,7 +140,7 @@ def open_tiers(
         where = split_address(address, "transfer_address")
         server = PageServer(*where, secret, hello, host_pool, bootstrap_rooms, agent)
     peers = Peers(secret, hello, reader)
-    return Opened(Tiers(page_buckets(size), host_pool, store, peers, page_size=cfg.page_size), memory, server)
+    return OpenedTiers(Tiers(page_buckets(size), host_pool, store, peers, page_size=cfg.page_size), memory, server)
 
 
 _Incoming = tuple[int, list[int], PageBatch | RemoteBatch]
@@ -158,13 +158,13 @@ class PageStats:
 class PagesPlanner:
     """Decides which pages a step copies. `opened` are the tiers, those that the limits ask for if not given."""
 
-    def __init__(self, view: EngineView, opened: Opened | None = None) -> None:
+    def __init__(self, view: EngineView, opened: OpenedTiers | None = None) -> None:
         self._scheduler, self._cfg = view.scheduler, view.scheduler.cfg
-        self._own = self._cfg.ranks_of(0) if view.work_events is not None else range(self._cfg.num_ranks)
-        where = self._own if view.work_events is not None else None
-        self._tiers, self.memory, self.server = opened or open_tiers(view.parts, view.scheduler.events, 0, where)
-        self._far: dict[int, RemoteTiers] = {}  # by the first rank of their process
-        self._by_rank = self._with_followers(view)
+        self._own_ranks = self._cfg.ranks_of(0) if view.work_events is not None else range(self._cfg.num_ranks)
+        where = self._own_ranks if view.work_events is not None else None
+        self._tiers, self.memory, self.server = opened or open_tiers(view.components, view.scheduler.events, 0, where)
+        self._remote: dict[int, RemoteTiers] = {}  # by the first rank of their process
+        self._by_rank = self._join_followers(view)
         view.scheduler.attach_tiers(self._by_rank, None if self.server is None else self.server.bootstrap_rooms)
         self._buckets = page_buckets(self._tiers.value_bytes)
         self._most = max(self._buckets[-1], TIER_STEP_BYTES // self._tiers.value_bytes)
@@ -176,23 +176,23 @@ class PagesPlanner:
         """Plans what can be copied now; waits a moment where nobody has anything else to do."""
         self._measure()
         self._scheduler.admission.take_answers()
-        incoming, loaded = self._arrived()
-        out = self._grouped_out(self._departing())
-        orders = {rank: tiers.take_orders() for rank, tiers in self._far.items() if tiers.has_orders}
+        incoming, loaded = self._receive_loaded()
+        out = self._offload_copies(self._pop_offloads())
+        orders = {rank: tiers.take_orders() for rank, tiers in self._remote.items() if tiers.has_orders}
         if out or incoming or orders:
             self._under_way += 1
-            return [Planned(NAME, PagesCommand(out, self._grouped_in(incoming), orders), loaded)]
+            return [Planned(NAME, PagesCommand(out, self._load_copies(incoming), orders), loaded)]
         if not step and self._scheduler.only_waits_for_tiers:
             self._tiers.wait(_IDLE_WAIT_S)
         return []
 
-    def collect(self, planned: Planned, results: tuple[np.ndarray, ...], outputs: StepOutputs) -> None:
+    def on_results(self, planned: Planned, results: tuple[np.ndarray, ...], outputs: StepOutputs) -> None:
         """Hands what has left the devices to the tiers, and makes loaded pages findable."""
         assert isinstance(planned.command, PagesCommand)
         arrays, slots = iter(results), self._scheduler.slots
         for rank, keys in (pair for copy in planned.command.out for pair in copy.keys.items()):
-            if rank in self._own:  # the others' processes keep theirs
-                self._keep(keys, value_rows(next(arrays), len(keys)))
+            if rank in self._own_ranks:  # the others' processes keep theirs
+                self._store(keys, value_rows(next(arrays), len(keys)))
         for sequence, epoch, tokens in planned.context:
             if sequence.slot >= 0 and slots.epoch[sequence.slot] == epoch:
                 self._scheduler.publish(sequence, tokens)
@@ -204,17 +204,19 @@ class PagesPlanner:
         """Returns what the tiers have counted."""
         return PageStats(len(self._scheduler.loading), dict(self._by_rank.counts()))
 
-    def _with_followers(self, view: EngineView) -> HostTiers | Hosts:
+    def _join_followers(self, view: EngineView) -> HostTiers | Hosts:
         """Returns the tiers of all processes; those of followers hear what these tell."""
         if view.work_events is None:
             return self._tiers
         cfg, events = self._cfg, view.scheduler.events
         for ranks in map(cfg.ranks_of, range(1, cfg.num_processes)):
-            self._far[ranks.start] = RemoteTiers(self._tiers, events, ranks)
-        view.work_events.listen(NAME, lambda process_id, body: self._far[cfg.ranks_of(process_id).start].hear(body))
-        return Hosts([self._tiers, *self._far.values()], len(self._own))
+            self._remote[ranks.start] = RemoteTiers(self._tiers, events, ranks)
+        view.work_events.subscribe(
+            NAME, lambda process_id, body: self._remote[cfg.ranks_of(process_id).start].hear(body)
+        )
+        return Hosts([self._tiers, *self._remote.values()], len(self._own_ranks))
 
-    def _keep(self, keys: list[PageKey], values: np.ndarray) -> None:
+    def _store(self, keys: list[PageKey], values: np.ndarray) -> None:
         """Hands over pages but those that have been distrusted since."""
         sound = [i for i, key in enumerate(keys) if key not in self._scheduler.distrusted]
         if len(sound) == len(keys):
@@ -228,7 +230,7 @@ class PagesPlanner:
         self._tiers.compute_rate.note(tokens - self._measured_tokens, now - self._measured_at)
         self._measured_tokens, self._measured_at = tokens, now
 
-    def _arrived(self) -> tuple[list[_Incoming], list[tuple[Sequence, int, int]]]:
+    def _receive_loaded(self) -> tuple[list[_Incoming], list[tuple[Sequence, int, int]]]:
         """Returns the batches that have come, and how far each request's prefix is loaded with them.
 
         Requests for which nothing more will come begin their prefill.
@@ -236,7 +238,7 @@ class PagesPlanner:
         scheduler, slots = self._scheduler, self._scheduler.slots
         incoming, loaded = [], []
         taken: dict[int, int] = defaultdict(int)  # pages, by rank
-        self._drop_those_that_left()
+        self._cancel_stale_fetches()
         for sequence in list(scheduler.loading):
             rank, epoch = slots.rank_of(sequence.slot), int(slots.epoch[sequence.slot])
             if epoch not in self._fetches:
@@ -258,14 +260,14 @@ class PagesPlanner:
                 scheduler.begin_prefill(sequence)
         return incoming, loaded
 
-    def _drop_those_that_left(self) -> None:
+    def _cancel_stale_fetches(self) -> None:
         slots = self._scheduler.slots
         for epoch, (sequence, fetch) in list(self._fetches.items()):
             if sequence.slot < 0 or slots.epoch[sequence.slot] != epoch:
                 fetch.cancel()
                 del self._fetches[epoch]
 
-    def _departing(self) -> list[list[tuple[PageKey, int]]]:
+    def _pop_offloads(self) -> list[list[tuple[PageKey, int]]]:
         """Takes the pages that leave with this step, by rank; drops those not findable, and those that the host has."""
         outgoing, caches = self._scheduler.outgoing, self._scheduler.caches
         mine: list[list[tuple[PageKey, int]]] = [[] for _ in caches]
@@ -278,17 +280,17 @@ class PagesPlanner:
                 mine[rank].append((key, page))
         return mine
 
-    def _grouped_out(self, departing: list[list[tuple[PageKey, int]]]) -> list[Copy]:
+    def _offload_copies(self, departing: list[list[tuple[PageKey, int]]]) -> list[PageCopy]:
         copies, most = [], self._buckets[-1]
         for start in range(0, max(map(len, departing), default=0), most):
-            parts = {rank: mine[start : start + most] for rank, mine in enumerate(departing) if len(mine) > start}
-            pages = {rank: [page for _, page in part] for rank, part in parts.items()}
-            keys = {rank: [key for key, _ in part] for rank, part in parts.items()}
+            components = {rank: mine[start : start + most] for rank, mine in enumerate(departing) if len(mine) > start}
+            pages = {rank: [page for _, page in part] for rank, part in components.items()}
+            keys = {rank: [key for key, _ in part] for rank, part in components.items()}
             size = bucket(self._buckets, max(map(len, pages.values())))
-            copies.append(Copy(self._table(pages, size), keys))
+            copies.append(PageCopy(self._table(pages, size), keys))
         return copies
 
-    def _grouped_in(self, incoming: list[_Incoming]) -> list[Copy]:
+    def _load_copies(self, incoming: list[_Incoming]) -> list[PageCopy]:
         """Joins batches of different ranks and of one size, which are loaded at once."""
         queues: dict[tuple[int, int], list[_Incoming]] = defaultdict(list)
         for rank, pages, batch in incoming:
@@ -299,9 +301,9 @@ class PagesPlanner:
                 turns[size, turn][rank] = each
         return [self._copy_in(group, size) for (size, _), group in turns.items()]
 
-    def _copy_in(self, group: dict[int, _Incoming], size: int) -> Copy:
+    def _copy_in(self, group: dict[int, _Incoming], size: int) -> PageCopy:
         batches = {rank: batch for rank, _, batch in group.values()}
-        return Copy(
+        return PageCopy(
             self._table({rank: pages for rank, pages, _ in group.values()}, size),
             values={rank: batch.values for rank, batch in batches.items() if isinstance(batch, PageBatch)},
             loads={rank: batch.number for rank, batch in batches.items() if isinstance(batch, RemoteBatch)},
@@ -340,21 +342,21 @@ class PagesWorker:
         out = [array for copy in command.out for array in self._take_out(copy)]
         return (*out, *(self._put_in(copy) for copy in command.into))
 
-    def _take_out(self, copy: Copy) -> list[jax.Array]:
+    def _take_out(self, copy: PageCopy) -> list[jax.Array]:
         devices = self._devices
         program = devices.programs.get(Key(OUT, copy.pages.shape[1]))
         ranks = devices.layout.first_local_rank + np.flatnonzero(copy.pages[:, 0] >= 0)
-        taken = devices.of_ranks(program(devices.pages, devices.put(copy.pages)), ranks)
+        taken = devices.rank_shards(program(devices.pages, devices.put(copy.pages)), ranks)
         for array in taken:
             array.copy_to_host_async()
         return taken
 
-    def _put_in(self, copy: Copy) -> jax.Array:
+    def _put_in(self, copy: PageCopy) -> jax.Array:
         devices, layout, count = self._devices, self._devices.layout, copy.pages.shape[1]
         one = value_shape(layout.model_cfg, layout.cfg.cache_dtype)
         shape, first = (count, *one.shape), layout.first_local_rank
         values = {first + rank: each.view(one.dtype).reshape(shape) for rank, each in copy.values.items()}
-        program, put = devices.programs.get(Key(IN, count)), devices.put_some(values, shape, one.dtype)
+        program, put = devices.programs.get(Key(IN, count)), devices.put_ranks(values, shape, one.dtype)
         devices.pages, written = program(devices.pages, devices.put(copy.pages), put)
         return local_part(written)
 
@@ -362,24 +364,24 @@ class PagesWorker:
 class PagesFollower:
     """The tiers of this process, as the leader's commands have them used."""
 
-    def __init__(self, parts: EngineComponents, tell: Tell) -> None:
+    def __init__(self, components: EngineComponents, tell: PublishEvent) -> None:
         happened = TierEvents()
-        self.opened: Opened = open_tiers(parts, happened, jax.process_index())
+        self.opened: OpenedTiers = open_tiers(components, happened, jax.process_index())
         self._ordered = OrderedTiers(self.opened.tiers, happened, tell)
 
-    def prepared(self, command: PagesCommand) -> PagesCommand:
+    def prepare(self, command: PagesCommand) -> PagesCommand:
         """Begins what the leader has ordered; returns the command with the values that it names."""
         self._ordered.begin(_orders(command))
         return msgspec.structs.replace(command, into=[self._with_values(copy) for copy in command.into])
 
-    def take(self, command: PagesCommand, results: tuple[np.ndarray, ...]) -> None:
+    def on_results(self, command: PagesCommand, results: tuple[np.ndarray, ...]) -> None:
         """Keeps what has left the devices of this process."""
         arrays = iter(results)
         for keys in (keys for copy in command.out for keys in copy.keys.values()):
             self.opened.tiers.keep(keys, value_rows(next(arrays), len(keys)))
         self._ordered.end(_orders(command))
 
-    def _with_values(self, copy: Copy) -> Copy:
+    def _with_values(self, copy: PageCopy) -> PageCopy:
         values = {rank: self._ordered.taken(number) for rank, number in copy.loads.items()}
         return msgspec.structs.replace(copy, values=values)
 
@@ -388,8 +390,8 @@ def _orders(command: PagesCommand) -> list[Order]:
     return command.orders.get(0, [])  # of the part that this process gets, the first rank is its own
 
 
-def _applies(parts: EngineComponents) -> bool:
-    return parts.cfg.kv_offloading_size > 0
+def _applies(components: EngineComponents) -> bool:
+    return components.cfg.kv_offloading_size > 0
 
 
 KIND = JobKind(NAME, PagesCommand, PagesPlanner, programs, PagesWorker, _applies, follower_handler=PagesFollower)

@@ -22,9 +22,9 @@ from dsv3.engine.jobs.sample import (
     ForwardContext,
     ForwardResults,
     SampleCommand,
+    defer_for_masks,
     launch_sampler,
-    masked_later,
-    sampler_of,
+    sampler_command,
     sampler_programs,
 )
 from dsv3.model.batch import AttentionForm
@@ -44,7 +44,7 @@ class PrefillCommand(Command, frozen=True, tag=0):
 
     `bucket` is the size of the batch, and `has_context` says whether a chunk has tokens before it. Row i of `header` is
     a chunk: rank, pages, then `HEADER` columns. `tokens` and `pages` hold those of all chunks one after the other.
-    Where it `tells`, log-probabilities of the prompts follow. No query of any rank sees more than `longest` tokens, and
+    Where it `wants_prompt_logprobs`, log-probabilities of the prompts follow. No query of any rank sees more than `longest` tokens, and
     the requests of no rank have more than `keys` tokens together, counted in whole pages. `pairs` of a new token and
     one before its chunk are those of the rank that has most. Where it `samples`, a chunk is the last one of a prompt:
     `sample` says how its first token is drawn, or a command of its own does, once there are masks.
@@ -56,7 +56,7 @@ class PrefillCommand(Command, frozen=True, tag=0):
     pages: np.ndarray  # int32
     samples: bool
     has_context: bool = True
-    tells: bool = False
+    wants_prompt_logprobs: bool = False
     longest: int = ANY_LENGTH
     keys: int = ANY_LENGTH
     pairs: int = 0
@@ -75,7 +75,7 @@ class PrefillCommand(Command, frozen=True, tag=0):
             self.pages[pages[first] : pages[last]],
             self.samples,
             self.has_context,
-            self.tells,
+            self.wants_prompt_logprobs,
             self.longest,
             self.keys,
             self.pairs,
@@ -120,29 +120,29 @@ class PrefillPlanner:
     def __init__(self, view: EngineView) -> None:
         self._view, self._scheduler, self._cfg = view, view.scheduler, view.scheduler.cfg
         self._balance = PrefillBalance()
-        self._gathering = PrefillBatching()
-        self._room = CapacityFactor(1 << (self._cfg.max_num_batched_tokens - 1).bit_length())
+        self._batching = PrefillBatching()
+        self._capacity = CapacityFactor(1 << (self._cfg.max_num_batched_tokens - 1).bit_length())
 
     def plan(self, step: list[Planned]) -> list[Planned]:
         """Plans one batch of chunks, log-probabilities of their tokens, and sampling where one is a prompt's last."""
         scheduler = self._scheduler
         scheduler.admit()
-        if not any(scheduler.prefilling) or self._waits(step):
+        if not any(scheduler.prefilling) or self._waits_for_batch(step):
             return []
         chunks = self._chunks()
         command = _command(chunks, self._bucket(chunks), self._cfg)
         if self._cfg.num_ranks > 1:
-            self._note_balance(command.header)
-        rows, starting = self._launch(chunks)
-        context = ForwardContext(rows, self._room.factor, chunks)
+            self._record_balance(command.header)
+        rows, starting = self._mark_launched(chunks)
+        context = ForwardContext(rows, self._capacity.factor, chunks)
         if not starting:
             return [Planned(NAME, command, context)]
-        sample, held = sampler_of(scheduler.slots, rows.slots, starting, self._cfg.max_num_seqs)
+        sample, held = sampler_command(scheduler.slots, rows.slots, starting, self._cfg.max_num_seqs)
         if held:
-            return [Planned(NAME, command, context, masked_later(self._view.masks, sample, rows, 1))]
+            return [Planned(NAME, command, context, defer_for_masks(self._view.masks, sample, rows, 1))]
         return [Planned(NAME, msgspec.structs.replace(command, sample=sample), context)]
 
-    def _waits(self, step: list[Planned]) -> bool:
+    def _waits_for_batch(self, step: list[Planned]) -> bool:
         """Returns whether prompts wait for others, on an instance where only their ends are to be computed."""
         if self._cfg.role != "decode" or not step:
             return False
@@ -152,25 +152,27 @@ class PrefillPlanner:
             for sequence in mine:
                 if len(sequence.tokens) - sequence.prefilled > self._cfg.page_size:
                     return False
-        return self._gathering.waits(prompts, int(np.count_nonzero(self._scheduler.slots.decoding)))
+        return self._batching.waits(prompts, int(np.count_nonzero(self._scheduler.slots.decoding)))
 
-    def collect(self, planned: Planned, results: ForwardResults, outputs: StepOutputs) -> None:
+    def on_results(self, planned: Planned, results: ForwardResults, outputs: StepOutputs) -> None:
         """Makes the pages findable that the chunks have completed, or takes back chunks that found no room.
 
         Then it hands the requests what was computed of their prompts, and their first tokens.
         """
         context: ForwardContext = planned.context
-        if not planned.is_rest:
-            self._note_chunks(context, results.slots)
+        if not planned.is_deferred:
+            self._on_computed(context, results.slots)
         if results.prompt:
-            outputs.details.extend(prompt_logprobs.outputs_of(self._scheduler.slots, context.chunks, results.prompt))
+            outputs.details.extend(
+                prompt_logprobs.prompt_logprob_outputs(self._scheduler.slots, context.chunks, results.prompt)
+            )
         if results.sampled:
             process_results(self._scheduler, context.rows, results.sampled, outputs)
 
-    def _note_chunks(self, context: ForwardContext, slots: np.ndarray | None) -> None:
+    def _on_computed(self, context: ForwardContext, slots: np.ndarray | None) -> None:
         scheduler = self._scheduler
         overflowed = slots is not None and bool((slots > self._cfg.max_num_seqs).any())
-        self._room.note(context.factor, overflowed)
+        self._capacity.note(context.factor, overflowed)
         for chunk in (c for mine in context.chunks for c in reversed(mine)):
             slot = chunk.sequence.slot
             holds = slot >= 0 and scheduler.slots.epoch[slot] == chunk.epoch
@@ -188,14 +190,14 @@ class PrefillPlanner:
         """Returns the chunks of a step, by rank."""
         prefilling = self._scheduler.prefilling
         rows = self._cfg.prefill_rows(self._cfg.prefill_buckets[-1])
-        budget = max(1, self._cfg.max_num_batched_tokens // self._room.factor)
+        budget = max(1, self._cfg.max_num_batched_tokens // self._capacity.factor)
         dealt = self._scheduler.balancer.deal(prefilling, rows, budget)
         each = zip(prefilling, dealt, strict=True)
-        return [self._of_rank(mine, counts) if mine else [] for mine, counts in each]
+        return [self._rank_chunks(mine, counts) if mine else [] for mine, counts in each]
 
-    def _of_rank(self, prefilling: list[Sequence], counts: list[int]) -> list[Chunk]:
+    def _rank_chunks(self, prefilling: list[Sequence], counts: list[int]) -> list[Chunk]:
         """Returns the chunks of a rank, those first of whose tokens something is told."""
-        to_tell, chunks = prompt_logprobs.MOST_TOLD, []
+        to_tell, chunks = prompt_logprobs.MAX_PROMPT_LOGPROB_TOKENS, []
         for sequence, count in zip(prefilling, counts, strict=False):
             if count and sequence.tells_prompt:
                 count = min(count, to_tell)
@@ -204,18 +206,18 @@ class PrefillPlanner:
                 epoch = int(self._scheduler.slots.epoch[sequence.slot])
                 start, stop = sequence.prefilled, sequence.prefilled + count
                 chunks.append(Chunk(sequence, epoch, start, stop))
-        if to_tell < prompt_logprobs.MOST_TOLD:
+        if to_tell < prompt_logprobs.MAX_PROMPT_LOGPROB_TOKENS:
             chunks.sort(key=lambda chunk: not chunk.sequence.tells_prompt)
         return chunks
 
     def _bucket(self, chunks: list[list[Chunk]]) -> int:
         """Returns the smallest bucket with enough tokens and enough rows, and the room that each token gets."""
         tokens = max([sum([c.stop - c.start for c in mine]) for mine in chunks if mine])
-        tokens = min(tokens * self._room.factor, self._cfg.max_num_batched_tokens)
+        tokens = min(tokens * self._capacity.factor, self._cfg.max_num_batched_tokens)
         rows = max(map(len, chunks))
         return next(b for b in self._cfg.prefill_buckets if b >= tokens and self._cfg.prefill_rows(b) >= rows)
 
-    def _launch(self, chunks: list[list[Chunk]]) -> tuple[BatchRows, list[Sequence]]:
+    def _mark_launched(self, chunks: list[list[Chunk]]) -> tuple[BatchRows, list[Sequence]]:
         """Notes the chunks as launched; returns the rows that sample, and their sequences."""
         scheduler = self._scheduler
         last = [(rank, i, c.sequence) for rank, mine in enumerate(chunks) for i, c in enumerate(mine) if c.is_last]
@@ -229,7 +231,7 @@ class PrefillPlanner:
             scheduler.slots.start_decoding(sequence.slot)
         return BatchRows.at(scheduler.slots, slots, rank, position), [sequence for _, _, sequence in last]
 
-    def _note_balance(self, header: np.ndarray) -> None:
+    def _record_balance(self, header: np.ndarray) -> None:
         rank, count, start = header[:, 0], header[:, 3], header[:, 4]
         cost = prefill_cost(start, start + count, self._scheduler.balancer.keys)
         self._balance.note(*(np.bincount(rank, each, self._cfg.num_ranks) for each in (count, cost)))
@@ -238,7 +240,7 @@ class PrefillPlanner:
 def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> PrefillCommand:
     flat = [(rank, c) for rank, mine in enumerate(chunks) for c in mine]
     sequences = [c.sequence for _, c in flat]
-    places = [_places(rank, chunk, cfg.max_num_seqs) for rank, chunk in flat]
+    places = [_header_fields(rank, chunk, cfg.max_num_seqs) for rank, chunk in flat]
     header = np.empty((len(flat), 2 + HEADER), np.int32)
     header[:, :6] = np.fromiter(itertools.chain.from_iterable(places), np.int32, 6 * len(flat)).reshape(-1, 6)
     header[:, 6:] = control_rows(sequences)
@@ -258,7 +260,7 @@ def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> Prefi
     )
 
 
-def _places(rank: int, chunk: Chunk, max_num_seqs: int) -> tuple[int, int, int, int, int, int]:
+def _header_fields(rank: int, chunk: Chunk, max_num_seqs: int) -> tuple[int, int, int, int, int, int]:
     """Returns what a chunk's row begins with: rank, pages, slot, tokens, those before, the one behind."""
     sequence, start, stop = chunk.sequence, chunk.start, chunk.stop
     follows = -1 if stop == len(sequence.tokens) else int(sequence.tokens[stop])
@@ -281,7 +283,7 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
         most = room(layout, size, form)
         body = functools.partial(prefill_body, layout, form=form, room=most, program=number)
         arguments = (layout.params, layout.pages, layout.state, *batch)
-        key, padding = Key(NAME, size, form), {4: layout.no_chunk}
+        key, padding = Key(NAME, size, form), {4: layout.padding_chunk}
         yield layout.per_rank(key, body, arguments, donated=(1, 2), takes_params=True, padding=padding)
     yield from prompt_logprobs.programs(layout)
     yield from sampler_programs(layout)
@@ -298,7 +300,7 @@ class PrefillWorker:
         devices, results = self._devices, ForwardResults()
         if isinstance(command, PrefillCommand):
             forward, sampler = self._forward(command), command.sample
-            prompt = prompt_logprobs.launch(devices, command.bucket, forward) if command.tells else ()
+            prompt = prompt_logprobs.launch(devices, command.bucket, forward) if command.wants_prompt_logprobs else ()
             # Whether there was room. Where there is no token to read it is also what to wait for: pages are shared
             # once they are written.
             needed = not command.samples or devices.layout.functions.may_overflow
@@ -355,13 +357,13 @@ def prefill_body(
         lengths=state.lengths.at[slots].set(context + count, mode="drop"),
         page_table=state.page_table.at[slots].set(batch.page_table, mode="drop"),
         controls=state.controls.at[slots].set(rows[:, 4:HEADER], mode="drop"),
-        counters=layout.count(state.counters, out, program),
+        counters=layout.update_counters(state.counters, out, program),
     )
     sampling = jnp.where(follows < 0, slots, state.lengths.shape[0])
-    hidden = out.hidden[: prompt_logprobs.rows_left(layout, tokens.shape[0])]
-    return out.pages, state, scores, hidden, layout.sampling(sampling, out)
+    hidden = out.hidden[: prompt_logprobs.num_hidden_rows(layout, tokens.shape[0])]
+    return out.pages, state, scores, hidden, layout.sampling_slots(sampling, out)
 
 
 KIND = JobKind(
-    NAME, PrefillCommand | SampleCommand, PrefillPlanner, programs, PrefillWorker, agreed=attrgetter("sampled")
+    NAME, PrefillCommand | SampleCommand, PrefillPlanner, programs, PrefillWorker, replicated=attrgetter("sampled")
 )

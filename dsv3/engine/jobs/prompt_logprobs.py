@@ -26,18 +26,20 @@ from dsv3.scheduler.request import EngineOutput, PromptLogprobs
 from dsv3.scheduler.sequence import Chunk
 
 NAME = "prompt_logprobs"
-MOST_TOLD = 1024
+MAX_PROMPT_LOGPROB_TOKENS = 1024
 """Tokens of a rank of which a step tells: what others wait for it, and what each prefill leaves, is bounded so."""
 _BLOCK = 64  # tokens whose logits exist at a time: 33 MB of 129,280 words
 _PART = 256  # tokens that one output tells of: a front makes JSON of them in one go
 
 
-def rows_left(layout: Layout, size: int) -> int:
+def num_hidden_rows(layout: Layout, size: int) -> int:
     """Returns how many hidden states a prefill of `size` tokens leaves: the chunks that are told of stand first."""
-    return size if layout.functions.draft is not None else min(size, MOST_TOLD)
+    return size if layout.functions.draft is not None else min(size, MAX_PROMPT_LOGPROB_TOKENS)
 
 
-def outputs_of(slots: BatchSlots, chunks: list[list[Chunk]], results: tuple[np.ndarray, ...]) -> Iterator[EngineOutput]:
+def prompt_logprob_outputs(
+    slots: BatchSlots, chunks: list[list[Chunk]], results: tuple[np.ndarray, ...]
+) -> Iterator[EngineOutput]:
     """Yields what the devices have computed of the chunks of each rank.
 
     It goes to the requests that still hold the slots for which this was computed.
@@ -67,10 +69,10 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     """Yields one program per bucket of prefill."""
     cfg = layout.cfg
     for size in cfg.prefill_buckets:
-        hidden = layout.array(rows_left(layout, size), layout.model_cfg.hidden_size, dtype=layout.functions.dtype)
+        hidden = layout.array(num_hidden_rows(layout, size), layout.model_cfg.hidden_size, dtype=layout.functions.dtype)
         batch = layout.array(size), layout.array(cfg.prefill_rows(size), HEADER + cfg.pages_per_seq)
         body, arguments = functools.partial(prompt_logprobs_body, layout), (layout.params, hidden, *batch)
-        key, padding = Key(NAME, size), {3: layout.no_chunk}
+        key, padding = Key(NAME, size), {3: layout.padding_chunk}
         yield layout.per_rank(key, body, arguments, takes_params=True, gathered="all", padding=padding)
 
 
@@ -92,7 +94,7 @@ def prompt_logprobs_body(
     of m = min(n, 1,024) tokens: the next token's log-probability `[m]` and rank `[m]`, and ids and log-probabilities
     `[m, 20]` of the likeliest. Behind a prompt's end they mean nothing.
     """
-    count = min(hidden.shape[0], MOST_TOLD)
+    count = min(hidden.shape[0], MAX_PROMPT_LOGPROB_TOKENS)
     after = next_tokens(ragged_batch(tokens, rows), rows, jnp.zeros((), jnp.int32))
     blocks = -(-count // _BLOCK)
     padding = blocks * _BLOCK - count

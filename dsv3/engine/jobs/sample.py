@@ -26,7 +26,7 @@ from dsv3.engine.device import state as device_state
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.device.sampling import best_words, masked, num_words
+from dsv3.engine.device.sampling import apply_bitmask, best_tokens, bitmask_words
 from dsv3.engine.device.state import NO_DRAFT, AdjustState, DecodeState, adjustments_at, controls_at
 from dsv3.engine.job import Command
 from dsv3.model.vocabulary import Vocabulary
@@ -40,12 +40,12 @@ from dsv3.scheduler.structured_output import ALL, Masks
 class Sampler(NamedTuple):
     """A compiled sampler: the greatest variant that it serves, and whether it takes masks.
 
-    One that `looks` finds out while it runs which filters its rows ask for.
+    One that `adaptive` finds out while it runs which filters its rows ask for.
     """
 
     variant: int
-    is_held: bool = False
-    looks: bool = False
+    is_constrained: bool = False
+    adaptive: bool = False
 
 
 def samplers(layout: Layout) -> tuple[Sampler, ...]:
@@ -56,20 +56,20 @@ def samplers(layout: Layout) -> tuple[Sampler, ...]:
     saves, `benchmarks.sampler_programs` measures. A GPU would wait for its host when it looked.
     """
     if layout.platform == "cpu":
-        return Sampler(GREEDY), Sampler(FILTERED, looks=True), Sampler(FULL, layout.takes_grammars, looks=True)
+        return Sampler(GREEDY), Sampler(FILTERED, adaptive=True), Sampler(FULL, layout.takes_grammars, adaptive=True)
     free = tuple(map(Sampler, (GREEDY, DRAWN, FILTERED, FULL)))
     # Batches of greedy rows that are held take the one that draws, as those that are mixed do: one program less.
-    held = tuple(Sampler(variant, is_held=True) for variant in (DRAWN, FILTERED, FULL))
+    held = tuple(Sampler(variant, is_constrained=True) for variant in (DRAWN, FILTERED, FULL))
     return free + held if layout.takes_grammars else free
 
 
-def sampler_for(layout: Layout, variant: int, is_held: bool) -> Sampler:
+def sampler_for(layout: Layout, variant: int, is_constrained: bool) -> Sampler:
     """Returns the sampler of a step whose rows need `variant`, some of which may be held to grammars."""
-    return next(s for s in samplers(layout) if s.variant >= variant and s.is_held >= is_held)
+    return next(s for s in samplers(layout) if s.variant >= variant and s.is_constrained >= is_constrained)
 
 
 NAME = "sample"
-_HELD = "held sample"  # samplers with masks
+_CONSTRAINED = "constrained sample"  # samplers with masks
 
 
 class Adjustment(Command, frozen=True):
@@ -119,7 +119,7 @@ class SampleCommand(Command, frozen=True, tag=1, omit_defaults=True):
         """Returns the command with the adjustments and masks of `ranks` only."""
         if not self.adjustments and self.masks is None:
             return self
-        mine = [_moved(a, ranks.start) for a in self.adjustments if a.rank in ranks]
+        mine = [_for_local_ranks(a, ranks.start) for a in self.adjustments if a.rank in ranks]
         masks = None if self.masks is None else self.masks.part(ranks)
         return SampleCommand(self.variant, self.logprobs, mine, self.adjust_launches, masks)
 
@@ -138,7 +138,7 @@ class ForwardContext(NamedTuple):
 class ForwardResults(NamedTuple):
     """What a forward job gives the host: arrays on their way to it, and numpy arrays once they are fetched.
 
-    `slots` `[ranks here, B]` say whether there was room (`Layout.sampling`), and are what to wait for where nothing is
+    `slots` `[ranks here, B]` say whether there was room (`Layout.sampling_slots`), and are what to wait for where nothing is
     sampled; None where neither is needed. `prompt` are log-probabilities of prompts (`jobs.prompt_logprobs`), `sampled`
     what `dsv3.scheduler.results` takes in, the same in every process of an instance.
     """
@@ -148,12 +148,12 @@ class ForwardResults(NamedTuple):
     sampled: tuple[Any, ...] = ()
 
 
-def _moved(adjustment: Adjustment, first: int) -> Adjustment:
+def _for_local_ranks(adjustment: Adjustment, first: int) -> Adjustment:
     fields = {name: getattr(adjustment, name) for name in adjustment.__struct_fields__}
     return Adjustment(**(fields | {"rank": adjustment.rank - first}))
 
 
-def sampler_of(
+def sampler_command(
     slots: BatchSlots, mine: np.ndarray, starting: Iterable[Sequence] = (), max_num_seqs: int = 0
 ) -> tuple[SampleCommand, bool]:
     """Returns the command for what the requests in slots `mine` need together, and whether one is held to a grammar.
@@ -167,7 +167,7 @@ def sampler_of(
     return command, bool(slots.held[mine].any())
 
 
-def masked_later(
+def defer_for_masks(
     masks: Masks | None, command: SampleCommand, rows: BatchRows, width: int
 ) -> Callable[[StepOutputs], SampleCommand]:
     """Returns what makes the command of a sampler some of whose `rows`, of `width` tokens, are held to grammars.
@@ -241,7 +241,7 @@ def sampler_programs(layout: Layout) -> Iterator[ProgramSpec]:
     adjust = adjust_shapes(layout)
     yield layout.per_rank(Key("new_adjust"), functools.partial(_zeros, adjust), (layout.array(),))
     row = _adjust_rows([], cfg.num_ranks, cfg, layout.model_cfg.vocab_size)
-    shapes, padding = AdjustRow(*map(layout.like, row)), {1: AdjustRow(*(array[:1] for array in row))}
+    shapes, padding = AdjustRow(*map(layout.shape_of, row)), {1: AdjustRow(*(array[:1] for array in row))}
     yield layout.per_rank(Key("adjust"), adjust_body, (adjust, shapes), donated=(0,), padding=padding)
 
 
@@ -249,19 +249,19 @@ def _sampler(layout: Layout, rows: int, width: int, sampler: Sampler) -> Program
     """Returns the program of a sampler."""
     adjust = adjust_shapes(layout) if sampler.variant == FULL else None
     donated = (0, 1) if sampler.variant == FULL else (0,)
-    words = num_words(layout.model_cfg.vocab_size)
-    masks = [layout.array(rows, width, words, dtype=jnp.uint32)] if sampler.is_held else []
+    words = bitmask_words(layout.model_cfg.vocab_size)
+    masks = [layout.array(rows, width, words, dtype=jnp.uint32)] if sampler.is_constrained else []
     arguments = (layout.state, adjust, layout.scores(rows, width), layout.array(rows), *masks)
     speculative = layout.cfg.speculative
     chances = () if speculative is None else speculative.synthetic_chances[: width - 1]
     body = functools.partial(sample_scores_body, layout.functions.vocabulary, sampler.variant)
-    body = functools.partial(body, chances=chances, looks=sampler.looks)
-    padding = {3: layout.no_slot, 4: ALL}
+    body = functools.partial(body, chances=chances, adaptive=sampler.adaptive)
+    padding = {3: layout.padding_slot, 4: ALL}
     return layout.per_rank(_key(sampler, rows, width), body, arguments, donated, gathered="last", padding=padding)
 
 
 def _key(sampler: Sampler, rows: int, width: int) -> Key:
-    return Key(_HELD if sampler.is_held else NAME, rows, sampler.variant, width)
+    return Key(_CONSTRAINED if sampler.is_constrained else NAME, rows, sampler.variant, width)
 
 
 def adjust_shapes(layout: Layout) -> AdjustState:
@@ -287,7 +287,7 @@ def launch_sampler(
     rows, width = scores.shape[2:4]
     sampler = sampler_for(layout, command.variant, command.masks is not None)
     adjust = _adjust_state(devices) if sampler.variant == FULL else None
-    masks = [devices.put(_masks(command.masks, layout, rows, width))] if sampler.is_held else []
+    masks = [devices.put(_masks(command.masks, layout, rows, width))] if sampler.is_constrained else []
     program = devices.programs.get(_key(sampler, rows, width))
     devices.state, adjust, tokens, *of_all = program(devices.state, adjust, scores, slots, *masks)
     if sampler.variant == FULL:
@@ -302,7 +302,7 @@ def launch_sampler(
 
 def _masks(masks: RowMasks | None, layout: Layout, rows: int, width: int) -> np.ndarray:
     """Returns masks `[ranks here, B, S, words]`: with `masks` those of its rows, and such as allow every token."""
-    shape = (layout.num_local_ranks, rows, width, num_words(layout.model_cfg.vocab_size))
+    shape = (layout.num_local_ranks, rows, width, bitmask_words(layout.model_cfg.vocab_size))
     return _no_masks(shape) if masks is None else masks.whole(*shape)
 
 
@@ -345,7 +345,7 @@ def sample_scores_body(
     masks: jax.Array | None = None,
     *,
     chances: tuple[float, ...] = (),
-    looks: bool = False,
+    adaptive: bool = False,
 ) -> tuple[DecodeState, AdjustState | None, jax.Array]:
     """Does what `sample_body` does, from scores `[Xn, B, S, W / Xn]`.
 
@@ -353,11 +353,11 @@ def sample_scores_body(
     """
     if variant != GREEDY or vocabulary.ranks == 1:
         whole = vocabulary.whole(scores)
-        return sample_body(variant, state, adjust, whole, slots, masks, chances=chances, looks=looks)
-    words, top = best_words(vocabulary, scores)
+        return sample_body(variant, state, adjust, whole, slots, masks, chances=chances, adaptive=adaptive)
+    words, top = best_tokens(vocabulary, scores)
     drawn = jnp.where(jnp.isfinite(top), words, NOT_FINITE)
     vocab_size = scores.shape[-1] * vocabulary.ranks
-    return _advanced(state, adjust, slots, drawn.shape[1], lambda adjust, held, i: drawn[:, i], chances, vocab_size)
+    return _advance(state, adjust, slots, drawn.shape[1], lambda adjust, held, i: drawn[:, i], chances, vocab_size)
 
 
 def sample_body(
@@ -369,22 +369,22 @@ def sample_body(
     masks: jax.Array | None = None,
     *,
     chances: tuple[float, ...] = (),
-    looks: bool = False,
+    adaptive: bool = False,
 ) -> tuple[DecodeState, AdjustState | None, jax.Array]:
     """Samples the rows `slots` `[B]` from `logits` `[B, S, W]`, for one rank, and advances their state.
 
     Where rows are held to grammars, tokens without a bit in `masks` `[B, S, words]` are not drawn.
     Column i of the state's tokens is compared with what is sampled at position i - 1: a row goes on while they agree.
     Where a benchmark gives the `chances` of the drafts, a coin overrules what was sampled in front of each.
-    What `looks` finds out while it runs which filters the rows ask for.
+    What `adaptive` finds out while it runs which filters the rows ask for.
 
     Returns state, adjust state and tokens `[B, S]`: `NOTHING` or `UNDRAFTED` behind the accepted ones and in rows that
     shall not sample, `NOT_FINITE` where the logits were not finite (the state then gets token 0, and the row ends).
     """
-    logits = logits if masks is None else masked(logits, masks)
+    logits = logits if masks is None else apply_bitmask(logits, masks)
 
     rows, width, vocab_size = logits.shape
-    sample = functools.partial(_sample_rows, variant, state, looks=looks)
+    sample = functools.partial(_sample_rows, variant, state, adaptive=adaptive)
 
     def one_position(adjust: AdjustState | None, held: jax.Array, i: int) -> jax.Array:
         return sample(adjust, logits[:, i], held, i)
@@ -398,10 +398,10 @@ def sample_body(
         offsets = jnp.tile(jnp.arange(width), rows)
         drawn = sample(None, logits.reshape(rows * width, vocab_size), held, offsets).reshape(rows, width)
         draw = drawn_before
-    return _advanced(state, adjust, slots, width, draw, chances, vocab_size)
+    return _advance(state, adjust, slots, width, draw, chances, vocab_size)
 
 
-def _advanced(
+def _advance(
     state: DecodeState,
     adjust: AdjustState | None,
     slots: jax.Array,
@@ -420,8 +420,8 @@ def _advanced(
         drawn = draw(adjust, held, i)
         if i < len(chances):
             controls = controls_at(state, held, i)
-            drawn = sampling.overrule(drawn, drafts[:, i + 1], controls, chances[i], vocab_size)
-        adjust = _counted(adjust, drawn, jnp.where(going, slots, num_slots))
+            drawn = sampling.force_acceptance(drawn, drafts[:, i + 1], controls, chances[i], vocab_size)
+        adjust = _count_tokens(adjust, drawn, jnp.where(going, slots, num_slots))
         columns.append(jnp.where(going, drawn, jnp.where(drafts[:, i] == NO_DRAFT, UNDRAFTED, NOTHING)))
         last = jnp.where(going, jnp.maximum(drawn, 0), last)
         if i + 1 < width:
@@ -443,22 +443,24 @@ def _sample_rows(
     held: jax.Array,
     offset: int | jax.Array,
     *,
-    looks: bool,
+    adaptive: bool,
 ) -> jax.Array:
     """Samples from each row of logits `[n, W]`, `offset` behind the length of its slot in `held` `[n]`, padding one."""
     own = logits
     if adjust is not None:
-        logits = sampling.adjusted(logits, adjustments_at(state, adjust, held, offset))
+        logits = sampling.apply_adjustments(logits, adjustments_at(state, adjust, held, offset))
     if variant == GREEDY:
         drawn = sampling.greedy(logits)
     else:
         controls = controls_at(state, held, offset)
-        drawn = sampling.sample(logits, controls, filters=variant >= FILTERED, looks=looks)
-    drawn = sampling.guard(logits, drawn, NOT_FINITE)
-    return sampling.guard(own, drawn, NOT_FINITE)  # a NaN that `min_tokens` forbids is in the log-probabilities
+        drawn = sampling.sample(logits, controls, filters=variant >= FILTERED, adaptive=adaptive)
+    drawn = sampling.replace_invalid(logits, drawn, NOT_FINITE)
+    return sampling.replace_invalid(
+        own, drawn, NOT_FINITE
+    )  # a NaN that `min_tokens` forbids is in the log-probabilities
 
 
-def _counted(adjust: AdjustState | None, drawn: jax.Array, slots: jax.Array) -> AdjustState | None:
+def _count_tokens(adjust: AdjustState | None, drawn: jax.Array, slots: jax.Array) -> AdjustState | None:
     """Counts the tokens `drawn` for the requests in `slots`, where some request needs the counts."""
     if adjust is None:
         return None

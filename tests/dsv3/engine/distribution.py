@@ -12,7 +12,7 @@ import numpy as np
 from dsv3.sampling_params import SamplingParams
 
 
-def adjusted(
+def apply_adjustments(
     logits: np.ndarray, sampling: SamplingParams, prompt: list[int], answer: list[int], forbidden: Collection[int]
 ) -> np.ndarray:
     """Returns one row's logits after bias, forbidden tokens and penalties."""

@@ -87,8 +87,8 @@ class Served:
         for name, prompt in zip(names, self.prompts, strict=False):
             engine.add(request(name, prompt, max_tokens=LENGTH, ignore_eos=True))
         while engine.has_work:
-            if engine.planners["experts"]._judging is not None:
-                concurrent.futures.wait([engine.planners["experts"]._judging])
+            if engine.planners["experts"]._planning is not None:
+                concurrent.futures.wait([engine.planners["experts"]._planning])
             outputs = engine.step()
             take(outputs, gathered)
             for output in outputs:
@@ -261,8 +261,8 @@ def drive(balancer: ExpertBalancer, cfg: EngineConfig, steps: int, intact: bool 
     """Steps whose results come one step late."""
     commands, late = [], None
     for _ in range(steps):
-        if balancer._judging is not None:
-            concurrent.futures.wait([balancer._judging])
+        if balancer._planning is not None:
+            concurrent.futures.wait([balancer._planning])
         command = balancer.command()
         if late is not None:
             balancer.note(late, [*([read_out(cfg)] if late.read_load else []), *[np.array(intact)] * len(late.moves)])

@@ -15,7 +15,7 @@ import pytest
 
 from dsv3.config.engine import EngineConfig
 from dsv3.config.model import CacheGroup, ModelConfig
-from dsv3.engine.build import account_of
+from dsv3.engine.build import account_for
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.engine import Engine
@@ -158,6 +158,6 @@ def test_pages_are_found_again_on_the_device_in_the_host_and_in_a_store(
 
 def test_the_memory_account_counts_the_pool(compiled: Engine) -> None:
     layout: Layout = compiled.executor.devices.layout
-    found = account_of(layout, DeviceMemory(10**6, 10**6), 0.9, working=0)
+    found = account_for(layout, DeviceMemory(10**6, 10**6), 0.9, working=0)
     assert (found.page, found.page_size) == (2 * 8 * 4 + 2 * 4, PAGE)
     assert local_bytes(layout.pages) == LIMITS["num_pages"] * found.page

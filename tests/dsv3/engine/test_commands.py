@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.wire import MAX_MESSAGE_BYTES
-from dsv3.engine.device.sampling import num_words
+from dsv3.engine.device.sampling import bitmask_words
 from dsv3.engine.device.state import NUM_FIELDS
 from dsv3.engine.job import StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
@@ -76,7 +76,7 @@ def test_a_request_that_changes_its_logits_costs_its_own_tokens(ranks: int) -> N
 
 def test_masks_of_the_largest_unit_fit_what_is_sent_at_once() -> None:
     """Eight ranks of 256 rows of a token and three drafts, all held to grammars of DeepSeek's vocabulary."""
-    words = num_words(129_280)
+    words = bitmask_words(129_280)
     one = SampleCommand(2, masks=RowMasks(np.zeros((1, 2), np.int32), np.zeros((1, 4, words), np.uint32)))
     decode = 8 * 256 * len(messages.encode(messages.step_of(StepCommand(1, (("decode", one),)))))
     assert decode > 64 * 2**20 and decode < MAX_PROCESS_BYTES

@@ -4,13 +4,13 @@ import jax
 import numpy as np
 import pytest
 
-from dsv3.engine.device.sampling import Controls, overrule
+from dsv3.engine.device.sampling import Controls, force_acceptance
 from dsv3.engine.engine import Engine
 from tests.dsv3.engine.driving import request, run
 from tests.dsv3.engine.test_draft import PROMPT, make
 
 RATES = [0.75, 0.25]
-_overrule = jax.jit(overrule, static_argnames="vocab_size")
+_overrule = jax.jit(force_acceptance, static_argnames="vocab_size")
 
 
 @pytest.fixture(scope="module")

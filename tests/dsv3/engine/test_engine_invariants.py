@@ -300,7 +300,7 @@ class HostMachine(EngineMachine):
 
     @precondition(lambda self: self.engine.scheduler.queue)
     @rule(data=st.data())
-    def give_up(self, data) -> None:
+    def fail(self, data) -> None:
         """The client of a request that waits hangs up."""
         waiting = data.draw(st.sampled_from(self.engine.scheduler.waiting[:6]))
         self.aborted.add(name_of(waiting.id))

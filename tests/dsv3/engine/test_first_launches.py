@@ -107,7 +107,7 @@ def test_what_the_launches_take_beside_the_pool_is_logged(programs: Programs, mo
     engine = Engine(conftest.parts())
     engine.executor.devices.programs = programs
     used = iter([int(9e8), int(3.1e9)])
-    monkeypatch.setattr(device_module, "beside_pool", lambda devices: next(used))
+    monkeypatch.setattr(device_module, "memory_outside_pool", lambda devices: next(used))
     with caplog.at_level("INFO", device_module.__name__):
         engine.warm_up()
     assert "0.90 GB before these launches, 3.10 GB after" in caplog.text

@@ -14,9 +14,9 @@ import pytest
 from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine import kernel_checks, stored
 from dsv3.engine.build import build_engine, bundled_model, load_components
-from dsv3.engine.cluster.start import kept_programs
+from dsv3.engine.cluster.start import open_program_store
 from dsv3.engine.errors import KernelCheckError
-from dsv3.engine.kernel_checks import Replaced, agree, check_kernels
+from dsv3.engine.kernel_checks import KernelFallback, check_kernels, merge_fallbacks
 from dsv3.model import forms
 from dsv3.server.engine.factory import start_engine
 from dsv3.server.engine.messages import Start
@@ -66,9 +66,9 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
         ("empty", "the check has no case"),
     ],
 )
-def test_a_check_that_does_not_pass_costs_its_operation_alone(how, says, play) -> None:
+def test_a_check_that_does_not_pass_costs_its_operation_alone(how, fault, play) -> None:
     play(ends={"mla_decode native": how})
-    assert check_kernels() == {"mla_decode": Replaced("reference", says)}
+    assert check_kernels() == {"mla_decode": KernelFallback("reference", fault)}
 
 
 def test_where_all_pass_nothing_is_replaced_and_a_process_checks_once(play, caplog) -> None:
@@ -95,10 +95,10 @@ def test_a_part_that_fails_costs_the_operations_that_have_it(play) -> None:
     """Some of these may be right at the shapes of their own checks."""
     has = {"mosaic": ["mla_decode", "mla_prefill", "combine_splits"], "triton": ["mla_decode"]}
     play("mosaic", has=has, ends={"combine_splits mosaic": "fails"})
-    says = "combine_splits: ragged: is off by 3.1, allowed 0.01 (and 1 more)"
+    fault = "combine_splits: ragged: is off by 3.1, allowed 0.01 (and 1 more)"
     assert check_kernels() == {
-        "mla_decode": Replaced("triton", says),
-        "mla_prefill_context": Replaced("reference", says),
+        "mla_decode": KernelFallback("triton", fault),
+        "mla_prefill_context": KernelFallback("reference", fault),
     }
     assert set().union(*PARTS.values()) < OPERATIONS
 
@@ -127,10 +127,10 @@ def test_a_device_without_kernels_has_none_to_check(play, caplog) -> None:
         ),
     ],
 )
-def test_checks_that_cannot_run_end_the_start(plan, says, play) -> None:
+def test_checks_that_cannot_run_end_the_start(plan, fault, play) -> None:
     """Somebody has asked for them. A model that cannot be served is refused before they take their time."""
     play(**plan)
-    with pytest.raises(KernelCheckError, match=says):
+    with pytest.raises(KernelCheckError, match=fault):
         build_engine(bundled_model(), EngineOptions(check_kernels=True), progress=False)
     with pytest.raises(ValueError, match="max_model_len: 1000000000 is greater"):
         build_engine(bundled_model(), EngineOptions(check_kernels=True, max_model_len=10**9), progress=False)
@@ -168,13 +168,15 @@ def test_checks_get_a_small_pool_whatever_the_server_has(play, monkeypatch) -> N
 
 
 def test_processes_replace_what_fails_in_any_of_them() -> None:
-    one, other = Replaced("triton", "differs"), Replaced("reference", "hangs")
-    assert agree({0: {}, 1: {}}) == {}
-    assert agree({0: {"a": one}, 1: {"a": one}}) == {"a": Replaced("triton", "process 0: differs; process 1: differs")}
+    one, other = KernelFallback("triton", "differs"), KernelFallback("reference", "hangs")
+    assert merge_fallbacks({0: {}, 1: {}}) == {}
+    assert merge_fallbacks({0: {"a": one}, 1: {"a": one}}) == {
+        "a": KernelFallback("triton", "process 0: differs; process 1: differs")
+    }
     # The Triton form was not checked in process 0, or failed there.
-    assert agree({0: {}, 1: {"a": one}}) == {"a": Replaced("reference", "process 1: differs")}
-    assert agree({0: {"a": other}, 1: {"a": one}})["a"].backend == "reference"
-    assert list(agree({0: {"b": other}, 1: {"a": one}})) == ["a", "b"]
+    assert merge_fallbacks({0: {}, 1: {"a": one}}) == {"a": KernelFallback("reference", "process 1: differs")}
+    assert merge_fallbacks({0: {"a": other}, 1: {"a": one}})["a"].backend == "reference"
+    assert list(merge_fallbacks({0: {"b": other}, 1: {"a": one}})) == ["a", "b"]
 
 
 @pytest.mark.optimised
@@ -217,9 +219,9 @@ def test_programs_with_a_replaced_kernel_are_never_taken_for_those_without(tmp_p
     for table in ({}, {"mla_decode": Backend.REFERENCE}, {"rms_norm": Backend.REFERENCE}):
         set_fallbacks(table)
         fields.append(stored.device_fields(parts)["kernels"])
-        names.append({store._names for store in (stored.own_store(bundled_model(), options, parts),
-                                                 kept_programs(cluster, bundled_model(), options, parts))})  # fmt: skip
+        names.append({store._names for store in (stored.local_program_store(bundled_model(), options, parts),
+                                                 open_program_store(cluster, bundled_model(), options, parts))})  # fmt: skip
     assert len(set(fields)) == 3 and fields[1].endswith(", mla_decode by reference")
     assert len(set.union(*names)) == 6
     set_fallbacks({"mla_decode": Backend.TRITON})
-    assert "not kept" in str(stored.own_store(bundled_model(), options, parts))
+    assert "not kept" in str(stored.local_program_store(bundled_model(), options, parts))

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.programs import Key, Programs
-from dsv3.engine.device.sampling import masked
+from dsv3.engine.device.sampling import apply_bitmask
 from dsv3.engine.engine import Engine
 from dsv3.engine.job import StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
@@ -98,7 +98,7 @@ def maker(tokenizer: Path, functions, params, model, free, others, **limits) -> 
 
     `free` are the samplers of free requests, `others` those of held ones.
     """
-    programs, samplers = [], {"sample": free, "held sample": others, "prompt_logprobs": ()}
+    programs, samplers = [], {"sample": free, "constrained sample": others, "prompt_logprobs": ()}
 
     def keys(self: Programs) -> list[Key]:
         return [key for key in self._specs if key.variant in samplers.get(key.kind, (key.variant,))]
@@ -374,7 +374,7 @@ def test_bits_are_tokens() -> None:
     packed = np.packbits(np.pad(allowed, ((0, 0), (0, 0), (0, 96 - W))), axis=-1, bitorder="little").view("<u4")
     logits = np.random.default_rng(1).normal(size=(2, 3, W)).astype(np.float32)
     logits[0, 0, 5], logits[1, 2, 7] = np.nan, np.inf
-    got = np.asarray(masked(jnp.array(logits), jnp.array(packed)))
+    got = np.asarray(apply_bitmask(jnp.array(logits), jnp.array(packed)))
     finite = np.isfinite(logits)
     np.testing.assert_array_equal(got[finite], np.where(allowed, logits, -np.inf)[finite])
     assert np.isnan(got[0, 0, 5]) and got[1, 2, 7] == np.inf

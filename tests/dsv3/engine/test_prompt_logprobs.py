@@ -69,7 +69,7 @@ def test_the_first_sequence_alone_tells(engine):
 
 def test_a_step_tells_of_so_many_tokens(make_engine, monkeypatch):
     """Others have the rest of the step: their prompts are not held up by those that ask."""
-    monkeypatch.setattr(prompt_logprobs, "MOST_TOLD", 10)
+    monkeypatch.setattr(prompt_logprobs, "MAX_PROMPT_LOGPROB_TOKENS", 10)
     engine = make_engine(num_ranks=2)
     engine.add(request("a", PROMPT[:45], max_tokens=1, prompt_logprobs=1))
     engine.add(request("b", PROMPT[:30], max_tokens=1, prompt_logprobs=1))

@@ -13,7 +13,7 @@ from dsv3.engine import build
 from dsv3.engine.build import build_engine
 from dsv3.engine.device import pool
 from dsv3.engine.engine import Engine
-from dsv3.engine.memory import DeviceMemory, KeptWorking, MemoryAccount, account, check_fits
+from dsv3.engine.memory import DeviceMemory, MemoryAccount, WorkingMemoryFile, account, check_fits
 from tests.dsv3.model.golden import DIRECTORY
 
 H100, H200 = 84_900_000_000, 150_100_000_000
@@ -98,19 +98,19 @@ def share(monkeypatch) -> dict[str, str]:
 
 
 def test_the_pool_gets_what_the_engine_may_use_and_slack(share, monkeypatch) -> None:
-    pool.set_pool_share(0.9)
+    pool.set_memory_fraction(0.9)
     assert share == {"XLA_CLIENT_MEM_FRACTION": "0.9200"}
-    pool.set_pool_share(0.5)
+    pool.set_memory_fraction(0.5)
     assert share == {"XLA_CLIENT_MEM_FRACTION": "0.9200"}, "a second engine shares the pool of the first"
     share.clear()
-    pool.set_pool_share(1.0)
+    pool.set_memory_fraction(1.0)
     assert float(share.pop("XLA_CLIENT_MEM_FRACTION")) < 1, "CUDA needs some"
     share["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.5"  # jax refuses both
-    pool.set_pool_share(0.9)
+    pool.set_memory_fraction(0.9)
     assert share == {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}
     share.clear()
     monkeypatch.setattr(pool.xla_bridge, "backends_are_initialized", lambda: True)
-    pool.set_pool_share(0.9)
+    pool.set_memory_fraction(0.9)
     assert share == {}, "jax has its pool already"
 
 
@@ -156,7 +156,7 @@ def test_what_lies_beside_the_pool_is_that_of_the_fullest_gpu(tmp_path, monkeypa
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert pool.beside_pool(gpus(1, 3, pool_bytes=900 * 2**20)) == 400 * 2**20
+    assert pool.memory_outside_pool(gpus(1, 3, pool_bytes=900 * 2**20)) == 400 * 2**20
     assert (tmp_path / "arguments").read_text().split()[-1] == asked
 
 
@@ -168,7 +168,7 @@ def test_a_start_goes_on_where_nvidia_smi_says_nothing(tmp_path, monkeypatch, sc
         command.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(pool, "_QUERY_S", 0.3)
-    assert pool.beside_pool(gpus(0, 1, pool_bytes=2**30)) is None
+    assert pool.memory_outside_pool(gpus(0, 1, pool_bytes=2**30)) is None
 
 
 @pytest.fixture
@@ -220,11 +220,13 @@ def test_an_engine_is_sized_by_what_its_programs_take(bounded, tmp_path: Path, c
 
 
 def test_a_file_that_says_nothing_is_measured_anew(tmp_path: Path) -> None:
-    kept = KeptWorking(tmp_path, {"limit num_pages": "7", "devices": "1 x H100"})
+    kept = WorkingMemoryFile(tmp_path, {"limit num_pages": "7", "devices": "1 x H100"})
     assert kept.read() is None
-    kept.keep(123)
-    assert KeptWorking(tmp_path, {"limit num_pages": "9", "devices": "1 x H100"}).read() == 123, "whatever the pool"
-    assert KeptWorking(tmp_path, {"devices": "2 x H100"}).read() is None
+    kept.write(123)
+    assert WorkingMemoryFile(tmp_path, {"limit num_pages": "9", "devices": "1 x H100"}).read() == 123, (
+        "whatever the pool"
+    )
+    assert WorkingMemoryFile(tmp_path, {"devices": "2 x H100"}).read() is None
     [path] = tmp_path.glob("*.working")
     path.write_text("?")
     assert kept.read() is None

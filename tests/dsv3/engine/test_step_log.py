@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from dsv3.engine import step_log
-from dsv3.engine.step_log import JobNote, StepLog
+from dsv3.engine.step_log import JobRecord, StepLog
 from tests.dsv3.engine.driving import request, run
 
 
@@ -23,7 +23,7 @@ def step(log: StepLog, clock: list[float], number: int) -> None:
     for what in ("plan decode", "launch", "wait"):
         clock[0] += 0.001
         log.done(what)
-    log.end(number, number - 1, [JobNote("decode", 4)], 2, 1)
+    log.end(number, number - 1, [JobRecord("decode", 4)], 2, 1)
 
 
 def test_nothing_is_noted_where_nobody_looks(clock) -> None:
@@ -41,7 +41,7 @@ def test_steps_are_noted_after_a_look_and_for_a_while(clock) -> None:
     assert (first.launched, second.launched, second.collected) == (1, 2, 1)
     assert [part.what for part in first.parts] == ["plan decode", "launch", "wait"]
     assert first.ended == second.began == pytest.approx(0.003)
-    clock[0] += step_log.LOOK_S
+    clock[0] += step_log.RECORD_S
     step(log, clock, 3)
     assert not log.is_on and log.snapshot() == []
 
@@ -51,7 +51,7 @@ def test_an_idle_engine_shows_no_old_steps(clock) -> None:
     log.snapshot()
     step(log, clock, 1)
     assert log.snapshot()
-    clock[0] += step_log.LOOK_S
+    clock[0] += step_log.RECORD_S
     assert log.snapshot() == []
 
 
@@ -92,7 +92,7 @@ def test_a_profile_goes_on_while_somebody_looks(clock) -> None:
     step(log, clock, 1)
     log.snapshot()
     step(log, clock, 2)
-    clock[0] += step_log.LOOK_S + 1
+    clock[0] += step_log.RECORD_S + 1
     step(log, clock, 3)
     assert log.is_on and len(log.stop_profile()) == 3
 
@@ -115,9 +115,9 @@ def test_an_engine_shows_its_steps(engine) -> None:
 
 def test_looking_changes_no_token(make_engine) -> None:
     answers = []
-    for looks in (False, True):
+    for adaptive in (False, True):
         engine = make_engine()
-        if looks:
+        if adaptive:
             engine.snapshot()
             engine.log.start_profile()
         found = run(engine, request("a", list(range(1, 40)), max_tokens=20, ignore_eos=True))

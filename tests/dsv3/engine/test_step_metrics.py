@@ -15,7 +15,15 @@ import zmq
 from dsv3.config.publishing import StepMetricsConfig
 from dsv3.engine import step_metrics as publisher
 from dsv3.engine.engine import Engine
-from dsv3.engine.step_metrics import QueueMetrics, Scheduled, StepMetrics, StepNotes, StepPublisher, encode, moments
+from dsv3.engine.step_metrics import (
+    QueueMetrics,
+    Scheduled,
+    StepMetrics,
+    StepMetricsRecorder,
+    StepPublisher,
+    encode,
+    moments,
+)
 from tests.dsv3.engine.driving import drain, request, run
 
 MakeEngine = Callable[..., Engine]
@@ -34,7 +42,7 @@ def told_by(engine: Engine) -> list[list[StepMetrics]]:
         publish = list.append
 
     sink = Sink()
-    engine._notes = StepNotes(engine.scheduler, sink, "w")
+    engine._notes = StepMetricsRecorder(engine.scheduler, sink, "w")
     return sink
 
 

@@ -136,7 +136,7 @@ def test_what_no_start_has_used_for_long_goes(tmp_path) -> None:
     grow_old(tmp_path)
     used = Start(tmp_path)
     assert used.get(3.75) == 105 and used.traced == []
-    used.store.forget_unused()
+    used.store.remove_unused()
     again = Start(tmp_path)
     assert again.get(3.75) == 105 and again.traced == []
     assert all(path.exists() for path in others)
@@ -145,7 +145,7 @@ def test_what_no_start_has_used_for_long_goes(tmp_path) -> None:
 
 def test_a_start_forgets_nothing_before_it_has_its_programs(tmp_path) -> None:
     order: list[str] = []
-    store = SimpleNamespace(get=lambda *_: order.append("get"), forget_unused=lambda: order.append("forget"))
+    store = SimpleNamespace(get=lambda *_: order.append("get"), remove_unused=lambda: order.append("forget"))
     programs = Programs("cpu")
     programs.add(ProgramSpec(Key("decode", size), jnp.sin, (X,)) for size in (1, 2))
     programs.store = store
@@ -165,15 +165,15 @@ def test_an_engine_keeps_programs_with_a_key_of_its_owner(tmp_path, monkeypatch,
     try:
         parts = load_components(bundled_model(), options, progress=False)
         jax.config.update("jax_compilation_cache_dir", str(tmp_path / "not there yet"))  # as JAX_COMPILATION_CACHE_DIR
-        assert stored.own_store(bundled_model(), EngineOptions(max_model_len=64), parts) is not None
+        assert stored.local_program_store(bundled_model(), EngineOptions(max_model_len=64), parts) is not None
     finally:
         jax.config.update("jax_compilation_cache_dir", directory)
-    assert stored.own_store(bundled_model(), options, parts) is not None
+    assert stored.local_program_store(bundled_model(), options, parts) is not None
     [key] = tmp_path.glob("programs-*.key")
     assert stat.S_IMODE(key.stat().st_mode) == 0o600 and len(key.read_bytes()) == 32
     key.chmod(0o644)
     with caplog.at_level(logging.WARNING):
-        assert stored.own_store(bundled_model(), options, parts) is None
+        assert stored.local_program_store(bundled_model(), options, parts) is None
     assert "others than its owner may open it" in caplog.text
 
 
@@ -214,17 +214,17 @@ def test_programs_with_triton_kernels_are_kept_by_no_process(tmp_path, monkeypat
     secret.chmod(0o600)
     cluster = ClusterOptions(coordinator="localhost:1", num_processes=2, process_id=1, cluster_key_file=str(secret))
     monkeypatch.setattr(stored, "resolve_backend", lambda device: Backend.TRITON)
-    alone = stored.own_store(bundled_model(), options, parts)
+    alone = stored.local_program_store(bundled_model(), options, parts)
     lowered: list[int] = []
 
     def lower() -> SimpleNamespace:
         lowered.append(1)
         return SimpleNamespace(compile=lambda options: options)
 
-    for store in (alone, start.kept_programs(cluster, bundled_model(), options, parts)):
+    for store in (alone, start.open_program_store(cluster, bundled_model(), options, parts)):
         assert store is not None and "not kept" in str(store)
         assert store.get("decode", lower, {"a": 1}) == store.get("decode", lower, {"a": 1}) == {"a": 1}
-        store.forget_unused()
+        store.remove_unused()
     assert len(lowered) == 4
     assert not list((tmp_path / "cache").glob("*/*"))
 

@@ -24,7 +24,7 @@ class TwoHosts(LocalExecutor):
         super().__init__(parts, JOB_KINDS)
         addresses = parts.cfg.transfer_addresses[::-1]  # the aside takes this process for the first
         theirs = dataclasses.replace(parts, cfg=dataclasses.replace(parts.cfg, transfer_addresses=addresses))
-        self.follower_handler = PagesFollower(theirs, lambda body: work_events.put("pages", 1, body))
+        self.follower_handler = PagesFollower(theirs, lambda body: work_events.publish("pages", 1, body))
         self._sent: dict[int, PagesCommand] = {}
 
     def launch(self, command: StepCommand) -> list[Any]:
@@ -42,7 +42,7 @@ class TwoHosts(LocalExecutor):
         part = StepCommand(number, ((kind, command),)).part(FAR)
         body = messages.encode(messages.step_of(part))
         [[_, sent]] = messages.command_of(messages.decode_for_follower(body), JOB_KINDS).jobs
-        self._sent[number] = sent = self.follower_handler.prepared(sent)
+        self._sent[number] = sent = self.follower_handler.prepare(sent)
         assert all(copy.values.keys() == copy.loads.keys() for copy in sent.into)
         into = [
             msgspec.structs.replace(mine, values=mine.values | {FAR[rank]: rows for rank, rows in far.values.items()})
@@ -54,7 +54,7 @@ class TwoHosts(LocalExecutor):
         """Hands the follower what has left rank 1; returns the rest."""
         ranks = [rank for copy in command.out for rank in copy.keys]
         theirs = [array for rank, array in zip(ranks, arrays, strict=False) if rank in FAR]
-        self.follower_handler.take(self._sent.pop(number), theirs)
+        self.follower_handler.on_results(self._sent.pop(number), theirs)
         return [array for rank, array in zip(ranks, arrays, strict=False) if rank not in FAR]
 
 

@@ -33,9 +33,9 @@ class Played:
         self.ended.set()
         sys.exit()
 
-    def give_up(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """Lets the main thread of the follower fail."""
-        threading.Thread(target=self.follower.give_up, args=(error,)).start()
+        threading.Thread(target=self.follower.fail, args=(error,)).start()
 
     def heard(self) -> messages.ToLeader:
         """The next message, heartbeats left out."""
@@ -65,7 +65,7 @@ def test_its_error_is_told_and_the_answer_ends_it(played, monkeypatch) -> None:
     logged: list[tuple] = []
     monkeypatch.setattr(follower._log, "error", lambda *args: logged.append(args))
     monkeypatch.setattr(follower, "_FAREWELL_S", 0.5)
-    played.give_up(ValueError("no such file"))
+    played.fail(ValueError("no such file"))
     assert played.heard() == FollowerFailed("ValueError", "ValueError: no such file")
     played.leader.send(messages.encode(Stop("process 1 has failed (ValueError)")))
     assert played.ended.wait(30)
@@ -75,7 +75,7 @@ def test_its_error_is_told_and_the_answer_ends_it(played, monkeypatch) -> None:
 
 def test_a_leader_that_does_not_answer_is_not_waited_for_without_bound(played, monkeypatch) -> None:
     monkeypatch.setattr(follower, "_FAREWELL_S", 0.1)
-    played.give_up(ValueError("x"))
+    played.fail(ValueError("x"))
     assert played.ended.wait(30)
     assert played.ends == [(1, "the leader (process 0) does not seem to have heard of that")]
 
@@ -104,7 +104,7 @@ def test_a_leader_that_is_gone_ends_it(played) -> None:
 def test_without_a_leader_it_gives_up_and_says_where_it_has_looked(tmp_path) -> None:
     cluster = local.options(tmp_path, 2, 1, cluster_start_timeout=0.1)
     with pytest.raises(WireError, match=r"cannot reach the leader at 127\.0\.0\.1:\d+ within 0\.1 s"):
-        follower._reach(cluster, local.credentials(cluster))
+        follower._connect_to_leader(cluster, local.credentials(cluster))
 
 
 def test_what_is_no_message_is_told_to_the_leader(played) -> None:
@@ -120,7 +120,7 @@ def test_the_first_signal_asks_the_leader_to_drain_and_the_second_ends_the_proce
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     before = signal.set_wakeup_fd(-1)
     try:
-        follower._Signals().hand_to(played.follower)
+        follower._Signals().attach(played.follower)
         signal.raise_signal(signal.SIGTERM)
         assert played.heard() == Drain("process 1 has received SIGTERM") and not played.ends
         signal.raise_signal(signal.SIGINT)

@@ -18,7 +18,7 @@ from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.link import Incarnation
 from dsv3.engine.cluster.messages import Begin, FollowerFailed, Hello, Stop, Wait
 from dsv3.engine.cluster.rejoin import RejoiningProcesses
-from dsv3.engine.cluster.start import fitted, redundant_experts
+from dsv3.engine.cluster.start import adapt_to_devices, redundant_experts
 from dsv3.engine.errors import ClusterError
 from tests.dsv3.engine.cluster import local
 from tests.dsv3.engine.cluster.test_follower import Played, played, pytestmark  # noqa: F401
@@ -50,10 +50,10 @@ def test_a_leader_whose_generation_is_over_ends(tmp_path, last, is_refused) -> N
     reason = f"process 1 has been in generation {last}: generation 2 is over"
     if is_refused:
         with pytest.raises(ClusterError, match=reason):
-            leader.gather()
+            leader.wait_for_followers()
         assert failures.get(timeout=30) == reason
     else:
-        leader.gather()
+        leader.wait_for_followers()
     leader.end(reason if is_refused else None)
     follower.join(30)
     assert failures.get(timeout=30) == str(Stop(reason) if is_refused else Begin(Incarnation(2, "a")))
@@ -69,7 +69,7 @@ def test_a_gang_goes_on_without_processes_that_do_not_come_back(tmp_path) -> Non
         assert gathered.result(30) == dataclasses.replace(cluster, num_processes=3)
     begun = [next(follower.received()) for follower in followers]
     assert begun == [Begin(Incarnation(1, "a"), 3, 1), Begin(Incarnation(1, "a"), 3, 2)]
-    leader.build(EngineConfig(max_model_len=64, num_pages=5, num_ranks=6, num_processes=3))
+    leader.send_limits(EngineConfig(max_model_len=64, num_pages=5, num_ranks=6, num_processes=3))
     assert leader._ranks == {1: range(2, 4), 3: range(4, 6)}
     for follower in followers:
         follower.wire.close()
@@ -149,7 +149,7 @@ def test_a_process_that_comes_back_waits_for_the_next_gang(tmp_path) -> None:
     time.sleep(0.3)  # longer than the interval, which has not begun
     assert failures.empty()
     one.send(messages.Ready())
-    leader.ready()
+    leader.wait_ready()
     assert failures.get(timeout=30) == "process 2 of 3 has come back: all start anew"
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(leader.end, "the reason")
@@ -195,9 +195,9 @@ def test_options_for_fewer_processes(tmp_path, redundant, shards, fits) -> None:
     """All eight devices of the one process that is left are used, where there were sixteen."""
     given = local.options(tmp_path, 2)
     options = EngineOptions(enable_expert_parallel=True, num_redundant_experts=redundant, tensor_parallel_size=shards)
-    found = fitted(options, DIRECTORY / "greedy", given, dataclasses.replace(given, num_processes=1))
+    found = adapt_to_devices(options, DIRECTORY / "greedy", given, dataclasses.replace(given, num_processes=1))
     assert (found.data_parallel_size, found.num_redundant_experts) == fits
-    assert fitted(options, DIRECTORY / "greedy", given, given) is options
+    assert adapt_to_devices(options, DIRECTORY / "greedy", given, given) is options
 
 
 def follow(cluster, last: Incarnation, heard: queue.Queue[str]) -> None:
@@ -227,4 +227,4 @@ def run(played: Played, directory) -> None:  # noqa: F811
     try:
         played.follower.follow(directory, EngineOptions(), lambda *_: pytest.fail("it has begun"))
     except Exception as error:
-        played.follower.give_up(error)
+        played.follower.fail(error)

@@ -16,7 +16,7 @@ from dsv3.config.engine import EngineConfig
 from dsv3.config.options import ClusterOptions
 from dsv3.engine.cluster import follower as follower_module
 from dsv3.engine.cluster import messages
-from dsv3.engine.cluster.digest import digests_of
+from dsv3.engine.cluster.digest import order_digests
 from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.messages import (
     Begin,
@@ -40,7 +40,7 @@ from dsv3.engine.job import StepCommand
 from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.sample import RowMasks, SampleCommand
-from dsv3.engine.kernel_checks import Replaced
+from dsv3.engine.kernel_checks import KernelFallback
 from tests.dsv3.engine.cluster import local
 
 RESULTS = [np.arange(4, dtype=np.int32)]
@@ -83,7 +83,7 @@ class Led:
 
     def _gather(self) -> None:
         try:
-            self.leader.gather()
+            self.leader.wait_for_followers()
         except ClusterError as error:
             self.error = error
 
@@ -107,10 +107,10 @@ def both(lead, **changes) -> tuple[Led, local.Follower, Iterator]:
     received = follower.received()
     assert next(received) == Begin()
     assert led.gathered() is None
-    led.leader.build(EngineConfig(max_model_len=64, num_pages=5, num_ranks=2, num_processes=2))
+    led.leader.send_limits(EngineConfig(max_model_len=64, num_pages=5, num_ranks=2, num_processes=2))
     assert isinstance(next(received), Build)
     follower.send(Ready())
-    led.leader.ready()
+    led.leader.wait_ready()
     assert next(received) == Started()
     return led, follower, received
 
@@ -124,11 +124,11 @@ def test_programs_that_launch_collectives_in_different_orders_are_refused(lead) 
     assert [next(follower.received()) for follower in followers] == [Begin()] * 3
     assert led.gathered() is None
     for follower, each in zip(followers, (orders, other, other), strict=True):
-        follower.send(Compiled(digests_of(each)))
+        follower.send(Compiled(order_digests(each)))
     with pytest.raises(
         ClusterError, match=r"processes 2, 3 and process 0 .* of decode-4-0-1 .* number 2, .* all-to-all b;"
     ):
-        led.leader.compiled(orders)
+        led.leader.wait_compiled(orders)
     assert "instance-* and programs-* in --compilation_cache_dir" in led.failure()
 
 
@@ -142,12 +142,14 @@ def test_processes_agree_on_the_kernels_that_fail_in_any_of_them(lead) -> None:
     received = [follower.received() for follower in followers]
     assert [next(r) for r in received] == [Begin(), Begin()]
     assert led.gathered() is None
-    followers[0].send(Checked({"mla_decode": Replaced("triton", "hangs"), "fp8_gemm": Replaced("triton", "differs")}))
-    followers[1].send(Checked({"fp8_gemm": Replaced("triton", "differs")}))
-    agreed = led.leader.checked({"fp8_gemm": Replaced("triton", "raises")})
+    followers[0].send(
+        Checked({"mla_decode": KernelFallback("triton", "hangs"), "fp8_gemm": KernelFallback("triton", "differs")})
+    )
+    followers[1].send(Checked({"fp8_gemm": KernelFallback("triton", "differs")}))
+    agreed = led.leader.merge_kernel_checks({"fp8_gemm": KernelFallback("triton", "raises")})
     assert agreed == {
-        "fp8_gemm": Replaced("triton", "process 0: raises; process 1: differs; process 2: differs"),
-        "mla_decode": Replaced("reference", "process 1: hangs"),
+        "fp8_gemm": KernelFallback("triton", "process 0: raises; process 1: differs; process 2: differs"),
+        "mla_decode": KernelFallback("reference", "process 1: hangs"),
     }
     assert [next(r) for r in received] == [Checked(agreed), Checked(agreed)]
 
@@ -160,17 +162,17 @@ def test_a_whole_life(lead) -> None:
     assert led.gathered() is None
     for pages, follower in zip((7, 5), followers, strict=True):
         follower.send(Loaded({"devices": "1"}, pages))
-    assert led.leader.loaded({"devices": "1"}) == 5
-    led.leader.build(config := EngineConfig(max_model_len=64, num_pages=5, num_ranks=6, num_processes=3))
+    assert led.leader.wait_loaded({"devices": "1"}) == 5
+    led.leader.send_limits(config := EngineConfig(max_model_len=64, num_pages=5, num_ranks=6, num_processes=3))
     assert [next(r) for r in received] == [Build(config), Build(config)]
     for follower in followers:
         follower.send(Compiled({"decode-1-0-1": b""}))
-    led.leader.compiled({})  # nobody launches a program while another one compiles
+    led.leader.wait_compiled({})  # nobody launches a program while another one compiles
     assert [next(r) for r in received] == [Compiled(), Compiled()]
     assert led.leader._silence_s == 6 * led.cluster.cluster_silence_timeout
     for follower in followers:
         follower.send(Ready())
-    led.leader.ready()
+    led.leader.wait_ready()
     assert led.leader._silence_s == led.cluster.cluster_silence_timeout
     assert [next(r) for r in received] == [Started(), Started()]
     led.leader.send(command(1))
@@ -225,7 +227,7 @@ def test_what_is_known_after_loading_must_be_the_same_too(lead) -> None:
     led, follower, _ = both(lead)
     follower.send(Loaded({"devices": "2 x cpu"}, 5))
     with pytest.raises(ClusterError, match=r"devices \(1 x cpu there, 2 x cpu in process 1\)"):
-        led.leader.loaded({"devices": "1 x cpu"})
+        led.leader.wait_loaded({"devices": "1 x cpu"})
 
 
 @pytest.mark.parametrize(
@@ -242,7 +244,7 @@ def test_transfer_addresses_of_all_or_of_none(lead, theirs, words) -> None:
     assert led.gathered() is None
     for address, follower in zip(theirs, followers, strict=True):
         follower.send(Loaded({}, 5, address))
-    led.leader.loaded({})
+    led.leader.wait_loaded({})
     if words:
         with pytest.raises(ClusterError, match=words):
             led.leader.transfer_addresses("h0:7")
@@ -258,8 +260,8 @@ def test_what_followers_tell_reaches_its_planner_in_order(lead) -> None:
     follower.send(WorkEvent("pages", b"1"))
     follower.send(WorkEvent("others", b"-"))
     follower.send(Loaded({}, 5))
-    led.leader.loaded({})
-    led.leader.work_events.listen("pages", lambda process_id, body: heard.put((process_id, body)))
+    led.leader.wait_loaded({})
+    led.leader.work_events.subscribe("pages", lambda process_id, body: heard.put((process_id, body)))
     follower.send(WorkEvent("pages", b"2"))
     assert [heard.get(timeout=30) for _ in range(2)] == [(1, b"1"), (1, b"2")]
 
@@ -291,7 +293,7 @@ def join(cluster: ClusterOptions, process_id: int, begun: queue.Queue[int]) -> t
     """A process that comes as a real follower does, and puts its id into `begun` when it may begin."""
 
     def run() -> None:
-        wire = follower_module._reach(cluster, local.credentials(cluster))
+        wire = follower_module._connect_to_leader(cluster, local.credentials(cluster))
         wire.send(messages.encode(messages.Hello(local.FIELDS, "host", 1)))
         while not isinstance(messages.decode_for_follower(wire.receive() or b""), Begin):
             pass
@@ -329,7 +331,7 @@ def test_a_leader_that_is_slow_to_answer_is_asked_again(tmp_path, monkeypatch) -
     join(cluster, 1, begun)
     assert all(asked.acquire(timeout=30) for _ in range(3))
     monkeypatch.setattr("dsv3.engine.cluster.wire.PATIENCE_S", 30.0)
-    leader.gather()
+    leader.wait_for_followers()
     assert begun.get(timeout=30) == 1
     leader.end()
 
@@ -447,7 +449,7 @@ def test_a_follower_that_launches_nothing_is_noticed_though_its_heart_beats(lead
     led, follower, _ = both(lead, cluster_silence_timeout=0.4)
     done = beating(follower, 6)
     led.leader.send(command(7))
-    led.leader.launched(7)
+    led.leader.on_launched(7)
     assert led.failure() == "process 1 has not launched step 7 for 0.4 s: it hangs"
     done.set()
 
@@ -455,8 +457,8 @@ def test_a_follower_that_launches_nothing_is_noticed_though_its_heart_beats(lead
 def test_a_follower_that_reports_nothing_is_noticed_though_its_heart_beats(lead) -> None:
     led, follower, _ = both(lead, cluster_silence_timeout=0.4)
     done = beating(follower, 7)
-    led.leader.launched(7)
-    led.leader.results(7, RESULTS)
+    led.leader.on_launched(7)
+    led.leader.on_results(7, RESULTS)
     assert led.failure() == "process 1 has not reported step 7 for 0.4 s: it hangs"
     done.set()
 
@@ -465,7 +467,7 @@ def test_other_results_end_the_instance(lead) -> None:
     led, follower, _ = both(lead)
     follower.send(Digest(3, b"something else"))
     with contextlib.suppress(ClusterError):
-        led.leader.results(3, RESULTS)
+        led.leader.on_results(3, RESULTS)
     assert led.failure() == "process 1 has other results than process 0 in step 3"
 
 
@@ -507,7 +509,7 @@ def test_only_the_first_failure_counts(lead) -> None:
     followers[1].wire.close()
     assert led.failures.empty()
     with pytest.raises(ClusterError, match="process 1 has failed"):
-        led.leader.results(1, RESULTS)
+        led.leader.on_results(1, RESULTS)
 
 
 def test_the_reason_has_been_read_before_the_leader_ends(lead) -> None:
@@ -529,7 +531,7 @@ def test_a_process_that_comes_while_the_instance_ends_hears_why(lead) -> None:
     late = local.dial(led.cluster)
     led.follower(1, fields={})
     reason = led.failure()
-    while led.leader._last_word is None:
+    while led.leader._shutdown_message is None:
         time.sleep(0.01)
     follower = local.Follower(led.cluster, 2, connection=late)
     assert list(follower.received()) == [Stop(reason)]
@@ -537,7 +539,7 @@ def test_a_process_that_comes_while_the_instance_ends_hears_why(lead) -> None:
 
 
 def test_nobody_waits_for_a_silent_follower(lead, monkeypatch) -> None:
-    monkeypatch.setattr("dsv3.engine.cluster.leader._LAST_WORD_S", 3600.0)
+    monkeypatch.setattr("dsv3.engine.cluster.leader._FAILURE_SHUTDOWN_S", 3600.0)
     led, _, _ = both(lead, cluster_silence_timeout=0.4)
     reason = led.failure()
     led.leader.end(reason)
@@ -584,11 +586,11 @@ def test_a_leader_that_was_suspended_blames_nobody(lead, monkeypatch) -> None:
     for module in ("leader", "digest", "channel"):
         monkeypatch.setattr(f"dsv3.engine.cluster.{module}.time", clock)
     led, _, _ = both(lead, cluster_silence_timeout=3600.0)
-    led.leader.launched(7)
-    led.leader.results(7, RESULTS)
+    led.leader.on_launched(7)
+    led.leader.on_results(7, RESULTS)
     clock.leap_s = 7200.0
     seen = clock.sleeps
     while clock.sleeps < seen + 5:
         time.sleep(0.01)
-    led.leader.results(8, RESULTS)
+    led.leader.on_results(8, RESULTS)
     assert led.failures.empty()

@@ -81,14 +81,14 @@ def test_a_process_alone_on_its_host_takes_all_that_jax_finds(shown, monkeypatch
 
 def test_further_processes_of_a_host_hand_out_pages_at_the_next_ports() -> None:
     host = EngineOptions(kv_offloading_size=1, transfer_key_file="key", transfer_address="[::1]:9000", max_num_seqs=3)
-    addresses = [start.own_options(host, place(i, 4)).transfer_address for i in range(8)]
+    addresses = [start.process_options(host, place(i, 4)).transfer_address for i in range(8)]
     assert addresses == [f"[::1]:{9000 + i % 4}" for i in range(8)]
-    assert start.own_options(host, place(5, 4)) == dataclasses.replace(host, transfer_address="[::1]:9001")
+    assert start.process_options(host, place(5, 4)) == dataclasses.replace(host, transfer_address="[::1]:9001")
     silent = EngineOptions(max_num_seqs=3)
-    assert start.own_options(silent, place(3, 4)) is silent
+    assert start.process_options(silent, place(3, 4)) is silent
     last = dataclasses.replace(host, transfer_address="host:65534")
     with pytest.raises(ValueError, match=r"transfer_address: 'host:65535'"):
-        start.own_options(last, place(1, 4))
+        start.process_options(last, place(1, 4))
 
 
 def test_nodes_of_the_mesh_are_hosts_not_processes(tmp_path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from dsv3.config.options import EngineOptions
 from dsv3.engine.cluster import supervisor
-from dsv3.engine.cluster.link import Follow
+from dsv3.engine.cluster.link import FollowOrder
 from dsv3.processes.child import LinkedChild, RestartPolicy
 from tests.dsv3.engine.cluster import local
 
@@ -21,7 +21,7 @@ def supervise(tmp_path, monkeypatch, capfd):
 
     def run(lives: str, policy: RestartPolicy | None = TWICE, silence: float = 60.0) -> tuple[int, int]:
         cluster = local.options(tmp_path, 2, 1, cluster_silence_timeout=silence)
-        order = Follow(cluster, "model", EngineOptions(), lives)
+        order = FollowOrder(cluster, "model", EngineOptions(), lives)
         status = supervisor.Supervisor(order, policy).run()
         return status, capfd.readouterr().out.count("life")
 

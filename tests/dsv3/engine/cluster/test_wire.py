@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.engine.cluster import wire
-from dsv3.engine.cluster.wire import Unanswered, Wire, WireError, accept, connect
+from dsv3.engine.cluster.wire import NoAnswer, Wire, WireError, accept, connect
 from dsv3.processes.certificates import Credentials, credentials_of
 from tests.dsv3.engine.cluster.local import FRAME_OVERHEAD, wires
 
@@ -63,17 +63,17 @@ def test_what_comes_at_once_is_taken_in_parts() -> None:
     assert follower.receive() == b"one"
     taken: list[bytes] = []
     while len(taken) < 2:
-        taken += follower.take()
-    assert taken == [b"two", bytes(100_000)] and list(follower.take()) == []
+        taken += follower.receive_available()
+    assert taken == [b"two", bytes(100_000)] and list(follower.receive_available()) == []
     leader.close()
     with pytest.raises(EOFError):
-        list(follower.take())
+        list(follower.receive_available())
 
 
 def test_a_follower_with_another_key_is_refused() -> None:
     leader, follower, _, _ = shake(follower_key=OTHER_KEY)
     assert "does not know the key" in str(leader)
-    assert "cluster_key_file" in str(follower) and not isinstance(follower, Unanswered)
+    assert "cluster_key_file" in str(follower) and not isinstance(follower, NoAnswer)
 
 
 @pytest.mark.parametrize("process_id", [0, 3, 2**32 - 1])
@@ -143,7 +143,7 @@ def test_a_connection_that_ends_before_the_leaders_proof_is_no_refusal(hello: by
     ours, theirs = socket.socketpair()
     ours.sendall(hello)
     ours.shutdown(socket.SHUT_WR)
-    with pytest.raises(Unanswered):
+    with pytest.raises(NoAnswer):
         connect(theirs, credentials_of(KEY), 1)
 
 
@@ -157,7 +157,7 @@ def test_a_leader_that_ends_the_connection_after_the_handshake_has_not_refused()
 
     thread = threading.Thread(target=lead)
     thread.start()
-    with pytest.raises(Unanswered):
+    with pytest.raises(NoAnswer):
         connect(theirs, credentials_of(KEY), 1)
     thread.join()
 

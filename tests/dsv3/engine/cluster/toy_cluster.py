@@ -160,7 +160,7 @@ def _slow_at_first(seconds: float) -> Callable[..., Any]:
 
 def _exchanged(name: str, program: Callable[..., Any]) -> list[str] | None:
     """The order of a program's collectives, as if XLA had put another one first in the sampler."""
-    order = collective_order.order_of(name, program)
+    order = collective_order.collective_order(name, program)
     return ["all-to-all of another micro-batch", *order] if order and name.startswith("sample") else order
 
 
@@ -177,7 +177,7 @@ def main(
     if diverge_at is not None:
         LocalExecutor.fetch = _diverging(diverge_at)
     if exchanged:
-        digest.order_of = _exchanged
+        digest.collective_order = _exchanged
     if first_launch_s is not None:
         Programs.get = _slow_at_first(first_launch_s)
     follower.run(ClusterOptions(**cluster), Path(model_dir), EngineOptions(**engine), load)

@@ -1,8 +1,8 @@
-"""The quick checks of a device's kernels before an engine starts, and what takes the place of a kernel that fails.
+"""Quick checks of a device's kernels before an engine starts, and the fallback of a kernel that fails.
 
 Each check is a process of its own, `python -m pallas_kernels.checks`, with a time limit: one that hangs, crashes or
-leaves a damaged context behind costs its own operation. They run one after the other, before this process takes the
-GPU's memory, on one of its devices.
+corrupts its context costs only its own operation. They run one after the other, before this process takes the GPU's
+memory, on one of its devices.
 """
 
 import dataclasses
@@ -21,34 +21,34 @@ from pallas_kernels.backend import OPERATIONS, PARTS, Backend, set_fallbacks
 _log = logging.getLogger(__name__)
 _DEVICE = (sys.executable, "-m", "pallas_kernels.backend")
 _CHECKS = (sys.executable, "-m", "pallas_kernels.checks")
-_LIMIT_S = 240.0  # a check that is only slow, on a busy host, costs its kernel
-_POOL_SHARE = 0.1  # the shapes of quick checks are small, and other processes may share the device
-_UNTRIED = 2
+_LIMIT_S = 240.0  # a slow check on a busy host must not count as a failure
+_MEMORY_FRACTION = 0.1  # the shapes of quick checks are small, and other processes may share the device
+_UNTRIED = 2  # exit status of a check that could not run
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelFallback:
-    """An operation whose kernel has failed: the backend that it takes instead, and what the check said."""
+    """The back end that replaces an operation's kernel, and the fault that its check found."""
 
     backend: str
     fault: str
 
 
-@functools.cache  # once it serves, this process holds the device's memory
+@functools.cache  # once it serves, this process has the device's memory
 def check_kernels(gpu: int | None = None) -> dict[str, KernelFallback]:
-    """Returns the operations whose kernels fail here, by name; those of the first call in this process.
+    """Returns the fallbacks of the operations whose kernels fail here, by name; cached after the first call.
 
-    They run on the GPU `gpu` of those that this process sees, None for the first. Raises KernelCheckError where the
-    checks cannot run, or one fails for which nothing can take the place.
+    The checks run on the GPU `gpu` of those that this process sees, None for the first. Raises KernelCheckError where
+    the checks cannot run, or one fails for which there is no fallback.
     """
     if holds_gpu():
         raise KernelCheckError(
-            "check_kernels: jax has taken this device's memory already, and the checks are processes of their own; "
-            "make the engine before anything else uses jax, or leave check_kernels away"
+            "check_kernels: jax has allocated this device's memory already, and the checks are processes of their own; "
+            "make the engine before anything else uses jax, or omit check_kernels"
         )
     backend = Backend(_listed(_DEVICE, gpu)[-1])
     if backend is Backend.REFERENCE:
-        _log.warning("no kernel is checked: this device has none")
+        _log.warning("check_kernels: this device has no kernels to check")
         return {}
     names = _listed((*_CHECKS, "--list", "--backend", backend.value), gpu)
     _log.info("checking %d %s kernels", len(names), backend.value)
@@ -56,8 +56,8 @@ def check_kernels(gpu: int | None = None) -> dict[str, KernelFallback]:
     faults = _by_operation({name: fault for name, fault in found.items() if fault})
     if lost := sorted(faults.keys() - OPERATIONS):
         raise KernelCheckError(
-            f"check_kernels: {lost[0]} fails its check, and nothing can take its place: {faults[lost[0]]}; without "
-            "check_kernels it would be used nevertheless"
+            f"check_kernels: {lost[0]} fails its check and has no fallback: {faults[lost[0]]}; without check_kernels "
+            "it would be used nevertheless"
         )
     has_triton = backend is Backend.MOSAIC and faults
     triton = _listed((*_CHECKS, "--list", "--backend", "triton"), gpu) if has_triton else []
@@ -69,7 +69,7 @@ def check_kernels(gpu: int | None = None) -> dict[str, KernelFallback]:
 def merge_fallbacks(found: Mapping[int, Mapping[str, KernelFallback]]) -> dict[str, KernelFallback]:
     """Returns what all processes replace: what fails in any of them, by process id.
 
-    An operation takes its Triton form only where each process has found its own kernel wanting and that form right.
+    An operation falls back to Triton only where every process found its kernel faulty and the Triton form correct.
     """
     agreed: dict[str, KernelFallback] = {}
     for name in sorted({name for each in found.values() for name in each}):
@@ -82,17 +82,17 @@ def merge_fallbacks(found: Mapping[int, Mapping[str, KernelFallback]]) -> dict[s
 
 
 def apply_fallbacks(replaced: Mapping[str, KernelFallback]) -> None:
-    """Makes the operations take other backends in this process, which the log says; call it before any is traced."""
+    """Replaces the operations' back ends in this process, with a warning; call it before anything is traced."""
     for name, each in replaced.items():
         _log.warning(
-            "THE KERNEL OF %s FAILS ITS CHECK: %s. It runs on the %s backend instead, which is slower",
+            "THE KERNEL OF %s FAILS ITS CHECK: %s. The operation falls back to the %s backend, which is slower",
             *(name, each.fault, each.backend),
         )
     set_fallbacks({name: Backend(each.backend) for name, each in replaced.items()})
 
 
 def _by_operation(faults: Mapping[str, str]) -> dict[str, str]:
-    """Returns what is wrong by operation, where checks of `PARTS` say so, too."""
+    """Returns the faults by operation; a check of `PARTS` counts for each of its operations."""
     said: dict[str, list[str]] = {}
     for name, fault in faults.items():
         for operation in PARTS.get(name, (name,)):
@@ -101,7 +101,7 @@ def _by_operation(faults: Mapping[str, str]) -> dict[str, str]:
 
 
 def _choose_fallback(name: str, has_triton: bool, gpu: int | None) -> Backend:
-    """Returns the backend for an operation whose kernel has failed: Triton where that form is there and right."""
+    """Returns the back end for an operation whose kernel has failed: Triton where that form exists and passes."""
     if not has_triton:
         return Backend.REFERENCE
     try:
@@ -109,12 +109,12 @@ def _choose_fallback(name: str, has_triton: bool, gpu: int | None) -> Backend:
     except KernelCheckError as error:  # this device or installation has no Triton
         fault = str(error)
     if fault:
-        _log.warning("the Triton form of %s does not take its place: %s", name, fault)
+        _log.warning("%s does not fall back to its Triton form: %s", name, fault)
     return Backend.REFERENCE if fault else Backend.TRITON
 
 
 def _run_check(name: str, backend: Backend, gpu: int | None) -> str:
-    """Returns what is wrong with an operation, empty if nothing is; KernelCheckError where nothing could be tried."""
+    """Returns the fault of an operation, empty if it passes; KernelCheckError where nothing could be tried."""
     ended = _run((*_CHECKS, name, "--quick", "--backend", backend.value), gpu)
     if ended.status == _UNTRIED and not ended.timed_out:
         raise KernelCheckError(f"check_kernels: the check of {name} cannot run ({_last_line(ended)})")
@@ -132,7 +132,7 @@ def _run_check(name: str, backend: Backend, gpu: int | None) -> str:
 
 
 def _rows(output: str) -> list[dict[str, Any]]:
-    """Returns the rows that a check has printed; one that is not whole is a row that has not passed."""
+    """Returns the rows that a check has printed; an incomplete one counts as a failed row."""
     rows = []
     for line in output.splitlines():
         if line.startswith("{"):
@@ -144,7 +144,7 @@ def _rows(output: str) -> list[dict[str, Any]]:
 
 
 def _listed(command: tuple[str, ...], gpu: int | None) -> list[str]:
-    """Returns the words that a command prints, a line each. Raises KernelCheckError where it does not end in order."""
+    """Returns the words that a command prints. Raises KernelCheckError where it fails."""
     ended = _run(command, gpu)
     words = ended.output.split()
     if ended.status != 0 or not words:
@@ -155,7 +155,7 @@ def _listed(command: tuple[str, ...], gpu: int | None) -> list[str]:
 
 
 def _run(command: tuple[str, ...], gpu: int | None) -> ChildResult:
-    environment = environment_with_memory_fraction(_POOL_SHARE)
+    environment = environment_with_memory_fraction(_MEMORY_FRACTION)
     if gpu is not None:
         environment["JAX_CUDA_VISIBLE_DEVICES"] = str(gpu)
     try:
@@ -166,4 +166,4 @@ def _run(command: tuple[str, ...], gpu: int | None) -> ChildResult:
 
 def _last_line(ended: ChildResult) -> str:
     lines = ended.log.strip().splitlines()
-    return lines[-1][:300] if lines else "it says nothing"
+    return lines[-1][:300] if lines else "it printed nothing"

@@ -93,7 +93,7 @@ def test_experts_over_two_processes_give_transformers_tokens(start):
     assert metric(url, "dsv3:recompilations_total") == 0
     leader.send_signal(signal.SIGTERM)
     assert leader.wait(60) == follower.wait(60) == 0
-    assert "the leader has ended in order" in follower.stdout.read()
+    assert "the leader has ended the instance in order" in follower.stdout.read()
 
 
 def test_two_nodes_of_two_processes_give_transformers_tokens(start):
@@ -131,7 +131,7 @@ def test_a_leader_alone_ends_with_the_names_of_the_missing(start):
     process = start(f"localhost:{local.free_port()}", 0, *SMALL, *flags(0), "--cluster_start_timeout", "1")
     text = process.communicate(timeout=120)[0]
     assert process.returncode == 1
-    assert "process 1 of 2 did not come within 1 s" in text
+    assert "process 1 of 2 did not connect within 1 s" in text
     assert "Traceback" not in text
 
 

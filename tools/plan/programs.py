@@ -151,7 +151,7 @@ def runs(planned: LaidOut, phase: Phase) -> tuple[Run, ...]:
     else:
         rows, drafts = deployment.decode_requests, deployment.drafts
         size, width = rows, 1 + drafts
-    room = form_selection.room(planned.layout, size, form)
+    room = form_selection.capacity(planned.layout, size, form)
     found = [Run("model", Key(phase, size, form, width), size * width, width, room=room)]
     if drafts:
         found.append(Run("module", Key(f"mtp {phase}", size, of_module, width), size * width, width))

@@ -1,7 +1,7 @@
 """A follower's process, as its supervisor starts it: `python -m dsv3.engine.cluster.child`.
 
-jax is imported before the supervisor's order is read, so that a process that was
-started ahead of time has that behind it. When the supervisor goes away this process ends at once.
+jax is imported before the supervisor's order is read, so that a standby process has that behind it. The process ends at
+once when its supervisor does.
 """
 
 import importlib
@@ -19,7 +19,7 @@ ALIVE_S = 0.5
 
 
 def main() -> NoReturn:
-    """Follows as soon as the supervisor says so."""
+    """Follows the leader once the supervisor orders it."""
     configure_logging()
     link = Link(link_to_parent())
     threading.Thread(target=_beat, args=(link,), name="pulse", daemon=True).start()

@@ -1,8 +1,8 @@
-"""Runs a follower: it builds the same parts of an engine as the leader and executes the leader's commands in order.
+"""Runs a follower: it builds the same components as the leader and executes the leader's commands in order.
 
 It has neither HTTP nor a scheduler. The main thread loads, compiles and launches; other threads receive, send, watch
-the leader and read results. The process ends when the leader says so, is silent or is gone, whatever the main thread is
-stuck in.
+the leader and read results. The process ends when the leader sends `Stop`, is silent or has ended, even while the main
+thread hangs.
 """
 
 import dataclasses
@@ -68,11 +68,11 @@ from dsv3.processes.key_file import read_key
 
 _log = logging.getLogger("dsv3.cluster")
 _RETRY_S = 0.2
-# How long the process waits, before it ends, until the leader has read why; the leader answers in milliseconds.
-_FAREWELL_S = 10.0
-# A collective that another process's end has broken raises at once; the leader tells the reason soon after.
+# How long the process waits, before it ends, until the leader has read its error; the leader answers in milliseconds.
+_SHUTDOWN_S = 10.0
+# A collective broken by the end of another process raises at once; the leader's reason follows soon after.
 _EXPLANATION_S = 3.0
-# The end of the leader must be seen here before jax's coordination client sees it and aborts the process.
+# This process must notice the end of the leader before jax's coordination client does, which aborts the process.
 _SWITCH_INTERVAL_S = 0.0005
 
 
@@ -84,10 +84,10 @@ def run(
     last: Incarnation | None = None,
     report: Callable[[FromFollower], None] = lambda _: None,
 ) -> NoReturn:
-    """Follows the leader until it ends, then ends the process: with status 0 if that was in order, else 1.
+    """Follows the leader until it ends, then ends the process: with status 0 if that was orderly, else 1.
 
-    `options` are those of the leader, `last` is the generation that this place was in before. A supervisor hears by
-    `report` how far it has come. Raises ValueError for a key file that cannot be used.
+    `options` are those of the leader, `last` is the generation of the process before. `report` sends the supervisor the
+    progress of the start. Raises ValueError for an unusable key file.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     credentials = credentials_of(read_key(cluster.cluster_key_file))
@@ -106,7 +106,7 @@ def run(
 
 
 class FollowerExecutor:
-    """Executes the leader's commands; `follower_handlers` do, by kind of job, what these ask for beside programs."""
+    """Executes the leader's commands; `follower_handlers`, by kind of work, do what is more than running programs."""
 
     def __init__(self, local: LocalExecutor, follower_handlers: Mapping[str, FollowerHandler]) -> None:
         self._local, self._follower_handlers = local, follower_handlers
@@ -118,12 +118,12 @@ class FollowerExecutor:
         return command, self._local.launch(command)
 
     def fetch(self, command: StepCommand, launched: list[Any]) -> tuple[Results, list[np.ndarray]]:
-        """Waits for the results of a step; returns them, and those that must be the same in every process."""
+        """Waits for the results of a step; returns them, and those that must be equal in every process."""
         results = self._local.fetch(command, launched)
         return results, self._local.replicated_results(command, results)
 
     def on_results(self, command: StepCommand, results: Results) -> None:
-        """Hands the results of a step to those who want them."""
+        """Passes the results of a step to the handlers."""
         for (kind, each), arrays in zip(command.jobs, results, strict=True):
             if (follower_handler := self._follower_handlers.get(kind)) is not None:
                 follower_handler.on_results(each, arrays)
@@ -151,17 +151,17 @@ class _Follower:
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def follow(self, model_dir: Path, options: EngineOptions, load: LoadComponents) -> NoReturn:
-        """Starts together with the leader, then executes what it sends."""
+        """Starts together with the leader, then executes its commands."""
         phases = Phases()
         fields = fields_of(model_dir, options, self._cluster)
         self._send(Hello(fields, socket.gethostname(), os.getpid(), self._last))
         begin = self._expect(Begin)
         generation = begin.generation
         if generation.is_over_for(self._last):
-            raise WireError(f"the leader is of {generation}, which is over: this process has been in {self._last}")
+            raise WireError(f"the leader is of {generation}, which is over: this process was in {self._last}")
         self._report_state(JoinedGroup(generation))
         _log.info("process %d begins in %s of %s", self._cluster.process_id, generation, generation.front)
-        phases.end("all have come")
+        phases.end("connected")
         if options.check_kernels:
             self._send(Checked(check_kernels(first_gpu(self._cluster))))
             apply_fallbacks(self._expect(Checked).replaced)
@@ -185,7 +185,7 @@ class _Follower:
         }
         local = LocalExecutor(components, JOB_KINDS)
         store = open_program_store(cluster, model_dir, options, components)
-        del components  # the executor alone holds the weights: experts that it moves are written in place
+        del components  # only the executor refers to the weights: experts that it moves are written in place
         local.compile_all(store=store)
         phases.end("compiling")
         self._send(Compiled(order_digests(collective_orders(local.devices.programs))))
@@ -202,7 +202,7 @@ class _Follower:
             self._last_launched = command.number
 
     def ask_to_drain(self, signal_name: str) -> None:
-        """Asks the leader to finish what runs and stop the instance."""
+        """Asks the leader to finish running requests and stop the instance."""
         text = f"process {self._cluster.process_id} has received {signal_name}"
         _log.info("%s: asking the leader to drain; once more ends this process at once", text)
         try:
@@ -211,18 +211,18 @@ class _Follower:
             _end(1, f"the leader (process 0) {error}")
 
     def fail(self, error: Exception) -> NoReturn:
-        """Ends the process because of `error`, or because of what the leader says first.
+        """Ends the process because of `error`, or because of the leader's `Stop` if that comes first.
 
-        Another process may be the cause of `error`, so the leader has `_EXPLANATION_S` seconds to tell a reason. Then
-        the leader is told the error. Its answer ends this process, which waits for it at most `_FAREWELL_S` seconds.
+        Another process may be the cause of `error`, so the leader has `_EXPLANATION_S` seconds to send a reason. Then
+        the error is sent to the leader. Its answer ends this process, which waits for it at most `_SHUTDOWN_S` seconds.
         """
-        time.sleep(_EXPLANATION_S)  # the receiving thread ends the process if the leader says so, or has gone
+        time.sleep(_EXPLANATION_S)  # the receiving thread ends the process if the leader sends Stop, or has ended
         expected = isinstance(error, ValueError | OSError)
         text = f"{type(error).__name__}: {error}" if expected else "".join(traceback.format_exception(error))
         _log.error("%s", text)
         self._channel.send_last(messages.encode(FollowerFailed(type(error).__name__, text)))
-        answered = self._channel.wait_closed(_FAREWELL_S)
-        _end(1, f"the leader (process 0) {'has' if answered else 'does not seem to have'} heard of that")
+        answered = self._channel.wait_closed(_SHUTDOWN_S)
+        _end(1, f"the leader (process 0) {'has received' if answered else 'has not confirmed'} this error")
 
     def _expect[Message: (Begin, Checked, Build, Compiled, Step)](self, kind: type[Message]) -> Message:
         message = self._inbox.get()
@@ -246,14 +246,14 @@ class _Follower:
         message = messages.decode_for_follower(body)
         match message:
             case Stop(failure=None):
-                _end(0, "the leader has ended in order")
+                _end(0, "the leader has ended the instance in order")
             case Stop(failure=str(failure)):
                 _end(1, f"the leader ends the instance: {failure}")
             case Started():
                 self._silence_s = self._cluster.cluster_silence_timeout
                 self._report_state(Serving())
             case Wait():
-                _log.info("the others have gone on without process %d: it waits", self._cluster.process_id)
+                _log.info("the others have started without process %d: it waits", self._cluster.process_id)
                 self._report_state(WaitsToRejoin())
             case Begin() | Checked() | Build() | Compiled() | Step():
                 self._inbox.put(message)
@@ -265,7 +265,7 @@ class _Follower:
         threading.Thread(target=self.fail, args=(WireError(text),), daemon=True).start()
 
     def _report(self, executor: FollowerExecutor) -> None:
-        """Reads the results of each step, sends their digest to the leader, and takes in what stays here."""
+        """Reads the results of each step, sends their digest to the leader, and passes them to the handlers."""
         chain = Chain()
         try:
             while True:
@@ -289,16 +289,16 @@ class _Follower:
 
 
 def renumbered(cluster: ClusterOptions, begin: Begin) -> ClusterOptions:
-    """Returns the place of a follower among those that begin."""
+    """Returns the options of a follower among the processes that start."""
     if begin.num_processes is None:
         return cluster
     return dataclasses.replace(cluster, num_processes=begin.num_processes, process_id=begin.process_id)
 
 
 def _connect_to_leader(cluster: ClusterOptions, credentials: Credentials) -> Wire:
-    """Connects to the leader, which may start later, be busy, or be besieged by strangers.
+    """Connects to the leader, which may start later, be busy, or have many unauthenticated connections.
 
-    Raises WireError where the leader refuses this process, and when the time to start is over.
+    Raises WireError where the leader refuses this process, and at the start timeout.
     """
     host, port = cluster.control_address
     deadline = time.monotonic() + cluster.cluster_start_timeout
@@ -323,7 +323,7 @@ def _dial(address: tuple[str, int], credentials: Credentials, process_id: int) -
 
 
 class _Signals:
-    """Takes SIGTERM and SIGINT on a thread: Python's own handlers wait until the main thread leaves a collective.
+    """Receives SIGTERM and SIGINT on a thread: Python's own handlers wait until the main thread leaves a collective.
 
     The first asks the leader to drain and stop the instance. The second ends this process at once, and so does the
     first while there is no leader yet.
@@ -339,7 +339,7 @@ class _Signals:
         threading.Thread(target=self._run, name="signals", daemon=True).start()
 
     def attach(self, follower: _Follower) -> None:
-        """Lets `follower` ask the leader from now on."""
+        """Sends the first signal's request through `follower` from now on."""
         self._follower = follower
 
     def _run(self) -> None:
@@ -353,7 +353,7 @@ class _Signals:
 
 
 def _end(status: int, text: str) -> NoReturn:
-    """Ends the process from any thread. jax's own shutdown, which would wait for the other processes, does not run."""
+    """Ends the process from any thread, without jax's own shutdown, which would wait for the other processes."""
     (_log.error if status else _log.info)("%s", text)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -1,4 +1,4 @@
-"""Building the leader's engine together with the followers, phase by phase."""
+"""Builds the leader's engine together with the followers, phase by phase."""
 
 import dataclasses
 import sys
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dsv3.config.options import LEADER, ClusterOptions, EngineOptions
+from dsv3.engine.build import log_components
 from dsv3.engine.cluster.digest import collective_orders
 from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.link import FIRST, Incarnation
@@ -31,11 +32,11 @@ from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.kernel_checks import apply_fallbacks, check_kernels
 from dsv3.engine.limits import with_pages
 
-_SWITCH_INTERVAL_S = 0.0005  # commands shall leave while the engine's thread launches the same step
+_SWITCH_INTERVAL_S = 0.0005  # so that commands are sent while the engine's thread launches the same step
 
 
 class LeaderExecutor:
-    """Sends each command to the followers, carries out its own part, and has the results compared with theirs.
+    """Sends each command to the followers, executes its own part, and compares the results with theirs.
 
     `ranks` are those of this process's devices.
     """
@@ -57,7 +58,7 @@ class LeaderExecutor:
 
     def launch(self, command: StepCommand) -> list[Any]:
         """Starts a step everywhere; raises ClusterError when the instance has failed."""
-        self._leader.send(command)  # first, so that the others do not wait for this process's launch
+        self._leader.send(command)  # before this process's launch, so that followers do not wait for it
         try:
             launched = self.local.launch(command.part(self._ranks))
         except Exception as error:
@@ -76,7 +77,7 @@ class LeaderExecutor:
 
 
 class LeaderHost(Protocol):
-    """The process around the engine; `dsv3.server.engine.process.EngineHost` is one."""
+    """The process that runs the engine; `dsv3.server.engine.process.EngineHost` is one."""
 
     def progress(self, text: str, done: int = 0, total: int = 0) -> None: ...
     def drain(self, reason: str) -> None: ...
@@ -92,7 +93,7 @@ def start_leader(
     load: LoadComponents = load_model,
     generation: Incarnation = FIRST,
 ) -> Engine:
-    """Returns an engine over the devices of all processes, warm; every follower is ready when it returns.
+    """Returns a warm engine over the devices of all processes; every follower is ready when it returns.
 
     Raises ClusterError when processes are missing, differ or fail.
     """
@@ -103,7 +104,7 @@ def start_leader(
     host.at_end(leader.end)
     host.progress(f"waiting for {cluster.num_processes - 1} other processes")
     given, cluster = cluster, leader.wait_for_followers()
-    phases.end("all have come")
+    phases.end("connected")
     if options.check_kernels:
         host.progress("checking the kernels")
         apply_fallbacks(leader.merge_kernel_checks(check_kernels(first_gpu(cluster))))
@@ -120,6 +121,7 @@ def start_leader(
     cfg = dataclasses.replace(with_pages(components.cfg, num_pages, options), transfer_addresses=addresses)
     components = dataclasses.replace(components, cfg=cfg)
     leader.send_limits(components.cfg)
+    log_components(components)
     ranks = components.cfg.ranks_of(LEADER)
     store = open_program_store(cluster, model_dir, options, components)
     executor = LeaderExecutor(LocalExecutor(components, JOB_KINDS), leader, ranks)

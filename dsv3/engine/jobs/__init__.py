@@ -1,7 +1,7 @@
-"""The kinds of work a step may hold, in the order in which they are planned and launched.
+"""The kinds of work that a step may hold, in the order in which they are planned and launched.
 
 A new kind is a file here and a line below (`docs/extending.md`). An engine drafts in one way, so of the two kinds that
-do one applies.
+draft one applies.
 """
 
 from dsv3.engine.job import JobKind

@@ -1,11 +1,11 @@
-"""Pages: copies pages from the devices to the tiers below, and loads those of a prompt's beginning from there.
+"""Pages: offloads pages from the devices to the tiers below, and loads those of a prompt's prefix from there.
 
-A page goes out once it is findable, unless it has been given away by then. A request whose prefix reaches further in
-the tiers than on its device gets a slot and pages, and waits while threads bring the values. Each step takes up what
-has come. What does not come in time, or does not verify, is computed.
+A page is offloaded once it is findable, unless it has been reallocated by then. A request whose prefix is longer in the
+tiers than on its device gets a slot and pages, and waits while threads load the values. Each step takes what has
+arrived. What does not arrive in time, or fails verification, is computed.
 
-Each process keeps and loads the pages of its own ranks. The leader's planner orders that in its commands, and knows
-from the followers what their hosts hold. A value never leaves its host but for another instance.
+Each process stores and loads the pages of its own ranks. The leader's planner orders that in its commands, and knows
+from the followers' events what their hosts have. A value never leaves its host except to another instance.
 """
 
 import dataclasses
@@ -50,19 +50,19 @@ NAME = "pages"
 OUT, IN = "pages_out", "pages_in"
 _IDLE_WAIT_S = 2e-3
 BATCH_BYTES = 2**26  # per device: staging memory of one launch, twice
-_MOST_AT_ONCE = 64
+_MAX_PAGES = 64  # per launch
 
 
 def page_buckets(page_bytes: int) -> tuple[int, ...]:
     """Returns how many pages are copied at once: 1, 8, 64, as far as they fit a batch's bytes."""
-    return tuple(n for n in (1, 8, _MOST_AT_ONCE) if n == 1 or n * page_bytes <= BATCH_BYTES)
+    return tuple(n for n in (1, 8, _MAX_PAGES) if n == 1 or n * page_bytes <= BATCH_BYTES)
 
 
 class PageCopy(Command, frozen=True):
     """Pages of each rank to copy at once, -1 in padding.
 
-    Pages that leave have `keys`. Pages that come have `values` where the process that schedules has loaded them, and
-    the number of a load where another one has: that of the rank.
+    Offloaded pages have `keys`. Loaded pages have `values` where the scheduling process has loaded them, and the number
+    of a load where another process has: that of the rank.
     """
 
     pages: np.ndarray  # [ranks, bucket] int32
@@ -71,7 +71,7 @@ class PageCopy(Command, frozen=True):
     loads: dict[int, int] = msgspec.field(default_factory=dict)
 
     def part(self, ranks: range) -> Self:
-        """Returns what a process with `ranks` needs of it, ranks counted from its first one."""
+        """Returns the part of a process with `ranks`, ranks counted from its first one."""
         pages, keys = self.pages[ranks.start : ranks.stop], _part(self.keys, ranks)
         return type(self)(pages, keys, _part(self.values, ranks), _part(self.loads, ranks))
 
@@ -84,7 +84,7 @@ class PagesCommand(Command, frozen=True):
     orders: dict[int, list[Order]] = msgspec.field(default_factory=dict)
 
     def part(self, ranks: range) -> Self:
-        """Returns what a process with `ranks` needs of it, ranks counted from its first one."""
+        """Returns the part of a process with `ranks`, ranks counted from its first one."""
         out, into = ([copy.part(ranks) for copy in copies] for copies in (self.out, self.into))
         return type(self)(out, into, _part(self.orders, ranks))
 
@@ -99,7 +99,7 @@ def value_rows(result: np.ndarray, count: int) -> np.ndarray:
 
 
 class OpenedTiers(NamedTuple):
-    """The tiers of a process, the memory of the first, and the port for other instances."""
+    """The tiers of a process, the memory of the first, and the server for other instances."""
 
     tiers: Tiers
     memory: SharedMemory | None
@@ -109,16 +109,16 @@ class OpenedTiers(NamedTuple):
 def open_tiers(
     components: EngineComponents, events: EventQueue | None = None, process_id: int = 0, ranks: Where = None
 ) -> OpenedTiers:
-    """Opens the tiers that the limits ask for in a process of the instance, and the port for other instances.
+    """Opens the tiers that the limits ask for in a process of the instance, and the server for other instances.
 
-    `events` hears what the tiers store and remove for `ranks`. Raises MemoryError, OSError or ValueError where one
-    cannot be.
+    `events` gets what the tiers store and remove for `ranks`. Raises MemoryError, OSError or ValueError where one
+    cannot be opened.
     """
     cfg, size = components.cfg, page_bytes(components.model_cfg, components.cfg.cache_dtype)
     blocks = blocks_within(int(cfg.kv_offloading_size * 2**30), size)
     if not blocks:
         raise ValueError(
-            f"kv_offloading_size: {cfg.kv_offloading_size} GiB do not hold one page of {size} bytes; raise it"
+            f"kv_offloading_size: {cfg.kv_offloading_size} GiB are less than one page of {size} bytes; raise it"
         )
     name = f"{LAYOUT_VERSION}-{cfg.fingerprint[:16]}"
     memory = SharedMemory(name, host_pool_bytes(blocks, size))
@@ -127,7 +127,7 @@ def open_tiers(
     )
     host_pool = HostPool(memory.array, size, blocks, on_host)
     gib, found = cfg.kv_offloading_size, len(host_pool)
-    _log.info("host memory in %s: %g GiB, room for %d pages, %d found again", memory.path, gib, blocks, found)
+    _log.info("KV offloading: host pool of %g GiB for %d pages in %s, %d pages found", gib, blocks, memory.path, found)
     limit = int(cfg.kv_store_size * 2**30)
     store = open_store(cfg.kv_store, cfg.fingerprint[:16], size, limit, on_store) if cfg.kv_store else None
     if cfg.transfer_key_file is None:
@@ -144,19 +144,19 @@ def open_tiers(
 
 
 _Incoming = tuple[int, list[int], PageBatch | RemoteBatch]
-"""Values that have come: their rank, the pages that they are for, and the batch."""
+"""A loaded batch: its rank, the pages that it fills, and the values."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PageStats:
-    """Requests that wait for pages of their prefix, and what each tier has counted, by its name."""
+    """Requests that wait for pages of their prefix, and the counters of each tier by name."""
 
     num_loading: int
     tiers: dict[str, Any]
 
 
 class PagesPlanner:
-    """Decides which pages a step copies. `opened` are the tiers, those that the limits ask for if not given."""
+    """Decides which pages a step copies. `opened` are the tiers; those of the limits if not given."""
 
     def __init__(self, view: EngineView, opened: OpenedTiers | None = None) -> None:
         self._scheduler, self._cfg = view.scheduler, view.scheduler.cfg
@@ -173,7 +173,7 @@ class PagesPlanner:
         self._measured_tokens, self._measured_at = 0, self._tiers.now()
 
     def plan(self, step: list[Planned]) -> list[Planned]:
-        """Plans what can be copied now; waits a moment where nobody has anything else to do."""
+        """Schedules the copies that are possible now; waits briefly where the engine has nothing else to do."""
         self._measure()
         self._scheduler.admission.take_answers()
         incoming, loaded = self._receive_loaded()
@@ -187,11 +187,11 @@ class PagesPlanner:
         return []
 
     def on_results(self, planned: Planned, results: tuple[np.ndarray, ...], outputs: StepOutputs) -> None:
-        """Hands what has left the devices to the tiers, and makes loaded pages findable."""
+        """Stores offloaded pages in the tiers, and makes loaded pages findable."""
         assert isinstance(planned.command, PagesCommand)
         arrays, slots = iter(results), self._scheduler.slots
         for rank, keys in (pair for copy in planned.command.out for pair in copy.keys.items()):
-            if rank in self._own_ranks:  # the others' processes keep theirs
+            if rank in self._own_ranks:  # the other processes store theirs
                 self._store(keys, value_rows(next(arrays), len(keys)))
         for sequence, epoch, tokens in planned.context:
             if sequence.slot >= 0 and slots.epoch[sequence.slot] == epoch:
@@ -201,11 +201,11 @@ class PagesPlanner:
             self._scheduler.distrusted.clear()
 
     def stats(self) -> PageStats:
-        """Returns what the tiers have counted."""
+        """Returns the tiers' counters."""
         return PageStats(len(self._scheduler.loading), dict(self._by_rank.counts()))
 
     def _join_followers(self, view: EngineView) -> HostTiers | Hosts:
-        """Returns the tiers of all processes; those of followers hear what these tell."""
+        """Returns the tiers of all processes; those of followers are updated by their events."""
         if view.work_events is None:
             return self._tiers
         cfg, events = self._cfg, view.scheduler.events
@@ -217,7 +217,7 @@ class PagesPlanner:
         return Hosts([self._tiers, *self._remote.values()], len(self._own_ranks))
 
     def _store(self, keys: list[PageKey], values: np.ndarray) -> None:
-        """Hands over pages but those that have been distrusted since."""
+        """Stores pages in the tiers, except those invalidated since."""
         sound = [i for i, key in enumerate(keys) if key not in self._scheduler.distrusted]
         if len(sound) == len(keys):
             self._tiers.keep(keys, values)
@@ -225,15 +225,15 @@ class PagesPlanner:
             self._tiers.keep([keys[i] for i in sound], values[sound])
 
     def _measure(self) -> None:
-        """Notes how fast prompts are computed, from the tokens and the time since the last step."""
+        """Records the speed of prefill, from the tokens and the time since the last step."""
         now, tokens = self._tiers.now(), self._scheduler.prompt_tokens
         self._tiers.compute_rate.note(tokens - self._measured_tokens, now - self._measured_at)
         self._measured_tokens, self._measured_at = tokens, now
 
     def _receive_loaded(self) -> tuple[list[_Incoming], list[tuple[Sequence, int, int]]]:
-        """Returns the batches that have come, and how far each request's prefix is loaded with them.
+        """Returns the batches that have arrived, and how far each request's prefix is loaded with them.
 
-        Requests for which nothing more will come begin their prefill.
+        Requests whose loads are complete begin their prefill.
         """
         scheduler, slots = self._scheduler, self._scheduler.slots
         incoming, loaded = [], []
@@ -268,7 +268,7 @@ class PagesPlanner:
                 del self._fetches[epoch]
 
     def _pop_offloads(self) -> list[list[tuple[PageKey, int]]]:
-        """Takes the pages that leave with this step, by rank; drops those not findable, and those that the host has."""
+        """Dequeues the pages to offload with this step, by rank; drops pages not findable, or stored already."""
         outgoing, caches = self._scheduler.outgoing, self._scheduler.caches
         mine: list[list[tuple[PageKey, int]]] = [[] for _ in caches]
         for _ in range(len(outgoing)):
@@ -283,15 +283,15 @@ class PagesPlanner:
     def _offload_copies(self, departing: list[list[tuple[PageKey, int]]]) -> list[PageCopy]:
         copies, most = [], self._buckets[-1]
         for start in range(0, max(map(len, departing), default=0), most):
-            components = {rank: mine[start : start + most] for rank, mine in enumerate(departing) if len(mine) > start}
-            pages = {rank: [page for _, page in part] for rank, part in components.items()}
-            keys = {rank: [key for key, _ in part] for rank, part in components.items()}
+            chosen = {rank: mine[start : start + most] for rank, mine in enumerate(departing) if len(mine) > start}
+            pages = {rank: [page for _, page in each] for rank, each in chosen.items()}
+            keys = {rank: [key for key, _ in each] for rank, each in chosen.items()}
             size = bucket(self._buckets, max(map(len, pages.values())))
             copies.append(PageCopy(self._table(pages, size), keys))
         return copies
 
     def _load_copies(self, incoming: list[_Incoming]) -> list[PageCopy]:
-        """Joins batches of different ranks and of one size, which are loaded at once."""
+        """Joins batches of different ranks and of one size, which are copied at once."""
         queues: dict[tuple[int, int], list[_Incoming]] = defaultdict(list)
         for rank, pages, batch in incoming:
             queues[batch.bucket, rank].append((rank, pages, batch))
@@ -335,9 +335,9 @@ class PagesWorker:
         self._devices = devices
 
     def launch(self, command: PagesCommand) -> tuple[jax.Array, ...]:
-        """Starts the copies; returns what has come out, one array of values `[1, n, ...]` per copy and rank with pages.
+        """Starts the copies; returns one array of offloaded values `[1, n, ...]` per copy and rank with pages.
 
-        Behind them stands, for each copy in, something to wait for. Ranks count from the first one of this process.
+        Behind them is, for each copy in, an array to wait for. Ranks count from the first one of this process.
         """
         out = [array for copy in command.out for array in self._take_out(copy)]
         return (*out, *(self._put_in(copy) for copy in command.into))
@@ -362,20 +362,20 @@ class PagesWorker:
 
 
 class PagesFollower:
-    """The tiers of this process, as the leader's commands have them used."""
+    """The tiers of this process, as the leader's commands use them."""
 
-    def __init__(self, components: EngineComponents, tell: PublishEvent) -> None:
-        happened = TierEvents()
-        self.opened: OpenedTiers = open_tiers(components, happened, jax.process_index())
-        self._ordered = OrderedTiers(self.opened.tiers, happened, tell)
+    def __init__(self, components: EngineComponents, publish: PublishEvent) -> None:
+        events = TierEvents()
+        self.opened: OpenedTiers = open_tiers(components, events, jax.process_index())
+        self._ordered = OrderedTiers(self.opened.tiers, events, publish)
 
     def prepare(self, command: PagesCommand) -> PagesCommand:
-        """Begins what the leader has ordered; returns the command with the values that it names."""
+        """Starts the leader's orders; returns the command with the values that it names."""
         self._ordered.begin(_orders(command))
         return msgspec.structs.replace(command, into=[self._with_values(copy) for copy in command.into])
 
     def on_results(self, command: PagesCommand, results: tuple[np.ndarray, ...]) -> None:
-        """Keeps what has left the devices of this process."""
+        """Stores pages offloaded from the devices of this process."""
         arrays = iter(results)
         for keys in (keys for copy in command.out for keys in copy.keys.values()):
             self.opened.tiers.keep(keys, value_rows(next(arrays), len(keys)))

@@ -1,4 +1,4 @@
-"""Prefill: chunks of prompts, several requests in one flat batch; the last chunk of a prompt gets its first token."""
+"""Prefill: chunks of prompts, several requests in one flat batch; the last chunk of a prompt samples a token."""
 
 import functools
 import itertools
@@ -12,7 +12,7 @@ import numpy as np
 
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.device.devices import Devices, Forward
-from dsv3.engine.device.form_selection import ANY_LENGTH, prefill_form, prefill_forms, room
+from dsv3.engine.device.form_selection import ANY_LENGTH, capacity, prefill_form, prefill_forms
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.state import HEADER, DecodeState, control_rows, last_rows, ragged_batch
@@ -40,14 +40,14 @@ NAME = "prefill"
 
 
 class PrefillCommand(Command, frozen=True, tag=0):
-    """Chunks of several ranks, in the order of the ranks; only what they use of tokens and page tables travels.
+    """Chunks of several ranks, in the order of the ranks, without padding of tokens and page tables.
 
     `bucket` is the size of the batch, and `has_context` says whether a chunk has tokens before it. Row i of `header` is
-    a chunk: rank, pages, then `HEADER` columns. `tokens` and `pages` hold those of all chunks one after the other.
-    Where it `wants_prompt_logprobs`, log-probabilities of the prompts follow. No query of any rank sees more than `longest` tokens, and
-    the requests of no rank have more than `keys` tokens together, counted in whole pages. `pairs` of a new token and
-    one before its chunk are those of the rank that has most. Where it `samples`, a chunk is the last one of a prompt:
-    `sample` says how its first token is drawn, or a command of its own does, once there are masks.
+    a chunk: rank, pages, then `HEADER` columns. `tokens` and `pages` are those of all chunks, concatenated. With
+    `wants_prompt_logprobs`, log-probabilities of the prompts follow. No query of any rank sees more than `longest`
+    tokens, and the requests of no rank have more than `keys` tokens together, counted in whole pages. `pairs` counts
+    pairs of a new token and one before its chunk, on the rank that has most. With `samples`, some chunk is the last one
+    of a prompt: `sample` is its sampler, or a second command follows with it, once its bitmasks are computed.
     """
 
     bucket: int
@@ -115,7 +115,7 @@ def _starts(counts: np.ndarray) -> np.ndarray:
 
 
 class PrefillPlanner:
-    """Admits waiting requests and computes prompts chunk by chunk, on each rank in order of admission."""
+    """Admits waiting requests and schedules their prompts in chunks, on each rank in order of admission."""
 
     def __init__(self, view: EngineView) -> None:
         self._view, self._scheduler, self._cfg = view, view.scheduler, view.scheduler.cfg
@@ -124,7 +124,7 @@ class PrefillPlanner:
         self._capacity = CapacityFactor(1 << (self._cfg.max_num_batched_tokens - 1).bit_length())
 
     def plan(self, step: list[Planned]) -> list[Planned]:
-        """Plans one batch of chunks, log-probabilities of their tokens, and sampling where one is a prompt's last."""
+        """Schedules one batch of chunks, log-probabilities of their tokens, and sampling for last chunks."""
         scheduler = self._scheduler
         scheduler.admit()
         if not any(scheduler.prefilling) or self._waits_for_batch(step):
@@ -137,13 +137,13 @@ class PrefillPlanner:
         context = ForwardContext(rows, self._capacity.factor, chunks)
         if not starting:
             return [Planned(NAME, command, context)]
-        sample, held = sampler_command(scheduler.slots, rows.slots, starting, self._cfg.max_num_seqs)
-        if held:
+        sample, is_constrained = sampler_command(scheduler.slots, rows.slots, starting, self._cfg.max_num_seqs)
+        if is_constrained:
             return [Planned(NAME, command, context, defer_for_masks(self._view.masks, sample, rows, 1))]
         return [Planned(NAME, msgspec.structs.replace(command, sample=sample), context)]
 
     def _waits_for_batch(self, step: list[Planned]) -> bool:
-        """Returns whether prompts wait for others, on an instance where only their ends are to be computed."""
+        """Returns whether short prompts wait for others, on a decode instance, which computes only their ends."""
         if self._cfg.role != "decode" or not step:
             return False
         prompts = 0
@@ -155,9 +155,9 @@ class PrefillPlanner:
         return self._batching.waits(prompts, int(np.count_nonzero(self._scheduler.slots.decoding)))
 
     def on_results(self, planned: Planned, results: ForwardResults, outputs: StepOutputs) -> None:
-        """Makes the pages findable that the chunks have completed, or takes back chunks that found no room.
+        """Makes the pages findable that the chunks have completed, or resets chunks that overflowed.
 
-        Then it hands the requests what was computed of their prompts, and their first tokens.
+        Then it outputs the prompts' log-probabilities, and their first tokens.
         """
         context: ForwardContext = planned.context
         if not planned.is_deferred:
@@ -183,7 +183,7 @@ class PrefillPlanner:
             scheduler.prompt_tokens += 0 if overflowed else chunk.stop - chunk.start
 
     def stats(self) -> PrefillBalance | None:
-        """Says how even the ranks' shares are."""
+        """Returns how even the ranks' shares are."""
         return self._balance if self._cfg.num_ranks > 1 else None
 
     def _chunks(self) -> list[list[Chunk]]:
@@ -196,29 +196,29 @@ class PrefillPlanner:
         return [self._rank_chunks(mine, counts) if mine else [] for mine, counts in each]
 
     def _rank_chunks(self, prefilling: list[Sequence], counts: list[int]) -> list[Chunk]:
-        """Returns the chunks of a rank, those first of whose tokens something is told."""
-        to_tell, chunks = prompt_logprobs.MAX_PROMPT_LOGPROB_TOKENS, []
+        """Returns the chunks of a rank; chunks with prompt log-probabilities come first."""
+        logprob_budget, chunks = prompt_logprobs.MAX_PROMPT_LOGPROB_TOKENS, []
         for sequence, count in zip(prefilling, counts, strict=False):
             if count and sequence.tells_prompt:
-                count = min(count, to_tell)
-                to_tell -= count
+                count = min(count, logprob_budget)
+                logprob_budget -= count
             if count:
                 epoch = int(self._scheduler.slots.epoch[sequence.slot])
                 start, stop = sequence.prefilled, sequence.prefilled + count
                 chunks.append(Chunk(sequence, epoch, start, stop))
-        if to_tell < prompt_logprobs.MAX_PROMPT_LOGPROB_TOKENS:
+        if logprob_budget < prompt_logprobs.MAX_PROMPT_LOGPROB_TOKENS:
             chunks.sort(key=lambda chunk: not chunk.sequence.tells_prompt)
         return chunks
 
     def _bucket(self, chunks: list[list[Chunk]]) -> int:
-        """Returns the smallest bucket with enough tokens and enough rows, and the room that each token gets."""
+        """Returns the smallest bucket with enough rows, and enough tokens for the capacity factor."""
         tokens = max([sum([c.stop - c.start for c in mine]) for mine in chunks if mine])
         tokens = min(tokens * self._capacity.factor, self._cfg.max_num_batched_tokens)
         rows = max(map(len, chunks))
         return next(b for b in self._cfg.prefill_buckets if b >= tokens and self._cfg.prefill_rows(b) >= rows)
 
     def _mark_launched(self, chunks: list[list[Chunk]]) -> tuple[BatchRows, list[Sequence]]:
-        """Notes the chunks as launched; returns the rows that sample, and their sequences."""
+        """Updates the scheduler for launched chunks; returns the rows that sample, and their sequences."""
         scheduler = self._scheduler
         last = [(rank, i, c.sequence) for rank, mine in enumerate(chunks) for i, c in enumerate(mine) if c.is_last]
         slots = np.array([sequence.slot for _, _, sequence in last], np.int64)
@@ -240,9 +240,9 @@ class PrefillPlanner:
 def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> PrefillCommand:
     flat = [(rank, c) for rank, mine in enumerate(chunks) for c in mine]
     sequences = [c.sequence for _, c in flat]
-    places = [_header_fields(rank, chunk, cfg.max_num_seqs) for rank, chunk in flat]
+    fields = [_header_fields(rank, chunk, cfg.max_num_seqs) for rank, chunk in flat]
     header = np.empty((len(flat), 2 + HEADER), np.int32)
-    header[:, :6] = np.fromiter(itertools.chain.from_iterable(places), np.int32, 6 * len(flat)).reshape(-1, 6)
+    header[:, :6] = np.fromiter(itertools.chain.from_iterable(fields), np.int32, 6 * len(flat)).reshape(-1, 6)
     header[:, 6:] = control_rows(sequences)
     rank, count, start = header[:, 0], header[:, 3].astype(np.int64), header[:, 4]
     stop = start + count
@@ -251,7 +251,7 @@ def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> Prefi
         header,
         np.concatenate([c.sequence.tokens[c.start : c.stop] for _, c in flat]),
         np.concatenate([_page_row(sequence) for sequence in sequences]),
-        bool((header[:, 5] < 0).any()),  # no token behind it is known
+        bool((header[:, 5] < 0).any()),  # a prompt's last chunk has no following token
         bool(start.any()),
         any([sequence.tells_prompt for sequence in sequences]),
         int(stop.max()),
@@ -261,14 +261,14 @@ def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> Prefi
 
 
 def _header_fields(rank: int, chunk: Chunk, max_num_seqs: int) -> tuple[int, int, int, int, int, int]:
-    """Returns what a chunk's row begins with: rank, pages, slot, tokens, those before, the one behind."""
+    """Returns the first columns of a chunk's row: rank, pages, slot, tokens, tokens before it, the token behind it."""
     sequence, start, stop = chunk.sequence, chunk.start, chunk.stop
     follows = -1 if stop == len(sequence.tokens) else int(sequence.tokens[stop])
     return rank, len(sequence.pages), sequence.slot % max_num_seqs, stop - start, start, follows
 
 
 def _page_row(sequence: Sequence) -> np.ndarray:
-    """Returns a sequence's pages as `[n]` int32: as it began with, unless it has got more and computes tokens again."""
+    """Returns a sequence's pages as `[n]` int32: the cached row unless its pages have changed."""
     row, pages = sequence.page_row, sequence.pages
     return row if row is not None and len(row) == len(pages) else np.array(pages, np.int32)
 
@@ -280,8 +280,7 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     for size, form in each:
         batch = layout.array(size), layout.array(cfg.prefill_rows(size), HEADER + cfg.pages_per_seq)
         number = cfg.program_number(NAME, size)
-        most = room(layout, size, form)
-        body = functools.partial(prefill_body, layout, form=form, room=most, program=number)
+        body = functools.partial(prefill_body, layout, form=form, capacity=capacity(layout, size, form), program=number)
         arguments = (layout.params, layout.pages, layout.state, *batch)
         key, padding = Key(NAME, size, form), {4: layout.padding_chunk}
         yield layout.per_rank(key, body, arguments, donated=(1, 2), takes_params=True, padding=padding)
@@ -296,13 +295,13 @@ class PrefillWorker:
         self._devices = devices
 
     def launch(self, command: PrefillCommand | SampleCommand) -> ForwardResults:
-        """Starts the batch, or the sampler of one that has waited for masks; leaves what a drafter needs."""
+        """Starts the batch, or the sampler of one that waited for bitmasks; leaves what a drafter needs."""
         devices, results = self._devices, ForwardResults()
         if isinstance(command, PrefillCommand):
             forward, sampler = self._forward(command), command.sample
             prompt = prompt_logprobs.launch(devices, command.bucket, forward) if command.wants_prompt_logprobs else ()
-            # Whether there was room. Where there is no token to read it is also what to wait for: pages are shared
-            # once they are written.
+            # The slots show overflow. Without a sampled token they are also what to wait for: pages are shared once
+            # they are written.
             needed = not command.samples or devices.layout.functions.may_overflow
             results = ForwardResults(local_part(forward.slots) if needed else None, prompt)
         else:
@@ -337,19 +336,19 @@ def prefill_body(
     rows: jax.Array,
     *,
     form: AttentionForm,
-    room: int,
+    capacity: int,
     program: int,
 ) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array, jax.Array]:
     """Runs the chunks `rows` `[B, HEADER + Mp]` over `tokens` `[T]`, for one rank; enters them into the state.
 
     Returns pages, state, scores `[Xn, B, 1, W / Xn]` after each chunk's last token, hidden states, and the slots `[B]`
-    that shall sample: none where a buffer between devices was too small. The hidden states are those of all tokens
-    `[T, D]` where something drafts from them, and else those of the first, of which log-probabilities may be told. The
-    host knows `form` and `room` of the batch, so no device asks. `program` is the number under which it counts.
+    to sample: none where a buffer between devices overflowed. The hidden states are those of all tokens `[T, D]` if
+    there is a drafter, else of the first tokens, whose log-probabilities may be needed. `form` and `capacity` of the
+    batch are chosen on the host. `program` is the number of its counters.
     """
     functions, cfg = layout.functions, layout.model_cfg
     slots, count, context, follows = (rows[:, i] for i in range(4))
-    batch = ragged_batch(tokens, rows, form, room)
+    batch = ragged_batch(tokens, rows, form, capacity)
     out = functions.prefill(params, cfg, batch, pages)
     scores = functions.scores(params, cfg, out.hidden[last_rows(batch)][:, None])
     state = DecodeState(

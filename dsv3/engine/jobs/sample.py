@@ -1,13 +1,13 @@
-"""Sampling, the second half of a forward job: one token for each row, or several where a row brought drafts.
+"""Sampling, the second half of a forward job: one token per row, or several where draft tokens are verified.
 
-A row of S tokens holds its last token and S - 1 drafts of those to come. Tokens are sampled at every position by the
+A row of S tokens holds its last token and S - 1 drafts of the next ones. Tokens are sampled at every position by the
 same rule as without drafts, with a random number that depends on seed and position alone; they count as long as the
-draft at their place was right. So the text is the same with any drafts and with none.
+draft in their place was equal. So the text is the same with any drafts and with none.
 
-Rows may be held to grammars: masks take from the sampler the tokens that may not come next. The command of such a
-sampler is made when the results of the step before are in. The forward program of the step has been launched by then:
-the devices work while the host computes masks, and the look-ahead stays. Masks are an argument of the sampler: a
-program of their own would cost a launch and one more pass over the logits.
+Rows may be constrained by grammars: token bitmasks exclude the tokens that may not come next. The command of such a
+sampler is made when the results of the previous step are in. The forward program of the step has been launched by then,
+so the devices work while the host computes bitmasks. Bitmasks are an argument of the sampler: a program of their own
+would cost a launch and one more pass over the logits.
 """
 
 import dataclasses
@@ -38,9 +38,9 @@ from dsv3.scheduler.structured_output import ALL, Masks
 
 
 class Sampler(NamedTuple):
-    """A compiled sampler: the greatest variant that it serves, and whether it takes masks.
+    """A compiled sampler: the greatest variant that it serves, and whether it takes bitmasks.
 
-    One that `adaptive` finds out while it runs which filters its rows ask for.
+    An `adaptive` one checks while it runs which filters its rows use.
     """
 
     variant: int
@@ -51,29 +51,30 @@ class Sampler(NamedTuple):
 def samplers(layout: Layout) -> tuple[Sampler, ...]:
     """Returns the samplers of each batch size, those first that cost the least per step.
 
-    A CPU looks, so three serve all its steps in place of seven, six of which take 1.2 to 2.3 s to compile. A held row
-    has the state of adjustments there, and a row with adjustments has masks. What that costs a step, and what looking
-    saves, `benchmarks.sampler_programs` measures. A GPU would wait for its host when it looked.
+    On a CPU samplers are adaptive, so three serve all its steps instead of seven, six of which take 1.2 to 2.3 s to
+    compile. A constrained row allocates the state of adjustments there, and a row with adjustments has bitmasks.
+    `benchmarks.sampler_programs` measures what that costs and saves. An adaptive sampler on a GPU would wait for its
+    host.
     """
     if layout.platform == "cpu":
         return Sampler(GREEDY), Sampler(FILTERED, adaptive=True), Sampler(FULL, layout.takes_grammars, adaptive=True)
     free = tuple(map(Sampler, (GREEDY, DRAWN, FILTERED, FULL)))
-    # Batches of greedy rows that are held take the one that draws, as those that are mixed do: one program less.
-    held = tuple(Sampler(variant, is_constrained=True) for variant in (DRAWN, FILTERED, FULL))
-    return free + held if layout.takes_grammars else free
+    # Batches of constrained greedy rows use the one that draws, as mixed batches do: one program less.
+    constrained = tuple(Sampler(variant, is_constrained=True) for variant in (DRAWN, FILTERED, FULL))
+    return free + constrained if layout.takes_grammars else free
 
 
 def sampler_for(layout: Layout, variant: int, is_constrained: bool) -> Sampler:
-    """Returns the sampler of a step whose rows need `variant`, some of which may be held to grammars."""
+    """Returns the sampler of a step whose rows need `variant`, and are constrained or not."""
     return next(s for s in samplers(layout) if s.variant >= variant and s.is_constrained >= is_constrained)
 
 
 NAME = "sample"
-_CONSTRAINED = "constrained sample"  # samplers with masks
+_CONSTRAINED = "constrained sample"  # samplers with bitmasks
 
 
 class Adjustment(Command, frozen=True):
-    """What a request that changes its logits writes into its slot when it starts, or starts again."""
+    """What a request with logit adjustments writes to its slot when it starts, or restarts."""
 
     rank: int
     slot: int  # within the rank
@@ -85,28 +86,28 @@ class Adjustment(Command, frozen=True):
 
 
 class RowMasks(Command, frozen=True):
-    """Masks of rows of a batch, by rank and row: those that may not take every token."""
+    """Token bitmasks of the constrained rows of a batch, by rank and row."""
 
-    places: np.ndarray  # [n, 2] int32
+    rows: np.ndarray  # [n, 2] int32, rank and row
     masks: np.ndarray  # [n, S, words] uint32
 
     def part(self, ranks: range) -> "RowMasks":
-        """Returns the masks of `ranks`."""
-        mine = (self.places[:, 0] >= ranks.start) & (self.places[:, 0] < ranks.stop)
-        return RowMasks(self.places[mine] - np.array([ranks.start, 0], np.int32), self.masks[mine])
+        """Returns the bitmasks of `ranks`."""
+        mine = (self.rows[:, 0] >= ranks.start) & (self.rows[:, 0] < ranks.stop)
+        return RowMasks(self.rows[mine] - np.array([ranks.start, 0], np.int32), self.masks[mine])
 
     def whole(self, ranks: int, rows: int, width: int, words: int) -> np.ndarray:
-        """Returns the masks of all rows of a batch, `[ranks, B, S, words]`."""
+        """Returns the bitmasks of all rows of a batch, `[ranks, B, S, words]`."""
         masks = np.full((ranks, rows, width, words), ALL, np.uint32)
-        masks[self.places[:, 0], self.places[:, 1]] = self.masks
+        masks[self.rows[:, 0], self.rows[:, 1]] = self.masks
         return masks
 
 
 class SampleCommand(Command, frozen=True, tag=1, omit_defaults=True):
-    """Samples the rows that a forward program has left. `variant` is the sampler's.
+    """Samples the rows of a forward program. `variant` is the sampler's.
 
-    `adjustments` are made before, at most one per rank in each of `adjust_launches`. With `masks` some rows are held to
-    a grammar.
+    `adjustments` are applied before, at most one per rank in each of `adjust_launches`. With `masks` some rows are
+    constrained.
     """
 
     variant: int
@@ -116,7 +117,7 @@ class SampleCommand(Command, frozen=True, tag=1, omit_defaults=True):
     masks: RowMasks | None = None
 
     def part(self, ranks: range) -> "SampleCommand":
-        """Returns the command with the adjustments and masks of `ranks` only."""
+        """Returns the command with the adjustments and bitmasks of `ranks` only."""
         if not self.adjustments and self.masks is None:
             return self
         mine = [_for_local_ranks(a, ranks.start) for a in self.adjustments if a.rank in ranks]
@@ -127,7 +128,8 @@ class SampleCommand(Command, frozen=True, tag=1, omit_defaults=True):
 class ForwardContext(NamedTuple):
     """What a planner of a forward job keeps until its results come.
 
-    These are the rows that sample, how much room each had (`scheduler.accept.Room`), and a prefill's chunks by rank.
+    These are the rows that sample, their capacity factor (`scheduler.results.CapacityFactor`), and a prefill's chunks
+    by rank.
     """
 
     rows: BatchRows
@@ -136,11 +138,11 @@ class ForwardContext(NamedTuple):
 
 
 class ForwardResults(NamedTuple):
-    """What a forward job gives the host: arrays on their way to it, and numpy arrays once they are fetched.
+    """Results of a forward job: arrays on their way to the host, and numpy arrays once they are fetched.
 
-    `slots` `[ranks here, B]` say whether there was room (`Layout.sampling_slots`), and are what to wait for where nothing is
-    sampled; None where neither is needed. `prompt` are log-probabilities of prompts (`jobs.prompt_logprobs`), `sampled`
-    what `dsv3.scheduler.results` takes in, the same in every process of an instance.
+    `slots` `[ranks here, B]` show overflow (`Layout.sampling_slots`), and can be waited for where nothing is sampled;
+    None where neither is needed. `prompt` are log-probabilities of prompts (`jobs.prompt_logprobs`), `sampled` the
+    arguments of `dsv3.scheduler.results`, equal in every process of an instance.
     """
 
     slots: Any = None
@@ -156,7 +158,7 @@ def _for_local_ranks(adjustment: Adjustment, first: int) -> Adjustment:
 def sampler_command(
     slots: BatchSlots, mine: np.ndarray, starting: Iterable[Sequence] = (), max_num_seqs: int = 0
 ) -> tuple[SampleCommand, bool]:
-    """Returns the command for what the requests in slots `mine` need together, and whether one is held to a grammar.
+    """Returns the command for what the requests in slots `mine` need together, and whether one is constrained.
 
     Those in `starting` have just got their slot, of `max_num_seqs` per rank.
     """
@@ -170,11 +172,11 @@ def sampler_command(
 def defer_for_masks(
     masks: Masks | None, command: SampleCommand, rows: BatchRows, width: int
 ) -> Callable[[StepOutputs], SampleCommand]:
-    """Returns what makes the command of a sampler some of whose `rows`, of `width` tokens, are held to grammars.
+    """Returns a function that completes the sampler's command for constrained `rows`, of `width` tokens.
 
-    A mask depends on a row's last token, which the host sees one step late.
+    A bitmask depends on a row's last token, which the host sees one step late.
     """
-    assert masks is not None  # else no request is held
+    assert masks is not None  # else no request is constrained
 
     def make(outputs: StepOutputs) -> SampleCommand:
         return msgspec.structs.replace(command, masks=RowMasks(*masks.of(rows, width, outputs)))
@@ -185,7 +187,7 @@ def defer_for_masks(
 def _adjustment(sequence: Sequence, max_num_seqs: int) -> Adjustment:
     rank, slot = divmod(sequence.slot, max_num_seqs)
     bias = sequence.sampling.logit_bias
-    # An answer that is held to a grammar has its end forbidden by its masks, as far as these leave anything else.
+    # A constrained request's end is forbidden by its bitmasks, as far as these allow anything else.
     stop = [] if sequence.matcher is not None else sorted(sequence.stop_ids)[: device_state.MAX_FORBIDDEN]
     return Adjustment(
         rank=rank,
@@ -265,7 +267,7 @@ def _key(sampler: Sampler, rows: int, width: int) -> Key:
 
 
 def adjust_shapes(layout: Layout) -> AdjustState:
-    """Returns the shapes of what requests need that change their logits."""
+    """Returns the shapes of the adjustments' state."""
     return layout.sharded(device_state.adjust_state_shapes(layout.cfg, layout.model_cfg.vocab_size))
 
 
@@ -276,10 +278,9 @@ def _zeros(shapes: AdjustState, _: jax.Array) -> AdjustState:
 def launch_sampler(
     devices: Devices, forward: Forward, command: SampleCommand
 ) -> tuple[Forward | None, tuple[jax.Array, ...]]:
-    """Launches the sampler on what a forward program has left.
+    """Launches the sampler on the results of a forward program.
 
-    Returns what is left of that for a drafter, if there is one, and the results, whose copies to the host are under
-    way.
+    Returns what a drafter needs, if there is one, and the results, whose copies to the host have been started.
     """
     layout, scores, slots = devices.layout, forward.scores, forward.slots
     for i in range(command.adjust_launches):
@@ -301,7 +302,7 @@ def launch_sampler(
 
 
 def _masks(masks: RowMasks | None, layout: Layout, rows: int, width: int) -> np.ndarray:
-    """Returns masks `[ranks here, B, S, words]`: with `masks` those of its rows, and such as allow every token."""
+    """Returns bitmasks `[ranks here, B, S, words]`; rows without one in `masks` allow every token."""
     shape = (layout.num_local_ranks, rows, width, bitmask_words(layout.model_cfg.vocab_size))
     return _no_masks(shape) if masks is None else masks.whole(*shape)
 
@@ -312,7 +313,7 @@ def _no_masks(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _set_adjustments(devices: Devices, adjustments: list[Adjustment], turn: int) -> None:
-    """Makes the `turn`-th adjustment of each rank."""
+    """Applies the `turn`-th adjustment of each rank."""
     by_rank: dict[int, list[Adjustment]] = {}
     for adjustment in adjustments:
         by_rank.setdefault(adjustment.rank, []).append(adjustment)
@@ -324,7 +325,7 @@ def _set_adjustments(devices: Devices, adjustments: list[Adjustment], turn: int)
 
 
 def _adjust_state(devices: Devices) -> Any:
-    """Makes it when first needed: it takes 5 bytes per slot and vocabulary entry."""
+    """Returns the adjustments' state, allocated at its first use: it takes 5 bytes per slot and vocabulary entry."""
     if devices.adjust is None:
         ranks = devices.put(np.zeros(devices.layout.num_local_ranks, np.int32))
         devices.adjust = devices.programs.get(Key("new_adjust"))(ranks)
@@ -347,9 +348,10 @@ def sample_scores_body(
     chances: tuple[float, ...] = (),
     adaptive: bool = False,
 ) -> tuple[DecodeState, AdjustState | None, jax.Array]:
-    """Does what `sample_body` does, from scores `[Xn, B, S, W / Xn]`.
+    """Samples as `sample_body` does, from scores `[Xn, B, S, W / Xn]`.
 
-    Where devices share the words, greedy sampling asks each for its best one. All else takes the logits of all words.
+    Where devices share the vocabulary, greedy sampling exchanges each device's best token. All else gathers the logits
+    of all tokens.
     """
     if variant != GREEDY or vocabulary.ranks == 1:
         whole = vocabulary.whole(scores)
@@ -357,7 +359,7 @@ def sample_scores_body(
     words, top = best_tokens(vocabulary, scores)
     drawn = jnp.where(jnp.isfinite(top), words, NOT_FINITE)
     vocab_size = scores.shape[-1] * vocabulary.ranks
-    return _advance(state, adjust, slots, drawn.shape[1], lambda adjust, held, i: drawn[:, i], chances, vocab_size)
+    return _advance(state, adjust, slots, drawn.shape[1], lambda adjust, rows, i: drawn[:, i], chances, vocab_size)
 
 
 def sample_body(
@@ -371,32 +373,32 @@ def sample_body(
     chances: tuple[float, ...] = (),
     adaptive: bool = False,
 ) -> tuple[DecodeState, AdjustState | None, jax.Array]:
-    """Samples the rows `slots` `[B]` from `logits` `[B, S, W]`, for one rank, and advances their state.
+    """Samples the rows `slots` `[B]` from `logits` `[B, S, W]`, for one rank, verifies drafts, and advances the state.
 
-    Where rows are held to grammars, tokens without a bit in `masks` `[B, S, words]` are not drawn.
-    Column i of the state's tokens is compared with what is sampled at position i - 1: a row goes on while they agree.
-    Where a benchmark gives the `chances` of the drafts, a coin overrules what was sampled in front of each.
-    What `adaptive` finds out while it runs which filters the rows ask for.
+    Tokens without a bit in `masks` `[B, S, words]` are not drawn. Column i of the state's tokens is compared with the
+    token sampled at position i - 1: a row continues while they are equal. With synthetic `chances` of drafts, for
+    benchmarks, a coin replaces the sampled token in front of each. `adaptive` checks at run time which filters the rows
+    use.
 
     Returns state, adjust state and tokens `[B, S]`: `NOTHING` or `UNDRAFTED` behind the accepted ones and in rows that
-    shall not sample, `NOT_FINITE` where the logits were not finite (the state then gets token 0, and the row ends).
+    do not sample, `NOT_FINITE` where the logits were not finite (the state then gets token 0, and the row ends).
     """
     logits = logits if masks is None else apply_bitmask(logits, masks)
 
     rows, width, vocab_size = logits.shape
     sample = functools.partial(_sample_rows, variant, state, adaptive=adaptive)
 
-    def one_position(adjust: AdjustState | None, held: jax.Array, i: int) -> jax.Array:
-        return sample(adjust, logits[:, i], held, i)
+    def one_position(adjust: AdjustState | None, slots: jax.Array, i: int) -> jax.Array:
+        return sample(adjust, logits[:, i], slots, i)
 
-    def drawn_before(adjust: AdjustState | None, held: jax.Array, i: int) -> jax.Array:
+    def drawn_before(adjust: AdjustState | None, slots: jax.Array, i: int) -> jax.Array:
         return drawn[:, i]
 
     draw: Draw = one_position
     if adjust is None:  # what is drawn at a position changes nothing for the next: all at once
-        held = jnp.repeat(jnp.minimum(slots, state.tokens.shape[0] - 1), width)
+        repeated = jnp.repeat(jnp.minimum(slots, state.tokens.shape[0] - 1), width)
         offsets = jnp.tile(jnp.arange(width), rows)
-        drawn = sample(None, logits.reshape(rows * width, vocab_size), held, offsets).reshape(rows, width)
+        drawn = sample(None, logits.reshape(rows * width, vocab_size), repeated, offsets).reshape(rows, width)
         draw = drawn_before
     return _advance(state, adjust, slots, width, draw, chances, vocab_size)
 
@@ -412,14 +414,14 @@ def _advance(
 ) -> tuple[DecodeState, AdjustState | None, jax.Array]:
     """Samples `width` tokens of each row by `draw`; returns as `sample_body` does."""
     num_slots = state.tokens.shape[0]
-    held = jnp.minimum(slots, num_slots - 1)
-    drafts = state.tokens[held]
+    rows = jnp.minimum(slots, num_slots - 1)  # padding gets any slot's
+    drafts = state.tokens[rows]
     going = slots < num_slots
     last, columns = drafts[:, 0], []
     for i in range(width):
-        drawn = draw(adjust, held, i)
+        drawn = draw(adjust, rows, i)
         if i < len(chances):
-            controls = controls_at(state, held, i)
+            controls = controls_at(state, rows, i)
             drawn = sampling.force_acceptance(drawn, drafts[:, i + 1], controls, chances[i], vocab_size)
         adjust = _count_tokens(adjust, drawn, jnp.where(going, slots, num_slots))
         columns.append(jnp.where(going, drawn, jnp.where(drafts[:, i] == NO_DRAFT, UNDRAFTED, NOTHING)))
@@ -440,19 +442,19 @@ def _sample_rows(
     state: DecodeState,
     adjust: AdjustState | None,
     logits: jax.Array,
-    held: jax.Array,
+    slots: jax.Array,
     offset: int | jax.Array,
     *,
     adaptive: bool,
 ) -> jax.Array:
-    """Samples from each row of logits `[n, W]`, `offset` behind the length of its slot in `held` `[n]`, padding one."""
+    """Samples from each row of logits `[n, W]`, `offset` behind the length of its slot in `slots` `[n]`."""
     own = logits
     if adjust is not None:
-        logits = sampling.apply_adjustments(logits, adjustments_at(state, adjust, held, offset))
+        logits = sampling.apply_adjustments(logits, adjustments_at(state, adjust, slots, offset))
     if variant == GREEDY:
         drawn = sampling.greedy(logits)
     else:
-        controls = controls_at(state, held, offset)
+        controls = controls_at(state, slots, offset)
         drawn = sampling.sample(logits, controls, filters=variant >= FILTERED, adaptive=adaptive)
     drawn = sampling.replace_invalid(logits, drawn, NOT_FINITE)
     return sampling.replace_invalid(
@@ -479,7 +481,7 @@ def logprobs_body(
 
 
 def adjust_body(adjust: AdjustState, row: AdjustRow) -> AdjustState:
-    """Sets one slot's row: tokens behind the prompt are counted as the answer's, the others noted as the prompt's."""
+    """Sets one slot's row: tokens behind the prompt count as the answer's, the others as the prompt's."""
     vocab_size, index = adjust.counts.shape[-1], jnp.arange(row.tokens.shape[0])
     in_answer = (index >= row.prompt_length) & (index < row.length)
     counts = jnp.zeros(vocab_size, jnp.int32).at[row.tokens].add(in_answer.astype(jnp.int32), mode="drop")

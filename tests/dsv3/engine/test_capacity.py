@@ -135,4 +135,4 @@ def test_texts_are_those_of_a_toy_with_room(engine: Engine, make_engine, samplin
             counts = [sum(len(part) for part in parts if part is not None) for parts in told]
             assert counts[0] == counts[1] and (counts[0] > 0) == bool(sampling)
     assert engine.stats().pages_in_use == 0
-    assert engine.planners["decode"]._room.factor > 1 and engine.planners["prefill"]._room.factor > 1
+    assert engine.planners["decode"]._capacity.factor > 1 and engine.planners["prefill"]._capacity.factor > 1

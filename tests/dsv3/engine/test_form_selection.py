@@ -89,19 +89,21 @@ def test_prompts_have_four_programs(has_context: bool, longest: int, keys: int, 
 def test_the_room_is_that_of_what_may_come_and_of_a_micro_batch() -> None:
     """Few tokens do not pay for the keys of all."""
     long = functools.partial(layout, length=32_768)
-    assert [form_selection.room(long(), size, TOPK_MATERIALIZED) for size in (64, 1024, 4096)] == [0, 8320, 12_160]
+    assert [form_selection.capacity(long(), size, TOPK_MATERIALIZED) for size in (64, 1024, 4096)] == [0, 8320, 12_160]
     assert form_selection.prefill_forms(long(), 64) == [NEW, ABSORBED, TOPK]
-    halves = form_selection.room(long(overlaps=lambda _: True), 4096, TOPK_MATERIALIZED)
-    assert halves == form_selection.room(long(), 2048, TOPK_MATERIALIZED) == 10_240
+    halves = form_selection.capacity(long(overlaps=lambda _: True), 4096, TOPK_MATERIALIZED)
+    assert halves == form_selection.capacity(long(), 2048, TOPK_MATERIALIZED) == 10_240
     assert (
-        form_selection.room(long(DEEPSEEK_V3), 4096, TOPK_MATERIALIZED) == form_selection.room(long(), 4096, TOPK) == 0
+        form_selection.capacity(long(DEEPSEEK_V3), 4096, TOPK_MATERIALIZED)
+        == form_selection.capacity(long(), 4096, TOPK)
+        == 0
     )
 
 
 def test_the_expanded_program_has_room_for_a_wave_of_queries() -> None:
     """16 heads of 1,024 queries are 128 blocks; a request's longest text bounds the room, too."""
     long = functools.partial(layout, DEEPSEEK_V3, length=163_840)
-    assert [form_selection.room(long(), size, MATERIALIZED) for size in (64, 256, 1024, 4096)] == [
+    assert [form_selection.capacity(long(), size, MATERIALIZED) for size in (64, 256, 1024, 4096)] == [
         0,
         0,
         131_072,
@@ -109,9 +111,9 @@ def test_the_expanded_program_has_room_for_a_wave_of_queries() -> None:
     ]
     assert form_selection.prefill_forms(long(), 256) == [NEW, ABSORBED]
     assert form_selection.prefill_forms(long(), 1024) == [NEW, MATERIALIZED, ABSORBED]
-    assert form_selection.room(long(overlaps=lambda _: True), 1024, MATERIALIZED) == 65_536  # of a micro-batch
-    assert form_selection.room(layout(DEEPSEEK_V3, length=2048), 4096, MATERIALIZED) == 16 * 2048
-    assert form_selection.room(layout(), 4096, MATERIALIZED) == 0
+    assert form_selection.capacity(long(overlaps=lambda _: True), 1024, MATERIALIZED) == 65_536  # of a micro-batch
+    assert form_selection.capacity(layout(DEEPSEEK_V3, length=2048), 4096, MATERIALIZED) == 16 * 2048
+    assert form_selection.capacity(layout(), 4096, MATERIALIZED) == 0
 
 
 def test_the_table_has_each_form_once_and_a_form_without_topk_needs_no_indexer() -> None:
@@ -144,7 +146,7 @@ def test_a_step_expands_cached_tokens_where_that_takes_less_time(new, cached, ex
     assert command.pairs == sum(n * start for n, start in zip(new, cached, strict=True))
     about = layout(DEEPSEEK_V3, length=300_000), 4096, True, command.longest, command.keys, command.pairs
     assert form_selection.prefill_form(*about) is (MATERIALIZED if expands else ABSORBED)
-    assert form_selection.room(about[0], 4096, MATERIALIZED) == 262_144
+    assert form_selection.capacity(about[0], 4096, MATERIALIZED) == 262_144
     assert form_selection.prefill_form(about[0], 4096, False, *about[3:]) is NEW
 
 

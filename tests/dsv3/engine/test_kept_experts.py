@@ -132,4 +132,4 @@ def test_a_file_that_is_of_no_use_is_told_of(file, caplog, spoil, words) -> None
 
 def test_a_file_that_cannot_be_written_is_told_of(tmp_path, caplog) -> None:
     write_state(tmp_path / "nowhere" / "experts", SUITED, [LOAD])
-    assert "are not kept in" in caplog.text
+    assert "is not saved in" in caplog.text

@@ -57,10 +57,10 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("how", "fault"),
     [
         ("fails", "ragged: is off by 3.1, allowed 0.01 (and 1 more)"),
-        ("crashes", "the check ends after 1 cases: ended by SIGKILL; it says nothing"),
+        ("crashes", "the check ends after 1 cases: ended by SIGKILL; it printed nothing"),
         ("raises", "the check ends after 1 cases: exit status 1; RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS"),
         ("breaks off", """: printed no row: '{"case": "ragg'"""),
         ("empty", "the check has no case"),
@@ -111,19 +111,19 @@ def test_other_gpus_do_not_try_the_same_kernel_twice(play) -> None:
 def test_a_device_without_kernels_has_none_to_check(play, caplog) -> None:
     play("reference", list="raises")
     assert check_kernels() == {}
-    assert "this device has none" in caplog.text
+    assert "this device has no kernels" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("plan", "says"),
+    ("plan", "fault"),
     [
         ({"list": "crashes"}, "the checks cannot run: .* ended by SIGKILL"),
         ({"list": "untried"}, "the checks cannot run: .* exit status 2; no device of this kind"),
-        ({"has": {}}, "the checks cannot run: .* it says nothing"),
+        ({"has": {}}, "the checks cannot run: .* it printed nothing"),
         ({"ends": {"rms_norm native": "untried"}}, r"the check of rms_norm cannot run \(no device of this kind\)"),
         (
             {"has": {"native": ["new_op"]}, "ends": {"new_op native": "fails"}},
-            "new_op fails .* nothing can take its place",
+            "new_op fails .* has no fallback",
         ),
     ],
 )
@@ -224,4 +224,4 @@ def test_programs_with_a_replaced_kernel_are_never_taken_for_those_without(tmp_p
     assert len(set(fields)) == 3 and fields[1].endswith(", mla_decode by reference")
     assert len(set.union(*names)) == 6
     set_fallbacks({"mla_decode": Backend.TRITON})
-    assert "not kept" in str(stored.local_program_store(bundled_model(), options, parts))
+    assert "not stored" in str(stored.local_program_store(bundled_model(), options, parts))

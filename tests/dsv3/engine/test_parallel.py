@@ -45,7 +45,7 @@ def test_greedy_text_is_transformers_token_for_token(monkeypatch: pytest.MonkeyP
     gathered = run(engine, *requests)
     assert [gathered[str(i)].tokens for i in range(count)] == [g[:length] for g in golden["greedy"][:count]]
     assert engine.stats().pages_in_use == 0
-    assert all(engine.planners[phase]._room.factor > 1 for phase in ("decode", "prefill"))
+    assert all(engine.planners[phase]._capacity.factor > 1 for phase in ("decode", "prefill"))
 
 
 def test_ranks_must_divide_the_slots() -> None:

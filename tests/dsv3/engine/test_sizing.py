@@ -49,7 +49,7 @@ def test_one_line_says_where_memory_goes() -> None:
         "84.9 GB in all, 76.41 of them for this engine: weights 31.40, state 0.20, working memory 1.60, "
         "cache 43.21 GB (1,389,184 tokens)"
     )
-    assert "held before 5.00" in str(dataclasses.replace(found, in_use=5_000_000_000))
+    assert "in use before 5.00" in str(dataclasses.replace(found, in_use=5_000_000_000))
 
 
 def test_what_jax_holds_already_does_not_change_the_programs() -> None:
@@ -77,7 +77,7 @@ def test_what_jax_holds_already_does_not_change_the_programs() -> None:
             on(H100, weights=70_000_000_000, working=8_000_000_000, page=64 * 70_272),
             SPREAD,
             8,
-            "lower max_num_batched_tokens or max_num_seqs, which working memory grows with, or raise "
+            "lower max_num_batched_tokens or max_num_seqs, which determine working memory, or raise "
             "gpu_memory_utilization (now 0.9)",
         ),
     ],

@@ -42,7 +42,7 @@ def told_by(engine: Engine) -> list[list[StepMetrics]]:
         publish = list.append
 
     sink = Sink()
-    engine._notes = StepMetricsRecorder(engine.scheduler, sink, "w")
+    engine._step_metrics = StepMetricsRecorder(engine.scheduler, sink, "w")
     return sink
 
 
@@ -147,7 +147,7 @@ def _heard(socket: zmq.Socket) -> StepMetrics:
 def test_an_endpoint_that_cannot_be_had_is_told():
     with zmq.Context() as context, context.socket(zmq.PUB) as taken:
         port = taken.bind_to_random_port("tcp://127.0.0.1")
-        with pytest.raises(ValueError, match=r"step_metrics_config: endpoint: .* cannot be had"):
+        with pytest.raises(ValueError, match=r"step_metrics_config: endpoint: cannot bind .* free port"):
             StepPublisher(StepMetricsConfig(f"tcp://127.0.0.1:{port}"), 1)
 
 

@@ -58,7 +58,7 @@ def test_the_next_start_neither_traces_nor_compiles(tmp_path) -> None:
     assert first.get(1.25) == second.get(1.25) == 35
     assert (first.traced, first.compiled) == ([1.25], 1)
     assert (second.traced, second.compiled) == ([], 0)
-    assert str(second.store) == "1 of 1 programs from the last start"
+    assert str(second.store) == "1 of 1 programs loaded from the store"
 
 
 def test_other_options_trace_and_compile_only_what_is_new(tmp_path) -> None:
@@ -156,7 +156,7 @@ def test_a_start_forgets_nothing_before_it_has_its_programs(tmp_path) -> None:
 def test_a_full_disk_costs_only_the_next_start(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(OSError(28, "no space left")))
     assert Start(tmp_path).get(3.25) == 91
-    assert "not kept for the next start" in caplog.text
+    assert "not stored for the next start" in caplog.text
 
 
 def test_an_engine_keeps_programs_with_a_key_of_its_owner(tmp_path, monkeypatch, caplog) -> None:
@@ -186,7 +186,7 @@ def test_a_key_that_a_loss_of_power_has_torn_signs_nothing(tmp_path, torn, caplo
     key = stored._own_key(tmp_path)
     assert len(key) == 32 and any(key) and key == path.read_bytes() == stored._own_key(tmp_path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert caplog.text.count("is damaged: it is made anew") == 1
+    assert caplog.text.count("is damaged: a new key is made") == 1
     assert [each.name for each in tmp_path.glob("*programs*")] == [path.name]
 
 
@@ -222,7 +222,7 @@ def test_programs_with_triton_kernels_are_kept_by_no_process(tmp_path, monkeypat
         return SimpleNamespace(compile=lambda options: options)
 
     for store in (alone, start.open_program_store(cluster, bundled_model(), options, parts)):
-        assert store is not None and "not kept" in str(store)
+        assert store is not None and "not stored" in str(store)
         assert store.get("decode", lower, {"a": 1}) == store.get("decode", lower, {"a": 1}) == {"a": 1}
         store.remove_unused()
     assert len(lowered) == 4

@@ -96,7 +96,7 @@ def test_closed_means_that_the_other_process_has_read_to_the_end_even_if_it_was_
 
     ours, theirs = (end.start() for end in pair(take=refuse))
     theirs.channel.send(b"?")
-    assert ours.ends.get(timeout=30) == "sent a message that cannot be taken (ValueError: nonsense)"
+    assert ours.ends.get(timeout=30) == "sent an invalid message (ValueError: nonsense)"
     ours.channel.send_last(b"the reason")
     assert theirs.messages.get(timeout=30) == b"the reason"
     assert not ours.channel.closed
@@ -122,7 +122,7 @@ def test_an_error_of_the_sending_thread_is_told(pair) -> None:
     theirs.start()
     theirs.channel.send(b"heard before")
     ours.start()
-    assert ours.ends.get(timeout=30) == "cannot be sent to any more (RuntimeError: no pulse)"
+    assert ours.ends.get(timeout=30) == "can no longer be sent to (RuntimeError: no pulse)"
     assert ours.channel.closed
 
 

@@ -64,7 +64,7 @@ def played(tmp_path, monkeypatch) -> Iterator[Played]:
 def test_its_error_is_told_and_the_answer_ends_it(played, monkeypatch) -> None:
     logged: list[tuple] = []
     monkeypatch.setattr(follower._log, "error", lambda *args: logged.append(args))
-    monkeypatch.setattr(follower, "_FAREWELL_S", 0.5)
+    monkeypatch.setattr(follower, "_SHUTDOWN_S", 0.5)
     played.fail(ValueError("no such file"))
     assert played.heard() == FollowerFailed("ValueError", "ValueError: no such file")
     played.leader.send(messages.encode(Stop("process 1 has failed (ValueError)")))
@@ -74,10 +74,10 @@ def test_its_error_is_told_and_the_answer_ends_it(played, monkeypatch) -> None:
 
 
 def test_a_leader_that_does_not_answer_is_not_waited_for_without_bound(played, monkeypatch) -> None:
-    monkeypatch.setattr(follower, "_FAREWELL_S", 0.1)
+    monkeypatch.setattr(follower, "_SHUTDOWN_S", 0.1)
     played.fail(ValueError("x"))
     assert played.ended.wait(30)
-    assert played.ends == [(1, "the leader (process 0) does not seem to have heard of that")]
+    assert played.ends == [(1, "the leader (process 0) has not confirmed this error")]
 
 
 def test_the_leaders_reason_comes_first_although_the_leader_is_gone(played) -> None:
@@ -110,10 +110,10 @@ def test_without_a_leader_it_gives_up_and_says_where_it_has_looked(tmp_path) -> 
 def test_what_is_no_message_is_told_to_the_leader(played) -> None:
     played.leader.send(b"\xc1")
     message = played.heard()
-    assert isinstance(message, FollowerFailed) and "cannot be taken" in message.text
+    assert isinstance(message, FollowerFailed) and "an invalid message" in message.text
     played.leader.end()
     assert played.ended.wait(30)
-    assert played.ends == [(1, "the leader (process 0) has heard of that")]
+    assert played.ends == [(1, "the leader (process 0) has received this error")]
 
 
 def test_the_first_signal_asks_the_leader_to_drain_and_the_second_ends_the_process(played) -> None:

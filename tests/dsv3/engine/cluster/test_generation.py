@@ -47,7 +47,7 @@ def test_a_leader_whose_generation_is_over_ends(tmp_path, last, is_refused) -> N
     leader = Leader(cluster, local.FIELDS, failures.put, failures.put, Incarnation(2, "a"))
     follower = threading.Thread(target=follow, args=(cluster, Incarnation(last, "a"), failures))
     follower.start()
-    reason = f"process 1 has been in generation {last}: generation 2 is over"
+    reason = f"process 1 was in generation {last} already: generation 2 is over"
     if is_refused:
         with pytest.raises(ClusterError, match=reason):
             leader.wait_for_followers()
@@ -100,7 +100,7 @@ def test_the_leaders_node_goes_on_with_all_its_processes_or_not_at_all(tmp_path)
     with ThreadPoolExecutor(1) as pool:
         gathered = pool.submit(leader.gather)
         followers = [local.Follower(cluster, i, fields=local.FIELDS) for i in (2, 3)]
-        with pytest.raises(ClusterError, match=r"process 1 of 4 did not come within 0\.5 s"):
+        with pytest.raises(ClusterError, match=r"process 1 of 4 did not connect within 0\.5 s"):
             gathered.result(30)
     for follower in followers:
         follower.wire.close()
@@ -150,7 +150,7 @@ def test_a_process_that_comes_back_waits_for_the_next_gang(tmp_path) -> None:
     assert failures.empty()
     one.send(messages.Ready())
     leader.wait_ready()
-    assert failures.get(timeout=30) == "process 2 of 3 has come back: all start anew"
+    assert failures.get(timeout=30) == "process 2 of 3 has rejoined: all restart"
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(leader.end, "the reason")
         assert next(waits) == Stop("the reason")
@@ -175,7 +175,7 @@ def test_a_process_that_comes_back_and_falls_silent_is_forgotten(tmp_path) -> No
 def test_the_first_gang_needs_all_processes(tmp_path) -> None:
     cluster = local.options(tmp_path, 4, cluster_return_timeout=0.5)
     first = Leader(dataclasses.replace(cluster, cluster_start_timeout=0.7), local.FIELDS, print, print)
-    with pytest.raises(ClusterError, match="processes 1, 2, 3 of 4 did not come"):
+    with pytest.raises(ClusterError, match="processes 1, 2, 3 of 4 did not connect"):
         first.gather()
     first.end()
 
@@ -218,7 +218,7 @@ def test_a_follower_refuses_a_leader_whose_generation_is_over(played: Played, tm
     played.leader.send(messages.encode(Begin(Incarnation(2, "a"))))
     failed = played.heard()
     assert isinstance(failed, FollowerFailed)
-    assert "the leader is of generation 2, which is over: this process has been in generation 3" in failed.text
+    assert "the leader is of generation 2, which is over: this process was in generation 3" in failed.text
     played.leader.end()
     main.join(30)
 

@@ -208,10 +208,10 @@ def test_a_process_of_the_leaders_node_on_another_host_is_refused(lead) -> None:
 def test_missing_processes_are_named(lead) -> None:
     led = lead(5, cluster_start_timeout=0.5)
     follower = led.follower(3)
-    assert "processes 1, 2, 4 of 5 did not come within 0.5 s" in str(led.gathered())
-    assert "did not come" in led.failure()
+    assert "processes 1, 2, 4 of 5 did not connect within 0.5 s" in str(led.gathered())
+    assert "did not connect" in led.failure()
     [stop] = follower.received()
-    assert "did not come" in stop.failure
+    assert "did not connect" in stop.failure
 
 
 def test_other_settings_end_both_with_the_fields(lead) -> None:
@@ -234,7 +234,7 @@ def test_what_is_known_after_loading_must_be_the_same_too(lead) -> None:
     ("theirs", "words"),
     [
         (["h1:7", "h2:7"], ""),
-        (["", "h2:7"], "transfer_address: process 1 has none, and others have"),
+        (["", "h2:7"], "transfer_address: process 1 has none, but others have"),
         (["h1:7", "h1:7"], "two processes have the same one: h0:7, h1:7, h1:7"),
     ],
 )
@@ -284,7 +284,7 @@ def test_strangers_do_not_disturb_the_start(lead, tmp_path, caplog) -> None:
     assert next(received) == Begin()
     assert led.gathered() is None
     assert led.failures.empty()
-    assert "it does not know the key" in caplog.text
+    assert "it has another key" in caplog.text
     for connection in silent:
         connection.close()
 
@@ -481,7 +481,7 @@ def test_a_followers_error_reaches_the_clients_by_its_kind_alone(lead, caplog) -
 def test_garbage_from_a_follower_ends_the_instance(lead) -> None:
     led, follower, _ = both(lead)
     follower.wire.send(b"\xc1")
-    assert "process 1 sent a message that cannot be taken" in led.failure()
+    assert "process 1 sent an invalid message" in led.failure()
 
 
 def test_a_follower_asked_to_end_has_the_leader_drain(lead) -> None:

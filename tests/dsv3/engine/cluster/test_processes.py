@@ -77,7 +77,7 @@ def drain(instance):
     assert told == {tuple(tokens): reason for tokens, reason in expected}
     assert server.process.wait(60) == 0
     assert follower.wait(60) == 0
-    assert "the leader has ended in order" in instance.log(1)
+    assert "the leader has ended the instance in order" in instance.log(1)
 
 
 def latents_of(prompt, peers, address):
@@ -132,12 +132,13 @@ def test_a_restart_finds_programs_and_pages_of_the_last_start(tmp_path):
     with instances.running(tmp_path, 2, tmp_path, engine=pages, spells=True, diverge_at=200) as instance:
         assert f"{path.name} is not used: its MAC is wrong" in instance.log(1)
         assert "compiling a program" in instance.log(1) and executable.exists()
-        assert f"{num_programs - 1} of {num_programs} programs from the last start" in instance.log(1)
+        assert f"{num_programs - 1} of {num_programs} programs loaded from the store" in instance.log(1)
         peers, addresses = check_pages_found_again(instance, Path(pages["transfer_key_file"]).read_bytes())
         failed(instance, busy(instance), "process 1 has other results than process 0 in step 200")
         with pytest.raises(PeerError):
             peers.fetch(addresses, [bytes(32)], 60.0, lambda *_: None)
-        assert f"{num_programs} of {num_programs} programs from the last start" in instance.server.process.stdout.read()
+        output = instance.server.process.stdout.read()
+        assert f"{num_programs} of {num_programs} programs loaded from the store" in output
 
 
 def test_a_first_launch_that_takes_long_ends_no_instance(tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from rich.filesize import decimal
 
 from dsv3.checkpoint.identity import known_identity
 from dsv3.config.hugging_face import load_config, stored_dtype
@@ -33,7 +34,6 @@ from dsv3.engine.jobs.sample import adjust_shapes
 from dsv3.engine.kernel_checks import apply_fallbacks, check_kernels
 from dsv3.engine.limits import Hardware, engine_config, pages_of_one, staging_bytes
 from dsv3.engine.memory import (
-    GB,
     DeviceMemory,
     MemoryAccount,
     PoolSizing,
@@ -78,7 +78,7 @@ def log_components(components: EngineComponents) -> None:
     cfg, nbytes = components.cfg, Counter[str]()
     for leaf in jax.tree.leaves(components.params):
         nbytes[jnp.dtype(leaf.dtype).name] += leaf.size * leaf.dtype.itemsize
-    weights = ", ".join(f"{name} {size / GB:.3g} GB" for name, size in nbytes.most_common())
+    weights = ", ".join(f"{name} {decimal(size)}" for name, size in nbytes.most_common())
     tokens = cfg.num_pages * cfg.page_size
     _log.info("model: %s", components.description)
     _log.info("dtypes: weights %s; activations %s", weights, jnp.dtype(components.functions.dtype).name)

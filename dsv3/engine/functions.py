@@ -12,7 +12,6 @@ from jax.typing import DTypeLike
 
 from dsv3.config.engine import ForwardProgram
 from dsv3.config.model import ModelConfig
-from dsv3.kv_cache.layout import Pool
 from dsv3.model import decoder, steps
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.steps import StepOutput
@@ -110,18 +109,11 @@ def model_functions(
 
     `dtype` is the type of its hidden states. With `drafts` it has its MTP module too.
     """
-
-    def prefill(params: Any, cfg: ModelConfig, batch: PrefillBatch, pages: Pool) -> StepOutput:
-        return steps.prefill(params, cfg, batch, pages, backend=backend)
-
-    def decode(params: Any, cfg: ModelConfig, batch: DecodeBatch, pages: Pool) -> StepOutput:
-        return steps.decode(params, cfg, batch, pages, backend=backend)
-
-    def logits(params: Any, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
-        return decoder.logits(params, cfg, hidden, backend)
-
-    predict = functools.partial(steps.predict, backend=backend)
+    prefill, decode, predict = (
+        functools.partial(function, backend=backend) for function in (steps.prefill, steps.decode, steps.predict)
+    )
     draft = DraftFunctions(dtype, predict, predict) if drafts else None
+    logits = functools.partial(decoder.logits, backend=backend)
     return StepFunctions(prefill, decode, logits, draft=draft, dtype=dtype)
 
 

@@ -153,18 +153,6 @@ class Worker(Protocol):
         """
 
 
-def _no_counters(components: EngineComponents) -> ForwardCounters | None:
-    return None
-
-
-def _always(components: EngineComponents) -> bool:
-    return True
-
-
-def _no_results(results: Any) -> Iterable[np.ndarray]:
-    return ()
-
-
 @dataclasses.dataclass(frozen=True)
 class JobKind:
     """A kind of work, as registered in `dsv3.engine.jobs`.
@@ -186,7 +174,7 @@ class JobKind:
     planner: Callable[[EngineView], Planner]
     programs: Callable[[Layout], Iterable[ProgramSpec]]
     worker: Callable[[Devices], Worker]
-    applies: Callable[[EngineComponents], bool] = _always
-    counters: Callable[[EngineComponents], ForwardCounters | None] = _no_counters
-    replicated: Callable[[Any], Iterable[np.ndarray]] = _no_results
+    applies: Callable[[EngineComponents], bool] = lambda _: True
+    counters: Callable[[EngineComponents], ForwardCounters | None] = lambda _: None
+    replicated: Callable[[Any], Iterable[np.ndarray]] = lambda _: ()
     follower_handler: Callable[[EngineComponents, PublishEvent], FollowerHandler] | None = None

@@ -166,9 +166,9 @@ def test_a_table_keeps_its_answers_where_one_row_cannot_be_answered(llm):
     assert ["" if row["answer_error"] is None else row["answer_error"][:17] for row in found] == [
         "",
         "the prompt has 50",
-        "these messages ar",
+        "not a conversatio",
         "",
-        "these messages ar",
+        "not a conversatio",
         "",
     ]
 

@@ -193,6 +193,10 @@ class Layout:
         """Returns the shape of an array over all ranks, given one rank's."""
         return self.sharded(jax.ShapeDtypeStruct((self.cfg.num_ranks, *shape), dtype))
 
+    def chunks(self, size: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Returns the shapes of a prefill batch of bucket `size`: tokens `[T]`, and chunks `[B, HEADER + Mp]`."""
+        return self.array(size), self.array(self.cfg.prefill_rows(size), HEADER + self.cfg.pages_per_seq)
+
     def shape_of(self, array: np.ndarray) -> jax.ShapeDtypeStruct:
         """Returns the shape of an argument over all ranks, given the host array of some ranks `[ranks, ...]`."""
         return self.array(*array.shape[1:], dtype=array.dtype)

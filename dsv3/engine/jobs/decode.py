@@ -8,6 +8,7 @@ from operator import attrgetter
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from dsv3.config.engine import bucket
@@ -51,7 +52,7 @@ class DecodeCommand(Command, frozen=True, tag=0):
     def part(self, ranks: range) -> "DecodeCommand":
         """Returns the rows of `ranks`."""
         sample = None if self.sample is None else self.sample.part(ranks)
-        return DecodeCommand(self.rows[ranks.start : ranks.stop], self.width, self.longest, sample)
+        return msgspec.structs.replace(self, rows=self.rows[ranks.start : ranks.stop], sample=sample)
 
     @property
     def amount(self) -> int:
@@ -67,7 +68,7 @@ class DecodePlanner:
 
     def __init__(self, view: EngineView) -> None:
         self._view, self._scheduler, self._cfg = view, view.scheduler, view.scheduler.cfg
-        self._capacity = CapacityFactor(_power_of_two(self._cfg.num_ranks * self._cfg.max_num_seqs))
+        self._capacity = CapacityFactor(1 << (self._cfg.num_ranks * self._cfg.max_num_seqs - 1).bit_length())
         self._factor, self._micro_steps, self._micro_step = 1, 1, 0
         self._width = 1
         self._rows: BatchRows | None = None
@@ -183,10 +184,6 @@ class DecodePlanner:
         """Returns the rows that are not `out` (`[n]` bool); those become padding in `batch`."""
         batch[rows.rank[out], rows.position[out], 0] = self._cfg.max_num_seqs
         return rows.only(~out)
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
 
 
 def programs(layout: Layout) -> Iterator[ProgramSpec]:

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from dsv3.engine.components import EngineComponents
@@ -22,7 +23,7 @@ from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.form_selection import ANY_LENGTH
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.device.state import HEADER, NO_DRAFT, DecodeState, ragged_batch, with_drafts
+from dsv3.engine.device.state import NO_DRAFT, DecodeState, ragged_batch, with_drafts
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs.decode import NAME as DECODE
 from dsv3.engine.jobs.decode import DecodeCommand
@@ -70,11 +71,9 @@ class DraftCommand(Command, frozen=True):
     def part(self, ranks: range) -> "DraftCommand":
         """Returns the command with the texts of `ranks` only."""
         mine = [
-            CachedText(text.rank - ranks.start, text.slot, text.tokens) for text in self.texts if text.rank in ranks
+            msgspec.structs.replace(text, rank=text.rank - ranks.start) for text in self.texts if text.rank in ranks
         ]
-        return DraftCommand(
-            self.source, self.size, self.width, mine, self.text_launches, self.returns_drafts, self.longest
-        )
+        return msgspec.structs.replace(self, texts=mine)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,8 +213,7 @@ def lookup_programs(layout: Layout) -> Iterator[ProgramSpec]:
     yield layout.per_rank(_LOAD_TEXT, load_text_body, given, donated=(0,), padding={1: layout.padding_slot})
     for size in cfg.prefill_buckets:
         count = cfg.prefill_rows(size)
-        chunks = layout.array(size), layout.array(count, HEADER + cfg.pages_per_seq)
-        arguments = (_texts(layout), layout.state, *chunks, layout.array(count), layout.array(count, 1))
+        arguments = (_texts(layout), layout.state, *layout.chunks(size), layout.array(count), layout.array(count, 1))
         body = functools.partial(prefill_body, layout, cfg.tokens_per_row - 1)
         padding = {3: layout.padding_chunk, 4: layout.padding_slot}
         yield layout.per_rank(Key(f"lookup {PREFILL}", size), body, arguments, donated=(0, 1), padding=padding)

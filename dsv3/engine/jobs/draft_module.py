@@ -26,7 +26,7 @@ from dsv3.engine.device.form_selection import decode_form, decode_forms
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.sampling import best_tokens
-from dsv3.engine.device.state import HEADER, DecodeState, last_rows, next_tokens, ragged_batch, with_drafts
+from dsv3.engine.device.state import DecodeState, last_rows, next_tokens, ragged_batch, with_drafts
 from dsv3.engine.functions import DraftFunctions
 from dsv3.engine.jobs import decode, prefill
 from dsv3.engine.jobs.draft import DraftCommand, draft_kind
@@ -48,8 +48,7 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     chained: dict[int, int] = {}  # drafts by rows
     for size in cfg.prefill_buckets:
         rows = cfg.prefill_rows(size)
-        chunks = layout.array(size), layout.array(rows, HEADER + cfg.pages_per_seq)
-        given = layout.array(size, width, dtype=dtype), *chunks, layout.array(rows), layout.array(rows, 1)
+        given = layout.array(size, width, dtype=dtype), *layout.chunks(size), layout.array(rows), layout.array(rows, 1)
         for form in forms:
             key, prefills = Key(PREFILL, size, form), functools.partial(prefill_body, form=form)
             yield _program(layout, key, prefills, given, {5: layout.padding_chunk, 6: layout.padding_slot})

@@ -68,18 +68,12 @@ class PrefillCommand(Command, frozen=True, tag=0):
         tokens, pages = self._starts
         header = self.header[first:last].copy()
         header[:, 0] -= ranks.start
-        return PrefillCommand(
-            self.bucket,
-            header,
-            self.tokens[tokens[first] : tokens[last]],
-            self.pages[pages[first] : pages[last]],
-            self.samples,
-            self.has_context,
-            self.wants_prompt_logprobs,
-            self.longest,
-            self.keys,
-            self.pairs,
-            None if self.sample is None else self.sample.part(ranks),
+        return msgspec.structs.replace(
+            self,
+            header=header,
+            tokens=self.tokens[tokens[first] : tokens[last]],
+            pages=self.pages[pages[first] : pages[last]],
+            sample=None if self.sample is None else self.sample.part(ranks),
         )
 
     @property
@@ -278,10 +272,9 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     cfg = layout.cfg
     each = ((size, form) for size in cfg.prefill_buckets for form in prefill_forms(layout, size))
     for size, form in each:
-        batch = layout.array(size), layout.array(cfg.prefill_rows(size), HEADER + cfg.pages_per_seq)
         number = cfg.program_number(NAME, size)
         body = functools.partial(prefill_body, layout, form=form, capacity=capacity(layout, size, form), program=number)
-        arguments = (layout.params, layout.pages, layout.state, *batch)
+        arguments = (layout.params, layout.pages, layout.state, *layout.chunks(size))
         key, padding = Key(NAME, size, form), {4: layout.padding_chunk}
         yield layout.per_rank(key, body, arguments, donated=(1, 2), takes_params=True, padding=padding)
     yield from prompt_logprobs.programs(layout)

@@ -19,7 +19,7 @@ from dsv3.engine.device import sampling
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.device.state import HEADER, next_tokens, ragged_batch
+from dsv3.engine.device.state import next_tokens, ragged_batch
 from dsv3.sampling_params import MAX_LOGPROBS
 from dsv3.scheduler.batch_slots import BatchSlots
 from dsv3.scheduler.request import EngineOutput, PromptLogprobs
@@ -70,8 +70,7 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     cfg = layout.cfg
     for size in cfg.prefill_buckets:
         hidden = layout.array(num_hidden_rows(layout, size), layout.model_cfg.hidden_size, dtype=layout.functions.dtype)
-        batch = layout.array(size), layout.array(cfg.prefill_rows(size), HEADER + cfg.pages_per_seq)
-        body, arguments = functools.partial(prompt_logprobs_body, layout), (layout.params, hidden, *batch)
+        body, arguments = functools.partial(prompt_logprobs_body, layout), (layout.params, hidden, *layout.chunks(size))
         key, padding = Key(NAME, size), {3: layout.padding_chunk}
         yield layout.per_rank(key, body, arguments, takes_params=True, gathered="all", padding=padding)
 

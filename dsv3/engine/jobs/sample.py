@@ -120,9 +120,9 @@ class SampleCommand(Command, frozen=True, tag=1, omit_defaults=True):
         """Returns the command with the adjustments and bitmasks of `ranks` only."""
         if not self.adjustments and self.masks is None:
             return self
-        mine = [_for_local_ranks(a, ranks.start) for a in self.adjustments if a.rank in ranks]
+        mine = [msgspec.structs.replace(a, rank=a.rank - ranks.start) for a in self.adjustments if a.rank in ranks]
         masks = None if self.masks is None else self.masks.part(ranks)
-        return SampleCommand(self.variant, self.logprobs, mine, self.adjust_launches, masks)
+        return msgspec.structs.replace(self, adjustments=mine, masks=masks)
 
 
 class ForwardContext(NamedTuple):
@@ -148,11 +148,6 @@ class ForwardResults(NamedTuple):
     slots: Any = None
     prompt: tuple[Any, ...] = ()
     sampled: tuple[Any, ...] = ()
-
-
-def _for_local_ranks(adjustment: Adjustment, first: int) -> Adjustment:
-    fields = {name: getattr(adjustment, name) for name in adjustment.__struct_fields__}
-    return Adjustment(**(fields | {"rank": adjustment.rank - first}))
 
 
 def sampler_command(

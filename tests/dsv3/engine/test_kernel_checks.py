@@ -148,7 +148,7 @@ def test_a_process_that_holds_the_gpu_checks_nothing(play, monkeypatch) -> None:
     play()
     jax.devices()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    with pytest.raises(KernelCheckError, match="has taken this device's memory already"):
+    with pytest.raises(KernelCheckError, match="has allocated this device's memory already"):
         check_kernels()
 
 
@@ -219,8 +219,8 @@ def test_programs_with_a_replaced_kernel_are_never_taken_for_those_without(tmp_p
     for table in ({}, {"mla_decode": Backend.REFERENCE}, {"rms_norm": Backend.REFERENCE}):
         set_fallbacks(table)
         fields.append(stored.device_fields(parts)["kernels"])
-        names.append({store._names for store in (stored.local_program_store(bundled_model(), options, parts),
-                                                 open_program_store(cluster, bundled_model(), options, parts))})  # fmt: skip
+        local = stored.local_program_store(bundled_model(), options, parts)
+        names.append({local._names, open_program_store(cluster, bundled_model(), options, parts)._names})
     assert len(set(fields)) == 3 and fields[1].endswith(", mla_decode by reference")
     assert len(set.union(*names)) == 6
     set_fallbacks({"mla_decode": Backend.TRITON})

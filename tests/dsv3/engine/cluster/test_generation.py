@@ -64,7 +64,7 @@ def test_a_gang_goes_on_without_processes_that_do_not_come_back(tmp_path) -> Non
     cluster = local.options(tmp_path, 4, cluster_return_timeout=0.5)
     leader = Leader(cluster, local.FIELDS, print, print, Incarnation(1, "a"))
     with ThreadPoolExecutor(1) as pool:
-        gathered = pool.submit(leader.gather)
+        gathered = pool.submit(leader.wait_for_followers)
         followers = [local.Follower(cluster, i, fields=local.FIELDS, last=Incarnation(0, "a")) for i in (1, 3)]
         assert gathered.result(30) == dataclasses.replace(cluster, num_processes=3)
     begun = [next(follower.received()) for follower in followers]
@@ -81,7 +81,7 @@ def test_a_node_goes_whole(tmp_path) -> None:
     cluster = local.options(tmp_path, 6, cluster_return_timeout=0.5, processes_per_node=2)
     leader = Leader(cluster, local.FIELDS, print, print, Incarnation(1, "a"))
     with ThreadPoolExecutor(1) as pool:
-        gathered = pool.submit(leader.gather)
+        gathered = pool.submit(leader.wait_for_followers)
         here = socket.gethostname()
         followers = [local.Follower(cluster, i, fields=local.FIELDS, host=here) for i in (1, 3, 4, 5)]
         place = gathered.result(30)
@@ -98,7 +98,7 @@ def test_the_leaders_node_goes_on_with_all_its_processes_or_not_at_all(tmp_path)
     cluster = local.options(tmp_path, 4, cluster_return_timeout=0.5, processes_per_node=2)
     leader = Leader(cluster, local.FIELDS, print, print, Incarnation(1, "a"))
     with ThreadPoolExecutor(1) as pool:
-        gathered = pool.submit(leader.gather)
+        gathered = pool.submit(leader.wait_for_followers)
         followers = [local.Follower(cluster, i, fields=local.FIELDS) for i in (2, 3)]
         with pytest.raises(ClusterError, match=r"process 1 of 4 did not connect within 0\.5 s"):
             gathered.result(30)
@@ -110,16 +110,16 @@ def test_the_leaders_node_goes_on_with_all_its_processes_or_not_at_all(tmp_path)
 def test_a_node_is_back_once_all_its_processes_are_on_one_host(tmp_path) -> None:
     cluster = local.options(tmp_path, 6, cluster_grow_interval=1e-3, processes_per_node=2)
     returning = RejoiningProcesses(cluster, local.FIELDS, frozenset(range(2, 6)))
-    returning.serve()
+    returning.on_serving()
     ends = []
     for process_id, host in ((2, "a"), (4, "b"), (5, "c"), (3, "a")):
-        assert not returning.due()
+        assert not returning.ready()
         ours, theirs = local.wires(*socket.socketpair())
         returning.admit(process_id, ours)
         theirs.send(messages.encode(Hello(local.FIELDS, host, 1)))
         assert messages.decode_for_follower(theirs.receive() or b"") == Wait()
         ends.append(theirs)
-    while not (due := returning.due()):
+    while not (due := returning.ready()):
         time.sleep(0.01)
     assert due == {2, 3}
     for theirs in ends:
@@ -132,7 +132,7 @@ def test_a_process_that_comes_back_waits_for_the_next_gang(tmp_path) -> None:
     failures: queue.Queue[str] = queue.Queue()
     leader = Leader(cluster, local.FIELDS, failures.put, failures.put, Incarnation(1, "a"))
     with ThreadPoolExecutor(1) as pool:
-        gathered = pool.submit(leader.gather)
+        gathered = pool.submit(leader.wait_for_followers)
         one = local.Follower(cluster, 1, fields=local.FIELDS)
         gathered.result(30)
     other = local.Follower(cluster, 2, fields={"code": "2"})
@@ -162,13 +162,13 @@ def test_a_process_that_comes_back_waits_for_the_next_gang(tmp_path) -> None:
 def test_a_process_that_comes_back_and_falls_silent_is_forgotten(tmp_path) -> None:
     cluster = local.options(tmp_path, 2, cluster_silence_timeout=1e-3, cluster_grow_interval=1e-3)
     returning = RejoiningProcesses(cluster, local.FIELDS, frozenset({1}))
-    returning.serve()
+    returning.on_serving()
     ours, theirs = local.wires(*socket.socketpair())
     returning.admit(1, ours)
     theirs.send(messages.encode(Hello(local.FIELDS, "host", 1)))
     while returning.channels:
-        assert returning.due() <= {1}
-    assert not returning.due()
+        assert returning.ready() <= {1}
+    assert not returning.ready()
     theirs.close()
 
 
@@ -176,7 +176,7 @@ def test_the_first_gang_needs_all_processes(tmp_path) -> None:
     cluster = local.options(tmp_path, 4, cluster_return_timeout=0.5)
     first = Leader(dataclasses.replace(cluster, cluster_start_timeout=0.7), local.FIELDS, print, print)
     with pytest.raises(ClusterError, match="processes 1, 2, 3 of 4 did not connect"):
-        first.gather()
+        first.wait_for_followers()
     first.end()
 
 

@@ -27,7 +27,6 @@ from dsv3.config.engine import EngineConfig
 from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine import executor, kernel_checks
 from dsv3.engine.cluster import digest, follower
-from dsv3.engine.cluster import digest as collective_order
 from dsv3.engine.cluster.leader_engine import start_leader
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.programs import Key, Programs
@@ -158,9 +157,12 @@ def _slow_at_first(seconds: float) -> Callable[..., Any]:
     return other
 
 
+_order = digest.collective_order
+
+
 def _exchanged(name: str, program: Callable[..., Any]) -> list[str] | None:
     """The order of a program's collectives, as if XLA had put another one first in the sampler."""
-    order = collective_order.collective_order(name, program)
+    order = _order(name, program)
     return ["all-to-all of another micro-batch", *order] if order and name.startswith("sample") else order
 
 

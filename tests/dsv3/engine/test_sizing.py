@@ -234,5 +234,5 @@ def test_a_file_that_says_nothing_is_measured_anew(tmp_path: Path) -> None:
 
 def test_a_context_beyond_the_models_is_refused_at_the_start() -> None:
     """Once it was served: text turned to nonsense behind what the model was trained for, without a word."""
-    with pytest.raises(ValueError, match="max_model_len: 100000 is greater than the model.s context of 2048 tokens"):
+    with pytest.raises(ValueError, match="max_model_len: 100000 is greater than the model's context of 2048 tokens"):
         build_engine(build.bundled_model(), EngineOptions(max_model_len=100_000), progress=False)

@@ -1,7 +1,7 @@
-"""What a request's next token is drawn from, in float64 numpy: the oracle of the samplers.
+"""The distribution of a request's next token, in float64 numpy: the oracle of the samplers.
 
 The order is that of docs/engine.md: logit bias, forbidden tokens, penalties, temperature, min_p, top_k, top_p. Tokens
-of equal probability at a threshold are kept together. Parameters are rounded to float32, as the device gets them.
+of equal probability at a threshold are kept together. Parameters are rounded to float32, as on the device.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Experts move between devices while requests stream: the same tokens, no compilation, and no request notices.
+"""Experts move between devices while requests stream: the same tokens, no compilation, and no interruption.
 
 The model has an MTP module, whose drafts are verified, and whose layer is counted and moved like the others.
 """
@@ -78,8 +78,8 @@ class Served:
     def serve(self, engine: Engine, count: int = 32) -> None:
         """Serves the first `count` prompts, one on each rank.
 
-        A request that has got a token gets some in every step until its end. Where the last ones may all be planned, it
-        waits for one step's results.
+        A request with a first token gets more in every step until its end. Where its last tokens may all be scheduled,
+        it waits for one step's results.
         """
         names = [str(i) for i in range(count)]
         gathered: dict[str, Gathered] = {}
@@ -157,7 +157,7 @@ def test_a_damaged_layer_stays_and_tokens_are_right(served: Served, monkeypatch,
 
 
 def damage(served: Served, engine: Engine, key: Key):
-    """Puts a program into the place of a move's that calls what is patched; returns what was there."""
+    """Replaces a move's program by one that calls what is patched; returns the original."""
     sound, spec = served.programs._compiled.pop(key), served.programs._specs[key]
     moved, first = served.functions.experts, served.functions.experts.first_layer(key.variant)
     body = functools.partial(rebalance.move_layer, machine=moved.machine, first_layer=first)
@@ -169,7 +169,7 @@ def damage(served: Served, engine: Engine, key: Key):
     return key, sound, spec
 
 
-def test_an_error_in_the_judge_leaves_the_experts_where_they_are(served: Served, monkeypatch, caplog) -> None:
+def test_an_error_in_planning_leaves_the_experts_where_they_are(served: Served, monkeypatch, caplog) -> None:
     def fail(*_):
         raise ZeroDivisionError("a bug")
 
@@ -196,7 +196,7 @@ def test_without_an_interval_the_load_is_known_and_nothing_moves(served: Served,
 
 
 def test_the_modules_counts_are_those_of_its_router(served: Served, monkeypatch) -> None:
-    """It sees each token of a prompt together with the next one, the last one with the sampled token."""
+    """The module processes each token of a prompt with the next one, the last one with the sampled token."""
     monkeypatch.setattr(experts, "READ_STEPS", 1)
     engine = served.engine(eplb_interval=0)
     prompt = max(served.prompts, key=len)
@@ -250,7 +250,7 @@ def make_balancer(**changes) -> tuple[ExpertBalancer, EngineConfig]:
 
 
 def read_out(cfg: EngineConfig, seed: int = 0) -> np.ndarray:
-    """What the devices would give for a load that only `seed` decides."""
+    """Counters of the devices for a load that only `seed` determines."""
     total = np.zeros(load_size(EXPERTS, cfg), np.int32)
     total[: 4 * 16] = (100 * np.random.default_rng(seed).lognormal(sigma=1.5, size=64)).astype(np.int32)
     total[-2:] = 8 * np.array([2, 5])  # five passes of the last program, of which two overflowed
@@ -307,7 +307,7 @@ def test_a_layer_that_failed_is_tried_again_at_the_next_decision() -> None:
     assert balancer.stats().moved > 0
 
 
-def test_the_window_forgets() -> None:
+def test_the_window_drops_old_loads() -> None:
     balancer, cfg = make_balancer(eplb_interval=0)
     assert balancer.stats().balancedness == 1.0
     drive(balancer, cfg, experts.READ_STEPS * (experts.WINDOW_READS + 3))

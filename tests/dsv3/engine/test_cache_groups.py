@@ -1,8 +1,7 @@
 """A model whose cache has two groups, with entries of 4 and 16 tokens in pages of 32: served like every other.
 
-Nothing in the engine, the scheduler or the tiers knows of it. An entry is the sum over its tokens of what the hash of
-the toy adds, so an answer needs every entry of every layer. Where groups or layers disagree there are NaN, which no
-text has.
+Engine, scheduler and tiers have no code for it. An entry is the sum over its tokens of what the hash of the toy adds,
+so an answer needs every entry of every layer. Where groups or layers disagree there are NaNs, which no text has.
 """
 
 import dataclasses
@@ -116,7 +115,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 @pytest.fixture
 def make(compiled: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
-    """Makes engines that load what they find in a tier, however fast they would compute it."""
+    """Makes engines that load what a tier has, however fast they would compute it."""
     for name in ("LOOK_UP_S", "LOAD_S"):
         monkeypatch.setattr(tiers, name, 60.0)
     monkeypatch.setattr(tiers, "loading_pays", lambda *_: True)
@@ -131,7 +130,7 @@ def make(compiled: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Eng
 
 
 def ask(engine: Engine, name: str) -> int:
-    """Has the prompt answered, checks the text, and returns how many of its tokens were found somewhere."""
+    """Generates an answer, checks the text, and returns how many of the prompt's tokens were cached."""
     gathered = run(engine, request(name, PROMPT, max_tokens=40, ignore_eos=True))[name]
     assert gathered.tokens == toy.expected_tokens(PROMPT, 40, ())
     return gathered.outputs[0].num_cached_tokens

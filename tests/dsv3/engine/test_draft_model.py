@@ -1,4 +1,4 @@
-"""Drafts by the bundled model's MTP module: texts as without, right drafts, a sound cache.
+"""Drafts by the bundled model's MTP module: texts as without, right drafts, a correct cache.
 
 Over ranks of several devices: test_balance.py.
 """

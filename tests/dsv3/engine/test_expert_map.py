@@ -1,4 +1,4 @@
-"""Where experts stand before any load has been measured."""
+"""The expert map before any load has been measured."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Pages of an instance over two hosts: each keeps, loads and gives those of its own ranks, and loses them alone."""
+"""Pages of an instance over two hosts: each stores, loads and serves those of its own ranks, and loses them alone."""
 
 import time
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def key(tmp_path: Path) -> str:
 
 
 def ask(engine: Engine, name: str, prompt: list[int] = PROMPT, rank: int | None = None, **more) -> int:
-    """Has a request answered, checks its text, and returns how many of its prompt's tokens were found somewhere."""
+    """Generates an answer, checks its text, and returns how many of its prompt's tokens were cached."""
     item = msgspec.structs.replace(request(name, prompt, max_tokens=3), rank=rank, **more)
     gathered = run(engine, item)[name]
     assert gathered.tokens == toy.expected_tokens(prompt, 3)
@@ -62,7 +62,7 @@ def ask(engine: Engine, name: str, prompt: list[int] = PROMPT, rank: int | None 
 
 
 def far(engine: Engine):
-    """The tiers of the second host, as they are there."""
+    """The tiers of the second host."""
     return engine.executor.follower_handler.opened.tiers
 
 
@@ -75,7 +75,7 @@ def until(engine: Engine, condition: Callable[[], bool]) -> None:
 
 
 def settle(engine: Engine) -> None:
-    """Waits until all that has left the devices is written, and told."""
+    """Waits until all offloaded pages are stored, and reported."""
     known = engine.scheduler.tiers.of(FAR)
     until(engine, lambda: not any((*engine.planners["pages"]._tiers._backlog.values(), *far(engine)._backlog.values())))
     until(engine, lambda: known._keys == far(engine)._host_pool._block_of.keys() and not known.has_orders)
@@ -114,7 +114,7 @@ def test_a_page_that_the_other_host_has_lost_is_computed(make: MakeEngine) -> No
     assert ask(engine, "and again", rank=FAR) == FULL
 
 
-def test_a_host_that_says_nothing_is_not_waited_for(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_host_is_not_waited_for(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make()
     ask(engine, "first", rank=FAR)
     forget(engine)
@@ -139,7 +139,7 @@ def test_an_abort_drops_what_the_other_host_has_loaded(make: MakeEngine) -> None
     assert engine.stats().pages_in_use == 0
 
 
-def test_what_is_distrusted_leaves_the_other_host(make: MakeEngine) -> None:
+def test_invalidated_pages_leave_the_other_host(make: MakeEngine) -> None:
     engine = make()
     poisoned = [*PROMPT, toy.POISON]
     engine.add(msgspec.structs.replace(request("bad", poisoned, max_tokens=3), rank=FAR))
@@ -163,7 +163,7 @@ def test_flushing_empties_all_hosts(make: MakeEngine) -> None:
 def test_a_store_is_read_and_written_on_the_host_of_the_rank(
     make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:
-    """Where the disk of one host is full, that host goes on without."""
+    """Where the disk of one host is full, that host continues without."""
     engine = make(kv_store=str(tmp_path / "store"))
 
     def fails(*_: object) -> int:
@@ -184,7 +184,7 @@ def test_a_store_is_read_and_written_on_the_host_of_the_rank(
 
 
 def test_pages_go_from_two_hosts_to_two_hosts(make: MakeEngine, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process gives what it has and fetches for its own ranks; a prompt asks all, and may be asked for early."""
+    """Each process serves what it has and fetches for its own ranks; a prompt asks all, and may be requested early."""
     monkeypatch.setattr(tiers, "PATIENCE_S", 60.0)
     monkeypatch.setattr(client, "_ROUND_S", 0.001)
     addresses = free_address(), free_address()
@@ -211,7 +211,7 @@ def test_pages_go_from_two_hosts_to_two_hosts(make: MakeEngine, key: str, monkey
     assert ask(decode, "not there", [*PROMPT[:70], *PROMPT[:150]], rank=FAR, pages_from=source) == 64
 
 
-def test_a_router_hears_of_a_hosts_pages_at_its_ranks_alone(make: MakeEngine) -> None:
+def test_events_of_a_hosts_pages_name_its_ranks_alone(make: MakeEngine) -> None:
     engine = make(kv_events_config={"enable_kv_cache_events": True, "endpoint": f"inproc://{time.monotonic_ns()}"})
     heard: list = []
     note = engine.events.record.note
@@ -246,7 +246,7 @@ def test_pages_of_two_hosts_change_no_text_and_are_not_lost(make: MakeEngine) ->
         assert not engine.executor.follower_handler._ordered._loads
 
 
-def test_a_host_whose_room_others_have_taken_is_left_for_another(
+def test_a_request_moves_to_another_host_when_its_host_is_full(
     make: MakeEngine, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While its pages travel to one host, others take the slots there: another host fetches them too."""

@@ -1,4 +1,4 @@
-"""`--check_kernels`: what a check says, and how it ends, decides what an engine serves with, in all processes alike."""
+"""`--check_kernels`: the output and exit of a check decide an engine's back ends, in all processes alike."""
 
 import json
 import logging
@@ -66,7 +66,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
         ("empty", "the check has no case"),
     ],
 )
-def test_a_check_that_does_not_pass_costs_its_operation_alone(how, fault, play) -> None:
+def test_a_failing_check_replaces_its_operation_alone(how, fault, play) -> None:
     play(ends={"mla_decode native": how})
     assert check_kernels() == {"mla_decode": KernelFallback("reference", fault)}
 
@@ -85,14 +85,14 @@ def test_where_all_pass_nothing_is_replaced_and_a_process_checks_once(play, capl
     ("triton", "instead"),
     [("passes", "triton"), ("fails", "reference"), ("untried", "reference"), ("raises", "reference")],
 )
-def test_on_hopper_a_triton_form_that_passes_takes_the_place(triton, instead, play) -> None:
+def test_on_hopper_a_triton_form_that_passes_is_the_fallback(triton, instead, play) -> None:
     play("mosaic", ends={"mla_decode mosaic": "fails", "fp8_gemm mosaic": "raises", "mla_decode triton": triton})
     found = check_kernels()
     assert {name: each.backend for name, each in found.items()} == {"mla_decode": instead, "fp8_gemm": "reference"}
 
 
-def test_a_part_that_fails_costs_the_operations_that_have_it(play) -> None:
-    """Some of these may be right at the shapes of their own checks."""
+def test_a_failing_part_replaces_the_operations_that_have_it(play) -> None:
+    """Some of these may pass at the shapes of their own checks."""
     has = {"mosaic": ["mla_decode", "mla_prefill", "combine_splits"], "triton": ["mla_decode"]}
     play("mosaic", has=has, ends={"combine_splits mosaic": "fails"})
     fault = "combine_splits: ragged: is off by 3.1, allowed 0.01 (and 1 more)"
@@ -128,7 +128,7 @@ def test_a_device_without_kernels_has_none_to_check(play, caplog) -> None:
     ],
 )
 def test_checks_that_cannot_run_end_the_start(plan, fault, play) -> None:
-    """Somebody has asked for them. A model that cannot be served is refused before they take their time."""
+    """The user has asked for them. A model that cannot be served is refused before they run."""
     play(**plan)
     with pytest.raises(KernelCheckError, match=fault):
         build_engine(bundled_model(), EngineOptions(check_kernels=True), progress=False)
@@ -137,7 +137,7 @@ def test_checks_that_cannot_run_end_the_start(plan, fault, play) -> None:
     assert fallbacks() == {}
 
 
-def test_a_program_that_is_not_there_ends_the_start(play, monkeypatch) -> None:
+def test_a_missing_program_ends_the_start(play, monkeypatch) -> None:
     monkeypatch.setattr(kernel_checks, "_DEVICE", ("/nowhere/python",))
     with pytest.raises(KernelCheckError, match="/nowhere/python: No such file"):
         check_kernels()
@@ -153,7 +153,7 @@ def test_a_process_that_holds_the_gpu_checks_nothing(play, monkeypatch) -> None:
 
 
 def test_checks_get_a_small_pool_whatever_the_server_has(play, monkeypatch) -> None:
-    """jaxlib refuses two names of one share."""
+    """jaxlib refuses two variables for one fraction."""
     seen: list[dict[str, str]] = []
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     real = kernel_checks.run_limited
@@ -181,7 +181,7 @@ def test_processes_replace_what_fails_in_any_of_them() -> None:
 
 @pytest.mark.optimised
 def test_an_engine_serves_the_same_texts_without_the_kernels_that_fail(play, monkeypatch, caplog) -> None:
-    """Kernels that hang, crash and differ are never called again; the log, the front and the model's line say so."""
+    """Kernels that hang, crash and differ are never called again; log, API server and model description name them."""
 
     def broken(*_, **__):
         raise AssertionError("a kernel that has failed its check")
@@ -210,7 +210,7 @@ def test_an_engine_serves_the_same_texts_without_the_kernels_that_fail(play, mon
 
 
 def test_programs_with_a_replaced_kernel_are_never_taken_for_those_without(tmp_path) -> None:
-    """Nor are two processes with different tables one instance; Triton's kernels are not kept."""
+    """Nor are two processes with different tables one instance; Triton's kernels are not stored."""
     options = EngineOptions(compilation_cache_dir=str(tmp_path), max_model_len=64)
     parts = load_components(bundled_model(), options, progress=False, shapes=True)
     secret = write_key(tmp_path)

@@ -1,4 +1,4 @@
-"""Pages that leave the devices and come back: the same text, counted, and never one that is not proved to be right."""
+"""Pages that are offloaded and loaded again: the same text, counted, and never an unverified page."""
 
 import time
 from collections.abc import Callable
@@ -27,7 +27,7 @@ MakeEngine = Callable[..., Engine]
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has engines wait for tiers on a busy machine, and load what the toy computes in no time."""
+    """Makes engines wait for tiers on a busy machine, and load what the toy computes in no time."""
     for name in ("LOOK_UP_S", "LOAD_S"):
         monkeypatch.setattr(tiers, name, 60.0)
     monkeypatch.setattr(tiers, "loading_pays", lambda *_: True)
@@ -35,7 +35,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make(make_engine: MakeEngine) -> MakeEngine:
-    """Makes engines that keep pages in the host's memory."""
+    """Makes engines that offload pages to the host's memory."""
 
     def make(**changes: object) -> Engine:
         return make_engine(**({"kv_offloading_size": 1e-3, "identity": "f"} | changes))
@@ -55,7 +55,7 @@ def text_of(gathered: Gathered, item: EngineRequest) -> None:
 
 
 def ask(engine: Engine, name: str, prompt: list[int] = PROMPT, **changes: object) -> int:
-    """Has a request answered, checks its text, and returns how many of its prompt's tokens were found somewhere."""
+    """Generates an answer, checks its text, and returns how many of its prompt's tokens were cached."""
     item = request(name, prompt, max_tokens=3, **changes)
     gathered = run(engine, item)[name]
     text_of(gathered, item)
@@ -63,7 +63,7 @@ def ask(engine: Engine, name: str, prompt: list[int] = PROMPT, **changes: object
 
 
 def settle(engine: Engine) -> None:
-    """Waits until all that has left the devices is written."""
+    """Waits until all offloaded pages are stored."""
     deadline = time.monotonic() + 30
     while any(engine.scheduler.tiers._backlog.values()):
         assert time.monotonic() < deadline
@@ -86,13 +86,13 @@ def counts(engine: Engine, tier: str = "host"):
 
 
 def end(engine: Engine) -> None:
-    """Lets go of the host's memory, as the end of a process does."""
+    """Frees the host's memory, as the end of a process does."""
     settle(engine)
     memory = engine.planners["pages"].memory
     memory.close()
 
 
-def test_a_prompt_that_has_left_the_device_comes_back_from_the_host(make: MakeEngine):
+def test_an_evicted_prompt_is_loaded_from_the_host(make: MakeEngine):
     engine = make()
     assert ask(engine, "first") == 0
     forget(engine)
@@ -191,7 +191,7 @@ def test_a_damaged_page_of_the_host_is_computed_again(make: MakeEngine):
     assert ask(engine, "mended") == FULL
 
 
-def test_a_full_disk_stops_nobody(make: MakeEngine, store: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_stops_no_request(make: MakeEngine, store: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -238,7 +238,7 @@ def test_a_store_that_breaks_costs_no_answer(make: MakeEngine, store: Path, monk
     assert engine.failure is None and engine.scheduler.tiers.batches_under_way == 0
 
 
-def test_a_look_up_without_answer_is_a_miss(make: MakeEngine, store: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_lookup_without_answer_is_a_miss(make: MakeEngine, store: Path, monkeypatch: pytest.MonkeyPatch):
     engine = make(kv_store=str(store))
     monkeypatch.setattr(engine.scheduler.tiers._store, "count", lambda keys: time.sleep(0.3) or len(keys))
     monkeypatch.setattr(tiers, "LOOK_UP_S", 0.02)
@@ -246,7 +246,7 @@ def test_a_look_up_without_answer_is_a_miss(make: MakeEngine, store: Path, monke
     assert not engine.scheduler.tiers.has_store, "it is left alone, as after a load that does not come"
 
 
-def test_what_is_distrusted_leaves_every_tier(make: MakeEngine, store: Path):
+def test_invalidated_pages_leave_every_tier(make: MakeEngine, store: Path):
     engine = make(kv_store=str(store))
     ask(engine, "good", PROMPT[:70])
     poisoned = run(engine, request("poisoned", [*PROMPT, toy.POISON], max_tokens=3))["poisoned"]
@@ -259,7 +259,7 @@ def test_what_is_distrusted_leaves_every_tier(make: MakeEngine, store: Path):
     assert ask(engine, "again") == 64
 
 
-def test_loaded_pages_are_trusted_whatever_becomes_of_the_request(make: MakeEngine):
+def test_loaded_pages_stay_valid_whatever_happens_to_the_request(make: MakeEngine):
     engine = make()
     ask(engine, "good")
     forget(engine)
@@ -268,7 +268,7 @@ def test_loaded_pages_are_trusted_whatever_becomes_of_the_request(make: MakeEngi
     assert ask(engine, "again") == FULL and counts(engine).hits == FULL, "found on the device"
 
 
-def test_a_page_that_is_given_away_before_it_can_leave_stays_behind(make: MakeEngine):
+def test_a_page_reallocated_before_offloading_is_dropped(make: MakeEngine):
     engine = make()
     engine.add(request("first", PROMPT[:100], max_tokens=3))
     while not engine.scheduler.outgoing:
@@ -334,7 +334,7 @@ def test_a_long_prefix_is_loaded_over_several_steps_beside_the_answers_of_others
     assert all("decode" in kinds for kinds in launched[1:90]), "the other one has a token in each step"
 
 
-def test_an_abort_while_loading_gives_everything_back(make: MakeEngine, monkeypatch: pytest.MonkeyPatch):
+def test_an_abort_while_loading_frees_everything(make: MakeEngine, monkeypatch: pytest.MonkeyPatch):
     engine = make()
     ask(engine, "first")
     forget(engine)

@@ -26,8 +26,8 @@ LIMITS = dict(max_model_len=128, num_pages=16, max_num_batched_tokens=64)
 def test_greedy_text_is_transformers_token_for_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks of two devices in each of two nodes.
 
-    Buffers hold a quarter of the tokens, so that most steps are computed again in parts. `test_balance` has two nodes
-    with more room, `test_sparse` one row that two devices share.
+    Buffers hold a quarter of the tokens, so most steps are repeated in parts. `test_balance` has two nodes with more
+    capacity, `test_sparse` one row that two devices share.
     """
     monkeypatch.setattr(exchange, "expected_capacity", lambda tokens, *_, **__: max(1, tokens // 4))
     golden = json.loads((DIRECTORY / "greedy" / "greedy.json").read_text())

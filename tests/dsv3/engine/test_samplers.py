@@ -1,4 +1,4 @@
-"""Which sampler serves a step, and that one which looks gives what the others do."""
+"""Which sampler serves a step, and that adaptive ones sample what the others do."""
 
 import functools
 import itertools
@@ -31,7 +31,7 @@ def test_every_step_has_a_sampler_that_was_compiled(platform: str) -> None:
             assert found.variant >= FILTERED or found.variant == variant or is_constrained
 
 
-def test_a_gpu_has_one_for_each_need_and_a_cpu_looks() -> None:
+def test_a_gpu_has_one_for_each_need_and_a_cpu_adaptive_ones() -> None:
     assert [sampler_for(layout("cuda"), variant, False) for variant in VARIANTS] == [Sampler(v) for v in VARIANTS]
     assert [sampler_for(layout("cuda"), variant, True).variant for variant in VARIANTS] == [
         DRAWN,
@@ -62,7 +62,7 @@ def sampler(**how: bool):
 
 @settings(deadline=None)
 @given(st.lists(ASKED, min_size=3, max_size=3), st.integers(0, 2**32 - 1))
-def test_looking_changes_no_token(rows: list[tuple[float, float, float, int]], seed: int) -> None:
+def test_adaptive_samplers_change_no_token(rows: list[tuple[float, float, float, int]], seed: int) -> None:
     logits = np.random.default_rng(seed).standard_normal((3, 150), np.float32) * 3
     temperature, top_p, min_p, top_k = (np.array(column) for column in zip(*rows, strict=True))
     seeds = np.array([[seed, row] for row in range(3)], np.uint32)

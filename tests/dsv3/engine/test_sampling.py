@@ -98,7 +98,7 @@ def test_the_ends_of_the_unit_interval_draw_a_token_with_a_weight(weights, first
 
 
 def test_a_draw_never_falls_where_a_parallel_sum_rounds_up():
-    """Over more than 256 blocks XLA's cumulative sum also rises at some blocks of weight 0: a draw fell on these."""
+    """Over more than 256 blocks XLA's cumulative sum also rises at blocks of weight 0: a draw once fell on these."""
     rng = np.random.default_rng(0)
     blocks = rng.random((200, 300)).astype(np.float32) ** 4 * (rng.random((200, 300)) < 0.3)
     cumulative = np.asarray(jax.jit(lambda x: jnp.cumsum(x, axis=-1))(blocks))

@@ -72,7 +72,7 @@ def _sampler(variant: int):
 
 
 def _tokens(variant: int, rows: list[Row]) -> list[int]:
-    """What the engine's sampler of a variant draws."""
+    """Tokens that the engine's sampler of a variant draws."""
     state, adjust = _states(rows)
     logits = np.stack([r.logits for r in rows])[:, None]
     slots = np.arange(len(rows), dtype=np.int32)

@@ -1,4 +1,4 @@
-"""The account of a device's memory, and an engine that is sized by it: a CPU that pretends to be bounded."""
+"""The account of a device's memory, and an engine sized by it: a CPU that reports a memory limit."""
 
 import dataclasses
 import logging
@@ -24,7 +24,7 @@ TOTAL = 3_500_000
 
 
 def on(total: int, share: float = 0.92, **sizes: int) -> MemoryAccount:
-    """A card of which jax's pool has a share, and an engine that may use 0.9."""
+    """A card of which jax's pool has a fraction, and an engine that may use 0.9."""
     return account(DeviceMemory(total, int(total * share)), 0.9, **({"state": 0, "page_size": 64} | sizes))
 
 
@@ -52,7 +52,7 @@ def test_one_line_says_where_memory_goes() -> None:
     assert "in use before 5.00" in str(dataclasses.replace(found, in_use=5_000_000_000))
 
 
-def test_what_jax_holds_already_does_not_change_the_programs() -> None:
+def test_memory_in_use_does_not_change_the_programs() -> None:
     """They are stored by the number of pages, among others; a page of DeepSeek-V3 takes 4.5 MB."""
     sizes = {"weights": 98_600_000_000, "working": 2_100_000_000, "page": 64 * 70_272, "state": 0, "page_size": 64}
     memory = DeviceMemory(H200, int(H200 * 0.92))
@@ -90,7 +90,7 @@ def test_what_does_not_fit_names_what_to_change(found, options, devices, advice)
 
 @pytest.fixture
 def share(monkeypatch) -> dict[str, str]:
-    """The environment, in which jax has not started."""
+    """The environment before jax has started."""
     environment: dict[str, str] = {}
     monkeypatch.setattr(pool, "os", SimpleNamespace(environ=environment))
     monkeypatch.setattr(pool.xla_bridge, "backends_are_initialized", lambda: False)
@@ -147,7 +147,7 @@ def gpus(*numbers: int, pool_bytes: int) -> list[Any]:
     ("visible", "asked"),
     [(None, "--id=1,3"), ("4,5,6,7", "--id=5,7"), ("A, B,C,D", "--id=B,D")],
 )
-def test_what_lies_beside_the_pool_is_that_of_the_fullest_gpu(tmp_path, monkeypatch, visible, asked) -> None:
+def test_memory_outside_the_pool_is_that_of_the_fullest_gpu(tmp_path, monkeypatch, visible, asked) -> None:
     command = tmp_path / "nvidia-smi"
     command.write_text(f'#!/bin/sh\nprintf "%s " "$@" > {tmp_path}/arguments\nprintf "1000\\n1300\\n"\n')
     command.chmod(0o755)
@@ -161,7 +161,7 @@ def test_what_lies_beside_the_pool_is_that_of_the_fullest_gpu(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("script", [None, "exit 9", "echo No devices were found", "echo 1000", "sleep 600"])
-def test_a_start_goes_on_where_nvidia_smi_says_nothing(tmp_path, monkeypatch, script) -> None:
+def test_a_start_continues_without_nvidia_smi(tmp_path, monkeypatch, script) -> None:
     if script is not None:
         command = tmp_path / "nvidia-smi"
         command.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{script}\n")
@@ -173,7 +173,7 @@ def test_a_start_goes_on_where_nvidia_smi_says_nothing(tmp_path, monkeypatch, sc
 
 @pytest.fixture
 def bounded(monkeypatch, tmp_path: Path):
-    """Makes the CPU say that it has so much memory, and an engine of it, whose cache has nothing of others."""
+    """Makes the CPU report so much memory, and an engine with a compilation cache of its own."""
 
     def start(total: int) -> Engine:
         monkeypatch.setattr(build, "device_memory", lambda _: DeviceMemory(total, total))
@@ -197,7 +197,9 @@ def test_what_does_not_fit_is_refused_before_a_weight_is_read(bounded, monkeypat
 
 
 def test_an_engine_is_sized_by_what_its_programs_take(bounded, tmp_path: Path, caplog) -> None:
-    """The first start compiles the largest programs for it, the next one knows; all of them take no more."""
+    """The first start compiles the largest programs to measure them, the next one reads the figure; no program takes
+    more.
+    """
     caplog.set_level(logging.INFO)
     engine = bounded(TOTAL)
     assert "compiling the largest programs" in caplog.text and "memory of a device: 0.0 GB in all" in caplog.text
@@ -219,7 +221,7 @@ def test_an_engine_is_sized_by_what_its_programs_take(bounded, tmp_path: Path, c
     assert 1 < int(kept.read_text()) <= known
 
 
-def test_a_file_that_says_nothing_is_measured_anew(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_measured_again(tmp_path: Path) -> None:
     kept = WorkingMemoryFile(tmp_path, {"limit num_pages": "7", "devices": "1 x H100"})
     assert kept.read() is None
     kept.write(123)
@@ -233,6 +235,6 @@ def test_a_file_that_says_nothing_is_measured_anew(tmp_path: Path) -> None:
 
 
 def test_a_context_beyond_the_models_is_refused_at_the_start() -> None:
-    """Once it was served: text turned to nonsense behind what the model was trained for, without a word."""
+    """It was served once: text turned to nonsense behind the model's context, without an error."""
     with pytest.raises(ValueError, match="max_model_len: 100000 is greater than the model's context of 2048 tokens"):
         build_engine(build.bundled_model(), EngineOptions(max_model_len=100_000), progress=False)

@@ -1,6 +1,6 @@
-"""What an engine tells of its steps adds up to what it has computed; on the wire it is Dynamo's `ForwardPassMetrics`.
+"""An engine's step metrics add up to what it has computed; on the wire they are Dynamo's `ForwardPassMetrics`.
 
-Version 1: names, frames, numbers and signs of life.
+Version 1: names, frames, numbers and idle messages.
 """
 
 import time
@@ -35,8 +35,8 @@ NOTHING = {"version": 1, "worker_id": "", "dp_rank": 0, "counter_id": 0, "wall_t
 }
 
 
-def told_by(engine: Engine) -> list[list[StepMetrics]]:
-    """Has an engine tell of its steps; returns the list that they come to."""
+def record_steps(engine: Engine) -> list[list[StepMetrics]]:
+    """Records the step metrics of an engine; returns the list that they are added to."""
 
     class Sink(list):
         publish = list.append
@@ -58,7 +58,7 @@ def test_moments_are_those_of_each_rank():
 
 
 def test_one_request_step_by_step(engine: Engine):
-    steps = told_by(engine)
+    steps = record_steps(engine)
     run(engine, request("a", [1] * 150, max_tokens=4, ignore_eos=True))
     scheduled = [each.scheduled_requests for step in steps for each in step if each.scheduled_requests != Scheduled()]
     prompts = [each for each in scheduled if each.num_prefill_requests]
@@ -70,8 +70,8 @@ def test_one_request_step_by_step(engine: Engine):
 
 
 def test_all_steps_together_are_what_was_computed(engine: Engine):
-    """Ten requests on eight slots: two wait, and nobody is told of twice."""
-    steps = told_by(engine)
+    """Ten requests on eight slots: two wait, and none is counted twice."""
+    steps = record_steps(engine)
     for i in range(10):
         engine.add(request(f"r{i}", [i + 1] * (20 + 5 * i), max_tokens=5, ignore_eos=True))
     drain(engine)
@@ -87,9 +87,9 @@ def test_all_steps_together_are_what_was_computed(engine: Engine):
     assert {each.num_decode_requests for each in first} == {0}
 
 
-def test_the_queue_is_looked_at_again_once_it_is_stale(engine: Engine, monkeypatch):
+def test_queue_metrics_are_refreshed_once_stale(engine: Engine, monkeypatch):
     monkeypatch.setattr("dsv3.engine.step_metrics._QUEUE_S", 0.0)
-    steps = told_by(engine)
+    steps = record_steps(engine)
     for i in range(10):
         engine.add(request(f"q{i}", [i + 1] * 20, max_tokens=5, ignore_eos=True))
     drain(engine)
@@ -105,7 +105,7 @@ def test_a_message_is_a_map_with_the_names_of_dynamo():
     assert list(told["queued_requests"].values()) == [1, 2, 3.0, 4, 5, 6.0]
 
 
-def test_each_rank_has_a_socket_and_an_idle_one_says_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_each_rank_has_a_socket_and_an_idle_one_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(publisher, "_IDLE_S", 0.01)
     endpoint = f"ipc://{tmp_path}/steps"
     with zmq.Context() as context:
@@ -144,7 +144,7 @@ def _heard(socket: zmq.Socket) -> StepMetrics:
     return metrics
 
 
-def test_an_endpoint_that_cannot_be_had_is_told():
+def test_an_endpoint_that_cannot_be_bound_is_refused():
     with zmq.Context() as context, context.socket(zmq.PUB) as taken:
         port = taken.bind_to_random_port("tcp://127.0.0.1")
         with pytest.raises(ValueError, match=r"step_metrics_config: endpoint: cannot bind .* free port"):

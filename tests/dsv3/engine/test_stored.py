@@ -1,6 +1,6 @@
-"""Programs that outlive their process: found by name, or by their text; never those of somebody else.
+"""Programs that outlive their process: found by name, or by their text; never those of another user.
 
-Each test compiles a program of its own, so that jax's cache, which all tests share, cannot have it.
+Each test compiles a program of its own, which jax's cache, shared by all tests, cannot have.
 """
 
 import functools
@@ -71,7 +71,7 @@ def test_other_options_trace_and_compile_only_what_is_new(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("damaged, factor", [("instance-*/process-0/decode", 2.25), ("programs-*/*", 2.75)])
-def test_a_file_that_somebody_else_wrote_is_not_used(tmp_path, damaged, factor, caplog) -> None:
+def test_a_file_written_with_another_key_is_not_used(tmp_path, damaged, factor, caplog) -> None:
     Start(tmp_path).get(factor)
     [path] = tmp_path.glob(damaged)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
@@ -81,8 +81,8 @@ def test_a_file_that_somebody_else_wrote_is_not_used(tmp_path, damaged, factor, 
     assert Start(tmp_path, key=b"another" * 8).get(factor) == 28 * factor
 
 
-def test_those_with_another_key_have_programs_of_their_own(tmp_path) -> None:
-    """A gang with its cluster's key and a server alone may use one directory in turns."""
+def test_each_key_has_programs_of_its_own(tmp_path) -> None:
+    """A process group with its cluster's key and a server alone may use one directory in turns."""
     Start(tmp_path).get(4.5)
     Start(tmp_path, key=b"another" * 8).get(4.75)
     again = Start(tmp_path)
@@ -90,7 +90,7 @@ def test_those_with_another_key_have_programs_of_their_own(tmp_path) -> None:
     assert len(list(tmp_path.glob("programs-*"))) == 2
 
 
-def test_an_executable_of_jaxs_own_cache_is_not_kept(tmp_path) -> None:
+def test_an_executable_of_jaxs_own_cache_is_not_stored(tmp_path) -> None:
     jax.jit(lambda x: jnp.sum(2.5 * x)).lower(X).compile()  # now jax's cache has it
     jax.clear_caches()
     Start(tmp_path).get(2.5)
@@ -121,13 +121,13 @@ def test_programs_of_one_text_are_written_side_by_side(tmp_path, monkeypatch) ->
 
 
 def grow_old(root: Path) -> None:
-    """Lets everything in `root` be older than programs are kept."""
+    """Makes everything in `root` older than the retention time."""
     for path in root.rglob("*"):
         os.utime(path, (0, time.time() - 2 * KEPT_S))
 
 
-def test_what_no_start_has_used_for_long_goes(tmp_path) -> None:
-    """What the start itself uses stays, however old; so do the owner's key and what jax keeps beside it."""
+def test_unused_programs_are_removed(tmp_path) -> None:
+    """What the start itself uses stays, however old; so do the owner's key and jax's own files."""
     Start(tmp_path).get(3.75)
     Start(tmp_path, "other options").get(4.25)
     others = [tmp_path / "programs-7.key", tmp_path / "of jax"]
@@ -143,7 +143,7 @@ def test_what_no_start_has_used_for_long_goes(tmp_path) -> None:
     assert [len(list(tmp_path.glob(which))) for which in ("programs-*/*", "instance-*/*/*")] == [1, 1]
 
 
-def test_a_start_forgets_nothing_before_it_has_its_programs(tmp_path) -> None:
+def test_a_start_removes_nothing_before_it_has_its_programs(tmp_path) -> None:
     order: list[str] = []
     store = SimpleNamespace(get=lambda *_: order.append("get"), remove_unused=lambda: order.append("forget"))
     programs = Programs("cpu")
@@ -178,8 +178,8 @@ def test_an_engine_keeps_programs_with_a_key_of_its_owner(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("torn", [b"", b"k" * 31, bytes(32)], ids=["empty", "short", "zeros"])
-def test_a_key_that_a_loss_of_power_has_torn_signs_nothing(tmp_path, torn, caplog) -> None:
-    """Somebody else with a file there could sign programs with it, which are unpickled."""
+def test_an_incomplete_key_signs_nothing(tmp_path, torn, caplog) -> None:
+    """Another user with a file there could sign programs with it, which are unpickled."""
     path = tmp_path / f"programs-{os.geteuid()}.key"
     path.write_bytes(torn)
     path.chmod(0o600)
@@ -206,7 +206,7 @@ def test_a_key_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch) -> N
 
 
 def test_programs_with_triton_kernels_are_kept_by_no_process(tmp_path, monkeypatch) -> None:
-    """Neither by one that serves alone nor by one of several: a kernel is made when its program is lowered."""
+    """Neither by a server alone nor by one of several processes: a kernel is made when its program is lowered."""
     options = EngineOptions(compilation_cache_dir=str(tmp_path / "cache"), max_model_len=64)
     parts = load_components(bundled_model(), options, progress=False, shapes=True)
     secret = tmp_path / "cluster.key"
@@ -230,7 +230,7 @@ def test_programs_with_triton_kernels_are_kept_by_no_process(tmp_path, monkeypat
 
 
 def test_mosaics_runtime_is_there_before_a_stored_program_is_asked_for(tmp_path, monkeypatch) -> None:
-    """It links the kernels of an executable that is loaded, and a start that finds all programs traces none."""
+    """It links the kernels of a loaded executable, and a start that finds all programs traces none."""
     order: list[str] = []
 
     class Asked(Exception):
@@ -251,7 +251,7 @@ def test_mosaics_runtime_is_there_before_a_stored_program_is_asked_for(tmp_path,
 
 
 def test_programs_of_one_mac_are_not_run_on_another(tmp_path, monkeypatch) -> None:
-    """Where there is no /proc/cpuinfo a command lists what the CPU can do; without it, its kind at least is known."""
+    """Without /proc/cpuinfo a command lists the CPU's features; without that, its kind at least is known."""
     monkeypatch.setattr(stored, "_CPUINFO", tmp_path / "absent")
     known = set()
     for listed in ("FEAT_BF16: 1", "FEAT_BF16: 0"):

@@ -1,4 +1,4 @@
-"""Devices that share embedding and head look up, score and sample what each of them would alone."""
+"""Devices that share embedding and head look up, score and sample as each of them would alone."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Weights read to where they are served: as if spread in memory, never copied again, by one process or several."""
+"""Weights loaded to the devices that serve them: as if spread in memory, never copied, by one process or several."""
 
 import dataclasses
 import json
@@ -109,7 +109,7 @@ print(json.dumps([load(directory) for directory in directories]))
 
 
 def two_processes(*directories: Path) -> list[list[dict]]:
-    """Returns what each process says of each directory."""
+    """Returns the output of each process for each directory."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

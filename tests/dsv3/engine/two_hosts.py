@@ -1,4 +1,4 @@
-"""An engine over two hosts in one process: commands reach the second one's tiers as over the wire, news come back."""
+"""An engine over two hosts in one process: commands reach the second one's tiers as over the wire, events come back."""
 
 import dataclasses
 from typing import Any
@@ -51,7 +51,7 @@ class TwoHosts(LocalExecutor):
         return kind, msgspec.structs.replace(command, into=into)
 
     def _hand_over(self, number: int, command: PagesCommand, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        """Hands the follower what has left rank 1; returns the rest."""
+        """Passes the follower what has been offloaded from rank 1; returns the rest."""
         ranks = [rank for copy in command.out for rank in copy.keys]
         theirs = [array for rank, array in zip(ranks, arrays, strict=False) if rank in FAR]
         self.follower_handler.on_results(self._sent.pop(number), theirs)

@@ -1,4 +1,4 @@
-"""A follower's process without jax, which does what its order's `load` says, a word after the other."""
+"""A follower's process without jax, which executes its order's `load`, one word after the other."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ def _exit_on_signal(*_: object) -> None:
 
 
 def main() -> None:
-    """Says its pulse ten times per second until it ends."""
+    """Reports that it is alive ten times per second until it ends."""
     link = Link(link_to_parent())
     order = link.receive_order()
     if order is None:

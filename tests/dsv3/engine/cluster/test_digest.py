@@ -1,4 +1,4 @@
-"""Digests agree exactly when the results do, in whatever order they come."""
+"""Digests are equal exactly when the results are, in any order of arrival."""
 
 import math
 
@@ -27,8 +27,8 @@ def test_a_difference_shows_from_its_step_on(results: list[list[int]], data: st.
 
 @settings(max_examples=60)
 @given(st.permutations([(who, number) for who in (0, 1, 2) for number in range(4)]), st.integers(-1, 3))
-def test_a_book_finds_the_process_that_differs(order: list[tuple[int, int]], wrong: int) -> None:
-    """Process 2 differs in step `wrong`; -1: nobody does."""
+def test_step_digests_find_the_process_that_differs(order: list[tuple[int, int]], wrong: int) -> None:
+    """Process 2 differs in step `wrong`; -1: none does."""
     book, found = StepDigests([1, 2]), []
     for who, number in order:
         digest = b"other" if who == 2 and number == wrong else b"same"
@@ -38,7 +38,7 @@ def test_a_book_finds_the_process_that_differs(order: list[tuple[int, int]], wro
         assert book.overdue(math.inf) is None and not book._mine and not book._theirs
 
 
-def test_a_book_knows_who_is_late() -> None:
+def test_step_digests_find_the_late_process() -> None:
     book = StepDigests([1, 2])
     book.add_follower(1, 5, b"")
     book.add_leader(5, b"")
@@ -49,7 +49,7 @@ def test_a_book_knows_who_is_late() -> None:
 
 
 def test_the_first_collective_that_differs_is_found() -> None:
-    """Another one, one more or one fewer; programs that one process alone knows count for nothing."""
+    """Another one, one more or one fewer; programs that only one process can read are ignored."""
     mine = {"a": ["x", "y", "z"], "b": ["x"], "only here": ["x"]}
     assert first_difference(mine, order_digests({"a": ["x", "y", "z"], "b": ["x"], "only there": ["y"]})) is None
     assert first_difference(mine, order_digests({"a": ["x", "z", "y"]})) == ("a", 1)

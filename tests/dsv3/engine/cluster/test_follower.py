@@ -1,4 +1,4 @@
-"""The ends that a follower can come to, told to a leader that the test plays."""
+"""The ends that a follower can come to, with a leader that the test plays."""
 
 import signal
 import socket
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 
 
 class Played:
-    """A follower in this process, whose end is noted, and the leader's wire to it."""
+    """A follower in this process, whose end is recorded, and the leader's wire to it."""
 
     def __init__(self, cluster, ours: Wire, theirs: Wire) -> None:
         self.leader = ours
@@ -34,11 +34,11 @@ class Played:
         sys.exit()
 
     def fail(self, error: Exception) -> None:
-        """Lets the main thread of the follower fail."""
+        """Makes the main thread of the follower fail."""
         threading.Thread(target=self.follower.fail, args=(error,)).start()
 
     def heard(self) -> messages.ToLeader:
-        """The next message, heartbeats left out."""
+        """The next message, without heartbeats."""
         while True:
             message = messages.decode_for_leader(self.leader.receive())
             if not isinstance(message, messages.Heartbeat):
@@ -61,7 +61,7 @@ def played(tmp_path, monkeypatch) -> Iterator[Played]:
             thread.join(30)  # a thread that ended the process later would end that of the tests
 
 
-def test_its_error_is_told_and_the_answer_ends_it(played, monkeypatch) -> None:
+def test_its_error_is_sent_and_the_answer_ends_it(played, monkeypatch) -> None:
     logged: list[tuple] = []
     monkeypatch.setattr(follower._log, "error", lambda *args: logged.append(args))
     monkeypatch.setattr(follower, "_SHUTDOWN_S", 0.5)
@@ -95,19 +95,19 @@ def test_a_leader_is_allowed_more_silence_until_all_are_ready(played) -> None:
     assert starting == 6 * played.follower._silence_s
 
 
-def test_a_leader_that_is_gone_ends_it(played) -> None:
+def test_the_end_of_the_leader_ends_it(played) -> None:
     played.leader.close()
     assert played.ended.wait(30)
     assert played.ends == [(1, "the leader (process 0) has ended, or the connection to it is broken")]
 
 
-def test_without_a_leader_it_gives_up_and_says_where_it_has_looked(tmp_path) -> None:
+def test_without_a_leader_it_ends_and_names_the_address(tmp_path) -> None:
     cluster = local.options(tmp_path, 2, 1, cluster_start_timeout=0.1)
     with pytest.raises(WireError, match=r"cannot reach the leader at 127\.0\.0\.1:\d+ within 0\.1 s"):
         follower._connect_to_leader(cluster, local.credentials(cluster))
 
 
-def test_what_is_no_message_is_told_to_the_leader(played) -> None:
+def test_an_invalid_message_is_reported_to_the_leader(played) -> None:
     played.leader.send(b"\xc1")
     message = played.heard()
     assert isinstance(message, FollowerFailed) and "an invalid message" in message.text

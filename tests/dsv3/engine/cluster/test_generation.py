@@ -1,4 +1,4 @@
-"""A process of a generation that is over: who refuses it, and by which name."""
+"""Processes of past generations: which process refuses them, and with which text; and rejoining processes."""
 
 import dataclasses
 import queue
@@ -28,7 +28,7 @@ generations = st.builds(Incarnation, st.integers(0, 5), st.sampled_from(["a", "b
 
 
 @given(generations, generations)
-def test_generations_of_one_front_have_an_order_and_a_secret_each(one, other) -> None:
+def test_generations_of_one_api_server_have_an_order_and_a_secret_each(one, other) -> None:
     assert not one.is_over_for(None)
     assert one.is_over_for(one)
     if one != other and one.front == other.front:
@@ -41,7 +41,7 @@ def test_generations_of_one_front_have_an_order_and_a_secret_each(one, other) ->
 
 @pytest.mark.parametrize(("last", "is_refused"), [(2, True), (3, True), (1, False)])
 def test_a_leader_whose_generation_is_over_ends(tmp_path, last, is_refused) -> None:
-    """A follower has been in a later one already."""
+    """A follower was in a later one already."""
     cluster = local.options(tmp_path, 2)
     failures: queue.Queue[str] = queue.Queue()
     leader = Leader(cluster, local.FIELDS, failures.put, failures.put, Incarnation(2, "a"))
@@ -59,8 +59,8 @@ def test_a_leader_whose_generation_is_over_ends(tmp_path, last, is_refused) -> N
     assert failures.get(timeout=30) == str(Stop(reason) if is_refused else Begin(Incarnation(2, "a")))
 
 
-def test_a_gang_goes_on_without_processes_that_do_not_come_back(tmp_path) -> None:
-    """Those that have come are numbered anew."""
+def test_a_group_starts_without_processes_that_do_not_rejoin(tmp_path) -> None:
+    """The connected ones are renumbered."""
     cluster = local.options(tmp_path, 4, cluster_return_timeout=0.5)
     leader = Leader(cluster, local.FIELDS, print, print, Incarnation(1, "a"))
     with ThreadPoolExecutor(1) as pool:
@@ -76,8 +76,8 @@ def test_a_gang_goes_on_without_processes_that_do_not_come_back(tmp_path) -> Non
     leader.end()
 
 
-def test_a_node_goes_whole(tmp_path) -> None:
-    """One of three nodes of two processes has lost a process: the other one hears that it may come again."""
+def test_a_node_with_a_missing_process_is_left_out(tmp_path) -> None:
+    """One of three nodes of two processes has lost a process: the other one may rejoin."""
     cluster = local.options(tmp_path, 6, cluster_return_timeout=0.5, processes_per_node=2)
     leader = Leader(cluster, local.FIELDS, print, print, Incarnation(1, "a"))
     with ThreadPoolExecutor(1) as pool:
@@ -94,7 +94,7 @@ def test_a_node_goes_whole(tmp_path) -> None:
     leader.end()
 
 
-def test_the_leaders_node_goes_on_with_all_its_processes_or_not_at_all(tmp_path) -> None:
+def test_a_missing_process_of_the_leaders_node_ends_the_start(tmp_path) -> None:
     cluster = local.options(tmp_path, 4, cluster_return_timeout=0.5, processes_per_node=2)
     leader = Leader(cluster, local.FIELDS, print, print, Incarnation(1, "a"))
     with ThreadPoolExecutor(1) as pool:
@@ -107,7 +107,7 @@ def test_the_leaders_node_goes_on_with_all_its_processes_or_not_at_all(tmp_path)
     leader.end()
 
 
-def test_a_node_is_back_once_all_its_processes_are_on_one_host(tmp_path) -> None:
+def test_a_node_rejoins_once_all_its_processes_are_on_one_host(tmp_path) -> None:
     cluster = local.options(tmp_path, 6, cluster_grow_interval=1e-3, processes_per_node=2)
     returning = RejoiningProcesses(cluster, local.FIELDS, frozenset(range(2, 6)))
     returning.on_serving()
@@ -126,8 +126,8 @@ def test_a_node_is_back_once_all_its_processes_are_on_one_host(tmp_path) -> None
         theirs.close()
 
 
-def test_a_process_that_comes_back_waits_for_the_next_gang(tmp_path) -> None:
-    """Nobody is disturbed until the gang has served for the interval; then it ends, and the process hears why."""
+def test_a_rejoining_process_waits_for_the_next_group(tmp_path) -> None:
+    """The group serves undisturbed for the interval; then it ends, and the process gets the reason."""
     cluster = local.options(tmp_path, 3, cluster_return_timeout=0.5, cluster_grow_interval=0.2)
     failures: queue.Queue[str] = queue.Queue()
     leader = Leader(cluster, local.FIELDS, failures.put, failures.put, Incarnation(1, "a"))
@@ -159,7 +159,7 @@ def test_a_process_that_comes_back_waits_for_the_next_gang(tmp_path) -> None:
         ended.result(30)
 
 
-def test_a_process_that_comes_back_and_falls_silent_is_forgotten(tmp_path) -> None:
+def test_a_silent_rejoining_process_is_dropped(tmp_path) -> None:
     cluster = local.options(tmp_path, 2, cluster_silence_timeout=1e-3, cluster_grow_interval=1e-3)
     returning = RejoiningProcesses(cluster, local.FIELDS, frozenset({1}))
     returning.on_serving()
@@ -172,7 +172,7 @@ def test_a_process_that_comes_back_and_falls_silent_is_forgotten(tmp_path) -> No
     theirs.close()
 
 
-def test_the_first_gang_needs_all_processes(tmp_path) -> None:
+def test_the_first_group_needs_all_processes(tmp_path) -> None:
     cluster = local.options(tmp_path, 4, cluster_return_timeout=0.5)
     first = Leader(dataclasses.replace(cluster, cluster_start_timeout=0.7), local.FIELDS, print, print)
     with pytest.raises(ClusterError, match="processes 1, 2, 3 of 4 did not connect"):
@@ -182,7 +182,7 @@ def test_the_first_gang_needs_all_processes(tmp_path) -> None:
 
 @given(st.integers(1, 64), st.integers(0, 64), st.integers(2, 12))
 def test_as_many_replicas_as_before_fit_fewer_devices(experts, redundant, before) -> None:
-    """Each device stores as many as it did, where all experts fit so, and never more than they need."""
+    """Each device stores as many as before, where all experts fit so, and never more than they need."""
     replicas = -(-(experts + redundant) // before) * before
     for devices in range(1, before):
         found = experts + redundant_experts(experts, replicas, before, devices)
@@ -192,7 +192,7 @@ def test_as_many_replicas_as_before_fit_fewer_devices(experts, redundant, before
 
 @pytest.mark.parametrize(("redundant", "shards", "fits"), [(16, 1, (8, 0)), (32, 1, (8, 8)), (0, 2, (4, 0))])
 def test_options_for_fewer_processes(tmp_path, redundant, shards, fits) -> None:
-    """All eight devices of the one process that is left are used, where there were sixteen."""
+    """All eight devices of the one remaining process are used, where there were sixteen."""
     given = local.options(tmp_path, 2)
     options = EngineOptions(enable_expert_parallel=True, num_redundant_experts=redundant, tensor_parallel_size=shards)
     found = adapt_to_devices(options, DIRECTORY / "greedy", given, dataclasses.replace(given, num_processes=1))
@@ -201,7 +201,7 @@ def test_options_for_fewer_processes(tmp_path, redundant, shards, fits) -> None:
 
 
 def follow(cluster, last: Incarnation, heard: queue.Queue[str]) -> None:
-    """Says hello, notes the answer and goes."""
+    """Sends Hello, records the answer and ends."""
     wire = local.Follower(cluster, 1, fields=local.FIELDS, last=last)
     heard.put(str(next(wire.received())))
     wire.wire.close()

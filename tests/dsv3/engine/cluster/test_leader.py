@@ -1,4 +1,4 @@
-"""The leader against followers that tests play: who is let in, what each is told, and every way to fail."""
+"""The leader against followers that tests play: admission, messages, and every way to fail."""
 
 import contextlib
 import dataclasses
@@ -47,7 +47,7 @@ RESULTS = [np.arange(4, dtype=np.int32)]
 
 
 class Led:
-    """A leader that waits for its followers on a thread, and what it has called back."""
+    """A leader that waits for its followers on a thread, and its callbacks."""
 
     def __init__(self, cluster: ClusterOptions):
         self.cluster = cluster
@@ -116,7 +116,7 @@ def both(lead, **changes) -> tuple[Led, local.Follower, Iterator]:
 
 
 def test_programs_that_launch_collectives_in_different_orders_are_refused(lead) -> None:
-    """The leader names the program, the processes and its own collective, before anybody launches anything."""
+    """The leader names the program, the processes and its own collective, before any process launches."""
     orders = {"decode-4-0-1": ["all-gather a", "all-to-all b", "all-to-all c"], "read_load-0-0-1": ["all-gather a"]}
     other = orders | {"decode-4-0-1": ["all-gather a", "all-to-all c", "all-to-all b"]}
     led = lead(4)
@@ -253,8 +253,8 @@ def test_transfer_addresses_of_all_or_of_none(lead, theirs, words) -> None:
         assert led.leader.transfer_addresses("h0:7") == ("h0:7", *theirs)
 
 
-def test_what_followers_tell_reaches_its_planner_in_order(lead) -> None:
-    """Also what comes before there is a planner."""
+def test_followers_events_reach_the_planner_in_order(lead) -> None:
+    """Also events before there is a planner."""
     led, follower, _ = both(lead)
     heard: queue.SimpleQueue = queue.SimpleQueue()
     follower.send(WorkEvent("pages", b"1"))
@@ -266,8 +266,8 @@ def test_what_followers_tell_reaches_its_planner_in_order(lead) -> None:
     assert [heard.get(timeout=30) for _ in range(2)] == [(1, b"1"), (1, b"2")]
 
 
-def test_strangers_do_not_disturb_the_start(lead, tmp_path, caplog) -> None:
-    """Garbage, silence, another key: each refused by itself, none told anything."""
+def test_unauthenticated_connections_do_not_disturb_the_start(lead, tmp_path, caplog) -> None:
+    """Garbage, silence, another key: each is refused alone, and gets no data."""
     led = lead()
     silent = [local.dial(led.cluster) for _ in range(20)]
     for garbage in (b"GET / HTTP/1.1\r\n\r\n" * 10, bytes(4096), b"\x80\x04\x95" * 100):
@@ -290,7 +290,7 @@ def test_strangers_do_not_disturb_the_start(lead, tmp_path, caplog) -> None:
 
 
 def join(cluster: ClusterOptions, process_id: int, begun: queue.Queue[int]) -> threading.Thread:
-    """A process that comes as a real follower does, and puts its id into `begun` when it may begin."""
+    """A process that connects as a real follower does, and puts its id into `begun` when it may begin."""
 
     def run() -> None:
         wire = follower_module._connect_to_leader(cluster, local.credentials(cluster))
@@ -307,8 +307,8 @@ def join(cluster: ClusterOptions, process_id: int, begun: queue.Queue[int]) -> t
     return thread
 
 
-def test_strangers_at_the_port_keep_no_process_out(lead) -> None:
-    """More of them than the leader greets at once, before and among the processes that belong here."""
+def test_unauthenticated_connections_keep_no_process_out(lead) -> None:
+    """More of them than the leader's bound, before and among the real processes."""
     led = lead(5)
     strangers, begun = [local.dial(led.cluster) for _ in range(100)], queue.Queue[int]()
     for process_id in range(1, 4):
@@ -321,8 +321,8 @@ def test_strangers_at_the_port_keep_no_process_out(lead) -> None:
         connection.close()
 
 
-def test_a_leader_that_is_slow_to_answer_is_asked_again(tmp_path, monkeypatch) -> None:
-    """A busy host is no refusal: the follower gives up a connection, and comes back."""
+def test_a_follower_retries_a_slow_leader(tmp_path, monkeypatch) -> None:
+    """A busy host is no refusal: the follower closes a connection, and connects again."""
     monkeypatch.setattr("dsv3.engine.cluster.wire.PATIENCE_S", 0.1)
     asked, connect = threading.Semaphore(0), follower_module.connect
     monkeypatch.setattr(follower_module, "connect", lambda *args: (asked.release(), connect(*args))[1])
@@ -336,7 +336,7 @@ def test_a_leader_that_is_slow_to_answer_is_asked_again(tmp_path, monkeypatch) -
     leader.end()
 
 
-def test_a_flood_from_one_address_displaces_nobody_at_another() -> None:
+def test_a_flood_from_one_address_displaces_no_other_address() -> None:
     strangers, pairs = UnauthenticatedConnections(), [socket.socketpair() for _ in range(200)]
     (honest, theirs), *flood = pairs
     strangers.add(honest, "10.0.0.1")
@@ -359,7 +359,7 @@ def is_ended(connection: socket.socket) -> bool:
 
 
 def test_errors_of_accept_are_survived(lead, monkeypatch, caplog) -> None:
-    """Such as no free descriptor, while strangers hold them."""
+    """Such as no free descriptor, because of unauthenticated connections."""
     accept, errors = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files")] * 3
 
     def failing(self: socket.socket) -> tuple[socket.socket, object]:
@@ -376,7 +376,7 @@ def test_errors_of_accept_are_survived(lead, monkeypatch, caplog) -> None:
     assert not errors and "Too many open files" in caplog.text
 
 
-def test_a_process_that_goes_before_it_has_said_anything_may_come_again(lead, caplog) -> None:
+def test_a_process_that_disconnects_before_its_first_message_may_reconnect(lead, caplog) -> None:
     led = lead()
     connect(local.dial(led.cluster), local.credentials(led.cluster), 1).close()
     while "before its first message" not in caplog.text:  # the leader may take it in after it has gone
@@ -386,7 +386,7 @@ def test_a_process_that_goes_before_it_has_said_anything_may_come_again(lead, ca
     assert led.failures.empty()
 
 
-def test_nobody_can_connect_once_all_have_come(lead) -> None:
+def test_the_port_closes_once_all_have_connected(lead) -> None:
     led, _, _ = both(lead)
     with pytest.raises(ConnectionRefusedError):
         local.dial(led.cluster)
@@ -403,7 +403,7 @@ def test_a_process_id_is_given_once(lead) -> None:
     assert led.gathered() is None
 
 
-def test_an_address_that_is_not_this_hosts_is_told(tmp_path) -> None:
+def test_an_address_of_another_host_is_refused(tmp_path) -> None:
     with pytest.raises(ClusterError, match=r"cannot listen at 192\.0\.2\.1.*--coordinator"):
         Leader(local.options(tmp_path, 2, coordinator="192.0.2.1:5000"), {}, print, print)
 
@@ -445,7 +445,7 @@ def beating(follower: local.Follower, launched: int) -> threading.Event:
     return done
 
 
-def test_a_follower_that_launches_nothing_is_noticed_though_its_heart_beats(lead) -> None:
+def test_a_follower_that_launches_nothing_is_noticed_despite_heartbeats(lead) -> None:
     led, follower, _ = both(lead, cluster_silence_timeout=0.4)
     done = beating(follower, 6)
     led.leader.send(command(7))
@@ -454,7 +454,7 @@ def test_a_follower_that_launches_nothing_is_noticed_though_its_heart_beats(lead
     done.set()
 
 
-def test_a_follower_that_reports_nothing_is_noticed_though_its_heart_beats(lead) -> None:
+def test_a_follower_that_reports_nothing_is_noticed_despite_heartbeats(lead) -> None:
     led, follower, _ = both(lead, cluster_silence_timeout=0.4)
     done = beating(follower, 7)
     led.leader.on_launched(7)
@@ -484,7 +484,7 @@ def test_garbage_from_a_follower_ends_the_instance(lead) -> None:
     assert "process 1 sent an invalid message" in led.failure()
 
 
-def test_a_follower_asked_to_end_has_the_leader_drain(lead) -> None:
+def test_a_follower_asked_to_end_makes_the_leader_drain(lead) -> None:
     led, follower, _ = both(lead)
     follower.send(Drain("process 1 has received SIGTERM"))
     assert led.drains.get(timeout=30) == "process 1 has received SIGTERM"
@@ -513,7 +513,7 @@ def test_only_the_first_failure_counts(lead) -> None:
 
 
 def test_the_reason_has_been_read_before_the_leader_ends(lead) -> None:
-    """The follower whose message is the cause, too: the leader waits for it as for the others."""
+    """By the follower whose message is the cause, too: the leader waits for it as for the others."""
     led = lead(3)
     followers = [led.follower(1), led.follower(2, fields=local.FIELDS | {"weights": "def"})]
     reason = led.failure()
@@ -526,7 +526,7 @@ def test_the_reason_has_been_read_before_the_leader_ends(lead) -> None:
     assert ended.wait(30)
 
 
-def test_a_process_that_comes_while_the_instance_ends_hears_why(lead) -> None:
+def test_a_process_that_connects_during_shutdown_gets_the_reason(lead) -> None:
     led = lead(3)
     late = local.dial(led.cluster)
     led.follower(1, fields={})
@@ -538,14 +538,14 @@ def test_a_process_that_comes_while_the_instance_ends_hears_why(lead) -> None:
     follower.wire.close()
 
 
-def test_nobody_waits_for_a_silent_follower(lead, monkeypatch) -> None:
+def test_the_shutdown_does_not_wait_for_a_silent_follower(lead, monkeypatch) -> None:
     monkeypatch.setattr("dsv3.engine.cluster.leader._FAILURE_SHUTDOWN_S", 3600.0)
     led, _, _ = both(lead, cluster_silence_timeout=0.4)
     reason = led.failure()
     led.leader.end(reason)
 
 
-def test_a_command_that_no_message_holds_ends_the_instance_with_its_size(lead, monkeypatch) -> None:
+def test_a_command_too_long_for_a_message_ends_the_instance_with_its_size(lead, monkeypatch) -> None:
     monkeypatch.setattr("dsv3.engine.cluster.channel.MAX_MESSAGE_BYTES", 2**10)
     led, _, received = both(lead)
     big = StepCommand(1, (("decode", DecodeCommand(np.zeros((2, 2**8, 3), np.int32), 1)),))
@@ -555,8 +555,8 @@ def test_a_command_that_no_message_holds_ends_the_instance_with_its_size(lead, m
     assert list(received) == [Stop(reason)]
 
 
-def test_masks_of_many_requests_reach_the_follower(lead) -> None:
-    """Legal load: they were longer than a message could be, which ended the instance, and again after each restart."""
+def test_bitmasks_of_many_requests_reach_the_follower(lead) -> None:
+    """Legal load: it was once too long for a message, which ended the instance, and again after each restart."""
     led, _, received = both(lead)
     places = np.array([[1, i] for i in range(1100)], np.int32)
     masks = np.full((len(places), 4, 4040), 7, np.uint32)
@@ -567,7 +567,7 @@ def test_masks_of_many_requests_reach_the_follower(lead) -> None:
 
 
 class Clock:
-    """Stands for the `time` module: sleeps briefly, and can leap as it does for a process that was suspended."""
+    """Stands for the `time` module: sleeps briefly, and can jump as for a suspended process."""
 
     def __init__(self) -> None:
         self.leap_s, self.sleeps = 0.0, 0
@@ -580,8 +580,8 @@ class Clock:
         self.sleeps += 1
 
 
-def test_a_leader_that_was_suspended_blames_nobody(lead, monkeypatch) -> None:
-    """What a follower has not launched or reported counts from the end of the suspension."""
+def test_a_suspended_leader_resets_all_deadlines(lead, monkeypatch) -> None:
+    """The deadlines of launches and reports count from the end of the suspension."""
     clock = Clock()
     for module in ("leader", "digest", "channel"):
         monkeypatch.setattr(f"dsv3.engine.cluster.{module}.time", clock)

@@ -1,9 +1,9 @@
 """The toy model over several processes: a factory for the leader's engine process, and a follower when run as a script.
 
-`diverge_at` makes a follower read something else from that step on, `first_launch_s` is what its sampler's first launch
-takes. Programs are compiled with the options of GPUs, and a compilation waits for those of its peers as it does on one.
-With `eplb_state` the toy has experts that move, and a process with a file `toy_experts.ENDS` in its compilation
-cache ends in the middle of a move. Checks of kernels are played: `FAILS` says which one fails in which process.
+`diverge_at` makes a follower read other results from that step on, `first_launch_s` delays its sampler's first launch.
+Programs are compiled with the options of GPUs, and a compilation waits for those of its peers as it does on one. With
+`eplb_state` the toy has experts that move, and a process with a file `toy_experts.ENDS` in its compilation cache ends
+in the middle of a move. Checks of kernels are played: `FAILS` has which one fails in which process.
 """
 
 import dataclasses
@@ -124,7 +124,7 @@ def _play_checks(process_id: int) -> None:
 
 
 def start(start: Start, host):
-    """What the server is given as its engine's factory."""
+    """The factory of the server's engine."""
     _play_checks(0)
     return describe(start_leader(start.cluster, Path(start.model_dir), start.engine, host, load, start.generation))
 

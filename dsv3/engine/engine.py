@@ -25,7 +25,7 @@ from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.jobs.experts import ExpertBalancer
 from dsv3.engine.step_log import EngineSnapshot, JobRecord, StepLog
 from dsv3.engine.step_metrics import StepMetricsRecorder, StepPublisher
-from dsv3.engine.stored import CompilationCounter
+from dsv3.engine.stored import COMPILE_EVENT, EventCounter
 from dsv3.kv_cache.events import EventStats
 from dsv3.scheduler.cost import keys_per_token
 from dsv3.scheduler.request import (
@@ -95,7 +95,7 @@ class Engine:
         self._submitted_ids: set[int] = set()  # requests among the commands, which the scheduler does not know yet
         self._in_flight: list[_LaunchedJobs] = []
         self._step_metrics = _step_metrics_recorder(self.cfg, self.scheduler)
-        self._compilations = CompilationCounter()
+        self._compilations = EventCounter(COMPILE_EVENT)
         self._warm = False
         self._seeds = np.random.SeedSequence(self.cfg.seed)
         self._seed_counter = itertools.count()
@@ -202,7 +202,7 @@ class Engine:
                 return self._end_all(self.failure)
             if not self._warm:
                 return self._step()
-            with self._compilations.watch():
+            with self._compilations:
                 return self._step()
         except Exception as error:
             _log.error("the engine has failed; every request ends", exc_info=not isinstance(error, ClusterError))

@@ -28,7 +28,7 @@ import secrets
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,9 @@ _SYSCTL = ("/usr/sbin/sysctl", "hw.optional", "machdep.cpu")
 _SYSCTL_S = 10
 KEPT_S = 90 * 24 * 3600.0
 _PATTERNS = ("programs-*/*", "instance-*/*/*", "instance-*/*", "programs-*", "instance-*")
-_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _HIT_EVENT = "/jax/compilation_cache/cache_hits"
-_watched = threading.local()
+_counters = threading.local()
 
 
 class ProgramStore:
@@ -104,7 +104,7 @@ class ProgramStore:
         text = hashlib.sha256(f"{sorted((options or {}).items())}\n{lowered.as_text()}".encode()).hexdigest()
         program = self._executable(text)
         if program is None:
-            with CacheHits() as hits:
+            with EventCounter(_HIT_EVENT) as hits:
                 program = lowered.compile(options)
             if hits.count or not self._keep(text, program):
                 return program
@@ -328,54 +328,34 @@ def _age(path: Path) -> float:
     return time.time() - path.stat().st_mtime
 
 
-class CompilationCounter:
-    """Counts XLA compilations, of any program, on the thread that is inside `watch`."""
+class EventCounter:
+    """Counts this thread's events `event` of jax's monitoring inside its block."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, event: str) -> None:
+        self.event, self.count = event, 0
 
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Counts this thread's compilations until the end of the block, and logs them as a warning."""
-        before = getattr(_watched, "counter", None)
-        _watched.counter = self
-        try:
-            yield
-        finally:
-            _watched.counter = before
-
-
-class CacheHits:
-    """Counts, inside its block, the executables that jax's persistent cache gave this thread."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __enter__(self) -> "CacheHits":
-        _watched.hits = self
+    def __enter__(self) -> "EventCounter":
+        _counters.active = [*getattr(_counters, "active", ()), self]
         return self
 
     def __exit__(self, *_: object) -> None:
-        _watched.hits = None
+        _counters.active.remove(self)
 
 
-def _on_hit(event: str, **_: str | int) -> None:
-    hits = getattr(_watched, "hits", None)
-    if hits is not None and event == _HIT_EVENT:
-        hits.count += 1
+def _on_event(event: str, **_: str | int) -> None:
+    for counter in getattr(_counters, "active", ()):
+        counter.count += counter.event == event
 
 
-def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
-    counter = getattr(_watched, "counter", None)
-    if counter is not None and event == _COMPILE_EVENT:
-        counter.count += 1
-        _log.warning(
-            "a program was compiled after warm-up (%.1f s): a shape is missing from the buckets", duration_secs
-        )
+def _on_duration(event: str, duration_secs: float, **_: str | int) -> None:
+    if any(counter.event == event == COMPILE_EVENT for counter in getattr(_counters, "active", ())):
+        text = "a program was compiled after warm-up (%.1f s): a shape is missing from the buckets"
+        _log.warning(text, duration_secs)
+    _on_event(event)
 
 
-jax.monitoring.register_event_listener(_on_hit)
-jax.monitoring.register_event_duration_secs_listener(_on_event)  # jax offers no way to take one listener off again
+jax.monitoring.register_event_listener(_on_event)
+jax.monitoring.register_event_duration_secs_listener(_on_duration)  # jax has no way to remove a single listener
 
 
 def default_cache_directory() -> Path:

@@ -27,24 +27,6 @@ from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Chain, collective_orders, order_digests
 from dsv3.engine.cluster.link import FromFollower, Incarnation, JoinedGroup, NoLeader, Serving, WaitsToRejoin
-from dsv3.engine.cluster.messages import (
-    Begin,
-    Build,
-    Checked,
-    Compiled,
-    Digest,
-    Drain,
-    FollowerFailed,
-    Heartbeat,
-    Hello,
-    Loaded,
-    Ready,
-    Started,
-    Step,
-    Stop,
-    Wait,
-    WorkEvent,
-)
 from dsv3.engine.cluster.start import (
     LoadComponents,
     Phases,
@@ -142,7 +124,9 @@ class _Follower:
         report: Callable[[FromFollower], None] = lambda _: None,
     ) -> None:
         self._cluster, self._last, self._report_state = cluster, last, report
-        self._inbox: queue.SimpleQueue[Begin | Checked | Build | Compiled | Step] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[
+            messages.Begin | messages.Checked | messages.Build | messages.Compiled | messages.Step
+        ] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[tuple[StepCommand, list[Any]]] = queue.SimpleQueue()
         self._last_launched = -1
         self._silence_s = cluster.starting_silence_s
@@ -154,8 +138,8 @@ class _Follower:
         """Starts together with the leader, then executes its commands."""
         phases = Phases()
         fields = fields_of(model_dir, options, self._cluster)
-        self._send(Hello(fields, socket.gethostname(), os.getpid(), self._last))
-        begin = self._expect(Begin)
+        self._send(messages.Hello(fields, socket.gethostname(), os.getpid(), self._last))
+        begin = self._expect(messages.Begin)
         generation = begin.generation
         if generation.is_over_for(self._last):
             raise WireError(f"the leader is of {generation}, which is over: this process was in {self._last}")
@@ -163,8 +147,8 @@ class _Follower:
         _log.info("process %d begins in %s of %s", self._cluster.process_id, generation, generation.front)
         phases.end("connected")
         if options.check_kernels:
-            self._send(Checked(check_kernels(first_gpu(self._cluster))))
-            apply_fallbacks(self._expect(Checked).replaced)
+            self._send(messages.Checked(check_kernels(first_gpu(self._cluster))))
+            apply_fallbacks(self._expect(messages.Checked).replaced)
             phases.end("checks")
         cluster = renumbered(self._cluster, begin)
         set_memory_fraction(options.gpu_memory_utilization)
@@ -173,8 +157,10 @@ class _Follower:
         options = adapt_to_devices(process_options(options, cluster), model_dir, self._cluster, cluster)
         components = load(model_dir, options, num_nodes=cluster.num_nodes)
         phases.end("weights")
-        self._send(Loaded(loaded_fields(components), components.cfg.num_pages, components.cfg.transfer_address or ""))
-        components = dataclasses.replace(components, cfg=self._expect(Build).config)
+        self._send(
+            messages.Loaded(loaded_fields(components), components.cfg.num_pages, components.cfg.transfer_address or "")
+        )
+        components = dataclasses.replace(components, cfg=self._expect(messages.Build).config)
         makers = {
             kind.name: kind.follower_handler
             for kind in JOB_KINDS
@@ -188,16 +174,16 @@ class _Follower:
         del components  # only the executor refers to the weights: experts that it moves are written in place
         local.compile_all(store=store)
         phases.end("compiling")
-        self._send(Compiled(order_digests(collective_orders(local.devices.programs))))
-        self._expect(Compiled)
+        self._send(messages.Compiled(order_digests(collective_orders(local.devices.programs))))
+        self._expect(messages.Compiled)
         local.launch_all()
         phases.end("first launches")
         _log.info("process %d is ready after %s; %s", self._cluster.process_id, phases, store)
-        self._send(Ready())
+        self._send(messages.Ready())
         executor = FollowerExecutor(local, follower_handlers)
         threading.Thread(target=self._report, args=(executor,), name="results", daemon=True).start()
         while True:
-            command = messages.command_of(self._expect(Step), JOB_KINDS)
+            command = messages.command_of(self._expect(messages.Step), JOB_KINDS)
             self._launched.put(executor.launch(command))
             self._last_launched = command.number
 
@@ -206,7 +192,7 @@ class _Follower:
         text = f"process {self._cluster.process_id} has received {signal_name}"
         _log.info("%s: asking the leader to drain; once more ends this process at once", text)
         try:
-            self._send(Drain(text))
+            self._send(messages.Drain(text))
         except ChannelError as error:
             _end(1, f"the leader (process 0) {error}")
 
@@ -220,42 +206,44 @@ class _Follower:
         expected = isinstance(error, ValueError | OSError)
         text = f"{type(error).__name__}: {error}" if expected else "".join(traceback.format_exception(error))
         _log.error("%s", text)
-        self._channel.send_last(messages.encode(FollowerFailed(type(error).__name__, text)))
+        self._channel.send_last(messages.encode(messages.FollowerFailed(type(error).__name__, text)))
         answered = self._channel.wait_closed(_SHUTDOWN_S)
         _end(1, f"the leader (process 0) {'has received' if answered else 'has not confirmed'} this error")
 
-    def _expect[Message: (Begin, Checked, Build, Compiled, Step)](self, kind: type[Message]) -> Message:
+    def _expect[Message: (messages.Begin, messages.Checked, messages.Build, messages.Compiled, messages.Step)](
+        self, kind: type[Message]
+    ) -> Message:
         message = self._inbox.get()
         if not isinstance(message, kind):
             raise WireError(f"the leader sent {type(message).__name__}, expected {kind.__name__}")
         return message
 
     def _heartbeat(self) -> bytes:
-        return messages.encode(Heartbeat(self._last_launched))
+        return messages.encode(messages.Heartbeat(self._last_launched))
 
     def _send(self, message: messages.ToLeader) -> None:
         self._channel.send(messages.encode(message))
 
     def _publish(self, kind: str, body: bytes) -> None:
         try:
-            self._send(WorkEvent(kind, body))
+            self._send(messages.WorkEvent(kind, body))
         except ChannelError as error:
             self.fail(error)
 
     def _on_message(self, body: bytes) -> None:
         message = messages.decode_for_follower(body)
         match message:
-            case Stop(failure=None):
+            case messages.Stop(failure=None):
                 _end(0, "the leader has ended the instance in order")
-            case Stop(failure=str(failure)):
+            case messages.Stop(failure=str(failure)):
                 _end(1, f"the leader ends the instance: {failure}")
-            case Started():
+            case messages.Started():
                 self._silence_s = self._cluster.cluster_silence_timeout
                 self._report_state(Serving())
-            case Wait():
+            case messages.Wait():
                 _log.info("the others have started without process %d: it waits", self._cluster.process_id)
                 self._report_state(WaitsToRejoin())
-            case Begin() | Checked() | Build() | Compiled() | Step():
+            case messages.Begin() | messages.Checked() | messages.Build() | messages.Compiled() | messages.Step():
                 self._inbox.put(message)
 
     def _on_disconnect(self, end: str) -> None:
@@ -271,7 +259,7 @@ class _Follower:
             while True:
                 command, launched = self._launched.get()
                 results, agreed = executor.fetch(command, launched)
-                self._send(Digest(command.number, chain.add(command.number, agreed)))
+                self._send(messages.Digest(command.number, chain.add(command.number, agreed)))
                 executor.on_results(command, results)
         except Exception as error:
             self.fail(error)
@@ -288,7 +276,7 @@ class _Follower:
                 _end(1, f"the leader (process 0) has been silent for {limit:g} s: it hangs, or its host is gone")
 
 
-def renumbered(cluster: ClusterOptions, begin: Begin) -> ClusterOptions:
+def renumbered(cluster: ClusterOptions, begin: messages.Begin) -> ClusterOptions:
     """Returns the options of a follower among the processes that start."""
     if begin.num_processes is None:
         return cluster

@@ -20,22 +20,6 @@ from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Chain, Orders, StepDigests, first_difference
 from dsv3.engine.cluster.link import FIRST, Incarnation
-from dsv3.engine.cluster.messages import (
-    Build,
-    Checked,
-    Compiled,
-    Digest,
-    Drain,
-    FollowerFailed,
-    Heartbeat,
-    Hello,
-    Loaded,
-    Ready,
-    Started,
-    Stop,
-    Wait,
-    WorkEvent,
-)
 from dsv3.engine.cluster.rejoin import RejoiningProcesses, refuse
 from dsv3.engine.cluster.wire import ControlListener, Wire
 from dsv3.engine.errors import ClusterError
@@ -53,7 +37,7 @@ _SHUTDOWN_S = 4.0  # API server 0 kills this process 5 s after an orderly stop
 _FAILURE_SHUTDOWN_S = 10.0
 # A collective may raise a little before the leader's receiving thread has seen the broken connection that caused it.
 _EXPLANATION_S = 2.0
-_TOO_LATE = messages.encode(Stop("it connected too late: the others have started without it; it may rejoin"))
+_TOO_LATE = messages.encode(messages.Stop("it connected too late: the others have started without it; it may rejoin"))
 
 
 class Leader:
@@ -80,7 +64,7 @@ class Leader:
         self._returning: RejoiningProcesses | None = None
         self._channels: dict[int, Channel] = {}
         self._received: dict[type, dict[int, messages.ToLeader]] = {
-            kind: {} for kind in (Hello, Checked, Loaded, Compiled, Ready)
+            kind: {} for kind in (messages.Hello, messages.Checked, messages.Loaded, messages.Compiled, messages.Ready)
         }
         self._changed = threading.Condition()
         self._failure: str | None = None
@@ -112,7 +96,7 @@ class Leader:
         _log.info("waiting for %d processes at %s", len(self._followers), address)
         returning_s = self._options.cluster_return_timeout if self._generation.number else None
         timeout_s = returning_s or self._options.cluster_start_timeout
-        missing = self._wait_for(Hello, "to connect", timeout_s)
+        missing = self._wait_for(messages.Hello, "to connect", timeout_s)
         if missing and (returning_s is None or missing & frozenset(self._options.node_of(LEADER))):
             raise self._fail(
                 f"{_processes(missing)} of {self._options.num_processes} did not connect within {timeout_s:g} s "
@@ -145,7 +129,7 @@ class Leader:
             late = [self._channels.pop(process_id) for process_id in missing & self._channels.keys()]
         self._book, self._reached = StepDigests(self._followers), dict.fromkeys(self._followers, -1)
         for channel in late:
-            channel.send(messages.encode(Wait()))
+            channel.send(messages.encode(messages.Wait()))
             channel.send_last(_TOO_LATE)
         return len(self._followers)
 
@@ -154,10 +138,10 @@ class Leader:
 
         `own` is what the leader would replace.
         """
-        self._wait_for(Checked, "to check their kernels")
-        said = {p: m.replaced for p, m in self._received[Checked].items() if isinstance(m, Checked)}
-        replaced = merge_fallbacks({LEADER: own, **said})
-        self._broadcast(messages.encode(Checked(replaced)))
+        self._wait_for(messages.Checked, "to check their kernels")
+        others = {process_id: message.replaced for process_id, message in self._messages(messages.Checked).items()}
+        replaced = merge_fallbacks({LEADER: own, **others})
+        self._broadcast(messages.encode(messages.Checked(replaced)))
         return replaced
 
     def wait_loaded(self, fields: Fields) -> int:
@@ -165,24 +149,23 @@ class Leader:
 
         Raises ClusterError where a follower's fields differ from the leader's.
         """
-        self._wait_for(Loaded, "to load the weights")
-        said = {p: m for p, m in self._received[Loaded].items() if isinstance(m, Loaded)}
-        for process_id, message in sorted(said.items()):
+        self._wait_for(messages.Loaded, "to load the weights")
+        loaded = self._messages(messages.Loaded)
+        for process_id, message in sorted(loaded.items()):
             if error := self._compare(process_id, fields, message.fields):
                 raise error
-        return min((message.num_pages for message in said.values()), default=sys.maxsize)
+        return min((message.num_pages for message in loaded.values()), default=sys.maxsize)
 
     def transfer_addresses(self, own: str | None) -> tuple[str, ...]:
         """Returns each process's address for other instances, this one's being `own`; empty where none has one.
 
         Call it after `wait_loaded`. Raises ClusterError where only some have one, or two have the same.
         """
-        others = {p: m.transfer_address for p, m in self._received[Loaded].items() if isinstance(m, Loaded)}
-        said = {LEADER: own or ""} | others
-        addresses = tuple(address for _, address in sorted(said.items()))
+        found = {LEADER: own or ""} | {p: m.transfer_address for p, m in self._messages(messages.Loaded).items()}
+        addresses = tuple(address for _, address in sorted(found.items()))
         if not any(addresses):
             return ()
-        if missing := frozenset(process_id for process_id, address in said.items() if not address):
+        if missing := frozenset(process_id for process_id, address in found.items() if not address):
             raise self._fail(f"transfer_address: {_processes(missing)} has none, but others have; set one for each")
         if len(set(addresses)) < len(addresses):
             raise self._fail(f"transfer_address: two processes have the same one: {', '.join(addresses)}")
@@ -191,7 +174,7 @@ class Leader:
     def send_limits(self, config: EngineConfig) -> None:
         """Sends the followers the limits that all processes use."""
         self._ranks = {process_id: config.ranks_of(place) for process_id, place in self._numbers.items()}
-        self._broadcast(messages.encode(Build(config)))
+        self._broadcast(messages.encode(messages.Build(config)))
 
     def wait_compiled(self, orders: Orders) -> None:
         """Waits until every follower has compiled, then makes all launch their programs for the first time.
@@ -199,9 +182,9 @@ class Leader:
         `orders` are those of the leader's programs. Raises ClusterError where a follower's programs launch collectives
         in another order: XLA has scheduled them differently there, and the processes would hang.
         """
-        self._wait_for(Compiled, "to compile")
-        others = {p: m.orders for p, m in self._received[Compiled].items() if isinstance(m, Compiled)}
-        differ = {p: found for p, other in others.items() if (found := first_difference(orders, other)) is not None}
+        self._wait_for(messages.Compiled, "to compile")
+        others = self._messages(messages.Compiled)
+        differ = {p: found for p, m in others.items() if (found := first_difference(orders, m.orders)) is not None}
         if differ:
             name, index = differ[min(differ)]
             alike = frozenset(process_id for process_id, found in differ.items() if found == (name, index))
@@ -211,12 +194,12 @@ class Leader:
                 f"would hang: the first that differs is number {index + 1}, in process {LEADER} {own}; remove "
                 "instance-* and programs-* in --compilation_cache_dir on every host, so that all compile anew"
             )
-        self._broadcast(messages.encode(Compiled()))
+        self._broadcast(messages.encode(messages.Compiled()))
 
     def wait_ready(self) -> None:
         """Waits until every follower has launched its programs, and tells all; less silence is allowed from then on."""
-        self._wait_for(Ready, "to launch their programs for the first time")
-        self._broadcast(messages.encode(Started()))
+        self._wait_for(messages.Ready, "to launch their programs for the first time")
+        self._broadcast(messages.encode(messages.Started()))
         self._silence_s = self._options.cluster_silence_timeout
         if self._returning is not None:
             self._returning.on_serving()
@@ -257,7 +240,7 @@ class Leader:
         self._listener.close()
         with self._changed:
             self._ending = True
-            self._shutdown_message = self._shutdown_message or messages.encode(Stop(failure))
+            self._shutdown_message = self._shutdown_message or messages.encode(messages.Stop(failure))
             channels = self._all_channels()
         for channel in channels:
             channel.send_last(self._shutdown_message)
@@ -306,28 +289,32 @@ class Leader:
             return
         message = messages.decode_for_leader(body)
         match message:
-            case Heartbeat():
+            case messages.Heartbeat():
                 self._reached[process_id] = message.launched
-            case Digest():
+            case messages.Digest():
                 self._reached[process_id] = max(self._reached[process_id], message.number)
                 self._check_digest(self._book.add_follower(process_id, message.number, message.digest), message.number)
-            case Hello():
+            case messages.Hello():
                 if self._generation.is_over_for(message.last):
                     self._fail(f"process {process_id} was in {message.last} already: {self._generation} is over")
                 elif self._compare(process_id, self._fields, message.fields) is None:
                     _log.info("process %d is pid %d on %s", process_id, message.pid, message.host)
                     if not self._spans_hosts(process_id, message.host):
                         self._record(process_id, message)
-            case WorkEvent():
+            case messages.WorkEvent():
                 self.work_events.publish(message.kind, self._numbers[process_id], message.body)
-            case Checked() | Loaded() | Compiled() | Ready():
+            case messages.Checked() | messages.Loaded() | messages.Compiled() | messages.Ready():
                 self._record(process_id, message)
-            case Drain():
+            case messages.Drain():
                 _log.info("process %d asks to end: %s", process_id, message.reason)
                 self._on_drain(message.reason)
-            case FollowerFailed():
+            case messages.FollowerFailed():
                 _log.error("process %d: %s", process_id, message.text)
                 self._fail(f"process {process_id} has failed ({message.kind})")
+
+    def _messages[M](self, kind: type[M]) -> dict[int, M]:
+        """Returns the followers' messages of a type, by process."""
+        return {process_id: each for process_id, each in self._received[kind].items() if isinstance(each, kind)}
 
     def _record(self, process_id: int, message: messages.ToLeader) -> None:
         with self._changed:
@@ -341,8 +328,7 @@ class Leader:
 
     def _spans_hosts(self, process_id: int, host: str) -> bool:
         """Returns whether another process of its node runs on another host; ends the instance if so."""
-        said = {p: m.host for p, m in self._received[Hello].items() if isinstance(m, Hello)}
-        hosts = {LEADER: socket.gethostname()} | said
+        hosts = {LEADER: socket.gethostname()} | {p: m.host for p, m in self._messages(messages.Hello).items()}
         other = next((p for p in self._options.node_of(process_id) if hosts.get(p, host) != host), None)
         if other is not None:
             self._fail(
@@ -360,7 +346,7 @@ class Leader:
     def _on_disconnect(self, process_id: int, channel: Channel, end: str) -> None:
         """Ends the instance, unless the process had not sent anything yet: it may have timed out, and come again."""
         with self._changed:
-            is_new = channel.closed and process_id not in self._received[Hello]
+            is_new = channel.closed and process_id not in self._received[messages.Hello]
             if is_new and self._channels.get(process_id) is channel:
                 del self._channels[process_id]
         if is_new:
@@ -409,10 +395,10 @@ class Leader:
         Raises ClusterError once the instance has failed.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        said = self._received[kind]
+        received = self._received[kind]
         remind = time.monotonic() + _REMIND_S
         with self._changed:
-            while missing := self._followers - said.keys():
+            while missing := self._followers - received.keys():
                 self._check()
                 now = time.monotonic()
                 if deadline is not None and now >= deadline:
@@ -452,7 +438,7 @@ class Leader:
 
 
 def _heartbeat() -> bytes:
-    return messages.encode(Heartbeat())
+    return messages.encode(messages.Heartbeat())
 
 
 def _processes(ids: frozenset[int]) -> str:

@@ -108,7 +108,7 @@ def load_components(
 
     Each process of an instance calls it, and reads what its own devices hold; limits suit its own devices. The
     processes run on `num_nodes` hosts, equally many on each and in order: these are the nodes of the mesh. The memory
-    account is made from shapes, before a weight is read. With `shapes` no weight is read: shapes stand in their places.
+    account is made from shapes, before a weight is read. With `shapes` no weight is read: shapes stand in for them.
     """
     cache = use_compilation_cache(options.compilation_cache_dir)
     set_memory_fraction(options.gpu_memory_utilization)

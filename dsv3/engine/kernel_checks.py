@@ -73,10 +73,10 @@ def merge_fallbacks(found: Mapping[int, Mapping[str, KernelFallback]]) -> dict[s
     """
     agreed: dict[str, KernelFallback] = {}
     for name in sorted({name for each in found.values() for name in each}):
-        said = {process_id: each[name] for process_id, each in sorted(found.items()) if name in each}
-        backends = {each.backend for each in said.values()}
-        backend = backends.pop() if len(said) == len(found) and len(backends) == 1 else Backend.REFERENCE.value
-        fault = "; ".join(f"process {process_id}: {each.fault}" for process_id, each in said.items())
+        by_process = {process_id: each[name] for process_id, each in sorted(found.items()) if name in each}
+        backends = {each.backend for each in by_process.values()}
+        backend = backends.pop() if len(by_process) == len(found) and len(backends) == 1 else Backend.REFERENCE.value
+        fault = "; ".join(f"process {process_id}: {each.fault}" for process_id, each in by_process.items())
         agreed[name] = KernelFallback(backend, fault)
     return agreed
 
@@ -93,11 +93,11 @@ def apply_fallbacks(replaced: Mapping[str, KernelFallback]) -> None:
 
 def _by_operation(faults: Mapping[str, str]) -> dict[str, str]:
     """Returns the faults by operation; a check of `PARTS` counts for each of its operations."""
-    said: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for name, fault in faults.items():
         for operation in PARTS.get(name, (name,)):
-            said.setdefault(operation, []).append(f"{name}: {fault}" if name in PARTS else fault)
-    return {operation: "; ".join(each) for operation, each in said.items()}
+            found.setdefault(operation, []).append(f"{name}: {fault}" if name in PARTS else fault)
+    return {operation: "; ".join(each) for operation, each in found.items()}
 
 
 def _choose_fallback(name: str, has_triton: bool, gpu: int | None) -> Backend:

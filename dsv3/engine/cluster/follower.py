@@ -144,7 +144,7 @@ class _Follower:
         if generation.is_over_for(self._last):
             raise WireError(f"the leader is of {generation}, which is over: this process was in {self._last}")
         self._report_state(JoinedGroup(generation))
-        _log.info("process %d begins in %s of %s", self._cluster.process_id, generation, generation.front)
+        _log.info("process %d begins in %s of %s", self._cluster.process_id, generation, generation.server)
         phases.end("connected")
         if options.check_kernels:
             self._send(messages.Checked(check_kernels(first_gpu(self._cluster))))
@@ -331,12 +331,12 @@ class _Signals:
         self._follower = follower
 
     def _run(self) -> None:
-        asked = False
+        has_asked = False
         while True:
             name = signal.Signals(os.read(self._reader, 1)[0]).name
-            if asked or self._follower is None:
+            if has_asked or self._follower is None:
                 _end(1, f"ended by {name}")
-            asked = True
+            has_asked = True
             self._follower.ask_to_drain(name)
 
 

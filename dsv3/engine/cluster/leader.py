@@ -113,9 +113,9 @@ class Leader:
         else:
             _log.warning("starting without %s of %d", _processes(missing), self._options.num_processes)
             number = 1 + self._leave_out(missing)
-        self._numbers = {process_id: place for place, process_id in enumerate(sorted(self._followers), 1)}
-        for process_id, place in self._numbers.items():
-            begin = messages.Begin(self._generation, number, LEADER if number is None else place)
+        self._numbers = {process_id: number for number, process_id in enumerate(sorted(self._followers), 1)}
+        for process_id, new_id in self._numbers.items():
+            begin = messages.Begin(self._generation, number, LEADER if number is None else new_id)
             self._post(process_id, messages.encode(begin))
         return dataclasses.replace(self._options, num_processes=number or self._options.num_processes)
 
@@ -173,7 +173,7 @@ class Leader:
 
     def send_limits(self, config: EngineConfig) -> None:
         """Sends the followers the limits that all processes use."""
-        self._ranks = {process_id: config.ranks_of(place) for process_id, place in self._numbers.items()}
+        self._ranks = {process_id: config.ranks_of(number) for process_id, number in self._numbers.items()}
         self._broadcast(messages.encode(messages.Build(config)))
 
     def wait_compiled(self, orders: Orders) -> None:

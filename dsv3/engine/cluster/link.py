@@ -15,19 +15,19 @@ from dsv3.processes import frames
 class Incarnation(msgspec.Struct, frozen=True):
     """One process group: processes that start together and end together. A past one cannot disturb a later one.
 
-    `number` counts the groups of one API server 0 from 0, and `front` is a random name of that process: a restarted
+    `number` counts the groups of one API server 0 from 0, and `server` is a random name of that process: a restarted
     server counts anew.
     """
 
     number: int = 0
-    front: str = ""
+    server: str = ""
 
     def __str__(self) -> str:
         return f"generation {self.number}"
 
     def is_over_for(self, last: "Incarnation | None") -> bool:
         """Returns whether a process that was in generation `last` must not join this one."""
-        return last is not None and last.front == self.front and last.number >= self.number
+        return last is not None and last.server == self.server and last.number >= self.number
 
     def secret(self, key: bytes) -> bytes:
         """Returns the secret of this group alone, derived from the key of the instance.
@@ -35,7 +35,7 @@ class Incarnation(msgspec.Struct, frozen=True):
         jax's coordinator requires certificates made from it. So a process that is late to leave an earlier group cannot
         join as process 1 of this one.
         """
-        return hmac.digest(key, f"generation {self.number} of {self.front}".encode(), hashlib.sha256)
+        return hmac.digest(key, f"generation {self.number} of {self.server}".encode(), hashlib.sha256)
 
 
 FIRST = Incarnation()

@@ -26,7 +26,7 @@ def started_devices() -> list[jax.Device]:
     """
     try:
         devices = jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the latter, without a text, where no asked platform is left
+    except (RuntimeError, AssertionError) as error:  # the latter, without a text, where no requested platform is left
         reason = "; ".join(filter(None, (str(error), plugin_troubles()))) or "it gives no reason"
         platforms = f" with JAX_PLATFORMS={jax.config.jax_platforms}" if jax.config.jax_platforms else ""
         raise ValueError(f"jax does not start{platforms} ({reason}). {_machine()}. {_ON_PURPOSE}") from error

@@ -120,8 +120,8 @@ class DecodePlanner:
         context = ForwardContext(rows, self._factor, [])
         if not self._is_constrained:
             return [Planned(NAME, DecodeCommand(batch, self._width, longest, self._sample), context)]
-        later = defer_for_masks(self._view.masks, self._sample, rows, self._width)
-        return [Planned(NAME, DecodeCommand(batch, self._width, longest), context, later)]
+        deferred = defer_for_masks(self._view.masks, self._sample, rows, self._width)
+        return [Planned(NAME, DecodeCommand(batch, self._width, longest), context, deferred)]
 
     def on_results(self, planned: Planned, results: ForwardResults, outputs: StepOutputs) -> None:
         """Updates the capacity factor from overflows, and processes the tokens."""

@@ -31,9 +31,9 @@ generations = st.builds(Incarnation, st.integers(0, 5), st.sampled_from(["a", "b
 def test_generations_of_one_api_server_have_an_order_and_a_secret_each(one, other) -> None:
     assert not one.is_over_for(None)
     assert one.is_over_for(one)
-    if one != other and one.front == other.front:
+    if one != other and one.server == other.server:
         assert one.is_over_for(other) != other.is_over_for(one)
-    if one.front != other.front:
+    if one.server != other.server:
         assert not one.is_over_for(other)
     assert (one.secret(b"key") == other.secret(b"key")) == (one == other)
     assert one.secret(b"key") != one.secret(b"other key")

@@ -129,7 +129,7 @@ def test_tokens_stay_the_same_while_experts_move_and_the_load_gets_even(served: 
     params = engine.executor.devices.params
     assert (np.asarray(params.placement.copies) == after.logcnt).all()
     stacks = ((layers.moe.moe, layers.mtp.layers.moe) for layers in (params.params, served.whole))
-    for layer, stack, own in zip((1, -1), *stacks, strict=True):  # the weights stand where the map says
+    for layer, stack, own in zip((1, -1), *stacks, strict=True):  # the weights are where the map says
         for moved, whole in ((stack.gate_up, own.gate_up), (stack.down, own.down)):
             np.testing.assert_array_equal(moved[layer], np.asarray(whole)[layer][after.phy2log[layer]])
 
@@ -189,7 +189,7 @@ def test_without_an_interval_the_load_is_known_and_nothing_moves(served: Served,
     assert stats.in_node_bytes > 0 and stats.cross_node_bytes > 0 and stats.repeats >= 0
     prompts = sum(map(len, served.prompts[:count]))
     rows = prompts + 2 * count * (LENGTH - 1)  # at most: with each of a row's two tokens once,
-    rows += stats.repeats * RANKS * LIMITS["max_num_batched_tokens"]  # and those of a step that had no room again
+    rows += stats.repeats * RANKS * LIMITS["max_num_batched_tokens"]  # and those of a step that overflowed again
     per_layer = engine.planners["experts"].load.sum(axis=1)
     assert (per_layer <= rows * served.cfg.num_experts_per_tok).all()
     assert (per_layer > rows * served.cfg.num_experts_per_tok / 3).all()

@@ -25,7 +25,7 @@ from dsv3.kv_cache.tiers import tiers
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import request, run, run_out_of_pages
-from tests.dsv3.engine.test_pages import counts, forget
+from tests.dsv3.engine.test_pages import clear_caches, counts
 
 PAGE = 32
 LIMITS = {"max_model_len": 256, "num_pages": 14, "max_num_seqs": 4, "max_num_batched_tokens": 100, "page_size": PAGE}
@@ -129,7 +129,7 @@ def make(compiled: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Eng
     return make
 
 
-def ask(engine: Engine, name: str) -> int:
+def generate(engine: Engine, name: str) -> int:
     """Generates an answer, checks the text, and returns how many of the prompt's tokens were cached."""
     gathered = run(engine, request(name, PROMPT, max_tokens=40, ignore_eos=True))[name]
     assert gathered.tokens == toy.expected_tokens(PROMPT, 40, ())
@@ -146,11 +146,11 @@ def test_pages_are_found_again_on_the_device_in_the_host_and_in_a_store(
     make: Callable[..., Engine], tmp_path: Path
 ) -> None:
     engine = make(kv_store=str(tmp_path))
-    assert [ask(engine, "first"), ask(engine, "from the device")] == [0, FULL]
-    forget(engine)
-    assert ask(engine, "from the host") == FULL
-    forget(engine, host=True)
-    assert ask(engine, "from the store") == FULL
+    assert [generate(engine, "first"), generate(engine, "from the device")] == [0, FULL]
+    clear_caches(engine)
+    assert generate(engine, "from the host") == FULL
+    clear_caches(engine, host=True)
+    assert generate(engine, "from the store") == FULL
     assert (counts(engine).hits, counts(engine, "store").hits) == (FULL, FULL)
     assert counts(engine, "store").loaded_bytes == FULL // PAGE * page_bytes(CFG, "float32")
 

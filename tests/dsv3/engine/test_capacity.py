@@ -68,7 +68,7 @@ def test_rows_take_a_larger_bucket_and_then_micro_steps() -> None:
             turns.append(step.sampled("decode"))
     assert list(dict.fromkeys(shapes)) == [(4, 3), (8, 3), (8, 1), (8, 2)]
     alone = [names for (_, live), names in zip(shapes, turns, strict=True) if live == 1]
-    assert {name for names in alone[3:6] for name in names} == {"a", "b", "c"}, "nobody is left out"
+    assert {name for names in alone[3:6] for name in names} == {"a", "b", "c"}, "no request is left out"
     assert ended == ["length"] * 3
     assert driver.scheduler.slots.total_running == 0 and not driver.scheduler.pages.in_use
 
@@ -131,8 +131,8 @@ def test_texts_are_those_without_overflow(engine: Engine, make_engine, sampling:
     for name, wanted in expected.items():
         assert got[name].tokens == wanted.tokens and len(wanted.tokens) == 40
         for field in ("logprobs", "prompt_logprobs"):
-            told = [[getattr(output, field) for output in each.outputs] for each in (got[name], wanted)]
-            counts = [sum(len(part) for part in parts if part is not None) for parts in told]
+            columns = [[getattr(output, field) for output in each.outputs] for each in (got[name], wanted)]
+            counts = [sum(len(part) for part in parts if part is not None) for parts in columns]
             assert counts[0] == counts[1] and (counts[0] > 0) == bool(sampling)
     assert engine.stats().pages_in_use == 0
     assert engine.planners["decode"]._capacity.factor > 1 and engine.planners["prefill"]._capacity.factor > 1

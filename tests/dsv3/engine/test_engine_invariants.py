@@ -81,7 +81,7 @@ class Auditor:
 class Idleness:
     """Checks that no request waits without reason: counts the steps in which one could continue and did not."""
 
-    PATIENCE = 4  # steps: room that is made for a request is there one step later
+    PATIENCE = 4  # steps: pages freed for a request are available one step later
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.idle, self.passed = engine, 0, 0

@@ -14,21 +14,21 @@ PROMPT = [(11 * i) % 60 + 1 for i in range(150)]
 def joined(got: Gathered) -> PromptLogprobs | None:
     """The parts joined as by an API server: tokens repeated after a pre-emption are dropped."""
     parts = [output.prompt_logprobs for output in got.outputs if output.prompt_logprobs is not None]
-    told = 0
+    logprobs = 0
     columns: list[bytes] = [b""] * 4
     for part in parts:
-        part = part.behind(told)
-        assert part.start <= max(told, 1) or not len(part)
-        told = max(told, part.start + len(part))
+        part = part.behind(logprobs)
+        assert part.start <= max(logprobs, 1) or not len(part)
+        logprobs = max(logprobs, part.start + len(part))
         columns = [a + getattr(part, n) for a, n in zip(columns, PromptLogprobs.__struct_fields__[1:], strict=True)]
     return PromptLogprobs(1, *columns) if parts else None
 
 
 def check(got: Gathered, prompt: list[int], count: int) -> None:
     """Compares with the toy's own arithmetic."""
-    told = joined(got)
-    assert told is not None and len(told) == len(prompt) - 1
-    for i, (entry, rank) in enumerate(zip(told.tokens(), told.token_ranks(), strict=True), 1):
+    logprobs = joined(got)
+    assert logprobs is not None and len(logprobs) == len(prompt) - 1
+    for i, (entry, rank) in enumerate(zip(logprobs.tokens(), logprobs.token_ranks(), strict=True), 1):
         scores = np.array(toy.scores(prompt[:i])) / 8192
         logprobs = scores - np.log(np.exp(scores).sum())
         assert entry.logprob == pytest.approx(logprobs[prompt[i]], abs=1e-4)

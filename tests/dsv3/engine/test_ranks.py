@@ -95,7 +95,7 @@ def test_no_younger_request_takes_capacity_that_another_waits_for():
     driver.scheduler.remove(small)
     add(driver, "after", [6] * 5, rank=1)
     driver.step()
-    assert "after" in on(driver, 1), "one that has given up bars nobody"
+    assert "after" in on(driver, 1), "an aborted request blocks no other"
     finish(driver)
 
 
@@ -170,7 +170,7 @@ def test_later_work_is_preempted_on_the_requested_rank_only():
     for _ in range(3):
         driver.step()
     assert on(driver, 0) == ["batch 0", "batch 2"]
-    assert driver.scheduler.num_preemptions == 2, "nobody gives way in vain"
+    assert driver.scheduler.num_preemptions == 2, "no request is preempted in vain"
     assert sorted(on(driver, 1)) == ["now", "too"]
     finish(driver)
     assert not driver.scheduler.pages.in_use

@@ -100,9 +100,9 @@ def test_queue_metrics_are_refreshed_once_stale(engine: Engine, monkeypatch):
 def test_a_message_is_a_map_with_the_names_of_dynamo():
     assert msgspec.msgpack.decode(encode(StepMetrics())) == NOTHING
     step = StepMetrics(1, "w", 2, 3, 0.5, Scheduled(1, 2, 3.0, 4, 5, 6, 7.0), QueueMetrics(1, 2, 3.0, 4, 5, 6.0))
-    told = msgspec.msgpack.decode(encode(step))
-    assert list(told["scheduled_requests"].values()) == [1, 2, 3.0, 4, 5, 6, 7.0]
-    assert list(told["queued_requests"].values()) == [1, 2, 3.0, 4, 5, 6.0]
+    decoded = msgspec.msgpack.decode(encode(step))
+    assert list(decoded["scheduled_requests"].values()) == [1, 2, 3.0, 4, 5, 6, 7.0]
+    assert list(decoded["queued_requests"].values()) == [1, 2, 3.0, 4, 5, 6.0]
 
 
 def test_each_rank_has_a_socket_and_an_idle_one_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -121,22 +121,22 @@ def test_each_rank_has_a_socket_and_an_idle_one_publishes(tmp_path: Path, monkey
             sender.publish([StepMetrics(worker_id="me", dp_rank=rank, wall_time=float(i)) for rank in range(2)])
             time.sleep(2e-3)  # so that some are sent alone
         for rank, socket in enumerate(sockets):
-            heard = [_heard(socket)]
-            while heard[-1].wall_time < 5:
-                heard.append(_heard(socket))
-            assert [each.wall_time for each in heard if each.wall_time] == [1, 2, 3, 4, 5]
-            assert all(each.wall_time for each in heard[-5:]), "one that works is not idle in between"
-            numbers = [each.counter_id for each in heard]
-            assert numbers == list(range(numbers[0], numbers[0] + len(heard)))
-            assert {(each.worker_id, each.dp_rank, each.version) for each in heard} == {("me", rank, 1)}
-            assert all(each.scheduled_requests == Scheduled() for each in heard)
+            received = [_receive(socket)]
+            while received[-1].wall_time < 5:
+                received.append(_receive(socket))
+            assert [each.wall_time for each in received if each.wall_time] == [1, 2, 3, 4, 5]
+            assert all(each.wall_time for each in received[-5:]), "one that works is not idle in between"
+            numbers = [each.counter_id for each in received]
+            assert numbers == list(range(numbers[0], numbers[0] + len(received)))
+            assert {(each.worker_id, each.dp_rank, each.version) for each in received} == {("me", rank, 1)}
+            assert all(each.scheduled_requests == Scheduled() for each in received)
             socket.close()
         sender.close()
         sender = StepPublisher(StepMetricsConfig(endpoint), 2)  # the endpoints are free again
         sender.close()
 
 
-def _heard(socket: zmq.Socket) -> StepMetrics:
+def _receive(socket: zmq.Socket) -> StepMetrics:
     assert socket.poll(60_000)
     topic, number, payload = socket.recv_multipart()
     metrics = msgspec.msgpack.decode(payload, type=StepMetrics)

@@ -84,7 +84,7 @@ def test_many_channels_send_and_receive_at_once(pair) -> None:
 
 def test_a_connection_that_is_stuck_holds_up_no_other_one(pair) -> None:
     stuck, _ = pair()
-    stuck.start().channel.send(bytes(50 * 2**20))  # nobody reads it
+    stuck.start().channel.send(bytes(50 * 2**20))  # never read
     ours, theirs = (end.start() for end in pair())
     ours.channel.send(b"goes")
     assert theirs.messages.get(timeout=60) == b"goes"

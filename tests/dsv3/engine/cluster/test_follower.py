@@ -37,7 +37,7 @@ class Played:
         """Makes the main thread of the follower fail."""
         threading.Thread(target=self.follower.fail, args=(error,)).start()
 
-    def heard(self) -> messages.ToLeader:
+    def received(self) -> messages.ToLeader:
         """The next message, without heartbeats."""
         while True:
             message = messages.decode_for_leader(self.leader.receive())
@@ -66,7 +66,7 @@ def test_its_error_is_sent_and_the_answer_ends_it(played, monkeypatch) -> None:
     monkeypatch.setattr(follower._log, "error", lambda *args: logged.append(args))
     monkeypatch.setattr(follower, "_SHUTDOWN_S", 0.5)
     played.fail(ValueError("no such file"))
-    assert played.heard() == FollowerFailed("ValueError", "ValueError: no such file")
+    assert played.received() == FollowerFailed("ValueError", "ValueError: no such file")
     played.leader.send(messages.encode(Stop("process 1 has failed (ValueError)")))
     assert played.ended.wait(30)
     assert played.ends[0] == (1, "the leader ends the instance: process 1 has failed (ValueError)")
@@ -109,7 +109,7 @@ def test_without_a_leader_it_ends_and_names_the_address(tmp_path) -> None:
 
 def test_an_invalid_message_is_reported_to_the_leader(played) -> None:
     played.leader.send(b"\xc1")
-    message = played.heard()
+    message = played.received()
     assert isinstance(message, FollowerFailed) and "an invalid message" in message.text
     played.leader.end()
     assert played.ended.wait(30)
@@ -122,7 +122,7 @@ def test_the_first_signal_asks_the_leader_to_drain_and_the_second_ends_the_proce
     try:
         follower._Signals().attach(played.follower)
         signal.raise_signal(signal.SIGTERM)
-        assert played.heard() == Drain("process 1 has received SIGTERM") and not played.ends
+        assert played.received() == Drain("process 1 has received SIGTERM") and not played.ends
         signal.raise_signal(signal.SIGINT)
         assert played.ended.wait(30)
     finally:

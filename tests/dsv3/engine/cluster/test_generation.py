@@ -200,10 +200,10 @@ def test_options_for_fewer_processes(tmp_path, redundant, shards, fits) -> None:
     assert adapt_to_devices(options, DIRECTORY / "greedy", given, given) is options
 
 
-def follow(cluster, last: Incarnation, heard: queue.Queue[str]) -> None:
+def follow(cluster, last: Incarnation, received: queue.Queue[str]) -> None:
     """Sends Hello, records the answer and ends."""
     wire = local.Follower(cluster, 1, fields=local.FIELDS, last=last)
-    heard.put(str(next(wire.received())))
+    received.put(str(next(wire.received())))
     wire.wire.close()
 
 
@@ -213,10 +213,10 @@ def test_a_follower_refuses_a_leader_whose_generation_is_over(played: Played, tm
     played.follower._last = Incarnation(3, "a")
     main = threading.Thread(target=run, args=(played, tmp_path))
     main.start()
-    hello = played.heard()
+    hello = played.received()
     assert isinstance(hello, Hello) and hello.last == Incarnation(3, "a")
     played.leader.send(messages.encode(Begin(Incarnation(2, "a"))))
-    failed = played.heard()
+    failed = played.received()
     assert isinstance(failed, FollowerFailed)
     assert "the leader is of generation 2, which is over: this process was in generation 3" in failed.text
     played.leader.end()

@@ -167,7 +167,7 @@ def test_a_whole_life(lead) -> None:
     assert [next(r) for r in received] == [Build(config), Build(config)]
     for follower in followers:
         follower.send(Compiled({"decode-1-0-1": b""}))
-    led.leader.wait_compiled({})  # nobody launches a program while another one compiles
+    led.leader.wait_compiled({})  # no process launches a program while another one compiles
     assert [next(r) for r in received] == [Compiled(), Compiled()]
     assert led.leader._silence_s == 6 * led.cluster.cluster_silence_timeout
     for follower in followers:
@@ -256,14 +256,14 @@ def test_transfer_addresses_of_all_or_of_none(lead, theirs, words) -> None:
 def test_followers_events_reach_the_planner_in_order(lead) -> None:
     """Also events before there is a planner."""
     led, follower, _ = both(lead)
-    heard: queue.SimpleQueue = queue.SimpleQueue()
+    received: queue.SimpleQueue = queue.SimpleQueue()
     follower.send(WorkEvent("pages", b"1"))
     follower.send(WorkEvent("others", b"-"))
     follower.send(Loaded({}, 5))
     led.leader.wait_loaded({})
-    led.leader.work_events.subscribe("pages", lambda process_id, body: heard.put((process_id, body)))
+    led.leader.work_events.subscribe("pages", lambda process_id, body: received.put((process_id, body)))
     follower.send(WorkEvent("pages", b"2"))
-    assert [heard.get(timeout=30) for _ in range(2)] == [(1, b"1"), (1, b"2")]
+    assert [received.get(timeout=30) for _ in range(2)] == [(1, b"1"), (1, b"2")]
 
 
 def test_unauthenticated_connections_do_not_disturb_the_start(lead, tmp_path, caplog) -> None:
@@ -379,7 +379,7 @@ def test_errors_of_accept_are_survived(lead, monkeypatch, caplog) -> None:
 def test_a_process_that_disconnects_before_its_first_message_may_reconnect(lead, caplog) -> None:
     led = lead()
     connect(local.dial(led.cluster), local.credentials(led.cluster), 1).close()
-    while "before its first message" not in caplog.text:  # the leader may take it in after it has gone
+    while "before its first message" not in caplog.text:  # the leader may admit it after it has disconnected
         time.sleep(0.01)
     received = led.follower(1).received()
     assert next(received) == Begin()

@@ -160,7 +160,7 @@ def test_a_degraded_group_serves_until_the_missing_process_rejoins(two):
     rank = {"headers": {"X-data-parallel-rank": "1"}, "json": BODY | {"prompt": [1], "max_tokens": 3}}
     assert two.server.http.post(COMPLETIONS, **rank).status_code == 400
     two.start(1)
-    two.server.wait_for(lambda: "process 1 waits to rejoin (pid" in two.log(0), 120)  # the gang ends within 0.25 s
+    two.server.wait_for(lambda: "process 1 waits to rejoin (pid" in two.log(0), 120)  # the group ends within 0.25 s
     check(answers(two.server))
     two.server.wait_for(lambda: "process 1 of 2 has rejoined: all restart" in two.log(0))
     two.server.wait_for(lambda: two.server.http.post(COMPLETIONS, **rank).status_code == 200)

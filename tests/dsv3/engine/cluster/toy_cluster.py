@@ -21,7 +21,7 @@ from typing import Any
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
 
 import jax
-from jax._src import distributed  # what processes tell each other through jax has no public name
+from jax._src import distributed  # the key-value store of jax has no public name
 
 from dsv3.config.engine import EngineConfig
 from dsv3.config.options import ClusterOptions, EngineOptions

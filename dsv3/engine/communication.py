@@ -20,8 +20,7 @@ from sharding.wire.collectives import Overlap, check_ragged, resolve_overlap
 
 @dataclasses.dataclass(frozen=True)
 class Communication:
-    """The transports and schedules of one deployment; each method is a pure function of a bucket's `tokens` per rank
-    and phase.
+    """The transports and schedules of one deployment, as pure functions of a bucket's `tokens` per rank and phase.
 
     `replicas` of experts are on the devices of `machine`. Each of the `shards` devices of a rank sends a part of its
     tokens. `kind` is the transport of the options, None to let `choose` decide. `fp8_dispatch`: rows travel as FP8;
@@ -52,8 +51,7 @@ class Communication:
         fp8: bool | None = None,
         overlaps: bool = True,
     ) -> "Communication":
-        """Returns the communication of the devices of `mesh`; `transport` as in `Kind.from_name`, `fp8` None: as in
-        `cfg`.
+        """Returns the communication of the devices of `mesh`; `transport` as in `Kind.from_name`, `fp8` None: `cfg`'s.
 
         `combine` "int8" packs sums, "auto" leaves them as they are. Unless it `overlaps`, one collective is in flight
         at a time.

@@ -114,8 +114,7 @@ class Engine:
         return self.cfg.max_num_queued_reqs + self.scheduler.slots.num_free - self._num_waiting
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compiles every program that is not in the store, and launches each on padding where first launches are
-        slower.
+        """Compiles every program that is not in the store, and launches each on padding where that saves time later.
 
         From then on every compilation is counted and logged. Raises RuntimeError for a program that fails.
         """
@@ -270,19 +269,10 @@ class Engine:
 
     def _record_step(self, collected: list[_LaunchedJobs]) -> None:
         """Completes the log's record of a step that read the results of `collected`."""
-        scheduler = self.scheduler
-        self.log.end(
-            _number(self._in_flight),
-            _number(collected),
-            [
-                JobRecord(job.kind, job.command.amount)
-                for jobs, *_ in self._in_flight
-                for job in jobs
-                if not job.is_deferred
-            ],
-            scheduler.slots.total_running,
-            len(scheduler.queue),
-        )
+        launched = [job for jobs, *_ in self._in_flight for job in jobs if not job.is_deferred]
+        records = [JobRecord(job.kind, job.command.amount) for job in launched]
+        running, waiting = self.scheduler.slots.total_running, len(self.scheduler.queue)
+        self.log.end(_number(self._in_flight), _number(collected), records, running, waiting)
 
     def _plan(self) -> list[Planned]:
         """Returns the jobs of the next step; planners are called in the order of registration."""

@@ -2,9 +2,7 @@
 
 
 class ClusterError(ValueError):
-    """The instance cannot start or continue; the message names the process that caused it, and is safe to show to
-    clients.
-    """
+    """The instance cannot start or continue; the message names the process at fault, and is safe to show to clients."""
 
 
 class KernelCheckError(ValueError):

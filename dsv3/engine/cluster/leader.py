@@ -61,7 +61,7 @@ class Leader:
         self._on_failure, self._on_drain = on_failure, on_drain
         self._followers = frozenset(range(1, options.num_processes))
         self._left_out: frozenset[int] = frozenset()
-        self._returning: RejoiningProcesses | None = None
+        self._rejoining: RejoiningProcesses | None = None
         self._channels: dict[int, Channel] = {}
         self._received: dict[type, dict[int, messages.ToLeader]] = {
             kind: {} for kind in (messages.Hello, messages.Checked, messages.Loaded, messages.Compiled, messages.Ready)
@@ -71,7 +71,7 @@ class Leader:
         self._explained = threading.Event()
         self._ending = False
         self._shutdown_message: bytes | None = None
-        self._book, self._chain = StepDigests(self._followers), Chain()
+        self._digests, self._chain = StepDigests(self._followers), Chain()
         self._launched = (-1, 0.0)  # the last step this process has launched, and when
         self._reached = dict.fromkeys(self._followers, -1)  # the last step each follower is known to have launched
         self._ranks: dict[int, range] = {}
@@ -120,14 +120,12 @@ class Leader:
         return dataclasses.replace(self._options, num_processes=number or self._options.num_processes)
 
     def _leave_out(self, missing: frozenset[int]) -> int:
-        """Drops processes that have not come, or have not sent their first message; returns the number of followers
-        left.
-        """
+        """Drops processes that have not connected and sent Hello; returns the number of followers left."""
         with self._changed:
-            self._returning = RejoiningProcesses(self._options, self._fields, missing)
+            self._rejoining = RejoiningProcesses(self._options, self._fields, missing)
             self._left_out, self._followers = missing, self._followers - missing
             late = [self._channels.pop(process_id) for process_id in missing & self._channels.keys()]
-        self._book, self._reached = StepDigests(self._followers), dict.fromkeys(self._followers, -1)
+        self._digests, self._reached = StepDigests(self._followers), dict.fromkeys(self._followers, -1)
         for channel in late:
             channel.send(messages.encode(messages.Wait()))
             channel.send_last(_TOO_LATE)
@@ -201,8 +199,8 @@ class Leader:
         self._wait_for(messages.Ready, "to launch their programs for the first time")
         self._broadcast(messages.encode(messages.Started()))
         self._silence_s = self._options.cluster_silence_timeout
-        if self._returning is not None:
-            self._returning.on_serving()
+        if self._rejoining is not None:
+            self._rejoining.on_serving()
 
     def send(self, command: StepCommand) -> None:
         """Sends each follower the part of a command that its ranks need, without waiting.
@@ -220,7 +218,7 @@ class Leader:
 
     def on_results(self, number: int, results: list[np.ndarray]) -> None:
         """Records this process's results of step `number`. Raises ClusterError once the instance has failed."""
-        self._check_digest(self._book.add_leader(number, self._chain.add(number, results)), number)
+        self._check_digest(self._digests.add_leader(number, self._chain.add(number, results)), number)
         self._check()
 
     def explain(self, error: Exception) -> Exception:
@@ -257,15 +255,15 @@ class Leader:
 
     def _all_channels(self) -> list[Channel]:
         """Returns the connections to followers, and to processes that wait to rejoin."""
-        return [*self._channels.values(), *(self._returning.channels if self._returning is not None else ())]
+        return [*self._channels.values(), *(self._rejoining.channels if self._rejoining is not None else ())]
 
     def _on_peer(self, process_id: int, wire: Wire, address: str) -> None:
         """Admits an authenticated process; while the instance ends, it gets the shutdown message.
 
         Raises WireError where another process has the same id.
         """
-        if self._returning is not None and process_id in self._left_out and self._shutdown_message is None:
-            self._returning.admit(process_id, wire)
+        if self._rejoining is not None and process_id in self._left_out and self._shutdown_message is None:
+            self._rejoining.admit(process_id, wire)
             return
         channel = Channel(
             wire,
@@ -293,7 +291,9 @@ class Leader:
                 self._reached[process_id] = message.launched
             case messages.Digest():
                 self._reached[process_id] = max(self._reached[process_id], message.number)
-                self._check_digest(self._book.add_follower(process_id, message.number, message.digest), message.number)
+                self._check_digest(
+                    self._digests.add_follower(process_id, message.number, message.digest), message.number
+                )
             case messages.Hello():
                 if self._generation.is_over_for(message.last):
                     self._fail(f"process {process_id} was in {message.last} already: {self._generation} is over")
@@ -362,12 +362,12 @@ class Leader:
             time.sleep(interval)
             now = time.monotonic()
             late, last = now - last > interval + self._silence_s / 2, now
-            if self._returning is not None and (back := self._returning.ready()):
+            if self._rejoining is not None and (back := self._rejoining.ready()):
                 verb = "has" if len(back) == 1 else "have"
                 self._fail(f"{_processes(back)} of {self._options.num_processes} {verb} rejoined: all restart")
             elif late:
                 self._resumed_at = now
-                self._book.reset_deadlines()
+                self._digests.reset_deadlines()
                 for channel in list(self._channels.values()):
                     channel.reset_silence()
             else:
@@ -386,7 +386,7 @@ class Leader:
         for process_id, reached in self._reached.items():
             if reached < number and now - max(since, self._resumed_at) > limit:
                 self._fail(f"process {process_id} has not launched step {number} for {limit:g} s: it hangs")
-        if late := self._book.overdue(now - limit):
+        if late := self._digests.overdue(now - limit):
             self._fail(f"process {late[0]} has not reported step {late[1]} for {limit:g} s: it hangs")
 
     def _wait_for(self, kind: type, doing: str, timeout_s: float | None = None) -> frozenset[int]:

@@ -85,8 +85,7 @@ class Devices:
         return jax.make_array_from_process_local_data(layout.rank_sharding, array, shape)
 
     def put_ranks(self, parts: Mapping[int, np.ndarray], shape: tuple[int, ...], dtype: Any) -> Any:
-        """Returns an array over all ranks with data for the ranks in `parts`, each of `shape`, and zeros for the
-        others.
+        """Returns an array over all ranks with `parts` by rank, each of `shape`, and zeros for the other ranks.
 
         The zeros stay on their devices from call to call.
         """

@@ -1,6 +1,4 @@
-"""The memory pool that jax takes on a GPU: its fraction, set before jax starts, the card's total, and use outside of
-it.
-"""
+"""jax's memory pool on a GPU: its fraction, set before jax starts, the card's total, and memory outside of the pool."""
 
 import os
 from collections.abc import Sequence

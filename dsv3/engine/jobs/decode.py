@@ -160,6 +160,7 @@ class DecodePlanner:
         return self._rows
 
     def _make_rows(self, mine: np.ndarray) -> BatchRows | None:
+        """Returns the rows of the slots `mine`; selects the bucket (captured batch size) that holds them."""
         if not len(mine):
             return None
         cfg = self._cfg
@@ -187,7 +188,7 @@ class DecodePlanner:
 
 
 def programs(layout: Layout) -> Iterator[ProgramSpec]:
-    """Yields one program per bucket, two with sparse attention on a GPU."""
+    """Yields one program per bucket (captured batch size), two with sparse attention on a GPU."""
     cfg = layout.cfg
     for size, form in itertools.product(cfg.decode_buckets, decode_forms(layout)):
         width = cfg.width(size)

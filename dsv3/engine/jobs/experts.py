@@ -70,8 +70,7 @@ class ExpertsCommand(Command, frozen=True):
 
 @dataclasses.dataclass(frozen=True)
 class ExpertStats:
-    """Numbers of routed experts on several devices; counts and bytes are totals since the start, as of the last
-    read-out.
+    """Numbers of routed experts on several devices; counts and bytes are totals as of the last read-out.
 
     `balancedness` is the mean over the layers of mean over maximum of the devices' loads, for the load of the last
     steps under the present expert map. `balancedness_min` is that of the most uneven layer, `balancedness_by_layer`

@@ -197,9 +197,7 @@ def test_what_does_not_fit_is_refused_before_a_weight_is_read(bounded, monkeypat
 
 
 def test_an_engine_is_sized_by_what_its_programs_take(bounded, tmp_path: Path, caplog) -> None:
-    """The first start compiles the largest programs to measure them, the next one reads the figure; no program takes
-    more.
-    """
+    """The first start compiles the largest programs to measure them, the next one reads the figure."""
     caplog.set_level(logging.INFO)
     engine = bounded(TOTAL)
     assert "compiling the largest programs" in caplog.text and "memory of a device: 0.0 GB in all" in caplog.text

@@ -29,23 +29,23 @@ def test_a_difference_shows_from_its_step_on(results: list[list[int]], data: st.
 @given(st.permutations([(who, number) for who in (0, 1, 2) for number in range(4)]), st.integers(-1, 3))
 def test_step_digests_find_the_process_that_differs(order: list[tuple[int, int]], wrong: int) -> None:
     """Process 2 differs in step `wrong`; -1: none does."""
-    book, found = StepDigests([1, 2]), []
+    digests, found = StepDigests([1, 2]), []
     for who, number in order:
         digest = b"other" if who == 2 and number == wrong else b"same"
-        found.append(book.add_leader(number, digest) if who == 0 else book.add_follower(who, number, digest))
+        found.append(digests.add_leader(number, digest) if who == 0 else digests.add_follower(who, number, digest))
     assert {f for f in found if f is not None} == ({2} if wrong >= 0 else set())
     if wrong < 0:
-        assert book.overdue(math.inf) is None and not book._mine and not book._theirs
+        assert digests.overdue(math.inf) is None and not digests._mine and not digests._theirs
 
 
 def test_step_digests_find_the_late_process() -> None:
-    book = StepDigests([1, 2])
-    book.add_follower(1, 5, b"")
-    book.add_leader(5, b"")
-    assert book.overdue(-math.inf) is None
-    assert book.overdue(math.inf) == (2, 5)
-    book.add_follower(2, 5, b"")
-    assert book.overdue(math.inf) is None
+    digests = StepDigests([1, 2])
+    digests.add_follower(1, 5, b"")
+    digests.add_leader(5, b"")
+    assert digests.overdue(-math.inf) is None
+    assert digests.overdue(math.inf) == (2, 5)
+    digests.add_follower(2, 5, b"")
+    assert digests.overdue(math.inf) is None
 
 
 def test_the_first_collective_that_differs_is_found() -> None:

@@ -140,7 +140,7 @@ def test_a_rejoining_process_waits_for_the_next_group(tmp_path) -> None:
     assert isinstance(refused, Stop) and refused.failure is not None
     assert "process 2 is not configured as process 0: weights (abc there, none" in refused.failure
     other.wire.close()
-    while leader._returning is not None and leader._returning.channels:
+    while leader._rejoining is not None and leader._rejoining.channels:
         time.sleep(0.01)
     back = local.Follower(cluster, 2, fields=local.FIELDS)
     assert next(waits := back.received()) == Wait()

@@ -124,9 +124,7 @@ class _Follower:
         report: Callable[[FromFollower], None] = lambda _: None,
     ) -> None:
         self._cluster, self._last, self._report_state = cluster, last, report
-        self._inbox: queue.SimpleQueue[
-            messages.Begin | messages.Checked | messages.Build | messages.Compiled | messages.Step
-        ] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[messages.ToFollower] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[tuple[StepCommand, list[Any]]] = queue.SimpleQueue()
         self._last_launched = -1
         self._silence_s = cluster.starting_silence_s
@@ -210,9 +208,7 @@ class _Follower:
         answered = self._channel.wait_closed(_SHUTDOWN_S)
         _end(1, f"the leader (process 0) {'has received' if answered else 'has not confirmed'} this error")
 
-    def _expect[Message: (messages.Begin, messages.Checked, messages.Build, messages.Compiled, messages.Step)](
-        self, kind: type[Message]
-    ) -> Message:
+    def _expect[Message](self, kind: type[Message]) -> Message:
         message = self._inbox.get()
         if not isinstance(message, kind):
             raise WireError(f"the leader sent {type(message).__name__}, expected {kind.__name__}")

@@ -205,7 +205,7 @@ class PrefillPlanner:
         return chunks
 
     def _bucket(self, chunks: list[list[Chunk]]) -> int:
-        """Returns the bucket (captured batch size): the smallest with enough rows, and tokens at the capacity factor."""
+        """Returns the bucket (captured batch size): the smallest with enough rows and tokens."""
         tokens = max([sum([c.stop - c.start for c in mine]) for mine in chunks if mine])
         tokens = min(tokens * self._capacity.factor, self._cfg.max_num_batched_tokens)
         rows = max(map(len, chunks))

@@ -405,7 +405,7 @@ def split_load(load: np.ndarray, experts: SpreadExperts, num_ranks: int) -> tupl
     return load[:pairs].reshape(experts.num_layers, -1).astype(np.int64), programs.astype(np.int64)
 
 
-class _SavedState(msgspec.Struct, frozen=True):
+class _SavedExperts(msgspec.Struct, frozen=True):
     """A map `phy2log` `[L, Er]`, and the read-outs `loads` `[reads, L, E]`, both int64 and little endian."""
 
     layers: int
@@ -422,7 +422,7 @@ def write_state(path: Path, expert_map: ExpertMap, loads: Sequence[np.ndarray]) 
     The temporary file has a fixed name, so the next process overwrites what a crash leaves.
     """
     layers, replicas = expert_map.phy2log.shape
-    saved = _SavedState(
+    saved = _SavedExperts(
         layers=layers,
         experts=expert_map.logcnt.shape[1],
         replicas=replicas,
@@ -450,7 +450,7 @@ def read_state(path: Path, experts: SpreadExperts, first: ExpertMap) -> tuple[Ex
         digest, body = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
         if hashlib.sha256(body).digest() != digest:
             raise ValueError("it is damaged")
-        return _adapt_state(msgspec.msgpack.decode(body, type=_SavedState), experts, first)
+        return _adapt_state(msgspec.msgpack.decode(body, type=_SavedExperts), experts, first)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, msgspec.MsgspecError) as error:
@@ -458,7 +458,7 @@ def read_state(path: Path, experts: SpreadExperts, first: ExpertMap) -> tuple[Ex
         return None
 
 
-def _adapt_state(saved: _SavedState, experts: SpreadExperts, first: ExpertMap) -> tuple[ExpertMap, list[np.ndarray]]:
+def _adapt_state(saved: _SavedExperts, experts: SpreadExperts, first: ExpertMap) -> tuple[ExpertMap, list[np.ndarray]]:
     """Raises ValueError for another model's experts."""
     if (saved.layers, saved.experts) != (experts.num_layers, experts.num_experts):
         raise ValueError(

@@ -155,7 +155,7 @@ def test_a_degraded_group_serves_until_the_missing_process_rejoins(two):
     two.server.wait_for(lambda: two.server.metric("vllm:num_requests_running") > 0)
     two.followers[1].kill()
     check(streams)
-    two.server.wait_for(lambda: "going on without process 1 of 2" in two.log(0))  # streams may have ended before that
+    two.server.wait_for(lambda: "starting without process 1 of 2" in two.log(0))  # streams may have ended before that
     two.wait_ready()
     rank = {"headers": {"X-data-parallel-rank": "1"}, "json": BODY | {"prompt": [1], "max_tokens": 3}}
     assert two.server.http.post(COMPLETIONS, **rank).status_code == 400

@@ -125,7 +125,7 @@ class Replay:
         for job in self._before:
             shape = self.cfg.num_ranks, max(self.cfg.decode_buckets), 1
             results = ForwardResults(sampled=(np.ones(shape, np.int32),) if job.command.sample else ())
-            self._planners[job.kind].collect(job, results, StepOutputs([], []))
+            self._planners[job.kind].on_results(job, results, StepOutputs([], []))
         self.scheduler.pages.collect(number - 1)
         self._before = jobs
         return jobs

@@ -187,8 +187,13 @@ def read_experts(directory: Path, case: str) -> Any:
 
     from dsv3.checkpoint import load_params
     from dsv3.config.hugging_face import load_config
-    from dsv3.engine.assemble.functions import expert_parallel_functions, first_expert_map, spread_experts
-    from dsv3.engine.assemble.weights import Reading, load_spread
+    from dsv3.engine.expert_parallel import (
+        Reading,
+        expert_parallel_functions,
+        first_expert_map,
+        load_spread,
+        spread_experts,
+    )
     from sharding.mesh import rank_mesh, shardings
 
     cfg, mesh = load_config(directory), rank_mesh(jax.devices())

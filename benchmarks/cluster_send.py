@@ -108,9 +108,9 @@ def main() -> None:
     leader = Leader(cluster, {}, print, print)
     followers = multiprocessing.get_context("spawn").Process(target=follow, args=(cluster,))
     followers.start()
-    leader.gather()
+    leader.wait_for_followers()
     limits = EngineConfig(64, 1, num_ranks=arguments.ranks, num_processes=arguments.followers + 1)
-    leader.build(limits)
+    leader.send_limits(limits)
     rows = np.zeros((arguments.ranks, arguments.rows, 3), np.int32)
     times, processor = [], []
     for number in range(arguments.steps):

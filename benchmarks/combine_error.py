@@ -17,8 +17,8 @@ import numpy as np
 
 from dsv3.checkpoint import load_params
 from dsv3.config.hugging_face import load_config
-from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
 from dsv3.engine.build import bundled_model
+from dsv3.engine.expert_parallel import expert_parallel_functions, spread_experts
 from dsv3.kv_cache.layout import pool
 from dsv3.model.batch import AttentionForm, PrefillBatch
 from dsv3.text.tokenizer import Tokenizer

@@ -54,18 +54,20 @@ def samplers(module: Any, arguments: tuple[Any, ...]) -> dict[str, Callable[[], 
 
     def drawn(logits: Any, controls: Any) -> Any:
         if module is not sampling:
-            return filtered(logits, controls)
-        return module.guard(logits, module.sample(logits, controls, filters=False), -1)
+            return apply_filters(logits, controls)
+        return module.replace_invalid(logits, module.sample(logits, controls, filters=False), -1)
 
-    def filtered(logits: Any, controls: Any) -> Any:
-        return module.guard(logits, module.sample(logits, controls), -1)
+    def apply_filters(logits: Any, controls: Any) -> Any:
+        return module.replace_invalid(logits, module.sample(logits, controls), -1)
 
     def everything(logits: Any, controls: Any, adjustments: Any) -> Any:
-        return module.guard(logits, filtered(module.adjusted(logits, adjustments), controls), -1)
+        return module.replace_invalid(
+            logits, apply_filters(module.apply_adjustments(logits, adjustments), controls), -1
+        )
 
     calls = {}
     plain = (logits, controls)
-    for body, given in ((drawn, plain), (filtered, plain), (everything, (*plain, adjustments))):
+    for body, given in ((drawn, plain), (apply_filters, plain), (everything, (*plain, adjustments))):
         placed = jax.device_put(given)
         compiled = jax.jit(body).lower(*placed).compile()
         calls[body.__name__] = lambda compiled=compiled, placed=placed: compiled(*placed).block_until_ready()

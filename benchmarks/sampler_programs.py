@@ -19,7 +19,7 @@ import numpy as np
 
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.device import state as device_state
-from dsv3.engine.device.sampling import num_words
+from dsv3.engine.device.sampling import bitmask_words
 from dsv3.engine.device.state import NUM_FIELDS, Field
 from dsv3.engine.jobs.sample import Sampler, sample_body
 from dsv3.scheduler.sequence import DRAWN, FILTERED, FULL
@@ -27,8 +27,8 @@ from dsv3.scheduler.structured_output import ALL
 
 _VOCAB_SIZE = 8192
 ROWS = (1, 16, 64)
-_LOOKING = Sampler(FILTERED, looks=True)
-_EVERYTHING = Sampler(FULL, is_held=True, looks=True)
+_LOOKING = Sampler(FILTERED, adaptive=True)
+_EVERYTHING = Sampler(FULL, is_constrained=True, adaptive=True)
 # What the rows ask for: the sampler of a CPU, that of a GPU.
 CASES: dict[str, tuple[dict[Field, float], Sampler, Sampler]] = {
     "temperature": ({}, _LOOKING, Sampler(DRAWN)),
@@ -36,8 +36,8 @@ CASES: dict[str, tuple[dict[Field, float], Sampler, Sampler]] = {
     "top_p and top_k": ({Field.TOP_P: 0.95, Field.TOP_K: 50}, _LOOKING, Sampler(FILTERED)),
     "penalties": ({Field.PRESENCE: 0.5}, _EVERYTHING, Sampler(FULL)),
     "penalties and top_p": ({Field.PRESENCE: 0.5, Field.TOP_P: 0.95}, _EVERYTHING, Sampler(FULL)),
-    "a grammar": ({}, _EVERYTHING, Sampler(DRAWN, is_held=True)),
-    "a grammar and top_p": ({Field.TOP_P: 0.95}, _EVERYTHING, Sampler(FILTERED, is_held=True)),
+    "a grammar": ({}, _EVERYTHING, Sampler(DRAWN, is_constrained=True)),
+    "a grammar and top_p": ({Field.TOP_P: 0.95}, _EVERYTHING, Sampler(FILTERED, is_constrained=True)),
 }
 
 
@@ -60,8 +60,8 @@ def step(sampler: Sampler, rows: int, asked: dict[Field, float], logits: jax.Arr
     state = type(empty)(empty.tokens, empty.lengths, empty.page_table, table, {})
     shapes = device_state.adjust_state_shapes(cfg, _VOCAB_SIZE)
     adjust = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), shapes) if sampler.variant == FULL else None
-    masks = [jnp.full((rows, 1, num_words(_VOCAB_SIZE)), ALL, jnp.uint32)] if sampler.is_held else []
-    body = functools.partial(sample_body, sampler.variant, looks=sampler.looks)
+    masks = [jnp.full((rows, 1, bitmask_words(_VOCAB_SIZE)), ALL, jnp.uint32)] if sampler.is_constrained else []
+    body = functools.partial(sample_body, sampler.variant, adaptive=sampler.adaptive)
     given = (logits, jnp.arange(rows, dtype=jnp.int32), *masks)
     program = jax.jit(body, donate_argnums=(0, 1)).lower(state, adjust, *given).compile()
     held: list[Any] = [state, adjust]

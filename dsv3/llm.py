@@ -1,4 +1,4 @@
-"""The notebook face: a model, prompts in, texts out.
+"""The notebook interface: a model, prompts in, texts out.
 
 from dsv3 import LLM, SamplingParams
 outputs = LLM().generate(["def add(a, b):"], SamplingParams(temperature=0, max_tokens=32))
@@ -8,6 +8,7 @@ print(outputs[0].outputs[0].text)
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,13 +46,13 @@ Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 Errors = Literal["raise", "return"]
 
-_REFUSALS = (InvalidRequest, TemplateError, TokenizerError)  # of one prompt, which says nothing of the others
+_INVALID = (InvalidRequest, TemplateError, TokenizerError)  # errors of one prompt among several
 _LIBRARIES = frozenset({"dsv3", "jax", "sharding", "pallas_kernels"})
 
 
 @dataclasses.dataclass
 class Completion:
-    """One answer. `logprobs` has an entry for each token if they were asked for; `error` explains "error"."""
+    """One completion. `logprobs` has an entry for each token if requested; `error` explains "error"."""
 
     index: int
     text: str = ""
@@ -64,9 +65,9 @@ class Completion:
 
 @dataclasses.dataclass
 class RequestOutput:
-    """A prompt (`prompt` is None where token ids were given) with its `n` answers.
+    """A prompt (`prompt` is None where token ids were given) with its `n` completions.
 
-    `prompt_logprobs` has an entry for each token of the prompt if they were asked for, None for the first.
+    `prompt_logprobs` has an entry for each token of the prompt if requested, None for the first.
     """
 
     prompt: str | None
@@ -77,19 +78,22 @@ class RequestOutput:
 
 
 @dataclasses.dataclass
-class _RunningAnswer:
-    """An answer on its way."""
+class _RunningCompletion:
+    """A completion in progress."""
 
     parent: RequestOutput
     completion: Completion
     stream: OutputStream
 
 
-def releases_on_error[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """Has an exception leave `function` without references to its arguments and to what was computed from them.
+_Waiting = deque[tuple[PreparedRequest, _RunningCompletion]]
 
-    Notebooks keep the last traceback, and with its frames a model that has been deleted since. Frames of a user's own
-    code, such as a hook's, keep what they have.
+
+def release_on_error[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Removes references to arguments and intermediate results from the traceback of an exception in `function`.
+
+    Notebooks keep the last traceback, and with its frames a model that has been deleted since. Frames of the user's own
+    code, such as a hook's, are not cleared.
     """
 
     @functools.wraps(function)
@@ -108,12 +112,12 @@ def _clear_frames(error: BaseException | None) -> None:
     seen = set()
     while error is not None and error not in seen:
         seen.add(error)
-        place = error.__traceback__
-        while place is not None:
-            if place.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
-                with contextlib.suppress(RuntimeError):  # a frame that runs still
-                    place.tb_frame.clear()
-            place = place.tb_next
+        traceback = error.__traceback__
+        while traceback is not None:
+            if traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+                with contextlib.suppress(RuntimeError):  # a running frame
+                    traceback.tb_frame.clear()
+            traceback = traceback.tb_next
         error = error.__cause__ or error.__context__
 
 
@@ -122,14 +126,14 @@ class LLM:
 
     Args:
       model: a Hugging Face model directory; None is the small model that ships with the package.
-      progress: show progress bars while the model loads, compiles and answers.
+      progress: show progress bars while the model loads, compiles and generates.
       The others are the engine's options; they are listed below.
 
-    A directory without a tokenizer serves prompts of token ids; texts are then empty. Raises TypeError for an option
-    that does not exist, ValueError for one that cannot be.
+    A directory without a tokenizer serves prompts of token ids; texts are then empty. Raises TypeError for an unknown
+    option, ValueError for an invalid one.
     """
 
-    @releases_on_error
+    @release_on_error
     def __init__(self, model: str | os.PathLike[str] | None = None, *, progress: bool = True, **options: Any) -> None:
         refuse_unknown(EngineOptions, options, ("model", "progress"))
         directory = Path(model) if model is not None else bundled_model()
@@ -148,13 +152,13 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine that answers. Raises ValueError once the model is closed."""
+        """The engine. Raises ValueError once the model is closed."""
         if self._engine is None:
-            raise ValueError("this LLM is closed; make another one")
+            raise ValueError("this LLM is closed; make a new one")
         return self._engine
 
     def close(self) -> None:
-        """Gives the devices' memory back at once, parameters and cache; nothing can be asked any more.
+        """Frees the devices' memory at once, parameters and cache; no method works afterwards.
 
         It does so whatever still refers to this object: another variable, a notebook's `Out`, a traceback.
         """
@@ -166,11 +170,11 @@ class LLM:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, place: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
 
-    @releases_on_error
+    @release_on_error
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -181,11 +185,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continues one prompt or several, each a text or token ids; results are in the order of the prompts.
 
-        `sampling_params` and `priority` (lower is earlier) are for all prompts, or one for each; without parameters,
-        those of the model's generation_config.json hold, as for a server. Raises InvalidRequest where a prompt can
-        never be served, or held to what `structured_outputs` says, and names its place among several; none has been
-        started then. With `errors="return"` such a prompt gets answers with the finish_reason "error", and the others
-        go on. Raises ValueError for text without a tokenizer.
+        `sampling_params` and `priority` (lower is earlier) are for all prompts, or one for each; the default parameters
+        are those of the model's generation_config.json, as in a server. Raises InvalidRequest for a prompt that can
+        never be served, or whose `structured_outputs` are invalid, with its index among several; no prompt has started
+        then. With `errors="return"` such a prompt gets completions with the finish_reason "error", and the others
+        continue. Raises ValueError for text without a tokenizer.
         """
         several = _as_list(prompts)
 
@@ -194,7 +198,7 @@ class LLM:
 
         return self._run("prompts", several, sampling_params, priority, make, errors)
 
-    @releases_on_error
+    @release_on_error
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -206,11 +210,12 @@ class LLM:
         priority: int | Sequence[int] = 0,
         errors: Errors = "raise",
     ) -> list[RequestOutput]:
-        """Answers a conversation, or several, written with the model's chat template; the rest is as for `generate`.
+        """Answers a conversation, or several, rendered by the model's chat template; the rest is as for `generate`.
 
         A message is a mapping with "role" and "content". `tools` are shown to the model, as in OpenAI's requests; its
-        calls are in the text, in the model's own format. Where the model reasons, `structured_outputs` are for what
-        follows. Raises TemplateError where the template refuses a message, ValueError where it shows no tools.
+        calls are in the text, in the model's own format. Ranks the model reasons, `structured_outputs` apply behind the
+        reasoning. Raises TemplateError where the template refuses a message, ValueError where it does not support
+        tools.
         """
         several = [messages] if messages and isinstance(messages[0], Mapping) else messages
         template, tokenizer = self._chat_template(), self._need_tokenizer()
@@ -222,7 +227,9 @@ class LLM:
             try:
                 found = prepared(conversation)
             except (KeyError, TypeError, AttributeError) as error:
-                raise TemplateError(f"these messages are no conversation ({type(error).__name__})") from None
+                raise TemplateError(
+                    f"not a conversation of messages with role and content ({type(error).__name__})"
+                ) from None
             text = template.render(
                 found, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=chat_template_kwargs
             )
@@ -233,7 +240,7 @@ class LLM:
         return self._run("messages", several, sampling_params, priority, make, errors)  # type: ignore[arg-type]
 
     def _grammar(self, prompt: str, params: SamplingParams) -> str:
-        """Returns what the answer to a rendered conversation is held to; raises InvalidRequest."""
+        """Returns the grammar of a rendered conversation's answer; raises InvalidRequest."""
         if params.structured_outputs is None:
             return ""
         tokenizer = self._need_tokenizer()
@@ -244,7 +251,7 @@ class LLM:
         except ValueError as error:
             raise InvalidRequest(f"structured_outputs: {error}") from None
 
-    @releases_on_error
+    @release_on_error
     def inspect(
         self,
         prompt: Prompt,
@@ -253,11 +260,11 @@ class LLM:
         attention: bool = True,
         hook: Hook | None = None,
     ) -> Inspection:
-        """Shows what each layer does with each token of a prompt: hidden states, latents, attention, router.
+        """Returns what each layer computes for each token of a prompt: hidden states, latents, attention, router.
 
-        The engine, its cache and its counters stay as they are: this is a program of its own, from position 0. See
-        `dsv3.model.inspection.inspect` for the arguments and the shapes. Raises InvalidRequest for a prompt that could
-        not be served, ValueError where the experts are spread over devices, and as `inspect` does.
+        The engine, its cache and its counters do not change: this is a program of its own, from position 0. See
+        `dsv3.model.inspection.inspect` for arguments and shapes. Raises InvalidRequest for a prompt that could not be
+        served, ValueError where the experts are spread over devices, and as `inspect` does.
         """
         executor = self.engine.executor
         params = executor.devices.params if isinstance(executor, LocalExecutor) else None
@@ -269,10 +276,10 @@ class LLM:
         return inspect(params, self.engine.model_cfg, ids, layers=layers, attention=attention, hook=hook)
 
     def _output(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
-        answers = [Completion(i) for i in range(params.n)]
+        completions = [Completion(i) for i in range(params.n)]
         if isinstance(prompt, str):
-            return RequestOutput(prompt, self._need_tokenizer().encode(prompt), answers)
-        return RequestOutput(None, list(prompt), answers)
+            return RequestOutput(prompt, self._need_tokenizer().encode(prompt), completions)
+        return RequestOutput(None, list(prompt), completions)
 
     def _run[T](
         self,
@@ -283,29 +290,31 @@ class LLM:
         make: Callable[[T, SamplingParams], tuple[RequestOutput, str]],
         errors: Errors,
     ) -> list[RequestOutput]:
-        """Prepares all prompts, then has them answered.
+        """Prepares all prompts, then generates their completions.
 
-        `make` returns the output of a prompt, without answers, and what these are held to.
+        `make` returns the output of a prompt, without completions, and its grammar.
         """
-        each = _one_each(self._defaults if sampling_params is None else sampling_params, len(several))
+        given = self._defaults if sampling_params is None else sampling_params
+        each = _one_each(given, SamplingParams, "sampling parameters", len(several))
+        priorities = _one_each(priority, int, "priorities", len(several))
         outputs: list[RequestOutput] = []
-        waiting: list[tuple[PreparedRequest, _RunningAnswer]] = []
-        for i, params, first in zip(range(len(several)), each, _priorities(priority, len(several)), strict=True):
+        waiting: list[tuple[PreparedRequest, _RunningCompletion]] = []
+        for i, params, first in zip(range(len(several)), each, priorities, strict=True):
             try:
                 output, grammar = make(several[i], params)
                 waiting += self._requests(output, params, first, grammar)
-            except _REFUSALS as error:
+            except _INVALID as error:
                 if errors == "raise":
                     error.args = (f"{name}[{i}]: {error}" if len(several) > 1 else str(error),)
                     raise
-                output = _refused(several[i], params, str(error))
+                output = _invalid_output(several[i], params, str(error))
             outputs.append(output)
-        self._answer(deque(sorted(waiting, key=lambda each: each[0].priority)))
+        self._generate(deque(sorted(waiting, key=lambda each: each[0].priority)))
         return outputs
 
     def _requests(
         self, output: RequestOutput, params: SamplingParams, priority: int, grammar: str
-    ) -> list[tuple[PreparedRequest, _RunningAnswer]]:
+    ) -> list[tuple[PreparedRequest, _RunningCompletion]]:
         """Returns the sequences of a prompt; raises InvalidRequest where it can never be served."""
         whole = EngineRequest(
             request_id=self._next_id,
@@ -318,42 +327,43 @@ class LLM:
         self.engine.check_grammar(prepared.grammar)
         requests = fan_out(prepared)
         self._next_id += len(requests)
-        answers = (_RunningAnswer(output, each, OutputStream(self.tokenizer, params)) for each in output.outputs)
-        return list(zip(requests, answers, strict=True))
+        streams = (OutputStream(self.tokenizer, params) for _ in requests)
+        completions = map(_RunningCompletion, itertools.repeat(output), output.outputs, streams)
+        return list(zip(requests, completions, strict=True))
 
-    def _answer(self, waiting: deque[tuple[PreparedRequest, _RunningAnswer]]) -> None:
-        """Feeds the engine as its queue allows, and gathers answers until all are complete."""
-        live: dict[int, _RunningAnswer] = {}
+    def _generate(self, waiting: _Waiting) -> None:
+        """Submits requests as the engine's queue allows, and runs the engine until all are complete."""
+        live: dict[int, _RunningCompletion] = {}
         with self._bar(len(waiting)) as update:
             try:
                 while waiting or live:
-                    self._feed(waiting, live)
+                    self._submit(waiting, live)
                     for result in self.engine.step():
-                        self._take(result, live)
+                        self._process_output(result, live)
                     update(len(waiting) + len(live))
             finally:
-                self._abandon(live)
+                self._abort_all(live)
 
-    def _feed(self, waiting: deque[tuple[PreparedRequest, _RunningAnswer]], live: dict[int, _RunningAnswer]) -> None:
+    def _submit(self, waiting: _Waiting, live: dict[int, _RunningCompletion]) -> None:
         while waiting:
-            request, answer = waiting[0]
+            request, running = waiting[0]
             try:
                 self.engine.submit(request)
             except QueueFull:
                 return
-            live[request.request_id] = answer
+            live[request.request_id] = running
             waiting.popleft()
 
-    def _take(self, result: EngineOutput, live: dict[int, _RunningAnswer]) -> None:
-        answer = live.get(result.request_id)
-        if answer is None:
+    def _process_output(self, result: EngineOutput, live: dict[int, _RunningCompletion]) -> None:
+        running = live.get(result.request_id)
+        if running is None:
             return  # aborted after a stop string
-        completion = answer.completion
-        delta = answer.stream.push(result.token_ids, result.finish_reason, result.stop_token_id)
-        answer.parent.num_cached_tokens = max(answer.parent.num_cached_tokens, result.num_cached_tokens)
-        if (told := result.prompt_logprobs) is not None:
-            known = answer.parent.prompt_logprobs or [None]
-            answer.parent.prompt_logprobs = [*known, *told.behind(len(known)).tokens()]
+        completion = running.completion
+        delta = running.stream.push(result.token_ids, result.finish_reason, result.stop_token_id)
+        running.parent.num_cached_tokens = max(running.parent.num_cached_tokens, result.num_cached_tokens)
+        if (logprobs := result.prompt_logprobs) is not None:
+            known = running.parent.prompt_logprobs or [None]
+            running.parent.prompt_logprobs = [*known, *logprobs.behind(len(known)).tokens()]
         completion.text += delta.text
         completion.token_ids += result.token_ids[: delta.num_tokens]
         if result.logprobs is not None:
@@ -365,8 +375,8 @@ class LLM:
             if result.finish_reason is None:
                 self.engine.abort(result.request_id)
 
-    def _abandon(self, live: dict[int, _RunningAnswer]) -> None:
-        """Leaves nothing behind in the engine, also after an interrupt."""
+    def _abort_all(self, live: dict[int, _RunningCompletion]) -> None:
+        """Aborts what is left in the engine, also after an interrupt."""
         for request_id in live:
             self.engine.abort(request_id)
         while self.engine.has_work:
@@ -384,7 +394,7 @@ class LLM:
         if self._template is None:
             tokenizer = self._need_tokenizer()
             if tokenizer.chat_template is None:
-                raise ValueError("this model has no chat template; use generate with a prompt of your own")
+                raise ValueError("this model has no chat template; use generate with a rendered prompt")
             dialect = Parsers(ParserOptions(), tokenizer, tokenizer.chat_template).dialect
             source = telling_tools(tokenizer.chat_template, dialect)
             self._template, self._shows_tools = ChatTemplate(source, tokenizer.special_tokens), names_tools(source)
@@ -392,7 +402,7 @@ class LLM:
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise ValueError("there is no tokenizer.json, nor another tokenizer; give prompts as token ids")
+            raise ValueError("there is no tokenizer.json, nor another tokenizer; pass prompts as token ids")
         return self.tokenizer
 
 
@@ -409,22 +419,16 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _refused(prompt: Any, params: SamplingParams, why: str) -> RequestOutput:
-    answers = [Completion(i, finish_reason="error", error=why) for i in range(params.n)]
-    return RequestOutput(prompt if isinstance(prompt, str) else None, [], answers)
+def _invalid_output(prompt: Any, params: SamplingParams, why: str) -> RequestOutput:
+    completions = [Completion(i, finish_reason="error", error=why) for i in range(params.n)]
+    return RequestOutput(prompt if isinstance(prompt, str) else None, [], completions)
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise ValueError(f"{len(params)} sampling parameters for {count} prompts; give one, or one for each prompt")
-    return list(params)
-
-
-def _priorities(given: int | Sequence[int], count: int) -> list[int]:
-    if isinstance(given, int):
+def _one_each[T](given: T | Sequence[T], kind: type[T], name: str, count: int) -> list[T]:
+    """Returns a value for each of `count` prompts, from one for all or one for each."""
+    if isinstance(given, kind):
         return [given] * count
-    if len(given) != count:
-        raise ValueError(f"{len(given)} priorities for {count} prompts; give one, or one for each prompt")
-    return list(given)
+    several: list[T] = list(given)  # type: ignore[arg-type]
+    if len(several) != count:
+        raise ValueError(f"{len(several)} {name} for {count} prompts; pass one, or one for each prompt")
+    return several

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsv3.batch.formats import need
-from dsv3.llm import LLM, RequestOutput, releases_on_error
+from dsv3.llm import LLM, RequestOutput, release_on_error
 from dsv3.sampling_params import SamplingParams
 
 
-@releases_on_error
+@release_on_error
 def map[T](
     table: T,
     column: str = "prompt",

@@ -25,7 +25,7 @@ import uvloop
 
 from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.config.server_options import ServerOptions
-from dsv3.engine.cluster.link import Follow
+from dsv3.engine.cluster.link import FollowOrder
 from dsv3.engine.cluster.supervisor import Supervisor
 from dsv3.logs import configure_logging
 from dsv3.server.config import ServerConfig
@@ -64,7 +64,7 @@ def main() -> int:
 def _follow(cluster: ClusterOptions, config: ServerConfig) -> int:
     """Executes what process 0 sends, without HTTP, in a process that is started anew when it dies."""
     _say(f"process {cluster.process_id} of {cluster.num_processes}, following {cluster.coordinator}")
-    order = Follow(cluster, str(config.model_dir), config.engine)
+    order = FollowOrder(cluster, str(config.model_dir), config.engine)
     return Supervisor(order, config.restarts if config.max_restarts else None).run()
 
 

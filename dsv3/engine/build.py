@@ -1,4 +1,4 @@
-"""Builds an engine from a model directory, for the notebook face, the server and the batch tool alike."""
+"""Builds an engine from a model directory, for `LLM`, the server and the batch tool."""
 
 import dataclasses
 import hashlib
@@ -11,25 +11,39 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from rich.filesize import decimal
 
 from dsv3.checkpoint.identity import known_identity
 from dsv3.config.hugging_face import load_config, stored_dtype
 from dsv3.config.identity import CacheIdentity, model_identity
 from dsv3.config.model import Fp8Config, ModelConfig
 from dsv3.config.options import EngineOptions
-from dsv3.engine.assemble.functions import expert_parallel_functions
-from dsv3.engine.assemble.weights import Reading, load_replicated, load_spread
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.description import describe
 from dsv3.engine.device.driver import started_devices
-from dsv3.engine.device.pool import device_memory, set_pool_share
+from dsv3.engine.device.layout import Layout
+from dsv3.engine.device.pool import device_memory, set_memory_fraction
+from dsv3.engine.device.programs import ReadPrograms, measure
 from dsv3.engine.dtypes import EngineDtypes, resolve_dtypes
 from dsv3.engine.engine import Engine
+from dsv3.engine.executor import lay_out
+from dsv3.engine.expert_parallel import Reading, expert_parallel_functions, load_replicated, load_spread
 from dsv3.engine.functions import StepFunctions, in_full_precision, model_functions
-from dsv3.engine.kernel_checks import check_kernels, fall_back
-from dsv3.engine.limits import Hardware, engine_config, pages_of_one
-from dsv3.engine.sizing import size_pool
-from dsv3.engine.stored import own_store, use_compilation_cache
+from dsv3.engine.jobs import JOB_KINDS
+from dsv3.engine.jobs.sample import adjust_shapes
+from dsv3.engine.kernel_checks import apply_fallbacks, check_kernels
+from dsv3.engine.limits import Hardware, engine_config, pages_of_one, staging_bytes
+from dsv3.engine.memory import (
+    DeviceMemory,
+    MemoryAccount,
+    PoolSizing,
+    WorkingMemoryFile,
+    account,
+    check_fits,
+    local_bytes,
+)
+from dsv3.engine.stored import local_program_store, machine_fields, program_fields, use_compilation_cache
+from dsv3.kv_cache.layout import page_bytes
 from dsv3.model.tensor_parallel import check_shards
 from pallas_kernels.backend import prepare, resolve_backend
 from sharding.mesh import rank_mesh
@@ -47,17 +61,39 @@ def build_engine(
 ) -> Engine:
     """Builds an engine with the weights of a Hugging Face model directory; call `warm_up` before the first request.
 
-    `progress` shows a bar while weights load. Raises `ConfigError` or `CheckpointError` for a directory that cannot
-    be served, ValueError where the limits do not fit the device, `KernelCheckError` where kernels cannot be checked.
+    `progress` shows a bar while weights load. Raises `ConfigError` or `CheckpointError` for a directory that cannot be
+    served, ValueError where the limits do not fit the device, `KernelCheckError` where kernels cannot be checked.
     """
     options = options or EngineOptions()
     if options.check_kernels:
-        _model(Path(model_dir), options)  # refuses what cannot be served before the checks take their time
-        fall_back(check_kernels())
-    parts = load_components(model_dir, options, progress=progress)
-    _log.info("model: %s", parts.description)
-    _log.info("cache: %d pages of 64 tokens, up to %d tokens per request", parts.cfg.num_pages, parts.cfg.max_model_len)
-    return Engine(parts, store=own_store(Path(model_dir), options, parts))
+        _model(Path(model_dir), options)  # raises for a model that cannot be served, before checks that take minutes
+        apply_fallbacks(check_kernels())
+    components = load_components(model_dir, options, progress=progress)
+    log_components(components)
+    return Engine(components, store=local_program_store(Path(model_dir), options, components))
+
+
+def log_components(components: EngineComponents) -> None:
+    """Logs what an engine serves, and within which limits: a line each for model, weights, cache and scheduling."""
+    cfg, nbytes = components.cfg, Counter[str]()
+    for leaf in jax.tree.leaves(components.params):
+        nbytes[jnp.dtype(leaf.dtype).name] += leaf.size * leaf.dtype.itemsize
+    weights = ", ".join(f"{name} {decimal(size)}" for name, size in nbytes.most_common())
+    tokens = cfg.num_pages * cfg.page_size
+    _log.info("model: %s", components.description)
+    _log.info("dtypes: weights %s; activations %s", weights, jnp.dtype(components.functions.dtype).name)
+    _log.info(
+        "KV cache: %s, %d pages of %d tokens per rank, %s tokens on %d ranks of %d devices; maximum concurrency for "
+        "requests of %s tokens: %.2f",
+        *(cfg.cache_dtype, cfg.num_pages, cfg.page_size, f"{tokens * cfg.num_ranks:,}", cfg.num_ranks),
+        *(cfg.tensor_parallel_size, f"{cfg.max_model_len:,}", tokens * cfg.num_ranks / cfg.max_model_len),
+    )
+    _log.info(
+        "scheduling: at most %d requests and %d prompt tokens per step and rank, %d tokens per row; "
+        "decode batch sizes %s; prefill batch sizes %s",
+        *(cfg.max_num_seqs, cfg.max_num_batched_tokens, cfg.tokens_per_row),
+        *(list(cfg.decode_buckets), list(cfg.prefill_buckets)),
+    )
 
 
 def load_components(
@@ -68,14 +104,14 @@ def load_components(
     progress: bool = True,
     shapes: bool = False,
 ) -> EngineComponents:
-    """Loads the parts of an engine, as `build_engine` puts them together; raises as it does.
+    """Loads the components of an engine; raises as `build_engine` does.
 
-    Called in each process of an instance, it reads what this one's devices hold. Limits suit this process's devices.
-    The processes lie on `num_nodes` hosts, equally many on each and in order: these are the nodes of the mesh. Whether
-    all fits is said from shapes, before a weight is read. With `shapes` none is read: its shape stands in its place.
+    Each process of an instance calls it, and reads what its own devices hold; limits suit its own devices. The
+    processes run on `num_nodes` hosts, equally many on each and in order: these are the nodes of the mesh. The memory
+    account is made from shapes, before a weight is read. With `shapes` no weight is read: shapes stand in for them.
     """
     cache = use_compilation_cache(options.compilation_cache_dir)
-    set_pool_share(options.gpu_memory_utilization)
+    set_memory_fraction(options.gpu_memory_utilization)
     model_cfg, shards = _model(Path(model_dir), options), options.tensor_parallel_size
     devices = _devices(options.data_parallel_size, shards)
     mine = next(device for device in devices if device.process_index == jax.process_index())
@@ -87,7 +123,7 @@ def load_components(
     hardware = Hardware(len(devices) // shards, num_nodes, mine.platform == "cpu", jax.process_count())
     tokenizer = Path(model_dir) / "tokenizer.json"
 
-    def parts(shapes: bool, progress: bool, pages: int | None) -> EngineComponents:
+    def components(shapes: bool, progress: bool, pages: int | None) -> EngineComponents:
         read = Reading(dtypes.compute, options.fp8, progress, options.int4, shapes, options.load_threads)
         functions, served = _functions(model_dir, model_cfg, options, mesh, read)
         return EngineComponents(
@@ -103,15 +139,15 @@ def load_components(
     identity = _cache_identity(Path(model_dir), model_cfg, options, dtypes).text
     memory = device_memory(mine)
     if memory is None:
-        return parts(shapes, progress, None)
-    smallest = parts(True, False, pages_of_one(model_cfg, options)).shapes
+        return components(shapes, progress, None)
+    smallest = components(True, False, pages_of_one(model_cfg, options)).shapes
     found = size_pool(smallest, memory, Path(model_dir), options, cache)
     _log.info("memory of a device: %s", found.account)
-    return dataclasses.replace(parts(shapes, progress, found.account.pages), memory=found)
+    return dataclasses.replace(components(shapes, progress, found.account.pages), memory=found)
 
 
 def _model(model_dir: Path, options: EngineOptions) -> ModelConfig:
-    """Returns the model as it is served. Raises ValueError for options that it was not made for."""
+    """Returns the configuration of the served model. Raises ValueError for options that it does not support."""
     cfg = _served(load_config(model_dir), options)
     check_shards(cfg, options.tensor_parallel_size, fp8=cfg.fp8 is not None and options.fp8 != "dequantize")
     pages_of_one(cfg, options)
@@ -119,16 +155,17 @@ def _model(model_dir: Path, options: EngineOptions) -> ModelConfig:
 
 
 def _served(model_cfg: ModelConfig, options: EngineOptions) -> ModelConfig:
-    """Returns the model as it is served: with its first MTP module where that proposes drafts, else with none.
+    """Returns the model with the layers and products that serving uses.
 
-    It has FP8 products where options make them. Weights that nothing uses are not loaded, and get no share of the
-    cache. Raises ValueError for a model without.
+    It has its first MTP module where that proposes drafts, else none: weights that nothing uses are neither loaded nor
+    get a share of the cache. It has FP8 products where the options quantize. Raises ValueError for drafts by a module
+    that the model lacks.
     """
     wanted = options.speculative is not None and options.speculative.method == "mtp"
     if wanted and not model_cfg.num_nextn_predict_layers:
         raise ValueError(
             "speculative_config: method 'mtp' needs a model with a multi-token prediction module, and this one has "
-            "none; choose 'ngram' or leave speculative_config away"
+            "none; choose 'ngram' or omit speculative_config"
         )
     fp8 = model_cfg.fp8 or (Fp8Config() if options.fp8 == "quantize" else None)
     return dataclasses.replace(model_cfg, num_nextn_predict_layers=int(wanted), fp8=fp8)
@@ -151,9 +188,9 @@ def _functions(
 
 
 def _devices(ranks: int | None, shards: int) -> list[jax.Device]:
-    """Returns devices of `ranks` ranks of `shards` each, those of a process side by side, equally many of each.
+    """Returns the devices of `ranks` ranks of `shards` each; those of a process are adjacent, equally many of each.
 
-    Raises ValueError where there are too few or the wrong ones.
+    Raises ValueError for too few or unequal devices.
     """
     devices = sorted(started_devices(), key=lambda device: (device.process_index, device.id))
     if jax.process_count() == 1:
@@ -183,9 +220,9 @@ def _devices(ranks: int | None, shards: int) -> list[jax.Device]:
 def _cache_identity(
     directory: Path, model_cfg: ModelConfig, options: EngineOptions, dtypes: EngineDtypes
 ) -> CacheIdentity:
-    """Returns what the pages of this engine depend on beside tokens.
+    """Returns what the pages of this engine depend on besides tokens.
 
-    Latents of engines that round experts' sums differ from those of engines that do not.
+    Latents of engines that round the experts' sums differ from those of engines that do not.
     """
     compute = jnp.dtype(dtypes.compute).name + (", int8 sums" if options.expert_combine == "int8" else "")
     return CacheIdentity(
@@ -208,3 +245,42 @@ def _tokenizer_identity(directory: Path) -> str:
     for content in (file.read_bytes() for file in files if file.is_file()):
         digest.update(hashlib.sha256(content).digest())
     return digest.hexdigest()
+
+
+def account_for(layout: Layout, memory: DeviceMemory, utilization: float, working: int) -> MemoryAccount:
+    """Returns the account of a device that holds everything of `layout`, and `working` memory."""
+    return account(
+        memory,
+        utilization,
+        weights=local_bytes(layout.params),
+        state=local_bytes((layout.state, adjust_shapes(layout))),
+        working=working,
+        page=page_bytes(layout.model_cfg, layout.cfg.cache_dtype),
+        page_size=layout.cfg.page_size,
+    )
+
+
+def size_pool(
+    components: EngineComponents, memory: DeviceMemory, model_dir: Path, options: EngineOptions, cache: Path
+) -> PoolSizing:
+    """Returns the account of an engine whose `components` have shapes for weights and the smallest pool.
+
+    The largest programs are compiled for their memory analysis, unless an earlier start left the figure in `cache`.
+    Raises ValueError where not one page fits, before anything is compiled if the weights alone are too large.
+    """
+    layout, programs = lay_out(components, JOB_KINDS)
+    utilization, staging = options.gpu_memory_utilization, staging_bytes(options)
+    devices, spreads = layout.cfg.num_devices, bool(components.model_cfg.num_moe_layers)
+    least = account_for(layout, memory, utilization, staging)
+    check_fits(least, options, devices=devices, spreads=spreads)
+    moves = {"moves experts": str(options.enable_eplb)}
+    kept = WorkingMemoryFile(cache, machine_fields() | program_fields(model_dir, options, components) | moves)
+    working = kept.read()
+    if working is None:
+        _log.info("compiling the largest programs to measure their working memory")
+        programs.store = ReadPrograms()
+        working = measure(layout.cfg, programs)
+        kept.write(working)
+    found = account_for(layout, memory, utilization, staging + working)
+    check_fits(found, options, devices=devices, spreads=spreads)
+    return PoolSizing(found, staging, kept)

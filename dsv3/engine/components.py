@@ -1,4 +1,4 @@
-"""What an engine is made of."""
+"""What an engine is made of: functions, parameters, limits, devices."""
 
 import dataclasses
 from pathlib import Path
@@ -10,22 +10,22 @@ from jax.sharding import Mesh
 from dsv3.config.engine import EngineConfig
 from dsv3.config.model import ModelConfig
 from dsv3.engine.functions import StepFunctions
-from dsv3.engine.memory import Accounted
+from dsv3.engine.memory import PoolSizing
 from sharding.mesh import RANKS, rank_mesh, rank_size, shardings
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineComponents:
-    """A model and where it is served.
+    """A model and the devices that serve it.
 
     `functions` are the model's step functions (`model_functions()`, or a stand-in with the same signatures), `params`
-    its parameters as these take them. The engine owns them from then on: experts that it moves are written in place.
-    `model_cfg` gives vocabulary, end tokens and cache layout, `cfg` the limits. The devices of `mesh` may belong to
-    several processes. `tokenizer` is the `tokenizer.json` that grammars are run over; without one no answer can be held
-    to a grammar. `description` is what people are told of the model, `memory` by what account the pool was sized; None:
-    nothing bounds it, as on a CPU.
+    its parameters as these functions take them. The engine owns them from then on: experts that it moves are written in
+    place. `model_cfg` has vocabulary, end tokens and cache layout, `cfg` the limits. The devices of `mesh` may belong
+    to several processes. `tokenizer` is the `tokenizer.json` that grammars are compiled for; without one requests
+    cannot be constrained. `description` is one line about the model, for logs and the dashboard. `memory` is the
+    account that sized the page pool; None on a CPU.
 
-    Raises ValueError where the mesh has other ranks than the limits say.
+    Raises ValueError where the mesh has other ranks than the limits.
     """
 
     functions: StepFunctions
@@ -35,29 +35,29 @@ class EngineComponents:
     mesh: Mesh
     tokenizer: Path | None = None
     description: str = ""
-    memory: Accounted | None = None
+    memory: PoolSizing | None = None
 
     def __post_init__(self) -> None:
         ranks = self.mesh.shape[RANKS[0]] * self.mesh.shape[RANKS[1]]
         if (ranks, rank_size(self.mesh)) != (self.cfg.num_ranks, self.cfg.tensor_parallel_size):
             raise ValueError(
-                f"{self.cfg.num_ranks} ranks of tensor_parallel_size {self.cfg.tensor_parallel_size} were asked for, "
+                f"{self.cfg.num_ranks} ranks of tensor_parallel_size {self.cfg.tensor_parallel_size} were requested, "
                 f"but the mesh has {ranks} of {rank_size(self.mesh)} devices each"
             )
 
     @property
     def shapes(self) -> "EngineComponents":
-        """The same with shapes for parameters, with the shardings that they are served with."""
+        """The same components with shapes and serving shardings in place of parameters."""
 
-        def place(sharding: Any, part: Any) -> Any:
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part)
+        def with_sharding(sharding: Any, subtree: Any) -> Any:
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), subtree)
 
-        where = shardings(self.functions.param_specs, self.mesh)
-        return dataclasses.replace(self, params=jax.tree.map(place, where, self.params))
+        tree = shardings(self.functions.param_specs, self.mesh)
+        return dataclasses.replace(self, params=jax.tree.map(with_sharding, tree, self.params))
 
     @property
     def takes_grammars(self) -> bool:
-        """Whether answers may be held to grammars."""
+        """Whether requests may be constrained by grammars."""
         return self.tokenizer is not None
 
     @classmethod
@@ -69,9 +69,9 @@ class EngineComponents:
         cfg: EngineConfig,
         devices: list[jax.Device] | None = None,
     ) -> "EngineComponents":
-        """Returns parts on a mesh of `devices`, the first of the default backend if not given.
+        """Returns components on a mesh of `devices`, by default the first of the default backend.
 
-        Raises ValueError where there are too few or too many.
+        Raises ValueError for too few or too many devices.
         """
         devices = devices or jax.devices()[: cfg.num_devices]
         if len(devices) != cfg.num_devices:

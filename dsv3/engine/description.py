@@ -1,11 +1,10 @@
-"""What an engine says of its model in one line: family, parameters, cache, kernels."""
+"""One line about a served model: family, parameters, cache, kernels."""
 
 import jax
 import jax.numpy as jnp
 
 from dsv3.config.model import INDEX_KEYS, LATENTS, ModelConfig
-from dsv3.engine.dtypes import EngineDtypes
-from dsv3.engine.size import count_parameters, short
+from dsv3.engine.dtypes import EngineDtypes, count_parameters, short
 from dsv3.kv_cache.layout import pool, token_bytes
 from dsv3.model.layers.indexer import indexer_of
 from pallas_kernels import dsa, mla
@@ -13,7 +12,7 @@ from pallas_kernels.backend import Backend, fallbacks
 
 
 def describe(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend, int4: str = "keep") -> str:
-    """Returns the line for a model as it is served, on devices whose kernels are `backend`; `int4` is the option."""
+    """Returns the line for a model on devices whose kernels are `backend`; `int4` is the option."""
     total, active = count_parameters(cfg)
     cache = token_bytes(cfg, dtypes.cache)
     return (
@@ -27,7 +26,7 @@ def describe(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend, int4: str
 
 
 def _choice(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend) -> str:
-    """Returns how the tokens of sparse attention are chosen; nothing of dense attention."""
+    """Returns how sparse attention selects its tokens; empty for dense attention."""
     if not cfg.index_layers:
         return ""
     text = f"; each token attends to {cfg.index_topk:,} at most"
@@ -42,7 +41,7 @@ def _choice(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend) -> str:
 
 
 def kernels(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend) -> str:
-    """Returns which implementation computes, and why attention takes another one, if it does."""
+    """Returns the kernels' back end, and why attention uses another one, if it does."""
     if backend is Backend.REFERENCE:
         return "computed by jax.numpy"
     if backend is Backend.NATIVE:
@@ -53,7 +52,7 @@ def kernels(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend) -> str:
 
 
 def _int4_experts(dtypes: EngineDtypes, backend: Backend, mode: str) -> str:
-    """Returns what INT4 experts become, and where no kernel multiplies them."""
+    """Returns the dtype of INT4 experts, and whether they lack a kernel."""
     if mode != "keep":
         return f"; INT4 experts as {'FP8' if mode == 'fp8' else dtypes.compute}"
     has_kernel = backend is Backend.MOSAIC and dtypes.compute == jnp.bfloat16
@@ -61,7 +60,7 @@ def _int4_experts(dtypes: EngineDtypes, backend: Backend, mode: str) -> str:
 
 
 def _obstacles(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend) -> tuple[str | None, str | None]:
-    """Returns why decode and prefill cannot have their attention kernels, None where they have."""
+    """Returns why decode and prefill have no attention kernel; None where they have one."""
 
     def heads(width: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((cfg.page_size, cfg.num_attention_heads, width), jnp.dtype(dtypes.compute))

@@ -1,6 +1,7 @@
-"""Which types an engine computes in and stores its cache in, from the options, the model and the device."""
+"""The dtypes of an engine's activations, weights and cache, resolved from the options, the model and the device."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import jax
@@ -8,22 +9,23 @@ import jax.numpy as jnp
 
 from dsv3.config.model import FP8, ModelConfig
 from dsv3.config.options import EngineOptions
-from dsv3.engine.size import count_parameters, short
+from dsv3.model.params import declare
 from pallas_kernels import mla, native
 from pallas_kernels.backend import Backend, is_hopper, resolve_backend
 from pallas_kernels.float8 import BLOCK
 
 _KERNEL_PAGES: Mapping[str, tuple[str, ...]] = {"bfloat16": ("bfloat16", FP8), "float16": ("float16",)}
-"""Pages that the attention kernels read, by the type of the queries; float32 queries have no kernel."""
+"""Cache dtypes that the attention kernels read, by the dtype of the queries; float32 queries have no kernel."""
 EXACT_PARAMETERS = 16 * 2**20
-"""Up to so many parameters per token (64 MiB in float32) a step takes few milliseconds, and exactness is worth more."""
+"""With up to so many parameters per token (64 MiB in float32) a step takes few milliseconds: exactness is worth more.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineDtypes:
-    """`compute` is the type of weights without scales and of activations, `cache` names the type of the pages.
+    """`compute` is the dtype of weights without scales and of activations, `cache` names that of the pages.
 
-    `reason` says why "auto" is what it is, where that depends on the machine and the model.
+    `reason` explains what "auto" resolved to, where that depends on the machine and the model.
     """
 
     compute: jnp.dtype
@@ -34,7 +36,7 @@ class EngineDtypes:
 def resolve_dtypes(
     model: ModelConfig, options: EngineOptions, device: jax.Device, stored: str | None = None
 ) -> EngineDtypes:
-    """Returns the types for a model whose checkpoint says it is of the type `stored`, or says nothing.
+    """Returns the dtypes for a model whose checkpoint declares the dtype `stored`, or none.
 
     Raises ValueError where no product or no attention exists for the combination.
     """
@@ -43,7 +45,7 @@ def resolve_dtypes(
     fp8_weights = options.fp8 == "quantize" or (model.fp8 is not None and options.fp8 != "dequantize")
     if compute == "float32" and is_hopper(device) and fp8_weights:
         raise ValueError(
-            "dtype: 'float32' does not go with FP8 weights on this GPU, whose products of few rows give 16 bits; "
+            "dtype: 'float32' does not go with FP8 weights on this GPU, whose products of few rows have 16 bits; "
             "set dtype to bfloat16, or load no FP8 weights (fp8: dequantize, or keep for a checkpoint without them)"
         )
     if compute == "float16" and model.fp8 is not None and options.fp8 != "dequantize":
@@ -67,8 +69,7 @@ def resolve_dtypes(
             f"{mla.FP8_VALUE_WIDTH}; set kv_cache_dtype to auto"
         )
     readable = _KERNEL_PAGES.get(compute)
-    refused = readable is not None and cache not in readable
-    if readable and refused and resolve_backend(device) in (Backend.MOSAIC, Backend.TRITON):
+    if readable and cache not in readable and resolve_backend(device) in (Backend.MOSAIC, Backend.TRITON):
         raise ValueError(
             f"kv_cache_dtype: {cache!r} has no attention kernel for dtype {compute}; "
             f"set kv_cache_dtype to auto or {' or '.join(readable)}"
@@ -77,7 +78,7 @@ def resolve_dtypes(
 
 
 def _compute_name(model: ModelConfig, dtype: str, device: jax.Device, stored: str | None) -> tuple[str, str]:
-    """Resolves "auto", and says why: on a GPU float16 for a checkpoint of that type, and bfloat16 for all others."""
+    """Resolves "auto" and gives the reason: on a GPU float16 for a float16 checkpoint, bfloat16 for all others."""
     if dtype != "auto":
         return dtype, ""
     if device.platform == "cpu":
@@ -86,11 +87,11 @@ def _compute_name(model: ModelConfig, dtype: str, device: jax.Device, stored: st
 
 
 def fastest_on_cpu(model: ModelConfig, stored: str | None) -> tuple[str, str]:
-    """Returns the type for a checkpoint of the type `stored` on this machine's CPU, and why.
+    """Returns the dtype for a checkpoint of dtype `stored` on this machine's CPU, and the reason.
 
-    That is by the table of `benchmarks/cpu_dtypes.py` in benchmarks/README.md. bfloat16 was faster than float32 at each
-    size, number of rows and length of prompt, where the CPU multiplies it and the C++ kernels are there. It rounds, so
-    a model whose step is short in either type stays float32.
+    The rule follows the table of `benchmarks/cpu_dtypes.py` in benchmarks/README.md: bfloat16 was faster than float32
+    at each size, number of rows and length of prompt, where the CPU multiplies it and the C++ kernels are built. It
+    rounds, so a model whose step is short in either dtype stays float32.
     """
     if stored != "bfloat16":
         return "float32", f"bfloat16 would round a checkpoint of {stored or 'no stated type'}"
@@ -102,3 +103,25 @@ def fastest_on_cpu(model: ModelConfig, stored: str | None) -> tuple[str, str]:
     if not native.library().multiplies_bfloat16:
         return "float32", "no kernel multiplies bfloat16 as it is on this CPU"
     return "bfloat16", "this CPU multiplies it and reads half the bytes"
+
+
+def count_parameters(cfg: ModelConfig) -> tuple[int, int]:
+    """Returns the number of parameters, and how many of them each token uses: of the routed experts only its own.
+
+    The embedding counts in the first number alone, unless it is the head too.
+    """
+    total = active = 0
+    for spec in jax.tree.leaves(declare(cfg)):
+        size = math.prod(spec.shape)
+        total += size
+        active += size // cfg.n_routed_experts * cfg.num_experts_per_tok if "experts" in spec.axes else size
+    embedding = cfg.vocab_size * cfg.hidden_size
+    return total, active if cfg.tie_word_embeddings else active - embedding
+
+
+def short(count: int) -> str:
+    """Returns a count with three digits: "30.6 billion"."""
+    for power, word in ((12, "trillion"), (9, "billion"), (6, "million")):
+        if count >= 10**power:
+            return f"{count / 10**power:.3g} {word}"
+    return f"{count:,}"

@@ -1,14 +1,14 @@
-"""Failures of an instance, and what clients may hear of them."""
+"""Failures of an instance, and how they are reported to clients. No jax: API servers import it."""
 
 
 class ClusterError(ValueError):
-    """The instance cannot start or go on; the message says which process is the cause, and is fit for clients."""
+    """The instance cannot start or continue; the message names the process at fault, and is safe to show to clients."""
 
 
 class KernelCheckError(ValueError):
-    """Kernels were to be checked at the start, and the checks cannot run, or say what no other backend can mend."""
+    """The kernel checks cannot run, or a kernel failed its check and has no fallback."""
 
 
 def public_text(error: BaseException) -> str:
-    """Returns what clients may hear of a failure: other texts may carry a path or a part of a prompt."""
+    """Returns the text of a failure for clients: other messages may contain a path or a part of a prompt."""
     return str(error) if isinstance(error, ClusterError) else type(error).__name__

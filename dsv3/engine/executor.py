@@ -1,6 +1,8 @@
-"""Carries out commands on the devices of this process; launching never waits for a device."""
+"""Executes commands on the devices of this process; launching never waits for a device."""
 
 import dataclasses
+import logging
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -15,34 +17,35 @@ from sharding.mesh import shardings
 from sharding.processes import place
 from sharding.wire.collectives import launch_in_order
 
+_log = logging.getLogger(__name__)
 Results = list[Any]
-"""What each job of a step gave, in their order: numpy arrays in place of what its worker has returned."""
+"""Results of each job of a step, in order: as its worker returned them, with numpy arrays."""
 
 
 class Executor(Protocol):
-    """What an engine launches its steps with."""
+    """Launches the steps of an engine."""
 
     def compile_all(self, progress: Progress | None = None, store: Store | None = None) -> None:
         """Compiles every program that is not in `store`."""
 
     def launch_all(self) -> None:
-        """Launches every program where the first time is slower than those after it."""
+        """Launches every program where first launches are slower than later ones."""
 
     def launch(self, command: StepCommand) -> Any:
-        """Starts a step and the copies of its results to the host; returns what `fetch` needs beside the command."""
+        """Starts a step and the copies of its results to the host; returns what `fetch` needs besides the command."""
 
     def fetch(self, command: StepCommand, launched: Any) -> Results:
         """Waits for the results of a step."""
 
 
-def lay_out(parts: EngineComponents, kinds: Sequence[JobKind]) -> tuple[Layout, Programs]:
+def lay_out(components: EngineComponents, kinds: Sequence[JobKind]) -> tuple[Layout, Programs]:
     """Returns the shapes of everything, and the table of programs, none of them compiled.
 
-    The parameters of `parts` may be shapes with their shardings.
+    The parameters of `components` may be shapes with shardings.
     """
-    kinds = [kind for kind in kinds if kind.applies(parts)]
-    watches = {kind.name: watch for kind in kinds if (watch := kind.watch(parts)) is not None}
-    layout = Layout(parts, watches)
+    kinds = [kind for kind in kinds if kind.applies(components)]
+    forward_counters = {kind.name: counters for kind in kinds if (counters := kind.counters(components)) is not None}
+    layout = Layout(components, forward_counters)
     programs = Programs(layout.platform, layout.reserve.channels, layout.cfg.expert_overlap)
     for kind in kinds:
         programs.add(kind.programs(layout))
@@ -50,51 +53,53 @@ def lay_out(parts: EngineComponents, kinds: Sequence[JobKind]) -> tuple[Layout, 
 
 
 class LocalExecutor:
-    """The devices of this process. Where there are other processes, commands hold the part of this one's ranks."""
+    """The devices of this process. In an instance of several, commands hold the part of this process's ranks."""
 
-    def __init__(self, parts: EngineComponents, kinds: Sequence[JobKind]) -> None:
-        params = place(parts.params, shardings(parts.functions.param_specs, parts.mesh))
-        parts = dataclasses.replace(parts, params=params)
-        layout, programs = lay_out(parts, kinds)
+    def __init__(self, components: EngineComponents, kinds: Sequence[JobKind]) -> None:
+        params = place(components.params, shardings(components.functions.param_specs, components.mesh))
+        components = dataclasses.replace(components, params=params)
+        layout, programs = lay_out(components, kinds)
         launch_in_order(layout.platform)
-        self._memory = parts.memory
+        self._memory = components.memory
         self.devices = Devices(layout, params, programs)
-        self._workers = {kind.name: kind.worker(self.devices) for kind in kinds if kind.applies(parts)}
-        self._agreed = {kind.name: kind.agreed for kind in kinds}
+        self._workers = {kind.name: kind.worker(self.devices) for kind in kinds if kind.applies(components)}
+        self._replicated = {kind.name: kind.replicated for kind in kinds}
 
     def compile_all(self, progress: Progress | None = None, store: Store | None = None) -> None:
         """Compiles every program that is not in `store`."""
-        self.devices.programs.store = store
-        devices, programs = self.devices, self.devices.programs
+        devices, programs, started = self.devices, self.devices.programs, time.monotonic()
+        programs.store = store
         programs.compile_all(progress)
+        text = "%d programs are ready after %.1f s; %s"
+        _log.info(text, len(programs.keys()), time.monotonic() - started, store or "no program store")
         if self._memory is not None:
             cfg = devices.layout.cfg
             self._memory.compare(measure(cfg, programs, running(cfg, programs.keys())))
         devices.allocate()
 
     def launch_all(self) -> None:
-        """Launches every program that serving can need where the first time is slower."""
+        """Launches every program that serving can need, on GPUs: a CPU has nothing to load."""
         devices, layout = self.devices, self.devices.layout
         if first_launch_is_slower(layout.platform):
             launch_all(devices, running(layout.cfg, devices.programs.keys()))
 
     def launch(self, command: StepCommand) -> list[Any]:
-        """Starts the jobs of a step, one after the other; returns the arrays of each that will hold its results."""
+        """Starts the jobs of a step in order; returns for each the arrays that will hold its results."""
         return [self._workers[kind].launch(each) for kind, each in command.jobs]
 
     def fetch(self, command: StepCommand, launched: list[Any]) -> Results:
         """Waits for the results of a step."""
         return [_on_host(arrays) for arrays in launched]
 
-    def agreed(self, command: StepCommand, results: Results) -> list[np.ndarray]:
-        """Returns the results that must be the same in every process."""
+    def replicated_results(self, command: StepCommand, results: Results) -> list[np.ndarray]:
+        """Returns the results that must be equal in every process."""
         jobs = zip(command.jobs, results, strict=True)
-        return [array for (kind, _), each in jobs for array in self._agreed[kind](each)]
+        return [array for (kind, _), each in jobs for array in self._replicated[kind](each)]
 
 
 def _on_host(arrays: Any) -> Any:
-    """Returns what a worker has returned with numpy arrays; `jax.tree.map` takes twice as long for so few."""
+    """Returns a worker's results as numpy arrays; `jax.tree.map` takes twice as long for so few."""
     if not isinstance(arrays, tuple):
         return None if arrays is None else np.asarray(arrays)
-    parts = [_on_host(each) for each in arrays]
-    return tuple(parts) if type(arrays) is tuple else type(arrays)(*parts)
+    fetched = [_on_host(each) for each in arrays]
+    return tuple(fetched) if type(arrays) is tuple else type(arrays)(*fetched)

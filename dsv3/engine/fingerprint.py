@@ -1,4 +1,4 @@
-"""What must be the same in every process of an instance, as named fields, so that a mismatch names its cause."""
+"""What must be equal in every process of an instance, as named fields, so that a mismatch names its cause."""
 
 import functools
 import hashlib
@@ -17,15 +17,15 @@ from dsv3.config.hugging_face import config_digest
 from dsv3.config.options import ClusterOptions, EngineOptions
 
 Fields = dict[str, str]
-"""Short texts: settings in the clear, files as the start of a sha256."""
+"""Short texts: settings in the clear, files as the first characters of a sha256."""
 
 _DIGEST_CHARACTERS = 16
 _SOURCES = (Path(__file__).parents[1], *(Path(str(each.__file__)).parent for each in (sharding, pallas_kernels)))
 
 
 def fields_of(model_dir: Path, options: EngineOptions, cluster: ClusterOptions) -> Fields:
-    """Returns what a process can say of itself before it starts jax, and what all must agree on."""
-    flags = agreed(cluster) | agreed(options)
+    """Returns the fields that a process knows before it starts jax."""
+    flags = matching_options(cluster) | matching_options(options)
     return {
         **environment(model_dir),
         "weights": known_identity(model_dir)[:_DIGEST_CHARACTERS],
@@ -44,12 +44,12 @@ def environment(model_dir: Path) -> Fields:
     }
 
 
-def agreed(options: Any) -> Fields:
-    """Returns the options that all processes of an instance must agree on, by name."""
+def matching_options(options: Any) -> Fields:
+    """Returns the options that must be equal in all processes of an instance, by name."""
     return {each.name: repr(getattr(options, each.name)) for each in options_of(type(options)) if each.terms.agree}
 
 
-def shaping(options: Any) -> Fields:
+def program_options(options: Any) -> Fields:
     """Returns the options that compiled programs may depend on, by name."""
     return {each.name: repr(getattr(options, each.name)) for each in options_of(type(options)) if each.terms.programs}
 

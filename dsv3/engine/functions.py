@@ -1,4 +1,4 @@
-"""The model as the engine sees it: functions for one rank, and where experts are that devices share."""
+"""The model as the engine calls it: step functions of one rank, and experts that the devices share."""
 
 import dataclasses
 import functools
@@ -12,7 +12,6 @@ from jax.typing import DTypeLike
 
 from dsv3.config.engine import ForwardProgram
 from dsv3.config.model import ModelConfig
-from dsv3.kv_cache.layout import Pool
 from dsv3.model import decoder, steps
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.steps import StepOutput
@@ -27,10 +26,11 @@ from sharding.mesh import Machine
 class SpreadExperts:
     """Routed experts in replicas on all devices, for an engine that counts their load and moves them.
 
-    Stack i of the MoE layers has `layers[i]` of them: the first is the main model's, a second one its MTP module's. The
-    layers of all stacks are numbered one after the other, and have one `Placement` `[L, E, Ec]`. `take(params)` gives
-    the experts of each stack, a tree of `[L, Er, ...]` arrays, and the placement; `put(params, stacks, placement)` the
-    parameters with these in their place. Both work on trees of shapes and of partitions too.
+    Stack i of the MoE layers has `layers[i]` layers: the first stack is the main model's, a second one its MTP
+    module's. The layers of all stacks are numbered consecutively, and share one `Placement` `[L, E, Ec]`.
+    `take(params)` returns the experts of each stack, a tree of `[L, Er, ...]` arrays, and the placement; `put(params,
+    stacks, placement)` returns the parameters with these in their place. Both accept trees of shapes and of partitions
+    too.
     """
 
     layers: tuple[int, ...]
@@ -60,8 +60,8 @@ class DraftFunctions:
     """A module that predicts the token after the next from a hidden state and the next token.
 
     `prefill(params, cfg, PrefillBatch, pages, hidden)` and `decode(params, cfg, DecodeBatch, pages, hidden)` are those
-    of `StepFunctions` with two differences: the tokens of a batch are the next ones, and `hidden` (`[T, D]`, or
-    `[B, S, D]`) of type `dtype` stands beside them. The results' hidden states are of the same shape and type, and fit
+    of `StepFunctions` with two differences: the tokens of a batch are the next ones, and `hidden` (`[T, D]` or `[B, S,
+    D]`) of type `dtype` is an argument. The results' hidden states have the same shape and type, and can be passed as
     `hidden` again.
     """
 
@@ -72,18 +72,17 @@ class DraftFunctions:
 
 @dataclasses.dataclass(frozen=True)
 class StepFunctions:
-    """The model, as the engine sees it.
+    """The model, as the engine calls it.
 
-    `prefill(params, cfg, PrefillBatch, pages)` gives hidden `[T, D]`, `decode(params, cfg, DecodeBatch, pages)` hidden
-    `[B, S, D]`, both with the new pages; `logits(params, cfg, hidden)` is float32 `[..., W]`, or has only the words of
-    this device where several share them (`vocabulary`): `scores` is the same for either. `param_specs` says how
-    the parameters lie on the ranks: a tree of partitions, or one for all of them. `dtype` is the type of the hidden
-    states. With `experts` the results have `expert_counts` `[L, E]` of their layers too, and `traffic(program)` tells
-    what a device sends in the MoE layers of a forward program. `draft` is there where the model brings a module for it.
-    Where a step `may_overflow`, the results have `overflows` `[]` too, equal on all ranks: above 0 the step means
-    nothing on any of them, and is to be computed again with fewer tokens in its bucket. `overlaps(program)` says
-    in how many of NCCL's communicators at once a program communicates while it computes (0: it does not); None: none
-    does.
+    `prefill(params, cfg, PrefillBatch, pages)` returns hidden `[T, D]`, `decode(params, cfg, DecodeBatch, pages)`
+    hidden `[B, S, D]`, both with the new pages. `logits(params, cfg, hidden)` is float32 `[..., W]`, or has only this
+    device's part of the vocabulary where several share it (`vocabulary`); `scores` has one shape for both.
+    `param_specs` are the partitions of the parameters: a tree, or one for all. `dtype` is the type of the hidden
+    states. With `experts` the results have `expert_counts` `[L, E]` too, and `traffic(program)` returns what a device
+    sends in the MoE layers of a forward program. `draft` is the model's draft module, if it has one. Ranks a step
+    `may_overflow`, the results have `overflows` `[]`, equal on all ranks: above 0 the step's results are invalid on all
+    of them, and it must be repeated with fewer tokens per bucket. `overlaps(program)` returns how many NCCL
+    communicators a program uses at once while it computes (0: it does not overlap); None: no program overlaps.
     """
 
     prefill: Callable[[Any, ModelConfig, PrefillBatch, Any], StepOutput]
@@ -106,29 +105,22 @@ class StepFunctions:
 def model_functions(
     backend: Backend | None = None, *, dtype: DTypeLike = jnp.float32, drafts: bool = False
 ) -> StepFunctions:
-    """Returns the served model with kernels of `backend` (None: those that suit the device).
+    """Returns the served model with kernels of `backend` (None: those of the device).
 
-    `dtype` is the type of its hidden states. Where it `drafts`, it has its MTP module too.
+    `dtype` is the type of its hidden states. With `drafts` it has its MTP module too.
     """
-
-    def prefill(params: Any, cfg: ModelConfig, batch: PrefillBatch, pages: Pool) -> StepOutput:
-        return steps.prefill(params, cfg, batch, pages, backend=backend)
-
-    def decode(params: Any, cfg: ModelConfig, batch: DecodeBatch, pages: Pool) -> StepOutput:
-        return steps.decode(params, cfg, batch, pages, backend=backend)
-
-    def logits(params: Any, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
-        return decoder.logits(params, cfg, hidden, backend)
-
-    predict = functools.partial(steps.predict, backend=backend)
+    prefill, decode, predict = (
+        functools.partial(function, backend=backend) for function in (steps.prefill, steps.decode, steps.predict)
+    )
     draft = DraftFunctions(dtype, predict, predict) if drafts else None
+    logits = functools.partial(decoder.logits, backend=backend)
     return StepFunctions(prefill, decode, logits, draft=draft, dtype=dtype)
 
 
 def in_full_precision(functions: StepFunctions) -> StepFunctions:
-    """Returns functions whose products are float32's where the model computes in float32; others as they are.
+    """Returns functions with float32 matrix products where the model computes in float32; others unchanged.
 
-    A GPU's own choice for them is TF32, which has 10 bits of fraction.
+    A GPU's default for them is TF32, which has 10 bits of fraction.
     """
     if jnp.dtype(functions.dtype) != jnp.float32:
         return functions

@@ -1,11 +1,11 @@
-"""A kind of work in a step: what one file of `dsv3/engine/jobs/` provides.
+"""A kind of work in a step: the contract that each file of `dsv3/engine/jobs/` implements.
 
 A step is a list of jobs. Each kind has four parts, in this order through a step:
 
-    plan      the planner looks at the scheduler's state and says what the devices shall do     leader
-    command   that, as host arrays: what every process of an instance executes                  all
-    program   the worker launches compiled programs with it                                     all
-    result    the planner takes in what came back, one step late                                leader
+    plan      the planner reads the scheduler's state and decides what the devices shall do    leader
+    command   that decision as host arrays, which every process of an instance executes        all
+    program   the worker launches compiled programs with it                                    all
+    result    the planner processes what came back, one step late                              leader
 
 `docs/extending.md` walks through a new kind.
 """
@@ -20,162 +20,153 @@ import numpy as np
 
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.devices import Devices
-from dsv3.engine.device.layout import Layout, Watch
+from dsv3.engine.device.layout import ForwardCounters, Layout
 from dsv3.engine.device.programs import ProgramSpec
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.structured_output import Masks
 
-Tell = Callable[[bytes], None]
-"""Sends the planner of a kind a message. It waits for nobody, and any thread may call it."""
-Hear = Callable[[int, bytes], None]
-"""Takes a message from the process of this id; the thread that receives from this process calls it."""
+PublishEvent = Callable[[bytes], None]
+"""Sends an event to the planner of a kind. It does not block, and any thread may call it."""
+OnEvent = Callable[[int, bytes], None]
+"""Receives an event from the process of this id, on the thread that receives from that process."""
 
 
 class FollowerHandler(Protocol):
-    """A follower's half of a kind whose commands ask for more than programs."""
+    """A follower's half of a kind whose commands need more than programs."""
 
-    def prepared(self, command: Any) -> Any:
-        """Begins what a command asks for; returns the command to launch. The launching thread calls it."""
+    def prepare(self, command: Any) -> Any:
+        """Starts what a command needs; returns the command to launch. The launching thread calls it."""
 
-    def take(self, command: Any, results: Any) -> None:
-        """Takes in what came back of a job. The thread that reads results calls it, step after step."""
+    def on_results(self, command: Any, results: Any) -> None:
+        """Processes the results of a job. The thread that reads results calls it, step after step."""
 
 
 class WorkEvents:
-    """What followers tell planners, by kind. What comes before a planner listens is kept for it."""
+    """Events from followers to planners, by kind of work. Events before a planner subscribes are kept for it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._listeners: dict[str, Hear] = {}
+        self._subscribers: dict[str, OnEvent] = {}
         self._kept: dict[str, list[tuple[int, bytes]]] = {}
 
-    def put(self, kind: str, process_id: int, body: bytes) -> None:
-        """Hands a message to the planner of `kind`."""
+    def publish(self, kind: str, process_id: int, body: bytes) -> None:
+        """Delivers an event to the planner of `kind`."""
         with self._lock:
-            if kind in self._listeners:
-                self._listeners[kind](process_id, body)
+            if kind in self._subscribers:
+                self._subscribers[kind](process_id, body)
             else:
                 self._kept.setdefault(kind, []).append((process_id, body))
 
-    def listen(self, kind: str, hear: Hear) -> None:
-        """Has `hear` called with each message for the planner of `kind`, one at a time and in their order."""
+    def subscribe(self, kind: str, on_event: OnEvent) -> None:
+        """Calls `on_event` with each event for the planner of `kind`, one at a time and in order."""
         with self._lock:
             for process_id, body in self._kept.pop(kind, []):
-                hear(process_id, body)
-            self._listeners[kind] = hear
+                on_event(process_id, body)
+            self._subscribers[kind] = on_event
 
 
 class Command(msgspec.Struct, frozen=True):
-    """What the devices do for one job: numbers and numpy arrays, encodable by `dsv3.engine.cluster.messages`."""
+    """What the devices do for one job: numbers and numpy arrays, encoded by `dsv3.engine.cluster.messages`."""
 
     def part(self, ranks: range) -> Self:
-        """Returns what a process with `ranks` needs of it, ranks counted from its first one. Here: everything."""
+        """Returns the part that a process with `ranks` needs, ranks counted from its first one. Here: everything."""
         return self
 
     @property
     def amount(self) -> int:
-        """Rows or tokens that the devices compute, for people; 0 where that means nothing."""
+        """Rows or tokens that the devices compute, for the step log; 0 where that has no meaning."""
         return 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepCommand:
-    """One step: jobs in the order in which they are launched, each the name of its kind and the kind's command."""
+    """One step: jobs in the order of their launches, each the name of its kind and the kind's command."""
 
     number: int
     jobs: tuple[tuple[str, Command], ...]
 
     def part(self, ranks: range) -> "StepCommand":
-        """Returns what a process with `ranks` needs of it."""
+        """Returns the part that a process with `ranks` needs."""
         return StepCommand(self.number, tuple((kind, command.part(ranks)) for kind, command in self.jobs))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Planned:
-    """A job of a step under way: its command, and what `collect` needs beside the results.
+    """A job of a step in flight: its command, and what `on_results` needs besides the results.
 
-    Where a part of it needs the results of the step before, `later` makes the command of that part, its rest, from that
-    step's outputs. The jobs up to this one are launched at once, its rest and those behind it once these are in.
+    Ranks a part of the job needs the results of the previous step, `deferred` makes the command of that part from that
+    step's outputs. The jobs up to this one are launched at once, the deferred part and the jobs behind it once those
+    results are in.
     """
 
     kind: str
     command: Command
     context: Any = None
-    later: Callable[[StepOutputs], Command] | None = None
-    is_rest: bool = False
+    deferred: Callable[[StepOutputs], Command] | None = None
+    is_deferred: bool = False
 
-    def rest(self, outputs: StepOutputs) -> list["Planned"]:
-        """Returns the rest of a job that has one, made now."""
-        return [] if self.later is None else [Planned(self.kind, self.later(outputs), self.context, is_rest=True)]
+    def resolve(self, outputs: StepOutputs) -> list["Planned"]:
+        """Returns the deferred part of the job, if it has one, with its command made from `outputs`."""
+        if self.deferred is None:
+            return []
+        return [Planned(self.kind, self.deferred(outputs), self.context, is_deferred=True)]
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineView:
-    """What planners see of the engine: the scheduler, which they change, and its parts, which they do not.
+    """What planners see of the engine: the scheduler, which they change, and its components, which they do not.
 
-    `work_events` are what followers tell; None in an instance of one process. `masks` are there where requests can be
-    held to a grammar.
+    `work_events` come from followers; None in an instance of one process. `masks` make token bitmasks; None where the
+    model has no tokenizer.
     """
 
     scheduler: Scheduler
-    parts: EngineComponents
+    components: EngineComponents
     work_events: WorkEvents | None = None
     masks: Masks | None = None
 
 
 class Planner(Protocol):
-    """The host's half of a kind, in the process that schedules. One thread calls it."""
+    """The scheduling half of a kind, in the process that schedules. One thread calls it."""
 
     def plan(self, step: list[Planned]) -> list[Planned]:
-        """Returns what this kind adds to a step that holds `step` so far; empty if nothing."""
+        """Returns the jobs that this kind adds to a step that holds `step` so far."""
 
-    def collect(self, planned: Planned, results: Any, outputs: StepOutputs) -> None:
-        """Takes in the results of one of its jobs, and adds to `outputs` what requests have got.
+    def on_results(self, planned: Planned, results: Any, outputs: StepOutputs) -> None:
+        """Processes the results of one of its jobs, and adds to `outputs` what requests get.
 
-        They are what its worker has returned, as numpy arrays; a job with a rest has results of both.
+        Results are what its worker returned, as numpy arrays; a job with a deferred part has results of both.
         """
 
     def stats(self) -> object | None:
-        """Returns a record of numbers for `EngineStats`, None if there are none. Any thread may ask."""
+        """Returns a record of numbers for `EngineStats`, None if there are none. Any thread may call it."""
 
 
 class Worker(Protocol):
-    """The devices' half of a kind, in every process."""
+    """The executing half of a kind, in every process."""
 
     def launch(self, command: Any) -> Any:
         """Starts a job without waiting for a device.
 
-        Returns the arrays that `collect` will see, in a tuple, named or not; their copies to the host are under way.
+        Returns a tuple, named or not, of the arrays that `on_results` gets; their copies to the host have been started.
         """
-
-
-def _no_watch(parts: EngineComponents) -> Watch | None:
-    return None
-
-
-def _always(parts: EngineComponents) -> bool:
-    return True
-
-
-def _nothing(results: Any) -> Iterable[np.ndarray]:
-    return ()
 
 
 @dataclasses.dataclass(frozen=True)
 class JobKind:
-    """A kind of work, as it is registered in `dsv3.engine.jobs.registry`.
+    """A kind of work, as registered in `dsv3.engine.jobs`.
 
     Attributes:
       name: how jobs name their kind.
       command: the type of its commands, or several as a union.
-      planner: makes the host's half.
+      planner: makes the scheduling half.
       programs: yields every program that serving can need of this kind.
-      worker: makes the devices' half.
-      applies: whether an engine of these parts has this kind.
-      watch: the counters that it keeps, None if it keeps none.
-      aside: makes what a follower does for it beside running programs; None where that is nothing.
-      agreed: gives of a job's results those that are the same in every process of an instance, which compare them.
+      worker: makes the executing half.
+      applies: whether an engine of these components has this kind.
+      counters: the counters on the devices that it adds to forward programs, None if it adds none.
+      replicated: yields the results of a job that are equal in every process of an instance, which compare them.
+      follower_handler: makes the follower's half of what is more than running programs; None without one.
     """
 
     name: str
@@ -183,7 +174,7 @@ class JobKind:
     planner: Callable[[EngineView], Planner]
     programs: Callable[[Layout], Iterable[ProgramSpec]]
     worker: Callable[[Devices], Worker]
-    applies: Callable[[EngineComponents], bool] = _always
-    watch: Callable[[EngineComponents], Watch | None] = _no_watch
-    agreed: Callable[[Any], Iterable[np.ndarray]] = _nothing
-    follower_handler: Callable[[EngineComponents, Tell], FollowerHandler] | None = None
+    applies: Callable[[EngineComponents], bool] = lambda _: True
+    counters: Callable[[EngineComponents], ForwardCounters | None] = lambda _: None
+    replicated: Callable[[Any], Iterable[np.ndarray]] = lambda _: ()
+    follower_handler: Callable[[EngineComponents, PublishEvent], FollowerHandler] | None = None

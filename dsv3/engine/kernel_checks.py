@@ -1,8 +1,8 @@
-"""The quick checks of a device's kernels before an engine starts, and what takes the place of a kernel that fails.
+"""Quick checks of a device's kernels before an engine starts, and the fallback of a kernel that fails.
 
 Each check is a process of its own, `python -m pallas_kernels.checks`, with a time limit: one that hangs, crashes or
-leaves a damaged context behind costs its own operation. They run one after the other, before this process takes the
-GPU's memory, on one of its devices.
+corrupts its context costs only its own operation. They run one after the other, before this process takes the GPU's
+memory, on one of its devices.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from dsv3.engine.device.pool import environment_with_share, holds_gpu
+from dsv3.engine.device.pool import environment_with_memory_fraction, holds_gpu
 from dsv3.engine.errors import KernelCheckError
 from dsv3.processes.child import ChildResult, run_limited
 from pallas_kernels.backend import OPERATIONS, PARTS, Backend, set_fallbacks
@@ -21,116 +21,118 @@ from pallas_kernels.backend import OPERATIONS, PARTS, Backend, set_fallbacks
 _log = logging.getLogger(__name__)
 _DEVICE = (sys.executable, "-m", "pallas_kernels.backend")
 _CHECKS = (sys.executable, "-m", "pallas_kernels.checks")
-_LIMIT_S = 240.0  # a check that is only slow, on a busy host, costs its kernel
-_POOL_SHARE = 0.1  # the shapes of quick checks are small, and other processes may share the device
-_UNTRIED = 2
+_LIMIT_S = 240.0  # a slow check on a busy host must not count as a failure
+_MEMORY_FRACTION = 0.1  # the shapes of quick checks are small, and other processes may share the device
+_UNTRIED = 2  # exit status of a check that could not run
 
 
 @dataclasses.dataclass(frozen=True)
-class Replaced:
-    """An operation whose kernel has failed: the backend that it takes instead, and what the check said."""
+class KernelFallback:
+    """The back end that replaces an operation's kernel, and the fault that its check found."""
 
     backend: str
-    says: str
+    fault: str
 
 
-@functools.cache  # once it serves, this process holds the device's memory
-def check_kernels(gpu: int | None = None) -> dict[str, Replaced]:
-    """Returns the operations whose kernels fail here, by name; those of the first call in this process.
+@functools.cache  # once it serves, this process has the device's memory
+def check_kernels(gpu: int | None = None) -> dict[str, KernelFallback]:
+    """Returns the fallbacks of the operations whose kernels fail here, by name; cached after the first call.
 
-    They run on the GPU `gpu` of those that this process sees, None for the first. Raises KernelCheckError where the
-    checks cannot run, or one fails for which nothing can take the place.
+    The checks run on the GPU `gpu` of those that this process sees, None for the first. Raises KernelCheckError where
+    the checks cannot run, or one fails for which there is no fallback.
     """
     if holds_gpu():
         raise KernelCheckError(
-            "check_kernels: jax has taken this device's memory already, and the checks are processes of their own; "
-            "make the engine before anything else uses jax, or leave check_kernels away"
+            "check_kernels: jax has allocated this device's memory already, and the checks are processes of their own; "
+            "make the engine before anything else uses jax, or omit check_kernels"
         )
     backend = Backend(_listed(_DEVICE, gpu)[-1])
     if backend is Backend.REFERENCE:
-        _log.warning("no kernel is checked: this device has none")
+        _log.warning("check_kernels: this device has no kernels to check")
         return {}
     names = _listed((*_CHECKS, "--list", "--backend", backend.value), gpu)
     _log.info("checking %d %s kernels", len(names), backend.value)
-    found = {name: _fault(name, backend, gpu) for name in names}
-    faults = _by_operation({name: says for name, says in found.items() if says})
+    found = {name: _run_check(name, backend, gpu) for name in names}
+    faults = _by_operation({name: fault for name, fault in found.items() if fault})
     if lost := sorted(faults.keys() - OPERATIONS):
         raise KernelCheckError(
-            f"check_kernels: {lost[0]} fails its check, and nothing can take its place: {faults[lost[0]]}; without "
-            "check_kernels it would be used nevertheless"
+            f"check_kernels: {lost[0]} fails its check and has no fallback: {faults[lost[0]]}; without check_kernels "
+            "it would be used nevertheless"
         )
     has_triton = backend is Backend.MOSAIC and faults
     triton = _listed((*_CHECKS, "--list", "--backend", "triton"), gpu) if has_triton else []
-    return {name: Replaced(_instead(name, name in triton, gpu).value, says) for name, says in faults.items()}
+    return {
+        name: KernelFallback(_choose_fallback(name, name in triton, gpu).value, fault) for name, fault in faults.items()
+    }
 
 
-def agree(found: Mapping[int, Mapping[str, Replaced]]) -> dict[str, Replaced]:
+def merge_fallbacks(found: Mapping[int, Mapping[str, KernelFallback]]) -> dict[str, KernelFallback]:
     """Returns what all processes replace: what fails in any of them, by process id.
 
-    An operation takes its Triton form only where each process has found its own kernel wanting and that form right.
+    An operation falls back to Triton only where every process found its kernel faulty and the Triton form correct.
     """
-    agreed: dict[str, Replaced] = {}
+    agreed: dict[str, KernelFallback] = {}
     for name in sorted({name for each in found.values() for name in each}):
-        said = {process_id: each[name] for process_id, each in sorted(found.items()) if name in each}
-        backends = {each.backend for each in said.values()}
-        backend = backends.pop() if len(said) == len(found) and len(backends) == 1 else Backend.REFERENCE.value
-        says = "; ".join(f"process {process_id}: {each.says}" for process_id, each in said.items())
-        agreed[name] = Replaced(backend, says)
+        by_process = {process_id: each[name] for process_id, each in sorted(found.items()) if name in each}
+        backends = {each.backend for each in by_process.values()}
+        backend = backends.pop() if len(by_process) == len(found) and len(backends) == 1 else Backend.REFERENCE.value
+        fault = "; ".join(f"process {process_id}: {each.fault}" for process_id, each in by_process.items())
+        agreed[name] = KernelFallback(backend, fault)
     return agreed
 
 
-def fall_back(replaced: Mapping[str, Replaced]) -> None:
-    """Makes the operations take other backends in this process, which the log says; call it before any is traced."""
+def apply_fallbacks(replaced: Mapping[str, KernelFallback]) -> None:
+    """Replaces the operations' back ends in this process, with a warning; call it before anything is traced."""
     for name, each in replaced.items():
         _log.warning(
-            "THE KERNEL OF %s FAILS ITS CHECK: %s. It runs on the %s backend instead, which is slower",
-            *(name, each.says, each.backend),
+            "THE KERNEL OF %s FAILS ITS CHECK: %s. The operation falls back to the %s backend, which is slower",
+            *(name, each.fault, each.backend),
         )
     set_fallbacks({name: Backend(each.backend) for name, each in replaced.items()})
 
 
 def _by_operation(faults: Mapping[str, str]) -> dict[str, str]:
-    """Returns what is wrong by operation, where checks of `PARTS` say so, too."""
-    said: dict[str, list[str]] = {}
-    for name, says in faults.items():
+    """Returns the faults by operation; a check of `PARTS` counts for each of its operations."""
+    found: dict[str, list[str]] = {}
+    for name, fault in faults.items():
         for operation in PARTS.get(name, (name,)):
-            said.setdefault(operation, []).append(f"{name}: {says}" if name in PARTS else says)
-    return {operation: "; ".join(each) for operation, each in said.items()}
+            found.setdefault(operation, []).append(f"{name}: {fault}" if name in PARTS else fault)
+    return {operation: "; ".join(each) for operation, each in found.items()}
 
 
-def _instead(name: str, has_triton: bool, gpu: int | None) -> Backend:
-    """Returns the backend for an operation whose kernel has failed: Triton where that form is there and right."""
+def _choose_fallback(name: str, has_triton: bool, gpu: int | None) -> Backend:
+    """Returns the back end for an operation whose kernel has failed: Triton where that form exists and passes."""
     if not has_triton:
         return Backend.REFERENCE
     try:
-        says = _fault(name, Backend.TRITON, gpu)
+        fault = _run_check(name, Backend.TRITON, gpu)
     except KernelCheckError as error:  # this device or installation has no Triton
-        says = str(error)
-    if says:
-        _log.warning("the Triton form of %s does not take its place: %s", name, says)
-    return Backend.REFERENCE if says else Backend.TRITON
+        fault = str(error)
+    if fault:
+        _log.warning("%s does not fall back to its Triton form: %s", name, fault)
+    return Backend.REFERENCE if fault else Backend.TRITON
 
 
-def _fault(name: str, backend: Backend, gpu: int | None) -> str:
-    """Returns what is wrong with an operation, empty if nothing is; KernelCheckError where nothing could be tried."""
+def _run_check(name: str, backend: Backend, gpu: int | None) -> str:
+    """Returns the fault of an operation, empty if it passes; KernelCheckError where nothing could be tried."""
     ended = _run((*_CHECKS, name, "--quick", "--backend", backend.value), gpu)
     if ended.status == _UNTRIED and not ended.timed_out:
         raise KernelCheckError(f"check_kernels: the check of {name} cannot run ({_last_line(ended)})")
     rows = _rows(ended.output)
     failed = [row for row in rows if not row.get("passed")]
     if failed:
-        says = f"{failed[0].get('case', '')}: {failed[0].get('says') or 'differs from the reference'}"
-        says += f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        fault = f"{failed[0].get('case', '')}: {failed[0].get('says') or 'differs from the reference'}"
+        fault += f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
     elif ended.status != 0 or ended.timed_out:
-        says = f"the check ends after {len(rows)} cases: {ended.cause}; {_last_line(ended)}"
+        fault = f"the check ends after {len(rows)} cases: {ended.cause}; {_last_line(ended)}"
     else:
-        says = "" if rows else "the check has no case"
-    _log.info("%s on %s: %s, %.1f s", name, backend.value, "fails" if says else "passes", ended.seconds)
-    return says
+        fault = "" if rows else "the check has no case"
+    _log.info("%s on %s: %s, %.1f s", name, backend.value, "fails" if fault else "passes", ended.seconds)
+    return fault
 
 
 def _rows(output: str) -> list[dict[str, Any]]:
-    """Returns the rows that a check has printed; one that is not whole is a row that has not passed."""
+    """Returns the rows that a check has printed; an incomplete one counts as a failed row."""
     rows = []
     for line in output.splitlines():
         if line.startswith("{"):
@@ -142,7 +144,7 @@ def _rows(output: str) -> list[dict[str, Any]]:
 
 
 def _listed(command: tuple[str, ...], gpu: int | None) -> list[str]:
-    """Returns the words that a command prints, a line each. Raises KernelCheckError where it does not end in order."""
+    """Returns the words that a command prints. Raises KernelCheckError where it fails."""
     ended = _run(command, gpu)
     words = ended.output.split()
     if ended.status != 0 or not words:
@@ -153,7 +155,7 @@ def _listed(command: tuple[str, ...], gpu: int | None) -> list[str]:
 
 
 def _run(command: tuple[str, ...], gpu: int | None) -> ChildResult:
-    environment = environment_with_share(_POOL_SHARE)
+    environment = environment_with_memory_fraction(_MEMORY_FRACTION)
     if gpu is not None:
         environment["JAX_CUDA_VISIBLE_DEVICES"] = str(gpu)
     try:
@@ -164,4 +166,4 @@ def _run(command: tuple[str, ...], gpu: int | None) -> ChildResult:
 
 def _last_line(ended: ChildResult) -> str:
     lines = ended.log.strip().splitlines()
-    return lines[-1][:300] if lines else "it says nothing"
+    return lines[-1][:300] if lines else "it printed nothing"

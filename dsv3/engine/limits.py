@@ -1,4 +1,4 @@
-"""The limits of an engine, from the model, the options and the devices; no device is asked here."""
+"""The limits of an engine, computed from the model, the options and the devices; no device is queried here."""
 
 import dataclasses
 
@@ -11,12 +11,12 @@ from dsv3.kv_cache.layout import pages_within
 
 _CPU_CACHE_BYTES = 2**30
 TIER_STEP_BYTES = 2**28
-"""Pages that a step copies to the tiers, and from them, at most per rank: 5 ms of a PCIe 5 link."""
+"""The most that a step offloads, and loads, per rank: 5 ms of a PCIe 5 link."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """The devices of an engine: `num_ranks` ranks over `num_nodes` nodes, in `num_processes` processes."""
+    """The devices of an engine: `num_ranks` ranks on `num_nodes` nodes, in `num_processes` processes."""
 
     num_ranks: int = 1
     num_nodes: int = 1
@@ -25,27 +25,27 @@ class Hardware:
 
 
 def longest_context(model: ModelConfig) -> int:
-    """Returns the tokens that the model was made for: its `max_position_embeddings`, or what YaRN stretches it to."""
+    """Returns the tokens that the model was trained for: its `max_position_embeddings`, or that extended by YaRN."""
     stretched = 0 if model.yarn is None else int(model.yarn.factor * model.yarn.original_max_position_embeddings)
     return max(model.max_position_embeddings, stretched)
 
 
 def pages_of_one(model: ModelConfig, options: EngineOptions) -> int:
-    """Returns the pages of the longest request: the smallest pool with which an engine serves all that is asked of it.
+    """Returns the pages of the longest request, which are the smallest pool that can serve every request.
 
-    Raises ValueError for an `options.max_model_len` beyond what the model was made for.
+    Raises ValueError for an `options.max_model_len` beyond the model's context.
     """
     most = longest_context(model)
     if options.max_model_len and options.max_model_len > most:
         raise ValueError(
-            f"max_model_len: {options.max_model_len} is greater than the {most} tokens that the model was made for "
+            f"max_model_len: {options.max_model_len} is greater than the model's context of {most} tokens "
             "(max_position_embeddings of its config.json, or YaRN's factor times its original length); lower it"
         )
     return pages_for((options.max_model_len or most) + tokens_ahead(_tokens_per_row(options)), model.page_size)
 
 
 def staging_bytes(options: EngineOptions) -> int:
-    """Returns the memory of pages on their way to the tiers and from them, in the step under way and the next one."""
+    """Returns the memory of pages being offloaded and loaded, in the step in flight and the next one."""
     return 4 * TIER_STEP_BYTES if options.kv_offloading_size else 0
 
 
@@ -58,9 +58,9 @@ def engine_config(
     pages: int | None = None,
     identity: str = "",
 ) -> EngineConfig:
-    """Returns the limits of an engine with room for `pages`; None: for as many as 1 GiB holds, on a CPU.
+    """Returns the limits of an engine with a pool of `pages`; None: as many as 1 GiB holds, on a CPU.
 
-    Raises ValueError where no request of `options.max_model_len` fits them, or the model was not made for its length.
+    Raises ValueError where no request of `options.max_model_len` fits the pool, or that exceeds the model's context.
     """
     one, per_row = pages_of_one(model, options), _tokens_per_row(options)
     max_num_seqs = options.max_num_seqs or (64 if hardware.is_cpu else 256)
@@ -90,7 +90,7 @@ def _tokens_per_row(options: EngineOptions) -> int:
 
 
 def with_pages(cfg: EngineConfig, num_pages: int, options: EngineOptions) -> EngineConfig:
-    """Returns limits with at most `num_pages` pages; requests get shorter unless `options` say how long they are."""
+    """Returns limits with at most `num_pages` pages; max_model_len shrinks with them unless `options` set it."""
     num_pages = min(cfg.num_pages, num_pages)
     fitting = num_pages * cfg.page_size - cfg.tokens_ahead
     longest = cfg.max_model_len if options.max_model_len else min(cfg.max_model_len, fitting)

@@ -1,9 +1,9 @@
-"""Notes what each step computes on each rank, and sends it with the step's time once its results are in.
+"""Publishes per rank what each step computed, with the step's time, once its results are in.
 
 It goes over ZMQ, a PUB socket per rank: (empty topic, number, payload). The payload is a MessagePack map with the names
 and meanings of Dynamo's `ForwardPassMetrics`, version 1 (source: `dynamo/common/forward_pass_metrics.py` of ai-dynamo
 1.6.1). Variances are those of the whole population. Numbers are 8 bytes, big endian, and count the messages of a rank.
-An idle instance says so once per second.
+An idle instance publishes once per second.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ from dsv3.engine.jobs.prefill import PrefillCommand
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import Sequence
 
-_MOST_WAITING = 10_000  # steps; the oldest are dropped, since planners want the latest
+_MAX_WAITING = 10_000  # steps; the oldest are dropped, since planners need the latest
 _IDLE_S = 1.0
-_QUEUE_S = 0.1  # the queue may hold a thousand requests: it is looked at so often and no more
+_QUEUE_S = 0.1  # interval of queue metrics: the queue may hold a thousand requests
 _log = logging.getLogger(__name__)
 
 
@@ -37,7 +37,7 @@ class Scheduled(msgspec.Struct, frozen=True, gc=False):
     """What a step computed on a rank.
 
     Prompts: requests with a chunk, their tokens computed now, the variance of their whole lengths, and tokens before
-    the chunks, cached or computed earlier. Decode: requests, and the tokens that they have had, with their variance.
+    the chunks, cached or computed earlier. Decode: requests, and their tokens so far, with the variance.
     """
 
     num_prefill_requests: int = 0
@@ -50,7 +50,7 @@ class Scheduled(msgspec.Struct, frozen=True, gc=False):
 
 
 class QueueMetrics(msgspec.Struct, frozen=True, gc=False):
-    """What waited meanwhile: prompts with their tokens, and answers that were pre-empted with all their tokens."""
+    """What was waiting: prompts with their tokens, and pre-empted requests with all their tokens."""
 
     num_prefill_requests: int = 0
     sum_prefill_tokens: int = 0
@@ -61,7 +61,7 @@ class QueueMetrics(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepMetrics(msgspec.Struct, frozen=True, gc=False):
-    """One step of one rank; `wall_time` in seconds. One without requests and time says that the instance is idle."""
+    """One step of one rank; `wall_time` in seconds. Without requests and time it says that the instance is idle."""
 
     version: int = 1
     worker_id: str = ""
@@ -76,14 +76,14 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 class StepPublisher:
-    """Sends from a thread of its own, until `close` or its own end. Raises ValueError where an endpoint cannot be had.
+    """Publishes on a thread of its own until `close`. Raises ValueError for an endpoint that cannot be bound.
 
     One thread calls `publish`, which never waits.
     """
 
     def __init__(self, config: StepMetricsConfig, num_ranks: int) -> None:
-        self._waiting: deque[list[StepMetrics]] = deque(maxlen=_MOST_WAITING)
-        self._work_events, stop = threading.Event(), threading.Event()
+        self._waiting: deque[list[StepMetrics]] = deque(maxlen=_MAX_WAITING)
+        self._wake, stop = threading.Event(), threading.Event()
         context = zmq.Context()
         try:
             sockets = [_listening(context, endpoint_of(config.endpoint, rank)) for rank in range(num_ranks)]
@@ -91,16 +91,16 @@ class StepPublisher:
             context.destroy(linger=0)
             raise
         idle = [StepMetrics(worker_id=config.worker_id, dp_rank=rank) for rank in range(num_ranks)]
-        arguments = context, sockets, idle, self._waiting, self._work_events, stop
+        arguments = context, sockets, idle, self._waiting, self._wake, stop
         thread = threading.Thread(target=_serve, args=arguments, name="step-metrics", daemon=True)
         thread.start()
-        self.close = weakref.finalize(self, _end, stop, self._work_events, thread)
-        """Sends what waits, and lets go of the endpoints."""
+        self.close = weakref.finalize(self, _end, stop, self._wake, thread)
+        """Sends what is enqueued, and closes the endpoints."""
 
     def publish(self, step: list[StepMetrics]) -> None:
-        """Takes what one step did on each rank."""
+        """Enqueues the metrics of one step, by rank."""
         self._waiting.append(step)
-        self._work_events.set()
+        self._wake.set()
 
 
 def _listening(context: zmq.Context, address: str) -> zmq.Socket:
@@ -109,7 +109,10 @@ def _listening(context: zmq.Context, address: str) -> zmq.Socket:
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
-        raise ValueError(f"step_metrics_config: endpoint: {address!r} cannot be had: {error}") from None
+        raise ValueError(
+            f"step_metrics_config: endpoint: cannot bind {address!r}: {error}; choose an address of this host with a "
+            "free port per rank"
+        ) from None
     return socket
 
 
@@ -118,13 +121,13 @@ def _serve(
     sockets: list[zmq.Socket],
     idle: list[StepMetrics],
     waiting: deque[list[StepMetrics]],
-    work_events: threading.Event,
+    wake: threading.Event,
     stop: threading.Event,
 ) -> None:
     number = 0
     while waiting or not stop.is_set():
-        if not waiting and work_events.wait(_IDLE_S):
-            work_events.clear()  # it may be of a step that has been sent already
+        if not waiting and wake.wait(_IDLE_S):
+            wake.clear()  # it may be of a step that has been sent already
             continue
         step = waiting.popleft() if waiting else idle
         for socket, metrics in zip(sockets, step, strict=True):
@@ -137,15 +140,15 @@ def _serve(
     context.destroy(linger=100)
 
 
-def _end(stop: threading.Event, work_events: threading.Event, thread: threading.Thread) -> None:
+def _end(stop: threading.Event, wake: threading.Event, thread: threading.Thread) -> None:
     stop.set()
-    work_events.set()
+    wake.set()
     if thread is not threading.current_thread():
         thread.join(2.0)
 
 
 class Moments(NamedTuple):
-    """How many numbers, their sum and their variance, by rank."""
+    """Count, sum and variance of numbers, by rank."""
 
     number: list[int]
     total: list[int]
@@ -163,8 +166,10 @@ def moments(ranks: np.ndarray, values: np.ndarray, num_ranks: int) -> Moments:
 
 @dataclasses.dataclass
 class _UnderWay:
-    """A step under way: of each chunk its rank, its prompt's length, its tokens and those before; of each row its rank
-    and its tokens."""
+    """A step in flight.
+
+    Each chunk is its rank, its prompt's length, its tokens and the tokens before it; each row its rank and its tokens.
+    """
 
     at: float
     chunks: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
@@ -173,31 +178,31 @@ class _UnderWay:
     def scheduled(self, num_ranks: int) -> list[Scheduled]:
         """Returns what each rank computes."""
         ranks, lengths, computed, before = np.array(self.chunks, np.int64).reshape(-1, 4).T
-        held, tokens = np.concatenate([np.zeros((2, 0), np.int64), *self.rows], axis=1)
+        row_ranks, tokens = np.concatenate([np.zeros((2, 0), np.int64), *self.rows], axis=1)
         prompts = moments(ranks, lengths, num_ranks)
         columns = (
             prompts.number,
             moments(ranks, computed, num_ranks).total,
             prompts.variance,
             moments(ranks, before, num_ranks).total,
-            *moments(held, tokens, num_ranks),
+            *moments(row_ranks, tokens, num_ranks),
         )
         return [Scheduled(*each) for each in zip(*columns, strict=True)]
 
 
-class StepNotes:
-    """Hands `publisher` what the steps of `scheduler` do, under the name `worker_id`; one thread calls it."""
+class StepMetricsRecorder:
+    """Publishes what the steps of `scheduler` compute, under the name `worker_id`; one thread calls it."""
 
     def __init__(self, scheduler: Scheduler, publisher: StepPublisher, worker_id: str) -> None:
-        self._scheduler, self._publisher, self._worker_id = scheduler, publisher, worker_id
+        self._scheduler, self._kv_event_publisher, self._worker_id = scheduler, publisher, worker_id
         self._cfg: EngineConfig = scheduler.cfg
         self._under_way: deque[_UnderWay] = deque()
         self._collected = 0.0
         self._queued: list[QueueMetrics] = []
-        self._looked = float("-inf")
+        self._queued_at = float("-inf")
 
     def launched(self, jobs: list[Planned], *, is_more: bool) -> None:
-        """Notes jobs that have just been launched: a step, or more of the step that was launched last."""
+        """Records jobs that have just been launched: a new step, or with `is_more` more jobs of the last one."""
         if not is_more:
             self._under_way.append(_UnderWay(perf_counter()))
         step = self._under_way[-1]
@@ -212,15 +217,15 @@ class StepNotes:
                 step.rows.append(self._rows(job.command))
 
     def collected(self) -> None:
-        """Publishes the oldest step under way, whose results are in; nothing of one that ran no layers."""
+        """Publishes the oldest step in flight, whose results are in, unless it ran no layers."""
         step, now = self._under_way.popleft(), perf_counter()
         seconds, self._collected = now - max(step.at, self._collected), now
         if not step.chunks and not step.rows:
             return
-        if now - self._looked >= _QUEUE_S:
-            self._queued, self._looked = self._waiting(), now
+        if now - self._queued_at >= _QUEUE_S:
+            self._queued, self._queued_at = self._waiting(), now
         scheduled = step.scheduled(self._cfg.num_ranks)
-        self._publisher.publish(
+        self._kv_event_publisher.publish(
             [
                 StepMetrics(1, self._worker_id, rank, 0, seconds, *each)
                 for rank, each in enumerate(zip(scheduled, self._queued, strict=True))
@@ -228,13 +233,13 @@ class StepNotes:
         )
 
     def _rows(self, command: DecodeCommand) -> np.ndarray:
-        """Returns rank and tokens before this step of each row that is no padding, `[2, n]`."""
+        """Returns rank and tokens before this step of each row that is not padding, `[2, n]`."""
         rank, row = (command.rows[..., 0] < self._cfg.max_num_seqs).nonzero()
         slots = rank * self._cfg.max_num_seqs + command.rows[rank, row, 0]
         return np.stack([rank, self._scheduler.slots.planned[slots] - command.width])
 
     def _waiting(self) -> list[QueueMetrics]:
-        """Returns what waits, dealt over the ranks in the order of turns: a request has none before it starts."""
+        """Returns what waits, divided over the ranks in queue order: a waiting request has no rank yet."""
         waiting = self._scheduler.waiting
         prompts = self._dealt(each for each in waiting if not each.started)
         answers = self._dealt(each for each in waiting if each.started)

@@ -1,19 +1,19 @@
-"""Compiled programs of one process, kept for its next start; jax's own cache; and proof that no warm engine compiles.
+"""The compiled programs of a process, kept for its next start; jax's compilation cache; and a counter of compilations.
 
 jax's own cache needs every program traced again, which is most of a warm start's time, and it does not serve several
 processes: only process 0 writes it, and on a CPU each process has keys of its own. Here a start with the same code,
 versions, options and limits finds its executables by name, and neither traces nor compiles. A start with other options
-traces, and finds those that are the same nevertheless by their text.
+traces, and finds unchanged programs by their text.
 
-An executable that came out of jax's cache is not kept: it is not whole when it is serialised once more (XLA:CPU, jax
+An executable that came out of jax's cache is not stored: it is incomplete when it is serialized again (XLA:CPU, jax
 0.12.0.1: "Function ... not found" when it runs).
 
-`jax.experimental.serialize_executable` unpickles what it loads, so a file is read only if its MAC shows that a process
+`jax.experimental.serialize_executable` unpickles what it loads, so a file is read only if its MAC proves that a process
 with the same key wrote it.
 
-Each version of the code, of jax and of the model leaves programs of its own in the cache's directory. To use a file is
-to set its time. What an instance needs it has used before it removes what nobody has used for long, so a server that
-starts again after months still has its programs.
+Each version of the code, of jax and of the model stores programs of its own. Using a file sets its time. A start uses
+what it needs before it removes files unused for `KEPT_S`, so a server that restarts after months still finds its
+programs.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ import secrets
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from jax.experimental import serialize_executable
 
 from dsv3.config.options import EngineOptions
 from dsv3.engine.components import EngineComponents
-from dsv3.engine.fingerprint import Fields, environment, shaping
+from dsv3.engine.fingerprint import Fields, environment, program_options
 from dsv3.files import read_secret, sync
 from pallas_kernels import native
 from pallas_kernels.backend import Backend, fallbacks, resolve_backend
@@ -47,19 +47,19 @@ _MAC_BYTES = 32
 _KEY_BYTES = 32
 # jax's own settings that change an executable.
 _SETTINGS = ("jax_disable_most_optimizations", "jax_default_matmul_precision", "jax_enable_x64")
-# What lists the instructions of the CPU: a file on Linux, a command on macOS.
+# The CPU's instruction sets: a file on Linux, a command on macOS.
 _CPUINFO = Path("/proc/cpuinfo")
 _SYSCTL = ("/usr/sbin/sysctl", "hw.optional", "machdep.cpu")
 _SYSCTL_S = 10
 KEPT_S = 90 * 24 * 3600.0
 _PATTERNS = ("programs-*/*", "instance-*/*/*", "instance-*/*", "programs-*", "instance-*")
-_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _HIT_EVENT = "/jax/compilation_cache/cache_hits"
-_watched = threading.local()
+_counters = threading.local()
 
 
 class ProgramStore:
-    """The programs of one process.
+    """The stored programs of one process.
 
     Args:
       base: the compilation cache's directory; None is the user's.
@@ -83,7 +83,7 @@ class ProgramStore:
         self._devices = devices
         self._hits = self._misses = 0
         self._root = root = Path(base or jax.config.jax_compilation_cache_dir or default_cache_directory())
-        # Who has another key has other files: two that overwrite each other's would both compile at each start.
+        # Each key has files of its own: two users that overwrite each other's would both compile at each start.
         machine = machine | {"process": str(process_id), "key": self._mac(root, b"").hex()}
         self._executables = root / f"programs-{_digest(machine)}"
         self._names = root / f"instance-{_digest(machine | fields)}" / f"process-{process_id}"
@@ -91,10 +91,10 @@ class ProgramStore:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def __str__(self) -> str:
-        return f"{self._hits} of {self._hits + self._misses} programs from the last start"
+        return f"{self._hits} of {self._hits + self._misses} programs loaded from the store"
 
     def get(self, name: str, lower: Callable[[], Any], options: Mapping[str, Any] | None) -> Callable[..., Any]:
-        """Returns the program `name`: kept by this name, or by the text of `lower()` and its `options`, or compiled."""
+        """Returns the program `name`: stored by this name or by the text of `lower()` and `options`, or compiled."""
         program = self._by_name(name)
         if program is not None:
             self._hits += 1
@@ -104,23 +104,23 @@ class ProgramStore:
         text = hashlib.sha256(f"{sorted((options or {}).items())}\n{lowered.as_text()}".encode()).hexdigest()
         program = self._executable(text)
         if program is None:
-            with CacheHits() as hits:
+            with EventCounter(_HIT_EVENT) as hits:
                 program = lowered.compile(options)
             if hits.count or not self._keep(text, program):
                 return program
         self._write(self._names / name, text.encode())
         return program
 
-    def forget_unused(self) -> None:
-        """Removes what no start has used for long. Call it once this start has got its programs."""
-        forget_unused(self._root)
+    def remove_unused(self) -> None:
+        """Removes programs unused for long. Call it once this start has loaded its programs."""
+        remove_unused(self._root)
 
     def _by_name(self, name: str) -> Callable[..., Any] | None:
         text = self._read(self._names / name)
         return None if text is None else self._executable(text.decode())
 
     def _executable(self, text: str) -> Callable[..., Any] | None:
-        """Returns the executable of a program with this digest of its text, None if there is none to use."""
+        """Returns the executable of a program whose text has this digest, None if none can be used."""
         body = self._read(self._executables / text)
         if body is None:
             return None
@@ -134,23 +134,23 @@ class ProgramStore:
             return None
 
     def _keep(self, text: str, program: Any) -> bool:
-        """Keeps an executable; one that cannot be kept is compiled again next time."""
+        """Stores an executable; one that cannot be stored is compiled again next time."""
         try:
             body = pickle.dumps(serialize_executable.serialize(program))
         except Exception as error:
-            _log.warning("a program is not kept for the next start: %s", error)
+            _log.warning("a program is not stored for the next start: %s", error)
             return False
         return self._write(self._executables / text, body)
 
     def _read(self, path: Path) -> bytes | None:
-        """Returns what was written to `path`, None if nothing was, or if somebody without the key wrote it."""
+        """Returns what was written to `path`; None where nothing was, or where the MAC is wrong."""
         try:
             content = path.read_bytes()
         except OSError:
             return None
         mac, body = content[:_MAC_BYTES], content[_MAC_BYTES:]
         if hmac.compare_digest(mac, self._mac(path, body)):
-            with contextlib.suppress(OSError):  # another's directory, or one that is only read
+            with contextlib.suppress(OSError):  # another user's directory, or a read-only one
                 os.utime(path)
             return body
         _log.warning("the stored program %s is not used: its MAC is wrong", path.name)
@@ -163,7 +163,7 @@ class ProgramStore:
             part.write_bytes(self._mac(path, body) + body)
             part.replace(path)
         except OSError as error:
-            _log.warning("the program %s is not kept for the next start: %s", path.name, error)
+            _log.warning("the program %s is not stored for the next start: %s", path.name, error)
             return False
         return True
 
@@ -171,55 +171,58 @@ class ProgramStore:
         return hmac.digest(self._key, f"{path}\0".encode() + body, hashlib.sha256)
 
 
-class NothingKept:
-    """The store of a process that compiles all of its programs at each start."""
+class NoProgramStore:
+    """A store for a process that compiles all of its programs at each start."""
 
     def __str__(self) -> str:
-        return "programs with Triton kernels are not kept"
+        return "programs with Triton kernels are not stored"
 
     def get(self, name: str, lower: Callable[[], Any], options: Mapping[str, Any] | None) -> Callable[..., Any]:
         """Returns `lower()` compiled with `options`."""
         return lower().compile(options)
 
-    def forget_unused(self) -> None:
+    def remove_unused(self) -> None:
         """Does nothing."""
 
 
 def program_store(
-    model_dir: Path, options: EngineOptions, parts: EngineComponents, key: bytes, more: Fields, process_id: int = 0
-) -> ProgramStore | NothingKept:
-    """Returns where this process keeps its programs.
+    model_dir: Path, options: EngineOptions, components: EngineComponents, key: bytes, more: Fields, process_id: int = 0
+) -> ProgramStore | NoProgramStore:
+    """Returns the program store of this process.
 
-    `parts.cfg` are the limits that all processes use, `more` is what programs depend on besides. Triton kernels are
-    made while a program is lowered, so those programs are not kept. Raises OSError where nothing can be.
+    `components.cfg` are the limits that all processes use, `more` is what programs depend on besides. Triton kernels
+    are made while a program is lowered, so programs with them are not stored. Raises OSError where the directory cannot
+    be used.
     """
-    if Backend.TRITON in (resolve_backend(parts.mesh.devices.flat[0]), *fallbacks().values()):
-        return NothingKept()
-    fields = program_fields(model_dir, options, parts) | more
-    devices = list(parts.mesh.devices.flat)
+    if Backend.TRITON in (resolve_backend(components.mesh.devices.flat[0]), *fallbacks().values()):
+        return NoProgramStore()
+    fields = program_fields(model_dir, options, components) | more
+    devices = list(components.mesh.devices.flat)
     return ProgramStore(options.compilation_cache_dir, key, machine_fields(), fields, devices, process_id)
 
 
-def program_fields(model_dir: Path, options: EngineOptions, parts: EngineComponents) -> Fields:
-    """Returns what the programs of a start depend on beside the machine; `parts.cfg` are its limits."""
-    limits = {f"limit {name}": value for name, value in shaping(parts.cfg).items()}
-    return environment(model_dir) | device_fields(parts) | limits | shaping(options)
+def program_fields(model_dir: Path, options: EngineOptions, components: EngineComponents) -> Fields:
+    """Returns what the programs of a start depend on besides the machine; `components.cfg` are its limits."""
+    limits = {f"limit {name}": value for name, value in program_options(components.cfg).items()}
+    return environment(model_dir) | device_fields(components) | limits | program_options(options)
 
 
-def own_store(model_dir: Path, options: EngineOptions, parts: EngineComponents) -> ProgramStore | NothingKept | None:
-    """Returns where the one process of an instance keeps its programs, None where it cannot."""
+def local_program_store(
+    model_dir: Path, options: EngineOptions, components: EngineComponents
+) -> ProgramStore | NoProgramStore | None:
+    """Returns the program store of an instance of one process, None where it has none."""
     base = options.compilation_cache_dir or jax.config.jax_compilation_cache_dir or default_cache_directory()
     try:
         key = _own_key(Path(base))
-        return program_store(model_dir, options, parts, key, {"user": str(os.geteuid())})
+        return program_store(model_dir, options, components, key, {"user": str(os.geteuid())})
     except (OSError, ValueError) as error:
-        _log.warning("programs are not kept for the next start: %s", error)
+        _log.warning("programs are not stored for the next start: %s", error)
         return None
 
 
-def device_fields(parts: EngineComponents) -> Fields:
-    """Returns what the devices and parameters say of the programs."""
-    leaves = jax.tree_util.tree_leaves_with_path(parts.params)
+def device_fields(components: EngineComponents) -> Fields:
+    """Returns what the programs depend on of devices and parameters."""
+    leaves = jax.tree_util.tree_leaves_with_path(components.params)
     shapes = "\n".join(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}" for path, leaf in leaves)
     return {
         "platform": jax.local_devices()[0].client.platform_version,
@@ -230,7 +233,7 @@ def device_fields(parts: EngineComponents) -> Fields:
 
 
 def _replaced() -> list[str]:
-    """Returns the operations that do not take the device's kernels, each with what it takes."""
+    """Returns the operations that do not use the device's kernels, each with its back end."""
     return [f"{operation} by {backend.value}" for operation, backend in fallbacks().items()]
 
 
@@ -250,7 +253,7 @@ def machine_fields() -> Fields:
 
 
 def _processor() -> str:
-    """Returns what the CPU can do: an executable for one with more instructions ends the process on this one."""
+    """Returns the CPU's features: an executable for one with more instructions would crash on this one."""
     features = ""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         if _CPUINFO.exists():
@@ -262,10 +265,10 @@ def _processor() -> str:
 
 
 def _own_key(directory: Path) -> bytes:
-    """Returns this user's key, made at its first use, and again where a loss of power has left a part of it.
+    """Returns this user's key; makes it at its first use, and again where a loss of power left it incomplete.
 
     With an empty key anybody could sign a file that is then unpickled. Raises OSError where it can be neither read nor
-    made, ValueError where others may read it or have made it.
+    made, ValueError where others can read it or have made it.
     """
     path = directory / f"programs-{os.geteuid()}.key"
     directory.mkdir(parents=True, exist_ok=True)  # jax makes its cache with the first program
@@ -273,7 +276,7 @@ def _own_key(directory: Path) -> bytes:
         _make_key(path)
     key = _read_key(path)
     if not _is_whole(key):
-        _log.warning("%s is damaged: it is made anew, and so are the programs", path)
+        _log.warning("%s is damaged: a new key is made, and all programs compile again", path)
         path.unlink(missing_ok=True)
         _make_key(path)
         key = _read_key(path)
@@ -283,27 +286,27 @@ def _own_key(directory: Path) -> bytes:
 
 
 def _make_key(path: Path) -> None:
-    """Writes a key that is on the disk before it has its name."""
+    """Writes a key to the disk, then gives it its name."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         part.touch(mode=0o600)
         part.write_bytes(secrets.token_bytes(_KEY_BYTES))
         sync(part)
         with contextlib.suppress(FileExistsError):
-            os.link(part, path)  # the first of two wins
+            os.link(part, path)  # the first of two processes wins
     finally:
         part.unlink(missing_ok=True)
     sync(path.parent)
 
 
 def _read_key(path: Path) -> bytes:
-    if path.lstat().st_uid != os.geteuid():  # not what a link of somebody else leads to
-        raise ValueError(f"{path} belongs to somebody else; remove it, or choose another compilation_cache_dir")
+    if path.lstat().st_uid != os.geteuid():  # lstat: another user's link may lead to a file of this user
+        raise ValueError(f"{path} belongs to another user; remove it, or choose another compilation_cache_dir")
     return read_secret(path)
 
 
 def _is_whole(key: bytes) -> bool:
-    """Returns whether a key has all of its bytes; a file system may have the length on the disk before them."""
+    """Returns whether a key has all of its bytes; a file system may persist the length before them."""
     return len(key) >= _KEY_BYTES and any(key)
 
 
@@ -312,11 +315,11 @@ def _digest(fields: Fields) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def forget_unused(root: Path) -> None:
-    """Removes programs in `root` that have not been used for `KEPT_S`, and the directories that have become empty."""
+def remove_unused(root: Path) -> None:
+    """Removes programs in `root` that have not been used for `KEPT_S`, and directories that have become empty."""
     for pattern in _PATTERNS:
         for path in root.glob(pattern):
-            with contextlib.suppress(OSError):  # not empty, or gone, or another's
+            with contextlib.suppress(OSError):  # not empty, gone, or another user's
                 if _age(path) > KEPT_S and path.suffix != ".key":
                     (path.rmdir if path.is_dir() else path.unlink)()
 
@@ -325,66 +328,46 @@ def _age(path: Path) -> float:
     return time.time() - path.stat().st_mtime
 
 
-class CompilationCounter:
-    """Counts XLA compilations, of whatever program, on the thread that is inside `watch`."""
+class EventCounter:
+    """Counts this thread's events `event` of jax's monitoring inside its block."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, event: str) -> None:
+        self.event, self.count = event, 0
 
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Counts this thread's compilations until the end of the block, and logs them as a warning."""
-        before = getattr(_watched, "counter", None)
-        _watched.counter = self
-        try:
-            yield
-        finally:
-            _watched.counter = before
-
-
-class CacheHits:
-    """Counts, inside of its block, the executables of this thread that jax's persistent cache had."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __enter__(self) -> "CacheHits":
-        _watched.hits = self
+    def __enter__(self) -> "EventCounter":
+        _counters.active = [*getattr(_counters, "active", ()), self]
         return self
 
     def __exit__(self, *_: object) -> None:
-        _watched.hits = None
+        _counters.active.remove(self)
 
 
-def _on_hit(event: str, **_: str | int) -> None:
-    hits = getattr(_watched, "hits", None)
-    if hits is not None and event == _HIT_EVENT:
-        hits.count += 1
+def _on_event(event: str, **_: str | int) -> None:
+    for counter in getattr(_counters, "active", ()):
+        counter.count += counter.event == event
 
 
-def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
-    counter = getattr(_watched, "counter", None)
-    if counter is not None and event == _COMPILE_EVENT:
-        counter.count += 1
-        _log.warning(
-            "a program was compiled after warm-up (%.1f s): a shape is missing from the buckets", duration_secs
-        )
+def _on_duration(event: str, duration_secs: float, **_: str | int) -> None:
+    if any(counter.event == event == COMPILE_EVENT for counter in getattr(_counters, "active", ())):
+        text = "a program was compiled after warm-up (%.1f s): a shape is missing from the buckets"
+        _log.warning(text, duration_secs)
+    _on_event(event)
 
 
-jax.monitoring.register_event_listener(_on_hit)
-jax.monitoring.register_event_duration_secs_listener(_on_event)  # jax offers no way to take one listener off again
+jax.monitoring.register_event_listener(_on_event)
+jax.monitoring.register_event_duration_secs_listener(_on_duration)  # jax has no way to remove a single listener
 
 
 def default_cache_directory() -> Path:
-    """Returns where compiled programs are kept between runs: `dsv3/xla` in the user's cache directory."""
+    """Returns the user's directory of compiled programs: `dsv3/xla` in the user's cache directory."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "dsv3" / "xla"
 
 
 def use_compilation_cache(directory: str | Path | None = None) -> Path:
-    """Turns on JAX's persistent compilation cache for this process, every program in it however small.
+    """Turns on jax's persistent compilation cache for this process, for programs of any size.
 
-    A directory that jax has been given already stays. Returns the directory in use.
+    A directory already configured in jax stays. Returns the directory in use.
     """
     configured = jax.config.jax_compilation_cache_dir
     if directory is None and configured:

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DECODE_EP144, NODE_8XH200, PREFILL_EP32
 from dsv3.config.server_options import ServerOptions
-from dsv3.engine.assemble.functions import first_expert_map
+from dsv3.engine.expert_parallel import first_expert_map
 from dsv3.server.http.app import make_app
 from sharding.mesh import GPU, NODE, TENSOR
 from tests.deploy.files import DEPLOY, Started, kubernetes, manifests, pods, slurm, started_in

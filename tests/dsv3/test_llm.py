@@ -1,4 +1,4 @@
-"""The notebook face on a small random model, and the engine token for token against transformers."""
+"""The notebook interface on a small random model, and the engine token for token against transformers."""
 
 import dataclasses
 import gc
@@ -64,7 +64,7 @@ def test_greedy_text_is_transformers_token_for_token(llm, greedy):
     assert (stats.pages_in_use, stats.recompilations) == (0, 0)
 
 
-def test_what_an_output_holds(llm):
+def test_the_fields_of_an_output(llm):
     [output] = llm.generate("def add(x", SamplingParams(temperature=0, max_tokens=7, logprobs=2, ignore_eos=True))
     [answer] = output.outputs
     assert output.prompt == "def add(x"
@@ -111,8 +111,8 @@ def test_chat_writes_the_template(llm):
     assert [o.prompt.endswith("<think>") for o in several] == [True, True]
 
 
-def test_without_parameters_the_models_own_hold(llm):
-    """Those of generation_config.json, as for a server: here greedy."""
+def test_without_parameters_the_models_defaults_apply(llm):
+    """Those of generation_config.json, as in a server: here greedy."""
     [silent] = llm.generate([250, 4, 5])
     greedy = SamplingParams(temperature=0, max_tokens=len(silent.outputs[0].token_ids))
     assert llm.generate([250, 4, 5], greedy)[0].outputs[0].token_ids == silent.outputs[0].token_ids
@@ -149,7 +149,7 @@ def test_one_bad_prompt_starts_nothing(llm):
     assert llm.engine.stats().steps == steps and not llm.engine.has_work
 
 
-def test_bad_prompts_are_returned_where_the_others_shall_go_on(llm):
+def test_invalid_prompts_are_returned_as_errors(llm):
     params = SamplingParams(max_tokens=2, ignore_eos=True, n=2)
     outputs = llm.generate([[1], [1] * 300, "x" * 600, [2]], params, errors="return")
     assert [[each.finish_reason for each in output.outputs] for output in outputs] == [
@@ -159,23 +159,23 @@ def test_bad_prompts_are_returned_where_the_others_shall_go_on(llm):
 
 
 def test_a_table_keeps_its_answers_where_one_row_cannot_be_answered(llm):
-    """A row that is too long, and rows that are no conversation."""
+    """A row that is too long, and rows that are no conversations."""
     rows = [{"prompt": prompt} for prompt in ("a", "x " * 5000, 7, {"role": "user", "content": "b"}, [1], "c")]
     found = dsv3.map(rows, "prompt", llm=llm, sampling_params=SamplingParams(max_tokens=2, ignore_eos=True))
     assert [row["answer"] is None for row in found] == [False, True, True, False, True, False]
     assert ["" if row["answer_error"] is None else row["answer_error"][:17] for row in found] == [
         "",
         "the prompt has 50",
-        "these messages ar",
+        "not a conversatio",
         "",
-        "these messages ar",
+        "not a conversatio",
         "",
     ]
 
 
 @pytest.fixture
 def another(directory, monkeypatch):
-    """Makes models that compile nothing, for what needs no step."""
+    """Makes models that compile nothing, for tests without a step."""
     monkeypatch.setattr("dsv3.engine.engine.Engine.warm_up", lambda *_: None)
     return lambda: LLM(directory, progress=False, **LIMITS)
 
@@ -194,7 +194,7 @@ def test_a_closed_model_holds_no_array_whatever_refers_to_it(llm, another):
 
 
 def test_a_traceback_that_is_kept_holds_no_array(llm, another, monkeypatch):
-    """Notebooks keep the last one: after `del llm` on a GPU the next model must find room."""
+    """Notebooks keep the last one: after `del llm` on a GPU the next model needs the memory."""
     gc.collect()
     before, model = len(jax.live_arrays()), another()
 
@@ -255,7 +255,7 @@ def test_importing_the_package_imports_no_jax():
 
 
 def test_prompt_logprobs_are_those_of_the_same_tokens_as_an_answer(llm):
-    """What decode says of an answer, prefill says of it as a prompt, in chunks and past a cached prefix."""
+    """Decode's log-probabilities of an answer equal prefill's of it as a prompt, in chunks and past a cached prefix."""
     prompt = [(7 * i) % 250 + 4 for i in range(100)]
     asking = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=2)
     [answer] = llm.generate([prompt], asking)
@@ -282,7 +282,7 @@ SCHEMA = {
 
 
 def test_answers_keep_to_a_schema(llm):
-    """Every finished one validates, greedy or drawn; a conversation's answer may think first."""
+    """Every finished one validates, greedy or sampled; a conversation's answer may begin with reasoning."""
     held = StructuredOutputsParams(json=SCHEMA)
     params = [
         SamplingParams(temperature=t, n=n, seed=3, max_tokens=230, structured_outputs=held) for t, n in ((0, 1), (1, 4))
@@ -299,7 +299,7 @@ def test_answers_keep_to_a_schema(llm):
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("no", "stop")
 
 
-def test_what_no_answer_can_be_held_to_is_refused_before_anything_runs(llm):
+def test_an_impossible_constraint_is_refused_before_anything_runs(llm):
     steps = llm.engine.stats().steps
     bad = SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "array", "uniqueItems": True}))
     with pytest.raises(InvalidRequest, match="uniqueItems"):
@@ -308,7 +308,7 @@ def test_what_no_answer_can_be_held_to_is_refused_before_anything_runs(llm):
 
 
 def test_inspecting_agrees_with_serving_and_leaves_the_engine_as_it_was(llm: LLM, greedy: dict) -> None:
-    """Looking takes no step and no page; of prompts it takes what could be served."""
+    """Inspection takes no step and no page; it accepts the prompts that could be served."""
     prompt, before = greedy["prompts"][0], llm.engine.stats()
     seen = llm.inspect(prompt, layers=[0], attention=False)
     assert llm.engine.stats() == before

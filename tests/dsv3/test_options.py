@@ -16,7 +16,7 @@ from dsv3.config.declaration import option, options_of, options_text, refuse_unk
 from dsv3.config.engine import EngineConfig
 from dsv3.config.options import ClusterOptions, EngineOptions, Transport
 from dsv3.config.server_options import ServerOptions, ServiceOptions
-from dsv3.engine.fingerprint import agreed, fields_of, shaping
+from dsv3.engine.fingerprint import fields_of, matching_options, program_options
 from dsv3.processes import frames
 from dsv3.server.engine import messages
 from launch import cli, flags
@@ -95,11 +95,11 @@ def test_stored_programs_do_not_depend_on_what_only_the_host_uses() -> None:
         "compilation_cache_dir": "/x",
         "load_threads": 3,
     }
-    assert shaping(EngineOptions(**host)) == shaping(EngineOptions())
-    assert shaping(EngineOptions(dtype="bfloat16")) != shaping(EngineOptions())
+    assert program_options(EngineOptions(**host)) == program_options(EngineOptions())
+    assert program_options(EngineOptions(dtype="bfloat16")) != program_options(EngineOptions())
     limits = EngineConfig(64, 1)
-    assert shaping(dataclasses.replace(limits, seed=1, identity="f")) == shaping(limits)
-    assert shaping(dataclasses.replace(limits, num_pages=2)) != shaping(limits)
+    assert program_options(dataclasses.replace(limits, seed=1, identity="f")) == program_options(limits)
+    assert program_options(dataclasses.replace(limits, num_pages=2)) != program_options(limits)
 
 
 def test_every_limit_says_what_it_is() -> None:
@@ -119,8 +119,8 @@ def test_a_new_field_appears_everywhere() -> None:
     assert (parameter.default, parameter.annotation) == (2, int)
     assert "steps_ahead (2): Launch this many steps ahead of seed." in options_text(More)
     refuse_unknown(More, ["steps_ahead"])
-    assert agreed(options)["steps_ahead"] == shaping(options)["steps_ahead"] == "3"
-    assert "nickname" not in agreed(options) | shaping(options)
+    assert matching_options(options)["steps_ahead"] == program_options(options)["steps_ahead"] == "3"
+    assert "nickname" not in matching_options(options) | program_options(options)
     with pytest.raises(ValueError, match="steps_ahead: 5 is not from 1 to 4"):
         More(steps_ahead=5)
 

@@ -93,7 +93,7 @@ def test_experts_over_two_processes_give_transformers_tokens(start):
     assert metric(url, "dsv3:recompilations_total") == 0
     leader.send_signal(signal.SIGTERM)
     assert leader.wait(60) == follower.wait(60) == 0
-    assert "the leader has ended in order" in follower.stdout.read()
+    assert "the leader has ended the instance in order" in follower.stdout.read()
 
 
 def test_two_nodes_of_two_processes_give_transformers_tokens(start):
@@ -109,7 +109,7 @@ def test_two_nodes_of_two_processes_give_transformers_tokens(start):
     followers = [start(coordinator, i, *arguments, environment=step | {"SLURM_PROCID": str(i)}) for i in (1, 2, 3)]
     leader = start(coordinator, 0, *arguments, environment=step | {"SLURM_PROCID": "0"})
     log = ready_log(leader, followers[0])
-    assert "4 devices on 2 nodes, 1 of them here" in log and "4 processes are ready after" in log
+    assert "4 devices on 2 nodes, 1 of them in this process" in log and "4 processes are ready after" in log
     url = re.search(r"ready at (http://\S+)", log)[1]
     prompts, count = golden["prompts"][:8], 16
     body = {"model": "greedy", "prompt": prompts, "max_tokens": count, "temperature": 0, "ignore_eos": True}
@@ -131,7 +131,7 @@ def test_a_leader_alone_ends_with_the_names_of_the_missing(start):
     process = start(f"localhost:{local.free_port()}", 0, *SMALL, *flags(0), "--cluster_start_timeout", "1")
     text = process.communicate(timeout=120)[0]
     assert process.returncode == 1
-    assert "process 1 of 2 did not come within 1 s" in text
+    assert "process 1 of 2 did not connect within 1 s" in text
     assert "Traceback" not in text
 
 
@@ -146,7 +146,7 @@ def test_a_follower_with_other_settings_ends_with_their_names(start, tmp_path):
     follower = start(cluster.coordinator, 1, *SMALL, *flags(1), "--fp8=dequantize")
     words = "--fp8 ('keep' there, 'dequantize' in process 1)"
     with pytest.raises(ClusterError, match="process 1 is not configured as process 0") as refused:
-        leader.gather()
+        leader.wait_for_followers()
     text = follower.communicate(timeout=120)[0]
     assert follower.returncode == 1
     assert str(refused.value).endswith(f": {words}")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from configs.deepseek_v3 import DEEPSEEK_V3
-from dsv3.engine.assemble.communication import Communication
+from dsv3.engine.communication import Communication
 from sharding.experts.traffic import LayerRows
 from sharding.mesh import rank_mesh
 from sharding.wire.sums import pack, packed_bytes, unpack
@@ -50,6 +50,6 @@ def test_a_row_of_deepseek_v3_comes_back_in_half_the_bytes() -> None:
 
 @pytest.mark.parametrize("transport", ["ring", "ragged"])
 def test_transports_that_add_on_the_way_are_refused(transport: str, monkeypatch) -> None:
-    monkeypatch.setattr("dsv3.engine.assemble.communication.check_ragged", lambda platform: None)
+    monkeypatch.setattr("dsv3.engine.communication.check_ragged", lambda platform: None)
     with pytest.raises(ValueError, match=f"needs expert_transport auto, all_to_all or hierarchical, not '{transport}'"):
         Communication.from_mesh(rank_mesh(jax.devices()[:2]), DEEPSEEK_V3, 256, transport=transport, combine="int8")

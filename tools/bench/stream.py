@@ -68,7 +68,7 @@ class RequestRecord:
     def inter_token_s(self) -> list[float]:
         """Returns one latency per token after the first chunk: a chunk of k tokens gives gap / k, k times.
 
-        Where the server does not say how many tokens its chunks carry, each chunk gives one latency.
+        Ranks the server does not say how many tokens its chunks carry, each chunk gives one latency.
         """
         latencies: list[float] = []
         for before, after in zip(self.arrivals, self.arrivals[1:], strict=False):

@@ -191,9 +191,9 @@ def _devices() -> str:
 
     from dsv3.config.options import EngineOptions
     from dsv3.engine.device.driver import started_devices
-    from dsv3.engine.device.pool import set_pool_share
+    from dsv3.engine.device.pool import set_memory_fraction
 
-    set_pool_share(EngineOptions().gpu_memory_utilization)
+    set_memory_fraction(EngineOptions().gpu_memory_utilization)
     devices = started_devices()
     kinds = Counter(f"{device.device_kind} ({device.platform})" for device in devices)
     asked = f", since JAX_PLATFORMS is {jax.config.jax_platforms}" if jax.config.jax_platforms else ""

@@ -28,7 +28,7 @@ class Watched:
     def __init__(self, store: Any) -> None:
         self._store = store
         self.asked, self.traced = list[str](), list[str]()
-        self.forget_unused = store.forget_unused
+        self.remove_unused = store.remove_unused
 
     def get(self, name: str, lower: Callable[[], Any], options: Mapping[str, Any] | None) -> Callable[..., Any]:
         """Returns the store's program."""
@@ -46,7 +46,7 @@ def answer(folder: Path) -> Seen:
     from dsv3.config.options import EngineOptions
     from dsv3.engine.build import bundled_model, load_components
     from dsv3.engine.engine import Engine
-    from dsv3.engine.stored import NothingKept, own_store
+    from dsv3.engine.stored import NoProgramStore, local_program_store
     from dsv3.sampling_params import SamplingParams
     from dsv3.scheduler.request import EngineRequest
 
@@ -55,9 +55,9 @@ def answer(folder: Path) -> Seen:
     )
     began = time.monotonic()
     parts = load_components(bundled_model(), options, progress=False)
-    store = own_store(bundled_model(), options, parts)
-    if store is None or isinstance(store, NothingKept):
-        return {"nothing": _TRITON if store else "the folder cannot be used; the log says why"}
+    store = local_program_store(bundled_model(), options, parts)
+    if store is None or isinstance(store, NoProgramStore):
+        return {"nothing": _TRITON if store else "the folder cannot be used, as the log says"}
     watched = Watched(store)
     engine = Engine(parts, store=watched)
     engine.warm_up()

@@ -75,7 +75,7 @@ def index_weights(model: ModelConfig, chooses: bool) -> int:
 def attended(model: ModelConfig, keys: float, fewest: float | None = None) -> float:
     """Returns how many of `keys` tokens, a mean, queries attend to; all, unless an indexer chooses.
 
-    Where `fewest` is given the first query sees that many, and the others evenly more.
+    Ranks `fewest` is given the first query sees that many, and the others evenly more.
     """
     topk, fewest = model.index_topk, keys if fewest is None else fewest
     most = 2 * keys - fewest

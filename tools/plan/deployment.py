@@ -303,7 +303,7 @@ class PlannedBatch:
 
     `width` tokens of each request read its cache together. `split` devices share the heads of these tokens, the widths
     of their MLPs, and their routed experts' rows. The first token of a prompt sees the `fewest` keys, and the next ones
-    evenly more; None: all tokens see as many, and none is cached. Where queries choose in prefill, masked attention has
+    evenly more; None: all tokens see as many, and none is cached. Ranks queries choose in prefill, masked attention has
     `room` for so many tokens; 0: chosen rows are copied.
     """
 

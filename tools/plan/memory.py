@@ -10,9 +10,9 @@ from typing import Any
 import jax
 
 from dsv3.checkpoint.layout import leaf_path
+from dsv3.engine.build import account_for
 from dsv3.engine.device.pool import SLACK
 from dsv3.engine.memory import DeviceMemory, MemoryAccount, local_bytes
-from dsv3.engine.sizing import account_of
 from tools.plan.deployment import Deployment
 from tools.plan.programs import LaidOut, cache_tokens
 
@@ -75,7 +75,7 @@ def memory_of(planned: LaidOut, working: int | None = None) -> Memory:
     """Returns the memory of one device, whose programs take `working`: None before they are compiled."""
     deployment, total = planned.deployment, planned.deployment.device.memory_bytes
     memory = DeviceMemory(total, int(total * (deployment.memory_utilization + SLACK)))
-    found = account_of(planned.layout, memory, deployment.memory_utilization, working or 0)
+    found = account_for(planned.layout, memory, deployment.memory_utilization, working or 0)
     return Memory(
         found, weight_groups(planned.params), cache_tokens(deployment, planned.model.page_size), working is not None
     )

@@ -17,16 +17,16 @@ from dsv3.checkpoint.layout import scale_shape
 from dsv3.config.engine import EngineConfig, pages_for, tokens_ahead
 from dsv3.config.model import ModelConfig
 from dsv3.config.options import EngineOptions
-from dsv3.engine.assemble.functions import SpreadParams, expert_parallel_functions, first_expert_map
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.device import form_selection
 from dsv3.engine.device.layout import Layout, Reserve, reserve
 from dsv3.engine.device.pool import SLACK
 from dsv3.engine.device.programs import Key, Programs, ReadPrograms
 from dsv3.engine.executor import lay_out as lay_out_engine
+from dsv3.engine.expert_parallel import SpreadParams, expert_parallel_functions, first_expert_map
 from dsv3.engine.functions import StepFunctions, model_functions
+from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.jobs.draft_module import chain_key
-from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.limits import longest_context
 from dsv3.model.batch import AttentionForm
 from dsv3.model.params import Fp8Weight, Params, ParamSpec, declare
@@ -151,7 +151,7 @@ def runs(planned: LaidOut, phase: Phase) -> tuple[Run, ...]:
     else:
         rows, drafts = deployment.decode_requests, deployment.drafts
         size, width = rows, 1 + drafts
-    room = form_selection.room(planned.layout, size, form)
+    room = form_selection.capacity(planned.layout, size, form)
     found = [Run("model", Key(phase, size, form, width), size * width, width, room=room)]
     if drafts:
         found.append(Run("module", Key(f"mtp {phase}", size, of_module, width), size * width, width))

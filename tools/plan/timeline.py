@@ -51,7 +51,7 @@ class Timeline:
 
 @dataclasses.dataclass
 class _Clock:
-    """Where a computation has got to."""
+    """Ranks a computation has got to."""
 
     now: float = 0.0
     free: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys((NODE_LINK, CROSS_LINK), 0.0))

@@ -157,7 +157,7 @@ class SimulatedInstance:
         for job in step.jobs:
             sampled = (self._ones,) if getattr(job.command, "sample", None) is not None else ()
             results = () if job.kind == "pages" else ForwardResults(sampled=sampled)
-            self._planners[job.kind].collect(job, results, outputs)
+            self._planners[job.kind].on_results(job, results, outputs)
         self.scheduler.pages.collect(step.number)
         return outputs
 

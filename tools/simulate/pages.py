@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dsv3.engine.job import EngineView, Planned
-from dsv3.engine.jobs.pages import Opened, PagesCommand, PagesPlanner, page_buckets
+from dsv3.engine.jobs.pages import OpenedTiers, PagesCommand, PagesPlanner, page_buckets
 from dsv3.kv_cache.page_keys import Key
 from dsv3.kv_cache.tiers.counts import TierCounts
 from dsv3.kv_cache.tiers.host_pool import HostPool, blocks_within, host_pool_bytes
@@ -167,7 +167,7 @@ class Pages:
             now=work.now,
             page_size=times.page_size,
         )
-        self._planner = PagesPlanner(view, Opened(self.tiers, None, None))
+        self._planner = PagesPlanner(view, OpenedTiers(self.tiers, None, None))
         self._page = np.broadcast_to(np.zeros(1, np.uint8), (1, page_buckets(size)[-1], size))
 
     def plan(self, step: list[Planned]) -> list[Planned]:
@@ -178,7 +178,7 @@ class Pages:
         """Hands what has left the devices to the tiers."""
         assert isinstance(planned.command, PagesCommand)
         copies = sum(len(copy.keys) for copy in planned.command.out)
-        self._planner.collect(planned, (self._page,) * copies, outputs)
+        self._planner.on_results(planned, (self._page,) * copies, outputs)
 
     def counts(self) -> dict[str, TierCounts]:
         """Returns what each tier has counted."""

@@ -1,8 +1,8 @@
-"""Carries messages to and from the other processes of the instance, and notices their silence.
+"""Sends and receives messages of the other processes of the instance, and measures their silence.
 
 One thread serves all connections of this process: one or two threads for each of 143 followers took the leader four
-times the processor time (`python -m benchmarks.cluster_link`). A message waits in a bounded queue, so no caller waits
-for the network. A last message is acknowledged: the other process closes its end once it has read it, and `wait_closed`
+times the processor time (`python -m benchmarks.cluster_link`). Messages wait in a bounded queue, so no caller waits for
+the network. A last message is acknowledged: the other process closes its end once it has read it, and `wait_closed`
 waits for that.
 """
 
@@ -30,9 +30,9 @@ class Channel:
     """The connection to one other process, over a wire.
 
     `heartbeat` returns the body that is sent when nothing was for `heartbeat_s` seconds. `on_message` is called with
-    each body that comes, `on_end` once with what has become of the other process ("has ended ..."); both on the thread
-    of all connections, from `start` on, so they wait for nothing. What has come before the end is handed to
-    `on_message` first. `last_heard_s` is when the other process was last heard, on the monotonic clock.
+    each body received, `on_end` once with how the connection ended ("has ended ..."); both on the thread of all
+    connections, after `start`, so they must not wait. Messages received before the end are delivered first.
+    `last_heard_s` is when the other process was last heard, on the monotonic clock.
     """
 
     def __init__(
@@ -56,21 +56,21 @@ class Channel:
         self._closed = threading.Event()
 
     def start(self) -> None:
-        """Begins to send and to receive."""
+        """Starts sending and receiving."""
         self._has_started = True
         _LOOP.post(self)
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more can come: the other process has closed its end, or the connection is broken."""
+        """Whether nothing more can arrive: the other process has closed its end, or the connection is broken."""
         return self._closed.is_set()
 
-    def forgive(self) -> None:
+    def reset_silence(self) -> None:
         """Counts the silence from now on."""
         self.last_heard_s = time.monotonic()
 
     def send(self, body: bytes) -> None:
-        """Queues a message, without waiting. Raises ChannelError where it is too long or too much waits already."""
+        """Queues a message, without waiting. Raises ChannelError for a message too long, and for a full queue."""
         if len(body) > MAX_MESSAGE_BYTES:
             raise ChannelError(
                 f"cannot be sent a message of {len(body)} bytes, at most {MAX_MESSAGE_BYTES} can be sent"
@@ -79,11 +79,11 @@ class Channel:
             full = self._buffered + len(body) > _MAX_BUFFERED_BYTES
             self._buffered += 0 if full else len(body)
         if full:
-            raise ChannelError(f"does not read what is sent to it: {self._buffered} bytes wait")
+            raise ChannelError(f"does not read its messages: {self._buffered} bytes are queued")
         self._put(body)
 
     def send_last(self, body: bytes) -> None:
-        """Queues a last message, whatever waits already. What is sent afterwards is dropped."""
+        """Queues a last message, however full the queue. Later messages are dropped."""
         with self._lock:
             self._buffered += len(body)
         self._put(body, None)
@@ -99,32 +99,32 @@ class Channel:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will be sent or received. One whose other end is closed may still be written to."""
+        """Whether nothing more will be sent or received. A half-closed connection may still be written to."""
         return not self._sends and not self._reads
 
     def read(self) -> None:
-        """Hands over the messages that have come. What follows one that cannot be taken is dropped."""
+        """Delivers the messages that have arrived. After an invalid one, the rest is dropped."""
         try:
             if self._has_ended:
                 self._wire.drop()
                 return
-            for body in self._wire.take():
+            for body in self._wire.receive_available():
                 self.last_heard_s = time.monotonic()
-                self._hear(body)
+                self._deliver(body)
         except (EOFError, OSError):
             self._reads = False
             self._closed.set()
             self._end(self._send_error or "has ended, or the connection to it is broken")
         except WireError as error:
-            self._end(f"sent what is no message: {error}")
+            self._end(f"sent an invalid frame: {error}")
 
-    def _hear(self, body: bytes) -> None:
+    def _deliver(self, body: bytes) -> None:
         if self._has_ended:
             return
         try:
             self._on_message(body)
         except Exception as error:
-            self._end(f"sent a message that cannot be taken ({type(error).__name__}: {error})")
+            self._end(f"sent an invalid message ({type(error).__name__}: {error})")
 
     def pump(self) -> int:
         """Sends what the socket takes; returns the selector's events at which to call `read`, or this again."""
@@ -135,7 +135,7 @@ class Channel:
         return (selectors.EVENT_READ if self._reads else 0) | (selectors.EVENT_WRITE if self._waits else 0)
 
     def beat(self, now: float) -> float:
-        """Sends a heartbeat if nothing was sent for long; returns when to look again."""
+        """Sends a heartbeat if one is due; returns when to call this again."""
         due = self._last_sent_s + self._heartbeat_s
         if not self._sends:
             return math.inf
@@ -144,13 +144,13 @@ class Channel:
         self._last_sent_s = now
         if not self._queue and not self._waits:
             try:
-                self._wire.put(self._heartbeat())
+                self._wire.enqueue(self._heartbeat())
             except Exception as error:
                 self._fail(error)
         return now + self._heartbeat_s
 
     def _pump(self) -> bool:
-        """Returns whether something waits for room in the socket."""
+        """Returns whether something waits for space in the socket."""
         waits = self._wire.pump()
         while self._queue and not waits:
             body = self._queue.popleft()
@@ -160,31 +160,31 @@ class Channel:
                 return False
             with self._lock:
                 self._buffered -= len(body)
-            self._wire.put(body)
+            self._wire.enqueue(body)
             self._last_sent_s = time.monotonic()
             waits = self._wire.pump()
         return waits
 
     def _fail(self, error: Exception) -> None:
-        """Sends no more. The end is told behind what has come already."""
+        """Stops sending. `on_end` is called after the messages that have arrived already."""
         if not isinstance(error, ConnectionError):
-            self._send_error = f"cannot be sent to any more ({type(error).__name__}: {error})"
+            self._send_error = f"can no longer be sent to ({type(error).__name__}: {error})"
             _log.debug("sending failed", exc_info=error)
         self._sends = self._waits = False
         self._wire.end_receiving()
 
     def _end(self, text: str) -> None:
-        """Says what has become of the other process, once.
+        """Reports the end of the connection, once.
 
-        What it sends from now on is dropped. Bytes that nobody reads would make the kernel reset the connection when
-        this process ends, and a reset may overtake the last message.
+        Later messages are read and dropped. Unread bytes would make the kernel reset the connection when this process
+        ends, and a reset may overtake the last message.
         """
         if not self._has_ended:
             self._has_ended = True
             try:
                 self._on_end(text)
             except Exception:
-                _log.exception("the end of a connection is not taken: %s", text)
+                _log.exception("reporting the end of a connection failed: %s", text)
 
 
 class _Loop:
@@ -197,7 +197,7 @@ class _Loop:
         self._is_awake = False
 
     def post(self, channel: Channel) -> None:
-        """Has the thread look at a channel: it is new, or has something to send."""
+        """Makes the thread serve a channel: it is new, or has something to send."""
         self._posted.append(channel)
         wake = self._wake or self._begin()
         if not self._is_awake:
@@ -206,7 +206,7 @@ class _Loop:
                 wake.send(b"\0")
 
     def _begin(self) -> socket.socket:
-        """Starts the thread, once; returns what wakes it."""
+        """Starts the thread, once; returns the socket that wakes it."""
         with self._lock:
             if self._wake is None:
                 woken, self._wake = socket.socketpair()
@@ -218,12 +218,12 @@ class _Loop:
     def _run(self, woken: socket.socket) -> None:
         selector, channels = selectors.DefaultSelector(), dict[Channel, int]()
         selector.register(woken, selectors.EVENT_READ)
-        look = math.inf
+        beat_at = math.inf
         while True:
-            for key, events in selector.select(None if look == math.inf else max(0.0, look - time.monotonic())):
+            for key, events in selector.select(None if beat_at == math.inf else max(0.0, beat_at - time.monotonic())):
                 if key.data is None:
                     woken.recv(2**10)
-                    self._is_awake = False  # before looking: what is posted from now on wakes this thread again
+                    self._is_awake = False  # before reading _posted: a later post wakes this thread again
                 elif events & selectors.EVENT_READ:
                     key.data.read()
                     _serve(selector, channels, key.data)
@@ -232,25 +232,25 @@ class _Loop:
             while self._posted:
                 channel = self._posted.popleft()
                 if channel not in channels:
-                    look = 0.0
+                    beat_at = 0.0
                     channel.read()
                 _serve(selector, channels, channel)
-            if (now := time.monotonic()) >= look:
-                look = math.inf
+            if (now := time.monotonic()) >= beat_at:
+                beat_at = math.inf
                 for channel in list(channels):
-                    look = min(look, channel.beat(now))
+                    beat_at = min(beat_at, channel.beat(now))
                     _serve(selector, channels, channel)
 
 
 def _serve(selector: selectors.BaseSelector, channels: dict[Channel, int], channel: Channel) -> None:
-    """Sends what can be sent, and has the selector look for what comes next; `channels` have the events so far."""
+    """Sends what can be sent, and registers the channel's next events; `channels` have the events so far."""
     events, before = channel.pump(), channels.get(channel, 0)
     if events and events == before:
         return
     channels[channel] = events
     if channel.is_over:
         del channels[channel]
-    with contextlib.suppress(OSError, ValueError):  # one of its own ends has closed the connection
+    with contextlib.suppress(OSError, ValueError):  # this process has closed the connection
         if before and events:
             selector.modify(channel.connection, events, channel)
         elif before and not events:
@@ -262,7 +262,7 @@ def _serve(selector: selectors.BaseSelector, channels: dict[Channel, int], chann
 def _register(selector: selectors.BaseSelector, channel: Channel, events: int) -> None:
     try:
         selector.register(channel.connection, events, channel)
-    except KeyError:  # the descriptor was that of a connection which has been closed here
+    except KeyError:  # the descriptor belonged to a connection that this process has closed
         selector.unregister(channel.connection)
         selector.register(channel.connection, events, channel)
 

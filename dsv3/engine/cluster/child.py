@@ -1,7 +1,7 @@
 """A follower's process, as its supervisor starts it: `python -m dsv3.engine.cluster.child`.
 
-jax is imported before the supervisor's order is read, so that a process that was
-started ahead of time has that behind it. When the supervisor goes away this process ends at once.
+jax is imported before the supervisor's order is read, so that a standby process has that behind it. The process ends at
+once when its supervisor does.
 """
 
 import importlib
@@ -11,21 +11,21 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from dsv3.engine.cluster.link import Link, Pulse
+from dsv3.engine.cluster.link import Alive, Link
 from dsv3.logs import configure_logging
 from dsv3.processes.child import link_to_parent
 
-PULSE_S = 0.5
+ALIVE_S = 0.5
 
 
 def main() -> NoReturn:
-    """Follows as soon as the supervisor says so."""
+    """Follows the leader once the supervisor orders it."""
     configure_logging()
     link = Link(link_to_parent())
     threading.Thread(target=_beat, args=(link,), name="pulse", daemon=True).start()
     from dsv3.engine.cluster import follower
 
-    order = link.order()
+    order = link.receive_order()
     if order is None:
         os._exit(0)
     threading.Thread(target=_end_with, args=(link,), name="supervisor", daemon=True).start()
@@ -36,8 +36,8 @@ def main() -> NoReturn:
 
 def _beat(link: Link) -> None:
     while True:
-        link.send(Pulse())
-        time.sleep(PULSE_S)
+        link.send(Alive())
+        time.sleep(ALIVE_S)
 
 
 def _end_with(link: Link) -> NoReturn:

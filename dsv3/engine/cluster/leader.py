@@ -1,7 +1,7 @@
-"""Leads the other processes of an instance: lets them in, sends them commands, notices what fails.
+"""Leads the other processes of an instance: admits them, sends them commands, detects failures.
 
-Its own threads accept, receive, send and watch. A main thread that compiles, loads or is stuck in a collective delays
-none of them. The first failure of any process ends the instance: `on_failure` is called with it, once.
+Its own threads accept, receive, send and watch. A main thread that compiles, loads or hangs in a collective delays none
+of them. The first failure of any process ends the instance: `on_failure` is called with it, once.
 """
 
 import dataclasses
@@ -18,51 +18,35 @@ from dsv3.config.engine import EngineConfig
 from dsv3.config.options import LEADER, ClusterOptions
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
-from dsv3.engine.cluster.digest import Book, Chain, Orders, first_difference
+from dsv3.engine.cluster.digest import Chain, Orders, StepDigests, first_difference
 from dsv3.engine.cluster.link import FIRST, Incarnation
-from dsv3.engine.cluster.messages import (
-    Build,
-    Checked,
-    Compiled,
-    Digest,
-    Drain,
-    FollowerFailed,
-    Heartbeat,
-    Hello,
-    Loaded,
-    Ready,
-    Started,
-    Stop,
-    Wait,
-    WorkEvent,
-)
 from dsv3.engine.cluster.rejoin import RejoiningProcesses, refuse
-from dsv3.engine.cluster.wire import Entrance, Wire
+from dsv3.engine.cluster.wire import ControlListener, Wire
 from dsv3.engine.errors import ClusterError
 from dsv3.engine.fingerprint import Fields, differences
 from dsv3.engine.job import StepCommand, WorkEvents
-from dsv3.engine.kernel_checks import Replaced, agree
+from dsv3.engine.kernel_checks import KernelFallback, merge_fallbacks
 from dsv3.processes.certificates import credentials_of
 from dsv3.processes.key_file import read_key
 
 _log = logging.getLogger("dsv3.cluster")
-_REMIND_S = 30.0  # how often the log names the processes that are waited for
-# Before its process ends, the leader waits until every follower has read why and has ended. That takes milliseconds,
-# and about a second on a busy host. These are the bounds: in order and after a failure.
-_FAREWELL_S = 4.0  # the HTTP process kills this one 5 s after an orderly stop
-_LAST_WORD_S = 10.0
-# A collective may raise a little before the leader's receiving thread has seen the broken connection behind it.
+_REMIND_S = 30.0  # interval of the log line that names missing processes
+# Before its process ends, the leader waits until every follower has read the shutdown message and has ended. That takes
+# milliseconds, and about a second on a busy host. These are the bounds: for an orderly end and after a failure.
+_SHUTDOWN_S = 4.0  # API server 0 kills this process 5 s after an orderly stop
+_FAILURE_SHUTDOWN_S = 10.0
+# A collective may raise a little before the leader's receiving thread has seen the broken connection that caused it.
 _EXPLANATION_S = 2.0
-_TOO_LATE = messages.encode(Stop("it has come too late: the others have gone on without it, and it may come again"))
+_TOO_LATE = messages.encode(messages.Stop("it connected too late: the others have started without it; it may rejoin"))
 
 
 class Leader:
-    """The leader's view of the followers.
+    """The leader's connections to the followers.
 
-    `on_failure` is called when the instance must end, with a reason fit for clients; `on_drain` when a follower has
-    been asked to end. Both are called on the leader's own threads. The constructor listens and `gather` accepts: no
-    follower can fail before the caller has arranged that `end` is called. Raises ClusterError where it cannot listen.
-    `events` are what followers tell planners.
+    `on_failure` is called when the instance must end, with a reason that is safe to show to clients; `on_drain` when a
+    follower was asked to end. Both are called on the leader's own threads. The constructor listens and
+    `wait_for_followers` accepts: no follower can fail before the caller has arranged that `end` is called. Raises
+    ClusterError where it cannot listen. `work_events` are the followers' events for planners.
     """
 
     def __init__(
@@ -77,168 +61,168 @@ class Leader:
         self._on_failure, self._on_drain = on_failure, on_drain
         self._followers = frozenset(range(1, options.num_processes))
         self._left_out: frozenset[int] = frozenset()
-        self._returning: RejoiningProcesses | None = None
+        self._rejoining: RejoiningProcesses | None = None
         self._channels: dict[int, Channel] = {}
-        self._said: dict[type, dict[int, messages.ToLeader]] = {
-            kind: {} for kind in (Hello, Checked, Loaded, Compiled, Ready)
+        self._received: dict[type, dict[int, messages.ToLeader]] = {
+            kind: {} for kind in (messages.Hello, messages.Checked, messages.Loaded, messages.Compiled, messages.Ready)
         }
         self._changed = threading.Condition()
         self._failure: str | None = None
         self._explained = threading.Event()
         self._ending = False
-        self._last_word: bytes | None = None
-        self._book, self._chain = Book(self._followers), Chain()
+        self._shutdown_message: bytes | None = None
+        self._digests, self._chain = StepDigests(self._followers), Chain()
         self._launched = (-1, 0.0)  # the last step this process has launched, and when
         self._reached = dict.fromkeys(self._followers, -1)  # the last step each follower is known to have launched
         self._ranks: dict[int, range] = {}
-        self.events = WorkEvents()
-        self._places: dict[int, int] = {}  # by process: its number among those that have begun
+        self.work_events = WorkEvents()
+        self._numbers: dict[int, int] = {}  # by process: its id among those that have started
         self._silence_s = options.starting_silence_s
-        self._forgiven = 0.0  # when this process was last found to have been suspended
+        self._resumed_at = 0.0  # when this process was last found to have been suspended
         credentials = credentials_of(read_key(options.cluster_key_file))
-        self._entrance = Entrance(options, credentials, self._admit)
+        self._listener = ControlListener(options, credentials, self._on_peer)
 
-    def gather(self) -> ClusterOptions:
-        """Waits until every follower has come and has the leader's fingerprint, then lets them begin.
+    def wait_for_followers(self) -> ClusterOptions:
+        """Waits until every follower has connected with the leader's fingerprint, then starts them.
 
-        Returns this process's place among those that begin: in a gang that takes the place of another one these are
-        all whose whole node has come when `cluster_return_timeout` is over. Otherwise, or where one of this process's
-        own node is missing, raises ClusterError when the time is over, with the missing processes. Raises it always
-        where fingerprints differ, or processes of one node run on several hosts.
+        Returns this process's options among the processes that start: in a group that replaces an earlier one, these
+        are the processes whose whole node has come within `cluster_return_timeout`. Otherwise, or where a process of
+        the leader's own node is missing, raises ClusterError at the timeout, naming the missing processes. Raises it
+        always where fingerprints differ, or processes of one node run on several hosts.
         """
-        address = self._entrance.address
-        self._entrance.open()
+        address = self._listener.address
+        self._listener.open()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         _log.info("waiting for %d processes at %s", len(self._followers), address)
         returning_s = self._options.cluster_return_timeout if self._generation.number else None
         timeout_s = returning_s or self._options.cluster_start_timeout
-        missing = self._wait_for(Hello, "to come", timeout_s)
+        missing = self._wait_for(messages.Hello, "to connect", timeout_s)
         if missing and (returning_s is None or missing & frozenset(self._options.node_of(LEADER))):
             raise self._fail(
-                f"{_processes(missing)} of {self._options.num_processes} did not come within {timeout_s:g} s "
+                f"{_processes(missing)} of {self._options.num_processes} did not connect within {timeout_s:g} s "
                 f"(listening at {address})"
             )
         return self._begin_without(missing)
 
     def _begin_without(self, missing: frozenset[int]) -> ClusterOptions:
-        """Lets the others begin, numbered anew where some are missing; these may come back."""
+        """Starts the others, renumbered where some are missing; these may rejoin later."""
         number = None
         missing = frozenset(other for process_id in missing for other in self._options.node_of(process_id))
         if not missing:
-            self._entrance.close()
+            self._listener.close()
         else:
-            _log.warning("going on without %s of %d", _processes(missing), self._options.num_processes)
+            _log.warning("starting without %s of %d", _processes(missing), self._options.num_processes)
             number = 1 + self._leave_out(missing)
-        self._places = {process_id: place for place, process_id in enumerate(sorted(self._followers), 1)}
-        for process_id, place in self._places.items():
-            begin = messages.Begin(self._generation, number, LEADER if number is None else place)
+        self._numbers = {process_id: number for number, process_id in enumerate(sorted(self._followers), 1)}
+        for process_id, new_id in self._numbers.items():
+            begin = messages.Begin(self._generation, number, LEADER if number is None else new_id)
             self._post(process_id, messages.encode(begin))
         return dataclasses.replace(self._options, num_processes=number or self._options.num_processes)
 
     def _leave_out(self, missing: frozenset[int]) -> int:
-        """Forgets processes that have not come, or have not said so; returns how many followers are left."""
+        """Drops processes that have not connected and sent Hello; returns the number of followers left."""
         with self._changed:
-            self._returning = RejoiningProcesses(self._options, self._fields, missing)
+            self._rejoining = RejoiningProcesses(self._options, self._fields, missing)
             self._left_out, self._followers = missing, self._followers - missing
             late = [self._channels.pop(process_id) for process_id in missing & self._channels.keys()]
-        self._book, self._reached = Book(self._followers), dict.fromkeys(self._followers, -1)
+        self._digests, self._reached = StepDigests(self._followers), dict.fromkeys(self._followers, -1)
         for channel in late:
-            channel.send(messages.encode(Wait()))
+            channel.send(messages.encode(messages.Wait()))
             channel.send_last(_TOO_LATE)
         return len(self._followers)
 
-    def checked(self, own: Mapping[str, Replaced]) -> dict[str, Replaced]:
-        """Waits until every follower has checked its kernels; returns what all processes replace, and tells them so.
+    def merge_kernel_checks(self, own: Mapping[str, KernelFallback]) -> dict[str, KernelFallback]:
+        """Waits until every follower has checked its kernels; returns and broadcasts what all processes replace.
 
         `own` is what the leader would replace.
         """
-        self._wait_for(Checked, "to check their kernels")
-        said = {p: m.replaced for p, m in self._said[Checked].items() if isinstance(m, Checked)}
-        replaced = agree({LEADER: own, **said})
-        self._broadcast(messages.encode(Checked(replaced)))
+        self._wait_for(messages.Checked, "to check their kernels")
+        others = {process_id: message.replaced for process_id, message in self._messages(messages.Checked).items()}
+        replaced = merge_fallbacks({LEADER: own, **others})
+        self._broadcast(messages.encode(messages.Checked(replaced)))
         return replaced
 
-    def loaded(self, fields: Fields) -> int:
-        """Waits until every follower has its weights; returns the number of cache pages that all have room for.
+    def wait_loaded(self, fields: Fields) -> int:
+        """Waits until every follower has its weights; returns the number of cache pages that all can hold.
 
         Raises ClusterError where a follower's fields differ from the leader's.
         """
-        self._wait_for(Loaded, "to load the weights")
-        said = {p: m for p, m in self._said[Loaded].items() if isinstance(m, Loaded)}
-        for process_id, message in sorted(said.items()):
+        self._wait_for(messages.Loaded, "to load the weights")
+        loaded = self._messages(messages.Loaded)
+        for process_id, message in sorted(loaded.items()):
             if error := self._compare(process_id, fields, message.fields):
                 raise error
-        return min((message.num_pages for message in said.values()), default=sys.maxsize)
+        return min((message.num_pages for message in loaded.values()), default=sys.maxsize)
 
     def transfer_addresses(self, own: str | None) -> tuple[str, ...]:
-        """Returns where each process lets other instances fetch pages, this one at `own`; empty where none does.
+        """Returns each process's address for other instances, this one's being `own`; empty where none has one.
 
-        Call it behind `loaded`. Raises ClusterError where some do and others do not, or two at the same address.
+        Call it after `wait_loaded`. Raises ClusterError where only some have one, or two have the same.
         """
-        others = {p: m.transfer_address for p, m in self._said[Loaded].items() if isinstance(m, Loaded)}
-        said = {LEADER: own or ""} | others
-        addresses = tuple(address for _, address in sorted(said.items()))
+        found = {LEADER: own or ""} | {p: m.transfer_address for p, m in self._messages(messages.Loaded).items()}
+        addresses = tuple(address for _, address in sorted(found.items()))
         if not any(addresses):
             return ()
-        if missing := frozenset(process_id for process_id, address in said.items() if not address):
-            raise self._fail(f"transfer_address: {_processes(missing)} has none, and others have; give each its own")
+        if missing := frozenset(process_id for process_id, address in found.items() if not address):
+            raise self._fail(f"transfer_address: {_processes(missing)} has none, but others have; set one for each")
         if len(set(addresses)) < len(addresses):
             raise self._fail(f"transfer_address: two processes have the same one: {', '.join(addresses)}")
         return addresses
 
-    def build(self, config: EngineConfig) -> None:
-        """Tells the followers the limits that all processes use."""
-        self._ranks = {process_id: config.ranks_of(place) for process_id, place in self._places.items()}
-        self._broadcast(messages.encode(Build(config)))
+    def send_limits(self, config: EngineConfig) -> None:
+        """Sends the followers the limits that all processes use."""
+        self._ranks = {process_id: config.ranks_of(number) for process_id, number in self._numbers.items()}
+        self._broadcast(messages.encode(messages.Build(config)))
 
-    def compiled(self, orders: Orders) -> None:
-        """Waits until every follower has compiled, and tells all so: they launch their programs for the first time.
+    def wait_compiled(self, orders: Orders) -> None:
+        """Waits until every follower has compiled, then makes all launch their programs for the first time.
 
         `orders` are those of the leader's programs. Raises ClusterError where a follower's programs launch collectives
-        in another order: XLA has chosen otherwise there, and the processes would wait for each other for ever.
+        in another order: XLA has scheduled them differently there, and the processes would hang.
         """
-        self._wait_for(Compiled, "to compile")
-        others = {p: m.orders for p, m in self._said[Compiled].items() if isinstance(m, Compiled)}
-        differ = {p: found for p, other in others.items() if (found := first_difference(orders, other)) is not None}
+        self._wait_for(messages.Compiled, "to compile")
+        others = self._messages(messages.Compiled)
+        differ = {p: found for p, m in others.items() if (found := first_difference(orders, m.orders)) is not None}
         if differ:
-            name, place = differ[min(differ)]
-            alike = frozenset(process_id for process_id, found in differ.items() if found == (name, place))
-            own = orders[name][place] if place < len(orders[name]) else "none"
+            name, index = differ[min(differ)]
+            alike = frozenset(process_id for process_id, found in differ.items() if found == (name, index))
+            own = orders[name][index] if index < len(orders[name]) else "none"
             raise self._fail(
                 f"{_processes(alike)} and process {LEADER} launch the collectives of {name} in different orders, and "
-                f"would hang: the first that differs is number {place + 1}, in process {LEADER} {own}; remove "
+                f"would hang: the first that differs is number {index + 1}, in process {LEADER} {own}; remove "
                 "instance-* and programs-* in --compilation_cache_dir on every host, so that all compile anew"
             )
-        self._broadcast(messages.encode(Compiled()))
+        self._broadcast(messages.encode(messages.Compiled()))
 
-    def ready(self) -> None:
-        """Waits until every follower has launched its programs, and tells all so; less silence is allowed then."""
-        self._wait_for(Ready, "to launch their programs for the first time")
-        self._broadcast(messages.encode(Started()))
+    def wait_ready(self) -> None:
+        """Waits until every follower has launched its programs, and tells all; less silence is allowed from then on."""
+        self._wait_for(messages.Ready, "to launch their programs for the first time")
+        self._broadcast(messages.encode(messages.Started()))
         self._silence_s = self._options.cluster_silence_timeout
-        if self._returning is not None:
-            self._returning.serve()
+        if self._rejoining is not None:
+            self._rejoining.on_serving()
 
     def send(self, command: StepCommand) -> None:
         """Sends each follower the part of a command that its ranks need, without waiting.
 
-        Raises ClusterError once the instance has failed, and fails it where a part is too long for a message.
+        Raises ClusterError once the instance has failed, and where a part is too long for a message, which ends the
+        instance.
         """
         self._check()
         for process_id, ranks in self._ranks.items():
             self._post(process_id, messages.encode(messages.step_of(command.part(ranks))))
 
-    def launched(self, number: int) -> None:
-        """Notes that this process has launched step `number`; every follower should do so soon."""
+    def on_launched(self, number: int) -> None:
+        """Records that this process has launched step `number`; every follower should do so soon."""
         self._launched = number, time.monotonic()
 
-    def results(self, number: int, results: list[np.ndarray]) -> None:
-        """Notes what this process has read of step `number`. Raises ClusterError once the instance has failed."""
-        self._diverged(self._book.lead(number, self._chain.add(number, results)), number)
+    def on_results(self, number: int, results: list[np.ndarray]) -> None:
+        """Records this process's results of step `number`. Raises ClusterError once the instance has failed."""
+        self._check_digest(self._digests.add_leader(number, self._chain.add(number, results)), number)
         self._check()
 
     def explain(self, error: Exception) -> Exception:
-        """Returns what to raise for an error of a step: the failure of the process that caused it, if one did.
+        """Returns what to raise for an error of a step: the failure of the process that caused it, if there is one.
 
         Waits for that failure at most `_EXPLANATION_S` seconds.
         """
@@ -246,100 +230,105 @@ class Leader:
         return error if self._failure is None else ClusterError(self._failure)
 
     def end(self, failure: str | None = None) -> None:
-        """Tells the followers to end, in order or because of `failure`, and waits until they have ended.
+        """Sends the followers a shutdown message, orderly or with a `failure`, and waits until they have ended.
 
-        The wait is at most `_LAST_WORD_S` seconds after a failure, else `_FAREWELL_S`. Silent followers are not
+        The wait is at most `_FAILURE_SHUTDOWN_S` seconds after a failure, else `_SHUTDOWN_S`. Silent followers are not
         waited for.
         """
-        self._entrance.close()
+        self._listener.close()
         with self._changed:
             self._ending = True
-            self._last_word = self._last_word or messages.encode(Stop(failure))
+            self._shutdown_message = self._shutdown_message or messages.encode(messages.Stop(failure))
             channels = self._all_channels()
         for channel in channels:
-            channel.send_last(self._last_word)
-        deadline = time.monotonic() + (_FAREWELL_S if failure is None else _LAST_WORD_S)
+            channel.send_last(self._shutdown_message)
+        deadline = time.monotonic() + (_SHUTDOWN_S if failure is None else _FAILURE_SHUTDOWN_S)
         with self._changed:
-            while self._someone_listens() and time.monotonic() < deadline:
+            while self._has_listeners() and time.monotonic() < deadline:
                 self._changed.wait(0.02)
 
-    def _someone_listens(self) -> bool:
-        """Returns whether a follower, or a process that is being let in, may still read the last message."""
-        heard_s = time.monotonic() - self._silence_s
-        listening = [c for c in self._all_channels() if not c.closed and c.last_heard_s >= heard_s]
-        return bool(listening) or self._entrance.is_busy
+    def _has_listeners(self) -> bool:
+        """Returns whether a follower, or a process in its handshake, may still read the shutdown message."""
+        since_s = time.monotonic() - self._silence_s
+        listening = [c for c in self._all_channels() if not c.closed and c.last_heard_s >= since_s]
+        return bool(listening) or self._listener.is_busy
 
     def _all_channels(self) -> list[Channel]:
-        """Returns the connections to followers, and to those that wait to become one."""
-        return [*self._channels.values(), *(self._returning.channels if self._returning is not None else ())]
+        """Returns the connections to followers, and to processes that wait to rejoin."""
+        return [*self._channels.values(), *(self._rejoining.channels if self._rejoining is not None else ())]
 
-    def _admit(self, process_id: int, wire: Wire, address: str) -> None:
-        """Lets a process in; one that comes while the instance ends is told why.
+    def _on_peer(self, process_id: int, wire: Wire, address: str) -> None:
+        """Admits an authenticated process; while the instance ends, it gets the shutdown message.
 
         Raises WireError where another process has the same id.
         """
-        if self._returning is not None and process_id in self._left_out and self._last_word is None:
-            self._returning.admit(process_id, wire)
+        if self._rejoining is not None and process_id in self._left_out and self._shutdown_message is None:
+            self._rejoining.admit(process_id, wire)
             return
         channel = Channel(
             wire,
             _heartbeat,
-            lambda body: self._take(process_id, body),
-            lambda end: self._lost(process_id, channel, end),
+            lambda body: self._on_message(process_id, body),
+            lambda end: self._on_disconnect(process_id, channel, end),
             self._options.heartbeat_s,
         )
         with self._changed:
-            last_word = self._last_word
+            last_word = self._shutdown_message
             known = self._channels.setdefault(process_id, channel) is not channel
         if known:
             refuse(wire, process_id)
         channel.start()
         if last_word is not None:
             channel.send_last(last_word)
-        _log.info("process %d has come from %s", process_id, address)
+        _log.info("process %d has connected from %s", process_id, address)
 
-    def _take(self, process_id: int, body: bytes) -> None:
+    def _on_message(self, process_id: int, body: bytes) -> None:
         if process_id in self._left_out:
             return
         message = messages.decode_for_leader(body)
         match message:
-            case Heartbeat():
+            case messages.Heartbeat():
                 self._reached[process_id] = message.launched
-            case Digest():
+            case messages.Digest():
                 self._reached[process_id] = max(self._reached[process_id], message.number)
-                self._diverged(self._book.follow(process_id, message.number, message.digest), message.number)
-            case Hello():
+                self._check_digest(
+                    self._digests.add_follower(process_id, message.number, message.digest), message.number
+                )
+            case messages.Hello():
                 if self._generation.is_over_for(message.last):
-                    self._fail(f"process {process_id} has been in {message.last}: {self._generation} is over")
+                    self._fail(f"process {process_id} was in {message.last} already: {self._generation} is over")
                 elif self._compare(process_id, self._fields, message.fields) is None:
                     _log.info("process %d is pid %d on %s", process_id, message.pid, message.host)
-                    if not self._strays(process_id, message.host):
-                        self._note(process_id, message)
-            case WorkEvent():
-                self.events.put(message.kind, self._places[process_id], message.body)
-            case Checked() | Loaded() | Compiled() | Ready():
-                self._note(process_id, message)
-            case Drain():
+                    if not self._spans_hosts(process_id, message.host):
+                        self._record(process_id, message)
+            case messages.WorkEvent():
+                self.work_events.publish(message.kind, self._numbers[process_id], message.body)
+            case messages.Checked() | messages.Loaded() | messages.Compiled() | messages.Ready():
+                self._record(process_id, message)
+            case messages.Drain():
                 _log.info("process %d asks to end: %s", process_id, message.reason)
                 self._on_drain(message.reason)
-            case FollowerFailed():
+            case messages.FollowerFailed():
                 _log.error("process %d: %s", process_id, message.text)
                 self._fail(f"process {process_id} has failed ({message.kind})")
 
-    def _note(self, process_id: int, message: messages.ToLeader) -> None:
+    def _messages[M](self, kind: type[M]) -> dict[int, M]:
+        """Returns the followers' messages of a type, by process."""
+        return {process_id: each for process_id, each in self._received[kind].items() if isinstance(each, kind)}
+
+    def _record(self, process_id: int, message: messages.ToLeader) -> None:
         with self._changed:
-            self._said[type(message)][process_id] = message
+            self._received[type(message)][process_id] = message
             self._changed.notify_all()
 
     def _compare(self, process_id: int, mine: Fields, theirs: Fields) -> ClusterError | None:
-        """Ends the instance where the fields differ; returns the error to raise, None where they agree."""
+        """Ends the instance where the fields differ; returns the error to raise, None where they are equal."""
         found = differences(mine, theirs, process_id)
         return self._fail(f"process {process_id} is not configured as process {LEADER}: {found}") if found else None
 
-    def _strays(self, process_id: int, host: str) -> bool:
+    def _spans_hosts(self, process_id: int, host: str) -> bool:
         """Returns whether another process of its node runs on another host; ends the instance if so."""
-        said = {p: m.host for p, m in self._said[Hello].items() if isinstance(m, Hello)}
-        hosts = {LEADER: socket.gethostname()} | said
+        hosts = {LEADER: socket.gethostname()} | {p: m.host for p, m in self._messages(messages.Hello).items()}
         other = next((p for p in self._options.node_of(process_id) if hosts.get(p, host) != host), None)
         if other is not None:
             self._fail(
@@ -350,14 +339,14 @@ class Leader:
             )
         return other is not None
 
-    def _diverged(self, process_id: int | None, number: int) -> None:
+    def _check_digest(self, process_id: int | None, number: int) -> None:
         if process_id is not None:
             self._fail(f"process {process_id} has other results than process {LEADER} in step {number}")
 
-    def _lost(self, process_id: int, channel: Channel, end: str) -> None:
-        """Ends the instance, unless the process had not said anything yet: it may have given up waiting, and return."""
+    def _on_disconnect(self, process_id: int, channel: Channel, end: str) -> None:
+        """Ends the instance, unless the process had not sent anything yet: it may have timed out, and come again."""
         with self._changed:
-            is_new = channel.closed and process_id not in self._said[Hello]
+            is_new = channel.closed and process_id not in self._received[messages.Hello]
             if is_new and self._channels.get(process_id) is channel:
                 del self._channels[process_id]
         if is_new:
@@ -366,25 +355,25 @@ class Leader:
             self._fail(f"process {process_id} {end}")
 
     def _watch(self) -> None:
-        """Looks for followers that are silent or late. Time in which this process was suspended does not count."""
+        """Checks followers' deadlines periodically. Time in which this process was suspended does not count."""
         interval = min(0.25, self._options.cluster_silence_timeout / 8)
         last = time.monotonic()
         while self._failure is None and not self._ending:
             time.sleep(interval)
             now = time.monotonic()
             late, last = now - last > interval + self._silence_s / 2, now
-            if self._returning is not None and (back := self._returning.due()):
+            if self._rejoining is not None and (back := self._rejoining.ready()):
                 verb = "has" if len(back) == 1 else "have"
-                self._fail(f"{_processes(back)} of {self._options.num_processes} {verb} come back: all start anew")
+                self._fail(f"{_processes(back)} of {self._options.num_processes} {verb} rejoined: all restart")
             elif late:
-                self._forgiven = now
-                self._book.forgive()
+                self._resumed_at = now
+                self._digests.reset_deadlines()
                 for channel in list(self._channels.values()):
-                    channel.forgive()
+                    channel.reset_silence()
             else:
-                self._judge(now)
+                self._check_deadlines(now)
 
-    def _judge(self, now: float) -> None:
+    def _check_deadlines(self, now: float) -> None:
         """Ends the instance where a follower is silent or late at `now`.
 
         `now` is read before, since this process may be suspended at any point, here too.
@@ -395,21 +384,21 @@ class Leader:
                 self._fail(f"process {process_id} has been silent for {limit:g} s: it hangs, or its host is gone")
         number, since = self._launched
         for process_id, reached in self._reached.items():
-            if reached < number and now - max(since, self._forgiven) > limit:
+            if reached < number and now - max(since, self._resumed_at) > limit:
                 self._fail(f"process {process_id} has not launched step {number} for {limit:g} s: it hangs")
-        if late := self._book.late(now - limit):
+        if late := self._digests.overdue(now - limit):
             self._fail(f"process {late[0]} has not reported step {late[1]} for {limit:g} s: it hangs")
 
     def _wait_for(self, kind: type, doing: str, timeout_s: float | None = None) -> frozenset[int]:
-        """Waits until all followers have said `kind`; returns those that have not when the time is over.
+        """Waits for a message of type `kind` from all followers; returns those without one at the timeout.
 
         Raises ClusterError once the instance has failed.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        said = self._said[kind]
+        received = self._received[kind]
         remind = time.monotonic() + _REMIND_S
         with self._changed:
-            while missing := self._followers - said.keys():
+            while missing := self._followers - received.keys():
                 self._check()
                 now = time.monotonic()
                 if deadline is not None and now >= deadline:
@@ -437,7 +426,7 @@ class Leader:
             raise ClusterError(self._failure)
 
     def _fail(self, reason: str) -> ClusterError:
-        """Ends the instance, unless an earlier reason does already; returns the error to raise."""
+        """Ends the instance, unless an earlier failure does already; returns the error to raise."""
         with self._changed:
             first, self._failure = self._failure is None, self._failure or reason
             self._changed.notify_all()
@@ -449,7 +438,7 @@ class Leader:
 
 
 def _heartbeat() -> bytes:
-    return messages.encode(Heartbeat())
+    return messages.encode(messages.Heartbeat())
 
 
 def _processes(ids: frozenset[int]) -> str:

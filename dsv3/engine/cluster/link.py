@@ -1,4 +1,4 @@
-"""The numbers of gangs, and what a follower and its supervisor send each other over a Unix socket. Imports no jax."""
+"""Incarnations of process groups, and the messages between a follower and its supervisor on a Unix socket. No jax."""
 
 import contextlib
 import hashlib
@@ -13,41 +13,41 @@ from dsv3.processes import frames
 
 
 class Incarnation(msgspec.Struct, frozen=True):
-    """One gang: the processes that start together and end together. One that is over can harm no later one.
+    """One process group: processes that start together and end together. A past one cannot disturb a later one.
 
-    `number` counts from 0 the gangs of a first front, and `front` is a random name of that front: another front, of a
-    server that was started again, counts anew.
+    `number` counts the groups of one API server 0 from 0, and `server` is a random name of that process: a restarted
+    server counts anew.
     """
 
     number: int = 0
-    front: str = ""
+    server: str = ""
 
     def __str__(self) -> str:
         return f"generation {self.number}"
 
     def is_over_for(self, last: "Incarnation | None") -> bool:
-        """Returns whether a process that was in generation `last` must have nothing to do with this one any more."""
-        return last is not None and last.front == self.front and last.number >= self.number
+        """Returns whether a process that was in generation `last` must not join this one."""
+        return last is not None and last.server == self.server and last.number >= self.number
 
     def secret(self, key: bytes) -> bytes:
-        """Returns the secret of this gang alone, made from the key of the instance.
+        """Returns the secret of this group alone, derived from the key of the instance.
 
-        jax's coordinator asks for certificates made from it. So a process that was late to leave an earlier gang cannot
-        say there that it is process 1 of this one.
+        jax's coordinator requires certificates made from it. So a process that is late to leave an earlier group cannot
+        join as process 1 of this one.
         """
-        return hmac.digest(key, f"generation {self.number} of {self.front}".encode(), hashlib.sha256)
+        return hmac.digest(key, f"generation {self.number} of {self.server}".encode(), hashlib.sha256)
 
 
 FIRST = Incarnation()
-"""The generation of processes that nobody numbers."""
+"""The generation of processes without a supervisor that counts."""
 
 LOAD = "dsv3.engine.cluster.start:load_model"
 
 
-class Follow(msgspec.Struct, frozen=True, tag=True):
-    """Follow the leader. `load` is "module:function" of what loads the parts of the engine.
+class FollowOrder(msgspec.Struct, frozen=True, tag=True):
+    """Follow the leader. `load` is "module:function" of the loader of the engine's components.
 
-    `last` is the generation that the process before has been in.
+    `last` is the generation of the process before.
     """
 
     cluster: ClusterOptions
@@ -57,12 +57,12 @@ class Follow(msgspec.Struct, frozen=True, tag=True):
     last: Incarnation | None = None
 
 
-class Pulse(msgspec.Struct, frozen=True, tag=True):
-    """The process runs: comes from a thread of its own, whatever the process does."""
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """The process runs: sent by a thread of its own, whatever the main thread does."""
 
 
-class Begun(msgspec.Struct, frozen=True, tag=True):
-    """The leader has let the process into this generation."""
+class JoinedGroup(msgspec.Struct, frozen=True, tag=True):
+    """The leader has admitted the process to this generation."""
 
     generation: Incarnation
 
@@ -71,17 +71,17 @@ class Serving(msgspec.Struct, frozen=True, tag=True):
     """All processes of the generation are ready."""
 
 
-class Waits(msgspec.Struct, frozen=True, tag=True):
-    """The others have gone on without the process: when it is told to end, the next gang starts, with this place."""
+class WaitsToRejoin(msgspec.Struct, frozen=True, tag=True):
+    """The others have started without the process: when it gets `Stop`, the next group starts, with this process."""
 
 
-class Alone(msgspec.Struct, frozen=True, tag=True):
-    """No leader was found in time, or the one found lets this process not in: there is no use in another try."""
+class NoLeader(msgspec.Struct, frozen=True, tag=True):
+    """No leader was found in time, or the leader refused this process: a restart would not help."""
 
 
-FromFollower = Pulse | Begun | Serving | Waits | Alone
+FromFollower = Alive | JoinedGroup | Serving | WaitsToRejoin | NoLeader
 
-_to_follower = msgspec.msgpack.Decoder(Follow)
+_to_follower = msgspec.msgpack.Decoder(FollowOrder)
 _from_follower: msgspec.msgpack.Decoder[FromFollower] = msgspec.msgpack.Decoder(FromFollower)
 _READ_BYTES = 2**16
 
@@ -94,27 +94,27 @@ class Link:
         self._lock = threading.Lock()
         self._splitter = frames.Splitter()
 
-    def send(self, message: Follow | FromFollower) -> None:
-        """Sends a message; one to a process that has gone is dropped."""
+    def send(self, message: FollowOrder | FromFollower) -> None:
+        """Sends a message; drops it if the other process has ended."""
         with self._lock, contextlib.suppress(OSError):
             self.connection.sendall(frames.encode(message))
 
-    def order(self) -> Follow | None:
-        """Waits for the supervisor's order; None when it has gone."""
+    def receive_order(self) -> FollowOrder | None:
+        """Waits for the supervisor's order; None when the supervisor has ended."""
         while received := self._receive():
             for body in self._splitter.add(received):
                 return _to_follower.decode(body)
         return None
 
     def events(self) -> list[FromFollower] | None:
-        """Returns what has come since, waiting for something to come; None when the follower has gone."""
+        """Waits for messages and returns them; None when the follower has ended."""
         received = self._receive()
         if not received:
             return None
         return [_from_follower.decode(body) for body in self._splitter.add(received)]
 
     def wait_for_end(self) -> None:
-        """Waits until the other process has gone."""
+        """Waits until the other process has ended."""
         while self._receive():
             pass
 

@@ -1,4 +1,4 @@
-"""What leader and followers send each other: `ToFollower`, `ToLeader`. Arrays travel as dtype, shape and bytes."""
+"""Messages between leader and followers: `ToFollower`, `ToLeader`. Arrays are encoded as dtype, shape and bytes."""
 
 import functools
 import math
@@ -12,7 +12,7 @@ from dsv3.config.engine import EngineConfig
 from dsv3.config.options import LEADER
 from dsv3.engine.cluster.link import FIRST, Incarnation
 from dsv3.engine.job import Command, JobKind, StepCommand
-from dsv3.engine.kernel_checks import Replaced
+from dsv3.engine.kernel_checks import KernelFallback
 
 # numpy makes the name of a dtype anew each time, which was two fifths of what a step's messages to 143 followers take.
 _NAMES = {np.dtype(name): name for name in ("bool", "int8", "uint8", "int16", "int32", "uint32", "int64", "float32")}
@@ -20,9 +20,9 @@ _MAX_DIMENSIONS = 8
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first message of a follower: the fields of its fingerprint, and where it runs: a node's are on one `host`.
+    """The first message of a follower: the fields of its fingerprint, and its host, which is the same for a whole node.
 
-    `last` is the generation that its place was in before, as far as its supervisor knows.
+    `last` is the generation of its predecessor, as far as its supervisor knows.
     """
 
     fields: dict[str, str]
@@ -32,9 +32,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """Every process has come and agrees: start jax and load the weights, as this generation.
+    """Every process has connected and agrees: start jax and load the weights, as this generation.
 
-    Where the others go on without some, `num_processes` of them do, and the one that reads this is `process_id`.
+    If some are missing, `num_processes` processes start, and the receiver is `process_id` among them.
     """
 
     generation: Incarnation = FIRST
@@ -43,26 +43,26 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
 
 
 class Wait(msgspec.Struct, frozen=True, tag=True):
-    """The others have gone on without this process: the next gang is formed with it, and it waits for the end of this.
+    """The others have started without this process: it waits for the end of their group, and joins the next one.
 
-    What it hears next is `Stop`.
+    Its next message is `Stop`.
     """
 
 
 class Checked(msgspec.Struct, frozen=True, tag=True):
-    """Operations whose kernels fail on a follower's devices; from the leader: what every process replaces.
+    """Fallbacks of the kernels that fail on a follower's devices; from the leader: those that every process applies.
 
-    It comes behind `Begin` where `--check_kernels` asks for it, before a process has its devices.
+    It follows `Begin` with `--check_kernels`, before a process has its devices.
     """
 
-    replaced: dict[str, Replaced]
+    replaced: dict[str, KernelFallback]
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     """A follower has its weights.
 
-    `fields` are those of the fingerprint that are known only now, `num_pages` the cache pages that each of its ranks
-    has room for. Other instances shall fetch pages at `transfer_address`, if anywhere.
+    `fields` are those of the fingerprint that depend on the weights, `num_pages` the cache pages that each of its ranks
+    can hold. Other instances fetch pages at `transfer_address`, if there is one.
     """
 
     fields: dict[str, str]
@@ -77,21 +77,21 @@ class Build(msgspec.Struct, frozen=True, tag=True):
 
 
 class Compiled(msgspec.Struct, frozen=True, tag=True):
-    """A follower has compiled; from the leader: every process has, and launches its programs for the first time.
+    """A follower has compiled; from the leader: every process has, launch all programs for the first time.
 
-    Processes meet in these launches, and what meets there does not wait as long as a compilation may take. A follower
-    says by program in which order it launches collectives (`dsv3.engine.cluster.digest.digests_of`).
+    Processes meet in collectives of these launches, whose timeouts are shorter than a compilation. A follower sends the
+    order of collectives of each program (`dsv3.engine.cluster.digest.order_digests`).
     """
 
     orders: dict[str, bytes] = {}
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """A follower can execute commands, and has launched each of its programs."""
+    """A follower has launched each of its programs and can execute commands."""
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """Every process is ready: from now on less silence is allowed."""
+    """Every process is ready: less silence is allowed from now on."""
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
@@ -102,33 +102,33 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class Digest(msgspec.Struct, frozen=True, tag=True):
-    """The digest of what a follower has read of the results up to step `number`."""
+    """The digest of a follower's results up to step `number`."""
 
     number: int
     digest: bytes
 
 
 class WorkEvent(msgspec.Struct, frozen=True, tag=True):
-    """What the follower's half of a kind of job reports to the planner, as the two encode it (`dsv3.engine.job`)."""
+    """An event from the follower's half of a kind of work to its planner, as the two encode it (`dsv3.engine.job`)."""
 
     kind: str
     body: bytes
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """The process lives and has nothing to say. `launched` is the last step that its main thread has launched."""
+    """Sent while there is nothing else to send. `launched` is the last step that the main thread has launched."""
 
     launched: int = -1
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """A follower was asked to end: finish what runs, then stop the instance."""
+    """A follower was asked to end: finish running requests, then stop the instance."""
 
     reason: str
 
 
 class FollowerFailed(msgspec.Struct, frozen=True, tag=True):
-    """A follower cannot go on. `kind` is fit for clients, `text` for the log."""
+    """A follower cannot continue. `kind` is safe to show to clients, `text` is for the log."""
 
     kind: str
     text: str
@@ -157,7 +157,7 @@ def _from_plain(kind: type, value: Any) -> Any:
 
 
 def _array(value: Any) -> np.ndarray:
-    """Returns the array, read-only, of a triple (dtype, shape, bytes). Raises ValueError where they do not fit."""
+    """Returns the array, read-only, of a triple (dtype, shape, bytes). Raises ValueError for an invalid one."""
     name, shape, data = value
     dtype = np.dtype(name) if isinstance(name, str) else None
     if dtype not in _NAMES:
@@ -175,12 +175,12 @@ _to_leader: msgspec.msgpack.Decoder[ToLeader] = msgspec.msgpack.Decoder(ToLeader
 
 
 def step_of(command: StepCommand) -> Step:
-    """Returns the message that carries a command."""
+    """Returns the message for a command."""
     return Step(command.number, [(kind, msgspec.Raw(_encoder.encode(job))) for kind, job in command.jobs])
 
 
 def command_of(step: Step, kinds: Sequence[JobKind]) -> StepCommand:
-    """Returns the command that a message carries; raises msgspec.MsgspecError for jobs that are not of these kinds."""
+    """Returns the command of a message; raises msgspec.MsgspecError for jobs that are not of these kinds."""
     types = {kind.name: kind.command for kind in kinds}
     jobs: list[tuple[str, Command]] = []
     for name, raw in step.jobs:

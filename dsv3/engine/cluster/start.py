@@ -1,4 +1,4 @@
-"""What leader and followers do alike on their way to an engine: jax over all processes, parts, limits."""
+"""The start of an engine over several processes, the same for leader and followers: jax, components, limits."""
 
 import ctypes
 import dataclasses
@@ -16,8 +16,8 @@ from dsv3.engine.build import load_components
 from dsv3.engine.cluster.link import FIRST, Incarnation
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.driver import started_devices
-from dsv3.engine.fingerprint import Fields, agreed, shaping
-from dsv3.engine.stored import NothingKept, ProgramStore, device_fields, program_store
+from dsv3.engine.fingerprint import Fields, matching_options, program_options
+from dsv3.engine.stored import NoProgramStore, ProgramStore, device_fields, program_store
 from dsv3.processes.certificates import IDENTITY, credentials_of
 from dsv3.processes.key_file import read_key
 
@@ -26,7 +26,7 @@ _CONNECT_S = 300
 
 
 class LoadComponents(Protocol):
-    """Makes the parts of an engine; called in every process, with jax started over all of them.
+    """Loads the components of an engine; called in every process, with jax started over all of them.
 
     The mesh has `num_nodes` nodes.
     """
@@ -35,14 +35,14 @@ class LoadComponents(Protocol):
 
 
 class Phases:
-    """Names and seconds of what has been done since the start."""
+    """Names and seconds of the phases of a start."""
 
     def __init__(self) -> None:
         self._started = self._last = time.monotonic()
         self._done: list[str] = []
 
     def end(self, name: str) -> None:
-        """Notes that the phase `name` is over."""
+        """Records the end of the phase `name`."""
         now = time.monotonic()
         self._done.append(f"{name} {now - self._last:.1f} s")
         self._last = now
@@ -52,15 +52,15 @@ class Phases:
 
 
 def load_model(model_dir: Path, options: EngineOptions, *, num_nodes: int) -> EngineComponents:
-    """Loads the parts of a real engine."""
+    """Loads the components of a real engine."""
     return load_components(model_dir, options, num_nodes=num_nodes, progress=False)
 
 
-def own_options(options: EngineOptions, cluster: ClusterOptions) -> EngineOptions:
+def process_options(options: EngineOptions, cluster: ClusterOptions) -> EngineOptions:
     """Returns the options of this process, where `options` are those of its host.
 
-    Further processes of a host let others fetch pages at the ports that follow the first one's. Raises ValueError where
-    there are too few.
+    Further processes of a host serve pages to other instances at the ports behind the first one's. Raises ValueError
+    where there are too few.
     """
     if options.transfer_address is None or cluster.local_id == 0:
         return options
@@ -69,15 +69,15 @@ def own_options(options: EngineOptions, cluster: ClusterOptions) -> EngineOption
 
 
 def start_jax(cluster: ClusterOptions, generation: Incarnation = FIRST) -> None:
-    """Joins this process's devices with those of the others of its generation, all of which are there already.
+    """Joins this process's devices with those of the other processes of its generation, which have all connected.
 
-    Processes of one host take equal shares of its GPUs; raises ValueError where that is not possible. On a CPU each has
+    Processes of one host take equal shares of its GPUs; raises ValueError where that is impossible. On a CPU each has
     devices of its own.
 
-    The coordinator listens at the given address alone, not at all of the host's. It and its clients show each other
-    certificates of the generation: without them one call of a stranger, or of a process that is late to leave an
-    earlier generation, would end every process. Its own failure detection is far slower than ours, and its preemption
-    service would take SIGTERM from us.
+    The coordinator listens at the given address alone, not at all of the host's. It and its clients authenticate each
+    other with certificates of the generation: without them one unauthenticated call, or a process that is late to leave
+    an earlier generation, would end every process. Its own failure detection is far slower than ours, and its
+    preemption service would take SIGTERM from us.
     """
     credentials = credentials_of(generation.secret(read_key(cluster.cluster_key_file)))
     jax.config.update("jax_enable_compilation_cache", False)  # see `dsv3.engine.stored`
@@ -98,26 +98,26 @@ def start_jax(cluster: ClusterOptions, generation: Incarnation = FIRST) -> None:
         verify_secure_credentials=True,
     )
     _log.info(
-        "%d devices on %d nodes, %d of them here",
+        "%d devices on %d nodes, %d of them in this process",
         *(len(started_devices()), cluster.num_nodes, jax.local_device_count()),
     )
 
 
-def kept_programs(
-    cluster: ClusterOptions, model_dir: Path, options: EngineOptions, parts: EngineComponents
-) -> ProgramStore | NothingKept:
-    """Returns where this process keeps its compiled programs; `parts.cfg` are the limits that all use."""
+def open_program_store(
+    cluster: ClusterOptions, model_dir: Path, options: EngineOptions, components: EngineComponents
+) -> ProgramStore | NoProgramStore:
+    """Returns this process's program store; `components.cfg` are the limits that all processes use."""
     key = read_key(cluster.cluster_key_file)
-    return program_store(model_dir, options, parts, key, shaping(cluster), cluster.process_id)
+    return program_store(model_dir, options, components, key, program_options(cluster), cluster.process_id)
 
 
-def loaded_fields(parts: EngineComponents) -> Fields:
-    """Returns what must be the same once the weights are loaded; the room for the cache may differ."""
-    return device_fields(parts) | agreed(parts.cfg)
+def loaded_fields(components: EngineComponents) -> Fields:
+    """Returns what must be equal once the weights are loaded; the size of the cache may differ."""
+    return device_fields(components) | matching_options(components.cfg)
 
 
 def own_gpus(cluster: ClusterOptions) -> list[int] | None:
-    """Returns which of the GPUs that this process sees it takes; None for all."""
+    """Returns which of the GPUs that this process sees it uses; None for all."""
     processes = cluster.processes_per_node
     gpus = 0 if processes == 1 or jax.config.jax_platforms == "cpu" else _visible_gpus()
     if gpus % processes:
@@ -137,7 +137,7 @@ def first_gpu(cluster: ClusterOptions) -> int | None:
 
 
 def _visible_gpus() -> int:
-    """Returns how many GPUs CUDA's driver shows this process, 0 without one; jax, once asked, would take them all."""
+    """Returns how many GPUs CUDA's driver shows this process, 0 without one; asking jax would allocate them all."""
     count = ctypes.c_int(0)
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -152,11 +152,13 @@ def _bind_address(coordinator: str) -> str:
     return f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
 
 
-def fitted(options: EngineOptions, model_dir: Path, given: ClusterOptions, cluster: ClusterOptions) -> EngineOptions:
-    """Returns the options for the processes of `cluster`, of those that were `given`; with jax started over them.
+def adapt_to_devices(
+    options: EngineOptions, model_dir: Path, given: ClusterOptions, cluster: ClusterOptions
+) -> EngineOptions:
+    """Returns the options for the processes of `cluster`, `given` those of the whole instance; jax must have started.
 
-    Each device that is left is a rank, or part of one, as before. It stores as many replicas of experts as before
-    where all experts fit so, else as few more as they need. Every process finds the same.
+    Each remaining device is a rank, or part of one, as before. It stores as many expert replicas as before where all
+    experts fit so, else as few more as they need. Every process computes the same.
     """
     if cluster.num_processes == given.num_processes:
         return options
@@ -165,12 +167,12 @@ def fitted(options: EngineOptions, model_dir: Path, given: ClusterOptions, clust
         experts = load_config(model_dir).n_routed_experts
         before = devices * given.num_processes // cluster.num_processes
         redundant = redundant_experts(experts, experts + redundant, before, devices)
-        _log.warning("%d devices are left of %d, with %d redundant experts", devices, before, redundant)
+        _log.warning("degraded: %d of %d devices, with %d redundant experts", devices, before, redundant)
     ranks = devices // options.tensor_parallel_size
     return dataclasses.replace(options, data_parallel_size=ranks, num_redundant_experts=redundant)
 
 
 def redundant_experts(experts: int, replicas: int, before: int, devices: int) -> int:
-    """Returns how many more replicas than experts to store on `devices` that are fewer than `before`."""
+    """Returns how many more replicas than experts to store on `devices`, fewer than the `before` they were."""
     per_device = max(replicas // before, -(-experts // devices))
     return per_device * devices - experts

@@ -1,7 +1,7 @@
-"""Keeps a follower running on its host: starts its process, and another one when it dies or hangs. Imports no jax.
+"""Keeps a follower running on its host: starts its process, and restarts it when it dies or hangs. No jax.
 
 The processes of an instance start together and end together: when one dies, each of the others ends by itself or is
-killed by its supervisor, and all supervisors start the next generation. On the leader's host the first front does this
+killed by its supervisor, and all supervisors start the next generation. On the leader's host API server 0 does this
 (`dsv3.server.engine.supervisor`).
 """
 
@@ -14,17 +14,26 @@ import time
 from collections.abc import Iterator
 
 from dsv3.config.options import ClusterOptions
-from dsv3.engine.cluster.link import Alone, Begun, Follow, FromFollower, Incarnation, Link, Serving, Waits
+from dsv3.engine.cluster.link import (
+    FollowOrder,
+    FromFollower,
+    Incarnation,
+    JoinedGroup,
+    Link,
+    NoLeader,
+    Serving,
+    WaitsToRejoin,
+)
 from dsv3.processes.child import KILLED_S, Deaths, LinkedChild, RestartPolicy
 
 _log = logging.getLogger("dsv3.cluster")
-_LOOK_S = 0.25
+_POLL_S = 0.25
 _CHILD = "dsv3.engine.cluster.child"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Child:
-    """A follower's process, from its start on, with what is known of it. It waits until it is told to `follow`."""
+    """A follower's process, from its start on, and its state. It waits for an order to follow."""
 
     def __init__(self) -> None:
         self.process = LinkedChild(_CHILD)
@@ -35,53 +44,53 @@ class Child:
 
     @property
     def is_up(self) -> bool:
-        """Whether it serves, or waits to be in the next gang of those that do."""
+        """Whether it serves, or waits to join the next group."""
         return self.is_serving or self.is_waiting
 
     def read(self) -> None:
-        """Takes what it has said; `has_ended` says whether it has gone."""
+        """Processes its messages; sets `has_ended` when it has ended."""
         events = self.link.events()
         self.has_ended = events is None
         self.last_heard_s = time.monotonic()
         for each in events or []:
-            self._take(each)
+            self._on_event(each)
 
     def end(self, patience_s: float = 0.0) -> int | None:
         """Ends the process, by force after `patience_s` seconds; returns its status, None where it does not end."""
         status = self.process.end(patience_s, KILLED_S)
         self.link.connection.close()
         if status is None:
-            _log.error("pid %d is there %.0f s after kill -9", self.process.pid, KILLED_S)
+            _log.error("pid %d still exists %.0f s after kill -9", self.process.pid, KILLED_S)
         return status
 
-    def _take(self, events: FromFollower) -> None:
-        match events:
-            case Begun(generation):
+    def _on_event(self, event: FromFollower) -> None:
+        match event:
+            case JoinedGroup(generation):
                 self.generation = generation
             case Serving():
                 self.is_serving = True
-            case Waits():
+            case WaitsToRejoin():
                 self.is_waiting = True
-            case Alone():
+            case NoLeader():
                 self.is_alone = True
 
 
 class Supervisor:
-    """Runs the follower of `order`; without a `policy` its first death is the last.
+    """Runs the follower of `order`; without a `policy` it is not restarted.
 
-    A process is taken for hanging after as much silence as the leader would allow it.
+    A process counts as hung after as much silence as the leader would allow it.
     """
 
-    def __init__(self, order: Follow, policy: RestartPolicy | None) -> None:
+    def __init__(self, order: FollowOrder, policy: RestartPolicy | None) -> None:
         self._order, self._cluster = order, order.cluster
         self._deaths = None if policy is None else Deaths(policy)
         self._spare: Child | None = None
         self._has_served = False
-        self._asked = 0  # signals that ask for the end
+        self._end_signals = 0  # SIGTERM and SIGINT received
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> int:
-        """Returns the status of the process that was not followed by another one: 0 after an orderly end.
+        """Returns the status of the last process: 0 after an orderly end.
 
         It is 1 where a process does not end: the next one could not have its devices.
         """
@@ -96,17 +105,17 @@ class Supervisor:
     def _run(self, signals: socket.socket) -> int:
         while True:
             child = self._next()
-            status = self._attend(child, signals)
+            status = self._wait_for_exit(child, signals)
             if status is None:
                 return 1
-            if not self._goes_on(child, status):
+            if not self._should_restart(child, status):
                 return abs(status)
             last = child.generation or self._order.last
-            _log.warning("process %d is started anew (it had status %d)", self._cluster.process_id, status)
-            self._order = Follow(self._cluster, self._order.model_dir, self._order.engine, self._order.load, last)
+            _log.warning("restarting process %d (it exited with status %d)", self._cluster.process_id, status)
+            self._order = FollowOrder(self._cluster, self._order.model_dir, self._order.engine, self._order.load, last)
 
     def _next(self) -> Child:
-        """Starts the next process, or takes the one that waits, and tells it to follow."""
+        """Starts the next process, or takes the standby one, and sends it the order."""
         child, self._spare = self._spare or self._start(), None
         child.last_heard_s = time.monotonic()
         child.link.send(self._order)
@@ -117,26 +126,26 @@ class Supervisor:
         self._selector.register(child.link.connection, selectors.EVENT_READ, child)
         return child
 
-    def _attend(self, child: Child, signals: socket.socket) -> int | None:
+    def _wait_for_exit(self, child: Child, signals: socket.socket) -> int | None:
         """Watches the process until it has ended, and returns its status; None where it does not end."""
-        looked = time.monotonic()
+        polled = time.monotonic()
         while not child.has_ended:
-            for key, _ in self._selector.select(_LOOK_S):
+            for key, _ in self._selector.select(_POLL_S):
                 if key.fileobj is signals:
-                    self._pass_on(child, signals)
+                    self._forward_signals(child, signals)
                 else:
                     self._read(key.data)
             now, limit = time.monotonic(), _allowed_silence_s(self._cluster, child)
-            if now - looked > _LOOK_S + limit / 2:  # this process was suspended, and the other one maybe too
+            if now - polled > _POLL_S + limit / 2:  # this process was suspended, and the other one possibly too
                 child.last_heard_s = now
             elif now - child.last_heard_s > limit:
                 _log.error("process %d has been silent for %g s: it hangs", self._cluster.process_id, limit)
                 self._forget(child)
                 return child.end()
-            looked = now
-        with contextlib.suppress(BlockingIOError):  # signals that came with its end are not for the next process
-            self._pass_on(child, signals)
-        return child.end(_LOOK_S)
+            polled = now
+        with contextlib.suppress(BlockingIOError):  # signals during its end are not for the next process
+            self._forward_signals(child, signals)
+        return child.end(_POLL_S)
 
     def _read(self, child: Child) -> None:
         was_up = child.is_up
@@ -152,23 +161,23 @@ class Supervisor:
         self._selector.unregister(child.link.connection)
         if child is self._spare:
             self._spare = None
-            child.end(_LOOK_S)
+            child.end(_POLL_S)
 
-    def _pass_on(self, child: Child, signals: socket.socket) -> None:
+    def _forward_signals(self, child: Child, signals: socket.socket) -> None:
         for number in signals.recv(16):
-            self._asked += 1
+            self._end_signals += 1
             child.process.signal(number)
 
-    def _goes_on(self, child: Child, status: int) -> bool:
-        """Returns whether another process follows one that has ended.
+    def _should_restart(self, child: Child, status: int) -> bool:
+        """Returns whether another process replaces one that has ended.
 
-        A generation that nobody was served by is not tried again, unless another one had been: the reason for its end
-        is in the settings or on the disks. One that others serve in is waited for.
+        A generation that never served is not retried, unless an earlier one had served: the cause is in the settings or
+        on the disks. A process joins a generation that serves already.
         """
-        if status == 0 or self._deaths is None or child.is_alone or self._asked > 1:
+        if status == 0 or self._deaths is None or child.is_alone or self._end_signals > 1:
             return False
         was_up = self._has_served or child.is_waiting or (child.generation is not None and child.generation.number > 0)
-        if not was_up or (self._asked and child.generation is None):
+        if not was_up or (self._end_signals and child.generation is None):
             return False
         if (too_many := self._deaths.note()) is not None:
             _log.error("process %d %s", self._cluster.process_id, too_many)
@@ -181,7 +190,7 @@ def _allowed_silence_s(cluster: ClusterOptions, child: Child) -> float:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[socket.socket]:
-    """Gives a socket that has a byte for each signal that asks for the end."""
+    """Yields a socket that receives a byte for each SIGTERM and SIGINT."""
     reader, writer = socket.socketpair()
     for end in (reader, writer):
         end.setblocking(False)

@@ -1,8 +1,8 @@
-"""What lives on the devices of this process, as workers of jobs see it; and the first launches of all programs there.
+"""Arrays on the devices of this process, as workers of jobs use them; and the first launches of all programs.
 
-The first launch of a program on a GPU loads its kernels, and makes the communicators that it needs; the second records
-its graphs. So each is launched on padding before the first request. A program that cannot run fails here, by its name,
-and no client meets it.
+The first launch of a program on a GPU loads its kernels and makes the communicators that it needs; the second records
+its CUDA graphs. So each program is launched on padding before the first request. One that cannot run fails here, by its
+name, and not in a request.
 """
 
 import functools
@@ -16,21 +16,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3.engine.device.layout import Layout
-from dsv3.engine.device.pool import beside_pool
+from dsv3.engine.device.pool import memory_outside_pool
 from dsv3.engine.device.programs import Key, Programs, ProgramSpec
 from dsv3.engine.memory import GB
 
 _log = logging.getLogger(__name__)
 _LAUNCHES = 2
-_LIMIT_S = 300.0  # as long as the front waits for a step; making the communicators of 144 GPUs is part of the first
+_LIMIT_S = 300.0  # as long as API servers wait for a step; the first launch makes the communicators of 144 GPUs
 _REMIND_S = 30.0
 
 
 class Forward(NamedTuple):
-    """What a forward program leaves for the sampler, and what is left of that for a drafter.
+    """What a forward program leaves for the sampler, and the sampler for a drafter.
 
     Shapes are one rank's. A prefill leaves its `batch` (tokens, chunks) too, and `hidden` of all its tokens. `tokens`
-    are what was sampled, once that is done.
+    are the sampled ones, None before sampling.
     """
 
     slots: Any  # [B] int32
@@ -43,8 +43,8 @@ class Forward(NamedTuple):
 class Devices:
     """Parameters, page pools and decode state of all ranks, and the programs over them.
 
-    `decoded` and `prefilled` are what decode and prefill leave behind within a step: for a sampler that waits for
-    masks, and for a drafter. `adjust` is the state of requests that change their logits, None before the first of them.
+    `decoded` and `prefilled` are what decode and prefill leave within a step: for a sampler that waits for bitmasks,
+    and for a drafter. `adjust` is the state of requests with logit adjustments, None before the first of them.
     """
 
     def __init__(self, layout: Layout, params: Any, programs: Programs) -> None:
@@ -56,7 +56,7 @@ class Devices:
 
     @functools.cached_property
     def pages(self) -> Any:
-        """The page pools. They are made when they are first asked for: what compiles before has their room."""
+        """The page pools, allocated at their first use: what compiles before can use their memory."""
         return self.zeros(self.layout.pages)
 
     @functools.cached_property
@@ -65,11 +65,11 @@ class Devices:
         return self.zeros(self.layout.state)
 
     def allocate(self) -> None:
-        """Makes page pools and decode state, if they are not there yet."""
+        """Allocates page pools and decode state, if they are not yet."""
         _ = self.pages, self.state
 
     def delete(self) -> None:
-        """Gives the memory of all arrays back at once, whatever still refers to them; nothing runs here any more."""
+        """Frees the memory of all arrays at once, whatever still refers to them; nothing can run here afterwards."""
         made = [self.__dict__.get(name) for name in ("pages", "state")]
         for array in jax.tree.leaves((self.params, made, self.adjust, list(self._unused.values()))):
             array.delete()
@@ -84,10 +84,10 @@ class Devices:
         shape = (layout.cfg.num_ranks, *array.shape[1:])
         return jax.make_array_from_process_local_data(layout.rank_sharding, array, shape)
 
-    def put_some(self, parts: Mapping[int, np.ndarray], shape: tuple[int, ...], dtype: Any) -> Any:
-        """Returns an array over all ranks of which only the ranks in `parts` matter; each part is of `shape`.
+    def put_ranks(self, parts: Mapping[int, np.ndarray], shape: tuple[int, ...], dtype: Any) -> Any:
+        """Returns an array over all ranks with `parts` by rank, each of `shape`, and zeros for the other ranks.
 
-        The others' are zeros, which stay on their devices from call to call.
+        The zeros stay on their devices from call to call.
         """
         layout = self.layout
         shape = (layout.cfg.num_ranks, *shape)
@@ -101,7 +101,7 @@ class Devices:
             )
         return jax.make_array_from_single_device_arrays(shape, layout.rank_sharding, arrays)
 
-    def of_ranks(self, array: jax.Array, ranks: Iterable[int]) -> list[jax.Array]:
+    def rank_shards(self, array: jax.Array, ranks: Iterable[int]) -> list[jax.Array]:
         """Returns the parts `[1, ...]` of `ranks` of an array over all ranks, each from one device."""
         parts = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
         return [parts[rank] for rank in ranks]
@@ -115,14 +115,14 @@ class Devices:
     def zeros(self, shapes: Any) -> Any:
         """Returns arrays of zeros."""
         leaves, structure = jax.tree.flatten(shapes)
-        return jax.tree.unflatten(structure, _making(tuple(leaves))())
+        return jax.tree.unflatten(structure, _zeros_program(tuple(leaves))())
 
 
 @functools.lru_cache(maxsize=16)
-def _making(shapes: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[[], list[jax.Array]]:
-    """Returns the program that makes arrays of zeros: one of all, as one of each takes 30 ms to compile."""
-    places = [shape.sharding for shape in shapes]
-    return jax.jit(lambda: [jnp.zeros(shape.shape, shape.dtype) for shape in shapes], out_shardings=places)
+def _zeros_program(shapes: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[[], list[jax.Array]]:
+    """Returns the program that makes arrays of zeros: one for all, since each takes 30 ms to compile."""
+    where = [shape.sharding for shape in shapes]
+    return jax.jit(lambda: [jnp.zeros(shape.shape, shape.dtype) for shape in shapes], out_shardings=where)
 
 
 def first_launch_is_slower(platform: str) -> bool:
@@ -131,31 +131,31 @@ def first_launch_is_slower(platform: str) -> bool:
 
 
 def launch_all(devices: Devices, keys: Iterable[Key]) -> None:
-    """Launches each program twice, and waits for it; every process of an instance does so in the same order.
+    """Launches each program twice and waits for it; every process of an instance does so in the same order.
 
-    What the padding of `ProgramSpec` says no launch writes to pages, and their decode state is one of their own, which
-    goes with them. Raises RuntimeError, with the name of the program, for one that fails or does not end.
+    With the padding of `ProgramSpec` no launch writes to pages; the decode state is a temporary one. Raises
+    RuntimeError, with the name of the program, for one that fails or does not end.
     """
     layout, started = devices.layout, time.monotonic()
     shapes = jax.tree.leaves((layout.params, layout.pages, layout.state))
     arrays = jax.tree.leaves((devices.params, devices.pages, devices.zeros(layout.state)))
     live = dict(zip(map(id, shapes), arrays, strict=True))
-    keys, before = list(keys), beside_pool(layout.mesh.local_devices)
+    keys, before = list(keys), memory_outside_pool(layout.mesh.local_devices)
     for key in keys:
         try:
             _launch(devices, devices.programs.spec(key), live)
         except Exception as error:
             raise RuntimeError(f"the program {key} fails when it is launched for the first time: {error}") from error
-    devices.params, devices.pages = _found((layout.params, layout.pages), live)
+    devices.params, devices.pages = _arrays_for((layout.params, layout.pages), live)
     _log.info("launched %d programs %d times in %.1f s", len(keys), _LAUNCHES, time.monotonic() - started)
-    after = beside_pool(layout.mesh.local_devices)
+    after = memory_outside_pool(layout.mesh.local_devices)
     if before is not None and after is not None:
-        text = "GPU memory beside jax's pool, of CUDA, NCCL and kernels: %.2f GB before these launches, %.2f GB after"
+        text = "GPU memory outside jax's pool (CUDA, NCCL, kernels): %.2f GB before these launches, %.2f GB after"
         _log.info(text, before / GB, after / GB)
 
 
 def _launch(devices: Devices, spec: ProgramSpec, live: dict[int, Any]) -> None:
-    """Launches a program, and takes what it gives for its donated arguments into `live`."""
+    """Launches a program, and puts its results for donated arguments into `live`."""
     program, known = devices.programs.get(spec.key), dict(live)
     given: list[Any] = []
     for number, argument in enumerate(spec.arguments):
@@ -164,22 +164,22 @@ def _launch(devices: Devices, spec: ProgramSpec, live: dict[int, Any]) -> None:
             filled = spec.padding.get(number, 0)
             fills = jax.tree.leaves(jax.tree.broadcast(filled(*given) if callable(filled) else filled, argument))
             known |= {id(shape): _put(devices, shape, fill) for shape, fill in zip(shapes, fills, strict=True)}
-        given.append(_found(argument, known))
+        given.append(_arrays_for(argument, known))
     donated = [id(shape) for number in spec.donated for shape in jax.tree.leaves(spec.arguments[number])]
     for _ in range(_LAUNCHES):
-        results = jax.tree.leaves(program(*_found(spec.arguments, known)))
+        results = jax.tree.leaves(program(*_arrays_for(spec.arguments, known)))
         _wait(results, spec.key)
         known |= zip(donated, results, strict=False)
     live |= {name: known[name] for name in donated if name in live}
 
 
-def _found(shapes: Any, arrays: dict[int, Any]) -> Any:
-    """Returns the arrays in the places of their shapes."""
+def _arrays_for(shapes: Any, arrays: dict[int, Any]) -> Any:
+    """Returns the arrays in place of their shapes."""
     return jax.tree.map(lambda shape: arrays[id(shape)], shapes)
 
 
 def _put(devices: Devices, shape: jax.ShapeDtypeStruct, fill: Any) -> Any:
-    """Returns an argument of a program that is filled with what broadcasts to it."""
+    """Returns an argument of a program, filled with a value that broadcasts to it."""
     layout = devices.layout
     if shape.sharding != layout.rank_sharding:
         return np.array(np.broadcast_to(fill, shape.shape), shape.dtype)  # the same in every process
@@ -188,7 +188,7 @@ def _put(devices: Devices, shape: jax.ShapeDtypeStruct, fill: Any) -> Any:
 
 
 def _wait(results: list[Any], key: Key) -> None:
-    """Waits until the devices of this process are done. Raises RuntimeError where they fail, or do not end."""
+    """Waits until the devices of this process are done. Raises RuntimeError where they fail, or time out."""
     started = remind = time.monotonic()
     while not all(array.is_ready() for array in results):
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""Starts jax's devices, and says of a machine on which its plugin for GPUs does not start what to change."""
+"""Starts jax's devices; where its GPU plugin does not start, the error says what to change on this machine."""
 
 import importlib.util
 import os
@@ -19,20 +19,20 @@ _ON_PURPOSE = "To run on the CPU on purpose, set JAX_PLATFORMS=cpu"
 
 
 def started_devices() -> list[jax.Device]:
-    """Returns jax's devices, started now if they are not yet.
+    """Returns jax's devices, starting them if necessary.
 
-    Raises ValueError where jax cannot start, and where it has the CPU alone on a machine with a GPU and JAX_PLATFORMS
-    does not ask for that. A model would load into the host's memory and crawl, and only a line of the log say why.
+    Raises ValueError where jax cannot start, and where it has only a CPU on a machine with a GPU, unless JAX_PLATFORMS
+    asks for that: a model would load into the host's memory and run slowly, with nothing but a log line to explain it.
     """
     try:
         devices = jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the latter, without a text, where no asked platform is left
-        said = "; ".join(filter(None, (str(error), plugin_troubles()))) or "it gives no reason"
-        asked = f" with JAX_PLATFORMS={jax.config.jax_platforms}" if jax.config.jax_platforms else ""
-        raise ValueError(f"jax does not start{asked} ({said}). {_machine()}. {_ON_PURPOSE}") from error
+    except (RuntimeError, AssertionError) as error:  # the latter, without a text, where no requested platform is left
+        reason = "; ".join(filter(None, (str(error), plugin_troubles()))) or "it gives no reason"
+        platforms = f" with JAX_PLATFORMS={jax.config.jax_platforms}" if jax.config.jax_platforms else ""
+        raise ValueError(f"jax does not start{platforms} ({reason}). {_machine()}. {_ON_PURPOSE}") from error
     if devices[0].platform == "cpu" and not jax.config.jax_platforms and (driver_version() is not None or _has_files()):
-        said = plugin_troubles() or "jax gives no reason here"
-        raise ValueError(f"jax runs on the CPU ({said}). {_machine()}. {_ON_PURPOSE}")
+        reason = plugin_troubles() or "jax gives no reason here"
+        raise ValueError(f"jax runs on the CPU ({reason}). {_machine()}. {_ON_PURPOSE}")
     return devices
 
 
@@ -74,7 +74,7 @@ def _advice(version: str, files: bool, installed: Sequence[tuple[str, str, int]]
         return "There is no /dev/nvidia0 here: give the container its GPUs (docker run --gpus all)"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     unset = "" if hidden is None else f"CUDA_VISIBLE_DEVICES is {hidden!r}; unset it. "
-    return f"{unset}See that the extra {extra} is whole, with CUDA's libraries: {_install(extra)}"
+    return f"{unset}Reinstall the extra {extra} with CUDA's libraries: {_install(extra)}"
 
 
 def _install(extra: str) -> str:

@@ -1,13 +1,13 @@
-"""Shapes and places of everything on the devices, and programs over them; holds no array, so it needs no device.
+"""Shapes and shardings of everything on the devices, and programs over them; holds no array, so it needs no device.
 
-An instance leaves multiprocessors to transfers: one number for its kernels, NCCL and `launch.plan`. In an overlapped
+An instance reserves multiprocessors for transfers: one number for its kernels, NCCL and `launch.plan`. In an overlapped
 step (`dsv3.model.schedules`) transfers run beside kernels. NCCL's are kernels themselves, one thread block per channel,
-and each of ours fills a multiprocessor. So ours leave as many multiprocessors as NCCL may have channels, and
-communicators whose transfers are under way at once divide these. All programs of an instance have the same numbers:
-they share NCCL's communicators, which keep what the first program that runs says.
+and each of our kernels fills a multiprocessor. So ours leave as many multiprocessors as NCCL may have channels, and
+communicators whose transfers are in flight at once divide these. All programs of an instance have the same numbers:
+they share NCCL's communicators, which keep the setting of the first program that runs.
 
-Prefill gets what DeepSeek's does: 24 of 132 (its profile: 108 compute). Decode over 144 GPUs sends 70 MB per layer in
-an estimated 1.35 ms, 52 GB/s. A channel is taken to carry 15 GB/s, so 8 are twice that. Nothing of it has been
+Prefill reserves what DeepSeek's does: 24 of 132 (its profile: 108 compute). Decode over 144 GPUs sends 70 MB per layer
+in an estimated 1.35 ms, 52 GB/s. A channel is assumed to carry 15 GB/s, so 8 are twice that. None of this has been
 measured.
 """
 
@@ -26,7 +26,7 @@ from dsv3.config.engine import EngineConfig, ForwardProgram
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.device import state as device_state
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.device.ragged import HEADER
+from dsv3.engine.device.state import HEADER
 from dsv3.kv_cache.layout import pool
 from dsv3.model.batch import AttentionForm
 from dsv3.model.forms import applies
@@ -37,17 +37,17 @@ from sharding.mesh import RANK_SPEC, rank_sharding
 from sharding.processes import on_every_rank, spans_processes
 
 PREFILL_RESERVE = 24
-"""Multiprocessors that an instance leaves to transfers if it has overlapped prefill steps."""
+"""Multiprocessors that an instance with overlapped prefill steps reserves for transfers."""
 
 DECODE_RESERVE = 8
-"""The same of an instance whose decode steps alone overlap."""
+"""The same for an instance that overlaps decode steps only."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Reserve:
-    """Which programs of an instance leave multiprocessors to transfers, and the multiprocessors of these programs.
+    """Which programs of an instance reserve multiprocessors for transfers, and how many.
 
-    `overlapped` has kind and size of each; transfers of at most `communicators` are under way at once in one.
+    `overlapped` has kind and size of each; at most `communicators` have transfers in flight at once in one of them.
     """
 
     beside_transfers: Multiprocessors
@@ -56,12 +56,12 @@ class Reserve:
 
     @property
     def channels(self) -> int:
-        """NCCL's channels of each communicator; 0, which leaves them to NCCL, if nothing is left to transfers."""
+        """NCCL's channels of each communicator; 0, which leaves them to NCCL, if nothing is reserved."""
         reserved = self.beside_transfers.reserved
         return max(1, reserved // self.communicators) if reserved else 0
 
     def of(self, kind: str, size: int) -> Multiprocessors:
-        """Returns the multiprocessors that the kernels of a program take, and leave to transfers."""
+        """Returns the multiprocessors of a program's kernels, and those it reserves for transfers."""
         own = self.beside_transfers
         return own if (kind, size) in self.overlapped else dataclasses.replace(own, reserved=0)
 
@@ -82,14 +82,14 @@ def reserve(cfg: EngineConfig, overlaps: Callable[[ForwardProgram], int] | None,
 
 
 Gathered = Literal["none", "last", "all"]
-"""Which results of a program every process can read, where there are several: none, a copy of the last one, or all."""
+"""Which results of a program every process can read in an instance of several: none, a copy of the last, or all."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Watch:
-    """Counters on the devices that every forward pass changes: int32 `[size]` per rank.
+class ForwardCounters:
+    """Counters on the devices that every forward pass updates: int32 `[size]` per rank.
 
-    `update(counters, result, program)` gives them after a pass whose number in `EngineConfig.forward_programs` is
+    `update(counters, result, program)` returns them after a pass whose number in `EngineConfig.forward_programs` is
     `program`.
     """
 
@@ -100,44 +100,51 @@ class Watch:
 class Layout:
     """Shapes of parameters, page pools and decode state of all ranks, and how a program is mapped over them.
 
-    Arrays have a leading rank axis, except for parameters, whose shapes `parts` gives with their shardings. `watches`
-    are the counters that forward passes change, by name.
+    Arrays have a leading rank axis, except for parameters, whose shapes and shardings are those of `components`.
+    `forward_counters` are the counters that forward passes update, by name.
     """
 
-    def __init__(self, parts: EngineComponents, watches: Mapping[str, Watch]) -> None:
-        self.functions, self.model_cfg, self.cfg, self.mesh = parts.functions, parts.model_cfg, parts.cfg, parts.mesh
-        self.watches, self.takes_grammars = watches, parts.takes_grammars
+    def __init__(self, components: EngineComponents, forward_counters: Mapping[str, ForwardCounters]) -> None:
+        self.functions, self.model_cfg, self.cfg, self.mesh = (
+            components.functions,
+            components.model_cfg,
+            components.cfg,
+            components.mesh,
+        )
+        self.forward_counters, self.takes_grammars = forward_counters, components.takes_grammars
         self.rank_sharding, self.spans_processes = rank_sharding(self.mesh), spans_processes(self.mesh)
-        self.params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), parts.params)
+        self.params = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), components.params
+        )
         one = pool(self.model_cfg, self.cfg.cache_dtype, self.cfg.num_pages)
         self.pages = jax.tree.map(lambda leaf: self.array(*leaf.shape, dtype=leaf.dtype), one)
-        sizes = {name: watch.size for name, watch in watches.items()}
+        sizes = {name: watch.size for name, watch in forward_counters.items()}
         self.state = self.sharded(device_state.decode_state_shapes(self.cfg, sizes))
         self.reserve = reserve(self.cfg, self.functions.overlaps, gpus.multiprocessors(self.mesh.devices.flat[0]))
 
     @property
     def platform(self) -> str:
-        """What the devices are: `cpu` or `cuda`."""
+        """The devices' platform: `cpu` or `cuda`."""
         return self.mesh.devices.flat[0].platform
 
     @property
     def peaks(self) -> Peaks:
-        """What the devices do per second at most."""
+        """Peak rates of the devices."""
         return peaks_of(self.mesh.devices.flat[0].device_kind)
 
     @functools.cached_property
     def longest(self) -> int:
-        """Tokens that a request has at most, in whole pages."""
+        """The most tokens that a request can have, in whole pages."""
         return self.cfg.pages_per_seq * self.cfg.page_size
 
     @functools.cached_property
     def forms(self) -> tuple[AttentionForm, ...]:
-        """The forms of attention that may suit a step, in their order."""
+        """The forms of attention that may suit a step, in order of preference."""
         return tuple(form for form in AttentionForm if applies(form, self.model_cfg, self.platform, self.longest))
 
     @property
     def num_local_ranks(self) -> int:
-        """Ranks whose part of a command this process gets."""
+        """Ranks whose part of a command this process executes."""
         return self.cfg.num_ranks // self.cfg.num_processes if self.spans_processes else self.cfg.num_ranks
 
     @property
@@ -153,40 +160,44 @@ class Layout:
         return sorted(sizes | {(rows, cfg.width(rows)) for rows in cfg.decode_buckets})
 
     def scores(self, rows: int, width: int) -> jax.ShapeDtypeStruct:
-        """Returns the shape of the scores of a batch that is sampled, over all ranks."""
+        """Returns the shape of the scores of a sampled batch, over all ranks."""
         ranks = self.functions.vocabulary.ranks
         return self.array(ranks, rows, width, self.model_cfg.vocab_size // ranks, dtype=jnp.float32)
 
-    def count(self, counters: dict[str, Any], result: StepOutput, program: int) -> dict[str, Any]:
-        """Returns the watches' counters after a forward pass; called while its program is traced."""
-        return {name: self.watches[name].update(values, result, program) for name, values in counters.items()}
+    def update_counters(self, counters: dict[str, Any], result: StepOutput, program: int) -> dict[str, Any]:
+        """Returns the counters after a forward pass; called while its program is traced."""
+        return {name: self.forward_counters[name].update(values, result, program) for name, values in counters.items()}
 
-    def sampling(self, slots: jax.Array, result: StepOutput) -> jax.Array:
-        """Returns the slots `[B]` that shall sample after a forward pass: none (`again`) where it overflowed."""
-        return jnp.where(result.overflows > 0, self.again, slots) if self.functions.may_overflow else slots
+    def sampling_slots(self, slots: jax.Array, result: StepOutput) -> jax.Array:
+        """Returns the slots `[B]` to sample after a forward pass: all `retry_slot` where it overflowed."""
+        return jnp.where(result.overflows > 0, self.retry_slot, slots) if self.functions.may_overflow else slots
 
     @property
-    def no_slot(self) -> int:
-        """Stands for the slot of a row that is padding: what a program writes there is dropped."""
+    def padding_slot(self) -> int:
+        """The slot of a padding row: what a program writes there is dropped."""
         return self.cfg.max_num_seqs
 
     @property
-    def no_chunk(self) -> np.ndarray:
-        """A row of a prefill batch that holds no chunk, `[HEADER + Mp]` int32."""
+    def padding_chunk(self) -> np.ndarray:
+        """A row of a prefill batch without a chunk, `[HEADER + Mp]` int32."""
         row = np.zeros(HEADER + self.cfg.pages_per_seq, np.int32)
-        row[0] = self.no_slot
+        row[0] = self.padding_slot
         return row
 
     @property
-    def again(self) -> int:
-        """Stands for every slot of a forward pass that is computed again. Like that of padding it is out of range."""
+    def retry_slot(self) -> int:
+        """The slot of every row of a forward pass that must be repeated. Like that of padding it is out of range."""
         return self.cfg.max_num_seqs + 1
 
     def array(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         """Returns the shape of an array over all ranks, given one rank's."""
         return self.sharded(jax.ShapeDtypeStruct((self.cfg.num_ranks, *shape), dtype))
 
-    def like(self, array: np.ndarray) -> jax.ShapeDtypeStruct:
+    def chunks(self, size: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Returns the shapes of a prefill batch of bucket `size`: tokens `[T]`, and chunks `[B, HEADER + Mp]`."""
+        return self.array(size), self.array(self.cfg.prefill_rows(size), HEADER + self.cfg.pages_per_seq)
+
+    def shape_of(self, array: np.ndarray) -> jax.ShapeDtypeStruct:
         """Returns the shape of an argument over all ranks, given the host array of some ranks `[ranks, ...]`."""
         return self.array(*array.shape[1:], dtype=array.dtype)
 
@@ -207,8 +218,8 @@ class Layout:
     ) -> ProgramSpec:
         """Returns the program that runs `body`, written for one rank without the rank axis, on all of them.
 
-        With `takes_params` the first argument is the parameters. `gathered` copies are appended ("last") or take the
-        place of the results ("all"), and only where there are several processes. `padding` is the program's.
+        With `takes_params` the first argument is the parameters. `gathered` copies are appended ("last") or replace the
+        results ("all"), only in an instance of several processes. `padding` is the program's.
         """
         split = 1 if takes_params else 0
         share, out_specs = self._shared(gathered)
@@ -232,7 +243,7 @@ class Layout:
         out_specs: Any,
         padding: Mapping[int, Any] | None = None,
     ) -> ProgramSpec:
-        """Returns a program whose `body` sees one device's part of arrays that lie as the partitions say.
+        """Returns a program whose `body` gets one device's part of arrays partitioned by the specs.
 
         Its kernels leave to transfers what `reserve` says.
         """
@@ -245,7 +256,7 @@ class Layout:
         return ProgramSpec(key, mapped, arguments, donated, padding or {})
 
     def _shared(self, gathered: Gathered) -> tuple[Callable[[Any], Any], Any]:
-        """Returns what a program does last, and where its results lie."""
+        """Returns the last operation of a program, and the partitions of its results."""
         if not self.spans_processes or gathered == "none":
             return lambda out: out, RANK_SPEC
         if gathered == "all":

@@ -1,4 +1,4 @@
-"""The pool that jax takes from a GPU's memory: its share, set before jax starts, the card's total, what lies beside."""
+"""jax's memory pool on a GPU: its fraction, set before jax starts, the card's total, and memory outside of the pool."""
 
 import os
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from dsv3.engine.memory import DeviceMemory
 from dsv3.processes.child import run_limited
 
 SLACK = 0.02
-"""Share of a GPU's memory that the pool has beyond what an engine plans with, for fragmentation: 1.7 GB of an H100."""
-_MOST = 0.97  # CUDA, NCCL's buffers and the kernels' code lie outside of the pool
+"""Fraction of a GPU's memory that the pool has beyond the engine's plan, for fragmentation: 1.7 GB of an H100."""
+_MAX_FRACTION = 0.97  # CUDA, NCCL's buffers and the kernels' code are outside of the pool
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _DEFAULT = 0.75  # jax's own where neither is set
 _ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
@@ -19,44 +19,44 @@ _QUERY = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounit
 _QUERY_S = 10.0
 
 
-def set_pool_share(utilization: float) -> None:
-    """Makes jax's pool hold `utilization` of a GPU's memory, and slack; call it before jax starts its devices.
+def set_memory_fraction(utilization: float) -> None:
+    """Sets the fraction of a GPU's memory that jax's pool takes: `utilization`, and slack; call it before jax starts.
 
-    It changes nothing where the environment says another share already, or jax has started.
+    It changes nothing where the environment sets another fraction, or jax has started.
     """
     if not any(os.environ.get(name) for name in _FRACTIONS) and not xla_bridge.backends_are_initialized():
-        os.environ[_FRACTIONS[0]] = f"{min(utilization + SLACK, _MOST):.4f}"
+        os.environ[_FRACTIONS[0]] = f"{min(utilization + SLACK, _MAX_FRACTION):.4f}"
 
 
 def holds_gpu() -> bool:
-    """Returns whether jax has started in this process, and has taken its share of a GPU's memory."""
+    """Returns whether jax has started in this process, and has allocated GPU memory."""
     return xla_bridge.backends_are_initialized() and jax.default_backend() != "cpu"
 
 
-def environment_with_share(share: float) -> dict[str, str]:
-    """Returns this process's environment variables, with `share` of a GPU's memory as the pool of a child's jax."""
+def environment_with_memory_fraction(share: float) -> dict[str, str]:
+    """Returns this process's environment for a child whose jax takes `share` of a GPU's memory."""
     return {name: value for name, value in os.environ.items() if name not in _FRACTIONS} | {_FRACTIONS[0]: f"{share}"}
 
 
 def device_memory(device: jax.Device) -> DeviceMemory | None:
-    """Returns the memory of a GPU, None for a CPU. Raises ValueError where jax does not know it."""
+    """Returns the memory of a GPU, None for a CPU. Raises ValueError where jax does not report it."""
     if device.platform == "cpu":
         return None
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         raise ValueError(
-            f"jax does not say how much memory {device.device_kind} has, so the cache cannot be sized: "
+            f"jax does not report the memory of {device.device_kind}, so the cache cannot be sized: "
             f"{_ALLOCATOR}={os.environ.get(_ALLOCATOR, '')} has no pool; unset it"
         )
     given = next((value for name in _FRACTIONS if (value := os.environ.get(name))), _DEFAULT)
     return DeviceMemory(int(stats["bytes_limit"] / float(given)), stats["bytes_limit"], stats.get("bytes_in_use", 0))
 
 
-def beside_pool(devices: Sequence[jax.Device]) -> int | None:
-    """Returns the bytes that are in use beside jax's pool on that of `devices` where they are most.
+def memory_outside_pool(devices: Sequence[jax.Device]) -> int | None:
+    """Returns the largest number of bytes used outside of jax's pool on any of `devices`.
 
-    CUDA, kernels' code and NCCL's buffers lie there, which no statistics of jax count. None on a CPU, and where
-    nvidia-smi does not say in time.
+    CUDA, kernels' code and NCCL's buffers are there, which jax's statistics do not count. None on a CPU, and where
+    nvidia-smi does not answer in time.
     """
     if devices[0].platform == "cpu":
         return None
@@ -68,5 +68,5 @@ def beside_pool(devices: Sequence[jax.Device]) -> int | None:
         used = [int(line) * 2**20 for line in ended.output.split("\n") if line]
         pools = [(stats := device.memory_stats()).get("pool_bytes", stats["bytes_limit"]) for device in devices]
         return max(total - pool for total, pool in zip(used, pools, strict=True))
-    except (OSError, ValueError):  # there is no nvidia-smi, or it said something else
+    except (OSError, ValueError):  # there is no nvidia-smi, or its output is not numbers
         return None

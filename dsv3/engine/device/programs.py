@@ -1,10 +1,9 @@
 """The compiled programs: a table by kind and bucket, filled before the first request; and their working memory.
 
-That is known, as their compiler counts it, before the page pool is allocated. How large the pool is hardly changes what
-a program takes beside it, and how many layers the model has changes nothing. So the largest programs are compiled
-first, to be read and never run, with a pool of one request; in `launch.plan` for GPUs that are not there, in a server
-for its own. What they take is kept with the compiled programs, so a later start knows it. Once all programs of a start
-exist, what they take is compared with it.
+Working memory, as the compiler counts it, must be known before the page pool is allocated. The size of the pool hardly
+changes it, and the number of layers not at all. So the largest programs are compiled first, for their memory analysis
+only, with a pool of one request: in `launch.plan` for GPUs that are not there, in a server for its own. The figure is
+stored with the compiled programs for later starts. Once all programs exist, their memory is compared with it.
 """
 
 import dataclasses
@@ -27,14 +26,14 @@ _log = logging.getLogger(__name__)
 Progress = Callable[[int, int, str], None]
 """Called as `progress(done, total, what)` at the start and after each program."""
 
-# XLA takes the page pool, which loops carry, for memory that it lacks, and computes values again: 246 instructions of a
-# decode step of DeepSeek-V3 at EP144, whose temporaries stay the same.
-# XLA divides the search for tiles among processes, each of which then waits, up to a day, for the shares of the others.
-# None comes from one that has found the program among its stored ones.
-_ON_GPUS = {"xla_disable_hlo_passes": "rematerialization", "xla_gpu_shard_autotuning": False}
+# Rematerialization: XLA counts the page pool, which loops carry, as memory pressure and recomputes values: 246
+# instructions of a decode step of DeepSeek-V3 at EP144, whose temporaries stay the same.
+# Sharded autotuning: each process waits, up to a day, for the others' results, and a process that has loaded the
+# program from its store sends none.
+_GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization", "xla_gpu_shard_autotuning": False}
 _READ_THREADS = 4
-_COMPILE_THREADS = 8  # tracing holds the interpreter lock, so more would only wait
-_SAMPLING, _MOVE = ("sample", "held sample", "logprobs", "prompt_logprobs"), "move_experts"
+_COMPILE_THREADS = 8  # tracing holds the GIL, so more threads would only wait
+_SAMPLING, _MOVE = ("sample", "constrained sample", "logprobs", "prompt_logprobs"), "move_experts"
 
 
 class Key(NamedTuple):
@@ -55,11 +54,11 @@ class Key(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ProgramSpec:
-    """A program to compile: `body` over all ranks, shapes of its arguments, and which of them it may overwrite.
+    """A program to compile: `body` over all ranks, shapes of its arguments, and which of them are donated.
 
-    Its results begin with what takes the place of those. `padding` says by number what an argument holds where the
-    program shall write nothing, as what broadcasts to it, or a function that makes it of the arguments before; the
-    others are zeros then (`dsv3.engine.device.devices.launch_all`).
+    Its results begin with the new values of donated arguments. `padding` has by number the value of an argument with
+    which the program writes nothing, as what broadcasts to it, or a function of the arguments before; the others are
+    zeros then (`dsv3.engine.device.devices.launch_all`).
     """
 
     key: Key
@@ -73,30 +72,30 @@ class Store(Protocol):
     """Programs of an earlier start; `dsv3.engine.stored.ProgramStore` is one."""
 
     def get(self, name: str, lower: Callable[[], Any], options: Mapping[str, Any] | None) -> Callable[..., Any]:
-        """Returns the program `name`, or `lower()` compiled with `options` and kept for the next start."""
+        """Returns the program `name`, or `lower()` compiled with `options` and stored for the next start."""
 
-    def forget_unused(self) -> None:
-        """Removes what no start has used for long."""
+    def remove_unused(self) -> None:
+        """Removes programs unused for long."""
 
 
 class Programs:
-    """Compiles, on demand or all at once, and remembers.
+    """Compiles programs, on demand or all at once, and caches them.
 
-    What a program may overwrite is donated: pass it the newest arrays. A `store`, where one is set, is asked before
-    anything is traced, and given what is compiled. `channels` bounds those of each of NCCL's communicators;
-    0: nothing does. Unless it `overlaps`, one transfer is under way at a time.
+    Donated arguments are overwritten: pass the newest arrays. A `store`, where one is set, is looked up before anything
+    is traced, and gets what is compiled. `channels` limits the channels of each NCCL communicator; 0 leaves them to
+    NCCL. Unless it `overlaps`, one transfer is in flight at a time.
     """
 
     def __init__(self, platform: str, channels: int = 0, overlaps: bool = True) -> None:
         self.store: Store | None = None
         self.options: Mapping[str, Any] | None = compiler_options(platform, channels, overlaps)
         if platform != "cpu":
-            self.options = {**(self.options or {}), **_ON_GPUS}
+            self.options = {**(self.options or {}), **_GPU_OPTIONS}
         self._specs: dict[Key, ProgramSpec] = {}
         self._compiled: dict[Key, Callable[..., Any]] = {}
 
     def add(self, specs: Iterable[ProgramSpec]) -> None:
-        """Takes programs into the table."""
+        """Adds programs to the table."""
         for spec in specs:
             assert spec.key not in self._specs, f"two programs are called {spec.key}"
             self._specs[spec.key] = spec
@@ -110,7 +109,7 @@ class Programs:
         return self._specs[key]
 
     def compile_all(self, progress: Progress | None = None) -> None:
-        """Compiles what `keys` lists, from the persistent cache where it knows them."""
+        """Compiles the programs of `keys`, or loads them from the store or the persistent cache."""
         keys = self.keys()
         report = progress or (lambda done, total, what: None)
         report(0, len(keys), "")
@@ -120,10 +119,10 @@ class Programs:
                 future.result()
                 report(done, len(keys), names[future])
         if self.store is not None:
-            self.store.forget_unused()
+            self.store.remove_unused()
 
     def get(self, key: Key) -> Callable[..., Any]:
-        """Returns the compiled program, compiled now if it is new."""
+        """Returns the compiled program; compiles it at its first use."""
         program = self._compiled.get(key)
         if program is None:
             program = self._compiled[key] = self._load_or_compile(key)
@@ -142,26 +141,26 @@ class Programs:
 
 
 class ReadPrograms:
-    """Compiles programs that are read and never run, in half of the time.
+    """Compiles programs for their memory analysis only, in half of the time.
 
-    It leaves out the bodies of our kernels, and the search for tiles of XLA's own products.
+    It leaves out the bodies of our kernels, and XLA's search for tile sizes.
     """
 
-    def forget_unused(self) -> None:
-        """Does nothing: no program is kept."""
+    def remove_unused(self) -> None:
+        """Does nothing: no program is stored."""
 
     def get(self, name: str, lower: Callable[[], Any], options: Mapping[str, Any] | None) -> Callable[..., Any]:
-        """Returns the program, compiled to be read."""
+        """Returns the program, compiled for analysis."""
         with bodies.left_out():
             lowered = lower()
         return aot.compile_to_read(lowered, options)
 
 
 def largest(cfg: EngineConfig, keys: Iterable[Key]) -> list[Key]:
-    """Returns those programs of an engine that take the most working memory.
+    """Returns the programs of an engine that take the most working memory.
 
-    They are the largest of each kind that runs layers, of prefill those after cached tokens; the sampler and the
-    log-probabilities of the most rows; and those that move experts, where any are moved.
+    They are the largest of each kind that runs layers, of prefill those with cached tokens; the sampler and the
+    log-probabilities of the most rows; and those that move experts, where experts are moved.
     """
     kinds = {program.kind for program in cfg.forward_programs} | {*_SAMPLING, _MOVE}
     found: list[Key] = []
@@ -177,15 +176,15 @@ def largest(cfg: EngineConfig, keys: Iterable[Key]) -> list[Key]:
 
 
 def running(cfg: EngineConfig, keys: Iterable[Key]) -> list[Key]:
-    """Returns the programs that ever run: those that move experts are compiled where none are moved, too."""
+    """Returns the programs that can run: those that move experts are compiled even where EPLB is off."""
     return [key for key in keys if cfg.eplb_interval or key.kind != _MOVE]
 
 
 def measure(cfg: EngineConfig, programs: Programs, keys: Iterable[Key] | None = None) -> int:
-    """Returns the bytes that programs take beside weights, pages and state: the `largest` if no `keys` are given.
+    """Returns the bytes that programs take besides weights, pages and state: of the `largest` unless `keys` are given.
 
-    One runs at a time. What a forward program leaves for a sampler is there meanwhile, and may be there twice, from a
-    prefill and from a decode step.
+    One runs at a time. What a forward program leaves for a sampler lives meanwhile, possibly twice: from a prefill and
+    from a decode step.
     """
     wanted = list(keys) if keys is not None else largest(cfg, programs.keys())
     with ThreadPoolExecutor(min(_READ_THREADS, os.cpu_count() or 1)) as pool:
@@ -197,7 +196,7 @@ def measure(cfg: EngineConfig, programs: Programs, keys: Iterable[Key] | None = 
 
 
 def _analysis(program: Any) -> tuple[int, int] | None:
-    """Returns bytes of temporaries, and of results that are no donated argument; None where a program says nothing."""
+    """Returns bytes of temporaries, and of results that are not donated arguments; None where there is no analysis."""
     memory = program.memory_analysis() if hasattr(program, "memory_analysis") else None
     if memory is None:
         return None

@@ -1,17 +1,18 @@
-"""Choosing tokens on the device: pure functions over one rank's logits `[B, W]` float32.
+"""Sampling on the device: pure functions over one rank's logits `[B, W]` float32.
 
-The order is vLLM's: logit bias, forbidden end tokens, penalties; then temperature, min_p, top_k, top_p. Log-
-probabilities are of the model's own distribution, before any of these.
+The order is vLLM's: logit bias, forbidden end tokens, penalties; then temperature, min_p, top_k, top_p.
+Log-probabilities are of the model's own distribution, before any of these.
 
 Random numbers are counter-based: a draw depends on the request's seed and the position of the token alone, so a text
-does not depend on what else is in the batch. A draw inverts the cumulative distribution in two levels (blocks of 128
-tokens, then one block) with one uniform number each; it reads the logits a few times and sorts nothing. The
-thresholds of top_k and top_p are found by bisecting the bit pattern of a float32, which orders like the number: 30
-passes find them exactly. Tokens of equal probability at a threshold are kept together, where a sort would cut between.
+does not depend on the rest of the batch. A draw inverts the cumulative distribution in two levels (blocks of 128
+tokens, then one block) with one uniform number each; it reads the logits a few times and sorts nothing. The thresholds
+of top_k and top_p are found by bisecting the bit pattern of a float32, which orders like the number: 30 passes find
+them exactly. Tokens of equal probability at a threshold are kept together, where a sort would cut between.
 
-XLA computes a cheap value again in each loop that needs it, and LLVM rounds `a * b - c` once in one loop and twice in
-another. So two uses of one product may differ in their last bit, and a maximum may be none of the values beside it.
-What is compared with its own maximum is therefore read from memory: the model's logits, and what a scatter leaves.
+XLA may compute a cheap value again in each loop that needs it, and LLVM rounds `a * b - c` once in one loop and twice
+in another. So two uses of one product may differ in their last bit, and a maximum may equal none of the values beside
+it. What is compared with its own maximum is therefore read from memory: the model's logits, and the result of a
+scatter.
 """
 
 import dataclasses
@@ -21,7 +22,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv3.engine.device import sampling
 from dsv3.model.vocabulary import Vocabulary
 
 _WORD_BITS = 32
@@ -36,8 +36,7 @@ _TINY = float(jnp.finfo(jnp.float32).tiny)  # the least number that is not flush
 class Controls:
     """Sampling parameters of the rows of a batch.
 
-    `position` is the index of the token to be sampled, `min_length` the one before which end tokens are forbidden.
-    `top_k` 0 keeps every token.
+    `position` is the index of the token to be sampled. `top_k` 0 keeps every token.
     """
 
     temperature: Any  # [B] float32
@@ -51,7 +50,7 @@ class Controls:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adjustments:
-    """What changes the logits of a row before sampling; ids of W or more are padding."""
+    """Changes to the logits of a row before sampling; ids of W or more are padding."""
 
     repetition: Any  # [B] float32
     presence: Any  # [B] float32
@@ -66,33 +65,33 @@ class Adjustments:
 def greedy(logits: jax.Array) -> jax.Array:
     """Returns the most likely token `[B]` int32, the first of equals; any token for a row with a NaN.
 
-    Maximum first, then its index: XLA:CPU does not vectorise argmax, which takes three to five times as long.
+    Maximum first, then its index: XLA:CPU does not vectorize argmax, which takes three to five times as long.
     """
     index = jnp.arange(logits.shape[-1], dtype=jnp.int32)
     is_top = logits == jnp.max(logits, axis=-1, keepdims=True)
     return jnp.min(jnp.where(is_top, index, logits.shape[-1] - 1), axis=-1)
 
 
-def guard(logits: jax.Array, tokens: jax.Array, instead: int) -> jax.Array:
+def replace_invalid(logits: jax.Array, tokens: jax.Array, instead: int) -> jax.Array:
     """Returns `tokens`, with `instead` where a row has no distribution: a logit is NaN or +inf, or all are -inf."""
     return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), tokens, instead)
 
 
-def sample(logits: jax.Array, controls: Controls, *, filters: bool = True, looks: bool = False) -> jax.Array:
+def sample(logits: jax.Array, controls: Controls, *, filters: bool = True, adaptive: bool = False) -> jax.Array:
     """Returns one token `[B]` int32 for each row; rows of temperature 0 (below 1e-5) take the most likely one.
 
-    Without `filters` no row asks for top_k, top_p or min_p: their 62 passes over the logits are left out. What `looks`
-    finds out while it runs whether a row asks for top_k, and whether one asks for top_p, and leaves out the rest.
+    Without `filters` no row uses top_k, top_p or min_p: their 62 passes over the logits are left out. An `adaptive`
+    sampler checks while it runs whether a row uses top_k, and whether one uses top_p, and skips the other passes.
     """
     is_greedy = controls.temperature < _MIN_TEMPERATURE
-    weights = unfiltered(logits, jnp.where(is_greedy, 1.0, controls.temperature))
+    weights = relative_weights(logits, jnp.where(is_greedy, 1.0, controls.temperature))
     if filters:
-        weights = filtered(weights, controls.top_k, controls.top_p, controls.min_p, looks=looks)
+        weights = apply_filters(weights, controls.top_k, controls.top_p, controls.min_p, adaptive=adaptive)
     drawn = draw(weights, uniforms(controls.seed, controls.position))
     return jnp.where(is_greedy, greedy(logits), drawn)
 
 
-def unfiltered(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+def relative_weights(logits: jax.Array, temperature: jax.Array) -> jax.Array:
     """Returns probabilities relative to the most likely token's: that one has exactly 1, and no other more.
 
     The maximum is subtracted before the division: the most likely token's difference is 0, whatever is rounded, and
@@ -102,29 +101,29 @@ def unfiltered(logits: jax.Array, temperature: jax.Array) -> jax.Array:
     return jnp.minimum(jnp.exp(below / temperature[:, None]), 1.0)  # an approximate exp may exceed 1 just below 0
 
 
-def filtered(
-    weights: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array, *, looks: bool = False
+def apply_filters(
+    weights: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array, *, adaptive: bool = False
 ) -> jax.Array:
-    """Returns the weights (see `unfiltered`) with those that min_p, top_k or top_p exclude set to 0.
+    """Returns the weights (see `relative_weights`) with those that min_p, top_k or top_p exclude set to 0.
 
     top_p counts the probability that min_p and top_k have left. Every row keeps its most likely token: its weight is 1,
-    which no min_p exceeds, and top_k and top_p never ask for nothing. What `looks` makes no pass for a filter that no
-    row asks for; a GPU would wait for its host in every such pass, as the number of passes is not known to it.
+    which no min_p exceeds, and top_k and top_p always keep something. `adaptive` skips the passes of a filter that no
+    row uses; a GPU would wait for its host in every such pass, whose number it does not know.
     """
     weights = jnp.where(weights >= min_p[:, None], weights, 0.0)
     count = jnp.where(top_k > 0, top_k, weights.shape[-1])
-    passes = jnp.where(jnp.any(top_k > 0), _PASSES, 0) if looks else _PASSES
+    passes = jnp.where(jnp.any(top_k > 0), _PASSES, 0) if adaptive else _PASSES
     weights = _at_least(weights, lambda kept: jnp.sum(kept, axis=-1) >= count, passes)
-    needed = jnp.maximum(top_p * jnp.sum(weights, axis=-1), _TINY)  # top_p 1e-38 makes 0: no token would do
+    needed = jnp.maximum(top_p * jnp.sum(weights, axis=-1), _TINY)  # top_p 1e-38 gives 0, which no token would satisfy
     needed = jnp.where(top_p < 1, needed, jnp.inf)  # inf is never reached: keep all
-    passes = jnp.where(jnp.any(top_p < 1), _PASSES, 0) if looks else _PASSES
+    passes = jnp.where(jnp.any(top_p < 1), _PASSES, 0) if adaptive else _PASSES
     return _at_least(weights, lambda kept: jnp.sum(jnp.where(kept, weights, 0.0), axis=-1) >= needed, passes)
 
 
 def _at_least(weights: jax.Array, enough: Any, passes: Any) -> jax.Array:
     """Keeps the weights of the highest threshold for which the kept ones are `enough` ([B, W] bool -> [B] bool).
 
-    Weights are in [0, 1], so their highest two bits are 0, and 30 `passes` find it; with none all are kept.
+    Weights are in [0, 1], so their highest two bits are 0, and 30 `passes` find it; with 0 passes all are kept.
     """
     bits = lax.bitcast_convert_type(weights, jnp.int32)  # ordered like the weights
 
@@ -146,11 +145,13 @@ def uniforms(seed: jax.Array, position: jax.Array) -> jax.Array:
     return jax.vmap(one)(seed, position)
 
 
-def overrule(drawn: jax.Array, drafts: jax.Array, controls: Controls, chance: float, vocab_size: int) -> jax.Array:
-    """Returns the tokens `[B]` that a benchmark takes for those `drawn`: the drafts with probability `chance`.
+def force_acceptance(
+    drawn: jax.Array, drafts: jax.Array, controls: Controls, chance: float, vocab_size: int
+) -> jax.Array:
+    """Returns tokens `[B]` with a synthetic acceptance, for benchmarks: the drafts with probability `chance`.
 
-    Elsewhere it is a token that the draft is not. The coin is a third random number of seed and position. What is no
-    token (negative) stays, drawn or draft.
+    Elsewhere a token other than the draft is returned. The coin is a third random number of seed and position. Negative
+    values, drawn or drafts, stay.
     """
 
     def coin(words: jax.Array, counter: jax.Array) -> jax.Array:
@@ -163,7 +164,7 @@ def overrule(drawn: jax.Array, drafts: jax.Array, controls: Controls, chance: fl
 
 
 def draw(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """Returns the token `[B]` int32 with a probability proportional to its weight, from two uniform numbers per row."""
+    """Returns a token `[B]` int32 with a probability proportional to its weight, from two uniform numbers per row."""
     B, W = weights.shape
     blocks = jnp.pad(weights, ((0, 0), (0, -W % _BLOCK))).reshape(B, -1, _BLOCK)
     block = _invert(jnp.sum(blocks, axis=-1), uniform[:, 0])
@@ -181,7 +182,7 @@ def _invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     return jnp.where(passed.any(axis=-1), jnp.argmax(passed, axis=-1), jnp.argmax(weights, axis=-1)).astype(jnp.int32)
 
 
-def adjusted(logits: jax.Array, adjustments: Adjustments) -> jax.Array:
+def apply_adjustments(logits: jax.Array, adjustments: Adjustments) -> jax.Array:
     """Returns the logits after bias, penalties and forbidden tokens.
 
     The repetition penalty is CTRL's (arXiv:1909.05858), the others are OpenAI's. Forbidden tokens come last, which
@@ -201,7 +202,7 @@ def adjusted(logits: jax.Array, adjustments: Adjustments) -> jax.Array:
 def log_probabilities(logits: jax.Array, tokens: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns log-probabilities `[...]` of `tokens` `[...]`, and ids and log-probabilities `[..., count]` of the best.
 
-    `logits` are `[..., W]`. Negative tokens stand for none: theirs means nothing.
+    `logits` are `[..., W]`. Negative tokens are padding, with undefined results.
     """
     logp = jax.nn.log_softmax(logits, axis=-1)
     own = jnp.take_along_axis(logp, jnp.maximum(tokens, 0)[..., None], axis=-1)[..., 0]
@@ -210,44 +211,44 @@ def log_probabilities(logits: jax.Array, tokens: jax.Array, count: int) -> tuple
 
 
 def rank_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Returns the place `[B]` int32 of `tokens` `[B]` among those of `logits` `[B, W]`, from 1, the likeliest."""
+    """Returns the rank `[B]` int32 of `tokens` `[B]` among `logits` `[B, W]`, from 1, the likeliest."""
     own = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
-    is_other = jnp.arange(logits.shape[-1]) != tokens[:, None]  # `own` may be rounded otherwise than beside it
+    is_other = jnp.arange(logits.shape[-1]) != tokens[:, None]  # `own` may be rounded differently than in `logits`
     return 1 + jnp.sum((logits > own) & is_other, axis=-1, dtype=jnp.int32)
 
 
 class Best(NamedTuple):
-    """The most likely word of each row: int32 `[...]`, and its score, float32 `[...]`."""
+    """The most likely token of each row: int32 `[...]`, and its score, float32 `[...]`."""
 
-    words: jax.Array
+    tokens: jax.Array
     scores: jax.Array
 
 
-def best_words(vocabulary: Vocabulary, scores: jax.Array) -> Best:
-    """Returns the best words of this rank's rows, from scores `[Xn, ..., W / Xn]` (`Vocabulary.scores`).
+def best_tokens(vocabulary: Vocabulary, scores: jax.Array) -> Best:
+    """Returns the best tokens of this rank's rows, from scores `[Xn, ..., W / Xn]` (`Vocabulary.scores`).
 
-    The first of equals, as `sampling.greedy` has it. In a row with a NaN the word is any, and the score NaN.
+    The first of equals, as in `greedy`. In a row with a NaN the token is any, and the score NaN.
     """
     width = scores.shape[-1]
-    here = sampling.greedy(scores) + vocabulary.first_word(width)
-    top = lax.bitcast_convert_type(jnp.max(scores, axis=-1), jnp.int32)
-    words, bits = jnp.moveaxis(vocabulary.exchange(jnp.stack([here, top], axis=-1)), -1, 0)
+    local = greedy(scores) + vocabulary.first_word(width)
+    local_top = lax.bitcast_convert_type(jnp.max(scores, axis=-1), jnp.int32)
+    tokens, bits = jnp.moveaxis(vocabulary.exchange(jnp.stack([local, local_top], axis=-1)), -1, 0)
     tops = lax.bitcast_convert_type(bits, jnp.float32)
-    most = jnp.max(tops, axis=0)
+    top = jnp.max(tops, axis=0)
     last = width * vocabulary.ranks - 1
-    return Best(jnp.min(jnp.where(tops == most, words, last), axis=0), most)
+    return Best(jnp.min(jnp.where(tops == top, tokens, last), axis=0), top)
 
 
-def masked(logits: jax.Array, masks: jax.Array) -> jax.Array:
+def apply_bitmask(logits: jax.Array, masks: jax.Array) -> jax.Array:
     """Returns logits `[B, S, W]` that are -inf where `masks` `[B, S, words]` have no bit.
 
-    What is not finite stays, for the sampler to find: it fails a request whose logits mean nothing.
+    Non-finite logits stay, so that the sampler fails the request.
     """
     bits = (masks[..., None] >> jnp.arange(_WORD_BITS, dtype=jnp.uint32)) & 1
     allowed = bits.reshape(*masks.shape[:-1], -1)[..., : logits.shape[-1]] > 0
     return jnp.where(allowed | ~(logits < jnp.inf), logits, -jnp.inf)
 
 
-def num_words(vocab_size: int) -> int:
-    """Returns how many words a mask has."""
+def bitmask_words(vocab_size: int) -> int:
+    """Returns the 32-bit words of a token bitmask."""
     return -(-vocab_size // _WORD_BITS)

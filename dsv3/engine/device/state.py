@@ -1,7 +1,7 @@
-"""The decode state on the device, one line per slot, and how a request's parameters get into it.
+"""The decode state on the device, one row per batch slot; how requests' parameters get into it; and the prefill batch.
 
-The arrays here are one rank's; the engine carries them with a leading rank axis. Letters beside the glossary's: `Ns`
-slots of a rank. Scatters to slot `Ns` are padding and are dropped.
+The arrays here are one rank's; the engine adds a leading rank axis. Letters besides the glossary's: `Ns` slots of a
+rank. Scatters to slot `Ns` are padding and are dropped.
 """
 
 import dataclasses
@@ -17,11 +17,13 @@ from jax import lax
 
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.device.sampling import Adjustments, Controls
+from dsv3.model.batch import AttentionForm, PrefillBatch
 from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from dsv3.scheduler.sequence import FULL, Sequence
+from pallas_kernels.search import search
 
 NO_DRAFT = -1
-"""Stands in `DecodeState.tokens` where nothing was proposed; no token equals it."""
+"""Stands in `DecodeState.tokens` where there is no draft; no token equals it."""
 _MAX_EOS = 16
 MAX_FORBIDDEN = MAX_STOP_TOKEN_IDS + _MAX_EOS
 
@@ -43,17 +45,23 @@ class Field(enum.IntEnum):
 
 
 NUM_FIELDS = len(Field)
-_CONTROLS = struct.Struct("=6fiiIii")  # a row, in the order of `Field`: in one go it takes a fifth of the time
+HEADER = 4 + NUM_FIELDS
+"""Columns of a chunk on the device before its page table.
+
+They are: slot, its tokens, tokens before it, the token that follows it in the prompt (-1: none, the chunk samples), and
+sampling parameters.
+"""
+_CONTROLS = struct.Struct("=6fiiIii")  # a row, in the order of `Field`: five times as fast as column by column
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """The requests in their slots.
+    """The running requests by slot.
 
-    `lengths` counts a slot's tokens, the last sampled one included, which is not yet in the cache. It is column 0 of
-    `tokens`; the other columns are drafts of those to come, or `NO_DRAFT`. `counters` are those of the job kinds that
-    watch forward passes, by their names.
+    `lengths` counts a slot's tokens, including the last sampled one, which is not yet in the cache. That is column 0 of
+    `tokens`; the other columns are drafts of the next ones, or `NO_DRAFT`. `counters` are those of the job kinds that
+    count in forward programs, by name.
     """
 
     tokens: Any  # [Ns, S] int32
@@ -66,7 +74,7 @@ class DecodeState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdjustState:
-    """What only penalties, logit_bias and min_tokens need; it exists once a request has asked for one of them."""
+    """State of penalties, logit_bias and min_tokens, allocated once a request uses one of them."""
 
     counts: Any  # [Ns, W] int32
     in_prompt: Any  # [Ns, W] bool
@@ -76,7 +84,7 @@ class AdjustState:
 
 
 def decode_state_shapes(cfg: EngineConfig, counters: Mapping[str, int]) -> DecodeState:
-    """Returns shapes and dtypes for all ranks; `counters` gives the length of each one."""
+    """Returns shapes and dtypes for all ranks; `counters` has the length of each counter."""
     lead = (cfg.num_ranks, cfg.max_num_seqs)
 
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
@@ -103,7 +111,7 @@ def adjust_state_shapes(cfg: EngineConfig, vocab_size: int) -> AdjustState:
 
 
 def with_drafts(state: DecodeState, slots: jax.Array, drafts: jax.Array, first: int = 1) -> DecodeState:
-    """Returns the state of one rank with `drafts` `[B, n]` of `slots` `[B]` from number `first` on, and none behind."""
+    """Returns the state of one rank with `drafts` `[B, n]` of `slots` `[B]` from column `first` on, and none behind."""
     columns = jnp.arange(first, state.tokens.shape[1])
     drafts = jnp.pad(drafts, ((0, 0), (0, len(columns) - drafts.shape[1])), constant_values=NO_DRAFT)
     return dataclasses.replace(state, tokens=state.tokens.at[slots[:, None], columns].set(drafts, mode="drop"))
@@ -116,7 +124,7 @@ def control_rows(sequences: Iterable[Sequence]) -> np.ndarray:
 
 
 def _packed_controls(sequence: Sequence) -> bytes:
-    """Returns a request's row, and keeps it: a prompt has it in each of its chunks, which nothing changes."""
+    """Returns a request's row, and caches it: each chunk of its prompt has the same."""
     s = sequence.request.sampling
     sequence.controls = _CONTROLS.pack(
         *(s.temperature, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty),
@@ -150,19 +158,45 @@ def controls_at(state: DecodeState, slots: jax.Array, offset: int | jax.Array = 
 def adjustments_at(
     state: DecodeState, adjust: AdjustState, slots: jax.Array, offset: int | jax.Array = 0
 ) -> Adjustments:
-    """Returns what changes the logits of the requests in `slots`; neutral for those that asked for nothing."""
+    """Returns the logit adjustments of the requests in `slots`; neutral for requests without."""
     rows = state.controls[slots]
     floats = lax.bitcast_convert_type(rows[:, : Field.TOP_K], jnp.float32)
     vocab_size = adjust.counts.shape[-1]
-    on = rows[:, Field.ADJUSTED, None] > 0
-    early = on & (state.lengths[slots] + offset < rows[:, Field.MIN_LENGTH])[:, None]
+    adjusted = rows[:, Field.ADJUSTED, None] > 0
+    early = adjusted & (state.lengths[slots] + offset < rows[:, Field.MIN_LENGTH])[:, None]
     return Adjustments(
         repetition=floats[:, Field.REPETITION],
         presence=floats[:, Field.PRESENCE],
         frequency=floats[:, Field.FREQUENCY],
         counts=adjust.counts[slots],
         in_prompt=adjust.in_prompt[slots],
-        bias_ids=jnp.where(on, adjust.bias_ids[slots], vocab_size),
+        bias_ids=jnp.where(adjusted, adjust.bias_ids[slots], vocab_size),
         bias=adjust.bias[slots],
         forbidden_ids=jnp.where(early, adjust.forbidden_ids[slots], vocab_size),
     )
+
+
+def ragged_batch(
+    tokens: jax.Array, rows: jax.Array, form: AttentionForm = AttentionForm.ANY, capacity: int = 0
+) -> PrefillBatch:
+    """Returns the model's flat batch of the chunks `rows` `[B, HEADER + Mp]` over `tokens` `[T]`."""
+    count, context = rows[:, 1], rows[:, 2]
+    ends = jnp.cumsum(count)
+    cu_lengths = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    chunk = search(ends, jnp.arange(tokens.shape[0]), side="right")
+    chunk = jnp.minimum(chunk, rows.shape[0] - 1)
+    positions = jnp.maximum(context[chunk] + jnp.arange(tokens.shape[0]) - cu_lengths[chunk], 0)
+    return PrefillBatch(tokens, positions, cu_lengths, context, rows[:, HEADER:], form, capacity)
+
+
+def last_rows(batch: PrefillBatch) -> jax.Array:
+    """Returns the row of each chunk's last token, `[B]`; any row for padding."""
+    return jnp.maximum(batch.cu_lengths[1:] - 1, 0)
+
+
+def next_tokens(batch: PrefillBatch, rows: jax.Array, sampled: jax.Array) -> jax.Array:
+    """Returns the token that follows each token of the batch, `[T]`: in the prompt, or `sampled` `[B]` at its end."""
+    count, follows = rows[:, 1], rows[:, 3]
+    last = jnp.where(count > 0, last_rows(batch), batch.tokens.shape[0])
+    after = jnp.where(follows < 0, jnp.maximum(sampled, 0), follows)
+    return jnp.roll(batch.tokens, -1).at[last].set(after, mode="drop")

@@ -1,1 +1,17 @@
-"""The kinds of work a step may hold, one file each; `registry` lists them."""
+"""The kinds of work that a step may hold, in the order in which they are planned and launched.
+
+A new kind is a file here and a line below (`docs/extending.md`). An engine drafts in one way, so of the two kinds that
+draft one applies.
+"""
+
+from dsv3.engine.job import JobKind
+from dsv3.engine.jobs import decode, draft, draft_module, experts, pages, prefill
+
+JOB_KINDS: tuple[JobKind, ...] = (
+    decode.KIND,
+    pages.KIND,
+    prefill.KIND,
+    draft.KIND,
+    draft_module.KIND,
+    experts.KIND,
+)

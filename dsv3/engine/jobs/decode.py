@@ -1,4 +1,4 @@
-"""Decode: every request that has its first token advances by one token, or by several where it brought drafts."""
+"""Decode: every request that has its first token advances by one token, or by several where its drafts are accepted."""
 
 import dataclasses
 import functools
@@ -8,6 +8,7 @@ from operator import attrgetter
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from dsv3.config.engine import bucket
@@ -22,9 +23,9 @@ from dsv3.engine.jobs.sample import (
     ForwardContext,
     ForwardResults,
     SampleCommand,
+    defer_for_masks,
     launch_sampler,
-    masked_later,
-    sampler_of,
+    sampler_command,
 )
 from dsv3.model.batch import AttentionForm, DecodeBatch
 from dsv3.scheduler.balance import DecodeBalance
@@ -39,8 +40,8 @@ class DecodeCommand(Command, frozen=True, tag=0):
     """Rows of a decode batch, `width` tokens each, and how they are sampled; everything else is on the devices.
 
     `rows` has for each row its slot within the rank (`max_num_seqs` in padding), its new page (-1: none), and the index
-    of that page in its page table. No query of any rank sees more than `longest` tokens. Without `sample` a command of
-    its own follows, once there are masks.
+    of that page in its page table. No query of any rank sees more than `longest` tokens. Without `sample` a second
+    command follows with the sampler, once its bitmasks are computed.
     """
 
     rows: np.ndarray  # [ranks, B, 3] int32
@@ -51,7 +52,7 @@ class DecodeCommand(Command, frozen=True, tag=0):
     def part(self, ranks: range) -> "DecodeCommand":
         """Returns the rows of `ranks`."""
         sample = None if self.sample is None else self.sample.part(ranks)
-        return DecodeCommand(self.rows[ranks.start : ranks.stop], self.width, self.longest, sample)
+        return msgspec.structs.replace(self, rows=self.rows[ranks.start : ranks.stop], sample=sample)
 
     @property
     def amount(self) -> int:
@@ -60,42 +61,42 @@ class DecodeCommand(Command, frozen=True, tag=0):
 
 
 class DecodePlanner:
-    """Launches all requests that can have another token; keeps the batch while its rows stay the same.
+    """Schedules all requests that can have another token; reuses the batch while its rows stay the same.
 
-    Where rows need more room than that (`CapacityFactor`), they take turns in a step.
+    Ranks rows need more capacity than the batch has (`CapacityFactor`), they are computed in micro-steps.
     """
 
     def __init__(self, view: EngineView) -> None:
         self._view, self._scheduler, self._cfg = view, view.scheduler, view.scheduler.cfg
-        self._room = CapacityFactor(_power_of_two(self._cfg.num_ranks * self._cfg.max_num_seqs))
-        self._factor, self._turns, self._turn = 1, 1, 0
+        self._capacity = CapacityFactor(1 << (self._cfg.num_ranks * self._cfg.max_num_seqs - 1).bit_length())
+        self._factor, self._micro_steps, self._micro_step = 1, 1, 0
         self._width = 1
         self._rows: BatchRows | None = None
-        self._sample, self._held = SampleCommand(0), False
+        self._sample, self._is_constrained = SampleCommand(0), False
         self._version = -1
         self._template = self._padding = np.empty((0, 0, 3), np.int32)
 
     def plan(self, step: list[Planned]) -> list[Planned]:
-        """Plans one row per request; gives pages to those that need one."""
+        """Schedules one row per request; allocates pages to rows that need one."""
         rows = self._live_rows()
         if rows is None:
             return []
-        mine, batch = self._of_turn(rows) if self._turns > 1 else (rows, self._template)
+        mine, batch = self._micro_step_rows(rows) if self._micro_steps > 1 else (rows, self._template)
         slots = self._scheduler.slots
         short = slots.planned[mine.slots] + self._cfg.tokens_ahead > slots.capacity[mine.slots]
         if short.any():
             return self._plan_with_pages(mine, batch.copy(), short)
-        return self._planned(mine, batch)  # nobody writes to the template: a change makes another one
+        return self._planned(mine, batch)  # the template is never written to: a change makes another one
 
-    def _of_turn(self, rows: BatchRows) -> tuple[BatchRows, np.ndarray]:
-        """Returns the rows whose turn it is, and their batch; those of a rank that go stand apart."""
-        self._turn += 1
+    def _micro_step_rows(self, rows: BatchRows) -> tuple[BatchRows, np.ndarray]:
+        """Returns the rows of the next micro-step, and their batch; rows of a rank are spread over the micro-steps."""
+        self._micro_step += 1
         longest, batch = int(rows.position.max()) + 1, self._template.copy()
-        waits = (rows.position + rows.rank * longest) % self._turns != self._turn % self._turns
+        waits = (rows.position + rows.rank * longest) % self._micro_steps != self._micro_step % self._micro_steps
         return self._without(rows, waits, batch), batch
 
     def _plan_with_pages(self, rows: BatchRows, batch: np.ndarray, short: np.ndarray) -> list[Planned]:
-        """Plans a step in which some rows need a page; those that get none sit it out."""
+        """Schedules a step in which some rows need a page; rows that get none are left out."""
         slots = self._scheduler.slots
         extended, pages, stalled = self._scheduler.allocate_next_pages(rows.slots[short])
         left = rows
@@ -105,7 +106,7 @@ class DecodePlanner:
                 return []
             batch = self._template.copy()
             left = self._without(live, ~np.isin(live.slots, rows.slots), batch)
-        self._enter_pages(batch, left, extended, pages)
+        self._write_pages(batch, left, extended, pages)
         if stalled:
             left = self._without(left, np.isin(left.slots, stalled), batch)
         return self._planned(left, batch)
@@ -117,27 +118,27 @@ class DecodePlanner:
         self._scheduler.slots.planned[rows.slots] = planned
         longest = int(planned.max()) - 1  # the last token that a row gives is not in the cache yet
         context = ForwardContext(rows, self._factor, [])
-        if not self._held:
+        if not self._is_constrained:
             return [Planned(NAME, DecodeCommand(batch, self._width, longest, self._sample), context)]
-        later = masked_later(self._view.masks, self._sample, rows, self._width)
-        return [Planned(NAME, DecodeCommand(batch, self._width, longest), context, later)]
+        deferred = defer_for_masks(self._view.masks, self._sample, rows, self._width)
+        return [Planned(NAME, DecodeCommand(batch, self._width, longest), context, deferred)]
 
-    def collect(self, planned: Planned, results: ForwardResults, outputs: StepOutputs) -> None:
-        """Notes whether the step had room for its rows, where it tells, and the tokens."""
+    def on_results(self, planned: Planned, results: ForwardResults, outputs: StepOutputs) -> None:
+        """Updates the capacity factor from overflows, and processes the tokens."""
         context: ForwardContext = planned.context
         if results.slots is not None:
-            self._room.update(context.factor, bool((results.slots > self._cfg.max_num_seqs).any()))
+            self._capacity.update(context.factor, bool((results.slots > self._cfg.max_num_seqs).any()))
         if results.sampled:
             process_results(self._scheduler, context.rows, results.sampled, outputs)
 
     def stats(self) -> DecodeBalance | None:
-        """Says how even the ranks' loads are."""
+        """Returns how even the ranks' loads are."""
         return DecodeBalance.of(self._scheduler.slots) if self._cfg.num_ranks > 1 else None
 
-    def _enter_pages(self, batch: np.ndarray, rows: BatchRows, extended: np.ndarray, pages: np.ndarray) -> None:
+    def _write_pages(self, batch: np.ndarray, rows: BatchRows, extended: np.ndarray, pages: np.ndarray) -> None:
         slots = self._scheduler.slots
         kept = slots.decoding[extended]
-        if not kept.all():  # pre-empted after all
+        if not kept.all():  # pre-empted meanwhile
             extended, pages = extended[kept], pages[kept]
         at = rows.slots.searchsorted(extended)
         rank, position = rows.rank[at], rows.position[at]
@@ -145,9 +146,9 @@ class DecodePlanner:
         batch[rank, position, 2] = slots.capacity[extended] // self._cfg.page_size - 1
 
     def _live_rows(self) -> BatchRows | None:
-        """Returns rows of all requests that decode and have not planned their last token."""
+        """Returns rows of all requests that decode and whose last token is not scheduled yet."""
         slots = self._scheduler.slots
-        same = self._version == slots.version and self._rows is not None and self._factor == self._room.factor
+        same = self._version == slots.version and self._rows is not None and self._factor == self._capacity.factor
         mine = self._rows.slots if same and self._rows is not None else slots.decoding.nonzero()[0]
         done = slots.planned[mine] >= slots.limit[mine]
         if done.any():
@@ -159,15 +160,16 @@ class DecodePlanner:
         return self._rows
 
     def _make_rows(self, mine: np.ndarray) -> BatchRows | None:
+        """Returns the rows of the slots `mine`; selects the bucket (captured batch size) that holds them."""
         if not len(mine):
             return None
         cfg = self._cfg
         rank = mine // cfg.max_num_seqs
         starts = np.searchsorted(mine, np.arange(cfg.num_ranks) * cfg.max_num_seqs)
         position = np.arange(len(mine)) - starts[rank]
-        longest, self._factor = int(position.max()) + 1, self._room.factor
+        longest, self._factor = int(position.max()) + 1, self._capacity.factor
         size = bucket(cfg.decode_buckets, min(longest * self._factor, cfg.max_num_seqs))
-        self._turns = min(-(-longest * self._factor // size), longest * cfg.num_ranks)
+        self._micro_steps = min(-(-longest * self._factor // size), longest * cfg.num_ranks)
         self._width = cfg.width(size)
         if self._padding.shape[1] != size:
             self._padding = np.empty((cfg.num_ranks, size, 3), np.int32)
@@ -176,28 +178,24 @@ class DecodePlanner:
         # With three indices numpy takes six times as long, and as long to fill a batch as to plan all else.
         batch.reshape(-1)[3 * (rank * size + position)] = mine - rank * cfg.max_num_seqs
         self._template = batch
-        self._sample, self._held = sampler_of(self._scheduler.slots, mine)
+        self._sample, self._is_constrained = sampler_command(self._scheduler.slots, mine)
         return BatchRows.at(self._scheduler.slots, mine, rank, position)
 
     def _without(self, rows: BatchRows, out: np.ndarray, batch: np.ndarray) -> BatchRows:
-        """Returns the rows that do not sit this step `out` (`[n]` bool); those become padding in `batch`."""
+        """Returns the rows that are not `out` (`[n]` bool); those become padding in `batch`."""
         batch[rows.rank[out], rows.position[out], 0] = self._cfg.max_num_seqs
         return rows.only(~out)
 
 
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
-
-
 def programs(layout: Layout) -> Iterator[ProgramSpec]:
-    """Yields one program per bucket, two with sparse attention on a GPU."""
+    """Yields one program per bucket (captured batch size), two with sparse attention on a GPU."""
     cfg = layout.cfg
     for size, form in itertools.product(cfg.decode_buckets, decode_forms(layout)):
         width = cfg.width(size)
         number = cfg.program_number(NAME, size)
         body = functools.partial(decode_body, layout, width=width, form=form, program=number)
         arguments = (layout.params, layout.pages, layout.state, layout.array(size, 3))
-        key, padding = Key(NAME, size, form, width), {3: np.array([layout.no_slot, -1, 0])}
+        key, padding = Key(NAME, size, form, width), {3: np.array([layout.padding_slot, -1, 0])}
         yield layout.per_rank(key, body, arguments, donated=(1, 2), takes_params=True, padding=padding)
 
 
@@ -208,7 +206,7 @@ class DecodeWorker:
         self._devices = devices
 
     def launch(self, command: DecodeCommand | SampleCommand) -> ForwardResults:
-        """Starts the batch, or the sampler of one that has waited for masks; leaves what a drafter needs."""
+        """Starts the batch, or the sampler of one that waited for bitmasks; leaves what a drafter needs."""
         devices, slots = self._devices, None
         if isinstance(command, DecodeCommand):
             forward, sampler = self._forward(command), command.sample
@@ -247,29 +245,35 @@ def decode_body(
 ) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array | None, jax.Array]:
     """Runs the last token and the drafts of the slots in `rows` `[B, 3]` (see `DecodeCommand`), for one rank.
 
-    Returns pages, state, scores `[Xn, B, S, W / Xn]`, hidden states `[B, S, D]` where something drafts from them, and
-    the slots `[B]` that shall sample: none where a buffer between devices was too small. The state does not change
-    then, but for its page table, and what was written into pages is written again. `form` is the batch's, `program` the
-    number under which it counts.
+    Returns pages, state, scores `[Xn, B, S, W / Xn]`, hidden states `[B, S, D]` if there is a drafter, and the slots
+    `[B]` to sample: none where a buffer between devices overflowed. The state does not change then, except for its page
+    table, and what was written into pages is overwritten by the retry. `form` is the batch's, `program` the number of
+    its counters.
     """
     functions, cfg = layout.functions, layout.model_cfg
     slots, new_page, index = rows[:, 0], rows[:, 1], rows[:, 2]
     num_slots = state.lengths.shape[0]
-    held = jnp.minimum(slots, num_slots - 1)
-    lengths = jnp.where(slots < num_slots, state.lengths[held] + (width - 1), 0)
+    clipped = jnp.minimum(slots, num_slots - 1)  # padding gets any slot's
+    lengths = jnp.where(slots < num_slots, state.lengths[clipped] + (width - 1), 0)
     page_table = state.page_table.at[jnp.where(new_page >= 0, slots, num_slots), index].set(new_page, mode="drop")
-    batch = DecodeBatch(state.tokens[held, :width], lengths, page_table[held], form)
+    batch = DecodeBatch(state.tokens[clipped, :width], lengths, page_table[clipped], form)
     out = functions.decode(params, cfg, batch, pages)
     scores = functions.scores(params, cfg, out.hidden)
-    counters = layout.count(state.counters, out, program)
+    counters = layout.update_counters(state.counters, out, program)
     state = dataclasses.replace(state, page_table=page_table, counters=counters)
-    return out.pages, state, scores, out.hidden if functions.draft else None, layout.sampling(slots, out)
+    return out.pages, state, scores, out.hidden if functions.draft else None, layout.sampling_slots(slots, out)
 
 
-def _applies(parts: EngineComponents) -> bool:
-    return parts.cfg.role != "prefill"
+def _applies(components: EngineComponents) -> bool:
+    return components.cfg.role != "prefill"
 
 
 KIND = JobKind(
-    NAME, DecodeCommand | SampleCommand, DecodePlanner, programs, DecodeWorker, _applies, agreed=attrgetter("sampled")
+    NAME,
+    DecodeCommand | SampleCommand,
+    DecodePlanner,
+    programs,
+    DecodeWorker,
+    _applies,
+    replicated=attrgetter("sampled"),
 )

@@ -1,10 +1,10 @@
 """Drafts: proposes the tokens that the next decode step verifies.
 
-A draft job follows each forward job, also where the step takes no drafts, so that the drafter has seen every token when
-drafts are wanted again. It leaves drafts in `DecodeState.tokens` behind each slot's last token. What proposes them is a
-drafter: the text itself (`LookupDrafter`, here), or the model's own MTP module (`draft_module`). Verifying is the
-sampler's: a draft counts where it equals the token that is sampled anyway. The host sees no draft, unless a request of
-the job is held to a grammar: its masks behind drafts depend on them.
+A draft job follows each forward job, even where the step takes no drafts, so that the drafter has processed every token
+when drafts are wanted again. It writes drafts to `DecodeState.tokens` behind each slot's last token. A drafter proposes
+them: prompt lookup (`LookupDrafter`, here), or the model's MTP module (`draft_module`). Draft tokens are verified by
+the sampler (`sample.sample_body`): a draft is accepted where it equals the token that is sampled anyway. The host reads
+drafts only where a request of the job is constrained: its bitmasks behind drafts depend on them.
 """
 
 import dataclasses
@@ -15,15 +15,15 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from dsv3.engine.components import EngineComponents
-from dsv3.engine.device import ragged
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.form_selection import ANY_LENGTH
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.device.state import NO_DRAFT, DecodeState, with_drafts
+from dsv3.engine.device.state import NO_DRAFT, DecodeState, ragged_batch, with_drafts
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs.decode import NAME as DECODE
 from dsv3.engine.jobs.decode import DecodeCommand
@@ -35,12 +35,12 @@ from dsv3.scheduler.sequence import Chunk
 from pallas_kernels.search import search
 
 NAME = "draft"
-TELL = "tell drafts"
-_ENTER = Key("lookup enter")
+READ_DRAFTS = "read drafts"
+_LOAD_TEXT = Key("lookup load")
 
 
 class CachedText(Command, frozen=True):
-    """Tokens of a request whose pages were found in the cache, so that no forward job has seen them."""
+    """Tokens of a request whose pages were found in the cache, so that no forward job has processed them."""
 
     rank: int
     slot: int  # within the rank
@@ -50,8 +50,8 @@ class CachedText(Command, frozen=True):
 class DraftCommand(Command, frozen=True):
     """Drafts for the requests of the forward job `source` of the same step, whose bucket is `size`.
 
-    `width` are the tokens per row of a decode job. `texts` come before what the job has computed, at most one per rank
-    in each of `text_launches`. With `tells` the host wants to see the drafts. `longest` is that of the forward job.
+    `width` are the tokens per row of a decode job. `texts` precede what the job has computed, at most one per rank in
+    each of `text_launches`. With `returns_drafts` the host reads the drafts. `longest` is that of the forward job.
     """
 
     source: str
@@ -59,29 +59,29 @@ class DraftCommand(Command, frozen=True):
     width: int
     texts: list[CachedText]
     text_launches: int
-    tells: bool
+    returns_drafts: bool
     longest: int = ANY_LENGTH
 
     @classmethod
-    def after_prefill(cls, size: int, texts: list[CachedText], tells: bool, longest: int) -> "DraftCommand":
+    def after_prefill(cls, size: int, texts: list[CachedText], returns_drafts: bool, longest: int) -> "DraftCommand":
         """Returns the command that follows a prefill job of the bucket `size`."""
         ranks = [text.rank for text in texts]
-        return cls(PREFILL, size, 1, texts, max(map(ranks.count, ranks), default=0), tells, longest)
+        return cls(PREFILL, size, 1, texts, max(map(ranks.count, ranks), default=0), returns_drafts, longest)
 
     def part(self, ranks: range) -> "DraftCommand":
         """Returns the command with the texts of `ranks` only."""
         mine = [
-            CachedText(text.rank - ranks.start, text.slot, text.tokens) for text in self.texts if text.rank in ranks
+            msgspec.structs.replace(text, rank=text.rank - ranks.start) for text in self.texts if text.rank in ranks
         ]
-        return DraftCommand(self.source, self.size, self.width, mine, self.text_launches, self.tells, self.longest)
+        return msgspec.structs.replace(self, texts=mine)
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftStats:
     """Totals since the start, under vLLM's names.
 
-    `num_drafts` counts rows that brought drafts, `num_draft_tokens` the drafts, `num_accepted_tokens` those that were
-    right, and `num_accepted_tokens_per_pos` the same by their place in the row.
+    `num_drafts` counts rows with drafts, `num_draft_tokens` the drafts, `num_accepted_tokens` the accepted ones, and
+    `num_accepted_tokens_per_pos` these by position.
     """
 
     num_drafts: int
@@ -101,48 +101,50 @@ class DraftPlanner:
         self._begun = np.full(len(view.scheduler.slots.epoch), -1, np.int64)
 
     def plan(self, step: list[Planned]) -> list[Planned]:
-        """Plans one job per forward job of the step."""
+        """Schedules one job per forward job of the step."""
         planned = []
         for job in step:
-            tells = job.later is not None  # a request of the job is held to a grammar
+            returns_drafts = job.deferred is not None  # a request of the job is constrained
             if isinstance(job.command, DecodeCommand):
                 done = job.command
-                command = DraftCommand(job.kind, done.rows.shape[1], done.width, [], 0, tells, done.longest)
+                command = DraftCommand(job.kind, done.rows.shape[1], done.width, [], 0, returns_drafts, done.longest)
             elif isinstance(job.command, PrefillCommand):
                 texts = self._cached(job.context.chunks)
-                command = DraftCommand.after_prefill(job.command.bucket, texts, tells, job.command.longest)
+                command = DraftCommand.after_prefill(job.command.bucket, texts, returns_drafts, job.command.longest)
             else:
                 continue
             planned.append(Planned(NAME, command, job.context.rows))
         return planned
 
     def _cached(self, chunks: list[list[Chunk]]) -> list[CachedText]:
-        """Returns the texts that the chunks continue, found in the cache, for a drafter that reads them."""
+        """Returns the cached texts that the chunks continue, for a drafter that reads text."""
         found = []
         for chunk in (c for mine in chunks for c in mine) if self._reads_text else ():
             sequence, slot = chunk.sequence, chunk.sequence.slot
             if chunk.start and self._begun[slot] != chunk.epoch:
-                rank, place = divmod(slot, self._cfg.max_num_seqs)
-                found.append(CachedText(rank, place, np.ascontiguousarray(sequence.tokens[: chunk.start], np.int32)))
+                rank, local_slot = divmod(slot, self._cfg.max_num_seqs)
+                found.append(
+                    CachedText(rank, local_slot, np.ascontiguousarray(sequence.tokens[: chunk.start], np.int32))
+                )
             self._begun[slot] = chunk.epoch
         return found
 
-    def collect(self, planned: Planned, results: tuple[np.ndarray, ...], outputs: StepOutputs) -> None:
-        """Notes drafts that the host wants to see; the sampler of the next step says which were right."""
+    def on_results(self, planned: Planned, results: tuple[np.ndarray, ...], outputs: StepOutputs) -> None:
+        """Records drafts that the host reads; the next step's sampler verifies them."""
         if results and self._masks is not None:
             self._masks.record_drafts(planned.context, results[0])
 
     def stats(self) -> DraftStats:
-        """Returns how many drafts there were, and how many were right."""
+        """Returns how many drafts were proposed and accepted."""
         accepted = self._counts.accepted.tolist()
         return DraftStats(self._counts.rows, self._counts.tokens, sum(accepted), tuple(accepted))
 
 
 class Drafter(Protocol):
-    """What proposes drafts on the devices."""
+    """Proposes drafts on the devices."""
 
     def launch(self, command: DraftCommand, forward: Forward) -> None:
-        """Starts it after the forward job `command.source`; leaves drafts in the state."""
+        """Starts it after the forward job `command.source`; it writes drafts to the state."""
 
 
 class DraftWorker:
@@ -162,42 +164,44 @@ class DraftWorker:
         if forward.tokens is None:
             forward = forward._replace(tokens=self._nothing_sampled(forward))
         self._drafter.launch(command, forward)
-        if not command.tells:
+        if not command.returns_drafts:
             return ()
-        told = devices.programs.get(Key(TELL, forward.slots.shape[1]))(devices.state, forward.slots)
-        told.copy_to_host_async()
-        return (told,)
+        drafts = devices.programs.get(Key(READ_DRAFTS, forward.slots.shape[1]))(devices.state, forward.slots)
+        drafts.copy_to_host_async()
+        return (drafts,)
 
     def _nothing_sampled(self, forward: Forward) -> jax.Array:
-        """Returns zeros, which nobody reads, for a prefill in which no chunk was a prompt's last."""
+        """Returns zeros, which are ignored, for a prefill without a prompt's last chunk."""
         return self._devices.put(np.zeros((self._devices.layout.num_local_ranks, forward.slots.shape[1], 1), np.int32))
 
 
 def draft_kind(
     method: str, programs: Callable[[Layout], Iterator[ProgramSpec]], drafter: Callable[[Devices], Drafter]
 ) -> JobKind:
-    """Returns the kind of engines whose `speculative_config` names `method`, for which `drafter` proposes drafts."""
+    """Returns the kind of work for engines whose `speculative_config` has this `method`."""
 
-    def applies(parts: EngineComponents) -> bool:
-        return parts.cfg.speculative is not None and parts.cfg.speculative.method == method
+    def applies(components: EngineComponents) -> bool:
+        return components.cfg.speculative is not None and components.cfg.speculative.method == method
 
-    def with_tell(layout: Layout) -> Iterator[ProgramSpec]:
-        return itertools.chain(programs(layout), tell_programs(layout))
+    def with_read_drafts(layout: Layout) -> Iterator[ProgramSpec]:
+        return itertools.chain(programs(layout), read_draft_programs(layout))
 
     def worker(devices: Devices) -> DraftWorker:
         return DraftWorker(devices, drafter(devices))
 
-    return JobKind(NAME, DraftCommand, DraftPlanner, with_tell, worker, applies)
+    return JobKind(NAME, DraftCommand, DraftPlanner, with_read_drafts, worker, applies)
 
 
-def tell_programs(layout: Layout) -> Iterator[ProgramSpec]:
-    """Yields the programs that tell the host the drafts of a batch, by its rows."""
+def read_draft_programs(layout: Layout) -> Iterator[ProgramSpec]:
+    """Yields the programs that return the drafts of a batch to the host, by its rows."""
     for rows in sorted({rows for rows, _ in layout.sampled_shapes}):
         arguments = (layout.state, layout.array(rows))
-        yield layout.per_rank(Key(TELL, rows), tell_body, arguments, gathered="all", padding={1: layout.no_slot})
+        yield layout.per_rank(
+            Key(READ_DRAFTS, rows), read_drafts_body, arguments, gathered="all", padding={1: layout.padding_slot}
+        )
 
 
-def tell_body(state: DecodeState, slots: jax.Array) -> jax.Array:
+def read_drafts_body(state: DecodeState, slots: jax.Array) -> jax.Array:
     """Returns the drafts of `slots` `[B]`, `[B, S - 1]` of the widest row, for one rank."""
     return state.tokens[jnp.minimum(slots, state.tokens.shape[0] - 1), 1:]
 
@@ -206,32 +210,31 @@ def lookup_programs(layout: Layout) -> Iterator[ProgramSpec]:
     """Yields one program per bucket of prefill and of decode: texts grow in steps without drafts too."""
     cfg = layout.cfg
     given = (_texts(layout), layout.array(), layout.array(cfg.max_model_len))
-    yield layout.per_rank(_ENTER, enter_body, given, donated=(0,), padding={1: layout.no_slot})
+    yield layout.per_rank(_LOAD_TEXT, load_text_body, given, donated=(0,), padding={1: layout.padding_slot})
     for size in cfg.prefill_buckets:
         count = cfg.prefill_rows(size)
-        chunks = layout.array(size), layout.array(count, ragged.HEADER + cfg.pages_per_seq)
-        arguments = (_texts(layout), layout.state, *chunks, layout.array(count), layout.array(count, 1))
+        arguments = (_texts(layout), layout.state, *layout.chunks(size), layout.array(count), layout.array(count, 1))
         body = functools.partial(prefill_body, layout, cfg.tokens_per_row - 1)
-        padding = {3: layout.no_chunk, 4: layout.no_slot}
+        padding = {3: layout.padding_chunk, 4: layout.padding_slot}
         yield layout.per_rank(Key(f"lookup {PREFILL}", size), body, arguments, donated=(0, 1), padding=padding)
     for size in cfg.decode_buckets:
         S = cfg.width(size)
         rows = (_texts(layout), layout.state, layout.array(size), layout.array(size, S))
         body = functools.partial(_propose, layout, S - 1)
-        key, padding = Key(f"lookup {DECODE}", size, width=S), {2: layout.no_slot}
+        key, padding = Key(f"lookup {DECODE}", size, width=S), {2: layout.padding_slot}
         yield layout.per_rank(key, body, rows, donated=(0, 1), padding=padding)
 
 
 def _texts(layout: Layout) -> jax.ShapeDtypeStruct:
-    """Returns the shape of the texts, one line per slot: 4 bytes per slot and token of max_model_len."""
+    """Returns the shape of the texts, one row per slot: 4 bytes per slot and token of max_model_len."""
     return layout.array(layout.cfg.max_num_seqs, layout.cfg.max_model_len)
 
 
 class LookupDrafter:
-    """Drafts from the text itself: what followed when a request's last tokens stood in it before (prompt look-up).
+    """Prompt lookup: proposes what followed the last tokens where they occurred before in the request's text.
 
-    It needs no weights, and is right where a model repeats what it has read: code, quotations, tables. The text of each
-    slot is kept on the device, since the host sees a token one step late.
+    It needs no weights, and is accepted where a model repeats what it has read: code, quotations, tables. The text of
+    each slot is on the device, since the host sees a token one step late.
     """
 
     def __init__(self, devices: Devices) -> None:
@@ -239,16 +242,16 @@ class LookupDrafter:
         self._texts = devices.zeros(_texts(devices.layout))
 
     def launch(self, command: DraftCommand, forward: Forward) -> None:
-        """Starts the look-up after the forward job `command.source`; leaves drafts in the state."""
+        """Starts the lookup after the forward job `command.source`; it writes drafts to the state."""
         devices = self._devices
         for turn in range(command.text_launches):
-            self._enter(command.texts, turn)
+            self._load_text(command.texts, turn)
         program = devices.programs.get(Key(f"lookup {command.source}", command.size, width=command.width))
         given = (*forward.batch, forward.slots, forward.tokens)
         self._texts, devices.state = program(self._texts, devices.state, *given)
 
-    def _enter(self, texts: list[CachedText], turn: int) -> None:
-        """Enters the `turn`-th text of each rank."""
+    def _load_text(self, texts: list[CachedText], turn: int) -> None:
+        """Loads the `turn`-th text of each rank."""
         devices, cfg = self._devices, self._devices.layout.cfg
         ranks = devices.layout.num_local_ranks
         slots, tokens = np.full(ranks, cfg.max_num_seqs, np.int32), np.zeros((ranks, cfg.max_model_len), np.int32)
@@ -256,10 +259,10 @@ class LookupDrafter:
             mine = [text for text in texts if text.rank == rank]
             if turn < len(mine):
                 slots[rank], tokens[rank, : len(mine[turn].tokens)] = mine[turn].slot, mine[turn].tokens
-        self._texts = devices.programs.get(_ENTER)(self._texts, devices.put(slots), devices.put(tokens))
+        self._texts = devices.programs.get(_LOAD_TEXT)(self._texts, devices.put(slots), devices.put(tokens))
 
 
-def enter_body(texts: jax.Array, slot: jax.Array, tokens: jax.Array) -> jax.Array:
+def load_text_body(texts: jax.Array, slot: jax.Array, tokens: jax.Array) -> jax.Array:
     """Sets the text of `slot` to `tokens` `[max_model_len]`, for one rank."""
     return texts.at[slot].set(tokens, mode="drop")
 
@@ -274,11 +277,11 @@ def prefill_body(
     slots: jax.Array,
     sampled: jax.Array,
 ) -> tuple[jax.Array, DecodeState]:
-    """Enters chunks of prompts into `texts` `[Ns, max_model_len]`, for one rank; requests in `slots` `[B]` get drafts.
+    """Appends chunks of prompts to `texts` `[Ns, max_model_len]`, for one rank; proposes drafts for `slots` `[B]`.
 
     `tokens` and `rows` are those of `prefill.prefill_body`, `sampled` `[B, 1]` the first tokens.
     """
-    batch = ragged.ragged_batch(tokens, rows)
+    batch = ragged_batch(tokens, rows)
     index = jnp.arange(tokens.shape[0])
     chunk = jnp.minimum(search(batch.cu_lengths[1:], index, side="right"), rows.shape[0] - 1)
     owner = jnp.where(index < batch.cu_lengths[-1], rows[chunk, 0], texts.shape[0])
@@ -289,26 +292,26 @@ def prefill_body(
 def _propose(
     layout: Layout, drafts: int, texts: jax.Array, state: DecodeState, slots: jax.Array, sampled: jax.Array
 ) -> tuple[jax.Array, DecodeState]:
-    """Appends what was `sampled` `[B, S]` to the texts of `slots` `[B]`; enters what may follow into the state."""
+    """Appends `sampled` `[B, S]` to the texts of `slots` `[B]`; writes drafts to the state."""
     speculative = layout.cfg.speculative
     assert speculative is not None  # else there is no drafter
-    held = jnp.minimum(slots, texts.shape[0] - 1)
-    lengths, counts = state.lengths[held], jnp.sum(sampled > NOTHING, axis=1, dtype=jnp.int32)
+    clipped = jnp.minimum(slots, texts.shape[0] - 1)  # padding gets any slot's
+    lengths, counts = state.lengths[clipped], jnp.sum(sampled > NOTHING, axis=1, dtype=jnp.int32)
     column = jnp.arange(sampled.shape[1])
-    places = jnp.where(column < counts[:, None], lengths[:, None] - counts[:, None] + column, texts.shape[1])
-    texts = texts.at[slots[:, None], places].set(sampled, mode="drop")
+    positions = jnp.where(column < counts[:, None], lengths[:, None] - counts[:, None] + column, texts.shape[1])
+    texts = texts.at[slots[:, None], positions].set(sampled, mode="drop")
     bounds = speculative.lookup_min, speculative.lookup_max
-    found = jax.vmap(lambda text, length: continuation(text, length, drafts, *bounds))(texts[held], lengths)
+    found = jax.vmap(lambda text, length: continuation(text, length, drafts, *bounds))(texts[clipped], lengths)
     return texts, with_drafts(state, slots, found)
 
 
 def continuation(text: jax.Array, length: jax.Array, drafts: int, low: int, high: int) -> jax.Array:
-    """Returns what followed the last tokens of `text[:length]` `[H]` when they stood there before, `[drafts]` int32.
+    """Returns what followed an earlier occurrence of the last tokens of `text[:length]` `[H]`, `[drafts]` int32.
 
-    The longest match of `low` to `high` tokens wins; of equally long ones that which most tokens follow, then the
-    latest. `NO_DRAFT` stands where nothing followed, or nothing matches.
+    The longest match of `low` to `high` tokens wins; of equally long ones that with the longest continuation, then the
+    latest. `NO_DRAFT` stands where the text ends, or nothing matches.
     """
-    end = jnp.arange(text.shape[0])  # a match ends before this place
+    end = jnp.arange(text.shape[0])  # a match ends before this position
     matched, goes_on = jnp.zeros(text.shape, jnp.int32), jnp.ones(text.shape, jnp.bool)
     for i in range(1, high + 1):
         same = jnp.roll(text, i) == text[jnp.maximum(length - i, 0)]
@@ -318,8 +321,8 @@ def continuation(text: jax.Array, length: jax.Array, drafts: int, low: int, high
     followed = jnp.minimum(length - end, drafts)
     score = jnp.where(matched > 0, (matched * (drafts + 1) + followed) * text.shape[0] + end, -1)
     start = jnp.where(jnp.any(matched > 0), jnp.argmax(score), length)
-    places = start + jnp.arange(drafts)
-    return jnp.where(places < length, text[jnp.minimum(places, text.shape[0] - 1)], NO_DRAFT)
+    positions = start + jnp.arange(drafts)
+    return jnp.where(positions < length, text[jnp.minimum(positions, text.shape[0] - 1)], NO_DRAFT)
 
 
 KIND = draft_kind("ngram", lookup_programs, LookupDrafter)

@@ -1,15 +1,15 @@
 """Drafts by the model's own MTP module.
 
-After each forward job the module runs over the rows that this has just computed, now that the token after each of them
-is known. So its own cache layer keeps step with the main model's. The row of a request's last token gives its first
-draft. Further drafts are chained: the module takes its own hidden state and its own draft, one place further.
+After each forward job the module runs over the rows that this has computed, now that the token after each of them is
+known. So its own cache layer has the same tokens as the main model's. The row of a request's last token gives its first
+draft. Further drafts are chained: the module takes its own hidden state and its own draft, one position further.
 
-The module runs after a decode step without drafts too, but makes none. Else its cache would have holes when drafts are
-wanted again, and these would seldom be right until the request ends (NVIDIA/TensorRT-LLM 16888).
+The module runs after a decode step without drafts too, but proposes none. Otherwise its cache would have holes when
+drafts are wanted again, and few of them would be accepted until the request ends (NVIDIA/TensorRT-LLM 16888).
 
-Nothing is ever rolled back. A place behind a request's length holds what a wrong draft has left; it is written again
-before a length covers it. Drafts live in `DecodeState.tokens` behind the last token, one line per slot, so none
-outlives its request's slot.
+Nothing is ever rolled back. A cache position behind a request's length has what a rejected draft wrote; it is
+overwritten before a length covers it. Drafts are in `DecodeState.tokens` behind the last token, one row per slot, so
+none outlives its request's slot.
 """
 
 import dataclasses
@@ -21,13 +21,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dsv3.engine.device import ragged
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.form_selection import decode_form, decode_forms
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.device.sampling import best_words
-from dsv3.engine.device.state import DecodeState, with_drafts
+from dsv3.engine.device.sampling import best_tokens
+from dsv3.engine.device.state import DecodeState, last_rows, next_tokens, ragged_batch, with_drafts
 from dsv3.engine.functions import DraftFunctions
 from dsv3.engine.jobs import decode, prefill
 from dsv3.engine.jobs.draft import DraftCommand, draft_kind
@@ -42,35 +41,34 @@ PREFILL, DECODE, CHAIN = f"mtp {prefill.NAME}", f"mtp {decode.NAME}", "mtp chain
 def programs(layout: Layout) -> Iterator[ProgramSpec]:
     """Yields one program per bucket of prefill and of decode, and those that chain drafts.
 
-    Each is there twice with sparse attention on a GPU.
+    Each exists twice with sparse attention on a GPU.
     """
     cfg, width, dtype = layout.cfg, layout.model_cfg.hidden_size, _module(layout).dtype
     forms = decode_forms(layout)
     chained: dict[int, int] = {}  # drafts by rows
     for size in cfg.prefill_buckets:
         rows = cfg.prefill_rows(size)
-        chunks = layout.array(size), layout.array(rows, ragged.HEADER + cfg.pages_per_seq)
-        given = layout.array(size, width, dtype=dtype), *chunks, layout.array(rows), layout.array(rows, 1)
+        given = layout.array(size, width, dtype=dtype), *layout.chunks(size), layout.array(rows), layout.array(rows, 1)
         for form in forms:
             key, prefills = Key(PREFILL, size, form), functools.partial(prefill_body, form=form)
-            yield _program(layout, key, prefills, given, {5: layout.no_chunk, 6: layout.no_slot})
+            yield _program(layout, key, prefills, given, {5: layout.padding_chunk, 6: layout.padding_slot})
         chained[rows] = cfg.tokens_per_row - 1
     for size in cfg.decode_buckets:
         S = cfg.width(size)
         rows_given = layout.array(size, S, width, dtype=dtype), layout.array(size), layout.array(size, S)
         for form in forms:
             key, body = Key(DECODE, size, form, S), functools.partial(decode_body, form=form)
-            yield _program(layout, key, body, rows_given, {4: layout.no_slot})
+            yield _program(layout, key, body, rows_given, {4: layout.padding_slot})
         chained[size] = max(chained.get(size, 0), S - 1)
     for size, drafts in chained.items():
         for i, form in itertools.product(range(1, drafts), forms):
             key, chained_body = chain_key(size, i, form), functools.partial(chain_body, number=i, form=form)
             hidden = layout.array(size, width, dtype=dtype)
-            yield _program(layout, key, chained_body, (hidden, layout.array(size)), {4: layout.no_slot})
+            yield _program(layout, key, chained_body, (hidden, layout.array(size)), {4: layout.padding_slot})
 
 
 def chain_key(size: int, number: int, form: AttentionForm) -> Key:
-    """Returns the name of the program that makes the next draft from draft `number`, the last token of `size` rows."""
+    """Returns the key of the program that makes the next draft from draft `number`, the last token of `size` rows."""
     return Key(CHAIN, size, form, 1 + number)
 
 
@@ -89,9 +87,9 @@ class ModuleDrafter:
         self._devices = devices
 
     def launch(self, command: DraftCommand, forward: Forward) -> None:
-        """Starts the module after the forward job `command.source`; leaves drafts in the state.
+        """Starts the module after the forward job `command.source`; it writes drafts to the state.
 
-        A program of its own makes each further draft: in one with the first, XLA copies the page pool between them.
+        Each further draft has a program of its own: in one with the first, XLA copies the page pool between them.
         """
         devices, layout = self._devices, self._devices.layout
         form = decode_form(layout, command.longest)
@@ -124,13 +122,13 @@ def prefill_body(
 
     `hidden` `[T, D]`, `tokens` and `rows` are those of `prefill.prefill_body`, `sampled` `[B, 1]` the first tokens.
     Returns pages, state, and the module's hidden states `[B, D]` at the last tokens. `form` is the batch's, `program`
-    the number under which it counts.
+    the number of its counters.
     """
-    batch = ragged.ragged_batch(tokens, rows, form)
-    shifted = dataclasses.replace(batch, tokens=ragged.next_tokens(batch, rows, sampled[:, 0]))
+    batch = ragged_batch(tokens, rows, form)
+    shifted = dataclasses.replace(batch, tokens=next_tokens(batch, rows, sampled[:, 0]))
     out = _module(layout).prefill(params, layout.model_cfg, shifted, pages, hidden)
-    last = out.hidden[ragged.last_rows(batch)]
-    state = _counted(layout, state, out, program)
+    last = out.hidden[last_rows(batch)]
+    state = _update_counters(layout, state, out, program)
     return out.pages, _with_draft(layout, params, state, last, slots, 1), last
 
 
@@ -148,18 +146,18 @@ def decode_body(
 ) -> tuple[jax.Array, DecodeState, jax.Array]:
     """Runs the module over a decode batch, for one rank; the requests in `slots` `[B]` get a first draft if S > 1.
 
-    `hidden` `[B, S, D]` belongs to the last token and the drafts that were verified, `sampled` `[B, S]` are the tokens
-    that really follow them. Rows behind the accepted ones mean nothing, and what they write is written again. Returns
-    as `prefill_body` does.
+    `hidden` `[B, S, D]` belongs to the last token and the verified drafts, `sampled` `[B, S]` are the tokens that
+    really follow them. Rows behind the accepted ones are undefined, and what they write is overwritten. Returns as
+    `prefill_body` does.
     """
     num_slots, S = state.lengths.shape[0], sampled.shape[1]
-    held = jnp.minimum(slots, num_slots - 1)
+    clipped = jnp.minimum(slots, num_slots - 1)  # padding gets any slot's
     accepted = jnp.sum(sampled > NOTHING, axis=1, dtype=jnp.int32)
-    lengths = jnp.where(slots < num_slots, state.lengths[held] - accepted - 1 + S, 0)
-    batch = DecodeBatch(jnp.maximum(sampled, 0), lengths, state.page_table[held], form)
+    lengths = jnp.where(slots < num_slots, state.lengths[clipped] - accepted - 1 + S, 0)
+    batch = DecodeBatch(jnp.maximum(sampled, 0), lengths, state.page_table[clipped], form)
     out = _module(layout).decode(params, layout.model_cfg, batch, pages, hidden)
     last = out.hidden[jnp.arange(slots.shape[0]), jnp.maximum(accepted - 1, 0)]
-    state = _counted(layout, state, out, program)
+    state = _update_counters(layout, state, out, program)
     if S == 1:
         return out.pages, with_drafts(state, slots, jnp.zeros((slots.shape[0], 0), jnp.int32)), last
     return out.pages, _with_draft(layout, params, state, last, slots, 1), last
@@ -179,30 +177,29 @@ def chain_body(
 ) -> tuple[jax.Array, DecodeState, jax.Array]:
     """Makes the next draft from draft `number` of `slots` `[B]` and the module's `hidden` `[B, D]` there, for one rank.
 
-    Returns pages, state, and the module's hidden states one place further. `program` is the number under which it
-    counts.
+    Returns pages, state, and the module's hidden states one position further. `program` is the number of its counters.
     """
     num_slots = state.lengths.shape[0]
-    held = jnp.minimum(slots, num_slots - 1)
-    lengths = jnp.where(slots < num_slots, state.lengths[held] - 1 + number, 0)
-    batch = DecodeBatch(state.tokens[held, number][:, None], lengths, state.page_table[held], form)
+    clipped = jnp.minimum(slots, num_slots - 1)  # padding gets any slot's
+    lengths = jnp.where(slots < num_slots, state.lengths[clipped] - 1 + number, 0)
+    batch = DecodeBatch(state.tokens[clipped, number][:, None], lengths, state.page_table[clipped], form)
     out = _module(layout).decode(params, layout.model_cfg, batch, pages, hidden[:, None])
     following = out.hidden[:, 0]
-    state = _counted(layout, state, out, program)
+    state = _update_counters(layout, state, out, program)
     return out.pages, _with_draft(layout, params, state, following, slots, number + 1), following
 
 
 def _with_draft(
     layout: Layout, params: object, state: DecodeState, hidden: jax.Array, slots: jax.Array, number: int
 ) -> DecodeState:
-    """Returns the state with draft `number` of `slots`: the likeliest by the module's hidden states `[B, D]`."""
+    """Returns the state with draft `number` of `slots`: the likeliest token by the module's hidden states `[B, D]`."""
     functions = layout.functions
-    token = best_words(functions.vocabulary, functions.scores(params, layout.model_cfg, hidden)).words
+    token = best_tokens(functions.vocabulary, functions.scores(params, layout.model_cfg, hidden)).tokens
     return with_drafts(state, slots, token[:, None], number)
 
 
-def _counted(layout: Layout, state: DecodeState, result: StepOutput, program: int) -> DecodeState:
-    return dataclasses.replace(state, counters=layout.count(state.counters, result, program))
+def _update_counters(layout: Layout, state: DecodeState, result: StepOutput, program: int) -> DecodeState:
+    return dataclasses.replace(state, counters=layout.update_counters(state.counters, result, program))
 
 
 def _module(layout: Layout) -> DraftFunctions:

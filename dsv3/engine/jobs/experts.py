@@ -1,12 +1,12 @@
-"""Experts: evens the load of the devices that hold routed experts, while the engine serves.
+"""Experts: balances the load of the devices that hold routed experts, while the engine serves (EPLB).
 
-The devices count how often each expert is chosen; every few steps the counts are read out, one step late like tokens,
-and enter a sliding window. A thread judges the window: how even the devices' load is, and, at most every
-`eplb_interval` steps and below `eplb_threshold`, which experts should stand where. Between two steps the resulting
-moves are carried out (`sharding.experts.rebalance`), a few layers at a time, as part of the step's command. A layer
-whose checksums differ stays as it was. Whatever goes wrong in the thread is logged; the experts stay where they are.
-The layer of an MTP module is one more layer here, behind those of the main model. Places and loads are kept in a file,
-from which the engine that comes next starts.
+The devices count how often each expert is selected; every few steps the counts are read out, one step late like tokens,
+and enter a sliding window. A thread evaluates the window: how even the devices' load is, and, at most every
+`eplb_interval` steps and below `eplb_threshold`, a better expert map (`plan_rebalance`). Between two steps the
+resulting moves are executed (`sharding.experts.rebalance`), a few layers at a time, as part of the step's command. A
+layer whose checksums differ stays as it was. An error in the thread is logged; the experts stay where they are. The
+layer of an MTP module is one more layer here, behind those of the main model. Expert map and loads are saved in a file,
+from which the next engine starts.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.functions import SpreadExperts
-from dsv3.engine.job import Command, EngineView, JobKind, Planned, Watch
+from dsv3.engine.job import Command, EngineView, ForwardCounters, JobKind, Planned
 from dsv3.engine.step_log import ExpertLoad
 from dsv3.model.steps import StepOutput
 from dsv3.scheduler.request import StepOutputs
@@ -53,16 +53,16 @@ _log = logging.getLogger(__name__)
 
 NAME = "experts"
 READ_LOAD, MOVE = Key("read_load"), Key("move_experts")  # one of `MOVE` per stack, its variant
-READ_STEPS = 128  # launching a read-out took 0.5 ms on eight devices of a busy CPU: 4 us per step
+READ_STEPS = 128  # steps between read-outs
 WINDOW_READS = 8
 MOVE_BYTES = 256 * 2**20  # per device and step, twice over the wire: 10 ms at 50 GB/s; at least one layer
 _DIGEST_BYTES = 32
-_COUNTS = 2  # of each forward program: passes that overflowed, and all
-MIN_GAIN = 0.02  # of a layer's balancedness; less is not worth moving its weights
+_COUNTS = 2  # per forward program: passes that overflowed, and all passes
+MIN_GAIN = 0.02  # of a layer's balancedness; a smaller gain is not worth moving its weights
 
 
 class ExpertsCommand(Command, frozen=True):
-    """Reads out the experts' load and starts counting anew, where `read_load` says so, then moves experts."""
+    """Reads out and resets the experts' load where `read_load` is set, then moves experts."""
 
     read_load: bool
     moves: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]  # each a `LayerMove` of host arrays
@@ -70,15 +70,14 @@ class ExpertsCommand(Command, frozen=True):
 
 @dataclasses.dataclass(frozen=True)
 class ExpertStats:
-    """Numbers of routed experts on several devices; counts and bytes are totals since the start, as far as read out.
+    """Numbers of routed experts on several devices; counts and bytes are totals as of the last read-out.
 
     `balancedness` is the mean over the layers of mean over maximum of the devices' loads, for the load of the last
-    steps on the experts' present places. `balancedness_min` is that of the most uneven layer, `balancedness_by_layer`
-    that of each MoE layer, an MTP module's last. `rebalances` counts decisions carried out, `moved` slots that got
-    another expert, `checksum_failures` layers that stayed because a checksum differed. `repeats` are forward passes
-    that meant nothing because a buffer was too small. They were computed again, but for an MTP module's, which only
-    guess. `in_node_bytes` have gone from device to device of a node for dispatch and combine, `cross_node_bytes` to
-    another node, in all.
+    steps under the present expert map. `balancedness_min` is that of the most uneven layer, `balancedness_by_layer`
+    that of each MoE layer, an MTP module's last. `rebalances` counts executed plans, `moved` replicas that got another
+    expert, `checksum_failures` layers that stayed because a checksum differed. `repeats` are forward passes that
+    overflowed a buffer; they were repeated, except for an MTP module's, which only propose drafts. `in_node_bytes` have
+    gone from device to device of a node for dispatch and combine, `cross_node_bytes` to another node, in all.
     """
 
     balancedness: float
@@ -92,22 +91,22 @@ class ExpertStats:
     cross_node_bytes: int
 
 
-def judge(
+def plan_rebalance(
     load: np.ndarray, expert_map: ExpertMap, experts: SpreadExperts, max_copies: int, threshold: float
 ) -> tuple[np.ndarray, list[LayerMove]]:
-    """Returns how even a load `[L, E]` is by layer `[L]`, and what to do about it.
+    """Returns the balancedness of a load `[L, E]` by layer `[L]`, and the moves that improve it.
 
-    The layers that gain by it are moved if the mean balancedness is below `threshold`.
+    Layers that gain by it are moved if the mean balancedness is below `threshold`.
     """
     machine = experts.machine
-    even = balancedness(load, expert_map, machine.devices)
-    if even.mean() >= threshold:
-        return even, []
+    current = balancedness(load, expert_map, machine.devices)
+    if current.mean() >= threshold:
+        return current, []
     nodes, devices = machine.nodes, machine.devices
     new = rebalance_experts(load, experts.num_replicas, experts.num_groups, nodes, devices)
     new = keep_in_place(new, expert_map, experts.num_groups, nodes, devices)
-    gain = balancedness(load, new, devices) - even
-    return even, moves_to(new, expert_map, max_copies, np.flatnonzero(gain > MIN_GAIN))
+    gain = balancedness(load, new, devices) - current
+    return current, moves_to(new, expert_map, max_copies, np.flatnonzero(gain > MIN_GAIN))
 
 
 def moves_to(new: ExpertMap, old: ExpertMap, max_copies: int, layers: np.ndarray) -> list[LayerMove]:
@@ -117,27 +116,27 @@ def moves_to(new: ExpertMap, old: ExpertMap, max_copies: int, layers: np.ndarray
 
 
 class TrafficCounter:
-    """What dispatch and combine have sent, from what the devices count and `StepFunctions.traffic`."""
+    """Bytes sent by dispatch and combine, from the devices' counters and `StepFunctions.traffic`."""
 
     def __init__(self, traffic: Sequence[Traffic]) -> None:
         self._traffic = traffic
         self.total, self.repeats = Traffic(), 0
 
     def add(self, programs: np.ndarray) -> None:
-        """Takes over how often each forward program overflowed, and how often it ran, `[P, 2]`."""
+        """Adds how often each forward program overflowed, and how often it ran, `[P, 2]`."""
         for step, (overflowed, steps) in zip(self._traffic, programs.tolist(), strict=True):
             self.total += step * steps
             self.repeats += overflowed
 
 
 def _make_planner(view: EngineView) -> "ExpertBalancer":
-    """Returns a balancer of the experts as they stand in the parameters."""
-    functions, cfg = view.parts.functions, view.parts.cfg
+    """Returns a balancer for the expert map of the parameters."""
+    functions, cfg = view.components.functions, view.components.cfg
     experts, traffic = functions.experts, functions.traffic
     assert experts is not None and traffic is not None  # `_applies`
-    placement = Placement(*map(np.asarray, experts.take(view.parts.params)[1]))
+    placement = Placement(*map(np.asarray, experts.take(view.components.params)[1]))
     sent = TrafficCounter([traffic(program) for program in cfg.forward_programs])
-    return ExpertBalancer(experts, placement, layer_bytes(experts, view.parts.params), sent, cfg)
+    return ExpertBalancer(experts, placement, layer_bytes(experts, view.components.params), sent, cfg)
 
 
 def layer_bytes(experts: SpreadExperts, params: Any) -> int:
@@ -148,11 +147,11 @@ def layer_bytes(experts: SpreadExperts, params: Any) -> int:
 
 
 class ExpertBalancer:
-    """Decides what each step's command does about balance, and keeps the books. One thread calls it.
+    """Decides the experts' part of each step's command, and tracks the expert map. One thread calls it.
 
     Args:
       experts: what the engine knows of the experts.
-      placement: where they stand, as numpy arrays.
+      placement: their initial placement, as numpy arrays.
       layer_bytes: of a layer's experts on one device.
       sent: counts what one device sends.
       cfg: the engine's limits.
@@ -169,19 +168,19 @@ class ExpertBalancer:
         self._layers_at_once = max(1, MOVE_BYTES // max(1, layer_bytes))
         self._window: deque[np.ndarray] = deque(maxlen=WINDOW_READS)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="eplb")
-        self._judging: Future[tuple[np.ndarray, list[LayerMove]]] | None = None
-        self._judged = self.load  # what is being judged, or was last
+        self._planning: Future[tuple[np.ndarray, list[LayerMove]]] | None = None
+        self._planned_load = self.load  # of the plan in progress, or the last one
         self._moves: deque[LayerMove] = deque()
         self._under_way = 0  # moves launched whose outcome is not known yet
         self._steps = self._decided = 0
-        self._even = np.ones(experts.num_layers)
+        self._balancedness = np.ones(experts.num_layers)
         self._rebalances = self._moved = self._failures = 0
         self._version = 0  # of what `snapshot` shows
         self._last_move: tuple[np.ndarray, ExpertMap] | None = None  # the load that decided it, the map before it
         self._file = Path(cfg.eplb_state) if cfg.eplb_state and self._interval else None
         if self._file is not None:
             self._start_from(self._file)
-        self._stats = self._summed_up()
+        self._stats = self._make_stats()
 
     @property
     def load(self) -> np.ndarray:
@@ -191,24 +190,24 @@ class ExpertBalancer:
 
     @property
     def expert_map(self) -> ExpertMap:
-        """Where the experts stand, as far as the host knows."""
+        """The present expert map, as far as results are in."""
         return self._map
 
     def plan(self, step: list[Planned]) -> list[Planned]:
-        """Balances beside other work: a step that would hold nothing else is not worth launching."""
+        """Balances alongside other work: a step with nothing else is not worth launching."""
         command = self.command() if step else None
         return [] if command is None else [Planned(NAME, command)]
 
-    def collect(self, planned: Planned, results: tuple[np.ndarray, ...], outputs: StepOutputs) -> None:
-        """Takes over what a command has given."""
+    def on_results(self, planned: Planned, results: tuple[np.ndarray, ...], outputs: StepOutputs) -> None:
+        """Processes the results of a job."""
         assert isinstance(planned.command, ExpertsCommand)
-        self.note(planned.command, results)
+        self.process(planned.command, results)
 
     def command(self) -> ExpertsCommand | None:
-        """Returns what the next step does about balance."""
+        """Returns the next step's command, None if there is nothing to do."""
         self._steps += 1
-        if self._judging is not None and self._judging.done():
-            self._take_judgement(self._judging)
+        if self._planning is not None and self._planning.done():
+            self._apply_plan(self._planning)
         read = self._steps % self._read_steps == 0
         if not read and not self._moves:
             return None
@@ -216,31 +215,31 @@ class ExpertBalancer:
         self._under_way += len(moves)
         return ExpertsCommand(read, moves)
 
-    def note(self, command: ExpertsCommand, results: Sequence[np.ndarray]) -> None:
-        """Takes over what a command has given: the load, if it was read, and whether each move was carried out."""
+    def process(self, command: ExpertsCommand, results: Sequence[np.ndarray]) -> None:
+        """Updates window and map from the results of a command: the load, if read, and the success of each move."""
         moved = list(results)
         if command.read_load:
-            self._note_load(moved.pop(0))
+            self._on_load(moved.pop(0))
         for move, intact in zip(command.moves, moved, strict=True):
-            self._note_move(LayerMove(*move), bool(intact))
+            self._on_move(LayerMove(*move), bool(intact))
         if command.moves and not self._moving:
             self._rebalances += 1
-            _log.info("experts rebalanced: %d moved so far", self._moved)
+            _log.info("EPLB: rebalance %d is done, %d replicas moved so far", self._rebalances, self._moved)
         if self._file is not None and not self._moving:
             self._thread.submit(write_state, self._file, self._map, list(self._window))
-        self._stats = self._summed_up()
+        self._stats = self._make_stats()
 
     def stats(self) -> ExpertStats:
-        """Returns a snapshot; any thread may ask."""
+        """Returns a snapshot; any thread may call it."""
         return self._stats
 
     def snapshot(self) -> ExpertLoad:
-        """Returns the load of the window, and what the last move made of the load that decided it."""
+        """Returns the load of the window, and the effect of the last rebalance on the load that caused it."""
         load, devices = self.load, self._experts.machine.devices
         before = after = b""
         if self._last_move is not None:
-            judged, old = self._last_move
-            before, after = (_floats(device_load(judged, each, devices)) for each in (old, self._map))
+            planned_load, old = self._last_move
+            before, after = (_floats(device_load(planned_load, each, devices)) for each in (old, self._map))
         now = _floats(device_load(load, self._map, devices))
         layers, experts = load.shape
         return ExpertLoad(self._version, layers, experts, devices, _floats(load), now, before, after)
@@ -249,12 +248,12 @@ class ExpertBalancer:
     def _moving(self) -> bool:
         return bool(self._moves or self._under_way)
 
-    def _summed_up(self) -> ExpertStats:
+    def _make_stats(self) -> ExpertStats:
         sent = self._sent.total * self._experts.machine.devices
         return ExpertStats(
-            balancedness=float(self._even.mean()),
-            balancedness_min=float(self._even.min()),
-            balancedness_by_layer=tuple(self._even.tolist()),
+            balancedness=float(self._balancedness.mean()),
+            balancedness_min=float(self._balancedness.min()),
+            balancedness_by_layer=tuple(self._balancedness.tolist()),
             rebalances=self._rebalances,
             moved=self._moved,
             checksum_failures=self._failures,
@@ -264,45 +263,47 @@ class ExpertBalancer:
         )
 
     def _start_from(self, file: Path) -> None:
-        """Begins with the loads of the engine before, and with the moves to the places that its experts had."""
+        """Starts with the saved loads, and with moves to the saved expert map."""
         if (found := read_state(file, self._experts, self._map)) is not None:
-            wanted, loads = found
+            saved, loads = found
             self._window.extend(loads)
-            differ = np.flatnonzero((wanted.phy2log != self._map.phy2log).any(axis=1))
-            self._moves.extend(moves_to(wanted, self._map, self._max_copies, differ))
+            differ = np.flatnonzero((saved.phy2log != self._map.phy2log).any(axis=1))
+            self._moves.extend(moves_to(saved, self._map, self._max_copies, differ))
 
-    def _note_load(self, load: np.ndarray) -> None:
+    def _on_load(self, load: np.ndarray) -> None:
         pairs, programs = split_load(load, self._experts, self._num_ranks)
         self._sent.add(programs)
         self._window.append(pairs)
         self._version += 1
-        if self._judging is None:
+        if self._planning is None:
             due = self._interval and self._steps - self._decided >= self._interval and not self._moving
             if due:
                 self._decided = self._steps
             threshold = self._threshold if due else 0.0
-            self._judged = self.load
-            arguments = (self._judged, self._map, self._experts, self._max_copies, threshold)
-            self._judging = self._thread.submit(judge, *arguments)
+            self._planned_load = self.load
+            arguments = (self._planned_load, self._map, self._experts, self._max_copies, threshold)
+            self._planning = self._thread.submit(plan_rebalance, *arguments)
 
-    def _take_judgement(self, future: Future[tuple[np.ndarray, list[LayerMove]]]) -> None:
-        self._judging = None
+    def _apply_plan(self, future: Future[tuple[np.ndarray, list[LayerMove]]]) -> None:
+        self._planning = None
         error = future.exception()
         if error is not None:
-            _log.error("the experts' balance could not be judged; they stay where they are", exc_info=error)
+            _log.error("EPLB: planning a rebalance failed; the experts stay where they are", exc_info=error)
             return
-        self._even, moves = future.result()
-        self._stats = self._summed_up()
+        self._balancedness, moves = future.result()
+        self._stats = self._make_stats()
         self._moves.extend(moves)
         if moves:
-            self._last_move = self._judged, self._map
+            self._last_move = self._planned_load, self._map
 
-    def _note_move(self, move: LayerMove, intact: bool) -> None:
+    def _on_move(self, move: LayerMove, intact: bool) -> None:
         self._under_way -= 1
         layer = int(move.layer)
         if not intact:
             self._failures += 1
-            _log.error("the experts of MoE layer %d were damaged on their way, so they stay where they were", layer)
+            _log.error(
+                "EPLB: a checksum of MoE layer %d differs after a move, so its experts stay where they were", layer
+            )
             return
         self._moved += int((move.source != np.arange(len(move.source))).sum())
         phy2log = self._map.phy2log.copy()
@@ -325,12 +326,12 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     shapes = LayerMove((), (experts.num_replicas,), placement.replicas.shape[1:], placement.copies.shape[1:])
     sharding = NamedSharding(layout.mesh, whole)
     move = LayerMove(*(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in shapes))
-    partitions, everywhere = experts.take(layout.functions.param_specs)
+    partitions, placement_specs = experts.take(layout.functions.param_specs)
     for number, stack in enumerate(stacks):
         body = functools.partial(move_layer, machine=experts.machine, first_layer=experts.first_layer(number))
-        specs, stays = (partitions[number], everywhere, whole), functools.partial(_no_move, experts, number)
-        key, given = MOVE._replace(variant=number), (stack, placement, move)
-        yield layout.mapped(key, body, given, (0, 1), specs, specs, padding={2: stays})
+        specs, no_move = (partitions[number], placement_specs, whole), functools.partial(_no_move, experts, number)
+        key, arguments = MOVE._replace(variant=number), (stack, placement, move)
+        yield layout.mapped(key, body, arguments, (0, 1), specs, specs, padding={2: no_move})
 
 
 def _no_move(experts: SpreadExperts, number: int, _: Any, placement: Placement) -> LayerMove:
@@ -348,7 +349,7 @@ class ExpertsWorker:
         self._devices, self._experts = devices, devices.layout.functions.experts
 
     def launch(self, command: ExpertsCommand) -> tuple[jax.Array, ...]:
-        """Returns the load, if it is read, and for each move whether it was carried out."""
+        """Returns the load, if it is read, and for each move whether it succeeded."""
         read = [self._read()] if command.read_load else []
         results = (*read, *map(self._move, command.moves))
         for array in results:
@@ -373,16 +374,18 @@ class ExpertsWorker:
 
 
 def _read_load(load: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Starts counting anew `[1, n]`; also returns the sum of the ranks' counters `[n]`."""
+    """Returns counters `[1, n]` reset to 0, and the sum of the ranks' counters `[n]`."""
     return jnp.zeros_like(load), jax.lax.psum(load[0], RANKS)
 
 
 def load_size(experts: SpreadExperts, cfg: EngineConfig) -> int:
-    """Returns how many counters there are: see `split_load`."""
+    """Returns the number of counters: see `split_load`."""
     return experts.num_layers * experts.num_experts + len(cfg.forward_programs) * _COUNTS
 
 
-def counted(experts: SpreadExperts, cfg: EngineConfig, load: jax.Array, result: StepOutput, program: int) -> jax.Array:
+def update_counters(
+    experts: SpreadExperts, cfg: EngineConfig, load: jax.Array, result: StepOutput, program: int
+) -> jax.Array:
     """Returns the counters after a forward pass."""
     pairs = experts.num_layers * experts.num_experts
     counts = result.expert_counts.ravel()
@@ -393,7 +396,7 @@ def counted(experts: SpreadExperts, cfg: EngineConfig, load: jax.Array, result: 
 
 
 def split_load(load: np.ndarray, experts: SpreadExperts, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Splits what was read of all ranks.
+    """Splits the sum of all ranks' counters.
 
     Returns (token, expert) pairs `[L, E]`; and how often each forward program overflowed, and how often it ran.
     """
@@ -402,7 +405,7 @@ def split_load(load: np.ndarray, experts: SpreadExperts, num_ranks: int) -> tupl
     return load[:pairs].reshape(experts.num_layers, -1).astype(np.int64), programs.astype(np.int64)
 
 
-class _Kept(msgspec.Struct, frozen=True):
+class _SavedExperts(msgspec.Struct, frozen=True):
     """A map `phy2log` `[L, Er]`, and the read-outs `loads` `[reads, L, E]`, both int64 and little endian."""
 
     layers: int
@@ -414,12 +417,12 @@ class _Kept(msgspec.Struct, frozen=True):
 
 
 def write_state(path: Path, expert_map: ExpertMap, loads: Sequence[np.ndarray]) -> None:
-    """Writes the file anew, in one piece. One that cannot be written is told of, and nothing else happens.
+    """Replaces the file atomically. An error is logged, and has no other effect.
 
-    What a process that dies meanwhile leaves beside it has one name, and so is overwritten by the next.
+    The temporary file has a fixed name, so the next process overwrites what a crash leaves.
     """
     layers, replicas = expert_map.phy2log.shape
-    kept = _Kept(
+    saved = _SavedExperts(
         layers=layers,
         experts=expert_map.logcnt.shape[1],
         replicas=replicas,
@@ -427,54 +430,55 @@ def write_state(path: Path, expert_map: ExpertMap, loads: Sequence[np.ndarray]) 
         reads=len(loads),
         loads=b"".join(load.astype("<i8").tobytes() for load in loads),
     )
-    body = msgspec.msgpack.encode(kept)
+    body = msgspec.msgpack.encode(saved)
     part = path.with_name(f".{path.name}.part")
     try:
         part.write_bytes(hashlib.sha256(body).digest() + body)
         part.replace(path)
     except OSError as error:
-        _log.warning("the experts' places are not kept in %s: %s", path, error.strerror or error)
+        _log.warning("EPLB: the expert map is not saved in %s: %s", path, error.strerror or error)
 
 
 def read_state(path: Path, experts: SpreadExperts, first: ExpertMap) -> tuple[ExpertMap, list[np.ndarray]] | None:
-    """Returns where to put the experts of an engine that has them at `first`, and the loads `[L, E]` it knows.
+    """Returns the expert map for an engine that starts with the map `first`, and the saved loads `[L, E]`.
 
-    The map is the one that was kept where it has as many replicas, else one that suits the kept loads. Returns None
-    where nothing was kept for as many layers and experts; a file that cannot be used is told of.
+    The map is the saved one where it has as many replicas, else one that suits the saved loads. Returns None where
+    nothing was saved for as many layers and experts; an unusable file is logged.
     """
     try:
         content = path.read_bytes()
         digest, body = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
         if hashlib.sha256(body).digest() != digest:
             raise ValueError("it is damaged")
-        return _fitting(msgspec.msgpack.decode(body, type=_Kept), experts, first)
+        return _adapt_state(msgspec.msgpack.decode(body, type=_SavedExperts), experts, first)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, msgspec.MsgspecError) as error:
-        _log.warning("the experts' places in %s are not used: %s", path, error)
+        _log.warning("EPLB: the expert map in %s is not used: %s", path, error)
         return None
 
 
-def _fitting(kept: _Kept, experts: SpreadExperts, first: ExpertMap) -> tuple[ExpertMap, list[np.ndarray]]:
+def _adapt_state(saved: _SavedExperts, experts: SpreadExperts, first: ExpertMap) -> tuple[ExpertMap, list[np.ndarray]]:
     """Raises ValueError for another model's experts."""
-    if (kept.layers, kept.experts) != (experts.num_layers, experts.num_experts):
+    if (saved.layers, saved.experts) != (experts.num_layers, experts.num_experts):
         raise ValueError(
-            f"it has {kept.layers} layers of {kept.experts} experts, and the model has {experts.num_layers} of "
+            f"it has {saved.layers} layers of {saved.experts} experts, and the model has {experts.num_layers} of "
             f"{experts.num_experts}"
         )
-    loads = list(np.frombuffer(kept.loads, "<i8").reshape(kept.reads, kept.layers, kept.experts))
-    if kept.replicas == experts.num_replicas:
-        return _checked_map(np.frombuffer(kept.phy2log, "<i8").reshape(kept.layers, kept.replicas), kept.experts), loads
-    return _suited_map(sum(loads, start=np.zeros((kept.layers, kept.experts), np.int64)), experts, first), loads
+    loads = list(np.frombuffer(saved.loads, "<i8").reshape(saved.reads, saved.layers, saved.experts))
+    if saved.replicas == experts.num_replicas:
+        phy2log = np.frombuffer(saved.phy2log, "<i8").reshape(saved.layers, saved.replicas)
+        return _validated_map(phy2log, saved.experts), loads
+    return _rebalanced_map(sum(loads, start=np.zeros((saved.layers, saved.experts), np.int64)), experts, first), loads
 
 
-def _checked_map(phy2log: np.ndarray, num_experts: int) -> ExpertMap:
+def _validated_map(phy2log: np.ndarray, num_experts: int) -> ExpertMap:
     if any(set(layer) != set(range(num_experts)) for layer in phy2log.tolist()):
         raise ValueError("a layer does not have every expert")
     return map_of(phy2log, num_experts)
 
 
-def _suited_map(load: np.ndarray, experts: SpreadExperts, first: ExpertMap) -> ExpertMap:
+def _rebalanced_map(load: np.ndarray, experts: SpreadExperts, first: ExpertMap) -> ExpertMap:
     if not load.any():
         return first
     nodes, devices, groups = experts.machine.nodes, experts.machine.devices, experts.num_groups
@@ -482,13 +486,17 @@ def _suited_map(load: np.ndarray, experts: SpreadExperts, first: ExpertMap) -> E
     return keep_in_place(new, first, groups, nodes, devices)
 
 
-def _watch(parts: EngineComponents) -> Watch | None:
-    experts, cfg = parts.functions.experts, parts.cfg
-    return None if experts is None else Watch(load_size(experts, cfg), functools.partial(counted, experts, cfg))
+def _counters(components: EngineComponents) -> ForwardCounters | None:
+    experts, cfg = components.functions.experts, components.cfg
+    return (
+        None
+        if experts is None
+        else ForwardCounters(load_size(experts, cfg), functools.partial(update_counters, experts, cfg))
+    )
 
 
-def _applies(parts: EngineComponents) -> bool:
-    return parts.functions.experts is not None
+def _applies(components: EngineComponents) -> bool:
+    return components.functions.experts is not None
 
 
-KIND = JobKind(NAME, ExpertsCommand, _make_planner, programs, ExpertsWorker, _applies, _watch)
+KIND = JobKind(NAME, ExpertsCommand, _make_planner, programs, ExpertsWorker, _applies, _counters)

@@ -1,4 +1,4 @@
-"""Prefill: chunks of prompts, several requests in one flat batch; the last chunk of a prompt gets its first token."""
+"""Prefill: chunks of prompts, several requests in one flat batch; the last chunk of a prompt samples a token."""
 
 import functools
 import itertools
@@ -12,20 +12,19 @@ import numpy as np
 
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.device.devices import Devices, Forward
-from dsv3.engine.device.form_selection import ANY_LENGTH, prefill_form, prefill_forms, room
+from dsv3.engine.device.form_selection import ANY_LENGTH, capacity, prefill_form, prefill_forms
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.device.ragged import HEADER, last_rows, ragged_batch
-from dsv3.engine.device.state import DecodeState, control_rows
+from dsv3.engine.device.state import HEADER, DecodeState, control_rows, last_rows, ragged_batch
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs import prompt_logprobs
 from dsv3.engine.jobs.sample import (
     ForwardContext,
     ForwardResults,
     SampleCommand,
+    defer_for_masks,
     launch_sampler,
-    masked_later,
-    sampler_of,
+    sampler_command,
     sampler_programs,
 )
 from dsv3.model.batch import AttentionForm
@@ -41,14 +40,14 @@ NAME = "prefill"
 
 
 class PrefillCommand(Command, frozen=True, tag=0):
-    """Chunks of several ranks, in the order of the ranks; only what they use of tokens and page tables travels.
+    """Chunks of several ranks, in the order of the ranks, without padding of tokens and page tables.
 
     `bucket` is the size of the batch, and `has_context` says whether a chunk has tokens before it. Row i of `header` is
-    a chunk: rank, pages, then `HEADER` columns. `tokens` and `pages` hold those of all chunks one after the other.
-    Where it `tells`, log-probabilities of the prompts follow. No query of any rank sees more than `longest` tokens, and
-    the requests of no rank have more than `keys` tokens together, counted in whole pages. `pairs` of a new token and
-    one before its chunk are those of the rank that has most. Where it `samples`, a chunk is the last one of a prompt:
-    `sample` says how its first token is drawn, or a command of its own does, once there are masks.
+    a chunk: rank, pages, then `HEADER` columns. `tokens` and `pages` are those of all chunks, concatenated. With
+    `wants_prompt_logprobs`, log-probabilities of the prompts follow. No query of any rank sees more than `longest`
+    tokens, and the requests of no rank have more than `keys` tokens together, counted in whole pages. `pairs` counts
+    pairs of a new token and one before its chunk, on the rank that has most. With `samples`, some chunk is the last one
+    of a prompt: `sample` is its sampler, or a second command follows with it, once its bitmasks are computed.
     """
 
     bucket: int
@@ -57,7 +56,7 @@ class PrefillCommand(Command, frozen=True, tag=0):
     pages: np.ndarray  # int32
     samples: bool
     has_context: bool = True
-    tells: bool = False
+    wants_prompt_logprobs: bool = False
     longest: int = ANY_LENGTH
     keys: int = ANY_LENGTH
     pairs: int = 0
@@ -69,18 +68,12 @@ class PrefillCommand(Command, frozen=True, tag=0):
         tokens, pages = self._starts
         header = self.header[first:last].copy()
         header[:, 0] -= ranks.start
-        return PrefillCommand(
-            self.bucket,
-            header,
-            self.tokens[tokens[first] : tokens[last]],
-            self.pages[pages[first] : pages[last]],
-            self.samples,
-            self.has_context,
-            self.tells,
-            self.longest,
-            self.keys,
-            self.pairs,
-            None if self.sample is None else self.sample.part(ranks),
+        return msgspec.structs.replace(
+            self,
+            header=header,
+            tokens=self.tokens[tokens[first] : tokens[last]],
+            pages=self.pages[pages[first] : pages[last]],
+            sample=None if self.sample is None else self.sample.part(ranks),
         )
 
     @property
@@ -107,7 +100,7 @@ class PrefillCommand(Command, frozen=True, tag=0):
 
     @property
     def _starts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Where each chunk's tokens and pages begin, and the end of the last."""
+        """Ranks each chunk's tokens and pages begin, and the end of the last."""
         return _starts(self.header[:, 3]), _starts(self.header[:, 1])
 
 
@@ -116,35 +109,35 @@ def _starts(counts: np.ndarray) -> np.ndarray:
 
 
 class PrefillPlanner:
-    """Admits waiting requests and computes prompts chunk by chunk, on each rank in order of admission."""
+    """Admits waiting requests and schedules their prompts in chunks, on each rank in order of admission."""
 
     def __init__(self, view: EngineView) -> None:
         self._view, self._scheduler, self._cfg = view, view.scheduler, view.scheduler.cfg
         self._balance = PrefillBalance()
-        self._gathering = PrefillBatching()
-        self._room = CapacityFactor(1 << (self._cfg.max_num_batched_tokens - 1).bit_length())
+        self._batching = PrefillBatching()
+        self._capacity = CapacityFactor(1 << (self._cfg.max_num_batched_tokens - 1).bit_length())
 
     def plan(self, step: list[Planned]) -> list[Planned]:
-        """Plans one batch of chunks, log-probabilities of their tokens, and sampling where one is a prompt's last."""
+        """Schedules one batch of chunks, log-probabilities of their tokens, and sampling for last chunks."""
         scheduler = self._scheduler
         scheduler.admit()
-        if not any(scheduler.prefilling) or self._waits(step):
+        if not any(scheduler.prefilling) or self._waits_for_batch(step):
             return []
         chunks = self._chunks()
         command = _command(chunks, self._bucket(chunks), self._cfg)
         if self._cfg.num_ranks > 1:
-            self._note_balance(command.header)
-        rows, starting = self._launch(chunks)
-        context = ForwardContext(rows, self._room.factor, chunks)
+            self._record_balance(command.header)
+        rows, starting = self._mark_launched(chunks)
+        context = ForwardContext(rows, self._capacity.factor, chunks)
         if not starting:
             return [Planned(NAME, command, context)]
-        sample, held = sampler_of(scheduler.slots, rows.slots, starting, self._cfg.max_num_seqs)
-        if held:
-            return [Planned(NAME, command, context, masked_later(self._view.masks, sample, rows, 1))]
+        sample, is_constrained = sampler_command(scheduler.slots, rows.slots, starting, self._cfg.max_num_seqs)
+        if is_constrained:
+            return [Planned(NAME, command, context, defer_for_masks(self._view.masks, sample, rows, 1))]
         return [Planned(NAME, msgspec.structs.replace(command, sample=sample), context)]
 
-    def _waits(self, step: list[Planned]) -> bool:
-        """Returns whether prompts wait for others, on an instance where only their ends are to be computed."""
+    def _waits_for_batch(self, step: list[Planned]) -> bool:
+        """Returns whether short prompts wait for others, on a decode instance, which computes only their ends."""
         if self._cfg.role != "decode" or not step:
             return False
         prompts = 0
@@ -153,25 +146,27 @@ class PrefillPlanner:
             for sequence in mine:
                 if len(sequence.tokens) - sequence.prefilled > self._cfg.page_size:
                     return False
-        return self._gathering.should_wait(prompts, int(np.count_nonzero(self._scheduler.slots.decoding)))
+        return self._batching.should_wait(prompts, int(np.count_nonzero(self._scheduler.slots.decoding)))
 
-    def collect(self, planned: Planned, results: ForwardResults, outputs: StepOutputs) -> None:
-        """Makes the pages findable that the chunks have completed, or takes back chunks that found no room.
+    def on_results(self, planned: Planned, results: ForwardResults, outputs: StepOutputs) -> None:
+        """Makes the pages findable that the chunks have completed, or resets chunks that overflowed.
 
-        Then it hands the requests what was computed of their prompts, and their first tokens.
+        Then it outputs the prompts' log-probabilities, and their first tokens.
         """
         context: ForwardContext = planned.context
-        if not planned.is_rest:
-            self._note_chunks(context, results.slots)
+        if not planned.is_deferred:
+            self._on_computed(context, results.slots)
         if results.prompt:
-            outputs.details.extend(prompt_logprobs.outputs_of(self._scheduler.slots, context.chunks, results.prompt))
+            outputs.details.extend(
+                prompt_logprobs.prompt_logprob_outputs(self._scheduler.slots, context.chunks, results.prompt)
+            )
         if results.sampled:
             process_results(self._scheduler, context.rows, results.sampled, outputs)
 
-    def _note_chunks(self, context: ForwardContext, slots: np.ndarray | None) -> None:
+    def _on_computed(self, context: ForwardContext, slots: np.ndarray | None) -> None:
         scheduler = self._scheduler
         overflowed = slots is not None and bool((slots > self._cfg.max_num_seqs).any())
-        self._room.update(context.factor, overflowed)
+        self._capacity.update(context.factor, overflowed)
         for chunk in (c for mine in context.chunks for c in reversed(mine)):
             slot = chunk.sequence.slot
             holds = slot >= 0 and scheduler.slots.epoch[slot] == chunk.epoch
@@ -182,42 +177,42 @@ class PrefillPlanner:
             scheduler.prompt_tokens += 0 if overflowed else chunk.stop - chunk.start
 
     def stats(self) -> PrefillBalance | None:
-        """Says how even the ranks' shares are."""
+        """Returns how even the ranks' shares are."""
         return self._balance if self._cfg.num_ranks > 1 else None
 
     def _chunks(self) -> list[list[Chunk]]:
         """Returns the chunks of a step, by rank."""
         prefilling = self._scheduler.prefilling
         rows = self._cfg.prefill_rows(self._cfg.prefill_buckets[-1])
-        budget = max(1, self._cfg.max_num_batched_tokens // self._room.factor)
+        budget = max(1, self._cfg.max_num_batched_tokens // self._capacity.factor)
         dealt = self._scheduler.balancer.schedule_chunks(prefilling, rows, budget)
         each = zip(prefilling, dealt, strict=True)
-        return [self._of_rank(mine, counts) if mine else [] for mine, counts in each]
+        return [self._rank_chunks(mine, counts) if mine else [] for mine, counts in each]
 
-    def _of_rank(self, prefilling: list[Sequence], counts: list[int]) -> list[Chunk]:
-        """Returns the chunks of a rank, those first of whose tokens something is told."""
-        to_tell, chunks = prompt_logprobs.MOST_TOLD, []
+    def _rank_chunks(self, prefilling: list[Sequence], counts: list[int]) -> list[Chunk]:
+        """Returns the chunks of a rank; chunks with prompt log-probabilities come first."""
+        logprob_budget, chunks = prompt_logprobs.MAX_PROMPT_LOGPROB_TOKENS, []
         for sequence, count in zip(prefilling, counts, strict=False):
             if count and sequence.needs_prompt_logprobs:
-                count = min(count, to_tell)
-                to_tell -= count
+                count = min(count, logprob_budget)
+                logprob_budget -= count
             if count:
                 epoch = int(self._scheduler.slots.epoch[sequence.slot])
                 start, stop = sequence.prefilled, sequence.prefilled + count
                 chunks.append(Chunk(sequence, epoch, start, stop))
-        if to_tell < prompt_logprobs.MOST_TOLD:
+        if logprob_budget < prompt_logprobs.MAX_PROMPT_LOGPROB_TOKENS:
             chunks.sort(key=lambda chunk: not chunk.sequence.needs_prompt_logprobs)
         return chunks
 
     def _bucket(self, chunks: list[list[Chunk]]) -> int:
-        """Returns the smallest bucket with enough tokens and enough rows, and the room that each token gets."""
+        """Returns the bucket (captured batch size): the smallest with enough rows and tokens."""
         tokens = max([sum([c.stop - c.start for c in mine]) for mine in chunks if mine])
-        tokens = min(tokens * self._room.factor, self._cfg.max_num_batched_tokens)
+        tokens = min(tokens * self._capacity.factor, self._cfg.max_num_batched_tokens)
         rows = max(map(len, chunks))
         return next(b for b in self._cfg.prefill_buckets if b >= tokens and self._cfg.prefill_rows(b) >= rows)
 
-    def _launch(self, chunks: list[list[Chunk]]) -> tuple[BatchRows, list[Sequence]]:
-        """Notes the chunks as launched; returns the rows that sample, and their sequences."""
+    def _mark_launched(self, chunks: list[list[Chunk]]) -> tuple[BatchRows, list[Sequence]]:
+        """Updates the scheduler for launched chunks; returns the rows that sample, and their sequences."""
         scheduler = self._scheduler
         last = [(rank, i, c.sequence) for rank, mine in enumerate(chunks) for i, c in enumerate(mine) if c.is_last]
         slots = np.array([sequence.slot for _, _, sequence in last], np.int64)
@@ -230,7 +225,7 @@ class PrefillPlanner:
             scheduler.slots.start_decoding(sequence.slot)
         return BatchRows.at(scheduler.slots, slots, rank, position), [sequence for _, _, sequence in last]
 
-    def _note_balance(self, header: np.ndarray) -> None:
+    def _record_balance(self, header: np.ndarray) -> None:
         rank, count, start = header[:, 0], header[:, 3], header[:, 4]
         cost = prefill_cost(start, start + count, self._scheduler.balancer.keys_per_token)
         self._balance.update(*(np.bincount(rank, each, self._cfg.num_ranks) for each in (count, cost)))
@@ -239,9 +234,9 @@ class PrefillPlanner:
 def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> PrefillCommand:
     flat = [(rank, c) for rank, mine in enumerate(chunks) for c in mine]
     sequences = [c.sequence for _, c in flat]
-    places = [_places(rank, chunk, cfg.max_num_seqs) for rank, chunk in flat]
+    fields = [_header_fields(rank, chunk, cfg.max_num_seqs) for rank, chunk in flat]
     header = np.empty((len(flat), 2 + HEADER), np.int32)
-    header[:, :6] = np.fromiter(itertools.chain.from_iterable(places), np.int32, 6 * len(flat)).reshape(-1, 6)
+    header[:, :6] = np.fromiter(itertools.chain.from_iterable(fields), np.int32, 6 * len(flat)).reshape(-1, 6)
     header[:, 6:] = control_rows(sequences)
     rank, count, start = header[:, 0], header[:, 3].astype(np.int64), header[:, 4]
     stop = start + count
@@ -250,7 +245,7 @@ def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> Prefi
         header,
         np.concatenate([c.sequence.tokens[c.start : c.stop] for _, c in flat]),
         np.concatenate([_page_row(sequence) for sequence in sequences]),
-        bool((header[:, 5] < 0).any()),  # no token behind it is known
+        bool((header[:, 5] < 0).any()),  # a prompt's last chunk has no following token
         bool(start.any()),
         any([sequence.needs_prompt_logprobs for sequence in sequences]),
         int(stop.max()),
@@ -259,15 +254,15 @@ def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> Prefi
     )
 
 
-def _places(rank: int, chunk: Chunk, max_num_seqs: int) -> tuple[int, int, int, int, int, int]:
-    """Returns what a chunk's row begins with: rank, pages, slot, tokens, those before, the one behind."""
+def _header_fields(rank: int, chunk: Chunk, max_num_seqs: int) -> tuple[int, int, int, int, int, int]:
+    """Returns the first columns of a chunk's row: rank, pages, slot, tokens, tokens before it, the token behind it."""
     sequence, start, stop = chunk.sequence, chunk.start, chunk.stop
     follows = -1 if stop == len(sequence.tokens) else int(sequence.tokens[stop])
     return rank, len(sequence.pages), sequence.slot % max_num_seqs, stop - start, start, follows
 
 
 def _page_row(sequence: Sequence) -> np.ndarray:
-    """Returns a sequence's pages as `[n]` int32: as it began with, unless it has got more and computes tokens again."""
+    """Returns a sequence's pages as `[n]` int32: the cached row unless its pages have changed."""
     row, pages = sequence.page_row, sequence.pages
     return row if row is not None and len(row) == len(pages) else np.array(pages, np.int32)
 
@@ -277,12 +272,10 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     cfg = layout.cfg
     each = ((size, form) for size in cfg.prefill_buckets for form in prefill_forms(layout, size))
     for size, form in each:
-        batch = layout.array(size), layout.array(cfg.prefill_rows(size), HEADER + cfg.pages_per_seq)
         number = cfg.program_number(NAME, size)
-        most = room(layout, size, form)
-        body = functools.partial(prefill_body, layout, form=form, room=most, program=number)
-        arguments = (layout.params, layout.pages, layout.state, *batch)
-        key, padding = Key(NAME, size, form), {4: layout.no_chunk}
+        body = functools.partial(prefill_body, layout, form=form, capacity=capacity(layout, size, form), program=number)
+        arguments = (layout.params, layout.pages, layout.state, *layout.chunks(size))
+        key, padding = Key(NAME, size, form), {4: layout.padding_chunk}
         yield layout.per_rank(key, body, arguments, donated=(1, 2), takes_params=True, padding=padding)
     yield from prompt_logprobs.programs(layout)
     yield from sampler_programs(layout)
@@ -295,13 +288,13 @@ class PrefillWorker:
         self._devices = devices
 
     def launch(self, command: PrefillCommand | SampleCommand) -> ForwardResults:
-        """Starts the batch, or the sampler of one that has waited for masks; leaves what a drafter needs."""
+        """Starts the batch, or the sampler of one that waited for bitmasks; leaves what a drafter needs."""
         devices, results = self._devices, ForwardResults()
         if isinstance(command, PrefillCommand):
             forward, sampler = self._forward(command), command.sample
-            prompt = prompt_logprobs.launch(devices, command.bucket, forward) if command.tells else ()
-            # Whether there was room. Where there is no token to read it is also what to wait for: pages are shared
-            # once they are written.
+            prompt = prompt_logprobs.launch(devices, command.bucket, forward) if command.wants_prompt_logprobs else ()
+            # The slots show overflow. Without a sampled token they are also what to wait for: pages are shared once
+            # they are written.
             needed = not command.samples or devices.layout.functions.may_overflow
             results = ForwardResults(local_part(forward.slots) if needed else None, prompt)
         else:
@@ -336,19 +329,19 @@ def prefill_body(
     rows: jax.Array,
     *,
     form: AttentionForm,
-    room: int,
+    capacity: int,
     program: int,
 ) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array, jax.Array]:
     """Runs the chunks `rows` `[B, HEADER + Mp]` over `tokens` `[T]`, for one rank; enters them into the state.
 
     Returns pages, state, scores `[Xn, B, 1, W / Xn]` after each chunk's last token, hidden states, and the slots `[B]`
-    that shall sample: none where a buffer between devices was too small. The hidden states are those of all tokens
-    `[T, D]` where something drafts from them, and else those of the first, of which log-probabilities may be told. The
-    host knows `form` and `room` of the batch, so no device asks. `program` is the number under which it counts.
+    to sample: none where a buffer between devices overflowed. The hidden states are those of all tokens `[T, D]` if
+    there is a drafter, else of the first tokens, whose log-probabilities may be needed. `form` and `capacity` of the
+    batch are chosen on the host. `program` is the number of its counters.
     """
     functions, cfg = layout.functions, layout.model_cfg
     slots, count, context, follows = (rows[:, i] for i in range(4))
-    batch = ragged_batch(tokens, rows, form, room)
+    batch = ragged_batch(tokens, rows, form, capacity)
     out = functions.prefill(params, cfg, batch, pages)
     scores = functions.scores(params, cfg, out.hidden[last_rows(batch)][:, None])
     state = DecodeState(
@@ -356,13 +349,13 @@ def prefill_body(
         lengths=state.lengths.at[slots].set(context + count, mode="drop"),
         page_table=state.page_table.at[slots].set(batch.page_table, mode="drop"),
         controls=state.controls.at[slots].set(rows[:, 4:HEADER], mode="drop"),
-        counters=layout.count(state.counters, out, program),
+        counters=layout.update_counters(state.counters, out, program),
     )
     sampling = jnp.where(follows < 0, slots, state.lengths.shape[0])
-    hidden = out.hidden[: prompt_logprobs.rows_left(layout, tokens.shape[0])]
-    return out.pages, state, scores, hidden, layout.sampling(sampling, out)
+    hidden = out.hidden[: prompt_logprobs.num_hidden_rows(layout, tokens.shape[0])]
+    return out.pages, state, scores, hidden, layout.sampling_slots(sampling, out)
 
 
 KIND = JobKind(
-    NAME, PrefillCommand | SampleCommand, PrefillPlanner, programs, PrefillWorker, agreed=attrgetter("sampled")
+    NAME, PrefillCommand | SampleCommand, PrefillPlanner, programs, PrefillWorker, replicated=attrgetter("sampled")
 )

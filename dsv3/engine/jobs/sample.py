@@ -1,13 +1,13 @@
-"""Sampling, the second half of a forward job: one token for each row, or several where a row brought drafts.
+"""Sampling, the second half of a forward job: one token per row, or several where draft tokens are verified.
 
-A row of S tokens holds its last token and S - 1 drafts of those to come. Tokens are sampled at every position by the
+A row of S tokens holds its last token and S - 1 drafts of the next ones. Tokens are sampled at every position by the
 same rule as without drafts, with a random number that depends on seed and position alone; they count as long as the
-draft at their place was right. So the text is the same with any drafts and with none.
+draft in their place was equal. So the text is the same with any drafts and with none.
 
-Rows may be held to grammars: masks take from the sampler the tokens that may not come next. The command of such a
-sampler is made when the results of the step before are in. The forward program of the step has been launched by then:
-the devices work while the host computes masks, and the look-ahead stays. Masks are an argument of the sampler: a
-program of their own would cost a launch and one more pass over the logits.
+Rows may be constrained by grammars: token bitmasks exclude the tokens that may not come next. The command of such a
+sampler is made when the results of the previous step are in. The forward program of the step has been launched by then,
+so the devices work while the host computes bitmasks. Bitmasks are an argument of the sampler: a program of their own
+would cost a launch and one more pass over the logits.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from dsv3.engine.device import state as device_state
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.device.sampling import best_words, masked, num_words
+from dsv3.engine.device.sampling import apply_bitmask, best_tokens, bitmask_words
 from dsv3.engine.device.state import NO_DRAFT, AdjustState, DecodeState, adjustments_at, controls_at
 from dsv3.engine.job import Command
 from dsv3.model.vocabulary import Vocabulary
@@ -38,42 +38,43 @@ from dsv3.scheduler.structured_output import ALL, Masks
 
 
 class Sampler(NamedTuple):
-    """A compiled sampler: the greatest variant that it serves, and whether it takes masks.
+    """A compiled sampler: the greatest variant that it serves, and whether it takes bitmasks.
 
-    One that `looks` finds out while it runs which filters its rows ask for.
+    An `adaptive` one checks while it runs which filters its rows use.
     """
 
     variant: int
-    is_held: bool = False
-    looks: bool = False
+    is_constrained: bool = False
+    adaptive: bool = False
 
 
 def samplers(layout: Layout) -> tuple[Sampler, ...]:
     """Returns the samplers of each batch size, those first that cost the least per step.
 
-    A CPU looks, so three serve all its steps in place of seven, six of which take 1.2 to 2.3 s to compile. A held row
-    has the state of adjustments there, and a row with adjustments has masks. What that costs a step, and what looking
-    saves, `benchmarks.sampler_programs` measures. A GPU would wait for its host when it looked.
+    On a CPU samplers are adaptive, so three serve all its steps instead of seven, six of which take 1.2 to 2.3 s to
+    compile. A constrained row allocates the state of adjustments there, and a row with adjustments has bitmasks.
+    `benchmarks.sampler_programs` measures what that costs and saves. An adaptive sampler on a GPU would wait for its
+    host.
     """
     if layout.platform == "cpu":
-        return Sampler(GREEDY), Sampler(FILTERED, looks=True), Sampler(FULL, layout.takes_grammars, looks=True)
+        return Sampler(GREEDY), Sampler(FILTERED, adaptive=True), Sampler(FULL, layout.takes_grammars, adaptive=True)
     free = tuple(map(Sampler, (GREEDY, DRAWN, FILTERED, FULL)))
-    # Batches of greedy rows that are held take the one that draws, as those that are mixed do: one program less.
-    held = tuple(Sampler(variant, is_held=True) for variant in (DRAWN, FILTERED, FULL))
-    return free + held if layout.takes_grammars else free
+    # Batches of constrained greedy rows use the one that draws, as mixed batches do: one program less.
+    constrained = tuple(Sampler(variant, is_constrained=True) for variant in (DRAWN, FILTERED, FULL))
+    return free + constrained if layout.takes_grammars else free
 
 
-def sampler_for(layout: Layout, variant: int, is_held: bool) -> Sampler:
-    """Returns the sampler of a step whose rows need `variant`, some of which may be held to grammars."""
-    return next(s for s in samplers(layout) if s.variant >= variant and s.is_held >= is_held)
+def sampler_for(layout: Layout, variant: int, is_constrained: bool) -> Sampler:
+    """Returns the sampler of a step whose rows need `variant`, and are constrained or not."""
+    return next(s for s in samplers(layout) if s.variant >= variant and s.is_constrained >= is_constrained)
 
 
 NAME = "sample"
-_HELD = "held sample"  # samplers with masks
+_CONSTRAINED = "constrained sample"  # samplers with bitmasks
 
 
 class Adjustment(Command, frozen=True):
-    """What a request that changes its logits writes into its slot when it starts, or starts again."""
+    """What a request with logit adjustments writes to its slot when it starts, or restarts."""
 
     rank: int
     slot: int  # within the rank
@@ -85,28 +86,28 @@ class Adjustment(Command, frozen=True):
 
 
 class RowMasks(Command, frozen=True):
-    """Masks of rows of a batch, by rank and row: those that may not take every token."""
+    """Token bitmasks of the constrained rows of a batch, by rank and row."""
 
-    places: np.ndarray  # [n, 2] int32
+    rows: np.ndarray  # [n, 2] int32, rank and row
     masks: np.ndarray  # [n, S, words] uint32
 
     def part(self, ranks: range) -> "RowMasks":
-        """Returns the masks of `ranks`."""
-        mine = (self.places[:, 0] >= ranks.start) & (self.places[:, 0] < ranks.stop)
-        return RowMasks(self.places[mine] - np.array([ranks.start, 0], np.int32), self.masks[mine])
+        """Returns the bitmasks of `ranks`."""
+        mine = (self.rows[:, 0] >= ranks.start) & (self.rows[:, 0] < ranks.stop)
+        return RowMasks(self.rows[mine] - np.array([ranks.start, 0], np.int32), self.masks[mine])
 
     def whole(self, ranks: int, rows: int, width: int, words: int) -> np.ndarray:
-        """Returns the masks of all rows of a batch, `[ranks, B, S, words]`."""
+        """Returns the bitmasks of all rows of a batch, `[ranks, B, S, words]`."""
         masks = np.full((ranks, rows, width, words), ALL, np.uint32)
-        masks[self.places[:, 0], self.places[:, 1]] = self.masks
+        masks[self.rows[:, 0], self.rows[:, 1]] = self.masks
         return masks
 
 
 class SampleCommand(Command, frozen=True, tag=1, omit_defaults=True):
-    """Samples the rows that a forward program has left. `variant` is the sampler's.
+    """Samples the rows of a forward program. `variant` is the sampler's.
 
-    `adjustments` are made before, at most one per rank in each of `adjust_launches`. With `masks` some rows are held to
-    a grammar.
+    `adjustments` are applied before, at most one per rank in each of `adjust_launches`. With `masks` some rows are
+    constrained.
     """
 
     variant: int
@@ -116,18 +117,19 @@ class SampleCommand(Command, frozen=True, tag=1, omit_defaults=True):
     masks: RowMasks | None = None
 
     def part(self, ranks: range) -> "SampleCommand":
-        """Returns the command with the adjustments and masks of `ranks` only."""
+        """Returns the command with the adjustments and bitmasks of `ranks` only."""
         if not self.adjustments and self.masks is None:
             return self
-        mine = [_moved(a, ranks.start) for a in self.adjustments if a.rank in ranks]
+        mine = [msgspec.structs.replace(a, rank=a.rank - ranks.start) for a in self.adjustments if a.rank in ranks]
         masks = None if self.masks is None else self.masks.part(ranks)
-        return SampleCommand(self.variant, self.logprobs, mine, self.adjust_launches, masks)
+        return msgspec.structs.replace(self, adjustments=mine, masks=masks)
 
 
 class ForwardContext(NamedTuple):
     """What a planner of a forward job keeps until its results come.
 
-    These are the rows that sample, how much room each had (`scheduler.accept.Room`), and a prefill's chunks by rank.
+    These are the rows that sample, their capacity factor (`scheduler.results.CapacityFactor`), and a prefill's chunks
+    by rank.
     """
 
     rows: BatchRows
@@ -136,11 +138,11 @@ class ForwardContext(NamedTuple):
 
 
 class ForwardResults(NamedTuple):
-    """What a forward job gives the host: arrays on their way to it, and numpy arrays once they are fetched.
+    """Results of a forward job: arrays on their way to the host, and numpy arrays once they are fetched.
 
-    `slots` `[ranks here, B]` say whether there was room (`Layout.sampling`), and are what to wait for where nothing is
-    sampled; None where neither is needed. `prompt` are log-probabilities of prompts (`jobs.prompt_logprobs`), `sampled`
-    what `dsv3.scheduler.results` takes in, the same in every process of an instance.
+    `slots` `[ranks here, B]` show overflow (`Layout.sampling_slots`), and can be waited for where nothing is sampled;
+    None where neither is needed. `prompt` are log-probabilities of prompts (`jobs.prompt_logprobs`), `sampled` the
+    arguments of `dsv3.scheduler.results`, equal in every process of an instance.
     """
 
     slots: Any = None
@@ -148,15 +150,10 @@ class ForwardResults(NamedTuple):
     sampled: tuple[Any, ...] = ()
 
 
-def _moved(adjustment: Adjustment, first: int) -> Adjustment:
-    fields = {name: getattr(adjustment, name) for name in adjustment.__struct_fields__}
-    return Adjustment(**(fields | {"rank": adjustment.rank - first}))
-
-
-def sampler_of(
+def sampler_command(
     slots: BatchSlots, mine: np.ndarray, starting: Iterable[Sequence] = (), max_num_seqs: int = 0
 ) -> tuple[SampleCommand, bool]:
-    """Returns the command for what the requests in slots `mine` need together, and whether one is held to a grammar.
+    """Returns the command for what the requests in slots `mine` need together, and whether one is constrained.
 
     Those in `starting` have just got their slot, of `max_num_seqs` per rank.
     """
@@ -167,14 +164,14 @@ def sampler_of(
     return command, bool(slots.constrained[mine].any())
 
 
-def masked_later(
+def defer_for_masks(
     masks: Masks | None, command: SampleCommand, rows: BatchRows, width: int
 ) -> Callable[[StepOutputs], SampleCommand]:
-    """Returns what makes the command of a sampler some of whose `rows`, of `width` tokens, are held to grammars.
+    """Returns a function that completes the sampler's command for constrained `rows`, of `width` tokens.
 
-    A mask depends on a row's last token, which the host sees one step late.
+    A bitmask depends on a row's last token, which the host sees one step late.
     """
-    assert masks is not None  # else no request is held
+    assert masks is not None  # else no request is constrained
 
     def make(outputs: StepOutputs) -> SampleCommand:
         return msgspec.structs.replace(command, masks=RowMasks(*masks.compute(rows, width, outputs)))
@@ -185,7 +182,7 @@ def masked_later(
 def _adjustment(sequence: Sequence, max_num_seqs: int) -> Adjustment:
     rank, slot = divmod(sequence.slot, max_num_seqs)
     bias = sequence.sampling.logit_bias
-    # An answer that is held to a grammar has its end forbidden by its masks, as far as these leave anything else.
+    # A constrained request's end is forbidden by its bitmasks, as far as these allow anything else.
     stop = [] if sequence.matcher is not None else sorted(sequence.stop_ids)[: device_state.MAX_FORBIDDEN]
     return Adjustment(
         rank=rank,
@@ -241,7 +238,7 @@ def sampler_programs(layout: Layout) -> Iterator[ProgramSpec]:
     adjust = adjust_shapes(layout)
     yield layout.per_rank(Key("new_adjust"), functools.partial(_zeros, adjust), (layout.array(),))
     row = _adjust_rows([], cfg.num_ranks, cfg, layout.model_cfg.vocab_size)
-    shapes, padding = AdjustRow(*map(layout.like, row)), {1: AdjustRow(*(array[:1] for array in row))}
+    shapes, padding = AdjustRow(*map(layout.shape_of, row)), {1: AdjustRow(*(array[:1] for array in row))}
     yield layout.per_rank(Key("adjust"), adjust_body, (adjust, shapes), donated=(0,), padding=padding)
 
 
@@ -249,23 +246,23 @@ def _sampler(layout: Layout, rows: int, width: int, sampler: Sampler) -> Program
     """Returns the program of a sampler."""
     adjust = adjust_shapes(layout) if sampler.variant == FULL else None
     donated = (0, 1) if sampler.variant == FULL else (0,)
-    words = num_words(layout.model_cfg.vocab_size)
-    masks = [layout.array(rows, width, words, dtype=jnp.uint32)] if sampler.is_held else []
+    words = bitmask_words(layout.model_cfg.vocab_size)
+    masks = [layout.array(rows, width, words, dtype=jnp.uint32)] if sampler.is_constrained else []
     arguments = (layout.state, adjust, layout.scores(rows, width), layout.array(rows), *masks)
     speculative = layout.cfg.speculative
     chances = () if speculative is None else speculative.synthetic_chances[: width - 1]
     body = functools.partial(sample_scores_body, layout.functions.vocabulary, sampler.variant)
-    body = functools.partial(body, chances=chances, looks=sampler.looks)
-    padding = {3: layout.no_slot, 4: ALL}
+    body = functools.partial(body, chances=chances, adaptive=sampler.adaptive)
+    padding = {3: layout.padding_slot, 4: ALL}
     return layout.per_rank(_key(sampler, rows, width), body, arguments, donated, gathered="last", padding=padding)
 
 
 def _key(sampler: Sampler, rows: int, width: int) -> Key:
-    return Key(_HELD if sampler.is_held else NAME, rows, sampler.variant, width)
+    return Key(_CONSTRAINED if sampler.is_constrained else NAME, rows, sampler.variant, width)
 
 
 def adjust_shapes(layout: Layout) -> AdjustState:
-    """Returns the shapes of what requests need that change their logits."""
+    """Returns the shapes of the adjustments' state."""
     return layout.sharded(device_state.adjust_state_shapes(layout.cfg, layout.model_cfg.vocab_size))
 
 
@@ -276,10 +273,9 @@ def _zeros(shapes: AdjustState, _: jax.Array) -> AdjustState:
 def launch_sampler(
     devices: Devices, forward: Forward, command: SampleCommand
 ) -> tuple[Forward | None, tuple[jax.Array, ...]]:
-    """Launches the sampler on what a forward program has left.
+    """Launches the sampler on the results of a forward program.
 
-    Returns what is left of that for a drafter, if there is one, and the results, whose copies to the host are under
-    way.
+    Returns what a drafter needs, if there is one, and the results, whose copies to the host have been started.
     """
     layout, scores, slots = devices.layout, forward.scores, forward.slots
     for i in range(command.adjust_launches):
@@ -287,7 +283,7 @@ def launch_sampler(
     rows, width = scores.shape[2:4]
     sampler = sampler_for(layout, command.variant, command.masks is not None)
     adjust = _adjust_state(devices) if sampler.variant == FULL else None
-    masks = [devices.put(_masks(command.masks, layout, rows, width))] if sampler.is_held else []
+    masks = [devices.put(_masks(command.masks, layout, rows, width))] if sampler.is_constrained else []
     program = devices.programs.get(_key(sampler, rows, width))
     devices.state, adjust, tokens, *of_all = program(devices.state, adjust, scores, slots, *masks)
     if sampler.variant == FULL:
@@ -301,8 +297,8 @@ def launch_sampler(
 
 
 def _masks(masks: RowMasks | None, layout: Layout, rows: int, width: int) -> np.ndarray:
-    """Returns masks `[ranks here, B, S, words]`: with `masks` those of its rows, and such as allow every token."""
-    shape = (layout.num_local_ranks, rows, width, num_words(layout.model_cfg.vocab_size))
+    """Returns bitmasks `[ranks here, B, S, words]`; rows without one in `masks` allow every token."""
+    shape = (layout.num_local_ranks, rows, width, bitmask_words(layout.model_cfg.vocab_size))
     return _no_masks(shape) if masks is None else masks.whole(*shape)
 
 
@@ -312,7 +308,7 @@ def _no_masks(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _set_adjustments(devices: Devices, adjustments: list[Adjustment], turn: int) -> None:
-    """Makes the `turn`-th adjustment of each rank."""
+    """Applies the `turn`-th adjustment of each rank."""
     by_rank: dict[int, list[Adjustment]] = {}
     for adjustment in adjustments:
         by_rank.setdefault(adjustment.rank, []).append(adjustment)
@@ -324,7 +320,7 @@ def _set_adjustments(devices: Devices, adjustments: list[Adjustment], turn: int)
 
 
 def _adjust_state(devices: Devices) -> Any:
-    """Makes it when first needed: it takes 5 bytes per slot and vocabulary entry."""
+    """Returns the adjustments' state, allocated at its first use: it takes 5 bytes per slot and vocabulary entry."""
     if devices.adjust is None:
         ranks = devices.put(np.zeros(devices.layout.num_local_ranks, np.int32))
         devices.adjust = devices.programs.get(Key("new_adjust"))(ranks)
@@ -345,19 +341,20 @@ def sample_scores_body(
     masks: jax.Array | None = None,
     *,
     chances: tuple[float, ...] = (),
-    looks: bool = False,
+    adaptive: bool = False,
 ) -> tuple[DecodeState, AdjustState | None, jax.Array]:
-    """Does what `sample_body` does, from scores `[Xn, B, S, W / Xn]`.
+    """Samples as `sample_body` does, from scores `[Xn, B, S, W / Xn]`.
 
-    Where devices share the words, greedy sampling asks each for its best one. All else takes the logits of all words.
+    Ranks devices share the vocabulary, greedy sampling exchanges each device's best token. All else gathers the logits
+    of all tokens.
     """
     if variant != GREEDY or vocabulary.ranks == 1:
         whole = vocabulary.whole(scores)
-        return sample_body(variant, state, adjust, whole, slots, masks, chances=chances, looks=looks)
-    words, top = best_words(vocabulary, scores)
+        return sample_body(variant, state, adjust, whole, slots, masks, chances=chances, adaptive=adaptive)
+    words, top = best_tokens(vocabulary, scores)
     drawn = jnp.where(jnp.isfinite(top), words, NOT_FINITE)
     vocab_size = scores.shape[-1] * vocabulary.ranks
-    return _advanced(state, adjust, slots, drawn.shape[1], lambda adjust, held, i: drawn[:, i], chances, vocab_size)
+    return _advance(state, adjust, slots, drawn.shape[1], lambda adjust, rows, i: drawn[:, i], chances, vocab_size)
 
 
 def sample_body(
@@ -369,39 +366,39 @@ def sample_body(
     masks: jax.Array | None = None,
     *,
     chances: tuple[float, ...] = (),
-    looks: bool = False,
+    adaptive: bool = False,
 ) -> tuple[DecodeState, AdjustState | None, jax.Array]:
-    """Samples the rows `slots` `[B]` from `logits` `[B, S, W]`, for one rank, and advances their state.
+    """Samples the rows `slots` `[B]` from `logits` `[B, S, W]`, for one rank, verifies drafts, and advances the state.
 
-    Where rows are held to grammars, tokens without a bit in `masks` `[B, S, words]` are not drawn.
-    Column i of the state's tokens is compared with what is sampled at position i - 1: a row goes on while they agree.
-    Where a benchmark gives the `chances` of the drafts, a coin overrules what was sampled in front of each.
-    What `looks` finds out while it runs which filters the rows ask for.
+    Tokens without a bit in `masks` `[B, S, words]` are not drawn. Column i of the state's tokens is compared with the
+    token sampled at position i - 1: a row continues while they are equal. With synthetic `chances` of drafts, for
+    benchmarks, a coin replaces the sampled token in front of each. `adaptive` checks at run time which filters the rows
+    use.
 
     Returns state, adjust state and tokens `[B, S]`: `NOTHING` or `UNDRAFTED` behind the accepted ones and in rows that
-    shall not sample, `NOT_FINITE` where the logits were not finite (the state then gets token 0, and the row ends).
+    do not sample, `NOT_FINITE` where the logits were not finite (the state then gets token 0, and the row ends).
     """
-    logits = logits if masks is None else masked(logits, masks)
+    logits = logits if masks is None else apply_bitmask(logits, masks)
 
     rows, width, vocab_size = logits.shape
-    sample = functools.partial(_sample_rows, variant, state, looks=looks)
+    sample = functools.partial(_sample_rows, variant, state, adaptive=adaptive)
 
-    def one_position(adjust: AdjustState | None, held: jax.Array, i: int) -> jax.Array:
-        return sample(adjust, logits[:, i], held, i)
+    def one_position(adjust: AdjustState | None, slots: jax.Array, i: int) -> jax.Array:
+        return sample(adjust, logits[:, i], slots, i)
 
-    def drawn_before(adjust: AdjustState | None, held: jax.Array, i: int) -> jax.Array:
+    def drawn_before(adjust: AdjustState | None, slots: jax.Array, i: int) -> jax.Array:
         return drawn[:, i]
 
     draw: Draw = one_position
     if adjust is None:  # what is drawn at a position changes nothing for the next: all at once
-        held = jnp.repeat(jnp.minimum(slots, state.tokens.shape[0] - 1), width)
+        repeated = jnp.repeat(jnp.minimum(slots, state.tokens.shape[0] - 1), width)
         offsets = jnp.tile(jnp.arange(width), rows)
-        drawn = sample(None, logits.reshape(rows * width, vocab_size), held, offsets).reshape(rows, width)
+        drawn = sample(None, logits.reshape(rows * width, vocab_size), repeated, offsets).reshape(rows, width)
         draw = drawn_before
-    return _advanced(state, adjust, slots, width, draw, chances, vocab_size)
+    return _advance(state, adjust, slots, width, draw, chances, vocab_size)
 
 
-def _advanced(
+def _advance(
     state: DecodeState,
     adjust: AdjustState | None,
     slots: jax.Array,
@@ -412,16 +409,16 @@ def _advanced(
 ) -> tuple[DecodeState, AdjustState | None, jax.Array]:
     """Samples `width` tokens of each row by `draw`; returns as `sample_body` does."""
     num_slots = state.tokens.shape[0]
-    held = jnp.minimum(slots, num_slots - 1)
-    drafts = state.tokens[held]
+    rows = jnp.minimum(slots, num_slots - 1)  # padding gets any slot's
+    drafts = state.tokens[rows]
     going = slots < num_slots
     last, columns = drafts[:, 0], []
     for i in range(width):
-        drawn = draw(adjust, held, i)
+        drawn = draw(adjust, rows, i)
         if i < len(chances):
-            controls = controls_at(state, held, i)
-            drawn = sampling.overrule(drawn, drafts[:, i + 1], controls, chances[i], vocab_size)
-        adjust = _counted(adjust, drawn, jnp.where(going, slots, num_slots))
+            controls = controls_at(state, rows, i)
+            drawn = sampling.force_acceptance(drawn, drafts[:, i + 1], controls, chances[i], vocab_size)
+        adjust = _count_tokens(adjust, drawn, jnp.where(going, slots, num_slots))
         columns.append(jnp.where(going, drawn, jnp.where(drafts[:, i] == NO_DRAFT, UNDRAFTED, NOTHING)))
         last = jnp.where(going, jnp.maximum(drawn, 0), last)
         if i + 1 < width:
@@ -440,25 +437,27 @@ def _sample_rows(
     state: DecodeState,
     adjust: AdjustState | None,
     logits: jax.Array,
-    held: jax.Array,
+    slots: jax.Array,
     offset: int | jax.Array,
     *,
-    looks: bool,
+    adaptive: bool,
 ) -> jax.Array:
-    """Samples from each row of logits `[n, W]`, `offset` behind the length of its slot in `held` `[n]`, padding one."""
+    """Samples from each row of logits `[n, W]`, `offset` behind the length of its slot in `slots` `[n]`."""
     own = logits
     if adjust is not None:
-        logits = sampling.adjusted(logits, adjustments_at(state, adjust, held, offset))
+        logits = sampling.apply_adjustments(logits, adjustments_at(state, adjust, slots, offset))
     if variant == GREEDY:
         drawn = sampling.greedy(logits)
     else:
-        controls = controls_at(state, held, offset)
-        drawn = sampling.sample(logits, controls, filters=variant >= FILTERED, looks=looks)
-    drawn = sampling.guard(logits, drawn, NOT_FINITE)
-    return sampling.guard(own, drawn, NOT_FINITE)  # a NaN that `min_tokens` forbids is in the log-probabilities
+        controls = controls_at(state, slots, offset)
+        drawn = sampling.sample(logits, controls, filters=variant >= FILTERED, adaptive=adaptive)
+    drawn = sampling.replace_invalid(logits, drawn, NOT_FINITE)
+    return sampling.replace_invalid(
+        own, drawn, NOT_FINITE
+    )  # a NaN that `min_tokens` forbids is in the log-probabilities
 
 
-def _counted(adjust: AdjustState | None, drawn: jax.Array, slots: jax.Array) -> AdjustState | None:
+def _count_tokens(adjust: AdjustState | None, drawn: jax.Array, slots: jax.Array) -> AdjustState | None:
     """Counts the tokens `drawn` for the requests in `slots`, where some request needs the counts."""
     if adjust is None:
         return None
@@ -477,7 +476,7 @@ def logprobs_body(
 
 
 def adjust_body(adjust: AdjustState, row: AdjustRow) -> AdjustState:
-    """Sets one slot's row: tokens behind the prompt are counted as the answer's, the others noted as the prompt's."""
+    """Sets one slot's row: tokens behind the prompt count as the answer's, the others as the prompt's."""
     vocab_size, index = adjust.counts.shape[-1], jnp.arange(row.tokens.shape[0])
     in_answer = (index >= row.prompt_length) & (index < row.length)
     counts = jnp.zeros(vocab_size, jnp.int32).at[row.tokens].add(in_answer.astype(jnp.int32), mode="drop")

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from dsv3.engine.step_log import EngineSnapshot, StepNote
+from dsv3.engine.step_log import EngineSnapshot, StepRecord
 from dsv3.processes import frames
 from dsv3.scheduler.request import EngineOutput, PreparedRequest, first_id
 from dsv3.server.engine import messages
@@ -82,7 +82,7 @@ class EngineClient:
         self.max_restarts = max_restarts
         self.on_stats: Callable[[messages.Stats], None] = lambda _: None
         self.on_progress: Callable[[messages.StartProgress], None] = lambda _: None
-        self.on_seen: Callable[[EngineSnapshot | list[StepNote]], None] = lambda _: None
+        self.on_seen: Callable[[EngineSnapshot | list[StepRecord]], None] = lambda _: None
         self.on_dropped: Callable[[messages.Dropped], None] = lambda _: None
         self.on_ready: Callable[[], None] = lambda: None
         self.on_again: Callable[[], None] = lambda: None

@@ -10,7 +10,7 @@ import numpy as np
 
 from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine.cluster.link import FIRST, Incarnation
-from dsv3.engine.step_log import EngineSnapshot, StepNote
+from dsv3.engine.step_log import EngineSnapshot, StepRecord
 from dsv3.scheduler.request import EngineOutput, PreparedRequest, RequestRules, StepOutputs, Tokens
 
 FIRST_SENDER = 0
@@ -180,7 +180,7 @@ class Seen(msgspec.Struct, frozen=True, tag=True):
 class Profile(msgspec.Struct, frozen=True, tag=True):
     """The steps of the profile that the front has ended; none where it has begun one."""
 
-    steps: list[StepNote]
+    steps: list[StepRecord]
 
 
 class Dropped(msgspec.Struct, frozen=True, tag=True):

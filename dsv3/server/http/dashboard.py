@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from dsv3.engine.step_log import MAX_PROFILE_S, MAX_PROFILE_STEPS, StepNote
+from dsv3.engine.step_log import MAX_PROFILE_S, MAX_PROFILE_STEPS, StepRecord
 from dsv3.server.http.auth import require_operator
 from dsv3.server.http.bodies import endpoint
 from dsv3.server.protocol.errors import ApiError, invalid, unavailable
@@ -80,7 +80,7 @@ def _directory(service: Service, http: Request, profile_dir: str | None) -> Path
     return Path(profile_dir)
 
 
-def _write(steps: Sequence[StepNote], directory: Path) -> dict[str, object]:
+def _write(steps: Sequence[StepRecord], directory: Path) -> dict[str, object]:
     """Writes a profile, and returns what it is called there; ApiError 409 for none, 503 where it cannot be written."""
     if not steps:
         raise ApiError(409, "no steps were noted: begin a profile, and stop it after some work", code="no_profile")

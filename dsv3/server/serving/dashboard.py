@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from dsv3.engine.step_log import EngineSnapshot, ExpertLoad, StepNote
+from dsv3.engine.step_log import EngineSnapshot, ExpertLoad, StepRecord
 from dsv3.server.serving.metrics_history import KEPT_S, TIERS
 from dsv3.server.serving.service import Service
 
@@ -22,14 +22,14 @@ _HOST, _DEVICES = 1, 2
 _NAMES = {_HOST: "host", _DEVICES: "devices (at most: from launch, or the results before, to the results)"}
 
 
-def write_trace(steps: Sequence[StepNote], path: Path) -> int:
+def write_trace(steps: Sequence[StepRecord], path: Path) -> int:
     """Writes the trace as gzipped JSON; returns its size in bytes. Raises OSError, FileExistsError among them."""
     content = gzip.compress(msgspec.json.encode({"displayTimeUnit": "ms", "traceEvents": list(events_of(steps))}))
     with path.open("xb") as file:
         return file.write(content)
 
 
-def events_of(steps: Sequence[StepNote]) -> Iterator[dict[str, Any]]:
+def events_of(steps: Sequence[StepRecord]) -> Iterator[dict[str, Any]]:
     """Yields the events: spans of the host and of the devices, and counters of requests. Times are microseconds."""
     for thread, name in _NAMES.items():
         yield {"ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": {"name": name}}
@@ -44,7 +44,7 @@ def events_of(steps: Sequence[StepNote]) -> Iterator[dict[str, Any]]:
     yield from _of_devices(steps, start)
 
 
-def _of_host(note: StepNote, start: float) -> Iterator[dict[str, Any]]:
+def _of_host(note: StepRecord, start: float) -> Iterator[dict[str, Any]]:
     """Yields the step, and its parts inside it."""
     about = {"launched step": note.launched, "took results of step": note.collected}
     about |= {job.kind: job.amount for job in note.jobs}
@@ -55,7 +55,7 @@ def _of_host(note: StepNote, start: float) -> Iterator[dict[str, Any]]:
         began = part.at
 
 
-def _of_devices(steps: Sequence[StepNote], start: float) -> Iterator[dict[str, Any]]:
+def _of_devices(steps: Sequence[StepRecord], start: float) -> Iterator[dict[str, Any]]:
     """Yields for each step the time in which its jobs, and no others, were on the devices or before them."""
     launched = {note.launched: (at, note) for note in steps if (at := _at(note, "launch")) is not None}
     free = start
@@ -69,11 +69,11 @@ def _of_devices(steps: Sequence[StepNote], start: float) -> Iterator[dict[str, A
         free = done
 
 
-def _at(note: StepNote, what: str) -> float | None:
+def _at(note: StepRecord, what: str) -> float | None:
     return next((part.at for part in note.parts if part.what == what), None)
 
 
-def _last(note: StepNote, what: str) -> float | None:
+def _last(note: StepRecord, what: str) -> float | None:
     """Returns when the last such part ended; a step that was launched in two parts is waited for twice."""
     return next((part.at for part in reversed(note.parts) if part.what == what), None)
 
@@ -132,7 +132,7 @@ def _tier(stats: dict[str, Any], tier: str) -> dict[str, Any]:
     return {name: stats.get(f"pages_tiers_{tier}_{name}") for name in names}
 
 
-def _step(note: StepNote) -> dict[str, Any]:
+def _step(note: StepRecord) -> dict[str, Any]:
     """Returns a step with its times in microseconds after its beginning, which is in seconds."""
     return {
         "began": note.began,

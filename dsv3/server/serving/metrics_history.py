@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from dsv3.engine.step_log import EngineSnapshot, StepNote
+from dsv3.engine.step_log import EngineSnapshot, StepRecord
 from dsv3.server.engine.client import EngineClient
 from dsv3.server.protocol.errors import unavailable
 from dsv3.server.serving.metrics import SECONDS, Metrics
@@ -32,7 +32,7 @@ class SnapshotPoller:
         self._engine.on_seen = self._take
         self._asked_at = self._seen_at = float("-inf")
         self._snapshot: EngineSnapshot | None = None
-        self._profile: asyncio.Future[list[StepNote]] | None = None
+        self._profile: asyncio.Future[list[StepRecord]] | None = None
 
     def snapshot(self) -> EngineSnapshot | None:
         """Returns what was seen in the last seconds, None where nothing was; asks the engine for what comes next."""
@@ -46,11 +46,11 @@ class SnapshotPoller:
         """Has the engine begin a profile; raises ApiError as `stop_profile` does."""
         await self._ask("start_profile")
 
-    async def stop_profile(self) -> list[StepNote]:
+    async def stop_profile(self) -> list[StepRecord]:
         """Returns the steps of the profile, which ends; ApiError 503 where the engine does not answer in time."""
         return await self._ask("stop_profile")
 
-    async def _ask(self, what: Literal["start_profile", "stop_profile"]) -> list[StepNote]:
+    async def _ask(self, what: Literal["start_profile", "stop_profile"]) -> list[StepRecord]:
         if self._engine.state != "ready":
             raise unavailable(self._engine.reason, "engine_unavailable", retry_after=5)
         if self._profile is not None:
@@ -64,7 +64,7 @@ class SnapshotPoller:
         finally:
             self._profile = None
 
-    def _take(self, seen: EngineSnapshot | list[StepNote]) -> None:
+    def _take(self, seen: EngineSnapshot | list[StepRecord]) -> None:
         if isinstance(seen, EngineSnapshot):
             self._snapshot, self._seen_at = seen, time.monotonic()
         elif self._profile is not None and not self._profile.done():

@@ -23,9 +23,9 @@ MEASURE = """
 import dataclasses, json, os, pathlib, sys
 import jax, jax.numpy as jnp, numpy
 from dsv3.checkpoint import load_params
-from dsv3.engine.assemble.functions import expert_parallel_functions
+from dsv3.engine.expert_parallel import expert_parallel_functions
 from dsv3.engine.functions import model_functions
-from dsv3.engine.assemble.weights import Reading, load_replicated, load_spread
+from dsv3.engine.expert_parallel import Reading, load_replicated, load_spread
 from dsv3.config.hugging_face import load_config
 from sharding.mesh import rank_mesh, shardings
 

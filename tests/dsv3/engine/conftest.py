@@ -22,7 +22,7 @@ def parts(**changes) -> EngineComponents:
 
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
-    """The compiled programs of `LIMITS`, those that move pages to tiers and back included."""
+    """The compiled programs of `LIMITS`, including those that offload and load pages."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(host_pool, "FOLDER", tmp_path_factory.mktemp("shared_memory"))
         engine = Engine(parts(kv_offloading_size=1e-3))
@@ -32,7 +32,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
 
 @pytest.fixture(autouse=True)
 def host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where engines of this test keep pages of the host's memory."""
+    """Ranks engines of this test have their host pool."""
     folder = tmp_path / "shared_memory"
     folder.mkdir()
     monkeypatch.setattr(host_pool, "FOLDER", folder)

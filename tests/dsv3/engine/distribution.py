@@ -1,7 +1,7 @@
-"""What a request's next token is drawn from, in float64 numpy: the oracle of the samplers.
+"""The distribution of a request's next token, in float64 numpy: the oracle of the samplers.
 
 The order is that of docs/engine.md: logit bias, forbidden tokens, penalties, temperature, min_p, top_k, top_p. Tokens
-of equal probability at a threshold are kept together. Parameters are rounded to float32, as the device gets them.
+of equal probability at a threshold are kept together. Parameters are rounded to float32, as on the device.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ import numpy as np
 from dsv3.sampling_params import SamplingParams
 
 
-def adjusted(
+def apply_adjustments(
     logits: np.ndarray, sampling: SamplingParams, prompt: list[int], answer: list[int], forbidden: Collection[int]
 ) -> np.ndarray:
     """Returns one row's logits after bias, forbidden tokens and penalties."""

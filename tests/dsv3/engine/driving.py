@@ -1,4 +1,4 @@
-"""Helpers that feed an engine and gather what it gives; tests name their requests, the engine numbers them."""
+"""Helpers that feed an engine and collect its outputs; tests name their requests, the engine numbers them."""
 
 import dataclasses
 import itertools
@@ -28,7 +28,7 @@ def name_of(request_id: int) -> str:
 
 @dataclasses.dataclass
 class Gathered:
-    """All a request has given."""
+    """All outputs of a request."""
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     outputs: list[EngineOutput] = dataclasses.field(default_factory=list)
@@ -43,7 +43,7 @@ class Gathered:
 
 
 def request(name: str, prompt: list[int], *, salt: str = "", **sampling) -> EngineRequest:
-    """A request, greedy unless told otherwise."""
+    """A request, greedy by default."""
     params = SamplingParams(**({"temperature": 0.0} | sampling))
     return EngineRequest(request_id=number(name), prompt_token_ids=prompt, sampling=params, cache_salt=salt)
 
@@ -59,7 +59,7 @@ def drain(engine: Engine, into: dict[str, Gathered] | None = None, limit: int = 
 
 
 def take(outputs: Iterable[EngineOutput], into: dict[str, Gathered]) -> None:
-    """Notes the outputs of one step; nothing may follow a request's last output."""
+    """Records the outputs of one step; nothing may follow a request's last output."""
     for output in outputs:
         entry = into.setdefault(name_of(output.request_id), Gathered())
         assert not entry.outputs or entry.finish_reason is None, f"{output} came after the end"
@@ -76,7 +76,7 @@ def run(engine: Engine, *requests: EngineRequest) -> dict[str, Gathered]:
 
 
 def run_out_of_pages(engine: Engine) -> None:
-    """Has six requests of the toy share few pages, so that some are pre-empted in the middle; checks each text."""
+    """Makes six requests of the toy share few pages, so that some are pre-empted in the middle; checks each text."""
     before = engine.stats().preemptions
     long = [(11 * i) % 60 + 1 for i in range(40)]
     prompts = [long, [5] * 60, long[:20], [9] * 60, long, [3] * 61]

@@ -20,7 +20,7 @@ def one_bucket() -> Iterator[None]:
 
 @contextlib.contextmanager
 def greedy_samplers() -> Iterator[None]:
-    """Has `warm_up` inside leave out what greedy requests without log-probabilities do not need."""
+    """Makes `warm_up` inside leave out what greedy requests without log-probabilities do not need."""
 
     def is_needed(key: Key) -> bool:
         if key.kind == "sample":

@@ -1,4 +1,4 @@
-"""A vocabulary for the toy: a letter for each token, so that answers can be held to grammars."""
+"""A vocabulary for the toy: a letter for each token, so that answers can be constrained by grammars."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ LETTERS = '{}[]":,-.abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRS0123456789 '[: 
 
 
 def tokenizer() -> tokenizers.Tokenizer:
-    """Token 0 ends, token i is letter i - 1; the last one, which the toy never says, is no token."""
+    """Token 0 ends, token i is letter i - 1; the last one, which the toy never generates, is not a token."""
     written = {letter: "Ġ" if letter == " " else letter for letter in LETTERS}
     vocab = {END: toy.EOS} | {written[letter]: i for i, letter in enumerate(LETTERS, 1)}
     backend = tokenizers.Tokenizer(models.BPE(vocab, []))
@@ -30,5 +30,5 @@ def write(directory: Path) -> Path:
 
 
 def text(tokens: list[int]) -> str:
-    """What the tokens of an answer spell, its end left out."""
+    """The text of an answer's tokens, without its end."""
     return "".join(LETTERS[token - 1] for token in tokens if token != toy.EOS)

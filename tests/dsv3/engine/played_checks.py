@@ -19,7 +19,7 @@ def row(content: dict) -> None:
 
 
 def check(how: str) -> int:
-    """Prints what a check prints that ends so; returns its status."""
+    """Prints the output of a check with this end; returns its status."""
     if how == "untried":
         print("no device of this kind", file=sys.stderr)
         return 2

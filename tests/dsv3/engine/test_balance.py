@@ -1,4 +1,4 @@
-"""Experts move between devices while requests stream: the same tokens, no compilation, and no request notices.
+"""Experts move between devices while requests stream: the same tokens, no compilation, and no interruption.
 
 The model has an MTP module, whose drafts are verified, and whose layer is counted and moved like the others.
 """
@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec
 
 from dsv3.config.engine import EngineConfig
 from dsv3.config.options import EngineOptions
-from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.engine import Engine
+from dsv3.engine.expert_parallel import expert_parallel_functions, spread_experts
 from dsv3.engine.functions import SpreadExperts
 from dsv3.engine.jobs import experts
 from dsv3.engine.jobs.experts import MOVE, READ_LOAD, ExpertBalancer, ExpertsCommand, TrafficCounter, load_size
@@ -78,8 +78,8 @@ class Served:
     def serve(self, engine: Engine, count: int = 32) -> None:
         """Serves the first `count` prompts, one on each rank.
 
-        A request that has got a token gets some in every step until its end. Where the last ones may all be planned, it
-        waits for one step's results.
+        A request with a first token gets more in every step until its end. Ranks its last tokens may all be scheduled,
+        it waits for one step's results.
         """
         names = [str(i) for i in range(count)]
         gathered: dict[str, Gathered] = {}
@@ -87,8 +87,8 @@ class Served:
         for name, prompt in zip(names, self.prompts, strict=False):
             engine.add(request(name, prompt, max_tokens=LENGTH, ignore_eos=True))
         while engine.has_work:
-            if engine.planners["experts"]._judging is not None:
-                concurrent.futures.wait([engine.planners["experts"]._judging])
+            if engine.planners["experts"]._planning is not None:
+                concurrent.futures.wait([engine.planners["experts"]._planning])
             outputs = engine.step()
             take(outputs, gathered)
             for output in outputs:
@@ -129,7 +129,7 @@ def test_tokens_stay_the_same_while_experts_move_and_the_load_gets_even(served: 
     params = engine.executor.devices.params
     assert (np.asarray(params.placement.copies) == after.logcnt).all()
     stacks = ((layers.moe.moe, layers.mtp.layers.moe) for layers in (params.params, served.whole))
-    for layer, stack, own in zip((1, -1), *stacks, strict=True):  # the weights stand where the map says
+    for layer, stack, own in zip((1, -1), *stacks, strict=True):  # the weights are where the map says
         for moved, whole in ((stack.gate_up, own.gate_up), (stack.down, own.down)):
             np.testing.assert_array_equal(moved[layer], np.asarray(whole)[layer][after.phy2log[layer]])
 
@@ -153,11 +153,11 @@ def test_a_damaged_layer_stays_and_tokens_are_right(served: Served, monkeypatch,
     np.testing.assert_array_equal(engine.planners["experts"].expert_map.phy2log, before.phy2log)
     placement = engine.executor.devices.params.placement
     np.testing.assert_array_equal(np.asarray(placement.replicas), served.params.placement.replicas)
-    assert "damaged on their way" in caplog.text
+    assert "a checksum of MoE layer" in caplog.text
 
 
 def damage(served: Served, engine: Engine, key: Key):
-    """Puts a program into the place of a move's that calls what is patched; returns what was there."""
+    """Replaces a move's program by one that calls what is patched; returns the original."""
     sound, spec = served.programs._compiled.pop(key), served.programs._specs[key]
     moved, first = served.functions.experts, served.functions.experts.first_layer(key.variant)
     body = functools.partial(rebalance.move_layer, machine=moved.machine, first_layer=first)
@@ -169,7 +169,7 @@ def damage(served: Served, engine: Engine, key: Key):
     return key, sound, spec
 
 
-def test_an_error_in_the_judge_leaves_the_experts_where_they_are(served: Served, monkeypatch, caplog) -> None:
+def test_an_error_in_planning_leaves_the_experts_where_they_are(served: Served, monkeypatch, caplog) -> None:
     def fail(*_):
         raise ZeroDivisionError("a bug")
 
@@ -177,7 +177,7 @@ def test_an_error_in_the_judge_leaves_the_experts_where_they_are(served: Served,
     engine = served.engine()
     served.serve(engine, 8)
     assert engine.stats().jobs["experts"].moved == 0
-    assert "could not be judged" in caplog.text and "a bug" in caplog.text
+    assert "planning a rebalance failed" in caplog.text and "a bug" in caplog.text
 
 
 def test_without_an_interval_the_load_is_known_and_nothing_moves(served: Served, monkeypatch) -> None:
@@ -189,14 +189,14 @@ def test_without_an_interval_the_load_is_known_and_nothing_moves(served: Served,
     assert stats.in_node_bytes > 0 and stats.cross_node_bytes > 0 and stats.repeats >= 0
     prompts = sum(map(len, served.prompts[:count]))
     rows = prompts + 2 * count * (LENGTH - 1)  # at most: with each of a row's two tokens once,
-    rows += stats.repeats * RANKS * LIMITS["max_num_batched_tokens"]  # and those of a step that had no room again
+    rows += stats.repeats * RANKS * LIMITS["max_num_batched_tokens"]  # and those of a step that overflowed again
     per_layer = engine.planners["experts"].load.sum(axis=1)
     assert (per_layer <= rows * served.cfg.num_experts_per_tok).all()
     assert (per_layer > rows * served.cfg.num_experts_per_tok / 3).all()
 
 
 def test_the_modules_counts_are_those_of_its_router(served: Served, monkeypatch) -> None:
-    """It sees each token of a prompt together with the next one, the last one with the sampled token."""
+    """The module processes each token of a prompt with the next one, the last one with the sampled token."""
     monkeypatch.setattr(experts, "READ_STEPS", 1)
     engine = served.engine(eplb_interval=0)
     prompt = max(served.prompts, key=len)
@@ -250,7 +250,7 @@ def make_balancer(**changes) -> tuple[ExpertBalancer, EngineConfig]:
 
 
 def read_out(cfg: EngineConfig, seed: int = 0) -> np.ndarray:
-    """What the devices would give for a load that only `seed` decides."""
+    """Counters of the devices for a load that only `seed` determines."""
     total = np.zeros(load_size(EXPERTS, cfg), np.int32)
     total[: 4 * 16] = (100 * np.random.default_rng(seed).lognormal(sigma=1.5, size=64)).astype(np.int32)
     total[-2:] = 8 * np.array([2, 5])  # five passes of the last program, of which two overflowed
@@ -261,11 +261,13 @@ def drive(balancer: ExpertBalancer, cfg: EngineConfig, steps: int, intact: bool 
     """Steps whose results come one step late."""
     commands, late = [], None
     for _ in range(steps):
-        if balancer._judging is not None:
-            concurrent.futures.wait([balancer._judging])
+        if balancer._planning is not None:
+            concurrent.futures.wait([balancer._planning])
         command = balancer.command()
         if late is not None:
-            balancer.note(late, [*([read_out(cfg)] if late.read_load else []), *[np.array(intact)] * len(late.moves)])
+            balancer.process(
+                late, [*([read_out(cfg)] if late.read_load else []), *[np.array(intact)] * len(late.moves)]
+            )
         late = command
         commands += [command] if command is not None else []
     return commands
@@ -305,7 +307,7 @@ def test_a_layer_that_failed_is_tried_again_at_the_next_decision() -> None:
     assert balancer.stats().moved > 0
 
 
-def test_the_window_forgets() -> None:
+def test_the_window_drops_old_loads() -> None:
     balancer, cfg = make_balancer(eplb_interval=0)
     assert balancer.stats().balancedness == 1.0
     drive(balancer, cfg, experts.READ_STEPS * (experts.WINDOW_READS + 3))

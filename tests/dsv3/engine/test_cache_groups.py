@@ -1,8 +1,7 @@
 """A model whose cache has two groups, with entries of 4 and 16 tokens in pages of 32: served like every other.
 
-Nothing in the engine, the scheduler or the tiers knows of it. An entry is the sum over its tokens of what the hash of
-the toy adds, so an answer needs every entry of every layer. Where groups or layers disagree there are NaN, which no
-text has.
+Engine, scheduler and tiers have no code for it. An entry is the sum over its tokens of what the hash of the toy adds,
+so an answer needs every entry of every layer. Ranks groups or layers disagree there are NaNs, which no text has.
 """
 
 import dataclasses
@@ -15,18 +14,18 @@ import pytest
 
 from dsv3.config.engine import EngineConfig
 from dsv3.config.model import CacheGroup, ModelConfig
+from dsv3.engine.build import account_for
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import StepFunctions
 from dsv3.engine.memory import DeviceMemory, local_bytes
-from dsv3.engine.sizing import account_of
 from dsv3.kv_cache.layout import Pool, page_bytes
 from dsv3.kv_cache.tiers import tiers
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import request, run, run_out_of_pages
-from tests.dsv3.engine.test_pages import counts, forget
+from tests.dsv3.engine.test_pages import clear_caches, counts
 
 PAGE = 32
 LIMITS = {"max_model_len": 256, "num_pages": 14, "max_num_seqs": 4, "max_num_batched_tokens": 100, "page_size": PAGE}
@@ -116,7 +115,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 @pytest.fixture
 def make(compiled: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
-    """Makes engines that load what they find in a tier, however fast they would compute it."""
+    """Makes engines that load what a tier has, however fast they would compute it."""
     for name in ("LOOK_UP_S", "LOAD_S"):
         monkeypatch.setattr(tiers, name, 60.0)
     monkeypatch.setattr(tiers, "is_loading_faster", lambda *_: True)
@@ -130,8 +129,8 @@ def make(compiled: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Eng
     return make
 
 
-def ask(engine: Engine, name: str) -> int:
-    """Has the prompt answered, checks the text, and returns how many of its tokens were found somewhere."""
+def generate(engine: Engine, name: str) -> int:
+    """Generates an answer, checks the text, and returns how many of the prompt's tokens were cached."""
     gathered = run(engine, request(name, PROMPT, max_tokens=40, ignore_eos=True))[name]
     assert gathered.tokens == toy.expected_tokens(PROMPT, 40, ())
     return gathered.outputs[0].num_cached_tokens
@@ -147,17 +146,17 @@ def test_pages_are_found_again_on_the_device_in_the_host_and_in_a_store(
     make: Callable[..., Engine], tmp_path: Path
 ) -> None:
     engine = make(kv_store=str(tmp_path))
-    assert [ask(engine, "first"), ask(engine, "from the device")] == [0, FULL]
-    forget(engine)
-    assert ask(engine, "from the host") == FULL
-    forget(engine, host=True)
-    assert ask(engine, "from the store") == FULL
+    assert [generate(engine, "first"), generate(engine, "from the device")] == [0, FULL]
+    clear_caches(engine)
+    assert generate(engine, "from the host") == FULL
+    clear_caches(engine, host=True)
+    assert generate(engine, "from the store") == FULL
     assert (counts(engine).hits, counts(engine, "store").hits) == (FULL, FULL)
     assert counts(engine, "store").loaded_bytes == FULL // PAGE * page_bytes(CFG, "float32")
 
 
 def test_the_memory_account_counts_the_pool(compiled: Engine) -> None:
     layout: Layout = compiled.executor.devices.layout
-    found = account_of(layout, DeviceMemory(10**6, 10**6), 0.9, working=0)
+    found = account_for(layout, DeviceMemory(10**6, 10**6), 0.9, working=0)
     assert (found.page, found.page_size) == (2 * 8 * 4 + 2 * 4, PAGE)
     assert local_bytes(layout.pages) == LIMITS["num_pages"] * found.page

@@ -1,4 +1,4 @@
-"""Steps whose exchange overflows: computed again with more room per row, until all fit, and then with less again."""
+"""Steps whose exchange overflows: repeated with more capacity per row, until all fit, and then with less again."""
 
 import numpy as np
 import pytest
@@ -32,11 +32,11 @@ class Cramped(Driver):
 
 
 def live_rows(driver: Driver, step: Step) -> list[int]:
-    """Rows of each rank that take part in the decode step."""
+    """Rows of each rank in the decode step."""
     return (step.decode.command.rows[..., 0] < driver.cfg.max_num_seqs).sum(axis=1).tolist() if step.decode else []
 
 
-def test_room_doubles_until_a_step_fits_and_halves_after_calm() -> None:
+def test_capacity_doubles_until_a_step_fits_and_halves_after_calm() -> None:
     room = CapacityFactor(most=8)
     room.update(1, overflowed=True)
     assert room.factor == 2
@@ -54,8 +54,8 @@ def test_room_doubles_until_a_step_fits_and_halves_after_calm() -> None:
         room.update(8, overflowed=True)
 
 
-def test_rows_take_a_larger_bucket_and_then_turns() -> None:
-    """Three rows in the bucket of 4; then in that of 8; then two of the three at a time; at last each by itself."""
+def test_rows_take_a_larger_bucket_and_then_micro_steps() -> None:
+    """Three rows in the bucket of 4; then in that of 8; then two of the three at a time; at last each alone."""
     driver = Cramped(rows=1, max_num_seqs=8)
     for name in "abc":
         driver.add(name, 5, max_tokens=30)
@@ -68,12 +68,12 @@ def test_rows_take_a_larger_bucket_and_then_turns() -> None:
             turns.append(step.sampled("decode"))
     assert list(dict.fromkeys(shapes)) == [(4, 3), (8, 3), (8, 1), (8, 2)]
     alone = [names for (_, live), names in zip(shapes, turns, strict=True) if live == 1]
-    assert {name for names in alone[3:6] for name in names} == {"a", "b", "c"}, "nobody is left out"
+    assert {name for names in alone[3:6] for name in names} == {"a", "b", "c"}, "no request is left out"
     assert ended == ["length"] * 3
     assert driver.scheduler.slots.total_running == 0 and not driver.scheduler.pages.in_use
 
 
-def test_ranks_take_turns_too_where_a_row_of_each_is_too_much() -> None:
+def test_ranks_use_micro_steps_too_where_a_row_of_each_is_too_much() -> None:
     driver = Cramped(rows=0, num_ranks=2, max_num_seqs=1)
     driver.add("a", 5, max_tokens=4)
     driver.add("b", 5, max_tokens=4)
@@ -85,7 +85,7 @@ def test_ranks_take_turns_too_where_a_row_of_each_is_too_much() -> None:
 
 
 def test_prompts_are_computed_again_in_smaller_chunks() -> None:
-    """Two chunks are void, the overflowed one and that in flight behind it; their request keeps slot and pages."""
+    """Two chunks are invalid, the overflowed one and that in flight behind it; their request keeps slot and pages."""
     driver = Cramped(tokens=64)
     long = driver.add("long", 300, max_tokens=3)
     spans, pages, tokens = [], None, 0
@@ -103,7 +103,7 @@ def test_prompts_are_computed_again_in_smaller_chunks() -> None:
 
 
 def test_a_prompt_whose_first_token_was_void_gets_another_one() -> None:
-    """It decodes already when the result of its prefill comes in: that step's tokens are dropped too."""
+    """It decodes already when the result of its prefill arrives: that step's tokens are dropped too."""
     driver = Cramped(tokens=32)
     driver.add("short", 40, max_tokens=5)
     chunks, tokens = [], []
@@ -123,16 +123,16 @@ def engine() -> Engine:
 
 
 @pytest.mark.parametrize("sampling", [{}, {"presence_penalty": 0.5, "logprobs": 2, "prompt_logprobs": 0}])
-def test_texts_are_those_of_a_toy_with_room(engine: Engine, make_engine, sampling: dict) -> None:
-    """All tokens of these prompts choose one device. What penalties count, and what is told, is not doubled."""
+def test_texts_are_those_without_overflow(engine: Engine, make_engine, sampling: dict) -> None:
+    """All tokens of these prompts select one device. Penalties' counts and log-probabilities are not doubled."""
     prompts = [[2 * i + 2, 4, 6, 8] * 12 for i in range(6)]
     asked = [request(str(i), p, max_tokens=40, ignore_eos=True, **sampling) for i, p in enumerate(prompts)]
     got, expected = (run(each, *asked) for each in (engine, make_engine()))
     for name, wanted in expected.items():
         assert got[name].tokens == wanted.tokens and len(wanted.tokens) == 40
         for field in ("logprobs", "prompt_logprobs"):
-            told = [[getattr(output, field) for output in each.outputs] for each in (got[name], wanted)]
-            counts = [sum(len(part) for part in parts if part is not None) for parts in told]
+            columns = [[getattr(output, field) for output in each.outputs] for each in (got[name], wanted)]
+            counts = [sum(len(part) for part in parts if part is not None) for parts in columns]
             assert counts[0] == counts[1] and (counts[0] > 0) == bool(sampling)
     assert engine.stats().pages_in_use == 0
-    assert engine.planners["decode"]._room.factor > 1 and engine.planners["prefill"]._room.factor > 1
+    assert engine.planners["decode"]._capacity.factor > 1 and engine.planners["prefill"]._capacity.factor > 1

@@ -1,4 +1,4 @@
-"""A follower's part of a command is what the whole command says of its ranks; it costs only what these use."""
+"""A follower's part of a command has the data of its ranks, and no more."""
 
 import msgspec
 import numpy as np
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.wire import MAX_MESSAGE_BYTES
-from dsv3.engine.device.sampling import num_words
+from dsv3.engine.device.sampling import bitmask_words
 from dsv3.engine.device.state import NUM_FIELDS
 from dsv3.engine.job import StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
@@ -64,7 +64,7 @@ def test_adjustments_go_to_their_rank_alone_and_every_process_launches_as_often(
 
 @pytest.mark.parametrize("ranks", [32, 144])
 def test_a_request_that_changes_its_logits_costs_its_own_tokens(ranks: int) -> None:
-    """Once such a request took ranks x max_model_len x 5 bytes, 118 MB at 144 ranks: more than a frame holds."""
+    """Such a request once took ranks x max_model_len x 5 bytes, 118 MB at 144 ranks: more than a frame holds."""
     tokens = np.zeros(163_840, np.int32)
     few = np.zeros(3, np.int32)
     one = Adjustment(0, 0, 1, tokens, few, few.astype(np.float32), few)
@@ -74,9 +74,9 @@ def test_a_request_that_changes_its_logits_costs_its_own_tokens(ranks: int) -> N
     assert max(sizes[1:]) < 200
 
 
-def test_masks_of_the_largest_unit_fit_what_is_sent_at_once() -> None:
-    """Eight ranks of 256 rows of a token and three drafts, all held to grammars of DeepSeek's vocabulary."""
-    words = num_words(129_280)
+def test_bitmasks_of_the_largest_process_fit_a_message() -> None:
+    """Eight ranks of 256 rows of a token and three drafts, all constrained, over DeepSeek's vocabulary."""
+    words = bitmask_words(129_280)
     one = SampleCommand(2, masks=RowMasks(np.zeros((1, 2), np.int32), np.zeros((1, 4, words), np.uint32)))
     decode = 8 * 256 * len(messages.encode(messages.step_of(StepCommand(1, (("decode", one),)))))
     assert decode > 64 * 2**20 and decode < MAX_PROCESS_BYTES
@@ -84,7 +84,7 @@ def test_masks_of_the_largest_unit_fit_what_is_sent_at_once() -> None:
 
 
 def test_a_long_context_costs_only_the_pages_in_use() -> None:
-    """16 chunks of 4,096 tokens on 144 ranks of 18 hosts, with room for 163,840 tokens per request."""
+    """16 chunks of 4,096 tokens on 144 ranks of 18 hosts, with max_model_len 163,840."""
     header = np.array([[9 * i, 64, 0, 4096, 0, 1, *range(NUM_FIELDS)] for i in range(16)], np.int32)
     tokens, pages = np.full(16 * 4096, 100_000, np.int32), np.zeros(16 * 64, np.int32)
     command = PrefillCommand(4096, header, tokens, pages, True)

@@ -10,7 +10,7 @@ import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.config.engine import EngineConfig
-from dsv3.engine.assemble.communication import Communication
+from dsv3.engine.communication import Communication
 from dsv3.engine.device.layout import Reserve, reserve
 from dsv3.engine.device.programs import Programs
 from dsv3.model.schedules import HOOKED, OVERLAPPED, PLAIN, Schedule
@@ -50,7 +50,7 @@ def test_where_nothing_can_overlap_steps_are_plain() -> None:
 
 
 def test_one_collective_at_a_time_where_overlap_is_not_wanted() -> None:
-    """XLA's own limit is one, and a step in two micro-batches would have nothing to put beside a transfer."""
+    """XLA's own limit is one, and a step in two micro-batches would have nothing to run beside a transfer."""
     one = dataclasses.replace(GPUS, overlap=resolve_overlap("cuda", wanted=False))
     assert one.overlap is Overlap.ORDER
     assert one.schedule(4096, True) is one.schedule(128, False) is HOOKED
@@ -62,7 +62,7 @@ def test_one_collective_at_a_time_where_overlap_is_not_wanted() -> None:
 
 
 def test_nccl_launches_in_order_on_gpus(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A user's own choice stays, and the log says what it is."""
+    """A user's setting stays, and is logged."""
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(os, "environ", {})
     launch_in_order("cpu")

@@ -1,4 +1,4 @@
-"""The engine with a program that expands cached tokens, as on a GPU: transformers' texts, chunk by chunk."""
+"""The engine with a program that materializes cached tokens, as on a GPU: transformers' texts, chunk by chunk."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from tests.dsv3.model.golden import DIRECTORY, data
 
 
 def test_chunks_take_the_program_that_the_host_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 16 tokens: without cached ones and after few absorbed, after more expanded, up to the room."""
+    """Chunks of 16 tokens: without cached tokens, after few of them absorbed, after more materialized."""
     monkeypatch.setattr(forms, "LOOKING", ())
     costs = {"room": lambda *_: 256, "pays": lambda model, peaks, tokens, pairs, *_: pairs > 100}
     row = dataclasses.replace(forms.FORMS[AttentionForm.MATERIALIZED], **costs)

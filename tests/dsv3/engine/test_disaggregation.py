@@ -1,4 +1,4 @@
-"""One engine computes a prompt, another goes on with its pages: the same text, whatever happens to the first."""
+"""One engine computes a prompt, another continues with its pages: the same text, whatever happens to the first."""
 
 import socket
 import time
@@ -50,7 +50,7 @@ def decode(make_engine: MakeEngine, options: dict[str, object]) -> Engine:
 
 
 def handed_over(prefill: Engine, name: str, prompt: list[int] = PROMPT, salt: str = "", **sampling):
-    """Has a prompt computed; returns the request for the other engine."""
+    """Computes a prompt; returns the request for the other engine."""
     item = request(name, prompt, salt=salt, **sampling)
     first = request(
         f"{name} first", prompt, salt=salt, **(sampling | {"max_tokens": 1, "min_tokens": 0, "ignore_eos": True})
@@ -111,7 +111,7 @@ def test_a_prefill_instance_gives_one_token(prefill: Engine):
 
 
 def test_a_prompt_may_be_asked_for_before_it_is_computed(prefill: Engine, decode: Engine, monkeypatch):
-    """A router may hand a request to both at once: pages travel while later ones are computed."""
+    """A router may send a request to both at once: pages travel while later ones are computed."""
     monkeypatch.setattr(tiers, "PATIENCE_S", 60.0)
     item = _from(prefill, request("early", PROMPT, max_tokens=5))
     decode.add(item)
@@ -128,7 +128,7 @@ def test_a_prompt_may_be_asked_for_before_it_is_computed(prefill: Engine, decode
 
 
 @pytest.mark.parametrize("death", ["before", "key", "model"])
-def test_an_instance_that_gives_nothing_costs_no_answer(
+def test_an_instance_without_pages_costs_no_answer(
     make_engine: MakeEngine, options, prefill: Engine, decode: Engine, tmp_path: Path, death: str
 ):
     if death == "before":
@@ -147,7 +147,7 @@ def test_an_instance_that_gives_nothing_costs_no_answer(
     check(run(decode, item)["b"], item)
 
 
-def test_a_death_in_the_middle_keeps_what_came(prefill: Engine, decode: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_pages_loaded_before_a_death_are_used(prefill: Engine, decode: Engine, monkeypatch: pytest.MonkeyPatch):
     item = handed_over(prefill, "a", max_tokens=6)
     read_into, calls = client.protocol.read_into, []
 
@@ -164,7 +164,7 @@ def test_a_death_in_the_middle_keeps_what_came(prefill: Engine, decode: Engine, 
 
 
 def check_abort(decode: Engine) -> None:
-    """Aborts the request `gone` while its pages are asked for: slot and pages are free."""
+    """Aborts the request `gone` while its pages are being fetched: slot and pages are free."""
     decode.step()
     decode.abort(number("gone"))
     assert drain(decode, limit=10**6)["gone"].finish_reason == "abort"
@@ -181,7 +181,7 @@ def test_an_abort_while_pages_travel(prefill: Engine, decode: Engine, monkeypatc
 
 
 def meet(prefill: Engine, name: str, bootstrap_room: int, there: int | None = None, **sampling):
-    """Returns a request as a router hands it to both: for the prefill engine, and for one that asks it for `there`."""
+    """Returns a request as a router sends it to both: for the prefill engine, and for one that asks it for `there`."""
     number_there = bootstrap_room if there is None else there
     item = request(name, PROMPT, **sampling)
     first = request(f"{name} first", PROMPT, max_tokens=1, ignore_eos=True)
@@ -192,8 +192,8 @@ def meet(prefill: Engine, name: str, bootstrap_room: int, there: int | None = No
     )
 
 
-def test_a_request_handed_to_both_meets_though_it_waits_in_the_queue(prefill: Engine, decode: Engine):
-    """The decode engine is first, and asks for pages only once the prompt is begun."""
+def test_a_queued_bootstrap_room_is_joined(prefill: Engine, decode: Engine):
+    """The decode engine is first, and asks for pages only once the prompt has begun."""
     first, item = meet(prefill, "a", 2**63 - 1, max_tokens=6)
     decode.add(item)
     gathered: dict[str, Gathered] = {}
@@ -211,7 +211,7 @@ def test_a_request_handed_to_both_meets_though_it_waits_in_the_queue(prefill: En
 
 
 @pytest.mark.parametrize("what", ["another number", "never handed in", "given up", "it dies"])
-def test_a_meeting_that_does_not_come_about_costs_no_answer(
+def test_a_bootstrap_room_that_is_never_joined_costs_no_answer(
     prefill: Engine, decode: Engine, monkeypatch: pytest.MonkeyPatch, what: str
 ):
     monkeypatch.setattr(
@@ -235,7 +235,7 @@ def test_a_meeting_that_does_not_come_about_costs_no_answer(
     assert prefill.stats().pages_in_use == decode.stats().pages_in_use == 0
 
 
-def test_an_abort_while_a_meeting_is_waited_for(prefill: Engine, decode: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_an_abort_while_waiting_for_a_bootstrap_room(prefill: Engine, decode: Engine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(client, "UNKNOWN_ROOM_TIMEOUT_S", 0.2)
     _, item = meet(prefill, "gone", 9, max_tokens=5)
     decode.add(item)

@@ -1,7 +1,7 @@
 """Drafts by a module, on the toy: whatever is proposed, each text is the one without drafts.
 
 One module is always right and one always wrong, so acceptance is known exactly. The right one reads its own cache
-layer, so it stays right only while that layer keeps step with the main model's.
+layer, so it stays right only while that layer has the same tokens as the main model's.
 """
 
 import contextlib
@@ -144,10 +144,10 @@ def test_a_request_that_fails_leaves_the_others_alone(right: Engine) -> None:
 
 
 @pytest.mark.parametrize("fewer", [0, 1])
-def test_large_steps_take_fewer_drafts_and_small_ones_go_on_with_theirs(fewer: int) -> None:
-    """Steps of one request have two drafts, larger ones one or none; the module misses no token meanwhile.
+def test_large_steps_take_fewer_drafts_and_small_ones_keep_theirs(fewer: int) -> None:
+    """Steps of one request have two drafts, larger ones one or none; the module processes every token meanwhile.
 
-    So the drafts after that are right too. A step that gets fewer than it could verify counts those that it got.
+    So later drafts are right too. A step with fewer drafts than it could verify counts those that it had.
     """
     engine = make(0, all_buckets=True, num_speculative_tokens_per_batch_size=[[1, 1, 2], [2, 4, fewer]])
     assert [engine.cfg.width(size) for size in engine.cfg.decode_buckets] == [3, 1 + fewer]

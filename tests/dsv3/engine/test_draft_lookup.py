@@ -1,4 +1,4 @@
-"""Drafts looked up in the text: what they are, and that texts stay those without drafts."""
+"""Prompt lookup: which drafts it proposes, and that texts are those without drafts."""
 
 import jax
 import numpy as np
@@ -48,7 +48,7 @@ def engine() -> Engine:
 
 
 def test_a_prompt_that_holds_its_answer_is_followed(engine: Engine) -> None:
-    """The prompt holds what greedy decoding will say, behind the token that it ends with; also from the cache."""
+    """The prompt contains the greedy answer behind the token that it ends with; also from the cache."""
     start = [(11 * i) % 60 + 1 for i in range(10)]
     for _ in range(20):  # until the text repeats itself: a prompt whose continuation stands in it
         start += toy.expected_tokens(start, 8, ())
@@ -62,7 +62,7 @@ def test_a_prompt_that_holds_its_answer_is_followed(engine: Engine) -> None:
 
 
 def test_repetition_is_found_and_saves_steps(engine: Engine) -> None:
-    """A bias makes one token win for ever: after two of them each draft is right."""
+    """A bias makes one token win always: after two of them each draft is right."""
     before = engine.stats()
     got = run(engine, request("a", [5, 6, 7], max_tokens=60, ignore_eos=True, logit_bias={9: 100.0}))["a"]
     after = engine.stats()

@@ -1,4 +1,4 @@
-"""Drafts by the bundled model's MTP module: texts as without, right drafts, a sound cache.
+"""Drafts by the bundled model's MTP module: texts as without, right drafts, a correct cache.
 
 Over ranks of several devices: test_balance.py.
 """
@@ -80,7 +80,7 @@ def test_the_cache_holds_what_a_fresh_prefill_writes(drafting: Engine, prompt) -
     assert wrong[1] - wrong[0] > 20
     answered = latents(drafting, pages, len(tokens) - 1)
 
-    forget(drafting)
+    clear_caches(drafting)
     drafting.add(request("b", tokens, max_tokens=1, ignore_eos=True))
     for _ in range(-(-len(tokens) // LIMITS["max_num_batched_tokens"])):
         drafting.step()
@@ -92,7 +92,7 @@ def test_the_cache_holds_what_a_fresh_prefill_writes(drafting: Engine, prompt) -
     np.testing.assert_allclose(answered[layers:, :-1], again[layers:, :-1], atol=1e-4)  # the last has no next token
 
 
-def forget(engine: Engine) -> None:
+def clear_caches(engine: Engine) -> None:
     """Empties the prefix cache, and the pages too."""
     for cache in engine.scheduler.caches:
         cache.clear()

@@ -1,16 +1,16 @@
-"""Synthetic acceptance, which only benchmarks can ask for: a coin per seed and position says which drafts count."""
+"""Synthetic acceptance, for benchmarks only: a coin per seed and position decides which drafts are accepted."""
 
 import jax
 import numpy as np
 import pytest
 
-from dsv3.engine.device.sampling import Controls, overrule
+from dsv3.engine.device.sampling import Controls, force_acceptance
 from dsv3.engine.engine import Engine
 from tests.dsv3.engine.driving import request, run
 from tests.dsv3.engine.test_draft import PROMPT, make
 
 RATES = [0.75, 0.25]
-_overrule = jax.jit(overrule, static_argnames="vocab_size")
+_overrule = jax.jit(force_acceptance, static_argnames="vocab_size")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def accepted(engine: Engine, *requests) -> tuple[dict[str, list[int]], np.ndarra
     return {name: entry.tokens for name, entry in got.items()}, at, after.num_drafts - before.num_drafts
 
 
-def test_rates_are_those_asked_for_whatever_the_drafts_are(engine: Engine) -> None:
+def test_rates_are_those_requested_whatever_the_drafts(engine: Engine) -> None:
     """Fixed seeds, so a fixed outcome; the bound is four standard deviations of 500 rows."""
     requests = [request(str(i), PROMPT[: 5 + i], seed=i, max_tokens=200, ignore_eos=True) for i in range(5)]
     texts, at, rows = accepted(engine, *requests)
@@ -38,7 +38,7 @@ def test_rates_are_those_asked_for_whatever_the_drafts_are(engine: Engine) -> No
 
 
 def test_coins_belong_to_seed_and_position(engine: Engine) -> None:
-    """The same in a batch and alone: so processes agree. Another seed has other coins."""
+    """The same in a batch and alone, so processes agree. Another seed has other coins."""
     one, other = (
         request(name, PROMPT, seed=seed, max_tokens=80, ignore_eos=True) for name, seed in (("a", 1), ("b", 2))
     )
@@ -49,8 +49,8 @@ def test_coins_belong_to_seed_and_position(engine: Engine) -> None:
     assert at.tolist() == at_again.tolist()
 
 
-def test_what_overrules_a_token() -> None:
-    """Drafts where the coin says so, else anything but the draft; what is no token stays."""
+def test_how_acceptance_is_forced() -> None:
+    """The draft where the coin says so, else any other token; negative values stay."""
     rows = np.arange(64, dtype=np.int32)
     zeros = np.zeros(64, np.float32)
     controls = Controls(zeros, zeros, zeros, rows, np.zeros((64, 2), np.uint32), rows)

@@ -17,7 +17,7 @@ PLUGINS = {extra: plugin for extra, plugin, _ in driver._EXTRAS}
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Makes a machine of files, on which jax was asked for no platform, and has said `reasons` of its plugin."""
+    """Makes a machine of files, with no JAX_PLATFORMS, whose plugin has logged `reasons`."""
     monkeypatch.setattr(driver, "_ROOT", tmp_path)
     monkeypatch.setattr(logs, "_reasons", [])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -43,7 +43,7 @@ def refused() -> str:
     return str(caught.value)
 
 
-def test_jaxs_own_reason_and_the_driver_are_said(machine, caplog) -> None:
+def test_the_error_has_jaxs_reason_and_the_driver(machine, caplog) -> None:
     machine(OPEN, "dev/nvidia0")
     log = logging.getLogger("jax._src.xla_bridge")
     try:
@@ -84,7 +84,7 @@ def test_a_gpu_that_the_process_may_not_see(machine, monkeypatch) -> None:
     assert "CUDA_VISIBLE_DEVICES is ''; unset it" in refused()
 
 
-def test_the_bundled_model_is_refused_too_unless_the_cpu_is_asked_for(machine) -> None:
+def test_the_bundled_model_is_refused_too_unless_the_cpu_is_requested(machine) -> None:
     machine(None, "dev/nvidia0", extra=None)
     with pytest.raises(ValueError, match=r"jax runs on the CPU .* an NVIDIA device.*set JAX_PLATFORMS=cpu"):
         build_engine(bundled_model(), progress=False)
@@ -113,7 +113,7 @@ def test_a_machine_without_a_gpu_serves_from_its_cpu(machine) -> None:
         ),
     ],
 )
-def test_a_start_in_which_jax_raises_says_driver_and_remedy_too(machine, monkeypatch, raised, version, says) -> None:
+def test_an_exception_of_jax_names_driver_and_remedy(machine, monkeypatch, raised, version, says) -> None:
     def raises() -> None:
         raise raised
 

@@ -1,4 +1,4 @@
-"""Types of activations and pages: how names are resolved, what is refused, and a float16 engine over FP8 pages."""
+"""Dtypes of activations and pages: how names are resolved, what is refused, and a float16 engine over FP8 pages."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from dsv3.engine.build import build_engine, bundled_model, load_components
 from dsv3.engine.description import describe
 from dsv3.engine.dtypes import resolve_dtypes
 from dsv3.engine.executor import lay_out
-from dsv3.engine.jobs.registry import JOB_KINDS
+from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.memory import DeviceMemory, account
 from dsv3.kv_cache.layout import page_bytes, pool
 from pallas_kernels import native
@@ -85,7 +85,7 @@ def test_pages_that_no_kernel_reads_are_refused(options: dict, message: str) -> 
             resolve_dtypes(PLAIN, EngineOptions(**options), device)
 
 
-def test_what_cannot_be_right_is_refused() -> None:
+def test_impossible_combinations_are_refused() -> None:
     half = EngineOptions(dtype="float16")
     with pytest.raises(ValueError, match="'float16' does not go with FP8 weights"):
         resolve_dtypes(DEEPSEEK_V3, half, CPU)
@@ -102,7 +102,7 @@ def test_what_cannot_be_right_is_refused() -> None:
         resolve_dtypes(odd, EngineOptions(kv_cache_dtype=FP8), CPU)
 
 
-def test_a_checkpoint_says_its_type(tmp_path: Path) -> None:
+def test_a_checkpoint_declares_its_dtype(tmp_path: Path) -> None:
     config = json.loads((bundled_model() / "config.json").read_text()) | {"torch_dtype": "float16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert (stored_dtype(bundled_model()), stored_dtype(tmp_path)) == ("bfloat16", "float16")
@@ -141,7 +141,7 @@ def test_a_float16_engine_over_fp8_pages_serves() -> None:
 
 
 def precisions(**options: Any) -> dict[str, set[str]]:
-    """The precision of the products in each program with some; of one token's rows there are none, but C++ kernels."""
+    """The precision of the products in each program that has some; programs of one token have none, but C++ kernels."""
     small = EngineOptions(max_model_len=64, max_num_seqs=1, max_num_batched_tokens=64, **options)
     _, programs = lay_out(load_components(bundled_model(), small, progress=False, shapes=True), JOB_KINDS)
     kinds = ("prefill", "prompt_logprobs", "mtp prefill")
@@ -152,7 +152,7 @@ def precisions(**options: Any) -> dict[str, set[str]]:
 
 
 def test_float32_is_float32_on_a_gpu_too() -> None:
-    """A GPU's own choice is TF32, so products ask for more; in an engine of float32 alone."""
+    """A GPU's default is TF32, so a float32 engine requests more for its products."""
     exact, drafts = {"HIGHEST"}, {"method": "mtp", "num_speculative_tokens": 1}
     assert precisions(dtype="float32", speculative_config=drafts) == dict.fromkeys(
         ("prefill", "prompt_logprobs", "mtp prefill"), exact

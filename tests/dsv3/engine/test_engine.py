@@ -1,4 +1,4 @@
-"""What a request asks for is what it gets, whatever else the engine does."""
+"""Each request gets what it asks for, whatever else the engine does."""
 
 import threading
 
@@ -101,7 +101,7 @@ def test_without_a_seed_answers_differ(engine):
     assert len({tuple(g.tokens) for g in gathered.values()}) == 4
 
 
-def test_a_pre_empted_seeded_request_goes_on_as_it_would_have(make_engine):
+def test_a_pre_empted_seeded_request_continues_unchanged(make_engine):
     alone = run(make_engine(), request("a", [9] * 60, **(SEEDED | {"max_tokens": 150})))["a"].tokens
     engine = make_engine()
     crowd = [request(f"r{i}", [9] * 60, **(SEEDED | {"max_tokens": 150})) for i in range(8)]
@@ -171,7 +171,7 @@ def test_logprobs(engine):
         tokens += output.token_ids
 
 
-def test_logprobs_are_given_only_to_who_asked(engine):
+def test_only_requests_that_ask_get_logprobs(engine):
     gathered = run(engine, request("a", [3], max_tokens=3, logprobs=0), request("b", [3], max_tokens=3))
     assert all(o.logprobs is not None and o.logprobs[0].top_ids == [] for o in gathered["a"].outputs)
     assert all(o.logprobs is None for o in gathered["b"].outputs)

@@ -1,6 +1,6 @@
 """Random arrivals, ranks, priorities, aborts, pre-emptions and NaN.
 
-No page is lost, none has two writers, every text is its own, and nobody waits where there is room.
+No page is lost, none has two writers, every text is correct, and no request waits while capacity is free.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from tests.dsv3.engine.fewer import one_bucket
 
 @dataclasses.dataclass
 class Auditor:
-    """Watches every launched step: which request writes which page of which rank. A step may be computed again."""
+    """Checks every launched step: which request writes which page of which rank. A step may be repeated."""
 
     engine: Engine
     repeats: bool
@@ -79,9 +79,9 @@ class Auditor:
 
 
 class Idleness:
-    """Sees to it that nobody waits for nothing: counts the steps in which a request could go on and did not."""
+    """Checks that no request waits without reason: counts the steps in which one could continue and did not."""
 
-    PATIENCE = 4  # steps: room that is made for a request is there one step later
+    PATIENCE = 4  # steps: pages freed for a request are available one step later
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.idle, self.passed = engine, 0, 0
@@ -173,7 +173,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(host=st.booleans())
     def forget(self, host) -> None:
-        """Drops all that nobody uses, and what the host's memory has."""
+        """Drops all unused pages, and those in the host's memory."""
         for cache in self.engine.scheduler.caches:
             cache.clear()
         if host:
@@ -229,7 +229,7 @@ def _stop(item: EngineRequest) -> set[int]:
 
 
 class Played:
-    """Samples in place of a device: the toy's tokens, of a row of several one to all of them."""
+    """Samples without a device: the toy's tokens, one to all of a row of several."""
 
     def __init__(self, machine: "HostMachine") -> None:
         self.machine = machine
@@ -267,7 +267,7 @@ class Played:
 
 
 class HostMachine(EngineMachine):
-    """Engines without a device, of many sizes: what is scheduled does not depend on how tokens are made."""
+    """Engines without a device, of many sizes: scheduling does not depend on how tokens are made."""
 
     @initialize(
         ranks=st.sampled_from([2, 2, 1, 3]),
@@ -295,22 +295,22 @@ class HostMachine(EngineMachine):
 
     @rule(ranks=st.lists(st.sampled_from([0, None, 0, 1]), min_size=2, max_size=6), priority=st.integers(0, 1))
     def add_crowd(self, ranks, priority) -> None:
-        """Short answers that ask for ranks, so that many wait and somebody goes on at every turn."""
+        """Short answers that ask for ranks, so that many wait and one continues at every turn."""
         for i, rank in enumerate(ranks):
             self.add(i % 3, 5, [], 2 + i, frozenset(), True, [], rank, priority, 0)
             self.steps(1)
 
     @precondition(lambda self: self.engine.scheduler.queue)
     @rule(data=st.data())
-    def give_up(self, data) -> None:
-        """The client of a request that waits hangs up."""
+    def fail(self, data) -> None:
+        """The client of a waiting request disconnects."""
         waiting = data.draw(st.sampled_from(self.engine.scheduler.waiting[:6]))
         self.aborted.add(name_of(waiting.id))
         self.engine.abort(waiting.id)
         self.steps(1)
 
 
-def test_nobody_waits_where_there_is_room():
+def test_no_request_waits_while_capacity_is_free():
     """Ranks, priorities, aborts, drafts, shared prefixes and few pages together."""
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much]
     run_state_machine_as_test(
@@ -328,7 +328,7 @@ def test_every_text_is_its_own_and_every_page_comes_back(make_engine, sharing):
     )
 
 
-def test_pages_that_come_and_go_change_no_text_and_are_not_lost(make_engine, monkeypatch):
+def test_offloading_changes_no_text_and_loses_no_page(make_engine, monkeypatch):
     monkeypatch.setattr(tiers, "is_loading_faster", lambda *_: True)
 
     def make(**changes):
@@ -345,7 +345,7 @@ def test_pages_that_come_and_go_change_no_text_and_are_not_lost(make_engine, mon
 def make_drafting():
     """Makes engines that share programs; steps of more requests take fewer drafts, down to none; a fourth is wrong.
 
-    Programs are compiled when they are needed: not all of them are.
+    Programs are compiled at their first use: not all of them are.
     """
     given = {"method": "mtp", "num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 2, 1], [3, 4, 0]]}
     limits = LIMITS | {"num_pages": 8, "speculative_config": given, "tokens_per_row": 4, "max_num_batched_tokens": 64}
@@ -382,7 +382,7 @@ def test_the_pool_is_small_enough_to_pre_empt(make_engine):
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one token", "with drafts"])
 def make_cramped(request):
-    """Makes engines whose steps often overflow and are computed again, with programs that are shared.
+    """Makes engines whose steps often overflow and are repeated, with shared programs.
 
     Those with drafts have one size of decode steps; the others, and `make_drafting`, have all.
     """
@@ -406,7 +406,7 @@ def make_cramped(request):
     return make
 
 
-def test_steps_that_are_computed_again_change_no_text_and_lose_no_page(make_cramped):
+def test_repeated_steps_change_no_text_and_lose_no_page(make_cramped):
     """Prefill, decode and what is in flight behind them, with aborts, pre-emptions and shared prefixes."""
     machine = type("Machine", (EngineMachine,), {"make_engine": staticmethod(make_cramped)})
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much]

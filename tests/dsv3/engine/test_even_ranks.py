@@ -1,4 +1,4 @@
-"""The ranks of an instance stay even under random traffic, through the real scheduler and planners."""
+"""The load of an instance's ranks stays even under random traffic, through the real scheduler and planners."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ LONGEST = 448
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), ranks=st.integers(2, 6), mean=st.integers(20, 150))
 def test_backlogs_and_steps_are_even_while_prompts_wait(seed, ranks, mean):
-    """No rank runs dry while others wait, so all compute as many tokens; backlogs differ by a prompt."""
+    """No rank idles while others have a backlog, so all compute as many tokens; backlogs differ by a prompt."""
     drawn = np.random.default_rng(seed)
     driver = Driver(num_ranks=ranks, max_num_seqs=64, num_pages=600, role="prefill")
     for i in range(20 * ranks):

@@ -1,4 +1,4 @@
-"""Where experts stand before any load has been measured."""
+"""The expert map before any load has been measured."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
-from dsv3.engine.assemble.functions import first_expert_map
+from dsv3.engine.expert_parallel import first_expert_map
 from sharding.experts.eplb import balancedness
 from sharding.mesh import rank_mesh
 

@@ -10,8 +10,7 @@ from configs.glm_4_7_flash import GLM_4_7_FLASH
 from configs.mistral_small_4 import MISTRAL_SMALL_4
 from dsv3 import LLM, SamplingParams
 from dsv3.engine.description import describe
-from dsv3.engine.dtypes import EngineDtypes
-from dsv3.engine.size import count_parameters, short
+from dsv3.engine.dtypes import EngineDtypes, count_parameters, short
 from pallas_kernels.backend import Backend
 from tests.dsv3.engine.fewer import greedy_samplers, one_bucket
 from tests.dsv3.model.golden import DIRECTORY, data, model

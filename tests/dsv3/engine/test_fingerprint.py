@@ -1,4 +1,4 @@
-"""What must be the same everywhere, and how a difference is told."""
+"""What must be equal in all processes, and how a difference is reported."""
 
 from pathlib import Path
 

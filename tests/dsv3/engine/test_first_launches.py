@@ -1,4 +1,4 @@
-"""Before the first request every program runs on padding, and nothing is left of that."""
+"""Before the first request every program runs on padding, without an effect on the state."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ def with_experts() -> EngineComponents:
 
 
 def noise(array: jax.Array) -> jax.Array:
-    """Other bits in the place of an array's, those of finite numbers."""
+    """Other finite bits in place of an array's."""
     random = np.random.default_rng(0).integers(1, 7, array.shape).astype(array.dtype)
     return jax.device_put(random, array.sharding)
 
@@ -92,7 +92,7 @@ def test_every_program_is_launched_twice_and_writes_nothing(make, launched: Coun
         check_nothing_is_left(Engine(make()), launched)
 
 
-def test_an_engine_that_has_launched_all_answers_as_ever(programs: Programs, launched: Counter[Key]) -> None:
+def test_an_engine_that_has_launched_all_gives_the_same_texts(programs: Programs, launched: Counter[Key]) -> None:
     engine = Engine(conftest.parts(**MORE))
     engine.executor.devices.programs = programs
     check_nothing_is_left(engine, launched)
@@ -103,17 +103,17 @@ def test_an_engine_that_has_launched_all_answers_as_ever(programs: Programs, lau
     assert engine.stats().recompilations == 0
 
 
-def test_what_the_launches_take_beside_the_pool_is_logged(programs: Programs, monkeypatch, caplog) -> None:
+def test_memory_outside_the_pool_is_logged(programs: Programs, monkeypatch, caplog) -> None:
     engine = Engine(conftest.parts())
     engine.executor.devices.programs = programs
     used = iter([int(9e8), int(3.1e9)])
-    monkeypatch.setattr(device_module, "beside_pool", lambda devices: next(used))
+    monkeypatch.setattr(device_module, "memory_outside_pool", lambda devices: next(used))
     with caplog.at_level("INFO", device_module.__name__):
         engine.warm_up()
     assert "0.90 GB before these launches, 3.10 GB after" in caplog.text
 
 
-def test_a_program_that_does_not_run_ends_the_start_by_its_name(programs: Programs, monkeypatch) -> None:
+def test_a_failing_program_ends_the_start_with_its_name(programs: Programs, monkeypatch) -> None:
     engine = Engine(conftest.parts())
     engine.executor.devices.programs = programs
     get = Programs.get
@@ -129,7 +129,7 @@ def test_a_program_that_does_not_run_ends_the_start_by_its_name(programs: Progra
         engine.warm_up()
 
 
-def test_a_program_that_does_not_end_ends_the_start_by_its_name(programs: Programs, monkeypatch) -> None:
+def test_a_hanging_program_ends_the_start_with_its_name(programs: Programs, monkeypatch) -> None:
     engine = Engine(conftest.parts())
     engine.executor.devices.programs = programs
     monkeypatch.setattr(device_module, "_LIMIT_S", 0.0)

@@ -1,4 +1,4 @@
-"""The host says whether a step's queries choose, and in which form it attends to cached tokens, and is never wrong."""
+"""The host selects the attention form of a step: whether queries need top-k, and how they attend to cached tokens."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ ANY, NEW, MATERIALIZED, ABSORBED, TOPK_MATERIALIZED, TOPK = AttentionForm
 
 
 class OnPaper(Layout):
-    """What of a layout says which programs there are."""
+    """The parts of a layout that determine which programs there are."""
 
     platform, peaks = "cuda", PEAKS["H200"]
 
@@ -49,7 +49,7 @@ def layout(model: ModelConfig = DEEPSEEK_V32, platform: str = "cuda", length: in
     return found
 
 
-def test_a_gpu_has_two_programs_where_requests_may_be_longer_than_the_choice() -> None:
+def test_a_gpu_has_two_programs_where_requests_may_be_longer_than_topk() -> None:
     assert form_selection.decode_forms(layout()) == [ABSORBED, TOPK]
     assert form_selection.decode_forms(layout(length=2048)) == [ABSORBED]
     assert form_selection.decode_forms(layout(length=2049)) == [ABSORBED, TOPK]
@@ -57,7 +57,7 @@ def test_a_gpu_has_two_programs_where_requests_may_be_longer_than_the_choice() -
     assert form_selection.decode_forms(layout(platform="cpu")) == [ANY]
 
 
-def test_the_longest_query_says_which() -> None:
+def test_the_longest_query_selects_the_form() -> None:
     found = [form_selection.decode_form(layout(), n) for n in (1, 2048, 2049, form_selection.ANY_LENGTH)]
     assert found == [ABSORBED, ABSORBED, TOPK, TOPK]
     assert form_selection.decode_form(layout(length=2048), form_selection.ANY_LENGTH) is ABSORBED
@@ -77,7 +77,7 @@ def test_the_longest_query_says_which() -> None:
     ],
 )
 def test_prompts_have_four_programs(has_context: bool, longest: int, keys: int, wanted: AttentionForm) -> None:
-    """Queries that choose take new tokens and cached ones alike, so context makes no difference to them."""
+    """Top-k queries treat new tokens and cached ones alike, so context makes no difference to them."""
     about, long = (4096, has_context, longest, keys), layout(length=32_768)
     assert form_selection.prefill_forms(long, 4096) == [NEW, ABSORBED, TOPK_MATERIALIZED, TOPK]
     assert form_selection.prefill_form(long, *about) is wanted
@@ -86,22 +86,24 @@ def test_prompts_have_four_programs(has_context: bool, longest: int, keys: int, 
     assert form_selection.prefill_form(layout(DEEPSEEK_V3), *about) is (ABSORBED if has_context else NEW)
 
 
-def test_the_room_is_that_of_what_may_come_and_of_a_micro_batch() -> None:
+def test_capacity_is_bounded_by_requests_and_micro_batches() -> None:
     """Few tokens do not pay for the keys of all."""
     long = functools.partial(layout, length=32_768)
-    assert [form_selection.room(long(), size, TOPK_MATERIALIZED) for size in (64, 1024, 4096)] == [0, 8320, 12_160]
+    assert [form_selection.capacity(long(), size, TOPK_MATERIALIZED) for size in (64, 1024, 4096)] == [0, 8320, 12_160]
     assert form_selection.prefill_forms(long(), 64) == [NEW, ABSORBED, TOPK]
-    halves = form_selection.room(long(overlaps=lambda _: True), 4096, TOPK_MATERIALIZED)
-    assert halves == form_selection.room(long(), 2048, TOPK_MATERIALIZED) == 10_240
+    halves = form_selection.capacity(long(overlaps=lambda _: True), 4096, TOPK_MATERIALIZED)
+    assert halves == form_selection.capacity(long(), 2048, TOPK_MATERIALIZED) == 10_240
     assert (
-        form_selection.room(long(DEEPSEEK_V3), 4096, TOPK_MATERIALIZED) == form_selection.room(long(), 4096, TOPK) == 0
+        form_selection.capacity(long(DEEPSEEK_V3), 4096, TOPK_MATERIALIZED)
+        == form_selection.capacity(long(), 4096, TOPK)
+        == 0
     )
 
 
-def test_the_expanded_program_has_room_for_a_wave_of_queries() -> None:
-    """16 heads of 1,024 queries are 128 blocks; a request's longest text bounds the room, too."""
+def test_the_materialized_form_has_capacity_for_a_wave_of_queries() -> None:
+    """16 heads of 1,024 queries are 128 blocks; a request's longest text bounds the capacity, too."""
     long = functools.partial(layout, DEEPSEEK_V3, length=163_840)
-    assert [form_selection.room(long(), size, MATERIALIZED) for size in (64, 256, 1024, 4096)] == [
+    assert [form_selection.capacity(long(), size, MATERIALIZED) for size in (64, 256, 1024, 4096)] == [
         0,
         0,
         131_072,
@@ -109,9 +111,9 @@ def test_the_expanded_program_has_room_for_a_wave_of_queries() -> None:
     ]
     assert form_selection.prefill_forms(long(), 256) == [NEW, ABSORBED]
     assert form_selection.prefill_forms(long(), 1024) == [NEW, MATERIALIZED, ABSORBED]
-    assert form_selection.room(long(overlaps=lambda _: True), 1024, MATERIALIZED) == 65_536  # of a micro-batch
-    assert form_selection.room(layout(DEEPSEEK_V3, length=2048), 4096, MATERIALIZED) == 16 * 2048
-    assert form_selection.room(layout(), 4096, MATERIALIZED) == 0
+    assert form_selection.capacity(long(overlaps=lambda _: True), 1024, MATERIALIZED) == 65_536  # of a micro-batch
+    assert form_selection.capacity(layout(DEEPSEEK_V3, length=2048), 4096, MATERIALIZED) == 16 * 2048
+    assert form_selection.capacity(layout(), 4096, MATERIALIZED) == 0
 
 
 def test_the_table_has_each_form_once_and_a_form_without_topk_needs_no_indexer() -> None:
@@ -133,8 +135,8 @@ def test_the_table_has_each_form_once_and_a_form_without_topk_needs_no_indexer()
         ((3000, 4, 4, 4), (1000, 60_000, 60_000, 60_000), False),
     ],
 )
-def test_a_step_expands_cached_tokens_where_that_takes_less_time(new, cached, expands: bool) -> None:
-    """Many new tokens per cached one do, as long as there is room; a step of prefix hits stays absorbed."""
+def test_a_step_materializes_cached_tokens_where_that_is_faster(new, cached, expands: bool) -> None:
+    """Many new tokens per cached one do, within capacity; a step of prefix hits stays absorbed."""
     sequence = types.SimpleNamespace(tokens=np.zeros(300_000, np.int32), pages=[], page_row=None, slot=0)
     sequence.needs_prompt_logprobs = False
     chunks = [prefill.Chunk(sequence, 0, start, start + n) for n, start in zip(new, cached, strict=True)]
@@ -144,14 +146,14 @@ def test_a_step_expands_cached_tokens_where_that_takes_less_time(new, cached, ex
     assert command.pairs == sum(n * start for n, start in zip(new, cached, strict=True))
     about = layout(DEEPSEEK_V3, length=300_000), 4096, True, command.longest, command.keys, command.pairs
     assert form_selection.prefill_form(*about) is (MATERIALIZED if expands else ABSORBED)
-    assert form_selection.room(about[0], 4096, MATERIALIZED) == 262_144
+    assert form_selection.capacity(about[0], 4096, MATERIALIZED) == 262_144
     assert form_selection.prefill_form(about[0], 4096, False, *about[3:]) is NEW
 
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(1, 9000), max_size=4), min_size=2, max_size=2))
-def test_a_step_masks_only_where_all_its_tokens_have_room(stops: list[list[int]]) -> None:
-    """What `_command` says of the ranks' chunks is enough for `pack`, which gives each request whole pages."""
+def test_a_step_masks_only_where_all_its_tokens_fit(stops: list[list[int]]) -> None:
+    """The figures of `_command` about the ranks' chunks suffice for `pack`, which gives each request whole pages."""
     sequence = types.SimpleNamespace(tokens=np.zeros(9001, np.int32), pages=[], page_row=None, slot=0)
     chunks = [[prefill.Chunk(sequence, 0, 0, stop) for stop in mine] for mine in stops]
     if not any(stops):
@@ -167,7 +169,7 @@ def test_a_step_masks_only_where_all_its_tokens_have_room(stops: list[list[int]]
 
 
 def noting(engine: Engine) -> list[tuple[str, int, int]]:
-    """Lists, from now on, each forward job with the most tokens that a query sees, by the devices and by the host."""
+    """Records each forward job with the most tokens that a query sees, by the devices and by the host."""
     devices, launch, found = engine.executor.devices, engine.executor.launch, []
 
     def noted(command: StepCommand) -> Any:
@@ -200,7 +202,7 @@ def test_without_drafts_the_host_knows_exactly(engine: Engine) -> None:
 
 
 def strict(functions: StepFunctions) -> StepFunctions:
-    """The toy, whose answers are NaN where a batch says that no query must choose and one sees more than `LONGEST`."""
+    """The toy, whose answers are NaN where a batch without top-k has a query that sees more than `LONGEST`."""
 
     def checked(step: Any) -> Any:
         def run_step(params: Any, cfg: ModelConfig, batch: Any, pages: Any, *hidden: Any) -> Any:
@@ -220,7 +222,7 @@ def strict(functions: StepFunctions) -> StepFunctions:
     )
 
 
-def test_with_drafts_the_host_counts_those_that_may_be_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_drafts_the_host_counts_those_that_may_be_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module of two drafts is right at two of three places; texts grow over `LONGEST` in decode, then in prefill.
 
     The drafts of a NaN are wrong, and a text of NaN fails. Each program is there for both cases, and both are used.

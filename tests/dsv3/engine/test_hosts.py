@@ -1,4 +1,4 @@
-"""Pages of an instance over two hosts: each keeps, loads and gives those of its own ranks, and loses them alone."""
+"""Pages of an instance over two hosts: each stores, loads and serves those of its own ranks, and loses them alone."""
 
 import time
 from collections.abc import Callable
@@ -53,16 +53,16 @@ def key(tmp_path: Path) -> str:
     return str(path)
 
 
-def ask(engine: Engine, name: str, prompt: list[int] = PROMPT, rank: int | None = None, **more) -> int:
-    """Has a request answered, checks its text, and returns how many of its prompt's tokens were found somewhere."""
+def generate(engine: Engine, name: str, prompt: list[int] = PROMPT, rank: int | None = None, **more) -> int:
+    """Generates an answer, checks its text, and returns how many of its prompt's tokens were cached."""
     item = msgspec.structs.replace(request(name, prompt, max_tokens=3), rank=rank, **more)
     gathered = run(engine, item)[name]
     assert gathered.tokens == toy.expected_tokens(prompt, 3)
     return gathered.outputs[0].num_cached_tokens
 
 
-def far(engine: Engine):
-    """The tiers of the second host, as they are there."""
+def remote_tiers(engine: Engine):
+    """The tiers of the second host."""
     return engine.executor.follower_handler.opened.tiers
 
 
@@ -74,117 +74,120 @@ def until(engine: Engine, condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def settle(engine: Engine) -> None:
-    """Waits until all that has left the devices is written, and told."""
+def wait_until_stored(engine: Engine) -> None:
+    """Waits until all offloaded pages are stored, and reported."""
     known = engine.scheduler.tiers.of(FAR)
-    until(engine, lambda: not any((*engine.planners["pages"]._tiers._backlog.values(), *far(engine)._backlog.values())))
-    until(engine, lambda: known._keys == far(engine)._host_pool._block_of.keys() and not known.has_orders)
+    until(
+        engine,
+        lambda: not any((*engine.planners["pages"]._tiers._backlog.values(), *remote_tiers(engine)._backlog.values())),
+    )
+    until(engine, lambda: known._keys == remote_tiers(engine)._host_pool._block_of.keys() and not known.has_orders)
 
 
-def forget(engine: Engine) -> None:
+def clear_caches(engine: Engine) -> None:
     """Drops all pages from the devices."""
-    settle(engine)
+    wait_until_stored(engine)
     for cache in engine.scheduler.caches:
         cache.clear()
 
 
 def test_each_host_keeps_the_pages_of_its_ranks_and_a_prompt_goes_where_they_are(make: MakeEngine) -> None:
     engine = make()
-    assert ask(engine, "first", rank=FAR) == 0
-    forget(engine)
-    here, there = engine.planners["pages"]._tiers._host_pool, far(engine)._host_pool
+    assert generate(engine, "first", rank=FAR) == 0
+    clear_caches(engine)
+    here, there = engine.planners["pages"]._tiers._host_pool, remote_tiers(engine)._host_pool
     assert (len(here), len(there)) == (0, FULL // 64)
-    assert ask(engine, "again") == FULL
-    assert engine.scheduler.tiers.counts()["host"].hits == far(engine).host.hits == FULL
-    forget(engine)
-    assert ask(engine, "elsewhere", rank=0) == 0, "the other host has none of them"
+    assert generate(engine, "again") == FULL
+    assert engine.scheduler.tiers.counts()["host"].hits == remote_tiers(engine).host.hits == FULL
+    clear_caches(engine)
+    assert generate(engine, "elsewhere", rank=0) == 0, "the other host has none of them"
     assert not engine.executor.follower_handler._ordered._loads and engine.stats().pages_in_use == 0
 
 
 def test_a_page_that_the_other_host_has_lost_is_computed(make: MakeEngine) -> None:
     engine = make()
-    ask(engine, "first", rank=FAR)
-    forget(engine)
-    host_pool = far(engine)._host_pool
+    generate(engine, "first", rank=FAR)
+    clear_caches(engine)
+    host_pool = remote_tiers(engine)._host_pool
     second = list(host_pool._block_of)[1]
     host_pool._blocks[host_pool._block_of[second]] ^= 1
-    assert ask(engine, "again", rank=FAR) == 64
+    assert generate(engine, "again", rank=FAR) == 64
     assert engine.scheduler.tiers.counts()["host"].damaged == 1
-    forget(engine)
-    assert ask(engine, "and again", rank=FAR) == FULL
+    clear_caches(engine)
+    assert generate(engine, "and again", rank=FAR) == FULL
 
 
-def test_a_host_that_says_nothing_is_not_waited_for(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_host_is_not_waited_for(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make()
-    ask(engine, "first", rank=FAR)
-    forget(engine)
+    generate(engine, "first", rank=FAR)
+    clear_caches(engine)
     monkeypatch.setattr(tiers, "LOAD_S", 0.05)
-    monkeypatch.setattr(engine.executor.follower_handler._ordered, "execute_before_step", lambda orders: None)
-    assert ask(engine, "again", rank=FAR) == 0
+    monkeypatch.setattr(engine.executor.follower_handler._ordered, "begin", lambda orders: None)
+    assert generate(engine, "again", rank=FAR) == 0
     assert engine.scheduler.tiers.of(FAR).num_loading_batches == 0 and engine.stats().pages_in_use == 0
 
 
 def test_an_abort_drops_what_the_other_host_has_loaded(make: MakeEngine) -> None:
     engine = make()
-    ask(engine, "first", rank=FAR)
-    forget(engine)
+    generate(engine, "first", rank=FAR)
+    clear_caches(engine)
     ordered = engine.executor.follower_handler._ordered
     engine.add(msgspec.structs.replace(request("gone", PROMPT, max_tokens=3), rank=FAR))
     while not ordered._loads:
         engine.step()
     engine.abort(number("gone"))
     assert drain(engine)["gone"].finish_reason == "abort"
-    settle(engine)
+    wait_until_stored(engine)
     assert not ordered._loads and engine.scheduler.tiers.of(FAR).num_loading_batches == 0
     assert engine.stats().pages_in_use == 0
 
 
-def test_what_is_distrusted_leaves_the_other_host(make: MakeEngine) -> None:
+def test_invalidated_pages_leave_the_other_host(make: MakeEngine) -> None:
     engine = make()
     poisoned = [*PROMPT, toy.POISON]
     engine.add(msgspec.structs.replace(request("bad", poisoned, max_tokens=3), rank=FAR))
     assert drain(engine)["bad"].finish_reason == "error"
-    settle(engine)
-    until(engine, lambda: not len(far(engine)._host_pool))
-    assert ask(engine, "good", rank=FAR) == 0
+    wait_until_stored(engine)
+    until(engine, lambda: not len(remote_tiers(engine)._host_pool))
+    assert generate(engine, "good", rank=FAR) == 0
 
 
 def test_flushing_empties_all_hosts(make: MakeEngine) -> None:
     engine = make()
-    ask(engine, "first", rank=FAR)
-    settle(engine)
+    generate(engine, "first", rank=FAR)
+    wait_until_stored(engine)
     engine.flush()
     drain(engine)
-    until(engine, lambda: not len(far(engine)._host_pool))
-    assert ask(engine, "again") == 0
+    until(engine, lambda: not len(remote_tiers(engine)._host_pool))
+    assert generate(engine, "again") == 0
 
 
 @pytest.mark.parametrize("full", [False, True])
 def test_a_store_is_read_and_written_on_the_host_of_the_rank(
     make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:
-    """Where the disk of one host is full, that host goes on without."""
+    """Ranks the disk of one host is full, that host continues without."""
     engine = make(kv_store=str(tmp_path / "store"))
 
     def fails(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
     if full:
-        monkeypatch.setattr(far(engine)._store, "put", fails)
-    ask(engine, "first", rank=FAR)
-    forget(engine)
+        monkeypatch.setattr(remote_tiers(engine)._store, "put", fails)
+    generate(engine, "first", rank=FAR)
+    clear_caches(engine)
     engine.flush()
     drain(engine)
-    settle(engine)
-    assert ask(engine, "again", rank=FAR) == (0 if full else FULL)
+    wait_until_stored(engine)
+    assert generate(engine, "again", rank=FAR) == (0 if full else FULL)
     counts = engine.scheduler.tiers.counts()["store"]
-    assert counts.hits == far(engine).store.hits == (0 if full else FULL)
+    assert counts.hits == remote_tiers(engine).store.hits == (0 if full else FULL)
     assert (counts.dropped > 0) == full and counts.queries == 2 * FULL
     assert engine.planners["pages"]._tiers.store.stored_bytes == 0
 
 
 def test_pages_go_from_two_hosts_to_two_hosts(make: MakeEngine, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process gives what it has and fetches for its own ranks; a prompt asks all, and may be asked for early."""
+    """Each process serves what it has and fetches for its own ranks; a prompt asks all, and may be requested early."""
     monkeypatch.setattr(tiers, "PATIENCE_S", 60.0)
     monkeypatch.setattr(client, "_ROUND_S", 0.001)
     addresses = free_address(), free_address()
@@ -192,39 +195,39 @@ def test_pages_go_from_two_hosts_to_two_hosts(make: MakeEngine, key: str, monkey
     decode = make(transfer_key_file=key)
     source = ",".join(addresses)
     for rank, prompt in enumerate((PROMPT, PROMPT[::-1])):
-        ask(prefill, f"computed {rank}", prompt, rank=rank)
+        generate(prefill, f"computed {rank}", prompt, rank=rank)
     early = msgspec.structs.replace(request("early", PROMPT[50:], max_tokens=3), rank=FAR, pages_from=source)
     decode.add(early)
     gathered: dict = {}
     for _ in range(10):
         take(decode.step(), gathered)
-    ask(prefill, "late", PROMPT[50:], rank=FAR)
+    generate(prefill, "late", PROMPT[50:], rank=FAR)
     drain(decode, gathered, limit=10**6)
     assert gathered["early"].tokens == toy.expected_tokens(PROMPT[50:], 3)
     assert gathered["early"].outputs[0].num_cached_tokens == 128
-    assert ask(decode, "far to near", PROMPT[::-1], rank=0, pages_from=source) == FULL
-    assert ask(decode, "near to far", PROMPT, rank=FAR, pages_from=source) == FULL
-    assert (decode.planners["pages"]._tiers.peer.hits, far(decode).peer.hits) == (FULL, FULL + 128)
+    assert generate(decode, "far to near", PROMPT[::-1], rank=0, pages_from=source) == FULL
+    assert generate(decode, "near to far", PROMPT, rank=FAR, pages_from=source) == FULL
+    assert (decode.planners["pages"]._tiers.peer.hits, remote_tiers(decode).peer.hits) == (FULL, FULL + 128)
     servers = prefill.planners["pages"].server, prefill.executor.follower_handler.opened.server
     assert [server.pages_sent for server in servers] == [FULL // 64, FULL // 64 + 2]
     monkeypatch.setattr(tiers, "PATIENCE_S", 0.05)
-    assert ask(decode, "not there", [*PROMPT[:70], *PROMPT[:150]], rank=FAR, pages_from=source) == 64
+    assert generate(decode, "not there", [*PROMPT[:70], *PROMPT[:150]], rank=FAR, pages_from=source) == 64
 
 
-def test_a_router_hears_of_a_hosts_pages_at_its_ranks_alone(make: MakeEngine) -> None:
+def test_events_of_a_hosts_pages_name_its_ranks_alone(make: MakeEngine) -> None:
     engine = make(kv_events_config={"enable_kv_cache_events": True, "endpoint": f"inproc://{time.monotonic_ns()}"})
-    heard: list = []
-    note = engine.events.queue.append
-    engine.events.queue.append = lambda each: heard.append(each) or note(each)
-    ask(engine, "near", [*PROMPT[:64], 3], rank=0)
-    ask(engine, "far", PROMPT, rank=FAR)
-    settle(engine)
-    stored = [(each.rank, len(each.keys)) for each in heard if isinstance(each, Stored) and each.medium == "CPU"]
+    events: list = []
+    note = engine.events.queue.note
+    engine.events.queue.note = lambda each: events.append(each) or note(each)
+    generate(engine, "near", [*PROMPT[:64], 3], rank=0)
+    generate(engine, "far", PROMPT, rank=FAR)
+    wait_until_stored(engine)
+    stored = [(each.rank, len(each.keys)) for each in events if isinstance(each, Stored) and each.medium == "CPU"]
     assert stored.count((range(1), 1)) == 1 and stored.count((range(1, 2), 1)) == FULL // 64
     engine.flush()
     drain(engine)
-    until(engine, lambda: sum(isinstance(each, Removed) and each.medium == "CPU" for each in heard) == 1 + FULL // 64)
-    gone = [each.rank for each in heard if isinstance(each, Removed) and each.medium == "CPU"]
+    until(engine, lambda: sum(isinstance(each, Removed) and each.medium == "CPU" for each in events) == 1 + FULL // 64)
+    gone = [each.rank for each in events if isinstance(each, Removed) and each.medium == "CPU"]
     assert gone.count(range(1)) == 1 and gone.count(range(1, 2)) == FULL // 64
     engine.events.close()
 
@@ -242,11 +245,11 @@ def test_pages_of_two_hosts_change_no_text_and_are_not_lost(make: MakeEngine) ->
         machine, settings=settings(max_examples=15, stateful_step_count=30, deadline=None, suppress_health_check=checks)
     )
     for engine in made:
-        settle(engine)
+        wait_until_stored(engine)
         assert not engine.executor.follower_handler._ordered._loads
 
 
-def test_a_host_whose_room_others_have_taken_is_left_for_another(
+def test_a_request_moves_to_another_host_when_its_host_is_full(
     make: MakeEngine, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While its pages travel to one host, others take the slots there: another host fetches them too."""
@@ -263,7 +266,7 @@ def test_a_host_whose_room_others_have_taken_is_left_for_another(
         others = request(f"other {i}", [i + 1] * 3, max_tokens=60, ignore_eos=True)
         decode.add(msgspec.structs.replace(others, rank=0))
     take(decode.step(), gathered)
-    ask(prefill, "computed", PROMPT, rank=FAR)
+    generate(prefill, "computed", PROMPT, rank=FAR)
     deadline = time.monotonic() + 60
     while not asking.lookup.is_over and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -271,5 +274,5 @@ def test_a_host_whose_room_others_have_taken_is_left_for_another(
     assert gathered["moves"].tokens == toy.expected_tokens(PROMPT, 3)
     assert gathered["moves"].outputs[0].num_cached_tokens == FULL
     assert asking.lookup.tiers is decode.scheduler.tiers.of(FAR) and asking.lookup.is_second
-    assert far(decode).peer.hits == decode.planners["pages"]._tiers.peer.hits == FULL
+    assert remote_tiers(decode).peer.hits == decode.planners["pages"]._tiers.peer.hits == FULL
     assert decode.stats().pages_in_use == 0

@@ -62,7 +62,7 @@ def logits(params: Params, tokens: np.ndarray) -> np.ndarray:
 
 
 def test_logits_are_those_of_the_dequantized_model(directories: Path) -> None:
-    """Nothing is rounded where the words are kept; FP8 rounds weights and activations of the experts."""
+    """Nothing is rounded where INT4 is kept; FP8 rounds weights and activations of the experts."""
     tokens = np.random.default_rng(0).integers(0, CFG.vocab_size, (3, 32))
     wanted = logits(load(directories / "plain"), tokens)
     packed, fp8 = (load(directories / "int4", int4=mode) for mode in ("keep", "fp8"))
@@ -92,7 +92,7 @@ def test_tokens_are_those_of_the_dequantized_model(directories: Path) -> None:
         assert row[len(prompt) - 1 :][: len(answer)].tolist() == answer and len(answer) == 16
 
 
-def test_what_does_not_go_together() -> None:
+def test_unsupported_combinations_are_refused() -> None:
     cpu = jax.devices()[0]
     for mode in ("keep", "fp8"):
         with pytest.raises(ValueError, match=f"INT4 experts under int4 '{mode}'"):

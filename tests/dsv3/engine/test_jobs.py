@@ -1,7 +1,7 @@
-"""A kind of work of one's own, added without touching the engine: drafts, so that rows get several tokens per step.
+"""A new kind of work, added without changing the engine: drafts, so that rows get several tokens per step.
 
 The drafter knows the greedy answer to one prompt, and is wrong in every third step. Whatever it proposes, every text is
-the one without drafts: that is what several tokens per row must keep through plans, pages, limits and results.
+the one without drafts: scheduling, pages, limits and results must support several tokens per row.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.state import DecodeState
 from dsv3.engine.engine import Engine
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
-from dsv3.engine.jobs.registry import JOB_KINDS
+from dsv3.engine.jobs import JOB_KINDS
 from dsv3.scheduler.request import StepOutputs
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS
@@ -89,7 +89,7 @@ def parts() -> EngineComponents:
 
 @pytest.fixture(scope="module")
 def engine(parts: EngineComponents) -> Engine:
-    """One engine for all tests here, whose programs are compiled as they are needed."""
+    """One engine for all tests here, whose programs are compiled at their first use."""
     with one_bucket():
         return Engine(parts, kinds=(*JOB_KINDS, DRAFT))
 

@@ -1,4 +1,4 @@
-"""An engine that comes after another one begins with its experts' places and loads. The host's part alone."""
+"""A restarted engine begins with the expert map and loads of the one before. The host's part alone."""
 
 import dataclasses
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_the_next_engine_moves_its_experts_to_where_they_were(tmp_path) -> None:
 
 
 def live(file: Path, steps: int) -> np.ndarray:
-    """An engine's life; what its last step has launched is never read. Returns where it took its experts to be."""
+    """An engine's life, without the results of its last step. Returns the expert map that it had reached."""
     balancer, cfg = make_balancer(eplb_state=str(file))
     drive(balancer, cfg, steps)
     balancer._thread.shutdown()
@@ -47,8 +47,8 @@ def live(file: Path, steps: int) -> np.ndarray:
 
 @settings(max_examples=12, deadline=None)
 @given(lives=st.lists(st.integers(0, LIFE), max_size=3))
-def test_engines_that_end_at_any_step_leave_the_places_before_a_move_or_after_it(tmp_path_factory, lives) -> None:
-    """Three of four layers move in one step and the last one in the next: at first, and anew in each other engine."""
+def test_an_engine_that_ends_at_any_step_leaves_the_map_before_or_after_a_move(tmp_path_factory, lives) -> None:
+    """Three of four layers move in one step and the last one in the next, again in every second engine."""
     folder = tmp_path_factory.mktemp("lives")
     file, maps = folder / "experts", [FIRST.phy2log.tolist(), live(folder / "undisturbed", LIFE).tolist()]
     assert maps[0] != maps[1]
@@ -61,10 +61,10 @@ def test_engines_that_end_at_any_step_leave_the_places_before_a_move_or_after_it
 
 @pytest.mark.parametrize("name", ["write_bytes", "replace"])
 def test_a_process_that_dies_as_it_writes_leaves_what_was_there(file, monkeypatch, name) -> None:
-    """Death comes in the middle of the content, or before that takes the old one's place. Nothing else is left."""
+    """It dies in the middle of the content, or before the rename. Nothing else is left."""
 
     class Death(BaseException):
-        """Nothing catches it."""
+        """An exception that no handler catches."""
 
     def dies(path: Path, content: bytes | Path) -> None:
         if isinstance(content, bytes):
@@ -82,7 +82,7 @@ def test_a_process_that_dies_as_it_writes_leaves_what_was_there(file, monkeypatc
     assert not list(file.parent.glob(".*"))
 
 
-def test_an_engine_that_never_moves_experts_keeps_nothing(tmp_path) -> None:
+def test_an_engine_that_never_moves_experts_saves_nothing(tmp_path) -> None:
     balancer, cfg = make_balancer(eplb_state=str(tmp_path / "experts"), eplb_interval=0)
     drive(balancer, cfg, 300)
     balancer._thread.shutdown()
@@ -124,12 +124,12 @@ def test_without_a_load_the_first_map_stays(tmp_path) -> None:
     ],
     ids=["changed", "empty", "another model's", "experts missing", "a directory"],
 )
-def test_a_file_that_is_of_no_use_is_told_of(file, caplog, spoil, words) -> None:
+def test_an_unusable_file_is_logged(file, caplog, spoil, words) -> None:
     spoil(file)
     assert read_state(file, EXPERTS, FIRST) is None
     assert words in caplog.text
 
 
-def test_a_file_that_cannot_be_written_is_told_of(tmp_path, caplog) -> None:
+def test_an_unwritable_file_is_logged(tmp_path, caplog) -> None:
     write_state(tmp_path / "nowhere" / "experts", SUITED, [LOAD])
-    assert "are not kept in" in caplog.text
+    assert "is not saved in" in caplog.text

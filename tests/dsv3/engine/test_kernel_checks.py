@@ -1,4 +1,4 @@
-"""`--check_kernels`: what a check says, and how it ends, decides what an engine serves with, in all processes alike."""
+"""`--check_kernels`: the output and exit of a check decide an engine's back ends, in all processes alike."""
 
 import json
 import logging
@@ -14,9 +14,9 @@ import pytest
 from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine import kernel_checks, stored
 from dsv3.engine.build import build_engine, bundled_model, load_components
-from dsv3.engine.cluster.start import kept_programs
+from dsv3.engine.cluster.start import open_program_store
 from dsv3.engine.errors import KernelCheckError
-from dsv3.engine.kernel_checks import Replaced, agree, check_kernels
+from dsv3.engine.kernel_checks import KernelFallback, check_kernels, merge_fallbacks
 from dsv3.model import forms
 from dsv3.server.engine.factory import start_engine
 from dsv3.server.engine.messages import Start
@@ -57,18 +57,18 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("how", "fault"),
     [
         ("fails", "ragged: is off by 3.1, allowed 0.01 (and 1 more)"),
-        ("crashes", "the check ends after 1 cases: ended by SIGKILL; it says nothing"),
+        ("crashes", "the check ends after 1 cases: ended by SIGKILL; it printed nothing"),
         ("raises", "the check ends after 1 cases: exit status 1; RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS"),
         ("breaks off", """: printed no row: '{"case": "ragg'"""),
         ("empty", "the check has no case"),
     ],
 )
-def test_a_check_that_does_not_pass_costs_its_operation_alone(how, says, play) -> None:
+def test_a_failing_check_replaces_its_operation_alone(how, fault, play) -> None:
     play(ends={"mla_decode native": how})
-    assert check_kernels() == {"mla_decode": Replaced("reference", says)}
+    assert check_kernels() == {"mla_decode": KernelFallback("reference", fault)}
 
 
 def test_where_all_pass_nothing_is_replaced_and_a_process_checks_once(play, caplog) -> None:
@@ -85,20 +85,20 @@ def test_where_all_pass_nothing_is_replaced_and_a_process_checks_once(play, capl
     ("triton", "instead"),
     [("passes", "triton"), ("fails", "reference"), ("untried", "reference"), ("raises", "reference")],
 )
-def test_on_hopper_a_triton_form_that_passes_takes_the_place(triton, instead, play) -> None:
+def test_on_hopper_a_triton_form_that_passes_is_the_fallback(triton, instead, play) -> None:
     play("mosaic", ends={"mla_decode mosaic": "fails", "fp8_gemm mosaic": "raises", "mla_decode triton": triton})
     found = check_kernels()
     assert {name: each.backend for name, each in found.items()} == {"mla_decode": instead, "fp8_gemm": "reference"}
 
 
-def test_a_part_that_fails_costs_the_operations_that_have_it(play) -> None:
-    """Some of these may be right at the shapes of their own checks."""
+def test_a_failing_part_replaces_the_operations_that_have_it(play) -> None:
+    """Some of these may pass at the shapes of their own checks."""
     has = {"mosaic": ["mla_decode", "mla_prefill", "combine_splits"], "triton": ["mla_decode"]}
     play("mosaic", has=has, ends={"combine_splits mosaic": "fails"})
-    says = "combine_splits: ragged: is off by 3.1, allowed 0.01 (and 1 more)"
+    fault = "combine_splits: ragged: is off by 3.1, allowed 0.01 (and 1 more)"
     assert check_kernels() == {
-        "mla_decode": Replaced("triton", says),
-        "mla_prefill_context": Replaced("reference", says),
+        "mla_decode": KernelFallback("triton", fault),
+        "mla_prefill_context": KernelFallback("reference", fault),
     }
     assert set().union(*PARTS.values()) < OPERATIONS
 
@@ -111,33 +111,33 @@ def test_other_gpus_do_not_try_the_same_kernel_twice(play) -> None:
 def test_a_device_without_kernels_has_none_to_check(play, caplog) -> None:
     play("reference", list="raises")
     assert check_kernels() == {}
-    assert "this device has none" in caplog.text
+    assert "this device has no kernels" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("plan", "says"),
+    ("plan", "fault"),
     [
         ({"list": "crashes"}, "the checks cannot run: .* ended by SIGKILL"),
         ({"list": "untried"}, "the checks cannot run: .* exit status 2; no device of this kind"),
-        ({"has": {}}, "the checks cannot run: .* it says nothing"),
+        ({"has": {}}, "the checks cannot run: .* it printed nothing"),
         ({"ends": {"rms_norm native": "untried"}}, r"the check of rms_norm cannot run \(no device of this kind\)"),
         (
             {"has": {"native": ["new_op"]}, "ends": {"new_op native": "fails"}},
-            "new_op fails .* nothing can take its place",
+            "new_op fails .* has no fallback",
         ),
     ],
 )
-def test_checks_that_cannot_run_end_the_start(plan, says, play) -> None:
-    """Somebody has asked for them. A model that cannot be served is refused before they take their time."""
+def test_checks_that_cannot_run_end_the_start(plan, fault, play) -> None:
+    """The user has asked for them. A model that cannot be served is refused before they run."""
     play(**plan)
-    with pytest.raises(KernelCheckError, match=says):
+    with pytest.raises(KernelCheckError, match=fault):
         build_engine(bundled_model(), EngineOptions(check_kernels=True), progress=False)
     with pytest.raises(ValueError, match="max_model_len: 1000000000 is greater"):
         build_engine(bundled_model(), EngineOptions(check_kernels=True, max_model_len=10**9), progress=False)
     assert fallbacks() == {}
 
 
-def test_a_program_that_is_not_there_ends_the_start(play, monkeypatch) -> None:
+def test_a_missing_program_ends_the_start(play, monkeypatch) -> None:
     monkeypatch.setattr(kernel_checks, "_DEVICE", ("/nowhere/python",))
     with pytest.raises(KernelCheckError, match="/nowhere/python: No such file"):
         check_kernels()
@@ -148,12 +148,12 @@ def test_a_process_that_holds_the_gpu_checks_nothing(play, monkeypatch) -> None:
     play()
     jax.devices()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    with pytest.raises(KernelCheckError, match="has taken this device's memory already"):
+    with pytest.raises(KernelCheckError, match="has allocated this device's memory already"):
         check_kernels()
 
 
 def test_checks_get_a_small_pool_whatever_the_server_has(play, monkeypatch) -> None:
-    """jaxlib refuses two names of one share."""
+    """jaxlib refuses two variables for one fraction."""
     seen: list[dict[str, str]] = []
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     real = kernel_checks.run_limited
@@ -168,18 +168,20 @@ def test_checks_get_a_small_pool_whatever_the_server_has(play, monkeypatch) -> N
 
 
 def test_processes_replace_what_fails_in_any_of_them() -> None:
-    one, other = Replaced("triton", "differs"), Replaced("reference", "hangs")
-    assert agree({0: {}, 1: {}}) == {}
-    assert agree({0: {"a": one}, 1: {"a": one}}) == {"a": Replaced("triton", "process 0: differs; process 1: differs")}
+    one, other = KernelFallback("triton", "differs"), KernelFallback("reference", "hangs")
+    assert merge_fallbacks({0: {}, 1: {}}) == {}
+    assert merge_fallbacks({0: {"a": one}, 1: {"a": one}}) == {
+        "a": KernelFallback("triton", "process 0: differs; process 1: differs")
+    }
     # The Triton form was not checked in process 0, or failed there.
-    assert agree({0: {}, 1: {"a": one}}) == {"a": Replaced("reference", "process 1: differs")}
-    assert agree({0: {"a": other}, 1: {"a": one}})["a"].backend == "reference"
-    assert list(agree({0: {"b": other}, 1: {"a": one}})) == ["a", "b"]
+    assert merge_fallbacks({0: {}, 1: {"a": one}}) == {"a": KernelFallback("reference", "process 1: differs")}
+    assert merge_fallbacks({0: {"a": other}, 1: {"a": one}})["a"].backend == "reference"
+    assert list(merge_fallbacks({0: {"b": other}, 1: {"a": one}})) == ["a", "b"]
 
 
 @pytest.mark.optimised
 def test_an_engine_serves_the_same_texts_without_the_kernels_that_fail(play, monkeypatch, caplog) -> None:
-    """Kernels that hang, crash and differ are never called again; the log, the front and the model's line say so."""
+    """Kernels that hang, crash and differ are never called again; log, API server and model description name them."""
 
     def broken(*_, **__):
         raise AssertionError("a kernel that has failed its check")
@@ -208,7 +210,7 @@ def test_an_engine_serves_the_same_texts_without_the_kernels_that_fail(play, mon
 
 
 def test_programs_with_a_replaced_kernel_are_never_taken_for_those_without(tmp_path) -> None:
-    """Nor are two processes with different tables one instance; Triton's kernels are not kept."""
+    """Nor are two processes with different tables one instance; Triton's kernels are not stored."""
     options = EngineOptions(compilation_cache_dir=str(tmp_path), max_model_len=64)
     parts = load_components(bundled_model(), options, progress=False, shapes=True)
     secret = write_key(tmp_path)
@@ -217,9 +219,9 @@ def test_programs_with_a_replaced_kernel_are_never_taken_for_those_without(tmp_p
     for table in ({}, {"mla_decode": Backend.REFERENCE}, {"rms_norm": Backend.REFERENCE}):
         set_fallbacks(table)
         fields.append(stored.device_fields(parts)["kernels"])
-        names.append({store._names for store in (stored.own_store(bundled_model(), options, parts),
-                                                 kept_programs(cluster, bundled_model(), options, parts))})  # fmt: skip
+        local = stored.local_program_store(bundled_model(), options, parts)
+        names.append({local._names, open_program_store(cluster, bundled_model(), options, parts)._names})
     assert len(set(fields)) == 3 and fields[1].endswith(", mla_decode by reference")
     assert len(set.union(*names)) == 6
     set_fallbacks({"mla_decode": Backend.TRITON})
-    assert "not kept" in str(stored.own_store(bundled_model(), options, parts))
+    assert "not stored" in str(stored.local_program_store(bundled_model(), options, parts))

@@ -1,4 +1,4 @@
-"""A router that hears KV events knows what the engine's prefix indexes and host memory hold, whatever happens."""
+"""A router that receives KV events knows the contents of the engine's prefix indexes and host pool."""
 
 import shutil
 import tempfile
@@ -26,7 +26,7 @@ PROMPT = [i % 60 + 1 for i in range(200)]
 
 
 class Router:
-    """What somebody outside makes of one rank's events: page hashes by medium, and each page's tokens."""
+    """A subscriber's view of one rank's events: page hashes by medium, and each page's tokens."""
 
     def __init__(self, config: dict, rank: int, context: zmq.Context) -> None:
         suffix = f"_dp{rank}" if rank else ""
@@ -40,7 +40,7 @@ class Router:
         self.replay.connect(config["replay_endpoint"] + suffix)
 
     def catch_up(self) -> None:
-        """Asks for all that it has not heard, and takes it in."""
+        """Requests all missed events, and applies them."""
         self.replay.send_multipart([b"", self.next.to_bytes(8, "big")])
         while True:
             assert self.replay.poll(30_000)
@@ -131,10 +131,10 @@ _ACTIONS = st.one_of(
 
 @given(actions=st.lists(_ACTIONS, min_size=4, max_size=20))
 @settings(max_examples=20, deadline=None, suppress_health_check=[*HealthCheck])
-def test_a_router_knows_what_the_engine_holds(
+def test_a_router_knows_what_the_engine_has_cached(
     make_engine: MakeEngine, config: dict, context: zmq.Context, monkeypatch: pytest.MonkeyPatch, actions: list[tuple]
 ):
-    """Pages are evicted from seven per rank and eight cells; a new engine finds the cells of the one before."""
+    """Pages are evicted from seven per rank and eight blocks; a new engine finds the blocks of the one before."""
     monkeypatch.setattr(tiers, "is_loading_faster", lambda *_: True)
     engine = make_engine(kv_offloading_size=4e-5, identity="f", kv_events_config=config)
     routers = [Router(config, rank, context) for rank in range(2)]
@@ -169,7 +169,7 @@ def test_a_router_knows_what_the_engine_holds(
     engine.planners["pages"].memory.close()
 
 
-def test_a_subscriber_hears_what_happens(make_engine: MakeEngine, config: dict, context: zmq.Context):
+def test_a_subscriber_receives_events(make_engine: MakeEngine, config: dict, context: zmq.Context):
     engine = make_engine(kv_events_config=config)
     router = Router(config, 0, context)
     for turn in range(100):  # a subscription takes a moment, and what is sent before is not heard
@@ -200,7 +200,7 @@ def test_a_tenants_pages_are_marked(make_engine: MakeEngine, config: dict, conte
     engine.events.close()
 
 
-def test_what_is_distrusted_is_removed(make_engine: MakeEngine, config: dict, context: zmq.Context):
+def test_invalidated_pages_are_removed(make_engine: MakeEngine, config: dict, context: zmq.Context):
     engine = make_engine(kv_events_config=config)
     routers = [Router(config, rank, context) for rank in range(2)]
     assert run(engine, request("bad", [*PROMPT, toy.POISON], max_tokens=3))["bad"].finish_reason == "error"
@@ -214,14 +214,14 @@ def test_what_is_distrusted_is_removed(make_engine: MakeEngine, config: dict, co
     engine.events.close()
 
 
-def test_events_to_nobody_and_off_cost_nothing(make_engine: MakeEngine, config: dict):
+def test_events_without_subscribers_or_off_cost_nothing(make_engine: MakeEngine, config: dict):
     for given_ in (None, {}, {**config, "publisher": "null"}, {**config, "enable_kv_cache_events": False}):
         engine = make_engine(kv_events_config=given_)
         assert engine.events is None and engine.scheduler.events is None
         assert "kv_events" not in engine.stats().jobs
 
 
-def test_an_endpoint_that_is_taken_is_told_at_the_start(make_engine: MakeEngine, config: dict):
+def test_an_endpoint_in_use_ends_the_start(make_engine: MakeEngine, config: dict):
     taken = {**config, "endpoint": f"ipc://{Path(config['endpoint'][6:]).parent}/missing/events"}
     with pytest.raises(ValueError, match=r"kv_events_config: endpoint: .* cannot be opened"):
         make_engine(kv_events_config=taken)

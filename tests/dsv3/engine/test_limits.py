@@ -22,7 +22,7 @@ def with_five_pages(options: EngineOptions = SMALL, **changes) -> EngineConfig:
     return engine_config(MODEL, options, Hardware(is_cpu=False, **changes), FLOAT32, pages=5)
 
 
-def test_the_device_decides_what_nobody_set() -> None:
+def test_the_device_decides_what_is_not_set() -> None:
     cpu = engine_config(MODEL, EngineOptions(), Hardware(), FLOAT32)
     gpu = engine_config(MODEL, EngineOptions(), Hardware(is_cpu=False), FLOAT32)
     assert (cpu.max_num_seqs, cpu.max_num_batched_tokens) == (64, 1024)
@@ -52,13 +52,13 @@ def test_requests_are_as_long_as_the_pages_are_many() -> None:
     assert [cfg.ranks_of(process) for process in range(3)] == [range(0, 2), range(2, 4), range(4, 6)]
 
 
-def test_a_length_that_was_asked_for_is_not_shortened() -> None:
+def test_a_requested_length_is_not_shortened() -> None:
     with pytest.raises(ValueError, match="lower max_model_len"):
         with_five_pages(dataclasses.replace(SMALL, max_model_len=640))
 
 
 def test_a_length_beyond_the_models_is_refused() -> None:
-    """Beyond its positions a model says nonsense, and no error tells of it."""
+    """Beyond its positions a model generates nonsense without an error."""
     assert engine_config(MODEL, EngineOptions(max_model_len=1000), Hardware(), FLOAT32).max_model_len == 1000
     with pytest.raises(ValueError, match="max_model_len: 1001 is greater than the 1000 tokens that the model"):
         engine_config(MODEL, EngineOptions(max_model_len=1001), Hardware(), FLOAT32)
@@ -72,7 +72,7 @@ def test_yarn_stretches_what_a_model_was_made_for() -> None:
     assert pages_of_one(dataclasses.replace(MODEL, yarn=yarn), EngineOptions(max_model_len=4000)) == 63
 
 
-def test_another_process_with_less_room_shortens_the_rest() -> None:
+def test_another_process_with_less_memory_shortens_the_rest() -> None:
     cfg = with_five_pages()
     assert with_pages(cfg, 9, SMALL) == cfg
     less = with_pages(cfg, 3, SMALL)
@@ -82,7 +82,7 @@ def test_another_process_with_less_room_shortens_the_rest() -> None:
         with_pages(cfg, 3, asked)
 
 
-def test_drafts_have_room_behind_the_longest_request() -> None:
+def test_drafts_have_pages_behind_the_longest_request() -> None:
     """One request of whole pages takes one page more; where pages are fewer, requests get shorter by the drafts."""
     drafts = {"method": "mtp", "num_speculative_tokens": 3}
     asked = EngineOptions(max_num_seqs=1, max_model_len=128, speculative_config=drafts)

@@ -1,6 +1,6 @@
-"""Answers that are held to grammars: exactly what greedy decoding gives among the tokens that a grammar allows.
+"""Constrained requests: exactly the greedy choice among the tokens that a grammar allows.
 
-The oracle is plain Python over the toy's scores, with a matcher of its own. It knows no steps and no drafts.
+The oracle is plain Python over the toy's scores, with a matcher of its own. It has no steps and no drafts.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.programs import Key, Programs
-from dsv3.engine.device.sampling import masked
+from dsv3.engine.device.sampling import apply_bitmask
 from dsv3.engine.engine import Engine
 from dsv3.engine.job import StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
@@ -94,11 +94,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def maker(tokenizer: Path, functions, params, model, free, others, **limits) -> Callable[..., Engine]:
-    """Makes engines that hold answers to grammars and share programs.
+    """Makes engines with structured outputs that share programs.
 
-    `free` are the samplers of free requests, `others` those of held ones.
+    `free` are the samplers of free requests, `others` those of constrained ones.
     """
-    programs, samplers = [], {"sample": free, "held sample": others, "prompt_logprobs": ()}
+    programs, samplers = [], {"sample": free, "constrained sample": others, "prompt_logprobs": ()}
 
     def keys(self: Programs) -> list[Key]:
         return [key for key in self._specs if key.variant in samplers.get(key.kind, (key.variant,))]
@@ -131,7 +131,7 @@ def make_plain(tokenizer: Path) -> Callable[..., Engine]:
 
 @pytest.fixture(scope="module")
 def make_drafting(tokenizer: Path) -> Callable[..., Engine]:
-    """Two drafts alone and one where there are several; a fourth of them is wrong."""
+    """Two drafts alone and one where there are several requests; a fourth of the drafts is wrong."""
     given = {"method": "mtp", "num_speculative_tokens_per_batch_size": [[1, 1, 2], [2, 4, 1]]}
     model = toy.toy_config(num_nextn_predict_layers=1)
     limits = {"speculative_config": given, "tokens_per_row": 3}
@@ -144,7 +144,7 @@ def make(request: pytest.FixtureRequest) -> Callable[..., Engine]:
 
 
 def test_an_answer_that_another_server_began_keeps_to_its_grammar(make) -> None:
-    """Wherever it is cut, between two tokens of the schema's parts too."""
+    """Wherever it is cut, between two tokens of one part of the schema, too."""
     engine = make()
     for which in (0, 2, 4):
         tokens, reason = expected([which + 1, 5], 60, which)
@@ -160,8 +160,8 @@ def held(name: str, prompt: list[int], which: int, **sampling) -> EngineRequest:
     return request(name, prompt, structured_outputs=CONSTRAINTS[which], **sampling)
 
 
-def test_held_and_free_requests_share_steps(make) -> None:
-    """Each text is what it would be alone; n sequences, and one end that comes with the first token."""
+def test_constrained_and_free_requests_share_steps(make) -> None:
+    """Each text is what it would be alone; n sequences, and one that ends with its first token."""
     engine = make()
     free = request("free", [9, 9], max_tokens=40, ignore_eos=True)
     got = run(engine, free, *(held(str(i), [i + 1, 5], i, max_tokens=60) for i in range(len(CONSTRAINTS))))
@@ -176,7 +176,7 @@ def test_held_and_free_requests_share_steps(make) -> None:
 
 
 def test_a_forward_program_is_launched_before_its_masks_are_made(make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its sampler is the rest of its job, in a command of its own, and takes what the program has left."""
+    """Its sampler is the deferred part of its job, in a command of its own, and uses what the program has left."""
     engine, seen = make(), []
     launch = engine.executor.launch
 
@@ -203,7 +203,7 @@ def test_drafts_are_walked_through_the_grammar(make_drafting) -> None:
     assert stats.steps < 45
 
 
-def test_masks_that_no_message_holds_end_their_requests_and_no_others(monkeypatch) -> None:
+def test_bitmasks_too_large_for_a_message_end_their_requests_alone(monkeypatch) -> None:
     cfg = EngineConfig(**(LIMITS | {"num_processes": 2}))
     scheduler = Scheduler(cfg, toy.VOCAB)
     structured_output = Masks(scheduler, vocabulary())
@@ -227,7 +227,7 @@ def test_masks_that_no_message_holds_end_their_requests_and_no_others(monkeypatc
 
 
 def test_masks_behind_drafts_are_those_behind_the_same_tokens() -> None:
-    """Up to a draft that is refused; and drafts of a slot's earlier owner are none."""
+    """Up to a rejected draft; drafts of a slot's earlier owner do not count."""
     cfg = EngineConfig(**(LIMITS | {"tokens_per_row": 4}))
     scheduler = Scheduler(cfg, toy.VOCAB)
     structured_output = Masks(scheduler, vocabulary())
@@ -257,7 +257,7 @@ def test_masks_behind_drafts_are_those_behind_the_same_tokens() -> None:
 
 
 def test_sampling_keeps_to_the_grammar_and_to_its_seed(make) -> None:
-    """Temperature and filters do not matter; logprobs are the model's own, also of tokens it would not have drawn."""
+    """Temperature and filters do not matter; logprobs are the model's own, also of tokens that were excluded."""
     settings = {"temperature": 2.0, "top_p": 0.5, "min_p": 0.1, "n": 3, "seed": 5, "max_tokens": 60, "logprobs": 2}
     texts = []
     for name in ("a", "b"):
@@ -272,7 +272,7 @@ def test_sampling_keeps_to_the_grammar_and_to_its_seed(make) -> None:
 
 
 def test_bias_chooses_among_what_the_grammar_allows(make_plain) -> None:
-    """The letter that is wanted most is none of it; free requests beside it may have it."""
+    """The letter with the greatest bias is excluded; free requests beside it may have it."""
     bias = {letters.LETTERS.index("x") + 1: 90.0, letters.LETTERS.index("n") + 1: 50.0}
     free = request("free", [8], max_tokens=4, logit_bias=bias)
     got = run(make_plain(), free, held("a", [7], 3, logit_bias=bias))
@@ -282,7 +282,7 @@ def test_bias_chooses_among_what_the_grammar_allows(make_plain) -> None:
 
 @pytest.mark.parametrize("sampling", [{"min_tokens": 20}, {"ignore_eos": True}, {"min_tokens": 20, "logprobs": 1}])
 def test_an_end_comes_no_earlier_than_it_must(make_plain, sampling) -> None:
-    """Where the grammar leaves nothing but the end, the answer ends all the same."""
+    """Ranks the grammar allows only the end, the answer ends all the same."""
     engine = make_plain()
     got = run(engine, *(held(str(i), [i + 2], i, max_tokens=70, **sampling) for i in (1, 3)))
     assert letters.text(got["3"].tokens) in CONSTRAINTS[3].choice
@@ -318,7 +318,7 @@ def test_a_grammar_is_compiled_once_and_few_are_kept(make_plain, monkeypatch) ->
 
 
 def test_a_grammar_that_does_not_compile_fails_its_request_alone(make_plain) -> None:
-    """A server's front has found out before; whoever talks to the engine itself can ask."""
+    """A server's API process has checked it before; users of the engine itself can ask."""
     engine = make_plain()
     bad = request("bad", [1], structured_outputs=StructuredOutputsParams(regex="("))
     got = run(engine, bad, held("good", [1], 3))
@@ -346,13 +346,13 @@ def test_requests_end_while_their_grammar_is_compiled(make_plain) -> None:
     assert not engine.has_work
 
 
-def test_without_a_tokenizer_nothing_is_held() -> None:
+def test_without_a_tokenizer_no_request_is_constrained() -> None:
     with pytest.raises(InvalidRequest, match=r"tokenizer\.json"):
         Engine(parts()).add(held("a", [1], 0))
 
 
 def test_logits_that_are_not_finite_fail_the_request(make_plain) -> None:
-    """A mask must not hide them."""
+    """A bitmask must not hide them."""
     got = run(make_plain(), held("a", [1, toy.POISON], 1))["a"]
     assert (got.tokens, got.finish_reason) == ([], "error")
 
@@ -368,20 +368,20 @@ def test_a_part_of_a_command_masks_the_rows_of_its_ranks() -> None:
 
 
 def test_bits_are_tokens() -> None:
-    """Also where the vocabulary is no multiple of 32; what is not finite stays."""
+    """Also where the vocabulary is no multiple of 32; non-finite logits stay."""
     W = 67
     allowed = np.random.default_rng(0).random((2, 3, W)) < 0.3
     packed = np.packbits(np.pad(allowed, ((0, 0), (0, 0), (0, 96 - W))), axis=-1, bitorder="little").view("<u4")
     logits = np.random.default_rng(1).normal(size=(2, 3, W)).astype(np.float32)
     logits[0, 0, 5], logits[1, 2, 7] = np.nan, np.inf
-    got = np.asarray(masked(jnp.array(logits), jnp.array(packed)))
+    got = np.asarray(apply_bitmask(jnp.array(logits), jnp.array(packed)))
     finite = np.isfinite(logits)
     np.testing.assert_array_equal(got[finite], np.where(allowed, logits, -np.inf)[finite])
     assert np.isnan(got[0, 0, 5]) and got[1, 2, 7] == np.inf
 
 
 class MaskMachine(RuleBasedStateMachine):
-    """Held and free requests come and go while pages run out; every text is the oracle's."""
+    """Constrained and free requests come and go while pages run out; every text is the oracle's."""
 
     make = None
 
@@ -441,7 +441,7 @@ class MaskMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("kind", ["plain", "drafting"])
-def test_whatever_comes_and_goes_each_text_is_its_own(kind, request) -> None:
+def test_under_random_traffic_each_text_is_its_own(kind, request) -> None:
     machine = type("Machine", (MaskMachine,), {"make": staticmethod(request.getfixturevalue(f"make_{kind}"))})
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much]
     run_state_machine_as_test(
@@ -450,7 +450,7 @@ def test_whatever_comes_and_goes_each_text_is_its_own(kind, request) -> None:
 
 
 def test_pre_empted_answers_go_on(make) -> None:
-    """More than the pages hold: the youngest gives way, and is computed again with its answer so far."""
+    """More than the pages hold: the youngest is pre-empted, and recomputed with its answer so far."""
     engine = make()
     names = [str(i) for i in range(8)]
     for i, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""One engine computes a prompt, another reads its pages by NIXL: the same text, also where that ends in the middle."""
+"""One engine computes a prompt, another reads its pages by NIXL: the same text, even if the first dies meanwhile."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_pages_are_read_and_a_death_in_the_middle_costs_no_answer(
     theirs, mine = agents
 
     def answered(name: str, prompt: list[int]) -> int:
-        """Has a prompt computed and answered, checks the text; returns how many tokens came with pages."""
+        """Computes and answers a prompt, checks the text; returns how many tokens came with pages."""
         run(prefill, request(f"{name} first", prompt, max_tokens=1, ignore_eos=True))
         item = msgspec.structs.replace(request(name, prompt, max_tokens=8), pages_from=prefill.cfg.transfer_address)
         gathered = run(decode, item)[name]

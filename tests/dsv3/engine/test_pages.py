@@ -1,4 +1,4 @@
-"""Pages that leave the devices and come back: the same text, counted, and never one that is not proved to be right."""
+"""Pages that are offloaded and loaded again: the same text, counted, and never an unverified page."""
 
 import time
 from collections.abc import Callable
@@ -27,7 +27,7 @@ MakeEngine = Callable[..., Engine]
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has engines wait for tiers on a busy machine, and load what the toy computes in no time."""
+    """Makes engines wait for tiers on a busy machine, and load what the toy computes in no time."""
     for name in ("LOOK_UP_S", "LOAD_S"):
         monkeypatch.setattr(tiers, name, 60.0)
     monkeypatch.setattr(tiers, "is_loading_faster", lambda *_: True)
@@ -35,7 +35,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make(make_engine: MakeEngine) -> MakeEngine:
-    """Makes engines that keep pages in the host's memory."""
+    """Makes engines that offload pages to the host's memory."""
 
     def make(**changes: object) -> Engine:
         return make_engine(**({"kv_offloading_size": 1e-3, "identity": "f"} | changes))
@@ -54,25 +54,25 @@ def text_of(gathered: Gathered, item: EngineRequest) -> None:
     assert gathered.tokens == expected
 
 
-def ask(engine: Engine, name: str, prompt: list[int] = PROMPT, **changes: object) -> int:
-    """Has a request answered, checks its text, and returns how many of its prompt's tokens were found somewhere."""
+def generate(engine: Engine, name: str, prompt: list[int] = PROMPT, **changes: object) -> int:
+    """Generates an answer, checks its text, and returns how many of its prompt's tokens were cached."""
     item = request(name, prompt, max_tokens=3, **changes)
     gathered = run(engine, item)[name]
     text_of(gathered, item)
     return gathered.outputs[0].num_cached_tokens
 
 
-def settle(engine: Engine) -> None:
-    """Waits until all that has left the devices is written."""
+def wait_until_stored(engine: Engine) -> None:
+    """Waits until all offloaded pages are stored."""
     deadline = time.monotonic() + 30
     while any(engine.scheduler.tiers._backlog.values()):
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
-def forget(engine: Engine, host: bool = False) -> None:
+def clear_caches(engine: Engine, host: bool = False) -> None:
     """Drops all pages from the devices, and from the host's memory where asked."""
-    settle(engine)
+    wait_until_stored(engine)
     for cache in engine.scheduler.caches:
         cache.clear()
     if host:
@@ -86,21 +86,21 @@ def counts(engine: Engine, tier: str = "host"):
 
 
 def end(engine: Engine) -> None:
-    """Lets go of the host's memory, as the end of a process does."""
-    settle(engine)
+    """Frees the host's memory, as the end of a process does."""
+    wait_until_stored(engine)
     memory = engine.planners["pages"].memory
     memory.close()
 
 
-def test_a_prompt_that_has_left_the_device_comes_back_from_the_host(make: MakeEngine):
+def test_an_evicted_prompt_is_loaded_from_the_host(make: MakeEngine):
     engine = make()
-    assert ask(engine, "first") == 0
-    forget(engine)
+    assert generate(engine, "first") == 0
+    clear_caches(engine)
     computed = engine.stats().prompt_tokens
-    assert ask(engine, "again") == FULL
+    assert generate(engine, "again") == FULL
     assert engine.stats().prompt_tokens - computed == len(PROMPT) - FULL
     assert (counts(engine).hits, counts(engine).queries) == (FULL, 2 * FULL)
-    assert ask(engine, "on the device") == FULL
+    assert generate(engine, "on the device") == FULL
     assert counts(engine).hits == FULL
     assert engine.stats().recompilations == 0
 
@@ -110,48 +110,48 @@ def test_answers_are_kept_too(make: MakeEngine):
     prompt = PROMPT[:60]
     item = request("long", prompt, max_tokens=80, ignore_eos=True)
     answer = run(engine, item)["long"].tokens
-    forget(engine)
-    assert ask(engine, "next turn", prompt + answer) == 128
+    clear_caches(engine)
+    assert generate(engine, "next turn", prompt + answer) == 128
 
 
 def test_a_restarted_engine_finds_the_hosts_memory_again(make: MakeEngine):
     engine = make()
-    ask(engine, "first")
+    generate(engine, "first")
     end(engine)
-    assert ask(make(), "second") == FULL
-    assert ask(make(identity="other"), "another model") == 0
+    assert generate(make(), "second") == FULL
+    assert generate(make(identity="other"), "another model") == 0
 
 
 def test_the_store_serves_other_engines_and_later_ones(make: MakeEngine, store: Path):
     first, second = make(kv_store=str(store)), make(kv_store=str(store))
-    ask(first, "first")
-    settle(first)
-    assert ask(second, "second") == FULL
+    generate(first, "first")
+    wait_until_stored(first)
+    assert generate(second, "second") == FULL
     assert (counts(second, "store").hits, counts(second, "host").hits) == (FULL, 0)
-    forget(second)
-    assert ask(second, "from the host now") == FULL
+    clear_caches(second)
+    assert generate(second, "from the host now") == FULL
     assert (counts(second, "store").hits, counts(second, "host").hits) == (FULL, FULL)
     for changes in ({"salt": "mine"}, {"prompt": PROMPT[1:]}):
-        assert ask(second, "miss", **changes) == 0
-        forget(second, host=True)
-    assert ask(make(kv_store=str(store), identity="other"), "another model") == 0
+        assert generate(second, "miss", **changes) == 0
+        clear_caches(second, host=True)
+    assert generate(make(kv_store=str(store), identity="other"), "another model") == 0
 
 
 def test_a_prefix_that_the_host_has_in_part_comes_from_both(make: MakeEngine, store: Path):
     engine = make(kv_store=str(store))
-    ask(engine, "first")
-    forget(engine, host=True)
-    ask(engine, "a page", PROMPT[:70])
-    forget(engine)
-    assert ask(engine, "all") == FULL
+    generate(engine, "first")
+    clear_caches(engine, host=True)
+    generate(engine, "a page", PROMPT[:70])
+    clear_caches(engine)
+    assert generate(engine, "all") == FULL
     assert counts(engine, "store").hits == 64 + 128 and counts(engine).hits == 64
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "swap"])
 def test_a_damaged_store_costs_time_and_no_text(make: MakeEngine, store: Path, damage: str):
     engine = make(kv_store=str(store))
-    ask(engine, "first")
-    forget(engine, host=True)
+    generate(engine, "first")
+    clear_caches(engine, host=True)
     files = sorted(store.rglob("*.kv"), key=lambda path: path.name)
     assert len(files) == FULL // 64
     first = next(path for path in files if path.stem == _key(engine, 0))
@@ -166,10 +166,10 @@ def test_a_damaged_store_costs_time_and_no_text(make: MakeEngine, store: Path, d
         second.unlink()
     else:
         second.write_bytes(first.read_bytes())
-    assert ask(engine, "again") == 64
+    assert generate(engine, "again") == 64
     assert counts(engine, "store").damaged == (damage != "delete")
-    forget(engine, host=True)
-    assert ask(engine, "mended") == FULL
+    clear_caches(engine, host=True)
+    assert generate(engine, "mended") == FULL
 
 
 def _key(engine: Engine, page: int) -> str:
@@ -180,35 +180,35 @@ def _key(engine: Engine, page: int) -> str:
 
 def test_a_damaged_page_of_the_host_is_computed_again(make: MakeEngine):
     engine = make()
-    ask(engine, "first")
-    forget(engine)
+    generate(engine, "first")
+    clear_caches(engine)
     host_pool = engine.scheduler.tiers._host_pool
     block = host_pool._block_of[bytes.fromhex(_key(engine, 1))]
     host_pool._blocks[block, 5] ^= 1
-    assert ask(engine, "again") == 64
+    assert generate(engine, "again") == 64
     assert counts(engine).damaged == 1
-    forget(engine)
-    assert ask(engine, "mended") == FULL
+    clear_caches(engine)
+    assert generate(engine, "mended") == FULL
 
 
-def test_a_full_disk_stops_nobody(make: MakeEngine, store: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_stops_no_request(make: MakeEngine, store: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(store_module, "_write_fully", full)
     engine = make(kv_store=str(store))
-    assert ask(engine, "first") == 0
-    settle(engine)
+    assert generate(engine, "first") == 0
+    wait_until_stored(engine)
     assert counts(engine, "store").dropped == 3 and counts(engine, "store").failures
     assert not list(store.rglob("*.kv")) and not list(store.rglob("*.tmp"))
-    forget(engine)
-    assert ask(engine, "from the host") == FULL
+    clear_caches(engine)
+    assert generate(engine, "from the host") == FULL
 
 
 def test_a_store_that_hangs_is_left_alone(make: MakeEngine, store: Path, monkeypatch: pytest.MonkeyPatch):
     engine = make(kv_store=str(store))
-    ask(engine, "first")
-    forget(engine, host=True)
+    generate(engine, "first")
+    clear_caches(engine, host=True)
     there = engine.scheduler.tiers._store
     get = there.get
 
@@ -218,57 +218,57 @@ def test_a_store_that_hangs_is_left_alone(make: MakeEngine, store: Path, monkeyp
 
     monkeypatch.setattr(there, "get", hang)
     monkeypatch.setattr(tiers, "LOAD_S", 0.05)
-    assert ask(engine, "beside a hanging store") == 0
+    assert generate(engine, "beside a hanging store") == 0
     assert not engine.scheduler.tiers.has_store
-    assert ask(engine, "later", PROMPT[::-1]) == 0
+    assert generate(engine, "later", PROMPT[::-1]) == 0
 
 
 def test_a_store_that_breaks_costs_no_answer(make: MakeEngine, store: Path, monkeypatch: pytest.MonkeyPatch):
     engine = make(kv_store=str(store))
-    ask(engine, "first")
-    forget(engine, host=True)
+    generate(engine, "first")
+    clear_caches(engine, host=True)
 
     def broken(*_: object) -> int:
         raise RuntimeError("a bug")
 
     for name in ("get", "count"):
         monkeypatch.setattr(engine.scheduler.tiers._store, name, broken)
-        assert ask(engine, name) == 0
-        forget(engine, host=True)
+        assert generate(engine, name) == 0
+        clear_caches(engine, host=True)
     assert engine.failure is None and engine.scheduler.tiers.num_loading_batches == 0
 
 
-def test_a_look_up_without_answer_is_a_miss(make: MakeEngine, store: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_lookup_without_answer_is_a_miss(make: MakeEngine, store: Path, monkeypatch: pytest.MonkeyPatch):
     engine = make(kv_store=str(store))
     monkeypatch.setattr(engine.scheduler.tiers._store, "count", lambda keys: time.sleep(0.3) or len(keys))
     monkeypatch.setattr(tiers, "LOOK_UP_S", 0.02)
-    assert ask(engine, "first") == 0
+    assert generate(engine, "first") == 0
     assert not engine.scheduler.tiers.has_store, "it is left alone, as after a load that does not come"
 
 
-def test_what_is_distrusted_leaves_every_tier(make: MakeEngine, store: Path):
+def test_invalidated_pages_leave_every_tier(make: MakeEngine, store: Path):
     engine = make(kv_store=str(store))
-    ask(engine, "good", PROMPT[:70])
+    generate(engine, "good", PROMPT[:70])
     poisoned = run(engine, request("poisoned", [*PROMPT, toy.POISON], max_tokens=3))["poisoned"]
     assert poisoned.finish_reason == "error"
-    forget(engine)
+    clear_caches(engine)
     time.sleep(0.05)
-    settle(engine)
+    wait_until_stored(engine)
     held = {path.stem for path in store.rglob("*.kv")}
     assert held == {_key(engine, 0)}, "what others had computed stays"
-    assert ask(engine, "again") == 64
+    assert generate(engine, "again") == 64
 
 
-def test_loaded_pages_are_trusted_whatever_becomes_of_the_request(make: MakeEngine):
+def test_loaded_pages_stay_valid_whatever_happens_to_the_request(make: MakeEngine):
     engine = make()
-    ask(engine, "good")
-    forget(engine)
+    generate(engine, "good")
+    clear_caches(engine)
     poisoned = run(engine, request("poisoned", [*PROMPT, toy.POISON], max_tokens=3))["poisoned"]
     assert poisoned.finish_reason == "error"
-    assert ask(engine, "again") == FULL and counts(engine).hits == FULL, "found on the device"
+    assert generate(engine, "again") == FULL and counts(engine).hits == FULL, "found on the device"
 
 
-def test_a_page_that_is_given_away_before_it_can_leave_stays_behind(make: MakeEngine):
+def test_a_page_reallocated_before_offloading_is_dropped(make: MakeEngine):
     engine = make()
     engine.add(request("first", PROMPT[:100], max_tokens=3))
     while not engine.scheduler.offload_queue:
@@ -276,14 +276,14 @@ def test_a_page_that_is_given_away_before_it_can_leave_stays_behind(make: MakeEn
     for cache in engine.scheduler.caches:
         cache.clear()
     drain(engine)
-    settle(engine)
+    wait_until_stored(engine)
     assert counts(engine).bytes_held == 0
 
 
 def test_others_go_on_while_pages_are_loaded(make: MakeEngine, monkeypatch: pytest.MonkeyPatch):
     engine = make()
-    ask(engine, "first")
-    forget(engine)
+    generate(engine, "first")
+    clear_caches(engine)
     host_pool = engine.scheduler.tiers._host_pool
     get, may_go = host_pool.get, []
 
@@ -311,8 +311,8 @@ def test_others_go_on_while_pages_are_loaded(make: MakeEngine, monkeypatch: pyte
 
 def test_a_long_prefix_is_loaded_over_several_steps_beside_the_answers_of_others(make: MakeEngine):
     engine = make()
-    ask(engine, "first")
-    forget(engine)
+    generate(engine, "first")
+    clear_caches(engine)
     planner, launched = engine.planners["pages"], []
     planner._most, planner._tiers.buckets = 1, (1,)
     launch = engine.executor.launch
@@ -334,10 +334,10 @@ def test_a_long_prefix_is_loaded_over_several_steps_beside_the_answers_of_others
     assert all("decode" in kinds for kinds in launched[1:90]), "the other one has a token in each step"
 
 
-def test_an_abort_while_loading_gives_everything_back(make: MakeEngine, monkeypatch: pytest.MonkeyPatch):
+def test_an_abort_while_loading_frees_everything(make: MakeEngine, monkeypatch: pytest.MonkeyPatch):
     engine = make()
-    ask(engine, "first")
-    forget(engine)
+    generate(engine, "first")
+    clear_caches(engine)
     host_pool = engine.scheduler.tiers._host_pool
     get = host_pool.get
     monkeypatch.setattr(host_pool, "get", lambda *arguments: time.sleep(0.05) or get(*arguments))
@@ -347,13 +347,13 @@ def test_an_abort_while_loading_gives_everything_back(make: MakeEngine, monkeypa
     assert drain(engine)["gone"].finish_reason == "abort"
     assert engine.stats().pages_in_use == 0 and not engine.planners["pages"]._fetches
     assert engine.scheduler.tiers.num_loading_batches == 0
-    assert ask(engine, "again") == FULL
+    assert generate(engine, "again") == FULL
 
 
 def test_two_requests_load_a_prefix_once(make: MakeEngine):
     engine = make(num_ranks=2)
-    ask(engine, "first")
-    forget(engine)
+    generate(engine, "first")
+    clear_caches(engine)
     items = [request(f"r{i}", [*PROMPT, i + 1], max_tokens=3) for i in range(4)]
     gathered = run(engine, *items)
     for i, item in enumerate(items):
@@ -364,18 +364,18 @@ def test_two_requests_load_a_prefix_once(make: MakeEngine):
 def test_loading_that_is_slower_than_computing_is_not_done(make: MakeEngine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tiers, "is_loading_faster", is_loading_faster)
     engine = make()
-    ask(engine, "first")
-    forget(engine)
+    generate(engine, "first")
+    clear_caches(engine)
     mine = engine.scheduler.tiers
     mine._rates["host"], mine.compute_rate = _rate(1.0), _rate(1e9)
-    assert ask(engine, "again") == 0
-    forget(engine)
+    assert generate(engine, "again") == 0
+    clear_caches(engine)
     mine._rates["host"], mine.compute_rate = _rate(1e9), _rate(1.0)
-    assert ask(engine, "and again") == FULL
-    forget(engine)
+    assert generate(engine, "and again") == FULL
+    clear_caches(engine)
     mine._rates["host"], mine.compute_rate = _rate(1.0), _rate(1e9)
-    monkeypatch.setattr(counts_module, "_RATE_VALID_S", 0.0)
-    assert ask(engine, "a minute later") == FULL, "what was slow once is tried again"
+    monkeypatch.setattr(counts_module, "_LATELY_S", 0.0)
+    assert generate(engine, "a minute later") == FULL, "what was slow once is tried again"
 
 
 def _rate(value: float) -> Rate:
@@ -386,12 +386,12 @@ def _rate(value: float) -> Rate:
 
 def test_flushing_empties_devices_and_host(make: MakeEngine):
     engine = make()
-    ask(engine, "first")
-    settle(engine)
+    generate(engine, "first")
+    wait_until_stored(engine)
     engine.flush()
     assert engine.has_work
     engine.step()
-    assert ask(engine, "again") == 0
+    assert generate(engine, "again") == 0
 
 
 def test_batches_fit_their_memory():

@@ -9,10 +9,10 @@ import pytest
 
 from dsv3.config.engine import EngineConfig
 from dsv3.config.options import EngineOptions
-from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
 from dsv3.engine.build import build_engine, bundled_model
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.engine import Engine
+from dsv3.engine.expert_parallel import expert_parallel_functions, spread_experts
 from dsv3.llm import LLM
 from sharding.experts import exchange
 from sharding.mesh import rank_mesh
@@ -26,8 +26,8 @@ LIMITS = dict(max_model_len=128, num_pages=16, max_num_batched_tokens=64)
 def test_greedy_text_is_transformers_token_for_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks of two devices in each of two nodes.
 
-    Buffers hold a quarter of the tokens, so that most steps are computed again in parts. `test_balance` has two nodes
-    with more room, `test_sparse` one row that two devices share.
+    Buffers hold a quarter of the tokens, so most steps are repeated in parts. `test_balance` has two nodes with more
+    capacity, `test_sparse` one row that two devices share.
     """
     monkeypatch.setattr(exchange, "expected_capacity", lambda tokens, *_, **__: max(1, tokens // 4))
     golden = json.loads((DIRECTORY / "greedy" / "greedy.json").read_text())
@@ -45,7 +45,7 @@ def test_greedy_text_is_transformers_token_for_token(monkeypatch: pytest.MonkeyP
     gathered = run(engine, *requests)
     assert [gathered[str(i)].tokens for i in range(count)] == [g[:length] for g in golden["greedy"][:count]]
     assert engine.stats().pages_in_use == 0
-    assert all(engine.planners[phase]._room.factor > 1 for phase in ("decode", "prefill"))
+    assert all(engine.planners[phase]._capacity.factor > 1 for phase in ("decode", "prefill"))
 
 
 def test_ranks_must_divide_the_slots() -> None:

@@ -1,4 +1,4 @@
-"""Requests of several priorities, counted in steps: who is first, who gives way, and what batch work costs others."""
+"""Requests of several priorities, counted in steps: order, pre-emption, and what batch work costs others."""
 
 import msgspec
 import numpy as np
@@ -65,7 +65,7 @@ def test_pages_of_later_work_are_there_one_step_later():
     assert [bool(p) and p.sampled("prefill") for p in plans] == [False, ["now"]]
 
 
-def test_equals_do_not_give_way():
+def test_equal_priorities_do_not_preempt():
     driver = Driver(max_num_seqs=1)
     driver.add("a", 10, priority=5)
     driver.step()
@@ -116,7 +116,7 @@ def test_later_work_on_a_rank_does_not_make_it_busy():
     assert all(len(mine) == 2 for mine in names)
 
 
-def test_a_rank_counts_as_busy_by_what_does_not_give_way():
+def test_a_rank_counts_as_busy_by_what_cannot_be_preempted():
     driver = Driver(num_ranks=2, max_num_seqs=4)
     driver.add("a", 5)
     driver.step()
@@ -129,7 +129,7 @@ def test_a_rank_counts_as_busy_by_what_does_not_give_way():
     assert [s.id for s in driver.scheduler.slots.on_rank(0) if s.priority == 0] == [driver.scheduler.slots.ids[0]]
 
 
-def test_a_promise_is_waited_for_and_keeps_nobody_else_waiting():
+def test_a_promise_is_waited_for_and_blocks_no_other_request():
     """The rank without earlier work is taken, one step later, though another one has the pages now."""
     driver = Driver(num_ranks=2, num_pages=8, max_num_seqs=4, max_num_batched_tokens=512)
     driver.add("a", 5)
@@ -183,7 +183,7 @@ BATCH = st.tuples(st.integers(0, 50), st.integers(1, 480), st.integers(1, 100))
 def test_batch_work_delays_a_first_token_by_no_more_than_a_step(interactive, batch, max_num_seqs):
     """Compared with the same requests alone, as long as these have pages enough.
 
-    Prompt and answer of an interactive request take 6 pages at most; 1 page for every two that run is margin.
+    Prompt and answer of an interactive request take 6 pages at most; 1 page for every two running requests is margin.
     """
     limits = {"max_num_seqs": max_num_seqs, "num_pages": max(8, 7 * max_num_seqs), "max_num_batched_tokens": 128}
     mine = [(at, f"i{i}", length, tokens, 0) for i, (at, length, tokens) in enumerate(interactive)]
@@ -217,7 +217,7 @@ def with_priority(name, priority, **fields):
     return msgspec.structs.replace(request(name, [3, 4, 5], max_tokens=3, **fields), priority=priority)
 
 
-def test_texts_stay_the_same_when_work_gives_way(make_engine):
+def test_texts_stay_the_same_when_work_is_preempted(make_engine):
     """Pre-empted in the middle of prompt or answer, requests end with the text they would have had."""
     engine = make_engine()
     rng = np.random.default_rng(0)

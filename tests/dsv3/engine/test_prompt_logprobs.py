@@ -12,23 +12,23 @@ PROMPT = [(11 * i) % 60 + 1 for i in range(150)]
 
 
 def joined(got: Gathered) -> PromptLogprobs | None:
-    """What a front makes of the parts: the tokens that come again after a pre-emption are dropped."""
+    """The parts joined as by an API server: tokens repeated after a pre-emption are dropped."""
     parts = [output.prompt_logprobs for output in got.outputs if output.prompt_logprobs is not None]
-    told = 0
+    logprobs = 0
     columns: list[bytes] = [b""] * 4
     for part in parts:
-        part = part.behind(told)
-        assert part.start <= max(told, 1) or not len(part)
-        told = max(told, part.start + len(part))
+        part = part.behind(logprobs)
+        assert part.start <= max(logprobs, 1) or not len(part)
+        logprobs = max(logprobs, part.start + len(part))
         columns = [a + getattr(part, n) for a, n in zip(columns, PromptLogprobs.__struct_fields__[1:], strict=True)]
     return PromptLogprobs(1, *columns) if parts else None
 
 
 def check(got: Gathered, prompt: list[int], count: int) -> None:
     """Compares with the toy's own arithmetic."""
-    told = joined(got)
-    assert told is not None and len(told) == len(prompt) - 1
-    for i, (entry, rank) in enumerate(zip(told.tokens(), told.token_ranks(), strict=True), 1):
+    logprobs = joined(got)
+    assert logprobs is not None and len(logprobs) == len(prompt) - 1
+    for i, (entry, rank) in enumerate(zip(logprobs.tokens(), logprobs.token_ranks(), strict=True), 1):
         scores = np.array(toy.scores(prompt[:i])) / 8192
         logprobs = scores - np.log(np.exp(scores).sum())
         assert entry.logprob == pytest.approx(logprobs[prompt[i]], abs=1e-4)
@@ -40,8 +40,8 @@ def check(got: Gathered, prompt: list[int], count: int) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 64, 65, 101, 150])
 @pytest.mark.parametrize("count", [0, 3])
-def test_every_token_but_the_first_is_told(engine, monkeypatch, length, count):
-    """Chunks tell of them in parts, beside requests that ask for nothing, before the first token of the answer."""
+def test_every_token_but_the_first_has_logprobs(engine, monkeypatch, length, count):
+    """Chunks report them in parts, beside requests without, before the first token of the answer."""
     monkeypatch.setattr(prompt_logprobs, "_PART", 31)
     beside = [request(f"beside {i}", PROMPT[i : i + 40], max_tokens=3) for i in range(3)]
     asked = request("a", PROMPT[:length], max_tokens=2, ignore_eos=True, prompt_logprobs=count)
@@ -53,7 +53,7 @@ def test_every_token_but_the_first_is_told(engine, monkeypatch, length, count):
 
 
 def test_cached_pages_are_computed_again_and_serve_others(engine):
-    """Pages hold no hidden states; what asks for nothing goes on using them."""
+    """Pages hold no hidden states; requests without log-probabilities continue to use them."""
     run(engine, request("before", PROMPT, max_tokens=1))
     got = run(engine, request("a", PROMPT, max_tokens=1, prompt_logprobs=1))["a"]
     check(got, PROMPT, 1)
@@ -61,15 +61,15 @@ def test_cached_pages_are_computed_again_and_serve_others(engine):
     assert run(engine, request("after", PROMPT, max_tokens=1))["after"].last.num_cached_tokens == 128
 
 
-def test_the_first_sequence_alone_tells(engine):
+def test_only_the_first_sequence_reports_prompt_logprobs(engine):
     gathered = run(engine, request("a", PROMPT[:70], n=3, temperature=1.0, max_tokens=2, prompt_logprobs=2))
     check(gathered["a"], PROMPT[:70], 2)
     assert joined(gathered["a+1"]) is None and joined(gathered["a+2"]) is None
 
 
-def test_a_step_tells_of_so_many_tokens(make_engine, monkeypatch):
-    """Others have the rest of the step: their prompts are not held up by those that ask."""
-    monkeypatch.setattr(prompt_logprobs, "MOST_TOLD", 10)
+def test_a_step_reports_a_bounded_number_of_tokens(make_engine, monkeypatch):
+    """Other requests have the rest of the step: their prompts are not delayed."""
+    monkeypatch.setattr(prompt_logprobs, "MAX_PROMPT_LOGPROB_TOKENS", 10)
     engine = make_engine(num_ranks=2)
     engine.add(request("a", PROMPT[:45], max_tokens=1, prompt_logprobs=1))
     engine.add(request("b", PROMPT[:30], max_tokens=1, prompt_logprobs=1))
@@ -84,7 +84,7 @@ def test_a_step_tells_of_so_many_tokens(make_engine, monkeypatch):
     assert parts == [10, 10, 10, 10, 4]
 
 
-def test_pre_empted_requests_tell_all_of_the_prompt(engine):
+def test_pre_empted_requests_report_all_of_the_prompt(engine):
     prompts = [PROMPT[:40], [5] * 60, PROMPT[:20], [9] * 60, PROMPT[:40], [3] * 61]
     for i, prompt in enumerate(prompts):
         engine.add(request(str(i), prompt, max_tokens=140, ignore_eos=True, prompt_logprobs=1))

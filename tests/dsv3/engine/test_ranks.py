@@ -1,4 +1,4 @@
-"""Which rank a request goes to, without a device: what it costs there, what its sender asks for, what is told of it."""
+"""Which rank a request goes to, without a device: its cost there, its sender's choice, and reported imbalances."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from tests.dsv3.engine.test_scheduler import VOCAB, Driver
 def add(
     driver: Driver, name: str, prompt: list[int], rank: int | None = None, max_tokens: int = 100, priority: int = 0
 ):
-    """Hands in a request that shares its prefix with all others, for one rank if given."""
+    """Adds a request that shares its prefix with all others, for one rank if given."""
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
     request = EngineRequest(
         request_id=number(name), prompt_token_ids=prompt, sampling=sampling, rank=rank, priority=priority
@@ -81,7 +81,7 @@ def test_a_request_that_asks_for_a_rank_waits_for_it_and_others_pass():
     finish(driver)
 
 
-def test_no_younger_request_takes_the_room_for_which_one_waits():
+def test_no_younger_request_takes_capacity_that_another_waits_for():
     driver = Driver(num_ranks=2, num_pages=8, max_num_seqs=4)
     for rank in (0, 1):
         add(driver, f"runs {rank}", [2 + rank] * 64 * (6 - rank), rank=rank, max_tokens=20)
@@ -95,11 +95,11 @@ def test_no_younger_request_takes_the_room_for_which_one_waits():
     driver.scheduler.finish(small)
     add(driver, "after", [6] * 5, rank=1)
     driver.step()
-    assert "after" in on(driver, 1), "one that has given up bars nobody"
+    assert "after" in on(driver, 1), "an aborted request blocks no other"
     finish(driver)
 
 
-def test_one_that_gives_up_when_its_turn_has_come_leaves_the_turn_to_the_next():
+def test_an_abort_of_the_next_request_admits_the_one_behind_it():
     driver = Driver(num_ranks=2, max_num_seqs=1)
     add(driver, "runs 0", [2] * 5, rank=0, max_tokens=6)
     driver.step()
@@ -122,12 +122,12 @@ def test_one_that_gives_up_when_its_turn_has_come_leaves_the_turn_to_the_next():
 
 
 @pytest.mark.parametrize("rank", [-1, 2, 10**6])
-def test_a_rank_that_is_not_there_is_refused(rank):
+def test_an_unknown_rank_is_refused(rank):
     with pytest.raises(InvalidRequest, match=f"rank: {rank} is not one of the 2 ranks"):
         add(Driver(num_ranks=2), "a", [2], rank=rank)
 
 
-def test_imbalances_are_told_where_there_are_several_ranks():
+def test_imbalances_are_reported_for_several_ranks():
     driver = Driver(num_ranks=2, max_num_seqs=4)
     add(driver, "a", [2] * 100, rank=1)
     driver.step()
@@ -155,7 +155,7 @@ def test_the_imbalance_of_prefill_is_that_of_all_recent_work():
     assert balance.token_imbalance == pytest.approx((0.99 * 300 + 3) / (0.99 * 200 + 2))
 
 
-def test_later_work_gives_way_on_the_rank_that_is_asked_for_and_on_no_other():
+def test_later_work_is_preempted_on_the_requested_rank_only():
     driver = Driver(num_ranks=2, max_num_seqs=2)
     for i in range(4):
         add(driver, f"batch {i}", [2 + i] * 10, rank=i % 2, priority=9)
@@ -170,7 +170,7 @@ def test_later_work_gives_way_on_the_rank_that_is_asked_for_and_on_no_other():
     for _ in range(3):
         driver.step()
     assert on(driver, 0) == ["batch 0", "batch 2"]
-    assert driver.scheduler.num_preemptions == 2, "nobody gives way in vain"
+    assert driver.scheduler.num_preemptions == 2, "no request is preempted in vain"
     assert sorted(on(driver, 1)) == ["now", "too"]
     finish(driver)
     assert not driver.scheduler.pages.in_use

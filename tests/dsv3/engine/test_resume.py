@@ -1,4 +1,4 @@
-"""An answer that begins with tokens of another engine's goes on as it would have there, wherever it is cut."""
+"""An answer that begins with tokens of another engine's continues as it would have there, wherever it is cut."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""Which sampler serves a step, and that one which looks gives what the others do."""
+"""Which sampler serves a step, and that adaptive ones sample what the others do."""
 
 import functools
 import itertools
@@ -24,14 +24,14 @@ def layout(platform: str, takes_grammars: bool = True) -> SimpleNamespace:
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_every_step_has_a_sampler_that_was_compiled(platform: str) -> None:
     for grammars, variant in itertools.product((False, True), VARIANTS):
-        for is_held in {False, grammars}:
-            found = sampler_for(layout(platform, grammars), variant, is_held)
+        for is_constrained in {False, grammars}:
+            found = sampler_for(layout(platform, grammars), variant, is_constrained)
             assert found in samplers(layout(platform, grammars))
-            assert found.variant >= variant and found.is_held >= is_held
-            assert found.variant >= FILTERED or found.variant == variant or is_held
+            assert found.variant >= variant and found.is_constrained >= is_constrained
+            assert found.variant >= FILTERED or found.variant == variant or is_constrained
 
 
-def test_a_gpu_has_one_for_each_need_and_a_cpu_looks() -> None:
+def test_a_gpu_has_one_for_each_need_and_a_cpu_adaptive_ones() -> None:
     assert [sampler_for(layout("cuda"), variant, False) for variant in VARIANTS] == [Sampler(v) for v in VARIANTS]
     assert [sampler_for(layout("cuda"), variant, True).variant for variant in VARIANTS] == [
         DRAWN,
@@ -41,8 +41,10 @@ def test_a_gpu_has_one_for_each_need_and_a_cpu_looks() -> None:
     ]
     assert sampler_for(layout("cpu"), GREEDY, False) == Sampler(GREEDY)
     assert {sampler_for(layout("cpu"), v, False).variant for v in (DRAWN, FILTERED)} == {FILTERED}
-    assert {sampler_for(layout("cpu"), v, True) for v in VARIANTS} == {Sampler(FULL, is_held=True, looks=True)}
-    assert not any(each.is_held for each in samplers(layout("cpu", takes_grammars=False)))
+    assert {sampler_for(layout("cpu"), v, True) for v in VARIANTS} == {
+        Sampler(FULL, is_constrained=True, adaptive=True)
+    }
+    assert not any(each.is_constrained for each in samplers(layout("cpu", takes_grammars=False)))
 
 
 ASKED = st.tuples(
@@ -60,13 +62,13 @@ def sampler(**how: bool):
 
 @settings(deadline=None)
 @given(st.lists(ASKED, min_size=3, max_size=3), st.integers(0, 2**32 - 1))
-def test_looking_changes_no_token(rows: list[tuple[float, float, float, int]], seed: int) -> None:
+def test_adaptive_samplers_change_no_token(rows: list[tuple[float, float, float, int]], seed: int) -> None:
     logits = np.random.default_rng(seed).standard_normal((3, 150), np.float32) * 3
     temperature, top_p, min_p, top_k = (np.array(column) for column in zip(*rows, strict=True))
     seeds = np.array([[seed, row] for row in range(3)], np.uint32)
     floats = (each.astype(np.float32) for each in (temperature, top_p, min_p))
     controls = sampling.Controls(*floats, top_k.astype(np.int32), seeds, np.arange(3, dtype=np.int32))
-    found = sampler(looks=True)(logits, controls)
+    found = sampler(adaptive=True)(logits, controls)
     np.testing.assert_array_equal(found, sampler(filters=True)(logits, controls))
     if not (min_p.any() or top_k.any() or (top_p < 1).any()):
         np.testing.assert_array_equal(found, sampler(filters=False)(logits, controls))

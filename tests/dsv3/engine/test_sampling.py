@@ -11,11 +11,11 @@ from hypothesis.extra import numpy as hnp
 from dsv3.engine.device import sampling
 
 W = 300
-_filtered = jax.jit(sampling.filtered)
+_filtered = jax.jit(sampling.apply_filters)
 _sample = jax.jit(sampling.sample)
 _draw = jax.jit(sampling.draw)
 _draw_by = jax.jit(lambda weights, keys, position: sampling.draw(weights, sampling.uniforms(keys, position)))
-_guard = jax.jit(sampling.guard, static_argnums=2)
+_guard = jax.jit(sampling.replace_invalid, static_argnums=2)
 _log_probabilities = jax.jit(lambda logits, tokens: sampling.log_probabilities(logits, tokens, 20))
 
 
@@ -98,7 +98,7 @@ def test_the_ends_of_the_unit_interval_draw_a_token_with_a_weight(weights, first
 
 
 def test_a_draw_never_falls_where_a_parallel_sum_rounds_up():
-    """Over more than 256 blocks XLA's cumulative sum also rises at some blocks of weight 0: a draw fell on these."""
+    """Over more than 256 blocks XLA's cumulative sum also rises at blocks of weight 0: a draw once fell on these."""
     rng = np.random.default_rng(0)
     blocks = rng.random((200, 300)).astype(np.float32) ** 4 * (rng.random((200, 300)) < 0.3)
     cumulative = np.asarray(jax.jit(lambda x: jnp.cumsum(x, axis=-1))(blocks))
@@ -179,7 +179,7 @@ def test_adjustments_match_their_formulas():
         scaled = np.where(expected[row] > 0, expected[row] / penalty, expected[row] * penalty)
         expected[row] = np.where(seen, scaled, expected[row])
         expected[row] -= adjustments.frequency[row] * counts[row] + adjustments.presence[row] * (counts[row] > 0)
-    np.testing.assert_allclose(jax.jit(sampling.adjusted)(logits, adjustments), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(sampling.apply_adjustments)(logits, adjustments), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

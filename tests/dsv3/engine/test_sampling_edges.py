@@ -39,9 +39,9 @@ class Row:
     def forbidden(self) -> tuple[int, ...]:
         return self.sampling.stop_token_ids if len(self.answer) < self.sampling.min_tokens else ()
 
-    def adjusted(self) -> np.ndarray:
+    def apply_adjustments(self) -> np.ndarray:
         """Its adjusted logits by the oracle."""
-        return distribution.adjusted(self.logits, self.sampling, self.prompt, self.answer, self.forbidden)
+        return distribution.apply_adjustments(self.logits, self.sampling, self.prompt, self.answer, self.forbidden)
 
 
 def _padded(values, fill) -> np.ndarray:
@@ -72,7 +72,7 @@ def _sampler(variant: int):
 
 
 def _tokens(variant: int, rows: list[Row]) -> list[int]:
-    """What the engine's sampler of a variant draws."""
+    """Tokens that the engine's sampler of a variant draws."""
     state, adjust = _states(rows)
     logits = np.stack([r.logits for r in rows])[:, None]
     slots = np.arange(len(rows), dtype=np.int32)
@@ -83,9 +83,12 @@ def _tokens(variant: int, rows: list[Row]) -> list[int]:
 def _inside(state: DecodeState, adjust: AdjustState, logits: jax.Array):
     """Adjusted logits, and weights before and after the filters."""
     slots = jnp.arange(logits.shape[0])
-    controls, logits = controls_at(state, slots), sampling.adjusted(logits, adjustments_at(state, adjust, slots))
-    before = sampling.unfiltered(logits, jnp.maximum(controls.temperature, 1e-5))
-    return logits, before, sampling.filtered(before, controls.top_k, controls.top_p, controls.min_p)
+    controls, logits = (
+        controls_at(state, slots),
+        sampling.apply_adjustments(logits, adjustments_at(state, adjust, slots)),
+    )
+    before = sampling.relative_weights(logits, jnp.maximum(controls.temperature, 1e-5))
+    return logits, before, sampling.apply_filters(before, controls.top_k, controls.top_p, controls.min_p)
 
 
 def _grid(rng: np.random.Generator) -> np.ndarray:
@@ -155,7 +158,7 @@ def test_what_can_be_drawn_is_what_the_distribution_says(rows):
     state, adjust = _states(rows)
     got = map(np.asarray, _inside(state, adjust, np.stack([r.logits for r in rows])))
     for row, x, before, after in zip(rows, *got, strict=True):
-        expected = row.adjusted()
+        expected = row.apply_adjustments()
         np.testing.assert_array_equal(x, expected)
         if row.sampling.temperature < 1e-5 or not np.isfinite(expected.max()):
             continue  # greedy, or an error: see the tokens
@@ -177,7 +180,7 @@ def test_a_token_is_drawn_from_the_support(variant, data):
     if variant == DRAWN:
         assert tokens == _tokens(FILTERED, rows), "beside a request with filters the others get the same"
     for row, token in zip(rows, tokens, strict=True):
-        x = row.adjusted()
+        x = row.apply_adjustments()
         if np.isfinite(x.max()):
             assert distribution.support(x, row.sampling, 1e-4)[token]
         else:
@@ -198,7 +201,7 @@ def test_the_most_likely_token_survives_every_filter(variant, count):
         penalties = {"repetition_penalty": 1.13, "frequency_penalty": 0.213} if variant == FULL else {}
         logits = [rng.normal(size=W).astype(np.float32) * 5 for _ in range(count)]
         rows = [_row(x, **(asked | penalties | filters[(i + j) % len(filters)])) for j, x in enumerate(logits)]
-        assert _tokens(variant, rows) == [int(r.adjusted().argmax()) for r in rows]
+        assert _tokens(variant, rows) == [int(r.apply_adjustments().argmax()) for r in rows]
 
 
 @settings(deadline=None, max_examples=60)
@@ -230,10 +233,10 @@ def test_no_accepted_parameter_makes_a_finite_logit_infinite(rows, size, count):
     state, adjust = _states(rows)
     adjust = dataclasses.replace(adjust, counts=adjust.counts * count)
     logits = np.stack([r.logits for r in rows])
-    adjusted, before, after = map(np.asarray, _inside(state, adjust, logits))
-    assert np.isfinite(adjusted).all() and (before.max(axis=1) == 1).all() and (after.max(axis=1) == 1).all()
-    for row, got in zip(rows, adjusted, strict=True):
-        expected = dataclasses.replace(row, answer=row.answer * min(count, 1)).adjusted()
+    apply_adjustments, before, after = map(np.asarray, _inside(state, adjust, logits))
+    assert np.isfinite(apply_adjustments).all() and (before.max(axis=1) == 1).all() and (after.max(axis=1) == 1).all()
+    for row, got in zip(rows, apply_adjustments, strict=True):
+        expected = dataclasses.replace(row, answer=row.answer * min(count, 1)).apply_adjustments()
         penalty = row.sampling.frequency_penalty * (count - 1) * np.bincount(np.array(row.answer, int), minlength=W)
         scale = (abs(row.logits) + 100) * 100 + abs(penalty) + 10
         np.testing.assert_array_less(abs(got - (expected - penalty * (count > 1))), 4e-7 * scale)
@@ -310,7 +313,7 @@ def test_draws_follow_the_distribution(params):
     state.controls[:, -3] = np.arange(8000)  # Field.SEED_LOW
     logits = np.tile(row.logits, (8000, 1, 1))
     _, _, tokens = _sampler(FULL)(state, adjust, logits, np.arange(8000, dtype=np.int32))
-    x = row.adjusted()
+    x = row.apply_adjustments()
     expected = np.where(distribution.support(x, row.sampling), distribution.weights(x, row.sampling.temperature), 0)
     expected *= 8000 / expected.sum()
     observed = np.bincount(np.asarray(tokens)[:, 0], minlength=W)

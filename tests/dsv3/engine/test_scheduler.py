@@ -86,7 +86,7 @@ class Driver:
         outputs = StepOutputs([], [])
         if before is not None:
             for job in before[1]:
-                self.planners[job.kind].collect(job, self._results(job), outputs)
+                self.planners[job.kind].on_results(job, self._results(job), outputs)
             self.scheduler.pages.collect(before[0])
         return Step(jobs), list(outputs)
 

@@ -1,4 +1,4 @@
-"""The account of a device's memory, and an engine that is sized by it: a CPU that pretends to be bounded."""
+"""The account of a device's memory, and an engine sized by it: a CPU that reports a memory limit."""
 
 import dataclasses
 import logging
@@ -13,7 +13,7 @@ from dsv3.engine import build
 from dsv3.engine.build import build_engine
 from dsv3.engine.device import pool
 from dsv3.engine.engine import Engine
-from dsv3.engine.memory import DeviceMemory, KeptWorking, MemoryAccount, account, check_fits
+from dsv3.engine.memory import DeviceMemory, MemoryAccount, WorkingMemoryFile, account, check_fits
 from tests.dsv3.model.golden import DIRECTORY
 
 H100, H200 = 84_900_000_000, 150_100_000_000
@@ -24,7 +24,7 @@ TOTAL = 3_500_000
 
 
 def on(total: int, share: float = 0.92, **sizes: int) -> MemoryAccount:
-    """A card of which jax's pool has a share, and an engine that may use 0.9."""
+    """A card of which jax's pool has a fraction, and an engine that may use 0.9."""
     return account(DeviceMemory(total, int(total * share)), 0.9, **({"state": 0, "page_size": 64} | sizes))
 
 
@@ -49,10 +49,10 @@ def test_one_line_says_where_memory_goes() -> None:
         "84.9 GB in all, 76.41 of them for this engine: weights 31.40, state 0.20, working memory 1.60, "
         "cache 43.21 GB (1,389,184 tokens)"
     )
-    assert "held before 5.00" in str(dataclasses.replace(found, in_use=5_000_000_000))
+    assert "in use before 5.00" in str(dataclasses.replace(found, in_use=5_000_000_000))
 
 
-def test_what_jax_holds_already_does_not_change_the_programs() -> None:
+def test_memory_in_use_does_not_change_the_programs() -> None:
     """They are stored by the number of pages, among others; a page of DeepSeek-V3 takes 4.5 MB."""
     sizes = {"weights": 98_600_000_000, "working": 2_100_000_000, "page": 64 * 70_272, "state": 0, "page_size": 64}
     memory = DeviceMemory(H200, int(H200 * 0.92))
@@ -77,7 +77,7 @@ def test_what_jax_holds_already_does_not_change_the_programs() -> None:
             on(H100, weights=70_000_000_000, working=8_000_000_000, page=64 * 70_272),
             SPREAD,
             8,
-            "lower max_num_batched_tokens or max_num_seqs, which working memory grows with, or raise "
+            "lower max_num_batched_tokens or max_num_seqs, which determine working memory, or raise "
             "gpu_memory_utilization (now 0.9)",
         ),
     ],
@@ -90,7 +90,7 @@ def test_what_does_not_fit_names_what_to_change(found, options, devices, advice)
 
 @pytest.fixture
 def share(monkeypatch) -> dict[str, str]:
-    """The environment, in which jax has not started."""
+    """The environment before jax has started."""
     environment: dict[str, str] = {}
     monkeypatch.setattr(pool, "os", SimpleNamespace(environ=environment))
     monkeypatch.setattr(pool.xla_bridge, "backends_are_initialized", lambda: False)
@@ -98,19 +98,19 @@ def share(monkeypatch) -> dict[str, str]:
 
 
 def test_the_pool_gets_what_the_engine_may_use_and_slack(share, monkeypatch) -> None:
-    pool.set_pool_share(0.9)
+    pool.set_memory_fraction(0.9)
     assert share == {"XLA_CLIENT_MEM_FRACTION": "0.9200"}
-    pool.set_pool_share(0.5)
+    pool.set_memory_fraction(0.5)
     assert share == {"XLA_CLIENT_MEM_FRACTION": "0.9200"}, "a second engine shares the pool of the first"
     share.clear()
-    pool.set_pool_share(1.0)
+    pool.set_memory_fraction(1.0)
     assert float(share.pop("XLA_CLIENT_MEM_FRACTION")) < 1, "CUDA needs some"
     share["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.5"  # jax refuses both
-    pool.set_pool_share(0.9)
+    pool.set_memory_fraction(0.9)
     assert share == {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}
     share.clear()
     monkeypatch.setattr(pool.xla_bridge, "backends_are_initialized", lambda: True)
-    pool.set_pool_share(0.9)
+    pool.set_memory_fraction(0.9)
     assert share == {}, "jax has its pool already"
 
 
@@ -147,7 +147,7 @@ def gpus(*numbers: int, pool_bytes: int) -> list[Any]:
     ("visible", "asked"),
     [(None, "--id=1,3"), ("4,5,6,7", "--id=5,7"), ("A, B,C,D", "--id=B,D")],
 )
-def test_what_lies_beside_the_pool_is_that_of_the_fullest_gpu(tmp_path, monkeypatch, visible, asked) -> None:
+def test_memory_outside_the_pool_is_that_of_the_fullest_gpu(tmp_path, monkeypatch, visible, asked) -> None:
     command = tmp_path / "nvidia-smi"
     command.write_text(f'#!/bin/sh\nprintf "%s " "$@" > {tmp_path}/arguments\nprintf "1000\\n1300\\n"\n')
     command.chmod(0o755)
@@ -156,24 +156,24 @@ def test_what_lies_beside_the_pool_is_that_of_the_fullest_gpu(tmp_path, monkeypa
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert pool.beside_pool(gpus(1, 3, pool_bytes=900 * 2**20)) == 400 * 2**20
+    assert pool.memory_outside_pool(gpus(1, 3, pool_bytes=900 * 2**20)) == 400 * 2**20
     assert (tmp_path / "arguments").read_text().split()[-1] == asked
 
 
 @pytest.mark.parametrize("script", [None, "exit 9", "echo No devices were found", "echo 1000", "sleep 600"])
-def test_a_start_goes_on_where_nvidia_smi_says_nothing(tmp_path, monkeypatch, script) -> None:
+def test_a_start_continues_without_nvidia_smi(tmp_path, monkeypatch, script) -> None:
     if script is not None:
         command = tmp_path / "nvidia-smi"
         command.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{script}\n")
         command.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(pool, "_QUERY_S", 0.3)
-    assert pool.beside_pool(gpus(0, 1, pool_bytes=2**30)) is None
+    assert pool.memory_outside_pool(gpus(0, 1, pool_bytes=2**30)) is None
 
 
 @pytest.fixture
 def bounded(monkeypatch, tmp_path: Path):
-    """Makes the CPU say that it has so much memory, and an engine of it, whose cache has nothing of others."""
+    """Makes the CPU report so much memory, and an engine with a compilation cache of its own."""
 
     def start(total: int) -> Engine:
         monkeypatch.setattr(build, "device_memory", lambda _: DeviceMemory(total, total))
@@ -197,14 +197,14 @@ def test_what_does_not_fit_is_refused_before_a_weight_is_read(bounded, monkeypat
 
 
 def test_an_engine_is_sized_by_what_its_programs_take(bounded, tmp_path: Path, caplog) -> None:
-    """The first start compiles the largest programs for it, the next one knows; all of them take no more."""
+    """The first start compiles the largest programs to measure them, the next one reads the figure."""
     caplog.set_level(logging.INFO)
     engine = bounded(TOTAL)
     assert "compiling the largest programs" in caplog.text and "memory of a device: 0.0 GB in all" in caplog.text
     assert 16 < engine.cfg.num_pages < 256
     assert "pages" not in vars(engine.executor.devices), "what compiles has the pool's room"
     engine.warm_up()
-    assert "working memory: all programs take" in caplog.text
+    assert "working memory: programs take" in caplog.text
     assert vars(engine.executor.devices)["pages"]["latents"].shape[1] % engine.cfg.num_pages == 0
     caplog.clear()
     again = bounded(TOTAL)
@@ -215,22 +215,24 @@ def test_an_engine_is_sized_by_what_its_programs_take(bounded, tmp_path: Path, c
     small = bounded(TOTAL)
     assert small.cfg.num_pages > engine.cfg.num_pages
     small.warm_up()
-    assert "the next start sets aside more" in caplog.text
+    assert "the next start reserves more" in caplog.text
     assert 1 < int(kept.read_text()) <= known
 
 
-def test_a_file_that_says_nothing_is_measured_anew(tmp_path: Path) -> None:
-    kept = KeptWorking(tmp_path, {"limit num_pages": "7", "devices": "1 x H100"})
+def test_an_unreadable_file_is_measured_again(tmp_path: Path) -> None:
+    kept = WorkingMemoryFile(tmp_path, {"limit num_pages": "7", "devices": "1 x H100"})
     assert kept.read() is None
-    kept.keep(123)
-    assert KeptWorking(tmp_path, {"limit num_pages": "9", "devices": "1 x H100"}).read() == 123, "whatever the pool"
-    assert KeptWorking(tmp_path, {"devices": "2 x H100"}).read() is None
+    kept.write(123)
+    assert WorkingMemoryFile(tmp_path, {"limit num_pages": "9", "devices": "1 x H100"}).read() == 123, (
+        "whatever the pool"
+    )
+    assert WorkingMemoryFile(tmp_path, {"devices": "2 x H100"}).read() is None
     [path] = tmp_path.glob("*.working")
     path.write_text("?")
     assert kept.read() is None
 
 
 def test_a_context_beyond_the_models_is_refused_at_the_start() -> None:
-    """Once it was served: text turned to nonsense behind what the model was trained for, without a word."""
-    with pytest.raises(ValueError, match="max_model_len: 100000 is greater than the 2048 tokens that the model"):
+    """It was served once: text turned to nonsense behind the model's context, without an error."""
+    with pytest.raises(ValueError, match="max_model_len: 100000 is greater than the model's context of 2048 tokens"):
         build_engine(build.bundled_model(), EngineOptions(max_model_len=100_000), progress=False)

@@ -52,7 +52,7 @@ def test_two_ranks_of_two_devices_give_transformers_tokens() -> None:
 def test_drafts_give_transformers_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts come in chunks of 16 tokens; the module has an indexer of its own.
 
-    All steps choose: the programs that do not are those of other tests.
+    All steps use top-k: other tests cover the programs without.
     """
     for module, phase in ((decode, "decode"), (draft_module, "decode"), (prefill, "prefill")):
         monkeypatch.setattr(module, f"{phase}_forms", lambda *_: [AttentionForm.TOPK])
@@ -78,10 +78,10 @@ def built() -> list[Engine]:
 
 @pytest.fixture
 def reading(built: list[Engine], monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """Drafts from the text, and has programs for steps that choose and that do not, as on a GPU.
+    """Drafts by prompt lookup, with programs for steps with top-k and without, as on a GPU.
 
-    Texts begin below the 16 tokens that are chosen, and grow beyond. Prompts that choose are masked up to 128 tokens.
-    It keeps pages in the host's memory, and waits for them.
+    Texts begin below the 16 tokens of top-k, and grow beyond. Prompts with top-k are masked up to 128 tokens. It
+    offloads pages to the host's memory, and waits for them.
     """
     monkeypatch.setattr(forms, "LOOKING", ())
     row = dataclasses.replace(forms.FORMS[AttentionForm.TOPK_MATERIALIZED], room=lambda *_: 128)
@@ -103,7 +103,7 @@ def test_drafts_from_the_text_give_transformers_tokens(reading: Engine) -> None:
 
 
 def test_a_prompt_from_the_cache_and_from_the_host_goes_on_alike(reading: Engine) -> None:
-    """Index keys come with the latents: lost or stale ones would choose other tokens among the 192."""
+    """Index keys come with the latents: lost or stale ones would select other tokens among the 192."""
     first = texts(reading, [LONG])
     used = reading.executor.devices.programs.keys()
     assert {key.variant for key in used if key.kind == "prefill"} >= {

@@ -1,11 +1,11 @@
-"""Steps are noted while somebody looks, and only then; profiles are bounded."""
+"""Steps are recorded while snapshots are taken, and only then; profiles are bounded."""
 
 import itertools
 
 import pytest
 
 from dsv3.engine import step_log
-from dsv3.engine.step_log import JobNote, StepLog
+from dsv3.engine.step_log import JobRecord, StepLog
 from tests.dsv3.engine.driving import request, run
 
 
@@ -23,16 +23,16 @@ def step(log: StepLog, clock: list[float], number: int) -> None:
     for what in ("plan decode", "launch", "wait"):
         clock[0] += 0.001
         log.done(what)
-    log.end(number, number - 1, [JobNote("decode", 4)], 2, 1)
+    log.end(number, number - 1, [JobRecord("decode", 4)], 2, 1)
 
 
-def test_nothing_is_noted_where_nobody_looks(clock) -> None:
+def test_nothing_is_recorded_without_a_snapshot(clock) -> None:
     log = StepLog()
     step(log, clock, 1)
     assert log.snapshot() == []
 
 
-def test_steps_are_noted_after_a_look_and_for_a_while(clock) -> None:
+def test_steps_are_recorded_for_a_while_after_a_snapshot(clock) -> None:
     log = StepLog()
     log.snapshot()
     step(log, clock, 1)
@@ -41,7 +41,7 @@ def test_steps_are_noted_after_a_look_and_for_a_while(clock) -> None:
     assert (first.launched, second.launched, second.collected) == (1, 2, 1)
     assert [part.what for part in first.parts] == ["plan decode", "launch", "wait"]
     assert first.ended == second.began == pytest.approx(0.003)
-    clock[0] += step_log.LOOK_S
+    clock[0] += step_log.RECORD_S
     step(log, clock, 3)
     assert not log.is_on and log.snapshot() == []
 
@@ -51,11 +51,11 @@ def test_an_idle_engine_shows_no_old_steps(clock) -> None:
     log.snapshot()
     step(log, clock, 1)
     assert log.snapshot()
-    clock[0] += step_log.LOOK_S
+    clock[0] += step_log.RECORD_S
     assert log.snapshot() == []
 
 
-def test_a_look_within_a_step_begins_with_the_next_one(clock) -> None:
+def test_recording_turned_on_within_a_step_begins_with_the_next(clock) -> None:
     log = StepLog()
     log.begin(0.0)
     log.snapshot()
@@ -73,7 +73,7 @@ def test_the_last_steps_are_shown(clock) -> None:
 
 
 def test_a_profile_ends_by_itself(clock, monkeypatch) -> None:
-    """After so many steps or so much time; what was noted until then waits for whoever stops it."""
+    """After so many steps or so much time; its records are kept until it is stopped."""
     monkeypatch.setattr(step_log, "MAX_PROFILE_STEPS", 5)
     for most_steps, pause in ((5, 0.0), (2, step_log.MAX_PROFILE_S / 2 + 1)):
         log, numbers = StepLog(), itertools.count(1)
@@ -86,19 +86,19 @@ def test_a_profile_ends_by_itself(clock, monkeypatch) -> None:
         assert log.stop_profile() == []
 
 
-def test_a_profile_goes_on_while_somebody_looks(clock) -> None:
+def test_a_profile_continues_while_snapshots_are_taken(clock) -> None:
     log = StepLog()
     log.start_profile()
     step(log, clock, 1)
     log.snapshot()
     step(log, clock, 2)
-    clock[0] += step_log.LOOK_S + 1
+    clock[0] += step_log.RECORD_S + 1
     step(log, clock, 3)
     assert log.is_on and len(log.stop_profile()) == 3
 
 
 def test_an_engine_shows_its_steps(engine) -> None:
-    """Parts of a step follow each other, and the results that a step takes are those of the one before."""
+    """Phases of a step follow each other, and the results of a step are those of the one before."""
     assert engine.snapshot() == step_log.EngineSnapshot([], None)
     run(engine, request("a", list(range(1, 40)), max_tokens=6, ignore_eos=True))
     steps = engine.snapshot().steps
@@ -113,11 +113,11 @@ def test_an_engine_shows_its_steps(engine) -> None:
     assert "collect prefill" in parts[parts.index("wait") :]
 
 
-def test_looking_changes_no_token(make_engine) -> None:
+def test_recording_changes_no_token(make_engine) -> None:
     answers = []
-    for looks in (False, True):
+    for adaptive in (False, True):
         engine = make_engine()
-        if looks:
+        if adaptive:
             engine.snapshot()
             engine.log.start_profile()
         found = run(engine, request("a", list(range(1, 40)), max_tokens=20, ignore_eos=True))

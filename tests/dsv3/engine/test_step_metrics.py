@@ -1,6 +1,6 @@
-"""What an engine tells of its steps adds up to what it has computed; on the wire it is Dynamo's `ForwardPassMetrics`.
+"""An engine's step metrics add up to what it has computed; on the wire they are Dynamo's `ForwardPassMetrics`.
 
-Version 1: names, frames, numbers and signs of life.
+Version 1: names, frames, numbers and idle messages.
 """
 
 import time
@@ -15,7 +15,15 @@ import zmq
 from dsv3.config.publishing import StepMetricsConfig
 from dsv3.engine import step_metrics as publisher
 from dsv3.engine.engine import Engine
-from dsv3.engine.step_metrics import QueueMetrics, Scheduled, StepMetrics, StepNotes, StepPublisher, encode, moments
+from dsv3.engine.step_metrics import (
+    QueueMetrics,
+    Scheduled,
+    StepMetrics,
+    StepMetricsRecorder,
+    StepPublisher,
+    encode,
+    moments,
+)
 from tests.dsv3.engine.driving import drain, request, run
 
 MakeEngine = Callable[..., Engine]
@@ -27,14 +35,14 @@ NOTHING = {"version": 1, "worker_id": "", "dp_rank": 0, "counter_id": 0, "wall_t
 }
 
 
-def told_by(engine: Engine) -> list[list[StepMetrics]]:
-    """Has an engine tell of its steps; returns the list that they come to."""
+def record_steps(engine: Engine) -> list[list[StepMetrics]]:
+    """Records the step metrics of an engine; returns the list that they are added to."""
 
     class Sink(list):
         publish = list.append
 
     sink = Sink()
-    engine._notes = StepNotes(engine.scheduler, sink, "w")
+    engine._step_metrics = StepMetricsRecorder(engine.scheduler, sink, "w")
     return sink
 
 
@@ -50,7 +58,7 @@ def test_moments_are_those_of_each_rank():
 
 
 def test_one_request_step_by_step(engine: Engine):
-    steps = told_by(engine)
+    steps = record_steps(engine)
     run(engine, request("a", [1] * 150, max_tokens=4, ignore_eos=True))
     scheduled = [each.scheduled_requests for step in steps for each in step if each.scheduled_requests != Scheduled()]
     prompts = [each for each in scheduled if each.num_prefill_requests]
@@ -62,8 +70,8 @@ def test_one_request_step_by_step(engine: Engine):
 
 
 def test_all_steps_together_are_what_was_computed(engine: Engine):
-    """Ten requests on eight slots: two wait, and nobody is told of twice."""
-    steps = told_by(engine)
+    """Ten requests on eight slots: two wait, and none is counted twice."""
+    steps = record_steps(engine)
     for i in range(10):
         engine.add(request(f"r{i}", [i + 1] * (20 + 5 * i), max_tokens=5, ignore_eos=True))
     drain(engine)
@@ -79,9 +87,9 @@ def test_all_steps_together_are_what_was_computed(engine: Engine):
     assert {each.num_decode_requests for each in first} == {0}
 
 
-def test_the_queue_is_looked_at_again_once_it_is_stale(engine: Engine, monkeypatch):
+def test_queue_metrics_are_refreshed_once_stale(engine: Engine, monkeypatch):
     monkeypatch.setattr("dsv3.engine.step_metrics._QUEUE_S", 0.0)
-    steps = told_by(engine)
+    steps = record_steps(engine)
     for i in range(10):
         engine.add(request(f"q{i}", [i + 1] * 20, max_tokens=5, ignore_eos=True))
     drain(engine)
@@ -92,12 +100,12 @@ def test_the_queue_is_looked_at_again_once_it_is_stale(engine: Engine, monkeypat
 def test_a_message_is_a_map_with_the_names_of_dynamo():
     assert msgspec.msgpack.decode(encode(StepMetrics())) == NOTHING
     step = StepMetrics(1, "w", 2, 3, 0.5, Scheduled(1, 2, 3.0, 4, 5, 6, 7.0), QueueMetrics(1, 2, 3.0, 4, 5, 6.0))
-    told = msgspec.msgpack.decode(encode(step))
-    assert list(told["scheduled_requests"].values()) == [1, 2, 3.0, 4, 5, 6, 7.0]
-    assert list(told["queued_requests"].values()) == [1, 2, 3.0, 4, 5, 6.0]
+    decoded = msgspec.msgpack.decode(encode(step))
+    assert list(decoded["scheduled_requests"].values()) == [1, 2, 3.0, 4, 5, 6, 7.0]
+    assert list(decoded["queued_requests"].values()) == [1, 2, 3.0, 4, 5, 6.0]
 
 
-def test_each_rank_has_a_socket_and_an_idle_one_says_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_each_rank_has_a_socket_and_an_idle_one_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(publisher, "_IDLE_S", 0.01)
     endpoint = f"ipc://{tmp_path}/steps"
     with zmq.Context() as context:
@@ -113,22 +121,22 @@ def test_each_rank_has_a_socket_and_an_idle_one_says_that_it_lives(tmp_path: Pat
             sender.publish([StepMetrics(worker_id="me", dp_rank=rank, wall_time=float(i)) for rank in range(2)])
             time.sleep(2e-3)  # so that some are sent alone
         for rank, socket in enumerate(sockets):
-            heard = [_heard(socket)]
-            while heard[-1].wall_time < 5:
-                heard.append(_heard(socket))
-            assert [each.wall_time for each in heard if each.wall_time] == [1, 2, 3, 4, 5]
-            assert all(each.wall_time for each in heard[-5:]), "one that works is not idle in between"
-            numbers = [each.counter_id for each in heard]
-            assert numbers == list(range(numbers[0], numbers[0] + len(heard)))
-            assert {(each.worker_id, each.dp_rank, each.version) for each in heard} == {("me", rank, 1)}
-            assert all(each.scheduled_requests == Scheduled() for each in heard)
+            received = [_receive(socket)]
+            while received[-1].wall_time < 5:
+                received.append(_receive(socket))
+            assert [each.wall_time for each in received if each.wall_time] == [1, 2, 3, 4, 5]
+            assert all(each.wall_time for each in received[-5:]), "one that works is not idle in between"
+            numbers = [each.counter_id for each in received]
+            assert numbers == list(range(numbers[0], numbers[0] + len(received)))
+            assert {(each.worker_id, each.dp_rank, each.version) for each in received} == {("me", rank, 1)}
+            assert all(each.scheduled_requests == Scheduled() for each in received)
             socket.close()
         sender.close()
         sender = StepPublisher(StepMetricsConfig(endpoint), 2)  # the endpoints are free again
         sender.close()
 
 
-def _heard(socket: zmq.Socket) -> StepMetrics:
+def _receive(socket: zmq.Socket) -> StepMetrics:
     assert socket.poll(60_000)
     topic, number, payload = socket.recv_multipart()
     metrics = msgspec.msgpack.decode(payload, type=StepMetrics)
@@ -136,10 +144,10 @@ def _heard(socket: zmq.Socket) -> StepMetrics:
     return metrics
 
 
-def test_an_endpoint_that_cannot_be_had_is_told():
+def test_an_endpoint_that_cannot_be_bound_is_refused():
     with zmq.Context() as context, context.socket(zmq.PUB) as taken:
         port = taken.bind_to_random_port("tcp://127.0.0.1")
-        with pytest.raises(ValueError, match=r"step_metrics_config: endpoint: .* cannot be had"):
+        with pytest.raises(ValueError, match=r"step_metrics_config: endpoint: cannot bind .* free port"):
             StepPublisher(StepMetricsConfig(f"tcp://127.0.0.1:{port}"), 1)
 
 

@@ -1,6 +1,6 @@
-"""Programs that outlive their process: found by name, or by their text; never those of somebody else.
+"""Programs that outlive their process: found by name, or by their text; never those of another user.
 
-Each test compiles a program of its own, so that jax's cache, which all tests share, cannot have it.
+Each test compiles a program of its own, which jax's cache, shared by all tests, cannot have.
 """
 
 import functools
@@ -58,7 +58,7 @@ def test_the_next_start_neither_traces_nor_compiles(tmp_path) -> None:
     assert first.get(1.25) == second.get(1.25) == 35
     assert (first.traced, first.compiled) == ([1.25], 1)
     assert (second.traced, second.compiled) == ([], 0)
-    assert str(second.store) == "1 of 1 programs from the last start"
+    assert str(second.store) == "1 of 1 programs loaded from the store"
 
 
 def test_other_options_trace_and_compile_only_what_is_new(tmp_path) -> None:
@@ -71,7 +71,7 @@ def test_other_options_trace_and_compile_only_what_is_new(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("damaged, factor", [("instance-*/process-0/decode", 2.25), ("programs-*/*", 2.75)])
-def test_a_file_that_somebody_else_wrote_is_not_used(tmp_path, damaged, factor, caplog) -> None:
+def test_a_file_written_with_another_key_is_not_used(tmp_path, damaged, factor, caplog) -> None:
     Start(tmp_path).get(factor)
     [path] = tmp_path.glob(damaged)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
@@ -81,8 +81,8 @@ def test_a_file_that_somebody_else_wrote_is_not_used(tmp_path, damaged, factor, 
     assert Start(tmp_path, key=b"another" * 8).get(factor) == 28 * factor
 
 
-def test_those_with_another_key_have_programs_of_their_own(tmp_path) -> None:
-    """A gang with its cluster's key and a server alone may use one directory in turns."""
+def test_each_key_has_programs_of_its_own(tmp_path) -> None:
+    """A process group with its cluster's key and a server alone may use one directory in turns."""
     Start(tmp_path).get(4.5)
     Start(tmp_path, key=b"another" * 8).get(4.75)
     again = Start(tmp_path)
@@ -90,7 +90,7 @@ def test_those_with_another_key_have_programs_of_their_own(tmp_path) -> None:
     assert len(list(tmp_path.glob("programs-*"))) == 2
 
 
-def test_an_executable_of_jaxs_own_cache_is_not_kept(tmp_path) -> None:
+def test_an_executable_of_jaxs_own_cache_is_not_stored(tmp_path) -> None:
     jax.jit(lambda x: jnp.sum(2.5 * x)).lower(X).compile()  # now jax's cache has it
     jax.clear_caches()
     Start(tmp_path).get(2.5)
@@ -121,13 +121,13 @@ def test_programs_of_one_text_are_written_side_by_side(tmp_path, monkeypatch) ->
 
 
 def grow_old(root: Path) -> None:
-    """Lets everything in `root` be older than programs are kept."""
+    """Makes everything in `root` older than the retention time."""
     for path in root.rglob("*"):
         os.utime(path, (0, time.time() - 2 * KEPT_S))
 
 
-def test_what_no_start_has_used_for_long_goes(tmp_path) -> None:
-    """What the start itself uses stays, however old; so do the owner's key and what jax keeps beside it."""
+def test_unused_programs_are_removed(tmp_path) -> None:
+    """What the start itself uses stays, however old; so do the owner's key and jax's own files."""
     Start(tmp_path).get(3.75)
     Start(tmp_path, "other options").get(4.25)
     others = [tmp_path / "programs-7.key", tmp_path / "of jax"]
@@ -136,16 +136,16 @@ def test_what_no_start_has_used_for_long_goes(tmp_path) -> None:
     grow_old(tmp_path)
     used = Start(tmp_path)
     assert used.get(3.75) == 105 and used.traced == []
-    used.store.forget_unused()
+    used.store.remove_unused()
     again = Start(tmp_path)
     assert again.get(3.75) == 105 and again.traced == []
     assert all(path.exists() for path in others)
     assert [len(list(tmp_path.glob(which))) for which in ("programs-*/*", "instance-*/*/*")] == [1, 1]
 
 
-def test_a_start_forgets_nothing_before_it_has_its_programs(tmp_path) -> None:
+def test_a_start_removes_nothing_before_it_has_its_programs(tmp_path) -> None:
     order: list[str] = []
-    store = SimpleNamespace(get=lambda *_: order.append("get"), forget_unused=lambda: order.append("forget"))
+    store = SimpleNamespace(get=lambda *_: order.append("get"), remove_unused=lambda: order.append("forget"))
     programs = Programs("cpu")
     programs.add(ProgramSpec(Key("decode", size), jnp.sin, (X,)) for size in (1, 2))
     programs.store = store
@@ -156,7 +156,7 @@ def test_a_start_forgets_nothing_before_it_has_its_programs(tmp_path) -> None:
 def test_a_full_disk_costs_only_the_next_start(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(OSError(28, "no space left")))
     assert Start(tmp_path).get(3.25) == 91
-    assert "not kept for the next start" in caplog.text
+    assert "not stored for the next start" in caplog.text
 
 
 def test_an_engine_keeps_programs_with_a_key_of_its_owner(tmp_path, monkeypatch, caplog) -> None:
@@ -165,28 +165,28 @@ def test_an_engine_keeps_programs_with_a_key_of_its_owner(tmp_path, monkeypatch,
     try:
         parts = load_components(bundled_model(), options, progress=False)
         jax.config.update("jax_compilation_cache_dir", str(tmp_path / "not there yet"))  # as JAX_COMPILATION_CACHE_DIR
-        assert stored.own_store(bundled_model(), EngineOptions(max_model_len=64), parts) is not None
+        assert stored.local_program_store(bundled_model(), EngineOptions(max_model_len=64), parts) is not None
     finally:
         jax.config.update("jax_compilation_cache_dir", directory)
-    assert stored.own_store(bundled_model(), options, parts) is not None
+    assert stored.local_program_store(bundled_model(), options, parts) is not None
     [key] = tmp_path.glob("programs-*.key")
     assert stat.S_IMODE(key.stat().st_mode) == 0o600 and len(key.read_bytes()) == 32
     key.chmod(0o644)
     with caplog.at_level(logging.WARNING):
-        assert stored.own_store(bundled_model(), options, parts) is None
+        assert stored.local_program_store(bundled_model(), options, parts) is None
     assert "others than its owner may open it" in caplog.text
 
 
 @pytest.mark.parametrize("torn", [b"", b"k" * 31, bytes(32)], ids=["empty", "short", "zeros"])
-def test_a_key_that_a_loss_of_power_has_torn_signs_nothing(tmp_path, torn, caplog) -> None:
-    """Somebody else with a file there could sign programs with it, which are unpickled."""
+def test_an_incomplete_key_signs_nothing(tmp_path, torn, caplog) -> None:
+    """Another user with a file there could sign programs with it, which are unpickled."""
     path = tmp_path / f"programs-{os.geteuid()}.key"
     path.write_bytes(torn)
     path.chmod(0o600)
     key = stored._own_key(tmp_path)
     assert len(key) == 32 and any(key) and key == path.read_bytes() == stored._own_key(tmp_path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert caplog.text.count("is damaged: it is made anew") == 1
+    assert caplog.text.count("is damaged: a new key is made") == 1
     assert [each.name for each in tmp_path.glob("*programs*")] == [path.name]
 
 
@@ -206,7 +206,7 @@ def test_a_key_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch) -> N
 
 
 def test_programs_with_triton_kernels_are_kept_by_no_process(tmp_path, monkeypatch) -> None:
-    """Neither by one that serves alone nor by one of several: a kernel is made when its program is lowered."""
+    """Neither by a server alone nor by one of several processes: a kernel is made when its program is lowered."""
     options = EngineOptions(compilation_cache_dir=str(tmp_path / "cache"), max_model_len=64)
     parts = load_components(bundled_model(), options, progress=False, shapes=True)
     secret = tmp_path / "cluster.key"
@@ -214,23 +214,23 @@ def test_programs_with_triton_kernels_are_kept_by_no_process(tmp_path, monkeypat
     secret.chmod(0o600)
     cluster = ClusterOptions(coordinator="localhost:1", num_processes=2, process_id=1, cluster_key_file=str(secret))
     monkeypatch.setattr(stored, "resolve_backend", lambda device: Backend.TRITON)
-    alone = stored.own_store(bundled_model(), options, parts)
+    alone = stored.local_program_store(bundled_model(), options, parts)
     lowered: list[int] = []
 
     def lower() -> SimpleNamespace:
         lowered.append(1)
         return SimpleNamespace(compile=lambda options: options)
 
-    for store in (alone, start.kept_programs(cluster, bundled_model(), options, parts)):
-        assert store is not None and "not kept" in str(store)
+    for store in (alone, start.open_program_store(cluster, bundled_model(), options, parts)):
+        assert store is not None and "not stored" in str(store)
         assert store.get("decode", lower, {"a": 1}) == store.get("decode", lower, {"a": 1}) == {"a": 1}
-        store.forget_unused()
+        store.remove_unused()
     assert len(lowered) == 4
     assert not list((tmp_path / "cache").glob("*/*"))
 
 
 def test_mosaics_runtime_is_there_before_a_stored_program_is_asked_for(tmp_path, monkeypatch) -> None:
-    """It links the kernels of an executable that is loaded, and a start that finds all programs traces none."""
+    """It links the kernels of a loaded executable, and a start that finds all programs traces none."""
     order: list[str] = []
 
     class Asked(Exception):
@@ -251,7 +251,7 @@ def test_mosaics_runtime_is_there_before_a_stored_program_is_asked_for(tmp_path,
 
 
 def test_programs_of_one_mac_are_not_run_on_another(tmp_path, monkeypatch) -> None:
-    """Where there is no /proc/cpuinfo a command lists what the CPU can do; without it, its kind at least is known."""
+    """Without /proc/cpuinfo a command lists the CPU's features; without that, its kind at least is known."""
     monkeypatch.setattr(stored, "_CPUINFO", tmp_path / "absent")
     known = set()
     for listed in ("FEAT_BF16: 1", "FEAT_BF16: 0"):

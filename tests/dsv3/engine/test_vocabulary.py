@@ -1,4 +1,4 @@
-"""Devices that share embedding and head look up, score and sample what each of them would alone."""
+"""Devices that share embedding and head look up, score and sample as each of them would alone."""
 
 import dataclasses
 import functools
@@ -127,7 +127,9 @@ def test_what_is_not_finite_on_one_device_fails_the_row_of_its_rank_alone(value:
     broken = logits.copy()
     broken[3, 1, 0, W - 1] = value
     parts = np.stack([broken[:, ..., : W // 2], broken[:, ..., W // 2 :]], axis=1)  # [X, 2, ...]: words of each rank
-    parts = parts.reshape(2, 2, 2, B, S, W // 2).swapaxes(1, 2).reshape(X, 2, B, S, W // 2)  # to who holds them
+    parts = (
+        parts.reshape(2, 2, 2, B, S, W // 2).swapaxes(1, 2).reshape(X, 2, B, S, W // 2)
+    )  # to the device that has them
     slots = np.broadcast_to(np.arange(B, dtype=np.int32), (X, B))
     tokens = np.asarray(per_rank(functools.partial(sample_scores_body, SHARED, GREEDY))(state, None, parts, slots)[2])
     failed = tokens[..., 0] == NOT_FINITE

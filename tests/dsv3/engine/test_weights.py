@@ -1,4 +1,4 @@
-"""Weights read to where they are served: as if spread in memory, never copied again, by one process or several."""
+"""Weights loaded to the devices that serve them: as if spread in memory, never copied, by one process or several."""
 
 import dataclasses
 import json
@@ -16,8 +16,7 @@ import pytest
 
 from dsv3.checkpoint import load_params
 from dsv3.config.hugging_face import to_hf
-from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
-from dsv3.engine.assemble.weights import Reading, load_replicated, load_spread
+from dsv3.engine.expert_parallel import Reading, expert_parallel_functions, load_replicated, load_spread, spread_experts
 from dsv3.engine.functions import model_functions
 from sharding.mesh import rank_mesh, shardings
 from tests.dsv3.checkpoint import hf
@@ -82,8 +81,8 @@ def addresses(array: jax.Array) -> list[int]:
 PROCESS = """
 import json, pathlib, sys, zlib
 import jax, jax.numpy as jnp, numpy
-from dsv3.engine.assemble.functions import expert_parallel_functions
-from dsv3.engine.assemble.weights import Reading, load_spread
+from dsv3.engine.expert_parallel import expert_parallel_functions
+from dsv3.engine.expert_parallel import Reading, load_spread
 from dsv3.config.hugging_face import load_config
 from sharding.mesh import rank_mesh
 
@@ -110,7 +109,7 @@ print(json.dumps([load(directory) for directory in directories]))
 
 
 def two_processes(*directories: Path) -> list[list[dict]]:
-    """Returns what each process says of each directory."""
+    """Returns the output of each process for each directory."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

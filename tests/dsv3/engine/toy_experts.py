@@ -1,6 +1,6 @@
-"""The toy with routed experts, which say other tokens where they do not stand where the placement says.
+"""The toy with routed experts, which generates other tokens where experts are not where the placement says.
 
-An expert's weight is its own number. The tokens that a request decodes choose the expert that its first token names, in
+An expert's weight is its own number. The tokens that a request decodes select the expert that its first token names, in
 each layer. So all layers move alike, and a map whose layers differ is that of half a move.
 """
 
@@ -31,7 +31,7 @@ FIRST: ExpertMap = rebalance_experts(np.ones((LAYERS, EXPERTS)), REPLICAS, 1, 1,
 
 
 class ToyParams(NamedTuple):
-    """`weights` [L, Er, 1] float32, and where they stand."""
+    """`weights` [L, Er, 1] float32, and their placement."""
 
     weights: Any
     placement: Placement
@@ -68,7 +68,7 @@ def functions(mesh: Mesh) -> StepFunctions:
         return counted(out, chosen.sum(axis=0, dtype=jnp.int32))
 
     def wrong(params: ToyParams) -> jax.Array:
-        """Zero, or more where an expert that the placement says to be on this device is not there."""
+        """Zero, or more where an expert that the placement has on this device is not there."""
         weights, placement = params.weights[..., 0], params.placement
         place = placement.replicas - jax.lax.axis_index(experts.machine.axes) * weights.shape[1]
         found = jnp.take_along_axis(weights[:, None], jnp.clip(place, 0, weights.shape[1] - 1), axis=2)
@@ -85,9 +85,9 @@ Move = Callable[[ExpertsWorker, tuple[np.ndarray, ...]], jax.Array]
 
 
 def ending(move: Move, order: Path) -> Move:
-    """What moves a layer, but this process gets the signal whose number is in `order` when the last layer's turn comes.
+    """Moves layers, but this process gets the signal whose number is in `order` at the last layer.
 
-    The leader gets it before its part of that move, when the others have been told of it; a follower behind its part.
+    The leader gets it before its part of that move, when the others have its command; a follower after its part.
     """
 
     def moves(worker: ExpertsWorker, arrays: tuple[np.ndarray, ...]) -> jax.Array:

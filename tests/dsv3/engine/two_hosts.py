@@ -1,4 +1,4 @@
-"""An engine over two hosts in one process: commands reach the second one's tiers as over the wire, news come back."""
+"""An engine over two hosts in one process: commands reach the second one's tiers as over the wire, events come back."""
 
 import dataclasses
 from typing import Any
@@ -11,8 +11,8 @@ from dsv3.engine.components import EngineComponents
 from dsv3.engine.engine import Engine
 from dsv3.engine.executor import LocalExecutor, Results
 from dsv3.engine.job import StepCommand, WorkEvents
+from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.jobs.pages import PagesCommand, PagesFollower
-from dsv3.engine.jobs.registry import JOB_KINDS
 
 FAR = range(1, 2)
 
@@ -24,7 +24,7 @@ class TwoHosts(LocalExecutor):
         super().__init__(parts, JOB_KINDS)
         addresses = parts.cfg.transfer_addresses[::-1]  # the aside takes this process for the first
         theirs = dataclasses.replace(parts, cfg=dataclasses.replace(parts.cfg, transfer_addresses=addresses))
-        self.follower_handler = PagesFollower(theirs, lambda body: work_events.put("pages", 1, body))
+        self.follower_handler = PagesFollower(theirs, lambda body: work_events.publish("pages", 1, body))
         self._sent: dict[int, PagesCommand] = {}
 
     def launch(self, command: StepCommand) -> list[Any]:
@@ -42,7 +42,7 @@ class TwoHosts(LocalExecutor):
         part = StepCommand(number, ((kind, command),)).part(FAR)
         body = messages.encode(messages.step_of(part))
         [[_, sent]] = messages.command_of(messages.decode_for_follower(body), JOB_KINDS).jobs
-        self._sent[number] = sent = self.follower_handler.prepared(sent)
+        self._sent[number] = sent = self.follower_handler.prepare(sent)
         assert all(copy.values.keys() == copy.loads.keys() for copy in sent.into)
         into = [
             msgspec.structs.replace(mine, values=mine.values | {FAR[rank]: rows for rank, rows in far.values.items()})
@@ -51,10 +51,10 @@ class TwoHosts(LocalExecutor):
         return kind, msgspec.structs.replace(command, into=into)
 
     def _hand_over(self, number: int, command: PagesCommand, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        """Hands the follower what has left rank 1; returns the rest."""
+        """Passes the follower what has been offloaded from rank 1; returns the rest."""
         ranks = [rank for copy in command.out for rank in copy.keys]
         theirs = [array for rank, array in zip(ranks, arrays, strict=False) if rank in FAR]
-        self.follower_handler.take(self._sent.pop(number), theirs)
+        self.follower_handler.on_results(self._sent.pop(number), theirs)
         return [array for rank, array in zip(ranks, arrays, strict=False) if rank not in FAR]
 
 

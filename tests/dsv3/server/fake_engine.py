@@ -12,7 +12,7 @@ from collections import deque
 import numpy as np
 
 from dsv3.config.publishing import KvEventsConfig
-from dsv3.engine.step_log import EngineSnapshot, JobNote, StepLog
+from dsv3.engine.step_log import EngineSnapshot, JobRecord, StepLog
 from dsv3.kv_cache.event_publisher import Publisher
 from dsv3.kv_cache.events import PageTokens, Stored
 from dsv3.scheduler.request import (
@@ -106,7 +106,7 @@ class FakeEngine:
         self.log.begin(time.perf_counter())
         outputs = self._step()
         self.log.done("wait")
-        jobs = [JobNote("decode", len(self._running))]
+        jobs = [JobRecord("decode", len(self._running))]
         self.log.end(self._steps, self._steps - 1, jobs, len(self._running), len(self._waiting))
         return outputs
 

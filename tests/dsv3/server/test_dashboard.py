@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.engine.step_log import EngineSnapshot, ExpertLoad, JobNote, StepNote, StepPhase
+from dsv3.engine.step_log import EngineSnapshot, ExpertLoad, JobRecord, StepPhase, StepRecord
 from dsv3.server.serving.dashboard import events_of, experts_of, write_trace
 from tests.dsv3.server.conftest import KEY
 
@@ -118,13 +118,13 @@ def test_a_load_is_told_once_in_percent_of_the_mean() -> None:
 
 
 STEPS = [
-    StepNote(
+    StepRecord(
         launched=n,
         collected=n - 1 if n > 1 else 0,
         began=10.0 + n,
         parts=[StepPhase("plan decode", 10.1 + n), StepPhase("launch", 10.2 + n)]
         + ([StepPhase("wait", 10.7 + n)] if n > 1 else []),
-        jobs=[JobNote("decode", 8), JobNote("sample", 0)],
+        jobs=[JobRecord("decode", 8), JobRecord("sample", 0)],
         running=n,
         waiting=0,
     )
@@ -173,7 +173,7 @@ def test_spans_of_a_lane_nest(steps, began) -> None:
         at, parts = began, []
         for what, length in zip(("launch", "wait", "collect", "wait", "launch"), lengths, strict=False):
             parts.append(StepPhase(what, at := at + length))
-        notes.append(StepNote(number, number - 1, began, parts, [], 1, 0))
+        notes.append(StepRecord(number, number - 1, began, parts, [], 1, 0))
         began = at
     for lane in (1, 2):
         open_ = []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dsv3.engine import build
-from dsv3.engine.memory import DeviceMemory, KeptWorking
+from dsv3.engine.memory import DeviceMemory, WorkingMemoryFile
 from tests.tools.doctor.test_faults import is_gone
 from tools.doctor import checks, fits, install, serve
 from tools.doctor.rows import CaseResult, run_cases
@@ -143,7 +143,7 @@ def test_a_device_that_multiplies_wrong_is_found(monkeypatch):
 def test_the_account_of_a_gpu(monkeypatch, tmp_path):
     """A CPU pretends to be bounded, by little and then by too little."""
     monkeypatch.setattr(build, "use_compilation_cache", lambda _: tmp_path)
-    monkeypatch.setattr(KeptWorking, "read", lambda _: 10_000_000)
+    monkeypatch.setattr(WorkingMemoryFile, "read", lambda _: 10_000_000)
     monkeypatch.setattr(build, "device_memory", lambda _: DeviceMemory(10**9, 8 * 10**8))
     found = fits.memory(BUNDLED)
     assert found.passed and found.figures["total GB"] == 1.0 and found.figures["pool GB"] == 0.8

@@ -31,7 +31,7 @@ from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Programs, ReadPrograms, measure
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.executor import lay_out
-from dsv3.engine.jobs.registry import JOB_KINDS
+from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.limits import Hardware, engine_config, pages_of_one
 from tools.plan import programs as planning
 from tools.plan.deployment import Deployment, Device

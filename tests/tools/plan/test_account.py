@@ -10,11 +10,11 @@ import pytest
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DECODE_EP144, NODE_8XH200, PREFILL_EP32
 from dsv3.config.engine import pages_for
+from dsv3.engine.build import account_for
 from dsv3.engine.device.pool import SLACK
 from dsv3.engine.device.programs import Key
 from dsv3.engine.limits import pages_of_one, staging_bytes
 from dsv3.engine.memory import DeviceMemory, MemoryAccount, local_bytes
-from dsv3.engine.sizing import account_of
 from dsv3.model import AttentionForm
 from tests.tools.plan import command_lines
 from tests.tools.plan.command_lines import MODELS, Line
@@ -40,7 +40,7 @@ def server_account(line: Line) -> MemoryAccount:
     layout, _ = command_lines.served(MODELS[line.model], line.machine, line.options)
     total, utilization = line.machine.device.memory_bytes, line.options.gpu_memory_utilization
     memory = DeviceMemory(total, int(total * (utilization + SLACK)))
-    return account_of(layout, memory, utilization, known + staging_bytes(line.options))
+    return account_for(layout, memory, utilization, known + staging_bytes(line.options))
 
 
 @pytest.mark.parametrize("file", command_lines.FILES)

@@ -40,7 +40,7 @@ def test_the_ends_of_prompts_cost_what_gathering_makes_of_them(every):
         prompts, gathered = prompts + come, gathered + come
         if not gathered:
             continue
-        if gathering.waits(gathered, rows):
+        if gathering.should_wait(gathered, rows):
             waited += gathered
         else:
             programs, gathered = programs + 1, 0

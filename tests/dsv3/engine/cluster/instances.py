@@ -40,7 +40,7 @@ class Instance:
         self.coordinator, self.key = cluster.coordinator, cluster.cluster_key_file
 
     def wait_ready(self) -> None:
-        """Until requests are served; tells all logs if they will never be."""
+        """Waits until requests are served; prints all logs if the start fails."""
         while True:
             with contextlib.suppress(httpx.ConnectError):
                 if self.server.http.get("/health").status_code == 200:
@@ -50,12 +50,12 @@ class Instance:
             time.sleep(0.05)
 
     def serve_again(self) -> None:
-        """Starts another server in the place of one that has gone."""
+        """Starts another server in place of one that has ended."""
         self.server = self._serve()
         self.wait_ready()
 
     def log(self, process_id: int) -> str:
-        """What a process has written; the leader's engine shares its server's log."""
+        """The log of a process; the leader's engine shares its server's log."""
         return self.server.log.read_text() if process_id == 0 else self._logs[process_id].read_text()
 
 
@@ -92,9 +92,9 @@ def running(
 ) -> Iterator[Instance]:
     """The toy served by `num_processes` processes with options `engine`, `cluster`; `more` goes to followers' scripts.
 
-    The first failure ends it, unless it is `supervised`: then the processes that are given are those of supervisors.
-    Where `engine` has a transfer_key_file, each process gives its pages to others. One that `spells` has letters for
-    its tokens, so that it takes grammars. Followers reach a leader that is `relayed` over a link that can be cut.
+    The first failure ends it, unless it is `supervised`: then the returned processes are those of supervisors. Ranks
+    `engine` has a transfer_key_file, each process serves its pages to others. One that `spells` has letters for its
+    tokens, so that it takes grammars. Followers reach a leader that is `relayed` over a link that can be cut.
     """
     model_dir = directory / "model"
     model_dir.mkdir(exist_ok=True)
@@ -113,7 +113,7 @@ def running(
     followers, logs = {}, {i: directory / f"follower{i}.log" for i in range(1, num_processes)}
 
     def start(i: int) -> None:
-        """Starts follower `i`, for the first time or anew, with caches as on hosts without a common file system."""
+        """Starts follower `i`, for the first time or again, with caches as on hosts without a common file system."""
         own = EngineOptions(**given[i], compilation_cache_dir=str(cache / str(i // per_node)))
         place = dataclasses.replace(reached, process_id=i)
         script = "toy_supervisor" if supervised else "toy_cluster"

@@ -1,4 +1,4 @@
-"""Instances on this machine: free ports, a key, and followers that a test plays itself."""
+"""Instances on this machine: free ports, a key, and followers that a test plays."""
 
 import contextlib
 import random
@@ -19,7 +19,7 @@ FIELDS = {"weights": "abc", "code": "1"}
 
 
 def free_port() -> int:
-    """A port that is free like the next one, and that the system does not give to connections of others meanwhile.
+    """A free port whose next one is free too, and that the system does not use for offload_queue connections meanwhile.
 
     Those come from 32768 on. An instance binds its ports seconds after this, and much later on a busy machine.
     """
@@ -40,7 +40,7 @@ def write_key(directory: Path) -> str:
 
 
 def options(directory: Path, num_processes: int, process_id: int = 0, **changes) -> ClusterOptions:
-    """A place in an instance on ports of its own."""
+    """Options of a process in an instance on ports of its own."""
     fields = {"coordinator": f"127.0.0.1:{free_port()}", "cluster_key_file": write_key(directory)} | changes
     return ClusterOptions(num_processes=num_processes, process_id=process_id, **fields)
 
@@ -64,7 +64,7 @@ class Follower:
         self.wire.send(messages.encode(message))
 
     def received(self) -> Iterator[messages.ToFollower]:
-        """All that comes, heartbeats left out, until the leader ends the connection."""
+        """All messages, without heartbeats, until the leader ends the connection."""
         while (body := self.wire.receive()) is not None:
             message = messages.decode_for_follower(body)
             if not isinstance(message, messages.Heartbeat):
@@ -72,7 +72,7 @@ class Follower:
 
 
 def credentials(cluster: ClusterOptions) -> Credentials:
-    """What a process of the instance shows the others."""
+    """The credentials of the instance's processes."""
     return credentials_of(read_key(cluster.cluster_key_file))
 
 

@@ -1,4 +1,4 @@
-"""A follower's process without jax, which does what its order's `load` says, a word after the other."""
+"""A follower's process without jax, which executes its order's `load`, one word after the other."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 
-from dsv3.engine.cluster.link import Alone, Begun, Incarnation, Link, Pulse, Serving, Waits
+from dsv3.engine.cluster.link import Alive, Incarnation, JoinedGroup, Link, NoLeader, Serving, WaitsToRejoin
 from dsv3.processes.child import link_to_parent
 
 
@@ -15,9 +15,9 @@ def _exit_on_signal(*_: object) -> None:
 
 
 def main() -> None:
-    """Says its pulse ten times per second until it ends."""
+    """Reports that it is alive ten times per second until it ends."""
     link = Link(link_to_parent())
-    order = link.order()
+    order = link.receive_order()
     if order is None:
         sys.exit(0)
     signal.signal(signal.SIGTERM, _exit_on_signal)
@@ -28,13 +28,13 @@ def main() -> None:
     for word in words.split():
         match word:
             case "begin":
-                link.send(Begun(Incarnation(number, "a")))
+                link.send(JoinedGroup(Incarnation(number, "a")))
             case "serve":
                 link.send(Serving())
             case "waits":
-                link.send(Waits())
+                link.send(WaitsToRejoin())
             case "alone":
-                link.send(Alone())
+                link.send(NoLeader())
             case "hang":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "deaf":  # to signals
@@ -49,7 +49,7 @@ def main() -> None:
 
 def beat(link: Link) -> None:
     while True:
-        link.send(Pulse())
+        link.send(Alive())
         time.sleep(0.1)
 
 

@@ -1,4 +1,4 @@
-"""A link between hosts that can be cut: both ends live, and nothing comes through."""
+"""A link between hosts that can be cut: both ends live, and no data passes."""
 
 import contextlib
 import socket
@@ -8,9 +8,9 @@ from tests.dsv3.engine.cluster import local
 
 
 class Relay:
-    """Passes on what comes at `address`, and at the port behind it, to `target` and the port behind that.
+    """Forwards from `address`, and the port behind it, to `target` and the port behind that.
 
-    While it is cut nothing passes, the end of a connection neither.
+    While it is cut nothing passes, not even the end of a connection.
     """
 
     def __init__(self, target: str) -> None:
@@ -24,15 +24,15 @@ class Relay:
             threading.Thread(target=self._accept, args=(listener, (host, int(port) + i)), daemon=True).start()
 
     def cut(self) -> None:
-        """Holds everything back from now on."""
+        """Holds all data back from now on."""
         self._whole.clear()
 
     def mend(self) -> None:
-        """Passes on what was held back, and all that comes."""
+        """Forwards what was held back, and all later data."""
         self._whole.set()
 
     def close(self) -> None:
-        """Takes no more connections."""
+        """Accepts no more connections."""
         for listener in self._listeners:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""The channel between two processes, over real sockets: last words, limits, and errors of the sending thread."""
+"""The channel between two processes, over real sockets: last messages, limits, and errors of the sending thread."""
 
 import queue
 import socket
@@ -12,7 +12,7 @@ from tests.dsv3.engine.cluster import local
 
 
 class End:
-    """A channel over one end of a connection, and what it has called back."""
+    """A channel over one end of a connection, and its callbacks."""
 
     def __init__(self, connection: socket.socket, wire: Wire, heartbeat=lambda: b"beat", take=None, heartbeat_s=60.0):
         self.connection, self.wire = connection, wire
@@ -49,8 +49,8 @@ def pair():
         end.wire.close()
 
 
-def test_last_words_are_read_although_the_connection_has_ended_meanwhile(pair) -> None:
-    """The reader's own sending fails first: it must not hide what waits in its receive buffer."""
+def test_the_last_message_is_read_after_the_connection_has_ended(pair) -> None:
+    """The reader's own sending fails first: it must not hide the data in its receive buffer."""
     ours, theirs = pair()
     ours.start()
     ours.channel.send(b"one")
@@ -84,19 +84,19 @@ def test_many_channels_send_and_receive_at_once(pair) -> None:
 
 def test_a_connection_that_is_stuck_holds_up_no_other_one(pair) -> None:
     stuck, _ = pair()
-    stuck.start().channel.send(bytes(50 * 2**20))  # nobody reads it
+    stuck.start().channel.send(bytes(50 * 2**20))  # never read
     ours, theirs = (end.start() for end in pair())
     ours.channel.send(b"goes")
     assert theirs.messages.get(timeout=60) == b"goes"
 
 
-def test_closed_means_that_the_other_process_has_read_to_the_end_even_if_it_was_not_understood(pair) -> None:
+def test_closed_means_the_peer_has_read_everything_even_an_invalid_message(pair) -> None:
     def refuse(body: bytes) -> None:
         raise ValueError("nonsense")
 
     ours, theirs = (end.start() for end in pair(take=refuse))
     theirs.channel.send(b"?")
-    assert ours.ends.get(timeout=30) == "sent a message that cannot be taken (ValueError: nonsense)"
+    assert ours.ends.get(timeout=30) == "sent an invalid message (ValueError: nonsense)"
     ours.channel.send_last(b"the reason")
     assert theirs.messages.get(timeout=30) == b"the reason"
     assert not ours.channel.closed
@@ -114,7 +114,7 @@ def test_a_message_that_is_too_long_is_refused_where_it_is_made(pair) -> None:
     assert theirs.messages.get(timeout=30) == b"the next one goes"
 
 
-def test_an_error_of_the_sending_thread_is_told(pair) -> None:
+def test_an_error_of_the_sending_thread_is_reported(pair) -> None:
     def fail() -> bytes:
         raise RuntimeError("no pulse")
 
@@ -122,11 +122,11 @@ def test_an_error_of_the_sending_thread_is_told(pair) -> None:
     theirs.start()
     theirs.channel.send(b"heard before")
     ours.start()
-    assert ours.ends.get(timeout=30) == "cannot be sent to any more (RuntimeError: no pulse)"
+    assert ours.ends.get(timeout=30) == "can no longer be sent to (RuntimeError: no pulse)"
     assert ours.channel.closed
 
 
-def test_a_last_message_that_is_too_long_is_told(pair) -> None:
+def test_a_last_message_that_is_too_long_is_reported(pair) -> None:
     ours, _ = (end.start() for end in pair())
     ours.channel.send_last(bytes(MAX_MESSAGE_BYTES + 1))
     assert "WireError" in ours.ends.get(timeout=30)
@@ -137,7 +137,7 @@ def test_heartbeats_break_the_silence(pair) -> None:
     assert theirs.messages.get(timeout=30) == b"beat"
 
 
-def test_a_process_that_has_sent_its_last_message_still_hears_that_the_other_one_lives(pair) -> None:
+def test_heartbeats_are_received_after_the_last_message_is_sent(pair) -> None:
     ours, theirs = (end.start() for end in pair(heartbeat_s=0.01))
     theirs.channel.send_last(b"the reason")
     assert ours.messages.get(timeout=30) == b"the reason" and ours.channel.wait_closed(30)

@@ -1,4 +1,4 @@
-"""Digests agree exactly when the results do, in whatever order they come."""
+"""Digests are equal exactly when the results are, in any order of arrival."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.engine.cluster.digest import Book, Chain, digests_of, first_difference
+from dsv3.engine.cluster.digest import Chain, StepDigests, first_difference, order_digests
 
 
 def chain(results: list[list[int]]) -> list[bytes]:
@@ -27,31 +27,31 @@ def test_a_difference_shows_from_its_step_on(results: list[list[int]], data: st.
 
 @settings(max_examples=60)
 @given(st.permutations([(who, number) for who in (0, 1, 2) for number in range(4)]), st.integers(-1, 3))
-def test_a_book_finds_the_process_that_differs(order: list[tuple[int, int]], wrong: int) -> None:
-    """Process 2 differs in step `wrong`; -1: nobody does."""
-    book, found = Book([1, 2]), []
+def test_step_digests_find_the_process_that_differs(order: list[tuple[int, int]], wrong: int) -> None:
+    """Process 2 differs in step `wrong`; -1: none does."""
+    digests, found = StepDigests([1, 2]), []
     for who, number in order:
         digest = b"other" if who == 2 and number == wrong else b"same"
-        found.append(book.lead(number, digest) if who == 0 else book.follow(who, number, digest))
+        found.append(digests.add_leader(number, digest) if who == 0 else digests.add_follower(who, number, digest))
     assert {f for f in found if f is not None} == ({2} if wrong >= 0 else set())
     if wrong < 0:
-        assert book.late(math.inf) is None and not book._mine and not book._theirs
+        assert digests.overdue(math.inf) is None and not digests._mine and not digests._theirs
 
 
-def test_a_book_knows_who_is_late() -> None:
-    book = Book([1, 2])
-    book.follow(1, 5, b"")
-    book.lead(5, b"")
-    assert book.late(-math.inf) is None
-    assert book.late(math.inf) == (2, 5)
-    book.follow(2, 5, b"")
-    assert book.late(math.inf) is None
+def test_step_digests_find_the_late_process() -> None:
+    digests = StepDigests([1, 2])
+    digests.add_follower(1, 5, b"")
+    digests.add_leader(5, b"")
+    assert digests.overdue(-math.inf) is None
+    assert digests.overdue(math.inf) == (2, 5)
+    digests.add_follower(2, 5, b"")
+    assert digests.overdue(math.inf) is None
 
 
 def test_the_first_collective_that_differs_is_found() -> None:
-    """Another one, one more or one fewer; programs that one process alone knows count for nothing."""
+    """Another one, one more or one fewer; programs that only one process can read are ignored."""
     mine = {"a": ["x", "y", "z"], "b": ["x"], "only here": ["x"]}
-    assert first_difference(mine, digests_of({"a": ["x", "y", "z"], "b": ["x"], "only there": ["y"]})) is None
-    assert first_difference(mine, digests_of({"a": ["x", "z", "y"]})) == ("a", 1)
-    assert first_difference(mine, digests_of({"b": ["x", "y"]})) == ("b", 1)
-    assert first_difference(mine, digests_of({"a": ["x", "y"]})) == ("a", 2)
+    assert first_difference(mine, order_digests({"a": ["x", "y", "z"], "b": ["x"], "only there": ["y"]})) is None
+    assert first_difference(mine, order_digests({"a": ["x", "z", "y"]})) == ("a", 1)
+    assert first_difference(mine, order_digests({"b": ["x", "y"]})) == ("b", 1)
+    assert first_difference(mine, order_digests({"a": ["x", "y"]})) == ("a", 2)

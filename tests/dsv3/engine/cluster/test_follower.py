@@ -1,4 +1,4 @@
-"""The ends that a follower can come to, told to a leader that the test plays."""
+"""The ends that a follower can come to, with a leader that the test plays."""
 
 import signal
 import socket
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 
 
 class Played:
-    """A follower in this process, whose end is noted, and the leader's wire to it."""
+    """A follower in this process, whose end is recorded, and the leader's wire to it."""
 
     def __init__(self, cluster, ours: Wire, theirs: Wire) -> None:
         self.leader = ours
@@ -33,12 +33,12 @@ class Played:
         self.ended.set()
         sys.exit()
 
-    def give_up(self, error: Exception) -> None:
-        """Lets the main thread of the follower fail."""
-        threading.Thread(target=self.follower.give_up, args=(error,)).start()
+    def fail(self, error: Exception) -> None:
+        """Makes the main thread of the follower fail."""
+        threading.Thread(target=self.follower.fail, args=(error,)).start()
 
-    def heard(self) -> messages.ToLeader:
-        """The next message, heartbeats left out."""
+    def received(self) -> messages.ToLeader:
+        """The next message, without heartbeats."""
         while True:
             message = messages.decode_for_leader(self.leader.receive())
             if not isinstance(message, messages.Heartbeat):
@@ -61,12 +61,12 @@ def played(tmp_path, monkeypatch) -> Iterator[Played]:
             thread.join(30)  # a thread that ended the process later would end that of the tests
 
 
-def test_its_error_is_told_and_the_answer_ends_it(played, monkeypatch) -> None:
+def test_its_error_is_sent_and_the_answer_ends_it(played, monkeypatch) -> None:
     logged: list[tuple] = []
     monkeypatch.setattr(follower._log, "error", lambda *args: logged.append(args))
-    monkeypatch.setattr(follower, "_FAREWELL_S", 0.5)
-    played.give_up(ValueError("no such file"))
-    assert played.heard() == FollowerFailed("ValueError", "ValueError: no such file")
+    monkeypatch.setattr(follower, "_SHUTDOWN_S", 0.5)
+    played.fail(ValueError("no such file"))
+    assert played.received() == FollowerFailed("ValueError", "ValueError: no such file")
     played.leader.send(messages.encode(Stop("process 1 has failed (ValueError)")))
     assert played.ended.wait(30)
     assert played.ends[0] == (1, "the leader ends the instance: process 1 has failed (ValueError)")
@@ -74,10 +74,10 @@ def test_its_error_is_told_and_the_answer_ends_it(played, monkeypatch) -> None:
 
 
 def test_a_leader_that_does_not_answer_is_not_waited_for_without_bound(played, monkeypatch) -> None:
-    monkeypatch.setattr(follower, "_FAREWELL_S", 0.1)
-    played.give_up(ValueError("x"))
+    monkeypatch.setattr(follower, "_SHUTDOWN_S", 0.1)
+    played.fail(ValueError("x"))
     assert played.ended.wait(30)
-    assert played.ends == [(1, "the leader (process 0) does not seem to have heard of that")]
+    assert played.ends == [(1, "the leader (process 0) has not confirmed this error")]
 
 
 def test_the_leaders_reason_comes_first_although_the_leader_is_gone(played) -> None:
@@ -95,34 +95,34 @@ def test_a_leader_is_allowed_more_silence_until_all_are_ready(played) -> None:
     assert starting == 6 * played.follower._silence_s
 
 
-def test_a_leader_that_is_gone_ends_it(played) -> None:
+def test_the_end_of_the_leader_ends_it(played) -> None:
     played.leader.close()
     assert played.ended.wait(30)
     assert played.ends == [(1, "the leader (process 0) has ended, or the connection to it is broken")]
 
 
-def test_without_a_leader_it_gives_up_and_says_where_it_has_looked(tmp_path) -> None:
+def test_without_a_leader_it_ends_and_names_the_address(tmp_path) -> None:
     cluster = local.options(tmp_path, 2, 1, cluster_start_timeout=0.1)
     with pytest.raises(WireError, match=r"cannot reach the leader at 127\.0\.0\.1:\d+ within 0\.1 s"):
-        follower._reach(cluster, local.credentials(cluster))
+        follower._connect_to_leader(cluster, local.credentials(cluster))
 
 
-def test_what_is_no_message_is_told_to_the_leader(played) -> None:
+def test_an_invalid_message_is_reported_to_the_leader(played) -> None:
     played.leader.send(b"\xc1")
-    message = played.heard()
-    assert isinstance(message, FollowerFailed) and "cannot be taken" in message.text
+    message = played.received()
+    assert isinstance(message, FollowerFailed) and "an invalid message" in message.text
     played.leader.end()
     assert played.ended.wait(30)
-    assert played.ends == [(1, "the leader (process 0) has heard of that")]
+    assert played.ends == [(1, "the leader (process 0) has received this error")]
 
 
 def test_the_first_signal_asks_the_leader_to_drain_and_the_second_ends_the_process(played) -> None:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     before = signal.set_wakeup_fd(-1)
     try:
-        follower._Signals().hand_to(played.follower)
+        follower._Signals().attach(played.follower)
         signal.raise_signal(signal.SIGTERM)
-        assert played.heard() == Drain("process 1 has received SIGTERM") and not played.ends
+        assert played.received() == Drain("process 1 has received SIGTERM") and not played.ends
         signal.raise_signal(signal.SIGINT)
         assert played.ended.wait(30)
     finally:

@@ -1,4 +1,4 @@
-"""The leader against followers that tests play: who is let in, what each is told, and every way to fail."""
+"""The leader against followers that tests play: admission, messages, and every way to fail."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ from dsv3.config.engine import EngineConfig
 from dsv3.config.options import ClusterOptions
 from dsv3.engine.cluster import follower as follower_module
 from dsv3.engine.cluster import messages
-from dsv3.engine.cluster.digest import digests_of
+from dsv3.engine.cluster.digest import order_digests
 from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.messages import (
     Begin,
@@ -37,17 +37,17 @@ from dsv3.engine.cluster.messages import (
 from dsv3.engine.cluster.wire import UnauthenticatedConnections, connect
 from dsv3.engine.errors import ClusterError
 from dsv3.engine.job import StepCommand
+from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.jobs.decode import DecodeCommand
-from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.jobs.sample import RowMasks, SampleCommand
-from dsv3.engine.kernel_checks import Replaced
+from dsv3.engine.kernel_checks import KernelFallback
 from tests.dsv3.engine.cluster import local
 
 RESULTS = [np.arange(4, dtype=np.int32)]
 
 
 class Led:
-    """A leader that waits for its followers on a thread, and what it has called back."""
+    """A leader that waits for its followers on a thread, and its callbacks."""
 
     def __init__(self, cluster: ClusterOptions):
         self.cluster = cluster
@@ -83,7 +83,7 @@ class Led:
 
     def _gather(self) -> None:
         try:
-            self.leader.gather()
+            self.leader.wait_for_followers()
         except ClusterError as error:
             self.error = error
 
@@ -107,16 +107,16 @@ def both(lead, **changes) -> tuple[Led, local.Follower, Iterator]:
     received = follower.received()
     assert next(received) == Begin()
     assert led.gathered() is None
-    led.leader.build(EngineConfig(max_model_len=64, num_pages=5, num_ranks=2, num_processes=2))
+    led.leader.send_limits(EngineConfig(max_model_len=64, num_pages=5, num_ranks=2, num_processes=2))
     assert isinstance(next(received), Build)
     follower.send(Ready())
-    led.leader.ready()
+    led.leader.wait_ready()
     assert next(received) == Started()
     return led, follower, received
 
 
 def test_programs_that_launch_collectives_in_different_orders_are_refused(lead) -> None:
-    """The leader names the program, the processes and its own collective, before anybody launches anything."""
+    """The leader names the program, the processes and its own collective, before any process launches."""
     orders = {"decode-4-0-1": ["all-gather a", "all-to-all b", "all-to-all c"], "read_load-0-0-1": ["all-gather a"]}
     other = orders | {"decode-4-0-1": ["all-gather a", "all-to-all c", "all-to-all b"]}
     led = lead(4)
@@ -124,11 +124,11 @@ def test_programs_that_launch_collectives_in_different_orders_are_refused(lead) 
     assert [next(follower.received()) for follower in followers] == [Begin()] * 3
     assert led.gathered() is None
     for follower, each in zip(followers, (orders, other, other), strict=True):
-        follower.send(Compiled(digests_of(each)))
+        follower.send(Compiled(order_digests(each)))
     with pytest.raises(
         ClusterError, match=r"processes 2, 3 and process 0 .* of decode-4-0-1 .* number 2, .* all-to-all b;"
     ):
-        led.leader.compiled(orders)
+        led.leader.wait_compiled(orders)
     assert "instance-* and programs-* in --compilation_cache_dir" in led.failure()
 
 
@@ -142,12 +142,14 @@ def test_processes_agree_on_the_kernels_that_fail_in_any_of_them(lead) -> None:
     received = [follower.received() for follower in followers]
     assert [next(r) for r in received] == [Begin(), Begin()]
     assert led.gathered() is None
-    followers[0].send(Checked({"mla_decode": Replaced("triton", "hangs"), "fp8_gemm": Replaced("triton", "differs")}))
-    followers[1].send(Checked({"fp8_gemm": Replaced("triton", "differs")}))
-    agreed = led.leader.checked({"fp8_gemm": Replaced("triton", "raises")})
+    followers[0].send(
+        Checked({"mla_decode": KernelFallback("triton", "hangs"), "fp8_gemm": KernelFallback("triton", "differs")})
+    )
+    followers[1].send(Checked({"fp8_gemm": KernelFallback("triton", "differs")}))
+    agreed = led.leader.merge_kernel_checks({"fp8_gemm": KernelFallback("triton", "raises")})
     assert agreed == {
-        "fp8_gemm": Replaced("triton", "process 0: raises; process 1: differs; process 2: differs"),
-        "mla_decode": Replaced("reference", "process 1: hangs"),
+        "fp8_gemm": KernelFallback("triton", "process 0: raises; process 1: differs; process 2: differs"),
+        "mla_decode": KernelFallback("reference", "process 1: hangs"),
     }
     assert [next(r) for r in received] == [Checked(agreed), Checked(agreed)]
 
@@ -160,17 +162,17 @@ def test_a_whole_life(lead) -> None:
     assert led.gathered() is None
     for pages, follower in zip((7, 5), followers, strict=True):
         follower.send(Loaded({"devices": "1"}, pages))
-    assert led.leader.loaded({"devices": "1"}) == 5
-    led.leader.build(config := EngineConfig(max_model_len=64, num_pages=5, num_ranks=6, num_processes=3))
+    assert led.leader.wait_loaded({"devices": "1"}) == 5
+    led.leader.send_limits(config := EngineConfig(max_model_len=64, num_pages=5, num_ranks=6, num_processes=3))
     assert [next(r) for r in received] == [Build(config), Build(config)]
     for follower in followers:
         follower.send(Compiled({"decode-1-0-1": b""}))
-    led.leader.compiled({})  # nobody launches a program while another one compiles
+    led.leader.wait_compiled({})  # no process launches a program while another one compiles
     assert [next(r) for r in received] == [Compiled(), Compiled()]
     assert led.leader._silence_s == 6 * led.cluster.cluster_silence_timeout
     for follower in followers:
         follower.send(Ready())
-    led.leader.ready()
+    led.leader.wait_ready()
     assert led.leader._silence_s == led.cluster.cluster_silence_timeout
     assert [next(r) for r in received] == [Started(), Started()]
     led.leader.send(command(1))
@@ -206,10 +208,10 @@ def test_a_process_of_the_leaders_node_on_another_host_is_refused(lead) -> None:
 def test_missing_processes_are_named(lead) -> None:
     led = lead(5, cluster_start_timeout=0.5)
     follower = led.follower(3)
-    assert "processes 1, 2, 4 of 5 did not come within 0.5 s" in str(led.gathered())
-    assert "did not come" in led.failure()
+    assert "processes 1, 2, 4 of 5 did not connect within 0.5 s" in str(led.gathered())
+    assert "did not connect" in led.failure()
     [stop] = follower.received()
-    assert "did not come" in stop.failure
+    assert "did not connect" in stop.failure
 
 
 def test_other_settings_end_both_with_the_fields(lead) -> None:
@@ -225,14 +227,14 @@ def test_what_is_known_after_loading_must_be_the_same_too(lead) -> None:
     led, follower, _ = both(lead)
     follower.send(Loaded({"devices": "2 x cpu"}, 5))
     with pytest.raises(ClusterError, match=r"devices \(1 x cpu there, 2 x cpu in process 1\)"):
-        led.leader.loaded({"devices": "1 x cpu"})
+        led.leader.wait_loaded({"devices": "1 x cpu"})
 
 
 @pytest.mark.parametrize(
     ("theirs", "words"),
     [
         (["h1:7", "h2:7"], ""),
-        (["", "h2:7"], "transfer_address: process 1 has none, and others have"),
+        (["", "h2:7"], "transfer_address: process 1 has none, but others have"),
         (["h1:7", "h1:7"], "two processes have the same one: h0:7, h1:7, h1:7"),
     ],
 )
@@ -242,7 +244,7 @@ def test_transfer_addresses_of_all_or_of_none(lead, theirs, words) -> None:
     assert led.gathered() is None
     for address, follower in zip(theirs, followers, strict=True):
         follower.send(Loaded({}, 5, address))
-    led.leader.loaded({})
+    led.leader.wait_loaded({})
     if words:
         with pytest.raises(ClusterError, match=words):
             led.leader.transfer_addresses("h0:7")
@@ -251,21 +253,21 @@ def test_transfer_addresses_of_all_or_of_none(lead, theirs, words) -> None:
         assert led.leader.transfer_addresses("h0:7") == ("h0:7", *theirs)
 
 
-def test_what_followers_tell_reaches_its_planner_in_order(lead) -> None:
-    """Also what comes before there is a planner."""
+def test_followers_events_reach_the_planner_in_order(lead) -> None:
+    """Also events before there is a planner."""
     led, follower, _ = both(lead)
-    heard: queue.SimpleQueue = queue.SimpleQueue()
+    received: queue.SimpleQueue = queue.SimpleQueue()
     follower.send(WorkEvent("pages", b"1"))
     follower.send(WorkEvent("others", b"-"))
     follower.send(Loaded({}, 5))
-    led.leader.loaded({})
-    led.leader.events.listen("pages", lambda process_id, body: heard.put((process_id, body)))
+    led.leader.wait_loaded({})
+    led.leader.work_events.subscribe("pages", lambda process_id, body: received.put((process_id, body)))
     follower.send(WorkEvent("pages", b"2"))
-    assert [heard.get(timeout=30) for _ in range(2)] == [(1, b"1"), (1, b"2")]
+    assert [received.get(timeout=30) for _ in range(2)] == [(1, b"1"), (1, b"2")]
 
 
-def test_strangers_do_not_disturb_the_start(lead, tmp_path, caplog) -> None:
-    """Garbage, silence, another key: each refused by itself, none told anything."""
+def test_unauthenticated_connections_do_not_disturb_the_start(lead, tmp_path, caplog) -> None:
+    """Garbage, silence, another key: each is refused alone, and gets no data."""
     led = lead()
     silent = [local.dial(led.cluster) for _ in range(20)]
     for garbage in (b"GET / HTTP/1.1\r\n\r\n" * 10, bytes(4096), b"\x80\x04\x95" * 100):
@@ -282,16 +284,16 @@ def test_strangers_do_not_disturb_the_start(lead, tmp_path, caplog) -> None:
     assert next(received) == Begin()
     assert led.gathered() is None
     assert led.failures.empty()
-    assert "it does not know the key" in caplog.text
+    assert "it has another key" in caplog.text
     for connection in silent:
         connection.close()
 
 
 def join(cluster: ClusterOptions, process_id: int, begun: queue.Queue[int]) -> threading.Thread:
-    """A process that comes as a real follower does, and puts its id into `begun` when it may begin."""
+    """A process that connects as a real follower does, and puts its id into `begun` when it may begin."""
 
     def run() -> None:
-        wire = follower_module._reach(cluster, local.credentials(cluster))
+        wire = follower_module._connect_to_leader(cluster, local.credentials(cluster))
         wire.send(messages.encode(messages.Hello(local.FIELDS, "host", 1)))
         while not isinstance(messages.decode_for_follower(wire.receive() or b""), Begin):
             pass
@@ -305,8 +307,8 @@ def join(cluster: ClusterOptions, process_id: int, begun: queue.Queue[int]) -> t
     return thread
 
 
-def test_strangers_at_the_port_keep_no_process_out(lead) -> None:
-    """More of them than the leader greets at once, before and among the processes that belong here."""
+def test_unauthenticated_connections_keep_no_process_out(lead) -> None:
+    """More of them than the leader's bound, before and among the real processes."""
     led = lead(5)
     strangers, begun = [local.dial(led.cluster) for _ in range(100)], queue.Queue[int]()
     for process_id in range(1, 4):
@@ -319,8 +321,8 @@ def test_strangers_at_the_port_keep_no_process_out(lead) -> None:
         connection.close()
 
 
-def test_a_leader_that_is_slow_to_answer_is_asked_again(tmp_path, monkeypatch) -> None:
-    """A busy host is no refusal: the follower gives up a connection, and comes back."""
+def test_a_follower_retries_a_slow_leader(tmp_path, monkeypatch) -> None:
+    """A busy host is no refusal: the follower closes a connection, and connects again."""
     monkeypatch.setattr("dsv3.engine.cluster.wire.PATIENCE_S", 0.1)
     asked, connect = threading.Semaphore(0), follower_module.connect
     monkeypatch.setattr(follower_module, "connect", lambda *args: (asked.release(), connect(*args))[1])
@@ -329,12 +331,12 @@ def test_a_leader_that_is_slow_to_answer_is_asked_again(tmp_path, monkeypatch) -
     join(cluster, 1, begun)
     assert all(asked.acquire(timeout=30) for _ in range(3))
     monkeypatch.setattr("dsv3.engine.cluster.wire.PATIENCE_S", 30.0)
-    leader.gather()
+    leader.wait_for_followers()
     assert begun.get(timeout=30) == 1
     leader.end()
 
 
-def test_a_flood_from_one_address_displaces_nobody_at_another() -> None:
+def test_a_flood_from_one_address_displaces_no_other_address() -> None:
     strangers, pairs = UnauthenticatedConnections(), [socket.socketpair() for _ in range(200)]
     (honest, theirs), *flood = pairs
     strangers.add(honest, "10.0.0.1")
@@ -357,7 +359,7 @@ def is_ended(connection: socket.socket) -> bool:
 
 
 def test_errors_of_accept_are_survived(lead, monkeypatch, caplog) -> None:
-    """Such as no free descriptor, while strangers hold them."""
+    """Such as no free descriptor, because of unauthenticated connections."""
     accept, errors = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files")] * 3
 
     def failing(self: socket.socket) -> tuple[socket.socket, object]:
@@ -374,17 +376,17 @@ def test_errors_of_accept_are_survived(lead, monkeypatch, caplog) -> None:
     assert not errors and "Too many open files" in caplog.text
 
 
-def test_a_process_that_goes_before_it_has_said_anything_may_come_again(lead, caplog) -> None:
+def test_a_process_that_disconnects_before_its_first_message_may_reconnect(lead, caplog) -> None:
     led = lead()
     connect(local.dial(led.cluster), local.credentials(led.cluster), 1).close()
-    while "before its first message" not in caplog.text:  # the leader may take it in after it has gone
+    while "before its first message" not in caplog.text:  # the leader may admit it after it has disconnected
         time.sleep(0.01)
     received = led.follower(1).received()
     assert next(received) == Begin()
     assert led.failures.empty()
 
 
-def test_nobody_can_connect_once_all_have_come(lead) -> None:
+def test_the_port_closes_once_all_have_connected(lead) -> None:
     led, _, _ = both(lead)
     with pytest.raises(ConnectionRefusedError):
         local.dial(led.cluster)
@@ -401,7 +403,7 @@ def test_a_process_id_is_given_once(lead) -> None:
     assert led.gathered() is None
 
 
-def test_an_address_that_is_not_this_hosts_is_told(tmp_path) -> None:
+def test_an_address_of_another_host_is_refused(tmp_path) -> None:
     with pytest.raises(ClusterError, match=r"cannot listen at 192\.0\.2\.1.*--coordinator"):
         Leader(local.options(tmp_path, 2, coordinator="192.0.2.1:5000"), {}, print, print)
 
@@ -443,20 +445,20 @@ def beating(follower: local.Follower, launched: int) -> threading.Event:
     return done
 
 
-def test_a_follower_that_launches_nothing_is_noticed_though_its_heart_beats(lead) -> None:
+def test_a_follower_that_launches_nothing_is_noticed_despite_heartbeats(lead) -> None:
     led, follower, _ = both(lead, cluster_silence_timeout=0.4)
     done = beating(follower, 6)
     led.leader.send(command(7))
-    led.leader.launched(7)
+    led.leader.on_launched(7)
     assert led.failure() == "process 1 has not launched step 7 for 0.4 s: it hangs"
     done.set()
 
 
-def test_a_follower_that_reports_nothing_is_noticed_though_its_heart_beats(lead) -> None:
+def test_a_follower_that_reports_nothing_is_noticed_despite_heartbeats(lead) -> None:
     led, follower, _ = both(lead, cluster_silence_timeout=0.4)
     done = beating(follower, 7)
-    led.leader.launched(7)
-    led.leader.results(7, RESULTS)
+    led.leader.on_launched(7)
+    led.leader.on_results(7, RESULTS)
     assert led.failure() == "process 1 has not reported step 7 for 0.4 s: it hangs"
     done.set()
 
@@ -465,7 +467,7 @@ def test_other_results_end_the_instance(lead) -> None:
     led, follower, _ = both(lead)
     follower.send(Digest(3, b"something else"))
     with contextlib.suppress(ClusterError):
-        led.leader.results(3, RESULTS)
+        led.leader.on_results(3, RESULTS)
     assert led.failure() == "process 1 has other results than process 0 in step 3"
 
 
@@ -479,10 +481,10 @@ def test_a_followers_error_reaches_the_clients_by_its_kind_alone(lead, caplog) -
 def test_garbage_from_a_follower_ends_the_instance(lead) -> None:
     led, follower, _ = both(lead)
     follower.wire.send(b"\xc1")
-    assert "process 1 sent a message that cannot be taken" in led.failure()
+    assert "process 1 sent an invalid message" in led.failure()
 
 
-def test_a_follower_asked_to_end_has_the_leader_drain(lead) -> None:
+def test_a_follower_asked_to_end_makes_the_leader_drain(lead) -> None:
     led, follower, _ = both(lead)
     follower.send(Drain("process 1 has received SIGTERM"))
     assert led.drains.get(timeout=30) == "process 1 has received SIGTERM"
@@ -507,11 +509,11 @@ def test_only_the_first_failure_counts(lead) -> None:
     followers[1].wire.close()
     assert led.failures.empty()
     with pytest.raises(ClusterError, match="process 1 has failed"):
-        led.leader.results(1, RESULTS)
+        led.leader.on_results(1, RESULTS)
 
 
 def test_the_reason_has_been_read_before_the_leader_ends(lead) -> None:
-    """The follower whose message is the cause, too: the leader waits for it as for the others."""
+    """By the follower whose message is the cause, too: the leader waits for it as for the others."""
     led = lead(3)
     followers = [led.follower(1), led.follower(2, fields=local.FIELDS | {"weights": "def"})]
     reason = led.failure()
@@ -524,26 +526,26 @@ def test_the_reason_has_been_read_before_the_leader_ends(lead) -> None:
     assert ended.wait(30)
 
 
-def test_a_process_that_comes_while_the_instance_ends_hears_why(lead) -> None:
+def test_a_process_that_connects_during_shutdown_gets_the_reason(lead) -> None:
     led = lead(3)
     late = local.dial(led.cluster)
     led.follower(1, fields={})
     reason = led.failure()
-    while led.leader._last_word is None:
+    while led.leader._shutdown_message is None:
         time.sleep(0.01)
     follower = local.Follower(led.cluster, 2, connection=late)
     assert list(follower.received()) == [Stop(reason)]
     follower.wire.close()
 
 
-def test_nobody_waits_for_a_silent_follower(lead, monkeypatch) -> None:
-    monkeypatch.setattr("dsv3.engine.cluster.leader._LAST_WORD_S", 3600.0)
+def test_the_shutdown_does_not_wait_for_a_silent_follower(lead, monkeypatch) -> None:
+    monkeypatch.setattr("dsv3.engine.cluster.leader._FAILURE_SHUTDOWN_S", 3600.0)
     led, _, _ = both(lead, cluster_silence_timeout=0.4)
     reason = led.failure()
     led.leader.end(reason)
 
 
-def test_a_command_that_no_message_holds_ends_the_instance_with_its_size(lead, monkeypatch) -> None:
+def test_a_command_too_long_for_a_message_ends_the_instance_with_its_size(lead, monkeypatch) -> None:
     monkeypatch.setattr("dsv3.engine.cluster.channel.MAX_MESSAGE_BYTES", 2**10)
     led, _, received = both(lead)
     big = StepCommand(1, (("decode", DecodeCommand(np.zeros((2, 2**8, 3), np.int32), 1)),))
@@ -553,8 +555,8 @@ def test_a_command_that_no_message_holds_ends_the_instance_with_its_size(lead, m
     assert list(received) == [Stop(reason)]
 
 
-def test_masks_of_many_requests_reach_the_follower(lead) -> None:
-    """Legal load: they were longer than a message could be, which ended the instance, and again after each restart."""
+def test_bitmasks_of_many_requests_reach_the_follower(lead) -> None:
+    """Legal load: it was once too long for a message, which ended the instance, and again after each restart."""
     led, _, received = both(lead)
     places = np.array([[1, i] for i in range(1100)], np.int32)
     masks = np.full((len(places), 4, 4040), 7, np.uint32)
@@ -565,7 +567,7 @@ def test_masks_of_many_requests_reach_the_follower(lead) -> None:
 
 
 class Clock:
-    """Stands for the `time` module: sleeps briefly, and can leap as it does for a process that was suspended."""
+    """Stands for the `time` module: sleeps briefly, and can jump as for a suspended process."""
 
     def __init__(self) -> None:
         self.leap_s, self.sleeps = 0.0, 0
@@ -578,17 +580,17 @@ class Clock:
         self.sleeps += 1
 
 
-def test_a_leader_that_was_suspended_blames_nobody(lead, monkeypatch) -> None:
-    """What a follower has not launched or reported counts from the end of the suspension."""
+def test_a_suspended_leader_resets_all_deadlines(lead, monkeypatch) -> None:
+    """The deadlines of launches and reports count from the end of the suspension."""
     clock = Clock()
     for module in ("leader", "digest", "channel"):
         monkeypatch.setattr(f"dsv3.engine.cluster.{module}.time", clock)
     led, _, _ = both(lead, cluster_silence_timeout=3600.0)
-    led.leader.launched(7)
-    led.leader.results(7, RESULTS)
+    led.leader.on_launched(7)
+    led.leader.on_results(7, RESULTS)
     clock.leap_s = 7200.0
     seen = clock.sleeps
     while clock.sleeps < seen + 5:
         time.sleep(0.01)
-    led.leader.results(8, RESULTS)
+    led.leader.on_results(8, RESULTS)
     assert led.failures.empty()

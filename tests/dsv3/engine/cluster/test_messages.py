@@ -1,4 +1,4 @@
-"""Commands as they travel: nothing is lost, and nothing but what is declared is taken."""
+"""Commands on the wire: nothing is lost, and only declared types are accepted."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ from dsv3.config.engine import EngineConfig
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.messages import Build, Digest, FollowerFailed, Hello, Step, Stop
 from dsv3.engine.job import Command, StepCommand
+from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.experts import ExpertsCommand
 from dsv3.engine.jobs.prefill import PrefillCommand
-from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.jobs.sample import Adjustment, RowMasks, SampleCommand
 
 ARRAYS = hnp.arrays(
@@ -64,7 +64,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def travelled(command: StepCommand) -> StepCommand:
-    """A command after its way to a follower."""
+    """A command encoded for a follower and decoded."""
     received = messages.decode_for_follower(messages.encode(messages.step_of(command)))
     assert isinstance(received, Step)
     return messages.command_of(received, JOB_KINDS)
@@ -92,7 +92,7 @@ def test_the_limits_and_small_messages_arrive() -> None:
         assert messages.decode_for_leader(messages.encode(message)) == message
 
 
-def test_messages_are_not_taken_in_the_wrong_direction() -> None:
+def test_messages_in_the_wrong_direction_are_refused() -> None:
     with pytest.raises(msgspec.ValidationError):
         messages.decode_for_leader(messages.encode(Stop(None)))
     with pytest.raises(msgspec.ValidationError):
@@ -130,6 +130,6 @@ def test_garbage_is_an_error_and_nothing_else(body: bytes) -> None:
             decode(body)
 
 
-def test_what_is_no_part_of_a_command_is_not_encoded() -> None:
+def test_unsupported_types_are_not_encoded() -> None:
     with pytest.raises(NotImplementedError, match="object"):
         messages.step_of(StepCommand(1, (("decode", DecodeCommand(object(), 1)),)))  # type: ignore[arg-type]

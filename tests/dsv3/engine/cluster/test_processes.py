@@ -1,4 +1,4 @@
-"""The toy model over real processes: the same tokens as in one, and every end that a process can come to."""
+"""The toy model over real processes: the same tokens as in one, and every way that a process can end."""
 
 import re
 import signal
@@ -30,7 +30,7 @@ def busy(instance):
 
 
 def failed(instance, requests, reason):
-    """Everyone has heard the reason, and both end with status 1."""
+    """All have the reason, and both end with status 1."""
     server = instance.server
     for answer in requests.wait():
         assert "engine" in answer.text or reason in answer.text
@@ -61,7 +61,7 @@ def check_tokens(instance):
 
 
 def drain(instance):
-    """SIGTERM to the follower: requests that are held to a grammar finish, on either rank; all end with status 0."""
+    """SIGTERM to the follower: constrained requests finish, on either rank; all end with status 0."""
     server, follower, requests = instance.server, instance.followers[1], Requests(instance.server)
     pattern = {"structured_outputs": {"regex": test_masks.CONSTRAINTS[1].regex}, "return_token_ids": True}
     for first in (2, 3):
@@ -77,11 +77,11 @@ def drain(instance):
     assert told == {tuple(tokens): reason for tokens, reason in expected}
     assert server.process.wait(60) == 0
     assert follower.wait(60) == 0
-    assert "the leader has ended in order" in instance.log(1)
+    assert "the leader has ended the instance in order" in instance.log(1)
 
 
 def latents_of(prompt, peers, address):
-    """The toy's latents of a prompt's whole pages, as another instance gets them."""
+    """The toy's latents of a prompt's whole pages, as another instance fetches them."""
     keys, came = [], []
     extend_keys(root_key(fingerprint("{}"), ""), keys, np.array(prompt, np.int32), 64)
     assert peers.fetch(address, keys, 5.0, lambda _, value: came.append(value.tobytes())) == len(keys)
@@ -90,7 +90,7 @@ def latents_of(prompt, peers, address):
 
 
 def check_pages_found_again(instance, key):
-    """What the hosts' memories have kept answers, and goes to others from whichever process has it.
+    """Pages in the hosts' memories are found, and served to others by the process that has them.
 
     Returns the way there.
     """
@@ -113,9 +113,9 @@ def check_pages_found_again(instance, key):
 def test_a_restart_finds_programs_and_pages_of_the_last_start(tmp_path):
     """The tokens are those of one process without drafts, and digests agree on every draft, right or wrong.
 
-    The second time both processes take stored executables, and the pages that each host's memory has kept. A program
-    that was tampered with is not used: that process compiles it alone, and waits for no other one's compilation. A
-    follower with other results ends the instance, and the pages.
+    The second time both processes load stored executables, and the pages in each host's memory. A manipulated program
+    is not used: that process compiles it alone, and waits for no other one's compilation. A follower with other results
+    ends the instance, and the pages.
     """
     pages = {"kv_offloading_size": 1e-3, "transfer_key_file": local.write_key(tmp_path)}
     pages |= {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
@@ -132,16 +132,17 @@ def test_a_restart_finds_programs_and_pages_of_the_last_start(tmp_path):
     with instances.running(tmp_path, 2, tmp_path, engine=pages, spells=True, diverge_at=200) as instance:
         assert f"{path.name} is not used: its MAC is wrong" in instance.log(1)
         assert "compiling a program" in instance.log(1) and executable.exists()
-        assert f"{num_programs - 1} of {num_programs} programs from the last start" in instance.log(1)
+        assert f"{num_programs - 1} of {num_programs} programs loaded from the store" in instance.log(1)
         peers, addresses = check_pages_found_again(instance, Path(pages["transfer_key_file"]).read_bytes())
         failed(instance, busy(instance), "process 1 has other results than process 0 in step 200")
         with pytest.raises(PeerError):
             peers.fetch(addresses, [bytes(32)], 60.0, lambda *_: None)
-        assert f"{num_programs} of {num_programs} programs from the last start" in instance.server.process.stdout.read()
+        output = instance.server.process.stdout.read()
+        assert f"{num_programs} of {num_programs} programs loaded from the store" in output
 
 
 def test_a_first_launch_that_takes_long_ends_no_instance(tmp_path):
-    """It is over before the leader allows less silence, and before a client meets it.
+    """It is over before the leader allows less silence, and before the first request.
 
     Both processes have checked kernels before, of which another one fails in each, and have replaced both.
     """
@@ -160,7 +161,7 @@ def test_a_first_launch_that_takes_long_ends_no_instance(tmp_path):
 
 
 def test_a_follower_whose_program_launches_collectives_in_another_order_ends_the_start(tmp_path):
-    """Nothing of it is launched: both processes end with the program and its first collective that differs."""
+    """Nothing is launched: both processes end with the program and its first collective that differs."""
     said = r"the instance ends: process 1 and process 0 launch the collectives of sample-\S+ in different orders, .* 1,"
     with pytest.raises(AssertionError, match=said), instances.running(tmp_path, 2, tmp_path, exchanged=True):
         pass

@@ -1,4 +1,4 @@
-"""What each of several processes of a host takes: its share of the GPUs, ports of its own, one node of the mesh."""
+"""The share of each of several processes of a host: its GPUs, ports of its own, one node of the mesh."""
 
 import ctypes
 import dataclasses
@@ -23,7 +23,7 @@ def place(process_id: int, processes_per_node: int, num_processes: int = 16) -> 
 
 
 class Driver:
-    """Plays CUDA's driver library, which shows so many GPUs, or does not start."""
+    """Plays CUDA's driver library, with so many GPUs, or one that does not start."""
 
     def __init__(self, gpus: int, status: int = 0) -> None:
         self._gpus, self._status = gpus, status
@@ -38,7 +38,7 @@ class Driver:
 
 @pytest.fixture
 def shown(monkeypatch):
-    """Makes the host one with GPUs of which the driver shows this process so many."""
+    """Makes the driver show this process so many GPUs of its host."""
     monkeypatch.setattr(start, "jax", SimpleNamespace(config=SimpleNamespace(jax_platforms=None)))
 
     def show(gpus: int, status: int = 0) -> None:
@@ -60,14 +60,14 @@ def test_processes_of_a_node_share_its_gpus(shown, gpus, processes) -> None:
 
 @pytest.mark.parametrize("gpus", [1, 6, 12])
 def test_gpus_that_cannot_be_shared_are_refused(shown, gpus) -> None:
-    """One is what a task of Slurm sees that was bound to its GPU."""
+    """A Slurm task that is bound to its GPU sees one."""
     shown(gpus)
     with pytest.raises(ValueError, match=rf"processes_per_node: 8 does not divide the {gpus} GPUs .*--gpus-per-node"):
         start.own_gpus(place(3, 8))
 
 
 def test_a_process_alone_on_its_host_takes_all_that_jax_finds(shown, monkeypatch) -> None:
-    """So does one whose driver does not start, for jax to say why, and one that serves from the CPU."""
+    """So does one whose driver does not start, for jax's error message, and one on the CPU."""
     shown(3)
     assert start.own_gpus(place(3, 1)) is None
     shown(0, status=100)
@@ -79,16 +79,16 @@ def test_a_process_alone_on_its_host_takes_all_that_jax_finds(shown, monkeypatch
     assert start.own_gpus(place(3, 8)) is None
 
 
-def test_further_processes_of_a_host_hand_out_pages_at_the_next_ports() -> None:
+def test_further_processes_of_a_host_serve_pages_at_the_next_ports() -> None:
     host = EngineOptions(kv_offloading_size=1, transfer_key_file="key", transfer_address="[::1]:9000", max_num_seqs=3)
-    addresses = [start.own_options(host, place(i, 4)).transfer_address for i in range(8)]
+    addresses = [start.process_options(host, place(i, 4)).transfer_address for i in range(8)]
     assert addresses == [f"[::1]:{9000 + i % 4}" for i in range(8)]
-    assert start.own_options(host, place(5, 4)) == dataclasses.replace(host, transfer_address="[::1]:9001")
+    assert start.process_options(host, place(5, 4)) == dataclasses.replace(host, transfer_address="[::1]:9001")
     silent = EngineOptions(max_num_seqs=3)
-    assert start.own_options(silent, place(3, 4)) is silent
+    assert start.process_options(silent, place(3, 4)) is silent
     last = dataclasses.replace(host, transfer_address="host:65534")
     with pytest.raises(ValueError, match=r"transfer_address: 'host:65535'"):
-        start.own_options(last, place(1, 4))
+        start.process_options(last, place(1, 4))
 
 
 def test_nodes_of_the_mesh_are_hosts_not_processes(tmp_path) -> None:

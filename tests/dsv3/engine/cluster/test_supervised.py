@@ -1,4 +1,4 @@
-"""A gang that loses a process under its clients: all processes start anew, and every stream goes on."""
+"""A group that loses a process under its clients: all processes restart, and every stream resumes."""
 
 import re
 import signal
@@ -30,7 +30,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(directory):
-    """Nearly every test restarts it. The last ones take its follower away and give it back, and its server too."""
+    """Nearly every test restarts it. The last ones remove its follower and bring it back, and its server too."""
     cluster = {"cluster_spare": False, "cluster_return_timeout": 30.0, "cluster_grow_interval": 0.1}
     engine = {"eplb_state": str(directory / "experts")}
     how = {"silence": 5.0, "supervised": True, "relayed": True, "cluster": cluster, "engine": engine}
@@ -50,7 +50,7 @@ def check(streams, prompts=PROMPTS):
 
 
 def cut_the_link(instance):
-    """Both live, and each of them hears nothing of the other."""
+    """Both live, and neither receives data from the other."""
     lines = {0: "process 1 has been silent for 5 s", 1: "the leader (process 0) has been silent for 5 s"}
     before = {i: instance.log(i).count(line) for i, line in lines.items()}
     instance.relay.cut()
@@ -78,7 +78,7 @@ start.start_jax(cluster, Incarnation(int(sys.argv[3]), sys.argv[4]))
 
 
 def kept(file):
-    """How many copies of each expert the next engine starts with. What is kept is never half a move."""
+    """How many copies of each expert the next engine starts with. The saved map is never half a move."""
     if not file.exists():
         return toy_experts.FIRST.logcnt[0].tolist()
     experts = toy_experts.spread_over(rank_mesh(jax.devices()[:2], 2))
@@ -89,11 +89,11 @@ def kept(file):
 
 @pytest.mark.parametrize(("process_id", "number"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_experts_are_whole_where_a_process_has_ended_while_they_moved(two, directory, process_id, number):
-    """Two of three layers have moved, the third one is on its way.
+    """Two of three layers have moved, the third one is in progress.
 
-    The leader is killed before its part of that, when the follower waits for it. The follower stops behind its own
+    The leader is killed before its part of that, while the follower waits for it. The follower stops after its own
     part, and its supervisor kills it. Texts would differ where an expert's weights are not where the map says. All
-    choose one expert, which in the end has two copies.
+    select one expert, which in the end has two copies.
     """
     chosen = 1 + process_id
     before, server, prompts = kept(directory / "experts"), two.server, [[chosen, *prompt] for prompt in PROMPTS]
@@ -107,7 +107,7 @@ def test_experts_are_whole_where_a_process_has_ended_while_they_moved(two, direc
     assert kept(directory / "experts") == [2 if expert == chosen else 1 for expert in range(toy_experts.EXPERTS)]
 
 
-def test_every_stream_goes_on_where_the_link_between_two_processes_is_cut(two):
+def test_every_stream_resumes_after_the_link_between_two_processes_is_cut(two):
     server = two.server
     restarts, tokens = (server.metric(name) for name in (RESTARTS, TOKENS))
     streams = answers(server)
@@ -121,11 +121,11 @@ def ran(script, *arguments):
     return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, timeout=120, text=True)
 
 
-def test_strangers_and_a_process_of_an_older_generation_disturb_nobody(two):
-    """Neither can say that it is process 1, and end both.
+def test_unauthenticated_and_outdated_processes_are_kept_out(two):
+    """Neither can claim to be process 1, and end both.
 
-    A stranger at the coordinator's port has no certificates. The other one has the key, and the certificates of a
-    generation that is over.
+    A client at the coordinator's port has no certificates. The other one has the key, and the certificates of a past
+    generation.
     """
     number, front = re.findall(r"generation (\d+) of (\w+)", two.log(1))[-1]
     before = two.server.metric(RESTARTS)
@@ -149,24 +149,24 @@ def test_a_supervisor_that_is_killed_takes_its_follower_with_it_and_may_come_bac
     check(streams)
 
 
-def test_the_others_go_on_without_a_process_that_does_not_come_back_and_again_with_it(two):
-    """The leader is alone until the other one is there."""
+def test_a_degraded_group_serves_until_the_missing_process_rejoins(two):
+    """The leader is alone until the other one is back."""
     streams = answers(two.server)
     two.server.wait_for(lambda: two.server.metric("vllm:num_requests_running") > 0)
     two.followers[1].kill()
     check(streams)
-    two.server.wait_for(lambda: "going on without process 1 of 2" in two.log(0))  # streams may have ended before that
+    two.server.wait_for(lambda: "starting without process 1 of 2" in two.log(0))  # streams may have ended before that
     two.wait_ready()
     rank = {"headers": {"X-data-parallel-rank": "1"}, "json": BODY | {"prompt": [1], "max_tokens": 3}}
     assert two.server.http.post(COMPLETIONS, **rank).status_code == 400
     two.start(1)
-    two.server.wait_for(lambda: "process 1 has come back (pid" in two.log(0), 120)  # the gang ends within 0.25 s
+    two.server.wait_for(lambda: "process 1 waits to rejoin (pid" in two.log(0), 120)  # the group ends within 0.25 s
     check(answers(two.server))
-    two.server.wait_for(lambda: "process 1 of 2 has come back: all start anew" in two.log(0))
+    two.server.wait_for(lambda: "process 1 of 2 has rejoined: all restart" in two.log(0))
     two.server.wait_for(lambda: two.server.http.post(COMPLETIONS, **rank).status_code == 200)
 
 
-def test_followers_join_a_server_that_is_started_again(two):
+def test_followers_join_a_restarted_server(two):
     two.server.process.kill()
     two.serve_again()
     assert "the HTTP process of the leader has gone" in two.log(1)

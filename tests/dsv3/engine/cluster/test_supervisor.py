@@ -1,4 +1,4 @@
-"""What a supervisor does when its process ends: by itself, by force, because it hangs, or because it was asked to."""
+"""What a supervisor does when its process ends: by itself, by force, because it hangs, or after a signal."""
 
 import signal
 
@@ -7,7 +7,7 @@ import pytest
 
 from dsv3.config.options import EngineOptions
 from dsv3.engine.cluster import supervisor
-from dsv3.engine.cluster.link import Follow
+from dsv3.engine.cluster.link import FollowOrder
 from dsv3.processes.child import LinkedChild, RestartPolicy
 from tests.dsv3.engine.cluster import local
 
@@ -16,12 +16,12 @@ TWICE = RestartPolicy(most=2)
 
 @pytest.fixture
 def supervise(tmp_path, monkeypatch, capfd):
-    """Runs processes that play; returns the last one's status, and how many lives there were."""
+    """Runs played processes; returns the last one's status, and the number of starts."""
     monkeypatch.setattr(supervisor, "_CHILD", "tests.dsv3.engine.cluster.played_child")
 
     def run(lives: str, policy: RestartPolicy | None = TWICE, silence: float = 60.0) -> tuple[int, int]:
         cluster = local.options(tmp_path, 2, 1, cluster_silence_timeout=silence)
-        order = Follow(cluster, "model", EngineOptions(), lives)
+        order = FollowOrder(cluster, "model", EngineOptions(), lives)
         status = supervisor.Supervisor(order, policy).run()
         return status, capfd.readouterr().out.count("life")
 
@@ -47,7 +47,7 @@ def supervise(tmp_path, monkeypatch, capfd):
         "never up", "before it begins", "without a leader", "others serve without it",
     ],
 )  # fmt: skip
-def test_which_end_is_the_last(supervise, lives, policy, end):
+def test_which_exits_are_final(supervise, lives, policy, end):
     assert supervise(lives, policy) == end
 
 
@@ -55,7 +55,7 @@ def test_a_process_that_is_stopped_is_replaced(supervise):
     assert supervise("begin serve hang; begin serve 0", silence=1.0) == (0, 2)
 
 
-def test_a_process_that_does_not_end_of_force_is_the_last(supervise, monkeypatch):
+def test_a_process_that_survives_sigkill_is_final(supervise, monkeypatch):
     """It waits for a device or a disk, as one in state D does, and would be waited for without end."""
     killed = []
     monkeypatch.setattr(supervisor, "KILLED_S", 0.1)
@@ -66,9 +66,9 @@ def test_a_process_that_does_not_end_of_force_is_the_last(supervise, monkeypatch
         process.wait(60)
 
 
-def test_a_signal_is_passed_on(supervise):
+def test_a_signal_is_forwarded(supervise):
     assert supervise("begin serve ask wait") == (0, 1)
 
 
-def test_after_a_signal_it_goes_on_until_the_leader_has_drained(supervise):
+def test_after_a_signal_it_runs_until_the_leader_has_drained(supervise):
     assert supervise("begin serve deaf ask 1; begin serve 0") == (0, 2)

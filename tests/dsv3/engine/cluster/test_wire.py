@@ -1,4 +1,4 @@
-"""Frames between processes that share a secret, and what everyone else gets."""
+"""Frames between processes that share a secret, and what other peers get."""
 
 import socket
 import ssl
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.engine.cluster import wire
-from dsv3.engine.cluster.wire import Unanswered, Wire, WireError, accept, connect
+from dsv3.engine.cluster.wire import NoAnswer, Wire, WireError, accept, connect
 from dsv3.processes.certificates import Credentials, credentials_of
 from tests.dsv3.engine.cluster.local import FRAME_OVERHEAD, wires
 
@@ -55,36 +55,36 @@ def test_both_ends_of_a_handshake_know_each_other() -> None:
     assert leader.receive() is None
 
 
-def test_what_comes_at_once_is_taken_in_parts() -> None:
-    """Without waiting, whatever lies in the socket or has been read with an earlier message."""
+def test_messages_received_together_are_split() -> None:
+    """Without waiting, whether they are in the socket or were read with an earlier message."""
     leader, follower = pair()
     for body in (b"one", b"two", bytes(100_000)):
         leader.send(body)
     assert follower.receive() == b"one"
     taken: list[bytes] = []
     while len(taken) < 2:
-        taken += follower.take()
-    assert taken == [b"two", bytes(100_000)] and list(follower.take()) == []
+        taken += follower.receive_available()
+    assert taken == [b"two", bytes(100_000)] and list(follower.receive_available()) == []
     leader.close()
     with pytest.raises(EOFError):
-        list(follower.take())
+        list(follower.receive_available())
 
 
 def test_a_follower_with_another_key_is_refused() -> None:
     leader, follower, _, _ = shake(follower_key=OTHER_KEY)
-    assert "does not know the key" in str(leader)
-    assert "cluster_key_file" in str(follower) and not isinstance(follower, Unanswered)
+    assert "has another key" in str(leader)
+    assert "cluster_key_file" in str(follower) and not isinstance(follower, NoAnswer)
 
 
 @pytest.mark.parametrize("process_id", [0, 3, 2**32 - 1])
-def test_process_ids_that_cannot_be_are_refused(process_id: int) -> None:
+def test_impossible_process_ids_are_refused(process_id: int) -> None:
     leader, follower, _, _ = shake(process_id=process_id)
     assert f"process id {process_id} is not from 1 to 2" in str(leader)
     assert f"refused this process: process id {process_id} is not from 1 to 2" in str(follower)
 
 
 def client(connection: socket.socket, credentials: Credentials | None) -> ssl.SSLSocket:
-    """A stranger that takes any leader's word; shows a certificate of its own, or none."""
+    """A client that trusts any leader; shows a certificate of its own, or none."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     if credentials is not None:
@@ -93,12 +93,12 @@ def client(connection: socket.socket, credentials: Credentials | None) -> ssl.SS
 
 
 @pytest.mark.parametrize("credentials", [None, credentials_of(OTHER_KEY)])
-def test_a_stranger_with_another_certificate_or_none_is_refused(credentials: Credentials | None) -> None:
+def test_a_client_with_another_certificate_or_none_is_refused(credentials: Credentials | None) -> None:
     ours, theirs = socket.socketpair()
     refused: list[WireError] = []
 
     def lead() -> None:
-        with pytest.raises(WireError, match="does not know the key") as caught:
+        with pytest.raises(WireError, match="has another key") as caught:
             accept(ours, credentials_of(KEY), 3)
         refused.append(caught.value)
 
@@ -119,7 +119,7 @@ def test_a_leader_that_does_not_know_the_key_is_not_followed() -> None:
     assert "the leader has another key" in str(follower)
 
 
-def test_something_else_at_the_port_is_told_apart() -> None:
+def test_another_service_at_the_port_is_recognized() -> None:
     ours, theirs = socket.socketpair()
     ours.sendall(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
     with pytest.raises(WireError, match="something else answers"):
@@ -128,7 +128,7 @@ def test_something_else_at_the_port_is_told_apart() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.binary(max_size=200))
-def test_garbage_instead_of_a_proof_is_refused(data: bytes) -> None:
+def test_garbage_instead_of_a_handshake_is_refused(data: bytes) -> None:
     ours, theirs = socket.socketpair()
     theirs.sendall(data)
     theirs.shutdown(socket.SHUT_WR)
@@ -139,15 +139,15 @@ def test_garbage_instead_of_a_proof_is_refused(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("hello", [b"", b"\x16\x03\x03\x00\x7a\x02"])
-def test_a_connection_that_ends_before_the_leaders_proof_is_no_refusal(hello: bytes) -> None:
+def test_a_connection_that_ends_during_the_handshake_may_be_retried(hello: bytes) -> None:
     ours, theirs = socket.socketpair()
     ours.sendall(hello)
     ours.shutdown(socket.SHUT_WR)
-    with pytest.raises(Unanswered):
+    with pytest.raises(NoAnswer):
         connect(theirs, credentials_of(KEY), 1)
 
 
-def test_a_leader_that_ends_the_connection_after_the_handshake_has_not_refused() -> None:
+def test_a_connection_that_ends_after_the_handshake_may_be_retried() -> None:
     ours, theirs = socket.socketpair()
     leader = Wire(ours, credentials_of(KEY), is_server=True)
 
@@ -157,7 +157,7 @@ def test_a_leader_that_ends_the_connection_after_the_handshake_has_not_refused()
 
     thread = threading.Thread(target=lead)
     thread.start()
-    with pytest.raises(Unanswered):
+    with pytest.raises(NoAnswer):
         connect(theirs, credentials_of(KEY), 1)
     thread.join()
 
@@ -171,7 +171,7 @@ def test_a_peer_that_says_nothing_is_refused_in_time(monkeypatch: pytest.MonkeyP
 
 
 def captured(body: bytes) -> tuple[Wire, socket.socket, bytes]:
-    """A receiving end, a socket that leads to it, and a frame that the true sender has made for it."""
+    """A receiving end, a socket that leads to it, and a frame that the real sender has made for it."""
     ours, theirs = socket.socketpair()
     leader, follower = wires(ours, theirs)
     leader.send(body)
@@ -205,7 +205,7 @@ def test_a_replayed_frame_is_noticed() -> None:
     receiver, sender, frame = captured(b"again")
     sender.sendall(frame + frame)
     assert receiver.receive() == b"again"
-    with pytest.raises(WireError, match="no frame of the other process"):
+    with pytest.raises(WireError, match="an invalid TLS record"):
         receiver.receive()
 
 
@@ -214,7 +214,7 @@ def test_a_frame_sent_back_is_noticed() -> None:
     leader, _ = wires(ours, theirs)
     leader.send(b"mine")
     theirs.sendall(theirs.recv(2**16))
-    with pytest.raises(WireError, match="no frame of the other process"):
+    with pytest.raises(WireError, match="an invalid TLS record"):
         leader.receive()
     ours.close()
 

@@ -1,9 +1,9 @@
 """The toy model over several processes: a factory for the leader's engine process, and a follower when run as a script.
 
-`diverge_at` makes a follower read something else from that step on, `first_launch_s` is what its sampler's first launch
-takes. Programs are compiled with the options of GPUs, and a compilation waits for those of its peers as it does on one.
-With `eplb_state` the toy has experts that move, and a process with a file `toy_experts.ENDS` in its compilation
-cache ends in the middle of a move. Checks of kernels are played: `FAILS` says which one fails in which process.
+`diverge_at` makes a follower read other results from that step on, `first_launch_s` delays its sampler's first launch.
+Programs are compiled with the options of GPUs, and a compilation waits for those of its peers as it does on one. With
+`eplb_state` the toy has experts that move, and a process with a file `toy_experts.ENDS` in its compilation cache ends
+in the middle of a move. Checks of kernels are played: `FAILS` has which one fails in which process.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from typing import Any
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
 
 import jax
-from jax._src import distributed  # what processes tell each other through jax has no public name
+from jax._src import distributed  # the key-value store of jax has no public name
 
 from dsv3.config.engine import EngineConfig
 from dsv3.config.options import ClusterOptions, EngineOptions
@@ -29,7 +29,6 @@ from dsv3.engine import executor, kernel_checks
 from dsv3.engine.cluster import digest, follower
 from dsv3.engine.cluster.leader_engine import start_leader
 from dsv3.engine.components import EngineComponents
-from dsv3.engine.device import collective_order
 from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.executor import LocalExecutor
 from dsv3.engine.functions import StepFunctions
@@ -125,7 +124,7 @@ def _play_checks(process_id: int) -> None:
 
 
 def start(start: Start, host):
-    """What the server is given as its engine's factory."""
+    """The factory of the server's engine."""
     _play_checks(0)
     return describe(start_leader(start.cluster, Path(start.model_dir), start.engine, host, load, start.generation))
 
@@ -158,9 +157,12 @@ def _slow_at_first(seconds: float) -> Callable[..., Any]:
     return other
 
 
+_order = digest.collective_order
+
+
 def _exchanged(name: str, program: Callable[..., Any]) -> list[str] | None:
     """The order of a program's collectives, as if XLA had put another one first in the sampler."""
-    order = collective_order.order_of(name, program)
+    order = _order(name, program)
     return ["all-to-all of another micro-batch", *order] if order and name.startswith("sample") else order
 
 
@@ -177,7 +179,7 @@ def main(
     if diverge_at is not None:
         LocalExecutor.fetch = _diverging(diverge_at)
     if exchanged:
-        digest.order_of = _exchanged
+        digest.collective_order = _exchanged
     if first_launch_s is not None:
         Programs.get = _slow_at_first(first_launch_s)
     follower.run(ClusterOptions(**cluster), Path(model_dir), EngineOptions(**engine), load)

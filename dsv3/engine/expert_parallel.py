@@ -1,21 +1,23 @@
-"""The served model over the devices of a mesh, as the engine's step functions.
+"""The served model over the devices of a mesh, as the engine's step functions, and its weights.
 
-Routed experts are spread over all devices; with tensor parallelism the devices of a rank split the rest among them.
+Routed experts are spread over all devices; with tensor parallelism the devices of a rank divide the rest among them.
 """
 
 import dataclasses
 import functools
-from typing import Any
+import os
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
+from dsv3.checkpoint import load_params
 from dsv3.config.engine import ForwardProgram
 from dsv3.config.model import ModelConfig
-from dsv3.engine.assemble.communication import Communication
+from dsv3.engine.communication import Communication
 from dsv3.engine.functions import DraftFunctions, SpreadExperts, StepFunctions
 from dsv3.kv_cache.layout import Pool
 from dsv3.model import decoder, steps
@@ -31,14 +33,14 @@ from sharding.experts.kind import Kind
 from sharding.experts.placement import Placement, placement_of
 from sharding.experts.traffic import LayerRows, Traffic
 from sharding.experts.transport import build
-from sharding.mesh import Machine, partitions, rank_size
+from sharding.mesh import Machine, partitions, rank_size, shardings
 
 
 def first_expert_map(cfg: ModelConfig, mesh: Mesh, num_redundant_experts: int) -> ExpertMap:
-    """Maps `n_routed_experts + num_redundant_experts` replicas for an even load, for lack of a measured one.
+    """Maps `n_routed_experts + num_redundant_experts` replicas for an even load, before one is measured.
 
     Its layers are the decoder's MoE layers, then the MTP modules. The replicas of an expert are on different devices,
-    so that they help before a load has been measured.
+    so that they help from the start.
 
     Raises ValueError where the devices do not divide the replicas, or the model has no routed experts.
     """
@@ -46,19 +48,19 @@ def first_expert_map(cfg: ModelConfig, mesh: Mesh, num_redundant_experts: int) -
         raise ValueError("expert parallelism needs a model with routed experts; use data_parallel_size alone")
     machine, replicas = Machine.from_mesh(mesh), cfg.n_routed_experts + num_redundant_experts
     rows = LayerRows.from_widths(1, cfg.num_experts_per_tok, cfg.hidden_size, fp8_dispatch=False)
-    build(Kind.RING, machine, replicas, rows)  # refuses what does not divide
-    # EPLB packs equal loads in order, which puts both replicas of an expert on one device. Loads that fall a little
-    # make it fill devices in the opposite order the second time.
-    falling = np.linspace(1.001, 1, cfg.n_routed_experts)
+    build(Kind.RING, machine, replicas, rows)  # raises where devices do not divide replicas
+    # EPLB packs equal loads in order, which puts both replicas of an expert on one device. With slightly decreasing
+    # loads it fills devices in the opposite order the second time.
+    decreasing = np.linspace(1.001, 1, cfg.n_routed_experts)
     layers = cfg.num_moe_layers + cfg.num_nextn_predict_layers
-    load = np.broadcast_to(falling, (layers, cfg.n_routed_experts))
+    load = np.broadcast_to(decreasing, (layers, cfg.n_routed_experts))
     return rebalance_experts(load, replicas, cfg.n_group, machine.nodes, machine.devices)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SpreadParams:
-    """Parameters whose experts are stacks of replicas `[L, Er, ...]`, and where these stand.
+    """Parameters whose experts are stacks of replicas `[L, Er, ...]`, and their placement.
 
     The layers of `placement` are the main model's MoE layers, then the MTP modules.
     """
@@ -70,8 +72,8 @@ class SpreadParams:
 def spread_experts(params: Params, cfg: ModelConfig, mesh: Mesh, num_redundant_experts: int) -> SpreadParams:
     """Returns the parameters as the step functions take them: experts copied into the replicas of `first_expert_map`.
 
-    Rows that the devices of a rank split are arranged for it (`tensor_parallel.arrange`). Raises ValueError where the
-    model does not divide over the mesh.
+    Rows that the devices of a rank divide are arranged for that (`tensor_parallel.arrange`). Raises ValueError where
+    the model does not divide over the mesh.
     """
     expert_map = first_expert_map(cfg, mesh, num_redundant_experts)
     moe, mtp = np.split(expert_map.phy2log, [cfg.num_moe_layers])
@@ -92,7 +94,7 @@ def spread_experts(params: Params, cfg: ModelConfig, mesh: Mesh, num_redundant_e
 
 
 def first_placement(expert_map: ExpertMap, num_redundant_experts: int) -> Placement:
-    """Returns the placement of a map, with room for any other of as many replicas: numpy arrays."""
+    """Returns the placement of a map, with capacity for any other of as many replicas: numpy arrays."""
     return placement_of(expert_map, num_redundant_experts + 1)
 
 
@@ -110,20 +112,19 @@ def expert_parallel_functions(
 ) -> StepFunctions:
     """Returns the step functions on `SpreadParams`.
 
-    Transport and schedule are chosen per bucket while its step is traced. `transport` is "auto" or a name, `combine`
-    "auto" or "int8" (sums come back packed). `dtype` of activations and `fp8` (whether expert weights are FP8; None:
-    as in the configuration) say what a row takes on the wire. Unless it `overlaps`, one collective is under way at a
-    time. Raises ValueError for a transport these devices do not have.
+    Transport and schedule are chosen per bucket while its step is traced; `transport`, `combine`, `dtype` (of
+    activations), `fp8` (of expert weights) and `overlaps` are those of `Communication.from_mesh`. Raises ValueError for
+    a transport that these devices do not have.
     """
     replicas = cfg.n_routed_experts + num_redundant_experts
-    how_sent: dict[str, Any] = {"transport": transport, "combine": combine, "dtype": dtype, "fp8": fp8}
-    communication = Communication.from_mesh(mesh, cfg, replicas, **how_sent, overlaps=overlaps)
+    wire_options: dict[str, Any] = {"transport": transport, "combine": combine, "dtype": dtype, "fp8": fp8}
+    communication = Communication.from_mesh(mesh, cfg, replicas, **wire_options, overlaps=overlaps)
     shards, vocabulary = Shards(rank_size(mesh)), Vocabulary.from_mesh(cfg, mesh)
 
     own = functools.partial(_own, vocabulary)
 
-    def how(spread: SpreadParams, tokens: int, is_prefill: bool) -> dict[str, Any]:
-        """Returns how a step of `tokens` tokens per rank runs, as arguments of `steps.prefill` or `decode`."""
+    def step_arguments(spread: SpreadParams, tokens: int, is_prefill: bool) -> dict[str, Any]:
+        """Returns the arguments of `steps.prefill` or `decode` for a step of `tokens` tokens per rank."""
         return {
             "backend": backend,
             "routed": ExpertParallel(communication.transport(tokens, is_prefill), shards),
@@ -131,25 +132,25 @@ def expert_parallel_functions(
             "schedule": communication.schedule(tokens, is_prefill),
         }
 
-    def predicting(spread: SpreadParams, tokens: int) -> dict[str, Any]:
-        """Returns how an MTP module's step of `tokens` tokens per rank runs."""
+    def module_arguments(spread: SpreadParams, tokens: int) -> dict[str, Any]:
+        """Returns the arguments of an MTP module's step of `tokens` tokens per rank."""
         routed = ExpertParallel(communication.draft_transport(tokens), shards)
         placement = jax.tree.map(lambda array: array[cfg.num_moe_layers :], spread.placement)
         return {"backend": backend, "routed": routed, "placement": placement}
 
-    def agreed(out: StepOutput, routed: ExpertParallel) -> StepOutput:
-        """Returns the output with the most overflows of any device: one number crosses, behind the last layer."""
+    def with_all_overflows(out: StepOutput, routed: ExpertParallel) -> StepOutput:
+        """Returns the output with the most overflows of any device: one number is exchanged, behind the last layer."""
         if not routed.transport.hops:
             return out
         return dataclasses.replace(out, overflows=jax.lax.pmax(out.overflows, communication.machine.axes))
 
     def prefill(spread: SpreadParams, cfg: ModelConfig, batch: PrefillBatch, pages: Pool) -> StepOutput:
-        chosen = how(spread, batch.tokens.shape[0], True)
-        return agreed(steps.prefill(own(spread), cfg, batch, pages, **chosen), chosen["routed"])
+        arguments = step_arguments(spread, batch.tokens.shape[0], True)
+        return with_all_overflows(steps.prefill(own(spread), cfg, batch, pages, **arguments), arguments["routed"])
 
     def decode(spread: SpreadParams, cfg: ModelConfig, batch: DecodeBatch, pages: Pool) -> StepOutput:
-        chosen = how(spread, batch.tokens.size, False)
-        return agreed(steps.decode(own(spread), cfg, batch, pages, **chosen), chosen["routed"])
+        arguments = step_arguments(spread, batch.tokens.size, False)
+        return with_all_overflows(steps.decode(own(spread), cfg, batch, pages, **arguments), arguments["routed"])
 
     def logits(spread: SpreadParams, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
         return decoder.logits(spread.params, cfg, hidden, backend)
@@ -161,8 +162,10 @@ def expert_parallel_functions(
         pages: Pool,
         hidden: jax.Array,
     ) -> StepOutput:
-        chosen = predicting(spread, batch.tokens.size)
-        return agreed(steps.predict(own(spread), cfg, batch, pages, hidden, **chosen), chosen["routed"])
+        arguments = module_arguments(spread, batch.tokens.size)
+        return with_all_overflows(
+            steps.predict(own(spread), cfg, batch, pages, hidden, **arguments), arguments["routed"]
+        )
 
     def traffic(program: ForwardProgram) -> Traffic:
         if program.of_module:
@@ -183,7 +186,7 @@ def _own(vocabulary: Vocabulary, spread: SpreadParams) -> Params:
 
 
 def _experts(cfg: ModelConfig, replicas: int, machine: Machine) -> SpreadExperts:
-    """Returns what the engine knows of the experts: stacks of the main model, and of its MTP modules if it has some."""
+    """Returns the experts of the main model, and of its MTP modules if it has some."""
     layers = tuple(filter(None, (cfg.num_moe_layers, cfg.num_nextn_predict_layers)))
     return SpreadExperts(layers, cfg.n_routed_experts, replicas, cfg.n_group, machine, _take, _put)
 
@@ -213,3 +216,59 @@ def _with_experts(layers: LayerParams | None, experts: tuple[Any, Any]) -> Layer
 def _moe(layers: LayerParams | None) -> MoeParams:
     assert layers is not None and layers.moe is not None  # `first_expert_map` refuses models without
     return layers.moe
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How weights are read: their dtype, whether a progress bar is shown, and what FP8 and INT4 become.
+
+    `threads` of them read at once. With `shapes` no weight is read: shapes stand in for them.
+    """
+
+    dtype: Any
+    fp8: Literal["keep", "dequantize", "quantize"]
+    progress: bool
+    int4: Literal["keep", "fp8", "dequantize"] = "keep"
+    shapes: bool = False
+    threads: int = 8
+
+
+def load_replicated(
+    directory: str | os.PathLike[str], cfg: ModelConfig, specs: Any, mesh: Mesh, read: Reading
+) -> Params:
+    """Loads the parameters onto every device of `mesh`, partitioned by `specs`; each process reads them once.
+
+    Raises as `load_params` does.
+    """
+    return load_params(directory, cfg, shardings=shardings(specs, mesh), **dataclasses.asdict(read))
+
+
+def load_spread(
+    directory: str | os.PathLike[str],
+    cfg: ModelConfig,
+    specs: SpreadParams,
+    mesh: Mesh,
+    num_redundant_experts: int,
+    read: Reading,
+) -> SpreadParams:
+    """Loads the result of `spread_experts`: the replicas of `first_expert_map`, partitioned by `specs`.
+
+    The mesh may span processes: each reads what its own devices hold. Raises as `load_params` and `first_expert_map`.
+    """
+    expert_map = first_expert_map(cfg, mesh, num_redundant_experts)
+    where = shardings(specs, mesh)
+    placement = jax.tree.map(_on_devices, first_placement(expert_map, num_redundant_experts), where.placement)
+    params = load_params(
+        directory,
+        cfg,
+        shardings=where.params,
+        phy2log=expert_map.phy2log,
+        tensor_parallel_size=rank_size(mesh),
+        **dataclasses.asdict(read),
+    )
+    return SpreadParams(params, placement)
+
+
+def _on_devices(array: np.ndarray, sharding: Sharding) -> jax.Array:
+    """Returns `array`, which is the same in every process, as one array of all processes."""
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)

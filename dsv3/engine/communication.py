@@ -20,12 +20,12 @@ from sharding.wire.collectives import Overlap, check_ragged, resolve_overlap
 
 @dataclasses.dataclass(frozen=True)
 class Communication:
-    """The choices of one deployment; each method is a pure function of a bucket: its `tokens` per rank, and the phase.
+    """The transports and schedules of one deployment, as pure functions of a bucket's `tokens` per rank and phase.
 
-    `replicas` of experts live on the devices of `machine`. Each of the `shards` devices of a rank sends a part of its
-    tokens. `kind` is what a user asked for, None to let `choose` decide. `fp8_dispatch` says whether rows travel as
-    FP8; otherwise, and on the way back, a channel takes `itemsize` bytes. With `int8_sums` those transports that have
-    hops send sums back as int8 and scales.
+    `replicas` of experts are on the devices of `machine`. Each of the `shards` devices of a rank sends a part of its
+    tokens. `kind` is the transport of the options, None to let `choose` decide. `fp8_dispatch`: rows travel as FP8;
+    otherwise, and on the way back, a channel takes `itemsize` bytes. With `int8_sums` transports with hops send sums
+    back as int8 and scales.
     """
 
     cfg: ModelConfig
@@ -51,13 +51,14 @@ class Communication:
         fp8: bool | None = None,
         overlaps: bool = True,
     ) -> "Communication":
-        """Returns the choices for the devices of `mesh`; `transport` as in `Kind.from_name`, `fp8` None: as `cfg` says.
+        """Returns the communication of the devices of `mesh`; `transport` as in `Kind.from_name`, `fp8` None: `cfg`'s.
 
-        `combine` "int8" packs sums, "auto" leaves them as they are. Raises ValueError where the transport cannot. One
-        collective is under way at a time unless it `overlaps`.
+        `combine` "int8" packs sums, "auto" leaves them as they are. Unless it `overlaps`, one collective is in flight
+        at a time.
 
-        Raises ValueError for a transport that does not exist, or not on these devices, and where they do not divide the
-        replicas. A bucket too large for a ragged transport is refused when its transport is asked for.
+        Raises ValueError for a transport that does not exist, or not on these devices, that cannot pack sums, and for
+        replicas that the devices do not divide. A bucket too large for a ragged transport is refused when its transport
+        is built.
         """
         platform, kind = mesh.devices.flat[0].platform, Kind.from_name(transport)
         if kind is Kind.RAGGED:
@@ -70,24 +71,24 @@ class Communication:
             )
         overlap, itemsize, int8 = resolve_overlap(platform, overlaps), jnp.dtype(dtype).itemsize, combine == "int8"
         result = cls(cfg, Machine.from_mesh(mesh), replicas, rank_size(mesh), overlap, kind, fp8, itemsize, int8)
-        result.transport(1, is_prefill=False)  # refuses now what no bucket can have
+        result.transport(1, is_prefill=False)  # raises for what no bucket can have
         return result
 
     def schedule(self, tokens: int, is_prefill: bool) -> Schedule:
-        """Returns the schedule (plain, hooked, overlapped) a step of this size takes."""
+        """Returns the schedule (plain, hooked, overlapped) of a step of this size."""
         if self.overlap is Overlap.NONE:
             return PLAIN
         if self.overlap is Overlap.ORDER:
-            return HOOKED  # nothing runs beside a collective, so a second micro-batch would only read weights again
+            return HOOKED  # nothing runs beside a collective: a second micro-batch would only read weights again
         if tokens % 2 == 0 and worth_overlapping(self._sent(tokens), self.machine.devices, is_prefill):
             return OVERLAPPED if self._transport(self._sent(tokens // 2)).hops else HOOKED
         return HOOKED
 
     def overlaps(self, program: ForwardProgram) -> int:
-        """Returns in how many of NCCL's communicators at once a program communicates while it computes; 0: it does not.
+        """Returns how many NCCL communicators a program uses at once while it computes; 0: it does not overlap.
 
-        Prefill has two hops under way at once, one in the node and one between nodes; decode has one. Sums over the
-        devices of a rank come on top.
+        Prefill has two hops in flight at once, one in the node and one between nodes; decode has one. Sums over the
+        devices of a rank are one more.
         """
         is_prefill = program.kind == "prefill"
         if program.of_module or self.schedule(program.tokens, is_prefill) is not OVERLAPPED:
@@ -104,16 +105,16 @@ class Communication:
         return self._transport(self._sent(tokens))
 
     def traffic(self, tokens: int, is_prefill: bool) -> Traffic:
-        """Returns what a device sends to experts and back in all MoE layers of a step."""
+        """Returns the bytes that a device sends to experts and back in all MoE layers of a step."""
         passes = self.schedule(tokens, is_prefill).micro_batches * self.cfg.num_moe_layers
         return self._traffic(self._tokens_at_once(tokens, is_prefill), passes)
 
     def draft_traffic(self, tokens: int) -> Traffic:
-        """Returns what a device sends to experts and back in an MTP module's step."""
+        """Returns the bytes that a device sends to experts and back in an MTP module's step."""
         return self._traffic(self._sent(tokens), 1)
 
     def _traffic(self, tokens: int, passes: int) -> Traffic:
-        """Returns what a device sends in `passes` passes through an MoE layer, of `tokens` each."""
+        """Returns the bytes that a device sends in `passes` through an MoE layer, of `tokens` each."""
         return self._transport(tokens).traffic(self._rows(tokens)) * passes
 
     def _tokens_at_once(self, tokens: int, is_prefill: bool) -> int:
@@ -121,7 +122,7 @@ class Communication:
         return self._sent(tokens // self.schedule(tokens, is_prefill).micro_batches)
 
     def _sent(self, tokens: int) -> int:
-        """Returns the tokens one device sends: the rank's tokens divided by its devices, rounded up."""
+        """Returns the tokens that one device sends: the rank's tokens divided by its devices, rounded up."""
         return -(-tokens // self.shards)
 
     def _rows(self, tokens: int) -> LayerRows:

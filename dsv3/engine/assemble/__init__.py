@@ -1,1 +1,0 @@
-"""Puts a served model together over a mesh: step functions, their communication, expert maps, weights."""

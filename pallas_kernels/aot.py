@@ -351,12 +351,12 @@ def compile_to_read(lowered: jax.stages.Lowered, options: Mapping[str, Any] | No
     It leaves out the bodies of our kernels, and the search for tiles of XLA's own products, each of which XLA would
     compile once more: that takes another third of the time. `options` are XLA's. Raises as `compile_for` does.
     """
-    leave_kernels_out(lowered)
+    strip_kernel_bodies(lowered)
     with explained():
         return lowered.compile({**(options or {}), **_UNTUNED})
 
 
-def leave_kernels_out(lowered: jax.stages.Lowered) -> None:
+def strip_kernel_bodies(lowered: jax.stages.Lowered) -> None:
     """Gives every Mosaic kernel of the module the body of its shortest one, for who reads the program around them.
 
     XLA sees each call as before, its operands, results and aliases. A compilation takes half as long, and what comes

@@ -12,15 +12,15 @@ from collections.abc import Mapping
 import jax
 
 from pallas_kernels import gpus, native
-from pallas_kernels.lazily import load_mosaic
+from pallas_kernels.mosaic import load_mosaic
 from pallas_kernels.toolchain import check_ptxas, prefer_own_ptxas
 
 _log = logging.getLogger(__name__)
 
 OPERATIONS = frozenset(
     (
-        *("mla_decode", "mla_prefill", "mla_prefill_context", "mla_prefill_spans", "mla_prefill_chosen", "write_pages"),
-        *("index_scores", "choose", "attend_chosen"),
+        *("mla_decode", "mla_prefill", "mla_prefill_context", "mla_prefill_spans", "mla_prefill_topk", "write_pages"),
+        *("index_scores", "topk_indices", "attend_topk"),
         *("fp8_gemm", "quantize_1x128", "swiglu_quantize", "trained_gemm"),
         *("layer_gemm", "plain_gemm", "head_gemm"),
         *("grouped_gemm_contiguous", "fp8_grouped_gemm_contiguous", "int4_grouped_gemm_contiguous"),

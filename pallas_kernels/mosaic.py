@@ -2,14 +2,37 @@
 
 import dataclasses
 import functools
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.evaluation import evaluate
-from pallas_kernels.lazily import plgpu
+from pallas_kernels.toolchain import prefer_own_ptxas
+
+
+@functools.cache
+def load_mosaic() -> Any:
+    """Returns jax's module, whose import tells jaxlib where the library is that compiled kernels are linked with.
+
+    So an executable with kernels can be loaded from a file only after it.
+    """
+    prefer_own_ptxas()
+    return importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+
+
+if TYPE_CHECKING:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+else:
+
+    class _MosaicGpu:
+        def __getattr__(self, name):
+            return getattr(load_mosaic(), name)
+
+    plgpu = _MosaicGpu()
+
 
 NUM_SMS = 132
 """Streaming multiprocessors of an H100, H200 or H800 in SXM form: what is planned for where nothing else is said."""

@@ -40,7 +40,7 @@ from pallas_kernels.backend import Backend, resolve_backend
 from pallas_kernels.checks import Case, Row, experts, products
 from pallas_kernels.checks.rows import quantize_case
 from pallas_kernels.dense import layer_gemm
-from pallas_kernels.mla import fp8_row_bytes, mla_decode, mla_prefill, mla_prefill_chosen, write_pages
+from pallas_kernels.mla import fp8_row_bytes, mla_decode, mla_prefill, mla_prefill_topk, write_pages
 from pallas_kernels.triton.resources import kernel_resources as triton_resources
 from tools.plan.deployment import Deployment
 from tools.plan.programs import abstract_params
@@ -155,7 +155,7 @@ def _chosen() -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
     def attend(q, k, v, shared, bits, starts, ends):
         how = {"scale": 0.1, "shared_key": shared, "backend": Backend.MOSAIC}
-        return mla_prefill_chosen(q, k, v, bits, starts, ends, **how)
+        return mla_prefill_topk(q, k, v, bits, starts, ends, **how)
 
     arrays = (array(T, H, 192), array(K, H, 128), array(K, H, 128), array(K, 64))
     return attend, (*arrays, ints(K // 32, T), ints(T), ints(T))
@@ -168,9 +168,9 @@ def _sparse(dtype: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
     def attend(q, weights, keys, table, visible, latents, queries):
         where = {"first_page": 0, "backend": Backend.MOSAIC}
-        picked = dsa.choose(q, weights, keys, table, visible, best=best, **where)
+        picked = dsa.topk_indices(q, weights, keys, table, visible, topk=best, **where)
         counts = jnp.minimum(visible, best)
-        return dsa.attend_chosen(queries, latents, table, picked, counts, scale=0.1, value_width=512, **where)
+        return dsa.attend_topk(queries, latents, table, picked, counts, scale=0.1, value_width=512, **where)
 
     latents = (
         array(8 * table, 64, fp8_row_bytes(512, 64), dtype=jnp.uint8) if dtype is None else array(8 * table, 64, 576)

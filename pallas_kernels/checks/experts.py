@@ -106,8 +106,8 @@ def choose_experts_cases(backend: Backend, quick: bool) -> Iterator[Case]:
     """Yields DeepSeek-V3's choice from the best groups, and one from all; the C++ alone has a form of its own."""
     if backend in (Backend.NATIVE, Backend.REFERENCE):
         for rows in (3, 17) if quick else (3, 17, 512):
-            yield _choice_case(rows, 256, 8, (8, 4, 2))
-            yield _choice_case(rows, 64, 6, (1, 1, 1))
+            yield _routing_case(rows, 256, 8, (8, 4, 2))
+            yield _routing_case(rows, 64, 6, (1, 1, 1))
 
 
 def multicast_case(groups: int, rows: int, n: int, k: int, dtype: Any, *, quick: bool = False) -> Case:
@@ -252,7 +252,7 @@ def _aligned(ids: np.ndarray, groups: int, tile_m: int, room: int) -> dict[str, 
     return {name: jnp.asarray(x, jnp.int32) for name, x in (made | {"needed": ends[-1]}).items()}
 
 
-def _choice_case(rows: int, experts: int, best: int, limits: tuple[int, int, int]) -> Case:
+def _routing_case(rows: int, experts: int, best: int, limits: tuple[int, int, int]) -> Case:
     """Returns the choice of the `best` experts, from `kept` of `groups`, which their `counted` best scores decide."""
     groups, kept, counted = limits
 

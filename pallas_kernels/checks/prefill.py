@@ -71,15 +71,15 @@ def mla_prefill_spans_cases(backend: Backend, quick: bool) -> Iterator[Case]:
     yield Prefill((1, 1000, 129, 64), 1300, (32768, 0, 77, 4096), heads=16).spans_case()
 
 
-def mla_prefill_chosen_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+def mla_prefill_topk_cases(backend: Backend, quick: bool) -> Iterator[Case]:
     """Yields queries to chosen keys of their own requests."""
     del backend
     if quick:
-        yield Prefill((70, 1, 5), 80, (100, 0, 128), heads=2).chosen_case(best=20)
-        yield Prefill((130,), 130, (0,), heads=1).chosen_case(best=64)
+        yield Prefill((70, 1, 5), 80, (100, 0, 128), heads=2).topk_case(topk=20)
+        yield Prefill((130,), 130, (0,), heads=1).topk_case(topk=64)
         return
-    yield Prefill.even(4096, 1, 8192, heads=16).chosen_case(best=2048)
-    yield Prefill((1, 1000, 129, 64), 1300, (8192, 0, 77, 4096), heads=128).chosen_case(best=2048)
+    yield Prefill.even(4096, 1, 8192, heads=16).topk_case(topk=2048)
+    yield Prefill((1, 1000, 129, 64), 1300, (8192, 0, 77, 4096), heads=128).topk_case(topk=2048)
 
 
 def write_pages_cases(backend: Backend, quick: bool) -> Iterator[Case]:
@@ -225,25 +225,25 @@ class Prefill:
 
         return self._case(call, operands, poisoned, *self._work())
 
-    def chosen_case(self, best: int) -> Case:
-        """Returns the check of attention to `best` random keys of each query's span."""
+    def topk_case(self, topk: int) -> Case:
+        """Returns the check of attention to `topk` random keys of each query's span."""
         starts, ends = self.spans()
 
         def operands(key: jax.Array) -> tuple[jax.Array, ...]:
             seen = jnp.asarray(ends - starts)[:, None]
-            places = jnp.arange(best)
+            places = jnp.arange(topk)
             # Every n-th key from a random one on: no key twice, none beyond the span.
-            step = jnp.maximum(seen // best, 1)
+            step = jnp.maximum(seen // topk, 1)
             keys = places * step + jax.random.randint(key, (self.tokens, 1), 0, 1 << 20) % step
-            bits = mla.chosen_bits(jnp.asarray(starts)[:, None] + keys, keys < seen, sum(self.strides) + _TILE)
+            bits = mla.topk_bitmask(jnp.asarray(starts)[:, None] + keys, keys < seen, sum(self.strides) + _TILE)
             return (*self._keyed(key), bits, jnp.asarray(starts), jnp.asarray(ends))
 
         def call(operands: tuple, i: Any, backend: Backend) -> dict[str, jax.Array]:
             q, k, v, shared, *chosen = operands
             how = {"scale": SCALE, "shared_key": shared, "backend": backend}
-            return {"out": mla.mla_prefill_chosen(q, k, v, *chosen, **how)}
+            return {"out": mla.mla_prefill_topk(q, k, v, *chosen, **how)}
 
-        made = self._case(call, operands, lambda operands, i: operands, *self._work(), f"{best} chosen")
+        made = self._case(call, operands, lambda operands, i: operands, *self._work(), f"{topk} chosen")
         return dataclasses.replace(made, tolerance={"out": BFLOAT16})
 
     def _work(self) -> tuple[float, float]:

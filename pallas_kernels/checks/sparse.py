@@ -33,22 +33,22 @@ def index_scores_cases(backend: Backend, quick: bool) -> Iterator[Case]:
     yield from (index.scores_case() for index in _indexes(quick))
 
 
-def choose_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+def topk_indices_cases(backend: Backend, quick: bool) -> Iterator[Case]:
     """Yields choices among whole numbers, many of which are equal, and among scores of FP8 keys."""
     del backend
     for index in _indexes(quick):
-        yield index.choice_case(64 if quick else 2048)
+        yield index.topk_case(64 if quick else 2048)
 
 
-def attend_chosen_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+def attend_topk_cases(backend: Backend, quick: bool) -> Iterator[Case]:
     """Yields queries with more and with less than their chosen tokens, on pages of both types."""
     del backend
     for fp8 in (False, True):
         if quick:
-            yield chosen_case((0, 1, 64, 65, 200), 64, heads=16, fp8=fp8)
+            yield attend_case((0, 1, 64, 65, 200), 64, heads=16, fp8=fp8)
         else:
-            yield chosen_case((0, 1, 2047, 2049, 8192, *(32768,) * 59), 2048, heads=128, fp8=fp8)
-            yield chosen_case((100, 2048, 163840), 2048, heads=16, fp8=fp8)
+            yield attend_case((0, 1, 2047, 2049, 8192, *(32768,) * 59), 2048, heads=128, fp8=fp8)
+            yield attend_case((100, 2048, 163840), 2048, heads=16, fp8=fp8)
 
 
 def _indexes(quick: bool) -> list["Index"]:
@@ -101,10 +101,10 @@ class Index:
             return operands | {"pool": dsa.write_keys(pool, bad, ids, places % PAGE, **how)}
         return operands | {"pool": poisoned_tails(pool, written, self.width)}
 
-    def _call(self, operands: dict[str, jax.Array], i: Any, backend: Backend, best: int | None = None) -> jax.Array:
+    def _call(self, operands: dict[str, jax.Array], i: Any, backend: Backend, topk: int | None = None) -> jax.Array:
         where: dict[str, Any] = {"first_page": i % _LAYERS * self.pages, "backend": backend}
         arrays_ = (operands[name] for name in ("q", "weights", "pool", "page_table", "visible"))
-        return dsa.index_scores(*arrays_, **where) if best is None else dsa.choose(*arrays_, best=best, **where)
+        return dsa.index_scores(*arrays_, **where) if topk is None else dsa.topk_indices(*arrays_, topk=topk, **where)
 
     def scores_case(self) -> Case:
         """Returns the check of the scores; those of tokens that a query does not see are minus infinity."""
@@ -123,7 +123,7 @@ class Index:
             key=("float8_e4m3fn" if self.fp8 else "bfloat16",),
         )
 
-    def choice_case(self, best: int) -> Case:
+    def topk_case(self, topk: int) -> Case:
         """Returns the check of the choice: the very tokens, or with FP8 keys tokens of as high scores."""
 
         def counted(operands: dict[str, jax.Array], chosen: jax.Array) -> dict[str, jax.Array]:
@@ -139,9 +139,9 @@ class Index:
             return {"scores": jnp.sort(taken, axis=1), "rising": rising.all(axis=1)}
 
         return Case(
-            f"{best} best, {self._name()}",
+            f"{topk} best, {self._name()}",
             lambda key: self._operands(key, whole=not self.fp8),
-            lambda operands, i, backend: self._call(operands, i, backend, best),
+            lambda operands, i, backend: self._call(operands, i, backend, topk),
             {"scores": _FP8_SCORES, "rising": EXACT} if self.fp8 else {"tokens": EXACT},
             counted=counted,
             poisoned=self._poisoned,
@@ -158,12 +158,12 @@ def _whole(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jax.random.randint(key, shape, -2, 3).astype(jnp.bfloat16)
 
 
-def chosen_case(lengths: tuple[int, ...], best: int, *, heads: int, fp8: bool) -> Case:
-    """Returns absorbed attention of one query per request to `best` tokens, or to all where it has fewer."""
+def attend_case(lengths: tuple[int, ...], topk: int, *, heads: int, fp8: bool) -> Case:
+    """Returns absorbed attention of one query per request to `topk` tokens, or to all where it has fewer."""
     seen, pages = np.asarray(lengths, np.int32), sum(-(-length // PAGE) for length in lengths)
-    counts, table = np.minimum(seen, best), page_table(seen, pages)
+    counts, table = np.minimum(seen, topk), page_table(seen, pages)
     rng = np.random.default_rng(0)
-    positions = np.full((len(lengths), dsa.chosen_width(best)), seen.max(), np.int32)
+    positions = np.full((len(lengths), dsa.topk_width(topk)), seen.max(), np.int32)
     for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
         positions[row, :count] = np.sort(rng.choice(length, count, replace=False)) if count else ()
 
@@ -179,11 +179,11 @@ def chosen_case(lengths: tuple[int, ...], best: int, *, heads: int, fp8: bool) -
 
     def call(operands: tuple, i: Any, backend: Backend) -> jax.Array:
         how: dict[str, Any] = {"scale": SCALE, "value_width": LATENT, "backend": backend}
-        return dsa.attend_chosen(*operands, first_page=pages + 0 * i, **how)
+        return dsa.attend_topk(*operands, first_page=pages + 0 * i, **how)
 
     seen_name = ", ".join(map(str, dict.fromkeys(lengths)))
     return Case(
-        f"{best} of {seen_name} tokens, {len(lengths)} queries, {heads} heads{', FP8 pages' if fp8 else ''}",
+        f"{topk} of {seen_name} tokens, {len(lengths)} queries, {heads} heads{', FP8 pages' if fp8 else ''}",
         operands,
         call,
         {"out": BFLOAT16},

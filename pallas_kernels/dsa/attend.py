@@ -13,9 +13,9 @@ BYTES_AT_ONCE = 2**28
 """What the scores of a group of queries may take, and so may the rows that are copied for it."""
 
 
-def chosen_width(best: int) -> int:
-    """Returns the rows that a query gets for its `best` tokens: whole pages."""
-    return -(-best // PAGE_SIZE) * PAGE_SIZE
+def topk_width(topk: int) -> int:
+    """Returns the rows that a query gets for its `topk` tokens: whole pages."""
+    return -(-topk // PAGE_SIZE) * PAGE_SIZE
 
 
 def rows_at_once(pages: jax.Array, page_table: jax.Array, copies: int) -> int:
@@ -24,11 +24,11 @@ def rows_at_once(pages: jax.Array, page_table: jax.Array, copies: int) -> int:
     `copies` is how many rows of latents are copied for a query, 0 where its attention is masked.
     """
     scores = 4 * PAGE_SIZE * page_table.shape[1]
-    copied = chosen_width(copies) * pages.shape[2] * pages.dtype.itemsize
+    copied = topk_width(copies) * pages.shape[2] * pages.dtype.itemsize
     return max(1, BYTES_AT_ONCE // max(scores, copied))
 
 
-def attend_chosen(
+def attend_topk(
     q: jax.Array,
     pages: jax.Array,
     page_table: jax.Array,
@@ -58,7 +58,7 @@ def attend_chosen(
       ValueError: a shape, dtype or page size does not fit.
     """
     T, Kt = positions.shape
-    backend = with_fallback("attend_chosen", backend)
+    backend = with_fallback("attend_topk", backend)
     chosen, arrays = resolve_backend(requested=backend), (pages, page_table, positions)
     if triton_ops.usable(chosen) and triton_ops.copy_unsupported(pages, value_width) is None:
         compact = triton_ops.copy_rows(*arrays, counts, first_page, value_width, chosen)

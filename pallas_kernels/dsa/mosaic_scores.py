@@ -20,9 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.dsa.keys import fp8_views
-from pallas_kernels.lazily import plgpu
 from pallas_kernels.mla.layout import PAGE_SIZE, is_fp8
-from pallas_kernels.mosaic import row_layout, swizzle_transforms
+from pallas_kernels.mosaic import plgpu, row_layout, swizzle_transforms
 
 PAGES = 32
 """Pages of a thread block."""

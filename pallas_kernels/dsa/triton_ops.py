@@ -7,19 +7,28 @@ Triton compares and scans within a block of threads, and reads rows by pointer. 
 import contextlib
 import functools
 import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels import gpus
-from pallas_kernels.backend import Backend, BackendUnavailableError
+from pallas_kernels.backend import Backend, BackendUnavailableError, traced_gpu
+from pallas_kernels.dsa.keys import fp8_chunk
 from pallas_kernels.mla.layout import FP8_TILE, PAGE_SIZE, fp8_tiles, is_fp8
 from pallas_kernels.triton import call
+from pallas_kernels.triton.tiles import power_of_two
 
 _log = logging.getLogger(__name__)
 _HOPPER = gpus.by_number(90)
 _SELECT_BLOCK, _SELECT_WARPS = 4096, 16  # one program per row has a multiprocessor for itself: many loads at once
 _COPY_WARPS = 4
+SCORE_PAGES = 32
+"""Pages of a program: 2,048 tokens."""
+
+_HALF_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+_SCORE_WARPS, _SCORE_STAGES = 4, 3
 
 
 def usable(backend: Backend) -> bool:
@@ -34,18 +43,70 @@ def usable(backend: Backend) -> bool:
     return True
 
 
-def select_best(scores: jax.Array, visible: jax.Array, best: int, backend: Backend) -> jax.Array:
-    """See `select.select_best`; scores beyond `visible` may hold anything."""
+def index_scores_triton(
+    q: jax.Array,
+    weights: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    visible: jax.Array,
+    *,
+    first_page: jax.Array | int,
+) -> jax.Array:
+    """See `scores.raw_scores`; FP8 pages take what `keys.fp8_queries` gives."""
+    (T, heads), columns, fp8 = weights.shape, page_table.shape[1], is_fp8(pool)
+    width = q.size // (T * heads)
+    (scores,) = call.start(
+        "sparse.scores",
+        (
+            lax.bitcast_convert_type(q, jnp.uint8) if fp8 else q,
+            weights,
+            pool,
+            page_table,
+            visible,
+            jnp.asarray(first_page, jnp.int32).reshape(1),
+        ),
+        (jax.ShapeDtypeStruct((T, columns * PAGE_SIZE), jnp.float32),),
+        grid=(T, -(-columns // SCORE_PAGES)),
+        warps=_SCORE_WARPS,
+        stages=_SCORE_STAGES,
+        HEADS=heads,
+        WIDTH=width,
+        CHUNK=fp8_chunk(width) if fp8 else width,
+        PAGE=PAGE_SIZE,
+        PAGE_ITEMS=PAGE_SIZE * pool.shape[2],
+        TABLE_WIDTH=columns,
+        FP8=fp8,
+        NATIVE=fp8 and traced_gpu().fp8,
+        BLOCK_H=power_of_two(heads),
+        PAGES=SCORE_PAGES,
+    )
+    return scores
+
+
+def scores_unsupported(q: Any, pool: Any) -> str | None:
+    """Returns why the kernel cannot take these arrays (or their shapes and types), or None where it can."""
+    heads, width = q.shape[-2:]
+    if width & (width - 1) or not 16 <= width <= 128 or heads > 128:
+        return f"{heads} heads of {width} are more than 128, or no power of two from 16 to 128 wide"
+    if is_fp8(pool):
+        return None if width >= 32 else f"FP8 keys of {width} are narrower than what a tensor core multiplies, 32"
+    if q.dtype not in _HALF_TYPES or pool.dtype != q.dtype:
+        return f"queries of {q.dtype} and index keys of {pool.dtype} are not of one type of 16 bits"
+    return None
+
+
+def select_topk(scores: jax.Array, visible: jax.Array, topk: int, backend: Backend) -> jax.Array:
+    """See `select.select_topk`; scores beyond `visible` may hold anything."""
     T, N = scores.shape
     with _traced_for(backend):
         (chosen,) = call.start(
             "sparse.select",
             (scores, visible),
-            (jax.ShapeDtypeStruct((T, best), jnp.int32),),
+            (jax.ShapeDtypeStruct((T, topk), jnp.int32),),
             grid=(T,),
             warps=_SELECT_WARPS,
             N=N,
-            BEST=best,
+            TOPK=topk,
             BLOCK=_SELECT_BLOCK,
         )
     return chosen
@@ -62,7 +123,7 @@ def copy_rows(
 ) -> jax.Array:
     """Returns pages `[T * Kt / 64, 64, W]` with the rows at the first `counts` positions; other rows hold anything.
 
-    The arguments are those of `attend.attend_chosen`.
+    The arguments are those of `attend.attend_topk`.
     """
     (T, Kt), width = positions.shape, pages.shape[2]
     with _traced_for(backend):
@@ -73,7 +134,7 @@ def copy_rows(
             grid=(T, Kt // PAGE_SIZE),
             warps=_COPY_WARPS,
             TABLE_WIDTH=page_table.shape[1],
-            CHOSEN=Kt,
+            TOPK=Kt,
             PAGE=PAGE_SIZE,
             WIDTH=width,
             **_parts(width, value_width if is_fp8(pages) else None),

@@ -7,8 +7,8 @@ from jax import lax
 from pallas_kernels import native
 from pallas_kernels.backend import Backend, resolve_backend, with_fallback
 from pallas_kernels.fp8 import reference
+from pallas_kernels.gemm import KERNELS
 from pallas_kernels.gemm.checks import check_operands
-from pallas_kernels.gemm.choice import KERNELS
 
 
 def fp8_gemm(

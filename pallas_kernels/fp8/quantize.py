@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels import native
 from pallas_kernels.backend import Backend, resolve_backend, with_fallback
 from pallas_kernels.float8 import AMAX_FLOOR, BLOCK, E4M3, E4M3_MAX
-from pallas_kernels.fp8 import quantize_kernel, triton_quantize
+from pallas_kernels.fp8 import mosaic_quantize, triton_quantize
 
 
 def quantize_1x128(x: jax.Array, *, ue8m0: bool = False, backend: Backend | None = None) -> tuple[jax.Array, jax.Array]:
@@ -105,8 +105,8 @@ def _quantize_rows(x, used_rows, *, gated: bool, ue8m0: bool, backend: Backend |
     chosen, grouped = resolve_backend(requested=backend), x.reshape(-1, *x.shape[-2:])
     if chosen is Backend.TRITON and x.size:
         return _ungrouped(x, *triton_quantize.quantize_rows(grouped, used_rows, gated=gated, power_of_two=ue8m0))
-    if chosen is Backend.MOSAIC and quantize_kernel.supports(x, 2 if gated else 1):
-        made = quantize_kernel.quantize_rows(grouped, used_rows, gated=gated, scale_of=scale_of, finish=_to_e4m3)
+    if chosen is Backend.MOSAIC and mosaic_quantize.supports(x, 2 if gated else 1):
+        made = mosaic_quantize.quantize_rows(grouped, used_rows, gated=gated, scale_of=scale_of, finish=_to_e4m3)
         return _ungrouped(x, *made)
     x = x.astype(jnp.float32)
     if gated:

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.gemm.kernel import WG_ROWS, GemmKernel, Refs
 from pallas_kernels.gemm.schedule import Tile
-from pallas_kernels.lazily import plgpu
+from pallas_kernels.mosaic import plgpu
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,8 +19,7 @@ from pallas_kernels.gemm.narrow import NarrowKernel
 from pallas_kernels.gemm.plan import NARROW_TILE_N, NARROW_TILES_M
 from pallas_kernels.gemm.schedule import Contiguous, Tile
 from pallas_kernels.int4 import GROUP, RUN, VALUES_PER_WORD
-from pallas_kernels.lazily import plgpu
-from pallas_kernels.mosaic import SMEM_BYTES, row_layout, swizzle_transforms
+from pallas_kernels.mosaic import SMEM_BYTES, plgpu, row_layout, swizzle_transforms
 
 _WEIGHT_BYTES = NARROW_TILE_N * (RUN // 2 + 2 * VALUES_PER_WORD)
 """Words and scales of a stage."""

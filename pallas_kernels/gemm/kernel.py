@@ -20,8 +20,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import bodies
 from pallas_kernels.float8 import BLOCK, E4M3
 from pallas_kernels.gemm.schedule import Tile, TileSchedule
-from pallas_kernels.lazily import plgpu
-from pallas_kernels.mosaic import SMEM_BYTES, swizzle_transforms, whole_tile
+from pallas_kernels.mosaic import SMEM_BYTES, plgpu, swizzle_transforms, whole_tile
 
 WG_ROWS = 64
 """Rows of a warpgroup's matrix product."""

@@ -13,8 +13,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.gemm.kernel import WG_ROWS, GemmKernel, Refs
 from pallas_kernels.gemm.schedule import Tile
-from pallas_kernels.lazily import plgpu
-from pallas_kernels.mosaic import swizzle_transforms
+from pallas_kernels.mosaic import plgpu, swizzle_transforms
 
 
 @dataclasses.dataclass(frozen=True)

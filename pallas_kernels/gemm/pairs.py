@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.gemm.schedule import Contiguous, Tile, TileBody
-from pallas_kernels.lazily import plgpu
+from pallas_kernels.mosaic import plgpu
 
 
 @dataclasses.dataclass(frozen=True)

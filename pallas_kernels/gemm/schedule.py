@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.lazily import plgpu
+from pallas_kernels.mosaic import plgpu
 
 _PANEL = 8
 """Row tiles walked together before the next column tile, so that their operands meet in the L2 cache."""

@@ -16,7 +16,7 @@ from pallas_kernels.float8 import BLOCK
 from pallas_kernels.gemm.kernel import WG_ROWS, Refs
 from pallas_kernels.gemm.schedule import Tile
 from pallas_kernels.gemm.wide import WideKernel
-from pallas_kernels.lazily import plgpu
+from pallas_kernels.mosaic import plgpu
 
 _HALF = 2 * WG_ROWS
 """Rows that both warpgroups multiply at a time: sums and accumulators of more would not fit their registers."""

@@ -11,8 +11,14 @@ import jax.numpy as jnp
 
 from pallas_kernels.backend import Backend, with_fallback
 from pallas_kernels.float8 import BLOCK
-from pallas_kernels.fp8.tiles import activation_tiles, along_tokens, dequantized, transposed, weight_blocks
-from pallas_kernels.fp8.trained import check_trained
+from pallas_kernels.fp8.trained import (
+    activation_tiles,
+    along_tokens,
+    check_trained,
+    dequantized,
+    transposed,
+    weight_blocks,
+)
 from pallas_kernels.gemm.checks import check_tiles
 from pallas_kernels.grouped import reference
 from pallas_kernels.grouped.contiguous import fp8_grouped_gemm_contiguous

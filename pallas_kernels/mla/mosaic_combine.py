@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.lazily import plgpu
 from pallas_kernels.mla.schedule import DecodeSchedule
+from pallas_kernels.mosaic import plgpu
 
 _ROWS_PER_BLOCK = 8  # a warpgroup for each; row counts are multiples of 8
 _THREADS = 128  # of a warpgroup

@@ -29,12 +29,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import bodies
-from pallas_kernels.lazily import plgpu
 from pallas_kernels.mla import mosaic_fp8_cache as fp8_cache
 from pallas_kernels.mla.layout import PAGE_SIZE
 from pallas_kernels.mla.mosaic_outputs import store_partial, store_whole
 from pallas_kernels.mla.schedule import DecodeSchedule
-from pallas_kernels.mosaic import row_layout, swizzle_transforms
+from pallas_kernels.mosaic import plgpu, row_layout, swizzle_transforms
 
 ROWS = 64
 """Rows of a tile: the M of a wgmma."""

@@ -16,8 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.float8 import E4M3
-from pallas_kernels.lazily import plgpu
 from pallas_kernels.mla.layout import FP8_TILE, PAGE_SIZE
+from pallas_kernels.mosaic import plgpu
 
 VALUE_WIDTH = 512
 """The latent width of FP8 pages: those of 256 begin their rotated keys inside of a swizzled tile."""

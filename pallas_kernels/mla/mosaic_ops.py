@@ -279,7 +279,7 @@ def _prefill_shape(
     blocks: int | None,
     interpret: Any,
     shared_key: jax.Array | None,
-    chooses: bool = False,
+    use_topk: bool = False,
 ) -> mosaic_prefill.PrefillShape:
     """Returns the static facts of a call with padded queries."""
     T, H, key_width = q.shape
@@ -298,11 +298,11 @@ def _prefill_shape(
         stages=stages,
         blocks=blocks if blocks < items else None,
         shared_width=0 if shared_key is None else shared_key.shape[1],
-        chooses=chooses,
+        use_topk=use_topk,
     )
 
 
-def prefill_chosen_mosaic(
+def prefill_topk_mosaic(
     q: jax.Array,
     k: jax.Array,
     shared_key: jax.Array | None,
@@ -316,11 +316,11 @@ def prefill_chosen_mosaic(
     blocks: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """See `chosen.mla_prefill_chosen`; keys are whole where `shared_key` is None, and tuned as in `prefill_mosaic`."""
+    """See `chosen.mla_prefill_topk`; keys are whole where `shared_key` is None, and tuned as in `prefill_mosaic`."""
     T, key_block = len(q), key_block or mosaic_prefill.KEY_BLOCKS[q.shape[-1], v.shape[-1]]
     short = -T % mosaic_prefill.BLOCK
     q, bits = jnp.pad(q, ((0, short), (0, 0), (0, 0))), jnp.pad(bits, ((0, 0), (0, short)))
-    shape = _prefill_shape(q, v, scale, key_block, 2, blocks, interpret, shared_key, chooses=True)
+    shape = _prefill_shape(q, v, scale, key_block, 2, blocks, interpret, shared_key, use_topk=True)
     ranges = _key_ranges(jnp.pad(starts, (0, short)), jnp.pad(ends, (0, short)), key_block)
     keys = k if shared_key is None else (k, shared_key)
     return mosaic_prefill.attend_spans(shape, q, keys, v, ranges, bits, interpret=interpret)[0][:T]

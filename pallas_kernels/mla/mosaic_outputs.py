@@ -4,7 +4,7 @@ from typing import Any
 
 from jax.experimental import pallas as pl
 
-from pallas_kernels.lazily import plgpu
+from pallas_kernels.mosaic import plgpu
 
 LSE = 6
 """The row of `vectors` in which the log-sum-exp is staged."""

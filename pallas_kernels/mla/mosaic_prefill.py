@@ -26,8 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import bodies
-from pallas_kernels.lazily import plgpu
-from pallas_kernels.mosaic import row_layout, swizzle_transforms
+from pallas_kernels.mosaic import plgpu, row_layout, swizzle_transforms
 
 BLOCK = 128
 """Query tokens of a thread block, and what the flat batch is padded to."""
@@ -68,7 +67,7 @@ class PrefillShape:
     """Columns of a key that are the same for all heads, and come as an array of their own."""
     blocks: int | None = None
     """Thread blocks that walk over the items; None for one per item."""
-    chooses: bool = False
+    use_topk: bool = False
     """Queries attend to the keys that bits name; else to those of their spans."""
 
     @property
@@ -103,7 +102,7 @@ def attend_spans(
       v: `[K, H, value_width]`, finite in every block of keys that is read.
       ranges: `[T / 128, 2]` int32, the first block of keys of each block of queries and their number.
       *seen: where spans begin and end, `[T]` int32 each, which do not fall from one query to the next; PADDING and 0
-        for a query without keys, behind all others of its 64. Where it `chooses`, `[K / 32, T]` int32, whose bit b of
+        for a query without keys, behind all others of its 64. Where it `use_topk`, `[K / 32, T]` int32, whose bit b of
         word w says whether a query attends to key 32 w + b.
 
     Returns:
@@ -121,7 +120,7 @@ def attend_spans(
         thread_name="warpgroup",
         scratch_types=_scratch(shape),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-        kernel_name="mla_prefill_chosen" if shape.chooses else "mla_prefill",
+        kernel_name="mla_prefill_topk" if shape.use_topk else "mla_prefill",
         interpret=interpret,
     )
     return kernel(q, *(k if isinstance(k, tuple) else (k,)), v, ranges, *seen)
@@ -285,7 +284,7 @@ def _drain(shape: PrefillShape, smem: Any, steps) -> None:
 def _consume(work: _PrefillWork, warpgroup):
     smem, shape = work.smem, work.shape
     first_row = work.first_token + warpgroup * _ROWS
-    mask = _chosen_mask if shape.chooses else _span_mask(work, first_row)
+    mask = _topk_mask if shape.use_topk else _span_mask(work, first_row)
 
     pl.when((work.blocks > 0) | (shape.blocks is not None))(lambda: plgpu.barrier_wait(smem.query_full))
     pl.when((work.blocks > 0) & (warpgroup == 1))(lambda: _take_turn(smem))
@@ -377,7 +376,7 @@ def _span_mask(work: _PrefillWork, first_row):
     return mask
 
 
-def _chosen_mask(work: _PrefillWork, first_row, first_key):
+def _topk_mask(work: _PrefillWork, first_row, first_key):
     """Returns what masks scores to the chosen keys; their words are on the way while the tensor core multiplies.
 
     A thread has columns 8 n + 2 t + {0, 1} of its rows, t from 0 to 3. Shifted by 2 t, a word has each of its bits at

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.lazily import plgpu
 from pallas_kernels.mla.write import DROPPED
+from pallas_kernels.mosaic import plgpu
 
 _ROWS = 8  # of a thread block
 _TMA_BYTES = 16  # the innermost axis of a copy is a multiple of this

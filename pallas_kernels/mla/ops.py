@@ -57,7 +57,7 @@ def mla_decode(
     checks.check_decode(q, pages, page_table, lengths, pages_per_layer, value_width)
     first_page = layer * pages_per_layer
     backend = with_fallback("mla_decode", backend)
-    chosen = dispatched("mla_decode", backend, decode_unsupported(q, pages, value_width, backend))
+    chosen = resolve_kernel("mla_decode", backend, decode_unsupported(q, pages, value_width, backend))
     if chosen is Backend.MOSAIC:
         return mosaic_ops.decode_mosaic(
             q, pages, page_table, lengths, scale=scale, first_page=first_page, schedule=schedule
@@ -97,7 +97,7 @@ def mla_prefill(
     """
     checks.check_prefill(q, k, v, cu_lengths, shared_key)
     backend = with_fallback("mla_prefill", backend)
-    chosen = dispatched("mla_prefill", backend, prefill_unsupported(q, v, backend))
+    chosen = resolve_kernel("mla_prefill", backend, prefill_unsupported(q, v, backend))
     if shared_key is not None and chosen is Backend.MOSAIC and mosaic_ops.takes_parts(k, shared_key):
         return mosaic_ops.prefill_mosaic(q, k, v, cu_lengths, shared_key, scale=scale)
     if chosen is Backend.NATIVE and native.attends(q, k):
@@ -147,13 +147,45 @@ def mla_prefill_context(
     checks.check_context(q, pages, page_table, context_lengths, cu_lengths, pages_per_layer, value_width)
     arrays, first_page = (q, pages, page_table, context_lengths, cu_lengths), layer * pages_per_layer
     backend = with_fallback("mla_prefill_context", backend)
-    chosen = dispatched("mla_prefill_context", backend, decode_unsupported(q, pages, value_width, backend))
+    chosen = resolve_kernel("mla_prefill_context", backend, decode_unsupported(q, pages, value_width, backend))
     if chosen is Backend.MOSAIC:
         return mosaic_ops.context_mosaic(*arrays, scale=scale, first_page=first_page)
     attend = triton_ops.context if chosen is Backend.TRITON else reference.context_reference
     if chosen is Backend.NATIVE and native.attends(q, pages):
         attend = native.context_attention
     return attend(*arrays, scale=scale, first_page=first_page, value_width=value_width)
+
+
+def merge_attention(
+    out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the attention over the union of two disjoint sets of keys, from the attention over each.
+
+    Args:
+      out_a, out_b: `[..., V]`, normalized outputs of the same queries.
+      lse_a, lse_b: `[...]` float32, natural log of the sum of exponentials; +inf marks a query that saw no key.
+
+    Returns:
+      out `[..., V]` in the dtype of `out_a` and lse `[...]` float32; 0 and +inf where both sides are empty.
+
+    Raises:
+      ValueError: shapes or dtypes disagree.
+    """
+    checks.check_merge(out_a, lse_a, out_b, lse_b)
+    empty_a, empty_b = jnp.isposinf(lse_a), jnp.isposinf(lse_b)
+    log_a, log_b = jnp.where(empty_a, -jnp.inf, lse_a), jnp.where(empty_b, -jnp.inf, lse_b)
+    top = jnp.maximum(log_a, log_b)
+    top = jnp.where(jnp.isneginf(top), 0, top)
+    weight_a, weight_b = jnp.exp(log_a - top), jnp.exp(log_b - top)
+    total = weight_a + weight_b
+    both_empty = empty_a & empty_b
+    safe_total = jnp.where(both_empty, 1, total)
+    out = _weighted(out_a, weight_a / safe_total, empty_a) + _weighted(out_b, weight_b / safe_total, empty_b)
+    return out.astype(out_a.dtype), jnp.where(both_empty, jnp.inf, top + jnp.log(safe_total))
+
+
+def _weighted(out: jax.Array, weight: jax.Array, empty: jax.Array) -> jax.Array:
+    return jnp.where(empty[..., None], 0, out.astype(jnp.float32) * weight[..., None])
 
 
 def write_pages(
@@ -191,7 +223,7 @@ def write_pages(
     latents = latents.astype(pages.dtype)
     backend = with_fallback("write_pages", backend)
     on_mosaic = resolve_backend(requested=backend) is Backend.MOSAIC
-    chosen = dispatched("write_pages", backend, mosaic_write.unsupported(pages) if on_mosaic else None)
+    chosen = resolve_kernel("write_pages", backend, mosaic_write.unsupported(pages) if on_mosaic else None)
     return _WRITE[chosen](pages, latents, targets, offsets)
 
 
@@ -238,7 +270,7 @@ def _targets(page_ids: jax.Array, offsets: jax.Array, layer: jax.Array | int, pa
     return jnp.where(kept, layer * pages_per_layer + page_ids, DROPPED)
 
 
-def dispatched(operation: str, backend: Backend | None, obstacle: str | None) -> Backend:
+def resolve_kernel(operation: str, backend: Backend | None, obstacle: str | None) -> Backend:
     """Returns the backend that computes: the reference where there is an obstacle, which is said once in the log."""
     chosen = resolve_backend(requested=backend)
     if obstacle is None:

@@ -97,7 +97,7 @@ def spans_reference(
     return out.reshape(padded, *out.shape[2:])[:T], lse.reshape(padded, -1)[:T]
 
 
-def chosen_reference(
+def topk_reference(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -107,7 +107,7 @@ def chosen_reference(
     *,
     scale: float,
 ) -> jax.Array:
-    """See `mla_prefill_chosen`, with whole keys. Scores are never more than `[H, 128, 128]`."""
+    """See `mla_prefill_topk`, with whole keys. Scores are never more than `[H, 128, 128]`."""
     T, block = q.shape[0], _PREFILL_BLOCK
     padded = -(-T // block) * block
     ks, vs = (_head_blocks(x, block, len(k)) for x in (k, v))  # [blocks, H, block, width]

@@ -135,7 +135,7 @@ def prefill_spans(
     return out, lse
 
 
-def prefill_chosen(
+def prefill_topk(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -145,8 +145,8 @@ def prefill_chosen(
     *,
     scale: float,
 ) -> jax.Array:
-    """See `chosen.mla_prefill_chosen`, with whole keys."""
-    (out,) = _expanded("attention.chosen", (q, k, v, bits, starts, ends), scale)
+    """See `chosen.mla_prefill_topk`, with whole keys."""
+    (out,) = _expanded("attention.masked", (q, k, v, bits, starts, ends), scale)
     return out
 
 
@@ -180,7 +180,7 @@ def write_rows(pages: jax.Array, rows: jax.Array, targets: jax.Array, offsets: j
     """See `mla.write.write_rows`: one program per row."""
     width = pages.shape[2]
     return call.update(
-        "write.write",
+        "attention.write",
         pages,
         (rows, targets, offsets),
         grid=(rows.shape[0],),

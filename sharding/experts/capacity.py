@@ -14,7 +14,7 @@ UNEVEN = 0.35
 OVERFLOW_CHANCE = 1e-3
 """Share of the layers in which a queue is too long if all peers were chosen that often; with even routing it is next to
 none (`tests/sharding/test_exchange.py` draws both)."""
-LEAST_ROOM = 8
+MIN_CAPACITY = 8
 """Rows that fit in any case: the tokens of one row of a decode batch, the most there can be with drafts."""
 
 
@@ -29,7 +29,7 @@ def headroom(replicas: int) -> float:
 
 @functools.cache
 def expected_capacity(
-    tokens: int, peers: int, experts_per_token: int, pairs: int, replicas: int, *, least: int = LEAST_ROOM
+    tokens: int, peers: int, experts_per_token: int, pairs: int, replicas: int, *, least: int = MIN_CAPACITY
 ) -> int:
     """Returns the rows per pair of peers, `C`: as many as the longest of the queues of all `pairs` has.
 
@@ -41,8 +41,8 @@ def expected_capacity(
     return min(tokens, max(least, _longest_queue(tokens, mean, pairs)))
 
 
-def pair_room(
-    tokens: int, peers: int, experts_per_token: int, replicas: int, capacity: int, *, least: int = LEAST_ROOM
+def pair_capacity(
+    tokens: int, peers: int, experts_per_token: int, replicas: int, capacity: int, *, least: int = MIN_CAPACITY
 ) -> int | None:
     """Returns how many (row, replica) pairs a device computes at most, or None where that is all that may arrive.
 

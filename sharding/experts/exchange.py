@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import jax
 
-from sharding.experts.capacity import LEAST_ROOM, expected_capacity, pair_room
+from sharding.experts.capacity import MIN_CAPACITY, expected_capacity, pair_capacity
 from sharding.experts.hop import Hop, Queued, enqueue, receive, receive_back, send, send_back
-from sharding.experts.kind import Kind
 from sharding.experts.rows import Experts, TokenRows
 from sharding.experts.traffic import LayerRows, Traffic
+from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
 from sharding.wire.collectives import Overlap, Transfer
 
@@ -66,7 +66,7 @@ class Exchange:
         """Returns one hop over all devices, with buffers for `rows`; `replicas` live on each device."""
         T, K, devices = rows.tokens, rows.experts_per_token, machine.devices
         capacity = expected_capacity(T, devices, K, devices * devices, replicas)
-        pairs = pair_room(T, devices, K, replicas, capacity, least=max(LEAST_ROOM, devices))
+        pairs = pair_capacity(T, devices, K, replicas, capacity, least=max(MIN_CAPACITY, devices))
         return cls(machine, replicas, (Hop(machine.axes, devices, replicas, capacity, overlap, rows.int8_sums),), pairs)
 
     @classmethod
@@ -78,18 +78,18 @@ class Exchange:
         outer = expected_capacity(T, machine.nodes, K, devices * machine.nodes, replicas * machine.gpus)
         # From each node come at most T rows, one per token, which take the second hop as if evenly over all devices.
         # One token of each device always fits, so that a step in small enough portions ends.
-        least = max(LEAST_ROOM, machine.nodes)
+        least = max(MIN_CAPACITY, machine.nodes)
         inner = expected_capacity(T * machine.nodes, devices, K, devices * machine.gpus, replicas, least=least)
         sizes = [
             (machine.axes[:1], machine.nodes, replicas * machine.gpus, outer),
             (machine.axes[1:], machine.gpus, replicas, inner),
         ]
-        pairs = pair_room(T * machine.nodes, machine.gpus, K, replicas, inner, least=max(LEAST_ROOM, devices))
+        pairs = pair_capacity(T * machine.nodes, machine.gpus, K, replicas, inner, least=max(MIN_CAPACITY, devices))
         return cls(machine, replicas, tuple(Hop(*size, overlap, rows.int8_sums) for size in sizes), pairs)
 
     @property
-    def kind(self) -> Kind:
-        return Kind.ALL_TO_ALL if len(self.hops) == 1 else Kind.HIERARCHICAL
+    def kind(self) -> TransportKind:
+        return TransportKind.ALL_TO_ALL if len(self.hops) == 1 else TransportKind.HIERARCHICAL
 
     @property
     def overlap(self) -> Overlap:

@@ -17,9 +17,9 @@ from jax import lax
 
 from sharding.experts.capacity import expected_rows
 from sharding.experts.hop import Hop, queue
-from sharding.experts.kind import Kind
 from sharding.experts.rows import Experts, TokenRows, fill_lines, localize, sum_at
 from sharding.experts.traffic import LayerRows, Traffic
+from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
 from sharding.wire.collectives import Overlap
 from sharding.wire.words import from_words, shapes_of
@@ -58,7 +58,7 @@ class Ragged:
     machine: Machine
     replicas_per_device: int
     overlap: Overlap = Overlap.NONE
-    kind: ClassVar[Kind] = Kind.RAGGED
+    kind: ClassVar[TransportKind] = TransportKind.RAGGED
     hops: ClassVar[tuple[Hop, ...]] = ()  # none that could overflow
     pairs: ClassVar[int | None] = None
 

@@ -25,7 +25,7 @@ from sharding.experts.placement import Placement
 from sharding.mesh import Machine
 from sharding.wire.words import from_words, to_words
 
-LAYERS_HELD = 3
+TEMPORARY_LAYERS = 3
 """Temporary memory of a move on a GPU, in layers' experts of one device (a test compiles it)."""
 
 

@@ -11,9 +11,9 @@ import jax
 from jax import lax
 
 from sharding.experts.hop import Hop
-from sharding.experts.kind import Kind
 from sharding.experts.rows import Experts, TokenRows, localize
 from sharding.experts.traffic import LayerRows, Traffic
+from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
 from sharding.wire.collectives import Overlap, Transfer, start_reduce_scatter
 from sharding.wire.words import from_words, shapes_of, to_words
@@ -26,7 +26,7 @@ class Ring:
     machine: Machine
     replicas_per_device: int
     overlap: Overlap = Overlap.NONE
-    kind: ClassVar[Kind] = Kind.RING
+    kind: ClassVar[TransportKind] = TransportKind.RING
     hops: ClassVar[tuple[Hop, ...]] = ()
     pairs: ClassVar[int | None] = None
 

@@ -11,11 +11,11 @@ import jax
 
 from sharding.experts.exchange import Exchange
 from sharding.experts.hop import Hop
-from sharding.experts.kind import Kind
 from sharding.experts.ragged import Ragged
 from sharding.experts.ring import Ring
 from sharding.experts.rows import Experts, TokenRows
 from sharding.experts.traffic import LayerRows, Network, Traffic
+from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
 from sharding.wire.collectives import Overlap
 
@@ -28,7 +28,7 @@ class Transport[Handle](Protocol):
     """
 
     @property
-    def kind(self) -> Kind: ...
+    def kind(self) -> TransportKind: ...
 
     @property
     def machine(self) -> Machine: ...
@@ -68,16 +68,16 @@ class Transport[Handle](Protocol):
         ...
 
 
-_BUILDERS: Mapping[Kind, Callable[[Machine, int, LayerRows, Overlap], Transport[Any]]] = {
-    Kind.RING: Ring.from_layer,
-    Kind.ALL_TO_ALL: Exchange.from_layer,
-    Kind.HIERARCHICAL: Exchange.from_layer_by_node,
-    Kind.RAGGED: Ragged.from_layer,
+_BUILDERS: Mapping[TransportKind, Callable[[Machine, int, LayerRows, Overlap], Transport[Any]]] = {
+    TransportKind.RING: Ring.from_layer,
+    TransportKind.ALL_TO_ALL: Exchange.from_layer,
+    TransportKind.HIERARCHICAL: Exchange.from_layer_by_node,
+    TransportKind.RAGGED: Ragged.from_layer,
 }
 
 
 def build(
-    kind: Kind, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap = Overlap.NONE
+    kind: TransportKind, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap = Overlap.NONE
 ) -> Transport[Any]:
     """Returns a transport of `kind` for `replicas` expert replicas on all devices together, with buffers for `rows`.
 
@@ -99,6 +99,6 @@ def choose(
 
     Never `RAGGED`, whose speed the model does not know.
     """
-    kinds = [Kind.RING, Kind.ALL_TO_ALL, *([Kind.HIERARCHICAL] if machine.nodes > 1 else [])]
+    kinds = [TransportKind.RING, TransportKind.ALL_TO_ALL, *([TransportKind.HIERARCHICAL] if machine.nodes > 1 else [])]
     candidates = [build(kind, machine, replicas, rows, overlap) for kind in kinds]
     return min(candidates, key=lambda t: t.traffic(rows).seconds(network or Network()))

@@ -77,7 +77,7 @@ def test_kernels_left_out_keep_their_calls():
     x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
     lowered = aot.lower_for(lambda x: (doubled(x), doubled(x[:64])), x)
     bodies = [re.findall(r'kernel_hash = ("[^"]*")', lowered.as_text())]
-    aot.leave_kernels_out(lowered)
+    aot.strip_kernel_bodies(lowered)
     bodies.append(re.findall(r'kernel_hash = ("[^"]*")', lowered.as_text()))
     assert [(len(each), len(set(each))) for each in bodies] == [(2, 2), (2, 1)]
     compiled = lowered.compile()
@@ -85,7 +85,7 @@ def test_kernels_left_out_keep_their_calls():
     assert compiled.memory_analysis().output_size_in_bytes >= (128 + 64) * 128 * 4
     plain = aot.lower_for(jnp.tanh, x)
     before = plain.as_text()
-    aot.leave_kernels_out(plain)
+    aot.strip_kernel_bodies(plain)
     assert plain.as_text() == before
 
 

@@ -58,9 +58,9 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
         ),
         (of((T, H, 192)), PART, VALUES, COUNTS, COUNTS, SHARED),
     ),
-    "mla_prefill_chosen": (
+    "mla_prefill_topk": (
         Backend.MOSAIC,
-        lambda q, k, v, bits, a, b, s, backend: mla.mla_prefill_chosen(
+        lambda q, k, v, bits, a, b, s, backend: mla.mla_prefill_topk(
             q, k, v, bits, a, b, scale=1.0, shared_key=s, backend=backend
         ),
         (of((T, H, 192)), PART, VALUES, of((T // 32, T), I32), COUNTS, COUNTS, SHARED),
@@ -71,10 +71,10 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
         (POOL, of((T, R + P)), COUNTS, COUNTS),
     ),
     "index_scores": (Backend.MOSAIC, functools.partial(dsa.index_scores, first_page=0), INDEX),
-    "choose": (Backend.TRITON, functools.partial(dsa.choose, first_page=0, best=64), INDEX),
-    "attend_chosen": (
+    "topk_indices": (Backend.TRITON, functools.partial(dsa.topk_indices, first_page=0, best=64), INDEX),
+    "attend_topk": (
         Backend.TRITON,
-        functools.partial(dsa.attend_chosen, scale=1.0, first_page=0, value_width=R),
+        functools.partial(dsa.attend_topk, scale=1.0, first_page=0, value_width=R),
         (Q, POOL, TABLE, of((T, 64), I32), COUNTS),
     ),
     "fp8_gemm": (
@@ -160,14 +160,14 @@ def test_an_operation_in_the_table_is_the_reference_with_all_of_its_parts(name, 
 
 
 # Those that are made of no other operation, and so do not change with any.
-ALONE = CASES.keys() - {"choose", "attend_chosen", "plain_gemm", "trained_gemm", "trained_gemm_contiguous"}
+ALONE = CASES.keys() - {"topk_indices", "attend_topk", "plain_gemm", "trained_gemm", "trained_gemm_contiguous"}
 
 
 @pytest.mark.parametrize(
     ("whole", "part"),
     [
-        ("choose", "index_scores"),
-        ("attend_chosen", "mla_decode"),
+        ("topk_indices", "index_scores"),
+        ("attend_topk", "mla_decode"),
         ("plain_gemm", "layer_gemm"),
         ("trained_gemm", "fp8_gemm"),
         ("trained_gemm_contiguous", "quantize_1x128"),

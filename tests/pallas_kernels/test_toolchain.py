@@ -97,7 +97,7 @@ def test_other_backends_ask_for_no_ptxas(wheels, tmp_path) -> None:
 _COMPILES = """
 import os
 import jax, jax.numpy as jnp
-from pallas_kernels import aot, backend, lazily
+from pallas_kernels import aot, backend
 from pallas_kernels.backend import Backend
 from pallas_kernels.fp8 import quantize_1x128
 assert "MOSAIC_GPU_RUNTIME_LIB_PATH" not in os.environ

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from sharding.experts.capacity import expected_capacity, headroom, pair_room
+from sharding.experts.capacity import expected_capacity, headroom, pair_capacity
 from sharding.experts.exchange import Exchange
 from sharding.experts.hop import Hop
 from sharding.experts.ring import Ring
@@ -217,6 +217,6 @@ def test_layers_of_the_144_gpu_deployment_have_room(hot: float) -> None:
 
 def test_room_for_pairs_stays_near_the_expected_load() -> None:
     """A micro-batch of the two published units, and buffers that hold whatever tokens choose."""
-    assert pair_room(8192 * 4, 8, 8, 9, 8456) == 76_804  # 65,536 are expected, 541,184 may come
-    assert pair_room(64 * 18, 8, 8, 2, 121) == 1_016  # 512 and 1,936
-    assert pair_room(24, 8, 8, 36, 24) is None
+    assert pair_capacity(8192 * 4, 8, 8, 9, 8456) == 76_804  # 65,536 are expected, 541,184 may come
+    assert pair_capacity(64 * 18, 8, 8, 2, 121) == 1_016  # 512 and 1,936
+    assert pair_capacity(24, 8, 8, 36, 24) is None

@@ -10,11 +10,11 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels import aot
-from sharding.experts.kind import Kind
 from sharding.experts.ragged import MAX_BUFFER_BYTES, slices_of
 from sharding.experts.rows import TokenRows
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import build
+from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
 from sharding.wire.collectives import check_ragged
 from tests.sharding.test_exchange import ALL, AXES, EXPERTS, D, K, T, both_halves, dense, local_experts, route
@@ -40,7 +40,7 @@ def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_si
 @functools.cache
 def program():
     mesh = Mesh(np.array(jax.devices()).reshape(MACHINE.nodes, MACHINE.gpus), AXES)
-    ragged = build(Kind.RAGGED, MACHINE, EXPERTS, LayerRows.from_widths(T, K, D, fp8_dispatch=False))
+    ragged = build(TransportKind.RAGGED, MACHINE, EXPERTS, LayerRows.from_widths(T, K, D, fp8_dispatch=False))
 
     def step(x, ids, weights, w):
         rows = TokenRows({"x": x / 2, "scale": jnp.full((T, 1), 2.0)}, ids, weights)
@@ -80,7 +80,7 @@ def test_slices_are_those_of_a_recount() -> None:
 def test_compiles_for_eight_gpus_and_sends_by_exact_sizes() -> None:
     """Rows there in one ragged collective, sums back in another."""
     mesh = aot.gpu_mesh({"node": 2, "gpu": 4}, per_host=4)
-    ragged = build(Kind.RAGGED, MACHINE, EXPERTS, LayerRows.from_widths(T, K, 128, fp8_dispatch=True))
+    ragged = build(TransportKind.RAGGED, MACHINE, EXPERTS, LayerRows.from_widths(T, K, 128, fp8_dispatch=True))
     spec = PartitionSpec(AXES)
 
     def step(q, scale, ids, weights):
@@ -103,14 +103,16 @@ def test_refusals_say_what_to_change() -> None:
         check_ragged("cpu")
     check_ragged("cuda")
     with pytest.raises(ValueError, match=r"16384 tokens from each of 144 devices, .* lower max_num_batched_tokens"):
-        build(Kind.RAGGED, Machine(18, 8), 288, LayerRows.from_widths(16384, 8, 7168, fp8_dispatch=True))
+        build(TransportKind.RAGGED, Machine(18, 8), 288, LayerRows.from_widths(16384, 8, 7168, fp8_dispatch=True))
     with pytest.raises(ValueError, match="'deepep' is not one of auto, ring, all_to_all, hierarchical, ragged"):
-        Kind.from_name("deepep")
+        TransportKind.from_name("deepep")
     with pytest.raises(ValueError, match="needs 2 nodes or more"):
-        build(Kind.HIERARCHICAL, Machine(1, 8), 288, LayerRows.from_widths(8, 8, 7168, fp8_dispatch=True))
+        build(TransportKind.HIERARCHICAL, Machine(1, 8), 288, LayerRows.from_widths(8, 8, 7168, fp8_dispatch=True))
 
 
 def test_decode_at_144_ranks_fits_the_ragged_buffers_and_sends_less() -> None:
     machine, load = Machine(18, 8), LayerRows.from_widths(128, 8, 7168, fp8_dispatch=True)
-    ragged, padded = (build(kind, machine, 288, load).traffic(load) for kind in (Kind.RAGGED, Kind.ALL_TO_ALL))
+    ragged, padded = (
+        build(kind, machine, 288, load).traffic(load) for kind in (TransportKind.RAGGED, TransportKind.ALL_TO_ALL)
+    )
     assert ragged.device_bytes < padded.device_bytes / 2 < MAX_BUFFER_BYTES

@@ -5,10 +5,10 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from benchmarks.traced import sent
-from sharding.experts.kind import Kind
 from sharding.experts.rows import TokenRows, unpacked
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import Transport, build, choose
+from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
 from tests.sharding.test_exchange import both_halves
 
@@ -39,8 +39,8 @@ def one_layer(transport: Transport, k: int):
 
 
 @pytest.mark.parametrize(("experts", "k"), [(16, 2), (8, 6)])
-@pytest.mark.parametrize("kind", [Kind.RING, Kind.ALL_TO_ALL, Kind.HIERARCHICAL])
-def test_the_program_sends_what_the_formula_says(kind: Kind, experts: int, k: int) -> None:
+@pytest.mark.parametrize("kind", [TransportKind.RING, TransportKind.ALL_TO_ALL, TransportKind.HIERARCHICAL])
+def test_the_program_sends_what_the_formula_says(kind: TransportKind, experts: int, k: int) -> None:
     """All of it is outside of loops: no device asks whether there is more to send."""
     load = LayerRows.from_widths(T, k, D, fp8_dispatch=True)
     assert load == LayerRows(T, k, D + 4 + 8 * k, 2 * D, packed_bytes=D + 4)
@@ -52,21 +52,21 @@ def test_decode_at_144_ranks_stays_within_its_byte_bound() -> None:
     """The wire carries 2.9 times the payload at most where nodes are limited; 3.8 in the flat form, not chosen."""
     machine, load = Machine(18, 8), LayerRows.from_widths(128, 8, 7168, fp8_dispatch=True)
     payload = load.tokens * load.experts_per_token * (load.dispatch_bytes + load.combine_bytes)
-    for kind, bound in ((Kind.ALL_TO_ALL, 3.8), (Kind.HIERARCHICAL, 2.9)):
+    for kind, bound in ((TransportKind.ALL_TO_ALL, 3.8), (TransportKind.HIERARCHICAL, 2.9)):
         assert build(kind, machine, 288, load).traffic(load).device_bytes <= bound * payload
-    crossing = {kind: build(kind, machine, 288, load).traffic(load).node_bytes for kind in Kind}
-    assert crossing[Kind.HIERARCHICAL] < crossing[Kind.ALL_TO_ALL] < crossing[Kind.RING]
+    crossing = {kind: build(kind, machine, 288, load).traffic(load).node_bytes for kind in TransportKind}
+    assert crossing[TransportKind.HIERARCHICAL] < crossing[TransportKind.ALL_TO_ALL] < crossing[TransportKind.RING]
 
 
 def test_choice_follows_nodes_and_tokens() -> None:
-    def chosen(machine: Machine, experts: int, tokens: int) -> Kind:
+    def chosen(machine: Machine, experts: int, tokens: int) -> TransportKind:
         return choose(machine, experts, LayerRows.from_widths(tokens, 8, 7168, fp8_dispatch=True)).kind
 
-    assert chosen(Machine(1, 8), 256, 4) is Kind.RING
-    assert chosen(Machine(1, 8), 256, 4096) is Kind.ALL_TO_ALL
-    assert chosen(Machine(4, 8), 288, 16384) is Kind.HIERARCHICAL
+    assert chosen(Machine(1, 8), 256, 4) is TransportKind.RING
+    assert chosen(Machine(1, 8), 256, 4096) is TransportKind.ALL_TO_ALL
+    assert chosen(Machine(4, 8), 288, 16384) is TransportKind.HIERARCHICAL
 
 
 def test_devices_must_divide_the_replicas() -> None:
     with pytest.raises(ValueError, match=r"256 expert replicas do not divide over 144 devices: add .* 288"):
-        build(Kind.RING, Machine(18, 8), 256, LayerRows.from_widths(8, 8, 7168, fp8_dispatch=True))
+        build(TransportKind.RING, Machine(18, 8), 256, LayerRows.from_widths(8, 8, 7168, fp8_dispatch=True))

@@ -30,7 +30,7 @@ def prefill_forms(layout: Layout, size: int) -> list[AttentionForm]:
 
     A CPU has one program, since each takes seconds to compile.
     """
-    return [form for form in layout.forms if FORMS[form].room is None or room(layout, size, form)]
+    return [form for form in layout.forms if FORMS[form].capacity is None or room(layout, size, form)]
 
 
 def prefill_form(
@@ -46,23 +46,23 @@ def prefill_form(
         form
         for form in layout.forms
         if suits(form, model, longest, has_context)
-        and (FORMS[form].room is None or _takes_room(layout, size, form, keys, pairs))
+        and (FORMS[form].capacity is None or _takes_room(layout, size, form, keys, pairs))
     )
 
 
 def room(layout: Layout, size: int, form: AttentionForm) -> int:
     """Returns the `room` of the batches of bucket `size` in a form; 0 where it needs none, or has none."""
     row, cfg, tokens = FORMS[form], layout.cfg, size // _micro_batches(layout, size)
-    if row.room is None:
+    if row.capacity is None:
         return 0
-    found = row.room(layout.model_cfg, layout.peaks, cfg.cache_dtype, tokens, cfg.tensor_parallel_size)
+    found = row.capacity(layout.model_cfg, layout.peaks, cfg.cache_dtype, tokens, cfg.tensor_parallel_size)
     most = cfg.prefill_rows(size) * layout.longest  # of a batch, in whole blocks of keys
     return min(found, -(-most // KEY_BLOCK) * KEY_BLOCK)
 
 
 def _takes_room(layout: Layout, size: int, form: AttentionForm, keys: int, pairs: int) -> bool:
     """Returns whether a step whose requests have `keys` tokens fits in the room of a form, and gains by it."""
-    most, pays = room(layout, size, form), FORMS[form].pays
+    most, pays = room(layout, size, form), FORMS[form].is_faster
     if not 0 < keys <= most:
         return False
     given = size, pairs, keys, most, layout.cfg.tensor_parallel_size, _micro_batches(layout, size)

@@ -137,7 +137,7 @@ def spans(
 
 
 @triton.jit
-def chosen(
+def masked(
     q_ptr, k_ptr, v_ptr, bits_ptr, start_ptr, end_ptr, tokens, out_ptr,
     SCALE: tl.constexpr, HEADS: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -175,3 +175,19 @@ def chosen(
     total = tl.where(total > 0, total, 1.0)
     out = (out / total[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row64[:, None] * V + tl.arange(0, V)[None, :], out, mask=in_rows[:, None])
+
+
+@triton.jit
+def write(
+    pages_ptr, rows_ptr, target_ptr, offset_ptr,
+    WIDTH: tl.constexpr, PAGE: tl.constexpr, DROPPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Stores row t of rows [T, WIDTH] to `pages[target[t], offset[t]]`, unless the target is DROPPED."""
+    token = tl.program_id(0).to(tl.int64)
+    target = tl.load(target_ptr + token).to(tl.int64)
+    if target == DROPPED:
+        return
+    column = tl.arange(0, BLOCK)
+    row = tl.load(rows_ptr + token * WIDTH + column, mask=column < WIDTH)
+    place = target * PAGE + tl.load(offset_ptr + token)
+    tl.store(pages_ptr + place * WIDTH + column, row, mask=column < WIDTH)

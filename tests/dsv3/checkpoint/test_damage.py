@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.checkpoint import CheckpointError, fill, load_params
+from dsv3.checkpoint import CheckpointError, load_params, reader
 from dsv3.checkpoint.safetensors_file import read_header
 from tests.dsv3.checkpoint import hf
 
@@ -61,7 +61,7 @@ def edit_header(path, change):
     path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
 
 
-def test_missing_and_unexpected_tensors_are_told_together_and_shortened(tmp_path):
+def test_missing_and_unexpected_tensors_are_reported_together_and_shortened(tmp_path):
     def change(tensors):
         for e in range(4):
             del tensors[f"model.layers.3.mlp.experts.{e}.up_proj.weight"]
@@ -138,7 +138,7 @@ def test_a_nan_in_a_one_byte_scale_is_found(tmp_path):
     assert f"tensor {name}: a block scale is nan" in message
 
 
-def test_mtp_modules_that_were_promised_are_required(tmp_path):
+def test_mtp_modules_of_the_config_are_required(tmp_path):
     def change(tensors):
         for name in [n for n in tensors if n.startswith("model.layers.4.")]:
             del tensors[name]
@@ -195,7 +195,7 @@ def test_a_shard_cut_within_its_header(sharded, length):
     assert f"{path}: its first 8 bytes announce a header" in refused(sharded)
 
 
-def test_a_pointer_of_git_lfs_in_the_place_of_a_shard(sharded):
+def test_a_git_lfs_pointer_instead_of_a_shard(sharded):
     path = shard_of(sharded, DOWN)
     path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4302348800\n")
     assert refused(sharded) == f"{path}: a git-lfs pointer in the place of the file: run git lfs pull there"
@@ -203,14 +203,14 @@ def test_a_pointer_of_git_lfs_in_the_place_of_a_shard(sharded):
 
 def test_a_file_that_shrinks_while_it_is_read(sharded, monkeypatch):
     path = shard_of(sharded, DOWN)
-    opened = fill.Files.open
+    opened = reader.CheckpointReader.open
 
     def shrinking(files, paths):
         opened(files, paths)
         path.write_bytes(path.read_bytes()[:-30])
 
-    monkeypatch.setattr(fill.Files, "open", shrinking)
-    assert f"{path}: tensor " in (message := refused(sharded)) and "the file ended while it was read" in message
+    monkeypatch.setattr(reader.CheckpointReader, "open", shrinking)
+    assert f"{path}: tensor " in (message := refused(sharded)) and "the file was truncated while it was read" in message
 
 
 def test_trailing_bytes(sharded):
@@ -237,7 +237,7 @@ def test_an_index_that_disagrees_with_its_shards(sharded):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "[" * 100_000])
-def test_an_index_that_is_none(sharded, content):
+def test_an_invalid_index(sharded, content):
     (sharded / "model.safetensors.index.json").write_text(content)
     assert "model.safetensors.index.json: " in refused(sharded)
 
@@ -279,10 +279,10 @@ def alter(**changes):
         (lambda header: {DOWN: 3}, f"tensor {DOWN}: its header entry is not an object"),
     ],
 )
-def test_a_header_that_lies(sharded, change, message):
+def test_a_header_with_wrong_fields(sharded, change, message):
     path = shard_of(sharded, DOWN)
     edit_header(path, change)
-    assert f"{path}: " in (told := refused(sharded)) and message in told
+    assert f"{path}: " in (error := refused(sharded)) and message in error
 
 
 @pytest.mark.parametrize("text", [b"{", b"\xff", b'{"a": 1, "a": 2}', b"[" * 100_000, b'{"a": ' + b"9" * 10_000 + b"}"])
@@ -295,7 +295,7 @@ def test_a_header_that_is_not_json(sharded, text):
 @given(data=st.data())
 @settings(deadline=None, max_examples=100)
 def test_no_damage_to_a_header_escapes_as_another_error(tmp_path_factory, data):
-    """Any bytes in place of some of the header's: it loads, or says why not; nothing else happens."""
+    """With any bytes of the header overwritten, the file loads or raises CheckpointError."""
     cfg = hf.config(num_hidden_layers=1, num_nextn_predict_layers=0, n_routed_experts=1)
     directory = tmp_path_factory.mktemp("fuzz")
     hf.write(directory, hf.random_tensors(cfg), shards=1)
@@ -313,7 +313,7 @@ def test_no_damage_to_a_header_escapes_as_another_error(tmp_path_factory, data):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", None])
-def test_a_pipe_is_no_file(sharded, name):
+def test_a_pipe_is_rejected(sharded, name):
     path = shard_of(sharded, DOWN) if name is None else sharded / name
     path.unlink()
     os.mkfifo(path)

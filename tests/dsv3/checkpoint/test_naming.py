@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from dsv3.checkpoint import CheckpointError, load_params
-from dsv3.checkpoint.hugging_face import in_deepseek_form
+from dsv3.checkpoint.hugging_face import to_deepseek_names
 from dsv3.checkpoint.safetensors_file import Tensor, read_directory
 from dsv3.model.params import Fp8Weight
 from tests.dsv3.checkpoint import hf
@@ -27,7 +27,7 @@ def value(tensor: Tensor) -> np.ndarray:
 
 def form(directory: Path, tensors: dict[str, np.ndarray]) -> dict[str, Tensor]:
     save_file(tensors, directory / "model.safetensors")
-    return in_deepseek_form(directory, read_directory(directory))
+    return to_deepseek_names(directory, read_directory(directory))
 
 
 def test_experts_in_one_tensor_become_windows_of_it(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ POOL, TABLE = 8, 4
 
 ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
 PREFILL = PrefillBatch(ints((64,)), ints((64,)), ints((3,)), ints((2,)), ints((2, TABLE)), AttentionForm.TOPK)
-MASKED = dataclasses.replace(PREFILL, form=AttentionForm.TOPK_MATERIALIZED, room=128)
+MASKED = dataclasses.replace(PREFILL, form=AttentionForm.TOPK_MATERIALIZED, kv_capacity=128)
 DECODE = DecodeBatch(ints((4, 1)), ints((4,)), ints((4, TABLE)), AttentionForm.TOPK)
 
 
@@ -42,7 +42,7 @@ def step(which, params, batch, pages):
 
 @pytest.mark.parametrize(
     ("which", "batch", "kernel"),
-    [(prefill, PREFILL, "mla_decode"), (prefill, MASKED, "mla_prefill_chosen"), (decode, DECODE, "mla_decode")],
+    [(prefill, PREFILL, "mla_decode"), (prefill, MASKED, "mla_prefill_topk"), (decode, DECODE, "mla_decode")],
     ids=["prefill", "masked", "decode"],
 )
 def test_no_step_that_chooses_waits_for_the_host(which, batch, kernel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from tests.pallas_kernels.mla.cases import PAGE, decode_case, gather_tokens
 LENGTHS = [150, 0, 64, 7]
 WIDTHS = {"value_width": 32, "scale": 0.3}
 HEADS, KEY = 3, 16
-_select = jax.jit(dsa.select_best, static_argnames="best")
+_select = jax.jit(dsa.select_topk, static_argnames="best")
 _score = jax.jit(dsa.index_scores)
 _write = jax.jit(dsa.write_keys, static_argnames=("layer", "pages_per_layer"))
 
@@ -70,7 +70,7 @@ def test_fp8_keys_are_turned_and_no_product_changes() -> None:
 @given(st.lists(st.integers(-3, 3), min_size=40, max_size=40), st.integers(0, 40))
 def test_the_best_are_exact_and_of_equal_scores_the_first_win(values: list[int], visible: int) -> None:
     scores = np.where(np.arange(40) < visible, np.float32(values), -np.inf)
-    chosen = np.asarray(_select(jnp.asarray(scores)[None], jnp.asarray([visible]), best=16))[0]
+    chosen = np.asarray(_select(jnp.asarray(scores)[None], jnp.asarray([visible]), topk=16))[0]
     wanted = sorted(sorted(range(visible), key=lambda i: (-scores[i], i))[:16])
     assert chosen.tolist() == wanted + [40] * (16 - len(wanted))
 
@@ -95,7 +95,7 @@ def test_attention_to_all_tokens_has_the_bits_of_decode(fp8: bool) -> None:
     where = dict(layer=case.layer, pages_per_layer=case.pages_per_layer)
     dense, _ = mla.mla_decode(case.q, pages, case.page_table, case.lengths, **where, **WIDTHS)
     every = jnp.broadcast_to(jnp.arange(K, dtype=jnp.int32), (M, K))
-    out = dsa.attend_chosen(case.q[:, 0], pages, case.page_table, every, case.lengths, first_page=first, **WIDTHS)
+    out = dsa.attend_topk(case.q[:, 0], pages, case.page_table, every, case.lengths, first_page=first, **WIDTHS)
     np.testing.assert_array_equal(out, dense[:, 0])
 
 
@@ -106,7 +106,7 @@ def test_attention_is_to_the_chosen_tokens_alone() -> None:
         positions[row, :count] = np.sort(rng.permutation(LENGTHS[row])[:count])
     first = case.layer * case.pages_per_layer
     arrays = case.q[:, 0], case.pages, case.page_table, jnp.asarray(positions), jnp.asarray(counts)
-    out = np.asarray(dsa.attend_chosen(*arrays, first_page=first, **WIDTHS))
+    out = np.asarray(dsa.attend_topk(*arrays, first_page=first, **WIDTHS))
     for row, count in enumerate(counts):
         tokens = gather_tokens(case, row, LENGTHS[row])[positions[row, :count]]
         scores = np.asarray(case.q, np.float64)[row, 0] @ tokens.T * WIDTHS["scale"]

@@ -18,14 +18,14 @@ def array(shape: tuple[int, ...], dtype: jax.typing.DTypeLike = jnp.int32) -> ja
 
 
 def choose(q, weights, keys, table, visible):
-    return dsa.choose(q, weights, keys, table, visible, first_page=0, best=BEST, backend=Backend.MOSAIC)
+    return dsa.topk_indices(q, weights, keys, table, visible, first_page=0, topk=BEST, backend=Backend.MOSAIC)
 
 
 def choose_and_attend(q, weights, keys, table, visible, latents, queries):
     picked = choose(q, weights, keys, table, visible)
     counts = jnp.minimum(visible, BEST)
     where = dict(first_page=0, scale=0.1, value_width=512, backend=Backend.MOSAIC)
-    return dsa.attend_chosen(queries, latents, table, picked, counts, **where)
+    return dsa.attend_topk(queries, latents, table, picked, counts, **where)
 
 
 def arguments(dtype: jax.typing.DTypeLike | None) -> tuple[jax.ShapeDtypeStruct, ...]:

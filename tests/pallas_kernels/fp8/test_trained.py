@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels import fp8, grouped
 from pallas_kernels.backend import Backend
 from pallas_kernels.float8 import BLOCK, E4M3
-from pallas_kernels.fp8.tiles import activation_tiles, along_tokens, dequantized
+from pallas_kernels.fp8.trained import activation_tiles, along_tokens, dequantized
 
 REFERENCE = Backend.REFERENCE
 

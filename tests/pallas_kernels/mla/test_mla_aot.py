@@ -16,9 +16,9 @@ from pallas_kernels.mla import (
     decode_schedule,
     mla_decode,
     mla_prefill,
-    mla_prefill_chosen,
     mla_prefill_context,
     mla_prefill_spans,
+    mla_prefill_topk,
     write_pages,
 )
 from pallas_kernels.multiprocessors import Multiprocessors, taking
@@ -101,14 +101,14 @@ def test_prefill_with_a_shared_key():
     def attend(q, keys, values, rope, bits, spans):
         ranges, how = (spans[0], spans[1]), {"scale": SCALE, "shared_key": rope, "backend": Backend.MOSAIC}
         return (
-            mla_prefill_chosen(q, keys, values, bits, *ranges, **how),
+            mla_prefill_topk(q, keys, values, bits, *ranges, **how),
             mla_prefill_spans(q, keys, values, *ranges, **how),
         )
 
     shapes = [(T, H, 192), (K, H, 128), (K, H, 128), (K, 64)]
     kernels = aot.kernel_resources(attend, *map(array, shapes), array((K // 32, T), i32), array((2, T), i32))
-    assert_clean(kernels, "mla_prefill", "mla_prefill_chosen")
-    assert_no_longer(main_loop_kernels.prefill_chosen(), kernels, instructions=722, cycles=(3378, 3370))
+    assert_clean(kernels, "mla_prefill", "mla_prefill_topk")
+    assert_no_longer(main_loop_kernels.prefill_topk(), kernels, instructions=722, cycles=(3378, 3370))
     assert_no_longer(main_loop_kernels.prefill_spans(), kernels, instructions=573, cycles=(2852, 2802))
 
 

@@ -11,8 +11,8 @@ from pallas_kernels import mla
 from pallas_kernels.backend import Backend
 from pallas_kernels.mla import mosaic_ops
 from pallas_kernels.mosaic import interpret_params, reset_interpreter
-from tests.pallas_kernels.mla import chosen_cases as cases
-from tests.pallas_kernels.mla.chosen_cases import NOBODYS, SCALE
+from tests.pallas_kernels.mla import topk_cases as cases
+from tests.pallas_kernels.mla.topk_cases import NOBODYS, SCALE
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 4e-3)])

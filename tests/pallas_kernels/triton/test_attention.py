@@ -14,14 +14,14 @@ from pallas_kernels.mla import (
     fp8_pages_of_rows,
     mla_decode,
     mla_prefill,
-    mla_prefill_chosen,
     mla_prefill_context,
     mla_prefill_spans,
+    mla_prefill_topk,
     pack_fp8,
     unpack_fp8,
     write_pages,
 )
-from tests.pallas_kernels.mla import cases, chosen_cases
+from tests.pallas_kernels.mla import cases, topk_cases
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 SCALE = 0.1352338
@@ -118,12 +118,12 @@ def test_write(width):
 
 
 def test_prefill_to_chosen_keys():
-    case = chosen_cases.chosen_case(dtype=jnp.bfloat16)
-    out = mla_prefill_chosen(**case.arguments, scale=chosen_cases.SCALE, backend=TRITON)
+    case = topk_cases.topk_case(dtype=jnp.bfloat16)
+    out = mla_prefill_topk(**case.arguments, scale=topk_cases.SCALE, backend=TRITON)
     np.testing.assert_allclose(np.asarray(out, np.float64), case.expected, atol=4e-3)
 
 
 def test_prefill_to_spans_of_keys():
-    case = chosen_cases.spans_case(dtype=jnp.bfloat16)
-    out, _ = mla_prefill_spans(**case.arguments, scale=chosen_cases.SCALE, backend=TRITON)
+    case = topk_cases.spans_case(dtype=jnp.bfloat16)
+    out, _ = mla_prefill_spans(**case.arguments, scale=topk_cases.SCALE, backend=TRITON)
     np.testing.assert_allclose(np.asarray(out, np.float64), case.expected, atol=4e-3)

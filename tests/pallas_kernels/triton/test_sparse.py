@@ -16,9 +16,9 @@ from hypothesis.extra import numpy as arrays
 
 from pallas_kernels import dsa, gpus, mla
 from pallas_kernels.backend import Backend
-from pallas_kernels.dsa import attend, triton_ops, triton_scores
+from pallas_kernels.dsa import attend, triton_ops
 from pallas_kernels.dsa.keys import keys_of_pages, queries_for, write_keys
-from pallas_kernels.dsa.scores import raw_scores
+from pallas_kernels.dsa.topk import raw_scores
 from pallas_kernels.mla.layout import fp8_rows_of_pages
 from tests.pallas_kernels.mla.cases import PAGE, UNUSED_PAGE, decode_case
 
@@ -33,30 +33,30 @@ SCORES = st.one_of(
 )
 
 
-def wanted(scores: np.ndarray, visible: int, best: int) -> list[int]:
+def wanted(scores: np.ndarray, visible: int, topk: int) -> list[int]:
     """The positions, by a sort of the scores that count."""
-    chosen = sorted(sorted(range(visible), key=lambda i: (-float(scores[i]), i))[:best])
-    return chosen + [len(scores)] * (best - len(chosen))
+    chosen = sorted(sorted(range(visible), key=lambda i: (-float(scores[i]), i))[:topk])
+    return chosen + [len(scores)] * (topk - len(chosen))
 
 
 @settings(deadline=None, max_examples=12)
 @given(SCORES, st.lists(st.integers(0, N), min_size=ROWS, max_size=ROWS), st.sampled_from([16, 64, 100]))
-def test_a_choice_is_exact_and_of_equal_scores_the_first_win(scores, visible, best) -> None:
+def test_a_choice_is_exact_and_of_equal_scores_the_first_win(scores, visible, topk) -> None:
     """Scores behind those that count are NaN; blocks are smaller than rows, so that sums are carried on."""
     for row, count in zip(scores, visible, strict=True):
         row[count:] = np.nan
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_ops, "_SELECT_BLOCK", 64)
-        found = triton_ops.select_best(jnp.asarray(scores), jnp.asarray(visible, jnp.int32), best, TRITON)
+        found = triton_ops.select_topk(jnp.asarray(scores), jnp.asarray(visible, jnp.int32), topk, TRITON)
     for row, count, chosen in zip(scores, visible, np.asarray(found), strict=True):
-        assert chosen.tolist() == wanted(row, count, best)
+        assert chosen.tolist() == wanted(row, count, topk)
 
 
 def test_a_long_row() -> None:
     """Ten blocks as they are on a GPU, whose scores agree in all but the last bits."""
     bits = 0x3F800000 + np.random.default_rng(0).integers(0, 500, 40_000, np.int32)
     scores = bits.view(np.float32)
-    found = triton_ops.select_best(jnp.asarray(scores)[None], jnp.asarray([39_990], jnp.int32), 2048, TRITON)
+    found = triton_ops.select_topk(jnp.asarray(scores)[None], jnp.asarray([39_990], jnp.int32), 2048, TRITON)
     assert np.asarray(found)[0].tolist() == wanted(scores, 39_990, 2048)
 
 
@@ -91,7 +91,7 @@ def test_scores_are_those_of_the_formula(number: int, fp8: bool, heads: int, wid
 
     Queries and keys are compared as they are after rounding: their products are exact in float32.
     """
-    monkeypatch.setattr(triton_scores, "_PAGES", 4)
+    monkeypatch.setattr(triton_ops, "SCORE_PAGES", 4)
     rng, visible = np.random.default_rng(0), np.array([350, 0, 64], np.int32)
     q, weights = rng.normal(size=(3, heads, width)), rng.normal(size=(3, heads)).astype(np.float32)
     keys, table = rng.normal(size=(20, PAGE, width)), np.full((3, 6), UNUSED_PAGE, np.int32)
@@ -140,9 +140,11 @@ def test_sparse_attention_takes_the_kernels() -> None:
     where = dict(scale=0.3, first_page=first, value_width=32)
 
     def attended(backend: Backend) -> tuple[jax.Array, jax.Array]:
-        picked = dsa.choose(q, weights, pool, case.page_table, case.lengths, first_page=first, best=64, backend=backend)
+        picked = dsa.topk_indices(
+            q, weights, pool, case.page_table, case.lengths, first_page=first, topk=64, backend=backend
+        )
         counts = jnp.minimum(case.lengths, 64)
-        return picked, dsa.attend_chosen(
+        return picked, dsa.attend_topk(
             case.q[:, 0], case.pages, case.page_table, picked, counts, backend=backend, **where
         )
 

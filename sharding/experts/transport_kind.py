@@ -3,7 +3,7 @@
 import enum
 
 
-class Kind(enum.Enum):
+class TransportKind(enum.Enum):
     """A way to carry token rows to replicas and back; the value is the name that a user gives."""
 
     RING = "ring"
@@ -16,7 +16,7 @@ class Kind(enum.Enum):
     """One hop with exact sizes, on request only (`sharding.experts.ragged`)."""
 
     @classmethod
-    def from_name(cls, name: str) -> "Kind | None":
+    def from_name(cls, name: str) -> "TransportKind | None":
         """Returns the kind that a user asked for, None for "auto". Raises ValueError for another name."""
         names = ["auto", *(kind.value for kind in cls)]
         if name not in names:

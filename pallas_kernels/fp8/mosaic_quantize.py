@@ -14,8 +14,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import bodies
 from pallas_kernels.float8 import BLOCK, E4M3
-from pallas_kernels.lazily import plgpu
-from pallas_kernels.mosaic import pad_to_tiles, swizzle_transforms, whole_tile
+from pallas_kernels.mosaic import pad_to_tiles, plgpu, swizzle_transforms, whole_tile
 
 _ROWS = 64
 

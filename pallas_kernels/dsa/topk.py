@@ -1,4 +1,4 @@
-"""Index scores: how much each cached token matters to a query, by the indexer's heads."""
+"""Index scores and top-k selection: which cached tokens each query attends to."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backend import Backend, resolve_backend, with_fallback
-from pallas_kernels.dsa import mosaic_scores, triton_ops, triton_scores
+from pallas_kernels.dsa import mosaic_scores, triton_ops
 from pallas_kernels.dsa.keys import check_keys, fp8_queries, keys_of_pages, queries_for
 from pallas_kernels.mla.layout import PAGE_SIZE, is_fp8
 
@@ -64,7 +64,7 @@ def raw_scores(
     chosen = resolve_backend(requested=backend)
     if scores_unsupported(q, pool, chosen) is None:
         meeting = fp8_queries(q, weights) if is_fp8(pool) else (q, weights)
-        kernels = {Backend.MOSAIC: mosaic_scores.index_scores_mosaic, Backend.TRITON: triton_scores.index_scores_triton}
+        kernels = {Backend.MOSAIC: mosaic_scores.index_scores_mosaic, Backend.TRITON: triton_ops.index_scores_triton}
         return kernels[chosen](*meeting, pool, page_table, visible, first_page=first_page)
     return _sums(queries_for(pool, q), weights, pool, page_table, visible, first_page=first_page)
 
@@ -74,8 +74,44 @@ def scores_unsupported(q: Any, pool: Any, backend: Backend) -> str | None:
     if backend is Backend.MOSAIC:
         return mosaic_scores.unsupported(q, pool)
     if backend is Backend.TRITON and triton_ops.usable(backend):
-        return triton_scores.unsupported(q, pool)
+        return triton_ops.scores_unsupported(q, pool)
     return f"{backend.value} has no kernel of scores"
+
+
+def select_topk(scores: jax.Array, visible: jax.Array, topk: int) -> jax.Array:
+    """Returns the positions int32 `[T, best]` of the `topk` highest `scores` `[T, N]` of each row, in rising order.
+
+    Only the first `visible` `[T]` scores of a row count, and none of them is NaN; the others are -inf. Of equal scores
+    the first win. A row with less than `topk` to choose from ends in N.
+    """
+    N = scores.shape[1]
+    _, positions = lax.top_k(scores, min(topk, N))
+    positions = jnp.sort(jnp.where(positions < visible[:, None], positions, N), axis=1)
+    return jnp.pad(positions, ((0, 0), (0, topk - positions.shape[1])), constant_values=N)
+
+
+def topk_indices(
+    q: jax.Array,
+    weights: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    visible: jax.Array,
+    *,
+    first_page: jax.Array | int,
+    topk: int,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """Returns the positions int32 `[T, best]` of the tokens that each query attends to, in rising order.
+
+    The arguments are those of `index_scores`. A query that sees less than `topk` tokens has positions that it does not
+    see in the last places.
+    """
+    arrays, backend = (q, weights, pool, page_table, visible), with_fallback("topk_indices", backend)
+    resolved = resolve_backend(requested=backend)
+    if triton_ops.usable(resolved):
+        scores = raw_scores(*arrays, first_page=first_page, backend=backend)
+        return triton_ops.select_topk(scores, visible, topk, resolved)
+    return select_topk(index_scores(*arrays, first_page=first_page, backend=backend), visible, topk)
 
 
 def _sums(

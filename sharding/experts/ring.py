@@ -1,4 +1,4 @@
-"""The ring transport: every device sees every row and computes its share; a reduce-scatter adds the shares.
+"""The ring transport: all-gather of all rows, local experts, and a reduce-scatter of the sums.
 
 It sends each row to all devices, so it suits small batches on few devices. It is the reference for the other
 transports.
@@ -32,11 +32,11 @@ class Ring:
 
     @classmethod
     def from_layer(cls, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap) -> "Ring":
-        """Returns the ring over `machine`, with `replicas` on each device; it has no buffers that depend on `rows`."""
+        """Returns the ring over `machine`, with `replicas` on each device; no buffer depends on `rows`."""
         return cls(machine, replicas, overlap)
 
     def start(self, rows: TokenRows, experts: Experts) -> Transfer:
-        """Gathers all rows, computes this device's share, and starts the reduce-scatter."""
+        """Gathers all rows, computes the local experts, and starts the reduce-scatter."""
         axes, replicas = self.machine.axes, self.replicas_per_device
         with jax.named_scope("dispatch"):
             words = lax.all_gather(jax.jit(to_words)(rows), axes, axis=0, tiled=True)
@@ -46,7 +46,7 @@ class Ring:
             return start_reduce_scatter(y, axes, self.overlap)
 
     def finish(self, handle: Transfer) -> tuple[jax.Array, None]:
-        """Waits for the sums; a ring has no buffers that could overflow."""
+        """Finishes the reduce-scatter; a ring has no buffers that could overflow."""
         return handle.finish(), None
 
     def traffic(self, rows: LayerRows) -> Traffic:

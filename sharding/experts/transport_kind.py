@@ -4,7 +4,7 @@ import enum
 
 
 class TransportKind(enum.Enum):
-    """A way to carry token rows to replicas and back; the value is the name that a user gives."""
+    """A transport of token rows to expert replicas and back; the value is the option's value."""
 
     RING = "ring"
     """All-gather and reduce-scatter (`sharding.experts.ring`)."""
@@ -17,7 +17,7 @@ class TransportKind(enum.Enum):
 
     @classmethod
     def from_name(cls, name: str) -> "TransportKind | None":
-        """Returns the kind that a user asked for, None for "auto". Raises ValueError for another name."""
+        """Returns the kind of an option value, None for "auto". Raises ValueError for an unknown name."""
         names = ["auto", *(kind.value for kind in cls)]
         if name not in names:
             raise ValueError(f"expert_transport: {name!r} is not one of {', '.join(names)}")

@@ -1,4 +1,4 @@
-"""The ragged exchange on a CPU, where XLA does not have the collective: with an emulation of its documented rules."""
+"""The ragged exchange on a CPU, where XLA does not support the collective, with an emulation of its documented rules."""
 
 import functools
 
@@ -49,7 +49,7 @@ def program():
     return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(ALL,) * 4, out_specs=(ALL, ALL), check_vma=False))
 
 
-@pytest.mark.parametrize("routing", ["random", "some unset", "one expert for all", "one busy rank", "nobody"])
+@pytest.mark.parametrize("routing", ["random", "some unset", "one expert for all", "one busy rank", "none"])
 def test_equals_a_single_device(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lax, "ragged_all_to_all", emulated)
     rng = np.random.default_rng(0)
@@ -61,8 +61,8 @@ def test_equals_a_single_device(routing: str, monkeypatch: pytest.MonkeyPatch) -
     assert not np.asarray(overflows).any(), "exact sizes never overflow"
 
 
-def test_slices_are_those_of_a_recount() -> None:
-    """Offsets and sizes on every rank, from a matrix of row counts; what is sent is what is expected, and no more."""
+def test_slices_equal_a_recount() -> None:
+    """Offsets and sizes on every rank, from a matrix of row counts."""
     length = np.random.default_rng(0).integers(0, 5, (8, 8)).astype(np.int32)  # [from, to]
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), AXES)
     mapped = jax.shard_map(
@@ -78,7 +78,7 @@ def test_slices_are_those_of_a_recount() -> None:
 
 @pytest.mark.aot
 def test_compiles_for_eight_gpus_and_sends_by_exact_sizes() -> None:
-    """Rows there in one ragged collective, sums back in another."""
+    """Rows are dispatched in one ragged collective, sums are combined in another."""
     mesh = aot.gpu_mesh({"node": 2, "gpu": 4}, per_host=4)
     ragged = build(TransportKind.RAGGED, MACHINE, EXPERTS, LayerRows.from_widths(T, K, 128, fp8_dispatch=True))
     spec = PartitionSpec(AXES)
@@ -94,19 +94,19 @@ def test_compiles_for_eight_gpus_and_sends_by_exact_sizes() -> None:
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec, check_vma=False)
     arrays = (array(128, jnp.float8_e4m3fn), array(1, jnp.float32), array(K, jnp.int32), array(K, jnp.float32))
-    assert str(jax.make_jaxpr(mapped)(*arrays)).count(" ragged_all_to_all[") == 2, "one there, one back"
+    assert str(jax.make_jaxpr(mapped)(*arrays)).count(" ragged_all_to_all[") == 2, "one for dispatch, one for combine"
     assert " ragged-all-to-all(" in aot.compile_for(mapped, *arrays, mesh=mesh).as_text()
 
 
-def test_refusals_say_what_to_change() -> None:
-    with pytest.raises(ValueError, match=r"does not have on a cpu: use expert_transport=auto"):
+def test_errors_name_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"does not support on cpu: use expert_transport=auto"):
         check_ragged("cpu")
     check_ragged("cuda")
     with pytest.raises(ValueError, match=r"16384 tokens from each of 144 devices, .* lower max_num_batched_tokens"):
         build(TransportKind.RAGGED, Machine(18, 8), 288, LayerRows.from_widths(16384, 8, 7168, fp8_dispatch=True))
     with pytest.raises(ValueError, match="'deepep' is not one of auto, ring, all_to_all, hierarchical, ragged"):
         TransportKind.from_name("deepep")
-    with pytest.raises(ValueError, match="needs 2 nodes or more"):
+    with pytest.raises(ValueError, match="needs 2 or more nodes"):
         build(TransportKind.HIERARCHICAL, Machine(1, 8), 288, LayerRows.from_widths(8, 8, 7168, fp8_dispatch=True))
 
 

@@ -18,7 +18,7 @@ AXIS_SIZES = dict(zip(MACHINE.axes, (MACHINE.nodes, MACHINE.gpus), strict=True))
 
 
 def one_layer(transport: Transport, k: int):
-    """The jaxpr of one MoE layer with FP8 on the way there and bf16 on the way back."""
+    """The jaxpr of one MoE layer with FP8 dispatch and bfloat16 combine."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), MACHINE.axes)
     spec = PartitionSpec(MACHINE.axes)
 
@@ -40,8 +40,8 @@ def one_layer(transport: Transport, k: int):
 
 @pytest.mark.parametrize(("experts", "k"), [(16, 2), (8, 6)])
 @pytest.mark.parametrize("kind", [TransportKind.RING, TransportKind.ALL_TO_ALL, TransportKind.HIERARCHICAL])
-def test_the_program_sends_what_the_formula_says(kind: TransportKind, experts: int, k: int) -> None:
-    """All of it is outside of loops: no device asks whether there is more to send."""
+def test_the_program_sends_the_bytes_of_the_formula(kind: TransportKind, experts: int, k: int) -> None:
+    """All collectives are outside of loops: there are no rounds for overflow."""
     load = LayerRows.from_widths(T, k, D, fp8_dispatch=True)
     assert load == LayerRows(T, k, D + 4 + 8 * k, 2 * D, packed_bytes=D + 4)
     transport = build(kind, MACHINE, experts, load)
@@ -49,7 +49,7 @@ def test_the_program_sends_what_the_formula_says(kind: TransportKind, experts: i
 
 
 def test_decode_at_144_ranks_stays_within_its_byte_bound() -> None:
-    """The wire carries 2.9 times the payload at most where nodes are limited; 3.8 in the flat form, not chosen."""
+    """The wire carries at most 2.9 times the payload with the hierarchical transport, 3.8 times with all-to-all."""
     machine, load = Machine(18, 8), LayerRows.from_widths(128, 8, 7168, fp8_dispatch=True)
     payload = load.tokens * load.experts_per_token * (load.dispatch_bytes + load.combine_bytes)
     for kind, bound in ((TransportKind.ALL_TO_ALL, 3.8), (TransportKind.HIERARCHICAL, 2.9)):
@@ -58,13 +58,13 @@ def test_decode_at_144_ranks_stays_within_its_byte_bound() -> None:
     assert crossing[TransportKind.HIERARCHICAL] < crossing[TransportKind.ALL_TO_ALL] < crossing[TransportKind.RING]
 
 
-def test_choice_follows_nodes_and_tokens() -> None:
-    def chosen(machine: Machine, experts: int, tokens: int) -> TransportKind:
+def test_auto_follows_nodes_and_tokens() -> None:
+    def auto(machine: Machine, experts: int, tokens: int) -> TransportKind:
         return choose(machine, experts, LayerRows.from_widths(tokens, 8, 7168, fp8_dispatch=True)).kind
 
-    assert chosen(Machine(1, 8), 256, 4) is TransportKind.RING
-    assert chosen(Machine(1, 8), 256, 4096) is TransportKind.ALL_TO_ALL
-    assert chosen(Machine(4, 8), 288, 16384) is TransportKind.HIERARCHICAL
+    assert auto(Machine(1, 8), 256, 4) is TransportKind.RING
+    assert auto(Machine(1, 8), 256, 4096) is TransportKind.ALL_TO_ALL
+    assert auto(Machine(4, 8), 288, 16384) is TransportKind.HIERARCHICAL
 
 
 def test_devices_must_divide_the_replicas() -> None:

@@ -197,7 +197,7 @@ def _assembled(name: str, fn: Callable[..., Any], arguments: tuple[Any, ...], gp
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_SECONDS)
         if done.returncode:
             raise RuntimeError(f"ptxas ended with {done.returncode}: {done.stdout + done.stderr}")
-        (found,) = aot.reported(done.stdout + done.stderr)
+        (found,) = aot.parse_reports(done.stdout + done.stderr)
         yield _row(name, found)
 
 

@@ -1,4 +1,4 @@
-"""Sparse attention: scores of index keys, the choice of tokens, attention to the chosen ones."""
+"""Sparse attention: scores of index keys, top-k selection, attention to the selected tokens."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -28,20 +28,20 @@ _FP8_SCORES = Tolerance(1e-4, 2**-7, 2**-5, "tensor cores keep some 14 bits of a
 
 
 def index_scores_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields queries that see nothing, less and more than a page, with keys of both types."""
+    """Yields queries with no visible tokens, less and more than a page, with keys of both types."""
     del backend
     yield from (index.scores_case() for index in _indexes(quick))
 
 
 def topk_indices_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields choices among whole numbers, many of which are equal, and among scores of FP8 keys."""
+    """Yields selections among integers with many ties, and among scores of FP8 keys."""
     del backend
     for index in _indexes(quick):
         yield index.topk_case(64 if quick else 2048)
 
 
 def attend_topk_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields queries with more and with less than their chosen tokens, on pages of both types."""
+    """Yields queries with more and fewer than top-k tokens, on pages of both types."""
     del backend
     for fp8 in (False, True):
         if quick:
@@ -60,7 +60,7 @@ def _indexes(quick: bool) -> list["Index"]:
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """Index queries, each of a request of its own, of which it sees all tokens."""
+    """Index queries, one per request, which see all of its tokens."""
 
     lengths: tuple[int, ...]
     heads: int
@@ -73,7 +73,7 @@ class Index:
         return sum(-(-length // PAGE) for length in self.lengths)
 
     def _operands(self, key: jax.Array, *, whole: bool) -> dict[str, jax.Array]:
-        """Returns random arrays; with `whole` small whole numbers, whose scores are exact in whatever order."""
+        """Returns random arrays; with `whole` small integers, whose scores are exact in any order."""
         q_key, k_key, w_key = jax.random.split(key, 3)
         T, count = len(self.lengths), _LAYERS * self.pages
         shapes = (q_key, (T, self.heads, self.width)), (k_key, (count * PAGE, self.width)), (w_key, (T, self.heads))
@@ -87,13 +87,13 @@ class Index:
         return {"q": q, "weights": weights.astype(jnp.float32), "pool": pool} | jax.tree.map(jnp.asarray, where)
 
     def _poisoned(self, operands: dict[str, jax.Array], i: Any) -> dict[str, jax.Array]:
-        """Returns the operands with NaN in what no query sees, and in other layers."""
+        """Returns the operands with NaN in invisible tokens, and in other layers."""
         written, lengths = np.zeros(_LAYERS * self.pages, np.int32), np.asarray(self.lengths, np.int32)
         first = NUMBER % _LAYERS * self.pages
         written[first : first + self.pages] = rows_written(page_table(lengths, self.pages), lengths)
         pool = operands["pool"]
         if self.fp8:
-            # A key that is NaN, for each row that nobody has written: places in a page are the layout's.
+            # NaN keys for unwritten rows, at the positions of the page's layout.
             places = jnp.arange(written.size * PAGE, dtype=jnp.int32)
             ids = jnp.where(places % PAGE >= jnp.asarray(written)[places // PAGE], places // PAGE, -1)
             bad = jnp.full((written.size * PAGE, self.width), jnp.nan, jnp.bfloat16)
@@ -107,7 +107,7 @@ class Index:
         return dsa.index_scores(*arrays_, **where) if topk is None else dsa.topk_indices(*arrays_, topk=topk, **where)
 
     def scores_case(self) -> Case:
-        """Returns the check of the scores; those of tokens that a query does not see are minus infinity."""
+        """Returns the check of the scores; those of invisible tokens are minus infinity."""
         width = PAGE * int(np.max(-(-np.asarray(self.lengths) // PAGE)))
         row = self.width + 4 if self.fp8 else 2 * self.width
         return Case(
@@ -124,22 +124,22 @@ class Index:
         )
 
     def topk_case(self, topk: int) -> Case:
-        """Returns the check of the choice: the very tokens, or with FP8 keys tokens of as high scores."""
+        """Returns the check of the selection: the same tokens, or with FP8 keys tokens with equally high scores."""
 
-        def counted(operands: dict[str, jax.Array], chosen: jax.Array) -> dict[str, jax.Array]:
+        def counted(operands: dict[str, jax.Array], indices: jax.Array) -> dict[str, jax.Array]:
             visible = operands["visible"][:, None]
-            held = jnp.where(chosen < visible, chosen, visible)
+            valid = jnp.where(indices < visible, indices, visible)
             if not self.fp8:
-                return {"tokens": held}
+                return {"tokens": valid}
             with jax.default_matmul_precision("highest"):
                 scores = self._call(operands, jnp.int32(NUMBER), Backend.REFERENCE)
             at = jnp.pad(scores, ((0, 0), (0, 1)), constant_values=-jnp.inf)
-            taken = jnp.where(held < visible, jnp.take_along_axis(at, held, axis=1), -jnp.inf)
-            rising = (jnp.diff(held, axis=1) > 0) | (held[:, 1:] == visible)
-            return {"scores": jnp.sort(taken, axis=1), "rising": rising.all(axis=1)}
+            selected = jnp.where(valid < visible, jnp.take_along_axis(at, valid, axis=1), -jnp.inf)
+            rising = (jnp.diff(valid, axis=1) > 0) | (valid[:, 1:] == visible)
+            return {"scores": jnp.sort(selected, axis=1), "rising": rising.all(axis=1)}
 
         return Case(
-            f"{topk} best, {self._name()}",
+            f"top {topk}, {self._name()}",
             lambda key: self._operands(key, whole=not self.fp8),
             lambda operands, i, backend: self._call(operands, i, backend, topk),
             {"scores": _FP8_SCORES, "rising": EXACT} if self.fp8 else {"tokens": EXACT},

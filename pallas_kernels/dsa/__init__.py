@@ -1,4 +1,4 @@
-"""Sparse attention over a paged cache (DeepSeek-V3.2): index keys, scores, the best tokens, attention to these."""
+"""Sparse attention over a paged cache (DeepSeek-V3.2): index keys, scores, top-k selection, attention to the result."""
 
 from pallas_kernels.dsa.attend import BYTES_AT_ONCE, attend_topk, rows_at_once, topk_width
 from pallas_kernels.dsa.keys import key_row, write_keys

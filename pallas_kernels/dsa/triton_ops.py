@@ -1,7 +1,6 @@
-"""The choice and the copies of sparse attention on Triton kernels, on Hopper too: Mosaic has no gather of rows.
+"""Sparse attention on Triton kernels: scores, top-k selection and copies of rows.
 
-Triton compares and scans within a block of threads, and reads rows by pointer. Both kernels are for any GPU of
-`gpus.KINDS`; programs on Mosaic kernels start them for Hopper.
+Hopper uses selection and copies too: Mosaic can neither gather rows nor scan within a thread block.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ from pallas_kernels.triton.tiles import power_of_two
 
 _log = logging.getLogger(__name__)
 _HOPPER = gpus.by_number(90)
-_SELECT_BLOCK, _SELECT_WARPS = 4096, 16  # one program per row has a multiprocessor for itself: many loads at once
+_SELECT_BLOCK, _SELECT_WARPS = 4096, 16  # one program per row and multiprocessor: many loads in flight
 _COPY_WARPS = 4
 SCORE_PAGES = 32
 """Pages of a program: 2,048 tokens."""
@@ -32,7 +31,7 @@ _SCORE_WARPS, _SCORE_STAGES = 4, 3
 
 
 def usable(backend: Backend) -> bool:
-    """Returns whether programs of this backend start these kernels; without jax-triton it says once that not."""
+    """Returns whether programs of this backend use these kernels; logs once if jax-triton is missing."""
     if backend not in (Backend.MOSAIC, Backend.TRITON):
         return False
     try:
@@ -52,7 +51,7 @@ def index_scores_triton(
     *,
     first_page: jax.Array | int,
 ) -> jax.Array:
-    """See `scores.raw_scores`; FP8 pages take what `keys.fp8_queries` gives."""
+    """See `topk.raw_scores`; FP8 pages need the results of `keys.fp8_queries`."""
     (T, heads), columns, fp8 = weights.shape, page_table.shape[1], is_fp8(pool)
     width = q.size // (T * heads)
     (scores,) = call.start(
@@ -84,7 +83,7 @@ def index_scores_triton(
 
 
 def scores_unsupported(q: Any, pool: Any) -> str | None:
-    """Returns why the kernel cannot take these arrays (or their shapes and types), or None where it can."""
+    """Returns why the kernel does not support these arrays (or their shapes and types), or None if it does."""
     heads, width = q.shape[-2:]
     if width & (width - 1) or not 16 <= width <= 128 or heads > 128:
         return f"{heads} heads of {width} are more than 128, or no power of two from 16 to 128 wide"
@@ -96,10 +95,10 @@ def scores_unsupported(q: Any, pool: Any) -> str | None:
 
 
 def select_topk(scores: jax.Array, visible: jax.Array, topk: int, backend: Backend) -> jax.Array:
-    """See `select.select_topk`; scores beyond `visible` may hold anything."""
+    """See `topk.select_topk`; scores past `visible` may hold anything."""
     T, N = scores.shape
     with _traced_for(backend):
-        (chosen,) = call.start(
+        (indices,) = call.start(
             "sparse.select",
             (scores, visible),
             (jax.ShapeDtypeStruct((T, topk), jnp.int32),),
@@ -109,7 +108,7 @@ def select_topk(scores: jax.Array, visible: jax.Array, topk: int, backend: Backe
             TOPK=topk,
             BLOCK=_SELECT_BLOCK,
         )
-    return chosen
+    return indices
 
 
 def copy_rows(
@@ -121,7 +120,7 @@ def copy_rows(
     value_width: int,
     backend: Backend,
 ) -> jax.Array:
-    """Returns pages `[T * Kt / 64, 64, W]` with the rows at the first `counts` positions; other rows hold anything.
+    """Returns pages `[T * Kt / 64, 64, W]` with the rows at the first `counts` positions; other rows are undefined.
 
     The arguments are those of `attend.attend_topk`.
     """
@@ -143,7 +142,7 @@ def copy_rows(
 
 
 def _parts(width: int, fp8_values: int | None) -> dict[str, int]:
-    """Returns how a page is cut into columns of a power of two: rows of a float page, or the parts of an FP8 page."""
+    """Returns how a page divides into columns of a power of two: rows of a float page, or the parts of an FP8 page."""
     if fp8_values is None:
         chunk = min(64, width & -width)
         return {"CHUNKS": width // chunk, "CHUNK": chunk, "STRIDE": width, "NEXT": chunk, "TILES": 0, "ROPE": 0}
@@ -153,7 +152,7 @@ def _parts(width: int, fp8_values: int | None) -> dict[str, int]:
 
 
 def copy_unsupported(pages: jax.Array, value_width: int) -> str | None:
-    """Returns why `copy_rows` cannot take these pages, or None where it can."""
+    """Returns why `copy_rows` does not support these pages, or None if it does."""
     if not is_fp8(pages):
         return None
     tile, rope = min(FP8_TILE, value_width), pages.shape[2] - value_width - 4 * fp8_tiles(value_width)
@@ -168,4 +167,4 @@ def _traced_for(backend: Backend) -> contextlib.AbstractContextManager:
 
 @functools.cache
 def _log_missing(reason: str) -> None:
-    _log.warning("sparse attention: jax.numpy chooses and copies, because %s", reason)
+    _log.warning("sparse attention: jax.numpy selects and copies, because %s", reason)

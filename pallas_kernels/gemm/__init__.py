@@ -1,6 +1,6 @@
-"""Matrix products on Hopper: Mosaic GPU kernels, walks over tiles, and the selection of tiles.
+"""Matrix products on Hopper: Mosaic GPU kernels, tile schedules, and the selection of tiles.
 
-`fp8`, `dense` and `grouped` hold the public operations; this package is what they run on sm_90.
+The public operations are in `fp8`, `dense` and `grouped`.
 """
 
 from pallas_kernels.backend import Backend

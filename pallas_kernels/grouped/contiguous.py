@@ -36,7 +36,7 @@ def grouped_gemm_contiguous(
         rows are not written on Hopper (zero in the reference).
       tile_m: rows of a tile; on Hopper 8, 16, 32, 64 or 128 (see `choose_tile_m`).
       group_offset: Python or traced integer that is added to every group: `layer * experts` for a stack.
-      backend: implementation; None chooses by device.
+      backend: implementation; None selects by device.
 
     Returns:
       [A, N] in x's dtype; sums are float32.
@@ -62,7 +62,7 @@ def fp8_grouped_gemm_contiguous(
     out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
     backend: Backend | None = None,
 ) -> jax.Array:
-    """Does `grouped_gemm_contiguous` of block-scaled e4m3 (DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`).
+    """Computes `grouped_gemm_contiguous` of block-scaled e4m3 (DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`).
 
     Args:
       x: [A, K] e4m3, and x_scale: [ceil(K/128), A] float32, both from `quantize_1x128`.
@@ -97,15 +97,15 @@ def int4_grouped_gemm_contiguous(
     group_offset: jax.Array | int = 0,
     backend: Backend | None = None,
 ) -> jax.Array:
-    """Does `grouped_gemm_contiguous` with weights of four bits, which are multiplied in the type of x.
+    """Computes `grouped_gemm_contiguous` with INT4 weights, multiplied in the type of x.
 
-    A weight is four bits less 8, times its scale, rounded once to x's type: the weights of the dequantized model.
+    A weight is its four bits minus 8, times its scale, rounded once to x's type: the weights of the dequantized model.
 
     Args:
       x: [A, K] bfloat16 or float32, rows laid out by `align_groups`; K in multiples of 256.
       w: [G, N, K / 8] int32, in the order of `int4.interleave`, and w_scale: [G, K / 32, N] bfloat16.
       tile_group, tile_m, group_offset: as `grouped_gemm_contiguous`.
-      backend: implementation; None chooses by device. MOSAIC has a kernel for bfloat16; all else is the reference.
+      backend: implementation; None selects by device. MOSAIC has a kernel for bfloat16; else the reference.
 
     Returns:
       [A, N] in x's dtype; sums are float32.
@@ -139,7 +139,7 @@ def _contiguous_forward(x, w, tile_group, group_offset, tile_m, backend):
 
 
 def _contiguous_backward(tile_m, backend, saved, dy):
-    del backend  # the gradients exist as references only
+    del backend  # gradients are the reference's
     x, w, tile_group, group_offset = saved
     dx = reference.contiguous(dy, w, tile_group, group_offset, tile_m, transposed=True)
     dw = reference.weight_gradient(dy, x, tile_group, group_offset, tile_m, w.shape[0])

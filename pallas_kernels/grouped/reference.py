@@ -1,7 +1,7 @@
-"""Grouped products in jax.numpy: a loop over the tiles that hold rows, one expert's weight at a time.
+"""Grouped products in jax.numpy: a loop over the tiles with rows, one expert's weight at a time.
 
-`lax.ragged_dot` is a dense product over all groups on CPU and on CUDA; a loop reads each needed weight once and leaves
-empty tiles out.
+`lax.ragged_dot` is a dense product over all groups on CPU and on CUDA; a loop reads each needed weight once and skips
+empty tiles.
 """
 
 from collections.abc import Callable
@@ -83,7 +83,7 @@ def dequantize_int4(words: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeL
       scale: [..., K / 32, N] bfloat16.
       dtype: of the result.
 
-    Raises ValueError where the shapes do not belong together.
+    Raises ValueError if the shapes do not match.
     """
     check_int4("dequantize_int4", words, scale)
     *lead, width = words.shape

@@ -1,4 +1,4 @@
-"""Prefill attention in materialized form to cached and new keys: to spans of keys, or to top-k keys by a bitmask.
+"""Materialized prefill attention to cached and new keys: to spans of keys, or to top-k keys by a bitmask.
 
 A bitmask takes a 32nd of the memory of 32-bit scores, which are never stored. The kernels multiply whole blocks of keys
 between the first and the last key that a block of queries may see.
@@ -28,13 +28,13 @@ def gather_latents(
     return jnp.where(written[..., None], rows.astype(dtype), 0).reshape(-1, rows.shape[-1])
 
 
-def topk_bitmask(keys: jax.Array, counts: jax.Array | bool, num_keys: int) -> jax.Array:
-    """Returns bits `[num_keys / 32, T]` int32 of the chosen `keys` `[T, Kt]`, of which those count where `counts` says.
+def topk_bitmask(keys: jax.Array, valid: jax.Array | bool, num_keys: int) -> jax.Array:
+    """Returns the bitmask `[num_keys / 32, T]` int32 of the top-k `keys` `[T, Kt]` that are `valid` `[T, Kt]`.
 
-    No key is twice in a row, so that sums of bits are their union.
+    No row repeats a key, so that sums of bits are their union.
     """
     T = len(keys)
-    here = counts & (keys >= 0) & (keys < num_keys)
+    here = valid & (keys >= 0) & (keys < num_keys)
     word, row = jnp.where(here, keys // WORD, num_keys // WORD), jnp.arange(T, dtype=jnp.int32)[:, None]
     bits = jnp.uint32(1) << (keys % WORD).astype(jnp.uint32)
     words = jnp.zeros((num_keys // WORD, T), jnp.uint32).at[word, row].add(bits, mode="drop")
@@ -57,10 +57,11 @@ def mla_prefill_spans(
     Args:
       q: `[T, H, N + P]` float32, bfloat16 or float16.
       k, shared_key: the parts of keys, `[K, H, N]` and for all heads `[K, P]`, of the same dtype, K a multiple of 128.
-      v: `[K, H, V]` of the same dtype. Keys and values are finite in each 128 of which one is in a span, and may be
-        anything elsewhere.
-      starts, ends: `[T]` int32, the span of each query. Both do not fall from one query to the next; both are 0 for a
-        query that sees nothing, and such queries stand behind all others.
+      v: `[K, H, V]` of the same dtype. Keys and values are finite in every block of 128 that a span touches, and may
+        be anything elsewhere.
+      starts, ends: `[T]` int32, the span of each query. Both never decrease; both are 0 for queries without keys, which
+      follow all
+        others.
       scale: factor on the scores before the softmax.
       backend: an implementation, or None for the one that suits the default device.
 
@@ -94,15 +95,15 @@ def mla_prefill_topk(
     shared_key: jax.Array,
     backend: Backend | None = None,
 ) -> jax.Array:
-    """Computes attention of queries to the keys that their bits name.
+    """Computes attention of queries to the keys of their bitmasks.
 
     Args:
       q: `[T, H, N + P]` float32, bfloat16 or float16.
       k, shared_key: the parts of keys, `[K, H, N]` and for all heads `[K, P]`, of the same dtype, K a multiple of 128.
       v: `[K, H, V]` of the same dtype, finite.
-      bits: `[K / 32, T]` int32, as `topk_bitmask` makes them.
-      starts, ends: `[T]` int32. The bits of a query lie within its keys from `starts` on and before `ends`, which both
-        do not fall from one query to the next; both are 0 for a query that sees nothing, anywhere.
+      bits: `[K / 32, T]` int32, from `topk_bitmask`.
+      starts, ends: `[T]` int32. A query's bits lie between its start and end. Both never decrease, except that they
+        are 0 for queries without keys, anywhere.
       scale: factor on the scores before the softmax.
       backend: an implementation, or None for the one that suits the default device.
 

@@ -1,4 +1,4 @@
-"""What the decode kernel stores at the end of a piece, through the shared memory in which its queries were."""
+"""The stores of the decode kernel at the end of a piece, staged in the shared memory of its queries."""
 
 from typing import Any
 

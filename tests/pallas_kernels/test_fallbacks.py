@@ -71,7 +71,7 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
         (POOL, of((T, R + P)), COUNTS, COUNTS),
     ),
     "index_scores": (Backend.MOSAIC, functools.partial(dsa.index_scores, first_page=0), INDEX),
-    "topk_indices": (Backend.TRITON, functools.partial(dsa.topk_indices, first_page=0, best=64), INDEX),
+    "topk_indices": (Backend.TRITON, functools.partial(dsa.topk_indices, first_page=0, topk=64), INDEX),
     "attend_topk": (
         Backend.TRITON,
         functools.partial(dsa.attend_topk, scale=1.0, first_page=0, value_width=R),

@@ -1,4 +1,4 @@
-"""The ragged exchange on a CPU, where XLA does not support the collective, with an emulation of its documented rules."""
+"""The ragged exchange on a CPU, with an emulation of the collective, which XLA supports only on other platforms."""
 
 import functools
 

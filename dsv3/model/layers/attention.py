@@ -20,7 +20,7 @@ from dsv3.model.layers.linear import Index, Numerics, linear
 from dsv3.model.layers.rope import Rotation, scale_queries
 from dsv3.model.params import AttentionParams
 from pallas_kernels import dense, mla
-from pallas_kernels.backend import Backend, asks_host, resolve_backend, with_fallback
+from pallas_kernels.backend import Backend, blocks_host, resolve_backend, with_fallback
 from pallas_kernels.rows import latent_rows, rms_norm, rotate_heads
 from pallas_kernels.search import search
 
@@ -185,7 +185,7 @@ def prefill_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, ba
 
         if batch.form is AttentionForm.NEW:
             return out
-        if asks_host(resolve_backend(requested=backend)):
+        if blocks_host(resolve_backend(requested=backend)):
             return with_context()
         return jax.lax.cond(batch.context_lengths.any(), with_context, lambda: out)
 

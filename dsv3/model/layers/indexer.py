@@ -15,7 +15,7 @@ from dsv3.model.layers.linear import Index, Numerics, layer_slice, linear
 from dsv3.model.layers.rope import Rotation, rotate, rotate_halves
 from dsv3.model.layers.router import router_logits
 from dsv3.model.params import IndexerParams
-from pallas_kernels.backend import asks_host, resolve_backend
+from pallas_kernels.backend import blocks_host, resolve_backend
 
 
 def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
@@ -120,7 +120,7 @@ def index_tokens(
         return IndexTokens(q, q[:, 0], jnp.zeros(q.shape[:2]))
 
     which = params is not None and lookup(has, cache_layer)
-    if not isinstance(which, bool) and asks_host(resolve_backend(requested=numerics.backend)):
+    if not isinstance(which, bool) and blocks_host(resolve_backend(requested=numerics.backend)):
         return computed()
     return either(which, computed, unused)
 

@@ -28,7 +28,7 @@ def router_logits(x: jax.Array, weight: jax.Array, layer: Index, backend: Backen
       x: `[T, D]`; the product is computed in float32 for any dtype.
       weight: `[L, E, D]`, float32 or the dtype of x.
       layer: Python or traced integer.
-      backend: implementation; None chooses by device.
+      backend: implementation; None selects by device.
 
     Raises:
       ValueError: 16-bit operands on Hopper whose E or D is no multiple of 8.
@@ -52,7 +52,7 @@ def route(cfg: ModelConfig, logits: jax.Array, bias: jax.Array | None, backend: 
     Args:
       logits: `[T, E]` float32.
       bias: `[E]` float32 or None; it affects the selection, not the weights (arXiv:2408.15664).
-      backend: implementation; None chooses by device.
+      backend: implementation; None selects by device.
     """
     scores = jax.nn.sigmoid(logits) if cfg.scoring_func == "sigmoid" else jax.nn.softmax(logits, axis=-1)
     ids = _topk_experts(cfg, jax.lax.stop_gradient(scores if bias is None else scores + bias), backend)

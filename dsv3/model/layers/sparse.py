@@ -36,7 +36,7 @@ from dsv3.model.layers.indexer import IndexTokens, either, index_layers, indexer
 from dsv3.model.layers.linear import Index
 from dsv3.model.params import AttentionParams
 from pallas_kernels import dsa
-from pallas_kernels.backend import Backend, asks_host, resolve_backend
+from pallas_kernels.backend import Backend, blocks_host, resolve_backend
 from pallas_kernels.search import search
 
 TopkCore = Callable[[Projected, AttentionParams, Index, Index, jax.Array, jax.Array], jax.Array]
@@ -206,7 +206,7 @@ def _topk_selector(
     if last is None or table.has.all():
         return select_all
     has = lookup(table.has, cache_layer)
-    if isinstance(has, bool) or not asks_host(resolve_backend(requested=backend)):
+    if isinstance(has, bool) or not blocks_host(resolve_backend(requested=backend)):
         return lambda: either(has, select_all, lambda: last)
     return lambda: jnp.where(has, select(jnp.where(has, rows.visible, 0)), last)
 
@@ -276,7 +276,7 @@ def _by_groups(
     shape = jax.eval_shape(group, *(part[0] for part in parts))
 
     def one(part: tuple[jax.Array, ...]) -> jax.Array:
-        if asks_host(resolve_backend(requested=backend)):
+        if blocks_host(resolve_backend(requested=backend)):
             return group(*part)
         return lax.cond(part[-1].any(), lambda: group(*part), lambda: jnp.zeros(shape.shape, shape.dtype))
 

@@ -11,11 +11,11 @@ def select(
     scores_ptr, visible_ptr, indices_ptr,
     N: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes the positions of the BEST highest of a row's first `visible` scores [rows, N] to chosen [rows, BEST].
+    """Writes the positions of the TOPK highest of a row's first `visible` scores [rows, N] to indices [rows, TOPK].
 
-    Positions rise, and the places of a short row end in N. Float32 scores are compared as unsigned integers of the
-    same order. The BEST-th highest is found digit by digit, 8 bits at a time: a histogram of those that agree in the
-    digits before says in which bin it lies. What is above it is chosen, and of what equals it the first.
+    Positions are in rising order, padded with N. Float32 scores are compared as unsigned integers of the same order.
+    The TOPK-th highest is found by radix selection, 8 bits at a time: a histogram of the scores with the same higher
+    digits gives its bin. Selected are all scores above it, and the first of those equal to it.
     """
     row = tl.program_id(0).to(tl.int64)
     seen = tl.minimum(tl.load(visible_ptr + row), N)
@@ -24,7 +24,7 @@ def select(
         slot = first + place
         tl.store(indices + slot, tl.full([BLOCK], N, tl.int32), mask=(slot >= seen) & (slot < TOPK))
 
-    searched = tl.where(seen > TOPK, seen, 0)  # a short row is taken whole: its bound stays 0
+    searched = tl.where(seen > TOPK, seen, 0)  # a short row is selected whole: its bound stays 0
     bound, fixed = tl.full((), 0, tl.uint32), tl.full((), 0, tl.uint32)
     missing = tl.full((), TOPK, tl.int32)
     bins = tl.arange(0, 256)
@@ -55,7 +55,7 @@ def select(
 
 @triton.jit
 def _keys(scores, places, seen):
-    """Returns scores as uint32 of the same order, zeros of both signs as one, and which of them count."""
+    """Returns scores as uint32 of the same order, with one zero, and which of them are visible."""
     here = places < seen
     score = tl.load(scores + places, mask=here, other=0.0)
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
@@ -69,10 +69,10 @@ def copy_rows(
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, STRIDE: tl.constexpr, NEXT: tl.constexpr,
     TILES: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Copies the rows at the first `count` positions [queries, CHOSEN] of each query to pages, PAGE of them a program.
+    """Copies the rows at the first `count` positions [queries, TOPK] of each query to pages, PAGE of them a program.
 
-    A page has PAGE * WIDTH elements. CHUNKS parts of CHUNK columns begin NEXT elements apart, and STRIDE from row to
-    row. FP8 pages (TILES above 0) have four bytes per row and tile behind them, and then ROPE bytes per row.
+    A page has PAGE * WIDTH elements. CHUNKS parts of CHUNK columns begin NEXT elements apart, with STRIDE between rows.
+    In FP8 pages (TILES above 0) four bytes per row and tile follow, then ROPE bytes per row.
     """
     query, page = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows = tl.arange(0, PAGE)
@@ -111,9 +111,9 @@ def scores(
 ):  # fmt: skip
     """Scores PAGES pages of a query's tokens: the sum over heads of weights [queries, HEADS] * relu(q . k).
 
-    q [queries, HEADS * WIDTH] and the keys of a page are cut into chunks of CHUNK columns: those of all heads, or of
-    all tokens, one after the other. A page has PAGE_ITEMS elements. FP8 ones are bytes, a float32 scale per token
-    behind the keys; NATIVE says that tensor cores multiply e4m3. Scores beyond what a query sees may be anything.
+    q [queries, HEADS * WIDTH] and the keys of a page are cut into chunks of CHUNK columns: chunk by chunk for all
+    heads, or all tokens. A page has PAGE_ITEMS elements. FP8 pages are bytes, with a float32 scale per token after the
+    keys; NATIVE: tensor cores multiply e4m3. Scores past a query's visible tokens are undefined.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heads, columns, tokens = tl.arange(0, BLOCK_H), tl.arange(0, WIDTH), tl.arange(0, PAGE)

@@ -14,7 +14,7 @@ from tests.pallas_kernels.mla.cases import PAGE, decode_case, gather_tokens
 LENGTHS = [150, 0, 64, 7]
 WIDTHS = {"value_width": 32, "scale": 0.3}
 HEADS, KEY = 3, 16
-_select = jax.jit(dsa.select_topk, static_argnames="best")
+_select = jax.jit(dsa.select_topk, static_argnames="topk")
 _score = jax.jit(dsa.index_scores)
 _write = jax.jit(dsa.write_keys, static_argnames=("layer", "pages_per_layer"))
 

@@ -287,7 +287,7 @@ def _compile_and_report(
     mesh: Mesh | None,
     donate_argnums: tuple[int, ...] = (),
 ) -> tuple[jax.stages.Compiled, str]:
-    """Recompiles a program's kernels; returns the executable, and jaxlib's output with `variables` in the environment."""
+    """Recompiles a program's kernels; returns executable, and jaxlib's output with `variables` in the environment."""
 
     def fresh(*args, **kwargs):  # a new function: jax caches modules and executables per function
         return fn(*args, **kwargs)

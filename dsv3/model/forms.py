@@ -213,10 +213,10 @@ def _head_bytes(model: ModelConfig) -> int:
 def _dense_seconds(model: ModelConfig, peaks: Peaks, split: int) -> tuple[float, float, float]:
     """Returns the seconds per pair of tokens, absorbed and materialized, and those of materializing one token.
 
-    Absorbed attention gets the multiprocessors that prefill has (`PREFILL_TAKEN`). Materialized attention and products
-    with k_up and v_up (bfloat16 in every model) carry a prefill's overhead per product.
+    Absorbed attention gets the multiprocessors that prefill has (`PREFILL_MULTIPROCESSORS`). Materialized attention and
+    products with k_up and v_up (bfloat16 in every model) carry a prefill's overhead per product.
     """
-    latents = peaks.bf16 * device_rates.DECODE_CORE_FLOPS * device_rates.PREFILL_TAKEN
+    latents = peaks.bf16 * device_rates.DECODE_CORE_FLOPS * device_rates.PREFILL_MULTIPROCESSORS
     keys = peaks.bf16 * device_rates.PREFILL_CORE_FLOPS / PREFILL_OVERHEAD
     products = peaks.bf16 * device_rates.PREFILL_FLOPS / PREFILL_OVERHEAD
     return (

@@ -1,4 +1,4 @@
-"""Prefill attention to chosen keys: the reference, and the Mosaic kernel in the interpreter with race detection."""
+"""Prefill attention to top-k keys: the reference, and the Mosaic kernel in the interpreter with race detection."""
 
 import functools
 
@@ -16,7 +16,7 @@ from tests.pallas_kernels.mla.topk_cases import SCALE
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 4e-3)])
-def test_the_reference_attends_to_the_keys_that_bits_name(dtype, tolerance) -> None:
+def test_the_reference_attends_to_the_keys_of_the_bitmask(dtype, tolerance) -> None:
     case = cases.topk_case(dtype=dtype)
     out = mla.mla_prefill_topk(**case.arguments, scale=SCALE, backend=Backend.REFERENCE)
     np.testing.assert_allclose(np.asarray(out, np.float64), case.expected, atol=tolerance)
@@ -30,7 +30,7 @@ def kernel(q, k, shared_key, v, bits, starts, ends, key_block=None, blocks=None)
 
 @pytest.mark.parametrize(("key_block", "blocks"), [(None, None), (64, 1)])
 def test_the_mosaic_kernel(key_block: int | None, blocks: int | None) -> None:
-    """Two blocks of queries, the first of two requests; one thread block takes both, or each has its own."""
+    """Two blocks of queries, the first of two requests; one thread block for both, or one each."""
     case = cases.topk_case(dtype=jnp.bfloat16)
     try:
         out = kernel(**case.arguments, key_block=key_block, blocks=blocks)
@@ -46,7 +46,7 @@ def test_every_key_has_its_own_bit() -> None:
     assert found == [[0, 31, 32, 127], [5]]
 
 
-def test_rows_of_fp8_pages_come_back_without_what_nobody_wrote() -> None:
+def test_gathered_rows_of_fp8_pages_are_zero_where_unwritten() -> None:
     @jax.jit
     def both(latents):
         packed = mla.pack_fp8(latents, 32)
@@ -58,7 +58,7 @@ def test_rows_of_fp8_pages_come_back_without_what_nobody_wrote() -> None:
     np.testing.assert_array_equal(rows, np.concatenate([wanted[64:], wanted[:10], np.zeros((54, 48))]))
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_mismatched_shapes_are_rejected() -> None:
     case = cases.topk_case(dtype=jnp.float32).arguments
     with pytest.raises(ValueError, match=r"K a multiple of 128 for q \(150, 1, 192\), but are \(100, 1, 128\)"):
         mla.mla_prefill_topk(**case | {"k": case["k"][:100]}, scale=SCALE)

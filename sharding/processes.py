@@ -103,7 +103,7 @@ def first_process_first[T](make: Callable[[], T]) -> T:
 
 
 def on_every_rank(tree: Any) -> Any:
-    """All-gathers arrays `[1, ...]` of one rank, inside `shard_map`, to `[X, ...]` of all ranks."""
+    """Gathers arrays `[1, ...]` of one rank, inside `shard_map`, to `[X, ...]` of all ranks."""
     return jax.tree.map(lambda x: lax.all_gather(x, RANKS, axis=0, tiled=True), tree)
 
 

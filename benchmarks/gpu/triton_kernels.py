@@ -84,7 +84,7 @@ def _attention() -> Iterator[tuple[str, Case]]:
         arrays = (*(_array(4096, 16, width) for width in (keys, keys, values)), _array(9, dtype=jnp.int32))
         yield f"prefill, heads of {keys} and {values}", (prefill, arrays)
     for own, values in ((128, 128), (192, 256)):
-        yield f"prefill to chosen keys, heads of {own + 64} and {values}", _chosen(own, values)
+        yield f"prefill to top-k keys, heads of {own + 64} and {values}", _chosen(own, values)
 
 
 def _chosen(own: int, values: int) -> Case:

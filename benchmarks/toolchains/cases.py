@@ -123,7 +123,7 @@ def _mosaic_programs() -> Iterator[Program]:
     prefill_of = functools.partial(mla_prefill, scale=0.1, backend=Backend.MOSAIC)
     for heads, keys, values in ((20, 256, 256), (32, 128, 128)):
         yield f"prefill, heads of {keys}", prefill_of, (*(array(4096, heads, w) for w in (keys, keys, values)), ints(9))
-    yield "prefill to chosen keys", *_chosen()
+    yield "prefill to top-k keys", *_chosen()
     for table, case in _products():
         call = functools.partial(case.call, backend=Backend.MOSAIC)
         yield f"{table}, {case.name}", call, (jax.eval_shape(case.operands, jax.random.key(0)), ints())

@@ -138,7 +138,7 @@ class Decode:
         return rows + 2.0 * math.prod(q.shape) + 2.0 * math.prod(q.shape[:3]) * self.latent
 
     def name(self) -> str:
-        """The name of its row."""
+        """Returns the name of its row."""
         kind = "edges and" if self.edges else "about" if self.variable else ""
         latent = "" if self.latent == LATENT else f", latents of {self.latent}"
         tokens = " ".join(filter(None, (kind, str(self.length))))

@@ -267,7 +267,7 @@ class Prefill:
         )
 
     def name(self) -> str:
-        """The name of its row."""
+        """Returns the name of its row."""
         prompts = len(self.lengths)
         even = len(set(self.lengths)) == 1
         shape = f"in {prompts}" if even else "in " + ", ".join(map(str, self.lengths))

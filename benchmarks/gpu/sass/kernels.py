@@ -204,7 +204,7 @@ def prefill_topk() -> Kernel:
 
     return dataclasses.replace(
         prefill(),
-        name="prefill to chosen keys, 192 and 128",
+        name="prefill to top-k keys, 192 and 128",
         symbol="mla_prefill_topk",
         program=lambda: (attend, (*shapes, array((K, 64)))),
         other=None,

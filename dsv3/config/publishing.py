@@ -36,8 +36,8 @@ class KvEventsConfig:
 
     def address(self, num_ranks: int) -> dict[str, Any]:
         """Returns the fields with which a router subscribes to all ranks."""
-        told = {name: getattr(self, name) for name in ("endpoint", "replay_endpoint", "topic")}
-        return told | {"num_ranks": num_ranks}
+        fields = {name: getattr(self, name) for name in ("endpoint", "replay_endpoint", "topic")}
+        return fields | {"num_ranks": num_ranks}
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> "KvEventsConfig":

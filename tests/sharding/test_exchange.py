@@ -216,7 +216,7 @@ def test_layers_of_the_144_gpu_deployment_fit_their_queues(hot: float) -> None:
 
 
 def test_pair_capacity_is_near_the_expected_load() -> None:
-    """A micro-batch of the two published units, and buffers that hold whatever tokens choose."""
+    """A micro-batch of the two published units, and buffers that cannot overflow."""
     assert pair_capacity(8192 * 4, 8, 8, 9, 8456) == 76_804  # 65,536 expected, at most 541,184
     assert pair_capacity(64 * 18, 8, 8, 2, 121) == 1_016  # 512 and 1,936
     assert pair_capacity(24, 8, 8, 36, 24) is None

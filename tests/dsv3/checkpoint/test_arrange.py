@@ -104,7 +104,7 @@ def test_rows_stand_as_tensor_parallelism_arranges_them(tmp_path, fp8, q_lora_ra
     assert_same_bits(by_path(cfg, got), gathered(cfg, arrange(plain, cfg, 2), phy2log))
 
 
-def test_devices_that_cannot_split_the_model_are_refused(directories):
+def test_devices_that_cannot_split_the_model_are_rejected(directories):
     with pytest.raises(ValueError, match="tensor_parallel_size 2 does not divide num_attention_heads 3"):
         load(directories / "hf", tensor_parallel_size=2)
 
@@ -133,6 +133,6 @@ def test_damage_is_found_and_named(tmp_path):
         (np.full((2, 6), -1), "names experts -1 to -1"),
     ],
 )
-def test_maps_of_another_model_are_refused(directories, phy2log, message):
+def test_maps_of_another_model_are_rejected(directories, phy2log, message):
     with pytest.raises(ValueError, match=message):
         load(directories / "hf", phy2log=phy2log)

@@ -1,4 +1,4 @@
-"""Conversion: what comes out is what went in, or its dequantized values, whatever the sizes of blocks and files."""
+"""Conversion keeps the bytes of tensors, or dequantizes them, for all sizes of blocks and files."""
 
 import dataclasses
 

@@ -270,7 +270,7 @@ def test_data_and_scale_may_be_sharded_apart(tmp_path):
     assert loaded.moe.attention.q_b.scale.sharding == everywhere
 
 
-def test_shardings_of_another_model_are_refused(tmp_path):
+def test_shardings_of_another_model_are_rejected(tmp_path):
     cfg = hf.config()
     hf.write(tmp_path, hf.random_tensors(cfg))
     shardings = jax.tree.map(lambda _: jax.devices()[0], declare(hf.config(q_lora_rank=None)))
@@ -326,6 +326,6 @@ def test_the_garbage_collector_is_left_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize(("option", "value"), [("dtype", np.int8), ("fp8", "maybe")])
-def test_unknown_options_are_refused(tmp_path, option, value):
+def test_unknown_options_are_rejected(tmp_path, option, value):
     with pytest.raises(ValueError, match=str(np.dtype(value) if option == "dtype" else value)):
         load(tmp_path, hf.config(), **{option: value})

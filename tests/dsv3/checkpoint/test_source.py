@@ -60,7 +60,7 @@ def test_a_file_that_is_truncated(opened: Source, path: Path) -> None:
 
 @pytest.mark.parametrize("refuses", ["open", "preadv"])
 def test_a_file_system_without_direct_reads(path: Path, refuses: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some refuse to open such a file, some to read it."""
+    """Some fail to open such a file, some to read it."""
     if not hasattr(os, "O_DIRECT"):
         pytest.skip("this system has no direct reads")
     monkeypatch.setattr(source, "is_cached", lambda *_: False)

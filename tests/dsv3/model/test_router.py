@@ -112,7 +112,7 @@ def test_bfloat16_is_scored_in_float32() -> None:
     ("x", "weight", "addressed"), [(BF16, BF16, True), (BF16, F32, False), (F32, F32, False), (F32, BF16, False)]
 )
 def test_the_kernel_takes_what_it_multiplies_exactly(x, weight, addressed) -> None:
-    """Two bfloat16 operands; whatever is wider goes the way of float32."""
+    """Two bfloat16 operands; wider ones use the float32 path."""
     args = (jnp.zeros((8, 64), x), jnp.zeros((3, 16, 64), weight), 1)
     traced = str(jax.make_jaxpr(lambda *args: router_logits(*args, Backend.MOSAIC))(*args))
     assert ("bf16_dense_split" in traced) == addressed

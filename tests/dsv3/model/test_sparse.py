@@ -148,7 +148,7 @@ def test_the_cache_counts_132_bytes_per_token_and_layer() -> None:
     assert token_bytes(wide, "bfloat16") - token_bytes(plain, "bfloat16") == 2 * 256
 
 
-def test_dense_pages_are_refused() -> None:
+def test_dense_pages_are_rejected() -> None:
     params, cfg = model("deepseek_v32")
     batch = DecodeBatch(jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32), jnp.zeros((1, 1), jnp.int32))
     with pytest.raises(ValueError, match="a dict of an array per cache group of the model: index_keys, latents"):

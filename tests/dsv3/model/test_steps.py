@@ -154,7 +154,7 @@ def test_padding_writes_nothing() -> None:
     assert (cache.written() == used).all()
 
 
-def test_a_pool_that_does_not_divide_is_refused() -> None:
+def test_a_pool_that_does_not_divide_is_rejected() -> None:
     params, cfg = model("moonlight")
     batch = DecodeBatch(jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32), jnp.zeros((1, 1), jnp.int32))
     with pytest.raises(ValueError, match="7 pages"):

@@ -140,7 +140,7 @@ def test_the_scales_of_fp8_rows_move_with_them() -> None:
         ({}, 128, True, "192 rows or columns of dense.attention.q_b"),
     ],
 )
-def test_a_model_that_does_not_divide_is_refused(changes: dict, shards: int, fp8: bool, message: str) -> None:
+def test_a_model_that_does_not_divide_is_rejected(changes: dict, shards: int, fp8: bool, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_shards(dataclasses.replace(PUBLISHED, **changes), shards, fp8=fp8)
 

@@ -235,7 +235,7 @@ def read_with_package(directory: Path) -> Any:
     """Does what a plain loader does: numpy stacks the safetensors package's arrays as the table says."""
     from safetensors import safe_open
 
-    from dsv3.checkpoint.layout import leaves, pieces
+    from dsv3.checkpoint.layout import leaves, slices
     from dsv3.config.hugging_face import load_config
 
     cfg = load_config(directory)
@@ -245,10 +245,10 @@ def read_with_package(directory: Path) -> Any:
         where |= dict.fromkeys(handle.keys(), handle)
     stacks = {}
     for path, spec in leaves(cfg).items():
-        parts = {p.name: where[p.name].get_tensor(p.name) for p in pieces(cfg)[path]}
+        parts = {p.name: where[p.name].get_tensor(p.name) for p in slices(cfg)[path]}
         stack = np.empty(spec.shape, next(iter(parts.values())).dtype)
-        for piece in pieces(cfg)[path]:
-            stack[piece.put] = parts[piece.name].reshape(piece.view)[piece.take]
+        for tensor_slice in slices(cfg)[path]:
+            stack[tensor_slice.target] = parts[tensor_slice.name].reshape(tensor_slice.view)[tensor_slice.source]
         stacks[path] = stack
     return stacks
 

@@ -42,7 +42,7 @@ import numpy as np
 from benchmarks.cpu_step import COPIED_BYTES, RANDOM, Copy, timed, weight_bytes
 from benchmarks.transformers_peer import Generate, generating
 from dsv3.checkpoint import save_hf
-from dsv3.checkpoint.quantize import quantized_shapes
+from dsv3.checkpoint.quantize import quantize_stack_shapes
 from dsv3.config.hugging_face import load_config
 from dsv3.config.model import ModelConfig
 from dsv3.engine.build import bundled_model
@@ -288,7 +288,7 @@ def shapes(cfg: ModelConfig, dtype: str) -> Params:
     if dtype not in FORMATS:
         return abstract(cfg, dtype)
     return jax.tree.map(
-        lambda spec, w: quantized_shapes(w) if spec.quantizable else w, declare(cfg), abstract(cfg, "bfloat16")
+        lambda spec, w: quantize_stack_shapes(w) if spec.quantizable else w, declare(cfg), abstract(cfg, "bfloat16")
     )
 
 

@@ -32,8 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3.checkpoint import load_params
-from dsv3.checkpoint.fill import aligned_empty
-from dsv3.checkpoint.quantize import quantized
+from dsv3.checkpoint.quantize import quantize_stack
+from dsv3.checkpoint.reader import aligned_empty
 from dsv3.config.engine import pages_for
 from dsv3.config.hugging_face import load_config
 from dsv3.config.model import ModelConfig
@@ -87,7 +87,7 @@ def load(model: str, layers: int, dtype: str) -> tuple[Params, ModelConfig]:
     """Returns the bundled model, or a random one of `layers` layers; "fp8" is bfloat16 under `--fp8=quantize`."""
     if dtype == "fp8":
         params, cfg = load(model, layers, "bfloat16")
-        return jax.tree.map(lambda spec, w: quantized(w) if spec.quantizable else w, declare(cfg), params), cfg
+        return jax.tree.map(lambda spec, w: quantize_stack(w) if spec.quantizable else w, declare(cfg), params), cfg
     if model == "random":
         cfg = dataclasses.replace(RANDOM, num_hidden_layers=layers)
         return initialized(cfg, dtype), cfg

@@ -26,10 +26,10 @@ from dsv3.model.layers.experts import ExpertLayer
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.router import Routing
 from dsv3.model.params import MoeParams
-from sharding.experts.kind import Kind
 from sharding.experts.rows import TokenRows, unpacked
 from sharding.experts.traffic import LayerRows, Traffic
 from sharding.experts.transport import Transport, build, choose
+from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import DEVICES, Machine, rank_mesh
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 64, 8, 64, 32
@@ -140,8 +140,8 @@ def wire(phase: str, tokens: int) -> Iterator[list[str]]:
     payload = tokens * TOP_K * rows.row_bytes(TOP_K)
     for machine in MACHINES:
         chosen = choose(machine, V3_REPLICAS, rows).kind
-        for kind in (Kind.RING, Kind.ALL_TO_ALL, Kind.HIERARCHICAL):
-            if kind is Kind.HIERARCHICAL and machine.nodes == 1:
+        for kind in (TransportKind.RING, TransportKind.ALL_TO_ALL, TransportKind.HIERARCHICAL):
+            if kind is TransportKind.HIERARCHICAL and machine.nodes == 1:
                 continue
             transport = build(kind, machine, V3_REPLICAS, rows)
             measured, formula = traced(transport, rows), transport.traffic(rows)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3.checkpoint.quantize import Int4Mode, converted
+from dsv3.checkpoint.quantize import Int4Mode, convert_int4
 from dsv3.model.layers.experts import ExpertLayer, moe
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.router import Routing
@@ -50,7 +50,7 @@ def int4_weight(rng: np.random.Generator, n: int, k: int, sigma: float) -> tuple
 def as_served(weight: Int4Weight, mode: Int4Mode, dtype: jnp.dtype) -> Any:
     """Returns a weight in the form that `mode` says, as loading makes it of a file's."""
     in_a_file = Int4Weight(weight.data, jnp.swapaxes(weight.scale, -1, -2))
-    return converted(in_a_file, mode, dtype)
+    return convert_int4(in_a_file, mode, dtype)
 
 
 def relative(got: np.ndarray, wanted: np.ndarray) -> float:

@@ -16,9 +16,9 @@ from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DECODE_EP144
 from dsv3.engine.device.layout import DECODE_RESERVE
 from pallas_kernels.multiprocessors import Multiprocessors
-from sharding.experts.kind import Kind
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import build
+from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
 from tools.plan import roofline
 from tools.plan.deployment import PlannedBatch, rates_of
@@ -70,7 +70,7 @@ def durations_of_decode() -> dict[str, float]:
     stages = roofline.decode_stages(model, rates, batch)
     rows = LayerRows.from_widths(tokens, model.num_experts_per_tok, model.hidden_size, fp8_dispatch=True)
     machine = Machine(deployment.nodes, deployment.gpus_per_node)
-    across, inside = build(Kind.HIERARCHICAL, machine, replicas, rows).hops
+    across, inside = build(TransportKind.HIERARCHICAL, machine, replicas, rows).hops
     crossing, local = (across.peers - 1) * across.capacity, (inside.peers - 1) * inside.capacity  # rows
     return {
         "dispatch": crossing * rows.dispatch_bytes / rates.dispatch_link,

@@ -11,7 +11,7 @@ from configs.deepseek_v31 import DEEPSEEK_V31
 from configs.deepseek_v32 import DEEPSEEK_V32
 from configs.deployments import H200
 from dsv3.config.device_rates import PEAKS
-from dsv3.model.forms import masked_room
+from dsv3.model.forms import masked_capacity
 from tools.plan.deployment import PlannedBatch, rates_of
 from tools.plan.roofline import decode_stages, prefill_stages
 
@@ -31,7 +31,7 @@ def prompts(tokens: int, cache_dtype: str) -> tuple[float, float, float]:
     """Returns the mean seconds of a chunk of a prompt: dense, sparse in every chunk, and as it is taken."""
     rates, room = (
         rates_of(H200, DEEPSEEK_V32, _FREE_IN_PREFILL),
-        masked_room(DEEPSEEK_V32, PEAKS["H200"], cache_dtype, CHUNK),
+        masked_capacity(DEEPSEEK_V32, PEAKS["H200"], cache_dtype, CHUNK),
     )
     starts = range(0, tokens, CHUNK)
 
@@ -56,7 +56,7 @@ def main() -> None:
             print(f"| {tokens:,} | {cache_dtype} | {' | '.join(f'{each * 1e6:,.0f}' for each in seconds)} |")
     print("\n| tokens of a step | room of the masked form, bfloat16 | fp8 |\n|---|---|---|")
     for size in BUCKETS:
-        rooms = [masked_room(DEEPSEEK_V32, PEAKS["H200"], cache_dtype, size) for cache_dtype in ("bfloat16", "fp8")]
+        rooms = [masked_capacity(DEEPSEEK_V32, PEAKS["H200"], cache_dtype, size) for cache_dtype in ("bfloat16", "fp8")]
         print(f"| {size:,} | {' | '.join(f'{room:,}' for room in rooms)} |")
 
 

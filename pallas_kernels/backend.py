@@ -1,4 +1,4 @@
-"""The choice of an operation's implementation: by what the device is, and by which kernels have failed their check.
+"""Selection of an operation's implementation, by device and by failed kernel checks.
 
 `python -m pallas_kernels.backend` prints the backend of the default device.
 """
@@ -12,15 +12,15 @@ from collections.abc import Mapping
 import jax
 
 from pallas_kernels import gpus, native
-from pallas_kernels.lazily import load_mosaic
+from pallas_kernels.mosaic import load_mosaic
 from pallas_kernels.toolchain import check_ptxas, prefer_own_ptxas
 
 _log = logging.getLogger(__name__)
 
 OPERATIONS = frozenset(
     (
-        *("mla_decode", "mla_prefill", "mla_prefill_context", "mla_prefill_spans", "mla_prefill_chosen", "write_pages"),
-        *("index_scores", "choose", "attend_chosen"),
+        *("mla_decode", "mla_prefill", "mla_prefill_context", "mla_prefill_spans", "mla_prefill_topk", "write_pages"),
+        *("index_scores", "topk_indices", "attend_topk"),
         *("fp8_gemm", "quantize_1x128", "swiglu_quantize", "trained_gemm"),
         *("layer_gemm", "plain_gemm", "head_gemm"),
         *("grouped_gemm_contiguous", "fp8_grouped_gemm_contiguous", "int4_grouped_gemm_contiguous"),
@@ -28,15 +28,15 @@ OPERATIONS = frozenset(
         *("rms_norm", "swiglu", "rotate_heads", "latent_rows"),
     )
 )
-"""The operations that have kernels, by name. What one gives the next one is laid out alike on every backend (scales,
-FP8 rows, INT4 words, the order of rows), so each of them can leave its device's backend alone."""
+"""The operations that have kernels, by name. Data between operations has one layout on every
+backend (scales, FP8 rows, INT4 words, the order of rows), so each operation can fall back by itself."""
 
 _PAGED = ("mla_decode", "mla_prefill_context")
 PARTS: dict[str, tuple[str, ...]] = {
     "combine_splits": _PAGED,
     "multicast": (*_PAGED, "fp8_gemm", "layer_gemm", "grouped_gemm_contiguous", "fp8_grouped_gemm_contiguous"),
 }
-"""Parts of Hopper's kernels that are checked by themselves, each with the operations whose kernels have it."""
+"""Parts of Hopper's kernels with checks of their own, each with the operations whose kernels contain it."""
 
 
 class Backend(enum.Enum):
@@ -45,11 +45,11 @@ class Backend(enum.Enum):
     REFERENCE = "reference"
     """Plain jax.numpy: any platform, and the oracle of the tests."""
     NATIVE = "native"
-    """C++ on a CPU: products of few rows, attention, norms, the choice of experts; reference for the rest."""
+    """C++ on a CPU: products of few rows, attention, norms, the router; reference for the rest."""
     MOSAIC = "mosaic"
-    """Pallas Mosaic GPU kernels: Hopper (sm_90) only; elsewhere only through the interpreter."""
+    """Pallas Mosaic GPU kernels: Hopper (sm_90) only; elsewhere only in the interpreter."""
     TRITON = "triton"
-    """Triton kernels by way of jax-triton: every GPU of `gpus.KINDS`, and what all but Hopper get."""
+    """Triton kernels through jax-triton: every GPU of `gpus.KINDS`; the default of all but Hopper."""
 
 
 class BackendUnavailableError(RuntimeError):
@@ -57,12 +57,12 @@ class BackendUnavailableError(RuntimeError):
 
 
 def resolve_backend(device: jax.Device | None = None, requested: Backend | None = None) -> Backend:
-    """Returns the backend for `device`: what `gpus.KINDS` says, NATIVE on a CPU with kernels, REFERENCE elsewhere.
+    """Returns the backend for `device`: that of `gpus.KINDS`, NATIVE on a CPU with kernels, REFERENCE elsewhere.
 
     Args:
-      device: the device that will run the operation; None means the default device of this process.
-      requested: a wish to check. With an explicit `device` it is refused where it cannot run. Without one it is
-        taken as it is, because a program may be traced here and compiled for another machine.
+      device: the device that will run the operation; None means the default device of this process. requested: returned
+      if not None. With an explicit `device` it is rejected if it cannot run there. Without one it is
+        not checked, because a program may be traced here and compiled for another machine.
 
     Raises:
       BackendUnavailableError: `device` cannot run `requested`.
@@ -75,7 +75,7 @@ def resolve_backend(device: jax.Device | None = None, requested: Backend | None 
     device = gpus.default_device() if device is None else device
     chosen, reason = _on_cpu() if device.platform == "cpu" else _on_accelerator(device)
     if requested is Backend.TRITON and gpus.kind_of(device) is not None and _has_jax_triton():
-        return requested  # on Hopper too, where it is not the first choice
+        return requested  # on Hopper too, where it is not the default
     if requested not in (None, chosen):
         raise BackendUnavailableError(
             f"{requested} cannot run on {_describe(device)}, which {reason}; pass None or Backend.REFERENCE"
@@ -88,10 +88,10 @@ _fallbacks: dict[str, Backend] = {}
 
 
 def set_fallbacks(table: Mapping[str, Backend]) -> None:
-    """Makes operations take the backends of `table` in this process, where none is asked for; all others their own.
+    """Sets the default backends of the operations in `table` in this process; all others use their device's.
 
-    Call it before programs are traced: what has been compiled stays as it is. Raises ValueError for names that are not
-    in `OPERATIONS`.
+    Call it before programs are traced: compiled ones do not change. Raises ValueError for names that are not in
+    `OPERATIONS`.
     """
     if unknown := sorted(table.keys() - OPERATIONS):
         raise ValueError(f"set_fallbacks: {', '.join(unknown)} is not in OPERATIONS: {', '.join(sorted(OPERATIONS))}")
@@ -99,26 +99,26 @@ def set_fallbacks(table: Mapping[str, Backend]) -> None:
         return
     _fallbacks.clear()
     _fallbacks.update(table)
-    jax.clear_caches()  # functions that were traced before are traced anew
+    jax.clear_caches()  # traced functions must be traced again
 
 
 def fallbacks() -> dict[str, Backend]:
-    """Returns the table of `set_fallbacks`, in the order of names."""
+    """Returns the table of `set_fallbacks`, sorted by name."""
     return dict(sorted(_fallbacks.items()))
 
 
 def with_fallback(operation: str, requested: Backend | None) -> Backend | None:
-    """Returns the backend to ask for `operation`: `requested`, or where that is None the one of `fallbacks`, if any.
+    """Returns the backend to request for `operation`: `requested`, else that of `fallbacks`, if any.
 
-    An operation passes the result on to those that it is made of. So an operation that has left its device's backend
-    takes its parts along, and a part that has left it is replaced in all operations.
+    An operation passes the result to the operations it calls. So a fallback of an operation includes those, and a
+    fallback of an inner operation applies in all callers.
     """
     assert operation in OPERATIONS, operation
     return _fallbacks.get(operation) if requested is None else requested
 
 
 def prepare(backend: Backend) -> None:
-    """Makes this process ready to compile programs with kernels of `backend`, and to load them from a file.
+    """Prepares this process to compile programs with kernels of `backend`, and to load them from a file.
 
     Raises ValueError where the ptxas that would assemble them is too old.
     """
@@ -130,7 +130,7 @@ def prepare(backend: Backend) -> None:
 
 
 def _on_accelerator(device: jax.Device) -> tuple[Backend, str]:
-    """Returns the backend of a device that is no CPU, and what it says about the device."""
+    """Returns the backend of a device other than a CPU, and the reason."""
     kind = gpus.kind_of(device)
     if kind is None:
         return Backend.REFERENCE, f"is no GPU of compute capability {gpus.known()}"
@@ -153,15 +153,15 @@ def traced_gpu() -> gpus.GpuKind:
 
 
 def _on_cpu() -> tuple[Backend, str]:
-    """Returns the backend of this process's CPU, and why."""
+    """Returns the backend of this process's CPU, and the reason."""
     library = native.library()
     if library.targets:
         return Backend.NATIVE, f"has kernels of its own, {library.reason}"
     return Backend.REFERENCE, f"has no kernels of its own: {library.reason}"
 
 
-def asks_host(backend: Backend) -> bool:
-    """Returns whether a condition on device data makes the host wait for it: on GPUs, in the programs of `backend`."""
+def blocks_host(backend: Backend) -> bool:
+    """Returns whether a condition on device data blocks the host: on GPUs, in programs of `backend`."""
     return backend in (Backend.MOSAIC, Backend.TRITON)
 
 

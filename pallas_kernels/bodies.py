@@ -1,8 +1,7 @@
-"""Kernels without their bodies, in programs that are read and never run.
+"""Kernels without bodies, in programs that are analysed and never run.
 
-A plan reads the program around our Mosaic kernels. Python takes 6 of 10 processor seconds to trace and lower their
-bodies in a decode step of DeepSeek-V3. The choice is part of the keys of jax's caches, so no such kernel reaches a
-program that runs.
+A plan analyses the program around our Mosaic kernels. Tracing and lowering their bodies takes 6 of 10 processor seconds
+in a decode step of DeepSeek-V3. The setting is part of the keys of jax's caches, so such a kernel never runs.
 """
 
 import contextlib
@@ -15,15 +14,15 @@ _are_left_out = jax.make_user_context(False)
 
 @contextlib.contextmanager
 def left_out() -> Iterator[None]:
-    """Makes kernels that are traced in the block do nothing, if they give their results as outputs."""
+    """Omits the bodies of kernels that are traced in the block, if they return their results as outputs."""
     with _are_left_out(True):
         yield
 
 
 def traced(body: Callable[..., None]) -> Callable[..., None]:
-    """Returns the body that a kernel is traced with: `body`, or one of its name that does nothing, in `left_out`.
+    """Returns the body to trace a kernel with: `body`, or an empty one of its name inside `left_out`.
 
-    Not for kernels that write into a `jax.Ref`: jax sees from the body that they do.
+    Not for kernels that write into a `jax.Ref`: jax infers that effect from the body.
     """
     if not _are_left_out.value:
         return body

@@ -1,8 +1,8 @@
 """Evaluates programs operation by operation with numpy, without XLA.
 
-The Mosaic interpreter makes a program of each kernel, with some hundred calls back to Python, and runs it once per
-thread. XLA takes a second for such a program, which runs for a fraction of one. Threads that wait for each other inside
-of XLA would also take its pool's threads, and wait forever where there are few.
+The Mosaic interpreter turns each kernel into a program with some hundred Python callbacks, and runs it once per thread.
+XLA compiles it for a second, and it runs for a fraction of one. Threads that wait for each other inside XLA would also
+occupy its thread pool, and deadlock where that is small.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,9 @@ Rule = Callable[[Any, Values], Values]
 
 
 def evaluate(jaxpr: Any, consts: Sequence[Any], *arguments: Any) -> Values:
-    """Returns the results of `jaxpr` (`jax.make_jaxpr`) for flat `arguments`; `consts` are what it closes over.
+    """Returns the results of `jaxpr` (`jax.make_jaxpr`) for flat `arguments`; `consts` are its closed-over values.
 
-    Loops and branches are Python's, and calls back are plain calls. An operation that numpy has no rule for here runs
-    by itself in XLA.
+    Loops and branches run in Python, callbacks are direct calls. An operation without a numpy rule here runs in XLA.
     """
     with np.errstate(all="ignore"):
         return _evaluate(jaxpr, map(np.asarray, consts), *map(np.asarray, arguments))
@@ -49,7 +48,7 @@ def _other(eqn: Any, operands: Values) -> Values:
 
 
 def _callback(eqn: Any, operands: Values) -> Values:
-    """Copies what goes in and what comes out, as XLA does: the callee keeps arrays, and writes to them."""
+    """Copies arguments and results, as XLA does: the callee keeps arrays and writes to them."""
     results = eqn.params["callback"](*map(_given, operands))
     return [np.array(each, var.aval.dtype) for each, var in zip(results, eqn.outvars, strict=True)]
 
@@ -78,7 +77,7 @@ def _while(eqn: Any, operands: Values) -> Values:
 
 
 def _parts_of_scan(params: dict[str, Any], operands: Values) -> tuple[Values, Values, Values]:
-    """Returns what stays, what is carried, and what is walked over; jax 0.12 keeps them as a tree."""
+    """Returns constants, carry and scanned inputs; jax 0.12 keeps them as a tree."""
     if "ft_in" in params:
         return tuple(map(list, params["ft_in"].update(operands).unpack()))  # type: ignore[return-value]
     first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
@@ -86,7 +85,7 @@ def _parts_of_scan(params: dict[str, Any], operands: Values) -> tuple[Values, Va
 
 
 def _scan(eqn: Any, operands: Values) -> Values:
-    """Takes the turns of a loop whose number is known."""
+    """Runs a loop with a static number of iterations."""
     consts, carry, xs = _parts_of_scan(eqn.params, operands)
     ys: list[Values] = []
     turns = range(eqn.params["length"])
@@ -112,7 +111,7 @@ def _divided(x: Any, y: Any) -> Any:
 
 
 def _shifted(x: Any, y: Any) -> Any:
-    """Fills with zeros at the left, of signed numbers too."""
+    """Shifts right and fills with zeros, signed numbers too."""
     unsigned = np.dtype(f"u{x.dtype.itemsize}")
     return np.right_shift(np.asarray(x).view(unsigned), np.asarray(y).view(unsigned)).view(x.dtype)
 

@@ -13,4 +13,4 @@ BLOCK = 128
 """Consecutive channels that share a scale; a weight's block also spans this many rows."""
 
 AMAX_FLOOR = 1e-4
-"""The least magnitude that a scale is computed from, so that a block of zeros has a scale above 0 (DeepGEMM's)."""
+"""The smallest amax of a scale, so that a block of zeros has a scale above 0 (as in DeepGEMM)."""

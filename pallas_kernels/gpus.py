@@ -1,4 +1,4 @@
-"""The NVIDIA GPUs that have kernels, by compute capability: which kernels, and the limits that tiles must respect."""
+"""The NVIDIA GPUs with kernels, by compute capability: their backend, and the limits of their tiles."""
 
 import contextlib
 import contextvars
@@ -13,19 +13,19 @@ _KIB = 1 << 10
 
 @dataclasses.dataclass(frozen=True)
 class GpuKind:
-    """What all GPUs of one compute capability share; NVIDIA's CUDA programming guide, tables of capabilities."""
+    """Properties of all GPUs of one compute capability, from the tables of NVIDIA's CUDA programming guide."""
 
     capability: tuple[int, int]
     kernels: str
-    """The value of the `Backend` that they get."""
+    """The value of their default `Backend`."""
     shared_memory: int
     """Bytes of shared memory that one thread block may use."""
     fp8: bool
     """Whether tensor cores multiply e4m3. Where not, kernels widen it to float16, which is exact."""
     multiprocessors: int
-    """Those of the largest GPU of the kind; `multiprocessors` asks the device."""
+    """Of the largest GPU of the kind; `multiprocessors` returns those of a device."""
     names: tuple[str, ...]
-    """Words of device names, for compile-only devices, which do not say their capability."""
+    """Words in device names, for compile-only devices, which have no capability attribute."""
 
     @property
     def architecture(self) -> str:
@@ -52,7 +52,7 @@ _described: contextvars.ContextVar[GpuKind | None] = contextvars.ContextVar("des
 
 
 class UnknownGpuError(RuntimeError):
-    """Kernels were asked for, and nothing says for which GPU."""
+    """Kernels were requested for an unknown GPU."""
 
 
 def kind_of(device: jax.Device) -> GpuKind | None:
@@ -69,14 +69,14 @@ def kind_of(device: jax.Device) -> GpuKind | None:
 def multiprocessors(device: jax.Device) -> int:
     """Returns the multiprocessors of a GPU, attached or described by a compile-only topology: 78 of an H20.
 
-    A device that does not say stands for the largest of its kind; the CPU that kernels are interpreted on, for an H200.
+    Without a count, the largest GPU of the kind is assumed; for the CPU that interprets kernels, an H200.
     """
     own = getattr(device, "core_count", None) if device.platform in ("gpu", "cuda") else None
     return (kind_of(device) or by_number(90)).multiprocessors if own is None else int(own)
 
 
 def default_device() -> jax.Device:
-    """Returns the device that this process computes on where nothing says another."""
+    """Returns the default device of this process."""
     configured = jax.config.jax_default_device
     if configured is None:
         return jax.devices()[0]
@@ -84,7 +84,7 @@ def default_device() -> jax.Device:
 
 
 def by_number(number: int) -> GpuKind:
-    """Returns the kind of a capability such as 89. Raises ValueError where there is none."""
+    """Returns the kind of a capability such as 89; raises ValueError for an unknown one."""
     for kind in KINDS:
         if kind.number == number:
             return kind
@@ -98,7 +98,7 @@ def known() -> str:
 
 @contextlib.contextmanager
 def compiling_for(kind: GpuKind) -> Iterator[GpuKind]:
-    """Makes kernels that are traced in the block fit `kind`, whatever the devices of this process are."""
+    """Traces kernels in the block for `kind`, whatever the devices of this process are."""
     token = _described.set(kind)
     try:
         yield kind
@@ -110,7 +110,7 @@ def target(device: jax.Device) -> GpuKind:
     """Returns the kind that kernels are traced for: that of `compiling_for`, or of `device`.
 
     Raises:
-      UnknownGpuError: neither says one.
+      UnknownGpuError: there is neither.
     """
     kind = _described.get() or kind_of(device)
     if kind is None:

@@ -1,18 +1,41 @@
-"""The common ground of the Mosaic GPU kernels: shared-memory layouts, the interpreter, differences of JAX releases."""
+"""Common code of the Mosaic GPU kernels: shared-memory layouts, the interpreter, differences between JAX releases."""
 
 import dataclasses
 import functools
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.evaluation import evaluate
-from pallas_kernels.lazily import plgpu
+from pallas_kernels.toolchain import prefer_own_ptxas
+
+
+@functools.cache
+def load_mosaic() -> Any:
+    """Returns jax's module, whose import gives jaxlib the library that compiled kernels are linked with.
+
+    An executable with kernels can be loaded from a file only after it.
+    """
+    prefer_own_ptxas()
+    return importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+
+
+if TYPE_CHECKING:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+else:
+
+    class _MosaicGpu:
+        def __getattr__(self, name):
+            return getattr(load_mosaic(), name)
+
+    plgpu = _MosaicGpu()
+
 
 NUM_SMS = 132
-"""Streaming multiprocessors of an H100, H200 or H800 in SXM form: what is planned for where nothing else is said."""
+"""Multiprocessors of an H100, H200 or H800 in SXM form, the default of plans."""
 
 SMEM_BYTES = 232_448
 """Shared memory one thread block may use on sm_90: 227 KiB, barriers included."""
@@ -23,7 +46,7 @@ TILE_ROWS = 8
 
 
 def pad_to_tiles(x: jax.Array) -> jax.Array:
-    """Adds rows of zeros to `x` `[G, M, C]` where TMA could not address it: M above 8 and no multiple of it."""
+    """Adds rows of zeros to `x` `[G, M, C]` where TMA could not address it: M above 8 and not a multiple of 8."""
     rows = x.shape[1]
     extra = -rows % TILE_ROWS if rows > TILE_ROWS else 0
     return jnp.pad(x, ((0, 0), (0, extra), (0, 0))) if extra else x
@@ -51,16 +74,17 @@ def swizzle_transforms(dtype: jax.typing.DTypeLike, minor: int) -> "tuple[plgpu.
 
 
 def whole_tile(columns: int, n: int, dtype: jnp.dtype) -> int:
-    """Returns the widest swizzled tile that `columns` are made of and that cuts `n` values without a rest.
+    """Returns the widest swizzled tile that divides both `columns` and `n`.
 
-    TMA takes no other, but one that holds them all. Where there is none, the widest: for the interpreter alone.
+    TMA accepts only such a tile, or one that holds all `n`. Where there is none, the widest: the interpreter accepts
+    it.
     """
     tiles = [tile for swizzle in _SWIZZLES if columns % (tile := swizzle // dtype.itemsize) == 0]
     return next((tile for tile in tiles if n <= tile or n % tile == 0), tiles[0])
 
 
 def row_layout() -> Any:
-    """Returns the layout of one value per row of what wgmma has multiplied."""
+    """Returns the layout of one value per row of a wgmma result."""
     return plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -81,7 +105,7 @@ def interpret_params(*, detect_races: bool = True, **options) -> "plgpu.Interpre
 
 
 def reset_interpreter() -> None:
-    """Forgets the interpreter's shared state, which an exception inside a kernel leaves behind."""
+    """Resets the interpreter's shared state after an exception inside a kernel."""
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call  # no public name on jax 0.11.2 and 0.12
 
     interpret_pallas_call.reset_gpu_interpret_mode_state()
@@ -89,13 +113,13 @@ def reset_interpreter() -> None:
 
 @functools.cache
 def _take_left_operands_in_registers() -> None:
-    """Makes the interpreter multiply a left operand in registers; jax 0.12's takes it for the key of a buffer."""
+    """Lets the interpreter multiply a left operand in registers; jax 0.12 mistakes it for the key of a buffer."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks  # looked up there at each product
 
     of_buffers = callbacks.wgmma
 
     def content(which: str, call: dict):
-        """Returns a buffer's key, the part that is used, and what that holds."""
+        """Returns a buffer's key, the part that is used, and its content."""
         memory = callbacks._get_shared_memory()
         key = callbacks.HostAllocationKey.from_array(call[f"{which}_allocation_key_as_array"])
         transforms = jax.tree.map(int, callbacks._remove_noop_transforms(call[f"{which}_transforms"]))
@@ -120,7 +144,7 @@ def _take_left_operands_in_registers() -> None:
 
 @functools.cache
 def _evaluate_threads() -> None:
-    """Makes the interpreter evaluate what a kernel's threads do; it compiles that, which takes many times longer."""
+    """Lets the interpreter evaluate a kernel's threads instead of compiling them, which takes many times longer."""
     from jax._src.pallas.mosaic.interpret import thread_map  # the function is looked up there for each thread
     from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import fail
 

@@ -1,10 +1,10 @@
-"""How many multiprocessors the persistent kernels take: those of the GPU, less what transfers need beside them.
+"""The multiprocessors of the persistent kernels: those of the GPU, less those reserved for concurrent transfers.
 
-A persistent kernel starts as many thread blocks as it takes multiprocessors, each of which fills one, and walks over
-its work. NCCL's transfers are kernels too. Where one is under way that no kernel has left room for, the last blocks of
-a kernel wait until the first ones are done, and it takes twice its time.
+A persistent kernel starts one thread block per multiprocessor, each of which fills it, and loops over its work. NCCL's
+transfers are kernels too. Without reserved multiprocessors, the last blocks of a kernel beside a transfer wait until
+the first ones are done, which doubles its time.
 
-The number belongs to a program, and is set while that is traced. It is part of the keys of jax's caches.
+The number is set while a program is traced. It is part of the keys of jax's caches.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ _traced = jax.make_user_context(None)
 
 @dataclasses.dataclass(frozen=True)
 class Multiprocessors:
-    """The multiprocessors of a GPU, `reserved` of which kernels leave to transfers.
+    """The multiprocessors of a GPU, `reserved` of which are for transfers.
 
-    Raises ValueError where no multiprocessor is left.
+    Raises ValueError if none is left for kernels.
     """
 
     count: int
@@ -37,22 +37,22 @@ class Multiprocessors:
 
     @property
     def taken(self) -> int:
-        """What kernels take."""
+        """The number that kernels use."""
         return self.count - self.reserved
 
     @property
     def share(self) -> float:
-        """The share of the GPU that kernels take."""
+        """The fraction of the GPU that kernels use."""
         return self.taken / self.count
 
 
 def traced() -> Multiprocessors:
-    """Returns the multiprocessors that kernels are traced for: as `taking` says, else all of the default device."""
+    """Returns the multiprocessors that kernels are traced for: those of `taking`, else all of the default device."""
     return _traced.value or Multiprocessors(gpus.multiprocessors(gpus.default_device()))
 
 
 @contextlib.contextmanager
 def taking(multiprocessors: Multiprocessors) -> Iterator[None]:
-    """Makes kernels that are traced in the block take these."""
+    """Traces kernels in the block for these multiprocessors."""
     with _traced(multiprocessors):
         yield

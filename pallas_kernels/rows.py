@@ -1,7 +1,7 @@
-"""What is done to rows between their products: norm, SwiGLU, rotation. All are differentiable, by the reference.
+"""Operations on rows between products: norm, SwiGLU, rotation. Gradients are the reference's.
 
-GPUs take the reference: XLA makes one kernel of each. On a CPU it makes four programs of a norm, and as many of a
-rotation, each with its own compilation, and its own start in every layer.
+GPUs use the reference: XLA compiles each to one kernel. On a CPU it makes four programs of a norm, and as many of a
+rotation, each compiled and started by itself in every layer.
 """
 
 import functools
@@ -22,11 +22,11 @@ def rms_norm(
     """Returns `x / rms(x) * w[layer]` over the last axis.
 
     Args:
-      x: [..., D or more] bfloat16, float16 or float32; values behind the first D are left out.
+      x: [..., D or more] bfloat16, float16 or float32; values past the first D are ignored.
       w: [L, D], rounded to x's dtype.
       layer: Python or traced integer.
-      eps: is added to the mean square, which is taken in float32.
-      backend: implementation; None chooses by device.
+      eps: added to the mean square, which is float32.
+      backend: implementation; None selects by device.
 
     Returns:
       [..., D] in x's dtype; x over its root mean square is rounded to it before the product with w.
@@ -58,13 +58,13 @@ def latent_rows(
     *,
     backend: Backend | None = None,
 ) -> jax.Array:
-    """Returns rows as the cache holds them `[T, R + P]`: normed latent and rotated key.
+    """Returns rows of the cache `[T, R + P]`: normed latent and rotated key.
 
     Args:
       down: [T, R + P or more]; the last R + P values are latent and key.
       w: [L, R], the norm's weights; layer: Python or traced integer; eps: as in `rms_norm`.
       cos, sin: [T, P / 2] float32.
-      backend: implementation; None chooses by device.
+      backend: implementation; None selects by device.
     """
     arrays = down, w, jnp.asarray(layer, jnp.int32), cos, sin
     backend = with_fallback("latent_rows", backend)
@@ -74,7 +74,7 @@ def latent_rows(
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotates the pairs (x0, x1), (x2, x3), ... of `x` `[T, P]` or `[T, H, P]`; computed in float32, dtype of x.
 
-    Pairs are swapped and not taken apart: XLA:CPU makes one program of this, and four of two halves that it stacks.
+    Pairs are swapped, not split: XLA:CPU makes one program of this, and four of splitting and stacking.
     """
     pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
     heads = (slice(None), *(None,) * (x.ndim - 2), ..., None)
@@ -91,7 +91,7 @@ def _either(
     *rest: jax.Array,
     weight: jax.Array | None = None,
 ) -> jax.Array:
-    """Calls the C++ kernel on a CPU where it takes x, and a `weight`, if any, has its dtype; else the reference."""
+    """Calls the C++ kernel on a CPU if it supports x, and a `weight`, if any, has its dtype; else the reference."""
     reference = functools.partial(reference, **how)
     is_taken = native.takes_rows(x) and (weight is None or weight.dtype == x.dtype)
     if is_taken and resolve_backend(requested=backend) is Backend.NATIVE:

@@ -1,7 +1,7 @@
-"""The ptxas that assembles kernels: pip's, in place of what the machine's own CUDA toolkit has.
+"""The ptxas that assembles kernels: pip's, in place of that of the machine's CUDA toolkit.
 
-XLA is given pip's directory for its own kernels. Mosaic GPU and jax-triton look along PATH, then in /usr/local/cuda,
-and only then there; many hosts have a toolkit that is older than these kernels.
+XLA gets pip's directory for its own kernels. Mosaic GPU and jax-triton search PATH, then /usr/local/cuda, and only then
+that directory; many hosts have a toolkit that is too old for these kernels.
 """
 
 import importlib.util
@@ -13,19 +13,19 @@ import subprocess
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
-# Packages that hold a CUDA toolkit's programs, that of CUDA 13 and that of CUDA 12: in jax's own order.
+# Packages with a CUDA toolkit's programs, of CUDA 13 and CUDA 12, in jax's order.
 _WHEELS = ("nvidia.cu13", "nvidia.cuda_nvcc")
 _TOOLKIT = Path("/usr/local/cuda/bin")
 _OLDEST = (12, 8)
 """The first that reads the PTX of `triton.call.OPTIONS`; Mosaic's copies fail to assemble up to 12.6, too."""
 _INSTALL = "install this package with its extra cuda13 or cuda12, which bring one"
-_VERSION_S = 60  # the first run may come from a slow network's disk
+_VERSION_S = 60  # the first run may read a slow network disk
 
 
 def prefer_own_ptxas() -> None:
-    """Puts pip's ptxas, where it is installed, first on this process's PATH.
+    """Puts pip's ptxas, if installed, first on this process's PATH.
 
-    Whatever compiles kernels calls it before the first one.
+    Call it before compiling kernels.
     """
     own, path = _own_directory(), os.environ.get("PATH", os.defpath)
     if own is not None and path.split(os.pathsep)[0] != str(own):
@@ -33,9 +33,9 @@ def prefer_own_ptxas() -> None:
 
 
 def check_ptxas() -> str:
-    """Logs and returns which ptxas will assemble kernels, "" where there is none.
+    """Logs and returns the ptxas that will assemble kernels, "" if there is none.
 
-    Raises ValueError for one that is too old, or does not run.
+    Raises ValueError if it is too old or does not run.
     """
     path = shutil.which("ptxas") or shutil.which("ptxas", path=str(_TOOLKIT))
     if path is None:

@@ -1,1 +1,1 @@
-"""Which device holds what, and what crosses the wire."""
+"""The device mesh, expert parallelism, and collectives."""

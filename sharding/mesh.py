@@ -1,4 +1,4 @@
-"""The mesh of devices, and the table that says along which of its axes each dimension of a parameter lies.
+"""The device mesh, and the table that maps each logical axis of a parameter to mesh axes.
 
 This is the only place that names mesh axes. A data-parallel *rank* owns its requests and their pages. With tensor
 parallelism a rank is a group of devices: they split its attention heads and MLP widths, and hold the same batches,
@@ -67,12 +67,11 @@ class AxisTable:
 
 
 AXES = AxisTable()
-"""The table that is served, but for embedding and head, which the devices of a node may share
-(`dsv3.model.vocabulary`)."""
+"""The default table; embedding and head may be sharded over a node in addition (`dsv3.model.vocabulary`)."""
 
 
 class HasAxes(Protocol):
-    """A declared parameter, of which only the logical axes matter here; `dsv3.model.params.ParamSpec` is one."""
+    """A declared parameter with logical axes, such as `dsv3.model.params.ParamSpec`."""
 
     @property
     def axes(self) -> Sequence[str | None]: ...
@@ -81,18 +80,18 @@ class HasAxes(Protocol):
 def partition(axes: Sequence[str | None], parameter: str = "a parameter", table: AxisTable = AXES) -> PartitionSpec:
     """Returns the partition of a parameter with these logical axes; `parameter` names it in errors.
 
-    Raises ValueError for an unknown logical axis, and where two of them would lie on the same mesh axis.
+    Raises ValueError for an unknown logical axis, and if two of them lie on the same mesh axis.
     """
     by_dimension = [table.mesh_axes(logical, parameter) for logical in axes]
-    taken: dict[str, str | None] = {}
+    used: dict[str, str | None] = {}
     for logical, mesh_axes in zip(axes, by_dimension, strict=True):
         for mesh_axis in mesh_axes:
-            if mesh_axis in taken:
+            if mesh_axis in used:
                 raise ValueError(
-                    f"{parameter}: its axes {taken[mesh_axis]!r} and {logical!r} both lie on mesh axis {mesh_axis!r}; "
+                    f"{parameter}: its axes {used[mesh_axis]!r} and {logical!r} both lie on mesh axis {mesh_axis!r}; "
                     "change one of them in sharding.mesh.AXES"
                 )
-            taken[mesh_axis] = logical
+            used[mesh_axis] = logical
     return PartitionSpec(*map(_entry, by_dimension))
 
 
@@ -114,7 +113,7 @@ def partitions(declared: Any, table: AxisTable = AXES) -> Any:
 
 
 def is_split(logical: str | None, table: AxisTable = AXES) -> bool:
-    """Returns whether the devices of a rank, and they alone, split this logical axis among them."""
+    """Returns whether exactly the devices of a rank split this logical axis."""
     return table.mesh_axes(logical) == (TENSOR,)
 
 
@@ -128,9 +127,9 @@ class Machine:
 
     @classmethod
     def from_mesh(cls, mesh: Mesh, table: AxisTable = AXES) -> "Machine":
-        """Returns the devices of `mesh` that `table` spreads the experts over.
+        """Returns the devices of `mesh` over which `table` shards the experts.
 
-        Raises ValueError where the experts do not lie along the node axis first: transports count nodes by it.
+        Raises ValueError if the first mesh axis of the experts is not the node axis: transports count nodes by it.
         """
         if table.experts[:1] != (NODE,):
             raise ValueError(f"experts lie on {table.experts}; their first mesh axis must be {NODE!r}")
@@ -139,14 +138,14 @@ class Machine:
 
     @property
     def devices(self) -> int:
-        """Devices on all nodes together, `Z`."""
+        """Number of devices on all nodes, `Z`."""
         return self.nodes * self.gpus
 
 
 def rank_mesh(devices: Sequence[jax.Device], num_nodes: int = 1, tensor_parallel_size: int = 1) -> Mesh:
-    """Makes a mesh over devices in the order given: nodes of equally many ranks of `tensor_parallel_size` devices.
+    """Returns a mesh over devices in the given order: equal nodes of ranks of `tensor_parallel_size` devices.
 
-    Raises ValueError when nodes and ranks do not divide the devices; a rank never spans nodes.
+    Raises ValueError if nodes and ranks do not divide the devices; a rank never spans nodes.
     """
     if not devices or len(devices) % num_nodes:
         raise ValueError(f"{len(devices)} devices do not divide over {num_nodes} nodes")

@@ -1,4 +1,4 @@
-"""Arrays over the devices of several processes, of which each process sees its own part."""
+"""Arrays over the devices of several processes; each process addresses its own shards."""
 
 import functools
 from collections.abc import Callable
@@ -21,8 +21,8 @@ def spans_processes(mesh: Mesh) -> bool:
 def place(tree: Any, shardings: Any) -> Any:
     """Returns a tree of arrays with the given `shardings` (a tree, or a prefix of one).
 
-    Over several processes an array that has its sharding already stays as it is. Any other is a host array that every
-    process has; each process takes its part.
+    With several processes, an array that already has its sharding is returned as is. Any other must be a host array
+    that is equal in every process; each process copies its shards.
     """
     leaves = jax.tree.leaves(shardings)
     if all(sharding.is_fully_addressable for sharding in leaves):
@@ -40,7 +40,7 @@ def _place(leaf: Any, sharding: Sharding) -> jax.Array:
 def move(tree: Any, shardings: Any) -> Any:
     """Returns a tree of arrays copied to the devices of `shardings`, a tree of the same shape.
 
-    Over several processes each copies what its own devices hold: the devices must hold an array alike before and after.
+    With several processes each copies its own shards, so both shardings must cut an array in the same way.
     """
     if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(shardings)):
         return jax.device_put(tree, shardings)
@@ -61,42 +61,39 @@ def _bounds(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int, int], .
 
 
 def whole(array: jax.Array) -> np.ndarray:
-    """Returns an array on this host. Over several processes all must ask for it, in the same order."""
+    """Returns an array on this host. With several processes it is a collective: all must call it, in the same order."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     assert isinstance(array.sharding, NamedSharding)
     everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
-    return np.asarray(_gathering(everywhere)(array))
+    return np.asarray(_replicate(everywhere)(array))
 
 
 @functools.lru_cache(maxsize=8)
-def _gathering(everywhere: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    """Returns the program that gives every process an array, the same for all calls: equal arrays share a compilation.
-
-    A state of 100 leaves would compile 100 programs.
-    """
+def _replicate(everywhere: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """Returns the cached program that replicates an array: a state of 100 leaves would compile 100 programs."""
     return jax.jit(lambda x: x, out_shardings=everywhere)
 
 
 def own_sum(array: jax.Array) -> np.ndarray:
-    """Returns the sum of this process's parts of an array `[Z, ...]` that is split by its leading axis, `[...]`."""
+    """Sums this process's shards of an array `[Z, ...]` that is split along its leading axis: `[...]`."""
     return np.sum([np.asarray(shard.data).sum(axis=0) for shard in array.addressable_shards], axis=0)
 
 
 def add_up(tree: Any) -> Any:
-    """Adds the host arrays of all processes, leaf by leaf. All must call it, in the same order."""
+    """Sums host arrays over all processes, leaf by leaf. A collective: all must call it, in the same order."""
     if jax.process_count() == 1:
         return tree
     return jax.tree.map(lambda parts: parts.sum(axis=0), multihost_utils.process_allgather(tree))
 
 
 def any_of(flag: bool) -> bool:
-    """Returns whether the flag is set in some process. All must call it, in the same order."""
+    """Returns whether the flag is set in any process. A collective: all must call it, in the same order."""
     return bool(add_up(np.int32(flag)))
 
 
 def first_process_first[T](make: Callable[[], T]) -> T:
-    """Calls `make` in process 0, and when that is done in the others: what one process writes and all read."""
+    """Calls `make` in process 0, and then in all others: for files that one process writes and all read."""
     if jax.process_index() == 0:
         made = make()
         multihost_utils.sync_global_devices("made")
@@ -106,10 +103,10 @@ def first_process_first[T](make: Callable[[], T]) -> T:
 
 
 def on_every_rank(tree: Any) -> Any:
-    """Gathers arrays `[1, ...]` of one rank, inside `shard_map`, to `[X, ...]` of all ranks, the same on each."""
+    """Gathers arrays `[1, ...]` of one rank, inside `shard_map`, to `[X, ...]` of all ranks."""
     return jax.tree.map(lambda x: lax.all_gather(x, RANKS, axis=0, tiled=True), tree)
 
 
 def local_part(array: jax.Array) -> jax.Array:
-    """Returns a part of the array that this process can read, to wait for."""
+    """Returns an addressable part of the array, to block on."""
     return array if array.is_fully_addressable else array.addressable_data(0)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3.model.layers.expanded import heads_at_once
+from dsv3.model.layers.materialized import heads_at_once
 from pallas_kernels import mla
 from pallas_kernels.backend import Backend
 from pallas_kernels.checks.arrays import small

@@ -21,7 +21,7 @@ from pallas_kernels import gpus
 from pallas_kernels.backend import Backend
 from pallas_kernels.dense import head_gemm, layer_gemm
 from pallas_kernels.dsa import key_row, triton_ops
-from pallas_kernels.dsa.scores import raw_scores
+from pallas_kernels.dsa.topk import raw_scores
 from pallas_kernels.float8 import E4M3
 from pallas_kernels.fp8 import fp8_gemm, swiglu_quantize
 from pallas_kernels.grouped import fp8_grouped_gemm_contiguous, grouped_gemm_contiguous
@@ -29,8 +29,8 @@ from pallas_kernels.mla import (
     fp8_row_bytes,
     mla_decode,
     mla_prefill,
-    mla_prefill_chosen,
     mla_prefill_context,
+    mla_prefill_topk,
     write_pages,
 )
 from pallas_kernels.triton.resources import TritonResources, kernel_resources
@@ -84,7 +84,7 @@ def _attention() -> Iterator[tuple[str, Case]]:
         arrays = (*(_array(4096, 16, width) for width in (keys, keys, values)), _array(9, dtype=jnp.int32))
         yield f"prefill, heads of {keys} and {values}", (prefill, arrays)
     for own, values in ((128, 128), (192, 256)):
-        yield f"prefill to chosen keys, heads of {own + 64} and {values}", _chosen(own, values)
+        yield f"prefill to top-k keys, heads of {own + 64} and {values}", _chosen(own, values)
 
 
 def _chosen(own: int, values: int) -> Case:
@@ -92,7 +92,7 @@ def _chosen(own: int, values: int) -> Case:
     T, K = 4096, 12288
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, shared: jax.Array, *where: jax.Array) -> jax.Array:
-        return mla_prefill_chosen(q, k, v, *where, scale=0.1, shared_key=shared, backend=TRITON)
+        return mla_prefill_topk(q, k, v, *where, scale=0.1, shared_key=shared, backend=TRITON)
 
     arrays = _array(T, 16, own + 64), _array(K, 16, own), _array(K, 16, values), _array(K, 64)
     return attend, (*arrays, *(_array(*shape, dtype=jnp.int32) for shape in ((K // 32, T), (T,), (T,))))
@@ -133,7 +133,7 @@ def _sparse() -> Iterator[tuple[str, Case]]:
         keys = _array(2 * PAGES, 64, width, dtype=kind)
         q, weights = _array(64, 64, 128), _array(64, 64, dtype=jnp.float32)
         yield f"index scores, {name} keys", (score, (q, weights, keys, table, numbers))
-    choose = functools.partial(triton_ops.select_best, best=_BEST, backend=TRITON)
+    choose = functools.partial(triton_ops.select_topk, topk=_BEST, backend=TRITON)
     scores = _array(64, 64 * _LONG_TABLE, dtype=jnp.float32)
     yield "choice of 2,048 tokens", (choose, (scores, numbers))
     copy = functools.partial(triton_ops.copy_rows, first_page=0, value_width=512, backend=TRITON)

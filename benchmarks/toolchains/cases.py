@@ -40,7 +40,7 @@ from pallas_kernels.backend import Backend, resolve_backend
 from pallas_kernels.checks import Case, Row, experts, products
 from pallas_kernels.checks.rows import quantize_case
 from pallas_kernels.dense import layer_gemm
-from pallas_kernels.mla import fp8_row_bytes, mla_decode, mla_prefill, mla_prefill_chosen, write_pages
+from pallas_kernels.mla import fp8_row_bytes, mla_decode, mla_prefill, mla_prefill_topk, write_pages
 from pallas_kernels.triton.resources import kernel_resources as triton_resources
 from tools.plan.deployment import Deployment
 from tools.plan.programs import abstract_params
@@ -123,7 +123,7 @@ def _mosaic_programs() -> Iterator[Program]:
     prefill_of = functools.partial(mla_prefill, scale=0.1, backend=Backend.MOSAIC)
     for heads, keys, values in ((20, 256, 256), (32, 128, 128)):
         yield f"prefill, heads of {keys}", prefill_of, (*(array(4096, heads, w) for w in (keys, keys, values)), ints(9))
-    yield "prefill to chosen keys", *_chosen()
+    yield "prefill to top-k keys", *_chosen()
     for table, case in _products():
         call = functools.partial(case.call, backend=Backend.MOSAIC)
         yield f"{table}, {case.name}", call, (jax.eval_shape(case.operands, jax.random.key(0)), ints())
@@ -155,7 +155,7 @@ def _chosen() -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
     def attend(q, k, v, shared, bits, starts, ends):
         how = {"scale": 0.1, "shared_key": shared, "backend": Backend.MOSAIC}
-        return mla_prefill_chosen(q, k, v, bits, starts, ends, **how)
+        return mla_prefill_topk(q, k, v, bits, starts, ends, **how)
 
     arrays = (array(T, H, 192), array(K, H, 128), array(K, H, 128), array(K, 64))
     return attend, (*arrays, ints(K // 32, T), ints(T), ints(T))
@@ -168,9 +168,9 @@ def _sparse(dtype: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
     def attend(q, weights, keys, table, visible, latents, queries):
         where = {"first_page": 0, "backend": Backend.MOSAIC}
-        picked = dsa.choose(q, weights, keys, table, visible, best=best, **where)
+        picked = dsa.topk_indices(q, weights, keys, table, visible, topk=best, **where)
         counts = jnp.minimum(visible, best)
-        return dsa.attend_chosen(queries, latents, table, picked, counts, scale=0.1, value_width=512, **where)
+        return dsa.attend_topk(queries, latents, table, picked, counts, scale=0.1, value_width=512, **where)
 
     latents = (
         array(8 * table, 64, fp8_row_bytes(512, 64), dtype=jnp.uint8) if dtype is None else array(8 * table, 64, 576)
@@ -197,7 +197,7 @@ def _assembled(name: str, fn: Callable[..., Any], arguments: tuple[Any, ...], gp
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_SECONDS)
         if done.returncode:
             raise RuntimeError(f"ptxas ended with {done.returncode}: {done.stdout + done.stderr}")
-        (found,) = aot.reported(done.stdout + done.stderr)
+        (found,) = aot.parse_reports(done.stdout + done.stderr)
         yield _row(name, found)
 
 

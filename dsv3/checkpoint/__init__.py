@@ -1,6 +1,6 @@
 """Reads and writes checkpoints: Hugging Face directories, from and to the parameter tree.
 
-What it exports is imported on first use, so that processes without jax can name weights (`dsv3.checkpoint.identity`).
+Exports are imported on first use, so that processes without jax can compute `dsv3.checkpoint.identity`.
 """
 
 import importlib

@@ -1,7 +1,6 @@
 """Plans the load of a Hugging Face checkpoint: which tensor fills which part of which parameter, and in which dtype.
 
-It looks at headers only. Every disagreement between checkpoint and configuration is found here, before any weight is
-read.
+Only headers are read. Every mismatch between checkpoint and configuration is reported here, before any weight is read.
 """
 
 import dataclasses
@@ -16,8 +15,8 @@ import ml_dtypes
 import numpy as np
 
 from dsv3.checkpoint import layout, quantize
-from dsv3.checkpoint.layout import Piece, scale_name, scale_piece, scale_shape, stated_shape_name
-from dsv3.checkpoint.load_plan import Array, Fp8Mode, LoadPlan
+from dsv3.checkpoint.layout import TensorSlice, scale_name, scale_shape, scale_slice, stated_shape_name
+from dsv3.checkpoint.load_plan import Fp8Mode, LoadPlan, PlannedArray
 from dsv3.checkpoint.safetensors_file import HARMLESS, NAMES, Tensor, raise_findings
 from dsv3.config.hugging_face.names import is_of_other_media, text_name
 from dsv3.config.model import ModelConfig
@@ -25,19 +24,19 @@ from dsv3.model.params import ParamSpec
 from pallas_kernels.float8 import BLOCK, E4M3
 
 _log = logging.getLogger(__name__)
-_MOST_EXPERTS = 2**12  # of a layer; a tensor of more is none of a model's, and stays as it is
+_MAX_EXPERTS = 2**12  # of a layer; a tensor with more is not split
 _SCALE = scale_name("")
 
 _ALL_EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)(_scale_inv)?")
-# Scales of inputs that a file holds ready-made: inputs are quantized as they come, 128 channels at a time.
-_OF_INPUTS = (".activation_scale", ".input_scale", "_proj_activation_scale")
+# Static scales of inputs are ignored: inputs are quantized dynamically, per 128 channels.
+_INPUT_SCALES = (".activation_scale", ".input_scale", "_proj_activation_scale")
 
 
-def in_deepseek_form(directory: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_deepseek_names(directory: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors of the language model under DeepSeek's names.
 
-    Those of other media are left out, which the log says, and so are ready-made scales of inputs. Experts that lie in
-    one tensor become one tensor each. A scale for a whole FP8 tensor stands for each of its blocks.
+    Tensors of other media are skipped and logged; static scales of inputs are skipped. A tensor of several experts is
+    split into one tensor each. A scale of a whole FP8 tensor becomes the scale of each of its blocks.
 
     Raises `CheckpointError` where two tensors would have one name.
     """
@@ -47,18 +46,18 @@ def in_deepseek_form(directory: Path, tensors: Mapping[str, Tensor]) -> dict[str
     named: dict[str, Tensor] = {}
     clashes: list[str] = []
     for name in tensors if not skipped else (n for n in tensors if not is_of_other_media(n)):
-        for ours, tensor in _apart(text_name(name), tensors[name]):
+        for ours, tensor in _split_experts(text_name(name), tensors[name]):
             if ours in named:
                 clashes.append(f"{ours}, of {named[ours].name} and {name}")
             named[ours] = tensor
     raise_findings(directory, {"tensors that mean the same": clashes})
-    return {name: _spread(named, name) for name in named if not name.endswith(_OF_INPUTS)}
+    return {name: _broadcast_scale(named, name) for name in named if not name.endswith(_INPUT_SCALES)}
 
 
-def _apart(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _split_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yields a tensor, or one for each expert that it holds: `[E, 2 * I, D]`, `[E, D, I]`, or scales `[E, ...]`."""
     match = _ALL_EXPERTS.fullmatch(name)
-    if match is None or not tensor.shape or not 0 < tensor.shape[0] <= _MOST_EXPERTS:
+    if match is None or not tensor.shape or not 0 < tensor.shape[0] <= _MAX_EXPERTS:
         yield name, tensor
         return
     experts, projection, scale = match.groups()
@@ -79,8 +78,8 @@ def _apart(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield f"{stem}up_proj{suffix}", dataclasses.replace(half, offset=half.offset + half.nbytes)
 
 
-def _spread(named: Mapping[str, Tensor], name: str) -> Tensor:
-    """Returns a tensor; a scale of a whole FP8 matrix gets the shape of the blocks' scales, each of which it is."""
+def _broadcast_scale(named: Mapping[str, Tensor], name: str) -> Tensor:
+    """Returns a tensor; a scale of a whole FP8 matrix gets the shape of block scales, with `repeated` set."""
     tensor = named[name]
     if not name.endswith(_SCALE) or math.prod(tensor.shape) != 1:
         return tensor
@@ -103,28 +102,28 @@ def plan_hf(
     """Plans the load of a Hugging Face checkpoint that holds `tensors`; `dtype` None takes the embedding's.
 
     Three rules go beyond the table. Rotary buffers (`HARMLESS`) are ignored. MTP modules beyond
-    `num_nextn_predict_layers` are skipped, because they change no output. MTP modules that the configuration promises
-    and the checkpoint lacks are an error.
+    `num_nextn_predict_layers` are skipped, because they affect no output. MTP modules of the configuration that the
+    checkpoint lacks are an error.
 
     Raises one `CheckpointError` that names all missing, unexpected and misshapen tensors and all wrong dtypes.
     """
     findings: Findings = defaultdict(list)
-    pieces = layout.pieces(cfg)
+    slices = layout.slices(cfg)
     skipped = layout.mtp_layers_beyond(cfg, tensors)
-    _check_names(cfg, tensors, pieces, skipped, findings)
+    _check_names(cfg, tensors, slices, skipped, findings)
     for path, spec in layout.leaves(cfg).items():
-        for piece in pieces[path]:
+        for tensor_slice in slices[path]:
             if quantize.is_int4(cfg, spec):
-                quantize.check_int4(tensors, piece, findings)
+                quantize.check_int4(tensors, tensor_slice, findings)
             else:
-                _check_tensor(tensors, piece.name, piece.shape, cfg, findings)
+                _check_tensor(tensors, tensor_slice.name, tensor_slice.shape, cfg, findings)
     raise_findings(directory, findings)
-    own = tensors[pieces["embed"][0].name].dtype
+    own = tensors[slices["embed"][0].name].dtype
     dtype = dtype or (own if own in PLAIN else np.dtype(ml_dtypes.bfloat16))
     leaves = {
-        path: quantize.int4_arrays(path, spec, pieces[path], tensors)
+        path: quantize.int4_arrays(path, spec, slices[path], tensors)
         if quantize.is_int4(cfg, spec)
-        else _leaf(path, spec, pieces[path], tensors, dtype, fp8, findings)
+        else _leaf(path, spec, slices[path], tensors, dtype, fp8, findings)
         for path, spec in layout.leaves(cfg).items()
     }
     raise_findings(directory, findings)
@@ -135,11 +134,11 @@ def plan_hf(
 def _check_names(
     cfg: ModelConfig,
     tensors: Mapping[str, Tensor],
-    pieces: Mapping[str, tuple[Piece, ...]],
+    slices: Mapping[str, tuple[TensorSlice, ...]],
     skipped: set[int],
     findings: Findings,
 ) -> None:
-    required = {p.name: None for group in pieces.values() for p in group}
+    required = {p.name: None for group in slices.values() for p in group}
     required |= {d.name: None for d in layout.duplicates(cfg) if d.required}
     missing = [name for name in required if name not in tensors]
     findings["missing tensors"] = missing
@@ -194,40 +193,40 @@ def _check_scale(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...
 
 
 def names(dtypes: set[np.dtype]) -> str:
-    """Names of dtypes in the safetensors format, joined for a message."""
+    """Returns the safetensors names of dtypes, joined for a message."""
     return "/".join(sorted(NAMES[dtype] for dtype in dtypes))
 
 
 def _leaf(
     path: str,
     spec: ParamSpec,
-    pieces: tuple[Piece, ...],
+    slices: tuple[TensorSlice, ...],
     tensors: Mapping[str, Tensor],
     dtype: np.dtype,
     fp8: Fp8Mode,
     findings: Findings,
-) -> tuple[Array, ...]:
-    quantized = [p for p in pieces if tensors[p.name].dtype == E4M3]
+) -> tuple[PlannedArray, ...]:
+    quantized = [p for p in slices if tensors[p.name].dtype == E4M3]
     if spec.quantizable and quantized and fp8 != "dequantize":
-        findings["weights that cannot stay FP8; load with fp8='dequantize'"] += _obstacles(path, pieces, tensors)
-        scales = tuple(scale_piece(p) for p in quantized)
+        findings["weights that cannot stay FP8; load with fp8='dequantize'"] += _obstacles(path, slices, tensors)
+        scales = tuple(scale_slice(p) for p in quantized)
         return (
-            Array(f"{path}.data", spec.shape, E4M3, pieces, tensors),
-            Array(f"{path}.scale", scale_shape(spec.shape), F32, scales, tensors, positive=True),
+            PlannedArray(f"{path}.data", spec.shape, E4M3, slices, tensors),
+            PlannedArray(f"{path}.scale", scale_shape(spec.shape), F32, scales, tensors, positive=True),
         )
-    stored = [tensors[p.name].dtype for p in pieces]
+    stored = [tensors[p.name].dtype for p in slices]
     read = tuple(
         dataclasses.replace(p, scale=scale_name(p.name)) if own == E4M3 else p
-        for p, own in zip(pieces, stored, strict=True)
+        for p, own in zip(slices, stored, strict=True)
     )
-    return (Array(path, spec.shape, spec.dtype_in(dtype, checkpoint=stored), read, tensors),)
+    return (PlannedArray(path, spec.shape, spec.dtype_in(dtype, checkpoint=stored), read, tensors),)
 
 
-def _obstacles(path: str, pieces: tuple[Piece, ...], tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    first, plain = (next((p for p in pieces if (tensors[p.name].dtype == E4M3) == q), None) for q in (True, False))
+def _obstacles(path: str, slices: tuple[TensorSlice, ...], tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    first, plain = (next((p for p in slices if (tensors[p.name].dtype == E4M3) == q), None) for q in (True, False))
     if first and plain:
         yield f"{path}: {first.name} is FP8 but {plain.name} is not"
-    cut = next((p for p in pieces if p.put[-2].start % BLOCK), None)
+    cut = next((p for p in slices if p.target[-2].start % BLOCK), None)
     if cut:
-        row = cut.put[-2].start
+        row = cut.target[-2].start
         yield f"{path}: {cut.name} begins at row {row} of the fused weight, not a multiple of {BLOCK}"

@@ -1,4 +1,4 @@
-"""Names the weights of a checkpoint directory by their content, wherever it lies and whenever it was written."""
+"""Computes an identity of the weights of a checkpoint directory from their content, not from path or time."""
 
 import functools
 import hashlib
@@ -11,12 +11,12 @@ from pathlib import Path
 from dsv3.checkpoint.source import is_cached
 from dsv3.files import open_regular
 
-_WHOLE_BYTES = 2**28  # a directory of up to so many bytes is read wholly
+_WHOLE_BYTES = 2**28  # directories of up to this size are hashed completely
 _STRIDE = 2**22
 _SAMPLE_BYTES = 2**12
 _READ_BYTES = 2**24
 _THREADS = 16  # 671 GB have 160,000 samples, and one thread would wait for the disk at each of them
-_AT_ONCE = 32  # samples that are read in one go; handed to threads one by one they took four times the processor time
+_AT_ONCE = 32  # samples per task; one sample per task took four times the processor time
 
 
 _Range = tuple[int, int]
@@ -24,7 +24,7 @@ _Range = tuple[int, int]
 
 
 def known_identity(directory: Path) -> str:
-    """Returns `weights_identity`, found once per process as long as the kernel says that the files are the same."""
+    """Returns `weights_identity`, cached per process while stat shows the same files."""
     found = [path.stat() for path in sorted(directory.glob("*.safetensors"))]
     kept = tuple((each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in found)
     return _identity_of(directory, kept)
@@ -38,9 +38,9 @@ def _identity_of(directory: Path, kept: tuple[tuple[int, ...], ...]) -> str:
 def weights_identity(directory: Path) -> str:
     """Returns the sha256, in hex, of the weight files of a directory.
 
-    Up to 256 MiB all bytes count. A larger directory counts with 4 KiB of each 4 MiB and with each file's beginning,
-    which lists its tensors: other training changes about every byte, but an edit of single rows can go unseen. Raises
-    OSError for unreadable files.
+    Up to 256 MiB all bytes are hashed. Of a larger directory, 4 KiB of each 4 MiB and the header of each file are
+    hashed: further training changes nearly every byte, but an edit of single rows can go undetected. Raises OSError for
+    unreadable files.
     """
     total = hashlib.sha256()
     paths = sorted(directory.glob("*.safetensors"))
@@ -51,14 +51,15 @@ def weights_identity(directory: Path) -> str:
             total.update(f"{path.name}\0{size}\0".encode())
             with open_regular(path) as file:
                 ranges = itertools.batched(_ranges(file.fileno(), size, is_small), 1 if is_small else _AT_ONCE)
-                each = map if is_cached(file.fileno(), size) else pool.map  # threads would wait for Python's lock alone
+                # Cached reads would only contend for the GIL.
+                each = map if is_cached(file.fileno(), size) else pool.map
                 for part in each(functools.partial(_read, file.fileno()), ranges):
                     total.update(part)
     return total.hexdigest()
 
 
 def _ranges(descriptor: int, size: int, is_small: bool) -> Iterator[_Range]:
-    """Yields what counts in a file."""
+    """Yields the ranges of a file to hash."""
     if is_small:
         yield from ((start, _READ_BYTES) for start in range(0, max(1, size), _READ_BYTES))
         return

@@ -1,8 +1,8 @@
 """The one table between parameter leaves and Hugging Face tensor names; reading and writing both derive from it.
 
 A leaf of `dsv3.model.params.Params` is a stack over layers (and experts). Its entry in the table lists the checkpoint
-tensors of one layer (one expert), in the order of their rows. `pieces` expands the table for a configuration. Each
-`Piece` says that a box of a tensor is a box of a stack; planning, reading and writing all use these same pieces.
+tensors of one layer (one expert), in the order of their rows. `slices` expands the table for a configuration. Each
+`TensorSlice` maps a box of a tensor to a box of a stack; planning, reading and writing all use these slices.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ MTP_MARK = "eh_proj.weight"
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class TensorRows:
     """One checkpoint tensor of a leaf: its name below the layer's prefix, and its rows in the leaf.
 
-    `rows` None means that the leaf is this tensor alone. Otherwise the tensor fills `rows` rows of the leaf. Where the
-    tensor has more rows than that, it has `of`, and the leaf takes `rows` of them from row `skip` on. Example:
-    kv_b_proj holds N key rows and V value rows per head; `k_up` takes N of N + V, `v_up` takes V and skips N.
+    `rows` None: the leaf is this tensor alone. Otherwise the tensor fills `rows` rows of the leaf. A tensor with more
+    rows has `of` rows, and the leaf uses `rows` of them from row `skip` on. Example: kv_b_proj holds N key rows and V
+    value rows per head; `k_up` uses N of N + V, `v_up` uses V and skips N.
     """
 
     name: str
@@ -41,19 +41,19 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """Box `take` of a tensor is box `put` of a stack.
+class TensorSlice:
+    """Box `source` of a tensor is box `target` of a stack.
 
-    The tensor is `name`, of `shape`. `take` counts in `view`, the same tensor reshaped to as many axes as the stack.
-    `scale` names the tensor of block scales that reading multiplies in; None where values are taken as they are stored.
-    `packed` marks INT4 words in a checkpoint's order, which reading changes to ours (`pallas_kernels.int4`).
+    The tensor is `name`, of `shape`. `source` counts in `view`, the same tensor reshaped to as many axes as the stack.
+    `scale` names the tensor of block scales that reading multiplies in; None: values are read as stored. `packed`
+    marks INT4 words, which reading reorders (`pallas_kernels.int4`).
     """
 
     name: str
     shape: tuple[int, ...]
     view: tuple[int, ...]
-    take: Box
-    put: Box
+    source: Box
+    target: Box
     scale: str | None = None
     packed: bool = False
 
@@ -67,50 +67,50 @@ class Duplicate:
     required: bool
 
 
-def _table(cfg: ModelConfig) -> dict[str, tuple[Part, ...]]:
+def _table(cfg: ModelConfig) -> dict[str, tuple[TensorRows, ...]]:
     """Returns the checkpoint tensors of one layer, by leaf path below `LayerParams`.
 
     `{e}` stands for the expert's number.
     """
     H, N, V = cfg.num_attention_heads, cfg.qk_nope_head_dim, cfg.v_head_dim
     queries = (
-        Part("self_attn.q_a_proj.weight", cfg.q_lora_rank)
+        TensorRows("self_attn.q_a_proj.weight", cfg.q_lora_rank)
         if cfg.q_lora_rank
-        else Part("self_attn.q_proj.weight", H * cfg.qk_head_dim)
+        else TensorRows("self_attn.q_proj.weight", H * cfg.qk_head_dim)
     )
     return {
-        "input_norm": (Part("input_layernorm.weight"),),
-        "post_norm": (Part("post_attention_layernorm.weight"),),
-        "post_moe_norm": (Part("post_mlp_layernorm.weight"),),
-        "attention.qkv_a": (queries, Part("self_attn.kv_a_proj_with_mqa.weight", cfg.latent_dim)),
-        "attention.q_norm": (Part("self_attn.q_a_layernorm.weight"),),
-        "attention.q_b": (Part("self_attn.q_b_proj.weight"),),
-        "attention.kv_norm": (Part("self_attn.kv_a_layernorm.weight"),),
-        "attention.k_up": (Part("self_attn.kv_b_proj.weight", N, of=N + V),),
-        "attention.v_up": (Part("self_attn.kv_b_proj.weight", V, of=N + V, skip=N),),
-        "attention.o": (Part("self_attn.o_proj.weight"),),
-        f"{_INDEXER}q_b": (Part("self_attn.indexer.wq_b.weight"),),
-        f"{_INDEXER}k": (Part("self_attn.indexer.wk.weight"),),
-        f"{_INDEXER}k_norm": (Part("self_attn.indexer.k_norm.weight"),),
-        f"{_INDEXER}k_bias": (Part("self_attn.indexer.k_norm.bias"),),
-        f"{_INDEXER}weights": (Part("self_attn.indexer.weights_proj.weight"),),
+        "input_norm": (TensorRows("input_layernorm.weight"),),
+        "post_norm": (TensorRows("post_attention_layernorm.weight"),),
+        "post_moe_norm": (TensorRows("post_mlp_layernorm.weight"),),
+        "attention.qkv_a": (queries, TensorRows("self_attn.kv_a_proj_with_mqa.weight", cfg.latent_dim)),
+        "attention.q_norm": (TensorRows("self_attn.q_a_layernorm.weight"),),
+        "attention.q_b": (TensorRows("self_attn.q_b_proj.weight"),),
+        "attention.kv_norm": (TensorRows("self_attn.kv_a_layernorm.weight"),),
+        "attention.k_up": (TensorRows("self_attn.kv_b_proj.weight", N, of=N + V),),
+        "attention.v_up": (TensorRows("self_attn.kv_b_proj.weight", V, of=N + V, skip=N),),
+        "attention.o": (TensorRows("self_attn.o_proj.weight"),),
+        f"{_INDEXER}q_b": (TensorRows("self_attn.indexer.wq_b.weight"),),
+        f"{_INDEXER}k": (TensorRows("self_attn.indexer.wk.weight"),),
+        f"{_INDEXER}k_norm": (TensorRows("self_attn.indexer.k_norm.weight"),),
+        f"{_INDEXER}k_bias": (TensorRows("self_attn.indexer.k_norm.bias"),),
+        f"{_INDEXER}weights": (TensorRows("self_attn.indexer.weights_proj.weight"),),
         "mlp.gate_up": _swiglu("mlp", cfg.intermediate_size),
-        "mlp.down": (Part("mlp.down_proj.weight"),),
-        "moe.router": (Part("mlp.gate.weight"),),
-        "moe.router_bias": (Part("mlp.gate.e_score_correction_bias"),),
+        "mlp.down": (TensorRows("mlp.down_proj.weight"),),
+        "moe.router": (TensorRows("mlp.gate.weight"),),
+        "moe.router_bias": (TensorRows("mlp.gate.e_score_correction_bias"),),
         "moe.gate_up": _swiglu("mlp.experts.{e}", cfg.moe_intermediate_size),
-        "moe.down": (Part("mlp.experts.{e}.down_proj.weight"),),
+        "moe.down": (TensorRows("mlp.experts.{e}.down_proj.weight"),),
         "moe.shared.gate_up": _swiglu("mlp.shared_experts", cfg.n_shared_experts * cfg.moe_intermediate_size),
-        "moe.shared.down": (Part("mlp.shared_experts.down_proj.weight"),),
+        "moe.shared.down": (TensorRows("mlp.shared_experts.down_proj.weight"),),
     }
 
 
-def _swiglu(prefix: str, width: int) -> tuple[Part, ...]:
-    return Part(f"{prefix}.gate_proj.weight", width), Part(f"{prefix}.up_proj.weight", width)
+def _swiglu(prefix: str, width: int) -> tuple[TensorRows, ...]:
+    return TensorRows(f"{prefix}.gate_proj.weight", width), TensorRows(f"{prefix}.up_proj.weight", width)
 
 
 _INDEXER = "attention.indexer."
-"""What the leaves of layers with an indexer begin with; other layers have no such tensors."""
+"""Prefix of the leaves of an indexer; layers without one lack these tensors."""
 
 _TOP = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
 
@@ -133,10 +133,10 @@ def leaf_path(keys: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(keys, simple=True, separator=".")
 
 
-def pieces(cfg: ModelConfig) -> dict[str, tuple[Piece, ...]]:
-    """Returns the pieces that tile each leaf, by leaf path, in the order of the stack."""
+def slices(cfg: ModelConfig) -> dict[str, tuple[TensorSlice, ...]]:
+    """Returns the slices that tile each leaf, by leaf path, in the order of the stack."""
     table = _table(cfg)
-    return {path: tuple(_leaf_pieces(cfg, table, path, spec)) for path, spec in leaves(cfg).items()}
+    return {path: tuple(_leaf_slices(cfg, table, path, spec)) for path, spec in leaves(cfg).items()}
 
 
 def duplicates(cfg: ModelConfig) -> tuple[Duplicate, ...]:
@@ -165,21 +165,24 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
 
 
-def scale_piece(piece: Piece) -> Piece:
-    """Returns the piece of the stack of scales that belongs to `piece`, whose first row must be a multiple of 128."""
-    put = (*piece.put[:-2], *(slice(s.start // BLOCK, -(-s.stop // BLOCK)) for s in piece.put[-2:]))
-    view = scale_shape(piece.view)
-    return Piece(scale_name(piece.name), scale_shape(piece.shape), view, full_box(view), put)
+def scale_slice(tensor_slice: TensorSlice) -> TensorSlice:
+    """Returns the slice of the scales of `tensor_slice`, whose first row must be a multiple of 128."""
+    target = (
+        *tensor_slice.target[:-2],
+        *(slice(s.start // BLOCK, -(-s.stop // BLOCK)) for s in tensor_slice.target[-2:]),
+    )
+    view = scale_shape(tensor_slice.view)
+    return TensorSlice(scale_name(tensor_slice.name), scale_shape(tensor_slice.shape), view, full_box(view), target)
 
 
-def whole_piece(name: str, shape: tuple[int, ...]) -> Piece:
-    """Returns the piece of a stack that is one tensor."""
+def whole_slice(name: str, shape: tuple[int, ...]) -> TensorSlice:
+    """Returns the slice of a leaf that is one tensor."""
     box = full_box(shape)
-    return Piece(name, shape, shape, box, box)
+    return TensorSlice(name, shape, shape, box, box)
 
 
 def mtp_layers_beyond(cfg: ModelConfig, names: Iterable[str]) -> set[int]:
-    """Returns the layer numbers of a checkpoint's MTP modules that `cfg` does not ask for."""
+    """Returns the layer numbers of a checkpoint's MTP modules that `cfg` does not have."""
     mark = re.compile(r"model\.layers\.(\d+)\." + re.escape(MTP_MARK))
     found = {int(match[1]) for match in map(mark.fullmatch, names) if match}
     return {layer for layer in found if layer >= cfg.num_cache_layers}
@@ -192,43 +195,45 @@ def layer_of(name: str) -> int | None:
 
 
 def _prefixes(cfg: ModelConfig, stack: str, *, with_indexer: bool = False) -> list[str]:
-    """Returns what the tensors of a stack's layers begin with, or of those `with_indexer`."""
+    """Returns the name prefixes of a stack's layers, or only of those `with_indexer`."""
     among = cfg.index_layers if with_indexer else range(cfg.num_cache_layers)
     groups = {name: (first, depth) for name, first, depth in cfg.layer_groups}
     first, count = (groups | {"mtp": (cfg.num_hidden_layers, cfg.num_nextn_predict_layers)})[stack]
     return [f"model.layers.{layer}." for layer in range(first, first + count) if layer in among]
 
 
-def _leaf_pieces(cfg: ModelConfig, table: dict[str, tuple[Part, ...]], path: str, spec: ParamSpec) -> Iterator[Piece]:
+def _leaf_slices(
+    cfg: ModelConfig, table: dict[str, tuple[TensorRows, ...]], path: str, spec: ParamSpec
+) -> Iterator[TensorSlice]:
     if path in _TOP:
-        yield whole_piece(_TOP[path], spec.shape)
+        yield whole_slice(_TOP[path], spec.shape)
         return
     stack, _, rest = path.partition(".")
     rest = rest.removeprefix("layers.")
-    parts = (Part(_MTP[rest]),) if stack == "mtp" and rest in _MTP else table[rest]
+    parts = (TensorRows(_MTP[rest]),) if stack == "mtp" and rest in _MTP else table[rest]
     experts = spec.shape[1] if "{e}" in parts[0].name else None
     for layer, prefix in enumerate(_prefixes(cfg, stack, with_indexer=rest.startswith(_INDEXER))):
         for index in [(layer,)] if experts is None else [(layer, e) for e in range(experts)]:
             row = 0
             for part in parts:
-                yield _piece(prefix + part.name.format(e=index[-1]), part, index, row, spec.shape)
+                yield _tensor_slice(prefix + part.name.format(e=index[-1]), part, index, row, spec.shape)
                 row += part.rows or 0
 
 
-def _piece(name: str, part: Part, index: tuple[int, ...], row: int, stack: tuple[int, ...]) -> Piece:
-    """Returns the piece that fills `stack[*index, ..., row : row + part.rows, :]`."""
+def _tensor_slice(name: str, part: TensorRows, index: tuple[int, ...], row: int, stack: tuple[int, ...]) -> TensorSlice:
+    """Returns the slice that fills `stack[*index, ..., row : row + part.rows, :]`."""
     inner = list(stack[len(index) :])
-    put = [*(slice(i, i + 1) for i in index), *full_box(stack[len(index) :])]
+    target = [*(slice(i, i + 1) for i in index), *full_box(stack[len(index) :])]
     if part.rows is not None:
-        put[-2] = slice(row, row + part.rows)
+        target[-2] = slice(row, row + part.rows)
         inner[-2] = part.of or part.rows
     view = (*(1 for _ in index), *inner)
-    take = list(full_box(view))
+    source = list(full_box(view))
     if part.rows is not None:
-        take[-2] = slice(part.skip, part.skip + part.rows)
+        source[-2] = slice(part.skip, part.skip + part.rows)
     # A checkpoint tensor is at most a matrix: the heads of kv_b_proj follow each other in its rows.
     shape = (inner[0] * inner[1], inner[2]) if len(inner) == 3 else tuple(inner)
-    return Piece(name, shape, view, tuple(take), tuple(put))
+    return TensorSlice(name, shape, view, tuple(source), tuple(target))
 
 
 def full_box(shape: tuple[int, ...]) -> Box:
@@ -242,18 +247,18 @@ def extents(box: Box) -> tuple[int, ...]:
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """Returns the box that two boxes share; None if they share nothing."""
+    """Returns the intersection of two boxes; None if it is empty."""
     box = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
     return box if all(s.start < s.stop for s in box) else None
 
 
-def moved(box: Box, by: tuple[int, ...]) -> Box:
+def shift_box(box: Box, by: tuple[int, ...]) -> Box:
     """Returns the box shifted on each axis."""
     return tuple(slice(s.start + d, s.stop + d) for s, d in zip(box, by, strict=True))
 
 
 def block_axis(shape: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, int]:
-    """Returns the axis to cut blocks on, and how many of its indices one block of at most `limit` bytes takes.
+    """Returns the axis to cut blocks on, and the indices of it per block of at most `limit` bytes.
 
     A block fixes all axes before that one, so its bytes are contiguous. Raises ValueError if one element exceeds
     `limit`.

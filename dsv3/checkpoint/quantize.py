@@ -1,9 +1,9 @@
-"""Weights that are served in another form than a checkpoint holds: plain products rounded to FP8, and INT4 experts.
+"""Weights that are served in another format than stored: plain products quantized to FP8, and INT4 experts.
 
-Both are converted on their devices, one stack after the other, once they are read. A packed INT4 matrix is three
+Both are converted on their devices, one stack after the other, after they are read. A packed INT4 matrix is three
 tensors (compressed-tensors): `weight_packed` int32 `[N, K / 8]`, `weight_scale` bfloat16 `[N, K / 32]`, and
-`weight_shape`, which says `[N, K]` once more. `hugging_face` calls the first two `weight` and `weight_scale_inv`, as if
-they were FP8.
+`weight_shape`, which repeats `[N, K]`. `hugging_face` renames the first two to `weight` and `weight_scale_inv`, as for
+FP8.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Sharding
 
-from dsv3.checkpoint.fill import aligned_empty
-from dsv3.checkpoint.layout import Piece, leaves, scale_name, stated_shape_name
-from dsv3.checkpoint.load_plan import Array, LoadPlan
+from dsv3.checkpoint.layout import TensorSlice, leaves, scale_name, stated_shape_name
+from dsv3.checkpoint.load_plan import LoadPlan, PlannedArray
+from dsv3.checkpoint.reader import aligned_empty
 from dsv3.checkpoint.safetensors_file import NAMES, Tensor
 from dsv3.config.model import ModelConfig
 from dsv3.model.params import Fp8Weight, Int4Weight, ParamSpec
@@ -29,7 +29,7 @@ from pallas_kernels.grouped import dequantize_int4
 from pallas_kernels.int4 import GROUP, VALUES_PER_WORD
 
 Int4Mode = Literal["keep", "fp8", "dequantize"]
-"""What INT4 experts become: they stay, or turn into block-scaled FP8, or into the model's dtype."""
+"""How INT4 experts are served: as INT4, as block-scaled FP8, or in the model's dtype."""
 
 WORD = np.dtype(np.int32)
 SCALE = np.dtype(ml_dtypes.bfloat16)
@@ -56,14 +56,14 @@ def abstract_int4(shape: tuple[int, ...]) -> Int4Weight:
     )
 
 
-def check_int4(tensors: Mapping[str, Tensor], piece: Piece, findings: Mapping[str, list[str]]) -> None:
-    """Adds what is wrong with the headers of a packed matrix to `findings`; one that is missing is found elsewhere."""
-    if piece.name not in tensors:
+def check_int4(tensors: Mapping[str, Tensor], tensor_slice: TensorSlice, findings: Mapping[str, list[str]]) -> None:
+    """Adds header errors of a packed matrix to `findings`; `hugging_face` reports missing ones."""
+    if tensor_slice.name not in tensors:
         return
-    words, scales = shapes(piece.shape)
-    for name, shape, dtype in ((piece.name, words, WORD), (scale_name(piece.name), scales, SCALE)):
+    words, scales = shapes(tensor_slice.shape)
+    for name, shape, dtype in ((tensor_slice.name, words, WORD), (scale_name(tensor_slice.name), scales, SCALE)):
         _check(tensors.get(name), name, shape, {dtype}, findings)
-    stated = stated_shape_name(piece.name)
+    stated = stated_shape_name(tensor_slice.name)
     if stated in tensors:
         _check(tensors[stated], stated, (2,), _SHAPES, findings)
 
@@ -87,20 +87,20 @@ def _check(
 
 
 def int4_arrays(
-    path: str, spec: ParamSpec, pieces: tuple[Piece, ...], tensors: Mapping[str, Tensor]
-) -> tuple[Array, Array]:
+    path: str, spec: ParamSpec, slices: tuple[TensorSlice, ...], tensors: Mapping[str, Tensor]
+) -> tuple[PlannedArray, PlannedArray]:
     """Returns words and scales of a stack of experts, read from the packed matrices of a checkpoint."""
     data, scale = shapes(spec.shape)
-    words = tuple(dataclasses.replace(_narrowed(p, VALUES_PER_WORD, p.name), packed=True) for p in pieces)
-    scales = tuple(_narrowed(p, GROUP, scale_name(p.name)) for p in pieces)
+    words = tuple(dataclasses.replace(_narrowed_slice(p, VALUES_PER_WORD, p.name), packed=True) for p in slices)
+    scales = tuple(_narrowed_slice(p, GROUP, scale_name(p.name)) for p in slices)
     return (
-        Array(f"{path}.data", data, WORD, words, tensors),
-        Array(f"{path}.scale", scale, SCALE, scales, tensors, positive=True),
+        PlannedArray(f"{path}.data", data, WORD, words, tensors),
+        PlannedArray(f"{path}.scale", scale, SCALE, scales, tensors, positive=True),
     )
 
 
-def _narrowed(piece: Piece, by: int, name: str) -> Piece:
-    """Returns the piece of tensor `name`, which has one element for each `by` columns."""
+def _narrowed_slice(tensor_slice: TensorSlice, by: int, name: str) -> TensorSlice:
+    """Returns the slice of tensor `name`, which has one element for each `by` columns."""
 
     def shape(wide: tuple[int, ...]) -> tuple[int, ...]:
         return (*wide[:-1], wide[-1] // by)
@@ -108,14 +108,16 @@ def _narrowed(piece: Piece, by: int, name: str) -> Piece:
     def box(wide: tuple[slice, ...]) -> tuple[slice, ...]:
         return (*wide[:-1], slice(wide[-1].start // by, wide[-1].stop // by))
 
-    return Piece(name, shape(piece.shape), shape(piece.view), box(piece.take), box(piece.put))
+    return TensorSlice(
+        name, shape(tensor_slice.shape), shape(tensor_slice.view), box(tensor_slice.source), box(tensor_slice.target)
+    )
 
 
-def converted(weight: Any, mode: Int4Mode, dtype: np.dtype) -> Any:
-    """Returns a parameter as it is served: INT4 experts as `mode` says, all else as it is.
+def convert_int4(weight: Any, mode: Int4Mode, dtype: np.dtype) -> Any:
+    """Converts INT4 experts as `mode` says; returns all other parameters unchanged.
 
-    Files have scales `[L, E, N, K / 32]`, which are transposed in any case. Experts are converted on their devices, one
-    layer at a time; beside a stack's words its result must fit there.
+    Scales are stored as `[L, E, N, K / 32]` and always transposed. Experts are converted on their devices, one layer at
+    a time; device memory must hold a stack's words and its result.
     """
     if not isinstance(weight, Int4Weight):
         return weight
@@ -126,8 +128,8 @@ def converted(weight: Any, mode: Int4Mode, dtype: np.dtype) -> Any:
     return jax.block_until_ready(served)
 
 
-def converted_shapes(weight: Any, mode: Int4Mode, dtype: np.dtype) -> Any:
-    """Returns the shapes of what `converted` makes of a parameter whose shapes and shardings are given."""
+def convert_int4_shapes(weight: Any, mode: Int4Mode, dtype: np.dtype) -> Any:
+    """Returns the shapes of the result of `convert_int4`, given shapes and shardings."""
     if not isinstance(weight, Int4Weight):
         return weight
     served = Int4Weight(weight.data, jax.eval_shape(_transposed, weight.scale))
@@ -137,7 +139,7 @@ def converted_shapes(weight: Any, mode: Int4Mode, dtype: np.dtype) -> Any:
 
 
 def _conversion(mode: Int4Mode, dtype: np.dtype) -> Callable[[Int4Weight], Any]:
-    """Returns what converts a stack, one layer at a time."""
+    """Returns the conversion of a stack, one layer at a time."""
     convert = _to_fp8 if mode == "fp8" else functools.partial(_to_plain, dtype=dtype)
     return lambda stack: lax.map(convert, stack)
 
@@ -155,16 +157,16 @@ def _to_plain(weight: Int4Weight, dtype: np.dtype) -> jax.Array:
 
 
 def plain_products(plan: LoadPlan, cfg: ModelConfig) -> Iterator[str]:
-    """Yields the paths of the leaves of `plan` that a server may keep in FP8 and that are not."""
+    """Yields the paths of the quantizable leaves of `plan` that are not FP8."""
     for path, spec in leaves(cfg).items():
         if spec.quantizable and len(plan.leaves[path]) == 1:
             yield path
 
 
-def quantized(stack: jax.Array, *, ue8m0: bool = False, sharding: Sharding | Fp8Weight | None = None) -> Fp8Weight:
-    """Rounds a stack `[L, ..., N, K]` to e4m3 with a float32 scale per 128 x 128 values, layer after layer.
+def quantize_stack(stack: jax.Array, *, ue8m0: bool = False, sharding: Sharding | Fp8Weight | None = None) -> Fp8Weight:
+    """Quantizes a stack `[L, ..., N, K]` to e4m3 with a float32 scale per 128 x 128 values, layer after layer.
 
-    Beside the stack its result must fit on its devices: half the bytes of bfloat16, twice that for a moment on a CPU.
+    Device memory must hold the stack and its result: half the bytes of bfloat16, for a moment twice that on a CPU.
     `ue8m0` rounds scales up to powers of two. `sharding` is that of the result; None leaves it to jax.
     """
     made = jax.block_until_ready(jax.jit(rounding(ue8m0), out_shardings=sharding)(stack))
@@ -172,39 +174,39 @@ def quantized(stack: jax.Array, *, ue8m0: bool = False, sharding: Sharding | Fp8
 
 
 def _in_huge_pages(made: jax.Array) -> jax.Array:
-    """Returns the same array, where CPUs hold it in memory like that of weights from files (`aligned_empty`).
+    """Copies an array on CPUs into memory with huge pages (`aligned_empty`).
 
-    jax's own memory has pages of 4 KiB, with which a decode step of one row waits longer for its weights.
+    jax allocates 4 KiB pages, with which a decode step of one row waits longer for its weights.
     """
     if any(shard.device.platform != "cpu" for shard in made.addressable_shards):
         return made
 
-    def moved(part: jax.Array, device: jax.Device | None) -> jax.Array:
+    def copied(part: jax.Array, device: jax.Device | None) -> jax.Array:
         host = aligned_empty(part.shape, part.dtype)
         host[...] = part
         return jax.device_put(host, device)
 
     if not made.committed:
-        return moved(made, None)
-    parts = [moved(shard.data, shard.device) for shard in made.addressable_shards]
+        return copied(made, None)
+    parts = [copied(shard.data, shard.device) for shard in made.addressable_shards]
     return jax.make_array_from_single_device_arrays(made.shape, made.sharding, parts, dtype=made.dtype)
 
 
-def quantized_shapes(
+def quantize_stack_shapes(
     stack: jax.ShapeDtypeStruct, *, ue8m0: bool = False, sharding: Sharding | Fp8Weight | None = None
 ) -> Fp8Weight:
-    """Returns the shapes, dtypes and shardings of what `quantized` makes of such a stack."""
+    """Returns shapes, dtypes and shardings of the result of `quantize_stack`."""
     shapes = jax.eval_shape(rounding(ue8m0), stack)
-    apart = sharding if isinstance(sharding, Fp8Weight) else Fp8Weight(sharding, sharding)
+    shardings = sharding if isinstance(sharding, Fp8Weight) else Fp8Weight(sharding, sharding)
     return jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
         shapes,
-        apart,
+        shardings,
         is_leaf=lambda x: x is None,
     )
 
 
 def rounding(ue8m0: bool) -> Callable[[jax.Array], Fp8Weight]:
-    """Returns what rounds a stack, one layer at a time; it can be traced."""
+    """Returns a traceable function that quantizes a stack, one layer at a time."""
     round_layer = functools.partial(quantize_128x128, ue8m0=ue8m0)
     return lambda layers: Fp8Weight(*lax.map(round_layer, layers))

@@ -1,7 +1,7 @@
-"""The safetensors container: where each tensor's bytes lie in a file, and how such a file begins.
+"""Reads and writes safetensors headers: dtype, shape and file offset of each tensor.
 
-Only headers are read here; `dsv3.checkpoint.fill` reads the data straight into the stack it belongs to. The
-`safetensors` package cannot do that: it returns new arrays, or memory maps whose pages count as resident memory.
+`dsv3.checkpoint.reader` reads the data directly into the stacks. The `safetensors` package cannot: it returns new
+arrays, or memory maps whose pages count as resident memory.
 Format: the header's length in eight little-endian bytes, a JSON header, then the data without holes
 (https://huggingface.co/docs/safetensors/index#format).
 """
@@ -22,7 +22,7 @@ import numpy as np
 from dsv3 import files
 from dsv3.files import IS_POINTER, is_pointer, open_regular, parse_json
 
-# Buffers that older exporters stored. They follow from the configuration, so they are never read.
+# Buffers that older exporters stored; computed from the configuration instead.
 HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 
 INDEX = "model.safetensors.index.json"
@@ -78,7 +78,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class Tensor:
     """A tensor in a file: C-contiguous, little-endian, `offset` bytes from the file's start.
 
-    The file holds one value of a `repeated` tensor, which all of `shape` have.
+    Of a `repeated` tensor the file holds one value, which is broadcast to `shape`.
     """
 
     name: str
@@ -95,9 +95,9 @@ class Tensor:
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """Reads the tensors of a safetensors file by name.
+    """Reads the header of a safetensors file: its tensors by name.
 
-    Raises `CheckpointError` if the file is absent, truncated or longer than its header says, and if the header's
+    Raises `CheckpointError` if the file is absent, truncated or longer than its header states, and if the header's
     offsets overlap, leave holes, or do not fit shape and dtype.
     """
     try:
@@ -147,7 +147,7 @@ def _parse(path: Path, text: bytes, data_start: int) -> list[Tensor]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("duplicate key")
     return result
 
 
@@ -194,9 +194,9 @@ def _check_extents(path: Path, tensors: Sequence[Tensor], data_start: int, size:
 
 
 def read_directory(directory: Path) -> dict[str, Tensor]:
-    """Reads the tensors by name, from the index and its shards, or from the single file if there is no index.
+    """Reads the headers of a directory: of the index's shards, or of the single file if there is no index.
 
-    Mistral's names of these files count where there are no others.
+    Mistral's names of these files are used if there are no others.
 
     Raises `CheckpointError` if there is neither, if a shard is absent or damaged, if index and shards disagree, or if
     the index names a file outside the directory.

@@ -1,8 +1,8 @@
-"""An open file of a checkpoint: what memory has is copied from there, everything else is read past the page cache.
+"""An open checkpoint file: cached files are read from the page cache, all others by direct I/O.
 
-A direct read takes the disk's bytes to their place without the kernel's copy, and leaves other files in the cache. It
-needs offsets, lengths and addresses in multiples of 4,096 bytes. Where the destination has them the bytes go straight
-there, elsewhere through a buffer: one for each reading thread, as large as the largest read, for the whole load.
+A direct read avoids the kernel's copy, and evicts no other files from the cache. It needs offsets, lengths and
+addresses in multiples of 4,096 bytes. If the destination is not aligned, the bytes pass through a buffer: one per
+reading thread, as large as its largest read, kept for the whole load.
 """
 
 import errno
@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 
 ALIGNMENT = 4096
-"""Bytes; of disks' blocks, 512 to 4,096."""
+"""Bytes: the largest common block size of disks."""
 _PROBES = 8
-_NOT_HERE = (errno.EINVAL, errno.EOPNOTSUPP)  # from file systems without direct reads, of which some open such files
+_UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)  # from file systems that open files for direct reads, but fail them
 
 
 class Buffers:
-    """The buffers of direct reads: one per thread that asks, of `nbytes` and more where that is not enough."""
+    """Aligned scratch buffers, one per thread, of at least `nbytes`."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes + 2 * ALIGNMENT
@@ -56,12 +56,12 @@ class Source:
                 os.close(descriptor)
 
     def read(self, start: int, out: np.ndarray) -> int:
-        """Fills `out`, uint8 [n], from byte `start` on; returns how many bytes there were. Raises OSError."""
+        """Fills `out`, uint8 [n], from byte `start` on; returns the number of bytes read. Raises OSError."""
         if self._direct is not None:
             try:
                 return self._read_direct(self._direct, start, out)
             except OSError as error:
-                if error.errno not in _NOT_HERE:
+                if error.errno not in _UNSUPPORTED:
                     raise
         return _read_all(self._file, start, out)
 
@@ -74,7 +74,7 @@ class Source:
         buffer = self._buffers.own(-(-(start + out.size - first) // ALIGNMENT) * ALIGNMENT)
         wanted = slice(start - first, max(start, end) - first)
         if _read_all(descriptor, first, buffer, least=wanted.stop) < wanted.stop:
-            return _read_all(self._file, start, out)  # it has become shorter: let the other way say so
+            return _read_all(self._file, start, out)  # the file was truncated: the buffered read reports it
         out[: wanted.stop - wanted.start] = buffer[wanted]
         return wanted.stop - wanted.start
 
@@ -90,7 +90,7 @@ def _read_all(descriptor: int, start: int, out: np.ndarray, least: int | None = 
 
 
 def _open_direct(path: Path) -> int | None:
-    """Opens a file for direct reads; None where its file system, or the whole system, has none."""
+    """Opens a file for direct reads; None if file system or platform does not support them."""
     if not hasattr(os, "O_DIRECT"):  # macOS
         return None
     try:
@@ -100,21 +100,21 @@ def _open_direct(path: Path) -> int | None:
 
 
 def is_cached(descriptor: int, size: int) -> bool:
-    """Returns whether memory holds a file: the page cache, by what it says of a few bytes here and there, or tmpfs.
+    """Returns whether a file is in memory: in the page cache, by probes of a few bytes, or on tmpfs.
 
-    Only Linux can say so; elsewhere no file counts as cached.
+    Returns False on platforms other than Linux.
     """
     if not hasattr(os, "RWF_NOWAIT"):
         return False
-    places = range(0, max(size, 1), max(1, size // _PROBES))
+    offsets = range(0, max(size, 1), max(1, size // _PROBES))
     try:
-        return all(os.preadv(descriptor, [bytearray(1)], place, os.RWF_NOWAIT) for place in places if place < size)
-    except OSError as error:  # EAGAIN: it would have to be read; EOPNOTSUPP: the file system cannot say
+        return all(os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) for offset in offsets if offset < size)
+    except OSError as error:  # EAGAIN: not cached; EOPNOTSUPP: unknown
         return error.errno == errno.EOPNOTSUPP and _is_in_memory(os.fstat(descriptor).st_dev)
 
 
 def _is_in_memory(device: int) -> bool:
-    """Returns whether a device is a tmpfs, which also takes direct reads but has nothing to read past."""
+    """Returns whether a device is a tmpfs, which accepts direct reads but does not profit from them."""
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
         mounts = Path("/proc/self/mountinfo").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Writes parameters as a Hugging Face checkpoint, file by file; the pieces of `layout` say which rows go where."""
+"""Writes parameters as a Hugging Face checkpoint, file by file, by the tensor slices of `layout`."""
 
 import dataclasses
 import functools
@@ -16,10 +16,10 @@ import ml_dtypes
 import numpy as np
 
 from dsv3.checkpoint import layout, quantize
-from dsv3.checkpoint.fill import Files, aligned_empty
-from dsv3.checkpoint.layout import Piece, extents, full_box
+from dsv3.checkpoint.layout import TensorSlice, extents, full_box
 from dsv3.checkpoint.load import Advance, check_duplicates, plan_directory, reporter
 from dsv3.checkpoint.load_plan import Fp8Mode, LoadPlan
+from dsv3.checkpoint.reader import CheckpointReader, aligned_empty
 from dsv3.checkpoint.safetensors_file import INDEX, SINGLE, CheckpointError, header_bytes
 from dsv3.config.hugging_face import to_hf
 from dsv3.config.model import ModelConfig
@@ -43,12 +43,12 @@ class Stacks(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class OutTensor:
-    """A tensor to write. Each of `parts` is a leaf's path, an array of that leaf (0 or 1), and the piece to copy."""
+    """A tensor to write. Each of `parts` is a leaf's path, an array of that leaf (0 or 1), and the slice to copy."""
 
     name: str
     dtype: np.dtype
     shape: tuple[int, ...]
-    parts: tuple[tuple[str, int, Piece], ...]
+    parts: tuple[tuple[str, int, TensorSlice], ...]
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +66,7 @@ def save_hf(
     companions: Sequence[Path] = (),
     progress: bool = False,
 ) -> None:
-    """Writes config.json and safetensors files that `load_params` reads back to the bit; the directory appears whole.
+    """Writes config.json and safetensors files that `load_params` reads back bit for bit, atomically.
 
     Tensors keep the dtype of their leaf, FP8 data and scales included. The router's weights take the embedding's dtype
     if that holds them exactly, else float32. kv_b_proj of an FP8 model was dequantized on loading and stays so;
@@ -89,12 +89,12 @@ def save_hf(
 
 
 class TreeStacks:
-    """Stacks of a parameter tree; rows come to the host when they are asked for (`Stacks`)."""
+    """Stacks of a parameter tree; `rows` copies to the host."""
 
     def __init__(self, cfg: ModelConfig, params: Params) -> None:
         flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, Fp8Weight | Int4Weight))
         self._leaves = {layout.leaf_path(keys): leaf for keys, leaf in flat}
-        refuse_int4(path for path, leaf in self._leaves.items() if isinstance(leaf, Int4Weight))
+        reject_int4(path for path, leaf in self._leaves.items() if isinstance(leaf, Int4Weight))
         expected = {path: spec.shape for path, spec in layout.leaves(cfg).items()}
         found = {path: self._arrays(path)[0].shape for path in self._leaves}
         wrong = sorted(path for path in expected | found if expected.get(path) != found.get(path))
@@ -117,11 +117,11 @@ class TreeStacks:
         return (leaf.data, leaf.scale) if isinstance(leaf, Fp8Weight) else (leaf,)
 
 
-def refuse_int4(paths: Iterable[str]) -> None:
-    """Raises `CheckpointError` if there is a path: of parameters that are INT4."""
+def reject_int4(paths: Iterable[str]) -> None:
+    """Raises `CheckpointError` if there are INT4 parameters, whose paths are `paths`."""
     if path := next(iter(paths), None):
         raise CheckpointError(
-            f"{path} is INT4, which is not written in the Hugging Face form; keep the original, or load with "
+            f"{path} is INT4, which cannot be written as a Hugging Face checkpoint; keep the original, or load with "
             "int4='dequantize'"
         )
 
@@ -136,7 +136,7 @@ def write_hf(
     companions: Sequence[Path],
     progress: bool,
 ) -> None:
-    """Does the work of `save_hf` for any kind of stacks."""
+    """Implements `save_hf` for any `Stacks`."""
     if scale_dtype not in (F32, E8M0):
         raise ValueError(f"scale_dtype {scale_dtype} is neither float32 nor float8_e8m0fnu")
     tensors = list(out_tensors(cfg, stacks, scale_dtype))
@@ -158,26 +158,23 @@ def write_hf(
 
 
 def out_tensors(cfg: ModelConfig, stacks: Stacks, scale_dtype: np.dtype) -> Iterator[OutTensor]:
-    """Returns the tensors of the checkpoint.
-
-    Those of one leaf follow each other layer by layer, so few rows are held at once.
-    """
+    """Yields the tensors of the checkpoint, leaf by leaf and layer by layer, so that few rows are on the host."""
     copies: dict[str, list[str]] = {}
     for duplicate in layout.duplicates(cfg):
         if duplicate.required:
             copies.setdefault(duplicate.of, []).append(duplicate.name)
-    by_name: dict[str, list[tuple[str, Piece]]] = {}
-    for path, pieces in layout.pieces(cfg).items():
-        for piece in pieces:
-            by_name.setdefault(piece.name, []).append((path, piece))
+    by_name: dict[str, list[tuple[str, TensorSlice]]] = {}
+    for path, slices in layout.slices(cfg).items():
+        for tensor_slice in slices:
+            by_name.setdefault(tensor_slice.name, []).append((path, tensor_slice))
     dtypes = {path: _written_dtype(path, stacks) for path in layout.leaves(cfg)}
     for name, parts in by_name.items():
-        path, piece = parts[0]
+        path, tensor_slice = parts[0]
         data = tuple((p, 0, q) for p, q in parts)
         for title in (name, *copies.get(name, ())):
-            yield OutTensor(title, dtypes[path], piece.shape, data)
+            yield OutTensor(title, dtypes[path], tensor_slice.shape, data)
         if len(stacks.dtypes(path)) == 2:
-            scale = layout.scale_piece(piece)
+            scale = layout.scale_slice(tensor_slice)
             yield OutTensor(scale.name, scale_dtype, scale.shape, ((path, 1, scale),))
 
 
@@ -220,7 +217,7 @@ def _shard_name(index: int, count: int) -> str:
 
 
 def _write_shard(file: BinaryIO, tensors: Sequence[OutTensor], stacks: Stacks, advance: Advance) -> None:
-    # Two entries: data and scales of a leaf, or the two halves of kv_b_proj, take turns.
+    # Two entries: data and scales of a leaf, or the two halves of kv_b_proj, alternate.
     fetch = functools.lru_cache(maxsize=2)(lambda path, part, start, stop: stacks.rows(path, part, slice(start, stop)))
     file.write(header_bytes([(t.name, t.dtype, t.shape) for t in tensors], {"format": "pt"}))
     for tensor in tensors:
@@ -230,15 +227,15 @@ def _write_shard(file: BinaryIO, tensors: Sequence[OutTensor], stacks: Stacks, a
 
 def _value(tensor: OutTensor, fetch: Any) -> np.ndarray:
     out: np.ndarray | None = None
-    for path, part, piece in tensor.parts:
-        rows = fetch(path, part, piece.put[0].start, piece.put[0].stop)
-        box = rows[(slice(None), *piece.put[1:])]
+    for path, part, tensor_slice in tensor.parts:
+        rows = fetch(path, part, tensor_slice.target[0].start, tensor_slice.target[0].stop)
+        box = rows[(slice(None), *tensor_slice.target[1:])]
         if box.dtype != tensor.dtype:
             box = _exactly(box, tensor)
-        if piece.take == full_box(piece.view):
+        if tensor_slice.source == full_box(tensor_slice.view):
             return np.ascontiguousarray(box).reshape(tensor.shape)
         out = np.empty(tensor.shape, tensor.dtype) if out is None else out
-        out.reshape(piece.view)[piece.take] = box
+        out.reshape(tensor_slice.view)[tensor_slice.source] = box
     assert out is not None
     return out
 
@@ -252,9 +249,9 @@ def _exactly(values: np.ndarray, tensor: OutTensor) -> np.ndarray:
 
 @contextmanager
 def atomic_directory(target: Path) -> Iterator[Path]:
-    """Yields a directory to write into. It becomes `target` when the block ends, and vanishes if the block raises.
+    """Yields a directory to write into, which is renamed to `target` at the end, and removed if the block raises.
 
-    All of it is on the disk before it is renamed. Raises `FileExistsError` at once unless `target` is absent or an
+    It is synced to disk before it is renamed. Raises `FileExistsError` at once unless `target` is absent or an
     empty directory, which a rename may replace.
     """
     partial = target.absolute().parent / f".{target.absolute().name}.partial"
@@ -299,24 +296,24 @@ def convert_checkpoint(
     progress: bool = False,
     threads: int = 8,
 ) -> None:
-    """Writes a checkpoint directory anew, as `writer.save_hf` does; `dtype` None keeps the embedding's.
+    """Rewrites a checkpoint directory in another dtype, as `save_hf`; `dtype` None keeps the embedding's.
 
-    `target` appears whole; after a kill the next run starts afresh.
+    `target` appears atomically; after a kill the next run starts over.
 
     Raises `CheckpointError` if the source is not what `cfg` describes, `FileExistsError` if `target` holds anything,
     ValueError for an `fp8` that files do not have.
     """
     if fp8 == "quantize":
-        raise ValueError("fp8 'quantize' is for serving, which rounds on its devices; files can keep or dequantize")
+        raise ValueError("fp8 'quantize' is not possible for files: it rounds on devices; use 'keep' or 'dequantize'")
     plan = plan_directory(source, cfg, dtype, fp8)
-    refuse_int4(path for path, leaf in plan.leaves.items() if leaf[0].dtype == quantize.WORD)
-    with Files(threads) as files:
-        files.open(plan.files)
-        check_duplicates(files, plan, _ignore)
+    reject_int4(path for path, leaf in plan.leaves.items() if leaf[0].dtype == quantize.WORD)
+    with CheckpointReader(threads) as reader:
+        reader.open(plan.files)
+        check_duplicates(reader, plan, _ignore)
         write_hf(
             target,
             cfg,
-            PlannedStacks(plan, files),
+            PlannedStacks(plan, reader),
             shard_bytes=shard_bytes,
             scale_dtype=F32,
             companions=[source / name for name in COMPANIONS if (source / name).is_file()],
@@ -326,10 +323,10 @@ def convert_checkpoint(
 
 @dataclasses.dataclass(frozen=True)
 class PlannedStacks:
-    """Stacks of a checkpoint directory, read when they are asked for (`writer.Stacks`)."""
+    """Stacks of a checkpoint directory; `rows` reads files."""
 
     plan: LoadPlan
-    files: Files
+    reader: CheckpointReader
 
     def dtypes(self, path: str) -> tuple[np.dtype, ...]:
         """Returns the dtypes of a leaf's arrays."""
@@ -340,7 +337,7 @@ class PlannedStacks:
         array = self.plan.leaves[path][part]
         box = (slice(*rows.indices(array.shape[0])[:2]), *full_box(array.shape[1:]))
         out = aligned_empty(extents(box), array.dtype)
-        self.files.fill(array, [(box, out)], _ignore)
+        self.reader.read(array, [(box, out)], _ignore)
         return out
 
 

@@ -1,1 +1,1 @@
-"""What is configured: models of the family and their Hugging Face files, options, the limits of an engine. No jax."""
+"""Configuration: models of the family and their Hugging Face files, options, the limits of an engine. No jax."""

@@ -1,4 +1,4 @@
-"""What an option is: a dataclass field with a help text and bounds, and what is derived from it; imports no jax."""
+"""Declaration of options: a dataclass field with help text and bounds, and what derives from it. Imports no jax."""
 
 import dataclasses
 import difflib
@@ -31,15 +31,15 @@ GROUPS: dict[str, str] = {
     "fleet": "routers, and instances that pass pages to each other",
     "hosts": "one instance over several hosts",
 }
-"""The parts of `--help` in their order, each with what it is about; the first one comes without being asked for."""
+"""The groups of `--help` in their order, with their topics; the first one is shown by default."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What a declaration says besides name, type and default.
+    """Metadata of an option besides name, type and default.
 
     Values are at least `low`, above `above` and at most `high`. `agree`: all processes of an instance must have the
-    same value. `programs`: compiled programs may depend on the value. `group`: the part of `--help`, of `GROUPS`.
+    same value. `programs`: compiled programs may depend on the value. `group`: the group of `--help`, of `GROUPS`.
     """
 
     help: str
@@ -84,7 +84,7 @@ class Option:
     terms: Terms
 
     def problem(self, value: object) -> str | None:
-        """Says what is wrong with a value; None if nothing is."""
+        """Returns the error of a value; None if it is valid."""
         if value is None and self.optional:
             return None
         wanted, name = _KINDS[self.kind]
@@ -98,7 +98,7 @@ class Option:
 def option(default: Any = dataclasses.MISSING, help: str = "", **terms: Any) -> Any:
     """Declares an option: a dataclass field with the `Terms` in its metadata. Without default it is required.
 
-    `help` begins with a verb and calls other options by their flag, "--dtype".
+    `help` begins with a verb and names other options by their flag, "--dtype".
     """
     return dataclasses.field(default=default, metadata={"terms": Terms(help, **terms)})
 
@@ -110,7 +110,7 @@ def options_of(cls: type) -> tuple[Option, ...]:
 
 
 def check(options: Any) -> None:
-    """Checks type, choices and bounds of each option; raises ValueError with the name, the value and what may be."""
+    """Checks type, choices and bounds of each option; raises ValueError with name, value and allowed values."""
     for each in options_of(type(options)):
         value = getattr(options, each.name)
         if problem := each.problem(value):
@@ -118,7 +118,7 @@ def check(options: Any) -> None:
 
 
 def refuse_unknown(cls: type, names: Iterable[str], others: Iterable[str] = ()) -> None:
-    """Raises TypeError for a name that is neither an option of `cls` nor among `others`; names the nearest one."""
+    """Raises TypeError for a name that is neither an option of `cls` nor among `others`; suggests the nearest one."""
     known = [*(each.name for each in options_of(cls)), *others]
     for name in names:
         if name not in known:

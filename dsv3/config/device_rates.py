@@ -1,6 +1,6 @@
-"""What GPUs do per second: peaks of data sheets, and the shares of them that published kernels reach. Imports no jax.
+"""Rates of GPUs: peaks of data sheets, and the fractions of them that published kernels reach. Imports no jax.
 
-The planner, the scheduler's cost of a request, and the choice between the forms of attention read these and no others.
+Used by the planner, the scheduler's cost of a request, and the selection of the form of attention.
 """
 
 import re
@@ -13,7 +13,7 @@ class Peaks(NamedTuple):
     hbm: float
     bf16: float
     fp8: float
-    """That of float16 where tensor cores do not multiply e4m3: kernels widen it."""
+    """Equal to float16 if tensor cores do not multiply e4m3, which kernels then widen."""
 
 
 PEAKS = {
@@ -27,9 +27,9 @@ PEAKS = {
 }
 """NVIDIA's data sheets, SXM where there are several, without sparsity."""
 
-# Shares of a peak, from published measurements on an H800. Those of prefill were reached on 108 of its 132
-# multiprocessors (`PREFILL_TAKEN`), the others on all.
-PREFILL_TAKEN = 108 / 132
+# Fractions of a peak, from published measurements on an H800. Those of prefill were reached on 108 of its 132
+# multiprocessors (`PREFILL_MULTIPROCESSORS`), the others on all.
+PREFILL_MULTIPROCESSORS = 108 / 132
 DENSE_BANDWIDTH = 2.4 / 3.35
 DENSE_FLOPS = 900 / 1979
 GROUPED_BANDWIDTH = 2.6 / 3.35
@@ -38,14 +38,14 @@ PREFILL_FLOPS = 993 / 1979
 DECODE_CORE_FLOPS = 580 / 989
 PREFILL_CORE_FLOPS = 535 / 989
 PREFILL_OVERHEAD = 1.25
-"""What products of prefill take with norms, quantisation, rotation and routing."""
+"""Time of prefill relative to its products: norms, quantization, rotation and routing."""
 MASKING = 2938 / 2828
-"""Cycles of a pass of the prefill kernel with bits and without (benchmarks/gpu/README.md)."""
+"""Ratio of cycles of the prefill kernel's loop with a bitmask and without (benchmarks/gpu/README.md)."""
 LAUNCH_S = 3e-6
 """Seconds between two kernels."""
 
 
 def peaks_of(device_kind: str) -> Peaks:
-    """Returns the peaks of a GPU by jax's name of it, such as "NVIDIA H100 80GB HBM3"; an H200's for an unknown one."""
+    """Returns the peaks of a GPU by its name in jax, such as "NVIDIA H100 80GB HBM3"; an H200's for an unknown one."""
     words = re.split(r"[\s-]+", device_kind)
     return next((peaks for name, peaks in PEAKS.items() if name in words), PEAKS["H200"])

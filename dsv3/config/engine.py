@@ -1,4 +1,4 @@
-"""What an engine is given besides a model: limits and memory, under the names vLLM's users know."""
+"""The limits and memory of an engine, under vLLM's names."""
 
 import dataclasses
 import functools
@@ -12,9 +12,9 @@ from dsv3.config.options import RunOptions
 
 _MIN_PREFILL_TOKENS = 64
 _LONG_PREFILL_TOKENS = 1024
-"""Steps of so many tokens are long enough for their padding to be worth more programs (`benchmarks.buckets`)."""
+"""From so many tokens on, saved padding justifies more programs (`benchmarks.buckets`)."""
 _MAX_PREFILL_ROWS = 16
-_FINE = 64  # rows of a decode batch above which sizes lie closer together: padding costs time there
+_FINE = 64  # above so many rows of a decode batch sizes are denser, because padding costs time
 
 
 class ForwardProgram(NamedTuple):
@@ -31,14 +31,14 @@ class ForwardProgram(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig(RunOptions):
-    """Limits of one engine, with the options that it reads; counts are per data-parallel rank but for the queue's.
+    """Limits of one engine, with the options that it reads; counts are per data-parallel rank, except the queue's.
 
-    The ranks are spread over `num_processes` processes, equally and in order, and just so over `num_nodes` nodes of the
-    mesh, each of which has the devices of one host. `identity` starts the keys of the prefix cache. Raises ValueError
-    for a value out of range.
+    The ranks are spread equally and in order over `num_processes` processes, and over `num_nodes` nodes of the mesh,
+    each with the devices of one host. `identity` is the prefix of the keys of the prefix cache. Raises ValueError for a
+    value out of range.
     """
 
-    # Room differs between processes: the leader takes the least and tells it.
+    # Free memory differs between processes: the leader broadcasts the minimum.
     max_model_len: int = option(help="Limit prompt and answer together to this many tokens.", low=1, agree=False)
     num_pages: int = option(help="Hold this many pages, enough for a request of max_model_len.", low=1, agree=False)
     max_num_seqs: int = option(64, "Run at most this many sequences at once.", low=1)
@@ -51,7 +51,7 @@ class EngineConfig(RunOptions):
     )
     page_size: int = option(PAGE_SIZE, "Cover this many tokens with a page; the model says how many.", low=1)
     cache_dtype: str = option("float32", "Store latents in this type, a name of `dsv3.kv_cache.layout`.")
-    identity: str = option("", "Say what pages depend on beside tokens (`dsv3.config.identity`).", programs=False)
+    identity: str = option("", "Identify what pages depend on besides tokens (`dsv3.config.identity`).", programs=False)
     transfer_addresses: tuple[str, ...] = option(
         (), "Give each process of an instance of several its own transfer_address.", agree=False, programs=False
     )
@@ -81,12 +81,12 @@ class EngineConfig(RunOptions):
         return range(process_id * each, (process_id + 1) * each)
 
     def transfer_address_of(self, process_id: int) -> str | None:
-        """Returns where a process of the instance lets others fetch pages; None where it does not."""
+        """Returns the address at which a process of the instance serves pages to others, if any."""
         return self.transfer_addresses[process_id] if self.transfer_addresses else self.transfer_address
 
     @property
     def pages_per_seq(self) -> int:
-        """Width of a page table: a step may write drafts behind a request's last token."""
+        """Width of a page table, including drafts after a request's last token."""
         return self.pages_for(self.max_model_len + self.tokens_ahead)
 
     def pages_for(self, tokens: int) -> int:
@@ -95,7 +95,7 @@ class EngineConfig(RunOptions):
 
     @property
     def tokens_ahead(self) -> int:
-        """Tokens behind a request's last one whose places a step may write."""
+        """Positions after a request's last token that a step may write."""
         return tokens_ahead(self.tokens_per_row)
 
     def width(self, size: int) -> int:
@@ -124,7 +124,7 @@ class EngineConfig(RunOptions):
         return (*prefill, *decode, *after, *chain)
 
     def program_number(self, kind: str, size: int) -> int:
-        """Returns the place of a program in `forward_programs`, under which it counts."""
+        """Returns the index of a program in `forward_programs`, which is the index of its counts."""
         return next(i for i, each in enumerate(self.forward_programs) if (each.kind, each.size) == (kind, size))
 
     def prefill_rows(self, tokens: int) -> int:
@@ -146,9 +146,9 @@ def pages_for(tokens: int, page_size: int) -> int:
 
 
 def tokens_ahead(tokens_per_row: int) -> int:
-    """Returns how many places behind a request's last token a step may write.
+    """Returns the positions after a request's last token that a step may write.
 
-    Verifying k drafts writes k places. Proposing the next k, each from the one before, writes k - 1 more.
+    Verifying k drafts writes k positions. Proposing the next k, each from the previous one, writes k - 1 more.
     """
     drafts = tokens_per_row - 1
     return max(drafts, 2 * drafts - 1)
@@ -160,10 +160,10 @@ def bucket(sizes: tuple[int, ...], needed: int) -> int:
 
 
 def _decode_sizes(stop: int) -> tuple[int, ...]:
-    """Returns powers of four up to 64, and from there on sizes that grow by a half or a third.
+    """Returns powers of four up to 64, then sizes that grow by a half or a third.
 
     DeepSeek's unit of 144 GPUs takes 82.6 ms for 88 requests of each in a batch of 128, and 69.3 ms in one of 96
-    (estimates of `launch.plan`). One that is nearly `stop` is left out.
+    (estimates of `launch.plan`). A size close to `stop` is omitted.
     """
     sizes, size = list(_sizes(1, min(stop, _FINE))), _FINE
     while size < stop:
@@ -174,7 +174,7 @@ def _decode_sizes(stop: int) -> tuple[int, ...]:
 
 
 def _sizes(start: int, stop: int, *, doubling_from: float = math.inf) -> tuple[int, ...]:
-    """Returns sizes four times as large as the one before, from `doubling_from` on twice, and last `stop`."""
+    """Returns sizes that grow by 4, from `doubling_from` on by 2, and finally `stop`."""
     sizes = []
     while start < stop:
         sizes.append(start)

@@ -1,4 +1,4 @@
-"""Names what a page's content depends on beside its tokens and its salt; imports no jax."""
+"""The identity of a cache: what pages depend on besides tokens and salt. Imports no jax."""
 
 import dataclasses
 import hashlib
@@ -6,15 +6,15 @@ import json
 from typing import Any
 
 LAYOUT_VERSION = 2
-"""Counts changes of what the bytes of a page mean."""
+"""Version of the page format."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheIdentity:
-    """All that two engines must have in common to read each other's pages.
+    """Everything that two engines must have in common to read each other's pages.
 
-    `weights` and `tokenizer` are digests of their files, `model` the configuration as it is served (layers, rotation,
-    MTP module), `cache_dtype` how latents are stored, `compute_dtype`, `fp8` and `int4` how they are computed. The
+    `weights` and `tokenizer` are digests of their files, `model` that of the served configuration (layers, rotation,
+    MTP module). `cache_dtype` is the storage of latents; `compute_dtype`, `fp8` and `int4` determine their values. The
     cache's groups, and so the bytes of a page, follow from `model`, `cache_dtype` and `page_size`.
     """
 

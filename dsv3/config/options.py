@@ -1,11 +1,11 @@
-"""Every option of an engine and of the processes of an instance, each declared once; imports neither jax nor absl.
+"""All options of an engine and of the processes of an instance, each declared once; imports neither jax nor absl.
 
 Those of a server are in `dsv3.config.server_options`.
 
-All else is derived from the fields below: command-line flags and their help (`launch.cli`), `LLM`'s parameters
-(`dsv3.llm`), the message that starts an engine (`dsv3.server.engine.messages`), what the processes of an instance must
-agree on and the key of stored executables (`dsv3.engine.fingerprint`), and
-what a running engine knows of them (`RunOptions`). A new option is one field here.
+From the fields below derive: command-line flags and their help (`launch.cli`), `LLM`'s parameters (`dsv3.llm`), the
+message that starts an engine (`dsv3.server.engine.messages`), the options on which the processes of an instance must
+agree and the key of stored executables (`dsv3.engine.fingerprint`), and the options of a running engine (`RunOptions`).
+A new option is one field here.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ Transport = Literal["auto", "ring", "all_to_all", "hierarchical", "ragged"]
 Combine = Literal["auto", "int8"]
 
 LEADER = 0
-"""Process id of the one that owns the scheduler."""
+"""Id of the process with the scheduler."""
 
 _OF_SPREAD_EXPERTS: dict[str, Any] = {
     "num_redundant_experts": 0,
@@ -36,15 +36,15 @@ _OF_SPREAD_EXPERTS: dict[str, Any] = {
     "reserved_multiprocessors": None,
     "enable_eplb": False,
 }
-"""Options that mean nothing where each device has all experts, and their values then."""
+"""Options without effect if each device has all experts, and their values then."""
 _STAGING_GIB = 1.0
-"""Host memory of a store alone: what may wait for the store (512 MiB) and as much again for loads."""
+"""Host memory of a store without host cache: the queue of writes (512 MiB) and as much again for loads."""
 _MAX_PROCESSES = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StartOptions:
-    """Options that only the start of an engine reads: what becomes of them is in its weights and limits."""
+    """Options that only the start of an engine reads; weights and limits derive from them."""
 
     dtype: DType = option(
         "auto",
@@ -59,14 +59,14 @@ class StartOptions:
     )
     fp8: Literal["keep", "dequantize", "quantize"] = option(
         "keep",
-        "Keep FP8 weights in memory as FP8, or turn them into --dtype while they load. quantize keeps them and rounds "
+        "Keep FP8 weights in memory as FP8, or convert them to --dtype on loading. quantize keeps them and quantizes "
         "the products of other weights to FP8 too: half the memory of bfloat16.",
         group="model",
     )
     int4: Literal["keep", "fp8", "dequantize"] = option(
         "keep",
-        "Keep INT4 experts in memory as INT4, or turn them into FP8 (1.78 times the memory, rounded once more) or "
-        "--dtype once they are loaded.",
+        "Keep INT4 experts in memory as INT4, or convert them to FP8 (1.78 times the memory, rounded once more) or "
+        "--dtype after loading.",
         group="model",
     )
     max_model_len: int | None = option(
@@ -83,7 +83,7 @@ class StartOptions:
     )
     gpu_memory_utilization: float = option(
         0.9,
-        "Use at most this share of a device's memory for weights, cache and activations; on a CPU the cache takes "
+        "Use at most this fraction of a device's memory for weights, cache and activations; on a CPU the cache gets "
         "1 GiB instead.",
         above=0,
         high=1,
@@ -91,8 +91,8 @@ class StartOptions:
     )
     data_parallel_size: int | None = option(
         None,
-        "Serve with this many ranks of --tensor_parallel_size devices each; default: 1, over several processes as "
-        "many as their devices make.",
+        "Serve with this many ranks of --tensor_parallel_size devices each; default: 1; with several processes, "
+        "as many as their devices allow.",
         low=1,
     )
     enable_expert_parallel: bool = option(
@@ -107,32 +107,32 @@ class StartOptions:
     )
     expert_transport: Transport = option(
         "auto",
-        "Send tokens to their experts in this way; auto chooses by a cost model, but never ragged, which needs GPUs.",
+        "Send tokens to experts with this transport; auto selects by a cost model, but never ragged, which needs GPUs.",
         group="experts",
     )
     expert_combine: Combine = option(
         "auto",
-        "Send the experts' sums back in this form: auto as they are, in --dtype; int8 with a scale per 128 channels, "
-        "half the bytes and less exact (docs/expert_parallel.md).",
+        "Combine the experts' sums in this format: auto is --dtype; int8 with a scale per 128 channels is half the "
+        "bytes and less exact (docs/expert_parallel.md).",
         group="experts",
     )
     enable_eplb: bool = option(
         False,
-        "Move experts between devices while serving, to even out the devices' load.",
+        "Move experts between devices while serving, to balance the devices' load.",
         programs=False,
         group="experts",
     )
     eplb_interval: int = option(
         3000,
-        "Let at least this many steps pass between two decisions to move experts.",
+        "Decide at most every this many steps whether to move experts.",
         low=1,
         programs=False,
         group="experts",
     )
     check_kernels: bool = option(
         False,
-        "Check each kernel against its reference before the start, in some minutes; one that fails is replaced by "
-        "something slower, which the log, /metrics and /v1/models say.",
+        "Check each kernel against its reference before the start, in some minutes; one that fails is replaced by a "
+        "slower one, as the log, /metrics and /v1/models report.",
         programs=False,
         group="model",
     )
@@ -157,11 +157,11 @@ class StartOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Options that a running engine reads as they were given: `dsv3.config.engine.EngineConfig` has them, too."""
+    """Options that a running engine reads unchanged; `dsv3.config.engine.EngineConfig` has them, too."""
 
     max_num_queued_reqs: int = option(
         1024,
-        "Let at most this many sequences wait; refuse others at once.",
+        "Queue at most this many sequences; reject others at once.",
         low=0,
         agree=False,
         programs=False,
@@ -175,7 +175,7 @@ class RunOptions:
     )
     reserved_multiprocessors: int | None = option(
         None,
-        "Leave this many multiprocessors of each GPU to transfers in overlapped steps, and let NCCL have as many "
+        "Reserve this many multiprocessors of each GPU for transfers in overlapped steps, and give NCCL as many "
         "channels; default: 24 if prefill steps overlap, 8 if decode steps alone do. 0: all for kernels, NCCL as it "
         "likes.",
         low=0,
@@ -183,13 +183,13 @@ class RunOptions:
     )
     expert_overlap: bool = option(
         True,
-        "Let GPUs compute beside transfers, several of which may be under way; without it one is, and all else waits: "
-        "slower, and what to try where GPUs hang.",
+        "Overlap computation with transfers, with several in flight; without it one at a time, and no overlap: slower, "
+        "but worth trying if GPUs hang.",
         group="experts",
     )
     eplb_threshold: float = option(
         0.9,
-        "Move experts only where the devices' mean load is below this share of the busiest device's.",
+        "Move experts only if the devices' mean load is below this fraction of the highest.",
         above=0,
         high=1,
         programs=False,
@@ -197,38 +197,38 @@ class RunOptions:
     )
     eplb_state: str | None = option(
         None,
-        "Keep the experts' places and loads in this file of process 0, and start with what it holds; default: they "
-        "outlive an engine, but not the server.",
+        "Keep the placement and load of experts in this file of process 0, and start from it; default: they outlive "
+        "an engine, but not the server.",
         agree=False,
         programs=False,
         group="experts",
     )
     enable_prefix_caching: bool = option(
-        True, "Reuse the cached pages of equal prompt beginnings.", programs=False, group="cache"
+        True, "Reuse the cached pages of common prompt prefixes.", programs=False, group="cache"
     )
     kv_offloading_size: float = option(
         0.0,
-        "Keep pages in this many GiB of the host's memory, too, where a restarted engine finds them again; 0: in none, "
-        "but with --kv_store 1, through which its pages pass. Each process of an instance takes so many.",
+        "Cache pages also in this many GiB of host memory, which outlives an engine; 0: none, but 1 with --kv_store, "
+        "whose pages pass through it. Per process of an instance.",
         low=0,
         group="cache",
     )
     kv_store: str | None = option(
         None,
-        "Keep pages in this directory, too, or under this s3:// or gs:// address; several engines may share it.",
+        "Cache pages also in this directory, or under this s3:// or gs:// address; several engines may share it.",
         programs=False,
         group="cache",
     )
     kv_store_size: float = option(
         100.0,
-        "Let pages take at most this many GiB of the directory --kv_store.",
+        "Use at most this many GiB of the directory --kv_store.",
         above=0,
         programs=False,
         group="cache",
     )
     kv_events_config: dict[str, Any] | None = option(
         None,
-        "Tell routers over ZMQ which pages can be found; a JSON object such as "
+        "Publish events of cached pages over ZMQ for routers; a JSON object such as "
         '\'{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}\' (docs/cache.md).',
         agree=False,
         programs=False,
@@ -236,7 +236,7 @@ class RunOptions:
     )
     step_metrics_config: dict[str, Any] | None = option(
         None,
-        "Tell planners over ZMQ what each step did and how long it took, as Dynamo's ForwardPassMetrics; a JSON object "
+        "Publish metrics of each step over ZMQ for planners, as Dynamo's ForwardPassMetrics; a JSON object "
         'such as \'{"endpoint": "tcp://127.0.0.1:20380"}\' (docs/router.md).',
         agree=False,
         programs=False,
@@ -244,29 +244,29 @@ class RunOptions:
     )
     role: Role = option(
         "both",
-        "Serve whole answers, or be a half of that: prefill computes prompts and one token, for others that fetch the "
-        "pages; decode fetches pages from those (docs/disaggregation.md).",
+        "Serve whole requests, or one phase: prefill computes prompts and one token, and serves the pages to others; "
+        "decode fetches them (docs/disaggregation.md).",
         group="fleet",
     )
     transfer_address: str | None = option(
         None,
-        "Let other instances fetch pages at this HOST:PORT, a name of this host that they know. Needs "
-        "--kv_offloading_size and --transfer_key_file. Each host of an instance has its own; its further "
-        "processes take the ports that follow.",
+        "Serve pages to other instances at this HOST:PORT, a name of this host that they can resolve. Needs "
+        "--kv_offloading_size and --transfer_key_file. Each host of an instance has its own; its other "
+        "processes use the following ports.",
         agree=False,
         programs=False,
         group="fleet",
     )
     transfer_key_file: str | None = option(
         None,
-        "Read the secret that instances share, of at least 32 bytes, from this file; only who knows it gets pages.",
+        "Read the secret that instances share, of at least 32 bytes, from this file; only its holders get pages.",
         programs=False,
         group="fleet",
     )
     transfer_carrier: TransferCarrier = option(
         "sockets",
-        "Carry pages between instances by encrypted sockets, or by NIXL where both sides have it and neither says "
-        "sockets: unencrypted, on a network that no stranger reaches. nixl refuses to start without it.",
+        "Transfer pages between instances over encrypted sockets, or over NIXL if both sides have it and neither sets "
+        "sockets: unencrypted, for private networks. nixl fails to start without it.",
         programs=False,
         group="fleet",
     )
@@ -276,31 +276,29 @@ class RunOptions:
         '\'{"method": "mtp", "num_speculative_tokens": 1}\' (docs/speculative.md).',
         group="scheduling",
     )
-    seed: int = option(
-        0, "Draw random numbers from this seed for requests that bring none.", programs=False, group="model"
-    )
+    seed: int = option(0, "Use this seed for requests without one.", programs=False, group="model")
 
     @functools.cached_property
     def speculative(self) -> SpeculativeConfig | None:
-        """How drafts are made; None where none are."""
+        """Speculative decoding, if any."""
         return None if self.speculative_config is None else SpeculativeConfig.from_json(self.speculative_config)
 
     @functools.cached_property
     def kv_events(self) -> KvEventsConfig | None:
-        """Where KV events go; None where nothing is said of them."""
+        """KV events, if any."""
         return None if self.kv_events_config is None else KvEventsConfig.from_json(self.kv_events_config)
 
     @functools.cached_property
     def step_metrics(self) -> StepMetricsConfig | None:
-        """Where step metrics go; None where nobody wants them."""
+        """Step metrics, if any."""
         return None if self.step_metrics_config is None else StepMetricsConfig.from_json(self.step_metrics_config)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions(RunOptions, StartOptions):
-    """What a user may set of an engine; None is a default that suits the model and the device.
+    """All options of an engine; None is a default that depends on model and device.
 
-    Raises ValueError for values that cannot be.
+    Raises ValueError for invalid values.
     """
 
     def __post_init__(self) -> None:
@@ -369,32 +367,32 @@ class EngineOptions(RunOptions, StartOptions):
 
     @property
     def spreads_experts(self) -> bool:
-        """Whether each device holds a share of the routed experts, not all."""
+        """Whether each device holds a part of the routed experts, not all."""
         return self.enable_expert_parallel or self.tensor_parallel_size > 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """One process's place in an instance of several; where they are not given, Slurm tells all but the key.
+    """One process of an instance of several; all defaults but the key's come from Slurm.
 
     Processes of a node have consecutive numbers: process `node * processes_per_node + i` is the `i`-th of its node.
-    Heartbeats come from a thread, so compiling or loading is not silence. Raises ValueError for values that cannot be.
+    Heartbeats come from a thread, so compiling or loading is not silence. Raises ValueError for invalid values.
     """
 
     coordinator: str = option(
-        help="Meet the other processes at this HOST:PORT of process 0; the next port is used too. Found under Slurm.",
+        help="Meet the other processes at this HOST:PORT of process 0; the next port is used too. Default under Slurm.",
         agree=False,
         programs=False,
         group="hosts",
     )
     num_processes: int = option(
-        help="Serve with this many processes, --processes_per_node on each host. Found under Slurm.",
+        help="Serve with this many processes, --processes_per_node on each host. Default under Slurm.",
         low=1,
         high=_MAX_PROCESSES,
         group="hosts",
     )
     process_id: int = option(
-        help="Be this one of them, from 0, counted host by host; process 0 serves HTTP. Found under Slurm.",
+        help="Be this one of them, from 0, counted host by host; process 0 serves HTTP. Default under Slurm.",
         low=0,
         agree=False,
         programs=False,
@@ -402,7 +400,7 @@ class ClusterOptions:
     )
     processes_per_node: int = option(
         1,
-        "Let this many processes of a host share its GPUs, each with as many; they are one node. Found under Slurm.",
+        "Let this many processes of a host share its GPUs, each with as many; they are one node. Default under Slurm.",
         low=1,
         group="hosts",
     )
@@ -413,27 +411,31 @@ class ClusterOptions:
         group="hosts",
     )
     cluster_start_timeout: float = option(
-        300.0, "Wait this many seconds for all processes to come.", above=0, agree=False, programs=False, group="hosts"
+        300.0,
+        "Wait this many seconds for all processes.",
+        above=0,
+        agree=False,
+        programs=False,
+        group="hosts",
     )
     cluster_silence_timeout: float = option(
         5.0,
-        "Take a process for hanging after this many seconds of silence, after six times as many while they start.",
+        "Treat a process as hung after this many seconds of silence, six times as many during the start.",
         above=0,
         programs=False,
         group="hosts",
     )
     cluster_return_timeout: float | None = option(
         None,
-        "After a failure, go on without processes that have not come back after this many seconds; default: wait "
-        "--cluster_start_timeout for them, and never go on without one.",
+        "After a failure, continue without processes that have not returned after this many seconds; default: wait "
+        "--cluster_start_timeout for them, and never continue without one.",
         above=0,
         programs=False,
         group="hosts",
     )
     cluster_grow_interval: float = option(
         300.0,
-        "Form the gang anew with processes that have come back, once those that have gone on without them have served "
-        "for this many seconds.",
+        "Restart with processes that have returned, after the others have served without them for this many seconds.",
         above=0,
         agree=False,
         programs=False,
@@ -441,8 +443,8 @@ class ClusterOptions:
     )
     cluster_spare: bool = option(
         True,
-        "Keep a spare beside each process, which has imported jax and waits for the next failure: a restart takes half "
-        "the processor time, and the host some 200 MB per process.",
+        "Keep a spare process beside each process, with jax imported, for the next failure: a restart needs half the "
+        "processor time, and the host some 200 MB per process.",
         agree=False,
         programs=False,
         group="hosts",
@@ -466,7 +468,7 @@ class ClusterOptions:
 
     @property
     def local_id(self) -> int:
-        """Number of this process among those of its node, from 0."""
+        """Index of this process on its node, from 0."""
         return self.process_id % self.processes_per_node
 
     def node_of(self, process_id: int) -> range:

@@ -1,4 +1,4 @@
-"""Where KV events and step metrics go: `--kv_events_config` (with vLLM's fields) and `--step_metrics_config`.
+"""Publication of KV events and step metrics: `--kv_events_config` (with vLLM's fields) and `--step_metrics_config`.
 
 {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657", "topic": "kv"}
 {"endpoint": "tcp://127.0.0.1:20380", "worker_id": "7587891"}
@@ -14,10 +14,10 @@ _ENDPOINT = re.compile(r"tcp://\S+:\d{1,5}|(ipc|inproc)://\S+")
 
 @dataclasses.dataclass(frozen=True)
 class KvEventsConfig:
-    """How events are published.
+    """Options of KV events.
 
-    Rank `r` has sockets of its own: the port of `endpoint` and `replay_endpoint` plus `r`. `buffer_steps` batches of
-    each rank are kept for replay, `hwm` wait for each slow subscriber, `max_queue_size` wait to be sent.
+    Rank `r` has its own sockets: the port of `endpoint` and `replay_endpoint` plus `r`. `buffer_steps` batches per rank
+    are kept for replay; `hwm` bounds the queue of a slow subscriber, `max_queue_size` that of unsent batches.
     """
 
     enable_kv_cache_events: bool = False
@@ -31,13 +31,13 @@ class KvEventsConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is published."""
+        """Whether events are published."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
     def address(self, num_ranks: int) -> dict[str, Any]:
-        """Returns what a router needs to know to listen to so many ranks."""
-        told = {name: getattr(self, name) for name in ("endpoint", "replay_endpoint", "topic")}
-        return told | {"num_ranks": num_ranks}
+        """Returns the fields with which a router subscribes to all ranks."""
+        fields = {name: getattr(self, name) for name in ("endpoint", "replay_endpoint", "topic")}
+        return fields | {"num_ranks": num_ranks}
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> "KvEventsConfig":
@@ -72,9 +72,9 @@ def _problem(name: str, value: Any) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class StepMetricsConfig:
-    """Rank `r` has a socket of its own: the port of `endpoint` plus `r`. `worker_id` is Dynamo's name of the instance.
+    """Options of step metrics; rank `r` has its own socket: the port of `endpoint` plus `r`.
 
-    The default port is that of Dynamo's workers.
+    `worker_id` is Dynamo's name of the instance. The default port is that of Dynamo's workers.
     """
 
     endpoint: str = "tcp://127.0.0.1:20380"
@@ -98,7 +98,7 @@ class StepMetricsConfig:
 
 
 def endpoint_of(endpoint: str, rank: int) -> str:
-    """Returns a rank's endpoint: the port plus the rank, or the name with a suffix; as vLLM has it."""
+    """Returns a rank's endpoint: the port plus the rank, or the name with a suffix; as in vLLM."""
     if not rank:
         return endpoint
     if not endpoint.startswith("tcp://"):

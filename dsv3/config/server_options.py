@@ -1,4 +1,4 @@
-"""Every option of a server and of a batch besides those of its engine (`options.py`), each declared once."""
+"""All options of a server and of batch inference besides those of the engine (`options.py`), each declared once."""
 
 import dataclasses
 import re
@@ -15,7 +15,7 @@ _MAX_FRONTS = 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServiceOptions:
-    """What a server and a batch have in common besides the engine. Raises ValueError for values that cannot be."""
+    """Options common to a server and batch inference, besides the engine's. Raises ValueError for invalid values."""
 
     model: str | None = option(None, "Load this Hugging Face model directory; default: the bundled model.")
     served_model_name: tuple[str, ...] = option(
@@ -29,8 +29,8 @@ class ServiceOptions:
     )
     tool_call_parser: ToolCallParser = option(
         "auto",
-        "Read tool calls in this format (docs/tools.md). auto tells it by vocabulary and chat template; with none, "
-        "and where auto finds no format, requests with tools are refused.",
+        "Read tool calls in this format (docs/tools.md). auto detects it by vocabulary and chat template; with none, "
+        "and where auto finds no format, requests with tools are rejected.",
         group="text",
     )
 
@@ -47,25 +47,25 @@ class ServiceOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerOptions(ServiceOptions):
-    """What a server has besides."""
+    """Options of a server."""
 
     host: str = option("127.0.0.1", "Listen on this address; 0.0.0.0 is all interfaces.")
-    port: int = option(8000, "Listen on this port; 0 takes a free one.", low=0, high=65535)
+    port: int = option(8000, "Listen on this port; 0 selects a free one.", low=0, high=65535)
     api_key: str | None = option(
         None,
-        "Ask for this key on every route but /health and the page of /dashboard. Process listings show it: see "
+        "Require this key on every route but /health and the page of /dashboard. Process listings show it: see "
         "--api_key_file.",
         group="http",
     )
     api_key_file: str | None = option(
         None,
-        "Read API keys from this file, which nobody else may open: one per line, each after its name if it has one. "
-        "SIGHUP has it read anew.",
+        "Read API keys from this file, accessible to no other user: one per line, each after its name if it has one. "
+        "SIGHUP rereads it.",
     )
     prefix_cache_isolation: Isolation = option(
         "tenant",
         "Share cached prefixes among the requests of one API key (tenant), of one key and cache_salt, which each "
-        "request then has to bring (salt), or among all that bring the same cache_salt or none (none).",
+        "request must then have (salt), or among all with the same cache_salt or none (none).",
         group="cache",
     )
     api_server_count: int = option(
@@ -77,40 +77,40 @@ class ServerOptions(ServiceOptions):
     )
     max_request_restarts: int = option(
         3,
-        "Start an engine that has died anew, and let a request go on in at most this many engines after its first; 0: "
-        "the server ends with its engine. Over several processes all are started anew together.",
+        "Restart an engine that has died, and continue a request in at most this many engines after its first; 0: "
+        "the server ends with its engine. With several processes all restart together.",
         low=0,
         group="http",
     )
     max_connections: int | None = option(
         None,
-        "Work on the requests of at most this many connections per HTTP process; default: what the limit on open files "
-        "leaves room for, 65536 at most.",
+        "Serve at most this many connections per HTTP process; default: what the limit on open files allows, at most "
+        "65536.",
         low=1,
         group="http",
     )
     ssl_certfile: str | None = option(
         None,
-        "Speak TLS with the certificate chain in this PEM file; SIGHUP has it read anew, with the next two.",
+        "Use TLS with the certificate chain in this PEM file; SIGHUP rereads it and the next two.",
         group="http",
     )
     ssl_keyfile: str | None = option(
         None, "Read the certificate's key from this PEM file; default: --ssl_certfile.", group="http"
     )
     ssl_ca_certs: str | None = option(
-        None, "Take only clients with a certificate that these authorities have signed.", group="http"
+        None, "Accept only clients with a certificate signed by these authorities.", group="http"
     )
     register: tuple[str, ...] = option(
         (),
-        "Tell the routers at these URLs, separated by commas, that this instance is there, until it drains.",
+        "Register with the routers at these URLs, separated by commas, until this instance drains.",
         group="fleet",
     )
     register_as: str | None = option(
-        None, "Have the routers reach this instance at this URL; default: scheme, --host and --port.", group="fleet"
+        None, "Register this URL of the instance; default: scheme, --host and --port.", group="fleet"
     )
     register_key_file: str | None = option(
         None,
-        "Read the key that these routers ask instances for from this file, which nobody else may open.",
+        "Read the key that these routers require of instances from this file, accessible to no other user.",
         group="fleet",
     )
     batch_dir: str | None = option(
@@ -119,25 +119,27 @@ class ServerOptions(ServiceOptions):
         group="http",
     )
     allowed_origins: tuple[str, ...] = option(
-        (), "Let web pages of these origins, separated by commas, use the API; * is all. Default: none.", group="http"
+        (),
+        "Allow pages of these origins, separated by commas, to use the API; * is all. Default: none.",
+        group="http",
     )
     access_log: bool = option(False, "Write a line of JSON per request to standard error.", group="monitoring")
     profile_dir: str | None = option(
         None,
-        "Let POST /start_profile and /stop_profile write traces of steps into this directory, for ui.perfetto.dev; "
-        "default: they are off.",
+        "Enable POST /start_profile and /stop_profile, which write traces of steps to this directory, for "
+        "ui.perfetto.dev; default: disabled.",
         group="monitoring",
     )
     shutdown_grace: float = option(
         0.0,
-        "Take requests for this many more seconds after SIGTERM, while /health and /ready already say 503, so that "
-        "routers hear of it first.",
+        "Accept requests for this many more seconds after SIGTERM, while /health and /ready return 503, so that "
+        "routers notice first.",
         low=0,
         group="http",
     )
     shutdown_timeout: float = option(
         30.0,
-        "Give requests in flight this many seconds to finish after SIGTERM and --shutdown_grace.",
+        "Allow requests in flight this many seconds to finish after SIGTERM and --shutdown_grace.",
         low=0,
         group="http",
     )

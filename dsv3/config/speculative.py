@@ -1,4 +1,4 @@
-"""How drafts are made: `--speculative_config`, in the shape that vLLM's users know; imports no jax.
+"""Options of speculative decoding: `--speculative_config`, in vLLM's format; imports no jax.
 
 {"method": "mtp", "num_speculative_tokens": 2}
 {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
@@ -12,19 +12,19 @@ from typing import Any, Literal, get_args
 
 Method = Literal["mtp", "ngram"]
 MAX_DRAFTS = 3
-"""Attention kernels take a row's last token and this many drafts."""
+"""Attention kernels support a row's last token and this many drafts."""
 
 _MAX_LOOKUP = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class SpeculativeConfig:
-    """What proposes drafts, and how many.
+    """The method that proposes drafts, and their number.
 
-    `drafts_by_size` has (first, last, drafts): how many drafts each request gets in a decode step of `first` to `last`
-    requests per rank; steps of other sizes take none. `lookup_min` and `lookup_max` bound the length of the text that
-    the method "ngram" looks up. `synthetic_rates`, for benchmarks with random weights, are the shares of rows in which
-    a coin shall accept all drafts up to each place, whatever they are; empty where drafts are verified.
+    `drafts_by_size` has (first, last, drafts): the drafts per request in a decode step of `first` to `last` requests
+    per rank; steps of other sizes have none. `lookup_min` and `lookup_max` bound the length of the text that the method
+    "ngram" looks up. `synthetic_rates`, for benchmarks with random weights, are the fractions of rows in which all
+    drafts up to each position are accepted at random; empty if drafts are verified.
     """
 
     method: Method
@@ -35,12 +35,12 @@ class SpeculativeConfig:
 
     @property
     def most_drafts(self) -> int:
-        """Drafts per request of the step that takes most."""
+        """The most drafts per request of a step."""
         return max(drafts for _, _, drafts in self.drafts_by_size)
 
     @property
     def synthetic_chances(self) -> tuple[float, ...]:
-        """`synthetic_rates` as the chance of each draft once those before it are accepted."""
+        """`synthetic_rates` as the probability of each draft, given that the previous ones are accepted."""
         before = (1.0, *self.synthetic_rates)
         return tuple(
             rate / earlier if earlier else 0.0 for earlier, rate in zip(before, self.synthetic_rates, strict=False)
@@ -52,9 +52,9 @@ class SpeculativeConfig:
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> "SpeculativeConfig | None":
-        """Reads the fields that vLLM calls so; None where no step would take a draft.
+        """Reads vLLM's fields; None if no step would have drafts.
 
-        Raises ValueError with the field, its value and what may be.
+        Raises ValueError with the field, its value and the allowed ones.
         """
         _refuse_unknown(given)
         method: Any = given.get("method")
@@ -71,10 +71,10 @@ class SpeculativeConfig:
 
 
 def acceptance_by_place(name: str, rates: Any, drafts: int) -> tuple[float, ...]:
-    """Returns the share of rows in which all drafts up to each of `drafts` places are accepted, as vLLM counts it.
+    """Returns the fraction of rows in which all drafts up to each of `drafts` positions are accepted, as in vLLM.
 
-    `rates` are these shares. One number stands for each draft's own chance once those before it are accepted: 0.8 is
-    0.8, 0.64, 0.512. Raises ValueError with `name` for anything else, and for shares that rise.
+    `rates` are these fractions. A single number is each draft's probability given that the previous ones are accepted:
+    0.8 is 0.8, 0.64, 0.512. Raises ValueError with `name` for anything else, and for increasing fractions.
     """
     values = rates if isinstance(rates, list | tuple) else [rates]
     if not all(isinstance(rate, int | float) and not isinstance(rate, bool) and 0 <= rate <= 1 for rate in values):

@@ -8,7 +8,7 @@ _SETTINGS = {"endpoint": "endpoint", "region": "aws_region"}  # of an S3 address
 
 
 def check_address(address: str) -> None:
-    """Raises ValueError for an address that names no store."""
+    """Raises ValueError for an invalid address."""
     parts = urllib.parse.urlsplit(address)
     if parts.scheme in _OBJECT_SCHEMES:
         if parts.scheme != "memory" and not parts.netloc:
@@ -20,7 +20,7 @@ def check_address(address: str) -> None:
 
 
 def directory_of(address: str) -> Path | None:
-    """Returns the directory that an address names, None for an object store."""
+    """Returns the directory of an address, None for an object store."""
     parts = urllib.parse.urlsplit(address)
     if parts.scheme == "file" and parts.netloc in ("", "localhost"):
         return Path(urllib.parse.unquote(parts.path))
@@ -28,7 +28,7 @@ def directory_of(address: str) -> Path | None:
 
 
 def location_of(address: str, namespace: str) -> str | dict[str, str]:
-    """Returns where `namespace` lies, as tensorstore opens it: an address, or a driver's fields."""
+    """Returns the location of `namespace` for tensorstore: an address, or a driver's fields."""
     parts = urllib.parse.urlsplit(address)
     if not parts.query:
         return f"{address.rstrip('/')}/{namespace}/"
@@ -38,7 +38,7 @@ def location_of(address: str, namespace: str) -> str | dict[str, str]:
 
 
 def _check_settings(address: str, parts: urllib.parse.SplitResult) -> None:
-    """Raises ValueError for a query that is not an S3 server's endpoint and region."""
+    """Raises ValueError unless the query is an S3 server's endpoint and region."""
     settings = _settings(parts)
     unknown = sorted(settings.keys() - (_SETTINGS.keys() if parts.scheme == "s3" else ()))
     if unknown or (parts.query and not settings):

@@ -11,9 +11,9 @@ from dsv3.config.engine import ForwardProgram
 from dsv3.config.model import ModelConfig
 from dsv3.model.schedules import HOOKED, OVERLAPPED, PLAIN, Schedule
 from dsv3.model.schedules.overlapped import worth_overlapping
-from sharding.experts.kind import Kind
 from sharding.experts.traffic import LayerRows, Traffic
 from sharding.experts.transport import Transport, build, choose
+from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine, rank_size
 from sharding.wire.collectives import Overlap, check_ragged, resolve_overlap
 
@@ -33,7 +33,7 @@ class Communication:
     replicas: int
     shards: int
     overlap: Overlap
-    kind: Kind | None
+    kind: TransportKind | None
     fp8_dispatch: bool
     itemsize: int
     int8_sums: bool = False
@@ -51,7 +51,9 @@ class Communication:
         fp8: bool | None = None,
         overlaps: bool = True,
     ) -> "Communication":
-        """Returns the communication of the devices of `mesh`; `transport` as in `Kind.from_name`, `fp8` None: `cfg`'s.
+        """Returns the communication of the devices of `mesh`.
+
+        `transport` is that of `TransportKind.from_name`; `fp8` None: as `cfg` says.
 
         `combine` "int8" packs sums, "auto" leaves them as they are. Unless it `overlaps`, one collective is in flight
         at a time.
@@ -60,11 +62,11 @@ class Communication:
         replicas that the devices do not divide. A bucket too large for a ragged transport is refused when its transport
         is built.
         """
-        platform, kind = mesh.devices.flat[0].platform, Kind.from_name(transport)
-        if kind is Kind.RAGGED:
+        platform, kind = mesh.devices.flat[0].platform, TransportKind.from_name(transport)
+        if kind is TransportKind.RAGGED:
             check_ragged(platform)
         fp8 = cfg.fp8 is not None if fp8 is None else fp8
-        if combine == "int8" and kind in (Kind.RING, Kind.RAGGED):
+        if combine == "int8" and kind in (TransportKind.RING, TransportKind.RAGGED):
             raise ValueError(
                 f"expert_combine: 'int8' needs expert_transport auto, all_to_all or hierarchical, not {transport!r}: "
                 "its sums are added on their way"

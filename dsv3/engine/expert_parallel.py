@@ -29,10 +29,10 @@ from dsv3.model.tensor_parallel import Shards, arrange
 from dsv3.model.vocabulary import SharedEmbedding, Vocabulary
 from pallas_kernels.backend import Backend
 from sharding.experts.eplb import ExpertMap, rebalance_experts
-from sharding.experts.kind import Kind
 from sharding.experts.placement import Placement, placement_of
 from sharding.experts.traffic import LayerRows, Traffic
 from sharding.experts.transport import build
+from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine, partitions, rank_size, shardings
 
 
@@ -48,7 +48,7 @@ def first_expert_map(cfg: ModelConfig, mesh: Mesh, num_redundant_experts: int) -
         raise ValueError("expert parallelism needs a model with routed experts; use data_parallel_size alone")
     machine, replicas = Machine.from_mesh(mesh), cfg.n_routed_experts + num_redundant_experts
     rows = LayerRows.from_widths(1, cfg.num_experts_per_tok, cfg.hidden_size, fp8_dispatch=False)
-    build(Kind.RING, machine, replicas, rows)  # raises where devices do not divide replicas
+    build(TransportKind.RING, machine, replicas, rows)  # raises where devices do not divide replicas
     # EPLB packs equal loads in order, which puts both replicas of an expert on one device. With slightly decreasing
     # loads it fills devices in the opposite order the second time.
     decreasing = np.linspace(1.001, 1, cfg.n_routed_experts)

@@ -1,4 +1,4 @@
-"""What is computed for a token: parameters, the two served steps, and the forward pass of training."""
+"""The model: parameters, the served steps (prefill and decode), and the forward pass of training."""
 
 from dsv3.config.model import PAGE_SIZE
 from dsv3.model.batch import AttentionForm, DecodeBatch, PrefillBatch

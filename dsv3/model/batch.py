@@ -1,10 +1,8 @@
-"""What one rank's step works on: the arrays that the engine fills and the model reads.
+"""Input arrays of one rank's step, which the engine fills and the model reads.
 
-The engine carries them with a leading rank axis. The step body sees one rank (no such axis). Shapes are buckets: rows
-beyond the live ones are padding, marked by a length of 0.
-
-Both batches say in which form the step attends, on which its program relies. The host knows how long requests are, and
-takes the form from the table in `dsv3.model.forms`.
+The engine adds a leading rank axis; the step body sees one rank. Shapes are buckets: rows beyond the live ones are
+padding, marked by a length of 0. Both batches carry the attention form that the step's program was compiled for. The
+host knows the lengths of requests and selects the form from the table in `dsv3.model.forms`.
 """
 
 import dataclasses
@@ -16,13 +14,14 @@ import jax.numpy as jnp
 
 
 class AttentionForm(enum.IntEnum):
-    """How a step attends, in the order in which the host asks what suits a step (`dsv3.model.forms`).
+    """How a step attends, in the order in which the host tries the forms (`dsv3.model.forms`).
 
-    ANY suits every batch: the device sees while it runs whether there are cached tokens, and whether queries choose. A
-    GPU's host would wait for that in every layer. NEW: no request has cached tokens. ABSORBED and MATERIALIZED: queries
-    attend to all tokens, to cached latents themselves or to keys and values that are made of them (`materialize_kv`).
-    TOPK and TOPK_MATERIALIZED: each query attends to those that an indexer chooses (`use_topk`), to copies of their
-    latents or masked to keys and values of all. A model of dense attention takes them as ABSORBED.
+    ANY fits every batch: the device tests while it runs whether there are cached tokens, and whether queries need their
+    top-k tokens. On a GPU the host would have to wait for these tests in every layer. NEW: no request has cached
+    tokens. ABSORBED and MATERIALIZED attend to all tokens: to the cached latents, or to keys and values computed from
+    them (`materialize_kv`). TOPK and TOPK_MATERIALIZED attend to the top-k tokens of the indexer (`use_topk`): to
+    copies of their latents, or to the keys and values of all tokens under a mask. A model with dense attention treats
+    both as ABSORBED.
     """
 
     ANY = 0
@@ -41,8 +40,8 @@ class PrefillBatch:
     """A flat ragged batch: chunks of up to B requests one after the other in T rows.
 
     Chunk b occupies rows `cu_lengths[b]` to `cu_lengths[b + 1]`; rows from `cu_lengths[B]` on are padding. Its request
-    already has `context_lengths[b]` tokens in its pages; the chunk's own tokens follow them. In an expanded form all
-    tokens of the requests together, those of each in whole pages, are no more than `room`.
+    already has `context_lengths[b]` tokens in its pages; the chunk's own tokens follow them. A materialized form
+    computes keys and values of at most `kv_capacity` tokens: those of all requests, each rounded up to whole pages.
     """
 
     tokens: Any  # [T] int32
@@ -51,7 +50,7 @@ class PrefillBatch:
     context_lengths: Any  # [B] int32
     page_table: Any  # [B, Mp] int32, entries beyond a request's pages are never read
     form: AttentionForm = dataclasses.field(default=AttentionForm.ANY, metadata={"static": True})
-    room: int = dataclasses.field(default=0, metadata={"static": True})
+    kv_capacity: int = dataclasses.field(default=0, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -59,8 +58,8 @@ class PrefillBatch:
 class DecodeBatch:
     """B requests with S query tokens each (1 + drafts).
 
-    `lengths` counts a request's tokens including these S, so its queries have positions `lengths - S` and on. A row of
-    length 0 is inactive: nothing is written for it and its output means nothing.
+    `lengths` counts a request's tokens including these S, so its queries start at position `lengths - S`. A row of
+    length 0 is inactive: nothing is written for it and its output is undefined.
     """
 
     tokens: Any  # [B, S] int32
@@ -70,7 +69,7 @@ class DecodeBatch:
 
 
 def split_prefill(batch: PrefillBatch) -> tuple[PrefillBatch, PrefillBatch]:
-    """Splits a batch by rows; a chunk cut in two finds its first part in the cache as context."""
+    """Splits a batch by rows; the second part of a chunk reads the first one from the cache, as context."""
     T = batch.tokens.shape[0]
     middle = T // 2
     first = jnp.minimum(batch.cu_lengths, middle)

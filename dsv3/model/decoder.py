@@ -24,37 +24,33 @@ from sharding.experts.placement import Placement
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """What T tokens carry from layer to layer: one stream, to which every block adds what it computes.
-
-    What a block reads and how its result is written back is decided here alone; schedules, steps and training pass
-    the object on.
-    """
+    """The residual stream of T tokens. This class alone defines what a block reads and how its result is added."""
 
     stream: jax.Array  # [T, D]
 
     @classmethod
     def start(cls, embedded: jax.Array) -> "Residual":
-        """Returns what the first layer gets, from the embeddings `[T, D]`."""
+        """Returns the input of the first layer, from the embeddings `[T, D]`."""
         return cls(embedded)
 
     def read(self) -> jax.Array:
-        """Returns what a block works on, `[T, D]`, before its norm."""
+        """Returns the input of a block, `[T, D]`, before its norm."""
         return self.stream
 
     def write(self, *parts: jax.Array) -> "Residual":
-        """Returns the residual after a block, whose result is the sum of `parts` `[T, D]`."""
+        """Adds the result of a block, the sum of `parts` `[T, D]`."""
         return Residual(sum(parts, self.stream))
 
     def end(self) -> jax.Array:
-        """Returns what the norm behind the last layer takes, `[T, D]`."""
+        """Returns the input of the final norm, `[T, D]`."""
         return self.stream
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerContext:
-    """What the layers of one step, or of one micro-batch of it, have in common.
+    """What all layers of a step, or of one of its micro-batches, share.
 
-    `valid` `[T]` marks the rows that are no padding. `routed` computes routed experts, here or wherever they live.
+    `valid` `[T]` is False for padding rows. `routed` computes the routed experts, on this device or on others.
     """
 
     cfg: ModelConfig
@@ -67,10 +63,10 @@ class LayerContext:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """L layers of one kind, with all that an index into them selects.
+    """L layers of one kind, stacked on a leading axis.
 
-    Layer i owns cache layer `first_cache_layer + i`. `placement` says where the replicas of these layers' experts
-    stand, None where they are local.
+    Layer i owns cache layer `first_cache_layer + i`. `placement` maps the experts of these layers to replicas; None
+    where all experts are local.
     """
 
     layers: LayerParams
@@ -84,7 +80,7 @@ class Stack:
 
     @property
     def moe(self) -> MoeParams:
-        """The parameters of the experts, in a stack that has some."""
+        """The parameters of the experts; only for a stack of MoE layers."""
         assert self.layers.moe is not None
         return self.layers.moe
 
@@ -96,17 +92,17 @@ class Stack:
 MoeLayers = Callable[
     [Stack, tuple[LayerContext, ...], tuple[Residual, ...], Any], tuple[tuple[Residual, ...], Any, RouterStats]
 ]
-"""Runs a stack of MoE layers on the micro-batches of a step, in the order that a schedule prescribes.
+"""Runs a stack of MoE layers on the micro-batches of a step, in the order of a schedule.
 
-Takes the stack and, per micro-batch, its context and its residual, then the attention state. Returns the residuals, the
-state, and the tally of all micro-batches together by layer.
+Arguments: the stack, the context and residual of each micro-batch, and the attention state. Returns the residuals, the
+state, and the router statistics by layer, summed over the micro-batches.
 """
 
 
 def run_layers(
     stack: Stack, context: LayerContext, x: Residual, state: Any
 ) -> tuple[Residual, Any, RouterStats | None]:
-    """Runs a stack of layers; also returns the attention state and the experts' tally by layer."""
+    """Runs a stack of layers; also returns the attention state and the router statistics by layer."""
 
     def body(carry: tuple[Residual, Any], layer: jax.Array) -> tuple[tuple[Residual, Any], RouterStats | None]:
         x, state, router_stats = run_layer(stack, layer, context, *carry)
@@ -139,7 +135,7 @@ def norm(x: jax.Array, weight: jax.Array, layer: Index, context: LayerContext) -
 
 
 def post_normed(stack: Stack, layer: Index, context: LayerContext, x: Residual) -> jax.Array:
-    """Returns what the MLP or the experts of a layer work on, `[T, D]`."""
+    """Returns the input of the MLP or the experts of a layer, `[T, D]`."""
     return norm(x.read(), stack.layers.post_norm, layer, context)
 
 
@@ -150,7 +146,7 @@ def attention_block(stack: Stack, layer: Index, context: LayerContext, x: Residu
 
 
 def queries(stack: Stack, layer: Index, context: LayerContext, x: Residual) -> Projected:
-    """Computes the part of attention before its core: norm and projections."""
+    """Computes the norm and the projections before the attention core."""
     layers, cfg = stack.layers, context.cfg
     with jax.named_scope("attention"):
         normed = norm(x.read(), layers.input_norm, layer, context)
@@ -173,7 +169,7 @@ def output(stack: Stack, layer: Index, context: LayerContext, x: Residual, heads
 
 @jax.named_scope("router")
 def choose_experts(stack: Stack, layer: Index, context: LayerContext, normed: jax.Array) -> Routing:
-    """Chooses the experts of each row of `normed` `[T, D]`; ids are -1 in padding rows."""
+    """Selects the experts of each row of `normed` `[T, D]`; ids are -1 in padding rows."""
     moe = stack.moe
     bias = None if moe.router_bias is None else layer_slice(moe.router_bias, layer)
     backend = context.numerics.backend
@@ -211,7 +207,7 @@ def run_decoder(
 ) -> tuple[tuple[Residual, ...], Any, RouterStats | None]:
     """Runs all layers of the main model on the micro-batches of a step; their final norm is left to the caller.
 
-    Returns the residuals, the state, and the experts' tally by MoE layer. Dense layers run one micro-batch after the
+    Returns the residuals, the state, and the router statistics by MoE layer. Dense layers run one micro-batch after the
     other, the last one first: in prefill it holds the earlier tokens.
     """
     router_stats = None
@@ -231,8 +227,8 @@ def _run_dense(
     for n in reversed(range(len(found))):
         found[n], state, _ = run_layers(stack, contexts[n], found[n], state)
         if len(found) > 1:
-            # XLA takes a loop over a single layer apart, and then copies the page pool for the one micro-batch that
-            # reads it, since the other writes to it. Here the other comes later.
+            # XLA unrolls a loop over a single layer. Without this barrier it would then copy the page pool for the
+            # micro-batch that reads it, because the other one writes to it.
             found[n], state = jax.lax.optimization_barrier((found[n], state))
     return tuple(found), state
 

@@ -12,7 +12,7 @@ from dsv3.model.decoder import LayerContext, Residual, embed, final_norm, logits
 from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.rope import rotation
-from dsv3.model.layers.whole import causal_attend, no_choice
+from dsv3.model.layers.uncached_attention import causal_attend, initial_topk_mask
 from dsv3.model.params import Params
 from dsv3.model.schedules import PLAIN
 from pallas_kernels.backend import Backend
@@ -50,9 +50,9 @@ def forward(
     `fp8_products` is that of `Numerics`.
     """
     B, S = tokens.shape
-    context = whole_sequences(cfg, B, S, backend, routed, fp8_products)
+    context = uncached_context(cfg, B, S, backend, routed, fp8_products)
     start = (Residual.start(embed(params, tokens.reshape(-1))),)
-    (x,), _, router_stats = run_decoder(params, (context,), start, no_choice(cfg, B, S), PLAIN.prefill)
+    (x,), _, router_stats = run_decoder(params, (context,), start, initial_topk_mask(cfg, B, S), PLAIN.prefill)
     counts = None if router_stats is None else router_stats.counts
     how: dict[str, Any] = {"backend": backend, "routed": routed, "fp8_products": fp8_products}
     return predict(params, cfg, tokens, x, counts, with_mtp=with_mtp, **how)
@@ -70,7 +70,7 @@ def predict(
     routed: RoutedExperts = LOCAL_EXPERTS,
     fp8_products: bool = False,
 ) -> ForwardOutput:
-    """Runs what follows the last layer: the final norm, the logits, and the MTP modules.
+    """Runs everything after the last layer: the final norm, the logits, and the MTP modules.
 
     `x` is the residual of the B * S `tokens`, `counts` `[layers, E]` the (token, expert) pairs so far.
     `routed` computes the MTP modules' routed experts, `fp8_products` is theirs.
@@ -92,7 +92,7 @@ def _stack_counts(counts: jax.Array | None, mtp_counts: list[Any]) -> jax.Array 
     return jnp.concatenate(parts) if parts else None
 
 
-def whole_sequences(
+def uncached_context(
     cfg: ModelConfig,
     batch: int,
     length: int,
@@ -100,7 +100,7 @@ def whole_sequences(
     routed: RoutedExperts = LOCAL_EXPERTS,
     fp8_products: bool = False,
 ) -> LayerContext:
-    """Returns what the layers have in common for `batch` sequences of `length` tokens, one after the other."""
+    """Returns the layer context of `batch` sequences of `length` tokens, without a KV cache (training, inspection)."""
     positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
     numerics = dataclasses.replace(Numerics.from_config(cfg, backend), fp8_products=fp8_products)
     return LayerContext(
@@ -128,7 +128,7 @@ def _mtp_chain(
     counts: list[Any] = []
     for depth in range(cfg.num_nextn_predict_layers):
         length = S - 1 - depth
-        context = whole_sequences(cfg, B, length, backend, routed, fp8_products)
+        context = uncached_context(cfg, B, length, backend, routed, fp8_products)
         hidden = hidden[:, :length].reshape(B * length, D)
         hidden, _, router_stats = mtp.predict(params, context, depth, hidden, tokens[:, depth + 1 :].reshape(-1), None)
         hidden = hidden.reshape(B, length, D)

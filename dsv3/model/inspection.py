@@ -1,8 +1,8 @@
-"""A look into the model: what each layer does with each token of a prompt. It is no part of what is served.
+"""Records the values of each layer for each token of a prompt, for notebooks; serving does not use it.
 
-Layers run one after the other from the host, so that only one layer's values are on the device, and a hook may look at
-each, or change the residual stream that the next one gets. The mathematics are the served ones: the same projections,
-router and experts. Only attention is written out, as in training, to show its weights.
+The host runs the layers one by one, so that only one layer's values are on the device, and a hook may read them or
+replace the residual stream of the next layer. Projections, router and experts are the served ones. Attention is the
+uncached implementation of training, which exposes its weights.
 """
 
 import dataclasses
@@ -29,11 +29,11 @@ from dsv3.model.decoder import (
     run_layer,
     shared_expert,
 )
-from dsv3.model.forward import whole_sequences
+from dsv3.model.forward import uncached_context
 from dsv3.model.layers.attention import Attend
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.router import router_logits
-from dsv3.model.layers.whole import attention_weights, no_choice
+from dsv3.model.layers.uncached_attention import attention_weights, initial_topk_mask
 from dsv3.model.params import Params
 from pallas_kernels.backend import Backend
 
@@ -48,11 +48,11 @@ class LayerValues:
     Attributes:
       layer: its number, from 0.
       hidden: `[T, D]`, the residual stream behind the layer, in the model's dtype.
-      latents: `[T, R + P]`, what the cache holds of the tokens: the normed latent and the rotated key.
-      attention: float32 `[H, T, T]`, at `[.., i, j]` the weight of token j for token i; None where not asked for.
+      latents: `[T, R + P]`, the cached rows: normed latent and rotated key.
+      attention: float32 `[H, T, T]`, at `[.., i, j]` the weight of token j for token i; None if not requested.
       attends: bool `[T, T]`, at `[i, j]` whether token i attends to token j; None where attention is dense.
       router_logits: float32 `[T, E]`, before the score function; None in a dense layer, as the next two are.
-      expert_ids: int32 `[T, K]`, the chosen experts, best first.
+      expert_ids: int32 `[T, K]`, the selected experts, best first.
       expert_weights: float32 `[T, K]`, their weights in the sum.
     """
 
@@ -68,12 +68,12 @@ class LayerValues:
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """What a prompt of T tokens does in a model.
+    """The recorded values of a prompt of T tokens.
 
     Attributes:
       token_ids: int32 `[T]`.
       embeddings: `[T, D]`, the residual stream before the first layer.
-      layers: the values of the layers that were asked for, in their order.
+      layers: the values of the requested layers, in their order.
       hidden: `[T, D]`, behind the final norm.
       logits: float32 `[T, W]`; row i predicts token i + 1.
       num_experts: E of a MoE layer.
@@ -88,14 +88,14 @@ class Inspection:
 
     @property
     def expert_load(self) -> np.ndarray:
-        """(token, expert) pairs of the MoE layers that were asked for, int64 `[layers, E]`."""
+        """(token, expert) pairs of the requested MoE layers, int64 `[layers, E]`."""
         ids = [each.expert_ids for each in self.layers if each.expert_ids is not None]
         counts = [np.bincount(layer.ravel(), minlength=self.num_experts) for layer in ids]
         return np.stack(counts) if counts else np.zeros((0, self.num_experts), np.int64)
 
 
 Hook = Callable[[LayerValues], Any]
-"""Called behind each layer that was asked for; what it returns, if not None, is `[T, D]` for the next layer."""
+"""Called after each requested layer; a result other than None, `[T, D]`, replaces the next layer's input."""
 
 
 def inspect(
@@ -108,18 +108,18 @@ def inspect(
     hook: Hook | None = None,
     backend: Backend | None = None,
 ) -> Inspection:
-    """Runs a prompt from position 0, without a cache, and keeps what its layers do.
+    """Runs a prompt from position 0, without a cache, and records the values of its layers.
 
     Args:
       params: a model whose experts are all on one device.
       token_ids: T tokens, at least one.
-      layers: numbers of the layers to keep, all if not given; the others run too.
-      attention: whether to keep the attention weights, by far the largest values.
-      hook: sees each kept layer, and may change what the next one gets.
+      layers: numbers of the layers to record, all if not given; the others run too.
+      attention: whether to record the attention weights, by far the largest values.
+      hook: receives the values of each recorded layer, and may replace the input of the next one.
       backend: implementation of the kernels, or None for the one that suits the device.
 
     Raises:
-      ValueError: no token, a layer that the model does not have, more than `MAX_BYTES` to keep, or a hook's result of
+      ValueError: no token, a layer that the model does not have, more than `MAX_BYTES` to record, or a hook's result of
         another shape.
     """
     tokens = np.fromiter(token_ids, np.int32)
@@ -127,14 +127,13 @@ def inspect(
     padded = np.zeros(-(-len(tokens) // 64) * 64, np.int32)  # so that few lengths are compiled
     padded[: len(tokens)] = tokens
     x = _embed(params, padded)
-    embeddings, found, last = np.asarray(x)[: len(tokens)], [], no_choice(cfg, 1, len(padded))
+    embeddings, found, last = np.asarray(x)[: len(tokens)], [], initial_topk_mask(cfg, 1, len(padded))
     for layer in range(cfg.num_hidden_layers):
-        shows = layer in kept
         x, values = _run(params, x, layer, last, cfg, backend)
         last = None if last is None else values["attends"][None]
         if not attention:
             del values["attention"]
-        if shows:
+        if layer in kept:
             found.append(_values(layer, x, values, len(tokens)))
             if hook is not None and (changed := hook(found[-1])) is not None:
                 x = _replaced(x, changed, len(tokens))
@@ -147,13 +146,13 @@ def inspect(
 def _checked(
     cfg: ModelConfig, tokens: np.ndarray, layers: Iterable[int] | None, attention: bool, itemsize: int
 ) -> frozenset[int]:
-    """Returns the layers to keep; raises ValueError as `inspect` does."""
+    """Returns the layers to record; raises ValueError as `inspect` does."""
     count, T = cfg.num_hidden_layers, len(tokens)
     kept = frozenset(range(count) if layers is None else layers)
     if not T:
-        raise ValueError("token_ids: none; a prompt has one token at least")
+        raise ValueError("token_ids is empty; a prompt has at least one token")
     if wrong := sorted(layer for layer in kept if not 0 <= layer < count):
-        raise ValueError(f"layers: the model has no {wrong}; it has 0 to {count - 1}")
+        raise ValueError(f"layers {wrong} do not exist; the model has layers 0 to {count - 1}")
     each = T * (cfg.hidden_size + cfg.latent_dim) * itemsize
     each += 4 * T * (cfg.n_routed_experts + 2 * cfg.num_experts_per_tok)
     each += (4 * cfg.num_attention_heads * attention + bool(cfg.index_layers)) * T * T
@@ -184,7 +183,7 @@ def _run(
     cfg: ModelConfig,
     backend: Backend | None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Runs one layer on `x` `[T, D]`, with the values of its padding rows, which nobody reads."""
+    """Runs one layer on `x` `[T, D]`, padding rows included."""
     group = next(group for group in cfg.layer_groups if layer < group.first + group.depth)
     return _layer(getattr(params, group.name), x, np.int32(layer - group.first), last, cfg, group.first, backend)
 
@@ -201,10 +200,10 @@ def _layer(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Runs layer `index` of a stack whose first one is `first`, and returns its values by the names of `LayerValues`.
 
-    Attention weights are made in any case, so that a kind of layer has one program, whatever is kept. `last`
-    `[1, T, T]` is what the layer before attends to, where layers share that.
+    Attention weights are always computed, so that each kind of layer has one program. `last` `[1, T, T]` is the top-k
+    mask of the layer before, if layers share it.
     """
-    stack, plain = Stack(layers, first), whole_sequences(cfg, 1, x.shape[0], backend)
+    stack, plain = Stack(layers, first), uncached_context(cfg, 1, x.shape[0], backend)
     context = dataclasses.replace(plain, attend=_shown_attend(cfg, last, backend))
     if layers.moe is None:
         out, values, _ = run_layer(stack, index, context, Residual(x), {})
@@ -216,7 +215,7 @@ def _layer(
 def _moe_layer(
     stack: Stack, index: jax.Array, context: LayerContext, x: Residual
 ) -> tuple[Residual, dict[str, jax.Array]]:
-    """Runs a layer as `decoder.run_layer` does, and shows its router."""
+    """Runs a layer as `decoder.run_layer` does, and returns its router values too."""
     x, values = attention_block(stack, index, context, x, {})
     normed = post_normed(stack, index, context, x)
     routing = choose_experts(stack, index, context, normed)
@@ -231,7 +230,7 @@ def _moe_layer(
 
 
 def _shown_attend(cfg: ModelConfig, last: jax.Array | None, backend: Backend | None) -> Attend:
-    """Returns the causal attention of one sequence, whose state becomes what it does."""
+    """Returns the causal attention of one sequence; its state holds latents and attention weights."""
 
     def attend(tokens, params, layer, cache_layer, state):
         weights, v, pairs = attention_weights(cfg, 1, tokens, params, layer, cache_layer, last, Numerics(backend))
@@ -251,8 +250,8 @@ def _values(layer: int, x: jax.Array, values: dict[str, jax.Array], length: int)
 
 
 def _replaced(x: jax.Array, changed: Any, length: int) -> jax.Array:
-    """Returns the residual stream with the rows that a hook gave."""
+    """Returns the residual stream with the rows that a hook returned."""
     rows = jnp.asarray(changed, x.dtype)
     if rows.shape != (length, x.shape[1]):
-        raise ValueError(f"hook: gave {rows.shape}, expected {(length, x.shape[1])}")
+        raise ValueError(f"hook returned shape {rows.shape}, expected {(length, x.shape[1])}")
     return x.at[:length].set(rows)

@@ -1,7 +1,6 @@
 """The model as a Flax NNX module, for notebooks and training loops that are written with Flax.
 
-Server and trainer work on the plain tree and do not import it. It is the only use of Flax, a fixed package of this
-project.
+Server and trainer use the plain tree. This is the only use of Flax in the project.
 """
 
 import dataclasses
@@ -27,8 +26,8 @@ class _Group(nnx.Module):
 class DeepseekV3(nnx.Module):
     """A model of the DeepSeek-V3 family with the declared parameters as `nnx.Param` leaves.
 
-    Attributes carry the names of `Params` (`model.moe.attention.qkv_a`), so an optimiser or a checkpoint sees the
-    same tree as the server.
+    Attributes have the names of `Params` (`model.moe.attention.qkv_a`), so optimizers and checkpoints see the same tree
+    as the server.
     """
 
     def __init__(self, cfg: ModelConfig, params: Params):

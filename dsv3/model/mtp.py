@@ -26,20 +26,20 @@ def predict(
 
     Args:
       hidden: `[T, D]`, of the main model after its final norm, or this function's own result one module earlier.
-      next_tokens: `[T]` int32, for each row the token one further than the last that `hidden` has seen.
-      state: what `context.attend` updates; module `depth` owns the cache layer `num_hidden_layers + depth`.
-      placement: where the replicas of the modules' own experts stand, None where they are local.
+      next_tokens: `[T]` int32, for each row the token after the last one that `hidden` has seen.
+      state: the attention state; module `depth` owns the cache layer `num_hidden_layers + depth`.
+      placement: replicas of the modules' own experts, None if they are local.
 
     Returns:
-      hidden `[T, D]` after the module's own norm, ready for `logits`; the state; the experts' tally.
+      hidden `[T, D]` after the module's own norm, ready for `logits`; the state; the router statistics.
 
     Raises:
-      ValueError: the model has no MTP modules, or `context.routed` spreads experts that have no `placement`.
+      ValueError: the model has no MTP modules, or `context.routed` is expert-parallel and `placement` is None.
     """
     mtp, cfg = params.mtp, context.cfg
     if mtp is None:
-        raise ValueError("the model has no multi-token prediction modules")
-    # Embedding first: the order of the checkpoint's eh_proj columns, although equation 21 of the report has it last.
+        raise ValueError("the model has no multi-token prediction modules (num_nextn_predict_layers is 0)")
+    # Embedding first, as in the columns of the checkpoint's eh_proj; equation 21 of the report has it last.
     both = jnp.concatenate(
         [
             norm(embed(params, next_tokens), mtp.embed_norm, depth, context),

@@ -1,10 +1,10 @@
-"""The parameters of a model: one declaration, from which shapes, initial values and shardings all follow.
+"""The parameters of a model: one declaration defines shapes, initial values and shardings.
 
-Linear weights are `[out, in]`, the layout of a checkpoint and the K-major operand that FP8 matrix products want, so
-loading transposes nothing. Layers are stacked on a leading axis (61 layers stay under 300 arrays); routed experts are
-`[layers, experts, ...]`, so that expert parallelism splits the expert axis. Inside a step the two axes are merged,
-which is free, and a kernel addresses `layer * experts + expert` in the stack instead of copying a slice. Leaves of a
-parameter tree are arrays, or `Fp8Weight` or `Int4Weight` where the checkpoint is quantized and stays so.
+Linear weights are `[out, in]`, the layout of a checkpoint and the K-major operand that FP8 matrix products need, so
+loading transposes nothing. Layers are stacked on a leading axis (61 layers take fewer than 300 arrays); routed experts
+are `[layers, experts, ...]`, so that expert parallelism splits the expert axis. Inside a step the two axes are merged
+without a copy, and kernels address `layer * experts + expert` in the stack. Leaves of a parameter tree are arrays, or
+`Fp8Weight` or `Int4Weight` if quantized weights of the checkpoint are kept.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ import numpy as np
 from dsv3.config.model import ModelConfig
 
 Axis = Literal["layers", "experts", "vocab", "channels", "heads", "heads_latent", "mlp", "gate_up"] | None
-"""What a dimension counts: "channels" those of an embedding, "gate_up" is "mlp" twice, "heads_latent" the rows of all
-heads and then of the latent."""
+"""Logical axes: "channels" are those of an embedding, "gate_up" is "mlp" twice, "heads_latent" the rows of all heads,
+then those of the latent."""
 Init = Literal["normal", "ones", "zeros"]
 
 
@@ -27,10 +27,10 @@ Init = Literal["normal", "ones", "zeros"]
 class ParamSpec:
     """One declared parameter: its shape, logical axes (for `sharding.mesh`) and initial distribution.
 
-    `quantizable` marks the products that an FP8 checkpoint stores in FP8 and the server may keep so. `dtype` fixes the
-    type of a parameter that must not follow the model's (the router, whose selection float32 decides). With
-    `as_stored`, such a parameter takes the model's dtype all the same where its checkpoint tensor has it already:
-    nothing is rounded, and half the bytes are read.
+    `quantizable` marks the products that an FP8 checkpoint stores in FP8 and that the server may keep in FP8. `dtype`
+    fixes the type of a parameter that does not follow the model's dtype (the router needs float32). With `as_stored`,
+    such a parameter keeps the model's dtype if its checkpoint tensor has that dtype: nothing is rounded, and half the
+    bytes are read.
     """
 
     shape: tuple[int, ...]
@@ -62,14 +62,11 @@ class Fp8Weight:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IndexerParams:
-    """The indexers of sparse attention, of the `Li` layers that have one.
-
-    There is one key for all heads, as there is one latent.
-    """
+    """The indexers of sparse attention, of the `Li` layers that have one; all heads share one key."""
 
     q_b: Any  # [Li, Hi * Y, Q]
     k: Any  # [Li, Y, D]
-    k_norm: Any  # [Li, Y] float32, or the model's type where the checkpoint holds it so, as the next two
+    k_norm: Any  # [Li, Y] float32, or the model's dtype (`as_stored`), like the next two
     k_bias: Any  # [Li, Y]
     weights: Any  # [Li, Hi, D]
 
@@ -79,8 +76,8 @@ class IndexerParams:
 class Int4Weight:
     """Routed experts of four bits: `data` int32 [..., N, K / 8], `scale` bfloat16 [..., K / 32, N], multiplied.
 
-    `pallas_kernels.int4` has the order of words. Scales are transposed, so that those of a product's rows follow each
-    other.
+    `pallas_kernels.int4` defines the order of words. Scales are transposed, so that those of neighboring rows are
+    contiguous.
     """
 
     data: Any
@@ -93,8 +90,8 @@ class AttentionParams:
     """Multi-head latent attention of L layers.
 
     `qkv_a` stacks the rows of q_a_proj (or q_proj when there is no query latent) and kv_a_proj_with_mqa: one product
-    reads the hidden state once. `k_up` and `v_up` are the two halves of kv_b_proj, apart because the absorbed form
-    multiplies them at different ends of the attention core.
+    reads the hidden state once. `k_up` and `v_up` are the two halves of kv_b_proj; they are separate because absorbed
+    attention multiplies with `k_up` before its core and with `v_up` after it.
     """
 
     qkv_a: Any  # [L, Q + R + P, D], or [L, H * (N + P) + R + P, D] without a query latent
@@ -121,7 +118,7 @@ class MlpParams:
 class MoeParams:
     """Routed experts, the router and the shared expert of L layers."""
 
-    router: Any  # [L, E, D] float32, or the model's type where the checkpoint holds it so
+    router: Any  # [L, E, D] float32, or the model's dtype (`as_stored`)
     router_bias: Any  # [L, E] float32, None unless topk_method is noaux_tc
     gate_up: Any  # [L, E, 2 * I, D]
     down: Any  # [L, E, D, I]
@@ -133,7 +130,7 @@ class MoeParams:
 class LayerParams:
     """L decoder layers of one kind; `mlp` is set for dense layers, `moe` for the others.
 
-    `post_moe_norm` norms the experts' sum, where the model says so.
+    `post_moe_norm` normalizes the experts' sum, in models that have it.
     """
 
     input_norm: Any  # [L, D]
@@ -159,7 +156,7 @@ class MtpParams:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """All parameters of a model; `dense`, `moe`, `mtp` are None where the model has none, `head` when it is tied."""
+    """All parameters of a model; `dense`, `moe`, `mtp` are None without such layers, `head` if it is tied."""
 
     embed: Any  # [W, D]
     dense: LayerParams | None

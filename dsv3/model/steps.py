@@ -16,7 +16,7 @@ from dsv3.model.layers.attention import decode_positions
 from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts, RouterStats
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.rope import rotation
-from dsv3.model.layers.sparse import begin, pages_of
+from dsv3.model.layers.sparse import initial_state, state_pages
 from dsv3.model.params import Params
 from dsv3.model.schedules import PLAIN, Schedule
 from pallas_kernels.backend import Backend
@@ -29,9 +29,9 @@ class StepOutput:
     """Hidden states after the final norm, the page pool, and the counts of the routed experts.
 
     `expert_counts` is int32 `[num_moe_layers, E]`, (token, expert) pairs without the padding rows; None in a model
-    without routed experts. `overflows` is int32 `[]`: how often, in all MoE layers, this device had more rows to send
-    or pairs to compute than buffers hold; None where the experts are local. Where it is above 0 on any device, the
-    hidden states of all mean nothing, and so do the latents that the step has written.
+    without routed experts. `overflows` is int32 `[]`: how many expert buffers of this device overflowed in all MoE
+    layers; None if the experts are local. If it is above 0 on any device, the hidden states of all devices and the
+    latents that the step has written are undefined.
     """
 
     hidden: Any
@@ -41,7 +41,7 @@ class StepOutput:
 
     @classmethod
     def from_router_stats(cls, hidden: jax.Array, pages: Pool, router_stats: RouterStats | None) -> "StepOutput":
-        """Returns the output of a step whose experts gave `router_stats` by layer."""
+        """Returns the output of a step with `router_stats` by layer."""
         if router_stats is None:
             return cls(hidden, pages, None, None)
         overflows = None if router_stats.overflows is None else router_stats.overflows.sum()
@@ -64,15 +64,15 @@ def prefill(
     Args:
       params: the model, those of this device where `routed.shards` split it; activations have the dtype of
         `params.embed`.
-      batch: see `PrefillBatch`. Padding rows write nothing; their hidden states mean nothing.
+      batch: see `PrefillBatch`. Padding rows write nothing; their hidden states are undefined.
       pages: an array per cache group (`dsv3.kv_cache.layout.pool`). Latents are `[num_cache_layers * pages_per_layer,
         64, R + P]` of the dtype of the activations, or FP8 rows (uint8, see `pallas_kernels.mla`). Donate it: the
         result's `pages` is the same memory.
       backend: implementation of the kernels, or None for the one that suits the device.
-      routed: the routed experts, on this device unless an `ExpertParallel` carries rows to where they live.
-      placement: where the replicas of the main model's experts stand, for `ExpertParallel`.
-      schedule: order of the MoE layers. With `OVERLAPPED` T is even, and the transport, which has hops, is built for
-        T / 2 tokens.
+      routed: the routed experts: local, or `ExpertParallel`.
+      placement: replicas of the main model's experts, for `ExpertParallel`.
+      schedule: order of the MoE layers. `OVERLAPPED` needs an even T and a transport with hops, built for T / 2
+        tokens.
 
     Returns:
       `StepOutput` with hidden `[T, D]`.
@@ -95,10 +95,10 @@ def decode(
 ) -> StepOutput:
     """Advances every request of a batch by its S query tokens; arguments as in `prefill`.
 
-    With the schedule `OVERLAPPED` B is even, and the transport is built for B * S / 2 tokens.
+    `OVERLAPPED` needs an even B and a transport for B * S / 2 tokens.
 
     Returns:
-      `StepOutput` with hidden `[B, S, D]`. Rows of length 0 write nothing; their hidden states mean nothing.
+      `StepOutput` with hidden `[B, S, D]`. Rows of length 0 write nothing; their hidden states are undefined.
     """
     batches = split_decode(batch) if schedule.micro_batches == 2 else (batch,)
     x, pages, router_stats = _run(params, cfg, batches, pages, backend, routed, placement, schedule.decode)
@@ -117,12 +117,12 @@ def predict(
     routed: RoutedExperts = LOCAL_EXPERTS,
     placement: Placement | None = None,
 ) -> StepOutput:
-    """Runs the first MTP module over the rows of a step; arguments as in `prefill` but for three.
+    """Runs the first MTP module over the rows of a step; arguments as in `prefill`, with three exceptions.
 
     Args:
-      batch: its tokens are the next ones: each row has the token that follows the one of that row in the step.
+      batch: each row has the token that follows the one of that row in the step.
       hidden: `[T, D]` of `prefill` or `[B, S, D]` of `decode`, or of this function.
-      placement: where the replicas of the module's own experts stand.
+      placement: replicas of the module's own experts.
 
     Returns:
       `StepOutput` with hidden of the same shape, whose logits predict the token after the next.
@@ -143,12 +143,12 @@ def _run(
     placement: Placement | None,
     moe_layers: MoeLayers,
 ) -> tuple[tuple[Residual, ...], Any, RouterStats | None]:
-    """Runs all layers on the micro-batches of a step; returns their residuals, the pages and the experts' tally."""
+    """Runs all layers on the micro-batches of a step; returns residuals, pages and router statistics."""
     contexts = tuple(_context(cfg, part, pages, backend, routed, n) for n, part in enumerate(batches))
     x = tuple(Residual.start(embed(params, part.tokens.reshape(-1))) for part in batches)
-    state = begin(cfg, pages, tuple(part.tokens.size for part in batches))
+    state = initial_state(cfg, pages, tuple(part.tokens.size for part in batches))
     x, state, router_stats = run_decoder(params, contexts, x, state, moe_layers, placement)
-    return x, pages_of(state), router_stats
+    return x, state_pages(state), router_stats
 
 
 def _context(
@@ -159,21 +159,21 @@ def _context(
     routed: RoutedExperts,
     number: int = 0,
 ) -> LayerContext:
-    """Returns what the layers of a step, or of micro-batch `number` of it, have in common."""
+    """Returns the layer context of a step, or of micro-batch `number` of it."""
     per_layer, shards = pages_per_layer(cfg, pages), routed.shards.size
     if isinstance(batch, DecodeBatch):
         positions = decode_positions(batch).reshape(-1)
-        turn, heads = rotation(cfg, positions), cfg.num_attention_heads // shards
+        angles, heads = rotation(cfg, positions), cfg.num_attention_heads // shards
         attend = decode_attend(cfg, batch, per_layer, backend, heads, number)
         valid = positions >= 0
     else:
         rows = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
-        turn = rotation(cfg, batch.positions)
+        angles = rotation(cfg, batch.positions)
         attend = prefill_attend(cfg, batch, per_layer, backend, number)
         valid = rows < batch.cu_lengths[-1]
     return LayerContext(
         cfg=cfg,
-        rotation=turn,
+        rotation=angles,
         attend=attend,
         valid=valid,
         numerics=Numerics.from_config(cfg, backend, batch.tokens.size // shards),

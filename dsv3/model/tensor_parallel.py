@@ -1,9 +1,9 @@
 """Tensor parallelism: the devices of a rank split attention heads and MLP widths, and share the experts' tokens.
 
 A device holds H / n heads and F / n of the width of dense layers and shared experts, and computes a partial sum of
-each block's output, which an all-reduce completes: two per layer. The latent cache is one for all heads, so every
-device of a rank writes and holds all of it: tensor parallelism saves weights and work, not cache. The routed experts
-lie on all devices of all ranks; each device of a rank sends its part of the rank's tokens to them.
+each block's output, which an all-reduce completes: two per layer. All heads share the latent cache, so every device of
+a rank writes and stores all of it: tensor parallelism saves weights and compute, not cache. The routed experts are
+spread over all devices of all ranks; each device of a rank sends its part of the rank's tokens to them.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from sharding.mesh import TENSOR, is_split
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The devices of a rank as the step body sees them, inside `shard_map`."""
+    """The devices of a rank, inside `shard_map`."""
 
     size: int
 
@@ -30,10 +30,7 @@ class Shards:
         return x if self.size == 1 else jax.lax.psum(x, TENSOR)
 
     def part(self, x: jax.Array, fill: int = 0) -> jax.Array:
-        """Returns this device's `ceil(T / size)` of the rows of `x` `[T, ...]`.
-
-        The last ones may be padding, of `fill`.
-        """
+        """Returns this device's `ceil(T / size)` rows of `x` `[T, ...]`; the last ones may be padding, of `fill`."""
         if self.size == 1:
             return x
         rows = -(-x.shape[0] // self.size)
@@ -50,7 +47,7 @@ ONE_DEVICE = Shards(1)
 
 
 def check_shards(cfg: ModelConfig, shards: int, *, fp8: bool) -> None:
-    """Raises ValueError where `shards` devices cannot split the model evenly, or, with `fp8`, in whole blocks."""
+    """Raises ValueError if `shards` devices cannot split the model evenly, or, with `fp8`, in whole blocks."""
     widths = {
         "num_attention_heads": cfg.num_attention_heads,
         "intermediate_size": cfg.intermediate_size if cfg.num_dense_layers else 0,
@@ -74,13 +71,13 @@ def _check_blocks(path: str, spec: ParamSpec, cfg: ModelConfig, shards: int) -> 
         for run in _runs(axis, size, cfg, shards):
             if run % BLOCK:
                 raise ValueError(
-                    f"tensor_parallel_size {shards} leaves {path} {run} rows or columns per device, which is no "
+                    f"tensor_parallel_size {shards} gives each device {run} rows or columns of {path}, which is no "
                     f"multiple of the FP8 block's {BLOCK}; lower it, or load with fp8='dequantize'"
                 )
 
 
 def _runs(axis: str | None, size: int, cfg: ModelConfig, shards: int) -> tuple[int, ...]:
-    """Returns the lengths of the runs of rows that a device holds of a split axis."""
+    """Returns the lengths of the contiguous runs of a split axis that a device holds."""
     if axis == "heads_latent":
         return (size - cfg.latent_dim) // shards, cfg.latent_dim
     if axis == "gate_up":
@@ -89,12 +86,10 @@ def _runs(axis: str | None, size: int, cfg: ModelConfig, shards: int) -> tuple[i
 
 
 def row_order(spec: ParamSpec, cfg: ModelConfig, shards: int) -> np.ndarray | None:
-    """Returns which row of a declared stack `[L, rows, ...]` each row of the arranged one is.
+    """Returns the permutation of the rows of a stack `[L, rows, ...]` for `shards` devices; None for no change.
 
-    None where it stays as it is.
-
-    Arranged, the i-th of `shards` equal parts is what device i needs. "gate_up": its gate rows, then its up rows.
-    "heads_latent": the rows of its heads, then all latent rows, which are thus there `shards` times.
+    After it, the i-th of `shards` equal parts belongs to device i. "gate_up": its gate rows, then its up rows.
+    "heads_latent": the rows of its heads, then all latent rows, which are therefore repeated `shards` times.
     """
     if shards == 1 or len(spec.shape) != 3:
         return None
@@ -108,9 +103,9 @@ def row_order(spec: ParamSpec, cfg: ModelConfig, shards: int) -> np.ndarray | No
 
 
 def arrange(params: Params, cfg: ModelConfig, shards: int) -> Params:
-    """Returns the parameters with fused rows in an order that contiguous shards are right for (`row_order`).
+    """Returns the parameters with fused rows reordered for contiguous shards (`row_order`).
 
-    Works on arrays of any kind, and under `jax.eval_shape` on their shapes. Raises ValueError as `check_shards`.
+    Works on arrays of any kind, and on shapes under `jax.eval_shape`. Raises ValueError as `check_shards`.
     """
     has_fp8 = any(_is_fp8(leaf) for leaf in jax.tree.leaves(params, is_leaf=_is_fp8))
     check_shards(cfg, shards, fp8=has_fp8)

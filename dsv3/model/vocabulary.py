@@ -1,10 +1,10 @@
-"""Embedding and head, shared by the devices of a node: some channels of the one and some words of the other on each.
+"""Embedding and head, sharded over the devices of a node: the embedding by channels, the head by words.
 
-Both are `[W, D]`: 1.85 GB each in DeepSeek-V3, and the same for all ranks. A look-up sends the token ids of all ranks
-to all devices, and each sends back the channels that it holds: split by words instead, a device would send a row for
-every token, `devices` times the bytes. For logits the hidden states of all ranks go to all devices, and each has the
-logits of its own words for all of them (`scores`). What a sampler needs of other devices it fetches itself: the best
-word of each for greedy sampling, all logits for anything else.
+Both are `[W, D]`: 1.85 GB each in DeepSeek-V3, equal for all ranks. A lookup sends the token ids of all ranks to all
+devices, and each returns the channels that it holds. (Split by words, a device would send a row for every token,
+`devices` times the bytes.) For logits the hidden states of all ranks go to all devices, and each computes the logits of
+its own words for all of them (`scores`). The sampler fetches from other devices what it needs: the best word of each
+for greedy sampling, all logits otherwise.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ from sharding.mesh import AXES, GPU, OF_NODE, TENSOR, AxisTable
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """The devices that share embedding and head: `ranks` ranks of `shards` devices each; with 1 and 1 each has all.
+    """The devices that share embedding and head: `ranks` ranks of `shards` devices each; 1 and 1: nothing is split.
 
-    Methods are called inside `shard_map`. Device t of rank g holds the channels, and the words, of place
-    `g * shards + t`. `Xn` is short for `ranks`.
+    Methods are called inside `shard_map`. Device t of rank g holds shard `g * shards + t` of channels and words. `Xn`
+    is short for `ranks`.
     """
 
     ranks: int = 1
@@ -32,9 +32,9 @@ class Vocabulary:
 
     @classmethod
     def from_mesh(cls, cfg: ModelConfig, mesh: Mesh) -> "Vocabulary":
-        """Returns all devices of a node, or `WHOLE` where words or channels do not divide over them.
+        """Returns all devices of a node, or `WHOLE` if they divide neither words nor channels evenly.
 
-        A tied head stays whole too: one array would have to be split along both of its axes.
+        A tied head is not split either: one array would have to be split along both of its axes.
         """
         shared = cls(mesh.shape[GPU], mesh.shape[TENSOR])
         divides = cfg.vocab_size % shared.devices == cfg.hidden_size % shared.devices == 0
@@ -42,18 +42,18 @@ class Vocabulary:
 
     @property
     def devices(self) -> int:
-        """Devices that share."""
+        """Number of devices that share the arrays."""
         return self.ranks * self.shards
 
     @property
     def table(self) -> AxisTable:
-        """Where parameters lie with this sharing."""
+        """The sharding table of the parameters."""
         return AXES if self.devices == 1 else dataclasses.replace(AXES, vocab=OF_NODE, channels=OF_NODE)
 
     def embed(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
         """Returns the embeddings `[..., D]` of this rank's `tokens` `[...]`, from this device's part `[W, D / n]`.
 
-        Ids out of range give the last one.
+        Ids out of range are clipped.
         """
         rows = table.at[self.of_all(tokens)].get(mode="clip")
         parts = self._join_rank(self.exchange(rows))
@@ -63,7 +63,7 @@ class Vocabulary:
     def scores(self, logits: Callable[[jax.Array], jax.Array], hidden: jax.Array) -> jax.Array:
         """Returns the logits of the words of this device's rank, for all ranks: float32 `[Xn, ..., W / Xn]`.
 
-        `logits` gives those of this device's words for any hidden states; `hidden` `[..., D]` are this rank's.
+        `logits` computes those of this device's words; `hidden` `[..., D]` are this rank's hidden states.
         """
         return self._join_rank(logits(self.of_all(hidden)))
 
@@ -75,11 +75,11 @@ class Vocabulary:
         return jnp.moveaxis(parts, 0, -2).reshape(*scores.shape[1:-1], -1)
 
     def exchange(self, x: jax.Array) -> jax.Array:
-        """Sends entry g of `x` `[Xn, ...]` to rank g; entry g of the result is what rank g has sent."""
+        """Sends entry g of `x` `[Xn, ...]` to rank g; entry g of the result comes from rank g."""
         return x if self.ranks == 1 else lax.all_to_all(x, GPU, 0, 0, tiled=True)
 
     def of_all(self, x: jax.Array) -> jax.Array:
-        """Returns what each rank has as `x` `[...]`: `[Xn, ...]`."""
+        """Gathers `x` `[...]` of all ranks: `[Xn, ...]`."""
         return x[None] if self.ranks == 1 else lax.all_gather(x, GPU)
 
     def first_word(self, words: int) -> jax.Array | int:
@@ -92,19 +92,19 @@ class Vocabulary:
 
 
 WHOLE = Vocabulary()
-"""Every device has all of embedding and head."""
+"""Embedding and head are not split."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SharedEmbedding:
-    """What stands in the place of `Params.embed` where devices share it: this device's channels, `[W, D / n]`."""
+    """Replaces `Params.embed` if devices share it: this device's channels, `[W, D / n]`."""
 
     channels: jax.Array
     vocabulary: Vocabulary
 
 
 def lookup(embedding: jax.Array | SharedEmbedding, tokens: jax.Array) -> jax.Array:
-    """Returns the embeddings `[..., D]` of `tokens` `[...]`; ids out of range give the last one."""
+    """Returns the embeddings `[..., D]` of `tokens` `[...]`; ids out of range are clipped."""
     if isinstance(embedding, SharedEmbedding):
         return embedding.vocabulary.embed(embedding.channels, tokens)
     return embedding.at[tokens].get(mode="clip")

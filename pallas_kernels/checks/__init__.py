@@ -4,7 +4,8 @@
     python -m pallas_kernels.checks mla_decode [--quick] [--backend mosaic|triton|native|reference]
 
 A line on standard output is a row: `{"case": ..., "passed": ..., "says": ..., "figures": {...}}`. Exit status 0: all
-rows passed; 1: some failed, or the device's context is gone; 2: nothing could be tried here, as standard error says.
+rows passed; 1: some failed, or the device's context is gone; 2: nothing could be checked here; the reason is on
+standard error.
 """
 
 from pallas_kernels.checks.case import Case, Row, Tolerance, check

@@ -1,4 +1,4 @@
-"""Operands of the cases: random values, quantized ones, stacks of weights, and NaN where nothing may be read."""
+"""Operands of the cases: random and quantized values, stacks of weights, and NaN where nothing may be read."""
 
 import functools
 import math
@@ -11,12 +11,12 @@ from pallas_kernels.backend import Backend
 from pallas_kernels.fp8 import quantize_1x128, quantize_128x128
 
 STACK_BYTES = 256 << 20
-"""Weights of a case at a model's shape together: five times the L2 cache of an H200, so that a loop of calls, each with
-the next of them, reads weights from memory as a model does."""
+"""Total weights of a case at a model's shape: five times the L2 cache of an H200, so that a loop over the stack
+reads weights from memory as a model does."""
 
 
 def stack(weight_bytes: float, quick: bool) -> int:
-    """Returns how many weights of this size a case has; a quick one has those before and behind that of a check."""
+    """Returns the number of weights in a case; a quick one has one before and one after the checked one."""
     return 3 if quick else max(2, math.ceil(STACK_BYTES / weight_bytes))
 
 
@@ -28,7 +28,7 @@ def normal(key: jax.Array, *shape: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def small(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns normal values of deviation 0.1 in bfloat16, none beyond 1, as FlashMLA draws them."""
+    """Returns normal values of deviation 0.1 in bfloat16, clipped to 1, as in FlashMLA's tests."""
     return jnp.clip(jax.random.normal(key, shape, jnp.bfloat16) / 10, -1, 1)
 
 
@@ -46,14 +46,14 @@ def fp8_weights(key: jax.Array, count: int, n: int, k: int) -> tuple[jax.Array, 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def int4_weights(key: jax.Array, count: int, n: int, k: int) -> tuple[jax.Array, jax.Array]:
-    """Returns a stack of weights of four bits, and their scales."""
+    """Returns a stack of INT4 weights, and their scales."""
     words_key, scale_key = jax.random.split(key)
     words = jax.random.bits(words_key, (count, n, k // 8), jnp.uint32).astype(jnp.int32)
     return words, jax.random.uniform(scale_key, (count, k // 32, n), jnp.bfloat16, 0.01, 0.02)
 
 
 def only(weights: Any, first: Any, count: int = 1) -> Any:
-    """Returns the stacks with NaN in all but `count` weights from `first` on. Integers, which have none, stay."""
+    """Returns the stacks with NaN in all but `count` weights from `first` on. Integers stay."""
 
     def poisoned(w: jax.Array) -> jax.Array:
         if not jnp.issubdtype(w.dtype, jnp.floating):
@@ -65,12 +65,12 @@ def only(weights: Any, first: Any, count: int = 1) -> Any:
 
 
 def dequantized_rows(q: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns what values and scales of `quantize_1x128` stand for, in float32."""
+    """Dequantizes values and scales of `quantize_1x128` to float32."""
     return q.astype(jnp.float32) * jnp.repeat(scale.T, 128, axis=1)[:, : q.shape[1]]
 
 
 def without(weights: Any, place: Any) -> Any:
-    """Returns the stacks with NaN in the weight at `place`. Integers, which have none, stay."""
+    """Returns the stacks with NaN in the weight at `place`. Integers stay."""
     return jax.tree.map(
         lambda w: w.at[place].set(jnp.nan) if jnp.issubdtype(w.dtype, jnp.floating) else w,
         weights,

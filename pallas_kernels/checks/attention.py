@@ -1,4 +1,4 @@
-"""Latent attention over pages: decode. Lengths around a page, empty requests, NaN in all that nothing has written."""
+"""Latent attention over pages: decode. Lengths around a page, empty requests, NaN in unwritten rows."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from pallas_kernels.mla.schedule import REQUEST_OVERHEAD, DecodeSchedule
 SCALE = 0.1352338
 BATCH, LATENT, WIDTH, PAGE = 128, 512, 576, mla.PAGE_SIZE
 OUT_OF_RANGE = 2147480000
-"""The entries of page tables that nothing may follow."""
+"""Entries of page tables that must not be read."""
 LSE = Tolerance(1e-6, 2**-9, 2**-9, "the logarithm of a float32 sum of approximate exponentials")
 ATTENDED = {"out": BFLOAT16, "lse": LSE}
 _EDGES = (0, 1, 63, 64, 65)
@@ -49,7 +49,7 @@ class Decode:
     batch: int = BATCH
     latent: int = LATENT
     edges: bool = False
-    """Whether the first requests have no token, one, and about as many as a page."""
+    """Whether the first requests have no token, one, and about a page."""
     layers: int = 1
     """Of the pool."""
 
@@ -60,7 +60,7 @@ class Decode:
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
-        """Fixed, or normal with a standard deviation of half the mean, as FlashMLA's script draws them."""
+        """Fixed, or normal with a standard deviation of half the mean, as in FlashMLA's script."""
         if not self.variable:
             first = _EDGES if self.edges else ()
             return np.asarray((*first, *(self.length,) * (self.batch - len(first))), np.int32)
@@ -101,13 +101,13 @@ class Decode:
         return lambda *four, schedule=None, layer=0: mla.mla_decode(*four, schedule=schedule, layer=layer, **how)
 
     def schedule(self, lengths: jax.Array, waves: int = 1, request_overhead: int = REQUEST_OVERHEAD) -> DecodeSchedule:
-        """Returns the schedule of the kernel for Hopper, with `waves` blocks per multiprocessor after one another."""
-        taken = multiprocessors.traced().taken * waves
+        """Returns the schedule of the kernel for Hopper, with `waves` consecutive blocks per multiprocessor."""
+        blocks = multiprocessors.traced().taken * waves
         how = {"queries": self.queries, "heads": self.heads, "request_overhead": request_overhead}
-        return mla.decode_schedule(lengths, multiprocessors=taken, **how)
+        return mla.decode_schedule(lengths, multiprocessors=blocks, **how)
 
     def case(self) -> Case:
-        """Returns the check of it."""
+        """Returns its check."""
 
         def call(operands: tuple, i: Any, backend: Backend) -> dict[str, jax.Array]:
             layer = i % self.layers if self.layers > 1 else 0
@@ -138,7 +138,7 @@ class Decode:
         return rows + 2.0 * math.prod(q.shape) + 2.0 * math.prod(q.shape[:3]) * self.latent
 
     def name(self) -> str:
-        """Returns what a row calls it."""
+        """Returns the name of its row."""
         kind = "edges and" if self.edges else "about" if self.variable else ""
         latent = "" if self.latent == LATENT else f", latents of {self.latent}"
         tokens = " ".join(filter(None, (kind, str(self.length))))
@@ -146,7 +146,7 @@ class Decode:
 
 
 def edge_decodes(longest: int = 20000) -> list[Decode]:
-    """Returns head counts and query tokens that fill no block, with lengths around a page."""
+    """Returns head counts and query tokens that do not fill a block, with lengths around a page."""
     kinds = ((16, 1, False), (128, 2, False), (3, 4, False), (127, 1, False), (16, 1, True), (16, 2, True))
     one = functools.partial(Decode, length=longest, batch=6, edges=True)
     plain = [one(heads, queries, fp8=fp8) for heads, queries, fp8 in kinds]
@@ -154,7 +154,7 @@ def edge_decodes(longest: int = 20000) -> list[Decode]:
 
 
 def first_decodes() -> list[Decode]:
-    """Returns the rows of FlashMLA's table that matter most."""
+    """Returns the most relevant rows of FlashMLA's table."""
     lengths = (4096, 8192, 16384, 32768)
     return [*(Decode(h, 1, n) for n in lengths for h in (128, 16)), *(Decode(h, 1, 8192, fp8=True) for h in (128, 16))]
 
@@ -180,7 +180,7 @@ def random_pages(key: jax.Array, count: int, latent: int, *, fp8: bool) -> jax.A
 
 
 def rows_written(table: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Returns how many rows of each page of a layer are a token's."""
+    """Returns the number of written rows of each page of a layer."""
     pages = int((table != OUT_OF_RANGE).sum())
     written = np.zeros(pages, np.int32)
     for ids, length in zip(table, lengths, strict=True):
@@ -190,7 +190,7 @@ def rows_written(table: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def poisoned_tails(pages: jax.Array, written: np.ndarray, latent: int) -> jax.Array:
-    """Returns the pages with NaN behind the first `written` rows of each; bytes of 255 are NaN in all types here."""
+    """Returns the pages with NaN after the first `written` rows of each; bytes of 255 are NaN in all types here."""
     if not is_fp8(pages):
         return jnp.where((jnp.arange(PAGE) < written[:, None])[..., None], pages, jnp.asarray(jnp.nan, pages.dtype))
     order = fp8_page_bytes(latent, pages.shape[2])  # [64, bytes of a row]

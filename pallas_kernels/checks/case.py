@@ -1,6 +1,6 @@
-"""A case of an operation, and what a check of it says.
+"""A case of an operation, and the row of its check.
 
-A check poisons with NaN what must not be read, runs the operation twice, and compares it with the reference.
+A check sets what must not be read to NaN, runs the operation twice, and compares it with the reference.
 """
 
 import dataclasses
@@ -14,21 +14,21 @@ import jax.numpy as jnp
 from pallas_kernels.backend import Backend
 
 NUMBER = 1
-"""Which weight of a stack a check takes: one that has others before it."""
+"""The checked weight of a stack: not the first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """How far a result may be from the reference; both of its limits hold."""
+    """Allowed differences from the reference; all apply."""
 
     diff: float
     """On `|x - y|^2 / (|x|^2 + |y|^2)` of all values together: DeepGEMM's calc_diff."""
     relative: float
-    """A value may differ by this share of itself ..."""
+    """A value may differ by this fraction of itself ..."""
     absolute: float
-    """... and by this share of the root of the mean square of all."""
+    """... plus this fraction of the root mean square of all."""
     reason: str
-    """Why so much."""
+    """The reason."""
 
 
 EXACT = Tolerance(0, 0, 0, "nothing is rounded")
@@ -56,29 +56,29 @@ class Case:
     operands: Callable[[jax.Array], Any]
     """Makes the operands, from a key."""
     call: Callable[..., Any]
-    """(operands, i, backend) -> result, with weight number i of a stack. It is what a benchmark times."""
+    """(operands, i, backend) -> result, with weight number i of a stack. Benchmarks time it."""
     tolerance: Mapping[str, Tolerance]
     """By the names of `counted`."""
     counted: Callable[[Any, Any], Mapping[str, jax.Array]] = lambda operands, result: {"out": result}
-    """(operands, result) -> the arrays to compare; what may hold anything is 0 in them."""
+    """(operands, result) -> the arrays to compare, with 0 for undefined values."""
     poisoned: Callable[[Any, Any], Any] = _as_they_are
-    """(operands, i) -> operands with NaN where call number i must not read."""
+    """(operands, i) -> operands with NaN where call i must not read."""
     exact: Callable[[Any], Any] = widened
     """Operands -> those of the reference."""
     reference: Callable[[Any, Any], Any] | None = None
     """(exact operands, i) -> result; None for `call` with Backend.REFERENCE."""
     flops: float = 0
     bytes: float = 0
-    """Read and written by a call, at the least."""
+    """At least read and written by a call."""
     key: tuple = ()
-    """What a benchmark looks published figures up by."""
+    """Key of published figures in a benchmark."""
     sliced: Callable[..., Any] | None = None
-    """(operands, i) -> result, XLA's product with the slice `stack[i]`; None where that is not timed."""
+    """(operands, i) -> result, XLA's product with the slice `stack[i]`; None if not timed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What a check found."""
+    """The result of a check."""
 
     case: str
     passed: bool
@@ -92,17 +92,17 @@ class Row:
 
 
 class ContextLostError(RuntimeError):
-    """The device answers no more: an error, such as an illegal address, has ended its context."""
+    """An error, such as an illegal address, has ended the device's context."""
 
 
 def check(case: Case, backend: Backend) -> Row:
-    """Returns the row of a case; one that raises is a row that failed.
+    """Returns the row of a case; an exception is a failed row.
 
-    Raises ContextLostError where the device computes nothing any more.
+    Raises ContextLostError if the device's context is lost.
     """
     try:
         return _compared(case, backend)
-    except Exception as error:  # whatever it is, the next case is tried
+    except Exception as error:  # whatever it is, the next case runs
         says = f"raised {type(error).__name__}: {_one_line(error)}"
     try:
         jax.block_until_ready(jnp.zeros(1) + 1)
@@ -112,7 +112,7 @@ def check(case: Case, backend: Backend) -> Row:
 
 
 def expected(case: Case, operands: Any, i: Any) -> Mapping[str, jax.Array]:
-    """Returns what `case` should give, by the reference with float32 products."""
+    """Returns the expected result of `case`, by the reference with float32 products."""
     with jax.default_matmul_precision("highest"):
         exact = case.exact(operands)
         result = case.reference(exact, i) if case.reference else case.call(exact, i, Backend.REFERENCE)
@@ -156,7 +156,7 @@ def _measured(got: jax.Array, wanted: jax.Array, tolerance: Tolerance) -> dict[s
 
 @jax.jit
 def _differences(got: jax.Array, wanted: jax.Array, relative: float, absolute: float) -> dict[str, jax.Array]:
-    """Returns calc_diff, and the largest difference of a value in units of what it may be. Infinities may be equal."""
+    """Returns calc_diff, and the largest difference relative to the tolerance. Infinities may be equal."""
     x, y = got.astype(jnp.float32), wanted.astype(jnp.float32)
     error = jnp.where(x == y, 0, jnp.abs(x - y))
     x, y = (jnp.where(jnp.isinf(v), 0, v) for v in (x, y))

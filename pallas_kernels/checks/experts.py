@@ -1,4 +1,4 @@
-"""Products of rows sorted by expert, and the sorting; NaN in padding, and in every weight that no row has."""
+"""Products of rows sorted by expert, and the sorting; NaN in padding and in unused weights."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ from pallas_kernels.grouped import (
 )
 
 INT4 = jnp.int32
-"""Stands for weights of four bits, by the type of their words."""
+"""INT4 weights, by the type of their words."""
 
 _PRODUCTS: dict[Any, Callable[..., jax.Array]] = {
     jnp.dtype(E4M3): fp8_grouped_gemm_contiguous,
@@ -34,12 +34,12 @@ _PRODUCTS: dict[Any, Callable[..., jax.Array]] = {
     jnp.dtype(INT4): int4_grouped_gemm_contiguous,
 }
 _RAGGED = (5, 0, 1, 17)
-"""Rows of the experts of a small case: one has none, and one not even a tile."""
+"""Rows of the experts of a small case: one has none, one less than a tile."""
 _MOST_RAGGED = (300, 0, 1, 17, 0, 128, 129, 64)
 
 
 def fp8_grouped_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields experts of decode and of prefill, DeepSeek-V3's and those of DeepGEMM's tests, and uneven ones."""
+    """Yields experts of decode and of prefill, of DeepSeek-V3 and DeepGEMM's tests, and uneven ones."""
     if quick:
         yield decode_case(_RAGGED, 16, 192, 256, E4M3, backend, quick=True)
         yield contiguous_case(2, 256, 256, 128, E4M3, quick=True)
@@ -81,7 +81,7 @@ def grouped_cases(backend: Backend, quick: bool) -> Iterator[Case]:
 
 
 def int4_grouped_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields experts with weights of four bits, Kimi-K2's: one for each height of tiles."""
+    """Yields Kimi-K2's INT4 experts: one for each tile height."""
     if quick:
         yield decode_case(_RAGGED, 16, 128, 256, INT4, backend, quick=True)
         yield decode_case((70, 3), 64, 128, 512, INT4, backend, quick=True)
@@ -93,7 +93,7 @@ def int4_grouped_cases(backend: Backend, quick: bool) -> Iterator[Case]:
 
 
 def align_groups_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields rows of few and of many groups, rows without a group, and more rows than there is room for."""
+    """Yields rows of few and of many groups, rows without a group, and more rows than capacity."""
     del backend
     yield align_case(40, 7, 16, None)
     yield align_case(300, 5, 8, 64)
@@ -103,22 +103,22 @@ def align_groups_cases(backend: Backend, quick: bool) -> Iterator[Case]:
 
 
 def choose_experts_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields DeepSeek-V3's choice from the best groups, and one from all; the C++ alone has a form of its own."""
+    """Yields DeepSeek-V3's group-limited top-k, and one without groups; only the C++ has its own implementation."""
     if backend in (Backend.NATIVE, Backend.REFERENCE):
         for rows in (3, 17) if quick else (3, 17, 512):
-            yield _choice_case(rows, 256, 8, (8, 4, 2))
-            yield _choice_case(rows, 64, 6, (1, 1, 1))
+            yield _routing_case(rows, 256, 8, (8, 4, 2))
+            yield _routing_case(rows, 64, 6, (1, 1, 1))
 
 
 def multicast_case(groups: int, rows: int, n: int, k: int, dtype: Any, *, quick: bool = False) -> Case:
-    """Returns the product of prefill whose clusters of two tiles share the weights where both have one group."""
+    """Returns the product of prefill whose clusters of two tiles share weights if both have one group."""
     plan = TilePlan(True, WIDE_TILE_M, 128, cluster=2)
     made = contiguous_case(groups, rows, n, k, dtype, plan, quick=quick)
     return dataclasses.replace(made, name=f"{made.name}, by multicast")
 
 
 def about(rows: int, groups: int) -> tuple[int, ...]:
-    """Returns counts of 0.7 to 1.3 times `rows`, as DeepGEMM's tests have them."""
+    """Returns counts of 0.7 to 1.3 times `rows`, as in DeepGEMM's tests."""
     return tuple((np.random.default_rng(0).uniform(0.7, 1.3, groups) * rows).astype(int).tolist())
 
 
@@ -162,9 +162,9 @@ def contiguous_case(
 def decode_case(
     counts: Sequence[int], rows: int, n: int, k: int, dtype: Any, backend: Backend, *, quick: bool = False
 ) -> Case:
-    """Returns the product of decode: rows sorted by expert, `counts` of each, `rows` expected, room for twice as many.
+    """Returns the product of decode: rows sorted by expert, `counts` of each, `rows` expected, twice the capacity.
 
-    Aligned rows that hold no row are NaN where tiles have them, and not looked at elsewhere.
+    Padding rows are NaN inside tiles, and not compared elsewhere.
     """
     fp8, int4, groups = dtype == E4M3, dtype == INT4, len(counts)
     itemsize = 4.5 / 8 if int4 else jnp.dtype(dtype).itemsize
@@ -212,48 +212,48 @@ def decode_case(
 
 
 def align_case(rows: int, groups: int, tile_m: int, max_rows: int | None) -> Case:
-    """Returns the alignment of random groups, some of them out of range; numpy says what is right."""
+    """Returns the alignment of random groups, some of them out of range; numpy computes the expected result."""
     ids = np.random.default_rng(0).integers(-1, groups + 1, rows, np.int32)
 
     def call(operands: jax.Array, i: Any, backend: Backend) -> dict[str, jax.Array]:
         ids, _ = jax.lax.optimization_barrier((operands, i))
         return align_groups(ids, groups, tile_m, max_rows=max_rows, backend=backend)._asdict()
 
-    room = aligned_rows(min(rows, max_rows or rows), groups, tile_m)
+    capacity = aligned_rows(min(rows, max_rows or rows), groups, tile_m)
 
     def counted(operands: jax.Array, result: dict[str, jax.Array]) -> dict[str, jax.Array]:
         del operands
-        return result | {"aligned_row": jnp.minimum(result["aligned_row"], room)}
+        return result | {"aligned_row": jnp.minimum(result["aligned_row"], capacity)}
 
-    name = f"{rows} rows of {groups} groups, tiles of {tile_m}{', too little room' if room < rows else ''}"
+    name = f"{rows} rows of {groups} groups, tiles of {tile_m}{', over capacity' if capacity < rows else ''}"
     fields = ("source_row", "aligned_row", "tile_group", "counts", "needed")
     return Case(
         name, lambda key: jnp.asarray(ids), call, dict.fromkeys(fields, EXACT), counted=counted,
-        reference=lambda operands, i: _aligned(ids, groups, tile_m, room), bytes=4 * (2 * rows + room),
+        reference=lambda operands, i: _aligned(ids, groups, tile_m, capacity), bytes=4 * (2 * rows + capacity),
     )  # fmt: skip
 
 
-def _aligned(ids: np.ndarray, groups: int, tile_m: int, room: int) -> dict[str, jax.Array]:
-    """Aligns row by row, as the text of `GroupAlignment` has it."""
+def _aligned(ids: np.ndarray, groups: int, tile_m: int, capacity: int) -> dict[str, jax.Array]:
+    """Aligns row by row, by the documentation of `GroupAlignment`."""
     has = (ids >= 0) & (ids < groups)
     counts = np.bincount(ids[has], minlength=groups)
     padded = -(-counts // tile_m) * tile_m
     ends = np.cumsum(padded)
-    source, aligned = np.full(room, len(ids)), np.full(len(ids), room)
+    source, aligned = np.full(capacity, len(ids)), np.full(len(ids), capacity)
     for group in range(groups):
         mine = np.flatnonzero(ids == group)
         place = ends[group] - padded[group] + np.arange(len(mine))
-        aligned[mine] = np.minimum(place, room)
-        source[place[place < room]] = mine[place < room]
-    tiles = np.repeat(np.arange(groups), padded // tile_m)[: room // tile_m]
-    tile_group = np.full(room // tile_m, -1)
+        aligned[mine] = np.minimum(place, capacity)
+        source[place[place < capacity]] = mine[place < capacity]
+    tiles = np.repeat(np.arange(groups), padded // tile_m)[: capacity // tile_m]
+    tile_group = np.full(capacity // tile_m, -1)
     tile_group[: len(tiles)] = tiles
     made = {"source_row": source, "aligned_row": aligned, "tile_group": tile_group, "counts": counts}
     return {name: jnp.asarray(x, jnp.int32) for name, x in (made | {"needed": ends[-1]}).items()}
 
 
-def _choice_case(rows: int, experts: int, best: int, limits: tuple[int, int, int]) -> Case:
-    """Returns the choice of the `best` experts, from `kept` of `groups`, which their `counted` best scores decide."""
+def _routing_case(rows: int, experts: int, topk: int, limits: tuple[int, int, int]) -> Case:
+    """Returns the selection of `topk` experts from `kept` of `groups`, ranked by their `counted` best scores."""
     groups, kept, counted = limits
 
     def operands(key: jax.Array) -> jax.Array:
@@ -264,10 +264,10 @@ def _choice_case(rows: int, experts: int, best: int, limits: tuple[int, int, int
         by_group = scores.reshape(rows, groups, -1)
         strength = jax.lax.top_k(by_group, counted)[0].sum(axis=-1)
         keep = jax.nn.one_hot(jax.lax.top_k(strength, kept)[1], groups, dtype=jnp.bool).any(axis=1)
-        return jax.lax.top_k(jnp.where(keep[..., None], by_group, -jnp.inf).reshape(rows, experts), best)[1]
+        return jax.lax.top_k(jnp.where(keep[..., None], by_group, -jnp.inf).reshape(rows, experts), topk)[1]
 
     def call(scores: jax.Array, i: Any, backend: Backend) -> jax.Array:
-        return native.choose_experts(scores, best, *limits) if backend is Backend.NATIVE else reference(scores, i)
+        return native.choose_experts(scores, topk, *limits) if backend is Backend.NATIVE else reference(scores, i)
 
-    name = f"{best} of {experts} for {rows} tokens" + (f", in {kept} of {groups} groups" if groups > 1 else "")
+    name = f"{topk} of {experts} for {rows} tokens" + (f", in {kept} of {groups} groups" if groups > 1 else "")
     return Case(name, operands, call, {"out": EXACT})

@@ -1,6 +1,6 @@
-"""The public operations by name: which backends have kernels of their own for each, and its cases.
+"""The public operations by name: the backends with kernels for each, and its cases.
 
-Parts of Hopper's kernels are here by themselves: multicast within clusters, and the joining of split requests.
+Parts of Hopper's kernels have checks of their own: multicast within clusters, and combining split requests.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ class CheckedOperation:
     """A public operation.
 
     Attributes:
-      kernels: the backends that have code of their own for it. The others take the reference's.
-      cases: (backend, quick) -> its cases; quick ones are two small shapes, the others those of models and ragged ones.
+      kernels: the backends with kernels. The others use the reference.
+      cases: (backend, quick) -> its cases; two small shapes if quick, else models' and ragged ones.
     """
 
     kernels: frozenset[Backend]
@@ -41,7 +41,7 @@ _CPU, _HOPPER = frozenset({_NATIVE}), frozenset({_MOSAIC})
 
 
 def multicast_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields products and attention in clusters of two blocks, each of which fetches half for both."""
+    """Yields products and attention in clusters of two blocks that share loads."""
     if backend is not Backend.MOSAIC:
         return
     m, n, k = (300, 512, 512) if quick else (4096, 4096, 7168)
@@ -53,7 +53,7 @@ def multicast_cases(backend: Backend, quick: bool) -> Iterator[Case]:
 
 
 def combine_splits_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields requests that are cut into many parts, into two, and not at all."""
+    """Yields requests that are split into many parts, into two, and not at all."""
     if backend is not Backend.MOSAIC:
         return
     yield combine_case((0, 300, 1, 64, 700), 7, 16)
@@ -64,7 +64,7 @@ def combine_splits_cases(backend: Backend, quick: bool) -> Iterator[Case]:
 
 
 def combine_case(lengths: tuple[int, ...], parts: int, rows: int) -> Case:
-    """Returns the joining of random pieces; numpy knows which belong to which request."""
+    """Returns the combination of random pieces; numpy computes the expected result."""
     visible = np.asarray(lengths, np.int32)
 
     def operands(key: jax.Array) -> dict[str, Any]:
@@ -91,9 +91,9 @@ def combine_case(lengths: tuple[int, ...], parts: int, rows: int) -> Case:
 def joined(
     out: jax.Array, lse: jax.Array, partial_out: jax.Array, partial_lse: jax.Array, schedule: DecodeSchedule
 ) -> dict[str, jax.Array]:
-    """Does what `combine_splits` does, for whole arrays: a request is split where its pages lie in two parts or more.
+    """Computes `combine_splits` for whole arrays: a request is split if its pages lie in two or more parts.
 
-    `lse` of a piece is a logarithm to base 2. The first piece of a part has an even place, all others odd ones.
+    `lse` of a piece is a logarithm to base 2. The first piece of a part has an even index, all others odd ones.
     """
     cuts, parts = schedule.cuts, len(schedule.cuts) - 1
     (group, page), (next_group, next_page) = cuts[:-1].T, cuts[1:].T
@@ -120,11 +120,11 @@ OPERATIONS = {
     "mla_prefill": CheckedOperation(_EVERYWHERE, prefill.mla_prefill_cases),
     "mla_prefill_context": CheckedOperation(_EVERYWHERE, prefill.mla_prefill_context_cases),
     "mla_prefill_spans": CheckedOperation(_GPUS, prefill.mla_prefill_spans_cases),
-    "mla_prefill_chosen": CheckedOperation(_GPUS, prefill.mla_prefill_chosen_cases),
+    "mla_prefill_topk": CheckedOperation(_GPUS, prefill.mla_prefill_topk_cases),
     "write_pages": CheckedOperation(_GPUS, prefill.write_pages_cases),
     "index_scores": CheckedOperation(_GPUS, sparse.index_scores_cases),
-    "choose": CheckedOperation(_GPUS, sparse.choose_cases),
-    "attend_chosen": CheckedOperation(_EVERYWHERE, sparse.attend_chosen_cases),
+    "topk_indices": CheckedOperation(_GPUS, sparse.topk_indices_cases),
+    "attend_topk": CheckedOperation(_EVERYWHERE, sparse.attend_topk_cases),
     "fp8_gemm": CheckedOperation(_EVERYWHERE, products.fp8_gemm_cases),
     "quantize_1x128": CheckedOperation(_EVERYWHERE, rows.quantize_cases),
     "swiglu_quantize": CheckedOperation(_EVERYWHERE, rows.swiglu_quantize_cases),
@@ -145,15 +145,15 @@ OPERATIONS = {
     "multicast": CheckedOperation(_HOPPER, multicast_cases),
     "combine_splits": CheckedOperation(_HOPPER, combine_splits_cases),
 }
-"""The last two are parts of Hopper's products and attention, which a report names apart."""
+"""The last two are parts of Hopper's products and attention."""
 
 _PARTS = ("multicast", "combine_splits")
 
 
 def names(backend: Backend | None = None) -> list[str]:
-    """Returns the names of all operations, or of those public ones that `backend` has kernels for.
+    """Returns the names of all operations, or of the public ones that `backend` has kernels for.
 
-    The quick checks of these reach their parts, too.
+    The quick checks of these cover their parts.
     """
     if backend is None:
         return list(OPERATIONS)

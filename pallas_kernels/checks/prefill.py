@@ -1,4 +1,4 @@
-"""Attention of new tokens, and the cache's writes: ragged batches, NaN in padding, page tails and keys of nobody."""
+"""Attention of new tokens, and the cache's writes: ragged batches, NaN in padding, page tails and unused keys."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ CONTEXTS = ((4096, 1, 16384), (4096, 32, 4096), (128, 1, 32768))
 
 
 def mla_prefill_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields FlashMLA's prompts, uneven ones with padding behind them, and keys in two parts."""
+    """Yields FlashMLA's prompts, uneven ones with padding, and keys in two parts."""
     del backend
     if quick:
         yield Prefill((70, 0, 1, 129), 220, heads=2).case()
@@ -71,19 +71,19 @@ def mla_prefill_spans_cases(backend: Backend, quick: bool) -> Iterator[Case]:
     yield Prefill((1, 1000, 129, 64), 1300, (32768, 0, 77, 4096), heads=16).spans_case()
 
 
-def mla_prefill_chosen_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields queries to chosen keys of their own requests."""
+def mla_prefill_topk_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields queries to top-k keys of their own requests."""
     del backend
     if quick:
-        yield Prefill((70, 1, 5), 80, (100, 0, 128), heads=2).chosen_case(best=20)
-        yield Prefill((130,), 130, (0,), heads=1).chosen_case(best=64)
+        yield Prefill((70, 1, 5), 80, (100, 0, 128), heads=2).topk_case(topk=20)
+        yield Prefill((130,), 130, (0,), heads=1).topk_case(topk=64)
         return
-    yield Prefill.even(4096, 1, 8192, heads=16).chosen_case(best=2048)
-    yield Prefill((1, 1000, 129, 64), 1300, (8192, 0, 77, 4096), heads=128).chosen_case(best=2048)
+    yield Prefill.even(4096, 1, 8192, heads=16).topk_case(topk=2048)
+    yield Prefill((1, 1000, 129, 64), 1300, (8192, 0, 77, 4096), heads=128).topk_case(topk=2048)
 
 
 def write_pages_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields rows all over the pool, some of which go nowhere."""
+    """Yields rows all over the pool, some of them dropped."""
     del backend
     for tokens in (5, 70) if quick else (1, 128, 4096):
         yield write_case(tokens, 2 if quick else 4096)
@@ -111,7 +111,7 @@ class Prefill:
 
     @property
     def live(self) -> int:
-        """Rows that are no padding."""
+        """Rows without padding."""
         return sum(self.lengths)
 
     def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -154,7 +154,7 @@ class Prefill:
         return jax.eval_shape(functools.partial(self.context_arrays, fp8=fp8), jax.random.key(0))
 
     def context_arrays(self, key: jax.Array, *, fp8: bool = False) -> tuple[jax.Array, ...]:
-        """Returns random queries and pages, and where they are."""
+        """Returns random queries and pages, page table and lengths."""
         (q,) = self._random(key, (self.tokens, self.heads, WIDTH))
         contexts = np.asarray(self.contexts, np.int32)
         places = page_table(contexts, self.pages), contexts, self.cu_lengths
@@ -170,7 +170,7 @@ class Prefill:
         return functools.partial(mla.mla_prefill_context, scale=SCALE, pages_per_layer=self.pages, backend=backend)
 
     def context_case(self, *, fp8: bool = False) -> Case:
-        """Returns the check of attention of new tokens to cached ones in absorbed form; NaN behind each context."""
+        """Returns the check of attention of new tokens to cached ones in absorbed form; NaN after each context."""
         contexts = np.asarray(self.contexts, np.int32)
 
         def call(operands: tuple, i: Any, backend: Backend) -> dict[str, jax.Array]:
@@ -193,7 +193,7 @@ class Prefill:
         return [-(-total // _TILE) * _TILE for total in totals]
 
     def spans(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the first key of each query, and the one behind its last."""
+        """Returns the first key of each query, and the one after its last."""
         starts, ends = np.zeros((2, self.tokens), np.int32)
         first, row = 0, 0
         for length, context, stride in zip(self.lengths, self.contexts, self.strides, strict=True):
@@ -203,13 +203,13 @@ class Prefill:
         return starts, ends
 
     def _keyed(self, key: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns q, k, v and shared_key, with a tile of keys behind all spans."""
+        """Returns q, k, v and shared_key, with a tile of keys after all spans."""
         K = sum(self.strides) + _TILE
         widths = (self.heads, _OWN), (self.heads, _VALUES), (_SHARED,)
         return self._random(key, (self.tokens, self.heads, _OWN + _SHARED), *((K, *width) for width in widths))
 
     def spans_case(self) -> Case:
-        """Returns the check of attention to spans of keys; keys of tiles that are in no span are NaN."""
+        """Returns the check of attention to spans of keys; keys of tiles outside of all spans are NaN."""
 
         def operands(key: jax.Array) -> tuple[jax.Array, ...]:
             return (*self._keyed(key), *map(jnp.asarray, self.spans()))
@@ -225,25 +225,25 @@ class Prefill:
 
         return self._case(call, operands, poisoned, *self._work())
 
-    def chosen_case(self, best: int) -> Case:
-        """Returns the check of attention to `best` random keys of each query's span."""
+    def topk_case(self, topk: int) -> Case:
+        """Returns the check of attention to `topk` random keys of each query's span."""
         starts, ends = self.spans()
 
         def operands(key: jax.Array) -> tuple[jax.Array, ...]:
             seen = jnp.asarray(ends - starts)[:, None]
-            places = jnp.arange(best)
-            # Every n-th key from a random one on: no key twice, none beyond the span.
-            step = jnp.maximum(seen // best, 1)
+            places = jnp.arange(topk)
+            # Every n-th key from a random one on: distinct, inside the span.
+            step = jnp.maximum(seen // topk, 1)
             keys = places * step + jax.random.randint(key, (self.tokens, 1), 0, 1 << 20) % step
-            bits = mla.chosen_bits(jnp.asarray(starts)[:, None] + keys, keys < seen, sum(self.strides) + _TILE)
+            bits = mla.topk_bitmask(jnp.asarray(starts)[:, None] + keys, keys < seen, sum(self.strides) + _TILE)
             return (*self._keyed(key), bits, jnp.asarray(starts), jnp.asarray(ends))
 
         def call(operands: tuple, i: Any, backend: Backend) -> dict[str, jax.Array]:
-            q, k, v, shared, *chosen = operands
+            q, k, v, shared, *mask = operands
             how = {"scale": SCALE, "shared_key": shared, "backend": backend}
-            return {"out": mla.mla_prefill_chosen(q, k, v, *chosen, **how)}
+            return {"out": mla.mla_prefill_topk(q, k, v, *mask, **how)}
 
-        made = self._case(call, operands, lambda operands, i: operands, *self._work(), f"{best} chosen")
+        made = self._case(call, operands, lambda operands, i: operands, *self._work(), f"top {topk}")
         return dataclasses.replace(made, tolerance={"out": BFLOAT16})
 
     def _work(self) -> tuple[float, float]:
@@ -267,7 +267,7 @@ class Prefill:
         )
 
     def name(self) -> str:
-        """Returns what a row calls it."""
+        """Returns the name of its row."""
         prompts = len(self.lengths)
         even = len(set(self.lengths)) == 1
         shape = f"in {prompts}" if even else "in " + ", ".join(map(str, self.lengths))
@@ -279,7 +279,7 @@ class Prefill:
 
 
 def write_case(tokens: int, pages: int, *, fp8: bool = False) -> Case:
-    """Returns the write of rows at random places of a layer; a few have no place, and are NaN."""
+    """Returns the write of rows at random places of a layer; a few are dropped, and are NaN."""
     rng = np.random.default_rng(0)
     ids, offsets = divmod(rng.permutation(pages * PAGE)[:tokens].astype(np.int32), PAGE)
     ids[3::7], offsets[4::11] = -1, PAGE

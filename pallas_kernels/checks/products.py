@@ -20,11 +20,11 @@ from pallas_kernels.gemm.plan import TALL_TILE_M, TALL_TILE_N, WIDE_TILE_M, Tile
 from pallas_kernels.grouped import trained_gemm_contiguous
 
 _COMPARED_TOKENS = (64, 128)
-"""Decode batches at which a product with one layer of a stack stands next to XLA's."""
+"""Decode batches at which a product with one layer of a stack is compared with XLA's."""
 
 
 def fp8_gemm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields DeepSeek-V3's products, and rows and columns that fill no tile; on Hopper small ones by multicast, too."""
+    """Yields DeepSeek-V3's products, and rows and columns that fill no tile; on Hopper also small ones by multicast."""
     if quick:
         yield dense_case(3, 192, 256, quick=True)
         yield dense_case(130, 320, 96, quick=True)
@@ -39,7 +39,7 @@ def fp8_gemm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
 
 
 def multicast_cases(m: int, n: int, k: int, *, quick: bool = False) -> Iterator[Case]:
-    """Yields a product under plans of Hopper's kernels whose clusters of two blocks fetch something for each other."""
+    """Yields a product under plans of Hopper's kernels whose clusters of two blocks share loads."""
     for shared, plan in (
         ("activations", TilePlan(True, WIDE_TILE_M, 128, cluster=2)),
         ("weights", TilePlan(True, WIDE_TILE_M, 128, cluster=2, shares_weights=True)),
@@ -63,7 +63,7 @@ def layer_gemm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
 
 
 def plain_gemm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields products with a weight that is in no stack."""
+    """Yields products with a weight outside of a stack."""
     del backend
     for m, n, k in ((3, 16, 128), (33, 72, 264)) if quick else ((64, 129280, 7168), (1000, 2112, 7168)):
         yield unstacked_case(m, n, k)
@@ -84,7 +84,7 @@ def head_gemm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
 
 
 def dense_case(m: int, n: int, k: int, plan: TilePlan | None = None, *, quick: bool = False) -> Case:
-    """Returns the product of `fp8_gemm`, under a plan of Hopper's kernels where there is one."""
+    """Returns the product of `fp8_gemm`, under a plan of Hopper's kernels if given."""
     layers = arrays.stack(n * k, quick)
 
     def operands(key: jax.Array) -> dict[str, Any]:
@@ -110,12 +110,12 @@ def head_case(
 ) -> Case:
     """Returns the product of queries of `width` channels a head to latents (`transposed`), or of latents to values.
 
-    With `carried` columns of queries stand behind it as they are; XLA has no such product to compare.
+    With `carried`, columns of queries are appended to it; XLA has no such product to compare.
     """
     n, k = (latent, width) if transposed else (width, latent)
-    behind = f", {carried} carried" if carried else ""
+    suffix = f", {carried} carried" if carried else ""
     made = _layer_case(
-        f"{'k_up' if transposed else 'v_up'}, {heads} heads, {m} x {n} x {k}{behind}",
+        f"{'k_up' if transposed else 'v_up'}, {heads} heads, {m} x {n} x {k}{suffix}",
         "mhk,hkn->mhn" if transposed else "mhk,hnk->mhn",
         ((m, heads, k + carried), (heads, width, latent), jax.ShapeDtypeStruct((m, heads, n + carried), jnp.bfloat16)),
         functools.partial(head_gemm, transposed=transposed, carried=carried),
@@ -193,7 +193,7 @@ def trained_gemm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
 
 
 def trained_gemm_contiguous_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields experts, one of which has no row, with their gradients; tiles without a group are not looked at."""
+    """Yields experts, one without rows, with their gradients; tiles without a group are not compared."""
     del backend
     for tiles, n, k in (
         (((1, 0, 2), 128, 256),) if quick else (((8, 0, 24, 1), 4096, 7168), ((8, 0, 24, 1), 7168, 2048))

@@ -1,4 +1,4 @@
-"""Quantization of rows, and what is done to rows between their products."""
+"""Quantization of rows, and operations on rows between products."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ def quantize_cases(backend: Backend, quick: bool) -> Iterator[Case]:
 
 
 def swiglu_quantize_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields rows between an expert's products, some of which do not matter."""
+    """Yields rows between an expert's products, some of them undefined."""
     del backend
     if quick:
         yield quantize_case(4, 128, gated=True)
@@ -43,7 +43,7 @@ def swiglu_quantize_cases(backend: Backend, quick: bool) -> Iterator[Case]:
 
 
 def quantize_case(m: int, channels: int, *, gated: bool, ue8m0: bool = False, used: int | None = None) -> Case:
-    """Returns the quantization of one buffer: where it fits the L2 cache (at 4096 rows) the rate is the cache's.
+    """Returns the quantization of one buffer; if it fits the L2 cache (4096 rows) the rate is the cache's.
 
     Rows from `used` on are NaN.
     """
@@ -52,7 +52,7 @@ def quantize_case(m: int, channels: int, *, gated: bool, ue8m0: bool = False, us
     counts = np.arange(m) < (m if used is None else used)
 
     def call(operands: jax.Array, i: Any, backend: Backend) -> tuple[jax.Array, jax.Array]:
-        x, _ = jax.lax.optimization_barrier((operands, i))  # or a loop of calls would compute it once
+        x, _ = jax.lax.optimization_barrier((operands, i))  # else a loop of calls would compute it once
         some = {} if used is None else {"used_rows": jnp.int32(used)}
         return quantize(x, backend=backend, **some)
 
@@ -76,11 +76,11 @@ def quantize_case(m: int, channels: int, *, gated: bool, ue8m0: bool = False, us
 def rms_norm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
     """Yields the norm of the hidden state, and of the first part of wider rows."""
     del backend
-    for m, width, behind in ((3, 96, 0), (17, 64, 32)) if quick else ((64, 7168, 0), (4096, 7168, 0), (1000, 512, 64)):
+    for m, width, extra in ((3, 96, 0), (17, 64, 32)) if quick else ((64, 7168, 0), (4096, 7168, 0), (1000, 512, 64)):
         yield _row_case(
-            f"{m} x {width}{f' of {width + behind}' if behind else ''}",
+            f"{m} x {width}{f' of {width + extra}' if extra else ''}",
             lambda x, w, i, backend: rows.rms_norm(x, w, i, _EPSILON, backend=backend),
-            (m, width + behind),
+            (m, width + extra),
             width,
         )
 
@@ -140,6 +140,6 @@ def _row_case(name: str, function: Callable[..., jax.Array], shape: tuple[int, .
 
 
 def _angles(m: int, turned: int) -> tuple[jax.Array, jax.Array]:
-    """Returns cosines and sines of `m` positions, as the rotation of keys has them."""
+    """Returns cosines and sines of `m` positions, as for the rotation of keys."""
     angles = jnp.arange(m)[:, None] * 10000.0 ** (-jnp.arange(0, turned, 2) / turned)
     return jnp.cos(angles), jnp.sin(angles)

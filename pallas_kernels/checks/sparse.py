@@ -1,4 +1,4 @@
-"""Sparse attention: scores of index keys, the choice of tokens, attention to the chosen ones."""
+"""Sparse attention: scores of index keys, top-k selection, attention to the selected tokens."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -28,27 +28,27 @@ _FP8_SCORES = Tolerance(1e-4, 2**-7, 2**-5, "tensor cores keep some 14 bits of a
 
 
 def index_scores_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields queries that see nothing, less and more than a page, with keys of both types."""
+    """Yields queries with no visible tokens, less and more than a page, with keys of both types."""
     del backend
     yield from (index.scores_case() for index in _indexes(quick))
 
 
-def choose_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields choices among whole numbers, many of which are equal, and among scores of FP8 keys."""
+def topk_indices_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields selections among integers with many ties, and among scores of FP8 keys."""
     del backend
     for index in _indexes(quick):
-        yield index.choice_case(64 if quick else 2048)
+        yield index.topk_case(64 if quick else 2048)
 
 
-def attend_chosen_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields queries with more and with less than their chosen tokens, on pages of both types."""
+def attend_topk_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields queries with more and fewer than top-k tokens, on pages of both types."""
     del backend
     for fp8 in (False, True):
         if quick:
-            yield chosen_case((0, 1, 64, 65, 200), 64, heads=16, fp8=fp8)
+            yield attend_case((0, 1, 64, 65, 200), 64, heads=16, fp8=fp8)
         else:
-            yield chosen_case((0, 1, 2047, 2049, 8192, *(32768,) * 59), 2048, heads=128, fp8=fp8)
-            yield chosen_case((100, 2048, 163840), 2048, heads=16, fp8=fp8)
+            yield attend_case((0, 1, 2047, 2049, 8192, *(32768,) * 59), 2048, heads=128, fp8=fp8)
+            yield attend_case((100, 2048, 163840), 2048, heads=16, fp8=fp8)
 
 
 def _indexes(quick: bool) -> list["Index"]:
@@ -60,7 +60,7 @@ def _indexes(quick: bool) -> list["Index"]:
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """Index queries, each of a request of its own, of which it sees all tokens."""
+    """Index queries, one per request, which see all of its tokens."""
 
     lengths: tuple[int, ...]
     heads: int
@@ -73,7 +73,7 @@ class Index:
         return sum(-(-length // PAGE) for length in self.lengths)
 
     def _operands(self, key: jax.Array, *, whole: bool) -> dict[str, jax.Array]:
-        """Returns random arrays; with `whole` small whole numbers, whose scores are exact in whatever order."""
+        """Returns random arrays; with `whole` small integers, whose scores are exact in any order."""
         q_key, k_key, w_key = jax.random.split(key, 3)
         T, count = len(self.lengths), _LAYERS * self.pages
         shapes = (q_key, (T, self.heads, self.width)), (k_key, (count * PAGE, self.width)), (w_key, (T, self.heads))
@@ -87,13 +87,13 @@ class Index:
         return {"q": q, "weights": weights.astype(jnp.float32), "pool": pool} | jax.tree.map(jnp.asarray, where)
 
     def _poisoned(self, operands: dict[str, jax.Array], i: Any) -> dict[str, jax.Array]:
-        """Returns the operands with NaN in what no query sees, and in other layers."""
+        """Returns the operands with NaN in invisible tokens, and in other layers."""
         written, lengths = np.zeros(_LAYERS * self.pages, np.int32), np.asarray(self.lengths, np.int32)
         first = NUMBER % _LAYERS * self.pages
         written[first : first + self.pages] = rows_written(page_table(lengths, self.pages), lengths)
         pool = operands["pool"]
         if self.fp8:
-            # A key that is NaN, for each row that nobody has written: places in a page are the layout's.
+            # NaN keys for unwritten rows, at the positions of the page's layout.
             places = jnp.arange(written.size * PAGE, dtype=jnp.int32)
             ids = jnp.where(places % PAGE >= jnp.asarray(written)[places // PAGE], places // PAGE, -1)
             bad = jnp.full((written.size * PAGE, self.width), jnp.nan, jnp.bfloat16)
@@ -101,13 +101,13 @@ class Index:
             return operands | {"pool": dsa.write_keys(pool, bad, ids, places % PAGE, **how)}
         return operands | {"pool": poisoned_tails(pool, written, self.width)}
 
-    def _call(self, operands: dict[str, jax.Array], i: Any, backend: Backend, best: int | None = None) -> jax.Array:
+    def _call(self, operands: dict[str, jax.Array], i: Any, backend: Backend, topk: int | None = None) -> jax.Array:
         where: dict[str, Any] = {"first_page": i % _LAYERS * self.pages, "backend": backend}
         arrays_ = (operands[name] for name in ("q", "weights", "pool", "page_table", "visible"))
-        return dsa.index_scores(*arrays_, **where) if best is None else dsa.choose(*arrays_, best=best, **where)
+        return dsa.index_scores(*arrays_, **where) if topk is None else dsa.topk_indices(*arrays_, topk=topk, **where)
 
     def scores_case(self) -> Case:
-        """Returns the check of the scores; those of tokens that a query does not see are minus infinity."""
+        """Returns the check of the scores; those of invisible tokens are minus infinity."""
         width = PAGE * int(np.max(-(-np.asarray(self.lengths) // PAGE)))
         row = self.width + 4 if self.fp8 else 2 * self.width
         return Case(
@@ -123,25 +123,25 @@ class Index:
             key=("float8_e4m3fn" if self.fp8 else "bfloat16",),
         )
 
-    def choice_case(self, best: int) -> Case:
-        """Returns the check of the choice: the very tokens, or with FP8 keys tokens of as high scores."""
+    def topk_case(self, topk: int) -> Case:
+        """Returns the check of the selection: the same tokens, or with FP8 keys tokens with equally high scores."""
 
-        def counted(operands: dict[str, jax.Array], chosen: jax.Array) -> dict[str, jax.Array]:
+        def counted(operands: dict[str, jax.Array], indices: jax.Array) -> dict[str, jax.Array]:
             visible = operands["visible"][:, None]
-            held = jnp.where(chosen < visible, chosen, visible)
+            valid = jnp.where(indices < visible, indices, visible)
             if not self.fp8:
-                return {"tokens": held}
+                return {"tokens": valid}
             with jax.default_matmul_precision("highest"):
                 scores = self._call(operands, jnp.int32(NUMBER), Backend.REFERENCE)
             at = jnp.pad(scores, ((0, 0), (0, 1)), constant_values=-jnp.inf)
-            taken = jnp.where(held < visible, jnp.take_along_axis(at, held, axis=1), -jnp.inf)
-            rising = (jnp.diff(held, axis=1) > 0) | (held[:, 1:] == visible)
-            return {"scores": jnp.sort(taken, axis=1), "rising": rising.all(axis=1)}
+            selected = jnp.where(valid < visible, jnp.take_along_axis(at, valid, axis=1), -jnp.inf)
+            rising = (jnp.diff(valid, axis=1) > 0) | (valid[:, 1:] == visible)
+            return {"scores": jnp.sort(selected, axis=1), "rising": rising.all(axis=1)}
 
         return Case(
-            f"{best} best, {self._name()}",
+            f"top {topk}, {self._name()}",
             lambda key: self._operands(key, whole=not self.fp8),
-            lambda operands, i, backend: self._call(operands, i, backend, best),
+            lambda operands, i, backend: self._call(operands, i, backend, topk),
             {"scores": _FP8_SCORES, "rising": EXACT} if self.fp8 else {"tokens": EXACT},
             counted=counted,
             poisoned=self._poisoned,
@@ -158,12 +158,12 @@ def _whole(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jax.random.randint(key, shape, -2, 3).astype(jnp.bfloat16)
 
 
-def chosen_case(lengths: tuple[int, ...], best: int, *, heads: int, fp8: bool) -> Case:
-    """Returns absorbed attention of one query per request to `best` tokens, or to all where it has fewer."""
+def attend_case(lengths: tuple[int, ...], topk: int, *, heads: int, fp8: bool) -> Case:
+    """Returns absorbed attention of one query per request to `topk` tokens, or to all where it has fewer."""
     seen, pages = np.asarray(lengths, np.int32), sum(-(-length // PAGE) for length in lengths)
-    counts, table = np.minimum(seen, best), page_table(seen, pages)
+    counts, table = np.minimum(seen, topk), page_table(seen, pages)
     rng = np.random.default_rng(0)
-    positions = np.full((len(lengths), dsa.chosen_width(best)), seen.max(), np.int32)
+    positions = np.full((len(lengths), dsa.topk_width(topk)), seen.max(), np.int32)
     for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
         positions[row, :count] = np.sort(rng.choice(length, count, replace=False)) if count else ()
 
@@ -179,11 +179,11 @@ def chosen_case(lengths: tuple[int, ...], best: int, *, heads: int, fp8: bool) -
 
     def call(operands: tuple, i: Any, backend: Backend) -> jax.Array:
         how: dict[str, Any] = {"scale": SCALE, "value_width": LATENT, "backend": backend}
-        return dsa.attend_chosen(*operands, first_page=pages + 0 * i, **how)
+        return dsa.attend_topk(*operands, first_page=pages + 0 * i, **how)
 
     seen_name = ", ".join(map(str, dict.fromkeys(lengths)))
     return Case(
-        f"{best} of {seen_name} tokens, {len(lengths)} queries, {heads} heads{', FP8 pages' if fp8 else ''}",
+        f"{topk} of {seen_name} tokens, {len(lengths)} queries, {heads} heads{', FP8 pages' if fp8 else ''}",
         operands,
         call,
         {"out": BFLOAT16},

@@ -1,21 +1,20 @@
-"""Sparse attention over a paged cache (DeepSeek-V3.2): index keys, scores, the best tokens, attention to these."""
+"""Sparse attention over a paged cache (DeepSeek-V3.2): index keys, scores, top-k selection, attention to the result."""
 
-from pallas_kernels.dsa.attend import BYTES_AT_ONCE, attend_chosen, chosen_width, rows_at_once
+from pallas_kernels.dsa.attend import BYTES_AT_ONCE, attend_topk, rows_at_once, topk_width
 from pallas_kernels.dsa.keys import key_row, write_keys
-from pallas_kernels.dsa.scores import index_scores, scores_unsupported
-from pallas_kernels.dsa.select import choose, select_best
+from pallas_kernels.dsa.topk import index_scores, scores_unsupported, select_topk, topk_indices
 from pallas_kernels.dsa.triton_ops import usable as has_kernels
 
 __all__ = [
     "BYTES_AT_ONCE",
-    "attend_chosen",
-    "choose",
-    "chosen_width",
+    "attend_topk",
     "has_kernels",
     "index_scores",
     "key_row",
     "rows_at_once",
     "scores_unsupported",
-    "select_best",
+    "select_topk",
+    "topk_indices",
+    "topk_width",
     "write_keys",
 ]

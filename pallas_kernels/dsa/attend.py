@@ -1,4 +1,4 @@
-"""Attention to chosen tokens: their rows are copied side by side, as pages that decode attention takes."""
+"""Attention to the top-k tokens: their rows are copied into contiguous pages for decode attention."""
 
 import jax
 import jax.numpy as jnp
@@ -10,25 +10,25 @@ from pallas_kernels.dsa import triton_ops
 from pallas_kernels.mla.layout import FP8_TILE, PAGE_SIZE, fp8_page_bytes, fp8_pages_of_rows, fp8_tiles, is_fp8
 
 BYTES_AT_ONCE = 2**28
-"""What the scores of a group of queries may take, and so may the rows that are copied for it."""
+"""The most bytes of a group of queries' scores, and of the rows copied for it."""
 
 
-def chosen_width(best: int) -> int:
-    """Returns the rows that a query gets for its `best` tokens: whole pages."""
-    return -(-best // PAGE_SIZE) * PAGE_SIZE
+def topk_width(topk: int) -> int:
+    """Returns the copied rows of a query for its `topk` tokens: whole pages."""
+    return -(-topk // PAGE_SIZE) * PAGE_SIZE
 
 
 def rows_at_once(pages: jax.Array, page_table: jax.Array, copies: int) -> int:
-    """Returns how many queries are worked on at once, at least 1: their scores and copied rows stay within 256 MiB.
+    """Returns the queries of a group, at least 1: their scores and copied rows stay within 256 MiB.
 
-    `copies` is how many rows of latents are copied for a query, 0 where its attention is masked.
+    `copies` are the rows of latents that are copied per query, 0 if its attention is masked.
     """
     scores = 4 * PAGE_SIZE * page_table.shape[1]
-    copied = chosen_width(copies) * pages.shape[2] * pages.dtype.itemsize
+    copied = topk_width(copies) * pages.shape[2] * pages.dtype.itemsize
     return max(1, BYTES_AT_ONCE // max(scores, copied))
 
 
-def attend_chosen(
+def attend_topk(
     q: jax.Array,
     pages: jax.Array,
     page_table: jax.Array,
@@ -40,14 +40,14 @@ def attend_chosen(
     value_width: int,
     backend: Backend | None = None,
 ) -> jax.Array:
-    """Computes absorbed latent attention of each query to tokens of its own.
+    """Computes absorbed latent attention of each query to its own top-k tokens.
 
     Args:
       q: `[T, H, R + P]`, as one query of `mla_decode`.
       pages: the page pool of latents, as in `mla_decode`.
       page_table: `[T, Mp]` int32, pages of each query's request.
-      positions: `[T, Kt]` int32, the chosen tokens, Kt a multiple of 64.
-      counts: `[T]` int32, how many of them count, from the first on.
+      positions: `[T, Kt]` int32, the top-k tokens, Kt a multiple of 64.
+      counts: `[T]` int32, how many of them are valid, from the first on.
       scale, value_width, backend: as in `mla_decode`.
       first_page: the layer's first page in the pool.
 
@@ -58,7 +58,7 @@ def attend_chosen(
       ValueError: a shape, dtype or page size does not fit.
     """
     T, Kt = positions.shape
-    backend = with_fallback("attend_chosen", backend)
+    backend = with_fallback("attend_topk", backend)
     chosen, arrays = resolve_backend(requested=backend), (pages, page_table, positions)
     if triton_ops.usable(chosen) and triton_ops.copy_unsupported(pages, value_width) is None:
         compact = triton_ops.copy_rows(*arrays, counts, first_page, value_width, chosen)

@@ -4,9 +4,9 @@ Keys are in the type of the latents, or FP8: `Y` e4m3 values and a float32 scale
 128. An FP8 page has values first, 32 columns of its 64 tokens after the other, and then scales. Its 8,448 bytes are 33
 times 256: TMA can fetch swizzled tiles of 8 rows and 32 columns, and no larger ones.
 
-FP8 keys are turned before they are rounded, by a Hadamard matrix over the root of Y, and so are the queries that meet
-them: no product changes, but a large value is spread over all, so that rounding costs less. Queries are rounded as keys
-are, so that tensor cores multiply e4m3 with e4m3 (DeepSeek's inference code).
+FP8 keys, and their queries, are rotated by an orthonormal Hadamard matrix before rounding: products stay, and large
+values are spread over all channels, which reduces the error of rounding. Queries are rounded like keys, so that tensor
+cores multiply e4m3 with e4m3 (as in DeepSeek's inference code).
 """
 
 import functools
@@ -59,12 +59,12 @@ def write_keys(
     targets = jnp.where(page_ids >= 0, layer * pages_per_layer + page_ids, DROPPED)
     if is_fp8(pool):
         width = keys.shape[-1]
-        return write_bytes(pool, pack_fp8(_turned(keys), width), targets, offsets, _fp8_page_bytes(width))
+        return write_bytes(pool, pack_fp8(_rotated(keys), width), targets, offsets, _fp8_page_bytes(width))
     return write_rows(pool, keys.astype(pool.dtype), targets, offsets)
 
 
 def check_keys(pool: jax.Array, width: int) -> None:
-    """Raises ValueError where the rows of `pool` are no keys of this width."""
+    """Raises ValueError unless the rows of `pool` are keys of this width."""
     expected = key_row(width, None if is_fp8(pool) else pool.dtype)[0]
     if pool.ndim != 3 or pool.shape[1:] != (PAGE_SIZE, expected):
         raise ValueError(
@@ -73,17 +73,17 @@ def check_keys(pool: jax.Array, width: int) -> None:
 
 
 def queries_for(pool: jax.Array, q: jax.Array) -> jax.Array:
-    """Returns the index queries `[..., Y]` as they meet the keys of `pool`: turned and rounded where the keys are."""
-    return unpack_fp8(pack_fp8(_turned(q), q.shape[-1]), q.shape[-1], q.dtype) if is_fp8(pool) else q
+    """Returns the index queries `[..., Y]` for the keys of `pool`: rotated and rounded if those are."""
+    return unpack_fp8(pack_fp8(_rotated(q), q.shape[-1]), q.shape[-1], q.dtype) if is_fp8(pool) else q
 
 
 def fp8_queries(q: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns e4m3 queries for FP8 keys, and the heads' `weights` `[T, Hi]` times the queries' scales.
 
-    Queries are `[T, Y / chunk * Hi, chunk]`, cut as keys are in their pages. Y is at most 128: a query has one scale.
+    Queries are `[T, Y / chunk * Hi, chunk]`, in the chunks of the pages. Y is at most 128: a query has one scale.
     """
     T, heads, width = q.shape
-    packed, chunk = pack_fp8(_turned(q), width), fp8_chunk(width)
+    packed, chunk = pack_fp8(_rotated(q), width), fp8_chunk(width)
     scales = lax.bitcast_convert_type(packed[..., width:], jnp.float32)
     values = lax.bitcast_convert_type(packed[..., :width], E4M3).reshape(T, heads, -1, chunk)
     return values.swapaxes(1, 2).reshape(T, -1, chunk), weights * scales
@@ -99,13 +99,13 @@ def fp8_views(pool: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
 
 
 def fp8_chunk(width: int) -> int:
-    """Returns the columns of keys that lie side by side in an FP8 page."""
+    """Returns the columns of a chunk of an FP8 page."""
     return 32 if width % 32 == 0 else width
 
 
 @functools.cache
 def _fp8_page_bytes(width: int) -> np.ndarray:
-    """Returns where in its page each byte of an FP8 row lies, `[64, W]`: chunks of columns, then scales."""
+    """Returns the position in its page of each byte of an FP8 row, `[64, W]`: chunks of columns, then scales."""
     row_bytes = fp8_row_bytes(width, 0)
     values = np.arange(PAGE_SIZE * width).reshape(-1, PAGE_SIZE, fp8_chunk(width)).swapaxes(0, 1)
     scales = np.arange(PAGE_SIZE * width, PAGE_SIZE * row_bytes).reshape(-1, PAGE_SIZE, 4).swapaxes(0, 1)
@@ -113,7 +113,7 @@ def _fp8_page_bytes(width: int) -> np.ndarray:
 
 
 def keys_of_pages(pool: jax.Array, ids: jax.Array, width: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Returns the keys `[..., 64, Y]` in `dtype` on pages `ids` `[...]` of the pool; ids out of range give any keys."""
+    """Returns the keys `[..., 64, Y]` in `dtype` on pages `ids` `[...]` of the pool; undefined for ids out of range."""
     rows = pool.at[ids].get(mode="clip")
     if is_fp8(pool):
         flat = rows.reshape(*rows.shape[:-2], rows.shape[-2] * rows.shape[-1])
@@ -121,8 +121,8 @@ def keys_of_pages(pool: jax.Array, ids: jax.Array, width: int, dtype: jax.typing
     return rows.astype(dtype)
 
 
-def _turned(x: jax.Array) -> jax.Array:
-    """Multiplies the last axis of x by the Hadamard matrix, where its width has one that doubling makes."""
+def _rotated(x: jax.Array) -> jax.Array:
+    """Multiplies the last axis of x by the Hadamard matrix if its width is a power of two; else returns x."""
     width = x.shape[-1]
     if width & (width - 1):
         return x

@@ -1,12 +1,11 @@
 """Index scores for Hopper: the kernel behind `index_scores`, for keys of 16 bits and for FP8 keys.
 
-A thread block of one warpgroup takes one query and up to `PAGES` pages of its request. The tensor core multiplies a
-page's 64 keys with the query's heads, so that a head is a column: its weight is a factor on the column, and the sum
-over heads stays within a row. Pages come by TMA through a ring of `STAGES`. Blocks beyond what a query sees end at
-once.
+A thread block of one warpgroup scores one query against up to `PAGES` pages of its request. The tensor core multiplies
+a page's 64 keys with the query's heads, so that a head is a column: its weight scales the column, and the sum over
+heads is along a row. Pages come by TMA through a ring of `STAGES`. Blocks past a query's visible tokens end at once.
 
-FP8 keys are multiplied as they lie, with queries of e4m3: a key's scale is a factor on its sum, a query's is one of its
-weight. So nothing is converted, and a page is 8,448 bytes in place of 16,384.
+FP8 keys are multiplied with e4m3 queries, unconverted: a key's scale multiplies its sum, a query's scale its weight. A
+page is 8,448 bytes in place of 16,384.
 """
 
 import dataclasses
@@ -20,9 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.dsa.keys import fp8_views
-from pallas_kernels.lazily import plgpu
 from pallas_kernels.mla.layout import PAGE_SIZE, is_fp8
-from pallas_kernels.mosaic import row_layout, swizzle_transforms
+from pallas_kernels.mosaic import plgpu, row_layout, swizzle_transforms
 
 PAGES = 32
 """Pages of a thread block."""
@@ -56,7 +54,7 @@ def index_scores_mosaic(
     first_page: jax.Array | int,
     interpret: Any = None,
 ) -> jax.Array:
-    """See `raw_scores`; FP8 pages take what `fp8_queries` gives. Scores beyond a query's last page are not written."""
+    """See `raw_scores`; FP8 pages need `fp8_queries`. Scores past a query's last page are not written."""
     T, heads, columns, fp8 = len(q), weights.shape[1], page_table.shape[1], is_fp8(pool)
     chunks, width = q.shape[1] // heads, q.shape[2]  # keys of 16 bits are one chunk
     tiled = swizzle_transforms(q.dtype, width)
@@ -105,7 +103,7 @@ def _body(q, weights, pool, table, visible, first_page, out, **smem):
 
 
 def _load(work: _ScoreWork, index) -> None:
-    """Fetches page `index` of the block's into its stage, which nobody reads any more."""
+    """Fetches the block's page `index` into its stage, which is free."""
     stage = lax.rem(index, jnp.int32(STAGES))
     page = work.first_page[0] + work.table[work.row, work.begin + index]
     full = work.smem.keys_full.at[stage]
@@ -139,7 +137,7 @@ def _score(work: _ScoreWork, out, factors, index) -> None:
 
 
 def unsupported(q: Any, pool: Any) -> str | None:
-    """Returns why the kernel cannot take these arrays (or their shapes and types), or None where it can."""
+    """Returns why the kernel does not support these arrays (or their shapes and types), or None if it does."""
     heads, width = q.shape[-2:]
     if is_fp8(pool):
         return None if width == 128 and heads % 8 == 0 else f"{heads} heads of {width} on FP8 keys are not 8n of 128"

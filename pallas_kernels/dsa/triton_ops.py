@@ -1,29 +1,37 @@
-"""The choice and the copies of sparse attention on Triton kernels, on Hopper too: Mosaic has no gather of rows.
+"""Sparse attention on Triton kernels: scores, top-k selection and copies of rows.
 
-Triton compares and scans within a block of threads, and reads rows by pointer. Both kernels are for any GPU of
-`gpus.KINDS`; programs on Mosaic kernels start them for Hopper.
+Hopper uses selection and copies too: Mosaic can neither gather rows nor scan within a thread block.
 """
 
 import contextlib
 import functools
 import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels import gpus
-from pallas_kernels.backend import Backend, BackendUnavailableError
+from pallas_kernels.backend import Backend, BackendUnavailableError, traced_gpu
+from pallas_kernels.dsa.keys import fp8_chunk
 from pallas_kernels.mla.layout import FP8_TILE, PAGE_SIZE, fp8_tiles, is_fp8
 from pallas_kernels.triton import call
+from pallas_kernels.triton.tiles import power_of_two
 
 _log = logging.getLogger(__name__)
 _HOPPER = gpus.by_number(90)
-_SELECT_BLOCK, _SELECT_WARPS = 4096, 16  # one program per row has a multiprocessor for itself: many loads at once
+_SELECT_BLOCK, _SELECT_WARPS = 4096, 16  # one program per row and multiprocessor: many loads in flight
 _COPY_WARPS = 4
+SCORE_PAGES = 32
+"""Pages of a program: 2,048 tokens."""
+
+_HALF_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+_SCORE_WARPS, _SCORE_STAGES = 4, 3
 
 
 def usable(backend: Backend) -> bool:
-    """Returns whether programs of this backend start these kernels; without jax-triton it says once that not."""
+    """Returns whether programs of this backend use these kernels; logs once if jax-triton is missing."""
     if backend not in (Backend.MOSAIC, Backend.TRITON):
         return False
     try:
@@ -34,21 +42,73 @@ def usable(backend: Backend) -> bool:
     return True
 
 
-def select_best(scores: jax.Array, visible: jax.Array, best: int, backend: Backend) -> jax.Array:
-    """See `select.select_best`; scores beyond `visible` may hold anything."""
+def index_scores_triton(
+    q: jax.Array,
+    weights: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    visible: jax.Array,
+    *,
+    first_page: jax.Array | int,
+) -> jax.Array:
+    """See `topk.raw_scores`; FP8 pages need the results of `keys.fp8_queries`."""
+    (T, heads), columns, fp8 = weights.shape, page_table.shape[1], is_fp8(pool)
+    width = q.size // (T * heads)
+    (scores,) = call.start(
+        "sparse.scores",
+        (
+            lax.bitcast_convert_type(q, jnp.uint8) if fp8 else q,
+            weights,
+            pool,
+            page_table,
+            visible,
+            jnp.asarray(first_page, jnp.int32).reshape(1),
+        ),
+        (jax.ShapeDtypeStruct((T, columns * PAGE_SIZE), jnp.float32),),
+        grid=(T, -(-columns // SCORE_PAGES)),
+        warps=_SCORE_WARPS,
+        stages=_SCORE_STAGES,
+        HEADS=heads,
+        WIDTH=width,
+        CHUNK=fp8_chunk(width) if fp8 else width,
+        PAGE=PAGE_SIZE,
+        PAGE_ITEMS=PAGE_SIZE * pool.shape[2],
+        TABLE_WIDTH=columns,
+        FP8=fp8,
+        NATIVE=fp8 and traced_gpu().fp8,
+        BLOCK_H=power_of_two(heads),
+        PAGES=SCORE_PAGES,
+    )
+    return scores
+
+
+def scores_unsupported(q: Any, pool: Any) -> str | None:
+    """Returns why the kernel does not support these arrays (or their shapes and types), or None if it does."""
+    heads, width = q.shape[-2:]
+    if width & (width - 1) or not 16 <= width <= 128 or heads > 128:
+        return f"{heads} heads of {width} are more than 128, or no power of two from 16 to 128 wide"
+    if is_fp8(pool):
+        return None if width >= 32 else f"FP8 keys of {width} are narrower than what a tensor core multiplies, 32"
+    if q.dtype not in _HALF_TYPES or pool.dtype != q.dtype:
+        return f"queries of {q.dtype} and index keys of {pool.dtype} are not of one type of 16 bits"
+    return None
+
+
+def select_topk(scores: jax.Array, visible: jax.Array, topk: int, backend: Backend) -> jax.Array:
+    """See `topk.select_topk`; scores past `visible` may hold anything."""
     T, N = scores.shape
     with _traced_for(backend):
-        (chosen,) = call.start(
+        (indices,) = call.start(
             "sparse.select",
             (scores, visible),
-            (jax.ShapeDtypeStruct((T, best), jnp.int32),),
+            (jax.ShapeDtypeStruct((T, topk), jnp.int32),),
             grid=(T,),
             warps=_SELECT_WARPS,
             N=N,
-            BEST=best,
+            TOPK=topk,
             BLOCK=_SELECT_BLOCK,
         )
-    return chosen
+    return indices
 
 
 def copy_rows(
@@ -60,9 +120,9 @@ def copy_rows(
     value_width: int,
     backend: Backend,
 ) -> jax.Array:
-    """Returns pages `[T * Kt / 64, 64, W]` with the rows at the first `counts` positions; other rows hold anything.
+    """Returns pages `[T * Kt / 64, 64, W]` with the rows at the first `counts` positions; other rows are undefined.
 
-    The arguments are those of `attend.attend_chosen`.
+    The arguments are those of `attend.attend_topk`.
     """
     (T, Kt), width = positions.shape, pages.shape[2]
     with _traced_for(backend):
@@ -73,7 +133,7 @@ def copy_rows(
             grid=(T, Kt // PAGE_SIZE),
             warps=_COPY_WARPS,
             TABLE_WIDTH=page_table.shape[1],
-            CHOSEN=Kt,
+            TOPK=Kt,
             PAGE=PAGE_SIZE,
             WIDTH=width,
             **_parts(width, value_width if is_fp8(pages) else None),
@@ -82,7 +142,7 @@ def copy_rows(
 
 
 def _parts(width: int, fp8_values: int | None) -> dict[str, int]:
-    """Returns how a page is cut into columns of a power of two: rows of a float page, or the parts of an FP8 page."""
+    """Returns how a page divides into columns of a power of two: rows of a float page, or the parts of an FP8 page."""
     if fp8_values is None:
         chunk = min(64, width & -width)
         return {"CHUNKS": width // chunk, "CHUNK": chunk, "STRIDE": width, "NEXT": chunk, "TILES": 0, "ROPE": 0}
@@ -92,7 +152,7 @@ def _parts(width: int, fp8_values: int | None) -> dict[str, int]:
 
 
 def copy_unsupported(pages: jax.Array, value_width: int) -> str | None:
-    """Returns why `copy_rows` cannot take these pages, or None where it can."""
+    """Returns why `copy_rows` does not support these pages, or None if it does."""
     if not is_fp8(pages):
         return None
     tile, rope = min(FP8_TILE, value_width), pages.shape[2] - value_width - 4 * fp8_tiles(value_width)
@@ -107,4 +167,4 @@ def _traced_for(backend: Backend) -> contextlib.AbstractContextManager:
 
 @functools.cache
 def _log_missing(reason: str) -> None:
-    _log.warning("sparse attention: jax.numpy chooses and copies, because %s", reason)
+    _log.warning("sparse attention: jax.numpy selects and copies, because %s", reason)

@@ -7,8 +7,8 @@ from jax import lax
 from pallas_kernels import native
 from pallas_kernels.backend import Backend, resolve_backend, with_fallback
 from pallas_kernels.fp8 import reference
+from pallas_kernels.gemm import KERNELS
 from pallas_kernels.gemm.checks import check_operands
-from pallas_kernels.gemm.choice import KERNELS
 
 
 def fp8_gemm(
@@ -27,10 +27,10 @@ def fp8_gemm(
       a: [M, K] e4m3 activations, and a_scale: [ceil(K/128), M] float32, both from `quantize_1x128`.
       b: [N, K] e4m3 weights, or a stack [L, N, K] with `layer`.
       b_scale: [ceil(N/128), ceil(K/128)] float32, or [L, ceil(N/128), ceil(K/128)]: `weight_scale_inv`.
-      layer: which weight of the stack, a Python or traced integer. XLA copies a weight that a scan slices by its
-        counter, every iteration; the kernel addresses it in place.
+      layer: which weight of the stack, a Python or traced integer. XLA would copy the weight
+        that a scan slices, every iteration; the kernel addresses it in place.
       out_dtype: bfloat16 or float32.
-      backend: implementation; None chooses by device.
+      backend: implementation; None selects by device.
 
     Returns:
       [M, N] in `out_dtype`.

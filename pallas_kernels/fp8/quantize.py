@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels import native
 from pallas_kernels.backend import Backend, resolve_backend, with_fallback
 from pallas_kernels.float8 import AMAX_FLOOR, BLOCK, E4M3, E4M3_MAX
-from pallas_kernels.fp8 import quantize_kernel, triton_quantize
+from pallas_kernels.fp8 import mosaic_quantize, triton_quantize
 
 
 def quantize_1x128(x: jax.Array, *, ue8m0: bool = False, backend: Backend | None = None) -> tuple[jax.Array, jax.Array]:
@@ -19,12 +19,12 @@ def quantize_1x128(x: jax.Array, *, ue8m0: bool = False, backend: Backend | None
     Args:
       x: [..., M, K] floating point. A last block of fewer than 128 channels has a scale of its own.
       ue8m0: round scales up to powers of two (DeepSeek-V3.1's `scale_fmt`).
-      backend: implementation; None chooses by device. The kernel needs bfloat16 or float32 and K in multiples of 16;
+      backend: implementation; None selects by device. The kernel needs bfloat16 or float32 and K in multiples of 16;
         other inputs take the reference on every device.
 
     Returns:
-      values [..., M, K] e4m3 and scales [..., ceil(K/128), M] float32. The scales are M-major, as DeepGEMM has them
-      on Hopper, because the GEMM then loads one contiguous run of them per 128 of K. The scales of chosen rows are
+      values [..., M, K] e4m3 and scales [..., ceil(K/128), M] float32. The scales are M-major, as in DeepGEMM on
+      Hopper, because the GEMM then loads one contiguous run of them per 128 of K. The scales of selected rows are
       `scale[..., rows]`.
 
     Raises:
@@ -42,7 +42,7 @@ def quantize_128x128(
     Args:
       w: [..., N, K] floating point; blocks at the lower and right edges may be partial.
       ue8m0: round scales up to powers of two.
-      backend: implementation; None chooses by device.
+      backend: implementation; None selects by device.
 
     Returns:
       values [..., N, K] e4m3 and scales [..., ceil(N/128), ceil(K/128)] float32, which is `weight_scale_inv` of a
@@ -83,7 +83,7 @@ def swiglu_quantize(
     Args:
       gate_up: [..., M, 2I]; the first I channels are the gate.
       ue8m0, backend: as `quantize_1x128`.
-      used_rows: int32 scalar on the device, or None for M. Rows from there on do not matter; the kernel skips them.
+      used_rows: int32 scalar on the device, or None for M. Later rows are undefined; the kernel skips them.
 
     Returns:
       values [..., M, I] e4m3 and scales [..., ceil(I/128), M] float32, as `quantize_1x128`.
@@ -105,8 +105,8 @@ def _quantize_rows(x, used_rows, *, gated: bool, ue8m0: bool, backend: Backend |
     chosen, grouped = resolve_backend(requested=backend), x.reshape(-1, *x.shape[-2:])
     if chosen is Backend.TRITON and x.size:
         return _ungrouped(x, *triton_quantize.quantize_rows(grouped, used_rows, gated=gated, power_of_two=ue8m0))
-    if chosen is Backend.MOSAIC and quantize_kernel.supports(x, 2 if gated else 1):
-        made = quantize_kernel.quantize_rows(grouped, used_rows, gated=gated, scale_of=scale_of, finish=_to_e4m3)
+    if chosen is Backend.MOSAIC and mosaic_quantize.supports(x, 2 if gated else 1):
+        made = mosaic_quantize.quantize_rows(grouped, used_rows, gated=gated, scale_of=scale_of, finish=_to_e4m3)
         return _ungrouped(x, *made)
     x = x.astype(jnp.float32)
     if gated:

@@ -1,4 +1,4 @@
-"""The block-scaled product in jax.numpy: oracle of the kernels and the path of every device that is not Hopper."""
+"""The block-scaled product in jax.numpy: oracle of the kernels, and the path of devices without them."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jax import lax
 from pallas_kernels.float8 import BLOCK
 
 _MIN_ROWS = 8
-"""Rows are padded to this many: XLA:CPU multiplies bfloat16 natively from here on, and takes longer for one row."""
+"""Rows are padded to this many: XLA:CPU multiplies bfloat16 natively from here on, and is slower for one row."""
 
 
 def scaled_matmul(a: jax.Array, a_scale: jax.Array, b: jax.Array, b_scale: jax.Array) -> jax.Array:

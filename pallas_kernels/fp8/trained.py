@@ -1,12 +1,12 @@
-"""`trained_gemm`: a linear layer of training whose three products are of e4m3 values.
+"""`trained_gemm`: a linear layer of training, with three products of e4m3 operands (DeepSeek-V3 report, section 3.3).
 
     y  = x w^T     x in tiles of 1 x 128, w in blocks of 128 x 128
     dx = dy w      dy in tiles of 1 x 128, the same blocks of w
     dw = dy^T x    both in tiles of 128 x 1: 128 tokens of one channel
 
-The first two are `fp8_gemm`, which has a kernel on every GPU. No kernel of ours takes a scale per row of both operands,
-as the third has them. There the e4m3 values are multiplied as bfloat16, which holds them exactly: the same numbers, at
-the rate of bfloat16.
+The first two are `fp8_gemm`, which has a kernel on every GPU. No kernel here supports a scale per row of both operands,
+which the third has. There the e4m3 values are multiplied in bfloat16, at its rate: scales are powers of two, so that is
+exact.
 """
 
 import functools
@@ -16,19 +16,57 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backend import Backend, with_fallback
+from pallas_kernels.float8 import BLOCK
 from pallas_kernels.fp8.gemm import fp8_gemm
-from pallas_kernels.fp8.tiles import activation_tiles, along_tokens, dequantized, transposed, weight_blocks
+from pallas_kernels.fp8.quantize import quantize_1x128, quantize_128x128
+
+Quantized = tuple[jax.Array, jax.Array]
+"""e4m3 values and their float32 scales."""
+
+
+def activation_tiles(x: jax.Array, backend: Backend | None) -> Quantized:
+    """Returns x `[T, C]` in tiles of one token by 128 channels: values `[T, C]`, scales `[ceil(C/128), T]`."""
+    return quantize_1x128(x, ue8m0=True, backend=backend)
+
+
+def weight_blocks(w: jax.Array, backend: Backend | None) -> Quantized:
+    """Returns w `[..., N, K]` in blocks of 128 by 128: values, and scales `[..., ceil(N/128), ceil(K/128)]`."""
+    return quantize_128x128(w, backend=backend)
+
+
+def transposed(blocks: Quantized) -> Quantized:
+    """Transposes blocks `[..., N, K]` to `[..., K, N]`: values and scales stay."""
+    values, scale = blocks
+    return jnp.swapaxes(values, -1, -2), jnp.swapaxes(scale, -1, -2)
+
+
+def along_tokens(x: jax.Array, backend: Backend | None) -> jax.Array:
+    """Returns x `[T, C]` rounded to e4m3 in tiles of 128 tokens by one channel, exact in bfloat16.
+
+    The last tile may have fewer tokens.
+    """
+    return dequantized(quantize_1x128(x.T, ue8m0=True, backend=backend)).T
+
+
+def dequantized(tiles: Quantized) -> jax.Array:
+    """Returns the values of tiles with power-of-two scales, bfloat16 `[M, K]`, exactly.
+
+    `tiles` are values `[M, K]` and scales `[ceil(K/128), M]`.
+    """
+    values, scale = tiles
+    columns = jnp.repeat(scale.T, BLOCK, axis=1, total_repeat_length=scale.shape[0] * BLOCK)
+    return (values.astype(jnp.float32) * columns[:, : values.shape[1]]).astype(jnp.bfloat16)
 
 
 def trained_gemm(x: jax.Array, w: jax.Array, *, backend: Backend | None = None) -> jax.Array:
-    """Returns `x @ w.T` of e4m3 values, with gradients that are products of e4m3 values too; all sums are float32.
+    """Returns `x @ w.T` of e4m3 values, with gradients of e4m3 values too; all sums are float32.
 
-    What the gradient keeps of x are its e4m3 tiles, one byte per value. They are cut anew along the tokens there.
+    The gradient saves x as e4m3 tiles, one byte per value. They are requantized along the tokens there.
 
     Args:
       x: [T, K] bfloat16 or float32.
       w: [N, K] bfloat16 or float32, not quantized: the gradient is that of these values.
-      backend: implementation; None chooses by device.
+      backend: implementation; None selects by device.
 
     Returns:
       [T, N] in x's dtype. The gradients have the dtypes of x and w.
@@ -44,8 +82,8 @@ def trained_gemm(x: jax.Array, w: jax.Array, *, backend: Backend | None = None) 
 
 def check_trained(name: str, x: jax.Array, w: jax.Array) -> None:
     """Raises ValueError unless x and w are bfloat16 or float32."""
-    taken = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
-    if x.dtype not in taken or w.dtype not in taken:
+    supported = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+    if x.dtype not in supported or w.dtype not in supported:
         raise ValueError(f"{name}: x and w must be bfloat16 or float32, got {x.dtype} and {w.dtype}")
 
 

@@ -1,4 +1,4 @@
-"""Quantization on the Triton kernel, beside `quantize_kernel.py`."""
+"""Quantization on the Triton kernel, beside `mosaic_quantize.py`."""
 
 import jax
 import jax.numpy as jnp

@@ -15,11 +15,11 @@ PLAIN_DTYPES = (*KERNEL_DTYPES, jnp.dtype(jnp.float32))
 
 
 def plain_backend(name: str, dtype: jax.typing.DTypeLike, rows: int, requested: Backend | None) -> Backend:
-    """Returns the backend of product `name` of `rows` rows without scales, the reference where there is no kernel.
+    """Returns the backend of product `name` of `rows` rows without scales, the reference if there is no kernel.
 
-    MOSAIC and TRITON have none for float32. NATIVE has none for float16 and for many rows.
+    MOSAIC and TRITON have none for float32; NATIVE none for float16 and for many rows.
 
-    Raises ValueError where MOSAIC or TRITON is requested for a type that has no kernel.
+    Raises ValueError if MOSAIC or TRITON is requested for an unsupported type.
     """
     if requested in (Backend.MOSAIC, Backend.TRITON) and jnp.dtype(dtype) not in KERNEL_DTYPES:
         kernel = requested.value.capitalize()

@@ -1,4 +1,4 @@
-"""Starts a kernel: checks what TMA needs, picks the plan, and brings operands into the kernels' common form."""
+"""Starts a kernel: checks TMA's constraints, selects the plan, and reshapes operands to the kernels' common form."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from pallas_kernels.gemm.wide import WideKernel
 from pallas_kernels.mosaic import TILE_ROWS, pad_to_tiles
 
 _SCALES_PER_LOAD = 4
-"""TMA wants strides in multiples of 16 bytes: the scales' rows are padded to four float32."""
+"""TMA needs strides in multiples of 16 bytes: rows of scales are padded to four float32."""
 _SPLIT_TILE_COLUMNS = 32
 """Tokens of a swizzled tile of a split product, which is float32 and transposed."""
 
@@ -26,14 +26,14 @@ def dense(
 ) -> jax.Array:
     """Multiplies a [M, K] with b[layer] of [L, N, K] on Hopper. Operands are checked; scales are None for 16 bits.
 
-    `num_sms` None takes the multiprocessors that the program takes; so in the other products.
+    `num_sms` defaults to the program's multiprocessors; so in the other products.
     """
     num_sms = num_sms or multiprocessors.traced().taken
     (m, k), n = a.shape, b.shape[1]
     _check_strides("dense gemm", n, k, a.dtype)
     float32 = jnp.dtype(out_dtype) == jnp.float32
     wanted = plan or plan_dense(m, n, k, a.dtype.itemsize, float32=float32, num_sms=num_sms)
-    # A narrow tile leaves as float32 only untransposed, which is the form of a split product.
+    # A narrow tile is stored as float32 only untransposed, as in a split product.
     split = not wanted.wide and (wanted.splits > 1 or float32)
     padded_m = _padded_rows(m, split)
     out = ((wanted.splits, n, padded_m), jnp.float32) if split else ((1, padded_m, n), out_dtype)
@@ -64,7 +64,7 @@ def contiguous(
 def heads(x, w, first_group, transposed: bool, *, carried: int = 0, num_sms: int | None = None) -> jax.Array:
     """Multiplies each head of x [M, H, K] with its w [G, N, K], or transposed [G, K, N], on Hopper.
 
-    With `carried` x has as many columns more, which are copied behind the product, in place.
+    With `carried` x has that many more columns, which are appended to the product, in place.
     """
     (m, h, width), n = x.shape, w.shape[2 if transposed else 1]
     k = width - carried
@@ -121,7 +121,7 @@ def _offset(group_offset) -> jax.Array:
 
 
 def _padded_rows(m: int, split: bool) -> int:
-    """Rounds rows of a result up: TMA stores to whole swizzled tiles, or to less than one."""
+    """Rounds rows of a result up: TMA stores whole swizzled tiles, or less than one."""
     tile = _SPLIT_TILE_COLUMNS if split else TILE_ROWS
     return _round_up(m, _SCALES_PER_LOAD if m < tile else tile)
 

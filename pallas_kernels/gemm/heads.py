@@ -1,7 +1,7 @@
-"""The kernel for products of one weight per head: tokens stay the outer axis, as attention has them on both sides.
+"""The kernel for products of one weight per head: tokens stay the outer axis, as in attention.
 
-With few tokens reading the weights is the limit: 128 heads of DeepSeek-V3 are 17 MB, of which every multiprocessor
-streams a like share through its ring. So no tile has fewer than 64 rows, whatever the tensor core does on padding.
+With few tokens it is bound by reading the weights: 128 heads of DeepSeek-V3 are 17 MB, of which every multiprocessor
+streams an equal share through its ring. So tiles have at least 64 rows, although the tensor core then computes padding.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.gemm.kernel import WG_ROWS, GemmKernel, Refs
 from pallas_kernels.gemm.schedule import Tile
-from pallas_kernels.lazily import plgpu
+from pallas_kernels.mosaic import plgpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,7 @@ class HeadKernel(GemmKernel):
     """[M, G, K] x [Gw, N, K] -> [M, G, N] bfloat16; the two warpgroups share a tile's 128 rows, or its columns.
 
     Attributes:
-      transposed: weights are [Gw, K, N]; the tensor core takes either order of bfloat16.
+      transposed: weights are [Gw, K, N]; the tensor core supports either order of bfloat16.
     """
 
     transposed: bool = False

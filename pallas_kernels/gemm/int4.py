@@ -1,9 +1,9 @@
-"""The INT4 kernel: weights become bfloat16 in registers, as the left operand of the tensor core; activations stay.
+"""The INT4 kernel: weights are dequantized to bfloat16 in registers, as the left operand of the tensor core.
 
 It is the narrow kernel with other weights: 128 rows of them times 8 to 128 tokens. A stage holds 256 of K. The same
-four bits of its 32 words per row are 32 columns of one scale group (`pallas_kernels.int4`), so a warpgroup takes
-them out of the registers that hold the words, scales them per row, and multiplies: eight times per stage. While the
-tensor core works on one group the next is taken out.
+four bits of its 32 words per row are 32 columns of one scale group (`pallas_kernels.int4`), so a warpgroup extracts
+them from the registers with the words, scales them per row, and multiplies: eight times per stage. The next group is
+extracted while the tensor core multiplies.
 """
 
 import dataclasses
@@ -19,22 +19,21 @@ from pallas_kernels.gemm.narrow import NarrowKernel
 from pallas_kernels.gemm.plan import NARROW_TILE_N, NARROW_TILES_M
 from pallas_kernels.gemm.schedule import Contiguous, Tile
 from pallas_kernels.int4 import GROUP, RUN, VALUES_PER_WORD
-from pallas_kernels.lazily import plgpu
-from pallas_kernels.mosaic import SMEM_BYTES, row_layout, swizzle_transforms
+from pallas_kernels.mosaic import SMEM_BYTES, plgpu, row_layout, swizzle_transforms
 
 _WEIGHT_BYTES = NARROW_TILE_N * (RUN // 2 + 2 * VALUES_PER_WORD)
 """Words and scales of a stage."""
 
-# Shift of a word, and the place that group j then has among its four bits: 2, 3 or 4 (see `group_values`).
+# Shift of a word, and the nibble of group j after it: 2, 3 or 4 (see `group_values`).
 _PLACES = ((8, 2), (8, 3), (0, 2), (0, 3), (0, 4), (-12, 2), (-12, 3), (-12, 4))
 
 
 def group_values(words: jax.Array, group: int) -> jax.Array:
     """Returns the values of a scale group, -8 to 7, as float32, from the words of its run: int32 of any shape.
 
-    No integer is converted. Four bits at place p of a float32's mantissa, under the exponent of 2 ** (23 - 4 p), are
-    2 ** (23 - 4 p) plus their number. Places 2 to 4 are whole numbers below the exponent, so that two shifts serve
-    five of the eight groups, and three need none.
+    No integer is converted. Nibble p of a float32's mantissa, with the exponent of 2 ** (23 - 4 p), gives
+    2 ** (23 - 4 p) plus its number. Nibbles 2 to 4 are whole numbers below the exponent, so that two shifts serve five
+    of the eight groups, and three groups need none.
     """
     shift, place = _PLACES[group]
     if shift:
@@ -88,7 +87,7 @@ class Int4Kernel(NarrowKernel):
         return scale, refs.w_scale_s.at[stage]
 
     def multiply(self, refs: Refs, warpgroup, tile: Tile, done) -> list[jax.Array]:
-        """Sums over K in the tensor core's accumulator; a stage is released when the next one has begun."""
+        """Sums over K in the tensor core's accumulator; a stage is released after the next one has begun."""
         rows = pl.ds(warpgroup * WG_ROWS, WG_ROWS)
 
         def accumulate(acc):
@@ -97,7 +96,7 @@ class Int4Kernel(NarrowKernel):
                 plgpu.barrier_wait(refs.full.at[stage])
                 words = plgpu.load(refs.w_s.at[stage, rows], layout=plgpu.Layout.WGMMA)
                 scales = [self.load_scale(refs, stage, rows, group) for group in range(VALUES_PER_WORD)]
-                plgpu.commit_smem()  # all threads have their words: once the activations are used the stage is free
+                plgpu.commit_smem()  # all threads have read their words: after the activations the stage is free
                 for group, scale in enumerate(scales):
                     weights = group_values(words, group).astype(self.dtype)
                     weights = weights * lax.broadcast_in_dim(scale, weights.shape, [0])
@@ -131,7 +130,7 @@ def int4_contiguous(
 ) -> jax.Array:
     """Multiplies aligned rows x [A, K] with their tiles' INT4 weights on Hopper; operands are checked.
 
-    Raises ValueError for a tile height that no kernel has, and N that is no multiple of 8.
+    Raises ValueError for an unsupported tile height, or N that is no multiple of 8.
     """
     (m, k), n = x.shape, w.shape[1]
     if tile_m not in NARROW_TILES_M or n % 8:

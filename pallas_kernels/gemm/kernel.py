@@ -1,9 +1,9 @@
 """The base of the kernels: a ring of shared-memory stages, its producer, and the sums over K.
 
 A block has two consumer warpgroups and one producer that keeps the ring full by TMA. FP8 partial sums of 128 of K are
-scaled and added in float32 registers, because the tensor core's own accumulator keeps only some 14 bits (section 3.3.2
-of the DeepSeek-V3 report). While one warpgroup does that the other multiplies. Operands without scales accumulate over
-all of K in the tensor core.
+scaled and added in float32 registers, because the tensor core's accumulator keeps only some 14 bits (section 3.3.2 of
+the DeepSeek-V3 report). Meanwhile the other warpgroup multiplies. Operands without scales accumulate over all of K in
+the tensor core.
 """
 
 import abc
@@ -20,19 +20,18 @@ from jax.experimental import pallas as pl
 from pallas_kernels import bodies
 from pallas_kernels.float8 import BLOCK, E4M3
 from pallas_kernels.gemm.schedule import Tile, TileSchedule
-from pallas_kernels.lazily import plgpu
-from pallas_kernels.mosaic import SMEM_BYTES, swizzle_transforms, whole_tile
+from pallas_kernels.mosaic import SMEM_BYTES, plgpu, swizzle_transforms, whole_tile
 
 WG_ROWS = 64
 """Rows of a warpgroup's matrix product."""
 TMA_ALIGNMENT = 128
-"""Shared-memory addresses of TMA copies are multiples of this; neither Mosaic nor its interpreter checks it."""
+"""Shared-memory addresses of TMA copies are multiples of this; neither Mosaic nor its interpreter checks this."""
 _STAGE_BYTES_K = 128
 """Bytes of K in a stage: the widest swizzle, and one scale block of FP8."""
 """Bytes of a row of a tile, the widest first."""
 _MAX_STAGES = 12
 MISC_BYTES = 4096
-"""Shared memory left for barriers and alignment."""
+"""Shared memory reserved for barriers and alignment."""
 _SHORT_NAMES = {E4M3: "fp8", jnp.dtype(jnp.bfloat16): "bf16", jnp.dtype(jnp.float16): "f16"}
 
 
@@ -58,16 +57,16 @@ class Refs:
 
 @dataclasses.dataclass(frozen=True)
 class GemmKernel(abc.ABC):
-    """x [Gx, M, K] times w [Gw, N, K]; the schedule says which group multiplies which.
+    """x [Gx, M, K] times w [Gw, N, K]; the schedule pairs their groups.
 
     Attributes:
       tile_m: rows of x in a tile.
       tile_n: rows of w in a tile.
       stages: depth of the ring; None fills the shared memory.
       cluster: blocks of a cluster, 1 or 2. Two neighbors along N then fetch the activations once, by multicast.
-      shares_weights: two neighbors along M instead, which fetch the weights once; the schedule's tiles are then as
-        high as both.
-      schedule: the walk over the tiles.
+      shares_weights: two neighbors along M instead, which fetch the weights once; a tile of the schedule then covers
+        both.
+      schedule: the order of the tiles.
       dtype: of the operands: e4m3 with scales, bfloat16 or float16 without.
       out_type: shape and dtype of the result.
       shape_n, shape_k: N and K.
@@ -101,12 +100,12 @@ class GemmKernel(abc.ABC):
 
     @property
     def num_scales(self) -> int:
-        """Operands that are scales: of the weights, or of activations and weights."""
+        """Number of scale operands: of the weights, or of activations and weights."""
         return 2 if self.scaled else 0
 
     @property
     def tile_k(self) -> int:
-        """K of a stage: what the widest swizzle has, or less where TMA could not cut a long K into whole tiles."""
+        """K of a stage: the widest swizzle, or a narrower one whose tiles divide K."""
         return whole_tile(_STAGE_BYTES_K // self.dtype.itemsize, self.shape_k, self.dtype)
 
     @property
@@ -125,7 +124,7 @@ class GemmKernel(abc.ABC):
 
     @property
     def piece(self) -> int:
-        """Columns that share a weight scale wherever the tile begins."""
+        """Columns that share a weight scale at any start of a tile."""
         return math.gcd(self.tile_n, BLOCK) if self.scaled else self.tile_n
 
     @property
@@ -146,7 +145,7 @@ class GemmKernel(abc.ABC):
         def body(*args, **scratch) -> None:
             self.body(*args, **scratch)
 
-        body.__name__ = self.name  # what profiles and ptxas reports show
+        body.__name__ = self.name  # the name in profiles and ptxas reports
         return plgpu.kernel(
             bodies.traced(body),
             out_type=self.out_type,
@@ -174,7 +173,7 @@ class GemmKernel(abc.ABC):
             else plgpu.Barrier(**barriers),
         }
         if self.scaled:
-            # TMA writes to multiples of 128 bytes, which a stage of 8 or 16 scales would not keep.
+            # TMA writes to multiples of 128 bytes; 8 or 16 scales per stage would not be aligned.
             scratch["x_scale_s"] = plgpu.SMEM((self.depth, max(TMA_ALIGNMENT // 4, self.tile_m)), jnp.float32)
         return scratch
 
@@ -199,7 +198,7 @@ class GemmKernel(abc.ABC):
         return tile.column * self.tile_n
 
     def own_tile(self, tile: Tile) -> Tile:
-        """Returns this block's part of a cluster's tile; a schedule may have said it already."""
+        """Returns this block's part of a cluster's tile, unless the schedule has assigned it."""
         if self.cluster == 1 or tile.shares_weights is not None:
             return tile
         block = lax.axis_index("cluster")
@@ -221,12 +220,12 @@ class GemmKernel(abc.ABC):
         return refs.w.at[tile.w_group, pl.ds(self.column(tile), self.tile_n), k]
 
     def scale_block(self, step):
-        """Returns the block of 128 of K that a step's scales are of, where the kernel is `scaled`."""
+        """Returns the block of 128 of K of a step's scales, if the kernel is `scaled`."""
         steps = BLOCK // self.tile_k
         return step if steps == 1 else lax.div(step, jnp.int32(steps))
 
     def scale_blocks(self, refs: Refs, tile: Tile, step, stage) -> tuple:
-        """Returns the scales of a stage in global memory, and where they go."""
+        """Returns the scales of a stage in global memory, and their targets."""
         scale = refs.x_scale.at[tile.x_group, self.scale_block(step), pl.ds(tile.row, self.tile_m)]
         return scale, refs.x_scale_s.at[stage, pl.ds(0, self.tile_m)]
 
@@ -237,9 +236,9 @@ class GemmKernel(abc.ABC):
         return self.schedule.walk(refs.schedule, self.columns, self.k_steps, of_block)
 
     def stage(self, step: jax.Array) -> jax.Array:
-        """Returns the stage of a step, which is counted over all of the block's tiles.
+        """Returns the stage of a step, counted over all of the block's tiles.
 
-        A traced stage also keeps registers free: with static ones LLVM hoists some 70 descriptors out of the loop.
+        A traced stage also saves registers: with static ones LLVM hoists some 70 descriptors out of the loop.
         """
         return lax.rem(step, jnp.int32(self.depth))
 
@@ -266,14 +265,14 @@ class GemmKernel(abc.ABC):
             lax.fori_loop(0, tile.k_steps, step, None)
             return done + tile.k_steps
 
-        def drain(stage, _):  # a barrier must not go with arrivals that nobody waited for
+        def drain(stage, _):  # no arrival may be pending when a barrier ends
             plgpu.barrier_wait(refs.empty.at[stage])
 
         total = self.walk(refs, load)
         lax.fori_loop(0, jnp.minimum(total, self.depth), drain, None)
 
     def load_stage(self, refs: Refs, tile: Tile, i, stage, *, shares_weights: bool) -> None:
-        """Starts the copies of a tile's step `i`: one operand's to all blocks of the cluster."""
+        """Starts the copies of a tile's step `i`, of one operand to all blocks of the cluster."""
         shared = "cluster" if self.cluster > 1 else None
         shared_x, shared_w = (None, shared) if shares_weights else (shared, None)
         k, full = pl.ds((tile.k_begin + i) * self.tile_k, self.tile_k), refs.full.at[stage]
@@ -324,8 +323,8 @@ class GemmKernel(abc.ABC):
 
             def multiply(acc):
                 plgpu.wgmma(acc, *self.operands(refs, stage, warpgroup))
-                # Behind the product, which runs meanwhile: in front of it the read of a step would be waited for in
-                # that same step, and the fence, which keeps the next copy behind the reading of x_scale, would too.
+                # After starting the product: before it, the step would wait for this read, and for the fence that
+                # orders the next copy after the reads of x_scale.
                 following = scales_of(i + 1)
                 plgpu.commit_smem()
                 return acc[...], following
@@ -378,14 +377,14 @@ class GemmKernel(abc.ABC):
 
     @abc.abstractmethod
     def load_x_scale(self, refs: Refs, stage, warpgroup) -> tuple[jax.Array, int]:
-        """Returns the activations' scales in registers, and the axis of the product that they run along."""
+        """Returns the activations' scales in registers, and their axis in the product."""
 
     @abc.abstractmethod
     def out_buffer(self):
-        """Returns the shared memory that the sums leave through."""
+        """Returns the shared memory that stages the sums for the store."""
 
     def out_transforms(self, columns: int) -> tuple:
-        """Returns tiling and swizzle of `columns` of the sums, such that TMA can cut the result into whole tiles."""
+        """Returns tiling and swizzle of `columns` of the sums whose tiles divide the result, as TMA requires."""
         dtype = jnp.dtype(self.out_type.dtype)
         return swizzle_transforms(dtype, whole_tile(columns, self.out_type.shape[-1], dtype))
 
@@ -396,5 +395,5 @@ class GemmKernel(abc.ABC):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _traced_once(kernel: GemmKernel, num_sms: int, *operands: jax.Array) -> jax.Array:
-    """Has equal products of a program share a trace and a lowering of 0.2 s: 50 of 130 in an overlapped step."""
+    """Shares a trace and a lowering of 0.2 s between equal products of a program: 50 of 130 in an overlapped step."""
     return kernel.trace(num_sms, *operands)

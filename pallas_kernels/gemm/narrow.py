@@ -1,8 +1,8 @@
-"""The narrow kernels: weights are the tensor core's rows. For few rows, where reading the weights is the limit.
+"""The narrow kernels: weights are the tensor core's rows. For few tokens, bound by reading the weights.
 
-The tensor core takes 64 rows or nothing, so a product of few tokens is computed as its transpose: 128 rows of the
-weight times 8 to 128 tokens. All of the shared memory is a ring of weight stages in flight. Where there are fewer
-tiles than multiprocessors K is split, and XLA adds the parts.
+The tensor core multiplies at least 64 rows, so a product of few tokens is computed transposed: 128 rows of the weight
+times 8 to 128 tokens. All of the shared memory is a ring of weight stages. If there are fewer tiles than
+multiprocessors, K is split and XLA adds the parts.
 """
 
 import dataclasses
@@ -13,8 +13,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.gemm.kernel import WG_ROWS, GemmKernel, Refs
 from pallas_kernels.gemm.schedule import Tile
-from pallas_kernels.lazily import plgpu
-from pallas_kernels.mosaic import swizzle_transforms
+from pallas_kernels.mosaic import plgpu, swizzle_transforms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +51,7 @@ class NarrowKernel(GemmKernel):
 
 @dataclasses.dataclass(frozen=True)
 class SplitKernel(NarrowKernel):
-    """The narrow kernel with K in parts: -> [splits, N, M] float32, to be summed and transposed by XLA."""
+    """The narrow kernel with split K: -> [splits, N, M] float32, which XLA sums and transposes."""
 
     def out_buffer(self):
         transforms = swizzle_transforms(jnp.float32, self.tile_m)

@@ -1,8 +1,8 @@
-"""The walk of clusters of two blocks over aligned rows: neighbors share the weights where they can, else the rows.
+"""The schedule of clusters of two blocks over aligned rows: they share weights where possible, else activations.
 
-Weights are most of what a tile loads: of a 128 x 192 tile three fifths. Two row tiles of one group share them. Where a
-pair of row tiles has two groups, or only one of them has any, the same columns are computed row tile by row tile, and
-two column tiles share the activations.
+Weights are most of a tile's loads: three fifths for 128 x 192. Two row tiles of one group share them. If a pair of row
+tiles has two groups, or only one of them has any, row tiles are computed one by one, and two column tiles share the
+activations.
 
 ```
                column c      c + 1                       column c      c + 1
@@ -22,15 +22,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.gemm.schedule import Contiguous, Tile, TileBody
-from pallas_kernels.lazily import plgpu
+from pallas_kernels.mosaic import plgpu
 
 
 @dataclasses.dataclass(frozen=True)
 class ContiguousPairs(Contiguous):
-    """Rows as in `Contiguous`, walked by clusters of two blocks. Operands as there.
+    """Rows and operands as in `Contiguous`, for clusters of two blocks.
 
-    A tile is the block's own, and says which operand the cluster shares. Both blocks find the same answer, as they read
-    the same two groups. `columns` are pairs of column tiles.
+    A tile is one block's, and names the operand that the cluster shares. Both blocks read the same two groups, so they
+    agree. `columns` are pairs of column tiles.
     """
 
     def most_tiles(self, columns: int) -> int:
@@ -55,12 +55,12 @@ class ContiguousPairs(Contiguous):
         return total
 
     def place(self, position: jax.Array, columns: int) -> tuple[jax.Array, jax.Array]:
-        """Returns the pair of row tiles and the column tile that a cluster has at a position."""
+        """Returns the pair of row tiles and the column tile of a cluster at a position."""
         pairs = pl.cdiv(self.rows // self.tile_m, 2)
         return plgpu.planar_snake(position, (pairs, 2 * columns), 0, self.panel)
 
     def groups(self, group_ref, pair: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the groups of a pair's row tiles, -1 for the second of the last pair where there is none."""
+        """Returns the groups of a pair's row tiles, -1 for a missing second one in the last pair."""
         second, last = 2 * pair + 1, self.rows // self.tile_m - 1
         return group_ref[2 * pair], jnp.where(second > last, -1, group_ref[jnp.minimum(second, last)])
 

@@ -1,11 +1,11 @@
-"""The kernel and the tile that a product gets, by an estimate that compares the plans of one product.
+"""Selects the kernel and the tile of a product by an estimate of cycles.
 
-The estimate counts waves: `ceil(tiles / multiprocessors)` times the cycles of a tile. A tile takes the longest of its
-products in the tensor core, of their operands through shared memory, and of its loads from the L2 cache, of which a
-cluster of two blocks fetches the activations or the weights once. A product never takes less than reading its operands
-from memory once. So a tile width such as 112 wins where it leaves fewer multiprocessors idle in the last wave. The
-constants are data-sheet and round figures for an H200, not measurements; `benchmarks/gpu/machine_code.py` reads such
-bounds from the compiled kernels, and `benchmarks/gpu/fp8_gemm.py` measures the likeliest plans beside the chosen one.
+The estimate is `ceil(tiles / multiprocessors)` waves times the cycles of a tile: the longest of its tensor-core
+products, their operands' shared-memory reads, and its loads from the L2 cache, where a cluster of two blocks fetches
+activations or weights once. The lower bound of a product is reading its operands from memory once. A tile width such as
+112 wins where it leaves fewer multiprocessors idle in the last wave. The constants are data-sheet and round figures for
+an H200, not measurements; `benchmarks/gpu/machine_code.py` reads such bounds from the compiled kernels, and
+`benchmarks/gpu/fp8_gemm.py` times the best plans beside the selected one.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ TALL_TILE_N = 128
 NARROW_TILES_M = (8, 16, 32, 64, 128)
 NARROW_TILE_N = 128
 FP8_TILES_N = (64, 80, 96, 112, 128, 144, 160, 192)
-"""Widths that meet at most two weight scales wherever they begin: at most 128 + gcd(width, 128)."""
+"""Widths that span at most two weight scales at any start: at most 128 + gcd(width, 128)."""
 BF16_TILES_N = (64, 96, 128, 160, 192, 224, 256)
 
 _STEP_BYTES = 128  # of K in a stage
@@ -33,7 +33,7 @@ _TILE_CYCLES, _TILE_VALUES = 1500, 128 * 192  # filling the ring and storing the
 _SPLIT_CYCLES = 4000  # the kernel that adds the parts
 _MAX_SPLITS = 32
 _MAX_SPLIT_ROWS = 4096  # 32 tiles of rows; four tiles of columns fill the multiprocessors without splitting K
-_MAX_FLOAT32_VALUES = 128 * 192  # a larger tile of float32 on its way out would leave no ring of stages
+_MAX_FLOAT32_VALUES = 128 * 192  # staging a larger tile of float32 would leave no shared memory for the ring
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +41,10 @@ class TilePlan:
     """A kernel and its tile.
 
     Attributes:
-      wide: activations are the tensor core's rows; else the weights are.
-      tile_m, tile_n: rows and columns of a tile; a wide one of 256 rows is a tall kernel's (dense, FP8).
-      splits: parts of K that are computed apart (narrow dense products).
-      cluster: neighboring blocks along N that share the activations by multicast (wide), 1 or 2. In a grouped product
-        they are neighbors along M, which share the weights, wherever both have one group.
+      wide: activations are the tensor core's rows; else the weights are. tile_m, tile_n: rows and columns of a tile; a
+      wide one of 256 rows is a tall kernel's (dense, FP8). splits: parts of K (narrow dense products). cluster:
+      neighboring blocks along N that share the activations by multicast (wide), 1 or 2. In a grouped product they are
+        neighbors along M and share the weights if both have one group.
       shares_weights: the blocks of a cluster are neighbors along M and share the weights (wide, dense).
       stages: stages of the ring; None fills the shared memory.
     """
@@ -82,7 +81,7 @@ class TilePlan:
 def plan_dense(m: int, n: int, k: int, itemsize: int, *, float32: bool = False, num_sms: int = NUM_SMS) -> TilePlan:
     """Returns the plan of a product [m, k] x [n, k] of FP8 (itemsize 1) or 16-bit values (2).
 
-    The result has 16 bits, or 32 with `float32`. `num_sms` are the multiprocessors that the kernel takes.
+    The result has 16 bits, or 32 with `float32`. `num_sms` are the kernel's multiprocessors.
     """
     plans = (plan for plan in dense_plans(m, itemsize) if not float32 or plan.values <= _MAX_FLOAT32_VALUES)
     return min(plans, key=lambda plan: estimated_cycles(plan, m, n, k, itemsize, num_sms))
@@ -93,7 +92,7 @@ def plan_contiguous(m: int, tile_m: int, n: int, k: int, itemsize: int, num_sms:
     """Returns the plan of a grouped product of m aligned rows in tiles of `tile_m`: the layout fixes the kernel.
 
     Raises:
-      ValueError: no kernel has that tile height.
+      ValueError: the tile height is unsupported.
     """
     if tile_m not in NARROW_TILES_M:
         raise ValueError(f"grouped kernels have tiles of {NARROW_TILES_M} rows, got tile_m={tile_m}")
@@ -103,8 +102,8 @@ def plan_contiguous(m: int, tile_m: int, n: int, k: int, itemsize: int, num_sms:
 
 
 def dense_plans(m: int, itemsize: int) -> Iterator[TilePlan]:
-    """Plans worth considering, and measuring, for m rows."""
-    if m > WIDE_TILE_M:  # before the others: where the L2 cache does not bind they still load least
+    """Yields the candidate plans for m rows."""
+    if m > WIDE_TILE_M:  # first: on a tie they load least
         yield from wide_plans(itemsize, shares_weights=True)
     if m > WIDE_TILE_M and itemsize == 1:
         yield TilePlan(True, TALL_TILE_M, TALL_TILE_N, cluster=2)
@@ -115,10 +114,10 @@ def dense_plans(m: int, itemsize: int) -> Iterator[TilePlan]:
 
 
 def wide_plans(itemsize: int, *, shares_weights: bool = False) -> Iterator[TilePlan]:
-    """Returns the wide plans worth considering, and measuring, for operands of that size.
+    """Yields the candidate wide plans for operands of that size.
 
-    Row tiles of a grouped product may have different weights, so only a dense one always shares them. A grouped one is
-    counted as if its clusters shared the activations: they share the weights where they can, which loads less.
+    Row tiles of a grouped product may have different weights, so only a dense one always shares them. For a grouped one
+    the estimate assumes shared activations; sharing weights loads less.
     """
     for tile_n in FP8_TILES_N if itemsize == 1 else BF16_TILES_N:
         for cluster in (2,) if shares_weights else (1, 2):
@@ -126,7 +125,7 @@ def wide_plans(itemsize: int, *, shares_weights: bool = False) -> Iterator[TileP
 
 
 def narrow_tile_m(rows: int) -> int:
-    """Returns the least narrow tile that holds `rows` rows, or the largest."""
+    """Returns the smallest narrow tile that holds `rows` rows, else the largest."""
     return next((tile for tile in NARROW_TILES_M if tile >= rows), NARROW_TILES_M[-1])
 
 

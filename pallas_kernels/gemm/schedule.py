@@ -1,8 +1,8 @@
-"""The order of tiles that a thread block works on: the part in which dense, grouped and per-head products differ.
+"""The order of a thread block's tiles, which differs between dense, grouped and per-head products.
 
-Every kernel is persistent: one cluster of blocks per `sm` of the grid walks a list of output tiles that nobody
-writes down. A schedule turns a position in that list into a `Tile`; the producer and the consumers of a block each
-walk it on their own, so nothing is handed between them but full and empty buffers.
+Kernels are persistent: each cluster of blocks loops over a virtual list of output tiles. A schedule maps a position in
+that list to a `Tile`. Producer and consumers of a block iterate independently; they exchange only full and empty
+buffers.
 """
 
 import dataclasses
@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.lazily import plgpu
+from pallas_kernels.mosaic import plgpu
 
 _PANEL = 8
-"""Row tiles walked together before the next column tile, so that their operands meet in the L2 cache."""
+"""Row tiles of a panel: computed together before the next column tile, to share operands in the L2 cache."""
 _SHARED_TILE_ROWS = 128
-"""Height of the tiles of which a group may have many, so that they are worth a panel."""
+"""The tile height of groups with many tiles, which use panels."""
 
 
 class Tile(NamedTuple):
@@ -32,32 +32,32 @@ class Tile(NamedTuple):
     w_group: jax.Array
     """Index into the stack of weights."""
     column: jax.Array
-    """Which tile of the weight's rows N."""
+    """Index of the tile along the weight's rows N."""
     k_begin: jax.Array
     """First step of K."""
     k_steps: jax.Array
     """Number of steps of K."""
     split: jax.Array
-    """Which part of K this is; the leading index of a split product's output."""
+    """Index of the part of K; the leading index of a split product's output."""
     shares_weights: jax.Array | bool | None = None
-    """Whether the blocks of the cluster have one weight tile, else one tile of activations; None: not yet a block's."""
+    """Whether the blocks of the cluster share the weight tile, else the activations; None: not yet one block's tile."""
 
 
 type TileBody = Callable[[Tile, jax.Array], jax.Array]
 
 
 class TileSchedule(Protocol):
-    """Walks the tiles of one cluster of thread blocks."""
+    """Iterates over the tiles of one cluster of thread blocks."""
 
     def most_tiles(self, columns: int) -> int:
-        """Returns how many tiles there can be: more clusters than that would have nothing to do."""
+        """Returns the maximal number of tiles, which bounds the clusters."""
         ...
 
     def walk(self, refs: tuple, columns: int, k_steps: int, body: TileBody) -> jax.Array:
         """Folds `body(tile, carry)` over this cluster's tiles, from a carry of 0.
 
         Args:
-          refs: the schedule's own operands in global memory, as the kernel got them.
+          refs: the schedule's own operands in global memory.
           columns: tiles along N of one block; a cluster covers neighboring ones.
           k_steps: steps along K of the whole product.
           body: called with each tile.
@@ -131,10 +131,10 @@ class Contiguous:
 
     @property
     def panel(self) -> int:
-        """Row tiles walked together: 1 where few or low tiles leave little to share in the L2 cache, as in decode.
+        """Row tiles of a panel: 1 where few or low tiles share little in the L2 cache, as in decode.
 
-        Tiles without rows stand at the end. Walked row by row they come last, so that every multiprocessor gets as many
-        of the others; in panels some would meet empty ones only.
+        Tiles without rows are at the end. With panels of 1 they come last, so that every multiprocessor gets equally
+        many non-empty ones.
         """
         shares = self.tile_m == _SHARED_TILE_ROWS and self.rows > 2 * _PANEL * self.tile_m
         return _PANEL if shares else 1

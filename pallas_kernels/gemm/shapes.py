@@ -1,4 +1,4 @@
-"""DeepSeek-V3's shapes, as DeepGEMM tests and times them: what the kernels are compiled, checked and measured at."""
+"""DeepSeek-V3's shapes, as in DeepGEMM's tests, at which kernels are compiled, checked and measured."""
 
 DENSE_NK = (
     (2112, 7168),  # q_a and kv_a projections

@@ -1,7 +1,7 @@
 """The tall kernel: 256 rows by 128 columns, two products of 64 rows per warpgroup and step of K. FP8 only.
 
-Its tiles divide the model's weights (whose rows are multiples of 128) without a rest and meet one weight scale, so it
-wins where that saves a wave of multiprocessors.
+Its tiles divide the model's weights, whose rows are multiples of 128, and have one weight scale. It wins where that
+saves a wave of multiprocessors.
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ from pallas_kernels.float8 import BLOCK
 from pallas_kernels.gemm.kernel import WG_ROWS, Refs
 from pallas_kernels.gemm.schedule import Tile
 from pallas_kernels.gemm.wide import WideKernel
-from pallas_kernels.lazily import plgpu
+from pallas_kernels.mosaic import plgpu
 
 _HALF = 2 * WG_ROWS
-"""Rows that both warpgroups multiply at a time: sums and accumulators of more would not fit their registers."""
+"""Rows that both warpgroups multiply at a time; more sums and accumulators would not fit their registers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class TallKernel(WideKernel):
         def step(i, carry):
             (upper, lower), w_scale, stage = carry
 
-            def read_ahead():  # behind the last product, as in `multiply_scaled`
+            def read_ahead():  # after the last product, as in `multiply_scaled`
                 following = scale_of(i + 1)
                 plgpu.commit_smem()
                 return following
@@ -68,8 +68,8 @@ class TallKernel(WideKernel):
             plgpu.barrier_wait(refs.full.at[stage])
             product, scale, _ = self.multiply_half(refs, stage, warpgroup, w_scale)
             upper += product * scale
-            # Not at the barrier before: ptxas then scales the upper half behind the lower one's product, whose
-            # accumulator does not fit beside, and spills 112 bytes.
+            # Not at the previous barrier: ptxas would then scale the upper half after the lower one's product,
+            # whose accumulator does not fit too, and spill 112 bytes.
             plgpu.barrier_wait(refs.second.at[stage])
             product, scale, following = self.multiply_half(refs, stage, 2 + warpgroup, w_scale, read_ahead)
             plgpu.barrier_arrive(refs.empty.at[stage])
@@ -81,7 +81,7 @@ class TallKernel(WideKernel):
         return list(sums)
 
     def multiply_half(self, refs: Refs, stage, rows, w_scale, meanwhile=lambda: None) -> tuple:
-        """Returns a product of 64 rows, its scales, and what `meanwhile` gives, which runs beside the tensor core."""
+        """Returns a product of 64 rows, its scales, and the result of `meanwhile`, which overlaps the tensor core."""
         x_scale, axis = self.load_x_scale(refs, stage, rows)
 
         def multiply(acc):

@@ -13,7 +13,7 @@ from pallas_kernels.triton import call
 from pallas_kernels.triton.tiles import TritonTile, k_splits, product_tile
 
 _BAND = 8
-"""Tiles of rows that share the weights they read by way of the L2 cache."""
+"""Tiles of rows that share weights in the L2 cache."""
 
 
 def dense(a, a_scale, b, b_scale, layer, out_dtype) -> jax.Array:

@@ -8,8 +8,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.gemm.kernel import WG_ROWS, GemmKernel, Refs
 from pallas_kernels.gemm.schedule import Tile
-from pallas_kernels.lazily import plgpu
-from pallas_kernels.mosaic import row_layout
+from pallas_kernels.mosaic import plgpu, row_layout
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,12 @@
 """Products grouped by expert, for mixture-of-experts layers."""
 
 from pallas_kernels.grouped.align import GroupAlignment, align_groups, aligned_rows, choose_tile_m
-from pallas_kernels.grouped.contiguous import fp8_grouped_gemm_contiguous, grouped_gemm_contiguous
-from pallas_kernels.grouped.dequantize import dequantize_int4
-from pallas_kernels.grouped.int4 import int4_grouped_gemm_contiguous
+from pallas_kernels.grouped.contiguous import (
+    fp8_grouped_gemm_contiguous,
+    grouped_gemm_contiguous,
+    int4_grouped_gemm_contiguous,
+)
+from pallas_kernels.grouped.reference import dequantize_int4
 from pallas_kernels.grouped.trained import trained_gemm_contiguous
 
 __all__ = [

@@ -12,26 +12,26 @@ from pallas_kernels.float8 import E4M3
 from pallas_kernels.search import search
 
 _PRODUCTS = {jnp.dtype(E4M3): "fp8_grouped_gemm_contiguous", jnp.dtype(jnp.int32): "int4_grouped_gemm_contiguous"}
-"""The product with weights of a type; of all other types it is `grouped_gemm_contiguous`."""
+"""The product with weights of a type; for all other types, `grouped_gemm_contiguous`."""
 
 
 class GroupAlignment(NamedTuple):
-    """Where M rows stand among A aligned rows: sorted by group, each group padded to whole tiles.
+    """The positions of M rows among A aligned rows: sorted by group, each group padded to whole tiles.
 
-    `x.at[source_row].get(mode="fill", fill_value=0)` makes the aligned rows of `x` [M, ...], and
-    `y.at[aligned_row].get(mode="fill", fill_value=0)` brings results `y` [A, ...] back.
+    `x.at[source_row].get(mode="fill", fill_value=0)` gives the aligned rows of `x` [M, ...], and
+    `y.at[aligned_row].get(mode="fill", fill_value=0)` the results of its rows from `y` [A, ...].
     """
 
     source_row: jax.Array
     """[A] int32: the row that an aligned row holds, or M where it is padding."""
     aligned_row: jax.Array
-    """[M] int32: the aligned row of a row; A where the row has no group, A or more where there is no room for it."""
+    """[M] int32: the aligned row of a row; A for a row without a group, A or more for one beyond capacity."""
     tile_group: jax.Array
-    """[A/tile_m] int32: the group of a tile, or -1 where the tile holds no row. Such tiles stand at the end."""
+    """[A/tile_m] int32: the group of a tile, or -1 for tiles without rows, which are at the end."""
     counts: jax.Array
     """[G] int32: rows per group."""
     needed: jax.Array
-    """[] int32: aligned rows that the rows of all groups take. Above A, the last of them have no place."""
+    """[] int32: aligned rows that the rows of all groups need; above A, the last rows overflow."""
 
     @property
     def tile_m(self) -> int:
@@ -39,12 +39,12 @@ class GroupAlignment(NamedTuple):
         return self.source_row.shape[0] // self.tile_group.shape[0]
 
     def used_rows(self) -> jax.Array:
-        """Returns how many aligned rows lie in tiles that have a group, int32; all others stand behind them."""
+        """Returns the number of aligned rows in tiles with a group, int32; all others follow them."""
         return jnp.minimum(self.needed, self.source_row.shape[0])
 
 
 def aligned_rows(rows: int, num_groups: int, tile_m: int) -> int:
-    """Returns A: aligned rows that hold `rows` rows of at most `num_groups` groups however they fall."""
+    """Returns A: aligned rows that fit `rows` rows in at most `num_groups` groups, in any distribution."""
     worst = rows + min(rows, num_groups) * (tile_m - 1)
     return max(tile_m, worst // tile_m * tile_m)
 
@@ -57,18 +57,17 @@ def align_groups(
     max_rows: int | None = None,
     backend: Backend | None = None,
 ) -> GroupAlignment:
-    """Places rows behind one another within their groups, in their order, and the groups on tile boundaries.
+    """Aligns rows: sorted stably by group, with groups on tile boundaries.
 
     Args:
       group_ids: [M] int32. Rows whose id is outside 0..num_groups-1 are left out.
       num_groups: G.
       tile_m: rows of a tile.
-      max_rows: how many rows with a group there is room for, however they fall; None: for all. Where there are more,
-        `needed` may be above A, and tells it.
-      backend: NATIVE counts in C++, all others sort; None chooses by device.
+      max_rows: capacity in rows with a group, in any distribution; None: all. With more rows, `needed` may exceed A.
+      backend: NATIVE counts in C++, all others sort; None selects by device.
 
     Raises:
-      ValueError: `group_ids` is no vector of integers, or a number is below 1.
+      ValueError: `group_ids` is not a vector of integers, or a number is below 1.
     """
     if group_ids.ndim != 1 or not jnp.issubdtype(group_ids.dtype, jnp.integer):
         raise ValueError(f"align_groups: needs integer group_ids [M], got {group_ids.shape} {group_ids.dtype}")
@@ -85,12 +84,12 @@ def align_groups(
 
 
 def _sorted(group_ids: jax.Array, num_groups: int, tile_m: int, A: int) -> GroupAlignment:
-    """Aligns by a stable sort: far cheaper than cumulated one-hot counts, whose work grows with rows times groups."""
+    """Aligns by a stable sort: far cheaper than cumulative one-hot counts, whose work is rows times groups."""
     M = group_ids.shape[0]
     ids = jnp.where((group_ids >= 0) & (group_ids < num_groups), group_ids, num_groups).astype(jnp.int32)
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)  # [M]
     sorted_ids = ids[order]
-    # First sorted position of every group; the last entry is where the rows without a group begin.
+    # First sorted position of every group; the last entry is the first row without a group.
     first = search(sorted_ids, jnp.arange(num_groups + 1, dtype=jnp.int32))
     counts = jnp.diff(first)
     padded = (counts + tile_m - 1) // tile_m * tile_m
@@ -112,13 +111,13 @@ def choose_tile_m(
 ) -> int:
     """Chooses the tile height for `rows` rows spread evenly over `num_groups` groups, whose weights are of `dtype`.
 
-    That is the tile of the backend that makes the product with such weights (`with_fallback`).
+    It depends on the backend of the product with such weights (`with_fallback`).
 
-    REFERENCE: about one and a half times the expected rows per group, as a power of two in 4..64, and 1 where fewer
-    rows than groups come in. NATIVE: 1, which pads nothing, where a kernel takes so many rows of a group; else as
-    REFERENCE. MOSAIC and TRITON: the kernels' tile heights, 8 or 16 to 128, by the same expectation.
+    REFERENCE: about one and a half times the expected rows per group, as a power of two in 4..64, and 1 for fewer rows
+    than groups. NATIVE: 1, without padding, if a kernel supports that many rows per group; else as REFERENCE. MOSAIC
+    and TRITON: the kernels' tile heights, 8 or 16 to 128, by the same expectation.
 
-    Raises ValueError where a number is below 1.
+    Raises ValueError if a number is below 1.
     """
     if rows < 1 or num_groups < 1:
         raise ValueError(f"choose_tile_m: rows and num_groups must be positive, got {rows} and {num_groups}")

@@ -7,9 +7,13 @@ import jax.numpy as jnp
 
 from pallas_kernels import native
 from pallas_kernels.backend import Backend, resolve_backend, with_fallback
+from pallas_kernels.gemm import KERNELS
 from pallas_kernels.gemm.checks import check_fp8, check_plain, check_tiles, plain_backend
-from pallas_kernels.gemm.choice import KERNELS
+from pallas_kernels.gemm.int4 import int4_contiguous
 from pallas_kernels.grouped import reference
+from pallas_kernels.int4 import VALUES_PER_WORD
+
+_INT4_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 
 def grouped_gemm_contiguous(
@@ -32,7 +36,7 @@ def grouped_gemm_contiguous(
         rows are not written on Hopper (zero in the reference).
       tile_m: rows of a tile; on Hopper 8, 16, 32, 64 or 128 (see `choose_tile_m`).
       group_offset: Python or traced integer that is added to every group: `layer * experts` for a stack.
-      backend: implementation; None chooses by device.
+      backend: implementation; None selects by device.
 
     Returns:
       [A, N] in x's dtype; sums are float32.
@@ -58,7 +62,7 @@ def fp8_grouped_gemm_contiguous(
     out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
     backend: Backend | None = None,
 ) -> jax.Array:
-    """Does `grouped_gemm_contiguous` of block-scaled e4m3 (DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`).
+    """Computes `grouped_gemm_contiguous` of block-scaled e4m3 (DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`).
 
     Args:
       x: [A, K] e4m3, and x_scale: [ceil(K/128), A] float32, both from `quantize_1x128`.
@@ -83,6 +87,44 @@ def fp8_grouped_gemm_contiguous(
     return reference.fp8_contiguous(x, x_scale, w, w_scale, tile_group, group_offset, tile_m, out_dtype)
 
 
+def int4_grouped_gemm_contiguous(
+    x: jax.Array,
+    w: jax.Array,
+    w_scale: jax.Array,
+    tile_group: jax.Array,
+    *,
+    tile_m: int,
+    group_offset: jax.Array | int = 0,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """Computes `grouped_gemm_contiguous` with INT4 weights, multiplied in the type of x.
+
+    A weight is its four bits minus 8, times its scale, rounded once to x's type: the weights of the dequantized model.
+
+    Args:
+      x: [A, K] bfloat16 or float32, rows laid out by `align_groups`; K in multiples of 256.
+      w: [G, N, K / 8] int32, in the order of `int4.interleave`, and w_scale: [G, K / 32, N] bfloat16.
+      tile_group, tile_m, group_offset: as `grouped_gemm_contiguous`.
+      backend: implementation; None selects by device. MOSAIC has a kernel for bfloat16; else the reference.
+
+    Returns:
+      [A, N] in x's dtype; sums are float32.
+
+    Raises:
+      ValueError: shapes or dtypes that do not belong together; on Hopper also a `tile_m` that no kernel has.
+    """
+    name = "int4_grouped_gemm_contiguous"
+    reference.check_int4(name, w, w_scale)
+    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2] * VALUES_PER_WORD:
+        raise ValueError(f"{name}: needs x [A, K] and w [G, N, K/8] with one K, got {x.shape} and {w.shape}")
+    if x.dtype not in _INT4_DTYPES:
+        raise ValueError(f"{name}: x must be bfloat16 or float32, got {x.dtype}")
+    check_tiles(name, x.shape[0], tile_group, tile_m)
+    if plain_backend(name, x.dtype, tile_m, backend) is Backend.MOSAIC:
+        return int4_contiguous(x, w, w_scale, tile_group, group_offset, tile_m)
+    return reference.int4_contiguous(x, w, w_scale, tile_group, group_offset, tile_m)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _contiguous(x, w, tile_group, group_offset, tile_m, backend):
     if backend is Backend.NATIVE:
@@ -97,7 +139,7 @@ def _contiguous_forward(x, w, tile_group, group_offset, tile_m, backend):
 
 
 def _contiguous_backward(tile_m, backend, saved, dy):
-    del backend  # the gradients exist as references only
+    del backend  # gradients are the reference's
     x, w, tile_group, group_offset = saved
     dx = reference.contiguous(dy, w, tile_group, group_offset, tile_m, transposed=True)
     dw = reference.weight_gradient(dy, x, tile_group, group_offset, tile_m, w.shape[0])

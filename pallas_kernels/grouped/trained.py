@@ -1,7 +1,7 @@
-"""`trained_gemm_contiguous`: the experts of training, whose three products are of e4m3 values.
+"""`trained_gemm_contiguous`: the experts of training, with e4m3 operands in all three products.
 
-It is to `fp8_grouped_gemm_contiguous` what `fp8.trained_gemm` is to `fp8_gemm`. Each expert's rows are padded to whole
-tiles of 128 rows, so that the 128 tokens that share a scale in the weight gradient belong to one expert.
+It is the grouped form of `fp8.trained_gemm`. Each expert's rows are padded to whole tiles of 128 rows, so that the 128
+tokens of a scale in the weight gradient belong to one expert.
 """
 
 import functools
@@ -11,8 +11,14 @@ import jax.numpy as jnp
 
 from pallas_kernels.backend import Backend, with_fallback
 from pallas_kernels.float8 import BLOCK
-from pallas_kernels.fp8.tiles import activation_tiles, along_tokens, dequantized, transposed, weight_blocks
-from pallas_kernels.fp8.trained import check_trained
+from pallas_kernels.fp8.trained import (
+    activation_tiles,
+    along_tokens,
+    check_trained,
+    dequantized,
+    transposed,
+    weight_blocks,
+)
 from pallas_kernels.gemm.checks import check_tiles
 from pallas_kernels.grouped import reference
 from pallas_kernels.grouped.contiguous import fp8_grouped_gemm_contiguous
@@ -26,9 +32,9 @@ def trained_gemm_contiguous(
     Args:
       x: [A, K] bfloat16 or float32, rows laid out by `align_groups` in tiles of 128; padding is zero.
       w: [G, N, K] bfloat16 or float32, of one layer, not quantized: the gradient is that of these values.
-      tile_group: [A/128] int32, the group of each tile, -1 where it has none. Rows of such tiles may hold anything in
-        the result and in the gradient of x; they add nothing to the gradient of w.
-      backend: implementation; None chooses by device.
+      tile_group: [A/128] int32, the group of each tile, -1 for none. Rows of such tiles are undefined in the result
+        and in the gradient of x; they add nothing to the gradient of w.
+      backend: implementation; None selects by device.
 
     Returns:
       [A, N] in x's dtype; all sums are float32. The gradients have the dtypes of x and w; a group without rows has

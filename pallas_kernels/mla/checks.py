@@ -33,7 +33,7 @@ def check_prefill(
     _check_cu_lengths(cu_lengths)
 
 
-def check_chosen(
+def check_topk(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,

@@ -1,7 +1,7 @@
 """The paged latent cache: page size, row layouts, and FP8 pages of 656 bytes per token.
 
 A page holds 64 tokens of one layer. A row is `R` values of the normed latent followed by `P` values of the rotated key
-(RoPE pairs interleaved), in float32, bfloat16 or float16. The FP8 row is bytes (uint8), as FlashMLA lays it out for
+(RoPE pairs interleaved), in float32, bfloat16 or float16. An FP8 row is bytes (uint8) in FlashMLA's layout for
 DeepSeek-V3.2: `R` e4m3 values, one float32 scale per 128 of them, then the `P` rotated values in bfloat16.
 
 Within an FP8 page the bytes of its 64 rows are reordered: tile after tile of values `[R / 128, 64, 128]`, then scales
@@ -27,7 +27,7 @@ FP8_TILE = BLOCK
 FLOAT_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 FP8_PAGES_DTYPE = jnp.dtype(jnp.uint8)
 _SCALE_FLOOR = AMAX_FLOOR / E4M3_MAX  # a tile of zeros gets this scale, not 0 / 0
-_MOST_SCALE = 128.0  # float16, in which sm_90's kernel multiplies, holds 448 of them
+_MOST_SCALE = 128.0  # times 448 it fits in float16, in which sm_90's kernel multiplies
 
 
 def fp8_tiles(value_width: int) -> int:
@@ -67,7 +67,7 @@ def pack_fp8(latents: jax.Array, value_width: int) -> jax.Array:
 
 
 def unpack_fp8(rows: jax.Array, value_width: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Turns rows `[..., fp8_row_bytes(R, P)]` uint8 back to `[..., R + P]` of `dtype`."""
+    """Dequantizes rows `[..., fp8_row_bytes(R, P)]` uint8 to `[..., R + P]` of `dtype`."""
     lead, tiles = rows.shape[:-1], fp8_tiles(value_width)
     values = lax.bitcast_convert_type(rows[..., :value_width], E4M3).astype(jnp.float32)
     scale = _from_bytes(rows[..., value_width : value_width + 4 * tiles], jnp.float32)
@@ -90,7 +90,7 @@ def fp8_rows_of_pages(pages: jax.Array, value_width: int) -> jax.Array:
 
 
 def fp8_pages_of_rows(rows: jax.Array, value_width: int) -> jax.Array:
-    """Undoes `fp8_rows_of_pages`."""
+    """Inverts `fp8_rows_of_pages`."""
     order = fp8_page_bytes(value_width, rows.shape[-1]).reshape(-1)
     flat = rows.reshape(*rows.shape[:-2], -1)
     return jnp.zeros_like(flat).at[..., order].set(flat).reshape(rows.shape)
@@ -98,7 +98,7 @@ def fp8_pages_of_rows(rows: jax.Array, value_width: int) -> jax.Array:
 
 @functools.cache
 def fp8_page_bytes(value_width: int, row_bytes: int) -> np.ndarray:
-    """Returns where in its page each byte of a row lies, `[64, row_bytes]`."""
+    """Returns the position in its page of each byte of a row, `[64, row_bytes]`."""
     places = np.arange(PAGE_SIZE * row_bytes, dtype=np.int32).reshape(PAGE_SIZE, row_bytes)
     with jax.ensure_compile_time_eval():
         return np.asarray(fp8_rows_of_pages(jnp.asarray(places), value_width))

@@ -1,4 +1,4 @@
-"""Joins the pieces of requests that the schedule split, in place in the output of the decode kernel."""
+"""Combines the pieces of split requests, in place in the output of the decode kernel."""
 
 import functools
 import math
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.lazily import plgpu
 from pallas_kernels.mla.schedule import DecodeSchedule
+from pallas_kernels.mosaic import plgpu
 
 _ROWS_PER_BLOCK = 8  # a warpgroup for each; row counts are multiples of 8
 _THREADS = 128  # of a warpgroup
@@ -27,7 +27,7 @@ def combine_splits(
     *,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Fills in `out` [B, rows, R] and `lse` [B, rows] of the groups that were split; the others stay as they are.
+    """Fills in `out` [B, rows, R] and `lse` [B, rows] of the split groups; the others stay.
 
     Args:
       partial_out, partial_lse: float32 `[2 * parts, rows, R]` and `[2 * parts, rows]` of `mosaic_decode`.
@@ -50,7 +50,7 @@ def combine_splits(
 
 
 def _body(width, partial_out, partial_lse, cuts, last_part, out, lse):
-    """Runs in a block: it takes the group whose first piece is the last of its part, if there is one."""
+    """Runs in a block, for the group whose first piece is the last of its part, if there is one."""
     first = lax.axis_index("part")
     row = lax.axis_index("block") * _ROWS_PER_BLOCK + lax.axis_index("row")
     group = cuts[2 * first + 2]
@@ -58,7 +58,7 @@ def _body(width, partial_out, partial_lse, cuts, last_part, out, lse):
     split = begins_here & (cuts[2 * first + 3] > 0)
 
     def log_weight(part):
-        """Returns the index and log-sum-exp of a part's piece; a part without pages wrote none."""
+        """Returns the index and log-sum-exp of a part's piece; a part without pages has none."""
         partial = 2 * part + jnp.where(cuts[2 * part] == group, 0, 1)
         wrote = (cuts[2 * part] != cuts[2 * part + 2]) | (cuts[2 * part + 1] != cuts[2 * part + 3])
         return partial, jnp.where(wrote, partial_lse[partial, row], -jnp.inf)

@@ -1,20 +1,19 @@
 """Paged latent attention for Hopper: the kernel behind `mla_decode` and `mla_prefill_context`.
 
-A persistent thread block works through its part of the schedule with 64 rows (query tokens x heads) of one request at
-a time. Three warpgroups: two compute, one feeds them with TMA. Pages are taken in pairs, `a` and `b`. The float32
-output, 64 x 512 for DeepSeek-V3, fills the registers of two warpgroups, so warpgroup 0 owns its left half and
-warpgroup 1 its right half; each computes the scores of one page of the pair and both multiply both pages' weights with
-their half of the values:
+A persistent thread block computes its part of the schedule, 64 rows (query tokens x heads) of one request at a time.
+Two warpgroups compute, a third loads by TMA. Pages are processed in pairs, `a` and `b`. The float32 output, 64 x 512
+for DeepSeek-V3, fills the registers of two warpgroups, so warpgroup 0 owns its left half and warpgroup 1 its right
+half; each computes the scores of one page of the pair, and multiplies both pages' weights with its half of the values:
 
     warpgroup 0:  scores a -> softmax a ------> O_left += P_a V_a -------------> O_left += P_b V_b
                                        \\ max, P_a                       / max, P_b
     warpgroup 1:  scores b -------------> softmax b -----> O_right += P_a V_a -> O_right += P_b V_b
 
-The running maximum passes from a to b to the next pair's a, so no step waits for both warpgroups at once, and the
-halves of a page are refilled as soon as their last reader is done, by multicast where two tiles of a group are a
-cluster of two blocks: each then fetches half of a page for both. A page arrives in five parts, four quarters of its
-values and the rotated keys, and scores begin with the first. P replaces the rotated part of its own page, which
-nobody reads after the scores. FlashMLA (deepseek-ai, 2025) is the model of the split of O and the order of the steps.
+The running maximum passes from a to b to the next pair's a, so no step waits for both warpgroups at once. Halves of a
+page are refilled after their last read; if two tiles of a group are a cluster of two blocks, each fetches half of a
+page for both by multicast. A page arrives in five parts, four quarters of its values and the rotated keys, and scores
+begin with the first. P overwrites the rotated part of its page, which is dead after the scores. The split of O and the
+order of steps follow FlashMLA (deepseek-ai, 2025).
 """
 
 import dataclasses
@@ -29,29 +28,28 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import bodies
-from pallas_kernels.lazily import plgpu
 from pallas_kernels.mla import mosaic_fp8_cache as fp8_cache
 from pallas_kernels.mla.layout import PAGE_SIZE
 from pallas_kernels.mla.mosaic_outputs import store_partial, store_whole
 from pallas_kernels.mla.schedule import DecodeSchedule
-from pallas_kernels.mosaic import row_layout, swizzle_transforms
+from pallas_kernels.mosaic import plgpu, row_layout, swizzle_transforms
 
 ROWS = 64
 """Rows of a tile: the M of a wgmma."""
 
 VALUE_WIDTHS = (256, 512)
-"""Widths of the latent that the kernel takes: quarters are whole swizzled tiles, and two pages fit in shared memory."""
+"""Supported latent widths: quarters are whole swizzled tiles, and two pages fit in shared memory."""
 
 ROPE_WIDTH = 64
 
 _LOG2E = math.log2(math.e)
-_MASKED = -1e30  # a score nobody may see, once it is scaled
+_MASKED = -1e30  # a masked score, scaled
 _START = -1e29  # the first running maximum: above a masked score, so that exp2 of the difference is 0
 _NO_KEYS = -1e30  # log-sum-exp of a split without keys
 _TOP, _TOTAL = 0, 2  # rows of `vectors`: 2 maxima, 2 x 2 totals; the log-sum-exp follows
 _A, _B = 0, 1  # the stages of a pair of pages, and the warpgroups that own them
-_PARTS, _ROPE = 5, 4  # parts of a page that arrive by themselves: four quarters of the values, the rotated keys
-# Barriers by their number of arrivals, `once` and `twice`: an array takes fewer registers than barriers by themselves.
+_PARTS, _ROPE = 5, 4  # parts of a page with a barrier each: four quarters of the values, the rotated keys
+# Barriers by their number of arrivals, `once` and `twice`: an array takes fewer registers than single barriers.
 _PART_FULL, _LEFT_FREE, _WEIGHTS_READY = 0, 2 * _PARTS, 2 * _PARTS + 2  # in `once`; one per stage and part, per stage
 _RIGHT_FREE, _QUERY_FREE, _TOTALS_READY, _QUERY_FULL = 0, 2, 3, 4  # in `twice`; one for each stage, one, one, one
 
@@ -62,7 +60,7 @@ class TileShape:
 
     heads: int
     queries: int
-    """Query tokens of a group that are causal among themselves; 1 where every row sees the whole length."""
+    """Query tokens of a group that are causal among themselves; 1 if every row sees the whole length."""
     rows: int
     """Rows of a group, padded: a multiple of 8 up to 64, of 64 beyond."""
     parts: int
@@ -81,14 +79,14 @@ class TileShape:
 
     @property
     def factor(self) -> float:
-        """The score of a query and a key in log base 2, for each unit of their product; above 0."""
+        """Factor from a product of query and key to a score in log base 2; above 0."""
         return self.scale * _LOG2E
 
     @property
     def values_dtype(self) -> jnp.dtype:
         """The type in which latents are multiplied.
 
-        For FP8 pages it is float16: sm_90 converts a pair of e4m3 to it by one instruction, and to bfloat16 by four.
+        For FP8 pages it is float16: sm_90 converts a pair of e4m3 to it in one instruction, to bfloat16 in four.
         """
         return jnp.dtype(jnp.float16) if self.fp8 else self.dtype
 
@@ -99,7 +97,7 @@ class TileShape:
 
     @property
     def quarter(self) -> int:
-        """Columns of a part of the values that arrives by itself."""
+        """Columns of a quarter of the values."""
         return self.value_width // 4
 
     @property
@@ -127,7 +125,7 @@ class TileShape:
 
 
 def padded_rows(rows: int) -> int:
-    """Pads a group's rows as the kernel takes them: TMA moves 8 of a swizzled tile at least, a wgmma takes 64."""
+    """Pads a group's rows for the kernel: TMA copies at least 8 of a swizzled tile, a wgmma multiplies 64."""
     return -(-rows // 8) * 8 if rows < ROWS else -(-rows // ROWS) * ROWS
 
 
@@ -152,7 +150,7 @@ def attend_pages(
     """Computes the attention of every group's rows over its pages.
 
     Args:
-      latents: `[B, rows, R or more]` of `values_dtype`, what the rows of group b multiply latents with.
+      latents: `[B, rows, R or more]` of `values_dtype`, the part of group b's queries that multiplies latents.
       rotated: `[B, rows, 64 or more]` of `dtype`; its last 64 columns multiply rotated keys.
       page_table: `[requests, MP]` int32; group b uses row `table_rows[b]` of it, up to `lengths[b]` tokens.
       first_page: `[1]` int32, added to each page id.
@@ -258,11 +256,11 @@ class _BlockMemory:
         return half[stage].at[part % 2 + zero]
 
     def weights(self, stage: int, zero=0):
-        """Returns where the weights of the page in a stage are, `[64, 64]`: rotated keys were there before."""
+        """Returns the memory of the weights of the page in a stage, `[64, 64]`, previously of its rotated keys."""
         return self.smem.rope[stage][1].at[zero]
 
     def query(self, part: int, zero=0):
-        """Returns the queries' columns that meet a part of a page, `[64, R / 4]` or `[64, 64]`."""
+        """Returns the queries' columns that multiply a part of a page, `[64, R / 4]` or `[64, 64]`."""
         latents, rotated = self.smem.query[0]
         return rotated.at[zero] if part == _ROPE else latents.at[zero, :, self.shape.parts_of_row[part]]
 
@@ -274,7 +272,7 @@ class _BlockMemory:
     def wait_until_free(self, stage: int, half: int, zero=0) -> None:
         """Waits until a half of a stage may be overwritten in all blocks of a cluster.
 
-        The producers tell each other. Consumers, which have no register left, arrive in their own block.
+        Producers signal each other. Consumers, which have no registers left, arrive only in their own block.
         """
         arrivals, first = (self.smem.once, _LEFT_FREE) if half == 0 else (self.smem.twice, _RIGHT_FREE)
         plgpu.barrier_wait(arrivals.at[first + stage + zero])
@@ -385,7 +383,7 @@ def _load_query(memory: _BlockMemory, piece: _PageRange, number):
             plgpu.copy_gmem_to_smem(own, target.at[0, rows], smem.twice.at[_QUERY_FULL])
 
     @pl.when(piece.pairs == 0)
-    def _():  # the output is staged in the queries' place, so even an empty piece has its turn with it
+    def _():  # the output is staged in the queries' memory, so even an empty piece waits for it
         for _ in range(2):
             plgpu.barrier_arrive(smem.twice.at[_QUERY_FULL])
 
@@ -397,7 +395,7 @@ def _load_pair(memory: _BlockMemory, piece: _PageRange, pair, pairs_before, _) -
 
 
 def _load_page(memory: _BlockMemory, piece: _PageRange, number, stage: int, pairs_before) -> None:
-    """Fetches a page of a piece into a stage, once whoever reads it there is done. Past the end: the last page."""
+    """Fetches a page of a piece into a stage when that is free; past the end, the last page."""
     zero, reused = lax.shift_right_logical(pairs_before, 30), pairs_before > 0
     row, index = memory.table_rows[piece.group], jnp.minimum(piece.begin + number, piece.end - 1)
     page = memory.first_page[0] + memory.page_table[row, index]
@@ -412,8 +410,8 @@ def _load_page(memory: _BlockMemory, piece: _PageRange, number, stage: int, pair
 def _attend_piece(memory: _BlockMemory, half: int, consume, piece: _PageRange, number):
     """Computes one consumer's share of a piece: its half of the output, and of the pages' scores."""
     smem = memory.smem
-    # Addresses must vary with the loop, as far as the compiler knows: it would keep constant ones, and the 70
-    # descriptors made of them, in registers, and spill. A shifted counter is always 0.
+    # Addresses must look loop-variant to the compiler: it would keep constant ones, and their 70 descriptors, in
+    # registers, and spill. A shifted counter is always 0.
     piece_zero = lax.shift_right_logical(number, 30)
     query_free, totals_ready = (smem.twice.at[name + piece_zero] for name in (_QUERY_FREE, _TOTALS_READY))
     plgpu.barrier_wait(smem.twice.at[_QUERY_FULL + piece_zero])
@@ -427,7 +425,7 @@ def _attend_piece(memory: _BlockMemory, half: int, consume, piece: _PageRange, n
     total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), row_layout())
     output, top, total = lax.fori_loop(0, piece.pairs, pair, (output, top, total))
 
-    parity = lax.rem(number, jnp.int32(2))  # the other warpgroup may still read the totals of the piece before
+    parity = lax.rem(number, jnp.int32(2))  # the other warpgroup may still read the totals of the previous piece
     smem.vectors[_TOTAL + 2 * parity + half] = total
     plgpu.barrier_arrive(totals_ready)
     plgpu.barrier_wait(totals_ready)
@@ -490,13 +488,13 @@ def _consume_right(memory: _BlockMemory, piece: _PageRange, page_a, zero, carry)
 
 
 def _release_left(memory: _BlockMemory, stage):
-    """Releases a page that warpgroup 0 has no more use for."""
+    """Releases a page after warpgroup 0's last read."""
     plgpu.barrier_arrive(memory.smem.once.at[_LEFT_FREE + stage])
     plgpu.barrier_arrive(memory.smem.twice.at[_RIGHT_FREE + stage])
 
 
 def _softmax(scores, top, factor: float):
-    """Returns weights relative to the new running maximum, that maximum, and the factor for what was summed before.
+    """Returns weights relative to the new running maximum, that maximum, and the factor for the previous sums.
 
     Scores are scaled by `factor` within the subtraction, one instruction for each; maxima are of scaled scores.
     """
@@ -505,9 +503,9 @@ def _softmax(scores, top, factor: float):
 
 
 def _scores(memory: _BlockMemory, piece: _PageRange, page, stage, zero):
-    """Returns the scores [64, 64] of a page, not scaled yet, masked.
+    """Returns the unscaled, masked scores [64, 64] of a page.
 
-    A page past the end of the piece is masked whole.
+    A page past the end of the piece is entirely masked.
     """
     shape = memory.shape
 
@@ -533,7 +531,7 @@ def _scores(memory: _BlockMemory, piece: _PageRange, page, stage, zero):
 
 
 def _publish(memory: _BlockMemory, piece: _PageRange, page, stage: int, zero, weights, top):
-    """Shows a page's weights and maximum to the other warpgroup, with the page's unwritten values set to 0.
+    """Publishes a page's weights and maximum to the other warpgroup, and zeroes the page's unwritten values.
 
     Those may hold NaN, and 0 * NaN is NaN.
     """

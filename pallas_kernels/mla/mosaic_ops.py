@@ -32,8 +32,8 @@ def decode_schedule(
 
     Args:
       queries, heads: S and H of the queries `[B, S, H, R + P]` of `mla_decode`.
-      multiprocessors: that the kernel takes; None for those that the program takes.
-      request_overhead: what a request costs besides its pages, in pages; at least 1.
+      multiprocessors: of the kernel; None for those of the program.
+      request_overhead: the fixed cost of a request, in pages; at least 1.
     """
     rows = mosaic_decode.padded_rows(queries * heads)
     return schedule_pages(lengths, _parts(rows, multiprocessors), request_overhead)
@@ -87,7 +87,7 @@ def context_mosaic(
     multiprocessors: int | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `mla_prefill_context`. The decode kernel, with as many tokens of one request as fill 64 rows for a group."""
+    """See `mla_prefill_context`. The decode kernel; a group is as many tokens of one request as fill 64 rows."""
     T, H, _ = q.shape
     together = max(1, mosaic_decode.ROWS // H)
     tokens, requests, group, place = _group_tokens(cu_lengths, T, together)
@@ -116,10 +116,9 @@ def context_mosaic(
 
 
 def _query_parts(q: jax.Array, pages: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns queries as the kernel takes them: whole, or in two parts for FP8 pages.
+    """Returns the kernel's queries: whole, or in two parts for FP8 pages.
 
-    The first part meets latents, which are float16 there, as it becomes too: its largest value beyond its range. The
-    second meets rotated keys.
+    The first part multiplies latents in float16, clipped to its range; the second multiplies rotated keys.
     """
     if not is_fp8(pages):
         return (q,)
@@ -133,14 +132,14 @@ def _group_tokens(cu_lengths: jax.Array, T: int, together: int) -> tuple[jax.Arr
 
     Returns:
       tokens [groups, together], T for none; request [groups], G for none; and for each token its group [T] and its
-      place in it [T]. Padding tokens get a group without a request.
+      index in it [T]. Padding tokens get a group without a request.
     """
     G = cu_lengths.shape[0] - 1
     if together == 1:
         token = jnp.arange(T, dtype=jnp.int32)
         request = search(cu_lengths[1:], token, side="right")
         return token[:, None], request, token, jnp.zeros_like(token)
-    groups = T // together + G + 1  # each request leaves one group part-filled at most; the last is for padding
+    groups = T // together + G + 1  # each request leaves at most one group partly filled; the last is for padding
     counts = jnp.diff(cu_lengths)
     ends = jnp.cumsum(-(-counts // together))
     starts = ends + counts // -together
@@ -172,7 +171,7 @@ def _attend(
     first_page: jax.Array | int,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Has equal calls of a program share a trace and a lowering, as `_traced_once` of the products does."""
+    """Shares a trace and a lowering between equal calls of a program, like `_traced_once` of the products."""
     count = parts[0].shape[1]
     padded = mosaic_decode.padded_rows(count)
     shape = mosaic_decode.TileShape(
@@ -196,7 +195,7 @@ def _attend(
 
 
 def decode_unsupported(q: Any, pages: Any, value_width: int) -> str | None:
-    """Returns why the decode kernel cannot take these arrays (or their shapes and types), or None where it can."""
+    """Returns why the decode kernel does not support these arrays (or their shapes and types), or None if it does."""
     rope_width = q.shape[-1] - value_width
     if value_width not in mosaic_decode.VALUE_WIDTHS or rope_width != mosaic_decode.ROPE_WIDTH:
         return f"latent and rope widths {(value_width, rope_width)} are neither (512, 64) nor (256, 64)"
@@ -213,7 +212,7 @@ def decode_unsupported(q: Any, pages: Any, value_width: int) -> str | None:
 
 @functools.cache
 def log_fallback(operation: str, reason: str, kernels: str = "mosaic") -> None:
-    """Says once that an operation runs on the reference although kernels were asked for."""
+    """Logs once that an operation runs on the reference although kernels were requested."""
     _log.warning("%s: jax.numpy instead of the %s kernel, because %s", operation, kernels.capitalize(), reason)
 
 
@@ -230,9 +229,9 @@ def prefill_mosaic(
     blocks: int | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `mla_prefill`; `key_block` and `stages` are for tuning, None takes what fits in shared memory.
+    """See `mla_prefill`; `key_block` and `stages` are for tuning; None fills the shared memory.
 
-    `blocks` are the thread blocks that it takes at most; None for those that the program's transfers leave.
+    `blocks` is the most thread blocks; None for those not reserved for the program's transfers.
     """
     T, end = len(q), cu_lengths[-1]
     padded = -(-T // mosaic_prefill.BLOCK) * mosaic_prefill.BLOCK
@@ -259,7 +258,7 @@ def prefill_spans_mosaic(
     blocks: int | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `spans.mla_prefill_spans`; keys are whole where `shared_key` is None, and tuned as in `prefill_mosaic`."""
+    """See `mla_prefill_spans`; keys are whole if `shared_key` is None. Tuning as in `prefill_mosaic`."""
     T, key_block = len(q), key_block or mosaic_prefill.KEY_BLOCKS[q.shape[-1], v.shape[-1]]
     short = -T % mosaic_prefill.BLOCK
     q, starts, ends = jnp.pad(q, ((0, short), (0, 0), (0, 0))), jnp.pad(starts, (0, short)), jnp.pad(ends, (0, short))
@@ -279,7 +278,7 @@ def _prefill_shape(
     blocks: int | None,
     interpret: Any,
     shared_key: jax.Array | None,
-    chooses: bool = False,
+    use_topk: bool = False,
 ) -> mosaic_prefill.PrefillShape:
     """Returns the static facts of a call with padded queries."""
     T, H, key_width = q.shape
@@ -298,11 +297,11 @@ def _prefill_shape(
         stages=stages,
         blocks=blocks if blocks < items else None,
         shared_width=0 if shared_key is None else shared_key.shape[1],
-        chooses=chooses,
+        use_topk=use_topk,
     )
 
 
-def prefill_chosen_mosaic(
+def prefill_topk_mosaic(
     q: jax.Array,
     k: jax.Array,
     shared_key: jax.Array | None,
@@ -316,11 +315,11 @@ def prefill_chosen_mosaic(
     blocks: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """See `chosen.mla_prefill_chosen`; keys are whole where `shared_key` is None, and tuned as in `prefill_mosaic`."""
+    """See `mla_prefill_topk`; keys are whole if `shared_key` is None. Tuning as in `prefill_mosaic`."""
     T, key_block = len(q), key_block or mosaic_prefill.KEY_BLOCKS[q.shape[-1], v.shape[-1]]
     short = -T % mosaic_prefill.BLOCK
     q, bits = jnp.pad(q, ((0, short), (0, 0), (0, 0))), jnp.pad(bits, ((0, 0), (0, short)))
-    shape = _prefill_shape(q, v, scale, key_block, 2, blocks, interpret, shared_key, chooses=True)
+    shape = _prefill_shape(q, v, scale, key_block, 2, blocks, interpret, shared_key, use_topk=True)
     ranges = _key_ranges(jnp.pad(starts, (0, short)), jnp.pad(ends, (0, short)), key_block)
     keys = k if shared_key is None else (k, shared_key)
     return mosaic_prefill.attend_spans(shape, q, keys, v, ranges, bits, interpret=interpret)[0][:T]
@@ -335,14 +334,14 @@ def _key_ranges(starts: jax.Array, ends: jax.Array, key_block: int) -> jax.Array
 
 
 def takes_parts(k: Any, shared_key: Any) -> bool:
-    """Returns whether the prefill kernel takes these parts of keys: shared memory has them in tiles of 64 columns."""
+    """Returns whether the prefill kernel supports these parts of keys: shared memory has tiles of 64 columns."""
     return k.shape[-1] % mosaic_prefill.TILE_COLUMNS == shared_key.shape[-1] % mosaic_prefill.TILE_COLUMNS == 0
 
 
 def _clear_tail(v: jax.Array, end: jax.Array) -> jax.Array:
     """Zeroes the padding tokens of the block in which padding begins: their weights are 0, but 0 * NaN is not.
 
-    One block only, in place where `v` is not used again; the blocks after it are never read.
+    Later blocks are never read. In place if `v` is not used again.
     """
     block = mosaic_prefill.BLOCK
     first = jnp.minimum(end // block * block, v.shape[0] - block)
@@ -352,7 +351,7 @@ def _clear_tail(v: jax.Array, end: jax.Array) -> jax.Array:
 
 
 def prefill_unsupported(q: Any, v: Any) -> str | None:
-    """Returns why the prefill kernel cannot take these arrays (or their shapes and types), or None where it can."""
+    """Returns why the prefill kernel does not support these arrays (or their shapes and types), or None if it does."""
     widths = (q.shape[-1], v.shape[-1])
     if widths not in mosaic_prefill.KEY_BLOCKS:
         known = ", ".join(map(str, mosaic_prefill.KEY_BLOCKS))

@@ -1,10 +1,10 @@
-"""What the decode kernel stores at the end of a piece, through the shared memory in which its queries were."""
+"""The stores of the decode kernel at the end of a piece, staged in the shared memory of its queries."""
 
 from typing import Any
 
 from jax.experimental import pallas as pl
 
-from pallas_kernels.lazily import plgpu
+from pallas_kernels.mosaic import plgpu
 
 LSE = 6
 """The row of `vectors` in which the log-sum-exp is staged."""

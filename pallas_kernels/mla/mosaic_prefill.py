@@ -1,17 +1,17 @@
-"""Ragged attention for Hopper in expanded form: the kernel behind `mla_prefill` and `mla_prefill_spans`.
+"""Ragged attention for Hopper in materialized form: the kernel behind `mla_prefill`, `_spans` and `_topk`.
 
-Each query attends to a span of keys: those of its segment up to itself, or keys of its own request that begin long
-before the batch does. A thread block takes 128 consecutive tokens of the flat batch and one head; each of two compute
-warpgroups has 64 of the tokens, a third feeds keys and values with TMA. Blocks of keys are 128 tokens, 64 where heads
+Each query attends to a span of keys: those of its segment up to itself, or also cached keys of its request. A thread
+block computes 128 consecutive tokens of the flat batch and one head; each of two compute warpgroups has 64 tokens, a
+third loads keys and values by TMA. Blocks of keys are 128 tokens, 64 where heads
 are wide, from the one in which the first query's span begins to the one in which the last one's ends. Only blocks in
-which some span begins or ends are masked. The warpgroups take turns at the tensor core, so that one's softmax hides
-behind the other's products (FlashAttention-3, Shah et al. 2024, section 3.1). Late tokens, which see most, start first.
+which some span begins or ends are masked. The warpgroups take turns at the tensor core, so that one's softmax overlaps
+the other's products (FlashAttention-3, Shah et al. 2024, section 3.1). Late tokens, which see most, start first.
 
-Sparse attention hands over a bit for each pair of a query and a key. Then every block of scores is masked by its bits,
-which come from the L2 cache.
+Sparse attention passes a bit per pair of query and key. Then every block of scores is masked by its bits, read from the
+L2 cache.
 
-There is a thread block per 128 tokens and head, unless the kernel has to leave multiprocessors to transfers. Then as
-many blocks as it may take walk over the same items in turns, there and back, so that long and short ones even out.
+There is a thread block per 128 tokens and head, unless multiprocessors are reserved for transfers. Then persistent
+blocks process the same items in rounds of alternating direction, which balances long and short ones.
 """
 
 import dataclasses
@@ -26,25 +26,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import bodies
-from pallas_kernels.lazily import plgpu
-from pallas_kernels.mosaic import row_layout, swizzle_transforms
+from pallas_kernels.mosaic import plgpu, row_layout, swizzle_transforms
 
 BLOCK = 128
-"""Query tokens of a thread block, and what the flat batch is padded to."""
+"""Query tokens of a thread block; the flat batch is padded to a multiple."""
 
 PADDING = 1 << 30
-"""Where the span of a query without keys begins: above every key."""
+"""The start of the span of a query without keys: above every key."""
 
 TILE_COLUMNS = 64
 """Columns of a tile of 16-bit values in shared memory: 128 bytes, the widest swizzle."""
 
 KEY_BLOCKS = {(128, 128): 128, (192, 128): 128, (256, 256): 64}
-"""Keys of a step by the widths of keys and values that the kernel takes: two steps' and the queries fit in 227 KiB."""
+"""Keys of a step by supported widths of keys and values: two steps and the queries fit in 227 KiB."""
 
 _ROWS = 64
 _WORD = 32  # keys whose bits share a word
 _LOG2E = math.log2(math.e)
-_MASKED = -1e30  # a score nobody may see
+_MASKED = -1e30  # a masked score
 _START = -1e29  # the first running maximum: above a masked score, so that exp2 of the difference is 0
 
 
@@ -65,11 +64,11 @@ class PrefillShape:
     stages: int = 2
     """Blocks of keys and values in shared memory."""
     shared_width: int = 0
-    """Columns of a key that are the same for all heads, and come as an array of their own."""
+    """Columns of a key that all heads share, a separate array."""
     blocks: int | None = None
-    """Thread blocks that walk over the items; None for one per item."""
-    chooses: bool = False
-    """Queries attend to the keys that bits name; else to those of their spans."""
+    """Persistent thread blocks; None for one per item."""
+    use_topk: bool = False
+    """Queries attend to the keys of their bitmasks; else to those of their spans."""
 
     @property
     def own_width(self) -> int:
@@ -92,7 +91,7 @@ def attend_spans(
     *seen: jax.Array,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the attention of every query to the keys of its span, or to those that are chosen.
+    """Computes the attention of every query to the keys of its span, or to its top-k keys.
 
     Equal calls of a program share a trace and a lowering.
 
@@ -102,9 +101,9 @@ def attend_spans(
         `[K, shared_width]`.
       v: `[K, H, value_width]`, finite in every block of keys that is read.
       ranges: `[T / 128, 2]` int32, the first block of keys of each block of queries and their number.
-      *seen: where spans begin and end, `[T]` int32 each, which do not fall from one query to the next; PADDING and 0
-        for a query without keys, behind all others of its 64. Where it `chooses`, `[K / 32, T]` int32, whose bit b of
-        word w says whether a query attends to key 32 w + b.
+      *seen: starts and ends of spans, `[T]` int32 each, never decreasing; PADDING and 0 for queries without keys, which
+        follow all others of their 64. With `use_topk`, `[K / 32, T]` int32 bitmasks, whose bit b of word w is set if a
+        query attends to key 32 w + b.
 
     Returns:
       out `[T, H, value_width]` and lse `[H, T]` float32; 0 and +inf for queries without keys.
@@ -121,7 +120,7 @@ def attend_spans(
         thread_name="warpgroup",
         scratch_types=_scratch(shape),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-        kernel_name="mla_prefill_chosen" if shape.chooses else "mla_prefill",
+        kernel_name="mla_prefill_topk" if shape.use_topk else "mla_prefill",
         interpret=interpret,
     )
     return kernel(q, *(k if isinstance(k, tuple) else (k,)), v, ranges, *seen)
@@ -156,8 +155,7 @@ def _scratch(shape: PrefillShape) -> dict[str, Any]:
 class _PrefillWork:
     """One item of a thread block: its tokens, head and range of key blocks.
 
-    `number` and `done` count the items and the key blocks that the thread block has had before; Python's 0 where there
-    is one item.
+    `number` and `done` count the thread block's previous items and key blocks; Python's 0 if there is one item.
     """
 
     shape: PrefillShape
@@ -178,7 +176,7 @@ class _PrefillWork:
 
     @property
     def steps(self):
-        """Key blocks that the thread block has had after this item."""
+        """Key blocks of the thread block up to the end of this item."""
         return self.done + self.blocks
 
     def stage(self, i):
@@ -214,7 +212,7 @@ def _walk(shape: PrefillShape, arrays: tuple, smem: Any, visit):
         return step(0, block, 0)
     blocks, full_rounds = shape.blocks, shape.items // shape.blocks
 
-    def place(number):  # to and fro: who had the longest item of a round has the shortest of the next one
+    def place(number):  # alternating: the block with the longest item of a round gets the shortest of the next
         return jnp.where(lax.rem(number, jnp.int32(2)) == 0, block, blocks - 1 - block)
 
     more = place(jnp.int32(full_rounds)) < shape.items - full_rounds * blocks
@@ -246,7 +244,7 @@ def _produce(work: _PrefillWork):
     if work.shape.blocks is not None:
 
         @pl.when(work.blocks == 0)
-        def _():  # zeros are staged in the queries' place too, and a second `query_free` must not overtake the first
+        def _():  # zeros are staged in the queries' memory too, and a second `query_free` must not overtake the first
             for _ in range(2):
                 plgpu.barrier_arrive(smem.query_full)
 
@@ -270,7 +268,7 @@ def _produce(work: _PrefillWork):
 
 
 def _drain(shape: PrefillShape, smem: Any, steps) -> None:
-    """Waits until everything has been read: a barrier must not go with arrivals that nobody waited for."""
+    """Waits until everything has been read: no arrival may be pending when a barrier ends."""
     for stage in range(shape.stages):
 
         @pl.when(steps > stage)
@@ -285,7 +283,7 @@ def _drain(shape: PrefillShape, smem: Any, steps) -> None:
 def _consume(work: _PrefillWork, warpgroup):
     smem, shape = work.smem, work.shape
     first_row = work.first_token + warpgroup * _ROWS
-    mask = _chosen_mask if shape.chooses else _span_mask(work, first_row)
+    mask = _topk_mask if shape.use_topk else _span_mask(work, first_row)
 
     pl.when((work.blocks > 0) | (shape.blocks is not None))(lambda: plgpu.barrier_wait(smem.query_full))
     pl.when((work.blocks > 0) & (warpgroup == 1))(lambda: _take_turn(smem))
@@ -326,15 +324,15 @@ def _consume(work: _PrefillWork, warpgroup):
 
 
 def _take_turn(smem):
-    """Hands the tensor core to the other warpgroup and waits until it hands it back."""
+    """Passes the tensor core to the other warpgroup and waits to get it back."""
     plgpu.barrier_arrive(smem.turn)
     plgpu.barrier_wait(smem.turn)
 
 
 def _scores(work: _PrefillWork, warpgroup, i, stage, first_row, mask):
-    """Returns scaled scores [64, key_block] in log base 2, masked to what each row attends to."""
+    """Returns scaled scores [64, key_block] in log base 2, masked to the keys of each row."""
     smem, block = work.smem, work.shape.key_block
-    # Always 0, but not as far as the compiler knows, which would keep the queries' descriptors in registers and spill.
+    # Always 0, but opaque to the compiler, which would otherwise keep the queries' descriptors in registers and spill.
     zero = lax.shift_right_logical(i, 30)
     first_key = (work.first_block + i) * block
     finish = mask(work, first_row, first_key)
@@ -357,7 +355,7 @@ def _scores(work: _PrefillWork, warpgroup, i, stage, first_row, mask):
 
 
 def _span_mask(work: _PrefillWork, first_row):
-    """Returns what masks scores to each row's span."""
+    """Returns the function that masks scores to each row's span."""
     starts, ends = (plgpu.load(x.at[pl.ds(first_row, _ROWS)], layout=row_layout(), optimized=False) for x in work.seen)
     last_start, first_end = work.seen[0][first_row + (_ROWS - 1)], work.seen[1][first_row]
     block = work.shape.key_block
@@ -377,11 +375,11 @@ def _span_mask(work: _PrefillWork, first_row):
     return mask
 
 
-def _chosen_mask(work: _PrefillWork, first_row, first_key):
-    """Returns what masks scores to the chosen keys; their words are on the way while the tensor core multiplies.
+def _topk_mask(work: _PrefillWork, first_row, first_key):
+    """Returns the function that masks scores to the top-k keys; their words load while the tensor core multiplies.
 
-    A thread has columns 8 n + 2 t + {0, 1} of its rows, t from 0 to 3. Shifted by 2 t, a word has each of its bits at
-    a place that the compiler knows: a bit then takes two instructions.
+    A thread has columns 8 n + 2 t + {0, 1} of its rows, t from 0 to 3. After a shift by 2 t, the bits of a word have
+    static positions: two instructions per bit.
     """
     block, first_word = work.shape.key_block, lax.div(first_key, jnp.int32(_WORD))
     rows = pl.ds(first_row, _ROWS)

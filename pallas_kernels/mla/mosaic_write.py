@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.lazily import plgpu
 from pallas_kernels.mla.write import DROPPED
+from pallas_kernels.mosaic import plgpu
 
 _ROWS = 8  # of a thread block
 _TMA_BYTES = 16  # the innermost axis of a copy is a multiple of this
@@ -62,12 +62,12 @@ def _body(rows, targets, offsets, pool, *, staging, full):
 
 
 def unsupported(pages: jax.Array) -> str | None:
-    """Returns why the kernel cannot write to this pool, or None where it can."""
+    """Returns why the kernel cannot write to this pool, or None if it can."""
     return None if _chunk(pages) else f"rows of {pages.shape[2]} x {pages.dtype} do not split into pieces for TMA"
 
 
 def _chunk(pages: jax.Array) -> int:
-    """Returns the longest piece of a row that TMA takes, which all pieces share; 0 if there is none."""
+    """Returns the length of the longest equal pieces of a row that TMA can copy; 0 if there are none."""
     width, least = pages.shape[2], _TMA_BYTES // pages.dtype.itemsize
     lengths = [n for n in range(least, min(width, _TMA_ELEMENTS) + 1, least) if width % n == 0]
     return max((n for n in lengths if width // n <= _TMA_ELEMENTS), default=0)

@@ -1,4 +1,4 @@
-"""The public MLA operations: checks, then the reference, a GPU's kernel (Mosaic or Triton), or a CPU's C++ (decode)."""
+"""The public MLA operations: checks, then the reference, a GPU's kernel (Mosaic or Triton), or a CPU's C++."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,8 +43,8 @@ def mla_decode(
       layer: index of the layer, static or a traced int32; page `layer * pages_per_layer + page_table[b, j]` is read.
       pages_per_layer: pages the pool holds for one layer.
       value_width: R; the first R values of a row are also the attention's values.
-      schedule: from `decode_schedule` for the same lengths, S and H; computed here if absent. The kernel's, so a step
-        of many layers computes it once; the reference has no use for it.
+      schedule: from `decode_schedule` for the same lengths, S and H, once for all layers of a step; computed here if
+        absent. The reference ignores it.
       backend: an implementation, or None for the one that suits the default device.
 
     Returns:
@@ -57,7 +57,7 @@ def mla_decode(
     checks.check_decode(q, pages, page_table, lengths, pages_per_layer, value_width)
     first_page = layer * pages_per_layer
     backend = with_fallback("mla_decode", backend)
-    chosen = dispatched("mla_decode", backend, decode_unsupported(q, pages, value_width, backend))
+    chosen = resolve_kernel("mla_decode", backend, decode_unsupported(q, pages, value_width, backend))
     if chosen is Backend.MOSAIC:
         return mosaic_ops.decode_mosaic(
             q, pages, page_table, lengths, scale=scale, first_page=first_page, schedule=schedule
@@ -76,7 +76,7 @@ def mla_prefill(
     shared_key: jax.Array | None = None,
     backend: Backend | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes causal attention of new tokens among themselves, in expanded form, several requests in one flat batch.
+    """Computes causal attention among new tokens, in materialized form, of several requests in one flat batch.
 
     Args:
       q, k: `[T, H, N + P]` float32, bfloat16 or float16.
@@ -84,20 +84,20 @@ def mla_prefill(
       cu_lengths: `[G + 1]` int32, 0 and then the running total of the requests' token counts (not decreasing).
         Tokens at or past `cu_lengths[-1]` are padding and may hold anything.
       scale: factor on the scores before the softmax.
-      shared_key: `[T, P]`, the last part of the keys of all heads; `k` is then `[T, H, N]`. The Hopper kernel and
-        that of a CPU take the parts as they are, the others join them first.
+      shared_key: `[T, P]`, the last part of the keys of all heads; `k` is then `[T, H, N]`. The kernels of
+        Hopper and CPUs use the parts, the others concatenate them.
       backend: an implementation, or None for the one that suits the default device.
 
     Returns:
-      out `[T, H, V]` in the dtype of `q` and lse `[T, H]` float32; padding gets out 0 and lse +inf. With
-      `merge_attention` the result joins the attention to earlier tokens (`mla_prefill_context`).
+      out `[T, H, V]` in the dtype of `q` and lse `[T, H]` float32; padding gets out 0 and lse +inf. `merge_attention`
+      combines the result with the attention to earlier tokens (`mla_prefill_context`).
 
     Raises:
       ValueError: a shape or dtype does not fit.
     """
     checks.check_prefill(q, k, v, cu_lengths, shared_key)
     backend = with_fallback("mla_prefill", backend)
-    chosen = dispatched("mla_prefill", backend, prefill_unsupported(q, v, backend))
+    chosen = resolve_kernel("mla_prefill", backend, prefill_unsupported(q, v, backend))
     if shared_key is not None and chosen is Backend.MOSAIC and mosaic_ops.takes_parts(k, shared_key):
         return mosaic_ops.prefill_mosaic(q, k, v, cu_lengths, shared_key, scale=scale)
     if chosen is Backend.NATIVE and native.attends(q, k):
@@ -108,7 +108,7 @@ def mla_prefill(
 
 
 def whole_keys(k: jax.Array, shared_key: jax.Array) -> jax.Array:
-    """Returns the keys `[T, H, N + P]` whose parts are each head's own `[T, H, N]` and that of all heads `[T, P]`."""
+    """Concatenates keys `[T, H, N + P]` from each head's own part `[T, H, N]` and the shared one `[T, P]`."""
     shared = jnp.broadcast_to(shared_key[:, None], (*k.shape[:2], shared_key.shape[1]))
     return jnp.concatenate([k, shared], axis=-1)
 
@@ -128,7 +128,7 @@ def mla_prefill_context(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the attention of new tokens to the earlier, cached tokens of their own request, in absorbed form.
 
-    Costs next to nothing where no request has context.
+    Almost free if no request has context.
 
     Args:
       q: `[T, H, R + P]`, the flat batch of `mla_prefill` with the key up-projection folded in.
@@ -147,13 +147,45 @@ def mla_prefill_context(
     checks.check_context(q, pages, page_table, context_lengths, cu_lengths, pages_per_layer, value_width)
     arrays, first_page = (q, pages, page_table, context_lengths, cu_lengths), layer * pages_per_layer
     backend = with_fallback("mla_prefill_context", backend)
-    chosen = dispatched("mla_prefill_context", backend, decode_unsupported(q, pages, value_width, backend))
+    chosen = resolve_kernel("mla_prefill_context", backend, decode_unsupported(q, pages, value_width, backend))
     if chosen is Backend.MOSAIC:
         return mosaic_ops.context_mosaic(*arrays, scale=scale, first_page=first_page)
     attend = triton_ops.context if chosen is Backend.TRITON else reference.context_reference
     if chosen is Backend.NATIVE and native.attends(q, pages):
         attend = native.context_attention
     return attend(*arrays, scale=scale, first_page=first_page, value_width=value_width)
+
+
+def merge_attention(
+    out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the attention over the union of two disjoint sets of keys, from the attention over each.
+
+    Args:
+      out_a, out_b: `[..., V]`, normalized outputs of the same queries.
+      lse_a, lse_b: `[...]` float32, natural log of the sum of exponentials; +inf marks a query that saw no key.
+
+    Returns:
+      out `[..., V]` in the dtype of `out_a` and lse `[...]` float32; 0 and +inf where both sides are empty.
+
+    Raises:
+      ValueError: shapes or dtypes disagree.
+    """
+    checks.check_merge(out_a, lse_a, out_b, lse_b)
+    empty_a, empty_b = jnp.isposinf(lse_a), jnp.isposinf(lse_b)
+    log_a, log_b = jnp.where(empty_a, -jnp.inf, lse_a), jnp.where(empty_b, -jnp.inf, lse_b)
+    top = jnp.maximum(log_a, log_b)
+    top = jnp.where(jnp.isneginf(top), 0, top)
+    weight_a, weight_b = jnp.exp(log_a - top), jnp.exp(log_b - top)
+    total = weight_a + weight_b
+    both_empty = empty_a & empty_b
+    safe_total = jnp.where(both_empty, 1, total)
+    out = _weighted(out_a, weight_a / safe_total, empty_a) + _weighted(out_b, weight_b / safe_total, empty_b)
+    return out.astype(out_a.dtype), jnp.where(both_empty, jnp.inf, top + jnp.log(safe_total))
+
+
+def _weighted(out: jax.Array, weight: jax.Array, empty: jax.Array) -> jax.Array:
+    return jnp.where(empty[..., None], 0, out.astype(jnp.float32) * weight[..., None])
 
 
 def write_pages(
@@ -186,19 +218,19 @@ def write_pages(
     """
     checks.check_write(pages, latents, page_ids, offsets, pages_per_layer, value_width)
     targets = _targets(page_ids, offsets, layer, pages_per_layer)
-    if is_fp8(pages):  # one scatter on every platform: a row's scales are too small for TMA
+    if is_fp8(pages):  # a scatter on every platform: a row's scales are too small for TMA
         return write.write_fp8_rows(pages, pack_fp8(latents, value_width), targets, offsets, value_width)
     latents = latents.astype(pages.dtype)
     backend = with_fallback("write_pages", backend)
     on_mosaic = resolve_backend(requested=backend) is Backend.MOSAIC
-    chosen = dispatched("write_pages", backend, mosaic_write.unsupported(pages) if on_mosaic else None)
+    chosen = resolve_kernel("write_pages", backend, mosaic_write.unsupported(pages) if on_mosaic else None)
     return _WRITE[chosen](pages, latents, targets, offsets)
 
 
 def decode_unsupported(q: Any, pages: Any, value_width: int, backend: Backend | None = None) -> str | None:
-    """Returns why `backend` has no attention kernel for such queries and pages, arrays or their shapes; None if it has.
+    """Returns why `backend` has no decode kernel for these queries and pages (or their shapes and types), or None.
 
-    Backends without kernels have no obstacles.
+    None also for backends without kernels.
     """
     check = {Backend.MOSAIC: mosaic_ops.decode_unsupported, Backend.TRITON: triton_ops.decode_unsupported}
     unsupported = check.get(resolve_backend(requested=backend))
@@ -206,7 +238,7 @@ def decode_unsupported(q: Any, pages: Any, value_width: int, backend: Backend | 
 
 
 def prefill_unsupported(q: Any, v: Any, backend: Backend | None = None) -> str | None:
-    """Returns why `backend` has no prefill kernel for such arrays (or their shapes and types); None if it has."""
+    """Returns why `backend` has no prefill kernel for these arrays (or their shapes and types), or None."""
     check = {Backend.MOSAIC: mosaic_ops.prefill_unsupported, Backend.TRITON: triton_ops.prefill_unsupported}
     unsupported = check.get(resolve_backend(requested=backend))
     return unsupported(q, v) if unsupported else None
@@ -233,13 +265,13 @@ _WRITE: dict[Backend, Callable[..., jax.Array]] = {
 
 
 def _targets(page_ids: jax.Array, offsets: jax.Array, layer: jax.Array | int, pages_per_layer: int) -> jax.Array:
-    """Returns the pages of the pool [T], DROPPED for rows that have no place."""
+    """Returns the pages of the pool [T], DROPPED for rows that are not written."""
     kept = (page_ids >= 0) & (page_ids < pages_per_layer) & (offsets >= 0) & (offsets < PAGE_SIZE)
     return jnp.where(kept, layer * pages_per_layer + page_ids, DROPPED)
 
 
-def dispatched(operation: str, backend: Backend | None, obstacle: str | None) -> Backend:
-    """Returns the backend that computes: the reference where there is an obstacle, which is said once in the log."""
+def resolve_kernel(operation: str, backend: Backend | None, obstacle: str | None) -> Backend:
+    """Returns the backend to run: the reference if there is an obstacle, which is logged once."""
     chosen = resolve_backend(requested=backend)
     if obstacle is None:
         return chosen

@@ -1,7 +1,7 @@
 """Attention in plain jax.numpy: the path of a CPU, and the oracle of the kernels.
 
-All three are flash attention with an online softmax: loops run over blocks of keys and stop at the longest length
-present, so neither the width of a page table nor a padded batch costs anything.
+All are flash attention with an online softmax: loops over blocks of keys stop at the longest length in the batch, so
+wide page tables and padding are free.
 """
 
 from typing import NamedTuple
@@ -73,7 +73,7 @@ def spans_reference(
 ) -> tuple[jax.Array, jax.Array]:
     """See `mla_prefill_spans`, with whole keys.
 
-    Query blocks of 128 tokens bound the memory: scores are never more than `[H, 128, 128]`.
+    Query blocks of 128 tokens bound the scores to `[H, 128, 128]`.
     """
     (T, K), block = (len(q), len(k)), min(_PREFILL_BLOCK, len(q))
     padded, padded_keys = -(-T // block) * block, -(-K // block) * block
@@ -97,7 +97,7 @@ def spans_reference(
     return out.reshape(padded, *out.shape[2:])[:T], lse.reshape(padded, -1)[:T]
 
 
-def chosen_reference(
+def topk_reference(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -107,7 +107,7 @@ def chosen_reference(
     *,
     scale: float,
 ) -> jax.Array:
-    """See `mla_prefill_chosen`, with whole keys. Scores are never more than `[H, 128, 128]`."""
+    """See `mla_prefill_topk`, with whole keys. Scores are at most `[H, 128, 128]`."""
     T, block = q.shape[0], _PREFILL_BLOCK
     padded = -(-T // block) * block
     ks, vs = (_head_blocks(x, block, len(k)) for x in (k, v))  # [blocks, H, block, width]
@@ -142,7 +142,7 @@ def context_reference(
     first_page: jax.Array | int,
     value_width: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `mla_prefill_context`. A block of 64 tokens visits the requests it holds tokens of, one after the other."""
+    """See `mla_prefill_context`. A block of 64 tokens loops over the requests of its tokens."""
     T, H, D = q.shape
     block = min(_CONTEXT_BLOCK, T)
     padded = -(-T // block) * block
@@ -194,7 +194,7 @@ def _latents(
 ) -> jax.Array:
     """Returns the cached rows [B, span, D] of one step in `dtype`.
 
-    Rows past a length are 0: table entries there are not to be followed.
+    Rows past a length are 0: table entries there must not be read.
     """
     columns = index * _PAGES_PER_STEP + jnp.arange(_PAGES_PER_STEP)
     ids = lax.dynamic_slice_in_dim(table, index * _PAGES_PER_STEP, _PAGES_PER_STEP, axis=1)

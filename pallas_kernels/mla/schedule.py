@@ -1,8 +1,8 @@
-"""The shares of a decode step's pages that the streaming multiprocessors get, computed on the device.
+"""The distribution of a decode step's pages over the multiprocessors, computed on the device.
 
-FlashMLA's metadata in closed form: the pages of all requests are laid end to end, each request preceded by a fixed
-overhead, and the line is cut into equal parts, one for each persistent thread block (or group of blocks, when a request
-has several tiles of rows). A request that a cut falls into is split, and its parts are combined afterwards.
+FlashMLA's metadata in closed form: the pages of all requests are concatenated, each request preceded by a fixed
+overhead, and cut into equal parts, one per persistent thread block (or group of blocks, if a request has several tiles
+of rows). A request across a cut is split, and its pieces are combined afterwards.
 """
 
 from typing import NamedTuple
@@ -14,13 +14,13 @@ from pallas_kernels.mla.layout import PAGE_SIZE
 from pallas_kernels.search import search
 
 REQUEST_OVERHEAD = 5
-"""What a request costs besides its pages, in pages: loading queries, writing the output. FlashMLA's figure."""
+"""The fixed cost of a request, in pages: loading queries, writing the output. FlashMLA's figure."""
 
-_ALIGNMENT = 2  # pages; the kernel takes two at a time
+_ALIGNMENT = 2  # pages; the kernel processes two at a time
 
 
 class DecodeSchedule(NamedTuple):
-    """Depends on the lengths alone: one is enough for all layers of a step."""
+    """Depends only on the lengths: all layers of a step share one."""
 
     cuts: jax.Array
     """[parts + 1, 2] int32: part p begins at page `cuts[p, 1]` of request `cuts[p, 0]` and ends where p + 1 begins."""
@@ -32,7 +32,7 @@ def schedule_pages(lengths: jax.Array, parts: int, request_overhead: int = REQUE
     """Cuts the pages of requests with `lengths` [B] int32 into `parts` of nearly equal cost.
 
     Part p covers pages from its cut to the next, in the order of requests; every page of every request belongs to
-    exactly one part, and a request without pages to the one that its place falls in.
+    exactly one part, and a request without pages to the one at its position.
     """
     requests = lengths.shape[0]
     pages = -(-jnp.maximum(lengths, 0) // PAGE_SIZE)

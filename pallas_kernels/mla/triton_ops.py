@@ -15,7 +15,7 @@ from pallas_kernels.triton.tiles import page_splits, paged_tile, power_of_two, s
 
 _HALF_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _NOWHERE = 1 << 30
-"""Where the span of a token without keys begins: no key is that late."""
+"""The start of the span of a token without keys: above every key."""
 
 
 def decode(
@@ -98,7 +98,7 @@ def _attend(
 
 
 def _join(out: jax.Array, lse: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Joins the parts [groups, splits, M, R] of each request; parts that saw nothing have an lse of +inf."""
+    """Combines the parts [groups, splits, M, R] of each request; parts without keys have an lse of +inf."""
     logs = jnp.where(jnp.isposinf(lse), -jnp.inf, lse)
     top = jnp.max(logs, axis=1, keepdims=True)
     base = jnp.where(jnp.isneginf(top), 0, top)
@@ -128,14 +128,14 @@ def prefill_spans(
     *,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `spans.mla_prefill_spans`, with whole keys of which the first `live` are finite."""
+    """See `mla_prefill_spans`, with whole keys of which the first `live` are finite."""
     starts, ends = jnp.where(ends > 0, starts, _NOWHERE).astype(jnp.int32), ends.astype(jnp.int32)
     arrays = q, k, v, starts, ends, jnp.asarray(live, jnp.int32).reshape(1)
-    out, lse = _expanded("attention.spans", arrays, scale, jax.ShapeDtypeStruct(q.shape[:2], jnp.float32))
+    out, lse = _materialized("attention.spans", arrays, scale, jax.ShapeDtypeStruct(q.shape[:2], jnp.float32))
     return out, lse
 
 
-def prefill_chosen(
+def prefill_topk(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -145,15 +145,15 @@ def prefill_chosen(
     *,
     scale: float,
 ) -> jax.Array:
-    """See `chosen.mla_prefill_chosen`, with whole keys."""
-    (out,) = _expanded("attention.chosen", (q, k, v, bits, starts, ends), scale)
+    """See `mla_prefill_topk`, with whole keys."""
+    (out,) = _materialized("attention.masked", (q, k, v, bits, starts, ends), scale)
     return out
 
 
-def _expanded(
+def _materialized(
     kernel: str, arrays: tuple[jax.Array, ...], scale: float, *more: jax.ShapeDtypeStruct
 ) -> tuple[jax.Array, ...]:
-    """Attends with `q, k, v` of `arrays`: one program per tile of queries and head. `more` are further outputs."""
+    """Attends with `q, k, v` of `arrays`: one program per tile of queries and head. `more` are additional outputs."""
     q, _, v, *_ = arrays
     (T, H, width), value_width = q.shape, v.shape[-1]
     tile = segments_tile(traced_gpu(), width, value_width, q.dtype.itemsize)
@@ -177,10 +177,10 @@ def _expanded(
 
 
 def write_rows(pages: jax.Array, rows: jax.Array, targets: jax.Array, offsets: jax.Array) -> jax.Array:
-    """See `mla.write.write_rows`: one program per row."""
+    """See `write.write_rows`: one program per row."""
     width = pages.shape[2]
     return call.update(
-        "write.write",
+        "attention.write",
         pages,
         (rows, targets, offsets),
         grid=(rows.shape[0],),
@@ -192,7 +192,7 @@ def write_rows(pages: jax.Array, rows: jax.Array, targets: jax.Array, offsets: j
 
 
 def decode_unsupported(q: Any, pages: Any, value_width: int) -> str | None:
-    """Returns why the decode kernel cannot take these arrays (or their shapes and types), or None where it can."""
+    """Returns why the decode kernel does not support these arrays (or their shapes and types), or None if it does."""
     widths = (value_width, q.shape[-1] - value_width)
     if any(not _is_block(width) for width in widths) or widths[0] > 512:
         return f"latent and rope widths {widths} are no powers of two from 16 to 512"
@@ -206,7 +206,7 @@ def decode_unsupported(q: Any, pages: Any, value_width: int) -> str | None:
 
 
 def prefill_unsupported(q: Any, v: Any) -> str | None:
-    """Returns why the prefill kernel cannot take these arrays (or their shapes and types), or None where it can."""
+    """Returns why the prefill kernel does not support these arrays (or their shapes and types), or None if it does."""
     widths = (q.shape[-1], v.shape[-1])
     first, second = _powers_of_two(widths[0])
     if not all(map(_is_block, (first, second or first, widths[1]))) or max(first, widths[1]) > 256:

@@ -12,10 +12,10 @@ DROPPED = -1
 
 
 def write_rows(pages: jax.Array, rows: jax.Array, targets: jax.Array, offsets: jax.Array) -> jax.Array:
-    """Writes `rows` [T, W] to `pages[targets, offsets]`; rows with target DROPPED go nowhere.
+    """Writes `rows` [T, W] to `pages[targets, offsets]`; rows with target DROPPED are not written.
 
-    One scatter, which XLA does in place where `pages` is donated. That of a single row it makes a slice update, which
-    XLA:CPU repeats for each reader, on as many copies of the pool, unless it is told not to look behind it.
+    One scatter, in place if `pages` is donated. XLA turns that of a single row into a slice update, which XLA:CPU
+    repeats for each reader, on copies of the pool, unless an optimization barrier prevents it.
     """
     written = pages.at[_droppable(pages, targets), offsets].set(rows, mode="drop")
     return lax.optimization_barrier(written) if len(rows) == 1 else written
@@ -24,14 +24,14 @@ def write_rows(pages: jax.Array, rows: jax.Array, targets: jax.Array, offsets: j
 def write_fp8_rows(
     pages: jax.Array, rows: jax.Array, targets: jax.Array, offsets: jax.Array, value_width: int
 ) -> jax.Array:
-    """Does what `write_rows` does for FP8 rows `[T, W]`, whose bytes lie apart in their page."""
+    """Writes FP8 rows `[T, W]`, whose bytes are not contiguous in their page; see `write_rows`."""
     return write_bytes(pages, rows, targets, offsets, fp8_page_bytes(value_width, pages.shape[2]))
 
 
 def write_bytes(
     pages: jax.Array, rows: jax.Array, targets: jax.Array, offsets: jax.Array, page_bytes: np.ndarray
 ) -> jax.Array:
-    """Does what `write_rows` does for rows of bytes `[T, W]` whose places in a page are `page_bytes` `[64, W]`."""
+    """Writes rows of bytes `[T, W]` to positions `page_bytes` `[64, W]` of their page; see `write_rows`."""
     count, tokens, row_bytes = pages.shape
     places = jnp.asarray(page_bytes)[jnp.clip(offsets, 0, tokens - 1)]  # [T, W]
     flat = pages.reshape(count, tokens * row_bytes)

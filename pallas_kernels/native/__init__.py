@@ -1,4 +1,4 @@
-"""C++ for a CPU: products of few rows, attention, norms and routing; each active weight is read once, where it lies."""
+"""C++ for a CPU: products of few rows, attention, norms and routing; each active weight is read once, in place."""
 
 from pallas_kernels.native.build import Library, library
 from pallas_kernels.native.ops import (

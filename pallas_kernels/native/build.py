@@ -1,8 +1,8 @@
-"""The kernels of this machine's CPU: compiled at first use by its own compiler, kept, loaded and named to XLA.
+"""The kernels of this machine's CPU: compiled at first use by its own compiler, cached, loaded and registered with XLA.
 
 A wheel would hold code for the oldest CPU it supports, and an extension built by pip needs jax's headers in an isolated
-build. So a compiler of the machine builds six files, for the instructions that this CPU has: the first on the path that
-can. A machine without one uses XLA's own products, and the log says why.
+build. So the first compiler on the path that can builds six files for this CPU's instructions. A machine without one
+uses XLA's products, and the log says why.
 """
 
 import concurrent.futures
@@ -28,7 +28,7 @@ from typing import NamedTuple
 import jax
 
 COMPILERS = ("c++", "g++", "clang++")
-"""Names that are looked for on the path, and the last two with a version behind them, `g++-14`."""
+"""Compilers to find on the path, the last two also with a version suffix, `g++-14`."""
 HANDLERS = (
     "LayerProduct",
     "HeadProduct",
@@ -52,7 +52,7 @@ _SOURCES = tuple(
 )
 _HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "attention.h", "e4m3.h"))
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-Wno-psabi")
-# Which of them names this CPU depends on compiler and platform: clang for Arm may know the second alone.
+# Which of them selects this CPU depends on compiler and platform: clang for Arm may support only the second.
 _THIS_CPU = (("-march=native",), ("-mcpu=native",), ())
 _VERSIONED = re.compile(r"(?:g|clang)\+\+-(\d+)")
 _BUILD_SECONDS = 240  # 4 to 10 s of processor time per source; the rest is for a busy machine
@@ -65,10 +65,10 @@ _log = logging.getLogger(__name__)
 
 
 class Library(NamedTuple):
-    """The kernels, or why there are none.
+    """The kernels, or the reason for their absence.
 
-    `targets` are the names under which XLA knows the handlers, empty without kernels. `reason` says where the kernels
-    came from, or what was missing. `multiplies_bfloat16` is True where they need not widen bfloat16 first.
+    `targets` are the names of the handlers registered with XLA, empty without kernels. `reason` says where the kernels
+    came from, or what was missing. `multiplies_bfloat16` is False if they widen bfloat16 first.
     """
 
     targets: dict[str, str]
@@ -77,7 +77,7 @@ class Library(NamedTuple):
 
 
 class _Compiler(NamedTuple):
-    """A compiler of this machine, its flags for this CPU, and what it says of itself and the CPU with them."""
+    """A compiler of this machine, its flags for this CPU, and the macros it defines with them."""
 
     path: str
     flags: tuple[str, ...]
@@ -89,7 +89,7 @@ class _Compiler(NamedTuple):
 
     @property
     def key(self) -> str:
-        """A digest of all that the code depends on: source, XLA's headers, the compiler, the CPU's instructions."""
+        """A digest of the code's inputs: source, XLA's headers, the compiler, the CPU's instructions."""
         total = hashlib.sha256(b"\0".join(path.read_bytes() for path in (*_HEADERS, *_SOURCES)))
         parts = (self.path, *self.flags, importlib.metadata.version("jaxlib"), self.macros)
         total.update("\0".join(parts).encode())
@@ -104,7 +104,7 @@ _FAILURES = (_NoLibraryError, OSError, subprocess.SubprocessError)
 
 
 def library() -> Library:
-    """Returns the kernels of this CPU; built, loaded and registered once per process, whichever thread asks first."""
+    """Returns the kernels of this CPU; built, loaded and registered once per process. Thread-safe."""
     with _building:
         return _library()
 
@@ -125,7 +125,7 @@ def _library() -> Library:
             continue
         if (kept := _kept(directory, compiler)) is not None:
             return kept
-        if all(compiler.macros != other.macros for other in compilers):  # `c++` is another one's name
+        if all(compiler.macros != other.macros for other in compilers):  # `c++` is an alias of another compiler
             compilers.append(compiler)
     for compiler in compilers:
         try:
@@ -139,7 +139,7 @@ def _library() -> Library:
 
 
 def _compilers() -> list[str]:
-    """Returns the paths of this machine's compilers, newer versions first among those that have one in their names."""
+    """Returns the paths of this machine's compilers, newer versions first among those with a version suffix."""
     if sys.platform == "win32":
         raise _NoLibraryError("there are no C++ kernels for Windows")
     versioned = sorted(set(_versioned()), reverse=True)
@@ -159,7 +159,7 @@ def _versioned() -> Iterator[tuple[int, str]]:
 
 
 def _probed(path: str) -> _Compiler:
-    """Asks a compiler for its macros, with the first flags for this CPU that it knows."""
+    """Reads a compiler's macros, with the first flags for this CPU that it supports."""
     for own in _THIS_CPU:
         flags = (*_FLAGS, *own)
         try:
@@ -172,19 +172,19 @@ def _probed(path: str) -> _Compiler:
 
 
 def _kept(directory: Path, compiler: _Compiler) -> Library | None:
-    """Returns the library that a compiler has built before; None where there is none, or it does not load."""
+    """Returns the library that this compiler built earlier; None if there is none, or it does not load."""
     path = directory / f"kernels-{compiler.key}.so"
     if not _is_trusted(path):
         return None
     try:
         return _loaded(path, compiler, f"found in {path} by {compiler}")
     except _FAILURES as error:
-        _log.warning("the C++ kernels are built anew: those in %s do not load (%s)", path, error)
+        _log.warning("the C++ kernels are rebuilt: those in %s do not load (%s)", path, error)
         return None
 
 
 def _built(directory: Path, compiler: _Compiler, failures: list[str]) -> Library:
-    """Builds the library and loads it; the reason names the compilers that could not."""
+    """Builds and loads the library; the reason names the compilers that failed."""
     path = directory / f"kernels-{compiler.key}.so"
     _build(compiler, path)
     others = f" (before it {'; '.join(failures)})" if failures else ""
@@ -197,7 +197,7 @@ def _loaded(path: Path, compiler: _Compiler, reason: str) -> Library:
 
 
 def _directory() -> Path:
-    """Returns the directory of built kernels. Raises `_NoLibraryError` where someone else could put code into it."""
+    """Returns the directory of built kernels. Raises `_NoLibraryError` if another user could write to it."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     path = Path(base) / "dsv3" / "native"
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -216,10 +216,9 @@ def _is_trusted(path: Path) -> bool:
 
 
 def _build(compiler: _Compiler, path: Path) -> None:
-    """Compiles into a new directory next to `path`, then moves the library there: no process ever loads half of one.
+    """Compiles into a new directory next to `path`, then moves the library there, so no process loads a partial one.
 
-    Each source has a compiler of its own, as many at once as there are cores. The bytes are on the disk before the name
-    is, and the name before this returns.
+    Sources are compiled in parallel, one process per core. File and directory are synced.
     """
     _remove_abandoned(path.parent)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=_BUILDS) as directory:
@@ -249,9 +248,9 @@ def _sync(path: str | Path) -> None:
 
 
 def _remove_abandoned(directory: Path) -> None:
-    """Removes the directories of builds that were killed."""
+    """Removes the directories of killed builds."""
     for left in directory.glob(f"{_BUILDS}*"):
-        with contextlib.suppress(FileNotFoundError):  # a process beside this one has removed it
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it
             if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
                 shutil.rmtree(left, ignore_errors=True)
 
@@ -266,10 +265,10 @@ def _run(*command: str, seconds: float) -> str:
 
 
 def _register(path: Path, key: str) -> tuple[dict[str, str], bool]:
-    """Loads the library and tells XLA its handlers; returns their names, and whether bfloat16 is multiplied as it is.
+    """Loads the library and registers its handlers with XLA; returns their names, and whether bfloat16 is not widened.
 
-    Names change with the code they stand for: compiled programs are kept on disk and know a handler only by its name.
-    Raises OSError for a file that is no library, and for one that lacks a handler.
+    Names include `key`: compiled programs are cached on disk and refer to a handler by name. Raises OSError for a file
+    that is no library, or lacks a handler.
     """
     loaded = ctypes.CDLL(str(path))
     try:

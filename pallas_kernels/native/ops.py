@@ -1,4 +1,4 @@
-"""The C++ kernels as jax functions; `build.py` builds them, the files in C++ beside it are their source."""
+"""The C++ kernels as jax functions. `build.py` builds them from the C++ files beside it."""
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,11 @@ DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 """Types of operands. Results are of the same type, or float32."""
 
 MAX_ROWS = 32
-"""Rows up to which a product is made here: at 32 both ways are about as fast (`benchmarks/cpu_products.py`)."""
+"""Most rows of a product for the C++ kernels: at 32 XLA is about as fast (`benchmarks/cpu_products.py`)."""
 
 
 def takes(dtype: jax.typing.DTypeLike, rows: int) -> bool:
-    """Returns whether products of `rows` rows of this type are made here; of e4m3 any number: XLA widens it first."""
+    """Returns whether the kernels multiply `rows` rows of this type; any number of e4m3, which XLA widens first."""
     return rows > 0 and (jnp.dtype(dtype) == E4M3 or (jnp.dtype(dtype) in DTYPES and rows <= MAX_ROWS))
 
 
@@ -28,7 +28,7 @@ def layer_product(x: jax.Array, w: jax.Array, layer: jax.Array | int, out_dtype:
 def head_product(x: jax.Array, w: jax.Array, layer: jax.Array | int, transposed: bool) -> jax.Array:
     """Returns `x[:, h] @ w[layer, h].T` `[M, H, N]` of x `[M, H, K]` and w `[L, H, N, K]`.
 
-    With `transposed` w is `[L, H, K, N]`, and the `.T` left out.
+    With `transposed` w is `[L, H, K, N]`, without the `.T`.
     """
     shape = (*x.shape[:2], w.shape[3 if transposed else 2])
     return _call("HeadProduct", (shape, x.dtype))(x, w, _index(layer), transposed=transposed)
@@ -37,7 +37,7 @@ def head_product(x: jax.Array, w: jax.Array, layer: jax.Array | int, transposed:
 def grouped_product(x: jax.Array, w: jax.Array, tile_group: jax.Array, group_offset: jax.Array | int) -> jax.Array:
     """Returns `x[rows of tile] @ w[group_offset + tile_group[tile]].T` for every tile; 0 for tiles of group -1.
 
-    Shapes are those of `grouped_gemm_contiguous`. Tiles of one group side by side are one product.
+    Shapes are those of `grouped_gemm_contiguous`. Adjacent tiles of one group are one product.
     """
     shape = (x.shape[0], w.shape[1])
     return _call("GroupedProduct", (shape, x.dtype))(x, w, tile_group.astype(jnp.int32), _index(group_offset))
@@ -54,7 +54,7 @@ def fp8_grouped_product(
 ) -> jax.Array:
     """Does `grouped_product` of block-scaled e4m3; shapes are those of `fp8_grouped_gemm_contiguous`.
 
-    Scales are multiplied into float32 rows before the sums, and not after every 128 of K as on Hopper.
+    Scales multiply the float32 rows before the sums, not after every 128 of K as on Hopper.
     """
     operands = (x, x_scale, w, w_scale, tile_group.astype(jnp.int32), _index(group_offset))
     return _call("Fp8GroupedProduct", ((x.shape[0], w.shape[1]), out_dtype))(*operands)
@@ -70,52 +70,52 @@ def quantize_rows(x: jax.Array, power_of_two: bool) -> tuple[jax.Array, jax.Arra
 def align_rows(
     group_ids: jax.Array, num_groups: int, tile_m: int, aligned: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns the fields of `GroupAlignment` for ids `[M]` int32, in their order; `aligned` rows have a place."""
+    """Returns the fields of `GroupAlignment` for ids `[M]` int32, in their order, for A = `aligned`."""
     shapes = ((aligned,), group_ids.shape, (aligned // tile_m,), (num_groups,), ())
     return _call("AlignGroups", *((shape, jnp.int32) for shape in shapes))(group_ids)
 
 
 def choose_experts(scores: jax.Array, num_experts: int, groups: int, kept: int, counted: int) -> jax.Array:
-    """Returns the numbers `[T, num_experts]` int32 of the highest scores of each row of `[T, E]` float32, best first.
+    """Returns the indices `[T, num_experts]` int32 of the highest scores of each row `[T, E]` float32, highest first.
 
-    They come from the `kept` best of `groups` groups, whose `counted` highest scores together decide. With one group
-    all scores count. The order of floats, NaN included, is that of `jax.lax.top_k`.
+    They come from the `kept` best of `groups` groups, ranked by the sum of their `counted` highest scores. One group is
+    no restriction. The order of floats, NaN included, is that of `jax.lax.top_k`.
     """
     call = _call("ChooseExperts", ((scores.shape[0], num_experts), jnp.int32))
     return call(scores, groups=np.int64(groups), kept=np.int64(kept), counted=np.int64(counted))
 
 
 def takes_rows(x: jax.Array) -> bool:
-    """Returns whether the functions of rows take x."""
+    """Returns whether the row functions support x."""
     return x.dtype in DTYPES and x.size > 0
 
 
 def rms_norm(x: jax.Array, w: jax.Array, layer: jax.Array, *, eps: float) -> jax.Array:
-    """Does what `rows.rms_norm` does; w has the dtype of x."""
+    """Computes `rows.rms_norm`; w has the dtype of x."""
     out = (*x.shape[:-1], w.shape[-1]), x.dtype
     return _call("RmsNorm", out)(x, w, _index(layer), eps=np.float32(eps))
 
 
 def swiglu(gate_up: jax.Array) -> jax.Array:
-    """Does what `rows.swiglu` does."""
+    """Computes `rows.swiglu`."""
     return _call("SwiGlu", ((*gate_up.shape[:-1], gate_up.shape[-1] // 2), gate_up.dtype))(gate_up)
 
 
 def rotate_heads(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Does what `rows.rotate_heads` does."""
+    """Computes `rows.rotate_heads`."""
     return _call("RotateHeads", (x.shape, x.dtype))(x, cos, sin)
 
 
 def latent_rows(
     down: jax.Array, w: jax.Array, layer: jax.Array, cos: jax.Array, sin: jax.Array, *, eps: float
 ) -> jax.Array:
-    """Does what `rows.latent_rows` does; w has the dtype of down."""
+    """Computes `rows.latent_rows`; w has the dtype of down."""
     out = (down.shape[0], w.shape[-1] + 2 * cos.shape[-1]), down.dtype
     return _call("LatentRows", out)(down, w, _index(layer), cos, sin, eps=np.float32(eps))
 
 
 def attends(q: jax.Array, keys: jax.Array) -> bool:
-    """Returns whether attention takes queries, and pages or keys, of these types."""
+    """Returns whether attention supports these types of queries, and of pages or keys."""
     return q.dtype == keys.dtype and q.dtype in DTYPES
 
 
@@ -129,7 +129,7 @@ def decode_attention(
     first_page: jax.Array | int,
     value_width: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Does what `mla_decode` does; `first_page` is the layer's first page in the pool. Weights stay float32."""
+    """Computes `mla_decode`; `first_page` is the layer's first page in the pool. Weights stay float32."""
     out, lse = ((*q.shape[:3], value_width), q.dtype), (q.shape[:3], jnp.float32)
     operands = (q, pages, page_table.astype(jnp.int32), lengths.astype(jnp.int32), _index(first_page))
     return _call("DecodeAttention", out, lse)(*operands, scale=np.float32(scale))
@@ -146,7 +146,7 @@ def context_attention(
     first_page: jax.Array | int,
     value_width: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Does what `mla_prefill_context` does; `first_page` is the layer's first page in the pool."""
+    """Computes `mla_prefill_context`; `first_page` is the layer's first page in the pool."""
     out, lse = ((*q.shape[:2], value_width), q.dtype), (q.shape[:2], jnp.float32)
     numbers = (each.astype(jnp.int32) for each in (page_table, context_lengths, cu_lengths))
     call = _call("ContextAttention", out, lse)
@@ -156,14 +156,14 @@ def context_attention(
 def prefill_attention(
     q: jax.Array, k: jax.Array, shared_key: jax.Array, v: jax.Array, cu_lengths: jax.Array, *, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Does what `mla_prefill` does, of keys in two parts; that of all heads `[T, P]` may be empty."""
+    """Computes `mla_prefill` of keys in two parts; the shared one `[T, P]` may be empty."""
     out, lse = (v.shape, q.dtype), (q.shape[:2], jnp.float32)
     call = _call("PrefillAttention", out, lse)
     return call(q, k, shared_key, v, cu_lengths.astype(jnp.int32), scale=np.float32(scale))
 
 
 def _call(handler: str, *results: tuple[tuple[int, ...], jax.typing.DTypeLike]):
-    """Returns the handler as a function; its one result, or a tuple of several, has these shapes and dtypes."""
+    """Returns the handler as a function of one result, or a tuple, of these shapes and dtypes."""
     shapes = [jax.ShapeDtypeStruct(*result) for result in results]
     result = shapes if len(shapes) > 1 else shapes[0]
     return jax.ffi.ffi_call(library().targets[handler], result, vmap_method="sequential")

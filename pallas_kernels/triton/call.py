@@ -1,8 +1,8 @@
-"""Starts Triton kernels from jax, by way of jax-triton. Everything else in the project starts them through `start`.
+"""Starts Triton kernels from jax through jax-triton. All of the project starts them through `start`.
 
-The PTX is made when a program is lowered and lies in it, so a machine that only runs compiled programs needs no Triton.
-jax-triton 0.4.1 registers a rule with jax for results that nobody uses, in the form of jax 0.11; under jax 0.12 it
-fails. It is taken out here, since jax's own rule is right for these kernels.
+Lowering a program compiles the PTX into it, so a machine that only runs compiled programs needs no Triton. jax-triton
+0.4.1 registers a dead-code rule of jax 0.11, which fails under jax 0.12. It is removed here; jax's default rule is
+correct for these kernels.
 """
 
 import functools
@@ -16,8 +16,8 @@ from pallas_kernels.backend import BackendUnavailableError, traced_gpu
 from pallas_kernels.toolchain import prefer_own_ptxas
 
 OPTIONS = {"ptx_version": 87, "enable_fp_fusion": True}
-"""PTX in the form of CUDA 12.8, the first that knows sm_120, so that ptxas from there on reads it; and fused
-multiply-adds, which Triton 3.10 leaves out unless asked."""
+"""PTX of CUDA 12.8, the first with sm_120, for ptxas from that version on; and fused multiply-adds, off by default in
+Triton 3.10."""
 
 
 def start(
@@ -34,19 +34,19 @@ def start(
 
     Args:
       kernel: module and function in `pallas_kernels.triton.kernels`: "product.product".
-      arrays: what the kernel reads, in the order of its first parameters; it writes to those that are references.
-      outputs: shapes and dtypes of what it writes, its last parameters without a default.
+      arrays: the kernel's first parameters; it may write to those that are references.
+      outputs: shapes and dtypes of its outputs, the last parameters without a default.
       grid: number of programs, along up to three axes.
       warps: of a program.
       stages: buffers of its pipelined loop.
       arguments: its constants and other numbers, by name.
 
     Returns:
-      An array for each of `outputs`. What the kernel does not write is undefined.
+      An array for each of `outputs`, undefined where the kernel does not write.
 
     Raises:
       BackendUnavailableError: jax-triton is not installed.
-      UnknownGpuError: nothing says for which GPU.
+      UnknownGpuError: the GPU is unknown.
     """
     return _jax_triton().triton_call(
         *arrays,
@@ -63,7 +63,7 @@ def start(
 
 
 def update(kernel: str, target: jax.Array, arrays: Sequence[jax.Array], **options: Any) -> jax.Array:
-    """Returns `target` as the kernel leaves it, which has it as its first parameter: in place where it is donated.
+    """Runs a kernel on `target`, its first parameter, and returns the result: in place if donated.
 
     `options` are those of `start`.
     """
@@ -79,7 +79,7 @@ def kernel_function(kernel: str) -> Any:
 
 
 def require() -> None:
-    """Raises BackendUnavailableError where `start` would, for want of jax-triton."""
+    """Raises BackendUnavailableError if jax-triton is not installed."""
     _jax_triton()
 
 

@@ -1,7 +1,6 @@
-"""What Triton kernels take of a GPU, on a machine without one: registers, spills, shared memory.
+"""Resources of Triton kernels, on a machine without a GPU: registers, spills, shared memory.
 
-The kernels are found in a traced program, so they are those that jax would start, and compiled as jax-triton compiles
-them. Needs the `triton` extra.
+The kernels come from a traced program, and are compiled as jax-triton does. Needs the `triton` extra.
 """
 
 import dataclasses
@@ -30,7 +29,7 @@ _TOOL_SECONDS = 60
 
 @dataclasses.dataclass(frozen=True)
 class TritonResources:
-    """What one kernel takes: registers and bytes of spills of a thread, bytes of shared memory of a program."""
+    """Resources of one kernel: registers and bytes of spills per thread, bytes of shared memory per program."""
 
     name: str
     warps: int
@@ -54,7 +53,7 @@ def kernel_resources(fn: Callable, *args, gpu: GpuKind) -> tuple[TritonResources
     """Compiles every Triton kernel of `fn(*args)` for `gpu`, in the order of the program.
 
     Args:
-      fn: a function that asks for `Backend.TRITON`.
+      fn: a function that requests `Backend.TRITON`.
       args: arrays or ShapeDtypeStructs.
       gpu: a row of `gpus.KINDS`.
     """
@@ -64,7 +63,7 @@ def kernel_resources(fn: Callable, *args, gpu: GpuKind) -> tuple[TritonResources
 def traced_kernels(fn: Callable, *args, gpu: GpuKind) -> list[TracedKernel]:
     """Returns the Triton kernels of `fn(*args)` as it is traced for `gpu`."""
 
-    def fresh(*args):  # jax keeps the trace of a function it has seen, for whatever GPU that was
+    def fresh(*args):  # a new function: jax caches traces per function, whatever the GPU
         return fn(*args)
 
     with gpus.compiling_for(gpu):
@@ -117,7 +116,7 @@ def compile_kernel(kernel: TracedKernel, gpu: GpuKind) -> TritonResources:
 def _registers(cubin: bytes) -> tuple[int, int]:
     """Returns the registers of a thread, and the bytes of its stack: kernels have no arrays there, so they are spills.
 
-    Raises RuntimeError where the tool that reads machine code fails, or reports in an unknown form.
+    Raises RuntimeError if the tool that reads machine code fails, or its report is unknown.
     """
     from triton import knobs
 

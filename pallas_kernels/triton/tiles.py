@@ -1,7 +1,7 @@
-"""The tile of each Triton kernel, chosen to fit the shared memory and the registers of a GPU.
+"""The tile of each Triton kernel, which fits the shared memory and the registers of a GPU.
 
-Round figures, not measurements: `benchmarks/gpu/triton_kernels.py` compiles all of them for every GPU and says what
-they take, and nothing here has run on a GPU.
+Round figures, not measurements: `benchmarks/gpu/triton_kernels.py` compiles all of them for every GPU and reports their
+resources. Nothing here has run on a GPU.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from pallas_kernels.gpus import GpuKind
 _LEAST = 16
 """Rows of a tensor core's smallest product."""
 _LARGE = 200 << 10
-"""Shared memory of the GPUs whose tensor cores read their operands there, and need fewer registers."""
+"""Shared memory of GPUs whose tensor cores read operands from it, which saves registers."""
 _RESERVED = 4 << 10  # bytes of shared memory that a compiler takes for reductions and changes of layout
 
 
@@ -33,7 +33,7 @@ def paged_tile(gpu: GpuKind, rows: int, width: int, itemsize: int, *, fp8_pages:
       rows: of one group: queries times heads.
       width: R + P.
       itemsize: bytes of a value that is multiplied.
-      fp8_pages: latents are widened in registers, which a large tile has none left for.
+      fp8_pages: latents are widened in registers, so tiles are smaller.
     """
     block = min(power_of_two(rows), 32)  # a row's output takes 512 registers
     keys = 32 if gpu.shared_memory > 128 << 10 and not fp8_pages else 16
@@ -65,7 +65,7 @@ def product_tile(gpu: GpuKind, rows: int, itemsize: int) -> TritonTile:
 
 
 def k_splits(gpu: GpuKind, tiles: int, k_blocks: int) -> int:
-    """Returns the parts of K that fill the multiprocessors when there are few tiles, of four blocks at least."""
+    """Returns the parts of K that fill the multiprocessors when there are few tiles, at least four blocks each."""
     return max(1, min(gpu.multiprocessors // tiles, k_blocks // 4, 16))
 
 
@@ -75,7 +75,7 @@ def page_splits(gpu: GpuKind, groups: int, table_width: int) -> int:
 
 
 def power_of_two(rows: int) -> int:
-    """Returns the smallest power of two that holds `rows`, at least what a tensor core multiplies."""
+    """Returns the smallest power of two that holds `rows`, at least a tensor core's minimum."""
     power = _LEAST
     while power < rows:
         power *= 2

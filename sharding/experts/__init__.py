@@ -1,1 +1,1 @@
-"""Routed experts on many devices: how token rows reach them, how many bytes that takes, where their replicas stand."""
+"""Expert parallelism: dispatch and combine of token rows, traffic, expert placement and rebalancing."""

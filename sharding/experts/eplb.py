@@ -1,9 +1,9 @@
-"""Expert-parallel load balancing: which expert each replica holds.
+"""Expert-parallel load balancing (EPLB): which expert each replica holds.
 
-An *expert* is one of the model's. A *replica* is one stored copy of it on one device (EPLB calls the two logical and
-physical experts, and the fields of `ExpertMap` keep its names). Replicas are numbered device by device, node by node.
-The policies and their results are those of DeepSeek's EPLB (open-source week, day 4). A stable order breaks ties, which
-the original leaves to its sort.
+An *expert* is one of the model's. A *replica* is one stored copy of it on one device (logical and physical experts in
+EPLB, whose names the fields of `ExpertMap` keep). Replicas are numbered device by device, node by node.
+The policies and their results are those of DeepSeek's EPLB (open-source week, day 4). Ties
+are broken by a stable order; the original leaves them to its sort.
 
 Shapes: L layers, E experts, Er replicas, Ec replicas of the most replicated expert, Z devices.
 """
@@ -58,9 +58,9 @@ def map_of(phy2log: np.ndarray, num_experts: int) -> ExpertMap:
 
 
 def keep_in_place(new: ExpertMap, old: ExpertMap, num_groups: int, num_nodes: int, num_devices: int) -> ExpertMap:
-    """Renumbers the devices of `new`, and the replicas within each, so that experts stay where `old` has them.
+    """Renumbers the devices of `new`, and the replicas within each, so that few experts move from their place in `old`.
 
-    The policies say which experts share a device and which devices a node, not which device or node that is. Devices
+    The policies decide which experts share a device and which devices a node, not which device or node. Devices
     (and nodes, where the policy is hierarchical) are matched by the experts they have in common, greedily from the best
     pair down. The devices have the loads of `new` in another order, so the balance is the same.
     """
@@ -78,7 +78,7 @@ def keep_in_place(new: ExpertMap, old: ExpertMap, num_groups: int, num_nodes: in
 
 
 def sources(new: ExpertMap, old: ExpertMap) -> np.ndarray:
-    """Returns the replica of `old` whose weights each replica of `new` takes [L, Er]: itself where the expert stays."""
+    """Returns the replica of `old` that each replica of `new` copies its weights from [L, Er]; itself if unchanged."""
     first = np.take_along_axis(old.log2phy[:, :, 0], new.phy2log, axis=1)
     return np.where(new.phy2log == old.phy2log, np.arange(new.phy2log.shape[1]), first)
 
@@ -124,24 +124,24 @@ def _place(
 
 
 def _pack(load: np.ndarray, packs: int) -> tuple[np.ndarray, np.ndarray]:
-    """Packs the n items of each row into `packs` packs of n / packs: heaviest first, into the lightest pack with room.
+    """Packs the n items of each row into `packs` packs of n / packs: heaviest first, into the lightest pack not full.
 
     Returns the pack of each item and its place in the pack, both [rows, n].
     """
     rows, n = load.shape
-    room = n // packs
-    if room == 1:
+    capacity = n // packs
+    if capacity == 1:
         return np.tile(np.arange(n), (rows, 1)), np.zeros((rows, n), np.int64)
     pack, place = np.empty((2, rows, n), np.int64)
-    total = np.zeros((rows, packs), np.float32)  # of packs with room; a full pack weighs infinity
+    total = np.zeros((rows, packs), np.float32)  # infinity for full packs
     filled = np.zeros((rows, packs), np.int64)
     row = np.arange(rows)
     for item in np.argsort(-load, axis=1, kind="stable").T:
-        chosen = total.argmin(axis=1)
-        pack[row, item], place[row, item] = chosen, filled[row, chosen]
-        total[row, chosen] += load[row, item]
-        filled[row, chosen] += 1
-        total[row, chosen] = np.where(filled[row, chosen] == room, np.inf, total[row, chosen])
+        lightest = total.argmin(axis=1)
+        pack[row, item], place[row, item] = lightest, filled[row, lightest]
+        total[row, lightest] += load[row, item]
+        filled[row, lightest] += 1
+        total[row, lightest] = np.where(filled[row, lightest] == capacity, np.inf, total[row, lightest])
     return pack, place
 
 
@@ -175,7 +175,7 @@ def _match_units(new: np.ndarray, old: np.ndarray, E: int, units: int) -> np.nda
     """Reorders the `units` parts of `new` [rows, n] so that many experts are in the part where `old` has them."""
     rows, n = new.shape
     parts = new.reshape(rows, units, -1)
-    # Without a matrix product: BLAS would wait for its threads on cores that serve.
+    # No matrix product: BLAS threads would compete for the cores of the server.
     held = np.take_along_axis(_holds(new, E, units), old[:, None, :], axis=2)  # [rows, new unit, n]
     common = held.reshape(rows, units, units, -1).sum(axis=3, dtype=np.int16)  # [rows, new unit, old unit]
     order = np.empty((rows, units), np.int64)
@@ -197,7 +197,7 @@ def _holds(phy2log: np.ndarray, E: int, units: int) -> np.ndarray:
 
 
 def _match_replicas(new: np.ndarray, old: np.ndarray) -> np.ndarray:
-    """Reorders `new` [devices, Ed]: what `old` has too stays in its place, the others fill the free ones in order."""
+    """Reorders `new` [devices, Ed]: experts of `old` keep their index, the others fill the free ones in order."""
     left, placed = new.copy(), np.full_like(new, -1)
     for place in range(new.shape[1]):
         same = left == old[:, place : place + 1]

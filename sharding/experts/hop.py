@@ -1,12 +1,11 @@
-"""One hop of an exchange: queues of rows per peer, and their way there and back in four quarters.
+"""One hop of an exchange: queues of rows per peer, dispatch and combine, each in two halves.
 
-`send` starts a dispatch and `receive` finishes it; `send_back` starts a combine and `receive_back` finishes it. Between
-the two halves of each a caller may put other work, as with DeepEP's hook. Everything runs inside `shard_map`, on one
-device.
+`send` starts a dispatch and `receive` finishes it; `send_back` starts a combine and `receive_back` finishes it. Other
+work may run between the two halves, as with DeepEP's hook. Everything runs inside `shard_map`, on one device.
 
-A row crosses as one line of words, whatever it consists of, so a dispatch is one message per peer. A queue that is
-longer than a peer's part of the buffer loses its last rows. `Queued.overflows` says so, and whoever started the step
-computes it again.
+A row is sent as one line of words, all its parts together, so a dispatch is one message per peer. A queue that is
+longer than a peer's part of the buffer loses its last rows; `Queued.overflows` reports it, and the engine retries the
+step.
 
 Shapes: T token rows of this device, K replicas per row, J peers, C rows per pair of peers, U words per row.
 """
@@ -26,10 +25,9 @@ from sharding.wire.words import from_words, shapes_of, width_of
 
 @dataclasses.dataclass(frozen=True)
 class Hop:
-    """One crossing: `peers` devices along `axes`, each of which owns or leads to `replicas_per_peer` replicas.
+    """One hop: `peers` devices along `axes`, each of which holds or leads to `replicas_per_peer` replicas.
 
-    Each pair of peers has `capacity` rows. With `int8_sums` the way back carries int8 and scales
-    (`sharding.wire.sums`).
+    Each pair of peers has `capacity` rows. With `int8_sums` the combine carries int8 and scales (`sharding.wire.sums`).
     """
 
     axes: tuple[str, ...]
@@ -50,17 +48,17 @@ class Queued(NamedTuple):
 
 
 class DispatchHandle(NamedTuple):
-    """Rows under way as words, the shapes of what these are, and the queues they come from."""
+    """A started dispatch: rows as words, their shapes and dtypes, and the queues."""
 
     transfer: Transfer
     shapes: TokenRows
     queued: Queued
 
 
-# Each function jitted here is one unit: enforced program order keeps the order of units, and inside XLA is free.
+# Each jitted function here is one unit: program order is enforced between units, and XLA is free inside them.
 @functools.partial(jax.jit, static_argnames="hop")
 def enqueue(rows: TokenRows, hop: Hop) -> Queued:
-    """Queues each row once per peer of the hop that it needs, in the order of rows."""
+    """Queues each row once for each peer of the hop that it needs, in row order."""
     peer, position, length = queue(rows.ids, hop)
     return Queued(rows, peer, position, (length.max() > hop.capacity).astype(jnp.int32))
 
@@ -87,7 +85,7 @@ def send(queued: Queued, hop: Hop) -> DispatchHandle:
 
 @jax.named_scope("dispatch")
 def receive(sent: DispatchHandle, hop: Hop) -> TokenRows:
-    """Waits for the rows of `send`, `[J * C, ...]`, with local ids of this peer's replicas; payloads stay `Lines`."""
+    """Finishes `send`: rows `[J * C, ...]` with local ids of this peer's replicas; payloads stay `Lines`."""
     payload, *rest = sent.shapes
 
     def unpack(words: jax.Array) -> TokenRows:
@@ -109,9 +107,9 @@ def send_back(sums: jax.Array, hop: Hop) -> Transfer:
 
 @jax.named_scope("combine")
 def receive_back(transfer: Transfer, queued: Queued, hop: Hop) -> jax.Array:
-    """Waits for the partial sums and adds those of each row: `[T, D]`.
+    """Finishes `send_back` and sums the partial sums of each row: `[T, D]`.
 
-    Adds in the order of k and in float32; the result has the dtype of the sums.
+    Sums in the order of k, in float32; the result has the dtype of the partial sums.
     """
     return _sum(transfer.finish(), queued, hop, transfer.like)
 
@@ -124,7 +122,7 @@ def _fill(queued: Queued, hop: Hop) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("hop", "like"))
 def _sum(returned: jax.Array, queued: Queued, hop: Hop, like: jax.ShapeDtypeStruct | None) -> jax.Array:
-    """Returns the sum of each row's partial sums; packed ones are `like` that."""
+    """Returns the sum of each row's partial sums; `like` is the shape of packed ones."""
     return sum_at(returned if like is None else unpack(returned, like), _place(queued, hop))
 
 

@@ -1,8 +1,8 @@
 """The ragged transport: exact sizes, no padding on the wire, and buffers for the worst case.
 
-`lax.ragged_all_to_all` moves slices of any size between devices. XLA has it for GPUs, not for CPUs. People who measured
-it report 2 % of NVLink's speed on eight B200 (openxla/xla#33386) and crashes above 32 devices (openxla/xla#47283).
-Therefore it is chosen on request only. It has no form in two halves, so nothing is computed while rows travel.
+`lax.ragged_all_to_all` moves slices of any size between devices. XLA has it for GPUs, not for CPUs. Reports: 2 % of
+NVLink's speed on eight B200 (openxla/xla#33386), crashes above 32 devices (openxla/xla#47283). Therefore it is used
+only on request. It has no asynchronous form, so nothing is computed during the transfer.
 
 Shapes: T token rows of this device, K replicas per row, J peers, U words per row.
 """
@@ -17,23 +17,23 @@ from jax import lax
 
 from sharding.experts.capacity import expected_rows
 from sharding.experts.hop import Hop, queue
-from sharding.experts.kind import Kind
 from sharding.experts.rows import Experts, TokenRows, fill_lines, localize, sum_at
 from sharding.experts.traffic import LayerRows, Traffic
+from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
 from sharding.wire.collectives import Overlap
 from sharding.wire.words import from_words, shapes_of
 
 MAX_BUFFER_BYTES = 2 << 30
-"""Buffers on one device at most, for the worst case that all devices send all their rows to it."""
+"""Bound on the buffers of one device, for the worst case that all devices send all their rows to it."""
 
 
 class Slices(NamedTuple):
     """The slices that this device exchanges with each peer, [J] int32 each; the rows for one peer are contiguous.
 
-    `send_at`, `sent`: where in this device's buffer the rows for peer j begin, and how many. `recv_at`, `received`: the
-    same for the rows from peer j. `their_recv_at`, `their_send_at`: where they begin in the buffers of peer j, which
-    `ragged_all_to_all` asks for: its `output_offsets` count in the receiver's output.
+    `send_at`, `sent`: first row and number of the rows for peer j in this device's buffer. `recv_at`, `received`: the
+    same for the rows from peer j. `their_recv_at`, `their_send_at`: first rows in the buffers of peer j;
+    `ragged_all_to_all` counts its `output_offsets` in the receiver's output.
     """
 
     send_at: jax.Array
@@ -44,8 +44,8 @@ class Slices(NamedTuple):
     their_send_at: jax.Array
 
 
-class Returned(NamedTuple):
-    """Partial sums [T * min(K, J), D] back where the rows came from, and where those of each row are, [T, K]."""
+class RaggedHandle(NamedTuple):
+    """Partial sums [T * min(K, J), D], back on the device of the rows, and the lines of each row, [T, K]."""
 
     sums: jax.Array
     place: jax.Array
@@ -53,20 +53,20 @@ class Returned(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Ragged:
-    """One hop over the devices of `machine` by `ragged_all_to_all`; `overlap` keeps the order of what is around it."""
+    """One hop over the devices of `machine` by `ragged_all_to_all`; `overlap` is that of the surrounding program."""
 
     machine: Machine
     replicas_per_device: int
     overlap: Overlap = Overlap.NONE
-    kind: ClassVar[Kind] = Kind.RAGGED
-    hops: ClassVar[tuple[Hop, ...]] = ()  # none that could overflow
+    kind: ClassVar[TransportKind] = TransportKind.RAGGED
+    hops: ClassVar[tuple[Hop, ...]] = ()  # exact sizes cannot overflow
     pairs: ClassVar[int | None] = None
 
     @classmethod
     def from_layer(cls, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap) -> "Ragged":
         """Returns the ragged transport over `machine`, with `replicas` on each device.
 
-        Raises ValueError where buffers for `rows` would take more than `MAX_BUFFER_BYTES`.
+        Raises ValueError if buffers for `rows` would take more than `MAX_BUFFER_BYTES`.
         """
         worst = machine.devices * rows.tokens * rows.row_bytes(rows.experts_per_token)
         if worst > MAX_BUFFER_BYTES:
@@ -77,8 +77,8 @@ class Ragged:
             )
         return cls(machine, replicas, overlap)
 
-    def start(self, rows: TokenRows, experts: Experts) -> Returned:
-        """Sends the rows, computes, and returns the sums: only adding is left to `finish`. Buffers hold T * J rows."""
+    def start(self, rows: TokenRows, experts: Experts) -> RaggedHandle:
+        """Dispatches, computes, and combines: only the sum is left to `finish`. Buffers hold T * J rows."""
         T, K = rows.ids.shape
         hop = self._hop(T)
         words, place, slices = _pack(rows, hop)
@@ -88,14 +88,14 @@ class Ragged:
         unit = jax.jit(lambda words, received: experts(_unpack(words, received, shapes, hop))[0])
         sums = unit(arrived, slices.received)
         with jax.named_scope("combine"):
-            return Returned(from_peers(sums, slices, hop.axes, T * min(K, hop.peers)), place)
+            return RaggedHandle(from_peers(sums, slices, hop.axes, T * min(K, hop.peers)), place)
 
-    def finish(self, handle: Returned) -> tuple[jax.Array, None]:
-        """Adds the sums that came back; exact sizes never overflow."""
+    def finish(self, handle: RaggedHandle) -> tuple[jax.Array, None]:
+        """Sums the partial sums of each row; exact sizes never overflow."""
         return jax.jit(sum_at)(*handle), None
 
     def traffic(self, rows: LayerRows) -> Traffic:
-        """Returns the bytes that even routing is expected to send."""
+        """Returns the expected bytes under even routing."""
         row = rows.row_bytes(rows.experts_per_token)
         expected = expected_rows(rows.tokens, self.machine.devices, rows.experts_per_token)
         return Traffic.to_all(self.machine, row * expected)
@@ -106,7 +106,7 @@ class Ragged:
 
 @functools.partial(jax.jit, static_argnames="hop")
 def _pack(rows: TokenRows, hop: Hop) -> tuple[jax.Array, jax.Array, Slices]:
-    """Returns the rows as words with those for one peer together, where each row went [T, K], and the slices."""
+    """Returns the rows as words sorted by peer, the line of each (row, k) [T, K], and the slices."""
     T, K = rows.ids.shape
     size = T * min(K, hop.peers)
     peer, position, length = queue(rows.ids, hop)
@@ -117,7 +117,7 @@ def _pack(rows: TokenRows, hop: Hop) -> tuple[jax.Array, jax.Array, Slices]:
 
 
 def _unpack(words: jax.Array, received: jax.Array, shapes: TokenRows, hop: Hop) -> TokenRows:
-    """Returns the rows that arrived, `received` [J] from each peer; the lines beyond them select nothing."""
+    """Returns the received rows, `received` [J] from each peer; the lines beyond them select no expert."""
     rows = from_words(words, shapes)
     is_there = jnp.arange(words.shape[0]) < received.sum()
     rows = rows._replace(ids=jnp.where(is_there[:, None], rows.ids, -1))
@@ -125,7 +125,7 @@ def _unpack(words: jax.Array, received: jax.Array, shapes: TokenRows, hop: Hop) 
 
 
 def slices_of(length: jax.Array, axes: tuple[str, ...]) -> Slices:
-    """Agrees with all peers on the slices, from the number of rows for each of them [J]; peers' rows come in order."""
+    """Exchanges slice sizes with all peers, from the number of rows for each of them [J]; rows arrive in peer order."""
 
     def exchanged(x: jax.Array) -> jax.Array:
         return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
@@ -147,7 +147,7 @@ def to_peers(x: jax.Array, slices: Slices, axes: tuple[str, ...], size: int) -> 
 
 @functools.partial(jax.jit, static_argnames=("axes", "size"))
 def from_peers(y: jax.Array, slices: Slices, axes: tuple[str, ...], size: int) -> jax.Array:
-    """Sends each row of `y` back to the place that it came from in `to_peers`: `[size, ...]`."""
+    """Sends each row of `y` back to its line before `to_peers`: `[size, ...]`."""
     output = jnp.zeros((size, *y.shape[1:]), y.dtype)
     return lax.ragged_all_to_all(
         y, output, slices.recv_at, slices.received, slices.their_send_at, slices.sent, axis_name=axes

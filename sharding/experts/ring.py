@@ -1,4 +1,4 @@
-"""The ring transport: every device sees every row and computes its share; a reduce-scatter adds the shares.
+"""The ring transport: all-gather of all rows, local experts, and a reduce-scatter of the sums.
 
 It sends each row to all devices, so it suits small batches on few devices. It is the reference for the other
 transports.
@@ -11,9 +11,9 @@ import jax
 from jax import lax
 
 from sharding.experts.hop import Hop
-from sharding.experts.kind import Kind
 from sharding.experts.rows import Experts, TokenRows, localize
 from sharding.experts.traffic import LayerRows, Traffic
+from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
 from sharding.wire.collectives import Overlap, Transfer, start_reduce_scatter
 from sharding.wire.words import from_words, shapes_of, to_words
@@ -26,17 +26,17 @@ class Ring:
     machine: Machine
     replicas_per_device: int
     overlap: Overlap = Overlap.NONE
-    kind: ClassVar[Kind] = Kind.RING
+    kind: ClassVar[TransportKind] = TransportKind.RING
     hops: ClassVar[tuple[Hop, ...]] = ()
     pairs: ClassVar[int | None] = None
 
     @classmethod
     def from_layer(cls, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap) -> "Ring":
-        """Returns the ring over `machine`, with `replicas` on each device; it has no buffers that depend on `rows`."""
+        """Returns the ring over `machine`, with `replicas` on each device; no buffer depends on `rows`."""
         return cls(machine, replicas, overlap)
 
     def start(self, rows: TokenRows, experts: Experts) -> Transfer:
-        """Gathers all rows, computes this device's share, and starts the reduce-scatter."""
+        """Gathers all rows, computes the local experts, and starts the reduce-scatter."""
         axes, replicas = self.machine.axes, self.replicas_per_device
         with jax.named_scope("dispatch"):
             words = lax.all_gather(jax.jit(to_words)(rows), axes, axis=0, tiled=True)
@@ -46,7 +46,7 @@ class Ring:
             return start_reduce_scatter(y, axes, self.overlap)
 
     def finish(self, handle: Transfer) -> tuple[jax.Array, None]:
-        """Waits for the sums; a ring has no buffers that could overflow."""
+        """Finishes the reduce-scatter; a ring has no buffers that could overflow."""
         return handle.finish(), None
 
     def traffic(self, rows: LayerRows) -> Traffic:

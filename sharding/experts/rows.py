@@ -1,7 +1,7 @@
-"""Token rows: what travels to the replicas of experts, and the local work on it before and after.
+"""Token rows, the unit of dispatch, and local work on them before and after a transfer.
 
-A token row carries the ids of expert replicas. They are relative to the range that the current peers share: peer j of
-a hop owns the ids from `j * replicas_per_peer` on. An id of -1 selects nothing. Shapes: T rows, K replicas per row.
+A token row carries the ids of expert replicas, relative to the range of the current peers: peer j of a hop owns the ids
+from `j * replicas_per_peer` on. An id of -1 selects no expert. Shapes: T rows, K replicas per row.
 """
 
 import dataclasses
@@ -29,9 +29,9 @@ class TokenRows(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Lines:
-    """The payload of rows that have crossed: whole lines of words, which begin with it. Nobody has unpacked it yet.
+    """The packed payload of received rows: lines of words that begin with it.
 
-    A further hop sends its words on as they are. XLA writes out what it converts to another width, for each hop once.
+    A second hop forwards the words without unpacking: XLA would write out each conversion to another width.
     """
 
     words: jax.Array  # [T, U] uint32
@@ -40,7 +40,7 @@ class Lines:
 
     @classmethod
     def from_words(cls, words: jax.Array, like: Any) -> "Lines":
-        """Returns the payload of shapes and dtypes `like` with which the lines `words` begin."""
+        """Returns the payload of shapes and dtypes `like` at the beginning of the lines `words`."""
         leaves, tree = jax.tree.flatten(like)
         return cls(words, tuple(leaves), tree)
 
@@ -57,7 +57,7 @@ class Lines:
     def gather(self, row: jax.Array) -> jax.Array:
         """Returns rows `row` `[A]` of the payload's first array, `[A, ...]`, and zeros for those out of range.
 
-        Words are gathered and then read as what they are: the other way around XLA would write all rows out first.
+        It gathers words and then converts: in the other order XLA would write out all rows first.
         """
         numbers = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,))
         sizes = 1, width_of(self.leaves[:1])
@@ -66,17 +66,17 @@ class Lines:
 
 
 def unpacked(rows: TokenRows) -> TokenRows:
-    """Returns rows with the payload that was sent, and not as `Lines`."""
+    """Returns rows with an unpacked payload instead of `Lines`."""
     if not isinstance(rows.payload, Lines):
         return rows
     return rows._replace(payload=from_words(rows.payload.words, rows.payload.like))
 
 
 Experts = Callable[[TokenRows], tuple[jax.Array, jax.Array | None]]
-"""Computes per row the weighted sum of its selected local experts, `[T, D]`; a row that selects none gives zeros.
+"""Computes per row the weighted sum of its selected local experts, `[T, D]`; zeros for a row that selects none.
 
-The payload is that of rows as they have arrived, perhaps `Lines`. Beside the sums stands whether there was room for too
-few of the pairs, [] int32, 1 or 0; None where there is room for all.
+The payload may be `Lines`. Also returns the overflow, [] int32: 1 if the pairs exceeded the capacity, else 0; None if
+they cannot.
 """
 
 
@@ -84,8 +84,8 @@ few of the pairs, [] int32, 1 or 0; None where there is room for all.
 def localize(rows: TokenRows, axes: tuple[str, ...], replicas_per_peer: int) -> TokenRows:
     """Keeps the replicas of this peer along `axes`, relative to its range: `[T, min(K, replicas_per_peer)]`, then -1.
 
-    A row selects at most `replicas_per_peer` of them. Where few replicas live on a peer the following steps thus have
-    few columns: 2 instead of 8 at EP144.
+    A row selects at most `replicas_per_peer` of them, so with few replicas per peer there are few columns: 2 instead of
+    8 at EP144.
     """
     ids = rows.ids - lax.axis_index(axes) * replicas_per_peer
     mine = (rows.ids >= 0) & (ids >= 0) & (ids < replicas_per_peer)
@@ -98,7 +98,7 @@ def localize(rows: TokenRows, axes: tuple[str, ...], replicas_per_peer: int) -> 
 def fill_lines(rows: TokenRows, place: jax.Array, size: int) -> jax.Array:
     """Returns a buffer of lines `[size, U]`, rows as words, with row t at each of `place[t]` `[T, K]` below `size`.
 
-    The other lines select nothing: their ids are -1, which is a word of ones.
+    The other lines select no expert: their ids are -1, a word of ones.
     """
     T, K = rows.ids.shape
     source = jnp.full((size,), T, jnp.int32)
@@ -116,8 +116,8 @@ def fill_lines(rows: TokenRows, place: jax.Array, size: int) -> jax.Array:
 def sum_at(returned: jax.Array, place: jax.Array) -> jax.Array:
     """Returns `out[t]` = sum over k of `returned[place[t, k]]`, `[T, D]`; a place out of range counts as 0.
 
-    Sums in float32 and returns the dtype of `returned`. It gathers because the order of a scatter-add is not defined on
-    a GPU.
+    Sums in float32 and returns the dtype of `returned`. It gathers, because a scatter-add on a GPU has no defined
+    order.
     """
     total = jnp.zeros((place.shape[0], returned.shape[1]), jnp.float32)
     for k in range(place.shape[1]):

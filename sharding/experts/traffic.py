@@ -1,8 +1,8 @@
-"""Bytes and messages of dispatch and combine, and what they cost. Arithmetic only: nothing here sends anything.
+"""The cost model of dispatch and combine: bytes and messages.
 
-A transport is chosen once per compiled program, from its shapes, by a stated cost model: bytes over the slower of the
-two kinds of link, plus a latency for each message that a device sends. Link speeds default to those that DeepSeek
-published for H800 (DeepEP: 160 GB/s NVLink, 50 GB/s per NIC, one NIC per GPU). Only their ratio matters to the choice.
+A transport is selected once per compiled program, from its shapes: bytes over the slower of the two kinds of link, plus
+a latency for each message that a device sends. Link speeds default to those that DeepSeek
+published for H800 (DeepEP: 160 GB/s NVLink, 50 GB/s per NIC, one NIC per GPU). Only their ratio affects the selection.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class Network:
 class LayerRows:
     """The token rows that one device sends in one MoE layer: T tokens, K experts per token, bytes per row each way.
 
-    With `int8_sums` transports with hops send sums back as int8 and scales, `packed_bytes` per row.
+    With `int8_sums`, transports with hops combine int8 sums and scales, `packed_bytes` per row.
     """
 
     tokens: int
@@ -47,11 +47,8 @@ class LayerRows:
         itemsize: int = 2,
         int8_sums: bool = False,
     ) -> "LayerRows":
-        """Returns the rows as they travel: FP8 with a float32 scale per 128 channels, or activations.
-
-        Ids and weights; sums back.
-
-        Activations and sums take `itemsize` bytes per channel, 2 for bf16.
+        """Returns the row sizes: dispatched FP8 with a float32 scale per 128 channels, or activations, with ids and
+        weights, and combined sums. Activations and sums take `itemsize` bytes per channel, 2 for bf16.
         """
         activations = hidden_size + 4 * -(-hidden_size // 128) if fp8_dispatch else itemsize * hidden_size
         dispatch = activations + _ID_AND_WEIGHT * experts_per_token
@@ -59,9 +56,9 @@ class LayerRows:
         return cls(tokens, experts_per_token, dispatch, itemsize * hidden_size, int8_sums, packed)
 
     def row_bytes(self, columns: int, *, by_hop: bool = False) -> int:
-        """Returns the bytes of a row there and back, where `columns` of its K ids and weights are sent.
+        """Returns the bytes of a row, dispatch and combine, with `columns` of its K ids and weights.
 
-        Rows that go `by_hop` come back packed where that was asked for.
+        `by_hop`: the transport has hops, so that `int8_sums` applies.
         """
         back = self.packed_bytes if by_hop and self.int8_sums else self.combine_bytes
         return self.dispatch_bytes + back - _ID_AND_WEIGHT * (self.experts_per_token - columns)
@@ -69,7 +66,7 @@ class LayerRows:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What one device sends, dispatch and combine together.
+    """The traffic of one device, dispatch and combine together.
 
     `device_bytes` leave the device, `node_bytes` of them leave the node; `messages` counts the peers addressed.
     """
@@ -80,12 +77,12 @@ class Traffic:
 
     @classmethod
     def from_peers(cls, peers: int, outside: int, bytes_per_peer: float) -> "Traffic":
-        """Returns `bytes_per_peer` to each of `peers` others, `outside` of which are in other nodes, there and back."""
+        """Returns the traffic of `bytes_per_peer` to each of `peers` others, `outside` of them in other nodes."""
         return cls(round(peers * bytes_per_peer), round(outside * bytes_per_peer), 2 * peers)
 
     @classmethod
     def to_all(cls, machine: Machine, bytes_per_peer: float) -> "Traffic":
-        """Returns `bytes_per_peer` to every other device of `machine`, there and back."""
+        """Returns the traffic of `bytes_per_peer` to every other device of `machine`."""
         return cls.from_peers(machine.devices - 1, machine.devices - machine.gpus, bytes_per_peer)
 
     def __add__(self, other: "Traffic") -> "Traffic":

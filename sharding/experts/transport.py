@@ -1,7 +1,7 @@
-"""What every transport of token rows promises, and which one carries a step's rows.
+"""The transport interface (dispatch and combine), and the selection of a transport.
 
-Each transport is a frozen, hashable dataclass in a file of its own: `ring`, `exchange` (all_to_all and hierarchical),
-`ragged`. A jitted step closes on it. `sharding.experts.traffic` states the cost model by which `choose` decides.
+Each transport is a frozen, hashable dataclass in its own file: `ring`, `exchange` (all_to_all and hierarchical),
+`ragged`. Jitted steps close over it. `choose` uses the cost model of `sharding.experts.traffic`.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,11 +11,11 @@ import jax
 
 from sharding.experts.exchange import Exchange
 from sharding.experts.hop import Hop
-from sharding.experts.kind import Kind
 from sharding.experts.ragged import Ragged
 from sharding.experts.ring import Ring
 from sharding.experts.rows import Experts, TokenRows
 from sharding.experts.traffic import LayerRows, Network, Traffic
+from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
 from sharding.wire.collectives import Overlap
 
@@ -23,12 +23,12 @@ from sharding.wire.collectives import Overlap
 class Transport[Handle](Protocol):
     """Carries token rows to the devices of their replicas and the partial sums back. Runs inside `shard_map`.
 
-    The two halves are DeepEP's hook: `finish(start(rows, experts))`, with any work in between. That work hides the
-    combine where `overlap` is HOOKS and the halves are called in program order.
+    The two halves work like DeepEP's hook: `finish(start(rows, experts))`, with any work in between. That work hides
+    the combine if `overlap` is HOOKS and the halves are called in program order.
     """
 
     @property
-    def kind(self) -> Kind: ...
+    def kind(self) -> TransportKind: ...
 
     @property
     def machine(self) -> Machine: ...
@@ -40,26 +40,26 @@ class Transport[Handle](Protocol):
 
     @property
     def hops(self) -> tuple[Hop, ...]:
-        """Crossings with buffers that can overflow, which the overlapped schedule takes apart; empty without any."""
+        """Hops, whose buffers can overflow; the overlapped schedule interleaves their stages. May be empty."""
         ...
 
     @property
     def pairs(self) -> int | None:
-        """(row, replica) pairs that `experts` must have room for; None: all that the rows they are called with have."""
+        """(row, replica) pair capacity of `experts`; None: all pairs of the received rows."""
         ...
 
     @property
     def overlap(self) -> Overlap: ...
 
     def start(self, rows: TokenRows, experts: Experts) -> Handle:
-        """Sends the rows, computes their experts where they live, and starts the way back; a handle for `finish`."""
+        """Dispatches the rows, computes their experts, and starts the combine; returns a handle for `finish`."""
         ...
 
     def finish(self, handle: Handle) -> tuple[jax.Array, jax.Array | None]:
         """Returns the weighted sums [T, D] of this device's rows, and how many of its buffers overflowed, [] int32.
 
-        Where one has overflowed on any device, the sums of all mean nothing. Without hops that is None and no zero: a
-        constant made where program order is enforced crashes XLA (jax 0.12.0.1).
+        If a buffer has overflowed on any device, the sums of all devices are undefined. Without hops the count is None
+        instead of 0: a constant under enforced program order crashes XLA (jax 0.12.0.1).
         """
         ...
 
@@ -68,21 +68,21 @@ class Transport[Handle](Protocol):
         ...
 
 
-_BUILDERS: Mapping[Kind, Callable[[Machine, int, LayerRows, Overlap], Transport[Any]]] = {
-    Kind.RING: Ring.from_layer,
-    Kind.ALL_TO_ALL: Exchange.from_layer,
-    Kind.HIERARCHICAL: Exchange.from_layer_by_node,
-    Kind.RAGGED: Ragged.from_layer,
+_BUILDERS: Mapping[TransportKind, Callable[[Machine, int, LayerRows, Overlap], Transport[Any]]] = {
+    TransportKind.RING: Ring.from_layer,
+    TransportKind.ALL_TO_ALL: Exchange.from_layer,
+    TransportKind.HIERARCHICAL: Exchange.from_layer_by_node,
+    TransportKind.RAGGED: Ragged.from_layer,
 }
 
 
 def build(
-    kind: Kind, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap = Overlap.NONE
+    kind: TransportKind, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap = Overlap.NONE
 ) -> Transport[Any]:
     """Returns a transport of `kind` for `replicas` expert replicas on all devices together, with buffers for `rows`.
 
-    Raises ValueError where the devices do not divide the replicas, for `HIERARCHICAL` on one node, and where the
-    buffers of `RAGGED` would be too large.
+    Raises ValueError if the devices do not divide the replicas, for `HIERARCHICAL` on one node, and if the buffers of
+    `RAGGED` would be too large.
     """
     if replicas % machine.devices:
         raise ValueError(
@@ -95,10 +95,7 @@ def build(
 def choose(
     machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap = Overlap.NONE, network: Network | None = None
 ) -> Transport[Any]:
-    """Returns the cheapest transport for `rows` by the cost model.
-
-    Never `RAGGED`, whose speed the model does not know.
-    """
-    kinds = [Kind.RING, Kind.ALL_TO_ALL, *([Kind.HIERARCHICAL] if machine.nodes > 1 else [])]
+    """Returns the cheapest transport for `rows` by the cost model; never `RAGGED`, which it does not cover."""
+    kinds = [TransportKind.RING, TransportKind.ALL_TO_ALL, *([TransportKind.HIERARCHICAL] if machine.nodes > 1 else [])]
     candidates = [build(kind, machine, replicas, rows, overlap) for kind in kinds]
     return min(candidates, key=lambda t: t.traffic(rows).seconds(network or Network()))

@@ -1,1 +1,1 @@
-"""What crosses a link: rows packed into words, and collectives in two halves."""
+"""Collectives in two halves, and packing of rows into words."""

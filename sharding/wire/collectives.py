@@ -1,11 +1,11 @@
-"""Collectives in two halves, start and finish, so that a program can put work between them.
+"""Asynchronous collectives, in two halves, start and finish, with other work between them.
 
-DeepEP calls this a hook: the first call only sends, the second receives. XLA left alone puts the start of a collective
-next to its done, and overlaps nothing. What is possible depends on platform and version. `resolve_overlap` decides:
+DeepEP calls this a hook: the first call sends, the second receives. By default XLA schedules the start of a collective
+next to its done, and overlaps nothing. `resolve_overlap` decides by platform and version:
 
 - On a GPU from jax 0.12 on, `jax._src.lax.parallel.all_to_all_start` returns a future, and with program order enforced
   the compiled schedule is the written one. This function and `all_gather_start` have no public name yet (`jax.lax` has
-  `psum_scatter_start` only, and `ragged_all_to_all` has no such form at all).
+  only `psum_scatter_start`, and `ragged_all_to_all` has no asynchronous form).
 - On a GPU with jax 0.11 the future fails in Shardy ("propagation doesn't support tuples"). Collectives stay
   synchronous, in program order, which still keeps XLA from copying the page pool.
 - On a CPU futures together with enforced order crash the process. Collectives stay plain and no order is enforced.
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class Overlap(enum.Enum):
-    """How far a compiled program keeps the written order of collectives and compute."""
+    """Whether a compiled program keeps the written order of collectives and compute."""
 
     HOOKS = "collectives start early and finish late, in program order"
     ORDER = "collectives are synchronous, in program order"
@@ -39,31 +39,31 @@ class Overlap(enum.Enum):
 
 
 def resolve_overlap(platform: str, wanted: bool = True) -> Overlap:
-    """Returns what `platform` ("gpu", "cuda", "cpu") can do with the installed jax, without overlap unless `wanted`."""
+    """Returns the overlap that `platform` ("gpu", "cuda", "cpu") supports with the installed jax, at most `wanted`."""
     if platform not in ("gpu", "cuda"):
         return Overlap.NONE
     return Overlap.HOOKS if wanted and jax.__version_info__ >= (0, 12, 0) else Overlap.ORDER
 
 
 def check_ragged(platform: str) -> None:
-    """Raises ValueError where XLA has no `ragged_all_to_all`."""
+    """Raises ValueError if XLA has no `ragged_all_to_all` on `platform`."""
     if platform not in ("gpu", "cuda", "tpu"):
         raise ValueError(
-            f"the ragged transport needs lax.ragged_all_to_all, which XLA does not have on a {platform}: "
-            "use expert_transport=auto there"
+            f"the ragged transport needs lax.ragged_all_to_all, which XLA does not support on {platform}: "
+            "use expert_transport=auto"
         )
 
 
 def in_program_order(f: Callable, overlap: Overlap) -> Callable:
-    """Returns `f` with its collectives and compute scheduled in the order it is written, where `overlap` says so."""
+    """Returns `f` with collectives and compute scheduled in the written order, unless `overlap` is NONE."""
     return f if overlap is Overlap.NONE else program_order(f, enforce=True)
 
 
 def launch_in_order(platform: str) -> None:
-    """Has NCCL start collectives of several communicators in the order in which they are launched.
+    """Sets NCCL to start collectives of several communicators in launch order; call it before the first collective.
 
-    Those of one process that drives several GPUs could else wait for each other for ever. It changes nothing on a CPU,
-    or where the environment says how it shall be; call it before the first collective.
+    Otherwise those of one process that drives several GPUs can deadlock. It changes nothing on a CPU, or if the
+    environment variable is already set.
     """
     if resolve_overlap(platform) is Overlap.NONE:
         return
@@ -72,12 +72,11 @@ def launch_in_order(platform: str) -> None:
 
 
 def compiler_options(platform: str, channels: int = 0, overlaps: bool = True) -> dict[str, int] | None:
-    """Returns the options that XLA needs to compile a program with several collectives of two halves under way at once.
+    """Returns the XLA options for a program with several asynchronous collectives in flight.
 
-    XLA allows one unless it is told otherwise, and refuses to schedule a program written with more
-    ("kExceedsOverlapLimit"). `channels` bounds the multiprocessors that each NCCL communicator takes (its `maxCTAs`);
-    0 leaves that to NCCL. A program that is written for one collective at a time, as one that never `overlaps`, needs
-    no options.
+    By default XLA allows one, and rejects a program with more ("kExceedsOverlapLimit"). `channels` bounds the
+    multiprocessors of each NCCL communicator (its `maxCTAs`); 0 leaves that to NCCL. A program that never `overlaps`
+    needs no options.
     """
     if resolve_overlap(platform, overlaps) is not Overlap.HOOKS:
         return None
@@ -86,19 +85,16 @@ def compiler_options(platform: str, channels: int = 0, overlaps: bool = True) ->
 
 
 def limits_of(options: Mapping[str, Any] | None) -> tuple[int, int]:
-    """Returns how many collectives these options of XLA allow under way at once, and channels of each communicator.
-
-    0 channels: nothing bounds them.
-    """
+    """Returns the collectives that these XLA options allow in flight, and channels per communicator (0: unbounded)."""
     given = options or {}
     return given.get(_LIMIT, 1), max(given.get(name, 0) for name in _NCCL_CHANNELS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """A collective under way; `pending` is jax's future, or the result where collectives are synchronous.
+    """A collective in flight; `pending` is jax's future, or the result of a synchronous collective.
 
-    `like` says what the words are that it carries, where only their sender knows.
+    `like` is the shape and dtype of packed values, which only the sender knows.
     """
 
     pending: Any
@@ -120,7 +116,7 @@ def start_all_to_all(x: jax.Array, axes: tuple[str, ...], overlap: Overlap) -> T
 
 
 def start_all_gather(x: jax.Array, axes: tuple[str, ...], overlap: Overlap) -> Transfer:
-    """Sends `x` to all peers along mesh axes `axes`; finish gives those of all, joined along the leading axis."""
+    """Sends `x` to all peers along mesh axes `axes`; finish returns those of all, joined along the leading axis."""
     if overlap is not Overlap.HOOKS:
         return Transfer(lax.all_gather(x, axes, axis=0, tiled=True), False)
     from jax._src.lax.parallel import all_gather_start
@@ -129,7 +125,7 @@ def start_all_gather(x: jax.Array, axes: tuple[str, ...], overlap: Overlap) -> T
 
 
 def start_reduce_scatter(x: jax.Array, axes: tuple[str, ...], overlap: Overlap) -> Transfer:
-    """Sums block j of the leading axis of `x` over all peers along `axes`, for peer j; finish gives this one's."""
+    """Sums block j of the leading axis of `x` over all peers along `axes`, for peer j; finish returns this device's."""
     if overlap is not Overlap.HOOKS:
         return Transfer(lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True), False)
     return Transfer(lax.psum_scatter_start(x, axes, scatter_dimension=0, tiled=True), True)

@@ -1,8 +1,9 @@
-"""Partial sums on their way back as int8: 128 channels share a float32 scale, 1.03 bytes per channel in place of 2.
+"""Partial sums packed as int8: 128 channels share a float32 scale, 1.03 bytes per channel instead of 2.
 
-The largest of a group's magnitudes becomes 127, and all round to the nearest step. FP8 (e4m3) takes as many bytes, and
-its three bits of mantissa make four times the error for values of one size, which the channels of a sum are
-(`benchmarks/combine_error.py`). A group that is not finite stays so: its scale is not, so its sums are found out.
+The largest magnitude of a group becomes 127, and values round to the nearest step. FP8 (e4m3) takes as many bytes, but
+with its three mantissa bits the error of values of similar size, such as the channels of a sum, is four times larger
+(`benchmarks/combine_error.py`). A group with a value that is not finite gets a scale that is not finite, so the error
+stays visible.
 """
 
 import functools
@@ -25,9 +26,9 @@ def packed_bytes(width: int) -> int:
 
 @jax.jit
 def pack(sums: jax.Array) -> jax.Array:
-    """Returns sums `[T, D]` as words `[T, U]` uint32: four channels in each, the first lowest, and then the scales.
+    """Returns sums `[T, D]` as words `[T, U]` uint32: four channels per word, the first lowest, and then the scales.
 
-    Shifts in place of casts of int8 arrays: XLA fuses them, where it would write out an array before a cast.
+    It shifts instead of casting int8 arrays: XLA fuses shifts, but writes out an array before a cast.
     """
     x = sums.astype(jnp.float32)
     padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % GROUP)))
@@ -41,7 +42,7 @@ def pack(sums: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="like")
 def unpack(words: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns the sums `[T, D]` of shape and type `like` that `pack` has made `words` `[T, U]` of."""
+    """Undoes `pack`: returns the sums `[T, D]` of shape and type `like` from `words` `[T, U]`."""
     rows, width = like.shape
     count = -(-width // WORD_BYTES)
     values = lax.bitcast_convert_type(words[:, :count], jnp.int32)
@@ -52,5 +53,5 @@ def unpack(words: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _of_channels(scale: jax.Array, width: int) -> jax.Array:
-    """Returns the scale of each channel `[T, width]`, given those of groups `[T, groups]`."""
+    """Returns the scale of each channel `[T, width]`, from those of groups `[T, groups]`."""
     return jnp.repeat(scale, GROUP, axis=1)[:, :width]

@@ -1,7 +1,7 @@
-"""Trees of arrays as rows of 32-bit words, so that values of several types cross a network in one piece.
+"""Packs trees of arrays into rows of 32-bit words, so that values of several types are sent as one message.
 
-Nothing is converted: FP8 values, their float32 scales and int32 ids lie side by side, bit for bit. Shapes: T rows, U
-words per row.
+Nothing is converted: FP8 values, their float32 scales and int32 ids are stored side by side, bit for bit. Shapes: T
+rows, U words per row.
 """
 
 import math
@@ -34,7 +34,7 @@ def from_words(words: jax.Array, like: Any) -> Any:
 
 
 def shapes_of(tree: Any) -> Any:
-    """Returns the shapes and dtypes of a tree, which is what `from_words` needs to know of it."""
+    """Returns the shapes and dtypes of a tree, for `from_words`."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 

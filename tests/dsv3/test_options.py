@@ -20,7 +20,7 @@ from dsv3.engine.fingerprint import fields_of, matching_options, program_options
 from dsv3.processes import frames
 from dsv3.server.engine import messages
 from launch import cli, flags
-from sharding.experts.kind import Kind
+from sharding.experts.transport_kind import TransportKind
 
 CLUSTER = ClusterOptions(coordinator="host:80", num_processes=2, process_id=0, cluster_key_file="key")
 FLAGS_OF = """
@@ -167,9 +167,9 @@ def test_a_store_alone_has_host_memory_for_its_pages_to_pass() -> None:
 
 def test_every_transport_that_may_be_named_exists() -> None:
     for name in Transport.__args__:
-        Kind.from_name(name)
+        TransportKind.from_name(name)
     with pytest.raises(ValueError, match=", ".join(Transport.__args__)):
-        Kind.from_name("none")
+        TransportKind.from_name("none")
 
 
 def test_kv_events_are_checked_before_anything_is_loaded() -> None:

@@ -1,4 +1,4 @@
-"""INT4 weights as compressed-tensors packs them, written from its definition and without our code: the oracle."""
+"""The oracle of INT4 weights: compressed-tensors' packing, written from its definition."""
 
 import ml_dtypes
 import numpy as np
@@ -23,7 +23,7 @@ def pack(values: np.ndarray) -> np.ndarray:
 
 
 def real(values: np.ndarray, scale: np.ndarray, dtype=np.float64) -> np.ndarray:
-    """What values and scales stand for."""
+    """The dequantized values."""
     return values.astype(dtype) * np.repeat(scale.astype(dtype), 32, axis=-1)
 
 

@@ -1,4 +1,4 @@
-"""Holds the main loops of kernels that tests compile anyway to what `benchmarks/gpu/README.md` says of them."""
+"""Compares the main loops of kernels that tests compile with the figures in `benchmarks/gpu/README.md`."""
 
 import dataclasses
 
@@ -9,12 +9,12 @@ from benchmarks.gpu.sass import disassembly, kernels
 
 
 def assert_no_longer(kernel, compiled, *, instructions, cycles):
-    """Fails where a pass takes more instructions or, in the model, more cycles than it did; fewer are good news.
+    """Fails if an iteration takes more instructions or, in the model, more cycles than recorded.
 
     Args:
       kernel: of `benchmarks.gpu.sass.kernels`.
       compiled: resources of the program's kernels.
-      instructions: of a warp of each kind of computing warpgroup, added up.
+      instructions: of a warp of each kind of computing warpgroup, summed.
       cycles: modelled, round robin and first come first served, at 40 bytes per cycle from the L2 cache.
     """
     try:

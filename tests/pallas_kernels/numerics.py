@@ -6,7 +6,7 @@ import numpy as np
 from pallas_kernels import fp8
 
 quantize_1x128, quantize_128x128 = jax.jit(fp8.quantize_1x128), jax.jit(fp8.quantize_128x128)
-"""Compiled as a whole: each of their operations would else be a program."""
+"""Jitted: otherwise each operation would be compiled by itself."""
 
 
 def calc_diff(x, y) -> float:
@@ -17,19 +17,19 @@ def calc_diff(x, y) -> float:
 
 
 def normal(key, *shape):
-    """Normal float32 values; numpy makes them, where `jax.random` compiles a program for each shape."""
+    """Normal float32 values, by numpy: `jax.random` would compile a program for each shape."""
     return np.random.default_rng(key).standard_normal(shape, np.float32)
 
 
 def activation(key, *shape):
-    """Normal values of `shape` [..., M, K] quantized 1x128: (q, scale, what they stand for in float64)."""
+    """Normal values of `shape` [..., M, K] quantized 1x128: (q, scale, dequantized float64)."""
     q, scale = quantize_1x128(normal(key, *shape))
     per_value = np.repeat(np.swapaxes(np.asarray(scale, np.float64), -1, -2), 128, axis=-1)[..., : shape[-1]]
     return q, scale, np.asarray(q, np.float64) * per_value
 
 
 def weight(key, *shape):
-    """Normal values of `shape` [..., N, K] quantized 128x128: (q, scale, what they stand for in float64)."""
+    """Normal values of `shape` [..., N, K] quantized 128x128: (q, scale, dequantized float64)."""
     q, scale = quantize_128x128(normal(key, *shape))
     per_value = np.repeat(np.repeat(np.asarray(scale, np.float64), 128, axis=-2), 128, axis=-1)
     per_value = per_value[..., : shape[-2], : shape[-1]]

@@ -1,4 +1,4 @@
-"""Compiling for an H200 that is not there."""
+"""Compiling for an H200 without one."""
 
 import ctypes
 import os
@@ -54,7 +54,7 @@ def test_resources_are_reported_again_for_a_kernel_already_compiled():
 
 
 @pytest.mark.parametrize("name", aot.TARGETS)
-def test_a_described_gpu_is_of_its_kind(name):
+def test_a_target_has_its_gpu_kind(name):
     """XLA compiles for it, with the instructions and the shared memory of its capability."""
     target = aot.TARGETS[name]
     mesh = aot.gpu_mesh({"device": 1}, target=target)
@@ -65,19 +65,19 @@ def test_a_described_gpu_is_of_its_kind(name):
     assert compiled.memory_analysis().output_size_in_bytes == 512
 
 
-def test_the_plugin_exports_what_the_host_of_a_kernel_is_linked_with():
+def test_the_plugin_exports_the_symbols_of_host_code():
     symbols = aot.host_symbols(doubled, jax.ShapeDtypeStruct((128, 128), jnp.float32))
     assert symbols and not any(name.startswith("llvm.") for name in symbols)
     library = ctypes.CDLL(os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"])
     assert all(hasattr(library, name) for name in symbols), symbols
 
 
-def test_kernels_left_out_keep_their_calls():
+def test_stripped_kernels_keep_their_calls():
     """XLA sees the same calls, with one body for all of them; a program without kernels stays as it is."""
     x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
     lowered = aot.lower_for(lambda x: (doubled(x), doubled(x[:64])), x)
     bodies = [re.findall(r'kernel_hash = ("[^"]*")', lowered.as_text())]
-    aot.leave_kernels_out(lowered)
+    aot.strip_kernel_bodies(lowered)
     bodies.append(re.findall(r'kernel_hash = ("[^"]*")', lowered.as_text()))
     assert [(len(each), len(set(each))) for each in bodies] == [(2, 2), (2, 1)]
     compiled = lowered.compile()
@@ -85,7 +85,7 @@ def test_kernels_left_out_keep_their_calls():
     assert compiled.memory_analysis().output_size_in_bytes >= (128 + 64) * 128 * 4
     plain = aot.lower_for(jnp.tanh, x)
     before = plain.as_text()
-    aot.leave_kernels_out(plain)
+    aot.strip_kernel_bodies(plain)
     assert plain.as_text() == before
 
 
@@ -104,7 +104,7 @@ def test_devices_must_fill_hosts():
         aot.gpu_devices(12)
 
 
-def test_a_missing_plugin_says_what_to_install(monkeypatch):
+def test_the_error_of_a_missing_plugin_names_what_to_install(monkeypatch):
     def missing(**_):
         raise NotImplementedError("topology not implemented for cuda")
 
@@ -113,6 +113,6 @@ def test_a_missing_plugin_says_what_to_install(monkeypatch):
         aot.compile_for(jnp.tanh, jnp.zeros(8))
 
 
-def test_an_error_of_the_program_stays_what_it_is():
+def test_an_error_of_the_program_is_not_converted():
     with pytest.raises(TypeError):
         aot.compile_for(lambda x: x @ "y", jnp.zeros(8))

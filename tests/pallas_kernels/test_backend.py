@@ -1,4 +1,4 @@
-"""Backend choice: what the device is decides, and an impossible wish is a typed error."""
+"""Backend selection by device; an impossible request is a typed error."""
 
 import logging
 from types import SimpleNamespace
@@ -56,7 +56,7 @@ def test_impossible_request_is_typed():
 def test_request_without_device_is_for_another_machine():
     assert resolve_backend(None, Backend.MOSAIC) is Backend.MOSAIC
     assert resolve_backend(gpu(), Backend.REFERENCE) is Backend.REFERENCE
-    assert resolve_backend(gpu(), Backend.TRITON) is Backend.TRITON  # Hopper runs them, though it has others
+    assert resolve_backend(gpu(), Backend.TRITON) is Backend.TRITON  # Hopper supports them, though not by default
 
 
 def test_without_jax_triton_the_log_says_what_to_install(monkeypatch, caplog):

@@ -1,4 +1,4 @@
-"""Rows measured in child processes: one that raises, hangs or kills its process is a row, and the others are there."""
+"""Rows measured in child processes: one that raises, hangs or kills its process does not affect the others."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ sys.exit(children.main("a file", "fake", [], measure, lambda: iter(())))
 """
 
 
-def test_what_a_row_does_costs_that_row_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_affects_only_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     script = tmp_path / "fake.py"
     script.write_text(FAKE)

@@ -1,4 +1,4 @@
-"""Kernels whose bodies are left out: the same calls, and no trace of them in programs that run."""
+"""Kernels without bodies: the same calls, and never in programs that run."""
 
 import re
 
@@ -13,7 +13,7 @@ from pallas_kernels.fp8 import quantize_1x128
 X = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)
 
 
-def test_a_body_is_left_out_in_the_block_alone() -> None:
+def test_a_body_is_omitted_only_in_the_block() -> None:
     def body() -> None:
         raise AssertionError
 
@@ -26,7 +26,7 @@ def test_a_body_is_left_out_in_the_block_alone() -> None:
 
 @pytest.mark.aot
 def test_a_program_that_runs_has_its_kernels_whatever_was_traced_before() -> None:
-    """The call is the same, with another body: jax keeps the traces of one function apart."""
+    """The call is the same, with another body: the setting is part of jax's cache keys."""
     quantize = jax.jit(lambda x: quantize_1x128(x, backend=Backend.MOSAIC))
 
     def lowered() -> tuple[str, int]:

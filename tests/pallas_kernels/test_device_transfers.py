@@ -1,4 +1,4 @@
-"""A kernel that sends to its peers by itself compiles for one node: what docs/device_transfers.md says."""
+"""A kernel that sends to its peers compiles for one node (docs/device_transfers.md)."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Programs evaluated with numpy give what they give in XLA."""
+"""Programs evaluated with numpy give XLA's results."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from pallas_kernels.evaluation import evaluate
 
 
 def arithmetic(x, n):
-    """Signs, rounding towards zero, bits, types, shapes and places beyond the end."""
+    """Signs, rounding towards zero, bits, types, shapes and out-of-range indices."""
     bits = lax.shift_right_logical(-n, 28) + lax.shift_right_arithmetic(-n, 2) + (n << 3)
     whole = lax.div(-n, jnp.int32(4)) + lax.rem(-n, jnp.int32(4)) + jnp.clip(n, 2, 5)
     rows = jnp.broadcast_to(x.max(1, keepdims=True), x.shape) + jnp.arange(x.shape[1])[None]
@@ -39,8 +39,8 @@ def test_as_in_xla(program) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
-def test_calls_back_keep_their_own_arrays() -> None:
-    """What a callee has been given, or has given, changes nothing behind its back."""
+def test_callbacks_own_their_arrays() -> None:
+    """Later changes of arguments or results do not affect the callee, or the program."""
     kept = np.zeros(3, np.float32)
 
     def add(x):

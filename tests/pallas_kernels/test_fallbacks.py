@@ -1,4 +1,4 @@
-"""Operations that leave their device's backend: each alone, with its parts, and in all that it is a part of."""
+"""Fallbacks of operations: one by one, including inner operations, and in all callers."""
 
 import functools
 import re
@@ -58,9 +58,9 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
         ),
         (of((T, H, 192)), PART, VALUES, COUNTS, COUNTS, SHARED),
     ),
-    "mla_prefill_chosen": (
+    "mla_prefill_topk": (
         Backend.MOSAIC,
-        lambda q, k, v, bits, a, b, s, backend: mla.mla_prefill_chosen(
+        lambda q, k, v, bits, a, b, s, backend: mla.mla_prefill_topk(
             q, k, v, bits, a, b, scale=1.0, shared_key=s, backend=backend
         ),
         (of((T, H, 192)), PART, VALUES, of((T // 32, T), I32), COUNTS, COUNTS, SHARED),
@@ -71,10 +71,10 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
         (POOL, of((T, R + P)), COUNTS, COUNTS),
     ),
     "index_scores": (Backend.MOSAIC, functools.partial(dsa.index_scores, first_page=0), INDEX),
-    "choose": (Backend.TRITON, functools.partial(dsa.choose, first_page=0, best=64), INDEX),
-    "attend_chosen": (
+    "topk_indices": (Backend.TRITON, functools.partial(dsa.topk_indices, first_page=0, topk=64), INDEX),
+    "attend_topk": (
         Backend.TRITON,
-        functools.partial(dsa.attend_chosen, scale=1.0, first_page=0, value_width=R),
+        functools.partial(dsa.attend_topk, scale=1.0, first_page=0, value_width=R),
         (Q, POOL, TABLE, of((T, 64), I32), COUNTS),
     ),
     "fp8_gemm": (
@@ -150,7 +150,7 @@ def test_every_operation_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_operation_in_the_table_is_the_reference_with_all_of_its_parts(name, on) -> None:
+def test_a_fallback_includes_inner_operations(name, on) -> None:
     on(CASES[name][0])
     own = traced(name)
     set_fallbacks({name: Backend.REFERENCE})
@@ -159,21 +159,21 @@ def test_an_operation_in_the_table_is_the_reference_with_all_of_its_parts(name, 
     assert traced(name) == own
 
 
-# Those that are made of no other operation, and so do not change with any.
-ALONE = CASES.keys() - {"choose", "attend_chosen", "plain_gemm", "trained_gemm", "trained_gemm_contiguous"}
+# Operations without inner operations, which no other fallback changes.
+ALONE = CASES.keys() - {"topk_indices", "attend_topk", "plain_gemm", "trained_gemm", "trained_gemm_contiguous"}
 
 
 @pytest.mark.parametrize(
     ("whole", "part"),
     [
-        ("choose", "index_scores"),
-        ("attend_chosen", "mla_decode"),
+        ("topk_indices", "index_scores"),
+        ("attend_topk", "mla_decode"),
         ("plain_gemm", "layer_gemm"),
         ("trained_gemm", "fp8_gemm"),
         ("trained_gemm_contiguous", "quantize_1x128"),
     ],
 )
-def test_a_part_is_replaced_in_what_is_made_of_it_and_nothing_else_is(whole, part, on) -> None:
+def test_a_fallback_applies_in_callers_and_nowhere_else(whole, part, on) -> None:
     on(CASES[whole][0])
     own = traced(whole)
     set_fallbacks({part: Backend.REFERENCE})
@@ -183,20 +183,20 @@ def test_a_part_is_replaced_in_what_is_made_of_it_and_nothing_else_is(whole, par
 
 
 @pytest.mark.parametrize("name", ["mla_decode", "fp8_gemm", "index_scores", "grouped_gemm_contiguous", "write_pages"])
-def test_on_hopper_the_triton_form_may_take_the_place(name, on) -> None:
+def test_on_hopper_the_fallback_may_be_triton(name, on) -> None:
     on(Backend.MOSAIC)
     set_fallbacks({name: Backend.TRITON})
     assert traced(name) == traced(name, Backend.TRITON) != traced(name, Backend.MOSAIC)
 
 
-def test_a_type_without_a_triton_kernel_takes_the_reference_there(on) -> None:
+def test_a_type_without_a_triton_kernel_falls_back_to_the_reference(on) -> None:
     on(Backend.MOSAIC)
     x, w = jnp.ones((2, 8), F32), jnp.ones((1, 8, 8), F32)
     set_fallbacks({"layer_gemm": Backend.TRITON})
     assert dense.layer_gemm(x, w, 0).tolist() == [[8.0] * 8] * 2
 
 
-def test_who_asks_for_a_backend_gets_it() -> None:
+def test_a_requested_backend_wins() -> None:
     set_fallbacks({"mla_decode": Backend.REFERENCE})
     assert with_fallback("mla_decode", Backend.MOSAIC) is Backend.MOSAIC
     assert with_fallback("mla_decode", None) is Backend.REFERENCE
@@ -204,7 +204,7 @@ def test_who_asks_for_a_backend_gets_it() -> None:
     assert fallbacks() == {"mla_decode": Backend.REFERENCE}
 
 
-def test_tiles_are_those_of_the_backend_that_makes_the_product(on) -> None:
+def test_tiles_are_those_of_the_products_backend(on) -> None:
     on(Backend.MOSAIC)
     tiles = {dtype: grouped.choose_tile_m(8, 8, dtype=dtype) for dtype in (E4M3, BF16, I32)}
     set_fallbacks({"fp8_grouped_gemm_contiguous": Backend.REFERENCE})
@@ -214,7 +214,7 @@ def test_tiles_are_those_of_the_backend_that_makes_the_product(on) -> None:
     assert {dtype: grouped.choose_tile_m(8, 8, dtype=dtype) for dtype in (BF16, I32)} == {BF16: 8, I32: 8}
 
 
-def test_what_was_traced_before_is_traced_anew() -> None:
+def test_traced_functions_are_retraced() -> None:
     seen: list[Backend | None] = []
 
     @jax.jit
@@ -228,12 +228,12 @@ def test_what_was_traced_before_is_traced_anew() -> None:
     assert seen == [None, Backend.REFERENCE, None]
 
 
-def test_an_operation_that_nothing_looks_up_is_refused() -> None:
+def test_an_unknown_operation_is_rejected() -> None:
     with pytest.raises(ValueError, match="fp9_gemm is not in OPERATIONS"):
         set_fallbacks({"fp9_gemm": Backend.REFERENCE})
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules.*:RuntimeWarning")
-def test_a_command_says_what_the_device_has(capsys) -> None:
+def test_the_command_prints_the_backend(capsys) -> None:
     runpy.run_module("pallas_kernels.backend", run_name="__main__")
     assert capsys.readouterr().out == f"{backend.resolve_backend().value}\n"

@@ -17,7 +17,7 @@ def upper(stall=1, *, write=NO_SCOREBOARD, read=NO_SCOREBOARD, waits=0):
 
 
 def listing(*lines):
-    """Writes what nvdisasm would: labels as they are, else a text or (text, upper bits)."""
+    """Formats nvdisasm's output: labels unchanged, else a text or (text, upper bits)."""
     out, address = ['\t.section\t.text.kernel,"ax",@progbits'], 0
     for line in lines:
         if isinstance(line, str) and line.endswith(":"):
@@ -141,7 +141,7 @@ def test_a_longer_chain_takes_longer():
     assert slow.waiting[0]["scoreboard"] > 0
 
 
-def test_a_loop_that_does_not_fit_its_protocol_is_refused():
+def test_a_loop_that_does_not_match_its_protocol_is_rejected():
     with pytest.raises(model.ModelError, match="1 waits at mbarriers"):
         model.simulate([STEP], Protocol((Role(("a", "b"), ("c",)),) * 2, RING.loads), Link(1, 1))
     with pytest.raises(model.ModelError, match="3 main loops for 2"):
@@ -163,7 +163,7 @@ def test_a_missing_tool_says_what_to_install(monkeypatch):
 
 
 def test_tables_name_bounds_and_others(monkeypatch):
-    """Builds the tables from a small loop in the place of a compiled kernel's."""
+    """Builds the tables from a small loop in place of a compiled kernel's."""
     kernel = dataclasses.replace(kernels.dense(4096, 2112, 7168, "DeepGEMM dense 128x192"), protocol=RING)
     run = model.simulate([STEP], RING, Link(100, 40))
     resources = machine_code.aot.KernelResources("fp8_dense", 168, 0, 0, 0, "")
@@ -183,8 +183,8 @@ def test_every_other_loop_is_one_of_the_stored():
         assert stored["bounds"]["tensor core"] > 0
 
 
-def test_many_new_tokens_pay_for_keys_and_values_of_cached_ones():
-    """Loops of equal speed per product would give 3.4 times the cycles, less what expanding takes, and 0.6 for few."""
+def test_materializing_is_faster_for_many_new_tokens():
+    """Loops of equal speed per product would give 3.4 times the cycles, less the materialization, and 0.6 for few."""
     names = {kernel.name for kernel in kernels.kernels()}
     assert {after_cached.DECODE, after_cached.SPANS} <= names
     found = [dict(zip(after_cached.HEAD, row, strict=True)) for row in after_cached.rows(4352, 2560, 2560)]
@@ -211,6 +211,6 @@ def test_pairs_of_two_groups_share_activations_where_deepgemm_shares_nothing():
 
 
 def test_no_product_of_many_rows_has_a_lower_ceiling_than_deepgemms():
-    """Holds what `benchmarks/gpu/README.md` says; a plan that leaves a wave of multiprocessors idle is seen here."""
+    """As `benchmarks/gpu/README.md` says; detects plans that leave a wave of multiprocessors idle."""
     for name, *_, ratio, without_shared_memory in ceilings.rows(machine_code.OTHERS["tiles"]):
         assert min(float(ratio), float(without_shared_memory)) >= 1, name

@@ -1,4 +1,4 @@
-"""Kernels take as many thread blocks as the program that they are traced in has multiprocessors for them."""
+"""Kernels start as many thread blocks as the program has multiprocessors for them."""
 
 import re
 import types
@@ -33,7 +33,7 @@ def grids(fn, *shapes) -> dict[str, int]:
     return found
 
 
-def test_a_gpu_says_its_own_and_a_cpu_stands_for_an_h200() -> None:
+def test_gpus_report_their_count_and_a_cpu_that_of_an_h200() -> None:
     for name, own, count in (("NVIDIA H20", {"core_count": 78}, 78), ("NVIDIA H100 PCIe", {"core_count": 114}, 114),
                              ("NVIDIA B200", {}, 148)):  # fmt: skip
         device = types.SimpleNamespace(platform="cuda", device_kind=name, **own)
@@ -41,17 +41,19 @@ def test_a_gpu_says_its_own_and_a_cpu_stands_for_an_h200() -> None:
     assert gpus.multiprocessors(types.SimpleNamespace(platform="cpu", device_kind="cpu", core_count=1)) == 132
 
 
-def test_kernels_are_left_one_at_least() -> None:
+def test_at_least_one_is_left_for_kernels() -> None:
     assert (Multiprocessors(78, 24).taken, Multiprocessors(132, 33).share) == (54, 0.75)
     for reserved in (78, -1):
         with pytest.raises(ValueError, match=f"{reserved} multiprocessors shall be left.* fewer than the GPU's 78"):
             Multiprocessors(78, reserved)
 
 
-@pytest.mark.parametrize(("room", "blocks"), [(None, 132), (Multiprocessors(78), 78), (Multiprocessors(132, 24), 108)])
-def test_grids_are_those_of_the_program(room: Multiprocessors | None, blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("available", "blocks"), [(None, 132), (Multiprocessors(78), 78), (Multiprocessors(132, 24), 108)]
+)
+def test_grids_are_those_of_the_program(available: Multiprocessors | None, blocks: int) -> None:
     """One function traced three times: the number is part of the keys of jax's caches."""
-    with taking(room or traced()):
+    with taking(available or traced()):
         found = grids(step, *SHAPES)
     dense = {108: "split"}.get(blocks, "narrow")  # with 108 the last wave of 224 tiles is too empty
     assert found == {
@@ -59,7 +61,7 @@ def test_grids_are_those_of_the_program(room: Multiprocessors | None, blocks: in
         "bf16_contiguous_narrow_8x128": blocks,
         "mla_decode": blocks // 2,
         "mla_combine": blocks // 2,
-        "mla_prefill": 108 if room and room.reserved else 8 * 128,
+        "mla_prefill": 108 if available and available.reserved else 8 * 128,
     }
 
 

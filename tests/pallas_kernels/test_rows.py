@@ -1,4 +1,4 @@
-"""What is done to rows: C++ against the reference and against float64, and its gradient."""
+"""Operations on rows: C++ against the reference and float64, and the gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def test_the_gradient_is_the_references() -> None:
     assert not np.asarray(loss(Backend.NATIVE)[1])[[0, 2]].any()
 
 
-def test_rows_of_other_types_and_no_rows_take_the_reference() -> None:
+def test_other_types_and_empty_arrays_use_the_reference() -> None:
     x, w = operands((2, 8), jnp.float16)
     np.testing.assert_array_equal(rms_norm(x, w, 0, 1e-6), rms_norm(x, w, 0, 1e-6, backend=Backend.REFERENCE))
     assert rms_norm(jnp.zeros((0, 8)), jnp.ones((1, 8)), 0, 1e-6).shape == (0, 8)
@@ -50,7 +50,7 @@ def test_rows_of_other_types_and_no_rows_take_the_reference() -> None:
 
 @pytest.mark.skipif(len(BACKENDS) == 1, reason=native.library().reason)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_kernels_do_to_rows_what_the_references_do(dtype) -> None:
+def test_kernels_equal_the_references(dtype) -> None:
     rng, tolerance = np.random.default_rng(0), {"rtol": 1e-6 if dtype == jnp.float32 else 2e-2, "atol": 1e-6}
     wide, heads = (jnp.asarray(rng.standard_normal(shape) * 4, dtype) for shape in ((5, 74), (5, 3, 20)))
     angle = rng.uniform(-9, 9, (5, 4)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Searching all at once, and by halving, gives numpy's places."""
+"""Search by comparing all with all, and binary search, give numpy's positions."""
 
 import jax
 import numpy as np
@@ -10,8 +10,8 @@ from pallas_kernels.search import search
 
 @pytest.mark.parametrize("at_once", [1 << 18, 0])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_places_are_those_of_numpy(side: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Among them values that are there several times, as the ends of empty requests are, and values beyond all."""
+def test_positions_equal_numpy(side: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With repeated values, like the ends of empty requests, and values above all."""
     monkeypatch.setattr(searching, "_AT_ONCE", at_once)
     ordered, values = np.array([0, 0, 3, 3, 3, 7, 9, 9], np.int32), np.arange(-1, 12, dtype=np.int32)
     found = jax.jit(lambda ordered, values: search(ordered, values, side))(ordered, values)
@@ -19,7 +19,7 @@ def test_places_are_those_of_numpy(side: str, at_once: int, monkeypatch: pytest.
     np.testing.assert_array_equal(found, np.searchsorted(ordered, values, side))
 
 
-def test_what_is_short_is_searched_without_a_chain_of_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_search_has_no_chain_of_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = jax.ShapeDtypeStruct((16,), np.int32), jax.ShapeDtypeStruct((64,), np.int32)
 
     def gathers() -> int:

@@ -1,4 +1,4 @@
-"""Which ptxas assembles kernels: pip's first, and none that is too old for them."""
+"""The ptxas that assembles kernels: pip's first, and none that is too old."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def ptxas(directory: Path, release: str, status: int = 0) -> Path:
-    """Writes a ptxas that says its release, and assembles nothing."""
+    """Writes a ptxas that only prints its release."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "ptxas"
     says = f"echo 'Cuda compilation tools, release {release}, V{release}.85'; exit {status}"
@@ -26,7 +26,7 @@ def ptxas(directory: Path, release: str, status: int = 0) -> Path:
 
 @pytest.fixture
 def wheels(tmp_path, monkeypatch):
-    """The directory of pip's packages, in which nothing of NVIDIA's is yet; PATH and the host's toolkit are empty."""
+    """The directory of pip's packages, without NVIDIA's packages; PATH and the host's toolkit are empty."""
     monkeypatch.setattr(toolchain, "_WHEELS", ("played_wheels.cu13", "played_wheels.cuda_nvcc"))
     monkeypatch.setattr(toolchain, "_TOOLKIT", tmp_path / "usr/local/cuda/bin")
     monkeypatch.syspath_prepend(tmp_path / "site")
@@ -47,7 +47,7 @@ def test_pips_ptxas_comes_before_the_hosts(wheels, tmp_path, caplog) -> None:
     assert f"kernels are assembled by ptxas 12.9, {first}/ptxas" in caplog.text
 
 
-def test_of_two_wheels_the_one_that_has_a_ptxas_is_taken(wheels) -> None:
+def test_of_two_wheels_the_one_with_a_ptxas_is_used(wheels) -> None:
     (wheels / "cu13" / "lib").mkdir(parents=True)  # as nvidia-cublas leaves it
     ptxas(wheels / "cuda_nvcc" / "bin", "12.9")
     assert toolchain._own_directory() == wheels / "cuda_nvcc" / "bin"
@@ -57,21 +57,21 @@ def test_of_two_wheels_the_one_that_has_a_ptxas_is_taken(wheels) -> None:
 
 @pytest.mark.parametrize("where", ["host", "usr/local/cuda/bin"])
 @pytest.mark.parametrize("release", ["11.8", "12.4", "12.6"])
-def test_an_old_ptxas_is_refused_by_name(wheels, tmp_path, where, release) -> None:
+def test_an_old_ptxas_is_rejected_by_name(wheels, tmp_path, where, release) -> None:
     path = ptxas(tmp_path / where, release)
     with pytest.raises(ValueError, match=f"{path} is ptxas {release}, but .* 12.8 or newer; install .* cuda13"):
         backend.prepare(Backend.MOSAIC)
 
 
 @pytest.mark.parametrize("release", ["12.8", "13.0", "13.10"])
-def test_a_newer_one_of_the_host_serves(wheels, tmp_path, release, caplog) -> None:
+def test_a_newer_ptxas_of_the_host_is_used(wheels, tmp_path, release, caplog) -> None:
     path = ptxas(tmp_path / "host", release)
     with caplog.at_level(logging.INFO):
         assert toolchain.check_ptxas() == f"ptxas {release}, {path}"
     assert f"ptxas {release}, {path}" in caplog.text
 
 
-def test_one_that_does_not_run_is_refused(wheels, tmp_path) -> None:
+def test_a_ptxas_that_does_not_run_is_rejected(wheels, tmp_path) -> None:
     path = ptxas(tmp_path / "host", "13.0")
     path.write_text("#!/bin/sh\necho wrong machine >&2; exit 3\n")
     with pytest.raises(ValueError, match=r"names no release .status 3: 'wrong machine'"):
@@ -81,12 +81,12 @@ def test_one_that_does_not_run_is_refused(wheels, tmp_path) -> None:
         toolchain.check_ptxas()
 
 
-def test_without_any_the_log_says_what_to_install(wheels, caplog) -> None:
+def test_without_a_ptxas_the_log_names_what_to_install(wheels, caplog) -> None:
     assert toolchain.check_ptxas() == ""
     assert "no ptxas is in a wheel" in caplog.text and "cuda13 or cuda12" in caplog.text
 
 
-def test_other_backends_ask_for_no_ptxas(wheels, tmp_path) -> None:
+def test_other_backends_need_no_ptxas(wheels, tmp_path) -> None:
     ptxas(tmp_path / "host", "11.8")
     before = os.environ["PATH"]
     for each in (Backend.NATIVE, Backend.REFERENCE):
@@ -97,7 +97,7 @@ def test_other_backends_ask_for_no_ptxas(wheels, tmp_path) -> None:
 _COMPILES = """
 import os
 import jax, jax.numpy as jnp
-from pallas_kernels import aot, backend, lazily
+from pallas_kernels import aot, backend
 from pallas_kernels.backend import Backend
 from pallas_kernels.fp8 import quantize_1x128
 assert "MOSAIC_GPU_RUNTIME_LIB_PATH" not in os.environ
@@ -112,7 +112,7 @@ def test_a_kernel_compiles_beside_an_old_toolkit(tmp_path) -> None:
     """A process of its own: jaxlib looks for ptxas once."""
     ptxas(tmp_path, "12.4")
     environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
-    environment.pop("MOSAIC_GPU_RUNTIME_LIB_PATH", None)  # set where a test before this one has imported Mosaic
+    environment.pop("MOSAIC_GPU_RUNTIME_LIB_PATH", None)  # set if an earlier test has imported Mosaic
     done = subprocess.run(
         [sys.executable, "-c", _COMPILES], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300
     )

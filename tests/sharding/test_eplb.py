@@ -16,7 +16,7 @@ from sharding.experts.eplb import (
     sources,
 )
 
-# Outputs of DeepSeek's EPLB with its sort made stable (the "note" in the file says why).
+# Outputs of DeepSeek's EPLB with its sort made stable (see "note" in the file).
 CASES = json.loads((pathlib.Path(__file__).parent / "eplb_cases.json").read_text())["cases"]
 
 
@@ -53,7 +53,7 @@ def problems(draw: st.DrawFn) -> dict:
 
 @settings(deadline=None)
 @given(problems())
-def test_every_replica_and_every_expert_is_accounted_for(problem: dict) -> None:
+def test_maps_agree_and_cover_every_expert(problem: dict) -> None:
     result = solve(problem)
     layers, experts = np.shape(problem["weight"])
     for layer in range(layers):
@@ -70,7 +70,7 @@ def test_every_replica_and_every_expert_is_accounted_for(problem: dict) -> None:
 
 @settings(deadline=None)
 @given(problems(), st.integers(0, 2**32 - 1))
-def test_experts_stay_where_they_are_at_the_same_balance(problem: dict, seed: int) -> None:
+def test_keep_in_place_moves_few_experts_at_the_same_balance(problem: dict, seed: int) -> None:
     groups, nodes, gpus = problem["num_groups"], problem["num_nodes"], problem["num_gpus"]
     old, weight = solve(problem), np.random.default_rng(seed).lognormal(size=np.shape(problem["weight"]))
     new = solve(problem | {"weight": weight})
@@ -87,7 +87,7 @@ def test_experts_stay_where_they_are_at_the_same_balance(problem: dict, seed: in
     np.testing.assert_array_equal(source == np.arange(source.shape[1]), stays)
     for a, b in zip(map_of(kept.phy2log, weight.shape[1]), kept, strict=True):
         np.testing.assert_array_equal(a, b)
-    # A device that has an expert before and after has it as the same replica.
+    # A device that holds an expert before and after holds it as the same replica.
     span = source.shape[1] // gpus
     before, after = old.phy2log.reshape(-1, span), kept.phy2log.reshape(-1, span)
     for a, b, same in zip(before, after, stays.reshape(-1, span), strict=True):
@@ -95,7 +95,7 @@ def test_experts_stay_where_they_are_at_the_same_balance(problem: dict, seed: in
         assert same.sum() == common
 
 
-def test_nothing_moves_where_the_load_stays() -> None:
+def test_an_equal_load_moves_nothing() -> None:
     weight = np.random.default_rng(0).lognormal(size=(3, 64))
     old = rebalance_experts(weight, 80, 8, 4, 16)
     shuffled = map_of(old.phy2log.reshape(3, 4, 4, 5)[:, ::-1, ::-1, ::-1].reshape(3, 80), 64)
@@ -111,7 +111,7 @@ def test_hierarchical_policy_keeps_a_group_on_one_node() -> None:
             assert len(set(node_of_replica[layer // 8 == group])) == 1
 
 
-def test_copies_even_out_a_hot_expert() -> None:
+def test_replicas_balance_a_hot_expert() -> None:
     weight = np.ones((1, 64))
     weight[0, 7] = 20
     result = rebalance_experts(weight, 80, 1, 1, 16)
@@ -133,6 +133,6 @@ def test_copies_even_out_a_hot_expert() -> None:
         ((np.full((1, 8), np.nan), 8, 1, 1, 4), "not finite"),
     ],
 )
-def test_impossible_placements_are_refused(arguments: tuple, words: str) -> None:
+def test_impossible_placements_are_rejected(arguments: tuple, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         rebalance_experts(*arguments)

@@ -1,4 +1,4 @@
-"""Every transport must give what one device would, or say that it had no room, on meshes of forced CPU devices."""
+"""Every transport on CPU meshes gives the result of a single device, or reports overflow."""
 
 import functools
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from sharding.experts.capacity import expected_capacity, headroom, pair_room
+from sharding.experts.capacity import expected_capacity, headroom, pair_capacity
 from sharding.experts.exchange import Exchange
 from sharding.experts.hop import Hop
 from sharding.experts.ring import Ring
@@ -21,7 +21,7 @@ from sharding.wire.words import shapes_of, to_words
 
 T, K, D, EXPERTS = 24, 4, 16, 16
 PAIRS = 150
-"""What the experts of a device have room for, in these tests: more than random tokens need, and less than all may."""
+"""Pairs that the experts of a device have capacity for: random tokens fit, all tokens on one device do not."""
 AXES = ("node", "gpu")
 ALL = PartitionSpec(AXES)
 
@@ -36,8 +36,8 @@ def dense(x: np.ndarray, ids: np.ndarray, weights: np.ndarray, w: np.ndarray) ->
 def local_experts(w: jax.Array, rows: TokenRows) -> tuple[jax.Array, jax.Array]:
     rows = unpacked(rows)
     product = jnp.einsum("td,edf->tef", rows.payload["x"] * rows.payload["scale"], w)
-    chosen = jnp.take_along_axis(product, jnp.maximum(rows.ids, 0)[:, :, None], axis=1)
-    y = (jnp.where(rows.ids >= 0, rows.weights, 0)[:, :, None] * chosen).sum(axis=1)
+    selected = jnp.take_along_axis(product, jnp.maximum(rows.ids, 0)[:, :, None], axis=1)
+    y = (jnp.where(rows.ids >= 0, rows.weights, 0)[:, :, None] * selected).sum(axis=1)
     return y, (jnp.sum(rows.ids >= 0) > PAIRS).astype(jnp.int32)
 
 
@@ -74,7 +74,7 @@ def program(kind: str, nodes: int, gpus: int, capacity: int):
 def route(kind: str, tokens: int, rng: np.random.Generator) -> np.ndarray:
     if kind == "one expert for all":
         return np.full((tokens, K), [[3, -1, -1, -1]])
-    if kind == "nobody":
+    if kind == "none":
         return np.full((tokens, K), -1)
     if kind == "one busy rank":
         return np.where(np.arange(tokens)[:, None] < T, np.full((tokens, K), [[3, 9, -1, -1]]), -1)
@@ -84,13 +84,13 @@ def route(kind: str, tokens: int, rng: np.random.Generator) -> np.ndarray:
     return ids
 
 
-@pytest.mark.parametrize("routing", ["random", "some unset", "one expert for all", "one busy rank", "nobody"])
+@pytest.mark.parametrize("routing", ["random", "some unset", "one expert for all", "one busy rank", "none"])
 @pytest.mark.parametrize("capacity", [T, 8])
 @pytest.mark.parametrize(("kind", "nodes", "gpus"), [("ring", 2, 4), ("flat", 2, 4), ("nodes", 2, 4)])
-def test_equals_a_single_device_or_says_that_it_had_no_room(
+def test_equals_a_single_device_or_reports_overflow(
     kind: str, nodes: int, gpus: int, capacity: int, routing: str
 ) -> None:
-    """A buffer of T rows per peer holds everything, also where all tokens of all devices choose one expert."""
+    """A buffer of T rows per peer never overflows, also where all tokens select one expert."""
     rng = np.random.default_rng(0)
     tokens = T * nodes * gpus
     x, w = rng.normal(size=(tokens, D)).astype(np.float32), rng.normal(size=(EXPERTS, D, D)).astype(np.float32)
@@ -99,23 +99,23 @@ def test_equals_a_single_device_or_says_that_it_had_no_room(
     if kind != "ring":
         lost = longest_queues(ids, nodes * gpus if kind == "flat" else nodes) > capacity
         assert (overflows[lost] > 0).all()
-        assert lost.any() == (capacity < T and routing != "nobody")
+        assert lost.any() == (capacity < T and routing != "none")
         full = np.bincount(ids[ids >= 0] * nodes * gpus // EXPERTS, minlength=nodes * gpus) > PAIRS
         assert full.any() == (routing == "one expert for all" and tokens > PAIRS)
-        if not lost.any():  # a second hop with this much room loses nothing more
+        if not lost.any():  # the second hop has enough capacity here
             np.testing.assert_array_equal(overflows, full)
     if not overflows.any():
         np.testing.assert_allclose(y, dense(x, ids, weights, w), rtol=2e-5, atol=2e-5)
 
 
 def longest_queues(ids: np.ndarray, peers: int) -> np.ndarray:
-    """Counts again how long the longest queue of each rank for any peer is, [ranks]."""
+    """The rows of each rank's longest queue, [ranks], recounted."""
     goes = (ids[:, :, None] // (EXPERTS // peers) == np.arange(peers)).any(axis=1)  # [tokens, peers]
     return goes.reshape(-1, T, peers).sum(axis=1).max(axis=1)
 
 
-def test_packed_sums_are_off_by_little() -> None:
-    """Each partial sum is rounded twice: inside a node, and on its way back to another one."""
+def test_packed_sums_have_a_small_error() -> None:
+    """Each partial sum is rounded twice: inside a node, and between nodes."""
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=(T * 8, D)).astype(np.float32), rng.normal(size=(EXPERTS, D, D)).astype(np.float32)
     ids, weights = route("random", T * 8, rng).astype(np.int32), rng.random((T * 8, K)).astype(np.float32)
@@ -125,7 +125,7 @@ def test_packed_sums_are_off_by_little() -> None:
     assert 0 < np.sqrt(np.square(y - expected).mean() / np.square(expected).mean()) < 0.01
 
 
-def test_lines_give_back_what_was_sent() -> None:
+def test_lines_round_trip() -> None:
     """FP8 values and scales, as experts read them: the first array gathered, the others whole."""
     rng = np.random.default_rng(0)
     values, scale = (jnp.asarray(rng.normal(size=(4, n)), t) for n, t in ((6, jnp.float8_e4m3fn), (3, jnp.float32)))
@@ -143,8 +143,8 @@ def test_lines_give_back_what_was_sent() -> None:
     np.testing.assert_array_equal(moved[:3, :-2], to_words(sent)[jnp.array([1, 3, 0]), :-2])
 
 
-def test_a_token_crosses_to_a_node_once() -> None:
-    """All four experts of each token live on node 1: its buffer of T rows must do. Only its experts lack room."""
+def test_a_token_is_sent_to_a_node_once() -> None:
+    """All four experts of each token are on node 1: a buffer of T rows suffices; only the experts overflow."""
     ids = np.full((T * 8, K), [[8, 10, 12, 14]], np.int32)
     ones = np.ones((T * 8, D), np.float32)
     w = np.ones((EXPERTS, D, D), np.float32)
@@ -153,8 +153,8 @@ def test_a_token_crosses_to_a_node_once() -> None:
     assert np.asarray(overflows).tolist() == [0] * 4 + [1] * 4
 
 
-def test_a_second_hop_that_is_too_small_is_told_by_the_device_that_forwards() -> None:
-    """Tokens of all devices choose expert 0: node 0 can take them, but not its device 0 from each of the others."""
+def test_the_forwarding_device_reports_overflow_of_the_second_hop() -> None:
+    """All tokens select expert 0: they fit on node 0, but not in the queues from its devices to its device 0."""
     rng = np.random.default_rng(0)
     ids = np.full((T * 8, K), [[0, -1, -1, -1]], np.int32)
     x, w = rng.normal(size=(T * 8, D)).astype(np.float32), rng.normal(size=(EXPERTS, D, D)).astype(np.float32)
@@ -183,7 +183,7 @@ BOTH = (Exchange.from_layer, Exchange.from_layer_by_node)
 @pytest.mark.parametrize("tokens", [1, 3, 8, 64, 1024])
 @pytest.mark.parametrize("machine", [Machine(1, 8), Machine(18, 8)])
 def test_a_row_of_eight_tokens_always_fits(tokens: int, machine: Machine) -> None:
-    """So a step whose rows take turns ends, however tokens choose: one row of a rank, or one token of every device."""
+    """So serialized rows always complete: one row of a rank, or one token of every device."""
     rows = LayerRows.from_widths(tokens, 8, 7168, fp8_dispatch=True)
     for build in BOTH[: machine.nodes]:
         exchange = build(machine, 2, rows, Overlap.NONE)
@@ -194,29 +194,29 @@ def test_a_row_of_eight_tokens_always_fits(tokens: int, machine: Machine) -> Non
 
 
 @pytest.mark.parametrize("hot", [1.0, headroom(2)])
-def test_layers_of_the_144_gpu_deployment_have_room(hot: float) -> None:
-    """Drawn evenly, and with a device of each node chosen as much more often as there is headroom for, queues fit."""
-    nodes, gpus, tokens, chosen, slots = 18, 8, 128, 8, 288
+def test_layers_of_the_144_gpu_deployment_fit_their_queues(hot: float) -> None:
+    """Queues fit uniform routing, and one device per node that is selected more often by the whole headroom."""
+    nodes, gpus, tokens, topk, slots = 18, 8, 128, 8, 288
     ranks = nodes * gpus
     likely = np.ones(slots, np.float32)
     likely.reshape(nodes, gpus, -1)[:, 0] = hot
     drawn = np.random.default_rng(0).exponential(size=(ranks * tokens, slots)).astype(np.float32) / likely
-    rank = np.argpartition(drawn, chosen, axis=1)[:, :chosen] // (slots // ranks)
-    goes = np.zeros((ranks * tokens, ranks), bool)
-    np.put_along_axis(goes, rank, True, axis=1)
-    flat = goes.reshape(ranks, tokens, ranks).sum(axis=1)
-    to_nodes = goes.reshape(ranks, tokens, nodes, gpus).any(axis=3).sum(axis=1)
-    inside = flat.reshape(nodes, gpus, nodes, gpus).sum(axis=0)  # rows that meet on [gpu, node] on their way to [gpu]
+    rank = np.argpartition(drawn, topk, axis=1)[:, :topk] // (slots // ranks)
+    sent_to = np.zeros((ranks * tokens, ranks), bool)
+    np.put_along_axis(sent_to, rank, True, axis=1)
+    flat = sent_to.reshape(ranks, tokens, ranks).sum(axis=1)
+    to_nodes = sent_to.reshape(ranks, tokens, nodes, gpus).any(axis=3).sum(axis=1)
+    inside = flat.reshape(nodes, gpus, nodes, gpus).sum(axis=0)  # rows on [gpu, node] with destination [gpu]
     pairs = np.bincount(rank.ravel(), minlength=ranks)
-    rows = LayerRows.from_widths(tokens, chosen, 7168, fp8_dispatch=True)
+    rows = LayerRows.from_widths(tokens, topk, 7168, fp8_dispatch=True)
     each = [make(Machine(nodes, gpus), slots // ranks, rows, Overlap.NONE) for make in BOTH]
     (all_to_all,), (outer, inner) = (exchange.hops for exchange in each)
     assert flat.max() <= all_to_all.capacity and to_nodes.max() <= outer.capacity and inside.max() <= inner.capacity
     assert all(exchange.pairs is not None and pairs.max() <= exchange.pairs for exchange in each)
 
 
-def test_room_for_pairs_stays_near_the_expected_load() -> None:
-    """A micro-batch of the two published units, and buffers that hold whatever tokens choose."""
-    assert pair_room(8192 * 4, 8, 8, 9, 8456) == 76_804  # 65,536 are expected, 541,184 may come
-    assert pair_room(64 * 18, 8, 8, 2, 121) == 1_016  # 512 and 1,936
-    assert pair_room(24, 8, 8, 36, 24) is None
+def test_pair_capacity_is_near_the_expected_load() -> None:
+    """A micro-batch of the two published units, and buffers that cannot overflow."""
+    assert pair_capacity(8192 * 4, 8, 8, 9, 8456) == 76_804  # 65,536 expected, at most 541,184
+    assert pair_capacity(64 * 18, 8, 8, 2, 121) == 1_016  # 512 and 1,936
+    assert pair_capacity(24, 8, 8, 36, 24) is None

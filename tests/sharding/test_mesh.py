@@ -1,4 +1,4 @@
-"""The table from logical to mesh axes: what it gives, what it refuses, and how one line of it changes a layout."""
+"""The table from logical to mesh axes: its partitions, its errors, and a changed line."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ def test_a_changed_line_changes_the_layout() -> None:
     assert Machine.from_mesh(mesh, table) == Machine(2, 2, ("node", "gpu"))
 
 
-def test_two_logical_axes_on_one_mesh_axis_are_refused_by_name() -> None:
+def test_two_logical_axes_on_one_mesh_axis_are_rejected_by_name() -> None:
     declared = {"moe": {"gate_up": ParamSpec((2, 4, 8), ("layers", "experts", "mlp"))}}
     with pytest.raises(ValueError, match=r"moe\.gate_up: its axes 'experts' and 'mlp' both lie on mesh axis 'tensor'"):
         partitions(declared)
@@ -40,7 +40,7 @@ def test_two_logical_axes_on_one_mesh_axis_are_refused_by_name() -> None:
     )
 
 
-def test_unknown_axes_are_refused_by_name() -> None:
+def test_unknown_axes_are_rejected_by_name() -> None:
     with pytest.raises(ValueError, match=r"a parameter has the unknown logical axis 'head'; known are layers, experts"):
         partition(("layers", "head"))
     with pytest.raises(ValueError, match="logical axis 'mlp' lies on 'gpus'; mesh axes are node, gpu, tensor"):

@@ -1,4 +1,4 @@
-"""The ragged exchange on a CPU, where XLA does not have the collective: with an emulation of its documented rules."""
+"""The ragged exchange on a CPU, with an emulation of the collective, which XLA supports only on other platforms."""
 
 import functools
 
@@ -10,11 +10,11 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels import aot
-from sharding.experts.kind import Kind
 from sharding.experts.ragged import MAX_BUFFER_BYTES, slices_of
 from sharding.experts.rows import TokenRows
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import build
+from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
 from sharding.wire.collectives import check_ragged
 from tests.sharding.test_exchange import ALL, AXES, EXPERTS, D, K, T, both_halves, dense, local_experts, route
@@ -40,7 +40,7 @@ def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_si
 @functools.cache
 def program():
     mesh = Mesh(np.array(jax.devices()).reshape(MACHINE.nodes, MACHINE.gpus), AXES)
-    ragged = build(Kind.RAGGED, MACHINE, EXPERTS, LayerRows.from_widths(T, K, D, fp8_dispatch=False))
+    ragged = build(TransportKind.RAGGED, MACHINE, EXPERTS, LayerRows.from_widths(T, K, D, fp8_dispatch=False))
 
     def step(x, ids, weights, w):
         rows = TokenRows({"x": x / 2, "scale": jnp.full((T, 1), 2.0)}, ids, weights)
@@ -49,7 +49,7 @@ def program():
     return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(ALL,) * 4, out_specs=(ALL, ALL), check_vma=False))
 
 
-@pytest.mark.parametrize("routing", ["random", "some unset", "one expert for all", "one busy rank", "nobody"])
+@pytest.mark.parametrize("routing", ["random", "some unset", "one expert for all", "one busy rank", "none"])
 def test_equals_a_single_device(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lax, "ragged_all_to_all", emulated)
     rng = np.random.default_rng(0)
@@ -61,8 +61,8 @@ def test_equals_a_single_device(routing: str, monkeypatch: pytest.MonkeyPatch) -
     assert not np.asarray(overflows).any(), "exact sizes never overflow"
 
 
-def test_slices_are_those_of_a_recount() -> None:
-    """Offsets and sizes on every rank, from a matrix of row counts; what is sent is what is expected, and no more."""
+def test_slices_equal_a_recount() -> None:
+    """Offsets and sizes on every rank, from a matrix of row counts."""
     length = np.random.default_rng(0).integers(0, 5, (8, 8)).astype(np.int32)  # [from, to]
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), AXES)
     mapped = jax.shard_map(
@@ -78,9 +78,9 @@ def test_slices_are_those_of_a_recount() -> None:
 
 @pytest.mark.aot
 def test_compiles_for_eight_gpus_and_sends_by_exact_sizes() -> None:
-    """Rows there in one ragged collective, sums back in another."""
+    """Rows are dispatched in one ragged collective, sums are combined in another."""
     mesh = aot.gpu_mesh({"node": 2, "gpu": 4}, per_host=4)
-    ragged = build(Kind.RAGGED, MACHINE, EXPERTS, LayerRows.from_widths(T, K, 128, fp8_dispatch=True))
+    ragged = build(TransportKind.RAGGED, MACHINE, EXPERTS, LayerRows.from_widths(T, K, 128, fp8_dispatch=True))
     spec = PartitionSpec(AXES)
 
     def step(q, scale, ids, weights):
@@ -94,23 +94,25 @@ def test_compiles_for_eight_gpus_and_sends_by_exact_sizes() -> None:
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec, check_vma=False)
     arrays = (array(128, jnp.float8_e4m3fn), array(1, jnp.float32), array(K, jnp.int32), array(K, jnp.float32))
-    assert str(jax.make_jaxpr(mapped)(*arrays)).count(" ragged_all_to_all[") == 2, "one there, one back"
+    assert str(jax.make_jaxpr(mapped)(*arrays)).count(" ragged_all_to_all[") == 2, "one for dispatch, one for combine"
     assert " ragged-all-to-all(" in aot.compile_for(mapped, *arrays, mesh=mesh).as_text()
 
 
-def test_refusals_say_what_to_change() -> None:
-    with pytest.raises(ValueError, match=r"does not have on a cpu: use expert_transport=auto"):
+def test_errors_name_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"does not support on cpu: use expert_transport=auto"):
         check_ragged("cpu")
     check_ragged("cuda")
     with pytest.raises(ValueError, match=r"16384 tokens from each of 144 devices, .* lower max_num_batched_tokens"):
-        build(Kind.RAGGED, Machine(18, 8), 288, LayerRows.from_widths(16384, 8, 7168, fp8_dispatch=True))
+        build(TransportKind.RAGGED, Machine(18, 8), 288, LayerRows.from_widths(16384, 8, 7168, fp8_dispatch=True))
     with pytest.raises(ValueError, match="'deepep' is not one of auto, ring, all_to_all, hierarchical, ragged"):
-        Kind.from_name("deepep")
-    with pytest.raises(ValueError, match="needs 2 nodes or more"):
-        build(Kind.HIERARCHICAL, Machine(1, 8), 288, LayerRows.from_widths(8, 8, 7168, fp8_dispatch=True))
+        TransportKind.from_name("deepep")
+    with pytest.raises(ValueError, match="needs 2 or more nodes"):
+        build(TransportKind.HIERARCHICAL, Machine(1, 8), 288, LayerRows.from_widths(8, 8, 7168, fp8_dispatch=True))
 
 
 def test_decode_at_144_ranks_fits_the_ragged_buffers_and_sends_less() -> None:
     machine, load = Machine(18, 8), LayerRows.from_widths(128, 8, 7168, fp8_dispatch=True)
-    ragged, padded = (build(kind, machine, 288, load).traffic(load) for kind in (Kind.RAGGED, Kind.ALL_TO_ALL))
+    ragged, padded = (
+        build(kind, machine, 288, load).traffic(load) for kind in (TransportKind.RAGGED, TransportKind.ALL_TO_ALL)
+    )
     assert ragged.device_bytes < padded.device_bytes / 2 < MAX_BUFFER_BYTES

@@ -1,4 +1,4 @@
-"""Moves of a layer on meshes of forced CPU devices: any permutation with copies, any dtype, all or nothing."""
+"""Moves of a layer on CPU meshes: any map from replicas to sources, any dtype, all or nothing."""
 
 import functools
 
@@ -17,7 +17,7 @@ from sharding.experts.placement import Placement
 from sharding.experts.rebalance import LayerMove, move_layer
 from sharding.mesh import DEVICES, Machine, rank_mesh
 
-# LLVM at level 0 takes a bfloat16 through float32, which changes the bits of a signalling NaN.
+# LLVM at level 0 converts bfloat16 to float32 and back, which changes the bits of a signalling NaN.
 pytestmark = pytest.mark.optimised
 
 L, E, Ec = 3, 6, 3
@@ -42,7 +42,7 @@ def program(devices: int):
 
 
 def weights(devices: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Bits of all kinds, NaN among them; sizes that fill no word and no slice."""
+    """Random bits, NaN among them; sizes that divide into neither words nor slices."""
 
     def bits(dtype, *shape: int) -> np.ndarray:
         lead = (L, devices * PER_DEVICE[devices])
@@ -91,7 +91,7 @@ def test_every_replica_gets_the_bits_of_its_source(devices: int, seed: int) -> N
 
 
 @pytest.mark.parametrize("fault", ["a bit", "two words exchanged", "another replica"])
-def test_a_damaged_layer_stays_as_it_was(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_layer_is_not_moved(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     permute = rebalance.permute
 
     def damaged(words, source, machine):
@@ -118,7 +118,7 @@ def test_a_damaged_layer_stays_as_it_was(fault: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.aot
-def test_on_gpus_the_other_layers_are_not_copied_and_a_layer_takes_three_of_its_size() -> None:
+def test_gpus_copy_no_other_layer_and_need_three_layers_of_memory() -> None:
     mesh = aot.gpu_mesh({"node": 1, "gpu": 8, "tensor": 1})
 
     def array(shape, dtype, spec=WHOLE):
@@ -131,4 +131,4 @@ def test_on_gpus_the_other_layers_are_not_copied_and_a_layer_takes_three_of_its_
     memory = aot.compile_for(mapped(mesh), stacks, placement, move, mesh=mesh).memory_analysis()
     layer = sum(x.size * x.dtype.itemsize for x in stacks.values()) // 20 // 8
     assert memory.alias_size_in_bytes >= 20 * layer
-    assert memory.temp_size_in_bytes < 1.05 * rebalance.LAYERS_HELD * layer
+    assert memory.temp_size_in_bytes < 1.05 * rebalance.TEMPORARY_LAYERS * layer

@@ -1,4 +1,4 @@
-"""Sums as int8 with scales: how far off they are, and that nothing that is not finite gets through as a number."""
+"""Sums as int8 with scales: their error, and that NaN and infinities stay non-finite."""
 
 import hypothesis.strategies as st
 import jax
@@ -13,12 +13,12 @@ from sharding.experts.traffic import LayerRows
 from sharding.mesh import rank_mesh
 from sharding.wire.sums import pack, packed_bytes, unpack
 
-ROWS, WIDTH = 3, 200  # a whole group and a part of one
+ROWS, WIDTH = 3, 200  # a whole group and a partial one
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(-30, 30), st.sampled_from([np.float32, jnp.bfloat16]))
-def test_a_channel_is_off_by_half_a_step_at_most(seed: int, exponent: int, dtype) -> None:
+def test_the_error_is_at_most_half_a_step(seed: int, exponent: int, dtype) -> None:
     rng = np.random.default_rng(seed)
     sums = (rng.normal(size=(ROWS, WIDTH)) * 2.0**exponent).astype(dtype)
     sums[1, :128] = 0
@@ -34,18 +34,18 @@ def test_a_channel_is_off_by_half_a_step_at_most(seed: int, exponent: int, dtype
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_does_not_become_a_number(value: float) -> None:
+def test_non_finite_values_stay_non_finite(value: float) -> None:
     sums = np.ones((ROWS, WIDTH), np.float32)
     sums[2, 150] = value
     back = unpack(pack(sums), jax.ShapeDtypeStruct(sums.shape, sums.dtype))
     assert np.isfinite(back[:2]).all() and not np.isfinite(back[2, 128:]).any()
 
 
-def test_a_row_of_deepseek_v3_comes_back_in_half_the_bytes() -> None:
+def test_a_combined_row_of_deepseek_v3_takes_half_the_bytes() -> None:
     rows = [LayerRows.from_widths(64, 8, 7168, fp8_dispatch=True, int8_sums=packed) for packed in (False, True)]
-    there = rows[0].dispatch_bytes
-    assert [each.row_bytes(8, by_hop=True) - there for each in rows] == [14336, 7392]
-    assert rows[1].row_bytes(8) == rows[0].row_bytes(8), "what adds sums on their way sends them as they are"
+    dispatch = rows[0].dispatch_bytes
+    assert [each.row_bytes(8, by_hop=True) - dispatch for each in rows] == [14336, 7392]
+    assert rows[1].row_bytes(8) == rows[0].row_bytes(8), "transports that add sums in transit send them unpacked"
 
 
 @pytest.mark.parametrize("transport", ["ring", "ragged"])

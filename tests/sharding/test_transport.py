@@ -5,10 +5,10 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from benchmarks.traced import sent
-from sharding.experts.kind import Kind
 from sharding.experts.rows import TokenRows, unpacked
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import Transport, build, choose
+from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
 from tests.sharding.test_exchange import both_halves
 
@@ -18,7 +18,7 @@ AXIS_SIZES = dict(zip(MACHINE.axes, (MACHINE.nodes, MACHINE.gpus), strict=True))
 
 
 def one_layer(transport: Transport, k: int):
-    """The jaxpr of one MoE layer with FP8 on the way there and bf16 on the way back."""
+    """The jaxpr of one MoE layer with FP8 dispatch and bfloat16 combine."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), MACHINE.axes)
     spec = PartitionSpec(MACHINE.axes)
 
@@ -39,9 +39,9 @@ def one_layer(transport: Transport, k: int):
 
 
 @pytest.mark.parametrize(("experts", "k"), [(16, 2), (8, 6)])
-@pytest.mark.parametrize("kind", [Kind.RING, Kind.ALL_TO_ALL, Kind.HIERARCHICAL])
-def test_the_program_sends_what_the_formula_says(kind: Kind, experts: int, k: int) -> None:
-    """All of it is outside of loops: no device asks whether there is more to send."""
+@pytest.mark.parametrize("kind", [TransportKind.RING, TransportKind.ALL_TO_ALL, TransportKind.HIERARCHICAL])
+def test_the_program_sends_the_bytes_of_the_formula(kind: TransportKind, experts: int, k: int) -> None:
+    """All collectives are outside of loops: there are no rounds for overflow."""
     load = LayerRows.from_widths(T, k, D, fp8_dispatch=True)
     assert load == LayerRows(T, k, D + 4 + 8 * k, 2 * D, packed_bytes=D + 4)
     transport = build(kind, MACHINE, experts, load)
@@ -49,24 +49,24 @@ def test_the_program_sends_what_the_formula_says(kind: Kind, experts: int, k: in
 
 
 def test_decode_at_144_ranks_stays_within_its_byte_bound() -> None:
-    """The wire carries 2.9 times the payload at most where nodes are limited; 3.8 in the flat form, not chosen."""
+    """The wire carries at most 2.9 times the payload with the hierarchical transport, 3.8 times with all-to-all."""
     machine, load = Machine(18, 8), LayerRows.from_widths(128, 8, 7168, fp8_dispatch=True)
     payload = load.tokens * load.experts_per_token * (load.dispatch_bytes + load.combine_bytes)
-    for kind, bound in ((Kind.ALL_TO_ALL, 3.8), (Kind.HIERARCHICAL, 2.9)):
+    for kind, bound in ((TransportKind.ALL_TO_ALL, 3.8), (TransportKind.HIERARCHICAL, 2.9)):
         assert build(kind, machine, 288, load).traffic(load).device_bytes <= bound * payload
-    crossing = {kind: build(kind, machine, 288, load).traffic(load).node_bytes for kind in Kind}
-    assert crossing[Kind.HIERARCHICAL] < crossing[Kind.ALL_TO_ALL] < crossing[Kind.RING]
+    crossing = {kind: build(kind, machine, 288, load).traffic(load).node_bytes for kind in TransportKind}
+    assert crossing[TransportKind.HIERARCHICAL] < crossing[TransportKind.ALL_TO_ALL] < crossing[TransportKind.RING]
 
 
-def test_choice_follows_nodes_and_tokens() -> None:
-    def chosen(machine: Machine, experts: int, tokens: int) -> Kind:
+def test_auto_follows_nodes_and_tokens() -> None:
+    def auto(machine: Machine, experts: int, tokens: int) -> TransportKind:
         return choose(machine, experts, LayerRows.from_widths(tokens, 8, 7168, fp8_dispatch=True)).kind
 
-    assert chosen(Machine(1, 8), 256, 4) is Kind.RING
-    assert chosen(Machine(1, 8), 256, 4096) is Kind.ALL_TO_ALL
-    assert chosen(Machine(4, 8), 288, 16384) is Kind.HIERARCHICAL
+    assert auto(Machine(1, 8), 256, 4) is TransportKind.RING
+    assert auto(Machine(1, 8), 256, 4096) is TransportKind.ALL_TO_ALL
+    assert auto(Machine(4, 8), 288, 16384) is TransportKind.HIERARCHICAL
 
 
 def test_devices_must_divide_the_replicas() -> None:
     with pytest.raises(ValueError, match=r"256 expert replicas do not divide over 144 devices: add .* 288"):
-        build(Kind.RING, Machine(18, 8), 256, LayerRows.from_widths(8, 8, 7168, fp8_dispatch=True))
+        build(TransportKind.RING, Machine(18, 8), 256, LayerRows.from_widths(8, 8, 7168, fp8_dispatch=True))

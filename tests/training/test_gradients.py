@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3.model.layers.whole import attended
+from dsv3.model.layers.uncached_attention import softmax_attention
 from pallas_kernels import dense
 from pallas_kernels.backend import Backend
 
@@ -35,7 +35,7 @@ def test_gradients_of_attention_are_those_of_its_definition() -> None:
         return (jnp.einsum("bhqk,bkhv->bqhv", jax.nn.softmax(scores, axis=-1), v) * dy).sum()
 
     def ours(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return (attended(q, k, v, pairs, 0.3) * dy).sum()
+        return (softmax_attention(q, k, v, pairs, 0.3) * dy).sum()
 
     values = jax.jit(lambda *heads: [jax.value_and_grad(f, (0, 1, 2))(*heads) for f in (ours, definition)])(q, k, v)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *values)

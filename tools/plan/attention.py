@@ -18,8 +18,8 @@ from dsv3.config.model import (
     materialized_operations,
 )
 from dsv3.kv_cache.layout import row_bytes
-from dsv3.model.forms import must_choose
-from pallas_kernels.dsa import BYTES_AT_ONCE, chosen_width
+from dsv3.model.forms import needs_topk
+from pallas_kernels.dsa import BYTES_AT_ONCE, topk_width
 from tools.plan.deployment import PlannedBatch, Rates
 
 _SCORE_BYTES = 4
@@ -89,7 +89,7 @@ def sparse_floor(model: ModelConfig, context: float, cache_dtype: str) -> tuple[
 
     Dense attention's where the model has no indexer, or the query need not choose.
     """
-    seen, share = attended(model, context), index_share(model) if must_choose(model, context) else 0
+    seen, share = attended(model, context), index_share(model) if needs_topk(model, context) else 0
     nbytes = seen * row_bytes(model, cache_dtype) + share * context * row_bytes(model, cache_dtype, INDEX_KEYS)
     return nbytes, seen * absorbed_operations(model) + share * context * index_operations(model)
 
@@ -117,7 +117,7 @@ def sparse_core(model: ModelConfig, rates: Rates, batch: PlannedBatch, kernel_s:
     if batch.room:
         return SparseCore(**choosing, **_masked(model, rates, batch, kernel_s))
     core = b * seen * absorbed_operations(model) / batch.split / rates.decode_core_flops
-    groups = math.ceil(b * chosen_width(model.index_topk) * row / BYTES_AT_ONCE)
+    groups = math.ceil(b * topk_width(model.index_topk) * row / BYTES_AT_ONCE)
     return SparseCore(
         **choosing,
         copies=2 * b * seen * row / rates.hbm,

@@ -276,7 +276,7 @@ def rates_of(device: Device, model: ModelConfig, taken: float | None = None) -> 
     `taken` is the share of the device's multiprocessors that kernels take, with which arithmetic goes; None: as where
     the rates were measured. Rates of memory are taken to need no more than some four fifths of them.
     """
-    decoding, prefilling = (1.0, 1.0) if taken is None else (taken, taken / shares.PREFILL_TAKEN)
+    decoding, prefilling = (1.0, 1.0) if taken is None else (taken, taken / shares.PREFILL_MULTIPROCESSORS)
     product = device.fp8_flops if model.fp8 else device.bf16_flops
     hbm = device.hbm_bytes_per_second
     return Rates(

@@ -14,7 +14,7 @@ import dataclasses
 from dsv3.config.device_rates import LAUNCH_S, PREFILL_OVERHEAD
 from dsv3.config.model import ModelConfig, absorbed_operations, sizes_of
 from dsv3.kv_cache.layout import row_bytes
-from dsv3.model.forms import must_choose
+from dsv3.model.forms import needs_topk
 from tools.plan.attention import (
     SparseCore,
     dense_core,
@@ -84,7 +84,7 @@ def floor_decode(
     """
     sizes, L, moe = sizes_of(model), model.num_hidden_layers, model.num_moe_layers
     expert_item, item = itemsizes(model)
-    indexer = index_share(model) * index_weights(model, must_choose(model, context))
+    indexer = index_share(model) * index_weights(model, needs_topk(model, context))
     shared = moe * sizes.shared + model.num_dense_layers * sizes.dense + L * (sizes.attention + indexer)
     read = item * shared + expert_item * moe * experts_per_device * sizes.expert + 2 * sizes.head / sharing
     tokens = requests * width
@@ -109,7 +109,7 @@ def wire_rows(model: ModelConfig) -> tuple[int, int]:
 
 def sparse_parts(model: ModelConfig, rates: Rates, batch: PlannedBatch) -> SparseCore | None:
     """Returns what attention's core consists of where the step's queries choose; None where it is dense."""
-    return sparse_core(model, rates, batch, LAUNCH_S) if must_choose(model, batch.most) else None
+    return sparse_core(model, rates, batch, LAUNCH_S) if needs_topk(model, batch.most) else None
 
 
 def decode_stages(model: ModelConfig, rates: Rates, batch: PlannedBatch) -> dict[str, float]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from dsv3.config.model import ModelConfig
 from dsv3.model.decoder import Residual, Stack, run_layer
-from dsv3.model.forward import predict, whole_sequences
+from dsv3.model.forward import predict, uncached_context
 from dsv3.model.layers.experts import RoutedExperts
 from dsv3.model.params import LayerParams, Params, declare
 from sharding import mesh
@@ -164,7 +164,7 @@ def compute(
     def run(weights: StageParams, x: jax.Array, data: Any) -> tuple[jax.Array, dict[str, Any]]:
         rows = x.shape[0] // length
         experts = balanced(routed, config, rows)
-        context = whole_sequences(cfg, rows, length, training_backend(), experts, config.fp8_products)
+        context = uncached_context(cfg, rows, length, training_backend(), experts, config.fp8_products)
         tallies, residual = [], Residual(x)
         for layer in weights.layers:
             residual, _, router_stats = run_layer(Stack(layer, 0), 0, context, residual, None)

@@ -22,7 +22,7 @@ from pallas_kernels.gemm.narrow import NarrowKernel, SplitKernel
 from pallas_kernels.gemm.plan import TilePlan, plan_contiguous, plan_dense
 from pallas_kernels.gemm.schedule import Dense
 from pallas_kernels.grouped import choose_tile_m
-from pallas_kernels.mla import mla_prefill_chosen, mla_prefill_spans
+from pallas_kernels.mla import mla_prefill_spans, mla_prefill_topk
 from pallas_kernels.mla.layout import PAGE_SIZE
 from pallas_kernels.mosaic import NUM_SMS
 from pallas_kernels.multiprocessors import traced
@@ -83,7 +83,7 @@ def kernels() -> Iterator[Kernel]:
         yield decode(heads, fp8=fp8)
     yield prefill()
     yield prefill_spans()
-    yield prefill_chosen()
+    yield prefill_topk()
     for m, n, k, other in (
         (4096, 4096, 7168, "DeepGEMM dense 256x128"),
         (4096, 2112, 7168, "DeepGEMM dense 128x192"),
@@ -192,7 +192,7 @@ def prefill_spans() -> Kernel:
     )
 
 
-def prefill_chosen() -> Kernel:
+def prefill_topk() -> Kernel:
     """Returns the same attention of 4,096 tokens to chosen ones of 12,288, which bits name."""
     T, K, H, ints = 4096, 12288, 128, functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
@@ -200,12 +200,12 @@ def prefill_chosen() -> Kernel:
 
     def attend(*arrays):
         *others, shared_key = arrays
-        return mla_prefill_chosen(*others, scale=0.1, shared_key=shared_key, backend=Backend.MOSAIC)
+        return mla_prefill_topk(*others, scale=0.1, shared_key=shared_key, backend=Backend.MOSAIC)
 
     return dataclasses.replace(
         prefill(),
-        name="prefill to chosen keys, 192 and 128",
-        symbol="mla_prefill_chosen",
+        name="prefill to top-k keys, 192 and 128",
+        symbol="mla_prefill_topk",
         program=lambda: (attend, (*shapes, array((K, 64)))),
         other=None,
     )

@@ -30,7 +30,7 @@ def prefill_forms(layout: Layout, size: int) -> list[AttentionForm]:
 
     A CPU has one program, since each takes seconds to compile.
     """
-    return [form for form in layout.forms if FORMS[form].room is None or capacity(layout, size, form)]
+    return [form for form in layout.forms if FORMS[form].capacity is None or capacity(layout, size, form)]
 
 
 def prefill_form(
@@ -46,13 +46,13 @@ def prefill_form(
         form
         for form in layout.forms
         if suits(form, model, longest, has_context)
-        and (FORMS[form].room is None or _fits_and_pays(layout, size, form, keys, pairs))
+        and (FORMS[form].capacity is None or _fits_and_pays(layout, size, form, keys, pairs))
     )
 
 
 def capacity(layout: Layout, size: int, form: AttentionForm) -> int:
     """Returns the tokens that a batch of bucket `size` may materialize in a form; 0 where it needs or has none."""
-    capacity_of, cfg, tokens = FORMS[form].room, layout.cfg, size // _micro_batches(layout, size)
+    capacity_of, cfg, tokens = FORMS[form].capacity, layout.cfg, size // _micro_batches(layout, size)
     if capacity_of is None:
         return 0
     found = capacity_of(layout.model_cfg, layout.peaks, cfg.cache_dtype, tokens, cfg.tensor_parallel_size)
@@ -62,7 +62,7 @@ def capacity(layout: Layout, size: int, form: AttentionForm) -> int:
 
 def _fits_and_pays(layout: Layout, size: int, form: AttentionForm, keys: int, pairs: int) -> bool:
     """Returns whether the `keys` tokens of a step fit the capacity of a form, and the form is faster."""
-    most, pays = capacity(layout, size, form), FORMS[form].pays
+    most, pays = capacity(layout, size, form), FORMS[form].is_faster
     if not 0 < keys <= most:
         return False
     given = size, pairs, keys, most, layout.cfg.tensor_parallel_size, _micro_batches(layout, size)

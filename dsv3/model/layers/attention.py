@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1) in training, prefill and decode.
 
-Training expands the latents of all tokens to keys and values of every head. Prefill expands the latents of new tokens,
-attends to the cached ones in absorbed form, and merges the two; or it expands all of them (`expanded.py`). Decode is
-absorbed: the key up-projection is folded into the query, so that the cached latents are keys and values of all heads at
-once.
+Training materializes keys and values of every head from the latents of all tokens. Prefill materializes those of new
+tokens, attends to the cached ones in absorbed form, and merges the two; or it materializes all of them
+(`materialized.py`). Decode is absorbed (weight absorption): the key up-projection is folded into the query, so that the
+cached latents are keys and values of all heads at once.
 """
 
 import dataclasses
@@ -20,28 +20,28 @@ from dsv3.model.layers.linear import Index, Numerics, linear
 from dsv3.model.layers.rope import Rotation, scale_queries
 from dsv3.model.params import AttentionParams
 from pallas_kernels import dense, mla
-from pallas_kernels.backend import Backend, asks_host, resolve_backend, with_fallback
+from pallas_kernels.backend import Backend, blocks_host, resolve_backend, with_fallback
 from pallas_kernels.rows import latent_rows, rms_norm, rotate_heads
 from pallas_kernels.search import search
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Places:
-    """Where the latents of T tokens go, `[T]` int32 each: page within a layer (-1: nowhere), and index inside it."""
+class CachePositions:
+    """Cache positions of T tokens, `[T]` int32 each: page within a layer (-1: not written), and row of the page."""
 
     page_ids: jax.Array
     offsets: jax.Array
 
 
-def prefill_places(batch: PrefillBatch, page_size: int) -> Places:
-    """Returns the places `[T]` of a prefill batch; padding rows get none."""
+def prefill_cache_positions(batch: PrefillBatch, page_size: int) -> CachePositions:
+    """Returns the cache positions `[T]` of a prefill batch; -1 for padding rows."""
     B, Mp = batch.page_table.shape
     rows = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
     chunk = search(batch.cu_lengths[1:], rows, side="right")
     column = jnp.clip(batch.positions // page_size, 0, Mp - 1)
     page_ids = jnp.where(chunk < B, batch.page_table[jnp.minimum(chunk, B - 1), column], -1)
-    return Places(page_ids, batch.positions % page_size)
+    return CachePositions(page_ids, batch.positions % page_size)
 
 
 def decode_positions(batch: DecodeBatch) -> jax.Array:
@@ -50,20 +50,20 @@ def decode_positions(batch: DecodeBatch) -> jax.Array:
     return batch.lengths[:, None] - S + jnp.arange(S, dtype=jnp.int32)
 
 
-def decode_places(batch: DecodeBatch, page_size: int) -> Places:
-    """Returns the places `[B * S]` of a decode batch; inactive rows get none."""
+def decode_cache_positions(batch: DecodeBatch, page_size: int) -> CachePositions:
+    """Returns the cache positions `[B * S]` of a decode batch; -1 for inactive rows."""
     positions = decode_positions(batch)
     column = jnp.clip(positions // page_size, 0, batch.page_table.shape[1] - 1)
     page_ids = jnp.where(positions >= 0, jnp.take_along_axis(batch.page_table, column, axis=1), -1)
-    return Places(page_ids.reshape(-1), (positions % page_size).reshape(-1))
+    return CachePositions(page_ids.reshape(-1), (positions % page_size).reshape(-1))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Projected:
-    """T tokens as attention takes them: queries `[T, H, N + P]`, their last part rotated, and latents `[T, R + P]`.
+    """Attention inputs of T tokens: queries `[T, H, N + P]`, their last part rotated, and latents `[T, R + P]`.
 
-    `index` is what the indexer takes, None in dense attention.
+    `index` is the input of the indexer, None in dense attention.
     """
 
     q: jax.Array
@@ -81,7 +81,7 @@ def project(
     rotation: Rotation,
     numerics: Numerics,
 ) -> Projected:
-    """Returns the queries and latents of `x` `[T, D]`, and the indexer's where the model has one."""
+    """Returns queries and latents of `x` `[T, D]`, and the indexer's queries and keys if the model has one."""
     index, backend = None, numerics.backend
     angles = rotation.cos, rotation.sin
     down = linear(x, params.qkv_a, layer, numerics)
@@ -96,10 +96,10 @@ def project(
     return Projected(rotate_heads(q, *angles, backend=backend), row, index)
 
 
-def expand(
+def materialize_kv(
     latent: jax.Array, params: AttentionParams, layer: Index, numerics: Numerics
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the parts of keys, `[T, H, N]` and for all heads `[T, P]`, and values `[T, H, V]`, from `[T, R + P]`."""
+    """Computes keys, `[T, H, N]` per head and `[T, P]` shared, and values `[T, H, V]`, from latents `[T, R + P]`."""
     R = params.k_up.shape[-1]
 
     def up(stack: jax.Array) -> jax.Array:
@@ -111,18 +111,18 @@ def expand(
 
 
 def absorb(tokens: Projected, params: AttentionParams, layer: Index, backend: Backend | None) -> jax.Array:
-    """Returns the queries `[T, H, R + P]` that score cached latents directly."""
+    """Absorbs k_up into the queries: returns `[T, H, R + P]`, which score cached latents directly."""
     carried = tokens.q.shape[-1] - params.k_up.shape[2]
     return dense.head_gemm(tokens.q, params.k_up, layer, transposed=True, carried=carried, backend=backend)
 
 
-def values_of(out: jax.Array, params: AttentionParams, layer: Index, backend: Backend | None) -> jax.Array:
-    """Returns the per-head values `[T, H, V]` of attention outputs `[T, H, R]` on latents."""
+def project_values(out: jax.Array, params: AttentionParams, layer: Index, backend: Backend | None) -> jax.Array:
+    """Applies v_up to attention outputs on latents `[T, H, R]`: returns `[T, H, V]`."""
     return dense.head_gemm(out, params.v_up, layer, backend=backend)
 
 
 class Attend(Protocol):
-    """The attention core of one mode: from projected tokens to `[T, H, V]`, and the state that it updates (the pages).
+    """The attention core of one mode: from projected tokens to `[T, H, V]`, and the updated state (the pages).
 
     `layer` is the index in the stack `params`; `cache_layer` counts the layers that own pages.
     """
@@ -133,39 +133,41 @@ class Attend(Protocol):
 
 
 Core = Callable[[Projected, AttentionParams, Index, Index, jax.Array], jax.Array]
-"""Attends once the pages are written: from tokens, parameters, layer, cache layer and pages to `[T, H, V]`."""
+"""Attends after the pages are written: from tokens, parameters, layer, cache layer and pages to `[T, H, V]`."""
 
 
 def write_latents(
     cfg: ModelConfig,
     pages: jax.Array,
     tokens: Projected,
-    places: Places,
+    cache_positions: CachePositions,
     cache_layer: Index,
     pages_per_layer: int,
     backend: Backend | None,
 ) -> jax.Array:
-    """Returns the page pool with the tokens' latents in their places."""
+    """Returns the page pool with the tokens' latents at their cache positions."""
     where = _addressing(cfg, cache_layer, pages_per_layer, backend)
-    return mla.write_pages(pages, tokens.latent, places.page_ids, places.offsets, **where)
+    return mla.write_pages(pages, tokens.latent, cache_positions.page_ids, cache_positions.offsets, **where)
 
 
-def writing(cfg: ModelConfig, places: Places, pages_per_layer: int, backend: Backend | None, core: Core) -> Attend:
-    """Returns attention that writes the new tokens' latents first. The state is the page pool."""
+def attend_after_write(
+    cfg: ModelConfig, cache_positions: CachePositions, pages_per_layer: int, backend: Backend | None, core: Core
+) -> Attend:
+    """Returns attention that first writes the new tokens' latents. The state is the page pool."""
 
     def attend(tokens, params, layer, cache_layer, pages):
-        latents = write_latents(cfg, pages[LATENTS], tokens, places, cache_layer, pages_per_layer, backend)
+        latents = write_latents(cfg, pages[LATENTS], tokens, cache_positions, cache_layer, pages_per_layer, backend)
         return core(tokens, params, layer, cache_layer, latents), {**pages, LATENTS: latents}
 
     return attend
 
 
 def prefill_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None) -> Core:
-    """Attends in prefill: new tokens to each other expanded, to the cached ones absorbed."""
+    """Attends in prefill: to new tokens in materialized form, to cached ones in absorbed form."""
 
     def attend(tokens, params, layer, cache_layer, pages):
         where = _addressing(cfg, cache_layer, pages_per_layer, backend)
-        k, shared, v = expand(tokens.latent, params, layer, Numerics(backend))
+        k, shared, v = materialize_kv(tokens.latent, params, layer, Numerics(backend))
         how: dict[str, Any] = {"scale": cfg.softmax_scale, "backend": backend}
         out, lse = mla.mla_prefill(tokens.q, k, v, batch.cu_lengths, shared_key=shared, **how)
 
@@ -179,11 +181,11 @@ def prefill_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, ba
                 scale=cfg.softmax_scale,
                 **where,
             )
-            return mla.merge_attention(out, lse, values_of(latent_out, params, layer, backend), context_lse)[0]
+            return mla.merge_attention(out, lse, project_values(latent_out, params, layer, backend), context_lse)[0]
 
         if batch.form is AttentionForm.NEW:
             return out
-        if asks_host(resolve_backend(requested=backend)):
+        if blocks_host(resolve_backend(requested=backend)):
             return with_context()
         return jax.lax.cond(batch.context_lengths.any(), with_context, lambda: out)
 
@@ -193,7 +195,7 @@ def prefill_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, ba
 def decode_core(
     cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None, heads: int
 ) -> Core:
-    """Attends in decode: S new tokens per request, absorbed, to all cached ones and themselves.
+    """Attends in decode: S new tokens per request to all cached tokens and to each other, in absorbed form.
 
     `heads` is the number of heads on this device.
     """
@@ -208,7 +210,7 @@ def decode_core(
         out, _ = mla.mla_decode(
             q, pages, batch.page_table, batch.lengths, scale=cfg.softmax_scale, schedule=schedule, **where
         )
-        return values_of(out.reshape(B * S, *out.shape[2:]), params, layer, backend)
+        return project_values(out.reshape(B * S, *out.shape[2:]), params, layer, backend)
 
     return attend
 

@@ -1,4 +1,4 @@
-"""Routed experts that live on several devices: the contract of `experts.moe`, with a transport in between."""
+"""Expert parallelism: the contract of `experts.moe` for experts on several devices, over a transport."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ class ExpertParallel:
 
     The parameters of a layer hold the replicas of this device only, `[L, Ed, ...]`. Rows travel as FP8 with their
     scales when the experts are FP8 (they would be quantized on arrival), in their own dtype otherwise; sums come back
-    in that dtype. The devices of a rank, `shards`, all have its tokens: each sends its part of them, and all get all
+    in that dtype. All devices of a rank, `shards`, hold its tokens: each sends its part of them, and all receive all
     sums.
     """
 
@@ -33,12 +33,12 @@ class ExpertParallel:
     shards: Shards = ONE_DEVICE
 
     def __call__(self, x: jax.Array, routing: Routing, layer: ExpertLayer, /) -> tuple[jax.Array, RouterStats]:
-        """Answers as `experts.moe` does; `routing` names experts, not replicas, and so do the counts of this rank."""
+        """Returns what `experts.moe` returns; `routing` and the counts are of experts, not of replicas."""
         y, router_stats = self.finish(self.start(x, routing, layer), routing, layer)
         return y, with_overflows(router_stats)
 
     def start(self, x: jax.Array, routing: Routing, layer: ExpertLayer) -> Any:
-        """Runs the first half: sends rows, computes their experts, starts the way back. The transport's handle."""
+        """Runs the first half: dispatch, experts, and the start of the combine. Returns the transport's handle."""
 
         def address(x: jax.Array, routing: Routing) -> TokenRows:
             return self.address(x, routing, layer)
@@ -46,20 +46,20 @@ class ExpertParallel:
         return self.transport.start(jax.jit(address)(x, routing), local_experts(self.bounded(layer)))
 
     def finish(self, handle: Any, routing: Routing, layer: ExpertLayer) -> tuple[jax.Array, RouterStats]:
-        """Runs the second half; what is computed between the two hides the way back (the shared expert does).
+        """Finishes the combine; work between `start` and `finish` (the shared expert) hides it.
 
-        The tally has no overflows (None) for a transport without hops.
+        The router statistics have no overflows (None) for a transport without hops.
         """
         y, overflows = self.transport.finish(handle)
         y = self.shards.join(y, routing.ids.shape[0])
         return y, RouterStats(count(routing.ids, placement_of(layer).copies.shape[1]), overflows)
 
     def bounded(self, layer: ExpertLayer) -> ExpertLayer:
-        """Returns the experts of this device with room for what the transport may bring."""
+        """Returns the experts of this device with capacity for the pairs that the transport may deliver."""
         return dataclasses.replace(layer, pairs=self.transport.pairs)
 
     def address(self, x: jax.Array, routing: Routing, layer: ExpertLayer) -> TokenRows:
-        """Returns the rows that this device sends, with a replica chosen for each of their experts."""
+        """Returns the rows that this device sends, with the replica of each of their experts."""
         placement, part = placement_of(layer), self.shards.part
         x, ids, weights = part(x), part(routing.ids, -1), part(routing.weights)
         device = jax.lax.axis_index(self.transport.machine.axes)
@@ -68,7 +68,7 @@ class ExpertParallel:
 
 
 def with_overflows(router_stats: RouterStats, *leading: int) -> RouterStats:
-    """Returns a tally of experts on several devices with overflows `[*leading]`, 0 where its transport has no hops."""
+    """Returns router statistics with overflows `[*leading]`: zeros if the transport has no hops."""
     return (
         router_stats
         if router_stats.overflows is not None
@@ -77,7 +77,7 @@ def with_overflows(router_stats: RouterStats, *leading: int) -> RouterStats:
 
 
 def placement_of(layer: ExpertLayer) -> Placement:
-    """Returns the placement of the stack that `layer` is in. Raises ValueError where it has none."""
+    """Returns the expert placement of the stack of `layer`. Raises ValueError if it has none."""
     if layer.placement is None:
         raise ValueError(
             "these layers' experts have no placement, so no device is known to hold them: spread this stack's experts "
@@ -87,7 +87,7 @@ def placement_of(layer: ExpertLayer) -> Placement:
 
 
 def local_experts(layer: ExpertLayer) -> Experts:
-    """Returns the replicas of this device as a transport calls them."""
+    """Returns the experts of this device as the callable that a transport takes."""
 
     def run(rows: TokenRows) -> tuple[jax.Array, jax.Array | None]:
         y, router_stats = experts.moe(rows.payload, Routing(rows.ids, rows.weights), layer)
@@ -103,7 +103,7 @@ def count(ids: jax.Array, num_experts: int) -> jax.Array:
 
 
 def pack(x: jax.Array, layer: ExpertLayer) -> jax.Array | experts.Quantized:
-    """Returns the rows as they are sent: quantized where the experts are FP8."""
+    """Returns the rows to send: quantized if the experts are FP8."""
     if not isinstance(layer.params.gate_up, Fp8Weight):
         return x
     numerics = layer.numerics

@@ -21,9 +21,9 @@ from sharding.experts.rows import Lines
 class ExpertLayer:
     """The experts of layer `index` of a stack, and how their products are computed.
 
-    `placement` says where the replicas of this stack's experts stand; None where all experts are local. It belongs to
-    the stack and not to the transport, because `index` counts the layers of this stack only: an MTP module is layer 0
-    of its own stack, not of the main model's. There is room for `pairs` of a token and an expert; None: for all.
+    `placement` maps this stack's experts to replicas; None if all experts are local. It belongs to the stack and not to
+    the transport, because `index` counts the layers of this stack only: an MTP module is layer 0 of its own stack, not
+    of the main model's. Buffers hold `pairs` (token, expert) pairs; None: all.
     """
 
     params: MoeParams
@@ -36,7 +36,7 @@ class ExpertLayer:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """Rows of `dtype` as they travel to FP8 experts: e4m3 `[T, D]` and float32 scales `[T, ceil(D/128)]`."""
+    """Rows of `dtype`, quantized for FP8 experts: e4m3 `[T, D]` and float32 scales `[T, ceil(D/128)]`."""
 
     values: jax.Array
     scale: jax.Array
@@ -44,14 +44,14 @@ class Quantized:
 
 
 class RouterStats(NamedTuple):
-    """Counts of the routed experts beside their result: those of a layer, or of a step by layer (leading axis L)."""
+    """Statistics of the routed experts of a layer, or of a step by layer (leading axis L)."""
 
     counts: jax.Array  # [E] int32, (token, expert) pairs of this rank's rows, without padding
-    overflows: jax.Array | None  # [] int32, buffers of this device that were too small; None: none that could be
+    overflows: jax.Array | None  # [] int32, buffers of this device that overflowed; None: no buffer can overflow
 
 
 class RoutedExperts(Protocol):
-    """The routed experts as a decoder layer calls them, wherever they live: the contract of `moe`."""
+    """The routed experts as a decoder layer calls them, on one device or several: the contract of `moe`."""
 
     @property
     def shards(self) -> Shards:
@@ -69,7 +69,7 @@ class ExpertActivations:
     inner: jax.Array  # [A, I], e4m3 where the experts are FP8
     scale: jax.Array | None  # float32 scales of FP8 values
     order: grouped.GroupAlignment
-    overflow: jax.Array | None  # [] int32, 1 where there was no room for all pairs, else 0; None: there always is
+    overflow: jax.Array | None  # [] int32, 1 if the pairs exceeded the capacity, else 0; None: they cannot
     weights: jax.Array  # [T, K] float32
     dtype: jnp.dtype = dataclasses.field(metadata={"static": True})  # of the rows, and so of their sums
 
@@ -81,13 +81,13 @@ def moe(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLayer) 
     `layer * E + e` in the stack, so no weight is copied and those of idle experts are not read.
 
     Args:
-      x: `[T, D]`; quantized already only where the experts are FP8, and `Lines` where it comes from other devices.
+      x: `[T, D]`; `Quantized` only if the experts are FP8, and `Lines` if it was received from other devices.
       routing: experts of this layer, each in 0..E-1; other ids (padding has -1) take no expert.
       layer: `params` are stacks `gate_up` `[L, E, 2 * I, D]` and `down` `[L, E, D, I]`; `index` may be traced.
 
     Returns:
-      y `[T, D]` in the dtype of x, summed in float32, and the (token, expert) pairs that each expert worked on. Where
-      `layer.pairs` leaves room for fewer than came, the tally says so, and y means nothing.
+      y `[T, D]` in the dtype of x, summed in float32, and the (token, expert) pairs of each expert. If there are more
+      than `layer.pairs`, `overflows` is 1 and y is undefined.
     """
     activations = gate_up(x, routing, layer)
     return down(activations, layer), RouterStats(activations.order.counts, activations.overflow)
@@ -95,7 +95,7 @@ def moe(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLayer) 
 
 @dataclasses.dataclass(frozen=True)
 class LocalExperts:
-    """`RoutedExperts` that are all on this device."""
+    """`RoutedExperts`, all on this device."""
 
     @property
     def shards(self) -> Shards:
@@ -115,8 +115,8 @@ def gate_up(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLay
     K, E = routing.ids.shape[1], _num_experts(params)
     pairs = min(routing.ids.size, numerics.expert_pairs or routing.ids.size)
     stored = jax.tree.leaves(params.gate_up)[0].dtype
-    chosen = grouped.choose_tile_m(pairs, E, dtype=stored, backend=numerics.backend)
-    tile_m = BLOCK if numerics.fp8_products else chosen
+    preferred = grouped.choose_tile_m(pairs, E, dtype=stored, backend=numerics.backend)
+    tile_m = BLOCK if numerics.fp8_products else preferred
     ids = routing.ids.reshape(-1)
     order = grouped.align_groups(ids, E, tile_m, max_rows=layer.pairs, backend=numerics.backend)
     dtype = x.like.dtype if isinstance(x, Lines) else x.dtype
@@ -155,7 +155,7 @@ def down(activations: ExpertActivations, layer: ExpertLayer) -> jax.Array:
     """Runs the second half of `moe`: the down projections, and the sum of each token `[T, D]`."""
     params, tiles = layer.params, _tiles(activations.order, layer)
     if isinstance(params.down, Fp8Weight):
-        assert activations.scale is not None, "FP8 experts quantize what is between their products"
+        assert activations.scale is not None, "FP8 experts quantize the activations between their products"
         out = _fp8_product(activations.inner, activations.scale, params.down, activations.dtype, tiles)
     else:
         out = _product(activations.inner, params.down, tiles, layer)
@@ -165,8 +165,8 @@ def down(activations: ExpertActivations, layer: ExpertLayer) -> jax.Array:
 def weighted_sum(out: jax.Array, activations: ExpertActivations) -> jax.Array:
     """Returns the weighted sum of each token's aligned rows `out` `[A, D]`, float32 `[T, D]`, in the order of K.
 
-    Each row is weighted as it is read. Gathered before a product with the weights, rows are written out for XLA, in
-    float32: 4 K D bytes per token, where the result has 2 D.
+    Each row is weighted as it is read. If rows were gathered before a product with the weights, XLA would write them
+    out in float32: 4 K D bytes per token, and the result has 2 D.
     """
     total = jnp.zeros((activations.weights.shape[0], out.shape[1]), jnp.float32)
     rows = activations.order.aligned_row.reshape(activations.weights.shape)
@@ -177,7 +177,7 @@ def weighted_sum(out: jax.Array, activations: ExpertActivations) -> jax.Array:
 
 
 def _overflow(order: grouped.GroupAlignment, layer: ExpertLayer) -> jax.Array | None:
-    """Returns `ExpertActivations.overflow`; a sum over groups would be a kernel of its own in every layer."""
+    """Returns `ExpertActivations.overflow`; a sum over groups would be another kernel in every layer."""
     return None if layer.pairs is None else (order.needed > order.source_row.shape[0]).astype(jnp.int32)
 
 

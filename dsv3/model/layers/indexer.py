@@ -1,4 +1,4 @@
-"""The indexer of sparse attention (DeepSeek-V3.2): small queries and keys whose products say which tokens matter."""
+"""The indexer of sparse attention (DeepSeek-V3.2): small queries and keys whose products rank the cached tokens."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from dsv3.model.layers.linear import Index, Numerics, layer_slice, linear
 from dsv3.model.layers.rope import Rotation, rotate, rotate_halves
 from dsv3.model.layers.router import router_logits
 from dsv3.model.params import IndexerParams
-from pallas_kernels.backend import asks_host, resolve_backend
+from pallas_kernels.backend import blocks_host, resolve_backend
 
 
 def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
@@ -26,13 +26,13 @@ def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> 
     return (normed * weight.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
-_KEY_NORM_EPS = 1e-6  # of every published model, whatever rms_norm_eps says
+_KEY_NORM_EPS = 1e-6  # of every published model, independent of rms_norm_eps
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IndexTokens:
-    """T tokens as the indexer takes them.
+    """The indexer's queries, keys and weights of T tokens.
 
     Queries `[T, Hi, Y]` and keys `[T, Y]` are rotated. `weights` `[T, Hi]` float32 are the heads' factors on a score.
     """
@@ -43,9 +43,9 @@ class IndexTokens:
 
 
 class IndexLayers(NamedTuple):
-    """Which cache layers have an indexer, `[C]` each: whether, and its number in its stack and in the pool of keys.
+    """Indexers by cache layer, `[C]` each: whether a layer has one, and its number in its stack and in the key pool.
 
-    A layer without one has the numbers of the last one before it.
+    A layer without one has the numbers of the closest indexer before it.
     """
 
     has: np.ndarray  # bool
@@ -63,24 +63,24 @@ def index_layers(cfg: ModelConfig) -> IndexLayers:
     return IndexLayers(has, in_stack.astype(np.int32), in_pool.astype(np.int32))
 
 
-def shares_choice(cfg: ModelConfig) -> bool:
-    """Returns whether layers without an indexer attend to what one before them has chosen."""
+def shares_topk(cfg: ModelConfig) -> bool:
+    """Returns whether layers without an indexer reuse the top-k indices of an earlier layer."""
     return 0 < len(cfg.index_layers) < cfg.num_cache_layers
 
 
 def indexer_of(cfg: ModelConfig) -> IndexerConfig:
-    """Returns the indexer of a model that has one."""
+    """Returns the indexer of a model with sparse attention."""
     assert cfg.indexer is not None
     return cfg.indexer
 
 
 def lookup(table: np.ndarray, cache_layer: Index) -> Index:
-    """Returns an entry of a table by cache layer: a number where the layer is one, else a traced scalar."""
+    """Returns an entry of a table by cache layer: a number if the layer is static, else a traced scalar."""
     return table[cache_layer].item() if isinstance(cache_layer, int) else jnp.asarray(table)[cache_layer]
 
 
 def either(which: Index, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
-    """Returns `yes()` or `no()`; the device decides while the step runs where `which` is traced."""
+    """Returns `yes()` or `no()`; if `which` is traced, the device decides while the step runs."""
     if isinstance(which, bool):
         return yes() if which else no()
     return jax.lax.cond(which, yes, no)
@@ -96,16 +96,16 @@ def index_tokens(
     rotation: Rotation,
     numerics: Numerics,
 ) -> IndexTokens | None:
-    """Returns what the indexer makes of `x` `[T, D]` and the normed query latents `[T, Q]`; None in dense attention.
+    """Projects `x` `[T, D]` and the normed query latents `[T, Q]` for the indexer; returns None in dense attention.
 
-    In a layer without an indexer it is what nobody reads: zeros, or on a GPU what the weights of the layer before make.
-    Those are 9.4 MB of GLM-5.2, about 2 us to read, and a GPU that left them out would wait for its host.
+    In a layer without an indexer the result is not used: zeros, or on a GPU the projections by an earlier layer's
+    weights (9.4 MB in GLM-5.2, about 2 us to read), because a condition on the device would stall the host.
     """
     if cfg.indexer is None:
         return None
     indexer, has = cfg.indexer, index_layers(cfg).has
 
-    def made() -> IndexTokens:
+    def computed() -> IndexTokens:
         assert params is not None  # a stack that has indexers
         layer = lookup(index_layers(cfg).in_stack, cache_layer)
         q = linear(q_latent, params.q_b, layer, numerics).reshape(len(x), indexer.num_heads, indexer.head_dim)
@@ -115,14 +115,14 @@ def index_tokens(
         factor = (indexer.num_heads * indexer.head_dim) ** -0.5
         return IndexTokens(_rotated(q, cfg, rotation), _rotated(key, cfg, rotation), weights * factor)
 
-    def nothing() -> IndexTokens:
+    def unused() -> IndexTokens:
         q = jnp.zeros((len(x), indexer.num_heads, indexer.head_dim), x.dtype)
         return IndexTokens(q, q[:, 0], jnp.zeros(q.shape[:2]))
 
     which = params is not None and lookup(has, cache_layer)
-    if not isinstance(which, bool) and asks_host(resolve_backend(requested=numerics.backend)):
-        return made()
-    return either(which, made, nothing)
+    if not isinstance(which, bool) and blocks_host(resolve_backend(requested=numerics.backend)):
+        return computed()
+    return either(which, computed, unused)
 
 
 def _rotated(x: jax.Array, cfg: ModelConfig, rotation: Rotation) -> jax.Array:

@@ -20,9 +20,9 @@ class Numerics:
     """How products are computed.
 
     `backend` is the kernels' implementation. `ue8m0` says whether activation scales are powers of two. `expert_pairs`
-    is the number of (token, expert) pairs that a device is likely to compute per layer, None where nobody knows: the
-    buffers in which they arrive have room for several times as many. With `fp8_products` linear layers and experts
-    multiply e4m3 values of weights that are no `Fp8Weight`, with a gradient: an option of training.
+    is the expected number of (token, expert) pairs of a device per layer, None if unknown: the buffers in which they
+    arrive hold several times as many. With `fp8_products`, an option of training, linear layers and experts quantize
+    weights that are no `Fp8Weight` and multiply in e4m3, with gradients.
     """
 
     backend: Backend | None = None
@@ -32,7 +32,7 @@ class Numerics:
 
     @classmethod
     def from_config(cls, cfg: ModelConfig, backend: Backend | None, tokens: int | None = None) -> "Numerics":
-        """Returns the numerics that a checkpoint of `cfg` was trained with, on `backend`, for `tokens` per device.
+        """Returns the numerics of a checkpoint of `cfg` on `backend`, for `tokens` per device.
 
         With even routing a device computes as many (token, expert) pairs as it sends.
         """
@@ -43,7 +43,7 @@ class Numerics:
 def linear(x: jax.Array, weight: jax.Array | Fp8Weight, layer: Index, numerics: Numerics) -> jax.Array:
     """Returns `x` `[T, in]` times layer `layer` of the stack `weight` `[L, out, in]`, in the dtype of x: `[T, out]`.
 
-    With an `Fp8Weight` x is quantized per row and 128 channels. On a GPU the kernels address the layer in the stack: a
+    With an `Fp8Weight`, x is quantized per row and 128 channels. GPU kernels address the layer in the stack, because a
     slice by a traced index would be a copy. Sums are float32.
     """
     if isinstance(weight, Fp8Weight):

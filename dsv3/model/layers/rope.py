@@ -1,7 +1,7 @@
 """Rotary position embedding of the family: interleaved pairs, plain or with YaRN (arXiv:2309.00071).
 
-Only the indexer of DeepSeek-V3.2 pairs value i with value i + P / 2. Which pairing is right shows in texts of more
-tokens than it chooses, and nowhere else.
+Only the indexer of DeepSeek-V3.2 pairs value i with value i + P / 2. A wrong pairing shows only in texts that are
+longer than its top-k.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Choosing experts: softmax or sigmoid scores, group-limited selection, bias-corrected selection, scaled weights."""
+"""The router: softmax or sigmoid scores, group-limited and bias-corrected top-k experts, scaled weights."""
 
 from typing import NamedTuple
 
@@ -14,77 +14,76 @@ from pallas_kernels.backend import Backend, resolve_backend, with_fallback
 class Routing(NamedTuple):
     """The experts of each token and their weights."""
 
-    ids: jax.Array  # [T, K] int32; those of a row are distinct, but for -1, which takes no expert
+    ids: jax.Array  # [T, K] int32; distinct within a row, except -1, which selects no expert
     weights: jax.Array  # [T, K] float32
 
 
 def router_logits(x: jax.Array, weight: jax.Array, layer: Index, backend: Backend | None) -> jax.Array:
-    """Returns the logits `[T, E]` float32 for the score function: `x` `[T, D]` times layer `layer` of the router.
+    """Returns the router logits `[T, E]` float32: `x` `[T, D]` times layer `layer` of the router.
 
-    The product of two bfloat16 or float16 values is exact in float32, so the kernel for them gives the logits of the
-    float32 product but for the order of the sums. It addresses the layer in the stack; XLA would write a slice out.
+    The product of two bfloat16 or float16 values is exact in float32, so the kernel for them differs from the float32
+    product only by the order of the sums. It addresses the layer in the stack; XLA would copy the slice.
 
     Args:
-      x: `[T, D]`; the product is made in float32 whatever its dtype.
+      x: `[T, D]`; the product is computed in float32 for any dtype.
       weight: `[L, E, D]`, float32 or the dtype of x.
       layer: Python or traced integer.
-      backend: implementation; None chooses by device.
+      backend: implementation; None selects by device.
 
     Raises:
       ValueError: 16-bit operands on Hopper whose E or D is no multiple of 8.
     """
     has_kernel = x.dtype == weight.dtype != jnp.float32
-    chosen = resolve_backend(requested=backend)
-    if has_kernel and chosen in (Backend.MOSAIC, Backend.TRITON):
+    resolved = resolve_backend(requested=backend)
+    if has_kernel and resolved in (Backend.MOSAIC, Backend.TRITON):
         return dense.layer_gemm(x, weight, layer, out_dtype=jnp.float32, backend=backend)
     x32 = x.astype(jnp.float32)
-    if chosen is Backend.NATIVE and weight.dtype == jnp.float32:
+    if resolved is Backend.NATIVE and weight.dtype == jnp.float32:
         return dense.layer_gemm(x32, weight, layer, backend=backend)
     weight32 = layer_slice(weight, layer).astype(jnp.float32)
-    if chosen is Backend.NATIVE:
+    if resolved is Backend.NATIVE:
         return dense.plain_gemm(x32, weight32, backend=backend)
     return jnp.einsum("td,ed->te", x32, weight32, precision="highest")
 
 
 def route(cfg: ModelConfig, logits: jax.Array, bias: jax.Array | None, backend: Backend | None) -> Routing:
-    """Chooses the experts of each token, best first.
+    """Selects the top-k experts of each token, best first.
 
     Args:
       logits: `[T, E]` float32.
-      bias: `[E]` float32 or None; it moves the selection and never the weights (arXiv:2408.15664).
-      backend: implementation; None chooses by device.
+      bias: `[E]` float32 or None; it affects the selection, not the weights (arXiv:2408.15664).
+      backend: implementation; None selects by device.
     """
     scores = jax.nn.sigmoid(logits) if cfg.scoring_func == "sigmoid" else jax.nn.softmax(logits, axis=-1)
-    ids = _best_experts(cfg, jax.lax.stop_gradient(scores if bias is None else scores + bias), backend)
+    ids = _topk_experts(cfg, jax.lax.stop_gradient(scores if bias is None else scores + bias), backend)
     weights = jnp.take_along_axis(scores, ids, axis=-1, mode="promise_in_bounds")
     if cfg.norm_topk_prob:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
     return Routing(ids, weights * cfg.routed_scaling_factor)
 
 
-def _best_experts(cfg: ModelConfig, choice: jax.Array, backend: Backend | None) -> jax.Array:
-    """Returns the experts `[T, K]` int32 of the highest `choice` `[T, E]`; the best groups may limit it."""
+def _topk_experts(cfg: ModelConfig, scores: jax.Array, backend: Backend | None) -> jax.Array:
+    """Returns the experts `[T, K]` int32 of the highest `scores` `[T, E]`, with groups within the best groups."""
     limited = cfg.n_group > 1 and cfg.topk_method != "greedy"
     if resolve_backend(requested=with_fallback("choose_experts", backend)) is Backend.NATIVE:
-        groups = (cfg.n_group, cfg.topk_group, _deciding(cfg)) if limited else (1, 1, 1)
-        return native.choose_experts(choice, cfg.num_experts_per_tok, *groups)
-    kept = _keep_best_groups(cfg, choice) if limited else choice
+        groups = (cfg.n_group, cfg.topk_group, _experts_per_group_score(cfg)) if limited else (1, 1, 1)
+        return native.choose_experts(scores, cfg.num_experts_per_tok, *groups)
+    kept = _mask_other_groups(cfg, scores) if limited else scores
     return jax.lax.top_k(kept, cfg.num_experts_per_tok)[1].astype(jnp.int32)
 
 
-def _deciding(cfg: ModelConfig) -> int:
-    """Returns how many of a group's best experts decide how good the group is."""
+def _experts_per_group_score(cfg: ModelConfig) -> int:
+    """Returns how many of a group's best scores are summed to rank the group."""
     return 2 if cfg.topk_method == "noaux_tc" else 1
 
 
-def _keep_best_groups(cfg: ModelConfig, choice: jax.Array) -> jax.Array:
-    """Puts the experts outside of the `topk_group` best groups out of reach, `[T, E]`.
+def _mask_other_groups(cfg: ModelConfig, scores: jax.Array) -> jax.Array:
+    """Sets the scores `[T, E]` of experts outside of the `topk_group` best groups to minus infinity.
 
-    The mask is minus infinity. With the 0 of older reference code a masked expert wins over a kept one whose biased
-    score is negative.
+    Older reference code sets them to 0; a masked expert then wins over a kept one whose biased score is negative.
     """
-    by_group = choice.reshape(choice.shape[0], cfg.n_group, -1)  # [T, G, E / G]
-    best_in_group = jax.lax.top_k(by_group, _deciding(cfg))[0]
+    by_group = scores.reshape(scores.shape[0], cfg.n_group, -1)  # [T, G, E / G]
+    best_in_group = jax.lax.top_k(by_group, _experts_per_group_score(cfg))[0]
     best = jax.lax.top_k(best_in_group.sum(axis=-1), cfg.topk_group)[1]
     kept = jax.nn.one_hot(best, cfg.n_group, dtype=jnp.bool).any(axis=1)  # [T, G]
-    return jnp.where(kept[..., None], by_group, -jnp.inf).reshape(choice.shape)
+    return jnp.where(kept[..., None], by_group, -jnp.inf).reshape(scores.shape)

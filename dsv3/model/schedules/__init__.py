@@ -1,8 +1,8 @@
 """The orders in which a step's MoE layers can run.
 
-`PLAIN` is one batch, layer by layer, in the order that XLA finds. `OVERLAPPED` cuts the batch in two micro-batches,
-each of which computes while the other communicates. `HOOKED` is a step too small to cut in two, whose shared expert
-hides the combine:
+`PLAIN` runs one batch layer by layer, in the order that XLA chooses. `OVERLAPPED` splits the batch into two
+micro-batches, each of which computes while the other communicates (two-batch overlap). `HOOKED` is for steps too small
+to split: the shared expert hides the combine:
 
     compute  | attention, router |          | experts | shared  |
     network  |                   | dispatch |         | combine |
@@ -26,7 +26,7 @@ from sharding.wire.collectives import in_program_order
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """An order of a step's MoE layers: into how many micro-batches the batch is cut, and what runs in each phase."""
+    """An order of a step's MoE layers: the number of micro-batches, and the function for each phase."""
 
     name: str
     micro_batches: int

@@ -1,27 +1,27 @@
 """The overlapped schedule: two micro-batches, each of which computes while the other communicates.
 
-The orders are those of DeepSeek's profile data and day-6 overview. A step's batch is cut in two. With program order
-enforced (`sharding.wire.collectives`) the compiled schedule is the written one: between the start and the finish of a
-collective stands work of the other micro-batch. Below some tokens per device the two small halves cost more than the
-overlap gains (SGLang measured -27 % at 32 tokens per device, even at 64 to 128). `worth_overlapping` decides by the
-size of the batch, and smaller steps take the hooked schedule.
+The orders are those of DeepSeek's profile data and day-6 overview. With program order enforced
+(`sharding.wire.collectives`) the compiled schedule is the written one: work of the other micro-batch runs between the
+start and the finish of a collective. Below some tokens per device the two halves cost more than the overlap saves
+(SGLang measured -27 % at 32 tokens per device, break-even at 64 to 128). `worth_overlapping` decides by batch size;
+smaller steps use the hooked schedule.
 
-Prefill, one MoE layer, micro-batches 0 and 1 (1 holds the earlier tokens, so a prompt may be cut in two):
+Prefill, one MoE layer, micro-batches 0 and 1 (1 holds the earlier tokens, so a prompt may be split):
 
     compute  | attention 1, shared 0 | attention 0 | experts 1  | experts 0, shared 1 |
     network  | combine 0 (layer - 1) | dispatch 1  | dispatch 0 | combine 1           |
 
-Decode, one half of a layer (the other half swaps 0 and 1); attention 0 and 1 of the paper's five stages are `project`
-and the attention core:
+Decode, one half of a layer (the other half swaps 0 and 1); stages "attention 0" and "attention 1" of the paper are
+`project` and the attention core:
 
     compute  | shared 0, project 1 | experts 0 | core and router 1 |
     network  | dispatch 0          |           | combine 0         |
 
 Over several nodes a dispatch is forwarded inside the node after it has crossed, and a combine is reduced there before
-it crosses back. Prefill hides these second hops too, for which its stages are cut: 1 is forwarded under the output
-projection of 0 and reduced under the first product of experts 0; 0 is forwarded under the second product of experts 1
-and reduced under shared 1. In decode the second hop is not hidden: the only work that could hide it is already used to
-hide the slower transfer between nodes (`benchmarks/overlap_orders.py` plays all orders).
+it crosses back. Prefill hides these second hops too: 1 is forwarded under the output projection of 0 and reduced under
+the first product of experts 0; 0 is forwarded under the second product of experts 1 and reduced under shared 1. Decode
+does not hide the second hop: the only work that could is already used to hide the slower transfer between nodes
+(`benchmarks/overlap_orders.py` simulates all orders).
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ Streams = tuple[Residual, ...]
 
 
 def worth_overlapping(tokens: int, devices: int, is_prefill: bool) -> bool:
-    """Returns whether a step in which each of `devices` sends `tokens` token rows runs as two micro-batches."""
+    """Returns whether a step with `tokens` token rows per device is split into two micro-batches."""
     return devices > 1 and tokens >= (MIN_PREFILL_TOKENS if is_prefill else MIN_DECODE_TOKENS)
 
 
@@ -62,7 +62,7 @@ def run_prefill(
         x1, pages = one.attention(layer, x1, pages)
         routed1 = one.route(layer, x1)
         shared0 = zero.shared(previous, routed0.normed)
-        x0, tally0 = zero.finish_combine(previous, x0, routed0, combine0, shared0)
+        x0, stats0 = zero.finish_combine(previous, x0, routed0, combine0, shared0)
         sent1 = one.dispatch(routed1)
         heads0, pages = zero.core(layer, zero.project(layer, x0), pages)
         sent1 = one.forward(sent1)
@@ -76,8 +76,8 @@ def run_prefill(
         reduce0 = zero.start_reduce(*zero.down(layer, halfway0))
         shared1 = one.shared(layer, routed1.normed)
         computed0 = zero.finish_reduce(reduce0)
-        x1, tally1 = one.finish_combine(layer, x1, routed1, combine1, shared1)
-        return (x0, x1, pages, routed0, computed0), (tally0, tally1)
+        x1, stats1 = one.finish_combine(layer, x1, routed1, combine1, shared1)
+        return (x0, x1, pages, routed0, computed0), (stats0, stats1)
 
     def last(x0, routed0, computed0):
         handle = zero.start_combine(computed0)
@@ -85,12 +85,12 @@ def run_prefill(
 
     ordered = in_program_order(body, overlap)
     carry: tuple[Any, ...] = (*x, pages, *_nothing(zero, x[0]))
-    carry, (tally0, tally1) = jax.lax.scan(ordered, carry, jnp.arange(L, dtype=jnp.int32))
+    carry, (stats0, stats1) = jax.lax.scan(ordered, carry, jnp.arange(L, dtype=jnp.int32))
     x0, x1, pages, routed0, computed0 = carry
     x0, final = in_program_order(last, overlap)(x0, routed0, computed0)
-    # Micro-batch 0 finishes layer l in pass l + 1; its first pass finished nothing.
-    tally0 = jax.tree.map(lambda passes, last: jnp.concatenate([passes[1:], last[None]]), tally0, final)
-    return (x0, x1), pages, _sum(tally0, tally1)
+    # Micro-batch 0 finishes layer l in pass l + 1; its first pass finishes an empty layer.
+    stats0 = jax.tree.map(lambda passes, last: jnp.concatenate([passes[1:], last[None]]), stats0, final)
+    return (x0, x1), pages, _sum(stats0, stats1)
 
 
 def run_decode(
@@ -118,22 +118,22 @@ def run_decode(
         combine0, shared0, x1, routed1, pages = experts_of_zero(layer, routed0, x1, pages)
         sent1 = one.dispatch(routed1)
         shared1 = one.shared(layer, routed1.normed)
-        x0, tally0 = zero.finish_combine(layer, x0, routed0, combine0, shared0)
+        x0, stats0 = zero.finish_combine(layer, x0, routed0, combine0, shared0)
         tokens0 = zero.project(layer + 1, x0)
         combine1 = one.compute(layer, sent1)
         heads0, pages = zero.core(layer + 1, tokens0, pages)
         x0, routed0 = zero.output(layer + 1, x0, heads0)
-        x1, tally1 = one.finish_combine(layer, x1, routed1, combine1, shared1)
-        return (x0, routed0, x1, pages), _sum(tally0, tally1)
+        x1, stats1 = one.finish_combine(layer, x1, routed1, combine1, shared1)
+        return (x0, routed0, x1, pages), _sum(stats0, stats1)
 
     def last(x0, routed0, x1, pages):
         combine0, shared0, x1, routed1, pages = experts_of_zero(L - 1, routed0, x1, pages)
         sent1 = one.dispatch(routed1)
         shared1 = one.shared(L - 1, routed1.normed)
-        x0, tally0 = zero.finish_combine(L - 1, x0, routed0, combine0, shared0)
+        x0, stats0 = zero.finish_combine(L - 1, x0, routed0, combine0, shared0)
         combine1 = one.compute(L - 1, sent1)
-        x1, tally1 = one.finish_combine(L - 1, x1, routed1, combine1, shared1)
-        return x0, x1, pages, _sum(tally0, tally1)
+        x1, stats1 = one.finish_combine(L - 1, x1, routed1, combine1, shared1)
+        return x0, x1, pages, _sum(stats0, stats1)
 
     x0, routed0, pages = in_program_order(start, overlap)(x[0], pages)
     layers = jnp.arange(L - 1, dtype=jnp.int32)
@@ -151,17 +151,19 @@ def run_decode(
 def _micro_batches(stack: Stack, contexts: tuple[LayerContext, ...]) -> tuple[MicroBatch, MicroBatch]:
     """Returns the two micro-batches of a step.
 
-    Raises ValueError for a transport without hops, which cannot be taken apart.
+    Raises ValueError for a transport without hops, which cannot be overlapped.
     """
     first, second = contexts
     zero, one = MicroBatch(stack, first, 0), MicroBatch(stack, second, 1)
     if not zero.hops:
-        raise ValueError(f"the {zero.parallel.transport.kind.value} transport has no hops that could be overlapped")
+        raise ValueError(
+            f"the {zero.parallel.transport.kind.value} transport cannot be overlapped; use all_to_all or hierarchical"
+        )
     return zero, one
 
 
 def _nothing(batch: MicroBatch, x: Residual) -> tuple[Routed, PeerSums]:
-    """Returns a micro-batch that has chosen no experts: combining it adds zero, and so does its shared expert."""
+    """Returns a micro-batch of padding rows, whose combine and shared expert add zero."""
     context = dataclasses.replace(batch.context, valid=jnp.zeros_like(batch.context.valid))
     routed = dataclasses.replace(batch, context=context).route(0, jax.tree.map(jnp.zeros_like, x))
     hop = batch.hops[0]

@@ -1,11 +1,11 @@
-"""The stages of an MoE layer, between which a schedule puts the work of the other micro-batch.
+"""The stages of an MoE layer, which a schedule interleaves with those of the other micro-batch.
 
-The stages of a layer in their order, those in brackets only where rows take a second hop:
+The stages of a layer in order; those in brackets exist only with a second hop:
 
     project, core, output (and router), dispatch, [forward], gate_up, down, [start_reduce, finish_reduce],
     start_combine, finish_combine; and shared at any time after the router
 
-`dispatch`, `forward`, `start_reduce` and `start_combine` begin a transfer for which the next stage waits.
+`dispatch`, `forward`, `start_reduce` and `start_combine` start a transfer, and the next stage waits for it.
 """
 
 import dataclasses
@@ -38,21 +38,21 @@ class Routed(NamedTuple):
 
 
 class Halfway(NamedTuple):
-    """A micro-batch between the two products of its experts; `queued` before the last hop that its rows took."""
+    """A micro-batch between the two products of its experts; `queued` are its rows before their last hop."""
 
     activations: ExpertActivations
     queued: Queued
 
 
 class Combining(NamedTuple):
-    """Partial sums under way to the devices that sent the rows."""
+    """A started combine: partial sums on their way to the devices that sent the rows."""
 
     transfer: Transfer
-    overflows: tuple[jax.Array, ...]  # of all behind the first hop
+    overflows: tuple[jax.Array, ...]  # of everything behind the first hop
 
 
 def named[**P, R](stage: Callable[Concatenate["MicroBatch", P], R]) -> Callable[Concatenate["MicroBatch", P], R]:
-    """Names the operations of a stage `micro_batch_N`, by which profiles and plans tell whose they are."""
+    """Puts the operations of a stage into the scope `micro_batch_N`, for profiles and plans."""
 
     @functools.wraps(stage)
     def run(batch: "MicroBatch", *args: P.args, **kwargs: P.kwargs) -> R:
@@ -65,10 +65,10 @@ def named[**P, R](stage: Callable[Concatenate["MicroBatch", P], R]) -> Callable[
 def unit[**P, R](
     stage: Callable[Concatenate["MicroBatch", Index, P], R],
 ) -> Callable[Concatenate["MicroBatch", Index, P], R]:
-    """Runs a stage as one jitted unit, and names its operations as `named` does.
+    """Runs a stage as one jitted unit, in the scope of `named`.
 
-    Program order is enforced between units, not inside of them: enforced on single operations it would also keep XLA
-    from fusing these. A unit closes over the parameters and the layer's index, and takes the arrays that it works on.
+    Program order is enforced between units and not between single operations, so that XLA can still fuse these. A unit
+    closes over the parameters and the layer's index; the arrays that it works on are its arguments.
     """
 
     @functools.wraps(stage)
@@ -81,7 +81,7 @@ def unit[**P, R](
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch on its way through a stack of MoE layers: what its layers have in common, and their stages."""
+    """One micro-batch in a stack of MoE layers: its layer context, and the stages."""
 
     stack: Stack
     context: LayerContext
@@ -89,9 +89,11 @@ class MicroBatch:
 
     @property
     def parallel(self) -> ExpertParallel:
-        """The experts behind their transport. Raises ValueError where they are local: nothing could be hidden."""
+        """The experts and their transport. Raises ValueError for local experts, which have no transfers to overlap."""
         if not isinstance(self.context.routed, ExpertParallel):
-            raise ValueError(f"only ExpertParallel experts can be overlapped, not {self.context.routed}")
+            raise ValueError(
+                f"only ExpertParallel experts can be overlapped, not {self.context.routed}; use schedule PLAIN"
+            )
         return self.context.routed
 
     @property
@@ -103,7 +105,7 @@ class MicroBatch:
 
     @unit
     def choose(self, layer: Index, x: Residual) -> tuple[jax.Array, Routing]:
-        """Runs norm and router: returns what the experts work on, [T, D], and which ones of each row."""
+        """Runs norm and router: returns the experts' input, [T, D], and the routing."""
         normed = decoder.post_normed(self.stack, layer, self.context, x)
         return normed, decoder.choose_experts(self.stack, layer, self.context, normed)
 
@@ -128,7 +130,7 @@ class MicroBatch:
 
     @named
     def gate_up(self, layer: Index, sent: DispatchHandle) -> Halfway:
-        """Finishes the last hop, and makes the first product of the rows' experts."""
+        """Finishes the last hop, and computes the first product of the experts."""
         return Halfway(self._gate_up(layer, receive(sent, self.hops[-1])), sent.queued)
 
     @unit
@@ -138,7 +140,7 @@ class MicroBatch:
 
     @named
     def down(self, layer: Index, halfway: Halfway) -> tuple[PeerSums, Queued]:
-        """Makes the second product: the sums of the rows that the last hop brought, and where those are queued."""
+        """Computes the second product: the sums of the rows of the last hop, and their queues."""
         return PeerSums.from_experts(
             self._down(layer, halfway.activations), halfway.activations.overflow
         ), halfway.queued
@@ -149,26 +151,26 @@ class MicroBatch:
 
     @named
     def start_reduce(self, computed: PeerSums, queued: Queued) -> CombineHandle | PeerSums:
-        """Starts the way back inside the node, if there was a second hop."""
+        """Starts the reduction inside the node, if there was a second hop."""
         return computed if len(self.hops) == 1 else start_return(computed, queued, self.hops[1])
 
     @named
     def finish_reduce(self, reducing: CombineHandle | PeerSums) -> PeerSums:
-        """Returns the partial sums of the rows that the first hop brought."""
+        """Returns the partial sums of the rows of the first hop."""
         if isinstance(reducing, PeerSums):
             return reducing
         return PeerSums(receive_back(reducing.transfer, reducing.queued, self.hops[1]), reducing.overflows)
 
     @named
     def start_combine(self, computed: PeerSums) -> Combining:
-        """Starts the way back of the first hop."""
+        """Starts the combine of the first hop."""
         return Combining(send_back(computed.sums, self.hops[0]), computed.overflows)
 
     @named
     def finish_combine(
         self, layer: Index, x: Residual, routed: Routed, combining: Combining, shared: jax.Array | None
     ) -> tuple[Residual, RouterStats]:
-        """Returns `x` after the MoE layer: what comes back, and the shared expert."""
+        """Returns `x` after the MoE layer: the combined sums, and the shared expert."""
         y = receive_back(combining.transfer, routed.queued, self.hops[0])
         overflows = (routed.queued.overflows, *combining.overflows)
         return self._finish_combine(layer, x, y, routed.ids, overflows, shared)
@@ -188,18 +190,18 @@ class MicroBatch:
         return decoder.add_experts(self.stack, layer, self.context, x, y, shared), router_stats
 
     def start_return(self, computed: PeerSums, queued: Queued) -> CombineHandle | Combining:
-        """Starts the way back by the last hop."""
+        """Starts the combine of the last hop."""
         reducing = self.start_reduce(computed, queued)
         return self.start_combine(reducing) if isinstance(reducing, PeerSums) else reducing
 
     def cross_back(self, returning: CombineHandle | Combining) -> Combining:
-        """Starts the way back by the first hop, if that is not the last one."""
+        """Starts the combine of the first hop, if that is not the last one."""
         if isinstance(returning, Combining):
             return returning
         return self.start_combine(self.finish_reduce(returning))
 
     def compute(self, layer: Index, sent: DispatchHandle) -> Combining:
-        """Computes the rows under way by the first hop, and starts their sums' way back by it, in one go."""
+        """Computes the rows of a started first hop, and starts their combine."""
         halfway = self.gate_up(layer, self.forward(sent))
         return self.cross_back(self.start_return(*self.down(layer, halfway)))
 

@@ -1,7 +1,7 @@
-"""Attention in Triton: absorbed over pages (decode, context), and expanded over a flat batch (prefill).
+"""Attention in Triton: absorbed over pages (decode, context), and materialized over a flat batch (prefill).
 
-Scores are kept in powers of two. The running maximum starts at a finite number below every score, so a row that sees
-nothing ends with sum 0, and no infinity is subtracted from another.
+Scores are in log base 2. The running maximum starts at a finite number below every score, so a row without keys has sum
+0, and infinities are never subtracted.
 """
 
 import triton
@@ -37,7 +37,7 @@ def paged(
     for start in tl.range(split * share, tl.minimum((split + 1) * share, length), BLOCK_N):
         page = (first_page + tl.load(table + start // PAGE)).to(tl.int64)
         tokens = start + tl.arange(0, BLOCK_N)
-        written = tokens < length  # the rest of the page may hold anything, NaN too
+        written = tokens < length  # the rest of the page may hold NaN
         if FP8:
             page_ptr = pages_ptr + page * (PAGE * (R + R // 32 + 2 * P))
             latent = _fp8_latents(page_ptr, tokens % PAGE, written, q.dtype, R, PAGE)
@@ -81,7 +81,7 @@ def _fp8_latents(page_ptr, tokens, written, dtype: tl.constexpr, R: tl.constexpr
 
 @triton.jit
 def _fp8_rope(rope_ptr, tokens, written, dtype: tl.constexpr, P: tl.constexpr):
-    """Returns the rotated keys [tokens, P] of an FP8 page, which are bfloat16 behind the scales."""
+    """Returns the rotated keys [tokens, P] of an FP8 page, which are bfloat16, after the scales."""
     rope_ptr = rope_ptr.to(tl.pointer_type(tl.bfloat16), bitcast=True)
     places = tokens[:, None] * P + tl.arange(0, P)[None, :]
     return tl.load(rope_ptr + places, mask=written[:, None], other=0.0).to(dtype)
@@ -95,11 +95,14 @@ def spans(
 ):  # fmt: skip
     """Attends tokens q [tokens, HEADS, K1 + K2] to spans of keys k [keys, HEADS, K1 + K2], v [keys, HEADS, V].
 
-    A token's keys lie from `start` on and before `end` [tokens], which are a huge number and 0 for one that has none.
-    `live` [1] keys are finite, and no span ends behind them. Keys are cut into powers of two, K1 and K2
-    (192 = 128 + 64).
+    A token's keys lie from `start` on and before `end` [tokens], which are a huge number and 0 for one without keys.
+    The first `live` [1] keys are finite, and no span ends after them. Key widths are split into powers of two, K1 and
+    K2 (192 = 128 + 64).
     """
-    tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # late tiles see most keys: they go first
+    tile, head = (
+        tl.num_programs(0) - 1 - tl.program_id(0),
+        tl.program_id(1),
+    )  # late tiles, which see most keys, start first
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     start = tl.load(start_ptr + row, mask=row < tokens, other=1 << 30)
     end = tl.load(end_ptr + row, mask=row < tokens, other=0)
@@ -116,7 +119,7 @@ def spans(
     first = tl.min(start, 0) // BLOCK_N * BLOCK_N
     for base in tl.range(first, tl.max(end, 0), BLOCK_N):
         key = base + tl.arange(0, BLOCK_N)
-        real = (key < live)[:, None]  # padding may hold anything, NaN too
+        real = (key < live)[:, None]  # padding may hold NaN
         key64 = key.to(tl.int64) * HEADS + head
         k_rows = k_ptr + key64[:, None] * (K1 + K2)
         k = tl.load(k_rows + tl.arange(0, K1)[None, :], mask=real, other=0.0)
@@ -137,15 +140,15 @@ def spans(
 
 
 @triton.jit
-def chosen(
+def masked(
     q_ptr, k_ptr, v_ptr, bits_ptr, start_ptr, end_ptr, tokens, out_ptr,
     SCALE: tl.constexpr, HEADS: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Attends tokens q [tokens, HEADS, K1 + K2] to chosen keys k [keys, HEADS, K1 + K2] with values v [keys, HEADS, V].
+    """Attends tokens q [tokens, HEADS, K1 + K2] to top-k keys of k [keys, HEADS, K1 + K2], values v [keys, HEADS, V].
 
-    Bit b of word w of bits [keys / 32, tokens] names key 32 w + b. A token's keys lie from `start` on and before `end`
-    [tokens], which is 0 for one that has none. All values are finite, and `keys` is a multiple of BLOCK_N.
+    Bit b of word w of bits [keys / 32, tokens] selects key 32 w + b. A token's keys lie from `start` on and before
+    `end` [tokens], which is 0 for one without keys. All values are finite, and `keys` is a multiple of BLOCK_N.
     """
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -175,3 +178,19 @@ def chosen(
     total = tl.where(total > 0, total, 1.0)
     out = (out / total[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row64[:, None] * V + tl.arange(0, V)[None, :], out, mask=in_rows[:, None])
+
+
+@triton.jit
+def write(
+    pages_ptr, rows_ptr, target_ptr, offset_ptr,
+    WIDTH: tl.constexpr, PAGE: tl.constexpr, DROPPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Stores row t of rows [T, WIDTH] to `pages[target[t], offset[t]]`, unless the target is DROPPED."""
+    token = tl.program_id(0).to(tl.int64)
+    target = tl.load(target_ptr + token).to(tl.int64)
+    if target == DROPPED:
+        return
+    column = tl.arange(0, BLOCK)
+    row = tl.load(rows_ptr + token * WIDTH + column, mask=column < WIDTH)
+    place = target * PAGE + tl.load(offset_ptr + token)
+    tl.store(pages_ptr + place * WIDTH + column, row, mask=column < WIDTH)

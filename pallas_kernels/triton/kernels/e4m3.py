@@ -8,7 +8,7 @@ import triton.language as tl
 def widen(raw):
     """Returns the float16 values of e4m3 bytes (uint8), exactly; the code of NaN becomes 480.
 
-    Exponent and mantissa are moved to where float16 has them. Its bias is larger by 8, hence the factor.
+    Exponent and mantissa are shifted to their positions in float16, whose bias is larger by 8, hence the factor.
     """
     raw = raw.to(tl.uint16)
     bits = ((raw & 0x80) << 8) | ((raw & 0x7F) << 7)
@@ -19,7 +19,7 @@ def widen(raw):
 def narrow(x):
     """Returns the e4m3 bytes (uint8) of float32 values of at most 448 in magnitude, rounded to nearest even.
 
-    Below 2^-6 values stand 2^-9 apart, as float32 values from 2^14 on do: the sum with 2^14 rounds there.
+    Below 2^-6 the spacing is 2^-9, as of float32 values from 2^14 on: adding 2^14 rounds.
     """
     size = tl.abs(x)
     bits = size.to(tl.int32, bitcast=True)

@@ -16,15 +16,15 @@ def product(
     """Multiplies a tile of x [rows, HEADS, K] with the weight of its group, w [groups, N, K] or transposed [_, K, N].
 
     The group is `first_group`, plus the head, plus that of the tile where TILE_ROWS is above 0 (-1: nothing to do).
-    SCALED operands are e4m3 with scales [K / 128, rows] and [groups, N / 128, K / 128]; BYTES says that they come as
-    bytes, to be widened here. The result is [SPLITS, rows, HEADS, N], one part of K each.
+    SCALED operands are e4m3 with scales [K / 128, rows] and [groups, N / 128, K / 128]; with BYTES they are
+    bytes, widened here. The result is [SPLITS, rows, HEADS, N], one per part of K.
     """
     split, head = tl.program_id(1), tl.program_id(2)
     tile_m, tile_n = _tile(tl.program_id(0), N, BLOCK_M, BLOCK_N, BAND)
     group = tl.load(first_group_ptr) + head
     end = rows
     if TILE_ROWS > 0:
-        # A tile of the kernel lies in one of the layout, or covers it where that has fewer rows than a product.
+        # A kernel tile lies in one tile of the layout, or covers it if that has fewer rows than a product.
         per_tile: tl.constexpr = (TILE_ROWS + BLOCK_M - 1) // BLOCK_M
         tile = tile_m // per_tile
         of_tile = tl.load(tile_group_ptr + tile)
@@ -54,7 +54,7 @@ def product(
         if BYTES:
             x, w = widen(x), widen(w)
         if SCALED:
-            # 128 of K are one sum, whose float32 the scales multiply: the tensor core's own accumulator keeps less.
+            # Scales multiply float32 sums of 128 of K: the tensor core's accumulator is less precise.
             x_scale = tl.load(x_scale_ptr + block * rows + m, mask=in_m, other=0.0)
             w_scale_row = group.to(tl.int64) * ((N + 127) // 128) + n // 128
             w_scale = tl.load(w_scale_ptr + w_scale_row * k_blocks + block, mask=in_n, other=0.0)
@@ -67,7 +67,7 @@ def product(
 
 @triton.jit
 def _tile(number, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr):
-    """Returns the tile of a program: BAND tiles of rows take turns on a tile of columns, which stays in the cache."""
+    """Returns the tile of a program: BAND tiles of rows share a tile of columns in the cache."""
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tiles_m = tl.num_programs(0) // tiles_n
     band = number // (BAND * tiles_n)

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share."""
+"""Fixtures of the checkpoint tests."""
 
 import os
 
@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_fsync(monkeypatch):
-    """A test cannot cut the power, so waiting for the disk (5 ms a file) would prove nothing; the order is tested."""
+    """Skips fsync (5 ms per file): a test cannot cut the power, and tests check only the order of syncs."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)

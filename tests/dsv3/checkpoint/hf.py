@@ -1,4 +1,4 @@
-"""Small Hugging Face checkpoints, named and stacked here without the tables of `dsv3.checkpoint`, as the oracle."""
+"""Small Hugging Face checkpoints: an oracle with its own names and stacking, independent of `dsv3.checkpoint`."""
 
 import json
 import pathlib

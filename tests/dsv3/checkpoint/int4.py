@@ -1,4 +1,4 @@
-"""Small checkpoints with INT4 experts, as compressed-tensors names and packs them, and the same ones dequantized."""
+"""Small checkpoints with INT4 experts in the format of compressed-tensors, and the same ones dequantized."""
 
 import numpy as np
 
@@ -18,7 +18,7 @@ def is_expert(name: str) -> bool:
 
 
 def packed(tensors: hf.Tensors) -> tuple[hf.Tensors, hf.Tensors]:
-    """The checkpoint with its experts packed, and with what they then stand for in float32."""
+    """The checkpoint with packed experts, and with the float32 values of these."""
     small: hf.Tensors = {}
     plain: hf.Tensors = {}
     for name, tensor in tensors.items():

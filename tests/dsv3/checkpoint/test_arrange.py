@@ -1,4 +1,4 @@
-"""Experts read straight as replicas, rows as shards: the values of a plain load, gathered; damage is still found."""
+"""Loads with replicas and row order equal a plain load that is gathered afterwards; damage is still detected."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dsv3.checkpoint import CheckpointError, fill, layout, load_params
+from dsv3.checkpoint import CheckpointError, layout, load_params, reader
 from dsv3.model.params import declare
 from dsv3.model.tensor_parallel import arrange
 from sharding.mesh import partition, rank_mesh
@@ -74,7 +74,7 @@ def test_any_map_and_block_size(tmp_path_factory, phy2log, block):
     phy2log = np.array(phy2log[: len(phy2log) // 2 * 2]).reshape(LAYERS, -1)
     hf.write(root / "hf", hf.random_tensors(cfg))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fill, "BLOCK_BYTES", block)
+        patch.setattr(reader, "BLOCK_BYTES", block)
         want = gathered(cfg, load(root / "hf", cfg), phy2log)
         assert_same_bits(by_path(cfg, load(root / "hf", cfg, phy2log=phy2log)), want)
 
@@ -104,7 +104,7 @@ def test_rows_stand_as_tensor_parallelism_arranges_them(tmp_path, fp8, q_lora_ra
     assert_same_bits(by_path(cfg, got), gathered(cfg, arrange(plain, cfg, 2), phy2log))
 
 
-def test_devices_that_cannot_split_the_model_are_refused(directories):
+def test_devices_that_cannot_split_the_model_are_rejected(directories):
     with pytest.raises(ValueError, match="tensor_parallel_size 2 does not divide num_attention_heads 3"):
         load(directories / "hf", tensor_parallel_size=2)
 
@@ -133,6 +133,6 @@ def test_damage_is_found_and_named(tmp_path):
         (np.full((2, 6), -1), "names experts -1 to -1"),
     ],
 )
-def test_maps_of_another_model_are_refused(directories, phy2log, message):
+def test_maps_of_another_model_are_rejected(directories, phy2log, message):
     with pytest.raises(ValueError, match=message):
         load(directories / "hf", phy2log=phy2log)

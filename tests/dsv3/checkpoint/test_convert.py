@@ -1,4 +1,4 @@
-"""Conversion: what comes out is what went in, or its dequantized values, whatever the sizes of blocks and files."""
+"""Conversion keeps the bytes of tensors, or dequantizes them, for all sizes of blocks and files."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.checkpoint import convert_checkpoint, fill, load_params
+from dsv3.checkpoint import convert_checkpoint, load_params, reader
 from dsv3.checkpoint.layout import blocks, full_box
 from dsv3.config.hugging_face import load_config
 from tests.dsv3.checkpoint import hf
@@ -37,7 +37,7 @@ def test_any_block_and_file_size_writes_the_same_tensors(tmp_path_factory, cfg, 
     tensors = hf.random_tensors(cfg)
     hf.write(tmp_path / "in", tensors)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fill, "BLOCK_BYTES", block)
+        patch.setattr(reader, "BLOCK_BYTES", block)
         convert_checkpoint(tmp_path / "in", tmp_path / "out", cfg, shard_bytes=data.draw(st.integers(2000, 99999)))
     assert_same_bits(tensors_of(tmp_path / "out"), tensors)
 
@@ -72,5 +72,5 @@ def test_an_existing_target_is_left_alone(tmp_path):
 
 
 def test_rounding_is_not_written(tmp_path):
-    with pytest.raises(ValueError, match="fp8 'quantize' is for serving"):
+    with pytest.raises(ValueError, match="fp8 'quantize' is not possible for files"):
         convert_checkpoint(tmp_path, tmp_path / "out", hf.config(), fp8="quantize")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.checkpoint import CheckpointError, fill, load_params
+from dsv3.checkpoint import CheckpointError, load_params, reader
 from dsv3.checkpoint.safetensors_file import read_header
 from tests.dsv3.checkpoint import hf
 
@@ -23,7 +23,7 @@ def load(directory, cfg, **options):
     return load_params(directory, cfg, **{"dtype": np.float32, "progress": False, **options})
 
 
-def refused(directory, cfg=None, **options) -> str:
+def load_error(directory, cfg=None, **options) -> str:
     with pytest.raises(CheckpointError) as error:
         load(directory, cfg or hf.config(), **options)
     return str(error.value)
@@ -61,14 +61,14 @@ def edit_header(path, change):
     path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
 
 
-def test_missing_and_unexpected_tensors_are_told_together_and_shortened(tmp_path):
+def test_missing_and_unexpected_tensors_are_reported_together_and_shortened(tmp_path):
     def change(tensors):
         for e in range(4):
             del tensors[f"model.layers.3.mlp.experts.{e}.up_proj.weight"]
         del tensors["model.norm.weight"], tensors["model.layers.4.shared_head.head.weight"]
         tensors["model.layers.0.mlp.gate.weight"] = np.zeros((4, 24), np.float32)
 
-    message = refused(written(tmp_path, change))
+    message = load_error(written(tmp_path, change))
     assert "missing tensors (6): model.layers.3.mlp.experts.0.up_proj.weight; " in message
     assert "and 2 more" in message
     assert "unexpected tensors (1): model.layers.0.mlp.gate.weight in model.safetensors" in message
@@ -84,14 +84,14 @@ def test_known_buffers_are_ignored(tmp_path):
 
 
 def test_shapes_are_checked(tmp_path):
-    message = refused(written(tmp_path, lambda t: t.update({DOWN: np.zeros((24, 11), np.float32)})))
+    message = load_error(written(tmp_path, lambda t: t.update({DOWN: np.zeros((24, 11), np.float32)})))
     assert f"wrong shapes (1): {DOWN} in model.safetensors is [24, 11], expected [24, 12]" in message
-    assert "expected [41, 24]" in refused(tmp_path / "in", hf.config(vocab_size=41))
+    assert "expected [41, 24]" in load_error(tmp_path / "in", hf.config(vocab_size=41))
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.float64, ml_dtypes.float8_e5m2])
 def test_dtypes_are_checked(tmp_path, dtype):
-    message = refused(written(tmp_path, lambda t: t.update({DOWN: np.zeros((24, 12), dtype)})))
+    message = load_error(written(tmp_path, lambda t: t.update({DOWN: np.zeros((24, 12), dtype)})))
     assert f"wrong dtypes (1): {DOWN} in model.safetensors is " in message and "expected BF16/F16/F32" in message
 
 
@@ -99,34 +99,34 @@ def test_fp8_needs_matrices_scales_and_a_configuration(tmp_path):
     cfg = hf.fp8_config()
     name = Q_A
     path = written(tmp_path, lambda t: t.pop(name + "_scale_inv"), cfg)
-    assert f"missing tensors (1): {name}_scale_inv" in refused(path, cfg)
+    assert f"missing tensors (1): {name}_scale_inv" in load_error(path, cfg)
     path = written(tmp_path, lambda t: t.update({"model.norm.weight": np.zeros(200, hf.E4M3)}), cfg)
-    assert "wrong dtypes (1): model.norm.weight in model.safetensors is F8_E4M3" in refused(path, cfg)
+    assert "wrong dtypes (1): model.norm.weight in model.safetensors is F8_E4M3" in load_error(path, cfg)
     path = written(tmp_path, lambda t: None, cfg)
-    assert "FP8 tensors although the configuration has no quantization_config" in refused(
+    assert "FP8 tensors although the configuration has no quantization_config" in load_error(
         path, dataclasses.replace(cfg, fp8=None)
     )
 
 
 def test_a_scale_without_an_fp8_tensor_is_unexpected(tmp_path):
     extra = DOWN + "_scale_inv"
-    message = refused(written(tmp_path, lambda t: t.update({extra: np.ones((1, 1), np.float32)})))
+    message = load_error(written(tmp_path, lambda t: t.update({extra: np.ones((1, 1), np.float32)})))
     assert f"unexpected tensors (1): {extra}" in message
 
 
 def test_scale_shape_and_dtype_are_checked(tmp_path):
     cfg, name = hf.fp8_config(), Q_A + "_scale_inv"
     path = written(tmp_path, lambda t: t.update({name: np.ones((2, 2), np.float32)}), cfg)
-    assert f"{name} in model.safetensors is [2, 2], expected [1, 2]" in refused(path, cfg)
+    assert f"{name} in model.safetensors is [2, 2], expected [1, 2]" in load_error(path, cfg)
     path = written(tmp_path, lambda t: t.update({name: np.ones((1, 2), np.float16)}), cfg)
-    assert f"{name} in model.safetensors is F16, expected F32/F8_E8M0" in refused(path, cfg)
+    assert f"{name} in model.safetensors is F16, expected F32/F8_E8M0" in load_error(path, cfg)
 
 
 @pytest.mark.parametrize("fp8", ["keep", "dequantize"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.0, -1.0])
 def test_scales_must_be_positive_and_finite(tmp_path, fp8, value):
     cfg, name = hf.fp8_config(), Q_A + "_scale_inv"
-    message = refused(written(tmp_path, lambda t: t[name].__setitem__((0, 1), value), cfg), cfg, fp8=fp8)
+    message = load_error(written(tmp_path, lambda t: t[name].__setitem__((0, 1), value), cfg), cfg, fp8=fp8)
     assert f"model.safetensors: tensor {name}: a block scale is {value}" in message
 
 
@@ -134,22 +134,22 @@ def test_a_nan_in_a_one_byte_scale_is_found(tmp_path):
     cfg, name = hf.fp8_config(), Q_A + "_scale_inv"
     scale = np.ones((1, 2), hf.E8M0)
     scale.view(np.uint8)[0, 1] = 0xFF
-    message = refused(written(tmp_path, lambda t: t.update({name: scale}), cfg), cfg)
+    message = load_error(written(tmp_path, lambda t: t.update({name: scale}), cfg), cfg)
     assert f"tensor {name}: a block scale is nan" in message
 
 
-def test_mtp_modules_that_were_promised_are_required(tmp_path):
+def test_mtp_modules_of_the_config_are_required(tmp_path):
     def change(tensors):
         for name in [n for n in tensors if n.startswith("model.layers.4.")]:
             del tensors[name]
 
-    message = refused(written(tmp_path, change))
+    message = load_error(written(tmp_path, change))
     assert "set num_nextn_predict_layers to what it has (1): layer 4" in message and "missing tensors" not in message
 
 
 def test_a_layer_too_many_is_unexpected_unless_it_is_an_mtp_module(tmp_path):
     tensors = hf.random_tensors(hf.config(num_hidden_layers=5, num_nextn_predict_layers=0))
-    message = refused(hf.write(tmp_path, tensors), hf.config(num_nextn_predict_layers=0))
+    message = load_error(hf.write(tmp_path, tensors), hf.config(num_nextn_predict_layers=0))
     assert "unexpected tensors (" in message and "model.layers.4." in message
 
 
@@ -160,7 +160,7 @@ def test_mtp_copies_must_repeat_the_main_tensors(tmp_path, name):
         tensors[f"model.layers.4.{name}.weight"][-1, -1] += 1
 
     main = "model.embed_tokens.weight" if name == "embed_tokens" else "lm_head.weight"
-    message = refused(written(tmp_path, change))
+    message = load_error(written(tmp_path, change))
     assert f"tensor model.layers.4.{name}.weight: differs from {main}" in message
 
 
@@ -168,55 +168,57 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path):
     cfg = hf.config(tie_word_embeddings=True)
     load(written(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}), cfg), cfg)
     path = written(tmp_path, lambda t: t.update({"lm_head.weight": -t["model.embed_tokens.weight"]}), cfg)
-    assert "tensor lm_head.weight: differs from model.embed_tokens.weight" in refused(path, cfg)
+    assert "tensor lm_head.weight: differs from model.embed_tokens.weight" in load_error(path, cfg)
 
 
 def test_a_directory_without_safetensors(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    assert "has neither" in (message := refused(tmp_path)) and "pickled ones never" in message
+    assert "has neither" in (message := load_error(tmp_path)) and "pickled ones never" in message
 
 
 def test_an_absent_shard(sharded):
     shard_of(sharded, DOWN).unlink()
-    assert "shards named in the index but absent (1): " + shard_of(sharded, DOWN).name in refused(sharded)
+    assert "shards named in the index but absent (1): " + shard_of(sharded, DOWN).name in load_error(sharded)
 
 
 def test_a_truncated_shard(sharded):
     path = shard_of(sharded, DOWN)
     last = max(read_header(path).values(), key=lambda t: t.offset)
     path.write_bytes(path.read_bytes()[:-1])
-    assert f"{path}: tensor {last.name}: ends at byte" in (message := refused(sharded)) and "truncated" in message
+    assert f"{path}: tensor {last.name}: ends at byte" in (message := load_error(sharded)) and "truncated" in message
 
 
 @pytest.mark.parametrize("length", [0, 7, 8, 100])
 def test_a_shard_cut_within_its_header(sharded, length):
     path = shard_of(sharded, DOWN)
     path.write_bytes(path.read_bytes()[:length])
-    assert f"{path}: its first 8 bytes announce a header" in refused(sharded)
+    assert f"{path}: its first 8 bytes announce a header" in load_error(sharded)
 
 
-def test_a_pointer_of_git_lfs_in_the_place_of_a_shard(sharded):
+def test_a_git_lfs_pointer_instead_of_a_shard(sharded):
     path = shard_of(sharded, DOWN)
     path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4302348800\n")
-    assert refused(sharded) == f"{path}: a git-lfs pointer in the place of the file: run git lfs pull there"
+    assert load_error(sharded) == f"{path}: a git-lfs pointer in the place of the file: run git lfs pull there"
 
 
 def test_a_file_that_shrinks_while_it_is_read(sharded, monkeypatch):
     path = shard_of(sharded, DOWN)
-    opened = fill.Files.open
+    opened = reader.CheckpointReader.open
 
     def shrinking(files, paths):
         opened(files, paths)
         path.write_bytes(path.read_bytes()[:-30])
 
-    monkeypatch.setattr(fill.Files, "open", shrinking)
-    assert f"{path}: tensor " in (message := refused(sharded)) and "the file ended while it was read" in message
+    monkeypatch.setattr(reader.CheckpointReader, "open", shrinking)
+    assert (
+        f"{path}: tensor " in (message := load_error(sharded)) and "the file was truncated while it was read" in message
+    )
 
 
 def test_trailing_bytes(sharded):
     path = shard_of(sharded, DOWN)
     path.write_bytes(path.read_bytes() + b"??")
-    assert f"{path}: 2 bytes follow the last tensor" in refused(sharded)
+    assert f"{path}: 2 bytes follow the last tensor" in load_error(sharded)
 
 
 @pytest.mark.parametrize(
@@ -224,22 +226,22 @@ def test_trailing_bytes(sharded):
 )
 def test_an_index_that_leads_outside(sharded, file):
     edit_index(sharded, lambda m: m.update({DOWN: file}))
-    assert f"index.json: tensor {DOWN}: {file!r} is not the plain name" in refused(sharded)
+    assert f"index.json: tensor {DOWN}: {file!r} is not the plain name" in load_error(sharded)
 
 
 def test_an_index_that_disagrees_with_its_shards(sharded):
     other = next(p.name for p in sharded.glob("*.safetensors") if p != shard_of(sharded, DOWN))
     here = shard_of(sharded, DOWN).name
     edit_index(sharded, lambda m: m.update({DOWN: other}))
-    message = refused(sharded)
+    message = load_error(sharded)
     assert f"the index places in a shard that lacks them (1): {DOWN} in {other}" in message
     assert f"in a shard where the index does not place them (1): {DOWN} in {here}" in message
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "[" * 100_000])
-def test_an_index_that_is_none(sharded, content):
+def test_an_invalid_index(sharded, content):
     (sharded / "model.safetensors.index.json").write_text(content)
-    assert "model.safetensors.index.json: " in refused(sharded)
+    assert "model.safetensors.index.json: " in load_error(sharded)
 
 
 def swap_offsets(header):
@@ -279,23 +281,23 @@ def alter(**changes):
         (lambda header: {DOWN: 3}, f"tensor {DOWN}: its header entry is not an object"),
     ],
 )
-def test_a_header_that_lies(sharded, change, message):
+def test_a_header_with_wrong_fields(sharded, change, message):
     path = shard_of(sharded, DOWN)
     edit_header(path, change)
-    assert f"{path}: " in (told := refused(sharded)) and message in told
+    assert f"{path}: " in (error := load_error(sharded)) and message in error
 
 
 @pytest.mark.parametrize("text", [b"{", b"\xff", b'{"a": 1, "a": 2}', b"[" * 100_000, b'{"a": ' + b"9" * 10_000 + b"}"])
 def test_a_header_that_is_not_json(sharded, text):
     path = shard_of(sharded, DOWN)
     path.write_bytes(struct.pack("<Q", len(text)) + text)
-    assert f"{path}: " in refused(sharded)
+    assert f"{path}: " in load_error(sharded)
 
 
 @given(data=st.data())
 @settings(deadline=None, max_examples=100)
 def test_no_damage_to_a_header_escapes_as_another_error(tmp_path_factory, data):
-    """Any bytes in place of some of the header's: it loads, or says why not; nothing else happens."""
+    """With any bytes of the header overwritten, the file loads or raises CheckpointError."""
     cfg = hf.config(num_hidden_layers=1, num_nextn_predict_layers=0, n_routed_experts=1)
     directory = tmp_path_factory.mktemp("fuzz")
     hf.write(directory, hf.random_tensors(cfg), shards=1)
@@ -313,15 +315,15 @@ def test_no_damage_to_a_header_escapes_as_another_error(tmp_path_factory, data):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", None])
-def test_a_pipe_is_no_file(sharded, name):
+def test_a_pipe_is_rejected(sharded, name):
     path = shard_of(sharded, DOWN) if name is None else sharded / name
     path.unlink()
     os.mkfifo(path)
-    assert str(path if name is None else sharded) in refused(sharded)
+    assert str(path if name is None else sharded) in load_error(sharded)
 
 
 def test_an_unreadable_file(sharded):
     path = shard_of(sharded, DOWN)
     path.unlink()
     path.mkdir()
-    assert f"{path}: cannot be read: Is a directory" in refused(sharded)
+    assert f"{path}: cannot be read: Is a directory" in load_error(sharded)

@@ -111,7 +111,7 @@ DAMAGE = {
     "a stated shape of one number": (bad(f"{EXPERT}_shape", np.array([256], np.int32)), r"is \[1\], expected \[2\]"),
     "another stated shape": (
         bad(f"{EXPERT}_shape", np.array([256, 512], np.int64)),
-        r"weight_shape: says \[256, 512\], but .*up_proj\.weight_packed holds \[256, 256\]",
+        r"weight_shape: is \[256, 512\], but .*up_proj\.weight_packed holds \[256, 256\]",
     ),
     "a scale that is no number": (bad(f"{EXPERT}_scale", np.full_like(SCALE, np.nan)), "a block scale is nan"),
     "a negative scale": (bad(f"{EXPERT}_scale", -SCALE), "a block scale is -"),
@@ -141,11 +141,11 @@ def test_a_scale_may_be_zero(tmp_path: Path) -> None:
     assert not loaded.moe.moe.gate_up[0, 1, 256:].any()
 
 
-def test_what_is_written(directories: Path, tmp_path: Path) -> None:
-    """INT4 is not written; a dequantized model as any other."""
-    with pytest.raises(CheckpointError, match=r"moe\.moe\.gate_up is INT4, which is not written"):
+def test_int4_is_not_written(directories: Path, tmp_path: Path) -> None:
+    """A dequantized model is written like any other."""
+    with pytest.raises(CheckpointError, match=r"moe\.moe\.gate_up is INT4, which cannot be written"):
         convert_checkpoint(directories / "hf", tmp_path / "no", CFG)
-    with pytest.raises(CheckpointError, match=r"moe\.moe\.gate_up is INT4, which is not written"):
+    with pytest.raises(CheckpointError, match=r"moe\.moe\.gate_up is INT4, which cannot be written"):
         save_hf(tmp_path / "no", CFG, load(directories / "hf"))
     assert not (tmp_path / "no").exists()
     save_hf(tmp_path / "plain", CFG, load(directories / "hf", int4="dequantize"))

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dsv3.checkpoint import CheckpointError, fill, layout, load_params
+from dsv3.checkpoint import CheckpointError, layout, load_params, reader
 from dsv3.checkpoint.source import ALIGNMENT, Source
 from dsv3.config.options import EngineOptions
 from dsv3.engine.build import bundled_model, load_components
@@ -172,15 +172,15 @@ def configs(draw):
 
 @given(cfg=configs())
 @settings(deadline=None, max_examples=50)
-def test_pieces_tile_every_leaf_once(cfg):
+def test_slices_tile_every_leaf_once(cfg):
     """The table covers each leaf without gap or overlap, and names exactly the tensors of the checkpoint."""
     names = {d.name for d in layout.duplicates(cfg) if d.required}
     for path, spec in layout.leaves(cfg).items():
         covered = np.zeros(spec.shape, int)
-        for piece in layout.pieces(cfg)[path]:
-            covered[piece.put] += 1
-            names.add(piece.name)
-            assert np.empty(piece.view)[piece.take].shape == covered[piece.put].shape
+        for tensor_slice in layout.slices(cfg)[path]:
+            covered[tensor_slice.target] += 1
+            names.add(tensor_slice.name)
+            assert np.empty(tensor_slice.view)[tensor_slice.source].shape == covered[tensor_slice.target].shape
         assert (covered == 1).all(), path
     assert names == hf.shapes(cfg).keys()
 
@@ -192,7 +192,7 @@ def test_any_block_size_reads_the_same(tmp_path_factory, monkeypatch, cfg, block
     dtype = data.draw(st.sampled_from([np.float32, hf.BF16]))
     tensors = hf.random_tensors(cfg, dtype=dtype)
     hf.write(directory, tensors, shards=data.draw(st.integers(1, 3)))
-    monkeypatch.setattr(fill, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(reader, "BLOCK_BYTES", block_bytes)
     assert_same_bits(load(directory, cfg, threads=3), wanted(cfg, tensors, np.float32))
 
 
@@ -273,11 +273,11 @@ def test_data_and_scale_may_be_sharded_apart(tmp_path):
     assert loaded.moe.attention.q_b.scale.sharding == everywhere
 
 
-def test_shardings_of_another_model_are_refused(tmp_path):
+def test_shardings_of_another_model_are_rejected(tmp_path):
     cfg = hf.config()
     hf.write(tmp_path, hf.random_tensors(cfg))
     shardings = jax.tree.map(lambda _: jax.devices()[0], declare(hf.config(q_lora_rank=None)))
-    with pytest.raises(ValueError, match=r"another model.*dense\.attention\.q_b"):
+    with pytest.raises(ValueError, match=r"do not match the model.*dense\.attention\.q_b"):
         load(tmp_path, cfg, shardings=shardings)
 
 
@@ -329,7 +329,7 @@ def test_the_garbage_collector_is_left_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize(("option", "value"), [("dtype", np.int8), ("fp8", "maybe")])
-def test_unknown_options_are_refused(tmp_path, option, value):
+def test_unknown_options_are_rejected(tmp_path, option, value):
     with pytest.raises(ValueError, match=str(np.dtype(value) if option == "dtype" else value)):
         load(tmp_path, hf.config(), **{option: value})
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from dsv3.checkpoint.fill import BLOCK_BYTES
 from dsv3.checkpoint.load import plan_directory
+from dsv3.checkpoint.reader import BLOCK_BYTES
 from dsv3.config.hugging_face import load_config, to_hf
 from tests.dsv3.checkpoint import hf
 

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from dsv3.checkpoint import CheckpointError, load_params
-from dsv3.checkpoint.hugging_face import in_deepseek_form
+from dsv3.checkpoint.hugging_face import to_deepseek_names
 from dsv3.checkpoint.safetensors_file import Tensor, read_directory
 from dsv3.model.params import Fp8Weight
 from tests.dsv3.checkpoint import hf
@@ -27,7 +27,7 @@ def value(tensor: Tensor) -> np.ndarray:
 
 def form(directory: Path, tensors: dict[str, np.ndarray]) -> dict[str, Tensor]:
     save_file(tensors, directory / "model.safetensors")
-    return in_deepseek_form(directory, read_directory(directory))
+    return to_deepseek_names(directory, read_directory(directory))
 
 
 def test_experts_in_one_tensor_become_windows_of_it(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_other_media_are_left_out_and_the_log_says_so(tmp_path: Path, caplog: py
     assert "2 tensors of other media" in caplog.text
 
 
-def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_tensors_of_one_name_are_rejected(tmp_path: Path) -> None:
     ones = np.ones(2, np.float32)
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight, of .*norm\.weight"):
         form(tmp_path, {"norm.weight": ones, "model.norm.weight": ones})
@@ -103,7 +103,7 @@ def test_a_checkpoint_with_whole_scales_loads_like_one_with_blocks(tmp_path: Pat
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def test_a_whole_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
+def test_a_whole_scale_that_is_no_number_is_rejected(tmp_path: Path) -> None:
     cfg = hf.fp8_config()
     tensors = hf.random_tensors(cfg)
     name = "model.layers.0.self_attn.o_proj.weight_scale_inv"

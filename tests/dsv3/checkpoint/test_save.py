@@ -123,7 +123,7 @@ def test_fp8_parameters_need_an_fp8_configuration(tmp_path):
         save_hf(tmp_path / "out", dataclasses.replace(cfg, fp8=None), params)
 
 
-def test_scales_that_one_byte_cannot_hold_are_refused(tmp_path):
+def test_scales_that_one_byte_cannot_hold_are_rejected(tmp_path):
     cfg = hf.fp8_config()
     with pytest.raises(ValueError, match=r"weight_scale_inv: .* not all representable in float8_e8m0fnu"):
         round_trip(tmp_path, cfg, hf.random_tensors(cfg), scale_dtype=hf.E8M0)
@@ -131,7 +131,7 @@ def test_scales_that_one_byte_cannot_hold_are_refused(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
-def test_parameters_of_another_model_are_refused(tmp_path):
+def test_parameters_of_another_model_are_rejected(tmp_path):
     params = random_params(hf.config(), jnp.float32)
     with pytest.raises(ValueError, match=r"embed is \(40, 24\), expected \(41, 24\)"):
         save_hf(tmp_path / "out", hf.config(vocab_size=41), params)

@@ -1,4 +1,4 @@
-"""Files read past the page cache or through it: the same bytes, at any address, on any file system."""
+"""Direct and cached reads give the same bytes, at any address, on any file system."""
 
 import errno
 import os
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dsv3.checkpoint import load, source
-from dsv3.checkpoint.fill import Files, Filling, aligned_empty, read_together
-from dsv3.checkpoint.layout import extents, whole_piece
-from dsv3.checkpoint.load_plan import Array, LoadPlan
+from dsv3.checkpoint.layout import extents, whole_slice
+from dsv3.checkpoint.load_plan import LoadPlan, PlannedArray
+from dsv3.checkpoint.reader import CheckpointReader, PendingReads, aligned_empty, group_reads
 from dsv3.checkpoint.safetensors_file import Tensor
 from dsv3.checkpoint.source import ALIGNMENT, Buffers, Source
 
@@ -45,7 +45,7 @@ def test_any_bytes_at_any_address(opened: Source, start: int, size: int) -> None
 
 
 @pytest.mark.parametrize("start", [4 * ALIGNMENT, 5 * ALIGNMENT + 70, 6 * ALIGNMENT, 9 * ALIGNMENT])
-def test_the_end_of_a_file_comes_early(opened: Source, start: int) -> None:
+def test_reads_beyond_the_end_of_a_file(opened: Source, start: int) -> None:
     for size in (2 * ALIGNMENT, 100):
         out = np.zeros(size, np.uint8)
         there = CONTENT[start : start + size]
@@ -53,14 +53,14 @@ def test_the_end_of_a_file_comes_early(opened: Source, start: int) -> None:
         np.testing.assert_array_equal(out[: len(there)], there)
 
 
-def test_a_file_that_has_become_shorter(opened: Source, path: Path) -> None:
+def test_a_file_that_is_truncated(opened: Source, path: Path) -> None:
     os.truncate(path, ALIGNMENT + 10)
     assert opened.read(100, np.zeros(2 * ALIGNMENT, np.uint8)) == ALIGNMENT - 90
 
 
 @pytest.mark.parametrize("refuses", ["open", "preadv"])
 def test_a_file_system_without_direct_reads(path: Path, refuses: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some refuse to open such a file, some to read it."""
+    """Some fail to open such a file, some to read it."""
     if not hasattr(os, "O_DIRECT"):
         pytest.skip("this system has no direct reads")
     monkeypatch.setattr(source, "is_cached", lambda *_: False)
@@ -80,7 +80,7 @@ def test_a_file_system_without_direct_reads(path: Path, refuses: str, monkeypatc
     file.close()
 
 
-def test_another_error_of_the_disk_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_disk_errors_are_raised(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = Source(path, Buffers(ALIGNMENT))
 
     def broken(*_):
@@ -93,18 +93,18 @@ def test_another_error_of_the_disk_is_told(path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_was_just_written_is_in_the_cache(path: Path) -> None:
-    """Where the file system can say so; a load after a restart then takes no disk's time."""
+    """If the file system reports it; a load after a restart then needs no disk."""
     with path.open("rb") as file:
         assert source.is_cached(file.fileno(), len(CONTENT)) in (True, False)
         if not source._is_in_memory(os.fstat(file.fileno()).st_dev):
-            assert not source.is_cached(file.fileno(), 100 * len(CONTENT)), "what is not there is not cached"
+            assert not source.is_cached(file.fileno(), 100 * len(CONTENT)), "absent bytes are not cached"
 
 
 @pytest.mark.parametrize(("kind", "known"), [("tmpfs", True), ("nfs4", False)])
-def test_a_file_system_of_memory_holds_its_files_though_it_does_not_say_so(path, monkeypatch, kind, known) -> None:
-    """It would also take direct reads, with a copy that nobody needs."""
+def test_files_on_tmpfs_count_as_cached(path, monkeypatch, kind, known) -> None:
+    """tmpfs does not report it, and would accept direct reads, with a useless copy."""
     if not hasattr(os, "RWF_NOWAIT"):
-        pytest.skip("this system does not say what is cached")
+        pytest.skip("this system does not report what is cached")
 
     def silent(*_):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
@@ -119,45 +119,43 @@ def test_a_file_system_of_memory_holds_its_files_though_it_does_not_say_so(path,
 
 
 def test_blocks_that_several_boxes_need_are_read_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Columns, as devices of a rank take them, need the same rows of the file; other rows need others."""
+    """Shards by columns need the same blocks of the file; shards by rows need different ones."""
     tensor = Tensor("t", path, CONTENT.dtype, (4, 64), 77)
-    array = Array("t", (4, 64), CONTENT.dtype, (whole_piece("t", (4, 64)),), {"t": tensor})
+    array = PlannedArray("t", (4, 64), CONTENT.dtype, (whole_slice("t", (4, 64)),), {"t": tensor})
     columns = [(slice(0, 4), slice(0, 32)), (slice(0, 4), slice(32, 64))]
     rows = [(slice(0, 2), slice(0, 64)), (slice(2, 4), slice(0, 64))]
-    monkeypatch.setattr("dsv3.checkpoint.fill.BLOCK_BYTES", 128)
-    assert read_together(array, columns, limit=256) == [columns]
-    assert read_together(array, columns, limit=255) == [[box] for box in columns]
-    assert read_together(array, rows, limit=256) == [[box] for box in rows]
-    assert [len(group) for group in read_together(array, [rows[0], rows[1], columns[0]], limit=999)] == [3]
+    monkeypatch.setattr("dsv3.checkpoint.reader.BLOCK_BYTES", 128)
+    assert group_reads(array, columns, limit=256) == [columns]
+    assert group_reads(array, columns, limit=255) == [[box] for box in columns]
+    assert group_reads(array, rows, limit=256) == [[box] for box in rows]
+    assert [len(group) for group in group_reads(array, [rows[0], rows[1], columns[0]], limit=999)] == [3]
     wanted, read = [(box, np.zeros(extents(box), np.uint8)) for box in columns], []
-    with Files(2) as files:
-        files.open([path])
-        real = files._read
-        monkeypatch.setattr(files, "_read", lambda *args: read.append(args[1]) or real(*args))
-        files.fill(array, wanted, lambda _: None)
+    with CheckpointReader(2) as reader:
+        reader.open([path])
+        real = reader._read
+        monkeypatch.setattr(reader, "_read", lambda *args: read.append(args[1]) or real(*args))
+        reader.read(array, wanted, lambda _: None)
     assert sorted(read) == [0, 128]
     for box, out in wanted:
         np.testing.assert_array_equal(out, CONTENT[77 : 77 + 256].reshape(4, 64)[box])
 
 
 @pytest.mark.parametrize(("ahead", "most"), [(0, 1), (32, 2), (1 << 20, 4)])
-def test_arrays_are_read_ahead_of_the_one_that_is_waited_for(
-    path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int, most: int
-) -> None:
-    """Four arrays of 16 bytes: as many are under way at once as fit `AHEAD_BYTES`, and they come in order."""
+def test_arrays_are_read_ahead(path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int, most: int) -> None:
+    """Four arrays of 16 bytes: as many are in flight as fit `AHEAD_BYTES`, and they arrive in order."""
     tensors = {name: Tensor(name, path, CONTENT.dtype, (16,), 16 * i) for i, name in enumerate("abcd")}
-    leaves = {n: (Array(n, (16,), CONTENT.dtype, (whole_piece(n, (16,)),), tensors),) for n in tensors}
-    under_way, seen = set(), []
+    leaves = {n: (PlannedArray(n, (16,), CONTENT.dtype, (whole_slice(n, (16,)),), tensors),) for n in tensors}
+    in_flight, seen = set(), []
 
-    def start(files: Files, array: Array, *args) -> Filling:
-        under_way.add(array.name)
-        seen.append(len(under_way))
-        filling = real(files, array, *args)
-        monkeypatch.setattr(filling, "wait", lambda: (Filling.wait(filling), under_way.discard(array.name)))
-        return filling
+    def start_read(reader: CheckpointReader, array: PlannedArray, *args) -> PendingReads:
+        in_flight.add(array.name)
+        seen.append(len(in_flight))
+        reads = real(reader, array, *args)
+        monkeypatch.setattr(reads, "wait", lambda: (PendingReads.wait(reads), in_flight.discard(array.name)))
+        return reads
 
-    real = Files.start
-    monkeypatch.setattr(Files, "start", start)
+    real = CheckpointReader.start_read
+    monkeypatch.setattr(CheckpointReader, "start_read", start_read)
     monkeypatch.setattr(load, "AHEAD_BYTES", ahead)
     values = load.read_leaves(LoadPlan(path.parent, leaves), {}, progress=False)
     assert max(seen) == most

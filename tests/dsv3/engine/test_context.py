@@ -15,8 +15,8 @@ from tests.dsv3.model.golden import DIRECTORY, data
 
 def test_chunks_take_the_program_that_the_host_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 16 tokens: without cached tokens, after few of them absorbed, after more materialized."""
-    monkeypatch.setattr(forms, "LOOKING", ())
-    costs = {"room": lambda *_: 256, "pays": lambda model, peaks, tokens, pairs, *_: pairs > 100}
+    monkeypatch.setattr(forms, "DYNAMIC_PLATFORMS", ())
+    costs = {"capacity": lambda *_: 256, "is_faster": lambda model, peaks, tokens, pairs, *_: pairs > 100}
     row = dataclasses.replace(forms.FORMS[AttentionForm.MATERIALIZED], **costs)
     monkeypatch.setitem(forms.FORMS, AttentionForm.MATERIALIZED, row)
     limits = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 128, "max_num_batched_tokens": 16}

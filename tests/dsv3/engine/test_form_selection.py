@@ -258,5 +258,5 @@ def test_the_forms_cross_where_the_device_says() -> None:
     kinds = ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H20", "an unknown GPU")
     peaks = [peaks_of(kind) for kind in kinds]
     assert peaks == [PEAKS["H200"], PEAKS["H100"], PEAKS["H20"], PEAKS["H200"]]
-    rooms = [forms.masked_room(DEEPSEEK_V32, each, "bfloat16", 4096) for each in peaks]
+    rooms = [forms.masked_capacity(DEEPSEEK_V32, each, "bfloat16", 4096) for each in peaks]
     assert rooms[2] < rooms[0] == rooms[3] < rooms[1]

@@ -188,7 +188,7 @@ def test_an_engine_serves_the_same_texts_without_the_kernels_that_fail(play, mon
 
     for name in ("decode_attention", "rms_norm", "layer_product"):
         monkeypatch.setattr(native, name, broken)
-    monkeypatch.setattr(forms, "LOOKING", ())
+    monkeypatch.setattr(forms, "DYNAMIC_PLATFORMS", ())
     real = kernel_checks.run_limited
     monkeypatch.setattr(kernel_checks, "run_limited", lambda c, s, e: real(c, 1.0 if "mla_decode" in c else s, e))
     play(ends={"mla_decode native": "hangs", "rms_norm native": "crashes", "layer_gemm native": "fails"})

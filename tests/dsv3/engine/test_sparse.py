@@ -83,8 +83,8 @@ def reading(built: list[Engine], monkeypatch: pytest.MonkeyPatch) -> Engine:
     Texts begin below the 16 tokens of top-k, and grow beyond. Prompts with top-k are masked up to 128 tokens. It
     offloads pages to the host's memory, and waits for them.
     """
-    monkeypatch.setattr(forms, "LOOKING", ())
-    row = dataclasses.replace(forms.FORMS[AttentionForm.TOPK_MATERIALIZED], room=lambda *_: 128)
+    monkeypatch.setattr(forms, "DYNAMIC_PLATFORMS", ())
+    row = dataclasses.replace(forms.FORMS[AttentionForm.TOPK_MATERIALIZED], capacity=lambda *_: 128)
     monkeypatch.setitem(forms.FORMS, AttentionForm.TOPK_MATERIALIZED, row)
     for name in ("LOOK_UP_S", "LOAD_S"):
         monkeypatch.setattr(tiers, name, 60.0)

@@ -1,4 +1,4 @@
-"""The golden data of tests/golden: small checkpoints of the family and what transformers computes with them."""
+"""The golden data of tests/golden: small checkpoints and the results of transformers."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ def model(member: str) -> tuple[Params, ModelConfig]:
 
 
 def with_module(member: str) -> tuple[Params, ModelConfig]:
-    """A member without MTP modules, with a random one: it changes no text, and is seldom right."""
+    """Adds a random MTP module to a member without any: its drafts are seldom accepted, and texts stay the same."""
     params, cfg = model(member)
     cfg, rng = dataclasses.replace(cfg, num_nextn_predict_layers=1), np.random.default_rng(0)
     mtp = jax.tree.map(lambda s: rng.normal(0, 0.3, s.shape).astype(s.dtype), abstract(cfg, jnp.float32).mtp)
@@ -43,7 +43,7 @@ _forward = jax.jit(forward, static_argnames=("cfg", "with_mtp"))
 
 
 def run(params: Params, cfg: ModelConfig, tokens: np.ndarray) -> ForwardOutput:
-    """The training form on `tokens` `[B, S]`, with every MTP module the model has."""
+    """The training pass on `tokens` `[B, S]`, with all MTP modules."""
     return _forward(params, cfg=cfg, tokens=jnp.asarray(tokens), with_mtp=cfg.num_nextn_predict_layers > 0)
 
 

@@ -1,8 +1,8 @@
-"""A model of one layer, made by hand, that answers with the digit at one distance behind the question.
+"""A handmade model of one layer that answers with the digit at a fixed distance before the question.
 
-Attention looks for any digit; the indexer, whose keys are all the same, chooses tokens by distance alone. Its query
-meets its key best at `DISTANCE`, by the turn of one slow pair of values. Where values are paired otherwise, other
-distances win, and there stand other digits.
+Attention looks for any digit. The indexer's keys are all equal, so it selects tokens by distance alone: its score is
+highest at `DISTANCE`, by the rotation of one slow pair of values. If values are paired in the other way, other
+distances win, and the prompt has other digits there.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ WIDTH, ROTATED, PAIR = 32, 16, 6
 QUESTION, FILLERS = 10, np.arange(11, WIDTH)
 LENGTH, DISTANCE, NEEDLE = 2601, 1100, 5
 DECOYS = {596: 3, 628: 4}
-"""Digits at the distances that win where pairs are neighbours and should be halves, and the other way round."""
+"""Digits at the distances that win if neighbors are paired instead of halves, and the other way round."""
 
 
 def config(*, interleaved: bool, topk: int = 16) -> ModelConfig:
@@ -43,7 +43,7 @@ def config(*, interleaved: bool, topk: int = 16) -> ModelConfig:
 
 
 def params(*, pairs: bool) -> Params:
-    """Parameters for an indexer that turns `pairs` of neighbours, or else values of two halves."""
+    """Parameters for an indexer that rotates `pairs` of neighbors, or else values of two halves."""
     zeros = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), abstract(config(interleaved=False), jnp.float32))
     one, unit = np.eye(WIDTH, dtype=np.float32), np.full((1, WIDTH), WIDTH**-0.5, np.float32)
     attention = zeros.dense.attention
@@ -68,7 +68,7 @@ def _indexer(pairs: bool) -> IndexerParams:
 
 
 def prompt() -> np.ndarray:
-    """`[LENGTH]` tokens: fillers, one needle, digits where a wrong pairing looks, and the question at the end."""
+    """`[LENGTH]` tokens: fillers, the needle, decoys for wrong pairings, and the question at the end."""
     tokens = np.random.default_rng(0).choice(FILLERS, LENGTH).astype(np.int32)
     tokens[-1] = QUESTION
     for distance, digit in {DISTANCE: NEEDLE, **DECOYS}.items():

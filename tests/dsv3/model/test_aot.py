@@ -45,7 +45,7 @@ def fp8_params() -> Params:
 def test_served_steps_compile_for_an_h200(step, batch, temporaries: int) -> None:
     pool = jax.ShapeDtypeStruct((62 * PAGES_PER_LAYER, PAGE_SIZE, 576), jnp.bfloat16)
     donating = jax.jit(lambda p, b, g: step(p, CFG, b, g, backend=Backend.MOSAIC), donate_argnums=2)
-    # Kernels are lowered and compiled in `tests/pallas_kernels`: their bodies took half of the time here.
+    # `tests/pallas_kernels` compiles the kernels; their bodies would take half of the time here.
     with bodies.left_out():
         lowered = lower_for(donating, fp8_params(), batch, {"latents": pool})
     compiled = compile_to_read(lowered)
@@ -61,6 +61,6 @@ def test_served_steps_compile_for_an_h200(step, batch, temporaries: int) -> None
 
 @pytest.mark.aot
 def test_the_bundled_model_compiles_for_an_h200() -> None:
-    """Its kernels' bodies, too: no width of it is a multiple of 128, and no other test compiles it for a GPU."""
+    """With kernel bodies: its widths are no multiples of 128, and no other test compiles it for a GPU."""
     compiled = compiled_step(MODEL, "decode", H200)
     assert "mosaic_gpu" in compiled.as_text()

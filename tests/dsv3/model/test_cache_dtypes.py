@@ -49,10 +49,10 @@ def test_log_probabilities_stay_close(dtype: str, pages: str) -> None:
     assert seen.mean > 0 and not differs(seen), seen
 
 
-def test_the_bound_notices_a_wrong_scale() -> None:
-    """A scale that is read as twice what was written: no error of types or shapes would tell.
+def test_the_bound_detects_a_wrong_scale() -> None:
+    """A scale that is read as twice its value raises no error of types or shapes.
 
-    Decode reads every latent from pages, and only these two weights take it: doubled, they see such a latent.
+    Decode reads every latent from pages, and only these two weights multiply it: doubling them has the same effect.
     """
     params, cfg = bundled("float32")
     stacks = [stack for stack in (params.dense, params.moe) if stack is not None]
@@ -61,7 +61,7 @@ def test_the_bound_notices_a_wrong_scale() -> None:
     assert differs(Difference.between(read(doubled, cfg, tokens(), FP8), expected()))
 
 
-def test_chunks_and_decode_over_fp8_pages_follow_the_training_form() -> None:
+def test_chunks_and_decode_over_fp8_pages_follow_the_training_pass() -> None:
     """A prompt in two chunks, the second of which reads pages, and decode: the logits of the golden model.
 
     A float16 model over FP8 pages: engine/test_dtypes.py.

@@ -1,4 +1,4 @@
-"""Prefill in expanded form compiled for an H200: it waits for no host, and a long context takes little memory."""
+"""Materialized prefill compiled for an H200: no host waits, and little memory for a long context."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import pytest
 from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.kv_cache.layout import pool
 from dsv3.model import AttentionForm, PrefillBatch, prefill
-from dsv3.model.layers import expanded
+from dsv3.model.layers import materialized
 from dsv3.model.params import abstract
 from pallas_kernels import bodies
 from pallas_kernels.aot import compile_to_read, lower_for
@@ -23,13 +23,13 @@ CFG = dataclasses.replace(
     **{"vocab_size": 256, "hidden_size": 256, "num_hidden_layers": 2, "first_k_dense_replace": 2, "fp8": None},
     **{"num_attention_heads": 64, "q_lora_rank": 128, "intermediate_size": 256, "num_nextn_predict_layers": 0},
 )
-T, ROOM, POOL = 1024, 131_072, 2048
+T, CAPACITY, POOL = 1024, 131_072, 2048
 
 
-def test_a_step_over_131072_tokens_makes_keys_and_values_of_a_few_heads() -> None:
-    """16 of 64 heads: those of all would take 4.3 GB. A product and attention run once per group, in a counted loop."""
+def test_a_step_over_131072_tokens_materializes_a_few_heads_at_a_time() -> None:
+    """16 of 64 heads: all would take 4.3 GB. Product and attention run once per group, in a counted loop."""
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    form = {"form": AttentionForm.MATERIALIZED, "room": ROOM}
+    form = {"form": AttentionForm.MATERIALIZED, "kv_capacity": CAPACITY}
     batch = PrefillBatch(ints((T,)), ints((T,)), ints((3,)), ints((2,)), ints((2, POOL)), **form)
 
     def step(params, batch, pages):
@@ -43,6 +43,6 @@ def test_a_step_over_131072_tokens_makes_keys_and_values_of_a_few_heads() -> Non
     text = compiled.as_text()
     assert text.count("mla_prefill") and "mla_decode" not in text
     assert hlo.parse(text).host_waits == ()
-    latents = ROOM * CFG.latent_dim * 2
+    latents = CAPACITY * CFG.latent_dim * 2
     own = T * CFG.num_attention_heads * 2 * (2 * CFG.qk_head_dim + 2 * CFG.v_head_dim)
-    assert compiled.memory_analysis().temp_size_in_bytes < expanded.BYTES_AT_ONCE + 2 * latents + 2 * own
+    assert compiled.memory_analysis().temp_size_in_bytes < materialized.BYTES_AT_ONCE + 2 * latents + 2 * own

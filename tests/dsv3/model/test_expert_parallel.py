@@ -1,4 +1,4 @@
-"""Experts spread over ranks must give each rank what it would compute alone.
+"""Expert parallelism: each rank must get the same result as with local experts.
 
 The plain schedule is in engine/test_parallel.py; the others around dense layers, and an overlapped prefill that sends
 all to all, in test_tensor_parallel.py.
@@ -23,10 +23,10 @@ from dsv3.model.params import Params, abstract, declare
 from dsv3.model.schedules import HOOKED, OVERLAPPED, Schedule
 from dsv3.model.steps import decode, prefill
 from sharding.experts.eplb import ExpertMap, rebalance_experts
-from sharding.experts.kind import Kind
 from sharding.experts.placement import placement_of
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import build
+from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import RANK_SPEC, Machine, partitions, rank_mesh
 
 CFG = ModelConfig(
@@ -49,7 +49,7 @@ CFG = ModelConfig(
 )
 REDUNDANT, T, MP = 8, 48, 2
 PAIRS = 410
-"""What the experts of a device have room for, in one of the cases: random tokens of 8 ranks want fewer."""
+"""Pair capacity of a device in one of the cases: random tokens of 8 ranks need fewer."""
 PAGES = (CFG.num_cache_layers * 2 * MP, 64, CFG.latent_dim)
 
 
@@ -124,9 +124,9 @@ def alone(ranks: int) -> tuple[Step, Step]:
 
 @functools.cache
 def spread_step(
-    nodes: int, gpus: int, kind: Kind, schedule: Schedule
+    nodes: int, gpus: int, kind: TransportKind, schedule: Schedule
 ) -> tuple[Callable[..., tuple[Step, ...]], ExpertMap]:
-    """The jitted step of all ranks on parameters and batches, with room for what random weights choose, and its map."""
+    """The jitted step of all ranks, with capacity for the experts that random weights select, and its expert map."""
     ranks = nodes * gpus
     mesh = rank_mesh(jax.devices()[:ranks], nodes)
     hot = np.random.default_rng(1).lognormal(sigma=2, size=(CFG.num_moe_layers, CFG.n_routed_experts))
@@ -134,7 +134,7 @@ def spread_step(
     placement = placement_of(expert_map, REDUNDANT + 1)
     rows = LayerRows.from_widths(4 * T, CFG.num_experts_per_tok, CFG.hidden_size, fp8_dispatch=False)
     transport = build(kind, Machine.from_mesh(mesh), CFG.n_routed_experts + REDUNDANT, rows)
-    if kind is Kind.HIERARCHICAL:
+    if kind is TransportKind.HIERARCHICAL:
         transport = dataclasses.replace(transport, pairs=PAIRS)
 
     run = run_decode_alone if schedule is HOOKED else run_rank  # hooked layers are the same in both steps
@@ -158,9 +158,12 @@ def spread_step(
 
 
 @pytest.mark.parametrize(
-    ("nodes", "gpus", "kind", "schedule"), [(1, 2, Kind.RING, HOOKED), (2, 4, Kind.HIERARCHICAL, OVERLAPPED)]
+    ("nodes", "gpus", "kind", "schedule"),
+    [(1, 2, TransportKind.RING, HOOKED), (2, 4, TransportKind.HIERARCHICAL, OVERLAPPED)],
 )
-def test_every_rank_computes_what_it_would_alone(nodes: int, gpus: int, kind: Kind, schedule: Schedule) -> None:
+def test_every_rank_gets_the_result_of_local_experts(
+    nodes: int, gpus: int, kind: TransportKind, schedule: Schedule
+) -> None:
     step, _ = spread_step(nodes, gpus, kind, schedule)
     given, wanted_steps = batches(nodes * gpus), alone(nodes * gpus)
     if schedule is HOOKED:
@@ -171,9 +174,9 @@ def test_every_rank_computes_what_it_would_alone(nodes: int, gpus: int, kind: Ki
         assert not np.asarray(mine.overflows).any()
 
 
-def test_a_device_that_all_tokens_choose_says_that_its_experts_lack_room() -> None:
-    """The same program, whose hops hold all rows. A device has two or three pairs of each token of 8 ranks."""
-    step, expert_map = spread_step(2, 4, Kind.HIERARCHICAL, OVERLAPPED)
+def test_a_device_that_all_tokens_select_reports_overflow() -> None:
+    """The hops hold all rows, but the device gets two or three pairs of each token of 8 ranks."""
+    step, expert_map = spread_step(2, 4, TransportKind.HIERARCHICAL, OVERLAPPED)
     held = expert_map.phy2log[0].reshape(8, -1)
     device = (1 / expert_map.logcnt[0][held]).sum(axis=1).argmax()
     params = parameters()

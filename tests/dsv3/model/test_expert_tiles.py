@@ -1,4 +1,4 @@
-"""Tiles of routed experts follow the pairs that a device is likely to compute, not the room for those that may come."""
+"""The tile height of routed experts follows the expected pairs of a device, not the capacity of its buffers."""
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,13 @@ from pallas_kernels.backend import Backend
 from tests.dsv3.model.golden import model
 
 
-def test_room_that_stays_empty_makes_no_higher_tiles() -> None:
+def test_unused_capacity_does_not_raise_the_tile_height() -> None:
     params, cfg = model("moonlight")
     experts, E, K = params.moe.moe, cfg.n_routed_experts, cfg.num_experts_per_tok
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(64, cfg.hidden_size)), jnp.float32)
     ids = np.full((64, K), -1, np.int32)
-    ids[:2] = np.arange(2 * K).reshape(2, K) % E  # two tokens came, and there is room for 64
+    ids[:2] = np.arange(2 * K).reshape(2, K) % E  # two tokens arrived, and the capacity is 64
     routing = Routing(jnp.asarray(ids), jnp.asarray(rng.random((64, K)), jnp.float32))
 
     def tile(numerics: Numerics) -> int:
@@ -32,8 +32,8 @@ def test_room_that_stays_empty_makes_no_higher_tiles() -> None:
     np.testing.assert_array_equal(outputs[0][1].counts, outputs[1][1].counts)
 
 
-def test_pairs_that_find_no_room_are_told() -> None:
-    """Two tokens' pairs fit in room for as many, whatever they choose; of those of 64 tokens some must be lost."""
+def test_pairs_beyond_the_capacity_are_reported_as_overflow() -> None:
+    """The pairs of two tokens always fit a capacity of as many; of the pairs of 64 tokens some must be lost."""
     params, cfg = model("moonlight")
     experts, E, K = params.moe.moe, cfg.n_routed_experts, cfg.num_experts_per_tok
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Each family beside DeepSeek's computes what transformers' own class computes, from the form it is published in."""
+"""Every other model family gives the results of its transformers class, from its published file format."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ FAMILIES = ("deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "axk1", "kimi_k25", 
 
 
 def batch(family: str) -> np.ndarray:
-    """The sequence whose logits are known, and the 32 prompts with what follows them: one shape for all tests."""
+    """The sequence with golden logits, and the 32 prompts with their continuations: one shape for all tests."""
     golden = data(family)
     known, prompts, greedy = golden["input_ids"][0], golden["prompts"], golden["greedy"]
     tokens = np.zeros((len(prompts) + 1, prompts.shape[1] + greedy.shape[1]), np.int32)
@@ -55,12 +55,9 @@ def with_leaf(params: Params, leaf: jax.Array, value: jax.Array) -> Params:
 
 
 def paired_otherwise(params: Params, cfg: ModelConfig) -> Params:
-    """The parameters whose indexer turns the pairs of the other kind: its rows change places instead of the turn.
-
-    So the program stays the same.
-    """
+    """Permutes rows, which has the effect of an indexer with the other pairing in the same program."""
     P, Y = cfg.qk_rope_head_dim, cfg.indexer.head_dim
-    halves = np.arange(P).reshape(-1, 2).T.reshape(-1)  # of pairs of neighbours
+    halves = np.arange(P).reshape(-1, 2).T.reshape(-1)  # of pairs of neighbors
     order = np.arange(Y)
     order[:P] = np.argsort(halves) if cfg.indexer.interleaved else halves
 
@@ -74,10 +71,10 @@ def paired_otherwise(params: Params, cfg: ModelConfig) -> Params:
 
 
 def changed(family: str) -> tuple[Params, ModelConfig]:
-    """The family without what sets it apart."""
+    """The model without the feature that distinguishes its family."""
     params, cfg = model(family)
     moe = params.moe
-    if cfg.indexer is not None:  # RoPE of the other kind: a bug that several engines had, unseen in short texts
+    if cfg.indexer is not None:  # wrong RoPE pairing: a bug that several engines had, invisible in short texts
         return paired_otherwise(params, cfg), cfg
     if family == "axk1":
         return with_leaf(params, moe.post_moe_norm, jnp.ones_like(moe.post_moe_norm)), cfg
@@ -91,19 +88,19 @@ def changed(family: str) -> tuple[Params, ModelConfig]:
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "glm_moe_dsa"])  # as deepseek_v32
-def test_the_golden_data_needs_what_sets_a_family_apart(family: str) -> None:
+def test_the_golden_data_needs_the_feature_of_its_family(family: str) -> None:
     params, cfg = changed(family)
     assert error(run(params, cfg, batch(family)).logits, family) > 0.01
 
 
-def test_the_softmax_has_a_temperature_where_the_file_says_so() -> None:
+def test_the_softmax_has_a_temperature_only_if_the_file_sets_it() -> None:
     """transformers' config.json has mscale_all_dim 1, Mistral's params.json has apply_scale false."""
     assert model("mistral4")[1].softmax_scale > 1.5 * model("mistral4")[1].qk_head_dim ** -0.5
     params, cfg = model("mistral_large_3")
     assert cfg.softmax_scale == cfg.qk_head_dim**-0.5
     warm = dataclasses.replace(cfg, yarn=dataclasses.replace(cfg.yarn, mscale=1.0, mscale_all_dim=1.0))
     assert amplitude(warm.yarn) == amplitude(cfg.yarn)
-    factor = warm.softmax_scale / cfg.softmax_scale  # on the queries, which is the same, and needs no other program
+    factor = warm.softmax_scale / cfg.softmax_scale  # applied to the queries: equivalent, and needs no other program
     for stack in (params.dense, params.moe):
         if stack is not None:
             params = with_leaf(params, stack.attention.q_b, stack.attention.q_b * factor)

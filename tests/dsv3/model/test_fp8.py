@@ -1,9 +1,9 @@
-"""FP8 checkpoints: partial blocks, and the path that keeps weights in FP8 against a float32 dequantised run.
+"""FP8 checkpoints: partial blocks, and FP8 weights against a dequantized float32 run.
 
 Activations of each product are rounded to e4m3 (3 mantissa bits) per row and 128 channels, so logits differ: on this
 random two-layer model by 7.0 % of their root mean square, with either kind of scale. The most likely token is the same
 in 90 % of all positions, and in 98 % of those where its lead is four times the error (a random model has thin leads);
-the rest are tokens for which rounding changed the choice of experts.
+for the rest, rounding changed the selected experts.
 """
 
 import dataclasses

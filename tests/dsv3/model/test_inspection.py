@@ -73,7 +73,7 @@ def test_attention_is_causal_and_sums_to_one(seen) -> None:
         assert not np.triu(each.attention, 1).any()
 
 
-def test_a_choice_of_layers_changes_no_value(member, tokens, seen) -> None:
+def test_recording_some_layers_changes_no_value(member, tokens, seen) -> None:
     part = inspect(*golden.model(member), tokens, layers=[1], attention=False)
     [only] = part.layers
     assert only.layer == 1 and only.attention is None
@@ -95,16 +95,16 @@ def test_a_hook_sees_layers_in_order_and_may_change_the_stream(member, tokens, s
     assert np.allclose(restored.logits, seen.logits)
 
 
-def test_what_cannot_be_is_refused(member, tokens, monkeypatch) -> None:
+def test_invalid_arguments_are_rejected(member, tokens, monkeypatch) -> None:
     model = golden.model(member)
     for change, words in (
-        ({"layers": [99]}, r"the model has no \[99\]"),
-        ({"layers": [-1]}, r"the model has no \[-1\]"),
-        ({"hook": lambda values: np.zeros(3)}, "hook: gave"),
+        ({"layers": [99]}, r"layers \[99\] do not exist"),
+        ({"layers": [-1]}, r"layers \[-1\] do not exist"),
+        ({"hook": lambda values: np.zeros(3)}, "hook returned shape"),
     ):
         with pytest.raises(ValueError, match=words):
             inspect(*model, tokens, **change)
-    with pytest.raises(ValueError, match="none; a prompt"):
+    with pytest.raises(ValueError, match="token_ids is empty"):
         inspect(*model, [])
     monkeypatch.setattr(inspection, "MAX_BYTES", 10_000)
     with pytest.raises(ValueError, match="attention=False"):

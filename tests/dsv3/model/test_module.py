@@ -1,4 +1,4 @@
-"""The NNX face holds the declared tree and computes what the plain functions compute."""
+"""The NNX module holds the declared tree and gives the results of the plain functions."""
 
 import jax
 import jax.numpy as jnp

@@ -11,7 +11,7 @@ from dsv3.model import PAGE_SIZE, DecodeBatch, Params, PrefillBatch, StepOutput,
 from dsv3.model.decoder import LayerContext
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.rope import rotation
-from dsv3.model.layers.whole import causal_attend
+from dsv3.model.layers.uncached_attention import causal_attend
 from dsv3.model.steps import predict
 from tests.dsv3.model.golden import data, model, relative_error, run
 

@@ -1,4 +1,4 @@
-"""An MTP module whose experts are spread looks its replicas up in its own placement, never in the main model's."""
+"""An expert-parallel MTP module uses its own expert placement, not that of the main model."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from dsv3.model.decoder import LayerContext
 from dsv3.model.layers.expert_parallel import ExpertParallel
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.rope import rotation
-from dsv3.model.layers.whole import causal_attend
+from dsv3.model.layers.uncached_attention import causal_attend
 from dsv3.model.params import Params, abstract, declare
 from sharding.experts.eplb import map_of
 from sharding.experts.placement import Placement, placement_of
@@ -62,11 +62,11 @@ def over_two_devices(with_placement: bool) -> np.ndarray:
     return np.asarray(jax.jit(step)(params, placement, *inputs(2)))
 
 
-def test_it_computes_what_one_device_would() -> None:
+def test_two_devices_give_the_result_of_one() -> None:
     alone = jax.jit(jax.vmap(predict, (None, 0, 0)))(parameters(), *inputs(2))
     np.testing.assert_allclose(over_two_devices(with_placement=True), alone, rtol=1e-5, atol=1e-5)
 
 
-def test_without_a_placement_of_its_own_it_is_refused() -> None:
+def test_a_module_without_a_placement_is_rejected() -> None:
     with pytest.raises(ValueError, match="these layers' experts have no placement"):
         over_two_devices(with_placement=False)

@@ -1,6 +1,6 @@
-"""What XLA really schedules: a decode step of DeepSeek-V3's shape in FP8, compiled for eight H200s, no GPU.
+"""The schedule that XLA compiles for a decode step of DeepSeek-V3's shape in FP8 on eight H200s, without a GPU.
 
-It is too small for two micro-batches. What has two is read where deployments are planned (`plan/test_plan.py` and
+The step is too small for two micro-batches; for those see (`plan/test_plan.py` and
 `plan/test_plan_prefill.py`).
 """
 
@@ -23,10 +23,10 @@ from dsv3.model.schedules import HOOKED
 from dsv3.model.steps import decode
 from pallas_kernels import aot, bodies
 from pallas_kernels.backend import Backend
-from sharding.experts.kind import Kind
 from sharding.experts.placement import Placement
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import build
+from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import RANK_SPEC, Machine, partition, partitions
 from sharding.wire.collectives import Overlap, compiler_options, resolve_overlap
 from tools.plan import hlo
@@ -51,7 +51,9 @@ pytestmark = [
 def compiled() -> jax.stages.Compiled:
     mesh = aot.gpu_mesh({"node": 1, "gpu": RANKS, "tensor": 1})
     rows = LayerRows.from_widths(TOKENS, CFG.num_experts_per_tok, CFG.hidden_size, fp8_dispatch=True)
-    transport = build(Kind.ALL_TO_ALL, Machine.from_mesh(mesh), CFG.n_routed_experts, rows, resolve_overlap("cuda"))
+    transport = build(
+        TransportKind.ALL_TO_ALL, Machine.from_mesh(mesh), CFG.n_routed_experts, rows, resolve_overlap("cuda")
+    )
 
     def body(params, placement, batch, pages):
         batch = jax.tree.map(lambda a: a[0], batch)
@@ -110,12 +112,12 @@ def transfers(lines: list[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def test_nothing_waits_for_the_host() -> None:
-    """Neither a condition nor a loop asks the host, of the exchange and of attention to cached tokens alike."""
+    """No condition or loop of the exchange or of attention waits for the host."""
     assert hlo.parse(text()).host_waits == ()
-    assert "all-reduce" not in text(), "whether there was room is told once, behind the step"
+    assert "all-reduce" not in text(), "overflow is reported once, after the step"
 
 
-def test_a_step_that_is_not_cut_has_one_collective_in_flight() -> None:
+def test_a_step_of_one_batch_has_one_collective_in_flight() -> None:
     """All steps have this schedule with --noexpert_overlap, where XLA allows one."""
     order = launch_order(hlo.parse(text()))
     assert (order.in_flight, order.faults) == (1, ())
@@ -138,7 +140,7 @@ def test_the_page_pool_is_not_copied() -> None:
 
 
 def test_no_weight_is_copied() -> None:
-    """Our kernels address the layer in the stack; XLA writes a slice out before a product of its own."""
+    """Our kernels address the layer in the stack; XLA would copy a slice before its own product."""
     assert not copied_weights(text(), CFG.n_routed_experts // RANKS)
 
 

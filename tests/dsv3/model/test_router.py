@@ -1,4 +1,4 @@
-"""Expert choice against the plain wording of the papers, and the traps between implementations."""
+"""Expert selection against a plain implementation of the papers, and known differences between implementations."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from configs.deepseek_v2_lite import DEEPSEEK_V2_LITE
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.kimi_k2 import KIMI_K2
 from dsv3.config.model import ModelConfig
-from dsv3.model.layers.router import Routing, _best_experts, route, router_logits
+from dsv3.model.layers.router import Routing, _topk_experts, route, router_logits
 from pallas_kernels import native
 from pallas_kernels.backend import Backend
 
@@ -59,7 +59,7 @@ def test_against_plain_python(cfg: ModelConfig, backend: Backend) -> None:
 
 
 _LIMITED = dataclasses.replace(DEEPSEEK_V3, n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3)
-_best = jax.jit(_best_experts, static_argnums=(0, 2))
+_best = jax.jit(_topk_experts, static_argnums=(0, 2))
 
 
 @pytest.mark.skipif(len(BACKENDS) == 1, reason=native.library().reason)
@@ -71,7 +71,7 @@ _best = jax.jit(_best_experts, static_argnums=(0, 2))
 @example(scores=np.array([[-0.0] * 4 + [0.0] + [-0.0] * 3] * 3, np.float32), method="group_limited_greedy")
 @example(scores=np.array([[-0.0] * 4 + [0.0] + [-0.0] * 3] * 3, np.float32), method="noaux_tc")
 def test_kernels_order_scores_as_top_k_does(scores: np.ndarray, method: str) -> None:
-    """Ties, infinities and NaN included: whatever a broken request computes, each row has K distinct experts."""
+    """With ties, infinities and NaN: each row has K distinct experts even for a broken request."""
     cfg = dataclasses.replace(_LIMITED, topk_method=method)
     expected, found = (np.asarray(_best(cfg, scores, backend)) for backend in BACKENDS)
     np.testing.assert_array_equal(found, expected)
@@ -87,7 +87,7 @@ def test_a_masked_expert_never_wins_over_a_negative_score() -> None:
     np.testing.assert_allclose(weights, [[0.5, 0.5]])
 
 
-def test_the_bias_moves_the_choice_and_not_the_weights() -> None:
+def test_the_bias_affects_the_selection_and_not_the_weights() -> None:
     cfg = dataclasses.replace(KIMI_K2, n_routed_experts=3, num_experts_per_tok=1, norm_topk_prob=False)
     logits = np.array([[2.0, 1.0, 0.0]], np.float32)
     assert routed(cfg, logits, np.zeros(3, np.float32))[0].tolist() == [[0]]
@@ -112,7 +112,7 @@ def test_bfloat16_is_scored_in_float32() -> None:
     ("x", "weight", "addressed"), [(BF16, BF16, True), (BF16, F32, False), (F32, F32, False), (F32, BF16, False)]
 )
 def test_the_kernel_takes_what_it_multiplies_exactly(x, weight, addressed) -> None:
-    """Two bfloat16 operands; whatever is wider goes the way of float32."""
+    """Two bfloat16 operands; wider ones use the float32 path."""
     args = (jnp.zeros((8, 64), x), jnp.zeros((3, 16, 64), weight), 1)
     traced = str(jax.make_jaxpr(lambda *args: router_logits(*args, Backend.MOSAIC))(*args))
     assert ("bf16_dense_split" in traced) == addressed

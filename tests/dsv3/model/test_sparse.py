@@ -1,4 +1,4 @@
-"""Sparse attention in the served steps: what the training form computes, and in short texts dense attention's bits."""
+"""Sparse attention in the served steps agrees with the training pass, and with dense attention in short texts."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ class SparseCache(Cache):
 
 
 def expected(family: str) -> tuple[np.ndarray, np.ndarray]:
-    """A text of 64 tokens, a prompt and what follows it, and the training form's logits of all."""
+    """A text of 64 tokens, a prompt and its continuation, and the training pass's logits."""
     tokens = batch(family)
     row = int((tokens > 0).sum(axis=1).argmax())
     return tokens[row], np.asarray(run(*model(family), tokens).logits[row])
@@ -47,7 +47,7 @@ def expected(family: str) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize(("family", "form"), [("deepseek_v32", AttentionForm.TOPK), ("glm_moe_dsa", AttentionForm.ANY)])
 def test_chunks_and_decode_equal_the_full_pass(family: str, form: AttentionForm) -> None:
-    """Steps are told that queries choose, those of short texts too, or look while they run."""
+    """The form is static (top-k in short texts too) or decided by the device."""
     tokens, wanted = expected(family)
     cache = SparseCache(family, [[3, 9], [5, 1]], form=form)
     both = cache.prefill([(0, tokens[:20]), (1, tokens[:10])])
@@ -99,10 +99,10 @@ def short_texts(params: Params, cfg: ModelConfig) -> list[np.ndarray]:
     return [*found, np.asarray(run_decode(params, batch, pages).hidden)]
 
 
-def test_few_tokens_are_attended_to_as_densely_as_in_deepseek_v3() -> None:
-    """All 60 tokens are chosen, which a step sees while it runs. One layer, since each does the same.
+def test_up_to_topk_tokens_attention_has_the_bits_of_dense_attention() -> None:
+    """The device finds that all 60 tokens are within top-k. One layer, since each does the same.
 
-    A step that is told so is one in which nobody must choose: the test below.
+    The test below covers the static form.
     """
     cfg, rng = needle.config(interleaved=True, topk=60), np.random.default_rng(0)
     params = jax.tree.map(lambda s: rng.normal(0, 0.3, s.shape).astype(s.dtype), abstract(cfg, jnp.float32))
@@ -112,8 +112,7 @@ def test_few_tokens_are_attended_to_as_densely_as_in_deepseek_v3() -> None:
     assert all(np.isfinite(each).all() for each in dense)
 
 
-def test_a_table_of_pages_that_holds_no_more_than_is_chosen_needs_no_choice() -> None:
-    """The program is that of a step in which nobody must choose."""
+def test_a_page_table_of_at_most_topk_tokens_compiles_the_dense_program() -> None:
     few, enough = needle.config(interleaved=True, topk=127), needle.config(interleaved=True, topk=128)
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
 
@@ -128,8 +127,8 @@ def test_a_table_of_pages_that_holds_no_more_than_is_chosen_needs_no_choice() ->
         assert len(alike) == 1 and traced(step, few, given) not in alike
 
 
-def test_fp8_pages_follow_the_training_form() -> None:
-    """Rounded scores choose a few other tokens; wrong ones, or keys that are read otherwise, would choose most."""
+def test_fp8_pages_follow_the_training_pass() -> None:
+    """Rounded scores select a few other tokens; wrong scores or keys would select mostly others."""
     golden = data("deepseek_v32")
     tokens, wanted, dense = (golden[name][0] for name in ("input_ids", "logits", "dense"))
     cache = SparseCache("deepseek_v32", [[3, 1]], FP8, AttentionForm.TOPK)
@@ -149,15 +148,15 @@ def test_the_cache_counts_132_bytes_per_token_and_layer() -> None:
     assert token_bytes(wide, "bfloat16") - token_bytes(plain, "bfloat16") == 2 * 256
 
 
-def test_dense_pages_are_refused() -> None:
+def test_dense_pages_are_rejected() -> None:
     params, cfg = model("deepseek_v32")
     batch = DecodeBatch(jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32), jnp.zeros((1, 1), jnp.int32))
     with pytest.raises(ValueError, match="a dict of an array per cache group of the model: index_keys, latents"):
         decode(params, cfg, batch, {"latents": jnp.zeros((2 * cfg.num_cache_layers, PAGE_SIZE, cfg.latent_dim))})
 
 
-def test_what_is_not_chosen_matters() -> None:
-    """The golden texts are long enough: with dense attention they come out otherwise."""
+def test_the_golden_texts_need_topk() -> None:
+    """They are long enough: dense attention gives other logits."""
     for family in FAMILIES:
         golden = data(family)
         assert relative_error(golden["dense"][0, :16], golden["logits"][0, :16]) < 1e-6
@@ -165,12 +164,12 @@ def test_what_is_not_chosen_matters() -> None:
 
 
 def answer(cfg: ModelConfig, params: Params) -> int:
-    """What the model answers to the needle's prompt: four chunks of prefill, then the question in decode."""
+    """The model's answer to the needle's prompt: four chunks of prefill, then the question in decode."""
     tokens, rows = needle.prompt(), (needle.LENGTH - 1) // 4
     table = jnp.arange(-(-needle.LENGTH // PAGE_SIZE), dtype=jnp.int32)[None]
     pages = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), pool(cfg, "float32", table.shape[1]))
     params, programs = jax.tree.map(jnp.asarray, params), test_steps.programs(cfg)
-    form = AttentionForm.TOPK  # in every step; without the dense path a program takes less to compile
+    form = AttentionForm.TOPK  # in every step: a program without the dense path compiles faster
     for start in range(0, needle.LENGTH - 1, rows):
         positions = jnp.arange(start, start + rows, dtype=jnp.int32)
         ends, context = jnp.array([0, rows], jnp.int32), jnp.array([start], jnp.int32)
@@ -185,16 +184,16 @@ def answer(cfg: ModelConfig, params: Params) -> int:
     [(False, False, needle.NEEDLE), (True, True, needle.NEEDLE), (False, True, 3), (True, False, 4)],
     ids=["deepseek", "glm", "deepseek_as_glm", "glm_as_deepseek"],
 )
-def test_a_needle_far_back_is_found_where_the_indexer_rotates_as_it_should(
+def test_a_distant_needle_is_found_only_with_the_right_rotation_of_the_indexer(
     pairs: bool, interleaved: bool, digit: int
 ) -> None:
     assert answer(needle.config(interleaved=interleaved), needle.params(pairs=pairs)) == digit
 
 
-def test_an_mtp_module_chooses_by_its_own_indexer_and_rows_go_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its keys are in pages of its own; with the keys of another layer it would choose other tokens.
+def test_an_mtp_module_uses_its_own_indexer_and_rows_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the keys of another layer it would select other tokens.
 
-    Seven rows at a time make 12 groups of 60 tokens and 20 rows of padding: three groups are padding alone.
+    60 tokens and 20 padding rows make 12 groups of seven rows; three groups are padding only.
     """
     monkeypatch.setattr(attend, "BYTES_AT_ONCE", 7 * PAGE_SIZE * 24 * 4)
     params, cfg = with_module("deepseek_v32")

@@ -1,4 +1,4 @@
-"""Steps with sparse attention compiled for an H200: nothing in them waits for the host, whatever a layer has to do."""
+"""Steps with sparse attention compiled for an H200 never wait for the host."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ POOL, TABLE = 8, 4
 
 ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
 PREFILL = PrefillBatch(ints((64,)), ints((64,)), ints((3,)), ints((2,)), ints((2, TABLE)), AttentionForm.TOPK)
-MASKED = dataclasses.replace(PREFILL, form=AttentionForm.TOPK_MATERIALIZED, room=128)
+MASKED = dataclasses.replace(PREFILL, form=AttentionForm.TOPK_MATERIALIZED, kv_capacity=128)
 DECODE = DecodeBatch(ints((4, 1)), ints((4,)), ints((4, TABLE)), AttentionForm.TOPK)
 
 
@@ -42,11 +42,11 @@ def step(which, params, batch, pages):
 
 @pytest.mark.parametrize(
     ("which", "batch", "kernel"),
-    [(prefill, PREFILL, "mla_decode"), (prefill, MASKED, "mla_prefill_chosen"), (decode, DECODE, "mla_decode")],
+    [(prefill, PREFILL, "mla_decode"), (prefill, MASKED, "mla_prefill_topk"), (decode, DECODE, "mla_decode")],
     ids=["prefill", "masked", "decode"],
 )
-def test_no_step_that_chooses_waits_for_the_host(which, batch, kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts' rows come in groups, of which some are padding; the other layer keeps the choice of the one before."""
+def test_topk_steps_do_not_wait_for_the_host(which, batch, kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill rows are grouped, and some groups are padding; the second layer shares the top-k of the first."""
     pages = pool(CFG, FP8, POOL)
     assert list(pages) == ["latents", "index_keys"]
     monkeypatch.setattr(attend, "BYTES_AT_ONCE", 4 * 64 * 656)
@@ -58,16 +58,16 @@ def test_no_step_that_chooses_waits_for_the_host(which, batch, kernel, monkeypat
     assert hlo.parse(text).host_waits == ()
 
 
-def test_a_step_that_need_not_choose_is_dense() -> None:
-    """It scores nothing and asks nothing; a step that looks while it runs, as on a CPU, asks in each layer."""
+def test_a_step_without_topk_is_dense() -> None:
+    """It has no scores and no conditions; a step in form ANY, as on a CPU, has conditions in each layer."""
 
     def traced(form: AttentionForm) -> Any:
         arguments = abstract(CFG, jnp.bfloat16), dataclasses.replace(DECODE, form=form), pool(CFG, FP8, POOL)
         return jax.make_jaxpr(functools.partial(step, decode))(*arguments).jaxpr
 
-    dense, looking = traced(AttentionForm.ABSORBED), traced(AttentionForm.ANY)
+    dense, dynamic = traced(AttentionForm.ABSORBED), traced(AttentionForm.ANY)
     assert "dsa_scores" not in str(dense) and conditions(dense) == 0
-    assert "dsa_scores" in str(looking) and conditions(looking) == 2
+    assert "dsa_scores" in str(dynamic) and conditions(dynamic) == 2
 
 
 def conditions(jaxpr: Any) -> int:

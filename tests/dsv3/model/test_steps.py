@@ -12,7 +12,7 @@ from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.config.model import LayerGroup, ModelConfig
 from dsv3.model import PAGE_SIZE, DecodeBatch, PrefillBatch, abstract, declare, decode, logits, prefill
 from dsv3.model.decoder import Residual, Stack, embed, final_norm, run_layers
-from dsv3.model.forward import whole_sequences
+from dsv3.model.forward import uncached_context
 from tests.dsv3.model.golden import data, model, run
 
 POOL, TABLE = 12, 4  # pages per layer, pages of a request at most
@@ -77,7 +77,7 @@ class Cache:
         return np.asarray(step[2](self.params, out.hidden))
 
     def written(self) -> np.ndarray:
-        """[cache layers, pages, rows]: which rows of the pool hold something."""
+        """[cache layers, pages, rows]: which rows of the pool are written."""
         rows = np.isfinite(np.asarray(self.pages["latents"])).all(axis=-1)
         return rows.reshape(self.cfg.num_cache_layers, POOL, PAGE_SIZE)
 
@@ -105,7 +105,7 @@ def test_chunks_and_decode_equal_the_full_pass(member: str) -> None:
 
 
 @pytest.mark.parametrize("first", [1, 63, 64, 65, 95])
-def test_every_page_border(first: int) -> None:
+def test_every_page_boundary(first: int) -> None:
     tokens, wanted = expected("deepseek_v3", 1)
     cache = Cache("deepseek_v3", [[4, 2]])
     close(cache.prefill([(0, tokens[:first])])[0], wanted[:first])
@@ -154,7 +154,7 @@ def test_padding_writes_nothing() -> None:
     assert (cache.written() == used).all()
 
 
-def test_a_pool_that_does_not_divide_is_refused() -> None:
+def test_a_pool_that_does_not_divide_is_rejected() -> None:
     params, cfg = model("moonlight")
     batch = DecodeBatch(jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32), jnp.zeros((1, 1), jnp.int32))
     with pytest.raises(ValueError, match="7 pages"):
@@ -184,12 +184,12 @@ class ExpertsFirst(ModelConfig):
         return LayerGroup("moe", 0, self.num_moe_layers), LayerGroup("dense", self.num_moe_layers, 1)
 
 
-def test_groups_of_layers_run_in_the_order_that_the_model_says() -> None:
+def test_groups_of_layers_run_in_the_order_of_the_config() -> None:
     params, cfg = model("deepseek_v3")
     turned = ExpertsFirst(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)})
     tokens, plain = expected("deepseek_v3", 0)
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(lambda spec: spec.shape, declare(turned))
-    context, x = whole_sequences(turned, 1, len(tokens), None), Residual.start(embed(params, tokens))
+    context, x = uncached_context(turned, 1, len(tokens), None), Residual.start(embed(params, tokens))
     for layers, first in ((params.moe, 0), (params.dense, turned.num_moe_layers)):
         x, _, _ = run_layers(Stack(layers, first), context, x, None)
     wanted = np.asarray(logits(params, turned, final_norm(params, turned, x, None)))

@@ -1,4 +1,4 @@
-"""The devices of a rank together must compute what one device would alone."""
+"""Tensor parallelism: the devices of a rank must give the result of one device."""
 
 import dataclasses
 import re
@@ -18,10 +18,10 @@ from dsv3.model.steps import decode, prefill
 from dsv3.model.tensor_parallel import Shards, arrange, check_shards, row_order
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend
-from sharding.experts.kind import Kind
 from sharding.experts.placement import Placement
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import build
+from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import RANK_SPEC, Machine, partitions, rank_mesh, rank_size
 from sharding.wire.collectives import Overlap, compiler_options, resolve_overlap
 
@@ -71,7 +71,7 @@ def over_mesh(cfg: ModelConfig, mesh: Mesh, tokens: int, overlap: Overlap, step,
     rows = LayerRows.from_widths(
         -(-tokens // shards.size), cfg.num_experts_per_tok, cfg.hidden_size, fp8_dispatch=False
     )
-    transport = build(Kind.ALL_TO_ALL, Machine.from_mesh(mesh), cfg.n_routed_experts, rows, overlap)
+    transport = build(TransportKind.ALL_TO_ALL, Machine.from_mesh(mesh), cfg.n_routed_experts, rows, overlap)
 
     def body(params, placement, batch, pages):
         routed = ExpertParallel(transport, shards)
@@ -84,8 +84,8 @@ def over_mesh(cfg: ModelConfig, mesh: Mesh, tokens: int, overlap: Overlap, step,
     return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=RANK_SPEC, check_vma=False), specs
 
 
-def test_a_rank_of_two_devices_computes_what_one_would() -> None:
-    """The schedule is the one with the most parts: two micro-batches, of an odd number of tokens each."""
+def test_a_rank_of_two_devices_gives_the_result_of_one() -> None:
+    """With two micro-batches of an odd number of tokens each."""
     params = parameters()
     expected = jax.jit(prefill, static_argnums=1)(params, CFG, BATCH, {"latents": jnp.zeros(PAGES)})
     mesh = rank_mesh(jax.devices()[:2], tensor_parallel_size=2)
@@ -102,7 +102,7 @@ def test_a_rank_of_two_devices_computes_what_one_would() -> None:
     np.testing.assert_allclose(one, expected.pages["latents"], rtol=1e-4, atol=1e-5)
 
 
-def test_fused_rows_are_cut_into_what_each_device_needs() -> None:
+def test_fused_rows_are_reordered_for_each_device() -> None:
     gate_up = ParamSpec((1, 8, 3), ("layers", "gate_up", None))
     assert row_order(gate_up, CFG, 2).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     latent = list(range(8, 8 + CFG.latent_dim))
@@ -130,12 +130,17 @@ def test_the_scales_of_fp8_rows_move_with_them() -> None:
         ({}, 3, False, "tensor_parallel_size 3 does not divide num_attention_heads 128"),
         ({"intermediate_size": 18433}, 2, False, "does not divide intermediate_size 18433"),
         ({"moe_intermediate_size": 1023}, 2, False, "does not divide n_shared_experts .* 1023"),
-        ({"intermediate_size": 18560}, 2, True, r"dense.mlp.gate_up 9280 rows .* FP8 block's 128.*fp8='dequantize'"),
-        ({"q_lora_rank": None}, 2, True, "dense.attention.qkv_a 576 rows"),
-        ({}, 128, True, "leaves dense.attention.q_b 192 rows"),
+        (
+            {"intermediate_size": 18560},
+            2,
+            True,
+            r"9280 rows or columns of dense.mlp.gate_up, .* 128.*fp8='dequantize'",
+        ),
+        ({"q_lora_rank": None}, 2, True, "576 rows or columns of dense.attention.qkv_a"),
+        ({}, 128, True, "192 rows or columns of dense.attention.q_b"),
     ],
 )
-def test_a_model_that_does_not_divide_is_refused(changes: dict, shards: int, fp8: bool, message: str) -> None:
+def test_a_model_that_does_not_divide_is_rejected(changes: dict, shards: int, fp8: bool, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_shards(dataclasses.replace(PUBLISHED, **changes), shards, fp8=fp8)
 

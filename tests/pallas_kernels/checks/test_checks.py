@@ -1,4 +1,4 @@
-"""The checks find what they are for: a wrong kernel, NaN that is read, a race, an error, a lost device."""
+"""The checks detect a wrong kernel, a read of NaN, a race, an error, a lost device."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ DECODE = attention.Decode(2, 1, 70, batch=2, layers=2).case()
 
 
 def changed(of: checks.Case, change) -> checks.Case:
-    """Returns the case with `change(result, operands, i)` made by the backend under test alone."""
+    """Returns the case with `change(result, operands, i)` applied to the backend under test only."""
 
     def call(operands, i, backend):
         result = of.call(operands, i, backend)
@@ -41,12 +41,12 @@ def test_one_wrong_value_is_caught() -> None:
 
 
 def test_another_weight_of_the_stack_is_caught() -> None:
-    """It is NaN, like all that must not be read."""
+    """It is NaN, like everything that must not be read."""
     row = checks.check(changed(DENSE, lambda out, operands, i: DENSE.call(operands, i + 1, REFERENCE)), Backend.NATIVE)
     assert not row.passed and "not finite" in row.says
 
 
-def test_rows_that_nothing_has_written_are_caught() -> None:
+def test_a_read_of_unwritten_rows_is_caught() -> None:
     def reads_a_tail(result, operands, i):
         q, pages, table, _ = operands
         return DECODE.call((q, pages, table, jnp.full(2, 71)), i, REFERENCE)
@@ -94,7 +94,7 @@ def test_a_lost_device_ends_the_process(monkeypatch: pytest.MonkeyPatch, capsys:
     assert not row["passed"] and "context is gone" in row["says"] and "illegal address" in row["says"]
 
 
-def test_a_backend_that_cannot_run_here_is_refused(capsys: pytest.CaptureFixture) -> None:
+def test_a_backend_that_cannot_run_here_is_rejected(capsys: pytest.CaptureFixture) -> None:
     assert command.main(["mla_decode", "--quick", "--backend", "mosaic"]) == 2
     assert "cannot run on" in capsys.readouterr().err
     assert command.main(["mla_decode"]) == 2
@@ -109,7 +109,7 @@ def test_operations_pass_their_quick_checks(operation: str) -> None:
     assert rows and not [row for row in rows if not row.passed]
 
 
-def test_parts_of_hopper_are_tried_there_alone(capsys: pytest.CaptureFixture) -> None:
+def test_parts_of_hopper_are_checked_only_there(capsys: pytest.CaptureFixture) -> None:
     for operation in HOPPER:
         assert list(checks.OPERATIONS[operation].cases(Backend.MOSAIC, True))
         assert command.main([operation, "--quick", "--backend", "reference"]) == 2
@@ -119,7 +119,7 @@ def test_parts_of_hopper_are_tried_there_alone(capsys: pytest.CaptureFixture) ->
 @pytest.mark.aot
 @pytest.mark.parametrize("backend", [Backend.MOSAIC, Backend.TRITON])
 def test_quick_checks_reach_the_kernels(backend: Backend) -> None:
-    """A shape without a kernel compares the reference with itself, and TMA refuses some shapes only in lowering.
+    """A shape without a kernel compares the reference with itself, and TMA rejects some shapes only in lowering.
 
     Rows of FP8 pages are written by XLA.
     """

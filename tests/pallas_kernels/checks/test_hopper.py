@@ -1,4 +1,4 @@
-"""What the joining of split requests is checked against, beside the kernel in the Mosaic interpreter."""
+"""The oracle of combining split requests, compared with the kernel in the Mosaic interpreter."""
 
 import jax
 import numpy as np
@@ -9,7 +9,7 @@ from pallas_kernels.mla.mosaic_combine import combine_splits
 from pallas_kernels.mosaic import interpret_params, reset_interpreter
 
 
-def test_split_requests_are_joined_as_the_kernel_does_it() -> None:
+def test_the_oracle_combines_split_requests_like_the_kernel() -> None:
     for case in operations.combine_splits_cases(Backend.MOSAIC, True):
         operands = case.operands(jax.random.key(0))
         reset_interpreter()

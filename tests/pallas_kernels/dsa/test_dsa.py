@@ -1,4 +1,4 @@
-"""Index scores, the choice and attention to it, against numpy; pages hold NaN where nobody may read."""
+"""Index scores, top-k selection and attention to it, against numpy; unwritten rows are NaN."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from tests.pallas_kernels.mla.cases import PAGE, decode_case, gather_tokens
 LENGTHS = [150, 0, 64, 7]
 WIDTHS = {"value_width": 32, "scale": 0.3}
 HEADS, KEY = 3, 16
-_select = jax.jit(dsa.select_best, static_argnames="best")
+_select = jax.jit(dsa.select_topk, static_argnames="topk")
 _score = jax.jit(dsa.index_scores)
 _write = jax.jit(dsa.write_keys, static_argnames=("layer", "pages_per_layer"))
 
@@ -54,13 +54,13 @@ def test_scores_are_those_of_the_formula(dtype, tolerance) -> None:
         assert np.isneginf(scores[row, length:]).all()
 
 
-def test_fp8_keys_are_turned_and_no_product_changes() -> None:
+def test_fp8_keys_are_rotated_and_no_product_changes() -> None:
     case = latents()
     q, _, keys, pool = indexer(case, jnp.uint8)
     kept = keys_of_pages(pool, case.layer * case.pages_per_layer + case.page_table[0], KEY, jnp.float32)
     turned = kept.reshape(-1, KEY)[: LENGTHS[0]]
     plain = np.asarray(keys[0, : LENGTHS[0]])
-    assert np.abs(turned - plain).max() > 1, "turned keys are other numbers"
+    assert np.abs(turned - plain).max() > 1, "rotated keys differ"
     products, wanted = np.asarray(turned @ queries_for(pool, q)[0].T), plain @ np.asarray(q)[0].T
     assert np.abs(products - wanted).max() < 0.1 * np.abs(wanted).max()
     assert pool.shape[2] == KEY + 4 and dsa.key_row(128, None) == (132, np.uint8)
@@ -68,15 +68,15 @@ def test_fp8_keys_are_turned_and_no_product_changes() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(-3, 3), min_size=40, max_size=40), st.integers(0, 40))
-def test_the_best_are_exact_and_of_equal_scores_the_first_win(values: list[int], visible: int) -> None:
+def test_top_k_is_exact_and_the_first_of_equal_scores_win(values: list[int], visible: int) -> None:
     scores = np.where(np.arange(40) < visible, np.float32(values), -np.inf)
-    chosen = np.asarray(_select(jnp.asarray(scores)[None], jnp.asarray([visible]), best=16))[0]
+    indices = np.asarray(_select(jnp.asarray(scores)[None], jnp.asarray([visible]), topk=16))[0]
     wanted = sorted(sorted(range(visible), key=lambda i: (-scores[i], i))[:16])
-    assert chosen.tolist() == wanted + [40] * (16 - len(wanted))
+    assert indices.tolist() == wanted + [40] * (16 - len(wanted))
 
 
-def test_a_sum_of_nothing_but_negative_zeros_ties_with_zero() -> None:
-    """A head that sees nothing gives 0 or -0, by the sign of its weight; sorted by their bits they would differ."""
+def test_a_sum_of_negative_zeros_ties_with_zero() -> None:
+    """A head with product 0 gives 0 or -0, by the sign of its weight; sorted by bits they would differ."""
     case = latents()
     _, _, _, pool = indexer(case)
     q, weights = jnp.zeros((len(LENGTHS), HEADS, KEY)), -jnp.ones((len(LENGTHS), HEADS))
@@ -95,18 +95,18 @@ def test_attention_to_all_tokens_has_the_bits_of_decode(fp8: bool) -> None:
     where = dict(layer=case.layer, pages_per_layer=case.pages_per_layer)
     dense, _ = mla.mla_decode(case.q, pages, case.page_table, case.lengths, **where, **WIDTHS)
     every = jnp.broadcast_to(jnp.arange(K, dtype=jnp.int32), (M, K))
-    out = dsa.attend_chosen(case.q[:, 0], pages, case.page_table, every, case.lengths, first_page=first, **WIDTHS)
+    out = dsa.attend_topk(case.q[:, 0], pages, case.page_table, every, case.lengths, first_page=first, **WIDTHS)
     np.testing.assert_array_equal(out, dense[:, 0])
 
 
-def test_attention_is_to_the_chosen_tokens_alone() -> None:
+def test_attention_is_only_to_the_topk_tokens() -> None:
     case, rng = latents(), np.random.default_rng(1)
     positions, counts = np.full((len(LENGTHS), PAGE), 10**6, np.int32), np.minimum(LENGTHS, 16).astype(np.int32)
     for row, count in enumerate(counts):
         positions[row, :count] = np.sort(rng.permutation(LENGTHS[row])[:count])
     first = case.layer * case.pages_per_layer
     arrays = case.q[:, 0], case.pages, case.page_table, jnp.asarray(positions), jnp.asarray(counts)
-    out = np.asarray(dsa.attend_chosen(*arrays, first_page=first, **WIDTHS))
+    out = np.asarray(dsa.attend_topk(*arrays, first_page=first, **WIDTHS))
     for row, count in enumerate(counts):
         tokens = gather_tokens(case, row, LENGTHS[row])[positions[row, :count]]
         scores = np.asarray(case.q, np.float64)[row, 0] @ tokens.T * WIDTHS["scale"]
@@ -115,7 +115,7 @@ def test_attention_is_to_the_chosen_tokens_alone() -> None:
         np.testing.assert_allclose(out[row], wanted, atol=1e-6)
 
 
-def test_keys_of_another_width_are_refused() -> None:
+def test_keys_of_another_width_are_rejected() -> None:
     pool, ids = jnp.zeros((4, PAGE, 16)), jnp.zeros(1, jnp.int32)
     with pytest.raises(ValueError, match=r"must be \[.., 64, 8\] for a width of 8, not \(4, 64, 16\)"):
         dsa.write_keys(pool, jnp.zeros((1, 8)), ids, ids, layer=0, pages_per_layer=2)

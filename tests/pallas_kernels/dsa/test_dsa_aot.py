@@ -17,19 +17,19 @@ def array(shape: tuple[int, ...], dtype: jax.typing.DTypeLike = jnp.int32) -> ja
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def choose(q, weights, keys, table, visible):
-    return dsa.choose(q, weights, keys, table, visible, first_page=0, best=BEST, backend=Backend.MOSAIC)
+def topk(q, weights, keys, table, visible):
+    return dsa.topk_indices(q, weights, keys, table, visible, first_page=0, topk=BEST, backend=Backend.MOSAIC)
 
 
-def choose_and_attend(q, weights, keys, table, visible, latents, queries):
-    picked = choose(q, weights, keys, table, visible)
+def topk_and_attend(q, weights, keys, table, visible, latents, queries):
+    indices = topk(q, weights, keys, table, visible)
     counts = jnp.minimum(visible, BEST)
     where = dict(first_page=0, scale=0.1, value_width=512, backend=Backend.MOSAIC)
-    return dsa.attend_chosen(queries, latents, table, picked, counts, **where)
+    return dsa.attend_topk(queries, latents, table, indices, counts, **where)
 
 
 def arguments(dtype: jax.typing.DTypeLike | None) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes for `choose`; None is FP8."""
+    """Shapes for `topk`; None is FP8."""
     width, kind = dsa.key_row(128, dtype)
     q, weights = array((T, 64, 128), jnp.bfloat16), array((T, 64), jnp.float32)
     return q, weights, array((PAGES, 64, width), kind), array((T, TABLE)), array((T,))
@@ -39,8 +39,8 @@ FP8 = (*arguments(None), array((PAGES, 64, 656), jnp.uint8), array((T, 128, 576)
 
 
 def test_sparse_attention_on_fp8_pages_is_its_kernels() -> None:
-    """Scores, choice, copy and attention are one kernel each; temporaries are the scores and the copied rows."""
-    compiled, kernels = aot.compile_with_resources(choose_and_attend, *FP8)
+    """Scores, selection, copy and attention are one kernel each; temporaries are the scores and the copied rows."""
+    compiled, kernels = aot.compile_with_resources(topk_and_attend, *FP8)
     assert [kernel.name for kernel in kernels] == ["dsa_scores", "mla_combine", "mla_decode"]
     assert all(kernel.spill_bytes == kernel.stack_bytes == 0 for kernel in kernels), kernels
     text = compiled.as_text()
@@ -53,14 +53,14 @@ def test_sparse_attention_on_fp8_pages_is_its_kernels() -> None:
 
 
 def test_scores_on_keys_of_16_bits() -> None:
-    kernels = aot.kernel_resources(choose, *arguments(jnp.bfloat16))
+    kernels = aot.kernel_resources(topk, *arguments(jnp.bfloat16))
     assert [kernel.name for kernel in kernels] == ["dsa_scores"]
     assert all(kernel.spill_bytes == kernel.stack_bytes == 0 for kernel in kernels), kernels
 
 
-def test_the_choice_and_the_copies_spill_nothing() -> None:
+def test_selection_and_copies_do_not_spill() -> None:
     gpu = gpus.by_number(90)
-    kernels = kernel_resources(choose_and_attend, *FP8, gpu=gpu)
+    kernels = kernel_resources(topk_and_attend, *FP8, gpu=gpu)
     assert [kernel.name for kernel in kernels] == ["select", "copy_rows"]
     for kernel in kernels:
         assert kernel.spilled_bytes == 0, kernel

@@ -21,9 +21,9 @@ def clean_interpreter():
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bfloat16", "fp8"])
 def test_scores_in_the_interpreter(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs six pages over two blocks of four, so that a ring of two goes round; and a query that sees nothing.
+    """Six pages over two blocks of four, so that a ring of two wraps around; and a query without visible tokens.
 
-    FP8 queries and keys are compared as they are after rounding: their products are exact in float32.
+    FP8 queries and keys are compared after rounding: their products are exact in float32.
     """
     monkeypatch.setattr(mosaic_scores, "PAGES", 4)
     monkeypatch.setattr(mosaic_scores, "STAGES", 2)
@@ -61,6 +61,6 @@ def test_scores_in_the_interpreter(fp8: bool, monkeypatch: pytest.MonkeyPatch) -
         (((64, 128), jnp.bfloat16), jnp.bfloat16, None),
     ],
 )
-def test_what_the_kernel_takes(q, pool, message) -> None:
+def test_what_the_kernel_supports(q, pool, message) -> None:
     why = mosaic_scores.unsupported(jax.ShapeDtypeStruct((2, *q[0]), q[1]), jax.ShapeDtypeStruct((4, PAGE, 128), pool))
     assert why is None if message is None else message in why

@@ -1,4 +1,4 @@
-"""`fp8_gemm` through the reference: against float64, stacks, partial blocks, refusals."""
+"""`fp8_gemm` through the reference: against float64, stacks, partial blocks, errors."""
 
 import jax
 import jax.numpy as jnp

@@ -31,7 +31,7 @@ def test_1x128_error_is_within_half_a_step(seed, exponent, ue8m0):
     q, scale = map(np.asarray, quantize_1x128(x, ue8m0=ue8m0))
     per_value = np.repeat(scale.T, 128, axis=1)
     error = np.abs(q.astype(np.float32) * per_value - x)
-    # Below e4m3's smallest normal, 2^-6, values stand 2^-9 of a scale apart.
+    # Below e4m3's smallest normal, 2^-6, the spacing is 2^-9 of a scale.
     assert np.all(error <= np.maximum(np.abs(x) * HALF_STEP, per_value * 2.0**-10) * 1.001)
     assert np.all(np.isfinite(q.astype(np.float32)))
     if ue8m0:

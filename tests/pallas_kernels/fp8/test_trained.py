@@ -1,4 +1,4 @@
-"""Products of training on e4m3 values: against float64 of the quantized formulas, tiles along tokens, refusals."""
+"""Products of training on e4m3 values: against float64 of the quantized formulas, tiles along tokens, errors."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels import fp8, grouped
 from pallas_kernels.backend import Backend
 from pallas_kernels.float8 import BLOCK, E4M3
-from pallas_kernels.fp8.tiles import activation_tiles, along_tokens, dequantized
+from pallas_kernels.fp8.trained import activation_tiles, along_tokens, dequantized
 
 REFERENCE = Backend.REFERENCE
 
@@ -20,7 +20,7 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 
 def tiles(x: np.ndarray) -> np.ndarray:
-    """What rows of x stand for in tiles of 1 x 128 whose scales are powers of two, in float64."""
+    """Rows of x after quantization in tiles of 1 x 128 with power-of-two scales, in float64."""
     out = np.empty(x.shape)
     for first in range(0, x.shape[1], BLOCK):
         part = x[:, first : first + BLOCK]
@@ -47,7 +47,7 @@ def assert_close(got: Any, wanted: np.ndarray) -> None:
 
 @pytest.mark.parametrize(("tokens", "out", "channels"), [(200, 144, 160), (128, 128, 128)], ids=["edges", "one tile"])
 def test_a_linear_layer_and_its_gradients_are_those_formulas(tokens: int, out: int, channels: int) -> None:
-    """A tile alone has nothing between its two conversions, to e4m3 and back: the compiler must not leave both out."""
+    """The compiler must not remove the conversions to e4m3 and back, which are adjacent for a single tile."""
     x, w, dy = normal(0, tokens, channels), 3 * normal(1, out, channels), normal(2, tokens, out)
     dy *= np.exp2(np.arange(out) % 7 - 9).astype(np.float32)  # channels of different magnitudes
 
@@ -70,7 +70,7 @@ def test_experts_and_their_gradients_are_those_formulas() -> None:
     def run(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
         order = grouped.align_groups(jnp.asarray(ids), 3, BLOCK)
         aligned, aligned_dy = (v.at[order.source_row].get(mode="fill", fill_value=0) for v in (x, dy))
-        unused = jnp.repeat(order.tile_group < 0, BLOCK)[:, None]  # what a kernel leaves there may be anything
+        unused = jnp.repeat(order.tile_group < 0, BLOCK)[:, None]  # undefined rows
         y, pullback = jax.vjp(
             lambda x, w: grouped.trained_gemm_contiguous(x, w, order.tile_group, backend=REFERENCE), aligned, w
         )
@@ -88,16 +88,16 @@ def test_experts_and_their_gradients_are_those_formulas() -> None:
 
 
 @jax.jit
-def cut_anew(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def requantized(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     kept = dequantized(activation_tiles(x, REFERENCE))
     return kept, along_tokens(kept, REFERENCE)
 
 
-def test_tiles_of_a_weight_gradient_lie_along_the_tokens() -> None:
+def test_tiles_of_a_weight_gradient_are_along_the_tokens() -> None:
     """An outlier costs digits of its own channel in its own 128 tokens; padding costs nothing."""
     x = np.sign(normal(6, 200, 3)) * np.random.default_rng(7).uniform(0.5, 4, (200, 3)).astype(np.float32)
-    kept, again = map(np.asarray, cut_anew(x))
-    np.testing.assert_array_equal(again, kept)  # a scale that is a power of two changes no digit
+    kept, again = map(np.asarray, requantized(x))
+    np.testing.assert_array_equal(again, kept)  # power-of-two scales are exact
     assert np.abs(kept - x).max() > 0.01
     with_outlier = x.copy()
     with_outlier[5, 1] = 2.0**20
@@ -117,12 +117,12 @@ def test_tiles_of_a_weight_gradient_lie_along_the_tokens() -> None:
         ((2, 4, 32), (16, 32), r"got \(2, 4, 32\)"),
     ],
 )
-def test_shapes_that_do_not_belong_together_are_refused(x: tuple[int, ...], w: tuple[int, ...], message: str) -> None:
+def test_mismatched_shapes_are_rejected(x: tuple[int, ...], w: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fp8.trained_gemm(jnp.zeros(x), jnp.zeros(w))
 
 
-def test_types_and_tiles_that_do_not_belong_together_are_refused() -> None:
+def test_mismatched_types_and_tiles_are_rejected() -> None:
     with pytest.raises(ValueError, match="must be bfloat16 or float32, got float16"):
         fp8.trained_gemm(jnp.zeros((4, 32), jnp.float16), jnp.zeros((16, 32)))
     with pytest.raises(ValueError, match=r"needs x \[A, K\] and w \[G, N, K\]"):

@@ -1,4 +1,4 @@
-"""Runs kernels in the Mosaic interpreter: data races raise, and what nobody writes is NaN."""
+"""Runs kernels in the Mosaic interpreter: data races raise, and unwritten values are NaN."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from pallas_kernels import mosaic
 from tests.pallas_kernels.numerics import normal
 
 NUM_BLOCKS = 2
-"""Blocks of a grid in these tests: each walks several tiles, and more would only take longer."""
+"""Blocks of a grid in these tests: each computes several tiles; more would take longer."""
 
 
 def interpret(fn, *args):

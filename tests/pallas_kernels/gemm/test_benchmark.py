@@ -1,4 +1,4 @@
-"""The GPU benchmark of products on a CPU: a wrong product is not timed, XLA's is the same, rows need no device."""
+"""The GPU benchmark of products on a CPU: no timing of wrong products, XLA's equal product, rows without a device."""
 
 import dataclasses
 import subprocess
@@ -86,13 +86,13 @@ def test_products_with_a_layer_at_their_sizes():
     assert compared == [*heads, *router]
 
 
-def test_a_plan_is_called_by_what_it_is():
+def test_a_plan_has_a_name():
     assert fp8_gemm.plan_name(TilePlan(False, 64, 128, splits=4)) == "narrow 64 x 128, K in 4"
     assert fp8_gemm.plan_name(TilePlan(True, 128, 128, cluster=2)) == "wide 128 x 128, clusters of two"
 
 
 def test_rows_are_listed_without_a_device():
-    """The parent leaves the GPU to its children; a platform that does not exist fails where one is touched."""
+    """The parent leaves the GPU to its children: with an unknown platform any use of a device fails."""
     listed = "from benchmarks.gpu import fp8_gemm as m; k = m.keys(); assert len(set(k)) == len(k) > 100; "
     listed += "from benchmarks.gpu import mla; assert len(mla.entries()) > 50; "
     listed += "from benchmarks.gpu import moe_layer; assert len(list(moe_layer.all_cases())) == 3; "

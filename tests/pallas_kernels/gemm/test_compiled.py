@@ -1,6 +1,6 @@
-"""The kernels compiled for an H200 that is not there: resources, weights left in place, a program of eight GPUs.
+"""The kernels compiled for an H200 without one: resources, weights in place, a program of eight GPUs.
 
-`python -m benchmarks.gpu.fp8_gemm --compile` gates every shape of `shapes.py`; here stands one of each kind.
+`python -m benchmarks.gpu.fp8_gemm --compile` gates every shape of `shapes.py`; this file has one of each kind.
 """
 
 import re
@@ -93,7 +93,7 @@ def test_plain_stack_with_a_float32_result(m):
     ("m", "n", "k"), [(7, 2112, 7168), (33, 24576, 1536), (48, 2112, 7168), (130, 24576, 1536), (130, 2112, 7168)]
 )
 def test_rows_that_fill_no_tile(m, n, k):
-    """TMA refuses an array above one tile that is no multiple of it, and only lowering for a GPU says so."""
+    """TMA rejects an array of more than one tile that is not whole tiles, but only when lowered for a GPU."""
 
     def product(x, w, w_scale):
         values, scale = quantize_1x128(x, backend=MOSAIC)
@@ -133,7 +133,7 @@ def test_contiguous(tile_m):
     [(16, 128, True), (64, 16, False), (128, 128, False), (1024, 128, False), (1024, 128, True)],
 )
 def test_heads(m, heads, transposed):
-    """The up-projections of the latents: queries to latents is transposed and carries rotated parts, back is not."""
+    """The up-projections of the latents: queries to latents, transposed with carried columns, and latents to values."""
     args = spec(BF16, m, heads, 192 if transposed else 512), spec(BF16, 4, heads, 128, 512), spec(I32)
     how = dict(transposed=transposed, carried=64 if transposed else 0, backend=MOSAIC)
     assert_in_registers(lambda x, w, layer: head_gemm(x, w, layer, **how), *args)
@@ -141,7 +141,7 @@ def test_heads(m, heads, transposed):
 
 @pytest.mark.parametrize("m", [1, 1024])
 def test_widths_that_are_no_multiple_of_64(m):
-    """Those of the bundled model: 96 of a latent and of an expert, 160 of a row of its pages."""
+    """Those of the bundled model: latents and experts of 96, rows of 160."""
     layer, experts = spec(I32), spec(I32, 8)
     assert_in_registers(
         lambda x, w, i: layer_gemm(x, w, i, backend=MOSAIC), spec(BF16, m, 96), spec(BF16, 5, 160, 96), layer
@@ -162,7 +162,7 @@ def test_quantization():
 
 @pytest.mark.parametrize("width", [96, 2112, 10944])
 def test_rows_are_quantized_that_are_no_multiple_of_a_block(width):
-    """TMA cuts a row into whole tiles only; 10,944 are the channels of DeepSeek-V2-Lite's dense layer."""
+    """TMA needs whole tiles; 10,944 are the channels of DeepSeek-V2-Lite's dense layer."""
     assert_in_registers(lambda x: quantize_1x128(x, backend=MOSAIC), spec(BF16, 64, width))
     assert_in_registers(lambda x: swiglu_quantize(x, backend=MOSAIC), spec(BF16, 64, 2 * width))
 
@@ -171,7 +171,7 @@ LAYERS, EXPERTS, D, INNER = 5, 4, 2048, 512
 
 
 def layers_in_place(x, dense, experts, ids, plain):
-    """A scan over layers whose products address the stacks themselves."""
+    """A scan over layers whose products address the stacks."""
     aligned = align_groups(ids, EXPERTS, 8, backend=MOSAIC)
 
     def layer(x, i):
@@ -187,7 +187,7 @@ def layers_in_place(x, dense, experts, ids, plain):
 
 
 def layers_sliced(x, dense, experts, ids, plain):
-    """The same with the dense weight sliced by the scan counter."""
+    """The same with the dense weight sliced by the scan."""
 
     def layer(x, i):
         q, scale = quantize_1x128(x, backend=MOSAIC)
@@ -199,7 +199,7 @@ def layers_sliced(x, dense, experts, ids, plain):
 
 
 def weights_written(compiled_text):
-    """Instructions whose result has the shape of a weight, other than those that only name it."""
+    """Instructions whose result has the shape of a weight, except aliases."""
     weights = rf"(?:f8e4m3fn|bf16)\[(?:\d+,)?(?:{D},{D})\]"
     found = re.findall(rf"= {weights}\S* ([\w-]+)\(", compiled_text)
     return [op for op in found if op not in ("parameter", "get-tuple-element", "bitcast")]

@@ -1,4 +1,4 @@
-"""The public operations on the Mosaic backend: same answers as the reference, refusals before any kernel is traced."""
+"""The public operations on the Mosaic backend: the reference's results, errors before any kernel is traced."""
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ def test_a_plain_stack(rows):
 
 
 def test_a_plain_stack_with_a_float32_result():
-    """A router's product: K in parts, and nothing of the result rounded to bfloat16."""
+    """A router's product: split K, a result that is not rounded to bfloat16."""
     (x, x_true), (w, w_true) = bfloat16(0, 33, 592), bfloat16(1, 3, 136, 592)
     assert plan_dense(33, 136, 592, 2, float32=True).splits > 1
     out = interpret(lambda layer: layer_gemm(x, w, layer, out_dtype=F32, backend=MOSAIC), 2)
@@ -72,7 +72,7 @@ def test_a_plain_stack_with_a_float32_result():
 
 @pytest.mark.parametrize(("transposed", "carried"), [(False, 0), (True, 16)])
 def test_heads_of_a_stack(transposed, carried):
-    """Columns that are carried stand behind the product, unchanged."""
+    """Carried columns are appended to the product, unchanged."""
     (x, x_true), (w, w_true) = bfloat16(0, 9, 2, 64 + carried), bfloat16(1, 3, 2, 64, 64)
     product = np.einsum("mhk,hkn->mhn" if transposed else "mhk,hnk->mhn", x_true[..., :64], w_true[2])
     how = dict(transposed=transposed, carried=carried)
@@ -154,6 +154,6 @@ def zeros(dtype, *shape):
     ],
     ids=["N", "K", "tile_m", "dtype", "stack's out_dtype", "heads' K", "heads' dtype", "heads' N", "out_dtype"],
 )
-def test_refusals(call, message):
+def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()

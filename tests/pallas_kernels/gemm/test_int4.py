@@ -1,4 +1,4 @@
-"""The INT4 kernel: values out of words, interpreted with race detection, compiled for an H200 that is not there."""
+"""The INT4 kernel: unpacking of words, interpreted with race detection, compiled for an H200."""
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +35,9 @@ TILES = {
 
 @pytest.mark.parametrize(("tile_group", "tile_m", "stages"), TILES.values(), ids=TILES)
 def test_contiguous(tile_group, tile_m, stages) -> None:
-    """Weights are rounded to bfloat16, as those of the dequantized model are, and so is the result.
+    """Weights are rounded to bfloat16, as in the dequantized model, and so is the result.
 
-    Those of groups without tiles are never read: their scales are NaN.
+    Weights of groups without tiles are never read: their scales are NaN.
     """
     (x, x_true), (values, scale) = bfloat16(0, len(tile_group) * tile_m, K), int4_weights.random_weight(1, 5, N, K)
     words = interleave(int4_weights.pack(values))

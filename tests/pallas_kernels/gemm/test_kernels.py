@@ -1,6 +1,6 @@
 """The Mosaic kernels in the interpreter, with race detection: every kind of tile, edge and layout.
 
-`calc_diff` against float64 of the same quantized values; 1e-5 leaves room for the bfloat16 of the result only.
+`calc_diff` against float64 of the same quantized values; 1e-5 allows only for the bfloat16 result.
 """
 
 import jax
@@ -13,7 +13,7 @@ from pallas_kernels.gemm.plan import TilePlan
 from tests.pallas_kernels.gemm.interpreted import NUM_BLOCKS, bfloat16, interpret, untouched
 from tests.pallas_kernels.numerics import activation, calc_diff, weight
 
-# M, N, K, plan: no dimension is a multiple of the tile, weight scales change inside of tiles, the ring wraps around.
+# M, N, K, plan: no dimension is a multiple of the tile, weight scales change inside tiles, the ring wraps around.
 DENSE = {
     "wide 128": (200, 264, 256, TilePlan(True, 128, 128, stages=3)),
     "wide 112 meets two scales": (130, 264, 400, TilePlan(True, 128, 112, stages=2)),
@@ -154,7 +154,7 @@ def test_groups_without_tiles_never_read_their_weights():
     ("m", "plan"), [(130, TilePlan(True, 128, 128, stages=3)), (9, TilePlan(False, 16, 128))], ids=["wide", "narrow"]
 )
 def test_float16(m, plan):
-    """A result that was rounded to bfloat16 on its way would differ by 1e-6."""
+    """A result rounded to bfloat16 would differ by 1e-6."""
     x = jax.random.normal(jax.random.key(0), (m, 208), jnp.float16)
     w = jax.random.normal(jax.random.key(1), (2, 136, 208), jnp.float16)
     out = interpret(lambda x, w: dispatch.dense(x, None, w, None, 1, jnp.float16, plan=plan, num_sms=NUM_BLOCKS), x, w)

@@ -1,4 +1,4 @@
-"""Choice of tiles: always a kernel that exists, fewer idle multiprocessors where the width can be chosen."""
+"""Tile selection: always a valid kernel, with fewer idle multiprocessors where widths allow."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ from pallas_kernels.mosaic import NUM_SMS
 
 
 def kernel_of(plan, n, k, dtype=jnp.float8_e4m3fn):
-    """Builds the kernel, which refuses tiles that do not fit shared memory or meet three scales."""
+    """Builds the kernel, which rejects tiles that do not fit shared memory or span three scales."""
     w = jax.ShapeDtypeStruct((1, n, k), dtype)
     return kernel_of_plan(plan, Dense(8, plan.tile_m, plan.splits), w, w, ((1, 8, n), jnp.bfloat16))
 
@@ -66,13 +66,13 @@ def test_few_rows_split_k_until_the_multiprocessors_are_busy():
         tiles = math.ceil(n / plan.tile_n) * plan.splits
         assert not plan.wide and plan.tile_m == 8
         assert waves(plan, 1, n) == 1 or plan.splits == 1
-        # Where K is long enough to be split, most of the multiprocessors have work.
+        # If K is long enough to be split, most multiprocessors have work.
         assert tiles > NUM_SMS / 2 or k < 4096
 
 
 @pytest.mark.parametrize(("n", "k"), [(256, 7168), (384, 7168), (160, 5120), (64, 2048)])
 def test_the_routers_of_the_family_are_read_by_many_multiprocessors(n, k):
-    """Few rows of them are a column tile or three, which would leave nearly all of the memory's rate unused."""
+    """Few rows have only one to three column tiles, which alone would leave most memory bandwidth unused."""
     for m in (1, 33, 64, 130):
         plan = plan_dense(m, n, k, 2, float32=True)
         steps = k // 64
@@ -102,7 +102,11 @@ def test_an_unaligned_width_wins_where_it_saves_a_wave():
 def test_a_tall_tile_wins_where_it_saves_a_wave():
     """512 tiles of 256 x 128 are four waves, 704 of 128 x 192 are six, the last of them a third full."""
     assert plan_dense(4096, 4096, 7168, 1).is_tall
-    for m, itemsize, float32 in ((128, 1, False), (4096, 2, False), (4096, 1, True)):  # one row tile, no FP8, no room
+    for m, itemsize, float32 in (
+        (128, 1, False),
+        (4096, 2, False),
+        (4096, 1, True),
+    ):  # one row tile, no FP8, float32
         assert not plan_dense(m, 4096, 7168, itemsize, float32=float32).is_tall
 
 
@@ -119,7 +123,7 @@ def test_deepseek_shapes_have_plans():
 
 @pytest.mark.parametrize(("rows", "tile_m", "used"), [(1792, 128, 5), (1792, 128, 3), (3168, 16, 35)])
 def test_empty_tiles_leave_no_multiprocessor_idle(rows, tile_m, used):
-    """Decode over 144 and over 8 devices: of the room for all arrived rows the first `used` tiles hold some."""
+    """Decode over 144 and over 8 devices: of the whole capacity the first `used` tiles hold rows."""
     columns, schedule = 26, Contiguous(rows, tile_m)
     positions = jnp.arange(schedule.most_tiles(columns), dtype=jnp.int32)
     row, _ = jax.vmap(lambda p: plgpu.planar_snake(p, (rows // tile_m, columns), 0, schedule.panel))(positions)
@@ -134,7 +138,7 @@ COLUMNS = 2
 
 @functools.cache
 def places(tiles):
-    """Returns the pair and the column of each position of a walk over as many row tiles."""
+    """Returns the pair and the column of each position of a schedule over so many row tiles."""
     schedule = ContiguousPairs(128 * tiles, 128)
     positions = jnp.arange(schedule.most_tiles(COLUMNS), dtype=jnp.int32)
     return schedule, *jax.vmap(lambda position: schedule.place(position, COLUMNS))(positions)
@@ -143,14 +147,14 @@ def places(tiles):
 @settings(max_examples=15, deadline=None)
 @given(group=st.sampled_from([5, 6]).flatmap(lambda n: st.lists(st.integers(-1, 2), min_size=n, max_size=n)))
 def test_pairs_cover_each_tile_once(group):
-    """The blocks of a cluster share weights or activations, never both, and skip what has no group."""
+    """The blocks of a cluster share weights or activations, never both, and skip tiles without a group."""
     schedule, pair, column = places(len(group))
     first, second = (np.asarray(its) for its in schedule.groups(np.asarray(group), np.asarray(pair)))
     found = []
     row, at, shared = (np.asarray(v) for v in own_place(first == second, pair, column, np.arange(2)[:, None]))
     for position, one_group in enumerate(shared):
         its = np.where(row[:, position] == 2 * pair[position], first[position], second[position])
-        assert its[0] == its[1]  # so both go on, or neither
+        assert its[0] == its[1]  # so both continue, or neither
         assert (at[0, position] == at[1, position]) == one_group and (row[0, position] == row[1, position]) != one_group
         found += zip(row[:, position], at[:, position], strict=True) if its[0] >= 0 else ()
     expected = [(row, column) for row, its in enumerate(group) if its >= 0 for column in range(2 * COLUMNS)]

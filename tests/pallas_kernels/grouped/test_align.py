@@ -20,7 +20,7 @@ BACKENDS = [Backend.REFERENCE, *([Backend.NATIVE] if native.library().targets el
     tile_m=st.sampled_from([1, 4, 8]),
     backend=st.sampled_from(BACKENDS),
 )
-def test_every_row_has_one_place_in_a_tile_of_its_group(ids, num_groups, tile_m, backend):
+def test_every_row_is_once_in_a_tile_of_its_group(ids, num_groups, tile_m, backend):
     ids = np.array(ids)
     aligned = align_groups(jnp.asarray(ids), num_groups, tile_m, backend=backend)
     A = aligned_rows(len(ids), num_groups, tile_m)
@@ -43,8 +43,8 @@ def test_every_row_has_one_place_in_a_tile_of_its_group(ids, num_groups, tile_m,
 
 @settings(max_examples=20, deadline=None)
 @given(ids=st.lists(st.integers(-2, 7), min_size=12, max_size=12), backend=st.sampled_from(BACKENDS))
-def test_more_rows_than_there_is_room_for_are_told(ids, backend):
-    """Up to `max_rows` rows always fit. Of more either all have their place, or `needed` says that some have not."""
+def test_needed_reports_rows_beyond_the_capacity(ids, backend):
+    """Up to `max_rows` rows always fit. More either all fit, or `needed` exceeds the aligned rows."""
     ids = np.array(ids)
     whole, aligned = (align_groups(jnp.asarray(ids), 6, 4, max_rows=most, backend=backend) for most in (None, 5))
     A, has_group = aligned_rows(5, 6, 4), (ids >= 0) & (ids < 6)

@@ -19,7 +19,7 @@ from tests.pallas_kernels.numerics import calc_diff
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "int4.npz"
 
 
-def test_words_of_compressed_tensors_become_what_it_decompresses() -> None:
+def test_words_of_compressed_tensors_dequantize_to_its_values() -> None:
     """`tests/golden/make_int4.py` made the data with the package itself."""
     with np.load(GOLDEN) as file:
         golden = dict(file)
@@ -80,7 +80,7 @@ def test_products_against_float64(seed: int, tile_group: list[int], offset: int,
             assert calc_diff(y[rows], wanted) < (1e-12 if dtype == jnp.float32 else 2e-5)
 
 
-# In numpy: jax would compile programs for these while each worker collects.
+# In numpy: jax would compile programs for these during collection.
 X, W, SCALE = np.zeros((8, 256), np.float32), np.zeros((2, 8, 32), np.int32), np.zeros((2, 8, 8), jnp.bfloat16)
 
 

@@ -1,4 +1,4 @@
-"""Grouped products through the reference: against dense formulations, gradients, skipped tiles, refusals."""
+"""Grouped products through the reference: against dense formulations, gradients, skipped tiles, errors."""
 
 import functools
 

@@ -23,7 +23,7 @@ class DecodeCase:
 def decode_case(
     lengths, *, S=1, H=16, R=512, P=64, dtype=jnp.bfloat16, layers=2, layer=1, table_width=None, pool=None, seed=0
 ):
-    """NaN in every row that no request may see: page tails, unused pages, other layers."""
+    """NaN in every row outside of requests: page tails, unused pages, other layers."""
     rng = np.random.default_rng(seed)
     needed = [-(-n // PAGE) for n in lengths]
     width = table_width or max([*needed, 1])

@@ -1,4 +1,4 @@
-"""Which implementation the public operations choose. Lowering for a GPU shows it without one."""
+"""The implementation that public operations select, read from programs lowered for a GPU."""
 
 import functools
 import logging
@@ -33,7 +33,7 @@ def decode_program(width, value_width, backend, dtype=jnp.bfloat16):
 
 
 @pytest.mark.aot
-def test_kernels_run_where_asked_for_and_only_there():
+def test_kernels_run_only_where_requested():
     assert KERNEL in decode_program(576, 512, Backend.MOSAIC)
     assert KERNEL in decode_program(320, 256, Backend.MOSAIC)
     assert KERNEL not in decode_program(576, 512, Backend.REFERENCE)
@@ -76,7 +76,7 @@ def test_kernels_run_where_asked_for_and_only_there():
         ),
     ],
 )
-def test_what_a_kernel_cannot_take_goes_to_the_reference_and_the_log(program, reason, caplog):
+def test_unsupported_arrays_use_the_reference_and_are_logged(program, reason, caplog):
     mosaic_ops.log_fallback.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert KERNEL not in program()
@@ -85,7 +85,7 @@ def test_what_a_kernel_cannot_take_goes_to_the_reference_and_the_log(program, re
     assert re.search(reason, record.message)
 
 
-def test_a_scale_that_is_not_above_zero_is_refused():
+def test_a_scale_that_is_not_above_zero_is_rejected():
     """The kernel takes the maximum of scores before it scales them."""
     with pytest.raises(ValueError, match=r"scale must be above 0, got 0\.0"):
         TileShape(heads=16, queries=1, rows=16, parts=1, dtype=jnp.dtype(jnp.bfloat16), scale=0.0, interpreted=True)

@@ -1,4 +1,4 @@
-"""The GPU benchmark's rows at tiny sizes on jax.numpy: a run on a GPU is too dear to find a typing error."""
+"""The GPU benchmark's rows at tiny sizes on jax.numpy: a GPU run is too expensive to find typos."""
 
 import dataclasses
 
@@ -39,7 +39,7 @@ def test_prefill_and_its_tiles():
 
 
 @pytest.mark.usefixtures("small")
-def test_new_tokens_to_cached_ones_in_both_forms():
+def test_context_in_both_forms():
     row = mla.context(Prefill.even(8, 2, 70, heads=2), REFERENCE, ROOFS)
     assert row.passed and row.figures["expanded us"] > 0 and row.figures["groups of heads"] == 1
 

@@ -16,9 +16,9 @@ from pallas_kernels.mla import (
     decode_schedule,
     mla_decode,
     mla_prefill,
-    mla_prefill_chosen,
     mla_prefill_context,
     mla_prefill_spans,
+    mla_prefill_topk,
     write_pages,
 )
 from pallas_kernels.multiprocessors import Multiprocessors, taking
@@ -30,7 +30,7 @@ SCALE = 0.1352338
 BATCH, TABLE, LAYERS = 128, 512, 4  # 32,768 tokens per request
 PAGES_PER_LAYER = BATCH * TABLE
 POOL_SHAPE = (LAYERS * PAGES_PER_LAYER, 64, 576)
-LAUNCH_REGISTERS = 168  # 65,536 over 384 threads, before the warpgroups trade among themselves
+LAUNCH_REGISTERS = 168  # 65,536 over 384 threads, before `setmaxnreg`
 
 i32, bf16 = jnp.int32, jnp.bfloat16
 decode = functools.partial(mla_decode, scale=SCALE, backend=Backend.MOSAIC)
@@ -48,7 +48,7 @@ def assert_clean(kernels, *names):
 
 
 def test_decode():
-    """Its main loop, too; several queries and other widths are compiled below."""
+    """And its main loop; several queries and other widths are compiled below."""
     H = 128
     kernels = aot.kernel_resources(
         functools.partial(decode, pages_per_layer=PAGES_PER_LAYER),
@@ -63,7 +63,7 @@ def test_decode():
 
 
 def test_decode_from_fp8_pages_copies_nothing():
-    """Takes 16 heads, and looks at its main loops; those with 128 are compiled in `dsa/test_dsa_aot.py`."""
+    """Takes 16 heads, and its main loops; those with 128 are compiled in `dsa/test_dsa_aot.py`."""
     pool = array((PAGES_PER_LAYER, 64, 656), jnp.uint8)
     run = functools.partial(decode, pages_per_layer=PAGES_PER_LAYER)
     arguments = (array((BATCH, 2, 16, 576)), pool, array((BATCH, TABLE), i32), array((BATCH,), i32))
@@ -95,20 +95,20 @@ def test_prefill_of_other_families_and_beside_transfers(H, key, value, reserved)
 
 
 def test_prefill_with_a_shared_key():
-    """Spans of keys, and chosen ones."""
+    """Spans of keys, and top-k keys."""
     T, H, K = 4096, 128, 12288
 
     def attend(q, keys, values, rope, bits, spans):
         ranges, how = (spans[0], spans[1]), {"scale": SCALE, "shared_key": rope, "backend": Backend.MOSAIC}
         return (
-            mla_prefill_chosen(q, keys, values, bits, *ranges, **how),
+            mla_prefill_topk(q, keys, values, bits, *ranges, **how),
             mla_prefill_spans(q, keys, values, *ranges, **how),
         )
 
     shapes = [(T, H, 192), (K, H, 128), (K, H, 128), (K, 64)]
     kernels = aot.kernel_resources(attend, *map(array, shapes), array((K // 32, T), i32), array((2, T), i32))
-    assert_clean(kernels, "mla_prefill", "mla_prefill_chosen")
-    assert_no_longer(main_loop_kernels.prefill_chosen(), kernels, instructions=722, cycles=(3378, 3370))
+    assert_clean(kernels, "mla_prefill", "mla_prefill_topk")
+    assert_no_longer(main_loop_kernels.prefill_topk(), kernels, instructions=722, cycles=(3378, 3370))
     assert_no_longer(main_loop_kernels.prefill_spans(), kernels, instructions=573, cycles=(2852, 2802))
 
 

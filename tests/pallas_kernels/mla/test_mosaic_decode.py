@@ -81,7 +81,7 @@ def test_lengths(lengths):
 
 @pytest.mark.parametrize("H", [1, 127])
 def test_heads(H):
-    """Fewer than a tile of 64 rows has, a tile that is not full behind a full one; below, two full ones."""
+    """Less than a tile of 64 rows, and a full tile plus a partial one; below, two full ones."""
     check(cases.decode_case((130, 40), H=H))
 
 
@@ -108,15 +108,15 @@ def test_float16():
 
 @jax.jit
 def _packed(pages):
-    """Gives rows as FP8 pages keep them, and the pages."""
+    """Returns FP8 rows, and their pages."""
     packed = pack_fp8(pages, 512)
     return unpack_fp8(packed, 512, jnp.bfloat16), fp8_pages_of_rows(packed, 512)
 
 
 def test_fp8_cache():
-    """Like the reference on the same pages, and as near to the unquantized cache as e4m3 allows.
+    """Equals the reference on the same pages, and the unquantized cache within the error of e4m3.
 
-    Tiles of a row differ as much as float16 can hold; queries beyond it leave the result finite.
+    Tiles of a row span the range of float16; queries beyond it give a finite result.
     """
     case = cases.decode_case((450, 64, 1, 0), S=2, H=16)
     assert splits(case)
@@ -137,7 +137,7 @@ def test_fp8_cache():
 
 @pytest.mark.parametrize(("H", "R", "is_cached"), [(16, 512, 1), (128, 512, 1), (16, 512, 0)])
 def test_context_of_new_tokens(H, R, is_cached):
-    """The kernel runs where no request has any too: no device is asked. `test_latents_of_256` has the other width."""
+    """The kernel also runs if no request has context. `test_latents_of_256` has the other width."""
     counts, contexts = ((1, 2), (70, 0)) if H == 128 else ((5, 2, 0), (70, 0, 64))
     case = cases.decode_case(contexts, H=1, R=R)
     case = dataclasses.replace(case, lengths=is_cached * case.lengths)

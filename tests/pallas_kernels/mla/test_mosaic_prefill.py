@@ -27,7 +27,7 @@ def prefill(q, k, v, cu_lengths, shared_key=None, key_block=64, stages=2, blocks
 
 
 def check(lengths, T, *, H=1, dtype=jnp.bfloat16, widths=(192, 128), shared=0, **kwargs):
-    """Compares with the reference; the last `shared` columns of keys are the same for all heads, and given apart."""
+    """Compares with the reference; the last `shared` columns of keys are shared by all heads, and a separate array."""
     rng = np.random.default_rng(0)
     q, k, v = (np.clip(rng.standard_normal((T, H, w)) / 3, -1, 1) for w in (widths[0], *widths))
     for x in (q, k, v):
@@ -50,7 +50,7 @@ def check(lengths, T, *, H=1, dtype=jnp.bfloat16, widths=(192, 128), shared=0, *
 
 @pytest.mark.parametrize("lengths", [(256, 0, 0), (1, 130, 61), (127, 1, 128), (0, 0, 5), (0, 0, 0)], ids=str)
 def test_segments(lengths):
-    """Keys in their parts, as the model hands them over."""
+    """Keys in two parts, as in the model."""
     check(lengths, 256, shared=64)
 
 
@@ -64,11 +64,11 @@ def test_heads_of_256():
 
 
 @pytest.mark.parametrize(("lengths", "blocks"), [((1, 130, 61), 3), ((70, 5), 1)], ids=str)
-def test_blocks_that_walk_over_several_items(lengths, blocks):
-    """Four items of two heads: the third block has one, and of one block's two have no tokens."""
+def test_blocks_with_several_items(lengths, blocks):
+    """Four items of two heads: the third block has one, and two of a block's items have no tokens."""
     check(lengths, 256, H=2, blocks=blocks)
 
 
 @pytest.mark.parametrize(("key_block", "stages"), [(128, 2), (64, 4)])
-def test_tiles_that_can_be_tuned(key_block, stages):
+def test_tuned_tiles(key_block, stages):
     check((200, 40), 256, key_block=key_block, stages=stages)

@@ -95,7 +95,7 @@ def test_merge_equals_attention_over_the_union():
     q, k, v = (rng.standard_normal(shape) for shape in ((4, 8), (10, 8), (10, 6)))
     sides = [cases.attend(q, k[s], v[s], SCALE) for s in (slice(0, 3), slice(3, 10), slice(0, 0))]
     (out_a, lse_a), (out_b, lse_b), (_, lse_none) = ([jnp.asarray(x, jnp.float32) for x in side] for side in sides)
-    poison = jnp.full_like(out_a, jnp.nan)  # what an empty side computed must not matter
+    poison = jnp.full_like(out_a, jnp.nan)  # the output of an empty side is ignored
     whole, whole_lse = cases.attend(q, k, v, SCALE)
     np.testing.assert_allclose(merge_attention(out_a, lse_a, out_b, lse_b)[0], whole, rtol=1e-5)
     np.testing.assert_allclose(merge_attention(out_a, lse_a, out_b, lse_b)[1], whole_lse, rtol=1e-5)
@@ -108,7 +108,7 @@ def test_merge_equals_attention_over_the_union():
     assert np.isposinf(lse).all()
 
 
-def test_write_drops_what_has_no_place_and_donates():
+def test_write_drops_rows_without_a_page_and_donates():
     pages = jnp.zeros((6, 64, 48), jnp.bfloat16)
     latents = jnp.asarray(np.random.default_rng(0).standard_normal((7, 48)), jnp.bfloat16)
     page_ids = jnp.asarray([0, 2, -1, 3, 1, 1, -(2**31)], jnp.int32)  # page 3 is the next layer's
@@ -125,7 +125,7 @@ def test_write_drops_what_has_no_place_and_donates():
     )
 
 
-def test_fp8_rows_hold_what_the_format_can():
+def test_fp8_rows_round_trip_within_the_format():
     assert fp8_row_bytes(512, 64) == 656
     rng = np.random.default_rng(0)
     latents = rng.standard_normal((50, 576)).astype(np.float32) * 10.0 ** rng.integers(-3, 3, (50, 1))
@@ -136,7 +136,7 @@ def test_fp8_rows_hold_what_the_format_can():
     scales = np.asarray(rows)[:, 512:528].copy().view(np.float32)
     assert np.all(np.frexp(scales)[0] == 0.5)
     tile_scale = np.repeat(scales, 128, axis=1)
-    assert scales.max() == 128 and back[7, 4] == 57344  # float16 can hold what the scale makes of a value
+    assert scales.max() == 128 and back[7, 4] == 57344  # the dequantized value fits in float16
     latents[7, 4] = 57344
     error = np.abs(back[:, :512] - latents[:, :512])
     assert np.all(error <= np.maximum(np.abs(latents[:, :512]) / 16, tile_scale * 2**-10))
@@ -155,7 +155,7 @@ def test_fp8_cache_decodes_like_its_own_dequantized_rows():
         np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_fp8_rows_are_written_to_their_places():
+def test_fp8_rows_are_written_to_their_positions():
     rng = np.random.default_rng(0)
     latents = rng.standard_normal((3, 64, 144)).astype(np.float32)
     page_ids, offsets = (x.reshape(-1).astype(np.int32) for x in np.indices((3, 64)))

@@ -15,7 +15,7 @@ schedule = jax.jit(schedule_pages, static_argnums=(1, 2))
 
 
 def pieces(cuts, pages):
-    """The (request, first page, end page) triples of each part, read the way the kernel does."""
+    """The (request, first page, end page) triples of each part, read like the kernel."""
     for (request, page), (last_request, last_page) in itertools.pairwise(cuts):
         stop = last_request + (last_page > 0)
         yield [

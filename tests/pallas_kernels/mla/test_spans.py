@@ -11,8 +11,8 @@ from pallas_kernels import mla
 from pallas_kernels.backend import Backend
 from pallas_kernels.mla import mosaic_ops
 from pallas_kernels.mosaic import interpret_params, reset_interpreter
-from tests.pallas_kernels.mla import chosen_cases as cases
-from tests.pallas_kernels.mla.chosen_cases import NOBODYS, SCALE
+from tests.pallas_kernels.mla import topk_cases as cases
+from tests.pallas_kernels.mla.topk_cases import SCALE, UNUSED_KEYS
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 4e-3)])
@@ -31,9 +31,9 @@ def kernel(q, k, shared_key, v, starts, ends, key_block=None, blocks=None):
 
 @pytest.mark.parametrize(("key_block", "blocks"), [(None, None), (64, 1)])
 def test_the_mosaic_kernel(key_block: int | None, blocks: int | None) -> None:
-    """Two blocks of queries, the first of two requests with cached tokens; the tile behind all spans is never read."""
+    """Two blocks of queries, the first of two requests with cached tokens; the tile after all spans is never read."""
     case = cases.spans_case(dtype=jnp.bfloat16)
-    assert np.isnan(np.asarray(case.arguments["v"], np.float32)[-NOBODYS:]).all()
+    assert np.isnan(np.asarray(case.arguments["v"], np.float32)[-UNUSED_KEYS:]).all()
     try:
         out = kernel(**case.arguments, key_block=key_block, blocks=blocks)
     finally:
@@ -41,7 +41,7 @@ def test_the_mosaic_kernel(key_block: int | None, blocks: int | None) -> None:
     np.testing.assert_allclose(np.asarray(out, np.float64), case.expected, atol=4e-3)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_mismatched_shapes_are_rejected() -> None:
     case = cases.spans_case(dtype=jnp.float32).arguments
     with pytest.raises(ValueError, match=r"K a multiple of 128 for q \(150, 1, 192\), but are \(100, 1, 128\)"):
         mla.mla_prefill_spans(**case | {"k": case["k"][:100]}, scale=SCALE)

@@ -1,4 +1,4 @@
-"""The C++ attention of decode and prefill: against a float64 oracle, with NaN wherever it must not look."""
+"""The C++ attention of decode and prefill: against a float64 oracle, with NaN where it must not read."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ def test_lengths_at_edges_of_pages(dtype, S, H, R):
 
 
 def test_scores_far_apart():
-    """The running maximum moves by more than float32's exponent covers, up and down."""
+    """The running maximum changes by more than the range of float32's exponent."""
     case = cases.decode_case((200,), H=2, R=64, P=16, dtype=jnp.float32)
     far = case.q.at[:, :, 0].multiply(4000).at[:, :, 1].multiply(-4000)
     out, lse = decode(dataclasses.replace(case, q=far), 64)
@@ -49,7 +49,7 @@ def test_a_request_has_the_same_bits_beside_others():
         np.testing.assert_array_equal(out[0], together[b])
 
 
-def test_pages_of_another_type_go_to_xla():
+def test_pages_of_another_type_use_xla():
     case = cases.decode_case((70,), H=2, R=32, P=16, dtype=jnp.float32)
     mixed = dataclasses.replace(case, pages=case.pages.astype(jnp.bfloat16))
     ours, theirs = (decode(mixed, 32, backend)[0] for backend in (Backend.NATIVE, Backend.REFERENCE))
@@ -65,7 +65,7 @@ def ends_of(counts):
     ("H", "widths", "counts"), [(1, (8, 1, 7), (1,)), (3, (24, 8, 33), (0, 5, 130, 1)), (16, (128, 64, 128), (64, 3))]
 )
 def test_new_tokens_see_those_before_them_in_their_chunk(dtype, H, widths, counts):
-    """Padding is NaN, and the key that all heads share is a part of its own, or none."""
+    """Padding is NaN; keys have a shared part, or none."""
     T, rng = sum(counts) + 3, np.random.default_rng(0)
     N, P, V = widths
     q, k, v = (jnp.asarray(rng.standard_normal((T, H, width)) / 10, dtype) for width in (N + P, N, V))

@@ -1,4 +1,4 @@
-"""Building the C++ kernels: what is missing or unsafe leaves XLA's products, and says why; nothing half-built stays."""
+"""Building the C++ kernels: fallback to XLA with a reason, no partial builds."""
 
 import os
 import platform
@@ -37,8 +37,8 @@ def cache(tmp_path, monkeypatch):
 def compiler(tmp_path, monkeypatch):
     """Compilers of a few lines of shell, the only ones on the path.
 
-    `$MACROS` and their names describe them and their CPU, `script` is what they do for a library, `probe` what they do
-    before they say their macros.
+    `$MACROS` and their names describe them and their CPU. `script` builds a library, `probe` runs before they print
+    their macros.
     """
     directory = tmp_path / "bin"
     directory.mkdir()
@@ -92,7 +92,7 @@ def test_a_build_that_fails_or_hangs_leaves_nothing(script, reason, cache, compi
 
 
 @pytest.mark.parametrize("other", ["clang++", "g++-14", "clang++-19"])
-def test_the_next_compiler_on_the_path_builds_what_the_first_cannot(other, cache, compiler):
+def test_the_next_compiler_on_the_path_is_tried_if_the_first_fails(other, cache, compiler):
     compiler(BAD)
     compiler(BAD, "g++-9")
     compiler(GOOD, other)
@@ -113,7 +113,7 @@ def test_one_compiler_under_two_names_is_tried_once(cache, compiler, tmp_path):
 @pytest.mark.parametrize(
     ("unknown", "used"), [("", "-march=native"), ("-march=native", "-mcpu=native"), ("-m*native", "-fPIC")]
 )
-def test_a_compiler_is_asked_for_this_cpu_in_words_that_it_knows(unknown, used, cache, compiler, monkeypatch):
+def test_the_first_supported_flag_for_this_cpu_is_used(unknown, used, cache, compiler, monkeypatch):
     compiler(GOOD, probe=f'case "$*" in *{unknown or "nothing"}*) echo "error: unknown" >&2; exit 1;; esac')
     commands, run = [], build._run
     monkeypatch.setattr(build, "_run", lambda *words, seconds: commands.append(words) or run(*words, seconds=seconds))
@@ -124,18 +124,18 @@ def test_a_compiler_is_asked_for_this_cpu_in_words_that_it_knows(unknown, used, 
     assert all(used in each and not each & {"-march=native", "-mcpu=native"} - {used} for each in built)
 
 
-def test_a_library_that_does_not_load_is_built_anew(cache, compiler, caplog):
+def test_a_library_that_does_not_load_is_rebuilt(cache, compiler, caplog):
     """A loss of power may leave an empty file under the final name."""
     first = FRESH()
     (built,) = cache.iterdir()
     built.write_text("")
     again = FRESH()
     assert again.targets == first.targets and again.reason.startswith("built into")
-    assert "built anew" in caplog.text and "file too short" in caplog.text
+    assert "are rebuilt" in caplog.text and "file too short" in caplog.text
     assert FRESH().reason.startswith("found in")
 
 
-def test_a_library_is_on_the_disk_before_it_has_its_name(cache, compiler, monkeypatch):
+def test_a_library_is_synced_before_it_is_renamed(cache, compiler, monkeypatch):
     events, replace = [], os.replace
 
     def sync(descriptor):
@@ -149,7 +149,7 @@ def test_a_library_is_on_the_disk_before_it_has_its_name(cache, compiler, monkey
     assert events == [f"library of {built.stat().st_size}", "named", "directory"]
 
 
-def test_what_a_killed_build_has_left_goes_after_a_day(cache, compiler):
+def test_files_of_a_killed_build_are_removed_after_a_day(cache, compiler):
     left, running = cache / ".build-left", cache / ".build-running"
     for directory, age in ((left, 2 * build._ABANDONED_SECONDS), (running, 60)):
         directory.mkdir(parents=True, mode=0o700)
@@ -160,7 +160,7 @@ def test_what_a_killed_build_has_left_goes_after_a_day(cache, compiler):
     assert not left.exists() and (running / "rows.o").exists()
 
 
-def test_a_directory_that_others_may_write_is_not_trusted(cache, compiler):
+def test_a_directory_that_others_can_write_is_not_trusted(cache, compiler):
     cache.mkdir(parents=True)
     cache.chmod(0o777)
     found = FRESH()
@@ -170,7 +170,7 @@ def test_a_directory_that_others_may_write_is_not_trusted(cache, compiler):
 @pytest.mark.parametrize(
     "spoil", [lambda path: path.chmod(0o777), lambda path: (path.unlink(), path.symlink_to("/etc/passwd"))]
 )
-def test_a_library_that_others_may_write_is_built_again(spoil, cache, compiler):
+def test_a_library_that_others_can_write_is_rebuilt(spoil, cache, compiler):
     FRESH()
     (built,) = cache.iterdir()
     spoil(built)
@@ -180,7 +180,7 @@ def test_a_library_that_others_may_write_is_built_again(spoil, cache, compiler):
 
 
 @pytest.mark.parametrize("content", ["no library", "a library without handlers"])
-def test_a_file_that_is_no_library_is_no_crash(content, cache, compiler, monkeypatch):
+def test_an_invalid_library_does_not_crash(content, cache, compiler, monkeypatch):
     monkeypatch.setattr(build, "_register", REGISTER)
     if content != "no library":
         other = ml_dtypes._ml_dtypes_ext.__file__
@@ -189,7 +189,7 @@ def test_a_file_that_is_no_library_is_no_crash(content, cache, compiler, monkeyp
     assert not found.targets and "kernels-" in found.reason
 
 
-def test_the_kernels_say_whether_this_cpu_multiplies_bfloat16():
+def test_the_kernels_report_whether_this_cpu_multiplies_bfloat16():
     found = build.library()
     flags = Path("/proc/cpuinfo")
     if not found.targets or platform.machine() != "x86_64" or not flags.exists():

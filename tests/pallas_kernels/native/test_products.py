@@ -1,4 +1,4 @@
-"""The C++ products: against float64, whatever the shape's remainders are; the same bits however many rows there are."""
+"""The C++ products against float64, for all remainders of shapes; a row's bits do not depend on other rows."""
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ def test_a_tile_without_a_group_reads_no_weight():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_beside_other_rows(dtype):
-    """Texts then do not depend on the batch that a request happens to be in."""
+    """So the text of a request does not depend on its batch."""
     x, w = random(0, 7, 203, dtype=dtype), random(1, 1, 1030, 203, dtype=dtype)  # several tasks, several threads
     together = layer_gemm(x, w, 0, backend=NATIVE)
     for row in range(7):
@@ -105,14 +105,14 @@ def test_gradients_are_the_reference_s():
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_a_weight_in_no_stack():
+def test_a_weight_outside_of_a_stack():
     x, w = random(0, 2, 3, 24, dtype=jnp.bfloat16), random(1, 50, 24, dtype=jnp.bfloat16)
     out = plain_gemm(x, w, out_dtype=jnp.float32, backend=NATIVE)
     assert out.dtype == jnp.float32
     assert_close(out, exact("bsk,nk->bsn", x, w), jnp.float32)
 
 
-def test_what_has_no_kernel_goes_to_xla():
+def test_unsupported_operands_use_xla():
     def lowered(rows, dtype):
         x, w = jnp.zeros((rows, 8), dtype), jnp.zeros((2, 8, 8), dtype)
         return jax.jit(lambda x, w: layer_gemm(x, w, 1, backend=NATIVE)).lower(x, w).as_text()
@@ -150,7 +150,7 @@ def test_fp8_products_by_group():
 
 
 def test_every_value_of_e4m3():
-    """Subnormal ones too: XLA's threads take denormal numbers for zero."""
+    """Subnormal ones too: XLA's threads flush denormal numbers to zero."""
     values = jnp.asarray(np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn))
     w = values[jnp.isfinite(values.astype(jnp.float32))][:, None]  # all but NaN: [254, 1]
     one = jnp.ones((1, 1), jnp.float8_e4m3fn), jnp.ones((1, 1), jnp.float32)
@@ -159,7 +159,7 @@ def test_every_value_of_e4m3():
 
 
 @pytest.mark.parametrize("ue8m0", [False, True])
-def test_rows_are_rounded_to_e4m3_as_the_reference_rounds_them(ue8m0):
+def test_rows_are_rounded_to_e4m3_like_the_reference(ue8m0):
     spread = np.exp2(np.random.default_rng(0).uniform(-16, 2, (2, 3, 200)))  # down to e4m3's subnormal values
     x = random(1, 2, 3, 200, dtype=jnp.bfloat16) * spread.astype(jnp.bfloat16)
     x = x.at[0, 0].set(0).at[1, 2, 5].set(3e30)

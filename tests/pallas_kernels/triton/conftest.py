@@ -18,7 +18,7 @@ def interpreter():
 
 @pytest.fixture
 def interpreted(interpreter, monkeypatch):
-    """Has kernels traced for an Ampere GPU of little shared memory, and run here; what nobody writes is NaN."""
+    """Traces kernels for an Ampere GPU with little shared memory, and runs them here; unwritten values are NaN."""
 
     def start(kernel, arrays, outputs, *, grid, warps=0, stages=0, **arguments):
         def launch(*values):
@@ -40,5 +40,5 @@ def interpreted(interpreter, monkeypatch):
 
 
 def _unwritten(out) -> np.ndarray:
-    """Makes an array of bytes 255, which are NaN in every type of float."""
+    """Returns an array of bytes 255, NaN in every float type."""
     return np.frombuffer(bytearray(b"\xff" * (out.size * out.dtype.itemsize)), out.dtype).reshape(out.shape)

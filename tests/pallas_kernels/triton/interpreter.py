@@ -1,7 +1,7 @@
-"""Runs Triton kernels in Triton's interpreter, in a process of its own: its switch is read when triton is imported.
+"""Runs Triton kernels in Triton's interpreter, in a separate process: triton reads the setting on import.
 
-The interpreter wants tensors. `Array` shows it a numpy array as one, so no torch is needed. It multiplies the bits of
-bfloat16 as integers, so numpy makes the products here. Run as a program, this file is the process: it reads launches
+The interpreter needs tensors. `Array` wraps a numpy array as one, so torch is not needed. It multiplies the bits of
+bfloat16 as integers, so numpy computes the products here. Run as a program, this file is the process: it reads launches
 from standard input and writes results to standard output.
 """
 
@@ -15,11 +15,11 @@ import traceback
 import ml_dtypes
 import numpy as np
 
-_WAIT = 10  # seconds, for a process that has been told to end
+_WAIT = 10  # seconds, for the process to exit
 
 
 class Array:
-    """A numpy array with as much of a tensor's interface as the interpreter uses; it is on the host already."""
+    """A numpy array with the part of a tensor's interface that the interpreter uses."""
 
     def __init__(self, values: np.ndarray):
         self.values = values
@@ -38,10 +38,10 @@ class Array:
         return Array(self.values)
 
     def set_(self, *_) -> None:
-        """Leaves out what makes a tensor a view of a storage: here both are one."""
+        """Does nothing: the array is its own storage."""
 
     def copy_(self, *_) -> None:
-        """Leaves out the copy back to a device: the kernel has written to the array itself."""
+        """Does nothing: the kernel has written to the array."""
 
     def storage_offset(self) -> int:
         return 0
@@ -54,7 +54,7 @@ class Array:
 
 
 class Interpreter:
-    """A process that interprets kernels, one launch after the other."""
+    """A process that interprets kernels, one launch at a time."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -65,7 +65,7 @@ class Interpreter:
         )
 
     def run(self, kernel: str, arrays: list[np.ndarray], grid: tuple[int, ...], arguments: dict) -> list[np.ndarray]:
-        """Returns the arrays as the kernel leaves them. Raises RuntimeError with its traceback where it fails."""
+        """Returns the arrays after the kernel. Raises RuntimeError with its traceback if it fails."""
         assert self._process.stdin is not None and self._process.stdout is not None
         pickle.dump((kernel, arrays, grid, arguments), self._process.stdin)
         self._process.stdin.flush()
@@ -82,7 +82,7 @@ class Interpreter:
 
 
 def _correct_arithmetic() -> None:
-    """Replaces the interpreter's products, and its conversions of floats, which cut bits off where a GPU rounds."""
+    """Replaces the interpreter's products, and its float conversions, which truncate where a GPU rounds."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -107,7 +107,7 @@ def _correct_arithmetic() -> None:
 def _serve() -> None:
     _correct_arithmetic()
     results = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever prints does so to standard error
+    os.dup2(2, 1)  # all other output goes to standard error
     while True:
         try:
             kernel, arrays, grid, arguments = pickle.load(sys.stdin.buffer)

@@ -14,14 +14,14 @@ from pallas_kernels.mla import (
     fp8_pages_of_rows,
     mla_decode,
     mla_prefill,
-    mla_prefill_chosen,
     mla_prefill_context,
     mla_prefill_spans,
+    mla_prefill_topk,
     pack_fp8,
     unpack_fp8,
     write_pages,
 )
-from tests.pallas_kernels.mla import cases, chosen_cases
+from tests.pallas_kernels.mla import cases, topk_cases
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 SCALE = 0.1352338
@@ -65,7 +65,7 @@ def test_one_part_per_request_on_a_gpu_of_much_shared_memory():
 
 
 def test_fp8_pages():
-    """Like the reference on the same pages, and as near to the unquantized cache as e4m3 allows."""
+    """Equals the reference on the same pages, and the unquantized cache within the error of e4m3."""
     case = cases.decode_case((0, 1, 66), S=2, H=16)
 
     @jax.jit
@@ -106,7 +106,7 @@ def test_prefill(widths, lengths):
 
 @pytest.mark.parametrize("width", [576, 320, 48])
 def test_write(width):
-    """Rows land where they belong, dropped ones nowhere, and every other value keeps its bits."""
+    """Rows are written or dropped, and every other value keeps its bits."""
     rng = np.random.default_rng(0)
     pages = jnp.asarray(rng.standard_normal((4, 64, width)), jnp.bfloat16)
     rows = jnp.asarray(rng.standard_normal((5, width)), jnp.float32)
@@ -117,13 +117,13 @@ def test_write(width):
     np.testing.assert_array_equal(np.asarray(ours).view(np.uint16), np.asarray(expected).view(np.uint16))
 
 
-def test_prefill_to_chosen_keys():
-    case = chosen_cases.chosen_case(dtype=jnp.bfloat16)
-    out = mla_prefill_chosen(**case.arguments, scale=chosen_cases.SCALE, backend=TRITON)
+def test_prefill_to_topk_keys():
+    case = topk_cases.topk_case(dtype=jnp.bfloat16)
+    out = mla_prefill_topk(**case.arguments, scale=topk_cases.SCALE, backend=TRITON)
     np.testing.assert_allclose(np.asarray(out, np.float64), case.expected, atol=4e-3)
 
 
 def test_prefill_to_spans_of_keys():
-    case = chosen_cases.spans_case(dtype=jnp.bfloat16)
-    out, _ = mla_prefill_spans(**case.arguments, scale=chosen_cases.SCALE, backend=TRITON)
+    case = topk_cases.spans_case(dtype=jnp.bfloat16)
+    out, _ = mla_prefill_spans(**case.arguments, scale=topk_cases.SCALE, backend=TRITON)
     np.testing.assert_allclose(np.asarray(out, np.float64), case.expected, atol=4e-3)

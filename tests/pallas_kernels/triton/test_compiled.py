@@ -1,4 +1,4 @@
-"""The Triton kernels compiled for every GPU of the table, without one, and the jax programs that start them."""
+"""The Triton kernels compiled for every GPU of the table, and the jax programs that start them."""
 
 import dataclasses
 import functools
@@ -43,15 +43,15 @@ def test_kernels_fit_every_gpu(gpu):
         assert kernel.spilled_bytes == 0
         assert kernel.shared_memory <= gpu.shared_memory
         assert f".target {gpu.architecture}" in kernel.ptx
-    # e4m3 reaches the tensor cores as it is, or widened to float16.
+    # Tensor cores get e4m3, or float16.
     assert bool(re.search(r"mma\S*(e4m3|f8)", product.ptx)) is gpu.fp8, set(re.findall(r"\S*mma\S+", product.ptx))
 
 
 @pytest.mark.parametrize("number", [80, 120])
 def test_jax_programs_hold_the_kernels(number):
-    """Compiles them with XLA for a GPU: neither weights nor pages are copied, both only change their type.
+    """Compiles them with XLA for a GPU: neither weights nor pages are copied, only bitcast.
 
-    Code for sm_80 is good for the H200 that is described here, that for sm_120 for its own GPUs alone.
+    Code for sm_80 also runs on the H200 of this topology; that for sm_120 does not.
     """
     capability = gpus.by_number(number).capability if number > 90 else (9, 0)
     mesh = aot.gpu_mesh({"device": 1}, target=dataclasses.replace(aot.H200, compute_capability=capability))
@@ -75,6 +75,6 @@ def test_jax_programs_hold_the_kernels(number):
     assert memory.temp_size_in_bytes < 4 * 512 * 256  # a copy of the weights would be as large
 
 
-def test_a_kernel_without_a_gpu_says_how_to_name_one():
+def test_the_error_without_a_gpu_says_how_to_name_one():
     with pytest.raises(gpus.UnknownGpuError, match="compiling_for"):
         jax.eval_shape(*DECODE[:1], *DECODE[1])

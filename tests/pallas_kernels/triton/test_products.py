@@ -16,7 +16,7 @@ from tests.pallas_kernels.numerics import activation, calc_diff, weight
 pytestmark = pytest.mark.usefixtures("interpreted")
 TRITON, REFERENCE = Backend.TRITON, Backend.REFERENCE
 BYTES, NATIVE = 86, 89
-"""A GPU whose tensor cores have no FP8, and one whose have."""
+"""A GPU without FP8 tensor cores, and one with them."""
 
 
 @pytest.fixture(params=[BYTES, NATIVE])
@@ -38,7 +38,7 @@ def test_dense_fp8(gpu, m, n, k, out_dtype):
 
 @pytest.mark.parametrize(("m", "n", "k"), [(130, 136, 80), (33, 72, 1104), (1, 136, 64)], ids=str)
 def test_dense_bfloat16(m, n, k):
-    """A router's product among them: K in parts, and nothing of a float32 result rounded to bfloat16."""
+    """With a router's product: split K, a float32 result that is not rounded to bfloat16."""
     (x, x_true), (w, w_true) = bfloat16(0, m, k), bfloat16(1, 3, n, k)
     out = layer_gemm(x, w, 2, out_dtype=jnp.float32, backend=TRITON)
     assert calc_diff(out, x_true @ w_true[2].T) < 1e-12
@@ -47,7 +47,7 @@ def test_dense_bfloat16(m, n, k):
 
 
 def test_float16():
-    """A result that was rounded to bfloat16 on its way would differ by 1e-6."""
+    """A result rounded to bfloat16 would differ by 1e-6."""
     x = jax.random.normal(jax.random.key(0), (9, 208), jnp.float16)
     w = jax.random.normal(jax.random.key(1), (2, 136, 208), jnp.float16)
     out = layer_gemm(x, w, 1, backend=TRITON)
@@ -102,7 +102,7 @@ def test_heads(m, heads, n, k, transposed):
     ],
 )
 def test_quantization_equals_the_reference(number, quantize, ue8m0):
-    """Zeros, values that only the edge of e4m3 holds, and magnitudes down to its subnormal numbers are among them."""
+    """Zeros, values at the limit of e4m3, and magnitudes down to its subnormal numbers."""
     rng = np.random.default_rng(0)
     values = rng.standard_normal((2, 19, 288)) * 2.0 ** rng.integers(-12, 2, (2, 19, 288))
     values[0, 3], values[1, 5, :128] = 0, 448

@@ -1,7 +1,7 @@
-"""The kernels of sparse attention in Triton's interpreter: choices against Python's sort, copies against jax.numpy.
+"""The kernels of sparse attention in Triton's interpreter: selection against Python's sort, copies against jax.numpy.
 
-The interpreter runs one program after the other and looks for no races. A program of either kernel writes to places of
-its own, each once: `test_a_choice_...` would find a place that two wrote, since as many would be missing.
+The interpreter runs one program at a time and detects no races. Programs write to disjoint places, each once: a place
+written twice would leave another unwritten, which `test_selection_is_exact...` detects.
 """
 
 import functools
@@ -16,9 +16,9 @@ from hypothesis.extra import numpy as arrays
 
 from pallas_kernels import dsa, gpus, mla
 from pallas_kernels.backend import Backend
-from pallas_kernels.dsa import attend, triton_ops, triton_scores
+from pallas_kernels.dsa import attend, triton_ops
 from pallas_kernels.dsa.keys import keys_of_pages, queries_for, write_keys
-from pallas_kernels.dsa.scores import raw_scores
+from pallas_kernels.dsa.topk import raw_scores
 from pallas_kernels.mla.layout import fp8_rows_of_pages
 from tests.pallas_kernels.mla.cases import PAGE, UNUSED_PAGE, decode_case
 
@@ -33,35 +33,35 @@ SCORES = st.one_of(
 )
 
 
-def wanted(scores: np.ndarray, visible: int, best: int) -> list[int]:
-    """The positions, by a sort of the scores that count."""
-    chosen = sorted(sorted(range(visible), key=lambda i: (-float(scores[i]), i))[:best])
-    return chosen + [len(scores)] * (best - len(chosen))
+def wanted(scores: np.ndarray, visible: int, topk: int) -> list[int]:
+    """The positions, by a sort of the visible scores."""
+    indices = sorted(sorted(range(visible), key=lambda i: (-float(scores[i]), i))[:topk])
+    return indices + [len(scores)] * (topk - len(indices))
 
 
 @settings(deadline=None, max_examples=12)
 @given(SCORES, st.lists(st.integers(0, N), min_size=ROWS, max_size=ROWS), st.sampled_from([16, 64, 100]))
-def test_a_choice_is_exact_and_of_equal_scores_the_first_win(scores, visible, best) -> None:
-    """Scores behind those that count are NaN; blocks are smaller than rows, so that sums are carried on."""
+def test_selection_is_exact_and_the_first_of_equal_scores_win(scores, visible, topk) -> None:
+    """Scores after the visible ones are NaN; blocks are smaller than rows, so that sums are carried."""
     for row, count in zip(scores, visible, strict=True):
         row[count:] = np.nan
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_ops, "_SELECT_BLOCK", 64)
-        found = triton_ops.select_best(jnp.asarray(scores), jnp.asarray(visible, jnp.int32), best, TRITON)
-    for row, count, chosen in zip(scores, visible, np.asarray(found), strict=True):
-        assert chosen.tolist() == wanted(row, count, best)
+        found = triton_ops.select_topk(jnp.asarray(scores), jnp.asarray(visible, jnp.int32), topk, TRITON)
+    for row, count, indices in zip(scores, visible, np.asarray(found), strict=True):
+        assert indices.tolist() == wanted(row, count, topk)
 
 
 def test_a_long_row() -> None:
-    """Ten blocks as they are on a GPU, whose scores agree in all but the last bits."""
+    """Ten blocks of the size on a GPU, with scores that agree in all but the last bits."""
     bits = 0x3F800000 + np.random.default_rng(0).integers(0, 500, 40_000, np.int32)
     scores = bits.view(np.float32)
-    found = triton_ops.select_best(jnp.asarray(scores)[None], jnp.asarray([39_990], jnp.int32), 2048, TRITON)
+    found = triton_ops.select_topk(jnp.asarray(scores)[None], jnp.asarray([39_990], jnp.int32), 2048, TRITON)
     assert np.asarray(found)[0].tolist() == wanted(scores, 39_990, 2048)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_copies_have_the_bits_of_the_chosen_rows(fp8: bool) -> None:
+def test_copies_have_the_bits_of_the_topk_rows(fp8: bool) -> None:
     case, rng = decode_case([150, 0, 64, 7], H=4, R=32, P=16, dtype=jnp.float32), np.random.default_rng(1)
     pages = case.pages
     if fp8:
@@ -78,7 +78,7 @@ def test_copies_have_the_bits_of_the_chosen_rows(fp8: bool) -> None:
     for row, count in enumerate(counts):
         np.testing.assert_array_equal(ours[row, :count], theirs[row, :count])
         unwritten = 255 if fp8 else np.nan
-        np.testing.assert_array_equal(ours[row, count:], unwritten, "rows that do not count are left alone")
+        np.testing.assert_array_equal(ours[row, count:], unwritten, "invalid rows are not written")
 
 
 @pytest.mark.parametrize(
@@ -87,11 +87,11 @@ def test_copies_have_the_bits_of_the_chosen_rows(fp8: bool) -> None:
     ids=["bfloat16", "FP8 widened", "FP8 as it is"],
 )
 def test_scores_are_those_of_the_formula(number: int, fp8: bool, heads: int, width: int, monkeypatch) -> None:
-    """Runs six pages as parts of four, one page, and none; pages that nobody may follow are far outside of the pool.
+    """Six pages in parts of four, one page, and none; unused table entries are far outside of the pool.
 
-    Queries and keys are compared as they are after rounding: their products are exact in float32.
+    Queries and keys are compared after rounding: their products are exact in float32.
     """
-    monkeypatch.setattr(triton_scores, "_PAGES", 4)
+    monkeypatch.setattr(triton_ops, "SCORE_PAGES", 4)
     rng, visible = np.random.default_rng(0), np.array([350, 0, 64], np.int32)
     q, weights = rng.normal(size=(3, heads, width)), rng.normal(size=(3, heads)).astype(np.float32)
     keys, table = rng.normal(size=(20, PAGE, width)), np.full((3, 6), UNUSED_PAGE, np.int32)
@@ -124,15 +124,15 @@ def test_scores_are_those_of_the_formula(number: int, fp8: bool, heads: int, wid
         (((4, 64), jnp.float32), (jnp.float32, 64), "not of one type of 16 bits"),
     ],
 )
-def test_what_the_kernel_of_scores_takes(q, pool, message) -> None:
+def test_what_the_kernel_of_scores_supports(q, pool, message) -> None:
     why = dsa.scores_unsupported(
         jax.ShapeDtypeStruct((2, *q[0]), q[1]), jax.ShapeDtypeStruct((4, PAGE, pool[1]), pool[0]), TRITON
     )
     assert why is None if message is None else message in why
 
 
-def test_sparse_attention_takes_the_kernels() -> None:
-    """The choice and attention to it are those of jax.numpy, on the same cache."""
+def test_sparse_attention_uses_the_kernels() -> None:
+    """Selection and attention equal those of jax.numpy on the same cache."""
     case, rng = decode_case([150, 0, 64, 7], H=4, R=32, P=16, dtype=jnp.bfloat16), np.random.default_rng(2)
     q, weights = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((4, 8, 16), (4, 8)))
     pool = jnp.asarray(rng.normal(size=(2 * case.pages_per_layer, PAGE, 16)), jnp.float32)
@@ -140,9 +140,11 @@ def test_sparse_attention_takes_the_kernels() -> None:
     where = dict(scale=0.3, first_page=first, value_width=32)
 
     def attended(backend: Backend) -> tuple[jax.Array, jax.Array]:
-        picked = dsa.choose(q, weights, pool, case.page_table, case.lengths, first_page=first, best=64, backend=backend)
+        picked = dsa.topk_indices(
+            q, weights, pool, case.page_table, case.lengths, first_page=first, topk=64, backend=backend
+        )
         counts = jnp.minimum(case.lengths, 64)
-        return picked, dsa.attend_chosen(
+        return picked, dsa.attend_topk(
             case.q[:, 0], case.pages, case.page_table, picked, counts, backend=backend, **where
         )
 
@@ -151,7 +153,7 @@ def test_sparse_attention_takes_the_kernels() -> None:
     np.testing.assert_allclose(*(np.asarray(each[1], np.float32) for each in (ours, theirs)), atol=0.02)
 
 
-def test_widths_that_are_no_powers_of_two_are_left_to_jax_numpy() -> None:
+def test_other_widths_than_powers_of_two_use_jax_numpy() -> None:
     def pages(values: int, rope: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, PAGE, mla.fp8_row_bytes(values, rope)), jnp.uint8)
 

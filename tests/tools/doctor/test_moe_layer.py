@@ -10,7 +10,7 @@ from pallas_kernels.backend import Backend
 from tools.doctor import moe_layer
 
 
-def test_what_arrives_is_what_even_routing_sends() -> None:
+def test_arrivals_are_those_of_even_routing() -> None:
     ids, weights = moe_layer.arrivals()
     assert ids.shape == weights.shape == (3888, 2)
     np.testing.assert_array_equal(np.bincount(ids[ids >= 0]), [512, 512])
@@ -25,7 +25,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(moe_layer, name, value)
 
 
-def test_a_layer_takes_the_layer_it_is_told(small: None) -> None:
+def test_a_case_uses_the_weights_of_the_given_layer(small: None) -> None:
     """Cases compare a backend with the reference; here both are the reference, so they agree."""
     routed, shared, layer = moe_layer.all_cases()
     assert layer.flops == routed.flops + shared.flops

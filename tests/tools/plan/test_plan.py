@@ -20,9 +20,9 @@ from dsv3.engine.device.programs import Key, largest
 from dsv3.engine.memory import local_bytes
 from dsv3.model import AttentionForm
 from pallas_kernels.multiprocessors import Multiprocessors, traced
-from sharding.experts.kind import Kind
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import build
+from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine
 from sharding.wire.collectives import Overlap, resolve_overlap
 from tests.dsv3.model.test_overlap_schedule import copied_weights, written
@@ -223,7 +223,7 @@ def test_the_compiler_counts_the_modules_arguments(planned, module) -> None:
 def test_the_module_sends_what_its_transport_says(module) -> None:
     """One layer, one batch: a dispatch and a combine of 256 tokens for each of the two hops."""
     rows = LayerRows.from_widths(256, DEEPSEEK_V3.num_experts_per_tok, DEEPSEEK_V3.hidden_size, fp8_dispatch=True)
-    expected = build(Kind.HIERARCHICAL, Machine(18, 8), 288, rows, Overlap.HOOKS).traffic(rows)
+    expected = build(TransportKind.HIERARCHICAL, Machine(18, 8), 288, rows, Overlap.HOOKS).traffic(rows)
     sent = [c for c in module.collectives if c.role in ("dispatch", "combine")]
     assert [c.times for c in sent] == [1, 1, 1, 1]
     assert sum(c.node_bytes + c.cross_bytes for c in sent) == expected.device_bytes

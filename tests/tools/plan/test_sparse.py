@@ -8,7 +8,7 @@ from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deepseek_v32 import DEEPSEEK_V32
 from configs.deployments import H200
 from dsv3.config.device_rates import PEAKS
-from dsv3.model.forms import masked_room
+from dsv3.model.forms import masked_capacity
 from tools.plan import roofline
 from tools.plan.attention import attended, index_weights
 from tools.plan.deployment import PlannedBatch, rates_of
@@ -109,7 +109,7 @@ def test_masked_prompts_expand_all_tokens_once_and_attend_to_all_that_they_see()
 @pytest.mark.parametrize("cache_dtype", ["bfloat16", "fp8"])
 def test_at_the_room_both_forms_take_as_long(tokens: int, cache_dtype: str) -> None:
     """The crossover has rates of its own, without launches: the plan's agree with it within a twentieth."""
-    rates, room = rates_of(H200, MODEL, 108 / 132), masked_room(MODEL, PEAKS["H200"], cache_dtype, tokens)
+    rates, room = rates_of(H200, MODEL, 108 / 132), masked_capacity(MODEL, PEAKS["H200"], cache_dtype, tokens)
     prompt = PlannedBatch(tokens, room - tokens / 2, 32, cache_dtype=cache_dtype, fewest=room - tokens)
     forms = [dataclasses.replace(prompt, room=each) for each in (0, room)]
     copied, masked = (prefill_stages(MODEL, rates, form)["attention"] for form in forms)

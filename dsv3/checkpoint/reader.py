@@ -1,12 +1,12 @@
-"""Reads boxes of arrays from files: bytes go straight into the array, or through a few MiB of scratch to be converted.
+"""Reads slices of arrays from safetensors files, into the array or through a few MiB of scratch for conversion.
 
-`Files.fill` reads any boxes of an `Array` with several threads, and each block of a tensor once for all of them.
-Beyond the destinations it takes at most two `BLOCK_BYTES` of memory per thread, seven where values are converted.
+`CheckpointReader.read` fills any boxes of a `PlannedArray` with several threads, and reads each block of a tensor once
+for all of them. Beyond the destinations it needs at most two `BLOCK_BYTES` of memory per thread, seven if values are
+converted.
 """
 
 import dataclasses
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dsv3.checkpoint.layout import Box, Piece, blocks, extents, full_box, intersection, moved, whole_piece
-from dsv3.checkpoint.load_plan import Array
+from dsv3.checkpoint.layout import Box, TensorSlice, blocks, extents, full_box, intersection, shift_box, whole_slice
+from dsv3.checkpoint.load_plan import PlannedArray
 from dsv3.checkpoint.safetensors_file import CheckpointError, Tensor
 from dsv3.checkpoint.source import ALIGNMENT, Buffers, Source
 from pallas_kernels.float8 import BLOCK, E4M3
@@ -27,41 +27,41 @@ _E4M3_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
-class Read:
-    """One contiguous block of a piece's tensor; each part, a box relative to the block, goes to a destination array."""
+class BlockRead:
+    """One contiguous block of a tensor; each part, a box relative to the block, is copied to a destination array."""
 
-    array: Array
-    piece: Piece
+    array: PlannedArray
+    tensor_slice: TensorSlice
     block: Box
     parts: tuple[tuple[Box, np.ndarray], ...]
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor that is read."""
-        return self.array.tensors[self.piece.name]
+        """The tensor in the file."""
+        return self.array.tensors[self.tensor_slice.name]
 
     @property
     def first(self) -> int:
         """Elements of the tensor before the block."""
-        view = self.piece.view
+        view = self.tensor_slice.view
         return sum(s.start * math.prod(view[axis + 1 :]) for axis, s in enumerate(self.block))
 
     @property
     def direct(self) -> bool:
-        """Whether the block's bytes can be read straight into its one destination."""
+        """Whether the block can be read without conversion into a single destination."""
         out = self.parts[0][1]
         whole = len(self.parts) == 1 and out.size == math.prod(extents(self.block))
-        same = self.tensor.dtype == out.dtype and self.piece.scale is None and not self.tensor.repeated
-        same = same and not self.piece.packed
+        same = self.tensor.dtype == out.dtype and self.tensor_slice.scale is None and not self.tensor.repeated
+        same = same and not self.tensor_slice.packed
         return whole and same and out.flags.c_contiguous
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Returns an uninitialized array at an address divisible by 4,096.
 
-    JAX's CPU backend adopts it without a copy (from 64 on), and direct reads go straight there. The memory comes from
-    numpy, which asks the kernel for huge pages: a load's processor time is mostly the kernel's first touch of new
-    pages, and 4 KiB pages have 512 times as many.
+    JAX's CPU backend adopts it without a copy (alignment of 64 or more), and direct reads need it. numpy allocates huge
+    pages: a load's processor time is mostly the kernel's first touch of new pages, and 4 KiB pages are 512 times as
+    many.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     buffer = np.empty(nbytes + ALIGNMENT, np.uint8)
@@ -69,29 +69,29 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return buffer[start : start + nbytes].view(dtype).reshape(shape)
 
 
-def reads(array: Array, wanted: Iterable[tuple[Box, np.ndarray]]) -> Iterator[Read]:
-    """Returns the reads that fill the array of each pair with `array[box]`.
-
-    A block that goes to several destinations is read once.
-    """
-    found: dict[tuple[str, int], tuple[Piece, Box, list[tuple[Box, np.ndarray]]]] = {}
+def reads(array: PlannedArray, wanted: Iterable[tuple[Box, np.ndarray]]) -> Iterator[BlockRead]:
+    """Plans the reads that fill the array of each pair with `array[box]`; each block is read once."""
+    found: dict[tuple[str, int], tuple[TensorSlice, Box, list[tuple[Box, np.ndarray]]]] = {}
     for box, out in wanted:
-        for piece, put in array.pieces_in(box):
+        for tensor_slice, target in array.slices_in(box):
             to_out = tuple(
-                t - v - b.start for t, v, b in zip(_starts(piece.put), _starts(piece.take), box, strict=True)
+                t - v - b.start
+                for t, v, b in zip(_starts(tensor_slice.target), _starts(tensor_slice.source), box, strict=True)
             )
-            for number, block, part in _blocks_of(array, piece, put):
-                _, _, parts = found.setdefault((piece.name, number), (piece, block, []))
-                parts.append((moved(part, tuple(-s.start for s in block)), out[moved(part, to_out)]))
-    for piece, block, parts in found.values():
-        yield Read(array, piece, block, tuple(parts))
+            for number, block, part in _blocks_of(array, tensor_slice, target):
+                _, _, parts = found.setdefault((tensor_slice.name, number), (tensor_slice, block, []))
+                parts.append((shift_box(part, tuple(-s.start for s in block)), out[shift_box(part, to_out)]))
+    for tensor_slice, block, parts in found.values():
+        yield BlockRead(array, tensor_slice, block, tuple(parts))
 
 
-def _blocks_of(array: Array, piece: Piece, put: Box) -> Iterator[tuple[int, Box, Box]]:
-    """Yields the blocks of a piece's tensor that fill `put` of the array: number, box, and the part of it."""
-    tensor = array.tensors[piece.name]
-    inside = moved(put, tuple(t - p for t, p in zip(_starts(piece.take), _starts(piece.put), strict=True)))
-    for number, block in blocks(piece.view, tensor.dtype.itemsize, inside, BLOCK_BYTES):
+def _blocks_of(array: PlannedArray, tensor_slice: TensorSlice, target: Box) -> Iterator[tuple[int, Box, Box]]:
+    """Yields the blocks of a slice's tensor that fill `target` of the array: number, box, and the part of it."""
+    tensor = array.tensors[tensor_slice.name]
+    inside = shift_box(
+        target, tuple(t - p for t, p in zip(_starts(tensor_slice.source), _starts(tensor_slice.target), strict=True))
+    )
+    for number, block in blocks(tensor_slice.view, tensor.dtype.itemsize, inside, BLOCK_BYTES):
         part = intersection(block, inside)
         assert part is not None
         yield number, block, part
@@ -101,25 +101,29 @@ def _starts(box: Box) -> tuple[int, ...]:
     return tuple(s.start for s in box)
 
 
-def read_together(array: Array, boxes: Sequence[Box], limit: int) -> list[list[Box]]:
-    """Groups boxes of an array that need the same blocks, as far as a group takes at most `limit` bytes."""
+def group_reads(array: PlannedArray, boxes: Sequence[Box], limit: int) -> list[list[Box]]:
+    """Groups boxes of an array that need the same blocks, in groups of at most `limit` bytes."""
     groups: list[tuple[set[tuple[str, int]], list[Box]]] = []
     for box in boxes:
-        needed = {(piece.name, n) for piece, put in array.pieces_in(box) for n, _, _ in _blocks_of(array, piece, put)}
-        meeting = [group for group in groups if not needed.isdisjoint(group[0])]
-        together = [*(each for _, members in meeting for each in members), box]
+        needed = {
+            (tensor_slice.name, n)
+            for tensor_slice, target in array.slices_in(box)
+            for n, _, _ in _blocks_of(array, tensor_slice, target)
+        }
+        overlapping = [group for group in groups if not needed.isdisjoint(group[0])]
+        together = [*(each for _, members in overlapping for each in members), box]
         if sum(math.prod(extents(each)) for each in together) * array.dtype.itemsize > limit:
-            meeting, together = [], [box]
-        groups = [group for group in groups if group not in meeting]
-        groups.append((needed.union(*(blocks_of for blocks_of, _ in meeting)), together))
+            overlapping, together = [], [box]
+        groups = [group for group in groups if group not in overlapping]
+        groups.append((needed.union(*(blocks_of for blocks_of, _ in overlapping)), together))
     return [members for _, members in groups]
 
 
 def dequantize(data: np.ndarray, scale: np.ndarray, first_row: int, matrix_rows: int) -> np.ndarray:
     """Returns float32 values of FP8 rows `data`, uint8 [rows, K], which begin at `first_row` of a stack of matrices.
 
-    `scale`, float32 [..., ceil(matrix_rows / 128), ceil(K / 128)], belongs to the whole stack. Each block of 128 x 128
-    values is multiplied by one of them.
+    `scale`, float32 [..., ceil(matrix_rows / 128), ceil(K / 128)], has one factor per 128 x 128 values of the whole
+    stack.
     """
     rows, K = data.shape
     block_rows = scale.shape[-2]
@@ -136,15 +140,15 @@ def dequantize(data: np.ndarray, scale: np.ndarray, first_row: int, matrix_rows:
     return values
 
 
-class Filling:
-    """Reads under way that fill the arrays of one call of `Files.start`."""
+class PendingReads:
+    """The reads of one call of `CheckpointReader.start_read`."""
 
     def __init__(self, futures: Sequence[Future[int]], advance: Callable[[int], None]) -> None:
         self._futures = futures
         self._advance = advance
 
     def wait(self) -> None:
-        """Waits for all of them. Raises what `Files.fill` raises, and then begins no further one."""
+        """Waits for all reads. On an error it cancels the rest and raises as `CheckpointReader.read`."""
         try:
             for future in as_completed(self._futures):
                 self._advance(future.result())
@@ -153,7 +157,7 @@ class Filling:
                 future.cancel()
 
 
-class Files:
+class CheckpointReader:
     """Open files of one checkpoint and the threads that read them; a context manager."""
 
     def __init__(self, threads: int = 8) -> None:
@@ -161,9 +165,9 @@ class Files:
         self._sources: dict[Path, Source] = {}
         self._buffers = Buffers(BLOCK_BYTES)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="checkpoint")
-        self._scratch = threading.local()
+        self._scratch = Buffers(BLOCK_BYTES)
 
-    def __enter__(self) -> "Files":
+    def __enter__(self) -> "CheckpointReader":
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -171,7 +175,7 @@ class Files:
         self._stack.close()
 
     def open(self, paths: Iterable[Path]) -> None:
-        """Opens files that are not open yet. Only one thread may call it, and only before the files are read."""
+        """Opens files that are not open yet; not thread-safe, call it before reads of these files."""
         for path in dict.fromkeys(paths).keys() - self._sources.keys():
             try:
                 self._sources[path] = Source(path, self._buffers)
@@ -179,19 +183,21 @@ class Files:
                 raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
             self._stack.callback(self._sources[path].close)
 
-    def fill(self, array: Array, wanted: Iterable[tuple[Box, np.ndarray]], advance: Callable[[int], None]) -> None:
-        """Reads `array[box]` into the array of each pair.
-
-        Tells `advance` how many of `Array.bytes_to_read` each read brought.
+    def read(
+        self, array: PlannedArray, wanted: Iterable[tuple[Box, np.ndarray]], advance: Callable[[int], None]
+    ) -> None:
+        """Reads `array[box]` into the array of each pair; calls `advance` with the bytes of each read.
 
         Raises `CheckpointError` if a file ends early or a scale is not finite and above zero.
         """
-        self.start(array, wanted, advance).wait()
+        self.start_read(array, wanted, advance).wait()
 
-    def start(self, array: Array, wanted: Iterable[tuple[Box, np.ndarray]], advance: Callable[[int], None]) -> Filling:
-        """Begins what `fill` does; reads of calls before are done first."""
+    def start_read(
+        self, array: PlannedArray, wanted: Iterable[tuple[Box, np.ndarray]], advance: Callable[[int], None]
+    ) -> PendingReads:
+        """Starts a `read`, which runs after those of earlier calls."""
         scales: dict[str, np.ndarray] = {}
-        return self._submit(lambda read: self._execute(read, scales, self._own_scratch), reads(array, wanted), advance)
+        return self._submit(lambda read: self._execute(read, scales, self._scratch.own), reads(array, wanted), advance)
 
     def same_bytes(self, a: Tensor, b: Tensor, advance: Callable[[int], None]) -> bool:
         """Returns whether two tensors have the same dtype, shape and bytes."""
@@ -210,16 +216,10 @@ class Files:
         self._submit(compare, range(0, a.nbytes, BLOCK_BYTES), advance).wait()
         return all(equal)
 
-    def _submit[T](self, task: Callable[[T], int], items: Iterable[T], advance: Callable[[int], None]) -> Filling:
-        return Filling([self._pool.submit(task, item) for item in items], advance)
+    def _submit[T](self, task: Callable[[T], int], items: Iterable[T], advance: Callable[[int], None]) -> PendingReads:
+        return PendingReads([self._pool.submit(task, item) for item in items], advance)
 
-    def _own_scratch(self, nbytes: int) -> np.ndarray:
-        """Returns the thread's scratch, reused because the kernel must zero new memory and the allocator keeps it."""
-        if getattr(self._scratch, "buffer", np.empty(0)).nbytes < nbytes:
-            self._scratch.buffer = np.empty(nbytes, np.uint8)
-        return self._scratch.buffer[:nbytes]
-
-    def _execute(self, read: Read, scales: dict[str, np.ndarray], scratch: Callable[[int], np.ndarray]) -> int:
+    def _execute(self, read: BlockRead, scales: dict[str, np.ndarray], scratch: Callable[[int], np.ndarray]) -> int:
         tensor, shape, direct = read.tensor, extents(read.block), read.direct
         nbytes = math.prod(shape) * tensor.dtype.itemsize
         raw = read.parts[0][1].reshape(-1).view(np.uint8) if direct else scratch(nbytes)
@@ -237,9 +237,9 @@ class Files:
                 _check_positive(tensor, out)
         return sum(out.size for _, out in read.parts) * tensor.dtype.itemsize
 
-    def _values(self, read: Read, raw: np.ndarray, scales: dict[str, np.ndarray]) -> np.ndarray:
-        tensor, scale = read.tensor, read.piece.scale
-        if read.piece.packed:
+    def _values(self, read: BlockRead, raw: np.ndarray, scales: dict[str, np.ndarray]) -> np.ndarray:
+        tensor, scale = read.tensor, read.tensor_slice.scale
+        if read.tensor_slice.packed:
             self._check_stated_shape(read)
             return interleave(raw.view(tensor.dtype).reshape(-1, tensor.shape[-1]))
         if scale is None:
@@ -247,9 +247,9 @@ class Files:
         rows, K = tensor.shape[-2:]
         return dequantize(raw.reshape(-1, K), self._scale(read.array, scale, scales), read.first // K, rows)
 
-    def _check_stated_shape(self, read: Read) -> None:
-        """Compares the shape that a packed matrix states with that of its words, once for each matrix."""
-        stated = read.array.stated_shape(read.piece)
+    def _check_stated_shape(self, read: BlockRead) -> None:
+        """Checks the stated shape of a packed matrix against the shape of its words, once per matrix."""
+        stated = read.array.stated_shape(read.tensor_slice)
         if stated is None or read.first:
             return
         found = np.empty(stated.shape, stated.dtype)
@@ -257,16 +257,16 @@ class Files:
         rows, width = read.tensor.shape
         if found.tolist() != [rows, width * VALUES_PER_WORD]:
             raise CheckpointError(
-                f"{stated.path}: tensor {stated.name}: says {found.tolist()}, but {read.tensor.name} holds "
+                f"{stated.path}: tensor {stated.name}: is {found.tolist()}, but {read.tensor.name} holds "
                 f"{[rows, width * VALUES_PER_WORD]}"
             )
 
-    def _scale(self, array: Array, name: str, scales: dict[str, np.ndarray]) -> np.ndarray:
-        """Returns all scales of tensor `name`, kept in `scales` for one fill (one byte per 4,096 of FP8)."""
+    def _scale(self, array: PlannedArray, name: str, scales: dict[str, np.ndarray]) -> np.ndarray:
+        """Returns all scales of tensor `name`, cached in `scales` for one call of `read` (1 byte per 4,096 of FP8)."""
         if name not in scales:
             shape = array.tensors[name].shape
             out = np.empty(shape, np.float32)
-            wanted = Array(name, shape, out.dtype, (whole_piece(name, shape),), array.tensors, positive=True)
+            wanted = PlannedArray(name, shape, out.dtype, (whole_slice(name, shape),), array.tensors, positive=True)
             for read in reads(wanted, [(full_box(shape), out)]):
                 # Not the thread's scratch, which holds the values to scale.
                 self._execute(read, {}, lambda nbytes: np.empty(nbytes, np.uint8))
@@ -280,7 +280,7 @@ class Files:
         except OSError as error:
             raise CheckpointError(f"{tensor.path}: tensor {tensor.name}: {error.strerror}") from error
         if read < out.size:
-            raise CheckpointError(f"{tensor.path}: tensor {tensor.name}: the file ended while it was read")
+            raise CheckpointError(f"{tensor.path}: tensor {tensor.name}: the file was truncated while it was read")
 
 
 def _check_positive(tensor: Tensor, values: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""Attention of whole sequences without a cache: in training, and for a look inside."""
+"""Attention of whole sequences without a KV cache, for training and inspection."""
 
 import functools
 from typing import Any
@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.config.model import ModelConfig
-from dsv3.model.layers.attention import Attend, Projected, expand
-from dsv3.model.layers.indexer import shares_choice
+from dsv3.model.layers.attention import Attend, Projected, materialize_kv
+from dsv3.model.layers.indexer import shares_topk
 from dsv3.model.layers.linear import Index, Numerics
 from dsv3.model.layers.sparse import visible_pairs
 from dsv3.model.params import AttentionParams
@@ -16,23 +16,23 @@ from pallas_kernels import mla
 
 
 def causal_attend(cfg: ModelConfig, batch: int, numerics: Numerics) -> Attend:
-    """Attends in training: `batch` equally long sequences lie one after the other; there is no cache.
+    """Attends without a cache: `batch` sequences of one length lie one after the other.
 
-    The state is None; where layers share an indexer's choice it is that of `no_choice`.
+    The state is None, or the top-k mask if layers share an indexer's top-k (`initial_topk_mask`).
     """
 
     def attend(tokens, params, layer, cache_layer, state):
         q, k, v = _heads(batch, tokens, params, layer, numerics)
         pairs = _pairs(cfg, batch, tokens, cache_layer, state, q.shape[1])
-        out = attended(q, k, v, pairs, cfg.softmax_scale)
+        out = softmax_attention(q, k, v, pairs, cfg.softmax_scale)
         return out.reshape(-1, *v.shape[2:]), None if state is None else pairs
 
     return attend
 
 
-def no_choice(cfg: ModelConfig, batch: int, length: int) -> jax.Array | None:
-    """Returns the state before the first layer: which tokens see which, where layers share that, else None."""
-    return jnp.zeros((batch, length, length), jnp.bool) if shares_choice(cfg) else None
+def initial_topk_mask(cfg: ModelConfig, batch: int, length: int) -> jax.Array | None:
+    """Returns the state before the first layer: an empty mask if layers share an indexer's top-k, else None."""
+    return jnp.zeros((batch, length, length), jnp.bool) if shares_topk(cfg) else None
 
 
 def attention_weights(
@@ -45,7 +45,7 @@ def attention_weights(
     last: Any,
     numerics: Numerics,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns attention weights float32 `[B, H, S, S]`, values `[B, S, H, V]`, and who sees whom, bool `[B, S, S]`."""
+    """Returns attention weights float32 `[B, H, S, S]`, values `[B, S, H, V]` and the mask, bool `[B, S, S]`."""
     q, k, v = _heads(batch, tokens, params, layer, numerics)
     pairs = _pairs(cfg, batch, tokens, cache_layer, last, q.shape[1])
     return _weights(q, k, pairs, cfg.softmax_scale), v, pairs
@@ -55,12 +55,12 @@ def _heads(
     batch: int, tokens: Projected, params: AttentionParams, layer: Index, numerics: Numerics
 ) -> tuple[jax.Array, ...]:
     """Returns queries and keys `[B, S, H, N + P]` and values `[B, S, H, V]`."""
-    own, shared, v = expand(tokens.latent, params, layer, numerics)
+    own, shared, v = materialize_kv(tokens.latent, params, layer, numerics)
     return tuple(a.reshape(batch, -1, *a.shape[1:]) for a in (tokens.q, mla.whole_keys(own, shared), v))
 
 
 def _pairs(cfg: ModelConfig, batch: int, tokens: Projected, cache_layer: Index, last: Any, length: int) -> jax.Array:
-    """Returns which token `[.., S, S]` sees which: all earlier ones, or those that an indexer chooses."""
+    """Returns the mask `[.., S, S]`: causal, or the top-k tokens of an indexer."""
     if tokens.index is None:
         return jnp.tril(jnp.ones((1, length, length), jnp.bool))
     return visible_pairs(cfg, tokens.index, batch, cache_layer, last)
@@ -72,11 +72,11 @@ def _weights(q: jax.Array, k: jax.Array, pairs: jax.Array, scale: float) -> jax.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def attended(q: jax.Array, k: jax.Array, v: jax.Array, pairs: jax.Array, scale: float) -> jax.Array:
+def softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, pairs: jax.Array, scale: float) -> jax.Array:
     """Returns the weighted sums of values `[B, S, H, V]`.
 
-    Its gradient keeps the weights in the dtype of v and has products of that dtype. JAX's own keeps float32 weights,
-    masks and maxima, and widens every product to float32.
+    Its gradient saves the weights in the dtype of v and multiplies in that dtype. JAX's own gradient saves float32
+    weights, masks and maxima, and widens every product to float32.
     """
     return _attended_forward(q, k, v, pairs, scale)[0]
 
@@ -98,4 +98,4 @@ def _attended_backward(scale, saved, dy):
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
-attended.defvjp(_attended_forward, _attended_backward)
+softmax_attention.defvjp(_attended_forward, _attended_backward)

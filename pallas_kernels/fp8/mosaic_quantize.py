@@ -1,7 +1,7 @@
 """Quantization as one Mosaic GPU kernel: values read once, written once.
 
 XLA compiles the jnp form to three kernels that read the input twice, and for SwiGLU writes and reads back a float32
-product besides: 109 bytes where 42 would do (read off the program compiled for an H200, 4096 rows of 2 x 2048).
+product besides: 109 bytes where 42 would do (from the program compiled for an H200, 4096 rows of 2 x 2048).
 """
 
 import functools
@@ -14,8 +14,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import bodies
 from pallas_kernels.float8 import BLOCK, E4M3
-from pallas_kernels.lazily import plgpu
-from pallas_kernels.mosaic import pad_to_tiles, swizzle_transforms, whole_tile
+from pallas_kernels.mosaic import pad_to_tiles, plgpu, swizzle_transforms, whole_tile
 
 _ROWS = 64
 
@@ -79,7 +78,7 @@ def quantize_rows(
             plgpu.copy_smem_to_gmem(scale_s, scale_ref.at[group, block, at])
             plgpu.wait_smem_to_gmem(0)
 
-    body.__name__ = "swiglu_quantize" if gated else "quantize_1x128"  # what profiles show
+    body.__name__ = "swiglu_quantize" if gated else "quantize_1x128"  # the name in profiles
     q, scale = plgpu.kernel(
         bodies.traced(body),
         out_type=(
@@ -102,7 +101,7 @@ def quantize_rows(
 
 
 def _transforms(dtype: jax.typing.DTypeLike, channels: int) -> Any:
-    """Returns tiling and swizzle of a block, such that TMA can cut rows of so many channels into whole tiles."""
+    """Returns tiling and swizzle of a block whose tiles divide rows of so many channels, as TMA requires."""
     return swizzle_transforms(dtype, whole_tile(BLOCK, channels, jnp.dtype(dtype)))
 
 

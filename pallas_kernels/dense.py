@@ -1,4 +1,4 @@
-"""`layer_gemm`: the product with one layer of a stack of weights."""
+"""Plain products with one layer of a stack of weights: linear layers, the router, one weight per attention head."""
 
 import functools
 import math
@@ -9,8 +9,8 @@ from jax import lax
 
 from pallas_kernels import native
 from pallas_kernels.backend import Backend, resolve_backend, with_fallback
-from pallas_kernels.gemm.checks import PLAIN_DTYPES, check_plain, plain_backend
-from pallas_kernels.gemm.choice import KERNELS
+from pallas_kernels.gemm import KERNELS, dispatch
+from pallas_kernels.gemm.checks import PLAIN_DTYPES, check_plain, check_plain_dtypes, plain_backend
 
 
 def layer_gemm(
@@ -31,7 +31,7 @@ def layer_gemm(
       w: [L, N, K] of the same dtype.
       layer: Python or traced integer.
       out_dtype: bfloat16, float16 or float32; None means x's.
-      backend: implementation; None chooses by device.
+      backend: implementation; None selects by device.
 
     Returns:
       [M, N] in `out_dtype`; sums are float32.
@@ -53,15 +53,15 @@ def layer_gemm(
 def plain_gemm(
     x: jax.Array, w: jax.Array, *, out_dtype: jax.typing.DTypeLike | None = None, backend: Backend | None = None
 ) -> jax.Array:
-    """Returns `x @ w.T` for a weight that is in no stack; differentiable in x and w.
+    """Returns `x @ w.T` for a weight outside of a stack; differentiable in x and w.
 
-    XLA's own product is the kernel of a GPU here: nothing copies such a weight.
+    GPUs use XLA's product: it does not copy such a weight.
 
     Args:
       x: [..., K] bfloat16, float16 or float32.
       w: [N, K] of the same dtype.
       out_dtype: float32, or None for x's.
-      backend: implementation; None chooses by device.
+      backend: implementation; None selects by device.
 
     Returns:
       [..., N] in `out_dtype`.
@@ -76,6 +76,53 @@ def plain_gemm(
     return jnp.einsum("...k,nk->...n", x, w, preferred_element_type=out_dtype)
 
 
+def head_gemm(
+    x: jax.Array,
+    w: jax.Array,
+    layer: jax.Array | int,
+    *,
+    transposed: bool = False,
+    carried: int = 0,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """Multiplies every head with its weight, `x[:, h] @ w[layer, h].T`, without a copy of `w[layer]`.
+
+    The reference is differentiable. With `carried` the last columns of x are appended to the product, as in absorbed
+    queries. On Hopper the kernel then reads x and writes the wider result in place, and only the carried columns are
+    copied.
+
+    Args:
+      x: [M, H, K + carried] bfloat16, float16 or float32.
+      w: [L, H, N, K] of the same dtype, or [L, H, K, N] if `transposed`, which leaves out the `.T`.
+      layer: Python or traced integer.
+      transposed: the order of the weight.
+      carried: columns of x that are copied unmultiplied.
+      backend: implementation; None selects by device.
+
+    Returns:
+      [M, H, N + carried] in x's dtype; sums are float32.
+
+    Raises:
+      ValueError: shapes or dtypes that do not belong together; on Hopper also N or K that is no multiple of 8.
+    """
+    _check_heads(x, w, transposed, carried)
+    chosen = plain_backend("head_gemm", x.dtype, x.shape[0], backend)
+    if carried and chosen is Backend.MOSAIC:
+        first = jnp.asarray(layer, jnp.int32) * w.shape[1]
+        return dispatch.heads(x, w.reshape(-1, *w.shape[2:]), first, transposed, carried=carried)
+    if carried:
+        product = head_gemm(x[..., :-carried], w, layer, transposed=transposed, backend=backend)
+        return jnp.concatenate([product, x[..., -carried:]], axis=-1)
+    if chosen is Backend.NATIVE:
+        return native.head_product(x, w, layer, transposed)
+    if chosen in KERNELS:
+        first = jnp.asarray(layer, jnp.int32) * w.shape[1]
+        return KERNELS[chosen].heads(x, w.reshape(-1, *w.shape[2:]), first, transposed)
+    # XLA:CPU sums some batched products of bfloat16 in bfloat16, and supports no float32 result outside of jit.
+    x32, w32 = (v.astype(jnp.float32) for v in (x, lax.dynamic_index_in_dim(w, layer, keepdims=False)))
+    return jnp.einsum("mhk,hkn->mhn" if transposed else "mhk,hnk->mhn", x32, w32).astype(x.dtype)
+
+
 def _reference(x, w, layer, out_dtype):
     w = lax.dynamic_index_in_dim(w, layer, 0, keepdims=False)
     if x.dtype != jnp.float32:
@@ -85,7 +132,7 @@ def _reference(x, w, layer, out_dtype):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _narrow_product(x, w, out_dtype):
-    """Returns `x @ w.T` of 16-bit operands; the products of its gradient take 16-bit operands too.
+    """Returns `x @ w.T` of 16-bit operands; the products of its gradient have 16-bit operands too.
 
     JAX's own gradient widens them to float32, which a CPU with bfloat16 products multiplies at half the rate.
     """
@@ -120,9 +167,18 @@ def _forward(x, w, layer, out_dtype, backend):
 
 
 def _backward(out_dtype, backend, saved, dy):
-    del backend  # the gradients exist as references only
+    del backend  # gradients are the reference's
     x, w, layer = saved
     return *jax.vjp(lambda x, w: _reference(x, w, layer, out_dtype), x, w)[1](dy), None
 
 
 _kernel.defvjp(_forward, _backward)
+
+
+def _check_heads(x: jax.Array, w: jax.Array, transposed: bool, carried: int) -> None:
+    order, suffix = "[L, H, K, N]" if transposed else "[L, H, N, K]", f" + {carried}" if carried else ""
+    if x.ndim != 3 or w.ndim != 4 or x.shape[1:] != (w.shape[1], w.shape[2 if transposed else 3] + carried):
+        raise ValueError(
+            f"head_gemm: needs x [M, H, K{suffix}] and w {order} with one H and K, got {x.shape} and {w.shape}"
+        )
+    check_plain_dtypes("head_gemm", x, w)

@@ -1,17 +1,17 @@
-"""Prefill in expanded form: keys and values of every head are made of cached latents, and all are multiplied.
+"""Prefill in materialized form (MHA): keys and values of every head are computed from cached latents.
 
-Absorbed attention multiplies 576 + 512 values per head and pair of tokens, expanded attention 192 + 128. Expanding a
-cached token costs as much as 171 pairs save, and it costs it once per step. The batch has `room` for K tokens, and
-`dsv3.model.forms` says when that pays.
+Absorbed attention multiplies 576 + 512 values per head and pair of tokens, materialized attention 192 + 128.
+Materializing a cached token costs as much as 171 pairs save, once per step. The batch has a capacity of K tokens
+(`PrefillBatch.kv_capacity`); `dsv3.model.forms` estimates when the form is faster.
 
-In dense attention, over long contexts, keys and values of all heads would take 64 KiB per token of DeepSeek-V3: 8.6 GB
-for 131,072 tokens. Those of a few heads at a time fit, and no softmax is cut in parts: each head sees all its keys at
-once. The products leave out the tiles of 128 that hold none, and attention reads no others, so that a short context
-costs what it has.
+In dense attention over long contexts, keys and values of all heads would take 64 KiB per token of DeepSeek-V3: 8.6 GB
+for 131,072 tokens. So they are materialized for a few heads at a time; each head sees all its keys at once, and no
+softmax is split. Products skip empty tiles of 128 tokens and attention does not read them, so the time follows the
+tokens that a step has, not its capacity.
 
-In sparse attention (DeepSeek-V3.2) a mask says which tokens a query takes. Copying 2,048 rows for each query and
-multiplying them in absorbed form takes 3.4 times the operations, and is cheaper all the same once requests are long.
-Keys come from the pages, new ones too, so both forms attend to the same numbers: rounded ones where pages are FP8.
+In sparse attention (DeepSeek-V3.2) a mask selects the top-k tokens of a query. Copying 2,048 rows per query and
+multiplying them in absorbed form takes 3.4 times the operations, but is cheaper for long requests. Keys are read from
+the pages, those of new tokens too, so that both forms attend to the same numbers: rounded ones if pages are FP8.
 """
 
 from typing import Any, NamedTuple
@@ -22,41 +22,41 @@ from jax import lax
 
 from dsv3.config.model import ModelConfig
 from dsv3.model.batch import PrefillBatch
-from dsv3.model.layers.attention import Core, expand
+from dsv3.model.layers.attention import Core, materialize_kv
 from dsv3.model.layers.linear import Numerics
-from dsv3.model.layers.sparse import ChosenForm, Rows
+from dsv3.model.layers.sparse import Rows, TopkForm
 from pallas_kernels import mla
 from pallas_kernels.backend import Backend
 from pallas_kernels.grouped import grouped_gemm_contiguous
 from pallas_kernels.search import search
 
 BYTES_AT_ONCE = 2**30
-"""Keys and values that are there at once; absorbed queries and outputs of 4,096 new tokens of DeepSeek-V3 take more."""
+"""Bound on materialized keys and values; absorbed queries and outputs of 4,096 tokens of DeepSeek-V3 take more."""
 
 _TILE = 128  # rows of a product's tile, and of the attention's blocks
 
 
 def heads_at_once(heads: int, key_bytes: int) -> int:
-    """Returns of how many `heads` the keys and values are made at once, which take `key_bytes` per head; a divisor."""
+    """Returns how many heads to materialize at once, a divisor of `heads`; `key_bytes` are those of one head."""
     return max((n for n in range(1, heads + 1) if heads % n == 0 and n * key_bytes <= BYTES_AT_ONCE), default=1)
 
 
 class Packed(NamedTuple):
-    """The cached tokens of the requests of a batch side by side, those of each from a whole page on."""
+    """The cached tokens of all requests of a batch side by side; each request begins at a page boundary."""
 
     page_ids: jax.Array  # [K / page_size] int32, page within a layer
-    counts: jax.Array  # [K / page_size] int32, rows of it that are written
-    starts: jax.Array  # [B] int32, where the tokens of a request begin
+    counts: jax.Array  # [K / page_size] int32, written rows of the page
+    starts: jax.Array  # [B] int32, first token of each request
 
 
 def pack(page_table: jax.Array, lengths: jax.Array, pages: int, page_size: int) -> Packed:
-    """Returns where the first `lengths` `[B]` tokens of each request go in so many `pages`, which suffice."""
+    """Packs the first `lengths` `[B]` tokens of each request into `pages` pages; the caller ensures that they fit."""
     needed = -(-lengths // page_size)
     ends = jnp.cumsum(needed)
-    starts, place = ends - needed, jnp.arange(pages, dtype=jnp.int32)
-    owner = search(ends, place, side="right")  # B behind the last request
+    starts, page = ends - needed, jnp.arange(pages, dtype=jnp.int32)
+    owner = search(ends, page, side="right")  # B behind the last request
     live, owner = owner < len(lengths), jnp.minimum(owner, len(lengths) - 1)
-    column = jnp.clip(place - starts[owner], 0, page_table.shape[1] - 1)
+    column = jnp.clip(page - starts[owner], 0, page_table.shape[1] - 1)
     counts = jnp.clip(lengths[owner] - page_size * column, 0, page_size)
     return Packed(
         jnp.where(live, page_table[owner, column], 0),
@@ -66,8 +66,8 @@ def pack(page_table: jax.Array, lengths: jax.Array, pages: int, page_size: int) 
 
 
 def materialized_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None) -> Core:
-    """Attends in prefill: new tokens to each other and to the cached ones."""
-    K, R, V = batch.room, cfg.kv_lora_rank, cfg.v_head_dim
+    """Attends in prefill: to new and cached tokens, both in materialized form."""
+    K, R, V = batch.kv_capacity, cfg.kv_lora_rank, cfg.v_head_dim
     new, rows = jnp.diff(batch.cu_lengths), jnp.arange(len(batch.tokens), dtype=jnp.int32)
     lengths = jnp.where(new > 0, batch.context_lengths + new, 0)
     packed = pack(batch.page_table, lengths, K // cfg.page_size, cfg.page_size)
@@ -80,8 +80,8 @@ def materialized_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: in
 
     def attend(tokens, params, layer, cache_layer, pages):
         ids = cache_layer * pages_per_layer + packed.page_ids
-        latents = mla.rows_of_pages(pages, ids, packed.counts, R, tokens.latent.dtype)
-        mine = tokens.latent.at[token].get(mode="clip")  # unrounded, as new tokens see each other in the absorbed form
+        latents = mla.gather_latents(pages, ids, packed.counts, R, tokens.latent.dtype)
+        mine = tokens.latent.at[token].get(mode="clip")  # not rounded by FP8 pages, as in the absorbed form
         latents = jnp.where((token < len(rows))[:, None], mine, latents)
         latents, shared = latents[:, :R], latents[:, R:]
         T, H, _ = tokens.q.shape
@@ -107,20 +107,20 @@ def materialized_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: in
 
 def masked_form(
     cfg: ModelConfig, batch: PrefillBatch, rows: Rows, pages_per_layer: int, backend: Backend | None
-) -> ChosenForm:
-    """Attends in prefill to the chosen tokens among all."""
+) -> TopkForm:
+    """Attends in prefill to the top-k tokens, by a mask on all tokens."""
     visible = rows.visible
     new = jnp.diff(batch.cu_lengths)
     lengths = jnp.where(new > 0, batch.context_lengths + new, 0)
-    packed = pack(batch.page_table, lengths, batch.room // cfg.page_size, cfg.page_size)
+    packed = pack(batch.page_table, lengths, batch.kv_capacity // cfg.page_size, cfg.page_size)
     starts = jnp.where(visible > 0, packed.starts[rows.requests], 0)
 
-    def attend(tokens, params, layer, cache_layer, latents, chosen):
+    def attend(tokens, params, layer, cache_layer, latents, topk_indices):
         ids = cache_layer * pages_per_layer + packed.page_ids
-        made_of = mla.rows_of_pages(latents, ids, packed.counts, cfg.kv_lora_rank, tokens.latent.dtype)
-        k, shared, v = expand(made_of, params, layer, Numerics(backend))
-        bits = mla.chosen_bits(starts[:, None] + chosen, chosen < visible[:, None], batch.room)
+        rows_of_tokens = mla.gather_latents(latents, ids, packed.counts, cfg.kv_lora_rank, tokens.latent.dtype)
+        k, shared, v = materialize_kv(rows_of_tokens, params, layer, Numerics(backend))
+        bits = mla.topk_bitmask(starts[:, None] + topk_indices, topk_indices < visible[:, None], batch.kv_capacity)
         how: dict[str, Any] = {"scale": cfg.softmax_scale, "shared_key": shared, "backend": backend}
-        return mla.mla_prefill_chosen(tokens.q, k, v, bits, starts, starts + visible, **how)
+        return mla.mla_prefill_topk(tokens.q, k, v, bits, starts, starts + visible, **how)
 
-    return ChosenForm(attend, copies=0)
+    return TopkForm(attend, copies=0)

@@ -1,4 +1,4 @@
-"""Index scores: how much each cached token matters to a query, by the indexer's heads."""
+"""Index scores and top-k selection: which cached tokens each query attends to."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backend import Backend, resolve_backend, with_fallback
-from pallas_kernels.dsa import mosaic_scores, triton_ops, triton_scores
+from pallas_kernels.dsa import mosaic_scores, triton_ops
 from pallas_kernels.dsa.keys import check_keys, fp8_queries, keys_of_pages, queries_for
 from pallas_kernels.mla.layout import PAGE_SIZE, is_fp8
 
@@ -31,13 +31,13 @@ def index_scores(
       q: `[T, Hi, Y]` of a float type, rotated.
       weights: `[T, Hi]` float32, one factor per head.
       pool: pages of index keys, as in `write_keys`.
-      page_table: `[T, Mp]` int32, pages of each query's request. Entries past what it sees are never followed.
-      visible: `[T]` int32, tokens that each query sees, from the first of its request on; 0 for a query that is none.
+      page_table: `[T, Mp]` int32, pages of each query's request. Entries past its visible tokens are never read.
+      visible: `[T]` int32, tokens that each query sees, from the first of its request on; 0 for padding.
       first_page: the layer's first page in the pool.
-      backend: an implementation, or None for the one that suits the default device.
+      backend: an implementation, or None for that of the default device.
 
     Returns:
-      float32 `[T, 64 * Mp']`, Mp' being Mp, or one more; -inf beyond what a query sees. Zeros are positive, so that
+      float32 `[T, 64 * Mp']`, Mp' being Mp or Mp + 1; -inf past a query's visible tokens. Zeros are positive, so that
       equal scores have equal bits.
 
     Raises:
@@ -58,24 +58,60 @@ def raw_scores(
     first_page: jax.Array | int,
     backend: Backend | None = None,
 ) -> jax.Array:
-    """Returns what `index_scores` does, but with anything beyond what a query sees, and zeros of both signs."""
+    """Computes `index_scores`, but scores past a query's visible tokens are undefined, and zeros have both signs."""
     check_keys(pool, q.shape[-1])
     backend = with_fallback("index_scores", backend)
     chosen = resolve_backend(requested=backend)
     if scores_unsupported(q, pool, chosen) is None:
         meeting = fp8_queries(q, weights) if is_fp8(pool) else (q, weights)
-        kernels = {Backend.MOSAIC: mosaic_scores.index_scores_mosaic, Backend.TRITON: triton_scores.index_scores_triton}
+        kernels = {Backend.MOSAIC: mosaic_scores.index_scores_mosaic, Backend.TRITON: triton_ops.index_scores_triton}
         return kernels[chosen](*meeting, pool, page_table, visible, first_page=first_page)
     return _sums(queries_for(pool, q), weights, pool, page_table, visible, first_page=first_page)
 
 
 def scores_unsupported(q: Any, pool: Any, backend: Backend) -> str | None:
-    """Returns why there is no kernel for these arrays (or their shapes and types), or None where there is one."""
+    """Returns why there is no kernel for these arrays (or their shapes and types), or None if there is one."""
     if backend is Backend.MOSAIC:
         return mosaic_scores.unsupported(q, pool)
     if backend is Backend.TRITON and triton_ops.usable(backend):
-        return triton_scores.unsupported(q, pool)
+        return triton_ops.scores_unsupported(q, pool)
     return f"{backend.value} has no kernel of scores"
+
+
+def select_topk(scores: jax.Array, visible: jax.Array, topk: int) -> jax.Array:
+    """Returns the positions int32 `[T, topk]` of the `topk` highest `scores` `[T, N]` of each row, in rising order.
+
+    Only the first `visible` `[T]` scores of a row count, none of them NaN; the others are -inf. Of equal scores the
+    first win. A row with fewer than `topk` visible scores is padded with N.
+    """
+    N = scores.shape[1]
+    _, positions = lax.top_k(scores, min(topk, N))
+    positions = jnp.sort(jnp.where(positions < visible[:, None], positions, N), axis=1)
+    return jnp.pad(positions, ((0, 0), (0, topk - positions.shape[1])), constant_values=N)
+
+
+def topk_indices(
+    q: jax.Array,
+    weights: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    visible: jax.Array,
+    *,
+    first_page: jax.Array | int,
+    topk: int,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """Returns the positions int32 `[T, topk]` of the tokens that each query attends to, in rising order.
+
+    The arguments are those of `index_scores`. A query that sees fewer than `topk` tokens has invisible positions at the
+    end.
+    """
+    arrays, backend = (q, weights, pool, page_table, visible), with_fallback("topk_indices", backend)
+    resolved = resolve_backend(requested=backend)
+    if triton_ops.usable(resolved):
+        scores = raw_scores(*arrays, first_page=first_page, backend=backend)
+        return triton_ops.select_topk(scores, visible, topk, resolved)
+    return select_topk(index_scores(*arrays, first_page=first_page, backend=backend), visible, topk)
 
 
 def _sums(
@@ -87,7 +123,7 @@ def _sums(
     *,
     first_page: jax.Array | int,
 ) -> jax.Array:
-    """Returns the scores `[T, 64 * Mp']`, with anything beyond what a query sees."""
+    """Returns the scores `[T, 64 * Mp']`, undefined past a query's visible tokens."""
     (T, _, width), table = q.shape, jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % _PAGES_PER_STEP)))
 
     def step(index: jax.Array, scores: jax.Array) -> jax.Array:

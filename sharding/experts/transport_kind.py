@@ -3,8 +3,8 @@
 import enum
 
 
-class Kind(enum.Enum):
-    """A way to carry token rows to replicas and back; the value is the name that a user gives."""
+class TransportKind(enum.Enum):
+    """A transport of token rows to expert replicas and back; the value is the option's value."""
 
     RING = "ring"
     """All-gather and reduce-scatter (`sharding.experts.ring`)."""
@@ -16,8 +16,8 @@ class Kind(enum.Enum):
     """One hop with exact sizes, on request only (`sharding.experts.ragged`)."""
 
     @classmethod
-    def from_name(cls, name: str) -> "Kind | None":
-        """Returns the kind that a user asked for, None for "auto". Raises ValueError for another name."""
+    def from_name(cls, name: str) -> "TransportKind | None":
+        """Returns the kind of an option value, None for "auto". Raises ValueError for an unknown name."""
         names = ["auto", *(kind.value for kind in cls)]
         if name not in names:
             raise ValueError(f"expert_transport: {name!r} is not one of {', '.join(names)}")

@@ -31,7 +31,7 @@ from dsv3.logs import configure_logging
 from dsv3.server.config import ServerConfig
 from dsv3.server.http.api_server import bind, serve
 from dsv3.server.serving.service import Service
-from dsv3.server.tenants import Tenant, tenants_of
+from dsv3.server.tenants import Tenant, load_tenants
 from launch import cli, flags
 from launch.cluster import cluster_options
 from launch.model import model_dir, model_names
@@ -84,7 +84,7 @@ def _config() -> ServerConfig:
 
 def _tenants(options: ServerOptions) -> tuple[Tenant, ...]:
     try:
-        return tenants_of(options)
+        return load_tenants(options)
     except ValueError as error:
         raise flags.UsageError(f"--{error}") from None
 

@@ -1,4 +1,4 @@
-"""The secret that several processes share, in a file; imports no jax."""
+"""Reads the secret that the processes of an instance share; imports no jax."""
 
 import os
 from pathlib import Path
@@ -10,10 +10,10 @@ _HOW_TO_MAKE_A_KEY = "make one with: (umask 077; head -c 48 /dev/urandom | base6
 
 
 def read_key(path: str | os.PathLike[str], option: str = "cluster_key_file") -> bytes:
-    """Returns the secret in a file without surrounding blanks.
+    """Returns the secret in a file without surrounding whitespace.
 
-    Raises ValueError for a file that cannot be read, that others may read, or that is too short; says how to make one,
-    and names the `option` that gave the path.
+    Raises ValueError if the file cannot be read, is readable by others, or is shorter than `MIN_KEY_BYTES`. The text
+    names the `option` that gave the path and a command that makes a key.
     """
     try:
         key = read_secret(path).strip()
@@ -23,11 +23,11 @@ def read_key(path: str | os.PathLike[str], option: str = "cluster_key_file") -> 
         raise ValueError(f"{option} {error}") from None
     if len(key) < MIN_KEY_BYTES:
         raise ValueError(
-            f"{option} {path}: {len(key)} bytes, at least {MIN_KEY_BYTES} are needed; {_HOW_TO_MAKE_A_KEY}"
+            f"{option} {path}: {len(key)} bytes, at least {MIN_KEY_BYTES} are required; {_HOW_TO_MAKE_A_KEY}"
         )
     return key
 
 
 def key_path(text: str) -> str:
-    """Makes a path absolute, so that a child process with another working directory finds the same file."""
+    """Returns an absolute path, which child processes with another working directory can open."""
     return str(Path(text).absolute())

@@ -7,7 +7,7 @@ from pathlib import Path
 from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.config.server_options import ServerOptions
 from dsv3.processes.child import RestartPolicy
-from dsv3.server.engine.client import PULSE_WATCHDOG_S, WATCHDOG_S
+from dsv3.server.engine.client import HEARTBEAT_WATCHDOG_S, WATCHDOG_S
 from dsv3.server.templates import DEADLINE_S
 from dsv3.server.tenants import Tenant
 
@@ -57,9 +57,13 @@ class ServerConfig:
         return self.options.max_request_restarts
 
     @property
-    def pulse_watchdog_s(self) -> float:
+    def heartbeat_watchdog_s(self) -> float:
         """Seconds without a sign of life after which the engine's process is taken for stopped."""
-        return PULSE_WATCHDOG_S if self.cluster is None else max(_LEAST_SILENCE_S, self.cluster.cluster_silence_timeout)
+        return (
+            HEARTBEAT_WATCHDOG_S
+            if self.cluster is None
+            else max(_LEAST_SILENCE_S, self.cluster.cluster_silence_timeout)
+        )
 
     def __post_init__(self) -> None:
         if not self.tenants and (self.options.api_key is not None or self.options.api_key_file is not None):

@@ -16,24 +16,24 @@ import msgspec
 
 from dsv3.processes import frames
 from dsv3.scheduler.request import RequestRules
-from dsv3.server.limits import WAIT_S, Workers
-from dsv3.server.worker_process import PoisonRequest, WorkerProcess, answer_questions
+from dsv3.server.limits import WAIT_S, WorkerQueue
+from dsv3.server.worker_process import PoisonRequest, WorkerProcess, serve_requests
 from dsv3.text.call_grammar import Wanted, answer_grammar
 from dsv3.text.dialects import DIALECTS
 from dsv3.text.matcher import GrammarError, GrammarVocabulary, VocabularyError
 
 # llguidance builds the largest public schemas in under a second.
 DEADLINE_S = 5.0
-MAX_REMEMBERED = 1024
-MAX_REMEMBERED_CHARS = 2**25
+MAX_CACHED = 1024
+MAX_CACHED_CHARS = 2**25
 # What a process has died of may be the machine's fault: its memory was full, or its processor slow.
-DOUBT_S = 60.0
-_DOES = "makes grammars"
+FAILURE_TTL_S = 60.0
+_TASK = "makes grammars"
 # The vocabulary takes 0.1 GB at 129k tokens; threads reserve addresses beside what they use.
 _MAX_MEMORY_BYTES = 4 * 2**30
 
 
-class MakeSetup(msgspec.Struct, frozen=True, tag=True):
+class GrammarSetup(msgspec.Struct, frozen=True, tag=True):
     """First message to the process: what a `GrammarVocabulary` is made of, the tokenizer as a path.
 
     `dialect` names that of the model's calls, "" for none; `marker_ids` has its markers that are tokens.
@@ -46,28 +46,28 @@ class MakeSetup(msgspec.Struct, frozen=True, tag=True):
     marker_ids: dict[str, int]
 
 
-class Make(msgspec.Struct, frozen=True, tag=True):
+class CompileGrammar(msgspec.Struct, frozen=True, tag=True):
     """An answer whose grammar is to be written and compiled."""
 
     wanted: Wanted
 
 
-class Made(msgspec.Struct, frozen=True, tag=True):
+class CompiledGrammar(msgspec.Struct, frozen=True, tag=True):
     """The answer: the grammar, or an `error` that says why none, or no vocabulary, can be used."""
 
     grammar: str = ""
     error: str | None = None
 
 
-_to_process = msgspec.msgpack.Decoder(MakeSetup | Make)
-_from_process = msgspec.msgpack.Decoder(Made)
+_to_process = msgspec.msgpack.Decoder(GrammarSetup | CompileGrammar)
+_from_process = msgspec.msgpack.Decoder(CompiledGrammar)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Known:
+class _CachedResult:
     """What came of something wanted: a grammar, or what is wrong with it; that counts `until` then."""
 
-    made: Made
+    result: CompiledGrammar
     until: float = float("inf")
 
 
@@ -90,28 +90,28 @@ class GrammarPool:
         self._tokenizer, self._deadline_s = tokenizer, deadline_s
         self._dialect, self._marker_ids = dialect or "", dict(marker_ids or {})
         self._worker: WorkerProcess | None = None
-        self._workers = Workers([self], wait_s)
-        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        self._workers = WorkerQueue([self], wait_s)
+        self._cache: OrderedDict[bytes, _CachedResult] = OrderedDict()
         self._num_chars = 0
 
-    async def make(self, wanted: Wanted, rules: RequestRules) -> str:
+    async def compile(self, wanted: Wanted, rules: RequestRules) -> str:
         """Returns the grammar of an answer, which an engine of these rules can use.
 
         Raises GrammarError with the reason where there is none; VocabularyError says that there never is. WorkersBusy
         and WorkerDied say that the same may be made later.
         """
         try:
-            frame = frames.encode(Make(wanted))
+            frame = frames.encode(CompileGrammar(wanted))
         except (OverflowError, ValueError, TypeError, RecursionError, frames.FrameError):
             raise GrammarError("it holds a value that no grammar can be made of") from None
         key = hashlib.sha256(frame).digest()
-        known = self._known.get(key)
-        if known is None or known.until < time.monotonic():
-            known = await self._workers.run(len(frame), lambda pool: pool._make(frame, rules))
-        self._remember(key, known)
-        if known.made.error is not None:
-            raise GrammarError(known.made.error)
-        return known.made.grammar
+        cached = self._cache.get(key)
+        if cached is None or cached.until < time.monotonic():
+            cached = await self._workers.run(len(frame), lambda pool: pool._compile(frame, rules))
+        self._store(key, cached)
+        if cached.result.error is not None:
+            raise GrammarError(cached.result.error)
+        return cached.result.grammar
 
     async def close(self) -> None:
         """Ends the process."""
@@ -119,32 +119,34 @@ class GrammarPool:
         if self._worker is not None:
             await self._worker.stop()
 
-    def _remember(self, key: bytes, known: _Known) -> None:
+    def _store(self, key: bytes, cached: _CachedResult) -> None:
         """Keeps what came of something wanted, as the last one that was used."""
-        if (old := self._known.pop(key, None)) is not None:
-            self._num_chars -= len(old.made.grammar)
-        self._known[key] = known
-        self._num_chars += len(known.made.grammar)
-        while len(self._known) > MAX_REMEMBERED or self._num_chars > MAX_REMEMBERED_CHARS:
-            self._num_chars -= len(self._known.popitem(last=False)[1].made.grammar)
+        if (old := self._cache.pop(key, None)) is not None:
+            self._num_chars -= len(old.result.grammar)
+        self._cache[key] = cached
+        self._num_chars += len(cached.result.grammar)
+        while len(self._cache) > MAX_CACHED or self._num_chars > MAX_CACHED_CHARS:
+            self._num_chars -= len(self._cache.popitem(last=False)[1].result.grammar)
 
-    async def _make(self, frame: bytearray, rules: RequestRules) -> _Known:
+    async def _compile(self, frame: bytearray, rules: RequestRules) -> _CachedResult:
         """Returns what comes of something wanted; that the process died of it counts for a while."""
         if self._worker is None:
             self._worker = self._process(rules)
         await self._worker.start()
         try:
-            return _Known(_from_process.decode(await self._worker.ask(frame)))
+            return _CachedResult(_from_process.decode(await self._worker.call(frame)))
         except TimeoutError:
             error = f"takes longer than {self._deadline_s:g} s to compile; make it smaller"
         except PoisonRequest:
             error = "cannot be compiled: it needs too much memory"
-        return _Known(Made(error=error), time.monotonic() + DOUBT_S)
+        return _CachedResult(CompiledGrammar(error=error), time.monotonic() + FAILURE_TTL_S)
 
     def _process(self, rules: RequestRules) -> WorkerProcess:
-        setup = MakeSetup(str(self._tokenizer), rules.vocab_size, rules.eos_token_ids, self._dialect, self._marker_ids)
+        setup = GrammarSetup(
+            str(self._tokenizer), rules.vocab_size, rules.eos_token_ids, self._dialect, self._marker_ids
+        )
         frame = frames.encode(setup)
-        return WorkerProcess("dsv3.server.grammars", _DOES, frame, self._deadline_s, _require_vocabulary)
+        return WorkerProcess("dsv3.server.grammars", _TASK, frame, self._deadline_s, _require_vocabulary)
 
 
 def _require_vocabulary(body: bytes) -> None:
@@ -153,27 +155,27 @@ def _require_vocabulary(body: bytes) -> None:
         raise VocabularyError(error)
 
 
-class _Maker:
+class _GrammarCompiler:
     """Writes and compiles for one vocabulary."""
 
     def __init__(self) -> None:
-        self._setup: MakeSetup | None = None
+        self._setup: GrammarSetup | None = None
         self._vocabulary: GrammarVocabulary | None = None
 
-    def answer(self, body: bytes) -> bytearray:
+    def handle(self, body: bytes) -> bytearray:
         """Returns the frame of the answer."""
         try:
-            return frames.encode(Made(self._made(_to_process.decode(body))))
+            return frames.encode(CompiledGrammar(self._handle(_to_process.decode(body))))
         except (ValueError, OSError) as problem:  # GrammarError and VocabularyError are such
             error = str(problem)
         except (MemoryError, RecursionError):
             error = "too large, or nested too deeply, to be made a grammar of"
         except Exception as problem:
             error = f"no grammar can be made of it ({type(problem).__name__})"
-        return frames.encode(Made(error=error))
+        return frames.encode(CompiledGrammar(error=error))
 
-    def _made(self, message: MakeSetup | Make) -> str:
-        if isinstance(message, MakeSetup):
+    def _handle(self, message: GrammarSetup | CompileGrammar) -> str:
+        if isinstance(message, GrammarSetup):
             self._setup = message
             self._vocabulary = GrammarVocabulary.from_file(Path(message.tokenizer), message.vocab_size, message.end_ids)
             return ""
@@ -184,4 +186,4 @@ class _Maker:
 
 
 if __name__ == "__main__":
-    answer_questions(_Maker().answer, _MAX_MEMORY_BYTES)
+    serve_requests(_GrammarCompiler().handle, _MAX_MEMORY_BYTES)

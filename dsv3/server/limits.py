@@ -4,9 +4,9 @@
 |---|---|---|
 | `MAX_BODY_BYTES`: a body | memory | `http.bodies` |
 | `Budget`: all requests, from the first byte of a body to the end of its answer | memory | `http.app`, routers |
-| `Turns`: small bodies per turn of the event loop | streams of others | `BodyReader` |
-| `Workers`: what waits for a process, how long, how large | memory, and time of clients | `templates`, `grammars` |
-| `Thread`: the same for slow work that no process does | the event loop | bodies, texts, long prompts |
+| `DecodeThrottle`: small bodies per turn of the event loop | streams of others | `BodyReader` |
+| `WorkerQueue`: what waits for a process, how long, how large | memory, and time of clients | `templates`, `grammars` |
+| `ThreadQueue`: the same for slow work that no process does | the event loop | bodies, texts, long prompts |
 
 What one body may make of its bytes is bounded by `answers.reading`, and how many connections there are by
 `http.listening`. Clients share all of it; none has a part of its own.
@@ -47,7 +47,7 @@ class Budget:
         self._free = [small, large]
 
     @contextlib.contextmanager
-    def hold(self) -> Iterator["Reservation"]:
+    def reserve(self) -> Iterator["Reservation"]:
         """Yields what one request holds, nothing yet; its bytes are given back at the end of the `with`."""
         reservation = Reservation(self._free)
         try:
@@ -89,7 +89,7 @@ class _WorkItem[W]:
     has_begun: bool = False
 
 
-class Workers[W]:
+class WorkerQueue[W]:
     """Workers of one kind behind a queue, each of which does one thing at a time; the last one used is the next.
 
     At most `requests` wait, of `nbytes` together, for at most `wait_s` seconds (None: as long as it takes).
@@ -114,74 +114,74 @@ class Workers[W]:
         When the caller is cancelled, work that has not begun is dropped. What has begun is finished, and its result is
         dropped: it must be bounded by itself.
         """
-        job = self._admit(nbytes, work)
+        item = self._enqueue(nbytes, work)
         try:
-            await asyncio.wait([job.result], timeout=self._wait_s)
-            if not job.has_begun:
+            await asyncio.wait([item.result], timeout=self._wait_s)
+            if not item.has_begun:
                 raise WorkersBusy(BUSY)
-            return await job.result
+            return await item.result
         finally:
-            self._withdraw(job)
-            del job  # an error's traceback holds this frame: kept here, both would wait for the garbage collector
+            self._drop(item)
+            del item  # an error's traceback holds this frame: kept here, both would wait for the garbage collector
 
     async def close(self) -> None:
         """Gives up what is waiting and what has begun."""
-        for job in self._waiting:
-            job.result.cancel()
+        for item in self._waiting:
+            item.result.cancel()
         self._waiting.clear()
         self._waiting_bytes = 0
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _admit[R](self, nbytes: int, work: Callable[[W], Awaitable[R]]) -> _WorkItem[W]:
+    def _enqueue[R](self, nbytes: int, work: Callable[[W], Awaitable[R]]) -> _WorkItem[W]:
         is_full = len(self._waiting) >= self._max_waiting or self._waiting_bytes + nbytes > self._max_bytes
         if is_full and not self._idle:
             raise WorkersBusy(BUSY)
-        job = _WorkItem(work, nbytes, asyncio.get_running_loop().create_future())
-        self._waiting.append(job)
+        item = _WorkItem(work, nbytes, asyncio.get_running_loop().create_future())
+        self._waiting.append(item)
         self._waiting_bytes += nbytes
         self._dispatch()
-        return job
+        return item
 
-    def _withdraw(self, job: _WorkItem[W]) -> None:
+    def _drop(self, item: _WorkItem[W]) -> None:
         """Forgets a job that has not begun; nobody asks for its result any more."""
-        if not job.has_begun and job in self._waiting:
-            self._waiting.remove(job)
-            self._waiting_bytes -= job.nbytes
-        if not job.result.cancel() and not job.result.cancelled():
-            job.result.exception()  # else asyncio logs that nobody has looked at it
+        if not item.has_begun and item in self._waiting:
+            self._waiting.remove(item)
+            self._waiting_bytes -= item.nbytes
+        if not item.result.cancel() and not item.result.cancelled():
+            item.result.exception()  # else asyncio logs that nobody has looked at it
 
     def _dispatch(self) -> None:
         while self._idle and self._waiting:
-            worker, job = self._idle.pop(), self._waiting.popleft()
-            self._waiting_bytes -= job.nbytes
-            job.has_begun = True
-            task = asyncio.get_running_loop().create_task(self._do(worker, job))
+            worker, item = self._idle.pop(), self._waiting.popleft()
+            self._waiting_bytes -= item.nbytes
+            item.has_begun = True
+            task = asyncio.get_running_loop().create_task(self._run_item(worker, item))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _do(self, worker: W, job: _WorkItem[W]) -> None:
+    async def _run_item(self, worker: W, item: _WorkItem[W]) -> None:
         try:
-            result = await job.work(worker)
-            if not job.result.done():
-                job.result.set_result(result)
+            result = await item.work(worker)
+            if not item.result.done():
+                item.result.set_result(result)
         except Exception as error:
-            if not job.result.done():
-                job.result.set_exception(error)
+            if not item.result.done():
+                item.result.set_exception(error)
         finally:
-            job.result.cancel()  # no effect but where this task itself was cancelled
-            del job  # as in `run`
+            item.result.cancel()  # no effect but where this task itself was cancelled
+            del item  # as in `run`
             self._idle.append(worker)
             self._dispatch()
 
 
-class Thread:
-    """One thread behind the queue of `Workers`: slow work is done there, beside the event loop, one piece at a time."""
+class ThreadQueue:
+    """One thread behind the queue of `WorkerQueue`: slow work is done there, beside the event loop, one piece at a time."""
 
     def __init__(self, name: str, wait_s: float | None = WAIT_S):
         self._thread = ThreadPoolExecutor(1, name)
-        self._workers = Workers([self._thread], wait_s)
+        self._workers = WorkerQueue([self._thread], wait_s)
 
     async def run[T](self, nbytes: int, work: Callable[[], T]) -> T:
         """Returns the result of `work`; raises what it raises, and WorkersBusy where too much waits."""
@@ -194,7 +194,7 @@ class Thread:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-class Turns:
+class DecodeThrottle:
     """Lets requests begin with their bodies in the order in which these came, a slice of bytes per turn of the loop."""
 
     def __init__(self, nbytes: int = SMALL_BYTES):
@@ -206,37 +206,37 @@ class Turns:
         """Returns when a body of `nbytes` may be read; a call that is cancelled meanwhile takes no turn."""
         nbytes = max(nbytes, _LEAST_BYTES)
         if self._left > 0:
-            self._take(nbytes)
+            self._spend(nbytes)
             return
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append((nbytes, turn))
         await turn
 
-    def _take(self, nbytes: int) -> None:
+    def _spend(self, nbytes: int) -> None:
         self._left -= nbytes
         if not self._is_scheduled:
             self._is_scheduled = True
-            asyncio.get_running_loop().call_soon(self._renew)
+            asyncio.get_running_loop().call_soon(self._refill)
 
-    def _renew(self) -> None:
+    def _refill(self) -> None:
         self._is_scheduled, self._left = False, self._nbytes
         while self._waiting and self._left > 0:
             nbytes, turn = self._waiting.popleft()
             if not turn.done():
                 turn.set_result(None)
-                self._take(nbytes)
+                self._spend(nbytes)
 
 
-class BodyReader(Thread):
+class BodyReader(ThreadQueue):
     """Decodes bodies of up to `SMALL_BYTES` in turns on the event loop, larger ones in its thread, one at a time."""
 
     def __init__(self, wait_s: float | None = WAIT_S):
         super().__init__("read", wait_s)
-        self._turns = Turns()
+        self._throttle = DecodeThrottle()
 
     async def run[T](self, nbytes: int, work: Callable[[], T]) -> T:
         """Returns the result of `work`, which decodes a body of `nbytes`; raises WorkersBusy where too much waits."""
         if nbytes > SMALL_BYTES:
             return await super().run(nbytes, work)
-        await self._turns.wait(nbytes)
+        await self._throttle.wait(nbytes)
         return work()

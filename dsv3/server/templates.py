@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from dsv3.processes import frames
-from dsv3.server.limits import SMALL_BYTES, WAIT_S, Workers
-from dsv3.server.worker_process import PoisonRequest, WorkerProcess, answer_questions
+from dsv3.server.limits import SMALL_BYTES, WAIT_S, WorkerQueue
+from dsv3.server.worker_process import PoisonRequest, WorkerProcess, serve_requests
 from dsv3.text.chat_template import ChatTemplate, TemplateError, ToolMessages
 from dsv3.text.markers import Markers
 
@@ -74,10 +74,11 @@ class TemplatePool:
         setup = frames.encode(RenderSetup(source, dict(special_tokens), hidden))
         self._deadline_s = deadline_s
         self._processes = [
-            WorkerProcess("dsv3.server.templates", "renders chats", setup, deadline_s, _require_sound) for _ in range(2)
+            WorkerProcess("dsv3.server.templates", "renders chats", setup, deadline_s, _raise_if_invalid)
+            for _ in range(2)
         ]
-        self._small = Workers(self._processes[:1], wait_s)
-        self._large = Workers(self._processes[1:], wait_s)
+        self._small = WorkerQueue(self._processes[:1], wait_s)
+        self._large = WorkerQueue(self._processes[1:], wait_s)
 
     async def check(self) -> None:
         """Starts a worker for small conversations; raises TemplateError for a template that cannot be used."""
@@ -98,7 +99,7 @@ class TemplatePool:
     async def _render(self, frame: bytearray) -> str:
         workers = self._small if len(frame) <= SMALL_BYTES else self._large
         try:
-            answer = _from_process.decode(await workers.run(len(frame), lambda process: process.ask(frame)))
+            answer = _from_process.decode(await workers.run(len(frame), lambda process: process.call(frame)))
         except TimeoutError:
             seconds = f"{self._deadline_s:g}"
             raise TemplateTooSlow(f"the chat template took longer than {seconds} s for these messages") from None
@@ -114,7 +115,7 @@ class TemplatePool:
         await asyncio.gather(*(process.stop() for process in self._processes))
 
 
-def _require_sound(body: bytes) -> None:
+def _raise_if_invalid(body: bytes) -> None:
     """Raises TemplateError where the template cannot be used."""
     if (error := _from_process.decode(body).error) is not None:
         raise TemplateError(error)
@@ -168,11 +169,11 @@ class _Renderer:
         self._chat: ChatTemplate | None = None
         self._messages: ToolMessages | None = None
 
-    def answer(self, body: bytes) -> bytearray:
+    def handle(self, body: bytes) -> bytearray:
         """Returns the frame of the answer."""
         message = _to_process.decode(body)
         if isinstance(message, Render):
-            return self._answer(message)
+            return self._handle_render(message)
         try:
             self._chat = _template(message)
         except TemplateError as error:
@@ -180,7 +181,7 @@ class _Renderer:
         self._messages = ToolMessages(self._chat)
         return frames.encode(Rendered())
 
-    def _answer(self, request: Render) -> bytearray:
+    def _handle_render(self, request: Render) -> bytearray:
         """Returns the frame of the answer whatever happens: messages that end the process are asked for once more."""
         try:
             return frames.encode(Rendered(prompt=self._render(request)))
@@ -212,4 +213,4 @@ def _template(setup: RenderSetup) -> ChatTemplate:
 
 
 if __name__ == "__main__":
-    answer_questions(_Renderer().answer, _MAX_MEMORY_BYTES)
+    serve_requests(_Renderer().handle, _MAX_MEMORY_BYTES)

@@ -48,16 +48,16 @@ class Tenants:
     def replace(self, tenants: Sequence[Tenant]) -> None:
         """Takes other tenants; those that there were keep their places."""
         self.all = tuple(tenants)
-        self._places = {tenant.name: place for place, tenant in enumerate(self.all)}
+        self._indices = {tenant.name: place for place, tenant in enumerate(self.all)}
 
     @property
-    def are_several(self) -> bool:
+    def has_several(self) -> bool:
         """Whether more than one has a key."""
         return sum(bool(tenant.digest) for tenant in self.all) > 1
 
-    def place_of(self, tenant: Tenant) -> int:
+    def index_of(self, tenant: Tenant) -> int:
         """Returns where a tenant's counts lie: the place of its name."""
-        return self._places[tenant.name]
+        return self._indices[tenant.name]
 
     def find(self, key: bytes) -> Tenant | None:
         """Returns the tenant with that key, in a time that says nothing of the keys: all of them are compared."""
@@ -68,7 +68,7 @@ class Tenants:
         return found
 
 
-def tenants_of(options: ServerOptions) -> tuple[Tenant, ...]:
+def load_tenants(options: ServerOptions) -> tuple[Tenant, ...]:
     """Returns the tenants that a server's options name; raises ValueError, which says no part of a key."""
     if options.api_key_file is not None:
         try:
@@ -82,11 +82,11 @@ def tenants_of(options: ServerOptions) -> tuple[Tenant, ...]:
     return (_tenant(b"key1", options.api_key.encode()),)
 
 
-def reread(options: ServerOptions, old: Sequence[Tenant]) -> tuple[Tenant, ...]:
+def reload_tenants(options: ServerOptions, old: Sequence[Tenant]) -> tuple[Tenant, ...]:
     """Returns the tenants of the key file as it is now, in the places of the old ones; raises ValueError."""
     if not os.path.isfile(options.api_key_file or ""):  # a pipe would block, and can be read only once
         raise ValueError("api_key_file: not a regular file")
-    found = {tenant.name: tenant for tenant in tenants_of(options)}
+    found = {tenant.name: tenant for tenant in load_tenants(options)}
     kept = [found.pop(tenant.name, Tenant(tenant.name, b"", "")) for tenant in old]
     if (count := len(kept) + len(found)) > MAX_TENANTS:
         raise ValueError(f"api_key_file: {count} names since the start, at most {MAX_TENANTS} are counted")

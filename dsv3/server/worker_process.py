@@ -1,6 +1,6 @@
 """A process that is asked one thing at a time, and killed when that takes too long, which a thread cannot be.
 
-`WorkerProcess` is the side that asks, `answer_questions` the side of the process.
+`WorkerProcess` is the side that asks, `serve_requests` the side of the process.
 """
 
 import asyncio
@@ -27,22 +27,22 @@ class PoisonRequest(Exception):
     """Two processes in a row have died of the question."""
 
 
-class _Ended(Exception):
+class _ChildExited(Exception):
     """The process has ended without an answer."""
 
 
 class WorkerProcess:
     """`python -m module`, started when it is first needed, and again when it was late or has died.
 
-    `setup` is its first frame; `on_start` gets the answer to that, and raises where it cannot be used. `does` says for
+    `setup` is its first frame; `on_start` gets the answer to that, and raises where it cannot be used. `task` says for
     people what the process does. A question has `deadline_s` seconds of the processor's time, so that no verdict
     depends on what else the machine does; the process's start is not counted.
     """
 
     def __init__(
-        self, module: str, does: str, setup: bytearray, deadline_s: float, on_start: Callable[[bytes], None]
+        self, module: str, task: str, setup: bytearray, deadline_s: float, on_start: Callable[[bytes], None]
     ) -> None:
-        self._module, self._does, self._setup = module, does, setup
+        self._module, self._task, self._setup = module, task, setup
         self._deadline_s, self._on_start = deadline_s, on_start
         self._child: LinkedChild | None = None
         self._transport: asyncio.WriteTransport
@@ -55,20 +55,20 @@ class WorkerProcess:
         await self._spawn()
         try:
             answer = await self._exchange(self._setup, _START_S)
-        except (_Ended, TimeoutError):
-            raise WorkerDied(f"a process that {self._does} has died at its start") from None
+        except (_ChildExited, TimeoutError):
+            raise WorkerDied(f"a process that {self._task} has died at its start") from None
         self._on_start(answer)
 
-    async def ask(self, frame: bytearray) -> bytes:
+    async def call(self, frame: bytearray) -> bytes:
         """Returns the body of the answer; where the process dies over the question, a fresh one is asked once more.
 
         Raises TimeoutError past the deadline, PoisonRequest, WorkerDied, and what `on_start` raises.
         """
         for _ in range(2):
             await self.start()
-            with contextlib.suppress(_Ended):
+            with contextlib.suppress(_ChildExited):
                 return await self._exchange(frame, _WALL_FACTOR * self._deadline_s)
-        raise PoisonRequest(f"two processes that {self._does} have died of it")
+        raise PoisonRequest(f"two processes that {self._task} have died of it")
 
     async def stop(self) -> None:
         """Ends the process."""
@@ -78,21 +78,21 @@ class WorkerProcess:
     async def _exchange(self, frame: bytearray, wall_s: float) -> bytes:
         """Returns the answer to a frame; raises _Ended, TimeoutError, and WorkerDied after `wall_s` seconds."""
         assert self._child is not None
-        child, answers, body, is_late, status = self._child, self._answers, None, False, None
+        child, answers, body, timed_out, status = self._child, self._answers, None, False, None
         self._transport.write(frame)
         try:
             async with asyncio.timeout(wall_s):
                 body = await answers.get()
         except TimeoutError:
-            is_late = True
+            timed_out = True
         finally:
             if body is None:  # late or dead: the next question gets a fresh process
                 status = await self._end(child)
         if body is not None:
             return body
-        if is_late:
-            raise WorkerDied(f"the process that {self._does} had no answer after {wall_s:g} s; try again")
-        raise TimeoutError if status == -signal.SIGPROF else _Ended
+        if timed_out:
+            raise WorkerDied(f"the process that {self._task} had no answer after {wall_s:g} s; try again")
+        raise TimeoutError if status == -signal.SIGPROF else _ChildExited
 
     async def _end(self, child: LinkedChild) -> int | None:
         if child is self._child:
@@ -105,10 +105,10 @@ class WorkerProcess:
         try:
             child = LinkedChild(self._module, self._deadline_s, stdout=null, stderr=null)
         except OSError as error:
-            raise WorkerDied(f"a process that {self._does} cannot be started: {error.strerror}") from None
+            raise WorkerDied(f"a process that {self._task} cannot be started: {error.strerror}") from None
         answers = self._answers = asyncio.Queue()
 
-        def note_end(_: Exception | None) -> None:
+        def on_end(_: Exception | None) -> None:
             answers.put_nowait(None)
             if child is self._child:  # it has died
                 self._child = None
@@ -116,11 +116,11 @@ class WorkerProcess:
 
         self._child = child
         self._transport, _ = await loop.create_connection(
-            lambda: frames.FrameProtocol(lambda body: answers.put_nowait(bytes(body)), note_end), sock=child.link
+            lambda: frames.FrameProtocol(lambda body: answers.put_nowait(bytes(body)), on_end), sock=child.link
         )
 
 
-def answer_questions(answer: Callable[[bytes], bytearray], max_memory_bytes: int) -> None:
+def serve_requests(answer: Callable[[bytes], bytearray], max_memory_bytes: int) -> None:
     """Answers the frames that come through the link, the first of which is the setup, until the other side closes it.
 
     A question that takes more than the processor's time in this process's argument ends the process by SIGPROF, in the

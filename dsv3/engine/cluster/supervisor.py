@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from dsv3.config.options import ClusterOptions
 from dsv3.engine.cluster.link import Alone, Begun, Follow, FromFollower, Incarnation, Link, Serving, Waits
-from dsv3.processes.child import KILLED_S, Deaths, LinkedChild, RestartPolicy
+from dsv3.processes.child import REAP_TIMEOUT_S, DeathCounter, LinkedChild, RestartPolicy
 
 _log = logging.getLogger("dsv3.cluster")
 _LOOK_S = 0.25
@@ -48,10 +48,10 @@ class Child:
 
     def end(self, patience_s: float = 0.0) -> int | None:
         """Ends the process, by force after `patience_s` seconds; returns its status, None where it does not end."""
-        status = self.process.end(patience_s, KILLED_S)
+        status = self.process.end(patience_s, REAP_TIMEOUT_S)
         self.link.connection.close()
         if status is None:
-            _log.error("pid %d is there %.0f s after kill -9", self.process.pid, KILLED_S)
+            _log.error("pid %d is there %.0f s after kill -9", self.process.pid, REAP_TIMEOUT_S)
         return status
 
     def _take(self, events: FromFollower) -> None:
@@ -74,7 +74,7 @@ class Supervisor:
 
     def __init__(self, order: Follow, policy: RestartPolicy | None) -> None:
         self._order, self._cluster = order, order.cluster
-        self._deaths = None if policy is None else Deaths(policy)
+        self._deaths = None if policy is None else DeathCounter(policy)
         self._spare: Child | None = None
         self._has_served = False
         self._asked = 0  # signals that ask for the end
@@ -170,7 +170,7 @@ class Supervisor:
         was_up = self._has_served or child.is_waiting or (child.generation is not None and child.generation.number > 0)
         if not was_up or (self._asked and child.generation is None):
             return False
-        if (too_many := self._deaths.note()) is not None:
+        if (too_many := self._deaths.record()) is not None:
             _log.error("process %d %s", self._cluster.process_id, too_many)
         return too_many is None
 

@@ -1,6 +1,6 @@
 """A front's side of the engine: sends requests, hands each request its outputs, and goes on with the next engine.
 
-When an engine dies (`lose`), sequences and sinks stay. With the next connection each sequence is sent again, behind the
+When an engine dies (`suspend`), sequences and sinks stay. With the next connection each sequence is sent again, behind the
 tokens that have come (`dsv3.server.engine.in_flight`); whoever waits for it sees a pause.
 """
 
@@ -26,13 +26,13 @@ WATCHDOG_S = 300.0
 # An idle engine sends a frame per second.
 _IDLE_WATCHDOG_S = 30.0
 # So does a thread of any engine's process, unless that is stopped, or gets no processor time for as long.
-PULSE_WATCHDOG_S = 30.0
+HEARTBEAT_WATCHDOG_S = 30.0
 # One that is started anew imports its modules before its first word, beside all that a restart starts.
-FIRST_WORD_S = 60.0
+FIRST_FRAME_S = 60.0
 # Outputs that are handed over in one piece; then others of the event loop have their turn.
 SLICE = 256
 _MAX_ADD_BYTES = 2**20  # of tokens and grammars in one message, or one request
-_AGAIN_BYTES = 2**20  # of tokens that are sent again before others of the event loop have their turn
+_RESEND_SLICE_BYTES = 2**20  # of tokens that are sent again before others of the event loop have their turn
 _log = logging.getLogger("dsv3.server")
 
 EngineState = Literal["starting", "ready", "restarting", "failed", "closed"]
@@ -42,11 +42,11 @@ class EngineUnavailable(Exception):
     """The engine has ended, hangs, or is being shut down; the message is fit for clients."""
 
 
-class Busy(Exception):
+class EngineBusy(Exception):
     """The queue is full."""
 
 
-class Refused(Exception):
+class RequestRejected(Exception):
     """The engine refuses this request; `invalid` tells whether the client is to blame."""
 
     def __init__(self, message: str, invalid: bool):
@@ -58,12 +58,12 @@ class EngineClient:
     """One front's connection to the engine. Beyond those that run, `max_num_queued_reqs` sequences may wait in it.
 
     A sequence is given to at most `max_restarts` engines after its first. `on_stats` is called with the engine's
-    numbers about ten times per second, `on_progress` while an engine starts, `on_seen` with what `watch` has asked for,
-    `on_dropped` when another front's connection was given up, `on_ready` when an engine takes requests, `on_again`
+    numbers about ten times per second, `on_progress` while an engine starts, `on_inspection` with what `inspect` has asked for,
+    `on_dropped` when another front's connection was given up, `on_ready` when an engine takes requests, `on_resumed`
     when a sequence goes on in another one.
 
     Where the connection ends `on_loss` is called with the reason, and `on_silence` where the engine says nothing any
-    more. Whoever listens calls `lose`, and `connect` later, or `fail`, as happens if nobody does. When no engine comes
+    more. Whoever listens calls `suspend`, and `connect` later, or `fail`, as happens if nobody does. When no engine comes
     any more, `on_failure` is called with the reason.
     """
 
@@ -72,7 +72,7 @@ class EngineClient:
         *,
         max_num_queued_reqs: int,
         watchdog_s: float = WATCHDOG_S,
-        pulse_watchdog_s: float = PULSE_WATCHDOG_S,
+        heartbeat_watchdog_s: float = HEARTBEAT_WATCHDOG_S,
         max_restarts: int = 0,
     ):
         self.state: EngineState = "starting"
@@ -82,26 +82,26 @@ class EngineClient:
         self.max_restarts = max_restarts
         self.on_stats: Callable[[messages.Stats], None] = lambda _: None
         self.on_progress: Callable[[messages.StartProgress], None] = lambda _: None
-        self.on_seen: Callable[[EngineSnapshot | list[StepNote]], None] = lambda _: None
-        self.on_dropped: Callable[[messages.Dropped], None] = lambda _: None
+        self.on_inspection: Callable[[EngineSnapshot | list[StepNote]], None] = lambda _: None
+        self.on_dropped: Callable[[messages.ApiServerDropped], None] = lambda _: None
         self.on_ready: Callable[[], None] = lambda: None
-        self.on_again: Callable[[], None] = lambda: None
+        self.on_resumed: Callable[[], None] = lambda: None
         self.on_loss: Callable[[str], None] = self.fail
         self.on_silence: Callable[[str], None] = self.fail
         self.on_failure: Callable[[str], None] = lambda _: None
         self.ended = asyncio.Event()
         self.settled = asyncio.Event()
-        self.asks_to_drain = asyncio.Event()
+        self.drain_requested = asyncio.Event()
         self._max_num_queued_reqs = max_num_queued_reqs
-        self._watchdog_s, self._pulse_watchdog_s = watchdog_s, min(watchdog_s, pulse_watchdog_s)
-        self._starting_watchdog_s = min(watchdog_s, PULSE_WATCHDOG_S)
+        self._watchdog_s, self._pulse_watchdog_s = watchdog_s, min(watchdog_s, heartbeat_watchdog_s)
+        self._starting_watchdog_s = min(watchdog_s, HEARTBEAT_WATCHDOG_S)
         self._next_id = 0
         self._in_flight = InFlightRequests(max_restarts)
         self._ready: deque[OutputStream] = deque()
         self._is_scheduled = False
         self._failure = ""
-        self._silent_s = self._deaf_s = 0.0  # since a frame of the thread that steps, and since any
-        self._engine_is_idle = self._has_heard = False
+        self._step_silence_s = self._frame_silence_s = 0.0  # since a frame of the thread that steps, and since any
+        self._engine_is_idle = self._has_received = False
         self._transport: asyncio.WriteTransport | None = None
         self._connection = 0  # counts them: what is left of an earlier one is nobody's
         self._watching: asyncio.Task[None] | None = None
@@ -109,7 +109,7 @@ class EngineClient:
         self._is_first = self._must_flush = False
 
     @property
-    def num_live(self) -> int:
+    def num_in_flight(self) -> int:
         """Sequences of this front that the engine has not finished."""
         return len(self._in_flight)
 
@@ -119,9 +119,9 @@ class EngineClient:
         return 0 if self.info is None else self.info.max_num_seqs + self._max_num_queued_reqs
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         """Whether one more sequence would be taken, as far as is known of all fronts together."""
-        return max(_num_held(self.stats), self.num_live) < self.capacity
+        return max(_num_in_engine(self.stats), self.num_in_flight) < self.capacity
 
     def new_ids(self, count: int) -> int:
         """Returns the first of `count` request ids that nobody has had."""
@@ -135,11 +135,11 @@ class EngineClient:
 
         `first` is the first message. `Start` is the first front's to send.
         """
-        self._hang_up()
+        self._disconnect()
         number, loop = self._connection, asyncio.get_running_loop()
 
         def protocol() -> frames.FrameProtocol:
-            return frames.FrameProtocol(self._receive, lambda error: self._note_end(number, error))
+            return frames.FrameProtocol(self._receive, lambda error: self._on_end(number, error))
 
         try:
             if isinstance(connection, str):
@@ -147,7 +147,7 @@ class EngineClient:
             else:
                 transport, _ = await loop.create_connection(protocol, sock=connection)
         except OSError:
-            self._note_end(number, None)
+            self._on_end(number, None)
             return
         if number != self._connection:  # lost meanwhile
             transport.close()
@@ -160,10 +160,10 @@ class EngineClient:
             self._send(first)
         self._watching = asyncio.create_task(self._watch())
 
-    def require_room(self, count: int) -> None:
+    def require_capacity(self, count: int) -> None:
         """Raises Busy where the requests of this front alone leave no room for `count` more."""
-        if self.num_live + count > self.capacity:
-            raise Busy("the queue is full")
+        if self.num_in_flight + count > self.capacity:
+            raise EngineBusy("the queue is full")
 
     def submit(self, requests: Sequence[PreparedRequest], streams: Sequence[OutputStream]) -> None:
         """Sends requests, all or none, with a sink for each sequence, request by request.
@@ -173,17 +173,17 @@ class EngineClient:
         """
         if self.state not in ("ready", "restarting"):
             raise EngineUnavailable(self.reason)
-        self.require_room(len(streams))
+        self.require_capacity(len(streams))
         ids = self._in_flight.add(requests, streams)
         if self.state == "restarting":
-            self._in_flight.put_off(requests, ids)
+            self._in_flight.defer(requests, ids)
         else:
             self._send_new(requests, ids)
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Frees the given requests at once; finished ones are ignored."""
         in_flight = [(i, self._in_flight.pop(i)) for i in request_ids]
-        if there := [i for i, live in in_flight if live is not None and live.is_there]:
+        if there := [i for i, sequence in in_flight if sequence is not None and sequence.in_engine]:
             self._send(messages.Abort(there))
 
     def flush(self) -> None:
@@ -192,8 +192,8 @@ class EngineClient:
         if self.state == "ready":
             self._send(messages.Flush())
 
-    def watch(self, what: Literal["look", "start_profile", "stop_profile"]) -> None:
-        """Asks the engine to show what it does, or to begin or end a profile; `on_seen` gets the steps of a profile."""
+    def inspect(self, what: Literal["snapshot", "start_profile", "stop_profile"]) -> None:
+        """Asks the engine to show what it does, or to begin or end a profile; `on_inspection` gets the steps of a profile."""
         if self.state == "ready":
             self._send(messages.Inspect(what))
 
@@ -201,24 +201,24 @@ class EngineClient:
         """Frees every request and fails whoever waits for one."""
         in_flight = dict(self._in_flight.by_id)
         while self._ready:
-            self._hand_over()
+            self._deliver_slice()
         self.abort(list(in_flight))
-        for live in in_flight.values():
-            live.stream.fail(error)
+        for sequence in in_flight.values():
+            sequence.stream.fail(error)
 
-    def lose(self, reason: str) -> None:
+    def suspend(self, reason: str) -> None:
         """Takes the engine for dead and waits for the next connection; requests wait with it.
 
         Those that have seen too many engines die, or that they die of, end with EngineDied.
         """
-        self._hang_up()
+        self._disconnect()
         if self.state not in ("ready", "restarting"):
             return
         self.state, self.reason = "restarting", f"{reason}; it is being started anew"
         self.stats = {}
         self.on_stats(self.stats)
-        for live, error in self._in_flight.on_engine_death():
-            live.stream.fail(error)
+        for sequence, error in self._in_flight.on_engine_death():
+            sequence.stream.fail(error)
 
     def fail(self, reason: str) -> None:
         """Takes the engine for failed; everyone who waits hears of it now."""
@@ -243,11 +243,11 @@ class EngineClient:
             self._transport.write(frames.encode(message))
 
     def _end(self) -> None:
-        self._hang_up()
+        self._disconnect()
         self.ended.set()
         self.settled.set()
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         """Ends the connection, if there is one; what it still brings is ignored."""
         self._connection += 1
         for task in (self._watching, self._sending):
@@ -256,9 +256,9 @@ class EngineClient:
         if self._transport is not None:
             self._transport.close()
         self._transport = self._watching = self._sending = None
-        self._failure, self._silent_s, self._deaf_s, self._has_heard = "", 0.0, 0.0, False
+        self._failure, self._step_silence_s, self._frame_silence_s, self._has_received = "", 0.0, 0.0, False
 
-    def _note_end(self, number: int, error: Exception | None) -> None:
+    def _on_end(self, number: int, error: Exception | None) -> None:
         if number != self._connection:
             return
         if error is not None:
@@ -277,51 +277,53 @@ class EngineClient:
         while True:
             before = time.monotonic()
             await asyncio.sleep(interval)
-            if self._is_stopped or (self.state == "ready" and self._silent_s > self._allowed_silence_s):
-                self.on_silence(f"the engine has not answered for {max(self._silent_s, self._deaf_s):.0f} s")
+            if self._is_process_silent or (self.state == "ready" and self._step_silence_s > self._allowed_silence_s):
+                self.on_silence(
+                    f"the engine has not answered for {max(self._step_silence_s, self._frame_silence_s):.0f} s"
+                )
             passed = min(time.monotonic() - before, 2 * interval)
-            self._silent_s, self._deaf_s = self._silent_s + passed, self._deaf_s + passed
+            self._step_silence_s, self._frame_silence_s = self._step_silence_s + passed, self._frame_silence_s + passed
 
     @property
-    def _is_stopped(self) -> bool:
+    def _is_process_silent(self) -> bool:
         """Whether the process says nothing at all; one that is started anew is allowed more silence."""
         if self.state == "restarting":
-            return self._deaf_s > (self._starting_watchdog_s if self._has_heard else FIRST_WORD_S)
-        return self.state == "ready" and self._deaf_s > self._pulse_watchdog_s
+            return self._frame_silence_s > (self._starting_watchdog_s if self._has_received else FIRST_FRAME_S)
+        return self.state == "ready" and self._frame_silence_s > self._pulse_watchdog_s
 
     @property
     def _allowed_silence_s(self) -> float:
         return min(self._watchdog_s, _IDLE_WATCHDOG_S) if self._engine_is_idle else self._watchdog_s
 
     def _receive(self, body: memoryview) -> None:
-        self._deaf_s, self._has_heard = 0.0, True
+        self._frame_silence_s, self._has_received = 0.0, True
         message = messages.from_engine.decode(body)
         if not isinstance(message, messages.EngineHeartbeat):
-            self._silent_s = 0.0
+            self._step_silence_s = 0.0
         match message:
             case messages.Outputs():
-                self._take(message)
+                self._on_step(message)
             case messages.Rejected():
                 self._reject(message)
             case messages.StartProgress():
                 self.on_progress(message)
             case messages.EngineInfo():
-                self._begin(message)
+                self._on_engine_info(message)
             case messages.LockGranted():
-                self._try_next()
-            case messages.Seen():
-                self.on_seen(message.snapshot)
-            case messages.Profile():
-                self.on_seen(message.steps)
-            case messages.Dropped():
+                self._send_next_quarantined()
+            case messages.SnapshotReply():
+                self.on_inspection(message.snapshot)
+            case messages.ProfileReply():
+                self.on_inspection(message.steps)
+            case messages.ApiServerDropped():
                 self.on_dropped(message)
             case messages.DrainServer():
                 _log.info("draining: %s", message.reason)
-                self.asks_to_drain.set()
+                self.drain_requested.set()
             case messages.EngineFailure():
                 self._failure = message.reason
 
-    def _begin(self, info: messages.EngineInfo) -> None:
+    def _on_engine_info(self, info: messages.EngineInfo) -> None:
         """Takes an engine that is ready into use, behind what goes on there."""
         old = info.rules if self.info is None else self.info.rules
         fixed = (name for name in old.__struct_fields__ if name != "num_ranks")  # fewer may have come back
@@ -333,7 +335,7 @@ class EngineClient:
             self._must_flush = False
             self._send(messages.Flush())
         if self.state == "restarting":
-            self._sending = asyncio.create_task(self._send_again())
+            self._sending = asyncio.create_task(self._resend_all())
         else:
             self._open()
 
@@ -342,7 +344,7 @@ class EngineClient:
         self.settled.set()
         self.on_ready()
 
-    async def _send_again(self) -> None:
+    async def _resend_all(self) -> None:
         """Sends all that waits, in slices, and then one suspect after the other as this front's turn comes.
 
         New requests come after those that an engine had, and whole: where two fronts send such in parts, the engine has
@@ -350,11 +352,11 @@ class EngineClient:
         """
         assert self.info is not None
         nbytes = 0
-        again = (self._send_behind(*waiting) for waiting in self._in_flight.take_waiting())
-        new = (self._send_new(*unsent) for unsent in self._in_flight.take_unsent(self.info.rules))
+        again = (self._send_resumed(*waiting) for waiting in self._in_flight.pop_waiting())
+        new = (self._send_new(*unsent) for unsent in self._in_flight.pop_unsent(self.info.rules))
         for sent in chain(again, new):
             nbytes += sent
-            if nbytes > _AGAIN_BYTES:
+            if nbytes > _RESEND_SLICE_BYTES:
                 nbytes = 0
                 await asyncio.sleep(0)
         self._sending = None
@@ -367,99 +369,99 @@ class EngineClient:
         """Sends requests that no engine has had; returns how many bytes their prompts are."""
         gone = [i for i in ids if i not in self._in_flight.by_id]
         for request_id in ids:
-            if (live := self._in_flight.by_id.get(request_id)) is not None:
-                live.is_there = True
-        for message in _frames_of(requests):
+            if (sequence := self._in_flight.by_id.get(request_id)) is not None:
+                sequence.in_engine = True
+        for message in _add_messages(requests):
             self._send(message)
         if gone:
             self._send(messages.Abort(gone))
         return sum(len(request.tokens) for request in requests)
 
-    def _send_behind(self, request_id: int, live: InFlightRequest) -> int:
+    def _send_resumed(self, request_id: int, sequence: InFlightRequest) -> int:
         """Sends one sequence behind the tokens that it has; returns how many bytes these and its prompt are."""
         assert self.info is not None
-        request = live.request_behind(self.info.rules)
-        live.is_there = True
-        if live.restarts > live.resumes:
-            live.resumes = live.restarts
-            self.on_again()
+        request = sequence.resumed_request(self.info.rules)
+        sequence.in_engine = True
+        if sequence.restarts > sequence.resumes:
+            sequence.resumes = sequence.restarts
+            self.on_resumed()
         self._send(messages.Add([request]))
         return len(request.tokens)
 
-    def _try_next(self) -> None:
+    def _send_next_quarantined(self) -> None:
         """Sends the next suspect, for which no other is there, or says that there is none left."""
         found = self._in_flight.next_quarantined()
         if found is None:
             self._send(messages.ReleaseLock())
         else:
-            self._send_behind(*found)
+            self._send_resumed(*found)
 
-    def _take(self, step: messages.Outputs) -> None:
+    def _on_step(self, step: messages.Outputs) -> None:
         """Puts the outputs of a step before their sinks, columns first."""
         rows, in_flight, ready = step.columns(), self._in_flight.by_id, self._ready
         if len(rows.tokens) == len(rows):
             for request_id, token in zip(rows.ids.tolist(), rows.tokens.tolist(), strict=True):
-                live = in_flight.get(request_id)
-                if live is not None:  # else aborted meanwhile
-                    live.tokens.append(token)
-                    stream = live.stream
+                sequence = in_flight.get(request_id)
+                if sequence is not None:  # else aborted meanwhile
+                    sequence.tokens.append(token)
+                    stream = sequence.stream
                     stream.pending.append(token)
                     if not stream.is_queued:
                         stream.is_queued = True
                         ready.append(stream)
         else:
             for output in rows:
-                self._put(output.request_id, output.token_ids, output.token_ids)
+                self._append_output(output.request_id, output.token_ids, output.token_ids)
         for output in step.details:
-            self._put(output.request_id, output.token_ids, [output])
+            self._append_output(output.request_id, output.token_ids, [output])
             if output.finish_reason is not None:
                 in_flight.pop(output.request_id, None)
-        self._engine_is_idle = step.stats is not None and _num_held(step.stats) == 0
+        self._engine_is_idle = step.stats is not None and _num_in_engine(step.stats) == 0
         if step.stats is not None:
             self.stats = step.stats
             self.on_stats(step.stats)
-            if self._in_flight.waiting and self._sending is None and _num_held(step.stats) < self.capacity:
-                self._sending = asyncio.create_task(self._send_again())
-        if self._in_flight.quarantine_is_over:
-            self._try_next()
+            if self._in_flight.waiting and self._sending is None and _num_in_engine(step.stats) < self.capacity:
+                self._sending = asyncio.create_task(self._resend_all())
+        if self._in_flight.quarantine_passed:
+            self._send_next_quarantined()
         if not self._is_scheduled:
-            self._run()
+            self._run_deliveries()
 
-    def _put(self, request_id: int, token_ids: list[int], items: Sequence[int | EngineOutput]) -> None:
-        live = self._in_flight.by_id.get(request_id)
-        if live is None:
+    def _append_output(self, request_id: int, token_ids: list[int], items: Sequence[int | EngineOutput]) -> None:
+        sequence = self._in_flight.by_id.get(request_id)
+        if sequence is None:
             return
-        live.tokens.extend(token_ids)
-        stream = live.stream
+        sequence.tokens.extend(token_ids)
+        stream = sequence.stream
         stream.pending.extend(items)
         if not stream.is_queued:
             stream.is_queued = True
             self._ready.append(stream)
 
-    def _run(self) -> None:
+    def _run_deliveries(self) -> None:
         """Has sinks take what has come: a slice now, the others as soon as the event loop has looked around.
 
         Tokens that come for a sink while it waits for its turn are taken together.
         """
         self._is_scheduled = False
-        self._hand_over()
+        self._deliver_slice()
         self._schedule()
 
     def _schedule(self) -> None:
         if self._ready and not self._is_scheduled:
             self._is_scheduled = True
-            asyncio.get_running_loop().call_soon(self._run)
+            asyncio.get_running_loop().call_soon(self._run_deliveries)
 
-    def _hand_over(self) -> None:
+    def _deliver_slice(self) -> None:
         ready, left = self._ready, SLICE
         while ready and left > 0:
             stream = ready.popleft()
             left -= max(1, len(stream.pending))
             stream.is_queued = False
-            stream.arrived()
+            stream.on_outputs()
 
-    def put_off(self, stream: OutputStream) -> None:
-        """Calls `arrived` of a sink again when others have had their turn."""
+    def requeue(self, stream: OutputStream) -> None:
+        """Calls `on_outputs` of a sink again when others have had their turn."""
         if stream.is_queued:
             return
         stream.is_queued = True
@@ -467,20 +469,20 @@ class EngineClient:
         self._schedule()
 
     def _reject(self, message: messages.Rejected) -> None:
-        error: Exception = Refused(message.message, message.kind == "invalid")
+        error: Exception = RequestRejected(message.message, message.kind == "invalid")
         if message.kind == "queue_full":
-            error = Busy(message.message)
+            error = EngineBusy(message.message)
         for request_id in message.request_ids:
-            if (live := self._in_flight.by_id.get(request_id)) is None:
+            if (sequence := self._in_flight.by_id.get(request_id)) is None:
                 continue
-            if live.restarts and message.kind == "queue_full":  # it was taken before: it waits for room
-                live.is_there = False
+            if sequence.restarts and message.kind == "queue_full":  # it was taken before: it waits for room
+                sequence.in_engine = False
                 self._in_flight.waiting.append(request_id)
             elif self._in_flight.pop(request_id):
-                live.stream.fail(error)
+                sequence.stream.fail(error)
 
 
-def _frames_of(requests: Sequence[PreparedRequest]) -> Iterator[messages.Add]:
+def _add_messages(requests: Sequence[PreparedRequest]) -> Iterator[messages.Add]:
     """Yields the messages that carry requests, each of a size that is decoded in a millisecond."""
     part: list[PreparedRequest] = []
     size = 0
@@ -498,7 +500,7 @@ def _differ(name: str, one: object, other: object) -> bool:
     return getattr(one, name) != getattr(other, name)
 
 
-def _num_held(stats: messages.Stats) -> float:
+def _num_in_engine(stats: messages.Stats) -> float:
     """Returns how many sequences of all fronts the engine holds, running and waiting."""
     numbers = (stats.get(name, 0) for name in ("running", "waiting"))
     return sum(number for number in numbers if isinstance(number, int | float))

@@ -29,16 +29,16 @@ class EngineDied(Exception):
 class OutputStream(Protocol):
     """Where the outputs of one engine request go.
 
-    What comes is appended to `pending`, a token alone where the request simply goes on; soon after, `arrived` is
+    What comes is appended to `pending`, a token alone where the request simply goes on; soon after, `on_outputs` is
     called, once for all that has come meanwhile. Whoever takes only a part of `pending` asks for another call by
-    `put_off`; `SLICE` outputs are enough for one. `is_queued` is the client's. `fail` is called at most once, with
+    `defer`; `SLICE` outputs are enough for one. `is_queued` is the client's. `fail` is called at most once, with
     EngineUnavailable, EngineDied, Busy or Refused, and nothing comes after it.
     """
 
     pending: list[int | EngineOutput]
     is_queued: bool
 
-    def arrived(self) -> None: ...
+    def on_outputs(self) -> None: ...
     def fail(self, error: Exception) -> None: ...
 
 
@@ -49,12 +49,12 @@ class InFlightRequest:
     past the place where the one before died; `restarts` counts all of them, `resumes` those behind which it goes on.
     """
 
-    __slots__ = ("deaths", "index", "is_there", "request", "restarts", "resumes", "safe_at", "stream", "tokens")
+    __slots__ = ("deaths", "in_engine", "index", "request", "restarts", "resumes", "safe_at", "stream", "tokens")
 
     def __init__(self, stream: OutputStream, request: PreparedRequest, index: int):
         self.stream, self.request, self.index = stream, request, index
         self.tokens: array.array[int] = array.array("i")
-        self.is_there = False  # an engine has it
+        self.in_engine = False  # an engine has it
         self.deaths = self.restarts = self.resumes = self.safe_at = 0
 
     @property
@@ -62,16 +62,16 @@ class InFlightRequest:
         """Whether it has got past the place where an engine died with it."""
         return len(self.tokens) >= self.safe_at
 
-    def request_behind(self, rules: RequestRules) -> PreparedRequest:
+    def resumed_request(self, rules: RequestRules) -> PreparedRequest:
         """Returns the request that goes on behind the tokens that have come."""
         return behind(_on_ranks(self.request, rules), self.index, np.array(self.tokens, "<i4"), rules)
 
-    def note_death(self) -> None:
+    def record_death(self) -> None:
         """Notes that its engine has died."""
         self.deaths = 1 if self.is_safe else self.deaths + 1
         self.restarts += 1
         self.safe_at = len(self.tokens) + SAFE_TOKENS
-        self.is_there = False
+        self.in_engine = False
 
 
 class InFlightRequests:
@@ -102,11 +102,11 @@ class InFlightRequests:
             self.by_id[ids[-1]] = InFlightRequest(stream, request, i)
         return ids
 
-    def put_off(self, requests: Sequence[PreparedRequest], ids: Sequence[int]) -> None:
+    def defer(self, requests: Sequence[PreparedRequest], ids: Sequence[int]) -> None:
         """Keeps new requests, whose sequences have the given ids, until there is an engine."""
         self._unsent.update(dict.fromkeys(ids, (requests, ids)))
 
-    def take_unsent(self, rules: RequestRules) -> Iterator[tuple[list[PreparedRequest], Sequence[int]]]:
+    def pop_unsent(self, rules: RequestRules) -> Iterator[tuple[list[PreparedRequest], Sequence[int]]]:
         """Yields what was put off and has not ended, with the ids of its sequences, and takes it off the list.
 
         What came together comes together: the engine takes all of it or none.
@@ -129,45 +129,51 @@ class InFlightRequests:
         tried = None if self.in_quarantine is None else self.by_id.get(self.in_quarantine)
         guilty = tried if tried is not None and not tried.is_safe and not self._others_are_doubtful(tried) else None
         ended = []
-        for request_id, live in list(self.by_id.items()):
-            if live.is_there:
-                live.note_death()
-                if live is guilty or live.restarts > self._max_restarts:
-                    ended.append((self.by_id.pop(request_id), self._reason(live)))
+        for request_id, sequence in list(self.by_id.items()):
+            if sequence.in_engine:
+                sequence.record_death()
+                if sequence is guilty or sequence.restarts > self._max_restarts:
+                    ended.append((self.by_id.pop(request_id), self._reason(sequence)))
         self.in_quarantine = None
-        self.quarantined = deque(reversed([i for i, live in self.by_id.items() if live.deaths >= _SUSPICIOUS]))
-        self.waiting = deque(i for i, live in self.by_id.items() if live.restarts and live.deaths < _SUSPICIOUS)
+        self.quarantined = deque(reversed([i for i, sequence in self.by_id.items() if sequence.deaths >= _SUSPICIOUS]))
+        self.waiting = deque(
+            i for i, sequence in self.by_id.items() if sequence.restarts and sequence.deaths < _SUSPICIOUS
+        )
         return ended
 
-    def take_waiting(self) -> Iterator[tuple[int, InFlightRequest]]:
+    def pop_waiting(self) -> Iterator[tuple[int, InFlightRequest]]:
         """Yields the sequences to send, and takes them off the list as it goes."""
         while self.waiting:
             request_id = self.waiting.popleft()
-            if (live := self.by_id.get(request_id)) is not None:
-                yield request_id, live
+            if (sequence := self.by_id.get(request_id)) is not None:
+                yield request_id, sequence
 
     def next_quarantined(self) -> tuple[int, InFlightRequest] | None:
         """Puts the next suspect on trial, the youngest first; None where there is none left."""
         while self.quarantined:
             self.in_quarantine = self.quarantined.popleft()
-            if (live := self.by_id.get(self.in_quarantine)) is not None:
-                return self.in_quarantine, live
+            if (sequence := self.by_id.get(self.in_quarantine)) is not None:
+                return self.in_quarantine, sequence
         self.in_quarantine = None
         return None
 
     @property
-    def quarantine_is_over(self) -> bool:
+    def quarantine_passed(self) -> bool:
         """Whether the suspect on trial has passed the place where engines died with it, or has ended."""
         if self.in_quarantine is None:
             return False
-        live = self.by_id.get(self.in_quarantine)
-        return live is None or live.is_safe
+        sequence = self.by_id.get(self.in_quarantine)
+        return sequence is None or sequence.is_safe
 
     def _others_are_doubtful(self, tried: InFlightRequest) -> bool:
-        return any(live.is_there and live.deaths and not live.is_safe for live in self.by_id.values() if live != tried)
+        return any(
+            sequence.in_engine and sequence.deaths and not sequence.is_safe
+            for sequence in self.by_id.values()
+            if sequence != tried
+        )
 
-    def _reason(self, live: InFlightRequest) -> EngineDied:
-        times = f"{live.restarts} times" if live.restarts > 1 else "once"
+    def _reason(self, sequence: InFlightRequest) -> EngineDied:
+        times = f"{sequence.restarts} times" if sequence.restarts > 1 else "once"
         return EngineDied(f"the engine has died {times} with this request; it is not tried again")
 
 

@@ -60,9 +60,9 @@ class Flush(msgspec.Struct, frozen=True, tag=True):
 
 
 class Inspect(msgspec.Struct, frozen=True, tag=True):
-    """Show what the engine does: answered by `Seen`; or begin a profile, or end it: answered by `Profile`."""
+    """Show what the engine does: answered by `SnapshotReply`; or begin a profile, or end it: answered by `ProfileReply`."""
 
-    what: Literal["look", "start_profile", "stop_profile"]
+    what: Literal["snapshot", "start_profile", "stop_profile"]
 
 
 class AcquireLock(msgspec.Struct, frozen=True, tag=True):
@@ -171,19 +171,19 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class Seen(msgspec.Struct, frozen=True, tag=True):
+class SnapshotReply(msgspec.Struct, frozen=True, tag=True):
     """What the engine does, for the front that has asked."""
 
     snapshot: EngineSnapshot
 
 
-class Profile(msgspec.Struct, frozen=True, tag=True):
+class ProfileReply(msgspec.Struct, frozen=True, tag=True):
     """The steps of the profile that the front has ended; none where it has begun one."""
 
     steps: list[StepNote]
 
 
-class Dropped(msgspec.Struct, frozen=True, tag=True):
+class ApiServerDropped(msgspec.Struct, frozen=True, tag=True):
     """Tells the first front that another one's connection was given up; `reason` is for the log."""
 
     sender: int
@@ -202,9 +202,19 @@ class EngineFailure(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToFirst = StartProgress | Dropped | DrainServer
+ToServer0 = StartProgress | ApiServerDropped | DrainServer
 """What the engine tells the first front alone."""
-FromEngine = ToFirst | EngineInfo | Outputs | Rejected | LockGranted | EngineHeartbeat | Seen | Profile | EngineFailure
+FromEngine = (
+    ToServer0
+    | EngineInfo
+    | Outputs
+    | Rejected
+    | LockGranted
+    | EngineHeartbeat
+    | SnapshotReply
+    | ProfileReply
+    | EngineFailure
+)
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)

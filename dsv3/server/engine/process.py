@@ -60,40 +60,40 @@ class RequestReceiver:
 
     @property
     def has_work(self) -> bool:
-        """Whether `take` has something to do."""
+        """Whether `receive` has something to do."""
         return self._adding is not None or self._api_servers.has_messages
 
-    def take(self) -> bool:
+    def receive(self) -> bool:
         """Does what has come, up to `SLICE` new sequences; returns whether there was anything."""
-        left, changed = SLICE, self._adding is not None
-        left -= self._go_on(left)
+        left, has_changed = SLICE, self._adding is not None
+        left -= self._submit_pending(left)
         if left <= 0:
             return True
-        for api_server, message in self._api_servers.take():
-            changed = True
+        for api_server, message in self._api_servers.receive():
+            has_changed = True
             if isinstance(message, messages.Add):
-                self._begin(api_server, message.requests)
-                left -= self._go_on(left)
+                self._start_adding(api_server, message.requests)
+                left -= self._submit_pending(left)
             elif isinstance(message, messages.Flush):
                 self._engine.flush()
             elif isinstance(message, messages.Inspect):
-                api_server.send(show(self._engine, message))
+                api_server.send(inspect(self._engine, message))
             else:
                 self._abort(api_server, message)
             if left <= 0:
                 break
-        return changed
+        return has_changed
 
-    def _begin(self, api_server: ApiServerConnection, requests: list[PreparedRequest]) -> None:
+    def _start_adding(self, api_server: ApiServerConnection, requests: list[PreparedRequest]) -> None:
         """Notes requests to take, all or none: nobody else is given the room that they find now."""
         ids = [request.request_id + i for request in requests for i in range(request.sampling.n)]
         if len(ids) > self._engine.room:
             api_server.send(messages.Rejected(ids, "queue_full", "the queue is full"))
             return
-        api_server.live.update(ids)
+        api_server.request_ids.update(ids)
         self._adding = api_server, ids, chain.from_iterable(map(fan_out, requests))
 
-    def _go_on(self, count: int) -> int:
+    def _submit_pending(self, count: int) -> int:
         """Takes up to `count` of the sequences begun with; returns how many it has looked at."""
         if self._adding is None:
             return 0
@@ -101,7 +101,7 @@ class RequestReceiver:
         for request in islice(left, count):
             done += 1
             if (rejection := self._submit(request, ids)) is not None:
-                api_server.live.difference_update(ids)
+                api_server.request_ids.difference_update(ids)
                 api_server.send(rejection)
                 self._adding = None
                 return done
@@ -127,26 +127,26 @@ class RequestReceiver:
 
     def _abort(self, api_server: ApiServerConnection, message: messages.Abort | None) -> None:
         """Aborts what a front asks for; all of its requests if it has gone."""
-        ended = list(api_server.live) if message is None else message.request_ids
-        api_server.live.difference_update(ended)
+        ended = list(api_server.request_ids) if message is None else message.request_ids
+        api_server.request_ids.difference_update(ended)
         for request_id in ended:
             self._engine.abort(request_id)
         if message is None:
             self._api_servers.remove(api_server)
 
 
-def show(engine: EngineLike, message: messages.Inspect) -> messages.Seen | messages.Profile:
+def inspect(engine: EngineLike, message: messages.Inspect) -> messages.SnapshotReply | messages.ProfileReply:
     """Returns what a front has asked to see."""
-    if message.what == "look":
-        return messages.Seen(engine.snapshot())
+    if message.what == "snapshot":
+        return messages.SnapshotReply(engine.snapshot())
     if message.what == "start_profile":
         engine.log.start_profile()
-        return messages.Profile([])
-    return messages.Profile(engine.log.stop_profile())
+        return messages.ProfileReply([])
+    return messages.ProfileReply(engine.log.stop_profile())
 
 
 _STATS_S = 0.1  # between two frames with statistics: making them takes longer than a step's columns
-_PULSE_S = 1.0  # between two frames of an idle engine: without them a front takes it for hanging
+_HEARTBEAT_S = 1.0  # between two frames of an idle engine: without them a front takes it for hanging
 _log = logging.getLogger("dsv3.engine")
 
 
@@ -160,21 +160,21 @@ class EngineHost:
     def __init__(self, link: socket.socket, listener: socket.socket):
         self._at_end: list[Callable[[str | None], None]] = []
         self._failing = threading.Lock()
-        self.api_servers = ApiServerConnections(link, listener, self._stop, self._first_api_server_gone)
+        self.api_servers = ApiServerConnections(link, listener, self._stop, self._on_server_0_lost)
 
     def progress(self, text: str, done: int = 0, total: int = 0) -> None:
         """Tells what the engine does while it starts."""
-        self.api_servers.tell_first(messages.StartProgress(text, done, total))
+        self.api_servers.send_to_server_0(messages.StartProgress(text, done, total))
 
     def drain(self, reason: str) -> None:
         """Asks the first front to have all fronts drain, and to stop."""
-        self.api_servers.tell_first(messages.DrainServer(reason))
+        self.api_servers.send_to_server_0(messages.DrainServer(reason))
 
-    def at_end(self, callback: Callable[[str | None], None]) -> None:
+    def on_exit(self, callback: Callable[[str | None], None]) -> None:
         """Has `callback` called before the process ends: with the reason of a failure, None for an orderly end."""
         self._at_end.append(callback)
 
-    def end(self, status: int, failure: str | None) -> NoReturn:
+    def exit(self, status: int, failure: str | None) -> NoReturn:
         """Ends the process at once: the main thread may be compiling or inside of a step."""
         for callback in self._at_end:
             callback(failure)
@@ -185,15 +185,15 @@ class EngineHost:
         self._failing.acquire()  # for good
         for callback in self._at_end:
             callback(reason)
-        self.api_servers.tell(messages.EngineFailure(reason))
+        self.api_servers.broadcast(messages.EngineFailure(reason))
         self.api_servers.close()
         os._exit(1)
 
     def _stop(self) -> NoReturn:
-        self.end(0, None)
+        self.exit(0, None)
 
-    def _first_api_server_gone(self) -> NoReturn:
-        self.end(0, "the HTTP process of the leader has gone")
+    def _on_server_0_lost(self) -> NoReturn:
+        self.exit(0, "the HTTP process of the leader has gone")
 
 
 def main(listener: int, imports: Sequence[str]) -> NoReturn:
@@ -209,7 +209,7 @@ def main(listener: int, imports: Sequence[str]) -> NoReturn:
         importlib.import_module(module)
     try:
         start = host.api_servers.start()
-        host.api_servers.beat()
+        host.api_servers.start_heartbeat()
         engine, info = _build(start, host)
         host.api_servers.announce(info)
         serve(engine, host.api_servers)
@@ -223,23 +223,23 @@ def serve(engine: EngineLike, api_servers: ApiServerConnections) -> NoReturn:
     """Steps the engine for ever; raises StepFailed, or what `engine.step` raises, when it cannot go on.
 
     Statistics go with the first frame after `_STATS_S`, and with the one before the engine falls idle. While it is idle
-    they come every `_PULSE_S`. A frame without them says that its next step, which may take long, begins.
+    they come every `_HEARTBEAT_S`. A frame without them says that its next step, which may take long, begins.
     """
-    told, idle, receiver = 0.0, True, RequestReceiver(engine, api_servers)
+    stats_sent_at, idle, receiver = 0.0, True, RequestReceiver(engine, api_servers)
     while True:
-        changed = receiver.take()
+        has_changed = receiver.receive()
         if idle and engine.has_work:
-            api_servers.tell(messages.Outputs.from_outputs(StepOutputs(), None))
+            api_servers.broadcast(messages.Outputs.from_outputs(StepOutputs(), None))
         outputs = engine.step() if engine.has_work else StepOutputs()
         idle = not (engine.has_work or receiver.has_work)
         if engine.failure is not None:  # what the step says of its requests counts no more: they go on elsewhere
             raise StepFailed(public_text(engine.failure))
-        due = idle or time.monotonic() - told > _STATS_S
-        if outputs or changed or idle:
-            api_servers.deliver(outputs, _numbers(engine.stats()) if due else None)
-            told = time.monotonic() if due else told
+        due = idle or time.monotonic() - stats_sent_at > _STATS_S
+        if outputs or has_changed or idle:
+            api_servers.deliver(outputs, numeric_stats(engine.stats()) if due else None)
+            stats_sent_at = time.monotonic() if due else stats_sent_at
         if idle:
-            api_servers.wait(_PULSE_S)
+            api_servers.wait(_HEARTBEAT_S)
 
 
 def _build(start: messages.Start, host: EngineHost) -> tuple[EngineLike, messages.EngineInfo]:
@@ -249,7 +249,7 @@ def _build(start: messages.Start, host: EngineHost) -> tuple[EngineLike, message
     return engine, info
 
 
-def _numbers(stats: Any) -> messages.Stats:
+def numeric_stats(stats: Any) -> messages.Stats:
     """Returns the numbers and histograms among the fields; those of a job kind's record as `kind_name`."""
     fields = msgspec.to_builtins(stats)
     all_ = dict(_flattened("", fields | fields.pop("jobs", {})))

@@ -18,13 +18,13 @@ from pathlib import Path
 import msgspec
 
 from dsv3.engine.cluster.link import Incarnation
-from dsv3.processes.child import KILLED_S, Deaths, LinkedChild, RestartPolicy
+from dsv3.processes.child import REAP_TIMEOUT_S, DeathCounter, LinkedChild, RestartPolicy
 from dsv3.server.engine.client import EngineClient
 from dsv3.server.engine.messages import Start
 
 _END_S = 5.0
-_MOST_WAITING = 1024  # fronts that connect while it starts
-_MOST_PATH_BYTES = 70  # of a directory: the address of a Unix socket has at most 103
+_BACKLOG = 1024  # fronts that connect while it starts
+_MAX_DIRECTORY_BYTES = 70  # of a directory: the address of a Unix socket has at most 103
 # A process that leads several takes 3.4 processor seconds to start anew, and 1.8 where these were imported before. With
 # one process programs are traced again, which takes longer, and nobody waits with 170 MB of modules for a rare death.
 _IMPORTS = ("dsv3.engine.build", "dsv3.engine.cluster.leader_engine")
@@ -42,7 +42,7 @@ class EngineProcess(LinkedChild):
         self.address = address
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
-            listener.listen(_MOST_WAITING)
+            listener.listen(_BACKLOG)
             descriptor = listener.fileno()
             super().__init__("dsv3.server.engine.process", descriptor, *imports, inherited=[descriptor])
 
@@ -62,21 +62,21 @@ class EngineSupervisor:
         self._engine = engine
         temporary = tempfile.gettempdir()
         self._scratch = tempfile.TemporaryDirectory(  # no other user may enter it
-            prefix="dsv3-", dir=temporary if len(os.fsencode(temporary)) < _MOST_PATH_BYTES else "/tmp"
+            prefix="dsv3-", dir=temporary if len(os.fsencode(temporary)) < _MAX_DIRECTORY_BYTES else "/tmp"
         )
-        self._start = start if policy is None else _keeping_experts(start, Path(self._scratch.name))
+        self._start = start if policy is None else _with_expert_state(start, Path(self._scratch.name))
         self._name = secrets.token_hex(4)  # another server that was started for the same instance has another one
         self._num_processes = 0
         self._process = self._launch()
         self._spare: EngineProcess | None = None
-        self._began = time.monotonic()
+        self._started_at = time.monotonic()
         self._first_start_s = 0.0
-        self._deaths = None if policy is None else Deaths(policy)
-        self._is_lost = False
+        self._deaths = None if policy is None else DeathCounter(policy)
+        self._is_dead = False
         self._starting: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
-        engine.on_loss = engine.on_silence = self._lose
-        engine.on_ready = self._note_ready
+        engine.on_loss = engine.on_silence = self._on_loss
+        engine.on_ready = self._on_ready
 
     async def connect(self) -> None:
         """Connects the first front, whose news of the engine decides."""
@@ -86,23 +86,23 @@ class EngineSupervisor:
     @property
     def address(self) -> str | None:
         """Where fronts connect to the engine; None where it has died."""
-        return None if self._is_lost else self._process.address
+        return None if self._is_dead else self._process.address
 
-    def lose(self, number: int, reason: str) -> None:
+    def engine_lost(self, number: int, reason: str) -> None:
         """Replaces the engine with that number, which has died or hangs; late news of it changes nothing."""
-        if number != self.number or self._is_lost:
+        if number != self.number or self._is_dead:
             return
-        self._is_lost = True
-        self._forget_deadline()
+        self._is_dead = True
+        self._cancel_deadline()
         self._process.kill()
         if self._engine.info is None or self._deaths is None:
             self._engine.fail(reason)
-        elif (too_many := self._deaths.note()) is not None:
+        elif (too_many := self._deaths.record()) is not None:
             self._engine.fail(f"the engine {too_many}; the last time: {reason}")
         else:
-            self._engine.lose(reason)
+            self._engine.suspend(reason)
             self.on_loss(number, reason)
-            self._starting = asyncio.create_task(self._start_anew(reason, self._deaths.policy))
+            self._starting = asyncio.create_task(self._restart(reason, self._deaths.policy))
 
     def kill(self) -> None:
         """Ends the process by force."""
@@ -110,8 +110,8 @@ class EngineSupervisor:
 
     async def close(self) -> None:
         """Ends the process, by force if it does not end by itself; a failure is logged with its exit status."""
-        self._forget_deadline()
-        self._is_lost = True
+        self._cancel_deadline()
+        self._is_dead = True
         if self._starting is not None:
             self._starting.cancel()
         if self._engine.state == "restarting" and self._start.cluster is None:  # nobody waits for it any more
@@ -124,41 +124,41 @@ class EngineSupervisor:
         if self._engine.state == "failed":
             _log.error("%s (engine process %d, exit status %s)", self._engine.reason, self._process.pid, status)
 
-    def _lose(self, reason: str) -> None:
-        self.lose(self.number, reason)
+    def _on_loss(self, reason: str) -> None:
+        self.engine_lost(self.number, reason)
 
-    async def _start_anew(self, reason: str, policy: RestartPolicy) -> None:
+    async def _restart(self, reason: str, policy: RestartPolicy) -> None:
         try:
             status = await asyncio.to_thread(self._process.end)
             if status is None:
                 self._engine.fail(
-                    f"the engine could not be started anew (its process is there {KILLED_S:.0f} s after kill -9)"
+                    f"the engine could not be started anew (its process is there {REAP_TIMEOUT_S:.0f} s after kill -9)"
                 )
                 return
             _log.error("%s (engine process %d, exit status %d)", reason, self._process.pid, status)
             Path(self._process.address).unlink(missing_ok=True)
-            await self._begin(policy)
+            await self._start_next(policy)
         except OSError as error:
             self._engine.fail(f"the engine could not be started anew ({error.strerror})")
         except Exception as error:  # nobody else would end what waits for the next engine
             _log.exception("the engine could not be started anew")
             self._engine.fail(f"the engine could not be started anew ({type(error).__name__})")
 
-    async def _begin(self, policy: RestartPolicy) -> None:
+    async def _start_next(self, policy: RestartPolicy) -> None:
         """Starts the next process and has every front connect to it."""
         spare, self._spare = self._spare, None
         self._process = spare if spare is not None and spare.status is None else self._launch()
-        self.number, self._is_lost, self._began = self.number + 1, False, time.monotonic()
-        seconds = max(policy.least_s, policy.slack * self._first_start_s)
+        self.number, self._is_dead, self._started_at = self.number + 1, False, time.monotonic()
+        seconds = max(policy.min_start_s, policy.start_factor * self._first_start_s)
         text = f"the engine that was started anew was not ready after {seconds:.0f} s"
         loop = asyncio.get_running_loop()
-        self._deadline = loop.call_later(seconds, self.lose, self.number, text)
+        self._deadline = loop.call_later(seconds, self.engine_lost, self.number, text)
         self.on_start(self.number, self._process.address)
         await self.connect()
 
-    def _note_ready(self) -> None:
-        self._forget_deadline()
-        seconds = time.monotonic() - self._began
+    def _on_ready(self) -> None:
+        self._cancel_deadline()
+        seconds = time.monotonic() - self._started_at
         self._first_start_s = self._first_start_s or seconds
         if self.number:
             _log.warning("the engine is there again after %.1f s (process %d)", seconds, self._process.pid)
@@ -170,13 +170,13 @@ class EngineSupervisor:
         self._num_processes += 1
         return EngineProcess(str(Path(self._scratch.name) / f"engine-{self._num_processes}"), imports)
 
-    def _forget_deadline(self) -> None:
+    def _cancel_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
 
-def _keeping_experts(start: Start, directory: Path) -> Start:
+def _with_expert_state(start: Start, directory: Path) -> Start:
     """Has engines that move experts keep their places in this directory, where no file is named."""
     if not start.engine.enable_eplb or start.engine.eplb_state is not None:
         return start

@@ -16,13 +16,13 @@ from dsv3.server.http.http_server import HttpServer
 from dsv3.server.http.serving import drain, serving, wait_for_any
 from dsv3.server.serving.metrics import NUM_NUMBERS, Metrics, SharedNumbers
 from dsv3.server.serving.service import Service, make_client, make_service, start_engine
-from dsv3.server.tenants import reread
+from dsv3.server.tenants import reload_tenants
 
 if TYPE_CHECKING:
     from dsv3.server.http.registration import Registrar
 
-_COUNTED = ("prompt_tokens", "generation_tokens")
-_LOOKED_UP = ("prefix_queries", "prefix_hits")
+_TOKEN_COUNTS = ("prompt_tokens", "generation_tokens")
+_PREFIX_COUNTS = ("prefix_queries", "prefix_hits")
 
 
 class Throughput:
@@ -40,10 +40,10 @@ class Throughput:
         grown = {name: value - before[name] for name, value in totals.items()}
         stats = self._metrics.stats
         running, waiting = _number(stats, "running"), _number(stats, "waiting")
-        if not (running or waiting or any(grown[name] for name in _COUNTED)):
+        if not (running or waiting or any(grown[name] for name in _TOKEN_COUNTS)):
             return None
-        prompt, generated = (grown[name] / seconds for name in _COUNTED)
-        queries, hits = (grown[name] for name in _LOOKED_UP)
+        prompt, generated = (grown[name] / seconds for name in _TOKEN_COUNTS)
+        queries, hits = (grown[name] for name in _PREFIX_COUNTS)
         hit_rate = f", prefix cache hit rate: {hits / queries:.1%}" if queries > 0 else ""
         return (
             f"running: {running:.0f} reqs, waiting: {waiting:.0f} reqs, prompt throughput: {prompt:.1f} tokens/s, "
@@ -53,7 +53,7 @@ class Throughput:
 
     def _totals(self) -> dict[str, float]:
         counted, stats = self._metrics.counted()[0], self._metrics.stats
-        return {name: counted[name] for name in _COUNTED} | {name: _number(stats, name) for name in _LOOKED_UP}
+        return {name: counted[name] for name in _TOKEN_COUNTS} | {name: _number(stats, name) for name in _PREFIX_COUNTS}
 
 
 def _number(stats: Mapping[str, object], name: str) -> float:
@@ -90,7 +90,7 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
     ends a few seconds later (at once if the engine had never been ready) for a supervisor to start it anew.
     """
     numbers = SharedNumbers(NUM_NUMBERS, config.options.api_server_count)
-    registrar = _registrar(config, listener.getsockname()[1])
+    registrar = _make_registrar(config, listener.getsockname()[1])
     engine = make_client(config)
     service = await make_service(config, engine, numbers)
     files = config.options.ssl_certfile, config.options.api_key_file
@@ -101,26 +101,26 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
             api_servers = ApiServerProcesses(config, service.created, listener, numbers, supervisor, engine.fail)
             signals.on_reload = lambda: _reload(config, service, server, api_servers)
             engine.on_dropped = api_servers.drop
-            supervisor.on_loss = lambda number, reason: _pass_on_loss(number, reason, service, api_servers)
-            engine.on_failure = lambda reason: _pass_on_failure(reason, supervisor, api_servers)
+            supervisor.on_loss = lambda number, reason: _on_engine_loss(number, reason, service, api_servers)
+            engine.on_failure = lambda reason: _on_engine_failure(reason, supervisor, api_servers)
             try:
                 return await _serve(config, service, signals, api_servers, registrar, on_ready)
             finally:
                 if registrar is not None:
-                    await registrar.leave()
+                    await registrar.deregister()
                 await api_servers.close()
                 await supervisor.close()
     finally:
         signals.close()
 
 
-def _registrar(config: ServerConfig, port: int) -> "Registrar | None":
+def _make_registrar(config: ServerConfig, port: int) -> "Registrar | None":
     """Returns what registers this server with the routers that the options name, None where they name none."""
     if not config.options.register:
         return None
-    from dsv3.server.http.registration import registrar_of  # with an HTTP client: 0.3 s of a start, and 7 MiB
+    from dsv3.server.http.registration import make_registrar  # with an HTTP client: 0.3 s of a start, and 7 MiB
 
-    return registrar_of(config, port)
+    return make_registrar(config, port)
 
 
 async def _serve(
@@ -135,12 +135,12 @@ async def _serve(
     announcing = asyncio.create_task(_announce(service, api_servers, registrar, on_ready))
     logging_throughput = asyncio.create_task(_log_throughput(service))
     async with running_batches(service, config.options.batch_dir, config.model_dir):
-        await wait_for_any(engine.ended, signals.first, engine.asks_to_drain)
+        await wait_for_any(engine.ended, signals.first, engine.drain_requested)
     announcing.cancel()
     logging_throughput.cancel()
-    if signals.first.is_set() or engine.asks_to_drain.is_set():
+    if signals.first.is_set() or engine.drain_requested.is_set():
         if registrar is not None:
-            await registrar.leave()
+            await registrar.deregister()
         await _drain(config, service, signals, api_servers)
         return 0
     if engine.info is not None:
@@ -154,26 +154,26 @@ async def _drain(
     """Drains all fronts together."""
     options = config.options
     api_servers.drain()
-    passing_on = asyncio.create_task(_pass_on_second(signals, api_servers))
+    forwarding = asyncio.create_task(_forward_second_signal(signals, api_servers))
     await asyncio.gather(
         drain(service, signals.second, options, config.notify),
         api_servers.wait(options.shutdown_grace + options.shutdown_timeout + _CLOSE_S),
     )
-    passing_on.cancel()
+    forwarding.cancel()
 
 
-async def _pass_on_second(signals: "_ServerSignals", api_servers: ApiServerProcesses) -> None:
+async def _forward_second_signal(signals: "_ServerSignals", api_servers: ApiServerProcesses) -> None:
     await signals.second.wait()
     api_servers.abort()
 
 
-def _pass_on_loss(number: int, reason: str, service: Service, api_servers: ApiServerProcesses) -> None:
+def _on_engine_loss(number: int, reason: str, service: Service, api_servers: ApiServerProcesses) -> None:
     service.metrics.add("engine_restarts", 1)
-    api_servers.lose(number, reason)
+    api_servers.send_engine_lost(number, reason)
 
 
-def _pass_on_failure(reason: str, supervisor: EngineSupervisor, api_servers: ApiServerProcesses) -> None:
-    api_servers.fail(reason)
+def _on_engine_failure(reason: str, supervisor: EngineSupervisor, api_servers: ApiServerProcesses) -> None:
+    api_servers.send_engine_failed(reason)
     supervisor.kill()
 
 
@@ -182,7 +182,7 @@ def _reload(config: ServerConfig, service: Service, server: HttpServer, api_serv
     server.reload()
     if config.options.api_key_file is not None:
         try:
-            service.tenants.replace(reread(config.options, service.tenants.all))
+            service.tenants.replace(reload_tenants(config.options, service.tenants.all))
         except ValueError as error:
             _log.error("the old API keys stay: %s", error)
         else:

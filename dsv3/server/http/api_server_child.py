@@ -83,22 +83,22 @@ class _ApiServer:
         self.drain, self.abort, self.engine_failed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._service, self._server, self._engine = service, server, service.engine
         self._sender, self._number = sender, -1
-        self._patience: asyncio.TimerHandle | None = None
+        self._reconnect_timeout: asyncio.TimerHandle | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._transport: asyncio.WriteTransport
-        self._engine.on_loss, self._engine.on_silence = self._lose, self._note_silence
+        self._engine.on_loss, self._engine.on_silence = self._on_loss, self._on_silence
 
     async def listen(self, link: socket.socket) -> None:
         """Begins to take messages, and says that this front answers; ends the process when the first front has gone."""
         self._transport, _ = await asyncio.get_running_loop().create_connection(
-            lambda: frames.FrameProtocol(self._take, lambda _: os._exit(1)), sock=link
+            lambda: frames.FrameProtocol(self._on_message, lambda _: os._exit(1)), sock=link
         )
-        self._tell(messages.ApiServerReady())
+        self._send(messages.ApiServerReady())
 
-    def _tell(self, message: messages.FromApiServer) -> None:
+    def _send(self, message: messages.FromApiServer) -> None:
         self._transport.write(frames.encode(message))
 
-    def _take(self, body: memoryview) -> None:
+    def _on_message(self, body: memoryview) -> None:
         match messages.to_api_server.decode(body):
             case messages.DrainApiServer():
                 self.drain.set()
@@ -112,36 +112,36 @@ class _ApiServer:
                 self._connect(number, address)
             case messages.EngineLost(number, reason):
                 if number == self._number:
-                    self._be_patient()
-                    self._engine.lose(reason)
+                    self._cancel_reconnect_timeout()
+                    self._engine.suspend(reason)
             case messages.EngineFailed(reason):
                 self.engine_failed.set()
                 self._engine.fail(reason)
 
     def _connect(self, number: int, address: str) -> None:
-        self._be_patient()
+        self._cancel_reconnect_timeout()
         if self._engine.state == "ready":
-            self._engine.lose("the engine has died")
+            self._engine.suspend("the engine has died")
         self._number = number
         self._connecting = asyncio.create_task(self._engine.connect(address, Connect(self._sender)))
 
-    def _note_silence(self, reason: str) -> None:
-        self._tell(messages.EngineSilent(self._number, reason))
-        self._lose(reason)
+    def _on_silence(self, reason: str) -> None:
+        self._send(messages.EngineSilent(self._number, reason))
+        self._on_loss(reason)
 
-    def _lose(self, reason: str) -> None:
-        self._be_patient()
+    def _on_loss(self, reason: str) -> None:
+        self._cancel_reconnect_timeout()
         if not self._engine.max_restarts:
             self._engine.fail(reason)
             return
-        self._engine.lose(reason)
-        self._patience = asyncio.get_running_loop().call_later(FAILURE_LINGER_S, self._engine.fail, reason)
+        self._engine.suspend(reason)
+        self._reconnect_timeout = asyncio.get_running_loop().call_later(FAILURE_LINGER_S, self._engine.fail, reason)
 
-    def _be_patient(self) -> None:
+    def _cancel_reconnect_timeout(self) -> None:
         """Waits for what comes: the first front has said something."""
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+        if self._reconnect_timeout is not None:
+            self._reconnect_timeout.cancel()
+            self._reconnect_timeout = None
 
 
 if __name__ == "__main__":

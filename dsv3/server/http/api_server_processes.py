@@ -17,7 +17,7 @@ import msgspec
 from dsv3.processes import frames
 from dsv3.processes.child import LinkedChild
 from dsv3.server.config import ServerConfig
-from dsv3.server.engine.messages import FIRST_SENDER, Dropped
+from dsv3.server.engine.messages import FIRST_SENDER, ApiServerDropped
 from dsv3.server.engine.supervisor import EngineSupervisor
 from dsv3.server.http import messages
 from dsv3.server.serving.metrics import SharedNumbers
@@ -50,7 +50,7 @@ class ApiServerProcesses:
             for number in range(1, config.options.api_server_count)
         ]
         self._running = [asyncio.create_task(api_server.run()) for api_server in self._api_servers]
-        engine.on_start = lambda number, address: self._tell(messages.EngineStarted(number, address))
+        engine.on_start = lambda number, address: self._broadcast(messages.EngineStarted(number, address))
 
     async def ready(self) -> None:
         """Waits until every front answers HTTP."""
@@ -70,15 +70,15 @@ class ApiServerProcesses:
         for api_server in self._api_servers:
             api_server.reload(tenants)
 
-    def fail(self, reason: str) -> None:
+    def send_engine_failed(self, reason: str) -> None:
         """Tells every front that the engine has failed; they end with this process."""
         self._end(messages.EngineFailed(reason))
 
-    def lose(self, number: int, reason: str) -> None:
+    def send_engine_lost(self, number: int, reason: str) -> None:
         """Tells every front that the engine with that number has died and another one follows."""
-        self._tell(messages.EngineLost(number, reason))
+        self._broadcast(messages.EngineLost(number, reason))
 
-    def drop(self, dropped: Dropped) -> None:
+    def drop(self, dropped: ApiServerDropped) -> None:
         """Ends a front that the engine has given up; a new one takes its place."""
         for api_server in self._api_servers:
             if api_server.sender == dropped.sender:
@@ -93,13 +93,13 @@ class ApiServerProcesses:
     async def close(self) -> None:
         """Ends them, by force if they do not end by themselves."""
         for api_server in self._api_servers:
-            api_server.hang_up()
+            api_server.disconnect()
         await self.wait(_END_S)
         for api_server in self._api_servers:
             api_server.kill()
         await asyncio.gather(*self._running, return_exceptions=True)
 
-    def _tell(self, message: messages.ToApiServer) -> None:
+    def _broadcast(self, message: messages.ToApiServer) -> None:
         for api_server in self._api_servers:
             api_server.send(message)
 
@@ -126,18 +126,18 @@ class _ApiServerProcess:
         self._engine, self._on_failure = engine, on_failure
         self._process: LinkedChild | None = None
         self._transport: asyncio.WriteTransport | None = None
-        self._last_words: list[messages.ToApiServer] = []
+        self._end_messages: list[messages.ToApiServer] = []
 
     async def run(self) -> None:
         """Keeps a process running until it is told to end."""
-        while not self._last_words:
+        while not self._end_messages:
             self.is_ready.clear()
             try:
-                status = await self._live()
+                status = await self._run_once()
             except OSError as error:
                 self._on_failure(f"an HTTP process could not start ({error.strerror})")
                 return
-            if self._last_words:
+            if self._end_messages:
                 return
             _log.error("front %d has ended with status %s", self.number, status)
             if not self.is_ready.is_set():
@@ -147,7 +147,7 @@ class _ApiServerProcess:
 
     def end(self, message: messages.ToApiServer) -> None:
         """Tells the process to end, and starts no other one."""
-        self._last_words.append(message)
+        self._end_messages.append(message)
         self.send(message)
 
     def reload(self, tenants: tuple[Tenant, ...]) -> None:
@@ -155,9 +155,9 @@ class _ApiServerProcess:
         self._start = msgspec.structs.replace(self._start, tenants=tenants)
         self.send(messages.ReloadApiServer(tenants))
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Has the process end at once."""
-        self._last_words.append(messages.AbortApiServer())
+        self._end_messages.append(messages.AbortApiServer())
         if self._transport is not None:
             self._transport.close()
 
@@ -166,30 +166,30 @@ class _ApiServerProcess:
         if self._process is not None:
             self._process.kill()
 
-    async def _live(self) -> int | None:
+    async def _run_once(self) -> int | None:
         """Starts a process and takes its messages until it ends; returns its exit status."""
         inherited = [self._listener.fileno(), self._numbers.descriptor]
         self._process = LinkedChild("dsv3.server.http.api_server_child", *inherited, inherited=inherited)
         ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         self._transport, _ = await asyncio.get_running_loop().create_connection(
-            lambda: frames.FrameProtocol(self._take, ended.set_result), sock=self._process.link
+            lambda: frames.FrameProtocol(self._on_message, ended.set_result), sock=self._process.link
         )
         self.sender = next(_senders)
         self.send(msgspec.structs.replace(self._start, sender=self.sender))
         if (address := self._engine.address) is not None:
             self.send(messages.EngineStarted(self._engine.number, address))
-        for message in self._last_words:
+        for message in self._end_messages:
             self.send(message)
         if (error := await ended) is not None:
             _log.error("front %d: %s", self.number, error)
         return await asyncio.to_thread(self._process.end, _END_S)
 
-    def _take(self, body: memoryview) -> None:
+    def _on_message(self, body: memoryview) -> None:
         match messages.from_api_server.decode(body):
             case messages.ApiServerReady():
                 self.is_ready.set()
             case messages.EngineSilent(number, reason):
-                self._engine.lose(number, reason)
+                self._engine.engine_lost(number, reason)
 
     def send(self, message: messages.ToApiServer) -> None:
         """Tells the process, if there is one."""

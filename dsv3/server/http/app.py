@@ -22,7 +22,7 @@ from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopba
 from dsv3.server.http.batches import batch_routes
 from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body, unless_disconnected
 from dsv3.server.http.dashboard import dashboard_routes
-from dsv3.server.http.exchange import SUMMARY, WRITER, ResponseWriter, json_response, path_of, response_of
+from dsv3.server.http.exchange import SUMMARY, WRITER, ResponseWriter, error_path, error_response, json_response
 from dsv3.server.http.openapi import described_path, openapi
 from dsv3.server.limits import Reservation
 from dsv3.server.protocol.anthropic import MESSAGES
@@ -65,21 +65,21 @@ class EventStream(Response):
         finally:
             self._answer.close()
             self._on_close()
-            writer.free()
+            writer.end_stream()
 
     async def _stream(self, writer: ResponseWriter, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._answer.start(self._on_event, self._on_end)
         except ApiError as error:
-            await response_of(error, path_of(scope))(scope, receive, send)
+            await error_response(error, error_path(scope))(scope, receive, send)
             return
         await self._has_begun.wait()
         if not self._waiting and (refusal := self._ended.result()) is not None:
-            await response_of(refusal, path_of(scope))(scope, receive, send)
+            await error_response(refusal, error_path(scope))(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         generation = self._answer.generation
-        writer.claim(scope["http_version"], generation.hold, generation.release)
+        writer.start_stream(scope["http_version"], generation.hold, generation.release)
         for event in self._waiting:
             writer.write(event)
         self._waiting, self._writer = [], writer
@@ -165,7 +165,7 @@ def _http_error(http: Request, error: Exception) -> Response:
     texts = {404: _no_route(http.scope["path"]), 405: "this route has other methods"}
     text = texts.get(status, "the request cannot be answered")
     refusal = ApiError(status, text, code="not_found" if status == 404 else None)
-    response = response_of(refusal, path_of(http.scope))
+    response = error_response(refusal, error_path(http.scope))
     response.headers.update(headers)  # `Allow`, which RFC 9110 asks for with 405
     return response
 
@@ -189,7 +189,7 @@ def _no_route(path: str) -> str:
 async def _answer(kind: type[RequestHandler], service: Service, http: Request) -> Response:
     """Answers a completion, streamed or whole."""
     with contextlib.ExitStack() as stack:
-        reservation = stack.enter_context(service.budget.hold())
+        reservation = stack.enter_context(service.budget.reserve())
         answer = kind(service, await _body(service, http, reservation), tenant_of(http))
         answer.rank = rank_of(http.headers.get(RANK_HEADER))
         await unless_disconnected(http.receive, answer.prepare())
@@ -247,7 +247,7 @@ async def _health(service: Service, _: Request) -> Response:
 
 async def _ready(service: Service, _: Request) -> Response:
     """Answers whether a request would be taken right now: as `/health`, and the queue has room."""
-    if service.status == "ok" and not service.engine.has_room:
+    if service.status == "ok" and not service.engine.has_capacity:
         return json_response({"status": "busy", "reason": "the queue is full"}, 503)
     return await _health(service, _)
 
@@ -273,7 +273,7 @@ async def _metrics(service: Service, http: Request) -> Response:
 
 
 async def _tokenize(service: Service, http: Request) -> Response:
-    with service.budget.hold() as reservation:
+    with service.budget.reserve() as reservation:
         request = await read_request(service, TokenizeRequest, await _body(service, http, reservation))
         service.require_model(request.model)
         info = service.require_ready()
@@ -286,7 +286,7 @@ async def _tokenize(service: Service, http: Request) -> Response:
 
 
 async def _count_tokens(service: Service, http: Request) -> Response:
-    with service.budget.hold() as reservation:
+    with service.budget.reserve() as reservation:
         body = await _body(service, http, reservation)
         return json_response(await unless_disconnected(http.receive, count_tokens(service, body)))
 
@@ -297,7 +297,7 @@ async def _openapi(service: Service, http: Request) -> Response:
 
 
 async def _detokenize(service: Service, http: Request) -> Response:
-    with service.budget.hold() as reservation:
+    with service.budget.reserve() as reservation:
         request = await read_request(service, DetokenizeRequest, await _body(service, http, reservation))
         service.require_model(request.model)
         return json_response({"prompt": await prompts.detokenize(service, request.tokens)})

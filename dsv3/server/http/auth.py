@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dsv3.server.http.exchange import ADMIT, TENANT, path_of, response_of
+from dsv3.server.http.exchange import ADMIT, TENANT, error_path, error_response
 from dsv3.server.protocol.errors import ApiError, unavailable
 from dsv3.server.serving.service import Service
 from dsv3.server.tenants import OPERATOR, Tenant, Tenants
@@ -32,7 +32,7 @@ class RequireKey:
             await self._app(scope, receive, send)
         else:
             error = ApiError(401, "missing or wrong API key", kind="authentication_error", code="invalid_api_key")
-            await response_of(error, path_of(scope))(scope, receive, send)
+            await error_response(error, error_path(scope))(scope, receive, send)
 
     def _allows(self, scope: Scope) -> bool:
         if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
@@ -81,7 +81,7 @@ class RequireLocalName:
         else:
             await self._app(scope, receive, send)
             return
-        await response_of(error, path_of(scope))(scope, receive, send)
+        await error_response(error, error_path(scope))(scope, receive, send)
 
     def _is_foreign(self, headers: dict[bytes, bytes]) -> bool:
         """Returns whether a page sent this request that is neither this server's own nor allowed."""
@@ -114,7 +114,7 @@ class Admit:
         else:
             self._on_refusal("connections")
             error = unavailable("too many connections have requests in flight", "too_many_connections")
-            await response_of(error, path_of(scope))(scope, receive, send)
+            await error_response(error, error_path(scope))(scope, receive, send)
 
 
 def tenant_of(http: Request) -> Tenant | None:
@@ -125,6 +125,6 @@ def tenant_of(http: Request) -> Tenant | None:
 def require_operator(service: Service, http: Request) -> None:
     """Refuses what concerns all tenants to all but the operator; a single tenant is the operator."""
     tenant = tenant_of(http)
-    if tenant is not None and tenant.name != OPERATOR and service.tenants.are_several:
+    if tenant is not None and tenant.name != OPERATOR and service.tenants.has_several:
         text = f"where there are several API keys, this route is for the one named {OPERATOR}"
         raise ApiError(403, text, kind="permission_error", code="not_the_operator")

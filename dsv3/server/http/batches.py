@@ -171,7 +171,7 @@ class _Routes:
     async def create(self, http: Request) -> Response:
         """Answers `POST /v1/batches`."""
         store, tenant = self._store, _tenant(http)
-        with self._service.budget.hold() as reservation:
+        with self._service.budget.reserve() as reservation:
             body = await read_json_body(http, functools.partial(self._service.grow, reservation))
             asked = _read(body)
         file = await asyncio.to_thread(store.file, tenant, asked.input_file_id)

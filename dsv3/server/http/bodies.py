@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from dsv3.server.http.exchange import described, path_of, response_of
+from dsv3.server.http.exchange import error_path, error_response, request_label
 from dsv3.server.limits import MAX_BODY_BYTES
 from dsv3.server.protocol.errors import ApiError, internal, invalid
 
@@ -93,11 +93,13 @@ def endpoint(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except ApiError as error:
-            return response_of(error, path_of(request.scope))
+            return error_response(error, error_path(request.scope))
         except ClientGone:
             return Response(status_code=499)
         except Exception:
-            _log.exception("request %s: %s %s failed", described(request.scope), request.method, request.scope["path"])
-            return response_of(internal(), path_of(request.scope))
+            _log.exception(
+                "request %s: %s %s failed", request_label(request.scope), request.method, request.scope["path"]
+            )
+            return error_response(internal(), error_path(request.scope))
 
     return run

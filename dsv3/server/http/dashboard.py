@@ -100,14 +100,14 @@ def _json(value: object) -> Response:
 
 async def _page(http: Request) -> Response:
     """Answers with the page, whoever asks."""
-    page, packed, headers = page_and_headers()
+    page, packed, headers = dashboard_page()
     if "gzip" in http.headers.get("accept-encoding", ""):
         return Response(packed, media_type="text/html", headers=headers | {"content-encoding": "gzip"})
     return Response(page, media_type="text/html", headers=headers)
 
 
 @functools.cache
-def page_and_headers() -> tuple[bytes, bytes, dict[str, str]]:
+def dashboard_page() -> tuple[bytes, bytes, dict[str, str]]:
     """Returns the page, plain and packed, and its headers; their policy knows script and style by their digests."""
     html, style, script = (_read(f"dashboard.{kind}") for kind in ("html", "css", "js"))
     page = html.replace("/*style*/", style).replace("/*script*/", script).encode()

@@ -42,13 +42,13 @@ OnAccess = Callable[[dict[str, object]], None]
 """Is called with the line of the access log after each request."""
 
 _log = logging.getLogger("dsv3.server")
-_PIECE_BYTES = 64 * 1024
+_SLICE_BYTES = 64 * 1024
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _MAX_LOGGED_PATH = 1024
 _CLOSE = (b"connection", b"close")
 
 
-def response_of(error: ApiError, path: str = "") -> Response:
+def error_response(error: ApiError, path: str = "") -> Response:
     """Returns the response for an error at a path, with the headers that belong to its status.
 
     The JSON is OpenAI's, and Anthropic's where the path is one of theirs.
@@ -65,8 +65,8 @@ def json_response(value: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def path_of(scope: Scope) -> str:
-    """Returns the path by which `response_of` chooses the shape: Anthropic's clients name their API on every route."""
+def error_path(scope: Scope) -> str:
+    """Returns the path by which `error_response` chooses the shape: Anthropic's clients name their API on every route."""
     return MESSAGES if any(name == b"anthropic-version" for name, _ in scope["headers"]) else scope["path"]
 
 
@@ -89,13 +89,13 @@ class ResponseWriter:
         self._is_ready = asyncio.Event()
         self._is_ready.set()
 
-    def claim(self, http_version: str, on_pause: Callable[[], None], on_resume: Callable[[], None]) -> None:
+    def start_stream(self, http_version: str, on_pause: Callable[[], None], on_resume: Callable[[], None]) -> None:
         """Has a response told when the client's reading holds it up, and when it may go on."""
         self._is_chunked = http_version == "1.1"
         self._on_pause, self._on_resume = on_pause, on_resume
 
-    def free(self) -> None:
-        """Ends what `claim` began."""
+    def end_stream(self) -> None:
+        """Ends what `start_stream` began."""
         self._on_pause = self._on_resume = None
 
     def write(self, data: bytes) -> None:
@@ -111,17 +111,17 @@ class ResponseWriter:
     async def send(self, data: bytes) -> None:
         """Writes bytes as the client takes them, so that the transport holds few of them."""
         view = memoryview(data)
-        for start in range(0, len(view), _PIECE_BYTES):
+        for start in range(0, len(view), _SLICE_BYTES):
             await self._is_ready.wait()
             if self.is_closing:
                 return
-            self._transport.write(view[start : start + _PIECE_BYTES])
-            self.num_bytes += len(view[start : start + _PIECE_BYTES])
+            self._transport.write(view[start : start + _SLICE_BYTES])
+            self.num_bytes += len(view[start : start + _SLICE_BYTES])
 
     def pause(self) -> None:
         """Notes that the client reads more slowly than it is written to."""
         self._is_ready.clear()
-        self._start_clock()
+        self._start_deadline()
         if self._on_pause is not None:
             self._on_pause()
 
@@ -129,7 +129,7 @@ class ResponseWriter:
         """Notes that the client has read."""
         self._is_ready.set()
         if not self._is_closing:
-            self.stop_clock()
+            self.cancel_deadline()
         if self._on_resume is not None:
             self._on_resume()
 
@@ -142,7 +142,7 @@ class ResponseWriter:
         """Closes the connection when all is written, within the deadline."""
         self._is_closing = True
         self._transport.close()
-        self._start_clock()
+        self._start_deadline()
 
     def half_close(self, seconds: float) -> None:
         """Lets the client read what is written and know that it was the last; closes the connection after `seconds`.
@@ -154,26 +154,26 @@ class ResponseWriter:
             self._transport.write_eof()
         else:
             self._transport.close()  # TLS: reads and drops what comes until the client closes its end
-        self.stop_clock()
-        self._start_clock(seconds)
+        self.cancel_deadline()
+        self._start_deadline(seconds)
 
     def abort(self) -> None:
         """Closes the connection now, and forgets what is not written."""
         self._transport.abort()
 
-    def lost(self) -> None:
+    def on_connection_lost(self) -> None:
         """Notes that the connection is closed."""
-        self.free()
-        self.stop_clock()
+        self.end_stream()
+        self.cancel_deadline()
         self._is_ready.set()
 
-    def stop_clock(self) -> None:
+    def cancel_deadline(self) -> None:
         """Lets the deadline go."""
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def _start_clock(self, seconds: float | None = None) -> None:
+    def _start_deadline(self, seconds: float | None = None) -> None:
         if self._deadline is None:
             delay = self._deadline_s if seconds is None else seconds
             self._deadline = asyncio.get_running_loop().call_later(delay, self._transport.abort)
@@ -196,31 +196,31 @@ class HttpExchange:
         self.is_complete = False
         self._head, self._writer = head, writer
         self._on_read, self._on_end = on_read, on_end
-        self._must_ask = head.expects_continue
-        self._is_gone = False
+        self._must_send_continue = head.expects_continue
+        self._is_disconnected = False
         self._is_chunked = False
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._began, self._num_bytes_before = time.monotonic(), writer.num_bytes
 
     def feed(self, content: bytes, is_last: bool) -> None:
         """Takes the next part of the request's body."""
         self.body += content
         self.is_received = is_last
-        self._must_ask = False
-        self._news.set()
+        self._must_send_continue = False
+        self._changed.set()
 
     def disconnect(self) -> None:
         """Notes that the client has gone."""
-        self._is_gone = True
-        self._news.set()
+        self._is_disconnected = True
+        self._changed.set()
 
     async def run(self, app: ASGIApp, scope: MutableMapping[str, Any], on_access: OnAccess | None = None) -> None:
         """Has the application answer; what it leaves unfinished ends the connection."""
         try:
             await app(scope, self._receive, self._send)
         except Exception:
-            _log.exception("request %s: %s %s failed", described(scope), scope["method"], scope["path"])
-        if not self.is_complete and not self._is_gone:
+            _log.exception("request %s: %s %s failed", request_label(scope), scope["method"], scope["path"])
+        if not self.is_complete and not self._is_disconnected:
             if not self.status:
                 await self._fail()
             else:
@@ -260,21 +260,21 @@ class HttpExchange:
         await self._send({"type": "http.response.body"})
 
     async def _receive(self) -> MutableMapping[str, Any]:
-        if self._must_ask:
-            self._must_ask = False
+        if self._must_send_continue:
+            self._must_send_continue = False
             await self._writer.send(b"HTTP/1.1 100 Continue\r\n\r\n")
         self.is_read = True
-        if not self._is_gone and not self.is_complete:
+        if not self._is_disconnected and not self.is_complete:
             self._on_read()
-            await self._news.wait()
-            self._news.clear()
-        if self._is_gone or self.is_complete:
+            await self._changed.wait()
+            self._changed.clear()
+        if self._is_disconnected or self.is_complete:
             return {"type": "http.disconnect"}
         content, self.body = bytes(self.body), bytearray()
         return {"type": "http.request", "body": content, "more_body": not self.is_received}
 
     async def _send(self, message: MutableMapping[str, Any]) -> None:
-        if self._is_gone:
+        if self._is_disconnected:
             return
         if message["type"] == "http.response.start":
             await self._writer.send(self._response_head(message["status"], list(message.get("headers", []))))
@@ -306,13 +306,13 @@ class HttpExchange:
             await self._writer.send(content)
         if is_last and self._is_chunked:
             await self._writer.send(b"0\r\n\r\n")
-        if is_last and not self._is_gone:
+        if is_last and not self._is_disconnected:
             self.is_complete = True
-            self._news.set()
+            self._changed.set()
             self._on_end()
 
 
-def described(scope: MutableMapping[str, Any]) -> str:
+def request_label(scope: MutableMapping[str, Any]) -> str:
     """Returns what the log calls a request: its id, and who sent it."""
     extensions = scope["extensions"]
     tenant: Tenant | None = extensions.get(TENANT)
@@ -327,7 +327,7 @@ def _request_id(head: Head) -> str:
     return uuid.uuid4().hex
 
 
-def scope_of(head: Head, scheme: str, extensions: dict[str, Any]) -> dict[str, Any]:
+def make_scope(head: Head, scheme: str, extensions: dict[str, Any]) -> dict[str, Any]:
     """Returns the ASGI scope of a request."""
     raw_path, _, query = head.target.partition(b"?")
     return {

@@ -121,7 +121,7 @@ class SizedBody:
     def is_complete(self) -> bool:
         return not self._left
 
-    def take(self, buffer: bytearray) -> tuple[int, bytes]:
+    def consume(self, buffer: bytearray) -> tuple[int, bytes]:
         """Takes bytes from the front of `buffer`; returns how many, and the content among them."""
         content = bytes(buffer[: self._left])
         del buffer[: len(content)]
@@ -140,7 +140,7 @@ class ChunkedBody:
         self._parser = httptools.HttpRequestParser(self)
         self._parser.feed_data(_CHUNKED_HEAD)
 
-    def take(self, buffer: bytearray) -> tuple[int, bytes]:
+    def consume(self, buffer: bytearray) -> tuple[int, bytes]:
         """Takes bytes from the front of `buffer`; returns how many, and the content among them."""
         data = bytes(buffer[:_SLICE_BYTES])
         del buffer[: len(data)]
@@ -174,6 +174,6 @@ class ChunkedBody:
 Body = SizedBody | ChunkedBody
 
 
-def body_of(head: Head) -> Body:
+def make_body(head: Head) -> Body:
     """Returns what takes the body that follows `head`."""
     return ChunkedBody() if head.length is None else SizedBody(head.length)

@@ -125,4 +125,4 @@ def test_a_linked_child_that_is_killed_ends_the_link():
 def test_a_child_that_does_not_end_is_ended_when_the_patience_is_over():
     stubborn = child.ChildProcess(["sleep", "600"])
     assert stubborn.wait(0.05) is None
-    assert stubborn.end(patience_s=0.05) == -signal.SIGKILL
+    assert stubborn.end(grace_s=0.05) == -signal.SIGKILL

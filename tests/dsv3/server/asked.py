@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from dsv3.server.worker_process import answer_questions
+from dsv3.server.worker_process import serve_requests
 
 
 def answer(body: bytes) -> bytearray:
@@ -26,4 +26,4 @@ def answer(body: bytes) -> bytearray:
 
 
 if __name__ == "__main__":
-    answer_questions(answer, 2**33)
+    serve_requests(answer, 2**33)

@@ -12,7 +12,7 @@ from dsv3.config.server_options import ServerOptions
 from dsv3.processes.child import RestartPolicy
 from dsv3.server.config import Deadlines, ServerConfig
 from dsv3.server.http.api_server import bind, serve
-from dsv3.server.tenants import tenants_of
+from dsv3.server.tenants import load_tenants
 
 
 def main() -> int:
@@ -23,7 +23,7 @@ def main() -> int:
     for name, kind in kinds.items():
         if name in settings:
             settings[name] = msgspec.convert(settings[name], kind)
-    settings["tenants"] = tenants_of(settings.get("options", ServerOptions()))
+    settings["tenants"] = load_tenants(settings.get("options", ServerOptions()))
     settings["model_dir"] = Path(settings["model_dir"])
     settings["model_names"] = tuple(settings["model_names"])
     listener = bind("127.0.0.1", 0)

@@ -287,7 +287,7 @@ async def _whole(writer, scope, send):
 async def _stream(writer, scope, send):
     await send({"type": "http.response.start", "status": 200, "headers": []})
     is_held = asyncio.Event()
-    writer.claim(scope["http_version"], is_held.set, lambda: None)
+    writer.start_stream(scope["http_version"], is_held.set, lambda: None)
     while not is_held.is_set():
         writer.write(b"x" * 1000)
 
@@ -523,7 +523,7 @@ def test_admission_whatever_connections_do(events):
     for what, index in [("open", 0)] * 30 + events:
         if what == "open":
             opened.append(Place())
-            limit.open(opened[-1])
+            limit.add(opened[-1])
             assert opened[-1].is_open
         place = opened[-1 - index % len(opened)]
         if what == "admit":
@@ -534,8 +534,8 @@ def test_admission_whatever_connections_do(events):
             limit.release(place)
             admitted.discard(place)
         elif what == "hold" and place.is_open:
-            limit.hold(place, 10_000_000)
-            limit.hold(place, 0 if index % 2 else 10_000_000)
+            limit.record_head_bytes(place, 10_000_000)
+            limit.record_head_bytes(place, 0 if index % 2 else 10_000_000)
         elif what == "close":
             limit.close(place)
             admitted.discard(place)

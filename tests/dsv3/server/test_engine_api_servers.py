@@ -25,7 +25,7 @@ from dsv3.scheduler.request import (
 )
 from dsv3.server.engine import api_servers as api_servers_module
 from dsv3.server.engine import messages
-from dsv3.server.engine.api_servers import ApiServerConnections, split
+from dsv3.server.engine.api_servers import ApiServerConnections, split_by_sender
 from dsv3.server.engine.messages import EngineInfo
 
 INFO = EngineInfo(RequestRules(vocab_size=9, max_model_len=9), max_num_seqs=1, num_pages=1)
@@ -45,7 +45,7 @@ def test_each_sender_gets_its_own_outputs_in_their_order(columns, details):
         [columns_of(rows) for rows in columns],
         [EngineOutput(request_id=first_id(sender) + number, token_ids=[]) for sender, number in details],
     )
-    parts = split(outputs)
+    parts = split_by_sender(outputs)
     assert set(parts) == {senders(output.request_id) for output in outputs}
     for sender, part in parts.items():
         assert list(part) == [output for output in outputs if senders(output.request_id) == sender]
@@ -86,10 +86,10 @@ class Ends:
     def send(self, api_server, message):
         self.connections[api_server].sendall(frames.encode(message))
 
-    def take(self):
+    def next_message(self):
         """The next message and its sender, once there is one."""
         while True:
-            for api_server, message in self.api_servers.take():
+            for api_server, message in self.api_servers.receive():
                 return api_server, message
             self.api_servers.wait(30)
 
@@ -125,7 +125,7 @@ def test_no_other_connection_is_the_first_front(ends, first):
 
 def test_a_front_that_goes_away_is_told_of_once(ends):
     ends.connections[1].shutdown(socket.SHUT_RDWR)
-    api_server, message = ends.take()
+    api_server, message = ends.next_message()
     assert (api_server.sender, message) == (1, None)
     ends.api_servers.remove(api_server)
     ends.api_servers.deliver(StepOutputs(), {"running": 0.0})
@@ -139,8 +139,8 @@ def test_a_front_that_does_not_read_is_given_up(ends, monkeypatch):
     big = StepOutputs([columns_of([(1, i, [0]) for i in range(100_000)])], [])
     for _ in range(3):
         ends.api_servers.deliver(big, None)
-    assert isinstance(ends.receive(0), messages.Dropped)
-    api_server, message = ends.take()
+    assert isinstance(ends.receive(0), messages.ApiServerDropped)
+    api_server, message = ends.next_message()
     assert (api_server.sender, message) == (1, None)
     assert not ends.first_gone.is_set()
 
@@ -148,7 +148,7 @@ def test_a_front_that_does_not_read_is_given_up(ends, monkeypatch):
 def test_only_the_first_front_may_end_everything(ends):
     ends.send(1, messages.StopEngine())
     ends.send(1, messages.Abort([5]))
-    assert ends.take()[1] == messages.Abort([5])
+    assert ends.next_message()[1] == messages.Abort([5])
     assert not ends.stopped.is_set()
     ends.send(0, messages.StopEngine())
     assert ends.stopped.wait(30)
@@ -165,10 +165,10 @@ def test_requests_that_belong_together_come_together(ends):
     )
     ends.send(0, messages.Add([one], has_more=True))
     ends.send(1, messages.Add([other]))
-    api_server, message = ends.take()
+    api_server, message = ends.next_message()
     assert (api_server.sender, message) == (1, messages.Add([other]))
     ends.send(0, messages.Add([two]))
-    api_server, message = ends.take()
+    api_server, message = ends.next_message()
     assert (api_server.sender, message) == (0, messages.Add([one, two]))
 
 
@@ -180,30 +180,30 @@ def test_one_front_at_a_time_has_the_turn():
     ends.send(2, messages.ReleaseLock())
     ends.send(2, messages.AcquireLock())
     ends.send(2, messages.Abort([7]))  # what a front says comes in its order
-    api_server, _ = ends.take()
+    api_server, _ = ends.next_message()
     assert api_server.sender == 2
     ends.connections[1].shutdown(socket.SHUT_RDWR)
-    api_server, message = ends.take()
+    api_server, message = ends.next_message()
     assert (api_server.sender, message) == (1, None)
     ends.api_servers.remove(api_server)
     assert ends.receive(2) == messages.LockGranted()
 
 
 def test_whatever_ends_the_reading_of_a_front_is_told(ends, monkeypatch):
-    put = ApiServerConnections._put
+    put = ApiServerConnections._enqueue
 
     def no_memory(self, api_server, message):
         if message is not None:
             raise MemoryError
         put(self, api_server, message)
 
-    monkeypatch.setattr(ApiServerConnections, "_put", no_memory)
+    monkeypatch.setattr(ApiServerConnections, "_enqueue", no_memory)
     ends.send(1, messages.Flush())
-    api_server, message = ends.take()
+    api_server, message = ends.next_message()
     assert (api_server.sender, message) == (1, None)
 
 
 def test_bytes_that_are_no_message_end_the_connection(ends):
     ends.connections[1].sendall(b"\x04\0\0\0abcd")
-    api_server, message = ends.take()
+    api_server, message = ends.next_message()
     assert (api_server.sender, message) == (1, None)

@@ -20,7 +20,7 @@ from dsv3.server.http.app import EventStream, make_router
 from dsv3.server.http.bodies import ClientGone, unless_disconnected
 from dsv3.server.http.exchange import WRITER, ResponseWriter
 from dsv3.server.http.http_server import Connection
-from dsv3.server.limits import SMALL_BYTES, Budget, Turns, WorkersBusy
+from dsv3.server.limits import SMALL_BYTES, Budget, DecodeThrottle, WorkersBusy
 from dsv3.server.protocol.errors import ApiError
 from dsv3.server.protocol.openai import CompletionRequest
 from dsv3.server.serving.completions import CompletionHandler
@@ -45,7 +45,7 @@ class Engine:
     def new_ids(self, count):
         return 0
 
-    def require_room(self, count):
+    def require_capacity(self, count):
         pass
 
     def submit(self, requests, streams):
@@ -53,7 +53,7 @@ class Engine:
         for request, stream in zip(requests, streams, strict=True):
             stream.pending = [EngineOutput(request_id=request.request_id, token_ids=[7], finish_reason="length")]
             if not self.stalls:
-                asyncio.get_running_loop().call_soon(stream.arrived)
+                asyncio.get_running_loop().call_soon(stream.on_outputs)
 
     def abort(self, request_ids):
         self.aborted += len(request_ids)
@@ -199,12 +199,12 @@ def test_requests_hold_no_more_than_the_budget(parts, small, large):
     """Four requests grow, and end where they are refused."""
     budget, sizes = Budget(small, large), dict.fromkeys(range(4), 0)
     with contextlib.ExitStack() as stack:
-        holdings = [stack.enter_context(budget.hold()) for _ in sizes]
+        holdings = [stack.enter_context(budget.reserve()) for _ in sizes]
         for who, nbytes in parts:
             size = sizes[who] + nbytes
             of_share = [s for other, s in sizes.items() if other != who and (s > SMALL_BYTES) == (size > SMALL_BYTES)]
-            has_room = sum(of_share) + size <= (large if size > SMALL_BYTES else small)
-            if has_room:
+            has_capacity = sum(of_share) + size <= (large if size > SMALL_BYTES else small)
+            if has_capacity:
                 holdings[who].grow(nbytes)
                 sizes[who] = size
             else:
@@ -214,7 +214,7 @@ def test_requests_hold_no_more_than_the_budget(parts, small, large):
                 sizes[who] = 0
             assert [reservation.nbytes for reservation in holdings] == list(sizes.values())
     for share in (small, large):
-        with budget.hold() as reservation:
+        with budget.reserve() as reservation:
             reservation.grow(share)  # all of it was given back
 
 
@@ -235,7 +235,7 @@ def test_bodies_are_read_in_order_a_slice_per_turn(bodies):
     """A body whose client leaves while it waits is not read, and takes nobody's turn."""
 
     async def run():
-        turns, begun = Turns(nbytes=10_000), []
+        turns, begun = DecodeThrottle(nbytes=10_000), []
 
         async def ask(number, size):
             await turns.wait(size)
@@ -259,7 +259,7 @@ def test_bodies_are_read_in_order_a_slice_per_turn(bodies):
 
 def test_who_leaves_before_its_turn_costs_nobody_a_turn():
     async def turns_until_read(leaves):
-        turns, num_turns = Turns(nbytes=10_000), 0
+        turns, num_turns = DecodeThrottle(nbytes=10_000), 0
         _, gone, last = [asyncio.create_task(turns.wait(10_000)) for _ in range(3)]
         await asyncio.sleep(0)  # all have asked
         if leaves:
@@ -298,7 +298,7 @@ def test_an_answer_may_end_while_its_client_leaves(streams, num_turns):
             await asyncio.sleep(0)
         [stream] = engine.streams
         stream.pending = [EngineOutput(request_id=0, token_ids=[7])]
-        stream.arrived()
+        stream.on_outputs()
         while streams and not writer.write.called:
             await asyncio.sleep(0)
         gone.set()

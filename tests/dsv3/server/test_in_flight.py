@@ -51,10 +51,10 @@ def test_only_those_end_that_engines_die_of(api_servers, count, fatal, num_token
     for request_id in range(count):
         fleet.add(request_id)
     for _ in range(20 * (count + 1) * num_tokens):
-        if not fleet.num_live:
+        if not fleet.num_in_flight:
             break
         fleet.step(num_tokens)
-    assert not fleet.num_live
+    assert not fleet.num_in_flight
     assert set(fleet.ended) == set(fatal)
     assert fleet.deaths <= 3 * len(fatal) + 1
     assert all("the engine has died" in text for text in fleet.ended.values())
@@ -71,7 +71,7 @@ def test_a_request_goes_on_so_often_and_no_more():
     in_flight = InFlightRequests(2)
     in_flight.add([prepared(0)], [object()])
     for restarts in (1, 2, 3):
-        in_flight.by_id[0].is_there = True
+        in_flight.by_id[0].in_engine = True
         in_flight.by_id[0].tokens.extend([1] * SAFE_TOKENS)  # nothing speaks against it
         ended = in_flight.on_engine_death()
         assert [live.restarts for live, _ in ended] == ([3] if restarts == 3 else [])
@@ -84,13 +84,13 @@ def test_one_that_no_engine_has_had_is_not_to_blame():
     in_flight = InFlightRequests(0)
     new = [[prepared(i, n=2)] for i in (3, 7)]
     for asked in new:
-        in_flight.put_off(asked, in_flight.add(asked, [object()] * 2))
+        in_flight.defer(asked, in_flight.add(asked, [object()] * 2))
     for _ in range(5):
         assert not in_flight.on_engine_death() and not in_flight.waiting
     for request_id in (3, 4, 8):
         in_flight.pop(request_id)
-    assert list(in_flight.take_unsent(RULES)) == [(new[1], [7, 8])]
-    assert not list(in_flight.take_unsent(RULES))
+    assert list(in_flight.pop_unsent(RULES)) == [(new[1], [7, 8])]
+    assert not list(in_flight.pop_unsent(RULES))
 
 
 def test_prompts_of_clients_that_go_while_there_is_no_engine_go_with_them():
@@ -103,25 +103,25 @@ def test_prompts_of_clients_that_go_while_there_is_no_engine_go_with_them():
     for i in range(0, 40, 2):
         asked = Asked([prepared(i), prepared(i + 1)])
         kept.append(weakref.ref(asked))
-        in_flight.put_off(asked, in_flight.add(asked, [object()] * 2))
+        in_flight.defer(asked, in_flight.add(asked, [object()] * 2))
         del asked
         in_flight.pop(i)
         if i:
             in_flight.pop(i + 1)
     gc.collect()
     assert [each() is not None for each in kept] == [True] + [False] * 19
-    [(_, left)] = in_flight.take_unsent(RULES)
+    [(_, left)] = in_flight.pop_unsent(RULES)
     assert left == [0, 1]
 
 
 def test_what_comes_while_the_others_are_sent_is_sent_too():
     in_flight, asked = InFlightRequests(0), {i: [prepared(i)] for i in range(4)}
     for i in (0, 1, 2):
-        in_flight.put_off(asked[i], in_flight.add(asked[i], [object()]))
+        in_flight.defer(asked[i], in_flight.add(asked[i], [object()]))
     sent = []
-    for _, ids in in_flight.take_unsent(RULES):
+    for _, ids in in_flight.pop_unsent(RULES):
         sent += ids
         if sent == [0]:
             in_flight.pop(1)
-            in_flight.put_off(asked[3], in_flight.add(asked[3], [object()]))
+            in_flight.defer(asked[3], in_flight.add(asked[3], [object()]))
     assert sent == [0, 2, 3] and not in_flight._unsent

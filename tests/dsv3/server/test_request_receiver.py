@@ -47,7 +47,7 @@ class Engine:
 
 class ApiServer:
     def __init__(self):
-        self.live, self.sent = set(), []
+        self.request_ids, self.sent = set(), []
 
     def send(self, message) -> None:
         self.sent.append(message)
@@ -61,7 +61,7 @@ class ApiServers:
     def has_messages(self) -> bool:
         return bool(self.received)
 
-    def take(self):
+    def receive(self):
         while self.received:
             yield self.received.popleft()
 
@@ -96,16 +96,16 @@ def test_all_or_none_in_slices(groups, room, bad, goes):
         if not receiver.has_work:
             break
         before = len(engine.taken)
-        assert receiver.take()
+        assert receiver.receive()
         assert len(engine.taken) - before <= SLICE
-    assert not receiver.has_work and not receiver.take()
+    assert not receiver.has_work and not receiver.receive()
     refused = {i for rejection in api_server.sent for i in rejection.request_ids}
     for number, ids in enumerate(asked):
         assert refused.issuperset(ids) or refused.isdisjoint(ids)
         stays = [i for i in ids if i in engine.taken and i not in engine.aborted]
         assert stays == ([] if goes or refused.issuperset(ids) else ids)
         assert number not in bad or refused.issuperset(ids)
-    assert api_server.live == (set() if goes else {i for ids in asked for i in ids} - refused)
+    assert api_server.request_ids == (set() if goes else {i for ids in asked for i in ids} - refused)
     assert api_servers.removed == [api_server] * goes
 
 
@@ -117,10 +117,10 @@ def test_a_request_that_is_taken_in_part_keeps_its_room():
         (api_server, messages.Add([prepared(100, 2)])),
     ]
     receiver = RequestReceiver(engine, api_servers)
-    receiver.take()
+    receiver.receive()
     assert engine.taken == [0, 1, 2, 3] and not api_server.sent
     while receiver.has_work:
-        receiver.take()
+        receiver.receive()
     assert engine.taken == list(range(9))
     assert api_server.sent == [messages.Rejected([100, 101], "queue_full", "the queue is full")]
 
@@ -129,7 +129,7 @@ def test_flushing_keeps_its_place_among_the_requests():
     engine, api_servers, api_server = Engine(10), ApiServers(), ApiServer()
     for message in (messages.Add([prepared(0)]), messages.Flush(), messages.Add([prepared(1)])):
         api_servers.received.append((api_server, message))
-    RequestReceiver(engine, api_servers).take()
+    RequestReceiver(engine, api_servers).receive()
     assert (engine.taken, engine.flushed_after) == ([0, 1], 1)
 
 
@@ -170,12 +170,12 @@ def test_a_prompt_is_sent_once_in_frames_of_bounded_size():
     assert [add.has_more for add in adds] == [True] * (len(adds) - 1) + [False]
     assert [request for add in adds for request in add.requests] == requests
     assert max(map(len, wire.frames)) < frames.MAX_FRAME_BYTES
-    assert client.num_live == 1000
+    assert client.num_in_flight == 1000
 
 
 async def sent_to_the_next_engine(client: EngineClient) -> list[messages.ToEngine]:
     client._transport = wire = Wire()
-    client._begin(client.info)
+    client._on_engine_info(client.info)
     await client._sending
     return [messages.to_engine.decode(frame[4:]) for frame in wire.frames]
 
@@ -187,11 +187,11 @@ def test_what_comes_during_a_restart_is_sent_whole():
     client._transport = Wire()
     old, *new = [prepared(1000 * i, n=3) for i in range(4)]
     client.submit([old], [object()] * 3)
-    client.lose("it has died")
+    client.suspend("it has died")
     client.submit(new[:2], [object()] * 6)
     client.submit(new[2:], [object()] * 3)
     client.abort([1001, *range(3000, 3003)])
     *again, together, abort = asyncio.run(sent_to_the_next_engine(client))
     assert [[one.request_id for one in add.requests] for add in again] == [[0], [1], [2]]
     assert (together.requests, abort.request_ids) == (new[:2], [1001])
-    assert all(client._in_flight.by_id[i].is_there for i in (0, 1000, 2002)) and client.num_live == 8
+    assert all(client._in_flight.by_id[i].in_engine for i in (0, 1000, 2002)) and client.num_in_flight == 8

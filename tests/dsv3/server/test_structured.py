@@ -253,7 +253,7 @@ def with_pool(work, tokenizer, **settings):
 
 async def told(pool: GrammarPool, what: Wanted) -> str:
     try:
-        await pool.make(what, RULES)
+        await pool.compile(what, RULES)
         return "fine"
     except GrammarError as error:
         return str(error)
@@ -287,7 +287,7 @@ def test_what_a_process_dies_of_is_held_against_a_grammar_for_a_while(model_dir,
         with monkeypatch.context() as patch:
             patch.setattr(WorkerProcess, "ask", dies)
             first = [await told(pool, wanted("a"))]
-            patch.setattr(grammars, "DOUBT_S", -1.0)
+            patch.setattr(grammars, "FAILURE_TTL_S", -1.0)
             first.append(await told(pool, wanted("b")))
         return first, [await told(pool, wanted(pattern)) for pattern in ("a", "b")]
 
@@ -297,15 +297,15 @@ def test_what_a_process_dies_of_is_held_against_a_grammar_for_a_while(model_dir,
 
 def test_results_are_remembered(model_dir, monkeypatch):
     """Two at most, and no more characters than are allowed."""
-    monkeypatch.setattr(grammars, "MAX_REMEMBERED", 2)
+    monkeypatch.setattr(grammars, "MAX_CACHED", 2)
 
     async def work(pool):
-        first = [await pool.make(wanted(pattern), RULES) for pattern in ("a", "b", "c")]
+        first = [await pool.compile(wanted(pattern), RULES) for pattern in ("a", "b", "c")]
         await pool._worker.stop()
-        assert await pool.make(wanted("c"), RULES) == first[-1]
+        assert await pool.compile(wanted("c"), RULES) == first[-1]
         assert len(pool._known) == 2 and not workers()
-        monkeypatch.setattr(grammars, "MAX_REMEMBERED_CHARS", len(first[-1]))
-        assert await pool.make(wanted("c"), RULES) == first[-1]
+        monkeypatch.setattr(grammars, "MAX_CACHED_CHARS", len(first[-1]))
+        assert await pool.compile(wanted("c"), RULES) == first[-1]
         assert len(pool._known) == 1 and not workers()
 
     with_pool(work, model_dir / "tokenizer.json")

@@ -27,7 +27,7 @@ def server(tmp_path_factory):
         "options": {"api_server_count": 2},
         "engine": {"max_num_seqs": 24, "max_num_queued_reqs": 40},
         "factory_options": {"step_s": 0.01, "start_s": 0.5},
-        "restarts": {"most": 1000},
+        "restarts": {"max_restarts": 1000},
         "watchdog_s": 2.0,
     }
     with serving.running(write(tmp_path_factory.mktemp("survival")), **settings) as server:
@@ -181,7 +181,7 @@ def test_a_front_that_dies_during_a_restart_is_replaced(server):
 
 
 def test_an_engine_that_dies_again_and_again_ends_the_server(model_dir):
-    with serving.running(model_dir, restarts={"most": 1}, failure_linger_s=0.5) as server:
+    with serving.running(model_dir, restarts={"max_restarts": 1}, failure_linger_s=0.5) as server:
         first = server.engine_process()
         first.kill()
         server.wait_for(lambda: (found := engine_of(server)) is not None and found.pid != first.pid)
@@ -194,7 +194,7 @@ def test_an_engine_that_dies_again_and_again_ends_the_server(model_dir):
 
 def test_a_start_that_takes_too_long_counts_as_a_death(model_dir):
     """The engine that comes instead is stopped while it starts."""
-    policy = {"most": 1, "least_s": 0.5, "slack": 0.0}
+    policy = {"max_restarts": 1, "min_start_s": 0.5, "start_factor": 0.0}
     with serving.running(model_dir, restarts=policy, failure_linger_s=0.1, factory_options={"start_s": 1.0}) as server:
         kill(server)
         assert server.process.wait(30) == 1

@@ -14,9 +14,9 @@ from dsv3.config.server_options import ServerOptions
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import EngineRequest, RequestRules, prepare
 from dsv3.server.config import ServerConfig
-from dsv3.server.http.exchange import REQUEST_ID, TENANT, described
+from dsv3.server.http.exchange import REQUEST_ID, TENANT, request_label
 from dsv3.server.serving.metrics import Metrics
-from dsv3.server.tenants import MAX_TENANTS, Tenants, cache_salt, reread, tenants_of
+from dsv3.server.tenants import MAX_TENANTS, Tenants, cache_salt, load_tenants, reload_tenants
 from tests.dsv3.server import serving
 
 COMPLETIONS = "/v1/completions"
@@ -37,7 +37,7 @@ def bearer(key):
 
 def test_a_file_has_a_key_per_line(tmp_path):
     text = f"# tenants\n\nacme {ACME}\r\n\t{BARE}  \n  # {OPERATOR}\nzeta.2-x_Y\t{ZETA}"
-    tenants = Tenants(tenants_of(write(tmp_path / "keys", text)))
+    tenants = Tenants(load_tenants(write(tmp_path / "keys", text)))
     assert [tenant.name for tenant in tenants.all] == ["acme", "key4", "zeta.2-x_Y"]
     for key, name in ((ACME, "acme"), (BARE, "key4"), (ZETA, "zeta.2-x_Y")):
         assert tenants.find(key.encode()).name == name
@@ -47,9 +47,9 @@ def test_a_file_has_a_key_per_line(tmp_path):
 
 
 def test_one_key_needs_no_file():
-    [tenant] = tenants_of(ServerOptions(api_key="k"))
-    assert (tenant.name, Tenants([tenant]).are_several) == ("key1", False)
-    assert tenants_of(ServerOptions()) == ()
+    [tenant] = load_tenants(ServerOptions(api_key="k"))
+    assert (tenant.name, Tenants([tenant]).has_several) == ("key1", False)
+    assert load_tenants(ServerOptions()) == ()
     with pytest.raises(ValueError, match="keys"):
         ServerConfig(model_dir=None, model_names=("m",), options=ServerOptions(api_key="k"))
 
@@ -72,41 +72,41 @@ def test_one_key_needs_no_file():
 )
 def test_bad_files_are_refused_by_line_without_a_key_in_the_error(tmp_path, text, problem):
     with pytest.raises(ValueError, match=problem) as raised:
-        tenants_of(write(tmp_path / "keys", text))
+        load_tenants(write(tmp_path / "keys", text))
     assert not any(key in str(raised.value) for key in (ACME, ZETA, "acm"))
 
 
 def test_files_of_others_are_refused(tmp_path):
     with pytest.raises(ValueError, match="chmod go-rwx"):
-        tenants_of(write(tmp_path / "keys", ACME, 0o644))
+        load_tenants(write(tmp_path / "keys", ACME, 0o644))
 
 
 def test_names_keep_their_places_whatever_becomes_of_the_file(tmp_path):
     path = tmp_path / "keys"
-    old = tenants_of(write(path, f"acme {ACME}\nzeta {ZETA}"))
+    old = load_tenants(write(path, f"acme {ACME}\nzeta {ZETA}"))
     options = write(path, f"new {BARE}\nzeta {OPERATOR}")
-    tenants = Tenants(reread(options, old))
+    tenants = Tenants(reload_tenants(options, old))
     assert [tenant.name for tenant in tenants.all] == ["acme", "zeta", "new"]
     assert tenants.find(ACME.encode()) is None and tenants.find(ZETA.encode()) is None and tenants.find(b"") is None
-    assert tenants.find(OPERATOR.encode()).name == "zeta" and tenants.are_several
+    assert tenants.find(OPERATOR.encode()).name == "zeta" and tenants.has_several
     assert tenants.all[1].salt != old[1].salt  # the cache is the key's, since names may move
-    back = reread(write(path, f"acme {ACME}"), tenants.all)
+    back = reload_tenants(write(path, f"acme {ACME}"), tenants.all)
     assert [bool(tenant.digest) for tenant in back] == [True, False, False]
     assert back[0] == old[0]
-    full = reread(write(path, "\n".join(f"n{i} {ACME}{i}" for i in range(MAX_TENANTS - 3))), back)
+    full = reload_tenants(write(path, "\n".join(f"n{i} {ACME}{i}" for i in range(MAX_TENANTS - 3))), back)
     with pytest.raises(ValueError, match="1025 names"):
-        reread(write(path, f"another {ACME}"), full)
+        reload_tenants(write(path, f"another {ACME}"), full)
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(ValueError, match="regular"):
-        reread(options, old)
+        reload_tenants(options, old)
 
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([None, ACME, ZETA]), st.none() | st.text("ab\x01é", min_size=1)), min_size=2))
 def test_salts_are_equal_only_for_one_key_and_one_salt(pairs):
     """So `cached_tokens` tells nobody what another tenant has asked."""
-    tenants = {key: None if key is None else tenants_of(ServerOptions(api_key=key))[0] for key, _ in pairs}
+    tenants = {key: None if key is None else load_tenants(ServerOptions(api_key=key))[0] for key, _ in pairs}
     rules = RequestRules(vocab_size=10, max_model_len=200)
     keys = {}
     for key, given_salt in pairs:
@@ -120,7 +120,7 @@ def test_salts_are_equal_only_for_one_key_and_one_salt(pairs):
 
 
 def test_counts_of_tenants_are_labelled_with_names_of_the_file_alone(tmp_path):
-    tenants = Tenants(tenants_of(write(tmp_path / "keys", f"acme {ACME}\nzeta {ZETA}")))
+    tenants = Tenants(load_tenants(write(tmp_path / "keys", f"acme {ACME}\nzeta {ZETA}")))
     metrics, open_to_all = Metrics("m", tenants=tenants), Metrics("m")
     metrics.charge(tenants.all[1], 10, 3)
     metrics.charge(tenants.all[1], 10, 4)
@@ -132,9 +132,9 @@ def test_counts_of_tenants_are_labelled_with_names_of_the_file_alone(tmp_path):
 
 
 def test_the_log_names_who_sent_a_request_that_failed():
-    [tenant] = tenants_of(ServerOptions(api_key=ACME))
-    assert described({"extensions": {REQUEST_ID: "r", TENANT: tenant}}) == "r of key1"
-    assert described({"extensions": {REQUEST_ID: "r"}}) == "r"
+    [tenant] = load_tenants(ServerOptions(api_key=ACME))
+    assert request_label({"extensions": {REQUEST_ID: "r", TENANT: tenant}}) == "r of key1"
+    assert request_label({"extensions": {REQUEST_ID: "r"}}) == "r"
 
 
 def labels(tenant):
@@ -164,7 +164,7 @@ def test_a_tenant_sees_its_own_cached_prefixes_alone(shared):
     assert cached(shared, ZETA, cache_salt="x") == 0
     assert cached(shared, ACME, cache_salt="x") == 0
     assert cached(shared, ZETA, cache_salt="x") == 128
-    salt = tenants_of(ServerOptions(api_key=ACME))[0].salt
+    salt = load_tenants(ServerOptions(api_key=ACME))[0].salt
     assert cached(shared, ZETA, cache_salt=salt) == 0
 
 

@@ -80,7 +80,7 @@ def test_a_start_that_fails_in_any_way_ends_what_waits_for_it(monkeypatch) -> No
             engine, messages.Start("", "", EngineOptions()), RestartPolicy()
         )
         engine.info, engine.state = INFO, "ready"
-        supervisor.lose(0, "it has died")
+        supervisor.engine_lost(0, "it has died")
         assert engine.state == "restarting"
         await asyncio.wait_for(engine.ended.wait(), 60)
         return engine.reason
@@ -125,7 +125,7 @@ class Waiting:
         self.pending: list = []
         self.errors: list[str] = []
 
-    def arrived(self) -> None:
+    def on_outputs(self) -> None:
         raise AssertionError("an output came")
 
     def fail(self, error: Exception) -> None:
@@ -137,7 +137,7 @@ def test_who_may_be_silent_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(client_module, "_IDLE_WATCHDOG_S", 0.1)
 
     async def run() -> None:
-        idle, working, stopped = (EngineClient(max_num_queued_reqs=0, pulse_watchdog_s=1.5) for _ in range(3))
+        idle, working, stopped = (EngineClient(max_num_queued_reqs=0, heartbeat_watchdog_s=1.5) for _ in range(3))
         beating = [await connected(working, WORKING), await connected(idle, IDLE)]
         ends = [*beating, await connected(stopped, WORKING)]
         pulses = asyncio.create_task(beat(beating))
@@ -161,14 +161,14 @@ def test_who_may_be_silent_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("speaks", [True, False])
 def test_an_engine_that_is_stopped_while_it_is_started_anew_is_noticed(monkeypatch: pytest.MonkeyPatch, speaks) -> None:
     """Behind a first word, and before it; the pulse comes while it loads and compiles."""
-    monkeypatch.setattr(client_module, "FIRST_WORD_S", 1e9 if speaks else 0.1)
+    monkeypatch.setattr(client_module, "FIRST_FRAME_S", 1e9 if speaks else 0.1)
 
     async def run() -> None:
         engine = EngineClient(max_num_queued_reqs=0, watchdog_s=0.5 if speaks else 1e9)
         silences: list[str] = []
         engine.on_loss = engine.on_silence = silences.append
         first = await connected(engine, IDLE)
-        engine.lose("it has died")
+        engine.suspend("it has died")
         ours, theirs = socket.socketpair()
         await engine.connect(ours)
         if speaks:
@@ -212,7 +212,7 @@ class Engine:
 
 def test_an_idle_engine_sends_frames_and_one_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that steps sends them, so they stop with it."""
-    monkeypatch.setattr(process, "_PULSE_S", 0.05)
+    monkeypatch.setattr(process, "_HEARTBEAT_S", 0.05)
     ends, engine = Ends(1), Engine()
 
     def run() -> None:

@@ -93,7 +93,7 @@ def test_heads_that_are_refused(data):
 def body(data: bytes) -> bytes:
     taker, buffer, content = ChunkedBody(), bytearray(data), b""
     while buffer and not taker.is_complete:
-        content += taker.take(buffer)[1]
+        content += taker.consume(buffer)[1]
     assert taker.is_complete
     return content
 
@@ -120,7 +120,7 @@ def body(data: bytes) -> bytes:
 )
 def test_chunks_that_are_refused(data):
     with pytest.raises(BadRequest):
-        ChunkedBody().take(bytearray(data))
+        ChunkedBody().consume(bytearray(data))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_the_framing_of_a_body_is_bounded(unit):
         while sent < 10 * wire.MAX_FRAMING_BYTES:
             buffer = bytearray(unit)
             while buffer:
-                sent += taker.take(buffer)[0]
+                sent += taker.consume(buffer)[0]
     assert sent <= 2 * wire.MAX_FRAMING_BYTES
 
 
@@ -142,15 +142,15 @@ def test_content_is_not_bounded_by_its_framing():
 
 def test_a_request_behind_a_chunked_body_is_told_of():
     taker = ChunkedBody()
-    assert taker.take(bytearray(b"1\r\na\r\n0\r\n\r\nGET / HTTP/1.1\r\n\r\n"))[1] == b"a"
+    assert taker.consume(bytearray(b"1\r\na\r\n0\r\n\r\nGET / HTTP/1.1\r\n\r\n"))[1] == b"a"
     assert taker.is_complete and taker.has_more
 
 
 def test_a_body_takes_no_more_than_its_length():
     taker, buffer = SizedBody(3), bytearray(b"ab")
-    assert taker.take(buffer) == (2, b"ab") and not taker.is_complete
+    assert taker.consume(buffer) == (2, b"ab") and not taker.is_complete
     buffer += b"cGET /"
-    assert taker.take(buffer) == (1, b"c") and taker.is_complete and buffer == b"GET /"
+    assert taker.consume(buffer) == (1, b"c") and taker.is_complete and buffer == b"GET /"
 
 
 @given(st.lists(st.binary(min_size=1, max_size=40), max_size=8), st.data())
@@ -167,10 +167,10 @@ def test_pieces_do_not_matter(parts, data):
             searched = len(buffer)
             if size:
                 assert parse_head(bytes(buffer[:size])) == head(whole)
-                taker = wire.body_of(head(whole))
+                taker = wire.make_body(head(whole))
                 del buffer[:size]
         if taker is not None and buffer:
-            content += taker.take(buffer)[1]
+            content += taker.consume(buffer)[1]
     assert taker is not None and taker.is_complete and content == b"".join(parts)
 
 

@@ -32,8 +32,8 @@ def test_a_question_has_some_time_of_the_processor(question: bytes) -> None:
 
     async def work(process):
         with pytest.raises(TimeoutError):
-            await process.ask(frame(question))
-        return await process.ask(frame(b"fine"))
+            await process.call(frame(question))
+        return await process.call(frame(b"fine"))
 
     assert asked(work, deadline_s=0.2).isdigit()
 
@@ -43,7 +43,7 @@ def test_a_machine_that_is_busy_is_not_held_against_a_question(monkeypatch) -> N
     monkeypatch.setattr(worker_process, "_WALL_FACTOR", 1000)
 
     async def work(process):
-        return {await process.ask(frame(question)) for question in (b"fine", b"sleep", b"fine")}
+        return {await process.call(frame(question)) for question in (b"fine", b"sleep", b"fine")}
 
     assert len(asked(work, deadline_s=0.5)) == 1
 
@@ -53,7 +53,7 @@ def test_a_process_that_gets_no_time_is_given_up(monkeypatch) -> None:
 
     async def work(process):
         with pytest.raises(WorkerDied, match="no answer"):
-            await process.ask(frame(b"hang"))
+            await process.call(frame(b"hang"))
 
     asked(work, deadline_s=0.1)
 
@@ -61,20 +61,20 @@ def test_a_process_that_gets_no_time_is_given_up(monkeypatch) -> None:
 def test_a_question_that_two_processes_die_of_is_to_blame() -> None:
     async def work(process):
         with pytest.raises(PoisonRequest):
-            await process.ask(frame(b"die"))
-        return await process.ask(frame(b"fine"))
+            await process.call(frame(b"die"))
+        return await process.call(frame(b"fine"))
 
     assert asked(work, deadline_s=5.0).isdigit()
 
 
 def test_a_process_that_dies_between_two_questions_is_reaped_and_replaced() -> None:
     async def work(process):
-        first = psutil.Process(int(await process.ask(frame(b"fine"))))
+        first = psutil.Process(int(await process.call(frame(b"fine"))))
         first.kill()
         async with asyncio.timeout(60):
             while first.is_running():  # a zombie is
                 await asyncio.sleep(0.01)
-        return first.pid, int(await process.ask(frame(b"fine")))
+        return first.pid, int(await process.call(frame(b"fine")))
 
     first, second = asked(work, deadline_s=5.0)
     assert first != second

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.server.config import ServerConfig
-from dsv3.server.limits import SMALL_BYTES, BodyReader, Workers, WorkersBusy
+from dsv3.server.limits import SMALL_BYTES, BodyReader, WorkerQueue, WorkersBusy
 from dsv3.server.protocol.errors import ApiError
 from dsv3.server.protocol.openai import ChatMessage, ChatRequest
 from dsv3.server.serving.prompts import RequestTools, chat_prompt
@@ -23,7 +23,7 @@ class Load:
     """Work on `workers`, each piece of which ends when it is told to."""
 
     def __init__(self, num_workers, **bounds):
-        self.workers = Workers([f"worker {i}" for i in range(num_workers)], **bounds)
+        self.workers = WorkerQueue([f"worker {i}" for i in range(num_workers)], **bounds)
         self.begun, self.tasks, self.gates, self.busy = [], {}, {}, set()
 
     async def settle(self):
@@ -66,8 +66,8 @@ def test_everybody_is_answered_refused_or_gone(num_workers, steps):
         for what, value in steps:
             if what == "ask":
                 waiting = [n for n in load.tasks if load.is_waiting(n)]
-                has_room = len(waiting) < 3 and sum(sizes[n] for n in waiting) + value <= 10
-                must_take = len(load.busy) < num_workers or has_room
+                has_capacity = len(waiting) < 3 and sum(sizes[n] for n in waiting) + value <= 10
+                must_take = len(load.busy) < num_workers or has_capacity
                 sizes[len(sizes)] = value
                 await load.ask(value)
                 newest = load.tasks[len(sizes) - 1]
@@ -110,7 +110,7 @@ def test_work_of_somebody_who_left_early_never_begins():
 
 def test_an_error_after_somebody_left_is_nobodys(caplog):
     async def run():
-        workers, gate = Workers(["worker"]), asyncio.Event()
+        workers, gate = WorkerQueue(["worker"]), asyncio.Event()
 
         async def work(_):
             await gate.wait()

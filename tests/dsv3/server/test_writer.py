@@ -27,7 +27,7 @@ def with_writer(work, version="1.1", deadline_s=60):
     async def run():
         transport, told = Transport(), []
         writer = ResponseWriter(transport, deadline_s)
-        writer.claim(version, lambda: told.append("pause"), lambda: told.append("resume"))
+        writer.start_stream(version, lambda: told.append("pause"), lambda: told.append("resume"))
         await work(writer, transport, told)
 
     asyncio.run(run())
@@ -49,7 +49,7 @@ def test_a_client_that_reads_again_is_kept():
     async def work(writer, transport, told):
         writer.pause()
         writer.resume()
-        writer.free()
+        writer.end_stream()
         writer.pause()
         writer.resume()
         await asyncio.sleep(0.05)
@@ -62,7 +62,7 @@ def test_a_client_that_does_not_read_is_cut_off():
     """Whether a stream or a whole answer waits for it."""
 
     async def work(writer, transport, told):
-        writer.free()
+        writer.end_stream()
         writer.pause()
         await asyncio.wait_for(transport.aborted.wait(), 60)
         writer.write(b"late")

@@ -1,7 +1,7 @@
-"""The fronts as the engine's process sees them: messages from all of them in one queue, results to each its own.
+"""Connections of the engine process to API servers: one queue of their messages; outputs go to the requests' senders.
 
-Frames to a front are buffered without being dropped, since a lost token is a lost text. The buffer is bounded by what
-the running requests can still produce; a front that has stopped reading is given up past `MAX_BUFFERED_BYTES`.
+Frames to an API server are buffered and never dropped, since a lost token is a lost text. The buffer is bounded by what
+the running requests can still produce; an API server that stops reading is dropped above `MAX_BUFFERED_BYTES`.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ _log = logging.getLogger("dsv3.engine")
 
 
 class ApiServerConnection(frames.FrameProtocol):
-    """One front; `send` never waits for it. A `sender` below 0 is to come with its first message.
+    """Connection to one API server; `send` does not block. A `sender` below 0 is unknown until the first message.
 
-    `request_ids` holds the ids of its requests that the engine has not finished, `parts` requests of which more are to come.
+    `request_ids` are the API server's unfinished requests, `parts` the requests of an incomplete `Add`.
     """
 
     def __init__(self, api_servers: "ApiServerConnections", sender: int = -1):
@@ -52,12 +52,12 @@ class ApiServerConnection(frames.FrameProtocol):
         self._api_servers.loop.call_soon_threadsafe(self._write, frames.encode(message))
 
     def disconnect(self) -> None:
-        """Ends the connection at once."""
+        """Closes the connection without flushing it."""
         self._transport.abort()
 
     @property
     def num_buffered(self) -> int:
-        """Bytes that the front has not taken."""
+        """Bytes that the API server has not read."""
         return self._transport.get_write_buffer_size()
 
     def _write(self, frame: bytearray) -> None:
@@ -66,7 +66,7 @@ class ApiServerConnection(frames.FrameProtocol):
         self._transport.write(frame)
         if self.num_buffered > MAX_BUFFERED_BYTES and not self._is_full:
             self._is_full = True
-            _log.error("front %d does not read: %d bytes wait for it", self.sender, self.num_buffered)
+            _log.error("API server %d does not read: %d bytes are buffered for it", self.sender, self.num_buffered)
             self._api_servers.drop(self)
 
     def _on_message(self, body: memoryview) -> None:
@@ -77,21 +77,21 @@ class ApiServerConnection(frames.FrameProtocol):
             self.sender = message.sender
             self._api_servers.add(self)
         else:
-            raise ValueError(f"{type(message).__name__} comes first")
+            raise ValueError(f"the first message is {type(message).__name__}, expected Connect")
 
     def _on_end(self, error: Exception | None) -> None:
         if error is not None:
             known = isinstance(error, ValueError | frames.FrameError | msgspec.MsgspecError)
-            _log.error("connection to front %d: %s", self.sender, error, exc_info=None if known else error)
+            _log.error("connection to API server %d: %s", self.sender, error, exc_info=None if known else error)
         if self.sender >= FIRST_SENDER:
             self._api_servers.on_disconnect(self)
 
 
 class ApiServerConnections:
-    """All fronts of this engine: the first at the other end of `link`, others connect to `listener`.
+    """Connections to all API servers: API server 0 at the other end of `link`, others connect to `listener`.
 
-    A thread has an event loop for them. `on_stop` is called there when the first front asks for the end,
-    `on_server_0_lost` when it has gone or does not read.
+    They run on an event loop in a separate thread, which calls `on_stop` on `StopEngine`, and `on_server_0_lost` when
+    API server 0 disconnects or does not read.
     """
 
     def __init__(
@@ -109,31 +109,31 @@ class ApiServerConnections:
         self._lock = threading.Lock()
         self._api_servers: dict[int, ApiServerConnection] = {}
         self._info: messages.EngineInfo | None = None
-        self._lock_queue: deque[ApiServerConnection] = deque()  # the first one has it
+        self._lock_queue: deque[ApiServerConnection] = deque()  # the first one holds the lock
         threading.Thread(target=self.loop.run_forever, name="api-servers", daemon=True).start()
         asyncio.run_coroutine_threadsafe(self._open(link, listener), self.loop).result()
 
     def start(self) -> messages.Start:
-        """Waits for the first front's first message."""
+        """Waits for `Start`, the first message of API server 0."""
         return self._starts.get()
 
     def receive(self) -> Iterator[tuple[ApiServerConnection, messages.Request | None]]:
-        """Yields every message that has arrived with its front; None says that the front has gone."""
+        """Yields each received message with its connection; a message of None means that it has disconnected."""
         self._has_received.clear()
         while self._received:
             yield self._received.popleft()
 
     @property
     def has_messages(self) -> bool:
-        """Whether there are messages to take."""
+        """Whether messages have been received."""
         return bool(self._received)
 
     def wait(self, timeout_s: float) -> None:
-        """Waits for messages to take, once all that had arrived were taken; at most `timeout_s` seconds."""
+        """Waits up to `timeout_s` seconds for messages, after `receive` has yielded all earlier ones."""
         self._has_received.wait(timeout_s)
 
     def announce(self, info: messages.EngineInfo) -> None:
-        """Tells every front, and those still to come, that the engine is ready."""
+        """Sends `info` to every API server, and to those that connect later: the engine is ready."""
         with self._lock:
             self._info = info
             api_servers = list(self._api_servers.values())
@@ -141,21 +141,21 @@ class ApiServerConnections:
             api_server.send(info)
 
     def broadcast(self, message: messages.FromEngine) -> None:
-        """Sends a message to every front."""
+        """Sends a message to every API server."""
         for api_server in list(self._api_servers.values()):
             api_server.send(message)
 
     def start_heartbeat(self) -> None:
-        """Begins to tell every front that this process runs."""
+        """Starts to broadcast `EngineHeartbeat` once per second."""
         self.loop.call_soon_threadsafe(self._heartbeat)
 
     def send_to_server_0(self, message: messages.FromEngine) -> None:
-        """Sends a message to the first front, if it has come."""
+        """Sends a message to API server 0, if it is connected."""
         if (first := self._api_servers.get(FIRST_SENDER)) is not None:
             first.send(message)
 
     def deliver(self, outputs: StepOutputs, stats: messages.Stats | None) -> None:
-        """Sends each front the outputs of its own requests, and `stats` to all of them."""
+        """Sends each API server the outputs of its own requests, and `stats` to all of them."""
         api_servers = self._api_servers
         for output in outputs.details:
             if output.finish_reason is not None and (api_server := api_servers.get(senders(output.request_id))):
@@ -170,7 +170,7 @@ class ApiServerConnections:
                 api_server.send(messages.Outputs.from_outputs(part or StepOutputs(), stats))
 
     def remove(self, api_server: ApiServerConnection) -> None:
-        """Forgets a front that has gone."""
+        """Removes an API server that has disconnected."""
         self._release_lock(api_server)
         with self._lock:
             self._api_servers = {
@@ -178,12 +178,12 @@ class ApiServerConnections:
             }
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Sends what is left, for at most `timeout_s`."""
+        """Flushes all connections, for at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             asyncio.run_coroutine_threadsafe(self._flush(), self.loop).result(timeout_s)
 
     def add(self, api_server: ApiServerConnection) -> None:
-        """Takes a front that has come."""
+        """Adds an API server whose number is known."""
         with self._lock:
             self._api_servers = {**self._api_servers, api_server.sender: api_server}
             info = self._info
@@ -191,7 +191,7 @@ class ApiServerConnections:
             api_server.send(info)
 
     def dispatch(self, api_server: ApiServerConnection, message: messages.ToEngine) -> None:
-        """Does what a front says, or keeps it for `receive`."""
+        """Handles a message, or enqueues it for `receive`."""
         match message:
             case messages.Add():
                 api_server.parts += message.requests
@@ -210,23 +210,23 @@ class ApiServerConnections:
                 self._starts.put(message)
 
     def on_disconnect(self, api_server: ApiServerConnection) -> None:
-        """Notes that a front has gone."""
+        """Handles the end of an API server's connection."""
         if api_server.sender == FIRST_SENDER:
             self._on_server_0_lost()
         else:
             self._enqueue(api_server, None)
 
     def drop(self, api_server: ApiServerConnection) -> None:
-        """Drops a front that does not read; with the first, everything ends."""
+        """Disconnects an API server that does not read; without API server 0 the process ends."""
         if api_server.sender == FIRST_SENDER:
             self._on_server_0_lost()
         else:
             api_server.disconnect()
-            self.send_to_server_0(messages.ApiServerDropped(api_server.sender, "it has stopped reading"))
+            self.send_to_server_0(messages.ApiServerDropped(api_server.sender, "it does not read the engine's outputs"))
 
     async def _open(self, link: socket.socket, listener: socket.socket) -> None:
         await self.loop.create_connection(lambda: ApiServerConnection(self, FIRST_SENDER), sock=link)
-        # uvloop's is collected, and accepts no more, where nothing refers to it.
+        # Keep a reference: uvloop stops accepting when its server object is collected.
         self._server = await self.loop.create_unix_server(lambda: ApiServerConnection(self), sock=listener)
 
     def _heartbeat(self) -> None:
@@ -238,7 +238,7 @@ class ApiServerConnections:
             await asyncio.sleep(0.01)
 
     def _acquire_lock(self, api_server: ApiServerConnection) -> None:
-        """Lets one front after the other send what engines may die of: only one such request is there at a time."""
+        """Grants the lock, or queues for it: only one quarantined request may be in the engine at a time."""
         with self._lock:
             self._lock_queue.append(api_server)
             is_next = len(self._lock_queue) == 1
@@ -259,7 +259,7 @@ class ApiServerConnections:
 
 
 def split_by_sender(outputs: StepOutputs) -> dict[int, StepOutputs]:
-    """Returns the outputs by the sender of their requests; each request's keep their order."""
+    """Returns the outputs by sender of their requests, in the same order within a request."""
     parts: dict[int, StepOutputs] = {}
     for rows in outputs.columns:
         for sender, mine in _split_rows(rows):
@@ -270,11 +270,11 @@ def split_by_sender(outputs: StepOutputs) -> dict[int, StepOutputs]:
 
 
 def _split_rows(rows: Tokens) -> Iterator[tuple[int, Tokens]]:
-    """Yields each sender with its rows, in one pass over the rows however many senders there are."""
+    """Yields each sender with its rows, in one pass over the rows for any number of senders."""
     if not len(rows):
         return
     owners = senders(rows.ids)
-    order = np.argsort((owners & 0xFFFF).astype(np.uint16), kind="stable")  # by radix: numpy has that for 16 bits
+    order = np.argsort((owners & 0xFFFF).astype(np.uint16), kind="stable")  # numpy sorts 16 bits by radix
     owners, ids, tokens = owners[order], rows.ids[order], _reorder_tokens(order, rows)
     counts = np.ones(len(ids), np.int64) if len(rows.tokens) == len(rows) else rows.counts[order]
     starts = [0, *(np.flatnonzero(owners[1:] != owners[:-1]) + 1).tolist(), len(ids)]
@@ -285,7 +285,7 @@ def _split_rows(rows: Tokens) -> Iterator[tuple[int, Tokens]]:
 
 
 def _reorder_tokens(order: np.ndarray, rows: Tokens) -> np.ndarray:
-    """Returns the tokens of the rows in another order of the rows."""
+    """Returns the tokens of the rows in the new order of the rows."""
     if len(rows.tokens) == len(rows):
         return rows.tokens[order]
     pieces = np.split(rows.tokens, np.cumsum(rows.counts)[:-1])

@@ -1,7 +1,7 @@
-"""A front's side of the engine: sends requests, hands each request its outputs, and goes on with the next engine.
+"""An API server's client of the engine: sends requests, delivers outputs to their streams, watches, and reconnects.
 
-When an engine dies (`suspend`), sequences and sinks stay. With the next connection each sequence is sent again, behind the
-tokens that have come (`dsv3.server.engine.in_flight`); whoever waits for it sees a pause.
+When an engine dies (`suspend`), sequences and their streams are kept. After the next `connect` each sequence is sent
+again with its received tokens and resumes after them (`dsv3.server.engine.in_flight`).
 """
 
 import asyncio
@@ -21,25 +21,25 @@ from dsv3.scheduler.request import EngineOutput, PreparedRequest, first_id
 from dsv3.server.engine import messages
 from dsv3.server.engine.in_flight import InFlightRequest, InFlightRequests, OutputStream
 
-# A step never takes this long: an engine that has work and sends no frame for so long hangs.
+# Longer than any step: a busy engine that sends no frame for so long hangs.
 WATCHDOG_S = 300.0
 # An idle engine sends a frame per second.
 _IDLE_WATCHDOG_S = 30.0
-# So does a thread of any engine's process, unless that is stopped, or gets no processor time for as long.
+# A separate thread of the engine process sends a heartbeat per second, unless the process is stopped.
 HEARTBEAT_WATCHDOG_S = 30.0
-# One that is started anew imports its modules before its first word, beside all that a restart starts.
+# A restarted engine process imports its modules before it sends the first heartbeat.
 FIRST_FRAME_S = 60.0
-# Outputs that are handed over in one piece; then others of the event loop have their turn.
+# Outputs that are delivered in one iteration of the event loop.
 SLICE = 256
-_MAX_ADD_BYTES = 2**20  # of tokens and grammars in one message, or one request
-_RESEND_SLICE_BYTES = 2**20  # of tokens that are sent again before others of the event loop have their turn
+_MAX_ADD_BYTES = 2**20  # of tokens and grammars in one message, unless a single request has more
+_RESEND_SLICE_BYTES = 2**20  # of tokens that are resent in one iteration of the event loop
 _log = logging.getLogger("dsv3.server")
 
 EngineState = Literal["starting", "ready", "restarting", "failed", "closed"]
 
 
 class EngineUnavailable(Exception):
-    """The engine has ended, hangs, or is being shut down; the message is fit for clients."""
+    """The engine has failed or is shutting down; the message may be sent to clients."""
 
 
 class EngineBusy(Exception):
@@ -47,7 +47,7 @@ class EngineBusy(Exception):
 
 
 class RequestRejected(Exception):
-    """The engine refuses this request; `invalid` tells whether the client is to blame."""
+    """The engine rejects this request; `invalid`: because of the request, not of an error in the engine."""
 
     def __init__(self, message: str, invalid: bool):
         super().__init__(message)
@@ -55,16 +55,17 @@ class RequestRejected(Exception):
 
 
 class EngineClient:
-    """One front's connection to the engine. Beyond those that run, `max_num_queued_reqs` sequences may wait in it.
+    """One API server's connection to the engine; `max_num_queued_reqs` sequences may wait besides the running ones.
 
-    A sequence is given to at most `max_restarts` engines after its first. `on_stats` is called with the engine's
-    numbers about ten times per second, `on_progress` while an engine starts, `on_inspection` with what `inspect` has asked for,
-    `on_dropped` when another front's connection was given up, `on_ready` when an engine takes requests, `on_resumed`
-    when a sequence goes on in another one.
+    A sequence is retried in at most `max_restarts` engines after its first. Callbacks:
 
-    Where the connection ends `on_loss` is called with the reason, and `on_silence` where the engine says nothing any
-    more. Whoever listens calls `suspend`, and `connect` later, or `fail`, as happens if nobody does. When no engine comes
-    any more, `on_failure` is called with the reason.
+    - `on_stats`: the engine's statistics, about ten times per second.
+    - `on_progress`: progress of an engine's start. `on_ready`: the engine accepts requests.
+    - `on_inspection`: the reply to `inspect`. `on_dropped`: the engine has dropped another API server.
+    - `on_resumed`: a sequence resumes in another engine.
+    - `on_loss`, `on_silence`: the connection has ended, or a watchdog has expired; with the reason. They call either
+      `suspend`, and later `connect`, or `fail`, which is the default.
+    - `on_failure`: `fail` was called; no engine will follow.
     """
 
     def __init__(
@@ -100,41 +101,38 @@ class EngineClient:
         self._ready: deque[OutputStream] = deque()
         self._is_scheduled = False
         self._failure = ""
-        self._step_silence_s = self._frame_silence_s = 0.0  # since a frame of the thread that steps, and since any
+        self._step_silence_s = self._frame_silence_s = 0.0  # since a frame of the stepping thread, and since any frame
         self._engine_is_idle = self._has_received = False
         self._transport: asyncio.WriteTransport | None = None
-        self._connection = 0  # counts them: what is left of an earlier one is nobody's
+        self._connection = 0  # counts connections: events of earlier ones are ignored
         self._watching: asyncio.Task[None] | None = None
         self._sending: asyncio.Task[None] | None = None
         self._is_first = self._must_flush = False
 
     @property
     def num_in_flight(self) -> int:
-        """Sequences of this front that the engine has not finished."""
+        """Unfinished sequences of this API server."""
         return len(self._in_flight)
 
     @property
     def capacity(self) -> int:
-        """Sequences the engine holds at most, running and waiting; 0 before it is ready."""
+        """How many sequences the engine accepts, running and waiting; 0 before it is ready."""
         return 0 if self.info is None else self.info.max_num_seqs + self._max_num_queued_reqs
 
     @property
     def has_capacity(self) -> bool:
-        """Whether one more sequence would be taken, as far as is known of all fronts together."""
+        """Whether the engine would accept one more sequence, by the last statistics of all API servers together."""
         return max(_num_in_engine(self.stats), self.num_in_flight) < self.capacity
 
     def new_ids(self, count: int) -> int:
-        """Returns the first of `count` request ids that nobody has had."""
+        """Returns the first of `count` new request ids."""
         self._next_id += count
         return self._next_id - count
 
     async def connect(
         self, connection: socket.socket | str, first: messages.Start | messages.Connect | None = None
     ) -> None:
-        """Begins to talk to an engine, by a connection or at an address; `state` tells when it is ready.
-
-        `first` is the first message. `Start` is the first front's to send.
-        """
+        """Connects to an engine by a socket or the path of one and sends `first`; only API server 0 sends `Start`."""
         self._disconnect()
         number, loop = self._connection, asyncio.get_running_loop()
 
@@ -149,7 +147,7 @@ class EngineClient:
         except OSError:
             self._on_end(number, None)
             return
-        if number != self._connection:  # lost meanwhile
+        if number != self._connection:  # another `connect` or `suspend` came first
             transport.close()
             return
         self._transport = transport
@@ -161,15 +159,15 @@ class EngineClient:
         self._watching = asyncio.create_task(self._watch())
 
     def require_capacity(self, count: int) -> None:
-        """Raises Busy where the requests of this front alone leave no room for `count` more."""
+        """Raises EngineBusy if the sequences of this API server alone leave no capacity for `count` more."""
         if self.num_in_flight + count > self.capacity:
             raise EngineBusy("the queue is full")
 
     def submit(self, requests: Sequence[PreparedRequest], streams: Sequence[OutputStream]) -> None:
-        """Sends requests, all or none, with a sink for each sequence, request by request.
+        """Sends requests, all or none, with a stream for each sequence, in the order of the requests.
 
-        They wait where the engine is being started anew. Raises Busy without asking the engine when this front alone
-        fills it, EngineUnavailable where there will be none.
+        While the engine restarts they are deferred. Raises EngineBusy if this API server alone fills the engine,
+        EngineUnavailable if the engine has failed.
         """
         if self.state not in ("ready", "restarting"):
             raise EngineUnavailable(self.reason)
@@ -181,24 +179,24 @@ class EngineClient:
             self._send_new(requests, ids)
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        """Frees the given requests at once; finished ones are ignored."""
-        in_flight = [(i, self._in_flight.pop(i)) for i in request_ids]
-        if there := [i for i, sequence in in_flight if sequence is not None and sequence.in_engine]:
-            self._send(messages.Abort(there))
+        """Aborts requests, whose streams get no more calls; finished ones are ignored."""
+        aborted = [(i, self._in_flight.pop(i)) for i in request_ids]
+        if in_engine := [i for i, sequence in aborted if sequence is not None and sequence.in_engine]:
+            self._send(messages.Abort(in_engine))
 
     def flush(self) -> None:
-        """Has the engine empty its prefix cache before its next step; the next engine, where this one has died."""
+        """Resets the prefix cache before the engine's next step, or at the start of a restarting engine."""
         self._must_flush = self.state == "restarting"
         if self.state == "ready":
             self._send(messages.Flush())
 
     def inspect(self, what: Literal["snapshot", "start_profile", "stop_profile"]) -> None:
-        """Asks the engine to show what it does, or to begin or end a profile; `on_inspection` gets the steps of a profile."""
+        """Requests a snapshot, or starts or stops a profile; the reply goes to `on_inspection`."""
         if self.state == "ready":
             self._send(messages.Inspect(what))
 
     def abort_all(self, error: Exception) -> None:
-        """Frees every request and fails whoever waits for one."""
+        """Aborts every request and fails its stream with `error`."""
         in_flight = dict(self._in_flight.by_id)
         while self._ready:
             self._deliver_slice()
@@ -207,21 +205,21 @@ class EngineClient:
             sequence.stream.fail(error)
 
     def suspend(self, reason: str) -> None:
-        """Takes the engine for dead and waits for the next connection; requests wait with it.
+        """Marks the engine as restarting; its requests are kept for the next `connect`.
 
-        Those that have seen too many engines die, or that they die of, end with EngineDied.
+        Requests that have been retried too often, or that crash engines, fail with EngineDied.
         """
         self._disconnect()
         if self.state not in ("ready", "restarting"):
             return
-        self.state, self.reason = "restarting", f"{reason}; it is being started anew"
+        self.state, self.reason = "restarting", f"{reason}; it is being restarted"
         self.stats = {}
         self.on_stats(self.stats)
         for sequence, error in self._in_flight.on_engine_death():
             sequence.stream.fail(error)
 
     def fail(self, reason: str) -> None:
-        """Takes the engine for failed; everyone who waits hears of it now."""
+        """Marks the engine as failed and fails every request."""
         if self.state in ("failed", "closed"):
             return
         self.reason, self.state = reason, "failed"
@@ -230,7 +228,7 @@ class EngineClient:
         self._end()
 
     def close(self) -> None:
-        """Aborts every request and hangs up; the first front asks the engine's process to end."""
+        """Aborts every request and disconnects; from API server 0 the engine process ends, too."""
         if self.state not in ("failed", "closed"):
             self.abort_all(EngineUnavailable("the server is shutting down"))
             self.state, self.reason = "closed", "the server is shutting down"
@@ -248,7 +246,7 @@ class EngineClient:
         self.settled.set()
 
     def _disconnect(self) -> None:
-        """Ends the connection, if there is one; what it still brings is ignored."""
+        """Closes the connection; its later events are ignored."""
         self._connection += 1
         for task in (self._watching, self._sending):
             if task is not None:
@@ -268,10 +266,10 @@ class EngineClient:
         self.on_loss(self._failure or f"the engine {'could not start' if self.info is None else 'has died'}")
 
     async def _watch(self) -> None:
-        """Takes the engine for dead when it says nothing for too long.
+        """Calls `on_silence` when a watchdog expires.
 
-        What was silence at the last look is judged, since everything that had come by then has been read meanwhile.
-        Time in which this process or its event loop stood still counts as two intervals at most.
+        It compares the silence as of the previous check, since all frames that had arrived by then have been read.
+        Time in which this process or its event loop was blocked counts as at most two intervals.
         """
         interval = min(1.0, self._pulse_watchdog_s / 10)
         while True:
@@ -286,7 +284,7 @@ class EngineClient:
 
     @property
     def _is_process_silent(self) -> bool:
-        """Whether the process says nothing at all; one that is started anew is allowed more silence."""
+        """Whether no frame has come for too long; a restarted process may take longer."""
         if self.state == "restarting":
             return self._frame_silence_s > (self._starting_watchdog_s if self._has_received else FIRST_FRAME_S)
         return self.state == "ready" and self._frame_silence_s > self._pulse_watchdog_s
@@ -324,14 +322,16 @@ class EngineClient:
                 self._failure = message.reason
 
     def _on_engine_info(self, info: messages.EngineInfo) -> None:
-        """Takes an engine that is ready into use, behind what goes on there."""
-        old = info.rules if self.info is None else self.info.rules
-        fixed = (name for name in old.__struct_fields__ if name != "num_ranks")  # fewer may have come back
-        if names := [name for name in fixed if _differ(name, info.rules, old)]:
-            self.fail(f"the engine that was started anew has another {', '.join(names)}: what it serves has changed")
+        """Accepts a ready engine and resends the kept sequences to it."""
+        old, new = info.rules if self.info is None else self.info.rules, info.rules
+        fixed = (name for name in old.__struct_fields__ if name != "num_ranks")  # a degraded instance has fewer
+        if names := [name for name in fixed if getattr(old, name) != getattr(new, name)]:
+            self.fail(
+                f"the restarted engine has another {', '.join(names)}; restart the server to serve a changed model"
+            )
             return
         self.info = info
-        if self._must_flush:  # what host memory holds outlives an engine
+        if self._must_flush:  # pages in host memory survive a restart
             self._must_flush = False
             self._send(messages.Flush())
         if self.state == "restarting":
@@ -345,10 +345,10 @@ class EngineClient:
         self.on_ready()
 
     async def _resend_all(self) -> None:
-        """Sends all that waits, in slices, and then one suspect after the other as this front's turn comes.
+        """Resends all kept sequences, in slices, then requests the lock for the quarantined ones.
 
-        New requests come after those that an engine had, and whole: where two fronts send such in parts, the engine has
-        room for neither's last part.
+        Deferred new requests follow, each with all its sequences in one piece: if two API servers sent theirs in parts,
+        the queue could be full before either is complete.
         """
         assert self.info is not None
         nbytes = 0
@@ -366,19 +366,19 @@ class EngineClient:
                 self._send(messages.AcquireLock())
 
     def _send_new(self, requests: Sequence[PreparedRequest], ids: Sequence[int]) -> int:
-        """Sends requests that no engine has had; returns how many bytes their prompts are."""
-        gone = [i for i in ids if i not in self._in_flight.by_id]
+        """Sends requests for the first time, and aborts ended sequences; returns the size of the prompts in bytes."""
+        ended = [i for i in ids if i not in self._in_flight.by_id]
         for request_id in ids:
             if (sequence := self._in_flight.by_id.get(request_id)) is not None:
                 sequence.in_engine = True
         for message in _add_messages(requests):
             self._send(message)
-        if gone:
-            self._send(messages.Abort(gone))
+        if ended:
+            self._send(messages.Abort(ended))
         return sum(len(request.tokens) for request in requests)
 
     def _send_resumed(self, request_id: int, sequence: InFlightRequest) -> int:
-        """Sends one sequence behind the tokens that it has; returns how many bytes these and its prompt are."""
+        """Resends one sequence with its received tokens; returns the size of its prompt and tokens in bytes."""
         assert self.info is not None
         request = sequence.resumed_request(self.info.rules)
         sequence.in_engine = True
@@ -389,20 +389,19 @@ class EngineClient:
         return len(request.tokens)
 
     def _send_next_quarantined(self) -> None:
-        """Sends the next suspect, for which no other is there, or says that there is none left."""
-        found = self._in_flight.next_quarantined()
-        if found is None:
+        """Sends the next quarantined sequence, or releases the lock after the last."""
+        if (quarantined := self._in_flight.next_quarantined()) is None:
             self._send(messages.ReleaseLock())
         else:
-            self._send_resumed(*found)
+            self._send_resumed(*quarantined)
 
     def _on_step(self, step: messages.Outputs) -> None:
-        """Puts the outputs of a step before their sinks, columns first."""
+        """Appends the outputs of a step to their streams, columns first, and schedules the deliveries."""
         rows, in_flight, ready = step.columns(), self._in_flight.by_id, self._ready
         if len(rows.tokens) == len(rows):
             for request_id, token in zip(rows.ids.tolist(), rows.tokens.tolist(), strict=True):
                 sequence = in_flight.get(request_id)
-                if sequence is not None:  # else aborted meanwhile
+                if sequence is not None:  # else it was aborted
                     sequence.tokens.append(token)
                     stream = sequence.stream
                     stream.pending.append(token)
@@ -439,9 +438,9 @@ class EngineClient:
             self._ready.append(stream)
 
     def _run_deliveries(self) -> None:
-        """Has sinks take what has come: a slice now, the others as soon as the event loop has looked around.
+        """Delivers one slice of outputs now and schedules the rest, so that other tasks run in between.
 
-        Tokens that come for a sink while it waits for its turn are taken together.
+        Outputs that arrive for a queued stream are delivered in the same call.
         """
         self._is_scheduled = False
         self._deliver_slice()
@@ -461,7 +460,7 @@ class EngineClient:
             stream.on_outputs()
 
     def requeue(self, stream: OutputStream) -> None:
-        """Calls `on_outputs` of a sink again when others have had their turn."""
+        """Schedules another call of a stream's `on_outputs`, after those of the other streams."""
         if stream.is_queued:
             return
         stream.is_queued = True
@@ -475,7 +474,7 @@ class EngineClient:
         for request_id in message.request_ids:
             if (sequence := self._in_flight.by_id.get(request_id)) is None:
                 continue
-            if sequence.restarts and message.kind == "queue_full":  # it was taken before: it waits for room
+            if sequence.restarts and message.kind == "queue_full":  # an earlier engine had accepted it: send it later
                 sequence.in_engine = False
                 self._in_flight.waiting.append(request_id)
             elif self._in_flight.pop(request_id):
@@ -483,7 +482,7 @@ class EngineClient:
 
 
 def _add_messages(requests: Sequence[PreparedRequest]) -> Iterator[messages.Add]:
-    """Yields the messages that carry requests, each of a size that is decoded in a millisecond."""
+    """Yields the messages that add requests, of about `_MAX_ADD_BYTES` each, which decode within a millisecond."""
     part: list[PreparedRequest] = []
     size = 0
     for request in requests:
@@ -496,11 +495,7 @@ def _add_messages(requests: Sequence[PreparedRequest]) -> Iterator[messages.Add]
     yield messages.Add(part)
 
 
-def _differ(name: str, one: object, other: object) -> bool:
-    return getattr(one, name) != getattr(other, name)
-
-
 def _num_in_engine(stats: messages.Stats) -> float:
-    """Returns how many sequences of all fronts the engine holds, running and waiting."""
+    """Returns the engine's running and waiting sequences, of all API servers."""
     numbers = (stats.get(name, 0) for name in ("running", "waiting"))
     return sum(number for number in numbers if isinstance(number, int | float))

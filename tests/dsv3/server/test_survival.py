@@ -125,7 +125,7 @@ def test_health_tells_of_the_restart_and_what_comes_meanwhile_waits(server):
     kill(server)
     server.wait_for(lambda: server.http.get("/health").status_code == 503)
     health = server.http.get("/health").json()
-    assert health["status"] == "restarting" and "started anew" in health["reason"]
+    assert health["status"] == "restarting" and "being restarted" in health["reason"]
     assert server.http.get("/ready").status_code == 503
     threads = [threading.Thread(target=ask) for _ in range(3)]
     for thread in threads:
@@ -189,7 +189,7 @@ def test_an_engine_that_dies_again_and_again_ends_the_server(model_dir):
         kill(server)
         assert server.process.wait(30) == 1
         log = server.log.read_text()
-        assert "the engine has died 2 times within 600 s, and is not started anew" in log
+        assert "the engine has died 2 times within 600 s and is not restarted" in log
 
 
 def test_a_start_that_takes_too_long_counts_as_a_death(model_dir):

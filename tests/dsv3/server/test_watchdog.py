@@ -86,7 +86,7 @@ def test_a_start_that_fails_in_any_way_ends_what_waits_for_it(monkeypatch) -> No
         return engine.reason
 
     monkeypatch.setattr(supervisor_module, "EngineProcess", Process)
-    assert asyncio.run(run()) == "the engine could not be started anew (RuntimeError)"
+    assert asyncio.run(run()) == "the engine could not be restarted (RuntimeError)"
 
 
 @pytest.mark.parametrize("depth", [0, 20])

@@ -169,7 +169,7 @@ def test_the_others_go_on_without_a_process_that_does_not_come_back_and_again_wi
 def test_followers_join_a_server_that_is_started_again(two):
     two.server.process.kill()
     two.serve_again()
-    assert "the HTTP process of the leader has gone" in two.log(1)
+    assert "API server 0 of the leader has ended" in two.log(1)
     check(answers(two.server))
     assert two.server.stop(60) == 0
     assert two.followers[1].wait(60) == 0

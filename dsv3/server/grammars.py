@@ -1,8 +1,7 @@
-"""Makes grammars for the event loop before the engine gets them, in a process that can be killed; remembers the last.
+"""Compiles the grammars of constrained requests in a worker process, before the engine gets them, and caches them.
 
-`GrammarPool` is the side of an API server. The process is this file too: `python -m dsv3.server.grammars`.
-It writes grammars of what clients ask for, and compiles what the engine will compile, within the same limits. What
-takes too long, or too much memory, or ends the process, does so there.
+`GrammarPool` runs in the API server, `python -m dsv3.server.grammars` (this file) is the worker. It compiles with the
+engine's limits, so that a grammar which takes too much time or memory fails there and not in the engine.
 """
 
 import dataclasses
@@ -26,17 +25,17 @@ from dsv3.text.matcher import GrammarError, GrammarVocabulary, VocabularyError
 DEADLINE_S = 5.0
 MAX_CACHED = 1024
 MAX_CACHED_CHARS = 2**25
-# What a process has died of may be the machine's fault: its memory was full, or its processor slow.
+# How long a timeout or crash is cached: it may be due to the load of the machine.
 FAILURE_TTL_S = 60.0
-_TASK = "makes grammars"
-# The vocabulary takes 0.1 GB at 129k tokens; threads reserve addresses beside what they use.
+_TASK = "compiles grammars"
+# Bounds the address space, of which threads reserve more than they use.
 _MAX_MEMORY_BYTES = 4 * 2**30
 
 
 class GrammarSetup(msgspec.Struct, frozen=True, tag=True):
-    """First message to the process: what a `GrammarVocabulary` is made of, the tokenizer as a path.
+    """First message to the worker: the arguments of `GrammarVocabulary`, the tokenizer as a path.
 
-    `dialect` names that of the model's calls, "" for none; `marker_ids` has its markers that are tokens.
+    `dialect` is the format of the model's tool calls, "" for none; `marker_ids` are its markers that are tokens.
     """
 
     tokenizer: str
@@ -47,13 +46,13 @@ class GrammarSetup(msgspec.Struct, frozen=True, tag=True):
 
 
 class CompileGrammar(msgspec.Struct, frozen=True, tag=True):
-    """An answer whose grammar is to be written and compiled."""
+    """Generate and compile the grammar of an answer."""
 
     wanted: Wanted
 
 
 class CompiledGrammar(msgspec.Struct, frozen=True, tag=True):
-    """The answer: the grammar, or an `error` that says why none, or no vocabulary, can be used."""
+    """The response: the grammar, or the `error` of the grammar or of the vocabulary."""
 
     grammar: str = ""
     error: str | None = None
@@ -65,18 +64,17 @@ _from_process = msgspec.msgpack.Decoder(CompiledGrammar)
 
 @dataclasses.dataclass(frozen=True)
 class _CachedResult:
-    """What came of something wanted: a grammar, or what is wrong with it; that counts `until` then."""
+    """A cached response, valid `until` a time of `time.monotonic`."""
 
     result: CompiledGrammar
     until: float = float("inf")
 
 
 class GrammarPool:
-    """One process that writes and compiles grammars over the `tokenizer.json` at a path, started when first used.
+    """One worker process that generates and compiles grammars for the `tokenizer.json` at a path, started on first use.
 
-    Whatever a client sends is turned into a grammar there and nowhere else: much of that is not linear in its bytes.
-    `dialect` names that of the model's calls, and `marker_ids` has its markers that are tokens. A request waits at most
-    `wait_s` for the process.
+    Clients' schemas are processed only there, since the time is not linear in their size. `dialect` is the format of
+    the model's tool calls, `marker_ids` are its markers that are tokens. A request waits at most `wait_s`.
     """
 
     def __init__(
@@ -95,15 +93,15 @@ class GrammarPool:
         self._num_chars = 0
 
     async def compile(self, wanted: Wanted, rules: RequestRules) -> str:
-        """Returns the grammar of an answer, which an engine of these rules can use.
+        """Returns the grammar of an answer for an engine with these rules.
 
-        Raises GrammarError with the reason where there is none; VocabularyError says that there never is. WorkersBusy
-        and WorkerDied say that the same may be made later.
+        Raises GrammarError if it cannot be compiled, VocabularyError if no grammar can; WorkersBusy and WorkerDied if a
+        retry may succeed.
         """
         try:
             frame = frames.encode(CompileGrammar(wanted))
         except (OverflowError, ValueError, TypeError, RecursionError, frames.FrameError):
-            raise GrammarError("it holds a value that no grammar can be made of") from None
+            raise GrammarError("it contains a value that cannot be encoded as a grammar") from None
         key = hashlib.sha256(frame).digest()
         cached = self._cache.get(key)
         if cached is None or cached.until < time.monotonic():
@@ -114,13 +112,13 @@ class GrammarPool:
         return cached.result.grammar
 
     async def close(self) -> None:
-        """Ends the process."""
+        """Ends the worker."""
         await self._workers.close()
         if self._worker is not None:
             await self._worker.stop()
 
     def _store(self, key: bytes, cached: _CachedResult) -> None:
-        """Keeps what came of something wanted, as the last one that was used."""
+        """Caches a result as the most recently used one, and evicts the least recently used ones."""
         if (old := self._cache.pop(key, None)) is not None:
             self._num_chars -= len(old.result.grammar)
         self._cache[key] = cached
@@ -129,7 +127,7 @@ class GrammarPool:
             self._num_chars -= len(self._cache.popitem(last=False)[1].result.grammar)
 
     async def _compile(self, frame: bytearray, rules: RequestRules) -> _CachedResult:
-        """Returns what comes of something wanted; that the process died of it counts for a while."""
+        """Returns the worker's result; a timeout or crash is cached for `FAILURE_TTL_S`."""
         if self._worker is None:
             self._worker = self._process(rules)
         await self._worker.start()
@@ -150,36 +148,36 @@ class GrammarPool:
 
 
 def _require_vocabulary(body: bytes) -> None:
-    """Raises VocabularyError where no grammar can be run over the vocabulary."""
+    """Raises VocabularyError if grammars cannot use the vocabulary."""
     if (error := _from_process.decode(body).error) is not None:
         raise VocabularyError(error)
 
 
 class _GrammarCompiler:
-    """Writes and compiles for one vocabulary."""
+    """The worker's side: compiles grammars for one vocabulary."""
 
     def __init__(self) -> None:
         self._setup: GrammarSetup | None = None
         self._vocabulary: GrammarVocabulary | None = None
 
     def handle(self, body: bytes) -> bytearray:
-        """Returns the frame of the answer."""
+        """Returns the frame of the response."""
         try:
-            return frames.encode(CompiledGrammar(self._handle(_to_process.decode(body))))
-        except (ValueError, OSError) as problem:  # GrammarError and VocabularyError are such
+            return frames.encode(CompiledGrammar(self._compile(_to_process.decode(body))))
+        except (ValueError, OSError) as problem:  # including GrammarError and VocabularyError
             error = str(problem)
         except (MemoryError, RecursionError):
-            error = "too large, or nested too deeply, to be made a grammar of"
+            error = "too large, or nested too deeply, for a grammar; make it smaller"
         except Exception as problem:
-            error = f"no grammar can be made of it ({type(problem).__name__})"
+            error = f"cannot be compiled to a grammar ({type(problem).__name__})"
         return frames.encode(CompiledGrammar(error=error))
 
-    def _handle(self, message: GrammarSetup | CompileGrammar) -> str:
+    def _compile(self, message: GrammarSetup | CompileGrammar) -> str:
         if isinstance(message, GrammarSetup):
             self._setup = message
             self._vocabulary = GrammarVocabulary.from_file(Path(message.tokenizer), message.vocab_size, message.end_ids)
             return ""
-        assert self._setup is not None and self._vocabulary is not None  # the first message was one
+        assert self._setup is not None and self._vocabulary is not None  # by the first message
         grammar = answer_grammar(message.wanted, DIALECTS.get(self._setup.dialect), self._setup.marker_ids.get)
         self._vocabulary.compile(grammar)
         return grammar

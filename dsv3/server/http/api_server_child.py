@@ -1,6 +1,6 @@
-"""An API server that API server 0 starts: `python -m dsv3.server.http.api_server_child LISTENER NUMBERS`, descriptors.
+"""Main of API servers 1 and up: `python -m dsv3.server.http.api_server_child LISTENER NUMBERS` (descriptors).
 
-It does what the first front says through its link, and ends at once when the first front has gone.
+API server 0 starts and controls it through its link; it exits at once when the link closes.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ _log = logging.getLogger("dsv3.server")
 
 
 def main(listener: int, numbers: int) -> int:
-    """Serves until the first front has it end; returns the exit status."""
+    """Serves until API server 0 sends `DrainApiServer` or `AbortApiServer`; returns the exit status."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(name, signal.SIG_IGN)  # the first front has all fronts drain, or reload
+        signal.signal(name, signal.SIG_IGN)  # API server 0 handles signals for all
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     link = link_to_parent()
     if (body := frames.receive_frame(link)) is None:
@@ -50,7 +50,7 @@ async def _run(start: messages.StartApiServer, link: socket.socket, listener: so
         engine=start.engine,
         template_deadline_s=start.template_deadline_s,
         deadlines=start.deadlines,
-        notify=lambda line: None,  # the first front has said it
+        notify=lambda line: None,  # API server 0 prints these lines
     )
     engine = EngineClient(
         max_num_queued_reqs=start.engine.max_num_queued_reqs,
@@ -63,7 +63,7 @@ async def _run(start: messages.StartApiServer, link: socket.socket, listener: so
         await api_server.listen(link)
         await wait_for_any(api_server.drain, engine.ended)
         if engine.ended.is_set():
-            # Everybody's engine has failed, or only this front's connection: then another front takes this one's place.
+            # The engine has failed, or only this connection to it: then API server 0 replaces this process.
             await wait_for_any(api_server.engine_failed, api_server.drain, timeout_s=FAILURE_LINGER_S)
             if api_server.engine_failed.is_set():
                 await api_server.drain.wait()
@@ -74,9 +74,9 @@ async def _run(start: messages.StartApiServer, link: socket.socket, listener: so
 
 
 class _ApiServer:
-    """Does what the first front says, whose messages wait until `listen`, and connects to one engine after the other.
+    """Handles the messages of API server 0 from `listen` on, and connects to each engine that it announces.
 
-    A connection that ends without a word of the first front is this front's alone: then another front takes its place.
+    If the engine's connection ends and API server 0 reports nothing, this process fails and is replaced.
     """
 
     def __init__(self, service: Service, server: HttpServer, sender: int) -> None:
@@ -89,7 +89,7 @@ class _ApiServer:
         self._engine.on_loss, self._engine.on_silence = self._on_loss, self._on_silence
 
     async def listen(self, link: socket.socket) -> None:
-        """Begins to take messages, and says that this front answers; ends the process when the first front has gone."""
+        """Starts to handle messages and sends `ApiServerReady`; exits the process when the link closes."""
         self._transport, _ = await asyncio.get_running_loop().create_connection(
             lambda: frames.FrameProtocol(self._on_message, lambda _: os._exit(1)), sock=link
         )
@@ -138,7 +138,7 @@ class _ApiServer:
         self._reconnect_timeout = asyncio.get_running_loop().call_later(FAILURE_LINGER_S, self._engine.fail, reason)
 
     def _cancel_reconnect_timeout(self) -> None:
-        """Waits for what comes: the first front has said something."""
+        """Called on each report of API server 0 about the engine."""
         if self._reconnect_timeout is not None:
             self._reconnect_timeout.cancel()
             self._reconnect_timeout = None

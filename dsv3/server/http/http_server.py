@@ -1,6 +1,7 @@
-"""The server of HTTP/1.1 beneath an ASGI application: its listener, its connections, how many there may be, TLS.
+"""The HTTP/1.1 server beneath an ASGI application: listener, connections, connection limit, TLS.
 
-A connection takes requests one at a time, in slices, and ends where framing or a deadline says so.
+A connection handles one request at a time. It parses input in slices, so that one client does not block the event loop,
+and closes on malformed framing or an expired deadline.
 """
 
 import asyncio
@@ -35,62 +36,62 @@ _OWN_DESCRIPTORS = 64
 _DESCRIPTORS_PER_API_SERVER = 4
 _MAX_HEAD_BYTES_TOGETHER = 64 * 2**20
 _SLICE_BYTES = 32 * 1024
-"""What a connection takes in one turn of the loop before others have theirs; the read that passes it is its last."""
+"""Input that a connection parses in one iteration of the event loop."""
 _BACKLOG_BYTES = 64 * 1024
-"""Reading stops while this much waits for the application, or behind the request that is being answered."""
-_MAX_ACCEPTED = 16  # in one turn of the loop, so that fronts which share a listener share a burst
-_MAX_ACCEPT_CALLS = 512  # in one turn: 20 us for a connection whose client has gone
+"""Reading pauses while this much input waits for the application, or behind the current request."""
+_MAX_ACCEPTED = 16  # in one iteration, so that API servers that share the listener share a burst
+_MAX_ACCEPT_CALLS = 512  # in one iteration, also of connections that their clients have closed
 _CLOSED_STATES = (7, 8)  # the kernel's TCP_CLOSE and TCP_CLOSE_WAIT
-_RETRY_S = 0.5  # after the system has refused a descriptor
+_RETRY_S = 0.5  # after `accept` failed for lack of descriptors or memory
 _CLOSE_S = 3.0
 _ABORT_S = 1.0
 _log = logging.getLogger("dsv3.server")
 
 
 class ConnectionLimit:
-    """The connections of a front.
+    """Limits the connections of an API server.
 
-    A connection whose request was let in is *admitted* until its response is complete; all others are *strangers*:
-    they are idle, have sent no head, or are refused. At most `max_admitted` are admitted. There may be a few more
-    connections than that, so that one is always left for `GET /health`; where there are so many, the one that has been
-    a stranger for longest is closed for a new one. So a client without a key cannot keep others out.
+    A connection whose request was authenticated is *admitted* until its response is complete; all others are
+    *unauthenticated*: idle, without a complete head, or rejected. At most `max_admitted` are admitted. A few more may
+    be open, so that `GET /health` is always served; above that, a new connection evicts the one that has been
+    unauthenticated for longest. So clients without a key cannot lock others out.
     """
 
     def __init__(self, max_admitted: int):
         self._max_admitted = max_admitted
         self._admitted: set[Connection] = set()
-        self._unauthenticated: dict[Connection, int] = {}  # oldest first, with the bytes of a head that is not complete
+        self._unauthenticated: dict[Connection, int] = {}  # oldest first, with the bytes of an incomplete head
         self._num_head_bytes = 0
 
     def __len__(self) -> int:
         return len(self._admitted) + len(self._unauthenticated)
 
     def add(self, client: "Connection") -> None:
-        """Takes a new connection; where there are too many, the oldest stranger goes."""
+        """Adds a new connection; evicts the oldest unauthenticated one above the limit."""
         if len(self) >= self._max_admitted + _SPARE:
             self._evict(next(iter(self._unauthenticated)))
         self._unauthenticated[client] = 0
 
     def close(self, client: "Connection") -> None:
-        """Forgets a connection that is closed."""
+        """Removes a closed connection."""
         self._admitted.discard(client)
         self._num_head_bytes -= self._unauthenticated.pop(client, 0)
 
     def admit(self, client: "Connection") -> bool:
-        """Returns whether a connection's request may be worked on, and lets it in."""
+        """Admits a connection if the limit allows it; returns whether it is admitted."""
         if client in self._unauthenticated and len(self._admitted) < self._max_admitted:
             self.close(client)
             self._admitted.add(client)
         return client in self._admitted
 
     def release(self, client: "Connection") -> None:
-        """Notes that a connection's response is complete."""
+        """Ends the admission of a connection whose response is complete."""
         if client in self._admitted:
             self._admitted.remove(client)
             self._unauthenticated[client] = 0
 
     def record_head_bytes(self, client: "Connection", num_bytes: int) -> None:
-        """Notes the size of a connection's incomplete head; the oldest ones go where all are too much together."""
+        """Records the size of a connection's incomplete head; above 64 MiB together, evicts the oldest ones."""
         if client in self._unauthenticated:
             self._num_head_bytes += num_bytes - self._unauthenticated[client]
             self._unauthenticated[client] = num_bytes
@@ -103,23 +104,23 @@ class ConnectionLimit:
 
 
 def max_admitted(max_connections: int | None, api_server_count: int) -> int:
-    """Returns how many connections of a front are admitted at most; ValueError where open files are too few."""
+    """Returns how many connections an API server admits; raises ValueError if `ulimit -n` allows fewer."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MAX_CONNECTIONS
     if limit != resource.RLIM_INFINITY:
         most = min(_MAX_CONNECTIONS, limit - _SPARE - _OWN_DESCRIPTORS - _DESCRIPTORS_PER_API_SERVER * api_server_count)
     if most < 1 or (max_connections or 0) > most:
         raise ValueError(
-            f"max_connections: {max_connections or 1} is more than {max(0, most)}, for which there are open files "
-            f"enough; the limit is {limit} (ulimit -n)"
+            f"max_connections: {max_connections or 1} is more than the {max(0, most)} that {limit} open files allow; "
+            "lower it or raise ulimit -n"
         )
     return max_connections or most
 
 
 class Connection(asyncio.Protocol):
-    """One client's connection to a server.
+    """One client's connection.
 
-    A response that is complete before its request ends the connection: nobody parses what nobody wants.
+    If a response is complete before the request's body has been read, the connection closes and the rest is not parsed.
     """
 
     def __init__(self, server: "HttpServer", accepted: socket.socket):
@@ -138,7 +139,7 @@ class Connection(asyncio.Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begins to wait for a request (asyncio calls this method and the next five)."""
+        """Waits for a request, with a deadline. Called by asyncio, like the next five methods."""
         self.is_made = True
         self._transport = transport
         self._scheme = "http" if transport.get_extra_info("sslcontext") is None else "https"
@@ -146,40 +147,40 @@ class Connection(asyncio.Protocol):
         self._set_deadline(self._deadlines.head_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tells everybody concerned."""
+        """Ends the exchange, which aborts its request, and removes the connection."""
         self._cancel_deadline()
         if self._next_slice is not None:
             self._next_slice.cancel()
         self._writer.on_connection_lost()
         if self._exchange is not None:
             self._exchange.disconnect()
-            self._exchange = None  # each holds the other: both would wait for the garbage collector
+            self._exchange = None  # breaks a reference cycle, to free both without the garbage collector
         self._server.on_connection_lost(self)
 
     def data_received(self, data: bytes) -> None:
-        """Takes what has come, or a slice of it."""
+        """Buffers input and parses the first slice."""
         if self._is_idle:
             self._is_idle = False
             self._set_deadline(self._deadlines.head_s)
         self._buffer += data
-        self._schedule()
+        self._resume_parsing()
 
     def eof_received(self) -> None:
-        """Takes a client that sends no more for one that has gone."""
+        """Treats a client that has closed its sending direction as disconnected."""
         if self._exchange is not None:
             self._exchange.disconnect()
         self._writer.close()
 
     def pause_writing(self) -> None:
-        """Notes that the client reads slowly."""
+        """Pauses the response: the client reads too slowly."""
         self._writer.pause()
 
     def resume_writing(self) -> None:
-        """Notes that the client has read."""
+        """Resumes the response."""
         self._writer.resume()
 
     def shutdown(self) -> None:
-        """Closes the connection, after the response if one is on its way."""
+        """Closes the connection, after the current response if there is one."""
         if self._exchange is not None:
             self._exchange.keeps_alive = False
         elif self.is_made:
@@ -188,27 +189,27 @@ class Connection(asyncio.Protocol):
             self.abort()
 
     def abort(self) -> None:
-        """Closes the connection now."""
+        """Closes the connection at once."""
         if self.is_made:
             self._writer.abort()
         else:
-            with contextlib.suppress(OSError):  # it has gone already
+            with contextlib.suppress(OSError):  # the client has disconnected
                 self._accepted.shutdown(socket.SHUT_RDWR)
 
-    def _schedule(self) -> None:
+    def _resume_parsing(self) -> None:
         if self._next_slice is None:
             self._process_buffer()
 
     def _process_buffer(self) -> None:
-        """Takes a slice of what has come; the loop's next turn takes the rest.
+        """Parses a slice of the buffer; the next iteration of the event loop parses the rest.
 
-        uvloop reads a socket up to 32 times in a row, 256 KiB each, while it is not paused.
+        Reading is paused meanwhile: uvloop would read up to 32 times in a row, 256 KiB each.
         """
         self._next_slice = None
         done = 0
         try:
-            while done < _SLICE_BYTES and (taken := self._consume()):
-                done += taken
+            while done < _SLICE_BYTES and (consumed := self._consume()):
+                done += consumed
         except BadRequest as error:
             self._reject(400, str(error))
         if done >= _SLICE_BYTES:
@@ -216,7 +217,7 @@ class Connection(asyncio.Protocol):
         self._update_reading()
 
     def _consume(self) -> int:
-        """Takes the next part of what has come; returns its size, 0 where nothing can be taken now."""
+        """Consumes the next part of the buffer; returns its size, 0 if nothing can be consumed now."""
         if not self._buffer:
             return 0
         if self._writer.is_closing:
@@ -233,7 +234,7 @@ class Connection(asyncio.Protocol):
         return size
 
     def _consume_head(self) -> int:
-        if self._buffer.startswith(b"\r\n"):  # RFC 9112, 2.2: clients of old send one after a body
+        if self._buffer.startswith(b"\r\n"):  # RFC 9112, 2.2: old clients send one after a body
             del self._buffer[:2]
             self._num_searched = 0
             return 2
@@ -250,7 +251,7 @@ class Connection(asyncio.Protocol):
         head = parse_head(data)
         self._cancel_deadline()
         self._body = make_body(head)
-        self._exchange = HttpExchange(head, self._writer, self._schedule, self._on_response_complete)
+        self._exchange = HttpExchange(head, self._writer, self._resume_parsing, self._on_response_complete)
         if self._body.is_complete:
             self._body = None
             self._exchange.feed(b"", True)
@@ -271,7 +272,7 @@ class Connection(asyncio.Protocol):
         return size
 
     def _on_response_complete(self) -> None:
-        """Ends an exchange: its response is complete."""
+        """Ends an exchange and waits for the next request, or closes the connection."""
         assert self._exchange is not None
         keeps_alive, self._exchange = self._exchange.keeps_alive, None
         self._limit.release(self)
@@ -286,7 +287,7 @@ class Connection(asyncio.Protocol):
             self._next_slice = self._loop.call_soon(self._process_buffer)
 
     def _reject(self, status: int, message: str) -> None:
-        """Answers what is no request, and ends the connection."""
+        """Sends an error for a malformed or late request, and closes the connection."""
         self._drop()
         exchange, self._exchange = self._exchange, None
         self._limit.release(self)
@@ -319,7 +320,7 @@ class Connection(asyncio.Protocol):
 
     def _on_deadline(self) -> None:
         if self._buffer:
-            self._reject(408, "the head of the request took too long to arrive")
+            self._reject(408, f"the head of the request did not arrive within {self._deadlines.head_s:g} s")
         else:
             self._writer.close()
 
@@ -332,7 +333,7 @@ def _last_response(error: ApiError) -> bytes:
 
 
 class Certificate:
-    """What new connections prove who we are with; ValueError for files that cannot be used."""
+    """The TLS context of new connections, from the files that the options name; raises ValueError for invalid files."""
 
     def __init__(self, options: ServerOptions):
         self._options = options
@@ -342,17 +343,17 @@ class Certificate:
             raise ValueError(f"ssl_certfile: {_problem(options, error)}") from None
 
     def reload(self) -> None:
-        """Reads the files anew; the connections that there are keep what they have, and all do if the files are bad."""
+        """Reloads the files for new connections; keeps the old certificate if they are invalid."""
         try:
             self.context = _context(self._options)
         except OSError as error:
-            _log.error("the old certificate stays: %s", _problem(self._options, error))
+            _log.error("the old certificate stays in use: %s", _problem(self._options, error))
         else:
-            _log.info("the certificate has been read anew")
+            _log.info("reloaded the certificate")
 
 
 def certificate_of(options: ServerOptions) -> Certificate | None:
-    """Returns the certificate that the options name, None where they ask for no TLS."""
+    """Returns the certificate that the options name, None without TLS."""
     return None if options.ssl_certfile is None else Certificate(options)
 
 
@@ -362,7 +363,7 @@ def _context(options: ServerOptions) -> ssl.SSLContext:
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["http/1.1"])
     assert options.ssl_certfile is not None
-    context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, password="")  # nobody is there to be asked
+    context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, password="")  # never prompt
     if options.ssl_ca_certs is not None:
         context.load_verify_locations(options.ssl_ca_certs)
         context.verify_mode = ssl.CERT_REQUIRED
@@ -375,10 +376,7 @@ def _problem(options: ServerOptions, error: OSError) -> str:
 
 
 class HttpServer:
-    """Serves an application on a listener, which it closes in the end.
-
-    `limit` is its own.
-    """
+    """Serves an application on `listener`, which `close` closes; connections count against `limit`."""
 
     def __init__(
         self,
@@ -398,17 +396,17 @@ class HttpServer:
         self._retry: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begins to accept connections."""
+        """Starts to accept connections."""
         self._listener.setblocking(False)
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def reload(self) -> None:
-        """Reads the certificate anew."""
+        """Reloads the certificate."""
         if self._certificate is not None:
             self._certificate.reload()
 
     async def close(self) -> None:
-        """Accepts no more, lets the responses on their way finish for a few seconds, and closes all connections."""
+        """Stops accepting, gives current responses a few seconds to finish, and closes all connections."""
         self._stop_accepting()
         self._listener.close()
         for connection in list(self._connections):
@@ -428,8 +426,8 @@ class HttpServer:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                # Descriptors or memory have run out; the listener stays readable, and asking on would be a busy loop.
-                _log.warning("no connection can be accepted (%s)", error.strerror)
+                # Out of descriptors or memory. The listener stays readable, so retrying at once would be a busy loop.
+                _log.warning("cannot accept connections (%s); retrying", error.strerror)
                 self._stop_accepting()
                 self._retry = self._loop.call_later(_RETRY_S, self.start)
                 return
@@ -468,7 +466,7 @@ class HttpServer:
             self.on_connection_lost(connection)
 
     def on_connection_lost(self, connection: Connection) -> None:
-        """Forgets a connection that is closed."""
+        """Removes a closed connection."""
         self._connections.discard(connection)
         self.limit.close(connection)
         if not self._connections:
@@ -481,10 +479,9 @@ class HttpServer:
 
 
 def _is_closed_by_client(accepted: socket.socket) -> bool:
-    """Returns whether the client closed its end before it was accepted, as far as the system tells.
+    """Returns whether the client has closed its end before `accept`; False where the system cannot say.
 
-    Clients that send a request and hang up come faster than requests are read: 2,048 of them, the length of the queue
-    before `accept`, would hold up `/health` for 5 s if each were read first (`benchmarks.hostile`).
+    Parsing the requests of a full accept queue of such connections would delay `/health` by 5 s (`benchmarks.hostile`).
     """
     if not hasattr(socket, "TCP_INFO"):
         return False

@@ -250,8 +250,8 @@ def test_what_is_not_known_is_refused_with_what_is(server, path, body, said, pad
     [
         ("/v1/embeddings", "this model makes no embeddings"),
         ("/v1/images/generations", "this model makes no images"),
-        ("/v1/audio/speech", "this model neither hears nor speaks"),
-        ("/v1/moderations", "this model rates no texts"),
+        ("/v1/audio/speech", "this model has no audio input or output"),
+        ("/v1/moderations", "this model does no moderation"),
         ("/v1/responses/resp_1", "this server stores no responses"),
         ("/v1/embedding", "no such route"),
     ],

@@ -7,7 +7,7 @@ import pytest
 
 from dsv3.sampling_params import SamplingParams
 from dsv3.server.http.app import make_router
-from dsv3.server.http.openapi import OPERATIONS, described_path, openapi
+from dsv3.server.http.openapi import OPERATIONS, openapi_path, openapi
 
 DESCRIBED = json.loads(openapi(tuple(OPERATIONS)))
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "QUERY")
@@ -41,7 +41,7 @@ def test_every_route_is_described(server):
     answer = server.http.get("/openapi.json")
     assert answer.status_code == 200 and answer.json() == DESCRIBED
     routes = make_router(SimpleNamespace()).routes
-    served = {(method, described_path(route.path)) for route in routes for method in route.methods - {"HEAD"}}
+    served = {(method, openapi_path(route.path)) for route in routes for method in route.methods - {"HEAD"}}
     assert set(OPERATIONS) == served
     assert DESCRIBED["openapi"].startswith("3.1")
 

@@ -285,7 +285,7 @@ def test_what_a_process_dies_of_is_held_against_a_grammar_for_a_while(model_dir,
 
     async def work(pool):
         with monkeypatch.context() as patch:
-            patch.setattr(WorkerProcess, "ask", dies)
+            patch.setattr(WorkerProcess, "call", dies)
             first = [await told(pool, wanted("a"))]
             patch.setattr(grammars, "FAILURE_TTL_S", -1.0)
             first.append(await told(pool, wanted("b")))
@@ -303,9 +303,9 @@ def test_results_are_remembered(model_dir, monkeypatch):
         first = [await pool.compile(wanted(pattern), RULES) for pattern in ("a", "b", "c")]
         await pool._worker.stop()
         assert await pool.compile(wanted("c"), RULES) == first[-1]
-        assert len(pool._known) == 2 and not workers()
+        assert len(pool._cache) == 2 and not workers()
         monkeypatch.setattr(grammars, "MAX_CACHED_CHARS", len(first[-1]))
         assert await pool.compile(wanted("c"), RULES) == first[-1]
-        assert len(pool._known) == 1 and not workers()
+        assert len(pool._cache) == 1 and not workers()
 
     with_pool(work, model_dir / "tokenizer.json")

@@ -133,8 +133,8 @@ def test_messages_that_end_two_workers_are_to_blame(monkeypatch):
         raise PoisonRequest
 
     async def work(pool):
-        with monkeypatch.context() as patch, pytest.raises(TemplateError, match="ended two processes"):
-            patch.setattr(WorkerProcess, "ask", dies)
+        with monkeypatch.context() as patch, pytest.raises(TemplateError, match="crashed two worker processes"):
+            patch.setattr(WorkerProcess, "call", dies)
             await pool.render(ask("deadly"))
         return await pool.render(ask("fine"))
 

@@ -64,7 +64,7 @@ def test_one_key_needs_no_file():
         (f"key2 {ACME}\n{ZETA}", "line 2 has the name of line 1"),
         (f"acme {ACME} more", "line 1: expected KEY or NAME KEY"),
         (f"acme: {ACME}", "line 1: expected"),
-        (f"{ZETA} acme", "line 1: a key of at least 16 characters"),
+        (f"{ZETA} acme", "line 1: expected a key of at least 16 characters"),
         (f"acmé {ACME}", "line 1: expected"),
         (f"{ACME}é", "line 1: expected"),
         ("\n".join(f"{ACME}{i}" for i in range(MAX_TENANTS + 1)), "1025 keys"),
@@ -243,7 +243,7 @@ def test_keys_change_in_every_front_while_streams_go_on(shared):
     assert before["generation_tokens", "acme"] >= 1500
     shared.keys.write_text("two keys\nin a bad file\n")
     os.kill(shared.process.pid, signal.SIGHUP)
-    shared.wait_for(lambda: "the old API keys stay: api_key_file" in shared.log.read_text())
+    shared.wait_for(lambda: "the old API keys stay in use: api_key_file" in shared.log.read_text())
     assert statuses(BARE) == {200}
     httpx.post(shared.url + COMPLETIONS, json=BODY, headers=bearer(BARE))
     assert {key for key, value in counts(shared).items() if value != before[key]} == {(name, "new") for name in NAMES}

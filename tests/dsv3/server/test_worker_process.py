@@ -52,7 +52,7 @@ def test_a_process_that_gets_no_time_is_given_up(monkeypatch) -> None:
     monkeypatch.setattr(worker_process, "_WALL_FACTOR", 1)
 
     async def work(process):
-        with pytest.raises(WorkerDied, match="no answer"):
+        with pytest.raises(WorkerDied, match="did not respond within"):
             await process.call(frame(b"hang"))
 
     asked(work, deadline_s=0.1)

@@ -23,7 +23,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class UnauthenticatedConnections:
-    """At most 64 connections whose peer has not authenticated yet."""
+    """Up to 64 connections whose peers have not authenticated yet."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

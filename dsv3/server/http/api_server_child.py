@@ -138,7 +138,7 @@ class _ApiServer:
         self._reconnect_timeout = asyncio.get_running_loop().call_later(FAILURE_LINGER_S, self._engine.fail, reason)
 
     def _cancel_reconnect_timeout(self) -> None:
-        """Called on each report of API server 0 about the engine."""
+        """Cancels the timeout: API server 0 has reported the state of the engine."""
         if self._reconnect_timeout is not None:
             self._reconnect_timeout.cancel()
             self._reconnect_timeout = None

@@ -23,7 +23,7 @@ from dsv3.server.http.batches import batch_routes
 from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body, unless_disconnected
 from dsv3.server.http.dashboard import dashboard_routes
 from dsv3.server.http.exchange import SUMMARY, WRITER, ResponseWriter, error_path, error_response, json_response
-from dsv3.server.http.openapi import openapi_path, openapi
+from dsv3.server.http.openapi import openapi, openapi_path
 from dsv3.server.limits import Reservation
 from dsv3.server.protocol.anthropic import MESSAGES
 from dsv3.server.protocol.errors import ApiError, invalid

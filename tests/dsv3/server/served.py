@@ -1,4 +1,4 @@
-"""The server that `serving` starts, a script apart: nothing that only tests need is imported into it."""
+"""The server that `serving` starts: a separate script, so that it imports nothing of the tests."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from dsv3.server.tenants import load_tenants
 
 
 def main() -> int:
-    """Serves until a signal; prints the port, what the server tells its user, and at the end whether jax came in."""
+    """Serves until a signal; prints the port, the server's lines, and at the end whether jax was imported."""
     settings = json.loads(sys.argv[1])
     kinds = {"options": ServerOptions, "engine": EngineOptions, "cluster": ClusterOptions, "deadlines": Deadlines}
     kinds["restarts"] = RestartPolicy

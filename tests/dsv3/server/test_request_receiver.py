@@ -1,4 +1,4 @@
-"""Between two steps the engine takes a slice of what fronts ask for; requests that belong together go in whole."""
+"""Requests are submitted in slices between two steps; an `Add` is submitted whole or not at all."""
 
 import asyncio
 from collections import deque
@@ -25,7 +25,7 @@ def prepared(first_id: int, n: int = 1, prompt=(1, 2)) -> PreparedRequest:
 
 
 class Engine:
-    """Notes what it is handed; has room for `room` more."""
+    """Records submitted requests; has capacity for `room` more."""
 
     def __init__(self, room: int):
         self.room, self.taken, self.aborted = room, [], []
@@ -109,8 +109,8 @@ def test_all_or_none_in_slices(groups, room, bad, goes):
     assert api_servers.removed == [api_server] * goes
 
 
-def test_a_request_that_is_taken_in_part_keeps_its_room():
-    """A second one, which would fit by itself, is refused and not let in between."""
+def test_a_partly_submitted_add_keeps_its_capacity():
+    """A second one, which would fit alone, is rejected."""
     engine, api_servers, api_server = Engine(10), ApiServers(), ApiServer()
     api_servers.received += [
         (api_server, messages.Add([prepared(0, 9)])),
@@ -125,7 +125,7 @@ def test_a_request_that_is_taken_in_part_keeps_its_room():
     assert api_server.sent == [messages.Rejected([100, 101], "queue_full", "the queue is full")]
 
 
-def test_flushing_keeps_its_place_among_the_requests():
+def test_a_flush_keeps_its_order_among_requests():
     engine, api_servers, api_server = Engine(10), ApiServers(), ApiServer()
     for message in (messages.Add([prepared(0)]), messages.Flush(), messages.Add([prepared(1)])):
         api_servers.received.append((api_server, message))
@@ -158,7 +158,7 @@ class Wire:
 
 
 def test_a_prompt_is_sent_once_in_frames_of_bounded_size():
-    """Before, each of `n` sequences carried it, all in one frame."""
+    """Each of its `n` sequences used to carry it, all in one frame."""
     client, wire = EngineClient(max_num_queued_reqs=10**6), Wire()
     client.info, client.state = messages.EngineInfo(RULES, max_num_seqs=1, num_pages=1), "ready"
     client._transport = wire
@@ -180,8 +180,8 @@ async def sent_to_the_next_engine(client: EngineClient) -> list[messages.ToEngin
     return [messages.to_engine.decode(frame[4:]) for frame in wire.frames]
 
 
-def test_what_comes_during_a_restart_is_sent_whole():
-    """Two fronts that send sequences one at a time would each fill a half of the queue, and neither be served."""
+def test_requests_submitted_during_a_restart_are_sent_whole():
+    """Two API servers that sent single sequences could each fill half of the queue, and neither request would fit."""
     client = EngineClient(max_num_queued_reqs=10**6, max_restarts=3)
     client.info, client.state = messages.EngineInfo(RULES, max_num_seqs=1, num_pages=1), "ready"
     client._transport = Wire()

@@ -1,4 +1,4 @@
-"""Several API keys: who is let in, under which name, whose cached prefixes are seen, and what is counted for whom."""
+"""Several API keys: authentication, isolation of cached prefixes, and metrics by tenant."""
 
 import json
 import os
@@ -70,18 +70,18 @@ def test_one_key_needs_no_file():
         ("\n".join(f"{ACME}{i}" for i in range(MAX_TENANTS + 1)), "1025 keys"),
     ],
 )
-def test_bad_files_are_refused_by_line_without_a_key_in_the_error(tmp_path, text, problem):
+def test_bad_key_files_are_rejected_by_line_without_a_key_in_the_error(tmp_path, text, problem):
     with pytest.raises(ValueError, match=problem) as raised:
         load_tenants(write(tmp_path / "keys", text))
     assert not any(key in str(raised.value) for key in (ACME, ZETA, "acm"))
 
 
-def test_files_of_others_are_refused(tmp_path):
+def test_key_files_that_others_can_read_are_rejected(tmp_path):
     with pytest.raises(ValueError, match="chmod go-rwx"):
         load_tenants(write(tmp_path / "keys", ACME, 0o644))
 
 
-def test_names_keep_their_places_whatever_becomes_of_the_file(tmp_path):
+def test_names_keep_their_indices_after_any_reload(tmp_path):
     path = tmp_path / "keys"
     old = load_tenants(write(path, f"acme {ACME}\nzeta {ZETA}"))
     options = write(path, f"new {BARE}\nzeta {OPERATOR}")
@@ -105,7 +105,7 @@ def test_names_keep_their_places_whatever_becomes_of_the_file(tmp_path):
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([None, ACME, ZETA]), st.none() | st.text("ab\x01é", min_size=1)), min_size=2))
 def test_salts_are_equal_only_for_one_key_and_one_salt(pairs):
-    """So `cached_tokens` tells nobody what another tenant has asked."""
+    """So `cached_tokens` does not reveal the prompts of other tenants."""
     tenants = {key: None if key is None else load_tenants(ServerOptions(api_key=key))[0] for key, _ in pairs}
     rules = RequestRules(vocab_size=10, max_model_len=200)
     keys = {}
@@ -119,7 +119,7 @@ def test_salts_are_equal_only_for_one_key_and_one_salt(pairs):
     assert len(set.union(*keys.values())) == len(keys)
 
 
-def test_counts_of_tenants_are_labelled_with_names_of_the_file_alone(tmp_path):
+def test_tenant_metrics_are_labelled_only_with_names_of_the_file(tmp_path):
     tenants = Tenants(load_tenants(write(tmp_path / "keys", f"acme {ACME}\nzeta {ZETA}")))
     metrics, open_to_all = Metrics("m", tenants=tenants), Metrics("m")
     metrics.charge(tenants.all[1], 10, 3)
@@ -131,7 +131,7 @@ def test_counts_of_tenants_are_labelled_with_names_of_the_file_alone(tmp_path):
     assert np.count_nonzero(metrics._numbers.mine) == 3
 
 
-def test_the_log_names_who_sent_a_request_that_failed():
+def test_the_log_names_the_tenant_of_a_failed_request():
     [tenant] = load_tenants(ServerOptions(api_key=ACME))
     assert request_label({"extensions": {REQUEST_ID: "r", TENANT: tenant}}) == "r of key1"
     assert request_label({"extensions": {REQUEST_ID: "r"}}) == "r"
@@ -143,7 +143,7 @@ def labels(tenant):
 
 @pytest.fixture(scope="module")
 def shared(model_dir, tmp_path_factory):
-    """Three tenants, two fronts, an access log; an engine that says by `cached_tokens` whose prefixes it has seen."""
+    """Three tenants, two API servers, an access log; an engine whose `cached_tokens` depend on the prefix keys."""
     path = tmp_path_factory.mktemp("keys") / "keys"
     write(path, f"acme {ACME}\nzeta {ZETA}\noperator {OPERATOR}\n")
     options = {"api_key_file": str(path), "api_server_count": 2, "access_log": True}
@@ -157,7 +157,7 @@ def cached(server, key, **fields):
     return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_a_tenant_sees_its_own_cached_prefixes_alone(shared):
+def test_a_tenant_sees_only_its_own_cached_prefixes(shared):
     assert cached(shared, ACME) == 0
     assert cached(shared, ACME) == 128
     assert cached(shared, ZETA) == 0
@@ -169,7 +169,7 @@ def test_a_tenant_sees_its_own_cached_prefixes_alone(shared):
 
 
 @pytest.mark.parametrize("isolation", ["none", "salt"])
-def test_isolation_can_be_chosen(model_dir, tmp_path, isolation):
+def test_prefix_cache_isolation_modes(model_dir, tmp_path, isolation):
     write(tmp_path / "keys", f"{ACME}\n{ZETA}")
     options = {"api_key_file": str(tmp_path / "keys"), "prefix_cache_isolation": isolation}
     with serving.running(model_dir, options=options, factory_options={"caches": True}) as server:
@@ -182,7 +182,7 @@ def test_isolation_can_be_chosen(model_dir, tmp_path, isolation):
             assert answer.status_code == 200
 
 
-def test_metrics_and_emptying_the_cache_are_the_operators(shared):
+def test_metrics_and_flush_cache_need_the_operator(shared):
     for key in (ACME, ZETA):
         for method, path in (("GET", "/metrics"), ("POST", "/flush_cache")):
             refused = httpx.request(method, shared.url + path, headers=bearer(key))
@@ -201,7 +201,7 @@ def test_metrics_and_emptying_the_cache_are_the_operators(shared):
 
 
 def counts(server):
-    """The numbers of every tenant, as the operator sees them."""
+    """The metrics of every tenant, as the operator sees them."""
     text = httpx.get(server.url + "/metrics", headers=bearer(OPERATOR)).text
     found = {}
     for line in text.splitlines():
@@ -212,7 +212,7 @@ def counts(server):
     return found
 
 
-def test_the_access_log_names_the_tenant_and_no_key(shared):
+def test_the_access_log_has_the_tenant_but_no_key(shared):
     path = "/v1/models"
     for key in (ACME, "sk-unknown"):
         httpx.get(shared.url + path, headers=bearer(key) | {"x-request-id": f"of-{key[:7]}"})
@@ -222,11 +222,11 @@ def test_the_access_log_names_the_tenant_and_no_key(shared):
     assert not any(key in shared.log.read_text() for key in (ACME, ZETA, OPERATOR))
 
 
-def test_keys_change_in_every_front_while_streams_go_on(shared):
-    """The last test of this server: its keys are others afterwards."""
+def test_keys_are_reloaded_in_every_api_server_during_streams(shared):
+    """The last test of this server, whose keys it replaces."""
 
     def statuses(key):
-        """What either front says: each request has a connection of its own."""
+        """The statuses of many requests on new connections, which reach both API servers."""
         with httpx.Client(base_url=shared.url, headers=bearer(key) | {"connection": "close"}, timeout=30) as client:
             return {client.get("/v1/models").status_code for _ in range(12)}
 

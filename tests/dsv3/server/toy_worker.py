@@ -1,4 +1,4 @@
-"""A process for `test_asking`: each question is what it has to do."""
+"""A worker for `test_worker_process`; each request names an action."""
 
 import os
 import signal
@@ -21,8 +21,8 @@ def answer(body: bytes) -> bytearray:
             time.sleep(1.0)
         case b"hang":
             time.sleep(60.0)
-    told = str(os.getpid()).encode()
-    return bytearray(len(told).to_bytes(4, "little") + told)
+    reply = str(os.getpid()).encode()
+    return bytearray(len(reply).to_bytes(4, "little") + reply)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a front holds of the requests of all clients: bounded, given back, and in no cycles."""
+"""Memory of requests in an API server: limited, released, and without reference cycles."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ RULES = RequestRules(vocab_size=500, max_model_len=2**18)
 
 
 class Engine:
-    """Ends each sequence with one token at once, or never."""
+    """An engine client that ends each sequence with one token at once, or never."""
 
     state, capacity = "ready", 1000
 
@@ -60,7 +60,7 @@ class Engine:
 
 
 def on_an_api_server(scenario, budget=None):
-    """Runs `scenario(connect, engine)` with a front over an engine of its own."""
+    """Runs `scenario(connect, engine)` with an API server and its own engine."""
 
     async def run(connect):
         engine = Engine()
@@ -106,8 +106,8 @@ LARGE = [[5] * 5000] * 30  # JSON of 450 KiB
     ],
     ids=["small", "stream", "large", "wrong", "large and wrong", "too long", "too many", "no model", "hung up"],
 )
-def test_a_request_leaves_nothing_to_the_garbage_collector(monkeypatch, body, status):
-    """That runs after thousands of objects, however large they are: 20 refused bodies of 32 MiB lay about."""
+def test_a_request_leaves_no_reference_cycles(monkeypatch, body, status):
+    """The garbage collector runs after thousands of objects of any size: 20 rejected bodies of 32 MiB stayed."""
     alive = weakref.WeakSet()
     for kind in (RequestHandler, Connection):
         monkeypatch.setattr(kind, "__init__", noted(kind.__init__, alive))
@@ -145,8 +145,8 @@ def noted(init, alive):
     return wrapped
 
 
-def test_bodies_beyond_the_budget_are_told_to_come_again():
-    """Small ones are taken meanwhile, and large ones again once there is room."""
+def test_bodies_beyond_the_budget_get_503_with_retry_after():
+    """Small ones are accepted meanwhile, and large ones again once bytes are released."""
     large = asked(user="x" * 3 * SMALL_BYTES)
 
     async def scenario(connect, engine):
@@ -170,7 +170,7 @@ def test_bodies_beyond_the_budget_are_told_to_come_again():
     on_an_api_server(scenario, Budget(small=SMALL_BYTES, large=4 * SMALL_BYTES))
 
 
-def test_a_stream_holds_its_body_until_it_ends():
+def test_a_stream_reserves_its_body_until_it_ends():
     budget = Budget(small=200, large=0)
     body = asked(stream=True, user="x" * 80)
 
@@ -195,8 +195,8 @@ PARTS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, SMALL_BYTES)), max_
 
 
 @given(PARTS, st.integers(0, SMALL_BYTES), st.integers(SMALL_BYTES + 1, 4 * SMALL_BYTES))
-def test_requests_hold_no_more_than_the_budget(parts, small, large):
-    """Four requests grow, and end where they are refused."""
+def test_reservations_never_exceed_the_budget(parts, small, large):
+    """Four requests grow, and end when they are rejected."""
     budget, sizes = Budget(small, large), dict.fromkeys(range(4), 0)
     with contextlib.ExitStack() as stack:
         holdings = [stack.enter_context(budget.reserve()) for _ in sizes]
@@ -218,8 +218,8 @@ def test_requests_hold_no_more_than_the_budget(parts, small, large):
             reservation.grow(share)  # all of it was given back
 
 
-def test_ids_are_held_in_four_bytes():
-    """Also where the body was small enough to be decoded at once; a list takes 40."""
+def test_token_ids_take_four_bytes():
+    """Also for bodies that are decoded on the event loop; a list needs 40."""
 
     async def prompts(body):
         return await completion_prompts(types.SimpleNamespace(), read(CompletionRequest, body))
@@ -231,8 +231,8 @@ def test_ids_are_held_in_four_bytes():
 
 
 @given(st.lists(st.tuples(st.integers(1, 100_000), st.booleans()), min_size=1, max_size=30))
-def test_bodies_are_read_in_order_a_slice_per_turn(bodies):
-    """A body whose client leaves while it waits is not read, and takes nobody's turn."""
+def test_bodies_are_decoded_in_order_a_slice_per_iteration(bodies):
+    """A body whose client disconnects while it waits is not decoded and delays no other."""
 
     async def run():
         turns, begun = DecodeThrottle(nbytes=10_000), []
@@ -257,7 +257,7 @@ def test_bodies_are_read_in_order_a_slice_per_turn(bodies):
     asyncio.run(run())
 
 
-def test_who_leaves_before_its_turn_costs_nobody_a_turn():
+def test_a_cancelled_body_delays_no_other():
     async def turns_until_read(leaves):
         turns, num_turns = DecodeThrottle(nbytes=10_000), 0
         _, gone, last = [asyncio.create_task(turns.wait(10_000)) for _ in range(3)]
@@ -274,8 +274,8 @@ def test_who_leaves_before_its_turn_costs_nobody_a_turn():
 
 @pytest.mark.parametrize("num_turns", range(8))
 @pytest.mark.parametrize("streams", [True, False])
-def test_an_answer_may_end_while_its_client_leaves(streams, num_turns):
-    """Whoever ends many answers, since the engine has failed, must come to the last one."""
+def test_a_generation_may_end_while_its_client_disconnects(streams, num_turns):
+    """When the engine fails, all generations must end, also if some end at the same time by a disconnect."""
 
     async def run():
         engine, gone = Engine(), asyncio.Event()

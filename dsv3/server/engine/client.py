@@ -19,7 +19,7 @@ from dsv3.engine.step_log import EngineSnapshot, StepNote
 from dsv3.processes import frames
 from dsv3.scheduler.request import EngineOutput, PreparedRequest, first_id
 from dsv3.server.engine import messages
-from dsv3.server.engine.in_flight import InFlightRequest, InFlightRequests, SequenceStream
+from dsv3.server.engine.in_flight import InFlightRequest, InFlightRequests, RequestStream
 
 # Longer than any step: a busy engine that sends no frame for so long hangs.
 WATCHDOG_S = 300.0
@@ -98,7 +98,7 @@ class EngineClient:
         self._starting_watchdog_s = min(watchdog_s, HEARTBEAT_WATCHDOG_S)
         self._next_id = 0
         self._in_flight = InFlightRequests(max_restarts)
-        self._ready: deque[SequenceStream] = deque()
+        self._ready: deque[RequestStream] = deque()
         self._is_scheduled = False
         self._failure = ""
         self._step_silence_s = self._frame_silence_s = 0.0  # since a frame of the stepping thread, and since any frame
@@ -163,7 +163,7 @@ class EngineClient:
         if self.num_in_flight + count > self.capacity:
             raise EngineBusy("the queue is full")
 
-    def submit(self, requests: Sequence[PreparedRequest], streams: Sequence[SequenceStream]) -> None:
+    def submit(self, requests: Sequence[PreparedRequest], streams: Sequence[RequestStream]) -> None:
         """Sends requests, all or none, with a stream for each sequence, in the order of the requests.
 
         While the engine restarts they are deferred. Raises EngineBusy if this API server alone fills the engine,
@@ -459,7 +459,7 @@ class EngineClient:
             stream.is_queued = False
             stream.on_outputs()
 
-    def requeue(self, stream: SequenceStream) -> None:
+    def requeue(self, stream: RequestStream) -> None:
         """Schedules another call of a stream's `on_outputs`, after those of the other streams."""
         if stream.is_queued:
             return

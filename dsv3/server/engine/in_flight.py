@@ -25,7 +25,7 @@ class EngineDied(Exception):
     """Engines have died with this request, and it is not retried; the message may be sent to clients."""
 
 
-class SequenceStream(Protocol):
+class RequestStream(Protocol):
     """Receives the outputs of one sequence.
 
     The client appends outputs to `pending`, a bare token id if there is nothing else to report, and then calls
@@ -50,7 +50,7 @@ class InFlightRequest:
 
     __slots__ = ("deaths", "in_engine", "index", "request", "restarts", "resumes", "safe_at", "stream", "tokens")
 
-    def __init__(self, stream: SequenceStream, request: PreparedRequest, index: int):
+    def __init__(self, stream: RequestStream, request: PreparedRequest, index: int):
         self.stream, self.request, self.index = stream, request, index
         self.tokens: array.array[int] = array.array("i")
         self.in_engine = False
@@ -92,7 +92,7 @@ class InFlightRequests:
     def __len__(self) -> int:
         return len(self.by_id)
 
-    def add(self, requests: Sequence[PreparedRequest], streams: Sequence[SequenceStream]) -> list[int]:
+    def add(self, requests: Sequence[PreparedRequest], streams: Sequence[RequestStream]) -> list[int]:
         """Registers the sequences of new requests, with a stream for each; returns their ids."""
         sequences = ((request, i) for request in requests for i in range(request.sampling.n))
         ids = []

@@ -351,7 +351,7 @@ class Generation:
 
 
 class _ChoiceStream:
-    """Where the engine's outputs of one choice arrive; see `dsv3.server.engine.in_flight.SequenceStream`."""
+    """Where the engine's outputs of one choice arrive; see `dsv3.server.engine.in_flight.RequestStream`."""
 
     __slots__ = (
         *("generation", "index", "request_id", "stream", "pending"),

@@ -11,6 +11,8 @@ from typing import Any
 # The largest JSON file that a server reads, DeepSeek-V3's tensor index, has 9 MB.
 MAX_JSON_BYTES = 100_000_000
 MAX_SECRET_BYTES = 4096
+MIN_KEY_BYTES = 32
+HOW_TO_MAKE_A_KEY = "make one with: (umask 077; head -c 48 /dev/urandom | base64 > cluster.key)"
 IS_POINTER = "this file is a git-lfs pointer: run git lfs pull in its directory"
 
 
@@ -63,6 +65,36 @@ def read_secret(path: str | os.PathLike[str], max_bytes: int = MAX_SECRET_BYTES)
     if len(secret) > max_bytes:
         raise ValueError(f"{path}: it has more than {max_bytes} bytes, the limit of a file with keys")
     return secret
+
+
+def read_key(path: str | os.PathLike[str], option: str = "cluster_key_file") -> bytes:
+    """Returns the secret in a file without surrounding whitespace.
+
+    Raises ValueError if the file cannot be read, is readable by others, or is shorter than `MIN_KEY_BYTES`. The text
+    names the `option` that gave the path and a command that makes a key.
+    """
+    try:
+        key = read_secret(path).strip()
+    except OSError as error:
+        raise ValueError(f"{option} {path}: {error.strerror}; {HOW_TO_MAKE_A_KEY}") from None
+    except ValueError as error:
+        raise ValueError(f"{option} {error}") from None
+    if len(key) < MIN_KEY_BYTES:
+        raise ValueError(
+            f"{option} {path}: {len(key)} bytes, at least {MIN_KEY_BYTES} are required; {HOW_TO_MAKE_A_KEY}"
+        )
+    return key
+
+
+def read_api_key(path: str | os.PathLike[str], option: str) -> str:
+    """Returns the API key in a file; raises ValueError, which names `option` and contains no part of the key."""
+    try:
+        key = read_secret(path).decode("ascii").strip()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{option}: {error}") from None
+    if not key or not key.isprintable() or " " in key:
+        raise ValueError(f"{option}: expected one key, of printable ASCII without blanks")
+    return key
 
 
 def is_exposed(mode: int, *, is_own: bool) -> bool:

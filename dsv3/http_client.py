@@ -154,7 +154,15 @@ class Client:
         fresh: bool = False,
     ) -> AsyncIterator[StreamedResponse]:
         """Does the same as `request` for any status. `fresh` opens a new connection, so the request is sent once."""
-        response = await self._exchange(method, path, body, self._headers | dict(headers or {}), fresh)
+        reused: list[object] = []
+        arguments = method, path, body, self._headers | dict(headers or {}), reused
+        try:
+            response = await self._send(fresh, *arguments)
+        except RequestFailed as error:
+            # The server may close an idle connection while a request is sent on it: retry on a new one.
+            if error.kind != "disconnected" or not reused:
+                raise
+            response = await self._send(True, *arguments)
         try:
             yield StreamedResponse(response)
         finally:
@@ -165,19 +173,6 @@ class Client:
         sessions, self._sessions = self._sessions, {}
         for session in sessions.values():
             await session.close()
-
-    async def _exchange(
-        self, method: str, path: str, body: Body, headers: Mapping[str, str], fresh: bool
-    ) -> aiohttp.ClientResponse:
-        reused: list[object] = []
-        if not fresh:
-            try:
-                return await self._send(False, method, path, body, headers, reused)
-            except RequestFailed as error:
-                # The server may close an idle connection while a request is sent on it: retry on a new one.
-                if error.kind != "disconnected" or not reused:
-                    raise
-        return await self._send(True, method, path, body, headers, reused)
 
     async def _send(
         self, fresh: bool, method: str, path: str, body: Body, headers: Mapping[str, str], reused: list[object]

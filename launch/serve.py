@@ -65,7 +65,7 @@ def _follow(cluster: ClusterOptions, config: ServerConfig) -> int:
     """Runs a follower, in a process that is restarted when it dies."""
     _say(f"process {cluster.process_id} of {cluster.num_processes}, follower of {cluster.coordinator}")
     order = Follow(cluster, str(config.model_dir), config.engine)
-    return Supervisor(order, config.restarts if config.max_restarts else None).run()
+    return Supervisor(order, config.restarts if config.options.max_request_restarts else None).run()
 
 
 def _config() -> ServerConfig:

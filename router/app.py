@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dsv3.config.server_options import ServerOptions
-from dsv3.files import read_secret
+from dsv3.files import read_api_key
 from dsv3.http_client import RequestFailed
 from dsv3.server.config import Deadlines
 from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback, tenant_of
@@ -245,15 +245,8 @@ def _response(reply: InstanceReply) -> Response:
 
 def instance_key(options: RouterOptions) -> str | None:
     """Returns the key that the instances ask for; raises ValueError, which says no part of it."""
-    if options.instance_api_key_file is None:
-        return None
-    try:
-        key = read_secret(options.instance_api_key_file).decode("ascii").strip()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"instance_api_key_file: {error}") from None
-    if not key or not key.isprintable() or " " in key:
-        raise ValueError("instance_api_key_file: expected one key, of printable ASCII without blanks")
-    return key
+    path = options.instance_api_key_file
+    return None if path is None else read_api_key(path, "instance_api_key_file")
 
 
 def maker(options: RouterOptions, api_key: str | None) -> Make:

@@ -52,11 +52,6 @@ class ServerConfig:
     notify: Callable[[str], None] = print
 
     @property
-    def max_restarts(self) -> int:
-        """How many times a request is retried after engines died; 0: the server ends with its first engine."""
-        return self.options.max_request_restarts
-
-    @property
     def heartbeat_watchdog_s(self) -> float:
         """Seconds without a frame after which the engine process counts as stopped."""
         if self.cluster is None:

@@ -27,7 +27,6 @@ MAX_CACHED = 1024
 MAX_CACHED_CHARS = 2**25
 # How long a timeout or crash is cached: it may be due to the load of the machine.
 FAILURE_TTL_S = 60.0
-_TASK = "compiles grammars"
 # Bounds the address space, of which threads reserve more than they use.
 _MAX_MEMORY_BYTES = 4 * 2**30
 
@@ -129,7 +128,12 @@ class GrammarPool:
     async def _compile(self, frame: bytearray, rules: RequestRules) -> _CachedResult:
         """Returns the worker's result; a timeout or crash is cached for `FAILURE_TTL_S`."""
         if self._worker is None:
-            self._worker = self._process(rules)
+            vocabulary = str(self._tokenizer), rules.vocab_size, rules.eos_token_ids
+            setup = frames.encode(GrammarSetup(*vocabulary, self._dialect, self._marker_ids))
+            deadline_s = self._deadline_s
+            self._worker = WorkerProcess(
+                "dsv3.server.grammars", "compiles grammars", setup, deadline_s, _raise_if_invalid
+            )
         await self._worker.start()
         try:
             return _CachedResult(_from_process.decode(await self._worker.call(frame)))
@@ -139,15 +143,8 @@ class GrammarPool:
             error = "cannot be compiled: it needs too much memory"
         return _CachedResult(CompiledGrammar(error=error), time.monotonic() + FAILURE_TTL_S)
 
-    def _process(self, rules: RequestRules) -> WorkerProcess:
-        setup = GrammarSetup(
-            str(self._tokenizer), rules.vocab_size, rules.eos_token_ids, self._dialect, self._marker_ids
-        )
-        frame = frames.encode(setup)
-        return WorkerProcess("dsv3.server.grammars", _TASK, frame, self._deadline_s, _require_vocabulary)
 
-
-def _require_vocabulary(body: bytes) -> None:
+def _raise_if_invalid(body: bytes) -> None:
     """Raises VocabularyError if grammars cannot use the vocabulary."""
     if (error := _from_process.decode(body).error) is not None:
         raise VocabularyError(error)

@@ -175,7 +175,10 @@ class _Renderer:
         if isinstance(message, Render):
             return self._handle_render(message)
         try:
-            self._chat = _template(message)
+            if message.markers is None:
+                self._chat = ChatTemplate(message.source, message.special_tokens)
+            else:
+                self._chat = escaping_template(message.source, message.special_tokens, Markers(message.markers))
         except TemplateError as error:
             return frames.encode(Rendered(error=str(error)))
         self._messages = ToolMessages(self._chat)
@@ -204,12 +207,6 @@ class _Renderer:
             continue_final_message=request.continue_final_message,
             kwargs=request.kwargs,
         )
-
-
-def _template(setup: RenderSetup) -> ChatTemplate:
-    if setup.markers is None:
-        return ChatTemplate(setup.source, setup.special_tokens)
-    return escaping_template(setup.source, setup.special_tokens, Markers(setup.markers))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import pytest
 
 from dsv3.config.options import ClusterOptions, split_address
-from dsv3.processes.key_file import read_key
+from dsv3.files import read_key
 from launch.cluster import slurm_membership
 
 SLURM = {

@@ -210,7 +210,8 @@ def main(listener: int, imports: Sequence[str]) -> NoReturn:
     try:
         start = host.api_servers.start()
         host.api_servers.start_heartbeat()
-        engine, info = _build(start, host)
+        module, _, factory = start.factory.partition(":")
+        engine, info = getattr(importlib.import_module(module), factory)(start, host)
         host.api_servers.announce(info)
         serve(engine, host.api_servers)
     except Exception as error:
@@ -240,13 +241,6 @@ def serve(engine: EngineLike, api_servers: ApiServerConnections) -> NoReturn:
             stats_sent_at = time.monotonic() if due else stats_sent_at
         if idle:
             api_servers.wait(_HEARTBEAT_S)
-
-
-def _build(start: messages.Start, host: EngineHost) -> tuple[EngineLike, messages.EngineInfo]:
-    module, _, name = start.factory.partition(":")
-    factory = getattr(importlib.import_module(module), name)
-    engine, info = factory(start, host)
-    return engine, info
 
 
 def numeric_stats(stats: Any) -> messages.Stats:

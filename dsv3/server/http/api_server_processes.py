@@ -5,7 +5,6 @@ process the kernel would also assign connections to a process that hangs, and dr
 """
 
 import asyncio
-import dataclasses
 import itertools
 import logging
 import socket
@@ -204,7 +203,7 @@ def _start_message(config: ServerConfig, api_server: int, created: int) -> messa
         model_dir=str(config.model_dir),
         model_names=config.model_names,
         tenants=config.tenants,
-        options=dataclasses.replace(config.options, max_request_restarts=config.max_restarts),
+        options=config.options,
         engine=config.engine,
         watchdog_s=config.watchdog_s,
         template_deadline_s=config.template_deadline_s,

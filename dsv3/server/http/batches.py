@@ -28,8 +28,9 @@ from dsv3.server.batches.store import (
     TooMany,
     private,
 )
+from dsv3.server.http.auth import tenant_of
 from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body
-from dsv3.server.http.exchange import TENANT, json_response
+from dsv3.server.http.exchange import json_response
 from dsv3.server.protocol.errors import ApiError, invalid, unavailable
 from dsv3.server.serving.request_parsing import invalid_field
 from dsv3.server.serving.service import Service
@@ -226,7 +227,7 @@ class _Content(Response):
 
 
 def _tenant(http: Request) -> str:
-    tenant = http.scope["extensions"].get(TENANT)
+    tenant = tenant_of(http)
     return "" if tenant is None else tenant.name
 
 

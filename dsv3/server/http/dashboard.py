@@ -110,7 +110,8 @@ async def _page(http: Request) -> Response:
 @functools.cache
 def dashboard_page() -> tuple[bytes, bytes, dict[str, str]]:
     """Returns the page, plain and compressed, and its headers, whose policy has the digests of script and style."""
-    html, style, script = (_read(f"dashboard.{kind}") for kind in ("html", "css", "js"))
+    files = resources.files("dsv3.server.http").joinpath("page")
+    html, style, script = (files.joinpath(f"dashboard.{kind}").read_text() for kind in ("html", "css", "js"))
     page = html.replace("/*style*/", style).replace("/*script*/", script).encode()
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; connect-src 'self'; "
@@ -124,10 +125,6 @@ def dashboard_page() -> tuple[bytes, bytes, dict[str, str]]:
         "vary": "accept-encoding",
     }
     return page, gzip.compress(page, 9, mtime=0), headers
-
-
-def _read(name: str) -> str:
-    return resources.files("dsv3.server.http").joinpath("page", name).read_text()
 
 
 def _digest(text: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from dsv3.files import read_secret
+from dsv3.files import read_api_key
 from dsv3.http_client import Address, Client, RequestFailed
 from dsv3.server.config import ServerConfig
 
@@ -80,16 +80,6 @@ def make_registrar(config: ServerConfig, port: int) -> Registrar:
             Address.parse(each)
         except ValueError:
             raise ValueError(f"{name}: {each!r} is not http://HOST:PORT or https://HOST:PORT") from None
-    return Registrar(options.register, url, config.engine.role, _key(options.register_key_file))
-
-
-def _key(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        key = read_secret(path).decode("ascii").strip()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"register_key_file: {error}") from None
-    if not key or not key.isprintable() or " " in key:
-        raise ValueError("register_key_file: expected one key, of printable ASCII without blanks")
-    return key
+    path = options.register_key_file
+    key = None if path is None else read_api_key(path, "register_key_file")
+    return Registrar(options.register, url, config.engine.role, key)

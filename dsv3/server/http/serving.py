@@ -29,7 +29,9 @@ async def serving(service: Service, config: ServerConfig, listener: socket.socke
     """Serves HTTP on `listener` for the time of the `async with`; closes the service at its end."""
     options = config.options
     service.metrics.cache_config = functools.partial(_cache_config, service, config.engine)
-    service.metrics.kernel_fallbacks = functools.partial(_kernel_fallbacks, service)
+    service.metrics.kernel_fallbacks = lambda: (
+        {} if service.engine.info is None else service.engine.info.kernel_fallbacks
+    )
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(service.close)
         limit = max_admitted(options.max_connections, options.api_server_count)
@@ -64,11 +66,6 @@ def _cache_config(service: Service, engine: EngineOptions) -> dict[str, str]:
         "gpu_memory_utilization": str(engine.gpu_memory_utilization),
         "num_gpu_blocks": str(info.num_pages),
     }
-
-
-def _kernel_fallbacks(service: Service) -> dict[str, str]:
-    """Returns the operations whose kernels were replaced; empty before the engine is ready."""
-    return {} if service.engine.info is None else service.engine.info.kernel_fallbacks
 
 
 async def drain(service: Service, abort: asyncio.Event, options: ServerOptions, notify: Callable[[str], None]) -> None:

@@ -315,7 +315,7 @@ def make_client(config: ServerConfig) -> EngineClient:
         max_num_queued_reqs=config.engine.max_num_queued_reqs,
         watchdog_s=config.watchdog_s,
         heartbeat_watchdog_s=config.heartbeat_watchdog_s,
-        max_restarts=config.max_restarts,
+        max_restarts=config.options.max_request_restarts,
     )
 
 
@@ -326,7 +326,7 @@ async def start_engine(config: ServerConfig, service: Service) -> EngineSupervis
     """
     engine = service.engine
     start = Start(config.engine_factory, str(config.model_dir), config.engine, config.cluster, config.factory_options)
-    supervisor = EngineSupervisor(engine, start, config.restarts if config.max_restarts else None)
+    supervisor = EngineSupervisor(engine, start, config.restarts if config.options.max_request_restarts else None)
     supervisor.on_loss = lambda *_: service.metrics.add("engine_restarts", 1)
     engine.on_progress = _ProgressLines(config.notify)
     engine.on_failure = lambda _: supervisor.kill()

@@ -114,7 +114,7 @@ def test_texts_of_the_server_are_escaped(browser, server) -> None:
     name = "<img src=x onerror=alert(1)>"
     with shown(browser, server.url) as page:
         page.get_by_text("Tokens written").wait_for()
-        page.evaluate("name => { take({ ...state.data, model: name }); drawAll(true); }", name)
+        page.evaluate("name => { update({ ...state.data, model: name }); drawAll(true); }", name)
         assert page.locator("h1").inner_text() == name
         assert page.complaints == []
 
@@ -130,12 +130,12 @@ def test_a_step_with_two_launches_ends_at_its_last_wait(browser, server) -> None
 
 def test_expert_moves_are_shown_as_heat_maps(browser, server) -> None:
     """With the data of an instance with expert parallelism; a page that has a version gets numbers only."""
-    told = {"version": 3, "layers": 2, "experts": 4, "devices": 2, "experts_moved": 5, "experts_balancedness": 0.9}
+    experts = {"version": 3, "layers": 2, "experts": 4, "devices": 2, "experts_moved": 5, "experts_balancedness": 0.9}
     rows = {"load": [[400, 0, 0, 0], [0, 200, 200, 0]], "device_load": [[100, 100], [100, 100]]}
     rows |= {"before": [[200, 0], [100, 100]], "after": [[100, 100], [100, 100]]}
     with shown(browser, server.url) as page:
         page.get_by_text("Tokens written").wait_for()
-        page.evaluate("e => drawAll(take({ ...state.data, experts: e }))", told | rows)
+        page.evaluate("e => drawAll(update({ ...state.data, experts: e }))", experts | rows)
         card = page.locator(".card", has_text="Load of experts")
         assert "devices before the last move, busiest 200 %" in card.inner_text()
         assert "experts now, busiest 400 %" in card.inner_text() and "5 replicas moved" in card.inner_text()
@@ -143,7 +143,7 @@ def test_expert_moves_are_shown_as_heat_maps(browser, server) -> None:
         pixels = card.locator("canvas").first.evaluate(colors)
         assert pixels[:4] == [255, 234, 70, 255] and pixels[4:8] == [0, 32, 77, 255]
         assert pixels[8:12] == pixels[12:16]
-        redraws = page.evaluate("e => take({ ...state.data, experts: e })", {"version": 3, "experts_moved": 6})
+        redraws = page.evaluate("e => update({ ...state.data, experts: e })", {"version": 3, "experts_moved": 6})
         assert redraws is False and page.evaluate("state.experts.moved") == 6
         assert page.complaints == []
 
@@ -152,7 +152,7 @@ def test_the_page_shows_that_the_server_has_gone(browser, server) -> None:
     with shown(browser, server.url) as page:
         page.get_by_text("Tokens written").wait_for()
         page.context.set_offline(True)
-        page.get_by_text("this is what was").wait_for()
+        page.get_by_text("the data are old").wait_for()
         assert "old" in page.locator("#board").get_attribute("class")
         page.context.set_offline(False)
         page.locator("#notice").wait_for(state="hidden")

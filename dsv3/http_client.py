@@ -169,7 +169,6 @@ class Client:
             response.close()  # the connection, unless the response is complete
 
     async def close(self) -> None:
-        """Closes the idle connections."""
         sessions, self._sessions = self._sessions, {}
         for session in sessions.values():
             await session.close()
@@ -217,7 +216,6 @@ async def _each(parts: Sequence[bytes | memoryview]) -> AsyncIterator[bytes | me
 
 @contextlib.contextmanager
 def _request_errors(when: str) -> Iterator[None]:
-    """Turns aiohttp's exceptions into RequestFailed."""
     try:
         yield
     except aiohttp.ClientConnectorError as error:

@@ -6,7 +6,6 @@ Both ends decode into declared types; nothing is unpickled.
 import asyncio
 import socket
 from collections.abc import Callable, Iterator
-from typing import BinaryIO
 
 import msgspec
 
@@ -34,15 +33,6 @@ def encode(message: msgspec.Struct) -> bytearray:
     return frame
 
 
-def read_frame(stream: BinaryIO) -> bytes | None:
-    """Returns the next frame's body from a blocking stream, or None at its end."""
-    head = stream.read(HEAD_BYTES)
-    if len(head) < HEAD_BYTES:
-        return None
-    body = stream.read(body_length(head))
-    return body if len(body) == int.from_bytes(head, "little") else None
-
-
 def receive_frame(connection: socket.socket) -> bytes | None:
     """Returns the next frame's body from a blocking socket, or None at its end; reads nothing beyond the frame."""
     head = connection.recv(HEAD_BYTES, socket.MSG_WAITALL)
@@ -51,11 +41,6 @@ def receive_frame(connection: socket.socket) -> bytes | None:
     length = body_length(head)
     body = connection.recv(length, socket.MSG_WAITALL)
     return body if len(body) == length else None
-
-
-def stream_of(connection: socket.socket) -> BinaryIO:
-    """Returns a buffered blocking stream that reads from `connection`."""
-    return connection.makefile("rb", buffering=2**16)  # type: ignore[return-value]
 
 
 def head(length: int) -> bytes:

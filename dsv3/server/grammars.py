@@ -111,7 +111,6 @@ class GrammarPool:
         return cached.result.grammar
 
     async def close(self) -> None:
-        """Ends the worker."""
         await self._workers.close()
         if self._worker is not None:
             await self._worker.stop()
@@ -158,7 +157,6 @@ class _GrammarCompiler:
         self._vocabulary: GrammarVocabulary | None = None
 
     def handle(self, body: bytes) -> bytearray:
-        """Returns the frame of the response."""
         try:
             return frames.encode(CompiledGrammar(self._compile(_to_process.decode(body))))
         except (ValueError, OSError) as problem:  # including GrammarError and VocabularyError

@@ -75,7 +75,6 @@ class Reservation:
         self.nbytes = size
 
     def release(self) -> None:
-        """Releases all bytes."""
         self._free[self.nbytes > SMALL_BYTES] += self.nbytes
         self.nbytes = 0
 

@@ -109,7 +109,6 @@ class TemplatePool:
         return rendered.prompt
 
     async def close(self) -> None:
-        """Ends the workers."""
         await asyncio.gather(self._small.close(), self._large.close())
         await asyncio.gather(*(process.stop() for process in self._processes))
 
@@ -170,7 +169,6 @@ class _Renderer:
         self._messages: ToolMessages | None = None
 
     def handle(self, body: bytes) -> bytearray:
-        """Returns the frame of the response."""
         message = _to_process.decode(body)
         if isinstance(message, Render):
             return self._handle_render(message)

@@ -52,7 +52,6 @@ class Tenants:
 
     @property
     def has_several(self) -> bool:
-        """Whether more than one has a key."""
         return sum(bool(tenant.digest) for tenant in self.all) > 1
 
     def index_of(self, tenant: Tenant) -> int:

@@ -71,7 +71,6 @@ class WorkerProcess:
         raise PoisonRequest(f"two processes that {self._task} have died of it")
 
     async def stop(self) -> None:
-        """Ends the process."""
         if self._child is not None:
             await self._end(self._child)
 
@@ -130,8 +129,7 @@ def serve_requests(handle: Callable[[bytes], bytearray], max_memory_bytes: int) 
     with contextlib.suppress(OSError, ValueError):  # macOS has reserved more addresses already and rejects the limit
         resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
     link, deadline_s = link_to_parent(), 0.0  # no limit for the setup
-    stream = frames.stream_of(link)
-    while (body := frames.read_frame(stream)) is not None:
+    while (body := frames.receive_frame(link)) is not None:
         signal.setitimer(signal.ITIMER_PROF, deadline_s)
         response = handle(body)
         signal.setitimer(signal.ITIMER_PROF, 0)

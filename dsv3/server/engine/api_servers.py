@@ -125,7 +125,6 @@ class ApiServerConnections:
 
     @property
     def has_messages(self) -> bool:
-        """Whether messages have been received."""
         return bool(self._received)
 
     def wait(self, timeout_s: float) -> None:
@@ -141,7 +140,6 @@ class ApiServerConnections:
             api_server.send(info)
 
     def broadcast(self, message: messages.FromEngine) -> None:
-        """Sends a message to every API server."""
         for api_server in list(self._api_servers.values()):
             api_server.send(message)
 
@@ -170,7 +168,6 @@ class ApiServerConnections:
                 api_server.send(messages.Outputs.from_outputs(part or StepOutputs(), stats))
 
     def remove(self, api_server: ApiServerConnection) -> None:
-        """Removes an API server that has disconnected."""
         self._release_lock(api_server)
         with self._lock:
             self._api_servers = {
@@ -210,7 +207,6 @@ class ApiServerConnections:
                 self._starts.put(message)
 
     def on_disconnect(self, api_server: ApiServerConnection) -> None:
-        """Handles the end of an API server's connection."""
         if api_server.sender == FIRST_SENDER:
             self._on_server_0_lost()
         else:
@@ -285,7 +281,6 @@ def _split_rows(rows: Tokens) -> Iterator[tuple[int, Tokens]]:
 
 
 def _reorder_tokens(order: np.ndarray, rows: Tokens) -> np.ndarray:
-    """Returns the tokens of the rows in the new order of the rows."""
     if len(rows.tokens) == len(rows):
         return rows.tokens[order]
     pieces = np.split(rows.tokens, np.cumsum(rows.counts)[:-1])

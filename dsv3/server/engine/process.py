@@ -60,7 +60,6 @@ class RequestReceiver:
 
     @property
     def has_work(self) -> bool:
-        """Whether `receive` has messages to process."""
         return self._adding is not None or self._api_servers.has_messages
 
     def receive(self) -> bool:
@@ -136,7 +135,6 @@ class RequestReceiver:
 
 
 def inspect(engine: EngineLike, message: messages.Inspect) -> messages.SnapshotReply | messages.ProfileReply:
-    """Returns the reply to an `Inspect`."""
     if message.what == "snapshot":
         return messages.SnapshotReply(engine.snapshot())
     if message.what == "start_profile":
@@ -163,7 +161,6 @@ class EngineHost:
         self.api_servers = ApiServerConnections(link, listener, self._stop, self._on_server_0_lost)
 
     def progress(self, text: str, done: int = 0, total: int = 0) -> None:
-        """Reports the progress of the engine's start."""
         self.api_servers.send_to_server_0(messages.StartProgress(text, done, total))
 
     def drain(self, reason: str) -> None:

@@ -78,7 +78,6 @@ class EngineSupervisor:
         engine.on_ready = self._on_ready
 
     async def connect(self) -> None:
-        """Connects API server 0 to the engine."""
         start = msgspec.structs.replace(self._start, generation=Incarnation(self.number, self._name))
         await self._engine.connect(self._process.link, start)
 
@@ -104,7 +103,6 @@ class EngineSupervisor:
             self._starting = asyncio.create_task(self._restart(reason, self._deaths.policy))
 
     def kill(self) -> None:
-        """Kills the process."""
         self._process.kill()
 
     async def close(self) -> None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from dsv3.server.batches.runner import running_batches
 from dsv3.server.config import ServerConfig
-from dsv3.server.engine.supervisor import EngineSupervisor
 from dsv3.server.http.api_server_processes import ApiServerProcesses
 from dsv3.server.http.http_server import HttpServer
 from dsv3.server.http.serving import drain, serving, wait_for_any
@@ -104,8 +103,16 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
             api_servers = ApiServerProcesses(config, service.created, listener, numbers, supervisor, engine.fail)
             signals.on_reload = lambda: _reload(config, service, server, api_servers)
             engine.on_dropped = api_servers.drop
-            supervisor.on_loss = lambda number, reason: _on_engine_loss(number, reason, service, api_servers)
-            engine.on_failure = lambda reason: _on_engine_failure(reason, supervisor, api_servers)
+
+            def on_engine_loss(number: int, reason: str) -> None:
+                service.metrics.add("engine_restarts", 1)
+                api_servers.send_engine_lost(number, reason)
+
+            def on_engine_failure(reason: str) -> None:
+                api_servers.send_engine_failed(reason)
+                supervisor.kill()
+
+            supervisor.on_loss, engine.on_failure = on_engine_loss, on_engine_failure
             try:
                 return await _serve(config, service, signals, api_servers, registrar, on_ready)
             finally:
@@ -154,7 +161,6 @@ async def _serve(
 async def _drain(
     config: ServerConfig, service: Service, signals: "_ServerSignals", api_servers: ApiServerProcesses
 ) -> None:
-    """Drains all API servers at the same time."""
     options = config.options
     api_servers.drain()
     forwarding = asyncio.create_task(_forward_second_signal(signals, api_servers))
@@ -168,16 +174,6 @@ async def _drain(
 async def _forward_second_signal(signals: "_ServerSignals", api_servers: ApiServerProcesses) -> None:
     await signals.second.wait()
     api_servers.abort()
-
-
-def _on_engine_loss(number: int, reason: str, service: Service, api_servers: ApiServerProcesses) -> None:
-    service.metrics.add("engine_restarts", 1)
-    api_servers.send_engine_lost(number, reason)
-
-
-def _on_engine_failure(reason: str, supervisor: EngineSupervisor, api_servers: ApiServerProcesses) -> None:
-    api_servers.send_engine_failed(reason)
-    supervisor.kill()
 
 
 def _reload(config: ServerConfig, service: Service, server: HttpServer, api_servers: ApiServerProcesses) -> None:

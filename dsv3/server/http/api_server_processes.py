@@ -51,12 +51,10 @@ class ApiServerProcesses:
         engine.on_start = lambda number, address: self._broadcast(messages.EngineStarted(number, address))
 
     async def ready(self) -> None:
-        """Waits until every API server accepts HTTP requests."""
         for api_server in self._api_servers:
             await api_server.is_ready.wait()
 
     def drain(self) -> None:
-        """Drains and ends every API server."""
         self._end(messages.DrainApiServer())
 
     def abort(self) -> None:
@@ -160,7 +158,6 @@ class _ApiServerProcess:
             self._transport.close()
 
     def kill(self) -> None:
-        """Kills the process."""
         if self._process is not None:
             self._process.kill()
 
@@ -190,7 +187,6 @@ class _ApiServerProcess:
                 self._engine.engine_lost(number, reason)
 
     def send(self, message: messages.ToApiServer) -> None:
-        """Sends a message to the process, if it runs."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frames.encode(message))
 

@@ -119,7 +119,6 @@ class _Routes:
         return self._maybe_store
 
     async def upload(self, http: Request) -> Response:
-        """Handles `POST /v1/files`."""
         store, tenant = self._store, _tenant(http)
         if self._num_uploads >= MAX_UPLOADS:
             raise unavailable(f"{MAX_UPLOADS} uploads are in progress; try again", "too_many_uploads")
@@ -144,7 +143,6 @@ class _Routes:
         return json_response(file)
 
     async def list_files(self, http: Request) -> Response:
-        """Handles `GET /v1/files`."""
         files = await asyncio.to_thread(self._store.files, _tenant(http))
         if (purpose := http.query_params.get("purpose")) is not None:
             files = [file for file in files if file.purpose == purpose]
@@ -156,21 +154,17 @@ class _Routes:
         return _page(files, http, "files")
 
     async def show_file(self, http: Request) -> Response:
-        """Handles `GET /v1/files/ID`."""
         return json_response(await asyncio.to_thread(self._store.file, _tenant(http), http.path_params["id"]))
 
     async def delete_file(self, http: Request) -> Response:
-        """Handles `DELETE /v1/files/ID`."""
         await asyncio.to_thread(self._store.delete_file, _tenant(http), http.path_params["id"])
         return json_response({"id": http.path_params["id"], "object": "file", "deleted": True})
 
     async def content(self, http: Request) -> Response:
-        """Handles `GET /v1/files/ID/content`."""
         path = await asyncio.to_thread(self._store.content, _tenant(http), http.path_params["id"])
         return _Content(path)
 
     async def create(self, http: Request) -> Response:
-        """Handles `POST /v1/batches`."""
         store, tenant = self._store, _tenant(http)
         with self._service.budget.reserve() as reservation:
             body = await read_json_body(http, functools.partial(self._service.grow, reservation))
@@ -193,15 +187,12 @@ class _Routes:
         return json_response(await asyncio.to_thread(store.create_batch, tenant, make))
 
     async def list_batches(self, http: Request) -> Response:
-        """Handles `GET /v1/batches`."""
         return _page(await asyncio.to_thread(self._store.batches, _tenant(http)), http, "batches")
 
     async def show_batch(self, http: Request) -> Response:
-        """Handles `GET /v1/batches/ID`."""
         return json_response(await asyncio.to_thread(self._store.batch, _tenant(http), http.path_params["id"]))
 
     async def cancel(self, http: Request) -> Response:
-        """Handles `POST /v1/batches/ID/cancel`."""
         return json_response(await asyncio.to_thread(self._store.cancel, _tenant(http), http.path_params["id"]))
 
 

@@ -32,7 +32,6 @@ _MAX_DIGITS = 32
 
 
 def dashboard_routes(service: Service, profile_dir: str | None) -> list[Route]:
-    """Returns the routes of the dashboard and of profiles."""
 
     async def data(http: Request) -> Response:
         require_operator(service, http)

@@ -58,7 +58,6 @@ def error_response(error: ApiError, path: str = "") -> Response:
 
 
 def json_response(value: object, status: int = 200) -> Response:
-    """Returns a response with `value` as JSON."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
@@ -91,7 +90,6 @@ class ResponseWriter:
         self._on_pause, self._on_resume = on_pause, on_resume
 
     def end_stream(self) -> None:
-        """Removes the callbacks of `start_stream`."""
         self._on_pause = self._on_resume = None
 
     def write(self, data: bytes) -> None:
@@ -164,7 +162,6 @@ class ResponseWriter:
         self._is_ready.set()
 
     def cancel_deadline(self) -> None:
-        """Cancels the write deadline."""
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -324,7 +321,6 @@ def _request_id(head: Head) -> str:
 
 
 def make_scope(head: Head, scheme: str, extensions: dict[str, Any]) -> dict[str, Any]:
-    """Returns the ASGI scope of a request."""
     raw_path, _, query = head.target.partition(b"?")
     return {
         "type": "http",

@@ -73,7 +73,6 @@ class ConnectionLimit:
         self._unauthenticated[client] = 0
 
     def close(self, client: "Connection") -> None:
-        """Removes a closed connection."""
         self._admitted.discard(client)
         self._num_head_bytes -= self._unauthenticated.pop(client, 0)
 
@@ -396,12 +395,10 @@ class HttpServer:
         self._retry: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Starts to accept connections."""
         self._listener.setblocking(False)
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def reload(self) -> None:
-        """Reloads the certificate."""
         if self._certificate is not None:
             self._certificate.reload()
 
@@ -466,7 +463,6 @@ class HttpServer:
             self.on_connection_lost(connection)
 
     def on_connection_lost(self, connection: Connection) -> None:
-        """Removes a closed connection."""
         self._connections.discard(connection)
         self.limit.close(connection)
         if not self._connections:

@@ -312,7 +312,6 @@ def _not_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe(method: str, path: str, methods: list[str], by_type: dict[Any, Any]) -> dict[str, Any]:
-    """Returns the description of an operation."""
     operation = OPERATIONS[method, path]
     schema = {} if operation.response is None else {"schema": by_type[operation.response]}
     content = {kind: schema if kind == _JSON else {} for kind in operation.media}

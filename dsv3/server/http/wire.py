@@ -55,7 +55,6 @@ class Head:
         return self.version == "1.1" and any(value.lower() == b"100-continue" for value in self.values(b"expect"))
 
     def values(self, name: bytes) -> list[bytes]:
-        """Returns the values of all headers with that name."""
         return [value for given, value in self.headers if given == name]
 
 
@@ -163,11 +162,9 @@ class ChunkedBody:
             raise BadRequest("another request follows in the same slice")
 
     def on_body(self, content: bytes) -> None:
-        """Appends content."""
         self._content += content
 
     def on_message_complete(self) -> None:
-        """Marks the end."""
         self.is_complete = True
 
 

@@ -78,10 +78,11 @@ class Ends:
     def _add(self, connection):
         connection.settimeout(30)
         self.connections.append(connection)
-        self.streams.append(frames.stream_of(connection))
+        self.streams.append(connection.makefile("rb"))
 
     def receive(self, api_server):
-        return messages.from_engine.decode(frames.read_frame(self.streams[api_server]))
+        stream = self.streams[api_server]
+        return messages.from_engine.decode(stream.read(frames.body_length(stream.read(frames.HEAD_BYTES))))
 
     def send(self, api_server, message):
         self.connections[api_server].sendall(frames.encode(message))

@@ -94,7 +94,7 @@ class EngineClient:
         self.settled = asyncio.Event()
         self.drain_requested = asyncio.Event()
         self._max_num_queued_reqs = max_num_queued_reqs
-        self._watchdog_s, self._pulse_watchdog_s = watchdog_s, min(watchdog_s, heartbeat_watchdog_s)
+        self._watchdog_s, self._heartbeat_watchdog_s = watchdog_s, min(watchdog_s, heartbeat_watchdog_s)
         self._starting_watchdog_s = min(watchdog_s, HEARTBEAT_WATCHDOG_S)
         self._next_id = 0
         self._in_flight = InFlightRequests(max_restarts)
@@ -271,7 +271,7 @@ class EngineClient:
         It compares the silence as of the previous check, since all frames that had arrived by then have been read.
         Time in which this process or its event loop was blocked counts as at most two intervals.
         """
-        interval = min(1.0, self._pulse_watchdog_s / 10)
+        interval = min(1.0, self._heartbeat_watchdog_s / 10)
         while True:
             before = time.monotonic()
             await asyncio.sleep(interval)
@@ -287,7 +287,7 @@ class EngineClient:
         """Whether no frame has come for too long; a restarted process may take longer."""
         if self.state == "restarting":
             return self._frame_silence_s > (self._starting_watchdog_s if self._has_received else FIRST_FRAME_S)
-        return self.state == "ready" and self._frame_silence_s > self._pulse_watchdog_s
+        return self.state == "ready" and self._frame_silence_s > self._heartbeat_watchdog_s
 
     @property
     def _allowed_silence_s(self) -> float:
@@ -345,10 +345,10 @@ class EngineClient:
         self.on_ready()
 
     async def _resend_all(self) -> None:
-        """Resends all kept sequences, in slices, then requests the lock for the quarantined ones.
+        """Resends the kept sequences and sends deferred requests, in slices; then requests the lock for quarantine.
 
-        Deferred new requests follow, each with all its sequences in one piece: if two API servers sent theirs in parts,
-        the queue could be full before either is complete.
+        A deferred request is sent with all its sequences together: if two API servers sent theirs in parts, the queue
+        could be full before either is complete.
         """
         assert self.info is not None
         nbytes = 0

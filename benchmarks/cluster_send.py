@@ -31,8 +31,8 @@ from dsv3.engine.device.state import NUM_FIELDS
 from dsv3.engine.job import StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.prefill import PrefillCommand
+from dsv3.files import read_key
 from dsv3.processes.certificates import credentials_of
-from dsv3.processes.key_file import read_key
 
 
 def follow(cluster: ClusterOptions) -> None:

@@ -11,7 +11,7 @@ from absl import flags as absl_flags
 
 from dsv3.processes import frames
 from dsv3.scheduler.request import StepOutputs, Tokens, first_id
-from dsv3.server.engine.api_servers import split
+from dsv3.server.engine.api_servers import split_by_sender
 from dsv3.server.engine.messages import Outputs
 from launch import flags
 
@@ -31,7 +31,7 @@ def main() -> None:
 def _send(outputs: StepOutputs, fronts: int) -> float:
     """Encodes a step's frames as `Fronts.deliver` does; returns the thread's seconds."""
     started = time.thread_time()
-    for part in split(outputs).values() if fronts > 1 else [outputs]:
+    for part in split_by_sender(outputs).values() if fronts > 1 else [outputs]:
         frames.encode(Outputs.from_outputs(part, None))
     return time.thread_time() - started
 

@@ -58,10 +58,10 @@ class _Events:
         self._idle.set()
         self._on_pause = self._on_resume = lambda: None
 
-    def claim(self, http_version, on_pause, on_resume) -> None:
+    def start_stream(self, http_version, on_pause, on_resume) -> None:
         self._on_pause, self._on_resume = on_pause, on_resume
 
-    def free(self) -> None:
+    def end_stream(self) -> None:
         self._on_pause = self._on_resume = lambda: None
 
     def write(self, data: bytes) -> None:
@@ -115,7 +115,7 @@ def _adapted(app, limit: ConnectionLimit):
             await send(message)
 
         place = _Place()
-        limit.open(place)
+        limit.add(place)
         extensions = {WRITER: events, ADMIT: lambda: limit.admit(place), REQUEST_ID: request_id}
         try:
             await app({**scope, "headers": list(scope["headers"]), "extensions": extensions}, receive, sent)
@@ -227,7 +227,7 @@ class _Toy:
         writer, is_held = scope["extensions"][WRITER], asyncio.Event()
         headers = [(b"content-type", b"text/event-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        writer.claim(scope["http_version"], is_held.set, is_held.clear)
+        writer.start_stream(scope["http_version"], is_held.set, is_held.clear)
         watching = asyncio.ensure_future(_until_gone(receive))
         while not watching.done():
             if not is_held.is_set() and state["sent"] < 64 * _MIB:
@@ -237,7 +237,7 @@ class _Toy:
                 state["held"] = time.monotonic()
             await asyncio.sleep(0.05 if pace or is_held.is_set() else 0)
         state["gone"] = time.monotonic()
-        writer.free()
+        writer.end_stream()
 
 
 async def _until_gone(receive) -> None:

@@ -42,11 +42,11 @@ class Fleet:
         """Sends a request through one of the fronts."""
         in_flight = self.api_servers[request_id % len(self.api_servers)]
         in_flight.add([prepared(request_id)], [object()])  # type: ignore[list-item]  # a sink that nothing comes to
-        in_flight.by_id[request_id].is_there = True
+        in_flight.by_id[request_id].in_engine = True
 
     def step(self, num_tokens: int) -> None:
         """Gives every sequence that is there a token, or has the engine die before anybody gets one."""
-        there = {i: live for in_flight in self.api_servers for i, live in in_flight.by_id.items() if live.is_there}
+        there = {i: live for in_flight in self.api_servers for i, live in in_flight.by_id.items() if live.in_engine}
         if any(self.fatal.get(i, num_tokens) <= len(live.tokens) for i, live in there.items()):
             self.deaths += 1
             self._die()
@@ -56,7 +56,7 @@ class Fleet:
             if len(live.tokens) >= num_tokens:
                 next(in_flight for in_flight in self.api_servers if i in in_flight.by_id).pop(i)
         for in_flight in self.api_servers:
-            if in_flight.quarantine_is_over:
+            if in_flight.quarantine_passed:
                 self._try_next(in_flight)
 
     def _die(self) -> None:
@@ -69,19 +69,19 @@ class Fleet:
         for in_flight in self.api_servers:
             for live, error in in_flight.on_engine_death():
                 self.ended[live.request.request_id] = str(error)
-            for _, live in in_flight.take_waiting():
-                live.is_there = True
+            for _, live in in_flight.pop_waiting():
+                live.in_engine = True
 
     def _try_next(self, in_flight: InFlightRequests) -> None:
         if (found := in_flight.next_quarantined()) is not None:
-            found[1].is_there = True
+            found[1].in_engine = True
             return
         self._turns.remove(in_flight)
         if self._turns:
             self._try_next(self._turns[0])
 
     @property
-    def num_live(self) -> int:
+    def num_in_flight(self) -> int:
         """Requests that have not ended."""
         return sum(map(len, self.api_servers))
 
@@ -97,7 +97,7 @@ class FleetWithoutTurns(Fleet):
 
     def _try_next(self, in_flight: InFlightRequests) -> None:
         if (found := in_flight.next_quarantined()) is not None:
-            found[1].is_there = True
+            found[1].in_engine = True
 
 
 class FleetWithoutTrial(Fleet):
@@ -129,10 +129,10 @@ def play(scheme: type[Fleet], api_servers: int, num_fatal: int, seed: int) -> tu
         while added < COUNT and arrivals[added] <= now:
             fleet.add(added)
             added += 1
-        if added == COUNT and not fleet.num_live:
+        if added == COUNT and not fleet.num_in_flight:
             break
         fleet.step(TOKENS)
-    assert not fleet.num_live and set(fatal) <= set(fleet.ended)
+    assert not fleet.num_in_flight and set(fatal) <= set(fleet.ended)
     return len(fleet.ended) - num_fatal, fleet.deaths
 
 

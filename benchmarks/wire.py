@@ -24,7 +24,7 @@ def _our_heads() -> None:
 def _our_chunks() -> None:
     body, buffer = ChunkedBody(), bytearray(_CHUNKS)
     while buffer:
-        body.take(buffer)
+        body.consume(buffer)
 
 
 def _h11_heads() -> None:

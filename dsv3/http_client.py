@@ -1,6 +1,6 @@
-"""Speaks HTTP/1.1 as a client of other servers: aiohttp, with bounds, kinds of errors and nothing that it does unasked.
+"""HTTP/1.1 client over aiohttp with bounded reads and typed errors.
 
-No redirection is followed, no cookie kept, no proxy of the environment used, nothing decompressed.
+Follows no redirects, keeps no cookies, uses no proxy of the environment and decompresses nothing.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 import aiohttp
 import yarl
 
-_JOINED_BYTES = 1 << 16  # requests up to this size are one write: one packet, one wake-up of the server
+_JOINED_BYTES = 1 << 16  # a request up to this size is one write, hence one wake-up of the server
 MAX_ERROR_BODY_BYTES = 1 << 16
 
 _HOST = re.compile(r"[0-9a-z._-]+|[0-9a-f:.]+(%[0-9a-z._-]+)?")
@@ -22,11 +22,11 @@ _PATH = re.compile(r"[!-~]*")
 
 
 Body = bytes | Sequence[bytes | memoryview]
-"""A request's body, or its parts; large ones are not copied."""
+"""A request's body, or its parts, which are not copied if they are large."""
 
 
 class RequestFailed(Exception):
-    """A request got no usable answer. `kind` is the short name under which the report counts it."""
+    """A request got no usable response. `kind` is a short name, for reports that count failures."""
 
     def __init__(self, kind: str, detail: str):
         super().__init__(f"{kind}: {detail}")
@@ -45,9 +45,9 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> "Address":
-        """Returns the address in `http[s]://host[:port][/prefix][/v1]`, an international name in its ASCII form.
+        """Returns the address in `http[s]://host[:port][/prefix][/v1]`; an international host name becomes ASCII.
 
-        Raises ValueError for anything else, and for a name that no resolver or no request line takes.
+        Raises ValueError for any other text.
         """
         try:
             parts = urllib.parse.urlsplit(url)
@@ -61,17 +61,17 @@ class Address:
 
 
 class ServerSentEvents:
-    """Cuts a body into the data of its events (WHATWG HTML 9.2.6); comments and other fields are skipped."""
+    """Splits a body into the data of server-sent events (WHATWG HTML 9.2.6); skips comments and other fields."""
 
     def __init__(self, limit: int):
         self._limit = limit
         self._buffer = bytearray()
-        self._is_cut = False  # behind a carriage return, which may be half the end of a line
+        self._is_cut = False  # after a carriage return, which may be half of a line's end
 
     def push(self, data: bytes) -> Iterator[bytes]:
-        """Yields the data of each event that is complete; raises RequestFailed for one of more than `limit` bytes.
+        """Yields the data of each complete event; raises RequestFailed for an event of more than `limit` bytes.
 
-        Each byte is searched once, however many pieces an event comes in.
+        Searches each byte once, however many pieces an event comes in.
         """
         data = b"\r" + data if self._is_cut else data
         self._is_cut = data.endswith(b"\r")
@@ -89,24 +89,24 @@ class ServerSentEvents:
 
 
 class StreamedResponse:
-    """An answer that is being read: its status, its headers (names in any case) and its body."""
+    """A response whose body is being read; `headers` ignore the case of names."""
 
-    def __init__(self, found: aiohttp.ClientResponse):
-        self._content = found.content
-        self.status = found.status
-        self.headers: Mapping[str, str] = found.headers
+    def __init__(self, response: aiohttp.ClientResponse):
+        self._content = response.content
+        self.status = response.status
+        self.headers: Mapping[str, str] = response.headers
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yields the body as it arrives. Raises RequestFailed "disconnected" when the server closes inside it."""
+        """Yields the body as it arrives; raises RequestFailed "disconnected" if the server closes inside it."""
         while True:
-            with _failures("inside an answer"):
+            with _request_errors("inside a response"):
                 piece = await self._content.readany()
             if not piece:
                 return
             yield piece
 
     async def read(self, limit: int) -> bytes:
-        """Returns the body, cut off after `limit` bytes."""
+        """Returns the first `limit` bytes of the body."""
         body = bytearray()
         async for piece in self.pieces():
             body += piece
@@ -116,9 +116,9 @@ class StreamedResponse:
 
 
 class Client:
-    """Sends requests to one server, over connections that it keeps where the last answer has come to its end.
+    """Sends requests to one server and keeps its connections alive.
 
-    `tls` says whom to trust at https://, in place of the system's authorities.
+    `tls` replaces the system's certificate authorities for https://.
     """
 
     def __init__(self, address: Address, api_key: str | None = None, tls: ssl.SSLContext | None = None):
@@ -128,19 +128,19 @@ class Client:
         self._headers = {"Host": f"{host}:{address.port}", "User-Agent": "dsv3", "Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._sessions: dict[bool, aiohttp.ClientSession] = {}  # by whether each request has a new connection
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}  # by whether each request opens a new connection
 
     @contextlib.asynccontextmanager
     async def request(self, method: str, path: str, body: Body = b"") -> AsyncIterator[StreamedResponse]:
-        """Sends one request and yields its response, whose body is to be read inside the `async with`.
+        """Sends one request and yields its response, whose body must be read inside the `async with`.
 
-        Raises RequestFailed: "connect" where no connection can be made, "http STATUS" with the server's words for any
-        status but 200, "disconnected" where the connection ends too early, "protocol" where the answer is not HTTP.
+        Raises RequestFailed: "connect" if no connection can be opened, "http STATUS" with the body for any status but
+        200, "disconnected" if the connection ends too early, "protocol" if the response is not HTTP.
         """
         async with self.exchange(method, path, body) as response:
             if response.status != 200:
-                words = await response.read(MAX_ERROR_BODY_BYTES)
-                raise RequestFailed(f"http {response.status}", words.decode("utf-8", "replace").strip())
+                content = await response.read(MAX_ERROR_BODY_BYTES)
+                raise RequestFailed(f"http {response.status}", content.decode("utf-8", "replace").strip())
             yield response
 
     @contextlib.asynccontextmanager
@@ -153,65 +153,59 @@ class Client:
         *,
         fresh: bool = False,
     ) -> AsyncIterator[StreamedResponse]:
-        """Does what `request` does, for any status. `fresh` sends over a new connection, hence once at most."""
-        found = await self._exchange(method, path, body, self._headers | dict(headers or {}), fresh)
+        """Does the same as `request` for any status. `fresh` opens a new connection, so the request is sent once."""
+        reused: list[object] = []
+        arguments = method, path, body, self._headers | dict(headers or {}), reused
         try:
-            yield StreamedResponse(found)
+            response = await self._send(fresh, *arguments)
+        except RequestFailed as error:
+            # The server may close an idle connection while a request is sent on it: retry on a new one.
+            if error.kind != "disconnected" or not reused:
+                raise
+            response = await self._send(True, *arguments)
+        try:
+            yield StreamedResponse(response)
         finally:
-            found.close()  # the connection, unless the answer has come to its end
+            response.close()  # the connection, unless the response is complete
 
     async def close(self) -> None:
-        """Closes the idle connections."""
         sessions, self._sessions = self._sessions, {}
         for session in sessions.values():
             await session.close()
 
-    async def _exchange(
-        self, method: str, path: str, body: Body, headers: Mapping[str, str], fresh: bool
-    ) -> aiohttp.ClientResponse:
-        kept: list[object] = []
-        if not fresh:
-            try:
-                return await self._send(False, method, path, body, headers, kept)
-            except RequestFailed as error:
-                # The server may close an idle connection while the next request is on its way: that is no failure.
-                if error.kind != "disconnected" or not kept:
-                    raise
-        return await self._send(True, method, path, body, headers, kept)
-
     async def _send(
-        self, fresh: bool, method: str, path: str, body: Body, headers: Mapping[str, str], kept: list[object]
+        self, fresh: bool, method: str, path: str, body: Body, headers: Mapping[str, str], reused: list[object]
     ) -> aiohttp.ClientResponse:
-        """Sends a request and returns the head of its answer; adds to `kept` where an idle connection is used."""
+        """Sends a request and returns the response's head; appends to `reused` if it reuses an idle connection."""
         parts = [body] if isinstance(body, bytes) else body
         size = sum(map(len, parts))
-        with _failures("before it answered"):
+        with _request_errors("before it answered"):
             return await self._session(fresh).request(
                 method,
                 yarl.URL(self._base + path, encoded=True),
                 data=b"".join(parts) if size <= _JOINED_BYTES else _each(parts),
                 headers={**headers, "Content-Length": str(size)},
                 allow_redirects=False,
-                trace_request_ctx=kept,
+                trace_request_ctx=reused,
             )
 
     def _session(self, fresh: bool) -> aiohttp.ClientSession:
-        """Returns the session of such requests, which keeps connections unless each is to be new."""
+        """Returns the session whose requests each open a new connection, or the one that keeps connections alive."""
         if fresh not in self._sessions:
-            noting = aiohttp.TraceConfig()
-            noting.on_connection_reuseconn.append(_note_kept)
+            trace = aiohttp.TraceConfig()
+            trace.on_connection_reuseconn.append(_on_reuse)
             self._sessions[fresh] = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, ssl=self._tls, force_close=fresh),
                 cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),  # callers bound what they wait for
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),  # callers set timeouts
                 skip_auto_headers=("Accept-Encoding",),
                 auto_decompress=False,
-                trace_configs=[noting],
+                trace_configs=[trace],
             )
         return self._sessions[fresh]
 
 
-async def _note_kept(session: object, context: types.SimpleNamespace, params: object) -> None:
+async def _on_reuse(session: object, context: types.SimpleNamespace, params: object) -> None:
     context.trace_request_ctx.append(params)
 
 
@@ -221,8 +215,7 @@ async def _each(parts: Sequence[bytes | memoryview]) -> AsyncIterator[bytes | me
 
 
 @contextlib.contextmanager
-def _failures(when: str) -> Iterator[None]:
-    """Turns what aiohttp raises into RequestFailed."""
+def _request_errors(when: str) -> Iterator[None]:
     try:
         yield
     except aiohttp.ClientConnectorError as error:

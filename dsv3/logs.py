@@ -1,18 +1,18 @@
-"""What the processes of a server log, and how; imports no jax."""
+"""Logging of a server's processes; imports no jax."""
 
 import logging
 import os
 import sys
 
 _PLUGINS = logging.getLogger("jax._src.xla_bridge")
-_MOST_REASONS = 8
-_reasons: list[str] = []
+_MAX_ERRORS = 8
+_errors: list[str] = []
 
 
 def configure_logging() -> None:
-    """Has jax warn only, through its own handler, and say in a line why a GPU plugin does not start.
+    """Logs to standard error from INFO on; jax logs warnings only, through its own handler.
 
-    Told to use the CPU it does not say that at all.
+    A GPU plugin that does not start is logged in one line without traceback, or not at all with JAX_PLATFORMS=cpu.
     """
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("jax").setLevel(logging.WARNING)
@@ -22,9 +22,9 @@ def configure_logging() -> None:
         _PLUGINS.setLevel(logging.CRITICAL)
 
 
-def plugin_troubles() -> str:
-    """Returns why jax has started no GPU, in its own words as it logged them, "" where it has logged nothing."""
-    return "; ".join(_reasons)
+def plugin_errors() -> str:
+    """Returns jax's warnings about plugins that did not start, joined; "" without any."""
+    return "; ".join(_errors)
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
@@ -33,9 +33,9 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     return True
 
 
-def _keep_reason(record: logging.LogRecord) -> bool:
-    if record.levelno >= logging.WARNING and (text := _text(record)) not in _reasons and len(_reasons) < _MOST_REASONS:
-        _reasons.append(text)
+def _record_error(record: logging.LogRecord) -> bool:
+    if record.levelno >= logging.WARNING and (text := _text(record)) not in _errors and len(_errors) < _MAX_ERRORS:
+        _errors.append(text)
     return True
 
 
@@ -44,5 +44,5 @@ def _text(record: logging.LogRecord) -> str:
     return record.getMessage() if cause is None else f"{record.getMessage()}: {cause}"
 
 
-# A filter and no handler: a logger that has one is silent where nothing else is configured.
-_PLUGINS.addFilter(_keep_reason)
+# Not a handler: with one, Python's last-resort handler would print nothing in programs that configure no logging.
+_PLUGINS.addFilter(_record_error)

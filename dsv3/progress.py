@@ -1,4 +1,4 @@
-"""A progress bar for notebooks and terminals; imports no jax."""
+"""Progress bars for terminals and notebooks; imports no jax."""
 
 import contextlib
 import sys
@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 from typing import TextIO
 
 Update = Callable[[int, int, str], None]
-"""Takes how much is done, of how much, and what is done just now."""
+"""Called with the number of finished items, their total, and a description of the current one."""
 
 _BAR_CHARS = 20
-_PAUSE_S = 0.1  # between two pictures of a notebook's line: each is a message to the browser
+_PAUSE_S = 0.1  # between two updates of a notebook's line: each is a message to the browser
 
 
 @contextlib.contextmanager
 def progress_bar(description: str) -> Iterator[Update]:
-    """Shows a bar for the time of the `with`, and yields what moves it."""
+    """Shows a bar for the time of the `with`, and yields the function that updates it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -35,10 +35,9 @@ def progress_bar(description: str) -> Iterator[Update]:
 
 @contextlib.contextmanager
 def notebook_bar(description: str, out: TextIO) -> Iterator[Update]:
-    """Shows a bar as one line that writes over itself.
+    """Shows a bar as one line that overwrites itself.
 
-    JupyterLab moves to the line's beginning, as a terminal does, and erases nothing: each line is as wide as the widest
-    before it.
+    JupyterLab handles a carriage return but erases nothing, so each line is padded to the widest one before it.
     """
     begun, shown, width, last = time.monotonic(), -1.0, 0, ""
 

@@ -1,5 +1,6 @@
 """A command's place among several processes: from its flags, or else from Slurm's environment."""
 
+import os
 import re
 from collections.abc import Mapping
 from typing import TypedDict
@@ -7,7 +8,7 @@ from typing import TypedDict
 from absl import flags as absl_flags
 
 from dsv3.config.options import ClusterOptions
-from dsv3.processes.key_file import key_path, read_key
+from dsv3.files import HOW_TO_MAKE_A_KEY, read_key
 from launch import cli, flags
 
 
@@ -83,12 +84,11 @@ def cluster_options(environ: Mapping[str, str]) -> ClusterOptions | None:
         raise flags.UsageError("several processes need --coordinator, --num_processes and --process_id")
     if given["cluster_key_file"] is None:
         raise flags.UsageError(
-            "several processes need --cluster_key_file, the same file everywhere; make one with: "
-            "(umask 077; head -c 48 /dev/urandom | base64 > cluster.key)"
+            f"several processes need --cluster_key_file, the same file everywhere; {HOW_TO_MAKE_A_KEY}"
         )
     try:
         read_key(given["cluster_key_file"])
     except ValueError as error:
         raise flags.UsageError(f"--{error}") from None
-    place |= {"processes_per_node": per_node, "cluster_key_file": key_path(given["cluster_key_file"])}
+    place |= {"processes_per_node": per_node, "cluster_key_file": os.path.abspath(given["cluster_key_file"])}
     return cli.make(ClusterOptions, given | place)

@@ -16,7 +16,7 @@ import uvloop
 
 from dsv3.config.server_options import ServerOptions
 from dsv3.server.http.api_server import bind
-from dsv3.server.tenants import Tenant, tenants_of
+from dsv3.server.tenants import Tenant, load_tenants
 from launch import cli, flags
 from router.app import instance_key, serve
 from router.options import RouterOptions
@@ -45,7 +45,7 @@ def main() -> int:
 
 def _keys(options: RouterOptions) -> tuple[tuple[Tenant, ...], str | None]:
     try:
-        return tenants_of(ServerOptions(api_key_file=options.api_key_file)), instance_key(options)
+        return load_tenants(ServerOptions(api_key_file=options.api_key_file)), instance_key(options)
     except ValueError as error:
         raise flags.UsageError(f"--{error}") from None
 

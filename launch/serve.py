@@ -1,21 +1,21 @@
-"""Serves a DeepSeek-V3-family model over OpenAI's HTTP API.
+"""Serves a DeepSeek-V3-family model over OpenAI's and Anthropic's HTTP APIs.
 
   python -m launch.serve                                    the bundled model on http://127.0.0.1:8000
   python -m launch.serve --model /models/DeepSeek-V2-Lite   a Hugging Face model directory, on one device
 
-Without options all weights lie on one device. DeepSeek-V3 has 671 GB of them and needs several GPUs, such as 8 H200:
+Without options one device holds all weights. DeepSeek-V3 has 671 GB of them and needs several GPUs, such as 8 H200:
 
   python -m launch.serve --model /models/DeepSeek-V3 --data_parallel_size 8 --enable_expert_parallel \
     --max_num_seqs 48 --max_num_batched_tokens 4096
 
 Over several hosts the same command runs once on each, or once per GPU with --processes_per_node (docs/multi_host.md);
-process 0 serves HTTP, the others follow it:
+process 0 is the leader and serves HTTP, the others are its followers:
 
   python -m launch.serve --coordinator HOST0:8476 --num_processes 2 --process_id 0 --cluster_key_file FILE
   python -m launch.serve --coordinator HOST0:8476 --num_processes 2 --process_id 1 --cluster_key_file FILE
 
-GET /health answers 503 until the model is loaded and compiled. The first SIGTERM (or ^C) stops taking requests and
-lets those in flight finish; the second aborts them.
+GET /health returns 503 until the model is loaded and compiled. The first SIGTERM (or ^C) drains: no new requests, and
+those in flight finish; the second aborts them.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from dsv3.logs import configure_logging
 from dsv3.server.config import ServerConfig
 from dsv3.server.http.api_server import bind, serve
 from dsv3.server.serving.service import Service
-from dsv3.server.tenants import Tenant, tenants_of
+from dsv3.server.tenants import Tenant, load_tenants
 from launch import cli, flags
 from launch.cluster import cluster_options
 from launch.model import model_dir, model_names
@@ -53,7 +53,7 @@ def main() -> int:
             f"cannot listen on {host} port {port}: {error.strerror or error}; choose another --port"
         ) from None
     address = _address(config.options, listener.getsockname()[1])
-    _say(f"serving {config.model_names[0]} from {config.model_dir}; {address}/health says when it is ready")
+    _say(f"serving {config.model_names[0]} from {config.model_dir}; {address}/health returns 200 when it is ready")
     try:
         return uvloop.run(serve(config, listener, lambda service: _say(_greeting(service, address, config))))
     except ValueError as error:
@@ -62,10 +62,10 @@ def main() -> int:
 
 
 def _follow(cluster: ClusterOptions, config: ServerConfig) -> int:
-    """Executes what process 0 sends, without HTTP, in a process that is started anew when it dies."""
-    _say(f"process {cluster.process_id} of {cluster.num_processes}, following {cluster.coordinator}")
+    """Runs a follower, in a process that is restarted when it dies."""
+    _say(f"process {cluster.process_id} of {cluster.num_processes}, follower of {cluster.coordinator}")
     order = FollowOrder(cluster, str(config.model_dir), config.engine)
-    return Supervisor(order, config.restarts if config.max_restarts else None).run()
+    return Supervisor(order, config.restarts if config.options.max_request_restarts else None).run()
 
 
 def _config() -> ServerConfig:
@@ -84,7 +84,7 @@ def _config() -> ServerConfig:
 
 def _tenants(options: ServerOptions) -> tuple[Tenant, ...]:
     try:
-        return tenants_of(options)
+        return load_tenants(options)
     except ValueError as error:
         raise flags.UsageError(f"--{error}") from None
 
@@ -96,7 +96,7 @@ def _address(options: ServerOptions, port: int) -> str:
 
 
 def _greeting(service: Service, address: str, config: ServerConfig) -> str:
-    """Returns what is served, the address, and a line to paste into a terminal."""
+    """Returns the model, the address, the capacity, and a request to try."""
     info = service.engine.info
     assert info is not None
     name = config.model_names[0]
@@ -110,7 +110,7 @@ def _greeting(service: Service, address: str, config: ServerConfig) -> str:
     return (
         f"{name}: {info.model}\n"
         f"ready at {address} ({info.rules.max_model_len} tokens per request, {info.max_num_seqs} requests at once, "
-        f"{info.num_pages} cache pages)\n"
+        f"KV cache of {info.num_pages * info.rules.page_size} tokens in {info.num_pages} pages)\n"
         f"curl {address}/v1/{path}{auth} -H 'Content-Type: application/json' -d '{body}'"
     )
 

@@ -21,12 +21,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dsv3.config.server_options import ServerOptions
-from dsv3.files import read_secret
+from dsv3.files import read_api_key
 from dsv3.http_client import RequestFailed
 from dsv3.server.config import Deadlines
 from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback, tenant_of
 from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body, unless_disconnected
-from dsv3.server.http.exchange import REQUEST_ID, json_response, path_of, response_of
+from dsv3.server.http.exchange import REQUEST_ID, error_path, error_response, json_response
 from dsv3.server.http.http_server import ConnectionLimit, HttpServer, certificate_of, max_admitted
 from dsv3.server.http.serving import wait_for_any
 from dsv3.server.limits import BodyReader, Budget, Reservation, WorkersBusy
@@ -123,7 +123,7 @@ def _http_error(http: Request, error: Exception) -> Response:
         status, "the router cannot serve this request"
     )
     refused = ApiError(status, text, code="not_found" if status == 404 else None)
-    response = response_of(refused, path_of(http.scope))
+    response = error_response(refused, error_path(http.scope))
     response.headers.update(getattr(error, "headers", None) or {})  # `Allow`, which RFC 9110 requires with 405
     return response
 
@@ -141,7 +141,7 @@ async def _metrics(site: RouterSite, http: Request) -> Response:
 def _require_operator(site: RouterSite, http: Request, what: str) -> None:
     """Raises ApiError 403 for a tenant other than the operator, where there are several."""
     tenant = tenant_of(http)
-    if tenant is not None and tenant.name != OPERATOR and site.tenants.are_several:
+    if tenant is not None and tenant.name != OPERATOR and site.tenants.has_several:
         text = f"with several API keys, {what} needs the one named {OPERATOR}"
         raise ApiError(403, text, kind="permission_error", code="not_the_operator")
 
@@ -149,7 +149,7 @@ def _require_operator(site: RouterSite, http: Request, what: str) -> None:
 async def _register(members: Members, site: RouterSite, http: Request) -> Response:
     """Registers an instance, or renews or ends its registration."""
     members.authorize(http.headers.get("authorization"))
-    with site.budget.hold() as reservation:
+    with site.budget.reserve() as reservation:
         body = await read_json_body(http, functools.partial(site.reserve, reservation))
         return json_response(members.register(await site.read(len(body), lambda: read_registration(body))))
 
@@ -169,9 +169,9 @@ async def _relay(site: RouterSite, http: Request) -> Response:
     if site.is_draining:
         raise unavailable("the router is shutting down", "draining", 5)
     path, tenant = http.scope["path"], tenant_of(http)
-    salt = tenant.salt if tenant is not None and site.tenants.are_several else ""
+    salt = tenant.salt if tenant is not None and site.tenants.has_several else ""
     with contextlib.ExitStack() as stack:
-        reservation = stack.enter_context(site.budget.hold())
+        reservation = stack.enter_context(site.budget.reserve())
         body = await read_json_body(http, functools.partial(site.reserve, reservation))
         request = await site.read(len(body), lambda: parse_request(path, body, salt))
         site.reserve(reservation, request.num_bytes)
@@ -207,9 +207,9 @@ class RelayResponse(Response):
             reply = await self._relay.run(self._send_events)
         except ApiError as error:
             if self.status_code != 200:
-                await self._respond(response_of(error, scope["path"]), scope, receive)
+                await self._respond(error_response(error, scope["path"]), scope, receive)
                 return
-            lines = b"data: %b\n\n" % bytes(response_of(error, scope["path"]).body)
+            lines = b"data: %b\n\n" % bytes(error_response(error, scope["path"]).body)
             event = lines if scope["path"] in _PLAIN else b"event: error\n" + lines
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
             self.status_code = error.status  # for the metrics; the client has got a 200
@@ -245,15 +245,8 @@ def _response(reply: InstanceReply) -> Response:
 
 def instance_key(options: RouterOptions) -> str | None:
     """Reads the key that the instances require; raises ValueError, whose text has no part of it."""
-    if options.instance_api_key_file is None:
-        return None
-    try:
-        key = read_secret(options.instance_api_key_file).decode("ascii").strip()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"instance_api_key_file: {error}") from None
-    if not key or not key.isprintable() or " " in key:
-        raise ValueError("instance_api_key_file: expected one key, of printable ASCII without blanks")
-    return key
+    path = options.instance_api_key_file
+    return None if path is None else read_api_key(path, "instance_api_key_file")
 
 
 def maker(options: RouterOptions, api_key: str | None) -> Make:

@@ -1,1 +1,1 @@
-"""Child processes: how they are started, watched and ended."""
+"""Child processes, msgpack frames between processes, and the TLS credentials of an instance."""

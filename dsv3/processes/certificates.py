@@ -1,7 +1,7 @@
-"""Makes the certificates by which the processes of an instance know each other, from the secret that they share.
+"""Mutual TLS between the processes of an instance, from a shared secret.
 
-Each process derives the same certificate authority from the secret, and has it certify a key pair of its own. So
-whoever shows a certificate of this authority, and has the private key for it, knows the secret. Nothing is stored.
+Each process derives the same certificate authority from the secret and signs a key pair of its own with it. A peer
+with a certificate of this authority, and its private key, therefore knows the secret. Nothing is stored.
 """
 
 import atexit
@@ -23,21 +23,20 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 IDENTITY = "dsv3://instance/"
-"""What the name of every process in its certificate begins with."""
+"""Prefix of a process's URI in its certificate."""
 
 # NIST P-256: BoringSSL, which carries jax's coordinator, does not take Ed25519 by default.
 _CURVE = ec.SECP256R1()
 _CURVE_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-# A process makes its certificate at each start and keeps it in memory alone. Hosts whose clocks differ shall agree.
+# A certificate lives as long as its process. The wide range keeps hosts with wrong clocks connected.
 _VALID = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)
 
 
 @dataclasses.dataclass(frozen=True)
 class Credentials:
-    """Paths of a process's certificate, of its private key, and of its authority's certificate; PEM files.
+    """Paths of PEM files: a process's certificate, its private key, and its authority's certificate.
 
-    The files exist as long as the process, on Linux in memory alone: jax's coordinator reads them again from time to
-    time.
+    The files exist as long as the process, since jax's coordinator reads them repeatedly. On Linux they are in memory.
     """
 
     certificate: str
@@ -59,15 +58,15 @@ def credentials_of(secret: bytes) -> Credentials:
 
 @functools.cache
 def tls_context(credentials: Credentials, is_server: bool) -> ssl.SSLContext:
-    """Returns what both sides ask for: TLS 1.3, and a certificate of the authority that the secret makes."""
+    """Returns a context for TLS 1.3 that requires a certificate of the secret's authority from the peer."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # what counts is the authority, which nobody else has
+    context.check_hostname = False  # the authority identifies the instance
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cafile=credentials.authority)
     context.load_cert_chain(credentials.certificate, credentials.private_key)
     if is_server:
-        context.num_tickets = 0  # no connection is resumed
+        context.num_tickets = 0  # no session resumption
     return context
 
 
@@ -103,7 +102,7 @@ def _name(text: str) -> x509.Name:
 def _in_memory(content: bytes) -> str:
     """Returns the path of a file that only this process's user can open, and that ends with the process.
 
-    Outside of Linux it lies in a temporary directory: a process that is killed leaves it there.
+    Outside of Linux it is in a temporary directory, where a killed process leaves it.
     """
     if not hasattr(os, "memfd_create"):
         directory = tempfile.mkdtemp(prefix="dsv3-")

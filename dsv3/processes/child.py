@@ -1,17 +1,13 @@
-"""Child processes: starts, ends and reaps them, says how they ended, and how often one that dies is started anew.
+"""Starts, kills and reaps child processes; limits how often a supervisor restarts one. Imports no jax.
 
-Its keeper decides when it has ended and what follows:
-
-| child | kept by | started anew |
+| child | supervisor | restarted |
 |---|---|---|
-| an engine | `server/engine/keeper.py` | as a `RestartPolicy` says, unless it was never ready |
-| a follower, on another host than the leader | `engine/cluster/supervisor.py` | the same |
-| an API server but the first | `server/http/fronts.py` | after a second, unless it was never ready |
-| what renders templates, or makes grammars | `server/asking.py` | for the next question |
-| the processes of a host's GPUs | `deploy/node.py` | never; its manager starts the instance anew |
-| a check, a compiler (`run_limited`) | its caller | never |
-
-Imports no jax.
+| engine | `server/engine/supervisor.py` | by `RestartPolicy`, if it was ready once |
+| follower, on another host than the leader | `engine/cluster/supervisor.py` | the same |
+| API server, except API server 0 | `server/http/api_server_processes.py` | after 1 s, if it was ready once |
+| template renderer, grammar compiler | `server/worker_process.py` | for the next request |
+| the processes of a host's GPUs | `deploy/node.py` | never: its manager restarts the instance |
+| check, compiler (`run_limited`) | its caller | never |
 """
 
 import contextlib
@@ -30,19 +26,19 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-KILLED_S = 60.0
-"""After SIGKILL: the system takes back the memory of a process."""
-_DRIVER_S = 10.0  # a process that waits in a driver cannot be killed; it is left behind
+REAP_TIMEOUT_S = 60.0
+"""How long to wait for the end of a process after SIGKILL, while the kernel frees its memory."""
+_DRIVER_S = 10.0  # a process that waits in a driver cannot be killed and is abandoned
 _OUTPUT_BYTES = 1 << 20
-_ALARM_S = 30.0  # behind the time limit, which the parent keeps
-# The first program of a child with a time limit: its alarm ends a child whose parent was killed.
+_ALARM_S = 30.0  # after the time limit, which the parent enforces
+# Runs before a child with a time limit: its alarm ends a child whose parent was killed.
 _ALARM = "import os, signal, sys; signal.alarm(int(sys.argv[1])); os.execvp(sys.argv[2], sys.argv[2:])"
 
 
 class ChildProcess:
-    """A command in a session of its own, so that a terminal's ^C is its parent's to handle; it has no standard input.
+    """A command in a new session, so that a terminal's ^C reaches only its parent; without standard input.
 
-    The descriptors `inherited` keep their numbers in the child. Raises OSError where it cannot be started.
+    The descriptors `inherited` keep their numbers in the child. Raises OSError if it cannot be started.
     """
 
     def __init__(
@@ -66,32 +62,32 @@ class ChildProcess:
 
     @property
     def status(self) -> int | None:
-        """The exit status; minus the signal's number where a signal ended it; None while it runs."""
+        """The exit status; minus the signal's number if a signal ended it; None while it runs."""
         return self._process.poll()
 
     def signal(self, number: int) -> None:
-        """Sends it a signal, if it runs."""
+        """Sends a signal, if the process runs."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Ends it, and all that it has started in its session, by force; `end` reaps it."""
+        """Sends SIGKILL to its session; `end` reaps it."""
         if self.status is None:
             self._kill_session()
 
     def wait(self, seconds: float) -> int | None:
-        """Waits for its end; returns its status, None where it has not ended after `seconds`."""
+        """Waits up to `seconds` for its end; returns its status, or None if it still runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(seconds)
         return None
 
-    def end(self, patience_s: float = 0.0, killed_s: float = KILLED_S) -> int | None:
-        """Waits `patience_s` for its end, forces it, also of what it has left running, and reaps it.
+    def end(self, grace_s: float = 0.0, reap_s: float = REAP_TIMEOUT_S) -> int | None:
+        """Waits `grace_s` for its end, kills its session, and reaps it.
 
-        Returns its status; None where it is there `killed_s` after SIGKILL, as one in state D is.
+        Returns its status, or None if it still exists `reap_s` after SIGKILL (state D).
         """
-        self.wait(patience_s)
+        self.wait(grace_s)
         self._kill_session()
-        return self.wait(killed_s)
+        return self.wait(reap_s)
 
     def _kill_session(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -99,9 +95,9 @@ class ChildProcess:
 
 
 class LinkedChild(ChildProcess):
-    """`python -m module ARGUMENT ...` with a Unix socket to it: `link` is this end, `link_to_parent` gives the other.
+    """`python -m module ARGUMENT ...` with a Unix socket: `link` is the parent's end, `link_to_parent` the child's.
 
-    Whichever of both processes ends, the other one sees the end of the link; a child ends itself then.
+    When either process ends, the other reads the end of the stream; the child then exits.
     """
 
     def __init__(
@@ -123,7 +119,7 @@ class LinkedChild(ChildProcess):
 
 
 def link_to_parent() -> socket.socket:
-    """Returns the link of this process, a `LinkedChild`; to all others its standard input is empty."""
+    """Returns this `LinkedChild`'s end of the link, and replaces standard input by the null device."""
     link = socket.socket(fileno=os.dup(0))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -135,7 +131,7 @@ class ChildResult:
     """How a child process ended."""
 
     status: int | None
-    """The exit status; minus the signal's number where a signal ended it; None where even SIGKILL did not."""
+    """The exit status; minus the signal's number if a signal ended it; None if it survived SIGKILL."""
     timed_out: bool
     """Whether it was killed at its time limit."""
     seconds: float
@@ -146,18 +142,18 @@ class ChildResult:
 
     @property
     def cause(self) -> str:
-        """Says in a few words how the process ended."""
+        """How the process ended, for a log line."""
         if self.timed_out:
-            return f"killed after {self.seconds:.0f} s" + (", and does not end" if self.status is None else "")
+            return f"killed after {self.seconds:.0f} s" + (", but still runs" if self.status is None else "")
         assert self.status is not None
         return f"exit status {self.status}" if self.status >= 0 else f"ended by {_signal_name(-self.status)}"
 
 
 def run_limited(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> ChildResult:
-    """Runs `command`, which may crash or hang, to its end, or kills it and its session's processes after `seconds`.
+    """Runs `command`, which may crash or hang, to its end, or kills its session after `seconds`.
 
-    Output goes to files, so a grandchild that keeps a descriptor open delays nothing. The child sees no terminal and
-    no standard input.
+    Output goes to files, so a grandchild that keeps a descriptor open delays nothing. The child has no terminal and no
+    standard input.
 
     Args:
       command: the program and its arguments.
@@ -177,7 +173,7 @@ def run_limited(command: Sequence[str], seconds: float, environment: Mapping[str
             timed_out = child.wait(seconds) is None
         finally:
             taken = time.monotonic() - begin
-            status = child.end(killed_s=_DRIVER_S)  # on ^C, too
+            status = child.end(reap_s=_DRIVER_S)  # also on ^C
         return ChildResult(status, timed_out, taken, _tail(output), _tail(log))
 
 
@@ -196,30 +192,30 @@ def _signal_name(number: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class RestartPolicy:
-    """An engine is started anew at most `most` times within `within_s` seconds; the next death ends the server.
+    """An engine is restarted at most `max_restarts` times within `window_s` seconds; the next death ends the server.
 
-    A start may take `slack` times as long as the first one did, and `least_s` seconds in any case.
+    A restart times out after `start_factor` times the duration of the first start, but not before `min_start_s`.
     """
 
-    most: int = 5
-    within_s: float = 600.0
-    slack: float = 3.0
-    least_s: float = 300.0
+    max_restarts: int = 5
+    window_s: float = 600.0
+    start_factor: float = 3.0
+    min_start_s: float = 300.0
 
 
-class Deaths:
-    """Counts the deaths of the last `policy.within_s` seconds."""
+class DeathCounter:
+    """Counts deaths in the last `policy.window_s` seconds."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self.policy = policy
         self._times: deque[float] = deque()
 
-    def note(self) -> str | None:
-        """Notes one more; returns how many there were where these are too many, None where another start may follow."""
+    def record(self) -> str | None:
+        """Counts a death; returns None if a restart is allowed, or else the text of the reason."""
         now = time.monotonic()
         self._times.append(now)
-        while now - self._times[0] > self.policy.within_s:
+        while now - self._times[0] > self.policy.window_s:
             self._times.popleft()
-        if len(self._times) <= self.policy.most:
+        if len(self._times) <= self.policy.max_restarts:
             return None
-        return f"has died {len(self._times)} times within {self.policy.within_s:.0f} s, and is not started anew"
+        return f"has died {len(self._times)} times within {self.policy.window_s:.0f} s and is not restarted"

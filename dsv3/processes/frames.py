@@ -1,50 +1,40 @@
-"""Frames between processes: a length in four bytes, little endian, then msgpack; never pickle.
+"""Length-prefixed msgpack frames between processes: four bytes, little endian, then the body.
 
-Both ends decode into declared types, so a malformed frame is an error and nothing else.
+Both ends decode into declared types; nothing is unpickled.
 """
 
 import asyncio
 import socket
 from collections.abc import Callable, Iterator
-from typing import BinaryIO
 
 import msgspec
 
-# A frame holds at most one conversation, whose body is bounded by 17 MiB, or the outputs of one step.
+# The largest frames are a conversation, whose body is at most 17 MiB, and the outputs of a step.
 MAX_FRAME_BYTES = 256 * 2**20
 HEAD_BYTES = 4
 """Bytes of a frame before its body."""
 
 
 class FrameError(Exception):
-    """The peer sent something that is no frame."""
+    """A frame is malformed or too large."""
 
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: msgspec.Struct) -> bytearray:
-    """Returns the frame of a message; raises FrameError for one that is too large."""
+    """Returns the frame of a message; raises FrameError above `MAX_FRAME_BYTES`."""
     frame = bytearray(HEAD_BYTES)
     _encoder.encode_into(message, frame, HEAD_BYTES)
     length = len(frame) - HEAD_BYTES
     if length > MAX_FRAME_BYTES:
-        raise FrameError(f"a message of {length} bytes, at most {MAX_FRAME_BYTES} fit a frame")
+        raise FrameError(f"a message has {length} bytes; the limit of a frame is {MAX_FRAME_BYTES}")
     frame[:HEAD_BYTES] = head(length)
     return frame
 
 
-def read_frame(stream: BinaryIO) -> bytes | None:
-    """Returns the next frame's body from a blocking stream; None when the peer has gone."""
-    head = stream.read(HEAD_BYTES)
-    if len(head) < HEAD_BYTES:
-        return None
-    body = stream.read(body_length(head))
-    return body if len(body) == int.from_bytes(head, "little") else None
-
-
 def receive_frame(connection: socket.socket) -> bytes | None:
-    """Returns the next frame's body from a blocking socket, and leaves what follows; None when the peer has gone."""
+    """Returns the next frame's body from a blocking socket, or None at its end; reads nothing beyond the frame."""
     head = connection.recv(HEAD_BYTES, socket.MSG_WAITALL)
     if len(head) < HEAD_BYTES:
         return None
@@ -53,33 +43,28 @@ def receive_frame(connection: socket.socket) -> bytes | None:
     return body if len(body) == length else None
 
 
-def stream_of(connection: socket.socket) -> BinaryIO:
-    """Returns a buffered blocking stream that reads from `connection`."""
-    return connection.makefile("rb", buffering=2**16)  # type: ignore[return-value]
-
-
 def head(length: int) -> bytes:
-    """Returns what comes before a body of so many bytes."""
+    """Returns the head of a frame whose body has `length` bytes."""
     return length.to_bytes(HEAD_BYTES, "little")
 
 
 def body_length(head: bytes | memoryview, limit: int = MAX_FRAME_BYTES) -> int:
-    """Returns the length of the body behind a head. Raises FrameError for one above `limit`."""
+    """Returns the body's length from a frame's head; raises FrameError above `limit`."""
     length = int.from_bytes(head, "little")
     if length > limit:
-        raise FrameError(f"a frame of {length} bytes, at most {limit} are taken")
+        raise FrameError(f"a frame has {length} bytes; the limit is {limit}")
     return length
 
 
 class Splitter:
-    """Cuts what comes from a stream into the bodies of frames, of at most `limit` bytes each."""
+    """Splits a stream into the bodies of frames, of at most `limit` bytes each."""
 
     def __init__(self, limit: int = MAX_FRAME_BYTES) -> None:
         self.limit = limit
         self._received, self._needed = bytearray(), 0
 
     def add(self, data: bytes) -> Iterator[memoryview]:
-        """Yields the bodies that are whole with `data`, and keeps the rest. Raises FrameError for what is no frame."""
+        """Yields the bodies that `data` completes and buffers the rest; raises FrameError for a body above `limit`."""
         if self._received:
             self._received += data
             if len(self._received) < self._needed:
@@ -99,9 +84,9 @@ class Splitter:
 
 
 class FrameProtocol(asyncio.Protocol):
-    """Calls `on_frame` with each frame's body as it comes, and `on_end` once when no more will come.
+    """Calls `on_frame` with each frame's body, and `on_end` once at the end of the connection.
 
-    `on_end` gets what was wrong with the last bytes, or raised by `on_frame`; None when the peer has gone.
+    `on_end` gets the error of a malformed frame or of `on_frame`, None if the peer has disconnected.
     """
 
     def __init__(self, on_frame: Callable[[memoryview], None], on_end: Callable[[Exception | None], None]):

@@ -1,15 +1,15 @@
-"""A port for those who know a secret, and a bound on the connections of those who have not proved it yet."""
+"""Listens on a port, and limits how many connections may be open before they have authenticated."""
 
 import contextlib
 import socket
 import threading
 from collections import Counter
 
-_MAX_STRANGERS = 64
+_MAX_UNAUTHENTICATED = 64
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens; raises OSError where it cannot."""
+    """Returns a listening socket; raises OSError if the address is taken or invalid."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -23,17 +23,17 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class UnauthenticatedConnections:
-    """The connections whose other end has not proved yet that it knows the secret."""
+    """Up to 64 connections whose peers have not authenticated yet."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._addresses: dict[socket.socket, str] = {}  # the oldest first
+        self._addresses: dict[socket.socket, str] = {}  # oldest first
 
     def add(self, connection: socket.socket, address: str) -> None:
-        """Notes a connection; where there are too many, one that is displaced ends for both sides."""
+        """Adds a connection; above the limit, shuts down the oldest one of the address that has most."""
         with self._lock:
             self._addresses[connection] = address
-            if len(self._addresses) > _MAX_STRANGERS:
+            if len(self._addresses) > _MAX_UNAUTHENTICATED:
                 [(most, _)] = Counter(self._addresses.values()).most_common(1)
                 displaced = next(each for each, other in self._addresses.items() if other == most)
                 del self._addresses[displaced]
@@ -41,6 +41,6 @@ class UnauthenticatedConnections:
                     displaced.shutdown(socket.SHUT_RDWR)  # its thread closes it
 
     def remove(self, connection: socket.socket) -> None:
-        """Forgets a connection: its other end is known now, or has been refused."""
+        """Removes a connection that has authenticated or was rejected."""
         with self._lock:
             self._addresses.pop(connection, None)

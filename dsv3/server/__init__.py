@@ -1,1 +1,4 @@
-"""OpenAI's API: `http` talks to clients, `answers` makes answers, `engine` is the process that computes them."""
+"""The server: `http` and its processes, `protocol` (schemas), `serving` (requests to responses), `engine`, `batches`.
+
+Tokenization runs in the API server (`serving.prompts`), chat templates in a worker process (`templates`).
+"""

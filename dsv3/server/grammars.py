@@ -1,8 +1,7 @@
-"""Makes grammars for the event loop before the engine gets them, in a process that can be killed; remembers the last.
+"""Compiles the grammars of constrained requests in a worker process, before the engine gets them, and caches them.
 
-`GrammarPool` is the side of an API server. The process is this file too: `python -m dsv3.server.grammars`.
-It writes grammars of what clients ask for, and compiles what the engine will compile, within the same limits. What
-takes too long, or too much memory, or ends the process, does so there.
+`GrammarPool` runs in the API server, `python -m dsv3.server.grammars` (this file) is the worker. It compiles with the
+engine's limits, so that a grammar which takes too much time or memory fails there and not in the engine.
 """
 
 import dataclasses
@@ -16,27 +15,26 @@ import msgspec
 
 from dsv3.processes import frames
 from dsv3.scheduler.request import RequestRules
-from dsv3.server.limits import WAIT_S, Workers
-from dsv3.server.worker_process import PoisonRequest, WorkerProcess, answer_questions
+from dsv3.server.limits import WAIT_S, WorkerQueue
+from dsv3.server.worker_process import PoisonRequest, WorkerProcess, serve_requests
 from dsv3.text.call_grammar import Wanted, answer_grammar
 from dsv3.text.dialects import DIALECTS
 from dsv3.text.matcher import GrammarError, GrammarVocabulary, VocabularyError
 
 # llguidance builds the largest public schemas in under a second.
 DEADLINE_S = 5.0
-MAX_REMEMBERED = 1024
-MAX_REMEMBERED_CHARS = 2**25
-# What a process has died of may be the machine's fault: its memory was full, or its processor slow.
-DOUBT_S = 60.0
-_DOES = "makes grammars"
-# The vocabulary takes 0.1 GB at 129k tokens; threads reserve addresses beside what they use.
+MAX_CACHED = 1024
+MAX_CACHED_CHARS = 2**25
+# How long a timeout or crash is cached: it may be due to the load of the machine.
+FAILURE_TTL_S = 60.0
+# Bounds the address space, of which threads reserve more than they use.
 _MAX_MEMORY_BYTES = 4 * 2**30
 
 
-class MakeSetup(msgspec.Struct, frozen=True, tag=True):
-    """First message to the process: what a `GrammarVocabulary` is made of, the tokenizer as a path.
+class GrammarSetup(msgspec.Struct, frozen=True, tag=True):
+    """First message to the worker: the arguments of `GrammarVocabulary`, the tokenizer as a path.
 
-    `dialect` names that of the model's calls, "" for none; `marker_ids` has its markers that are tokens.
+    `dialect` is the format of the model's tool calls, "" for none; `marker_ids` are its markers that are tokens.
     """
 
     tokenizer: str
@@ -46,37 +44,36 @@ class MakeSetup(msgspec.Struct, frozen=True, tag=True):
     marker_ids: dict[str, int]
 
 
-class Make(msgspec.Struct, frozen=True, tag=True):
-    """An answer whose grammar is to be written and compiled."""
+class CompileGrammar(msgspec.Struct, frozen=True, tag=True):
+    """Generate and compile the grammar of an answer."""
 
     wanted: Wanted
 
 
-class Made(msgspec.Struct, frozen=True, tag=True):
-    """The answer: the grammar, or an `error` that says why none, or no vocabulary, can be used."""
+class CompiledGrammar(msgspec.Struct, frozen=True, tag=True):
+    """The response: the grammar, or the `error` of the grammar or of the vocabulary."""
 
     grammar: str = ""
     error: str | None = None
 
 
-_to_process = msgspec.msgpack.Decoder(MakeSetup | Make)
-_from_process = msgspec.msgpack.Decoder(Made)
+_to_process = msgspec.msgpack.Decoder(GrammarSetup | CompileGrammar)
+_from_process = msgspec.msgpack.Decoder(CompiledGrammar)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Known:
-    """What came of something wanted: a grammar, or what is wrong with it; that counts `until` then."""
+class _CachedResult:
+    """A cached response, valid `until` a time of `time.monotonic`."""
 
-    made: Made
+    result: CompiledGrammar
     until: float = float("inf")
 
 
 class GrammarPool:
-    """One process that writes and compiles grammars over the `tokenizer.json` at a path, started when first used.
+    """One worker process that generates and compiles grammars for the `tokenizer.json` at a path, started on first use.
 
-    Whatever a client sends is turned into a grammar there and nowhere else: much of that is not linear in its bytes.
-    `dialect` names that of the model's calls, and `marker_ids` has its markers that are tokens. A request waits at most
-    `wait_s` for the process.
+    Clients' schemas are processed only there, since the time is not linear in their size. `dialect` is the format of
+    the model's tool calls, `marker_ids` are its markers that are tokens. A request waits at most `wait_s`.
     """
 
     def __init__(
@@ -90,98 +87,96 @@ class GrammarPool:
         self._tokenizer, self._deadline_s = tokenizer, deadline_s
         self._dialect, self._marker_ids = dialect or "", dict(marker_ids or {})
         self._worker: WorkerProcess | None = None
-        self._workers = Workers([self], wait_s)
-        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        self._workers = WorkerQueue([self], wait_s)
+        self._cache: OrderedDict[bytes, _CachedResult] = OrderedDict()
         self._num_chars = 0
 
-    async def make(self, wanted: Wanted, rules: RequestRules) -> str:
-        """Returns the grammar of an answer, which an engine of these rules can use.
+    async def compile(self, wanted: Wanted, rules: RequestRules) -> str:
+        """Returns the grammar of an answer for an engine with these rules.
 
-        Raises GrammarError with the reason where there is none; VocabularyError says that there never is. WorkersBusy
-        and WorkerDied say that the same may be made later.
+        Raises GrammarError if it cannot be compiled, VocabularyError if no grammar can; WorkersBusy and WorkerDied if a
+        retry may succeed.
         """
         try:
-            frame = frames.encode(Make(wanted))
+            frame = frames.encode(CompileGrammar(wanted))
         except (OverflowError, ValueError, TypeError, RecursionError, frames.FrameError):
-            raise GrammarError("it holds a value that no grammar can be made of") from None
+            raise GrammarError("it contains a value that cannot be encoded as a grammar") from None
         key = hashlib.sha256(frame).digest()
-        known = self._known.get(key)
-        if known is None or known.until < time.monotonic():
-            known = await self._workers.run(len(frame), lambda pool: pool._make(frame, rules))
-        self._remember(key, known)
-        if known.made.error is not None:
-            raise GrammarError(known.made.error)
-        return known.made.grammar
+        cached = self._cache.get(key)
+        if cached is None or cached.until < time.monotonic():
+            cached = await self._workers.run(len(frame), lambda pool: pool._compile(frame, rules))
+        self._store(key, cached)
+        if cached.result.error is not None:
+            raise GrammarError(cached.result.error)
+        return cached.result.grammar
 
     async def close(self) -> None:
-        """Ends the process."""
         await self._workers.close()
         if self._worker is not None:
             await self._worker.stop()
 
-    def _remember(self, key: bytes, known: _Known) -> None:
-        """Keeps what came of something wanted, as the last one that was used."""
-        if (old := self._known.pop(key, None)) is not None:
-            self._num_chars -= len(old.made.grammar)
-        self._known[key] = known
-        self._num_chars += len(known.made.grammar)
-        while len(self._known) > MAX_REMEMBERED or self._num_chars > MAX_REMEMBERED_CHARS:
-            self._num_chars -= len(self._known.popitem(last=False)[1].made.grammar)
+    def _store(self, key: bytes, cached: _CachedResult) -> None:
+        """Caches a result as the most recently used one, and evicts the least recently used ones."""
+        if (old := self._cache.pop(key, None)) is not None:
+            self._num_chars -= len(old.result.grammar)
+        self._cache[key] = cached
+        self._num_chars += len(cached.result.grammar)
+        while len(self._cache) > MAX_CACHED or self._num_chars > MAX_CACHED_CHARS:
+            self._num_chars -= len(self._cache.popitem(last=False)[1].result.grammar)
 
-    async def _make(self, frame: bytearray, rules: RequestRules) -> _Known:
-        """Returns what comes of something wanted; that the process died of it counts for a while."""
+    async def _compile(self, frame: bytearray, rules: RequestRules) -> _CachedResult:
+        """Returns the worker's result; a timeout or crash is cached for `FAILURE_TTL_S`."""
         if self._worker is None:
-            self._worker = self._process(rules)
+            vocabulary = str(self._tokenizer), rules.vocab_size, rules.eos_token_ids
+            setup = frames.encode(GrammarSetup(*vocabulary, self._dialect, self._marker_ids))
+            deadline_s = self._deadline_s
+            self._worker = WorkerProcess(
+                "dsv3.server.grammars", "compiles grammars", setup, deadline_s, _raise_if_invalid
+            )
         await self._worker.start()
         try:
-            return _Known(_from_process.decode(await self._worker.ask(frame)))
+            return _CachedResult(_from_process.decode(await self._worker.call(frame)))
         except TimeoutError:
             error = f"takes longer than {self._deadline_s:g} s to compile; make it smaller"
         except PoisonRequest:
             error = "cannot be compiled: it needs too much memory"
-        return _Known(Made(error=error), time.monotonic() + DOUBT_S)
-
-    def _process(self, rules: RequestRules) -> WorkerProcess:
-        setup = MakeSetup(str(self._tokenizer), rules.vocab_size, rules.eos_token_ids, self._dialect, self._marker_ids)
-        frame = frames.encode(setup)
-        return WorkerProcess("dsv3.server.grammars", _DOES, frame, self._deadline_s, _require_vocabulary)
+        return _CachedResult(CompiledGrammar(error=error), time.monotonic() + FAILURE_TTL_S)
 
 
-def _require_vocabulary(body: bytes) -> None:
-    """Raises VocabularyError where no grammar can be run over the vocabulary."""
+def _raise_if_invalid(body: bytes) -> None:
+    """Raises VocabularyError if grammars cannot use the vocabulary."""
     if (error := _from_process.decode(body).error) is not None:
         raise VocabularyError(error)
 
 
-class _Maker:
-    """Writes and compiles for one vocabulary."""
+class _GrammarCompiler:
+    """The worker's side: compiles grammars for one vocabulary."""
 
     def __init__(self) -> None:
-        self._setup: MakeSetup | None = None
+        self._setup: GrammarSetup | None = None
         self._vocabulary: GrammarVocabulary | None = None
 
-    def answer(self, body: bytes) -> bytearray:
-        """Returns the frame of the answer."""
+    def handle(self, body: bytes) -> bytearray:
         try:
-            return frames.encode(Made(self._made(_to_process.decode(body))))
-        except (ValueError, OSError) as problem:  # GrammarError and VocabularyError are such
+            return frames.encode(CompiledGrammar(self._compile(_to_process.decode(body))))
+        except (ValueError, OSError) as problem:  # including GrammarError and VocabularyError
             error = str(problem)
         except (MemoryError, RecursionError):
-            error = "too large, or nested too deeply, to be made a grammar of"
+            error = "too large, or nested too deeply, for a grammar; make it smaller"
         except Exception as problem:
-            error = f"no grammar can be made of it ({type(problem).__name__})"
-        return frames.encode(Made(error=error))
+            error = f"cannot be compiled to a grammar ({type(problem).__name__})"
+        return frames.encode(CompiledGrammar(error=error))
 
-    def _made(self, message: MakeSetup | Make) -> str:
-        if isinstance(message, MakeSetup):
+    def _compile(self, message: GrammarSetup | CompileGrammar) -> str:
+        if isinstance(message, GrammarSetup):
             self._setup = message
             self._vocabulary = GrammarVocabulary.from_file(Path(message.tokenizer), message.vocab_size, message.end_ids)
             return ""
-        assert self._setup is not None and self._vocabulary is not None  # the first message was one
+        assert self._setup is not None and self._vocabulary is not None  # by the first message
         grammar = answer_grammar(message.wanted, DIALECTS.get(self._setup.dialect), self._setup.marker_ids.get)
         self._vocabulary.compile(grammar)
         return grammar
 
 
 if __name__ == "__main__":
-    answer_questions(_Maker().answer, _MAX_MEMORY_BYTES)
+    serve_requests(_GrammarCompiler().handle, _MAX_MEMORY_BYTES)

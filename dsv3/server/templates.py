@@ -1,6 +1,6 @@
-"""Renders chat templates for the event loop, in processes that are killed past a deadline.
+"""Renders chat templates in worker processes with a time limit.
 
-`TemplatePool` is the side of an API server. The process is this file too: `python -m dsv3.server.templates`.
+`TemplatePool` runs in the API server, `python -m dsv3.server.templates` (this file) is the worker.
 """
 
 import asyncio
@@ -11,18 +11,17 @@ from typing import Any
 import msgspec
 
 from dsv3.processes import frames
-from dsv3.server.limits import SMALL_BYTES, WAIT_S, Workers
-from dsv3.server.worker_process import PoisonRequest, WorkerProcess, answer_questions
+from dsv3.server.limits import SMALL_BYTES, WAIT_S, WorkerQueue
+from dsv3.server.worker_process import PoisonRequest, WorkerProcess, serve_requests
 from dsv3.text.chat_template import ChatTemplate, TemplateError, ToolMessages
 from dsv3.text.markers import Markers
 
-# Time of the processor that one rendering may take.
-DEADLINE_S = 10.0
+DEADLINE_S = 10.0  # processor time of one rendering
 _MAX_MEMORY_BYTES = 2**30
 
 
 class RenderSetup(msgspec.Struct, frozen=True, tag=True):
-    """First message to the process; with `markers`, prompts carry those in their hidden spelling."""
+    """First message to the worker; prompts contain `markers` in their hidden form (`dsv3.text.markers`)."""
 
     source: str
     special_tokens: dict[str, str]
@@ -40,7 +39,7 @@ class Render(msgspec.Struct, frozen=True, tag=True):
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True):
-    """The answer; `error` instead of a prompt if the template refuses."""
+    """The response: the prompt, or the template's `error`."""
 
     prompt: str = ""
     error: str | None = None
@@ -55,11 +54,11 @@ class TemplateTooSlow(TemplateError):
 
 
 class TemplatePool:
-    """A worker for small conversations and one for large ones, each started when first used.
+    """A worker for small conversations and one for large ones, each started on first use.
 
-    A second one of a kind would wait for the front, whose own work per conversation takes 2 to 4 times its worker's
-    (benchmarks/chat_prompts.py). Nobody waits longer than `wait_s` for a worker. With `markers`, prompts carry the
-    template's own in their hidden spelling (`dsv3.text.markers`).
+    More workers would not help: the API server's own work per conversation takes 2 to 4 times as long as the worker's
+    (benchmarks/chat_prompts.py). A request waits at most `wait_s` for a worker. With `markers`, prompts contain the
+    template's own markers in their hidden form (`dsv3.text.markers`).
     """
 
     def __init__(
@@ -74,82 +73,83 @@ class TemplatePool:
         setup = frames.encode(RenderSetup(source, dict(special_tokens), hidden))
         self._deadline_s = deadline_s
         self._processes = [
-            WorkerProcess("dsv3.server.templates", "renders chats", setup, deadline_s, _require_sound) for _ in range(2)
+            WorkerProcess("dsv3.server.templates", "renders chats", setup, deadline_s, _raise_if_invalid)
+            for _ in range(2)
         ]
-        self._small = Workers(self._processes[:1], wait_s)
-        self._large = Workers(self._processes[1:], wait_s)
+        self._small = WorkerQueue(self._processes[:1], wait_s)
+        self._large = WorkerQueue(self._processes[1:], wait_s)
 
     async def check(self) -> None:
-        """Starts a worker for small conversations; raises TemplateError for a template that cannot be used."""
+        """Starts the worker for small conversations; raises TemplateError for an invalid template."""
         await self._small.run(0, WorkerProcess.start)
 
     def render(self, request: Render) -> Coroutine[Any, Any, str]:
-        """Returns the prompt; raises TemplateError where template or messages are to blame.
+        """Returns the prompt; raises TemplateError if the template fails for these messages.
 
-        WorkersBusy and WorkerDied say that the same messages may be rendered later. Who waits keeps a frame of bytes:
-        the messages as objects are many times larger.
+        Raises WorkersBusy and WorkerDied if a retry may succeed. Encodes the messages at once, since a frame is many
+        times smaller than they are.
         """
         try:
             frame = frames.encode(request)
         except (OverflowError, ValueError, TypeError, RecursionError, frames.FrameError):
-            raise TemplateError("a tool or tool call holds a value that cannot be rendered") from None
+            raise TemplateError("a tool or tool call contains a value that cannot be rendered") from None
         return self._render(frame)
 
     async def _render(self, frame: bytearray) -> str:
         workers = self._small if len(frame) <= SMALL_BYTES else self._large
         try:
-            answer = _from_process.decode(await workers.run(len(frame), lambda process: process.ask(frame)))
+            rendered = _from_process.decode(await workers.run(len(frame), lambda process: process.call(frame)))
         except TimeoutError:
             seconds = f"{self._deadline_s:g}"
             raise TemplateTooSlow(f"the chat template took longer than {seconds} s for these messages") from None
         except PoisonRequest:
-            raise TemplateError("the chat template has ended two processes over these messages") from None
-        if answer.error is not None:
-            raise TemplateError(answer.error)
-        return answer.prompt
+            raise TemplateError("the chat template crashed two worker processes with these messages") from None
+        if rendered.error is not None:
+            raise TemplateError(rendered.error)
+        return rendered.prompt
 
     async def close(self) -> None:
-        """Ends the workers."""
         await asyncio.gather(self._small.close(), self._large.close())
         await asyncio.gather(*(process.stop() for process in self._processes))
 
 
-def _require_sound(body: bytes) -> None:
-    """Raises TemplateError where the template cannot be used."""
+def _raise_if_invalid(body: bytes) -> None:
+    """Raises TemplateError if the template is invalid."""
     if (error := _from_process.decode(body).error) is not None:
         raise TemplateError(error)
 
 
 def escaping_template(source: str, special_tokens: Mapping[str, str], markers: Markers) -> ChatTemplate:
-    """Returns the template whose prompts have hidden markers.
+    """Returns the template that writes its markers in their hidden form.
 
-    Raises TemplateError where a sample's prompt differs in more than that: the template then makes a marker of parts,
-    or searches messages for one that it also writes.
+    Raises TemplateError if the prompt of a sample differs in more than that, as when the template builds a marker from
+    parts, or searches messages for a marker that it also writes.
     """
     plain, hiding = ChatTemplate(source, special_tokens), ChatTemplate(source, special_tokens, markers)
-    spelled = "".join(f"x{marker}" for marker in markers.hidden if marker in source)
-    for text, thinking in itertools.product(("Hi.", f" {spelled} "), (False, True)):
+    all_markers = "".join(f"x{marker}" for marker in markers.hidden if marker in source)
+    for text, thinking in itertools.product(("Hi.", f" {all_markers} "), (False, True)):
         for chat, tools in _samples(text):
             arguments: dict[str, Any] = {"tools": tools, "kwargs": {"thinking": thinking}}
             try:
                 prompt = plain.render(chat, **arguments)
             except TemplateError:
-                continue  # not every model knows tools
-            if not _differs_in_spelling_alone(hiding.render(chat, **arguments), prompt, markers, text == "Hi."):
-                raise TemplateError("escape_special_tokens: the markers of this chat template cannot be told from text")
+                continue  # the model supports no tools
+            if not _differs_only_in_hiding(hiding.render(chat, **arguments), prompt, markers, text == "Hi."):
+                text = "the markers of this chat template cannot be distinguished from text; serve without this option"
+                raise TemplateError(f"escape_special_tokens: {text}")
     return hiding
 
 
-def _differs_in_spelling_alone(hidden: str, prompt: str, markers: Markers, all_are_written: bool) -> bool:
-    """Returns whether two prompts differ in nothing but markers that are hidden: in all of them, or in some."""
+def _differs_only_in_hiding(hidden: str, prompt: str, markers: Markers, hides_all: bool) -> bool:
+    """Returns whether `hidden` is `prompt` with some markers hidden, or all with `hides_all`."""
     try:
-        return markers.show(hidden) == prompt and (not all_are_written or hidden == markers.hide(prompt))
+        return markers.show(hidden) == prompt and (not hides_all or hidden == markers.hide(prompt))
     except ValueError:
         return False
 
 
 def _samples(text: str) -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]]:
-    """Yields conversations of all kinds of messages that say `text`, with the tools they may use."""
+    """Yields conversations with all kinds of messages, all with `text` as content, and their tools."""
     question, answer = {"role": "user", "content": text}, {"role": "assistant", "content": text}
     yield [question], None
     yield [{"role": "system", "content": text}, question, answer | {"reasoning_content": text}, question], None
@@ -162,26 +162,28 @@ def _samples(text: str) -> Iterator[tuple[list[dict[str, Any]], list[dict[str, A
 
 
 class _Renderer:
-    """Renders one template, which the first message brings."""
+    """The worker's side: renders the template of the first message."""
 
     def __init__(self) -> None:
         self._chat: ChatTemplate | None = None
         self._messages: ToolMessages | None = None
 
-    def answer(self, body: bytes) -> bytearray:
-        """Returns the frame of the answer."""
+    def handle(self, body: bytes) -> bytearray:
         message = _to_process.decode(body)
         if isinstance(message, Render):
-            return self._answer(message)
+            return self._handle_render(message)
         try:
-            self._chat = _template(message)
+            if message.markers is None:
+                self._chat = ChatTemplate(message.source, message.special_tokens)
+            else:
+                self._chat = escaping_template(message.source, message.special_tokens, Markers(message.markers))
         except TemplateError as error:
             return frames.encode(Rendered(error=str(error)))
         self._messages = ToolMessages(self._chat)
         return frames.encode(Rendered())
 
-    def _answer(self, request: Render) -> bytearray:
-        """Returns the frame of the answer whatever happens: messages that end the process are asked for once more."""
+    def _handle_render(self, request: Render) -> bytearray:
+        """Returns the frame of the response, for any exception, too: a crash would make the API server retry."""
         try:
             return frames.encode(Rendered(prompt=self._render(request)))
         except TemplateError as error:
@@ -195,7 +197,7 @@ class _Renderer:
         return frames.encode(Rendered(error=problem))
 
     def _render(self, request: Render) -> str:
-        assert self._chat is not None and self._messages is not None  # the first message has brought them
+        assert self._chat is not None and self._messages is not None  # by the first message
         return self._chat.render(
             self._messages.prepared(request.messages),
             tools=request.tools,
@@ -205,11 +207,5 @@ class _Renderer:
         )
 
 
-def _template(setup: RenderSetup) -> ChatTemplate:
-    if setup.markers is None:
-        return ChatTemplate(setup.source, setup.special_tokens)
-    return escaping_template(setup.source, setup.special_tokens, Markers(setup.markers))
-
-
 if __name__ == "__main__":
-    answer_questions(_Renderer().answer, _MAX_MEMORY_BYTES)
+    serve_requests(_Renderer().handle, _MAX_MEMORY_BYTES)

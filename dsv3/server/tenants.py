@@ -1,6 +1,6 @@
-"""Who may use a server: each API key stands for a tenant, and logs and metrics call it by its name.
+"""API keys and tenants: each key belongs to a tenant, whose name labels logs and metrics.
 
-Keys are kept as digests. The file has a key per line, with a name before it if the operator gives one:
+Keys are stored as digests. The key file has a key per line, after an optional name:
 
     # comment
     acme       sk-0c1f...
@@ -20,18 +20,18 @@ from dsv3.files import read_secret
 
 MAX_TENANTS = 1024
 OPERATOR = "operator"
-"""The tenant that may do what concerns all, where there are several: read the metrics, empty the cache."""
+"""The tenant that, among several, may use routes that concern all tenants, such as metrics."""
 
 _MAX_FILE_BYTES = 2**19
-_MIN_NAMED_KEY = 16  # also tells a name from a key, should somebody write them the other way round
+_MIN_NAMED_KEY = 16  # also detects a key before a name
 _NAME = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _KEY = re.compile(rb"[\x21-\x7e]+")
 
 
 class Tenant(msgspec.Struct, frozen=True):
-    """The holder of a key. `digest` is the key's, empty for a key that was withdrawn; `salt` goes into prefix keys.
+    """The owner of a key. `digest` is the key's, empty for a removed key; `salt` goes into prefix keys.
 
-    Both come from the key and not from the name, since names may move to other keys.
+    Both are derived from the key and not from the name, since a name may get another key.
     """
 
     name: str
@@ -40,27 +40,26 @@ class Tenant(msgspec.Struct, frozen=True):
 
 
 class Tenants:
-    """The tenants of a server in their places, those that were withdrawn among them; without any, it is open to all."""
+    """The tenants of a server at fixed indices, including removed ones; without tenants no key is required."""
 
     def __init__(self, tenants: Sequence[Tenant] = ()):
         self.replace(tenants)
 
     def replace(self, tenants: Sequence[Tenant]) -> None:
-        """Takes other tenants; those that there were keep their places."""
+        """Replaces the tenants; existing names must keep their indices."""
         self.all = tuple(tenants)
-        self._places = {tenant.name: place for place, tenant in enumerate(self.all)}
+        self._indices = {tenant.name: index for index, tenant in enumerate(self.all)}
 
     @property
-    def are_several(self) -> bool:
-        """Whether more than one has a key."""
+    def has_several(self) -> bool:
         return sum(bool(tenant.digest) for tenant in self.all) > 1
 
-    def place_of(self, tenant: Tenant) -> int:
-        """Returns where a tenant's counts lie: the place of its name."""
-        return self._places[tenant.name]
+    def index_of(self, tenant: Tenant) -> int:
+        """Returns the index of a tenant's name, which is that of its counters."""
+        return self._indices[tenant.name]
 
     def find(self, key: bytes) -> Tenant | None:
-        """Returns the tenant with that key, in a time that says nothing of the keys: all of them are compared."""
+        """Returns the tenant with that key, in time independent of the keys: compares all of them."""
         digest, found = _digest(key), None
         for tenant in self.all:
             if hmac.compare_digest(digest, tenant.digest):
@@ -68,8 +67,8 @@ class Tenants:
         return found
 
 
-def tenants_of(options: ServerOptions) -> tuple[Tenant, ...]:
-    """Returns the tenants that a server's options name; raises ValueError, which says no part of a key."""
+def load_tenants(options: ServerOptions) -> tuple[Tenant, ...]:
+    """Returns the tenants that a server's options name; raises ValueError, whose text contains no part of a key."""
     if options.api_key_file is not None:
         try:
             return _read(options.api_key_file)
@@ -78,25 +77,25 @@ def tenants_of(options: ServerOptions) -> tuple[Tenant, ...]:
     if options.api_key is None:
         return ()
     if not _KEY.fullmatch(options.api_key.encode()):
-        raise ValueError("api_key: a key is printable ASCII without blanks, and not empty")
+        raise ValueError("api_key: expected printable ASCII without blanks, and not empty")
     return (_tenant(b"key1", options.api_key.encode()),)
 
 
-def reread(options: ServerOptions, old: Sequence[Tenant]) -> tuple[Tenant, ...]:
-    """Returns the tenants of the key file as it is now, in the places of the old ones; raises ValueError."""
-    if not os.path.isfile(options.api_key_file or ""):  # a pipe would block, and can be read only once
-        raise ValueError("api_key_file: not a regular file")
-    found = {tenant.name: tenant for tenant in tenants_of(options)}
+def reload_tenants(options: ServerOptions, old: Sequence[Tenant]) -> tuple[Tenant, ...]:
+    """Returns the tenants of the current key file, with the old ones at their indices; raises ValueError."""
+    if not os.path.isfile(options.api_key_file or ""):  # a pipe can be read only once, and would block
+        raise ValueError("api_key_file: not a regular file, which a reload needs")
+    found = {tenant.name: tenant for tenant in load_tenants(options)}
     kept = [found.pop(tenant.name, Tenant(tenant.name, b"", "")) for tenant in old]
     if (count := len(kept) + len(found)) > MAX_TENANTS:
-        raise ValueError(f"api_key_file: {count} names since the start, at most {MAX_TENANTS} are counted")
+        raise ValueError(f"api_key_file: {count} names since the start, the limit is {MAX_TENANTS}; restart the server")
     return (*kept, *found.values())
 
 
 def cache_salt(isolation: Isolation, tenant: Tenant | None, given: str | None) -> str:
-    """Returns what a request's prefix keys start from: what the client gave, behind what it cannot choose.
+    """Returns the salt of a request's prefix keys: the tenant's, by `isolation`, then the client's.
 
-    No salt of a client contains NUL, so none makes another tenant's.
+    A client's salt contains no NUL, so it cannot form another tenant's.
     """
     if tenant is None or isolation == "none":
         return given or ""
@@ -118,7 +117,7 @@ def _read(path: str) -> tuple[Tenant, ...]:
 
 
 def _entries(path: str) -> Iterator[tuple[int, bytes, bytes]]:
-    """Yields line number, name and key of each entry; a key without a name is called by its line: key3."""
+    """Yields line number, name and key of each entry; a key without a name is named after its line, such as key3."""
     for number, line in enumerate(read_secret(path, _MAX_FILE_BYTES).splitlines(), 1):
         fields = line.split()
         if not fields or fields[0].startswith(b"#"):
@@ -128,7 +127,9 @@ def _entries(path: str) -> Iterator[tuple[int, bytes, bytes]]:
             text = "expected KEY or NAME KEY, the key of printable ASCII, the name of letters, digits and . _ -"
             raise ValueError(f"{path}: line {number}: {text}")
         if name and len(key) < _MIN_NAMED_KEY:
-            raise ValueError(f"{path}: line {number}: a key of at least {_MIN_NAMED_KEY} characters follows its name")
+            raise ValueError(
+                f"{path}: line {number}: expected a key of at least {_MIN_NAMED_KEY} characters after a name"
+            )
         yield number, name[0] if name else b"key%d" % number, key
 
 

@@ -8,7 +8,7 @@ import pytest
 ray = pytest.importorskip("ray", reason="the extra 'batch' brings Ray")
 
 from deploy import node, ray_cluster  # noqa: E402
-from dsv3.processes.key_file import read_key  # noqa: E402
+from dsv3.files import read_key  # noqa: E402
 from tests.deploy.files import parsed  # noqa: E402
 
 

@@ -59,8 +59,8 @@ def ask(server, *requests, path="/x", key=None):
     [
         (b"", "disconnected", "closed the connection before it answered"),
         (b"HTTP/1.1 200 OK\r\nconte", "disconnected", "before it answered"),
-        (CHUNKED + b"5\r\nhel", "disconnected", "inside an answer"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\nabc", "disconnected", "inside an answer"),
+        (CHUNKED + b"5\r\nhel", "disconnected", "inside a response"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\nabc", "disconnected", "inside a response"),
         (CHUNKED + b"5\r\nhello\r\nzz\r\n\r\n", "protocol", "chunk size"),
         (b"SSH-2.0\r\n", "protocol", "SSH"),
         (b"HTTP/1.1 200 OK\r\nna me: 3\r\n\r\n", "protocol", "na me"),

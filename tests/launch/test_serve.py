@@ -30,14 +30,14 @@ UNREACHED_DRIVER = {
     "JAX_PLATFORMS": "",
     "CUDA_VISIBLE_DEVICES": "",
 }
-"""What a process's environment has where there is a driver and jax runs on the CPU; with a GPU here jax gets none."""
+"""Environment of a process in which jax runs on the CPU although this machine may have a GPU."""
 NO_GPU = r"jax runs on the CPU \(.*\)\. This machine has NVIDIA driver 580.82.07\. .*set JAX_PLATFORMS=cpu"
 PROMPT = "def read(self, size):\n    "
 
 
 @contextlib.contextmanager
 def serving(*arguments):
-    """A server's process and its lines up to the ready-made curl command."""
+    """Starts a server; yields its process and its lines up to the curl command."""
     process = subprocess.Popen(
         [*COMMAND, "--port", "0", *arguments],
         cwd=ROOT,
@@ -62,7 +62,7 @@ def serving(*arguments):
 
 @pytest.fixture(scope="module")
 def tiers(tmp_path_factory):
-    """Flags that keep pages in the host's memory and in a directory."""
+    """Flags for pages in host memory and in a directory."""
     return ["--kv_offloading_size=0.02", f"--kv_store={tmp_path_factory.mktemp('pages')}"]
 
 
@@ -98,7 +98,7 @@ def metric(url, name, label=""):
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.split("{")[0] == name and label in line)
 
 
-def test_what_it_prints(server):
+def test_printed_lines(server):
     text = "\n".join(server[1])
     assert "serving dsv3-tiny from" in text
     assert re.search(r"\[\d+/\d+\] compiling ", text)
@@ -109,7 +109,7 @@ def test_what_it_prints(server):
 
 
 def test_the_printed_curl_line(server, url):
-    """Done with httpx, since curl may be missing."""
+    """Sent with httpx, since curl may be missing."""
     words = shlex.split(server[1][-1])
     assert words[0] == "curl" and words[1].startswith(url) and words[2] == "-H" and words[4] == "-d"
     name, _, value = words[3].partition(": ")
@@ -146,7 +146,7 @@ def test_stop_string_and_logprobs(client):
         assert chosen < 0
 
 
-def test_a_repeated_prompt_is_found_in_the_cache(client):
+def test_a_repeated_prompt_hits_the_prefix_cache(client):
     prompt = list(range(10, 110))
     for expected in (0, 64):
         answer = client.completions.create(model="dsv3-tiny", prompt=prompt, max_tokens=2, temperature=0)
@@ -170,8 +170,8 @@ SWITCH = {
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "switch_light"}}])
-def test_an_agent_calls_a_tool_and_goes_on_with_its_result(client, choice):
-    """Nothing has to be switched on; messages go back as the client has them, null content included."""
+def test_an_agent_calls_a_tool_and_continues_with_its_result(client, choice):
+    """No option is needed; messages are sent back as the client has them, also with null content."""
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Switch the light on."}]
     settings = {"model": "dsv3-tiny", "tools": [{"type": "function", "function": SWITCH}], "temperature": 0}
     answer = client.chat.completions.create(
@@ -196,7 +196,7 @@ def test_limits_are_those_of_the_engine(client):
     assert complete(client, [11] * 1018, max_tokens=6, extra_body={"ignore_eos": True}) is not None
 
 
-def test_nothing_is_compiled_after_the_start_and_nothing_stays(client, url):
+def test_nothing_is_compiled_or_leaked_after_the_start(client, url):
     client.chat.completions.create(
         model="dsv3-tiny",
         messages=[{"role": "user", "content": "x"}],
@@ -227,29 +227,29 @@ KINDS = [
 
 
 def streamed(url, body, on_event=lambda count: None):
-    """What a stream has told of each choice: its text, its log-probabilities and its end."""
+    """Returns text, log-probabilities and end of each choice of a stream, and the number of its tokens."""
     asked = {"model": "dsv3-tiny", "prompt": PROMPT, "max_tokens": 120, "temperature": 0, "ignore_eos": True}
     asked |= {"stream": True, "stream_options": {"include_usage": True}} | body
-    told, usage, count = {}, None, 0
+    choices, usage, count = {}, None, 0
     with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=120) as answer:
         assert answer.status_code == 200, answer.read()
         for line in answer.iter_lines():
             event = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {"choices": []}
             usage = event.get("usage") or usage
             for choice in event["choices"]:
-                found = told.setdefault(choice["index"], ["", [], None])
+                found = choices.setdefault(choice["index"], ["", [], None])
                 found[0] += choice["text"]
                 found[1] += (choice["logprobs"] or {"tokens": []})["tokens"]
                 found[2] = choice["finish_reason"] or found[2]
                 count += 1
                 on_event(count)
-    return told, usage["completion_tokens"]
+    return choices, usage["completion_tokens"]
 
 
-def test_streams_go_on_when_the_engine_is_killed(server, url):
-    """They go on behind the tokens that they have, whatever chooses them; some wait for a slot."""
+def test_streams_resume_when_the_engine_is_killed(server, url):
+    """They continue after their tokens, with any kind of sampling; some wait in the queue."""
     undisturbed = [streamed(url, body) for body in KINDS]
-    assert all(end for told, _ in undisturbed for *_, end in told.values())
+    assert all(end for choices, _ in undisturbed for *_, end in choices.values())
     [engine] = [p for p in psutil.Process(server[0].pid).children() if "dsv3.server.engine.process" in p.cmdline()]
 
     def kill(count):
@@ -264,8 +264,8 @@ def test_streams_go_on_when_the_engine_is_killed(server, url):
     assert metric(url, "dsv3:recompilations_total") == 0
 
 
-def test_an_engine_started_again_finds_its_pages(url):
-    """What the one before had is in the host's memory, and after a flush in the directory."""
+def test_a_restarted_engine_finds_its_pages(url):
+    """Pages of the previous engine are in host memory, and after a flush in the directory."""
     for tier in ("host", "store"):
         before = metric(url, "dsv3:kv_tier_hits_total", f'tier="{tier}"')
         prompt = {"model": "dsv3-tiny", "prompt": list(range(10, 110)), "max_tokens": 2}
@@ -276,7 +276,7 @@ def test_an_engine_started_again_finds_its_pages(url):
 
 
 def test_the_doctor_times_its_start_and_loads_it(server, url, monkeypatch):
-    """Its lines end the phases that the doctor's check `serve` waits for, in their order."""
+    """The printed lines end the phases that the doctor's check `serve` waits for, in order."""
     lines = iter(server[1])
     assert [next(line for line in lines if line.startswith(begins)) for begins in doctor._PHASES.values()]
     monkeypatch.setattr(doctor, "_LOAD_S", 0.5)
@@ -284,7 +284,7 @@ def test_the_doctor_times_its_start_and_loads_it(server, url, monkeypatch):
     assert row.passed and row.figures["requests"] and row.figures["ttft_ms p50"]
 
 
-def test_sigterm_ends_it_with_status_0(server, url, client):
+def test_sigterm_exits_with_status_0(server, url, client):
     """The last test of the shared server."""
     server[0].send_signal(signal.SIGTERM)
     assert server[0].wait(60) == 0
@@ -292,7 +292,7 @@ def test_sigterm_ends_it_with_status_0(server, url, client):
         httpx.get(f"{url}/health")
 
 
-def test_a_port_in_use_is_told_before_anything_is_loaded():
+def test_a_port_in_use_is_an_error_before_the_model_loads():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = run("--port", str(taken.getsockname()[1]))
     assert done.returncode == 2
@@ -314,14 +314,14 @@ def test_a_port_in_use_is_told_before_anything_is_loaded():
         (["--no-such-flag"], "unknown flag"),
     ],
 )
-def test_wrong_command_lines(arguments, words):
+def test_invalid_command_lines(arguments, words):
     done = run("--port", "0", *arguments)
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_key_that_others_can_read_is_refused(tmp_path):
+def test_a_key_file_that_others_can_read_is_rejected(tmp_path):
     path = tmp_path / "key"
     path.write_text("secret-key\n")
     path.chmod(0o640)
@@ -330,7 +330,7 @@ def test_a_key_that_others_can_read_is_refused(tmp_path):
     assert "--api_key_file: " in done.stderr and "chmod go-rwx" in done.stderr and "secret" not in done.stderr
 
 
-def test_a_broken_model_ends_it_with_one_line(tmp_path):
+def test_a_broken_model_exits_with_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     process = subprocess.run(
         [*COMMAND, "--port", "0", "--model", str(tmp_path)],
@@ -346,8 +346,8 @@ def test_a_broken_model_ends_it_with_one_line(tmp_path):
     assert "Traceback" not in process.stderr
 
 
-def test_a_driver_that_jax_does_not_reach_ends_it_with_one_line():
-    """Before anything is loaded or compiled, and with nothing left that runs."""
+def test_an_unreachable_gpu_exits_with_one_line():
+    """It exits before it loads or compiles anything, and leaves no process."""
     environment = {**os.environ, **UNREACHED_DRIVER}
     done = subprocess.run(
         [*COMMAND, "--port", "0", *SMALL], cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment

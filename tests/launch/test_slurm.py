@@ -3,7 +3,7 @@
 import pytest
 
 from dsv3.config.options import ClusterOptions, split_address
-from dsv3.processes.key_file import read_key
+from dsv3.files import read_key
 from launch.cluster import slurm_membership
 
 SLURM = {
@@ -110,5 +110,5 @@ def test_keys(tmp_path) -> None:
     assert read_key(path) == b"k" * 40
     for mode in (0o604, 0o602, 0o640, 0o660):
         path.chmod(mode)
-        with pytest.raises(ValueError, match=r"cluster_key_file .*others than its owner.*chmod"):
+        with pytest.raises(ValueError, match=r"cluster_key_file .*other users may open it.*chmod"):
             read_key(path)

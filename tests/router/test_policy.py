@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.config.server_options import ServerOptions
-from dsv3.server.http.registration import registrar_of
+from dsv3.server.http.registration import make_registrar
 from dsv3.server.protocol.errors import ENGINE_DIED, ApiError
 from router import members
 from router.app import fleet_of, maker, members_of
@@ -289,7 +289,7 @@ def test_a_name_that_nobody_can_connect_to_is_refused(url):
     assert refused.value.status == 400
     if url.startswith("http"):
         with pytest.raises(ValueError, match="register: "):
-            registrar_of(SimpleNamespace(options=ServerOptions(register=(url,))), 8000)
+            make_registrar(SimpleNamespace(options=ServerOptions(register=(url,))), 8000)
 
 
 def test_an_instance_that_comes_back_in_another_role_changes_its_pool_and_its_counts_go(monkeypatch):

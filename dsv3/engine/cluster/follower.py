@@ -45,8 +45,8 @@ from dsv3.engine.fingerprint import fields_of
 from dsv3.engine.job import Command, FollowerHandler, StepCommand
 from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.kernel_checks import apply_fallbacks, check_kernels
+from dsv3.files import read_key
 from dsv3.processes.certificates import Credentials, credentials_of
-from dsv3.processes.key_file import read_key
 
 _log = logging.getLogger("dsv3.cluster")
 _RETRY_S = 0.2

@@ -26,8 +26,8 @@ from dsv3.engine.errors import ClusterError
 from dsv3.engine.fingerprint import Fields, differences
 from dsv3.engine.job import StepCommand, WorkEvents
 from dsv3.engine.kernel_checks import KernelFallback, merge_fallbacks
+from dsv3.files import read_key
 from dsv3.processes.certificates import credentials_of
-from dsv3.processes.key_file import read_key
 
 _log = logging.getLogger("dsv3.cluster")
 _REMIND_S = 30.0  # interval of the log line that names missing processes

@@ -82,7 +82,7 @@ class LeaderHost(Protocol):
     def progress(self, text: str, done: int = 0, total: int = 0) -> None: ...
     def drain(self, reason: str) -> None: ...
     def fail(self, reason: str) -> None: ...
-    def at_end(self, callback: Callable[[str | None], None]) -> None: ...
+    def on_exit(self, callback: Callable[[str | None], None]) -> None: ...
 
 
 def start_leader(
@@ -101,7 +101,7 @@ def start_leader(
     phases = Phases()
     fields = fields_of(model_dir, options, cluster)
     leader = Leader(cluster, fields, host.fail, host.drain, generation)
-    host.at_end(leader.end)
+    host.on_exit(leader.end)
     host.progress(f"waiting for {cluster.num_processes - 1} other processes")
     given, cluster = cluster, leader.wait_for_followers()
     phases.end("connected")

@@ -18,8 +18,8 @@ from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.driver import started_devices
 from dsv3.engine.fingerprint import Fields, matching_options, program_options
 from dsv3.engine.stored import NoProgramStore, ProgramStore, device_fields, program_store
+from dsv3.files import read_key
 from dsv3.processes.certificates import IDENTITY, credentials_of
-from dsv3.processes.key_file import read_key
 
 _log = logging.getLogger("dsv3.cluster")
 _CONNECT_S = 300

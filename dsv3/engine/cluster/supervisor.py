@@ -24,7 +24,7 @@ from dsv3.engine.cluster.link import (
     Serving,
     WaitsToRejoin,
 )
-from dsv3.processes.child import KILLED_S, Deaths, LinkedChild, RestartPolicy
+from dsv3.processes.child import REAP_TIMEOUT_S, DeathCounter, LinkedChild, RestartPolicy
 
 _log = logging.getLogger("dsv3.cluster")
 _POLL_S = 0.25
@@ -57,10 +57,10 @@ class Child:
 
     def end(self, patience_s: float = 0.0) -> int | None:
         """Ends the process, by force after `patience_s` seconds; returns its status, None where it does not end."""
-        status = self.process.end(patience_s, KILLED_S)
+        status = self.process.end(patience_s, REAP_TIMEOUT_S)
         self.link.connection.close()
         if status is None:
-            _log.error("pid %d still exists %.0f s after kill -9", self.process.pid, KILLED_S)
+            _log.error("pid %d still exists %.0f s after kill -9", self.process.pid, REAP_TIMEOUT_S)
         return status
 
     def _on_event(self, event: FromFollower) -> None:
@@ -83,7 +83,7 @@ class Supervisor:
 
     def __init__(self, order: FollowOrder, policy: RestartPolicy | None) -> None:
         self._order, self._cluster = order, order.cluster
-        self._deaths = None if policy is None else Deaths(policy)
+        self._deaths = None if policy is None else DeathCounter(policy)
         self._spare: Child | None = None
         self._has_served = False
         self._end_signals = 0  # SIGTERM and SIGINT received
@@ -179,7 +179,7 @@ class Supervisor:
         was_up = self._has_served or child.is_waiting or (child.generation is not None and child.generation.number > 0)
         if not was_up or (self._end_signals and child.generation is None):
             return False
-        if (too_many := self._deaths.note()) is not None:
+        if (too_many := self._deaths.record()) is not None:
             _log.error("process %d %s", self._cluster.process_id, too_many)
         return too_many is None
 

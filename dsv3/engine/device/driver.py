@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from dsv3.logs import plugin_troubles
+from dsv3.logs import plugin_errors
 
 _ROOT = Path("/")
 _VERSION = "proc/driver/nvidia/version"
@@ -27,11 +27,11 @@ def started_devices() -> list[jax.Device]:
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter, without a text, where no requested platform is left
-        reason = "; ".join(filter(None, (str(error), plugin_troubles()))) or "it gives no reason"
+        reason = "; ".join(filter(None, (str(error), plugin_errors()))) or "it gives no reason"
         platforms = f" with JAX_PLATFORMS={jax.config.jax_platforms}" if jax.config.jax_platforms else ""
         raise ValueError(f"jax does not start{platforms} ({reason}). {_machine()}. {_ON_PURPOSE}") from error
     if devices[0].platform == "cpu" and not jax.config.jax_platforms and (driver_version() is not None or _has_files()):
-        reason = plugin_troubles() or "jax gives no reason here"
+        reason = plugin_errors() or "jax gives no reason here"
         raise ValueError(f"jax runs on the CPU ({reason}). {_machine()}. {_ON_PURPOSE}")
     return devices
 

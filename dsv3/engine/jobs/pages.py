@@ -28,6 +28,7 @@ from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.job import Command, EngineView, JobKind, Planned, PublishEvent
 from dsv3.engine.limits import TIER_STEP_BYTES
+from dsv3.files import read_key
 from dsv3.kv_cache.events import EventQueue, EventSource, Ranks
 from dsv3.kv_cache.layout import gather_pages, page_bytes, payload_shape, scatter_pages
 from dsv3.kv_cache.page_keys import Key as PageKey
@@ -39,7 +40,6 @@ from dsv3.kv_cache.transfer.client import Peers
 from dsv3.kv_cache.transfer.nixl import open_nixl
 from dsv3.kv_cache.transfer.protocol import VERSION, PeerHello
 from dsv3.kv_cache.transfer.server import BootstrapRooms, PageServer
-from dsv3.processes.key_file import read_key
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.sequence import Sequence
 from sharding.processes import local_part

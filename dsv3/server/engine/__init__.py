@@ -1,1 +1,1 @@
-"""The engine's process, and the fronts' side of it: how requests reach the engine, and results a front."""
+"""The engine process, its supervisor, and the API servers' client of it."""

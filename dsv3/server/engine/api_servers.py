@@ -1,7 +1,7 @@
-"""The fronts as the engine's process sees them: messages from all of them in one queue, results to each its own.
+"""Connections of the engine process to API servers: one queue of their messages; outputs go to the requests' senders.
 
-Frames to a front are buffered without being dropped, since a lost token is a lost text. The buffer is bounded by what
-the running requests can still produce; a front that has stopped reading is given up past `MAX_BUFFERED_BYTES`.
+Frames to an API server are buffered and never dropped, since a lost token is a lost text. The buffer is bounded by what
+the running requests can still produce; an API server that stops reading is dropped above `MAX_BUFFERED_BYTES`.
 """
 
 import asyncio
@@ -23,19 +23,19 @@ from dsv3.server.engine import messages
 from dsv3.server.engine.messages import FIRST_SENDER
 
 MAX_BUFFERED_BYTES = 512 * 2**20
-_PULSE_S = 1.0
+_HEARTBEAT_S = 1.0
 _log = logging.getLogger("dsv3.engine")
 
 
 class ApiServerConnection(frames.FrameProtocol):
-    """One front; `send` never waits for it. A `sender` below 0 is to come with its first message.
+    """Connection to one API server; `send` does not block. A `sender` below 0 is unknown until the first message.
 
-    `live` holds the ids of its requests that the engine has not finished, `parts` requests of which more are to come.
+    `request_ids` are the API server's unfinished requests, `parts` the requests of an incomplete `Add`.
     """
 
     def __init__(self, api_servers: "ApiServerConnections", sender: int = -1):
-        super().__init__(self._take_in, self._note_end)
-        self.live: set[int] = set()
+        super().__init__(self._on_message, self._on_end)
+        self.request_ids: set[int] = set()
         self.parts: list[PreparedRequest] = []
         self.sender = sender
         self._api_servers = api_servers
@@ -51,13 +51,13 @@ class ApiServerConnection(frames.FrameProtocol):
         """Sends a message, from any thread."""
         self._api_servers.loop.call_soon_threadsafe(self._write, frames.encode(message))
 
-    def hang_up(self) -> None:
-        """Ends the connection at once."""
+    def disconnect(self) -> None:
+        """Closes the connection without flushing it."""
         self._transport.abort()
 
     @property
     def num_buffered(self) -> int:
-        """Bytes that the front has not taken."""
+        """Bytes that the API server has not read."""
         return self._transport.get_write_buffer_size()
 
     def _write(self, frame: bytearray) -> None:
@@ -66,32 +66,32 @@ class ApiServerConnection(frames.FrameProtocol):
         self._transport.write(frame)
         if self.num_buffered > MAX_BUFFERED_BYTES and not self._is_full:
             self._is_full = True
-            _log.error("front %d does not read: %d bytes wait for it", self.sender, self.num_buffered)
-            self._api_servers.give_up(self)
+            _log.error("API server %d does not read: %d bytes are buffered for it", self.sender, self.num_buffered)
+            self._api_servers.drop(self)
 
-    def _take_in(self, body: memoryview) -> None:
+    def _on_message(self, body: memoryview) -> None:
         message = messages.to_engine.decode(body)
         if self.sender >= FIRST_SENDER:
-            self._api_servers.take_in(self, message)
+            self._api_servers.dispatch(self, message)
         elif isinstance(message, messages.Connect) and message.sender > FIRST_SENDER:
             self.sender = message.sender
             self._api_servers.add(self)
         else:
-            raise ValueError(f"{type(message).__name__} comes first")
+            raise ValueError(f"the first message is {type(message).__name__}, expected Connect")
 
-    def _note_end(self, error: Exception | None) -> None:
+    def _on_end(self, error: Exception | None) -> None:
         if error is not None:
             known = isinstance(error, ValueError | frames.FrameError | msgspec.MsgspecError)
-            _log.error("connection to front %d: %s", self.sender, error, exc_info=None if known else error)
+            _log.error("connection to API server %d: %s", self.sender, error, exc_info=None if known else error)
         if self.sender >= FIRST_SENDER:
-            self._api_servers.note_end(self)
+            self._api_servers.on_disconnect(self)
 
 
 class ApiServerConnections:
-    """All fronts of this engine: the first at the other end of `link`, others connect to `listener`.
+    """Connections to all API servers: API server 0 at the other end of `link`, others connect to `listener`.
 
-    A thread has an event loop for them. `on_stop` is called there when the first front asks for the end,
-    `on_first_gone` when it has gone or does not read.
+    They run on an event loop in a separate thread, which calls `on_stop` on `StopEngine`, and `on_server_0_lost` when
+    API server 0 disconnects or does not read.
     """
 
     def __init__(
@@ -99,167 +99,163 @@ class ApiServerConnections:
         link: socket.socket,
         listener: socket.socket,
         on_stop: Callable[[], None],
-        on_first_gone: Callable[[], None],
+        on_server_0_lost: Callable[[], None],
     ):
         self.loop = uvloop.new_event_loop()
-        self._on_stop, self._on_first_gone = on_stop, on_first_gone
+        self._on_stop, self._on_server_0_lost = on_stop, on_server_0_lost
         self._starts: queue.SimpleQueue[messages.Start] = queue.SimpleQueue()
         self._received: deque[tuple[ApiServerConnection, messages.Request | None]] = deque()
-        self._arrived = threading.Event()
+        self._has_received = threading.Event()
         self._lock = threading.Lock()
         self._api_servers: dict[int, ApiServerConnection] = {}
         self._info: messages.EngineInfo | None = None
-        self._turns: deque[ApiServerConnection] = deque()  # the first one has it
+        self._lock_queue: deque[ApiServerConnection] = deque()  # the first one holds the lock
         threading.Thread(target=self.loop.run_forever, name="api-servers", daemon=True).start()
         asyncio.run_coroutine_threadsafe(self._open(link, listener), self.loop).result()
 
     def start(self) -> messages.Start:
-        """Waits for the first front's first message."""
+        """Waits for `Start`, the first message of API server 0."""
         return self._starts.get()
 
-    def take(self) -> Iterator[tuple[ApiServerConnection, messages.Request | None]]:
-        """Yields every message that has arrived with its front; None says that the front has gone."""
-        self._arrived.clear()
+    def receive(self) -> Iterator[tuple[ApiServerConnection, messages.Request | None]]:
+        """Yields each received message with its connection; a message of None means that it has disconnected."""
+        self._has_received.clear()
         while self._received:
             yield self._received.popleft()
 
     @property
     def has_messages(self) -> bool:
-        """Whether there are messages to take."""
         return bool(self._received)
 
     def wait(self, timeout_s: float) -> None:
-        """Waits for messages to take, once all that had arrived were taken; at most `timeout_s` seconds."""
-        self._arrived.wait(timeout_s)
+        """Waits up to `timeout_s` seconds for messages, after `receive` has yielded all earlier ones."""
+        self._has_received.wait(timeout_s)
 
     def announce(self, info: messages.EngineInfo) -> None:
-        """Tells every front, and those still to come, that the engine is ready."""
+        """Sends `info` to every API server, and to those that connect later: the engine is ready."""
         with self._lock:
             self._info = info
             api_servers = list(self._api_servers.values())
         for api_server in api_servers:
             api_server.send(info)
 
-    def tell(self, message: messages.FromEngine) -> None:
-        """Sends a message to every front."""
+    def broadcast(self, message: messages.FromEngine) -> None:
         for api_server in list(self._api_servers.values()):
             api_server.send(message)
 
-    def beat(self) -> None:
-        """Begins to tell every front that this process runs."""
-        self.loop.call_soon_threadsafe(self._beat)
+    def start_heartbeat(self) -> None:
+        """Starts to broadcast `EngineHeartbeat` once per second."""
+        self.loop.call_soon_threadsafe(self._heartbeat)
 
-    def tell_first(self, message: messages.FromEngine) -> None:
-        """Sends a message to the first front, if it has come."""
+    def send_to_server_0(self, message: messages.FromEngine) -> None:
+        """Sends a message to API server 0, if it is connected."""
         if (first := self._api_servers.get(FIRST_SENDER)) is not None:
             first.send(message)
 
     def deliver(self, outputs: StepOutputs, stats: messages.Stats | None) -> None:
-        """Sends each front the outputs of its own requests, and `stats` to all of them."""
+        """Sends each API server the outputs of its own requests, and `stats` to all of them."""
         api_servers = self._api_servers
         for output in outputs.details:
             if output.finish_reason is not None and (api_server := api_servers.get(senders(output.request_id))):
-                api_server.live.discard(output.request_id)
+                api_server.request_ids.discard(output.request_id)
         if len(api_servers) == 1:
             for api_server in api_servers.values():
                 api_server.send(messages.Outputs.from_outputs(outputs, stats))
             return
-        parts = split(outputs)
+        parts = split_by_sender(outputs)
         for sender, api_server in list(api_servers.items()):
             if (part := parts.get(sender)) is not None or stats is not None:
                 api_server.send(messages.Outputs.from_outputs(part or StepOutputs(), stats))
 
     def remove(self, api_server: ApiServerConnection) -> None:
-        """Forgets a front that has gone."""
-        self._end_turn(api_server)
+        self._release_lock(api_server)
         with self._lock:
             self._api_servers = {
                 sender: other for sender, other in self._api_servers.items() if other is not api_server
             }
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Sends what is left, for at most `timeout_s`."""
+        """Flushes all connections, for at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             asyncio.run_coroutine_threadsafe(self._flush(), self.loop).result(timeout_s)
 
     def add(self, api_server: ApiServerConnection) -> None:
-        """Takes a front that has come."""
+        """Adds an API server whose number is known."""
         with self._lock:
             self._api_servers = {**self._api_servers, api_server.sender: api_server}
             info = self._info
         if info is not None:
             api_server.send(info)
 
-    def take_in(self, api_server: ApiServerConnection, message: messages.ToEngine) -> None:
-        """Does what a front says, or keeps it for `take`."""
+    def dispatch(self, api_server: ApiServerConnection, message: messages.ToEngine) -> None:
+        """Handles a message, or enqueues it for `receive`."""
         match message:
             case messages.Add():
                 api_server.parts += message.requests
                 if not message.has_more:
-                    self._put(api_server, messages.Add(api_server.parts))
+                    self._enqueue(api_server, messages.Add(api_server.parts))
                     api_server.parts = []
             case messages.Abort() | messages.Flush() | messages.Inspect():
-                self._put(api_server, message)
+                self._enqueue(api_server, message)
             case messages.AcquireLock():
-                self._queue_for_turn(api_server)
+                self._acquire_lock(api_server)
             case messages.ReleaseLock():
-                self._end_turn(api_server)
+                self._release_lock(api_server)
             case messages.StopEngine() if api_server.sender == FIRST_SENDER:
                 self._on_stop()
             case messages.Start() if api_server.sender == FIRST_SENDER:
                 self._starts.put(message)
 
-    def note_end(self, api_server: ApiServerConnection) -> None:
-        """Notes that a front has gone."""
+    def on_disconnect(self, api_server: ApiServerConnection) -> None:
         if api_server.sender == FIRST_SENDER:
-            self._on_first_gone()
+            self._on_server_0_lost()
         else:
-            self._put(api_server, None)
+            self._enqueue(api_server, None)
 
-    def give_up(self, api_server: ApiServerConnection) -> None:
-        """Drops a front that does not read; with the first, everything ends."""
+    def drop(self, api_server: ApiServerConnection) -> None:
+        """Disconnects an API server that does not read; without API server 0 the process ends."""
         if api_server.sender == FIRST_SENDER:
-            self._on_first_gone()
+            self._on_server_0_lost()
         else:
-            api_server.hang_up()
-            self.tell_first(messages.Dropped(api_server.sender, "it has stopped reading"))
+            api_server.disconnect()
+            self.send_to_server_0(messages.ApiServerDropped(api_server.sender, "it does not read the engine's outputs"))
 
     async def _open(self, link: socket.socket, listener: socket.socket) -> None:
         await self.loop.create_connection(lambda: ApiServerConnection(self, FIRST_SENDER), sock=link)
-        # uvloop's is collected, and accepts no more, where nothing refers to it.
+        # Keep a reference: uvloop stops accepting when its server object is collected.
         self._server = await self.loop.create_unix_server(lambda: ApiServerConnection(self), sock=listener)
 
-    def _beat(self) -> None:
-        self.tell(messages.EngineHeartbeat())
-        self.loop.call_later(_PULSE_S, self._beat)
+    def _heartbeat(self) -> None:
+        self.broadcast(messages.EngineHeartbeat())
+        self.loop.call_later(_HEARTBEAT_S, self._heartbeat)
 
     async def _flush(self) -> None:
         while any(api_server.num_buffered for api_server in self._api_servers.values()):
             await asyncio.sleep(0.01)
 
-    def _queue_for_turn(self, api_server: ApiServerConnection) -> None:
-        """Lets one front after the other send what engines may die of: only one such request is there at a time."""
+    def _acquire_lock(self, api_server: ApiServerConnection) -> None:
+        """Grants the lock, or queues for it: only one quarantined request may be in the engine at a time."""
         with self._lock:
-            self._turns.append(api_server)
-            is_next = len(self._turns) == 1
+            self._lock_queue.append(api_server)
+            is_next = len(self._lock_queue) == 1
         if is_next:
             api_server.send(messages.LockGranted())
 
-    def _end_turn(self, api_server: ApiServerConnection) -> None:
+    def _release_lock(self, api_server: ApiServerConnection) -> None:
         with self._lock:
-            had_it = bool(self._turns) and self._turns[0] is api_server
-            self._turns = deque(other for other in self._turns if other is not api_server)
-            following = self._turns[0] if had_it and self._turns else None
+            held_lock = bool(self._lock_queue) and self._lock_queue[0] is api_server
+            self._lock_queue = deque(other for other in self._lock_queue if other is not api_server)
+            following = self._lock_queue[0] if held_lock and self._lock_queue else None
         if following is not None:
             following.send(messages.LockGranted())
 
-    def _put(self, api_server: ApiServerConnection, message: messages.Request | None) -> None:
+    def _enqueue(self, api_server: ApiServerConnection, message: messages.Request | None) -> None:
         self._received.append((api_server, message))
-        self._arrived.set()
+        self._has_received.set()
 
 
-def split(outputs: StepOutputs) -> dict[int, StepOutputs]:
-    """Returns the outputs by the sender of their requests; each request's keep their order."""
+def split_by_sender(outputs: StepOutputs) -> dict[int, StepOutputs]:
+    """Returns the outputs by sender of their requests, in the same order within a request."""
     parts: dict[int, StepOutputs] = {}
     for rows in outputs.columns:
         for sender, mine in _split_rows(rows):
@@ -270,22 +266,21 @@ def split(outputs: StepOutputs) -> dict[int, StepOutputs]:
 
 
 def _split_rows(rows: Tokens) -> Iterator[tuple[int, Tokens]]:
-    """Yields each sender with its rows, in one pass over the rows however many senders there are."""
+    """Yields each sender with its rows, in one pass over the rows for any number of senders."""
     if not len(rows):
         return
     owners = senders(rows.ids)
-    order = np.argsort((owners & 0xFFFF).astype(np.uint16), kind="stable")  # by radix: numpy has that for 16 bits
-    owners, ids, tokens = owners[order], rows.ids[order], _tokens_in(order, rows)
+    order = np.argsort((owners & 0xFFFF).astype(np.uint16), kind="stable")  # numpy sorts 16 bits by radix
+    owners, ids, tokens = owners[order], rows.ids[order], _reorder_tokens(order, rows)
     counts = np.ones(len(ids), np.int64) if len(rows.tokens) == len(rows) else rows.counts[order]
     starts = [0, *(np.flatnonzero(owners[1:] != owners[:-1]) + 1).tolist(), len(ids)]
-    places = starts if len(rows.tokens) == len(rows) else np.concatenate([[0], np.cumsum(counts)])[starts].tolist()
+    offsets = starts if len(rows.tokens) == len(rows) else np.concatenate([[0], np.cumsum(counts)])[starts].tolist()
     for i, sender in enumerate(owners[starts[:-1]].tolist()):
-        mine, own = slice(starts[i], starts[i + 1]), slice(places[i], places[i + 1])
+        mine, own = slice(starts[i], starts[i + 1]), slice(offsets[i], offsets[i + 1])
         yield sender, Tokens(ids[mine], counts[mine], tokens[own])
 
 
-def _tokens_in(order: np.ndarray, rows: Tokens) -> np.ndarray:
-    """Returns the tokens of the rows in another order of the rows."""
+def _reorder_tokens(order: np.ndarray, rows: Tokens) -> np.ndarray:
     if len(rows.tokens) == len(rows):
         return rows.tokens[order]
     pieces = np.split(rows.tokens, np.cumsum(rows.counts)[:-1])

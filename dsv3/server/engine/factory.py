@@ -1,4 +1,4 @@
-"""Builds the real engine inside of the engine process; jax is imported here and nowhere else in the server."""
+"""Builds the engine inside the engine process; the only module of the server that imports jax."""
 
 import os
 import sys
@@ -10,22 +10,21 @@ from dsv3.server.engine.process import EngineHost, EngineLike
 
 
 def start_engine(start: Start, host: EngineHost) -> tuple[EngineLike, EngineInfo]:
-    """Loads and warms up, together with the followers if this process leads an instance of several."""
+    """Loads the weights and compiles all programs, together with the followers of an instance of several processes."""
     from dsv3.engine.build import build_engine
     from dsv3.engine.cluster.leader_engine import start_leader
 
     model_dir = Path(start.model_dir)
     if start.cluster is not None:
         return describe(start_leader(start.cluster, model_dir, start.engine, host, generation=start.generation))
-    first = "checking the kernels, then " if start.engine.check_kernels else ""
-    host.progress(f"{first}loading the weights")
+    host.progress(f"{'checking the kernels, then ' if start.engine.check_kernels else ''}loading the weights")
     engine = build_engine(model_dir, start.engine, progress=os.isatty(sys.stderr.fileno()))
     engine.warm_up(lambda done, total, what: host.progress(f"compiling {what}", done, total))
     return describe(engine)
 
 
 def describe(engine: Any) -> tuple[EngineLike, EngineInfo]:
-    """Returns a warm engine, and what a front needs to know about it."""
+    """Returns a warm engine and the message that announces it to API servers."""
     return engine, EngineInfo(
         rules=engine.rules,
         max_num_seqs=engine.cfg.max_num_seqs * engine.cfg.num_ranks,

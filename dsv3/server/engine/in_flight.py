@@ -1,9 +1,8 @@
-"""The sequences that a front has in the engine, and which of them is to blame where engines die again and again.
+"""In-flight requests of an API server, and the quarantine of requests that crash engines.
 
-An engine that dies is replaced, and its sequences go on in the next one. Where a request kills each engine that it is
-sent to, all others die with it again. So those that were there when two engines died one after the other, and have got
-no further in between, are *suspects*: they are sent one at a time. The one that the third engine dies with is not sent
-again, and nobody else has to go.
+After an engine dies, its sequences resume in the next one. A request that crashes every engine would take all others
+with it. So sequences that were in the engine when two engines died in a row, without progress in between, are
+*quarantined*: they are sent one at a time. If the third engine dies too, only the sequence under test fails.
 """
 
 import array
@@ -17,68 +16,68 @@ import numpy as np
 from dsv3.scheduler.request import EngineOutput, PreparedRequest, RequestRules, resumed_request
 
 SAFE_TOKENS = 16
-"""Tokens after which a sequence has passed the place where an engine died: that was two steps of 8 tokens further on
-than its front had heard of."""
-_SUSPICIOUS = 2  # engines
+"""Tokens after which a sequence has passed the position where an engine died: at most two steps of 8 tokens after the
+last token received."""
+_DEATHS_BEFORE_QUARANTINE = 2
 
 
 class EngineDied(Exception):
-    """Engines have died with this request, and it is not given to another one; the message is fit for clients."""
+    """Engines have died with this request, and it is not retried; the message may be sent to clients."""
 
 
 class RequestStream(Protocol):
-    """Where the outputs of one engine request go.
+    """Receives the outputs of one sequence.
 
-    What comes is appended to `pending`, a token alone where the request simply goes on; soon after, `arrived` is
-    called, once for all that has come meanwhile. Whoever takes only a part of `pending` asks for another call by
-    `put_off`; `SLICE` outputs are enough for one. `is_queued` is the client's. `fail` is called at most once, with
-    EngineUnavailable, EngineDied, Busy or Refused, and nothing comes after it.
+    The client appends outputs to `pending`, a bare token id if there is nothing else to report, and then calls
+    `on_outputs` once for all of them. A stream that consumes only a part, such as `SLICE` outputs, calls
+    `EngineClient.requeue` for another call. `is_queued` belongs to the client. `fail` is called at most once, as the
+    last call, with EngineUnavailable, EngineDied, EngineBusy or RequestRejected.
     """
 
     pending: list[int | EngineOutput]
     is_queued: bool
 
-    def arrived(self) -> None: ...
+    def on_outputs(self) -> None: ...
     def fail(self, error: Exception) -> None: ...
 
 
 class InFlightRequest:
-    """A sequence whose last output has not come: where outputs go, and all that another engine needs to go on.
+    """An unfinished sequence: its output stream, and its state for resuming it in another engine.
 
-    `tokens` are those that have come. `deaths` counts engines that died with it, one after the other, before it had got
-    past the place where the one before died; `restarts` counts all of them, `resumes` those behind which it goes on.
+    `tokens` are those received. `restarts` counts the engines that died with it; `deaths` those in a row that died
+    before it passed the position of the previous death; `resumes` is the value of `restarts` when it was last sent.
     """
 
-    __slots__ = ("deaths", "index", "is_there", "request", "restarts", "resumes", "safe_at", "stream", "tokens")
+    __slots__ = ("deaths", "in_engine", "index", "request", "restarts", "resumes", "safe_at", "stream", "tokens")
 
     def __init__(self, stream: RequestStream, request: PreparedRequest, index: int):
         self.stream, self.request, self.index = stream, request, index
         self.tokens: array.array[int] = array.array("i")
-        self.is_there = False  # an engine has it
+        self.in_engine = False
         self.deaths = self.restarts = self.resumes = self.safe_at = 0
 
     @property
     def is_safe(self) -> bool:
-        """Whether it has got past the place where an engine died with it."""
+        """Whether it has passed the position where an engine died with it."""
         return len(self.tokens) >= self.safe_at
 
-    def request_behind(self, rules: RequestRules) -> PreparedRequest:
-        """Returns the request that goes on behind the tokens that have come."""
-        return resumed_request(_on_ranks(self.request, rules), self.index, np.array(self.tokens, "<i4"), rules)
+    def resumed_request(self, rules: RequestRules) -> PreparedRequest:
+        """Returns the request that continues after the received tokens."""
+        return resumed_request(_without_lost_rank(self.request, rules), self.index, np.array(self.tokens, "<i4"), rules)
 
-    def note_death(self) -> None:
-        """Notes that its engine has died."""
+    def record_death(self) -> None:
+        """Counts the death of the engine that had it."""
         self.deaths = 1 if self.is_safe else self.deaths + 1
         self.restarts += 1
         self.safe_at = len(self.tokens) + SAFE_TOKENS
-        self.is_there = False
+        self.in_engine = False
 
 
 class InFlightRequests:
-    """All sequences of a front by request id; each is given to at most `max_restarts` engines after its first.
+    """All sequences of an API server by request id; each is retried in at most `max_restarts` engines.
 
-    `waiting` are those to send again as soon as there is an engine, `quarantined` those to send one at a time; some of
-    either may have ended. `in_quarantine` is the suspect that the engine has.
+    `waiting` are those to resend as soon as an engine is ready, `quarantined` those to send one at a time; both may
+    contain ids of finished sequences. `in_quarantine` is the quarantined sequence that the engine has now.
     """
 
     def __init__(self, max_restarts: int):
@@ -87,92 +86,100 @@ class InFlightRequests:
         self.quarantined: deque[int] = deque()
         self.in_quarantine: int | None = None
         self._max_restarts = max_restarts
-        # New requests that the engine takes together, and the ids of their sequences: by each id that has not ended.
+        # New requests that must be added together, with the ids of their sequences: by each id that is unfinished.
         self._unsent: dict[int, tuple[Sequence[PreparedRequest], Sequence[int]]] = {}
 
     def __len__(self) -> int:
         return len(self.by_id)
 
     def add(self, requests: Sequence[PreparedRequest], streams: Sequence[RequestStream]) -> list[int]:
-        """Takes the sequences of new requests, with a sink for each; returns their ids."""
-        found = ((request, i) for request in requests for i in range(request.sampling.n))
+        """Registers the sequences of new requests, with a stream for each; returns their ids."""
+        sequences = ((request, i) for request in requests for i in range(request.sampling.n))
         ids = []
-        for (request, i), stream in zip(found, streams, strict=True):
+        for (request, i), stream in zip(sequences, streams, strict=True):
             ids.append(request.request_id + i)
             self.by_id[ids[-1]] = InFlightRequest(stream, request, i)
         return ids
 
-    def put_off(self, requests: Sequence[PreparedRequest], ids: Sequence[int]) -> None:
-        """Keeps new requests, whose sequences have the given ids, until there is an engine."""
+    def defer(self, requests: Sequence[PreparedRequest], ids: Sequence[int]) -> None:
+        """Stores new requests, whose sequences have the given ids, until an engine is ready."""
         self._unsent.update(dict.fromkeys(ids, (requests, ids)))
 
-    def take_unsent(self, rules: RequestRules) -> Iterator[tuple[list[PreparedRequest], Sequence[int]]]:
-        """Yields what was put off and has not ended, with the ids of its sequences, and takes it off the list.
+    def pop_unsent(self, rules: RequestRules) -> Iterator[tuple[list[PreparedRequest], Sequence[int]]]:
+        """Removes and yields deferred requests that are unfinished, with the ids of their sequences.
 
-        What came together comes together: the engine takes all of it or none.
+        Requests that were submitted together stay together: the engine accepts all of them or none.
         """
         while self._unsent:
             for request_id in list(self._unsent):
-                if (new := self._unsent.get(request_id)) is not None:  # else it came with an earlier one, or has ended
+                if (new := self._unsent.get(request_id)) is not None:  # else yielded with an earlier id, or finished
                     requests, ids = new
                     for i in ids:
                         self._unsent.pop(i, None)
-                    yield [_on_ranks(request, rules) for request in requests], ids
+                    yield [_without_lost_rank(request, rules) for request in requests], ids
 
     def pop(self, request_id: int) -> InFlightRequest | None:
-        """Forgets a sequence and returns it; None where it has ended."""
-        self._unsent.pop(request_id, None)  # the last one of those that came together takes their prompts along
+        """Removes a sequence and returns it; None if it has ended."""
+        self._unsent.pop(request_id, None)  # the last id of requests that belong together releases their prompts
         return self.by_id.pop(request_id, None)
 
     def on_engine_death(self) -> list[tuple[InFlightRequest, EngineDied]]:
-        """Notes that the engine has died; returns, with the reason, the sequences that no other engine is given."""
-        tried = None if self.in_quarantine is None else self.by_id.get(self.in_quarantine)
-        guilty = tried if tried is not None and not tried.is_safe and not self._others_are_doubtful(tried) else None
+        """Updates all sequences after an engine's death; returns those that are not retried, each with its error.
+
+        The sequence under quarantine is not retried, unless another unsafe one was in the engine with it.
+        """
+        tested = None if self.in_quarantine is None else self.by_id.get(self.in_quarantine)
+        fatal = tested if tested is not None and not tested.is_safe and not self._has_other_unsafe(tested) else None
         ended = []
-        for request_id, live in list(self.by_id.items()):
-            if live.is_there:
-                live.note_death()
-                if live is guilty or live.restarts > self._max_restarts:
-                    ended.append((self.by_id.pop(request_id), self._reason(live)))
+        for request_id, sequence in list(self.by_id.items()):
+            if sequence.in_engine:
+                sequence.record_death()
+                if sequence is fatal or sequence.restarts > self._max_restarts:
+                    ended.append((self.by_id.pop(request_id), self._reason(sequence)))
         self.in_quarantine = None
-        self.quarantined = deque(reversed([i for i, live in self.by_id.items() if live.deaths >= _SUSPICIOUS]))
-        self.waiting = deque(i for i, live in self.by_id.items() if live.restarts and live.deaths < _SUSPICIOUS)
+        self.quarantined = deque(
+            reversed([i for i, sequence in self.by_id.items() if sequence.deaths >= _DEATHS_BEFORE_QUARANTINE])
+        )
+        self.waiting = deque(
+            i for i, sequence in self.by_id.items() if sequence.restarts and sequence.deaths < _DEATHS_BEFORE_QUARANTINE
+        )
         return ended
 
-    def take_waiting(self) -> Iterator[tuple[int, InFlightRequest]]:
-        """Yields the sequences to send, and takes them off the list as it goes."""
+    def pop_waiting(self) -> Iterator[tuple[int, InFlightRequest]]:
+        """Removes and yields the sequences to resend."""
         while self.waiting:
             request_id = self.waiting.popleft()
-            if (live := self.by_id.get(request_id)) is not None:
-                yield request_id, live
+            if (sequence := self.by_id.get(request_id)) is not None:
+                yield request_id, sequence
 
     def next_quarantined(self) -> tuple[int, InFlightRequest] | None:
-        """Puts the next suspect on trial, the youngest first; None where there is none left."""
+        """Moves the next quarantined sequence, the youngest first, to `in_quarantine`; returns None if none is left."""
         while self.quarantined:
             self.in_quarantine = self.quarantined.popleft()
-            if (live := self.by_id.get(self.in_quarantine)) is not None:
-                return self.in_quarantine, live
+            if (sequence := self.by_id.get(self.in_quarantine)) is not None:
+                return self.in_quarantine, sequence
         self.in_quarantine = None
         return None
 
     @property
-    def quarantine_is_over(self) -> bool:
-        """Whether the suspect on trial has passed the place where engines died with it, or has ended."""
+    def quarantine_passed(self) -> bool:
+        """Whether `in_quarantine` has passed the position where engines died with it, or has ended."""
         if self.in_quarantine is None:
             return False
-        live = self.by_id.get(self.in_quarantine)
-        return live is None or live.is_safe
+        sequence = self.by_id.get(self.in_quarantine)
+        return sequence is None or sequence.is_safe
 
-    def _others_are_doubtful(self, tried: InFlightRequest) -> bool:
-        return any(live.is_there and live.deaths and not live.is_safe for live in self.by_id.values() if live != tried)
+    def _has_other_unsafe(self, tested: InFlightRequest) -> bool:
+        others = (sequence for sequence in self.by_id.values() if sequence != tested)
+        return any(sequence.in_engine and sequence.deaths and not sequence.is_safe for sequence in others)
 
-    def _reason(self, live: InFlightRequest) -> EngineDied:
-        times = f"{live.restarts} times" if live.restarts > 1 else "once"
-        return EngineDied(f"the engine has died {times} with this request; it is not tried again")
+    def _reason(self, sequence: InFlightRequest) -> EngineDied:
+        times = f"{sequence.restarts} times" if sequence.restarts > 1 else "once"
+        return EngineDied(f"the engine has died {times} with this request; it is not retried")
 
 
-def _on_ranks(request: PreparedRequest, rules: RequestRules) -> PreparedRequest:
-    """Returns a request that asks for no rank that has gone."""
+def _without_lost_rank(request: PreparedRequest, rules: RequestRules) -> PreparedRequest:
+    """Returns the request, without its `rank` if the engine no longer has that rank."""
     if request.rank is not None and request.rank >= rules.num_ranks:
         return msgspec.structs.replace(request, rank=None)
     return request

@@ -1,7 +1,4 @@
-"""Messages between the engine's process and API servers (fronts); see `dsv3.processes.frames`.
-
-First come those to the engine (`ToEngine`), then those from it (`FromEngine`).
-"""
+"""Messages between API servers and the engine process (`ToEngine`, `FromEngine`), sent by `dsv3.processes.frames`."""
 
 from typing import Any, Literal
 
@@ -14,14 +11,14 @@ from dsv3.engine.step_log import EngineSnapshot, StepRecord
 from dsv3.scheduler.request import EngineOutput, PreparedRequest, RequestRules, StepOutputs, Tokens
 
 FIRST_SENDER = 0
-"""Sender of the front that starts engines' processes, and with which they end."""
+"""Sender of API server 0, which starts the engine process; the engine process ends with it."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """The first front's first message; `factory` is "module:function" of `factory(start, host)`.
+    """First message of API server 0; `factory` is "module:function" of `factory(start, host)`.
 
-    With `cluster` the process leads an instance of several, as `generation`. `factory_options` are for factories of
-    tests.
+    With `cluster` the process leads an instance of several processes, with the incarnation `generation`.
+    `factory_options` are for factories of tests.
     """
 
     factory: str
@@ -33,16 +30,16 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):
-    """The first message of any other front: its number, which is in its requests' ids (`first_id`)."""
+    """First message of any other API server: its number, which its requests' ids contain (`first_id`)."""
 
     sender: int
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """Requests to take together: all, or none if the queue has no room for them.
+    """Requests to enqueue together: all, or none if the queue has too little capacity.
 
-    Each is sent once, however many sequences it stands for. With `has_more`, the next `Add` belongs to them too: a
-    frame is decoded in one piece.
+    A request with `n` sequences is sent once. With `has_more` the next `Add` belongs to the same requests, which keeps
+    frames small, as each is decoded in one piece.
     """
 
     requests: list[PreparedRequest]
@@ -50,27 +47,27 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Requests nobody waits for any more; unknown ids are ignored."""
+    """Abort these requests; unknown ids are ignored."""
 
     request_ids: list[int]
 
 
 class Flush(msgspec.Struct, frozen=True, tag=True):
-    """Empty the prefix cache, on the devices and in the host's memory."""
+    """Reset the prefix cache on the devices and in host memory."""
 
 
 class Inspect(msgspec.Struct, frozen=True, tag=True):
-    """Show what the engine does: answered by `Seen`; or begin a profile, or end it: answered by `Profile`."""
+    """Send a `SnapshotReply`; or start or stop a profile and send a `ProfileReply`."""
 
-    what: Literal["look", "start_profile", "stop_profile"]
+    what: Literal["snapshot", "start_profile", "stop_profile"]
 
 
 class AcquireLock(msgspec.Struct, frozen=True, tag=True):
-    """Some of this front's requests may be those that engines die of: let it send them when no other front does."""
+    """Request the lock under which an API server sends its quarantined requests, one at a time in all of them."""
 
 
 class ReleaseLock(msgspec.Struct, frozen=True, tag=True):
-    """All of these were sent, and nothing has happened."""
+    """No quarantined request is left: pass the lock on."""
 
 
 class StopEngine(msgspec.Struct, frozen=True, tag=True):
@@ -78,20 +75,20 @@ class StopEngine(msgspec.Struct, frozen=True, tag=True):
 
 
 Request = Add | Abort | Flush | Inspect
-"""What any front may ask for."""
+"""Messages for the thread that steps the engine; every API server may send them."""
 ToEngine = Start | Connect | Request | AcquireLock | ReleaseLock | StopEngine
 
 
 class EngineHeartbeat(msgspec.Struct, frozen=True, tag=True):
-    """The process runs, whatever its step does: comes once per second, from a thread of its own."""
+    """Sent once per second by a separate thread, also during a long step: the process is not stopped."""
 
 
 class LockGranted(msgspec.Struct, frozen=True, tag=True):
-    """No other front sends requests that engines may die of, until this one ends its turn."""
+    """This API server holds the lock until it sends `ReleaseLock` or disconnects."""
 
 
 class StartProgress(msgspec.Struct, frozen=True, tag=True):
-    """What the engine does while it starts, for people; `done` of `total` if it counts."""
+    """Progress of the engine's start, as text for people; `done` of `total` if `total` is not 0."""
 
     text: str
     done: int = 0
@@ -99,12 +96,12 @@ class StartProgress(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, tag=True):
-    """The engine is ready: what a front needs to know about it.
+    """The engine is ready; its properties.
 
-    Other instances fetch pages at `transfer_address`, if anywhere, one address per process with commas between; it
-    `fetches_pages` from them. `kv_events` says where routers hear what its `num_ranks` ranks hold, if anywhere. `model`
-    is a line for people. `kernel_fallbacks` are operations whose kernels have failed their check, each with the backend
-    that it takes instead.
+    `transfer_address` has an address per process, separated by commas, from which other instances fetch pages, or is
+    ""; `fetches_pages` is whether this engine fetches from others. `kv_events` is where its `num_ranks` ranks publish
+    KV events. `model` is a description for people. `kernel_fallbacks` maps operations whose kernels failed their check
+    to the backend in use.
     """
 
     rules: RequestRules
@@ -119,15 +116,15 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
 
 
 Stats = dict[str, float | list[float]]
-"""The engine's numbers by the names of their fields; a list has a number per bucket of a histogram, place or layer."""
+"""The engine's statistics by field name; a list has a number per histogram bucket, draft position or layer."""
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
     """Outputs of one step: `StepOutputs` with its columns joined, little endian.
 
-    `ids` are int64, `counts` int64, `tokens` int32; without `counts` each request has one token. `stats`, the engine's
-    counters, come ten times per second, and once per second from an idle engine, which shows that it lives. The frame
-    before the first step after that has none and no outputs.
+    `ids` are int64, `counts` int64, `tokens` int32; without `counts` each request has one token. `stats` come ten times
+    per second, and once per second from an idle engine. The frame that announces an idle engine's next step has neither
+    outputs nor `stats`.
     """
 
     ids: bytes
@@ -138,7 +135,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def from_outputs(cls, outputs: StepOutputs, stats: Stats | None) -> "Outputs":
-        """Returns the message for the outputs of one step; it looks into the outputs' arrays."""
+        """Returns the message for the outputs of one step; it references the outputs' arrays."""
         columns = outputs.columns
         ids, tokens = _joined([rows.ids for rows in columns], "<i8"), _joined([rows.tokens for rows in columns], "<i4")
         counts: bytes = b""
@@ -147,16 +144,16 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
         return cls(ids, counts, tokens, outputs.details, stats)
 
     def columns(self) -> Tokens:
-        """Returns the requests that simply go on; ValueError for columns that do not fit together."""
+        """Returns the columns; raises ValueError if their lengths do not match."""
         ids, tokens = np.frombuffer(self.ids, "<i8"), np.frombuffer(self.tokens, "<i4")
         counts = np.frombuffer(self.counts, "<i8") if self.counts else np.ones(len(ids), np.int64)
         if len(ids) != len(counts) or int(counts.sum()) != len(tokens):
-            raise ValueError("the columns of a step do not fit together")
+            raise ValueError(f"{len(ids)} ids, {len(counts)} counts and {len(tokens)} tokens do not match")
         return Tokens(ids, counts, tokens)
 
 
 def _joined(arrays: list[np.ndarray], dtype: str) -> bytes:
-    """Returns the arrays' bytes one after the other, without copying those of a single array."""
+    """Returns the concatenated bytes of the arrays, without a copy if there is one array."""
     arrays = [np.ascontiguousarray(array, dtype) for array in arrays if len(array)]
     if len(arrays) == 1:
         return memoryview(arrays[0]).cast("B")  # type: ignore[return-value]  # msgspec encodes it as bytes
@@ -164,47 +161,57 @@ def _joined(arrays: list[np.ndarray], dtype: str) -> bytes:
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
-    """None of `request_ids` was taken; `kind` "queue_full", "invalid" or "internal"."""
+    """All `request_ids` are rejected; `kind` is "queue_full", "invalid" or "internal"."""
 
     request_ids: list[int]
     kind: str
     message: str
 
 
-class Seen(msgspec.Struct, frozen=True, tag=True):
-    """What the engine does, for the front that has asked."""
+class SnapshotReply(msgspec.Struct, frozen=True, tag=True):
+    """Reply to `Inspect("snapshot")`."""
 
     snapshot: EngineSnapshot
 
 
-class Profile(msgspec.Struct, frozen=True, tag=True):
-    """The steps of the profile that the front has ended; none where it has begun one."""
+class ProfileReply(msgspec.Struct, frozen=True, tag=True):
+    """Reply to `Inspect`: the steps of the profile that was stopped; empty if one was started."""
 
     steps: list[StepRecord]
 
 
-class Dropped(msgspec.Struct, frozen=True, tag=True):
-    """Tells the first front that another one's connection was given up; `reason` is for the log."""
+class ApiServerDropped(msgspec.Struct, frozen=True, tag=True):
+    """The connection of the API server `sender` was closed; `reason` is for the log."""
 
     sender: int
     reason: str
 
 
 class DrainServer(msgspec.Struct, frozen=True, tag=True):
-    """Another process of the instance was asked to end: finish what runs, then stop, as after SIGTERM."""
+    """Another process of the instance has received SIGTERM: drain, then stop."""
 
     reason: str
 
 
 class EngineFailure(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot go on; `reason` names the exception and carries nothing of a request."""
+    """The engine has failed; `reason` names the exception and contains nothing of a request."""
 
     reason: str
 
 
-ToFirst = StartProgress | Dropped | DrainServer
-"""What the engine tells the first front alone."""
-FromEngine = ToFirst | EngineInfo | Outputs | Rejected | LockGranted | EngineHeartbeat | Seen | Profile | EngineFailure
+ToServer0 = StartProgress | ApiServerDropped | DrainServer
+"""Messages that only API server 0 receives."""
+FromEngine = (
+    ToServer0
+    | EngineInfo
+    | Outputs
+    | Rejected
+    | LockGranted
+    | EngineHeartbeat
+    | SnapshotReply
+    | ProfileReply
+    | EngineFailure
+)
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)

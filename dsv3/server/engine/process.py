@@ -1,8 +1,8 @@
-"""The process that owns the engine: steps it on the main thread, while other threads carry frames in and out.
+"""The engine process: steps the engine on the main thread, while another thread sends and receives frames.
 
-`supervisor.py` starts it as `python -m dsv3.server.engine.process LISTENER [MODULE ...]`. Its link leads to the first
-front; others connect to the socket with that descriptor. When the first front goes away, this process ends at once,
-whatever it is doing. When another one goes away, its requests are aborted.
+`supervisor.py` starts it as `python -m dsv3.server.engine.process LISTENER [MODULE ...]`. Its link is the connection to
+API server 0; others connect to the listening socket with the descriptor LISTENER. When API server 0 disconnects, this
+process exits at once. When another one disconnects, its requests are aborted.
 """
 
 import importlib
@@ -28,12 +28,12 @@ from dsv3.scheduler.request import InvalidRequest, PreparedRequest, QueueFull, S
 from dsv3.server.engine import messages
 from dsv3.server.engine.api_servers import ApiServerConnection, ApiServerConnections
 
-# Sequences taken between two steps: 30 us each, whatever their prompt's length. The rest waits in its frame.
+# New sequences submitted between two steps. The rest stays in its frame, so many requests do not delay a step.
 SLICE = 128
 
 
 class EngineLike(Protocol):
-    """What the engine's process needs of an engine; `dsv3.engine.engine.Engine` is one."""
+    """The interface of an engine that this process uses; `dsv3.engine.engine.Engine` implements it."""
 
     failure: BaseException | None
     log: StepLog
@@ -51,57 +51,56 @@ class EngineLike(Protocol):
 
 
 class RequestReceiver:
-    """Does what fronts ask for, in the order in which it has come."""
+    """Processes the requests of API servers between two steps, in the order of arrival."""
 
     def __init__(self, engine: EngineLike, api_servers: ApiServerConnections):
         self._engine, self._api_servers = engine, api_servers
-        # Requests of which a part has been taken: whose they are, the ids of all sequences, and those that are left.
+        # An `Add` that is submitted in part: its sender, the ids of all its sequences, and those left to submit.
         self._adding: tuple[ApiServerConnection, list[int], Iterator[PreparedRequest]] | None = None
 
     @property
     def has_work(self) -> bool:
-        """Whether `take` has something to do."""
         return self._adding is not None or self._api_servers.has_messages
 
-    def take(self) -> bool:
-        """Does what has come, up to `SLICE` new sequences; returns whether there was anything."""
-        left, changed = SLICE, self._adding is not None
-        left -= self._go_on(left)
+    def receive(self) -> bool:
+        """Processes messages, up to `SLICE` new sequences; returns whether there were any."""
+        has_changed = self._adding is not None
+        left = SLICE - self._submit_pending(SLICE)
         if left <= 0:
             return True
-        for api_server, message in self._api_servers.take():
-            changed = True
+        for api_server, message in self._api_servers.receive():
+            has_changed = True
             if isinstance(message, messages.Add):
-                self._begin(api_server, message.requests)
-                left -= self._go_on(left)
+                self._start_adding(api_server, message.requests)
+                left -= self._submit_pending(left)
             elif isinstance(message, messages.Flush):
                 self._engine.flush()
             elif isinstance(message, messages.Inspect):
-                api_server.send(show(self._engine, message))
+                api_server.send(inspect(self._engine, message))
             else:
                 self._abort(api_server, message)
             if left <= 0:
                 break
-        return changed
+        return has_changed
 
-    def _begin(self, api_server: ApiServerConnection, requests: list[PreparedRequest]) -> None:
-        """Notes requests to take, all or none: nobody else is given the room that they find now."""
+    def _start_adding(self, api_server: ApiServerConnection, requests: list[PreparedRequest]) -> None:
+        """Begins to submit the requests of an `Add`, or rejects all; no other `Add` is processed in between."""
         ids = [request.request_id + i for request in requests for i in range(request.sampling.n)]
         if len(ids) > self._engine.room:
             api_server.send(messages.Rejected(ids, "queue_full", "the queue is full"))
             return
-        api_server.live.update(ids)
+        api_server.request_ids.update(ids)
         self._adding = api_server, ids, chain.from_iterable(map(fan_out, requests))
 
-    def _go_on(self, count: int) -> int:
-        """Takes up to `count` of the sequences begun with; returns how many it has looked at."""
+    def _submit_pending(self, count: int) -> int:
+        """Submits up to `count` sequences of the current `Add`; returns how many."""
         if self._adding is None:
             return 0
         (api_server, ids, left), done = self._adding, 0
         for request in islice(left, count):
             done += 1
             if (rejection := self._submit(request, ids)) is not None:
-                api_server.live.difference_update(ids)
+                api_server.request_ids.difference_update(ids)
                 api_server.send(rejection)
                 self._adding = None
                 return done
@@ -110,7 +109,7 @@ class RequestReceiver:
         return done
 
     def _submit(self, request: PreparedRequest, ids: list[int]) -> messages.Rejected | None:
-        """Hands one sequence to the engine; where it is refused, takes back the others of `ids`."""
+        """Submits one sequence; if the engine rejects it, aborts those of `ids` before it."""
         try:
             self._engine.submit(request)
             return None
@@ -118,99 +117,98 @@ class RequestReceiver:
             kind, text = "queue_full", str(error)
         except InvalidRequest as error:
             kind, text = "invalid", str(error)
-        except Exception:  # one request may fail only itself
-            _log.error("request %d was not taken:\n%s", request.request_id, traceback.format_exc())
-            kind, text = "internal", "the engine could not take the request"
-        for taken in ids[: ids.index(request.request_id)]:
-            self._engine.abort(taken)
+        except Exception:  # must not end the engine
+            _log.error("request %d could not be submitted:\n%s", request.request_id, traceback.format_exc())
+            kind, text = "internal", "the engine could not accept the request"
+        for submitted in ids[: ids.index(request.request_id)]:
+            self._engine.abort(submitted)
         return messages.Rejected(ids, kind, text)
 
     def _abort(self, api_server: ApiServerConnection, message: messages.Abort | None) -> None:
-        """Aborts what a front asks for; all of its requests if it has gone."""
-        ended = list(api_server.live) if message is None else message.request_ids
-        api_server.live.difference_update(ended)
-        for request_id in ended:
+        """Aborts requests of an API server: those of the message, or all if it has disconnected (None)."""
+        aborted = list(api_server.request_ids) if message is None else message.request_ids
+        api_server.request_ids.difference_update(aborted)
+        for request_id in aborted:
             self._engine.abort(request_id)
         if message is None:
             self._api_servers.remove(api_server)
 
 
-def show(engine: EngineLike, message: messages.Inspect) -> messages.Seen | messages.Profile:
-    """Returns what a front has asked to see."""
-    if message.what == "look":
-        return messages.Seen(engine.snapshot())
+def inspect(engine: EngineLike, message: messages.Inspect) -> messages.SnapshotReply | messages.ProfileReply:
+    if message.what == "snapshot":
+        return messages.SnapshotReply(engine.snapshot())
     if message.what == "start_profile":
         engine.log.start_profile()
-        return messages.Profile([])
-    return messages.Profile(engine.log.stop_profile())
+        return messages.ProfileReply([])
+    return messages.ProfileReply(engine.log.stop_profile())
 
 
-_STATS_S = 0.1  # between two frames with statistics: making them takes longer than a step's columns
-_PULSE_S = 1.0  # between two frames of an idle engine: without them a front takes it for hanging
+_STATS_S = 0.1  # between two frames with statistics, which cost more than a step's columns
+_HEARTBEAT_S = 1.0  # between two frames of an idle engine; the API servers' watchdogs expect them
 _log = logging.getLogger("dsv3.engine")
 
 
 class StepFailed(Exception):
-    """The engine has given up every request after an exception; it takes no more."""
+    """The engine has failed during a step and accepts no more requests."""
 
 
 class EngineHost:
-    """This process, as an engine's factory sees it: whom to tell, and how the process ends."""
+    """The engine process, as an engine's factory sees it: reports progress and failures, and exits."""
 
     def __init__(self, link: socket.socket, listener: socket.socket):
-        self._at_end: list[Callable[[str | None], None]] = []
+        self._on_exit: list[Callable[[str | None], None]] = []
         self._failing = threading.Lock()
-        self.api_servers = ApiServerConnections(link, listener, self._stop, self._first_api_server_gone)
+        self.api_servers = ApiServerConnections(link, listener, self._stop, self._on_server_0_lost)
 
     def progress(self, text: str, done: int = 0, total: int = 0) -> None:
-        """Tells what the engine does while it starts."""
-        self.api_servers.tell_first(messages.StartProgress(text, done, total))
+        self.api_servers.send_to_server_0(messages.StartProgress(text, done, total))
 
     def drain(self, reason: str) -> None:
-        """Asks the first front to have all fronts drain, and to stop."""
-        self.api_servers.tell_first(messages.DrainServer(reason))
+        """Requests API server 0 to drain all API servers and to stop the instance."""
+        self.api_servers.send_to_server_0(messages.DrainServer(reason))
 
-    def at_end(self, callback: Callable[[str | None], None]) -> None:
-        """Has `callback` called before the process ends: with the reason of a failure, None for an orderly end."""
-        self._at_end.append(callback)
+    def on_exit(self, callback: Callable[[str | None], None]) -> None:
+        """Registers a callback for the end of the process; it gets the reason of a failure, or None."""
+        self._on_exit.append(callback)
 
-    def end(self, status: int, failure: str | None) -> NoReturn:
-        """Ends the process at once: the main thread may be compiling or inside of a step."""
-        for callback in self._at_end:
+    def exit(self, status: int, failure: str | None) -> NoReturn:
+        """Ends the process at once, although the main thread may be compiling or inside a step."""
+        for callback in self._on_exit:
             callback(failure)
         os._exit(status)
 
     def fail(self, reason: str) -> NoReturn:
-        """Tells every front why, and ends the process. Any thread may call it; only the first reason counts."""
-        self._failing.acquire()  # for good
-        for callback in self._at_end:
+        """Broadcasts the reason and ends the process. Any thread may call it; the first call wins."""
+        self._failing.acquire()  # never released
+        for callback in self._on_exit:
             callback(reason)
-        self.api_servers.tell(messages.EngineFailure(reason))
+        self.api_servers.broadcast(messages.EngineFailure(reason))
         self.api_servers.close()
         os._exit(1)
 
     def _stop(self) -> NoReturn:
-        self.end(0, None)
+        self.exit(0, None)
 
-    def _first_api_server_gone(self) -> NoReturn:
-        self.end(0, "the HTTP process of the leader has gone")
+    def _on_server_0_lost(self) -> NoReturn:
+        self.exit(0, "API server 0 of the leader has ended")
 
 
 def main(listener: int, imports: Sequence[str]) -> NoReturn:
-    """Runs an engine for the first front, and for those that connect to the socket with the descriptor `listener`.
+    """Runs an engine for API server 0, and for those that connect to the socket with the descriptor `listener`.
 
-    The modules `imports` are imported before: so a process that waits for the end of another one has that behind it.
+    A spare process imports the modules `imports` before it waits for `Start`.
     """
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(name, signal.SIG_IGN)  # the first front drains first and then says when to stop
+        signal.signal(name, signal.SIG_IGN)  # API server 0 drains and then sends StopEngine
     configure_logging()
     host = EngineHost(link_to_parent(), socket.socket(fileno=listener))
     for module in imports:
         importlib.import_module(module)
     try:
         start = host.api_servers.start()
-        host.api_servers.beat()
-        engine, info = _build(start, host)
+        host.api_servers.start_heartbeat()
+        module, _, factory = start.factory.partition(":")
+        engine, info = getattr(importlib.import_module(module), factory)(start, host)
         host.api_servers.announce(info)
         serve(engine, host.api_servers)
     except Exception as error:
@@ -220,55 +218,48 @@ def main(listener: int, imports: Sequence[str]) -> NoReturn:
 
 
 def serve(engine: EngineLike, api_servers: ApiServerConnections) -> NoReturn:
-    """Steps the engine for ever; raises StepFailed, or what `engine.step` raises, when it cannot go on.
+    """Steps the engine until it fails; then raises StepFailed or the exception of `engine.step`.
 
-    Statistics go with the first frame after `_STATS_S`, and with the one before the engine falls idle. While it is idle
-    they come every `_PULSE_S`. A frame without them says that its next step, which may take long, begins.
+    Statistics are sent at most every `_STATS_S`, with the last frame before the engine is idle, and every
+    `_HEARTBEAT_S` while it is. An empty frame without them announces a step after an idle time, which may take long.
     """
-    told, idle, receiver = 0.0, True, RequestReceiver(engine, api_servers)
+    stats_sent_at, idle, receiver = 0.0, True, RequestReceiver(engine, api_servers)
     while True:
-        changed = receiver.take()
+        has_changed = receiver.receive()
         if idle and engine.has_work:
-            api_servers.tell(messages.Outputs.from_outputs(StepOutputs(), None))
+            api_servers.broadcast(messages.Outputs.from_outputs(StepOutputs(), None))
         outputs = engine.step() if engine.has_work else StepOutputs()
         idle = not (engine.has_work or receiver.has_work)
-        if engine.failure is not None:  # what the step says of its requests counts no more: they go on elsewhere
+        if engine.failure is not None:  # drop the step's outputs: its requests resume in the next engine
             raise StepFailed(public_text(engine.failure))
-        due = idle or time.monotonic() - told > _STATS_S
-        if outputs or changed or idle:
-            api_servers.deliver(outputs, _numbers(engine.stats()) if due else None)
-            told = time.monotonic() if due else told
+        due = idle or time.monotonic() - stats_sent_at > _STATS_S
+        if outputs or has_changed or idle:
+            api_servers.deliver(outputs, numeric_stats(engine.stats()) if due else None)
+            stats_sent_at = time.monotonic() if due else stats_sent_at
         if idle:
-            api_servers.wait(_PULSE_S)
+            api_servers.wait(_HEARTBEAT_S)
 
 
-def _build(start: messages.Start, host: EngineHost) -> tuple[EngineLike, messages.EngineInfo]:
-    module, _, name = start.factory.partition(":")
-    factory = getattr(importlib.import_module(module), name)
-    engine, info = factory(start, host)
-    return engine, info
-
-
-def _numbers(stats: Any) -> messages.Stats:
-    """Returns the numbers and histograms among the fields; those of a job kind's record as `kind_name`."""
+def numeric_stats(stats: Any) -> messages.Stats:
+    """Returns the numbers and histograms of `EngineStats`; those of a kind of work as `KIND_NAME`."""
     fields = msgspec.to_builtins(stats)
-    all_ = dict(_flattened("", fields | fields.pop("jobs", {})))
-    numbers = {name: value for name, value in all_.items() if isinstance(value, int | float)}
-    return numbers | {name: list(value) for name, value in all_.items() if isinstance(value, tuple | list)}
+    flat = dict(_flatten("", fields | fields.pop("jobs", {})))
+    numbers = {name: value for name, value in flat.items() if isinstance(value, int | float)}
+    return numbers | {name: list(value) for name, value in flat.items() if isinstance(value, tuple | list)}
 
 
-def _flattened(prefix: str, record: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields what a record of records holds, by names joined with "_"."""
+def _flatten(prefix: str, record: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the values of nested dictionaries, with names joined by "_"."""
     for name, value in record.items():
         if isinstance(value, dict):
-            yield from _flattened(f"{prefix}{name}_", value)
+            yield from _flatten(f"{prefix}{name}_", value)
         else:
             yield f"{prefix}{name}", value
 
 
 def _report(error: Exception) -> None:
-    """Logs everything; clients only hear the kind, since a text may carry a path or a part of a prompt."""
-    if isinstance(error, ValueError | OSError | StepFailed):  # bad files and settings: their text says what to change
+    """Logs an error in full; clients get only its type, since its text may contain a path or a part of a prompt."""
+    if isinstance(error, ValueError | OSError | StepFailed):  # bad files and settings: the text says what to change
         _log.error("%s: %s", type(error).__name__, error)
         _log.debug("%s", traceback.format_exc())
     else:

@@ -1,1 +1,1 @@
-"""The front process: routes, bodies, server-sent events, the key, and how the process starts and ends."""
+"""API server processes: HTTP, routes, authentication, and how the processes start, drain and end."""

@@ -1,4 +1,7 @@
-"""The first front from its first line to its exit status: bind, start the engine and the other fronts, serve, drain."""
+"""API server 0, the server's main process: binds the port, starts the engine and the other API servers, serves, drains.
+
+`launch.serve` calls `bind` and `serve`.
+"""
 
 import asyncio
 import logging
@@ -10,40 +13,39 @@ from typing import TYPE_CHECKING
 
 from dsv3.server.batches.runner import running_batches
 from dsv3.server.config import ServerConfig
-from dsv3.server.engine.supervisor import EngineSupervisor
 from dsv3.server.http.api_server_processes import ApiServerProcesses
 from dsv3.server.http.http_server import HttpServer
 from dsv3.server.http.serving import drain, serving, wait_for_any
 from dsv3.server.serving.metrics import NUM_NUMBERS, Metrics, SharedNumbers
 from dsv3.server.serving.service import Service, make_client, make_service, start_engine
-from dsv3.server.tenants import reread
+from dsv3.server.tenants import reload_tenants
 
 if TYPE_CHECKING:
     from dsv3.server.http.registration import Registrar
 
-_COUNTED = ("prompt_tokens", "generation_tokens")
-_LOOKED_UP = ("prefix_queries", "prefix_hits")
+_TOKEN_COUNTS = ("prompt_tokens", "generation_tokens")
+_PREFIX_COUNTS = ("prefix_queries", "prefix_hits")
 
 
 class Throughput:
-    """What a server does between two questions."""
+    """Makes the log line about throughput from the differences of counters."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._at, self._before = time.monotonic(), self._totals()
 
     def line(self) -> str | None:
-        """Returns the rates since the last call and the state of the moment; None where nothing has happened."""
+        """Returns the rates since the last call and the current load; None if the server is idle."""
         now, totals = time.monotonic(), self._totals()
         seconds, self._at = max(now - self._at, 1e-9), now
         before, self._before = self._before, totals
-        grown = {name: value - before[name] for name, value in totals.items()}
+        added = {name: value - before[name] for name, value in totals.items()}
         stats = self._metrics.stats
         running, waiting = _number(stats, "running"), _number(stats, "waiting")
-        if not (running or waiting or any(grown[name] for name in _COUNTED)):
+        if not (running or waiting or any(added[name] for name in _TOKEN_COUNTS)):
             return None
-        prompt, generated = (grown[name] / seconds for name in _COUNTED)
-        queries, hits = (grown[name] for name in _LOOKED_UP)
+        prompt, generated = (added[name] / seconds for name in _TOKEN_COUNTS)
+        queries, hits = (added[name] for name in _PREFIX_COUNTS)
         hit_rate = f", prefix cache hit rate: {hits / queries:.1%}" if queries > 0 else ""
         return (
             f"running: {running:.0f} reqs, waiting: {waiting:.0f} reqs, prompt throughput: {prompt:.1f} tokens/s, "
@@ -53,7 +55,7 @@ class Throughput:
 
     def _totals(self) -> dict[str, float]:
         counted, stats = self._metrics.counted()[0], self._metrics.stats
-        return {name: counted[name] for name in _COUNTED} | {name: _number(stats, name) for name in _LOOKED_UP}
+        return {name: counted[name] for name in _TOKEN_COUNTS} | {name: _number(stats, name) for name in _PREFIX_COUNTS}
 
 
 def _number(stats: Mapping[str, object], name: str) -> float:
@@ -62,12 +64,12 @@ def _number(stats: Mapping[str, object], name: str) -> float:
 
 
 _log = logging.getLogger("dsv3.server")
-_LOG_S = 10.0  # vLLM's
-_CLOSE_S = 10.0  # a front that has drained closes its connections
+_LOG_S = 10.0  # as vLLM
+_CLOSE_S = 10.0  # for drained API servers to close their connections
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a listening socket; raises OSError if the address is taken. Port 0 takes a free one."""
+    """Returns a listening socket; raises OSError if the address is taken. Port 0 selects a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -82,15 +84,15 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callable[[Service], None]) -> int:
-    """Serves until a signal or the engine's end; returns the exit status: 0 after a signal, 1 after a failure.
+    """Serves until a signal or the engine's failure; returns the exit status: 0 after a signal, 1 after a failure.
 
-    The first SIGTERM or SIGINT drains: new requests are taken for `shutdown_grace` seconds, and those in flight then
+    The first SIGTERM or SIGINT drains: new requests are accepted for `shutdown_grace` seconds, then those in flight
     have `shutdown_timeout` seconds to finish before they are aborted. The second aborts them at once. An engine that
-    dies is started anew, and requests go on. Where that does no good every client hears of it at once, and the process
-    ends a few seconds later (at once if the engine had never been ready) for a supervisor to start it anew.
+    dies is restarted and its requests resume. If that fails, every client gets an error at once, and the process exits
+    after `failure_linger_s` (at once if the engine was never ready), so that a process manager can restart it.
     """
     numbers = SharedNumbers(NUM_NUMBERS, config.options.api_server_count)
-    registrar = _registrar(config, listener.getsockname()[1])
+    registrar = _make_registrar(config, listener.getsockname()[1])
     engine = make_client(config)
     service = await make_service(config, engine, numbers)
     files = config.options.ssl_certfile, config.options.api_key_file
@@ -101,26 +103,34 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
             api_servers = ApiServerProcesses(config, service.created, listener, numbers, supervisor, engine.fail)
             signals.on_reload = lambda: _reload(config, service, server, api_servers)
             engine.on_dropped = api_servers.drop
-            supervisor.on_loss = lambda number, reason: _pass_on_loss(number, reason, service, api_servers)
-            engine.on_failure = lambda reason: _pass_on_failure(reason, supervisor, api_servers)
+
+            def on_engine_loss(number: int, reason: str) -> None:
+                service.metrics.add("engine_restarts", 1)
+                api_servers.send_engine_lost(number, reason)
+
+            def on_engine_failure(reason: str) -> None:
+                api_servers.send_engine_failed(reason)
+                supervisor.kill()
+
+            supervisor.on_loss, engine.on_failure = on_engine_loss, on_engine_failure
             try:
                 return await _serve(config, service, signals, api_servers, registrar, on_ready)
             finally:
                 if registrar is not None:
-                    await registrar.leave()
+                    await registrar.deregister()
                 await api_servers.close()
                 await supervisor.close()
     finally:
         signals.close()
 
 
-def _registrar(config: ServerConfig, port: int) -> "Registrar | None":
-    """Returns what registers this server with the routers that the options name, None where they name none."""
+def _make_registrar(config: ServerConfig, port: int) -> "Registrar | None":
+    """Returns what registers this server with the routers that the options name, None without routers."""
     if not config.options.register:
         return None
-    from dsv3.server.http.registration import registrar_of  # with an HTTP client: 0.3 s of a start, and 7 MiB
+    from dsv3.server.http.registration import make_registrar  # only then: it imports an HTTP client
 
-    return registrar_of(config, port)
+    return make_registrar(config, port)
 
 
 async def _serve(
@@ -135,12 +145,12 @@ async def _serve(
     announcing = asyncio.create_task(_announce(service, api_servers, registrar, on_ready))
     logging_throughput = asyncio.create_task(_log_throughput(service))
     async with running_batches(service, config.options.batch_dir, config.model_dir):
-        await wait_for_any(engine.ended, signals.first, engine.asks_to_drain)
+        await wait_for_any(engine.ended, signals.first, engine.drain_requested)
     announcing.cancel()
     logging_throughput.cancel()
-    if signals.first.is_set() or engine.asks_to_drain.is_set():
+    if signals.first.is_set() or engine.drain_requested.is_set():
         if registrar is not None:
-            await registrar.leave()
+            await registrar.deregister()
         await _drain(config, service, signals, api_servers)
         return 0
     if engine.info is not None:
@@ -151,42 +161,31 @@ async def _serve(
 async def _drain(
     config: ServerConfig, service: Service, signals: "_ServerSignals", api_servers: ApiServerProcesses
 ) -> None:
-    """Drains all fronts together."""
     options = config.options
     api_servers.drain()
-    passing_on = asyncio.create_task(_pass_on_second(signals, api_servers))
+    forwarding = asyncio.create_task(_forward_second_signal(signals, api_servers))
     await asyncio.gather(
         drain(service, signals.second, options, config.notify),
         api_servers.wait(options.shutdown_grace + options.shutdown_timeout + _CLOSE_S),
     )
-    passing_on.cancel()
+    forwarding.cancel()
 
 
-async def _pass_on_second(signals: "_ServerSignals", api_servers: ApiServerProcesses) -> None:
+async def _forward_second_signal(signals: "_ServerSignals", api_servers: ApiServerProcesses) -> None:
     await signals.second.wait()
     api_servers.abort()
 
 
-def _pass_on_loss(number: int, reason: str, service: Service, api_servers: ApiServerProcesses) -> None:
-    service.metrics.add("engine_restarts", 1)
-    api_servers.lose(number, reason)
-
-
-def _pass_on_failure(reason: str, supervisor: EngineSupervisor, api_servers: ApiServerProcesses) -> None:
-    api_servers.fail(reason)
-    supervisor.kill()
-
-
 def _reload(config: ServerConfig, service: Service, server: HttpServer, api_servers: ApiServerProcesses) -> None:
-    """Has all fronts use the files as they are now, or go on with what they have where those are bad."""
+    """Reloads certificate and API keys in all API servers; keeps the old ones if the files are invalid."""
     server.reload()
     if config.options.api_key_file is not None:
         try:
-            service.tenants.replace(reread(config.options, service.tenants.all))
+            service.tenants.replace(reload_tenants(config.options, service.tenants.all))
         except ValueError as error:
-            _log.error("the old API keys stay: %s", error)
+            _log.error("the old API keys stay in use: %s", error)
         else:
-            _log.info("the API keys have been read anew")
+            _log.info("reloaded the API keys")
     api_servers.reload(service.tenants.all)
 
 
@@ -205,7 +204,7 @@ async def _announce(
 
 
 async def _log_throughput(service: Service) -> None:
-    """Logs what all fronts do, from time to time, while they do something."""
+    """Logs the throughput of all API servers every `_LOG_S` while they are busy."""
     throughput = Throughput(service.metrics)
     while True:
         await asyncio.sleep(_LOG_S)
@@ -214,11 +213,11 @@ async def _log_throughput(service: Service) -> None:
 
 
 class _ServerSignals:
-    """SIGTERM and SIGINT as events on the running loop; SIGHUP, where there is something to reload, as a call."""
+    """Handles SIGTERM and SIGINT as the events `first` and `second`, and SIGHUP, if there are files to reload."""
 
     def __init__(self, reloads: bool) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()
-        self.on_reload: Callable[[], None] = lambda: None  # the files are yet to be read
+        self.on_reload: Callable[[], None] = lambda: None  # until `serve` has read the files
         self._loop = asyncio.get_running_loop()
         self._handlers = {signal.SIGTERM: self._received, signal.SIGINT: self._received}
         if reloads:

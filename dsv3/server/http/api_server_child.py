@@ -1,6 +1,6 @@
-"""An API server that API server 0 starts: `python -m dsv3.server.http.api_server_child LISTENER NUMBERS`, descriptors.
+"""Main of API servers 1 and up: `python -m dsv3.server.http.api_server_child LISTENER NUMBERS` (descriptors).
 
-It does what the first front says through its link, and ends at once when the first front has gone.
+API server 0 starts and controls it through its link; it exits at once when the link closes.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ _log = logging.getLogger("dsv3.server")
 
 
 def main(listener: int, numbers: int) -> int:
-    """Serves until the first front has it end; returns the exit status."""
+    """Serves until API server 0 sends `DrainApiServer` or `AbortApiServer`; returns the exit status."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(name, signal.SIG_IGN)  # the first front has all fronts drain, or reload
+        signal.signal(name, signal.SIG_IGN)  # API server 0 handles signals for all
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     link = link_to_parent()
     if (body := frames.receive_frame(link)) is None:
@@ -50,7 +50,7 @@ async def _run(start: messages.StartApiServer, link: socket.socket, listener: so
         engine=start.engine,
         template_deadline_s=start.template_deadline_s,
         deadlines=start.deadlines,
-        notify=lambda line: None,  # the first front has said it
+        notify=lambda line: None,  # API server 0 prints these lines
     )
     engine = EngineClient(
         max_num_queued_reqs=start.engine.max_num_queued_reqs,
@@ -63,7 +63,7 @@ async def _run(start: messages.StartApiServer, link: socket.socket, listener: so
         await api_server.listen(link)
         await wait_for_any(api_server.drain, engine.ended)
         if engine.ended.is_set():
-            # Everybody's engine has failed, or only this front's connection: then another front takes this one's place.
+            # The engine has failed, or only this connection to it: then API server 0 replaces this process.
             await wait_for_any(api_server.engine_failed, api_server.drain, timeout_s=FAILURE_LINGER_S)
             if api_server.engine_failed.is_set():
                 await api_server.drain.wait()
@@ -74,31 +74,31 @@ async def _run(start: messages.StartApiServer, link: socket.socket, listener: so
 
 
 class _ApiServer:
-    """Does what the first front says, whose messages wait until `listen`, and connects to one engine after the other.
+    """Handles the messages of API server 0 from `listen` on, and connects to each engine that it announces.
 
-    A connection that ends without a word of the first front is this front's alone: then another front takes its place.
+    If the engine's connection ends and API server 0 reports nothing, this process fails and is replaced.
     """
 
     def __init__(self, service: Service, server: HttpServer, sender: int) -> None:
         self.drain, self.abort, self.engine_failed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._service, self._server, self._engine = service, server, service.engine
         self._sender, self._number = sender, -1
-        self._patience: asyncio.TimerHandle | None = None
+        self._reconnect_timeout: asyncio.TimerHandle | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._transport: asyncio.WriteTransport
-        self._engine.on_loss, self._engine.on_silence = self._lose, self._note_silence
+        self._engine.on_loss, self._engine.on_silence = self._on_loss, self._on_silence
 
     async def listen(self, link: socket.socket) -> None:
-        """Begins to take messages, and says that this front answers; ends the process when the first front has gone."""
+        """Starts to handle messages and sends `ApiServerReady`; exits the process when the link closes."""
         self._transport, _ = await asyncio.get_running_loop().create_connection(
-            lambda: frames.FrameProtocol(self._take, lambda _: os._exit(1)), sock=link
+            lambda: frames.FrameProtocol(self._on_message, lambda _: os._exit(1)), sock=link
         )
-        self._tell(messages.ApiServerReady())
+        self._send(messages.ApiServerReady())
 
-    def _tell(self, message: messages.FromApiServer) -> None:
+    def _send(self, message: messages.FromApiServer) -> None:
         self._transport.write(frames.encode(message))
 
-    def _take(self, body: memoryview) -> None:
+    def _on_message(self, body: memoryview) -> None:
         match messages.to_api_server.decode(body):
             case messages.DrainApiServer():
                 self.drain.set()
@@ -112,36 +112,36 @@ class _ApiServer:
                 self._connect(number, address)
             case messages.EngineLost(number, reason):
                 if number == self._number:
-                    self._be_patient()
-                    self._engine.lose(reason)
+                    self._cancel_reconnect_timeout()
+                    self._engine.suspend(reason)
             case messages.EngineFailed(reason):
                 self.engine_failed.set()
                 self._engine.fail(reason)
 
     def _connect(self, number: int, address: str) -> None:
-        self._be_patient()
+        self._cancel_reconnect_timeout()
         if self._engine.state == "ready":
-            self._engine.lose("the engine has died")
+            self._engine.suspend("the engine has died")
         self._number = number
         self._connecting = asyncio.create_task(self._engine.connect(address, Connect(self._sender)))
 
-    def _note_silence(self, reason: str) -> None:
-        self._tell(messages.EngineSilent(self._number, reason))
-        self._lose(reason)
+    def _on_silence(self, reason: str) -> None:
+        self._send(messages.EngineSilent(self._number, reason))
+        self._on_loss(reason)
 
-    def _lose(self, reason: str) -> None:
-        self._be_patient()
+    def _on_loss(self, reason: str) -> None:
+        self._cancel_reconnect_timeout()
         if not self._engine.max_restarts:
             self._engine.fail(reason)
             return
-        self._engine.lose(reason)
-        self._patience = asyncio.get_running_loop().call_later(FAILURE_LINGER_S, self._engine.fail, reason)
+        self._engine.suspend(reason)
+        self._reconnect_timeout = asyncio.get_running_loop().call_later(FAILURE_LINGER_S, self._engine.fail, reason)
 
-    def _be_patient(self) -> None:
-        """Waits for what comes: the first front has said something."""
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+    def _cancel_reconnect_timeout(self) -> None:
+        """Cancels the timeout: API server 0 has reported the state of the engine."""
+        if self._reconnect_timeout is not None:
+            self._reconnect_timeout.cancel()
+            self._reconnect_timeout = None
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
-"""The other fronts, as the first one runs them: starts them, passes on what all must do, replaces one that dies.
+"""Starts and controls API servers 1 and up from API server 0, and replaces those that die.
 
-They inherit the first front's listener, all the same one. So a connection is accepted by a front that runs, whatever
-has become of the others; with SO_REUSEPORT and a socket each, the system would give every front its share of the
-connections, to one that hangs too, and lose those that wait for one that ends.
+All inherit one listening socket, so any running process accepts the next connection. With SO_REUSEPORT and a socket per
+process the kernel would also assign connections to a process that hangs, and drop those queued for one that ends.
 """
 
 import asyncio
-import dataclasses
 import itertools
 import logging
 import socket
@@ -17,23 +15,23 @@ import msgspec
 from dsv3.processes import frames
 from dsv3.processes.child import LinkedChild
 from dsv3.server.config import ServerConfig
-from dsv3.server.engine.messages import FIRST_SENDER, Dropped
+from dsv3.server.engine.messages import FIRST_SENDER, ApiServerDropped
 from dsv3.server.engine.supervisor import EngineSupervisor
 from dsv3.server.http import messages
 from dsv3.server.serving.metrics import SharedNumbers
 from dsv3.server.tenants import Tenant
 
 _RESTART_S = 1.0
-_END_S = 10.0  # closing connections takes a front a few seconds
+_END_S = 10.0  # closing its connections takes a process a few seconds
 _senders = itertools.count(FIRST_SENDER + 1)
 _log = logging.getLogger("dsv3.server")
 
 
 class ApiServerProcesses:
-    """All fronts of an instance but the first; there are none where `api_server_count` is 1.
+    """API servers 1 to `api_server_count` - 1.
 
-    `created` is the time of the instance's start that all fronts tell. `on_failure` is called with a reason when the
-    instance cannot go on.
+    `created` is the instance's start time, which all of them report. `on_failure` is called with a reason when an API
+    server cannot be started.
     """
 
     def __init__(
@@ -50,56 +48,54 @@ class ApiServerProcesses:
             for number in range(1, config.options.api_server_count)
         ]
         self._running = [asyncio.create_task(api_server.run()) for api_server in self._api_servers]
-        engine.on_start = lambda number, address: self._tell(messages.EngineStarted(number, address))
+        engine.on_start = lambda number, address: self._broadcast(messages.EngineStarted(number, address))
 
     async def ready(self) -> None:
-        """Waits until every front answers HTTP."""
         for api_server in self._api_servers:
             await api_server.is_ready.wait()
 
     def drain(self) -> None:
-        """Has every front finish what it does, and end."""
         self._end(messages.DrainApiServer())
 
     def abort(self) -> None:
-        """Has every front abort what it does, and end."""
+        """Aborts the requests of every API server and ends it."""
         self._end(messages.AbortApiServer())
 
     def reload(self, tenants: tuple[Tenant, ...]) -> None:
-        """Has every front read the certificate anew, and let these tenants in."""
+        """Makes every API server reload the certificate and replace its tenants."""
         for api_server in self._api_servers:
             api_server.reload(tenants)
 
-    def fail(self, reason: str) -> None:
-        """Tells every front that the engine has failed; they end with this process."""
+    def send_engine_failed(self, reason: str) -> None:
+        """Broadcasts that the engine has failed; the API servers end with this process."""
         self._end(messages.EngineFailed(reason))
 
-    def lose(self, number: int, reason: str) -> None:
-        """Tells every front that the engine with that number has died and another one follows."""
-        self._tell(messages.EngineLost(number, reason))
+    def send_engine_lost(self, number: int, reason: str) -> None:
+        """Broadcasts that the engine `number` has died and is being restarted."""
+        self._broadcast(messages.EngineLost(number, reason))
 
-    def drop(self, dropped: Dropped) -> None:
-        """Ends a front that the engine has given up; a new one takes its place."""
+    def drop(self, dropped: ApiServerDropped) -> None:
+        """Kills an API server that the engine has disconnected; a new one replaces it."""
         for api_server in self._api_servers:
             if api_server.sender == dropped.sender:
-                _log.error("front %d: %s", api_server.number, dropped.reason)
+                _log.error("API server %d: %s", api_server.number, dropped.reason)
                 api_server.kill()
 
     async def wait(self, timeout_s: float) -> None:
-        """Waits until all have ended, for at most `timeout_s` seconds."""
+        """Waits up to `timeout_s` seconds until all have ended."""
         if self._running:
             await asyncio.wait(self._running, timeout=timeout_s)
 
     async def close(self) -> None:
-        """Ends them, by force if they do not end by themselves."""
+        """Ends all API servers, and kills them after `_END_S`."""
         for api_server in self._api_servers:
-            api_server.hang_up()
+            api_server.disconnect()
         await self.wait(_END_S)
         for api_server in self._api_servers:
             api_server.kill()
         await asyncio.gather(*self._running, return_exceptions=True)
 
-    def _tell(self, message: messages.ToApiServer) -> None:
+    def _broadcast(self, message: messages.ToApiServer) -> None:
         for api_server in self._api_servers:
             api_server.send(message)
 
@@ -109,7 +105,7 @@ class ApiServerProcesses:
 
 
 class _ApiServerProcess:
-    """One front's process, replaced when it dies until it is told to end."""
+    """One API server's process, replaced when it dies, until `end` or `disconnect`."""
 
     def __init__(
         self,
@@ -126,73 +122,71 @@ class _ApiServerProcess:
         self._engine, self._on_failure = engine, on_failure
         self._process: LinkedChild | None = None
         self._transport: asyncio.WriteTransport | None = None
-        self._last_words: list[messages.ToApiServer] = []
+        self._end_messages: list[messages.ToApiServer] = []
 
     async def run(self) -> None:
-        """Keeps a process running until it is told to end."""
-        while not self._last_words:
+        """Runs one process after the other until `end` or `disconnect`."""
+        while not self._end_messages:
             self.is_ready.clear()
             try:
-                status = await self._live()
+                status = await self._run_once()
             except OSError as error:
-                self._on_failure(f"an HTTP process could not start ({error.strerror})")
+                self._on_failure(f"API server {self.number} could not start ({error.strerror})")
                 return
-            if self._last_words:
+            if self._end_messages:
                 return
-            _log.error("front %d has ended with status %s", self.number, status)
+            _log.error("API server %d has ended with exit status %s", self.number, status)
             if not self.is_ready.is_set():
-                self._on_failure(f"an HTTP process could not start (exit status {status})")
+                self._on_failure(f"API server {self.number} could not start (exit status {status})")
                 return
             await asyncio.sleep(_RESTART_S)
 
     def end(self, message: messages.ToApiServer) -> None:
-        """Tells the process to end, and starts no other one."""
-        self._last_words.append(message)
+        """Sends a message that ends the process, and does not replace it."""
+        self._end_messages.append(message)
         self.send(message)
 
     def reload(self, tenants: tuple[Tenant, ...]) -> None:
-        """Tells the process, and whichever takes its place, who is let in."""
+        """Replaces the tenants in the process and in those that replace it."""
         self._start = msgspec.structs.replace(self._start, tenants=tenants)
         self.send(messages.ReloadApiServer(tenants))
 
-    def hang_up(self) -> None:
-        """Has the process end at once."""
-        self._last_words.append(messages.AbortApiServer())
+    def disconnect(self) -> None:
+        """Closes the link, on which the process exits at once."""
+        self._end_messages.append(messages.AbortApiServer())
         if self._transport is not None:
             self._transport.close()
 
     def kill(self) -> None:
-        """Ends the process by force."""
         if self._process is not None:
             self._process.kill()
 
-    async def _live(self) -> int | None:
-        """Starts a process and takes its messages until it ends; returns its exit status."""
+    async def _run_once(self) -> int | None:
+        """Starts a process and handles its messages until it ends; returns its exit status."""
         inherited = [self._listener.fileno(), self._numbers.descriptor]
         self._process = LinkedChild("dsv3.server.http.api_server_child", *inherited, inherited=inherited)
         ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         self._transport, _ = await asyncio.get_running_loop().create_connection(
-            lambda: frames.FrameProtocol(self._take, ended.set_result), sock=self._process.link
+            lambda: frames.FrameProtocol(self._on_message, ended.set_result), sock=self._process.link
         )
         self.sender = next(_senders)
         self.send(msgspec.structs.replace(self._start, sender=self.sender))
         if (address := self._engine.address) is not None:
             self.send(messages.EngineStarted(self._engine.number, address))
-        for message in self._last_words:
+        for message in self._end_messages:
             self.send(message)
         if (error := await ended) is not None:
-            _log.error("front %d: %s", self.number, error)
+            _log.error("API server %d: %s", self.number, error)
         return await asyncio.to_thread(self._process.end, _END_S)
 
-    def _take(self, body: memoryview) -> None:
+    def _on_message(self, body: memoryview) -> None:
         match messages.from_api_server.decode(body):
             case messages.ApiServerReady():
                 self.is_ready.set()
             case messages.EngineSilent(number, reason):
-                self._engine.lose(number, reason)
+                self._engine.engine_lost(number, reason)
 
     def send(self, message: messages.ToApiServer) -> None:
-        """Tells the process, if there is one."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frames.encode(message))
 
@@ -205,7 +199,7 @@ def _start_message(config: ServerConfig, api_server: int, created: int) -> messa
         model_dir=str(config.model_dir),
         model_names=config.model_names,
         tenants=config.tenants,
-        options=dataclasses.replace(config.options, max_request_restarts=config.max_restarts),
+        options=config.options,
         engine=config.engine,
         watchdog_s=config.watchdog_s,
         template_deadline_s=config.template_deadline_s,

@@ -1,4 +1,4 @@
-"""The ASGI application: which path is answered by what."""
+"""The ASGI application: routes and their handlers. A client's disconnect aborts its request (`unless_disconnected`)."""
 
 import asyncio
 import contextlib
@@ -22,8 +22,8 @@ from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopba
 from dsv3.server.http.batches import batch_routes
 from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body, unless_disconnected
 from dsv3.server.http.dashboard import dashboard_routes
-from dsv3.server.http.exchange import SUMMARY, WRITER, ResponseWriter, json_response, path_of, response_of
-from dsv3.server.http.openapi import described_path, openapi
+from dsv3.server.http.exchange import SUMMARY, WRITER, ResponseWriter, error_path, error_response, json_response
+from dsv3.server.http.openapi import openapi, openapi_path
 from dsv3.server.limits import Reservation
 from dsv3.server.protocol.anthropic import MESSAGES
 from dsv3.server.protocol.errors import ApiError, invalid
@@ -37,19 +37,19 @@ from dsv3.server.serving.service import Service
 
 
 class EventStream(Response):
-    """The events that `answer` makes.
+    """Streams the events of `handler`.
 
-    The first event is awaited before the status is sent, so that a refused request gets a proper status; a later error
-    becomes an event. The answer is closed as soon as the client has gone. While the client does not read, the answer is
-    on hold, so that tokens gather in it and not in the connection's buffer. `on_close` is called when it is closed.
+    The status is sent with the first event, so that a rejected request gets its status; a later error becomes an event.
+    When the client disconnects, the handler is closed, which aborts its sequences. While the client does not read, the
+    generation is on hold, so that tokens are buffered there and not in the connection. `on_close` is called at the end.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: RequestHandler, on_close: Callable[[], None]):
+    def __init__(self, handler: RequestHandler, on_close: Callable[[], None]):
         self.status_code = 200
         self.background = None
-        self._answer, self._on_close = answer, on_close
+        self._handler, self._on_close = handler, on_close
         self._waiting: list[bytes] = []
         self._writer: ResponseWriter | None = None
         self._has_begun = asyncio.Event()
@@ -63,29 +63,29 @@ class EventStream(Response):
         except ClientGone:
             return
         finally:
-            self._answer.close()
+            self._handler.close()
             self._on_close()
-            writer.free()
+            writer.end_stream()
 
     async def _stream(self, writer: ResponseWriter, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._answer.start(self._on_event, self._on_end)
+            self._handler.start(self._on_event, self._on_end)
         except ApiError as error:
-            await response_of(error, path_of(scope))(scope, receive, send)
+            await error_response(error, error_path(scope))(scope, receive, send)
             return
         await self._has_begun.wait()
         if not self._waiting and (refusal := self._ended.result()) is not None:
-            await response_of(refusal, path_of(scope))(scope, receive, send)
+            await error_response(refusal, error_path(scope))(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        generation = self._answer.generation
-        writer.claim(scope["http_version"], generation.hold, generation.release)
+        generation = self._handler.generation
+        writer.start_stream(scope["http_version"], generation.hold, generation.release)
         for event in self._waiting:
             writer.write(event)
         self._waiting, self._writer = [], writer
         if (failure := await self._ended) is not None:
-            writer.write(self._answer.failure(failure))
-        await send({"type": "http.response.body", "body": self._answer.farewell, "more_body": False})
+            writer.write(self._handler.failure(failure))
+        await send({"type": "http.response.body", "body": self._handler.farewell, "more_body": False})
 
     def _on_event(self, event: bytes) -> None:
         if self._writer is not None:
@@ -95,7 +95,7 @@ class EventStream(Response):
             self._has_begun.set()
 
     def _on_end(self, error: ApiError | None) -> None:
-        if not self._ended.done():  # else the client has gone, and the answer is about to be closed
+        if not self._ended.done():  # else the client has disconnected, and the handler is about to be closed
             self._ended.set_result(error)
         self._has_begun.set()
 
@@ -105,9 +105,9 @@ _RANK = re.compile(r"[0-9]{1,6}")
 
 
 def rank_of(header: str | None) -> int | None:
-    """Returns the rank that a header names, None without one; ApiError 400 for what is no number.
+    """Returns the rank in a header, None without one; raises ApiError 400 if it is not a number.
 
-    `dsv3.scheduler.request` knows which ranks there are.
+    `dsv3.scheduler.request` checks that the rank exists.
     """
     if header is None:
         return None
@@ -120,7 +120,7 @@ _Route = Callable[[Service, Request], Awaitable[Response]]
 
 
 def make_app(service: Service, options: ServerOptions) -> ASGIApp:
-    """Returns the application for `service`, behind whatever the options ask for; outermost comes what runs first."""
+    """Returns the application for `service` inside the middleware that the options require."""
     app: ASGIApp = Admit(make_router(service, options.batch_dir, options.profile_dir), service.metrics.rejected)
     if service.tenants.all:
         app = RequireKey(app, service.tenants)
@@ -133,8 +133,8 @@ def make_app(service: Service, options: ServerOptions) -> ASGIApp:
 
 
 def make_router(service: Service, batch_dir: str | None = None, profile_dir: str | None = None) -> Starlette:
-    """Returns the routes, open to everybody."""
-    posts: dict[str, _Route] = {path: functools.partial(_answer, kind) for path, kind in KINDS.items()}
+    """Returns the routes without authentication."""
+    posts: dict[str, _Route] = {path: functools.partial(_generate, kind) for path, kind in KINDS.items()}
     posts |= {"/tokenize": _tokenize, "/detokenize": _detokenize, "/flush_cache": _flush_cache}
     posts |= {f"{MESSAGES}/count_tokens": _count_tokens}
     gets: dict[str, _Route] = {
@@ -162,41 +162,41 @@ def make_router(service: Service, batch_dir: str | None = None, profile_dir: str
 def _http_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status, headers = error.status_code, error.headers or {}
-    texts = {404: _no_route(http.scope["path"]), 405: "this route has other methods"}
-    text = texts.get(status, "the request cannot be answered")
-    refusal = ApiError(status, text, code="not_found" if status == 404 else None)
-    response = response_of(refusal, path_of(http.scope))
-    response.headers.update(headers)  # `Allow`, which RFC 9110 asks for with 405
+    if status == 404:
+        path = http.scope["path"]
+        text = next((text for start, text in _UNSUPPORTED.items() if path.startswith(start)), "no such route")
+    else:
+        text = "this route does not support the method" if status == 405 else "the request cannot be answered"
+    response = error_response(
+        ApiError(status, text, code="not_found" if status == 404 else None), error_path(http.scope)
+    )
+    response.headers.update(headers)  # `Allow`, which RFC 9110 requires with 405
     return response
 
 
-# Routes of the APIs served here that a client may try, by how they begin.
-_ABSENT = {
+# Prefixes of routes that the served APIs have elsewhere.
+_UNSUPPORTED = {
     "/v1/embeddings": "this model makes no embeddings",
     "/v1/images": "this model makes no images",
-    "/v1/audio": "this model neither hears nor speaks",
-    "/v1/moderations": "this model rates no texts",
-    "/v1/rerank": "this model ranks no texts",
+    "/v1/audio": "this model has no audio input or output",
+    "/v1/moderations": "this model does no moderation",
+    "/v1/rerank": "this model does no reranking",
     "/v1/responses/": "this server stores no responses; send the whole conversation as input to /v1/responses",
     "/v1/messages/batches": "this server has no batches of messages; /v1/batches takes chat completions",
 }
 
 
-def _no_route(path: str) -> str:
-    return next((text for start, text in _ABSENT.items() if path.startswith(start)), "no such route")
-
-
-async def _answer(kind: type[RequestHandler], service: Service, http: Request) -> Response:
-    """Answers a completion, streamed or whole."""
+async def _generate(kind: type[RequestHandler], service: Service, http: Request) -> Response:
+    """Serves a route that generates, as a stream of events or as one JSON response."""
     with contextlib.ExitStack() as stack:
-        reservation = stack.enter_context(service.budget.hold())
-        answer = kind(service, await _body(service, http, reservation), tenant_of(http))
-        answer.rank = rank_of(http.headers.get(RANK_HEADER))
-        await unless_disconnected(http.receive, answer.prepare())
-        http.scope["extensions"][SUMMARY] = answer.summary
-        if answer.streams:
-            return EventStream(answer, stack.pop_all().close)
-        return Response(await unless_disconnected(http.receive, answer.whole()), media_type="application/json")
+        reservation = stack.enter_context(service.budget.reserve())
+        handler = kind(service, await _body(service, http, reservation), tenant_of(http))
+        handler.rank = rank_of(http.headers.get(RANK_HEADER))
+        await unless_disconnected(http.receive, handler.prepare())
+        http.scope["extensions"][SUMMARY] = handler.summary
+        if handler.streams:
+            return EventStream(handler, stack.pop_all().close)
+        return Response(await unless_disconnected(http.receive, handler.whole()), media_type="application/json")
 
 
 def _body(service: Service, http: Request, reservation: Reservation) -> Coroutine[Any, Any, bytearray]:
@@ -216,7 +216,7 @@ async def _model(service: Service, http: Request) -> Response:
 
 
 def _entry(service: Service, name: str) -> dict[str, Any]:
-    """Returns a model as OpenAI's, vLLM's and Anthropic's clients know it."""
+    """Returns a model with the fields of OpenAI's, vLLM's and Anthropic's APIs."""
     info, created = service.engine.info, service.created
     entry = {
         "id": name,
@@ -239,21 +239,21 @@ def _entry(service: Service, name: str) -> dict[str, Any]:
 
 
 async def _health(service: Service, _: Request) -> Response:
-    """Answers whether requests are served: what a liveness probe and a load balancer ask."""
+    """Returns 200 if requests are served, else 503; for liveness probes and load balancers."""
     if service.status == "ok":
         return json_response({"status": "ok"})
     return json_response({"status": service.status, "reason": service.reason}, 503)
 
 
 async def _ready(service: Service, _: Request) -> Response:
-    """Answers whether a request would be taken right now: as `/health`, and the queue has room."""
-    if service.status == "ok" and not service.engine.has_room:
+    """Returns 200 if a request would be accepted now: `/health` is 200 and the queue is not full."""
+    if service.status == "ok" and not service.engine.has_capacity:
         return json_response({"status": "busy", "reason": "the queue is full"}, 503)
     return await _health(service, _)
 
 
 async def _flush_cache(service: Service, http: Request) -> Response:
-    """Empties the prefix cache, on the devices and in the host's memory; a store keeps what it has."""
+    """Resets the prefix cache on the devices and in host memory, but not in a store."""
     require_operator(service, http)
     service.require_ready()
     service.engine.flush()
@@ -273,7 +273,7 @@ async def _metrics(service: Service, http: Request) -> Response:
 
 
 async def _tokenize(service: Service, http: Request) -> Response:
-    with service.budget.hold() as reservation:
+    with service.budget.reserve() as reservation:
         request = await read_request(service, TokenizeRequest, await _body(service, http, reservation))
         service.require_model(request.model)
         info = service.require_ready()
@@ -286,18 +286,18 @@ async def _tokenize(service: Service, http: Request) -> Response:
 
 
 async def _count_tokens(service: Service, http: Request) -> Response:
-    with service.budget.hold() as reservation:
+    with service.budget.reserve() as reservation:
         body = await _body(service, http, reservation)
         return json_response(await unless_disconnected(http.receive, count_tokens(service, body)))
 
 
 async def _openapi(service: Service, http: Request) -> Response:
-    found = ((method, described_path(route.path)) for route in http.app.routes for method in route.methods - {"HEAD"})
+    found = ((method, openapi_path(route.path)) for route in http.app.routes for method in route.methods - {"HEAD"})
     return Response(openapi(tuple(sorted(found))), media_type="application/json")
 
 
 async def _detokenize(service: Service, http: Request) -> Response:
-    with service.budget.hold() as reservation:
+    with service.budget.reserve() as reservation:
         request = await read_request(service, DetokenizeRequest, await _body(service, http, reservation))
         service.require_model(request.model)
         return json_response({"prompt": await prompts.detokenize(service, request.tokens)})

@@ -1,4 +1,4 @@
-"""Who is let in: by the API key, by the name that a server without one is called by, by the number of connections."""
+"""Authentication and admission as ASGI middleware: API keys, host names without keys, the limit on connections."""
 
 import ipaddress
 import re
@@ -7,21 +7,21 @@ from collections.abc import Callable, Collection
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dsv3.server.http.exchange import ADMIT, TENANT, path_of, response_of
+from dsv3.server.http.exchange import ADMIT, TENANT, error_path, error_response
 from dsv3.server.protocol.errors import ApiError, unavailable
 from dsv3.server.serving.service import Service
 from dsv3.server.tenants import OPERATOR, Tenant, Tenants
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 OPEN_PATHS = frozenset({"/health", "/dashboard"})
-"""Need no key: the dashboard's page holds no data, and a browser has no key yet when it loads it."""
+"""Routes without a key: `/dashboard` is a page without data, and a browser has no key when it loads it."""
 
 
 class RequireKey:
-    """ASGI middleware around the whole application, so that no route can be forgotten.
+    """ASGI middleware around the whole application that requires an API key.
 
-    It decides by `scope["path"]`, the string the router matches exactly, so no spelling of a path reaches a route
-    without passing here. The tenant whose key it is stands in the scope's extensions from then on.
+    It uses `scope["path"]`, which the router matches exactly, so no other encoding of a path can bypass it. It stores
+    the key's tenant in the scope's extensions.
     """
 
     def __init__(self, app: ASGIApp, tenants: Tenants):
@@ -32,7 +32,7 @@ class RequireKey:
             await self._app(scope, receive, send)
         else:
             error = ApiError(401, "missing or wrong API key", kind="authentication_error", code="invalid_api_key")
-            await response_of(error, path_of(scope))(scope, receive, send)
+            await error_response(error, error_path(scope))(scope, receive, send)
 
     def _allows(self, scope: Scope) -> bool:
         if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
@@ -45,7 +45,7 @@ class RequireKey:
 
 
 def _key(scope: Scope) -> bytes | None:
-    """Returns the key that a request carries: OpenAI's clients send a bearer token, Anthropic's `x-api-key`."""
+    """Returns the key of a request: a bearer token from OpenAI's clients, `x-api-key` from Anthropic's."""
     given = [(name, value) for name, value in scope["headers"] if name in (b"authorization", b"x-api-key")]
     if len(given) != 1:
         return None
@@ -57,11 +57,11 @@ def _key(scope: Scope) -> bytes | None:
 
 
 class RequireLocalName:
-    """ASGI middleware for a server without a key on the loopback interface: keeps web pages of others out.
+    """ASGI middleware that protects a server without keys on loopback against web pages.
 
-    A browser reaches this server for any page that its reader opens. So requests must call it by a local name, since a
-    page's own name may resolve to 127.0.0.1 (DNS rebinding). And a page of another origin may change nothing: browsers
-    send a form of it without asking (CORS), but say where it comes from. Clients that say neither are no browsers.
+    Any page that a user opens can send requests to loopback from the browser. The Host header must be a local name,
+    since a page's own name may resolve to 127.0.0.1 (DNS rebinding). Requests of another origin may not change state:
+    browsers send forms without a CORS preflight, but with Origin or Sec-Fetch-Site. Other clients send neither header.
     """
 
     def __init__(self, app: ASGIApp, host: str, allowed_origins: Collection[str] = ()):
@@ -73,18 +73,18 @@ class RequireLocalName:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         if not all(self._names.fullmatch(value) for name, value in scope["headers"] if name == b"host"):
-            text = "without an API key this server answers on loopback to the names localhost, 127.0.0.1 and [::1] only"
+            text = "without an API key this server answers only to the names localhost, 127.0.0.1, [::1] and its --host"
             error = ApiError(421, text, code="unknown_host")
         elif scope["method"] not in _SAFE_METHODS and self._is_foreign(headers):
-            text = "without an API key this server takes nothing from web pages of other origins; see --allowed_origins"
+            text = "without an API key this server rejects requests of other web pages; allow them by --allowed_origins"
             error = ApiError(403, text, kind="permission_error", code="cross_origin")
         else:
             await self._app(scope, receive, send)
             return
-        await response_of(error, path_of(scope))(scope, receive, send)
+        await error_response(error, error_path(scope))(scope, receive, send)
 
     def _is_foreign(self, headers: dict[bytes, bytes]) -> bool:
-        """Returns whether a page sent this request that is neither this server's own nor allowed."""
+        """Returns whether a web page of another origin sent this request that is not allowed."""
         origin = headers.get(b"origin")
         if origin is not None and (b"*" in self._origins or origin in self._origins):
             return False
@@ -95,7 +95,7 @@ class RequireLocalName:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only this machine reaches a listener on that address."""
+    """Returns whether a listening address is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -103,7 +103,7 @@ def is_loopback(host: str) -> bool:
 
 
 class Admit:
-    """ASGI middleware inside of `RequireKey`: a connection that asks for more than an open path has to be admitted."""
+    """ASGI middleware inside `RequireKey`: a request for anything but an open path needs an admitted connection."""
 
     def __init__(self, app: ASGIApp, on_refusal: Callable[[str], None]):
         self._app, self._on_refusal = app, on_refusal
@@ -113,18 +113,18 @@ class Admit:
             await self._app(scope, receive, send)
         else:
             self._on_refusal("connections")
-            error = unavailable("too many connections have requests in flight", "too_many_connections")
-            await response_of(error, path_of(scope))(scope, receive, send)
+            error = unavailable("too many connections have requests in flight; try again", "too_many_connections")
+            await error_response(error, error_path(scope))(scope, receive, send)
 
 
 def tenant_of(http: Request) -> Tenant | None:
-    """Returns the tenant that sent a request, None on a server without keys."""
+    """Returns the tenant of a request, None on a server without keys."""
     return http.scope["extensions"].get(TENANT)
 
 
 def require_operator(service: Service, http: Request) -> None:
-    """Refuses what concerns all tenants to all but the operator; a single tenant is the operator."""
+    """Raises ApiError 403 if there are several tenants and the request is not from the operator."""
     tenant = tenant_of(http)
-    if tenant is not None and tenant.name != OPERATOR and service.tenants.are_several:
-        text = f"where there are several API keys, this route is for the one named {OPERATOR}"
+    if tenant is not None and tenant.name != OPERATOR and service.tenants.has_several:
+        text = f"this route needs the API key named {OPERATOR}, since there are several keys"
         raise ApiError(403, text, kind="permission_error", code="not_the_operator")

@@ -1,4 +1,4 @@
-"""The routes of files and batches: OpenAI's, below `/v1/files` and `/v1/batches`."""
+"""OpenAI's routes for files and batches: `/v1/files` and `/v1/batches`."""
 
 import asyncio
 import functools
@@ -28,22 +28,23 @@ from dsv3.server.batches.store import (
     TooMany,
     private,
 )
+from dsv3.server.http.auth import tenant_of
 from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body
-from dsv3.server.http.exchange import TENANT, json_response
+from dsv3.server.http.exchange import json_response
 from dsv3.server.protocol.errors import ApiError, invalid, unavailable
 from dsv3.server.serving.request_parsing import invalid_field
 from dsv3.server.serving.service import Service
 
-MAX_UPLOADS = 8  # at a time, per front
+MAX_UPLOADS = 8  # at a time, per API server
 _PIECE_BYTES = 2**18
 MAX_LISTED = {"files": 10_000, "batches": 100}
 _DEFAULT_LISTED = {"files": 10_000, "batches": 20}
 _MAX_FIELD_BYTES = 4096
 _MAX_FIELDS = 16
 _MAX_HEADER_BYTES = 4096
-_SLACK_BYTES = 2**20  # of the form around the file
+_SLACK_BYTES = 2**20  # of the form besides the file
 _MAX_NAME_CHARS = 256
-# For each part of the body, and for all of it.
+# Timeouts of an upload: for each part of the body, and in total.
 _SILENCE_S, _DEADLINE_S = 60.0, 3600.0
 
 
@@ -67,9 +68,9 @@ class CreateBatch(msgspec.Struct, kw_only=True):
 
 
 def batch_routes(service: Service, directory: str | None) -> list[Route]:
-    """Returns the routes; without a directory they answer 404 and say which option is missing.
+    """Returns the routes; without a directory they respond with 404 and name the missing option.
 
-    Raises ValueError for a directory that cannot be made.
+    Raises ValueError if the directory cannot be created.
     """
     try:
         routes = _Routes(service, None if directory is None else BatchStore(Path(directory)))
@@ -96,14 +97,14 @@ def batch_routes(service: Service, directory: str | None) -> list[Route]:
 
 
 class _Routes:
-    """Answers for one front. What touches the disk is done in a thread."""
+    """The handlers of one API server; disk accesses run in threads."""
 
     def __init__(self, service: Service, store: BatchStore | None):
         self._service, self._maybe_store = service, store
         self._num_uploads = 0
 
     async def answer(self, handlers: dict[str, _Handler], http: Request) -> Response:
-        """Answers by the request's method; what the store refuses becomes OpenAI's errors."""
+        """Dispatches on the request's method, and turns the store's errors into OpenAI's."""
         handler = handlers["GET" if http.method == "HEAD" else http.method]
         try:
             return await handler(self, http)
@@ -113,15 +114,14 @@ class _Routes:
     @property
     def _store(self) -> BatchStore:
         if self._maybe_store is None:
-            text = "this server keeps no files and batches; it needs the option --batch_dir DIRECTORY"
+            text = "this server stores no files and batches; start it with --batch_dir DIRECTORY"
             raise ApiError(404, text, code="batches_disabled")
         return self._maybe_store
 
     async def upload(self, http: Request) -> Response:
-        """Answers `POST /v1/files`."""
         store, tenant = self._store, _tenant(http)
         if self._num_uploads >= MAX_UPLOADS:
-            raise unavailable(f"{MAX_UPLOADS} files are being uploaded already", "too_many_uploads")
+            raise unavailable(f"{MAX_UPLOADS} uploads are in progress; try again", "too_many_uploads")
         self._num_uploads += 1
         try:
             path = await asyncio.to_thread(store.new_upload, tenant)
@@ -130,81 +130,74 @@ class _Routes:
                 purpose = form.fields.get("purpose", b"").decode("utf-8", "replace")
                 if purpose != "batch":
                     raise invalid(
-                        "purpose: this server keeps files for batches only", "purpose", "unsupported_parameter"
+                        "purpose: this server stores files for batches only", "purpose", "unsupported_parameter"
                     )
                 if any(name.startswith("expires_after") for name in form.fields):
-                    text = "expires_after: files stay here until they are deleted; leave it out"
+                    text = "expires_after: files are kept until they are deleted; leave it out"
                     raise invalid(text, "expires_after", "unsupported_parameter")
-                made = await asyncio.to_thread(store.add_file, tenant, path, form.filename or "file")
+                file = await asyncio.to_thread(store.add_file, tenant, path, form.filename or "file")
             finally:
                 await asyncio.to_thread(path.unlink, True)
         finally:
             self._num_uploads -= 1
-        return json_response(made)
+        return json_response(file)
 
     async def list_files(self, http: Request) -> Response:
-        """Answers `GET /v1/files`."""
         files = await asyncio.to_thread(self._store.files, _tenant(http))
         if (purpose := http.query_params.get("purpose")) is not None:
             files = [file for file in files if file.purpose == purpose]
         order = http.query_params.get("order", "desc")
         if order not in ("asc", "desc"):
-            raise invalid("order: asc or desc", "order")
+            raise invalid("order: expected asc or desc", "order")
         if order == "asc":
             files.reverse()
         return _page(files, http, "files")
 
     async def show_file(self, http: Request) -> Response:
-        """Answers `GET /v1/files/ID`."""
         return json_response(await asyncio.to_thread(self._store.file, _tenant(http), http.path_params["id"]))
 
     async def delete_file(self, http: Request) -> Response:
-        """Answers `DELETE /v1/files/ID`."""
         await asyncio.to_thread(self._store.delete_file, _tenant(http), http.path_params["id"])
         return json_response({"id": http.path_params["id"], "object": "file", "deleted": True})
 
     async def content(self, http: Request) -> Response:
-        """Answers `GET /v1/files/ID/content`."""
         path = await asyncio.to_thread(self._store.content, _tenant(http), http.path_params["id"])
         return _Content(path)
 
     async def create(self, http: Request) -> Response:
-        """Answers `POST /v1/batches`."""
         store, tenant = self._store, _tenant(http)
-        with self._service.budget.hold() as reservation:
+        with self._service.budget.reserve() as reservation:
             body = await read_json_body(http, functools.partial(self._service.grow, reservation))
-            asked = _read(body)
-        file = await asyncio.to_thread(store.file, tenant, asked.input_file_id)
+            request = _parse(body)
+        file = await asyncio.to_thread(store.file, tenant, request.input_file_id)
         if file.purpose != "batch":
-            raise invalid("input_file_id: this file is no input of a batch", "input_file_id")
+            text = f"input_file_id: the purpose of this file is {file.purpose}, expected batch"
+            raise invalid(text, "input_file_id")
 
         def make(batch_id: str, now: int) -> Batch:
             return Batch(
                 id=batch_id,
-                endpoint=asked.endpoint,
+                endpoint=request.endpoint,
                 input_file_id=file.id,
                 created_at=now,
                 expires_at=now + WINDOW_S,
-                metadata=asked.metadata,
+                metadata=request.metadata,
             )
 
         return json_response(await asyncio.to_thread(store.create_batch, tenant, make))
 
     async def list_batches(self, http: Request) -> Response:
-        """Answers `GET /v1/batches`."""
         return _page(await asyncio.to_thread(self._store.batches, _tenant(http)), http, "batches")
 
     async def show_batch(self, http: Request) -> Response:
-        """Answers `GET /v1/batches/ID`."""
         return json_response(await asyncio.to_thread(self._store.batch, _tenant(http), http.path_params["id"]))
 
     async def cancel(self, http: Request) -> Response:
-        """Answers `POST /v1/batches/ID/cancel`."""
         return json_response(await asyncio.to_thread(self._store.cancel, _tenant(http), http.path_params["id"]))
 
 
 class _Content(Response):
-    """A file's content, in pieces; a client that has gone or does not read ends it."""
+    """A file's content, sent in pieces until the client disconnects or does not read."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -225,33 +218,35 @@ class _Content(Response):
 
 
 def _tenant(http: Request) -> str:
-    tenant = http.scope["extensions"].get(TENANT)
+    tenant = tenant_of(http)
     return "" if tenant is None else tenant.name
 
 
-def _read(body: bytearray) -> CreateBatch:
+def _parse(body: bytearray) -> CreateBatch:
     try:
-        asked = msgspec.json.decode(body, type=CreateBatch)
+        request = msgspec.json.decode(body, type=CreateBatch)
     except msgspec.ValidationError as error:
         raise invalid_field(error, "", CreateBatch) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise invalid("the body is not valid JSON") from None
-    if asked.output_expires_after is not None and bytes(asked.output_expires_after) != b"null":
-        text = "output_expires_after: files stay here until they are deleted; leave it out"
+    if request.output_expires_after is not None and bytes(request.output_expires_after) != b"null":
+        text = "output_expires_after: files are kept until they are deleted; leave it out"
         raise invalid(text, "output_expires_after", "unsupported_parameter")
-    return asked
+    return request
 
 
 def _page(items: list[Any], http: Request, kind: str) -> Response:
-    """Returns the part of a list that `after` and `limit` name."""
+    """Returns the page of a list that the query parameters `after` and `limit` select."""
     text = http.query_params.get("limit", str(_DEFAULT_LISTED[kind]))
     if not (text.isascii() and text.isdigit() and len(text) < 7 and 1 <= int(text) <= MAX_LISTED[kind]):
-        raise invalid(f"limit: from 1 to {MAX_LISTED[kind]}", "limit")
+        raise invalid(f"limit: expected a number from 1 to {MAX_LISTED[kind]}", "limit")
     if (after := http.query_params.get("after")) is not None:
-        places = [i for i, item in enumerate(items) if item.id == after]
-        if not places:
-            raise ApiError(404, "after: there is nothing of that id", param="after", code="not_found")
-        items = items[places[0] + 1 :]
+        found = [i for i, item in enumerate(items) if item.id == after]
+        if not found:
+            raise ApiError(
+                404, f"after: the list has no item with this id; list {kind} again", param="after", code="not_found"
+            )
+        items = items[found[0] + 1 :]
     shown = items[: int(text)]
     ids = [item.id for item in shown]
     return json_response(
@@ -272,7 +267,7 @@ def _api_error(error: StoreError) -> ApiError:
 
 
 class Form:
-    """What a form holds: `fields` as bytes, and the file's name, whose content goes to `write` as it comes."""
+    """Parses a multipart form into `fields` and `filename`, and passes the file's content to `write` as it arrives."""
 
     def __init__(self, boundary: bytes, write: Callable[[bytes], object]):
         self.fields: dict[str, bytes] = {}
@@ -288,7 +283,7 @@ class Form:
             boundary,
             {
                 "on_part_begin": self._begin_part,
-                "on_part_data": self._take,
+                "on_part_data": self._on_data,
                 "on_header_field": lambda data, start, end: self._grow(self._header, data[start:end]),
                 "on_header_value": lambda data, start, end: self._grow(self._value, data[start:end]),
                 "on_header_end": self._end_header,
@@ -298,7 +293,7 @@ class Form:
         )
 
     def feed(self, data: bytes) -> None:
-        """Takes the next part of the body; raises ApiError for what is no form, or larger than it may be."""
+        """Parses the next part of the body; raises ApiError for a malformed form or one above the limits."""
         try:
             self._parser.write(data)
         except FormParserError:
@@ -310,14 +305,14 @@ class Form:
     def _grow(self, buffer: bytearray, data: bytes) -> None:
         buffer += data
         if len(buffer) > _MAX_HEADER_BYTES:
-            raise invalid("a header in the form is too long")
+            raise invalid(f"a header in the form has more than {_MAX_HEADER_BYTES} bytes")
 
     def _end_header(self) -> None:
         self._headers[self._header.decode("latin-1").lower()] = bytes(self._value)
         self._header.clear()
         self._value.clear()
         if len(self._headers) > _MAX_FIELDS:
-            raise invalid("the form has too many headers")
+            raise invalid(f"a part of the form has more than {_MAX_FIELDS} headers")
 
     def _end_headers(self) -> None:
         _, options = parse_options_header(self._headers.get("content-disposition", b""))
@@ -325,15 +320,15 @@ class Form:
         self._is_file = self._name == "file"
         if self._is_file:
             if self.filename is not None:
-                raise invalid("file: one per request", "file")
+                raise invalid("file: expected one per request", "file")
             name = options.get(b"filename", b"").decode("utf-8", "replace")
             self.filename = name.rpartition("/")[2].rpartition("\\")[2][:_MAX_NAME_CHARS] or "file"
         elif len(self.fields) == _MAX_FIELDS:
-            raise invalid("the form has too many fields")
+            raise invalid(f"the form has more than {_MAX_FIELDS} fields")
         else:
             self.fields.setdefault(self._name[:_MAX_NAME_CHARS], b"")
 
-    def _take(self, data: bytes, start: int, end: int) -> None:
+    def _on_data(self, data: bytes, start: int, end: int) -> None:
         if not self._is_file:
             value = self.fields[self._name[:_MAX_NAME_CHARS]] + data[start:end]
             if len(value) > _MAX_FIELD_BYTES:
@@ -342,7 +337,7 @@ class Form:
             return
         self.num_bytes += end - start
         if self.num_bytes > MAX_FILE_BYTES:
-            raise too_large()
+            raise _too_large()
         self._write(data[start:end])
 
     def _end(self) -> None:
@@ -350,9 +345,9 @@ class Form:
 
 
 async def receive_form(request: Request, path: Path) -> Form:
-    """Reads a form and writes its file to `path`, never holding more of it than one part of the body.
+    """Reads a form and writes its file to `path`, with one part of the body in memory at a time.
 
-    Raises ApiError, and ClientGone; what was written stays for the caller to remove.
+    Raises ApiError and ClientGone; the caller must remove the file.
     """
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     boundary = options.get(b"boundary")
@@ -360,7 +355,7 @@ async def receive_form(request: Request, path: Path) -> Form:
         raise ApiError(415, "the content type must be multipart/form-data with a boundary")
     length = request.headers.get("content-length", "0")
     if length.isascii() and length.isdigit() and int(length[:18]) > MAX_FILE_BYTES + _SLACK_BYTES:
-        raise too_large()
+        raise _too_large()
     with await asyncio.to_thread(lambda: open(path, "xb", opener=private)) as file:
         pieces: list[bytes] = []
         form = Form(boundary, pieces.append)
@@ -368,9 +363,10 @@ async def receive_form(request: Request, path: Path) -> Form:
             async with asyncio.timeout(_DEADLINE_S):
                 await _read_form(request, form, pieces, file)
         except TimeoutError:
-            raise ApiError(408, "the body took too long to arrive") from None
+            text = f"the body paused for {_SILENCE_S:g} s, or took more than {_DEADLINE_S:g} s"
+            raise ApiError(408, text) from None
     if not form.is_complete or form.filename is None:
-        raise invalid("file: missing, or cut off", "file")
+        raise invalid("file: the form has no file, or it is incomplete", "file")
     return form
 
 
@@ -384,7 +380,7 @@ async def _read_form(request: Request, form: Form, pieces: list[bytes], file: Bi
         body, more = message.get("body", b""), message.get("more_body", False)
         total += len(body)
         if total > MAX_FILE_BYTES + _SLACK_BYTES:
-            raise too_large()
+            raise _too_large()
         form.feed(body)
         if pieces:
             content = b"".join(pieces)
@@ -392,6 +388,5 @@ async def _read_form(request: Request, form: Form, pieces: list[bytes], file: Bi
             await asyncio.to_thread(file.write, content)
 
 
-def too_large() -> ApiError:
-    """413: a file beyond OpenAI's bound."""
+def _too_large() -> ApiError:
     return ApiError(413, f"the file is larger than {MAX_FILE_BYTES} bytes", param="file", code="file_too_large")

@@ -1,4 +1,4 @@
-"""HTTP beneath the routes: bounded bodies, disconnects, errors."""
+"""Shared by all routes: bounded bodies, aborts on disconnect, errors as responses."""
 
 import asyncio
 import logging
@@ -9,29 +9,28 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from dsv3.server.http.exchange import described, path_of, response_of
+from dsv3.server.http.exchange import error_path, error_response, request_label
 from dsv3.server.limits import MAX_BODY_BYTES
 from dsv3.server.protocol.errors import ApiError, internal, invalid
 
-# A client that takes longer to send its body is cut off.
-_BODY_DEADLINE_S = 120.0
+_BODY_DEADLINE_S = 120.0  # for a client to send its body
 _log = logging.getLogger("dsv3.server")
 
 
 class ClientGone(Exception):
-    """The client closed the connection; nobody is left to answer."""
+    """The client has closed the connection; no response is sent."""
 
 
 async def read_json_body(request: Request, grow: Callable[[int], None]) -> bytearray:
-    """Returns the body, at most `MAX_BODY_BYTES`; ApiError 413, 415 or 408 otherwise.
+    """Returns the body, at most `MAX_BODY_BYTES`; raises ApiError 413, 415 or 408 otherwise.
 
-    `grow` is called with the size of each part before it is kept, and may raise ApiError.
+    `grow` is called with the size of each part before it is stored, and may raise ApiError.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(415, "the content type must be application/json")
     if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-        raise ApiError(415, "compressed bodies are not accepted")
+        raise ApiError(415, "compressed bodies are not accepted; send the body without content-encoding")
     length = request.headers.get("content-length", "0")
     if not (length.isascii() and length.isdigit()):
         raise invalid("content-length is not a number")
@@ -41,7 +40,7 @@ async def read_json_body(request: Request, grow: Callable[[int], None]) -> bytea
         async with asyncio.timeout(_BODY_DEADLINE_S):
             return await _read(request, grow)
     except TimeoutError:
-        raise ApiError(408, "the body took too long to arrive") from None
+        raise ApiError(408, f"the body did not arrive within {_BODY_DEADLINE_S:g} s") from None
 
 
 async def _read(request: Request, grow: Callable[[int], None]) -> bytearray:
@@ -64,8 +63,8 @@ def _too_large() -> ApiError:
 
 
 async def unless_disconnected[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of `work`; when the client closes the connection, cancels it and raises ClientGone."""
-    task, watch = asyncio.create_task(work), asyncio.create_task(_disconnect(receive))
+    """Returns the result of `work`; cancels it and raises ClientGone when the client disconnects."""
+    task, watch = asyncio.create_task(work), asyncio.create_task(_wait_for_disconnect(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -75,10 +74,10 @@ async def unless_disconnected[T](receive: Receive, work: Coroutine[Any, Any, T])
         task.cancel()
         watch.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
-        del task, watch  # an error's traceback holds this frame, and with it whatever `work` had read: up to 32 MiB
+        del task, watch  # an error's traceback keeps this frame alive, and with it the body that `work` read
 
 
-async def _disconnect(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -87,17 +86,19 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def endpoint(handler: Handler) -> Handler:
-    """Returns `handler` with its errors turned into responses; what is unexpected is logged, not shown."""
+    """Returns `handler` with its errors turned into responses; unexpected ones are logged and not shown."""
 
     async def run(request: Request) -> Response:
         try:
             return await handler(request)
         except ApiError as error:
-            return response_of(error, path_of(request.scope))
+            return error_response(error, error_path(request.scope))
         except ClientGone:
             return Response(status_code=499)
         except Exception:
-            _log.exception("request %s: %s %s failed", described(request.scope), request.method, request.scope["path"])
-            return response_of(internal(), path_of(request.scope))
+            _log.exception(
+                "request %s: %s %s failed", request_label(request.scope), request.method, request.scope["path"]
+            )
+            return error_response(internal(), error_path(request.scope))
 
     return run

@@ -1,8 +1,8 @@
-"""The dashboard's page and its data, and profiles of steps.
+"""Routes of the dashboard and of step profiles.
 
-The page holds no data and is open; its data need the key, as everything else does. A script of the page asks for the
-key, keeps it for the browser's tab, and sends it with each request. The page brings all that it shows: its policy lets
-nothing else in, neither scripts nor pictures nor connections to other servers.
+The page contains no data and needs no key; its data do. The page's script asks the user for the key, keeps it for the
+browser's tab, and sends it with each request. The Content-Security-Policy allows only the page's own script and style,
+and connections to this server.
 """
 
 import asyncio
@@ -32,7 +32,6 @@ _MAX_DIGITS = 32
 
 
 def dashboard_routes(service: Service, profile_dir: str | None) -> list[Route]:
-    """Returns the routes of the dashboard and of profiles."""
 
     async def data(http: Request) -> Response:
         require_operator(service, http)
@@ -59,7 +58,7 @@ def dashboard_routes(service: Service, profile_dir: str | None) -> list[Route]:
 
 
 def _number(http: Request, name: str, default: float = 0.0) -> float:
-    """Returns a number of the query; ApiError 400 for what is none."""
+    """Returns a number of the query string; raises ApiError 400 if it is not finite."""
     text = http.query_params.get(name)
     if text is None:
         return default
@@ -73,7 +72,7 @@ def _number(http: Request, name: str, default: float = 0.0) -> float:
 
 
 def _directory(service: Service, http: Request, profile_dir: str | None) -> Path:
-    """Returns where profiles go; raises ApiError where there are none, or not for this client."""
+    """Returns the directory of profiles; raises ApiError if there is none, or if the client is not the operator."""
     require_operator(service, http)
     if profile_dir is None:
         raise ApiError(404, "profiles are off; start the server with --profile_dir", code="profiles_off")
@@ -81,9 +80,10 @@ def _directory(service: Service, http: Request, profile_dir: str | None) -> Path
 
 
 def _write(steps: Sequence[StepRecord], directory: Path) -> dict[str, object]:
-    """Writes a profile, and returns what it is called there; ApiError 409 for none, 503 where it cannot be written."""
+    """Writes a profile and returns its name; raises ApiError 409 if it is empty, 503 if it cannot be written."""
     if not steps:
-        raise ApiError(409, "no steps were noted: begin a profile, and stop it after some work", code="no_profile")
+        text = "no steps were recorded: call /start_profile, and /stop_profile after some requests"
+        raise ApiError(409, text, code="no_profile")
     name = f"steps-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{time.time_ns() % 10**9:09d}.json.gz"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -99,17 +99,18 @@ def _json(value: object) -> Response:
 
 
 async def _page(http: Request) -> Response:
-    """Answers with the page, whoever asks."""
-    page, packed, headers = page_and_headers()
+    """Returns the page, without authentication."""
+    page, compressed, headers = dashboard_page()
     if "gzip" in http.headers.get("accept-encoding", ""):
-        return Response(packed, media_type="text/html", headers=headers | {"content-encoding": "gzip"})
+        return Response(compressed, media_type="text/html", headers=headers | {"content-encoding": "gzip"})
     return Response(page, media_type="text/html", headers=headers)
 
 
 @functools.cache
-def page_and_headers() -> tuple[bytes, bytes, dict[str, str]]:
-    """Returns the page, plain and packed, and its headers; their policy knows script and style by their digests."""
-    html, style, script = (_read(f"dashboard.{kind}") for kind in ("html", "css", "js"))
+def dashboard_page() -> tuple[bytes, bytes, dict[str, str]]:
+    """Returns the page, plain and compressed, and its headers, whose policy has the digests of script and style."""
+    files = resources.files("dsv3.server.http").joinpath("page")
+    html, style, script = (files.joinpath(f"dashboard.{kind}").read_text() for kind in ("html", "css", "js"))
     page = html.replace("/*style*/", style).replace("/*script*/", script).encode()
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; connect-src 'self'; "
@@ -123,10 +124,6 @@ def page_and_headers() -> tuple[bytes, bytes, dict[str, str]]:
         "vary": "accept-encoding",
     }
     return page, gzip.compress(page, 9, mtime=0), headers
-
-
-def _read(name: str) -> str:
-    return resources.files("dsv3.server.http").joinpath("page", name).read_text()
 
 
 def _digest(text: str) -> str:

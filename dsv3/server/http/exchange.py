@@ -1,4 +1,4 @@
-"""One request and its response, as an ASGI application sees them."""
+"""One HTTP request and its response as an ASGI application sees them, and writing with flow control."""
 
 import asyncio
 import functools
@@ -27,32 +27,29 @@ WRITER = "dsv3.writer"
 """The connection's `ResponseWriter`."""
 
 ADMIT = "dsv3.admit"
-"""A function: returns whether the connection's request may be worked on."""
+"""A function that admits the connection; it returns whether the request may be served."""
 
 REQUEST_ID = "dsv3.request_id"
-"""The request's id, a text."""
+"""The request's id, a string."""
 
 TENANT = "dsv3.tenant"
 """The tenant that sent the request; absent on a server without API keys."""
 
 SUMMARY = "dsv3.summary"
-"""A function that returns the `Summary` of the answer; absent where there is none."""
+"""A function that returns the `Summary` of a generation; absent for other routes."""
 
 OnAccess = Callable[[dict[str, object]], None]
-"""Is called with the line of the access log after each request."""
+"""Called with the fields of the access log after each request."""
 
 _log = logging.getLogger("dsv3.server")
-_PIECE_BYTES = 64 * 1024
+_SLICE_BYTES = 64 * 1024
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _MAX_LOGGED_PATH = 1024
 _CLOSE = (b"connection", b"close")
 
 
-def response_of(error: ApiError, path: str = "") -> Response:
-    """Returns the response for an error at a path, with the headers that belong to its status.
-
-    The JSON is OpenAI's, and Anthropic's where the path is one of theirs.
-    """
+def error_response(error: ApiError, path: str = "") -> Response:
+    """Returns the response for an error: Anthropic's JSON if `path` belongs to their API, or else OpenAI's."""
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -61,21 +58,19 @@ def response_of(error: ApiError, path: str = "") -> Response:
 
 
 def json_response(value: object, status: int = 200) -> Response:
-    """Returns the response whose body is `value` as JSON."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def path_of(scope: Scope) -> str:
-    """Returns the path by which `response_of` chooses the shape: Anthropic's clients name their API on every route."""
+def error_path(scope: Scope) -> str:
+    """Returns the path for `error_response`; Anthropic's clients get their errors on every route."""
     return MESSAGES if any(name == b"anthropic-version" for name, _ in scope["headers"]) else scope["path"]
 
 
 class ResponseWriter:
-    """A connection, for the responses on it: whole replies in pieces, and streamed events.
+    """Writes responses to a connection with flow control: whole bodies in slices, streams event by event.
 
-    A client that takes nothing for `deadline_s` seconds is cut off, whatever is sent to it, and what was meant for it
-    is forgotten at once. A task's wake-up costs more than making a token's event, so a stream that has sent its head
-    writes its chunks to the transport itself.
+    The connection of a client that reads nothing for `deadline_s` seconds is aborted. A stream writes its events to the
+    transport synchronously, because waking a task costs more than making a token's event.
     """
 
     def __init__(self, transport: asyncio.Transport, deadline_s: float):
@@ -89,17 +84,16 @@ class ResponseWriter:
         self._is_ready = asyncio.Event()
         self._is_ready.set()
 
-    def claim(self, http_version: str, on_pause: Callable[[], None], on_resume: Callable[[], None]) -> None:
-        """Has a response told when the client's reading holds it up, and when it may go on."""
+    def start_stream(self, http_version: str, on_pause: Callable[[], None], on_resume: Callable[[], None]) -> None:
+        """Starts a stream of events; calls `on_pause` when the client reads too slowly, then `on_resume`."""
         self._is_chunked = http_version == "1.1"
         self._on_pause, self._on_resume = on_pause, on_resume
 
-    def free(self) -> None:
-        """Ends what `claim` began."""
+    def end_stream(self) -> None:
         self._on_pause = self._on_resume = None
 
     def write(self, data: bytes) -> None:
-        """Writes the lines of one server-sent event as a chunk of the body."""
+        """Writes one server-sent event as a chunk of the body."""
         if self.is_closing:
             return
         if self._is_chunked:
@@ -109,81 +103,80 @@ class ResponseWriter:
         self.num_bytes += len(data)
 
     async def send(self, data: bytes) -> None:
-        """Writes bytes as the client takes them, so that the transport holds few of them."""
+        """Writes bytes in slices as the client reads them, so that the transport buffers few of them."""
         view = memoryview(data)
-        for start in range(0, len(view), _PIECE_BYTES):
+        for start in range(0, len(view), _SLICE_BYTES):
             await self._is_ready.wait()
             if self.is_closing:
                 return
-            self._transport.write(view[start : start + _PIECE_BYTES])
-            self.num_bytes += len(view[start : start + _PIECE_BYTES])
+            self._transport.write(view[start : start + _SLICE_BYTES])
+            self.num_bytes += len(view[start : start + _SLICE_BYTES])
 
     def pause(self) -> None:
-        """Notes that the client reads more slowly than it is written to."""
+        """Pauses writing: the transport's buffer is full. Starts the deadline."""
         self._is_ready.clear()
-        self._start_clock()
+        self._start_deadline()
         if self._on_pause is not None:
             self._on_pause()
 
     def resume(self) -> None:
-        """Notes that the client has read."""
+        """Resumes writing: the client has read the buffer."""
         self._is_ready.set()
         if not self._is_closing:
-            self.stop_clock()
+            self.cancel_deadline()
         if self._on_resume is not None:
             self._on_resume()
 
     @property
     def is_closing(self) -> bool:
-        """Whether nothing is written any more."""
+        """Whether the connection is closing, so that nothing more is written."""
         return self._is_closing or self._transport.is_closing()
 
     def close(self) -> None:
-        """Closes the connection when all is written, within the deadline."""
+        """Closes the connection after the buffer is written, or at the deadline."""
         self._is_closing = True
         self._transport.close()
-        self._start_clock()
+        self._start_deadline()
 
     def half_close(self, seconds: float) -> None:
-        """Lets the client read what is written and know that it was the last; closes the connection after `seconds`.
+        """Ends the sending direction and closes the connection after `seconds`.
 
-        A connection that is closed while its client still writes is reset, and then the client may not see the answer.
+        If a connection is closed while its client still writes, the client gets a reset and may lose the response.
         """
         self._is_closing = True
         if self._transport.can_write_eof():
             self._transport.write_eof()
         else:
-            self._transport.close()  # TLS: reads and drops what comes until the client closes its end
-        self.stop_clock()
-        self._start_clock(seconds)
+            self._transport.close()  # TLS: discards input until the client closes its end
+        self.cancel_deadline()
+        self._start_deadline(seconds)
 
     def abort(self) -> None:
-        """Closes the connection now, and forgets what is not written."""
+        """Closes the connection at once and discards its buffer."""
         self._transport.abort()
 
-    def lost(self) -> None:
-        """Notes that the connection is closed."""
-        self.free()
-        self.stop_clock()
+    def on_connection_lost(self) -> None:
+        """Releases waiting writers after the connection has closed."""
+        self.end_stream()
+        self.cancel_deadline()
         self._is_ready.set()
 
-    def stop_clock(self) -> None:
-        """Lets the deadline go."""
+    def cancel_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def _start_clock(self, seconds: float | None = None) -> None:
+    def _start_deadline(self, seconds: float | None = None) -> None:
         if self._deadline is None:
             delay = self._deadline_s if seconds is None else seconds
             self._deadline = asyncio.get_running_loop().call_later(delay, self._transport.abort)
 
 
 class HttpExchange:
-    """One request and its response.
+    """One request and its response, with the `receive` and `send` of ASGI.
 
-    `on_read` is called when the application wants more of the body, `on_end` when the response is complete. What it
-    never asks for is never parsed.
+    `on_read` is called when the application reads more of the body, `on_end` when the response is complete. A body is
+    parsed only as far as the application reads it.
     """
 
     def __init__(self, head: Head, writer: ResponseWriter, on_read: Callable[[], None], on_end: Callable[[], None]):
@@ -196,31 +189,31 @@ class HttpExchange:
         self.is_complete = False
         self._head, self._writer = head, writer
         self._on_read, self._on_end = on_read, on_end
-        self._must_ask = head.expects_continue
-        self._is_gone = False
+        self._must_send_continue = head.expects_continue
+        self._is_disconnected = False
         self._is_chunked = False
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._began, self._num_bytes_before = time.monotonic(), writer.num_bytes
 
     def feed(self, content: bytes, is_last: bool) -> None:
-        """Takes the next part of the request's body."""
+        """Appends the next part of the request's body."""
         self.body += content
         self.is_received = is_last
-        self._must_ask = False
-        self._news.set()
+        self._must_send_continue = False
+        self._changed.set()
 
     def disconnect(self) -> None:
-        """Notes that the client has gone."""
-        self._is_gone = True
-        self._news.set()
+        """Ends the exchange: the client has disconnected. `receive` then returns `http.disconnect`."""
+        self._is_disconnected = True
+        self._changed.set()
 
     async def run(self, app: ASGIApp, scope: MutableMapping[str, Any], on_access: OnAccess | None = None) -> None:
-        """Has the application answer; what it leaves unfinished ends the connection."""
+        """Runs the application; a response that it leaves incomplete aborts the connection."""
         try:
             await app(scope, self._receive, self._send)
         except Exception:
-            _log.exception("request %s: %s %s failed", described(scope), scope["method"], scope["path"])
-        if not self.is_complete and not self._is_gone:
+            _log.exception("request %s: %s %s failed", request_label(scope), scope["method"], scope["path"])
+        if not self.is_complete and not self._is_disconnected:
             if not self.status:
                 await self._fail()
             else:
@@ -229,15 +222,15 @@ class HttpExchange:
             on_access(self._access(scope["extensions"]))
 
     def _access(self, extensions: dict[str, Any]) -> dict[str, object]:
-        """Returns the line of the access log; status 499: the client had gone.
+        """Returns the fields of the access log; status 499: the client disconnected before the response.
 
-        `complete` says whether the client was sent all of the response, `bytes` how much of it. `tenant` is None
-        without a key that the server knows. The last four are those of an answer, None for what is none; its tokens
-        are those told so far where the client has gone. `first_token_s` counts from the request's arrival.
+        `complete` is whether the whole response was sent, `bytes` how much of it. `tenant` is None without a valid key.
+        The last four fields are None except for generations; after a disconnect the tokens are those sent so far.
+        `first_token_s` counts from the request's arrival.
         """
         tenant: Tenant | None = extensions.get(TENANT)
-        answer: Summary | None = extensions[SUMMARY]() if SUMMARY in extensions else None
-        first = None if answer is None else answer.first_token_at
+        summary: Summary | None = extensions[SUMMARY]() if SUMMARY in extensions else None
+        first = None if summary is None else summary.first_token_at
         return {
             "time": round(time.time(), 3),
             "request_id": self.request_id,
@@ -248,9 +241,9 @@ class HttpExchange:
             "seconds": round(time.monotonic() - self._began, 6),
             "bytes": self._writer.num_bytes - self._num_bytes_before,
             "complete": self.is_complete,
-            "model": None if answer is None else answer.model,
-            "prompt_tokens": None if answer is None else answer.prompt_tokens,
-            "completion_tokens": None if answer is None else answer.completion_tokens,
+            "model": None if summary is None else summary.model,
+            "prompt_tokens": None if summary is None else summary.prompt_tokens,
+            "completion_tokens": None if summary is None else summary.completion_tokens,
             "first_token_s": None if first is None else round(first - self._began, 6),
         }
 
@@ -260,21 +253,21 @@ class HttpExchange:
         await self._send({"type": "http.response.body"})
 
     async def _receive(self) -> MutableMapping[str, Any]:
-        if self._must_ask:
-            self._must_ask = False
+        if self._must_send_continue:
+            self._must_send_continue = False
             await self._writer.send(b"HTTP/1.1 100 Continue\r\n\r\n")
         self.is_read = True
-        if not self._is_gone and not self.is_complete:
+        if not self._is_disconnected and not self.is_complete:
             self._on_read()
-            await self._news.wait()
-            self._news.clear()
-        if self._is_gone or self.is_complete:
+            await self._changed.wait()
+            self._changed.clear()
+        if self._is_disconnected or self.is_complete:
             return {"type": "http.disconnect"}
         content, self.body = bytes(self.body), bytearray()
         return {"type": "http.request", "body": content, "more_body": not self.is_received}
 
     async def _send(self, message: MutableMapping[str, Any]) -> None:
-        if self._is_gone:
+        if self._is_disconnected:
             return
         if message["type"] == "http.response.start":
             await self._writer.send(self._response_head(message["status"], list(message.get("headers", []))))
@@ -306,29 +299,28 @@ class HttpExchange:
             await self._writer.send(content)
         if is_last and self._is_chunked:
             await self._writer.send(b"0\r\n\r\n")
-        if is_last and not self._is_gone:
+        if is_last and not self._is_disconnected:
             self.is_complete = True
-            self._news.set()
+            self._changed.set()
             self._on_end()
 
 
-def described(scope: MutableMapping[str, Any]) -> str:
-    """Returns what the log calls a request: its id, and who sent it."""
+def request_label(scope: MutableMapping[str, Any]) -> str:
+    """Returns the request's id and tenant for log lines."""
     extensions = scope["extensions"]
     tenant: Tenant | None = extensions.get(TENANT)
     return extensions[REQUEST_ID] if tenant is None else f"{extensions[REQUEST_ID]} of {tenant.name}"
 
 
 def _request_id(head: Head) -> str:
-    """Returns the id that the client gave, if it is one that can go into a log, or else a new one."""
+    """Returns the client's `X-Request-Id` if it is printable and short, or else a new id."""
     given = head.values(b"x-request-id")
     if len(given) == 1 and _REQUEST_ID.fullmatch(given[0]):
         return given[0].decode()
     return uuid.uuid4().hex
 
 
-def scope_of(head: Head, scheme: str, extensions: dict[str, Any]) -> dict[str, Any]:
-    """Returns the ASGI scope of a request."""
+def make_scope(head: Head, scheme: str, extensions: dict[str, Any]) -> dict[str, Any]:
     raw_path, _, query = head.target.partition(b"?")
     return {
         "type": "http",

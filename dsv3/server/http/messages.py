@@ -1,4 +1,4 @@
-"""Messages between the first front and the others, through their links; see `dsv3.processes.frames`."""
+"""Messages between API server 0 and the other API servers, sent by `dsv3.processes.frames`."""
 
 import msgspec
 
@@ -9,9 +9,9 @@ from dsv3.server.tenants import Tenant
 
 
 class StartApiServer(msgspec.Struct, frozen=True, tag=True):
-    """First message to a front: its number, and what `dsv3.server.config.ServerConfig` says of all fronts.
+    """First message to an API server: its number, and the fields of `dsv3.server.config.ServerConfig` that it needs.
 
-    To engines it is `sender`, which no other front has been.
+    Engines identify it by `sender`, which no other process has had.
     """
 
     api_server: int
@@ -28,45 +28,45 @@ class StartApiServer(msgspec.Struct, frozen=True, tag=True):
 
 
 class DrainApiServer(msgspec.Struct, frozen=True, tag=True):
-    """Take no more requests, finish those in flight, and end."""
+    """Accept no more requests, finish those in flight, and exit."""
 
 
 class AbortApiServer(msgspec.Struct, frozen=True, tag=True):
-    """Abort the requests in flight, and end."""
+    """Abort the requests in flight, and exit."""
 
 
 class ReloadApiServer(msgspec.Struct, frozen=True, tag=True):
-    """Read the certificate anew, and let these tenants in."""
+    """Reload the certificate, and accept the keys of these tenants."""
 
     tenants: tuple[Tenant, ...]
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot be used any more, and the instance is about to end."""
+    """The engine has failed and is not restarted; the instance is about to exit."""
 
     reason: str
 
 
 class EngineStarted(msgspec.Struct, frozen=True, tag=True):
-    """The engine with that number runs: connect to the Unix socket at its address."""
+    """The engine `number` runs; connect to its Unix socket at `address`."""
 
     number: int
     address: str
 
 
 class EngineLost(msgspec.Struct, frozen=True, tag=True):
-    """The engine with that number has died; another one follows."""
+    """The engine `number` has died and is being restarted."""
 
     number: int
     reason: str
 
 
 class ApiServerReady(msgspec.Struct, frozen=True, tag=True):
-    """The front answers HTTP."""
+    """The API server accepts HTTP requests."""
 
 
 class EngineSilent(msgspec.Struct, frozen=True, tag=True):
-    """The engine with that number does not answer this front's requests."""
+    """The engine `number` sends no frames to this API server."""
 
     number: int
     reason: str

@@ -1,4 +1,4 @@
-"""The description of the API that `GET /openapi.json` gives, made of the types that requests are read as."""
+"""The OpenAPI description for `GET /openapi.json`, generated from the request and response types."""
 
 import functools
 import re
@@ -42,42 +42,42 @@ from dsv3.text.chat_template import ALLOWED_KWARGS
 _REF = "#/components/schemas/{name}"
 _JSON, _EVENTS, _FORM = "application/json", "text/event-stream", "multipart/form-data"
 _STATUSES = {
-    "400": "the request has to change; `param` or the message names the field",
+    "400": "the request is invalid; `param` or the message names the field",
     "401": "the API key is missing or wrong",
-    "403": "the route is the operator's; or a web page of another origin asks a server without a key",
-    "405": "this route has other methods; `Allow` names them",
-    "408": "the body took too long",
-    "409": "the state does not allow this; the message says why",
+    "403": "the route needs the operator's key; or the request is from a web page of another origin, without keys",
+    "405": "this route does not support the method; `Allow` names the supported ones",
+    "408": "the body did not arrive in time",
+    "409": "the state does not allow this; the message names the reason",
     "413": "the body is too large",
-    "415": "the content type is not the one that this route takes",
-    "421": "a server without a key was called by a name that is not local",
-    "429": "there are too many of them; delete some, or wait",
-    "500": "a failure of the server",
-    "503": "too much waits, or the server starts or ends; `Retry-After` says when to come again",
+    "415": "this route does not support the content type",
+    "421": "the Host header of a request without keys is not a local name",
+    "429": "the limit of stored objects is reached; delete some, or wait",
+    "500": "an error in the server",
+    "503": "the queue is full, or the server is starting or stopping; retry after `Retry-After` seconds",
 }
 _ALWAYS = ("400", "405", "421", "500", "503")
 _OF_BODIES = ("408", "413", "415")
 _NO_MODEL = "the model does not exist; `GET /v1/models` lists it"
-_NO_FILE = "there is no file of that id, or the server keeps none (`--batch_dir`)"
-_NO_BATCH = "there is no batch of that id, or the server keeps none (`--batch_dir`)"
+_NO_FILE = "the file does not exist, or the server stores none (`--batch_dir`)"
+_NO_BATCH = "the batch does not exist, or the server stores none (`--batch_dir`)"
 _NO_PROFILES = "profiles are off (`--profile_dir`)"
 
 
 class Served(msgspec.Struct):
-    """An object whose fields the docs tell."""
+    """An object whose fields docs/api.md describes."""
 
 
 class State(msgspec.Struct):
-    """Whether requests are served, and why not."""
+    """Whether requests are served, and the reason if not."""
 
     status: str
     reason: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ApiOperation(NamedTuple):
-    """A method of a route: what it reads, what it gives and as what, and which statuses it has beside those of all.
+    """A method of a route: request and response types, media types, and statuses besides those of all routes.
 
-    `no_such` says what status 404 means, "" where there is none. `query` are schemas of parameters by name.
+    `no_such` describes status 404, "" if the route has none. `query` has the schemas of query parameters by name.
     """
 
     summary: str
@@ -95,11 +95,11 @@ class Upload(msgspec.Struct):
 
 
 class CountTokensRequest(msgspec.Struct):
-    """`POST /v1/messages/count_tokens`: what of a `MessagesRequest` makes the prompt."""
+    """`POST /v1/messages/count_tokens`: the fields of a `MessagesRequest` that determine the prompt."""
 
 
 _STREAMED = (_JSON, _EVENTS)
-_AFTER: dict[str, Any] = {"type": "string", "description": "list what comes behind this id"}
+_AFTER: dict[str, Any] = {"type": "string", "description": "list the items after this id"}
 _FILES: dict[str, dict[str, Any]] = {
     "after": _AFTER,
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED["files"]},
@@ -140,42 +140,42 @@ OPERATIONS: dict[tuple[str, str], ApiOperation] = {
     ("GET", "/v1/models/{model}"): ApiOperation("Returns a model", "models", no_such=_NO_MODEL),
     ("GET", "/v1/files"): ApiOperation("Lists files", "files", no_such=_NO_FILE, query=_FILES),
     ("POST", "/v1/files"): ApiOperation(
-        "Takes a file", "files", FileObject, Upload, no_such=_NO_FILE, statuses=_STORED
+        "Uploads a file", "files", FileObject, Upload, no_such=_NO_FILE, statuses=_STORED
     ),
-    ("GET", "/v1/files/{id}"): ApiOperation("Returns what is known of a file", "files", FileObject, no_such=_NO_FILE),
+    ("GET", "/v1/files/{id}"): ApiOperation("Describes a file", "files", FileObject, no_such=_NO_FILE),
     ("DELETE", "/v1/files/{id}"): ApiOperation("Deletes a file", "files", no_such=_NO_FILE, statuses=_STORED),
     ("GET", "/v1/files/{id}/content"): ApiOperation(
         "Returns a file's bytes", "files", None, media=("application/octet-stream",), no_such=_NO_FILE
     ),
     ("GET", "/v1/batches"): ApiOperation("Lists batches", "batches", no_such=_NO_BATCH, query=_BATCHES),
     ("POST", "/v1/batches"): ApiOperation(
-        "Begins a batch", "batches", Batch, CreateBatch, no_such=_NO_FILE, statuses=_STORED
+        "Creates a batch", "batches", Batch, CreateBatch, no_such=_NO_FILE, statuses=_STORED
     ),
     ("GET", "/v1/batches/{id}"): ApiOperation("Returns a batch", "batches", Batch, no_such=_NO_BATCH),
     ("POST", "/v1/batches/{id}/cancel"): ApiOperation(
-        "Ends a batch early", "batches", Batch, no_such=_NO_BATCH, statuses=_STORED
+        "Cancels a batch", "batches", Batch, no_such=_NO_BATCH, statuses=_STORED
     ),
-    ("GET", "/health"): ApiOperation("Says whether requests are served", "server", State),
-    ("GET", "/ready"): ApiOperation("Says whether a request would be taken now", "server", State),
+    ("GET", "/health"): ApiOperation("Returns whether requests are served", "server", State),
+    ("GET", "/ready"): ApiOperation("Returns whether a request would be accepted now", "server", State),
     ("GET", "/version"): ApiOperation("Returns the version", "server"),
     ("GET", "/openapi.json"): ApiOperation("Returns this description", "server"),
     ("GET", "/metrics"): ApiOperation("Returns Prometheus metrics", "operator", None, media=("text/plain",)),
-    ("POST", "/flush_cache"): ApiOperation("Empties the prefix cache", "operator"),
-    ("GET", "/dashboard"): ApiOperation("Returns the page that shows the server", "server", None, media=("text/html",)),
-    ("GET", "/dashboard/data"): ApiOperation("Returns what that page shows", "operator", query=_SEEN),
-    ("POST", "/start_profile"): ApiOperation("Begins a trace of steps", "operator", no_such=_NO_PROFILES),
+    ("POST", "/flush_cache"): ApiOperation("Resets the prefix cache", "operator"),
+    ("GET", "/dashboard"): ApiOperation("Returns the dashboard's page", "server", None, media=("text/html",)),
+    ("GET", "/dashboard/data"): ApiOperation("Returns the dashboard's data", "operator", query=_SEEN),
+    ("POST", "/start_profile"): ApiOperation("Starts a profile of steps", "operator", no_such=_NO_PROFILES),
     ("POST", "/stop_profile"): ApiOperation(
-        "Ends a trace of steps", "operator", no_such=_NO_PROFILES, statuses=("409",)
+        "Stops the profile and writes it to a file", "operator", no_such=_NO_PROFILES, statuses=("409",)
     ),
 }
 _TAGS = {
-    "answers": "What the model writes",
+    "answers": "Generation",
     "tokens": "Texts and token ids",
-    "models": "What is served",
+    "models": "Served models",
     "files": "Input and output of batches, with `--batch_dir`",
     "batches": "Many requests in one file, with `--batch_dir`",
-    "server": "How the server is",
-    "operator": "Where there are several API keys, for the operator's alone",
+    "server": "State of the server",
+    "operator": "Needs the operator's key if there are several API keys",
 }
 
 REQUIRED: dict[type, tuple[str, ...]] = {
@@ -187,9 +187,9 @@ REQUIRED: dict[type, tuple[str, ...]] = {
     GenerateRequest: ("token_ids",),
     DetokenizeRequest: ("tokens",),
 }
-"""Fields that a request is refused without. The types have defaults for them: large bodies are read in pieces."""
+"""Required fields. The types have defaults for them, because large bodies are parsed field by field."""
 
-# What is asked of fields beyond their types, by the field's name: most of it by `SamplingParams`.
+# Constraints beyond the fields' types, by field name; `SamplingParams` checks most of them.
 _BOUNDS: dict[str, dict[str, Any]] = {
     "temperature": {"minimum": 0, "maximum": 100},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
@@ -213,7 +213,7 @@ _BOUNDS: dict[str, dict[str, Any]] = {
     "token_ids": {"minItems": 1},
 }
 _COUNTED = ("model", "messages", "system", "tools", "tool_choice", "thinking", "chat_template_kwargs")
-# Fields that are there to be refused by name: they are not described.
+# Fields that exist only to be rejected with a clear message; they are not described.
 _REFUSED: dict[type, Iterable[str]] = {
     MessagesRequest: REFUSED_MESSAGES,
     ResponsesRequest: REFUSED_RESPONSES,
@@ -235,16 +235,16 @@ _PROMPT = {
 
 @functools.cache
 def openapi(routes: tuple[tuple[str, str], ...]) -> bytes:
-    """Returns the description of `routes`, (method, path) each, as JSON: OpenAPI 3.1."""
+    """Returns the OpenAPI 3.1 description, as JSON, of `routes`, each a (method, path)."""
     types = {each for post in OPERATIONS.values() for each in (post.request, post.response) if each is not None}
     ordered = sorted({*types, Tool, ErrorEnvelope, MessagesError}, key=lambda each: each.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template=_REF)
     by_type = dict(zip(ordered, schemas, strict=True))
-    _complete(components, by_type)
+    _add_constraints(components, by_type)
     paths: dict[str, dict[str, Any]] = {}
     for method, path in routes:
         methods = [each for each, other in routes if other == path]
-        described = _described(method, path, methods, by_type)
+        described = _describe(method, path, methods, by_type)
         paths.setdefault(path, {})[method.lower()] = described
     return msgspec.json.encode(
         {
@@ -258,8 +258,8 @@ def openapi(routes: tuple[tuple[str, str], ...]) -> bytes:
     )
 
 
-def described_path(path: str) -> str:
-    """Returns a route's path as OpenAPI writes it: without the kinds of its parameters."""
+def openapi_path(path: str) -> str:
+    """Returns a route's path in OpenAPI's form: without the types of its parameters."""
     return re.sub(r"\{(\w+):\w+\}", r"{\1}", path)
 
 
@@ -269,8 +269,8 @@ _KEYS = {
 }
 
 
-def _complete(components: dict[str, Any], by_type: dict[Any, Any]) -> None:
-    """Adds what requests are asked for beyond their types, as far as a schema can say it."""
+def _add_constraints(components: dict[str, Any], by_type: dict[Any, Any]) -> None:
+    """Adds the constraints of requests that their types do not express."""
     for kind, names in REQUIRED.items():
         _require(components[kind.__name__], names)
     for kind in (*REQUIRED, TextOptions):
@@ -311,8 +311,7 @@ def _not_null(schema: dict[str, Any]) -> dict[str, Any]:
     return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
 
 
-def _described(method: str, path: str, methods: list[str], by_type: dict[Any, Any]) -> dict[str, Any]:
-    """Returns the description of an operation."""
+def _describe(method: str, path: str, methods: list[str], by_type: dict[Any, Any]) -> dict[str, Any]:
     operation = OPERATIONS[method, path]
     schema = {} if operation.response is None else {"schema": by_type[operation.response]}
     content = {kind: schema if kind == _JSON else {} for kind in operation.media}
@@ -321,8 +320,8 @@ def _described(method: str, path: str, methods: list[str], by_type: dict[Any, An
         "summary": operation.summary,
         "tags": [operation.tag],
         "responses": {
-            "200": {"description": "the answer", "content": content},
-            **_refusals(method, path, methods, by_type),
+            "200": {"description": "success", "content": content},
+            **_error_responses(method, path, methods, by_type),
         },
     }
     parameters = [_parameter(name, "path", {"type": "string"}) for name in re.findall(r"\{(\w+)", path)]
@@ -335,12 +334,12 @@ def _described(method: str, path: str, methods: list[str], by_type: dict[Any, An
     return described
 
 
-def _parameter(name: str, place: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "in": place, "required": place == "path", "schema": schema}
+def _parameter(name: str, where: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "in": where, "required": where == "path", "schema": schema}
 
 
-def _refusals(method: str, path: str, methods: list[str], by_type: dict[Any, Any]) -> dict[str, Any]:
-    """Returns the descriptions of all statuses but 200, by status."""
+def _error_responses(method: str, path: str, methods: list[str], by_type: dict[Any, Any]) -> dict[str, Any]:
+    """Returns the descriptions of all error statuses, by status."""
     operation = OPERATIONS[method, path]
     statuses = {*_ALWAYS, *operation.statuses}
     if path not in OPEN_PATHS:
@@ -353,14 +352,14 @@ def _refusals(method: str, path: str, methods: list[str], by_type: dict[Any, Any
     if operation.no_such:
         texts["404"] = operation.no_such
     error = by_type[MessagesError if path.startswith(MESSAGES) else ErrorEnvelope]
-    refusals = {status: _refusal(texts[status], error) for status in sorted(texts)}
+    responses = {status: _error_response(texts[status], error) for status in sorted(texts)}
     if operation.response is State:
-        refusals["503"] = _refusal("no requests are served, or taken now; `reason` says why", by_type[State])
-    refusals["405"]["headers"] = {
+        responses["503"] = _error_response("requests are not served or not accepted now; see `reason`", by_type[State])
+    responses["405"]["headers"] = {
         "Allow": {"required": True, "schema": {"type": "string"}, "example": ", ".join(sorted(methods))}
     }
-    return refusals
+    return responses
 
 
-def _refusal(text: str, schema: dict[str, Any]) -> dict[str, Any]:
+def _error_response(text: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"description": text, "content": {_JSON: {"schema": schema}}}

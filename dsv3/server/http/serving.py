@@ -1,4 +1,4 @@
-"""What every front does, the first and the others: serve a service on a listener, and drain."""
+"""Serves HTTP on a listener and drains: shared by API server 0 and the others."""
 
 import asyncio
 import contextlib
@@ -20,16 +20,18 @@ from dsv3.server.http.exchange import OnAccess
 from dsv3.server.http.http_server import ConnectionLimit, HttpServer, certificate_of, max_admitted
 from dsv3.server.serving.service import Service
 
-_FLUSH_S = 0.1  # how far behind the counts of one front may be on another one's /metrics
+_FLUSH_S = 0.1  # delay until another API server's /metrics includes this one's counts
 _FAREWELL_S = 2.0
 
 
 @contextlib.asynccontextmanager
 async def serving(service: Service, config: ServerConfig, listener: socket.socket) -> AsyncIterator[HttpServer]:
-    """Answers HTTP on `listener` for the time of the `async with`; closes the service at its end."""
+    """Serves HTTP on `listener` for the time of the `async with`; closes the service at its end."""
     options = config.options
     service.metrics.cache_config = functools.partial(_cache_config, service, config.engine)
-    service.metrics.kernel_fallbacks = functools.partial(_kernel_fallbacks, service)
+    service.metrics.kernel_fallbacks = lambda: (
+        {} if service.engine.info is None else service.engine.info.kernel_fallbacks
+    )
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(service.close)
         limit = max_admitted(options.max_connections, options.api_server_count)
@@ -44,7 +46,7 @@ async def serving(service: Service, config: ServerConfig, listener: socket.socke
 
 
 def _access_log() -> OnAccess:
-    """Returns what writes a line of JSON per request to standard error; it has no query, body or key."""
+    """Returns a function that writes a line of JSON per request to standard error, without query, body or key."""
     log, handler = logging.getLogger("dsv3.access"), logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.addHandler(handler)
@@ -54,7 +56,7 @@ def _access_log() -> OnAccess:
 
 
 def _cache_config(service: Service, engine: EngineOptions) -> dict[str, str]:
-    """Returns vLLM's names of what the cache is, none before the engine is ready."""
+    """Returns the labels of vLLM's `cache_config_info` metric; empty before the engine is ready."""
     if (info := service.engine.info) is None:
         return {}
     return {
@@ -66,19 +68,15 @@ def _cache_config(service: Service, engine: EngineOptions) -> dict[str, str]:
     }
 
 
-def _kernel_fallbacks(service: Service) -> dict[str, str]:
-    """Returns the operations whose kernels have been replaced, none before the engine is ready."""
-    return {} if service.engine.info is None else service.engine.info.kernel_fallbacks
-
-
 async def drain(service: Service, abort: asyncio.Event, options: ServerOptions, notify: Callable[[str], None]) -> None:
-    """Says that this front leaves, takes no more requests, and aborts those in flight; `abort` ends both waits.
+    """Drains an API server, in two waits that `abort` ends early.
 
-    Requests are taken for `shutdown_grace` seconds, if the engine lives, and then have `shutdown_timeout` seconds.
+    `/health` fails at once. If the engine is ready, new requests are accepted for `shutdown_grace` seconds; those in
+    flight then have `shutdown_timeout` seconds before they are aborted.
     """
     service.leaving = True
     if options.shutdown_grace and service.engine.state == "ready":
-        notify(f"draining: taking requests for {options.shutdown_grace:g} s more")
+        notify(f"draining: accepting requests for {options.shutdown_grace:g} s more")
         await wait_for_any(abort, service.engine.ended, timeout_s=options.shutdown_grace)
     service.draining, timeout_s = True, options.shutdown_timeout
     if service.active:
@@ -87,11 +85,11 @@ async def drain(service: Service, abort: asyncio.Event, options: ServerOptions, 
     if service.active:
         notify(f"aborting {service.active} requests")
         service.engine.abort_all(EngineUnavailable("the server is shutting down"))
-        await wait_for_any(service.idle, timeout_s=_FAREWELL_S)  # the clients' error events
+        await wait_for_any(service.idle, timeout_s=_FAREWELL_S)  # send error events to the clients
 
 
 async def wait_for_any(*events: asyncio.Event, timeout_s: float | None = None) -> None:
-    """Waits until one of the events is set, for at most `timeout_s` seconds."""
+    """Waits until one of the events is set, or for `timeout_s` seconds."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -101,7 +99,7 @@ async def wait_for_any(*events: asyncio.Event, timeout_s: float | None = None) -
 
 
 async def _flush(service: Service) -> None:
-    """Tells the other fronts what this one counts, and keeps the dashboard's history."""
+    """Publishes this API server's counts to the others and records the dashboard's history, every `_FLUSH_S`."""
     while True:
         await asyncio.sleep(_FLUSH_S)
         service.metrics.flush()

@@ -1,9 +1,9 @@
-"""Requests as they come off the wire: heads and the framing of bodies, checked. Only this file knows httptools.
+"""Parses and validates HTTP/1.1 requests: heads, and the framing of bodies. The only user of httptools.
 
-llhttp, the C parser beneath httptools, refuses bare line feeds, folded lines, a length together with chunks, and spaces
-where none belong. It bounds nothing, takes any transfer coding that ends with "chunked", and has rules of its own for
-some methods and for upgrades. So the request line and the bounds are checked here, it hears of "POST" alone, and a
-chunked body has a parser of its own that never saw the client's head.
+llhttp, httptools' C parser, rejects bare line feeds, folded lines, a length together with chunks, and misplaced spaces.
+It has no limits, accepts any transfer coding that ends with "chunked", and treats some methods and upgrades specially.
+So this module checks the request line and the limits, passes every method to llhttp as "POST", and parses a chunked
+body with a new parser that has not seen the client's head.
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
 MAX_TARGET_BYTES = 8 * 1024
 MAX_FRAMING_BYTES = 256 * 1024
-"""Bytes of a chunked body that are not its content: sizes, extensions, trailers. 50,000 chunks have room."""
+"""Bytes of a chunked body besides its content: sizes, extensions, trailers. Enough for 50,000 chunks."""
 
 _SLICE_BYTES = 32 * 1024
-"""What one call parses of a chunked body: 0.6 ms for 1-byte chunks (`benchmarks/wire.py`)."""
+"""Bytes of a chunked body that one call parses: 0.6 ms for 1-byte chunks (`benchmarks/wire.py`)."""
 
 HEAD_END = b"\r\n\r\n"
 _REQUEST_LINE = re.compile(
@@ -31,12 +31,12 @@ _CHUNKED_HEAD = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 class BadRequest(Exception):
-    """What came is not a request that is taken; the text says why and repeats nothing of it."""
+    """The request is malformed or exceeds a limit; the text repeats nothing of it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Head:
-    """A request without its body. Names of headers are in lower case; `length` is None for a chunked body."""
+    """The head of a request. Header names are in lower case; `length` is None for a chunked body."""
 
     method: str
     target: bytes
@@ -46,23 +46,22 @@ class Head:
 
     @property
     def keeps_alive(self) -> bool:
-        """Whether the client may send another request after this one."""
+        """Whether the connection stays open for another request."""
         return self.version == "1.1" and not any(map(_CLOSE.search, self.values(b"connection")))
 
     @property
     def expects_continue(self) -> bool:
-        """Whether the client sends the body only when it is asked for it."""
+        """Whether the client waits for `100 Continue` before it sends the body."""
         return self.version == "1.1" and any(value.lower() == b"100-continue" for value in self.values(b"expect"))
 
     def values(self, name: bytes) -> list[bytes]:
-        """Returns the values of the headers of that name."""
         return [value for given, value in self.headers if given == name]
 
 
 def find_head(buffer: bytearray, searched: int) -> int:
-    """Returns the length of the head that `buffer` begins with, 0 where more must come; BadRequest for no head.
+    """Returns the length of the head at the start of `buffer`, 0 if it is incomplete; raises BadRequest.
 
-    The first `searched` bytes have been looked through before.
+    The first `searched` bytes were searched by an earlier call.
     """
     end = buffer.find(HEAD_END, max(0, searched - 3))
     size = len(buffer) if end < 0 else end + len(HEAD_END)
@@ -74,7 +73,7 @@ def find_head(buffer: bytearray, searched: int) -> int:
 
 
 def parse_head(data: bytes) -> Head:
-    """Returns the head that `data` is, with its last empty line; BadRequest for what is none."""
+    """Parses a head, including the empty line at its end; raises BadRequest if it is malformed."""
     line = _REQUEST_LINE.match(data)
     if line is None:
         raise BadRequest(f"the first line is not that of an HTTP/1 request, or longer than {MAX_TARGET_BYTES} bytes")
@@ -87,7 +86,7 @@ def parse_head(data: bytes) -> Head:
     try:
         httptools.HttpRequestParser(collector).feed_data(b"POST" + data[line.end(1) :])
     except httptools.HttpParserUpgrade:
-        pass  # this server upgrades to nothing, and then the request stands as it is
+        pass  # this server supports no upgrade, so it serves the request as it is
     except httptools.HttpParserError as error:
         raise BadRequest(f"the request is not HTTP/1.1: {error}") from None
     target = line[2].split(b" ")[1]
@@ -96,7 +95,7 @@ def parse_head(data: bytes) -> Head:
 
 
 def _length(headers: list[tuple[bytes, bytes]], version: str) -> int | None:
-    """Returns the body's length, None for a chunked one; llhttp has refused contradictions and what is no number."""
+    """Returns the body's length, None if it is chunked; llhttp has validated the number and rejected both together."""
     found = dict(headers)
     num_hosts = sum(name == b"host" for name, _ in headers)
     if num_hosts > 1 or (version == "1.1" and not num_hosts):
@@ -110,7 +109,7 @@ def _length(headers: list[tuple[bytes, bytes]], version: str) -> int | None:
 
 
 class SizedBody:
-    """A body of known length on its way."""
+    """Consumes a body of known length."""
 
     has_more = False
 
@@ -121,7 +120,7 @@ class SizedBody:
     def is_complete(self) -> bool:
         return not self._left
 
-    def take(self, buffer: bytearray) -> tuple[int, bytes]:
+    def consume(self, buffer: bytearray) -> tuple[int, bytes]:
         """Takes bytes from the front of `buffer`; returns how many, and the content among them."""
         content = bytes(buffer[: self._left])
         del buffer[: len(content)]
@@ -130,7 +129,7 @@ class SizedBody:
 
 
 class ChunkedBody:
-    """A body in chunks on its way. `has_more`: something followed it in its last slice, and is lost."""
+    """Decodes a chunked body. `has_more`: bytes followed it in its last slice and are lost."""
 
     def __init__(self) -> None:
         self.is_complete = False
@@ -140,7 +139,7 @@ class ChunkedBody:
         self._parser = httptools.HttpRequestParser(self)
         self._parser.feed_data(_CHUNKED_HEAD)
 
-    def take(self, buffer: bytearray) -> tuple[int, bytes]:
+    def consume(self, buffer: bytearray) -> tuple[int, bytes]:
         """Takes bytes from the front of `buffer`; returns how many, and the content among them."""
         data = bytes(buffer[:_SLICE_BYTES])
         del buffer[: len(data)]
@@ -157,23 +156,21 @@ class ChunkedBody:
         return len(data), content
 
     def on_message_begin(self) -> None:
-        """Ends what follows the body (httptools calls the three methods by these names)."""
+        """Stops parsing after the body. Called by httptools, like the next two methods."""
         if self.is_complete:
             self.has_more = True
-            raise BadRequest("a request follows in the same piece")
+            raise BadRequest("another request follows in the same slice")
 
     def on_body(self, content: bytes) -> None:
-        """Collects content."""
         self._content += content
 
     def on_message_complete(self) -> None:
-        """Notes the end."""
         self.is_complete = True
 
 
 Body = SizedBody | ChunkedBody
 
 
-def body_of(head: Head) -> Body:
-    """Returns what takes the body that follows `head`."""
+def make_body(head: Head) -> Body:
+    """Returns the decoder of the body that follows `head`."""
     return ChunkedBody() if head.length is None else SizedBody(head.length)

@@ -21,7 +21,7 @@ from dsv3.scheduler.request import (
     prepare,
     sampling_for_sequence,
 )
-from dsv3.server.engine.client import SLICE, Busy, EngineUnavailable, Refused
+from dsv3.server.engine.client import SLICE, EngineBusy, EngineUnavailable, RequestRejected
 from dsv3.server.engine.in_flight import EngineDied
 from dsv3.server.protocol.errors import ENGINE_DIED, ApiError, internal, invalid, unavailable
 from dsv3.server.protocol.openai import CompletionTokensDetails, FinishReason, PromptTokensDetails, Usage
@@ -152,7 +152,7 @@ class Generation:
         self._is_held = False
         for choice in list(self._choices.values()):
             if choice.pending or choice.resumed is not None:
-                self._service.engine.put_off(choice)
+                self._service.engine.requeue(choice)
 
     def close(self) -> None:
         """Frees what is still running."""
@@ -179,11 +179,11 @@ class Generation:
         try:
             if requests:
                 self._service.engine.submit(requests, going)
-        except (Busy, EngineUnavailable) as error:
+        except (EngineBusy, EngineUnavailable) as error:
             self._choices.clear()
             raise _api_error(self._service, error) from None
         for choice in [choice for choice in self._choices.values() if choice.resumed is not None]:
-            self._service.engine.put_off(choice)
+            self._service.engine.requeue(choice)
 
     def _stream(self, index: int, parser: ParserMaker) -> "_ChoiceStream":
         resumed = self._resumed[index] if self._resumed else None
@@ -243,7 +243,7 @@ class Generation:
         items, choice.pending = choice.pending, []
         if len(items) > SLICE:
             items, choice.pending = items[:SLICE], items[SLICE:]
-            self._service.engine.put_off(choice)
+            self._service.engine.requeue(choice)
         if len(items) == 1 and isinstance(items[0], int):  # nearly always
             self._continue(choice, items)  # type: ignore[arg-type]
             return
@@ -257,7 +257,7 @@ class Generation:
                     self._take_output(choice, item)
                 if item.prompt_logprobs is not None and first < len(items):
                     choice.pending = items[first:] + choice.pending  # one part at a time: others have their turn
-                    self._service.engine.put_off(choice)
+                    self._service.engine.requeue(choice)
                     return
         if first < len(items):
             self._continue(choice, items[first:] if first else items)  # type: ignore[arg-type]
@@ -351,7 +351,7 @@ class Generation:
 
 
 class _ChoiceStream:
-    """Where the engine's outputs of one choice arrive; see `dsv3.server.engine.client.Sink`."""
+    """Where the engine's outputs of one choice arrive; see `dsv3.server.engine.in_flight.RequestStream`."""
 
     __slots__ = (
         *("generation", "index", "request_id", "stream", "pending"),
@@ -370,7 +370,7 @@ class _ChoiceStream:
         self.num_told = 0  # tokens of the prompt, from the first on, whose log-probabilities were told
         self.first_token_at = self.last_token_at = time.monotonic()
 
-    def arrived(self) -> None:
+    def on_outputs(self) -> None:
         """Takes what has come."""
         self.generation.take(self)
 
@@ -401,8 +401,8 @@ async def prepare_requests(
     if (count := sampling.n * len(prompts)) > capacity:
         raise invalid(f"{count} sequences in one request; this server holds {capacity}", "n")
     try:
-        service.engine.require_room(count)
-    except Busy as error:
+        service.engine.require_capacity(count)
+    except EngineBusy as error:
         raise _api_error(service, error) from None
     first = service.engine.new_ids(count)
     common = EngineRequest(
@@ -453,7 +453,7 @@ def _resuming(common: EngineRequest, prompts: list[EncodedPrompt], resumed: Sequ
 
 
 def _api_error(service: Service, error: Exception) -> ApiError:
-    if isinstance(error, Busy):
+    if isinstance(error, EngineBusy):
         service.metrics.rejected("queue_full")
         return unavailable(str(error), "queue_full")
     if isinstance(error, EngineUnavailable):
@@ -461,4 +461,4 @@ def _api_error(service: Service, error: Exception) -> ApiError:
     if isinstance(error, EngineDied):
         service.metrics.add("given_up", 1)
         return ApiError(500, str(error), kind="server_error", code=ENGINE_DIED)
-    return invalid(str(error)) if isinstance(error, Refused) and error.invalid else internal()
+    return invalid(str(error)) if isinstance(error, RequestRejected) and error.invalid else internal()

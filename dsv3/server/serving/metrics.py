@@ -232,7 +232,7 @@ class Metrics:
 
     def charge(self, tenant: Tenant, prompt_tokens: int, generation_tokens: int) -> None:
         """Counts a request that has ended for its tenant."""
-        start = _TENANT_PLACE + len(_BY_TENANT) * self._tenants.place_of(tenant)
+        start = _TENANT_PLACE + len(_BY_TENANT) * self._tenants.index_of(tenant)
         self._numbers.mine[start : start + len(_BY_TENANT)] += (1, prompt_tokens, generation_tokens)
 
     def flush(self) -> None:

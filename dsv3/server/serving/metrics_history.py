@@ -29,7 +29,7 @@ class SnapshotPoller:
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
-        self._engine.on_seen = self._take
+        self._engine.on_inspection = self._take
         self._asked_at = self._seen_at = float("-inf")
         self._snapshot: EngineSnapshot | None = None
         self._profile: asyncio.Future[list[StepRecord]] | None = None
@@ -39,7 +39,7 @@ class SnapshotPoller:
         now = time.monotonic()
         if now - self._asked_at > _LOOK_EVERY_S:
             self._asked_at = now
-            self._engine.watch("look")
+            self._engine.inspect("snapshot")
         return self._snapshot if now - self._seen_at < _FORGET_S else None
 
     async def start_profile(self) -> None:
@@ -56,7 +56,7 @@ class SnapshotPoller:
         if self._profile is not None:
             raise unavailable("another request begins or ends a profile just now", "profile_busy")
         self._profile = asyncio.get_running_loop().create_future()
-        self._engine.watch(what)
+        self._engine.inspect(what)
         try:
             return await asyncio.wait_for(self._profile, _PROFILE_WAIT_S)
         except TimeoutError:

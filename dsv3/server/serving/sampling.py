@@ -46,7 +46,7 @@ async def made_grammar(service: Service, wanted: Wanted, field: str, prompts: in
         what = "this server holds no answer to a grammar: it has no tokenizer, or overrules drafts for a benchmark"
         raise invalid(f"{field}: {what}", field, "unsupported_parameter")
     try:
-        grammar = await service.grammars.make(wanted, rules)
+        grammar = await service.grammars.compile(wanted, rules)
         if prompts * len(grammar) > MAX_TOTAL_CHARS:
             raise invalid(f"{field}: too large for {prompts} prompts in one request; send several", field)
     except (GrammarError, VocabularyError) as error:

@@ -18,7 +18,7 @@ from dsv3.server.engine.client import EngineClient
 from dsv3.server.engine.messages import EngineInfo, Start, StartProgress
 from dsv3.server.engine.supervisor import EngineSupervisor
 from dsv3.server.grammars import GrammarPool
-from dsv3.server.limits import SMALL_BYTES, WAIT_S, BodyReader, Budget, Reservation, Thread, WorkersBusy
+from dsv3.server.limits import SMALL_BYTES, WAIT_S, BodyReader, Budget, Reservation, ThreadQueue, WorkersBusy
 from dsv3.server.protocol.errors import QUEUE_FULL, ApiError, invalid, too_long, unavailable
 from dsv3.server.serving.logprobs import LogprobEncoder
 from dsv3.server.serving.metrics import Metrics, SharedNumbers
@@ -107,11 +107,11 @@ class Service:
         self.active = 0
         # A text is not cut into pieces, because no cut is exact for every tokenizer: so one of a kind at a time, and
         # encoding never takes more than two cores from the engine.
-        self._small_texts, self._large_texts = Thread("encode-small", wait_s), Thread("encode-large", wait_s)
-        self._preparing, self._bodies = Thread("prepare", wait_s), BodyReader(wait_s)
+        self._small_texts, self._large_texts = ThreadQueue("encode-small", wait_s), ThreadQueue("encode-large", wait_s)
+        self._preparing, self._bodies = ThreadQueue("prepare", wait_s), BodyReader(wait_s)
         self.budget = Budget()
         engine.on_stats = self.metrics.update
-        engine.on_again = lambda: self.metrics.add("continued", 1)
+        engine.on_resumed = lambda: self.metrics.add("continued", 1)
 
     @property
     def status(self) -> Literal["ok", "starting", "restarting", "draining", "failed"]:
@@ -154,7 +154,7 @@ class Service:
 
     def priority(self, tenant: Tenant | None, given: int) -> int:
         """Returns a request's priority; ApiError 403 where a tenant asks to be served before all others."""
-        if given < 0 and self.tenants.are_several and (tenant is None or tenant.name != OPERATOR):
+        if given < 0 and self.tenants.has_several and (tenant is None or tenant.name != OPERATOR):
             text = f"priority: where there are several API keys, only the one named {OPERATOR} may go below 0"
             raise ApiError(403, text, kind="permission_error", param="priority", code="not_the_operator")
         return given
@@ -314,8 +314,8 @@ def make_client(config: ServerConfig) -> EngineClient:
     return EngineClient(
         max_num_queued_reqs=config.engine.max_num_queued_reqs,
         watchdog_s=config.watchdog_s,
-        pulse_watchdog_s=config.pulse_watchdog_s,
-        max_restarts=config.max_restarts,
+        heartbeat_watchdog_s=config.heartbeat_watchdog_s,
+        max_restarts=config.options.max_request_restarts,
     )
 
 
@@ -326,7 +326,7 @@ async def start_engine(config: ServerConfig, service: Service) -> EngineSupervis
     """
     engine = service.engine
     start = Start(config.engine_factory, str(config.model_dir), config.engine, config.cluster, config.factory_options)
-    supervisor = EngineSupervisor(engine, start, config.restarts if config.max_restarts else None)
+    supervisor = EngineSupervisor(engine, start, config.restarts if config.options.max_request_restarts else None)
     supervisor.on_loss = lambda *_: service.metrics.add("engine_restarts", 1)
     engine.on_progress = _ProgressLines(config.notify)
     engine.on_failure = lambda _: supervisor.kill()

@@ -147,12 +147,12 @@ def test_a_conversation_is_answered(model_dir):
 def test_a_cancelled_line_leaves_nothing_in_the_engine(model_dir):
     async def use(completer, service):
         task = asyncio.create_task(completer.complete(COMPLETIONS, ask([20], max_tokens=1000)))
-        while not service.engine.num_live:
+        while not service.engine.num_in_flight:
             await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return service.engine.num_live
+        return service.engine.num_in_flight
 
     assert serve(model_dir, use) == 0
 

@@ -198,7 +198,7 @@ def test_a_shard_cut_within_its_header(sharded, length):
 def test_a_git_lfs_pointer_instead_of_a_shard(sharded):
     path = shard_of(sharded, DOWN)
     path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4302348800\n")
-    assert load_error(sharded) == f"{path}: a git-lfs pointer in the place of the file: run git lfs pull there"
+    assert load_error(sharded) == f"{path}: this file is a git-lfs pointer: run git lfs pull in its directory"
 
 
 def test_a_file_that_shrinks_while_it_is_read(sharded, monkeypatch):

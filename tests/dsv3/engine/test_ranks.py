@@ -7,7 +7,7 @@ from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.balance import DecodeBalance, PrefillBalance
 from dsv3.scheduler.request import EngineRequest, InvalidRequest, RequestRules, prepare
 from dsv3.scheduler.sequence import make_sequence
-from dsv3.server.engine.process import _numbers
+from dsv3.server.engine.process import numeric_stats
 from dsv3.server.serving.metrics import Metrics
 from tests.dsv3.engine.driving import name_of, number
 from tests.dsv3.engine.test_scheduler import VOCAB, Driver
@@ -139,7 +139,7 @@ def test_imbalances_are_reported_for_several_ranks():
     assert stats["jobs"]["decode"].cache_imbalance == pytest.approx(103 / 77, rel=0.05)
     assert stats["jobs"]["prefill"].token_imbalance == 2 and stats["jobs"]["decode"].request_imbalance == 1
     metrics = Metrics("tiny")
-    metrics.update(_numbers(stats))
+    metrics.update(numeric_stats(stats))
     lines = metrics.text().decode()
     assert 'dsv3:prefill_token_imbalance{model_name="tiny"} 2.0' in lines
     for name in ("prefill_cost", "decode_cache", "decode_request"):

@@ -174,7 +174,7 @@ def test_an_engine_keeps_programs_with_a_key_of_its_owner(tmp_path, monkeypatch,
     key.chmod(0o644)
     with caplog.at_level(logging.WARNING):
         assert stored.local_program_store(bundled_model(), options, parts) is None
-    assert "others than its owner may open it" in caplog.text
+    assert "other users may open it" in caplog.text
 
 
 @pytest.mark.parametrize("torn", [b"", b"k" * 31, bytes(32)], ids=["empty", "short", "zeros"])

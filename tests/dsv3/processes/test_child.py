@@ -1,4 +1,4 @@
-"""Children: each way to end is reported, none outlives its time, and a link ends with either end."""
+"""Child processes: every way to end is reported, time limits hold, and a link ends when either process ends."""
 
 import os
 import re
@@ -45,7 +45,7 @@ def test_a_child_that_hangs_is_killed_with_its_own_children():
     assert _is_gone(int(ended.output))
 
 
-def test_a_child_that_ends_leaves_nothing_running():
+def test_grandchildren_are_killed_when_a_child_ends():
     code = (
         "import subprocess, sys\n"
         "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid, flush=True)"
@@ -70,13 +70,13 @@ def test_a_child_whose_parent_was_killed_ends_at_its_alarm(monkeypatch):
     assert (ended.status, ended.timed_out) == (-signal.SIGALRM, False)
 
 
-def test_a_program_that_is_not_there_is_an_error():
+def test_a_missing_program_is_an_error():
     with pytest.raises(FileNotFoundError, match="/nowhere/program"):
         run_limited(["/nowhere/program"], 5)
 
 
-def test_processes_that_stay_are_started_in_one_place():
-    """Short ones that are waited for at once are `subprocess.run`'s."""
+def test_long_lived_processes_are_started_in_one_module():
+    """Short commands may use `subprocess.run`."""
     root = Path(child.__file__).parents[2]
     sources = [path for name in ("dsv3", "launch", "router") for path in (root / name).rglob("*.py")]
     found = {
@@ -86,7 +86,7 @@ def test_processes_that_stay_are_started_in_one_place():
 
 
 def _is_gone(pid: int) -> bool:
-    """Waits until a process has ended; its new parent may not have reaped it yet."""
+    """Waits until a process has ended, reaped or not."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         try:
@@ -103,8 +103,8 @@ def _is_gone(pid: int) -> bool:
 _ECHO = "tests.dsv3.processes.echo"
 
 
-def test_a_linked_child_hears_of_its_parent_alone():
-    """Nothing else that it starts or runs reads the link as its input."""
+def test_a_linked_child_reads_only_from_its_parent():
+    """Its own children do not inherit the link as standard input."""
     linked = LinkedChild(_ECHO, "said:")
     linked.link.sendall(b"hello")
     assert linked.link.recv(100) == b"said: hello, and b'' on the standard input"
@@ -122,7 +122,7 @@ def test_a_linked_child_that_is_killed_ends_the_link():
     linked.link.close()
 
 
-def test_a_child_that_does_not_end_is_ended_when_the_patience_is_over():
+def test_a_child_that_does_not_end_is_killed_after_the_grace_time():
     stubborn = child.ChildProcess(["sleep", "600"])
     assert stubborn.wait(0.05) is None
-    assert stubborn.end(patience_s=0.05) == -signal.SIGKILL
+    assert stubborn.end(grace_s=0.05) == -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""Frames: cut out of a stream however it comes in pieces, or received one at a time."""
+"""Frames: split from a stream that arrives in any pieces, or received one at a time."""
 
 import socket
 
@@ -19,7 +19,7 @@ BODIES = st.lists(st.text(max_size=300), min_size=1, max_size=5)
 
 
 @given(BODIES, st.integers(1, 50))
-def test_frames_come_whole_in_whatever_pieces(texts, size):
+def test_frames_are_split_for_any_sizes_of_reads(texts, size):
     stream = b"".join(frames.encode(Said(text)) for text in texts)
     splitter = frames.Splitter()
     found = [bytes(body) for i in range(0, len(stream), size) for body in splitter.add(stream[i : i + size])]
@@ -39,7 +39,7 @@ def test_one_frame_is_received_and_the_rest_stays(texts):
 
 
 @given(st.integers(0, 7))
-def test_a_frame_that_breaks_off_is_none(length):
+def test_an_incomplete_frame_is_none(length):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(frames.encode(Said("abc"))[:length])

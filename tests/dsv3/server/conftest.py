@@ -1,4 +1,4 @@
-"""Servers that tests share; each starts when first used, and ends with this package: idle ones took 1 % of a core."""
+"""Servers that tests share; each starts when first used, and ends with this package."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ KEY = "sk-secret-key"
 
 @pytest.fixture(scope="package")
 def model_dir(tmp_path_factory):
-    """A model directory as far as the HTTP process looks into it."""
+    """A model directory with the files that an API server reads."""
     return tiny.write(tmp_path_factory.mktemp("model"))
 
 
@@ -49,6 +49,6 @@ def locked_server(model_dir, tmp_path_factory):
 
 @pytest.fixture(scope="package")
 def tool_server(tmp_path_factory):
-    """A model that writes calls as DeepSeek-V3.1 does; nothing but its tokens and its template says so."""
+    """A model with DeepSeek-V3.1's tool calls, detected from its tokens and template."""
     with serving.running(dialects.write(tmp_path_factory.mktemp("tools"))) as server:
         yield server

@@ -1,7 +1,7 @@
-"""An engine without a model: repeats the prompt, in the same process arrangement as the real one.
+"""An engine without a model: repeats the prompt, in the same processes as the real one.
 
 A sequence's tokens are its prompt's, again and again; a prompt that begins with the beginning-of-sequence token ends
-with the end-of-sequence token after one repetition. Token ids from `TROUBLE` on make trouble, for tests.
+with the end-of-sequence token after one repetition. Token ids from `TROUBLE` on cause failures.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class _Sequence:
 
 @functools.lru_cache(maxsize=4)
 def _read(tokens: bytes) -> tuple[list[int], frozenset[int]]:
-    """A prompt and the trouble in it; the sequences of one prompt share both."""
+    """A prompt and the failures in it; the sequences of one prompt share both."""
     prompt = np.frombuffer(tokens, "<i4")
     return prompt.tolist(), frozenset(prompt[prompt >= TROUBLE].tolist())
 
@@ -67,7 +67,7 @@ class FakeEngine:
         self._running: list[_Sequence] = []
         self._steps = self._flushed = 0
         self._cached: set[bytes] | None = set() if caches else None
-        self.events: Publisher | None = None  # tells at once what a prompt's pages will be
+        self.events: Publisher | None = None  # publishes the pages of a prompt on submission
 
     @property
     def has_work(self) -> bool:
@@ -115,7 +115,7 @@ class FakeEngine:
             self._running.append(self._waiting.popleft())
         time.sleep(self._step_s)
         self._steps += 1
-        outputs = [told for s in self._running if not s.done for told in _prompt_logprobs(s)]
+        outputs = [output for s in self._running if not s.done for output in _prompt_logprobs(s)]
         outputs += [self._advance(sequence) for sequence in self._running]
         ended = {o.request_id for o in outputs if o.finish_reason}
         self._running = [s for s in self._running if s.request.request_id not in ended]
@@ -136,7 +136,7 @@ class FakeEngine:
 
     def _advance(self, sequence: _Sequence) -> EngineOutput:
         request, prompt = sequence.request, sequence.prompt
-        if request.grammar:  # nothing is held here: what would be is told
+        if request.grammar:  # not constrained here: the test reads the grammar from the error
             return EngineOutput(
                 request_id=request.request_id, token_ids=[], finish_reason="error", error=request.grammar
             )
@@ -162,7 +162,7 @@ class FakeEngine:
         )
 
     def _lookup(self, request: PreparedRequest, length: int) -> int:
-        """All full pages, of an engine that has seen their keys if it caches."""
+        """All full pages, of those keys seen before if it caches."""
         if self._cached is None:
             return 64 * (length // 64)
         found = sum(key in self._cached for key in request.prefix_keys)
@@ -179,7 +179,7 @@ class FakeEngine:
 
 
 def _columns(outputs: list[EngineOutput]) -> StepOutputs:
-    """What says no more than a token goes into columns, as from the real engine."""
+    """Outputs that are only a token go into columns, as in the real engine."""
     plain = [o for o in outputs if o == EngineOutput(request_id=o.request_id, token_ids=o.token_ids)]
     ids, tokens = [o.request_id for o in plain], [o.token_ids[0] for o in plain]
     rows = Tokens(np.array(ids, np.int64), np.ones(len(plain), np.int64), np.array(tokens, np.int32))
@@ -192,7 +192,7 @@ def _logprobs(token: int, count: int) -> TokenLogprobs:
 
 
 def _prompt_logprobs(sequence: _Sequence) -> list[EngineOutput]:
-    """Each token but the first has -0.25 and rank 2; told in parts of 4 tokens, the first twice, as if pre-empted."""
+    """Each token but the first has -0.25 and rank 2; in parts of 4 tokens, the first twice, as if preempted."""
     count = sequence.request.sampling.prompt_logprobs
     if count is None:
         return []
@@ -200,16 +200,16 @@ def _prompt_logprobs(sequence: _Sequence) -> list[EngineOutput]:
     top = np.stack([np.full_like(own, 4), own, *[np.full_like(own, 5 + i) for i in range(18)]], 1)[:, :count]
     scores = np.broadcast_to(np.array([-0.125, -0.25, *[-9.0] * 18], "<f4")[:count], top.shape)
     columns = np.full(len(own), -0.25, "<f4"), np.full(len(own), 2, "<i4"), top, scores
-    told = []
+    parts = []
     for start in (0, *range(0, max(1, len(own)), 4)):
         part = (np.ascontiguousarray(column[start : start + 4]).tobytes() for column in columns)
-        told.append(PromptLogprobs(start + 1, *part))
+        parts.append(PromptLogprobs(start + 1, *part))
     ids = sequence.request.request_id
-    return [EngineOutput(request_id=ids, token_ids=[], prompt_logprobs=part) for part in told]
+    return [EngineOutput(request_id=ids, token_ids=[], prompt_logprobs=part) for part in parts]
 
 
 def make(start, host):
-    """The factory that the server under test is given."""
+    """The engine factory of the server under test."""
     options, engine = start.factory_options, start.engine
     if "fail" in options:
         raise ValueError(options["fail"])

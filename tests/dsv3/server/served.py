@@ -1,4 +1,4 @@
-"""The server that `serving` starts, a script apart: nothing that only tests need is imported into it."""
+"""The server that `serving` starts: a separate script, so that it imports nothing of the tests."""
 
 import json
 import sys
@@ -12,18 +12,18 @@ from dsv3.config.server_options import ServerOptions
 from dsv3.processes.child import RestartPolicy
 from dsv3.server.config import Deadlines, ServerConfig
 from dsv3.server.http.api_server import bind, serve
-from dsv3.server.tenants import tenants_of
+from dsv3.server.tenants import load_tenants
 
 
 def main() -> int:
-    """Serves until a signal; prints the port, what the server tells its user, and at the end whether jax came in."""
+    """Serves until a signal; prints the port, the server's lines, and at the end whether jax was imported."""
     settings = json.loads(sys.argv[1])
     kinds = {"options": ServerOptions, "engine": EngineOptions, "cluster": ClusterOptions, "deadlines": Deadlines}
     kinds["restarts"] = RestartPolicy
     for name, kind in kinds.items():
         if name in settings:
             settings[name] = msgspec.convert(settings[name], kind)
-    settings["tenants"] = tenants_of(settings.get("options", ServerOptions()))
+    settings["tenants"] = load_tenants(settings.get("options", ServerOptions()))
     settings["model_dir"] = Path(settings["model_dir"])
     settings["model_names"] = tuple(settings["model_names"])
     listener = bind("127.0.0.1", 0)

@@ -1,4 +1,4 @@
-"""Starts servers in processes of their own, with the fake engine unless told otherwise."""
+"""Starts servers in their own processes, with the fake engine by default."""
 
 import contextlib
 import json
@@ -53,7 +53,7 @@ class Server:
         return all(self.metric(name) == 0 for name in names)
 
     def engine_process(self) -> psutil.Process:
-        """The engine's; a younger one may wait to take its place."""
+        """Returns the engine process; a younger one may be its spare."""
         children = psutil.Process(self.process.pid).children()
         engines = [p for p in children if "dsv3.server.engine.process" in command_of(p)]
         return min(engines, key=lambda each: each.create_time())
@@ -66,7 +66,7 @@ class Server:
 
 
 def command_of(process: psutil.Process) -> str:
-    """The command line of a process; nothing of one that has just gone."""
+    """The command line of a process; empty if it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return " ".join(process.cmdline())
     return ""

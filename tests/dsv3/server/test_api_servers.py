@@ -1,4 +1,4 @@
-"""Two HTTP processes on one port and one engine: to clients and operators they are one server."""
+"""Two API servers on one port with one engine: clients and operators see one server."""
 
 import contextlib
 import itertools
@@ -23,7 +23,7 @@ def running(model_dir, **settings):
 
 
 class Pair:
-    """Both fronts of a server, with a client whose connection each has accepted."""
+    """Both API servers of a server, with one client connected to each."""
 
     def __init__(self, server):
         self.server = server
@@ -33,7 +33,7 @@ class Pair:
         self.http = {process.pid: self.connect(process) for process in (self.first, self.other)}
 
     def _is_listening(self):
-        """The other front's process, once it accepts connections."""
+        """The process of API server 1, once it accepts connections."""
         children = psutil.Process(self.server.process.pid).children()
         found = [child for child in children if "dsv3.server.http.api_server_child" in serving.command_of(child)]
         for child in found:
@@ -42,11 +42,11 @@ class Pair:
         return None
 
     def connect(self, process) -> httpx.Client:
-        """A client of that front: connections are made until one is accepted there."""
+        """Returns a client of that API server: connects until it is the one that accepts."""
         for _ in range(1000):
             limits = httpx.Limits(
                 keepalive_expiry=600
-            )  # httpx's 5 s pass on a busy machine; then another front accepts
+            )  # httpx's 5 s pass on a busy machine; then another API server accepts
             client = httpx.Client(base_url=self.server.url, timeout=60, limits=limits)
             answer = client.get("/health")
             stream = answer.extensions["network_stream"]
@@ -56,7 +56,7 @@ class Pair:
                 self._stack.callback(client.close)
                 return client
             client.close()
-        raise AssertionError("that front accepts no connections")
+        raise AssertionError("that API server accepts no connections")
 
     def both(self, path):
         return [client.get(path) for client in self.http.values()]
@@ -77,7 +77,7 @@ def pair_of(model_dir, **settings):
 
 @pytest.fixture(scope="module")
 def pair(model_dir, tmp_path_factory):
-    """Two sequences run and three wait, whichever front they come through; the tests before the last leave it whole."""
+    """Two sequences run and three wait, from both API servers together; only the last test damages the server."""
     engine = {"max_num_seqs": 2, "max_num_queued_reqs": 3}
     options = {"profile_dir": str(tmp_path_factory.mktemp("profiles"))}
     with pair_of(model_dir, engine=engine, factory_options={"step_s": 0.005}, options=options) as found:
@@ -85,7 +85,7 @@ def pair(model_dir, tmp_path_factory):
 
 
 class Asking:
-    """A request in a thread of its own, through a connection of its own of one front."""
+    """A request in its own thread, on its own connection to one API server."""
 
     def __init__(self, pair, process, body):
         self.client = pair.connect(process)
@@ -101,7 +101,7 @@ class Asking:
             self.answer = error
 
     def hang_up(self):
-        """Ends the connection, which the thread may be reading from."""
+        """Closes the connection, from which the thread may be reading."""
         self.client.connection.shutdown(socket.SHUT_RDWR)
         self.wait()
 
@@ -115,7 +115,7 @@ def value(text, name):
     return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.split("{")[0] == name)
 
 
-def test_metrics_of_either_are_those_of_both(pair):
+def test_metrics_of_each_api_server_include_both(pair):
     def totals(name):
         return {value(answer.text, name) for answer in pair.both("/metrics")}
 
@@ -128,8 +128,8 @@ def test_metrics_of_either_are_those_of_both(pair):
     assert len({answer.text for answer in pair.both("/v1/models")}) == 1
 
 
-def test_the_dashboard_of_either_shows_both_and_a_profile_is_the_engines(pair):
-    """What one front has begun the other stops; both show what either has counted."""
+def test_the_dashboard_shows_both_api_servers_and_profiles_belong_to_the_engine(pair):
+    """One API server starts the profile and the other stops it; both show the counts of both."""
 
     def stopped(client):
         answer = client.post("/stop_profile")
@@ -142,13 +142,13 @@ def test_the_dashboard_of_either_shows_both_and_a_profile_is_the_engines(pair):
         assert status == 200 and steps >= 40 and stopped(starts)[0] == 409
 
     def rates():
-        told = [a.json()["series"]["generation_tokens_per_second"] for a in pair.both("/dashboard/data")]
-        return [max((value or 0 for value in curve), default=0) for curve in told]
+        curves = [a.json()["series"]["generation_tokens_per_second"] for a in pair.both("/dashboard/data")]
+        return [max((value or 0 for value in curve), default=0) for curve in curves]
 
     pair.server.wait_for(lambda: min(rates()) > 0)
 
 
-def test_the_queue_bound_holds_over_both(pair):
+def test_the_queue_limit_holds_over_both_api_servers(pair):
     asking = [Asking(pair, pair.first, ENDLESS) for _ in range(3)] + [Asking(pair, pair.other, ENDLESS)]
     try:
         pair.server.wait_for(lambda: pair.server.metric("vllm:num_requests_waiting") == 2)
@@ -166,8 +166,8 @@ def test_the_queue_bound_holds_over_both(pair):
     pair.server.wait_for(pair.server.is_idle)
 
 
-def test_a_front_that_stops_reading_holds_up_only_its_own(pair):
-    """It finds all that it missed when it goes on."""
+def test_an_api_server_that_stops_reading_delays_only_its_own_streams(pair):
+    """It receives all buffered outputs when it continues."""
     slow = Asking(pair, pair.other, {"prompt": [5, 6, 7], "max_tokens": 300, "return_token_ids": True})
     pair.server.wait_for(lambda: pair.server.metric("vllm:num_requests_running") == 1)
     os.kill(pair.other.pid, signal.SIGSTOP)
@@ -181,8 +181,8 @@ def test_a_front_that_stops_reading_holds_up_only_its_own(pair):
     assert slow.wait().json()["choices"][0]["token_ids"] == [5, 6, 7] * 100
 
 
-def test_a_front_that_dies_is_replaced(pair):
-    """Its requests leave the engine, those of the other front go on."""
+def test_an_api_server_that_dies_is_replaced(pair):
+    """Its requests are aborted, those of the other API server continue."""
     lost = Asking(pair, pair.other, ENDLESS)
     kept = Asking(pair, pair.first, {"prompt": [5, 6, 7], "max_tokens": 300, "return_token_ids": True})
     pair.server.wait_for(lambda: pair.server.metric("vllm:num_requests_running") == 2)
@@ -200,7 +200,7 @@ def test_a_front_that_dies_is_replaced(pair):
         again.close()
 
 
-def test_sigterm_to_the_first_drains_both(model_dir):
+def test_sigterm_to_api_server_0_drains_both(model_dir):
     settings = {"factory_options": {"step_s": 0.01}, "options": {"shutdown_timeout": 60.0}}
     with pair_of(model_dir, **settings) as pair:
         children = pair.first.children(recursive=True)
@@ -218,7 +218,7 @@ def test_sigterm_to_the_first_drains_both(model_dir):
         assert not alive
 
 
-def test_a_second_signal_aborts_what_either_does(model_dir):
+def test_a_second_signal_aborts_the_requests_of_both(model_dir):
     settings = {"factory_options": {"step_s": 0.05}, "options": {"shutdown_timeout": 600.0}}
     with pair_of(model_dir, **settings) as pair:
         asking = [Asking(pair, process, ENDLESS) for process in (pair.first, pair.other)]
@@ -232,8 +232,8 @@ def test_a_second_signal_aborts_what_either_does(model_dir):
 
 
 @pytest.mark.parametrize("trouble", ["kill", "hang"])
-def test_the_death_of_the_engine_reaches_clients_of_both(model_dir, trouble):
-    """A hanging engine is noticed by the front whose requests wait for it, here the other one."""
+def test_the_death_of_the_engine_fails_the_requests_of_both(model_dir, trouble):
+    """The API server with the waiting requests, here number 1, notices that the engine hangs."""
     settings = {"factory_options": {"step_s": 0.01}, "failure_linger_s": 2.0, "watchdog_s": 2.0}
     with pair_of(model_dir, **settings, options={"max_request_restarts": 0}) as pair:
         processes = (pair.other,) if trouble == "hang" else (pair.first, pair.other)
@@ -245,7 +245,7 @@ def test_the_death_of_the_engine_reaches_clients_of_both(model_dir, trouble):
             answer = each.wait()
             assert answer.status_code == 503 and "engine" in answer.text
         pair.server.wait_for(lambda: {answer.status_code for answer in pair.both("/health")} == {503})
-        # A front that is told of the hang late sees first that the engine has been killed for it.
+        # An API server may see the death of the killed engine before the report that it hung.
         reasons = ("has died",) if trouble == "kill" else ("has not answered for 2 s", "has died")
         assert all(
             answer.text.endswith(tuple(f'the engine {why}"}}' for why in reasons)) for answer in pair.both("/health")
@@ -253,7 +253,7 @@ def test_the_death_of_the_engine_reaches_clients_of_both(model_dir, trouble):
         assert pair.server.process.wait(30) == 1
 
 
-def test_killing_the_first_ends_the_others(model_dir):
+def test_killing_api_server_0_ends_the_others(model_dir):
     with pair_of(model_dir, factory_options={"step_s": 0.01}) as pair:
         children = pair.first.children(recursive=True)
         os.kill(pair.first.pid, signal.SIGKILL)

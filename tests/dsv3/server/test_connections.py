@@ -1,4 +1,4 @@
-"""Connections: what closes them, what they may cost others, what clients that are slow, silent or hostile may hold."""
+"""HTTP connections: deadlines, limits, flow control, and slow, silent or hostile clients."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
 
 
 def on_a_server(app, scenario, **deadlines):
-    """Runs `scenario(client)` on the loop of a server for `app`; deadlines are long unless given."""
+    """Runs `scenario(client)` against a server for `app` on one event loop; deadlines are long by default."""
 
     async def run():
         listener = bind("127.0.0.1", 0)
@@ -48,7 +48,7 @@ def on_a_server(app, scenario, **deadlines):
 
 
 class Client:
-    """A raw connection that reads only when it is told to, through small buffers."""
+    """A raw connection with small buffers that reads only on request."""
 
     def __init__(self, connection: socket.socket):
         self.connection = connection
@@ -66,7 +66,7 @@ class Client:
         await self._loop.sock_sendall(self.connection, data)
 
     async def response(self):
-        """One response with a Content-Length."""
+        """Reads one response with a Content-Length."""
         data = b""
         while b"\r\n\r\n" not in data:
             data += await self._some()
@@ -82,7 +82,7 @@ class Client:
         return data
 
     async def rest(self):
-        """All until the server closes the connection, or resets it."""
+        """Reads until the server closes or resets the connection."""
         data = b""
         with contextlib.suppress(ConnectionResetError):
             while piece := await self._loop.sock_recv(self.connection, 65536):
@@ -97,7 +97,7 @@ async def reply(send, body=b"ok", status=200):
 
 
 async def unread(scope, receive, send):
-    """Answers without a look at the body."""
+    """Responds without reading the body."""
     await reply(send, status=401)
 
 
@@ -111,7 +111,7 @@ async def echo(scope, receive, send):
 
 
 def num_sockets():
-    """Sockets that this process, server and client together, has open; skips where only Linux says it."""
+    """The number of open sockets of this process, which runs server and client; skips without /proc."""
     if sys.platform != "linux":
         pytest.skip("reads /proc")
     found = 0
@@ -140,8 +140,8 @@ def test_a_response_before_the_end_of_its_request_closes_the_connection(head):
     on_a_server(unread, scenario, linger_s=0.1)
 
 
-def test_a_body_that_nobody_asks_for_is_not_parsed():
-    """The damage in it is not even found."""
+def test_an_unread_body_is_not_parsed():
+    """The malformed part of it is not detected."""
 
     async def scenario(connect):
         client = await connect()
@@ -151,8 +151,8 @@ def test_a_body_that_nobody_asks_for_is_not_parsed():
     on_a_server(unread, scenario, linger_s=0.1)
 
 
-def test_a_client_that_still_writes_sees_the_refusal():
-    """Nothing is parsed any more, and the connection is not reset before the client has read."""
+def test_a_client_that_is_still_writing_receives_the_error():
+    """The rest is not parsed, and the connection is not reset before the client has read."""
 
     async def scenario(connect):
         client = await connect()
@@ -163,7 +163,7 @@ def test_a_client_that_still_writes_sees_the_refusal():
     on_a_server(unread, scenario)
 
 
-def test_connections_are_kept_whatever_the_framing():
+def test_connections_stay_open_with_any_framing():
     async def scenario(connect):
         client = await connect()
         await client.send(GET + b"\r\n\r\n" + GET + b"\r\n")  # an empty line more, and a second request at once
@@ -183,7 +183,7 @@ def test_connections_are_kept_whatever_the_framing():
     on_a_server(echo, scenario)
 
 
-def test_old_clients_are_answered():
+def test_http_1_0_clients_are_served():
     async def scenario(connect):
         client = await connect()
         await client.send(b"POST / HTTP/1.0\r\ncontent-length: 2\r\n\r\nab")
@@ -205,7 +205,7 @@ def test_old_clients_are_answered():
     ],
 )
 def test_ambiguous_framing_is_refused_and_ends_the_connection(request_):
-    """What follows is not answered: a proxy may have taken it for a part of the same request."""
+    """The following request gets no response: a proxy may count it to the same request."""
 
     async def scenario(connect):
         client = await connect()
@@ -218,8 +218,8 @@ def test_ambiguous_framing_is_refused_and_ends_the_connection(request_):
     on_a_server(echo, scenario, linger_s=0.1)
 
 
-def test_tiny_chunks_are_taken_in_slices():
-    """Between two of them the loop turns; and there is an end to them."""
+def test_tiny_chunks_are_parsed_in_slices():
+    """The event loop runs between two slices, and the number of chunks is limited."""
     turns, sizes = [0], []
 
     async def app(scope, receive, send):
@@ -248,8 +248,8 @@ def test_tiny_chunks_are_taken_in_slices():
     on_a_server(app, scenario)
 
 
-def test_a_head_has_its_time():
-    """However slowly it comes; nothing at all is no head either."""
+def test_a_head_has_a_deadline():
+    """For a slow head and for none at all."""
 
     async def scenario(connect):
         slow, silent = await connect(), await connect()
@@ -266,7 +266,7 @@ def test_a_head_has_its_time():
     on_a_server(echo, scenario, head_s=0.3, linger_s=0.1)
 
 
-def test_an_idle_connection_is_closed_and_a_second_head_has_its_time_too():
+def test_an_idle_connection_is_closed_and_a_second_head_has_a_deadline_too():
     async def scenario(connect):
         idle = await connect()
         await idle.send(GET + b"\r\n")
@@ -287,19 +287,19 @@ async def _whole(writer, scope, send):
 async def _stream(writer, scope, send):
     await send({"type": "http.response.start", "status": 200, "headers": []})
     is_held = asyncio.Event()
-    writer.claim(scope["http_version"], is_held.set, lambda: None)
+    writer.start_stream(scope["http_version"], is_held.set, lambda: None)
     while not is_held.is_set():
         writer.write(b"x" * 1000)
 
 
 async def _small(writer, scope, send):
-    """Replies to many requests in a row, of which each fits the buffers."""
+    """Responds to many requests in a row, each of which fits the buffers."""
     await reply(send, bytes(30_000))
 
 
 @pytest.mark.parametrize("answer", [_whole, _stream, _small])
 def test_a_client_that_does_not_read_is_cut_off(answer):
-    """Its descriptor and its answer are free then; until then little of the answer is with the connection."""
+    """Its descriptor and its response are released; until then the connection buffers little of the response."""
     transports = []
 
     async def app(scope, receive, send):
@@ -325,7 +325,7 @@ def test_a_client_that_does_not_read_is_cut_off(answer):
 
 
 def test_closing_a_connection_does_not_wait_for_its_client():
-    """The answer is complete for the application, and its end in a buffer that is never read."""
+    """The response is complete for the application, but its end is in a buffer that is never read."""
 
     async def app(scope, receive, send):
         # Fills the system's buffers to the last byte, so that something is left for the process's own.
@@ -346,7 +346,7 @@ def test_closing_a_connection_does_not_wait_for_its_client():
 
 
 class Attacker(threading.Thread):
-    """Sends 1-byte chunks as fast as they are taken, and connects again whenever it is cut off."""
+    """Sends 1-byte chunks as fast as possible, and reconnects whenever it is cut off."""
 
     def __init__(self, server, head, stop):
         super().__init__()
@@ -375,8 +375,8 @@ class Attacker(threading.Thread):
     ],
     ids=["no key", "health", "key"],
 )
-def test_tiny_chunks_do_not_hold_up_others(locked_server, head):
-    """A client's stream goes on to its end while three attackers send all they can; each is cut off."""
+def test_tiny_chunks_do_not_delay_other_clients(locked_server, head):
+    """A client's stream completes while three attackers send at full speed; each of these is cut off."""
     stop = threading.Event()
     attackers = [
         Attacker(locked_server, head + b"host: localhost\r\ntransfer-encoding: chunked\r\n\r\n", stop) for _ in range(3)
@@ -395,7 +395,7 @@ def test_tiny_chunks_do_not_hold_up_others(locked_server, head):
 
 
 class Streaming(threading.Thread):
-    """A stream in a thread of its own."""
+    """A stream in its own thread."""
 
     def __init__(self, server):
         super().__init__()
@@ -416,8 +416,8 @@ def half_open(server, count):
     return found
 
 
-def test_requests_in_flight_are_bounded_and_health_is_answered(model_dir):
-    """Silent connections neither keep anybody out nor stay for ever."""
+def test_admitted_connections_are_limited_and_health_is_always_served(model_dir):
+    """Silent connections neither block other clients nor stay forever."""
     settings = {"options": {"max_connections": 2}, "factory_options": {"step_s": 0.005}}
     with serving.running(model_dir, **settings) as server:
         streams = [Streaming(server), Streaming(server)]
@@ -440,7 +440,7 @@ def test_requests_in_flight_are_bounded_and_health_is_answered(model_dir):
 
 @contextlib.contextmanager
 def open_files(limit):
-    """Processes that start meanwhile may open so many files."""
+    """How many files processes that start meanwhile may open."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
     try:
@@ -449,8 +449,8 @@ def open_files(limit):
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_connections_leave_room_for_other_files(model_dir):
-    """The default is what the limit on open files allows, and the server never meets that limit."""
+def test_connections_leave_descriptors_for_other_files(model_dir):
+    """The default limit of connections depends on the limit of open files, which the server never reaches."""
     with open_files(256):
         running = serving.running(model_dir)
         server = running.__enter__()
@@ -459,7 +459,7 @@ def test_connections_leave_room_for_other_files(model_dir):
         for _ in range(5):
             assert httpx.get(server.url + "/health").status_code == 200
         assert psutil.Process(server.process.pid).num_fds() < 230
-        assert "no connection can be accepted" not in server.log.read_text()
+        assert "cannot accept connections" not in server.log.read_text()
         for connection in silent:
             connection.close()
     finally:
@@ -476,17 +476,17 @@ def test_a_limit_beyond_the_open_files_is_refused(monkeypatch):
         max_admitted(None, 64)
 
 
-def test_a_server_without_descriptors_waits_for_some(model_dir):
-    """It neither spins nor ends."""
+def test_a_server_without_descriptors_retries_to_accept(model_dir):
+    """It uses little processor time and continues later."""
     with serving.running(model_dir) as server:
         process = psutil.Process(server.process.pid)
         limit = process.rlimit(psutil.RLIMIT_NOFILE)
         server.http.close()
         process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds() + 3, limit[1]))
         silent = half_open(server, 12)
-        server.wait_for(lambda: server.log.read_text().count("no connection can be accepted") >= 3)
+        server.wait_for(lambda: server.log.read_text().count("cannot accept connections") >= 3)
         before = process.cpu_times()
-        server.wait_for(lambda: server.log.read_text().count("no connection can be accepted") >= 5)
+        server.wait_for(lambda: server.log.read_text().count("cannot accept connections") >= 5)
         after = process.cpu_times()
         assert after.user + after.system - before.user - before.system < 0.5
         for connection in silent:
@@ -503,7 +503,7 @@ def _is_healthy(server):
 
 
 class Place:
-    """A connection, as far as its admission is concerned."""
+    """A connection as `ConnectionLimit` sees it."""
 
     def __init__(self):
         self.is_open = True
@@ -517,13 +517,13 @@ class Place:
         st.tuples(st.sampled_from(["open", "admit", "release", "hold", "close"]), st.integers(0, 50)), max_size=300
     )
 )
-def test_admission_whatever_connections_do(events):
-    """The admitted are never closed for others, and a stranger always finds a place."""
+def test_the_connection_limit_for_any_sequence_of_events(events):
+    """Admitted connections are never evicted, and an unauthenticated one is always accepted."""
     limit, opened, admitted = ConnectionLimit(3), [], set()
     for what, index in [("open", 0)] * 30 + events:
         if what == "open":
             opened.append(Place())
-            limit.open(opened[-1])
+            limit.add(opened[-1])
             assert opened[-1].is_open
         place = opened[-1 - index % len(opened)]
         if what == "admit":
@@ -534,8 +534,8 @@ def test_admission_whatever_connections_do(events):
             limit.release(place)
             admitted.discard(place)
         elif what == "hold" and place.is_open:
-            limit.hold(place, 10_000_000)
-            limit.hold(place, 0 if index % 2 else 10_000_000)
+            limit.record_head_bytes(place, 10_000_000)
+            limit.record_head_bytes(place, 0 if index % 2 else 10_000_000)
         elif what == "close":
             limit.close(place)
             admitted.discard(place)
@@ -544,8 +544,8 @@ def test_admission_whatever_connections_do(events):
         assert len(limit) == sum(place.is_open for place in opened) <= 3 + 32
 
 
-def test_who_hangs_up_before_it_is_accepted_is_not_read():
-    """1,500 chats of 60 KiB whose clients had gone kept `/health` for 4 s of processor time."""
+def test_connections_closed_before_accept_are_not_read():
+    """1,500 chats of 60 KiB from disconnected clients delayed `/health` by 4 s of processor time."""
     seen = []
 
     async def app(scope, receive, send):

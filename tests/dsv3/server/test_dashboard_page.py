@@ -1,6 +1,6 @@
-"""The dashboard in a browser: it loads, asks for the key, updates, and says nothing on the console.
+"""The dashboard in a browser: it loads, asks for the key, updates, and logs nothing to the console.
 
-Where neither Chromium nor Chrome is installed these tests are left out.
+Skipped without Chromium or Chrome.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ def browser():
 
 @contextlib.contextmanager
 def shown(browser, url: str, **context):
-    """The page, and what it complains of: errors, messages on the console, requests to elsewhere."""
+    """The page, and its problems: errors, messages on the console, requests to other servers."""
     page = browser.new_page(**context)
     page.set_default_timeout(WAIT_MS)
     page.complaints = []
@@ -51,7 +51,7 @@ def work(server, tokens: int, **headers) -> None:
     server.http.post("/v1/completions", json=body, headers=headers).raise_for_status()
 
 
-def test_it_draws_and_updates(browser, server) -> None:
+def test_the_page_draws_and_updates(browser, server) -> None:
     with shown(browser, server.url) as page:
         page.get_by_text("serving").wait_for()
         assert page.locator("h1").inner_text() == "tiny"
@@ -74,7 +74,7 @@ def test_it_draws_and_updates(browser, server) -> None:
         assert page.complaints == []
 
 
-def test_it_asks_for_the_key_once(browser, locked_server) -> None:
+def test_the_page_asks_for_the_key_once(browser, locked_server) -> None:
     with shown(browser, locked_server.url) as page:
         page.locator("#key").wait_for()
         assert page.locator("#board").is_hidden()
@@ -93,7 +93,7 @@ def test_it_asks_for_the_key_once(browser, locked_server) -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_it_fits_a_phone_in_light_and_dark(browser, server, theme) -> None:
+def test_the_page_fits_a_phone_in_light_and_dark(browser, server, theme) -> None:
     with shown(browser, server.url, viewport={"width": 360, "height": 740}, color_scheme=theme) as page:
         page.get_by_text("Tokens written").wait_for()
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
@@ -109,18 +109,18 @@ def test_it_fits_a_phone_in_light_and_dark(browser, server, theme) -> None:
         assert page.complaints == []
 
 
-def test_text_of_the_server_is_text(browser, server) -> None:
-    """A model's name that looks like HTML is shown as it is, and no script of it runs."""
+def test_texts_of_the_server_are_escaped(browser, server) -> None:
+    """A model name that looks like HTML is shown as text, and its script does not run."""
     name = "<img src=x onerror=alert(1)>"
     with shown(browser, server.url) as page:
         page.get_by_text("Tokens written").wait_for()
-        page.evaluate("name => { take({ ...state.data, model: name }); drawAll(true); }", name)
+        page.evaluate("name => { update({ ...state.data, model: name }); drawAll(true); }", name)
         assert page.locator("h1").inner_text() == name
         assert page.complaints == []
 
 
-def test_a_step_launched_in_two_parts_is_waited_for_twice(browser, server) -> None:
-    """Devices have its work from the first launch to the end of the last wait."""
+def test_a_step_with_two_launches_ends_at_its_last_wait(browser, server) -> None:
+    """The devices are busy from the first launch to the end of the last wait."""
     parts = [["launch", 1e6], ["wait", 2e6], ["launch", 3e6], ["wait", 4e6], ["collect", 5e6]]
     with shown(browser, server.url) as page:
         ends = page.evaluate("step => [launchOf(step), waitOf(step)]", {"began": 10, "parts": parts})
@@ -128,14 +128,14 @@ def test_a_step_launched_in_two_parts_is_waited_for_twice(browser, server) -> No
         assert page.evaluate("step => waitOf(step)", {"began": 10, "parts": parts[:1]}) is None
 
 
-def test_moves_of_experts_are_heat_maps(browser, server) -> None:
-    """Data as an instance with spread experts sends them; a page that knows a version is sent numbers only."""
-    told = {"version": 3, "layers": 2, "experts": 4, "devices": 2, "experts_moved": 5, "experts_balancedness": 0.9}
+def test_expert_moves_are_shown_as_heat_maps(browser, server) -> None:
+    """With the data of an instance with expert parallelism; a page that has a version gets numbers only."""
+    experts = {"version": 3, "layers": 2, "experts": 4, "devices": 2, "experts_moved": 5, "experts_balancedness": 0.9}
     rows = {"load": [[400, 0, 0, 0], [0, 200, 200, 0]], "device_load": [[100, 100], [100, 100]]}
     rows |= {"before": [[200, 0], [100, 100]], "after": [[100, 100], [100, 100]]}
     with shown(browser, server.url) as page:
         page.get_by_text("Tokens written").wait_for()
-        page.evaluate("e => drawAll(take({ ...state.data, experts: e }))", told | rows)
+        page.evaluate("e => drawAll(update({ ...state.data, experts: e }))", experts | rows)
         card = page.locator(".card", has_text="Load of experts")
         assert "devices before the last move, busiest 200 %" in card.inner_text()
         assert "experts now, busiest 400 %" in card.inner_text() and "5 replicas moved" in card.inner_text()
@@ -143,16 +143,16 @@ def test_moves_of_experts_are_heat_maps(browser, server) -> None:
         pixels = card.locator("canvas").first.evaluate(colors)
         assert pixels[:4] == [255, 234, 70, 255] and pixels[4:8] == [0, 32, 77, 255]
         assert pixels[8:12] == pixels[12:16]
-        redraws = page.evaluate("e => take({ ...state.data, experts: e })", {"version": 3, "experts_moved": 6})
+        redraws = page.evaluate("e => update({ ...state.data, experts: e })", {"version": 3, "experts_moved": 6})
         assert redraws is False and page.evaluate("state.experts.moved") == 6
         assert page.complaints == []
 
 
-def test_a_server_that_has_gone_is_said_to_have_gone(browser, server) -> None:
+def test_the_page_shows_that_the_server_has_gone(browser, server) -> None:
     with shown(browser, server.url) as page:
         page.get_by_text("Tokens written").wait_for()
         page.context.set_offline(True)
-        page.get_by_text("this is what was").wait_for()
+        page.get_by_text("the data are old").wait_for()
         assert "old" in page.locator("#board").get_attribute("class")
         page.context.set_offline(False)
         page.locator("#notice").wait_for(state="hidden")

@@ -1,4 +1,4 @@
-"""The fronts as the engine's process sees them, at the other ends of their connections."""
+"""The engine process's connections to API servers, tested from the other ends."""
 
 import socket
 import tempfile
@@ -25,7 +25,7 @@ from dsv3.scheduler.request import (
 )
 from dsv3.server.engine import api_servers as api_servers_module
 from dsv3.server.engine import messages
-from dsv3.server.engine.api_servers import ApiServerConnections, split
+from dsv3.server.engine.api_servers import ApiServerConnections, split_by_sender
 from dsv3.server.engine.messages import EngineInfo
 
 INFO = EngineInfo(RequestRules(vocab_size=9, max_model_len=9), max_num_seqs=1, num_pages=1)
@@ -40,19 +40,19 @@ def columns_of(rows):
 
 
 @given(st.lists(ROWS, max_size=3), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=5))
-def test_each_sender_gets_its_own_outputs_in_their_order(columns, details):
+def test_each_sender_gets_its_own_outputs_in_order(columns, details):
     outputs = StepOutputs(
         [columns_of(rows) for rows in columns],
         [EngineOutput(request_id=first_id(sender) + number, token_ids=[]) for sender, number in details],
     )
-    parts = split(outputs)
+    parts = split_by_sender(outputs)
     assert set(parts) == {senders(output.request_id) for output in outputs}
     for sender, part in parts.items():
         assert list(part) == [output for output in outputs if senders(output.request_id) == sender]
 
 
 class Ends:
-    """The fronts' ends of their connections."""
+    """The API servers' ends of their connections."""
 
     def __init__(self, count):
         self.stopped, self.first_gone = threading.Event(), threading.Event()
@@ -69,7 +69,7 @@ class Ends:
                 time.sleep(0.01)
 
     def connect(self, message):
-        """One more front, whose first message that is."""
+        """Connects another API server with `message` as its first."""
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self._listener.getsockname())
         self._add(connection)
@@ -78,18 +78,19 @@ class Ends:
     def _add(self, connection):
         connection.settimeout(30)
         self.connections.append(connection)
-        self.streams.append(frames.stream_of(connection))
+        self.streams.append(connection.makefile("rb"))
 
     def receive(self, api_server):
-        return messages.from_engine.decode(frames.read_frame(self.streams[api_server]))
+        stream = self.streams[api_server]
+        return messages.from_engine.decode(stream.read(frames.body_length(stream.read(frames.HEAD_BYTES))))
 
     def send(self, api_server, message):
         self.connections[api_server].sendall(frames.encode(message))
 
-    def take(self):
-        """The next message and its sender, once there is one."""
+    def next_message(self):
+        """Waits for the next message; returns it with its connection."""
         while True:
-            for api_server, message in self.api_servers.take():
+            for api_server, message in self.api_servers.receive():
                 return api_server, message
             self.api_servers.wait(30)
 
@@ -99,7 +100,7 @@ def ends():
     return Ends(2)
 
 
-def test_results_go_to_their_senders(ends):
+def test_outputs_go_to_the_senders_of_their_requests(ends):
     ends.api_servers.announce(INFO)
     assert [ends.receive(0), ends.receive(1)] == [INFO, INFO]
     ends.api_servers.deliver(StepOutputs([columns_of([(1, 0, [7])])], []), None)
@@ -109,23 +110,23 @@ def test_results_go_to_their_senders(ends):
         assert ends.receive(api_server).stats == {"running": 1.0}
 
 
-def test_a_front_that_comes_late_hears_that_the_engine_is_ready(ends):
+def test_an_api_server_that_connects_late_gets_the_engine_info(ends):
     ends.api_servers.announce(INFO)
     ends.connect(messages.Connect(7))
     assert ends.receive(-1) == INFO
 
 
 @pytest.mark.parametrize("first", [messages.Connect(0), messages.StopEngine(), messages.Start("", "", EngineOptions())])
-def test_no_other_connection_is_the_first_front(ends, first):
-    """A connection says who it is before it says anything else."""
+def test_no_other_connection_can_be_api_server_0(ends, first):
+    """A connection must send `Connect` with another number first."""
     ends.connect(first)
     assert ends.connections[-1].recv(1) == b""
     assert not ends.stopped.is_set() and not ends.first_gone.is_set() and len(ends.api_servers._api_servers) == 2
 
 
-def test_a_front_that_goes_away_is_told_of_once(ends):
+def test_a_disconnect_is_reported_once(ends):
     ends.connections[1].shutdown(socket.SHUT_RDWR)
-    api_server, message = ends.take()
+    api_server, message = ends.next_message()
     assert (api_server.sender, message) == (1, None)
     ends.api_servers.remove(api_server)
     ends.api_servers.deliver(StepOutputs(), {"running": 0.0})
@@ -133,22 +134,22 @@ def test_a_front_that_goes_away_is_told_of_once(ends):
     assert not ends.first_gone.is_set()
 
 
-def test_a_front_that_does_not_read_is_given_up(ends, monkeypatch):
-    """And the first one hears of it, which can end its process."""
+def test_an_api_server_that_does_not_read_is_dropped(ends, monkeypatch):
+    """API server 0, which can kill its process, is notified."""
     monkeypatch.setattr(api_servers_module, "MAX_BUFFERED_BYTES", 2**20)
     big = StepOutputs([columns_of([(1, i, [0]) for i in range(100_000)])], [])
     for _ in range(3):
         ends.api_servers.deliver(big, None)
-    assert isinstance(ends.receive(0), messages.Dropped)
-    api_server, message = ends.take()
+    assert isinstance(ends.receive(0), messages.ApiServerDropped)
+    api_server, message = ends.next_message()
     assert (api_server.sender, message) == (1, None)
     assert not ends.first_gone.is_set()
 
 
-def test_only_the_first_front_may_end_everything(ends):
+def test_only_api_server_0_may_stop_the_engine(ends):
     ends.send(1, messages.StopEngine())
     ends.send(1, messages.Abort([5]))
-    assert ends.take()[1] == messages.Abort([5])
+    assert ends.next_message()[1] == messages.Abort([5])
     assert not ends.stopped.is_set()
     ends.send(0, messages.StopEngine())
     assert ends.stopped.wait(30)
@@ -156,8 +157,8 @@ def test_only_the_first_front_may_end_everything(ends):
     assert ends.first_gone.wait(30)
 
 
-def test_requests_that_belong_together_come_together(ends):
-    """Other fronts' messages may come between their frames."""
+def test_an_add_in_several_frames_is_received_as_one(ends):
+    """Messages of other API servers may arrive between its frames."""
     params = SamplingParams(n=2, max_tokens=1)
     rules = RequestRules(vocab_size=9, max_model_len=9)
     one, two, other = (
@@ -165,45 +166,45 @@ def test_requests_that_belong_together_come_together(ends):
     )
     ends.send(0, messages.Add([one], has_more=True))
     ends.send(1, messages.Add([other]))
-    api_server, message = ends.take()
+    api_server, message = ends.next_message()
     assert (api_server.sender, message) == (1, messages.Add([other]))
     ends.send(0, messages.Add([two]))
-    api_server, message = ends.take()
+    api_server, message = ends.next_message()
     assert (api_server.sender, message) == (0, messages.Add([one, two]))
 
 
-def test_one_front_at_a_time_has_the_turn():
-    """A turn lasts until its front ends it or goes away; who ends a turn that it has not changes nothing."""
+def test_one_api_server_at_a_time_holds_the_lock():
+    """The lock is held until its holder releases it or disconnects; a release by others has no effect."""
     ends = Ends(3)
     ends.send(1, messages.AcquireLock())
     assert ends.receive(1) == messages.LockGranted()
     ends.send(2, messages.ReleaseLock())
     ends.send(2, messages.AcquireLock())
-    ends.send(2, messages.Abort([7]))  # what a front says comes in its order
-    api_server, _ = ends.take()
+    ends.send(2, messages.Abort([7]))  # messages of an API server keep their order
+    api_server, _ = ends.next_message()
     assert api_server.sender == 2
     ends.connections[1].shutdown(socket.SHUT_RDWR)
-    api_server, message = ends.take()
+    api_server, message = ends.next_message()
     assert (api_server.sender, message) == (1, None)
     ends.api_servers.remove(api_server)
     assert ends.receive(2) == messages.LockGranted()
 
 
-def test_whatever_ends_the_reading_of_a_front_is_told(ends, monkeypatch):
-    put = ApiServerConnections._put
+def test_an_error_in_a_message_handler_disconnects_the_api_server(ends, monkeypatch):
+    put = ApiServerConnections._enqueue
 
     def no_memory(self, api_server, message):
         if message is not None:
             raise MemoryError
         put(self, api_server, message)
 
-    monkeypatch.setattr(ApiServerConnections, "_put", no_memory)
+    monkeypatch.setattr(ApiServerConnections, "_enqueue", no_memory)
     ends.send(1, messages.Flush())
-    api_server, message = ends.take()
+    api_server, message = ends.next_message()
     assert (api_server.sender, message) == (1, None)
 
 
-def test_bytes_that_are_no_message_end_the_connection(ends):
+def test_a_malformed_message_ends_the_connection(ends):
     ends.connections[1].sendall(b"\x04\0\0\0abcd")
-    api_server, message = ends.take()
+    api_server, message = ends.next_message()
     assert (api_server.sender, message) == (1, None)

@@ -101,11 +101,11 @@ class CountingStream:
         self.client, self.is_queued, self.taken = client, False, []
         self.pending = [1] * count
 
-    def arrived(self):
+    def on_outputs(self):
         items, self.pending = self.pending[:SLICE], self.pending[SLICE:]
         self.taken.append(len(items))
         if self.pending:
-            self.client.put_off(self)
+            self.client.requeue(self)
 
 
 @pytest.mark.parametrize("counts", [[1] * 1000, [10_000], [1000] * 20, [5000, 1]])
@@ -116,7 +116,7 @@ def test_outputs_that_have_gathered_are_handed_over_in_slices(counts):
         client = EngineClient(max_num_queued_reqs=1)
         streams = [CountingStream(client, count) for count in counts]
         for stream in streams:
-            client.put_off(stream)
+            client.requeue(stream)
         most = 0
         while any(stream.pending for stream in streams):
             before = sum(sum(stream.taken) for stream in streams)

@@ -1,4 +1,4 @@
-"""Starting, losing clients, losing the engine, draining and stopping."""
+"""Start, disconnects, failure of the engine, draining and stopping."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ ENDLESS = {"prompt": [5, 6, 7], "max_tokens": 2000}
 
 
 class Requests:
-    """Requests in threads of their own."""
+    """Requests in their own threads."""
 
     def __init__(self, server):
         self._url = server.url
@@ -51,7 +51,7 @@ class Requests:
 
 @contextlib.contextmanager
 def held(server, body, count=1):
-    """Requests whose clients only wait, and hang up at the end of the block."""
+    """Requests whose clients only wait, and disconnect at the end of the block."""
     data = json.dumps(body).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     with contextlib.ExitStack() as stack:
@@ -63,7 +63,7 @@ def held(server, body, count=1):
         yield
 
 
-def test_health_tells_that_the_server_starts(model_dir):
+def test_health_reports_that_the_server_is_starting(model_dir):
     with serving.running(model_dir, ready=False, factory_options={"start_s": 1.0}) as server:
         server.wait_for(lambda: server.http.get("/health").status_code == 503)
         assert server.http.get("/health").json()["status"] == "starting"
@@ -86,7 +86,7 @@ def test_a_failing_start_ends_the_process_with_the_reason(model_dir):
         assert "Traceback" not in server.log.read_text()
 
 
-def test_a_full_queue_answers_503_at_once(slow_server):
+def test_a_full_queue_returns_503_at_once(slow_server):
     with held(slow_server, ENDLESS, 5):
         slow_server.wait_for(lambda: slow_server.metric("vllm:num_requests_waiting") == 3)
         assert slow_server.http.get("/ready").status_code == 503
@@ -108,7 +108,7 @@ def test_n_counts_against_the_queue_before_anything_is_copied(slow_server):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_disconnect_frees_everything(server, stream):
-    """Long before the requests would have ended by themselves."""
+    """Long before the requests would have finished."""
 
     def aborted():
         lines = server.http.get("/metrics").text.splitlines()
@@ -132,8 +132,8 @@ def test_a_disconnect_while_waiting_frees_the_queue(slow_server):
     slow_server.wait_for(slow_server.is_idle)
 
 
-def test_readers_that_never_read_delay_nobody(server):
-    """Streams into full socket buffers; another request is answered meanwhile, and hanging up frees the engine."""
+def test_clients_that_never_read_delay_no_other(server):
+    """Streams fill the socket buffers; another request completes meanwhile, and a disconnect frees the engine."""
     with held(server, ENDLESS | {"stream": True}, 30):
         answer = server.http.post(COMPLETIONS, json={"prompt": [5, 6], "max_tokens": 5})
         assert answer.status_code == 200
@@ -141,7 +141,7 @@ def test_readers_that_never_read_delay_nobody(server):
 
 
 def test_a_slow_reader_gets_everything(server, model_dir):
-    """It reads nothing while its tokens are made, more of them than the connection buffers."""
+    """It reads nothing while its tokens are generated, more than the connection buffers."""
     n, max_tokens = 24, 1900
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -165,8 +165,8 @@ def test_a_slow_reader_gets_everything(server, model_dir):
 
 
 @pytest.mark.parametrize("trouble", ["kill", fake_engine.CRASH_STEP])
-def test_the_death_of_the_engine_reaches_everyone(model_dir, trouble):
-    """No other engine takes its place here: `test_survival` has the servers that go on."""
+def test_the_death_of_the_engine_fails_all_requests(model_dir, trouble):
+    """Without restarts; `test_survival` has the servers that restart their engine."""
     settings = {"factory_options": {"step_s": 0.01}, "failure_linger_s": 1.0, "options": {"max_request_restarts": 0}}
     with serving.running(model_dir, **settings) as server:
         requests = Requests(server)
@@ -207,8 +207,8 @@ def test_sigterm_drains(model_dir):
 
 
 @pytest.mark.parametrize("api_servers", [1, 2])
-def test_requests_are_taken_for_a_while_after_sigterm(model_dir, api_servers):
-    """Health says no at once, so that a router goes away; what it sends until then is answered, and then refused."""
+def test_requests_are_accepted_in_the_grace_period_after_sigterm(model_dir, api_servers):
+    """`/health` fails at once, for routers; requests are served during the grace period and rejected after it."""
     options = {"shutdown_grace": 600.0, "shutdown_timeout": 600.0, "api_server_count": api_servers}
     with serving.running(model_dir, options=options, factory_options={"step_s": 0.01}) as server:
         server.process.send_signal(signal.SIGTERM)
@@ -225,7 +225,7 @@ def test_requests_are_taken_for_a_while_after_sigterm(model_dir, api_servers):
         assert server.process.wait(60) == 0
 
 
-def test_requests_are_refused_when_the_grace_period_is_over(model_dir):
+def test_requests_are_rejected_after_the_grace_period(model_dir):
     options = {"shutdown_grace": 0.2, "shutdown_timeout": 600.0}
     with serving.running(model_dir, options=options, factory_options={"step_s": 0.05}) as server:
         requests = Requests(server)
@@ -254,7 +254,7 @@ def test_draining_ends_with_the_timeout_or_a_second_signal(model_dir, second_sig
         assert server.process.wait(30) == 0
 
 
-def test_an_idle_server_stops_at_once_and_takes_its_processes_along(model_dir):
+def test_an_idle_server_stops_at_once_with_its_processes(model_dir):
     with serving.running(model_dir, options={"shutdown_timeout": 600.0}) as server:
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert len(children) == 2  # the engine and a template worker
@@ -264,7 +264,7 @@ def test_an_idle_server_stops_at_once_and_takes_its_processes_along(model_dir):
         assert not alive
 
 
-def test_killing_the_http_process_ends_the_others(model_dir):
+def test_killing_api_server_0_ends_the_engine(model_dir):
     with serving.running(model_dir, factory_options={"step_s": 0.01}) as server:
         children = psutil.Process(server.process.pid).children(recursive=True)
         Requests(server).send(ENDLESS)
@@ -274,8 +274,8 @@ def test_killing_the_http_process_ends_the_others(model_dir):
         assert not alive
 
 
-def test_signals_to_the_engine_are_the_http_process_s_to_handle(model_dir):
-    """Process managers signal whole groups; draining needs the engine alive."""
+def test_the_engine_process_ignores_signals(model_dir):
+    """Process managers signal whole groups, but draining needs the engine."""
     with serving.running(model_dir, factory_options={"step_s": 0.01}) as server:
         requests = Requests(server)
         requests.send(ENDLESS | {"max_tokens": 50})
@@ -287,7 +287,7 @@ def test_signals_to_the_engine_are_the_http_process_s_to_handle(model_dir):
 
 
 def test_soak_with_disconnects(server):
-    """300 streams, every fifth dropped half-way: nothing is left, and memory does not grow with them."""
+    """300 streams, every fifth of which disconnects: nothing is left, and memory does not grow."""
     engine, http = server.engine_process(), psutil.Process(server.process.pid)
 
     async def one(client, i):
@@ -310,8 +310,8 @@ def test_soak_with_disconnects(server):
     assert max(a - b for a, b in zip(after, before, strict=True)) < 10 * 2**20
 
 
-def test_the_engine_is_not_stalled_by_an_http_process_that_stops_reading(server):
-    """Stopped for a while, the HTTP process finds everything it missed."""
+def test_an_api_server_that_stops_reading_does_not_stall_the_engine(server):
+    """After a stop it receives all buffered outputs."""
     requests = Requests(server)
     requests.send({"prompt": [5, 6, 7], "max_tokens": 1800, "return_token_ids": True, "n": 8})
     server.wait_for(lambda: server.metric("vllm:num_requests_running") == 8)
@@ -325,7 +325,7 @@ def test_the_engine_is_not_stalled_by_an_http_process_that_stops_reading(server)
 
 
 def _wait_until_asleep(process, seconds=60):
-    """A process that steps goes to sleep between steps; one that waits for work does nothing."""
+    """Waits until a process sleeps for long, which an engine that steps does not."""
     deadline = time.monotonic() + seconds
     before = None
     while (now := process.num_ctx_switches().voluntary) != before:
@@ -334,8 +334,8 @@ def _wait_until_asleep(process, seconds=60):
         time.sleep(0.3)
 
 
-def test_jax_speaks_in_lines():
-    """A GPU plugin that cannot start is a line in the log, once, not two tracebacks."""
+def test_jax_logs_in_lines():
+    """A GPU plugin that cannot start is logged once, in one line, without traceback."""
     code = (
         "import logging; from dsv3.logs import configure_logging; configure_logging()\n"
         "import jax\n"

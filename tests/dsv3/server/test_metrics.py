@@ -13,7 +13,7 @@ from dsv3.kv_cache.events import EventStats
 from dsv3.kv_cache.tiers.counts import TierCounts
 from dsv3.scheduler.request import HOST_TIME_BOUNDS, STEP_TOKENS_BOUNDS, EngineStats
 from dsv3.scheduler.structured_output import GrammarStats, MaskStats
-from dsv3.server.engine.process import _numbers
+from dsv3.server.engine.process import numeric_stats
 from dsv3.server.http.api_server import Throughput
 from dsv3.server.serving.metrics import NUM_NUMBERS, Metrics, SharedNumbers
 
@@ -28,18 +28,18 @@ def sample(metrics: Metrics, name: str) -> float | None:
 def test_counters_grow_and_gauges_follow() -> None:
     metrics = Metrics("m")
     for running in (3, 5):
-        metrics.update(_numbers(dataclasses.replace(STATS, running=running)))
+        metrics.update(numeric_stats(dataclasses.replace(STATS, running=running)))
     assert sample(metrics, "vllm:num_requests_running") == 5
     assert sample(metrics, "dsv3:engine_steps_total") == 30
 
 
 def test_spread_experts_have_metrics_of_their_own() -> None:
     metrics = Metrics("m")
-    metrics.update(_numbers(STATS))
+    metrics.update(numeric_stats(STATS))
     assert b"expert" not in metrics.text()
     for moved in (40, 55):
         experts = dataclasses.replace(EXPERTS, moved=moved)
-        metrics.update(_numbers(dataclasses.replace(STATS, jobs={"experts": experts})))
+        metrics.update(numeric_stats(dataclasses.replace(STATS, jobs={"experts": experts})))
     assert sample(metrics, "dsv3:expert_balancedness") == 0.75
     assert sample(metrics, "dsv3:expert_balancedness_min") == 0.5
     for layer, even in {"0": 1.0, "1": 0.5}.items():
@@ -58,9 +58,9 @@ def test_spread_experts_have_metrics_of_their_own() -> None:
 
 def test_drafts_have_the_metrics_of_vllm() -> None:
     metrics = Metrics("m")
-    metrics.update(_numbers(STATS))
+    metrics.update(numeric_stats(STATS))
     assert b"spec_decode" not in metrics.text()
-    metrics.update(_numbers(dataclasses.replace(STATS, jobs={"draft": DraftStats(10, 20, 12, (8, 4))})))
+    metrics.update(numeric_stats(dataclasses.replace(STATS, jobs={"draft": DraftStats(10, 20, 12, (8, 4))})))
     assert sample(metrics, "vllm:spec_decode_num_drafts_total") == 10
     assert sample(metrics, "vllm:spec_decode_num_draft_tokens_total") == 20
     assert sample(metrics, "vllm:spec_decode_num_accepted_tokens_total") == 12
@@ -72,11 +72,11 @@ def test_drafts_have_the_metrics_of_vllm() -> None:
 
 def test_masks_and_grammars_are_counted_where_answers_can_be_held() -> None:
     metrics = Metrics("m")
-    metrics.update(_numbers(STATS))
+    metrics.update(numeric_stats(STATS))
     assert b"mask" not in metrics.text() and b"dsv3:grammars_kept" not in metrics.text()
     counts = tuple(range(len(HOST_TIME_BOUNDS) + 1))
     jobs = {"mask": MaskStats(40, 0.5, 1, counts), "grammars": GrammarStats(3, 9, 2)}
-    metrics.update(_numbers(dataclasses.replace(STATS, jobs=jobs)))
+    metrics.update(numeric_stats(dataclasses.replace(STATS, jobs=jobs)))
     metrics.add("grammars_refused", 1)
     for name, value in {
         "dsv3:masked_rows_total": 40,
@@ -93,11 +93,11 @@ def test_masks_and_grammars_are_counted_where_answers_can_be_held() -> None:
 
 def test_tiers_have_labels() -> None:
     metrics = Metrics("m")
-    metrics.update(_numbers(STATS))
+    metrics.update(numeric_stats(STATS))
     assert b"kv_tier" not in metrics.text()
     host = TierCounts(queries=640, hits=128, damaged=1, bytes_held=7)
     host.record_load(1000, 0.003)
-    metrics.update(_numbers(dataclasses.replace(STATS, jobs={"pages": PageStats(2, {"host": host})})))
+    metrics.update(numeric_stats(dataclasses.replace(STATS, jobs={"pages": PageStats(2, {"host": host})})))
     assert sample(metrics, "dsv3:num_requests_loading") == 2
     labels = {"model_name": "m", "tier": "host"}
     for name, value in {
@@ -116,19 +116,19 @@ def test_tiers_have_labels() -> None:
 
 def test_lost_kv_events_are_counted_where_some_are_published() -> None:
     metrics = Metrics("m")
-    metrics.update(_numbers(STATS))
+    metrics.update(numeric_stats(STATS))
     assert b"kv_events" not in metrics.text()
-    metrics.update(_numbers(dataclasses.replace(STATS, jobs={"kv_events": EventStats(3)})))
+    metrics.update(numeric_stats(dataclasses.replace(STATS, jobs={"kv_events": EventStats(3)})))
     assert sample(metrics, "dsv3:kv_events_dropped_batches_total") == 3
 
 
 def test_the_histogram_of_host_times_is_exported() -> None:
     """Its buckets are cumulated, as Prometheus has them; a histogram of another length would be none."""
     metrics = Metrics("m")
-    metrics.update(_numbers(STATS))
+    metrics.update(numeric_stats(STATS))
     assert b"dsv3:engine_step_host_seconds" not in metrics.text()
     counts = tuple(range(len(HOST_TIME_BOUNDS) + 1))
-    metrics.update(_numbers(dataclasses.replace(STATS, host_time_counts=counts)))
+    metrics.update(numeric_stats(dataclasses.replace(STATS, host_time_counts=counts)))
     for i, bound in enumerate(map(str, HOST_TIME_BOUNDS)):
         labels = {"model_name": "m", "le": bound}
         assert metrics.registry.get_sample_value("dsv3:engine_step_host_seconds_bucket", labels) == sum(counts[: i + 1])
@@ -138,10 +138,10 @@ def test_the_histogram_of_host_times_is_exported() -> None:
 
 def test_the_histogram_of_tokens_per_step_is_exported() -> None:
     metrics = Metrics("m")
-    metrics.update(_numbers(STATS))
+    metrics.update(numeric_stats(STATS))
     assert b"vllm:iteration_tokens_total" not in metrics.text()
     counts = (3, *[0] * (len(STEP_TOKENS_BOUNDS) - 1), 2)
-    metrics.update(_numbers(dataclasses.replace(STATS, step_tokens_counts=counts)))
+    metrics.update(numeric_stats(dataclasses.replace(STATS, step_tokens_counts=counts)))
     assert sample(metrics, "vllm:iteration_tokens_total_count") == 5
     assert sample(metrics, "vllm:iteration_tokens_total_sum") == STATS.prompt_tokens + STATS.generated_tokens
     labels = {"model_name": "m", "le": "16384.0"}
@@ -180,7 +180,7 @@ def test_the_log_has_a_line_while_something_happens() -> None:
     metrics = Metrics("m")
     throughput = Throughput(metrics)
     assert throughput.line() is None
-    metrics.update(_numbers(dataclasses.replace(STATS, prefix_queries=40, prefix_hits=10)))
+    metrics.update(numeric_stats(dataclasses.replace(STATS, prefix_queries=40, prefix_hits=10)))
     metrics.add("prompt_tokens", 100)
     metrics.tokens(7, 0.1)
     line = throughput.line()
@@ -189,11 +189,11 @@ def test_the_log_has_a_line_while_something_happens() -> None:
     prompt, generated = (float(part.split()[-2]) for part in line.split(", ")[2:4])
     assert prompt / generated == pytest.approx(100 / 7, rel=0.01)
     idle = dataclasses.replace(STATS, running=0, waiting=0, prefix_queries=40, prefix_hits=10)
-    metrics.update(_numbers(idle))
+    metrics.update(numeric_stats(idle))
     assert throughput.line() is None
     metrics.tokens(1, 0.1)  # ran between two lines
     assert "prefix cache hit rate" not in throughput.line()
-    metrics.update(_numbers(dataclasses.replace(STATS, prefix_queries=0)))  # the engine was started anew
+    metrics.update(numeric_stats(dataclasses.replace(STATS, prefix_queries=0)))  # the engine was started anew
     assert "prefix cache hit rate" not in throughput.line()
 
 

@@ -1,4 +1,4 @@
-"""The description for programs lists what is served, and what is served keeps to it."""
+"""The OpenAPI description lists all routes, and their responses match it."""
 
 import json
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import pytest
 
 from dsv3.sampling_params import SamplingParams
 from dsv3.server.http.app import make_router
-from dsv3.server.http.openapi import OPERATIONS, described_path, openapi
+from dsv3.server.http.openapi import OPERATIONS, openapi, openapi_path
 
 DESCRIBED = json.loads(openapi(tuple(OPERATIONS)))
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "QUERY")
@@ -27,12 +27,12 @@ JSON = "application/json"
 
 
 def place(path):
-    """A path of the description with something for its parameters."""
+    """A path of the description with values for its parameters."""
     return path.replace("{model}", "of/nobody").replace("{id}", "none")
 
 
 def body_of(path):
-    """The schema of what a route's POST takes as JSON, resolved."""
+    """The resolved schema of a route's JSON body."""
     schema = DESCRIBED["paths"][path]["post"]["requestBody"]["content"][JSON]["schema"]
     return DESCRIBED["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
 
@@ -41,18 +41,18 @@ def test_every_route_is_described(server):
     answer = server.http.get("/openapi.json")
     assert answer.status_code == 200 and answer.json() == DESCRIBED
     routes = make_router(SimpleNamespace()).routes
-    served = {(method, described_path(route.path)) for route in routes for method in route.methods - {"HEAD"}}
+    served = {(method, openapi_path(route.path)) for route in routes for method in route.methods - {"HEAD"}}
     assert set(OPERATIONS) == served
     assert DESCRIBED["openapi"].startswith("3.1")
 
 
-def test_every_reference_is_there():
+def test_every_reference_resolves():
     text = json.dumps(DESCRIBED)
     found = {part.partition('"')[0] for part in text.split("#/components/schemas/")[1:]}
     assert found and found <= set(DESCRIBED["components"]["schemas"])
 
 
-def test_operations_are_told_apart():
+def test_operation_ids_are_unique():
     operations = [each for item in DESCRIBED["paths"].values() for each in item.values()]
     for name in ("operationId", "summary"):
         assert len({each[name] for each in operations}) == len(operations)
@@ -62,13 +62,13 @@ def test_operations_are_told_apart():
     assert "file" in missing["/v1/files/{id}"]["description"] and "batch" in missing["/v1/batches/{id}"]["description"]
 
 
-def test_the_key_guards_it(locked_server):
+def test_the_description_needs_the_key(locked_server):
     assert locked_server.http.get("/openapi.json").status_code == 401
 
 
 @pytest.mark.parametrize("path", DESCRIBED["paths"])
 def test_other_methods_get_405_with_allow(server, path):
-    """RFC 9110, 15.5.6: a 405 names the methods that there are; the description has both."""
+    """RFC 9110, 15.5.6: a 405 lists the supported methods, and so does the description."""
     item = DESCRIBED["paths"][path]
     for method in METHODS:
         if method.lower() not in item:
@@ -80,7 +80,7 @@ def test_other_methods_get_405_with_allow(server, path):
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_field_that_is_required_is_described_so(server, path):
+def test_required_fields_are_described_as_required(server, path):
     required = set(body_of(path).get("required", ()))
     refused = set()
     for name in BODIES[path]:
@@ -98,8 +98,8 @@ def test_a_field_that_is_required_is_described_so(server, path):
 
 
 @pytest.mark.parametrize("name", [name for name in SamplingParams.__struct_fields__ if name not in ("n", "logprobs")])
-def test_bounds_of_sampling_are_those_that_are_checked(name):
-    """Both ends of a range that is described are taken, and what lies beyond is not."""
+def test_described_bounds_of_sampling_are_enforced(name):
+    """Both ends of a described range are accepted, and values beyond are rejected."""
     schema = DESCRIBED["components"]["schemas"]["CompletionRequest"]["properties"].get(name, {})
     bounds = schema.get("anyOf", [{}])[0]
     if name in ("temperature", "top_p", "top_k", "min_p", "min_tokens", "max_tokens") or name.endswith("_penalty"):
@@ -124,7 +124,7 @@ def test_every_body_is_described():
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 def test_statuses_and_types_are_described(server, locked_server, method, path):
-    """Good requests, empty ones, other types, without a key, across sites: each answer is one of those described."""
+    """For valid and empty requests, other content types, without a key, and across origins."""
     described = DESCRIBED["paths"][path][method.lower()]["responses"]
     tries = [{}, {"json": BODIES.get(path, {})}, {"json": []}, {"content": b"x", "headers": {"content-type": "x/y"}}]
     tries += [{"headers": {"host": "evil.example"}}, {"headers": {"origin": "http://evil.example"}}]

@@ -1,4 +1,4 @@
-"""Between two steps the engine takes a slice of what fronts ask for; requests that belong together go in whole."""
+"""Requests are submitted in slices between two steps; an `Add` is submitted whole or not at all."""
 
 import asyncio
 from collections import deque
@@ -25,7 +25,7 @@ def prepared(first_id: int, n: int = 1, prompt=(1, 2)) -> PreparedRequest:
 
 
 class Engine:
-    """Notes what it is handed; has room for `room` more."""
+    """Records submitted requests; has capacity for `room` more."""
 
     def __init__(self, room: int):
         self.room, self.taken, self.aborted = room, [], []
@@ -47,7 +47,7 @@ class Engine:
 
 class ApiServer:
     def __init__(self):
-        self.live, self.sent = set(), []
+        self.request_ids, self.sent = set(), []
 
     def send(self, message) -> None:
         self.sent.append(message)
@@ -61,7 +61,7 @@ class ApiServers:
     def has_messages(self) -> bool:
         return bool(self.received)
 
-    def take(self):
+    def receive(self):
         while self.received:
             yield self.received.popleft()
 
@@ -96,40 +96,40 @@ def test_all_or_none_in_slices(groups, room, bad, goes):
         if not receiver.has_work:
             break
         before = len(engine.taken)
-        assert receiver.take()
+        assert receiver.receive()
         assert len(engine.taken) - before <= SLICE
-    assert not receiver.has_work and not receiver.take()
+    assert not receiver.has_work and not receiver.receive()
     refused = {i for rejection in api_server.sent for i in rejection.request_ids}
     for number, ids in enumerate(asked):
         assert refused.issuperset(ids) or refused.isdisjoint(ids)
         stays = [i for i in ids if i in engine.taken and i not in engine.aborted]
         assert stays == ([] if goes or refused.issuperset(ids) else ids)
         assert number not in bad or refused.issuperset(ids)
-    assert api_server.live == (set() if goes else {i for ids in asked for i in ids} - refused)
+    assert api_server.request_ids == (set() if goes else {i for ids in asked for i in ids} - refused)
     assert api_servers.removed == [api_server] * goes
 
 
-def test_a_request_that_is_taken_in_part_keeps_its_room():
-    """A second one, which would fit by itself, is refused and not let in between."""
+def test_a_partly_submitted_add_keeps_its_capacity():
+    """A second one, which would fit alone, is rejected."""
     engine, api_servers, api_server = Engine(10), ApiServers(), ApiServer()
     api_servers.received += [
         (api_server, messages.Add([prepared(0, 9)])),
         (api_server, messages.Add([prepared(100, 2)])),
     ]
     receiver = RequestReceiver(engine, api_servers)
-    receiver.take()
+    receiver.receive()
     assert engine.taken == [0, 1, 2, 3] and not api_server.sent
     while receiver.has_work:
-        receiver.take()
+        receiver.receive()
     assert engine.taken == list(range(9))
     assert api_server.sent == [messages.Rejected([100, 101], "queue_full", "the queue is full")]
 
 
-def test_flushing_keeps_its_place_among_the_requests():
+def test_a_flush_keeps_its_order_among_requests():
     engine, api_servers, api_server = Engine(10), ApiServers(), ApiServer()
     for message in (messages.Add([prepared(0)]), messages.Flush(), messages.Add([prepared(1)])):
         api_servers.received.append((api_server, message))
-    RequestReceiver(engine, api_servers).take()
+    RequestReceiver(engine, api_servers).receive()
     assert (engine.taken, engine.flushed_after) == ([0, 1], 1)
 
 
@@ -158,7 +158,7 @@ class Wire:
 
 
 def test_a_prompt_is_sent_once_in_frames_of_bounded_size():
-    """Before, each of `n` sequences carried it, all in one frame."""
+    """Each of its `n` sequences used to carry it, all in one frame."""
     client, wire = EngineClient(max_num_queued_reqs=10**6), Wire()
     client.info, client.state = messages.EngineInfo(RULES, max_num_seqs=1, num_pages=1), "ready"
     client._transport = wire
@@ -170,28 +170,28 @@ def test_a_prompt_is_sent_once_in_frames_of_bounded_size():
     assert [add.has_more for add in adds] == [True] * (len(adds) - 1) + [False]
     assert [request for add in adds for request in add.requests] == requests
     assert max(map(len, wire.frames)) < frames.MAX_FRAME_BYTES
-    assert client.num_live == 1000
+    assert client.num_in_flight == 1000
 
 
 async def sent_to_the_next_engine(client: EngineClient) -> list[messages.ToEngine]:
     client._transport = wire = Wire()
-    client._begin(client.info)
+    client._on_engine_info(client.info)
     await client._sending
     return [messages.to_engine.decode(frame[4:]) for frame in wire.frames]
 
 
-def test_what_comes_during_a_restart_is_sent_whole():
-    """Two fronts that send sequences one at a time would each fill a half of the queue, and neither be served."""
+def test_requests_submitted_during_a_restart_are_sent_whole():
+    """Two API servers that sent single sequences could each fill half of the queue, and neither request would fit."""
     client = EngineClient(max_num_queued_reqs=10**6, max_restarts=3)
     client.info, client.state = messages.EngineInfo(RULES, max_num_seqs=1, num_pages=1), "ready"
     client._transport = Wire()
     old, *new = [prepared(1000 * i, n=3) for i in range(4)]
     client.submit([old], [object()] * 3)
-    client.lose("it has died")
+    client.suspend("it has died")
     client.submit(new[:2], [object()] * 6)
     client.submit(new[2:], [object()] * 3)
     client.abort([1001, *range(3000, 3003)])
     *again, together, abort = asyncio.run(sent_to_the_next_engine(client))
     assert [[one.request_id for one in add.requests] for add in again] == [[0], [1], [2]]
     assert (together.requests, abort.request_ids) == (new[:2], [1001])
-    assert all(client._in_flight.by_id[i].is_there for i in (0, 1000, 2002)) and client.num_live == 8
+    assert all(client._in_flight.by_id[i].in_engine for i in (0, 1000, 2002)) and client.num_in_flight == 8

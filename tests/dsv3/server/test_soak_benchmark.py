@@ -1,4 +1,4 @@
-"""`benchmarks.soak --hostile`, short: honest streams beside attacks, and what its report takes for a miss."""
+"""`benchmarks.soak --hostile`, short: streams during attacks, and what its report counts as a miss."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ ATTACKS = ["60 KiB chats, hung up", "NaN", "two lengths", "1-byte chunks"]
 
 
 def test_honest_streams_survive_attacks(model_dir):
-    """Nothing of the server is asserted on time: what the report says of it depends on the machine."""
+    """Asserts nothing about times, which depend on the machine."""
     with serving.running(model_dir) as server:
         command = [sys.executable, "-m", "benchmarks.soak", "--hostile", "--url", server.url]
         command += ["--server_pid", str(server.process.pid), "--clients=4", "--max_tokens=8", "--max_growth_mib=1000"]

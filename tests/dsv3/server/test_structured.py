@@ -1,4 +1,4 @@
-"""Constraints over HTTP: what is refused before it reaches the engine, and what the engine gets."""
+"""Constrained requests over HTTP: what is rejected before it reaches the engine, and which grammar the engine gets."""
 
 import asyncio
 import json
@@ -27,14 +27,14 @@ RULES = RequestRules(vocab_size=fake_engine.VOCAB, max_model_len=100, eos_token_
 
 @pytest.fixture(scope="module")
 def held_server(tmp_path_factory):
-    """An engine that takes grammars and tells the first of them as an error, a model that calls as V3.1 does."""
+    """An engine that returns a request's grammar as an error; a model with V3.1's tool calls."""
     directory = write(tmp_path_factory.mktemp("held"))
     with serving.running(directory, factory_options={"tells_grammars": True}) as server:
         yield server
 
 
 def refused(server, path: str, **fields) -> dict:
-    """The error of a request that is refused, streamed or not."""
+    """The error of a rejected request, streamed or not."""
     prompt = {"messages": MESSAGES[:1]} if path == CHAT else {"prompt": "x"}
     answers = [server.http.post(path, json=prompt | fields | {"stream": stream}) for stream in (False, True)]
     assert [answer.status_code for answer in answers] == [400, 400], answers[0].text
@@ -43,7 +43,7 @@ def refused(server, path: str, **fields) -> dict:
 
 
 def grammar_of(server, path: str, **fields) -> list[dict]:
-    """The entries of the grammar that the engine was sent."""
+    """The entries of the grammar that the engine received."""
     prompt = {"messages": MESSAGES[:1]} if path == CHAT else {"prompt": "x"}
     answer = server.http.post(path, json=prompt | {"max_tokens": 5} | fields)
     assert answer.status_code == 500, answer.text
@@ -73,7 +73,7 @@ def grammar_of(server, path: str, **fields) -> list[dict]:
         ("text", ""),
     ],
 )
-def test_what_no_answer_can_be_held_to(held_server, value, words):
+def test_constraints_that_cannot_be_compiled(held_server, value, words):
     for path in (COMPLETIONS, CHAT):
         error = refused(held_server, path, structured_outputs=value)
         assert error["param"] in ("structured_outputs", "response_format")
@@ -91,7 +91,7 @@ def test_what_no_answer_can_be_held_to(held_server, value, words):
         ("json_object", ""),
     ],
 )
-def test_formats_that_cannot_be(held_server, value, words):
+def test_invalid_response_formats(held_server, value, words):
     error = refused(held_server, CHAT, response_format=value)
     assert error["param"] == "response_format" and words in error["message"]
 
@@ -108,17 +108,17 @@ def test_large_and_deep_schemas(held_server):
     assert answer.status_code == 400 and "several" in answer.json()["error"]["message"]
 
 
-def test_two_constraints_are_one_too_many(held_server):
+def test_two_constraints_are_rejected(held_server):
     both = {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
     assert "send one" in refused(held_server, CHAT, **both)["message"]
 
 
-def test_an_engine_that_takes_no_grammars_says_so(server):
+def test_an_engine_without_grammars_rejects_constraints(server):
     error = refused(server, COMPLETIONS, structured_outputs={"regex": "a"})
     assert error["code"] == "unsupported_parameter"
 
 
-def test_what_the_engine_gets(held_server):
+def test_the_grammar_that_the_engine_receives(held_server):
     [top, answer] = grammar_of(held_server, COMPLETIONS, response_format={"type": "json_object"})
     assert (top["lark_grammar"].splitlines()[-1], answer["json_schema"]["type"]) == ("start: @answer", "object")
     strict = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
@@ -132,8 +132,8 @@ def test_what_the_engine_gets(held_server):
     assert "start:" in answer["lark_grammar"]
 
 
-def test_tools_that_have_to_be_called(held_server):
-    """Required, named and strict ones are held to their schemas; others are as the model writes them."""
+def test_required_tool_calls(held_server):
+    """Required, named and strict calls are constrained to their schemas; others are not."""
     for fields in ({"tool_choice": "required"}, {"tool_choice": {"type": "function", "function": {"name": "f"}}}):
         entries = grammar_of(held_server, CHAT, tools=TOOLS, **fields)
         assert "body: calls" in entries[0]["lark_grammar"]
@@ -170,20 +170,20 @@ FUNCTION = {"name": "f", "parameters": SCHEMA}
         ),
     ],
 )
-def test_other_faces_hold_answers_too(held_server, path, fields, words):
+def test_other_protocols_support_constraints(held_server, path, fields, words):
     if path == "/v1/responses":
         asked = {"input": "x", "max_output_tokens": 5}
     else:
         asked = {"messages": MESSAGES[:1], "max_tokens": 5}
     answer = held_server.http.post(path, json=asked | fields)
     assert "grammars" in answer.text, answer.text
-    told = answer.json()["error"]["message"]
-    entries = json.loads(told)["grammars"]
+    message = answer.json()["error"]["message"]
+    entries = json.loads(message)["grammars"]
     assert words in entries[0]["lark_grammar"]
     assert entries[1]["json_schema"].items() >= SCHEMA.items()
 
 
-def test_tools_that_cannot_be_called(held_server):
+def test_impossible_tool_choices(held_server):
     unknown = {"type": "function", "function": {"name": "g"}}
     assert "name" in refused(held_server, CHAT, tools=TOOLS, tool_choice=unknown)["message"]
     assert refused(held_server, CHAT, tool_choice="required")["param"] == "tool_choice"
@@ -194,7 +194,7 @@ def test_tools_that_cannot_be_called(held_server):
     assert error["param"] == "tools" and "uniqueItems" in error["message"]
 
 
-def test_openais_client_asks_for_a_schema(held_server):
+def test_a_schema_from_openais_client(held_server):
     before = held_server.metric("dsv3:grammars_refused_total")
     with openai.OpenAI(base_url=f"{held_server.url}/v1", api_key="none", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError) as refusal:
@@ -207,8 +207,8 @@ def test_openais_client_asks_for_a_schema(held_server):
     assert held_server.metric("dsv3:grammars_refused_total") == before + 1
 
 
-def test_the_event_loop_goes_on_while_a_grammar_is_tried(held_server):
-    """A grammar that takes the process a while delays nobody who wants none."""
+def test_compiling_a_grammar_does_not_block_the_event_loop(held_server):
+    """A slow grammar delays no request without one."""
     slow = {
         "prompt": "x",
         "structured_outputs": {"regex": "(" + "|".join(f"{'ab' * 60}{i}" for i in range(1500)) + ")"},
@@ -222,8 +222,8 @@ CHAIN = "root::=a00000\n" + "".join(f"a{i:05d}::=a{i + 1:05d}\n" for i in range(
 
 
 @pytest.mark.parametrize("grammar", ["\n" * 30_000, CHAIN], ids=["line feeds", "a chain of rules"])
-def test_what_is_not_linear_in_a_grammar_is_done_in_a_process_of_its_own(held_server, grammar):
-    """The front's own processor time stays far below what the conversion takes, or took: 0.6 s, and 6 s."""
+def test_nonlinear_work_on_grammars_runs_in_the_worker_process(held_server, grammar):
+    """The API server's own processor time stays far below the conversion's."""
     api_server = psutil.Process(held_server.process.pid)
     grammar_of(held_server, COMPLETIONS, structured_outputs={"regex": "a"})  # the process has been started
     before = sum(api_server.cpu_times()[:2])
@@ -251,9 +251,9 @@ def with_pool(work, tokenizer, **settings):
     return asyncio.run(run())
 
 
-async def told(pool: GrammarPool, what: Wanted) -> str:
+async def result_of(pool: GrammarPool, what: Wanted) -> str:
     try:
-        await pool.make(what, RULES)
+        await pool.compile(what, RULES)
         return "fine"
     except GrammarError as error:
         return str(error)
@@ -263,13 +263,13 @@ def workers() -> list[psutil.Process]:
     return [p for p in psutil.Process().children() if "dsv3.server.grammars" in serving.command_of(p)]
 
 
-def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(model_dir):
+def test_a_slow_grammar_is_rejected_and_the_next_one_is_compiled(model_dir):
     slow = Wanted(constraint=StructuredOutputsParams(grammar=CHAIN))
 
     async def work(pool):
-        late = await told(pool, slow)
+        late = await result_of(pool, slow)
         assert not workers()
-        return late, [await told(pool, wanted(pattern)) for pattern in ("a", "(", "b")]
+        return late, [await result_of(pool, wanted(pattern)) for pattern in ("a", "(", "b")]
 
     late, others = with_pool(work, model_dir / "tokenizer.json", deadline_s=0.1)
     assert "takes longer than 0.1 s" in late
@@ -277,35 +277,35 @@ def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(model_
 
 
 @pytest.mark.parametrize("trouble", [TimeoutError, PoisonRequest])
-def test_what_a_process_dies_of_is_held_against_a_grammar_for_a_while(model_dir, monkeypatch, trouble):
-    """It may have been the machine's fault."""
+def test_a_failed_grammar_is_cached_for_a_while(model_dir, monkeypatch, trouble):
+    """The load of the machine may have caused the failure."""
 
     async def dies(self, frame):
         raise trouble
 
     async def work(pool):
         with monkeypatch.context() as patch:
-            patch.setattr(WorkerProcess, "ask", dies)
-            first = [await told(pool, wanted("a"))]
-            patch.setattr(grammars, "DOUBT_S", -1.0)
-            first.append(await told(pool, wanted("b")))
-        return first, [await told(pool, wanted(pattern)) for pattern in ("a", "b")]
+            patch.setattr(WorkerProcess, "call", dies)
+            first = [await result_of(pool, wanted("a"))]
+            patch.setattr(grammars, "FAILURE_TTL_S", -1.0)
+            first.append(await result_of(pool, wanted("b")))
+        return first, [await result_of(pool, wanted(pattern)) for pattern in ("a", "b")]
 
     first, later = with_pool(work, model_dir / "tokenizer.json")
     assert later == [first[0], "fine"] and "fine" not in first
 
 
-def test_results_are_remembered(model_dir, monkeypatch):
-    """Two at most, and no more characters than are allowed."""
-    monkeypatch.setattr(grammars, "MAX_REMEMBERED", 2)
+def test_results_are_cached_within_limits(model_dir, monkeypatch):
+    """At most `MAX_CACHED` results and `MAX_CACHED_CHARS` characters."""
+    monkeypatch.setattr(grammars, "MAX_CACHED", 2)
 
     async def work(pool):
-        first = [await pool.make(wanted(pattern), RULES) for pattern in ("a", "b", "c")]
+        first = [await pool.compile(wanted(pattern), RULES) for pattern in ("a", "b", "c")]
         await pool._worker.stop()
-        assert await pool.make(wanted("c"), RULES) == first[-1]
-        assert len(pool._known) == 2 and not workers()
-        monkeypatch.setattr(grammars, "MAX_REMEMBERED_CHARS", len(first[-1]))
-        assert await pool.make(wanted("c"), RULES) == first[-1]
-        assert len(pool._known) == 1 and not workers()
+        assert await pool.compile(wanted("c"), RULES) == first[-1]
+        assert len(pool._cache) == 2 and not workers()
+        monkeypatch.setattr(grammars, "MAX_CACHED_CHARS", len(first[-1]))
+        assert await pool.compile(wanted("c"), RULES) == first[-1]
+        assert len(pool._cache) == 1 and not workers()
 
     with_pool(work, model_dir / "tokenizer.json")

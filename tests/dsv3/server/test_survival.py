@@ -1,4 +1,4 @@
-"""An engine that dies under its clients: every stream goes on with the text that it would have had."""
+"""Restarts of the engine: every stream resumes with the text that it would have had."""
 
 import contextlib
 import dataclasses
@@ -22,12 +22,12 @@ LONG = {"prompt": [5, 6, 7, 8, 9], "max_tokens": 60}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """Two fronts; 24 sequences run and 40 wait; a step takes 10 ms, a start half a second."""
+    """Two API servers; 24 sequences run and 40 wait; a step takes 10 ms, a start half a second."""
     settings = {
         "options": {"api_server_count": 2},
         "engine": {"max_num_seqs": 24, "max_num_queued_reqs": 40},
         "factory_options": {"step_s": 0.01, "start_s": 0.5},
-        "restarts": {"most": 1000},
+        "restarts": {"max_restarts": 1000},
         "watchdog_s": 2.0,
     }
     with serving.running(write(tmp_path_factory.mktemp("survival")), **settings) as server:
@@ -35,7 +35,7 @@ def server(tmp_path_factory):
 
 
 class Streams:
-    """Streams in threads of their own, each as often as its body says."""
+    """Streams in their own threads."""
 
     def __init__(self, server, bodies):
         self.found: dict[int, Told | BaseException] = {}
@@ -63,7 +63,7 @@ class Streams:
 
 @pytest.fixture(scope="module")
 def asked(server):
-    """All kinds of streams, and what each tells when nothing happens."""
+    """All kinds of streams, with their undisturbed results."""
     kinds = [(path, body, 4 if "n" in body else 1) for path, body in BODIES.values()]
     kinds += [(COMPLETIONS, LONG | {"prompt": [5 + i, 6, 7, 8], "n": 1 + i % 2}, 1 + i % 2) for i in range(4)]
     bodies = (kinds * 3)[:CLIENTS]
@@ -85,7 +85,7 @@ def stop(server) -> None:
 
 
 def kill_twice(server) -> None:
-    """The second time while it starts."""
+    """Kills the engine, and again while it restarts."""
     first = server.engine_process()
     first.kill()
     server.wait_for(lambda: (found := engine_of(server)) is not None and found.pid != first.pid)
@@ -97,8 +97,8 @@ def kill_twice(server) -> None:
     ("seconds", "end"), [(0.0, kill), (0.15, kill), (0.4, kill), (0.2, kill_twice), (0.2, stop)],
     ids=["at the start", "early", "late", "during a restart", "stopped"],
 )  # fmt: skip
-def test_every_stream_goes_on_where_the_engine_has_died(server, asked, seconds, end):
-    """Some of them run, and some wait for a slot. On a busy machine all may have ended before: then once more."""
+def test_every_stream_resumes_after_the_engine_dies(server, asked, seconds, end):
+    """Some of them run and some wait. On a busy machine all may have ended before the kill: then it retries."""
     bodies, undisturbed = asked
     for _ in range(5):
         before = server.metric("dsv3:engine_restarts_total"), server.metric("dsv3:continued_total")
@@ -114,8 +114,8 @@ def test_every_stream_goes_on_where_the_engine_has_died(server, asked, seconds, 
     pytest.fail("no stream was there to go on, five times")
 
 
-def test_health_tells_of_the_restart_and_what_comes_meanwhile_waits(server):
-    """The server keeps as many as would wait for an engine that runs; others are told to come again."""
+def test_health_reports_the_restart_and_new_requests_wait(server):
+    """The server defers as many as its queue would hold; others get 503."""
     long = {"prompt": [5, 6, 7], "n": 50, "max_tokens": 30}
     answers: list[httpx.Response] = []
 
@@ -125,7 +125,7 @@ def test_health_tells_of_the_restart_and_what_comes_meanwhile_waits(server):
     kill(server)
     server.wait_for(lambda: server.http.get("/health").status_code == 503)
     health = server.http.get("/health").json()
-    assert health["status"] == "restarting" and "started anew" in health["reason"]
+    assert health["status"] == "restarting" and "being restarted" in health["reason"]
     assert server.http.get("/ready").status_code == 503
     threads = [threading.Thread(target=ask) for _ in range(3)]
     for thread in threads:
@@ -142,7 +142,7 @@ def test_health_tells_of_the_restart_and_what_comes_meanwhile_waits(server):
 
 
 @pytest.mark.parametrize("trouble", [fake_engine.CRASH_STEP, fake_engine.HANG])
-def test_a_request_that_engines_die_of_ends_alone(server, asked, trouble):
+def test_a_request_that_crashes_engines_fails_alone(server, asked, trouble):
     bodies, undisturbed = asked
     before = server.metric("dsv3:given_up_total"), server.metric("dsv3:engine_restarts_total")
     streams = Streams(server, bodies)
@@ -157,7 +157,7 @@ def test_a_request_that_engines_die_of_ends_alone(server, asked, trouble):
     server.wait_for(server.is_idle)
 
 
-def test_a_client_that_hangs_up_during_a_restart_leaves_nothing(server):
+def test_a_disconnect_during_a_restart_frees_everything(server):
     kill(server)
     with contextlib.suppress(httpx.ReadTimeout), server.http.stream("POST", COMPLETIONS, json=LONG, timeout=0.2):
         pass
@@ -165,7 +165,7 @@ def test_a_client_that_hangs_up_during_a_restart_leaves_nothing(server):
     server.wait_for(server.is_idle)
 
 
-def test_a_front_that_dies_during_a_restart_is_replaced(server):
+def test_an_api_server_that_dies_during_a_restart_is_replaced(server):
     api_servers = [
         p for p in psutil.Process(server.process.pid).children() if "dsv3.server.http.api_server_child" in p.cmdline()
     ]
@@ -174,14 +174,14 @@ def test_a_front_that_dies_during_a_restart_is_replaced(server):
         api_server.kill()
     assert not psutil.wait_procs(api_servers, 30)[1]
     server.wait_for(lambda: engine_of(server) is not None)
-    body = LONG | {"return_token_ids": True}  # by new connections: old ones may lead to a front that has gone
+    body = LONG | {"return_token_ids": True}  # by new connections: old ones may lead to an API server that has ended
     answers = [httpx.post(server.url + COMPLETIONS, json=body, timeout=60) for _ in range(4)]
     assert [answer.json()["choices"][0]["token_ids"] for answer in answers] == [LONG["prompt"] * 12] * 4
     server.wait_ready()
 
 
-def test_an_engine_that_dies_again_and_again_ends_the_server(model_dir):
-    with serving.running(model_dir, restarts={"most": 1}, failure_linger_s=0.5) as server:
+def test_repeated_engine_deaths_end_the_server(model_dir):
+    with serving.running(model_dir, restarts={"max_restarts": 1}, failure_linger_s=0.5) as server:
         first = server.engine_process()
         first.kill()
         server.wait_for(lambda: (found := engine_of(server)) is not None and found.pid != first.pid)
@@ -189,19 +189,19 @@ def test_an_engine_that_dies_again_and_again_ends_the_server(model_dir):
         kill(server)
         assert server.process.wait(30) == 1
         log = server.log.read_text()
-        assert "the engine has died 2 times within 600 s, and is not started anew" in log
+        assert "the engine has died 2 times within 600 s and is not restarted" in log
 
 
-def test_a_start_that_takes_too_long_counts_as_a_death(model_dir):
-    """The engine that comes instead is stopped while it starts."""
-    policy = {"most": 1, "least_s": 0.5, "slack": 0.0}
+def test_a_restart_that_times_out_counts_as_a_death(model_dir):
+    """The new engine process is stopped while it starts."""
+    policy = {"max_restarts": 1, "min_start_s": 0.5, "start_factor": 0.0}
     with serving.running(model_dir, restarts=policy, failure_linger_s=0.1, factory_options={"start_s": 1.0}) as server:
         kill(server)
         assert server.process.wait(30) == 1
         assert "not ready after" in server.log.read_text()
 
 
-def test_the_server_drains_while_its_engine_is_started_anew(model_dir):
+def test_the_server_drains_while_its_engine_restarts(model_dir):
     with serving.running(model_dir, factory_options={"step_s": 0.01, "start_s": 0.5}) as server:
         stream = Streams(server, [(COMPLETIONS, LONG, 1)])
         server.wait_for(lambda: server.metric("vllm:num_requests_running") == 1)
@@ -212,7 +212,7 @@ def test_the_server_drains_while_its_engine_is_started_anew(model_dir):
         assert server.process.wait(30) == 0
 
 
-def test_a_spare_takes_the_place_of_an_engine_of_several_processes(model_dir, tmp_path):
+def test_a_spare_process_replaces_an_engine_of_several_processes(model_dir, tmp_path):
     cluster = dataclasses.asdict(local.options(tmp_path, 2))
     with serving.running(model_dir, cluster=cluster) as server:
         first = server.engine_process()

@@ -39,7 +39,7 @@ def with_pool(work, template=TEMPLATE, deadline_s=5.0, **settings):
 
 
 def workers():
-    """The processes that render, by their ids."""
+    """The process ids of the workers."""
     return {child.pid for child in psutil.Process().children() if "dsv3.server.templates" in serving.command_of(child)}
 
 
@@ -48,7 +48,7 @@ def kill_workers():
         os.kill(pid, signal.SIGKILL)
 
 
-def test_many_at_once():
+def test_many_concurrent_conversations():
     async def work(pool):
         sizes = [1, 100_000] * 10
         return sizes, await asyncio.gather(*(pool.render(ask(f"{i}" * size)) for i, size in enumerate(sizes)))
@@ -57,7 +57,7 @@ def test_many_at_once():
     assert prompts == ["<s>" + f"{i}" * size for i, size in enumerate(sizes)]
 
 
-def test_a_late_worker_is_killed_and_replaced():
+def test_a_worker_past_its_deadline_is_killed_and_replaced():
     async def work(pool):
         with pytest.raises(TemplateTooSlow):
             await pool.render(ask("loop"))
@@ -66,8 +66,8 @@ def test_a_late_worker_is_killed_and_replaced():
     assert with_pool(work, deadline_s=0.5) == "<s>fine"
 
 
-def test_a_slow_large_conversation_delays_no_small_one():
-    """The large one is late; small ones are answered while it runs."""
+def test_a_slow_large_conversation_does_not_delay_small_ones():
+    """The large one times out; small ones are rendered meanwhile."""
     slow = "{% if messages[0].content[0] == 'l' %}" + LOOP + "{% endif %}{{ messages[0].content }}"
 
     async def work(pool):
@@ -84,7 +84,7 @@ def test_a_slow_large_conversation_delays_no_small_one():
     assert with_pool(work, slow, deadline_s=1.0) > 1
 
 
-def test_a_client_that_goes_away_leaves_no_answer_for_the_next():
+def test_a_response_to_a_disconnected_client_is_not_given_to_the_next():
     async def work(pool):
         await pool.render(ask("first"))
         gone = asyncio.create_task(pool.render(ask("loop")))
@@ -97,8 +97,8 @@ def test_a_client_that_goes_away_leaves_no_answer_for_the_next():
     assert with_pool(work, deadline_s=1.0) == "<s>next"
 
 
-def test_clients_that_go_away_cost_no_worker():
-    """A rendering that has begun is finished; one that has not is never begun, or its worker would be killed."""
+def test_disconnects_do_not_kill_workers():
+    """A rendering that has started finishes; one in the queue never starts."""
 
     async def work(pool):
         await pool.check()
@@ -115,7 +115,7 @@ def test_clients_that_go_away_cost_no_worker():
     assert len(before) == 1 and after == before
 
 
-def test_a_worker_that_dies_costs_no_conversation():
+def test_a_conversation_survives_the_death_of_a_worker():
     async def work(pool):
         await pool.check()
         kill_workers()
@@ -128,20 +128,20 @@ def test_a_worker_that_dies_costs_no_conversation():
     assert with_pool(work) == "slow"
 
 
-def test_messages_that_end_two_workers_are_to_blame(monkeypatch):
+def test_messages_that_crash_two_workers_are_an_error(monkeypatch):
     async def dies(self, frame):
         raise PoisonRequest
 
     async def work(pool):
-        with monkeypatch.context() as patch, pytest.raises(TemplateError, match="ended two processes"):
-            patch.setattr(WorkerProcess, "ask", dies)
+        with monkeypatch.context() as patch, pytest.raises(TemplateError, match="crashed two worker processes"):
+            patch.setattr(WorkerProcess, "call", dies)
             await pool.render(ask("deadly"))
         return await pool.render(ask("fine"))
 
     assert with_pool(work) == "<s>fine"
 
 
-def test_whoever_waits_too_long_is_told_so():
+def test_waiting_too_long_for_a_worker_raises_workers_busy():
     async def work(pool):
         await pool.check()
         slow = asyncio.create_task(pool.render(ask("loop")))
@@ -154,7 +154,7 @@ def test_whoever_waits_too_long_is_told_so():
     with_pool(work, deadline_s=1.0, wait_s=0.05)
 
 
-def test_a_prompt_that_no_frame_can_hold_is_the_templates_fault():
+def test_a_prompt_larger_than_a_frame_is_an_error():
     async def work(pool):
         await pool.check()
         before = workers()
@@ -189,7 +189,7 @@ def test_malformed_templates_and_values():
     assert with_pool(render) == "<s>x"
 
 
-def test_a_template_whose_markers_cannot_be_hidden_is_refused_at_the_start():
+def test_a_template_whose_markers_cannot_be_hidden_is_rejected_at_start():
     async def check(pool):
         await pool.check()
         return await pool.render(ask("<a>", tools=None))

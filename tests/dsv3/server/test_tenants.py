@@ -1,4 +1,4 @@
-"""Several API keys: who is let in, under which name, whose cached prefixes are seen, and what is counted for whom."""
+"""Several API keys: authentication, isolation of cached prefixes, and metrics by tenant."""
 
 import json
 import os
@@ -14,9 +14,9 @@ from dsv3.config.server_options import ServerOptions
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import EngineRequest, RequestRules, prepare
 from dsv3.server.config import ServerConfig
-from dsv3.server.http.exchange import REQUEST_ID, TENANT, described
+from dsv3.server.http.exchange import REQUEST_ID, TENANT, request_label
 from dsv3.server.serving.metrics import Metrics
-from dsv3.server.tenants import MAX_TENANTS, Tenants, cache_salt, reread, tenants_of
+from dsv3.server.tenants import MAX_TENANTS, Tenants, cache_salt, load_tenants, reload_tenants
 from tests.dsv3.server import serving
 
 COMPLETIONS = "/v1/completions"
@@ -37,7 +37,7 @@ def bearer(key):
 
 def test_a_file_has_a_key_per_line(tmp_path):
     text = f"# tenants\n\nacme {ACME}\r\n\t{BARE}  \n  # {OPERATOR}\nzeta.2-x_Y\t{ZETA}"
-    tenants = Tenants(tenants_of(write(tmp_path / "keys", text)))
+    tenants = Tenants(load_tenants(write(tmp_path / "keys", text)))
     assert [tenant.name for tenant in tenants.all] == ["acme", "key4", "zeta.2-x_Y"]
     for key, name in ((ACME, "acme"), (BARE, "key4"), (ZETA, "zeta.2-x_Y")):
         assert tenants.find(key.encode()).name == name
@@ -47,9 +47,9 @@ def test_a_file_has_a_key_per_line(tmp_path):
 
 
 def test_one_key_needs_no_file():
-    [tenant] = tenants_of(ServerOptions(api_key="k"))
-    assert (tenant.name, Tenants([tenant]).are_several) == ("key1", False)
-    assert tenants_of(ServerOptions()) == ()
+    [tenant] = load_tenants(ServerOptions(api_key="k"))
+    assert (tenant.name, Tenants([tenant]).has_several) == ("key1", False)
+    assert load_tenants(ServerOptions()) == ()
     with pytest.raises(ValueError, match="keys"):
         ServerConfig(model_dir=None, model_names=("m",), options=ServerOptions(api_key="k"))
 
@@ -64,49 +64,49 @@ def test_one_key_needs_no_file():
         (f"key2 {ACME}\n{ZETA}", "line 2 has the name of line 1"),
         (f"acme {ACME} more", "line 1: expected KEY or NAME KEY"),
         (f"acme: {ACME}", "line 1: expected"),
-        (f"{ZETA} acme", "line 1: a key of at least 16 characters"),
+        (f"{ZETA} acme", "line 1: expected a key of at least 16 characters"),
         (f"acmé {ACME}", "line 1: expected"),
         (f"{ACME}é", "line 1: expected"),
         ("\n".join(f"{ACME}{i}" for i in range(MAX_TENANTS + 1)), "1025 keys"),
     ],
 )
-def test_bad_files_are_refused_by_line_without_a_key_in_the_error(tmp_path, text, problem):
+def test_bad_key_files_are_rejected_by_line_without_a_key_in_the_error(tmp_path, text, problem):
     with pytest.raises(ValueError, match=problem) as raised:
-        tenants_of(write(tmp_path / "keys", text))
+        load_tenants(write(tmp_path / "keys", text))
     assert not any(key in str(raised.value) for key in (ACME, ZETA, "acm"))
 
 
-def test_files_of_others_are_refused(tmp_path):
+def test_key_files_that_others_can_read_are_rejected(tmp_path):
     with pytest.raises(ValueError, match="chmod go-rwx"):
-        tenants_of(write(tmp_path / "keys", ACME, 0o644))
+        load_tenants(write(tmp_path / "keys", ACME, 0o644))
 
 
-def test_names_keep_their_places_whatever_becomes_of_the_file(tmp_path):
+def test_names_keep_their_indices_after_any_reload(tmp_path):
     path = tmp_path / "keys"
-    old = tenants_of(write(path, f"acme {ACME}\nzeta {ZETA}"))
+    old = load_tenants(write(path, f"acme {ACME}\nzeta {ZETA}"))
     options = write(path, f"new {BARE}\nzeta {OPERATOR}")
-    tenants = Tenants(reread(options, old))
+    tenants = Tenants(reload_tenants(options, old))
     assert [tenant.name for tenant in tenants.all] == ["acme", "zeta", "new"]
     assert tenants.find(ACME.encode()) is None and tenants.find(ZETA.encode()) is None and tenants.find(b"") is None
-    assert tenants.find(OPERATOR.encode()).name == "zeta" and tenants.are_several
+    assert tenants.find(OPERATOR.encode()).name == "zeta" and tenants.has_several
     assert tenants.all[1].salt != old[1].salt  # the cache is the key's, since names may move
-    back = reread(write(path, f"acme {ACME}"), tenants.all)
+    back = reload_tenants(write(path, f"acme {ACME}"), tenants.all)
     assert [bool(tenant.digest) for tenant in back] == [True, False, False]
     assert back[0] == old[0]
-    full = reread(write(path, "\n".join(f"n{i} {ACME}{i}" for i in range(MAX_TENANTS - 3))), back)
+    full = reload_tenants(write(path, "\n".join(f"n{i} {ACME}{i}" for i in range(MAX_TENANTS - 3))), back)
     with pytest.raises(ValueError, match="1025 names"):
-        reread(write(path, f"another {ACME}"), full)
+        reload_tenants(write(path, f"another {ACME}"), full)
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(ValueError, match="regular"):
-        reread(options, old)
+        reload_tenants(options, old)
 
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([None, ACME, ZETA]), st.none() | st.text("ab\x01é", min_size=1)), min_size=2))
 def test_salts_are_equal_only_for_one_key_and_one_salt(pairs):
-    """So `cached_tokens` tells nobody what another tenant has asked."""
-    tenants = {key: None if key is None else tenants_of(ServerOptions(api_key=key))[0] for key, _ in pairs}
+    """So `cached_tokens` does not reveal the prompts of other tenants."""
+    tenants = {key: None if key is None else load_tenants(ServerOptions(api_key=key))[0] for key, _ in pairs}
     rules = RequestRules(vocab_size=10, max_model_len=200)
     keys = {}
     for key, given_salt in pairs:
@@ -119,8 +119,8 @@ def test_salts_are_equal_only_for_one_key_and_one_salt(pairs):
     assert len(set.union(*keys.values())) == len(keys)
 
 
-def test_counts_of_tenants_are_labelled_with_names_of_the_file_alone(tmp_path):
-    tenants = Tenants(tenants_of(write(tmp_path / "keys", f"acme {ACME}\nzeta {ZETA}")))
+def test_tenant_metrics_are_labelled_only_with_names_of_the_file(tmp_path):
+    tenants = Tenants(load_tenants(write(tmp_path / "keys", f"acme {ACME}\nzeta {ZETA}")))
     metrics, open_to_all = Metrics("m", tenants=tenants), Metrics("m")
     metrics.charge(tenants.all[1], 10, 3)
     metrics.charge(tenants.all[1], 10, 4)
@@ -131,10 +131,10 @@ def test_counts_of_tenants_are_labelled_with_names_of_the_file_alone(tmp_path):
     assert np.count_nonzero(metrics._numbers.mine) == 3
 
 
-def test_the_log_names_who_sent_a_request_that_failed():
-    [tenant] = tenants_of(ServerOptions(api_key=ACME))
-    assert described({"extensions": {REQUEST_ID: "r", TENANT: tenant}}) == "r of key1"
-    assert described({"extensions": {REQUEST_ID: "r"}}) == "r"
+def test_the_log_names_the_tenant_of_a_failed_request():
+    [tenant] = load_tenants(ServerOptions(api_key=ACME))
+    assert request_label({"extensions": {REQUEST_ID: "r", TENANT: tenant}}) == "r of key1"
+    assert request_label({"extensions": {REQUEST_ID: "r"}}) == "r"
 
 
 def labels(tenant):
@@ -143,7 +143,7 @@ def labels(tenant):
 
 @pytest.fixture(scope="module")
 def shared(model_dir, tmp_path_factory):
-    """Three tenants, two fronts, an access log; an engine that says by `cached_tokens` whose prefixes it has seen."""
+    """Three tenants, two API servers, an access log; an engine whose `cached_tokens` depend on the prefix keys."""
     path = tmp_path_factory.mktemp("keys") / "keys"
     write(path, f"acme {ACME}\nzeta {ZETA}\noperator {OPERATOR}\n")
     options = {"api_key_file": str(path), "api_server_count": 2, "access_log": True}
@@ -157,19 +157,19 @@ def cached(server, key, **fields):
     return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_a_tenant_sees_its_own_cached_prefixes_alone(shared):
+def test_a_tenant_sees_only_its_own_cached_prefixes(shared):
     assert cached(shared, ACME) == 0
     assert cached(shared, ACME) == 128
     assert cached(shared, ZETA) == 0
     assert cached(shared, ZETA, cache_salt="x") == 0
     assert cached(shared, ACME, cache_salt="x") == 0
     assert cached(shared, ZETA, cache_salt="x") == 128
-    salt = tenants_of(ServerOptions(api_key=ACME))[0].salt
+    salt = load_tenants(ServerOptions(api_key=ACME))[0].salt
     assert cached(shared, ZETA, cache_salt=salt) == 0
 
 
 @pytest.mark.parametrize("isolation", ["none", "salt"])
-def test_isolation_can_be_chosen(model_dir, tmp_path, isolation):
+def test_prefix_cache_isolation_modes(model_dir, tmp_path, isolation):
     write(tmp_path / "keys", f"{ACME}\n{ZETA}")
     options = {"api_key_file": str(tmp_path / "keys"), "prefix_cache_isolation": isolation}
     with serving.running(model_dir, options=options, factory_options={"caches": True}) as server:
@@ -182,7 +182,7 @@ def test_isolation_can_be_chosen(model_dir, tmp_path, isolation):
             assert answer.status_code == 200
 
 
-def test_metrics_and_emptying_the_cache_are_the_operators(shared):
+def test_metrics_and_flush_cache_need_the_operator(shared):
     for key in (ACME, ZETA):
         for method, path in (("GET", "/metrics"), ("POST", "/flush_cache")):
             refused = httpx.request(method, shared.url + path, headers=bearer(key))
@@ -201,7 +201,7 @@ def test_metrics_and_emptying_the_cache_are_the_operators(shared):
 
 
 def counts(server):
-    """The numbers of every tenant, as the operator sees them."""
+    """The metrics of every tenant, as the operator sees them."""
     text = httpx.get(server.url + "/metrics", headers=bearer(OPERATOR)).text
     found = {}
     for line in text.splitlines():
@@ -212,7 +212,7 @@ def counts(server):
     return found
 
 
-def test_the_access_log_names_the_tenant_and_no_key(shared):
+def test_the_access_log_has_the_tenant_but_no_key(shared):
     path = "/v1/models"
     for key in (ACME, "sk-unknown"):
         httpx.get(shared.url + path, headers=bearer(key) | {"x-request-id": f"of-{key[:7]}"})
@@ -222,11 +222,11 @@ def test_the_access_log_names_the_tenant_and_no_key(shared):
     assert not any(key in shared.log.read_text() for key in (ACME, ZETA, OPERATOR))
 
 
-def test_keys_change_in_every_front_while_streams_go_on(shared):
-    """The last test of this server: its keys are others afterwards."""
+def test_keys_are_reloaded_in_every_api_server_during_streams(shared):
+    """The last test of this server, whose keys it replaces."""
 
     def statuses(key):
-        """What either front says: each request has a connection of its own."""
+        """The statuses of many requests on new connections, which reach both API servers."""
         with httpx.Client(base_url=shared.url, headers=bearer(key) | {"connection": "close"}, timeout=30) as client:
             return {client.get("/v1/models").status_code for _ in range(12)}
 
@@ -243,7 +243,7 @@ def test_keys_change_in_every_front_while_streams_go_on(shared):
     assert before["generation_tokens", "acme"] >= 1500
     shared.keys.write_text("two keys\nin a bad file\n")
     os.kill(shared.process.pid, signal.SIGHUP)
-    shared.wait_for(lambda: "the old API keys stay: api_key_file" in shared.log.read_text())
+    shared.wait_for(lambda: "the old API keys stay in use: api_key_file" in shared.log.read_text())
     assert statuses(BARE) == {200}
     httpx.post(shared.url + COMPLETIONS, json=BODY, headers=bearer(BARE))
     assert {key for key, value in counts(shared).items() if value != before[key]} == {(name, "new") for name in NAMES}

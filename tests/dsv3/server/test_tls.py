@@ -1,4 +1,4 @@
-"""TLS: certificates, those that change while the server runs, and clients that never finish."""
+"""TLS: certificates, their reload, and clients that never finish."""
 
 import contextlib
 import dataclasses
@@ -26,7 +26,7 @@ COMPLETIONS = "/v1/completions"
 
 
 def make_certificate(directory, name):
-    """A self-signed certificate for localhost, and its key beside it."""
+    """Makes a self-signed certificate for localhost, and its key."""
     path, key, now = (
         directory / f"{name}.pem",
         ec.generate_private_key(ec.SECP256R1()),
@@ -53,7 +53,7 @@ def certificates(tmp_path_factory):
 
 
 def install(directory, certificate):
-    """Puts a certificate and its key where a server looks for them."""
+    """Copies a certificate and its key to the server's paths."""
     for suffix in ("", ".key"):
         (directory / f"server.pem{suffix}").write_bytes(certificate.with_name(certificate.name + suffix).read_bytes())
     return {"ssl_certfile": str(directory / "server.pem"), "ssl_keyfile": str(directory / "server.pem.key")}
@@ -69,15 +69,15 @@ def running(model_dir, options, **settings):
 
 
 def shown(server):
-    """The certificate that a new connection is shown."""
+    """The certificate of a new connection."""
     return ssl.get_server_certificate(("127.0.0.1", server.port), timeout=30).split()
 
 
-def test_certificates_change_in_every_front_while_streams_go_on(model_dir, tmp_path, certificates):
+def test_certificates_are_reloaded_in_every_api_server_during_streams(model_dir, tmp_path, certificates):
     first, second = certificates
     options = install(tmp_path, first) | {"api_server_count": 2}
     with running(model_dir, options, factory_options={"step_s": 0.005}) as server:
-        assert "ready\n" in iter(server.process.stdout.readline, ""), "both fronts have read the first certificate"
+        assert "ready\n" in iter(server.process.stdout.readline, ""), "both API servers have read the first certificate"
         trust = ssl.create_default_context(cafile=first)
         assert httpx.get(server.url + "/health", verify=trust).status_code == 200
         body = {"prompt": [5, 6, 7], "max_tokens": 300, "stream": True}
@@ -94,7 +94,7 @@ def test_certificates_change_in_every_front_while_streams_go_on(model_dir, tmp_p
         assert shown(server) == second.read_text().split()
 
 
-def test_large_bodies_and_answers_cross_tls(model_dir, tmp_path, certificates):
+def test_large_requests_and_responses_over_tls(model_dir, tmp_path, certificates):
     with running(model_dir, install(tmp_path, certificates[0])) as server:
         body = {"prompt": [5, 6], "max_tokens": 2000, "n": 16, "return_token_ids": True, "user": "u" * 1_000_000}
         answer = server.http.post(COMPLETIONS, json=body).json()
@@ -103,7 +103,7 @@ def test_large_bodies_and_answers_cross_tls(model_dir, tmp_path, certificates):
         assert refused.status_code == 415
 
 
-def test_a_client_that_does_not_shake_hands_is_cut_off(model_dir, tmp_path, certificates):
+def test_a_client_without_handshake_is_cut_off(model_dir, tmp_path, certificates):
     options = install(tmp_path, certificates[0])
     deadlines = {"head_s": 0.5, "keep_alive_s": 60, "write_s": 60, "linger_s": 0.1}
     with running(model_dir, options, deadlines=deadlines) as server:
@@ -146,7 +146,7 @@ def test_a_client_that_does_not_read_is_cut_off(model_dir, tmp_path, certificate
         server.wait_for(server.is_idle)
 
 
-def test_clients_need_a_certificate_where_authorities_are_named(model_dir, tmp_path, certificates):
+def test_clients_need_a_certificate_with_ssl_ca_certs(model_dir, tmp_path, certificates):
     first, second = certificates
     options = install(tmp_path, first) | {"ssl_ca_certs": str(second)}
     with serving.running(model_dir, ready=False, options=options) as server:
@@ -158,7 +158,7 @@ def test_clients_need_a_certificate_where_authorities_are_named(model_dir, tmp_p
             httpx.get(url, verify=ssl.create_default_context(cafile=first))
 
 
-def test_files_that_cannot_be_used_are_named(tmp_path, certificates):
+def test_unusable_certificate_files_are_named(tmp_path, certificates):
     options = ServerOptions(**install(tmp_path, certificates[0]))
     Certificate(options)
     other = install(tmp_path, certificates[1])["ssl_keyfile"]

@@ -1,4 +1,4 @@
-"""Who watches the engine's process: a front that stood still itself, an engine that hangs while it is idle."""
+"""Watchdogs of the engine process: suspended API servers, and engines that hang while busy, idle or restarting."""
 
 import asyncio
 import contextlib
@@ -29,23 +29,23 @@ from tests.dsv3.server.test_lifecycle import ENDLESS, Requests
 IDLE, WORKING = ({"running": number, "waiting": 0.0} for number in (0.0, 1.0))
 
 
-def told(stats: messages.Stats) -> bytearray:
+def step_frame(stats: messages.Stats) -> bytearray:
     """The frame of a step without tokens."""
     return frames.encode(messages.Outputs.from_outputs(StepOutputs(), stats))
 
 
 async def connected(engine: EngineClient, stats: messages.Stats) -> socket.socket:
-    """The engine's end of the connection of a client that has heard of a ready engine."""
+    """Connects a client to a ready engine; returns the engine's end."""
     ours, theirs = socket.socketpair()
     await engine.connect(ours)
-    theirs.sendall(frames.encode(INFO) + told(stats))
+    theirs.sendall(frames.encode(INFO) + step_frame(stats))
     while not engine.stats:
         await asyncio.sleep(0.01)
     return theirs
 
 
-def test_a_front_that_was_suspended_does_not_blame_the_engine(model_dir) -> None:
-    """Its clock runs on meanwhile, and what the engine has sent waits to be read."""
+def test_a_suspended_api_server_does_not_report_the_engine_as_silent(model_dir) -> None:
+    """Its clock runs on while the engine's frames wait to be read."""
     with serving.running(model_dir, watchdog_s=3.0, factory_options={"step_s": 0.01}) as server:
         requests = Requests(server)
         requests.send(ENDLESS | {"max_tokens": 800})
@@ -57,8 +57,8 @@ def test_a_front_that_was_suspended_does_not_blame_the_engine(model_dir) -> None
         assert answer.status_code == 200, answer.text
 
 
-def test_a_start_that_fails_in_any_way_ends_what_waits_for_it(monkeypatch) -> None:
-    """Nothing else did: no process, no deadline and no word of an engine."""
+def test_any_exception_in_a_restart_fails_the_waiting_requests(monkeypatch) -> None:
+    """Nothing else would: there is no process, no deadline and no frame."""
 
     class Process:
         pid, starts, address = 7, 0, "/nowhere/engine"
@@ -69,7 +69,7 @@ def test_a_start_that_fails_in_any_way_ends_what_waits_for_it(monkeypatch) -> No
                 raise RuntimeError("can't start new thread")
 
         def kill(self) -> None:
-            """Has none."""
+            """Does nothing."""
 
         def end(self) -> int:
             return -9
@@ -80,17 +80,17 @@ def test_a_start_that_fails_in_any_way_ends_what_waits_for_it(monkeypatch) -> No
             engine, messages.Start("", "", EngineOptions()), RestartPolicy()
         )
         engine.info, engine.state = INFO, "ready"
-        supervisor.lose(0, "it has died")
+        supervisor.engine_lost(0, "it has died")
         assert engine.state == "restarting"
         await asyncio.wait_for(engine.ended.wait(), 60)
         return engine.reason
 
     monkeypatch.setattr(supervisor_module, "EngineProcess", Process)
-    assert asyncio.run(run()) == "the engine could not be started anew (RuntimeError)"
+    assert asyncio.run(run()) == "the engine could not be restarted (RuntimeError)"
 
 
 @pytest.mark.parametrize("depth", [0, 20])
-def test_only_this_user_reaches_the_engine_wherever_temporary_files_lie(monkeypatch, tmp_path, depth) -> None:
+def test_the_socket_of_the_engine_is_private_for_any_tmpdir(monkeypatch, tmp_path, depth) -> None:
     """A Unix socket has a path of at most 103 bytes, and TMPDIR may be longer."""
     temporary = tmp_path.joinpath(*["temporary"] * depth)
     temporary.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ async def beat(ends: list[socket.socket]) -> None:
 
 
 class Waiting:
-    """A sink for nothing but errors."""
+    """A stream that accepts only errors."""
 
     is_queued = False
 
@@ -125,19 +125,19 @@ class Waiting:
         self.pending: list = []
         self.errors: list[str] = []
 
-    def arrived(self) -> None:
+    def on_outputs(self) -> None:
         raise AssertionError("an output came")
 
     def fail(self, error: Exception) -> None:
         self.errors.append(str(error))
 
 
-def test_who_may_be_silent_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An idle engine for less time than one that works, and a process that does not even send its pulse."""
+def test_the_watchdogs_of_idle_busy_and_stopped_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of an idle engine is shorter than that of a busy one; a stopped process sends no heartbeat."""
     monkeypatch.setattr(client_module, "_IDLE_WATCHDOG_S", 0.1)
 
     async def run() -> None:
-        idle, working, stopped = (EngineClient(max_num_queued_reqs=0, pulse_watchdog_s=1.5) for _ in range(3))
+        idle, working, stopped = (EngineClient(max_num_queued_reqs=0, heartbeat_watchdog_s=1.5) for _ in range(3))
         beating = [await connected(working, WORKING), await connected(idle, IDLE)]
         ends = [*beating, await connected(stopped, WORKING)]
         pulses = asyncio.create_task(beat(beating))
@@ -159,16 +159,16 @@ def test_who_may_be_silent_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("speaks", [True, False])
-def test_an_engine_that_is_stopped_while_it_is_started_anew_is_noticed(monkeypatch: pytest.MonkeyPatch, speaks) -> None:
-    """Behind a first word, and before it; the pulse comes while it loads and compiles."""
-    monkeypatch.setattr(client_module, "FIRST_WORD_S", 1e9 if speaks else 0.1)
+def test_the_watchdog_notices_an_engine_that_stops_during_a_restart(monkeypatch: pytest.MonkeyPatch, speaks) -> None:
+    """After its first frame, and before it; heartbeats come while it loads and compiles."""
+    monkeypatch.setattr(client_module, "FIRST_FRAME_S", 1e9 if speaks else 0.1)
 
     async def run() -> None:
         engine = EngineClient(max_num_queued_reqs=0, watchdog_s=0.5 if speaks else 1e9)
         silences: list[str] = []
         engine.on_loss = engine.on_silence = silences.append
         first = await connected(engine, IDLE)
-        engine.lose("it has died")
+        engine.suspend("it has died")
         ours, theirs = socket.socketpair()
         await engine.connect(ours)
         if speaks:
@@ -188,7 +188,7 @@ def test_an_engine_that_is_stopped_while_it_is_started_anew_is_noticed(monkeypat
 
 
 class Engine:
-    """An engine whose only step ends when it is told to."""
+    """An engine whose only step ends on `go_on`."""
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None
@@ -210,9 +210,9 @@ class Engine:
         return {"running": 0.0, "waiting": float(self.has_work)}
 
 
-def test_an_idle_engine_sends_frames_and_one_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that steps sends them, so they stop with it."""
-    monkeypatch.setattr(process, "_PULSE_S", 0.05)
+def test_an_idle_engine_sends_frames_and_one_before_its_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stepping thread sends them, so they stop when it hangs."""
+    monkeypatch.setattr(process, "_HEARTBEAT_S", 0.05)
     ends, engine = Ends(1), Engine()
 
     def run() -> None:

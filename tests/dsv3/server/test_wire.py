@@ -1,4 +1,4 @@
-"""Heads and bodies off the wire: what is taken, what is refused, whatever the pieces they come in."""
+"""Parsing of heads and bodies: what is accepted and rejected, for any split of the input."""
 
 import h11
 import pytest
@@ -19,7 +19,7 @@ def head(data: bytes) -> wire.Head:
     return parse_head(bytes(buffer[:size]))
 
 
-def test_what_a_head_says():
+def test_a_head_is_parsed():
     found = head(b"GET /a%20b?c=d HTTP/1.1\r\nHost: x\r\nX-Y:  z \t\r\nX-Y: \xff\r\nContent-Length: 12\r\n\r\nrest")
     assert (found.method, found.target, found.version, found.length) == ("GET", b"/a%20b?c=d", "1.1", 12)
     assert found.headers == [(b"host", b"x"), (b"x-y", b"z"), (b"x-y", b"\xff"), (b"content-length", b"12")]
@@ -31,8 +31,8 @@ def test_what_a_head_says():
         assert head(f"{method} / HTTP/1.1\r\nhost: x\r\n\r\n".encode()).method == method
 
 
-def test_a_request_to_upgrade_is_one_like_others():
-    """Java's client asks for HTTP/2 so, with a body."""
+def test_upgrades_are_ignored():
+    """Java's client requests HTTP/2 so, with a body."""
     upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n"
     assert head(POST + upgrade + b"content-length: 5\r\n\r\n").length == 5
     assert head(CHUNKED + upgrade + b"\r\n").length is None
@@ -85,7 +85,7 @@ def test_a_request_to_upgrade_is_one_like_others():
     ],
     ids=lambda data: repr(data[-40:]),
 )
-def test_heads_that_are_refused(data):
+def test_malformed_heads_are_rejected(data):
     with pytest.raises(BadRequest):
         head(data)
 
@@ -93,7 +93,7 @@ def test_heads_that_are_refused(data):
 def body(data: bytes) -> bytes:
     taker, buffer, content = ChunkedBody(), bytearray(data), b""
     while buffer and not taker.is_complete:
-        content += taker.take(buffer)[1]
+        content += taker.consume(buffer)[1]
     assert taker.is_complete
     return content
 
@@ -118,44 +118,44 @@ def body(data: bytes) -> bytes:
     ],
     ids=repr,
 )
-def test_chunks_that_are_refused(data):
+def test_malformed_chunks_are_rejected(data):
     with pytest.raises(BadRequest):
-        ChunkedBody().take(bytearray(data))
+        ChunkedBody().consume(bytearray(data))
 
 
 @pytest.mark.parametrize(
     "unit", [b"1\r\na\r\n", b"1;" + b"e" * 1000 + b"\r\na\r\n", b"0" * 1000, b"0\r\n" + b"t: v\r\n" * 100_000]
 )
-def test_the_framing_of_a_body_is_bounded(unit):
+def test_the_framing_of_a_body_is_limited(unit):
     taker, sent = ChunkedBody(), 0
     with pytest.raises(BadRequest, match="framing"):
         while sent < 10 * wire.MAX_FRAMING_BYTES:
             buffer = bytearray(unit)
             while buffer:
-                sent += taker.take(buffer)[0]
+                sent += taker.consume(buffer)[0]
     assert sent <= 2 * wire.MAX_FRAMING_BYTES
 
 
-def test_content_is_not_bounded_by_its_framing():
+def test_the_limit_of_framing_does_not_limit_content():
     assert len(body((b"100000\r\n" + b"a" * 2**20 + b"\r\n") * 10 + b"0\r\n\r\n")) == 10 * 2**20
 
 
-def test_a_request_behind_a_chunked_body_is_told_of():
+def test_a_request_behind_a_chunked_body_is_reported():
     taker = ChunkedBody()
-    assert taker.take(bytearray(b"1\r\na\r\n0\r\n\r\nGET / HTTP/1.1\r\n\r\n"))[1] == b"a"
+    assert taker.consume(bytearray(b"1\r\na\r\n0\r\n\r\nGET / HTTP/1.1\r\n\r\n"))[1] == b"a"
     assert taker.is_complete and taker.has_more
 
 
-def test_a_body_takes_no_more_than_its_length():
+def test_a_body_consumes_no_more_than_its_length():
     taker, buffer = SizedBody(3), bytearray(b"ab")
-    assert taker.take(buffer) == (2, b"ab") and not taker.is_complete
+    assert taker.consume(buffer) == (2, b"ab") and not taker.is_complete
     buffer += b"cGET /"
-    assert taker.take(buffer) == (1, b"c") and taker.is_complete and buffer == b"GET /"
+    assert taker.consume(buffer) == (1, b"c") and taker.is_complete and buffer == b"GET /"
 
 
 @given(st.lists(st.binary(min_size=1, max_size=40), max_size=8), st.data())
-def test_pieces_do_not_matter(parts, data):
-    """The same head and content come out, wherever the bytes are cut."""
+def test_any_split_of_the_bytes_parses_alike(parts, data):
+    """Head and content are the same, wherever the input is cut."""
     framed = b"".join(b"%x;e=1\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\nt: v\r\n\r\n"
     whole = CHUNKED + b"\r\n" + framed
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=10)))
@@ -167,10 +167,10 @@ def test_pieces_do_not_matter(parts, data):
             searched = len(buffer)
             if size:
                 assert parse_head(bytes(buffer[:size])) == head(whole)
-                taker = wire.body_of(head(whole))
+                taker = wire.make_body(head(whole))
                 del buffer[:size]
         if taker is not None and buffer:
-            content += taker.take(buffer)[1]
+            content += taker.consume(buffer)[1]
     assert taker is not None and taker.is_complete and content == b"".join(parts)
 
 
@@ -180,8 +180,8 @@ _VALUE = st.sampled_from([b"1", b"chunked", b"x", b"close"]) | _TEXT
 
 
 @given(st.sampled_from([b"GET", b"POST", b"FOO"]), _TEXT, st.lists(st.tuples(_NAME, _VALUE), max_size=5))
-def test_what_is_taken_h11_reads_alike(method, path, fields):
-    """Another parser is the oracle: nothing is taken that it refuses or understands otherwise."""
+def test_accepted_heads_parse_like_h11s(method, path, fields):
+    """h11 is the oracle: no head is accepted that it rejects or parses differently."""
     lines = b"".join(name + b": " + value + b"\r\n" for name, value in [(b"Host", b"x"), *fields])
     data = method + b" /" + path + b" HTTP/1.1\r\n" + lines + b"\r\n"
     try:

@@ -1,4 +1,4 @@
-"""A process that is asked: what a question may cost, and who is to blame for an end."""
+"""Worker processes: limits on a request's processor time, crashes and restarts."""
 
 import asyncio
 
@@ -9,15 +9,17 @@ from dsv3.server import worker_process
 from dsv3.server.worker_process import PoisonRequest, WorkerDied, WorkerProcess
 
 
-def frame(question: bytes) -> bytearray:
-    return bytearray(len(question).to_bytes(4, "little") + question)
+def frame(action: bytes) -> bytearray:
+    return bytearray(len(action).to_bytes(4, "little") + action)
 
 
-def asked(work, deadline_s: float):
+def run_worker(work, deadline_s: float):
     """Runs `work(process)` on an event loop of its own."""
 
     async def run():
-        process = WorkerProcess("tests.dsv3.server.asked", "answers", frame(b""), deadline_s, lambda told: None)
+        process = WorkerProcess(
+            "tests.dsv3.server.toy_worker", "handles requests", frame(b""), deadline_s, lambda response: None
+        )
         try:
             return await work(process)
         finally:
@@ -26,55 +28,55 @@ def asked(work, deadline_s: float):
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("question", [b"work", b"search"])
-def test_a_question_has_some_time_of_the_processor(question: bytes) -> None:
-    """It ends wherever it is then, inside of one long call too, and the next one is answered."""
+@pytest.mark.parametrize("action", [b"work", b"search"])
+def test_a_request_has_a_limit_of_processor_time(action: bytes) -> None:
+    """It ends anywhere, also inside one long call, and the next request succeeds."""
 
     async def work(process):
         with pytest.raises(TimeoutError):
-            await process.ask(frame(question))
-        return await process.ask(frame(b"fine"))
+            await process.call(frame(action))
+        return await process.call(frame(b"fine"))
 
-    assert asked(work, deadline_s=0.2).isdigit()
+    assert run_worker(work, deadline_s=0.2).isdigit()
 
 
-def test_a_machine_that_is_busy_is_not_held_against_a_question(monkeypatch) -> None:
-    """What waits twice as long as it may compute is answered, by the process that it was asked of."""
+def test_waiting_for_the_processor_does_not_count_as_processor_time(monkeypatch) -> None:
+    """A request that waits longer than its limit of processor time succeeds in the same process."""
     monkeypatch.setattr(worker_process, "_WALL_FACTOR", 1000)
 
     async def work(process):
-        return {await process.ask(frame(question)) for question in (b"fine", b"sleep", b"fine")}
+        return {await process.call(frame(action)) for action in (b"fine", b"sleep", b"fine")}
 
-    assert len(asked(work, deadline_s=0.5)) == 1
+    assert len(run_worker(work, deadline_s=0.5)) == 1
 
 
-def test_a_process_that_gets_no_time_is_given_up(monkeypatch) -> None:
+def test_a_worker_without_processor_time_counts_as_dead(monkeypatch) -> None:
     monkeypatch.setattr(worker_process, "_WALL_FACTOR", 1)
 
     async def work(process):
-        with pytest.raises(WorkerDied, match="no answer"):
-            await process.ask(frame(b"hang"))
+        with pytest.raises(WorkerDied, match="did not respond within"):
+            await process.call(frame(b"hang"))
 
-    asked(work, deadline_s=0.1)
+    run_worker(work, deadline_s=0.1)
 
 
-def test_a_question_that_two_processes_die_of_is_to_blame() -> None:
+def test_a_request_that_crashes_two_workers_is_poison() -> None:
     async def work(process):
         with pytest.raises(PoisonRequest):
-            await process.ask(frame(b"die"))
-        return await process.ask(frame(b"fine"))
+            await process.call(frame(b"die"))
+        return await process.call(frame(b"fine"))
 
-    assert asked(work, deadline_s=5.0).isdigit()
+    assert run_worker(work, deadline_s=5.0).isdigit()
 
 
-def test_a_process_that_dies_between_two_questions_is_reaped_and_replaced() -> None:
+def test_a_worker_that_dies_while_idle_is_reaped_and_replaced() -> None:
     async def work(process):
-        first = psutil.Process(int(await process.ask(frame(b"fine"))))
+        first = psutil.Process(int(await process.call(frame(b"fine"))))
         first.kill()
         async with asyncio.timeout(60):
             while first.is_running():  # a zombie is
                 await asyncio.sleep(0.01)
-        return first.pid, int(await process.ask(frame(b"fine")))
+        return first.pid, int(await process.call(frame(b"fine")))
 
-    first, second = asked(work, deadline_s=5.0)
+    first, second = run_worker(work, deadline_s=5.0)
     assert first != second

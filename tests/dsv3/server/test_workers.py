@@ -1,4 +1,4 @@
-"""The queue before workers that requests share: what it takes, in which order, and whom it forgets."""
+"""The queue of workers that all requests share: order, limits and cancellation."""
 
 import asyncio
 import functools
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.server.config import ServerConfig
-from dsv3.server.limits import SMALL_BYTES, BodyReader, Workers, WorkersBusy
+from dsv3.server.limits import SMALL_BYTES, BodyReader, WorkerQueue, WorkersBusy
 from dsv3.server.protocol.errors import ApiError
 from dsv3.server.protocol.openai import ChatMessage, ChatRequest
 from dsv3.server.serving.prompts import RequestTools, chat_prompt
@@ -20,10 +20,10 @@ from dsv3.server.worker_process import WorkerDied
 
 
 class Load:
-    """Work on `workers`, each piece of which ends when it is told to."""
+    """Work on `workers`, each item of which ends on request."""
 
     def __init__(self, num_workers, **bounds):
-        self.workers = Workers([f"worker {i}" for i in range(num_workers)], **bounds)
+        self.workers = WorkerQueue([f"worker {i}" for i in range(num_workers)], **bounds)
         self.begun, self.tasks, self.gates, self.busy = [], {}, {}, set()
 
     async def settle(self):
@@ -58,16 +58,16 @@ STEPS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 3), STEPS)
-def test_everybody_is_answered_refused_or_gone(num_workers, steps):
-    """Work begins in order; what waits stays inside the bounds; who leaves before its work begins causes none."""
+def test_every_item_is_run_rejected_or_cancelled(num_workers, steps):
+    """Work starts in order; the queue stays within its limits; work that is cancelled in the queue never starts."""
 
     async def run():
         load, sizes, left = Load(num_workers, requests=3, nbytes=10, wait_s=None), {}, set()
         for what, value in steps:
             if what == "ask":
                 waiting = [n for n in load.tasks if load.is_waiting(n)]
-                has_room = len(waiting) < 3 and sum(sizes[n] for n in waiting) + value <= 10
-                must_take = len(load.busy) < num_workers or has_room
+                has_capacity = len(waiting) < 3 and sum(sizes[n] for n in waiting) + value <= 10
+                must_take = len(load.busy) < num_workers or has_capacity
                 sizes[len(sizes)] = value
                 await load.ask(value)
                 newest = load.tasks[len(sizes) - 1]
@@ -93,7 +93,7 @@ def test_everybody_is_answered_refused_or_gone(num_workers, steps):
     asyncio.run(run())
 
 
-def test_work_of_somebody_who_left_early_never_begins():
+def test_cancelled_work_never_starts():
     async def run():
         load = Load(1, requests=8, nbytes=8, wait_s=None)
         for _ in range(4):
@@ -108,9 +108,9 @@ def test_work_of_somebody_who_left_early_never_begins():
     assert asyncio.run(run()) == [0, 3]
 
 
-def test_an_error_after_somebody_left_is_nobodys(caplog):
+def test_an_error_after_cancellation_is_not_logged(caplog):
     async def run():
-        workers, gate = Workers(["worker"]), asyncio.Event()
+        workers, gate = WorkerQueue(["worker"]), asyncio.Event()
 
         async def work(_):
             await gate.wait()
@@ -128,7 +128,7 @@ def test_an_error_after_somebody_left_is_nobodys(caplog):
 
 
 @pytest.mark.parametrize("error", [WorkersBusy("busy"), WorkerDied("died")])
-def test_a_conversation_without_a_worker_is_told_to_come_again(error):
+def test_a_conversation_without_a_worker_gets_503(error):
     async def render(_):
         raise error
 
@@ -142,8 +142,8 @@ def test_a_conversation_without_a_worker_is_told_to_come_again(error):
 
 
 @pytest.mark.parametrize("thread", ["prepare", "read"])
-def test_who_waits_for_a_thread_too_long_is_told_to_come_again(thread):
-    """A front has one thread that checks long prompts, and one that reads large bodies."""
+def test_waiting_too_long_for_a_thread_gets_503(thread):
+    """An API server has one thread that checks long prompts, and one that decodes large bodies."""
     held = threading.Event()
 
     async def run():
@@ -163,7 +163,7 @@ def test_who_waits_for_a_thread_too_long_is_told_to_come_again(thread):
     assert (error.status, error.body.code, error.retry_after) == (503, "queue_full", 1)
 
 
-def test_large_bodies_are_decoded_beside_the_event_loop():
+def test_large_bodies_are_decoded_in_a_thread():
     async def run():
         bodies = BodyReader()
         found = [await bodies.run(size, threading.current_thread) for size in (1, SMALL_BYTES, SMALL_BYTES + 1)]

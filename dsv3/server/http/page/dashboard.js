@@ -1,6 +1,6 @@
 "use strict";
 
-// What the page knows. Series have a value per row, null where the server had none.
+// The page's state. Series have a value per row, null where the server had none.
 const state = { series: { time: [] }, kept: 600, shown: 120, experts: null, key: null, lastAt: 0, data: null, cursor: null };
 const POLL_MS = 1000, WAIT_MS = 8000, OLD_MS = 4000;
 const $ = (id) => document.getElementById(id);
@@ -44,7 +44,7 @@ function make(name, attributes = {}, ...children) {
 }
 
 // A flag stays on one line, dashes and all.
-const words = (told) => told.split(/(--\w+)/).map((part, i) => i % 2 ? make("span", { class: "flag" }, part) : part);
+const words = (line) => line.split(/(--\w+)/).map((part, i) => i % 2 ? make("span", { class: "flag" }, part) : part);
 
 // ---- curves
 
@@ -283,17 +283,17 @@ function drawExperts(card) {
   const facts = `${digits(experts.moved || 0)} replicas moved in ${digits(experts.rebalances || 0)} rounds; mean device has ${text(percent(experts.balancedness))} of the busiest one's load`;
   fill(card, head, make("div", { class: "maps" }, ...maps), make("div", { class: "scale" }, "0 %", bar, `${MOST} % and more; 100 % is even. `, facts), read);
 }
-function takeExperts(told) {
-  if (!told) { state.experts = null; return true; }
-  const names = { rebalances: told.experts_rebalances, moved: told.experts_moved, balancedness: told.experts_balancedness };
-  const isNew = "load" in told;
-  if (isNew || state.experts) state.experts = { ...(state.experts || {}), ...told, ...names };
+function updateExperts(update) {
+  if (!update) { state.experts = null; return true; }
+  const names = { rebalances: update.experts_rebalances, moved: update.experts_moved, balancedness: update.experts_balancedness };
+  const isNew = "load" in update;
+  if (isNew || state.experts) state.experts = { ...(state.experts || {}), ...update, ...names };
   return isNew;
 }
 
-// ---- taking data
+// ---- merging data
 
-function take(data) {
+function update(data) {
   const time = state.series.time, rows = data.series.time.map((t, i) => [t, i]).filter(([t]) => Math.floor(t) > Math.floor(time.at(-1) || 0));
   for (const name of Object.keys(data.series)) if (!(name in state.series)) state.series[name] = time.map(() => null);
   for (const [name, row] of Object.entries(state.series)) {
@@ -301,7 +301,7 @@ function take(data) {
   }
   const extra = Math.max(0, time.length - data.kept_s);
   if (extra) for (const row of Object.values(state.series)) row.splice(0, extra);
-  const redraw = takeExperts(data.experts);
+  const redraw = updateExperts(data.experts);
   const first = state.data === null;
   state.data = data;
   state.lastAt = Date.now();
@@ -332,7 +332,7 @@ function drawAll(withExperts) {
   if (withExperts) drawExperts(cards.at(-1));
 }
 
-// ---- asking
+// ---- polling
 
 function show(what, why = "") {
   $("gate").hidden = what !== "gate";
@@ -345,38 +345,38 @@ function notice(words) {
   $("notice").textContent = words;
   $("board").classList.toggle("old", Boolean(words));
 }
-async function ask() {
+async function fetchData() {
   const time = state.series.time, query = new URLSearchParams({ since: time.at(-1) || 0, experts: state.experts ? state.experts.version : -1 });
   const headers = state.key ? { authorization: `Bearer ${state.key}` } : {};
   const reply = await fetch(`dashboard/data?${query}`, { headers, cache: "no-store", signal: AbortSignal.timeout(WAIT_MS) });
-  if (reply.status === 401 || reply.status === 403) return refused(reply.status);
-  if (!reply.ok) throw new Error(`the server answers with status ${reply.status}`);
-  const withExperts = take(await reply.json());
+  if (reply.status === 401 || reply.status === 403) return onRejected(reply.status);
+  if (!reply.ok) throw new Error(`the server returned status ${reply.status}`);
+  const withExperts = update(await reply.json());
   if (state.key) sessionStorage.setItem("dsv3.key", state.key);
   show("board");
   notice("");
   drawAll(withExperts);
   return true;
 }
-function refused(status) {
+function onRejected(status) {
   const had = state.key !== null;
   state.key = null;
   sessionStorage.removeItem("dsv3.key");
   $("status").textContent = "needs a key";
   $("status").classList.remove("ok");
-  show("gate", status === 403 ? "This key is not the operator's; the dashboard shows what concerns all tenants." : had ? "The server does not know this key." : "");
+  show("gate", status === 403 ? "This key is not the operator's; the dashboard shows data of all tenants." : had ? "The server does not know this key." : "");
   return false;
 }
 async function poll() {
-  let goes = true;
+  let isPolling = true;
   try {
-    if (!document.hidden) goes = await ask();
+    if (!document.hidden) isPolling = await fetchData();
   } catch (error) {
     const old = Date.now() - state.lastAt;
-    if (!state.data) $("status").textContent = "no answer";
-    if (old > OLD_MS) notice(state.data ? `No answer for ${Math.round(old / 1000)} s; this is what was. ${error.message}` : `No answer: ${error.message}`);
+    if (!state.data) $("status").textContent = "no response";
+    if (old > OLD_MS) notice(state.data ? `No response for ${Math.round(old / 1000)} s; the data are old. ${error.message}` : `No response: ${error.message}`);
   }
-  if (goes) setTimeout(poll, POLL_MS);
+  if (isPolling) setTimeout(poll, POLL_MS);
 }
 
 // ---- controls

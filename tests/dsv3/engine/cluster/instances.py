@@ -127,7 +127,7 @@ def running(
             "engine": {**given[0], "compilation_cache_dir": str(cache / "0")},
             "cluster": dataclasses.asdict(leader),
             "options": {"max_request_restarts": 1000 if supervised else 0},
-            "restarts": {"most": 1000},
+            "restarts": {"max_restarts": 1000},
         }
         with contextlib.ExitStack() as servers:
 

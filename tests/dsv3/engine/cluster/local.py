@@ -11,8 +11,8 @@ from dsv3.config.options import ClusterOptions
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.link import Incarnation
 from dsv3.engine.cluster.wire import Wire, accept, connect
+from dsv3.files import read_key
 from dsv3.processes.certificates import Credentials, credentials_of
-from dsv3.processes.key_file import read_key
 
 FRAME_OVERHEAD = 5 + 4 + 1 + 16  # a record's head, the length, the record's kind, its tag
 FIELDS = {"weights": "abc", "code": "1"}

@@ -169,7 +169,7 @@ def test_a_degraded_group_serves_until_the_missing_process_rejoins(two):
 def test_followers_join_a_restarted_server(two):
     two.server.process.kill()
     two.serve_again()
-    assert "the HTTP process of the leader has gone" in two.log(1)
+    assert "API server 0 of the leader has ended" in two.log(1)
     check(answers(two.server))
     assert two.server.stop(60) == 0
     assert two.followers[1].wait(60) == 0

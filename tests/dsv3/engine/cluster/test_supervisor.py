@@ -11,7 +11,7 @@ from dsv3.engine.cluster.link import FollowOrder
 from dsv3.processes.child import LinkedChild, RestartPolicy
 from tests.dsv3.engine.cluster import local
 
-TWICE = RestartPolicy(most=2)
+TWICE = RestartPolicy(max_restarts=2)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_process_that_is_stopped_is_replaced(supervise):
 def test_a_process_that_survives_sigkill_is_final(supervise, monkeypatch):
     """It waits for a device or a disk, as one in state D does, and would be waited for without end."""
     killed = []
-    monkeypatch.setattr(supervisor, "KILLED_S", 0.1)
+    monkeypatch.setattr(supervisor, "REAP_TIMEOUT_S", 0.1)
     monkeypatch.setattr(LinkedChild, "_kill_session", lambda process: killed.append(process))
     assert supervise("begin serve hang; begin serve 0", silence=1.0) == (1, 1)
     for process in killed:

@@ -15,7 +15,7 @@ LOAD = "tests.dsv3.engine.cluster.toy_cluster:load"
 def main(cluster: dict, model_dir: str, engine: dict) -> None:
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"  # for its children, as in `toy_cluster`
     order = FollowOrder(ClusterOptions(**cluster), model_dir, EngineOptions(**engine), LOAD)
-    sys.exit(Supervisor(order, RestartPolicy(most=1000)).run())
+    sys.exit(Supervisor(order, RestartPolicy(max_restarts=1000)).run())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from dsv3.engine.jobs.pages import PageStats
 from dsv3.kv_cache.tiers import counts
 from dsv3.kv_cache.tiers.counts import CarrierStats, TierCounts, total
 from dsv3.scheduler.request import EngineStats
-from dsv3.server.engine.process import _numbers
+from dsv3.server.engine.process import numeric_stats
 from dsv3.server.serving.metrics import Metrics
 
 
@@ -41,9 +41,9 @@ def test_metrics_have_the_label_carrier() -> None:
     metrics = Metrics("m")
     stats = EngineStats(3, 1, 7, 0.5, 0, 0, 0, 0, 10, 20, 30, 0.1, (1, 2))
     peer = TierCounts(carried_bytes=[1, 2], carried_seconds=[0.5, 0.25], carrier_failures=[0, 4])
-    metrics.update(_numbers(dataclasses.replace(stats, jobs={"pages": PageStats(0, {"host": TierCounts()})})))
+    metrics.update(numeric_stats(dataclasses.replace(stats, jobs={"pages": PageStats(0, {"host": TierCounts()})})))
     assert b"kv_transfer" not in metrics.text(), "this instance does not fetch"
-    metrics.update(_numbers(dataclasses.replace(stats, jobs={"pages": PageStats(0, {"peer": peer})})))
+    metrics.update(numeric_stats(dataclasses.replace(stats, jobs={"pages": PageStats(0, {"peer": peer})})))
     for name, by_sockets, by_nixl in (("bytes", 1, 2), ("seconds", 0.5, 0.25), ("failures", 0, 4)):
         for carrier, value in (("sockets", by_sockets), ("nixl", by_nixl)):
             labels = {"model_name": "m", "carrier": carrier}

@@ -1,4 +1,4 @@
-"""Names, origins, ids and the log: how a server presents itself to browsers and operators."""
+"""Host names, web origins, request ids and the access log."""
 
 import json
 import re
@@ -19,7 +19,7 @@ BODY = {"prompt": [5, 6], "max_tokens": 2}
 
 @pytest.fixture(scope="module")
 def mannered(model_dir):
-    """A key, an allowed origin, an access log."""
+    """A server with a key, an allowed origin and an access log."""
     options = {"api_key": KEY, "allowed_origins": [PAGE], "access_log": True}
     with serving.running(model_dir, options=options) as server:
         server.http.headers["authorization"] = f"Bearer {KEY}"
@@ -27,7 +27,7 @@ def mannered(model_dir):
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:99999", "[::1]", "[::1]:80"])
-def test_a_local_server_is_called_by_its_names(server, host):
+def test_a_local_server_accepts_local_names(server, host):
     for path in ("/health", "/v1/models"):
         assert server.http.get(path, headers={"host": host}).status_code == 200
 
@@ -35,18 +35,18 @@ def test_a_local_server_is_called_by_its_names(server, host):
 @pytest.mark.parametrize(
     "host", ["evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "127.0.0.2", ""]
 )
-def test_other_names_are_rebinding(server, host):
-    """A page's own name that resolves to this machine, in the reader's browser."""
+def test_other_host_names_are_rejected(server, host):
+    """DNS rebinding: a page's own host name may resolve to this machine."""
     for method, path in (("GET", "/health"), ("POST", COMPLETIONS), ("GET", "/nothing")):
         refused = server.http.request(method, path, headers={"host": host})
         assert (refused.status_code, refused.json()["error"]["code"]) == (421, "unknown_host")
 
 
-def test_a_server_with_a_key_has_any_name(locked_server):
+def test_a_server_with_a_key_accepts_any_name(locked_server):
     assert locked_server.http.get("/health", headers={"host": "models.example"}).status_code == 200
 
 
-def test_what_loopback_is():
+def test_is_loopback():
     assert all(is_loopback(host) for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"))
     assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "models.example"))
 
@@ -64,7 +64,7 @@ def test_pages_of_allowed_origins_may_use_the_api(mannered):
     assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, PAGE)
 
 
-def test_other_pages_may_not(mannered, server):
+def test_pages_of_other_origins_get_no_cors_headers(mannered, server):
     for each in (mannered, server):
         answer = each.http.get("/health", headers={"origin": "https://other.example"})
         assert "access-control-allow-origin" not in answer.headers
@@ -86,7 +86,7 @@ FOREIGN = [
 
 @pytest.fixture(scope="module")
 def keyless(model_dir, tmp_path_factory):
-    """No key, all that writes is on, and one origin is allowed."""
+    """A server without keys, with all routes that write, and with one allowed origin."""
     places = {name: str(tmp_path_factory.mktemp(name)) for name in ("batch_dir", "profile_dir")}
     with serving.running(model_dir, options=places | {"allowed_origins": [PAGE]}) as server:
         yield server
@@ -94,8 +94,8 @@ def keyless(model_dir, tmp_path_factory):
 
 @pytest.mark.parametrize("headers", FOREIGN)
 @pytest.mark.parametrize("path", ["/flush_cache", "/start_profile", "/stop_profile", "/v1/files", COMPLETIONS, "/none"])
-def test_pages_of_other_origins_change_nothing(keyless, path, headers):
-    """Browsers send forms across sites without a preflight, and need not be able to read the answer."""
+def test_pages_of_other_origins_cannot_change_state(keyless, path, headers):
+    """Browsers send forms across origins without a preflight, although the page cannot read the response."""
     refused = keyless.http.post(path, headers=headers, files={"file": ("x.jsonl", b"{}")}, data={"purpose": "batch"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "cross_origin")
     assert keyless.http.delete("/v1/files/x", headers=headers).status_code == 403
@@ -103,7 +103,7 @@ def test_pages_of_other_origins_change_nothing(keyless, path, headers):
     assert keyless.http.get("/v1/files", headers=headers).json()["data"] == []
 
 
-def test_a_foreign_body_is_not_waited_for(keyless):
+def test_a_foreign_request_is_rejected_before_its_body(keyless):
     with socket.create_connection(("127.0.0.1", keyless.port), timeout=30) as client:
         head = "POST /v1/files HTTP/1.1\r\nhost: localhost\r\norigin: http://evil.example\r\ncontent-length: 1000000"
         client.sendall(f"{head}\r\n\r\n".encode())
@@ -111,7 +111,7 @@ def test_a_foreign_body_is_not_waited_for(keyless):
 
 
 @pytest.mark.parametrize("origin", [None, "http://localhost:{port}", PAGE])
-def test_own_and_allowed_pages_and_other_programs_may(keyless, origin):
+def test_own_pages_allowed_origins_and_other_clients_may_post(keyless, origin):
     headers = {"host": f"localhost:{keyless.port}"}
     if origin is not None:
         site = "cross-site" if origin == PAGE else "same-origin"
@@ -127,7 +127,7 @@ def test_origins_are_checked(origin):
     assert ServerOptions(allowed_origins=("*", PAGE, "http://localhost:3000")).allowed_origins
 
 
-def test_answers_carry_an_id(server):
+def test_responses_have_a_request_id(server):
     given = server.http.get("/health", headers={"x-request-id": "trace-1/a"})
     assert given.headers["x-request-id"] == "trace-1/a"
     made = set()
@@ -178,6 +178,6 @@ def test_the_access_log_has_a_line_per_request(mannered):
     assert not any(text in log for text in (secret, "query-secret", KEY, "wrong-key"))
 
 
-def test_there_is_no_access_log_unless_asked_for(server):
+def test_the_access_log_is_off_by_default(server):
     server.http.get("/health", headers={"x-request-id": "not-logged"})
     assert "not-logged" not in server.log.read_text()

@@ -1,4 +1,4 @@
-"""A connection whose client does not read."""
+"""`ResponseWriter`: chunks, flow control, and clients that do not read."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ from dsv3.server.http.exchange import ResponseWriter
 
 
 class Transport:
-    """What a writer needs of one."""
+    """The methods of a transport that a writer uses."""
 
     def __init__(self):
         self.written, self.aborted = b"", asyncio.Event()
@@ -22,19 +22,19 @@ class Transport:
 
 
 def with_writer(work, version="1.1", deadline_s=60):
-    """Runs `work(writer, transport, told)` on a loop; `told` is what the response heard."""
+    """Runs `work(writer, transport, calls)` on an event loop; `calls` are the callbacks made."""
 
     async def run():
-        transport, told = Transport(), []
+        transport, calls = Transport(), []
         writer = ResponseWriter(transport, deadline_s)
-        writer.claim(version, lambda: told.append("pause"), lambda: told.append("resume"))
-        await work(writer, transport, told)
+        writer.start_stream(version, lambda: calls.append("pause"), lambda: calls.append("resume"))
+        await work(writer, transport, calls)
 
     asyncio.run(run())
 
 
-def test_events_are_chunks_unless_the_client_is_older():
-    async def write(writer, transport, told):
+def test_events_are_chunks_for_http_1_1_clients():
+    async def write(writer, transport, calls):
         writer.write(b'data: {"a": 1}')
         expected[0] = transport.written
 
@@ -45,24 +45,24 @@ def test_events_are_chunks_unless_the_client_is_older():
     assert expected == [b'data: {"a": 1}\n\n']
 
 
-def test_a_client_that_reads_again_is_kept():
-    async def work(writer, transport, told):
+def test_a_client_that_reads_in_time_stays_connected():
+    async def work(writer, transport, calls):
         writer.pause()
         writer.resume()
-        writer.free()
+        writer.end_stream()
         writer.pause()
         writer.resume()
         await asyncio.sleep(0.05)
-        assert told == ["pause", "resume"] and not transport.aborted.is_set()
+        assert calls == ["pause", "resume"] and not transport.aborted.is_set()
 
     with_writer(work, deadline_s=0.01)
 
 
 def test_a_client_that_does_not_read_is_cut_off():
-    """Whether a stream or a whole answer waits for it."""
+    """For a stream and for a whole body."""
 
-    async def work(writer, transport, told):
-        writer.free()
+    async def work(writer, transport, calls):
+        writer.end_stream()
         writer.pause()
         await asyncio.wait_for(transport.aborted.wait(), 60)
         writer.write(b"late")

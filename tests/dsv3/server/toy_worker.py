@@ -1,10 +1,10 @@
-"""A process for `test_asking`: each question is what it has to do."""
+"""A worker for `test_worker_process`; each request names an action."""
 
 import os
 import signal
 import time
 
-from dsv3.server.worker_process import answer_questions
+from dsv3.server.worker_process import serve_requests
 
 
 def answer(body: bytes) -> bytearray:
@@ -21,9 +21,9 @@ def answer(body: bytes) -> bytearray:
             time.sleep(1.0)
         case b"hang":
             time.sleep(60.0)
-    told = str(os.getpid()).encode()
-    return bytearray(len(told).to_bytes(4, "little") + told)
+    reply = str(os.getpid()).encode()
+    return bytearray(len(reply).to_bytes(4, "little") + reply)
 
 
 if __name__ == "__main__":
-    answer_questions(answer, 2**33)
+    serve_requests(answer, 2**33)

@@ -1,4 +1,4 @@
-"""What a front holds of the requests of all clients: bounded, given back, and in no cycles."""
+"""Memory of requests in an API server: limited, released, and without reference cycles."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from dsv3.server.http.app import EventStream, make_router
 from dsv3.server.http.bodies import ClientGone, unless_disconnected
 from dsv3.server.http.exchange import WRITER, ResponseWriter
 from dsv3.server.http.http_server import Connection
-from dsv3.server.limits import SMALL_BYTES, Budget, Turns, WorkersBusy
+from dsv3.server.limits import SMALL_BYTES, Budget, DecodeThrottle, WorkersBusy
 from dsv3.server.protocol.errors import ApiError
 from dsv3.server.protocol.openai import CompletionRequest
 from dsv3.server.serving.completions import CompletionHandler
@@ -34,7 +34,7 @@ RULES = RequestRules(vocab_size=500, max_model_len=2**18)
 
 
 class Engine:
-    """Ends each sequence with one token at once, or never."""
+    """An engine client that ends each sequence with one token at once, or never."""
 
     state, capacity = "ready", 1000
 
@@ -45,7 +45,7 @@ class Engine:
     def new_ids(self, count):
         return 0
 
-    def require_room(self, count):
+    def require_capacity(self, count):
         pass
 
     def submit(self, requests, streams):
@@ -53,14 +53,14 @@ class Engine:
         for request, stream in zip(requests, streams, strict=True):
             stream.pending = [EngineOutput(request_id=request.request_id, token_ids=[7], finish_reason="length")]
             if not self.stalls:
-                asyncio.get_running_loop().call_soon(stream.arrived)
+                asyncio.get_running_loop().call_soon(stream.on_outputs)
 
     def abort(self, request_ids):
         self.aborted += len(request_ids)
 
 
 def on_an_api_server(scenario, budget=None):
-    """Runs `scenario(connect, engine)` with a front over an engine of its own."""
+    """Runs `scenario(connect, engine)` with an API server and its own engine."""
 
     async def run(connect):
         engine = Engine()
@@ -106,8 +106,8 @@ LARGE = [[5] * 5000] * 30  # JSON of 450 KiB
     ],
     ids=["small", "stream", "large", "wrong", "large and wrong", "too long", "too many", "no model", "hung up"],
 )
-def test_a_request_leaves_nothing_to_the_garbage_collector(monkeypatch, body, status):
-    """That runs after thousands of objects, however large they are: 20 refused bodies of 32 MiB lay about."""
+def test_a_request_leaves_no_reference_cycles(monkeypatch, body, status):
+    """The garbage collector runs after thousands of objects of any size: 20 rejected bodies of 32 MiB stayed."""
     alive = weakref.WeakSet()
     for kind in (RequestHandler, Connection):
         monkeypatch.setattr(kind, "__init__", noted(kind.__init__, alive))
@@ -145,8 +145,8 @@ def noted(init, alive):
     return wrapped
 
 
-def test_bodies_beyond_the_budget_are_told_to_come_again():
-    """Small ones are taken meanwhile, and large ones again once there is room."""
+def test_bodies_beyond_the_budget_get_503_with_retry_after():
+    """Small ones are accepted meanwhile, and large ones again once bytes are released."""
     large = asked(user="x" * 3 * SMALL_BYTES)
 
     async def scenario(connect, engine):
@@ -170,7 +170,7 @@ def test_bodies_beyond_the_budget_are_told_to_come_again():
     on_an_api_server(scenario, Budget(small=SMALL_BYTES, large=4 * SMALL_BYTES))
 
 
-def test_a_stream_holds_its_body_until_it_ends():
+def test_a_stream_reserves_its_body_until_it_ends():
     budget = Budget(small=200, large=0)
     body = asked(stream=True, user="x" * 80)
 
@@ -195,16 +195,16 @@ PARTS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, SMALL_BYTES)), max_
 
 
 @given(PARTS, st.integers(0, SMALL_BYTES), st.integers(SMALL_BYTES + 1, 4 * SMALL_BYTES))
-def test_requests_hold_no_more_than_the_budget(parts, small, large):
-    """Four requests grow, and end where they are refused."""
+def test_reservations_never_exceed_the_budget(parts, small, large):
+    """Four requests grow, and end when they are rejected."""
     budget, sizes = Budget(small, large), dict.fromkeys(range(4), 0)
     with contextlib.ExitStack() as stack:
-        holdings = [stack.enter_context(budget.hold()) for _ in sizes]
+        holdings = [stack.enter_context(budget.reserve()) for _ in sizes]
         for who, nbytes in parts:
             size = sizes[who] + nbytes
             of_share = [s for other, s in sizes.items() if other != who and (s > SMALL_BYTES) == (size > SMALL_BYTES)]
-            has_room = sum(of_share) + size <= (large if size > SMALL_BYTES else small)
-            if has_room:
+            has_capacity = sum(of_share) + size <= (large if size > SMALL_BYTES else small)
+            if has_capacity:
                 holdings[who].grow(nbytes)
                 sizes[who] = size
             else:
@@ -214,12 +214,12 @@ def test_requests_hold_no_more_than_the_budget(parts, small, large):
                 sizes[who] = 0
             assert [reservation.nbytes for reservation in holdings] == list(sizes.values())
     for share in (small, large):
-        with budget.hold() as reservation:
+        with budget.reserve() as reservation:
             reservation.grow(share)  # all of it was given back
 
 
-def test_ids_are_held_in_four_bytes():
-    """Also where the body was small enough to be decoded at once; a list takes 40."""
+def test_token_ids_take_four_bytes():
+    """Also for bodies that are decoded on the event loop; a list needs 40."""
 
     async def prompts(body):
         return await completion_prompts(types.SimpleNamespace(), read(CompletionRequest, body))
@@ -231,11 +231,11 @@ def test_ids_are_held_in_four_bytes():
 
 
 @given(st.lists(st.tuples(st.integers(1, 100_000), st.booleans()), min_size=1, max_size=30))
-def test_bodies_are_read_in_order_a_slice_per_turn(bodies):
-    """A body whose client leaves while it waits is not read, and takes nobody's turn."""
+def test_bodies_are_decoded_in_order_a_slice_per_iteration(bodies):
+    """A body whose client disconnects while it waits is not decoded and delays no other."""
 
     async def run():
-        turns, begun = Turns(nbytes=10_000), []
+        turns, begun = DecodeThrottle(nbytes=10_000), []
 
         async def ask(number, size):
             await turns.wait(size)
@@ -257,9 +257,9 @@ def test_bodies_are_read_in_order_a_slice_per_turn(bodies):
     asyncio.run(run())
 
 
-def test_who_leaves_before_its_turn_costs_nobody_a_turn():
+def test_a_cancelled_body_delays_no_other():
     async def turns_until_read(leaves):
-        turns, num_turns = Turns(nbytes=10_000), 0
+        turns, num_turns = DecodeThrottle(nbytes=10_000), 0
         _, gone, last = [asyncio.create_task(turns.wait(10_000)) for _ in range(3)]
         await asyncio.sleep(0)  # all have asked
         if leaves:
@@ -274,8 +274,8 @@ def test_who_leaves_before_its_turn_costs_nobody_a_turn():
 
 @pytest.mark.parametrize("num_turns", range(8))
 @pytest.mark.parametrize("streams", [True, False])
-def test_an_answer_may_end_while_its_client_leaves(streams, num_turns):
-    """Whoever ends many answers, since the engine has failed, must come to the last one."""
+def test_a_generation_may_end_while_its_client_disconnects(streams, num_turns):
+    """When the engine fails, all generations must end, also if some end at the same time by a disconnect."""
 
     async def run():
         engine, gone = Engine(), asyncio.Event()
@@ -298,7 +298,7 @@ def test_an_answer_may_end_while_its_client_leaves(streams, num_turns):
             await asyncio.sleep(0)
         [stream] = engine.streams
         stream.pending = [EngineOutput(request_id=0, token_ids=[7])]
-        stream.arrived()
+        stream.on_outputs()
         while streams and not writer.write.called:
             await asyncio.sleep(0)
         gone.set()

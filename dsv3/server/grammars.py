@@ -18,7 +18,7 @@ from dsv3.processes import frames
 from dsv3.scheduler.request import RequestRules
 from dsv3.server.limits import WAIT_S, Workers
 from dsv3.server.worker_process import PoisonRequest, WorkerProcess, answer_questions
-from dsv3.text.call_grammar import Wanted, answer_grammar
+from dsv3.text.call_grammar import AnswerConstraints, answer_grammar
 from dsv3.text.dialects import DIALECTS
 from dsv3.text.matcher import GrammarError, GrammarVocabulary, VocabularyError
 
@@ -49,7 +49,7 @@ class MakeSetup(msgspec.Struct, frozen=True, tag=True):
 class Make(msgspec.Struct, frozen=True, tag=True):
     """An answer whose grammar is to be written and compiled."""
 
-    wanted: Wanted
+    wanted: AnswerConstraints
 
 
 class Made(msgspec.Struct, frozen=True, tag=True):
@@ -94,7 +94,7 @@ class GrammarPool:
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
         self._num_chars = 0
 
-    async def make(self, wanted: Wanted, rules: RequestRules) -> str:
+    async def make(self, wanted: AnswerConstraints, rules: RequestRules) -> str:
         """Returns the grammar of an answer, which an engine of these rules can use.
 
         Raises GrammarError with the reason where there is none; VocabularyError says that there never is. WorkersBusy

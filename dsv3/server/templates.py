@@ -14,7 +14,7 @@ from dsv3.processes import frames
 from dsv3.server.limits import SMALL_BYTES, WAIT_S, Workers
 from dsv3.server.worker_process import PoisonRequest, WorkerProcess, answer_questions
 from dsv3.text.chat_template import ChatTemplate, TemplateError, ToolMessages
-from dsv3.text.markers import Markers
+from dsv3.text.special_tokens import SpecialTokens
 
 # Time of the processor that one rendering may take.
 DEADLINE_S = 10.0
@@ -59,7 +59,7 @@ class TemplatePool:
 
     A second one of a kind would wait for the front, whose own work per conversation takes 2 to 4 times its worker's
     (benchmarks/chat_prompts.py). Nobody waits longer than `wait_s` for a worker. With `markers`, prompts carry the
-    template's own in their hidden spelling (`dsv3.text.markers`).
+    template's own in their hidden spelling (`dsv3.text.special_tokens`).
     """
 
     def __init__(
@@ -120,7 +120,7 @@ def _require_sound(body: bytes) -> None:
         raise TemplateError(error)
 
 
-def escaping_template(source: str, special_tokens: Mapping[str, str], markers: Markers) -> ChatTemplate:
+def escaping_template(source: str, special_tokens: Mapping[str, str], markers: SpecialTokens) -> ChatTemplate:
     """Returns the template whose prompts have hidden markers.
 
     Raises TemplateError where a sample's prompt differs in more than that: the template then makes a marker of parts,
@@ -140,7 +140,7 @@ def escaping_template(source: str, special_tokens: Mapping[str, str], markers: M
     return hiding
 
 
-def _differs_in_spelling_alone(hidden: str, prompt: str, markers: Markers, all_are_written: bool) -> bool:
+def _differs_in_spelling_alone(hidden: str, prompt: str, markers: SpecialTokens, all_are_written: bool) -> bool:
     """Returns whether two prompts differ in nothing but markers that are hidden: in all of them, or in some."""
     try:
         return markers.show(hidden) == prompt and (not all_are_written or hidden == markers.hide(prompt))
@@ -197,7 +197,7 @@ class _Renderer:
     def _render(self, request: Render) -> str:
         assert self._chat is not None and self._messages is not None  # the first message has brought them
         return self._chat.render(
-            self._messages.prepared(request.messages),
+            self._messages.prepare(request.messages),
             tools=request.tools,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
@@ -208,7 +208,7 @@ class _Renderer:
 def _template(setup: RenderSetup) -> ChatTemplate:
     if setup.markers is None:
         return ChatTemplate(setup.source, setup.special_tokens)
-    return escaping_template(setup.source, setup.special_tokens, Markers(setup.markers))
+    return escaping_template(setup.source, setup.special_tokens, SpecialTokens(setup.markers))
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ class EventStream(Response):
         self._waiting, self._writer = [], writer
         if (failure := await self._ended) is not None:
             writer.write(self._answer.failure(failure))
-        await send({"type": "http.response.body", "body": self._answer.farewell, "more_body": False})
+        await send({"type": "http.response.body", "body": self._answer.stream_end, "more_body": False})
 
     def _on_event(self, event: bytes) -> None:
         if self._writer is not None:

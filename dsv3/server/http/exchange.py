@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Scope
 from dsv3.server.http.wire import Head
 from dsv3.server.protocol.anthropic import MESSAGES, messages_envelope
 from dsv3.server.protocol.errors import ApiError
-from dsv3.server.serving.handler import Summary
+from dsv3.server.serving.handler import RequestSummary
 from dsv3.server.tenants import Tenant
 
 # Keys in an ASGI scope's extensions.
@@ -36,7 +36,7 @@ TENANT = "dsv3.tenant"
 """The tenant that sent the request; absent on a server without API keys."""
 
 SUMMARY = "dsv3.summary"
-"""A function that returns the `Summary` of the answer; absent where there is none."""
+"""A function that returns the `RequestSummary` of the answer; absent where there is none."""
 
 OnAccess = Callable[[dict[str, object]], None]
 """Is called with the line of the access log after each request."""
@@ -236,7 +236,7 @@ class HttpExchange:
         are those told so far where the client has gone. `first_token_s` counts from the request's arrival.
         """
         tenant: Tenant | None = extensions.get(TENANT)
-        answer: Summary | None = extensions[SUMMARY]() if SUMMARY in extensions else None
+        answer: RequestSummary | None = extensions[SUMMARY]() if SUMMARY in extensions else None
         first = None if answer is None else answer.first_token_at
         return {
             "time": round(time.time(), 3),

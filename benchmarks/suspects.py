@@ -61,7 +61,7 @@ class Fleet:
 
     def _die(self) -> None:
         self._on_engine_death()
-        self._turns = [in_flight for in_flight in self.api_servers if in_flight.suspects]
+        self._turns = [in_flight for in_flight in self.api_servers if in_flight.quarantined]
         if self._turns:
             self._try_next(self._turns[0])
 
@@ -106,10 +106,10 @@ class FleetWithoutTrial(Fleet):
     def _die(self) -> None:
         self._on_engine_death()
         for in_flight in self.api_servers:
-            for request_id in in_flight.suspects:
+            for request_id in in_flight.quarantined:
                 in_flight.pop(request_id)
                 self.ended[request_id] = "it was there twice"
-            in_flight.suspects.clear()
+            in_flight.quarantined.clear()
 
 
 SCHEMES = {

@@ -19,7 +19,7 @@ from dsv3.engine.step_log import EngineSnapshot, StepNote
 from dsv3.processes import frames
 from dsv3.scheduler.request import EngineOutput, PreparedRequest, first_id
 from dsv3.server.engine import messages
-from dsv3.server.engine.in_flight import InFlightRequest, InFlightRequests, OutputStream
+from dsv3.server.engine.in_flight import InFlightRequest, InFlightRequests, RequestStream
 
 # A step never takes this long: an engine that has work and sends no frame for so long hangs.
 WATCHDOG_S = 300.0
@@ -97,7 +97,7 @@ class EngineClient:
         self._starting_watchdog_s = min(watchdog_s, PULSE_WATCHDOG_S)
         self._next_id = 0
         self._in_flight = InFlightRequests(max_restarts)
-        self._ready: deque[OutputStream] = deque()
+        self._ready: deque[RequestStream] = deque()
         self._is_scheduled = False
         self._failure = ""
         self._silent_s = self._deaf_s = 0.0  # since a frame of the thread that steps, and since any
@@ -165,7 +165,7 @@ class EngineClient:
         if self.num_live + count > self.capacity:
             raise Busy("the queue is full")
 
-    def submit(self, requests: Sequence[PreparedRequest], streams: Sequence[OutputStream]) -> None:
+    def submit(self, requests: Sequence[PreparedRequest], streams: Sequence[RequestStream]) -> None:
         """Sends requests, all or none, with a sink for each sequence, request by request.
 
         They wait where the engine is being started anew. Raises Busy without asking the engine when this front alone
@@ -458,7 +458,7 @@ class EngineClient:
             stream.is_queued = False
             stream.arrived()
 
-    def put_off(self, stream: OutputStream) -> None:
+    def put_off(self, stream: RequestStream) -> None:
         """Calls `arrived` of a sink again when others have had their turn."""
         if stream.is_queued:
             return

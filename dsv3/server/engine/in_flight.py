@@ -26,7 +26,7 @@ class EngineDied(Exception):
     """Engines have died with this request, and it is not given to another one; the message is fit for clients."""
 
 
-class OutputStream(Protocol):
+class RequestStream(Protocol):
     """Where the outputs of one engine request go.
 
     What comes is appended to `pending`, a token alone where the request simply goes on; soon after, `arrived` is
@@ -51,7 +51,7 @@ class InFlightRequest:
 
     __slots__ = ("deaths", "index", "is_there", "request", "restarts", "resumes", "safe_at", "stream", "tokens")
 
-    def __init__(self, stream: OutputStream, request: PreparedRequest, index: int):
+    def __init__(self, stream: RequestStream, request: PreparedRequest, index: int):
         self.stream, self.request, self.index = stream, request, index
         self.tokens: array.array[int] = array.array("i")
         self.is_there = False  # an engine has it
@@ -93,7 +93,7 @@ class InFlightRequests:
     def __len__(self) -> int:
         return len(self.by_id)
 
-    def add(self, requests: Sequence[PreparedRequest], streams: Sequence[OutputStream]) -> list[int]:
+    def add(self, requests: Sequence[PreparedRequest], streams: Sequence[RequestStream]) -> list[int]:
         """Takes the sequences of new requests, with a sink for each; returns their ids."""
         found = ((request, i) for request in requests for i in range(request.sampling.n))
         ids = []

@@ -119,11 +119,7 @@ def agrees(engine: Engine, router: Router) -> bool:
     index = engine.scheduler.caches[router.rank].index
     there = engine.scheduler.tiers
     on_device, on_host = ({hash_of(key) for key in keys} for keys in (index._page_of, there._host_pool._block_of))
-    return (
-        router.cached_pages["GPU"] == on_device
-        and router.cached_pages["CPU"] == on_host
-        and not any(there._backlog.values())
-    )
+    return router.held["GPU"] == on_device and router.held["CPU"] == on_host and not any(there._backlog.values())
 
 
 _ACTIONS = st.one_of(
@@ -162,7 +158,7 @@ def test_a_router_knows_what_the_engine_holds(
     drain(engine)
     for router in routers:
         eventually(lambda router=router: agrees(engine, router))
-        for page in router.cached_pages["GPU"]:
+        for page in router.held["GPU"]:
             keys: list[bytes] = []
             extend_keys(engine.rules.root(""), keys, np.array(router.spells(page), np.int32), 64)
             assert hash_of(keys[-1]) == page
@@ -186,7 +182,7 @@ def test_a_subscriber_hears_what_happens(make_engine: MakeEngine, config: dict, 
     router.next = int.from_bytes(sequence, "big")
     router.was_cleared = True  # it has missed the beginning
     router.take(payload)
-    assert router.spells(max(router.cached_pages["GPU"]))
+    assert router.spells(max(router.held["GPU"]))
     engine.events.close()
 
 
@@ -212,7 +208,7 @@ def test_what_is_distrusted_is_removed(make_engine: MakeEngine, config: dict, co
     def settled() -> bool:
         for router in routers:
             router.catch_up()
-        return any(router.tokens for router in routers) and not any(router.cached_pages["GPU"] for router in routers)
+        return any(router.tokens for router in routers) and not any(router.held["GPU"] for router in routers)
 
     eventually(settled)
     engine.events.close()

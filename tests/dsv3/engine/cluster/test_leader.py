@@ -259,7 +259,7 @@ def test_what_followers_tell_reaches_its_planner_in_order(lead) -> None:
     follower.send(WorkEvent("others", b"-"))
     follower.send(Loaded({}, 5))
     led.leader.loaded({})
-    led.leader.work_events.listen("pages", lambda process_id, body: heard.put((process_id, body)))
+    led.leader.events.listen("pages", lambda process_id, body: heard.put((process_id, body)))
     follower.send(WorkEvent("pages", b"2"))
     assert [heard.get(timeout=30) for _ in range(2)] == [(1, b"1"), (1, b"2")]
 

@@ -100,10 +100,11 @@ def exists(name: str) -> bool:
 
 
 def _open(name: str, is_url: bool, mode: str) -> Any:
-    return require_module("fsspec").open(name, mode) if is_url else open(name, mode, opener=_private)
+    return require_module("fsspec").open(name, mode) if is_url else open(name, mode, opener=open_private)
 
 
-def _private(path: str, flags: int) -> int:
+def open_private(path: str, flags: int) -> int:
+    """Opens a file with mode 0600; an `opener` for `open`."""
     return os.open(path, flags, 0o600)
 
 

@@ -131,36 +131,34 @@ def _output(number: int, custom_id: str | None, response: Any, error: Any) -> by
     return msgspec.json.encode(line) + b"\n"
 
 
-class _OutputHead(msgspec.Struct):
-    id: str
-
-
-class _RecordedError(msgspec.Struct):
+class _OutputError(msgspec.Struct):
     message: Any = ""
 
 
-class _RecordedResponse(msgspec.Struct):
+class OutputBody(msgspec.Struct):
+    """The fields of a response's body that every route has."""
+
+    error: _OutputError | None = None
+
+
+class _OutputResponse(msgspec.Struct):
     status_code: int
     body: msgspec.Raw = msgspec.Raw()
 
 
-class _OutputResult(msgspec.Struct):
-    response: _RecordedResponse | None = None
-    error: _RecordedError | None = None
+class _OutputLine(msgspec.Struct):
+    id: str
+    response: _OutputResponse | None = None
+    error: _OutputError | None = None
 
 
-class _Refusal(msgspec.Struct):
-    error: _RecordedError | None = None
-
-
-_output_decoder = msgspec.json.Decoder(_OutputHead)
-_result_decoder = msgspec.json.Decoder(_OutputResult)
-_refusal_decoder = msgspec.json.Decoder(_Refusal)
+parse_output = msgspec.json.Decoder(_OutputLine).decode
+_body_decoder = msgspec.json.Decoder(OutputBody)
 
 
 def answered_number(line: bytes) -> int:
     """Returns the input line number that an output line answers; raises ValueError for an invalid output line."""
-    number = _output_decoder.decode(line).id.removeprefix(ID_PREFIX)
+    number = parse_output(line).id.removeprefix(ID_PREFIX)
     if not (number.isascii() and number.isdigit()):
         raise ValueError(f"its id does not end in a line number: {number[:40]!r}")
     return int(number)
@@ -168,13 +166,13 @@ def answered_number(line: bytes) -> int:
 
 def parse_failure(line: bytes) -> str | None:
     """Returns the error of an output line; None where it has an answer."""
-    found = _result_decoder.decode(line)
+    found = parse_output(line)
     if found.response is None:
         return str(found.error.message) if found.error is not None else ""
     if found.response.status_code == 200:
         return None
     try:
-        error = _refusal_decoder.decode(found.response.body).error
+        error = _body_decoder.decode(found.response.body).error
     except msgspec.MsgspecError:
         error = None
     return f"status {found.response.status_code}: {error.message if error is not None else ''}"

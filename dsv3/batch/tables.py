@@ -18,7 +18,15 @@ from typing import Any, BinaryIO
 import msgspec
 
 from dsv3.batch.formats import detect_format, exists, open_input, open_output, require_module
-from dsv3.batch.journal import MAX_LINE_BYTES, BatchError, answered_number, numbered_lines, summarize_input
+from dsv3.batch.journal import (
+    MAX_LINE_BYTES,
+    BatchError,
+    OutputBody,
+    answered_number,
+    numbered_lines,
+    parse_output,
+    summarize_input,
+)
 from dsv3.batch.options import ANSWER_FIELDS, BatchOptions
 
 MESSAGES = "messages"
@@ -119,7 +127,7 @@ class Answers:
         if not offset:
             return (None, None, None, _NO_PROMPT, None, None)
         self._file.seek(offset - 1)
-        return _columns(msgspec.json.decode(self._file.readline(), type=_Output))
+        return _columns(self._file.readline())
 
     def close(self) -> None:
         """Closes the journal."""
@@ -143,31 +151,18 @@ class _OutputUsage(msgspec.Struct):
     completion_tokens: int | None = None
 
 
-class _OutputError(msgspec.Struct):
-    message: str = ""
-
-
-class _Body(msgspec.Struct):
-    choices: list[_OutputChoice] = []
+class _AnswerBody(OutputBody):
+    choices: tuple[_OutputChoice, ...] = ()
     usage: _OutputUsage | None = None
-    error: _OutputError | None = None
 
 
-class _OutputResponse(msgspec.Struct):
-    status_code: int
-    body: _Body
-
-
-class _Output(msgspec.Struct):
-    response: _OutputResponse | None = None
-    error: _OutputError | None = None
-
-
-def _columns(output: _Output) -> tuple[Any, ...]:
-    if output.response is None or output.response.status_code != 200 or not output.response.body.choices:
-        error = output.error or (output.response.body.error if output.response is not None else None)
-        return (None, None, None, error.message if error is not None else "no answer", None, None)
-    choice, usage = output.response.body.choices[0], output.response.body.usage or _OutputUsage()
+def _columns(line: bytes) -> tuple[Any, ...]:
+    output = parse_output(line)
+    body = _AnswerBody() if output.response is None else msgspec.json.decode(output.response.body, type=_AnswerBody)
+    if output.response is None or output.response.status_code != 200 or not body.choices:
+        error = output.error or body.error
+        return (None, None, None, str(error.message) if error is not None else "no answer", None, None)
+    choice, usage = body.choices[0], body.usage or _OutputUsage()
     message = choice.message or _OutputMessage()
     text = choice.text if choice.message is None else message.content
     if text is None and message.tool_calls is not None:
@@ -296,17 +291,13 @@ def _is_parquet(name: str) -> bool:
     return detect_format(name).kind == "parquet"
 
 
-def _nothing() -> None:
-    """Does nothing: the journal is the output already."""
-
-
 @dataclasses.dataclass(frozen=True)
 class StagedBatch:
     """A prepared batch: input `lines`, the journal `answers`, and `finish`, which makes the output at the end."""
 
     lines: Path
     answers: Path
-    finish: Callable[[], None] = _nothing
+    finish: Callable[[], None] = lambda: None  # the journal is the output already
 
 
 def stage(source: str, target: str, options: BatchOptions) -> StagedBatch:
@@ -335,9 +326,11 @@ def stage(source: str, target: str, options: BatchOptions) -> StagedBatch:
         if _state(source) != before:
             raise BatchError(f"{source} changed while it was answered; restore it and run the same command again")
         if is_table:
-            _finish_table(source, target, lines, answers, options)
+            with contextlib.closing(Answers(answers, summarize_input(lines).last_line)) as found:
+                write_answers(source, target, found, options)
         elif answers != Path(target):
-            _copy(answers, target)
+            with answers.open("rb") as file, open_output(target) as copy:
+                shutil.copyfileobj(file, copy, 2**20)
 
     return StagedBatch(lines, answers, finish)
 
@@ -396,14 +389,3 @@ def _write_lines(source: str, lines: Path, options: BatchOptions | None) -> None
         raise BatchError(f"{part}: {error.strerror}") from error
     finally:
         part.unlink(missing_ok=True)
-
-
-def _finish_table(source: str, target: str, lines: Path, answers: Path, options: BatchOptions) -> None:
-    found = Answers(answers, summarize_input(lines).last_line)
-    with contextlib.closing(found):
-        write_answers(source, target, found, options)
-
-
-def _copy(answers: Path, target: str) -> None:
-    with answers.open("rb") as file, open_output(target) as copy:
-        shutil.copyfileobj(file, copy, 2**20)

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from dsv3.batch.formats import open_private
 from dsv3.batch.journal import (
     SYNC_SECONDS,
     BadLine,
@@ -44,10 +45,8 @@ from dsv3.server.batches.store import (
     RequestCounts,
     Status,
     new_file_id,
-    private,
 )
 from dsv3.server.serving.service import Service
-from dsv3.server.tenants import Tenant
 
 MAX_TENANTS_AT_ONCE = 4
 _POLL_S = 0.25
@@ -235,9 +234,10 @@ class _OneBatch:
         def on_progress(progress: BatchProgress) -> None:
             now.succeeded, now.failed = progress.succeeded, progress.failed
 
-        completer = ServiceCompleter(self._service, self._find_tenant(), BATCH_PRIORITY, self._permits)
+        tenant = next((each for each in self._service.tenants.all if each.name == self._tenant), None)
+        completer = ServiceCompleter(self._service, tenant, BATCH_PRIORITY, self._permits)
         work = asyncio.create_task(
-            run(path, journal, completer, concurrency=2 * self._max_num_seqs, total=total, on_progress=on_progress)
+            run(path, journal, completer, concurrency=completer.concurrency, total=total, on_progress=on_progress)
         )
         synced = saved = asyncio.get_running_loop().time()
         try:
@@ -257,15 +257,6 @@ class _OneBatch:
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
-
-    @property
-    def _max_num_seqs(self) -> int:
-        info = self._service.engine.info
-        return 1 if info is None else info.max_num_seqs
-
-    def _find_tenant(self) -> Tenant | None:
-        """Returns the tenant from the current key file: cached prefixes and counts are its own."""
-        return next((tenant for tenant in self._service.tenants.all if tenant.name == self._tenant), None)
 
     def _early_end(self) -> Status | None:
         if self._store.cancelled_at(self._id) is not None:
@@ -297,7 +288,7 @@ class _OneBatch:
             ("error_file_id", num_errors, errors, record.error_id),
         ):
             if count:
-                store.add_output(tenant, path, file_id, f"{self._id}_{field.removesuffix('_file_id')}.jsonl")
+                store.add_file(tenant, path, f"{self._id}_{field.removesuffix('_file_id')}.jsonl", file_id)
                 files[field] = file_id
             else:
                 path.unlink()
@@ -350,7 +341,7 @@ def _lines(path: Path) -> Iterator[tuple[int, RequestLine | BadLine]]:
 def sort_answers(answers: Path, output: Path, errors: Path) -> tuple[int, int]:
     """Splits the answers: status 200 to `output`, the others to `errors`; returns how many went to each."""
     written = [0, 0]
-    with open(output, "wb", opener=private) as good, open(errors, "wb", opener=private) as bad:
+    with open(output, "wb", opener=open_private) as good, open(errors, "wb", opener=open_private) as bad:
         if answers.exists():
             with answers.open("rb") as file:
                 for line in file:

@@ -26,6 +26,9 @@ from typing import Literal
 
 import msgspec
 
+from dsv3.batch.formats import open_private
+from dsv3.files import sync
+
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ENDED: frozenset[Status] = frozenset({"failed", "completed", "expired", "cancelled"})
@@ -184,14 +187,6 @@ class BatchStore:
             raise TooMany("too_many_bytes", text)
         return self._folder(tenant, "files") / f"{secrets.token_hex(12)}.part"
 
-    def add_file(self, tenant: str, content: Path, filename: str) -> FileObject:
-        """Turns an upload into a file."""
-        return self._put_file(tenant, content, new_file_id(), filename, "batch")
-
-    def add_output(self, tenant: str, content: Path, file_id: str, filename: str) -> FileObject:
-        """Turns a batch's output into a file; replaces that of an earlier attempt."""
-        return self._put_file(tenant, content, file_id, filename, "batch_output")
-
     def file(self, tenant: str, file_id: str) -> FileObject:
         """Returns a file's record; raises NotFound."""
         found = self._read(self._path(tenant, "files", file_id, ".json"), FileObject)
@@ -227,7 +222,8 @@ class BatchStore:
         if (count := sum(batch.status not in ENDED for batch in batches)) >= MAX_OPEN_BATCHES:
             raise TooMany("too_many_batches", f"{count} batches have not ended, at most {MAX_OPEN_BATCHES}")
         for old in [batch for batch in batches if batch.status in ENDED][MAX_BATCHES - MAX_OPEN_BATCHES :]:
-            self._forget(tenant, old.id)
+            self.drop_answers(tenant, old.id)
+            self._path(tenant, "batches", old.id, ".json").unlink(missing_ok=True)
         batch = make(f"batch_{secrets.token_hex(12)}", self.now())
         _write(self.directory / "open" / batch.id, tenant.encode())
         self.save(tenant, Record(batch=batch))
@@ -330,16 +326,17 @@ class BatchStore:
         self._damaged.discard(path)
         return found
 
-    def _put_file(self, tenant: str, content: Path, file_id: str, filename: str, purpose: str) -> FileObject:
-        size = content.stat().st_size
-        _sync(content)
+    def add_file(self, tenant: str, content: Path, filename: str, output_id: str | None = None) -> FileObject:
+        """Turns an upload into a file; with `output_id` a batch's output, which replaces that of an earlier attempt."""
+        file_id, size = output_id or new_file_id(), content.stat().st_size
+        sync(content)
         os.replace(content, self._path(tenant, "files", file_id))
         made = FileObject(
             id=file_id,
             bytes=size,
             created_at=self.now(),
             filename=filename,
-            purpose=purpose,  # type: ignore[arg-type]
+            purpose="batch" if output_id is None else "batch_output",
         )
         _write(self._path(tenant, "files", file_id, ".json"), msgspec.json.encode(made))
         return made
@@ -348,10 +345,6 @@ class BatchStore:
         if batch.status not in ("validating", "in_progress") or (at := self.cancelled_at(batch.id)) is None:
             return batch
         return msgspec.structs.replace(batch, status="cancelling", cancelling_at=at)
-
-    def _forget(self, tenant: str, batch_id: str) -> None:
-        self.drop_answers(tenant, batch_id)
-        self._path(tenant, "batches", batch_id, ".json").unlink(missing_ok=True)
 
     def _folder(self, tenant: str, kind: str) -> Path:
         """Returns a tenant's folder; the prefix keeps a tenant named `.` inside."""
@@ -380,11 +373,6 @@ class BatchStore:
                     path.unlink()
 
 
-def private(path: str, flags: int) -> int:
-    """Opens a file with mode 0600; an `opener` for `open`."""
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
-
-
 def _is_unfinished(path: Path) -> bool:
     """Returns whether a path is an upload, a temporary record, or content without a record."""
     has_no_record = _ID.fullmatch(path.name) is not None and not path.with_name(f"{path.name}.json").exists()
@@ -401,7 +389,7 @@ def _write(path: Path, content: bytes) -> None:
 
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with open(part, "xb", opener=private) as file:
+        with open(part, "xb", opener=open_private) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -409,11 +397,3 @@ def _write(path: Path, content: bytes) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

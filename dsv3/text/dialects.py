@@ -22,13 +22,13 @@ class ParserState(enum.Enum):
     REASONING = "reasoning"
     CONTENT = "content"
     BETWEEN = "inside the block of calls, outside of a call"
-    KIND = "the word in front of a name"
+    KIND = "the word before a name"
     NAME = "a name"
     ARGUMENTS = "arguments, as JSON"
     PARAMETERS = "arguments, one by one: between two of them"
     KEY = "the name of an argument"
     VALUE = "the value of an argument"
-    AFTER = "behind the calls, where nothing counts"
+    AFTER = "after the calls; the rest is dropped"
 
 
 class Mark(enum.Enum):
@@ -47,7 +47,7 @@ class Mark(enum.Enum):
     VALUE = "the value of an argument begins"
     END_VALUE = "the value of an argument ends"
     RESULTS = "results of calls begin, which a model should not write"
-    OTHER = "nothing that an answer should hold"
+    OTHER = "a marker that an answer should not have"
 
 
 class Act(enum.Enum):
@@ -55,7 +55,7 @@ class Act(enum.Enum):
 
     START = "the call with the collected name begins"
     END = "the call is complete"
-    DROP = "what was collected is no call"
+    DROP = "the collected text is not a call"
     KEY = "the collected text names the next argument"
     VALUE = "a value begins"
     END_VALUE = "the value is complete"
@@ -164,15 +164,15 @@ def _preamble(call: str) -> str:
 # The words are those of V3.1's model card. The last line feed is one that jinja drops.
 _PREAMBLE = r"""
 {%- if tools -%}
-  {%- set told = namespace(text='\n\n## Tools\nYou have access to the following tools:\n') -%}
+  {%- set shown = namespace(text='\n\n## Tools\nYou have access to the following tools:\n') -%}
   {%- for tool in tools -%}
-    {%- set told.text = told.text ~ '\n### ' ~ tool.function.name ~ '\nDescription: ' -%}
-    {%- set told.text = told.text ~ (tool.function.description or '') ~ '\n\nParameters: ' -%}
-    {%- set told.text = told.text ~ ((tool.function.parameters or {}) | tojson) ~ '\n' -%}
+    {%- set shown.text = shown.text ~ '\n### ' ~ tool.function.name ~ '\nDescription: ' -%}
+    {%- set shown.text = shown.text ~ (tool.function.description or '') ~ '\n\nParameters: ' -%}
+    {%- set shown.text = shown.text ~ ((tool.function.parameters or {}) | tojson) ~ '\n' -%}
   {%- endfor -%}
   {%- set has_system = messages and messages[0].role == 'system' -%}
-  {%- set told.text = (messages[0].content if has_system else '') ~ told.text ~ TAIL -%}
-  {%- set messages = [{'role': 'system', 'content': told.text}] + (messages[1:] if has_system else messages) -%}
+  {%- set shown.text = (messages[0].content if has_system else '') ~ shown.text ~ TAIL -%}
+  {%- set messages = [{'role': 'system', 'content': shown.text}] + (messages[1:] if has_system else messages) -%}
 {%- endif %}
 """
 _CALLS, _END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

@@ -83,11 +83,6 @@ class MarkFinder:
         return len(text)
 
 
-def is_part_of_tag(text: str) -> bool:
-    """Returns whether a text that ends an answer is the beginning of a tag."""
-    return text.startswith(("<｜", "</｜"))
-
-
 def _read_tag(match: re.Match[str]) -> MarkMatch:
     if (named := _TAG_NAME.match(match[0])) is None:
         return MarkMatch(Mark.OTHER, match.start(), match.end())
@@ -238,15 +233,15 @@ class AnswerFormat:
         self.dialect = dialect
         self.table = table
         self.marks_by_id = {token_id: markers[marker] for marker, token_id in ids.items() if token_id is not None}
-        spelled = {marker: mark for marker, mark in markers.items() if ids[marker] is None}
-        self._finders = {state: self._finder(state, spelled) for state in ParserState}
+        in_text = {marker: mark for marker, mark in markers.items() if ids[marker] is None}
+        self._finders = {state: self._finder(state, in_text) for state in ParserState}
 
     def finder(self, state: ParserState) -> MarkFinder | None:
         """Returns the finder of a state's marks in text; None without such marks."""
         return self._finders[state]
 
-    def _finder(self, state: ParserState, spelled: Mapping[str, Mark]) -> MarkFinder | None:
-        wanted = {marker: mark for marker, mark in spelled.items() if (state, mark) in self.table}
+    def _finder(self, state: ParserState, in_text: Mapping[str, Mark]) -> MarkFinder | None:
+        wanted = {marker: mark for marker, mark in in_text.items() if (state, mark) in self.table}
         tags = self.dialect is not None and self.dialect.tags
         return MarkFinder(wanted, tags) if wanted or tags else None
 
@@ -323,13 +318,13 @@ class AnswerParser:
 
     def _flush_pending(self) -> None:
         """Treats pending text as text, since no mark has come of it; drops the beginning of a tag."""
-        held, self._pending = self._pending, ""
-        if not held:
+        text, self._pending = self._pending, ""
+        if not text:
             return
         if self._state is ParserState.START:
             self._leave_start()
-        if not is_part_of_tag(held):
-            self._write(held)
+        if not text.startswith(("<｜", "</｜")):
+            self._write(text)
 
     def _read(self, text: str) -> None:
         """Processes text up to what may be part of a mark."""

@@ -11,8 +11,8 @@ class _AhoCorasick:
     """The Aho-Corasick automaton: each state is a prefix of some pattern, 0 the empty one.
 
     `steps` has a state's successor for a character, `falls` the state of the longest prefix that is a suffix of the
-    state's text. `ends` has the longest pattern that the state's text ends with, or None; `held` the number of its last
-    characters that may begin a later match.
+    state's text. `ends` has the longest pattern that the state's text ends with, or None; `num_pending` the number of
+    its last characters that may begin a later match.
     """
 
     def __init__(self, patterns: Sequence[str]):
@@ -26,17 +26,17 @@ class _AhoCorasick:
                     self.steps.append({})
                     self.ends.append(None)
             self.ends[state] = pattern
-        self.falls, self.held = [0] * len(self.steps), [0] * len(self.steps)
+        self.falls, self.num_pending = [0] * len(self.steps), [0] * len(self.steps)
         self._fill()
 
     def _fill(self) -> None:
-        """Computes `falls`, `ends` and `held` in breadth-first order: a state needs those of shorter ones."""
+        """Computes `falls`, `ends` and `num_pending` in breadth-first order: a state needs those of shorter ones."""
         queue = deque([(0, 0)])
         while queue:
             state, depth = queue.popleft()
             fall = self.falls[state]
             self.ends[state] = self.ends[state] or self.ends[fall]
-            self.held[state] = depth if self.steps[state] else self.held[fall]
+            self.num_pending[state] = depth if self.steps[state] else self.num_pending[fall]
             for char, longer in self.steps[state].items():
                 self.falls[longer] = self.after(fall, char) if state else 0
                 queue.append((longer, depth + 1))
@@ -65,9 +65,9 @@ class StopMatcher:
         self._state = 0
 
     @property
-    def held(self) -> int:
+    def num_pending(self) -> int:
         """The number of trailing characters that may belong to a later match."""
-        return self._automaton.held[self._state]
+        return self._automaton.num_pending[self._state]
 
     def find(self, text: str, start: int = 0) -> tuple[int, str] | None:
         """Searches `text[start:]`; returns the index after the first match and its pattern, longest first.
@@ -110,7 +110,7 @@ class StopStrings:
                 rest = len(text) - position
                 return _split(_append(pending, delta), rest if self._include else rest + len(found))[0]
         self._pending = _append(self._pending, delta)
-        shown, self._pending = _split(self._pending, self._matcher.held)
+        shown, self._pending = _split(self._pending, self._matcher.num_pending)
         return shown
 
     def finish(self) -> list[RawDelta]:

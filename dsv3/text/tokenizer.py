@@ -191,7 +191,7 @@ def _converted(directory: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
             return tiktoken_file.read_tiktoken(directory, config, _CHAR_OF_BYTE)
         if (directory / tekken_file.FILE).is_file():
             return tekken_file.read_tekken(directory, _CHAR_OF_BYTE)
-    except (tiktoken_file.TiktokenError, tekken_file.TekkenError) as error:
+    except tiktoken_file.VocabularyFileError as error:
         raise TokenizerError(str(error)) from None
     files = f"tokenizer.json, {tiktoken_file.FILE} and {tekken_file.FILE}"
     raise TokenizerNotFound(f"{directory} has none of {files}: prompts must be token ids")

@@ -32,7 +32,7 @@ from dsv3.server.protocol.anthropic import (
     messages_error,
 )
 from dsv3.server.protocol.errors import ApiError, invalid
-from dsv3.server.protocol.openai import CalledFunction, ChatMessage, ChatRequest, TextPart, ToolCall
+from dsv3.server.protocol.openai import CalledFunction, ChatMessage, ChatRequest, ToolCall
 from dsv3.server.serving.conversation import (
     ConversationHandler,
     Section,
@@ -182,7 +182,7 @@ def _to_chat_request(request: MessagesRequest) -> ChatRequest:
         "response_format": None if config is None or config.format is None else _format(config.format.schema),
         "chat_template_kwargs": _template_kwargs(request.thinking, request.chat_template_kwargs),
     }
-    messages = _system(request.system)
+    messages = [ChatMessage(role="system", content=request.system)] if request.system else []
     for i, message in enumerate(request.messages or ()):
         messages += _messages(message, f"messages[{i}].content")
     if not request.messages:
@@ -221,12 +221,6 @@ def _template_kwargs(thinking: Thinking | None, given: dict[str, Any] | None) ->
     return kwargs | (given or {})
 
 
-def _system(found: str | list[TextPart] | None) -> list[ChatMessage]:
-    if not found:
-        return []
-    return [ChatMessage(role="system", content=found)]
-
-
 def _messages(message: InputMessage, at: str) -> list[ChatMessage]:
     """Converts a message to chat messages: each tool result becomes a message of its own, before the other text."""
     if message.content is None:
@@ -238,7 +232,7 @@ def _messages(message: InputMessage, at: str) -> list[ChatMessage]:
         return [_assistant(message.content)]
     results = [block for block in fields if block.type == "tool_result"]
     texts = [block.text or "" for block in fields if block.type == "text"]
-    found = [ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=_result(block)) for block in results]
+    found = [ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=block.content or "") for block in results]
     if texts or not found:
         found.append(ChatMessage(role=message.role, content=text_parts(texts)))
     return found
@@ -259,10 +253,6 @@ def _assistant(blocks: list[ContentBlock]) -> ChatMessage:
 def _call(block: ContentBlock) -> ToolCall:
     arguments = msgspec.json.encode(block.input or {}).decode()
     return ToolCall(CalledFunction(block.name or "", arguments), block.id, "function")
-
-
-def _result(block: ContentBlock) -> Any:
-    return block.content or ""
 
 
 _NEEDED = {"text": ("text",), "tool_use": ("id", "name"), "tool_result": ("tool_use_id",)}

@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 
 from dsv3.engine.step_log import EngineSnapshot, ExpertLoad, StepNote
-from dsv3.server.serving.metrics_history import KEPT_S, TIERS
+from dsv3.server.serving.metrics import TIERS
+from dsv3.server.serving.metrics_history import KEPT_S
 from dsv3.server.serving.service import Service
 
 _HOST, _DEVICES = 1, 2

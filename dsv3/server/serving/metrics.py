@@ -112,7 +112,7 @@ _EVENT_COUNTERS = {
     ),
 }
 # The same for each KV offload tier.
-_TIERS = ("host", "store", "peer")
+TIERS = ("host", "store", "peer")
 _TIER_GAUGES = {"bytes_held": ("dsv3:kv_tier_bytes", "Bytes of pages that a tier holds.")}
 _TIER_COUNTERS = {
     "queries": ("dsv3:kv_tier_queries", "Prompt tokens looked for in a tier."),
@@ -314,7 +314,7 @@ class Metrics:
     def _of_tiers(self) -> Iterator[Metric]:
         """Yields the metrics of the KV offload tiers."""
         stats = self._stats
-        tiers = [tier for tier in _TIERS if f"pages_tiers_{tier}_hits" in stats]
+        tiers = [tier for tier in TIERS if f"pages_tiers_{tier}_hits" in stats]
         if not tiers:
             return
         loading = "dsv3:num_requests_loading", "Requests that wait for pages of a tier."

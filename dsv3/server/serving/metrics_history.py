@@ -17,7 +17,7 @@ import numpy as np
 from dsv3.engine.step_log import EngineSnapshot, StepNote
 from dsv3.server.engine.client import EngineClient
 from dsv3.server.protocol.errors import unavailable
-from dsv3.server.serving.metrics import SECONDS, Metrics
+from dsv3.server.serving.metrics import SECONDS, TIERS, Metrics
 
 _POLL_INTERVAL_S = 0.9
 _SNAPSHOT_MAX_AGE_S = 10.0
@@ -79,7 +79,6 @@ RATE_S = 5
 SHARE_S = 30
 """Seconds over which a share or a percentile is computed."""
 
-TIERS = ("host", "store", "peer")
 _GAUGES = ("running", "waiting", "cache_usage", "pages_num_loading", "experts_balancedness", "experts_balancedness_min")
 _TIER_COUNTERS = tuple(f"pages_tiers_{tier}_hits" for tier in TIERS)
 _COUNTERS = (
@@ -105,7 +104,7 @@ class MetricsHistory:
         self._count = 0
         self._second = -math.inf
 
-    def note(self, now: float) -> None:
+    def record(self, now: float) -> None:
         """Appends a row if a new second has begun; `now` is the Unix time in seconds."""
         if math.floor(now) > self._second:
             self._second = math.floor(now)

@@ -57,18 +57,14 @@ def unknown_value_text(kind: Any, path: str, text: str) -> str:
     """
     given = re.match(r"Invalid enum value '(\w{1,32})'", text)
     reason = _MEDIA.get(given[1]) if given and path.endswith(".type") else None
-    known = sorted({str(value) for value in _values(_info(kind), _steps(path))})
+    steps = re.findall(r"\.(\w+)|\[[^\]]*\]", path)  # names; "" for an item of a list or an object
+    known = sorted({str(value) for value in _values(_info(kind), steps)})
     return (reason or "this value is not known") + (f"; it may be {' or '.join(known)}" if known else "")
 
 
 @functools.cache
 def _info(kind: Any) -> inspect.Type:
     return inspect.type_info(kind)
-
-
-def _steps(path: str) -> list[str]:
-    """Splits a path into names, "" for an item of a list or an object."""
-    return re.findall(r"\.(\w+)|\[[^\]]*\]", path)
 
 
 def _values(info: inspect.Type, steps: list[str]) -> Iterator[str | int | bool | None]:
@@ -281,12 +277,8 @@ def invalid_field(error: msgspec.ValidationError, at: str, kind: Any) -> ApiErro
     """400: names the invalid field of the `kind` at the path `at`, and never its value."""
     text, _, path = str(error).partition(" - at `$")
     path = path.removesuffix("`")
-    return _invalid_at(_joined_path(at, path), _without_value(text, kind, path))
-
-
-def _joined_path(at: str, path: str) -> str:
-    """Joins the path `at` of a part with the path inside it (".role", "[0].text" or "")."""
-    return at + path.removeprefix(".") if at.endswith(".") or not at else at + path
+    inner = path.removeprefix(".") if at.endswith(".") or not at else path  # ".role", "[0].text" or ""
+    return _invalid_at(at + inner, _without_value(text, kind, path))
 
 
 def _without_value(text: str, kind: Any, path: str) -> str:

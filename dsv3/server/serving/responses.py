@@ -54,7 +54,10 @@ def _add_item(item: InputItem, messages: list[ChatMessage]) -> None:
         case "reasoning":
             messages.append(_thinking(item))
         case "function_call":
-            turn, call = _turn(messages), ToolCall(_function(item), item.call_id, "function")
+            turn, call = (
+                _turn(messages),
+                ToolCall(CalledFunction(item.name or "", item.arguments or ""), item.call_id, "function"),
+            )
             turn.tool_calls = [*(turn.tool_calls or []), call]
         case "function_call_output":
             messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=_content(item.output)))
@@ -71,10 +74,6 @@ def _thinking(item: InputItem) -> ChatMessage:
     parts: Any = item.content or item.summary or []
     text = parts if isinstance(parts, str) else "".join(part.text or "" for part in parts)
     return ChatMessage(role="assistant", content="", reasoning_content=text or msgspec.UNSET)
-
-
-def _function(item: InputItem) -> CalledFunction:
-    return CalledFunction(item.name or "", item.arguments or "")
 
 
 def _content(found: str | list[InputPart] | None) -> Any:

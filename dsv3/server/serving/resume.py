@@ -17,7 +17,7 @@ from dsv3.server.protocol.openai import FinishReason, SampledRequest
 from dsv3.server.serving.prompts import EncodedPrompt
 from dsv3.server.serving.service import Service
 from dsv3.text.deltas import AnswerDelta, merge_deltas
-from dsv3.text.output import OutputProcessor, OutputUpdate
+from dsv3.text.output import OutputProcessor
 from dsv3.text.parser import AnswerParser
 
 _NAME = "resume"
@@ -107,7 +107,7 @@ def _replay(output: OutputProcessor, tokens: array.array[int], stops: set[int], 
     updates = [output.push(tokens[: len(tokens) - len(last)])]
     if last and updates[0].finish_reason is None:
         updates.append(output.push(last, "stop" if is_stopped else "length", last[0] if is_stopped else None))
-    if min(end + 1, limit, _counted(updates)) < len(tokens):
+    if min(end + 1, limit, sum(update.num_tokens for update in updates)) < len(tokens):
         raise invalid("resume.output_token_ids: the answer had ended before the last of them", _NAME)
     deltas = merge_deltas([delta for update in updates for delta in update.deltas])
     reasoning = sum(update.num_reasoning_tokens for update in updates)
@@ -117,7 +117,3 @@ def _replay(output: OutputProcessor, tokens: array.array[int], stops: set[int], 
 def _limit(sampling: SamplingParams, rules: RequestRules, num_prompt: int) -> int:
     remaining = rules.max_model_len - num_prompt
     return remaining if sampling.max_tokens is None else min(sampling.max_tokens, remaining)
-
-
-def _counted(updates: Sequence[OutputUpdate]) -> int:
-    return sum(update.num_tokens for update in updates)

@@ -21,7 +21,7 @@ def history(seconds: int, each=lambda metrics, i: None, stats=lambda i: {}) -> M
     for i in range(seconds):
         each(metrics, i)
         metrics.update(stats(i))
-        kept.note(START + i + 0.3)
+        kept.record(START + i + 0.3)
     return kept
 
 
@@ -40,7 +40,7 @@ def test_rates_are_per_second() -> None:
 def test_a_second_has_one_row() -> None:
     kept = MetricsHistory(Metrics("m"))
     for now in (START, START + 0.1, START + 0.95, START + 1.05, START + 1.0, START + 7):
-        kept.note(now)
+        kept.record(now)
     assert kept.series()["time"] == [START, round(START + 1.05, 1), START + 7]
 
 

@@ -3,6 +3,7 @@
 A table maps (state, mark) to (acts, next state). A mark without an entry for the current state is dropped: no mark
 reaches a client. `dsv3.text.parser` finds the marks, by token id where the vocabulary has a token for one and by text
 otherwise, and runs the tables.
+
 Sources: the model cards and tokenizers of DeepSeek-V3, R1-0528, V3.1 and V3.2, Kimi-K2, GLM-4.5 and 4.7.
 """
 
@@ -164,15 +165,15 @@ def _preamble(call: str) -> str:
 # The words are those of V3.1's model card. The last line feed is one that jinja drops.
 _PREAMBLE = r"""
 {%- if tools -%}
-  {%- set shown = namespace(text='\n\n## Tools\nYou have access to the following tools:\n') -%}
+  {%- set told = namespace(text='\n\n## Tools\nYou have access to the following tools:\n') -%}
   {%- for tool in tools -%}
-    {%- set shown.text = shown.text ~ '\n### ' ~ tool.function.name ~ '\nDescription: ' -%}
-    {%- set shown.text = shown.text ~ (tool.function.description or '') ~ '\n\nParameters: ' -%}
-    {%- set shown.text = shown.text ~ ((tool.function.parameters or {}) | tojson) ~ '\n' -%}
+    {%- set told.text = told.text ~ '\n### ' ~ tool.function.name ~ '\nDescription: ' -%}
+    {%- set told.text = told.text ~ (tool.function.description or '') ~ '\n\nParameters: ' -%}
+    {%- set told.text = told.text ~ ((tool.function.parameters or {}) | tojson) ~ '\n' -%}
   {%- endfor -%}
   {%- set has_system = messages and messages[0].role == 'system' -%}
-  {%- set shown.text = (messages[0].content if has_system else '') ~ shown.text ~ TAIL -%}
-  {%- set messages = [{'role': 'system', 'content': shown.text}] + (messages[1:] if has_system else messages) -%}
+  {%- set told.text = (messages[0].content if has_system else '') ~ told.text ~ TAIL -%}
+  {%- set messages = [{'role': 'system', 'content': told.text}] + (messages[1:] if has_system else messages) -%}
 {%- endif %}
 """
 _CALLS, _END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

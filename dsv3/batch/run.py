@@ -42,8 +42,8 @@ class Completer(Protocol):
     async def complete(self, url: str, body: bytes) -> Reply:
         """Answers the JSON `body` as a server would at `url`; errors are replies too.
 
-        Raises only what must end the batch and leave the request unanswered, such as the engine's death. Cancelling a
-        call aborts its request.
+        Raises only errors that must end the batch and leave the request unanswered, such as the engine's death.
+        Cancelling a call aborts its request.
         """
 
 

@@ -1,8 +1,8 @@
 """Sends batch lines to running servers of one model, and retries a line on another one where a server fails.
 
 Lines with a common prefix go to the same server while it has capacity, to use its prefix cache. Temporary failures are
-retried: a full queue, a server that starts, stops or is gone. Any other status is recorded, whatever its body is: a
-proxy that refuses a large body would refuse it again.
+retried: a full queue, a server that starts, stops or is gone. Any other status is recorded, since the line may cause
+it: a proxy that refuses a large body would refuse it again.
 """
 
 import asyncio

@@ -201,8 +201,8 @@ class ToolMessages:
     def prepare(self, messages: Sequence[Message]) -> list[Message]:
         """Returns messages with results in the order of their calls, and arguments as the template expects them.
 
-        An assistant's missing content becomes what the template takes for no text. Raises TemplateError where the
-        template needs objects and arguments are not a JSON object.
+        An assistant's missing content becomes the value that the template treats as no text. Raises TemplateError where
+        the template needs objects and arguments are not a JSON object.
         """
         if not any(message.get("tool_calls") for message in messages):
             return [_with_content(message, "") for message in messages]

@@ -266,7 +266,7 @@ class AnswerParser:
         self._tools = tools
         self._new_id = new_id
         self._out: list[AnswerDelta] = []
-        self._pending = ""  # what may be part of a mark
+        self._pending = ""  # text that may be part of a mark
         self._passes_text = False  # text is emitted at once, unchanged
         self._blank: list[str] = []  # white space that is dropped if a call follows
         self._collected: list[str] = []  # a name
@@ -294,7 +294,7 @@ class AnswerParser:
     def push(self, delta: RawDelta) -> list[AnswerDelta]:
         """Returns the deltas that are certain after one more."""
         if isinstance(delta, TextDelta):
-            if self._passes_text:  # nearly always
+            if self._passes_text:  # the usual case
                 return [delta if self._state is ParserState.CONTENT else ReasoningDelta(delta.text)]
             self._read(delta.text)
         else:
@@ -317,7 +317,7 @@ class AnswerParser:
         return merge_deltas(out)
 
     def _flush_pending(self) -> None:
-        """Treats pending text as text, since no mark has come of it; drops the beginning of a tag."""
+        """Writes pending text, which is not part of a mark; drops the beginning of a tag."""
         text, self._pending = self._pending, ""
         if not text:
             return

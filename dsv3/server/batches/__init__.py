@@ -1,1 +1,1 @@
-"""The server's files and batches: a store in a directory, and what runs the batches. Imports no HTTP."""
+"""The server's files and batches: the store in a directory, and the runner. Imports no HTTP."""

@@ -121,7 +121,7 @@ _Route = Callable[[Service, Request], Awaitable[Response]]
 
 def make_app(service: Service, options: ServerOptions) -> ASGIApp:
     """Returns the application for `service`, behind whatever the options ask for; outermost comes what runs first."""
-    app: ASGIApp = Admit(make_router(service, options.batch_dir, options.profile_dir), service.metrics.rejected)
+    app: ASGIApp = Admit(make_router(service, options.batch_dir, options.profile_dir), service.metrics.record_rejected)
     if service.tenants.all:
         app = RequireKey(app, service.tenants)
     elif is_loopback(options.host):

@@ -111,7 +111,7 @@ class ChatHandler(RequestHandler[ChatRequest]):
 
     def events(self, update: ChoiceUpdate) -> list[bytes]:
         """Returns a chunk with the role first, then one per delta; the last has the finish reason."""
-        if self._is_plain and update.finish_reason is None and update.choice in self._started:  # nearly always
+        if self._is_plain and update.finish_reason is None and update.choice in self._started:  # the usual case
             index = update.choice
             return [
                 to_event(self.chunk([ChunkChoice(index=index, delta=_openai_delta(delta))])) for delta in update.deltas
@@ -166,9 +166,9 @@ class ChatHandler(RequestHandler[ChatRequest]):
         return self.service.logprobs.chat(update.token_ids, update.logprobs or [])
 
     def _chunks(self, update: ChoiceUpdate) -> list[ChunkChoice]:
-        """Returns one chunk per delta; tokens, log-probabilities and the finish reason go with the last.
+        """Returns one chunk per delta; tokens, log-probabilities and the finish reason are in the last.
 
-        Where tokens are asked for, the others have an empty list: a router holds them back until the last has come
+        If token ids are requested, the other chunks have an empty list: a router holds them back until the last one
         (docs/failures.md).
         """
         columns, wants_ids = self.logprob_columns(update), bool(self.request.return_token_ids)

@@ -120,7 +120,7 @@ class CompletionHandler(RequestHandler[CompletionRequest]):
     def events(self, update: ChoiceUpdate) -> list[bytes]:
         """Returns an event with the update's text; the last has the finish reason."""
         is_first = update.choice not in self._started
-        if self._is_plain and not is_first and update.finish_reason is None:  # nearly always
+        if self._is_plain and not is_first and update.finish_reason is None:  # the usual case
             choice = CompletionChoice(index=update.choice, text=_text(update))
             return [to_event(self.chunk([choice]))] if update.deltas else []
         self._started.add(update.choice)

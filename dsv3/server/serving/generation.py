@@ -161,7 +161,7 @@ class Generation:
         if self._choices:
             self._service.engine.abort(list(self._choices))
             for _ in self._choices:
-                self._service.metrics.finished("abort")
+                self._service.metrics.record_finished("abort")
             self._choices.clear()
         if self._tenant is not None and self._cached_tokens:
             prompt = sum(len(self.prompts[index].token_ids) for index in self._cached_tokens)
@@ -210,7 +210,7 @@ class Generation:
             return
         if isinstance(error, EngineUnavailable | EngineDied):
             for _ in self._choices:
-                self._service.metrics.finished("error")
+                self._service.metrics.record_finished("error")
         ended, self._choices = list(self._choices), {}
         self._service.engine.abort(ended)
         self._finish(_api_error(self._service, error))
@@ -231,7 +231,7 @@ class Generation:
         if self._includes_resumed:
             update.deltas, update.token_ids = resumed.deltas, resumed.token_ids.tolist()
         if resumed.finish_reason is not None:
-            self._finish_choice(choice, resumed.finish_reason, engine_goes_on=False)
+            self._finish_choice(choice, resumed.finish_reason, engine_continues=False)
         if self._includes_resumed or resumed.finish_reason is not None:
             self._on_update(update)
         if not self._choices:
@@ -244,7 +244,7 @@ class Generation:
         if len(items) > SLICE:
             items, choice.pending = items[:SLICE], items[SLICE:]
             self._service.engine.put_off(choice)
-        if len(items) == 1 and isinstance(items[0], int):  # nearly always
+        if len(items) == 1 and isinstance(items[0], int):  # the usual case
             self._process_tokens(choice, items)  # type: ignore[arg-type]
             return
         first = 0
@@ -266,25 +266,25 @@ class Generation:
         """Processes tokens that do not end the choice; updates its fields and the metrics once for all of them."""
         if choice.has_ended:
             return  # by a stop string
-        delta, now = choice.output.push(token_ids), time.monotonic()
-        self._service.metrics.tokens(delta.num_tokens, now - choice.last_token_at)
+        processed, now = choice.output.push(token_ids), time.monotonic()
+        self._service.metrics.tokens(processed.num_tokens, now - choice.last_token_at)
         choice.last_token_at = now
-        self._emit(choice, delta, token_ids, None, engine_goes_on=True)
+        self._emit(choice, processed, token_ids, None, engine_continues=True)
 
     def _process_output(self, choice: "_ChoiceStream", output: EngineOutput) -> None:
         if output.finish_reason == "error":
             choice.has_ended = True
             del self._choices[output.request_id]
-            self._service.metrics.finished("error")
+            self._service.metrics.record_finished("error")
             raise ApiError(500, output.error or "the request failed", kind="server_error", code="engine_error")
         if output.prompt_logprobs is not None:
             self._emit_prompt_logprobs(choice, output.prompt_logprobs)
             return
-        delta = choice.output.push(output.token_ids, output.finish_reason, output.stop_token_id)
+        processed = choice.output.push(output.token_ids, output.finish_reason, output.stop_token_id)
         if self._prompt_only:
-            delta = OutputUpdate([], 0, delta.finish_reason and "length")
-        self._record_latency(choice, output, delta.num_tokens)
-        self._emit(choice, delta, output.token_ids, output.logprobs, engine_goes_on=output.finish_reason is None)
+            processed = OutputUpdate([], 0, processed.finish_reason and "length")
+        self._record_latency(choice, output, processed.num_tokens)
+        self._emit(choice, processed, output.token_ids, output.logprobs, engine_continues=output.finish_reason is None)
 
     def _emit_prompt_logprobs(self, choice: "_ChoiceStream", part: PromptLogprobs) -> None:
         """Emits the part not emitted yet: a preempted request computes its prompt again."""
@@ -296,24 +296,24 @@ class Generation:
     def _emit(
         self,
         choice: "_ChoiceStream",
-        delta: OutputUpdate,
+        processed: OutputUpdate,
         token_ids: list[int],
         logprobs: list[TokenLogprobs] | None,
-        engine_goes_on: bool,
+        engine_continues: bool,
     ) -> None:
-        count = delta.num_tokens
+        count = processed.num_tokens
         choice.num_tokens += count
         self._completion_tokens += count
-        self._reasoning_tokens += delta.num_reasoning_tokens
+        self._reasoning_tokens += processed.num_reasoning_tokens
         if count < len(token_ids):
             token_ids = token_ids[:count]
         if logprobs is not None:
             logprobs = logprobs[:count]
-        update = ChoiceUpdate(choice.index, delta.deltas, token_ids, logprobs)
-        if delta.finish_reason is not None:
-            update.finish_reason, update.stop_reason = delta.finish_reason, delta.stop_reason
-            self._service.metrics.add("dropped_calls", delta.num_dropped_calls)
-            self._finish_choice(choice, delta.finish_reason, engine_goes_on)
+        update = ChoiceUpdate(choice.index, processed.deltas, token_ids, logprobs)
+        if processed.finish_reason is not None:
+            update.finish_reason, update.stop_reason = processed.finish_reason, processed.stop_reason
+            self._service.metrics.add("dropped_calls", processed.num_dropped_calls)
+            self._finish_choice(choice, processed.finish_reason, engine_continues)
         self._on_update(update)
         if not self._choices:
             self._finish(None)
@@ -336,13 +336,13 @@ class Generation:
             metrics.tokens(num_tokens, now - choice.last_token_at)
         choice.last_token_at = now
 
-    def _finish_choice(self, choice: "_ChoiceStream", reason: str, engine_goes_on: bool) -> None:
+    def _finish_choice(self, choice: "_ChoiceStream", reason: str, engine_continues: bool) -> None:
         choice.has_ended = True
         del self._choices[choice.request_id]
-        if engine_goes_on:
+        if engine_continues:
             self._service.engine.abort([choice.request_id])
         metrics = self._service.metrics
-        metrics.finished("stop" if reason == "tool_calls" else reason)
+        metrics.record_finished("stop" if reason == "tool_calls" else reason)
         metrics.observe("e2e", time.monotonic() - self._started_at)
         metrics.observe("prompt_length", len(self.prompt_of(choice.index).token_ids))
         metrics.observe("answer_length", choice.num_tokens)
@@ -463,7 +463,7 @@ def _resuming(
 
 def _api_error(service: Service, error: Exception) -> ApiError:
     if isinstance(error, Busy):
-        service.metrics.rejected("queue_full")
+        service.metrics.record_rejected("queue_full")
         return unavailable(str(error), "queue_full")
     if isinstance(error, EngineUnavailable):
         return unavailable(str(error), "engine_unavailable", retry_after=5)

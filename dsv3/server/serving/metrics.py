@@ -225,11 +225,11 @@ class Metrics:
         """Adds to a total by name, such as "prompt_tokens" or "dropped_calls"."""
         self._counts[what] += count
 
-    def finished(self, reason: str) -> None:
+    def record_finished(self, reason: str) -> None:
         """Counts a finished sequence by reason: "stop", "length", "abort" or "error"."""
         self._counts["vllm:request_success", reason] += 1
 
-    def rejected(self, reason: str) -> None:
+    def record_rejected(self, reason: str) -> None:
         """Counts a request refused with 503."""
         self._counts["vllm:admission_rejections", reason] += 1
 
@@ -261,8 +261,8 @@ class Metrics:
     def counted(self) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         """Returns the sums over all API servers: totals, and the bucket counts of histograms.
 
-        Totals are named as for `add`, `finished` and `rejected`, histograms as for `observe`, and "itl". Bucket counts
-        of a latency are `[len(SECONDS) + 1]`.
+        Totals are named as for `add`, `record_finished` and `record_rejected`, histograms as for `observe`, and "itl".
+        Bucket counts of a latency are `[len(SECONDS) + 1]`.
         """
         self.flush()
         numbers = self._numbers.sum()

@@ -166,7 +166,7 @@ async def tokenize_prompt(service: Service, request: TokenizeRequest) -> Encoded
 
 
 async def _encoded_chat(service: Service, rendered: str, add_special_tokens: bool) -> EncodedPrompt:
-    """Tokenizes a rendered conversation; only its text shows the template's special tokens as they are written."""
+    """Tokenizes a rendered conversation; the prompt's `text` has the special tokens in their usual form."""
     tokenizer = service.chat_tokenizer
     assert tokenizer is not None  # or nothing could be rendered
     try:
@@ -214,7 +214,7 @@ async def _rendered(
     except TemplateError as error:
         raise invalid(str(error), "messages") from None
     except WorkerDied as error:
-        service.metrics.rejected("failed")
+        service.metrics.record_rejected("failed")
         raise unavailable(str(error), "template_worker_died") from None
     except WorkersBusy as error:
         raise service.busy(error) from None

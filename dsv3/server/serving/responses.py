@@ -267,7 +267,7 @@ def _refuse(request: ResponsesRequest) -> None:
         if getattr(request, name):
             raise invalid(f"{name}: {why}", name, "unsupported_parameter")
     if request.truncation == "auto":
-        raise invalid("truncation: nothing is left out of a prompt here", "truncation", "unsupported_parameter")
+        raise invalid("truncation: prompts are never truncated", "truncation", "unsupported_parameter")
     if request.text is not None and request.text.verbosity not in (None, "medium"):
         raise invalid("text.verbosity: only medium is supported", "text", "unsupported_parameter")
     if any(each != INCLUDED for each in request.include or ()):

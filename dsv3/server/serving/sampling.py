@@ -56,7 +56,7 @@ async def build_grammar(service: Service, wanted: AnswerConstraints, field: str,
         service.metrics.add("grammars_refused", 1)
         raise invalid(f"{field}: {str(error).removeprefix(f'{field}: ')}", field) from None
     except WorkerDied as error:
-        service.metrics.rejected("failed")
+        service.metrics.record_rejected("failed")
         raise unavailable(str(error), "grammar_worker_died") from None
     except WorkersBusy as error:
         raise service.busy(error) from None

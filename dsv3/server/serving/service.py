@@ -131,7 +131,7 @@ class Service:
         """
         is_taken = self.engine.state in ("ready", "restarting") and not self.draining
         if not is_taken or self.engine.info is None:
-            self.metrics.rejected(self.status)
+            self.metrics.record_rejected(self.status)
             raise unavailable(self.reason, self.status, retry_after=5)
         return self.engine.info
 
@@ -161,7 +161,7 @@ class Service:
 
     def busy(self, error: WorkersBusy) -> ApiError:
         """Returns the 503 for a full worker queue, and counts it."""
-        self.metrics.rejected(QUEUE_FULL)
+        self.metrics.record_rejected(QUEUE_FULL)
         return unavailable(str(error), QUEUE_FULL)
 
     def grow(self, reservation: Reservation, nbytes: int) -> None:

@@ -28,7 +28,7 @@ def history(seconds: int, each=lambda metrics, i: None, stats=lambda i: {}) -> M
 def test_rates_are_per_second() -> None:
     def work(metrics: Metrics, i: int) -> None:
         metrics.add("generation_tokens", 50)
-        metrics.finished("stop" if i % 2 else "length")
+        metrics.record_finished("stop" if i % 2 else "length")
 
     series = history(20, work, lambda i: {"steps": 4 * i, "host_time_sum": 0.002 * i}).series()
     assert series["generation_tokens_per_second"][1:] == [50] * 19 and math.isnan(series["requests_per_second"][0])

@@ -203,7 +203,7 @@ def test_api_servers_count_together() -> None:
     first = Metrics("m", numbers)
     for _ in range(2):
         other = Metrics("m", SharedNumbers(NUM_NUMBERS, 2, 1, os.dup(numbers.descriptor)))
-        other.finished("stop")
+        other.record_finished("stop")
         other.observe("e2e", 0.003)
         other.tokens(3, 0.006)
         other.flush()

@@ -1,4 +1,4 @@
-"""Constraints over HTTP: invalid ones are refused before the engine, and the engine gets a grammar."""
+"""Constraints over HTTP: what is refused before it reaches the engine, and what the engine gets."""
 
 import asyncio
 import json
@@ -26,15 +26,15 @@ RULES = RequestRules(vocab_size=fake_engine.VOCAB, max_model_len=100, eos_token_
 
 
 @pytest.fixture(scope="module")
-def grammar_server(tmp_path_factory):
-    """A model with V3.1's calls, and an engine that returns the first request's grammar as an error."""
-    directory = write(tmp_path_factory.mktemp("grammars"))
+def held_server(tmp_path_factory):
+    """An engine that takes grammars and tells the first of them as an error, a model that calls as V3.1 does."""
+    directory = write(tmp_path_factory.mktemp("held"))
     with serving.running(directory, factory_options={"tells_grammars": True}) as server:
         yield server
 
 
 def refused(server, path: str, **fields) -> dict:
-    """The error of a refused request, streamed or not."""
+    """The error of a request that is refused, streamed or not."""
     prompt = {"messages": MESSAGES[:1]} if path == CHAT else {"prompt": "x"}
     answers = [server.http.post(path, json=prompt | fields | {"stream": stream}) for stream in (False, True)]
     assert [answer.status_code for answer in answers] == [400, 400], answers[0].text
@@ -73,9 +73,9 @@ def grammar_of(server, path: str, **fields) -> list[dict]:
         ("text", ""),
     ],
 )
-def test_invalid_constraints(grammar_server, value, words):
+def test_what_no_answer_can_be_held_to(held_server, value, words):
     for path in (COMPLETIONS, CHAT):
-        error = refused(grammar_server, path, structured_outputs=value)
+        error = refused(held_server, path, structured_outputs=value)
         assert error["param"] in ("structured_outputs", "response_format")
         assert words in error["message"] and len(error["message"]) < 500
 
@@ -91,61 +91,61 @@ def test_invalid_constraints(grammar_server, value, words):
         ("json_object", ""),
     ],
 )
-def test_invalid_response_formats(grammar_server, value, words):
-    error = refused(grammar_server, CHAT, response_format=value)
+def test_formats_that_cannot_be(held_server, value, words):
+    error = refused(held_server, CHAT, response_format=value)
     assert error["param"] == "response_format" and words in error["message"]
 
 
-def test_large_and_deep_schemas(grammar_server):
+def test_large_and_deep_schemas(held_server):
     deep = {"type": "string"}
     for _ in range(150):
         deep = {"type": "array", "items": deep}
-    assert "nested" in refused(grammar_server, CHAT, structured_outputs={"json": deep})["message"]
+    assert "nested" in refused(held_server, CHAT, structured_outputs={"json": deep})["message"]
     large = {"enum": [f"text number {i}" for i in range(20_000)]}
-    assert "bytes" in refused(grammar_server, COMPLETIONS, structured_outputs={"json": large})["message"]
+    assert "bytes" in refused(held_server, COMPLETIONS, structured_outputs={"json": large})["message"]
     many = {"prompt": ["x"] * 1000, "structured_outputs": {"regex": "a" * 20_000}}
-    answer = grammar_server.http.post(COMPLETIONS, json=many)
+    answer = held_server.http.post(COMPLETIONS, json=many)
     assert answer.status_code == 400 and "several" in answer.json()["error"]["message"]
 
 
-def test_two_constraints_are_refused(grammar_server):
+def test_two_constraints_are_one_too_many(held_server):
     both = {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
-    assert "send one" in refused(grammar_server, CHAT, **both)["message"]
+    assert "send one" in refused(held_server, CHAT, **both)["message"]
 
 
-def test_an_engine_without_grammars_refuses_constraints(server):
+def test_an_engine_that_takes_no_grammars_says_so(server):
     error = refused(server, COMPLETIONS, structured_outputs={"regex": "a"})
     assert error["code"] == "unsupported_parameter"
 
 
-def test_the_grammar_that_the_engine_gets(grammar_server):
-    [top, answer] = grammar_of(grammar_server, COMPLETIONS, response_format={"type": "json_object"})
+def test_what_the_engine_gets(held_server):
+    [top, answer] = grammar_of(held_server, COMPLETIONS, response_format={"type": "json_object"})
     assert (top["lark_grammar"].splitlines()[-1], answer["json_schema"]["type"]) == ("start: @answer", "object")
     strict = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
-    [_, answer] = grammar_of(grammar_server, CHAT, response_format=strict)
+    [_, answer] = grammar_of(held_server, CHAT, response_format=strict)
     assert answer["json_schema"].items() >= SCHEMA.items()
     thinking = {"chat_template_kwargs": {"thinking": True}}
-    [top, answer] = grammar_of(grammar_server, CHAT, structured_outputs={"choice": ["a", 'b"']}, **thinking)
+    [top, answer] = grammar_of(held_server, CHAT, structured_outputs={"choice": ["a", 'b"']}, **thinking)
     assert "reasoning" in top["lark_grammar"]
     assert answer["lark_grammar"] == 'start: CHOICE\nCHOICE: "a" | "b\\""'
-    [_, answer] = grammar_of(grammar_server, COMPLETIONS, structured_outputs={"grammar": 'root ::= "a" [0-9]+'})
+    [_, answer] = grammar_of(held_server, COMPLETIONS, structured_outputs={"grammar": 'root ::= "a" [0-9]+'})
     assert "start:" in answer["lark_grammar"]
 
 
-def test_required_named_and_strict_tools_are_constrained(grammar_server):
-    """Others are free."""
+def test_tools_that_have_to_be_called(held_server):
+    """Required, named and strict ones are held to their schemas; others are as the model writes them."""
     for fields in ({"tool_choice": "required"}, {"tool_choice": {"type": "function", "function": {"name": "f"}}}):
-        entries = grammar_of(grammar_server, CHAT, tools=TOOLS, **fields)
+        entries = grammar_of(held_server, CHAT, tools=TOOLS, **fields)
         assert "body: calls" in entries[0]["lark_grammar"]
         assert len(entries) == (3 if fields["tool_choice"] == "required" else 2)
         assert all(entry["json_schema"]["x-guidance"]["lenient"] for entry in entries[1:])
     strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}, TOOLS[1]]
-    entries = grammar_of(grammar_server, CHAT, tools=strict)
+    entries = grammar_of(held_server, CHAT, tools=strict)
     assert "text_or_calls" in entries[0]["lark_grammar"]
     assert [entry["json_schema"]["x-guidance"]["lenient"] for entry in entries[1:]] == [False, True]
-    both = grammar_of(grammar_server, CHAT, tools=strict, response_format={"type": "json_object"})
+    both = grammar_of(held_server, CHAT, tools=strict, response_format={"type": "json_object"})
     assert "body: @answer | calls" in both[0]["lark_grammar"]
-    answer = grammar_server.http.post(CHAT, json={"messages": MESSAGES[:1], "tools": TOOLS, "max_tokens": 3})
+    answer = held_server.http.post(CHAT, json={"messages": MESSAGES[:1], "tools": TOOLS, "max_tokens": 3})
     assert answer.status_code == 200
 
 
@@ -170,33 +170,33 @@ FUNCTION = {"name": "f", "parameters": SCHEMA}
         ),
     ],
 )
-def test_other_apis_constrain_answers_too(grammar_server, path, fields, words):
+def test_other_faces_hold_answers_too(held_server, path, fields, words):
     if path == "/v1/responses":
-        request = {"input": "x", "max_output_tokens": 5}
+        asked = {"input": "x", "max_output_tokens": 5}
     else:
-        request = {"messages": MESSAGES[:1], "max_tokens": 5}
-    answer = grammar_server.http.post(path, json=request | fields)
+        asked = {"messages": MESSAGES[:1], "max_tokens": 5}
+    answer = held_server.http.post(path, json=asked | fields)
     assert "grammars" in answer.text, answer.text
-    message = answer.json()["error"]["message"]
-    entries = json.loads(message)["grammars"]
+    told = answer.json()["error"]["message"]
+    entries = json.loads(told)["grammars"]
     assert words in entries[0]["lark_grammar"]
     assert entries[1]["json_schema"].items() >= SCHEMA.items()
 
 
-def test_invalid_tool_choices(grammar_server):
+def test_tools_that_cannot_be_called(held_server):
     unknown = {"type": "function", "function": {"name": "g"}}
-    assert "name" in refused(grammar_server, CHAT, tools=TOOLS, tool_choice=unknown)["message"]
-    assert refused(grammar_server, CHAT, tool_choice="required")["param"] == "tool_choice"
-    assert refused(grammar_server, CHAT, tools=TOOLS, tool_choice={"type": "function"})["param"] == "tool_choice"
+    assert "name" in refused(held_server, CHAT, tools=TOOLS, tool_choice=unknown)["message"]
+    assert refused(held_server, CHAT, tool_choice="required")["param"] == "tool_choice"
+    assert refused(held_server, CHAT, tools=TOOLS, tool_choice={"type": "function"})["param"] == "tool_choice"
     odd = {"type": "object", "properties": {"a": ODD}}
     tool = {"type": "function", "function": {"name": "f", "parameters": odd, "strict": True}}
-    error = refused(grammar_server, CHAT, tools=[tool])
+    error = refused(held_server, CHAT, tools=[tool])
     assert error["param"] == "tools" and "uniqueItems" in error["message"]
 
 
-def test_openais_client_with_a_schema(grammar_server):
-    before = grammar_server.metric("dsv3:grammars_refused_total")
-    with openai.OpenAI(base_url=f"{grammar_server.url}/v1", api_key="none", max_retries=0) as client:
+def test_openais_client_asks_for_a_schema(held_server):
+    before = held_server.metric("dsv3:grammars_refused_total")
+    with openai.OpenAI(base_url=f"{held_server.url}/v1", api_key="none", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError) as refusal:
             client.chat.completions.create(
                 model="tiny",
@@ -204,16 +204,16 @@ def test_openais_client_with_a_schema(grammar_server):
                 response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": ODD}},
             )
         assert refusal.value.param == "response_format"
-    assert grammar_server.metric("dsv3:grammars_refused_total") == before + 1
+    assert held_server.metric("dsv3:grammars_refused_total") == before + 1
 
 
-def test_a_slow_grammar_does_not_block_the_event_loop(grammar_server):
-    """Other requests are answered while the process compiles it."""
+def test_the_event_loop_goes_on_while_a_grammar_is_tried(held_server):
+    """A grammar that takes the process a while delays nobody who wants none."""
     slow = {
         "prompt": "x",
         "structured_outputs": {"regex": "(" + "|".join(f"{'ab' * 60}{i}" for i in range(1500)) + ")"},
     }
-    with httpx.Client(base_url=grammar_server.url, timeout=60) as other:
+    with httpx.Client(base_url=held_server.url, timeout=60) as other:
         assert other.post(COMPLETIONS, json=slow).status_code in (400, 500)
         assert other.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1}).status_code == 200
 
@@ -222,19 +222,19 @@ CHAIN = "root::=a00000\n" + "".join(f"a{i:05d}::=a{i + 1:05d}\n" for i in range(
 
 
 @pytest.mark.parametrize("grammar", ["\n" * 30_000, CHAIN], ids=["line feeds", "a chain of rules"])
-def test_grammars_are_converted_in_another_process(grammar_server, grammar):
-    """The API server's processor time stays far below the conversion's: 0.6 s, and 6 s."""
-    api_server = psutil.Process(grammar_server.process.pid)
-    grammar_of(grammar_server, COMPLETIONS, structured_outputs={"regex": "a"})  # the process has been started
+def test_what_is_not_linear_in_a_grammar_is_done_in_a_process_of_its_own(held_server, grammar):
+    """The front's own processor time stays far below what the conversion takes, or took: 0.6 s, and 6 s."""
+    api_server = psutil.Process(held_server.process.pid)
+    grammar_of(held_server, COMPLETIONS, structured_outputs={"regex": "a"})  # the process has been started
     before = sum(api_server.cpu_times()[:2])
-    answer = grammar_server.http.post(
+    answer = held_server.http.post(
         COMPLETIONS, json={"prompt": "x", "structured_outputs": {"grammar": grammar}}, timeout=300
     )
     assert answer.status_code in (400, 500)
     assert sum(api_server.cpu_times()[:2]) - before < 0.3
 
 
-def constraints(pattern: str) -> AnswerConstraints:
+def wanted(pattern: str) -> AnswerConstraints:
     return AnswerConstraints(constraint=StructuredOutputsParams(regex=pattern))
 
 
@@ -251,9 +251,9 @@ def with_pool(work, tokenizer, **settings):
     return asyncio.run(run())
 
 
-async def outcome(pool: GrammarPool, constraints: AnswerConstraints) -> str:
+async def told(pool: GrammarPool, what: AnswerConstraints) -> str:
     try:
-        await pool.make(constraints, RULES)
+        await pool.make(what, RULES)
         return "fine"
     except GrammarError as error:
         return str(error)
@@ -263,49 +263,49 @@ def workers() -> list[psutil.Process]:
     return [p for p in psutil.Process().children() if "dsv3.server.grammars" in serving.command_of(p)]
 
 
-def test_a_grammar_that_takes_too_long_is_refused(model_dir):
+def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(model_dir):
     slow = AnswerConstraints(constraint=StructuredOutputsParams(grammar=CHAIN))
 
     async def work(pool):
-        late = await outcome(pool, slow)
+        late = await told(pool, slow)
         assert not workers()
-        return late, [await outcome(pool, constraints(pattern)) for pattern in ("a", "(", "b")]
+        return late, [await told(pool, wanted(pattern)) for pattern in ("a", "(", "b")]
 
     late, others = with_pool(work, model_dir / "tokenizer.json", deadline_s=0.1)
     assert "takes longer than 0.1 s" in late
     assert others[::2] == ["fine", "fine"] and "regex" in others[1]
 
 
-@pytest.mark.parametrize("failure", [TimeoutError, PoisonRequest])
-def test_a_grammar_that_kills_the_process_is_refused_for_a_while(model_dir, monkeypatch, failure):
-    """The grammar may not have been the cause."""
+@pytest.mark.parametrize("trouble", [TimeoutError, PoisonRequest])
+def test_what_a_process_dies_of_is_held_against_a_grammar_for_a_while(model_dir, monkeypatch, trouble):
+    """It may have been the machine's fault."""
 
     async def dies(self, frame):
-        raise failure
+        raise trouble
 
     async def work(pool):
         with monkeypatch.context() as patch:
             patch.setattr(WorkerProcess, "ask", dies)
-            first = [await outcome(pool, constraints("a"))]
+            first = [await told(pool, wanted("a"))]
             patch.setattr(grammars, "DOUBT_S", -1.0)
-            first.append(await outcome(pool, constraints("b")))
-        return first, [await outcome(pool, constraints(pattern)) for pattern in ("a", "b")]
+            first.append(await told(pool, wanted("b")))
+        return first, [await told(pool, wanted(pattern)) for pattern in ("a", "b")]
 
     first, later = with_pool(work, model_dir / "tokenizer.json")
     assert later == [first[0], "fine"] and "fine" not in first
 
 
-def test_results_are_cached(model_dir, monkeypatch):
-    """At most two, within the limit on characters."""
+def test_results_are_remembered(model_dir, monkeypatch):
+    """Two at most, and no more characters than are allowed."""
     monkeypatch.setattr(grammars, "MAX_REMEMBERED", 2)
 
     async def work(pool):
-        first = [await pool.make(constraints(pattern), RULES) for pattern in ("a", "b", "c")]
+        first = [await pool.make(wanted(pattern), RULES) for pattern in ("a", "b", "c")]
         await pool._worker.stop()
-        assert await pool.make(constraints("c"), RULES) == first[-1]
+        assert await pool.make(wanted("c"), RULES) == first[-1]
         assert len(pool._known) == 2 and not workers()
         monkeypatch.setattr(grammars, "MAX_REMEMBERED_CHARS", len(first[-1]))
-        assert await pool.make(constraints("c"), RULES) == first[-1]
+        assert await pool.make(wanted("c"), RULES) == first[-1]
         assert len(pool._known) == 1 and not workers()
 
     with_pool(work, model_dir / "tokenizer.json")

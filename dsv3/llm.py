@@ -38,7 +38,7 @@ from dsv3.server.serving.service import sampling_defaults
 from dsv3.text.call_grammar import AnswerConstraints, answer_grammar
 from dsv3.text.chat_template import ChatTemplate, TemplateError, ToolMessages, uses_tools, with_tool_preamble
 from dsv3.text.output import EndReason, OutputProcessor
-from dsv3.text.parsers import ParserOptions, Parsers
+from dsv3.text.parsers import Parsers
 from dsv3.text.tokenizer import Tokenizer, TokenizerError, TokenizerNotFound
 
 Prompt = str | Sequence[int]
@@ -237,7 +237,7 @@ class LLM:
         if params.structured_outputs is None:
             return ""
         tokenizer = self._need_tokenizer()
-        parsers = Parsers(ParserOptions(), tokenizer, tokenizer.chat_template)
+        parsers = Parsers(tokenizer, tokenizer.chat_template)
         try:
             wanted = AnswerConstraints(constraint=params.structured_outputs, reasoning=parsers.reasoning(prompt))
             return answer_grammar(wanted, parsers.dialect, parsers.marker_ids.get)
@@ -385,7 +385,7 @@ class LLM:
             tokenizer = self._need_tokenizer()
             if tokenizer.chat_template is None:
                 raise ValueError("this model has no chat template; use generate with a prompt of your own")
-            dialect = Parsers(ParserOptions(), tokenizer, tokenizer.chat_template).dialect
+            dialect = Parsers(tokenizer, tokenizer.chat_template).dialect
             source = with_tool_preamble(tokenizer.chat_template, dialect)
             self._template, self._shows_tools = ChatTemplate(source, tokenizer.special_tokens), uses_tools(source)
         return self._template

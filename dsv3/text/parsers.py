@@ -1,7 +1,5 @@
 """Selects the reasoning and tool-call parsers of a model by options, vocabulary and chat template."""
 
-import msgspec
-
 from dsv3.config.server_options import ReasoningParser, ToolCallParser
 from dsv3.text.chat_template import uses_tools
 from dsv3.text.dialects import (
@@ -20,13 +18,6 @@ from dsv3.text.parser import AnswerFormat, AnswerParser, Tools
 from dsv3.text.tokenizer import Tokenizer
 
 
-class ParserOptions(msgspec.Struct, frozen=True):
-    """The parser options of a server."""
-
-    reasoning: ReasoningParser = "auto"
-    tools: ToolCallParser = "auto"
-
-
 class Parsers:
     """Makes the parsers for one model's answers.
 
@@ -34,15 +25,19 @@ class Parsers:
     markers that are tokens. `splits_reasoning`: reasoning is separated from the content.
     """
 
-    def __init__(self, options: ParserOptions, tokenizer: Tokenizer, chat_template: str | None):
-        name = detect_dialect(tokenizer, chat_template) if options.tools == "auto" else options.tools
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: str | None,
+        reasoning: ReasoningParser = "auto",
+        tools: ToolCallParser = "auto",
+    ):
+        name = detect_dialect(tokenizer, chat_template) if tools == "auto" else tools
         self.dialect: Dialect | None = DIALECTS.get(name or "")
         self.dialect_name = name if self.dialect is not None else None
-        self.splits_reasoning = (
-            knows_reasoning(chat_template) if options.reasoning == "auto" else options.reasoning != "none"
-        )
+        self.splits_reasoning = knows_reasoning(chat_template) if reasoning == "auto" else reasoning != "none"
         self._id_of = tokenizer.id_of
-        self._always_thinks = options.reasoning == "deepseek_r1"
+        self._always_thinks = reasoning == "deepseek_r1"
         markers, table = ({}, {}) if self.dialect is None else (self.dialect.markers, self.dialect.table)
         self.marker_ids = {marker: i for marker in markers if (i := tokenizer.id_of(marker)) is not None}
         if self.splits_reasoning:

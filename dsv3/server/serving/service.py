@@ -27,7 +27,7 @@ from dsv3.server.templates import TemplatePool
 from dsv3.server.tenants import OPERATOR, Tenant, Tenants, cache_salt
 from dsv3.server.worker_process import WorkerDied
 from dsv3.text.chat_template import TemplateError, uses_tools, with_tool_preamble
-from dsv3.text.parsers import ParserOptions, Parsers
+from dsv3.text.parsers import Parsers
 from dsv3.text.tokenizer import Tokenizer, TokenizerError, TokenizerNotFound
 
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -285,8 +285,8 @@ def _tokenizer(config: ServerConfig) -> Tokenizer | None:
 def _parsers(config: ServerConfig, tokenizer: Tokenizer | None) -> Parsers | None:
     if tokenizer is None:
         return None
-    options = ParserOptions(config.options.reasoning_parser, config.options.tool_call_parser)
-    return Parsers(options, tokenizer, tokenizer.chat_template)
+    options = config.options
+    return Parsers(tokenizer, tokenizer.chat_template, options.reasoning_parser, options.tool_call_parser)
 
 
 async def _templates(

@@ -12,7 +12,7 @@ from dsv3.server.protocol.errors import ApiError
 from dsv3.server.protocol.openai import ChatRequest
 from dsv3.server.serving import prompts
 from dsv3.server.serving.prompts import read_tools
-from dsv3.text.parsers import ParserOptions, Parsers
+from dsv3.text.parsers import Parsers
 from tests.dsv3.server import serving
 from tests.dsv3.text.dialects import tokenizer, write
 
@@ -241,7 +241,7 @@ def render_request(dialect, body):
     known = tokenizer(dialect)
     templates = Templates()
     service = SimpleNamespace(
-        parsers=Parsers(ParserOptions(tools=dialect), known, ""),
+        parsers=Parsers(known, "", tools=dialect),
         shows_tools=False,
         tokenizer=known,
         chat_tokenizer=known,

@@ -8,7 +8,7 @@ from dsv3.text.deltas import ReasoningDelta, TextDelta, ToolArgumentsDelta, Tool
 from dsv3.text.dialects import DIALECTS
 from dsv3.text.output import OutputProcessor
 from dsv3.text.parser import AnswerParser, Tools
-from dsv3.text.parsers import ParserOptions, Parsers
+from dsv3.text.parsers import Parsers
 from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.text import tiny
 
@@ -114,7 +114,7 @@ def _glm(key, value):
 
 def parser(dialect, tools=TOOLS, prompt="<｜Assistant｜></think>", reasoning="deepseek_v3", by_id=True):
     """A parser whose ids are numbers."""
-    parsers = Parsers(ParserOptions(reasoning, dialect), tokenizer(dialect, by_id), None)
+    parsers = Parsers(tokenizer(dialect, by_id), None, reasoning, dialect)
     made = parsers.parser(parsers.start(prompt), tools)
     assert isinstance(made, AnswerParser)
     ids = iter(range(10**9))

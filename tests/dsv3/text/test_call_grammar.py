@@ -10,7 +10,7 @@ from dsv3.sampling_params import StructuredOutputsParams
 from dsv3.text.call_grammar import AnswerConstraints, CallableFunction, CallRules, answer_grammar
 from dsv3.text.matcher import GrammarError, GrammarVocabulary, Matcher
 from dsv3.text.parser import Tools
-from dsv3.text.parsers import ParserOptions, Parsers
+from dsv3.text.parsers import Parsers
 from tests.dsv3.text import dialects, tiny
 
 SCHEMA = {
@@ -33,7 +33,7 @@ CLOSED, OPEN, SILENT = "<｜Assistant｜></think>", "<｜Assistant｜><think>\n"
 
 
 def parsers(dialect: str, by_id: bool = True) -> Parsers:
-    return Parsers(ParserOptions("deepseek_v3", dialect), dialects.tokenizer(dialect, by_id), None)
+    return Parsers(dialects.tokenizer(dialect, by_id), None, "deepseek_v3", dialect)
 
 
 def compiled(dialect: str, rules: CallRules | None, prompt: str = CLOSED, by_id: bool = True, constraint=None) -> tuple:

@@ -13,7 +13,7 @@ from dsv3.text.deltas import TextDelta, ToolArgumentsDelta, ToolCallStart, merge
 from dsv3.text.dialects import DIALECTS, ParserState, start_state
 from dsv3.text.output import OutputProcessor
 from dsv3.text.parser import MarkFinder, Tools
-from dsv3.text.parsers import ParserOptions, Parsers, detect_dialect
+from dsv3.text.parsers import Parsers, detect_dialect
 from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.text import tiny
 from tests.dsv3.text.dialects import NAMES, Answer, parser, spelled, tokenizer, tokens, written
@@ -447,9 +447,9 @@ def test_dialects_are_detected_by_vocabulary_and_template():
 def test_options_select_the_parser():
     known = tokenizer("deepseek_v31")
     start = ParserState.CONTENT, ParserState.CONTENT
-    assert Parsers(ParserOptions("none", "none"), known, tiny.CHAT_TEMPLATE).parser(start, None) is None
-    assert Parsers(ParserOptions(), known, "{{ messages }}").parser(start, None) is None
-    auto = Parsers(ParserOptions(), known, tiny.CHAT_TEMPLATE)
+    assert Parsers(known, tiny.CHAT_TEMPLATE, "none", "none").parser(start, None) is None
+    assert Parsers(known, "{{ messages }}").parser(start, None) is None
+    auto = Parsers(known, tiny.CHAT_TEMPLATE)
     assert (auto.splits_reasoning, auto.dialect) == (True, None)
 
 

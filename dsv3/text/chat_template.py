@@ -137,7 +137,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment
 
 
@@ -148,10 +148,6 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, *
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
 
 
 def _with_end_mark(messages: Sequence[Message], mark: str) -> list[Message]:

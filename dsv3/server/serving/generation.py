@@ -422,7 +422,14 @@ async def prepare_requests(
         priority=priority,
         grammar=grammar,
     )
-    requests = _resuming(common, prompts, resumed) if resumed else _for_prompts(common, prompts)
+    replace, n = msgspec.structs.replace, sampling.n
+    if resumed:
+        requests = _resuming(common, prompts, resumed)
+    else:
+        requests = [
+            replace(common, request_id=first + n * i, prompt_token_ids=prompt.token_ids)
+            for i, prompt in enumerate(prompts)
+        ]
     is_long = sum(len(r.prompt_token_ids) + len(r.answer_token_ids) for r in requests) > _INLINE_TOKENS
     try:
         return first, await service.run(is_long, lambda: [prepare(request, rules) for request in requests])
@@ -432,15 +439,6 @@ async def prepare_requests(
         raise not_in_vocabulary(error.vocab_size) from None
     except InvalidRequest as error:
         raise invalid(str(error)) from None
-
-
-def _for_prompts(common: EngineRequest, prompts: list[EncodedPrompt]) -> list[EngineRequest]:
-    """Returns a copy of `common` for each prompt."""
-    replace, n = msgspec.structs.replace, common.sampling.n
-    return [
-        replace(common, request_id=common.request_id + n * i, prompt_token_ids=prompt.token_ids)
-        for i, prompt in enumerate(prompts)
-    ]
 
 
 def _resuming(

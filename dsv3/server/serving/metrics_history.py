@@ -111,16 +111,9 @@ class MetricsHistory:
             self._rows[self._count % KEPT_S] = self._row(now)
             self._count += 1
 
-    def rows(self) -> np.ndarray:
-        """Returns the rows `[n, _WIDTH]`, oldest first."""
-        if self._count <= KEPT_S:
-            return self._rows[: self._count]
-        start = self._count % KEPT_S
-        return np.concatenate([self._rows[start:], self._rows[:start]])
-
     def series(self, since: float = 0.0) -> dict[str, list[float]]:
         """Returns `compute_series` of the rows after the Unix time `since`."""
-        rows = self.rows()
+        rows = self._rows[: self._count] if self._count <= KEPT_S else np.roll(self._rows, -self._count, 0)
         rows = rows[rows[:, 0] > since - SHARE_S - 2]
         new = int((rows[:, 0] > since).sum())
         return {name: _rounded(values[len(values) - new :]) for name, values in compute_series(rows).items()}

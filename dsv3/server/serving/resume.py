@@ -94,7 +94,9 @@ async def replay_choices(
         for index, tokens in enumerate(answered):
             prompt = prompts[index // sampling.n]
             output = OutputProcessor(service.tokenizer, sampling, parser(prompt))
-            choices.append(_replay(output, tokens, stops, _limit(sampling, rules, len(prompt.token_ids))))
+            limit = rules.max_model_len - len(prompt.token_ids)
+            limit = limit if sampling.max_tokens is None else min(limit, sampling.max_tokens)
+            choices.append(_replay(output, tokens, stops, limit))
         return choices
 
     return await service.run(sum(map(len, answered)) > _INLINE_TOKENS, replay)
@@ -112,8 +114,3 @@ def _replay(output: OutputProcessor, tokens: array.array[int], stops: set[int], 
     deltas = merge_deltas([delta for update in updates for delta in update.deltas])
     reasoning = sum(update.num_reasoning_tokens for update in updates)
     return ResumedChoice(tokens, output, deltas, reasoning, updates[-1].finish_reason, updates[-1].stop_reason)
-
-
-def _limit(sampling: SamplingParams, rules: RequestRules, num_prompt: int) -> int:
-    remaining = rules.max_model_len - num_prompt
-    return remaining if sampling.max_tokens is None else min(sampling.max_tokens, remaining)

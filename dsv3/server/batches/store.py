@@ -32,7 +32,6 @@ from dsv3.files import sync
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ENDED: frozenset[Status] = frozenset({"failed", "completed", "expired", "cancelled"})
-WINDOW = "24h"
 WINDOW_S = 24 * 3600
 MAX_METADATA = 16
 

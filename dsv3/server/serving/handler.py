@@ -34,8 +34,8 @@ from dsv3.text.parser import AnswerParser
 _SLICE_BYTES = 2**20
 _GAP = b"\x01"  # never part of encoded JSON, which escapes control characters
 
-GAP, LIST_OF_GAP = msgspec.Raw(_GAP), msgspec.Raw(b"[%s]" % _GAP)
-"""Placeholders in a response for a value, and for the items of a list."""
+LIST_OF_GAP = msgspec.Raw(b"[%s]" % _GAP)
+"""A list in a response whose items are filled in later."""
 
 
 class CompleteChoice:

@@ -61,7 +61,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Returns the prompt for `messages`; it has all special tokens, so it is encoded without adding any.
+        """Renders the prompt of `messages`; it has all special tokens, so it is encoded without adding any.
 
         `continue_final_message` ends the prompt inside the last message, for the model to continue it. `kwargs` are the
         template's own variables; TemplateError for names outside `ALLOWED_KWARGS`.

@@ -247,7 +247,7 @@ class AnswerFormat:
 
 
 class AnswerParser:
-    """Parses an answer into deltas. Marks are dropped; text that may be part of one is pending until that is decided.
+    """Parses reasoning and tool calls of an answer. Marks are dropped; text that may be part of one is pending.
 
     `state` is the state at the beginning, `then` the one after START. Without `tools` calls are dropped. `new_id` makes
     the id of a call where the dialect has none.

@@ -259,6 +259,8 @@ async def make_service(
     if parsers is not None:
         file = config.model_dir / "tokenizer.json"
         grammars = GrammarPool(file, wait_s, dialect=parsers.dialect_name, marker_ids=parsers.marker_ids)
+        reasoning = "separate" if parsers.splits_reasoning else "part of the content"
+        config.notify(f"tool-call format: {parsers.dialect_name or 'unknown'}; reasoning: {reasoning}")
     return Service(
         config,
         engine,

@@ -29,7 +29,7 @@ def model_dir(tmp_path_factory):
     return tiny.write(tmp_path_factory.mktemp("model"))
 
 
-def serve(model_dir, use, factory_options=None, template_deadline_s=10.0, server=None, **options):
+def serve(model_dir, use, factory_options=None, template_deadline_s=10.0, server=None, notify=print, **options):
     """Runs `use(completer, service)` against a fresh engine process."""
     config = ServerConfig(
         model_dir=model_dir,
@@ -39,7 +39,7 @@ def serve(model_dir, use, factory_options=None, template_deadline_s=10.0, server
         engine=EngineOptions(**options),
         factory_options=factory_options or {},
         engine_factory="tests.dsv3.batch.fake_engine:make",
-        notify=lambda line: None,
+        notify=notify,
     )
 
     async def run():
@@ -95,7 +95,9 @@ def test_tool_calls_are_parsed_as_over_http(tmp_path):
     async def use(completer, service):
         return await completer.complete(CHAT, json.dumps(body).encode())
 
-    [choice] = body_of(serve(dialects.write(tmp_path), use))["choices"]
+    lines: list[str] = []
+    [choice] = body_of(serve(dialects.write(tmp_path), use, notify=lines.append))["choices"]
+    assert "tool-call format: deepseek_v31; reasoning: separate" in lines
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"k": 1}'}
 

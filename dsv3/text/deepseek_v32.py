@@ -3,6 +3,7 @@
 The model was trained with these texts, so they stay as they are, to the character. Results are matched to calls by
 order: there must be as many as calls, or none yet. With thinking on, reasoning between calls stays in the prompt; that
 of earlier turns is dropped.
+
 Source: encoding/encoding_dsv32.py of the model's repository (MIT).
 """
 

@@ -2,9 +2,9 @@
 
 The records are OpenAI's objects, with times in seconds since 1970.
 
-        DIR/lock                        locked by the server that runs the batches
+    DIR/lock                        locked by the server that runs the batches
     DIR/open/ID                     a batch that has not ended: its tenant's name
-        DIR/cancel/ID                   the time at which a client cancelled the batch
+    DIR/cancel/ID                   the time at which a client cancelled the batch
     DIR/tenants/NAME/files/ID       content, complete once ID.json is there
     DIR/tenants/NAME/batches/ID.json, ID.answers
 

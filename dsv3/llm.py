@@ -36,10 +36,10 @@ from dsv3.scheduler.request import (
     prepare,
 )
 from dsv3.server.serving.service import sampling_defaults
-from dsv3.text.call_grammar import Wanted, answer_grammar
-from dsv3.text.chat_template import ChatTemplate, TemplateError, ToolMessages, names_tools, telling_tools
-from dsv3.text.output import EndReason, OutputStream
-from dsv3.text.parsers import ParserOptions, Parsers
+from dsv3.text.call_grammar import AnswerConstraints, answer_grammar
+from dsv3.text.chat_template import ChatTemplate, TemplateError, ToolMessages, uses_tools, with_tool_preamble
+from dsv3.text.output import EndReason, OutputProcessor
+from dsv3.text.parsers import Parsers
 from dsv3.text.tokenizer import Tokenizer, TokenizerError, TokenizerNotFound
 
 Prompt = str | Sequence[int]
@@ -83,7 +83,7 @@ class _RunningCompletion:
 
     parent: RequestOutput
     completion: Completion
-    stream: OutputStream
+    stream: OutputProcessor
 
 
 _Waiting = deque[tuple[PreparedRequest, _RunningCompletion]]
@@ -221,11 +221,11 @@ class LLM:
         template, tokenizer = self._chat_template(), self._need_tokenizer()
         if tools and not self._shows_tools:
             raise ValueError("tools: this model's chat template does not show them to the model")
-        prepared = ToolMessages(template).prepared
+        prepare_messages = ToolMessages(template).prepare
 
         def make(conversation: Sequence[Message], params: SamplingParams) -> tuple[RequestOutput, str]:
             try:
-                found = prepared(conversation)
+                found = prepare_messages(conversation)
             except (KeyError, TypeError, AttributeError) as error:
                 raise TemplateError(
                     f"not a conversation of messages with role and content ({type(error).__name__})"
@@ -244,9 +244,9 @@ class LLM:
         if params.structured_outputs is None:
             return ""
         tokenizer = self._need_tokenizer()
-        parsers = Parsers(ParserOptions(), tokenizer, tokenizer.chat_template)
+        parsers = Parsers(tokenizer, tokenizer.chat_template)
         try:
-            wanted = Wanted(constraint=params.structured_outputs, reasoning=parsers.reasoning(prompt))
+            wanted = AnswerConstraints(constraint=params.structured_outputs, reasoning=parsers.reasoning(prompt))
             return answer_grammar(wanted, parsers.dialect, parsers.marker_ids.get)
         except ValueError as error:
             raise InvalidRequest(f"structured_outputs: {error}") from None
@@ -327,7 +327,7 @@ class LLM:
         self.engine.check_grammar(prepared.grammar)
         requests = fan_out(prepared)
         self._next_id += len(requests)
-        streams = (OutputStream(self.tokenizer, params) for _ in requests)
+        streams = (OutputProcessor(self.tokenizer, params) for _ in requests)
         completions = map(_RunningCompletion, itertools.repeat(output), output.outputs, streams)
         return list(zip(requests, completions, strict=True))
 
@@ -395,9 +395,9 @@ class LLM:
             tokenizer = self._need_tokenizer()
             if tokenizer.chat_template is None:
                 raise ValueError("this model has no chat template; use generate with a rendered prompt")
-            dialect = Parsers(ParserOptions(), tokenizer, tokenizer.chat_template).dialect
-            source = telling_tools(tokenizer.chat_template, dialect)
-            self._template, self._shows_tools = ChatTemplate(source, tokenizer.special_tokens), names_tools(source)
+            dialect = Parsers(tokenizer, tokenizer.chat_template).dialect
+            source = with_tool_preamble(tokenizer.chat_template, dialect)
+            self._template, self._shows_tools = ChatTemplate(source, tokenizer.special_tokens), uses_tools(source)
         return self._template
 
     def _need_tokenizer(self) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""Maps a table's rows to answers in a notebook.
+"""`dsv3.map`: adds a model's answers to a table, in a notebook.
 
 import dsv3
 table = dsv3.map(table, "prompt", llm=llm)
@@ -7,7 +7,7 @@ table = dsv3.map(table, "prompt", llm=llm)
 from collections.abc import Sequence
 from typing import Any
 
-from dsv3.batch.formats import need
+from dsv3.batch.formats import require_module
 from dsv3.llm import LLM, RequestOutput, release_on_error
 from dsv3.sampling_params import SamplingParams
 
@@ -24,21 +24,21 @@ def map[T](
 ) -> T:
     """Returns `table` with the model's answers to its `column` in new columns `into` and `into`_error.
 
-    The table is a pyarrow Table, a pandas or polars DataFrame, or a list of mappings; the result is of the same type,
-    its rows in the same order. A cell is the question of a conversation, or a conversation as a list of messages; with
-    `raw` it is a prompt that the model continues. A null has no answer. A row that cannot be answered, since it is too
-    long for example, has the reason in `into`_error, and stops no other. Rows that begin alike are asked one after the
-    other, so that they share what is computed of their beginnings. Without `sampling_params` the model's own hold.
+    The table is a pyarrow Table, a pandas or polars DataFrame, or a list of mappings; the result has the same type and
+    order. A cell is a user's message, or a conversation as a list of messages; with `raw` it is text to continue. A
+    null has no answer. A row that fails, for example because it is too long, has the reason in `into`_error and stops
+    no other. Rows with a common prefix run one after the other, to share cached pages. `sampling_params` default to the
+    model's.
 
-    Raises KeyError for a column that is not there, ValueError for one that is already, TypeError for another table,
-    BatchError without the extra `batch` for tables other than lists, ValueError for a model without a tokenizer, or
-    without a chat template where conversations are asked.
+    Raises KeyError for a missing column, ValueError for an existing output column, TypeError for another type of table,
+    BatchError where the extra `batch` is missing (not needed for lists), ValueError for a model without a tokenizer, or
+    without a chat template unless `raw`.
     """
     cells = _column(table, column)
     error = f"{into}_error"
     for name in (into, error):
         if name in _names(table):
-            raise ValueError(f"into: the table has a column {name!r} already; choose another name")
+            raise ValueError(f"into: the table already has a column {name!r}; choose another name")
     texts: list[str | None] = [None] * len(cells)
     errors: list[str | None] = [None] * len(cells)
     asked = sorted((i for i, cell in enumerate(cells) if cell is not None), key=lambda i: repr(cells[i]))
@@ -57,7 +57,7 @@ def _ask(cells: Sequence[Any], llm: LLM, params: SamplingParams | None, raw: boo
 
 
 def _conversation(cell: Any) -> Any:
-    """Returns a cell as a conversation; one that is none stays as it is, and is refused where it is asked."""
+    """Returns a cell as a conversation; other values stay as they are, and are refused later."""
     if isinstance(cell, str):
         return [{"role": "user", "content": cell}]
     if isinstance(cell, dict):
@@ -75,10 +75,10 @@ def _is_pandas(table: Any) -> bool:
 
 
 def _arrow(table: Any) -> Any:
-    """Returns a table as pyarrow's."""
+    """Converts a table to pyarrow."""
     if not hasattr(table, "__arrow_c_stream__"):
-        raise TypeError(f"table: a {type(table).__name__} is no pyarrow Table, DataFrame or list of mappings")
-    return need("pyarrow").table(table)
+        raise TypeError(f"table: a {type(table).__name__} is not a pyarrow Table, DataFrame or list of mappings")
+    return require_module("pyarrow").table(table)
 
 
 def _names(table: Any) -> list[str]:
@@ -106,7 +106,7 @@ def _with_columns(table: Any, columns: dict[str, list[str | None]]) -> Any:
         return [row | {name: values[i] for name, values in columns.items()} for i, row in enumerate(table)]
     if _is_pandas(table):
         return table.assign(**columns)
-    arrow = need("pyarrow")
+    arrow = require_module("pyarrow")
     found = _arrow(table)
     for name, values in columns.items():
         found = found.append_column(name, arrow.array(values, arrow.string()))

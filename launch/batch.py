@@ -7,9 +7,9 @@
 
 Tables are Parquet, CSV or lines of JSON, local or under a URL; a column `messages` holds conversations. Servers that
 run already may answer, several together. Otherwise the engine runs on one host, and without options on one device;
-docs/batch.md says what DeepSeek-V3 needs.
-Answers are appended as they come, in no particular order. After ^C, SIGTERM, a crash or a kill the same command goes on
-where it was: no line is lost and none is answered twice. docs/batch.md says what lines look like.
+docs/batch.md has the options for DeepSeek-V3.
+Answers are appended as they come, in any order. After ^C, SIGTERM, a crash or a kill the same command continues: no
+line is lost and none is answered twice. docs/batch.md describes the format.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ from dsv3.batch.journal import BatchError, InputSummary, Journal, model_identity
 from dsv3.batch.options import BatchOptions
 from dsv3.batch.progress import ProgressDisplay
 from dsv3.batch.run import BatchProgress, run
-from dsv3.batch.servers import ServersCompleter, servers_completer
-from dsv3.batch.tables import Staged, stage
+from dsv3.batch.servers import RemoteCompleter, remote_completer
+from dsv3.batch.tables import StagedBatch, stage
 from dsv3.config.options import EngineOptions
 from dsv3.config.server_options import ServerOptions, ServiceOptions
-from dsv3.server.batches.completer import ServerCompleter, check_fields, server_completer
+from dsv3.server.batches.completer import ServiceCompleter, check_fields, service_completer
 from dsv3.server.config import ServerConfig
 from launch import cli, flags
 from launch.model import model_dir, model_names
@@ -39,13 +39,13 @@ from launch.model import model_dir, model_names
 for _options in (BatchOptions, ServiceOptions, EngineOptions):
     cli.define(_options)
 
-_Completer = contextlib.AbstractAsyncContextManager[ServerCompleter | ServersCompleter]
+_Completer = contextlib.AbstractAsyncContextManager[ServiceCompleter | RemoteCompleter]
 
 
 def main(source: str, output: str) -> int:
     """Runs the batch; exit status 0 when every line is answered, 128 + n after signal n.
 
-    It is 1 after an error, and where no line has anything but an error.
+    It is 1 after an error, and where every line has failed.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     options = cli.read(BatchOptions)
@@ -69,12 +69,12 @@ def main(source: str, output: str) -> int:
 
 
 def _completer(config: ServerConfig | None, options: BatchOptions) -> _Completer:
-    return servers_completer(options) if config is None else server_completer(config)
+    return remote_completer(options) if config is None else service_completer(config)
 
 
 async def _model_of(options: BatchOptions) -> str:
-    """Returns the model that the servers have."""
-    async with servers_completer(options) as completer:
+    """Returns the identity of the servers' model."""
+    async with remote_completer(options) as completer:
         return f"{completer.model} (servers)"
 
 
@@ -86,56 +86,57 @@ def _identity(model_dir: pathlib.Path) -> str:
 
 
 def _config() -> ServerConfig:
-    """Returns a server's settings; what is its socket's stays unused."""
+    """Returns a server's configuration; those of its socket are not used."""
     options = cli.make(ServerOptions, cli.given(ServiceOptions))
     return ServerConfig(
         model_dir=model_dir(options),
         model_names=model_names(options),
         options=options,
         engine=cli.read(EngineOptions),
-        notify=_say,
+        notify=_print,
     )
 
 
-def _run(staged: Staged, summary: InputSummary, journal: Journal, make: Callable[[], _Completer]) -> int:
+def _run(staged: StagedBatch, summary: InputSummary, journal: Journal, make: Callable[[], _Completer]) -> int:
     if journal.answered == summary.lines:
-        _say(f"all {summary.lines} lines are answered already")
+        _print(f"all {summary.lines} lines are answered already")
         return _finish(staged, journal)
     if journal.answered:
-        _say(f"resuming: {journal.answered} of {summary.lines} lines are answered already")
-    so_far = "{} of {} lines are answered; the same command goes on from there"
+        _print(f"resuming: {journal.answered} of {summary.lines} lines are answered already")
+    so_far = "{} of {} lines are answered; run the same command to continue"
     try:
         progress, received = uvloop.run(_serve(staged.lines, summary, journal, make))
     except BatchError:
-        _say(so_far.format(journal.answered, summary.lines))
+        _print(so_far.format(journal.answered, summary.lines))
         raise
     if received is not None:
-        _say(f"interrupted by {received.name}: {so_far.format(journal.answered, summary.lines)}")
+        _print(f"interrupted by {received.name}: {so_far.format(journal.answered, summary.lines)}")
         return 128 + received
     done = progress.succeeded + progress.failed
-    _say(
+    _print(
         f"answered {done} lines in {progress.seconds:.1f} s; "
         f"{progress.output_tokens} tokens, {progress.tokens_per_s:,.0f} tokens/s"
     )
     return _finish(staged, journal)
 
 
-def _finish(staged: Staged, journal: Journal) -> int:
+def _finish(staged: StagedBatch, journal: Journal) -> int:
     """Writes the output and logs the errors in it, those of earlier runs included."""
     staged.finish()
     if journal.failed:
-        _say(f"{journal.failed} of {journal.answered} lines have an error:")
+        _print(f"{journal.failed} of {journal.answered} lines have errors:")
         for failure in journal.failures:
-            _say(f"  {failure}")
+            _print(f"  {failure}")
         if (more := journal.failed - len(journal.failures)) > 0:
-            _say(f"  and {more} more")
+            _print(f"  and {more} more")
     return 1 if journal.failed and journal.failed == journal.answered else 0
 
 
 async def _serve(
     source: pathlib.Path, summary: InputSummary, journal: Journal, make: Callable[[], _Completer]
 ) -> tuple[BatchProgress, signal.Signals | None]:
-    """Runs the batch until it is done or a signal comes; a second signal ends the process at once."""
+    """Runs the batch until it is done or a signal arrives; a second signal ends the process at once."""
+
     received: list[signal.Signals] = []
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
@@ -158,7 +159,7 @@ async def _serve(
                     completer,
                     concurrency=completer.concurrency,
                     total=summary.lines,
-                    sorts=isinstance(completer, ServersCompleter),
+                    sorts=isinstance(completer, RemoteCompleter),
                     on_progress=display.update,
                 )
     except asyncio.CancelledError:  # the signal came while the model was loading
@@ -166,7 +167,7 @@ async def _serve(
     return progress, received[0] if received else None
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

@@ -68,12 +68,11 @@ def test_imports_point_one_way(package: str) -> None:
 
 
 def test_a_class_name_means_one_thing() -> None:
-    """Schemas of other vendors' protocols, which spell the names, may repeat them; /openapi.json shows them."""
     found: dict[str, set[str]] = {}
     for path in sources():
         module = str(path.relative_to(ROOT))
         names = [node.name.lstrip("_") for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef)]
-        for name in names if "server/protocol/" not in module else ():
+        for name in names:
             found.setdefault(name, set()).add(module)
     repeated = {name: sorted(modules) for name, modules in found.items() if len(modules) > 1}
     assert not repeated

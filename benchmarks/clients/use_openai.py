@@ -128,7 +128,7 @@ def absent(servers: Servers) -> str:
     try:
         client(servers.url).chat.completions.create(model=MODEL, messages=[{"role": "user", "content": [part]}])
     except openai.BadRequestError as error:
-        expect(error.param == "messages" and "reads no images" in error.message, error)
+        expect(error.param == "messages" and "does not take images" in error.message, error)
         return error.body["message"]
     raise AssertionError("it was taken")
 

@@ -1,5 +1,5 @@
-"""Batch inference over a file in OpenAI's batch format: what `python -m launch.batch` runs.
+"""Batch inference over a file in OpenAI's batch format, or a table; `python -m launch.batch` runs it.
 
-`journal` reads and writes the format and keeps the output file exact across kills, `run` moves lines through a
-`Completer`, `servers` is one that asks running servers, `tables` makes lines of tables. docs/batch.md is for users.
+`journal` parses the format and keeps the output file consistent across kills, `run` sends lines to a `Completer`,
+`servers` has one for running servers, `tables` makes lines of tables. docs/batch.md is for users.
 """

@@ -1,4 +1,4 @@
-"""Files by name: local or under a URL, plain or compressed, lines or tables. Libraries of the extra load late."""
+"""Files by name: local or remote, plain or compressed, lines or tables. Optional libraries are imported when needed."""
 
 import contextlib
 import gzip
@@ -21,7 +21,7 @@ _COMPRESSIONS: dict[str, Literal["gzip", "zstd"]] = {".gz": "gzip", ".zst": "zst
 
 
 class FileFormat(NamedTuple):
-    """What a name says of a file: `kind`, `compression` and whether it is a URL."""
+    """A file's format, from its name."""
 
     kind: Literal["lines", "parquet", "csv"]
     compression: Literal["gzip", "zstd"] | None
@@ -29,12 +29,12 @@ class FileFormat(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the file can be read and appended to in its place."""
+        """Whether the file can be read and appended to in place."""
         return self.compression is None and not self.is_url
 
 
-def format_of(name: str) -> FileFormat:
-    """Returns what a name says; a name that says nothing is of lines, as OpenAI's batch files may be."""
+def detect_format(name: str) -> FileFormat:
+    """Returns the format of a name; lines for unknown endings, as OpenAI's batch files may have any."""
     is_url = "://" in name
     path = PurePosixPath(name.partition("://")[2].partition("?")[0] if is_url else name)
     compression = _COMPRESSIONS.get(path.suffix.lower())
@@ -42,72 +42,75 @@ def format_of(name: str) -> FileFormat:
     return FileFormat(kind, compression if kind != "parquet" else None, is_url)
 
 
-def need(module: str) -> Any:
-    """Imports a library of the extra; raises BatchError that says what to install."""
+def require_module(module: str) -> Any:
+    """Imports an optional library; raises BatchError with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise BatchError(f"this needs {module.partition('.')[0]}: pip install 'dsv3[batch]' ({error})") from None
+        raise BatchError(f"{module.partition('.')[0]} is missing: pip install 'dsv3[batch]' ({error})") from None
 
 
 @contextlib.contextmanager
-def reading(name: str) -> Iterator[BinaryIO]:
-    """Opens a file to read what it holds, decompressed; raises BatchError where it cannot be."""
-    form = format_of(name)
+def open_input(name: str) -> Iterator[BinaryIO]:
+    """Opens a file for reading, decompressed; raises BatchError where it cannot be read."""
+    form = detect_format(name)
     with contextlib.ExitStack() as stack:
-        with _told(name):
+        with _errors_named(name):
             file = stack.enter_context(_open(name, form.is_url, "rb"))
         if form.compression == "gzip":
             file = stack.enter_context(gzip.GzipFile(fileobj=file))
         elif form.compression == "zstd":
-            reader = need("zstandard").ZstdDecompressor().stream_reader(file, read_across_frames=True)
+            reader = require_module("zstandard").ZstdDecompressor().stream_reader(file, read_across_frames=True)
             file = stack.enter_context(io.BufferedReader(reader))
-        with _told(name):
+        with _errors_named(name):
             yield file
 
 
 @contextlib.contextmanager
-def writing(name: str) -> Iterator[BinaryIO]:
-    """Opens a file to write what it shall hold, compressed as its name says.
+def open_output(name: str) -> Iterator[BinaryIO]:
+    """Opens a file for writing, compressed as its name says.
 
-    A local file takes its place at the end, whole; what happens to one under a URL is its file system's. Raises
-    BatchError where it cannot be written.
+    A local file is renamed into place at the end; a remote one follows its file system's rules. Raises BatchError where
+    it cannot be written.
     """
-    form = format_of(name)
+    form = detect_format(name)
     part = f"{name}.part"
-    with contextlib.ExitStack() as stack, _told(name):
+    with contextlib.ExitStack() as stack, _errors_named(name):
         file = stack.enter_context(_open(name if form.is_url else part, form.is_url, "wb"))
         target = file
         if form.compression == "gzip":
             target = stack.enter_context(gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0))
         elif form.compression == "zstd":
-            target = stack.enter_context(need("zstandard").ZstdCompressor().stream_writer(file, closefd=False))
+            target = stack.enter_context(
+                require_module("zstandard").ZstdCompressor().stream_writer(file, closefd=False)
+            )
         yield target
     if not form.is_url:
-        with _told(name):
+        with _errors_named(name):
             os.replace(part, name)
 
 
 def exists(name: str) -> bool:
-    """Returns whether there is such a file."""
-    if not format_of(name).is_url:
+    """Returns whether the file exists."""
+    if not detect_format(name).is_url:
         return Path(name).exists()
-    with _told(name):
-        filesystem, path = need("fsspec").core.url_to_fs(name)
+    with _errors_named(name):
+        filesystem, path = require_module("fsspec").core.url_to_fs(name)
         return bool(filesystem.exists(path))
 
 
 def _open(name: str, is_url: bool, mode: str) -> Any:
-    return need("fsspec").open(name, mode) if is_url else open(name, mode, opener=_private)
+    return require_module("fsspec").open(name, mode) if is_url else open(name, mode, opener=open_private)
 
 
-def _private(path: str, flags: int) -> int:
+def open_private(path: str, flags: int) -> int:
+    """Opens a file with mode 0600; an `opener` for `open`."""
     return os.open(path, flags, 0o600)
 
 
 @contextlib.contextmanager
-def _told(name: str) -> Iterator[None]:
-    """Has what can go wrong with a file end the batch with its name."""
+def _errors_named(name: str) -> Iterator[None]:
+    """Turns errors of files and their libraries into BatchError with the file's name."""
     try:
         yield
     except BatchError:

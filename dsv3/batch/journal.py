@@ -1,9 +1,9 @@
-"""The output file of a batch, kept exact: every answer is appended whole, and a restart knows what is answered.
+"""The output file of a batch, consistent across kills: answers are appended as whole lines, and a restart skips them.
 
 A killed process leaves at most one unfinished line at the end of the file, which the next run cuts off. The file
-`OUTPUT.state.json` beside it holds the digest of the input and the model's name, so that answers of two different
-batches never mix. It is also what a run locks: an output that is deleted or replaced meanwhile lets no second run in.
-Losing power may lose answers of the last seconds; they are made again.
+`OUTPUT.state.json` beside it has the digest of the input and the model's name, so that answers of two batches never
+mix. It is also the lock: deleting or replacing the output lets no second run in. A power loss may lose answers of the
+last seconds; they are computed again.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class RequestLine:
 
 @dataclasses.dataclass(frozen=True)
 class BadLine:
-    """A line that is no request, and why; `custom_id` where it could be read."""
+    """An invalid line and its error; `custom_id` if it could be read."""
 
     number: int
     custom_id: str | None
@@ -52,9 +52,9 @@ class BadLine:
 
 
 def numbered_lines(file: BinaryIO, limit: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes | None]]:
-    """Returns number and bytes of each line that is not blank.
+    """Yields number and bytes of each line that is not blank.
 
-    None for one longer than `limit`, which is never held whole.
+    The bytes are None for a line longer than `limit`, which is never in memory as a whole.
     """
     number = 0
     while piece := file.readline(limit + 1):
@@ -68,13 +68,13 @@ def numbered_lines(file: BinaryIO, limit: int = MAX_LINE_BYTES) -> Iterator[tupl
 
 
 class LineParser:
-    """Parses the lines of one input in order; remembers 16 bytes of hash for each custom_id, to find the second use."""
+    """Parses the lines of one input in order; keeps 16 bytes of hash per custom_id to find duplicates."""
 
     def __init__(self) -> None:
         self._seen: set[bytes] = set()
 
     def parse(self, number: int, line: bytes | None) -> RequestLine | BadLine:
-        """Parses the request on a line. The first line with a custom_id has it; any later one is bad."""
+        """Parses a line; all but the first line with a custom_id are bad."""
         if line is None:
             return BadLine(number, None, "line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes")
         try:
@@ -115,13 +115,13 @@ def _text(fields: dict[str, msgspec.Raw], name: str) -> str | None:
 
 
 def bad_line(bad: BadLine) -> bytes:
-    """Returns the output line for a line that is no request."""
+    """Returns the output line of an invalid line."""
     error = {"code": bad.code, "message": bad.message, "line": bad.number}
     return _output(bad.number, bad.custom_id, None, error)
 
 
 def answer_line(request: RequestLine, status: int, request_id: str, body: Any) -> bytes:
-    """Returns the output line for an answered request."""
+    """Returns the output line of an answered request."""
     response = {"status_code": status, "request_id": request_id, "body": body}
     return _output(request.number, request.custom_id, response, None)
 
@@ -131,50 +131,48 @@ def _output(number: int, custom_id: str | None, response: Any, error: Any) -> by
     return msgspec.json.encode(line) + b"\n"
 
 
-class _OutputHead(msgspec.Struct):
-    id: str
-
-
-class _RecordedError(msgspec.Struct):
+class _OutputError(msgspec.Struct):
     message: Any = ""
 
 
-class _RecordedResponse(msgspec.Struct):
+class OutputBody(msgspec.Struct):
+    """The fields of a response's body that every route has."""
+
+    error: _OutputError | None = None
+
+
+class _OutputResponse(msgspec.Struct):
     status_code: int
     body: msgspec.Raw = msgspec.Raw()
 
 
-class _OutputResult(msgspec.Struct):
-    response: _RecordedResponse | None = None
-    error: _RecordedError | None = None
+class _OutputLine(msgspec.Struct):
+    id: str
+    response: _OutputResponse | None = None
+    error: _OutputError | None = None
 
 
-class _Refusal(msgspec.Struct):
-    error: _RecordedError | None = None
-
-
-_output_decoder = msgspec.json.Decoder(_OutputHead)
-_result_decoder = msgspec.json.Decoder(_OutputResult)
-_refusal_decoder = msgspec.json.Decoder(_Refusal)
+parse_output = msgspec.json.Decoder(_OutputLine).decode
+_body_decoder = msgspec.json.Decoder(OutputBody)
 
 
 def answered_number(line: bytes) -> int:
-    """Returns the input line that an output line answers; raises ValueError for bytes that are no output line."""
-    number = _output_decoder.decode(line).id.removeprefix(ID_PREFIX)
+    """Returns the input line number that an output line answers; raises ValueError for an invalid output line."""
+    number = parse_output(line).id.removeprefix(ID_PREFIX)
     if not (number.isascii() and number.isdigit()):
         raise ValueError(f"its id does not end in a line number: {number[:40]!r}")
     return int(number)
 
 
-def failure_of(line: bytes) -> str | None:
-    """Returns why an output line holds no answer, None where it holds one."""
-    found = _result_decoder.decode(line)
+def parse_failure(line: bytes) -> str | None:
+    """Returns the error of an output line; None where it has an answer."""
+    found = parse_output(line)
     if found.response is None:
         return str(found.error.message) if found.error is not None else ""
     if found.response.status_code == 200:
         return None
     try:
-        error = _refusal_decoder.decode(found.response.body).error
+        error = _body_decoder.decode(found.response.body).error
     except msgspec.MsgspecError:
         error = None
     return f"status {found.response.status_code}: {error.message if error is not None else ''}"
@@ -188,11 +186,11 @@ _SHOWN_FAILURES, _SHOWN_CHARS = 3, 300
 
 
 class BatchError(Exception):
-    """The batch cannot be run or go on; the message says what to do."""
+    """The batch cannot run or continue; the message says what to do."""
 
 
 class InputSummary(msgspec.Struct, frozen=True):
-    """What identifies an input: its digest. `last_line` is its highest line number, `lines` counts those not blank."""
+    """An input's digest and size. `last_line` is its highest line number, `lines` counts those that are not blank."""
 
     sha256: str
     bytes: int
@@ -207,7 +205,7 @@ class _JournalState(msgspec.Struct, frozen=True):
 
 
 def summarize_input(path: pathlib.Path) -> InputSummary:
-    """Reads the input once, in bounded memory; raises BatchError if it cannot be read."""
+    """Reads the input once, in bounded memory; raises BatchError where it cannot be read."""
     try:
         if not path.exists():
             raise BatchError(f"{path}: no such file")
@@ -226,19 +224,19 @@ def summarize_input(path: pathlib.Path) -> InputSummary:
 
 
 def model_identity(model_dir: pathlib.Path, name: str | None = None) -> str:
-    """Names a model by a name, its directory's if not given, and a digest of its configuration and of its weights.
+    """Identifies a model by a name (default: its directory's) and a digest of its configuration and weights.
 
-    Not by its path, so that a batch can be resumed on another machine. Raises OSError for unreadable files.
+    The path is left out, so that a batch can be resumed on another machine. Raises OSError for unreadable files.
     """
     digest = hashlib.sha256(f"{config_digest(model_dir)} {known_identity(model_dir)}".encode()).hexdigest()
     return f"{name or model_dir.name} {digest[:_DIGEST_CHARACTERS]}"
 
 
 class Journal:
-    """The open output file; one process at a time holds it.
+    """The open output file, locked for one process.
 
-    `answered` counts the lines that are answered, those of earlier runs included, and `failed` those of them that have
-    an error; `failures` says of the first few why. `last_line` is the input's.
+    `answered` counts the answered lines, including those of earlier runs, `failed` those of them with an error;
+    `failures` has the first few errors. `last_line` is the input's.
     """
 
     def __init__(self, path: pathlib.Path, descriptor: int, state: int, last_line: int, sync_s: float):
@@ -252,11 +250,10 @@ class Journal:
 
     @classmethod
     def open(cls, path: pathlib.Path, source: InputSummary, model: str, sync_s: float = SYNC_SECONDS) -> Self:
-        """Opens the output for the batch of this input and model, new or to be resumed.
+        """Opens the output of a batch of this input and model, new or to be resumed.
 
-        What is written is synced when `sync_s` seconds have passed since the last time.
-
-        Raises BatchError when the file belongs to something else, is damaged, or another process is writing it.
+        The file is synced when `sync_s` seconds have passed since the last time. Raises BatchError where the file
+        belongs to another batch, is damaged, or another process writes it.
         """
         descriptor = _open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         with contextlib.ExitStack() as opened:
@@ -265,22 +262,22 @@ class Journal:
             opened.callback(os.close, state)
             journal = cls(path, descriptor, state, source.last_line, sync_s)
             journal._lock()
-            journal._require_place()
+            journal._require_same_file()
             journal._claim(_JournalState(STATE_VERSION, source, model))
             journal._recover()
             opened.pop_all()
         return journal
 
     def is_answered(self, number: int) -> bool:
-        """Returns whether input line `number` has its answer in the file."""
+        """Returns whether input line `number` is answered in the file."""
         return bool(self._is_answered[number])
 
     def append(self, number: int, line: bytes) -> None:
-        """Writes one output line, whole or not at all, so that a kill right after keeps it.
+        """Appends one output line, whole or not at all; a kill right after keeps it.
 
         Raises BatchError where the line would be lost.
         """
-        self._require_place()
+        self._require_same_file()
         start = os.lseek(self._descriptor, 0, os.SEEK_END)
         rest = memoryview(line)
         try:
@@ -294,12 +291,12 @@ class Journal:
             self.sync()
 
     def sync(self) -> None:
-        """Asks the system to keep what was written through a loss of power."""
+        """Syncs the file to the disk."""
         os.fsync(self._descriptor)
         self._synced_s = time.monotonic()
 
     def close(self) -> None:
-        """Syncs and lets the file go."""
+        """Syncs and closes the file."""
         self.sync()
         os.close(self._descriptor)
         os.close(self._state)
@@ -310,26 +307,26 @@ class Journal:
         except BlockingIOError as error:
             raise BatchError(f"{self._path}: another process is writing this file") from error
 
-    def _require_place(self) -> None:
-        """Raises BatchError where the path names another file by now, or none: nobody would find what is written."""
+    def _require_same_file(self) -> None:
+        """Raises BatchError where the file has been deleted, moved or replaced: the output would be lost."""
         try:
             found = os.stat(self._path, follow_symlinks=False)
         except OSError:
             found = None
         if found is None or not os.path.samestat(found, os.fstat(self._descriptor)):
             raise BatchError(
-                f"{self._path}: the file was deleted, moved or replaced while the batch was writing it; put it back to "
-                "go on from there, or start anew without it"
+                f"{self._path}: the file was deleted, moved or replaced while the batch was writing it; restore it to "
+                "continue, or run the command again to start over"
             )
 
     def _claim(self, wanted: _JournalState) -> None:
-        """Notes which batch the file belongs to, or checks that it is this one."""
+        """Writes the state of a new file, or checks that an old one belongs to this batch."""
         if os.fstat(self._descriptor).st_size == 0:
             os.ftruncate(self._state, 0)
             state = msgspec.json.encode(wanted)
             if os.pwrite(self._state, state, 0) < len(state):
                 raise BatchError(f"{_state_path(self._path)}: {os.strerror(errno.ENOSPC)}")
-            os.fsync(self._state)  # an answer is written after it
+            os.fsync(self._state)  # before the first answer
             return
         try:
             found = msgspec.json.decode(os.pread(self._state, _MAX_STATE_BYTES, 0), type=_JournalState)
@@ -347,7 +344,7 @@ class Journal:
             )
 
     def _recover(self) -> None:
-        """Marks the answered lines and cuts off an unfinished last one."""
+        """Reads the answered lines and cuts off an unfinished last one."""
         end = 0
         with open(self._descriptor, "rb", closefd=False) as file:
             file.seek(0)
@@ -372,7 +369,7 @@ class Journal:
             raise ValueError(f"there is no input line {number}")
         if self._is_answered[number]:
             raise ValueError(f"input line {number} is answered twice")
-        why = failure_of(line)
+        why = parse_failure(line)
         self._is_answered[number] = True
         self.answered += 1
         if why is not None:
@@ -386,7 +383,7 @@ def _state_path(path: pathlib.Path) -> pathlib.Path:
 
 
 def _open_state(path: pathlib.Path, is_new: bool) -> int:
-    """Opens the state of an output; makes it only for a new output."""
+    """Opens the state file; creates it only for a new output."""
     try:
         return _open(_state_path(path), os.O_RDWR | (os.O_CREAT if is_new else 0))
     except FileNotFoundError as error:
@@ -394,7 +391,7 @@ def _open_state(path: pathlib.Path, is_new: bool) -> int:
 
 
 def _open(path: pathlib.Path, flags: int) -> int:
-    """Opens a regular file that only its owner may read if it is new; a link is not followed, a pipe not waited for."""
+    """Opens a regular file, with mode 0600 if new; does not follow links or wait for pipes."""
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a batch has besides the options of its engine; declared as those of `dsv3.config.options`."""
+"""Options of a batch besides those of its engine; declared as in `dsv3.config.options`."""
 
 import dataclasses
 from typing import Any, Literal
@@ -11,7 +11,7 @@ ANSWER_FIELDS = ("reasoning", "finish_reason", "error", "prompt_tokens", "comple
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """Which rows are asked, and who answers. Raises ValueError for values that cannot be."""
+    """The rows to ask and the servers to ask. Raises ValueError for invalid values."""
 
     prompt_column: str | None = option(
         None, "Ask the text in this column of each row; default for a table: the conversation in its column messages."
@@ -23,26 +23,26 @@ class BatchOptions:
         None, "Ask every row of a table with these fields, a JSON object such as '{\"max_tokens\": 64}'."
     )
     answer_column: str = option(
-        "answer", "Write a row's answer to this column, and what belongs to it to columns that begin so."
+        "answer", "Write a row's answer to this column, and its other results to columns with this prefix."
     )
     work_dir: str | None = option(
-        None, "Keep what is on its way in this directory; default: OUTPUT.work, where OUTPUT is a local file."
+        None, "Keep work in progress in this directory; default: OUTPUT.work, where OUTPUT is a local file."
     )
     server: tuple[str, ...] = option(
         (), "Have running servers at these URLs, separated by commas, answer; default: an engine of this process."
     )
     server_api_key_file: str | None = option(
-        None, "Read the servers' API key from this file, which nobody else may open."
+        None, "Read the servers' API key from this file, which must not be readable by other users."
     )
     server_timeout: float = option(600.0, "Give up when no server has answered for this many seconds.", above=0)
     concurrency: int | None = option(
         None,
-        "Send each server at most this many requests at a time; default: twice what it says it runs, or 64.",
+        "Send each server at most this many requests at a time; default: twice its max_num_seqs, or 64.",
         low=1,
     )
     priority: int | None = option(
         None,
-        "Ask servers for this priority, where lower is earlier; default: 100, and none of other engines' servers.",
+        "Send requests with this priority, where lower is earlier; default: 100, and none to other engines' servers.",
         low=-MAX_PRIORITY,
         high=MAX_PRIORITY,
     )

@@ -1,4 +1,4 @@
-"""Shows how far a batch is: a bar on a terminal, a line now and then in a log."""
+"""Shows a batch's progress: a bar on a terminal, a line per minute in a log."""
 
 import time
 from typing import Self
@@ -13,7 +13,7 @@ LOG_SECONDS = 60.0
 
 
 class ProgressDisplay:
-    """Used as a context; `update` is cheap enough to be called for every line."""
+    """A progress display; use it as a context. `update` is cheap enough to be called for every line."""
 
     def __init__(self, console: Console):
         self._console = console

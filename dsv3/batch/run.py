@@ -1,6 +1,6 @@
-"""Moves the lines of a batch through a completer: as many at a time as it is told, each answer written as it comes.
+"""Sends the lines of a batch to a completer, several at a time, and appends each answer as it comes.
 
-Memory does not grow with the input: only the lines being answered are held, and 16 bytes of each custom_id.
+Memory does not grow with the input, but for 16 bytes per custom_id.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _COMPARED_BYTES = 2**16
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """What became of a request: `body` is JSON-encodable, or a `msgspec.Raw` that is JSON already."""
+    """The response to a line: `body` is JSON-encodable, or a `msgspec.Raw` that is JSON already."""
 
     status: int
     request_id: str
@@ -37,19 +37,19 @@ class Reply:
 
 
 class Completer(Protocol):
-    """Whatever answers requests; called many times at once."""
+    """Answers requests; called concurrently."""
 
     async def complete(self, url: str, body: bytes) -> Reply:
-        """Answers the JSON `body` as a server would at `url`, refusals included.
+        """Answers the JSON `body` as a server would at `url`; errors are replies too.
 
-        Raises only what must end the batch with the request unanswered, such as the engine's death. A cancelled call
-        leaves nothing behind in the engine.
+        Raises only errors that must end the batch and leave the request unanswered, such as the engine's death.
+        Cancelling a call aborts its request.
         """
 
 
 @dataclasses.dataclass
 class BatchProgress:
-    """Counts of a run: `resumed` lines were answered by earlier runs, the others by this one, in `seconds`."""
+    """Counts of a run: `resumed` lines were answered by earlier runs, the others by this one in `seconds`."""
 
     total: int
     resumed: int = 0
@@ -61,7 +61,7 @@ class BatchProgress:
 
     @property
     def answered(self) -> int:
-        """Lines that have their line in the output file."""
+        """Lines that are answered in the output file."""
         return self.resumed + self.succeeded + self.failed
 
     @property
@@ -80,13 +80,12 @@ async def run(
     sorts: bool = False,
     on_progress: Callable[[BatchProgress], None] = lambda progress: None,
 ) -> BatchProgress:
-    """Answers every line of `source` that the journal does not hold, `concurrency` at a time.
+    """Answers every line of `source` that the journal lacks, `concurrency` at a time.
 
-    With `sorts`, lines that begin alike come after each other, as far as so many lines are looked at together.
+    With `sorts`, lines with a common prefix follow each other, within windows of lines.
 
-    A cancelled run gives up the requests it is at, which stay unanswered for the next run, and returns. Raises what the
-    completer raises, and BatchError when the input changes meanwhile or the output cannot be written; what is written
-    stays.
+    When cancelled, aborts the requests in flight, leaves them to the next run, and returns. Raises what the completer
+    raises, and BatchError where the input changes meanwhile or the output cannot be written; written answers stay.
     """
     progress, began_s = BatchProgress(total=total, resumed=journal.answered), time.monotonic()
     lines = _unanswered(source, journal)
@@ -98,7 +97,7 @@ async def run(
             await _answer(line, journal, completer, progress)
             progress.seconds = time.monotonic() - began_s
             on_progress(progress)
-            await asyncio.sleep(0)  # lines that need no completer must not keep the others waiting
+            await asyncio.sleep(0)  # invalid lines do not wait for anything; other tasks must run
 
     on_progress(progress)
     try:
@@ -113,7 +112,7 @@ async def run(
 
 
 def sorted_in_windows(lines: Iterator[RequestLine | BadLine]) -> Iterator[RequestLine | BadLine]:
-    """Yields lines in windows of up to `WINDOW_LINES` and `WINDOW_BYTES`, each sorted by how the bodies begin."""
+    """Sorts lines by the beginning of their bodies, in windows of up to `WINDOW_LINES` and `WINDOW_BYTES`."""
     window: list[RequestLine | BadLine] = []
     size = 0
     for line in lines:
@@ -144,7 +143,7 @@ async def _answer(line: RequestLine | BadLine, journal: Journal, completer: Comp
 
 
 def _unanswered(source: pathlib.Path, journal: Journal) -> Iterator[RequestLine | BadLine]:
-    """Returns the lines still to be answered; the answered ones are parsed too, because their custom_ids are taken."""
+    """Yields the unanswered lines; parses the answered ones too, to find duplicates of their custom_ids."""
     parser, number = LineParser(), 0
     with source.open("rb") as file:
         before = os.fstat(file.fileno())

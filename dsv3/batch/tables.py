@@ -1,8 +1,8 @@
-"""What a batch is made of: lines to answer and a journal, from lines or from tables (Parquet, CSV, lines of JSON).
+"""Turns tables (Parquet, CSV, lines of JSON) into request lines, and their answers into columns.
 
-A row becomes a request, and its answer columns of the table. `dsv3.map` does this in a notebook; Ray Data and DuckDB do
-it with the recipes of examples/; this is one command that goes on after a kill and needs no cluster. Rows are read
-twice, once to be asked and once to be written with their answers, and never held all together.
+`dsv3.map` does this in a notebook; Ray Data and DuckDB with the recipes of examples/. This is one command that resumes
+after a kill and needs no cluster. Rows are read twice, to make the requests and to write the answers, and never all
+held in memory.
 """
 
 import array
@@ -17,8 +17,16 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from dsv3.batch.formats import exists, format_of, need, reading, writing
-from dsv3.batch.journal import MAX_LINE_BYTES, BatchError, answered_number, numbered_lines, summarize_input
+from dsv3.batch.formats import detect_format, exists, open_input, open_output, require_module
+from dsv3.batch.journal import (
+    MAX_LINE_BYTES,
+    BatchError,
+    OutputBody,
+    answered_number,
+    numbered_lines,
+    parse_output,
+    summarize_input,
+)
 from dsv3.batch.options import ANSWER_FIELDS, BatchOptions
 
 MESSAGES = "messages"
@@ -28,17 +36,17 @@ _NO_PROMPT = "the row has no prompt"
 Row = dict[str, Any]
 
 
-def columns_of(name: str) -> list[str]:
-    """Returns the names of a table's columns; those of lines are the keys of the first."""
-    if format_of(name).kind == "lines":
-        return list(next(rows_of(name), {}))
+def read_columns(name: str) -> list[str]:
+    """Returns the names of a table's columns; for lines, the keys of the first."""
+    if detect_format(name).kind == "lines":
+        return list(next(iter_rows(name), {}))
     with _reader(name) as reader:
         return list((reader.schema_arrow if _is_parquet(name) else reader.schema).names)
 
 
-def rows_of(name: str) -> Iterator[Row]:
-    """Yields the rows of a table; raises BatchError for lines that are no rows."""
-    if format_of(name).kind == "lines":
+def iter_rows(name: str) -> Iterator[Row]:
+    """Yields the rows of a table; raises BatchError for an invalid line."""
+    if detect_format(name).kind == "lines":
         yield from _json_rows(name)
         return
     for batch in _record_batches(name):
@@ -46,20 +54,20 @@ def rows_of(name: str) -> Iterator[Row]:
 
 
 def requests(name: str, options: BatchOptions) -> Iterator[bytes]:
-    """Yields a batch line for each row, an empty one for a row without a prompt. Row i is line i, from 1."""
+    """Yields the request line of each row, an empty line for a row without a prompt. Row i is line i, from 1."""
     fields = options.body or {}
-    for number, row in enumerate(rows_of(name), 1):
-        asked = _asked(row, options)
-        if asked is None:
+    for number, row in enumerate(iter_rows(name), 1):
+        request = _request_body(row, options)
+        if request is None:
             yield b"\n"
             continue
-        body = asked | fields
+        body = request | fields
         line = {"custom_id": f"row-{number}", "method": "POST", "url": options.endpoint, "body": body}
         yield _encode(line, name, number) + b"\n"
 
 
-def _asked(row: Row, options: BatchOptions) -> Row | None:
-    """Returns what a row asks: a text, or the conversation of `messages` as a list or as JSON; None without any."""
+def _request_body(row: Row, options: BatchOptions) -> Row | None:
+    """Returns the prompt or messages of a row, whose `messages` may be a list or JSON; None without any."""
     value = row.get(options.prompt_column or MESSAGES)
     if value is None:
         return None
@@ -71,9 +79,9 @@ def _asked(row: Row, options: BatchOptions) -> Row | None:
 
 
 def _messages(value: Any) -> Any:
-    """Returns a conversation without the nulls that tables have in the place of absent fields.
+    """Returns a conversation without the nulls that tables have for absent fields.
 
-    What is no conversation stays as it is: the server says what is wrong with it.
+    Other values stay as they are: the server refuses them.
     """
     if isinstance(value, str):
         try:
@@ -92,8 +100,8 @@ def _without_nulls(value: Any) -> Any:
 
 
 def check_columns(name: str, options: BatchOptions) -> None:
-    """Raises BatchError for a table that lacks what is asked, or has a column where an answer would go."""
-    columns = columns_of(name)
+    """Raises BatchError for a table without the prompt column, or with a column of an answer's name."""
+    columns = read_columns(name)
     wanted = options.prompt_column or MESSAGES
     if columns and wanted not in columns:
         hint = "" if options.prompt_column else "; name the one to ask with --prompt_column"
@@ -103,23 +111,23 @@ def check_columns(name: str, options: BatchOptions) -> None:
 
 
 class Answers:
-    """The answers in a journal, found by the number of their line: 8 bytes of memory for each."""
+    """Random access to the answers of a journal by line number, with 8 bytes of memory for each."""
 
     def __init__(self, path: Path, last_line: int):
         self._file = path.open("rb")
-        self._places = array.array("q", bytes(8 * (last_line + 1)))
-        place = 1  # 0 says that there is none
+        self._offsets = array.array("q", bytes(8 * (last_line + 1)))
+        offset = 1  # 0: no answer
         for line in self._file:
-            self._places[answered_number(line)] = place
-            place += len(line)
+            self._offsets[answered_number(line)] = offset
+            offset += len(line)
 
     def columns(self, number: int) -> tuple[Any, ...]:
         """Returns answer, reasoning, finish reason, error, prompt tokens and completion tokens of a line."""
-        place = self._places[number] if number < len(self._places) else 0
-        if not place:
+        offset = self._offsets[number] if number < len(self._offsets) else 0
+        if not offset:
             return (None, None, None, _NO_PROMPT, None, None)
-        self._file.seek(place - 1)
-        return _columns(msgspec.json.decode(self._file.readline(), type=_Output))
+        self._file.seek(offset - 1)
+        return _columns(self._file.readline())
 
     def close(self) -> None:
         """Closes the journal."""
@@ -143,31 +151,18 @@ class _OutputUsage(msgspec.Struct):
     completion_tokens: int | None = None
 
 
-class _OutputError(msgspec.Struct):
-    message: str = ""
-
-
-class _Body(msgspec.Struct):
-    choices: list[_OutputChoice] = []
+class _AnswerBody(OutputBody):
+    choices: tuple[_OutputChoice, ...] = ()
     usage: _OutputUsage | None = None
-    error: _OutputError | None = None
 
 
-class _OutputResponse(msgspec.Struct):
-    status_code: int
-    body: _Body
-
-
-class _Output(msgspec.Struct):
-    response: _OutputResponse | None = None
-    error: _OutputError | None = None
-
-
-def _columns(output: _Output) -> tuple[Any, ...]:
-    if output.response is None or output.response.status_code != 200 or not output.response.body.choices:
-        error = output.error or (output.response.body.error if output.response is not None else None)
-        return (None, None, None, error.message if error is not None else "no answer", None, None)
-    choice, usage = output.response.body.choices[0], output.response.body.usage or _OutputUsage()
+def _columns(line: bytes) -> tuple[Any, ...]:
+    output = parse_output(line)
+    body = _AnswerBody() if output.response is None else msgspec.json.decode(output.response.body, type=_AnswerBody)
+    if output.response is None or output.response.status_code != 200 or not body.choices:
+        error = output.error or body.error
+        return (None, None, None, str(error.message) if error is not None else "no answer", None, None)
+    choice, usage = body.choices[0], body.usage or _OutputUsage()
     message = choice.message or _OutputMessage()
     text = choice.text if choice.message is None else message.content
     if text is None and message.tool_calls is not None:
@@ -178,9 +173,9 @@ def _columns(output: _Output) -> tuple[Any, ...]:
 
 def write_answers(source: str, target: str, answers: Answers, options: BatchOptions) -> None:
     """Writes the rows of `source` with their answers to `target`, in their order; raises BatchError."""
-    with writing(target) as file:
-        if format_of(target).kind == "lines":
-            for number, row in enumerate(rows_of(source), 1):
+    with open_output(target) as file:
+        if detect_format(target).kind == "lines":
+            for number, row in enumerate(iter_rows(source), 1):
                 found = dict(zip(options.answer_columns, answers.columns(number), strict=True))
                 file.write(_encode(row | found, source, number) + b"\n")
         else:
@@ -188,9 +183,9 @@ def write_answers(source: str, target: str, answers: Answers, options: BatchOpti
 
 
 def _write_batches(source: str, target: str, file: BinaryIO, answers: Answers, options: BatchOptions) -> None:
-    arrow = need("pyarrow")
+    arrow = require_module("pyarrow")
     kinds = [arrow.string()] * (len(ANSWER_FIELDS) - 1) + [arrow.int64()] * 2
-    batches = _text_batches(source) if format_of(source).kind == "lines" else _record_batches(source)
+    batches = _text_batches(source) if detect_format(source).kind == "lines" else _record_batches(source)
     writer, number = None, 0
     try:
         for batch in batches:
@@ -210,13 +205,13 @@ def _write_batches(source: str, target: str, file: BinaryIO, answers: Answers, o
 
 def _writer(name: str, file: BinaryIO, schema: Any) -> Any:
     if _is_parquet(name):
-        return need("pyarrow.parquet").ParquetWriter(file, schema)
-    return need("pyarrow.csv").CSVWriter(file, schema)
+        return require_module("pyarrow.parquet").ParquetWriter(file, schema)
+    return require_module("pyarrow.csv").CSVWriter(file, schema)
 
 
 def _flat(batch: Any) -> Any:
     """Returns a batch whose nested columns are JSON, as CSV needs them."""
-    arrow = need("pyarrow")
+    arrow = require_module("pyarrow")
     for i, field in enumerate(batch.schema):
         if arrow.types.is_nested(field.type):
             texts = [None if v is None else msgspec.json.encode(v).decode() for v in batch.column(i).to_pylist()]
@@ -234,19 +229,19 @@ def _record_batches(name: str) -> Iterator[Any]:
                 yield batch
         if empty:
             schema = reader.schema_arrow if _is_parquet(name) else reader.schema
-            yield need("pyarrow").RecordBatch.from_pylist([], schema=schema)
+            yield require_module("pyarrow").RecordBatch.from_pylist([], schema=schema)
 
 
 @contextlib.contextmanager
 def _reader(name: str) -> Iterator[Any]:
-    """Opens a table; the columns of CSV are text, whatever they look like."""
+    """Opens a table; all columns of CSV are text."""
     if _is_parquet(name):
-        with reading(name) as file:
-            yield need("pyarrow.parquet").ParquetFile(file)
+        with open_input(name) as file:
+            yield require_module("pyarrow.parquet").ParquetFile(file)
         return
-    csv, text = need("pyarrow.csv"), need("pyarrow").string()
+    csv, text = require_module("pyarrow.csv"), require_module("pyarrow").string()
     parse = csv.ParseOptions(newlines_in_values=True)
-    with reading(name) as file:
+    with open_input(name) as file:
         names = csv.open_csv(file, parse_options=parse).schema.names
     convert = csv.ConvertOptions(
         column_types=dict.fromkeys(names, text),
@@ -254,12 +249,12 @@ def _reader(name: str) -> Iterator[Any]:
         null_values=[""],
         quoted_strings_can_be_null=False,
     )
-    with reading(name) as file:
+    with open_input(name) as file:
         yield csv.open_csv(file, parse_options=parse, convert_options=convert)
 
 
 def _json_rows(name: str) -> Iterator[Row]:
-    with reading(name) as file:
+    with open_input(name) as file:
         for number, line in numbered_lines(file):
             if line is None:
                 raise BatchError(f"{name}: line {number} is longer than {MAX_LINE_BYTES} bytes")
@@ -270,13 +265,13 @@ def _json_rows(name: str) -> Iterator[Row]:
 
 
 def _text_batches(name: str) -> Iterator[Any]:
-    """Yields rows of JSON as text columns, what is no text as JSON: their types may differ from row to row."""
-    arrow = need("pyarrow")
+    """Yields rows of JSON as text columns, other values encoded as JSON: types may differ from row to row."""
+    arrow = require_module("pyarrow")
     columns: dict[str, None] = {}
-    for row in rows_of(name):
+    for row in iter_rows(name):
         columns.update(dict.fromkeys(row))
     schema = arrow.schema([(column, arrow.string()) for column in columns])
-    for rows in itertools.batched(rows_of(name), _ROWS):
+    for rows in itertools.batched(iter_rows(name), _ROWS):
         texts = {column: [_as_text(row.get(column)) for row in rows] for column in columns}
         yield arrow.RecordBatch.from_pydict(texts, schema=schema)
 
@@ -293,38 +288,34 @@ def _encode(value: Any, name: str, number: int) -> bytes:
 
 
 def _is_parquet(name: str) -> bool:
-    return format_of(name).kind == "parquet"
-
-
-def _nothing() -> None:
-    """Does nothing: the journal is the output."""
+    return detect_format(name).kind == "parquet"
 
 
 @dataclasses.dataclass(frozen=True)
-class Staged:
-    """`lines` are to be answered and `answers` is the journal; `finish` makes the output once all are answered."""
+class StagedBatch:
+    """A prepared batch: input `lines`, the journal `answers`, and `finish`, which makes the output at the end."""
 
     lines: Path
     answers: Path
-    finish: Callable[[], None] = _nothing
+    finish: Callable[[], None] = lambda: None  # the journal is the output already
 
 
-def stage(source: str, target: str, options: BatchOptions) -> Staged:
-    """Prepares a batch; the same input and options give the same lines, so that an interrupted one goes on.
+def stage(source: str, target: str, options: BatchOptions) -> StagedBatch:
+    """Prepares a batch; the same input and options give the same lines, so that a killed batch can be resumed.
 
     Raises BatchError where input, output or options do not fit each other.
     """
     is_table = _is_table(source, options)
-    if not is_table and format_of(target).kind != "lines":
-        raise BatchError(f"{target}: lines in OpenAI's batch format are answered by lines; name a .jsonl file")
-    if not is_table and format_of(source).is_plain and format_of(target).is_plain:
-        return Staged(Path(source), Path(target))
+    if not is_table and detect_format(target).kind != "lines":
+        raise BatchError(f"{target}: lines in OpenAI's batch format need an output of lines; name a .jsonl file")
+    if not is_table and detect_format(source).is_plain and detect_format(target).is_plain:
+        return StagedBatch(Path(source), Path(target))
     if is_table:
         check_columns(source, options)
     work = _work_dir(target, options)
     lines = work / "requests.jsonl"
     answers = work / "answers.jsonl"
-    if not is_table and format_of(target).is_plain:
+    if not is_table and detect_format(target).is_plain:
         answers = Path(target)
     elif exists(target) and not answers.exists():
         raise BatchError(f"{target} exists, and {work} holds no answers for it; move it away or name another output")
@@ -335,16 +326,18 @@ def stage(source: str, target: str, options: BatchOptions) -> Staged:
         if _state(source) != before:
             raise BatchError(f"{source} changed while it was answered; restore it and run the same command again")
         if is_table:
-            _finish_table(source, target, lines, answers, options)
+            with contextlib.closing(Answers(answers, summarize_input(lines).last_line)) as found:
+                write_answers(source, target, found, options)
         elif answers != Path(target):
-            _copy(answers, target)
+            with answers.open("rb") as file, open_output(target) as copy:
+                shutil.copyfileobj(file, copy, 2**20)
 
-    return Staged(lines, answers, finish)
+    return StagedBatch(lines, answers, finish)
 
 
 def _state(source: str) -> tuple[int, int] | None:
-    """Returns size and time of a local file; a URL has neither that costs nothing."""
-    if format_of(source).is_url:
+    """Returns size and modification time of a local file; None for a URL."""
+    if detect_format(source).is_url:
         return None
     try:
         found = os.stat(source)
@@ -354,12 +347,12 @@ def _state(source: str) -> tuple[int, int] | None:
 
 
 def _is_table(source: str, options: BatchOptions) -> bool:
-    """Returns whether the input has rows to ask: lines of JSON do if a column is named or the first has `messages`."""
-    if format_of(source).kind != "lines" or options.prompt_column is not None:
+    """Returns whether the input is a table; lines are one if a prompt column is named or the first has `messages`."""
+    if detect_format(source).kind != "lines" or options.prompt_column is not None:
         return True
-    if format_of(source).is_plain and not Path(source).is_file():
-        return False  # the journal says what is wrong
-    with reading(source) as file:
+    if detect_format(source).is_plain and not Path(source).is_file():
+        return False  # opening the journal raises the error
+    with open_input(source) as file:
         _, first = next(numbered_lines(file), (0, None))
     if first is None:
         return False
@@ -371,8 +364,8 @@ def _is_table(source: str, options: BatchOptions) -> bool:
 
 
 def _work_dir(target: str, options: BatchOptions) -> Path:
-    if options.work_dir is None and format_of(target).is_url:
-        raise BatchError(f"{target} is no local file; name a local directory for what is on its way with --work_dir")
+    if options.work_dir is None and detect_format(target).is_url:
+        raise BatchError(f"{target} is not a local file; name a local directory for work in progress with --work_dir")
     work = Path(options.work_dir or f"{target}.work")
     try:
         work.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -382,28 +375,17 @@ def _work_dir(target: str, options: BatchOptions) -> Path:
 
 
 def _write_lines(source: str, lines: Path, options: BatchOptions | None) -> None:
-    """Writes the requests of a table, or the lines of a file that cannot be read in its place."""
+    """Writes the request lines of a table, or copies those of a compressed or remote file."""
     part = lines.with_name(f"{lines.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
             if options is not None:
                 file.writelines(requests(source, options))
             else:
-                with reading(source) as given:
+                with open_input(source) as given:
                     shutil.copyfileobj(given, file, 2**20)
         os.replace(part, lines)
     except OSError as error:
         raise BatchError(f"{part}: {error.strerror}") from error
     finally:
         part.unlink(missing_ok=True)
-
-
-def _finish_table(source: str, target: str, lines: Path, answers: Path, options: BatchOptions) -> None:
-    found = Answers(answers, summarize_input(lines).last_line)
-    with contextlib.closing(found):
-        write_answers(source, target, found, options)
-
-
-def _copy(answers: Path, target: str) -> None:
-    with answers.open("rb") as file, writing(target) as copy:
-        shutil.copyfileobj(file, copy, 2**20)

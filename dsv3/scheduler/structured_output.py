@@ -18,7 +18,7 @@ from dsv3.scheduler.batch_slots import BatchRows
 from dsv3.scheduler.request import HOST_TIME_BOUNDS, EngineOutput, FinishReason, Histogram, StepOutputs
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import Sequence
-from dsv3.text.matcher import GrammarError, GrammarVocabulary, Matcher, without
+from dsv3.text.matcher import GrammarError, GrammarVocabulary, Matcher, without_tokens
 
 MAX_CACHED = 64
 _IDLE_WAIT_S = 2e-3
@@ -265,7 +265,7 @@ class Masks:
         sampling = row.sequence.sampling
         early = len(masks) if sampling.ignore_eos else sampling.min_tokens - row.matcher.seen
         for i in range(min(early, len(masks))):
-            masks[i] = without(masks[i], row.sequence.stop_ids)
+            masks[i] = without_tokens(masks[i], row.sequence.stop_ids)
 
     def _fail(self, sequence: Sequence, error: str, outputs: StepOutputs) -> None:
         self._num_failed += 1

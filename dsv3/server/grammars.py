@@ -17,7 +17,7 @@ from dsv3.processes import frames
 from dsv3.scheduler.request import RequestRules
 from dsv3.server.limits import WAIT_S, WorkerQueue
 from dsv3.server.worker_process import PoisonRequest, WorkerProcess, serve_requests
-from dsv3.text.call_grammar import Wanted, answer_grammar
+from dsv3.text.call_grammar import AnswerConstraints, answer_grammar
 from dsv3.text.dialects import DIALECTS
 from dsv3.text.matcher import GrammarError, GrammarVocabulary, VocabularyError
 
@@ -47,7 +47,7 @@ class GrammarSetup(msgspec.Struct, frozen=True, tag=True):
 class CompileGrammar(msgspec.Struct, frozen=True, tag=True):
     """Generate and compile the grammar of an answer."""
 
-    wanted: Wanted
+    wanted: AnswerConstraints
 
 
 class CompiledGrammar(msgspec.Struct, frozen=True, tag=True):
@@ -91,7 +91,7 @@ class GrammarPool:
         self._cache: OrderedDict[bytes, _CachedResult] = OrderedDict()
         self._num_chars = 0
 
-    async def compile(self, wanted: Wanted, rules: RequestRules) -> str:
+    async def compile(self, wanted: AnswerConstraints, rules: RequestRules) -> str:
         """Returns the grammar of an answer for an engine with these rules.
 
         Raises GrammarError if it cannot be compiled, VocabularyError if no grammar can; WorkersBusy and WorkerDied if a

@@ -14,14 +14,14 @@ from dsv3.processes import frames
 from dsv3.server.limits import SMALL_BYTES, WAIT_S, WorkerQueue
 from dsv3.server.worker_process import PoisonRequest, WorkerProcess, serve_requests
 from dsv3.text.chat_template import ChatTemplate, TemplateError, ToolMessages
-from dsv3.text.markers import Markers
+from dsv3.text.special_tokens import SpecialTokens
 
 DEADLINE_S = 10.0  # processor time of one rendering
 _MAX_MEMORY_BYTES = 2**30
 
 
 class RenderSetup(msgspec.Struct, frozen=True, tag=True):
-    """First message to the worker; prompts contain `markers` in their hidden form (`dsv3.text.markers`)."""
+    """First message to the worker; prompts contain `markers` in their hidden form (`dsv3.text.special_tokens`)."""
 
     source: str
     special_tokens: dict[str, str]
@@ -58,7 +58,7 @@ class TemplatePool:
 
     More workers would not help: the API server's own work per conversation takes 2 to 4 times as long as the worker's
     (benchmarks/chat_prompts.py). A request waits at most `wait_s` for a worker. With `markers`, prompts contain the
-    template's own markers in their hidden form (`dsv3.text.markers`).
+    template's own markers in their hidden form (`dsv3.text.special_tokens`).
     """
 
     def __init__(
@@ -119,7 +119,7 @@ def _raise_if_invalid(body: bytes) -> None:
         raise TemplateError(error)
 
 
-def escaping_template(source: str, special_tokens: Mapping[str, str], markers: Markers) -> ChatTemplate:
+def escaping_template(source: str, special_tokens: Mapping[str, str], markers: SpecialTokens) -> ChatTemplate:
     """Returns the template that writes its markers in their hidden form.
 
     Raises TemplateError if the prompt of a sample differs in more than that, as when the template builds a marker from
@@ -140,7 +140,7 @@ def escaping_template(source: str, special_tokens: Mapping[str, str], markers: M
     return hiding
 
 
-def _differs_only_in_hiding(hidden: str, prompt: str, markers: Markers, hides_all: bool) -> bool:
+def _differs_only_in_hiding(hidden: str, prompt: str, markers: SpecialTokens, hides_all: bool) -> bool:
     """Returns whether `hidden` is `prompt` with some markers hidden, or all with `hides_all`."""
     try:
         return markers.show(hidden) == prompt and (not hides_all or hidden == markers.hide(prompt))
@@ -176,7 +176,7 @@ class _Renderer:
             if message.markers is None:
                 self._chat = ChatTemplate(message.source, message.special_tokens)
             else:
-                self._chat = escaping_template(message.source, message.special_tokens, Markers(message.markers))
+                self._chat = escaping_template(message.source, message.special_tokens, SpecialTokens(message.markers))
         except TemplateError as error:
             return frames.encode(Rendered(error=str(error)))
         self._messages = ToolMessages(self._chat)
@@ -199,7 +199,7 @@ class _Renderer:
     def _render(self, request: Render) -> str:
         assert self._chat is not None and self._messages is not None  # by the first message
         return self._chat.render(
-            self._messages.prepared(request.messages),
+            self._messages.prepare(request.messages),
             tools=request.tools,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,

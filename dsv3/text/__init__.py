@@ -1,1 +1,1 @@
-
+"""Text of a model: tokenizer, chat template, detokenizer (`output`), stop strings, tool-call parser, grammars."""

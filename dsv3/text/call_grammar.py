@@ -1,8 +1,8 @@
-"""Writes the grammar of tool calls in a model's own dialect, with the schemas of the tools in it.
+"""Writes the grammar of tool calls in a model's own format, with the schemas of the tools in it.
 
-Models are trained on one way to write calls; held to another they call worse. A call is spelled as the dialect's
-`CallForm` says. Markers that are tokens are named by id. Arguments are JSON, or, where the dialect writes them one by
-one, each is spelled by itself, in the order of the schema.
+Models are trained on one format of calls; constrained to another they call worse. The dialect's `CallForm` has the
+format. Markers that are tokens are named by id. Arguments are one JSON object, or, where the dialect writes them one by
+one, a rule each, in the order of the schema.
 """
 
 import re
@@ -18,27 +18,27 @@ from dsv3.text.grammar import (
     Grammar,
     ReasoningSpan,
     after_reasoning,
-    assembled,
-    body_of,
-    escaped,
+    assemble,
+    constraint_entry,
+    escape_pattern,
     literal,
     schema_entry,
+    strip_anchors,
     symbol,
-    unanchored,
 )
 from dsv3.text.parser import MAX_CALLS
 
 _GAPS = re.compile(r"\{(name|number|arguments|key|value)\}")
-# What in a schema may concern arguments that its properties do not list.
-_SAYS_OF_OTHERS = frozenset(
+# Keywords of a schema that may allow arguments beyond its properties.
+_OPEN_KEYWORDS = frozenset(
     ["additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref"]
 )
-# What may stand beside "type": "string" in a schema whose text needs no quotes.
-_SAYS_NOTHING = frozenset(["type", "title", "description", "default", "examples", "deprecated", "$comment"])
+# Keywords beside "type": "string" that leave the text free.
+_PLAIN_KEYWORDS = frozenset(["type", "title", "description", "default", "examples", "deprecated", "$comment"])
 
 
 class CallableFunction(msgspec.Struct, frozen=True):
-    """A function that may be called. Where it is not `strict`, keywords that cannot be enforced are passed over."""
+    """A function that may be called. Unless it is `strict`, keywords that cannot be enforced are ignored."""
 
     name: str
     parameters: Mapping[str, Any] | None
@@ -46,7 +46,7 @@ class CallableFunction(msgspec.Struct, frozen=True):
 
 
 class CallRules(msgspec.Struct, frozen=True):
-    """Which calls an answer may make: of some functions, at least one if `required`, several if `parallel`."""
+    """The calls that an answer may make: of these functions, at least one if `required`, several if `parallel`."""
 
     functions: Sequence[CallableFunction]
     required: bool
@@ -54,10 +54,10 @@ class CallRules(msgspec.Struct, frozen=True):
 
 
 class CallGrammar:
-    """The rules of calls; `rules` are Lark's, `entries` the schemas that they refer to.
+    """The rules of calls in Lark's syntax, and the schema `entries` that they refer to.
 
-    The rule `calls` is the whole block, and `text_or_calls` free text in front of it, or without it. Raises ValueError
-    for parameters that the dialect cannot be held to.
+    The rule `calls` is the whole block; `text_or_calls` is text with or without a block after it. Raises ValueError for
+    parameters that the dialect cannot enforce.
     """
 
     def __init__(self, dialect: Dialect, rules: CallRules, id_of: Callable[[str], int | None]):
@@ -65,32 +65,32 @@ class CallGrammar:
         self.rules: list[str] = []
         self.entries: list[Grammar] = []
         names = [self._function(i, each) for i, each in enumerate(rules.functions)]
-        more = f" ({self._spelled(self._form.between)} call){{0,{MAX_CALLS - 1}}}" if rules.parallel else ""
+        more = f" ({self._expression(self._form.between)} call){{0,{MAX_CALLS - 1}}}" if rules.parallel else ""
         self.rules += [
-            f"calls: {self._spelled(self._form.before)} block",
-            f"block: call{more} {self._spelled(self._form.after)}",
+            f"calls: {self._expression(self._form.before)} block",
+            f"block: call{more} {self._expression(self._form.after)}",
             f"call: {' | '.join(names)}",
             "NUMBER: /[0-9]{1,4}/",
             *self._text_or_calls(),
         ]
 
     def _text_or_calls(self) -> list[str]:
-        """Returns the rules of text in front of calls; where their marker is no token, text ends as soon as it came."""
+        """Returns the rules of text before calls; where their marker is not a token, text ends right after it."""
         head, bracket, tail = self._form.before.partition(">")
         trigger = (head + bracket).lstrip("\n")
         if self._id_of(trigger) is not None:
             return ["text_or_calls: FREE_TEXT calls?", "FREE_TEXT: /(.|\\n)*/"]
         return [
-            f"text_or_calls: FREE_TEXT | up_to_calls {self._spelled(tail)} block",
-            f"up_to_calls[lazy]: /(.|\\n)*{escaped(trigger)}/",
-            f"FREE_TEXT: /(.|\\n)*/ & ~/(?s:.*){escaped(trigger)}(?s:.*)/",
+            f"text_or_calls: FREE_TEXT | up_to_calls {self._expression(tail)} block",
+            f"up_to_calls[lazy]: /(.|\\n)*{escape_pattern(trigger)}/",
+            f"FREE_TEXT: /(.|\\n)*/ & ~/(?s:.*){escape_pattern(trigger)}(?s:.*)/",
         ]
 
     def _function(self, i: int, function: CallableFunction) -> str:
-        """Writes the rule of one function's calls; returns its name."""
+        """Adds the rule of one function's calls; returns the rule's name."""
         name = f"function_{i}"
         parts = {"name": literal(function.name), "number": "NUMBER", "arguments": self._arguments(name, function)}
-        self.rules.append(f"{name}: {self._spelled(self._form.call, parts)}")
+        self.rules.append(f"{name}: {self._expression(self._form.call, parts)}")
         return name
 
     def _arguments(self, name: str, function: CallableFunction) -> str:
@@ -101,7 +101,7 @@ class CallGrammar:
             raise ValueError("tools: the properties of a function's parameters are an object")
         if not properties:
             self._require_plain(schema, function)
-            return self._spelled(self._form.nothing)
+            return self._expression(self._form.nothing)
         required, parts = _required(schema), []
         for j, (key, value) in enumerate(properties.items()):
             rule = f"{name}_{j}"
@@ -110,56 +110,56 @@ class CallGrammar:
         return " ".join(parts)
 
     def _require_plain(self, schema: Mapping[str, Any], function: CallableFunction) -> None:
-        """Raises ValueError where parameters are told in a way that cannot be written one by one."""
+        """Raises ValueError where a strict function's parameters are not listed as properties."""
         if function.strict and any(key in schema for key in ("$ref", "anyOf", "oneOf", "allOf", "patternProperties")):
-            raise ValueError("tools: this model's calls can only be held to parameters that are listed as properties")
+            raise ValueError("tools: this model's format needs parameters that are listed as properties")
 
     def _argument(self, rule: str, key: str, value: Any, schema: Mapping[str, Any], function: CallableFunction) -> str:
-        """Returns how one argument is written."""
+        """Returns the expression of one argument."""
         value = value if isinstance(value, dict) else {}
-        spelled_key = literal(key)
-        if (texts := _texts(value)) is not None:
+        key_rule = literal(key)
+        if (texts := _enum_texts(value)) is not None:
             choice = "(" + " | ".join(map(literal, texts)) + ")"
-            return self._spelled(self._form.text, {"key": spelled_key, "value": choice})
+            return self._expression(self._form.text, {"key": key_rule, "value": choice})
         if value.get("type") == "string" and (pattern := self._pattern(value, function)) is not None:
-            return self._text_argument(rule, spelled_key, pattern)
+            return self._text_argument(rule, key_rule, pattern)
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         inner = self._schema(rule, value | shared, function)
-        return self._spelled(self._form.value, {"key": spelled_key, "value": inner})
+        return self._expression(self._form.value, {"key": key_rule, "value": inner})
 
     def _pattern(self, schema: Mapping[str, Any], function: CallableFunction) -> str | None:
-        """Returns what a text has to match, between slashes; None where it has to be written as JSON for its schema."""
-        says = schema.keys() - _SAYS_NOTHING
-        if not says or (not function.strict and self._form.text == self._form.value):
+        """Returns the pattern of a text, without slashes; None where the text has to be JSON of its schema."""
+        keywords = schema.keys() - _PLAIN_KEYWORDS
+        if not keywords or (not function.strict and self._form.text == self._form.value):
             return "(.|\\n)*"
-        if says <= {"minLength", "maxLength"}:
+        if keywords <= {"minLength", "maxLength"}:
             return f"(.|\\n){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
-        if says == {"pattern"} and isinstance(pattern := schema["pattern"], str):
+        if keywords == {"pattern"} and isinstance(pattern := schema["pattern"], str):
             start, end = ("" if pattern.startswith("^") else "(.|\\n)*"), ("" if pattern.endswith("$") else "(.|\\n)*")
-            return f"{start}({llguidance.regex_to_lark(unanchored(pattern), 'dw')}){end}"
+            return f"{start}({llguidance.regex_to_lark(strip_anchors(pattern), 'dw')}){end}"
         if self._form.text == self._form.value:
-            raise ValueError(f"tools: this model writes texts without quotes, so {sorted(says)} cannot be enforced")
+            raise ValueError(f"tools: this model writes texts without quotes, so {sorted(keywords)} cannot be enforced")
         return None
 
     def _text_argument(self, rule: str, key: str, pattern: str) -> str:
-        """Returns how a text is written, up to what ends it."""
+        """Returns the expression of a text argument, up to its end marker."""
         head, _, tail = self._form.text.partition("{value}")
         ending = next((m for m in self._markers() if tail.startswith(m)), "")
         if ending and self._id_of(ending) is not None:
-            return self._spelled(self._form.text, {"key": key, "value": f"/{pattern}/"})
-        self.rules.append(f"{rule}_text[lazy]: /({pattern}){escaped(tail)}/")
-        return f"{self._spelled(head, {'key': key})} {rule}_text"
+            return self._expression(self._form.text, {"key": key, "value": f"/{pattern}/"})
+        self.rules.append(f"{rule}_text[lazy]: /({pattern}){escape_pattern(tail)}/")
+        return f"{self._expression(head, {'key': key})} {rule}_text"
 
     def _schema(self, name: str, schema: Mapping[str, Any], function: CallableFunction) -> str:
         self.entries.append(schema_entry(schema, name, lenient=not function.strict))
         return f"@{name}"
 
     def _markers(self) -> list[str]:
-        """Returns the dialect's markers, the longest first; single characters are text."""
+        """Returns the dialect's markers of more than one character, the longest first."""
         return sorted((m for m in self._dialect.markers if len(m) > 1), key=len, reverse=True)
 
-    def _spelled(self, text: str, parts: Mapping[str, str] | None = None) -> str:
-        """Returns how a rule writes a text with markers and gaps in it."""
+    def _expression(self, text: str, parts: Mapping[str, str] | None = None) -> str:
+        """Returns the expression of a text with markers and gaps."""
         pieces, markers = [], re.compile("|".join(map(re.escape, self._markers())) or r"(?!)")
         for i, part in enumerate(_GAPS.split(text)):
             if i % 2:
@@ -178,35 +178,35 @@ class CallGrammar:
 
 
 def _required(schema: Mapping[str, Any]) -> set[str]:
-    """Returns the names of arguments that must be given."""
+    """Returns the names of the required arguments."""
     listed = schema.get("required", [])
     return {key for key in listed if isinstance(key, str)} if isinstance(listed, list) else set()
 
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a schema that allows no arguments but those it lists, unless it says something of others.
+    """Returns the schema without additional arguments, unless it has keywords that may allow them.
 
-    Small models make some up; where arguments are written one by one there are no others either.
+    Small models invent arguments; formats that write them one by one allow no others either.
     """
     properties = schema.get("properties")
-    is_plain = not schema.keys() & _SAYS_OF_OTHERS and isinstance(properties, dict)
+    is_plain = not schema.keys() & _OPEN_KEYWORDS and isinstance(properties, dict)
     return (
         {**schema, "additionalProperties": False} if is_plain and _required(schema) <= set(properties or ()) else schema
     )
 
 
-def _texts(schema: Mapping[str, Any]) -> list[str] | None:
-    """Returns the texts of a schema that lists them, None for any other."""
+def _enum_texts(schema: Mapping[str, Any]) -> list[str] | None:
+    """Returns the texts of a schema's enum or const; None for any other schema."""
     found = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if not isinstance(found, list) or not found or not all(isinstance(each, str) and each for each in found):
         return None
-    return found if _SAYS_NOTHING.issuperset(schema.keys() - {"enum", "const"}) else None
+    return found if _PLAIN_KEYWORDS.issuperset(schema.keys() - {"enum", "const"}) else None
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer is to be held to: a constraint, or rules for its calls, or both, behind reasoning if there is any.
+class AnswerConstraints(msgspec.Struct, frozen=True, kw_only=True):
+    """What constrains an answer after its reasoning: a constraint, rules for calls, or both.
 
-    With both, and no call required, it may be either.
+    With both, and no call required, the answer may be either.
     """
 
     constraint: StructuredOutputsParams | None = None
@@ -214,20 +214,20 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: ReasoningSpan | None = None
 
 
-def answer_grammar(wanted: Wanted, dialect: Dialect | None, id_of: Callable[[str], int | None]) -> str:
-    """Returns the grammar of an answer, "" where it is free; calls are in `dialect`, `id_of` has its markers.
+def answer_grammar(constraints: AnswerConstraints, dialect: Dialect | None, id_of: Callable[[str], int | None]) -> str:
+    """Returns the grammar of an answer, "" without constraints; calls are in `dialect`, `id_of` maps markers to ids.
 
-    Raises ValueError for a constraint or for tools that no grammar can be made of. Its time is not linear in what is
-    wanted: a server writes no grammar of what a client sends but in a process that can be killed.
+    Raises ValueError for constraints that have no grammar. The time is not linear in the constraints: a server calls
+    this for client input in a process that can be killed.
     """
-    constraint, calls = wanted.constraint, wanted.calls
-    entries: list[Grammar] = [] if constraint is None else [body_of(constraint)]
+    constraint, calls = constraints.constraint, constraints.calls
+    entries: list[Grammar] = [] if constraint is None else [constraint_entry(constraint)]
     if calls is None:
-        return assembled(after_reasoning(wanted.reasoning, "@answer"), entries) if entries else ""
-    assert dialect is not None  # else tools are refused
+        return assemble(after_reasoning(constraints.reasoning, "@answer"), entries) if entries else ""
+    assert dialect is not None  # requests with tools are refused without one
     written = CallGrammar(dialect, calls, id_of)
     body = "calls"
     if not calls.required:
         body = "text_or_calls" if constraint is None else "@answer | calls"
-    rules = [after_reasoning(wanted.reasoning, "body"), f"body: {body}", *written.rules]
-    return assembled("\n".join(rules), [*entries, *written.entries])
+    rules = [after_reasoning(constraints.reasoning, "body"), f"body: {body}", *written.rules]
+    return assemble("\n".join(rules), [*entries, *written.entries])

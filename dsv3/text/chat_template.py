@@ -1,7 +1,7 @@
-"""Chat templates: a model's jinja template turns messages into a prompt, in jinja2's immutable sandbox.
+"""Renders chat templates: a model's jinja template makes a prompt of messages, in jinja2's immutable sandbox.
 
-The sandbox keeps a template from reaching Python; it does not bound time or memory. Servers therefore render in a
-process that can be killed (`dsv3.server.templates`); this module is what runs there.
+The sandbox keeps a template from reaching Python; it does not limit time or memory. Servers therefore render in a
+process that can be killed (`dsv3.server.templates`), which calls this module.
 """
 
 import datetime
@@ -17,11 +17,11 @@ import jinja2.sandbox
 
 from dsv3.text import typescript_tools
 from dsv3.text.dialects import Dialect
-from dsv3.text.markers import Markers, has_nul
+from dsv3.text.special_tokens import SpecialTokens, has_nul
 
 Message = Mapping[str, Any]
 
-# What a client may set through `chat_template_kwargs`; anything else could overrule the variables set here.
+# Variables that a client may set with `chat_template_kwargs`; any other could override those set here.
 ALLOWED_KWARGS = frozenset({"thinking", "enable_thinking", "thinking_budget", "reasoning_effort", "date_string"})
 _MAX_ERROR_CHARS = 200
 _ERRORS = (
@@ -31,17 +31,17 @@ _ERRORS = (
 
 
 class TemplateError(ValueError):
-    """The template is malformed, or refuses or cannot render these messages."""
+    """The template is invalid, or refuses or cannot render these messages."""
 
 
 class ChatTemplate:
-    """A compiled chat template with the special tokens it may name (`bos_token`, `eos_token` ...).
+    """A compiled chat template with the special tokens that it may use (`bos_token`, `eos_token` ...).
 
-    With `markers`, prompts carry the template's own markers in their hidden spelling, and refuse NUL.
-    Raises TemplateError for a template that does not compile.
+    With `markers`, prompts have the template's own special tokens in their hidden form, and NUL is refused. Raises
+    TemplateError for a template that does not compile.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], markers: Markers | None = None):
+    def __init__(self, source: str, special_tokens: Mapping[str, str], markers: SpecialTokens | None = None):
         self._special_tokens = {name: markers.hide(each) if markers else each for name, each in special_tokens.items()}
         self._hides = markers is not None
         self._declares_types = typescript_tools.VARIABLE in source
@@ -61,39 +61,39 @@ class ChatTemplate:
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Returns the prompt for `messages`; special tokens are in it, so it is encoded without adding any.
+        """Renders the prompt of `messages`; it has all special tokens, so it is encoded without adding any.
 
-        `continue_final_message` ends the prompt inside of the last message, for the model to go on with it.
-        `kwargs` are the template's own switches; names outside of `ALLOWED_KWARGS` are refused.
+        `continue_final_message` ends the prompt inside the last message, for the model to continue it. `kwargs` are the
+        template's own variables; TemplateError for names outside `ALLOWED_KWARGS`.
         """
         refused = sorted(set(kwargs or {}) - ALLOWED_KWARGS)
         if refused:
             raise TemplateError(f"chat_template_kwargs: only {', '.join(sorted(ALLOWED_KWARGS))} may be set")
         if continue_final_message and add_generation_prompt:
-            raise TemplateError("continue_final_message and add_generation_prompt exclude each other")
+            raise TemplateError("continue_final_message and add_generation_prompt cannot be combined")
         if self._hides and (has_nul(messages) or has_nul(tools) or has_nul(kwargs)):
             raise TemplateError("messages, tools and chat_template_kwargs must not contain NUL characters")
         mark = f"<{secrets.token_hex(16)}>" if continue_final_message else ""
         variables = {
             **(kwargs or {}),
             **self._special_tokens,
-            "messages": _marked(messages, mark) if mark else list(messages),
-            **self._told(tools),
+            "messages": _with_end_mark(messages, mark) if mark else list(messages),
+            **self._tool_variables(tools),
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
         }
         return _cut(self._render(variables), mark)
 
-    def _told(self, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
-        """Returns the variables that tell of tools: as JSON values, and as types where the template asks for them."""
+    def _tool_variables(self, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+        """Returns the variables for tools: JSON values, and TypeScript declarations where the template uses them."""
         if not tools or not self._declares_types:
             return {"tools": list(tools) if tools else None}
-        ordered = typescript_tools.in_order(tools)
-        return {"tools": ordered, typescript_tools.VARIABLE: typescript_tools.declare(ordered)}
+        ordered = typescript_tools.sort_keys(tools)
+        return {"tools": ordered, typescript_tools.VARIABLE: typescript_tools.declare_tools(ordered)}
 
     def _render(self, variables: dict[str, Any]) -> str:
-        """Renders; an error names the message that the template had read last."""
+        """Renders; a TemplateError names the message that the template read last."""
         try:
             return self._template.render(variables)
         except _ERRORS:
@@ -101,31 +101,32 @@ class ChatTemplate:
         last: list[int] = []
         try:
             return self._template.render(
-                variables | {"messages": [_Noting(each, i, last) for i, each in enumerate(variables["messages"])]}
+                variables
+                | {"messages": [_TrackedMessage(each, i, last) for i, each in enumerate(variables["messages"])]}
             )
         except _ERRORS as error:
             where = f"messages[{last[-1]}]" if last else "these messages"
             if isinstance(error, jinja2.TemplateError):
                 raise TemplateError(f"the chat template refuses {where}: {_short(error)}") from None
-            # A text of other errors may hold what a client has sent.
+            # Texts of other errors may contain what a client has sent.
             what = f": {_short(error)}" if isinstance(error, TypeError) else ""
             raise TemplateError(f"the chat template cannot render {where} ({type(error).__name__}{what})") from None
 
 
-class _Noting(dict[str, Any]):
-    """A message that notes its place whenever a template reads a field of it."""
+class _TrackedMessage(dict[str, Any]):
+    """A message that records its index in `last` when a template reads a field of it."""
 
-    def __init__(self, message: Message, place: int, last: list[int]):
+    def __init__(self, message: Message, index: int, last: list[int]):
         super().__init__(message)
-        self._place, self._last = place, last
+        self._index, self._last = index, last
 
     def __getitem__(self, key: str) -> Any:
-        self._last[:] = [self._place]
+        self._last[:] = [self._index]
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Returns a field."""
-        self._last[:] = [self._place]
+        self._last[:] = [self._index]
         return super().get(key, default)
 
 
@@ -136,12 +137,12 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Returns plain JSON: jinja2's own filter escapes characters for HTML."""
+    """Returns JSON; jinja2's own filter would escape characters for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
@@ -149,15 +150,11 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-
-def _marked(messages: Sequence[Message], mark: str) -> list[Message]:
-    """Returns `messages` with a unique mark after the last one's text, where the prompt is to end."""
+def _with_end_mark(messages: Sequence[Message], mark: str) -> list[Message]:
+    """Returns `messages` with a unique mark after the text of the last one, where the prompt is cut."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
-        raise TemplateError("continue_final_message needs a last message of the assistant with text")
+        raise TemplateError("continue_final_message: the last message must be the assistant's, with text")
     return [*messages[:-1], {**last, "content": last["content"] + mark}]
 
 
@@ -177,13 +174,13 @@ def _short(error: Exception) -> str:
 _NAME, _PROBE = "probed_function", '{"probe": "1"}'
 
 
-def telling_tools(source: str, dialect: Dialect | None) -> str:
-    """Returns a chat template that tells the model its tools, if the dialect has words for it; else as it is."""
-    return source if dialect is None or dialect.preamble is None or names_tools(source) else dialect.preamble + source
+def with_tool_preamble(source: str, dialect: Dialect | None) -> str:
+    """Returns a template that renders tools: with the dialect's preamble where it has one and the template does not."""
+    return source if dialect is None or dialect.preamble is None or uses_tools(source) else dialect.preamble + source
 
 
-def names_tools(source: str) -> bool:
-    """Returns whether a template uses the variable `tools`; one that does not would keep them from the model."""
+def uses_tools(source: str) -> bool:
+    """Returns whether a template uses the variable `tools`; without it the model would not see them."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
         return "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
@@ -192,48 +189,50 @@ def names_tools(source: str) -> bool:
 
 
 class ToolMessages:
-    """Prepares the messages for one template."""
+    """Adapts messages with tool calls to one template."""
 
     def __init__(self, template: ChatTemplate):
         self._template = template
 
-    def prepared(self, messages: Sequence[Message]) -> list[Message]:
+    def prepare(self, messages: Sequence[Message]) -> list[Message]:
         """Returns messages with results in the order of their calls, and arguments as the template expects them.
 
-        An assistant's content that is null or absent becomes what the template takes for no text. Raises TemplateError
-        where the template takes objects and arguments are not JSON of one.
+        An assistant's missing content becomes the value that the template treats as no text. Raises TemplateError where
+        the template needs objects and arguments are not a JSON object.
         """
         if not any(message.get("tool_calls") for message in messages):
             return [_with_content(message, "") for message in messages]
-        messages = [_with_content(message, self._no_text) for message in _in_order(messages)]
-        return messages if self._takes_text else [_with_objects(message, i) for i, message in enumerate(messages)]
+        messages = [_with_content(message, self._no_text) for message in _order_results(messages)]
+        if self._takes_argument_text:
+            return messages
+        return [_with_objects(message, i) for i, message in enumerate(messages)]
 
     @functools.cached_property
     def _no_text(self) -> str | None:
-        """What stands for no text beside calls.
+        """The content of a message that has calls and no text.
 
-        It is an empty text, since many templates print null as "None"; but DeepSeek's first ones drop the calls of a
-        message that has any text.
+        An empty text, since many templates print null as "None"; DeepSeek's first templates need null, since they drop
+        the calls of a message with any text.
         """
-        with_text = [self._probed("", arguments) for arguments in (_PROBE, json.loads(_PROBE))]
+        with_text = [self._probe("", arguments) for arguments in (_PROBE, json.loads(_PROBE))]
         return "" if any(_NAME in prompt for prompt in with_text) else None
 
     @functools.cached_property
-    def _takes_text(self) -> bool:
-        """Whether the template writes arguments as they are; most others want an object, and write it as JSON.
+    def _takes_argument_text(self) -> bool:
+        """Whether the template writes arguments as they are; most templates need an object, which they write as JSON.
 
-        Text would become a string in JSON there: a model then calls with arguments in quotes.
+        These would write a text as a JSON string, and the model would then call with quoted arguments.
         """
-        return _PROBE in self._probed(self._no_text, _PROBE)
+        return _PROBE in self._probe(self._no_text, _PROBE)
 
-    def _probed(self, content: str | None, arguments: object) -> str:
-        """Returns the prompt of a conversation with a call, "" where the template refuses it."""
-        place = f"functions.{_NAME}:0"
-        call = {"id": place, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+    def _probe(self, content: str | None, arguments: object) -> str:
+        """Returns the prompt of a conversation with a call; "" where the template refuses it."""
+        call_id = f"functions.{_NAME}:0"
+        call = {"id": call_id, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
         messages: list[Message] = [
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": content, "tool_calls": [call]},
-            {"role": "tool", "content": "x", "tool_call_id": place},
+            {"role": "tool", "content": "x", "tool_call_id": call_id},
         ]
         try:
             return self._template.render(messages)
@@ -241,11 +240,11 @@ class ToolMessages:
             return ""
 
 
-def _in_order(messages: Sequence[Message]) -> list[Message]:
-    """Returns messages with the results behind each message of calls in the order of these.
+def _order_results(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages with the results after each message in the order of its calls.
 
-    Most formats have no ids, and match results by their order. Results whose ids do not all belong to the calls stay as
-    they are.
+    Most formats have no ids and match results by order. Results whose ids do not all belong to the calls stay as they
+    are.
     """
     ordered: list[Message] = []
     at = 0
@@ -265,19 +264,19 @@ def _in_order(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_content(message: Message, nothing: str | None) -> Message:
-    """Returns a message; one of the assistant with `nothing` where it has no content."""
+    """Returns the message; content `nothing` replaces an assistant's missing content."""
     is_bare = message.get("role") == "assistant" and message.get("content") is None
     if not is_bare:
         return message
     return {**message, "content": nothing if message.get("tool_calls") else ""}
 
 
-def _with_objects(message: Message, place: int) -> Message:
+def _with_objects(message: Message, index: int) -> Message:
     calls = message.get("tool_calls")
-    return {**message, "tool_calls": [_with_object(call, place) for call in calls]} if calls else message
+    return {**message, "tool_calls": [_with_object(call, index) for call in calls]} if calls else message
 
 
-def _with_object(call: Mapping[str, Any], place: int) -> dict[str, Any]:
+def _with_object(call: Mapping[str, Any], index: int) -> dict[str, Any]:
     function = call["function"]
     text = function["arguments"]
     try:
@@ -285,5 +284,5 @@ def _with_object(call: Mapping[str, Any], place: int) -> dict[str, Any]:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise TemplateError(f"messages[{place}]: the arguments of a tool call are not a JSON object")
+        raise TemplateError(f"messages[{index}]: the arguments of a tool call are not a JSON object")
     return {**call, "function": {**function, "arguments": arguments}}

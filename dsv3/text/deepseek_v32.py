@@ -1,13 +1,13 @@
 """The prompt format of DeepSeek-V3.2 as a chat template: its checkpoint has a Python encoder instead of one.
 
-The model was trained with these texts, so they stay as they are, to the character. Results of calls are matched by
-their order: there must be as many as calls, or none yet. With thinking on, reasoning between calls stays in the prompt;
-that of earlier turns does not.
+The model was trained with these texts, so they stay as they are, to the character. Results are matched to calls by
+order: there must be as many as calls, or none yet. With thinking on, reasoning between calls stays in the prompt; that
+of earlier turns is dropped.
 
 Source: encoding/encoding_dsv32.py of the model's repository (MIT).
 """
 
-# In a chat template, strings are jinja's: \n is a line feed there.
+# The string is raw: jinja turns \n into a line feed.
 CHAT_TEMPLATE = r"""
 {%- set thinks = thinking if thinking is defined else (enable_thinking is defined and enable_thinking) -%}
 {%- set ns = namespace(last_user=-1, calls=0, results=0) -%}

@@ -1,8 +1,8 @@
-"""How models write their reasoning and their tool calls: one table per dialect, the one place that knows a format.
+"""The formats of reasoning and tool calls: one table per dialect; no other module knows a format.
 
-A table says what a mark does in a state: (state, mark) -> (acts, next state). A mark that a state has no entry for is
-absorbed: no mark reaches a client. `dsv3.text.parser` runs the tables; `dsv3.text.parser` finds the marks, by token id
-where the vocabulary has a token for one, by text otherwise.
+A table maps (state, mark) to (acts, next state). A mark without an entry for the current state is dropped: no mark
+reaches a client. `dsv3.text.parser` finds the marks, by token id where the vocabulary has a token for one and by text
+otherwise, and runs the tables.
 
 Sources: the model cards and tokenizers of DeepSeek-V3, R1-0528, V3.1 and V3.2, Kimi-K2, GLM-4.5 and 4.7.
 """
@@ -17,23 +17,23 @@ THINK, END_THINK = "<think>", "</think>"
 
 
 class ParserState(enum.Enum):
-    """Where in an answer a model stands."""
+    """The parser's position in an answer."""
 
     START = "nothing but white space so far"
     REASONING = "reasoning"
     CONTENT = "content"
     BETWEEN = "inside the block of calls, outside of a call"
-    KIND = "the word in front of a name"
+    KIND = "the word before a name"
     NAME = "a name"
     ARGUMENTS = "arguments, as JSON"
     PARAMETERS = "arguments, one by one: between two of them"
     KEY = "the name of an argument"
     VALUE = "the value of an argument"
-    AFTER = "behind the calls, where nothing counts"
+    AFTER = "after the calls; the rest is dropped"
 
 
 class Mark(enum.Enum):
-    """What a marker means; how it is spelled is the dialect's business."""
+    """The meaning of a marker; the dialect has its text."""
 
     THINK = "reasoning begins"
     END_THINK = "reasoning ends"
@@ -48,15 +48,15 @@ class Mark(enum.Enum):
     VALUE = "the value of an argument begins"
     END_VALUE = "the value of an argument ends"
     RESULTS = "results of calls begin, which a model should not write"
-    OTHER = "nothing that an answer should hold"
+    OTHER = "a marker that an answer should not have"
 
 
 class Act(enum.Enum):
-    """What happens on the way from one state to the next."""
+    """An action of a transition."""
 
     START = "the call with the collected name begins"
     END = "the call is complete"
-    DROP = "what was collected is no call"
+    DROP = "the collected text is not a call"
     KEY = "the collected text names the next argument"
     VALUE = "a value begins"
     END_VALUE = "the value is complete"
@@ -67,12 +67,12 @@ Table = dict[tuple[ParserState, Mark], Step]
 
 
 class CallForm(msgspec.Struct, frozen=True, kw_only=True):
-    """How calls are spelled by a model that makes no slip, for grammars; markers stand in it as they are written.
+    """The exact format of calls, for grammars, with markers as they are written.
 
-    `before` and `after` stand around all calls, `between` two of them; `before` has a marker, which no text contains.
-    `call` has gaps for {name}, {number} and {arguments}. These are one JSON object, unless they are written one by one:
-    `text` is then one that is a text, and `value` one that is JSON, with gaps for {key} and {value}; `nothing` stands
-    where there are none.
+    `before` and `after` enclose all calls, `between` separates two of them; `before` has a marker, which no text
+    contains. `call` has gaps for {name}, {number} and {arguments}. Arguments are one JSON object, unless `text` and
+    `value` are set: then they are written one by one, `text` for a text and `value` for JSON, with gaps for {key} and
+    {value}; `nothing` stands for no arguments.
     """
 
     before: str
@@ -85,12 +85,11 @@ class CallForm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Dialect(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to write calls.
+    """One format of calls.
 
-    `markers` are the spellings, `table` what they do. `tags` says that they are tags with attributes (DSML), which
-    `dsv3.text.parser` reads. `names_carry_ids`: what stands for a name is `functions.NAME:NUMBER`, a call's id.
-    `preamble` is the beginning of a chat template that tells a model its tools, for templates that do not. `form` is
-    how a call is spelled.
+    `markers` maps their texts to marks, `table` has the transitions. `tags`: markers are tags with attributes (DSML),
+    which `dsv3.text.parser` reads. `names_carry_ids`: the name is `functions.NAME:NUMBER`, the call's id. `preamble`
+    renders tools for chat templates that do not. `form` is the exact format of a call.
     """
 
     markers: Mapping[str, Mark]
@@ -102,7 +101,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _OPEN = (ParserState.START, ParserState.REASONING, ParserState.CONTENT, ParserState.AFTER)
-"""Where calls may begin: those inside of reasoning end it."""
+"""States in which calls may begin; a call inside reasoning ends it."""
 
 REASONING_MARKERS = {THINK: Mark.THINK, END_THINK: Mark.END_THINK}
 REASONING_TABLE: Table = {
@@ -113,7 +112,7 @@ REASONING_TABLE: Table = {
 
 
 def _block(first: ParserState, after: ParserState) -> Table:
-    """Returns the steps into a block of calls, out of it, and to the `first` state of a call."""
+    """Returns the transitions into a block of calls, out of it, and to the `first` state of a call."""
     return {
         **{(state, Mark.CALLS): ((), ParserState.BETWEEN) for state in _OPEN},
         **{(state, Mark.CALL): ((), first) for state in (*_OPEN, ParserState.BETWEEN)},
@@ -123,7 +122,7 @@ def _block(first: ParserState, after: ParserState) -> Table:
 
 
 def _json_call(separator: Mark, first: ParserState, after: ParserState) -> Table:
-    """Returns the steps of a call whose arguments are JSON; the end of a call may be missing before what follows."""
+    """Returns the transitions of a call with JSON arguments; the end marker of a call may be missing."""
     return {
         (ParserState.NAME, separator): ((Act.START,), ParserState.ARGUMENTS),
         (ParserState.NAME, Mark.END_CALL): ((Act.START, Act.END), ParserState.BETWEEN),
@@ -150,7 +149,7 @@ _DEEPSEEK_MARKERS = {
 
 
 def _preamble(call: str) -> str:
-    """Returns what is put in front of a chat template that does not show tools; `call` is written in the format."""
+    """Returns the preamble for chat templates that do not render tools; `call` shows the format."""
     tail = (
         "\nIMPORTANT: ALWAYS adhere to this exact format for tool use:\n"
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>"
@@ -314,7 +313,7 @@ DIALECTS: dict[str, Dialect] = {
     "glm47": _GLM47,
 }
 
-# Where the part of a prompt begins that an answer continues: behind the name of who speaks, or behind results.
+# The part of a prompt that an answer continues begins after the last role marker, or after tool results.
 _SPEAKERS = ("<｜Assistant｜>", "<|im_middle|>", "<|assistant|>")
 _RESULTS = ("<｜tool▁output▁end｜>", "<｜tool▁outputs▁end｜>", "</function_results>")
 _TAIL_CHARS = 64
@@ -323,32 +322,32 @@ _MAX_TURN_CHARS = 2**20
 
 
 def knows_reasoning(chat_template: str | None) -> bool:
-    """Returns whether a template knows the markers of reasoning."""
+    """Returns whether a template uses the markers of reasoning."""
     return chat_template is not None and END_THINK in chat_template
 
 
 def start_state(prompt: str, always_thinks: bool) -> tuple[ParserState, ParserState]:
     """Returns the state after `prompt`, and the one that follows START.
 
-    The last marker of reasoning in the turn that the answer continues decides, also where a client began the answer.
-    Without one, the text is reasoning until `</think>` if the model `always_thinks`, and else only if it begins with
-    `<think>`. Behind results of calls no model always thinks: whole answers were taken for reasoning (sglang#17551).
+    The last reasoning marker in the turn decides, also where a client began the answer. Without one, the text is
+    reasoning until `</think>` if the model `always_thinks`, and otherwise only if it begins with `<think>`.
+    `always_thinks` does not apply after tool results: whole answers were taken for reasoning (sglang#17551).
     """
     prompt = prompt[-_MAX_TURN_CHARS:]
-    spoken = _behind_last(_SPEAKERS, prompt, 0)
-    told = _behind_last(_RESULTS, prompt, spoken)
-    turn = prompt[told:] if told else prompt[-_TAIL_CHARS:]
+    speaker_end = _end_of_last(_SPEAKERS, prompt, 0)
+    results_end = _end_of_last(_RESULTS, prompt, speaker_end)
+    turn = prompt[results_end:] if results_end else prompt[-_TAIL_CHARS:]
     opened, closed = turn.rfind(THINK), turn.rfind(END_THINK)
     if closed > opened:
         return ParserState.CONTENT, ParserState.CONTENT
     if opened >= 0 and turn[opened + len(THINK) :].strip():
         return ParserState.REASONING, ParserState.REASONING
-    thinks = opened >= 0 or (always_thinks and told == spoken)
+    thinks = opened >= 0 or (always_thinks and results_end == speaker_end)
     return ParserState.START, ParserState.REASONING if thinks else ParserState.CONTENT
 
 
-def _behind_last(marks: tuple[str, ...], prompt: str, begin: int) -> int:
-    """Returns where the last of some texts ends, `begin` if none comes later."""
+def _end_of_last(marks: tuple[str, ...], prompt: str, begin: int) -> int:
+    """Returns the end of the last occurrence of any of the texts after `begin`; `begin` without one."""
     for mark in marks:
         if (at := prompt.rfind(mark, begin)) >= 0:
             begin = at + len(mark)

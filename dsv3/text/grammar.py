@@ -1,7 +1,7 @@
-"""Writes the grammars that answers are held to, in the form that llguidance reads; compiles none.
+"""Writes the grammars that constrain answers, in llguidance's format; compiles none.
 
-A grammar is JSON: a list of grammars, of which the first one is that of the whole answer, and refers to others by name.
-Markers of a dialect that are tokens are named by their ids: llguidance never takes a text for such a token.
+A grammar is JSON: a list of named grammars. The first one is that of the whole answer and refers to the others. Markers
+of a dialect that are tokens are named by id: llguidance never matches text against such a token.
 """
 
 import json
@@ -15,19 +15,19 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from dsv3.sampling_params import StructuredOutputsParams, schema_text
 
-# JSON stands in one line, with a space or none behind a comma and a colon, as models write the arguments of calls. A
-# model in doubt writes white space wherever it may: half of the tokens of a small model's call were line feeds.
+# JSON is on one line, with at most one space after a comma and a colon, as models write the arguments of calls. An
+# unsure model writes white space wherever it may: half of the tokens of a small model's call were line feeds.
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": r",\x20?", "key_separator": r":\x20?"}
-# Text that may not be other is not spelled in one way only: finding that way took 0.7 s per token for a grammar of 60
-# characters that stands for a long text, and 0.1 ms without (benchmarks/structured.py).
+# Forced text is not tokenized ahead: that took 0.7 s per token for a grammar of 60 characters that stands for a long
+# text, and 0.1 ms without (benchmarks/structured.py).
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 MAX_GRAMMAR_CHARS = 2**18
-"""Characters of a grammar: as much as one field of a request may take."""
+"""Limit on the characters of a grammar: that of one field of a request."""
 
-# What a grammar in Lark's syntax has, and one in GBNF has not. Each line is looked at once: a pattern that begins with
-# `\s*` looks from every line at all the empty ones behind it.
+# Lines that occur in Lark's syntax and not in GBNF. Each line is looked at once: a pattern that begins with `\s*` would
+# look from every line at all the empty ones after it.
 _IS_LARK = re.compile(r"^[^\S\n]*(?:%llguidance\b|start[^\S\n]*:(?!:=))", re.MULTILINE)
-# Escapes that the converter spoils: it drops their leading zeros.
+# Escapes that the converter damages: it drops their leading zeros.
 _ESCAPE = re.compile(r"\\(?:u(0[0-9a-fA-F]{3})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 Grammar = dict[str, Any]
@@ -35,9 +35,9 @@ Grammar = dict[str, Any]
 
 
 class ReasoningSpan(msgspec.Struct, frozen=True):
-    """What a model may write before the answer: reasoning between two markers, given by id, by text if they have none.
+    """Reasoning before the answer: its two markers, by id, or by text if they are not tokens.
 
-    `opened` says that the prompt ends inside of it, `optional` that the model may leave it out.
+    `opened`: the prompt ends inside the reasoning; `optional`: the model may leave it out.
     """
 
     open: int | str
@@ -47,19 +47,19 @@ class ReasoningSpan(msgspec.Struct, frozen=True):
 
 
 def plain_grammar(constraint: StructuredOutputsParams | None) -> str:
-    """Returns the grammar of an answer that is nothing but what is asked for, "" without a constraint.
+    """Returns the grammar of an answer without reasoning and calls; "" without a constraint.
 
-    Raises ValueError for a constraint that no grammar can be made of.
+    Raises ValueError for a constraint that has no grammar.
     """
-    return "" if constraint is None else assembled("start: @answer", [body_of(constraint)])
+    return "" if constraint is None else assemble("start: @answer", [constraint_entry(constraint)])
 
 
-def body_of(constraint: StructuredOutputsParams, name: str = "answer") -> Grammar:
-    """Returns the entry of a constraint; raises ValueError as `plain_grammar` does."""
+def constraint_entry(constraint: StructuredOutputsParams, name: str = "answer") -> Grammar:
+    """Returns a constraint's entry of the list; raises ValueError as `plain_grammar` does."""
     if (schema := constraint.schema) is not None:
         return schema_entry(schema, name)
     if constraint.regex is not None:
-        [entry] = json.loads(llguidance.LLMatcher.grammar_from_regex(unanchored(constraint.regex)))["grammars"]
+        [entry] = json.loads(llguidance.LLMatcher.grammar_from_regex(strip_anchors(constraint.regex)))["grammars"]
         return entry | {"name": name}
     if constraint.choice is not None:
         return lark_entry("start: CHOICE\nCHOICE: " + " | ".join(map(literal, constraint.choice)), name)
@@ -68,7 +68,7 @@ def body_of(constraint: StructuredOutputsParams, name: str = "answer") -> Gramma
 
 
 def schema_entry(schema: Mapping[str, Any], name: str, *, lenient: bool = False) -> Grammar:
-    """Returns the entry of a JSON schema; where it is `lenient`, keywords that cannot be enforced are passed over."""
+    """Returns a JSON schema's entry; if `lenient`, keywords that cannot be enforced are ignored."""
     return {"name": name, "json_schema": {**schema, "x-guidance": {**_ONE_LINE, "lenient": lenient}}}
 
 
@@ -77,8 +77,8 @@ def lark_entry(lark: str, name: str) -> Grammar:
     return {"name": name, "lark_grammar": lark}
 
 
-def assembled(rules: str, entries: list[Grammar]) -> str:
-    """Returns the grammar of an answer from its `rules`, in Lark's syntax, and the `entries` that these refer to.
+def assemble(rules: str, entries: list[Grammar]) -> str:
+    """Returns a grammar from its `rules`, in Lark's syntax, and the `entries` that they refer to.
 
     Raises ValueError for one that is too large.
     """
@@ -89,9 +89,9 @@ def assembled(rules: str, entries: list[Grammar]) -> str:
 
 
 def after_reasoning(reasoning: ReasoningSpan | None, answer: str) -> str:
-    """Returns the rules of a text in which the rule `answer` may follow reasoning; "start" is the whole of it.
+    """Returns the rules of a text with reasoning before the rule `answer`; the rule "start" is the whole text.
 
-    ReasoningSpan is free, but for the marker that ends it; the end of the whole text is not allowed inside.
+    Reasoning is free up to its end marker; the text may not end inside it.
     """
     if reasoning is None:
         return f"start: {answer}"
@@ -99,7 +99,7 @@ def after_reasoning(reasoning: ReasoningSpan | None, answer: str) -> str:
     if isinstance(reasoning.close, int):
         rules = ["TEXT_OF_REASONING: /(.|\\n)*/", f"reasoning: TEXT_OF_REASONING {symbol(reasoning.close)} BLANK?"]
     else:
-        ending = escaped(reasoning.close)
+        ending = escape_pattern(reasoning.close)
         rules = [f"ends_reasoning[lazy]: /(.|\\n)*{ending}/", "reasoning: ends_reasoning BLANK?"]
     if reasoning.opened:
         start = f"start: {opened}? reasoning {answer}"
@@ -109,25 +109,25 @@ def after_reasoning(reasoning: ReasoningSpan | None, answer: str) -> str:
 
 
 def symbol(marker: int | str) -> str:
-    """Returns how a rule names a marker: the token of an id, or a text."""
+    """Returns the expression of a marker: a token by id, or a text."""
     return f"<[{marker}]>" if isinstance(marker, int) else literal(marker)
 
 
 def literal(text: str) -> str:
-    """Returns how a rule spells a text."""
+    """Returns a text as a literal."""
     return json.dumps(text, ensure_ascii=True)
 
 
-def unanchored(regex: str) -> str:
-    """Returns a pattern without anchors at its ends, which hold anyway: the whole answer has to match."""
+def strip_anchors(regex: str) -> str:
+    """Strips the anchors at a pattern's ends, which are implied: the whole answer has to match."""
     regex = regex.removeprefix("^")
     body = regex.removesuffix("$")
-    isescaped = (len(body) - len(body.rstrip("\\"))) % 2 == 1
-    return regex if isescaped else body
+    is_escaped = (len(body) - len(body.rstrip("\\"))) % 2 == 1
+    return regex if is_escaped else body
 
 
 def _lark(grammar: str) -> str:
-    """Returns a grammar in Lark's syntax, that may have been written in GBNF's.
+    """Returns a grammar in Lark's syntax; converts GBNF.
 
     The time of a conversion grows faster than the grammar.
     """
@@ -140,7 +140,7 @@ def _lark(grammar: str) -> str:
 
 
 def _plain_escape(match: re.Match[str]) -> str:
-    """Returns an escape as the converter takes it; one that names no character stays, to be refused."""
+    """Returns an escape that the converter handles; one that is not a character stays, to be refused."""
     digits = match[1] or match[2]
     code = int(digits, 16) if digits else -1
     if 0 <= code < 0x100:
@@ -148,6 +148,6 @@ def _plain_escape(match: re.Match[str]) -> str:
     return chr(code) if 0x100 <= code < 0xD800 or 0xE000 <= code <= 0x10FFFF else match[0]
 
 
-def escaped(text: str) -> str:
-    """Returns a pattern between slashes that matches a text."""
+def escape_pattern(text: str) -> str:
+    """Escapes a text for a pattern between slashes."""
     return "".join(f"\\{c}" if c in r"\/.^$|?*+()[]{}" else "\\n" if c == "\n" else c for c in text)

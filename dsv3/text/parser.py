@@ -1,4 +1,4 @@
-"""The parser of an answer: one state machine that runs the table of a dialect over what a model writes."""
+"""The tool-call and reasoning parser: one state machine that runs a dialect's table over an answer."""
 
 import json
 import re
@@ -7,17 +7,25 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from dsv3.text.deltas import (
+    AnswerDelta,
+    RawDelta,
+    ReasoningDelta,
+    TextDelta,
+    ToolArgumentsDelta,
+    ToolCallStart,
+    merge_deltas,
+)
 from dsv3.text.dialects import Act, Dialect, Mark, ParserState, Table
-from dsv3.text.pieces import Piece, Raw, Reasoning, Text, ToolArguments, ToolCallStart, joined
 
-# Longer tags are none: names of functions and arguments have at most 256 characters.
+# Longer text is not a tag: names of functions and arguments have at most 256 characters.
 _MAX_TAG_CHARS = 1024
 _TAG_BEGINNINGS = ("<｜DSML｜", "</｜DSML｜")
-# The second kind is the end of an answer that was cut off inside of a character.
+# The second alternative is the end of an answer that was cut off inside a character.
 _TAG = rf"</?｜DSML｜(?:[^<>]{{0,{_MAX_TAG_CHARS}}}>)?|</?｜D?S?M?L?(?=\ufffd)"
 _TAG_NAME = re.compile(r"<(/?)｜DSML｜\s*(\w*)")
 _ATTRIBUTE = re.compile(r'(\w+)\s*=\s*"([^"]*)"')
-# V3.2, V4 and V4.1 name the block differently, and models mix the names up.
+# V3.2, V4 and V4.1 have different names for the block, and models mix them up.
 _BLOCKS = frozenset({"function_calls", "tool_calls", "toolcalls", "calls", "tool"})
 _TAGS = {
     **{("", name): Mark.CALLS for name in _BLOCKS},
@@ -29,10 +37,10 @@ _TAGS = {
 }
 
 
-class Found(msgspec.Struct, frozen=True, gc=False):
-    """A mark at `start` to `end` of a text; the other fields are a tag's attributes.
+class MarkMatch(msgspec.Struct, frozen=True, gc=False):
+    """A mark at `start` to `end` of a text, with a tag's attributes.
 
-    `ends` is what a tag that closes itself ends.
+    `ends` is the mark that a self-closing tag implies.
     """
 
     mark: Mark
@@ -44,7 +52,7 @@ class Found(msgspec.Struct, frozen=True, gc=False):
 
 
 class MarkFinder:
-    """Finds spelled marks, and DSML tags where there are some. A text costs time in proportion to its length."""
+    """Finds marks and DSML tags in text, in time linear in the text."""
 
     def __init__(self, spellings: Mapping[str, Mark], tags: bool):
         self._spellings = spellings
@@ -54,16 +62,16 @@ class MarkFinder:
         self._first_chars = frozenset(text[0] for text in beginnings)
         self._longest = max(map(len, beginnings))
 
-    def find(self, text: str, start: int) -> tuple[Found | None, int]:
-        """Returns the first mark from `start` on and where it begins.
+    def find(self, text: str, start: int) -> tuple[MarkMatch | None, int]:
+        """Returns the first mark from `start` on and its position.
 
-        Without one: where the text begins that may yet become one.
+        Without one: None, and the position from which the text may become a mark.
         """
         match = self._pattern.search(text, start)
         if match is None:
             return None, self._possible(text, start)
         if (mark := self._spellings.get(match[0])) is not None:
-            return Found(mark, match.start(), match.end()), match.start()
+            return MarkMatch(mark, match.start(), match.end()), match.start()
         if match[0] in _TAG_BEGINNINGS and len(text) - match.end() <= _MAX_TAG_CHARS and "<" not in text[match.end() :]:
             return None, match.start()
         return _read_tag(match), match.start()
@@ -75,23 +83,18 @@ class MarkFinder:
         return len(text)
 
 
-def is_part_of_tag(text: str) -> bool:
-    """Returns whether a text that ends an answer is the beginning of a tag."""
-    return text.startswith(("<｜", "</｜"))
-
-
-def _read_tag(match: re.Match[str]) -> Found:
+def _read_tag(match: re.Match[str]) -> MarkMatch:
     if (named := _TAG_NAME.match(match[0])) is None:
-        return Found(Mark.OTHER, match.start(), match.end())
+        return MarkMatch(Mark.OTHER, match.start(), match.end())
     closing, name = named.groups()
     attributes = dict(_ATTRIBUTE.findall(match[0]))
     is_string = {"true": True, "false": False}.get(attributes.get("string", ""))
     mark = _TAGS.get((closing, name), Mark.OTHER)
     ends = _TAGS.get(("/", name)) if match[0].endswith("/>") and not closing else None
-    return Found(mark, match.start(), match.end(), attributes.get("name", ""), is_string, ends)
+    return MarkMatch(mark, match.start(), match.end(), attributes.get("name", ""), is_string, ends)
 
 
-# A fence in front of JSON as far as it has come, and whole; no JSON begins with a back quote.
+# A partial fence before JSON, and a whole one; no JSON begins with a back quote.
 _FENCE_SO_FAR = re.compile(r"`{0,2}|```\s*(?:j|js|jso|json\s*)?")
 _FENCE = re.compile(r"```\s*(?:json\s*)?")
 _MAX_FENCE = 64
@@ -100,7 +103,7 @@ _CLOSING_CHARS = " \t\r\n`"
 
 
 class JsonArguments:
-    """Passes JSON through as the model writes it, without a fence (```json) and white space around it."""
+    """Passes JSON through as it comes, without a fence (```json) and white space around it."""
 
     def __init__(self) -> None:
         self._has_begun = False
@@ -108,7 +111,7 @@ class JsonArguments:
         self._closing: list[str] = []
 
     def push(self, text: str) -> str:
-        """Returns what can be told after more text."""
+        """Returns the JSON that is certain after more text."""
         if not self._has_begun:
             text = (self._opening + text).lstrip()
             if _FENCE_SO_FAR.fullmatch(text) and len(text) <= _MAX_FENCE:
@@ -125,28 +128,28 @@ class JsonArguments:
         return body
 
     def end(self) -> str:
-        """Returns what was missing; a call without arguments has an empty object."""
+        """Returns "{}" for a call without arguments."""
         return "" if self._has_begun else "{}"
 
 
 class Parameters:
-    """Makes a JSON object of arguments that come one by one.
+    """Builds a JSON object of arguments that come one by one.
 
-    A value known to be text is told as it comes. Any other is held until it is complete: it is JSON if it can be read
-    as that, else text. `schema` has the arguments that are known, and whether each is a string; None if that is open.
-    Models sometimes write all arguments as one, under a name that the schema does not have: these are taken out of it.
+    A value known to be text is streamed. Any other waits until it is complete: it is JSON if it parses as that, else
+    text. `schema` maps known arguments to whether each is a string; None if that is open. Models sometimes write all
+    arguments as one, under a name that the schema does not have: these are unwrapped.
     """
 
     def __init__(self, schema: Mapping[str, bool | None]):
         self._schema = schema
         self._count = 0
         self._streams = self._is_whole = False
-        self._head = ""  # of a value that may turn out to be all arguments
+        self._head = ""  # of a value that may be all arguments
         self._value: list[str] | None = None
         self._outside: list[str] = []
 
     def begin_value(self, key: str, is_string: bool | None) -> str:
-        """Returns what is told of a new argument; `is_string` is what the model says of it."""
+        """Returns the JSON that begins an argument; `is_string` is the model's own attribute."""
         self._value = []
         if self._is_whole:
             return ""
@@ -158,7 +161,7 @@ class Parameters:
         return head + '"' if self._streams else head
 
     def push(self, text: str) -> str:
-        """Returns what can be told after more text of the value."""
+        """Returns the JSON that is certain after more text of the value."""
         if self._value is None:
             self._outside.append(text)
             return ""
@@ -168,7 +171,7 @@ class Parameters:
         return ""
 
     def end_value(self) -> str:
-        """Returns what is told of the value's end; nothing if no value has begun."""
+        """Returns the JSON that ends the value; "" if no value has begun."""
         if self._value is None:
             return ""
         text, self._value = "".join(self._value), None
@@ -183,10 +186,10 @@ class Parameters:
         return head + (text.strip() if _is_json(text) else json.dumps(text, ensure_ascii=False))
 
     def end(self) -> str:
-        """Returns the end of the object. A model may have written all of it as JSON, outside of any argument."""
+        """Returns the end of the object; a model may have written all of it as JSON, outside any argument."""
         if self._count:
-            told = self.end_value()
-            return told if self._is_whole else told + "}"
+            tail = self.end_value()
+            return tail if self._is_whole else tail + "}"
         body = "".join(self._outside)
         return body.strip() if _is_object(body) else "{}"
 
@@ -204,24 +207,24 @@ def _is_json(text: str) -> bool:
 
 
 MAX_NAME_CHARS = 256
-# As many as a message of a request may bring back.
+# The limit on calls in a message of a request.
 MAX_CALLS = 128
 _NAME_WITH_ID = re.compile(r"(?:functions\.)?(?P<name>.*?)(?P<number>:\d+)?", re.DOTALL)
 
 
 class Tools(msgspec.Struct, frozen=True):
-    """What a request says of its tools.
+    """The tools of a request, as far as the parser needs them.
 
-    `parameters` maps each tool to the arguments that its schema names, and each of those to whether it is a string;
-    None if the schema leaves that open.
+    `parameters` maps each tool to its arguments, and those to whether they are strings; None if the schema leaves it
+    open.
     """
 
     parameters: Mapping[str, Mapping[str, bool | None]] = {}
     parallel: bool = True
 
 
-class Format:
-    """A dialect with a vocabulary: which tokens are marks, and which marks are found in text. Parsers share it."""
+class AnswerFormat:
+    """A dialect for one vocabulary: marks that are tokens, and marks to find in text. Parsers share it."""
 
     def __init__(
         self, dialect: Dialect | None, markers: Mapping[str, Mark], table: Table, id_of: Callable[[str], int | None]
@@ -230,29 +233,29 @@ class Format:
         self.dialect = dialect
         self.table = table
         self.marks_by_id = {token_id: markers[marker] for marker, token_id in ids.items() if token_id is not None}
-        spelled = {marker: mark for marker, mark in markers.items() if ids[marker] is None}
-        self._finders = {state: self._finder(state, spelled) for state in ParserState}
+        in_text = {marker: mark for marker, mark in markers.items() if ids[marker] is None}
+        self._finders = {state: self._finder(state, in_text) for state in ParserState}
 
     def finder(self, state: ParserState) -> MarkFinder | None:
-        """Returns what finds the marks of a state in text; None where there are none."""
+        """Returns the finder of a state's marks in text; None without such marks."""
         return self._finders[state]
 
-    def _finder(self, state: ParserState, spelled: Mapping[str, Mark]) -> MarkFinder | None:
-        wanted = {marker: mark for marker, mark in spelled.items() if (state, mark) in self.table}
+    def _finder(self, state: ParserState, in_text: Mapping[str, Mark]) -> MarkFinder | None:
+        wanted = {marker: mark for marker, mark in in_text.items() if (state, mark) in self.table}
         tags = self.dialect is not None and self.dialect.tags
         return MarkFinder(wanted, tags) if wanted or tags else None
 
 
 class AnswerParser:
-    """Maps what a model writes to pieces. The marks are dropped; what may be part of one is held until that is clear.
+    """Parses reasoning and tool calls of an answer. Marks are dropped; text that may be part of one is pending.
 
-    `state` is where the model stands, and `then` the state after START. Without `tools` a client gets no calls: those
-    that a model writes are dropped. `new_id` makes an id for a call, where the dialect has none.
+    `state` is the state at the beginning, `then` the one after START. Without `tools` calls are dropped. `new_id` makes
+    the id of a call where the dialect has none.
     """
 
     def __init__(
         self,
-        form: Format,
+        form: AnswerFormat,
         state: ParserState,
         then: ParserState,
         tools: Tools | None,
@@ -262,23 +265,23 @@ class AnswerParser:
         self._state, self._then = state, then
         self._tools = tools
         self._new_id = new_id
-        self._out: list[Piece] = []
-        self._held = ""  # what may be part of a mark
-        self._passes_text = False  # whether text is told at once, as it is
+        self._out: list[AnswerDelta] = []
+        self._pending = ""  # text that may be part of a mark
+        self._passes_text = False  # text is emitted at once, unchanged
         self._blank: list[str] = []  # white space that is dropped if a call follows
         self._collected: list[str] = []  # a name
         self._key = ""
         self._arguments: JsonArguments | Parameters = JsonArguments()
-        self._call: ToolCallStart | None = None  # the one a client gets
-        self._num_begun = self._num_told = 0
+        self._call: ToolCallStart | None = None  # the one that is emitted
+        self._num_begun = self._num_emitted = 0
         self.num_calls = 0
-        """Complete calls that the client got."""
+        """Complete calls that were emitted."""
         self.num_dropped = 0
-        """Calls that the client did not get: without a name, not wanted, or more than are allowed."""
+        """Calls that were dropped: without a name, not requested, or more than allowed."""
 
     @property
     def marker_ids(self) -> Mapping[int, Mark]:
-        """The tokens that come as `Marker`."""
+        """The tokens that come as `SpecialToken`."""
         return self._format.marks_by_id
 
     @property
@@ -288,45 +291,45 @@ class AnswerParser:
             self._state is ParserState.START and self._then is ParserState.REASONING
         )
 
-    def push(self, piece: Raw) -> list[Piece]:
-        """Returns what can be told after one more piece."""
-        if isinstance(piece, Text):
-            if self._passes_text:  # nearly always
-                return [piece if self._state is ParserState.CONTENT else Reasoning(piece.text)]
-            self._read(piece.text)
+    def push(self, delta: RawDelta) -> list[AnswerDelta]:
+        """Returns the deltas that are certain after one more."""
+        if isinstance(delta, TextDelta):
+            if self._passes_text:  # the usual case
+                return [delta if self._state is ParserState.CONTENT else ReasoningDelta(delta.text)]
+            self._read(delta.text)
         else:
-            self._settle()
-            self._take(Found(self._format.marks_by_id[piece.token_id]))
+            self._flush_pending()
+            self._apply(MarkMatch(self._format.marks_by_id[delta.token_id]))
         self._passes_text = self._format.finder(self._state) is None and (
             self._state is ParserState.REASONING or (self._state is ParserState.CONTENT and self._tools is None)
         )
         out, self._out = self._out, []
-        return joined(out)
+        return merge_deltas(out)
 
-    def finish(self) -> list[Piece]:
-        """Returns what was held back."""
-        self._settle()
+    def finish(self) -> list[AnswerDelta]:
+        """Returns the pending deltas."""
+        self._flush_pending()
         if self._state is ParserState.START:
             self._state = self._then
         if self._state is ParserState.REASONING or not self._num_begun:
-            self._tell_text("".join(self._blank))
+            self._emit_text("".join(self._blank))
         out, self._out = self._out, []
-        return joined(out)
+        return merge_deltas(out)
 
-    def _settle(self) -> None:
-        """Takes what is held for text: no mark has come of it. The beginning of a tag is dropped."""
-        held, self._held = self._held, ""
-        if not held:
+    def _flush_pending(self) -> None:
+        """Writes pending text, which is not part of a mark; drops the beginning of a tag."""
+        text, self._pending = self._pending, ""
+        if not text:
             return
         if self._state is ParserState.START:
             self._leave_start()
-        if not is_part_of_tag(held):
-            self._write(held)
+        if not text.startswith(("<｜", "</｜")):
+            self._write(text)
 
     def _read(self, text: str) -> None:
-        """Takes text up to what may be part of a mark."""
-        text, at = self._held + text, 0
-        self._held = ""
+        """Processes text up to what may be part of a mark."""
+        text, at = self._pending + text, 0
+        self._pending = ""
         while at < len(text):
             if self._state is ParserState.START:
                 body = text[at:].lstrip()
@@ -340,13 +343,13 @@ class AnswerParser:
             if end > at:
                 self._write(text[at:end])
             if found is None:
-                self._held = text[end:]
+                self._pending = text[end:]
                 return
-            self._take(found)
+            self._apply(found)
             at = found.end
 
     def _leave_start(self) -> None:
-        """Goes on to what an answer begins with; the white space so far is part of it."""
+        """Leaves START; the white space so far becomes part of the answer."""
         blank, self._blank = "".join(self._blank), []
         self._state = self._then
         if blank:
@@ -357,18 +360,18 @@ class AnswerParser:
             case ParserState.CONTENT if self._tools is not None:
                 body = text.rstrip()
                 if body:
-                    self._tell_text("".join([*self._blank, body]))
+                    self._emit_text("".join([*self._blank, body]))
                     self._blank.clear()
                 self._blank.append(text[len(body) :])
             case ParserState.CONTENT | ParserState.REASONING:
-                self._tell_text(text)
+                self._emit_text(text)
             case ParserState.KIND | ParserState.NAME | ParserState.KEY:
                 self._collected.append(text)
             case ParserState.ARGUMENTS | ParserState.PARAMETERS | ParserState.VALUE:
-                self._tell_arguments(self._arguments.push(text))
+                self._emit_arguments(self._arguments.push(text))
 
-    def _take(self, found: Found) -> None:
-        """Does what a mark does in this state."""
+    def _apply(self, found: MarkMatch) -> None:
+        """Applies a mark's transition in the current state."""
         step = self._format.table.get((self._state, found.mark))
         if step is None:
             return
@@ -379,15 +382,15 @@ class AnswerParser:
         self._collected.clear()
         self._state = state
         if found.ends is not None:
-            self._take(Found(found.ends))
+            self._apply(MarkMatch(found.ends))
 
-    def _do(self, act: Act, found: Found, state: ParserState) -> None:
+    def _do(self, act: Act, found: MarkMatch, state: ParserState) -> None:
         match act:
             case Act.START:
                 self._begin_call(found.name or self._text())
                 self._arguments = JsonArguments() if state is ParserState.ARGUMENTS else Parameters(self._schema())
             case Act.END:
-                self._tell_arguments(self._arguments.end())
+                self._emit_arguments(self._arguments.end())
                 self.num_calls += self._call is not None
                 self._call = None
             case Act.DROP:
@@ -396,25 +399,25 @@ class AnswerParser:
                 self._key = self._text()
             case Act.VALUE | Act.END_VALUE:
                 assert isinstance(self._arguments, Parameters)
-                told = self._arguments.end_value()
+                text = self._arguments.end_value()
                 if act is Act.VALUE:
-                    told += self._arguments.begin_value(found.name or self._key, found.is_string)
-                self._tell_arguments(told)
+                    text += self._arguments.begin_value(found.name or self._key, found.is_string)
+                self._emit_arguments(text)
 
     def _text(self) -> str:
         return "".join(self._collected).strip()
 
     def _begin_call(self, written: str) -> None:
-        """Tells of a call, unless it has no name or is not wanted."""
+        """Emits the start of a call, unless it has no name or is not allowed."""
         self._num_begun += 1
         name, call_id = self._read_name(written[: MAX_NAME_CHARS + 1])
         allowed = 0 if self._tools is None else MAX_CALLS if self._tools.parallel else 1
-        if not name or len(name) > MAX_NAME_CHARS or self._num_told >= allowed:
+        if not name or len(name) > MAX_NAME_CHARS or self._num_emitted >= allowed:
             self.num_dropped += 1
             self._call = None
             return
-        self._call = ToolCallStart(self._num_told, call_id, name)
-        self._num_told += 1
+        self._call = ToolCallStart(self._num_emitted, call_id, name)
+        self._num_emitted += 1
         self._out.append(self._call)
 
     def _read_name(self, written: str) -> tuple[str, str]:
@@ -424,19 +427,19 @@ class AnswerParser:
         match = _NAME_WITH_ID.fullmatch(written)
         assert match is not None  # it matches any text
         name, known = match["name"], self._tools.parameters if self._tools is not None else {}
-        if name.isdecimal() and name not in known:  # a number alone: of the only tool there is
+        if name.isdecimal() and name not in known:  # a number alone means the only tool
             name = next(iter(known)) if len(known) == 1 else ""
         is_id = match["number"] is not None and written.startswith("functions.")
         return name, written if is_id else f"functions.{name}:{self._num_begun - 1}"
 
     def _schema(self) -> Mapping[str, bool | None]:
-        """Returns what is known of the arguments of the call."""
+        """Returns the known arguments of the current call."""
         return {} if self._call is None or self._tools is None else self._tools.parameters.get(self._call.name, {})
 
-    def _tell_text(self, text: str) -> None:
+    def _emit_text(self, text: str) -> None:
         if text:
-            self._out.append(Reasoning(text) if self._state is ParserState.REASONING else Text(text))
+            self._out.append(ReasoningDelta(text) if self._state is ParserState.REASONING else TextDelta(text))
 
-    def _tell_arguments(self, text: str) -> None:
+    def _emit_arguments(self, text: str) -> None:
         if text and self._call is not None:
-            self._out.append(ToolArguments(self._call.index, text))
+            self._out.append(ToolArgumentsDelta(self._call.index, text))

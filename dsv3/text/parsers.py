@@ -1,9 +1,7 @@
-"""Chooses how the answers of a model are parsed: by what a server's user says, the vocabulary and the chat template."""
-
-import msgspec
+"""Selects the reasoning and tool-call parsers of a model by options, vocabulary and chat template."""
 
 from dsv3.config.server_options import ReasoningParser, ToolCallParser
-from dsv3.text.chat_template import names_tools
+from dsv3.text.chat_template import uses_tools
 from dsv3.text.dialects import (
     DIALECTS,
     END_THINK,
@@ -16,38 +14,35 @@ from dsv3.text.dialects import (
     start_state,
 )
 from dsv3.text.grammar import ReasoningSpan
-from dsv3.text.parser import AnswerParser, Format, Tools
+from dsv3.text.parser import AnswerFormat, AnswerParser, Tools
 from dsv3.text.tokenizer import Tokenizer
 
 
-class ParserOptions(msgspec.Struct, frozen=True):
-    """What a server's user may choose of the parsers."""
-
-    reasoning: ReasoningParser = "auto"
-    tools: ToolCallParser = "auto"
-
-
 class Parsers:
-    """Makes the parsers for the answers of one model.
+    """Makes the parsers for one model's answers.
 
-    `dialect` is the one of its tool calls, None where none is known; `dialect_name` is its name then, and `marker_ids`
-    has its markers that are tokens. `splits_reasoning` says whether reasoning is told apart from the answer.
+    `dialect` is that of its tool calls, None if unknown, `dialect_name` its name, and `marker_ids` the ids of its
+    markers that are tokens. `splits_reasoning`: reasoning is separated from the content.
     """
 
-    def __init__(self, options: ParserOptions, tokenizer: Tokenizer, chat_template: str | None):
-        name = detect(tokenizer, chat_template) if options.tools == "auto" else options.tools
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: str | None,
+        reasoning: ReasoningParser = "auto",
+        tools: ToolCallParser = "auto",
+    ):
+        name = detect_dialect(tokenizer, chat_template) if tools == "auto" else tools
         self.dialect: Dialect | None = DIALECTS.get(name or "")
         self.dialect_name = name if self.dialect is not None else None
-        self.splits_reasoning = (
-            knows_reasoning(chat_template) if options.reasoning == "auto" else options.reasoning != "none"
-        )
+        self.splits_reasoning = knows_reasoning(chat_template) if reasoning == "auto" else reasoning != "none"
         self._id_of = tokenizer.id_of
-        self._always_thinks = options.reasoning == "deepseek_r1"
+        self._always_thinks = reasoning == "deepseek_r1"
         markers, table = ({}, {}) if self.dialect is None else (self.dialect.markers, self.dialect.table)
         self.marker_ids = {marker: i for marker in markers if (i := tokenizer.id_of(marker)) is not None}
         if self.splits_reasoning:
             markers, table = {**REASONING_MARKERS, **markers}, {**REASONING_TABLE, **table}
-        self._format = Format(self.dialect, markers, table, tokenizer.id_of) if markers else None
+        self._format = AnswerFormat(self.dialect, markers, table, tokenizer.id_of) if markers else None
 
     def start(self, prompt: str) -> tuple[ParserState, ParserState]:
         """Returns the state in which answers to `prompt` begin, and the one after START."""
@@ -56,7 +51,7 @@ class Parsers:
         return start_state(prompt, self._always_thinks)
 
     def reasoning(self, prompt: str) -> ReasoningSpan | None:
-        """Returns the reasoning that answers to `prompt` begin with, None where they have none."""
+        """Returns the reasoning at the beginning of answers to `prompt`; None without any."""
         state, then = self.start(prompt)
         if state is ParserState.CONTENT:
             return None
@@ -65,17 +60,17 @@ class Parsers:
         return ReasoningSpan(first, last, opened, optional=not opened)
 
     def parser(self, start: tuple[ParserState, ParserState], tools: Tools | None) -> AnswerParser | None:
-        """Returns a new parser for one answer, None where nothing is to be parsed."""
+        """Returns a new parser for one answer; None where there is nothing to parse."""
         return None if self._format is None else AnswerParser(self._format, *start, tools)
 
 
-def detect(tokenizer: Tokenizer, chat_template: str | None) -> str | None:
-    """Returns the name of the dialect in which a model writes calls, None where it seems to know none.
+def detect_dialect(tokenizer: Tokenizer, chat_template: str | None) -> str | None:
+    """Returns the name of the dialect in which a model writes calls; None if it is unknown.
 
-    Tokens and template decide, not the model's name: fine-tunes have others. A model whose vocabulary has no tokens for
-    the markers of V3 writes these as text, if its template shows it tools. V3.1 keeps the tokens of V3, and only the
-    template tells that the arguments have no fence. GLM-4.7 and GLM-5 keep those of GLM-4.5, and their templates show
-    that no line ends between a key and its value.
+    Vocabulary and template decide, not the model's name: fine-tunes have others. A model whose vocabulary lacks the
+    markers of V3 writes them as text, if its template renders tools. V3.1 has the tokens of V3, and only its template
+    shows that arguments have no fence. GLM-4.7 and GLM-5 have those of GLM-4.5, and their templates show that no line
+    feed separates key and value.
     """
     template = chat_template or ""
     if tokenizer.id_of("<|tool_calls_section_begin|>") is not None:
@@ -84,6 +79,6 @@ def detect(tokenizer: Tokenizer, chat_template: str | None) -> str | None:
         return "glm47" if "</arg_key><arg_value>" in template else "glm45"
     if "｜DSML｜" in template:
         return "deepseek_v32"
-    if "<｜tool▁call" in template and (tokenizer.id_of("<｜tool▁calls▁begin｜>") is not None or names_tools(template)):
+    if "<｜tool▁call" in template and (tokenizer.id_of("<｜tool▁calls▁begin｜>") is not None or uses_tools(template)):
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
     return None

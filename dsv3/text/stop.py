@@ -1,18 +1,18 @@
-"""Stop strings: finds strings in text that arrives piece by piece, in linear time, and ends the text there."""
+"""Stop strings: finds them in text that arrives in parts, in linear time, and ends the answer there."""
 
 import functools
 from collections import deque
 from collections.abc import Sequence
 
-from dsv3.text.pieces import Raw, Text
+from dsv3.text.deltas import RawDelta, TextDelta
 
 
-class _Automaton:
-    """The automaton of Aho and Corasick: its states stand for the beginnings of some patterns, 0 for the empty one.
+class _AhoCorasick:
+    """The Aho-Corasick automaton: each state is a prefix of some pattern, 0 the empty one.
 
-    `steps` leads from a state over a character to a longer beginning, and `falls` to the longest beginning that the
-    state's text ends with. `ends` has the longest pattern that a state's text ends with, None for none, and `held` how
-    many of its last characters may be part of a pattern that is yet to come.
+    `steps` has a state's successor for a character, `falls` the state of the longest prefix that is a suffix of the
+    state's text. `ends` has the longest pattern that the state's text ends with, or None; `num_pending` the number of
+    its last characters that may begin a later match.
     """
 
     def __init__(self, patterns: Sequence[str]):
@@ -26,35 +26,36 @@ class _Automaton:
                     self.steps.append({})
                     self.ends.append(None)
             self.ends[state] = pattern
-        self.falls, self.held = [0] * len(self.steps), [0] * len(self.steps)
+        self.falls, self.num_pending = [0] * len(self.steps), [0] * len(self.steps)
         self._fill()
 
     def _fill(self) -> None:
-        """Goes through the states, the shorter ones first: what a state falls to is known before the state is."""
-        waiting = deque([(0, 0)])
-        while waiting:
-            state, depth = waiting.popleft()
+        """Computes `falls`, `ends` and `num_pending` in breadth-first order: a state needs those of shorter ones."""
+        queue = deque([(0, 0)])
+        while queue:
+            state, depth = queue.popleft()
             fall = self.falls[state]
             self.ends[state] = self.ends[state] or self.ends[fall]
-            self.held[state] = depth if self.steps[state] else self.held[fall]
+            self.num_pending[state] = depth if self.steps[state] else self.num_pending[fall]
             for char, longer in self.steps[state].items():
                 self.falls[longer] = self.after(fall, char) if state else 0
-                waiting.append((longer, depth + 1))
+                queue.append((longer, depth + 1))
 
     def after(self, state: int, char: str) -> int:
-        """Returns the state behind one more character."""
+        """Returns the state after one more character."""
         while (longer := self.steps[state].get(char)) is None and state:
             state = self.falls[state]
         return longer or 0
 
 
-_automaton = functools.lru_cache(maxsize=16)(_Automaton)  # the choices of a request share one: 16,384 states take 20 ms
+# The choices of a request share an automaton: one with 16,384 states takes 20 ms.
+_automaton = functools.lru_cache(maxsize=16)(_AhoCorasick)
 
 
 class StopMatcher:
-    """Watches a text for the first end of any of `patterns`, which may stretch over pieces.
+    """Searches text that arrives in parts for `patterns`.
 
-    A character costs amortised constant time, whatever the text and however many patterns there are.
+    A character costs amortized constant time for any number of patterns.
     """
 
     def __init__(self, patterns: Sequence[str]):
@@ -64,14 +65,14 @@ class StopMatcher:
         self._state = 0
 
     @property
-    def held(self) -> int:
-        """The number of trailing characters so far that may belong to a match to come."""
-        return self._automaton.held[self._state]
+    def num_pending(self) -> int:
+        """The number of trailing characters that may belong to a later match."""
+        return self._automaton.num_pending[self._state]
 
     def find(self, text: str, start: int = 0) -> tuple[int, str] | None:
-        """Reads `text[start:]`; at the first match returns the index after it and the pattern, longest first.
+        """Searches `text[start:]`; returns the index after the first match and its pattern, longest first.
 
-        Reading stops there: call again with that index to go on.
+        Stops at the match: call again with that index to continue.
         """
         after, ends, state = self._automaton.after, self._automaton.ends, self._state
         for i in range(start, len(text)):
@@ -84,56 +85,57 @@ class StopMatcher:
 
 
 class StopStrings:
-    """Ends an answer at the first end of a stop string; the string is left out unless `include`.
+    """Finds stop strings and ends an answer at the first one, which is dropped unless `include`.
 
-    A stop string that ends while `is_armed` is false is text like any other. Markers count as the text they are spelled
-    with; one that a stop string ends inside of is left out.
+
+    A match that ends while `is_armed` is false is ordinary text. Markers count as their text; one in which a stop
+    string ends is dropped.
     """
 
     def __init__(self, strings: Sequence[str], include: bool):
         self._matcher = StopMatcher(strings)
         self._include = include
-        self._held: list[Raw] = []
+        self._pending: list[RawDelta] = []
         self.is_armed = True
         self.found: str | None = None
-        """The stop string that has ended the answer."""
+        """The stop string that ended the answer."""
 
-    def push(self, piece: Raw) -> list[Raw]:
-        """Returns what may be shown."""
-        text, position = piece.text, 0
+    def push(self, delta: RawDelta) -> list[RawDelta]:
+        """Returns the deltas that cannot be part of a later match."""
+        text, position = delta.text, 0
         while (match := self._matcher.find(text, position)) is not None:
             position, found = match
             if self.is_armed:
                 self.found = found
-                held, self._held = self._held, []
+                pending, self._pending = self._pending, []
                 rest = len(text) - position
-                return _split(_with(held, piece), rest if self._include else rest + len(found))[0]
-        self._held = _with(self._held, piece)
-        shown, self._held = _split(self._held, self._matcher.held)
+                return _split(_append(pending, delta), rest if self._include else rest + len(found))[0]
+        self._pending = _append(self._pending, delta)
+        shown, self._pending = _split(self._pending, self._matcher.num_pending)
         return shown
 
-    def finish(self) -> list[Raw]:
-        """Returns what was held back."""
-        held, self._held = self._held, []
-        return held
+    def finish(self) -> list[RawDelta]:
+        """Returns the pending deltas."""
+        pending, self._pending = self._pending, []
+        return pending
 
 
-def _with(pieces: list[Raw], piece: Raw) -> list[Raw]:
-    """Returns pieces with one more; text is joined to text."""
-    if pieces and isinstance(piece, Text) and isinstance(pieces[-1], Text):
-        return [*pieces[:-1], Text(pieces[-1].text + piece.text)]
-    return [*pieces, piece]
+def _append(deltas: list[RawDelta], delta: RawDelta) -> list[RawDelta]:
+    """Returns deltas with one more; adjacent text is joined."""
+    if deltas and isinstance(delta, TextDelta) and isinstance(deltas[-1], TextDelta):
+        return [*deltas[:-1], TextDelta(deltas[-1].text + delta.text)]
+    return [*deltas, delta]
 
 
-def _split(pieces: list[Raw], num_chars: int) -> tuple[list[Raw], list[Raw]]:
-    """Returns pieces without their last characters, and these; a marker that is cut belongs to the latter."""
-    front, tail = list(pieces), []
+def _split(deltas: list[RawDelta], num_chars: int) -> tuple[list[RawDelta], list[RawDelta]]:
+    """Splits deltas before their last `num_chars` characters; a marker that is cut goes to the second part."""
+    head, tail = list(deltas), []
     while num_chars > 0:
-        piece = front.pop()
-        cut = len(piece.text) - num_chars
-        num_chars -= len(piece.text)
-        if cut > 0 and isinstance(piece, Text):
-            front.append(Text(piece.text[:cut]))
-            piece = Text(piece.text[cut:])
-        tail.append(piece)
-    return front, tail[::-1]
+        delta = head.pop()
+        cut = len(delta.text) - num_chars
+        num_chars -= len(delta.text)
+        if cut > 0 and isinstance(delta, TextDelta):
+            head.append(TextDelta(delta.text[:cut]))
+            delta = TextDelta(delta.text[cut:])
+        tail.append(delta)
+    return head, tail[::-1]

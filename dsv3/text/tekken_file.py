@@ -1,7 +1,7 @@
 """Mistral's `tekken.json` as a tokenizer of the `tokenizers` library, converted in memory.
 
-The file has the pattern that cuts text, byte strings with their ranks, and markers. Markers have the ids from 0 on, as
-many as the file says, and the ranks follow; of the ranks only the first count, up to the size that the file states.
+The file has the pattern that splits text, byte strings with their ranks, and special tokens. Special tokens have the
+ids from 0 on, as many as the file says, and the ranks follow, up to the vocabulary size that the file states.
 """
 
 import base64
@@ -14,42 +14,38 @@ import tokenizers
 from tokenizers import AddedToken
 
 from dsv3.files import read_json
-from dsv3.text.tiktoken_file import MAX_TOKEN_BYTES, TiktokenError, byte_pairs, require_all_bytes
+from dsv3.text.tiktoken_file import MAX_TOKEN_BYTES, VocabularyFileError, byte_pairs, require_all_bytes
 
 FILE = "tekken.json"
 CONFIG = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
-"""What `tokenizer_config.json` would say; such a directory seldom has one. Mistral's code begins each text with <s>."""
+"""Defaults for `tokenizer_config.json`, which is seldom there: Mistral's code begins each text with <s>."""
 
 _MAX_TOKENS = 2**20
-
-
-class TekkenError(ValueError):
-    """A tekken.json cannot be used; the text says why."""
 
 
 def read_tekken(directory: Path, char_of_byte: Mapping[int, str]) -> tokenizers.Tokenizer:
     """Returns the tokenizer of a directory with a tekken.json.
 
-    `char_of_byte` is how a vocabulary of byte-level BPE writes each byte.
+    `char_of_byte` maps each byte to its character in a byte-level BPE vocabulary.
 
     Raises:
-      TekkenError: the file is damaged, its ranks have gaps, or a marker is not one that it has room for.
+      VocabularyFileError: the file is damaged, its ranks have gaps, or a special token is out of range.
     """
     path = directory / FILE
     content = _read(path)
     settings = content.get("config")
     if not isinstance(settings, dict) or not isinstance(settings.get("pattern"), str):
-        raise TekkenError(f"{path}: config has no pattern")
+        raise VocabularyFileError(f"{path}: config has no pattern")
     size, count = (_number(path, settings, name) for name in ("default_vocab_size", "default_num_special_tokens"))
     if not 0 < count < size:
-        raise TekkenError(f"{path}: {count} markers do not fit a vocabulary of {size}")
+        raise VocabularyFileError(f"{path}: {count} special tokens do not fit a vocabulary of {size}")
     ranks = _ranks(path, content.get("vocab"), size - count)
-    markers = _markers(path, content.get("special_tokens"), count)
+    special = _special_tokens(path, content.get("special_tokens"), count)
     try:
-        tokenizer = byte_pairs(ranks, settings["pattern"], char_of_byte, markers)
-    except TiktokenError as error:
-        raise TekkenError(f"{path}: {error}") from None
-    tokenizer.add_tokens([AddedToken(marker, normalized=False, special=True) for marker in markers])
+        tokenizer = byte_pairs(ranks, settings["pattern"], char_of_byte, special)
+    except VocabularyFileError as error:
+        raise VocabularyFileError(f"{path}: {error}") from None
+    tokenizer.add_tokens([AddedToken(marker, normalized=False, special=True) for marker in special])
     return tokenizer
 
 
@@ -57,33 +53,30 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
-        raise TekkenError(f"{path}: {error}") from None
+        raise VocabularyFileError(f"{path}: {error}") from None
     if not isinstance(content, dict):
-        raise TekkenError(f"{path}: expected an object, found {type(content).__name__}")
+        raise VocabularyFileError(f"{path}: expected an object, found {type(content).__name__}")
     return content
 
 
 def _number(path: Path, settings: Mapping[str, Any], name: str) -> int:
     value = settings.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_TOKENS:
-        raise TekkenError(f"{path}: config.{name} is {value!r}, no number up to {_MAX_TOKENS}")
+        raise VocabularyFileError(f"{path}: config.{name} is {value!r}, expected an integer up to {_MAX_TOKENS}")
     return value
 
 
 def _ranks(path: Path, entries: Any, count: int) -> dict[bytes, int]:
     """Returns the first `count` byte strings with their ranks."""
     if not isinstance(entries, list) or len(entries) < count:
-        raise TekkenError(f"{path}: vocab is no list of {count} tokens or more")
+        raise VocabularyFileError(f"{path}: vocab is not a list of {count} or more tokens")
     ranks: dict[bytes, int] = {}
     for number, entry in enumerate(entries[:count]):
         token = _token(path, number, entry)
         if token in ranks:
-            raise TekkenError(f"{path}: token {number} stands twice")
+            raise VocabularyFileError(f"{path}: token {number} is a duplicate")
         ranks[token] = number
-    try:
-        require_all_bytes(path, ranks)
-    except TiktokenError as error:
-        raise TekkenError(str(error)) from None
+    require_all_bytes(path, ranks)
     return ranks
 
 
@@ -92,24 +85,24 @@ def _token(path: Path, number: int, entry: Any) -> bytes:
     try:
         rank, token = entry["rank"], base64.b64decode(entry["token_bytes"], validate=True)
     except (KeyError, TypeError, ValueError, binascii.Error):
-        raise TekkenError(f"{path}: vocab[{number}] has no rank and token_bytes in base64") from None
+        raise VocabularyFileError(f"{path}: vocab[{number}] has no rank and token_bytes in base64") from None
     if rank != number or not 0 < len(token) <= MAX_TOKEN_BYTES:
-        raise TekkenError(f"{path}: vocab[{number}] has rank {rank!r} and {len(token)} bytes")
+        raise VocabularyFileError(f"{path}: vocab[{number}] has rank {rank!r} and {len(token)} bytes")
     return token
 
 
-def _markers(path: Path, entries: Any, count: int) -> list[str]:
-    """Returns the texts of the ids 0 to `count` - 1; those without one are called as Mistral's code does."""
+def _special_tokens(path: Path, entries: Any, count: int) -> list[str]:
+    """Returns the special tokens of the ids 0 to `count` - 1; those without a text are named as in Mistral's code."""
     if not isinstance(entries, list):
-        raise TekkenError(f"{path}: special_tokens is no list; files older than version 7 have none")
-    markers = {i: f"<SPECIAL_{i}>" for i in range(count)}
+        raise VocabularyFileError(f"{path}: special_tokens is not a list; files older than version 7 are not supported")
+    special = {i: f"<SPECIAL_{i}>" for i in range(count)}
     for number, entry in enumerate(entries):
         rank, text = (entry.get("rank"), entry.get("token_str")) if isinstance(entry, dict) else (None, None)
-        if not isinstance(rank, int) or isinstance(rank, bool) or rank not in markers:
-            raise TekkenError(f"{path}: special_tokens[{number}] has rank {rank!r}, none of 0 to {count - 1}")
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank not in special:
+            raise VocabularyFileError(f"{path}: special_tokens[{number}] has rank {rank!r}, expected 0 to {count - 1}")
         if not isinstance(text, str) or not text:
-            raise TekkenError(f"{path}: special_tokens[{number}] has no token_str")
-        markers[rank] = text
-    if len(set(markers.values())) < count:
-        raise TekkenError(f"{path}: special_tokens name a marker twice")
-    return list(markers.values())
+            raise VocabularyFileError(f"{path}: special_tokens[{number}] has no token_str")
+        special[rank] = text
+    if len(set(special.values())) < count:
+        raise VocabularyFileError(f"{path}: special_tokens has a duplicate")
+    return list(special.values())

@@ -1,9 +1,9 @@
 """Kimi's and Moonlight's `tiktoken.model` as a tokenizer of the `tokenizers` library, converted in memory.
 
-The file lists byte strings with their ranks. Two tokens side by side merge where their bytes together have a rank, the
-lowest first. The library wants pairs instead of ranks: all that make a token, in the order of its rank. How text is cut
-before that is a pattern in the model's own `tokenization_*.py`, whose literal is read there. No code from the directory
-is run.
+The file lists byte strings with their ranks. Two adjacent tokens merge where their bytes together have a rank, the
+lowest first. The library needs pairs instead of ranks: all that make a token, in the order of its rank. The pattern
+that splits text before that is a literal in the model's own `tokenization_*.py`, which is parsed. No code from the
+directory is run.
 """
 
 import ast
@@ -21,7 +21,7 @@ from dsv3.files import open_regular
 FILE = "tiktoken.model"
 _MAX_BYTES = 2**26
 MAX_TOKEN_BYTES = 2**10
-_RESERVED = 256  # ids behind the ranks that the models keep for markers
+_RESERVED = 256  # ids after the ranks that the models reserve for special tokens
 _LETTERS = r"\p{Lo}\p{M}&&[^\p{Han}]]"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _PATTERN = "|".join(
@@ -36,51 +36,51 @@ _PATTERN = "|".join(
         r"\s+",
     )
 )
-"""How Kimi-K2 and Moonlight cut text, for directories without their code."""
+"""The pattern of Kimi-K2 and Moonlight, for directories without their code."""
 
 
-class TiktokenError(ValueError):
-    """A tiktoken.model, or what belongs to it, cannot be used; the text says why."""
+class VocabularyFileError(ValueError):
+    """A file of a tokenizer is invalid."""
 
 
 def read_tiktoken(directory: Path, config: Mapping[str, Any], char_of_byte: Mapping[int, str]) -> tokenizers.Tokenizer:
-    """Returns the tokenizer of a directory with a tiktoken.model; markers are those of tokenizer_config.json.
+    """Returns the tokenizer of a directory with a tiktoken.model and the special tokens of tokenizer_config.json.
 
     Args:
-      config: the content of tokenizer_config.json; its `added_tokens_decoder` names ids behind the ranks.
-      char_of_byte: how a vocabulary of byte-level BPE writes each byte.
+      config: the content of tokenizer_config.json; its `added_tokens_decoder` names the ids after the ranks.
+      char_of_byte: maps each byte to its character in a byte-level BPE vocabulary.
 
     Raises:
-      TiktokenError: the file is damaged, its ranks have gaps, or a marker has an id that is not the models'.
+      VocabularyFileError: the file is damaged, its ranks have gaps, or a special token has an id out of range.
     """
     ranks = read_ranks(directory / FILE)
     try:
         tokenizer = byte_pairs(ranks, own_pattern(directory) or _PATTERN, char_of_byte)
-    except TiktokenError as error:
-        raise TiktokenError(f"{directory}: {error}") from None
-    tokenizer.add_tokens(list(_markers(config, len(ranks))))
+    except VocabularyFileError as error:
+        raise VocabularyFileError(f"{directory}: {error}") from None
+    tokenizer.add_tokens(list(_special_tokens(config, len(ranks))))
     return tokenizer
 
 
 def byte_pairs(
-    ranks: Mapping[bytes, int], pattern: str, char_of_byte: Mapping[int, str], markers: Sequence[str] = ()
+    ranks: Mapping[bytes, int], pattern: str, char_of_byte: Mapping[int, str], special: Sequence[str] = ()
 ) -> tokenizers.Tokenizer:
-    """Returns byte-level BPE that merges by `ranks`, within the pieces that `pattern` cuts.
+    """Returns byte-level BPE that merges by `ranks` within the parts that `pattern` splits text into.
 
-    Ids are those of `markers`, from 0 on, and then the ranks. Raises TiktokenError for a pattern that is not
-    understood, and a marker that is spelled as a token.
+    Ids are those of the `special` tokens, from 0 on, and then the ranks. Raises VocabularyFileError for an invalid
+    pattern, and for a special token that is also an ordinary one.
     """
-    spelled = {token: "".join(map(char_of_byte.__getitem__, token)) for token in ranks}
-    if both := sorted(set(markers) & set(spelled.values())):
-        raise TiktokenError(f"the marker {both[0]!r} is spelled as an ordinary token")
-    vocabulary = {marker: number for number, marker in enumerate(markers)}
-    vocabulary |= {spelled[token]: len(markers) + rank for token, rank in ranks.items()}
-    merges = [(spelled[left], spelled[right]) for left, right in pairs(ranks)]
+    texts = {token: "".join(map(char_of_byte.__getitem__, token)) for token in ranks}
+    if both := sorted(set(special) & set(texts.values())):
+        raise VocabularyFileError(f"the special token {both[0]!r} is also an ordinary token")
+    vocabulary = {token: number for number, token in enumerate(special)}
+    vocabulary |= {texts[token]: len(special) + rank for token, rank in ranks.items()}
+    merges = [(texts[left], texts[right]) for left, right in pairs(ranks)]
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
     try:
         cut = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     except Exception as error:  # the library raises bare Exception
-        raise TiktokenError(f"the pattern that cuts text is not understood: {error}") from None
+        raise VocabularyFileError(f"the pattern that splits text is invalid: {error}") from None
     whole_pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, whole_pieces])
     tokenizer.decoder = decoders.ByteLevel()
@@ -91,30 +91,30 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     """Returns the byte strings of a tiktoken.model with their ranks, in the order of these.
 
     Raises:
-      TiktokenError: the file is no such list, is too long, or its ranks are not 0, 1, 2 and so on.
+      VocabularyFileError: the file is invalid or too long, or its ranks are not 0, 1, 2 and so on.
     """
     try:
         with open_regular(path) as file:
             content = file.read(_MAX_BYTES + 1)
     except OSError as error:
-        raise TiktokenError(f"{path}: cannot be read: {error.strerror}") from None
+        raise VocabularyFileError(f"{path}: cannot be read: {error.strerror}") from None
     if len(content) > _MAX_BYTES:
-        raise TiktokenError(f"{path}: is longer than {_MAX_BYTES} bytes")
+        raise VocabularyFileError(f"{path}: is longer than {_MAX_BYTES} bytes")
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(filter(None, content.splitlines())):
         token, rank = _line(path, line)
         if rank != number or token in ranks:
-            raise TiktokenError(f"{path}: line {number + 1} has rank {rank}, or a token that stands twice")
+            raise VocabularyFileError(f"{path}: line {number + 1} has rank {rank}, or a duplicate token")
         ranks[token] = rank
     require_all_bytes(path, ranks)
     return ranks
 
 
 def require_all_bytes(path: Path, ranks: Mapping[bytes, int]) -> None:
-    """Raises TiktokenError where a single byte has no rank: text with it could not be encoded."""
+    """Raises VocabularyFileError where a single byte has no rank: text with it could not be encoded."""
     missing = [value for value in range(256) if bytes([value]) not in ranks]
     if missing:
-        raise TiktokenError(f"{path}: {len(missing)} single bytes have no rank, such as {missing[0]}")
+        raise VocabularyFileError(f"{path}: {len(missing)} single bytes have no rank, such as {missing[0]}")
 
 
 def _line(path: Path, line: bytes) -> tuple[bytes, int]:
@@ -122,14 +122,14 @@ def _line(path: Path, line: bytes) -> tuple[bytes, int]:
     try:
         read = base64.b64decode(token, validate=True), int(rank)
     except (binascii.Error, ValueError):
-        raise TiktokenError(f"{path}: {line[:80]!r} is no token in base64 with its rank") from None
+        raise VocabularyFileError(f"{path}: {line[:80]!r} is not a token in base64 with its rank") from None
     if not 0 < len(read[0]) <= MAX_TOKEN_BYTES:
-        raise TiktokenError(f"{path}: a token has {len(read[0])} bytes, not 1 to {MAX_TOKEN_BYTES}")
+        raise VocabularyFileError(f"{path}: a token has {len(read[0])} bytes, not 1 to {MAX_TOKEN_BYTES}")
     return read
 
 
 def pairs(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """Yields all pairs of tokens that make a token, in the order of its rank; of one token the lowest ranks first."""
+    """Yields all pairs of tokens that form a token, in the order of its rank, of one token the lowest ranks first."""
     for token in ranks:
         cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
         made = [(ranks[left], ranks[right], left, right) for left, right in cuts if left in ranks and right in ranks]
@@ -138,7 +138,7 @@ def pairs(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
 
 
 def own_pattern(directory: Path) -> str | None:
-    """Returns the literal `pat_str` of the model's tokenization_*.py, None where there is none."""
+    """Returns the literal `pat_str` of the model's tokenization_*.py; None without one."""
     for path in sorted(directory.glob("tokenization_*.py")):
         try:
             with open_regular(path) as file:
@@ -153,10 +153,10 @@ def own_pattern(directory: Path) -> str | None:
 
 
 def _literal(node: ast.expr) -> str | None:
-    """Returns a string that is written out, or as `"|".join([...])` of strings."""
-    joined = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "join"
+    """Returns a string literal, or `"|".join([...])` of literals; None for anything else."""
+    merge_deltas = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "join"
     try:
-        if not joined:
+        if not merge_deltas:
             value = ast.literal_eval(node)
         else:
             assert isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
@@ -166,15 +166,15 @@ def _literal(node: ast.expr) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _markers(config: Mapping[str, Any], first: int) -> Iterator[AddedToken]:
-    """Yields the markers with ids from `first` on; those without a name are called as the models' code does."""
+def _special_tokens(config: Mapping[str, Any], first: int) -> Iterator[AddedToken]:
+    """Yields the special tokens from the id `first` on; those without a text are named as in the models' code."""
     named = config.get("added_tokens_decoder") or {}
     if not isinstance(named, dict):
-        raise TiktokenError("tokenizer_config.json: added_tokens_decoder is no object")
+        raise VocabularyFileError("tokenizer_config.json: added_tokens_decoder is not an object")
     wrong = [i for i in named if not (isinstance(i, str) and i.isdigit() and first <= int(i) < first + _RESERVED)]
     if wrong:
-        raise TiktokenError(
-            f"tokenizer_config.json: marker {wrong[0]!r} is not one of the ids {first} to {first + _RESERVED - 1}"
+        raise VocabularyFileError(
+            f"tokenizer_config.json: special token {wrong[0]!r} is not an id from {first} to {first + _RESERVED - 1}"
         )
     for i in range(first, first + _RESERVED):
         given = named.get(str(i))

@@ -1,4 +1,4 @@
-"""The tokenizer of a model directory: text to token ids, token ids to bytes; no code from the directory is run.
+"""The tokenizer of a model directory: text to token ids, token ids to bytes. No code from the directory is run.
 
 Reads `tokenizer.json` (the `tokenizers` library's format), or Kimi's `tiktoken.model` or Mistral's `tekken.json`, and
 `tokenizer_config.json` beside it. Byte-level BPE is what the DeepSeek family uses and the only kind supported: each
@@ -14,13 +14,13 @@ import tokenizers
 
 from dsv3.files import IS_POINTER, is_pointer, open_regular, read_json
 from dsv3.text import deepseek_v32, tekken_file, tiktoken_file
-from dsv3.text.markers import Markers
+from dsv3.text.special_tokens import SpecialTokens
 
-_PIECE_CHARS = 64 * 1024
+_PART_CHARS = 64 * 1024
 
 
 class TokenizerError(ValueError):
-    """The tokenizer's files cannot be used, or a text cannot be encoded; the message says why."""
+    """The tokenizer's files are invalid, or a text cannot be encoded."""
 
 
 class TokenizerNotFound(TokenizerError):
@@ -31,7 +31,7 @@ class Tokenizer:
     """Byte-level BPE tokenizer with the special tokens and the chat template that came with it.
 
     `vocab_size` counts the ids the tokenizer knows (0 .. vocab_size - 1, with possible gaps); a model's logits may be
-    wider. `markers` are those that it reads in their hidden spelling: none but for what `hiding_markers` returns.
+    wider. `special` are the special tokens that it reads in their hidden form; empty but for `hiding_special_tokens`.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         config: dict[str, Any],
         chat_template: str | None = None,
-        markers: Markers | None = None,
+        markers: SpecialTokens | None = None,
     ):
         _require_byte_level(backend)
-        self.markers = markers or Markers()
+        self.markers = markers or SpecialTokens()
         self._backend, self._config = backend, config
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -73,32 +73,32 @@ class Tokenizer:
             backend = _converted(directory, config)
         return cls(backend, config, _chat_template(directory, config))
 
-    def hiding_markers(self) -> "Tokenizer":
-        """Returns a tokenizer with the same ids that reads markers in their hidden spelling alone.
+    def hiding_special_tokens(self) -> "Tokenizer":
+        """Returns a tokenizer with the same ids that encodes special tokens only in their hidden form.
 
-        Markers are the added tokens, whether they are called special or not (`<think>` is not), but single characters
-        and white space: vocabularies add those for other reasons. Raises TokenizerError for a vocabulary that makes a
-        marker of ordinary tokens too.
+        These are the added tokens, whether called special or not (`<think>` is not), except single characters and white
+        space, which vocabularies add for other reasons. Raises TokenizerError for a vocabulary in which ordinary tokens
+        form one, too.
         """
         added = self._backend.get_added_tokens_decoder()
         kept = [i for i, token in added.items() if token.special or (len(token.content) > 1 and token.content.strip())]
-        markers = Markers([added[i].content for i in kept])
+        markers = SpecialTokens([added[i].content for i in kept])
         try:
             backend = tokenizers.Tokenizer.from_str(_with_hidden(self._backend.to_str(), markers))
         except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(f"tokenizer.json: markers cannot be told from text ({error})") from None
+            raise TokenizerError(f"tokenizer.json: special tokens cannot be hidden ({error})") from None
         hiding = Tokenizer(backend, self._config, self.chat_template, markers)
         for i in kept:
             if hiding.encode(markers.hidden[added[i].content], add_special_tokens=False) != [i]:
-                raise TokenizerError(f"tokenizer.json: {added[i].content!r} cannot be told from text that spells it")
+                raise TokenizerError(f"tokenizer.json: {added[i].content!r} cannot be distinguished from text")
         return hiding
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of `text`.
 
-        With `add_special_tokens` the beginning-of-sequence token comes first, never twice.
+        With `add_special_tokens` they begin with one beginning-of-sequence token.
 
-        Releases the interpreter lock, so that a thread may encode a huge text. Raises TokenizerError for text that is
+        Releases the interpreter lock, so that a thread can encode a huge text. Raises TokenizerError for text that is
         not Unicode (a lone surrogate).
         """
         use_post_processor = add_special_tokens and self._add_bos is None
@@ -114,33 +114,33 @@ class Tokenizer:
         return ids[1:] if ids[:2] == [self.bos_token_id] * 2 else ids
 
     def surely_exceeds(self, text: str, limit: int) -> bool:
-        """Returns whether a text makes more than `limit` tokens for certain, after encoding little more than those.
+        """Returns whether a text certainly has more than `limit` tokens, after encoding little more than those.
 
-        The library needs 120 bytes of memory per byte of a text, so a hopeless one is better not encoded whole. Tokens
-        are counted piece by piece. A cut breaks one token, into its bytes at worst, and a piece has at least four times
-        as many tokens. So the pieces have less than twice the tokens of the whole.
+        The library needs 120 bytes of memory per byte of a text, so a text that is too long should not be encoded
+        whole. Tokens are counted part by part. A cut breaks one token, into its bytes at worst, and a part has at least
+        four times as many tokens. So the parts have less than twice the tokens of the whole.
         """
-        count, piece = 0, max(_PIECE_CHARS, 4 * self.max_token_chars**2)
-        for start in range(0, len(text), piece):
-            count += len(self.encode(text[start : start + piece], add_special_tokens=False))
+        count, length = 0, max(_PART_CHARS, 4 * self.max_token_chars**2)
+        for start in range(0, len(text), length):
+            count += len(self.encode(text[start : start + length], add_special_tokens=False))
             if count > 2 * limit:
                 return True
         return False
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Returns the text of whole token ids; bytes that are no UTF-8 become U+FFFD, unknown ids are nothing."""
+        """Returns the text of token ids; bytes that are not UTF-8 become U+FFFD, unknown ids are dropped."""
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
         return b"".join(self.token_bytes(i) for i in token_ids if i not in skipped).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes a token stands for; empty for an id without a token."""
+        """Returns a token's bytes; empty for an unknown id."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = _to_bytes(self._backend.id_to_token(token_id) or "")
         return known
 
     def token_text(self, token_id: int) -> str | None:
-        """Returns the text a token stands for by itself; None where its bytes are no whole characters of UTF-8."""
+        """Returns a token's text; None where its bytes are not whole characters of UTF-8."""
         try:
             return self._texts[token_id]
         except KeyError:
@@ -152,7 +152,7 @@ class Tokenizer:
             return text
 
     def id_of(self, token: str) -> int | None:
-        """Returns the id of a token given as it is written in the vocabulary, None if there is none."""
+        """Returns the id of a token of the vocabulary; None for an unknown one."""
         return self._backend.token_to_id(token)
 
     def _id_of(self, role: str) -> int | None:
@@ -161,7 +161,7 @@ class Tokenizer:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Returns GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the others for U+0100 onwards."""
+    """Returns GPT-2's alphabet: printable Latin-1 bytes map to themselves, the others to U+0100 onwards."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(printable)]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
@@ -172,7 +172,7 @@ _CHAR_OF_BYTE = {byte: char for char, byte in _BYTE_OF_CHAR.items()}
 
 
 def _from_json(path: Path) -> tokenizers.Tokenizer | None:
-    """Reads a tokenizer.json; None where there is none."""
+    """Reads a tokenizer.json; None without one."""
     if not path.is_file():
         return None
     try:
@@ -185,28 +185,28 @@ def _from_json(path: Path) -> tokenizers.Tokenizer | None:
 
 
 def _converted(directory: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
-    """Reads a tokenizer in another form than the library's."""
+    """Converts a tokenizer of another format."""
     try:
         if (directory / tiktoken_file.FILE).is_file():
             return tiktoken_file.read_tiktoken(directory, config, _CHAR_OF_BYTE)
         if (directory / tekken_file.FILE).is_file():
             return tekken_file.read_tekken(directory, _CHAR_OF_BYTE)
-    except (tiktoken_file.TiktokenError, tekken_file.TekkenError) as error:
+    except tiktoken_file.VocabularyFileError as error:
         raise TokenizerError(str(error)) from None
     files = f"tokenizer.json, {tiktoken_file.FILE} and {tekken_file.FILE}"
     raise TokenizerNotFound(f"{directory} has none of {files}: prompts must be token ids")
 
 
 def _to_bytes(token: str) -> bytes:
-    """Returns a token's bytes; one outside the alphabet (DeepSeek's markers) is its own UTF-8, as in the library."""
+    """Returns a token's bytes; a special token outside the alphabet is its own UTF-8, as in the library."""
     try:
         return bytes(_BYTE_OF_CHAR[c] for c in token)
     except KeyError:
         return token.encode()
 
 
-def _with_hidden(source: str, markers: Markers) -> str:
-    """Returns a tokenizer's JSON with markers in their hidden spelling."""
+def _with_hidden(source: str, markers: SpecialTokens) -> str:
+    """Returns a tokenizer's JSON with special tokens in their hidden form."""
     parts, hidden = json.loads(source), markers.hidden
     for added in parts["added_tokens"]:
         added["content"] = hidden.get(added["content"], added["content"])
@@ -235,7 +235,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Returns `bos_token`, `eos_token` ..., written as a string or as an object with a `content` field."""
+    """Returns `bos_token`, `eos_token` ..., which are strings or objects with a `content` field."""
     found = {}
     for name, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
@@ -247,7 +247,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
     """Reads the chat template: `chat_template.jinja` wins over `tokenizer_config.json`, "default" among several.
 
-    DeepSeek-V3.2 has none, and gets ours.
+    DeepSeek-V3.2 has none; `dsv3.text.deepseek_v32` has ours.
     """
     file = directory / "chat_template.jinja"
     if file.is_file():

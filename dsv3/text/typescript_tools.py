@@ -1,10 +1,10 @@
 """Tools as declarations of TypeScript, as Kimi-K2.5's own tokenizer code makes them for its chat template.
 
-The template writes the variable `tools_ts_str` where it is set, and JSON where not. The model was trained with these
-texts, so they stay as they are, to the character. A function becomes a type, and its parameters become the fields of an
-object: those that are required first, each kind by name, with descriptions and bounds as comments.
+The template uses the variable `tools_ts_str` if it is set, and JSON otherwise. The model was trained with these texts,
+so they stay as they are, to the character. A function becomes a type, and its parameters the fields of an object:
+required ones first, each group by name, with descriptions and bounds as comments.
 
-Source: tool_declaration_ts.py of the model's repository, by what engines that serve it say of the format.
+Source: tool_declaration_ts.py of the model's repository, as described by engines that serve it.
 """
 
 import dataclasses
@@ -29,24 +29,24 @@ _DEFINITIONS = "#/$defs/"
 
 
 @dataclasses.dataclass
-class _Named:
-    """What the schema of one function names: its definitions, and whether it refers to itself."""
+class _SchemaScope:
+    """The definitions of one function's schema, and whether it refers to itself."""
 
     definitions: dict[str, Any] = dataclasses.field(default_factory=dict)
     refers_to_itself: bool = False
 
 
-def in_order(value: Any) -> Any:
-    """Returns a JSON value with the keys of all its objects sorted, as the model's code does before it writes tools."""
+def sort_keys(value: Any) -> Any:
+    """Returns a JSON value with sorted keys in all objects, as the model's code writes tools."""
     if isinstance(value, Mapping):
-        return {key: in_order(value[key]) for key in sorted(value)}
-    return [in_order(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: sort_keys(value[key]) for key in sorted(value)}
+    return [sort_keys(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def declare(tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """Returns the declarations of `tools` in OpenAI's form; None where a schema cannot be said so."""
+def declare_tools(tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """Returns the declarations of `tools` in OpenAI's format; None where a schema has none in TypeScript."""
     try:
-        functions = [tool["function"] for tool in in_order(tools) if tool.get("type") == "function"]
+        functions = [tool["function"] for tool in sort_keys(tools) if tool.get("type") == "function"]
         declared = "\n".join(_function(function) for function in functions if function)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return None
@@ -54,88 +54,88 @@ def declare(tools: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _function(function: Mapping[str, Any]) -> str:
-    """Returns the type of a function, behind the interfaces that it names."""
-    named, schema = _Named(), function.get("parameters") or {}
-    parameters, interfaces = _object(schema, "", named), []
-    if named.refers_to_itself:
-        fields = ",\n".join(_fields(schema, schema.get("properties", {}), _INDENT, named))
+    """Returns the type of a function, after the interfaces that it uses."""
+    scope, schema = _SchemaScope(), function.get("parameters") or {}
+    parameters, interfaces = _object(schema, "", scope), []
+    if scope.refers_to_itself:
+        fields = ",\n".join(_fields(schema, schema.get("properties", {}), _INDENT, scope))
         interfaces.append(f"interface parameters {{\n{fields}\n}}" if fields else "interface parameters {}")
         parameters = "parameters"
-    for name, definition in list(named.definitions.items()):
+    for name, definition in list(scope.definitions.items()):
         comment = _comment(definition.get("description", ""), "")
-        interfaces.append(f"{comment}interface {name} {_type(definition, '', named)}")
+        interfaces.append(f"{comment}interface {name} {_type(definition, '', scope)}")
     before = "".join(f"{each}\n" for each in interfaces) + _comment(function.get("description") or "", "")
     return f"{before}type {function.get('name', 'function')} = (_: {parameters}) => any;"
 
 
-def _object(schema: Mapping[str, Any], indent: str, named: _Named) -> str:
+def _object(schema: Mapping[str, Any], indent: str, scope: _SchemaScope) -> str:
     """Returns the type of an object."""
-    named.definitions |= schema.get("$defs", {})
+    scope.definitions |= schema.get("$defs", {})
     required, properties = set(schema.get("required", [])), schema.get("properties", {})
     names = sorted(properties, key=lambda name: (name not in required, name))
-    fields = list(_fields(schema, names, indent + _INDENT, named))
+    fields = list(_fields(schema, names, indent + _INDENT, scope))
     others = schema.get("additionalProperties")
     if others is not None:
         kind = {True: "any", False: "never"}[others] if isinstance(others, bool) else None
-        fields.append(f"{indent}{_INDENT}[k: string]: {kind or _type(others, indent + _INDENT, named)}")
-    joined = ",\n".join(fields)
-    return f"{{\n{joined}\n{indent}}}" if fields else "{}"
+        fields.append(f"{indent}{_INDENT}[k: string]: {kind or _type(others, indent + _INDENT, scope)}")
+    merge_deltas = ",\n".join(fields)
+    return f"{{\n{merge_deltas}\n{indent}}}" if fields else "{}"
 
 
-def _fields(schema: Mapping[str, Any], names: Sequence[str], indent: str, named: _Named) -> Iterator[str]:
-    """Yields the fields of an object by their names, each behind its comments."""
+def _fields(schema: Mapping[str, Any], names: Sequence[str], indent: str, scope: _SchemaScope) -> Iterator[str]:
+    """Yields the fields of an object by name, each after its comments."""
     for name in names:
         field = schema["properties"][name]
         comments = _comments(field, indent)
         if isinstance(field, dict) and field.get("default") is not None:
             comments += f"{indent}// Default: {json.dumps(field['default'], ensure_ascii=False)}\n"
         optional = "" if name in schema.get("required", []) else "?"
-        yield f"{comments}{indent}{name}{optional}: {_type(field, indent, named)}"
+        yield f"{comments}{indent}{name}{optional}: {_type(field, indent, scope)}"
 
 
-def _type(schema: Any, indent: str, named: _Named) -> str:
-    """Returns the type of a schema. Raises ValueError for one that is of no known kind."""
+def _type(schema: Any, indent: str, scope: _SchemaScope) -> str:
+    """Returns the type of a schema; raises ValueError for an unknown kind."""
     if isinstance(schema, bool):
         return "any" if schema else "null"
     if "$ref" in schema:
-        return _reference(schema["$ref"], named)
+        return _reference(schema["$ref"], scope)
     if "anyOf" in schema:
-        return " | ".join(_type(each, indent, named) for each in schema["anyOf"])
+        return " | ".join(_type(each, indent, scope) for each in schema["anyOf"])
     if "enum" in schema:
         return " | ".join(f'"{each}"' if isinstance(each, str) else json.dumps(each) for each in schema["enum"])
     kind = schema.get("type")
     if isinstance(kind, list):
         return " | ".join(_OF_UNION[each] for each in kind)
     if kind == "object":
-        return _object(schema, indent, named)
+        return _object(schema, indent, scope)
     if kind == "array":
-        return _array(schema, indent, named)
+        return _array(schema, indent, scope)
     if kind is None and schema:
         raise ValueError(f"a schema has no type: {sorted(schema)}")
     return "any" if kind is None else "number" if kind == "integer" else str(kind)
 
 
-def _array(schema: Mapping[str, Any], indent: str, named: _Named) -> str:
-    """Returns the type of a list; what its items are said to be stands within."""
+def _array(schema: Mapping[str, Any], indent: str, scope: _SchemaScope) -> str:
+    """Returns the type of a list; comments of its items are inside."""
     items = schema.get("items") or {}
     if comments := _comments(items, indent + _INDENT):
-        return f"Array<\n{comments}{indent}{_INDENT}{_type(items, indent + _INDENT, named)}\n{indent}>"
-    return f"Array<{_type(items, indent, named)}>"
+        return f"Array<\n{comments}{indent}{_INDENT}{_type(items, indent + _INDENT, scope)}\n{indent}>"
+    return f"Array<{_type(items, indent, scope)}>"
 
 
-def _reference(name: str, named: _Named) -> str:
-    """Returns the name of what a schema refers to."""
+def _reference(name: str, scope: _SchemaScope) -> str:
+    """Resolves a reference to a type name."""
     if name == "#":
-        named.refers_to_itself = True
+        scope.refers_to_itself = True
         return "parameters"
     short = name.rpartition("/")[2]
-    if not name.startswith(_DEFINITIONS) or short not in named.definitions:
+    if not name.startswith(_DEFINITIONS) or short not in scope.definitions:
         raise ValueError(f"there is no definition of {name}")
     return short
 
 
 def _comments(schema: Any, indent: str) -> str:
-    """Returns the lines of comments above a field: its description, and its bounds by name."""
+    """Returns the comment lines of a field: its description, and its bounds by name."""
     if not isinstance(schema, dict):
         return ""
     kind = schema.get("type")
@@ -145,5 +145,6 @@ def _comments(schema: Any, indent: str) -> str:
 
 
 def _comment(text: str, indent: str) -> str:
-    """Returns a text as lines of comments; its empty lines stay empty."""
+    """Returns a text as comment lines; empty lines stay empty."""
+
     return "".join(f"{indent}// {line}\n" if line else "\n" for line in text.split("\n")) if text else ""

@@ -14,23 +14,23 @@ import dsv3
 from dsv3.batch.journal import Journal, RequestLine, answer_line, model_identity, summarize_input
 
 BUNDLED = Path(dsv3.__file__).parent / "bundled"
-# Few and small programs, those that test_serve compiles too: this is about lines, not about speed.
+# Few and small programs, which test_serve compiles too.
 SMALL = ["--max-num-seqs=4", "--max-model-len=256", "--max-num-batched-tokens=64"]
-# One process for command lines that start no engine: what they import takes much longer than what they do.
+# One process for command lines that start no engine: their imports take much longer than their work.
 SEVERAL = """
 import contextlib, io, json, sys
 from absl.flags import FLAGS
 from launch import batch, flags
 
-told = []
+results = []
 for line in json.loads(sys.argv[1]):
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
         try:
             flags.run(batch.main, "INPUT OUTPUT", ["launch.batch", *line])
         except SystemExit as end:
-            told.append([end.code, out.getvalue(), errors.getvalue()])
+            results.append([end.code, out.getvalue(), errors.getvalue()])
     FLAGS.unparse_flags()
-print(json.dumps(told))
+print(json.dumps(results))
 """
 
 
@@ -73,8 +73,8 @@ def answers(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_kills_and_signals_lose_nothing_and_double_nothing(files):
-    """A batch of both kinds with bad lines, killed, then interrupted, then answered to its end."""
+def test_kills_and_signals_lose_and_repeat_no_line(files):
+    """A batch of both endpoints with invalid lines is killed, then interrupted, then finished."""
     source, output = files
     others = [completion(40, n=2), chat(1), "{bad", chat(2, temperature=9e9), chat(1)]
     write(source, [*(completion(i, max_tokens=40) for i in range(40)), *others])
@@ -87,12 +87,12 @@ def test_kills_and_signals_lose_nothing_and_double_nothing(files):
         _, errors = process.communicate(timeout=120)
         if number == signal.SIGTERM:
             assert process.returncode == 128 + signal.SIGTERM, errors
-            assert "interrupted by SIGTERM" in errors and "the same command goes on" in errors
+            assert "interrupted by SIGTERM" in errors and "run the same command to continue" in errors
     num_before = len(answers(output))
     assert 10 <= num_before < 40
     done = batch(*files)
     assert done.returncode == 0 and "resuming" in done.stderr, done.stderr
-    assert f"answered {45 - num_before} lines" in done.stderr and "3 of 45 lines have an error:" in done.stderr
+    assert f"answered {45 - num_before} lines" in done.stderr and "3 of 45 lines have errors:" in done.stderr
     assert "line 43: the line is not a JSON object" in done.stderr and "status 400: temperature" in done.stderr
     rows = {row["id"]: row for row in answers(output)}
     assert len(rows) == len(answers(output)) == 45
@@ -107,12 +107,13 @@ def test_kills_and_signals_lose_nothing_and_double_nothing(files):
     assert rows["batch_req_45"]["error"]["code"] == "duplicate_custom_id"
     again = batch(*files)
     assert again.returncode == 0 and "all 45 lines are answered already" in again.stderr
-    assert "3 of 45 lines have an error:" in again.stderr
+    assert "3 of 45 lines have errors:" in again.stderr
     assert len(answers(output)) == 45
 
 
-def test_what_needs_no_model(files):
-    """An empty file, mistakes, each of which says what to change, and the help."""
+def test_commands_that_need_no_model(files):
+    """An empty file, the help, and errors that say what to change."""
+
     source, output = files
     write(source, [completion(0)])
     table, refused_all = source.with_name("rows.csv"), source.with_name("refused.jsonl")
@@ -139,7 +140,7 @@ def test_what_needs_no_model(files):
     assert (same[0], alone[0]) == (2, 2)
     assert missing[0] == 1 and "nowhere: no such file" in missing[2]
     assert no_body[0] == 1 and "--body: max_tokens" in no_body[2] and not table.with_name("t.csv.work").exists()
-    assert all_refused[0] == 1 and "5 of 5 lines have an error:\n  line 1: status 400: no way\n" in all_refused[2]
+    assert all_refused[0] == 1 and "5 of 5 lines have errors:\n  line 1: status 400: no way\n" in all_refused[2]
     assert "and 2 more" in all_refused[2]
     assert refused[0] == 1 and "name another output" in refused[2]
     assert foreign.read_text() == "something else\n"

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from tests.dsv3.server.fake_engine import CRASH_STEP
-from tests.dsv3.server.test_bodies import SIZE, filled, forget_peak, memory
-from tests.dsv3.server.test_resume import BODIES, CHAT, COMPLETIONS, told
+from tests.dsv3.server.test_bodies import SIZE, forget_peak, memory, repeated
+from tests.dsv3.server.test_resume import BODIES, CHAT, COMPLETIONS, collect
 from tests.dsv3.server.test_tls import make_certificate, running
 from tests.dsv3.server.test_tools import MESSAGES
 from tests.router.conftest import instances, routing, running_servers, wait_until
@@ -44,7 +44,7 @@ def test_a_stream_is_what_an_instance_tells(router, pair, path, body, wants_ids)
     routed, direct = stream(router.http, path, body), stream(pair[0].http, path, body)
     assert len({event["id"] for event in routed}) == 1
     count = 1 + max(choice["index"] for event in direct for choice in event["choices"])
-    assert told(routed, count).state() == told(direct, count).state()
+    assert collect(routed, count).state() == collect(direct, count).state()
     assert wants_ids or not any("token_ids" in json.dumps(event) for event in routed)
 
 
@@ -101,7 +101,7 @@ def test_a_route_that_is_asked_in_another_way_says_how(router):
 )
 def test_a_costly_body_takes_little_memory(router, head, unit, status):
     """Before, 8 MiB of empty objects took 200 MiB, and the event loop for a second and more."""
-    body, pid = filled(head, unit, b"]}"), router.process.pid
+    body, pid = repeated(head, unit, b"]}"), router.process.pid
     before = memory(pid, "VmRSS")
     forget_peak(pid)
     answer = router.http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
@@ -149,9 +149,11 @@ def go_through(router, server, end) -> None:
         streams = [pool.submit(stream, router.http, COMPLETIONS, body) for body in bodies]
         answers = [pool.submit(router.http.post, COMPLETIONS, json=body) for body in whole]
         end()
-        found = [told(future.result(), 1) for future in streams]
+        found = [collect(future.result(), 1) for future in streams]
         texts = [future.result().json()["choices"][0]["text"] for future in answers]
-        alone = [told(each.result(), 1) for each in [pool.submit(stream, server.http, COMPLETIONS, b) for b in bodies]]
+        alone = [
+            collect(each.result(), 1) for each in [pool.submit(stream, server.http, COMPLETIONS, b) for b in bodies]
+        ]
     assert [each.text for each in found] == [each.text for each in alone] and all(each.ends[0] for each in found)
     assert texts == [server.http.post(COMPLETIONS, json=body).json()["choices"][0]["text"] for body in whole]
 
@@ -166,9 +168,9 @@ def test_every_answer_goes_on_when_an_instance_falls_silent_and_when_it_is_kille
     ):
         wait_until(lambda: split.metric("dsv3:router_instance_up") == 2)
         body = {"prompt": PROMPT * 20, "max_tokens": 9}
-        direct = told(stream(servers[1].http, COMPLETIONS, body), 1)
+        direct = collect(stream(servers[1].http, COMPLETIONS, body), 1)
         for count in (1, 2):
-            assert told(stream(split.http, COMPLETIONS, body), 1).text == direct.text
+            assert collect(stream(split.http, COMPLETIONS, body), 1).text == direct.text
             assert split.metric("dsv3:router_prefilled_total") == count
 
         def is_busy() -> bool:
@@ -191,7 +193,7 @@ def test_every_answer_goes_on_when_an_instance_falls_silent_and_when_it_is_kille
         wait_until(lambda: router.http.get("/health").json()["instances"] == ["ok", "ok"])
         go_through(router, servers[1], die)
         assert router.metric("dsv3:router_resumed_total") >= resumed + 4
-        assert told(stream(split.http, COMPLETIONS, body), 1).text == direct.text
+        assert collect(stream(split.http, COMPLETIONS, body), 1).text == direct.text
         assert split.metric("dsv3:router_prefilled_total") == 2
 
 

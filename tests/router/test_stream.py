@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from dsv3.server.protocol.errors import ApiError
 from dsv3.server.protocol.openai import ChatRequest, CompletionRequest
 from dsv3.server.serving.chat import ChatHandler
-from dsv3.server.serving.generation import Update
+from dsv3.server.serving.generation import ChoiceUpdate
 from dsv3.server.serving.request_parsing import read
-from dsv3.text.pieces import Reasoning, Text
+from dsv3.text.deltas import ReasoningDelta, TextDelta
 from router.request import parse_request
 from router.stream import ErrorEvent, Events, RelayedStream, UnreadableStream
 
@@ -90,8 +90,8 @@ def test_a_chat_that_breaks_off_among_the_events_of_one_update_is_told_once():
         answer.generation = SimpleNamespace(id="1", prompts=[SimpleNamespace(token_ids=array.array("i", [9]))])
         return answer
 
-    first = Update(0, [Reasoning("think ")], [1, 2])
-    second = Update(0, [Reasoning("end"), Text("Answer")], [3, 4, 5], finish_reason="stop")
+    first = ChoiceUpdate(0, [ReasoningDelta("think ")], [1, 2])
+    second = ChoiceUpdate(0, [ReasoningDelta("end"), TextDelta("Answer")], [3, 4, 5], finish_reason="stop")
     whole = [answer for made in [answering()] for update in (first, second) for answer in made.events(update)]
     for cut in range(len(whole)):
         relayed, lines, other = RelayedStream(asked(CHAT)), [], answering()

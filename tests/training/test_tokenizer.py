@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from dsv3.engine.build import bundled_model
-from dsv3.text.parsers import ParserOptions, Parsers
+from dsv3.text.parsers import Parsers
 from dsv3.text.tokenizer import Tokenizer as TextTokenizer
 from training import tokenizer as tk
 
@@ -129,7 +129,7 @@ def test_the_bundled_model_has_this_configuration() -> None:
 def test_the_bundled_model_calls_as_its_template_says() -> None:
     """Its vocabulary has no tokens for the markers: it writes them as text."""
     own = TextTokenizer.from_directory(bundled_model())
-    assert Parsers(ParserOptions(), own, own.chat_template).dialect_name == "deepseek_v3"
+    assert Parsers(own, own.chat_template).dialect_name == "deepseek_v3"
 
 
 def test_training_conversations_are_what_the_template_renders(tokenizer: Tokenizer) -> None:

@@ -1,1 +1,1 @@
-"""Files and batches that a server keeps for its clients in a directory, and what answers them; imports no HTTP."""
+"""The server's files and batches: the store in a directory, and the runner. Imports no HTTP."""

@@ -1,9 +1,9 @@
-"""Runs the batches that clients have created, in the first front, as work that gives way to everybody else's.
+"""Runs the batches that clients have created, in API server 0, at a lower priority than all other requests.
 
-The batches of one tenant run one after another, those of up to four tenants at the same time; together they send the
-engine no more lines than fill it twice. Each answer is in a journal (`dsv3.batch.journal`) before the next is looked
-at, so the server may be killed at any moment: the next one goes on with what is not answered. A file's lines are
-checked before its batch begins; the answers are sorted into output and errors when it ends.
+One batch per tenant runs at a time, of up to four tenants; together they send the engine at most twice the lines that
+it runs. Each answer is written to a journal (`dsv3.batch.journal`) before the next is looked at, so the server may be
+killed at any moment: the next one continues with the unanswered lines. A file's lines are validated before its batch
+starts; the answers are split into output and errors when it ends.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from dsv3.batch.formats import open_private
 from dsv3.batch.journal import (
     SYNC_SECONDS,
     BadLine,
@@ -25,14 +26,14 @@ from dsv3.batch.journal import (
     RequestLine,
     answered_number,
     bad_line,
-    failure_of,
     model_identity,
     numbered_lines,
+    parse_failure,
     summarize_input,
 )
 from dsv3.batch.run import BatchProgress, run
 from dsv3.scheduler.request import BATCH_PRIORITY
-from dsv3.server.batches.completer import ServerCompleter
+from dsv3.server.batches.completer import ServiceCompleter
 from dsv3.server.batches.store import (
     ENDED,
     MAX_LINES,
@@ -44,10 +45,8 @@ from dsv3.server.batches.store import (
     RequestCounts,
     Status,
     new_file_id,
-    private,
 )
 from dsv3.server.serving.service import Service
-from dsv3.server.tenants import Tenant
 
 MAX_TENANTS_AT_ONCE = 4
 _POLL_S = 0.25
@@ -60,9 +59,9 @@ _DELETED = LineError("file_not_found", "the input file was deleted", "input_file
 
 @contextlib.asynccontextmanager
 async def running_batches(service: Service, directory: str | None, model_dir: Path) -> AsyncIterator[None]:
-    """Runs the batches in a directory for the time of the `async with`, if there is one.
+    """Runs the batches of a directory, if there is one, until the end of the `async with`.
 
-    Raises ValueError where another server uses it or it cannot be made.
+    Raises ValueError where another server uses the directory or it cannot be made.
     """
     if directory is None:
         yield
@@ -71,7 +70,7 @@ async def running_batches(service: Service, directory: str | None, model_dir: Pa
         store = BatchStore(Path(directory))
     except OSError as error:
         raise ValueError(f"batch_dir: {directory}: {error.strerror}") from None
-    with store.locked():
+    with store.lock():
         task = asyncio.create_task(Runner(service, store, model_dir).run())
         try:
             yield
@@ -82,20 +81,20 @@ async def running_batches(service: Service, directory: str | None, model_dir: Pa
 
 
 class Runner:
-    """Takes up whatever is open in `store`, until it is cancelled."""
+    """Runs all open batches of `store` until cancelled."""
 
     def __init__(self, service: Service, store: BatchStore, model_dir: Path):
         self._service, self._store, self._model_dir = service, store, model_dir
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._pauses: dict[str, float] = {}  # batches that failed, and until when the tenant's others have their turn
+        self._pauses: dict[str, float] = {}  # failed batches, and when to retry them
         self._permits = asyncio.Semaphore(1)
         self._swept = -math.inf
         self._model = ""
 
     async def run(self) -> None:
-        """Looks for open batches again and again; a cancelled one gives up the lines that are being answered."""
+        """Polls for open batches; when cancelled, it aborts the lines in flight."""
         await self._service.engine.settled.wait()
-        self._permits = asyncio.Semaphore(self._num_lines())
+        self._permits = asyncio.Semaphore(self._max_lines())
         try:
             while self._service.status in ("ok", "restarting"):
                 pause_s = _POLL_S
@@ -103,12 +102,12 @@ class Runner:
                     if not self._model:
                         self._model = await asyncio.to_thread(self._begin)
                     await self._sweep()
-                    await self._snapshot()
+                    await self._start_batches()
                 except OSError as error:
                     _log.error("%s: %s", error.filename or self._store.directory, error.strerror)
                     pause_s = _RETRY_S
                 except Exception:
-                    _log.exception("%s: batches go on later", self._store.directory)
+                    _log.exception("%s: batches are paused for %g s", self._store.directory, _RETRY_S)
                     pause_s = _RETRY_S
                 await asyncio.sleep(pause_s)
         finally:
@@ -118,23 +117,23 @@ class Runner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _begin(self) -> str:
-        """Names the model whose answers may be gathered together, once: files that change later are not served yet."""
+        """Returns the model's identity, computed once: files that change later are not being served."""
         self._store.mark_open()
         return model_identity(self._model_dir, self._service.config.model_names[0])
 
-    def _num_lines(self) -> int:
-        """Returns how many lines are answered at a time: as many as run, and as many that wait for their slots."""
+    def _max_lines(self) -> int:
+        """Returns the limit on lines in flight: those that run, and as many that wait for a batch slot."""
         info = self._service.engine.info
         return 1 if info is None else 2 * info.max_num_seqs
 
     async def _sweep(self) -> None:
-        """Deletes from time to time what fronts that were killed have left."""
+        """Deletes unfinished files of killed API servers, once a minute."""
         now = asyncio.get_running_loop().time()
         if now - self._swept > _SWEEP_S:
             self._swept = now
             await asyncio.to_thread(self._store.sweep)
 
-    async def _snapshot(self) -> None:
+    async def _start_batches(self) -> None:
         self._running = {tenant: task for tenant, task in self._running.items() if not task.done()}
         if len(self._running) >= MAX_TENANTS_AT_ONCE:
             return
@@ -143,26 +142,26 @@ class Runner:
         for tenant, batch_id in await asyncio.to_thread(self._store.open_batches):
             is_free = tenant not in self._running and batch_id not in self._pauses
             if is_free and len(self._running) < MAX_TENANTS_AT_ONCE:
-                self._running[tenant] = asyncio.create_task(self._take(tenant, batch_id))
+                self._running[tenant] = asyncio.create_task(self._run_batch(tenant, batch_id))
 
-    async def _take(self, tenant: str, batch_id: str) -> None:
-        """Runs one batch to its end, or as far as it goes now; an engine that stops leaves it to the next server."""
+    async def _run_batch(self, tenant: str, batch_id: str) -> None:
+        """Runs one batch; one that an engine failure stops is retried later, or by the next server."""
         try:
             await _OneBatch(self._service, self._store, tenant, batch_id, self._permits, self._model).run()
             return
         except NotFound:
-            pass  # its record cannot be read: the store has logged why
+            pass  # its record is unreadable: the store has logged why
         except BatchError as error:
-            _log.warning("batch %s goes on later: %s", batch_id, error)
+            _log.warning("batch %s is retried in %g s: %s", batch_id, _RETRY_S, error)
         except OSError as error:
-            _log.error("batch %s goes on later: %s", batch_id, error.strerror)
+            _log.error("batch %s is retried in %g s: %s", batch_id, _RETRY_S, error.strerror)
         except Exception:
-            _log.exception("batch %s failed", batch_id)
+            _log.exception("batch %s failed; it is retried in %g s", batch_id, _RETRY_S)
         self._pauses[batch_id] = asyncio.get_running_loop().time() + _RETRY_S
 
 
 class _OneBatch:
-    """One batch on its way from state to state; whatever the last server has done is not done again."""
+    """One batch and its state machine; steps that an earlier server has done are not repeated."""
 
     def __init__(
         self, service: Service, store: BatchStore, tenant: str, batch_id: str, permits: asyncio.Semaphore, model: str
@@ -176,7 +175,7 @@ class _OneBatch:
         return self._record.batch
 
     async def run(self) -> None:
-        """Goes on from the state that is on the disk."""
+        """Continues from the state on disk."""
         if self._batch.status == "validating":
             await self._validate()
         if self._batch.status == "in_progress":
@@ -187,8 +186,8 @@ class _OneBatch:
             await asyncio.to_thread(self._clean_up)
 
     async def _validate(self) -> None:
-        """Checks the input; a cancelled or expired batch is not begun."""
-        if (early := self._asked_to_end()) is not None:
+        """Validates the input, unless the batch is cancelled or expired."""
+        if (early := self._early_end()) is not None:
             await self._end_as(early)
             return
         try:
@@ -196,7 +195,7 @@ class _OneBatch:
         except NotFound:
             found = [_DELETED]
         else:
-            found = await asyncio.to_thread(problems, path, self._batch.endpoint)
+            found = await asyncio.to_thread(validate_input, path, self._batch.endpoint)
         if found:
             await self._fail(*found)
         else:
@@ -206,44 +205,45 @@ class _OneBatch:
         await self._save(status="failed", failed_at=self._store.now(), errors=Errors(errors))
 
     async def _answer(self) -> None:
-        """Answers all lines, or as many as there is time for."""
+        """Answers the lines until all are answered, or the batch is cancelled or expires."""
         try:
             path = self._store.content(self._tenant, self._batch.input_file_id)
-        except NotFound:  # one front has deleted it while another one made a batch of it
+        except NotFound:  # an API server has deleted it while another one made a batch of it
             await self._fail(_DELETED)
             return
         answers = self._store.answers(self._tenant, self._id)
         summary = await asyncio.to_thread(summarize_input, path)
         try:
             journal = await asyncio.to_thread(Journal.open, answers, summary, self._model, math.inf)
-        except BatchError as error:  # another model, above all: no later server would take it either
+        except BatchError as error:  # mostly another model: later servers would refuse it too
             await self._fail(LineError("not_resumable", str(error)))
             return
         try:
             before = RequestCounts(summary.lines, journal.answered - journal.failed, journal.failed)
             await self._save(request_counts=before)
-            early = self._asked_to_end() or await self._work(path, journal, summary.lines)
+            early = self._early_end() or await self._work(path, journal, summary.lines)
         finally:
             journal.close()
         await self._end_as(early or "completed")
 
     async def _work(self, path: Path, journal: Journal, total: int) -> Status | None:
-        """Moves lines until all are answered; returns the state of a batch that ends before."""
+        """Answers lines until all are done (returns None), or returns the status of a batch that ends early."""
         now = BatchProgress(total)
         before = self._batch.request_counts
 
-        def note(progress: BatchProgress) -> None:
+        def on_progress(progress: BatchProgress) -> None:
             now.succeeded, now.failed = progress.succeeded, progress.failed
 
-        completer = ServerCompleter(self._service, self._find_tenant(), BATCH_PRIORITY, self._permits)
+        tenant = next((each for each in self._service.tenants.all if each.name == self._tenant), None)
+        completer = ServiceCompleter(self._service, tenant, BATCH_PRIORITY, self._permits)
         work = asyncio.create_task(
-            run(path, journal, completer, concurrency=2 * self._max_num_seqs, total=total, on_progress=note)
+            run(path, journal, completer, concurrency=completer.concurrency, total=total, on_progress=on_progress)
         )
         synced = saved = asyncio.get_running_loop().time()
         try:
             while not work.done():
                 await asyncio.wait({work}, timeout=_POLL_S)
-                if (early := self._asked_to_end()) is not None:
+                if (early := self._early_end()) is not None:
                     return early
                 if (at := asyncio.get_running_loop().time()) - synced > SYNC_SECONDS:
                     synced = at
@@ -258,22 +258,13 @@ class _OneBatch:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
 
-    @property
-    def _max_num_seqs(self) -> int:
-        info = self._service.engine.info
-        return 1 if info is None else info.max_num_seqs
-
-    def _find_tenant(self) -> Tenant | None:
-        """Returns the tenant as it is now, so that its cached prefixes and counts are its own."""
-        return next((tenant for tenant in self._service.tenants.all if tenant.name == self._tenant), None)
-
-    def _asked_to_end(self) -> Status | None:
+    def _early_end(self) -> Status | None:
         if self._store.cancelled_at(self._id) is not None:
             return "cancelled"
         return "expired" if self._store.now() >= self._batch.expires_at else None
 
     async def _end_as(self, status: Status) -> None:
-        """Begins to finalize, with the ids of the files that are about to be made."""
+        """Saves the status "finalizing" and the ids of the files to be made."""
         record = _replace(self._record, ends_as=status, output_id=new_file_id(), error_id=new_file_id())
         self._record = record
         fields: dict[str, Any] = {"status": "finalizing", "finalizing_at": self._store.now()}
@@ -282,7 +273,7 @@ class _OneBatch:
         await self._save(**fields)
 
     def _finalize(self) -> None:
-        """Makes the files and ends the batch. What a kill has left of an earlier attempt is written over."""
+        """Makes the files and ends the batch; overwrites files of an attempt that was killed."""
         record, store, tenant = self._record, self._store, self._tenant
         assert record.ends_as is not None and record.output_id is not None and record.error_id is not None
         answers = store.answers(tenant, self._id)
@@ -297,7 +288,7 @@ class _OneBatch:
             ("error_file_id", num_errors, errors, record.error_id),
         ):
             if count:
-                store.add_output(tenant, path, file_id, f"{self._id}_{field.removesuffix('_file_id')}.jsonl")
+                store.add_file(tenant, path, f"{self._id}_{field.removesuffix('_file_id')}.jsonl", file_id)
                 files[field] = file_id
             else:
                 path.unlink()
@@ -322,8 +313,8 @@ EXPIRED = "batch_expired"
 _EXPIRED_TEXT = "the batch's completion window ended before this line was answered"
 
 
-def problems(path: Path, endpoint: str) -> list[LineError]:
-    """Lists what keeps a file from being a batch for `endpoint`, up to 100 entries; OpenAI refuses it as a whole."""
+def validate_input(path: Path, endpoint: str) -> list[LineError]:
+    """Returns up to 100 errors of an input for `endpoint`; any error refuses the file, as OpenAI does."""
     found: list[LineError] = []
     number = count = 0
     for number, line in _lines(path):
@@ -348,20 +339,20 @@ def _lines(path: Path) -> Iterator[tuple[int, RequestLine | BadLine]]:
 
 
 def sort_answers(answers: Path, output: Path, errors: Path) -> tuple[int, int]:
-    """Writes the answers with status 200 to one file and the others to another; returns how many went to each."""
+    """Splits the answers: status 200 to `output`, the others to `errors`; returns how many went to each."""
     written = [0, 0]
-    with open(output, "wb", opener=private) as good, open(errors, "wb", opener=private) as bad:
+    with open(output, "wb", opener=open_private) as good, open(errors, "wb", opener=open_private) as bad:
         if answers.exists():
             with answers.open("rb") as file:
                 for line in file:
-                    is_bad = failure_of(line) is not None
+                    is_bad = parse_failure(line) is not None
                     written[is_bad] += 1
                     (bad if is_bad else good).write(line)
     return written[0], written[1]
 
 
 def append_expired(source: Path, answers: Path, errors: Path) -> int:
-    """Writes an error for each line without an answer; returns how many there are."""
+    """Appends an error for each unanswered line; returns how many there are."""
     done = set()
     if answers.exists():
         with answers.open("rb") as file:

@@ -1,16 +1,16 @@
-"""A directory of files and batches. All fronts of a server write to it; each file in it has one writer.
+"""A directory of files and batches. All API servers write to it; each file in it has one writer.
 
 The records are OpenAI's objects, with times in seconds since 1970.
 
-    DIR/lock                        held by the server that runs the batches
+    DIR/lock                        locked by the server that runs the batches
     DIR/open/ID                     a batch that has not ended: its tenant's name
-    DIR/cancel/ID                   when a client asked for the batch's end
+    DIR/cancel/ID                   the time at which a client cancelled the batch
     DIR/tenants/NAME/files/ID       content, complete once ID.json is there
     DIR/tenants/NAME/batches/ID.json, ID.answers
 
-What is written takes its place by a rename, so a kill leaves the old or the new. A record that cannot be read, after
-the disk or somebody's editor has damaged it, is logged once and missing from then on; it hides no other. A tenant's ids
-lead nowhere but to its own directory.
+Files are replaced by rename, so a kill leaves the old or the new version. A record that cannot be read, because the
+disk or an editor has damaged it, is logged once and skipped; the others stay available. A tenant's ids resolve only
+inside its own directory.
 """
 
 import contextlib
@@ -26,16 +26,18 @@ from typing import Literal
 
 import msgspec
 
+from dsv3.batch.formats import open_private
+from dsv3.files import sync
+
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ENDED: frozenset[Status] = frozenset({"failed", "completed", "expired", "cancelled"})
-WINDOW = "24h"
 WINDOW_S = 24 * 3600
 MAX_METADATA = 16
 
 
 class FileObject(msgspec.Struct, frozen=True, kw_only=True):
-    """A file: what a client has uploaded, or what a batch has made."""
+    """A file: a client's upload or a batch's output."""
 
     id: str
     object: Literal["file"] = "file"
@@ -49,7 +51,7 @@ class FileObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LineError(msgspec.Struct, frozen=True):
-    """Why a file is no batch: a `code`, words, and the number of the line, from 1."""
+    """An error in an input file; `line` is the line number, from 1."""
 
     code: str
     message: str
@@ -58,14 +60,14 @@ class LineError(msgspec.Struct, frozen=True):
 
 
 class Errors(msgspec.Struct, frozen=True):
-    """A list of errors in OpenAI's shape."""
+    """A list of errors in OpenAI's format."""
 
     data: tuple[LineError, ...] = ()
     object: Literal["list"] = "list"
 
 
 class RequestCounts(msgspec.Struct, frozen=True):
-    """Lines of a batch: all, those answered with 200, and the others that have their answer."""
+    """Lines of a batch: all, those answered with status 200, and those answered with an error."""
 
     total: int = 0
     completed: int = 0
@@ -98,7 +100,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch as it is kept. `ends_as` is the state after finalizing, for which the two files' ids are chosen."""
+    """A batch as stored. `ends_as` is the status after finalizing, for which the ids of the two files are allocated."""
 
     batch: Batch
     ends_as: Status | None = None
@@ -114,15 +116,15 @@ MAX_OPEN_BATCHES = 100
 MAX_TENANT_BYTES = 16 * 2**30
 _ID = re.compile(r"(?:file-|batch_)[0-9a-f]{24}")
 _TENANT = re.compile(r"[A-Za-z0-9._-]{0,64}")
-# A batch whose record did not follow its mark in this time was never made.
+# An entry in open/ without a record after this time belongs to a batch that was never made.
 _STALE_S = 60.0
-# What an upload wrote last is no older than this: 60 s of silence end it.
+# Uploads end after 60 s of silence, so a file that was written longer ago is abandoned.
 _ABANDONED_S = 600.0
 _log = logging.getLogger("dsv3.batches")
 
 
 class StoreError(Exception):
-    """What a client asked for cannot be; `code` is for programs, the message for people."""
+    """A refused operation; `code` is for programs, the message for people."""
 
     def __init__(self, code: str, message: str):
         super().__init__(message)
@@ -130,24 +132,24 @@ class StoreError(Exception):
 
 
 class NotFound(StoreError):
-    """The tenant has nothing of that id."""
+    """The tenant has no file or batch of that id."""
 
     def __init__(self, what: str):
         super().__init__("not_found", f"there is no such {what}")
 
 
 class Conflict(StoreError):
-    """The state of what is there forbids it."""
+    """The state of the file or batch does not allow it."""
 
 
 class TooMany(StoreError):
-    """A bound of the tenant is reached; something has to go first."""
+    """A limit of the tenant is reached."""
 
 
 class BatchStore:
-    """Files and batches below `directory`; a tenant is called by its name, "" where there are no API keys.
+    """Files and batches below `directory`; the tenant's name is "" on a server without API keys.
 
-    `now` tells the time in seconds since 1970. Raises OSError where the directory cannot be made.
+    `now` returns the Unix time in seconds. Raises OSError where the directory cannot be made.
     """
 
     def __init__(self, directory: Path, now: Callable[[], float] = time.time):
@@ -157,12 +159,12 @@ class BatchStore:
             (directory / name).mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def now(self) -> int:
-        """Returns the time in whole seconds."""
+        """Returns the Unix time in whole seconds."""
         return int(self._now())
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Holds the directory for this process; raises ValueError where another server holds it."""
+    def lock(self) -> Iterator[None]:
+        """Locks the directory for this process; raises ValueError where another server has locked it."""
         descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -175,7 +177,7 @@ class BatchStore:
             os.close(descriptor)
 
     def new_upload(self, tenant: str) -> Path:
-        """Returns a path for a file on its way; raises TooMany where the tenant has no room for another one."""
+        """Returns a path for an upload; raises TooMany at a limit of the tenant."""
         files = self.files(tenant)
         if len(files) >= MAX_FILES:
             raise TooMany("too_many_files", f"there are {len(files)} files, at most {MAX_FILES}; delete some first")
@@ -184,23 +186,15 @@ class BatchStore:
             raise TooMany("too_many_bytes", text)
         return self._folder(tenant, "files") / f"{secrets.token_hex(12)}.part"
 
-    def add_file(self, tenant: str, content: Path, filename: str) -> FileObject:
-        """Takes over an upload as a file."""
-        return self._put_file(tenant, content, new_file_id(), filename, "batch")
-
-    def add_output(self, tenant: str, content: Path, file_id: str, filename: str) -> FileObject:
-        """Takes over what a batch has made, in the place of what an earlier attempt has left."""
-        return self._put_file(tenant, content, file_id, filename, "batch_output")
-
     def file(self, tenant: str, file_id: str) -> FileObject:
-        """Returns a file; raises NotFound."""
+        """Returns a file's record; raises NotFound."""
         found = self._read(self._path(tenant, "files", file_id, ".json"), FileObject)
         if found is None:
             raise NotFound("file")
         return found
 
     def content(self, tenant: str, file_id: str) -> Path:
-        """Returns where a file's content lies; raises NotFound."""
+        """Returns the path of a file's content; raises NotFound."""
         self.file(tenant, file_id)
         return self._path(tenant, "files", file_id)
 
@@ -219,22 +213,23 @@ class BatchStore:
             self._path(tenant, "files", file_id, suffix).unlink(missing_ok=True)
 
     def create_batch(self, tenant: str, make: Callable[[str, int], Batch]) -> Batch:
-        """Keeps the batch that `make` makes of an id and the time; raises TooMany.
+        """Stores the batch that `make` returns for an id and the time; raises TooMany.
 
-        Its mark among the open ones comes first, so that no kill leaves a batch that nobody runs.
+        The entry in open/ is written first, so that a kill leaves no batch that never runs.
         """
         batches = self.batches(tenant)
         if (count := sum(batch.status not in ENDED for batch in batches)) >= MAX_OPEN_BATCHES:
             raise TooMany("too_many_batches", f"{count} batches have not ended, at most {MAX_OPEN_BATCHES}")
         for old in [batch for batch in batches if batch.status in ENDED][MAX_BATCHES - MAX_OPEN_BATCHES :]:
-            self._forget(tenant, old.id)
+            self.drop_answers(tenant, old.id)
+            self._path(tenant, "batches", old.id, ".json").unlink(missing_ok=True)
         batch = make(f"batch_{secrets.token_hex(12)}", self.now())
         _write(self.directory / "open" / batch.id, tenant.encode())
         self.save(tenant, Record(batch=batch))
         return batch
 
     def record(self, tenant: str, batch_id: str) -> Record:
-        """Returns a batch as it is kept; raises NotFound."""
+        """Returns a batch as stored; raises NotFound."""
         found = self._read(self._path(tenant, "batches", batch_id, ".json"), Record)
         if found is None:
             raise NotFound("batch")
@@ -251,11 +246,11 @@ class BatchStore:
         return sorted(shown, key=lambda batch: (-batch.created_at, batch.id))
 
     def save(self, tenant: str, record: Record) -> None:
-        """Keeps a batch as it is now; only its maker and whoever runs it call this."""
+        """Stores a batch; only its creator and its runner call this."""
         _write(self._path(tenant, "batches", record.batch.id, ".json"), msgspec.json.encode(record))
 
     def cancel(self, tenant: str, batch_id: str) -> Batch:
-        """Asks for a batch's end; raises NotFound, and Conflict for one that is as good as ended."""
+        """Cancels a batch; raises NotFound, and Conflict for one that is finalizing or has ended."""
         batch = self.batch(tenant, batch_id)
         if batch.status == "cancelling":
             return batch
@@ -265,7 +260,7 @@ class BatchStore:
         return self.batch(tenant, batch_id)
 
     def cancelled_at(self, batch_id: str) -> int | None:
-        """Returns when a client asked for a batch's end, None where nobody did."""
+        """Returns when a client cancelled the batch; None if none did."""
         path = self.directory / "cancel" / batch_id
         try:
             text = path.read_bytes()
@@ -274,7 +269,7 @@ class BatchStore:
             return None
 
     def mark_open(self) -> None:
-        """Marks each batch that has not ended, before any is run: a lost mark leaves no batch that nobody runs."""
+        """Adds missing entries of unfinished batches to open/, before any batch is run."""
         for folder in (self.directory / "tenants").glob("tenant-*"):
             tenant = folder.name.removeprefix("tenant-")
             for path in self._records(tenant, "batches") if _TENANT.fullmatch(tenant) else ():
@@ -284,7 +279,7 @@ class BatchStore:
                     _write(mark, tenant.encode())
 
     def open_batches(self) -> list[tuple[str, str]]:
-        """Lists tenant and id of each batch that has not ended, oldest first."""
+        """Lists tenant and id of each unfinished batch, oldest first."""
         found = []
         for path in (self.directory / "open").iterdir():
             if not _ID.fullmatch(path.name):
@@ -299,25 +294,25 @@ class BatchStore:
         return [(tenant, name) for _, tenant, name in sorted(found)]
 
     def close_batch(self, batch_id: str) -> None:
-        """Notes that nothing is left to do for a batch whose record says that it has ended."""
+        """Removes an ended batch from open/ and cancel/."""
         for name in ("open", "cancel"):
             (self.directory / name / batch_id).unlink(missing_ok=True)
 
     def answers(self, tenant: str, batch_id: str) -> Path:
-        """Returns where the answers of a batch are gathered."""
+        """Returns the path of a batch's journal."""
         return self._path(tenant, "batches", batch_id, ".answers")
 
     def scratch(self, tenant: str, file_id: str) -> Path:
-        """Returns where the content of a batch's file is written before it takes its place."""
+        """Returns the path at which an output file is written before it is renamed."""
         return self._path(tenant, "files", file_id, ".part")
 
     def drop_answers(self, tenant: str, batch_id: str) -> None:
-        """Deletes the gathered answers, which are in the batch's files by now."""
+        """Deletes a batch's journal, whose answers are in the output files."""
         for suffix in (".answers", ".answers.state.json"):
             self._path(tenant, "batches", batch_id, suffix).unlink(missing_ok=True)
 
     def _read[T](self, path: Path, kind: type[T]) -> T | None:
-        """Returns what a record says, None where there is none that can be read."""
+        """Reads a record; None where it is missing or unreadable."""
         try:
             found = msgspec.json.decode(path.read_bytes(), type=kind)
         except FileNotFoundError:
@@ -330,16 +325,17 @@ class BatchStore:
         self._damaged.discard(path)
         return found
 
-    def _put_file(self, tenant: str, content: Path, file_id: str, filename: str, purpose: str) -> FileObject:
-        size = content.stat().st_size
-        _sync(content)
+    def add_file(self, tenant: str, content: Path, filename: str, output_id: str | None = None) -> FileObject:
+        """Turns an upload into a file; with `output_id` a batch's output, which replaces that of an earlier attempt."""
+        file_id, size = output_id or new_file_id(), content.stat().st_size
+        sync(content)
         os.replace(content, self._path(tenant, "files", file_id))
         made = FileObject(
             id=file_id,
             bytes=size,
             created_at=self.now(),
             filename=filename,
-            purpose=purpose,  # type: ignore[arg-type]
+            purpose="batch" if output_id is None else "batch_output",
         )
         _write(self._path(tenant, "files", file_id, ".json"), msgspec.json.encode(made))
         return made
@@ -349,20 +345,16 @@ class BatchStore:
             return batch
         return msgspec.structs.replace(batch, status="cancelling", cancelling_at=at)
 
-    def _forget(self, tenant: str, batch_id: str) -> None:
-        self.drop_answers(tenant, batch_id)
-        self._path(tenant, "batches", batch_id, ".json").unlink(missing_ok=True)
-
     def _folder(self, tenant: str, kind: str) -> Path:
-        """Returns a tenant's folder, whose name no other one has: no tenant is called `.` here."""
+        """Returns a tenant's folder; the prefix keeps a tenant named `.` inside."""
         if not _TENANT.fullmatch(tenant):
-            raise ValueError(f"no tenant is called {tenant!r}")
+            raise ValueError(f"tenant: {tenant!r} is not a valid name")
         folder = self.directory / "tenants" / f"tenant-{tenant}" / kind
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return folder
 
     def _records(self, tenant: str, kind: str) -> Iterator[Path]:
-        """Yields the paths of a folder's records; what lies beside them, a journal's state too, is none."""
+        """Yields the paths of a folder's records, and of no other files such as a journal's state."""
         for path in self._folder(tenant, kind).glob("*.json"):
             if _ID.fullmatch(path.stem):
                 yield path
@@ -373,34 +365,30 @@ class BatchStore:
         return self._folder(tenant, kind) / (name + suffix)
 
     def sweep(self) -> None:
-        """Deletes what a front has left that was killed while it wrote: long after the last byte, nobody goes on."""
+        """Deletes unfinished files of killed API servers, some time after their last write."""
         for path in self.directory.glob("tenants/*/*/*"):
             with contextlib.suppress(FileNotFoundError):
                 if _is_unfinished(path) and time.time() - path.stat().st_mtime > _ABANDONED_S:
                     path.unlink()
 
 
-def private(path: str, flags: int) -> int:
-    """Opens a file that only its owner may read, for `open`."""
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
-
-
 def _is_unfinished(path: Path) -> bool:
-    """Returns whether it is an upload, a record on its way, or content without a record."""
+    """Returns whether a path is an upload, a temporary record, or content without a record."""
     has_no_record = _ID.fullmatch(path.name) is not None and not path.with_name(f"{path.name}.json").exists()
     return path.name.startswith(".") or path.suffix == ".part" or has_no_record
 
 
 def new_file_id() -> str:
-    """Returns an id that no file has had."""
+    """Returns a new random id."""
     return f"file-{secrets.token_hex(12)}"
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Writes a small file, whole or not at all; raises OSError where the disk takes less than all of it."""
+    """Writes a small file atomically; raises OSError, also where the disk is full."""
+
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with open(part, "xb", opener=private) as file:
+        with open(part, "xb", opener=open_private) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -408,11 +396,3 @@ def _write(path: Path, content: bytes) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -85,7 +85,7 @@ class EventStream(Response):
         self._waiting, self._writer = [], writer
         if (failure := await self._ended) is not None:
             writer.write(self._handler.failure(failure))
-        await send({"type": "http.response.body", "body": self._handler.farewell, "more_body": False})
+        await send({"type": "http.response.body", "body": self._handler.stream_end, "more_body": False})
 
     def _on_event(self, event: bytes) -> None:
         if self._writer is not None:
@@ -121,7 +121,7 @@ _Route = Callable[[Service, Request], Awaitable[Response]]
 
 def make_app(service: Service, options: ServerOptions) -> ASGIApp:
     """Returns the application for `service` inside the middleware that the options require."""
-    app: ASGIApp = Admit(make_router(service, options.batch_dir, options.profile_dir), service.metrics.rejected)
+    app: ASGIApp = Admit(make_router(service, options.batch_dir, options.profile_dir), service.metrics.record_rejected)
     if service.tenants.all:
         app = RequireKey(app, service.tenants)
     elif is_loopback(options.host):

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from dsv3.batch.formats import open_private
 from dsv3.server.batches.store import (
     MAX_FILE_BYTES,
     MAX_METADATA,
@@ -26,7 +27,6 @@ from dsv3.server.batches.store import (
     NotFound,
     StoreError,
     TooMany,
-    private,
 )
 from dsv3.server.http.auth import tenant_of
 from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body
@@ -356,7 +356,7 @@ async def receive_form(request: Request, path: Path) -> Form:
     length = request.headers.get("content-length", "0")
     if length.isascii() and length.isdigit() and int(length[:18]) > MAX_FILE_BYTES + _SLACK_BYTES:
         raise _too_large()
-    with await asyncio.to_thread(lambda: open(path, "xb", opener=private)) as file:
+    with await asyncio.to_thread(lambda: open(path, "xb", opener=open_private)) as file:
         pieces: list[bytes] = []
         form = Form(boundary, pieces.append)
         try:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Scope
 from dsv3.server.http.wire import Head
 from dsv3.server.protocol.anthropic import MESSAGES, messages_envelope
 from dsv3.server.protocol.errors import ApiError
-from dsv3.server.serving.handler import Summary
+from dsv3.server.serving.handler import RequestSummary
 from dsv3.server.tenants import Tenant
 
 # Keys in an ASGI scope's extensions.
@@ -36,7 +36,7 @@ TENANT = "dsv3.tenant"
 """The tenant that sent the request; absent on a server without API keys."""
 
 SUMMARY = "dsv3.summary"
-"""A function that returns the `Summary` of a generation; absent for other routes."""
+"""A function that returns the `RequestSummary` of a generation; absent for other routes."""
 
 OnAccess = Callable[[dict[str, object]], None]
 """Called with the fields of the access log after each request."""
@@ -229,7 +229,7 @@ class HttpExchange:
         `first_token_s` counts from the request's arrival.
         """
         tenant: Tenant | None = extensions.get(TENANT)
-        summary: Summary | None = extensions[SUMMARY]() if SUMMARY in extensions else None
+        summary: RequestSummary | None = extensions[SUMMARY]() if SUMMARY in extensions else None
         first = None if summary is None else summary.first_token_at
         return {
             "time": round(time.time(), 3),

@@ -103,4 +103,4 @@ async def _flush(service: Service) -> None:
     while True:
         await asyncio.sleep(_FLUSH_S)
         service.metrics.flush()
-        service.history.note(time.time())
+        service.history.record(time.time())

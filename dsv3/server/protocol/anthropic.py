@@ -1,4 +1,4 @@
-"""What clients of Anthropic's Messages API send and get; bounds are those of `dsv3.server.protocol.openai`."""
+"""Requests and responses of Anthropic's Messages API; limits are those of `dsv3.server.protocol.openai`."""
 
 from typing import Annotated, Any, Literal
 
@@ -34,7 +34,7 @@ def _absent() -> msgspec.Raw:
 
 
 def _decode_input(raw: msgspec.Raw) -> Any:
-    """Returns a call's arguments, which may be anything, and so are not built before their size is known."""
+    """Decodes a call's arguments, which may be any object; checks their size first."""
     if len(raw) > MAX_FIELD_BYTES:
         raise ValueError(f"input: takes more than {MAX_FIELD_BYTES} bytes")
     try:
@@ -44,7 +44,7 @@ def _decode_input(raw: msgspec.Raw) -> Any:
 
 
 class ContentBlock(msgspec.Struct, kw_only=True):
-    """A part of a message; `type` says which of the other fields there are."""
+    """A part of a message; `type` decides which of the other fields it has."""
 
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: str | None = None
@@ -69,8 +69,8 @@ class InputMessage(msgspec.Struct, kw_only=True):
         require_no_nul(self.content)
 
 
-class Tool(msgspec.Struct, kw_only=True):
-    """A function of the client; other types are run by Anthropic's servers."""
+class AnthropicTool(msgspec.Struct, kw_only=True):
+    """A function of the client; tools that Anthropic's servers run are refused."""
 
     name: str
     type: Literal["custom"] | None = None
@@ -85,7 +85,7 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """Whether the model thinks; `budget_tokens` reaches the chat template alone."""
+    """Whether the model thinks; `budget_tokens` is only passed to the chat template."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Int | None = None
@@ -102,7 +102,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 
 
 class MessagesRequest(msgspec.Struct, kw_only=True):
-    """`POST /v1/messages`; counting tokens needs no `max_tokens`.
+    """`POST /v1/messages`; `max_tokens` is optional for counting tokens.
 
     `cache_salt` and `chat_template_kwargs` are vLLM's additions. Unknown fields are ignored.
     """
@@ -116,7 +116,7 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     top_k: Int | None = None
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP)] | None = None
     stream: bool | None = None
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[AnthropicTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -131,8 +131,8 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
         require_no_nul(self.cache_salt)
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """`input_tokens` are those of the prompt that were not found in the cache."""
+class AnthropicUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """`input_tokens` counts the prompt's tokens that were not cached."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
@@ -140,12 +140,12 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
 
 
-class Text(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+class AnthropicText(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
     text: str
 
 
 class Thought(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
-    """Reasoning; the signature is empty, since nothing is signed here."""
+    """Reasoning; the signature is empty: nothing is signed here."""
 
     thinking: str
     signature: str = ""
@@ -157,12 +157,12 @@ class ToolUse(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
     input: dict[str, Any]
 
 
-OutputBlock = Text | Thought | ToolUse
+OutputBlock = AnthropicText | Thought | ToolUse
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
-    """The answer."""
+    """The response."""
 
     id: str
     role: Literal["assistant"] = "assistant"
@@ -170,7 +170,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     content: list[OutputBlock]
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
-    usage: Usage
+    usage: AnthropicUsage
 
 
 class MessageStart(msgspec.Struct, frozen=True, tag_field="type", tag="message_start"):
@@ -182,7 +182,7 @@ class BlockStart(msgspec.Struct, frozen=True, tag_field="type", tag="content_blo
     content_block: OutputBlock
 
 
-class TextDelta(msgspec.Struct, frozen=True, tag_field="type", tag="text_delta"):
+class AnthropicTextDelta(msgspec.Struct, frozen=True, tag_field="type", tag="text_delta"):
     text: str
 
 
@@ -196,7 +196,7 @@ class InputDelta(msgspec.Struct, frozen=True, tag_field="type", tag="input_json_
 
 class BlockDelta(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_delta"):
     index: int
-    delta: TextDelta | ThinkingDelta | InputDelta
+    delta: AnthropicTextDelta | ThinkingDelta | InputDelta
 
 
 class BlockStop(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_stop"):
@@ -210,7 +210,7 @@ class Stopped(msgspec.Struct, frozen=True, kw_only=True):
 
 class MessageDelta(msgspec.Struct, frozen=True, tag_field="type", tag="message_delta"):
     delta: Stopped
-    usage: Usage
+    usage: AnthropicUsage
 
 
 class MessageStop(msgspec.Struct, frozen=True, tag_field="type", tag="message_stop"):
@@ -218,7 +218,7 @@ class MessageStop(msgspec.Struct, frozen=True, tag_field="type", tag="message_st
 
 
 class TokenCount(msgspec.Struct, frozen=True):
-    """The answer of `/v1/messages/count_tokens`."""
+    """The response of `/v1/messages/count_tokens`."""
 
     input_tokens: int
 
@@ -243,7 +243,7 @@ _KINDS = {
 
 
 def messages_error(error: ApiError) -> MessagesError:
-    """Returns an error as this API tells it."""
+    """Converts an error to this API's format."""
     return MessagesError(MessagesErrorBody(_KINDS.get(error.status, "invalid_request_error"), error.body.message))
 
 

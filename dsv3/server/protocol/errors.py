@@ -1,13 +1,13 @@
-"""Errors in the shape of OpenAI's API; their texts carry no path, no traceback and no part of the request."""
+"""Errors in OpenAI's format; their texts have no path, no traceback and no part of the request."""
 
 import re
 from collections.abc import Mapping
 
 import msgspec
 
-# Says that the same request will be taken once others have ended: `launch.batch` asks until it is.
+# Code of an error that passes once other requests have ended: `launch.batch` retries.
 QUEUE_FULL = "queue_full"
-# Says that engines have died with this request: nobody should send it again.
+# Code of a request that engines have died with: it must not be sent again.
 ENGINE_DIED = "engine_died"
 
 
@@ -23,7 +23,7 @@ class ErrorEnvelope(msgspec.Struct, frozen=True):
 
 
 class ApiError(Exception):
-    """A refusal or a failure, with the status that OpenAI gives it; after `retry_after` seconds one may ask again."""
+    """A refused or failed request, with OpenAI's status; clients may retry after `retry_after` seconds."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ApiError(Exception):
         self.retry_after = retry_after
 
     def renamed(self, names: Mapping[str, str]) -> "ApiError":
-        """Returns the error with its field under the name that `names` gives it; as it is where they have none."""
+        """Returns the error with its field renamed by `names`; unchanged where they lack it."""
         field = self.body.param or ""
         if (name := names.get(field)) is None:
             return self
@@ -52,26 +52,26 @@ class ApiError(Exception):
         return ApiError(self.status, text, kind=kind, param=param, code=code, retry_after=self.retry_after)
 
     def envelope(self) -> bytes:
-        """Returns the JSON of the error, alone or as the data of an event."""
+        """Returns the JSON of the error, for a response or an event."""
         return msgspec.json.encode(ErrorEnvelope(self.body))
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """400: the client has to change the request."""
+    """400: the request is invalid."""
     return ApiError(400, message, param=param, code=code)
 
 
 def unavailable(message: str, code: str, retry_after: int = 1) -> ApiError:
-    """503: the same request may be served later, or elsewhere."""
+    """503: the same request may succeed later, or on another server."""
     return ApiError(503, message, kind="server_error", code=code, retry_after=retry_after)
 
 
 def internal() -> ApiError:
-    """500: our fault; the log has the details."""
+    """500: a bug or a failure of this server; the log has the details."""
     return ApiError(500, "internal error; the server's log says more", kind="server_error", code="internal_error")
 
 
 def too_long(limit: int, requested: str) -> ApiError:
-    """400: the words OpenAI's users search for."""
+    """400: the context is exceeded, in OpenAI's words."""
     text = f"This model's maximum context length is {limit} tokens. However, you requested {requested}."
     return invalid(text, code="context_length_exceeded")

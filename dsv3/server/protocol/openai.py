@@ -1,9 +1,9 @@
-"""What clients send and get: OpenAI's requests, with a bound on everything, its answers, and vLLM's additions to both.
+"""OpenAI's requests, with a limit on every field, its responses, and vLLM's additions to both.
 
-Unknown top-level fields are ignored, as vLLM ignores them, since client libraries send new ones all the time; fields
-that would change the answer, and that this server does not honour, are refused by name. Ranges of sampling
-parameters are `SamplingParams`'s business: here a value only has to be of the right type, finite and of bounded size.
-How bodies are read is the business of `dsv3.server.serving.request_parsing`.
+Unknown top-level fields are ignored, as in vLLM, since client libraries send new ones all the time. Fields that would
+change the answer and are not supported are refused by name. `SamplingParams` checks the ranges of sampling parameters;
+here a value only needs the right type, a finite value and a bounded size. `dsv3.server.serving.request_parsing` parses
+the bodies.
 """
 
 from typing import Annotated, Any, Literal
@@ -37,39 +37,39 @@ BootstrapRoom = Annotated[int, Meta(ge=0, le=MAX_BOOTSTRAP_ROOM)]
 
 
 def require_no_nul(text: object) -> None:
-    """Raises ValueError for a text with a NUL character; what is no text passes."""
+    """Raises ValueError for a text with a NUL character; other types pass."""
     if isinstance(text, str) and "\0" in text:
         raise ValueError("must not contain NUL characters")
 
 
 class StreamOptions(msgspec.Struct):
-    """Where a stream has the usage: in its last event, and with vLLM's `continuous_usage_stats` as well in each one."""
+    """Which events of a stream have the usage: the last one, or with vLLM's `continuous_usage_stats` each one."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class TransferParams(msgspec.Struct):
-    """vLLM's fields of `kv_transfer_params` that matter here; a router copies them from one answer to a request."""
+    """The fields of vLLM's `kv_transfer_params` that are used; a router copies them from a response to a request."""
 
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
     remote_host: Host | None = None
     remote_port: Port | None = None
-    # Ours, and opaque to routers: those of all processes of an instance, "host:port" each.
+    # Our addition, opaque to routers: "host:port" of each process of the instance.
     remote_addresses: (
         Annotated[list[Annotated[str, Meta(max_length=MAX_NAME_CHARS)]], Meta(max_length=MAX_ADDRESSES)] | None
     ) = None
 
 
 class Resume(msgspec.Struct, forbid_unknown_fields=True):
-    """What an answer has had so far: the tokens of its only choice, or a list per choice."""
+    """An answer's tokens so far: those of its only choice, or a list per choice."""
 
     output_token_ids: list[TokenId | list[TokenId]]
 
 
 class SchemaFormat(msgspec.Struct):
-    """What `response_format` says of a JSON schema; it is kept to, `strict` or not."""
+    """The JSON schema of `response_format`; it is enforced, `strict` or not."""
 
     schema: dict[str, Any] | None = None
     name: Name | None = None
@@ -77,14 +77,14 @@ class SchemaFormat(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """OpenAI's way to ask for JSON; `dsv3.server.serving.sampling` reads it."""
+    """OpenAI's way to constrain an answer to JSON; `dsv3.server.serving.sampling` parses it."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
 
 
 class SampledRequest(msgspec.Struct, kw_only=True):
-    """Fields that chat and text completions share; None means the default throughout."""
+    """Fields of both chat and text completions; None means the default."""
 
     model: Name | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
@@ -123,7 +123,7 @@ class SampledRequest(msgspec.Struct, kw_only=True):
 
 
 class CompletionRequest(SampledRequest, kw_only=True):
-    """`POST /v1/completions`. `prompt` is text, token ids, or a list of either; `prompts` tells which."""
+    """`POST /v1/completions`. `prompt` is text, token ids, or a list of either (see `dsv3.server.serving.prompts`)."""
 
     prompt: str | list[TokenId | str | list[TokenId]] | None = None
     echo: bool | None = None
@@ -154,7 +154,7 @@ class ToolCall(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """One turn of a conversation; templates tell a field that is null from one that is absent.
+    """One message of a conversation; templates distinguish a field that is null from one that is absent.
 
     `reasoning` is what newer vLLM calls `reasoning_content`.
     """
@@ -189,13 +189,13 @@ class NamedTool(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
-# Every dialect can write these characters without an escape.
+# Every tool-call format can write these characters without an escape.
 FUNCTION_NAME_RULE = "a name of 1 to 256 characters, without white space, quotes, braces and angle brackets"
 FunctionName = Annotated[str, Meta(pattern=r"^[^\s\"'<>{}\x00-\x1f｜]{1,256}\Z")]
 
 
 class Function(msgspec.Struct):
-    """What is read of a function; the model is shown all that a client says of it."""
+    """The fields of a function that are checked; the chat template gets all that the client sends."""
 
     name: FunctionName
     description: str | None = None
@@ -264,8 +264,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     kv_transfer_params: TransferParams | None = None
 
 
-# Fields that would change the answer: refused unless they have one of the values that change nothing. A kind of request
-# that declares one of them honours it.
+# Fields that would change the answer: refused unless they have one of these values, which change nothing. A request
+# type that declares such a field supports it.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "modalities": (["text"],),
@@ -314,7 +314,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    """The lists of log-probabilities, here and below, are JSON already: `dsv3.server.serving.logprobs` makes it."""
+    """Lists of log-probabilities, here and below, are JSON that `dsv3.server.serving.logprobs` has encoded."""
 
     content: msgspec.Raw
     refusal: None = None
@@ -328,7 +328,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class _Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """`token_ids` (and a completion's `prompt_token_ids` and `prompt_logprobs`) appear only when asked for."""
+    """`token_ids` (and a completion's `prompt_token_ids` and `prompt_logprobs`) are absent unless requested."""
 
     index: int
     finish_reason: FinishReason | None = None
@@ -368,7 +368,7 @@ class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tru
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """A part of a call; id, type and name come with the first."""
+    """A part of a call; the first one has id, type and name."""
 
     index: int
     id: str | None = None

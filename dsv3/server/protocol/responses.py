@@ -1,4 +1,4 @@
-"""What clients of OpenAI's Responses API send and get; bounds are those of `dsv3.server.protocol.openai`."""
+"""Requests and responses of OpenAI's Responses API; limits are those of `dsv3.server.protocol.openai`."""
 
 from typing import Annotated, Any, Literal
 
@@ -22,7 +22,7 @@ MAX_METADATA = 16
 
 
 class InputPart(msgspec.Struct, kw_only=True):
-    """A part of an item: text, wherever it comes from."""
+    """A text part of an item."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"]
     text: str | None = None
@@ -33,28 +33,28 @@ class InputPart(msgspec.Struct, kw_only=True):
         require_no_nul(self.refusal)
 
 
-EngineComponents = Annotated[list[InputPart], Meta(max_length=MAX_PARTS)]
+InputParts = Annotated[list[InputPart], Meta(max_length=MAX_PARTS)]
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    """A message, a call, its result or reasoning; `type` says which of the other fields there are."""
+    """A message, a call, its result or reasoning; `type` decides which of the other fields it has."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | EngineComponents | None = None
-    summary: EngineComponents | None = None
+    content: str | InputParts | None = None
+    summary: InputParts | None = None
     call_id: Name | None = None
     name: Name | None = None
     arguments: str | None = None
-    output: str | EngineComponents | None = None
+    output: str | InputParts | None = None
 
     def __post_init__(self) -> None:
         for text in (self.content, self.arguments, self.output):
             require_no_nul(text)
 
 
-class Function(msgspec.Struct, kw_only=True):
-    """A function of the client; other types are run by OpenAI's servers."""
+class ResponsesFunction(msgspec.Struct, kw_only=True):
+    """A function of the client; tools that OpenAI's servers run are refused."""
 
     type: Literal["function"]
     name: str
@@ -63,7 +63,7 @@ class Function(msgspec.Struct, kw_only=True):
     strict: bool | None = None
 
 
-class NamedFunction(msgspec.Struct, kw_only=True):
+class ResponsesNamedFunction(msgspec.Struct, kw_only=True):
     """A `tool_choice` that names a function."""
 
     type: Literal["function"]
@@ -84,7 +84,7 @@ class TextOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
-    """What is asked of reasoning; it is always told as it is, never summarised."""
+    """Options of reasoning, which is returned as it is and never summarized."""
 
     effort: Annotated[str, Meta(max_length=16)] | None = None
     summary: Annotated[str, Meta(max_length=16)] | None = None
@@ -106,8 +106,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     repetition_penalty: float | None = None
     seed: Int | None = None
     stream: bool | None = None
-    tools: Annotated[list[Function], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tools: Annotated[list[ResponsesFunction], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponsesNamedFunction | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
@@ -189,7 +189,7 @@ class ResponseError(msgspec.Struct, frozen=True):
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer, as far as it has come; what the request said is repeated, as OpenAI does."""
+    """The response so far; it repeats fields of the request, as OpenAI's does."""
 
     id: str
     object: Literal["response"] = "response"
@@ -207,7 +207,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float | None
     top_p: float | None
     tool_choice: Any
-    tools: list[Function]
+    tools: list[ResponsesFunction]
     reasoning: ReasoningOptions
     text: TextOptions
     user: str | None
@@ -270,7 +270,7 @@ class PartDone(_OfPart, frozen=True, kw_only=True, tag_field="type", tag="respon
     part: Part
 
 
-class TextDelta(_OfPart, frozen=True, kw_only=True, tag_field="type", tag="response.output_text.delta"):
+class ResponsesTextDelta(_OfPart, frozen=True, kw_only=True, tag_field="type", tag="response.output_text.delta"):
     delta: str
     logprobs: list[Any] = []
 
@@ -280,7 +280,9 @@ class TextDone(_OfPart, frozen=True, kw_only=True, tag_field="type", tag="respon
     logprobs: list[Any] = []
 
 
-class ReasoningDelta(_OfPart, frozen=True, kw_only=True, tag_field="type", tag="response.reasoning_text.delta"):
+class ResponsesReasoningDelta(
+    _OfPart, frozen=True, kw_only=True, tag_field="type", tag="response.reasoning_text.delta"
+):
     delta: str
 
 

@@ -1,4 +1,4 @@
-"""Turns the JSON of a request into the JSON of its response, whole or as events; imports nothing of HTTP or ASGI.
+"""Request handlers: the JSON of a request in, the JSON of its response out, whole or as events. Imports no HTTP.
 
-The HTTP routes and the batch tool call the same functions. `handlers.KINDS` lists the handlers by path.
+The HTTP routes and the batch runner call the same handlers; `handlers.KINDS` lists them by path.
 """

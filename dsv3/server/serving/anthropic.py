@@ -1,10 +1,14 @@
-"""Anthropic's Messages API: a conversation in blocks, and its answer in blocks."""
+"""`POST /v1/messages`, Anthropic's Messages API: requests and answers in content blocks."""
 
 from typing import Any
 
 import msgspec
 
 from dsv3.server.protocol.anthropic import (
+    AnthropicText,
+    AnthropicTextDelta,
+    AnthropicTool,
+    AnthropicUsage,
     BlockDelta,
     BlockStart,
     BlockStop,
@@ -19,29 +23,25 @@ from dsv3.server.protocol.anthropic import (
     OutputBlock,
     Stopped,
     StopReason,
-    Text,
-    TextDelta,
     Thinking,
     ThinkingDelta,
     Thought,
     TokenCount,
-    Tool,
     ToolChoice,
     ToolUse,
-    Usage,
     messages_error,
 )
 from dsv3.server.protocol.errors import ApiError, invalid
-from dsv3.server.protocol.openai import CalledFunction, ChatMessage, ChatRequest, TextPart, ToolCall
+from dsv3.server.protocol.openai import CalledFunction, ChatMessage, ChatRequest, ToolCall
 from dsv3.server.serving.conversation import (
     ConversationHandler,
     Section,
     SectionChange,
     chat_request,
-    in_their_names,
     text_parts,
+    with_vendor_names,
 )
-from dsv3.server.serving.generation import Update
+from dsv3.server.serving.generation import ChoiceUpdate
 from dsv3.server.serving.handler import to_event
 from dsv3.server.serving.prompts import chat_prompt, read_tools
 from dsv3.server.serving.request_parsing import read_request
@@ -58,29 +58,29 @@ _NAMES = {
 
 
 class MessagesHandler(ConversationHandler[MessagesRequest]):
-    """The answer to a `MessagesRequest`."""
+    """Handles a `MessagesRequest`."""
 
-    asked_type = MessagesRequest
+    vendor_type = MessagesRequest
     names = _NAMES
 
     @property
     def id(self) -> str:
-        """The answer's id; there is one once it is prepared."""
+        """The response's id; set by `prepare`."""
         return f"msg_{self.generation.id}"
 
-    def as_chat(self, asked: MessagesRequest) -> ChatRequest:
-        if asked.max_tokens is None:
+    def to_chat_request(self, request: MessagesRequest) -> ChatRequest:
+        if request.max_tokens is None:
             raise _missing("max_tokens", "max_tokens")
-        return _as_chat(asked)
+        return _to_chat_request(request)
 
-    def complete(self, last: Update) -> Message:
+    def complete(self, last: ChoiceUpdate) -> Message:
         reason, sequence = _stop_reason(last)
         return self._message([_block(section, whole=True) for section in self.sections.all], reason, sequence)
 
-    def opening(self) -> list[bytes]:
+    def opening_events(self) -> list[bytes]:
         return [_event(MessageStart(self._message([])))]
 
-    def told(self, change: SectionChange) -> list[bytes]:
+    def change_events(self, change: SectionChange) -> list[bytes]:
         section = change.section
         match change.what:
             case "opened":
@@ -90,7 +90,7 @@ class MessagesHandler(ConversationHandler[MessagesRequest]):
             case "closed":
                 return [_event(BlockStop(section.index))]
 
-    def closing(self, last: Update) -> list[bytes]:
+    def closing_events(self, last: ChoiceUpdate) -> list[bytes]:
         reason, sequence = _stop_reason(last)
         stopped = Stopped(stop_reason=reason, stop_sequence=sequence)
         return [_event(MessageDelta(stopped, self._usage())), _event(MessageStop())]
@@ -110,10 +110,10 @@ class MessagesHandler(ConversationHandler[MessagesRequest]):
             usage=self._usage(),
         )
 
-    def _usage(self) -> Usage:
+    def _usage(self) -> AnthropicUsage:
         usage = self.usage
         cached = usage.prompt_tokens_details.cached_tokens
-        return Usage(
+        return AnthropicUsage(
             input_tokens=usage.prompt_tokens - cached,
             cache_read_input_tokens=cached,
             output_tokens=usage.completion_tokens,
@@ -121,38 +121,37 @@ class MessagesHandler(ConversationHandler[MessagesRequest]):
 
 
 async def count_tokens(service: Service, body: bytes | bytearray) -> TokenCount:
-    """Returns the length of the prompt that a `MessagesRequest` makes; raises ApiError as answering it would."""
+    """Returns the number of prompt tokens of a `MessagesRequest`; raises ApiError as serving it would."""
     try:
-        asked = await read_request(service, MessagesRequest, body)
-        request = _as_chat(asked)
-        service.require_model(request.model)
+        chat = _to_chat_request(await read_request(service, MessagesRequest, body))
+        service.require_model(chat.model)
         service.require_ready()
-        prompt = await chat_prompt(service, request, read_tools(service, request))
+        prompt = await chat_prompt(service, chat, read_tools(service, chat))
     except ApiError as error:
-        raise in_their_names(error, _NAMES) from None
+        raise with_vendor_names(error, _NAMES) from None
     return TokenCount(len(prompt.token_ids))
 
 
-_DELTAS: dict[str, Any] = {"text": TextDelta, "reasoning": ThinkingDelta, "call": InputDelta}
+_DELTAS: dict[str, Any] = {"text": AnthropicTextDelta, "reasoning": ThinkingDelta, "call": InputDelta}
 
 
 def _event(event: msgspec.Struct) -> bytes:
-    """Returns the lines of an event, which is called by its type."""
+    """Returns the lines of an event; its name is its type."""
     return to_event(event, str(event.__struct_config__.tag))
 
 
 def _block(section: Section, whole: bool) -> OutputBlock:
-    """Returns a section as it begins, or `whole`."""
+    """Returns a section as a block, with its text if `whole`."""
     text = section.text if whole else ""
     if section.kind == "text":
-        return Text(text)
+        return AnthropicText(text)
     if section.call is None:
         return Thought(text)
     return ToolUse(section.call.id, section.call.name, _arguments(text))
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Returns a call's arguments as an object, an empty one where they are cut off."""
+    """Parses a call's arguments; an empty object where they are cut off."""
     try:
         found = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
@@ -160,8 +159,8 @@ def _arguments(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _stop_reason(last: Update) -> tuple[StopReason, str | None]:
-    """Returns why an answer ended, and the stop sequence that ended it."""
+def _stop_reason(last: ChoiceUpdate) -> tuple[StopReason, str | None]:
+    """Returns the stop reason, and the stop sequence that ended the answer if one did."""
     if last.finish_reason == "length":
         return "max_tokens", None
     if last.finish_reason == "tool_calls":
@@ -169,33 +168,33 @@ def _stop_reason(last: Update) -> tuple[StopReason, str | None]:
     return ("stop_sequence", last.stop_reason) if isinstance(last.stop_reason, str) else ("end_turn", None)
 
 
-def _as_chat(asked: MessagesRequest) -> ChatRequest:
+def _to_chat_request(request: MessagesRequest) -> ChatRequest:
     for name in REFUSED:
-        if getattr(asked, name):
+        if getattr(request, name):
             raise invalid(f"{name} is not supported by this server", name, "unsupported_parameter")
-    config, choice = asked.output_config, asked.tool_choice
-    fields = {name: getattr(asked, name) for name in _SAME_NAME} | {
-        "stop": asked.stop_sequences,
-        "tools": [_tool(tool) for tool in asked.tools] if asked.tools else None,
+    config, choice = request.output_config, request.tool_choice
+    fields = {name: getattr(request, name) for name in _SAME_NAME} | {
+        "stop": request.stop_sequences,
+        "tools": [_tool(tool) for tool in request.tools] if request.tools else None,
         "tool_choice": None if choice is None else _tool_choice(choice),
         "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
         "reasoning_effort": None if config is None else config.effort,
         "response_format": None if config is None or config.format is None else _format(config.format.schema),
-        "chat_template_kwargs": _template_kwargs(asked.thinking, asked.chat_template_kwargs),
+        "chat_template_kwargs": _template_kwargs(request.thinking, request.chat_template_kwargs),
     }
-    messages = _system(asked.system)
-    for i, message in enumerate(asked.messages or ()):
+    messages = [ChatMessage(role="system", content=request.system)] if request.system else []
+    for i, message in enumerate(request.messages or ()):
         messages += _messages(message, f"messages[{i}].content")
-    if not asked.messages:
+    if not request.messages:
         raise _missing("messages", "messages")
-    asked.messages = None  # the chat's messages say it all
+    request.messages = None  # frees the second copy
     last = messages[-1]
     if last.role == "assistant" and not last.tool_calls:
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     return chat_request(fields, messages)
 
 
-def _tool(tool: Tool) -> dict[str, Any]:
+def _tool(tool: AnthropicTool) -> dict[str, Any]:
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
@@ -213,23 +212,17 @@ def _format(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _template_kwargs(thinking: Thinking | None, given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Returns the template's switches: DeepSeek's `thinking`, GLM's `enable_thinking`, and what the client gave."""
+    """Returns the template's variables: DeepSeek's `thinking`, GLM's `enable_thinking`, and the client's own."""
     if thinking is None or thinking.type == "adaptive":
         return given
-    wanted: dict[str, Any] = dict.fromkeys(("thinking", "enable_thinking"), thinking.type == "enabled")
+    kwargs: dict[str, Any] = dict.fromkeys(("thinking", "enable_thinking"), thinking.type == "enabled")
     if thinking.budget_tokens is not None:
-        wanted["thinking_budget"] = thinking.budget_tokens
-    return wanted | (given or {})
-
-
-def _system(found: str | list[TextPart] | None) -> list[ChatMessage]:
-    if not found:
-        return []
-    return [ChatMessage(role="system", content=found)]
+        kwargs["thinking_budget"] = thinking.budget_tokens
+    return kwargs | (given or {})
 
 
 def _messages(message: InputMessage, at: str) -> list[ChatMessage]:
-    """Returns a message as a chat's: each result of a tool is a message of its own there, before the other text."""
+    """Converts a message to chat messages: each tool result becomes a message of its own, before the other text."""
     if message.content is None:
         raise _missing(at, "messages")
     if isinstance(message.content, str):
@@ -239,7 +232,7 @@ def _messages(message: InputMessage, at: str) -> list[ChatMessage]:
         return [_assistant(message.content)]
     results = [block for block in fields if block.type == "tool_result"]
     texts = [block.text or "" for block in fields if block.type == "text"]
-    found = [ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=_result(block)) for block in results]
+    found = [ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=block.content or "") for block in results]
     if texts or not found:
         found.append(ChatMessage(role=message.role, content=text_parts(texts)))
     return found
@@ -262,15 +255,11 @@ def _call(block: ContentBlock) -> ToolCall:
     return ToolCall(CalledFunction(block.name or "", arguments), block.id, "function")
 
 
-def _result(block: ContentBlock) -> Any:
-    return block.content or ""
-
-
 _NEEDED = {"text": ("text",), "tool_use": ("id", "name"), "tool_result": ("tool_use_id",)}
 
 
 def _checked(block: ContentBlock, at: str) -> ContentBlock:
-    """Returns a block that has what its type needs; ApiError for one without."""
+    """Returns the block; raises ApiError where a field that its type needs is missing."""
     for name in _NEEDED.get(block.type, ()):
         if getattr(block, name) is None:
             raise _missing(f"{at}.{name}", "messages")

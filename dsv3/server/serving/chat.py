@@ -1,4 +1,4 @@
-"""The answer to a conversation: maps pieces of text to OpenAI's JSON."""
+"""`POST /v1/chat/completions`: maps deltas of an answer to OpenAI's JSON."""
 
 import functools
 from collections.abc import Iterator
@@ -20,28 +20,36 @@ from dsv3.server.protocol.openai import (
     MessageToolCall,
     ToolCallDelta,
 )
-from dsv3.server.serving.generation import Update
-from dsv3.server.serving.handler import LIST_OF_GAP, RequestHandler, WholeChoice, filled, to_event, to_json, with_commas
+from dsv3.server.serving.generation import ChoiceUpdate
+from dsv3.server.serving.handler import (
+    LIST_OF_GAP,
+    CompleteChoice,
+    RequestHandler,
+    fill_gaps,
+    to_event,
+    to_json,
+    with_commas,
+)
 from dsv3.server.serving.prompts import EncodedPrompt, RequestTools, chat_prompt, read_tools
-from dsv3.server.serving.resume import Resumed
-from dsv3.server.serving.sampling import constraint_of, made_grammar
+from dsv3.server.serving.resume import ResumedChoice
+from dsv3.server.serving.sampling import build_grammar, parse_constraint
 from dsv3.server.serving.service import Service
 from dsv3.server.tenants import Tenant
-from dsv3.text.call_grammar import Wanted
+from dsv3.text.call_grammar import AnswerConstraints
+from dsv3.text.deltas import AnswerDelta, ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart
 from dsv3.text.dialects import ParserState
 from dsv3.text.parser import AnswerParser
-from dsv3.text.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallStart
 
 
 class ChatHandler(RequestHandler[ChatRequest]):
-    """The answer to a `ChatRequest`."""
+    """Handles a `ChatRequest`."""
 
     request_type = ChatRequest
     id_prefix = "chatcmpl"
 
     def __init__(self, service: Service, body: bytes | bytearray, tenant: Tenant | None = None):
         super().__init__(service, body, tenant)
-        self._greeted: set[int] = set()
+        self._started: set[int] = set()
         self._tools = RequestTools()
         self._start: tuple[ParserState, ParserState] | None = None
 
@@ -62,17 +70,19 @@ class ChatHandler(RequestHandler[ChatRequest]):
     async def read_prompts(self) -> list[EncodedPrompt]:
         self._tools = read_tools(self.service, self.request)
         prompt = await chat_prompt(self.service, self.request, self._tools)
-        self.request.messages = None  # the prompt says it all, in a fraction of the memory
+        self.request.messages = None  # the prompt holds the same in a fraction of the memory
         return [prompt]
 
     async def grammar(self, prompts: list[EncodedPrompt]) -> str:
-        constraint, calls, parsers = constraint_of(self.request), self._tools.calls, self.service.parsers
+        constraint, calls, parsers = parse_constraint(self.request), self._tools.calls, self.service.parsers
         if parsers is None or (constraint is None and calls is None):
             return await super().grammar(prompts)
         [prompt] = prompts
         field = "tools" if constraint is None else "response_format"
         reasoning = parsers.reasoning(prompt.text or "")
-        return await made_grammar(self.service, Wanted(constraint=constraint, calls=calls, reasoning=reasoning), field)
+        return await build_grammar(
+            self.service, AnswerConstraints(constraint=constraint, calls=calls, reasoning=reasoning), field
+        )
 
     def max_tokens(self) -> int | None:
         request = self.request
@@ -99,37 +109,39 @@ class ChatHandler(RequestHandler[ChatRequest]):
             prompt_token_ids=self._prompt_ids if self.request.return_token_ids else msgspec.UNSET,
         )
 
-    def events(self, update: Update) -> list[bytes]:
-        """Returns the role, before all else, then the text as it comes, and why it ended."""
-        if self._is_plain and update.finish_reason is None and update.choice in self._greeted:  # nearly always
+    def events(self, update: ChoiceUpdate) -> list[bytes]:
+        """Returns a chunk with the role first, then one per delta; the last has the finish reason."""
+        if self._is_plain and update.finish_reason is None and update.choice in self._started:  # the usual case
             index = update.choice
-            return [to_event(self.chunk([ChunkChoice(index=index, delta=_delta(piece))])) for piece in update.pieces]
+            return [
+                to_event(self.chunk([ChunkChoice(index=index, delta=_openai_delta(delta))])) for delta in update.deltas
+            ]
         chunks = [self.chunk([choice]) for choice in self._chunks(update)]
-        if update.choice not in self._greeted:
-            self._greeted.add(update.choice)
+        if update.choice not in self._started:
+            self._started.add(update.choice)
             delta = Delta(role="assistant", content="")
-            greeting = ChunkChoice(index=update.choice, delta=delta, token_ids=self._no_ids)
-            chunks.insert(0, self.chunk([greeting], tells_prompt=bool(self.request.return_token_ids)))
+            first = ChunkChoice(index=update.choice, delta=delta, token_ids=self._no_ids)
+            chunks.insert(0, self.chunk([first], with_prompt_ids=bool(self.request.return_token_ids)))
         return [to_event(chunk) for chunk in chunks]
 
-    def skip(self, choice: int, resumed: Resumed) -> None:
-        self._greeted.add(choice)
+    def skip(self, choice: int, resumed: ResumedChoice) -> None:
+        self._started.add(choice)
 
-    def chunk(self, choices: list[ChunkChoice], usage: object = None, tells_prompt: bool = False) -> ChatChunk:
+    def chunk(self, choices: list[ChunkChoice], usage: object = None, with_prompt_ids: bool = False) -> ChatChunk:
         return ChatChunk(
             id=self.id,
             created=self.created,
             model=self.model,
             choices=choices,
             usage=usage if self.includes_usage else msgspec.UNSET,  # type: ignore[arg-type]
-            prompt_token_ids=self._prompt_ids if tells_prompt else msgspec.UNSET,
+            prompt_token_ids=self._prompt_ids if with_prompt_ids else msgspec.UNSET,
         )
 
     @property
     def _prompt_ids(self) -> list[int]:
         return self.generation.prompts[0].token_ids.tolist()
 
-    def choice(self, whole: WholeChoice) -> Iterator[bytes]:
+    def choice(self, whole: CompleteChoice) -> Iterator[bytes]:
         content, reasoning = whole.text, whole.reasoning
         calls = [MessageToolCall(call.id, CalledFunction(call.name, arguments)) for call, arguments in whole.calls]
         parsers = self.service.parsers
@@ -146,25 +158,25 @@ class ChatHandler(RequestHandler[ChatRequest]):
             stop_reason=whole.stop_reason,
             token_ids=whole.token_ids if self.request.return_token_ids else msgspec.UNSET,
         )
-        return filled(to_json(choice), [with_commas(column) for column in whole.columns])
+        return fill_gaps(to_json(choice), [with_commas(column) for column in whole.columns])
 
-    def logprob_columns(self, update: Update) -> tuple[bytes, ...]:
+    def logprob_columns(self, update: ChoiceUpdate) -> tuple[bytes, ...]:
         if not self.request.logprobs:
             return ()
         return self.service.logprobs.chat(update.token_ids, update.logprobs or [])
 
-    def _chunks(self, update: Update) -> list[ChunkChoice]:
-        """Returns one chunk per piece; tokens, log-probabilities and the end go with the last.
+    def _chunks(self, update: ChoiceUpdate) -> list[ChunkChoice]:
+        """Returns one chunk per delta; tokens, log-probabilities and the finish reason are in the last.
 
-        The others say that they have no tokens, where tokens are asked for: a router holds them until the last is there
+        If token ids are requested, the other chunks have an empty list: a router holds them back until the last one
         (docs/failures.md).
         """
         columns, wants_ids = self.logprob_columns(update), bool(self.request.return_token_ids)
         logprobs = ChatLogprobs(msgspec.Raw(b"[%s]" % columns[0])) if columns else None
-        tells = update.finish_reason or (update.token_ids and (logprobs or wants_ids))
-        if not update.pieces and not tells:
+        has_rest = update.finish_reason or (update.token_ids and (logprobs or wants_ids))
+        if not update.deltas and not has_rest:
             return []
-        deltas = [_delta(piece) for piece in update.pieces] or [Delta()]
+        deltas = [_openai_delta(delta) for delta in update.deltas] or [Delta()]
         chunks = [ChunkChoice(index=update.choice, delta=delta, token_ids=self._no_ids) for delta in deltas[:-1]]
         last = ChunkChoice(
             index=update.choice,
@@ -177,14 +189,14 @@ class ChatHandler(RequestHandler[ChatRequest]):
         return [*chunks, last]
 
 
-def _delta(piece: Piece) -> Delta:
-    match piece:
-        case Text():
-            return Delta(content=piece.text)
-        case Reasoning():
-            return Delta(reasoning_content=piece.text)
+def _openai_delta(delta: AnswerDelta) -> Delta:
+    match delta:
+        case TextDelta():
+            return Delta(content=delta.text)
+        case ReasoningDelta():
+            return Delta(reasoning_content=delta.text)
         case ToolCallStart():
-            function = FunctionDelta(name=piece.name, arguments="")
-            return Delta(tool_calls=[ToolCallDelta(index=piece.index, id=piece.id, type="function", function=function)])
-        case ToolArguments():
-            return Delta(tool_calls=[ToolCallDelta(index=piece.index, function=FunctionDelta(arguments=piece.text))])
+            function = FunctionDelta(name=delta.name, arguments="")
+            return Delta(tool_calls=[ToolCallDelta(index=delta.index, id=delta.id, type="function", function=function)])
+        case ToolArgumentsDelta():
+            return Delta(tool_calls=[ToolCallDelta(index=delta.index, function=FunctionDelta(arguments=delta.text))])

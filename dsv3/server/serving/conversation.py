@@ -1,7 +1,7 @@
-"""What the faces of a conversation share: a request is read as another vendor's, and answered as a chat.
+"""`ConversationHandler`: protocol adapters of other vendors' chat APIs, which are served as chat completions.
 
-Their answers are a series of sections, one after the other: a stretch of text, a stretch of reasoning, or a call with
-its arguments. Only the last one is open.
+An answer is a series of sections, one after the other: a stretch of text, a stretch of reasoning, or a call with its
+arguments. Only the last one is open.
 """
 
 import abc
@@ -15,18 +15,18 @@ import msgspec
 from dsv3.server.protocol.errors import ApiError
 from dsv3.server.protocol.openai import ChatMessage, ChatRequest, TextPart
 from dsv3.server.serving.chat import ChatHandler
-from dsv3.server.serving.generation import Update
+from dsv3.server.serving.generation import ChoiceUpdate
 from dsv3.server.serving.handler import to_json
 from dsv3.server.serving.request_parsing import converted, read_request
 from dsv3.server.serving.service import Service
 from dsv3.server.tenants import Tenant
-from dsv3.text.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallStart
+from dsv3.text.deltas import AnswerDelta, ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart
 
 Kind = Literal["text", "reasoning", "call"]
 
 
 class Section:
-    """One section; `call` says whose arguments its text is."""
+    """One section; `call` is the call whose arguments are its text."""
 
     def __init__(self, index: int, kind: Kind, call: ToolCallStart | None = None):
         self.index, self.kind, self.call = index, kind, call
@@ -35,16 +35,16 @@ class Section:
 
     @property
     def text(self) -> str:
-        """All of the section so far."""
+        """The section's text so far."""
         return self._text.getvalue()
 
     def add(self, text: str) -> None:
-        """Takes more of the section."""
+        """Appends text."""
         self._text.write(text)
 
 
 class SectionChange(NamedTuple):
-    """A section begins, has got more `text`, or is complete."""
+    """A section has been opened, has grown by `text`, or has been closed."""
 
     what: Literal["opened", "grown", "closed"]
     section: Section
@@ -52,32 +52,32 @@ class SectionChange(NamedTuple):
 
 
 class Sections:
-    """The sections of one answer; `all` are those so far."""
+    """The sections of one answer so far."""
 
     def __init__(self) -> None:
         self.all: list[Section] = []
 
-    def take(self, pieces: Iterable[Piece]) -> list[SectionChange]:
-        """Returns what pieces change."""
-        return [change for piece in pieces for change in self._take(piece)]
+    def add(self, deltas: Iterable[AnswerDelta]) -> list[SectionChange]:
+        """Appends deltas; returns the changes."""
+        return [change for delta in deltas for change in self._add(delta)]
 
     def end(self) -> list[SectionChange]:
-        """Returns what the end of the answer changes."""
+        """Closes the last section; returns the change."""
         if not self.all or not self.all[-1].is_open:
             return []
         self.all[-1].is_open = False
         return [SectionChange("closed", self.all[-1])]
 
-    def _take(self, piece: Piece) -> list[SectionChange]:
-        match piece:
+    def _add(self, delta: AnswerDelta) -> list[SectionChange]:
+        match delta:
             case ToolCallStart():
-                return self._open("call", piece)
-            case ToolArguments():
-                return [self._grow(piece.text)]
-            case Text() | Reasoning():
-                kind: Kind = "text" if isinstance(piece, Text) else "reasoning"
+                return self._open("call", delta)
+            case ToolArgumentsDelta():
+                return [self._grow(delta.text)]
+            case TextDelta() | ReasoningDelta():
+                kind: Kind = "text" if isinstance(delta, TextDelta) else "reasoning"
                 goes_on = bool(self.all) and self.all[-1].is_open and self.all[-1].kind == kind
-                return [*([] if goes_on else self._open(kind)), self._grow(piece.text)]
+                return [*([] if goes_on else self._open(kind)), self._grow(delta.text)]
 
     def _open(self, kind: Kind, call: ToolCallStart | None = None) -> list[SectionChange]:
         changes = self.end()
@@ -89,16 +89,16 @@ class Sections:
         return SectionChange("grown", self.all[-1], text)
 
 
-class ConversationHandler[Asked: msgspec.Struct](ChatHandler):
-    """The answer to a conversation in another vendor's JSON.
+class ConversationHandler[VendorRequest: msgspec.Struct](ChatHandler):
+    """Handles a conversation in another vendor's JSON.
 
     `names` maps a field of a `ChatRequest` to the vendor's name of it, for errors.
     """
 
-    asked_type: type[Asked]
+    vendor_type: type[VendorRequest]
     names: ClassVar[Mapping[str, str]]
-    farewell = b""
-    asked: Asked
+    stream_end = b""
+    vendor_request: VendorRequest
 
     def __init__(self, service: Service, body: bytes | bytearray, tenant: Tenant | None = None):
         super().__init__(service, body, tenant)
@@ -106,67 +106,67 @@ class ConversationHandler[Asked: msgspec.Struct](ChatHandler):
         self._has_begun = False
 
     async def prepare(self) -> None:
-        """Does what a chat does; errors name the fields as the client does."""
+        """Prepares the chat request; errors have the vendor's field names."""
         try:
             await super().prepare()
         except ApiError as error:
-            raise in_their_names(error, self.names) from None
+            raise with_vendor_names(error, self.names) from None
 
     async def read(self) -> ChatRequest:
-        self.asked = await read_request(self.service, self.asked_type, self._body)
-        return self.as_chat(self.asked)
+        self.vendor_request = await read_request(self.service, self.vendor_type, self._body)
+        return self.to_chat_request(self.vendor_request)
 
     async def whole(self) -> bytes:
-        """Returns the JSON of the complete answer; raises ApiError."""
-        last: list[Update] = []
+        """Returns the JSON of the complete response; raises ApiError."""
+        last: list[ChoiceUpdate] = []
 
-        def take(update: Update) -> None:
-            self.sections.take(update.pieces)
+        def collect(update: ChoiceUpdate) -> None:
+            self.sections.add(update.deltas)
             last[:] = [update]
 
-        await self.generation.run(self.parser, take)
+        await self.generation.run(self.parser, collect)
         return to_json(self.complete(last[0]))
 
-    def events(self, update: Update) -> list[bytes]:
-        """Returns the events of one update; the first one of an answer is greeted, the last one bidden farewell."""
-        lines = [] if self._has_begun else self.opening()
+    def events(self, update: ChoiceUpdate) -> list[bytes]:
+        """Returns an update's events, with the opening events before the first and the closing ones after the last."""
+        lines = [] if self._has_begun else self.opening_events()
         self._has_begun = True
-        changes = self.sections.take(update.pieces)
+        changes = self.sections.add(update.deltas)
         if update.finish_reason is not None:
             changes += self.sections.end()
-        lines += [line for change in changes for line in self.told(change)]
-        return lines if update.finish_reason is None else [*lines, *self.closing(update)]
+        lines += [line for change in changes for line in self.change_events(change)]
+        return lines if update.finish_reason is None else [*lines, *self.closing_events(update)]
 
     @abc.abstractmethod
-    def as_chat(self, asked: Asked) -> ChatRequest:
-        """Returns the same request as a chat's; raises ApiError for what a chat has not."""
+    def to_chat_request(self, request: VendorRequest) -> ChatRequest:
+        """Converts the vendor's request to a chat request; raises ApiError for what a chat request cannot express."""
 
     @abc.abstractmethod
-    def complete(self, last: Update) -> msgspec.Struct:
-        """Returns the complete answer, whose last update says why it ended."""
+    def complete(self, last: ChoiceUpdate) -> msgspec.Struct:
+        """Returns the complete response; `last` has the finish reason."""
 
     @abc.abstractmethod
-    def opening(self) -> list[bytes]:
-        """Returns the events before all sections."""
+    def opening_events(self) -> list[bytes]:
+        """Returns the events before the first section."""
 
     @abc.abstractmethod
-    def told(self, change: SectionChange) -> list[bytes]:
-        """Returns the events that tell of a change."""
+    def change_events(self, change: SectionChange) -> list[bytes]:
+        """Returns the events of a change."""
 
     @abc.abstractmethod
-    def closing(self, last: Update) -> list[bytes]:
-        """Returns the events behind all sections."""
+    def closing_events(self, last: ChoiceUpdate) -> list[bytes]:
+        """Returns the events after the last section."""
 
 
 def chat_request(fields: Mapping[str, Any], messages: list[ChatMessage]) -> ChatRequest:
-    """Returns a chat's request with the fields that are not None; raises ApiError as for a chat's body."""
+    """Returns a chat request of the fields that are not None; raises ApiError as for a chat's body."""
     request = converted(ChatRequest, fields)
     request.messages = messages
     return request
 
 
-def in_their_names(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """Returns an error with the vendor's names of fields; a tool's function has no level of its own there."""
+def with_vendor_names(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """Returns an error with the vendor's field names; a tool's function has no level of its own there."""
     path, colon, text = error.body.message.partition(": ")
     if colon and path.startswith("tools["):
         inner = re.sub(r"\.function\b", "", path).replace(".parameters", f".{names.get('parameters', 'parameters')}")
@@ -176,5 +176,5 @@ def in_their_names(error: ApiError, names: Mapping[str, str]) -> ApiError:
 
 
 def text_parts(texts: list[str]) -> list[TextPart]:
-    """Returns texts as the parts of a message."""
+    """Returns texts as parts of a message."""
     return [TextPart("text", text) for text in texts]

@@ -1,8 +1,7 @@
-"""What the dashboard shows, as one bounded JSON object, and a profile of steps as a Chrome trace for ui.perfetto.dev.
+"""The dashboard's data as one bounded JSON object, and a profile of steps as a Chrome trace for ui.perfetto.dev.
 
-Times of a trace are whole microseconds, and a span's length is what lies between its rounded ends. A span that ended a
-rounding later than the one around it would overlap it, and Perfetto leaves such spans out. It cuts fractions off after
-a product in floats.
+Times of a trace are whole microseconds, and a span's duration is the difference of its rounded ends. Otherwise a span
+could end after its parent by a rounding error, and Perfetto would drop it.
 """
 
 import gzip
@@ -15,7 +14,8 @@ import msgspec
 import numpy as np
 
 from dsv3.engine.step_log import EngineSnapshot, ExpertLoad, StepRecord
-from dsv3.server.serving.metrics_history import KEPT_S, TIERS
+from dsv3.server.serving.metrics import TIERS
+from dsv3.server.serving.metrics_history import KEPT_S
 from dsv3.server.serving.service import Service
 
 _HOST, _DEVICES = 1, 2
@@ -24,13 +24,13 @@ _NAMES = {_HOST: "host", _DEVICES: "devices (at most: from launch, or the result
 
 def write_trace(steps: Sequence[StepRecord], path: Path) -> int:
     """Writes the trace as gzipped JSON; returns its size in bytes. Raises OSError, FileExistsError among them."""
-    content = gzip.compress(msgspec.json.encode({"displayTimeUnit": "ms", "traceEvents": list(events_of(steps))}))
+    content = gzip.compress(msgspec.json.encode({"displayTimeUnit": "ms", "traceEvents": list(trace_events(steps))}))
     with path.open("xb") as file:
         return file.write(content)
 
 
-def events_of(steps: Sequence[StepRecord]) -> Iterator[dict[str, Any]]:
-    """Yields the events: spans of the host and of the devices, and counters of requests. Times are microseconds."""
+def trace_events(steps: Sequence[StepRecord]) -> Iterator[dict[str, Any]]:
+    """Yields the events: spans of the host and of the devices, and counters of requests; times in microseconds."""
     for thread, name in _NAMES.items():
         yield {"ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": {"name": name}}
     yield {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "dsv3 engine"}}
@@ -56,7 +56,7 @@ def _of_host(note: StepRecord, start: float) -> Iterator[dict[str, Any]]:
 
 
 def _of_devices(steps: Sequence[StepRecord], start: float) -> Iterator[dict[str, Any]]:
-    """Yields for each step the time in which its jobs, and no others, were on the devices or before them."""
+    """Yields for each step the time in which its jobs alone were on the devices or queued for them."""
     launched = {note.launched: (at, note) for note in steps if (at := _at(note, "launch")) is not None}
     free = start
     for note in steps:
@@ -74,7 +74,7 @@ def _at(note: StepRecord, what: str) -> float | None:
 
 
 def _last(note: StepRecord, what: str) -> float | None:
-    """Returns when the last such part ended; a step that was launched in two parts is waited for twice."""
+    """Returns when the last such part ended; a step launched in two parts has two waits."""
     return next((part.at for part in reversed(note.parts) if part.what == what), None)
 
 
@@ -88,16 +88,16 @@ def _us(seconds: float) -> int:
     return round(seconds * 1e6)
 
 
-_MAX_LAYERS, _MAX_COLUMNS = 256, 1024  # of a heat map; larger models show the first
-STEPS_TOLD = 120
+_MAX_LAYERS, _MAX_COLUMNS = 256, 1024  # of a heat map; the rest of a larger model is cut off
+MAX_STEPS_SHOWN = 120
 
 
 def picture(service: Service, since: float, experts: int) -> bytes:
-    """Returns the dashboard's JSON: curves after the time `since`, the experts' load unless it is version `experts`.
+    """Returns the dashboard's JSON: time series after `since`, and the expert load unless `experts` is its version.
 
     Numbers that do not exist (yet) are null or absent.
     """
-    stats, info, snapshot = service.metrics.stats, service.engine.info, service.onlooker.snapshot()
+    stats, info, snapshot = service.metrics.stats, service.engine.info, service.snapshot_poller.snapshot()
     return msgspec.json.encode(
         {
             "now": time.time(),
@@ -114,15 +114,15 @@ def picture(service: Service, since: float, experts: int) -> bytes:
             "recompilations": stats.get("recompilations"),
             "accepted_by_place": _accepted(stats),
             "tiers": [{"name": tier, **_tier(stats, tier)} for tier in TIERS if f"pages_tiers_{tier}_hits" in stats],
-            "experts": experts_of(snapshot, experts, stats),
-            "steps": [] if snapshot is None else [_step(note) for note in snapshot.steps[-STEPS_TOLD:]],
+            "experts": expert_load_json(snapshot, experts, stats),
+            "steps": [] if snapshot is None else [_step(note) for note in snapshot.steps[-MAX_STEPS_SHOWN:]],
             "series": service.history.series(since),
         }
     )
 
 
 def _accepted(stats: dict[str, Any]) -> list[float]:
-    """Returns the share of rows with drafts in which all up to a place were right, by place."""
+    """Returns the share of rows with drafts in which all drafts up to a position were accepted, by position."""
     rows = stats.get("draft_num_drafts", 0)
     return [count / rows for count in stats.get("draft_num_accepted_tokens_per_pos", [])] if rows else []
 
@@ -133,7 +133,7 @@ def _tier(stats: dict[str, Any], tier: str) -> dict[str, Any]:
 
 
 def _step(note: StepRecord) -> dict[str, Any]:
-    """Returns a step with its times in microseconds after its beginning, which is in seconds."""
+    """Returns a step; its parts' times are microseconds since its beginning, which is in seconds."""
     return {
         "began": note.began,
         "launched": note.launched,
@@ -144,19 +144,19 @@ def _step(note: StepRecord) -> dict[str, Any]:
     }
 
 
-def experts_of(snapshot: EngineSnapshot | None, known: int, stats: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the experts' load in percent of each layer's mean; only the version where the page knows it.
+def expert_load_json(snapshot: EngineSnapshot | None, known: int, stats: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the expert load in percent of each layer's mean; only its version where the page has it already.
 
-    None where the engine has shown none.
+    None where the engine has reported none.
     """
     if snapshot is None or snapshot.experts is None:
         return None
     load, names = snapshot.experts, ("experts_rebalances", "experts_moved", "experts_balancedness")
-    told = {"version": load.version} | {name: stats.get(name) for name in names}
+    found = {"version": load.version} | {name: stats.get(name) for name in names}
     if load.version == known:
-        return told
-    told |= {"layers": load.layers, "experts": load.experts, "devices": load.devices}
-    return told | {
+        return found
+    found |= {"layers": load.layers, "experts": load.experts, "devices": load.devices}
+    return found | {
         "load": _percent(load, load.load, load.experts),
         "device_load": _percent(load, load.device_load, load.devices),
         "before": _percent(load, load.before, load.devices),

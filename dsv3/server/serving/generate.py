@@ -1,4 +1,4 @@
-"""vLLM's `/inference/v1/generate`: token ids in, token ids out, for routers and trainers that tokenise themselves."""
+"""`POST /inference/v1/generate`, as vLLM's: token ids in, token ids out, for clients that tokenize themselves."""
 
 import functools
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ import msgspec
 from dsv3.server.protocol.errors import ApiError, invalid
 from dsv3.server.protocol.openai import ChatLogprobs, CompletionRequest, FinishReason, GenerateRequest, Usage
 from dsv3.server.serving.completions import CompletionHandler
-from dsv3.server.serving.generation import Update
-from dsv3.server.serving.handler import LIST_OF_GAP, WholeChoice, filled, to_event, to_json, with_commas
+from dsv3.server.serving.generation import ChoiceUpdate
+from dsv3.server.serving.handler import LIST_OF_GAP, CompleteChoice, fill_gaps, to_event, to_json, with_commas
 from dsv3.server.serving.logprobs import LogprobEncoder
 from dsv3.server.serving.request_parsing import converted, read_request
 
@@ -26,7 +26,7 @@ class GenerateChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer, or with the tokens of one step an event of it."""
+    """The complete response, or one event with the tokens of a step."""
 
     request_id: str
     choices: list[GenerateChoice] | msgspec.Raw
@@ -36,26 +36,26 @@ class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateHandler(CompletionHandler):
-    """The answer to a `GenerateRequest`: a text completion of which the tokens alone are told."""
+    """Handles a `GenerateRequest`: a text completion whose response has token ids alone."""
 
     async def read(self) -> CompletionRequest:
-        asked = await read_request(self.service, GenerateRequest, self._body)
-        self._request_id = asked.request_id
-        if not asked.token_ids:
+        generate = await read_request(self.service, GenerateRequest, self._body)
+        self._request_id = generate.request_id
+        if not generate.token_ids:
             raise invalid("token_ids: at least one is needed", "token_ids")
-        if asked.priority:
+        if generate.priority:
             raise invalid("priority: only 0 is supported", "priority", "unsupported_parameter")
-        sampling = {name: value for name, value in asked.sampling_params.items() if name not in _NOT_SAMPLING}
+        sampling = {name: value for name, value in generate.sampling_params.items() if name not in _NOT_SAMPLING}
         if sampling.get("prompt_logprobs") is not None:
-            what = "ask /v1/completions for log-probabilities of a prompt"
+            what = "log-probabilities of a prompt are available at /v1/completions"
             raise invalid(f"sampling_params.prompt_logprobs: {what}", "sampling_params", "unsupported_parameter")
         try:
             request = converted(CompletionRequest, sampling)
         except ApiError as error:
             raise error.renamed({name: f"sampling_params.{name}" for name in sampling}) from None
         for name in _SAME_NAME:
-            setattr(request, name, getattr(asked, name))
-        request.prompt, request.return_token_ids = asked.token_ids, True  # type: ignore[assignment]
+            setattr(request, name, getattr(generate, name))
+        request.prompt, request.return_token_ids = generate.token_ids, True  # type: ignore[assignment]
         return request
 
     @property
@@ -66,21 +66,21 @@ class GenerateHandler(CompletionHandler):
     def response(self, choices: msgspec.Raw) -> Any:
         return GenerateResponse(request_id=self.id, choices=choices, usage=self.usage)
 
-    def choice(self, whole: WholeChoice) -> Iterator[bytes]:
+    def choice(self, whole: CompleteChoice) -> Iterator[bytes]:
         choice = GenerateChoice(
             index=whole.index,
             logprobs=None if self.request.logprobs is None else ChatLogprobs(LIST_OF_GAP),
             finish_reason=whole.finish_reason,
             token_ids=whole.token_ids,
         )
-        return filled(to_json(choice), [with_commas(column) for column in whole.columns])
+        return fill_gaps(to_json(choice), [with_commas(column) for column in whole.columns])
 
-    def logprob_columns(self, update: Update) -> tuple[bytes, ...]:
+    def logprob_columns(self, update: ChoiceUpdate) -> tuple[bytes, ...]:
         if self.request.logprobs is None:
             return ()
         return self._encoder.chat(update.token_ids, update.logprobs or [])
 
-    def events(self, update: Update) -> list[bytes]:
+    def events(self, update: ChoiceUpdate) -> list[bytes]:
         """Returns an event with the tokens of an update."""
         columns = self.logprob_columns(update)
         choice = GenerateChoice(
@@ -92,8 +92,8 @@ class GenerateHandler(CompletionHandler):
         return [to_event(self.chunk([choice]))]
 
     def chunk(self, choices: list, usage: object = None) -> Any:
-        told = usage if self.includes_usage else msgspec.UNSET
-        return GenerateResponse(request_id=self.id, choices=choices, usage=told)  # type: ignore[arg-type]
+        shown = usage if self.includes_usage else msgspec.UNSET
+        return GenerateResponse(request_id=self.id, choices=choices, usage=shown)  # type: ignore[arg-type]
 
     @functools.cached_property
     def _encoder(self) -> LogprobEncoder:

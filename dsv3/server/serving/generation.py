@@ -1,4 +1,4 @@
-"""Runs the sequences of one request in the engine and turns their tokens into pieces of text as they come."""
+"""Runs the sequences of one request in the engine and turns their tokens into deltas as they arrive."""
 
 import asyncio
 import logging
@@ -26,29 +26,29 @@ from dsv3.server.engine.in_flight import EngineDied
 from dsv3.server.protocol.errors import ENGINE_DIED, ApiError, internal, invalid, unavailable
 from dsv3.server.protocol.openai import CompletionTokensDetails, FinishReason, PromptTokensDetails, Usage
 from dsv3.server.serving.prompts import EncodedPrompt, not_in_vocabulary
-from dsv3.server.serving.resume import Resumed
+from dsv3.server.serving.resume import ResumedChoice
 from dsv3.server.serving.sampling import does_not_fit
 from dsv3.server.serving.service import Service
 from dsv3.server.tenants import Tenant
-from dsv3.text.output import OutputDelta, OutputStream
+from dsv3.text.deltas import AnswerDelta
+from dsv3.text.output import OutputProcessor, OutputUpdate
 from dsv3.text.parser import AnswerParser
-from dsv3.text.pieces import Piece
 
-# Prompts longer than this together are prepared in a thread: 0.6 ms of hashing for 8k tokens, 16 ms for 128k.
+# Prompts of more tokens together are prepared in a thread: hashing takes 0.6 ms for 8k tokens, 16 ms for 128k.
 _INLINE_TOKENS = 8192
 _log = logging.getLogger("dsv3.server")
 
 ParserMaker = Callable[[EncodedPrompt], AnswerParser | None]
 
 
-class Update(msgspec.Struct, gc=False):
-    """What came for one choice: pieces, the tokens they were read from, and at the end why it ended.
+class ChoiceUpdate(msgspec.Struct, gc=False):
+    """New output of one choice: deltas, the tokens they come from, and the finish reason at the end.
 
-    Before all else come log-probabilities of the `prompt`, part by part, where they are asked for.
+    The `prompt`'s log-probabilities come first, part by part, where they are requested.
     """
 
     choice: int
-    pieces: list[Piece]
+    deltas: list[AnswerDelta]
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
@@ -57,12 +57,11 @@ class Update(msgspec.Struct, gc=False):
 
 
 class Generation:
-    """`n` choices for each of `prompts`, prompt by prompt, choices numbered throughout, with ids from `first` on.
+    """`n` choices for each of `prompts`, numbered prompt by prompt; their request ids start at `first`.
 
-    Those that go on with an answer are `resumed`; `retells` says whether what they had told is told again. With
-    `prompt_only` the one token that the engine gives is not told.
-    Nothing is sent to the engine before `start`, and whoever has started it closes it, early or late: that frees what
-    the engine still holds. While it is on `hold` nothing is told; tokens gather, and are told together after `release`.
+    `resumed` is the state of choices that another server began; `includes_resumed`: their earlier output is emitted
+    too. With `prompt_only` the one token that the engine samples is dropped. `start` sends the requests; `close` must
+    follow, and aborts what still runs. Between `hold` and `release` nothing is emitted; the tokens are collected.
     """
 
     def __init__(
@@ -74,8 +73,8 @@ class Generation:
         tenant: Tenant | None = None,
         *,
         first: int,
-        resumed: Sequence[Resumed] = (),
-        retells: bool = False,
+        resumed: Sequence[ResumedChoice] = (),
+        includes_resumed: bool = False,
         prompt_only: bool = False,
     ):
         self.id = secrets.token_hex(16)
@@ -84,25 +83,25 @@ class Generation:
         self._sampling = sampling
         self._service, self._tenant = service, tenant
         self._requests = requests
-        self._first, self._resumed, self._retells = first, resumed, retells
+        self._first, self._resumed, self._includes_resumed = first, resumed, includes_resumed
         self._prompt_only = prompt_only
         self._num_prompt_tokens = sum(len(p.token_ids) for p in prompts)
         self._started_at = time.monotonic()
         self.first_token_at: float | None = None
         self._choices: dict[int, _ChoiceStream] = {}
-        self._on_update: Callable[[Update], None] = lambda _: None
+        self._on_update: Callable[[ChoiceUpdate], None] = lambda _: None
         self._on_end: Callable[[ApiError | None], None] = lambda _: None
-        self._is_open = self._is_held = False
+        self._is_open = self._is_paused = False
         self._completion_tokens = self._reasoning_tokens = 0
         self._cached_tokens: dict[int, int] = {}
 
     def prompt_of(self, choice: int) -> EncodedPrompt:
-        """Returns the prompt that a choice continues."""
+        """Returns the prompt of a choice."""
         return self.prompts[choice // self.n]
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far; each prompt is counted once."""
+        """Token counts so far; each prompt counts once."""
         prompt = self._num_prompt_tokens
         cached = PromptTokensDetails(sum(self._cached_tokens.values()))
         details = CompletionTokensDetails(self._reasoning_tokens)
@@ -111,13 +110,12 @@ class Generation:
     def start(
         self,
         parser: ParserMaker,
-        on_update: Callable[[Update], None],
+        on_update: Callable[[ChoiceUpdate], None],
         on_end: Callable[[ApiError | None], None],
     ) -> None:
-        """Sends the requests, each choice with a parser of its own; raises ApiError where they cannot be taken.
+        """Sends the requests, each choice with its own parser; raises ApiError where they are refused.
 
-        `on_update` is called with what comes, and `on_end` once after it: with an error if not all choices
-        have ended as they should.
+        `on_update` receives the output, `on_end` is called once, last, with an error where a choice has failed.
         """
         self._on_update, self._on_end = on_update, on_end
         self._service.enter()
@@ -128,12 +126,12 @@ class Generation:
             self.close()
             raise
 
-    async def run(self, parser: ParserMaker, on_update: Callable[[Update], None]) -> None:
+    async def run(self, parser: ParserMaker, on_update: Callable[[ChoiceUpdate], None]) -> None:
         """Sends the requests and waits until all choices have ended; raises ApiError."""
         ended: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
 
         def end(error: ApiError | None) -> None:
-            if not ended.done():  # else whoever waits was cancelled, and closes this soon
+            if not ended.done():  # else the awaiting task was cancelled and closes this soon
                 ended.set_result(error)
 
         try:
@@ -144,18 +142,18 @@ class Generation:
             self.close()
 
     def hold(self) -> None:
-        """Tells nothing until `release`."""
-        self._is_held = True
+        """Pauses the updates until `release`."""
+        self._is_paused = True
 
     def release(self) -> None:
-        """Tells what has come meanwhile, in slices, and goes on."""
-        self._is_held = False
+        """Resumes the updates, in slices of what has been collected."""
+        self._is_paused = False
         for choice in list(self._choices.values()):
             if choice.pending or choice.resumed is not None:
                 self._service.engine.requeue(choice)
 
     def close(self) -> None:
-        """Frees what is still running."""
+        """Aborts what is still running."""
         if not self._is_open:
             return
         self._is_open = False
@@ -163,7 +161,7 @@ class Generation:
         if self._choices:
             self._service.engine.abort(list(self._choices))
             for _ in self._choices:
-                self._service.metrics.finished("abort")
+                self._service.metrics.record_finished("abort")
             self._choices.clear()
         if self._tenant is not None and self._cached_tokens:
             prompt = sum(len(self.prompts[index].token_ids) for index in self._cached_tokens)
@@ -172,13 +170,15 @@ class Generation:
 
     def _submit(self, parser: ParserMaker) -> None:
         self._service.require_ready()
-        requests, self._requests = self._requests, []  # from here on they are the engine's to hold
+        requests, self._requests = self._requests, []  # the engine client keeps them from here on
         for index in range(self.n * len(self.prompts)):
             self._choices[self._first + index] = self._stream(index, parser)
-        going = [choice for choice in self._choices.values() if not (choice.resumed and choice.resumed.finish_reason)]
+        unfinished = [
+            choice for choice in self._choices.values() if not (choice.resumed and choice.resumed.finish_reason)
+        ]
         try:
             if requests:
-                self._service.engine.submit(requests, going)
+                self._service.engine.submit(requests, unfinished)
         except (EngineBusy, EngineUnavailable) as error:
             self._choices.clear()
             raise _api_error(self._service, error) from None
@@ -188,29 +188,29 @@ class Generation:
     def _stream(self, index: int, parser: ParserMaker) -> "_ChoiceStream":
         resumed = self._resumed[index] if self._resumed else None
         if resumed is not None and resumed.token_ids:
-            return _ChoiceStream(self, index, self._first + index, resumed.stream, resumed)
-        stream = OutputStream(self._service.tokenizer, self._sampling, parser(self.prompt_of(index)))
-        return _ChoiceStream(self, index, self._first + index, stream)
+            return _ChoiceStream(self, index, self._first + index, resumed.output, resumed)
+        output = OutputProcessor(self._service.tokenizer, self._sampling, parser(self.prompt_of(index)))
+        return _ChoiceStream(self, index, self._first + index, output)
 
-    def take(self, choice: "_ChoiceStream") -> None:
-        """Tells what has come for a choice, unless it is on hold."""
-        if self._is_held or not self._is_open:
+    def on_outputs(self, choice: "_ChoiceStream") -> None:
+        """Processes the pending outputs of a choice, unless paused."""
+        if self._is_paused or not self._is_open:
             return
         try:
-            self._take(choice)
+            self._process(choice)
         except ApiError as error:
             self._finish(error)
         except Exception:
-            _log.exception("an answer failed")
+            _log.exception("request %s failed", self.id)
             self._finish(internal())
 
     def fail(self, choice: "_ChoiceStream", error: Exception) -> None:
-        """Ends everything; the engine may hold other choices of it."""
+        """Fails the whole request; aborts its other choices."""
         if not self._is_open or not self._choices:
             return
         if isinstance(error, EngineUnavailable | EngineDied):
             for _ in self._choices:
-                self._service.metrics.finished("error")
+                self._service.metrics.record_finished("error")
         ended, self._choices = list(self._choices), {}
         self._service.engine.abort(ended)
         self._finish(_api_error(self._service, error))
@@ -220,105 +220,105 @@ class Generation:
         self.close()
         on_end(error)
 
-    def _go_on(self, choice: "_ChoiceStream", resumed: Resumed) -> None:
-        """Counts what a choice had before, and tells it again where all is told; it may have ended."""
+    def _start_resumed(self, choice: "_ChoiceStream", resumed: ResumedChoice) -> None:
+        """Counts a resumed choice's earlier tokens, and emits them if requested; the choice may have ended."""
         choice.resumed = None
         self._service.metrics.add("resumed", 1)
         choice.num_tokens = len(resumed.token_ids)
         self._completion_tokens += choice.num_tokens
         self._reasoning_tokens += resumed.num_reasoning_tokens
-        update = Update(choice.index, [], [], None, resumed.finish_reason, resumed.stop_reason)
-        if self._retells:
-            update.pieces, update.token_ids = resumed.pieces, resumed.token_ids.tolist()
+        update = ChoiceUpdate(choice.index, [], [], None, resumed.finish_reason, resumed.stop_reason)
+        if self._includes_resumed:
+            update.deltas, update.token_ids = resumed.deltas, resumed.token_ids.tolist()
         if resumed.finish_reason is not None:
-            self._end(choice, resumed.finish_reason, engine_goes_on=False)
-        if self._retells or resumed.finish_reason is not None:
+            self._finish_choice(choice, resumed.finish_reason, engine_continues=False)
+        if self._includes_resumed or resumed.finish_reason is not None:
             self._on_update(update)
         if not self._choices:
             self._finish(None)
 
-    def _take(self, choice: "_ChoiceStream") -> None:
+    def _process(self, choice: "_ChoiceStream") -> None:
         if choice.resumed is not None:
-            self._go_on(choice, choice.resumed)
+            self._start_resumed(choice, choice.resumed)
         items, choice.pending = choice.pending, []
         if len(items) > SLICE:
             items, choice.pending = items[:SLICE], items[SLICE:]
             self._service.engine.requeue(choice)
-        if len(items) == 1 and isinstance(items[0], int):  # nearly always
-            self._continue(choice, items)  # type: ignore[arg-type]
+        if len(items) == 1 and isinstance(items[0], int):  # the usual case
+            self._process_tokens(choice, items)  # type: ignore[arg-type]
             return
         first = 0
         for i, item in enumerate(items):
             if not isinstance(item, int):
                 if first < i:
-                    self._continue(choice, items[first:i])  # type: ignore[arg-type]
+                    self._process_tokens(choice, items[first:i])  # type: ignore[arg-type]
                 first = i + 1
                 if not choice.has_ended:
-                    self._take_output(choice, item)
+                    self._process_output(choice, item)
                 if item.prompt_logprobs is not None and first < len(items):
-                    choice.pending = items[first:] + choice.pending  # one part at a time: others have their turn
+                    choice.pending = items[first:] + choice.pending  # one part at a time, so that other tasks run
                     self._service.engine.requeue(choice)
                     return
         if first < len(items):
-            self._continue(choice, items[first:] if first else items)  # type: ignore[arg-type]
+            self._process_tokens(choice, items[first:] if first else items)  # type: ignore[arg-type]
 
-    def _continue(self, choice: "_ChoiceStream", token_ids: list[int]) -> None:
-        """Tells tokens after which the choice goes on; its fields and the metrics are touched once for all of them."""
+    def _process_tokens(self, choice: "_ChoiceStream", token_ids: list[int]) -> None:
+        """Processes tokens that do not end the choice; updates its fields and the metrics once for all of them."""
         if choice.has_ended:
             return  # by a stop string
-        delta, now = choice.stream.push(token_ids), time.monotonic()
-        self._service.metrics.tokens(delta.num_tokens, now - choice.last_token_at)
+        processed, now = choice.output.push(token_ids), time.monotonic()
+        self._service.metrics.tokens(processed.num_tokens, now - choice.last_token_at)
         choice.last_token_at = now
-        self._tell(choice, delta, token_ids, None, engine_goes_on=True)
+        self._emit(choice, processed, token_ids, None, engine_continues=True)
 
-    def _take_output(self, choice: "_ChoiceStream", output: EngineOutput) -> None:
+    def _process_output(self, choice: "_ChoiceStream", output: EngineOutput) -> None:
         if output.finish_reason == "error":
             choice.has_ended = True
             del self._choices[output.request_id]
-            self._service.metrics.finished("error")
+            self._service.metrics.record_finished("error")
             raise ApiError(500, output.error or "the request failed", kind="server_error", code="engine_error")
         if output.prompt_logprobs is not None:
-            self._tell_prompt(choice, output.prompt_logprobs)
+            self._emit_prompt_logprobs(choice, output.prompt_logprobs)
             return
-        delta = choice.stream.push(output.token_ids, output.finish_reason, output.stop_token_id)
+        processed = choice.output.push(output.token_ids, output.finish_reason, output.stop_token_id)
         if self._prompt_only:
-            delta = OutputDelta([], 0, delta.finish_reason and "length")
-        self._observe(choice, output, delta.num_tokens)
-        self._tell(choice, delta, output.token_ids, output.logprobs, engine_goes_on=output.finish_reason is None)
+            processed = OutputUpdate([], 0, processed.finish_reason and "length")
+        self._record_latency(choice, output, processed.num_tokens)
+        self._emit(choice, processed, output.token_ids, output.logprobs, engine_continues=output.finish_reason is None)
 
-    def _tell_prompt(self, choice: "_ChoiceStream", part: PromptLogprobs) -> None:
-        """Tells of the prompt's tokens that have not been told of; a request that was pre-empted begins anew."""
-        is_first, part = not choice.num_told, part.behind(choice.num_told)
+    def _emit_prompt_logprobs(self, choice: "_ChoiceStream", part: PromptLogprobs) -> None:
+        """Emits the part not emitted yet: a preempted request computes its prompt again."""
+        is_first, part = not choice.num_prompt_logprobs, part.behind(choice.num_prompt_logprobs)
         if is_first or len(part):
-            choice.num_told = part.start + len(part)
-            self._on_update(Update(choice.index, [], [], prompt=part))
+            choice.num_prompt_logprobs = part.start + len(part)
+            self._on_update(ChoiceUpdate(choice.index, [], [], prompt=part))
 
-    def _tell(
+    def _emit(
         self,
         choice: "_ChoiceStream",
-        delta: OutputDelta,
+        processed: OutputUpdate,
         token_ids: list[int],
         logprobs: list[TokenLogprobs] | None,
-        engine_goes_on: bool,
+        engine_continues: bool,
     ) -> None:
-        count = delta.num_tokens
+        count = processed.num_tokens
         choice.num_tokens += count
         self._completion_tokens += count
-        self._reasoning_tokens += delta.num_reasoning_tokens
+        self._reasoning_tokens += processed.num_reasoning_tokens
         if count < len(token_ids):
             token_ids = token_ids[:count]
         if logprobs is not None:
             logprobs = logprobs[:count]
-        update = Update(choice.index, delta.pieces, token_ids, logprobs)
-        if delta.finish_reason is not None:
-            update.finish_reason, update.stop_reason = delta.finish_reason, delta.stop_reason
-            self._service.metrics.add("dropped_calls", delta.num_dropped_calls)
-            self._end(choice, delta.finish_reason, engine_goes_on)
+        update = ChoiceUpdate(choice.index, processed.deltas, token_ids, logprobs)
+        if processed.finish_reason is not None:
+            update.finish_reason, update.stop_reason = processed.finish_reason, processed.stop_reason
+            self._service.metrics.add("dropped_calls", processed.num_dropped_calls)
+            self._finish_choice(choice, processed.finish_reason, engine_continues)
         self._on_update(update)
         if not self._choices:
             self._finish(None)
 
-    def _observe(self, choice: "_ChoiceStream", output: EngineOutput, num_tokens: int) -> None:
+    def _record_latency(self, choice: "_ChoiceStream", output: EngineOutput, num_tokens: int) -> None:
         metrics, now = self._service.metrics, time.monotonic()
         if not choice.has_tokens and output.token_ids:
             waited, choice.first_token_at = now - self._started_at, now
@@ -336,13 +336,13 @@ class Generation:
             metrics.tokens(num_tokens, now - choice.last_token_at)
         choice.last_token_at = now
 
-    def _end(self, choice: "_ChoiceStream", reason: str, engine_goes_on: bool) -> None:
+    def _finish_choice(self, choice: "_ChoiceStream", reason: str, engine_continues: bool) -> None:
         choice.has_ended = True
         del self._choices[choice.request_id]
-        if engine_goes_on:
+        if engine_continues:
             self._service.engine.abort([choice.request_id])
         metrics = self._service.metrics
-        metrics.finished("stop" if reason == "tool_calls" else reason)
+        metrics.record_finished("stop" if reason == "tool_calls" else reason)
         metrics.observe("e2e", time.monotonic() - self._started_at)
         metrics.observe("prompt_length", len(self.prompt_of(choice.index).token_ids))
         metrics.observe("answer_length", choice.num_tokens)
@@ -351,31 +351,36 @@ class Generation:
 
 
 class _ChoiceStream:
-    """Where the engine's outputs of one choice arrive; see `dsv3.server.engine.in_flight.RequestStream`."""
+    """The `RequestStream` (`dsv3.server.engine.in_flight`) of one choice."""
 
     __slots__ = (
-        *("generation", "index", "request_id", "stream", "pending"),
+        *("generation", "index", "request_id", "output", "pending"),
         *("has_ended", "has_tokens", "is_queued", "first_token_at", "last_token_at"),
-        *("num_tokens", "resumed", "num_told"),
+        *("num_tokens", "resumed", "num_prompt_logprobs"),
     )
 
     def __init__(
-        self, generation: Generation, index: int, request_id: int, stream: OutputStream, resumed: Resumed | None = None
+        self,
+        generation: Generation,
+        index: int,
+        request_id: int,
+        output: OutputProcessor,
+        resumed: ResumedChoice | None = None,
     ):
-        self.generation, self.index, self.request_id, self.stream = generation, index, request_id, stream
+        self.generation, self.index, self.request_id, self.output = generation, index, request_id, output
         self.resumed = resumed
         self.pending: list[int | EngineOutput] = []
         self.is_queued = self.has_tokens = self.has_ended = False
         self.num_tokens = 0
-        self.num_told = 0  # tokens of the prompt, from the first on, whose log-probabilities were told
+        self.num_prompt_logprobs = 0  # prompt tokens, from the first on, whose log-probabilities were emitted
         self.first_token_at = self.last_token_at = time.monotonic()
 
     def on_outputs(self) -> None:
-        """Takes what has come."""
-        self.generation.take(self)
+        """Processes `pending`."""
+        self.generation.on_outputs(self)
 
     def fail(self, error: Exception) -> None:
-        """Ends the whole answer."""
+        """Fails the whole request."""
         self.generation.fail(self, error)
 
 
@@ -386,20 +391,22 @@ async def prepare_requests(
     cache_salt: str,
     pages_from: str,
     rank: int | None,
-    resumed: Sequence[Resumed],
+    resumed: Sequence[ResumedChoice],
     priority: int = 0,
     grammar: str = "",
 ) -> tuple[int, list[PreparedRequest]]:
-    """Returns the first id of the choices, and the engine's requests; raises ApiError.
+    """Returns the first request id and the engine's requests; raises ApiError.
 
-    There is one for each prompt, or one for each resumed choice that goes on. Long prompts are hashed off the event
-    loop.
+    There is one request per prompt, or one per unfinished resumed choice. Long prompts are hashed in a thread.
     """
     if sampling.stop and service.tokenizer is None:
         raise invalid("stop: this model has no tokenizer; use stop_token_ids", "stop", "no_tokenizer")
     rules, capacity = service.require_ready().rules, service.engine.capacity
     if (count := sampling.n * len(prompts)) > capacity:
-        raise invalid(f"{count} sequences in one request; this server holds {capacity}", "n")
+        raise invalid(
+            f"{count} sequences in one request; at most {capacity}; lower n or send several requests",
+            "n",
+        )
     try:
         service.engine.require_capacity(count)
     except EngineBusy as error:
@@ -415,7 +422,14 @@ async def prepare_requests(
         priority=priority,
         grammar=grammar,
     )
-    requests = _resuming(common, prompts, resumed) if resumed else _for_prompts(common, prompts)
+    replace, n = msgspec.structs.replace, sampling.n
+    if resumed:
+        requests = _resuming(common, prompts, resumed)
+    else:
+        requests = [
+            replace(common, request_id=first + n * i, prompt_token_ids=prompt.token_ids)
+            for i, prompt in enumerate(prompts)
+        ]
     is_long = sum(len(r.prompt_token_ids) + len(r.answer_token_ids) for r in requests) > _INLINE_TOKENS
     try:
         return first, await service.run(is_long, lambda: [prepare(request, rules) for request in requests])
@@ -427,17 +441,10 @@ async def prepare_requests(
         raise invalid(str(error)) from None
 
 
-def _for_prompts(common: EngineRequest, prompts: list[EncodedPrompt]) -> list[EngineRequest]:
-    """Returns a request for each prompt, like `common` otherwise."""
-    replace, n = msgspec.structs.replace, common.sampling.n
-    return [
-        replace(common, request_id=common.request_id + n * i, prompt_token_ids=prompt.token_ids)
-        for i, prompt in enumerate(prompts)
-    ]
-
-
-def _resuming(common: EngineRequest, prompts: list[EncodedPrompt], resumed: Sequence[Resumed]) -> list[EngineRequest]:
-    """Returns a request for each choice that has not ended: no two of them have the same tokens."""
+def _resuming(
+    common: EngineRequest, prompts: list[EncodedPrompt], resumed: Sequence[ResumedChoice]
+) -> list[EngineRequest]:
+    """Returns a request for each unfinished choice: no two of them have the same tokens."""
     replace, n = msgspec.structs.replace, common.sampling.n
     return [
         replace(
@@ -454,7 +461,7 @@ def _resuming(common: EngineRequest, prompts: list[EncodedPrompt], resumed: Sequ
 
 def _api_error(service: Service, error: Exception) -> ApiError:
     if isinstance(error, EngineBusy):
-        service.metrics.rejected("queue_full")
+        service.metrics.record_rejected("queue_full")
         return unavailable(str(error), "queue_full")
     if isinstance(error, EngineUnavailable):
         return unavailable(str(error), "engine_unavailable", retry_after=5)

@@ -1,8 +1,8 @@
-"""One request on its way to its answer: what chat and text completions have in common.
+"""`RequestHandler`: what the handlers of all APIs have in common.
 
-The JSON of a whole answer is joined from what came, without keeping the event loop: the response has a gap (a control
-character) where the pieces go. Encoded at once, log-probabilities of 200,000 tokens with 20 alternatives each kept the
-loop for 850 ms and took twice the memory.
+The JSON of a complete response is joined in slices, so that a large one does not block the event loop: the encoded
+response has a gap (a control character) where the parts go. Encoded in one piece, log-probabilities of 200,000 tokens
+with 20 alternatives each blocked the loop for 850 ms and took twice the memory.
 """
 
 import abc
@@ -18,28 +18,28 @@ import msgspec
 from dsv3.scheduler.request import MAX_PRIORITY
 from dsv3.server.protocol.errors import ApiError
 from dsv3.server.protocol.openai import FinishReason, SampledRequest, Usage
-from dsv3.server.serving.generation import Generation, Update, prepare_requests
-from dsv3.server.serving.kv_transfer import bootstrap_of, pages_from, told
+from dsv3.server.serving.generation import ChoiceUpdate, Generation, prepare_requests
+from dsv3.server.serving.kv_transfer import pages_from, parse_bootstrap, transfer_params
 from dsv3.server.serving.prompts import EncodedPrompt
 from dsv3.server.serving.request_parsing import read_request
-from dsv3.server.serving.resume import Resumed, answered_tokens, replayed
-from dsv3.server.serving.sampling import constraint_of, made_grammar, sampling_params
+from dsv3.server.serving.resume import ResumedChoice, replay_choices, resumed_tokens
+from dsv3.server.serving.sampling import build_grammar, parse_constraint, sampling_params
 from dsv3.server.serving.service import Service
 from dsv3.server.tenants import Tenant
-from dsv3.text.call_grammar import Wanted
+from dsv3.text.call_grammar import AnswerConstraints
+from dsv3.text.deltas import ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart
 from dsv3.text.parser import AnswerParser
-from dsv3.text.pieces import Reasoning, Text, ToolArguments, ToolCallStart
 
-# Bytes that are joined before others of the event loop have their turn: 1 ms where they come in records of 1 KiB.
+# Bytes that are joined before the event loop runs other tasks: 1 ms where they come in records of 1 KiB.
 _SLICE_BYTES = 2**20
-_GAP = b"\x01"  # no JSON has it: control characters are escaped
+_GAP = b"\x01"  # never part of encoded JSON, which escapes control characters
 
-GAP, LIST_OF_GAP = msgspec.Raw(_GAP), msgspec.Raw(b"[%s]" % _GAP)
-"""Stand in a response for what is put there later: a value, the items of a list."""
+LIST_OF_GAP = msgspec.Raw(b"[%s]" % _GAP)
+"""A list in a response whose items are filled in later."""
 
 
-class WholeChoice:
-    """All that came for one choice; `columns` are the JSON of its log-probabilities, as far as they are asked for."""
+class CompleteChoice:
+    """The output of one choice, collected; `columns` are the encoded log-probabilities, one list per JSON list."""
 
     def __init__(self, index: int):
         self.index = index
@@ -67,18 +67,18 @@ class WholeChoice:
     def token_ids(self) -> list[int]:
         return self._token_ids.tolist()
 
-    def add(self, update: Update, columns: Sequence[bytes]) -> None:
-        """Takes what one update brings; `columns` are those of its log-probabilities."""
-        for piece in update.pieces:
-            match piece:
-                case Text():
-                    self._text.write(piece.text)
-                case Reasoning():
-                    self._reasoning.write(piece.text)
+    def add(self, update: ChoiceUpdate, columns: Sequence[bytes]) -> None:
+        """Appends an update; `columns` are those of its log-probabilities."""
+        for delta in update.deltas:
+            match delta:
+                case TextDelta():
+                    self._text.write(delta.text)
+                case ReasoningDelta():
+                    self._reasoning.write(delta.text)
                 case ToolCallStart():
-                    self._calls.append((piece, io.StringIO()))
-                case ToolArguments():
-                    self._calls[piece.index][1].write(piece.text)
+                    self._calls.append((delta, io.StringIO()))
+                case ToolArgumentsDelta():
+                    self._calls[delta.index][1].write(delta.text)
         self._token_ids.extend(update.token_ids)
         self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
         self.columns = self.columns or [[] for _ in columns]
@@ -95,8 +95,8 @@ def with_commas(items: Iterable[bytes]) -> Iterator[bytes]:
         yield item
 
 
-def filled(json: bytes, gaps: Sequence[Iterable[bytes]]) -> Iterator[bytes]:
-    """Yields JSON with the pieces of each gap in its place."""
+def fill_gaps(json: bytes, gaps: Sequence[Iterable[bytes]]) -> Iterator[bytes]:
+    """Yields JSON with each gap replaced by its parts."""
     head, *tails = json.split(_GAP)
     yield head
     for pieces, tail in zip(gaps, tails, strict=True):
@@ -104,22 +104,22 @@ def filled(json: bytes, gaps: Sequence[Iterable[bytes]]) -> Iterator[bytes]:
         yield tail
 
 
-async def joined(pieces: Iterable[bytes]) -> bytes:
-    """Returns the pieces as one; the event loop looks around after each slice of them."""
+async def join_slices(pieces: Iterable[bytes]) -> bytes:
+    """Joins parts to one bytes object; other tasks run after each slice."""
     whole, since = io.BytesIO(), 0
     for piece in pieces:
         since += whole.write(piece)
         if since >= _SLICE_BYTES:
             since = 0
             await asyncio.sleep(0)
-    return whole.getvalue()  # not copied: a BytesIO holds a bytes object
+    return whole.getvalue()  # without a copy: a BytesIO holds a bytes object
 
 
 to_json: Callable[[object], bytes] = msgspec.json.Encoder().encode
 
 
-class Summary(NamedTuple):
-    """What the log tells of an answer; `first_token_at` is a time of `time.monotonic`."""
+class RequestSummary(NamedTuple):
+    """What the access log has of a request; `first_token_at` is a time of `time.monotonic`."""
 
     model: str
     prompt_tokens: int
@@ -134,91 +134,90 @@ def to_event(value: object, name: str | None = None) -> bytes:
 
 
 class RequestHandler[Request: SampledRequest](abc.ABC):
-    """The answer to the JSON of one request: `prepare` it, then ask for the `whole`, or `start` its events.
+    """One request: call `prepare`, then `whole` for the complete response, or `start` for events and `close` at last.
 
-    `tenant` sent it, if that is known. Its priority number is `earliest_priority` at least, whatever the request says.
-    Whoever has called `start` calls `close`.
+    `tenant` is the sender, if known. The request's priority number is raised to `min_priority`.
     """
 
     request_type: type[Request]
     id_prefix: ClassVar[str]
-    farewell: ClassVar[bytes] = b"data: [DONE]\n\n"
-    """What ends a stream, behind its last event."""
+    stream_end: ClassVar[bytes] = b"data: [DONE]\n\n"
+    """Written after the last event of a stream."""
     request: Request
     model: str
     rank: int | None = None
-    """Where it must run, None for wherever it costs least."""
+    """The data-parallel rank that must run it; None: the least loaded."""
 
     def __init__(self, service: Service, body: bytes | bytearray, tenant: Tenant | None = None):
         self.service = service
         self._tenant = tenant
-        self.earliest_priority = -MAX_PRIORITY
+        self.min_priority = -MAX_PRIORITY
         self.created = int(time.time())
         self._body = body
 
     @property
     def id(self) -> str:
-        """The answer's id; there is one once it is prepared."""
+        """The response's id; set by `prepare`."""
         return f"{self.id_prefix}-{self.generation.id}"
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far."""
+        """Token counts so far."""
         return self.generation.usage
 
-    def summary(self) -> Summary:
-        """Returns what the log tells of the answer as far as it has come; there is one once it is prepared."""
+    def summary(self) -> RequestSummary:
+        """Returns what the access log needs, as of now; call it after `prepare`."""
         usage = self.usage
-        return Summary(self.model, usage.prompt_tokens, usage.completion_tokens, self.generation.first_token_at)
+        return RequestSummary(self.model, usage.prompt_tokens, usage.completion_tokens, self.generation.first_token_at)
 
     @property
     def streams(self) -> bool:
-        """Whether the client wants events; known once it is prepared."""
+        """Whether the client asks for events; known after `prepare`."""
         return bool(self.request.stream)
 
     @property
     def includes_usage(self) -> bool:
-        """Whether events carry a field for the usage, null but for the last."""
+        """Whether events have a field `usage`, null in all but the last."""
         options = self.request.stream_options
         return options is not None and bool(options.include_usage)
 
     @property
     def prompt_only(self) -> bool:
-        """Whether the prompt is told and no answer; known once the request is read."""
+        """Whether the response has the prompt alone, without generated text; known after `read`."""
         return False
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether each event has the usage so far."""
+        """Whether each event has the usage so far (vLLM's `continuous_usage_stats`)."""
         options = self.request.stream_options
         return self.includes_usage and options is not None and bool(options.continuous_usage_stats)
 
     async def prepare(self) -> None:
-        """Reads the request and its prompts; raises ApiError for one that is refused. Nothing is generated yet."""
+        """Parses and validates the request and tokenizes its prompts; raises ApiError. Nothing is generated yet."""
         self.request = await self.read()
         self._body = b""
         self.model = self.service.require_model(self.request.model)
         self.check()
         salt = self.service.cache_salt(self._tenant, self.request.cache_salt)
-        priority = self.service.priority(self._tenant, max(self.request.priority or 0, self.earliest_priority))
+        priority = self.service.priority(self._tenant, max(self.request.priority or 0, self.min_priority))
         info = self.service.require_ready()
         source = pages_from(self.request.kv_transfer_params, info)
-        bootstrap = bootstrap_of(self.request, info)
+        bootstrap = parse_bootstrap(self.request, info)
         prompts = await self.read_prompts()
         if bootstrap is not None:
             bootstrap.check(len(prompts), self.request.resume is not None)
         sampling = sampling_params(self.service, self.request, prompts, self.max_tokens(), self.num_logprobs())
         grammar = await self.grammar(prompts)
-        answered = answered_tokens(self.service, self.request, sampling, prompts)
-        self.request.resume = None  # held once
-        self._resumed = await replayed(self.service, prompts, sampling, answered, self.parser, bool(grammar))
+        answered = resumed_tokens(self.service, self.request, sampling, prompts)
+        self.request.resume = None  # frees the second copy
+        self._resumed = await replay_choices(self.service, prompts, sampling, answered, self.parser, bool(grammar))
         first, requests = await prepare_requests(
             self.service, prompts, sampling, salt, source, self.rank, self._resumed, priority, grammar
         )
         if bootstrap is not None:
-            requests = bootstrap.joined(requests)
+            requests = bootstrap.with_rooms(requests)
         length = sum(len(prompt.token_ids) for prompt in prompts)
-        self._told = told(self.request.kv_transfer_params, info, length, streams=self.streams)
+        self._transfer_params = transfer_params(self.request.kv_transfer_params, info, length, streams=self.streams)
         self.generation = Generation(
             self.service,
             prompts,
@@ -227,7 +226,7 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
             self._tenant,
             first=first,
             resumed=self._resumed,
-            retells=not self.streams,
+            includes_resumed=not self.streams,
             prompt_only=self.prompt_only,
         )
 
@@ -236,38 +235,40 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
         return await read_request(self.service, self.request_type, self._body)
 
     async def whole(self) -> bytes:
-        """Returns the JSON of the complete answer; raises ApiError. A cancelled call leaves nothing in the engine."""
-        choices: dict[int, WholeChoice] = {}
+        """Returns the JSON of the complete response; raises ApiError. Cancelling it aborts the engine's requests."""
+        choices: dict[int, CompleteChoice] = {}
 
-        def take(update: Update) -> None:
+        def collect(update: ChoiceUpdate) -> None:
             if (choice := choices.get(update.choice)) is None:
-                choice = choices[update.choice] = WholeChoice(update.choice)
+                choice = choices[update.choice] = CompleteChoice(update.choice)
             choice.add(update, self.logprob_columns(update))
 
-        await self.generation.run(self.parser, take)
+        await self.generation.run(self.parser, collect)
         response = self.response(LIST_OF_GAP)
-        if self._told is not None:
-            response = msgspec.structs.replace(response, kv_transfer_params=self._told)
-        return await joined(filled(to_json(response), [self._choices([choices[index] for index in sorted(choices)])]))
+        if self._transfer_params is not None:
+            response = msgspec.structs.replace(response, kv_transfer_params=self._transfer_params)
+        return await join_slices(
+            fill_gaps(to_json(response), [self._choices([choices[index] for index in sorted(choices)])])
+        )
 
-    def _choices(self, wholes: list[WholeChoice]) -> Iterator[bytes]:
+    def _choices(self, wholes: list[CompleteChoice]) -> Iterator[bytes]:
         for i, whole in enumerate(wholes):
             if i:
                 yield b","
             yield from self.choice(whole)
 
     def start(self, on_event: Callable[[bytes], None], on_end: Callable[[ApiError | None], None]) -> None:
-        """Begins to generate; raises ApiError. `on_event` gets each event's lines, `on_end` is called last, once."""
+        """Starts to generate; raises ApiError. `on_event` gets each event's lines; `on_end` is called once, last."""
 
         for choice, resumed in enumerate(self._resumed):
             if resumed.token_ids:
                 self.skip(choice, resumed)
 
-        def tell(update: Update) -> None:
+        def emit(update: ChoiceUpdate) -> None:
             for event in self.events(update):
                 on_event(event)
 
-        def tell_with_usage(update: Update) -> None:
+        def emit_with_usage(update: ChoiceUpdate) -> None:
             usage = b'"usage":' + to_json(self.usage)
             for event in self.events(update):  # inside of a JSON string the quotes would be escaped
                 on_event(event.replace(b'"usage":null', usage, 1))
@@ -277,14 +278,14 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
                 on_event(to_event(self.chunk([], usage=self.usage)))
             on_end(error)
 
-        self.generation.start(self.parser, tell_with_usage if self.continuous_usage else tell, end)
+        self.generation.start(self.parser, emit_with_usage if self.continuous_usage else emit, end)
 
     def failure(self, error: ApiError) -> bytes:
         """Returns the lines of the event that ends a stream with an error."""
         return b"data: " + error.envelope()
 
     def close(self) -> None:
-        """Frees what is still running."""
+        """Aborts what is still running."""
         self.generation.close()
 
     @abc.abstractmethod
@@ -293,47 +294,47 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
 
     @abc.abstractmethod
     async def read_prompts(self) -> list[EncodedPrompt]:
-        """Returns the prompts, encoded."""
+        """Returns the tokenized prompts."""
 
     @abc.abstractmethod
     def max_tokens(self) -> int | None:
-        """Returns the bound on each choice's tokens, None if the request has none."""
+        """Returns the request's limit on the tokens of each choice; None without one."""
 
     async def grammar(self, prompts: list[EncodedPrompt]) -> str:
-        """Returns what the answers to `prompts` are held to, "" where they are free; raises ApiError."""
-        if (constraint := constraint_of(self.request)) is None:
+        """Returns the grammar that constrains the answers to `prompts`, "" without one; raises ApiError."""
+        if (constraint := parse_constraint(self.request)) is None:
             return ""
         field = "structured_outputs" if self.request.structured_outputs is not None else "response_format"
-        return await made_grammar(self.service, Wanted(constraint=constraint), field, len(prompts))
+        return await build_grammar(self.service, AnswerConstraints(constraint=constraint), field, len(prompts))
 
     @abc.abstractmethod
     def num_logprobs(self) -> int | None:
-        """Returns how many alternatives are told per token, None for no log-probabilities."""
+        """Returns how many alternatives each token comes with; None without log-probabilities."""
 
     @abc.abstractmethod
     def parser(self, prompt: EncodedPrompt) -> AnswerParser | None:
-        """Returns a new parser for one choice, None where its text is told as it is."""
+        """Returns a new parser for one choice; None where its text is not parsed."""
 
     @abc.abstractmethod
     def response(self, choices: msgspec.Raw) -> msgspec.Struct:
-        """Returns the complete answer around its choices."""
+        """Returns the complete response around its encoded choices."""
 
     @abc.abstractmethod
-    def choice(self, whole: WholeChoice) -> Iterator[bytes]:
-        """Yields the JSON of one choice of the complete answer."""
+    def choice(self, whole: CompleteChoice) -> Iterator[bytes]:
+        """Yields the JSON of one choice of the complete response."""
 
     @abc.abstractmethod
-    def logprob_columns(self, update: Update) -> tuple[bytes, ...]:
-        """Returns the JSON of an update's log-probabilities, the items of each list; none where none are wanted."""
+    def logprob_columns(self, update: ChoiceUpdate) -> tuple[bytes, ...]:
+        """Returns the encoded items of each JSON list of log-probabilities; empty where none are asked for."""
 
     @abc.abstractmethod
-    def events(self, update: Update) -> list[bytes]:
-        """Returns the lines of the events that one update makes."""
+    def events(self, update: ChoiceUpdate) -> list[bytes]:
+        """Returns the lines of an update's events."""
 
     @abc.abstractmethod
-    def skip(self, choice: int, resumed: Resumed) -> None:
-        """Notes that a choice's first events have been told elsewhere."""
+    def skip(self, choice: int, resumed: ResumedChoice) -> None:
+        """Skips the first events of a choice that is resumed: the client has them from another server."""
 
     @abc.abstractmethod
     def chunk(self, choices: list, usage: object = None) -> msgspec.Struct:
-        """Returns one event."""
+        """Returns one event around its choices."""

@@ -1,4 +1,4 @@
-"""The kinds of answers, by the paths under which clients ask for them."""
+"""The request handlers by the path of their route."""
 
 from dsv3.server.protocol.anthropic import MESSAGES
 from dsv3.server.serving.anthropic import MessagesHandler

@@ -1,10 +1,10 @@
-"""How a router has one instance compute a prompt and another one answer it, in vLLM's way and in SGLang's.
+"""Disaggregated prefill: the request fields by which one instance computes a prompt and another one generates.
 
-vLLM's is `kv_transfer_params`: the first request says `do_remote_decode`; its answer has the parameters that the second
-one carries. SGLang's is `bootstrap_host`, `bootstrap_port` and `bootstrap_room`: a router hands one body to both
-instances at once. The prefill instance computes the prompt, gives one token, and lets the other ask for the number
-`bootstrap_room`. The decode instance asks at the host and port, which are those of the prefill instance's
-`--transfer_address`, and fetches the pages from there. Batches have lists: a number for each prompt.
+vLLM's `kv_transfer_params`: the first request has `do_remote_decode`; its response has the parameters for the second
+request. SGLang's `bootstrap_host`, `bootstrap_port` and `bootstrap_room`: a router sends one body to both instances at
+once. The prefill instance computes the prompt, samples one token, and keeps the pages under the number
+`bootstrap_room`. The decode instance fetches them from host and port, which are those of the prefill instance's
+`--transfer_address`. Batches have lists: a number for each prompt.
 """
 
 import dataclasses
@@ -25,54 +25,54 @@ _ROOM, _HOST, _PORT = "bootstrap_room", "bootstrap_host", "bootstrap_port"
 
 @dataclasses.dataclass(frozen=True)
 class Bootstrap:
-    """Bootstrap rooms of a request's prompts: one for all, or one for each.
+    """Bootstrap rooms of a request's prompts: one for all, or one each.
 
-    `sources` are the instances to ask for pages; none: others ask this one.
+    `sources` are the addresses to fetch pages from; empty on the prefill instance.
     """
 
     bootstrap_rooms: tuple[int, ...]
     sources: tuple[str, ...] = ()
 
     def check(self, prompts: int, resumes: bool) -> None:
-        """Raises ApiError where several prompts have not a number each or one for all, or an answer is resumed.
+        """Raises ApiError where the numbers do not match the prompts, or the request also has `resume`.
 
-        A chat with `n` above 1 has `n` numbers for its one prompt; the first one counts.
+        A chat with `n` above 1 may have `n` numbers for its one prompt; the first one counts.
         """
         if resumes:
-            raise invalid(f"{_ROOM}: resume does not go with it; give kv_transfer_params with resume", _ROOM)
+            raise invalid(f"{_ROOM}: cannot be combined with resume; send kv_transfer_params with resume", _ROOM)
         if prompts > 1 and len(self.bootstrap_rooms) not in (1, prompts):
             raise invalid(
-                f"{_ROOM}: {len(self.bootstrap_rooms)} numbers for {prompts} prompts; give one for each", _ROOM
+                f"{_ROOM}: {len(self.bootstrap_rooms)} numbers for {prompts} prompts; send one for each", _ROOM
             )
 
-    def joined(self, requests: Sequence[PreparedRequest]) -> list[PreparedRequest]:
-        """Returns the engine's requests, one per prompt, with their meetings."""
-        return [self._joined(request, i % len(self.bootstrap_rooms)) for i, request in enumerate(requests)]
+    def with_rooms(self, requests: Sequence[PreparedRequest]) -> list[PreparedRequest]:
+        """Returns the engine's requests, one per prompt, with their bootstrap rooms."""
+        return [self._with_room(request, i % len(self.bootstrap_rooms)) for i, request in enumerate(requests)]
 
-    def _joined(self, request: PreparedRequest, i: int) -> PreparedRequest:
+    def _with_room(self, request: PreparedRequest, i: int) -> PreparedRequest:
         if not self.sources:
             return msgspec.structs.replace(request, bootstrap_room=self.bootstrap_rooms[i])
         return msgspec.structs.replace(request, pages_from=f"{self.sources[i]}#{self.bootstrap_rooms[i]}")
 
 
-def bootstrap_of(request: SampledRequest, info: EngineInfo) -> Bootstrap | None:
-    """Returns what a request says of its other half; None where it says nothing.
+def parse_bootstrap(request: SampledRequest, info: EngineInfo) -> Bootstrap | None:
+    """Returns the bootstrap rooms of a request; None without any.
 
-    Cuts a request down to its first token where this is the prefill instance. Raises ApiError for one that does not say
-    enough, or asks for what this server does not do.
+    On a prefill instance, limits the request to its first token. Raises ApiError for missing or contradicting fields,
+    and where this server does not transfer pages.
     """
     if request.bootstrap_room is None:
         return None
     if request.kv_transfer_params is not None:
-        raise invalid(f"{_ROOM}: kv_transfer_params say the same in another way; give one of them", _ROOM)
+        raise invalid(f"{_ROOM}: cannot be combined with kv_transfer_params; send one of them", _ROOM)
     bootstrap_rooms = tuple(_listed(request.bootstrap_room))
     if not bootstrap_rooms:
         raise invalid(f"{_ROOM}: the list is empty", _ROOM)
     if info.rules.prefills_only:
-        _cut(request)
+        _limit_to_prefill(request)
         return Bootstrap(bootstrap_rooms)
     if not info.fetches_pages:
-        what = "this server has no other half; start it with --role prefill or decode and --transfer_key_file"
+        what = "this server does not transfer pages; start it with --role prefill or decode and --transfer_key_file"
         raise invalid(f"{_ROOM}: {what}", _ROOM)
     hosts, ports = (_as_many(bootstrap_rooms, getattr(request, name), name) for name in (_HOST, _PORT))
     return Bootstrap(bootstrap_rooms, tuple(_source(host, port) for host, port in zip(hosts, ports, strict=True)))
@@ -83,7 +83,7 @@ def _listed[T](value: T | list[T]) -> list[T]:
 
 
 def _as_many[T](bootstrap_rooms: Sequence[int], value: T | list[T], name: str) -> list[T]:
-    """Returns a value for each meeting."""
+    """Returns a value for each bootstrap room."""
     values = _listed(value)
     if len(values) not in (1, len(bootstrap_rooms)):
         raise invalid(f"{name}: {len(values)} values for {len(bootstrap_rooms)} of {_ROOM}", name)
@@ -92,14 +92,14 @@ def _as_many[T](bootstrap_rooms: Sequence[int], value: T | list[T], name: str) -
 
 def _source(host: str | None, port: int | None) -> str:
     if host is None or port is None:
-        what = "of the prefill server's --transfer_address; routers take them with its URL: --prefill URL PORT"
+        what = "of the prefill server's --transfer_address; routers get the port as in --prefill URL PORT"
         name = _HOST if host is None else _PORT
-        raise invalid(f"{name}: give {_HOST} and {_PORT} {what}", name)
+        raise invalid(f"{name}: send {_HOST} and {_PORT} {what}", name)
     return address_of(host, port, _HOST)
 
 
-def _cut(request: SampledRequest) -> None:
-    """Leaves of a request what is needed to compute its prompt: the other instance answers."""
+def _limit_to_prefill(request: SampledRequest) -> None:
+    """Limits a request to one token: the decode instance generates the rest."""
     request.n = request.best_of = request.min_tokens = None
     request.max_tokens = 1
     if isinstance(request, ChatRequest):
@@ -113,8 +113,8 @@ _HOST_NAME = re.compile(r"[0-9A-Za-z._:-]+")
 def pages_from(params: TransferParams | None, info: EngineInfo) -> str:
     """Returns the "host:port" of the instance that has computed a request's prompt; "" for none.
 
-    Those of several processes have commas between. Raises ApiError where the request asks for what this server does
-    not do.
+    An instance of several processes has several addresses, separated by commas. Raises ApiError where the address is
+    missing, or this server fetches no pages.
     """
     if params is None or not params.do_remote_prefill:
         return ""
@@ -128,15 +128,15 @@ def pages_from(params: TransferParams | None, info: EngineInfo) -> str:
 
 
 def address_of(host: str, port: int, param: str) -> str:
-    """Returns "host:port", with brackets around an IPv6 address; ApiError for a host that can be none."""
+    """Returns "host:port", with brackets around an IPv6 address; raises ApiError for an invalid host name."""
     host = host.removeprefix("[").removesuffix("]")
     if not _is_host(host):
-        raise invalid(f"{param}: {host!r} is no host's name", param)
+        raise invalid(f"{param}: {host!r} is not a host name", param)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _is_host(text: str) -> bool:
-    """Returns whether a resolver takes a name; it would raise UnicodeError for "a..b"."""
+    """Returns whether a text may be a host name; a resolver would raise UnicodeError for "a..b"."""
     try:
         text.encode("idna")
     except UnicodeError:
@@ -150,24 +150,24 @@ def _checked(address: str) -> str:
     except ValueError as error:
         raise invalid(str(error), _NAME) from None
     if not _is_host(host):
-        raise invalid(f"remote_addresses: {address!r} has no host's name", _NAME)
+        raise invalid(f"remote_addresses: {address!r} has no valid host name", _NAME)
     return address
 
 
-def told(
+def transfer_params(
     params: TransferParams | None, info: EngineInfo, prompt_tokens: int, *, streams: bool
 ) -> dict[str, Any] | None:
-    """Returns what an answer tells the instance that goes on with it; None where nobody asked.
+    """Returns the response's `kv_transfer_params` for the decode instance; None where they are not requested.
 
-    A prefill instance tells it unasked, too: there are routers that look for it and do not ask (smg 1.13). Raises
-    ApiError where other instances cannot reach this one, and for a stream, which has no place for it.
+    A prefill instance always returns them: some routers look for them without asking (smg 1.13). Raises ApiError where
+    other instances cannot reach this one, and for a stream, which cannot carry them.
     """
     if (params is None or not params.do_remote_decode) and (streams or not info.rules.prefills_only):
         return None
     if streams:
-        raise invalid("do_remote_decode: ask for it without stream", "stream")
+        raise invalid("do_remote_decode: not available in a stream; send the request without stream", "stream")
     if not info.transfer_address:
-        raise invalid("do_remote_decode: nobody can fetch pages here; start it with --transfer_address", _NAME)
+        raise invalid("do_remote_decode: this server publishes no pages; start it with --transfer_address", _NAME)
     addresses = info.transfer_address.split(",")
     host, _, port = addresses[0].rpartition(":")
     return {

@@ -1,4 +1,4 @@
-"""Log-probabilities as JSON, in the two shapes of OpenAI's API; objects for msgspec would take ten times as long."""
+"""Log-probabilities as JSON, in OpenAI's two shapes; msgspec objects would take ten times as long."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,7 +14,7 @@ _to_json: Callable[[object], bytes] = msgspec.json.Encoder().encode
 
 
 class _Token(msgspec.Struct, frozen=True, gc=False):
-    """A token's text as JSON, its characters, and what stands around the number in a record of the chat shape."""
+    """A token's text as JSON, its length in characters, and the JSON before and after the number in a chat record."""
 
     name: bytes
     num_chars: int
@@ -23,14 +23,14 @@ class _Token(msgspec.Struct, frozen=True, gc=False):
 
 
 class LogprobEncoder:
-    """Makes the JSON of log-probabilities; remembers that of each token it has met, so at most of the vocabulary."""
+    """Encodes log-probabilities; caches the JSON of each token that it has seen, at most the vocabulary's."""
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
         self._known: dict[int, _Token] = {}
 
     def chat(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> tuple[bytes]:
-        """Returns records, commas between them: a record per token, with its bytes and its alternatives."""
+        """Returns one record per token, with its bytes and its alternatives, separated by commas."""
         records = []
         for token_id, entry in zip(ids, logprobs, strict=True):
             own, *numbers = _numbers([entry.logprob, *entry.top_logprobs])
@@ -45,9 +45,9 @@ class LogprobEncoder:
     def completion(
         self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int
     ) -> tuple[bytes, bytes, bytes, bytes]:
-        """Returns the items of four parallel lists: tokens, their numbers, their alternatives, where they stand.
+        """Returns the items of four parallel lists: tokens, log-probabilities, alternatives, text offsets.
 
-        `offset` is where in the text the first of these tokens stands.
+        `offset` is the first token's text offset, in characters.
         """
         tokens = [self._token(token_id) for token_id in ids]
         top, offsets = [], []
@@ -64,9 +64,9 @@ class LogprobEncoder:
     def echoed(
         self, prompt: Sequence[int], part: PromptLogprobs, count: int, offset: int
     ) -> tuple[tuple[bytes, bytes, bytes, bytes], int]:
-        """Returns the lists of `completion` for a part of the prompt, and the offset behind it.
+        """Returns the lists of `completion` for a part of the prompt, and the text offset after it.
 
-        The first token, of which nothing can be told, comes with the first part. Each has `count` alternatives at most.
+        The first token, which has no log-probability, comes with the first part. Each has at most `count` alternatives.
         """
         ids = prompt[part.start : part.start + len(part)]
         before = self.num_chars(prompt[:1]) if part.start == 1 else 0
@@ -80,7 +80,7 @@ class LogprobEncoder:
         return (names, values, top, offsets), end
 
     def prompt_records(self, prompt: Sequence[int], part: PromptLogprobs, count: int) -> bytes:
-        """Returns vLLM's records for a part of the prompt: by token id its number, its rank and its text."""
+        """Returns vLLM's records for a part of the prompt: log-probability, rank and text by token id."""
         ids = prompt[part.start : part.start + len(part)]
         records = [b"null"] if part.start == 1 else []
         for token_id, rank, entry in zip(ids, part.token_ranks(), part.tokens(), strict=True):
@@ -97,7 +97,7 @@ class LogprobEncoder:
         return b'"%d":{"logprob":%s,"rank":%d,"decoded_token":%s}' % (token_id, number, rank, name)
 
     def num_chars(self, ids: Sequence[int]) -> int:
-        """Returns how far tokens move the offset of the next one."""
+        """Returns the length of tokens in characters."""
         return sum(self._token(token_id).num_chars for token_id in ids)
 
     def _token(self, token_id: int) -> _Token:
@@ -116,5 +116,5 @@ class LogprobEncoder:
 
 
 def _numbers(values: list[float]) -> list[bytes]:
-    """Returns the JSON of numbers; msgspec writes null for those that JSON does not have."""
+    """Returns the JSON of numbers; replaces the null that msgspec writes for infinity and nan."""
     return [_LEAST if text == b"null" else text for text in _to_json(values)[1:-1].split(b",")]

@@ -1,8 +1,8 @@
 """Prometheus metrics, under vLLM's names where the meaning is vLLM's, so that its dashboards work.
 
-The engine's numbers come with its frames, to every front alike. Latencies and requests are counted by the fronts, where
-clients feel them, and summed over all fronts when somebody asks: each front has a row of an unnamed temporary file that
-all inherit and map, so that one that has ended leaves its counts behind, and nothing is left when all have ended.
+The engine sends its numbers with its outputs to every API server process. Requests and latencies are counted by the API
+servers and summed over all of them on a scrape: each has a row of an unnamed temporary file that all inherit and map.
+So the counts of a process outlive it, and nothing is left when all have ended.
 """
 
 import mmap
@@ -22,9 +22,9 @@ from dsv3.server.tenants import MAX_TENANTS, Tenant, Tenants
 
 
 class SharedNumbers:
-    """`size` float64 numbers for each of `api_servers` fronts; `mine` is the row of number `api_server`.
+    """`size` float64 counters for each of `api_servers` processes; `mine` is the row of number `api_server`.
 
-    `descriptor` is the file of another front's numbers of the same shape; without one, the file is new.
+    `descriptor` is the file that another API server process has made for the same shape; None makes a new one.
     """
 
     def __init__(self, size: int, api_servers: int = 1, api_server: int = 0, descriptor: int | None = None):
@@ -44,11 +44,11 @@ class SharedNumbers:
 
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
-"""Upper bounds of the latencies' buckets; the last bucket has none."""
+"""Upper bounds of the latency buckets, in seconds; the last bucket has none."""
 TOKENS = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 10**6)
-"""The same for lengths of prompts and answers."""
+"""Upper bounds of the buckets for lengths of prompts and answers, in tokens."""
 
-# field of the engine's stats -> (name of the metric, help)
+# Field of the engine's stats -> (name of the metric, help).
 _GAUGES = {
     "running": ("vllm:num_requests_running", "Requests with a slot in the engine."),
     "waiting": ("vllm:num_requests_waiting", "Requests in the queue."),
@@ -58,7 +58,7 @@ _GAUGES = {
 _COUNTERS = {
     "prefix_queries": ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     "prefix_hits": ("vllm:prefix_cache_hits", "Of these, tokens found."),
-    "preemptions": ("vllm:num_preemptions", "Requests put back into the queue for want of pages."),
+    "preemptions": ("vllm:num_preemptions", "Requests put back into the queue because pages ran out."),
     "recompilations": ("dsv3:recompilations", "Programs compiled after warm-up; stays 0."),
     "steps": ("dsv3:engine_steps", "Steps the engine has run."),
     "host_time_sum": ("dsv3:engine_host_seconds", "The host's time in steps, its waits for the device left out."),
@@ -67,7 +67,7 @@ _STEP_TOKENS = ("vllm:iteration_tokens_total", "Tokens of prompts and answers th
 _CACHE_CONFIG = ("vllm:cache_config_info", "What the cache is, in its labels; a block is a page.")
 _FALLBACKS = ("dsv3:kernel_fallback", "1 for an operation whose kernel has failed its check, and what runs instead.")
 _HOST_TIME = ("dsv3:engine_step_host_seconds", "The host's time per step, its wait for the device left out.")
-# The same for experts spread over devices, which not every server has.
+# The same for experts spread over devices, where they are.
 _EXPERT_GAUGES = {
     "experts_balancedness": ("dsv3:expert_balancedness", "Mean over maximum of the devices' expert load; 1 is even."),
     "experts_balancedness_min": ("dsv3:expert_balancedness_min", "The same of the most uneven layer."),
@@ -88,28 +88,31 @@ _RANK_GAUGES = {
     "decode_cache_imbalance": ("dsv3:decode_cache_imbalance", "Most tokens held by a rank's requests over the mean."),
     "decode_request_imbalance": ("dsv3:decode_request_imbalance", "Most running requests of a rank over the mean."),
 }
-# The same for drafts, where the engine verifies some.
+# The same for speculative decoding.
 _DRAFT_COUNTERS = {
     "draft_num_drafts": ("vllm:spec_decode_num_drafts", "Rows of decode steps that brought drafts."),
     "draft_num_draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Their drafts."),
     "draft_num_accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Of these, tokens that were right."),
 }
-_DRAFT_PLACES = ("vllm:spec_decode_num_accepted_tokens_per_pos", "The same by their place in the row, from 0.")
-# The same for answers that are held to grammars, where the engine takes some.
+_DRAFT_POSITIONS = ("vllm:spec_decode_num_accepted_tokens_per_pos", "The same by their place in the row, from 0.")
+# The same for constrained decoding.
 _GRAMMAR_GAUGES = {"grammars_num_kept": ("dsv3:grammars_kept", "Compiled grammars that the engine keeps.")}
 _GRAMMAR_COUNTERS = {
     "grammars_num_compiled": ("dsv3:grammars_compiled", "Grammars that the engine has compiled."),
     "grammars_num_found": ("dsv3:grammars_found", "Times that a grammar was kept and not compiled again."),
-    "mask_num_rows": ("dsv3:masked_rows", "Rows of steps that were held to a grammar."),
+    "mask_num_rows": ("dsv3:masked_rows", "Rows of steps that a grammar constrained."),
     "mask_num_failed": ("dsv3:mask_failures", "Requests that ended because their grammar took too much work."),
 }
-_MASK_TIME = ("dsv3:mask_step_seconds", "The host's time for the masks of a step that held a request to a grammar.")
+_MASK_TIME = ("dsv3:mask_step_seconds", "The host's time for the token masks of a step.")
 # The same where KV events are published.
 _EVENT_COUNTERS = {
-    "kv_events_dropped": ("dsv3:kv_events_dropped_batches", "Batches of KV events lost for want of room."),
+    "kv_events_dropped": (
+        "dsv3:kv_events_dropped_batches",
+        "Batches of KV events dropped because the buffer was full.",
+    ),
 }
-# The same for each tier that pages leave the devices for.
-_TIERS = ("host", "store", "peer")
+# The same for each KV offload tier.
+TIERS = ("host", "store", "peer")
 _TIER_GAUGES = {"bytes_held": ("dsv3:kv_tier_bytes", "Bytes of pages that a tier holds.")}
 _TIER_COUNTERS = {
     "queries": ("dsv3:kv_tier_queries", "Prompt tokens looked for in a tier."),
@@ -119,15 +122,15 @@ _TIER_COUNTERS = {
     "store_seconds": ("dsv3:kv_tier_store_seconds", "Time that writing them took."),
     "dropped": ("dsv3:kv_tier_dropped_pages", "Pages that a tier could not keep."),
     "damaged": ("dsv3:kv_tier_damaged_pages", "Pages that did not verify; they were computed again."),
-    "failures": ("dsv3:kv_tier_failures", "Times that a tier did not answer as it should."),
+    "failures": ("dsv3:kv_tier_failures", "Failed operations of a tier."),
     "evictions": ("dsv3:kv_tier_evictions", "Pages that made room for others."),
 }
-_TIER_LOADS = ("dsv3:kv_tier_load_seconds", "From asking a tier for a batch of pages to having them.")
-# The same for what pages of other instances come by.
+_TIER_LOADS = ("dsv3:kv_tier_load_seconds", "From requesting a batch of pages of a tier to having them.")
+# The same for each transport of KV pages between instances.
 _CARRIER_COUNTERS = {
-    "carried_bytes": ("dsv3:kv_transfer_bytes", "Bytes of other instances' pages, by what carried them."),
-    "carried_seconds": ("dsv3:kv_transfer_seconds", "Time that carrying and verifying them took."),
-    "carrier_failures": ("dsv3:kv_transfer_failures", "Transfers that did not bring what they should have."),
+    "carried_bytes": ("dsv3:kv_transfer_bytes", "Bytes of other instances' pages, by transport."),
+    "carried_seconds": ("dsv3:kv_transfer_seconds", "Time that transferring and verifying them took."),
+    "carrier_failures": ("dsv3:kv_transfer_failures", "Transfers that failed."),
 }
 _HISTOGRAMS = {
     "ttft": ("vllm:time_to_first_token_seconds", "From handing the request to the engine to its first token.", SECONDS),
@@ -143,10 +146,10 @@ _TOTALS = {
     "prompt_tokens": ("vllm:prompt_tokens", "Prompt tokens of requests that were taken."),
     "generation_tokens": ("vllm:generation_tokens", "Tokens sampled for clients."),
     "resumed": ("dsv3:resumed", "Choices that went on with an answer begun elsewhere."),
-    "continued": ("dsv3:continued", "Sequences that went on in another engine after theirs had died."),
-    "given_up": ("dsv3:given_up", "Requests that engines died with, and that no other one was given."),
-    "engine_restarts": ("dsv3:engine_restarts", "Times that the engine was started anew."),
-    "grammars_refused": ("dsv3:grammars_refused", "Constraints that no answer can be held to: their requests got 400."),
+    "continued": ("dsv3:continued", "Sequences continued by another engine after theirs died."),
+    "given_up": ("dsv3:given_up", "Requests given up because engines died with them."),
+    "engine_restarts": ("dsv3:engine_restarts", "Restarts of the engine."),
+    "grammars_refused": ("dsv3:grammars_refused", "Constraints that cannot be compiled: their requests got 400."),
     "dropped_calls": ("dsv3:tool_calls_dropped", "Tool calls without a name, or that the client does not take."),
 }
 # (name, help, label) -> the label's values
@@ -156,31 +159,31 @@ _LABELLED = {
         *("queue_full", "starting", "draining", "failed", "connections"),
     ),
 }
-# Numbers of each tenant, in the order of `Metrics.charge`; labelled with names from the key file alone.
+# Numbers of each tenant, in the order of `Metrics.charge`; only names in the key file become labels.
 _BY_TENANT = {
     "dsv3:tenant_requests": "Requests of an API key that got a token.",
-    "dsv3:tenant_prompt_tokens": "Their prompt tokens, as their usage tells them.",
-    "dsv3:tenant_generation_tokens": "Their tokens of answers.",
+    "dsv3:tenant_prompt_tokens": "Their prompt tokens, as in their usage.",
+    "dsv3:tenant_generation_tokens": "Their generated tokens.",
 }
-_PLACES = {
+_INDEX = {
     key: i
     for i, key in enumerate([*_TOTALS, *((name, value) for (name, *_), all_ in _LABELLED.items() for value in all_)])
 }
 _SIZES = [len(bounds) + 2 for _, _, bounds in _HISTOGRAMS.values()]  # a count per bucket, and the sum
-_HISTOGRAM_PLACES = {key: len(_PLACES) + sum(_SIZES[:i]) for i, key in enumerate(_HISTOGRAMS)}
-_TENANT_PLACE = len(_PLACES) + sum(_SIZES)
-NUM_NUMBERS = _TENANT_PLACE + len(_BY_TENANT) * MAX_TENANTS
-"""How many numbers a front counts."""
+_HISTOGRAM_INDEX = {key: len(_INDEX) + sum(_SIZES[:i]) for i, key in enumerate(_HISTOGRAMS)}
+_TENANT_INDEX = len(_INDEX) + sum(_SIZES)
+NUM_NUMBERS = _TENANT_INDEX + len(_BY_TENANT) * MAX_TENANTS
+"""The number of counters of one API server process."""
 
 _MAX_PENDING = 4096
 
 
 class Metrics:
-    """All metrics of one server, labelled with the model's name; `numbers` are those that its fronts share.
+    """All metrics of one server, labelled with the model's name; `numbers` are shared by its API servers.
 
-    The numbers of `tenants` lie in the order of their places. What is counted reaches the other fronts with `flush`.
-    `cache_config` returns the labels of `vllm:cache_config_info`, none before they are known, `kernel_fallbacks` the
-    operations whose kernels have been replaced, with what runs instead. `process_*` are of the process that is asked.
+    Counts reach the other API servers with `flush`. `cache_config` returns the labels of `vllm:cache_config_info`, none
+    before they are known; `kernel_fallbacks` the operations whose kernels have been replaced, with the replacement.
+    `process_*` are of the process that answers the scrape.
     """
 
     def __init__(self, model_name: str, numbers: SharedNumbers | None = None, tenants: Tenants | None = None):
@@ -193,23 +196,23 @@ class Metrics:
         self._numbers = numbers or SharedNumbers(NUM_NUMBERS)
         self._tenants = tenants or Tenants()
         self._stats: Stats = {}
-        self._counts = dict.fromkeys(_PLACES, 0)
+        self._counts = dict.fromkeys(_INDEX, 0)
         self._observed: dict[str, list[float]] = {key: [] for key in _HISTOGRAMS}
         self._gaps = self._observed["itl"]
 
     def update(self, stats: Stats) -> None:
-        """Takes the engine's numbers; those without a metric are ignored."""
+        """Sets the engine's numbers; those without a metric are ignored."""
         self._stats = stats
 
     def observe(self, what: str, value: float) -> None:
-        """Adds a value to a histogram by its name, such as "ttft" or "prompt_length"."""
+        """Adds a value to a histogram by name, such as "ttft" or "prompt_length"."""
         pending = self._observed[what]
         pending.append(value)
         if len(pending) >= _MAX_PENDING:
             self.flush()
 
     def tokens(self, count: int, seconds: float) -> None:
-        """Adds tokens of a sequence that came together, `seconds` after those before."""
+        """Adds `count` tokens of a sequence that arrived together, `seconds` after those before."""
         self._counts["generation_tokens"] += count
         if count > 1:
             self._gaps.extend([seconds / count] * count)
@@ -219,30 +222,30 @@ class Metrics:
             self.flush()
 
     def add(self, what: str, count: int) -> None:
-        """Adds to a total by its name, such as "prompt_tokens" or "dropped_calls"."""
+        """Adds to a total by name, such as "prompt_tokens" or "dropped_calls"."""
         self._counts[what] += count
 
-    def finished(self, reason: str) -> None:
-        """Counts a sequence that has ended by "stop", "length", "abort" or "error"."""
+    def record_finished(self, reason: str) -> None:
+        """Counts a finished sequence by reason: "stop", "length", "abort" or "error"."""
         self._counts["vllm:request_success", reason] += 1
 
-    def rejected(self, reason: str) -> None:
+    def record_rejected(self, reason: str) -> None:
         """Counts a request refused with 503."""
         self._counts["vllm:admission_rejections", reason] += 1
 
     def charge(self, tenant: Tenant, prompt_tokens: int, generation_tokens: int) -> None:
-        """Counts a request that has ended for its tenant."""
-        start = _TENANT_PLACE + len(_BY_TENANT) * self._tenants.index_of(tenant)
+        """Adds a finished request to its tenant's counts."""
+        start = _TENANT_INDEX + len(_BY_TENANT) * self._tenants.index_of(tenant)
         self._numbers.mine[start : start + len(_BY_TENANT)] += (1, prompt_tokens, generation_tokens)
 
     def flush(self) -> None:
-        """Writes what was counted to where all fronts read it."""
+        """Adds the counts since the last flush to the shared numbers."""
         mine = self._numbers.mine
-        for key, place in _PLACES.items():
+        for key, place in _INDEX.items():
             if count := self._counts[key]:
                 mine[place] += count
                 self._counts[key] = 0
-        for key, start in _HISTOGRAM_PLACES.items():
+        for key, start in _HISTOGRAM_INDEX.items():
             if values := self._observed[key]:
                 bounds = _HISTOGRAMS[key][2]
                 end = start + len(bounds) + 1
@@ -252,27 +255,27 @@ class Metrics:
 
     @property
     def stats(self) -> Stats:
-        """The engine's numbers, as they came last."""
+        """The engine's latest numbers."""
         return self._stats
 
     def counted(self) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-        """Returns what all fronts have counted.
+        """Returns the sums over all API servers: totals, and the bucket counts of histograms.
 
-        Totals have the names of `add`, `finished` and `rejected`; histograms, by the names of `observe` and "itl", the
-        counts of their buckets: `[len(SECONDS) + 1]` for a latency.
+        Totals are named as for `add`, `record_finished` and `record_rejected`, histograms as for `observe`, and "itl".
+        Bucket counts of a latency are `[len(SECONDS) + 1]`.
         """
         self.flush()
         numbers = self._numbers.sum()
-        totals = {key if isinstance(key, str) else key[1]: float(numbers[place]) for key, place in _PLACES.items()}
-        ends = {key: start + len(_HISTOGRAMS[key][2]) + 1 for key, start in _HISTOGRAM_PLACES.items()}
-        return totals, {key: numbers[start : ends[key]] for key, start in _HISTOGRAM_PLACES.items()}
+        totals = {key if isinstance(key, str) else key[1]: float(numbers[place]) for key, place in _INDEX.items()}
+        ends = {key: start + len(_HISTOGRAMS[key][2]) + 1 for key, start in _HISTOGRAM_INDEX.items()}
+        return totals, {key: numbers[start : ends[key]] for key, start in _HISTOGRAM_INDEX.items()}
 
     def text(self) -> bytes:
         """Returns the exposition in Prometheus's text format."""
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yields every metric; what prometheus_client asks of a collector."""
+        """Yields every metric; prometheus_client's interface of a collector."""
         stats = self._stats
         spread = "experts_balancedness" in stats
         of_ranks = {key: named for key, named in _RANK_GAUGES.items() if key in stats}
@@ -282,13 +285,15 @@ class Metrics:
             yield self._family(GaugeMetricFamily, name, text, {(): _number(stats, key)})
         drafts = _DRAFT_COUNTERS if "draft_num_drafts" in stats else {}
         events = _EVENT_COUNTERS if "kv_events_dropped" in stats else {}
-        held = _GRAMMAR_COUNTERS if takes_grammars else {}
-        for key, (name, text) in (_COUNTERS | (_EXPERT_COUNTERS if spread else {}) | drafts | held | events).items():
+        grammars = _GRAMMAR_COUNTERS if takes_grammars else {}
+        for key, (name, text) in (
+            _COUNTERS | (_EXPERT_COUNTERS if spread else {}) | drafts | grammars | events
+        ).items():
             yield self._family(CounterMetricFamily, name, text, {(): _number(stats, key)})
         if isinstance(even := stats.get("experts_balancedness_by_layer"), list):
             yield self._family(GaugeMetricFamily, *_EXPERT_LAYERS, _numbered(even), ["layer"])
         if isinstance(accepted := stats.get("draft_num_accepted_tokens_per_pos"), list):
-            yield self._family(CounterMetricFamily, *_DRAFT_PLACES, _numbered(accepted), ["position"])
+            yield self._family(CounterMetricFamily, *_DRAFT_POSITIONS, _numbered(accepted), ["position"])
         for (name, text), bounds, counts, totals in (
             (_HOST_TIME, HOST_TIME_BOUNDS, stats.get("host_time_counts"), ("host_time_sum",)),
             (_MASK_TIME, HOST_TIME_BOUNDS, stats.get("mask_counts"), ("mask_seconds",)),
@@ -307,9 +312,9 @@ class Metrics:
         yield from self._counted()
 
     def _of_tiers(self) -> Iterator[Metric]:
-        """Yields what the tiers below the devices have counted."""
+        """Yields the metrics of the KV offload tiers."""
         stats = self._stats
-        tiers = [tier for tier in _TIERS if f"pages_tiers_{tier}_hits" in stats]
+        tiers = [tier for tier in TIERS if f"pages_tiers_{tier}_hits" in stats]
         if not tiers:
             return
         loading = "dsv3:num_requests_loading", "Requests that wait for pages of a tier."
@@ -333,24 +338,24 @@ class Metrics:
                 yield self._family(CounterMetricFamily, name, text, by_carrier, ["carrier"])
 
     def _counted(self) -> Iterator[Metric]:
-        """Yields what all fronts have counted."""
+        """Yields the sums over all API servers."""
         self.flush()
         numbers = self._numbers.sum().tolist()
         for key, (name, text) in _TOTALS.items():
-            yield self._family(CounterMetricFamily, name, text, {(): numbers[_PLACES[key]]})
+            yield self._family(CounterMetricFamily, name, text, {(): numbers[_INDEX[key]]})
         for (name, text, label), values in _LABELLED.items():
-            found: dict[tuple[str, ...], float] = {(value,): numbers[_PLACES[name, value]] for value in values}
+            found: dict[tuple[str, ...], float] = {(value,): numbers[_INDEX[name, value]] for value in values}
             yield self._family(CounterMetricFamily, name, text, found, [label])
         yield from self._by_tenant(numbers)
         for key, (name, text, bounds) in _HISTOGRAMS.items():
-            start = _HISTOGRAM_PLACES[key]
+            start = _HISTOGRAM_INDEX[key]
             end = start + len(bounds) + 1
             yield self._histogram(name, text, bounds, numbers[start:end], numbers[end])
 
     def _by_tenant(self, numbers: list[float]) -> Iterator[Metric]:
         names = [tenant.name for tenant in self._tenants.all]
         for i, (name, text) in enumerate(_BY_TENANT.items() if names else ()):
-            found = numbers[_TENANT_PLACE + i :: len(_BY_TENANT)]
+            found = numbers[_TENANT_INDEX + i :: len(_BY_TENANT)]
             values: dict[tuple[str, ...], float] = {(tenant,): found[place] for place, tenant in enumerate(names)}
             yield self._family(CounterMetricFamily, name, text, values, ["tenant"])
 

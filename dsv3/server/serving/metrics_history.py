@@ -1,9 +1,9 @@
-"""The last minutes of a server in seconds, for its dashboard: what was counted, and what that says per second.
+"""The last minutes of a server for its dashboard: one row of numbers per second, and rates computed from them.
 
-A front notes a row per second from numbers that it has anyway: the engine's, which come ten times per second, and
-those that all fronts count together. So every front shows the same picture, and the engine does nothing for it. The
-engine is asked to show its steps only when a client looks, at most once per second and front; the client gets what was
-seen last, so that a slow step delays no picture.
+An API server records a row per second from numbers that it has anyway: the engine's stats, which arrive ten times per
+second, and the counts of all API servers. So every API server shows the same data at no cost for the engine. Snapshots
+of steps are requested only while a client asks, at most once per second and API server; the client gets the latest
+one, so that a slow step delays no response.
 """
 
 import asyncio
@@ -17,67 +17,68 @@ import numpy as np
 from dsv3.engine.step_log import EngineSnapshot, StepRecord
 from dsv3.server.engine.client import EngineClient
 from dsv3.server.protocol.errors import unavailable
-from dsv3.server.serving.metrics import SECONDS, Metrics
+from dsv3.server.serving.metrics import SECONDS, TIERS, Metrics
 
-_LOOK_EVERY_S = 0.9
-_FORGET_S = 10.0
+_POLL_INTERVAL_S = 0.9
+_SNAPSHOT_MAX_AGE_S = 10.0
 _PROFILE_WAIT_S = 30.0
 
 
 class SnapshotPoller:
-    """A front's eyes on the engine: what was seen last, and whether a profile is on its way."""
+    """Requests snapshots and profiles from the engine; keeps the latest snapshot."""
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
-        self._engine.on_inspection = self._take
-        self._asked_at = self._seen_at = float("-inf")
+        self._engine.on_inspection = self._on_snapshot
+        self._requested_at = self._received_at = float("-inf")
         self._snapshot: EngineSnapshot | None = None
         self._profile: asyncio.Future[list[StepRecord]] | None = None
 
     def snapshot(self) -> EngineSnapshot | None:
-        """Returns what was seen in the last seconds, None where nothing was; asks the engine for what comes next."""
+        """Returns the latest snapshot, None if it is too old; requests the next one."""
         now = time.monotonic()
-        if now - self._asked_at > _LOOK_EVERY_S:
-            self._asked_at = now
+        if now - self._requested_at > _POLL_INTERVAL_S:
+            self._requested_at = now
             self._engine.inspect("snapshot")
-        return self._snapshot if now - self._seen_at < _FORGET_S else None
+        return self._snapshot if now - self._received_at < _SNAPSHOT_MAX_AGE_S else None
 
     async def start_profile(self) -> None:
-        """Has the engine begin a profile; raises ApiError as `stop_profile` does."""
-        await self._ask("start_profile")
+        """Starts a profile in the engine; raises ApiError as `stop_profile` does."""
+        await self._request("start_profile")
 
     async def stop_profile(self) -> list[StepRecord]:
-        """Returns the steps of the profile, which ends; ApiError 503 where the engine does not answer in time."""
-        return await self._ask("stop_profile")
+        """Stops the profile and returns its steps; raises ApiError 503 where the engine does not answer in time."""
+        return await self._request("stop_profile")
 
-    async def _ask(self, what: Literal["start_profile", "stop_profile"]) -> list[StepRecord]:
+    async def _request(self, what: Literal["start_profile", "stop_profile"]) -> list[StepRecord]:
         if self._engine.state != "ready":
             raise unavailable(self._engine.reason, "engine_unavailable", retry_after=5)
         if self._profile is not None:
-            raise unavailable("another request begins or ends a profile just now", "profile_busy")
+            raise unavailable("another request is starting or stopping a profile; try again", "profile_busy")
         self._profile = asyncio.get_running_loop().create_future()
         self._engine.inspect(what)
         try:
             return await asyncio.wait_for(self._profile, _PROFILE_WAIT_S)
         except TimeoutError:
-            raise unavailable("the engine has not answered; its step takes long", "profile_timeout") from None
+            raise unavailable(
+                f"the engine has not answered within {_PROFILE_WAIT_S:g} s; try again", "profile_timeout"
+            ) from None
         finally:
             self._profile = None
 
-    def _take(self, seen: EngineSnapshot | list[StepRecord]) -> None:
+    def _on_snapshot(self, seen: EngineSnapshot | list[StepRecord]) -> None:
         if isinstance(seen, EngineSnapshot):
-            self._snapshot, self._seen_at = seen, time.monotonic()
+            self._snapshot, self._received_at = seen, time.monotonic()
         elif self._profile is not None and not self._profile.done():
             self._profile.set_result(seen)
 
 
 KEPT_S = 600
 RATE_S = 5
-"""Seconds over which a rate is taken."""
+"""Seconds over which a rate is computed."""
 SHARE_S = 30
-"""Seconds over which a share or a percentile is taken."""
+"""Seconds over which a share or a percentile is computed."""
 
-TIERS = ("host", "store", "peer")
 _GAUGES = ("running", "waiting", "cache_usage", "pages_num_loading", "experts_balancedness", "experts_balancedness_min")
 _TIER_COUNTERS = tuple(f"pages_tiers_{tier}_hits" for tier in TIERS)
 _COUNTERS = (
@@ -87,7 +88,7 @@ _COUNTERS = (
 _TOTALS = ("prompt_tokens", "generation_tokens", "stop", "length", "abort", "error")
 _LATENCIES = ("ttft", "itl")
 _SCALARS = (*_GAUGES, *_COUNTERS, *_TOTALS)
-_PLACES = {name: 1 + i for i, name in enumerate(_SCALARS)}
+_COLUMNS = {name: 1 + i for i, name in enumerate(_SCALARS)}
 _BUCKETS = len(SECONDS) + 1
 _FIRST_BUCKET = {name: 1 + len(_SCALARS) + i * _BUCKETS for i, name in enumerate(_LATENCIES)}
 _WIDTH = 1 + len(_SCALARS) + len(_LATENCIES) * _BUCKETS
@@ -95,7 +96,7 @@ PERCENTILES = (50, 90, 99)
 
 
 class MetricsHistory:
-    """A row per second, the last `KEPT_S`; numbers that the server does not have are nan."""
+    """A ring buffer of the last `KEPT_S` rows, one per second; numbers that the server does not have are nan."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -103,26 +104,19 @@ class MetricsHistory:
         self._count = 0
         self._second = -math.inf
 
-    def note(self, now: float) -> None:
-        """Adds a row where a new second has begun; `now` is the time of day in seconds."""
+    def record(self, now: float) -> None:
+        """Appends a row if a new second has begun; `now` is the Unix time in seconds."""
         if math.floor(now) > self._second:
             self._second = math.floor(now)
             self._rows[self._count % KEPT_S] = self._row(now)
             self._count += 1
 
-    def rows(self) -> np.ndarray:
-        """Returns the rows `[n, _WIDTH]`, oldest first."""
-        if self._count <= KEPT_S:
-            return self._rows[: self._count]
-        start = self._count % KEPT_S
-        return np.concatenate([self._rows[start:], self._rows[:start]])
-
     def series(self, since: float = 0.0) -> dict[str, list[float]]:
-        """Returns what `series_of` says of the rows after the time `since`."""
-        rows = self.rows()
+        """Returns `compute_series` of the rows after the Unix time `since`."""
+        rows = self._rows[: self._count] if self._count <= KEPT_S else np.roll(self._rows, -self._count, 0)
         rows = rows[rows[:, 0] > since - SHARE_S - 2]
         new = int((rows[:, 0] > since).sum())
-        return {name: _rounded(values[len(values) - new :]) for name, values in series_of(rows).items()}
+        return {name: _rounded(values[len(values) - new :]) for name, values in compute_series(rows).items()}
 
     def _row(self, now: float) -> np.ndarray:
         stats, (totals, buckets) = self._metrics.stats, self._metrics.counted()
@@ -131,16 +125,16 @@ class MetricsHistory:
         return np.concatenate([[round(now, 1)], scalars, *(buckets[name] for name in _LATENCIES)])
 
 
-def series_of(rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns curves `[n]` by name; those of what the server does not have are left out.
+def compute_series(rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns time series `[n]` by name; those that the server does not have are left out.
 
-    Rates are per second, over the last `RATE_S`; shares and percentiles (in seconds) over the last `SHARE_S`, nan where
-    nothing happened.
+    Rates are per second, over the last `RATE_S`; shares and percentiles (in seconds) cover the last `SHARE_S` and are
+    nan without events.
     """
     rate, grown = _Over(rows, RATE_S), _Over(rows, SHARE_S)
     found = {
         "time": rows[:, 0],
-        **{name: rows[:, _PLACES[name]] for name in _GAUGES},
+        **{name: rows[:, _COLUMNS[name]] for name in _GAUGES},
         "requests_per_second": _divided(rate("stop") + rate("length"), rate.seconds),
         "failed_per_second": _divided(rate("abort") + rate("error"), rate.seconds),
         "prompt_tokens_per_second": _divided(rate("prompt_tokens"), rate.seconds),
@@ -159,19 +153,19 @@ def series_of(rows: np.ndarray) -> dict[str, np.ndarray]:
     return {key: values for key, values in found.items() if key not in never}
 
 
-# curve -> the number without which a server has no such curve
+# Time series -> the column without which a server does not have it.
 _OWN = {
-    **{name: _PLACES[name] for name in _GAUGES},
-    "acceptance": _PLACES["draft_num_drafts"],
-    **{f"hits_{tier}": _PLACES[f"pages_tiers_{tier}_hits"] for tier in TIERS},
+    **{name: _COLUMNS[name] for name in _GAUGES},
+    "acceptance": _COLUMNS["draft_num_drafts"],
+    **{f"hits_{tier}": _COLUMNS[f"pages_tiers_{tier}_hits"] for tier in TIERS},
 }
 
 
 def quantiles(counts: np.ndarray, bounds: Sequence[float], share: float) -> np.ndarray:
     """Returns the value below which `share` of each row of counts `[n, len(bounds) + 1]` lies; nan in an empty row.
 
-    It is interpolated inside its bucket, as Prometheus's `histogram_quantile` does; the last bucket has no end, so
-    its values are told as its beginning.
+    Interpolates inside the bucket as Prometheus's `histogram_quantile` does; values in the last bucket, which has no
+    upper bound, count as its lower bound.
     """
     ends = np.append(np.asarray(bounds, float), bounds[-1])
     starts = np.append(0.0, bounds)
@@ -187,7 +181,7 @@ def quantiles(counts: np.ndarray, bounds: Sequence[float], share: float) -> np.n
 
 
 class _Over:
-    """What numbers have grown by in the last `seconds` before each row."""
+    """The growth of counters in the last `seconds` before each row."""
 
     def __init__(self, rows: np.ndarray, seconds: float) -> None:
         self._rows = rows
@@ -196,9 +190,9 @@ class _Over:
         self.seconds = times - times[self._first]
 
     def __call__(self, name: str) -> np.ndarray:
-        values = self._rows[:, _PLACES[name]]
-        grown = values - np.nan_to_num(values[self._first])  # before the engine was ready it had counted nothing
-        return np.where(grown < 0, values, grown)  # one that was started anew counts from 0
+        values = self._rows[:, _COLUMNS[name]]
+        grown = values - np.nan_to_num(values[self._first])  # nan before the engine was ready: 0
+        return np.where(grown < 0, values, grown)  # a restarted engine counts from 0
 
     def buckets(self, name: str) -> np.ndarray:
         start = _FIRST_BUCKET[name]

@@ -1,4 +1,4 @@
-"""Makes the prompts of token ids of a validated request, and reads which tools the model is shown and may call."""
+"""Renders the chat template and tokenizes the prompts of a validated request; parses its tools."""
 
 import array
 import dataclasses
@@ -30,9 +30,9 @@ from dsv3.text.parser import Tools
 
 @dataclasses.dataclass(frozen=True)
 class RequestTools:
-    """`shown` is for the chat template; `wanted` is for the parser, None where the client takes no calls.
+    """A request's tools: `shown` for the chat template, `wanted` for the parser, None where the client gets no calls.
 
-    `calls` are what the answer is held to, None where calls are as the model writes them.
+    `calls` constrain the answer; None leaves the model free in how it writes calls.
     """
 
     shown: list[dict[str, Any]] | None = None
@@ -41,29 +41,29 @@ class RequestTools:
 
 
 def read_tools(service: Service, request: ChatRequest) -> RequestTools:
-    """Returns what a request says of its tools; raises ApiError.
+    """Parses a request's tools; raises ApiError.
 
-    With `tool_choice` "none" the model is not shown any: it would try to call them.
+    With `tool_choice` "none" the model sees none of them: it would try to call them.
     """
     if not request.tools:
         if request.tool_choice not in (None, "auto", "none"):
-            raise invalid("tool_choice: there are no tools to choose from", "tool_choice")
+            raise invalid("tool_choice: the request has no tools", "tool_choice")
         return RequestTools()
     tools = _checked(request.tools)
     if request.tool_choice == "none":
         return RequestTools()
     if service.parsers is None or service.parsers.dialect is None:
-        why = "it is not known how this model writes tool calls; the server's --tool_call_parser can tell"
+        why = "the tool-call format of this model is unknown; start the server with --tool_call_parser"
         raise invalid(f'tools: {why}, or send tool_choice "none"', "tools", "unsupported_parameter")
     if not service.shows_tools:
-        raise invalid("tools: the chat template does not show them to the model", "tools", "unsupported_parameter")
-    parameters = {tool.function.name: _strings(tool.function.parameters) for tool in tools}
+        raise invalid("tools: this model's chat template does not render them", "tools", "unsupported_parameter")
+    parameters = {tool.function.name: _string_arguments(tool.function.parameters) for tool in tools}
     wanted = Tools(parameters, parallel=request.parallel_tool_calls is not False)
     return RequestTools(request.tools, wanted, _rules(request, tools, wanted.parallel))
 
 
 def _rules(request: ChatRequest, tools: list[Tool], parallel: bool) -> CallRules | None:
-    """Returns what calls are held to: where one is required or a tool is strict."""
+    """Returns the rules for calls where one is required or a tool is strict, else None."""
     found = [tool.function for tool in tools]
     functions = [CallableFunction(each.name, each.parameters, bool(each.strict)) for each in found]
     if isinstance(request.tool_choice, NamedTool):
@@ -87,8 +87,8 @@ def _checked(found: list[dict[str, Any]]) -> list[Tool]:
         raise invalid_field(error, "tools", list[Tool]) from None
 
 
-def _strings(schema: dict[str, Any] | None) -> dict[str, bool | None]:
-    """Returns for each argument of a JSON schema whether it is a string, None where that is not plain."""
+def _string_arguments(schema: dict[str, Any] | None) -> dict[str, bool | None]:
+    """Returns for each argument of a JSON schema whether it is a string; None where the schema leaves it open."""
     properties = (schema or {}).get("properties")
     if not isinstance(properties, dict):
         return {}
@@ -97,12 +97,12 @@ def _strings(schema: dict[str, Any] | None) -> dict[str, bool | None]:
 
 
 _MAX_ECHOED_CHARS = 2**25  # as much as a body may hold
-_INLINE_IDS = 4096  # more are turned into text in a thread: 0.2 us per token
+_INLINE_IDS = 4096  # more are detokenized in a thread: 0.2 us per token
 
 
 @dataclasses.dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt as the engine takes it; `text` is what `echo` repeats, and the end of it where reasoning starts.
+    """A tokenized prompt; `text` is what `echo` repeats, and its end decides whether the answer starts with reasoning.
 
     `token_ids` are int32: a list takes 40 bytes per token.
     """
@@ -129,7 +129,7 @@ async def completion_prompts(service: Service, request: CompletionRequest) -> li
 
 
 async def echoed_prompts(service: Service, prompts: list[EncodedPrompt], n: int) -> list[EncodedPrompt]:
-    """Returns the prompts with their texts, which `echo` repeats in each of `n` choices; ApiError for too much text."""
+    """Returns the prompts with the texts that `echo` repeats in each of `n` choices; ApiError if they are too long."""
     tokenizer, vocab_size = service.tokenizer, service.require_ready().rules.vocab_size
     if tokenizer is None:
         return prompts
@@ -155,7 +155,7 @@ async def chat_prompt(service: Service, request: ChatRequest, tools: RequestTool
 
 
 async def tokenize_prompt(service: Service, request: TokenizeRequest) -> EncodedPrompt:
-    """Returns the prompt of a `/tokenize` request, which may be a text or a conversation."""
+    """Returns the prompt of a `/tokenize` request: a text or a conversation."""
     if (request.prompt is None) == (request.messages is None):
         raise invalid("exactly one of prompt and messages is needed", "prompt")
     if request.prompt is not None:
@@ -166,7 +166,7 @@ async def tokenize_prompt(service: Service, request: TokenizeRequest) -> Encoded
 
 
 async def _encoded_chat(service: Service, rendered: str, add_special_tokens: bool) -> EncodedPrompt:
-    """Returns a rendered conversation, its text as people write it; only markers of the template are hidden in it."""
+    """Tokenizes a rendered conversation; the prompt's `text` has the special tokens in their usual form."""
     tokenizer = service.chat_tokenizer
     assert tokenizer is not None  # or nothing could be rendered
     try:
@@ -188,7 +188,7 @@ async def _prompt(service: Service, found: Any, add_special: bool) -> EncodedPro
 
 
 def _token_ids(found: list[Any], service: Service) -> array.array[int]:
-    """Returns a list whose first item is a token id, if all are; `prepare` checks which ids there are."""
+    """Converts a list of token ids; raises ApiError for other items. `prepare` checks their range."""
     try:
         return array.array("i", found)
     except TypeError:
@@ -196,7 +196,7 @@ def _token_ids(found: list[Any], service: Service) -> array.array[int]:
 
 
 def not_in_vocabulary(vocab_size: int) -> ApiError:
-    """400: a prompt with something else than token ids in it."""
+    """400: a prompt has an item that is not a token id."""
     return invalid(f"prompt: a token id is an integer from 0 to {vocab_size - 1}", "prompt")
 
 
@@ -214,7 +214,7 @@ async def _rendered(
     except TemplateError as error:
         raise invalid(str(error), "messages") from None
     except WorkerDied as error:
-        service.metrics.rejected("failed")
+        service.metrics.record_rejected("failed")
         raise unavailable(str(error), "template_worker_died") from None
     except WorkersBusy as error:
         raise service.busy(error) from None
@@ -238,8 +238,8 @@ def _render_request(
     )
 
 
-def _template_message(message: ChatMessage, place: int) -> dict[str, Any]:
-    """Returns a message as templates expect it: plain text content, no role they do not know."""
+def _template_message(message: ChatMessage, index: int) -> dict[str, Any]:
+    """Returns a message as templates expect it: plain text content, and only roles that they know."""
     fields = msgspec.structs.asdict(message)
     fields = {name: value for name, value in fields.items() if value is not msgspec.UNSET}
     reasoning = fields.pop("reasoning", None)
@@ -254,12 +254,12 @@ def _template_message(message: ChatMessage, place: int) -> dict[str, Any]:
     if isinstance(message.content, list):
         fields["content"] = "\n".join(part.text for part in message.content)
     if fields.get("content") is None and message.role != "assistant":
-        raise invalid(f"messages[{place}]: a message of the role {message.role} needs content", "messages")
+        raise invalid(f"messages[{index}]: a message of the role {message.role} needs content", "messages")
     return fields
 
 
 async def detokenize(service: Service, tokens: Sequence[int] | None) -> str:
-    """Returns the text of token ids; ApiError without a tokenizer."""
+    """Returns the text of token ids; raises ApiError without a tokenizer."""
     if tokens is None:
         raise invalid("tokens: a list of token ids is needed", "tokens")
     if service.tokenizer is None:
@@ -271,7 +271,7 @@ async def detokenize(service: Service, tokens: Sequence[int] | None) -> str:
 
 
 async def token_strings(service: Service, ids: Sequence[int]) -> list[str]:
-    """Returns the text of each token by itself; none without a tokenizer."""
+    """Returns the text of each token; empty without a tokenizer."""
     tokenizer = service.tokenizer
     if tokenizer is None:
         return []

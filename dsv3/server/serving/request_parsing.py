@@ -1,9 +1,9 @@
-"""Reads request bodies: no body keeps the interpreter, and so the event loop, longer than a slice of some 50 ms.
+"""Parses request bodies; none blocks the interpreter, and with it the event loop, for more than some 50 ms at a time.
 
-msgspec holds the interpreter's lock while it decodes, so a thread alone helps no other client. A body of up to
-`SMALL_BYTES` is decoded on the event loop when it is its turn. A larger one is read in a thread: what it could make the
-decoder build is bounded first, then all of it is decoded at once but for its lists of token ids, which are decoded one
-by one. As objects of Python those would take ten times their bytes: 32 MiB of them 190 ms and 200 MiB at once.
+msgspec holds the interpreter lock while it decodes, so a thread alone does not help. A body of up to `SMALL_BYTES` is
+decoded on the event loop. A larger one is decoded in a thread: first the number of objects that it can make is bounded,
+then all of it is decoded at once except its lists of token ids, which follow one by one. As Python objects those would
+take ten times their bytes: 32 MiB of them 190 ms and 200 MiB at once.
 
 Errors name the field and never repeat its value.
 """
@@ -41,23 +41,24 @@ from dsv3.server.protocol.openai import (
 from dsv3.server.protocol.responses import ResponsesRequest
 from dsv3.server.serving.service import Service
 
-# Types of parts and blocks in the APIs whose requests are read here -> what they would have a model do.
+# Types of message parts in the APIs whose requests are parsed here -> why they are refused.
 _MEDIA = {
-    **dict.fromkeys(("image_url", "input_image", "image", "image_file"), "this model reads no images"),
-    **dict.fromkeys(("input_audio", "audio_url", "audio"), "this model hears no audio"),
-    **dict.fromkeys(("video_url", "input_video", "video"), "this model sees no video"),
-    **dict.fromkeys(("file", "input_file", "document"), "this model reads no files"),
+    **dict.fromkeys(("image_url", "input_image", "image", "image_file"), "this model does not take images"),
+    **dict.fromkeys(("input_audio", "audio_url", "audio"), "this model does not take audio"),
+    **dict.fromkeys(("video_url", "input_video", "video"), "this model does not take video"),
+    **dict.fromkeys(("file", "input_file", "document"), "this model does not take files"),
 }
 
 
-def about_unknown(kind: Any, path: str, text: str) -> str:
-    """Returns what to say of a value that is none of those known; `path` and `text` are of msgspec's error.
+def unknown_value_text(kind: Any, path: str, text: str) -> str:
+    """Returns the error text for an unknown value of an enumeration; `path` and `text` are from msgspec's error.
 
-    The value itself is not repeated: it may be any text.
+    The text does not repeat the value, which may be anything.
     """
     given = re.match(r"Invalid enum value '(\w{1,32})'", text)
     reason = _MEDIA.get(given[1]) if given and path.endswith(".type") else None
-    known = sorted({str(value) for value in _values(_info(kind), _steps(path))})
+    steps = re.findall(r"\.(\w+)|\[[^\]]*\]", path)  # names; "" for an item of a list or an object
+    known = sorted({str(value) for value in _values(_info(kind), steps)})
     return (reason or "this value is not known") + (f"; it may be {' or '.join(known)}" if known else "")
 
 
@@ -66,13 +67,8 @@ def _info(kind: Any) -> inspect.Type:
     return inspect.type_info(kind)
 
 
-def _steps(path: str) -> list[str]:
-    """Returns the names in a path, "" for an item of a list or an object."""
-    return re.findall(r"\.(\w+)|\[[^\]]*\]", path)
-
-
 def _values(info: inspect.Type, steps: list[str]) -> Iterator[str | int | bool | None]:
-    """Yields the values of the enumerations that a path leads to."""
+    """Yields the values of the enumerations at a path."""
     match info:
         case inspect.UnionType(types):
             for each in types:
@@ -92,7 +88,7 @@ MAX_MESSAGE_PARTS = 16_384  # of all messages together
 MAX_BRACKETS = 2**20  # a nested list takes 8 ns to skip, and a key up to 30 ns
 # A character takes at most 12 bytes of JSON, as two escaped surrogates.
 _JSON_BYTES_PER_CHAR = 12
-_SLACK_BYTES = 2**20  # for the fields beside the prompt
+_SLACK_BYTES = 2**20  # for the fields other than the prompt
 _SLICE_BYTES = 2**20
 _ABSENT = msgspec.UNSET
 
@@ -102,14 +98,14 @@ _Buffer = bytes | bytearray | msgspec.Raw
 
 @dataclasses.dataclass(frozen=True)
 class PromptLimits:
-    """What a prompt may be: so many tokens, and so many bytes of JSON where it is text."""
+    """Limits of a prompt: tokens, and bytes of JSON where it is text."""
 
     tokens: int = MAX_TOKENS_LISTED
     text_bytes: int = MAX_TEXT_BYTES
 
     @classmethod
     def of(cls, service: Service) -> "PromptLimits":
-        """Returns the context of the model that is served: no token is longer than the tokenizer's longest."""
+        """Returns the limits of the served model; no token is longer than the tokenizer's longest."""
         longest = 1 if service.tokenizer is None else service.tokenizer.max_token_chars
         tokens = service.require_ready().rules.max_model_len
         return cls(tokens, min(tokens * longest * _JSON_BYTES_PER_CHAR, MAX_TEXT_BYTES))
@@ -118,7 +114,7 @@ class PromptLimits:
 async def read_request[T: msgspec.Struct](service: Service, kind: type[T], body: bytes | bytearray) -> T:
     """Returns the request in a body.
 
-    Raises ApiError: 400 that names the first wrong field, 503 where too many bodies wait.
+    Raises ApiError: 400 with the first invalid field, 503 where too many bodies wait.
     """
     limits = PromptLimits.of(service) if len(body) > SMALL_BYTES else PromptLimits()
     if kind in _CONVERSATIONS and len(body) > limits.text_bytes + _SLACK_BYTES:
@@ -136,23 +132,23 @@ def read[T: msgspec.Struct](kind: type[T], body: bytes | bytearray, limits: Prom
 
 
 def read_fields[T: msgspec.Struct](kind: type[T], body: _Buffer) -> T:
-    """Returns those fields of a body that `kind` has. They are of type `msgspec.Raw`: nothing is decoded.
+    """Returns the fields of a body that `kind` declares as `msgspec.Raw`, undecoded.
 
-    Raises ApiError as `read` does for a body of too many brackets, and for what is no JSON object.
+    Raises ApiError as `read` does for too many brackets, and for a body that is not a JSON object.
     """
     _require_few_brackets(body)
     return _decode(kind, body, "")
 
 
 def read_resume(raw: msgspec.Raw) -> Resume | None:
-    """Returns the field `resume` of a request, decoded within the bounds of `read`; raises ApiError as that does."""
+    """Decodes the field `resume` of a request within the limits of `read`; raises ApiError as it does."""
     return _read_resume(raw, "resume", PromptLimits())
 
 
 def read_prompt(raw: msgspec.Raw, at: str) -> list[msgspec.Raw] | array.array[int] | msgspec.Raw:
-    """Returns the prompts in a field, undecoded, where it lists several; its token ids, where it lists these.
+    """Returns the items of a list of prompts, undecoded, or the token ids of a list of these.
 
-    What is no list is returned as it is. Raises ApiError as `read` does.
+    Returns any other value unchanged. Raises ApiError as `read` does.
     """
     if not _is_list(raw):
         return raw
@@ -167,9 +163,9 @@ def _require_few_brackets(body: _Buffer) -> None:
 
 
 def converted[T: SampledRequest](kind: type[T], fields: Mapping[str, Any]) -> T:
-    """Returns a request of values that were decoded already; those that are None are left out.
+    """Builds a request from decoded values; those that are None are left out.
 
-    Raises ApiError as `read` does for the same in a body.
+    Raises ApiError as `read` does for the same values in a body.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     for name in given.keys() & UNSUPPORTED.keys() - set(kind.__struct_fields__):
@@ -186,7 +182,7 @@ def _unsupported(name: str) -> ApiError:
 
 
 def _read_large[T: msgspec.Struct](kind: type[T], body: _Buffer, limits: PromptLimits) -> T:
-    """Returns a request whose fields were bounded before they are decoded, its token ids by themselves."""
+    """Decodes a large body: checks the size of its fields first, and decodes lists of token ids separately."""
     found, large = msgspec.structs.asdict(_decode(_fields_of(kind), body, "")), _LARGE[kind]
     given = {name: raw for name, raw in found.items() if raw is not _ABSENT}
     for name, raw in given.items():
@@ -216,21 +212,21 @@ def _read_prompts(raw: msgspec.Raw, at: str, limits: PromptLimits) -> Any:
 
 
 def _read_text(raw: msgspec.Raw, at: str, limits: PromptLimits) -> str | None:
-    """Returns a text that may fit the context; ApiError for one that cannot."""
+    """Decodes a text; raises ApiError if it cannot fit the context."""
     if len(raw) > max(limits.text_bytes, MAX_FIELD_BYTES):
         raise _beyond_context(at, at)
     return _decode(str | None, raw, at)
 
 
 def _read_ids(raw: msgspec.Raw, at: str, limits: PromptLimits) -> array.array[int]:
-    """Returns token ids that may fit the context."""
+    """Decodes token ids; raises ApiError if they cannot fit the context."""
     if len(raw) > MAX_FIELD_BYTES and _count(raw, b",") >= limits.tokens:
         raise _beyond_context(at, at)
     return array.array("i", _decode(list[TokenId], raw, at))
 
 
 def _read_listed(raw: msgspec.Raw, at: str, _: PromptLimits) -> array.array[int] | None:
-    """Returns token ids that need not fit the context."""
+    """Decodes token ids that need not fit the context."""
     if _count(raw, b",") >= MAX_TOKENS_LISTED:
         raise _invalid_at(at, f"more than {MAX_TOKENS_LISTED} token ids")
     found = _decode(list[TokenId] | None, raw, at)
@@ -246,7 +242,7 @@ def _read_resume(raw: msgspec.Raw, at: str, limits: PromptLimits) -> Resume | No
     return Resume(_read_prompts(ids, f"{at}.output_token_ids", limits))
 
 
-# The fields of each request that may be large, and what reads those that have token ids; the others have texts.
+# Fields that may be large, per request, with the decoder of those that have token ids; the others have text.
 _LARGE: dict[type, dict[str, Callable[[msgspec.Raw, str, PromptLimits], Any] | None]] = {
     ChatRequest: {"messages": None, "resume": _read_resume},
     CompletionRequest: {"prompt": _read_prompts, "resume": _read_resume},
@@ -264,7 +260,7 @@ def _decoder(kind: Any) -> msgspec.json.Decoder:
 
 
 def _decode(kind: Any, raw: _Buffer, at: str) -> Any:
-    """Decodes a piece; raises ApiError with the path of what is wrong in it."""
+    """Decodes a part of a body that lies at the path `at`; raises ApiError with the path of the invalid field."""
     try:
         return _decoder(kind).decode(raw)
     except msgspec.ValidationError as error:
@@ -278,23 +274,19 @@ def _decode(kind: Any, raw: _Buffer, at: str) -> Any:
 
 
 def invalid_field(error: msgspec.ValidationError, at: str, kind: Any) -> ApiError:
-    """400: names the field of the `kind` that is at `at`, and never its value."""
+    """400: names the invalid field of the `kind` at the path `at`, and never its value."""
     text, _, path = str(error).partition(" - at `$")
     path = path.removesuffix("`")
-    return _invalid_at(_joined_path(at, path), _without_value(text, kind, path))
-
-
-def _joined_path(at: str, path: str) -> str:
-    """Returns the path of a field: of a piece at `at`, where it is at `path` (".role", "[0].text" or "")."""
-    return at + path.removeprefix(".") if at.endswith(".") or not at else at + path
+    inner = path.removeprefix(".") if at.endswith(".") or not at else path  # ".role", "[0].text" or ""
+    return _invalid_at(at + inner, _without_value(text, kind, path))
 
 
 def _without_value(text: str, kind: Any, path: str) -> str:
-    """Returns what msgspec says, without the value that an enumeration does not have: that may be any text."""
+    """Returns msgspec's text without the value, which may be anything."""
     if "matching regex" in text:
         return f"Expected {FUNCTION_NAME_RULE}"
     is_unknown = text.startswith(("Invalid enum value", "Invalid value"))
-    return about_unknown(kind, path, text) if is_unknown else text[:200]
+    return unknown_value_text(kind, path, text) if is_unknown else text[:200]
 
 
 def _invalid_at(path: str, text: str) -> ApiError:
@@ -303,22 +295,22 @@ def _invalid_at(path: str, text: str) -> ApiError:
 
 
 def _beyond_context(path: str, param: str | None) -> ApiError:
-    """400: refused before it is decoded."""
+    """400: too long, refused before it is decoded."""
     text = f"{path}: longer than any prompt that fits the model's context"
     return invalid(text, param and re.split(r"[.\[]", param)[0], "context_length_exceeded")
 
 
 @functools.cache
 def _fields_of(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """Returns a type with the same fields, none of them decoded."""
+    """Returns a type with the same fields, all `msgspec.Raw`."""
     return msgspec.defstruct(f"{kind.__name__}Fields", [(f.encode_name, msgspec.Raw, _ABSENT) for f in fields(kind)])
 
 
 @functools.cache
 def _list_of(limit: int) -> type[msgspec.Struct]:
-    """Returns a type for the items of a list, none of them decoded; decoding ends with an error at one too many.
+    """Returns a type for a list of up to `limit` undecoded items; decoding fails at the first one beyond.
 
-    msgspec checks the length of a list only when it has built all of it.
+    msgspec checks the length of a list only after it has built all of it.
     """
     names = [(f"item_{i}", msgspec.Raw, _ABSENT) for i in range(limit)]
     return msgspec.defstruct(f"AtMost{limit}", names, array_like=True, forbid_unknown_fields=True)
@@ -338,7 +330,7 @@ def _is_list_of_prompts(raw: msgspec.Raw) -> bool:
 
 
 def _count(raw: _Buffer, wanted: bytes) -> int:
-    """Returns how often any of some bytes occur; numpy does not hold the interpreter's lock meanwhile."""
+    """Counts the occurrences of any of the bytes `wanted`; numpy releases the interpreter lock meanwhile."""
     values, count = np.frombuffer(raw, np.uint8), 0
     for start in range(0, len(values), _SLICE_BYTES):
         piece = values[start : start + _SLICE_BYTES]
@@ -352,7 +344,7 @@ _unsupported_decoder = msgspec.json.Decoder(
 
 
 def _refuse_unsupported(kind: type[msgspec.Struct], body: bytes | bytearray) -> None:
-    """Looks only at the fields of `UNSUPPORTED`; everything else in the body is skipped without being built."""
+    """Raises ApiError for `UNSUPPORTED` fields; skips everything else in the body without building it."""
     found = _unsupported_decoder.decode(body)
     for name, harmless in UNSUPPORTED.items():
         raw = bytes(getattr(found, name))

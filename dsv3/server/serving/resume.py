@@ -1,8 +1,8 @@
-"""`resume`: an answer that another server has begun goes on here, with the text that it would have had.
+"""`resume`: continues an answer that another server has begun, with the text that it would have had there.
 
-Seed and position decide every token, so its tokens so far are all that there is to know. They are computed like a
-prompt, and replayed through what turns tokens into text: stop strings, reasoning, calls and usage stand where they
-stood. A stream then tells only what is new. A whole answer tells everything, as it has no place for half a call.
+Seed and position decide every token, so the tokens so far are the whole state. They are computed like a prompt, and
+replayed through detokenizer, stop strings and parser, which end up in the same state. A stream then has only the new
+output. A complete response has all of it, since it cannot have half a call.
 """
 
 import array
@@ -16,41 +16,41 @@ from dsv3.server.protocol.errors import invalid
 from dsv3.server.protocol.openai import FinishReason, SampledRequest
 from dsv3.server.serving.prompts import EncodedPrompt
 from dsv3.server.serving.service import Service
-from dsv3.text.output import OutputDelta, OutputStream
+from dsv3.text.deltas import AnswerDelta, merge_deltas
+from dsv3.text.output import OutputProcessor
 from dsv3.text.parser import AnswerParser
-from dsv3.text.pieces import Piece, joined
 
 _NAME = "resume"
-# A resumed choice has a prompt of its own, which is sent and held like any other.
+# Each resumed choice has its own prompt, which is sent and stored like any other.
 MAX_RESUMED_TOKENS = 2**21
 _INLINE_TOKENS = 1024  # more are replayed in a thread: 1 us per token
 
 
 @dataclasses.dataclass(frozen=True)
-class Resumed:
-    """One choice: the tokens it has had, what becomes of the next ones, and what these had told.
+class ResumedChoice:
+    """One choice: its tokens so far, their output processor, and the deltas that they made.
 
     `finish_reason` is set where the last of them has ended it.
     """
 
     token_ids: array.array[int]
-    stream: OutputStream
-    pieces: list[Piece]
+    output: OutputProcessor
+    deltas: list[AnswerDelta]
     num_reasoning_tokens: int
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
 
-def answered_tokens(
+def resumed_tokens(
     service: Service, request: SampledRequest, sampling: SamplingParams, prompts: Sequence[EncodedPrompt]
 ) -> list[array.array[int]]:
-    """Returns the tokens that each choice has had; empty where nothing is resumed. Raises ApiError."""
+    """Returns each choice's tokens so far; empty without `resume`. Raises ApiError."""
     if request.resume is None:
         return []
     found: Any = request.resume.output_token_ids
     count = sampling.n * len(prompts)
     if not any(isinstance(each, list | array.array) for each in found):
-        found = [found]  # the only choice's
+        found = [found]  # of the only choice
     if len(found) != count:
         what = f"a list of token ids for each of the {count} choices" if count > 1 else "a list of token ids"
         raise invalid(f"resume.output_token_ids: expected {what}", _NAME)
@@ -59,11 +59,11 @@ def answered_tokens(
         text = f"resume: prompts and answers of all choices have more than {MAX_RESUMED_TOKENS} tokens"
         raise invalid(f"{text}; send the choices one by one, choice i with seed + i", _NAME)
     if any(tokens) and sampling.temperature > 0 and sampling.seed is None:
-        raise invalid("resume: a sampled answer goes on only with the seed that it began with", "seed")
+        raise invalid("resume: a sampled answer needs the seed of its first request", "seed")
     if any(tokens) and sampling.prompt_logprobs is not None:
-        raise invalid("resume: who began the answer has told the prompt's log-probabilities", "prompt_logprobs")
+        raise invalid("resume: not available with prompt_logprobs; the first response has them", "prompt_logprobs")
     if any(tokens) and sampling.logprobs is not None and not request.stream:
-        raise invalid("logprobs: those of resumed tokens are not known here; ask for a stream", "logprobs")
+        raise invalid("logprobs: those of resumed tokens are not known here; send the request with stream", "logprobs")
     return tokens
 
 
@@ -74,50 +74,43 @@ def _token_ids(found: Any, rules: RequestRules) -> array.array[int]:
     raise invalid(f"resume.output_token_ids: a token id is an integer from 0 to {rules.vocab_size - 1}", _NAME)
 
 
-async def replayed(
+async def replay_choices(
     service: Service,
     prompts: Sequence[EncodedPrompt],
     sampling: SamplingParams,
     answered: Sequence[array.array[int]],
     parser: Callable[[EncodedPrompt], AnswerParser | None],
-    is_held: bool,
-) -> list[Resumed]:
-    """Returns the choices as they stood after the tokens `answered`; raises ApiError for tokens behind an end.
+    is_constrained: bool,
+) -> list[ResumedChoice]:
+    """Returns the state of the choices after the tokens `answered`; raises ApiError for tokens after an end.
 
-    `is_held` says whether they are held to a grammar.
+    `is_constrained`: a grammar constrains the choices.
     """
     rules = service.require_ready().rules
-    stops = stop_ids(sampling, rules, is_held)
+    stops = stop_ids(sampling, rules, is_constrained)
 
-    def replay() -> list[Resumed]:
+    def replay() -> list[ResumedChoice]:
         choices = []
         for index, tokens in enumerate(answered):
             prompt = prompts[index // sampling.n]
-            stream = OutputStream(service.tokenizer, sampling, parser(prompt))
-            choices.append(_replayed(stream, tokens, stops, _limit(sampling, rules, len(prompt.token_ids))))
+            output = OutputProcessor(service.tokenizer, sampling, parser(prompt))
+            limit = rules.max_model_len - len(prompt.token_ids)
+            limit = limit if sampling.max_tokens is None else min(limit, sampling.max_tokens)
+            choices.append(_replay(output, tokens, stops, limit))
         return choices
 
     return await service.run(sum(map(len, answered)) > _INLINE_TOKENS, replay)
 
 
-def _replayed(stream: OutputStream, tokens: array.array[int], stops: set[int], limit: int) -> Resumed:
+def _replay(output: OutputProcessor, tokens: array.array[int], stops: set[int], limit: int) -> ResumedChoice:
     end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
     is_stopped = end < len(tokens)
     last = tokens[-1:] if is_stopped or len(tokens) >= limit else tokens[:0]
-    deltas = [stream.push(tokens[: len(tokens) - len(last)])]
-    if last and deltas[0].finish_reason is None:
-        deltas.append(stream.push(last, "stop" if is_stopped else "length", last[0] if is_stopped else None))
-    if min(end + 1, limit, _counted(deltas)) < len(tokens):
+    updates = [output.push(tokens[: len(tokens) - len(last)])]
+    if last and updates[0].finish_reason is None:
+        updates.append(output.push(last, "stop" if is_stopped else "length", last[0] if is_stopped else None))
+    if min(end + 1, limit, sum(update.num_tokens for update in updates)) < len(tokens):
         raise invalid("resume.output_token_ids: the answer had ended before the last of them", _NAME)
-    pieces = joined([piece for delta in deltas for piece in delta.pieces])
-    reasoning = sum(delta.num_reasoning_tokens for delta in deltas)
-    return Resumed(tokens, stream, pieces, reasoning, deltas[-1].finish_reason, deltas[-1].stop_reason)
-
-
-def _limit(sampling: SamplingParams, rules: RequestRules, num_prompt: int) -> int:
-    room = rules.max_model_len - num_prompt
-    return room if sampling.max_tokens is None else min(sampling.max_tokens, room)
-
-
-def _counted(deltas: Sequence[OutputDelta]) -> int:
-    return sum(delta.num_tokens for delta in deltas)
+    deltas = merge_deltas([delta for update in updates for delta in update.deltas])
+    reasoning = sum(update.num_reasoning_tokens for update in updates)
+    return ResumedChoice(tokens, output, deltas, reasoning, updates[-1].finish_reason, updates[-1].stop_reason)

@@ -1,6 +1,6 @@
-"""Makes the sampling parameters of a validated request, and the grammar that its answers are held to.
+"""The sampling parameters of a validated request, and the grammar that constrains its answers.
 
-A grammar is written and compiled before anything is sent to the engine, in a process that can be killed.
+A grammar is written and compiled in a process that can be killed, before anything is sent to the engine.
 """
 
 from dsv3.sampling_params import SamplingParams, StructuredOutputsParams
@@ -10,18 +10,20 @@ from dsv3.server.protocol.openai import CompletionRequest, ResponseFormat, Sampl
 from dsv3.server.serving.prompts import EncodedPrompt
 from dsv3.server.serving.service import Service
 from dsv3.server.worker_process import WorkerDied
-from dsv3.text.call_grammar import Wanted
+from dsv3.text.call_grammar import AnswerConstraints
 from dsv3.text.matcher import GrammarError, VocabularyError
 
 MAX_TOTAL_CHARS = 2**24
-"""Characters of the grammars of all prompts of one request: they go to the engine with each."""
+"""Limit on the characters of the grammars of all prompts of one request: each prompt's message has its own copy."""
 
 
-def constraint_of(request: SampledRequest) -> StructuredOutputsParams | None:
-    """Returns the constraint of a request, None where it has none; raises ApiError where it has two."""
+def parse_constraint(request: SampledRequest) -> StructuredOutputsParams | None:
+    """Returns the constraint of a request; None without one. Raises ApiError where it has two."""
     wanted = None if request.response_format is None else _of_format(request.response_format)
     if wanted is not None and request.structured_outputs is not None:
-        raise invalid("structured_outputs: response_format asks for something already; send one", "structured_outputs")
+        raise invalid(
+            "structured_outputs: cannot be combined with response_format; send one of them", "structured_outputs"
+        )
     return wanted or request.structured_outputs
 
 
@@ -36,14 +38,15 @@ def _of_format(given: ResponseFormat) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(json=schema)
 
 
-async def made_grammar(service: Service, wanted: Wanted, field: str, prompts: int = 1) -> str:
-    """Returns the grammar of an answer, which is known to compile.
+async def build_grammar(service: Service, wanted: AnswerConstraints, field: str, prompts: int = 1) -> str:
+    """Returns the grammar of an answer; it has been compiled once, so it is valid.
 
-    Raises ApiError: 400 that names `field` and says what is wrong with it, 503 where too many grammars wait.
+    Raises ApiError: 400 with `field` and the reason, 503 where too many grammars wait.
     """
     rules = service.require_ready().rules
     if service.grammars is None or not rules.takes_grammars:
-        what = "this server holds no answer to a grammar: it has no tokenizer, or overrules drafts for a benchmark"
+        what = "this server cannot constrain answers: it has no tokenizer.json, or synthetic_acceptance_rates are set"
+
         raise invalid(f"{field}: {what}", field, "unsupported_parameter")
     try:
         grammar = await service.grammars.compile(wanted, rules)
@@ -53,7 +56,7 @@ async def made_grammar(service: Service, wanted: Wanted, field: str, prompts: in
         service.metrics.add("grammars_refused", 1)
         raise invalid(f"{field}: {str(error).removeprefix(f'{field}: ')}", field) from None
     except WorkerDied as error:
-        service.metrics.rejected("failed")
+        service.metrics.record_rejected("failed")
         raise unavailable(str(error), "grammar_worker_died") from None
     except WorkersBusy as error:
         raise service.busy(error) from None
@@ -61,9 +64,9 @@ async def made_grammar(service: Service, wanted: Wanted, field: str, prompts: in
 
 
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default
-# All prompts of one request, n times each; they go to the engine in one message.
+# All prompts of one request, n times each: one message to the engine has them all.
 _MAX_TOTAL_TOKENS = 2**24
-# In an answer that is not streamed: 60 bytes each. A whole context of 163,840 tokens has 3.4 million.
+# Of a response that is not streamed: 60 bytes each. A whole context of 163,840 tokens has 3.4 million.
 MAX_WHOLE_LOGPROBS = 2**22
 _SAME_NAME = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
@@ -79,10 +82,10 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None,
 ) -> SamplingParams:
-    """Returns the sampling parameters, checked against the context that `prompts` leave and the server's bounds."""
+    """Returns the sampling parameters, validated against the context length and the server's limits."""
     info = service.require_ready()
     if request.best_of is not None and request.best_of != (request.n or 1):
-        raise invalid("best_of is not supported other than equal to n", "best_of", "unsupported_parameter")
+        raise invalid("best_of: must equal n", "best_of", "unsupported_parameter")
     if max_tokens is None and isinstance(request, CompletionRequest):
         max_tokens = min(
             _COMPLETION_MAX_TOKENS, max(1, info.rules.max_model_len - max(len(p.token_ids) for p in prompts))
@@ -116,7 +119,7 @@ def sampling_params(
 
 
 def prompt_logprobs(request: SampledRequest) -> int | None:
-    """Returns how many alternatives are told per token of the prompt, None for no log-probabilities of these."""
+    """Returns how many alternatives each prompt token comes with; None without log-probabilities of the prompt."""
     if not isinstance(request, CompletionRequest):
         return None
     echoed = request.logprobs if request.echo else None
@@ -127,22 +130,22 @@ def _bound_prompt_logprobs(sampling: SamplingParams, tokens: int) -> None:
     if sampling.prompt_logprobs is None:
         return
     if (count := tokens * (sampling.prompt_logprobs + 1)) > MAX_WHOLE_LOGPROBS:
-        what = f"the prompts have {count} log-probabilities, at most {MAX_WHOLE_LOGPROBS} are told"
-        raise invalid(f"logprobs: {what}; send several requests, or ask for fewer alternatives", "logprobs")
+        what = f"the prompts have {count} log-probabilities, at most {MAX_WHOLE_LOGPROBS} are returned"
+        raise invalid(f"logprobs: {what}; send several requests, or lower logprobs", "logprobs")
 
 
 def _bound_logprobs(sampling: SamplingParams, left: list[int]) -> None:
-    """Raises ApiError for more log-probabilities than a front keeps for one answer; prompts leave `left` tokens."""
+    """Raises ApiError for more log-probabilities than a response may hold; prompts leave `left` tokens."""
     if sampling.logprobs is None:
         return
-    tokens = sampling.n * sum(max(0, min(sampling.max_tokens or room, room)) for room in left)
+    tokens = sampling.n * sum(max(0, min(sampling.max_tokens or rest, rest)) for rest in left)
     if (count := tokens * (sampling.logprobs + 1)) > MAX_WHOLE_LOGPROBS:
-        what = f"the answer may hold {count} log-probabilities, at most {MAX_WHOLE_LOGPROBS} are gathered"
+        what = f"the answer may hold {count} log-probabilities, at most {MAX_WHOLE_LOGPROBS} are returned"
         raise invalid(f"logprobs: {what}; lower max_tokens, n or the alternatives per token, or stream", "logprobs")
 
 
 def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
-    """Returns the biases by token id: JSON has only strings for keys."""
+    """Returns the biases by token id; keys are strings in JSON."""
     bias = {}
     for key, value in given.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
@@ -152,7 +155,7 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
 
 
 def does_not_fit(prompt: int, max_tokens: int, limit: int) -> ApiError:
-    """400: a prompt that leaves no room for `max_tokens` tokens of answer."""
+    """400: prompt and `max_tokens` together exceed the context."""
     total = prompt + max_tokens
     wanted = f"{total} tokens ({prompt} in the prompt, {max_tokens} in the completion)"
     return too_long(limit, f"{wanted}; please reduce either")

@@ -1,6 +1,6 @@
-"""What all answers share: the engine, the tokenizer, the chat template, the metrics, and whether we still serve.
+"""`Service`: what the handlers share: engine client, tokenizer, chat template, metrics, and whether requests are taken.
 
-`make_service` makes it for a model's directory, `start_engine` starts its engine.
+`make_service` builds it for a model directory, `start_engine` starts its engine.
 """
 
 import array
@@ -26,17 +26,17 @@ from dsv3.server.serving.metrics_history import MetricsHistory, SnapshotPoller
 from dsv3.server.templates import TemplatePool
 from dsv3.server.tenants import OPERATOR, Tenant, Tenants, cache_salt
 from dsv3.server.worker_process import WorkerDied
-from dsv3.text.chat_template import TemplateError, names_tools, telling_tools
-from dsv3.text.parsers import ParserOptions, Parsers
+from dsv3.text.chat_template import TemplateError, uses_tools, with_tool_preamble
+from dsv3.text.parsers import Parsers
 from dsv3.text.tokenizer import Tokenizer, TokenizerError, TokenizerNotFound
 
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(model_dir: Path) -> dict[str, Any]:
-    """Returns what requests that do not say otherwise are sampled with; empty without the file.
+    """Returns the default sampling parameters of generation_config.json; empty without the file.
 
-    `do_sample` false means greedy. Raises ValueError, naming the file, for values that cannot be used.
+    `do_sample` false means greedy. Raises ValueError with the file's name for invalid values.
     """
     path = model_dir / "generation_config.json"
     if not path.is_file():
@@ -52,25 +52,25 @@ def sampling_defaults(model_dir: Path) -> dict[str, Any]:
     return defaults
 
 
-# Shorter texts are encoded on the event loop: the hand-over to a thread would cost more.
+# Shorter texts are encoded on the event loop: handing them to a thread would cost more.
 _INLINE_CHARS = 1024
-# A text with more characters per token of the limit is most likely too long, and is counted before it is encoded.
+# A text with more characters per token of the limit is most likely too long: its tokens are counted first.
 _LIKELY_CHARS_PER_TOKEN = 8
 
 
 def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, limit: int) -> array.array[int] | None:
-    """Returns the token ids of a text, None where they are surely more than `limit`."""
+    """Returns the token ids of a text; None where they certainly are more than `limit`."""
     if len(text) > _LIKELY_CHARS_PER_TOKEN * limit and tokenizer.surely_exceeds(text, limit):
         return None
     return array.array("i", tokenizer.encode(text, add_special_tokens))
 
 
 class Service:
-    """One model being served, the first of `config.model_names` by name.
+    """One served model, by default under the first of `config.model_names`.
 
-    `chat_tokenizer` reads what `templates` render, by default the same as `tokenizer`. `parsers` make those of a chat's
-    answers; `shows_tools` says whether its template shows tools to the model. `created` is the time of the instance's
-    start, now if not given. Requests wait at most `wait_s` for what they share, without end if it is None.
+    `chat_tokenizer` encodes what `templates` render, by default `tokenizer`. `parsers` make the parsers of chat
+    answers; `shows_tools`: the chat template renders tools. `created` is the instance's start in Unix time, now by
+    default. Requests wait at most `wait_s` seconds for shared workers, forever if it is None.
     """
 
     def __init__(
@@ -99,14 +99,14 @@ class Service:
         self.parsers, self.shows_tools = parsers, shows_tools
         self.logprobs = LogprobEncoder(tokenizer)
         self.metrics = Metrics(config.model_names[0], numbers, self.tenants)
-        self.history, self.onlooker = MetricsHistory(self.metrics), SnapshotPoller(engine)
-        self.leaving = False  # says so, and still takes requests
+        self.history, self.snapshot_poller = MetricsHistory(self.metrics), SnapshotPoller(engine)
+        self.leaving = False  # reports "draining", and still takes requests
         self.draining = False
         self.idle = asyncio.Event()
         self.idle.set()
         self.active = 0
-        # A text is not cut into pieces, because no cut is exact for every tokenizer: so one of a kind at a time, and
-        # encoding never takes more than two cores from the engine.
+        # A text is encoded whole, because no cut is exact for every tokenizer. One thread each for small and large
+        # texts: encoding never takes more than two cores from the engine.
         self._small_texts, self._large_texts = ThreadQueue("encode-small", wait_s), ThreadQueue("encode-large", wait_s)
         self._preparing, self._bodies = ThreadQueue("prepare", wait_s), BodyReader(wait_s)
         self.budget = Budget()
@@ -125,18 +125,18 @@ class Service:
         return "the server is shutting down" if self.status == "draining" else self.engine.reason
 
     def require_ready(self) -> EngineInfo:
-        """Returns what is known of the engine; ApiError 503 when requests are not taken.
+        """Returns the engine's info; raises ApiError 503 where requests are not taken.
 
-        They are while the engine is started anew: then they wait for it.
+        Requests are taken while the engine restarts: they wait for it.
         """
         is_taken = self.engine.state in ("ready", "restarting") and not self.draining
         if not is_taken or self.engine.info is None:
-            self.metrics.rejected(self.status)
+            self.metrics.record_rejected(self.status)
             raise unavailable(self.reason, self.status, retry_after=5)
         return self.engine.info
 
     def require_model(self, name: str | None) -> str:
-        """Returns the name to answer with; ApiError 404 for a model that is not served."""
+        """Returns the model name for the response; raises ApiError 404 for a model that is not served."""
         if name is None:
             return self.config.model_names[0]
         if name not in self.config.model_names:
@@ -146,38 +146,38 @@ class Service:
         return name
 
     def cache_salt(self, tenant: Tenant | None, given: str | None) -> str:
-        """Returns what a request's prefix keys start from; ApiError 400 without the salt that this server asks for."""
+        """Returns the salt of a request's page keys; raises ApiError 400 where one is required and missing."""
         isolation = self.config.options.prefix_cache_isolation
         if given is None and isolation == "salt":
-            raise invalid("cache_salt: this server asks for one", "cache_salt", "cache_salt_required")
+            raise invalid("cache_salt: this server requires one", "cache_salt", "cache_salt_required")
         return cache_salt(isolation, tenant, given)
 
     def priority(self, tenant: Tenant | None, given: int) -> int:
-        """Returns a request's priority; ApiError 403 where a tenant asks to be served before all others."""
+        """Returns a request's priority; raises ApiError 403 for one below 0 of a tenant other than the operator."""
         if given < 0 and self.tenants.has_several and (tenant is None or tenant.name != OPERATOR):
             text = f"priority: where there are several API keys, only the one named {OPERATOR} may go below 0"
             raise ApiError(403, text, kind="permission_error", param="priority", code="not_the_operator")
         return given
 
     def busy(self, error: WorkersBusy) -> ApiError:
-        """Counts and returns the 503 for work that workers have no room for."""
-        self.metrics.rejected(QUEUE_FULL)
+        """Returns the 503 for a full worker queue, and counts it."""
+        self.metrics.record_rejected(QUEUE_FULL)
         return unavailable(str(error), QUEUE_FULL)
 
     def grow(self, reservation: Reservation, nbytes: int) -> None:
-        """Has a request hold some more bytes; ApiError 503 where all requests together hold too many."""
+        """Grows a request's memory reservation; raises ApiError 503 where all requests together exceed the limit."""
         try:
             reservation.grow(nbytes)
         except WorkersBusy as error:
             raise self.busy(error) from None
 
     def enter(self) -> None:
-        """Notes that a request begins; draining waits until all have left."""
+        """Counts a request as active; draining waits for all active ones."""
         self.active += 1
         self.idle.clear()
 
     def leave(self) -> None:
-        """Notes that a request has ended."""
+        """Counts a request as ended."""
         self.active -= 1
         if not self.active:
             self.idle.set()
@@ -185,7 +185,7 @@ class Service:
     async def encode(
         self, text: str, add_special_tokens: bool, param: str, tokenizer: Tokenizer | None = None
     ) -> array.array[int]:
-        """Returns the token ids of a text; ApiError 400 if it cannot fit the context."""
+        """Returns the token ids of a text; raises ApiError 400 if it cannot fit the context."""
         tokenizer = tokenizer or self.tokenizer
         if tokenizer is None:
             raise invalid("this model has no tokenizer: send the prompt as token ids", param, "no_tokenizer")
@@ -208,9 +208,9 @@ class Service:
         return await (self._small_texts if nbytes <= SMALL_BYTES else self._large_texts).run(nbytes, work)
 
     async def run[T](self, is_long: bool, work: Callable[[], T]) -> T:
-        """Returns the result of `work`, which is done in a thread if it would keep the event loop for long.
+        """Runs `work` and returns its result, in a thread if it `is_long`.
 
-        Raises ApiError 503 where too much waits for that thread.
+        Raises ApiError 503 where the queue of that thread is full.
         """
         if not is_long:
             return work()
@@ -220,14 +220,14 @@ class Service:
             raise self.busy(error) from None
 
     async def read_body[T](self, nbytes: int, work: Callable[[], T]) -> T:
-        """Returns the result of `work`, which decodes a body of `nbytes`; ApiError 503 where too much waits."""
+        """Runs `work`, which decodes a body of `nbytes`; raises ApiError 503 where too many bodies wait."""
         try:
             return await self._bodies.run(nbytes, work)
         except WorkersBusy as error:
             raise self.busy(error) from None
 
     async def close(self) -> None:
-        """Ends the workers; texts that are being encoded are still encoded."""
+        """Stops the workers; texts that are being encoded are finished first."""
         for pool in (self.templates, self.grammars):
             if pool is not None:
                 await pool.close()
@@ -242,24 +242,25 @@ async def make_service(
     created: int | None = None,
     wait_s: float | None = WAIT_S,
 ) -> Service:
-    """Returns the service of a model directory; `created` is the time of the instance's start, now if not given.
+    """Builds the service of a model directory; `created` and `wait_s` are as in `Service`.
 
-    Requests wait at most `wait_s` for workers that they share, without end if it is None.
-    Raises TokenizerError for a tokenizer, ValueError for a generation_config.json that cannot be used.
+    Raises TokenizerError for an invalid tokenizer, ValueError for an invalid generation_config.json.
     """
     tokenizer = _tokenizer(config)
     chat_tokenizer = tokenizer
     if tokenizer is not None and config.options.escape_special_tokens:
-        chat_tokenizer = tokenizer.hiding_markers()
+        chat_tokenizer = tokenizer.hiding_special_tokens()
     parsers = _parsers(config, tokenizer)
     template = None
     if tokenizer is not None and parsers is not None and tokenizer.chat_template is not None:
-        template = telling_tools(tokenizer.chat_template, parsers.dialect)
+        template = with_tool_preamble(tokenizer.chat_template, parsers.dialect)
     templates = await _templates(config, chat_tokenizer, template, wait_s)
     grammars = None
     if parsers is not None:
         file = config.model_dir / "tokenizer.json"
         grammars = GrammarPool(file, wait_s, dialect=parsers.dialect_name, marker_ids=parsers.marker_ids)
+        reasoning = "separate" if parsers.splits_reasoning else "part of the content"
+        config.notify(f"tool-call format: {parsers.dialect_name or 'unknown'}; reasoning: {reasoning}")
     return Service(
         config,
         engine,
@@ -267,7 +268,7 @@ async def make_service(
         templates,
         chat_tokenizer=chat_tokenizer,
         parsers=parsers,
-        shows_tools=names_tools(template or ""),
+        shows_tools=uses_tools(template or ""),
         grammars=grammars,
         numbers=numbers,
         created=created,
@@ -279,15 +280,15 @@ def _tokenizer(config: ServerConfig) -> Tokenizer | None:
     try:
         return Tokenizer.from_directory(config.model_dir)
     except TokenizerNotFound:
-        config.notify("no tokenizer.json, tiktoken.model or tekken.json with the model: prompts must be token ids")
+        config.notify("the model has no tokenizer.json, tiktoken.model or tekken.json: prompts must be token ids")
         return None
 
 
 def _parsers(config: ServerConfig, tokenizer: Tokenizer | None) -> Parsers | None:
     if tokenizer is None:
         return None
-    options = ParserOptions(config.options.reasoning_parser, config.options.tool_call_parser)
-    return Parsers(options, tokenizer, tokenizer.chat_template)
+    options = config.options
+    return Parsers(tokenizer, tokenizer.chat_template, options.reasoning_parser, options.tool_call_parser)
 
 
 async def _templates(
@@ -310,7 +311,7 @@ async def _templates(
 
 
 def make_client(config: ServerConfig) -> EngineClient:
-    """Returns the first front's client, not connected yet."""
+    """Returns the engine client of API server 0, not connected yet."""
     return EngineClient(
         max_num_queued_reqs=config.engine.max_num_queued_reqs,
         watchdog_s=config.watchdog_s,
@@ -320,9 +321,9 @@ def make_client(config: ServerConfig) -> EngineClient:
 
 
 async def start_engine(config: ServerConfig, service: Service) -> EngineSupervisor:
-    """Starts the engine and connects the service to it; `service.engine.state` tells when it is ready.
+    """Starts the engine process and connects the service to it; `service.engine.state` becomes "ready" later.
 
-    `config.notify` gets lines about the start. The process is killed when the engine fails.
+    `config.notify` receives lines about the start. The process is killed when the engine fails.
     """
     engine = service.engine
     start = Start(config.engine_factory, str(config.model_dir), config.engine, config.cluster, config.factory_options)
@@ -335,7 +336,7 @@ async def start_engine(config: ServerConfig, service: Service) -> EngineSupervis
 
 
 class _ProgressLines:
-    """Tells what the engine does while it starts; a tenth of the lines where it counts."""
+    """Prints the engine's progress while it starts; of counted steps every tenth."""
 
     def __init__(self, notify: Callable[[str], None]):
         self._notify = notify

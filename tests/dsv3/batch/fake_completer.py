@@ -1,4 +1,4 @@
-"""A completer without a model, and a program that runs a batch with it, to be killed by the tests."""
+"""A completer without a model, and a program that runs a batch with it, for tests that kill it."""
 
 import asyncio
 import json

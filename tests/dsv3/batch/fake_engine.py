@@ -1,4 +1,4 @@
-"""The server tests' engine without a model, dying as the real one does: every request ends with an error first."""
+"""The server tests' fake engine, which dies as the real one does: every request ends with an error first."""
 
 from dsv3.scheduler.request import EngineOutput, StepOutputs
 from tests.dsv3.server import fake_engine
@@ -22,7 +22,7 @@ class DyingEngine(fake_engine.FakeEngine):
 
 
 def make(start, host):
-    """The factory that the completer under test is given."""
+    """The engine factory of the completer under test."""
     engine, info = fake_engine.make(start, host)
     engine.__class__ = DyingEngine
     return engine, info

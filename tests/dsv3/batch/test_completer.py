@@ -1,4 +1,4 @@
-"""Batch lines through the server's answers, with an engine process that has no model."""
+"""Batch lines through the server's request handlers, with a fake engine process."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from dsv3.batch.journal import BatchError
 from dsv3.config.options import EngineOptions
 from dsv3.config.server_options import ServerOptions
 from dsv3.server.batches import completer as completer_module
-from dsv3.server.batches.completer import ServerCompleter, server_completer
+from dsv3.server.batches.completer import ServiceCompleter, service_completer
 from dsv3.server.config import ServerConfig
 from dsv3.server.limits import WorkersBusy
 from dsv3.server.worker_process import WorkerDied
@@ -29,7 +29,7 @@ def model_dir(tmp_path_factory):
     return tiny.write(tmp_path_factory.mktemp("model"))
 
 
-def serve(model_dir, use, factory_options=None, template_deadline_s=10.0, server=None, **options):
+def serve(model_dir, use, factory_options=None, template_deadline_s=10.0, server=None, notify=print, **options):
     """Runs `use(completer, service)` against a fresh engine process."""
     config = ServerConfig(
         model_dir=model_dir,
@@ -39,11 +39,11 @@ def serve(model_dir, use, factory_options=None, template_deadline_s=10.0, server
         engine=EngineOptions(**options),
         factory_options=factory_options or {},
         engine_factory="tests.dsv3.batch.fake_engine:make",
-        notify=lambda line: None,
+        notify=notify,
     )
 
     async def run():
-        async with server_completer(config) as completer:
+        async with service_completer(config) as completer:
             return await use(completer, completer._service)
 
     return asyncio.run(run())
@@ -53,7 +53,7 @@ def body_of(answer):
     return json.loads(bytes(answer.body))
 
 
-def test_a_line_is_answered_as_the_server_answers(model_dir):
+def test_a_line_gets_the_servers_response(model_dir):
     async def use(completer, service):
         return await completer.complete(COMPLETIONS, ask([[7, 8], [20]], n=2)), completer.concurrency
 
@@ -66,7 +66,7 @@ def test_a_line_is_answered_as_the_server_answers(model_dir):
     assert concurrency == 16
 
 
-def test_refusals_are_answers_in_openais_shape(model_dir):
+def test_refusals_are_replies_in_openais_format(model_dir):
     lines = {
         "stream": (COMPLETIONS, ask([1], stream=True)),
         "model": (COMPLETIONS, ask([1], model="gpt-4")),
@@ -87,7 +87,7 @@ def test_refusals_are_answers_in_openais_shape(model_dir):
         assert answer.request_id == "" and answer.output_tokens == 0
 
 
-def test_tools_are_called_as_over_http(tmp_path):
+def test_tool_calls_are_parsed_as_over_http(tmp_path):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"k": 1}'}}
     tools = [{"type": "function", "function": {"name": "f"}}]
     body = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}], "tools": tools}
@@ -95,12 +95,14 @@ def test_tools_are_called_as_over_http(tmp_path):
     async def use(completer, service):
         return await completer.complete(CHAT, json.dumps(body).encode())
 
-    [choice] = body_of(serve(dialects.write(tmp_path), use))["choices"]
+    lines: list[str] = []
+    [choice] = body_of(serve(dialects.write(tmp_path), use, notify=lines.append))["choices"]
+    assert "tool-call format: deepseek_v31; reasoning: separate" in lines
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"k": 1}'}
 
 
-def test_a_full_queue_is_waited_out(model_dir):
+def test_a_full_queue_is_retried(model_dir):
     async def use(completer, service):
         return await asyncio.gather(*(completer.complete(COMPLETIONS, ask([20 + i])) for i in range(20)))
 
@@ -108,13 +110,13 @@ def test_a_full_queue_is_waited_out(model_dir):
     assert [answer.status for answer in answers] == [200] * 20
 
 
-@pytest.mark.parametrize(("trouble", "restarts"), [(FAIL_STEP, 0), (CRASH_STEP, 3)])
-def test_the_engines_death_leaves_its_requests_unanswered(model_dir, trouble, restarts):
-    """Another engine takes its place; only the line that engines die of goes without an answer."""
+@pytest.mark.parametrize(("failure", "restarts"), [(FAIL_STEP, 0), (CRASH_STEP, 3)])
+def test_only_the_request_that_kills_engines_stays_unanswered(model_dir, failure, restarts):
+    """The engine is restarted; only the line that kills engines gets no answer."""
 
     async def use(completer, service):
         harmless = [completer.complete(COMPLETIONS, ask([20 + i], max_tokens=500)) for i in range(3)]
-        deadly = completer.complete(COMPLETIONS, ask([trouble]))
+        deadly = completer.complete(COMPLETIONS, ask([failure]))
         return await asyncio.gather(*harmless, deadly, return_exceptions=True)
 
     results = serve(model_dir, use, server=ServerOptions(max_request_restarts=restarts))
@@ -130,7 +132,7 @@ def test_an_engine_that_cannot_start_is_an_error(model_dir):
         serve(model_dir, None, {"fail": "the weights are missing"})
 
 
-def test_a_tokenizer_that_cannot_be_used_is_an_error(tmp_path):
+def test_an_invalid_tokenizer_is_an_error(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(BatchError, match=r"tokenizer\.json"):
         serve(tmp_path, None)
@@ -144,7 +146,7 @@ def test_a_conversation_is_answered(model_dir):
     assert answer.status == 200 and body_of(answer)["choices"][0]["message"]["role"] == "assistant"
 
 
-def test_a_cancelled_line_leaves_nothing_in_the_engine(model_dir):
+def test_cancelling_a_line_aborts_its_request(model_dir):
     async def use(completer, service):
         task = asyncio.create_task(completer.complete(COMPLETIONS, ask([20], max_tokens=1000)))
         while not service.engine.num_in_flight:
@@ -157,8 +159,8 @@ def test_a_cancelled_line_leaves_nothing_in_the_engine(model_dir):
     assert serve(model_dir, use) == 0
 
 
-def test_lines_that_wait_for_a_slow_template_are_all_answered(tmp_path):
-    """All together they need longer than the deadline that each has."""
+def test_lines_that_queue_for_a_slow_template_are_all_answered(tmp_path):
+    """Together they take longer than the deadline of each."""
     directory = tiny.write(tmp_path)
     slow = "{% for a in range(100) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
     (directory / "chat_template.jinja").write_text(slow + "{{ messages[0].content }}")
@@ -170,9 +172,9 @@ def test_lines_that_wait_for_a_slow_template_are_all_answered(tmp_path):
     assert [answer.status for answer in answers] == [200] * 50
 
 
-async def with_troubles(completer, service, monkeypatch, *troubles):
-    """Answers a line whose template workers fail as `troubles` say, one by one, and then render."""
-    left = list(troubles)
+async def with_failures(completer, service, monkeypatch, *failures):
+    """Answers a line whose template workers raise `failures`, one by one, and then render."""
+    left = list(failures)
 
     async def render(request):
         if left:
@@ -184,25 +186,25 @@ async def with_troubles(completer, service, monkeypatch, *troubles):
     return await completer.complete(CHAT, HELLO)
 
 
-def test_what_may_pass_is_tried_again_and_never_an_answer(model_dir, monkeypatch):
+def test_temporary_failures_are_retried(model_dir, monkeypatch):
     async def use(completer, service):
-        troubles = [WorkersBusy("busy")] * 20 + [WorkerDied("died")] * 3
-        return await with_troubles(completer, service, monkeypatch, *troubles)
+        failures = [WorkersBusy("busy")] * 20 + [WorkerDied("died")] * 3
+        return await with_failures(completer, service, monkeypatch, *failures)
 
     assert serve(model_dir, use).status == 200
 
 
-def test_a_lack_of_workers_ends_the_batch(model_dir, monkeypatch):
+def test_template_workers_that_keep_dying_end_the_batch(model_dir, monkeypatch):
     async def use(completer, service):
         with pytest.raises(BatchError, match="no memory for a process"):
-            await with_troubles(completer, service, monkeypatch, *[WorkerDied("no memory for a process")] * 8)
+            await with_failures(completer, service, monkeypatch, *[WorkerDied("no memory for a process")] * 8)
         return await completer.complete(CHAT, HELLO)
 
     assert serve(model_dir, use).status == 200
 
 
-def test_only_so_many_lines_are_prepared_at_a_time(model_dir, monkeypatch):
-    """The others wait as bytes; a line that is being answered makes room for the next."""
+def test_few_lines_are_prepared_at_a_time(model_dir, monkeypatch):
+    """The others wait as bytes; a line whose prompt is ready no longer counts."""
     preparing, most = set(), []
 
     async def render(request):
@@ -221,15 +223,15 @@ def test_only_so_many_lines_are_prepared_at_a_time(model_dir, monkeypatch):
     assert 2 <= max(most) <= 16
 
 
-def test_lines_have_a_priority_of_their_own_but_no_earlier_one_than_allowed(model_dir, monkeypatch):
+def test_lines_may_set_a_priority_not_below_the_minimum(model_dir, monkeypatch):
     async def use(completer, service):
         found = []
         submit = service.engine.submit
         monkeypatch.setattr(
             service.engine, "submit", lambda requests, streams: (found.extend(requests), submit(requests, streams))
         )
-        for earliest in (-5, 100):
-            limited = ServerCompleter(service, earliest_priority=earliest)
+        for minimum in (-5, 100):
+            limited = ServiceCompleter(service, min_priority=minimum)
             for fields in ({}, {"priority": -3}, {"priority": 200}):
                 assert (await limited.complete(COMPLETIONS, ask([5], **fields))).status == 200
         refused = await completer.complete(COMPLETIONS, ask([5], priority=2**31))

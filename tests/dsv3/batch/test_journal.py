@@ -28,7 +28,7 @@ def open_journal(source, output, model="m"):
 
 
 @pytest.mark.parametrize("config", ["config.json", "params.json"])
-def test_a_model_is_named_by_its_content(tmp_path, config):
+def test_a_model_is_identified_by_its_content(tmp_path, config):
     """Weights trained further have the same names, sizes and configuration; a copy elsewhere is the same model."""
     names = {}
     for folder, weights, text in (("a", b"12", "{}"), ("b", b"12", "{}"), ("c", b"13", "{}"), ("d", b"12", "[]")):
@@ -50,7 +50,7 @@ def test_input_summary(tmp_path):
     assert summarize_input(path).lines == 0
 
 
-def test_answers_are_found_again(source, tmp_path):
+def test_a_reopened_journal_has_its_answers(source, tmp_path):
     output = tmp_path / "out.jsonl"
     journal = open_journal(source, output)
     for number in (3, 1, 8):
@@ -65,7 +65,7 @@ def test_answers_are_found_again(source, tmp_path):
 
 @settings(max_examples=40)
 @given(cut=st.data())
-def test_a_torn_end_costs_only_the_torn_line(tmp_path_factory, cut):
+def test_a_torn_write_loses_only_that_line(tmp_path_factory, cut):
     folder = tmp_path_factory.mktemp("torn")
     source, output = folder / "in", folder / "out"
     source.write_bytes(b"1\n2\n3\n")
@@ -88,7 +88,7 @@ def test_a_torn_end_costs_only_the_torn_line(tmp_path_factory, cut):
     assert output.read_bytes().startswith(kept)
 
 
-def test_another_input_is_refused_and_nothing_is_touched(source, tmp_path):
+def test_another_input_is_refused_and_the_output_stays(source, tmp_path):
     output = tmp_path / "out.jsonl"
     journal = open_journal(source, output)
     journal.append(1, line(1))
@@ -119,7 +119,7 @@ def test_a_file_of_unknown_origin_is_refused(source, tmp_path, state):
     assert output.read_text() == "precious\n"
 
 
-def test_deleting_the_output_starts_anew(source, tmp_path):
+def test_deleting_the_output_starts_over(source, tmp_path):
     output = tmp_path / "out.jsonl"
     journal = open_journal(source, output)
     journal.append(1, line(1))
@@ -140,7 +140,7 @@ def test_one_writer_at_a_time(source, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["unlink", "replace"])
-def test_an_output_that_is_gone_ends_the_run_and_lets_nobody_else_in(source, tmp_path, change):
+def test_a_deleted_or_replaced_output_ends_the_run_and_stays_locked(source, tmp_path, change):
     output = tmp_path / "out"
     journal = open_journal(source, output)
     journal.append(1, line(1))
@@ -188,7 +188,7 @@ def test_pipes_are_refused(source, tmp_path, name):
 
 
 @pytest.mark.parametrize("damage", [b"\0\0\n", b'{"id": "batch_req_99"}\n', line(1), b"{}\n"])
-def test_damage_names_its_place(source, tmp_path, damage):
+def test_a_damaged_line_is_reported_with_its_offset(source, tmp_path, damage):
     output = tmp_path / "out.jsonl"
     journal = open_journal(source, output)
     journal.append(1, line(1))
@@ -221,11 +221,11 @@ def test_a_full_disk_leaves_whole_lines(source, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["nowhere", "."])
-def test_inputs_that_are_no_file(tmp_path, name):
+def test_inputs_that_are_not_files(tmp_path, name):
     with pytest.raises(BatchError):
         summarize_input(tmp_path / name)
 
 
-def test_an_output_that_cannot_be_made(source, tmp_path):
+def test_an_output_that_cannot_be_created(source, tmp_path):
     with pytest.raises(BatchError, match="No such file"):
         open_journal(source, tmp_path / "nowhere" / "out")

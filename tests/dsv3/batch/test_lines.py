@@ -1,4 +1,4 @@
-"""The batch format: which lines are requests, what is said about the others, how answers are written."""
+"""The batch format: valid request lines, the errors of invalid ones, and output lines."""
 
 import io
 import json
@@ -48,7 +48,7 @@ def test_a_request_line():
         (GOOD | {"body": None}, "invalid_body", "a"),
     ],
 )
-def test_what_is_no_request(line, code, custom_id):
+def test_invalid_lines(line, code, custom_id):
     found = LineParser().parse(7, line) if line is None else parse(line)
     assert isinstance(found, BadLine)
     assert (found.number, found.code, found.custom_id) == (7, code, custom_id)
@@ -59,7 +59,7 @@ def test_what_is_no_request(line, code, custom_id):
     assert len(journal.bad_line(found)) < 3000
 
 
-def test_the_first_use_of_a_custom_id_has_it():
+def test_a_repeated_custom_id_is_refused():
     parser = LineParser()
     assert isinstance(parse(GOOD, parser), RequestLine)
     again = parse(GOOD | {"body": {}}, parser)
@@ -67,7 +67,7 @@ def test_the_first_use_of_a_custom_id_has_it():
     assert isinstance(parse(GOOD | {"custom_id": "b"}, parser), RequestLine)
 
 
-def test_a_bad_line_takes_its_custom_id_too():
+def test_the_custom_id_of_an_invalid_line_counts_too():
     parser = LineParser()
     parse(GOOD | {"url": "/nowhere"}, parser)
     assert parse(GOOD, parser).code == "duplicate_custom_id"
@@ -86,14 +86,14 @@ def test_lines_keep_their_numbers_and_long_ones_are_dropped(pieces, limit):
             assert number not in found
 
 
-def test_a_line_of_the_limit_is_not_too_long():
+def test_a_line_at_the_limit_is_not_too_long():
     text = b"x" * 10 + b"\n" + b"y" * 10
     assert list(numbered_lines(io.BytesIO(text), 10)) == [(1, b"x" * 10), (2, b"y" * 10)]
 
 
-def test_a_huge_line_is_never_held_whole():
+def test_a_huge_line_is_never_whole_in_memory():
     class Source(io.RawIOBase):
-        """300 MB without a line's end, then a short line."""
+        """300 MB without a line feed, then a short line."""
 
         left, largest = 300 << 20, 0
 
@@ -111,7 +111,7 @@ def test_a_huge_line_is_never_held_whole():
     assert source.largest <= (1 << 20) + 1
 
 
-def test_answers_are_found_again_by_their_line():
+def test_an_output_line_has_the_number_of_its_input_line():
     request = RequestLine(12, "ü\n", "/v1/completions", b"{}")
     line = journal.answer_line(request, 200, "cmpl-1", {"choices": []})
     assert line.endswith(b"\n") and line.count(b"\n") == 1
@@ -125,6 +125,6 @@ def test_answers_are_found_again_by_their_line():
 
 
 @pytest.mark.parametrize("line", [b"", b"{}", b'{"id": 4}', b'{"id": "batch_req_"}', b'{"id": "batch_req_-1"}', b"{\n"])
-def test_what_is_no_output_line(line):
+def test_invalid_output_lines(line):
     with pytest.raises(ValueError):
         answered_number(line)

@@ -1,4 +1,4 @@
-"""What a batch shows of itself: a bar on a terminal, lines in a log."""
+"""A batch's progress: a bar on a terminal, lines in a log."""
 
 import io
 
@@ -21,6 +21,6 @@ def test_a_terminal_gets_a_bar(monkeypatch):
     assert "20/40" in text and "300 tokens/s" in text and "2 failed" in text
 
 
-def test_a_log_gets_a_line_now_and_then(monkeypatch):
+def test_a_log_gets_a_line_per_interval(monkeypatch):
     assert shown(monkeypatch, terminal=False) == "20 of 40 lines, 2 failed, 300 tokens/s\n"
     assert shown(monkeypatch, terminal=False, interval=1e9) == ""

@@ -1,4 +1,4 @@
-"""A batch from file to file with a completer that needs no model: exactness, above all across kill -9."""
+"""Batches with a completer that needs no model: complete and without duplicates, also across kill -9."""
 
 import collections
 import json
@@ -68,14 +68,14 @@ def test_bad_lines_do_not_stop_the_rest(files):
     assert statuses == {"good": 200, "refused": 400, "dies": 500, "last": 200}
 
 
-def test_an_empty_input_is_an_empty_output(files):
+def test_an_empty_input_makes_an_empty_output(files):
     source, output = files
     source.write_text("")
     assert run_batch(source, output).answered == 0
     assert output.read_text() == ""
 
 
-def test_a_finished_batch_has_nothing_left_to_do(files):
+def test_a_finished_batch_sends_no_requests(files):
     source, output = files
     write_input(source, [request(f"r{i}") for i in range(5)] + ["{broken"])
     run_batch(source, output)
@@ -85,7 +85,7 @@ def test_a_finished_batch_has_nothing_left_to_do(files):
     assert completer.completed == 0 and output.read_bytes() == before
 
 
-def test_a_stop_gives_up_running_requests_and_the_next_run_answers_them(files):
+def test_a_cancelled_run_aborts_its_requests_and_the_next_one_answers_them(files):
     source, output = files
     write_input(source, [request(f"r{i}", "x" * 10) for i in range(30)])
     completer = FakeCompleter(char_s=0.0005)
@@ -98,7 +98,7 @@ def test_a_stop_gives_up_running_requests_and_the_next_run_answers_them(files):
     assert len({row["custom_id"] for row in answers(output)}) == len(answers(output)) == 30
 
 
-def test_a_dead_engine_keeps_what_was_answered(files):
+def test_answers_survive_the_engines_death(files):
     source, output = files
     write_input(source, [request(f"r{i}") for i in range(20)])
     with pytest.raises(RuntimeError, match="the engine died"):
@@ -108,7 +108,7 @@ def test_a_dead_engine_keeps_what_was_answered(files):
     assert sorted(row["custom_id"] for row in answers(output)) == sorted(f"r{i}" for i in range(20))
 
 
-def test_a_duplicate_stays_one_across_a_resume(files):
+def test_a_duplicate_is_found_after_a_resume(files):
     source, output = files
     write_input(source, [request("a"), request("b"), request("a", "second")])
     run_batch(source, output, concurrency=1, stop_when=lambda p: p.succeeded)
@@ -118,8 +118,8 @@ def test_a_duplicate_stays_one_across_a_resume(files):
     assert codes == {"batch_req_1": None, "batch_req_2": None, "batch_req_3": "duplicate_custom_id"}
 
 
-def test_memory_does_not_follow_the_input(files, monkeypatch):
-    """Lines are read as they are needed, not ahead."""
+def test_memory_does_not_grow_with_the_input(files, monkeypatch):
+    """Lines are read when they are needed, not ahead."""
     source, output = files
     write_input(source, [request(f"r{i}") for i in range(1000)])
     parsed = []
@@ -131,11 +131,11 @@ def test_memory_does_not_follow_the_input(files, monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["append", "touch"])
-def test_an_input_that_changes_meanwhile_is_noticed(files, change):
+def test_a_change_of_the_input_during_a_run_is_an_error(files, change):
     source, output = files
     write_input(source, [request(f"r{i}") for i in range(30)])
 
-    def meddle(progress):
+    def change_input(progress):
         if progress.succeeded == 1 and change == "append":
             with source.open("a") as file:
                 file.write(request("late") + "\n")
@@ -143,11 +143,11 @@ def test_an_input_that_changes_meanwhile_is_noticed(files, change):
             os.utime(source, (1, 1))
 
     with pytest.raises(BatchError, match="changed"):
-        run_batch(source, output, concurrency=1, stop_when=meddle)
+        run_batch(source, output, concurrency=1, stop_when=change_input)
     assert all(row["custom_id"] != "late" for row in answers(output))
 
 
-def test_killed_at_any_moment_nothing_is_lost_or_doubled(files):
+def test_kills_lose_and_repeat_no_line(files):
     source, output = files
     count = 400
     write_input(source, [request(f"r{i}", "x" * (i % 7 + 1)) for i in range(count)] + ["{broken", request("r3")])

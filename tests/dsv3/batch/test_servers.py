@@ -1,4 +1,4 @@
-"""A batch by running servers: shared by replicas, exact across kills of either side, patient with what passes."""
+"""Batches through running servers: load balancing, retries, and kills of either side."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ import pytest
 from dsv3.batch import servers as servers_module
 from dsv3.batch.journal import BatchError
 from dsv3.batch.options import BatchOptions
-from dsv3.batch.servers import servers_completer
+from dsv3.batch.servers import remote_completer
 from dsv3.scheduler.request import BATCH_PRIORITY
 from tests.dsv3.server import serving
 from tests.dsv3.text import tiny
@@ -29,14 +29,14 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pair(model_dir):
-    """Two replicas, slow enough to be killed in the middle; few fit in their queues."""
+    """Two replicas, slow enough to be killed while they work, with short queues."""
     slow = {"engine": {"max_num_seqs": 4, "max_num_queued_reqs": 2}, "factory_options": {"step_s": 0.002}}
     with serving.running(model_dir, **slow) as one, serving.running(model_dir, **slow) as two:
         yield one, two
 
 
 class Replies:
-    """A server of canned answers, one per request: (status, body), or None to hang up. It notes the bodies."""
+    """A server of canned answers, one per request: (status, body), or None to hang up. It records the bodies."""
 
     def __init__(self, *answers, models=None):
         self.answers, self.bodies = list(answers), []
@@ -70,28 +70,28 @@ def ask(replies, *bodies, **options):
     async def run():
         server = await asyncio.start_server(replies.serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with server, servers_completer(BatchOptions(server=(url,), **options)) as completer:
+        async with server, remote_completer(BatchOptions(server=(url,), **options)) as completer:
             return [await completer.complete(COMPLETIONS, body) for body in bodies]
 
     return asyncio.run(run())
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    monkeypatch.setattr(servers_module, "_REST_S", (0.01, 0.05))
+def short_backoff(monkeypatch):
+    monkeypatch.setattr(servers_module, "_BACKOFF_S", (0.01, 0.05))
 
 
 OK = 200, {"id": "r", "usage": {"completion_tokens": 5}}
 
 
-def test_what_may_pass_is_asked_again():
+def test_temporary_failures_are_retried():
     replies = Replies((503, {"error": {}}), (429, b"slow down"), None, (502, b"<html>"), OK)
     [reply] = ask(replies, b'{"prompt": "x"}')
     assert (reply.status, reply.request_id, reply.output_tokens) == (200, "r", 5)
     assert len(replies.bodies) == 5 and not replies.answers
 
 
-def test_refusals_are_answers_and_failures_are_after_three():
+def test_a_4xx_is_recorded_and_a_5xx_after_three_tries():
     replies = Replies((400, {"error": {"message": "no"}}), *[(500, {"error": {}})] * 3)
     first, second = ask(replies, b'{"prompt": 1}', b'{"prompt": 2}')
     assert (first.status, second.status) == (400, 500)
@@ -102,8 +102,8 @@ PAGE = b"<html>\n<title>Request Entity Too Large</title></html>"
 LARGE = {"error": {"message": "x" * 100_000}}
 
 
-def test_what_a_proxy_says_of_a_line_is_its_answer():
-    """Pages that are no JSON, long JSON, JSON over several lines; each is one line of the output."""
+def test_a_proxys_refusal_is_recorded():
+    """Pages that are not JSON, long JSON, JSON on several lines: each becomes one line of the output."""
     indented = json.dumps({"error": {"message": "no"}}, indent=2).encode()
     replies = Replies((413, PAGE), (422, LARGE), (400, indented), (404, b'"no"'), (400, {"id": 7}), *[(504, PAGE)] * 3)
     found = ask(replies, *[b"{}"] * 6)
@@ -116,7 +116,7 @@ def test_what_a_proxy_says_of_a_line_is_its_answer():
     assert slow["error"]["type"] == "server_error"
 
 
-def test_a_line_that_asks_for_a_stream_is_answered():
+def test_a_line_with_stream_is_refused():
     replies = Replies(OK)
     stream, fine = ask(replies, b'{"stream": true}', b"{}")
     assert (stream.status, fine.status) == (400, 200) and not replies.answers
@@ -127,19 +127,19 @@ def test_a_wrong_key_ends_the_batch():
         ask(Replies((401, {"error": {}})), b"{}")
     with pytest.raises(BatchError, match="API key"):
         ask(Replies(OK, (403, PAGE), (403, PAGE)), b"{}", b"{}")
-    with pytest.raises(BatchError, match="redirection"):
+    with pytest.raises(BatchError, match="redirects"):
         ask(Replies((302, PAGE)), b"{}")
 
 
-def test_a_403_of_one_line_is_its_answer():
-    """Whether it is this line alone, a request that asks for nothing tells."""
+def test_a_403_of_one_line_is_recorded():
+    """An empty request shows whether the key or the line is refused."""
     replies = Replies((403, {"error": {"message": "not you"}}), (400, {"error": {}}), OK)
     first, second = ask(replies, b'{"prompt": 1}', b'{"prompt": 2}')
     assert (first.status, second.status) == (403, 200) and b"not you" in bytes(first.body)
     assert replies.bodies == [{"prompt": 1}, {}, {"prompt": 2}]
 
 
-def test_nobody_waits_for_ever():
+def test_every_wait_ends():
     with pytest.raises(BatchError, match="no server has answered"):
         ask(Replies(*[(503, b"{}")] * 1000), b"{}", server_timeout=0.3)
     with pytest.raises(BatchError, match="cannot be reached"):
@@ -149,11 +149,11 @@ def test_nobody_waits_for_ever():
 
 
 async def _enter(urls, **options):
-    async with servers_completer(BatchOptions(server=urls, **options)):
+    async with remote_completer(BatchOptions(server=urls, **options)):
         pass
 
 
-def test_priority_is_that_of_batches_on_our_servers_and_the_bodys_own_counts():
+def test_our_servers_get_the_batch_priority_unless_the_body_has_one():
     ours = [{"id": "m", "owned_by": "dsv3", "max_num_seqs": 3}]
     bodies = b'{"a": 1}', b" {}", b'{"priority": 7}'
     replies = Replies(OK, OK, OK, models=ours)
@@ -176,16 +176,16 @@ def test_replicas_of_different_models_are_refused(pair, tmp_path_factory):
         asyncio.run(_enter((pair[0].url, third.url)))
 
 
-def test_lines_that_begin_alike_go_to_one_server_while_it_has_room(pair):
+def test_lines_with_a_common_prefix_prefer_one_server(pair):
     async def run():
-        async with servers_completer(BatchOptions(server=tuple(each.url for each in pair))) as completer:
+        async with remote_completer(BatchOptions(server=tuple(each.url for each in pair))) as completer:
             assert completer.concurrency == 16 and completer.model == "tiny"
-            chosen = [[(await completer._choose(b"%d" % i)).url for _ in range(3)] for i in range(40)]
+            chosen = [[(await completer._next_server(b"%d" % i)).url for _ in range(3)] for i in range(40)]
             assert all(len(set(each)) == 1 for each in chosen)
             assert {each[0] for each in chosen} == {each.url for each in pair}
-            first = await completer._choose(b"0")
+            first = await completer._next_server(b"0")
             first.running = first.limit
-            return first, await completer._choose(b"0")
+            return first, await completer._next_server(b"0")
 
     first, second = asyncio.run(run())
     assert first is not second
@@ -203,7 +203,7 @@ def batch_command(source, output, *servers):
 
 
 def test_kills_of_client_and_server_lose_and_double_nothing(pair, model_dir, tmp_path):
-    """The client is killed, then a third replica in the middle of its work; the other two finish the job."""
+    """The client is killed, then a third replica while it works; the other two finish the batch."""
     source, output, count = tmp_path / "in.jsonl", tmp_path / "out.jsonl", 400
     source.write_text("".join(json.dumps(line) + "\n" for line in lines(count)))
     slow = {"engine": {"max_num_seqs": 4}, "factory_options": {"step_s": 0.002}}
@@ -247,7 +247,7 @@ def test_a_key_is_read_from_a_file(model_dir, tmp_path):
     with serving.running(model_dir, options={"api_key": key}, ready=False) as server:
 
         async def run(**options):
-            async with servers_completer(BatchOptions(server=(server.url,), **options)) as completer:
+            async with remote_completer(BatchOptions(server=(server.url,), **options)) as completer:
                 return await completer.complete(COMPLETIONS, msgspec.json.encode({"prompt": [5], "max_tokens": 1}))
 
         assert asyncio.run(run(server_api_key_file=str(tmp_path / "key"))).status == 200

@@ -1,4 +1,4 @@
-"""Tables as requests, and answers as columns: formats, compressions, nulls, nested values, mistakes."""
+"""Tables as requests and answers as columns: formats, compression, nulls, nested values, errors."""
 
 import datetime
 import decimal
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.batch import formats, tables
-from dsv3.batch.formats import FileFormat, format_of, reading, writing
+from dsv3.batch.formats import FileFormat, detect_format, open_input, open_output
 from dsv3.batch.journal import BadLine, BatchError, Journal, RequestLine, summarize_input
 from dsv3.batch.options import BatchOptions
 from dsv3.batch.run import Reply, run, sorted_in_windows
@@ -39,7 +39,7 @@ class Echo:
 
 
 def answer(source, target, *, stop_after=None, **options):
-    """Runs a batch by `Echo`, to its end or until so many lines are answered; returns the staged one."""
+    """Runs a batch with `Echo`, to its end or until `stop_after` lines are answered; returns its progress."""
     import asyncio
 
     staged = stage(str(source), str(target), BatchOptions(**options))
@@ -69,7 +69,7 @@ def write(name, rows):
     if str(name).endswith("parquet"):
         parquet.write_table(arrow.Table.from_pylist(rows), name)
         return
-    with writing(str(name)) as file:
+    with open_output(str(name)) as file:
         if ".csv" in str(name):
             from pyarrow import csv
 
@@ -80,10 +80,10 @@ def write(name, rows):
 
 @pytest.mark.parametrize("target", ["out.parquet", "out.csv.gz", "out.jsonl.zst", "out.jsonl"])
 @pytest.mark.parametrize("source", ["in.parquet", "in.csv", "in.csv.zst", "in.jsonl.gz", "in.ndjson"])
-def test_rows_get_their_answers_in_their_order(tmp_path, source, target):
+def test_rows_keep_their_order_and_get_their_answers(tmp_path, source, target):
     write(tmp_path / source, [{"id": i, "question": prompt} for i, prompt in enumerate(PROMPTS)])
     answer(tmp_path / source, tmp_path / target, prompt_column="question", body={"max_tokens": 7})
-    rows = list(tables.rows_of(str(tmp_path / target)))
+    rows = list(tables.iter_rows(str(tmp_path / target)))
     assert [str(row["id"]) for row in rows] == [str(i) for i in range(5)]
     assert [row["answer"] or None for row in rows] == ["ONE", None, PROMPTS[2].upper(), None, "VIER"]
     assert [row["answer_error"] for row in rows][2::2] == [None, None]
@@ -93,7 +93,7 @@ def test_rows_get_their_answers_in_their_order(tmp_path, source, target):
     assert rows[0]["answer_finish_reason"] == "stop" and not rows[0]["answer_reasoning"]
 
 
-def test_types_of_a_table_stay(tmp_path):
+def test_column_types_are_kept(tmp_path):
     rows = [
         {"when": datetime.datetime(2026, 1, 2), "price": decimal.Decimal("1.50"), "tags": ["a"], "prompt": "x"},
         {"when": None, "price": None, "tags": [], "prompt": "y"},
@@ -105,10 +105,10 @@ def test_types_of_a_table_stay(tmp_path):
     assert found.select(table.column_names).equals(table)
     assert found["said"].to_pylist() == ["X", "Y"]
     answer(tmp_path / "in.parquet", tmp_path / "out.csv", prompt_column="prompt")
-    assert next(tables.rows_of(str(tmp_path / "out.csv")))["tags"] == '["a"]'
+    assert next(tables.iter_rows(str(tmp_path / "out.csv")))["tags"] == '["a"]'
 
 
-def test_conversations_come_nested_or_as_json(tmp_path):
+def test_conversations_are_nested_or_json(tmp_path):
     messages = [{"role": "system", "content": "s", "name": None}, {"role": "user", "content": "hi", "name": "bob"}]
     write(tmp_path / "nested.parquet", [{"messages": messages}, {"messages": None}])
     write(tmp_path / "text.csv", [{"messages": json.dumps(messages[1:])}, {"messages": "rubbish"}])
@@ -122,18 +122,18 @@ def test_conversations_come_nested_or_as_json(tmp_path):
 def test_lines_with_messages_are_a_table_and_batch_lines_are_not(tmp_path):
     write(tmp_path / "in.jsonl", [{"messages": [{"role": "user", "content": "hi"}], "more": [1]}])
     answer(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
-    [row] = tables.rows_of(str(tmp_path / "out.jsonl"))
+    [row] = tables.iter_rows(str(tmp_path / "out.jsonl"))
     assert row["answer"] == "HI" and row["more"] == [1]
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "messages": 1}}
     write(tmp_path / "lines.jsonl.gz", [line])
     answer(tmp_path / "lines.jsonl.gz", tmp_path / "answers.jsonl.zst")
-    [row] = tables.rows_of(str(tmp_path / "answers.jsonl.zst"))
+    [row] = tables.iter_rows(str(tmp_path / "answers.jsonl.zst"))
     assert row["custom_id"] == "a" and row["response"]["body"]["choices"][0]["text"] == "X"
     with pytest.raises(BatchError, match="jsonl"):
         answer(tmp_path / "lines.jsonl.gz", tmp_path / "answers.parquet")
 
 
-def test_an_interrupted_table_goes_on(tmp_path):
+def test_an_interrupted_table_is_resumed(tmp_path):
     source, target = tmp_path / "in.parquet", tmp_path / "out.parquet"
     write(source, [{"prompt": f"text {i}"} for i in range(20)])
     assert answer(source, target, prompt_column="prompt", stop_after=7).interrupted
@@ -148,7 +148,7 @@ def test_an_interrupted_table_goes_on(tmp_path):
         answer(source, target, prompt_column="prompt", body={"max_tokens": 3})
 
 
-def test_an_output_of_unknown_origin_stays(tmp_path):
+def test_an_output_of_unknown_origin_is_not_overwritten(tmp_path):
     write(tmp_path / "in.csv", [{"prompt": "x"}])
     (tmp_path / "out.csv").write_text("precious")
     with pytest.raises(BatchError, match="exists"):
@@ -156,7 +156,7 @@ def test_an_output_of_unknown_origin_stays(tmp_path):
     assert (tmp_path / "out.csv").read_text() == "precious"
 
 
-def test_a_table_that_changes_meanwhile_is_told(tmp_path):
+def test_a_change_of_the_table_during_a_run_is_an_error(tmp_path):
     write(tmp_path / "in.csv", [{"prompt": "x"}])
     staged = stage(str(tmp_path / "in.csv"), str(tmp_path / "out.csv"), BatchOptions(prompt_column="prompt"))
     write(tmp_path / "in.csv", [{"prompt": "x"}, {"prompt": "y"}])
@@ -168,7 +168,7 @@ def test_a_table_that_changes_meanwhile_is_told(tmp_path):
 def test_a_table_without_rows(tmp_path, target):
     parquet.write_table(arrow.table({"prompt": arrow.array([], arrow.string())}), tmp_path / "in.parquet")
     answer(tmp_path / "in.parquet", tmp_path / target, prompt_column="prompt")
-    assert list(tables.rows_of(str(tmp_path / target))) == []
+    assert list(tables.iter_rows(str(tmp_path / target))) == []
 
 
 @pytest.mark.parametrize(
@@ -179,21 +179,21 @@ def test_a_table_without_rows(tmp_path, target):
         ([{"a": "x", "answer": "y"}], {"prompt_column": "a"}, "another --answer_column"),
     ],
 )
-def test_mistakes_are_told_before_anything_runs(tmp_path, rows, options, words):
+def test_wrong_columns_are_refused_before_anything_runs(tmp_path, rows, options, words):
     write(tmp_path / "in.parquet", rows)
     with pytest.raises(BatchError, match=words):
         answer(tmp_path / "in.parquet", tmp_path / "out.parquet", **options)
 
 
 @pytest.mark.parametrize("name", ["in.parquet", "in.csv.gz", "in.jsonl.zst", "nowhere.csv"])
-def test_rubbish_is_an_error_with_the_files_name(tmp_path, name):
+def test_unreadable_files_are_named_in_the_error(tmp_path, name):
     if "nowhere" not in name:
         (tmp_path / name).write_bytes(b"\x00\xffrubbish" * 9)
     with pytest.raises(BatchError, match=name):
         answer(tmp_path / name, tmp_path / "out.jsonl", prompt_column="x")
 
 
-def test_a_missing_library_says_what_to_install(monkeypatch, tmp_path):
+def test_the_error_for_a_missing_library_has_the_install_command(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     (tmp_path / "in.parquet").write_bytes(b"")
     with pytest.raises(BatchError, match=r"pip install 'dsv3\[batch\]'"):
@@ -204,10 +204,10 @@ def test_urls_are_read_and_written(tmp_path):
     from fsspec.implementations.memory import MemoryFileSystem
 
     MemoryFileSystem.store.clear()
-    with writing("memory://folder/in.csv.gz") as file:
+    with open_output("memory://folder/in.csv.gz") as file:
         file.write(b"prompt\nx\ny\n")
     answer("memory://folder/in.csv.gz", "memory://out.jsonl.zst", prompt_column="prompt", work_dir=str(tmp_path / "w"))
-    assert [row["answer"] for row in tables.rows_of("memory://out.jsonl.zst")] == ["X", "Y"]
+    assert [row["answer"] for row in tables.iter_rows("memory://out.jsonl.zst")] == ["X", "Y"]
     with pytest.raises(BatchError, match="--work_dir"):
         answer("memory://folder/in.csv.gz", "memory://other.jsonl", prompt_column="prompt")
     with pytest.raises(BatchError, match="nowhere"):
@@ -224,11 +224,11 @@ def test_urls_are_read_and_written(tmp_path):
         ("x.gz", FileFormat("lines", "gzip", False)),
     ],
 )
-def test_names_say_formats(name, form):
-    assert format_of(name) == form
+def test_names_determine_formats(name, form):
+    assert detect_format(name) == form
 
 
-def test_options_that_cannot_be():
+def test_invalid_options_are_refused():
     for wrong in ({"body": {"prompt": 1}}, {"concurrency": 3}, {"priority": 2**31, "server": ("http://x",)}):
         with pytest.raises(ValueError):
             BatchOptions(**wrong)
@@ -236,7 +236,7 @@ def test_options_that_cannot_be():
 
 @settings(max_examples=50)
 @given(st.lists(st.binary(max_size=6), max_size=40))
-def test_windows_lose_no_line_and_put_those_alike_together(bodies):
+def test_sorting_in_windows_keeps_every_line(bodies):
     lines = [RequestLine(i, str(i), "u", body) for i, body in enumerate(bodies, 1)]
     lines.insert(len(lines) // 2, BadLine(99, None, "c", "m"))
     found = list(sorted_in_windows(iter(lines)))
@@ -245,13 +245,13 @@ def test_windows_lose_no_line_and_put_those_alike_together(bodies):
     assert asked == sorted(bodies)
 
 
-def test_what_is_written_takes_its_place_whole(tmp_path):
+def test_outputs_are_replaced_atomically(tmp_path):
     target = tmp_path / "out.jsonl.gz"
-    with writing(str(target)) as file:
+    with open_output(str(target)) as file:
         file.write(b"old")
-    with pytest.raises(RuntimeError), writing(str(target)) as file:
+    with pytest.raises(RuntimeError), open_output(str(target)) as file:
         file.write(b"new")
         raise RuntimeError
-    with reading(str(target)) as file:
+    with open_input(str(target)) as file:
         assert file.read() == b"old"
     assert formats.exists(str(target)) and not formats.exists(str(tmp_path / "no"))

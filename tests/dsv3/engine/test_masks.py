@@ -34,7 +34,7 @@ from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import DRAWN, FILTERED, FULL, GREEDY, make_sequence
 from dsv3.scheduler.structured_output import GrammarStats, Masks
 from dsv3.text.grammar import plain_grammar
-from dsv3.text.matcher import GrammarVocabulary, Matcher, without
+from dsv3.text.matcher import GrammarVocabulary, Matcher, without_tokens
 from tests.dsv3.engine import letters, toy
 from tests.dsv3.engine.conftest import LIMITS, parts
 from tests.dsv3.engine.driving import Gathered, drain, number, request, run, take
@@ -75,7 +75,7 @@ def expected(
         mask = np.zeros((1, 1, vocabulary().words), np.uint32)
         vocabulary().fill([(matcher, [])], mask)
         assert matcher.error is None
-        allowed = mask[0, 0] if len(answer) >= min_tokens and not ignore_eos else without(mask[0, 0], [toy.EOS])
+        allowed = mask[0, 0] if len(answer) >= min_tokens and not ignore_eos else without_tokens(mask[0, 0], [toy.EOS])
         bits = np.unpackbits(allowed.view(np.uint8), bitorder="little")
         scores = toy.scores(prompt + answer)
         token = max(bits[: toy.POISON].nonzero()[0].tolist(), key=lambda i: (scores[i], -i))

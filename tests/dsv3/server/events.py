@@ -1,12 +1,12 @@
-"""Reads server-sent events as they stand on the wire."""
+"""Parses server-sent events."""
 
 import json
 
 
 def events_of(answer):
-    """The events of a streamed answer: each with the name on its `event` line, None without one, and its JSON.
+    """The events of a streamed answer, each as its name (the `event` line, or None) and its JSON.
 
-    OpenAI's first two APIs end with a line that is no JSON.
+    OpenAI's first two APIs end with a line that is not JSON.
     """
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")

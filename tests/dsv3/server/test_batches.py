@@ -1,4 +1,4 @@
-"""Files and batches over OpenAI's own client: states, isolation, bounds, and what a kill costs."""
+"""Files and batches over OpenAI's own client: states, isolation, limits, kills."""
 
 import itertools
 import json
@@ -41,9 +41,9 @@ def client_of(server, key="none", **settings):
 
 
 @pytest.fixture(scope="module")
-def supervisor(model_dir, tmp_path_factory):
+def batch_server(model_dir, tmp_path_factory):
     """A server that keeps batches, for two tenants."""
-    folder = tmp_path_factory.mktemp("keeper")
+    folder = tmp_path_factory.mktemp("batches")
     keys = folder / "keys"
     keys.write_text(f"acme {ACME}\nzeta {ZETA}\noperator {OPERATOR}\n")
     keys.chmod(0o600)
@@ -53,8 +53,8 @@ def supervisor(model_dir, tmp_path_factory):
 
 
 @pytest.fixture
-def client(supervisor):
-    with client_of(supervisor, ACME) as client:
+def client(batch_server):
+    with client_of(batch_server, ACME) as client:
         yield client
 
 
@@ -77,7 +77,7 @@ def answers(client, file_id):
     return {each["custom_id"]: each for each in map(json.loads, client.files.content(file_id).text.splitlines())}
 
 
-def test_a_batch_is_answered_and_sorted(client):
+def test_a_batch_has_an_output_and_an_error_file(client):
     lines = [line(f"q{i}", prompt=[7, 8 + i]) for i in range(20)]
     lines += [line("bad", temperature="hot"), line("long", prompt=[7] * 3000)]
     batch = run(client, lines, metadata={"night": "7"})
@@ -111,13 +111,13 @@ def test_conversations_are_answered(client):
         ([line("a") | {"method": "GET"}], "invalid_method", 1),
     ],
 )
-def test_a_file_that_is_no_batch_fails_as_a_whole(client, lines, code, number):
+def test_an_invalid_file_fails_the_batch(client, lines, code, number):
     batch = run(client, lines)
     assert batch.status == "failed" and batch.failed_at and batch.output_file_id is None
     assert [(each.code, each.line) for each in batch.errors.data] == [(code, number)]
 
 
-def test_lists_come_in_pages(client):
+def test_lists_are_paginated(client):
     made = [client.files.create(file=as_file([line(str(i))]), purpose="batch").id for i in range(3)]
     listed = [file.id for file in client.files.list()]
     assert set(made) <= set(listed)
@@ -132,10 +132,10 @@ def test_lists_come_in_pages(client):
     assert [b.id for b in client.batches.list(limit=2)] == [b.id for b in client.batches.list()]
 
 
-def test_tenants_see_nothing_of_each_other(supervisor, client):
+def test_tenants_do_not_see_each_others_files_and_batches(batch_server, client):
     file = client.files.create(file=as_file([line("a")]), purpose="batch")
     batch = run(client, [line("a")])
-    with client_of(supervisor, ZETA) as other:
+    with client_of(batch_server, ZETA) as other:
         assert file.id not in {each.id for each in other.files.list()}
         assert not list(other.batches.list())
         for ask in (
@@ -152,13 +152,13 @@ def test_tenants_see_nothing_of_each_other(supervisor, client):
 
 
 @pytest.mark.parametrize(("key", "priority", "status"), [(ACME, -1, 403), (ACME, 1, 200), (OPERATOR, -1, 200)])
-def test_only_the_operator_goes_before_all_others(supervisor, key, priority, status):
+def test_only_the_operator_may_use_priorities_below_0(batch_server, key, priority, status):
     body = {"prompt": [5], "max_tokens": 1, "priority": priority}
     headers = {"authorization": f"Bearer {key}"}
-    assert httpx.post(supervisor.url + COMPLETIONS, headers=headers, json=body, timeout=30).status_code == status
+    assert httpx.post(batch_server.url + COMPLETIONS, headers=headers, json=body, timeout=30).status_code == status
 
 
-def test_without_the_option_the_routes_say_what_is_missing(server):
+def test_without_the_option_the_error_names_it(server):
     for method, path in (("POST", "/v1/files"), ("GET", "/v1/batches"), ("GET", "/v1/files/file-1/content")):
         answer = server.http.request(method, path)
         assert answer.status_code == 404 and "--batch_dir" in answer.json()["error"]["message"]
@@ -177,9 +177,9 @@ def test_without_the_option_the_routes_say_what_is_missing(server):
         ({"content": b"{}", "headers": {"content-type": "application/json"}}, 415),
     ],
 )
-def test_uploads_that_are_none(supervisor, change, status):
+def test_invalid_uploads(batch_server, change, status):
     headers = {"authorization": f"Bearer {ACME}"} | change.pop("headers", {})
-    answer = httpx.post(f"{supervisor.url}/v1/files", headers=headers, timeout=30, **change)
+    answer = httpx.post(f"{batch_server.url}/v1/files", headers=headers, timeout=30, **change)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["message"]
 
@@ -195,30 +195,30 @@ def test_uploads_that_are_none(supervisor, change, status):
         ({"input_file_id": "f", "endpoint": COMPLETIONS, "completion_window": "24h", "metadata": {"a": 1}}, 400),
     ],
 )
-def test_batches_that_are_none(supervisor, body, status):
+def test_invalid_batches(batch_server, body, status):
     headers = {"authorization": f"Bearer {ACME}"}
-    answer = httpx.post(f"{supervisor.url}/v1/batches", headers=headers, json=body, timeout=30)
+    answer = httpx.post(f"{batch_server.url}/v1/batches", headers=headers, json=body, timeout=30)
     assert answer.status_code == status, answer.text
 
 
-def test_another_endpoint_is_refused_with_those_there_are(supervisor):
+def test_the_error_for_another_endpoint_lists_the_valid_ones(batch_server):
     body = {"input_file_id": "f", "endpoint": "/v1/responses", "completion_window": "24h"}
     answer = httpx.post(
-        f"{supervisor.url}/v1/batches", headers={"authorization": f"Bearer {ACME}"}, json=body, timeout=30
+        f"{batch_server.url}/v1/batches", headers={"authorization": f"Bearer {ACME}"}, json=body, timeout=30
     )
-    said = "endpoint: this value is not known; it may be /v1/chat/completions or /v1/completions"
-    assert answer.json()["error"]["message"] == said and answer.json()["error"]["param"] == "endpoint"
+    expected = "endpoint: this value is not known; it may be /v1/chat/completions or /v1/completions"
+    assert answer.json()["error"]["message"] == expected and answer.json()["error"]["param"] == "endpoint"
 
 
 @pytest.mark.parametrize("name", ["..%2f..%2fkeys", "%2e%2e", "file-%00", "file-" + "0" * 25, "batch_" + "0" * 24])
-def test_ids_lead_nowhere_else(supervisor, name):
+def test_ids_do_not_escape_the_directory(batch_server, name):
     headers = {"authorization": f"Bearer {ACME}"}
     for path in (f"/v1/files/{name}", f"/v1/files/{name}/content", f"/v1/batches/{name}"):
-        assert httpx.get(f"{supervisor.url}{path}", headers=headers, timeout=30).status_code == 404
+        assert httpx.get(f"{batch_server.url}{path}", headers=headers, timeout=30).status_code == 404
 
 
 def test_kills_lose_and_double_nothing(model_dir, tmp_path):
-    """The front that took the batch is killed, then the whole server; in the end every line has one answer."""
+    """The API server that accepted the batch is killed, then the whole server; in the end every line has one answer."""
     options = {"batch_dir": str(tmp_path / "batches"), "api_server_count": 2}
     total = 300
     lines = [line(f"q{i}", prompt=[7, 8 + i % 400], max_tokens=20) for i in range(total)]
@@ -227,8 +227,8 @@ def test_kills_lose_and_double_nothing(model_dir, tmp_path):
         pair = Pair(server)
         with client_of(server, http_client=pair.http[pair.other.pid]) as client:
             file = client.files.create(file=as_file(lines), purpose="batch")
-            asked = {"endpoint": COMPLETIONS, "completion_window": "24h"}
-            batch_id = client.batches.create(input_file_id=file.id, **asked).id
+            fields = {"endpoint": COMPLETIONS, "completion_window": "24h"}
+            batch_id = client.batches.create(input_file_id=file.id, **fields).id
         [journal] = wait_for(lambda: list(tmp_path.glob("batches/tenants/*/batches/*.answers")))
         for kill in (pair.other.kill, server.process.kill):
             wanted = journal.read_bytes().count(b"\n") + 20
@@ -258,8 +258,8 @@ def wait_for(found, seconds=60):
     return value
 
 
-def test_a_cancelled_batch_keeps_what_is_answered_and_others_come_first(model_dir, tmp_path):
-    """Batch work fills the engine; another server cannot take the directory; a request passes the batch's lines."""
+def test_a_cancelled_batch_keeps_its_answers(model_dir, tmp_path):
+    """A second server cannot use the directory, and a file in use cannot be deleted."""
     options = {"batch_dir": str(tmp_path / "batches")}
     slow = {"engine": {"max_num_seqs": 2}, "factory_options": {"step_s": 0.005}}
     with serving.running(model_dir, options=options, **slow) as server, client_of(server) as client:
@@ -268,7 +268,7 @@ def test_a_cancelled_batch_keeps_what_is_answered_and_others_come_first(model_di
         wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed > 1)
         with pytest.raises(openai.ConflictError):
             client.files.delete(file.id)
-        with pytest.raises(ValueError, match="in use by another server"), BatchStore(tmp_path / "batches").locked():
+        with pytest.raises(ValueError, match="in use by another server"), BatchStore(tmp_path / "batches").lock():
             pass
         assert client.batches.cancel(batch.id).status == "cancelling"
         ended = finished(client, batch)
@@ -281,32 +281,35 @@ def test_a_cancelled_batch_keeps_what_is_answered_and_others_come_first(model_di
         server.wait_for(server.is_idle)
 
 
-def test_what_a_server_finds_at_its_start(tmp_path):
-    """A batch whose time is over, whose mark is lost, one that other weights have begun, and one that was never made.
+def test_the_state_that_a_server_finds_at_its_start(tmp_path):
+    """An expired batch that is missing in open/, one begun with other weights, and one that was never made.
 
-    The oldest one's record is damaged: it keeps none of the others waiting.
+    The oldest batch has a damaged record, which does not block the others.
     """
-    kept = BatchStore(tmp_path / "batches")
+    batch_store = BatchStore(tmp_path / "batches")
     model_dir = tiny.write(tmp_path)
     weights = model_dir / "model.safetensors"
     weights.write_bytes(b"1")
     files = []
     for name in ("late", "foreign"):
-        path = kept.new_upload("")
+        path = batch_store.new_upload("")
         path.write_text(json.dumps(line(name)) + "\n")
-        files.append(kept.add_file("", path, name).id)
+        files.append(batch_store.add_file("", path, name).id)
 
     def begun(file, ends):
         return lambda batch_id, now: msgspec.structs.replace(
             make(batch_id, now), status="in_progress", input_file_id=file, expires_at=now + ends
         )
 
-    damaged = kept.create_batch("", make)
+    damaged = batch_store.create_batch("", make)
     [record] = tmp_path.glob("batches/tenants/*/batches/*.json")
     record.write_bytes(record.read_bytes()[:50])
-    late, foreign = kept.create_batch("", begun(files[0], -1)), kept.create_batch("", begun(files[1], 900))
-    summary = summarize_input(kept.content("", files[1]))
-    journal = Journal.open(kept.answers("", foreign.id), summary, model_identity(model_dir, "tiny"))
+    late, foreign = (
+        batch_store.create_batch("", begun(files[0], -1)),
+        batch_store.create_batch("", begun(files[1], 900)),
+    )
+    summary = summarize_input(batch_store.content("", files[1]))
+    journal = Journal.open(batch_store.answers("", foreign.id), summary, model_identity(model_dir, "tiny"))
     journal.append(1, b'{"id": "batch_req_1", "custom_id": "foreign", "response": {"status_code": 200}}\n')
     journal.close()
     unmade = tmp_path / "batches" / "open" / ("batch_" + "0" * 24)
@@ -337,115 +340,115 @@ def make(batch_id, now):
     )
 
 
-def put(kept, tenant="", text=b"x"):
-    path = kept.new_upload(tenant)
+def put(batch_store, tenant="", text=b"x"):
+    path = batch_store.new_upload(tenant)
     path.write_bytes(text)
-    return kept.add_file(tenant, path, "x")
+    return batch_store.add_file(tenant, path, "x")
 
 
-def test_counts_and_sizes_are_bounded(tmp_path, monkeypatch):
+def test_counts_and_sizes_are_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "MAX_FILES", 2)
     monkeypatch.setattr(store, "MAX_OPEN_BATCHES", 2)
     monkeypatch.setattr(store, "MAX_TENANT_BYTES", 10)
-    kept = BatchStore(tmp_path)
-    put(kept, "a", b"12345678901")
+    batch_store = BatchStore(tmp_path)
+    put(batch_store, "a", b"12345678901")
     with pytest.raises(TooMany, match="bytes"):
-        kept.new_upload("a")
-    put(kept, "b"), put(kept, "b")
+        batch_store.new_upload("a")
+    put(batch_store, "b"), put(batch_store, "b")
     with pytest.raises(TooMany, match="2 files"):
-        kept.new_upload("b")
+        batch_store.new_upload("b")
     for _ in range(2):
-        kept.create_batch("a", make)
+        batch_store.create_batch("a", make)
     with pytest.raises(TooMany, match="not ended"):
-        kept.create_batch("a", make)
-    kept.create_batch("b", make)
+        batch_store.create_batch("a", make)
+    batch_store.create_batch("b", make)
 
 
-def test_a_disk_that_takes_less_than_all_leaves_the_old_record(tmp_path):
-    kept = BatchStore(tmp_path)
-    batch = kept.create_batch("", make)
-    before, limits = kept.record("", batch.id), resource.getrlimit(resource.RLIMIT_FSIZE)
+def test_a_full_disk_leaves_the_old_record(tmp_path):
+    batch_store = BatchStore(tmp_path)
+    batch = batch_store.create_batch("", make)
+    before, limits = batch_store.record("", batch.id), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
         with pytest.raises(OSError):
-            kept.save("", Record(batch=msgspec.structs.replace(batch, status="in_progress")))
+            batch_store.save("", Record(batch=msgspec.structs.replace(batch, status="in_progress")))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert kept.record("", batch.id) == before
+    assert batch_store.record("", batch.id) == before
     assert not list(tmp_path.rglob(".batch*"))
 
 
 @pytest.mark.parametrize("content", [b"", b'{"id": "', b"\xff", b"[" * 10_000, b'{"batch": {"id": 5}}'])
-def test_a_damaged_record_hides_no_other(tmp_path, content, caplog):
-    kept = BatchStore(tmp_path)
-    files, batches = [put(kept).id for _ in range(2)], [kept.create_batch("", make).id for _ in range(2)]
+def test_a_damaged_record_is_skipped(tmp_path, content, caplog):
+    batch_store = BatchStore(tmp_path)
+    files, batches = [put(batch_store).id for _ in range(2)], [batch_store.create_batch("", make).id for _ in range(2)]
     for name in (files[0], batches[0]):
         [path] = tmp_path.rglob(f"{name}.json")
         path.write_bytes(content)
     for _ in range(2):
-        assert [file.id for file in kept.files("")] == files[1:]
-        assert [batch.id for batch in kept.batches("")] == batches[1:]
+        assert [file.id for file in batch_store.files("")] == files[1:]
+        assert [batch.id for batch in batch_store.batches("")] == batches[1:]
     with pytest.raises(NotFound):
-        kept.record("", batches[0])
+        batch_store.record("", batches[0])
     assert sum("cannot be read" in each for each in caplog.messages) == 2
-    kept.delete_file("", files[1])
-    kept.create_batch("", make)
+    batch_store.delete_file("", files[1])
+    batch_store.create_batch("", make)
 
 
-def test_marks_that_are_lost_or_torn_are_made_again(tmp_path):
-    kept = BatchStore(tmp_path)
-    lost, torn, whole, ended = (kept.create_batch("acme", make) for _ in range(4))
-    kept.save("acme", Record(batch=msgspec.structs.replace(ended, status="completed")))
+def test_lost_and_torn_entries_of_open_batches_are_restored(tmp_path):
+    batch_store = BatchStore(tmp_path)
+    lost, torn, whole, ended = (batch_store.create_batch("acme", make) for _ in range(4))
+    batch_store.save("acme", Record(batch=msgspec.structs.replace(ended, status="completed")))
     (tmp_path / "open" / lost.id).unlink()
     (tmp_path / "open" / ended.id).unlink()
     (tmp_path / "open" / torn.id).write_bytes(b"ac\xff/")
-    assert kept.open_batches() == [("acme", whole.id)]
-    kept.mark_open()
-    assert {name for _, name in kept.open_batches()} == {lost.id, torn.id, whole.id}
+    assert batch_store.open_batches() == [("acme", whole.id)]
+    batch_store.mark_open()
+    assert {name for _, name in batch_store.open_batches()} == {lost.id, torn.id, whole.id}
     (tmp_path / "cancel" / lost.id).write_bytes(b"")
-    assert kept.batch("acme", lost.id).status == "cancelling"
+    assert batch_store.batch("acme", lost.id).status == "cancelling"
 
 
-def test_old_batches_are_forgotten_and_open_ones_are_not(tmp_path, monkeypatch):
+def test_the_oldest_ended_batches_are_deleted(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "MAX_BATCHES", 5)
     monkeypatch.setattr(store, "MAX_OPEN_BATCHES", 2)
     times = itertools.count(100)
-    kept = BatchStore(tmp_path, lambda: next(times))
-    first = kept.create_batch("", make)
+    batch_store = BatchStore(tmp_path, lambda: next(times))
+    first = batch_store.create_batch("", make)
     for _ in range(8):
-        batch = kept.create_batch("", make)
-        kept.save("", Record(batch=msgspec.structs.replace(batch, status="completed")))
-        kept.close_batch(batch.id)
-    assert len(kept.batches("")) <= 5 and kept.batch("", first.id).status == "validating"
-    assert kept.open_batches() == [("", first.id)]
+        batch = batch_store.create_batch("", make)
+        batch_store.save("", Record(batch=msgspec.structs.replace(batch, status="completed")))
+        batch_store.close_batch(batch.id)
+    assert len(batch_store.batches("")) <= 5 and batch_store.batch("", first.id).status == "validating"
+    assert batch_store.open_batches() == [("", first.id)]
 
 
-def test_what_killed_fronts_have_left_goes_and_what_is_being_written_stays(tmp_path):
-    """An upload, content whose record was to come, and a record on its way."""
-    kept = BatchStore(tmp_path)
-    file, batch = put(kept), kept.create_batch("", make)
-    folder = kept.content("", file.id).parent
-    left = [kept.new_upload(""), folder / ("file-" + "0" * 24), folder / f".{file.id}.json.00112233"]
-    going = kept.new_upload("")
+def test_unfinished_files_of_killed_api_servers_are_deleted(tmp_path):
+    """An abandoned upload, content without a record, and a temporary record; a recent upload stays."""
+    batch_store = BatchStore(tmp_path)
+    file, batch = put(batch_store), batch_store.create_batch("", make)
+    folder = batch_store.content("", file.id).parent
+    left = [batch_store.new_upload(""), folder / ("file-" + "0" * 24), folder / f".{file.id}.json.00112233"]
+    going = batch_store.new_upload("")
     for path in (*left, going):
         path.write_text("x")
     for path in (*left, *folder.glob("file-*"), *folder.parent.glob("batches/*")):
         os.utime(path, (1, 1))
-    kept.sweep()
+    batch_store.sweep()
     assert not any(path.exists() for path in left) and going.exists()
-    assert kept.content("", file.id).read_text() == "x" and kept.batch("", batch.id).id == batch.id
+    assert batch_store.content("", file.id).read_text() == "x" and batch_store.batch("", batch.id).id == batch.id
 
 
 @pytest.mark.parametrize("tenant", [".", "..", "a", "a.b", ""])
 def test_each_tenant_has_its_own_folder(tmp_path, tenant):
-    kept = BatchStore(tmp_path)
-    file = put(kept, tenant)
+    batch_store = BatchStore(tmp_path)
+    file = put(batch_store, tenant)
     for other in {".", "..", "a", "a.b", "", "tenant-"} - {tenant}:
         with pytest.raises(NotFound):
-            kept.file(other, file.id)
-    assert kept.content(tenant, file.id).parent.parent.parent == tmp_path / "tenants"
+            batch_store.file(other, file.id)
+    assert batch_store.content(tenant, file.id).parent.parent.parent == tmp_path / "tenants"
     with pytest.raises(ValueError):
-        kept.files("../x")
+        batch_store.files("../x")
 
 
 def test_lines_without_an_answer_expire(tmp_path):
@@ -461,17 +464,17 @@ def test_lines_without_an_answer_expire(tmp_path):
     ]
 
 
-def test_only_what_is_open_is_cancelled(tmp_path):
-    kept = BatchStore(tmp_path)
-    batch = kept.create_batch("", make)
-    kept.save("", Record(batch=msgspec.structs.replace(batch, status="finalizing")))
+def test_only_open_batches_can_be_cancelled(tmp_path):
+    batch_store = BatchStore(tmp_path)
+    batch = batch_store.create_batch("", make)
+    batch_store.save("", Record(batch=msgspec.structs.replace(batch, status="finalizing")))
     with pytest.raises(Conflict):
-        kept.cancel("", batch.id)
+        batch_store.cancel("", batch.id)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=200), st.lists(st.integers(1, 40), max_size=30))
-def test_a_form_is_the_same_in_any_pieces(content, cuts):
+def test_a_form_is_parsed_from_any_parts(content, cuts):
     body = b'--xyz\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--xyz\r\n'
     body += (
         b'Content-Disposition: form-data; name="file"; filename="a/b\\\\c.jsonl"\r\nContent-Type: text/plain\r\n\r\n'
@@ -489,7 +492,7 @@ def test_a_form_is_the_same_in_any_pieces(content, cuts):
     assert "/" not in form.filename and "\\" not in form.filename
 
 
-def test_forms_are_bounded():
+def test_forms_are_limited():
     def feed(text):
         Form(b"x", lambda data: None).feed(text)
 

@@ -1,4 +1,4 @@
-"""Bodies that are costly to read: the server refuses them cheaply, and reads what is large with bounds."""
+"""Bodies that are expensive to parse: the server refuses them cheaply, and parses large ones within limits."""
 
 import array
 import asyncio
@@ -27,7 +27,7 @@ from dsv3.server.protocol.openai import (
 from dsv3.server.protocol.responses import ResponsesRequest
 from dsv3.server.serving import prompts, request_parsing
 from dsv3.server.serving.prompts import RequestTools
-from dsv3.text.markers import Markers
+from dsv3.text.special_tokens import SpecialTokens
 from tests.dsv3.server import serving
 from tests.dsv3.server.test_fuzz import JSON, MESSAGES
 
@@ -35,7 +35,7 @@ SIZE = 8 * 2**20
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-def filled(head: bytes, unit: bytes, tail: bytes, size: int = SIZE) -> bytes:
+def repeated(head: bytes, unit: bytes, tail: bytes, size: int = SIZE) -> bytes:
     """Returns a body of about `size` bytes with as many units as fit between its ends, commas between them."""
     return head + b",".join([unit] * ((size - len(head) - len(tail)) // (len(unit) + 1))) + tail
 
@@ -47,33 +47,37 @@ CALL = b'{"messages":[{"role":"assistant","content":[{"type":"tool_use","id":"a"
 COSTLY = {
     "bad entries of chat_template_kwargs": (
         CHAT,
-        partial(filled, USER + b'"chat_template_kwargs":{', b'"000001":[]', b"}}"),
+        partial(repeated, USER + b'"chat_template_kwargs":{', b'"000001":[]', b"}}"),
         400,
     ),
-    "empty parts": (CHAT, partial(filled, b'{"messages":[', MESSAGE, b"]}"), 400),
+    "empty parts": (CHAT, partial(repeated, b'{"messages":[', MESSAGE, b"]}"), 400),
     "bad entries of logit_bias": (
         COMPLETIONS,
-        partial(filled, b'{"prompt":[5],"logit_bias":{', b'"000001":""', b"}}"),
+        partial(repeated, b'{"prompt":[5],"logit_bias":{', b'"000001":""', b"}}"),
         400,
     ),
-    "nested prompts": (COMPLETIONS, partial(filled, b'{"prompt":[', b"[[]]", b"]}"), 400),
-    "numbers in a call": ("/v1/messages", partial(filled, CALL, b"1000", b']}}]}],"max_tokens":1}'), 400),
-    "token ids": (COMPLETIONS, partial(filled, b'{"prompt":[', b"1", b"]}"), 400),
-    "many prompts": (COMPLETIONS, partial(filled, b'{"prompt":[', b"[1]", b"]}"), 400),
-    "objects as user": (COMPLETIONS, partial(filled, b'{"prompt":[5],"max_tokens":1,"user":[', b'{"a":0}', b"]}"), 400),
-    "numbers as user": (COMPLETIONS, partial(filled, b'{"prompt":[5],"max_tokens":1,"user":[', b"100", b"]}"), 200),
+    "nested prompts": (COMPLETIONS, partial(repeated, b'{"prompt":[', b"[[]]", b"]}"), 400),
+    "numbers in a call": ("/v1/messages", partial(repeated, CALL, b"1000", b']}}]}],"max_tokens":1}'), 400),
+    "token ids": (COMPLETIONS, partial(repeated, b'{"prompt":[', b"1", b"]}"), 400),
+    "many prompts": (COMPLETIONS, partial(repeated, b'{"prompt":[', b"[1]", b"]}"), 400),
+    "objects as user": (
+        COMPLETIONS,
+        partial(repeated, b'{"prompt":[5],"max_tokens":1,"user":[', b'{"a":0}', b"]}"),
+        400,
+    ),
+    "numbers as user": (COMPLETIONS, partial(repeated, b'{"prompt":[5],"max_tokens":1,"user":[', b"100", b"]}"), 200),
 }
 
 
 @pytest.fixture(scope="module")
 def long_server(model_dir):
-    """A context so long that no body is refused for it alone."""
+    """A context so long that no body is refused only for its length."""
     with serving.running(model_dir, engine={"max_model_len": 2**18}, factory_options={"step_s": 0.005}) as server:
         yield server
 
 
 def memory(pid: int, field: str) -> int:
-    """Resident bytes of a process: VmRSS now, VmHWM at most since `forget_peak`; skips where only Linux says it."""
+    """Resident bytes of a process: VmRSS now, VmHWM the peak since `forget_peak`; skips without /proc."""
     if sys.platform != "linux":
         pytest.skip("reads /proc")
     status = Path(f"/proc/{pid}/status").read_text()
@@ -87,7 +91,7 @@ def forget_peak(pid: int) -> None:
 
 
 class Watcher:
-    """A client that streams meanwhile; `gap` is the longest time without a token."""
+    """A client that streams in the background; `gap` is its longest time without a token."""
 
     def __init__(self, server):
         self.gap, self._server = 0.0, server
@@ -116,8 +120,8 @@ class Watcher:
 
 
 @pytest.mark.parametrize("name", COSTLY)
-def test_a_costly_body_takes_little_memory_and_stops_nobody(long_server, name):
-    """Before, these took 35 to 280 times their size, and 1 to 7 s in one piece."""
+def test_an_expensive_body_takes_little_memory_and_blocks_no_stream(long_server, name):
+    """Parsed naively these take 35 to 280 times their size, and block for 1 to 7 s."""
     path, make, status = COSTLY[name]
     body = make()
     api_server = long_server.process.pid
@@ -132,15 +136,15 @@ def test_a_costly_body_takes_little_memory_and_stops_nobody(long_server, name):
 
 
 def test_a_body_beyond_the_context_is_not_decoded(server):
-    """The context of 2,048 tokens: the text is not even looked at."""
+    """The context has 2,048 tokens: the text is not even looked at."""
     body = b'{"messages":[{"role":"user","content":"' + b"x" * SIZE + b'"}], not JSON'
     answer = server.http.post(CHAT, content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_large_requests_are_answered(long_server):
-    """Read in pieces, they mean what they say."""
+def test_large_requests_are_parsed_completely(long_server):
+    """Their fields are decoded separately."""
     text = "hello " * 20_000
     messages = [{"role": "user", "content": [{"type": "text", "text": text}, {"type": "text", "text": "you"}]}]
     body = {"messages": messages, "max_tokens": 1, "n": 2, "seed": 3, "user": "x" * 300_000}
@@ -167,7 +171,7 @@ def test_large_requests_are_answered(long_server):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_long_answer_may_be_gone_on_with(count):
+def test_a_long_answer_can_be_resumed(count):
     """Tokens of more than 256 KiB of JSON, as those of one choice and of several."""
     tokens = [123_456] * 60_000
     resume = {"output_token_ids": tokens if count == 1 else [tokens] * count}
@@ -177,16 +181,16 @@ def test_a_long_answer_may_be_gone_on_with(count):
 
 
 class Templates:
-    """Keeps what it is asked to render."""
+    """Records the last render request."""
 
     async def render(self, request):
-        self.asked = request
+        self.request = request
         return "rendered"
 
 
 @pytest.mark.parametrize("padding", [0, 300_000])
-def test_messages_reach_the_template_as_they_were_sent(padding):
-    """What is absent stays absent, what is null stays null, whether they are read at once or in pieces."""
+def test_messages_reach_the_template_unchanged(padding):
+    """Absent fields stay absent and nulls stay null, in small bodies and in large ones."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [
         {"role": "user", "content": "x" * padding, "name": "me"},
@@ -195,13 +199,13 @@ def test_messages_reach_the_template_as_they_were_sent(padding):
         {"role": "assistant", "content": "y", "reasoning_content": "z"},
     ]
     templates = Templates()
-    known = SimpleNamespace(markers=Markers())
+    known = SimpleNamespace(markers=SpecialTokens())
     service = SimpleNamespace(
         tokenizer=known, chat_tokenizer=known, templates=templates, encode=lambda *_, **__: asyncio.sleep(0, [1])
     )
     request = request_parsing.read(ChatRequest, json.dumps({"messages": messages}).encode())
     asyncio.run(prompts.chat_prompt(service, request, RequestTools()))
-    assert templates.asked.messages == messages
+    assert templates.request.messages == messages
 
 
 KINDS = {
@@ -217,25 +221,25 @@ KINDS = {
 
 @settings(deadline=None, max_examples=300)
 @given(kind=st.sampled_from(list(KINDS)), data=st.data())
-def test_pieces_say_what_the_whole_says(kind, data):
+def test_separate_decoding_gives_the_same_request(kind, data):
     names = data.draw(st.lists(st.sampled_from([*kind.__struct_fields__, "unknown"]), max_size=3))
     fuzz = {name: data.draw(MESSAGES | JSON if name in ("messages", "input") else JSON) for name in names}
     body = json.dumps(KINDS[kind] | fuzz).encode()
     whole = outcome(kind, body)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(request_parsing, "SMALL_BYTES", 0)
-        # What is no prompt, message or token list may be as long as the whole body here.
+        # Other fields than prompts, messages and token lists may be as long as the whole body here.
         patch.setattr(request_parsing, "MAX_FIELD_BYTES", len(body))
-        pieces = outcome(kind, body)
-    if isinstance(whole, kind) and not isinstance(pieces, kind):
+        parts = outcome(kind, body)
+    if isinstance(whole, kind) and not isinstance(parts, kind):
         assert kind is CompletionRequest and "prompt" in fuzz  # texts among token ids: refused later
     else:
-        assert type(pieces) is type(whole)
-        assert not isinstance(whole, kind) or plain(pieces) == plain(whole)
+        assert type(parts) is type(whole)
+        assert not isinstance(whole, kind) or plain(parts) == plain(whole)
 
 
 def plain(request):
-    """The request with lists in the place of arrays of token ids."""
+    """The request with lists instead of arrays of token ids."""
     fields = msgspec.structs.asdict(request)
     for name in ("prompt", "tokens", "token_ids"):
         value = fields.get(name)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.engine.step_log import EngineSnapshot, ExpertLoad, JobRecord, StepPhase, StepRecord
-from dsv3.server.serving.dashboard import events_of, experts_of, write_trace
+from dsv3.server.serving.dashboard import expert_load_json, trace_events, write_trace
 from tests.dsv3.server.conftest import KEY
 
 COMPLETIONS = "/v1/completions"
@@ -26,12 +26,12 @@ def data(server, **query):
 
 
 def work(server, tokens: int = 50) -> None:
-    """A request; the fake engine says something of a first token only where it found a page of the prompt."""
+    """Sends a request; the fake engine reports a queue time only where it finds a cached page of the prompt."""
     body = {"prompt": list(range(10, 80)), "max_tokens": tokens}
     server.http.post(COMPLETIONS, json=body, headers=BEARER).raise_for_status()
 
 
-def test_the_page_is_open_and_holds_no_data(locked_server) -> None:
+def test_the_page_needs_no_key_and_has_no_data(locked_server) -> None:
     answer = locked_server.http.get("/dashboard")
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
     for secret in ("tiny", KEY, str(locked_server.profiles)):  # neither model nor key nor path
@@ -40,7 +40,7 @@ def test_the_page_is_open_and_holds_no_data(locked_server) -> None:
     assert locked_server.http.post("/dashboard").status_code == 401
 
 
-def test_the_policy_lets_in_what_the_page_brings_and_nothing_else(server) -> None:
+def test_the_content_security_policy_allows_only_the_pages_own_code(server) -> None:
     plain = server.http.get("/dashboard", headers={"accept-encoding": "identity"})
     policy = dict(part.strip().split(" ", 1) for part in plain.headers["content-security-policy"].split(";"))
     for tag in ("script", "style"):
@@ -55,7 +55,7 @@ def test_the_policy_lets_in_what_the_page_brings_and_nothing_else(server) -> Non
     assert (packed.headers["content-encoding"], packed.text) == ("gzip", plain.text)
 
 
-def test_curves_follow_the_work(server) -> None:
+def test_time_series_follow_the_work(server) -> None:
     server.wait_for(lambda: len(data(server)["series"]["time"]) >= 2)
     since = data(server)["series"]["time"][-1]
     work(server, 500)
@@ -67,7 +67,7 @@ def test_curves_follow_the_work(server) -> None:
     assert series["ttft_p50"][-1] > 0 and "acceptance" not in series
 
 
-def test_the_engine_notes_steps_only_for_who_looks(server) -> None:
+def test_steps_are_recorded_while_a_client_asks(server) -> None:
     data(server)
     server.wait_for(lambda: data(server) is not None)
     work(server)
@@ -78,11 +78,11 @@ def test_the_engine_notes_steps_only_for_who_looks(server) -> None:
 
 
 @pytest.mark.parametrize("query", ["since=x", "since=nan", "experts=1e999", "since=" + "1" * 40, "experts=%00"])
-def test_rubbish_in_the_query_is_a_400(server, query) -> None:
+def test_an_invalid_query_is_a_400(server, query) -> None:
     assert server.http.get(f"/dashboard/data?{query}").status_code == 400
 
 
-def test_the_data_are_small_and_not_kept(server) -> None:
+def test_the_data_are_small_and_not_cached(server) -> None:
     answer = server.http.get("/dashboard/data?since=-5&experts=-1e9&other=1")
     assert answer.status_code == 200 and len(answer.content) < 400_000
     assert answer.headers["cache-control"] == "no-store"
@@ -94,7 +94,7 @@ def test_profiles_are_off_without_a_directory(server) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "profiles_off")
 
 
-def test_a_profile_is_a_file_that_holds_the_steps(locked_server) -> None:
+def test_a_profile_is_a_file_with_the_steps(locked_server) -> None:
     http = locked_server.http
     assert http.post("/stop_profile", headers=BEARER).status_code in (200, 409)  # what another test has begun
     assert http.post("/stop_profile", headers=BEARER).json()["error"]["code"] == "no_profile"
@@ -108,13 +108,13 @@ def test_a_profile_is_a_file_that_holds_the_steps(locked_server) -> None:
     assert str(locked_server.profiles) not in str(answer)
 
 
-def test_a_load_is_told_once_in_percent_of_the_mean() -> None:
+def test_an_expert_load_is_sent_once_in_percent_of_the_mean() -> None:
     load = np.array([[1, 3], [0, 0]], "<f4").tobytes()
     seen = EngineSnapshot([], ExpertLoad(7, 2, 2, 2, load, load))
-    told = experts_of(seen, -1, {"experts_moved": 4})
-    assert (told["load"], told["before"], told["experts_moved"]) == ([[50, 150], [0, 0]], [], 4)
-    assert "load" not in experts_of(seen, 7, {})
-    assert experts_of(EngineSnapshot([], None), -1, {}) is None and experts_of(None, -1, {}) is None
+    found = expert_load_json(seen, -1, {"experts_moved": 4})
+    assert (found["load"], found["before"], found["experts_moved"]) == ([[50, 150], [0, 0]], [], 4)
+    assert "load" not in expert_load_json(seen, 7, {})
+    assert expert_load_json(EngineSnapshot([], None), -1, {}) is None and expert_load_json(None, -1, {}) is None
 
 
 STEPS = [
@@ -132,7 +132,7 @@ STEPS = [
 ]
 
 
-def test_the_file_is_what_perfetto_reads(tmp_path) -> None:
+def test_the_trace_file_is_valid_for_perfetto(tmp_path) -> None:
     path = tmp_path / "steps.json.gz"
     size = write_trace(STEPS, path)
     assert size == path.stat().st_size
@@ -147,7 +147,7 @@ def test_the_file_is_what_perfetto_reads(tmp_path) -> None:
 
 
 def test_parts_lie_inside_their_step_without_gaps() -> None:
-    spans = [event for event in events_of(STEPS) if event["ph"] == "X" and event["tid"] == 1]
+    spans = [event for event in trace_events(STEPS) if event["ph"] == "X" and event["tid"] == 1]
     steps = [span for span in spans if span["name"].startswith("step ")]
     assert [span["args"]["decode"] for span in steps] == [8, 8, 8]
     for step in steps:
@@ -164,7 +164,7 @@ TIMES = st.lists(st.floats(0, 1e-3), min_size=1, max_size=5)
 @settings(max_examples=100, deadline=None)
 @given(st.lists(TIMES, min_size=1, max_size=8), st.floats(0, 1e5))
 def test_spans_of_a_lane_nest(steps, began) -> None:
-    """Perfetto's importer drops a span that begins inside of another one and ends behind it.
+    """Perfetto's importer drops a span that begins inside another one and ends after it.
 
     It keeps a lane's open spans on a stack, and closes those that have ended when the next one begins.
     """
@@ -177,7 +177,9 @@ def test_spans_of_a_lane_nest(steps, began) -> None:
         began = at
     for lane in (1, 2):
         open_ = []
-        for span in sorted((e for e in events_of(notes) if e["ph"] == "X" and e["tid"] == lane), key=lambda e: e["ts"]):
+        for span in sorted(
+            (e for e in trace_events(notes) if e["ph"] == "X" and e["tid"] == lane), key=lambda e: e["ts"]
+        ):
             end = span["ts"] + span["dur"]
             while open_ and (open_[-1] < span["ts"] or (open_[-1] == span["ts"] and span["dur"])):
                 open_.pop()
@@ -185,9 +187,9 @@ def test_spans_of_a_lane_nest(steps, began) -> None:
             open_.append(end)
 
 
-def test_the_devices_do_one_step_after_the_other() -> None:
-    """Step n + 1 is launched before the results of step n are there: the devices begin it when they have these."""
-    spans = [event for event in events_of(STEPS) if event["ph"] == "X" and event["tid"] == 2]
+def test_device_spans_do_not_overlap() -> None:
+    """Step n + 1 is launched before the results of step n arrive; its span begins when they do."""
+    spans = [event for event in trace_events(STEPS) if event["ph"] == "X" and event["tid"] == 2]
     assert [(span["args"]["step"], span["ts"], span["dur"]) for span in spans] == [
         (1, pytest.approx(0.2e6), pytest.approx(1.5e6)),
         (2, pytest.approx(1.7e6), pytest.approx(1e6)),
@@ -196,4 +198,4 @@ def test_the_devices_do_one_step_after_the_other() -> None:
 
 
 def test_no_steps_make_no_spans() -> None:
-    assert all(event["ph"] == "M" for event in events_of([]))
+    assert all(event["ph"] == "M" for event in trace_events([]))

@@ -16,7 +16,7 @@ def write(directory, text):
     return directory
 
 
-def test_only_sampling_values_are_taken(tmp_path):
+def test_only_sampling_parameters_are_read(tmp_path):
     assert sampling_defaults(tmp_path) == {}
     found = {"temperature": 0.6, "top_p": 0.95, "eos_token_id": 1, "do_sample": True, "top_k": None}
     assert sampling_defaults(write(tmp_path, json.dumps(found))) == {"temperature": 0.6, "top_p": 0.95}
@@ -28,12 +28,12 @@ def test_do_sample_false_is_greedy(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[", "[]", '{"temperature": -1}', '{"top_p": "x"}'])
-def test_useless_files_are_errors(tmp_path, text):
+def test_invalid_files_are_errors(tmp_path, text):
     with pytest.raises(ValueError, match=r"generation_config\.json"):
         sampling_defaults(write(tmp_path, text))
 
 
-def test_defaults_hold_where_a_request_is_silent():
+def test_defaults_apply_where_a_request_sets_nothing():
     info = EngineInfo(RequestRules(vocab_size=100, max_model_len=64), max_num_seqs=1, num_pages=1)
     defaults = {"temperature": 0.6, "top_p": 0.95}
     service = SimpleNamespace(require_ready=lambda: info, sampling_defaults=defaults)

@@ -1,4 +1,4 @@
-"""Bodies made of the API's own field names and arbitrary JSON: always an answer, never a 500."""
+"""Bodies of the API's own field names and random JSON: always a response, never a 500."""
 
 import json
 
@@ -59,5 +59,5 @@ def test_every_body_gets_an_answer(server, path, data):
         assert len(answer.content) < 1000
 
 
-def test_nothing_is_left_behind(server):
+def test_no_request_is_left_in_the_engine(server):
     server.wait_for(server.is_idle)

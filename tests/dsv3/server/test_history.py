@@ -1,4 +1,4 @@
-"""What counts say per second; every number of a dashboard comes from here."""
+"""The rates and percentiles of the dashboard."""
 
 import math
 
@@ -14,23 +14,23 @@ from dsv3.server.serving.metrics_history import KEPT_S, MetricsHistory, quantile
 START = 1_700_000_000.0
 
 
-def filled(seconds: int, each=lambda metrics, i: None, stats=lambda i: {}) -> MetricsHistory:
-    """A history of so many seconds."""
+def history(seconds: int, each=lambda metrics, i: None, stats=lambda i: {}) -> MetricsHistory:
+    """A history of `seconds` rows."""
     metrics = Metrics("m")
     kept = MetricsHistory(metrics)
     for i in range(seconds):
         each(metrics, i)
         metrics.update(stats(i))
-        kept.note(START + i + 0.3)
+        kept.record(START + i + 0.3)
     return kept
 
 
 def test_rates_are_per_second() -> None:
     def work(metrics: Metrics, i: int) -> None:
         metrics.add("generation_tokens", 50)
-        metrics.finished("stop" if i % 2 else "length")
+        metrics.record_finished("stop" if i % 2 else "length")
 
-    series = filled(20, work, lambda i: {"steps": 4 * i, "host_time_sum": 0.002 * i}).series()
+    series = history(20, work, lambda i: {"steps": 4 * i, "host_time_sum": 0.002 * i}).series()
     assert series["generation_tokens_per_second"][1:] == [50] * 19 and math.isnan(series["requests_per_second"][0])
     assert series["requests_per_second"][10:] == [1] * 10
     assert series["steps_per_second"][-1] == 4
@@ -40,18 +40,18 @@ def test_rates_are_per_second() -> None:
 def test_a_second_has_one_row() -> None:
     kept = MetricsHistory(Metrics("m"))
     for now in (START, START + 0.1, START + 0.95, START + 1.05, START + 1.0, START + 7):
-        kept.note(now)
+        kept.record(now)
     assert kept.series()["time"] == [START, round(START + 1.05, 1), START + 7]
 
 
-def test_what_a_server_does_not_have_is_left_out() -> None:
-    assert {"acceptance", "hits_host", "experts_balancedness"}.isdisjoint(filled(3).series())
-    series = filled(3, stats=lambda i: {"draft_num_drafts": 0, "draft_num_draft_tokens": 0}).series()
+def test_time_series_that_a_server_does_not_have_are_left_out() -> None:
+    assert {"acceptance", "hits_host", "experts_balancedness"}.isdisjoint(history(3).series())
+    series = history(3, stats=lambda i: {"draft_num_drafts": 0, "draft_num_draft_tokens": 0}).series()
     assert all(map(math.isnan, series["acceptance"]))
 
 
-def test_shares_are_of_what_happened_lately() -> None:
-    """A server that found nothing for an hour and everything since shows everything."""
+def test_shares_cover_the_last_seconds() -> None:
+    """A server whose cache hits begin after a minute shows their share of the last seconds."""
 
     def stats(i: int) -> dict[str, float]:
         found = max(0, i - 60)
@@ -59,21 +59,21 @@ def test_shares_are_of_what_happened_lately() -> None:
         tier = {"pages_tiers_host_hits": 20 * i}
         return {"prefix_queries": 100 * i, "prefix_hits": 80 * found, **tier, **drafts}
 
-    series = filled(120, stats=stats).series()
+    series = history(120, stats=stats).series()
     assert (series["hits_device"][50], series["hits_device"][-1]) == (0, 0.8)
     assert (series["hits_host"][-1], series["acceptance"][-1]) == (0.2, 0.25)
 
 
-def test_an_engine_that_was_not_ready_had_counted_nothing() -> None:
-    """Shares are known from its first request on."""
+def test_counts_begin_when_the_engine_is_ready() -> None:
+    """Shares are known from the first request on."""
     stats = {"prefix_queries": 100, "prefix_hits": 50, "steps": 10}
-    series = filled(8, stats=lambda i: stats if i > 5 else {}).series()
+    series = history(8, stats=lambda i: stats if i > 5 else {}).series()
     assert series["hits_device"][-1] == 0.5 and series["steps_per_second"][-1] == 2
     assert all(map(math.isnan, series["hits_device"][:6]))
 
 
-def test_the_history_is_bounded_and_goes_on() -> None:
-    kept = filled(KEPT_S + 50, lambda metrics, i: metrics.add("generation_tokens", i))
+def test_the_history_is_a_ring_buffer() -> None:
+    kept = history(KEPT_S + 50, lambda metrics, i: metrics.add("generation_tokens", i))
     series = kept.series()
     assert len(series["time"]) == KEPT_S
     assert series["time"] == sorted(series["time"])
@@ -92,7 +92,7 @@ def test_percentiles_of_latencies() -> None:
             metrics.observe("ttft", 0.02)
         metrics.observe("ttft", 3.0)
 
-    series = filled(40, work).series()
+    series = history(40, work).series()
     assert 0.01 < series["ttft_p50"][-1] <= 0.025
     assert 2.5 < series["ttft_p99"][-1] <= 5
     assert all(map(math.isnan, series["itl_p50"]))
@@ -108,6 +108,6 @@ def test_a_percentile_lies_in_the_bucket_of_the_true_one(values: list[float], sh
 
 
 def test_the_columns_are_those_of_the_metrics() -> None:
-    """A renamed counter would leave a curve empty for ever."""
+    """A renamed counter would leave a time series empty."""
     totals, buckets = Metrics("m").counted()
     assert set(metrics_history._TOTALS) <= set(totals) and set(metrics_history._LATENCIES) <= set(buckets)

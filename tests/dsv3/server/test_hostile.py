@@ -200,9 +200,9 @@ def part(kind):
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
-        (CHAT, part("image_url"), "messages[1].content[1].type: this model reads no images; it may be text"),
-        (CHAT, part("input_audio"), "messages[1].content[1].type: this model hears no audio; it may be text"),
-        (CHAT, part("file"), "messages[1].content[1].type: this model reads no files; it may be text"),
+        (CHAT, part("image_url"), "messages[1].content[1].type: this model does not take images; it may be text"),
+        (CHAT, part("input_audio"), "messages[1].content[1].type: this model does not take audio; it may be text"),
+        (CHAT, part("file"), "messages[1].content[1].type: this model does not take files; it may be text"),
         (CHAT, part("x" * 40), "messages[1].content[1].type: this value is not known; it may be text"),
         (
             CHAT,
@@ -217,7 +217,8 @@ def part(kind):
         (
             "/v1/messages",
             {"messages": [{"role": "user", "content": [{"type": "document"}]}], "max_tokens": 1},
-            "messages[0].content[0].type: this model reads no files; it may be redacted_thinking or text or thinking",
+            "messages[0].content[0].type: this model does not take files; it may be "
+            "redacted_thinking or text or thinking",
         ),
         (
             "/v1/messages",
@@ -227,7 +228,7 @@ def part(kind):
         (
             "/v1/responses",
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://127.0.0.1/"}]}]},
-            "input[0].content[0].type: this model reads no images; it may be input_text or output_text",
+            "input[0].content[0].type: this model does not take images; it may be input_text or output_text",
         ),
         (
             COMPLETIONS,

@@ -1,4 +1,4 @@
-"""Answers that are costly to make: their work is bounded, done as it comes, and joined in slices."""
+"""Expensive answers: their work is bounded, done as tokens arrive, and joined in slices."""
 
 import asyncio
 import json
@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from dsv3.scheduler.request import TokenLogprobs
 from dsv3.server.engine.client import SLICE, EngineClient
-from dsv3.server.serving import handler as whole
-from dsv3.server.serving.generation import Update
-from dsv3.server.serving.handler import WholeChoice, filled, joined, with_commas
+from dsv3.server.serving import handler
+from dsv3.server.serving.generation import ChoiceUpdate
+from dsv3.server.serving.handler import CompleteChoice, fill_gaps, join_slices, with_commas
 from dsv3.server.serving.logprobs import LogprobEncoder
-from dsv3.text.pieces import Reasoning, Text
+from dsv3.text.deltas import ReasoningDelta, TextDelta
 from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.server import serving
 from tests.dsv3.server.test_bodies import CHAT, COMPLETIONS, Watcher, forget_peak, memory
@@ -43,7 +43,7 @@ def entries_of(drawn):
 
 @given(ENTRIES)
 def test_logprobs_in_both_shapes(tokenizer, drawn):
-    """Against the plain way to say the same."""
+    """Compared with a plain implementation."""
 
     def text(token):
         return tokenizer.token_bytes(token).decode("utf-8", "replace")
@@ -64,18 +64,18 @@ def test_logprobs_in_both_shapes(tokenizer, drawn):
     assert offsets == [7 + sum(map(len, tokens[:i])) for i in range(len(tokens))]
 
 
-def test_a_whole_choice_joins_what_came():
-    choice = WholeChoice(3)
-    choice.add(Update(3, [Reasoning("a"), Text("b")], [1, 2]), (b"x", b"y"))
-    choice.add(Update(3, [Text("c")], []), (b"", b""))
-    choice.add(Update(3, [], [5], finish_reason="stop", stop_reason="z"), (b"v", b"w"))
+def test_a_complete_choice_joins_its_updates():
+    choice = CompleteChoice(3)
+    choice.add(ChoiceUpdate(3, [ReasoningDelta("a"), TextDelta("b")], [1, 2]), (b"x", b"y"))
+    choice.add(ChoiceUpdate(3, [TextDelta("c")], []), (b"", b""))
+    choice.add(ChoiceUpdate(3, [], [5], finish_reason="stop", stop_reason="z"), (b"v", b"w"))
     assert (choice.text, choice.reasoning, choice.token_ids) == ("bc", "a", [1, 2, 5])
     assert (choice.finish_reason, choice.stop_reason) == ("stop", "z")
     gaps = [with_commas(column) for column in choice.columns]
-    assert b"".join(filled(b"[\x01]+[\x01]", gaps)) == b"[x,v]+[y,w]"
+    assert b"".join(fill_gaps(b"[\x01]+[\x01]", gaps)) == b"[x,v]+[y,w]"
 
 
-def test_joining_lets_others_have_their_turn():
+def test_joining_runs_other_tasks_between_slices():
     turns = 0
 
     async def others():
@@ -86,16 +86,16 @@ def test_joining_lets_others_have_their_turn():
 
     async def run():
         task = asyncio.create_task(others())
-        result = await joined(bytes(1024) for _ in range(10 * 1024))
+        result = await join_slices(bytes(1024) for _ in range(10 * 1024))
         task.cancel()
         return result
 
     assert len(asyncio.run(run())) == 10 * 2**20
-    assert turns >= 10 * 2**20 // whole._SLICE_BYTES - 1
+    assert turns >= 10 * 2**20 // handler._SLICE_BYTES - 1
 
 
 class CountingStream:
-    """Takes at most a slice, as an answer does."""
+    """Processes at most a slice at a time, as a request does."""
 
     def __init__(self, client, count):
         self.client, self.is_queued, self.taken = client, False, []
@@ -109,8 +109,8 @@ class CountingStream:
 
 
 @pytest.mark.parametrize("counts", [[1] * 1000, [10_000], [1000] * 20, [5000, 1]])
-def test_outputs_that_have_gathered_are_handed_over_in_slices(counts):
-    """Before, all that had come for up to 256 sequences was told in one piece."""
+def test_pending_outputs_are_processed_in_slices(counts):
+    """All pending outputs of up to 256 sequences at once would block the event loop."""
 
     async def run():
         client = EngineClient(max_num_queued_reqs=1)
@@ -138,8 +138,8 @@ def wide_server(model_dir):
         yield server
 
 
-def test_many_logprobs_stop_nobody(wide_server):
-    """Before, 300 tokens of 100 choices took 6 s in one piece."""
+def test_many_logprobs_do_not_block_other_streams(wide_server):
+    """Encoded at once, 300 tokens of 100 choices take 6 s."""
     body = {"messages": USER, "n": 100, "max_tokens": 300, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
     with Watcher(wide_server) as watcher:
         answer = wide_server.http.post(CHAT, json=body, timeout=300)
@@ -148,8 +148,8 @@ def test_many_logprobs_stop_nobody(wide_server):
     assert watcher.gap < 3.0
 
 
-def test_many_sequences_of_a_long_prompt_stop_nobody(wide_server):
-    """Before, the prompt was sent 128 times: 84 MiB in one frame, and 670 MiB in the engine's process."""
+def test_many_choices_of_a_long_prompt_do_not_block_other_streams(wide_server):
+    """The prompt is sent to the engine once; 128 copies would take 84 MiB in one frame, and 670 MiB in the engine."""
     engine = wide_server.engine_process()
     body = {"prompt": [5] * 120_000, "n": 128, "max_tokens": 2, "return_token_ids": True}
     before = engine.memory_info().rss
@@ -164,7 +164,7 @@ def test_many_sequences_of_a_long_prompt_stop_nobody(wide_server):
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_logprobs_of_one_answer_are_bounded(wide_server, stream):
     body = {"messages": USER, "n": 128, "max_tokens": 20_000, "logprobs": True, "top_logprobs": 20, "stream": stream}
-    if stream:  # nothing is gathered
+    if stream:  # nothing is collected
         with wide_server.http.stream("POST", CHAT, json=body) as answer:
             assert answer.status_code == 200
     else:
@@ -174,8 +174,8 @@ def test_the_logprobs_of_one_answer_are_bounded(wide_server, stream):
     wide_server.wait_for(wide_server.is_idle)
 
 
-def test_a_prompt_is_repeated_within_bounds(wide_server):
-    """Its tokens once, its text in each choice as OpenAI has it, but not more than a body's worth of it."""
+def test_an_echoed_prompt_is_repeated_within_limits(wide_server):
+    """Its token ids come once, its text in each choice as OpenAI does, within the size of a body."""
     body = {"prompt": [[5, 6], [7]], "n": 2, "max_tokens": 1, "return_token_ids": True, "echo": True}
     choices = wide_server.http.post(COMPLETIONS, json=body).json()["choices"]
     assert [choice.get("prompt_token_ids") for choice in choices] == [[5, 6], None, [7], None]
@@ -189,10 +189,10 @@ def test_a_prompt_is_repeated_within_bounds(wide_server):
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "echo"
 
 
-def test_choices_that_are_resumed_do_not_share_a_prompt_and_are_bounded(wide_server):
+def test_resumed_choices_are_limited(wide_server):
     body = {"prompt": [5] * 120_000, "n": 128, "temperature": 0, "resume": {"output_token_ids": [[5]] * 128}}
     answer = wide_server.http.post(COMPLETIONS, json=body, timeout=120)
     assert answer.status_code == 400 and "one by one" in answer.json()["error"]["message"]
     fewer = body | {"n": 16, "max_tokens": 2, "resume": {"output_token_ids": [[5]] * 16}, "return_token_ids": True}
-    told = wide_server.http.post(COMPLETIONS, json=fewer, timeout=120).json()["choices"]
-    assert [choice["token_ids"] for choice in told] == [[5, 5]] * 16
+    choices = wide_server.http.post(COMPLETIONS, json=fewer, timeout=120).json()["choices"]
+    assert [choice["token_ids"] for choice in choices] == [[5, 5]] * 16

@@ -1,4 +1,4 @@
-"""What the engine says becomes Prometheus's text."""
+"""Prometheus metrics: the engine's stats, and the counts of the API servers."""
 
 import dataclasses
 import os
@@ -25,7 +25,7 @@ def sample(metrics: Metrics, name: str) -> float | None:
     return metrics.registry.get_sample_value(name, {"model_name": "m"})
 
 
-def test_counters_grow_and_gauges_follow() -> None:
+def test_counters_and_gauges_show_the_latest_stats() -> None:
     metrics = Metrics("m")
     for running in (3, 5):
         metrics.update(numeric_stats(dataclasses.replace(STATS, running=running)))
@@ -33,7 +33,7 @@ def test_counters_grow_and_gauges_follow() -> None:
     assert sample(metrics, "dsv3:engine_steps_total") == 30
 
 
-def test_spread_experts_have_metrics_of_their_own() -> None:
+def test_expert_metrics_appear_with_expert_parallelism() -> None:
     metrics = Metrics("m")
     metrics.update(numeric_stats(STATS))
     assert b"expert" not in metrics.text()
@@ -56,7 +56,7 @@ def test_spread_experts_have_metrics_of_their_own() -> None:
         assert sample(metrics, name) == value
 
 
-def test_drafts_have_the_metrics_of_vllm() -> None:
+def test_draft_metrics_have_vllms_names() -> None:
     metrics = Metrics("m")
     metrics.update(numeric_stats(STATS))
     assert b"spec_decode" not in metrics.text()
@@ -70,7 +70,7 @@ def test_drafts_have_the_metrics_of_vllm() -> None:
         assert metrics.registry.get_sample_value(name, labels) == count
 
 
-def test_masks_and_grammars_are_counted_where_answers_can_be_held() -> None:
+def test_mask_and_grammar_metrics_appear_with_constrained_decoding() -> None:
     metrics = Metrics("m")
     metrics.update(numeric_stats(STATS))
     assert b"mask" not in metrics.text() and b"dsv3:grammars_kept" not in metrics.text()
@@ -91,7 +91,7 @@ def test_masks_and_grammars_are_counted_where_answers_can_be_held() -> None:
         assert sample(metrics, name) == value, name
 
 
-def test_tiers_have_labels() -> None:
+def test_tier_metrics_have_labels() -> None:
     metrics = Metrics("m")
     metrics.update(numeric_stats(STATS))
     assert b"kv_tier" not in metrics.text()
@@ -114,7 +114,7 @@ def test_tiers_have_labels() -> None:
     assert b'tier="store"' not in metrics.text()
 
 
-def test_lost_kv_events_are_counted_where_some_are_published() -> None:
+def test_dropped_kv_events_are_counted_where_events_are_published() -> None:
     metrics = Metrics("m")
     metrics.update(numeric_stats(STATS))
     assert b"kv_events" not in metrics.text()
@@ -123,7 +123,7 @@ def test_lost_kv_events_are_counted_where_some_are_published() -> None:
 
 
 def test_the_histogram_of_host_times_is_exported() -> None:
-    """Its buckets are cumulated, as Prometheus has them; a histogram of another length would be none."""
+    """Its buckets are cumulative; counts of another length are ignored."""
     metrics = Metrics("m")
     metrics.update(numeric_stats(STATS))
     assert b"dsv3:engine_step_host_seconds" not in metrics.text()
@@ -148,8 +148,8 @@ def test_the_histogram_of_tokens_per_step_is_exported() -> None:
     assert metrics.registry.get_sample_value("vllm:iteration_tokens_total_bucket", labels) == 3
 
 
-def test_lengths_and_phases_of_requests_are_those_of_vllm(server) -> None:
-    """Each sequence counts once, when it has ended."""
+def test_lengths_and_phases_of_requests_have_vllms_names(server) -> None:
+    """Each sequence counts once, when it ends."""
     kinds = ("prompt_tokens", "generation_tokens", "prefill_time_seconds", "decode_time_seconds")
     names = [f"vllm:request_{kind}_{what}" for kind in kinds for what in ("count", "sum")]
 
@@ -176,7 +176,7 @@ def test_the_cache_and_the_process_are_described(server) -> None:
         assert float(found["process_resident_memory_bytes"]) > 0 and float(found["process_open_fds"]) > 0
 
 
-def test_the_log_has_a_line_while_something_happens() -> None:
+def test_the_throughput_line_appears_while_there_is_work() -> None:
     metrics = Metrics("m")
     throughput = Throughput(metrics)
     assert throughput.line() is None
@@ -197,13 +197,13 @@ def test_the_log_has_a_line_while_something_happens() -> None:
     assert "prefix cache hit rate" not in throughput.line()
 
 
-def test_fronts_count_together() -> None:
-    """Each sees the sum; one that has ended leaves its counts behind, and its successor goes on with them."""
+def test_api_servers_count_together() -> None:
+    """Each sees the sum; the counts of an ended process remain, and its successor adds to them."""
     numbers = SharedNumbers(NUM_NUMBERS, 2)
     first = Metrics("m", numbers)
     for _ in range(2):
         other = Metrics("m", SharedNumbers(NUM_NUMBERS, 2, 1, os.dup(numbers.descriptor)))
-        other.finished("stop")
+        other.record_finished("stop")
         other.observe("e2e", 0.003)
         other.tokens(3, 0.006)
         other.flush()
@@ -223,7 +223,7 @@ def test_fronts_count_together() -> None:
         assert metrics.registry.get_sample_value("vllm:e2e_request_latency_seconds_bucket", labels) == 2
 
 
-def test_counts_that_nobody_asks_for_take_no_memory() -> None:
+def test_counts_without_scrapes_take_bounded_memory() -> None:
     metrics = Metrics("m")
     for _ in range(100_000):
         metrics.observe("ttft", 1.0)

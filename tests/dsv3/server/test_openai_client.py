@@ -29,7 +29,7 @@ def test_a_model_is_retrieved_by_its_name(client, model_dir):
     model = client.models.retrieve("tiny")
     assert (model.id, model.object, model.root) == ("tiny", "model", str(model_dir))
     with pytest.raises(openai.NotFoundError) as refused:
-        client.models.retrieve("of/nobody")
+        client.models.retrieve("of/unknown")
     assert refused.value.code == "model_not_found"
 
 
@@ -54,7 +54,7 @@ def test_completion_stops_after_16_tokens_by_default(client):
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (16, "length")
 
 
-def test_completion_stream_joins_to_the_whole(client):
+def test_a_completion_stream_joins_to_the_complete_text(client):
     events = list(
         client.completions.create(
             model="tiny", prompt=PROMPT, max_tokens=100, stream=True, stream_options={"include_usage": True}
@@ -68,7 +68,7 @@ def test_completion_stream_joins_to_the_whole(client):
 
 
 @pytest.mark.parametrize("kind", ["chat", "text", "ids"])
-def test_usage_comes_with_each_event_where_it_is_asked_for(server, kind):
+def test_continuous_usage(server, kind):
     """vLLM's `continuous_usage_stats`, which load generators send."""
     path, body = {
         "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": '"usage":null {"usage":null}'}]}),
@@ -148,7 +148,7 @@ def test_chat(client):
     answer = client.chat.completions.create(model="tiny", messages=MESSAGES)
     [choice] = answer.choices
     assert choice.message.role == "assistant"
-    assert choice.message.content == "Hello there"  # the fake engine repeats the prompt, whose markers are dropped
+    assert choice.message.content == "Hello there"  # the fake engine repeats the prompt; special tokens are dropped
     assert choice.message.reasoning_content is None
     assert (choice.finish_reason, answer.object) == ("stop", "chat.completion")
 

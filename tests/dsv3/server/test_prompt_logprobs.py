@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts over HTTP, and token ids in and out; the fake engine makes up its numbers."""
+"""Log-probabilities of prompts over HTTP, and the generate route; the fake engine invents the numbers."""
 
 import pytest
 
@@ -13,20 +13,20 @@ def ask(server, **body):
 
 
 def test_echoed_log_probabilities(server):
-    """Prompt and answer are in one list, null for the first token, which is how evaluations read them."""
+    """Prompt and answer share a list, with null for the first token, as evaluation harnesses expect."""
     choice = ask(server, logprobs=2).json()["choices"][0]
-    told = choice["logprobs"]
-    assert "".join(told["tokens"]) == choice["text"] and len(told["tokens"]) == 5
-    assert told["token_logprobs"] == [None, -0.25, -0.25, -0.5, -0.5]
-    assert told["top_logprobs"][0] is None
+    logprobs = choice["logprobs"]
+    assert "".join(logprobs["tokens"]) == choice["text"] and len(logprobs["tokens"]) == 5
+    assert logprobs["token_logprobs"] == [None, -0.25, -0.25, -0.5, -0.5]
+    assert logprobs["top_logprobs"][0] is None
     best = server.http.post("/detokenize", json={"tokens": [4]}).json()["prompt"]
-    assert told["top_logprobs"][1] == {best: -0.125, told["tokens"][1]: -0.25}
-    assert told["text_offset"] == [sum(map(len, told["tokens"][:i])) for i in range(5)]
+    assert logprobs["top_logprobs"][1] == {best: -0.125, logprobs["tokens"][1]: -0.25}
+    assert logprobs["text_offset"] == [sum(map(len, logprobs["tokens"][:i])) for i in range(5)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_is_scored_without_an_answer(server, stream):
-    """What evaluation harnesses send: as vLLM answers it, but the token that it computes is not counted."""
+def test_a_prompt_is_scored_with_max_tokens_0(server, stream):
+    """The response is vLLM's, but the token that the engine samples is not counted."""
     options = {"include_usage": True} if stream else None
     answer = ask(server, prompt=[5, 6, 7], max_tokens=0, logprobs=2, stream=stream, stream_options=options)
     events = [event for _, event in events_of(answer)] if stream else [answer.json()]
@@ -39,7 +39,7 @@ def test_a_prompt_is_scored_without_an_answer(server, stream):
 
 
 def test_prompts_are_echoed_without_answers(server):
-    """Also one that the model would end at once, and several of them."""
+    """Several prompts, one of which the model would end at once."""
     body = {"prompt": [[0], [5, 6]], "max_tokens": 0, "n": 2, "return_token_ids": True}
     choices = ask(server, **body).json()["choices"]
     assert [choice["token_ids"] for choice in choices] == [[]] * 4
@@ -48,7 +48,7 @@ def test_prompts_are_echoed_without_answers(server):
     assert ask(server, max_tokens=0, echo=False).status_code == 400
 
 
-def test_streamed_they_come_first(server):
+def test_in_a_stream_the_prompts_log_probabilities_come_first(server):
     body = {"prompt": [5, 6, 7, 8, 9] * 3, "logprobs": 1}
     whole = ask(server, **body).json()["choices"][0]
     assert whole["logprobs"]["token_logprobs"] == [None, *[-0.25] * 14, -0.5, -0.5]
@@ -90,12 +90,12 @@ def test_a_prompt_of_one_token(server):
     ],
     ids=str,
 )
-def test_what_is_refused(server, change, param):
+def test_invalid_combinations_are_refused(server, change, param):
     answer = ask(server, **change)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_chats_have_none(server):
+def test_chats_refuse_prompt_logprobs(server):
     body = {"messages": [{"role": "user", "content": "x"}], "prompt_logprobs": 1}
     assert server.http.post("/v1/chat/completions", json=body).json()["error"]["param"] == "prompt_logprobs"
 
@@ -127,6 +127,6 @@ def test_token_ids_in_and_out(server):
     ],
     ids=str,
 )
-def test_what_generate_refuses(server, change, named):
+def test_invalid_generate_requests(server, change, named):
     answer = server.http.post(GENERATE, json={"token_ids": [5]} | change)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, named), answer.text

@@ -1,4 +1,4 @@
-"""`resume` over HTTP: what one server told, and what another tells behind it, is what one of them tells alone."""
+"""`resume` over HTTP: two servers in a row give the same answer as one alone."""
 
 import json
 
@@ -35,15 +35,15 @@ def server(tmp_path_factory):
         yield server
 
 
-class Told:
-    """What events have told, by choice."""
+class Collected:
+    """The content of events, by choice."""
 
     def __init__(self, count: int) -> None:
         self.text, self.reasoning, self.arguments = [""] * count, [""] * count, [{} for _ in range(count)]
         self.ids, self.logprobs, self.ends = [[] for _ in range(count)], [[] for _ in range(count)], [None] * count
         self.prompts, self.roles, self.usage = 0, 0, None
 
-    def add(self, event: dict) -> "Told":
+    def add(self, event: dict) -> "Collected":
         self.usage = event.get("usage") or self.usage
         self.prompts += "prompt_token_ids" in event
         for choice in event["choices"]:
@@ -68,49 +68,49 @@ class Told:
 
 
 def events(server, path, body) -> list[dict]:
-    asked = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True, "temperature": 0}
-    with server.http.stream("POST", path, json=asked | body) as answer:
+    fields = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True, "temperature": 0}
+    with server.http.stream("POST", path, json=fields | body) as answer:
         assert answer.status_code == 200, answer.read()
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]
 
 
-def told(before: list[dict], count: int) -> Told:
-    made = Told(count)
+def collect(before: list[dict], count: int) -> Collected:
+    made = Collected(count)
     for event in before:
         made.add(event)
     return made
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES.values(), ids=BODIES)
-def test_wherever_it_is_cut_a_stream_goes_on_with_what_is_new(server, path, body):
+def test_a_stream_is_resumed_after_any_event(server, path, body):
     alone = events(server, path, body)
     count = 1 + max(choice["index"] for event in alone for choice in event["choices"])
-    whole = told(alone, count)
+    whole = collect(alone, count)
     assert all(whole.ends) and any(whole.text)
     for cut in range(1, len(alone) - 1, max(1, len(alone) // 12)):
-        first = told(alone[:cut], count)
+        first = collect(alone[:cut], count)
         resume = {"output_token_ids": first.ids if count > 1 else first.ids[0]}
         again = events(server, path, body | {"resume": resume})
         both = first
         for event in again:
             both.add(event)
-        if not all(told(alone[:cut], count).ids):  # a choice without a token begins again
+        if not all(collect(alone[:cut], count).ids):  # a choice without a token begins again
             both.prompts, both.roles = whole.prompts, whole.roles
             both.text = whole.text if "echo" in body else both.text
         assert both.state() == whole.state()
 
 
 @pytest.mark.parametrize("name", ["text", "stop string", "reasoning and calls", "choices", "echo"])
-def test_an_answer_that_is_not_streamed_is_whole(server, name):
+def test_a_complete_response_has_the_earlier_tokens_too(server, name):
     path, body = BODIES[name]
-    asked = body | {"temperature": 0, "return_token_ids": True}
-    whole = server.http.post(path, json=asked).json()
+    request = body | {"temperature": 0, "return_token_ids": True}
+    whole = server.http.post(path, json=request).json()
     ids = [choice["token_ids"] for choice in whole["choices"]]
     for cut in (0, 1, len(ids[0]) // 2, len(ids[0])):
         first = [each[:cut] for each in ids]
-        again = server.http.post(path, json=asked | {"resume": {"output_token_ids": first}}).json()
+        again = server.http.post(path, json=request | {"resume": {"output_token_ids": first}}).json()
         assert [_without_ids(choice) for choice in again["choices"]] == [_without_ids(c) for c in whole["choices"]]
         assert again["usage"] == whole["usage"] or cut >= min(map(len, ids))
 
@@ -145,15 +145,15 @@ def test_resumed_choices_are_counted(server):
         ({"resume": [5]}, "resume"),
         ({"resume": {"output_token_ids": [5] * 10}}, "the answer had ended"),
         ({"resume": {"output_token_ids": [5, 1, 5]}}, "the answer had ended"),
-        ({"resume": {"output_token_ids": [5]}, "temperature": 1}, "the seed that it began with"),
-        ({"resume": {"output_token_ids": [5]}, "prompt_logprobs": 1}, "who began the answer"),
-        ({"resume": {"output_token_ids": [5]}, "logprobs": 1}, "ask for a stream"),
+        ({"resume": {"output_token_ids": [5]}, "temperature": 1}, "needs the seed"),
+        ({"resume": {"output_token_ids": [5]}, "prompt_logprobs": 1}, "not available with prompt_logprobs"),
+        ({"resume": {"output_token_ids": [5]}, "logprobs": 1}, "with stream"),
         ({"resume": {"output_token_ids": [5] * 70_000}}, "the answer had ended"),
         ({"resume": {"output_token_ids": [[5] * 140_000]}}, "longer than any prompt"),
         ({"resume": {"output_token_ids": [[5] * 140_000, "x"]}}, "resume"),
     ],
 )
-def test_what_cannot_be_resumed_is_refused_by_name(server, changes, words):
+def test_invalid_resumes_are_refused_by_field(server, changes, words):
     body = {"prompt": [5, 6, 7], "max_tokens": 9, "temperature": 0} | changes
     answer = server.http.post(COMPLETIONS, json=body)
     error = answer.json()["error"]
@@ -171,11 +171,11 @@ def test_nothing_to_resume_changes_nothing(server, resume):
 
 
 @pytest.mark.parametrize("rank", ["x", "-1", "1.5", "", "1", "99999999999"])
-def test_a_rank_that_is_none_is_refused(server, rank):
+def test_an_invalid_rank_is_refused(server, rank):
     answer = server.http.post(COMPLETIONS, json={"prompt": [5]}, headers={"X-data-parallel-rank": rank})
     assert answer.status_code == 400 and "rank" in answer.json()["error"]["message"]
 
 
-def test_a_rank_that_is_there_is_taken(server):
+def test_an_existing_rank_is_accepted(server):
     answer = server.http.post(COMPLETIONS, json={"prompt": [5]}, headers={"X-data-parallel-rank": "0"})
     assert answer.status_code == 200

@@ -1,4 +1,4 @@
-"""Answers as sections: whatever pieces come, one section at a time, and none of the text is lost."""
+"""Answers as sections: for any deltas, one section at a time, and no text is lost."""
 
 import itertools
 from types import SimpleNamespace
@@ -12,34 +12,34 @@ from dsv3.server.protocol.responses import ResponsesRequest
 from dsv3.server.serving.anthropic import MessagesHandler
 from dsv3.server.serving.conversation import Sections
 from dsv3.server.serving.responses import ResponsesHandler
-from dsv3.text.pieces import Reasoning, Text, ToolArguments, ToolCallStart
+from dsv3.text.deltas import ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart
 
 WORDS = st.text(min_size=1, max_size=3)
 STRETCHES = st.one_of(
-    st.lists(WORDS.map(Text), min_size=1, max_size=3),
-    st.lists(WORDS.map(Reasoning), min_size=1, max_size=3),
+    st.lists(WORDS.map(TextDelta), min_size=1, max_size=3),
+    st.lists(WORDS.map(ReasoningDelta), min_size=1, max_size=3),
     st.lists(WORDS, max_size=3),  # the arguments of a call
 )
 
 
-def pieces_of(stretches):
-    """Pieces as the parser makes them: calls are numbered, and arguments follow their call."""
-    pieces, calls = [], 0
+def deltas_of(stretches):
+    """Deltas as the parser makes them: calls are numbered, and arguments follow their call."""
+    deltas, calls = [], 0
     for stretch in stretches:
         if stretch and not isinstance(stretch[0], str):
-            pieces += stretch
+            deltas += stretch
             continue
-        pieces += [ToolCallStart(calls, f"id{calls}", "f"), *(ToolArguments(calls, text) for text in stretch)]
+        deltas += [ToolCallStart(calls, f"id{calls}", "f"), *(ToolArgumentsDelta(calls, text) for text in stretch)]
         calls += 1
-    return pieces
+    return deltas
 
 
 @given(stretches=st.lists(STRETCHES, max_size=6), cuts=st.lists(st.integers(0, 30), max_size=5))
 def test_sections_come_one_after_the_other(stretches, cuts):
-    pieces, sections, changes = pieces_of(stretches), Sections(), []
-    edges = [0, *sorted(min(cut, len(pieces)) for cut in cuts), len(pieces)]
+    deltas, sections, changes = deltas_of(stretches), Sections(), []
+    edges = [0, *sorted(min(cut, len(deltas)) for cut in cuts), len(deltas)]
     for start, stop in itertools.pairwise(edges):
-        changes += sections.take(pieces[start:stop])
+        changes += sections.add(deltas[start:stop])
     changes += sections.end()
     assert sections.end() == []
     open_section = None
@@ -54,11 +54,11 @@ def test_sections_come_one_after_the_other(stretches, cuts):
                 assert change.section is open_section
                 open_section = None
     assert open_section is None
-    kinds = {Text: "text", Reasoning: "reasoning", ToolArguments: "call"}
+    kinds = {TextDelta: "text", ReasoningDelta: "reasoning", ToolArgumentsDelta: "call"}
     for kind, name in kinds.items():
-        told = "".join(piece.text for piece in pieces if isinstance(piece, kind))
-        assert told == "".join(section.text for section in sections.all if section.kind == name)
-    assert [s.call for s in sections.all if s.call] == [piece for piece in pieces if isinstance(piece, ToolCallStart)]
+        text = "".join(delta.text for delta in deltas if isinstance(delta, kind))
+        assert text == "".join(section.text for section in sections.all if section.kind == name)
+    assert [s.call for s in sections.all if s.call] == [delta for delta in deltas if isinstance(delta, ToolCallStart)]
     assert all(a.kind != b.kind or a.kind == "call" for a, b in itertools.pairwise(sections.all))
 
 
@@ -70,22 +70,22 @@ def answer_of(kind):
     return answer
 
 
-def test_a_stream_that_fails_says_so_in_its_own_words():
-    """The engine is gone, after the status was sent."""
+def test_a_failed_stream_ends_with_an_error_event():
+    """The engine died after the status was sent."""
     error = unavailable("the engine has died", "engine_unavailable")
     assert answer_of(MessagesHandler).failure(error) == (
         b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error","message":"the engine has died"}}'
     )
     answer = answer_of(ResponsesHandler)
-    answer.asked = ResponsesRequest(input="x")
-    answer.sections.take([Text("half")])
+    answer.vendor_request = ResponsesRequest(input="x")
+    answer.sections.add([TextDelta("half")])
     name, _, data = answer.failure(error).partition(b"\n")
     assert name == b"event: response.failed"
     assert b'"error":{"code":"engine_unavailable","message":"the engine has died"}' in data
     assert b'"status":"incomplete"' in data and b'"text":"half"' in data
 
 
-def test_errors_take_other_names():
+def test_errors_are_renamed():
     error = ApiError(400, "max_tokens: 0 is not between 1 and 2", param="max_tokens", code="c").renamed(
         {"max_tokens": "a.b"}
     )

@@ -13,7 +13,7 @@ from dsv3.scheduler.request import RequestRules
 from dsv3.server import grammars
 from dsv3.server.grammars import GrammarPool
 from dsv3.server.worker_process import PoisonRequest, WorkerProcess
-from dsv3.text.call_grammar import Wanted
+from dsv3.text.call_grammar import AnswerConstraints
 from dsv3.text.matcher import GrammarError
 from tests.dsv3.server import fake_engine, serving
 from tests.dsv3.server.test_tools import MESSAGES, TOOLS
@@ -234,8 +234,8 @@ def test_nonlinear_work_on_grammars_runs_in_the_worker_process(held_server, gram
     assert sum(api_server.cpu_times()[:2]) - before < 0.3
 
 
-def wanted(pattern: str) -> Wanted:
-    return Wanted(constraint=StructuredOutputsParams(regex=pattern))
+def wanted(pattern: str) -> AnswerConstraints:
+    return AnswerConstraints(constraint=StructuredOutputsParams(regex=pattern))
 
 
 def with_pool(work, tokenizer, **settings):
@@ -251,7 +251,7 @@ def with_pool(work, tokenizer, **settings):
     return asyncio.run(run())
 
 
-async def result_of(pool: GrammarPool, what: Wanted) -> str:
+async def result_of(pool: GrammarPool, what: AnswerConstraints) -> str:
     try:
         await pool.compile(what, RULES)
         return "fine"
@@ -264,7 +264,7 @@ def workers() -> list[psutil.Process]:
 
 
 def test_a_slow_grammar_is_rejected_and_the_next_one_is_compiled(model_dir):
-    slow = Wanted(constraint=StructuredOutputsParams(grammar=CHAIN))
+    slow = AnswerConstraints(constraint=StructuredOutputsParams(grammar=CHAIN))
 
     async def work(pool):
         late = await result_of(pool, slow)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.dsv3.engine.cluster import local
 from tests.dsv3.server import fake_engine, serving
-from tests.dsv3.server.test_resume import BODIES, COMPLETIONS, Told, events, told
+from tests.dsv3.server.test_resume import BODIES, COMPLETIONS, Collected, collect, events
 from tests.dsv3.text.dialects import write
 
 CLIENTS = 32
@@ -38,7 +38,7 @@ class Streams:
     """Streams in their own threads."""
 
     def __init__(self, server, bodies):
-        self.found: dict[int, Told | BaseException] = {}
+        self.found: dict[int, Collected | BaseException] = {}
         self._server, self._bodies = server, bodies
         self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(len(bodies))]
         for thread in self._threads:
@@ -47,7 +47,7 @@ class Streams:
     def _ask(self, i):
         path, body, count = self._bodies[i]
         try:
-            self.found[i] = told(events(self._server, path, body), count)
+            self.found[i] = collect(events(self._server, path, body), count)
         except BaseException as error:
             self.found[i] = error
 

@@ -1,4 +1,4 @@
-"""Prompts that one instance computes and another one answers: vLLM's parameters over HTTP, and SGLang's."""
+"""Disaggregated prefill: vLLM's parameters over HTTP, and SGLang's."""
 
 import msgspec
 import pytest
@@ -8,7 +8,7 @@ from dsv3.scheduler.request import EngineRequest, RequestRules, prepare
 from dsv3.server.engine.messages import EngineInfo
 from dsv3.server.protocol.errors import ApiError
 from dsv3.server.protocol.openai import ChatRequest, CompletionRequest
-from dsv3.server.serving.kv_transfer import bootstrap_of, told
+from dsv3.server.serving.kv_transfer import parse_bootstrap, transfer_params
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 REQUEST = {"prompt": "def add(a, b):", "max_tokens": 1}
@@ -16,11 +16,11 @@ FIRST = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_an_answer_says_where_its_pages_are(server, path):
+def test_a_response_has_the_address_of_its_pages(server, path):
     request = REQUEST if path == COMPLETIONS else {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     answer = server.http.post(path, json=request | {"kv_transfer_params": FIRST}).json()
-    told = answer["kv_transfer_params"]
-    assert told == {
+    params = answer["kv_transfer_params"]
+    assert params == {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_engine_id": "print",
@@ -30,7 +30,7 @@ def test_an_answer_says_where_its_pages_are(server, path):
         "tp_size": 1,
         "remote_addresses": ["[fd00::1]:7000", "host1:7001"],
     }
-    second = server.http.post(path, json=request | {"kv_transfer_params": told | {"of_a_newer_router": 1}})
+    second = server.http.post(path, json=request | {"kv_transfer_params": params | {"of_a_newer_router": 1}})
     assert second.status_code == 200 and "kv_transfer_params" not in second.json()
     assert "kv_transfer_params" not in server.http.post(path, json=request).json()
 
@@ -43,9 +43,12 @@ def test_an_answer_says_where_its_pages_are(server, path):
         ({"do_remote_prefill": True, "remote_host": "h/../x", "remote_port": 7}, "needs remote_host"),
         ({"do_remote_prefill": True, "remote_host": "a..b", "remote_port": 7}, "needs remote_host"),
         ({"do_remote_prefill": True, "remote_host": "h", "remote_port": 70000}, "remote_port"),
-        ({"do_remote_prefill": True, "remote_addresses": ["h:7", "a b:7"]}, "remote_addresses: 'a b:7' has no host"),
+        (
+            {"do_remote_prefill": True, "remote_addresses": ["h:7", "a b:7"]},
+            "remote_addresses: 'a b:7' has no valid host",
+        ),
         ({"do_remote_prefill": True, "remote_addresses": ["h"]}, "remote_addresses: 'h' is not HOST:PORT"),
-        ({"do_remote_prefill": True, "remote_addresses": ["h:7,h:8"]}, "remote_addresses: 'h:7,h:8' has no host"),
+        ({"do_remote_prefill": True, "remote_addresses": ["h:7,h:8"]}, "remote_addresses: 'h:7,h:8' has no valid host"),
         ({"do_remote_prefill": True, "remote_addresses": ["h:7"] * 65}, "remote_addresses"),
         ({"do_remote_decode": 7}, "do_remote_decode"),
         ("x", "kv_transfer_params"),
@@ -56,13 +59,13 @@ def test_bad_parameters_are_refused_by_name(server, params, words):
     assert answer.status_code == 400 and words in answer.json()["error"]["message"]
 
 
-def test_a_stream_has_no_place_for_them(server):
+def test_a_stream_cannot_have_them(server):
     answer = server.http.post(COMPLETIONS, json=REQUEST | {"stream": True, "kv_transfer_params": FIRST})
     assert answer.status_code == 400 and "without stream" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("params", [FIRST, {"do_remote_prefill": True, "remote_host": "h", "remote_port": 7}])
-def test_a_server_that_exchanges_no_pages_says_so(slow_server, params):
+def test_a_server_without_transfer_names_the_flag(slow_server, params):
     answer = slow_server.http.post(COMPLETIONS, json=REQUEST | {"kv_transfer_params": params})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "kv_transfer_params" and "start it with" in answer.text
@@ -78,13 +81,13 @@ def info(*, prefills: bool = False, fetches: bool = True) -> EngineInfo:
     return EngineInfo(rules, 4, 100, fetches_pages=fetches)
 
 
-def test_a_prefill_instance_tells_unasked_where_its_pages_are():
-    """smg 1.13 takes us for vLLM: it asks for one token, and looks for the parameters in the answer."""
+def test_a_prefill_instance_always_returns_its_address():
+    """smg 1.13 takes us for vLLM: it requests one token, and looks for the parameters in the response."""
     reached = msgspec.structs.replace(info(prefills=True), transfer_address="h:7")
-    assert told(None, reached, 9, streams=False)["remote_host"] == "h"
-    assert told(None, reached, 9, streams=True) is None
+    assert transfer_params(None, reached, 9, streams=False)["remote_host"] == "h"
+    assert transfer_params(None, reached, 9, streams=True) is None
     both = msgspec.structs.replace(info(), transfer_address="h:7")
-    assert told(None, both, 9, streams=False) is None
+    assert transfer_params(None, both, 9, streams=False) is None
 
 
 def prepared(count: int) -> list:
@@ -97,40 +100,40 @@ def completion(**fields) -> CompletionRequest:
     return msgspec.convert(BODY | fields, CompletionRequest)
 
 
-def test_the_decode_instance_asks_at_the_address_for_the_number():
-    bootstrap = bootstrap_of(completion(**HALF), info())
-    assert [r.pages_from for r in bootstrap.joined(prepared(1))] == [f"10.0.0.7:7001#{2**63 - 1}"]
-    assert [r.bootstrap_room for r in bootstrap.joined(prepared(1))] == [None]
+def test_the_decode_instance_gets_address_and_bootstrap_room():
+    bootstrap = parse_bootstrap(completion(**HALF), info())
+    assert [r.pages_from for r in bootstrap.with_rooms(prepared(1))] == [f"10.0.0.7:7001#{2**63 - 1}"]
+    assert [r.bootstrap_room for r in bootstrap.with_rooms(prepared(1))] == [None]
 
 
-def test_the_prefill_instance_computes_the_prompt_alone_and_knows_the_number():
-    """It needs no address: its own router may not know one, and nobody is asked."""
+def test_the_prefill_instance_generates_one_token_and_gets_the_bootstrap_room():
+    """It needs no address: its router may not know one, and it fetches nothing."""
     request = completion(n=3, best_of=3, min_tokens=2, bootstrap_room=5, bootstrap_host="x", bootstrap_port=None)
-    bootstrap = bootstrap_of(request, info(prefills=True, fetches=False))
+    bootstrap = parse_bootstrap(request, info(prefills=True, fetches=False))
     assert (request.max_tokens, request.n, request.best_of, request.min_tokens) == (1, None, None, None)
-    [joined] = bootstrap.joined(prepared(1))
-    assert (joined.bootstrap_room, joined.pages_from) == (5, "")
+    [request] = bootstrap.with_rooms(prepared(1))
+    assert (request.bootstrap_room, request.pages_from) == (5, "")
     chat = msgspec.convert({"max_completion_tokens": 9, "bootstrap_room": [5, 6], "n": 2}, ChatRequest)
-    bootstrap = bootstrap_of(chat, info(prefills=True))
+    bootstrap = parse_bootstrap(chat, info(prefills=True))
     bootstrap.check(1, False)
     assert (chat.max_tokens, chat.max_completion_tokens, chat.n) == (1, None, None)
-    assert [r.bootstrap_room for r in bootstrap.joined(prepared(1))] == [5]
+    assert [r.bootstrap_room for r in bootstrap.with_rooms(prepared(1))] == [5]
 
 
-def test_each_prompt_of_a_batch_has_its_own_number():
+def test_each_prompt_of_a_batch_has_its_own_bootstrap_room():
     fields = {"bootstrap_host": ["a", "fd00::1"], "bootstrap_port": [7, 8], "bootstrap_room": [1, 2]}
-    bootstrap = bootstrap_of(completion(prompt=["x", "y"], **fields), info())
+    bootstrap = parse_bootstrap(completion(prompt=["x", "y"], **fields), info())
     bootstrap.check(2, False)
-    assert [r.pages_from for r in bootstrap.joined(prepared(2))] == ["a:7#1", "[fd00::1]:8#2"]
-    bootstrap = bootstrap_of(completion(prompt=["x", "y"], **HALF), info(prefills=True))
+    assert [r.pages_from for r in bootstrap.with_rooms(prepared(2))] == ["a:7#1", "[fd00::1]:8#2"]
+    bootstrap = parse_bootstrap(completion(prompt=["x", "y"], **HALF), info(prefills=True))
     bootstrap.check(2, False)
-    assert {r.bootstrap_room for r in bootstrap.joined(prepared(2))} == {2**63 - 1}
+    assert {r.bootstrap_room for r in bootstrap.with_rooms(prepared(2))} == {2**63 - 1}
 
 
-def test_a_body_without_them_says_nothing():
-    assert bootstrap_of(completion(), info()) is None
+def test_a_body_without_bootstrap_fields():
+    assert parse_bootstrap(completion(), info()) is None
     nulls = dict.fromkeys(HALF)
-    assert bootstrap_of(completion(**nulls), info()) is None
+    assert parse_bootstrap(completion(**nulls), info()) is None
 
 
 @pytest.mark.parametrize(
@@ -146,15 +149,15 @@ def test_a_body_without_them_says_nothing():
         ({"kv_transfer_params": {"do_remote_decode": True}}, "bootstrap_room"),
     ],
 )
-def test_what_says_too_little_or_too_much_is_refused_by_name(fields, param):
+def test_missing_and_contradicting_fields_are_refused_by_name(fields, param):
     with pytest.raises(ApiError) as caught:
-        bootstrap_of(completion(**(HALF | fields)), info())
+        parse_bootstrap(completion(**(HALF | fields)), info())
     assert caught.value.body.param == param
 
 
-def test_an_instance_without_another_half_says_what_to_change():
+def test_an_instance_without_transfer_names_the_flags():
     with pytest.raises(ApiError, match="start it with --role"):
-        bootstrap_of(completion(**HALF), info(fetches=False))
+        parse_bootstrap(completion(**HALF), info(fetches=False))
 
 
 @pytest.mark.parametrize(
@@ -166,14 +169,14 @@ def test_an_instance_without_another_half_says_what_to_change():
         ({"bootstrap_port": 70000}, "bootstrap_port"),
         ({"bootstrap_host": 7}, "bootstrap_host"),
         ({"prompt": ["a", "b"], "bootstrap_room": [1, 2, 3]}, "3 numbers for 2 prompts"),
-        ({"resume": {"output_token_ids": [4]}}, "resume does not go with it"),
+        ({"resume": {"output_token_ids": [4]}}, "cannot be combined with resume"),
     ],
 )
-def test_a_server_refuses_bad_fields_and_takes_good_ones(server, fields, words):
+def test_invalid_bootstrap_fields(server, fields, words):
     answer = server.http.post(COMPLETIONS, json=BODY | HALF | fields)
     assert answer.status_code == 400 and words in answer.json()["error"]["message"]
 
 
-def test_a_server_answers_a_body_with_them(server):
+def test_a_server_answers_a_body_with_bootstrap_fields(server):
     answer = server.http.post(COMPLETIONS, json=BODY | HALF)
     assert answer.status_code == 200 and answer.json() == answer.json() | {"object": "text_completion"}

@@ -1,14 +1,14 @@
-"""Writes calls as models do, for tests: the other side of the parser."""
+"""Writes calls as models do: the counterpart of the parser."""
 
 import functools
 import json
 
 from dsv3.sampling_params import SamplingParams
+from dsv3.text.deltas import ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart, merge_deltas
 from dsv3.text.dialects import DIALECTS
-from dsv3.text.output import OutputStream
+from dsv3.text.output import OutputProcessor
 from dsv3.text.parser import AnswerParser, Tools
-from dsv3.text.parsers import ParserOptions, Parsers
-from dsv3.text.pieces import Reasoning, Text, ToolArguments, ToolCallStart, joined
+from dsv3.text.parsers import Parsers
 from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.text import tiny
 
@@ -52,19 +52,19 @@ def spelled(dialect, text, by_id=True):
 
 
 def tokens(dialect, text, by_id=True):
-    """The tokens of a text, markers as one token where there are some, the rest as bytes."""
+    """The tokens of a text: markers that are tokens as one, the rest as bytes."""
     markers = [marker for marker in [*tiny.MARKERS, *DIALECTS[dialect].markers] if len(marker) > 1] if by_id else []
     ids = []
     while text:
         marker = next((marker for marker in markers if text.startswith(marker)), None)
-        piece = marker or text[0]
-        ids += [tokenizer(dialect, by_id).id_of(marker)] if marker else spelled(dialect, piece, by_id)
-        text = text[len(piece) :]
+        delta = marker or text[0]
+        ids += [tokenizer(dialect, by_id).id_of(marker)] if marker else spelled(dialect, delta, by_id)
+        text = text[len(delta) :]
     return ids
 
 
 def written(dialect, calls, content=""):
-    """What a model writes that calls functions: (name, arguments) each."""
+    """The text of a model that makes these calls, each (name, arguments)."""
     names = [name for name, _ in calls]
     texts = [json.dumps(arguments, ensure_ascii=False) for _, arguments in calls]
     match dialect:
@@ -114,7 +114,7 @@ def _glm(key, value):
 
 def parser(dialect, tools=TOOLS, prompt="<｜Assistant｜></think>", reasoning="deepseek_v3", by_id=True):
     """A parser whose ids are numbers."""
-    parsers = Parsers(ParserOptions(reasoning, dialect), tokenizer(dialect, by_id), None)
+    parsers = Parsers(tokenizer(dialect, by_id), None, reasoning, dialect)
     made = parsers.parser(parsers.start(prompt), tools)
     assert isinstance(made, AnswerParser)
     ids = iter(range(10**9))
@@ -123,25 +123,25 @@ def parser(dialect, tools=TOOLS, prompt="<｜Assistant｜></think>", reasoning="
 
 
 class Answer:
-    """What comes of tokens that are pushed in parts of `sizes`, the rest as one; `finish` is the engine's word."""
+    """The output for tokens that are pushed in parts of `sizes`, then the rest; `finish` is the engine's reason."""
 
     def __init__(self, dialect, ids, sizes=(), sampling=GREEDY, finish="stop", by_id=True, eos=True, **settings):
         known = tokenizer(dialect, by_id)
-        stream = OutputStream(known, sampling, parser(dialect, by_id=by_id, **settings))
+        stream = OutputProcessor(known, sampling, parser(dialect, by_id=by_id, **settings))
         ids = [*ids, known.eos_token_id] if finish == "stop" and eos else list(ids)
-        self.pieces, self.num_tokens, self.num_reasoning_tokens, start = [], 0, 0, 0
+        self.deltas, self.num_tokens, self.num_reasoning_tokens, start = [], 0, 0, 0
         for size in [*sizes, len(ids) + 1]:
             part = ids[start : start + size]
             start += len(part)
             last = start == len(ids)
             delta = stream.push(part, finish if last else None, ids[-1] if last and finish == "stop" else None)
-            assert joined(delta.pieces) == delta.pieces
-            self.pieces += delta.pieces
+            assert merge_deltas(delta.deltas) == delta.deltas
+            self.deltas += delta.deltas
             self.num_tokens += delta.num_tokens
             self.num_reasoning_tokens += delta.num_reasoning_tokens
             if delta.finish_reason is not None:
                 break
-        self.pieces = joined(self.pieces)
+        self.deltas = merge_deltas(self.deltas)
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         self.num_dropped = delta.num_dropped_calls
 
@@ -153,22 +153,23 @@ class Answer:
 
     @property
     def content(self):
-        return "".join(piece.text for piece in self.pieces if isinstance(piece, Text))
+        return "".join(delta.text for delta in self.deltas if isinstance(delta, TextDelta))
 
     @property
     def reasoning(self):
-        return "".join(piece.text for piece in self.pieces if isinstance(piece, Reasoning))
+        return "".join(delta.text for delta in self.deltas if isinstance(delta, ReasoningDelta))
 
     @property
     def calls(self):
         """(name, arguments as text) of each call."""
-        return [(call.name, self.arguments(call.index)) for call in self.pieces if isinstance(call, ToolCallStart)]
+        return [(call.name, self.arguments(call.index)) for call in self.deltas if isinstance(call, ToolCallStart)]
 
     def arguments(self, index):
-        parts = [p.text for p in self.pieces if isinstance(p, ToolArguments) and p.index == index]
+        parts = [p.text for p in self.deltas if isinstance(p, ToolArgumentsDelta) and p.index == index]
         return "".join(parts)
 
     @property
     def shown(self):
-        """All that a client sees, as one text."""
-        return "".join(p.name + p.id if isinstance(p, ToolCallStart) else p.text for p in self.pieces)
+        """All text that a client gets."""
+
+        return "".join(p.name + p.id if isinstance(p, ToolCallStart) else p.text for p in self.deltas)

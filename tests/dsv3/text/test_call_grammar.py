@@ -1,4 +1,4 @@
-"""Calls in each dialect: what the grammar lets through is read by the parser, and keeps to the schemas."""
+"""Grammars of calls in each dialect: the parser reads what they accept, and the schemas hold."""
 
 import json
 
@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from dsv3.sampling_params import StructuredOutputsParams
-from dsv3.text.call_grammar import CallableFunction, CallRules, Wanted, answer_grammar
+from dsv3.text.call_grammar import AnswerConstraints, CallableFunction, CallRules, answer_grammar
 from dsv3.text.matcher import GrammarError, GrammarVocabulary, Matcher
 from dsv3.text.parser import Tools
-from dsv3.text.parsers import ParserOptions, Parsers
+from dsv3.text.parsers import Parsers
 from tests.dsv3.text import dialects, tiny
 
 SCHEMA = {
@@ -33,7 +33,7 @@ CLOSED, OPEN, SILENT = "<｜Assistant｜></think>", "<｜Assistant｜><think>\n"
 
 
 def parsers(dialect: str, by_id: bool = True) -> Parsers:
-    return Parsers(ParserOptions("deepseek_v3", dialect), dialects.tokenizer(dialect, by_id), None)
+    return Parsers(dialects.tokenizer(dialect, by_id), None, "deepseek_v3", dialect)
 
 
 def compiled(dialect: str, rules: CallRules | None, prompt: str = CLOSED, by_id: bool = True, constraint=None) -> tuple:
@@ -41,18 +41,18 @@ def compiled(dialect: str, rules: CallRules | None, prompt: str = CLOSED, by_id:
     tokenizer = dialects.tokenizer(dialect, by_id)
     vocabulary = GrammarVocabulary(tokenizer._backend.to_str(), tokenizer.vocab_size, [tokenizer.eos_token_id])
     made = parsers(dialect, by_id)
-    wanted = Wanted(constraint=constraint, calls=rules, reasoning=made.reasoning(prompt))
-    return vocabulary, vocabulary.compile(answer_grammar(wanted, made.dialect, made.marker_ids.get))
+    constraints = AnswerConstraints(constraint=constraint, calls=rules, reasoning=made.reasoning(prompt))
+    return vocabulary, vocabulary.compile(answer_grammar(constraints, made.dialect, made.marker_ids.get))
 
 
 def call_text(dialect: str, calls: list[tuple[str, dict]]) -> str:
-    """Calls as a model writes them that makes no slip; `dialects.written` breaks more lines than GLM does."""
+    """Calls in the exact format; `dialects.written` has more line feeds than GLM."""
     text = dialects.written(dialect, calls)
     return {"glm45": text.replace("\n\n", "\n"), "glm47": text.replace("\n", "")}.get(dialect, text)
 
 
 def after(matcher: Matcher, dialect: str, text: str, by_id: bool = True) -> Matcher | None:
-    """Where a text leads, marker by marker and byte by byte; None where it is refused."""
+    """The matcher after a text, marker by marker and byte by byte; None where the text is refused."""
     at = matcher.copy()
     at.advance(np.array(dialects.tokens(dialect, text, by_id)))
     return None if at.error else at
@@ -66,8 +66,10 @@ def allowed(vocabulary: GrammarVocabulary, matcher: Matcher) -> np.ndarray:
     return np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]
 
 
-def drawn(dialect: str, vocabulary: GrammarVocabulary, matcher: Matcher, seed: int, most: int = 600) -> list[int]:
-    """An answer of tokens drawn among those allowed; closing ones are likelier, so that it ends."""
+def random_answer(
+    dialect: str, vocabulary: GrammarVocabulary, matcher: Matcher, seed: int, most: int = 600
+) -> list[int]:
+    """An answer of random allowed tokens; closing ones are likelier, so that it ends."""
     rng, tokens = np.random.default_rng(seed), []
     eos = dialects.tokenizer(dialect).eos_token_id
     while not matcher.is_over and len(tokens) < most:
@@ -85,8 +87,8 @@ def drawn(dialect: str, vocabulary: GrammarVocabulary, matcher: Matcher, seed: i
 
 @pytest.mark.parametrize("by_id", [True, False], ids=["tokens", "text"])
 @pytest.mark.parametrize("dialect", dialects.NAMES)
-def test_calls_as_models_write_them_are_let_through(dialect: str, by_id: bool) -> None:
-    """One call and several; arguments beside the schema, unknown functions and free text are not."""
+def test_calls_as_models_write_them_are_accepted(dialect: str, by_id: bool) -> None:
+    """One call and several; arguments outside the schema, unknown functions and free text are refused."""
     rules = CallRules(FUNCTIONS, required=True, parallel=True)
     _, matcher = compiled(dialect, rules, by_id=by_id)
     for calls in ([("get_weather", ARGUMENTS)], [("now", {})], [("get_weather", ARGUMENTS), ("now", {})]):
@@ -111,11 +113,11 @@ def test_a_single_call(dialect: str) -> None:
 
 @pytest.mark.parametrize("by_id", [True, False], ids=["tokens", "text"])
 @pytest.mark.parametrize("dialect", dialects.NAMES)
-def test_strict_tools_leave_the_choice(dialect: str, by_id: bool) -> None:
-    """Text alone, and text with calls behind; but no call that is not held to its schema."""
+def test_strict_tools_leave_calls_optional(dialect: str, by_id: bool) -> None:
+    """Text alone, and text before calls, are accepted, but no call that violates its schema."""
     _, matcher = compiled(dialect, CallRules(FUNCTIONS, required=False, parallel=True), by_id=by_id)
-    told = after(matcher, dialect, "Let me < see.", by_id)
-    assert told is not None and told.may_end and not told.is_over
+    text_only = after(matcher, dialect, "Let me < see.", by_id)
+    assert text_only is not None and text_only.may_end and not text_only.is_over
     for content in ("", "Let me see."):
         good = content + call_text(dialect, [("get_weather", ARGUMENTS)])
         bad = content + call_text(dialect, [("get_weather", {"days": "soon"})])
@@ -124,12 +126,14 @@ def test_strict_tools_leave_the_choice(dialect: str, by_id: bool) -> None:
 
 
 @pytest.mark.parametrize("dialect", dialects.NAMES)
-def test_whatever_is_drawn_is_a_call_that_keeps_to_its_schema(dialect: str) -> None:
+def test_random_answers_are_calls_that_match_their_schema(dialect: str) -> None:
     """The parser reads it, and an independent validator agrees."""
     vocabulary, matcher = compiled(dialect, CallRules(FUNCTIONS, required=True, parallel=False))
     whole = 0
     for seed in range(6):
-        answer = dialects.Answer(dialect, drawn(dialect, vocabulary, matcher.copy(), seed), tools=KNOWN, prompt=CLOSED)
+        answer = dialects.Answer(
+            dialect, random_answer(dialect, vocabulary, matcher.copy(), seed), tools=KNOWN, prompt=CLOSED
+        )
         for name, arguments in answer.calls if answer.finish_reason == "tool_calls" else []:
             whole += 1
             value = json.loads(arguments)
@@ -137,8 +141,8 @@ def test_whatever_is_drawn_is_a_call_that_keeps_to_its_schema(dialect: str) -> N
     assert whole >= 3
 
 
-def test_reasoning_is_free_and_the_answer_is_not() -> None:
-    """The end is not allowed inside of reasoning, and its closing marker is."""
+def test_only_the_answer_after_the_reasoning_is_constrained() -> None:
+    """The end is not allowed inside the reasoning; its closing marker is."""
     choice = StructuredOutputsParams(choice=["yes", "no"])
     tokenizer = dialects.tokenizer("deepseek_v31")
     close, end = tokenizer.id_of("</think>"), tokenizer.eos_token_id
@@ -168,7 +172,7 @@ def test_calls_or_text_under_a_constraint() -> None:
         assert after(matcher, "deepseek_v31", text) is None
 
 
-def test_what_cannot_be_enforced_is_refused_or_passed_over() -> None:
+def test_keywords_that_cannot_be_enforced_are_refused_or_ignored() -> None:
     odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     with pytest.raises(GrammarError, match="uniqueItems"):
         compiled("deepseek_v31", CallRules([CallableFunction("f", odd, True)], required=True, parallel=True))
@@ -178,14 +182,14 @@ def test_what_cannot_be_enforced_is_refused_or_passed_over() -> None:
 
 
 class Listed(list):
-    """A list that nothing may search."""
+    """A list that fails on a search."""
 
     def __contains__(self, key: object) -> bool:
-        raise AssertionError("each search reads the whole list")
+        raise AssertionError("a search reads the whole list")
 
 
-def test_what_is_required_is_looked_up_once_per_argument() -> None:
-    """Thousands of both made a request of 200 kB cost seconds; odd entries stand for nothing."""
+def test_required_arguments_are_looked_up_in_constant_time() -> None:
+    """Thousands of arguments and required names made a request of 200 kB cost seconds; invalid names are ignored."""
     properties = {name: {"type": "string"} for name in ("a", "b")}
     schema = {"type": "object", "properties": properties, "required": Listed(["b", 1, [], {}])}
     _, matcher = compiled("glm47", CallRules([CallableFunction("f", schema, True)], required=True, parallel=False))
@@ -201,8 +205,8 @@ def test_what_is_required_is_looked_up_once_per_argument() -> None:
     ("more", "open_"),
     [({}, False), ({"additionalProperties": {"type": "integer"}}, True), ({"required": ["b"]}, True)],
 )
-def test_arguments_that_no_schema_lists(more: dict, open_: bool) -> None:
-    """There are none, unless the schema says something of others, or asks for one."""
+def test_arguments_that_the_schema_does_not_list(more: dict, open_: bool) -> None:
+    """They are refused, unless the schema allows or requires others."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}} | more
     rules = CallRules([CallableFunction("f", schema, False)], required=True, parallel=False)
     _, matcher = compiled("deepseek_v31", rules)

@@ -14,7 +14,7 @@ def test_messages_become_a_prompt():
     assert prompt == f"{tiny.BOS}Be brief.<｜User｜>Hi<｜Assistant｜>Yo{tiny.EOS}<｜User｜>Hi<｜Assistant｜></think>"
 
 
-def test_switches():
+def test_thinking_and_generation_prompt():
     assert TEMPLATE.render([USER], kwargs={"thinking": True}).endswith("<｜Assistant｜><think>")
     assert TEMPLATE.render([USER], add_generation_prompt=False).endswith("Hi")
 
@@ -31,7 +31,7 @@ def test_continue_final_message():
     assert prompt == f"{tiny.BOS}<｜User｜>Hi<｜Assistant｜>The answer "
     with pytest.raises(TemplateError, match="assistant"):
         TEMPLATE.render([USER], add_generation_prompt=False, continue_final_message=True)
-    with pytest.raises(TemplateError, match="exclude"):
+    with pytest.raises(TemplateError, match="cannot be combined"):
         TEMPLATE.render(messages, continue_final_message=True)
     dropping = ChatTemplate("{{ messages[0].content }}", {})
     with pytest.raises(TemplateError, match="drops"):
@@ -56,7 +56,7 @@ def test_refusals_of_the_template_reach_the_caller():
         TEMPLATE.render([{"role": "robot", "content": "x"}])
 
 
-def test_messages_that_do_not_fit_the_template():
+def test_messages_that_the_template_cannot_render():
     with pytest.raises(TemplateError, match="cannot render"):
         ChatTemplate("{{ 'a' + messages[0].content }}", {}).render([{"role": "user", "content": 5}])
 

@@ -1,10 +1,10 @@
-"""The prompts of DeepSeek-V3.2, against what the encoder of its checkpoint is documented to write."""
+"""The prompts of DeepSeek-V3.2, compared with what its checkpoint's encoder is documented to write."""
 
 import json
 
 import pytest
 
-from dsv3.text.chat_template import ChatTemplate, TemplateError, ToolMessages, names_tools
+from dsv3.text.chat_template import ChatTemplate, TemplateError, ToolMessages, uses_tools
 from dsv3.text.deepseek_v32 import CHAT_TEMPLATE
 from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.text import tiny
@@ -28,7 +28,7 @@ def result(text, id="1"):
 
 
 def rendered(messages, thinking=False, **settings):
-    return TEMPLATE.render(MESSAGES.prepared(messages), kwargs={"thinking": thinking}, **settings)
+    return TEMPLATE.render(MESSAGES.prepare(messages), kwargs={"thinking": thinking}, **settings)
 
 
 def test_turns():
@@ -43,7 +43,7 @@ def test_turns():
     assert rendered(begun, thinking=True, **settings).endswith("<｜Assistant｜><think></think>Well, ")
 
 
-def test_tools_stand_behind_the_system_message():
+def test_tools_follow_the_system_message():
     prompt = rendered([SYSTEM, USER], tools=[TOOL, TOOL])
     assert prompt.startswith(
         f"{tiny.BOS}Be brief.\n\n## Tools\n\nYou have access to a set of tools you can use to answer"
@@ -87,12 +87,12 @@ def test_calls_and_results(thinking):
         ([{"role": "robot", "content": "x"}], "unknown role"),
     ],
 )
-def test_conversations_that_cannot_be_written(messages, word):
+def test_invalid_conversations_are_refused(messages, word):
     with pytest.raises(TemplateError, match=word):
         rendered(messages, thinking=True)
 
 
-def test_it_is_chosen_by_the_model(tmp_path):
+def test_the_template_is_selected_by_the_model_type(tmp_path):
     directory = tiny.write(tmp_path)
     config = {name: value for name, value in tiny.config().items() if name != "chat_template"}
     (directory / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
@@ -101,4 +101,4 @@ def test_it_is_chosen_by_the_model(tmp_path):
     assert Tokenizer.from_directory(directory).chat_template == CHAT_TEMPLATE
     tiny.write(tmp_path)
     assert Tokenizer.from_directory(directory).chat_template == tiny.CHAT_TEMPLATE
-    assert names_tools(CHAT_TEMPLATE) and not names_tools(tiny.CHAT_TEMPLATE)
+    assert uses_tools(CHAT_TEMPLATE) and not uses_tools(tiny.CHAT_TEMPLATE)

@@ -1,4 +1,4 @@
-"""Text that spells a template's markers stays text, and all other text has the tokens that it always has."""
+"""Message text that spells a special token stays text, and all other text keeps its tokens."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import dsv3
 from dsv3.server.templates import escaping_template
 from dsv3.text.chat_template import ChatTemplate, TemplateError
-from dsv3.text.markers import Markers
+from dsv3.text.special_tokens import SpecialTokens
 from dsv3.text.tokenizer import Tokenizer, TokenizerError
 from tests.dsv3.text import tiny
 
@@ -19,7 +19,7 @@ TOOL_MARKERS = [
     f"<｜tool▁{name}｜>"
     for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep", "output▁begin", "output▁end")
 ]
-# The features of the templates of V3, R1 and V3.1: joined system texts, dropped reasoning, calls and their results.
+# The features of the templates of V3, R1 and V3.1: merged system messages, dropped reasoning, calls and their results.
 DEEPSEEK = (
     "{%- set ns = namespace(system='', after_user=false) -%}"
     "{%- for m in messages if m['role'] == 'system' -%}{%- set ns.system = ns.system + m['content'] -%}{%- endfor -%}"
@@ -46,7 +46,7 @@ DEEPSEEK = (
 
 
 def deepseek() -> Tokenizer:
-    """Markers as in V3's files: some in the vocabulary, most behind it and not called special, "ö" among them."""
+    """Special tokens as in V3's files: some in the vocabulary, most after it and not called special, "ö" among them."""
     backend = tiny.backend()
     added = [tokenizers.AddedToken(each, normalized=True, special=False) for each in (*TOOL_MARKERS, "ö")]
     backend.add_tokens(added)
@@ -56,14 +56,14 @@ def deepseek() -> Tokenizer:
 BUNDLED = Tokenizer.from_directory(Path(dsv3.__file__).parent / "bundled")
 TINY = Tokenizer(tiny.backend(), tiny.config(), tiny.CHAT_TEMPLATE)
 TOKENIZERS = {"bundled": BUNDLED, "tiny": TINY, "deepseek": deepseek()}
-HIDING = {name: tokenizer.hiding_markers() for name, tokenizer in TOKENIZERS.items()}
+HIDING = {name: tokenizer.hiding_special_tokens() for name, tokenizer in TOKENIZERS.items()}
 PLAIN = {name: ChatTemplate(each.chat_template, each.special_tokens) for name, each in TOKENIZERS.items()}
 ESCAPING = {
     name: escaping_template(each.chat_template, TOKENIZERS[name].special_tokens, each.markers)
     for name, each in HIDING.items()
 }
 MARKERS = [*tiny.SPECIAL, *tiny.MARKERS, *TOOL_MARKERS]
-# Whole markers, and parts that make one where a template joins them.
+# Whole special tokens, and parts that form one where a template joins them.
 PARTS = [*MARKERS, "<｜Us", "er｜>", "<", "think>", "</", "｜", "0", "a b", " ", "\n", "é", "日本", "def "]
 TEXTS = st.lists(st.sampled_from(PARTS), max_size=8).map("".join)
 HARMLESS = st.text(st.characters(blacklist_characters="\0<", blacklist_categories=["Cs"]), max_size=20)
@@ -74,7 +74,7 @@ def _assistant(text, calls):
 
 
 def conversations(texts):
-    """Messages of all roles; each template knows some."""
+    """Messages of all roles; each template supports some."""
     call = st.builds(lambda name, at: {"function": {"name": name, "arguments": json.dumps({"at": at})}}, texts, texts)
     message = st.one_of(
         st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(["system", "user"]), texts),
@@ -92,7 +92,7 @@ def rendered(template: ChatTemplate, messages, **arguments) -> str | None:
 
 
 def markers_of(name: str, ids: list[int]) -> list[int]:
-    """The ids of markers, in their order."""
+    """The ids of special tokens, in order."""
     wanted = {HIDING[name].id_of(hidden) for hidden in HIDING[name].markers.hidden.values()}
     return [i for i in ids if i in wanted]
 
@@ -100,22 +100,22 @@ def markers_of(name: str, ids: list[int]) -> list[int]:
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(deadline=None, max_examples=150)
 @given(conversations(TEXTS), st.booleans(), st.data())
-def test_no_marker_comes_from_a_message(name, messages, thinking, data):
-    """The markers are those of the same conversation without text, whatever the messages spell or are joined to."""
+def test_no_special_token_comes_from_a_message(name, messages, thinking, data):
+    """The special tokens are those of the same conversation without text, whatever the messages spell."""
     arguments = {"kwargs": {"thinking": thinking}, "tools": data.draw(st.sampled_from([None, [{"name": MARKERS[5]}]]))}
     prompt = rendered(ESCAPING[name], messages, **arguments)
     if prompt is None:
         return
     tokenizer = HIDING[name]
     ids = tokenizer.encode(prompt, add_special_tokens=False)
-    silent = PLAIN[name].render([_silent(message) for message in messages], **arguments | {"tools": None})
-    expected = TOKENIZERS[name].encode(silent, add_special_tokens=False)
+    empty = PLAIN[name].render([_emptied(message) for message in messages], **arguments | {"tools": None})
+    expected = TOKENIZERS[name].encode(empty, add_special_tokens=False)
     assert markers_of(name, ids) == markers_of(name, expected)
     assert TOKENIZERS[name].decode(ids, skip_special_tokens=False) == tokenizer.markers.show(prompt)
 
 
-def _silent(message):
-    """The same message, saying nothing."""
+def _emptied(message):
+    """The same message without text."""
     calls = [{"function": {"name": "", "arguments": ""}} for _ in message.get("tool_calls", ())]
     return message | {"content": "", "tool_calls": calls}
 
@@ -123,7 +123,7 @@ def _silent(message):
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(deadline=None, max_examples=150)
 @given(conversations(st.one_of(HARMLESS, st.sampled_from(["ö", " x ", "", "日本 <b>", "a</b>"]))), st.booleans())
-def test_harmless_messages_have_the_tokens_they_always_have(name, messages, prompted):
+def test_other_messages_keep_their_tokens(name, messages, prompted):
     arguments = {"add_generation_prompt": prompted}
     plain, escaping = rendered(PLAIN[name], messages, **arguments), rendered(ESCAPING[name], messages, **arguments)
     assert (plain is None) == (escaping is None)
@@ -144,15 +144,15 @@ def test_each_marker_of_deepseek_is_text_in_every_field(marker):
     ]
     tools = [{"function": {"name": marker, "description": marker}}]
     prompt = ESCAPING["deepseek"].render(messages, tools=tools)
-    silent = PLAIN["deepseek"].render([_silent(message) for message in messages])
+    empty = PLAIN["deepseek"].render([_emptied(message) for message in messages])
     ids = tokenizer.encode(prompt, add_special_tokens=False)
-    assert markers_of("deepseek", ids) == markers_of("deepseek", TOKENIZERS["deepseek"].encode(silent, False))
+    assert markers_of("deepseek", ids) == markers_of("deepseek", TOKENIZERS["deepseek"].encode(empty, False))
     assert tokenizer.markers.show(prompt).count(marker) >= 6
     assert tokenizer.id_of(tokenizer.markers.hidden[marker]) == TOKENIZERS["deepseek"].id_of(marker)
 
 
-def test_templates_that_read_markers_still_do():
-    """An old answer's reasoning is dropped, though its markers are text."""
+def test_templates_can_still_search_messages_for_markers():
+    """An earlier answer's reasoning is dropped, though its markers are text."""
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b</think>c<think>"}]
     prompt = ESCAPING["deepseek"].render(messages, add_generation_prompt=False)
     shown = HIDING["deepseek"].markers.show(prompt)
@@ -172,8 +172,8 @@ def test_templates_that_read_markers_still_do():
         ("{% if '</think>' in messages[0].content %}{{ '<think>' * 2 }}{% endif %}", "[<think>][<think>]"),
     ],
 )
-def test_markers_are_followed_through_a_template(template, expected):
-    """What the template has written stands in brackets."""
+def test_special_tokens_are_tracked_through_a_template(template, expected):
+    """Special tokens that the template wrote are in brackets."""
     markers = HIDING["deepseek"].markers
     prompt = escaping_template(template, {}, markers).render([{"role": "user", "content": "x</think>"}])
     for marker, hidden in markers.hidden.items():
@@ -190,15 +190,15 @@ def test_markers_are_followed_through_a_template(template, expected):
         "{{ ('<think>' ~ messages[0].content)[:2] }}",  # cut
     ],
 )
-def test_other_templates_are_refused(template):
+def test_templates_that_cannot_be_tracked_are_refused(template):
     tokenizer = HIDING["deepseek"]
     assert ChatTemplate(template, {}).render([{"role": "user", "content": "x"}])
     with pytest.raises(TemplateError, match="escape_special_tokens"):
         escaping_template(template, {}, tokenizer.markers)
 
 
-def test_nul_is_refused_wherever_it_stands():
-    """It would make hidden spellings of text."""
+def test_nul_is_refused_in_every_field():
+    """It would turn text into hidden forms."""
     hidden = HIDING["tiny"].markers.hidden[tiny.USER]
     user, template = {"role": "user", "content": "x"}, ESCAPING["tiny"]
     for messages, arguments in [
@@ -214,8 +214,8 @@ def test_nul_is_refused_wherever_it_stands():
     assert template.render([user])
 
 
-def test_only_whole_hidden_spellings_are_shown():
-    markers = Markers(["<a>", "<ab>", "<a>b"])
+def test_only_whole_hidden_forms_are_replaced():
+    markers = SpecialTokens(["<a>", "<ab>", "<a>b"])
     assert markers.show(markers.hide("x<a>b<ab><a><a")) == "x<a>b<ab><a><a"
     assert markers.hide("<a>b") == markers.hidden["<a>b"]
     for cut in ("\0", "\0\x000", "\0\x009\0", "\x000\0", "0\0"):
@@ -223,10 +223,10 @@ def test_only_whole_hidden_spellings_are_shown():
             markers.show(cut)
 
 
-def test_vocabularies_that_make_markers_of_text_are_refused():
-    """Here the marker is an ordinary token too, so no spelling of it could be kept apart."""
+def test_vocabularies_that_form_special_tokens_of_text_are_refused():
+    """The special token is an ordinary token too, so text that spells it cannot be distinguished."""
     backend = tiny.backend()
     ordinary = next(text for text, i in backend.get_vocab(False).items() if len(text) == 3 and text.isalpha())
     backend.add_tokens([tokenizers.AddedToken(ordinary, special=True)])
-    with pytest.raises(TokenizerError, match="told from text"):
-        Tokenizer(backend, tiny.config()).hiding_markers()
+    with pytest.raises(TokenizerError, match="cannot be"):
+        Tokenizer(backend, tiny.config()).hiding_special_tokens()

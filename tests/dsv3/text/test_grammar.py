@@ -1,4 +1,4 @@
-"""Grammars of constraints: what they let through, byte by byte, and how GBNF is read."""
+"""Grammars of constraints: which texts they accept, and how GBNF is converted."""
 
 import functools
 
@@ -20,7 +20,7 @@ def compiled_of(constraint: StructuredOutputsParams) -> Matcher:
     return vocabulary().compile(plain_grammar(constraint))
 
 
-def an_object(schema: dict) -> StructuredOutputsParams:
+def object_with(schema: dict) -> StructuredOutputsParams:
     return StructuredOutputsParams(json={"type": "object"} | schema)
 
 
@@ -29,15 +29,15 @@ def compiled(**constraint) -> Matcher:
     return compiled_of(StructuredOutputsParams(**constraint))
 
 
-def lets_through(text: str, matcher: Matcher) -> bool:
-    """Whether an answer may be this text."""
+def accepts(text: str, matcher: Matcher) -> bool:
+    """Whether the text is a complete answer."""
     at = matcher.copy()
     at.advance(np.array(tiny.backend().encode(text, add_special_tokens=False).ids))
     return at.error is None and at.may_end
 
 
 @pytest.mark.parametrize(
-    ("grammar", "takes", "refuses"),
+    ("grammar", "accepted", "refused"),
     [
         (r'root ::= "\u0041"', "A", "u"),
         (r"root ::= [\u0041-\u0043]+", "ABC", "D"),
@@ -50,9 +50,9 @@ def lets_through(text: str, matcher: Matcher) -> bool:
         ('x: "b"\n\n start : x', "b", "a"),
     ],
 )
-def test_grammars_in_gbnf_and_in_larks_syntax(grammar: str, takes: str, refuses: str) -> None:
+def test_grammars_in_gbnf_and_in_larks_syntax(grammar: str, accepted: str, refused: str) -> None:
     matcher = compiled(grammar=grammar)
-    assert lets_through(takes, matcher) and not lets_through(refuses, matcher)
+    assert accepts(accepted, matcher) and not accepts(refused, matcher)
 
 
 @pytest.mark.parametrize("escape", [r"\u00", r"\U00110000", r"\U0000d800", r"\q"])
@@ -61,12 +61,12 @@ def test_escapes_that_name_no_character_are_refused(escape: str) -> None:
         compiled(grammar=f'root ::= "{escape}"')
 
 
-def test_json_has_no_white_space_but_a_space_behind_commas_and_colons() -> None:
-    """A small model that may choose it freely spends half of its tokens on line feeds and indents."""
+def test_json_has_at_most_one_space_after_commas_and_colons() -> None:
+    """A small model that may write white space freely spends half of its tokens on line feeds and indents."""
     members = {"a": {"type": "array", "items": {"type": "integer"}}, "b": {"enum": [{"k": 1}]}}
-    for matcher in (compiled(json_object=True), compiled_of(an_object({"properties": members}))):
+    for matcher in (compiled(json_object=True), compiled_of(object_with({"properties": members}))):
         for text in ('{"a":[1,2],"b":{"k":1}}', '{"a": [1, 2], "b": {"k": 1}}', "{}"):
-            assert lets_through(text, matcher), text
+            assert accepts(text, matcher), text
         for text in (
             '{"a" : []}',
             '{ "a": []}',
@@ -76,13 +76,13 @@ def test_json_has_no_white_space_but_a_space_behind_commas_and_colons() -> None:
             '{"a": [1 ,2]}',
             '{"a":\n[]}',
         ):
-            assert not lets_through(text, matcher), text
+            assert not accepts(text, matcher), text
         for text in (" {}", "{ }", "\n{}"):
-            assert not lets_through(text, matcher), text
-        assert not lets_through("{} ", matcher)
+            assert not accepts(text, matcher), text
+        assert not accepts("{} ", matcher)
 
 
-def test_a_rule_that_fits_in_hundreds_of_ways_ends_before_it_is_slow() -> None:
+def test_an_ambiguous_rule_ends_with_an_error_before_it_is_slow() -> None:
     """Each mask takes longer than the one before, and all requests of a step wait for it."""
     matcher = compiled(grammar='start: s\ns: s s s s | s s s | s s | "a"').copy()
     mask = np.zeros((1, 1, vocabulary().words), np.uint32)
@@ -96,10 +96,10 @@ def test_a_rule_that_fits_in_hundreds_of_ways_ends_before_it_is_slow() -> None:
     assert len(answer) > 20 and "items" in matcher.error
 
 
-def test_wide_grammars_are_let_through() -> None:
+def test_wide_grammars_compile() -> None:
     """The longest list of texts compiles, and so does an object of many optional properties."""
     words = [f"w{i:04d}" for i in range(1024)]
-    assert lets_through(words[-1], compiled_of(StructuredOutputsParams(choice=words)))
+    assert accepts(words[-1], compiled_of(StructuredOutputsParams(choice=words)))
     members = {word: {"type": "integer"} for word in words[:200]}
     text = "{" + ", ".join(f'"{word}": 1' for word in words[0:200:7]) + "}"
-    assert lets_through(text, compiled_of(an_object({"properties": members, "additionalProperties": False})))
+    assert accepts(text, compiled_of(object_with({"properties": members, "additionalProperties": False})))

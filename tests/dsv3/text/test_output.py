@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.sampling_params import SamplingParams
-from dsv3.text.output import OutputStream
-from dsv3.text.pieces import Reasoning, Text, ToolCallStart, joined
+from dsv3.text.deltas import ReasoningDelta, TextDelta, ToolCallStart, merge_deltas
+from dsv3.text.output import OutputProcessor
 from dsv3.text.stop import StopMatcher
 from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.text import tiny
@@ -22,7 +22,7 @@ def byte_ids(text: str) -> list[int]:
 
 def run(ids, sampling, finish="length", stop_token_id=None):
     """Pushes the tokens one by one; returns the text, the tokens used and the last delta."""
-    stream = OutputStream(TOKENIZER, sampling)
+    stream = OutputProcessor(TOKENIZER, sampling)
     text, used = "", 0
     for i, token in enumerate(ids):
         last = i == len(ids) - 1
@@ -35,7 +35,7 @@ def run(ids, sampling, finish="length", stop_token_id=None):
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), min_size=1, max_size=40), st.booleans())
-def test_pieces_join_to_the_whole_text(ids, skip):
+def test_deltas_join_to_the_whole_text(ids, skip):
     text, used, _ = run(ids, SamplingParams(skip_special_tokens=skip))
     assert text == TOKENIZER.decode(ids, skip)
     assert used == len(ids)
@@ -47,7 +47,7 @@ def test_pieces_join_to_the_whole_text(ids, skip):
     st.lists(st.text("abX", min_size=1, max_size=4), min_size=1, max_size=3),
     st.booleans(),
 )
-def test_stop_strings_end_at_their_first_end(text, stops, include):
+def test_the_first_stop_string_ends_the_text(text, stops, include):
     ends = [(text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
     shown, used, delta = run(byte_ids(text), SamplingParams(stop=tuple(stops), include_stop_str_in_output=include))
     if not ends:
@@ -59,25 +59,25 @@ def test_stop_strings_end_at_their_first_end(text, stops, include):
     assert delta.stop_reason == text[end + length : end]
 
 
-def test_incomplete_character_is_held_back():
-    stream = OutputStream(TOKENIZER, SamplingParams())
-    pieces = [stream.push([i]).text for i in byte_ids("a🙂b")]
-    assert pieces == ["a", "", "", "", "🙂", "b"]
+def test_an_incomplete_character_waits_for_the_rest():
+    stream = OutputProcessor(TOKENIZER, SamplingParams())
+    deltas = [stream.push([i]).text for i in byte_ids("a🙂b")]
+    assert deltas == ["a", "", "", "", "🙂", "b"]
     assert stream.push(byte_ids("é")[:1], "length").text == "\ufffd"
 
 
-def test_possible_stop_string_is_held_back_and_released():
-    stream = OutputStream(TOKENIZER, SamplingParams(stop=("END.",)))
+def test_a_possible_stop_string_is_pending_until_it_is_decided():
+    stream = OutputProcessor(TOKENIZER, SamplingParams(stop=("END.",)))
     assert [stream.push([i]).text for i in byte_ids("xENENDa")] == ["x", "", "", "EN", "", "", "ENDa"]
 
 
-def test_held_text_comes_out_at_the_end():
+def test_pending_text_is_emitted_at_the_end():
     text, _, delta = run(byte_ids("xEN"), SamplingParams(stop=("END",)))
     assert (text, delta.finish_reason, delta.stop_reason) == ("xEN", "length", None)
 
 
 def test_stop_string_inside_a_push_of_several_tokens():
-    delta = OutputStream(TOKENIZER, SamplingParams(stop=("b",))).push(byte_ids("abcd"))
+    delta = OutputProcessor(TOKENIZER, SamplingParams(stop=("b",))).push(byte_ids("abcd"))
     assert (delta.text, delta.num_tokens, delta.finish_reason) == ("a", 2, "stop")
 
 
@@ -99,15 +99,15 @@ def test_stop_token_is_hidden_unless_included():
 
 
 def test_without_a_tokenizer():
-    stream = OutputStream(None, SamplingParams())
+    stream = OutputProcessor(None, SamplingParams())
     assert stream.push([1, 2], "length").text == ""
     with pytest.raises(ValueError, match="stop_token_ids"):
-        OutputStream(None, SamplingParams(stop=("x",)))
+        OutputProcessor(None, SamplingParams(stop=("x",)))
 
 
 @pytest.mark.parametrize("count", [1, 16])
 def test_matcher_work_is_linear_on_repetitive_text(count):
-    """The classic bad case of a naive search: each character is looked up twice at most, for all patterns together."""
+    """The worst case of a naive search: each character is looked up at most twice, for all patterns together."""
 
     class Counting(str):
         looked_up = 0
@@ -121,7 +121,7 @@ def test_matcher_work_is_linear_on_repetitive_text(count):
     matcher = StopMatcher(["a" * 500 + chr(98 + i) for i in range(count)])
     assert matcher.find([Counting("a")] * 5_000) is None
     assert Counting.looked_up <= 2 * 5_000
-    assert matcher.held == 500
+    assert matcher.num_pending == 500
     assert matcher.find("b") == (1, "a" * 500 + "b")
 
 
@@ -130,17 +130,17 @@ def test_empty_pattern_is_refused():
         StopMatcher([""])
 
 
-def test_pieces_are_joined_in_time_in_proportion_to_their_number():
-    """A resumed answer may have 100,000 at once; joined one by one they took minutes, with the interpreter's lock."""
+def test_merging_deltas_takes_linear_time():
+    """A resumed answer may have 100,000 deltas; merged one by one they took minutes, with the interpreter lock held."""
 
     def seconds(count):
-        pieces = (
-            [Reasoning(" " * 128)] * count
+        deltas = (
+            [ReasoningDelta(" " * 128)] * count
             + [ToolCallStart(0, "1", "f"), ToolCallStart(1, "2", "f")]
-            + [Text("x" * 128)] * count
+            + [TextDelta("x" * 128)] * count
         )
         begin = time.process_time()
-        reasoning, first, second, text = joined(pieces)
+        reasoning, first, second, text = merge_deltas(deltas)
         assert len(reasoning.text) == len(text.text) == 128 * count and (first.index, second.index) == (0, 1)
         return time.process_time() - begin
 

@@ -1,4 +1,4 @@
-"""Reasoning and tool calls: whatever a model writes, and however its tokens arrive."""
+"""The reasoning and tool-call parser, for any output and any split of its tokens."""
 
 import itertools
 import json
@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from dsv3.sampling_params import SamplingParams
 from dsv3.server.protocol.openai import MAX_TOOLS
+from dsv3.text.deltas import TextDelta, ToolArgumentsDelta, ToolCallStart, merge_deltas
 from dsv3.text.dialects import DIALECTS, ParserState, start_state
-from dsv3.text.output import OutputStream
+from dsv3.text.output import OutputProcessor
 from dsv3.text.parser import MarkFinder, Tools
-from dsv3.text.parsers import ParserOptions, Parsers, detect
-from dsv3.text.pieces import Text, ToolArguments, ToolCallStart, joined
+from dsv3.text.parsers import Parsers, detect_dialect
 from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.text import tiny
 from tests.dsv3.text.dialects import NAMES, Answer, parser, spelled, tokenizer, tokens, written
@@ -36,8 +36,8 @@ ARGUMENTS = st.dictionaries(st.text("kxyé_", min_size=1, max_size=4), JSON, max
 CALLS = st.lists(st.tuples(st.sampled_from(["f", "get_weather", "my-f.x"]), ARGUMENTS), min_size=1, max_size=3)
 
 
-def spellings(dialect):
-    """What a model may write: markers, tags, words."""
+def fragments(dialect):
+    """Markers, tags and words that a model may write."""
     markers = [marker for marker in [*tiny.MARKERS, *DIALECTS[dialect].markers] if len(marker) > 1]
     tags = [
         '<｜DSML｜invoke name="f">',
@@ -57,9 +57,9 @@ def spellings(dialect):
 
 
 @st.composite
-def scribbles(draw, dialect, by_id=True):
-    """Tokens as no sane model writes them: markers anywhere, words, single bytes."""
-    texts = draw(st.lists(st.sampled_from(spellings(dialect)), max_size=16))
+def random_output(draw, dialect, by_id=True):
+    """Random tokens: markers anywhere, words, single bytes."""
+    texts = draw(st.lists(st.sampled_from(fragments(dialect)), max_size=16))
     ids = [i for text in texts for i in tokens(dialect, text, by_id)]
     return ids[: draw(st.integers(0, len(ids)))] if draw(st.booleans()) else ids
 
@@ -67,7 +67,7 @@ def scribbles(draw, dialect, by_id=True):
 @settings(deadline=None, max_examples=200)
 @given(st.data(), st.sampled_from(NAMES), st.booleans(), SIZES, PROMPTS, TOOLS)
 def test_any_split_of_the_tokens_gives_the_same_answer(data, dialect, by_id, sizes, prompt, tools):
-    ids = data.draw(scribbles(dialect, by_id))
+    ids = data.draw(random_output(dialect, by_id))
     sampling = SamplingParams(
         stop=data.draw(st.sampled_from([(), ("STOP",), ("STOP", "a "), ("</think>",), ("｜>",), ("ink>a",)])),
         min_tokens=data.draw(st.integers(0, 12)),
@@ -83,25 +83,25 @@ def test_any_split_of_the_tokens_gives_the_same_answer(data, dialect, by_id, siz
 @settings(deadline=None, max_examples=150)
 @given(st.data(), st.sampled_from(NAMES), PROMPTS, TOOLS)
 def test_any_cut_of_the_text_gives_the_same_answer(data, dialect, prompt, tools):
-    """A vocabulary without the markers, whose tokens are as long as they like."""
-    text = "".join(data.draw(st.lists(st.sampled_from(spellings(dialect)), max_size=16)))
+    """The vocabulary lacks the markers, and tokens have any length."""
+    text = "".join(data.draw(st.lists(st.sampled_from(fragments(dialect)), max_size=16)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     parts = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
 
-    def pieces(parts):
+    def deltas(parts):
         made = parser(dialect, tools, prompt, by_id=False)
-        return joined([piece for part in parts if part for piece in made.push(Text(part))] + made.finish())
+        return merge_deltas([delta for part in parts if part for delta in made.push(TextDelta(part))] + made.finish())
 
-    assert pieces(parts) == pieces([text]) == pieces(text)
+    assert deltas(parts) == deltas([text]) == deltas(text)
 
 
 @settings(deadline=None, max_examples=150)
 @given(st.data(), st.sampled_from(NAMES), PROMPTS, TOOLS, st.sampled_from(["stop", "length"]))
 def test_no_marker_reaches_a_client(data, dialect, prompt, tools, finish):
-    answer = Answer(dialect, data.draw(scribbles(dialect)), prompt=prompt, tools=tools, finish=finish)
+    answer = Answer(dialect, data.draw(random_output(dialect)), prompt=prompt, tools=tools, finish=finish)
     markers = [marker for marker in [*tiny.MARKERS, *DIALECTS[dialect].markers] if len(marker) > 1]
     assert not [marker for marker in [*markers, "｜DSML｜"] if marker in answer.shown]
-    assert [call.index for call in answer.pieces if isinstance(call, ToolCallStart)] == list(range(len(answer.calls)))
+    assert [call.index for call in answer.deltas if isinstance(call, ToolCallStart)] == list(range(len(answer.calls)))
     assert answer.num_reasoning_tokens <= answer.num_tokens
     assert tools is not None or not answer.calls
     assert tools is None or tools.parallel or len(answer.calls) <= 1
@@ -109,51 +109,51 @@ def test_no_marker_reaches_a_client(data, dialect, prompt, tools, finish):
 
 @settings(deadline=None, max_examples=120)
 @given(CALLS, st.sampled_from(NAMES), st.booleans(), st.sampled_from(["", "Let me see."]), SIZES, st.booleans())
-def test_calls_are_read_as_they_were_meant(calls, dialect, by_id, content, sizes, thinks):
-    """Except that GLM has no quotes: a text that reads as JSON is JSON, and a key has no white space around it."""
+def test_calls_are_parsed_as_they_were_written(calls, dialect, by_id, content, sizes, thinks):
+    """GLM has no quotes: a text that parses as JSON is JSON, and a key has no white space around it."""
     text = ("why</think>" if thinks else "") + written(dialect, calls, content)
     ids = tokens(dialect, text, by_id)
     answer = Answer(dialect, ids, sizes, prompt=THINKING if thinks else ANSWERING, by_id=by_id)
     assert (answer.reasoning, answer.content) == ("why" if thinks else "", content)
     assert [name for name, _ in answer.calls] == [name for name, _ in calls]
     assert (answer.finish_reason, answer.num_dropped) == ("tool_calls", 0)
-    for (_, told), (_, meant) in zip(answer.calls, calls, strict=True):
+    for (_, found), (_, meant) in zip(answer.calls, calls, strict=True):
         if not dialect.startswith("glm"):
-            assert json.loads(told) == meant
-        assert list(json.loads(told)) == list(meant)
+            assert json.loads(found) == meant
+        assert list(json.loads(found)) == list(meant)
     assert answer.num_reasoning_tokens == (len(tokens(dialect, "why</think>", by_id)) if thinks else 0)
 
 
 @settings(deadline=None, max_examples=100)
 @given(CALLS, st.sampled_from(NAMES), st.data())
-def test_an_answer_cut_off_tells_a_beginning_of_the_whole(calls, dialect, data):
+def test_a_truncated_answer_is_a_prefix_of_the_whole(calls, dialect, data):
     ids = tokens(dialect, written(dialect, calls, "Well."))
     cut = data.draw(st.integers(0, len(ids) - 1))
     whole, part = Answer(dialect, ids), Answer(dialect, ids[:cut], finish="length")
     assert part.finish_reason == "length"
     assert "Well.".startswith(part.content.replace("\ufffd", "").rstrip("<\n"))
     assert len(part.calls) <= len(whole.calls)
-    for (name, told), (whole_name, meant) in zip(part.calls, whole.calls, strict=False):
+    for (name, found), (whole_name, meant) in zip(part.calls, whole.calls, strict=False):
         assert name == whole_name
-        assert meant.startswith(told.replace("\ufffd", ""))
+        assert meant.startswith(found.replace("\ufffd", ""))
 
 
 EXPECTED = {
-    "(reasoning, answer) of what follows <think>": [
+    "after <think>": [
         (THINKING, "why</think>\n\nanswer", "why", "\n\nanswer"),
         (THINKING, "<think>\nwhy</think>answer", "\nwhy", "answer"),
         (THINKING, "never closed", "never closed", ""),
         (THINKING, "</think>x", "", "x"),
         (THINKING, "a<think>b</think>c</think>d<think>", "ab", "cd"),
     ],
-    "of an answer without a word from the prompt": [
+    "after a prompt without a marker": [
         (SILENT, "<think>why</think>answer", "why", "answer"),
         (SILENT, " \n<think>why</think>", "why", ""),
         (SILENT, " \nanswer", "", " \nanswer"),
         (SILENT, "answer </think>", "", "answer "),
         (SILENT, " ", "", " "),
     ],
-    "of an answer that is not to be thought about": [(ANSWERING, "a<think>b</think>c", "", "abc")],
+    "after </think>": [(ANSWERING, "a<think>b</think>c", "", "abc")],
 }
 
 
@@ -175,27 +175,27 @@ def test_reasoning(prompt, text, reasoning, content):
         ("never closed </thin", "never closed </thin", ""),
     ],
 )
-def test_reasoning_of_a_vocabulary_without_the_markers(text, reasoning, content):
+def test_reasoning_with_a_vocabulary_without_the_markers(text, reasoning, content):
     ids = spelled("deepseek_v31", text, by_id=False)
     answer = Answer("deepseek_v31", ids, prompt=THINKING, tools=None, by_id=False)
     assert (answer.reasoning, answer.content) == (reasoning, content)
 
 
-def test_markers_spelled_in_letters_are_text():
-    """A model that has a token for a marker and writes the letters means the letters."""
+def test_markers_written_in_single_bytes_are_text():
+    """A model that has a token for a marker and writes its letters means the letters."""
     for text in ["</think>", "<｜tool▁calls▁begin｜>"]:
         ids = spelled("deepseek_v31", f"write {text} here")
         assert Answer("deepseek_v31", ids).content == f"write {text} here"
         assert Answer("deepseek_v31", ids, prompt=THINKING).reasoning == f"write {text} here"
 
 
-def test_an_answer_cut_off_inside_of_a_tags_character():
+def test_an_answer_truncated_inside_a_character_of_a_tag():
     ids = tokens("deepseek_v32", "Well.\n\n<｜DSML｜function_calls>")
     for cut in range(len("Well.\n\n<") + 2, len(ids)):
         assert Answer("deepseek_v32", ids[:cut], finish="length").content.rstrip("\n\ufffd") in ("Well.", "Well.\n\n<")
 
 
-def test_a_character_cut_by_a_marker():
+def test_a_character_interrupted_by_a_marker():
     ids = [*spelled("deepseek_v31", "é")[:1], *tokens("deepseek_v31", "</think>"), *spelled("deepseek_v31", "é")]
     answer = Answer("deepseek_v31", ids, prompt=THINKING)
     assert (answer.reasoning, answer.content) == ("\ufffd", "é")
@@ -224,7 +224,7 @@ def test_a_character_cut_by_a_marker():
         ("", True, (ParserState.START, ParserState.REASONING)),
     ],
 )
-def test_where_an_answer_begins(prompt, always, expected):
+def test_the_start_state_of_a_prompt(prompt, always, expected):
     assert start_state(prompt, always) == expected
 
 
@@ -244,7 +244,7 @@ CALL = written("deepseek_v31", [("f", {"s": "x"})])
         ("</think><｜tool▁calls▁begin｜><｜tool▁calls▁end｜>no calls", "", "no calls", 0),
     ],
 )
-def test_what_stands_around_calls(text, reasoning, content, num_calls):
+def test_text_around_calls(text, reasoning, content, num_calls):
     answer = Answer("deepseek_v31", tokens("deepseek_v31", text), prompt=THINKING)
     assert (answer.reasoning, answer.content) == (reasoning, content)
     assert answer.calls == [("f", '{"s": "x"}')] * num_calls
@@ -280,7 +280,7 @@ INVOKE, UNINVOKE, KEY = '<｜DSML｜invoke name="f">', "</｜DSML｜invoke>", '<
         ("deepseek_v32", f"<｜DSML｜invoke {'x' * 2000} <｜DSML｜wrong>", [], 0),
     ],
 )  # fmt: skip
-def test_slips_of_models(dialect, text, calls, num_dropped):
+def test_malformed_calls(dialect, text, calls, num_dropped):
     answer = Answer(dialect, tokens(dialect, text))
     assert (answer.calls, answer.num_dropped) == (calls, num_dropped)
     assert answer.finish_reason == ("tool_calls" if calls else "stop")
@@ -290,30 +290,30 @@ def test_slips_of_models(dialect, text, calls, num_dropped):
 def test_ids_of_calls():
     text = written("kimi_k2", [("f", {}), ("g", {})]).replace("functions.g:1", "functions.g:7")
     answer = Answer("kimi_k2", tokens("kimi_k2", text))
-    assert [call.id for call in answer.pieces if isinstance(call, ToolCallStart)] == ["functions.f:0", "functions.g:7"]
+    assert [call.id for call in answer.deltas if isinstance(call, ToolCallStart)] == ["functions.f:0", "functions.g:7"]
     text = "<|tool_call_begin|>3<|tool_call_argument_begin|>{}<|tool_call_end|>"
     answer = Answer("kimi_k2", tokens("kimi_k2", text), tools=Tools(parameters={"f": {}}))
-    assert [(call.id, call.name) for call in answer.pieces if isinstance(call, ToolCallStart)] == [
+    assert [(call.id, call.name) for call in answer.deltas if isinstance(call, ToolCallStart)] == [
         ("functions.f:0", "f")
     ]
 
 
-def test_arguments_come_as_they_are_written():
-    """Text at once, token by token; a value that is no text when it is complete."""
+def test_arguments_are_streamed():
+    """Text token by token; any other value when it is complete."""
     ids = tokens("deepseek_v32", written("deepseek_v32", [("f", {"s": "ab", "n": 12})]))
-    told = [p.text for p in _pieces_one_by_one("deepseek_v32", ids) if isinstance(p, ToolArguments)]
-    assert told == ['{"s": "', "a", "b", '"', ', "n": ', "12", "}"]
+    found = [p.text for p in _deltas_one_by_one("deepseek_v32", ids) if isinstance(p, ToolArgumentsDelta)]
+    assert found == ['{"s": "', "a", "b", '"', ', "n": ', "12", "}"]
     ids = tokens("deepseek_v31", written("deepseek_v31", [("f", {"s": 1})]))
-    told = [p.text for p in _pieces_one_by_one("deepseek_v31", ids) if isinstance(p, ToolArguments)]
-    assert told == ["{", '"', "s", '"', ":", " 1", "}"]
+    found = [p.text for p in _deltas_one_by_one("deepseek_v31", ids) if isinstance(p, ToolArgumentsDelta)]
+    assert found == ["{", '"', "s", '"', ":", " 1", "}"]
 
 
-def _pieces_one_by_one(dialect, ids):
-    stream = OutputStream(tokenizer(dialect), SamplingParams(), parser(dialect))
-    return [piece for i in ids for piece in stream.push([i]).pieces]
+def _deltas_one_by_one(dialect, ids):
+    stream = OutputProcessor(tokenizer(dialect), SamplingParams(), parser(dialect))
+    return [delta for i in ids for delta in stream.push([i]).deltas]
 
 
-def test_schemas_tell_texts_from_numbers():
+def test_the_schema_decides_between_text_and_number():
     values = [f"<arg_key>{key}</arg_key><arg_value>12</arg_value>" for key in "sn"]
     text = f"<tool_call>f{''.join(values)}</tool_call>"
     answer = Answer("glm47", tokens("glm47", text), tools=Tools(parameters=SCHEMA))
@@ -321,7 +321,7 @@ def test_schemas_tell_texts_from_numbers():
 
 
 @pytest.mark.parametrize(
-    ("schema", "written_as", "told"),
+    ("schema", "written_as", "expected"),
     [
         ({"s": True}, '{"s": "x"}', '{"s": "x"}'),
         ({"s": True}, '{"s": "x"', '{"arguments": "{\\"s\\": \\"x\\""}'),
@@ -329,21 +329,21 @@ def test_schemas_tell_texts_from_numbers():
         ({}, '{"s": "x"}', '{"arguments": {"s": "x"}}'),
     ],
 )
-def test_arguments_that_are_wrapped_in_one(schema, written_as, told):
-    """A name that the schema does not have, and an object under it: these are the arguments."""
+def test_wrapped_arguments_are_unwrapped(schema, written_as, expected):
+    """An object under a name that the schema lacks has the arguments."""
     argument = (
         f'{INVOKE}<｜DSML｜parameter name="arguments" string="true">{written_as}</｜DSML｜parameter>{{}}{UNINVOKE}'
     )
     if not schema or "arguments" in schema:
         argument = argument.replace("true", "false")
     answer = Answer("deepseek_v32", tokens("deepseek_v32", argument), tools=Tools(parameters={"f": schema}))
-    assert answer.calls == [("f", told)]
+    assert answer.calls == [("f", expected)]
     both = argument.replace("{}", f"{KEY}>1</｜DSML｜parameter>")
     answer = Answer("deepseek_v32", tokens("deepseek_v32", both), tools=Tools(parameters={"f": schema}))
-    assert answer.calls == [("f", told if told == written_as else told[:-1] + ', "k": 1}')]
+    assert answer.calls == [("f", expected if expected == written_as else expected[:-1] + ', "k": 1}')]
 
 
-def test_calls_that_are_not_wanted():
+def test_calls_that_are_not_allowed_are_dropped():
     ids = tokens("deepseek_v31", "Well. " + CALL + CALL)
     answer = Answer("deepseek_v31", ids, tools=None)
     assert (answer.content, answer.calls, answer.num_dropped, answer.finish_reason) == ("Well. ", [], 2, "stop")
@@ -352,13 +352,13 @@ def test_calls_that_are_not_wanted():
     answer = Answer(
         "deepseek_v31", tokens("deepseek_v31", f"{BEGIN}{SEP}{{}}{END}" + CALL), tools=Tools(parallel=False)
     )
-    assert (len(answer.calls), answer.num_dropped) == (1, 1)  # the first that is one
+    assert (len(answer.calls), answer.num_dropped) == (1, 1)  # the first valid one
     answer = Answer("deepseek_v31", tokens("deepseek_v31", CALL * 130))
     assert (len(answer.calls), answer.num_dropped) == (MAX_TOOLS, 2)  # a message with more could not come back
 
 
 def test_a_marker_may_be_the_stop_token():
-    """Some clients stop where the calls end: that call is complete."""
+    """Some clients stop at the end of the calls: the last call is complete."""
     *ids, end, _ = tokens("deepseek_v31", CALL)
     answer = Answer("deepseek_v31", [*ids, end], eos=False)
     assert (answer.calls, answer.finish_reason, answer.stop_reason) == ([("f", '{"s": "x"}')], "tool_calls", end)
@@ -373,7 +373,7 @@ def test_stop_strings_end_calls_too():
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_string_inside_of_a_marker_lets_nothing_of_it_out(include):
+def test_a_stop_string_inside_a_marker_hides_the_marker(include):
     sampling = SamplingParams(stop=("ink>", "nk>b"), include_stop_str_in_output=include)
     answer = Answer("deepseek_v31", tokens("deepseek_v31", "a</think>b"), sampling=sampling, prompt=THINKING)
     assert (answer.shown, answer.stop_reason) == ("a", "ink>")
@@ -391,14 +391,14 @@ FLOODS = [
 
 @pytest.mark.parametrize("dialect", ["deepseek_v31", "deepseek_v32"])
 @pytest.mark.parametrize("flood", FLOODS, ids=lambda flood: "".join(flood))
-def test_floods_cost_linear_work(dialect, flood, monkeypatch):
-    """What is held is looked at again, but never more than a tag's length of it. All of it would be 4,096 per token."""
-    looked_at = 0
+def test_repeated_fragments_take_linear_work(dialect, flood, monkeypatch):
+    """Pending text is searched again, but never more than a tag's length; all of it would be 4,096 per token."""
+    searched = 0
     find = MarkFinder.find
 
     def counting(self, text, start):
-        nonlocal looked_at
-        looked_at += len(text) - start
+        nonlocal searched
+        searched += len(text) - start
         return find(self, text, start)
 
     monkeypatch.setattr(MarkFinder, "find", counting)
@@ -406,14 +406,14 @@ def test_floods_cost_linear_work(dialect, flood, monkeypatch):
     head, unit = [i for ids in once[:-1] for i in ids], once[-1]
     ids = head + unit * ((8_192 - len(head)) // len(unit))
     Answer(dialect, ids, [1] * len(ids), prompt=THINKING, finish="length")
-    assert looked_at <= 64 * len(ids)
+    assert searched <= 64 * len(ids)
 
 
 @settings(deadline=None, max_examples=5)
 @given(st.data(), st.sampled_from(NAMES))
-def test_long_scribbles(data, dialect):
-    """64k tokens of anything, again and again."""
-    unit = data.draw(scribbles(dialect)) or tokens(dialect, "x")
+def test_long_random_output(data, dialect):
+    """64k tokens of a repeated random fragment."""
+    unit = data.draw(random_output(dialect)) or tokens(dialect, "x")
     ids = (unit * (65_536 // len(unit) + 1))[:65_536]
     answer = Answer(dialect, ids, [256] * 256, prompt=THINKING, finish="length")
     assert answer.num_tokens == 65_536
@@ -424,36 +424,36 @@ def test_long_scribbles(data, dialect):
 
 @pytest.mark.parametrize("dialect", NAMES)
 def test_long_arguments(dialect):
-    """8 KB were too long for a parser of vLLM's (vllm#37184)."""
+    """8 KB were too long for a parser of vLLM (vllm#37184)."""
     call = ("f", {"s": 'file "x"\n\t{}' * 2_000})
-    [(_, told)] = Answer(dialect, tokens(dialect, written(dialect, [call])), [1] * 50_000).calls
-    assert json.loads(told) == call[1]
+    [(_, found)] = Answer(dialect, tokens(dialect, written(dialect, [call])), [1] * 50_000).calls
+    assert json.loads(found) == call[1]
 
 
-def test_dialects_are_found_by_tokens_and_template():
+def test_dialects_are_detected_by_vocabulary_and_template():
     v3 = "{{ '<｜tool▁call▁begin｜>' + '```json' }}"
-    assert detect(tokenizer("deepseek_v3"), v3) == "deepseek_v3"
-    assert detect(tokenizer("deepseek_v3"), v3.replace("```json", "")) == "deepseek_v31"
-    assert detect(tokenizer("deepseek_v3"), tiny.CHAT_TEMPLATE) is None
-    assert detect(tokenizer("kimi_k2"), "") == "kimi_k2"
+    assert detect_dialect(tokenizer("deepseek_v3"), v3) == "deepseek_v3"
+    assert detect_dialect(tokenizer("deepseek_v3"), v3.replace("```json", "")) == "deepseek_v31"
+    assert detect_dialect(tokenizer("deepseek_v3"), tiny.CHAT_TEMPLATE) is None
+    assert detect_dialect(tokenizer("kimi_k2"), "") == "kimi_k2"
     glm = "<tool_call>{name}LINE<arg_key>{key}</arg_key>LINE<arg_value>{value}</arg_value>LINE</tool_call>"
     for template in (None, "", glm.replace("LINE", "\n"), glm.replace("LINE", r"{{ '\n' }}")):
-        assert detect(tokenizer("glm45"), template) == "glm45"
-    assert detect(tokenizer("glm47"), glm.replace("LINE", "")) == "glm47"
-    assert detect(tokenizer("deepseek_v32"), "<｜DSML｜function_calls>") == "deepseek_v32"
-    assert detect(Tokenizer(tiny.backend(), tiny.config()), v3) is None
+        assert detect_dialect(tokenizer("glm45"), template) == "glm45"
+    assert detect_dialect(tokenizer("glm47"), glm.replace("LINE", "")) == "glm47"
+    assert detect_dialect(tokenizer("deepseek_v32"), "<｜DSML｜function_calls>") == "deepseek_v32"
+    assert detect_dialect(Tokenizer(tiny.backend(), tiny.config()), v3) is None
 
 
-def test_options_choose_the_parser():
+def test_options_select_the_parser():
     known = tokenizer("deepseek_v31")
     start = ParserState.CONTENT, ParserState.CONTENT
-    assert Parsers(ParserOptions("none", "none"), known, tiny.CHAT_TEMPLATE).parser(start, None) is None
-    assert Parsers(ParserOptions(), known, "{{ messages }}").parser(start, None) is None
-    auto = Parsers(ParserOptions(), known, tiny.CHAT_TEMPLATE)
+    assert Parsers(known, tiny.CHAT_TEMPLATE, "none", "none").parser(start, None) is None
+    assert Parsers(known, "{{ messages }}").parser(start, None) is None
+    auto = Parsers(known, tiny.CHAT_TEMPLATE)
     assert (auto.splits_reasoning, auto.dialect) == (True, None)
 
 
-def test_reasoning_stays_in_the_text_where_nobody_asks_for_it():
+def test_reasoning_stays_in_the_content_without_a_reasoning_parser():
     ids = tokens("deepseek_v31", "why</think>so" + CALL)
     answer = Answer("deepseek_v31", ids, prompt=THINKING, reasoning="none")
     assert (answer.content, len(answer.calls), answer.num_reasoning_tokens) == ("why</think>so", 1, 0)

@@ -1,8 +1,7 @@
-"""Grammars of JSON schemas against the official test suite: nothing invalid is let through.
+"""Grammars of JSON schemas against the official test suite: no invalid instance is accepted.
 
-What llguidance cannot enforce it refuses, which is a 400; how much that is, is stated here. An instance that is valid
-may be refused only for what docs/structured_output.md tells: properties in another order than the schema's, or numbers
-in another spelling.
+Schemas that llguidance cannot enforce are refused; the tests count them. A valid instance may be refused only for the
+exceptions of docs/structured_output.md: another order of properties than the schema's, or another form of numbers.
 """
 
 import functools
@@ -33,15 +32,15 @@ def vocabulary() -> GrammarVocabulary:
 
 
 def compiled(schema: dict) -> Matcher | None:
-    """A matcher for a schema, None where it is refused."""
+    """A matcher for a schema; None where the schema is refused."""
     try:
         return vocabulary().compile(plain_grammar(StructuredOutputsParams(json=schema)))
     except GrammarError:
         return None
 
 
-def lets_through(matcher: Matcher, instance: object) -> bool:
-    """Whether an answer may be this, in its usual spelling."""
+def accepts(matcher: Matcher, instance: object) -> bool:
+    """Whether the instance, in Python's JSON, is a complete answer."""
     at = matcher.copy()
     text = json.dumps(instance, ensure_ascii=False)
     at.advance(np.array(tokenizer().encode(text, add_special_tokens=False)))
@@ -49,31 +48,31 @@ def lets_through(matcher: Matcher, instance: object) -> bool:
 
 
 @pytest.mark.parametrize("keyword", SUITE)
-def test_nothing_invalid_is_let_through(keyword: str) -> None:
+def test_no_invalid_instance_is_accepted(keyword: str) -> None:
     wrong = [
         (group["schema"], instance)
         for group in SUITE[keyword]
         if (matcher := compiled(group["schema"])) is not None
         for instance in group["invalid"]
-        if lets_through(matcher, instance)
+        if accepts(matcher, instance)
     ]
     assert not wrong
 
 
-def test_what_is_valid_is_let_through() -> None:
-    """A schema is refused as a whole, or else takes what is valid, but for the exceptions that the page tells."""
+def test_valid_instances_are_accepted() -> None:
+    """A schema is refused as a whole, or accepts its valid instances but for the documented exceptions."""
     groups = [group for groups in SUITE.values() for group in groups]
     taken = [(group, matcher) for group in groups if (matcher := compiled(group["schema"])) is not None]
-    valid = [(x, lets_through(matcher, x)) for group, matcher in taken for x in group["valid"]]
-    refused = [x for x, through in valid if not through]
+    valid = [(x, accepts(matcher, x)) for group, matcher in taken for x in group["valid"]]
+    refused = [x for x, accepted in valid if not accepted]
     assert (len(groups), len(valid)) == (185, 223) and len(taken) == 116
     assert len(refused) == 12
     for instance in refused:  # 1.0 for 1, or another order
         assert ".0" in json.dumps(instance) or (isinstance(instance, dict) and len(instance) > 1)
 
 
-def drawn(matcher: Matcher, seed: int, most: int = 200) -> str | None:
-    """A text of tokens drawn among those allowed, None where it is not whole after `most` tokens."""
+def random_answer(matcher: Matcher, seed: int, most: int = 200) -> str | None:
+    """A text of random allowed tokens; None if it is incomplete after `most` tokens."""
     rng, tokens = np.random.default_rng(seed), []
     closing = np.array([tokenizer().token_bytes(i)[:1] in (b'"', b"}", b"]") for i in range(tokenizer().vocab_size)])
     while not matcher.is_over and len(tokens) < most:
@@ -91,12 +90,12 @@ def drawn(matcher: Matcher, seed: int, most: int = 200) -> str | None:
 
 
 @pytest.mark.parametrize("keyword", SUITE)
-def test_whatever_is_drawn_validates(keyword: str) -> None:
+def test_random_answers_are_valid(keyword: str) -> None:
     """An independent validator agrees with every finished answer, where it can read the schema's patterns."""
     for group in SUITE[keyword]:
         reads = "\\\\p{" not in json.dumps(group["schema"])
         if (matcher := compiled(group["schema"])) is not None and reads:
             for seed in range(3):
-                text = drawn(matcher.copy(), seed)
+                text = random_answer(matcher.copy(), seed)
                 if text is not None:
                     jsonschema.Draft202012Validator(group["schema"]).validate(json.loads(text))

@@ -1,4 +1,4 @@
-"""A tiktoken.model becomes a tokenizer that gives what tiktoken itself gives for the same file."""
+"""A tiktoken.model becomes a tokenizer with the ids of tiktoken itself."""
 
 import base64
 import json
@@ -14,7 +14,7 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from dsv3.text import tiktoken_file
 from dsv3.text.chat_template import ChatTemplate
-from dsv3.text.tiktoken_file import TiktokenError, own_pattern, read_ranks
+from dsv3.text.tiktoken_file import VocabularyFileError, own_pattern, read_ranks
 from dsv3.text.tokenizer import Tokenizer, TokenizerError, TokenizerNotFound, _to_bytes
 
 CORPUS = [
@@ -97,7 +97,7 @@ def test_ids_are_those_of_tiktoken(pair: tuple[Tokenizer, tiktoken.Encoding], te
     assert ours.decode(ids, skip_special_tokens=False) == text
 
 
-def test_markers_have_the_ids_of_the_model(pair: tuple[Tokenizer, tiktoken.Encoding]) -> None:
+def test_special_tokens_have_the_models_ids(pair: tuple[Tokenizer, tiktoken.Encoding]) -> None:
     ours, _ = pair
     first = len(RANKS)
     assert (ours.bos_token_id, ours.eos_token_id) == (first, first + 1)
@@ -107,12 +107,12 @@ def test_markers_have_the_ids_of_the_model(pair: tuple[Tokenizer, tiktoken.Encod
     )
     assert first + 22 not in ours.special_token_ids
     assert first + 100 in ours.special_token_ids
-    hiding = ours.hiding_markers()
+    hiding = ours.hiding_special_tokens()
     assert len(hiding.encode("<|im_end|>")) > 1
     assert hiding.encode(hiding.markers.hide("<|im_end|>")) == [first + 2]
 
 
-def test_the_chat_template_beside_it(pair: tuple[Tokenizer, tiktoken.Encoding]) -> None:
+def test_the_chat_template_of_the_directory(pair: tuple[Tokenizer, tiktoken.Encoding]) -> None:
     ours, oracle = pair
     assert ours.chat_template is not None
     template = ChatTemplate(ours.chat_template, ours.special_tokens)
@@ -143,30 +143,30 @@ GOOD = base64.b64encode(b"a").decode()
     "content, text",
     [
         (b"", "256 single bytes"),
-        (b"!!! 0\n", "no token in base64"),
-        (f"{GOOD} x\n".encode(), "no token in base64"),
+        (b"!!! 0\n", "not a token in base64"),
+        (f"{GOOD} x\n".encode(), "not a token in base64"),
         (f"{GOOD} 1\n".encode(), "rank 1"),
-        (f"{GOOD} 0\n{GOOD} 1\n".encode(), "stands twice"),
+        (f"{GOOD} 0\n{GOOD} 1\n".encode(), "duplicate"),
         (b" 0\n", "0 bytes"),
         (base64.b64encode(b"a" * 2000) + b" 0\n", "2000 bytes"),
-        (b"\xff\xfe\x00" * 50, "no token in base64"),
+        (b"\xff\xfe\x00" * 50, "not a token in base64"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes, text: str) -> None:
     (tmp_path / "tiktoken.model").write_bytes(content)
-    with pytest.raises(TiktokenError, match=text):
+    with pytest.raises(VocabularyFileError, match=text):
         read_ranks(tmp_path / "tiktoken.model")
     with pytest.raises(TokenizerError, match=text):
         Tokenizer.from_directory(tmp_path)
 
 
 @pytest.mark.parametrize("named", [{"5": {"content": "x"}}, {"x": {}}, [], {"99999999": {}}])
-def test_a_marker_that_is_none_of_the_models_is_refused(tmp_path: Path, named: object) -> None:
+def test_special_tokens_out_of_range_are_refused(tmp_path: Path, named: object) -> None:
     directory = write(tmp_path, RANKS, added_tokens_decoder=named)
     if named == []:
         assert Tokenizer.from_directory(directory).bos_token_id is None
         return
-    with pytest.raises(TokenizerError, match=r"added_tokens_decoder|marker"):
+    with pytest.raises(TokenizerError, match=r"added_tokens_decoder|special token"):
         Tokenizer.from_directory(directory)
 
 

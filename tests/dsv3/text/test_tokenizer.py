@@ -96,17 +96,17 @@ def test_other_decoders_are_refused():
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.sampled_from(["def ", " x", "  ", "\n", "return", "🙂", "é", "日本", tiny.BOS]), max_size=2000))
-def test_a_text_that_fits_never_surely_exceeds(parts):
-    """Wherever the cuts between pieces come to lie; these are as short as the argument about them allows."""
+def test_a_text_that_fits_never_exceeds_the_limit(parts):
+    """For any position of the cuts between parts, which are as short as the argument about them allows."""
     text = "".join(parts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dsv3.text.tokenizer._PIECE_CHARS", 1)
+        patch.setattr("dsv3.text.tokenizer._PART_CHARS", 1)
         assert not TOKENIZER.surely_exceeds(text, len(TOKENIZER.encode(text, False)))
         assert TOKENIZER.surely_exceeds("abc " * 4096, 1000)
 
 
 def test_encoding_a_huge_text_leaves_other_threads_running():
-    """The interpreter lock is released: the main thread ticks while a worker encodes."""
+    """The interpreter lock is released: the main thread runs while a worker encodes."""
     worker = threading.Thread(target=TOKENIZER.encode, args=("hello world " * 60_000,))
     worker.start()
     ticks = 0

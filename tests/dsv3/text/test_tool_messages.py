@@ -5,11 +5,11 @@ import json
 import pytest
 
 from dsv3.server.templates import escaping_template
-from dsv3.text.chat_template import ChatTemplate, TemplateError, ToolMessages, names_tools, telling_tools
+from dsv3.text.chat_template import ChatTemplate, TemplateError, ToolMessages, uses_tools, with_tool_preamble
 from dsv3.text.dialects import DIALECTS
-from dsv3.text.markers import Markers
+from dsv3.text.special_tokens import SpecialTokens
 
-# DeepSeek-V3.1 writes arguments as they are, DeepSeek-V3 as vLLM ships its template as JSON, GLM one by one.
+# DeepSeek-V3.1 writes arguments unchanged, DeepSeek-V3 (vLLM's template) as JSON, GLM one by one.
 CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}"
 END = "{{ m.content if m.role == 'tool' }}{% endfor %}"
 AS_TEXT = CALLS + "{{ c.function.name + ':' + c.function.arguments }};{% endfor %}" + END
@@ -29,7 +29,7 @@ def conversation(arguments, results=("1",)):
 
 def rendered(source, messages):
     template = ChatTemplate(source, {})
-    return template.render(ToolMessages(template).prepared(messages))
+    return template.render(ToolMessages(template).prepare(messages))
 
 
 @pytest.mark.parametrize(
@@ -41,12 +41,12 @@ def rendered(source, messages):
         (BOTH, '{"k":  "é"};1'),
     ],
 )
-def test_arguments_come_as_the_template_expects_them(source, prompt):
+def test_arguments_are_converted_to_the_templates_form(source, prompt):
     assert rendered(source, conversation('{"k":  "é"}')) == prompt
 
 
 @pytest.mark.parametrize("arguments", ["", "[1]", '"x"', "{", "[" * 100_000])
-def test_arguments_that_are_no_object(arguments):
+def test_arguments_that_are_not_an_object(arguments):
     assert rendered(AS_TEXT, conversation(arguments)) == f"f:{arguments};1"
     if not arguments:
         assert rendered(AS_JSON, conversation(arguments)) == "f:{};1"
@@ -55,7 +55,7 @@ def test_arguments_that_are_no_object(arguments):
         rendered(AS_JSON, conversation(arguments))
 
 
-def test_results_follow_the_order_of_their_calls():
+def test_results_are_sorted_by_their_calls():
     assert rendered(AS_TEXT, conversation("{}", ["2", "1"])).endswith(";12")
     unknown = conversation("{}", ["2", "3"])
     assert rendered(AS_TEXT, unknown).endswith(";23")
@@ -63,7 +63,7 @@ def test_results_follow_the_order_of_their_calls():
     assert rendered(AS_TEXT, without).endswith(";21")
 
 
-# DeepSeek-V3's first template writes calls only where content is null, GLM's prints whatever is there.
+# DeepSeek-V3's first template writes calls only where content is null; GLM's prints any content.
 IF_NULL = (
     "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}{% for c in m.tool_calls %}"
     "{{ c.function.name + c.function.arguments }};{% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
@@ -75,21 +75,21 @@ PRINTED = (
 
 @pytest.mark.parametrize(("source", "prompt"), [(IF_NULL, "xf{};1"), (PRINTED, "x<f>1")])
 @pytest.mark.parametrize("missing", [{}, {"content": None}])
-def test_no_content_is_what_the_template_takes_for_it(source, prompt, missing):
+def test_missing_content_becomes_what_the_template_expects(source, prompt, missing):
     user, calling, result = conversation("{}")
     calling = {name: value for name, value in calling.items() if name != "content"} | missing
     assert rendered(source, [user, calling, result]) == prompt
     assert rendered("{{ messages[0].content }}", [{"role": "assistant", **missing}]) == ""
 
 
-def test_arguments_that_are_no_object_are_found():
+def test_the_error_names_the_message_with_invalid_arguments():
     with pytest.raises(TemplateError, match=r"^messages\[1\]: .*not a JSON object"):
         rendered(AS_JSON, conversation("[1]"))
 
 
-def test_conversations_without_calls_stay_as_they_are():
+def test_conversations_without_calls_are_unchanged():
     messages = [{"role": "user", "content": "x"}]
-    assert ToolMessages(ChatTemplate("", {})).prepared(messages) == messages
+    assert ToolMessages(ChatTemplate("", {})).prepare(messages) == messages
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_conversations_without_calls_stay_as_they_are():
         ("{{ " + "(" * 5_000, False),
     ],
 )
-def test_whether_a_template_shows_tools(source, expected):
-    assert names_tools(source) is expected
+def test_whether_a_template_uses_tools(source, expected):
+    assert uses_tools(source) is expected
 
 
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "x"}
@@ -123,13 +123,13 @@ TOOLS = [
     ],
 )
 @pytest.mark.parametrize("head", ["", "  ", "\n"])
-def test_a_template_that_does_not_tell_tools_is_made_to(dialect, call, head):
-    """DeepSeek's own templates have no place for tools: the model card of V3.1 says where they go."""
+def test_a_preamble_adds_tools_to_a_template_without_them(dialect, call, head):
+    """DeepSeek's own templates do not render tools; V3.1's model card describes where they go."""
     source = head + "{% if true %}{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}{% endif %}"
-    plain, telling = ChatTemplate(source, {}), ChatTemplate(telling_tools(source, DIALECTS[dialect]), {})
-    assert names_tools(telling_tools(source, DIALECTS[dialect]))
+    plain, extended = ChatTemplate(source, {}), ChatTemplate(with_tool_preamble(source, DIALECTS[dialect]), {})
+    assert uses_tools(with_tool_preamble(source, DIALECTS[dialect]))
     for messages in ([SYSTEM, USER], [USER], []):
-        assert telling.render(messages) == plain.render(messages)
+        assert extended.render(messages) == plain.render(messages)
     text = (
         "\n\n## Tools\nYou have access to the following tools:\n\n"
         f"### get_weather\nDescription: é\n\nParameters: {json.dumps(PARAMETERS)}\n\n"
@@ -137,24 +137,24 @@ def test_a_template_that_does_not_tell_tools_is_made_to(dialect, call, head):
         "IMPORTANT: ALWAYS adhere to this exact format for tool use:\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
         f"{call}<｜tool▁call▁end｜>{{additional_tool_calls}}<｜tool▁calls▁end｜>\n\nWhere:\n"
     )
-    prompt = telling.render([SYSTEM, USER], tools=TOOLS)
-    told = prompt.removeprefix(plain.render([SYSTEM])[:-1])
-    assert told.startswith(text) and told.endswith("without separators or spaces][user:x]")
-    assert telling.render([USER], tools=TOOLS) == prompt.replace("Be brief.", "")
+    prompt = extended.render([SYSTEM, USER], tools=TOOLS)
+    shown = prompt.removeprefix(plain.render([SYSTEM])[:-1])
+    assert shown.startswith(text) and shown.endswith("without separators or spaces][user:x]")
+    assert extended.render([USER], tools=TOOLS) == prompt.replace("Be brief.", "")
 
 
-def test_what_is_told_of_tools_has_the_templates_own_markers():
-    """Where what clients write is escaped, the words about tools are not."""
+def test_markers_in_the_preamble_are_special_tokens():
+    """Client text is escaped; the preamble is not."""
     source = "{% for m in messages %}<｜User｜>{{ m.content }}{% endfor %}"
     dialect = DIALECTS["deepseek_v31"]
-    markers, told = Markers(list(dialect.markers)), telling_tools(source, dialect)
-    hiding = escaping_template(told, {}, markers).render([SYSTEM, USER], tools=TOOLS)
+    markers, extended = SpecialTokens(list(dialect.markers)), with_tool_preamble(source, dialect)
+    hiding = escaping_template(extended, {}, markers).render([SYSTEM, USER], tools=TOOLS)
     assert "<｜tool▁calls▁begin｜>" not in hiding
-    assert markers.show(hiding) == ChatTemplate(told, {}).render([SYSTEM, USER], tools=TOOLS)
+    assert markers.show(hiding) == ChatTemplate(extended, {}).render([SYSTEM, USER], tools=TOOLS)
 
 
-def test_other_templates_stay_as_they_are():
-    names, does_not = "{{ tools }}", "{{ messages }}"
-    assert telling_tools(names, DIALECTS["deepseek_v3"]) == names
-    assert telling_tools(does_not, DIALECTS["kimi_k2"]) == does_not
-    assert telling_tools(does_not, None) == does_not
+def test_other_templates_are_unchanged():
+    uses, ignores = "{{ tools }}", "{{ messages }}"
+    assert with_tool_preamble(uses, DIALECTS["deepseek_v3"]) == uses
+    assert with_tool_preamble(ignores, DIALECTS["kimi_k2"]) == ignores
+    assert with_tool_preamble(ignores, None) == ignores

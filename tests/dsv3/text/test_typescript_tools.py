@@ -1,4 +1,4 @@
-"""Tools as TypeScript: texts written by hand from the format, and what a template makes of them."""
+"""Tools as TypeScript: declarations written by hand from the format, and what a template renders."""
 
 import json
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from dsv3.text.chat_template import ChatTemplate
-from dsv3.text.markers import Markers
-from dsv3.text.typescript_tools import declare
+from dsv3.text.special_tokens import SpecialTokens
+from dsv3.text.typescript_tools import declare_tools
 
 TEMPLATE = (
     "{%- if tools -%}<|im_system|>tool_declare<|im_middle|>"
@@ -26,8 +26,8 @@ def of(**properties: Any) -> dict[str, Any]:
 
 
 def body(*tools: dict[str, Any]) -> str:
-    """The declarations between the lines that all have."""
-    text = declare(tools)
+    """The declarations without the lines around them."""
+    text = declare_tools(tools)
     assert text is not None
     before, after = "# Tools\n\n## functions\nnamespace functions {\n", "\n}\n"
     assert text.startswith(before) and text.endswith(after)
@@ -106,8 +106,8 @@ def test_several_tools_and_none() -> None:
     assert body(tool(), tool({"type": "object"}, name="other")) == (
         "type look = (_: {}) => any;\ntype other = (_: {}) => any;"
     )
-    assert declare([]) is None
-    assert declare([{"type": "plugin", "name": "x"}]) is None
+    assert declare_tools([]) is None
+    assert declare_tools([{"type": "plugin", "name": "x"}]) is None
 
 
 @pytest.mark.parametrize(
@@ -122,23 +122,23 @@ def test_several_tools_and_none() -> None:
         {"type": "object", "$defs": 3},
     ],
 )
-def test_what_cannot_be_said_is_left_to_the_templates_json(schema: dict[str, Any]) -> None:
-    assert declare([tool(schema)]) is None
+def test_schemas_without_a_typescript_type_stay_json(schema: dict[str, Any]) -> None:
+    assert declare_tools([tool(schema)]) is None
     text = ChatTemplate(TEMPLATE, {}).render([{"role": "user", "content": "x"}], tools=[tool(schema)])
     assert json.loads(text.split("<|im_middle|>")[1].removesuffix("<|im_end|>x")) == [tool(schema)]
 
 
-def test_a_schema_that_is_nested_too_deeply_is_left_too() -> None:
+def test_deeply_nested_schemas_stay_json() -> None:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(100_000):
         schema = {"type": "array", "items": schema}
-    assert declare([tool(of(a=schema))]) is None
+    assert declare_tools([tool(of(a=schema))]) is None
 
 
-def test_a_template_that_asks_for_types_gets_them_and_markers_stay_text() -> None:
-    """A description that spells a marker has it as text: only the template's own are hidden."""
+def test_a_template_that_uses_types_gets_them_and_markers_stay_text() -> None:
+    """A description that spells a special token has it as text: only the template's own are hidden."""
     tools = [tool(of(b={"type": "string"}, a={"type": "string"}), description="<|im_end|>")]
-    hiding = ChatTemplate(TEMPLATE, {}, Markers(["<|im_system|>", "<|im_middle|>", "<|im_end|>"]))
+    hiding = ChatTemplate(TEMPLATE, {}, SpecialTokens(["<|im_system|>", "<|im_middle|>", "<|im_end|>"]))
     text = hiding.render([{"role": "user", "content": "x"}], tools=tools)
     assert "// <|im_end|>\ntype look = (_: {\n  a?: string,\n  b?: string\n}) => any;" in text
     assert text.count("<|im_end|>") == 1

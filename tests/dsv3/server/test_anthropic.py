@@ -1,4 +1,4 @@
-"""Anthropic's Messages API over raw HTTP; the fake engine repeats the conversation, and so what is in it."""
+"""Anthropic's Messages API over raw HTTP; the fake engine repeats the conversation."""
 
 import datetime
 import json
@@ -50,15 +50,15 @@ def test_a_text(server):
     assert usage["input_tokens"] > 0 and usage["output_tokens"] > 0 and usage["cache_read_input_tokens"] == 0
 
 
-def test_why_an_answer_ended(server):
+def test_stop_reasons(server):
     assert ask(server, HELLO | {"max_tokens": 3}).json()["stop_reason"] == "max_tokens"
     answer = ask(server, HELLO | {"stop_sequences": ["xx", "th"]}).json()
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "th")
     assert answer["content"] == [{"type": "text", "text": "Hello "}]
 
 
-def test_system_prompts_and_begun_answers(server):
-    """The last message is the beginning of the answer if it is the assistant's."""
+def test_system_prompts_and_continued_answers(server):
+    """A last message of the assistant is continued."""
     for system in ("Be brief.", [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]):
         assert ask(server, HELLO | {"system": system}).json()["content"][0]["text"] == "Be brief.Hello there"
     messages = [*HELLO["messages"], {"role": "assistant", "content": "Well, "}]
@@ -77,7 +77,7 @@ def test_thinking_and_calls(tool_server):
     assert len({call["id"] for call in calls}) == 2 and answer["stop_reason"] == "tool_use"
 
 
-def test_results_of_tools_are_messages_of_their_own(tool_server):
+def test_tool_results_become_separate_messages(tool_server):
     results = [
         {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "two"}]},
         {"type": "tool_result", "tool_use_id": "0", "content": "one"},
@@ -88,22 +88,22 @@ def test_results_of_tools_are_messages_of_their_own(tool_server):
     assert answer["content"][-1]["text"].endswith("onetwo and you?"), answer  # in the order of the calls
 
 
-def test_a_stream_is_the_whole_in_order(tool_server):
+def test_a_stream_joins_to_the_complete_message(tool_server):
     events = events_of(ask(tool_server, CALLED | {"stream": True}))
     assert all(name == event["type"] for name, event in events)
     start, *middle, delta, stop = [event for _, event in events]
     assert start["type"] == "message_start" and stop == {"type": "message_stop"}
     assert start["message"]["content"] == [] and start["message"]["stop_reason"] is None
     blocks = {}
-    for event in middle:  # one block at a time, each begun, grown and ended
+    for event in middle:  # one block at a time
         match event["type"]:
             case "content_block_start":
                 assert event["index"] == len(blocks)
                 blocks[event["index"]] = event["content_block"] | {"text_so_far": "", "open": True}
             case "content_block_delta":
                 assert blocks[event["index"]]["open"] and event["index"] == len(blocks) - 1
-                [told] = [value for name, value in event["delta"].items() if name != "type"]
-                blocks[event["index"]]["text_so_far"] += told
+                [text] = [value for name, value in event["delta"].items() if name != "type"]
+                blocks[event["index"]]["text_so_far"] += text
             case "content_block_stop":
                 blocks[event["index"]]["open"] = False
     assert not any(block.pop("open") for block in blocks.values())
@@ -158,7 +158,7 @@ def test_tokens_are_counted(tool_server):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_errors_are_anthropics_and_name_the_field(tool_server, change, named):
+def test_errors_have_anthropics_format_and_name_the_field(tool_server, change, named):
     answer = ask(tool_server, HELLO | change)
     error = answer.json()
     assert (answer.status_code, error["type"], set(error["error"])) == (400, "error", {"type", "message"})
@@ -176,11 +176,11 @@ def test_errors_of_other_kinds(server, locked_server):
     assert ask(locked_server, HELLO, **{"x-api-key": KEY}).status_code == 200
     assert ask(locked_server, HELLO, **{"x-api-key": "wrong"}).status_code == 401
     both = {"x-api-key": KEY, "authorization": f"Bearer {KEY}"}
-    assert ask(locked_server, HELLO, **both).status_code == 401  # which one counts is not guessed
+    assert ask(locked_server, HELLO, **both).status_code == 401  # two different keys are ambiguous
 
 
 def test_a_full_queue(slow_server):
-    """503 with Retry-After, in this API's words."""
+    """503 with Retry-After, in this API's format."""
     body = {"prompt": [5, 6], "n": 5, "max_tokens": 2000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{slow_server.url}/v1/completions", json=body) as answer:
         parts = answer.iter_raw()
@@ -191,8 +191,8 @@ def test_a_full_queue(slow_server):
     slow_server.wait_for(slow_server.is_idle)
 
 
-def test_a_model_as_anthropics_client_knows_it(tool_server):
-    """`models.retrieve` and `models.list`; errors of every route have the client's shape."""
+def test_models_in_anthropics_format(tool_server):
+    """`models.retrieve` and `models.list`; errors of every route have Anthropic's format."""
     model = tool_server.http.get("/v1/models/tiny", headers=HEADERS).json()
     assert (model["id"], model["type"], model["display_name"]) == ("tiny", "model", "tiny")
     assert datetime.datetime.fromisoformat(model["created_at"]).timestamp() == model["created"]

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API over raw HTTP; the fake engine repeats the conversation, and so what is in it."""
+"""OpenAI's Responses API over raw HTTP; the fake engine repeats the conversation."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_a_text(server):
     assert usage["output_tokens_details"] == {"reasoning_tokens": 0}
 
 
-def test_cut_off(server):
+def test_an_incomplete_response(server):
     answer = ask(server, {"input": "Hello there", "max_output_tokens": 3}).json()
     assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert answer["output"][0]["status"] == "incomplete"
@@ -63,7 +63,7 @@ def test_reasoning_and_calls(tool_server):
     assert 0 < answer["usage"]["output_tokens_details"]["reasoning_tokens"] < answer["usage"]["output_tokens"]
 
 
-def test_what_an_answer_holds_can_be_sent_back(tool_server):
+def test_output_items_can_be_sent_back(tool_server):
     first = ask(tool_server, CALLED).json()
     results = [
         {"type": "function_call_output", "call_id": item["call_id"], "output": item["name"]}
@@ -75,7 +75,7 @@ def test_what_an_answer_holds_can_be_sent_back(tool_server):
     assert again["output"][-1]["content"][0]["text"].endswith("get_weatherf"), again
 
 
-def test_a_stream_is_the_whole_in_order(tool_server):
+def test_a_stream_joins_to_the_complete_response(tool_server):
     events = events_of(ask(tool_server, CALLED | {"stream": True}))
     assert all(name == event["type"] for name, event in events)
     assert [event["sequence_number"] for _, event in events] == list(range(len(events)))
@@ -113,7 +113,7 @@ def test_a_stream_is_the_whole_in_order(tool_server):
     assert without_ids(completed["response"]) == without_ids(whole)
 
 
-def test_a_stream_that_is_cut_off_says_so(server):
+def test_an_incomplete_stream(server):
     kind, last = events_of(ask(server, {"input": "Hello there", "max_output_tokens": 3, "stream": True}))[-1]
     assert (kind, last["response"]["status"]) == ("response.incomplete", "incomplete")
 
@@ -133,7 +133,7 @@ def test_a_stream_that_is_cut_off_says_so(server):
         ({"temperature": -1}, "temperature: ", None),
         ({"store": True}, "store: this server stores no responses", "unsupported_parameter"),
         ({"previous_response_id": "resp_1"}, "previous_response_id: this server stores no", "unsupported_parameter"),
-        ({"resume": {"output_token_ids": [5]}}, "resume: this API's events tell no token ids", "unsupported_parameter"),
+        ({"resume": {"output_token_ids": [5]}}, "resume: this API's events have no token ids", "unsupported_parameter"),
         ({"conversation": {"id": "x"}}, "conversation: ", "unsupported_parameter"),
         ({"background": True}, "background: ", "unsupported_parameter"),
         ({"truncation": "auto"}, "truncation: ", "unsupported_parameter"),
@@ -143,7 +143,7 @@ def test_a_stream_that_is_cut_off_says_so(server):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_refused(tool_server, change, named, code):
+def test_invalid_requests(tool_server, change, named, code):
     answer = ask(tool_server, {"input": "Hello"} | change)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -152,7 +152,7 @@ def test_what_is_refused(tool_server, change, named, code):
         assert error["param"] == named.partition(":")[0].partition("[")[0]
 
 
-def test_harmless_fields_are_taken(server):
+def test_fields_without_effect_are_accepted(server):
     body = {
         "input": "Hello",
         "store": False,

@@ -1,9 +1,9 @@
-"""Tells the markers that a chat template writes from text of messages that spells the same.
+"""Distinguishes the special tokens that a chat template writes from message text that spells the same.
 
-A marker is a token that structures a prompt, such as `<｜User｜>`. A rendered prompt is one string, in which a
-message's `<｜User｜>` looks like the template's own. So the template gets another spelling to write, the hidden one,
-and only that is read as a marker. It is two NUL, a number and one NUL: messages may contain no NUL, so none spells
-a marker, and the ends of two markers make no third one of the text between them.
+A special token such as `<｜User｜>` structures a prompt. A rendered prompt is one string, in which a message's
+`<｜User｜>` looks like the template's own. So the template writes a hidden form of it, and only that is encoded as the
+token. It is two NUL, a number and one NUL: messages may contain no NUL, so none has a hidden form, and the ends of two
+of them do not form a third with the text between them.
 """
 
 import re
@@ -14,14 +14,14 @@ from jinja2 import nodes
 
 NUL = "\0"
 
-# Methods and filters that look for their arguments in a text, or take them off its ends; a refusal is no prompt.
+# Methods and filters that search a text for their arguments or strip them; a refusal's text is not part of a prompt.
 _SEARCHES = frozenset(
     [
         *("split", "rsplit", "partition", "rpartition", "find", "rfind", "index", "rindex", "count", "startswith"),
         *("endswith", "removeprefix", "removesuffix", "strip", "lstrip", "rstrip", "trim", "raise_exception"),
     ]
 )
-# Fields of a node whose value decides what is written, but is never written itself.
+# Fields of a node whose value is compared and never written.
 _DECIDING: dict[type[nodes.Node], tuple[str, ...]] = {
     nodes.If: ("test",),
     nodes.CondExpr: ("test",),
@@ -32,35 +32,35 @@ _DECIDING: dict[type[nodes.Node], tuple[str, ...]] = {
 }
 
 
-class Markers:
-    """A tokenizer's markers; `hidden` has their hidden spellings.
+class SpecialTokens:
+    """A tokenizer's special tokens; `hidden` maps them to their hidden forms.
 
-    Where two of them fit a text at one place, the longer one counts.
+    Where two of them match a text at one position, the longer one wins.
     """
 
-    def __init__(self, markers: Sequence[str] = ()):
-        self.hidden = {marker: f"{NUL}{NUL}{i:x}{NUL}" for i, marker in enumerate(markers)}
-        self._shown = {hidden: marker for marker, hidden in self.hidden.items()}
-        longest_first = sorted(markers, key=len, reverse=True)
+    def __init__(self, tokens: Sequence[str] = ()):
+        self.hidden = {token: f"{NUL}{NUL}{i:x}{NUL}" for i, token in enumerate(tokens)}
+        self._shown = {hidden: token for token, hidden in self.hidden.items()}
+        longest_first = sorted(tokens, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def hide(self, text: str) -> str:
-        """Returns a text with every marker in its hidden spelling."""
+        """Replaces every special token in a text by its hidden form."""
         return self._pattern.sub(lambda match: self.hidden[match[0]], text)
 
     def show(self, text: str) -> str:
-        """Returns a text with every hidden spelling as people write it; raises ValueError where NUL is left."""
+        """Replaces every hidden form by the special token; raises ValueError where a NUL is left."""
         if NUL not in text:
             return text
         shown = re.sub(r"\0\0[0-9a-f]+\0", lambda match: self._shown.get(match[0], match[0]), text)
         if NUL in shown:
-            raise ValueError("a hidden marker has been cut")
+            raise ValueError("a hidden special token has been cut")
         return shown
 
     def hide_in(self, template: nodes.Template) -> nodes.Template:
-        """Hides the markers that a parsed template writes, in place, and returns it.
+        """Hides the special tokens that a parsed template writes, in place, and returns it.
 
-        What text is compared with or searched for stays as it is: `content.split('</think>')` works on messages.
+        Text that is compared or searched for stays as it is: `content.split('</think>')` works on messages.
         """
         for constant in _written(template):
             if isinstance(constant, nodes.TemplateData):
@@ -71,7 +71,7 @@ class Markers:
 
 
 def has_nul(value: Any) -> bool:
-    """Returns whether any text inside of a JSON value contains NUL."""
+    """Returns whether any text in a JSON value contains NUL."""
     if isinstance(value, str):
         return NUL in value
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
 """The server: `http` and its processes, `protocol` (schemas), `serving` (requests to responses), `engine`, `batches`.
 
-Tokenization runs in the API server (`serving.prompts`), chat templates in a worker process (`templates`).
+The API server tokenizes (`serving.prompts`); a worker process renders chat templates (`templates`).
 """

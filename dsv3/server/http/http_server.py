@@ -49,7 +49,7 @@ _log = logging.getLogger("dsv3.server")
 
 
 class ConnectionLimit:
-    """Limits the connections of an API server.
+    """Limits the HTTP connections of an API server.
 
     A connection whose request was authenticated is *admitted* until its response is complete; all others are
     *unauthenticated*: idle, without a complete head, or rejected. At most `max_admitted` are admitted. A few more may

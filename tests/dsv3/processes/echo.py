@@ -1,4 +1,4 @@
-"""A linked child for `test_child`: answers what it hears, until its parent has gone."""
+"""A linked child for `test_child`: echoes its input until its parent ends."""
 
 import sys
 

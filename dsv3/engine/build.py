@@ -79,21 +79,18 @@ def log_components(components: EngineComponents) -> None:
     for leaf in jax.tree.leaves(components.params):
         nbytes[jnp.dtype(leaf.dtype).name] += leaf.size * leaf.dtype.itemsize
     weights = ", ".join(f"{name} {decimal(size)}" for name, size in nbytes.most_common())
-    tokens = cfg.num_pages * cfg.page_size
-    _log.info("model: %s", components.description)
-    _log.info("dtypes: weights %s; activations %s", weights, jnp.dtype(components.functions.dtype).name)
-    _log.info(
-        "KV cache: %s, %d pages of %d tokens per rank, %s tokens on %d ranks of %d devices; maximum concurrency for "
-        "requests of %s tokens: %.2f",
-        *(cfg.cache_dtype, cfg.num_pages, cfg.page_size, f"{tokens * cfg.num_ranks:,}", cfg.num_ranks),
-        *(cfg.tensor_parallel_size, f"{cfg.max_model_len:,}", tokens * cfg.num_ranks / cfg.max_model_len),
-    )
-    _log.info(
-        "scheduling: at most %d requests and %d prompt tokens per step and rank, %d tokens per row; "
-        "decode batch sizes %s; prefill batch sizes %s",
-        *(cfg.max_num_seqs, cfg.max_num_batched_tokens, cfg.tokens_per_row),
-        *(list(cfg.decode_buckets), list(cfg.prefill_buckets)),
-    )
+    tokens = cfg.num_pages * cfg.page_size * cfg.num_ranks
+    for line in (
+        f"model: {components.description}",
+        f"dtypes: weights {weights}; activations {jnp.dtype(components.functions.dtype).name}",
+        f"KV cache: {cfg.cache_dtype}, {cfg.num_pages} pages of {cfg.page_size} tokens per rank, {tokens:,} tokens in "
+        f"all (data_parallel_size {cfg.num_ranks}, tensor_parallel_size {cfg.tensor_parallel_size}); maximum "
+        f"concurrency for requests of {cfg.max_model_len:,} tokens: {tokens / cfg.max_model_len:.2f}x",
+        f"scheduling: at most {cfg.max_num_seqs} requests and {cfg.max_num_batched_tokens} prompt tokens per step and "
+        f"rank, {cfg.tokens_per_row} tokens per row; decode batch sizes {list(cfg.decode_buckets)}, prefill batch "
+        f"sizes {list(cfg.prefill_buckets)}",
+    ):
+        _log.info("%s", line)
 
 
 def load_components(

@@ -49,8 +49,8 @@ def first_expert_map(cfg: ModelConfig, mesh: Mesh, num_redundant_experts: int) -
     machine, replicas = Machine.from_mesh(mesh), cfg.n_routed_experts + num_redundant_experts
     rows = LayerRows.from_widths(1, cfg.num_experts_per_tok, cfg.hidden_size, fp8_dispatch=False)
     build(TransportKind.RING, machine, replicas, rows)  # raises where devices do not divide replicas
-    # EPLB packs equal loads in order, which puts both replicas of an expert on one device. With slightly decreasing
-    # loads it fills devices in the opposite order the second time.
+    # `rebalance_experts` packs equal loads in order, which puts both replicas of an expert on one device. With slightly
+    # decreasing loads it fills devices in the opposite order the second time.
     decreasing = np.linspace(1.001, 1, cfg.n_routed_experts)
     layers = cfg.num_moe_layers + cfg.num_nextn_predict_layers
     load = np.broadcast_to(decreasing, (layers, cfg.n_routed_experts))

@@ -105,7 +105,7 @@ def test_printed_lines(server):
     assert "ready at http://127.0.0.1:" in text
     assert "1024 tokens per request, 4 requests at once" in text
     assert re.search(r"dsv3-tiny: family deepseek_v3, \S+ million parameters, .* bytes of cache per token \(", text)
-    assert re.search(r"host memory in \S+: 0.02 GiB, room for \d+ pages, 0 found again", text)
+    assert re.search(r"host memory in \S+: 0.02 GiB for \d+ pages, 0 found again", text)
 
 
 def test_the_printed_curl_line(server, url):

@@ -176,7 +176,7 @@ def largest(cfg: EngineConfig, keys: Iterable[Key]) -> list[Key]:
 
 
 def running(cfg: EngineConfig, keys: Iterable[Key]) -> list[Key]:
-    """Returns the programs that can run: those that move experts are compiled even where EPLB is off."""
+    """Returns the programs that can run: those that move experts are compiled even without rebalancing."""
     return [key for key in keys if cfg.eplb_interval or key.kind != _MOVE]
 
 

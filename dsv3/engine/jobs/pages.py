@@ -127,7 +127,7 @@ def open_tiers(
     )
     host_pool = HostPool(memory.array, size, blocks, on_host)
     gib, found = cfg.kv_offloading_size, len(host_pool)
-    _log.info("KV offloading: host pool of %g GiB for %d pages in %s, %d pages found", gib, blocks, memory.path, found)
+    _log.info("host memory in %s: %g GiB for %d pages, %d found again", memory.path, gib, blocks, found)
     limit = int(cfg.kv_store_size * 2**30)
     store = open_store(cfg.kv_store, cfg.fingerprint[:16], size, limit, on_store) if cfg.kv_store else None
     if cfg.transfer_key_file is None:

@@ -452,9 +452,8 @@ def _sample_rows(
         controls = controls_at(state, slots, offset)
         drawn = sampling.sample(logits, controls, filters=variant >= FILTERED, adaptive=adaptive)
     drawn = sampling.replace_invalid(logits, drawn, NOT_FINITE)
-    return sampling.replace_invalid(
-        own, drawn, NOT_FINITE
-    )  # a NaN that `min_tokens` forbids is in the log-probabilities
+    # A NaN of a token that `min_tokens` forbids is still in the log-probabilities.
+    return sampling.replace_invalid(own, drawn, NOT_FINITE)
 
 
 def _count_tokens(adjust: AdjustState | None, drawn: jax.Array, slots: jax.Array) -> AdjustState | None:

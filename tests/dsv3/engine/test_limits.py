@@ -9,9 +9,10 @@ from dsv3.config.declaration import options_of
 from dsv3.config.engine import EngineConfig
 from dsv3.config.model import YarnConfig
 from dsv3.config.options import EngineOptions, RunOptions
+from dsv3.engine import build
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.limits import Hardware, engine_config, longest_context, pages_of_one, with_pages
-from tests.dsv3.engine import toy
+from tests.dsv3.engine import conftest, toy
 
 MODEL = toy.toy_config(max_position_embeddings=1000)
 FLOAT32 = EngineDtypes(jnp.dtype(jnp.float32), "float32")
@@ -60,7 +61,7 @@ def test_a_requested_length_is_not_shortened() -> None:
 def test_a_length_beyond_the_models_is_refused() -> None:
     """Beyond its positions a model generates nonsense without an error."""
     assert engine_config(MODEL, EngineOptions(max_model_len=1000), Hardware(), FLOAT32).max_model_len == 1000
-    with pytest.raises(ValueError, match="max_model_len: 1001 is greater than the 1000 tokens that the model"):
+    with pytest.raises(ValueError, match="max_model_len: 1001 is greater than the model's context of 1000 tokens"):
         engine_config(MODEL, EngineOptions(max_model_len=1001), Hardware(), FLOAT32)
 
 
@@ -91,3 +92,15 @@ def test_drafts_have_pages_behind_the_longest_request() -> None:
     silent = EngineOptions(max_num_seqs=4, speculative_config=drafts)
     short = with_pages(engine_config(MODEL, silent, Hardware(), FLOAT32), 3, silent)
     assert (short.max_model_len, short.pages_per_seq) == (3 * 64 - short.tokens_ahead, 3)
+
+
+def test_the_start_logs_dtypes_cache_concurrency_and_batch_sizes(caplog) -> None:
+    with caplog.at_level("INFO"):
+        build.log_components(conftest.parts())
+    for text in (
+        "dtypes: weights float32 ",
+        "KV cache: float32, 7 pages of 64 tokens per rank, 896 tokens in all (data_parallel_size 2, ",
+        "maximum concurrency for requests of 256 tokens: 3.50x",
+        "decode batch sizes [1, 4], prefill batch sizes [64, 100]",
+    ):
+        assert text in caplog.text

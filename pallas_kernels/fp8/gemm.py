@@ -1,4 +1,4 @@
-"""`fp8_gemm`: the dense product of block-scaled e4m3 operands (DeepGEMM's `fp8_gemm_nt`)."""
+"""`fp8_gemm`: the dense FP8 GEMM with blockwise scales (DeepGEMM's `fp8_gemm_nt`)."""
 
 import jax
 import jax.numpy as jnp

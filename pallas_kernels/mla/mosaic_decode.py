@@ -1,4 +1,4 @@
-"""Paged latent attention for Hopper: the kernel behind `mla_decode` and `mla_prefill_context`.
+"""MLA decode for Hopper: paged latent attention, the kernel behind `mla_decode` and `mla_prefill_context`.
 
 A persistent thread block computes its part of the schedule, 64 rows (query tokens x heads) of one request at a time.
 Two warpgroups compute, a third loads by TMA. Pages are processed in pairs, `a` and `b`. The float32 output, 64 x 512

@@ -14,7 +14,6 @@ same run measured for a copy and for cuBLAS FP8 products.
 """
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +23,7 @@ import numpy as np
 
 from benchmarks.gpu import children
 from benchmarks.gpu.fp8_gemm import measure_case
+from benchmarks.record import Report, run
 from dsv3.model.layers import experts
 from dsv3.model.layers.experts import ExpertLayer
 from dsv3.model.layers.linear import Numerics, mlp
@@ -44,11 +44,11 @@ PAIRS = RANKS * TOKENS * TOP_K // (RANKS * LOCAL) * LOCAL
 _LAYER = Tolerance(1e-3, 2**-4, 2**-2, "few values between the products are rounded to another e4m3 neighbor")
 
 
-def main() -> int:
+def main(report: Report) -> int:
     title = (__doc__ or "").split("\n")[0]
     cases = {("EP144 decode", case.name): case for case in all_cases()}
     return children.main(
-        "benchmarks.gpu.moe_layer", title, list(cases), lambda k, r: measure_case(cases[k], r), programs
+        report, "benchmarks.gpu.moe_layer", title, list(cases), lambda k, r: measure_case(cases[k], r), programs
     )
 
 
@@ -147,4 +147,4 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], tuple]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

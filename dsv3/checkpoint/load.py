@@ -335,8 +335,7 @@ def _conversions(
 def _collector_paused() -> Iterator[None]:
     """Pauses the garbage collector while a load is planned.
 
-    Planning makes millions of small objects and no cycles, and the collector would walk all of them again and again
-    (`benchmarks.checkpoint_host` measures what that costs for DeepSeek-V3).
+    Planning makes millions of small objects and no cycles, and the collector would walk all of them again and again.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -12,7 +12,7 @@ from dsv3.config.options import RunOptions
 
 _MIN_PREFILL_TOKENS = 64
 _LONG_PREFILL_TOKENS = 1024
-"""Steps of so many tokens are long enough for their padding to be worth more programs (`benchmarks.buckets`)."""
+"""Steps of so many tokens are long enough for their padding to be worth more programs by the plan's arithmetic."""
 _MAX_PREFILL_ROWS = 16
 _FINE = 64  # rows of a decode batch above which sizes lie closer together: padding costs time there
 

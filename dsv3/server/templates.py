@@ -57,8 +57,8 @@ class TemplateTooSlow(TemplateError):
 class TemplatePool:
     """A worker for small conversations and one for large ones, each started when first used.
 
-    A second one of a kind would wait for the front, whose own work per conversation takes 2 to 4 times its worker's
-    (benchmarks/chat_prompts.py). Nobody waits longer than `wait_s` for a worker. With `markers`, prompts carry the
+    A second one of a kind would wait for the front, whose own work per conversation takes 2 to 4 times its worker's.
+    Nobody waits longer than `wait_s` for a worker. With `markers`, prompts carry the
     template's own in their hidden spelling (`dsv3.text.markers`).
     """
 

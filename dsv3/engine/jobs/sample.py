@@ -52,8 +52,8 @@ def samplers(layout: Layout) -> tuple[Sampler, ...]:
     """Returns the samplers of each batch size, those first that cost the least per step.
 
     A CPU looks, so three serve all its steps in place of seven, six of which take 1.2 to 2.3 s to compile. A held row
-    has the state of adjustments there, and a row with adjustments has masks. What that costs a step, and what looking
-    saves, `benchmarks.sampler_programs` measures. A GPU would wait for its host when it looked.
+    has the state of adjustments there, and a row with adjustments has masks. A GPU would wait for its host when it
+    looked.
     """
     if layout.platform == "cpu":
         return Sampler(GREEDY), Sampler(FILTERED, looks=True), Sampler(FULL, layout.takes_grammars, looks=True)

@@ -19,7 +19,7 @@ MAX_FRAMING_BYTES = 256 * 1024
 """Bytes of a chunked body that are not its content: sizes, extensions, trailers. 50,000 chunks have room."""
 
 _SLICE_BYTES = 32 * 1024
-"""What one call parses of a chunked body: 0.6 ms for 1-byte chunks (`benchmarks/wire.py`)."""
+"""What one call parses of a chunked body: 0.6 ms for 1-byte chunks by llhttp, 60 times as long by h11."""
 
 HEAD_END = b"\r\n\r\n"
 _REQUEST_LINE = re.compile(

@@ -4,14 +4,13 @@ import gc
 import weakref
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.suspects import RULES, Fleet, FleetWithoutTrial, FleetWithoutTurns, play, prepared
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import EngineRequest, RequestRules, behind, fan_out, prepare
 from dsv3.server.engine.live import SAFE_TOKENS, Lives
+from tests.dsv3.server.fleet import RULES, Fleet, prepared
 
 TOKENS = st.lists(st.integers(0, 8), max_size=300)
 
@@ -58,13 +57,6 @@ def test_only_those_end_that_engines_die_of(fronts, count, fatal, num_tokens):
     assert set(fleet.ended) == set(fatal)
     assert fleet.deaths <= 3 * len(fatal) + 1
     assert all("the engine has died" in text for text in fleet.ended.values())
-
-
-@pytest.mark.parametrize(("scheme", "least"), [(Fleet, 0), (FleetWithoutTurns, 2), (FleetWithoutTrial, 10)])
-def test_what_the_trial_and_its_turns_are_for(scheme, least):
-    """Counts how many of 23 innocent requests end with an error beside a fatal one, on average, over four fronts."""
-    ended = [play(scheme, 4, 1, seed)[0] for seed in range(50)]
-    assert sum(ended) >= 50 * least and (max(ended) == 0) == (scheme is Fleet)
 
 
 def test_a_request_goes_on_so_often_and_no_more():

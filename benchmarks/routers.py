@@ -1,14 +1,16 @@
-"""Has somebody else's router drive a prefill and a decode instance of the bundled model, and kills both in turn.
+"""A prefill and a decode instance of the bundled model behind a router, ours or another's, and the death of each.
 
-  python -m benchmarks.other_routers 'smg launch --pd-disaggregation --prefill {prefill} {transfer_port} \
+  python -m benchmarks.routers
+  python -m benchmarks.routers 'smg launch --pd-disaggregation --prefill {prefill} {transfer_port} \
       --decode {decode} --host 127.0.0.1 --port {port} --prometheus-port {other_port} --policy round_robin'
-  python -m benchmarks.other_routers 'python toy_proxy_server.py --port {port} --prefiller-ports {prefill_port} \
+  python -m benchmarks.routers 'python toy_proxy_server.py --port {port} --prefiller-ports {prefill_port} \
       --decoder-ports {decode_port} --prefiller-hosts 127.0.0.1 --decoder-hosts 127.0.0.1'
 
-The argument is the router's command; what is in braces is filled in. Commands behind `--then` run once it has started,
-each until it succeeds: they tell the router more of the instances. Prints how many texts equal those of one instance
-asked directly, as answers and as streams, and how many tokens came with pages. Then it kills the prefill instance,
-starts nothing in its place, and prints how requests end; then the decode instance.
+The argument is the router's command, without one `launch.router`; what is in braces is filled in. Commands behind
+`--then` run once it has started, each until it succeeds: they name instances to routers that must be given them so. The
+first table has how many texts equal those of one instance asked directly, as answers and as streams, and how many
+tokens came with pages. Then the prefill instance is killed under load, nothing is started in its place, and the second
+table says how requests end; then the decode instance.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,8 +31,10 @@ from typing import Any
 
 import httpx
 
-from benchmarks.disaggregation import Instance, flags, free_port, key_file, serving, told
+from benchmarks.instances import ROOT, Instance, flags, free_port, key_file, serving
+from benchmarks.record import Cell, Report, run
 
+OURS = f"{sys.executable} -m launch.router --prefill {{prefill}} --decode {{decode}} --port {{port}}"
 PATHS = ("/v1/completions", "/v1/chat/completions")
 _START_S = 120.0
 _PATIENCE_S = 60.0
@@ -53,14 +58,18 @@ def requests(count: int) -> list[tuple[str, dict[str, Any]]]:
 
 @contextlib.contextmanager
 def routing(command: str, then: list[str], names: dict[str, str]) -> Iterator[str]:
-    """Starts a router, tells it what it does not know, and waits until it answers; yields its address."""
+    """Starts a router, runs the commands that name instances to it, and waits until it answers; yields its address."""
     url = f"http://127.0.0.1:{names['port']}"
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            shlex.split(command.format(**names)), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            shlex.split(command.format(**names)),
+            cwd=ROOT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
-            tell(then, names)
+            follow(then, names)
             _await_answer(process, url, log)
             yield url
         finally:
@@ -69,8 +78,8 @@ def routing(command: str, then: list[str], names: dict[str, str]) -> Iterator[st
             process.wait()
 
 
-def tell(commands: list[str], names: dict[str, str]) -> None:
-    """Runs what the router is to be told with, each command until it succeeds."""
+def follow(commands: list[str], names: dict[str, str]) -> None:
+    """Runs each command until it succeeds."""
     deadline = time.monotonic() + _START_S
     for command in commands:
         while subprocess.run(shlex.split(command.format(**names)), capture_output=True).returncode:
@@ -117,43 +126,44 @@ async def streamed(http: httpx.AsyncClient, url: str, path: str, body: dict[str,
 
 def texts_of(answer: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns text and end of each choice."""
-    if "text" in answer["choices"][0]:
-        return told(answer)
-    return [(choice["message"]["content"], choice["finish_reason"]) for choice in answer["choices"]]
+    texts = (choice["text"] if "text" in choice else choice["message"]["content"] for choice in answer["choices"])
+    return list(zip(texts, (choice["finish_reason"] for choice in answer["choices"]), strict=True))
 
 
-async def compare(router: str, alone: Instance, count: int) -> dict[str, int]:
+async def compare(router: str, alone: Instance, count: int) -> list[list[Cell]]:
     """Asks both for each request, one at a time; the one instance has the prompt cached, as the decode instance has."""
-    found = {"asked": 0, "equal": 0, "equal_streams": 0, "prompt_tokens": 0, "cached_tokens": 0}
+    equal = streams = prompt = cached = 0
     async with httpx.AsyncClient(timeout=_PATIENCE_S) as http:
         for path, body in requests(count):
             await ask(http, alone.url, path, body | {"max_tokens": 1})
             here, there = await ask(http, alone.url, path, body), await ask(http, router, path, body)
-            usage, streams = there["usage"], await streamed(http, router, path, body)
-            found["asked"] += 1
-            found["equal"] += texts_of(here) == texts_of(there)
-            found["equal_streams"] += [streams.get(i, "") for i in range(len(streams))] == [
-                t for t, _ in texts_of(here)
-            ]
-            found["prompt_tokens"] += usage["prompt_tokens"]
-            found["cached_tokens"] += usage["prompt_tokens_details"]["cached_tokens"]
-    return found
+            usage, parts = there["usage"], await streamed(http, router, path, body)
+            equal += texts_of(here) == texts_of(there)
+            streams += [parts.get(i, "") for i in range(len(parts))] == [text for text, _ in texts_of(here)]
+            prompt += usage["prompt_tokens"]
+            cached += usage["prompt_tokens_details"]["cached_tokens"]
+    return [
+        ["texts", equal, count],
+        ["streams", streams, count],
+        ["prompt tokens that came with pages", cached, prompt],
+    ]
 
 
-def fetched(decode: Instance) -> dict[str, float]:
-    """Returns what the decode instance has counted of pages from other instances, and the pages that requests hold."""
-    names = {f"kv_tier_{name}": name for name in ("queries_total", "hits_total", "failures_total")}
-    found = {"pages_in_use": 0.0}
-    for line in httpx.get(f"{decode.url}/metrics", timeout=_PATIENCE_S).text.splitlines():
-        name = line.partition("{")[0].removeprefix("dsv3:")
-        if ('tier="peer"' in line and name in names) or name in found:
-            found[names.get(name, name)] = float(line.split()[-1])
-    return found
+def pages_in_use(instance: Instance) -> int:
+    """Returns the pages that requests hold; waits a moment until those that were given up are free."""
+    left = 0.0
+    for _ in range(50):
+        lines = httpx.get(f"{instance.url}/metrics", timeout=_PATIENCE_S).text.splitlines()
+        left = sum(float(line.split()[-1]) for line in lines if line.startswith("dsv3:pages_in_use"))
+        if not left:
+            break
+        time.sleep(0.1)
+    return int(left)
 
 
-async def under_load(router: str, count: int, clients: int, victim: Instance | None) -> dict[str, Any]:
+async def under_load(router: str, count: int, clients: int, victim: Instance | None) -> list[Cell]:
     """Sends requests from several clients, and kills an instance after a quarter of them; returns how they end."""
-    queue, ends, longest = iter(requests(count)), dict[str, int](), 0.0
+    queue, ends, longest = iter(requests(count)), {"answered": 0, "refused": 0, "broken off": 0}, 0.0
 
     async def client(http: httpx.AsyncClient) -> None:
         nonlocal longest
@@ -162,26 +172,26 @@ async def under_load(router: str, count: int, clients: int, victim: Instance | N
             try:
                 await ask(http, router, path, body | {"cache_salt": f"{started}"})
                 end = "answered"
-            except httpx.HTTPStatusError as error:
-                end = f"refused ({error.response.status_code})"
-            except httpx.HTTPError as error:
-                end = f"broken off ({type(error).__name__})"
-            ends[end] = ends.get(end, 0) + 1
+            except httpx.HTTPStatusError:
+                end = "refused"
+            except httpx.HTTPError:
+                end = "broken off"
+            ends[end] += 1
             longest = max(longest, time.perf_counter() - started)
             if victim is not None and sum(ends.values()) == count // 4:
                 victim.kill()
 
     async with httpx.AsyncClient(timeout=_PATIENCE_S) as http:
         await asyncio.gather(*(client(http) for _ in range(clients)))
-    return ends | {"longest wait": f"{longest:.1f} s"}
+    return [*ends.values(), longest]
 
 
-def main() -> None:
+def main(report: Report) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command")
+    parser.add_argument("command", nargs="?", default=OURS)
     parser.add_argument("--then", action="append", default=[])
     parser.add_argument("--requests", type=int, default=20)
-    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--clients", type=int, default=4, help="under which instances are killed; 0: none is")
     args = parser.parse_args()
     with contextlib.ExitStack() as stack:
         key = key_file(Path(stack.enter_context(tempfile.TemporaryDirectory())))
@@ -194,12 +204,17 @@ def main() -> None:
         names |= {f"{role}_port": re.sub(r".*:", "", names[role]) for role in ("prefill", "decode")}
         names |= {"port": str(free_port()), "other_port": str(free_port())}
         router = stack.enter_context(routing(args.command, args.then, names))
-        print("compared:", asyncio.run(compare(router, alone, args.requests)), flush=True)
-        print("tokens of pages from the prefill instance:", fetched(decode), flush=True)
-        for what, victim in (("nobody dies", None), ("kill -9 prefill", prefill), ("kill -9 decode", decode)):
+        compared = asyncio.run(compare(router, alone, args.requests))
+        report.table("Beside one instance that does both", ["what", "equal", "of"], compared)
+        if not args.clients:
+            return
+        lines = []
+        for what, victim in (("nothing", None), ("kill -9 prefill", prefill), ("kill -9 decode", decode)):
             ends = asyncio.run(under_load(router, args.requests, args.clients, victim))
-            print(f"{what}:", ends, "" if victim is decode else fetched(decode), flush=True)
+            lines.append([what, *ends, None if victim is decode else pages_in_use(decode)])
+        columns = ["event", "answered", "refused", "broken off", "longest wait (s)", "pages left"]
+        report.table(f"Under {args.clients} clients", columns, lines)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -4,10 +4,9 @@
     python -m benchmarks.pages --again [NAME...]   measures results anew, one after the other, then fills the pages
 
 A page holds its text, and for each result a block between `<!-- result NAME -->` and `<!-- end -->`: the command, what
-it ran on, and the tables of benchmarks/results/NAME.json. What stands in a block is overwritten. `<!-- result NAME:
-TITLE -->` takes the tables whose titles begin so, and leaves the command to another block of the page.
+it ran on, and the tables of benchmarks/results/NAME.json. What stands in a block is overwritten.
 
-`--again` without names repeats all results whose commands take at most a minute and need nothing from elsewhere. A word
+`--again` without names repeats all results that took at most 90 seconds and need nothing from elsewhere. A word
 in capitals in a command, such as PID or PYTHON, stands for something of the reader's, so such a command is not
 repeated.
 """
@@ -26,7 +25,7 @@ from benchmarks.record import RESULTS, ROOT, Table
 
 PAGES = (*sorted((ROOT / "docs" / "performance").glob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md")))
 _SHORT_S = 90.0
-_BLOCK = re.compile(r"<!-- result (?P<name>[\w.-]+)(?:: (?P<title>.+?))? -->\n.*?<!-- end -->", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- result ([\w.-]+) -->)\n.*?<!-- end -->", re.DOTALL)
 _PLACEHOLDER = re.compile(r"\b[A-Z][A-Z_]+\b")
 _LONGEST_S = 1800.0
 
@@ -38,25 +37,18 @@ def result_of(name: str) -> dict[str, Any]:
 
 def filled(text: str) -> str:
     """Returns the text of a page with the stored results in its blocks."""
-    return _BLOCK.sub(
-        lambda found: "\n".join([found[0].splitlines()[0], "", *_lines(**found.groupdict()), "<!-- end -->"]), text
-    )
+    return _BLOCK.sub(lambda found: "\n".join([found[1], "", *_lines(result_of(found[2])), "<!-- end -->"]), text)
 
 
-def blocks(text: str) -> Iterator[str]:
-    """Yields the names of the results that a page shows."""
-    yield from (found["name"] for found in _BLOCK.finditer(text))
+def blocks(text: str) -> list[str]:
+    """Returns the names of the results that a page shows."""
+    return [found[2] for found in _BLOCK.finditer(text)]
 
 
-def _lines(name: str, title: str | None) -> Iterator[str]:
-    result = result_of(name)
-    if title is None:
-        yield from (_origin(result), "")
-    tables = [Table(**each) for each in result["tables"]]
-    for table in tables:
-        if title is None or table.title.startswith(title):
-            yield from ([f"*{table.title}*", ""] if title is None and table.title else [])
-            yield from (*table.lines(), "")
+def _lines(result: dict[str, Any]) -> Iterator[str]:
+    yield from (_origin(result), "")
+    for table in (Table(**each) for each in result["tables"]):
+        yield from (f"*{table.title}*", "", *table.lines(), "")
 
 
 def _origin(result: dict[str, Any]) -> str:
@@ -64,7 +56,8 @@ def _origin(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     commit = f", commit {result['commit']}" if result["commit"] else ""
     busy = "" if result["quiet"] else "; **other programs kept it busy**"
-    return f"`{result['command']}`\n\n{result['date']}{commit}: {result['machine']}; {versions}{busy}."
+    noted = "; noted by hand" if result.get("noted_by_hand") else ""
+    return f"`{result['command']}`\n\n{result['date']}{commit}: {result['machine']}; {versions}{busy}{noted}."
 
 
 def fill() -> None:
@@ -87,14 +80,19 @@ def short_ones() -> list[str]:
     return [name for name, each in found.items() if (each["seconds"] or 1e9) < _SHORT_S and not needed_by(each)]
 
 
-def again(name: str) -> int:
-    """Repeats the command of a result, which is then recorded; returns its exit status."""
+def again(name: str) -> bool:
+    """Repeats the command of a result, which is then recorded; returns whether it ended as a benchmark does."""
     words = shlex.split(result_of(name)["command"])
-    given = dict(word.split("=", 1) for word in words[: words.index("python")])
+    before = words[: words.index("python")]
+    given = dict(word.split("=", 1) for word in before if "=" in word)
     module, *arguments = words[words.index("-m") + 1 :]
     case = name.removeprefix(module.removeprefix("benchmarks.")).removeprefix("-")
-    command = [sys.executable, "-m", module, *arguments, f"--record={case}" if case else "--record"]
-    return subprocess.run(command, cwd=ROOT, env=os.environ | given, timeout=_LONGEST_S).returncode
+    command = [*(word for word in before if "=" not in word), sys.executable, "-m", module, *arguments]
+    command.append(f"--record={case}" if case else "--record")
+    try:
+        return subprocess.run(command, cwd=ROOT, env=os.environ | given, timeout=_LONGEST_S).returncode in (0, 1)
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def main() -> int:
@@ -107,7 +105,7 @@ def main() -> int:
             parser.error(
                 f"{name}: put something in place of {', '.join(found)} and run the command with --record yourself"
             )
-        failed += [name] if again(name) not in (0, 1) else []
+        failed += [] if again(name) else [name]
     fill()
     print("\n".join(f"failed: {name}" for name in failed), file=sys.stderr, end="\n" if failed else "")
     return 1 if failed else 0

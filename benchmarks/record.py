@@ -82,7 +82,7 @@ def rounded(cell: Any) -> Cell:
 def shown(cell: Cell) -> str:
     """Returns a cell as it is printed: three significant digits, and all digits of whole numbers."""
     if isinstance(cell, float):
-        return f"{cell:,.0f}" if abs(cell) >= 100 else f"{cell:#.3g}".rstrip(".")
+        return f"{cell:,.0f}" if abs(cell) >= 100 else f"{cell:.3g}"
     return "" if cell is None else f"{cell:,}" if isinstance(cell, int) else cell
 
 

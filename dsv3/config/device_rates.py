@@ -40,7 +40,10 @@ PREFILL_CORE_FLOPS = 535 / 989
 PREFILL_OVERHEAD = 1.25
 """What products of prefill take with norms, quantisation, rotation and routing."""
 MASKING = 2938 / 2828
-"""Cycles of a pass of the prefill kernel with bits and without (benchmarks/gpu/README.md)."""
+"""Cycles of a pass of the prefill kernel with bits and without (docs/performance/machine_code.md).
+
+With bits the model does not wait for loads to registers.
+"""
 LAUNCH_S = 3e-6
 """Seconds between two kernels."""
 

@@ -88,9 +88,9 @@ def _compute_name(model: ModelConfig, dtype: str, device: jax.Device, stored: st
 def fastest_on_cpu(model: ModelConfig, stored: str | None) -> tuple[str, str]:
     """Returns the type for a checkpoint of the type `stored` on this machine's CPU, and why.
 
-    That is by the table of `benchmarks/cpu_dtypes.py` in benchmarks/README.md. bfloat16 was faster than float32 at each
-    size, number of rows and length of prompt, where the CPU multiplies it and the C++ kernels are there. It rounds, so
-    a model whose step is short in either type stays float32.
+    That is by the table of `benchmarks.cpu_step --types` in docs/performance/cpu.md. bfloat16 was faster than float32
+    at each size, number of rows and length of prompt, where the CPU multiplies it and the C++ kernels are there. It
+    rounds, so a model whose step is short in either type stays float32.
     """
     if stored != "bfloat16":
         return "float32", f"bfloat16 would round a checkpoint of {stored or 'no stated type'}"

@@ -30,12 +30,9 @@ import json
 import os
 import shlex
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import takewhile
@@ -47,7 +44,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.cpu_step import COPIED_BYTES, RANDOM, Copy, timed, weight_bytes
-from benchmarks.record import Report, run, spread
+from benchmarks.instances import free_port, is_healthy, running
+from benchmarks.record import ROOT, Report, run, spread
 from dsv3.checkpoint import save_hf
 from dsv3.checkpoint.quantize import quantized_shapes
 from dsv3.config.hugging_face import load_config
@@ -58,9 +56,6 @@ from dsv3.model.params import Params, abstract, declare, initialize
 from dsv3.sampling_params import SamplingParams
 from tools.bench import load
 
-START_SECONDS = 600
-STOP_SECONDS = 30
-ROOT = Path(__file__).parent.parent
 FORMATS = {"fp8": ("--dtype=bfloat16", "--fp8=quantize")}
 """Options of what is no type of its own."""
 _WORKER = """
@@ -141,24 +136,13 @@ def servers(arguments: argparse.Namespace) -> list[Server]:
 
 
 @contextlib.contextmanager
-def running(server: Server) -> Iterator[str]:
+def serving(server: Server) -> Iterator[str]:
     """Starts a server on a free port, waits until it is healthy, and yields its address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    with tempfile.TemporaryFile() as log:
-        command = (*server.command, "--port", str(port))
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            _wait_until_healthy(server, process, f"http://127.0.0.1:{port}", log)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    with running((*server.command, "--port", str(port)), partial(is_healthy, url), environment=environment):
+        yield url
 
 
 @contextlib.contextmanager
@@ -178,19 +162,6 @@ def generating(python: Path, model: Path, dtype: str) -> Iterator[Generate]:
             return json.loads(line)
 
         yield generate
-
-
-def _wait_until_healthy(server: Server, process: subprocess.Popen, url: str, log) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            log.seek(0)
-            raise RuntimeError(f"{server.name} ended with {process.returncode}: {log.read().decode()[-2000:]}")
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
-        time.sleep(0.5)
-    raise TimeoutError(f"{server.name} is not healthy after {START_SECONDS} s")
 
 
 def served(url: str, vocab_size: int, cell: Cell, seed: int) -> float:
@@ -232,7 +203,7 @@ def greedy(report: Report, arguments: argparse.Namespace) -> None:
     options = {"temperature": 0, "top_k": 1, "return_tokens": True, "ignore_eos": True, "n_predict": 32}
     command = (str(arguments.llama_server), "--model", str(arguments.gguf[0]), "--flash-attn", "off", "--no-webui",
                "--threads", str(os.cpu_count()), "--ctx-size", "2048", "--host", "127.0.0.1")  # fmt: skip
-    with running(Server("llama.cpp", command)) as url:
+    with serving(Server("llama.cpp", command)) as url:
         answers = [httpx.post(f"{url}/completion", json=options | {"prompt": p}, timeout=300) for p in prompts]
         theirs = [answer.raise_for_status().json()["tokens"] for answer in answers]
     llm = LLM(arguments.model, dtype="float32", max_model_len=512, progress=False)
@@ -274,7 +245,7 @@ def main(report: Report) -> None:
 def peers(arguments: argparse.Namespace, vocab_size: int, stack: contextlib.ExitStack) -> Iterator[Peer]:
     """Starts the peers, ours first; `stack` ends them."""
     for server in servers(arguments):
-        yield Peer(server.name, partial(served, stack.enter_context(running(server)), vocab_size))
+        yield Peer(server.name, partial(served, stack.enter_context(serving(server)), vocab_size))
     if arguments.transformers_python:
         for dtype in (each for each in arguments.dtypes if each not in FORMATS):
             generate = stack.enter_context(generating(arguments.transformers_python, arguments.model, dtype))

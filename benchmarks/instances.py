@@ -1,4 +1,4 @@
-"""Starts instances of the bundled model for benchmarks that load them and kill some of them."""
+"""Starts servers for benchmarks: any command that answers, or instances of the bundled model that can be killed."""
 
 import contextlib
 import dataclasses
@@ -8,10 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+import httpx
+
+from benchmarks.record import ROOT
+
+_STOP_S = 30.0
 LIMITS = ["--max_num_seqs=16", "--max_model_len=512", "--max_num_batched_tokens=256"]
 
 
@@ -49,6 +55,46 @@ def flags(role: str, key: Path) -> list[str]:
         return ["--kv_offloading_size=0.05"]
     shared = [f"--role={role}", "--kv_offloading_size=0.05", f"--transfer_key_file={key}"]
     return [*shared, f"--transfer_address=127.0.0.1:{free_port()}"] if role == "prefill" else shared
+
+
+@contextlib.contextmanager
+def running(
+    command: Sequence[str],
+    answers: Callable[[], bool],
+    seconds: float = 600.0,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[None]:
+    """Starts a server and waits until `answers()`; ends it and its children.
+
+    Raises RuntimeError, with the end of what it has written, where it ends or does not answer within `seconds`.
+    """
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | (environment or {}), stdout=log, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            deadline = time.monotonic() + seconds
+            while not answers():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    log.seek(0)
+                    said = log.read().decode(errors="replace")[-2000:]
+                    raise RuntimeError(f"{' '.join(command[:4])} ... does not answer: {said}")
+                time.sleep(0.2)
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_STOP_S)
+
+
+def is_healthy(url: str) -> bool:
+    """Returns whether a server answers `/health`."""
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    return False
 
 
 @contextlib.contextmanager

@@ -98,12 +98,12 @@ def spread(values: Iterable[float], digits: int = 2) -> str:
 
 
 def run(main: Callable[[Report], int | None]) -> NoReturn:
-    """Runs a benchmark and exits with its status; with `--record` it writes the result."""
+    """Runs a benchmark and exits with its status; with `--record` it writes the result, if there is one."""
     case = _take_record_flag()
     quiet = case is not None and is_quiet()
     report, started = Report(), time.monotonic()
     status = main(report)
-    if case is not None:
+    if case is not None and status in (None, 0, 1) and report.tables:
         write(report, inspect.getmodule(main), case, quiet, time.monotonic() - started)
     sys.exit(status)
 

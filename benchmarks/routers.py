@@ -16,22 +16,21 @@ table says how requests end; then the decode instance.
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
-import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from benchmarks.instances import ROOT, Instance, flags, free_port, key_file, serving
+from benchmarks.instances import Instance, flags, free_port, key_file, running, serving
 from benchmarks.record import Cell, Report, run
 
 OURS = f"{sys.executable} -m launch.router --prefill {{prefill}} --decode {{decode}} --port {{port}}"
@@ -56,28 +55,6 @@ def requests(count: int) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-@contextlib.contextmanager
-def routing(command: str, then: list[str], names: dict[str, str]) -> Iterator[str]:
-    """Starts a router, runs the commands that name instances to it, and waits until it answers; yields its address."""
-    url = f"http://127.0.0.1:{names['port']}"
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            shlex.split(command.format(**names)),
-            cwd=ROOT,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            follow(then, names)
-            _await_answer(process, url, log)
-            yield url
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
 def follow(commands: list[str], names: dict[str, str]) -> None:
     """Runs each command until it succeeds."""
     deadline = time.monotonic() + _START_S
@@ -88,16 +65,12 @@ def follow(commands: list[str], names: dict[str, str]) -> None:
             time.sleep(0.2)
 
 
-def _await_answer(process: subprocess.Popen[bytes], url: str, log: Any) -> None:
+def answers(url: str) -> bool:
+    """Returns whether a router completes a text."""
     body = {"model": "dsv3-tiny", "prompt": "x", "max_tokens": 1}
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.post(f"{url}/v1/completions", json=body, timeout=5).status_code == 200:
-                return
-        time.sleep(0.2)
-    log.seek(0)
-    raise RuntimeError("the router does not answer: " + log.read().decode(errors="replace")[-2000:])
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.post(f"{url}/v1/completions", json=body, timeout=5).status_code == 200
+    return False
 
 
 async def ask(http: httpx.AsyncClient, url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -203,7 +176,11 @@ def main(report: Report) -> None:
         names = {"prefill": prefill.url, "decode": decode.url, "transfer_port": transfer_port}
         names |= {f"{role}_port": re.sub(r".*:", "", names[role]) for role in ("prefill", "decode")}
         names |= {"port": str(free_port()), "other_port": str(free_port())}
-        router = stack.enter_context(routing(args.command, args.then, names))
+        router = f"http://127.0.0.1:{names['port']}"
+        following = threading.Thread(target=follow, args=(args.then, names), daemon=True)
+        following.start()
+        command = shlex.split(args.command.format(**names))
+        stack.enter_context(running(command, functools.partial(answers, router), _START_S))
         compared = asyncio.run(compare(router, alone, args.requests))
         report.table("Beside one instance that does both", ["what", "equal", "of"], compared)
         if not args.clients:

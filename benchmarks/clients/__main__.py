@@ -10,10 +10,10 @@ Exit status 0: every check of every client that is there has passed.
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,9 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
-
 from benchmarks.clients.checking import MODEL
+from benchmarks.instances import free_port, is_healthy, running
 from benchmarks.record import ROOT, Report, run
 from tests.dsv3.server import serving
 from tests.dsv3.text import dialects
@@ -124,36 +123,17 @@ def main(report: Report) -> int:
 @contextlib.contextmanager
 def _servers(scratch: Path) -> Iterator[dict[str, str]]:
     """Yields what stands for the places in commands, the two servers' addresses among them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "launch.serve", f"--port={port}", f"--served_model_name={MODEL}"]
     command += [argument.format(scratch=scratch) for argument in _ARGUMENTS]
     url = f"http://127.0.0.1:{port}"
     (scratch / "tools").mkdir()
-    with serving.running(dialects.write(scratch / "tools")) as tools, (scratch / "log").open("w") as log:
-        server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=_environment())
-        try:
-            serving.Server.wait_for(_Waiting(server, scratch / "log"), lambda: _is_ready(url), _START_S)
-            yield {"url": url, "tools_url": tools.url, "model": MODEL, "root": str(ROOT)}
-            assert _is_ready(url), (scratch / "log").read_text()[-2000:]
-        finally:
-            server.terminate()
-            server.wait(60)
-
-
-class _Waiting(NamedTuple):
-    """What `Server.wait_for` looks at: a process that should live, and its log."""
-
-    process: subprocess.Popen[bytes]
-    log: Path
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health").status_code == 200
-    except httpx.TransportError:
-        return False
+    with (
+        serving.running(dialects.write(scratch / "tools")) as tools,
+        running(command, functools.partial(is_healthy, url), _START_S, _environment()),
+    ):
+        yield {"url": url, "tools_url": tools.url, "model": MODEL, "root": str(ROOT)}
+        assert is_healthy(url), "the server did not survive its clients"
 
 
 def _environment(is_offline: bool = True) -> dict[str, str]:

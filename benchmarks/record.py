@@ -61,8 +61,12 @@ class Report:
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Table:
         """Adds a table and prints it; raises ValueError for a row that does not have a cell per column."""
+        self.tables.append(self.detail(title, columns, rows))
+        return self.tables[-1]
+
+    def detail(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Table:
+        """Prints a table that is not kept, because it only explains others. Raises as `table` does."""
         table = Table(title, list(columns))
-        self.tables.append(table)
         print(f"\n{title}\n\n{table.head()}", flush=True)
         for row in rows:
             if len(row) != len(table.columns):

@@ -150,14 +150,14 @@ def tabulate(report: Report, readings: Sequence[Reading]) -> None:
         return (row for reading in readings for row in of(reading))
 
     assumed = ((name, f"{a.value:g}", a.unit, a.where_from) for name, a in model.ASSUMPTIONS.items())
-    report.table("What the model assumes", ["assumption", "value", "unit", "where from"], assumed)
+    report.detail("What the model assumes", ["assumption", "value", "unit", "where from"], assumed)
     columns = ["kernel", "a pass", "instructions", "stall counts", "registers", "spilled bytes", "TMA arrivals"]
-    report.table("Main loops", columns, rows(_loop_rows))
+    report.detail("Main loops", columns, rows(_loop_rows))
     _class_table(report, readings)
     columns = ["kernel", *RESOURCES, "link", "cycles", "tensor use", "theirs / ours"]
     report.table("Bounds and modelled cycles of a pass", columns, rows(_cycle_rows))
     columns = ["kernel", "link", "warpgroup 0", "warpgroup 1", "warpgroup 2, where it dequantizes"]
-    report.table("What each warpgroup waits for, in cycles of a pass (round robin)", columns, rows(_waiting_rows))
+    report.detail("What each warpgroup waits for, in cycles of a pass (round robin)", columns, rows(_waiting_rows))
     by_name = {reading.kernel.name: reading for reading in readings}
     both = [by_name[name] for name in (DECODE, SPANS) if name in by_name]
     if len(both) == 2:
@@ -169,7 +169,7 @@ def tabulate(report: Report, readings: Sequence[Reading]) -> None:
         report.table("Ceilings of FP8 products, as shares of the tensor core's rate", ceilings.HEAD,
                      ceilings.rows(OTHERS["tiles"]))  # fmt: skip
     sources = ((name, source) for name, source in OTHERS["sources"].items())
-    report.table(f"Whose the stored figures are. {OTHERS['about']}", ["name", "source"], sources)
+    report.detail(f"Whose the stored figures are. {OTHERS['about']}", ["name", "source"], sources)
 
 
 def after_cached(decode: float, spans: float, others: float) -> Iterator[tuple]:
@@ -221,7 +221,7 @@ def _class_table(report: Report, readings: Sequence[Reading]) -> None:
         (f"{reading.kernel.name}, {number}", *(work.classes.get(name, 0) for name in used))
         for reading, number, work in rows
     )
-    report.table("Instructions by class, per warp and pass", ["kernel, warpgroup", *used], lines)
+    report.detail("Instructions by class, per warp and pass", ["kernel, warpgroup", *used], lines)
 
 
 def _cycle_rows(reading: Reading) -> Iterator[tuple]:

@@ -88,8 +88,8 @@ _log = logging.getLogger(__name__)
 class Directory:
     """Values of `value_bytes` bytes under `root`, at most `limit` bytes of files; the least recently used ones go.
 
-    `watch` hears what this process writes, removes and misses. Raises OSError where the directory cannot be made or
-    read.
+    `watch` hears what this process writes, removes and misses. Files are read through the page cache: with O_DIRECT
+    that was no faster. Raises OSError where the directory cannot be made or read.
     """
 
     def __init__(self, root: Path, value_bytes: int, limit: int, watch: EventSource | None = None) -> None:

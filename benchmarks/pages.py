@@ -6,9 +6,9 @@
 A page holds its text, and for each result a block between `<!-- result NAME -->` and `<!-- end -->`: the command, what
 it ran on, and the tables of benchmarks/results/NAME.json. What stands in a block is overwritten.
 
-`--again` without names repeats all results that took at most 90 seconds and need nothing from elsewhere. A word
-in capitals in a command, such as PID or PYTHON, stands for something of the reader's, so such a command is not
-repeated.
+`--again` without names repeats the results of a CPU that need nothing from elsewhere, and that took at most 90 seconds
+or were never timed. A word in capitals in a command, such as PID or PYTHON, stands for something of the reader's, so
+such a command is not repeated.
 """
 
 import argparse
@@ -75,9 +75,10 @@ def needed_by(result: dict[str, Any]) -> list[str]:
 
 
 def short_ones() -> list[str]:
-    """Returns the results that are measured in a short time, and need nothing from elsewhere."""
+    """Returns the results of a CPU that need nothing from elsewhere and did not take long, as far as that is known."""
     found = {path.stem: result_of(path.stem) for path in sorted(RESULTS.glob("*.json"))}
-    return [name for name, each in found.items() if (each["seconds"] or 1e9) < _SHORT_S and not needed_by(each)]
+    found = {name: each for name, each in found.items() if not name.startswith("gpu.") and not needed_by(each)}
+    return [name for name, each in found.items() if (each["seconds"] or 0.0) < _SHORT_S]
 
 
 def again(name: str) -> bool:

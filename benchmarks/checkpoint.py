@@ -5,8 +5,7 @@
 Makes a bfloat16 checkpoint of DeepSeek-V3's shape and about the given size, and its FP8 twin. Each round then reads
 
 - "raw": the files alone, by threads with 4 MiB reads with O_DIRECT;
-- "hf": the parameters, by `load_params`;
-- "spread": the same with experts as replicas on eight forced CPU devices, 8 replicas more than experts.
+- "hf": the parameters, by `load_params`.
 
 The page cache is dropped before every run: by /proc/sys/vm/drop_caches if permitted, else by POSIX_FADV_DONTNEED. "From
 the disk" is how much the kernel then fetched from storage. Ratios are taken within a round, and their median is shown.
@@ -34,8 +33,7 @@ from benchmarks.record import Cell, Report, run
 
 READ_BYTES = 4 << 20
 THREADS = 8
-DEVICES = 8
-CASES = {"raw bf16": "bf16", "hf bf16": "bf16", "raw fp8": "fp8", "hf fp8": "fp8", "hf fp8 spread": "fp8"}
+CASES = {"raw bf16": "bf16", "hf bf16": "bf16", "raw fp8": "fp8", "hf fp8": "fp8"}
 """The checkpoint that a case reads."""
 
 
@@ -116,8 +114,7 @@ def files(directory: Path) -> list[Path]:
 def in_fresh_process(case: str, directory: Path) -> dict[str, float]:
     """Result of one case, measured in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.checkpoint", f"--case={case}", f"--directory={directory}"]
-    environment = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr)
     return json.loads(done.stdout)
@@ -146,24 +143,7 @@ def loader(case: str) -> Callable[[Path], Any]:
     from dsv3.config.hugging_face import load_config
 
     jax.block_until_ready(jax.device_put(np.zeros(8)))
-    if case.endswith("spread"):
-        return read_spread
     return lambda d: load_params(d, load_config(d), dtype="bfloat16", progress=False, threads=THREADS)
-
-
-def read_spread(directory: Path) -> Any:
-    """Loads the parameters with replicas of experts for all devices."""
-    import jax
-
-    from dsv3.config.hugging_face import load_config
-    from dsv3.engine.assemble.functions import expert_parallel_functions
-    from dsv3.engine.assemble.weights import Reading, load_spread
-    from sharding.mesh import rank_mesh
-
-    cfg, mesh = load_config(directory), rank_mesh(jax.devices())
-    redundant = DEVICES + -cfg.n_routed_experts % DEVICES
-    specs = expert_parallel_functions(cfg, mesh, redundant).param_specs
-    return load_spread(directory, cfg, specs, mesh, redundant, Reading("bfloat16", "keep", progress=False))
 
 
 def read_raw(directory: Path) -> None:

@@ -1,15 +1,10 @@
-"""What pages gain that leave a device, and how near the tiers come to the memory and the disk below them.
+"""How near the cache's tiers come to the memory and the disk below them.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.kv_tiers ttft [--rounds 7]
-    JAX_PLATFORMS=cpu python -m benchmarks.kv_tiers rates --directory /path/on/the/disk [--values 48]
+    JAX_PLATFORMS=cpu python -m benchmarks.kv_tiers --directory /path/on/the/disk [--values 48] [--rounds 7]
 
-`ttft`: time to the first token of a 1,900-token prompt of the bundled model and of a 7,900-token prompt of a random
-model of two layers with DeepSeek-V3's latents. Each round asks the same new prompt cold, then from host memory, then
-from a directory in the page cache; the device forgets it in between. Prints medians, and the median of the ratios.
-
-`rates`: values of 4.5 MB, DeepSeek-V3's page in bfloat16. Every round takes all cases in a new random order. Before a
-case that reads a disk its files leave the page cache (fsync, then POSIX_FADV_DONTNEED). Ratios are taken within a
-round, and their median is shown: against raw copies in memory, and against raw O_DIRECT reads by as many threads.
+Values have 4.5 MB, DeepSeek-V3's page in bfloat16. Every round takes all cases in a new random order. Before a case
+that reads a disk its files leave the page cache (fsync, then POSIX_FADV_DONTNEED). Ratios are taken within a round, and
+their median is shown: against raw copies in memory, and against raw O_DIRECT reads by as many threads.
 """
 
 import argparse
@@ -26,41 +21,22 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.record import Cell, Report, run, spread
-from dsv3.config.engine import EngineConfig
-from dsv3.config.model import ModelConfig
-from dsv3.config.options import EngineOptions
-from dsv3.engine.build import build_engine, bundled_model
-from dsv3.engine.engine import Engine
-from dsv3.engine.functions import model_functions
-from dsv3.engine.parts import Parts
+from benchmarks.record import Report, run
 from dsv3.kv_cache.keys import ALIGNMENT, aligned
 from dsv3.kv_cache.tiers import arena as host_memory
 from dsv3.kv_cache.tiers.arena import Arena, SharedMemory, arena_bytes
 from dsv3.kv_cache.tiers.store import Directory
 from dsv3.kv_cache.tiers.tiers import Tiers
-from dsv3.model.params import initialize
-from dsv3.sampling_params import SamplingParams
-from dsv3.scheduler.request import EngineRequest
 
 VALUE_BYTES = 61 * 64 * 576 * 2
 THREADS = 8
 BATCH = 8  # values, as the pages of DeepSeek-V3 go to a device
-LONG = ModelConfig(
-    vocab_size=1024, hidden_size=512, intermediate_size=1024, moe_intermediate_size=128, num_hidden_layers=2,
-    first_k_dense_replace=1, num_attention_heads=8, q_lora_rank=256, kv_lora_rank=512, qk_nope_head_dim=64,
-    qk_rope_head_dim=64, v_head_dim=64, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1,
-    n_shared_experts=1, max_position_embeddings=8192,
-)  # fmt: skip
 
 
 def main(report: Report) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("ttft", "rates"))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--values", type=int, default=48)
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
@@ -68,69 +44,7 @@ def main(report: Report) -> None:
     temporary = tempfile.TemporaryDirectory
     with temporary(dir=arguments.directory) as disk, temporary(dir=host_memory.FOLDER) as memory:
         host_memory.FOLDER = Path(memory)  # apart from other engines' arenas
-        if arguments.what == "ttft":
-            _ttft(report, Path(disk), arguments.rounds)
-        else:
-            _rates(report, Path(disk), arguments.rounds, arguments.values)
-
-
-# Time to the first token.
-
-
-def _ttft(report: Report, folder: Path, rounds: int) -> None:
-    tiers = {"kv_offloading_size": 0.5, "kv_store": str(folder / "store")}
-    options = EngineOptions(max_num_seqs=4, max_num_batched_tokens=1024, **tiers)
-    limits = EngineConfig(8192, 128, max_num_seqs=4, max_num_batched_tokens=1024, identity="random", **tiers)
-
-    def lines() -> Iterator[list[Cell]]:
-        yield _compare("bundled", build_engine(bundled_model(), options, progress=False), 1900, rounds)
-        params = initialize(LONG, jax.random.key(0), jnp.float32)
-        yield _compare("random", Engine(Parts.on_devices(model_functions(), params, LONG, limits)), 7900, rounds)
-
-    columns = ["model", "prompt (tokens)", "computed (ms)", "from host memory (ms)", "from a disk's page cache (ms)",
-               "computed over host", "computed over disk"]  # fmt: skip
-    report.table("Time to the first token", columns, lines())
-
-
-def _compare(name: str, engine: Engine, length: int, rounds: int) -> list[Cell]:
-    engine.warm_up()
-    draw = np.random.default_rng(0)
-    times = [_round(engine, draw.integers(3, 1000, length).tolist()) for _ in range(rounds + 1)][1:]
-    medians = [statistics.median(each) * 1e3 for each in zip(*times, strict=True)]
-    return [name, length, *medians, *(spread(each[0] / each[i] for each in times) for i in (1, 2))]
-
-
-def _round(engine: Engine, prompt: list[int]) -> tuple[float, float, float]:
-    """Seconds to the first token of a new prompt: computed, from host memory, from the store."""
-    cold = _first_token(engine, prompt, 0)
-    _forget(engine)
-    host = _first_token(engine, prompt, (len(prompt) - 1) // 64 * 64)
-    _forget(engine)
-    engine.scheduler.tiers.clear()
-    return cold, host, _first_token(engine, prompt, (len(prompt) - 1) // 64 * 64)
-
-
-def _first_token(engine: Engine, prompt: list[int], cached: int) -> float:
-    sampling = SamplingParams(max_tokens=1, temperature=0.0)
-    started = time.perf_counter()
-    engine.add(EngineRequest(request_id=time.monotonic_ns() % 2**40, prompt_token_ids=prompt, sampling=sampling))
-    seconds = None
-    while engine.has_work:
-        for output in engine.step():
-            seconds = time.perf_counter() - started
-            assert output.num_cached_tokens == cached, (output, cached)
-    assert seconds is not None
-    return seconds
-
-
-def _forget(engine: Engine) -> None:
-    """Empties the device once all that has left it is written."""
-    _settle(engine.scheduler.tiers)
-    for cache in engine.scheduler.caches:
-        cache.clear()
-
-
-# Rates of values of 4.5 MB.
+        _rates(report, Path(disk), arguments.rounds, arguments.values)
 
 
 @dataclasses.dataclass

@@ -34,7 +34,7 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("first_start", "", {"LLM": functools.partial(LLM, max_num_seqs=1, max_model_len=64, max_num_batched_tokens=64)}),
     ("front", "--streams=8 --rate=5 --seconds=1", {}),
     ("hostile", "--seconds 0.3 --only none", {}),
-    ("kv_tiers", "rates --rounds 1 --values 4 --directory {tmp}", {"VALUE_BYTES": 2**16}),
+    ("kv_tiers", "--rounds 1 --values 4 --directory {tmp}", {"VALUE_BYTES": 2**16}),
     ("pipeline", "", {"ALGORITHMS": ("1F1B",)}),
     ("precision", "--tokens 16", {"MODULES": ("bisect",), "SETTINGS": (("float32", "float32"),)}),
     ("precision", "--int4", {"HIDDEN": 256, "INNER": 256}),

@@ -19,7 +19,12 @@ from configs.tiny import TRAINING
 from dsv3 import LLM
 
 ROOT = Path(__file__).parents[2]
-SMALL = dataclasses.replace(TRAINING, batch_size=2)
+SMALL = dataclasses.replace(
+    TRAINING, batch_size=2, sequence_length=64,
+    model=dataclasses.replace(
+        TRAINING.model, num_hidden_layers=2, num_nextn_predict_layers=0, n_routed_experts=4, n_group=1, topk_group=1
+    ),
+)  # fmt: skip
 COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("checkpoint", "--size_gb=0.02 --rounds=1 --only=bf16 --directory={tmp}", {}),
     ("cluster_send", "--ranks 4 --rows 4 --followers 1 --steps 2", {}),
@@ -43,7 +48,7 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("structured", "--rounds 1 --tokens 4 --only speed", {"REQUESTS": 2}),
     ("survival", "--kills 1", {"CLIENTS": 2, "TOKENS": 64}),
     ("training", "", {"REPEATS": 1, "TRAINING": SMALL}),
-    ("training", "--fp8 1 --rows 2", {"RUNS": {"bfloat16": RUNS["FP8"]}, "PAIRS": ()}),
+    ("training", "--fp8 1 --rows 2", {"RUNS": {"bfloat16": RUNS["FP8"]}, "PAIRS": (), "TRAINING": SMALL}),
 ]
 ELSEWHERE = {
     "bundled_answers": "reads 84,680 tokens; tests/training holds the model to its loss",

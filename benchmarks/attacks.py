@@ -16,10 +16,41 @@ from typing import Any
 
 import httpx
 
-from benchmarks.bodies import requests
-
 _MIB = 2**20
 _TIMEOUT_S = 60.0
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_USER = b'{"messages":[{"role":"user","content":"x"}],'
+_PARTS = b'{"role":"user","content":[' + b",".join([b'{"type":"text","text":""}'] * 310) + b"]}"
+
+
+def _filled(head: bytes, unit: bytes, tail: bytes, mib: float) -> bytes:
+    return head + b",".join([unit] * int((mib * _MIB - len(head) - len(tail)) // (len(unit) + 1))) + tail
+
+
+def requests() -> dict[str, tuple[str, Callable[[], bytes]]]:
+    """Returns the path of each costly request and what makes its body, by its name."""
+    kwargs, parts = _USER + b'"chat_template_kwargs":{', b'{"messages":['
+    logprobs = {"n": 128, "max_tokens": 300, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
+    ids = {"prompt": [5] * 131_071, "n": 128, "max_tokens": 1}
+    some_ids = b"[" + b"  345," * 4999 + b"1]"
+    text, asked = rb"\n\u00e9x", b'{"prompt":[5],"max_tokens":1,"user":['
+    chats: dict[str, Callable[[], bytes]] = {
+        "chat_template_kwargs, 2.5 M bad entries": lambda: _filled(kwargs, b'"000001":[]', b"}}", 28.6),
+        "4,096 messages x 310 empty text parts": lambda: _filled(parts, _PARTS, b"]}", 31.6),
+        "n=128, 300 tokens, top_logprobs=20": lambda: json.dumps(json.loads(_USER[:-1] + b"}") | logprobs).encode(),
+    }
+    completions: dict[str, Callable[[], bytes]] = {
+        "logit_bias, 2.5 M bad entries": lambda: _filled(b'{"prompt":[5],"logit_bias":{', b'"000001":""', b"}}", 31),
+        "prompt = [[[]],[[]],...]": lambda: _filled(b'{"prompt":[', b"[[]]", b"]}", 32),
+        "prompt = [1,1,...]": lambda: _filled(b'{"prompt":[', b"1", b"]}", 32),
+        "1,020 prompts of 5,000 ids": lambda: _filled(b'{"max_tokens":1,"prompt":[', some_ids, b"]}", 29.19),
+        "a text of 16 MiB, two thirds escaped": lambda: b'{"prompt":"' + text * int(15.9 * _MIB / 9) + b'"}',
+        'user = [{"a":0},...]': lambda: _filled(asked, b'{"a":0}', b"]}", 32),
+        "user = [100,...]": lambda: _filled(asked, b"100", b"]}", 32),
+        "131,071 ids, n=128": lambda: json.dumps(ids).encode(),
+    }
+    paths = {_CHAT: chats, _COMPLETIONS: completions}
+    return {name: (path, make) for path, makers in paths.items() for name, make in makers.items()}
 
 
 @contextlib.contextmanager
@@ -56,9 +87,6 @@ def half_heads(port: int, until: float) -> int:
     return len(held)
 
 
-_COSTLY = [name for name in requests() if not name.startswith("the same")]
-
-
 @functools.cache
 def _made(name: str) -> tuple[str, bytes]:
     path, make = requests()[name]
@@ -66,7 +94,7 @@ def _made(name: str) -> tuple[str, bytes]:
 
 
 def costly(name: str) -> Callable[[int, float], int]:
-    """Returns an attack that sends one of the costly bodies of `benchmarks.bodies` and reads the answer."""
+    """Returns an attack that sends one of the costly bodies and reads the answer."""
 
     def attack(port: int, until: float) -> int:
         path, body = _made(name)
@@ -145,7 +173,7 @@ def framing(port: int, until: float) -> int:
 ATTACKS: dict[str, Callable[[int, float], int]] = {
     "1-byte chunks": tiny_chunks,
     "half heads": half_heads,
-    **{name: costly(name) for name in _COSTLY},
+    **{name: costly(name) for name in requests()},
     "6 MiB texts, hung up": long_texts,
     "60 KiB chats, hung up": chats,
     "4,001 messages, 100 at once": many_messages,
@@ -177,7 +205,7 @@ def rotate(names: list[str], port: int, seconds: float, each_s: float, results: 
 
 
 def _make(name: str, port: int, seconds: float) -> int:
-    if name in _COSTLY:
+    if name in requests():
         _made(name)
     until, counts = time.monotonic() + seconds, []
 

@@ -5,12 +5,11 @@
 The held-out text is that of `training.corpus` on this interpreter; figures are comparable under the same Python
 version. Each question is answered greedily, alone. An answer is right if it is complete and the question's pattern
 occurs in it. The pattern asks for what the answer must say; one that also says something wrong may match, so read them.
-Prints the figures as JSON, and the answers as the table of the model's card.
+The tables are those of the model's card.
 """
 
 import argparse
 import dataclasses
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
+from benchmarks.record import Report, run
 from configs import tiny
 from dsv3 import LLM, SamplingParams
 from dsv3.checkpoint import load_params
@@ -79,18 +79,19 @@ def answers(directory: Path) -> dict[str, tuple[str, bool]]:
     return found
 
 
-def main() -> None:
+def main(report: Report) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=bundled_model())
     directory = parser.parse_args().model
-    print(json.dumps(figures(directory)))
+    report.table("The model", ["figure", "value"], figures(directory).items())
     found = answers(directory)
-    print(f"\n{sum(right for _, right in found.values())} of {len(found)} are right\n")
-    print("| question | greedy answer | |\n|---|---|---|")
-    for question, (text, right) in found.items():
-        shown = text.strip().replace("\n", "\\n").replace("|", "\\|")
-        print(f"| {question} | `{shown}` | {'right' if right else 'wrong'} |")
+    rows = (
+        [question, "`" + text.strip().replace("\n", "\\n").replace("|", "\\|") + "`", "right" if right else "wrong"]
+        for question, (text, right) in found.items()
+    )
+    title = f"{sum(right for _, right in found.values())} of {len(found)} answers are right"
+    report.table(title, ["question", "greedy answer", "verdict"], rows)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,21 +1,18 @@
 """Speed of loading a checkpoint as a fraction of the disk's raw read speed; every case runs in a fresh process.
 
-    python -m benchmarks.checkpoint --size-gb=2 --rounds=3 --directory=/path/on/the/disk [--only="hf bf16"]
-        [--threads=8]
+    python -m benchmarks.checkpoint --size_gb=2 --rounds=3 --directory=/path/on/the/disk [--only="hf bf16"]
 
 Makes a bfloat16 checkpoint of DeepSeek-V3's shape and about the given size, and its FP8 twin. Each round then reads
 
-- "raw": the files alone, by threads with 4 MiB reads, through the page cache, with O_DIRECT, and into as much new
-  memory as the files take;
-- "hf": the parameters, by `load_params`;
-- "spread": the same with experts as replicas on eight forced CPU devices, 8 replicas more than experts. "then spread"
-  loads the model first and copies experts in memory. "an eighth" is one of eight processes, with one device's share.
+- "raw": the files alone, by threads with 4 MiB reads with O_DIRECT;
+- "hf": the parameters, by `load_params`.
 
-The page cache is dropped before every run: by /proc/sys/vm/drop_caches if permitted, else by POSIX_FADV_DONTNEED. "from
-disk" shows how much the kernel then fetched from storage. Ratios are taken within a round, and their median is shown.
+The page cache is dropped before every run: by /proc/sys/vm/drop_caches if permitted, else by POSIX_FADV_DONTNEED. "From
+the disk" is how much the kernel then fetched from storage. Ratios are taken within a round, and their median is shown.
 Processor seconds are shown because a load that waits for a busy processor looks like a slow disk.
 """
 
+import argparse
 import contextlib
 import json
 import mmap
@@ -25,67 +22,44 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import flags as absl_flags
 
-from launch import flags
-
-SIZE_GB = absl_flags.DEFINE_float("size_gb", 2.0, "Size of the bfloat16 checkpoint, in 10^9 bytes.", 0.01)
-ROUNDS = absl_flags.DEFINE_integer("rounds", 3, "Rounds; each reads everything once.", 1)
-DIRECTORY = absl_flags.DEFINE_string(
-    "directory", None, "Directory on the disk to measure; files are removed at the end. Default: /tmp."
-)
-ONLY = absl_flags.DEFINE_list(
-    "only",
-    [],
-    "Measure only cases whose names contain one of these texts, and the raw ones, which all are compared with.",
-)
-THREADS = absl_flags.DEFINE_integer("threads", 8, "Threads of every case, as --load_threads of a server.", 1)
-CASE = absl_flags.DEFINE_string("case", None, "Case to run in this process; the benchmark calls itself with it.")
+from benchmarks.record import Cell, Report, run
 
 READ_BYTES = 4 << 20
-# case -> checkpoint it reads
-CASES = {
-    "raw": "bf16",
-    "raw O_DIRECT": "bf16",
-    "raw to new memory": "bf16",
-    "safetensors package": "bf16",
-    "hf bf16": "bf16",
-    "raw fp8": "fp8",
-    "raw fp8 O_DIRECT": "fp8",
-    "hf fp8 keep": "fp8",
-    "hf fp8 dequantize": "fp8",
-    "hf fp8, then spread": "fp8",
-    "hf fp8 spread": "fp8",
-    "hf fp8 an eighth": "fp8",
-}
-DEVICES = 8
+THREADS = 8
+CASES = {"raw bf16": "bf16", "hf bf16": "bf16", "raw fp8": "fp8", "hf fp8": "fp8"}
+"""The checkpoint that a case reads."""
 
 
-def main() -> int:
-    """Makes the checkpoints, runs the cases and prints one line per case."""
-    if CASE.value:
-        print(json.dumps(run_case(CASE.value, Path(DIRECTORY.value))))
-        return 0
-    with tempfile.TemporaryDirectory(dir=DIRECTORY.value) as directory:
-        make(Path(directory), SIZE_GB.value)
-        chosen = {case: name for case, name in CASES.items() if "raw" in case or _is_wanted(case)}
+def main(report: Report) -> None:
+    """Makes the checkpoints, runs the cases and reports a line per case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size_gb", type=float, default=2.0, help="of the bfloat16 checkpoint, in 10^9 bytes")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--directory", default=tempfile.gettempdir(), help="on the disk to measure")
+    parser.add_argument("--only", default="", help="measure only cases with this text, and the raw ones")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.case:
+        print(json.dumps(run_case(given.case, Path(given.directory))))
+        return
+    with tempfile.TemporaryDirectory(dir=given.directory) as directory:
+        make(Path(directory), given.size_gb)
+        chosen = {case: name for case, name in CASES.items() if "raw" in case or given.only in case}
         results: dict[str, list[dict[str, float]]] = {case: [] for case in chosen}
-        for _ in range(ROUNDS.value):
+        for _ in range(given.rounds):
             for case, name in chosen.items():
                 how = drop_cache(Path(directory) / name)
                 results[case].append(in_fresh_process(case, Path(directory) / name))
-        report(results, how)
-    return 0
-
-
-def _is_wanted(case: str) -> bool:
-    return not ONLY.value or any(text in case for text in ONLY.value)
+    columns = ["case", "GB", "from the disk (%)", "GB/s", "of direct reads (%)", "processor (s)",
+               "peak above the start (GB)"]  # fmt: skip
+    report.table(f"Page cache dropped by {how}, {given.rounds} rounds", columns, lines(results))
 
 
 def make(root: Path, size_gb: float) -> None:
@@ -140,9 +114,7 @@ def files(directory: Path) -> list[Path]:
 def in_fresh_process(case: str, directory: Path) -> dict[str, float]:
     """Result of one case, measured in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.checkpoint", f"--case={case}", f"--directory={directory}"]
-    command.append(f"--threads={THREADS.value}")
-    environment = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr)
     return json.loads(done.stdout)
@@ -156,8 +128,6 @@ def run_case(case: str, directory: Path) -> dict[str, float]:
     keep = work(directory)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     result = {"seconds": seconds, "cpu": cpu, "bytes": io("rchar") - asked, "fetched": io("read_bytes") - fetched}
-    if case == "safetensors package":
-        result["bytes"] = sum(path.stat().st_size for path in files(directory))  # it maps files into memory
     result["peak"] = memory("VmHWM") - resident
     del keep
     return result
@@ -166,91 +136,29 @@ def run_case(case: str, directory: Path) -> dict[str, float]:
 def loader(case: str) -> Callable[[Path], Any]:
     """Returns what a case does; imports are done and JAX is started."""
     if case.startswith("raw"):
-        return lambda d: read_raw(d, direct=case.endswith("O_DIRECT"), into_one=not case.endswith("memory"))
+        return read_raw
     import jax
 
     from dsv3.checkpoint import load_params
     from dsv3.config.hugging_face import load_config
 
     jax.block_until_ready(jax.device_put(np.zeros(8)))
-    if case == "safetensors package":
-        return read_with_package
-    if case.endswith(("spread", "eighth")):
-        return lambda d: read_experts(d, case)
-    fp8: Any = "dequantize" if case.endswith("dequantize") else "keep"
-    return lambda d: load_params(d, load_config(d), dtype="bfloat16", fp8=fp8, progress=False, threads=THREADS.value)
+    return lambda d: load_params(d, load_config(d), dtype="bfloat16", progress=False, threads=THREADS)
 
 
-def read_experts(directory: Path, case: str) -> Any:
-    """Loads the parameters with replicas of experts, for all devices or for one that holds an eighth of them."""
-    import jax
-
-    from dsv3.checkpoint import load_params
-    from dsv3.config.hugging_face import load_config
-    from dsv3.engine.expert_parallel import (
-        Reading,
-        expert_parallel_functions,
-        first_expert_map,
-        load_spread,
-        spread_experts,
-    )
-    from sharding.mesh import rank_mesh, shardings
-
-    cfg, mesh = load_config(directory), rank_mesh(jax.devices())
-    redundant = DEVICES + -cfg.n_routed_experts % DEVICES
-    specs = expert_parallel_functions(cfg, mesh, redundant).param_specs
-    if case.endswith("eighth"):
-        phy2log = first_expert_map(cfg, mesh, redundant).phy2log
-        mine = phy2log[:, : phy2log.shape[1] // DEVICES]
-        return load_params(directory, cfg, dtype="bfloat16", phy2log=mine, progress=False, threads=THREADS.value)
-    if case.endswith("then spread"):
-        params = load_params(directory, cfg, dtype="bfloat16", progress=False, threads=THREADS.value)
-        served = spread_experts(params, cfg, mesh, redundant)
-        return jax.block_until_ready(jax.device_put(served, shardings(specs, mesh)))
-    return load_spread(
-        directory, cfg, specs, mesh, redundant, Reading("bfloat16", "keep", progress=False, threads=THREADS.value)
-    )
-
-
-def read_raw(directory: Path, *, direct: bool, into_one: bool) -> Any:
-    """Reads every byte of the files with threads, into one buffer per thread or into one new array."""
+def read_raw(directory: Path) -> None:
+    """Reads every byte of the files with threads, into one buffer per thread."""
     paths = files(directory)
     jobs = [(path, at) for path in paths for at in range(0, path.stat().st_size, READ_BYTES)]
-    handles = {path: os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0)) for path in paths}
-    buffers = [mmap.mmap(-1, READ_BYTES) for _ in range(THREADS.value)]
-    everything = None if into_one else np.empty(len(jobs) * READ_BYTES, np.uint8)
+    handles = {path: os.open(path, os.O_RDONLY | os.O_DIRECT) for path in paths}
+    buffers = [mmap.mmap(-1, READ_BYTES) for _ in range(THREADS)]
 
     def read(worker: int) -> None:
-        for job in range(worker, len(jobs), THREADS.value):
-            path, at = jobs[job]
-            part = buffers[worker] if everything is None else everything[job * READ_BYTES : (job + 1) * READ_BYTES]
-            os.preadv(handles[path], [part], at)
+        for path, at in jobs[worker::THREADS]:
+            os.preadv(handles[path], [buffers[worker]], at)
 
-    with ThreadPoolExecutor(THREADS.value) as pool:
-        list(pool.map(read, range(THREADS.value)))
-    return everything
-
-
-def read_with_package(directory: Path) -> Any:
-    """Does what a plain loader does: numpy stacks the safetensors package's arrays as the table says."""
-    from safetensors import safe_open
-
-    from dsv3.checkpoint.layout import leaves, slices
-    from dsv3.config.hugging_face import load_config
-
-    cfg = load_config(directory)
-    where = {}
-    handles = [safe_open(path, "np") for path in files(directory)]
-    for handle in handles:
-        where |= dict.fromkeys(handle.keys(), handle)
-    stacks = {}
-    for path, spec in leaves(cfg).items():
-        parts = {p.name: where[p.name].get_tensor(p.name) for p in slices(cfg)[path]}
-        stack = np.empty(spec.shape, next(iter(parts.values())).dtype)
-        for tensor_slice in slices(cfg)[path]:
-            stack[tensor_slice.target] = parts[tensor_slice.name].reshape(tensor_slice.view)[tensor_slice.source]
-        stacks[path] = stack
-    return stacks
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(read, range(THREADS)))
 
 
 def io(field: str) -> int:
@@ -263,22 +171,15 @@ def memory(field: str) -> int:
     return int(Path("/proc/self/status").read_text().split(field + ":")[1].split()[0]) * 1024
 
 
-def report(results: dict[str, list[dict[str, float]]], how: str) -> None:
-    """Prints one line per case: bytes, throughput, ratio to the raw read of the same checkpoint, memory."""
-    rounds = len(next(iter(results.values())))
-    rates = {case: [r["bytes"] / r["seconds"] / 1e9 for r in runs] for case, runs in results.items()}
-    print(f"page cache dropped by {how}; {rounds} rounds; median (all ratios)")
-    print(f"{'case':22}{'GB':>7}{'from disk':>11}{'GB/s':>7}{'of raw':>8}{'CPU s':>7}{'peak GB':>9}")
+def lines(results: dict[str, list[dict[str, float]]]) -> Iterator[list[Cell]]:
+    """Yields one line per case: bytes, throughput, ratio to the raw read of the same checkpoint, memory."""
+    rates = {case: np.array([each["bytes"] / each["seconds"] / 1e9 for each in runs]) for case, runs in results.items()}
     for case, runs in results.items():
-        bases = ["raw fp8", "raw fp8 O_DIRECT"] if "fp8" in case else ["raw", "raw O_DIRECT"]
-        ratios = [rates[case][i] / max(rates[base][i] for base in bases) for i in range(rounds)]
-        middle = {key: statistics.median(r[key] for r in runs) for key in runs[0]}
-        print(
-            f"{case:22}{middle['bytes'] / 1e9:7.2f}{middle['fetched'] / middle['bytes']:10.0%} "
-            f"{statistics.median(rates[case]):7.2f}{statistics.median(ratios):8.0%}{middle['cpu']:7.2f}"
-            f"{middle['peak'] / 1e9:9.2f}  ({', '.join(f'{r:.0%}' for r in ratios)})"
-        )
+        middle = {key: statistics.median(each[key] for each in runs) for key in runs[0]}
+        ratio = np.median(rates[case] / rates[f"raw {CASES[case]}"])
+        yield [case, middle["bytes"] / 1e9, round(100 * middle["fetched"] / middle["bytes"]), np.median(rates[case]),
+               round(100 * ratio), middle["cpu"], middle["peak"] / 1e9]  # fmt: skip
 
 
 if __name__ == "__main__":
-    flags.run(main)
+    run(main)

@@ -1,16 +1,13 @@
 """What sending a step to the followers costs the leader's engine thread.
 
-Followers are played by threads of another process. The decode command is the published EP144 deployment's: each rank
-decodes 128 requests. Sender threads work meanwhile; processor time is that of the engine's thread alone. The bytes of a
-prefill command of 16 chunks of 4,096 tokens are printed too, for the follower that gets most of them, and what a frame
-costs the sender threads, which encrypt it.
-
   python -m benchmarks.cluster_send [--ranks 144] [--rows 128] [--followers 17] [--steps 300]
+
+Followers are played by threads of another process. The decode command is the published EP144 deployment's: each rank
+decodes 128 requests. The prefill command has 16 chunks of 4,096 tokens, for the follower that gets most of its bytes.
+Sender threads, which encrypt the frames, work meanwhile; processor time is that of the engine's thread alone.
 """
 
 import argparse
-import hashlib
-import hmac
 import multiprocessing
 import socket
 import statistics
@@ -21,12 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.record import Report, run
 from dsv3.config.engine import EngineConfig
 from dsv3.config.options import ClusterOptions
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.messages import Begin, Heartbeat, Hello, Stop
-from dsv3.engine.cluster.wire import Wire, accept, connect
+from dsv3.engine.cluster.wire import connect
 from dsv3.engine.device.state import NUM_FIELDS
 from dsv3.engine.job import StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
@@ -69,27 +67,8 @@ def _prefill(ranks: int) -> PrefillCommand:
     return PrefillCommand(4096, header, np.full(16 * 4096, 10**5, np.int32), np.zeros(16 * 64, np.int32), True)
 
 
-def _frame_costs(key: bytes, size: int, count: int = 3000) -> tuple[float, float]:
-    """Returns seconds of a sender thread's processor per frame of `size` bytes, and per HMAC-SHA256 of as many."""
-    ours, theirs = socket.socketpair()
-    credentials, body = credentials_of(key), bytes(size)
-    accepted: list[Wire] = []
-    accepting = threading.Thread(target=lambda: accepted.append(accept(ours, credentials, 2)[1]))
-    accepting.start()
-    reader = connect(theirs, credentials, 1)
-    accepting.join()
-    threading.Thread(target=reader.discard, daemon=True).start()
-    started = time.thread_time()
-    for _ in range(count):
-        accepted[0].send(body)
-    sent = time.thread_time()
-    for _ in range(count):
-        hmac.digest(key, body, hashlib.sha256)
-    return (sent - started) / count, (time.thread_time() - sent) / count
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(report: Report) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in (("ranks", 144), ("rows", 128), ("followers", 17), ("steps", 300)):
         parser.add_argument(f"--{name}", type=int, default=value)
     arguments = parser.parse_args()
@@ -125,18 +104,15 @@ def main() -> None:
     prefill = _prefill(arguments.ranks)
     parts = [prefill.part(limits.ranks_of(process)) for process in range(1, arguments.followers + 1)]
     largest = max(len(messages.encode(messages.step_of(StepCommand(0, (("prefill", p),))))) for p in parts)
-    frame, mac = _frame_costs(read_key(str(key)), size)
-    print(
-        f"{frame * 1e6:.1f} us of a sender thread's processor per frame of {size} bytes, {frame / mac:.2f} times an "
-        "HMAC-SHA256 of it"
-    )
-    print(f"{largest} bytes at most to a follower for a prefill of 16 chunks of 4,096 tokens")
-    print(
-        f"{size} bytes to each of {arguments.followers} followers: "
-        f"{statistics.median(times) * 1e6:.0f} us per step on the engine's thread, "
-        f"{statistics.median(processor) * 1e6:.0f} us of them processor time (medians of {arguments.steps})"
-    )
+    rows_of_table = [
+        ["a decode command, bytes to each", size],
+        ["a prefill command, bytes to a follower at most", largest],
+        ["sending a decode command, median (us)", statistics.median(times) * 1e6],
+        ["processor time of that (us)", statistics.median(processor) * 1e6],
+    ]
+    title = f"{arguments.ranks} ranks of {arguments.rows} rows, {arguments.followers} followers"
+    report.table(title, ["what", "result"], rows_of_table)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,37 +1,41 @@
 """This server beside others on the same CPU: decode speed at 1, 4 and 16 requests, and the time to the first token.
 
     python -m benchmarks.cpu_peers --make DIR [--layers 12]
-    python -m benchmarks.cpu_peers --model DIR [--dtypes bfloat16 float32] [--tree OTHER_CHECKOUT]
-        [--llama-server PATH --gguf FILE...] [--transformers-python PATH] [--rounds 3]
+    python -m benchmarks.cpu_peers --model DIR [--dtypes bfloat16 float32] [--llama-server PATH --gguf FILE...]
+        [--transformers-python PATH] [--rounds 3]
+    python -m benchmarks.cpu_peers --greedy --llama-server PATH --gguf FILE
 
 The first form writes a random model of 745 million parameters at 12 layers (`benchmarks/cpu_step.py` has its shape) as
-a Hugging Face checkpoint. The second starts a server per dtype, one per dtype from another checkout of this repository,
-and two llama-servers per GGUF file: one with llama.cpp's own defaults, and one with flash attention and as many
-threads as cores (`--llama-settings` names other ones). The load generator of `tools.bench` measures one
-after the other, in turns over the rounds; idle servers wait. An interpreter that has transformers and torch generates
-the same numbers of tokens in batches, once per dtype except fp8. Without `--model` all of them run the bundled model.
+a Hugging Face checkpoint. The second starts a server per dtype, and two llama-servers per GGUF file: one with
+llama.cpp's own defaults, and one with flash attention and as many threads as cores (`--llama-settings` names other
+ones). The load generator of `tools.bench` measures one after the other, in turns over the rounds; idle servers wait. An
+interpreter that has transformers and torch generates the same numbers of tokens in batches, once per dtype except fp8:
+its sequences start and end together, the best case of a batch. Without `--model` all of them run the bundled model.
 
 Per peer and number of requests: output tokens per second (their tokens over the median time of a request, its prompt
 included), and the time to the first token of a prompt of `--long` tokens. Ratios are the first peer's over each other
 one's, the median of the rounds and their range; above 1 the first is faster. Last comes the share of the memory's speed
 at one request: bytes of the weights that a token needs, over what a copy by all cores moves (both ways) meanwhile.
+
+`--greedy` compares greedy tokens in float32: whether both compute the same model. FILE is the model as
+`benchmarks/to_gguf.py` writes it in f32. llama-server cannot draw an end token here, and this engine goes on behind
+one: answers part where this engine draws it.
 """
 
 import argparse
 import asyncio
 import contextlib
 import dataclasses
+import json
 import os
 import shlex
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 import httpx
@@ -40,29 +44,47 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.cpu_step import COPIED_BYTES, RANDOM, Copy, timed, weight_bytes
-from benchmarks.transformers_peer import Generate, generating
+from benchmarks.instances import free_port, is_healthy, running
+from benchmarks.record import ROOT, Report, run, spread
 from dsv3.checkpoint import save_hf
 from dsv3.checkpoint.quantize import quantize_stack_shapes
 from dsv3.config.hugging_face import load_config
 from dsv3.config.model import ModelConfig
 from dsv3.engine.build import bundled_model
+from dsv3.llm import LLM
 from dsv3.model.params import Params, abstract, declare, initialize
+from dsv3.sampling_params import SamplingParams
 from tools.bench import load
 
-START_SECONDS = 600
-STOP_SECONDS = 30
-ROOT = Path(__file__).parent.parent
 FORMATS = {"fp8": ("--dtype=bfloat16", "--fp8=quantize")}
 """Options of what is no type of its own."""
+_WORKER = """
+import json, sys, time
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+logging.set_verbosity_error()
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=getattr(torch, sys.argv[2])).eval()
+for line in sys.stdin:
+    job = json.loads(line)
+    prompts = torch.tensor(job["prompts"])
+    started = time.perf_counter()
+    with torch.inference_mode():
+        model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=job["tokens"],
+                       min_new_tokens=job["tokens"], do_sample=False, pad_token_id=0)
+    print(json.dumps(time.perf_counter() - started), flush=True)
+"""
+
+Generate = Callable[[np.ndarray, int], float]
+"""Takes prompts `[requests, tokens]` and the number of tokens to generate for each; returns the seconds it took."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """A server to start: its name in the tables, its command without the port, and where it runs."""
+    """A server to start: its name in the tables, and its command without the port."""
 
     name: str
     command: tuple[str, ...]
-    tree: Path = ROOT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +103,10 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """A peer that runs: its name in the tables, what measures a cell with a seed, and what reads its host's time."""
+    """A peer that runs: its name in the tables, and what measures a cell with a seed."""
 
     name: str
     measure: Callable[[Cell, int], float]
-    host_time: Callable[[], np.ndarray] = lambda: np.zeros(2)
 
 
 def make(directory: Path, layers: int) -> None:
@@ -101,11 +122,8 @@ def servers(arguments: argparse.Namespace) -> list[Server]:
     """Returns the servers to compare, ours first."""
     python = (sys.executable, "-m", "launch.serve", f"--model={arguments.model}", "--max_num_seqs=16",
               f"--max_model_len={arguments.long + 512}", "--host=127.0.0.1")  # fmt: skip
-    trees = {"": ROOT} | ({f" at {arguments.tree}": arguments.tree.resolve()} if arguments.tree else {})
     ours = [
-        Server(f"ours {dtype}{name}", (*python, *FORMATS.get(dtype, (f"--dtype={dtype}",))), tree)
-        for name, tree in trees.items()
-        for dtype in arguments.dtypes
+        Server(f"ours {dtype}", (*python, *FORMATS.get(dtype, (f"--dtype={dtype}",)))) for dtype in arguments.dtypes
     ]
     context = 16 * (arguments.long + 512)
     llama = (str(arguments.llama_server), "--parallel", "16", "--ctx-size", str(context), "--cache-ram", "0",
@@ -118,37 +136,32 @@ def servers(arguments: argparse.Namespace) -> list[Server]:
 
 
 @contextlib.contextmanager
-def running(server: Server) -> Iterator[str]:
+def serving(server: Server) -> Iterator[str]:
     """Starts a server on a free port, waits until it is healthy, and yields its address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(server.tree)}
-    with tempfile.TemporaryFile() as log:
-        command = (*server.command, "--port", str(port))
-        process = subprocess.Popen(command, cwd=server.tree, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            _wait_until_healthy(server, process, f"http://127.0.0.1:{port}", log)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    with running((*server.command, "--port", str(port)), partial(is_healthy, url), environment=environment):
+        yield url
 
 
-def _wait_until_healthy(server: Server, process: subprocess.Popen, url: str, log) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            log.seek(0)
-            raise RuntimeError(f"{server.name} ended with {process.returncode}: {log.read().decode()[-2000:]}")
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
-        time.sleep(0.5)
-    raise TimeoutError(f"{server.name} is not healthy after {START_SECONDS} s")
+@contextlib.contextmanager
+def generating(python: Path, model: Path, dtype: str) -> Iterator[Generate]:
+    """Starts `python` with the worker and yields what generates in it; the first call waits until `model` is loaded."""
+    command = [str(python), "-c", _WORKER, str(model), dtype]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        jobs, answers = process.stdin, process.stdout
+
+        def generate(prompts: np.ndarray, tokens: int) -> float:
+            jobs.write(json.dumps({"prompts": prompts.tolist(), "tokens": tokens}) + "\n")
+            jobs.flush()
+            line = answers.readline()
+            if not line:
+                raise RuntimeError(f"transformers ended with {process.wait()}")
+            return json.loads(line)
+
+        yield generate
 
 
 def served(url: str, vocab_size: int, cell: Cell, seed: int) -> float:
@@ -183,33 +196,38 @@ def generated(generate: Generate, vocab_size: int, cell: Cell, seed: int) -> flo
     return cell.requests * answer / seconds
 
 
-def host_time(url: str) -> np.ndarray:
-    """Returns the seconds of the host's time so far and the steps `[2]`; zeros of a peer that counts neither."""
-    names = ("dsv3:engine_host_seconds_total", "dsv3:engine_steps_total")
-    answer = httpx.get(f"{url}/metrics", timeout=30)
-    if answer.is_error:
-        return np.zeros(2)
-    lines = answer.text.splitlines()
-    values = ([float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name)] for name in names)
-    return np.array([sum(each) for each in values])
+def greedy(report: Report, arguments: argparse.Namespace) -> None:
+    """Reports for each of four random prompts how many greedy tokens are the llama-server's."""
+    vocab_size = load_config(arguments.model).vocab_size
+    prompts = np.random.default_rng(0).integers(10, vocab_size, (4, 24)).tolist()
+    options = {"temperature": 0, "top_k": 1, "return_tokens": True, "ignore_eos": True, "n_predict": 32}
+    command = (str(arguments.llama_server), "--model", str(arguments.gguf[0]), "--flash-attn", "off", "--no-webui",
+               "--threads", str(os.cpu_count()), "--ctx-size", "2048", "--host", "127.0.0.1")  # fmt: skip
+    with serving(Server("llama.cpp", command)) as url:
+        answers = [httpx.post(f"{url}/completion", json=options | {"prompt": p}, timeout=300) for p in prompts]
+        theirs = [answer.raise_for_status().json()["tokens"] for answer in answers]
+    llm = LLM(arguments.model, dtype="float32", max_model_len=512, progress=False)
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
+    rows = []
+    for output, other in zip(outputs, theirs, strict=True):
+        mine = output.outputs[0].token_ids
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(mine, other, strict=True))))
+        rows.append([same, len(mine), mine[same] if same < len(mine) else None])
+    report.table("Greedy tokens beside llama.cpp's", ["equal tokens", "of", "token where they part"], rows)
 
 
-def main() -> None:
+def main(report: Report) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--make", type=Path)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--model", type=Path, default=bundled_model())
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], help="or fp8")
-    parser.add_argument("--tree", type=Path, help="another checkout of this repository")
     parser.add_argument("--llama-server", type=Path)
     parser.add_argument("--gguf", type=Path, nargs="+", default=[])
-    parser.add_argument(
-        "--llama-settings",
-        nargs="+",
-        default=["", f"--flash-attn on --threads {os.cpu_count()}"],
-        help="one server each",
-    )
+    settings = ["", f"--flash-attn on --threads {os.cpu_count()}"]
+    parser.add_argument("--llama-settings", nargs="+", default=settings, help="one server each")
     parser.add_argument("--transformers-python", type=Path, help="an interpreter that has transformers and torch")
+    parser.add_argument("--greedy", action="store_true", help="compare tokens, not speed")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--tokens", type=int, default=128, help="of a prompt and of an answer")
     parser.add_argument("--long", type=int, default=1024, help="tokens of the prompt whose first token is timed")
@@ -221,22 +239,21 @@ def main() -> None:
         return
     if bool(arguments.llama_server) != bool(arguments.gguf):
         parser.error("--llama-server and --gguf go together")
-    compare(arguments)
+    (greedy if arguments.greedy else compare)(report, arguments)
 
 
 def peers(arguments: argparse.Namespace, vocab_size: int, stack: contextlib.ExitStack) -> Iterator[Peer]:
     """Starts the peers, ours first; `stack` ends them."""
     for server in servers(arguments):
-        url = stack.enter_context(running(server))
-        yield Peer(server.name, partial(served, url, vocab_size), partial(host_time, url))
+        yield Peer(server.name, partial(served, stack.enter_context(serving(server)), vocab_size))
     if arguments.transformers_python:
         for dtype in (each for each in arguments.dtypes if each not in FORMATS):
             generate = stack.enter_context(generating(arguments.transformers_python, arguments.model, dtype))
             yield Peer(f"transformers {dtype}", partial(generated, generate, vocab_size))
 
 
-def compare(arguments: argparse.Namespace) -> None:
-    """Runs all rounds and prints the tables."""
+def compare(report: Report, arguments: argparse.Namespace) -> None:
+    """Runs all rounds and reports speeds, ratios, and shares of the memory's speed."""
     cfg = load_config(arguments.model)
     cells = [Cell(n, arguments.tokens, arguments.tokens, arguments.repeats) for n in arguments.requests]
     cells.append(Cell(1, arguments.long, 2, 2, first=True))
@@ -244,43 +261,29 @@ def compare(arguments: argparse.Namespace) -> None:
         all_peers = list(peers(arguments, cfg.vocab_size, stack))
         for peer in all_peers:  # what is slow once: pages of memory that nobody has touched
             peer.measure(cells[0], arguments.rounds)
-        rounds = [one_round(all_peers, cells, r) for r in range(arguments.rounds)]
-    figures, host, copies = (np.array(each) for each in zip(*rounds, strict=True))
+        copies, figures = [], np.zeros((arguments.rounds, len(all_peers), len(cells)))
+        for r in range(arguments.rounds):
+            copies.append(timed(Copy(), 3)[0])
+            for c, cell in enumerate(cells):
+                figures[r, :, c] = [peer.measure(cell, r * len(cells) + c) for peer in all_peers]
+    middle, names = np.median(figures, axis=0), [peer.name for peer in all_peers]
+    titles = [f"{n} at once" for n in arguments.requests]
+    speeds = [f"{title} (tokens/s)" for title in titles] + [f"first of {arguments.long} (ms)"]
+    lines = ([name, *each[:-1], 1e3 / each[-1]] for name, each in zip(names, middle, strict=True))
+    report.table("Speed", ["peer", *speeds], lines)
+    ratios = figures[:, :1] / figures
+    lines = ([f"{names[0]} / {name}", *map(spread, ratios[:, p].T)] for p, name in enumerate(names) if p)
+    if len(names) > 1:
+        report.table("Ratios", ["speed over", *titles, f"first of {arguments.long}"], lines)
+    chosen = np.tile(np.arange(cfg.n_routed_experts) < cfg.num_experts_per_tok, (cfg.num_moe_layers, 1))
     moved = 2 * COPIED_BYTES / statistics.median(copies)
-    print(f"the copy moves {moved / 1e9:.1f} GB/s; load {os.getloadavg()[0]:.1f}")
-    report([peer.name for peer in all_peers], arguments, figures)
-    report_host(all_peers, arguments, host)
-    report_memory(cfg, arguments, figures, moved)
-
-
-def one_round(all_peers: list[Peer], cells: list[Cell], number: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """Returns the figures and the host's seconds per step `[peers, cells]`, and the seconds of the copy."""
-    figures, host = np.zeros((2, len(all_peers), len(cells)))
-    copy = timed(Copy(), 3)[0]
-    for c, cell in enumerate(cells):
-        for p, peer in enumerate(all_peers):
-            before = peer.host_time()
-            figures[p, c] = peer.measure(cell, number * len(cells) + c)
-            seconds, steps = peer.host_time() - before
-            host[p, c] = seconds / steps if steps else np.nan
-    return figures, host, copy
-
-
-def report_host(all_peers: list[Peer], arguments: argparse.Namespace, host: np.ndarray) -> None:
-    """Prints the host's time per step of the peers that count it; `host` is `[rounds, peers, cells]`."""
-    for p, peer in enumerate(all_peers):
-        if not np.isnan(host[:, p, :-1]).any():
-            shown = ", ".join(f"{statistics.median(each) * 1e6:.0f}" for each in host[:, p, :-1].T)
-            print(f"{peer.name}: host's time per step {shown} us at {arguments.requests} at once")
-
-
-def report_memory(cfg: ModelConfig, arguments: argparse.Namespace, figures: np.ndarray, moved: float) -> None:
-    """Prints the share of the copy's speed that ours reaches in the first cell; `moved` is in bytes per second."""
-    chosen = np.arange(cfg.n_routed_experts) < cfg.num_experts_per_tok
-    for s, dtype in enumerate(arguments.dtypes):
-        needed = weight_bytes(shapes(cfg, dtype), np.tile(chosen, (cfg.num_moe_layers, 1)))
-        share = statistics.median(figures[:, s, 0]) / arguments.requests[0] * needed / moved
-        print(f"ours {dtype}: {needed / 1e6:.0f} MB per token, {share:.2f} of the memory's speed")
+    needed = [weight_bytes(shapes(cfg, dtype), chosen) for dtype in arguments.dtypes]
+    rates = (speed / arguments.requests[0] for speed in middle[:, 0])
+    lines = (
+        [d, each / 1e6, rate * each / moved] for d, each, rate in zip(arguments.dtypes, needed, rates, strict=False)
+    )
+    title = f"Ours, of the memory's speed ({moved / 1e9:.1f} GB/s)"
+    report.table(title, ["type", "MB per token", f"share at {titles[0]}"], lines)
 
 
 def shapes(cfg: ModelConfig, dtype: str) -> Params:
@@ -292,19 +295,5 @@ def shapes(cfg: ModelConfig, dtype: str) -> Params:
     )
 
 
-def report(names: list[str], arguments: argparse.Namespace, figures: np.ndarray) -> None:
-    """Prints the figures of every peer, and the first one's over each; `figures` is `[rounds, peers, cells]`."""
-    titles = [f"{n} at once" for n in arguments.requests] + [f"first of {arguments.long}"]
-    print(f"| peer | {' | '.join(titles)} |\n|---|{'---|' * len(titles)}")
-    for p, name in enumerate(names):
-        values = [statistics.median(column) for column in figures[:, p].T]
-        shown = [f"{value:.1f} tokens/s" for value in values[:-1]] + [f"{1e3 / values[-1]:.0f} ms"]
-        print(f"| {name} | {' | '.join(shown)} |")
-    for p, name in enumerate(names[1:], 1):
-        ratios = (figures[:, 0] / figures[:, p]).T
-        shown = [f"{statistics.median(each):.2f} ({each.min():.2f} to {each.max():.2f})" for each in ratios]
-        print(f"| {names[0]} / {name} | {' | '.join(shown)} |")
-
-
 if __name__ == "__main__":
-    main()
+    run(main)

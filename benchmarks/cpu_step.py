@@ -1,36 +1,36 @@
-"""Where the time of a decode step goes on this CPU: C++ products beside XLA's, and beside the memory's speed.
+"""A decode step on this CPU: C++ products beside XLA's and beside the memory's speed, and bfloat16 beside float32.
 
     JAX_PLATFORMS=cpu python -m benchmarks.cpu_step [--model bundled|random] [--layers 4] [--dtypes float32 bfloat16]
-        [--rows 1 2 4 16] [--rounds 7] [--profile]
+        [--rows 1 2 4 16] [--rounds 7]
+    JAX_PLATFORMS=cpu python -m benchmarks.cpu_step --types bundled 256x2 512x2 512x4 1024x2 1024x4 [--rows 1 4 16]
 
 A step is the model's decode program with the head, after `--context` tokens, as the engine compiles it. The random
 model has hidden size 1,024, 16 heads, 32 experts of width 512 (6 per token), 2 shared ones, and a vocabulary of
 32,000. The step of each backend runs in turns with the others and with a copy of 256 MiB by as many threads as there
-are cores. Columns: milliseconds of the fastest and of the median round, the step over that of one row, the speed over
-the reference's (median of the rounds' ratios), and the bytes of the weights that this step reads over the bytes that
-the copy moves (both ways) in the same time. A round's time is that of its fastest call;
-processor time, of all threads, is the mean of its calls, and the median of the rounds. The last column is what tracing
-and compiling the step took; a first one includes what is made once. `--profile` adds
-the microseconds of the operations, from XLA's trace.
+are cores. "Of the memory's speed" is the bytes of the weights that a step reads over the bytes that the copy moves
+(both ways) in the same time. A round's time is that of its fastest call; processor time, of all threads, is the mean of
+its calls, and the median of the rounds.
+
+`--types` makes the table behind `--dtype=auto` (`dsv3/engine/dtypes.py`): the speed of bfloat16 over float32's. A model
+is the bundled one, or the random one as HIDDENxLAYERS, with widths and vocabulary in proportion to the hidden size. The
+last column is the prefill of one prompt of `--prompt` tokens. "MB per token" counts the weights that a decode
+step of one row reads in float32.
 """
 
 import argparse
-import collections
 import dataclasses
 import os
-import re
 import statistics
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.record import Cell, Report, run, spread
 from dsv3.checkpoint import load_params
 from dsv3.checkpoint.quantize import quantize_stack
 from dsv3.checkpoint.reader import aligned_empty
@@ -39,12 +39,12 @@ from dsv3.config.hugging_face import load_config
 from dsv3.config.model import ModelConfig
 from dsv3.engine.build import bundled_model
 from dsv3.kv_cache.layout import Pool, pool
-from dsv3.model import DecodeBatch, decode, logits
+from dsv3.model import AttentionForm, DecodeBatch, PrefillBatch, decode, logits, prefill
 from dsv3.model.params import Params, declare, initialize
 from pallas_kernels.backend import Backend, resolve_backend
 
 COPIED_BYTES = 256 << 20
-SCOPES = {"attention", "project", "router", "experts", "moe", "shared_expert", "mlp", "head"}
+TYPES = ("float32", "bfloat16")
 RANDOM = ModelConfig(
     vocab_size=32_000,
     hidden_size=1024,
@@ -68,10 +68,9 @@ RANDOM = ModelConfig(
 class Step:
     """A compiled step; calling it runs it once.
 
-    `weight_bytes` are those that it reads, `compile_seconds` what tracing and compiling it took of the processors.
+    `weight_bytes` are those that it reads, `compile_seconds` the processor seconds of tracing and compiling it.
     """
 
-    name: str
     program: Any
     arguments: list[Any]
     weight_bytes: int
@@ -84,15 +83,36 @@ class Step:
 
 
 def load(model: str, layers: int, dtype: str) -> tuple[Params, ModelConfig]:
-    """Returns the bundled model, or a random one of `layers` layers; "fp8" is bfloat16 under `--fp8=quantize`."""
+    """Returns the bundled model, or a random one of `layers` layers; "fp8" is bfloat16 under `--fp8=quantize`.
+
+    A name like "512x4" is the random model in another size.
+    """
     if dtype == "fp8":
         params, cfg = load(model, layers, "bfloat16")
         return jax.tree.map(lambda spec, w: quantize_stack(w) if spec.quantizable else w, declare(cfg), params), cfg
-    if model == "random":
-        cfg = dataclasses.replace(RANDOM, num_hidden_layers=layers)
-        return initialized(cfg, dtype), cfg
-    cfg = dataclasses.replace(load_config(bundled_model()), num_nextn_predict_layers=0)
-    return load_params(bundled_model(), cfg, dtype=jnp.dtype(dtype)), cfg
+    if model == "bundled":
+        cfg = dataclasses.replace(load_config(bundled_model()), num_nextn_predict_layers=0)
+        return load_params(bundled_model(), cfg, dtype=jnp.dtype(dtype)), cfg
+    hidden, _, count = model.partition("x") if model != "random" else (RANDOM.hidden_size, "", layers)
+    cfg = scaled(int(hidden), int(count))
+    return initialized(cfg, dtype), cfg
+
+
+def scaled(hidden: int, layers: int) -> ModelConfig:
+    """Returns the random model in another size."""
+
+    def width(value: int) -> int:
+        return value * hidden // RANDOM.hidden_size
+
+    return dataclasses.replace(
+        RANDOM,
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        **{name: width(getattr(RANDOM, name)) for name in (
+            "vocab_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "intermediate_size",
+            "moe_intermediate_size",
+        )},
+    )  # fmt: skip
 
 
 def initialized(cfg: ModelConfig, dtype: str) -> Params:
@@ -107,27 +127,49 @@ def initialized(cfg: ModelConfig, dtype: str) -> Params:
 
 
 def compiled(params: Params, cfg: ModelConfig, rows: int, context: int, backend: Backend) -> Step:
-    """Returns the step of `rows` requests with `context` tokens each."""
+    """Returns the decode step of `rows` requests with `context` tokens each."""
     pages_each = pages_for(context + 1, 64)
-    rng = np.random.default_rng(0)
     batch = DecodeBatch(
-        jnp.asarray(rng.integers(0, cfg.vocab_size, (rows, 1)), jnp.int32),
+        jnp.asarray(np.random.default_rng(0).integers(0, cfg.vocab_size, (rows, 1)), jnp.int32),
         jnp.full(rows, context, jnp.int32),
         jnp.arange(rows * pages_each, dtype=jnp.int32).reshape(rows, -1),
     )
-    empty = pool(cfg, jnp.dtype(params.embed.dtype).name, rows * pages_each)
 
     def body(params: Params, batch: DecodeBatch, pages: Pool) -> tuple[jax.Array, Pool, jax.Array]:
         out = decode(params, cfg, batch, pages, backend=backend)
         return logits(params, cfg, out.hidden, backend), out.pages, out.expert_counts
 
+    return _step(body, params, cfg, batch, rows * pages_each)
+
+
+def prompt_step(params: Params, cfg: ModelConfig, tokens: int) -> Step:
+    """Returns the prefill of one new prompt of `tokens` tokens, with the head for its last one."""
+    pages_each, backend = pages_for(tokens, 64), resolve_backend()
+    batch = PrefillBatch(
+        jnp.asarray(np.random.default_rng(0).integers(0, cfg.vocab_size, tokens), jnp.int32),
+        jnp.arange(tokens, dtype=jnp.int32),
+        jnp.asarray([0, tokens], jnp.int32),
+        jnp.zeros(1, jnp.int32),
+        jnp.arange(pages_each, dtype=jnp.int32)[None],
+        form=AttentionForm.NEW,
+    )
+
+    def body(params: Params, batch: PrefillBatch, pages: Pool) -> tuple[jax.Array, Pool, jax.Array]:
+        out = prefill(params, cfg, batch, pages, backend=backend)
+        return logits(params, cfg, out.hidden[-1:], backend), out.pages, out.expert_counts
+
+    return _step(body, params, cfg, batch, pages_each)
+
+
+def _step(body: Callable, params: Params, cfg: ModelConfig, batch: Any, num_pages: int) -> Step:
+    """Compiles a step over pages of random latents, and runs it once."""
+    rng, empty = np.random.default_rng(1), pool(cfg, jnp.dtype(params.embed.dtype).name, num_pages)
     pages = jax.tree.map(lambda s: jnp.asarray(rng.standard_normal(s.shape, np.float32), s.dtype), empty)
     began = time.process_time()
     program = jax.jit(body, donate_argnums=2).lower(params, batch, pages).compile()
     taken = time.process_time() - began
     _, pages, counts = program(params, batch, pages)
-    read = weight_bytes(params, np.asarray(counts))
-    return Step(f"{backend.value} {rows}", program, [params, batch, pages], read, taken)
+    return Step(program, [params, batch, pages], weight_bytes(params, np.asarray(counts)), taken)
 
 
 def weight_bytes(params: Params, counts: np.ndarray) -> int:
@@ -181,87 +223,61 @@ def timed(call: Callable[[], None], times: int) -> tuple[float, float]:
     return min(seconds), (time.process_time() - began) / times
 
 
-def profile(step: Step, times: int = 50) -> dict[str, float]:
-    """Returns the microseconds per step of each kind of operation, as a thread of XLA's saw them.
-
-    An operation counts with its fastest call, times its calls.
-    """
-    scopes = dict(re.findall(r'%?([\w.-]+) = .*?op_name="([^"]*)"', step.program.as_text()))
-    durations: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as directory:
-        with jax.profiler.trace(directory):
-            for _ in range(times):
-                step()
-        for path in Path(directory).rglob("*.xplane.pb"):
-            for name, nanoseconds in events(path):
-                if name in scopes and not name.startswith("while"):  # which holds others
-                    durations.setdefault(name, []).append(nanoseconds)
-    total: collections.Counter[str] = collections.Counter()
-    for name, each in durations.items():
-        total[kind(name, scopes[name])] += min(each) * len(each) / times / 1e3
-    return dict(total.most_common())
-
-
-def events(path: Path) -> Iterator[tuple[str, float]]:
-    """Yields name and nanoseconds of all that a profile holds."""
-    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-        for line in plane.lines:
-            yield from ((event.name, event.duration_ns) for event in line.events)
-
-
-def kind(operation: str, scope: str) -> str:
-    """Names an operation by the innermost scope of the model that it belongs to, and by what XLA made of it."""
-    parts = [part for part in scope.split("/") if part in SCOPES]
-    return f"{parts[-1] if parts else 'rest'}: {re.sub(r'[.0-9]+$', '', operation)}"
-
-
-def main() -> None:
+def main(report: Report) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("bundled", "random"), default="bundled")
+    parser.add_argument("--types", nargs="+", metavar="MODEL", help="compare float32 and bfloat16 for these models")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="or fp8")
+    parser.add_argument("--dtypes", nargs="+", default=[*TYPES], help="or fp8")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 16])
+    parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--context", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.2, help="of each step in a round")
-    parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
+    if arguments.types:
+        columns = ["model", "MB per token", *(f"{n} at once" for n in arguments.rows), f"prompt of {arguments.prompt}"]
+        lines = (compare_types(name, arguments) for name in arguments.types)
+        report.table("Speed of bfloat16 over float32", columns, lines)
+        return
     for dtype in arguments.dtypes:
-        measure(arguments, dtype)
+        measure(report, arguments, dtype)
 
 
-def measure(arguments: argparse.Namespace, dtype: str) -> None:
-    """Prints the table of one dtype."""
+def compare_types(name: str, arguments: argparse.Namespace) -> list[Cell]:
+    """Measures one model in both types and returns its line of the table."""
+    both = []
+    for dtype in TYPES:
+        params, cfg = load(name, 0, dtype)
+        decoding = [compiled(params, cfg, rows, arguments.context, resolve_backend()) for rows in arguments.rows]
+        both.append([*decoding, prompt_step(params, cfg, arguments.prompt)])
+    pairs = [step for pair in zip(*both, strict=True) for step in pair]
+    seconds = in_turns(pairs, arguments.rounds, arguments.seconds)[:, :, 0]
+    return [name, both[0][0].weight_bytes / 1e6, *map(spread, (seconds[:, ::2] / seconds[:, 1::2]).T)]
+
+
+def measure(report: Report, arguments: argparse.Namespace, dtype: str) -> None:
+    """Reports the table of one dtype."""
     params, cfg = load(arguments.model, arguments.layers, dtype)
     backends = list(dict.fromkeys((Backend.REFERENCE, resolve_backend())))
     cases = [(rows, backend) for rows in arguments.rows for backend in backends]
     steps = [compiled(params, cfg, rows, arguments.context, backend) for rows, backend in cases]
     both = in_turns([Copy(), *steps], arguments.rounds, arguments.seconds)
     copy, times, processor = both[:, 0, 0], both[:, 1:, 0], both[:, 1:, 1]
-    print(f"{arguments.model}, {dtype}: the copy moves {2 * COPIED_BYTES / copy.min() / 1e9:.1f} GB/s")
-    print("| rows | backend | fastest, median ms | over one row | speed over reference | of the memory's speed | "
-          "processor ms | over one row | compiling, processor s |\n|---|---|---|---|---|---|---|---|---|")  # fmt: skip
+    lines: list[list[Cell]] = []
     for i, ((rows, backend), step) in enumerate(zip(cases, steps, strict=True)):
         first, like = cases.index((arguments.rows[0], backend)), cases.index((rows, backends[0]))
-        one, reference = times[:, first], times[:, like]
-        limit = step.weight_bytes / (2 * COPIED_BYTES) * copy.min()
-        cells = (
-            rows,
-            backend.value,
-            f"{times[:, i].min() * 1e3:.3f}, {statistics.median(times[:, i]) * 1e3:.3f}",
-            f"{times[:, i].min() / one.min():.2f}",
-            f"{statistics.median(reference / times[:, i]):.2f}",
-            f"{limit / times[:, i].min():.2f}",
-            f"{statistics.median(processor[:, i]) * 1e3:.3f}",
-            f"{statistics.median(processor[:, i] / processor[:, first]):.2f}",
-            f"{step.compile_seconds:.2f}",
-        )
-        print(f"| {' | '.join(map(str, cells))} |", flush=True)
-    for step in steps if arguments.profile else ():
-        found = profile(step)
-        shown = ", ".join(f"{name} {us:.0f}" for name, us in found.items() if us >= 0.01 * sum(found.values()))
-        print(f"\n{step.name}, {sum(found.values()):.0f} us in operations: {shown}", flush=True)
+        fastest, limit = times[:, i].min(), step.weight_bytes / (2 * COPIED_BYTES) * copy.min()
+        lines.append([
+            rows, backend.value, fastest * 1e3, statistics.median(times[:, i]) * 1e3, fastest / times[:, first].min(),
+            statistics.median(times[:, like] / times[:, i]), limit / fastest,
+            statistics.median(processor[:, i]) * 1e3, step.compile_seconds,
+        ])  # fmt: skip
+    title = f"{arguments.model}, {dtype}; the copy moves {2 * COPIED_BYTES / copy.min() / 1e9:.1f} GB/s"
+    columns = ["rows", "backend", "fastest (ms)", "median (ms)", "over one row", "speed over reference",
+               "of the memory's speed", "processor (ms)", "compiling (processor s)"]  # fmt: skip
+    report.table(title, columns, lines)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,20 +1,18 @@
 """Host time between decode steps, with a device step that costs next to nothing.
 
     python -m benchmarks.engine_host [--running 128] [--steps 2000]
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks.engine_host --ranks 8 [--rounds 5]
     python -m benchmarks.engine_host --unit [--churn 18]
     python -m benchmarks.engine_host --drafts 1 [--unit] [--rounds 5]
 
 The model is replaced by one product-free function, so what is left is the engine: planning, launching two programs,
-reading the tokens of the step before, outputs. Prints percentiles of the host's time in a step (the wait for the device
-taken out), of whole steps, and of the engine thread's CPU time in a step, which a busy machine distorts least. XLA:CPU
-runs part of the small programs on the calling thread: on a GPU the figures are lower.
-
-With `--ranks` above 1 the same requests are spread over as many devices, and compared with one device in turns.
+reading the tokens of the step before, outputs. Rows are the host's time in a step (the wait for the device taken out),
+the whole step, and the engine thread's CPU time in a step, which a busy machine distorts least. XLA:CPU runs part of
+the small programs on the calling thread: on a GPU the figures are lower.
 
 `--unit` is the published decode unit: 144 ranks with 128 requests each, over 18 hosts. Nothing is launched on a device:
 the executor encodes each follower's part of the command, as a leader does, and gives every row a token. Each step's
-frame to the HTTP process is encoded too. `--churn` requests end and as many arrive in every step.
+frame to the API server is encoded too. `--churn` requests end and as many arrive in every step. A last table has what
+encoding a step's results for several API servers takes.
 
 `--drafts` compares, in turns, steps with drafts and steps without, and no devices: those of one rank with
 `--running` requests, or of the decode unit.
@@ -23,7 +21,7 @@ frame to the HTTP process is encoded too. `--churn` requests end and as many arr
 import argparse
 import gc
 import itertools
-import json
+import statistics
 import time
 from typing import Any, NamedTuple
 
@@ -32,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
+from benchmarks.record import Report, run, spread
 from dsv3.config.engine import EngineConfig
 from dsv3.config.model import ModelConfig
 from dsv3.engine.cluster import messages
@@ -44,10 +43,13 @@ from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.processes import frames
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.batch_slots import NOTHING
-from dsv3.scheduler.request import EngineRequest
+from dsv3.scheduler.request import EngineRequest, StepOutputs, Tokens, first_id
+from dsv3.server.engine.api_servers import split_by_sender
 from dsv3.server.engine.messages import Outputs
 
 VOCAB = 256
+HOST, WHOLE, THREAD = "host's time", "whole step", "processor time of the engine's thread"
+PERCENTILES = (10, 50, 90, 99)
 
 
 class Output(NamedTuple):
@@ -76,29 +78,22 @@ def model_config() -> ModelConfig:
     )  # fmt: skip
 
 
-def make_engine(running: int, max_model_len: int, ranks: int = 1) -> Engine:
-    """An engine around the empty model, with as many parameter arrays as a real one has.
-
-    Raises ValueError where the ranks do not divide the requests.
-    """
-    if running % ranks:
-        raise ValueError(f"{running} requests do not divide over {ranks} ranks: make --running a multiple")
+def make_engine(running: int, max_model_len: int) -> Engine:
+    """Returns an engine around the empty model, with as many parameter arrays as a real one has."""
     cfg = model_config()
     limits = EngineConfig(
         max_model_len=max_model_len,
-        num_pages=running // ranks * max_model_len // 64,
-        max_num_seqs=running // ranks,
+        num_pages=running * max_model_len // 64,
+        max_num_seqs=running,
         max_num_batched_tokens=1024,
-        num_ranks=ranks,
     )
     params = [jnp.zeros(8) for _ in range(40)]
     return Engine(EngineComponents.on_devices(StepFunctions(_prefill, _decode, _logits), params, cfg, limits))
 
 
-def measure(running: int, steps: int, ranks: int = 1) -> dict[str, float]:
-    """Times `steps` decode steps of `running` requests on `ranks` devices together, in microseconds."""
-    max_model_len = -(-(steps + 200) // 64) * 64
-    engine = make_engine(running, max_model_len, ranks)
+def measure(running: int, steps: int) -> dict[str, np.ndarray]:
+    """Times `steps` decode steps of `running` requests, in microseconds."""
+    engine = make_engine(running, -(-(steps + 200) // 64) * 64)
     engine.warm_up()
     sampling = SamplingParams(temperature=0, ignore_eos=True)
     for i in range(running):
@@ -116,10 +111,8 @@ def measure(running: int, steps: int, ranks: int = 1) -> dict[str, float]:
         whole[i], host[i] = time.perf_counter() - started, engine.host_time.total - before
         cpu[i] = time.thread_time() - cpu_started
         assert len(outputs) == running
-    stats = engine.stats()
-    assert stats.recompilations == 0
-    result = {"running": running, "steps": steps, "ranks": ranks}
-    return result | _percentiles({"host": host * 1e6, "step": whole * 1e6, "thread_cpu": cpu * 1e6})
+    assert engine.stats().recompilations == 0
+    return {HOST: host * 1e6, WHOLE: whole * 1e6, THREAD: cpu * 1e6}
 
 
 class UnitExecutor:
@@ -160,6 +153,7 @@ class Unit:
 
     def __init__(self, ranks: int = 144, rows: int = 128, nodes: int = 18, churn: int = 0, drafts: int = 0) -> None:
         self._running, self._churn = ranks * rows, churn
+        self.frame_bytes, self.tokens = 0, 0.0
         config = {"method": "mtp", "num_speculative_tokens": drafts} if drafts else None
         cfg = EngineConfig(
             max_model_len=4096, num_pages=rows * 24, max_num_seqs=rows, num_ranks=ranks, num_processes=nodes,
@@ -176,19 +170,17 @@ class Unit:
             self._engine.step()
         gc.freeze()
 
-    def run(self, steps: int) -> dict[str, Any]:
-        """Times steps and the engine thread's processor time in them, in microseconds."""
-        times, processor, frame_bytes, tokens = np.empty(steps), np.empty(steps), 0, 0
+    def run(self, steps: int) -> dict[str, np.ndarray]:
+        """Times steps and the engine thread's processor time in them, in microseconds; notes bytes and tokens."""
+        times, processor, self.tokens = *np.empty((2, steps)), 0.0
         for i in range(steps):
             self._arrive()
             started, cpu_started = time.perf_counter(), time.thread_time()
             outputs = self._engine.step()
-            frame_bytes = len(frames.encode(Outputs.from_outputs(outputs, None)))
+            self.frame_bytes = len(frames.encode(Outputs.from_outputs(outputs, None)))
             times[i], processor[i] = time.perf_counter() - started, time.thread_time() - cpu_started
-            tokens += sum(len(columns.tokens) for columns in outputs.columns)
-        result: dict[str, Any] = {"running": self._running, "steps": steps, "churn": self._churn}
-        result |= {"frame_bytes": frame_bytes, "tokens_per_step": round(tokens / steps)}
-        return result | _percentiles({"step": times * 1e6, "thread_cpu": processor * 1e6})
+            self.tokens += sum(len(columns.tokens) for columns in outputs.columns) / steps
+        return {WHOLE: times * 1e6, THREAD: processor * 1e6}
 
     def _arrive(self) -> None:
         engine = self._engine
@@ -199,53 +191,54 @@ class Unit:
             engine.add(EngineRequest(request_id=next(self._ids), prompt_token_ids=prompt, sampling=sampling))
 
 
-def _percentiles(microseconds: dict[str, np.ndarray]) -> dict[str, float]:
-    return {
-        f"{name}_us_p{percentile}": round(float(np.percentile(values, percentile)), 1)
-        for name, values in microseconds.items()
-        for percentile in (10, 50, 90, 99)
-    }
+def tabulate(report: Report, title: str, measured: dict[str, np.ndarray]) -> None:
+    """Reports percentiles of microseconds."""
+    rows = ([name, *np.percentile(values, PERCENTILES)] for name, values in measured.items())
+    report.table(title, ["per step (us)", "p10", "median", "p90", "p99"], rows)
 
 
-def measure_unit(steps: int, churn: int) -> dict[str, Any]:
-    """Times the decode unit; also gives the bytes of a command to each follower."""
-    unit = Unit(churn=churn)
-    return unit.run(steps) | {"follower_bytes": unit.executor.sent / 17}
+def measure_unit(report: Report, unit: Unit, steps: int) -> None:
+    """Reports times of the decode unit, and what a step sends."""
+    tabulate(report, "A step of the decode unit", unit.run(steps))
+    sizes = [
+        ["a decode command to each follower", round(unit.executor.sent / 17)],
+        ["a step's results", unit.frame_bytes],
+    ]
+    report.table("What it sends", ["what", "bytes"], sizes)
+    rows = ([servers, statistics.median(send(servers) for _ in range(steps)) * 1e6] for servers in (1, 2, 4, 16))
+    report.table("Results of 18,432 rows", ["API servers", "processor time of the engine's thread (us)"], rows)
 
 
-def compare_drafts(drafts: int, layout: dict[str, int], steps: int, rounds: int) -> None:
-    """Prints, of the ratios of an engine that takes drafts to one that does not, in turns, median and range."""
-    plain, drafting = Unit(**layout), Unit(**layout, drafts=drafts)
-    names = ("step_us_p50", "thread_cpu_us_p50", "thread_cpu_us_p10", "tokens_per_step")
-    ratios: dict[str, list[float]] = {name: [] for name in names}
-    for unit in (plain, drafting):
+def send(servers: int, rows: int = 18432) -> float:
+    """Encodes a step's results as `Fronts.deliver` does; returns the thread's seconds."""
+    ids = np.array([first_id(i % servers) + i for i in range(rows)], np.int64)
+    tokens = Tokens(ids, np.ones(rows, np.int64), np.arange(rows, dtype=np.int32))
+    outputs = StepOutputs([tokens], [])
+    started = time.thread_time()
+    for part in split_by_sender(outputs).values() if servers > 1 else [outputs]:
+        frames.encode(Outputs.from_outputs(part, None))
+    return time.thread_time() - started
+
+
+def compare_drafts(report: Report, drafts: int, layout: dict[str, int], steps: int, rounds: int) -> None:
+    """Reports the ratios of an engine that takes drafts to one that does not, in turns."""
+    units = [Unit(**layout), Unit(**layout, drafts=drafts)]
+    for unit in units:
         unit.run(steps)  # first steps give their requests' first tokens one by one
+    ratios: dict[str, list[float]] = {WHOLE: [], THREAD: [], "tokens": []}
     for _ in range(rounds):
-        none, some = plain.run(steps), drafting.run(steps)
-        print(json.dumps(none), json.dumps(some), sep="\n", flush=True)
-        for name, values in ratios.items():
-            values.append(some[name] / none[name])
-    for name, values in ratios.items():
-        print(f"{name}, {drafts} drafts over none: {np.median(values):.2f} ({min(values):.2f} to {max(values):.2f})")
+        none, some = (unit.run(steps) for unit in units)
+        for name in none:
+            ratios[name].append(float(np.median(some[name]) / np.median(none[name])))
+        ratios["tokens"].append(units[1].tokens / units[0].tokens)
+    title = f"{drafts} drafts per row over none, {layout.get('ranks', 144)} ranks of {layout.get('rows', 128)} rows"
+    report.table(title, ["median of a step", "ratio"], ([name, spread(each)] for name, each in ratios.items()))
 
 
-def compare(running: int, steps: int, ranks: int, rounds: int) -> None:
-    """Prints each measurement, and of the ratios of `ranks` devices to one, round by round, median and range."""
-    ratios: dict[str, list[float]] = {"host_us_p50": [], "thread_cpu_us_p50": []}
-    for _ in range(rounds):
-        one, many = (measure(running, steps, n) for n in (1, ranks))
-        print(json.dumps(one), json.dumps(many), sep="\n", flush=True)
-        for name, values in ratios.items():
-            values.append(many[name] / one[name])
-    for name, values in ratios.items():
-        print(f"{name}, {ranks} devices over 1: {np.median(values):.2f} ({min(values):.2f} to {max(values):.2f})")
-
-
-def main() -> None:
+def main(report: Report) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--running", type=int, default=128)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--ranks", type=int, default=1, help="above 1: this many devices, against one in turns")
     parser.add_argument("--rounds", type=int, default=5, help="of turns")
     parser.add_argument("--unit", action="store_true", help="the decode unit of 144 ranks, without devices")
     parser.add_argument("--churn", type=int, default=0, help="requests that end and arrive in each step of --unit")
@@ -253,14 +246,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.drafts:
         layout = {} if args.unit else {"ranks": 1, "rows": args.running, "nodes": 1}
-        compare_drafts(args.drafts, layout, min(args.steps, 40), args.rounds)
+        compare_drafts(report, args.drafts, layout, min(args.steps, 40), args.rounds)
     elif args.unit:
-        print(json.dumps(measure_unit(min(args.steps, 300), args.churn)))
-    elif args.ranks == 1:
-        print(json.dumps(measure(args.running, args.steps)))
+        measure_unit(report, Unit(churn=args.churn), min(args.steps, 300))
     else:
-        compare(args.running, args.steps, args.ranks, args.rounds)
+        tabulate(report, f"{args.running} running requests", measure(args.running, args.steps))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,21 +1,39 @@
-"""Balancing decisions at DeepSeek-V3's size: 58 layers of 256 experts in 288 replicas.
+"""Balancing experts: decisions at DeepSeek-V3's size, and a live rebalancing of the bundled model.
 
     python -m benchmarks.eplb
+    JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks.eplb --live \
+        [--plot docs/expert_load.png]
 
-Prints, for both published deployments, the time of a decision, how even it makes a lognormal load, and how many
-replicas keep their expert when the load drifts a little (20 % per decision). Then, for a decode step on 144 devices
-under a Zipf load, how evenly the replicas of an expert share its rows as `choose_replicas` chooses them, and when drawn
-at random. Last, how long choosing takes here, and how many times longer by cumulated one-hot counts.
+58 layers of 256 experts are placed in 288 replicas. The first table has, for both published deployments, the time of a
+decision, how even it makes a lognormal load, and how many replicas keep their expert when the load drifts a little
+(20 % per decision), with `keep_in_place` and without. The second has, for a decode step on 144 devices under a Zipf
+load, how evenly the replicas of an expert share its rows as `choose_replicas` chooses them, and when drawn at random.
+
+With `--live` requests of one kind, pieces of one module of Python's standard library, keep an engine of eight CPU
+devices busy. After 256 steps it decides and moves experts while it serves; the load of a full window of later steps, of
+other requests, is "after". The picture has the devices' load before and after.
 """
 
+import argparse
+import inspect
 import statistics
+import tarfile
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from sharding.experts.eplb import ExpertMap, balancedness, keep_in_place, rebalance_experts
+from benchmarks.record import Cell, Report, run, spread
+from dsv3.config.options import EngineOptions
+from dsv3.engine.build import build_engine, bundled_model
+from dsv3.engine.engine import Engine
+from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.request import EngineRequest
+from dsv3.text.tokenizer import Tokenizer
+from sharding.experts.eplb import ExpertMap, balancedness, device_load, keep_in_place, rebalance_experts
 from sharding.experts.placement import choose_replicas, placement_of
 
 ROUNDS = 21
@@ -23,10 +41,29 @@ LAYERS, EXPERTS, REPLICAS, GROUPS, TOP_K = 58, 256, 288, 8, 8
 DEVICES = 144
 STEPS = 8
 ZIPF = 0.5
+LIVE_DEVICES, REDUNDANT = 8, 8
+INTERVAL, WINDOW_STEPS = 256, 1024
+PROMPT, ANSWER = 32, 64
 
 
-def main() -> None:
+def main(report: Report) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--live", action="store_true")
+    parser.add_argument("--plot", type=Path)
+    arguments = parser.parse_args()
+    if arguments.live:
+        live(report, arguments.plot)
+        return
     rng = np.random.default_rng(0)
+    columns = ["deployment", "a decision (ms)", "keeping in place (ms)", "balancedness", "replicas that stay (%)",
+               "without keeping (%)"]  # fmt: skip
+    report.table("Decisions", columns, decisions(rng))
+    columns = ["tokens per device", "replicas in turn (%)", "at random (%)"]
+    report.table("Rows of an expert's busiest replica above the mean of its replicas", columns, replica_choice(rng))
+
+
+def decisions(rng: np.random.Generator) -> Iterator[list[Cell]]:
+    """Yields a line per published deployment."""
     weight = rng.lognormal(size=(LAYERS, EXPERTS))
     drifted = weight * rng.lognormal(sigma=0.2, size=weight.shape)
     for name, nodes, gpus in (("prefill, 4 nodes, hierarchical", 4, 32), ("decode, 18 nodes, global", 18, 144)):
@@ -34,24 +71,18 @@ def main() -> None:
         for _ in range(ROUNDS):
             started = time.perf_counter()
             result = rebalance_experts(weight, REPLICAS, GROUPS, nodes, gpus)
-            seconds.append(time.perf_counter() - started)
+            seconds.append(1e3 * (time.perf_counter() - started))
             new = rebalance_experts(drifted, REPLICAS, GROUPS, nodes, gpus)
             started = time.perf_counter()
             kept = keep_in_place(new, result, GROUPS, nodes, gpus)
-            keeping.append(time.perf_counter() - started)
+            keeping.append(1e3 * (time.perf_counter() - started))
         even = balancedness(weight, result, gpus).mean()
-        stay = [float((m.phy2log == result.phy2log).mean()) for m in (new, kept)]
-        print(f"{name}: median {1e3 * statistics.median(seconds):.1f} ms, balancedness {even:.3f} (lognormal load)")
-        print(
-            f"  keeping experts in place: {1e3 * statistics.median(keeping):.1f} ms, "
-            f"{stay[1]:.0%} of the replicas keep their expert, {stay[0]:.0%} without"
-        )
-    print_replica_choice(rng)
-    print_choice_times(rng)
+        stay = [100 * float((each.phy2log == result.phy2log).mean()) for each in (kept, new)]
+        yield [name, spread(seconds, 1), spread(keeping, 1), even, *stay]
 
 
-def print_replica_choice(rng: np.random.Generator) -> None:
-    """Prints the rows of the busiest replica of an expert over its replicas' mean; averages experts and steps."""
+def replica_choice(rng: np.random.Generator) -> Iterator[list[Cell]]:
+    """Yields the rows of the busiest replica of an expert over its replicas' mean; averages experts and steps."""
     load = rng.permutation(1 / np.arange(1, EXPERTS + 1) ** ZIPF)[None]
     expert_map = rebalance_experts(load, REPLICAS, GROUPS, 18, DEVICES)
     placement = placement_of(expert_map, REPLICAS - EXPERTS + 1)
@@ -66,36 +97,7 @@ def print_replica_choice(rng: np.random.Generator) -> None:
             column = rng.integers(0, placement.copies[0][ids])
             excess["in turn"].append(_excess(in_turn, expert_map))
             excess["at random"].append(_excess(placement.replicas[0][ids, column], expert_map))
-        figures = ", ".join(f"{name} {statistics.mean(values):.4f}" for name, values in excess.items())
-        print(f"copies, Zipf {ZIPF}, {DEVICES} devices of {tokens} tokens, busiest over mean: {figures}")
-
-
-def print_choice_times(rng: np.random.Generator) -> None:
-    """Prints the time of choosing replicas for one layer on this device, and its ratio by cumulated one-hot counts."""
-    expert_map = rebalance_experts(rng.lognormal(size=(1, EXPERTS)), REPLICAS, GROUPS, 18, DEVICES)
-    placement = placement_of(expert_map, REPLICAS - EXPERTS + 1)
-    ways = {"sorted": jax.jit(choose_replicas), "one-hot": jax.jit(choose_by_one_hot)}
-    for tokens in (64, 1024, 8192):
-        ids = np.argsort(rng.random((tokens, EXPERTS)), axis=1)[:, :TOP_K].astype(np.int32)
-        arguments = (ids, placement.replicas[0], placement.copies[0], 3)
-        chosen = [np.asarray(way(*arguments)) for way in ways.values()]
-        np.testing.assert_array_equal(*chosen)
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(ROUNDS):
-            for name, way in ways.items():
-                started = time.perf_counter()
-                jax.block_until_ready(way(*arguments))
-                seconds[name].append(time.perf_counter() - started)
-        in_order, one_hot = (statistics.median(seconds[name]) for name in ways)
-        print(f"choosing replicas of {tokens} tokens: {1e3 * in_order:.2f} ms, one-hot {one_hot / in_order:.0f} times")
-
-
-def choose_by_one_hot(ids: jax.Array, replicas: jax.Array, copies: jax.Array, device: int) -> jax.Array:
-    """`choose_replicas` with counts cumulated over `[T * K, E]`."""
-    flat = ids.reshape(-1)
-    wanted = flat[:, None] == jnp.arange(copies.shape[0])
-    turn = (jnp.cumsum(wanted, axis=0, dtype=jnp.int32) * wanted).sum(axis=1) - 1 + device
-    return replicas[flat, turn % copies[flat]].reshape(ids.shape)
+        yield [tokens, *(100 * (statistics.mean(each) - 1) for each in excess.values())]
 
 
 def _excess(chosen: np.ndarray, expert_map: ExpertMap) -> float:
@@ -105,5 +107,74 @@ def _excess(chosen: np.ndarray, expert_map: ExpertMap) -> float:
     return statistics.mean(float(c.max() / c.mean()) for c in copies)
 
 
+# A live rebalancing.
+
+
+def live(report: Report, plot: Path | None) -> None:
+    """Reports the devices' load before and after the first move."""
+    options = EngineOptions(
+        data_parallel_size=LIVE_DEVICES, enable_expert_parallel=True, num_redundant_experts=REDUNDANT, enable_eplb=True,
+        eplb_interval=INTERVAL, max_num_seqs=4, max_model_len=PROMPT + ANSWER, max_num_batched_tokens=64,
+    )  # fmt: skip
+    engine = build_engine(bundled_model(), options, progress=False)
+    engine.warm_up()
+    windows = measure(engine)
+    even = [balancedness(load, expert_map, LIVE_DEVICES) for load, expert_map in windows]
+    rows = ([name, each.mean(), *each] for name, each in zip(("before", "after"), even, strict=True))
+    layers = [f"layer {i}" for i in range(len(even[0]))]
+    title = f"Balancedness; {engine.stats().recompilations} recompilations"
+    report.table(title, ["window", "mean", *layers], rows)
+    if plot is not None:
+        draw(plot, *windows)
+
+
+def measure(engine: Engine) -> tuple[Any, Any]:
+    """Load and map of the window before the first move, and of a window after it."""
+    balancer, requests = engine.planners["experts"], requests_of_one_kind()
+    assert balancer is not None
+    before, moved_at = (balancer.load, balancer.expert_map), 0
+    while not moved_at or engine.stats().steps < moved_at + WINDOW_STEPS:
+        if not engine.stats().waiting:
+            engine.add(next(requests))
+        engine.step()
+        experts = engine.stats().jobs["experts"]
+        if experts is not None and experts.moved == 0:
+            before = balancer.load, balancer.expert_map
+        elif not moved_at:
+            moved_at = engine.stats().steps
+    return before, (balancer.load, balancer.expert_map)
+
+
+def requests_of_one_kind() -> Any:
+    """Pieces of `tarfile`'s source, each with a seed of its own, for ever."""
+    tokens = Tokenizer.from_directory(bundled_model()).encode(inspect.getsource(tarfile))
+    for number, start in enumerate(np.random.default_rng(0).integers(0, len(tokens) - PROMPT, 2**20)):
+        sampling = SamplingParams(max_tokens=ANSWER, temperature=0.7, seed=number, ignore_eos=True)
+        prompt = tokens[start : start + PROMPT]
+        yield EngineRequest(request_id=number, prompt_token_ids=prompt, sampling=sampling)
+
+
+def draw(path: Path, *windows: tuple[np.ndarray, ExpertMap]) -> None:
+    """One panel a layer: each device's share of the load, before and after; 1 is an even share."""
+    from matplotlib.figure import Figure
+
+    shares = [device_load(load, expert_map, LIVE_DEVICES) for load, expert_map in windows]
+    shares = [share / share.mean(axis=1, keepdims=True) for share in shares]
+    layers = shares[0].shape[0]
+    figure = Figure(figsize=(3.4 * layers, 2.8), layout="constrained")
+    for layer, axes in enumerate(figure.subplots(1, layers, sharey=True)):
+        for i, (share, name, color) in enumerate(zip(shares, ("before", "after"), ("#b0b7c3", "#2563eb"), strict=True)):
+            even = 1 / share[layer].max()
+            axes.bar(
+                np.arange(LIVE_DEVICES) + 0.4 * i - 0.2, share[layer], 0.4, label=f"{name}: {even:.2f}", color=color
+            )
+        axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
+        axes.set(title=f"MoE layer {layer}", xlabel="device", xticks=range(LIVE_DEVICES))
+        axes.legend(title="balancedness", fontsize="small", frameon=False)
+        axes.set_ylim(0, 1.35 * max(share.max() for share in shares))
+    figure.axes[0].set_ylabel("load over mean")
+    figure.savefig(path, dpi=110)
+
+
 if __name__ == "__main__":
-    main()
+    run(main)

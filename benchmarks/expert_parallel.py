@@ -1,140 +1,41 @@
-"""Expert parallelism as the mesh grows: work per device, and bytes it sends. Nothing is timed.
+"""Bytes that a device sends in a MoE layer as the mesh grows. Nothing is timed, and nothing runs.
 
-    JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks.expert_parallel
+    JAX_PLATFORMS=cpu python -m benchmarks.expert_parallel
 
-Two tables. Work: a small MoE layer of 64 experts runs on 1, 2, 4 and 8 CPU devices, with as many tokens on each; every
-device counts the rows that reach it and the products it makes, and the result must be one device's. Bytes: the
-exchange of DeepSeek-V3's shape is traced for up to 144 devices, and what its collectives send is set against the
-formula by which transports are chosen and served bytes are counted; a difference ends the program.
+The exchange of DeepSeek-V3's shape is traced for up to 144 devices. What its collectives send, read from the jaxpr, is
+set against the formula by which transports are chosen and served bytes are counted; a difference ends the program.
 """
 
-import argparse
-import collections
 import dataclasses
-import functools
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from benchmarks.traced import sent
-from dsv3.model.layers import experts
-from dsv3.model.layers.experts import ExpertLayer
-from dsv3.model.layers.linear import Numerics
-from dsv3.model.layers.router import Routing
-from dsv3.model.params import MoeParams
+from benchmarks.record import Cell, Report, run
 from sharding.experts.rows import TokenRows, unpacked
 from sharding.experts.traffic import LayerRows, Traffic
 from sharding.experts.transport import Transport, build, choose
 from sharding.experts.transport_kind import TransportKind
-from sharding.mesh import DEVICES, Machine, rank_mesh
+from sharding.mesh import Machine
 
-EXPERTS, TOP_K, HIDDEN, WIDTH = 64, 8, 64, 32
-TILE = 128
-"""Aligned rows per tile of the grouped kernels at these loads; a device computes whole tiles."""
-V3_HIDDEN, V3_REPLICAS = 7168, 288
+V3_HIDDEN, V3_REPLICAS, TOP_K = 7168, 288, 8
 MACHINES = (Machine(1, 8), Machine(2, 8), Machine(4, 8), Machine(18, 8))
-PHASES = (("decode", 64), ("decode", 128), ("decode", 256), ("prefill", 4096))
+PHASES = (("decode", 128), ("prefill", 4096))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=128, help="tokens on each device in the table of work")
-    args = parser.parse_args()
-    sizes = [n for n in (1, 2, 4, 8) if n <= len(jax.devices())]
-    print_table("devices", "experts", "transport", "rows received", "products", "experts read", f"tiles of {TILE}",
-                "busiest / mean", rows=[work(n, args.tokens) for n in sizes])  # fmt: skip
-    print()
-    print_table("phase, tokens", "nodes x GPUs", "transport", "kB out of the device", "kB out of the node",
-                "of the payload", "chosen", rows=[line for phase in PHASES for line in wire(*phase)])  # fmt: skip
-    return 0
+def main(report: Report) -> None:
+    columns = ["phase", "tokens per device", "nodes x GPUs", "transport", "out of the device (MB)",
+               "out of the node (MB)", "of the payload", "chosen"]  # fmt: skip
+    lines = (line for phase in PHASES for line in wire(*phase))
+    report.table("Bytes that a device sends in a layer", columns, lines)
 
 
-def print_table(*head: str, rows: Sequence[Sequence[str]]) -> None:
-    for row in (head, ["---"] * len(head), *rows):
-        print("| " + " | ".join(row) + " |")
-
-
-@dataclasses.dataclass
-class Work:
-    """What the devices count while a layer runs."""
-
-    rows: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
-    products: collections.Counter[tuple[int, int]] = dataclasses.field(default_factory=collections.Counter)
-    tiles: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
-
-    def add(self, device: np.ndarray, rows: np.ndarray, counts: np.ndarray) -> None:
-        """`rows` arrived at `device`, and `counts` [Ed] of each of its experts' products were made."""
-        self.rows[int(device)] += int(rows)
-        self.tiles[int(device)] += int(-(-counts // TILE).sum())
-        for expert, count in enumerate(counts.tolist()):
-            self.products[int(device), expert] += count
-
-
-def work(devices: int, tokens: int) -> list[str]:
-    """A row of the table of work; even routing, drawn at random."""
-    mesh = rank_mesh(jax.devices()[:devices])
-    machine = Machine.from_mesh(mesh)
-    rows = LayerRows.from_widths(tokens, TOP_K, HIDDEN, fp8_dispatch=False)
-    transport = choose(machine, EXPERTS, rows)
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(devices * tokens, HIDDEN)).astype(np.float32)
-    ids = np.argsort(rng.random((devices * tokens, EXPERTS)), axis=1)[:, :TOP_K].astype(np.int32)
-    weights = rng.random(ids.shape, np.float32)
-    done = Work()
-    y = run_layer(mesh, transport, done, (x, ids, weights))
-    check_result(y, x, ids, weights)
-    products = np.array([[done.products[d, e] for e in range(transport.replicas_per_device)] for d in range(devices)])
-    assert products.sum() == ids.size, "every product is made once"
-    per_device = products.sum(axis=1)
-    return [
-        str(devices), str(transport.replicas_per_device), transport.kind.value,
-        f"{np.mean([done.rows[d] for d in range(devices)]):.0f}", f"{per_device.mean():.0f}",
-        f"{(products > 0).sum(axis=1).mean():.0f}", f"{np.mean([done.tiles[d] for d in range(devices)]):.0f}",
-        f"{per_device.max() / per_device.mean():.2f}",
-    ]  # fmt: skip
-
-
-def run_layer(mesh: jax.sharding.Mesh, transport: Transport, done: Work, inputs: tuple[np.ndarray, ...]) -> np.ndarray:
-    """The layer's result [tokens, HIDDEN]; `done` receives what each device counts."""
-
-    def one_device(x: jax.Array, ids: jax.Array, topk: jax.Array, params: MoeParams) -> jax.Array:
-        device, layer = jax.lax.axis_index(DEVICES), ExpertLayer(params, 0, Numerics())
-
-        def local(rows: TokenRows) -> tuple[jax.Array, None]:
-            y, router_stats = experts.moe(rows.payload, Routing(rows.ids, rows.weights), layer)
-            jax.debug.callback(done.add, device, (rows.ids >= 0).any(axis=1).sum(), router_stats.counts)
-            return y, None
-
-        return transport.finish(transport.start(TokenRows(x, ids, topk), local))[0]
-
-    spread, stacked = PartitionSpec(DEVICES), PartitionSpec(None, DEVICES)
-    params = parameters()
-    where = MoeParams(router=None, router_bias=None, gate_up=stacked, down=stacked, shared=None)
-    mapped = jax.shard_map(one_device, mesh=mesh, in_specs=(*[spread] * 3, where), out_specs=spread, check_vma=False)
-    y = jax.block_until_ready(jax.jit(mapped)(*inputs, params))
-    jax.effects_barrier()
-    return np.asarray(y)
-
-
-@functools.cache
-def parameters() -> MoeParams:
-    rng = np.random.default_rng(1)
-    gate_up = rng.normal(size=(1, EXPERTS, 2 * WIDTH, HIDDEN), scale=HIDDEN**-0.5).astype(np.float32)
-    down = rng.normal(size=(1, EXPERTS, HIDDEN, WIDTH), scale=WIDTH**-0.5).astype(np.float32)
-    return MoeParams(router=None, router_bias=None, gate_up=gate_up, down=down, shared=None)
-
-
-def check_result(y: np.ndarray, x: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> None:
-    routing = Routing(jnp.asarray(ids), jnp.asarray(weights))
-    expected = experts.moe(jnp.asarray(x), routing, ExpertLayer(parameters(), 0, Numerics()))[0]
-    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
-
-
-def wire(phase: str, tokens: int) -> Iterator[list[str]]:
+def wire(phase: str, tokens: int) -> Iterator[list[Cell]]:
     """Rows of the table of bytes: a layer of DeepSeek-V3, FP8 there and bf16 back."""
     rows = LayerRows.from_widths(tokens, TOP_K, V3_HIDDEN, fp8_dispatch=True)
     payload = tokens * TOP_K * rows.row_bytes(TOP_K)
@@ -147,11 +48,9 @@ def wire(phase: str, tokens: int) -> Iterator[list[str]]:
             measured, formula = traced(transport, rows), transport.traffic(rows)
             if dataclasses.replace(measured, messages=0) != dataclasses.replace(formula, messages=0):
                 sys.exit(f"{kind} over {machine}: the program sends {measured}, the formula says {formula}")
-            yield [
-                f"{phase}, {tokens:,}", f"{machine.nodes} x {machine.gpus}", kind.value,
-                f"{measured.device_bytes / 1e3:,.0f}", f"{measured.node_bytes / 1e3:,.0f}",
-                f"{measured.device_bytes / payload:.2f}", "yes" if kind is chosen else "",
-            ]  # fmt: skip
+            yield [phase, tokens, f"{machine.nodes} x {machine.gpus}", kind.value, measured.device_bytes / 1e6,
+                   measured.node_bytes / 1e6, measured.device_bytes / payload,
+                   "yes" if kind is chosen else None]  # fmt: skip
 
 
 def traced(transport: Transport, rows: LayerRows) -> Traffic:
@@ -161,8 +60,8 @@ def traced(transport: Transport, rows: LayerRows) -> Traffic:
     spec = PartitionSpec(machine.axes)
 
     def layer(values: jax.Array, scale: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        sent = TokenRows({"values": values, "scale": scale}, ids, weights)
-        handle = transport.start(sent, lambda rows: (unpacked(rows).payload["values"].astype(jnp.bfloat16), None))
+        token_rows = TokenRows({"values": values, "scale": scale}, ids, weights)
+        handle = transport.start(token_rows, lambda rows: (unpacked(rows).payload["values"].astype(jnp.bfloat16), None))
         return transport.finish(handle)[0]
 
     def array(width: int, dtype: jnp.dtype | type) -> jax.ShapeDtypeStruct:
@@ -175,5 +74,64 @@ def traced(transport: Transport, rows: LayerRows) -> Traffic:
     return sent(jaxpr, dict(zip(machine.axes, (machine.nodes, machine.gpus), strict=True)), machine.axes[0])[0]
 
 
+def sent(jaxpr: Any, axis_sizes: Mapping[str, int], node_axis: str) -> list[Traffic]:
+    """What a device sends in all-to-alls, all-gathers and reduce-scatters, by the number of while loops around them.
+
+    Element 0 is sent once, 1 in each pass of a loop, 2 in each pass of a loop in a loop. A scan counts as often as it
+    runs; all branches of a condition count; all-reduces do not. `axis_sizes` is the shape of the mesh, `node_axis` the
+    axis along which devices are in different nodes.
+    """
+    total: list[Traffic] = []
+    for depth, traffic in _collectives(jaxpr, axis_sizes, node_axis, 0, 1):
+        total += [Traffic()] * (depth + 1 - len(total))
+        total[depth] += traffic
+    return total
+
+
+def _collectives(
+    jaxpr: Any, sizes: Mapping[str, int], node_axis: str, depth: int, times: int
+) -> Iterator[tuple[int, Traffic]]:
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        if name in _SENT_TO_EACH_PEER:
+            axes = params["axis_name"]
+            axes = axes if isinstance(axes, Sequence) and not isinstance(axes, str) else (axes,)
+            per_peer = sum(_SENT_TO_EACH_PEER[name](_bytes(v), _peers(axes, sizes)) for v in equation.invars)
+            yield depth, _traffic(per_peer, axes, sizes, node_axis) * times
+        inner_depth = depth + (name == "while")
+        inner_times = times * (params["length"] if name == "scan" else 1)
+        for inner in _jaxprs(list(params.values())):
+            yield from _collectives(inner, sizes, node_axis, inner_depth, inner_times)
+
+
+_SENT_TO_EACH_PEER = {
+    "all_to_all": lambda size, peers: size // peers,
+    "all_gather": lambda size, peers: size,
+    "reduce_scatter": lambda size, peers: size // peers,
+}
+
+
+def _traffic(per_peer: int, axes: Sequence[str], sizes: Mapping[str, int], node_axis: str) -> Traffic:
+    peers = _peers(axes, sizes)
+    in_node = peers // sizes[node_axis] if node_axis in axes else peers
+    return Traffic((peers - 1) * per_peer, (peers - in_node) * per_peer, peers - 1)
+
+
+def _peers(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def _bytes(variable: Any) -> int:
+    return variable.aval.size * variable.aval.dtype.itemsize
+
+
+def _jaxprs(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, tuple | list):
+            yield from _jaxprs(value)
+        elif hasattr(value, "jaxpr") or hasattr(value, "eqns"):
+            yield getattr(value, "jaxpr", value)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

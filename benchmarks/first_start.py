@@ -2,21 +2,22 @@
 
   JAX_PLATFORMS=cpu python -m benchmarks.first_start
 
-Prints how many programs it compiles, and the processor seconds of the process from its start until it is ready.
+Tells how many programs it compiles, and the processor seconds of the process from its start until it is ready.
 """
 
 import tempfile
 import time
 
+from benchmarks.record import Report, run
 from dsv3 import LLM
 
 
-def main() -> None:
+def main(report: Report) -> None:
     with tempfile.TemporaryDirectory() as directory:
         llm = LLM(progress=False, compilation_cache_dir=directory)
     programs = len(llm.engine.executor.devices.programs.keys())
-    print(f"{programs} programs, {time.process_time():.1f} s of processor time")
+    report.table("The first `LLM()`", ["programs", "processor time (s)"], [[programs, time.process_time()]])
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

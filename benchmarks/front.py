@@ -1,96 +1,119 @@
-"""Measures the front: the real server over an engine without a model, with many streams at once.
+"""The API server alone: the real one over an engine without a model, with many streams at once.
 
   python -m benchmarks.front                                  a table of some sizes
   python -m benchmarks.front --streams 10000 --rate 1         one size
-  python -m benchmarks.front --streams 1000 --rate 10 --fronts 2
+  python -m benchmarks.front --streams 1000 --rate 10 --servers 2
 
-Every stream gets `rate` tokens per second. The clients are a process of their own on the same machine. Each stream's
-text is checked to the last token. Processor time is that of all fronts together, per token that came to a client.
-"Added latency" is from the step that made a token to its arrival at the client. Memory is the growth of all fronts.
+Every stream gets `rate` tokens per second: the engine gives each request a token per step, `rate` steps per second. The
+token of step n has the text "n " (four digits, modulo 10,000), and when the step was made stands at place n of a shared
+file. So a client can tell whether a token is missing, and how long each was on its way. The clients are a process of
+their own on the same machine, with one connection and one endless stream each; each stream's text is checked to the
+last token. They parse no JSON and build no objects per event, so that they take less of the machine than what they
+measure.
+
+Processor time is that of all API servers together, per token that came to a client. Latency is from the step that made
+a token to its arrival at the client. Memory is the growth of all API servers. Exit status 0 means that no token was
+lost.
 """
 
+import argparse
+import asyncio
 import json
+import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+import numpy as np
 import psutil
-from absl import flags as absl_flags
+import tokenizers
+import uvloop
+from tokenizers import decoders, models, pre_tokenizers
 
-from benchmarks.front_engine import write_model
-from benchmarks.http_servers import OTHERS, OWN
-from launch import flags
+from benchmarks.record import Cell, Report, run
+from dsv3.config.options import EngineOptions
+from dsv3.config.server_options import ServerOptions
+from dsv3.engine.step_log import EngineSnapshot, StepLog
+from dsv3.scheduler.request import EngineOutput, RequestRules, StepOutputs, Tokens
+from dsv3.server.config import ServerConfig
+from dsv3.server.engine.messages import EngineInfo
+from dsv3.server.http.api_server import bind, serve
 
-_STREAMS = absl_flags.DEFINE_integer("streams", None, "Run one size alone: this many streams.", 1)
-_RATE = absl_flags.DEFINE_float("rate", 10.0, "Send every stream this many tokens per second.", 0.01)
-_FRONTS = absl_flags.DEFINE_integer("fronts", 1, "Answer with this many HTTP processes.", 1)
-_SECONDS = absl_flags.DEFINE_float("seconds", 10.0, "Measure for this many seconds.", 1.0)
-_HTTP = absl_flags.DEFINE_enum("http", OWN, [OWN, *OTHERS], "Answer with this server (`benchmarks.http_servers`).")
-_KIND = absl_flags.DEFINE_enum("kind", "chat", ["chat", "completions"], "Ask for this kind of answer.")
-
-_TABLE = ((128, 20.0), (1000, 5.0), (1000, 10.0), (10_000, 1.0))
+TABLE = ((128, 20.0), (1000, 5.0), (10_000, 0.25))
+STEPS = 10_000
+VOCAB = 256 + STEPS
+MAX_MODEL_LEN = 65_536
 _START_S = 4.0  # the longest that the first stream waits for the last to begin, besides the ramp
-_COLUMNS = "| streams | fronts | tokens/s | tokens per event | us per token | p50 | p99 | KiB per stream | failed |"
+_ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+_TOKENS = re.compile(rb'"(?:text|content)":"((?:\d{4} )+)"')
+_RAMP_PER_S = 250
 
 
-def main() -> int:
-    """Prints the table; exit status 0 means that no token was lost."""
-    sizes = [(_STREAMS.value, _RATE.value)] if _STREAMS.value else _TABLE
-    print(_COLUMNS + "\n" + "|---" * 9 + "|", flush=True)
-    return int(any([_measure(streams, rate) for streams, rate in sizes]))
+def main(report: Report) -> int:
+    """Reports the table; exit status 0 means that no token was lost."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, help="run one size alone: this many streams")
+    parser.add_argument("--rate", type=float, default=10.0, help="tokens per second of each stream")
+    parser.add_argument("--servers", type=int, default=1, help="API server processes")
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--kind", choices=("chat", "completions"), default="chat")
+    parser.add_argument("--role", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.role:
+        role, settings = arguments.role[0], json.loads(arguments.role[1])
+        return uvloop.run({"server": _serve, "clients": _run_clients}[role](settings))
+    sizes = [(arguments.streams, arguments.rate)] if arguments.streams else TABLE
+    columns = ["streams", "tokens per second of each", "API servers", "tokens/s", "processor per token (us)",
+               "latency p50 (ms)", "p99 (ms)", "memory per stream (KiB)", "lost"]  # fmt: skip
+    table = report.table(f"Streams of {arguments.kind}", columns, (_measure(*size, arguments) for size in sizes))
+    return int(any(row[-1] for row in table.rows))
 
 
-def _measure(streams: int, rate: float) -> int:
-    """Prints one line of the table; returns the number of streams that failed."""
+def _measure(streams: int, rate: float, arguments: argparse.Namespace) -> list[Cell]:
+    """Returns one line of the table; its last cell is the number of streams that failed."""
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory))
         settings = {
             "model_dir": directory,
             "streams": streams,
             "rate": rate,
-            "fronts": _FRONTS.value,
-            "kind": _KIND.value,
-            "http": _HTTP.value,
-            "seconds": _SECONDS.value,
-            "max_tokens": int((_SECONDS.value + streams / 150 + _START_S) * rate) + 1,
+            "servers": arguments.servers,
+            "kind": arguments.kind,
+            "seconds": arguments.seconds,
+            "max_tokens": int((arguments.seconds + streams / 150 + _START_S) * rate) + 1,
         }
-        server = _start("benchmarks.front_server", settings)
+        server = _start("server", settings)
         try:
             settings["port"] = int(_line(server).split()[1])
             assert _line(server) == "ready", "the server does not start"
-            return _run(server, settings)
+            return _under_load(server, settings)
         finally:
             server.terminate()
             server.wait(60)
 
 
-def _run(server: subprocess.Popen[str], settings: dict) -> int:
-    fronts = _fronts(server)
-    empty = _memory(fronts)
-    client = _start("benchmarks.front_client", settings)
+def _under_load(server: subprocess.Popen[str], settings: dict) -> list[Cell]:
+    first = psutil.Process(server.pid)
+    processes = [
+        first,
+        *(child for child in first.children() if "dsv3.server.http.api_server_child" in child.cmdline()),
+    ]
+    empty = _memory(processes)
+    client = _start("clients", settings)
     try:
         assert _line(client) == "begin", "the streams do not begin"
-        before, full = _processor_s(fronts), _memory(fronts)
+        before, full = _processor_s(processes), _memory(processes)
         assert _line(client) == "end"
-        used = _processor_s(fronts) - before
+        used = _processor_s(processes) - before
         found = json.loads(_line(client))
     finally:
         client.kill()
-    tokens = found["tokens"]
-    print(
-        f"| {settings['streams']:,} | {len(fronts)} | {tokens / settings['seconds']:,.0f} "
-        f"| {tokens / max(1, found['events']):.2f} | {used / max(1, tokens) * 1e6:.1f} "
-        f"| {found['p50_s'] * 1e3:.1f} ms | {found['p99_s'] * 1e3:.1f} ms "
-        f"| {(full - empty) / settings['streams'] / 1024:.1f} | {found['failed']} {' '.join(found['failures'])} |",
-        flush=True,
-    )
-    return found["failed"]
-
-
-def _fronts(server: subprocess.Popen[str]) -> list[psutil.Process]:
-    first = psutil.Process(server.pid)
-    return [first, *(child for child in first.children() if "dsv3.server.http.api_server_child" in child.cmdline())]
+    print("\n".join(found["failures"]), file=sys.stderr, end="")
+    streams, tokens = settings["streams"], found["tokens"]
+    return [streams, settings["rate"], len(processes), round(tokens / settings["seconds"]), used / max(1, tokens) * 1e6,
+            found["p50_s"] * 1e3, found["p99_s"] * 1e3, (full - empty) / streams / 1024, found["failed"]]  # fmt: skip
 
 
 def _processor_s(processes: list[psutil.Process]) -> float:
@@ -101,8 +124,9 @@ def _memory(processes: list[psutil.Process]) -> int:
     return sum(process.memory_info().rss for process in processes)
 
 
-def _start(module: str, settings: dict) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-m", module, json.dumps(settings)], stdout=subprocess.PIPE, text=True)
+def _start(role: str, settings: dict) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "benchmarks.front", "--role", role, json.dumps(settings)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def _line(process: subprocess.Popen[str]) -> str:
@@ -110,5 +134,240 @@ def _line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
+# The server, and the engine behind it.
+
+
+async def _serve(settings: dict) -> int:
+    """Serves until SIGTERM; prints the port, and "ready"."""
+    listener = bind("127.0.0.1", 0)
+    print("port", listener.getsockname()[1], flush=True)
+    config = ServerConfig(
+        model_dir=Path(settings["model_dir"]),
+        model_names=("empty",),
+        options=ServerOptions(api_server_count=settings["servers"]),
+        engine=EngineOptions(max_num_queued_reqs=settings["streams"]),
+        engine_factory="benchmarks.front:make",
+        factory_options={"rate": settings["rate"], "max_num_seqs": settings["streams"]},
+        notify=lambda line: None,
+    )
+    return await serve(config, listener, lambda _: print("ready", flush=True))
+
+
+def write_model(directory: Path) -> None:
+    """Writes the tokenizer and the chat template, and the file with the times of steps."""
+    vocab = {token: i for i, token in enumerate([*_ALPHABET, *(f"{step:04d}Ġ" for step in range(STEPS))])}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(directory / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}</think>"
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    np.zeros(STEPS).tofile(directory / "steps")
+
+
+def step_times(directory: Path) -> np.ndarray:
+    """Returns the times of the steps, by `time.monotonic`: [STEPS] float64, shared with the engine."""
+    return np.memmap(directory / "steps", np.float64, "r+")
+
+
+class EmptyEngine:
+    """What `dsv3.server.engine.process` needs of an engine."""
+
+    failure = None
+    room = 2**20
+
+    def __init__(self, times: np.ndarray, rate: float):
+        self._times, self._period = times, 1 / rate
+        self._waiting: list = []
+        self._ids = np.zeros(0, np.int64)
+        self._left = np.zeros(0, np.int64)
+        self._steps = 0
+        self._next_at = time.monotonic()
+        self._host_times = [0] * 10
+        self.log = StepLog()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or len(self._ids))
+
+    def submit(self, request) -> None:
+        self._waiting.append(request)
+
+    def abort(self, request_id: int) -> None:
+        self._waiting = [request for request in self._waiting if request.request_id != request_id]
+        self._keep(self._ids != request_id)
+
+    def step(self) -> StepOutputs:
+        self._next_at = max(self._next_at + self._period, time.monotonic())
+        time.sleep(max(0.0, self._next_at - time.monotonic()))
+        self._steps += 1
+        place = self._steps % STEPS
+        token = len(_ALPHABET) + place
+        self._times[place] = time.monotonic()
+        last = self._left == 1
+        outputs = [self._detail(request_id, token, "length") for request_id in self._ids[last].tolist()]
+        self._keep(~last)
+        columns = Tokens(self._ids, np.ones(len(self._ids), np.int64), np.full(len(self._ids), token, np.int32))
+        self._left = self._left - 1
+        outputs += [self._detail(request.request_id, token, None) for request in self._waiting]
+        self._ids = np.concatenate([self._ids, np.array([r.request_id for r in self._waiting], np.int64)])
+        left = [r.max_length - len(r.prompt) - 1 for r in self._waiting]
+        self._left = np.concatenate([self._left, np.array(left, np.int64)])
+        self._waiting = []
+        return StepOutputs([columns] if len(columns) else [], outputs)
+
+    def stats(self) -> dict[str, object]:
+        return {
+            "running": len(self._ids),
+            "waiting": len(self._waiting),
+            "pages_in_use": len(self._ids),
+            "cache_usage": 0.0,
+            "steps": self._steps,
+            "host_time_counts": self._host_times,
+        }
+
+    def snapshot(self) -> EngineSnapshot:
+        return EngineSnapshot(self.log.snapshot(), None)
+
+    def _keep(self, live: np.ndarray) -> None:
+        if not live.all():
+            self._ids, self._left = self._ids[live], self._left[live]
+
+    def _detail(self, request_id: int, token: int, reason) -> EngineOutput:
+        return EngineOutput(request_id=request_id, token_ids=[token], finish_reason=reason, queue_seconds=0.0)
+
+
+def make(start, host):
+    """The factory that the server is given."""
+    options = start.factory_options
+    engine = EmptyEngine(step_times(Path(start.model_dir)), options["rate"])
+    rules = RequestRules(vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN)
+    return engine, EngineInfo(rules, max_num_seqs=options["max_num_seqs"], num_pages=1)
+
+
+# The clients.
+
+
+class Clients:
+    """All streams, and what came of them."""
+
+    def __init__(self, settings: dict):
+        self.settings = settings
+        self.times = step_times(Path(settings["model_dir"]))
+        self.begun = self.done = 0
+        self.failures: list[str] = []
+        self.measures = False
+        self.tokens = 0
+        self.latencies: list[float] = []
+        self.all_begun, self.all_done = asyncio.Event(), asyncio.Event()
+
+    def note_begun(self) -> None:
+        self.begun += 1
+        if self.begun == self.settings["streams"]:
+            self.all_begun.set()
+
+    def note_done(self, problem: str | None) -> None:
+        if problem is not None:
+            self.failures.append(problem)
+        self.done += 1
+        if self.done == self.settings["streams"]:
+            self.all_begun.set()
+            self.all_done.set()
+
+
+class Stream(asyncio.Protocol):
+    """One request and its events; the numbers of its tokens must follow each other without a gap."""
+
+    def __init__(self, clients: Clients, request: bytes):
+        self._clients, self._request = clients, request
+        self._rest = b""
+        self._count = 0
+        self._next: int | None = None
+        self._is_done = False
+
+    def connection_made(self, transport) -> None:
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        now = time.monotonic()
+        data = self._rest + data
+        end = data.rfind(b"\n\n") + 2
+        if end < 2:
+            self._rest = data
+            return
+        self._rest = data[end:]
+        for found in _TOKENS.findall(data, 0, end):
+            for start in range(0, len(found), 5):
+                self._take(int(found[start : start + 4]), now)
+        if data.endswith(b"0\r\n\r\n") or b"[DONE]" in data[:end]:
+            self._finish()
+
+    def _take(self, number: int, now: float) -> None:
+        clients = self._clients
+        if self._next is None:
+            clients.note_begun()
+        elif number != self._next:
+            self._end(f"token {number} came where {self._next} was due")
+        self._next = (number + 1) % STEPS
+        self._count += 1
+        if clients.measures:
+            clients.tokens += 1
+            clients.latencies.append(now - clients.times[number])
+
+    def _finish(self) -> None:
+        wanted = self._clients.settings["max_tokens"]
+        self._end(None if self._count == wanted else f"{self._count} tokens, expected {wanted}: {self._rest[-300:]!r}")
+
+    def _end(self, problem: str | None) -> None:
+        if not self._is_done:
+            self._is_done = True
+            self._clients.note_done(problem)
+            self._transport.close()
+
+    def connection_lost(self, error) -> None:
+        self._end(f"the connection was lost after {self._count} tokens: {self._rest[-300:]!r}")
+
+
+def request_of(settings: dict) -> bytes:
+    """Returns the bytes that each client sends."""
+    common = {"max_tokens": settings["max_tokens"], "stream": True, "ignore_eos": True}
+    if settings["kind"] == "chat":
+        path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]} | common
+    else:
+        path, body = "/v1/completions", {"prompt": [1, 2, 3]} | common
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
+
+
+async def _run_clients(settings: dict) -> int:
+    """Connects all clients, measures for a while, and waits for all streams to end."""
+    clients, request = Clients(settings), request_of(settings)
+    loop = asyncio.get_running_loop()
+    for i in range(settings["streams"]):
+        await loop.create_connection(lambda: Stream(clients, request), "127.0.0.1", settings["port"])
+        if i % 50 == 49:
+            await asyncio.sleep(50 / _RAMP_PER_S)
+    await clients.all_begun.wait()
+    await asyncio.sleep(1.0)  # the last heads and first tokens are behind us
+    print("begin", flush=True)
+    clients.measures = True
+    await asyncio.sleep(settings["seconds"])
+    clients.measures = False
+    print("end", flush=True)
+    await clients.all_done.wait()
+    p50, p99 = np.percentile(clients.latencies or [np.nan], [50, 99])
+    result = {
+        "tokens": clients.tokens,
+        "p50_s": p50,
+        "p99_s": p99,
+        "failed": len(clients.failures),
+        "failures": clients.failures[:3],
+    }
+    print(json.dumps(result), flush=True)
+    return 0
+
+
 if __name__ == "__main__":
-    flags.run(main)
+    run(main)

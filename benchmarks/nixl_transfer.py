@@ -3,9 +3,9 @@
   python -m benchmarks.nixl_transfer [--pages 32] [--rounds 5]
   UCX_TLS=tcp python -m benchmarks.nixl_transfer        NIXL over TCP in place of shared memory
 
-Pages have 4.5 MB, DeepSeek-V3's size, and each is verified. Prints MB per processor second of both processes together
-and MB/s, medians of the rounds, and their ratio round by round. Then prints what NIXL's thread takes of a core while
-nobody reads. The process that does not take part in a round is stopped. Needs the extra `nixl`.
+Pages have 4.5 MB, DeepSeek-V3's size, and each is verified. Rates are MB per processor second of both processes
+together and MB/s; the last column is what a carrier's threads take of a core while no page is read. The process that
+does not take part in a round is stopped. Needs the extra `nixl`.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import time
 
 import numpy as np
 
-from benchmarks.jax_transfer import PAGE_BYTES, SECRET
+from benchmarks.record import Cell, Report, run, spread
 from dsv3.kv_cache.tiers.counts import TierCounts
 from dsv3.kv_cache.tiers.host_pool import HostPool, host_pool_bytes
 from dsv3.kv_cache.transfer.client import Peers
@@ -27,6 +27,8 @@ from dsv3.kv_cache.transfer.nixl import open_nixl
 from dsv3.kv_cache.transfer.protocol import VERSION, PeerHello
 from dsv3.kv_cache.transfer.server import PageServer
 
+PAGE_BYTES = 4_497_408  # 64 tokens of 576 bfloat16 in 61 layers
+SECRET = b"benchmark " * 4
 HELLO = PeerHello(VERSION, "{}", PAGE_BYTES)
 CARRIERS = ("sockets", "nixl")
 _IDLE_S = 5.0
@@ -90,7 +92,7 @@ class Other:
         return (self.seconds() - before) / _IDLE_S
 
 
-def main() -> None:
+def main(report: Report) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", choices=CARRIERS, help=argparse.SUPPRESS)
     parser.add_argument("--pages", type=int, default=32)
@@ -105,21 +107,21 @@ def main() -> None:
         for other in others.values():
             other.round(landed)  # connects
         rounds = [{carrier: other.round(landed) for carrier, other in others.items()} for _ in range(args.rounds)]
-        for i, what in enumerate(("MB per processor second", "MB/s")):
-            for carrier in CARRIERS:
-                rates = [each[carrier][i] for each in rounds]
-                print(f"{carrier}: {statistics.median(rates):.0f} {what} (rounds {[round(rate) for rate in rates]})")
-            ratios = [each["nixl"][i] / each["sockets"][i] for each in rounds]
-            print(f"nixl / sockets: {statistics.median(ratios):.2f} (rounds {[round(ratio, 2) for ratio in ratios]})")
-        by_nixl = others["nixl"]
-        counted = by_nixl.peers.carrier_stats.with_carriers(TierCounts())
-        assert not counted.carried_bytes[0], "what was measured was not NIXL alone"
-        print(f"of a core, while nobody reads: sockets {others['sockets'].idle():.3f}, nixl {by_nixl.idle():.3f}")
+        assert not others["nixl"].peers.carrier_stats.with_carriers(TierCounts()).carried_bytes[0], (
+            "what was measured was not NIXL alone"
+        )
+        lines: list[list[Cell]] = []
+        for carrier, other in others.items():
+            rates = [statistics.median(each[carrier][i] for each in rounds) for i in (0, 1)]
+            lines.append([carrier, *rates, other.idle()])
+        over = [spread(each["nixl"][i] / each["sockets"][i] for each in rounds) for i in (0, 1)]
+        lines.append(["nixl / sockets", *over, None])
+        columns = ["carrier", "MB per processor second", "MB/s", "of a core while idle"]
+        report.table(f"{args.pages} pages, UCX_TLS {os.environ.get('UCX_TLS', 'as UCX chooses')}", columns, lines)
     finally:
         for other in others.values():
             other.process.kill()
-    print(f"UCX_TLS: {os.environ.get('UCX_TLS', 'as UCX chooses')}; load {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

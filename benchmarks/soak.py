@@ -7,52 +7,36 @@
 At the end no request may run or wait, no page may be in use, and nothing may have been compiled. With --server_pid the
 resident memory of the server's processes may grow by at most --max_growth_mib from the middle third of the run to its
 last third, and none of the descriptors may be left that they opened meanwhile; a worker that starts under load brings
-its own. With --hostile all attacks of `benchmarks.attacks` are made
-meanwhile, one after the other; no honest request may fail or be told to come again, and the goal of
-`benchmarks.hostile` is kept. Exit status 0 means that all of this holds.
+its own. With --hostile all attacks of `benchmarks.attacks` are made meanwhile, one after the other; no honest request
+may fail or be told to come again, and the goal of `benchmarks.hostile` is kept. Exit status 0 means that all of this
+holds.
 """
 
+import argparse
 import asyncio
 import contextlib
 import dataclasses
-import json
 import random
 import statistics
 import time
-from typing import Any
 
 import httpx
 import psutil
-from absl import flags as absl_flags
 
-from benchmarks.hostile import memory
-from benchmarks.soak_hostile import Felt, Siege, percentiles
-from benchmarks.soak_hostile import problems as problems_of
-from launch import flags
-
-_URL = absl_flags.DEFINE_string("url", "http://127.0.0.1:8000", "URL of the server.")
-_KEY = absl_flags.DEFINE_string("api_key", None, "The server's API key.")
-_CLIENTS = absl_flags.DEFINE_integer("clients", 64, "Concurrent streaming clients.", 1)
-_SECONDS = absl_flags.DEFINE_float("seconds", 120.0, "Seconds for which clients start new requests.", 1.0)
-_DISCONNECTS = absl_flags.DEFINE_float("disconnects", 0.2, "Share of requests whose client hangs up.", 0.0, 1.0)
-_MAX_TOKENS = absl_flags.DEFINE_integer("max_tokens", 64, "Tokens of the longest answer.", 1)
-_PID = absl_flags.DEFINE_integer(
-    "server_pid", None, "Process id of the server; its memory and its children's are watched."
-)
-_GROWTH = absl_flags.DEFINE_float("max_growth_mib", 32.0, "MiB by which resident memory may grow.", 0.0)
-_HOSTILE = absl_flags.DEFINE_bool("hostile", False, "Attack the server meanwhile.")
-_ATTACK_S = absl_flags.DEFINE_float("attack_seconds", 10.0, "Seconds of each attack, before the next one.", 0.1)
-_ATTACKS = absl_flags.DEFINE_multi_string("attack", [], "Make only this attack; may be given several times.")
-_SEED = absl_flags.DEFINE_integer("seed", 0, "Seed of prompts, lengths and disconnects.")
+from benchmarks.hostile import Felt, Siege, memory, percentiles
+from benchmarks.hostile import problems as problems_of
+from benchmarks.record import Cell, Report, run
 
 _SAMPLE_S = 5.0
-_SPARE_DESCRIPTORS = 8  # this client's own connections, and the front's pipes to workers that have started meanwhile
+_SPARE_DESCRIPTORS = (
+    8  # this client's own connections, and the API server's pipes to workers that have started meanwhile
+)
 _COMPILED = "dsv3:recompilations_total"
 _LEFT_BEHIND = ("vllm:num_requests_running", "vllm:num_requests_waiting", "dsv3:pages_in_use")
 
 
 @dataclasses.dataclass
-class RouterStats:
+class Totals:
     """Counts of what has happened so far; `rss` and `descriptors` (by process id) hold samples.
 
     `gaps` is the longest time between two chunks of each stream that came to its end.
@@ -69,42 +53,57 @@ class RouterStats:
     descriptors: list[dict[int, int]] = dataclasses.field(default_factory=list)
 
 
-def main() -> int:
-    return asyncio.run(_soak())
+def main(report: Report) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--api_key")
+    parser.add_argument("--clients", type=int, default=64, help="concurrent streaming clients")
+    parser.add_argument("--seconds", type=float, default=120.0, help="for which clients start new requests")
+    parser.add_argument("--disconnects", type=float, default=0.2, help="share of requests whose client hangs up")
+    parser.add_argument("--max_tokens", type=int, default=64, help="of the longest answer")
+    parser.add_argument("--server_pid", type=int, help="process id of the server, whose memory is watched")
+    parser.add_argument("--max_growth_mib", type=float, default=32.0, help="by which resident memory may grow")
+    parser.add_argument("--hostile", action="store_true", help="attack the server meanwhile")
+    parser.add_argument("--attack_seconds", type=float, default=10.0, help="of each attack, before the next one")
+    parser.add_argument("--attack", action="append", default=[], help="make only this attack; may be repeated")
+    return asyncio.run(_soak(report, parser.parse_args()))
 
 
-async def _soak() -> int:
-    tally, started, seconds = RouterStats(), time.monotonic(), _SECONDS.value
-    headers = {"authorization": f"Bearer {_KEY.value}"} if _KEY.value else {}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=_CLIENTS.value)
-    async with httpx.AsyncClient(base_url=_URL.value, headers=headers, timeout=120, limits=limits) as client:
-        _look(tally)
-        sampler = asyncio.create_task(_sample(client, tally, started))
-        siege = Siege(httpx.URL(_URL.value).port, seconds, _ATTACK_S.value, _ATTACKS.value) if _HOSTILE.value else None
+async def _soak(report: Report, given: argparse.Namespace) -> int:
+    tally, started = Totals(), time.monotonic()
+    headers = {"authorization": f"Bearer {given.api_key}"} if given.api_key else {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=given.clients)
+    async with httpx.AsyncClient(base_url=given.url, headers=headers, timeout=120, limits=limits) as client:
+        _look(tally, given.server_pid)
+        sampler = asyncio.create_task(_sample(client, tally, started, given.server_pid))
+        attacks = (httpx.URL(given.url).port, given.seconds, given.attack_seconds, given.attack)
+        siege = Siege(*attacks) if given.hostile else None
         try:
-            await asyncio.gather(*(_client(client, tally, i, started + seconds) for i in range(_CLIENTS.value)))
+            await asyncio.gather(*(_client(client, tally, i, started, given) for i in range(given.clients)))
             felt = None if siege is None else await asyncio.to_thread(siege.end)
         finally:
             if siege is not None:
                 siege.stop()
         sampler.cancel()
-    async with httpx.AsyncClient(base_url=_URL.value, headers=headers, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=given.url, headers=headers, timeout=120) as client:
         left = await _wait_until_idle(client)  # the connections of the clients before are closed
-        _look(tally)
-    return _report(tally, felt, left, time.monotonic() - started)
+        _look(tally, given.server_pid)
+    return _report(report, tally, felt, left, given)
 
 
-async def _client(client: httpx.AsyncClient, tally: RouterStats, number: int, deadline: float) -> None:
+async def _client(
+    client: httpx.AsyncClient, tally: Totals, number: int, started: float, given: argparse.Namespace
+) -> None:
     """Sends one request after another until the deadline."""
-    rng = random.Random(f"{_SEED.value}-{number}")
-    while time.monotonic() < deadline:
+    rng = random.Random(number)
+    while time.monotonic() < started + given.seconds:
         body = {
             "prompt": "def " + "x" * rng.randrange(1, 300) + f"{rng.random()}(",
-            "max_tokens": rng.randint(1, _MAX_TOKENS.value),
+            "max_tokens": rng.randint(1, given.max_tokens),
             "stream": True,
             "ignore_eos": True,
         }
-        stay = rng.random() >= _DISCONNECTS.value
+        stay = rng.random() >= given.disconnects
         try:
             await _request(client, tally, body, None if stay else rng.randint(0, body["max_tokens"]))
         except httpx.HTTPError as error:
@@ -112,7 +111,7 @@ async def _client(client: httpx.AsyncClient, tally: RouterStats, number: int, de
             await asyncio.sleep(0.1)
 
 
-async def _request(client: httpx.AsyncClient, tally: RouterStats, body: dict, leave_after: int | None) -> None:
+async def _request(client: httpx.AsyncClient, tally: Totals, body: dict, leave_after: int | None) -> None:
     """Reads one stream; the client hangs up after `leave_after` chunks (0: before the first; None: never)."""
     sent = time.monotonic()
     if leave_after == 0:
@@ -147,7 +146,7 @@ async def _request(client: httpx.AsyncClient, tally: RouterStats, body: dict, le
         tally.failed.append(f"a stream ended with {last[:100]!r}")
 
 
-async def _refused(answer: httpx.Response, tally: RouterStats) -> None:
+async def _refused(answer: httpx.Response, tally: Totals) -> None:
     text = (await answer.aread()).decode("utf-8", "replace")
     if answer.status_code == 503 and "queue_full" in text:
         tally.busy += 1
@@ -156,9 +155,9 @@ async def _refused(answer: httpx.Response, tally: RouterStats) -> None:
         tally.failed.append(f"{answer.status_code}: {text[:200]}")
 
 
-async def _sample(client: httpx.AsyncClient, tally: RouterStats, started: float) -> None:
+async def _sample(client: httpx.AsyncClient, tally: Totals, started: float, pid: int | None) -> None:
     while True:
-        _look(tally)
+        _look(tally, pid)
         values = await _metrics(client)
         resident = f", {tally.rss[-1] / 2**20:.0f} MiB" if tally.rss else ""
         running, waiting, pages = (int(values[name]) for name in _LEFT_BEHIND)
@@ -170,12 +169,12 @@ async def _sample(client: httpx.AsyncClient, tally: RouterStats, started: float)
         await asyncio.sleep(_SAMPLE_S)
 
 
-def _look(tally: RouterStats) -> None:
+def _look(tally: Totals, pid: int | None) -> None:
     """Notes memory and open descriptors of all the server's processes."""
-    if _PID.value is None:
+    if pid is None:
         return
-    tally.rss.append(memory([_PID.value]))
-    server = psutil.Process(_PID.value)
+    tally.rss.append(memory([pid]))
+    server = psutil.Process(pid)
     tally.descriptors.append({})
     for process in [server, *server.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -205,7 +204,11 @@ async def _wait_until_idle(client: httpx.AsyncClient, seconds: float = 30.0) -> 
 
 
 def _report(
-    tally: RouterStats, siege: tuple[dict[str, int], Felt] | None, left: dict[str, float], seconds: float
+    report: Report,
+    tally: Totals,
+    siege: tuple[dict[str, int], Felt] | None,
+    left: dict[str, float],
+    given: argparse.Namespace,
 ) -> int:
     growth = _growth_mib(tally.rss)
     problems = [f"left behind: {left}"] if left else []
@@ -214,25 +217,29 @@ def _report(
         problems += descriptor_problems(tally.descriptors[0], tally.descriptors[-1])
     problems += [f"{len(tally.failed)} requests failed, the first with {tally.failed[0]}"] if tally.failed else []
     problems += ["no stream finished"] if not tally.finished else []
-    if growth is not None and growth > _GROWTH.value:
+    if growth is not None and growth > given.max_growth_mib:
         problems.append(f"resident memory grew by {growth:.1f} MiB")
-    summary = {
-        "seconds": round(seconds, 1),
-        "clients": _CLIENTS.value,
-        "finished": tally.finished,
-        "disconnected": tally.disconnected,
-        "refused_busy": tally.busy,
-        "failed": len(tally.failed),
-        "chunks_per_second": round(tally.chunks / seconds, 1),
-        "median_ttft_s": round(statistics.median(tally.ttft), 4) if tally.ttft else None,
-        "longest_gap_ms": percentiles(tally.gaps),
-        **(_of_siege(*siege) if siege else {}),
-        "rss_mib": _start_middle_end([round(value / 2**20) for value in tally.rss]),
-        "descriptors": _start_middle_end([sum(counts.values()) for counts in tally.descriptors]),
-        "rss_growth_mib": None if growth is None else round(growth, 1),
-        "problems": problems,
-    }
-    print(json.dumps(summary, indent=2))
+    counts: list[list[Cell]] = [
+        ["streams finished", tally.finished],
+        ["hung up", tally.disconnected],
+        ["refused, the queue being full", tally.busy],
+        ["failed", len(tally.failed)],
+        ["median of the first token (ms)", 1e3 * statistics.median(tally.ttft) if tally.ttft else None],
+        ["growth of memory from the middle to the last third (MiB)", growth],
+        ["requests, pages and compiled programs left", int(sum(left.values()))],
+    ]
+    report.table(f"{given.clients} clients, {given.seconds:g} s", ["what", "result"], counts)
+    felt = {"longest gap of a stream": tally.gaps}
+    felt |= {"/health": siege[1].health, "stalls of the machine": siege[1].stalls} if siege else {}
+    rows = ([name, *percentiles(values)] for name, values in felt.items() if values)
+    report.table("What clients felt", ["what", "p50 (ms)", "p99 (ms)", "worst (ms)"], rows)
+    samples = {"resident memory (MiB)": [round(value / 2**20) for value in tally.rss],
+               "descriptors": [sum(each.values()) for each in tally.descriptors]}  # fmt: skip
+    rows = ([name, each[0], each[len(each) // 2], max(each), each[-1]] for name, each in samples.items() if each)
+    report.table("The server's processes", ["what", "start", "middle", "peak", "end"], rows)
+    if siege:
+        report.table("Attacks", ["attack", "made"], siege[0].items())
+    report.table("Problems", ["problem"], ([text] for text in problems))
     return 1 if problems else 0
 
 
@@ -243,20 +250,10 @@ def descriptor_problems(before: dict[int, int], after: dict[int, int]) -> list[s
     return [f"{start} descriptors at the start, {end} in the same processes at the end"] if grown else []
 
 
-def _problems_of_siege(tally: RouterStats, felt: Felt) -> list[str]:
+def _problems_of_siege(tally: Totals, felt: Felt) -> list[str]:
     peak = (max(tally.rss) - tally.rss[0]) / 2**20 if tally.rss else None
     found = problems_of(felt, tally.gaps, peak)
     return [*found, f"{tally.busy} requests were told to come again"] if tally.busy else found
-
-
-def _of_siege(made: dict[str, int], felt: Felt) -> dict[str, Any]:
-    return {"attacks": made, "health_ms": percentiles(felt.health), "machine_stalls_ms": percentiles(felt.stalls)}
-
-
-def _start_middle_end(samples: list[int]) -> dict[str, int] | None:
-    if not samples:
-        return None
-    return {"start": samples[0], "middle": samples[len(samples) // 2], "peak": max(samples), "end": samples[-1]}
 
 
 def _growth_mib(samples: list[int]) -> float | None:
@@ -269,4 +266,4 @@ def _growth_mib(samples: list[int]) -> float | None:
 
 
 if __name__ == "__main__":
-    flags.run(main)
+    run(main)

@@ -4,7 +4,7 @@
     python -m benchmarks.speculative --synthetic 0.85,0.7,0.6 [--model DIR]
 
 Prompts are beginnings of held-out files of Python's standard library. Engines with 0 to 3 drafts answer the same
-requests in turns, greedily and at temperature 0.7 with seeds, 1, 4 and 16 at a time. Prints a line per case:
+requests in turns, greedily and at temperature 0.7 with seeds, 1, 4 and 16 at a time. A line per case has:
 acceptance by place, tokens per row and step, the decode speed over that without drafts (median of the rounds), the
 host's time per step over that without drafts, and whether all texts are those without drafts.
 
@@ -15,14 +15,16 @@ known acceptance can be measured without a checkpoint. Texts then mean nothing, 
 
 import argparse
 import dataclasses
-import statistics
+import itertools
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from benchmarks.record import Cell, Report, run, spread
 from dsv3 import SamplingParams
 from dsv3.config.hugging_face import load_config
 from dsv3.config.options import EngineOptions
@@ -56,7 +58,7 @@ class Run(NamedTuple):
     texts: list[list[int]]
 
 
-def main() -> None:
+def main(report: Report) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", default="mtp", choices=("mtp", "ngram"))
     for name, value in (("rounds", 3), ("tokens", 128), ("drafts", 3)):
@@ -64,27 +66,40 @@ def main() -> None:
     parser.add_argument("--synthetic", type=lambda text: [float(rate) for rate in text.split(",")])
     parser.add_argument("--model", type=Path, default=bundled_model())
     arguments = parser.parse_args()
-    if arguments.synthetic is None:
-        engines = [_engine(_config(arguments.method, n)) for n in range(arguments.drafts + 1)]
+    synthetic, count = arguments.synthetic, range(arguments.drafts + 1)
+    if synthetic is None:
+        engines = [_engine(_config(arguments.method, n)) for n in count]
     else:
-        print("synthetic acceptance, random weights: the texts mean nothing")
-        engines = [_random_engine(arguments.model, n, arguments.synthetic) for n in range(arguments.drafts + 1)]
+        engines = [_random_engine(arguments.model, n, synthetic) for n in count]
     for engine in engines:
         engine.warm_up()
-    prompts = _prompts() if arguments.synthetic is None else _random_prompts(engines[0].model_cfg.vocab_size)
-    print("| text | requests | drafts | accepted by place | tokens per row | speed | host per step | same texts |")
-    print("|---|---|---|---|---|---|---|---|")
-    for name, sampling in SAMPLING.items():
-        for size in SIZES:
-            if arguments.synthetic:
-                sampling = sampling | {"seed": None}  # requests of one seed would have the same coins
-            params = SamplingParams(max_tokens=arguments.tokens, ignore_eos=True, **sampling)
-            runs = [[_run(engine, prompts[:size], params) for engine in engines] for _ in range(arguments.rounds + 1)]
-            for drafts in range(1, len(engines)):
-                pairs = [(each[0], each[drafts]) for each in runs[1:]]
-                same = "-" if arguments.synthetic else _same(pairs)
-                print(_line((name, size, drafts), pairs, same), flush=True)
+    prompts = _prompts() if synthetic is None else _random_prompts(engines[0].model_cfg.vocab_size)
+    columns = [
+        "text",
+        "requests",
+        "drafts",
+        "accepted by place",
+        "tokens per row",
+        "speed",
+        "host per step",
+        "same texts",
+    ]
+    title = "Over no drafts" + ("; synthetic acceptance and random weights: texts mean nothing" if synthetic else "")
+    report.table(title, columns, _lines(engines, prompts, arguments))
     assert all(engine.stats().recompilations == 0 for engine in engines)
+
+
+def _lines(engines: list[Engine], prompts: list[list[int]], arguments: argparse.Namespace) -> Iterator[list[Cell]]:
+    for (name, sampling), size in itertools.product(SAMPLING.items(), SIZES):
+        if arguments.synthetic:
+            sampling = sampling | {"seed": None}  # requests of one seed would have the same coins
+        params = SamplingParams(max_tokens=arguments.tokens, ignore_eos=True, **sampling)
+        runs = [[_run(engine, prompts[:size], params) for engine in engines] for _ in range(arguments.rounds + 1)]
+        for drafts in range(1, len(engines)):
+            pairs = [(each[0], each[drafts]) for each in runs[1:]]
+            same = [a == b for plain, drafting in pairs for a, b in zip(plain.texts, drafting.texts, strict=True)]
+            equal = None if arguments.synthetic else f"{sum(same)} of {len(same)}"
+            yield [name, size, drafts, *_figures(pairs), equal]
 
 
 def _config(method: str, drafts: int) -> dict[str, Any] | None:
@@ -145,22 +160,14 @@ def _run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> Ru
     return Run(seconds, host, after.steps - before.steps, rows, accepted, texts)
 
 
-def _line(case: tuple[str, int, int], pairs: list[tuple[Run, Run]], same: str) -> str:
+def _figures(pairs: list[tuple[Run, Run]]) -> list[Cell]:
+    """Returns acceptance by place, tokens per row, and the ratios of speed and of the host's time per step."""
     _, last = pairs[-1]
     places = ", ".join(f"{share:.0%}" for share in last.accepted / last.rows)
-    speed = statistics.median(plain.seconds / drafting.seconds for plain, drafting in pairs)
-    host = statistics.median(
-        (drafting.host_seconds / drafting.steps) / (plain.host_seconds / plain.steps) for plain, drafting in pairs
-    )
-    tokens = 1 + last.accepted.sum() / last.rows
-    return f"| {' | '.join(map(str, (*case, places, f'{tokens:.2f}', f'{speed:.2f}', f'{host:.2f}', same)))} |"
-
-
-def _same(pairs: list[tuple[Run, Run]]) -> str:
-    """Counts the texts that are those without drafts."""
-    same = [a == b for plain, drafting in pairs for a, b in zip(plain.texts, drafting.texts, strict=True)]
-    return f"{sum(same)} of {len(same)}"
+    speed = spread(plain.seconds / drafting.seconds for plain, drafting in pairs)
+    per_step = ([each.host_seconds / each.steps for each in pair] for pair in pairs)
+    return [places, 1 + last.accepted.sum() / last.rows, speed, spread(some / none for none, some in per_step)]
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,23 +1,21 @@
-"""What holding answers to a grammar costs: tokens per second of the bundled model, and a row's mask at 129k tokens.
+"""What guided decoding costs: tokens per second of the bundled model, and a row's mask at 129k tokens.
 
     JAX_PLATFORMS=cpu python -m benchmarks.structured [--rounds 7] [--tokens 192] [--only speed]
 
-The first part serves 16 requests by one engine, in turns: none held, half of them and all held to a schema, and half to
+The first table serves 16 requests by one engine, in turns: all free, half of them and all held to a schema, and half to
 a pattern that any text matches. Each gets as many tokens, whatever it says, so the steps are as many. The schema has
 the parts of real ones, and is long enough not to end. But other texts take other experts, which changes what a step
-computes. Where any text matches, the texts are those of free requests, so the difference is what masks cost.
-It prints tokens per second over that of the turn before in which none was held: the median of the rounds, and each;
-and the same of processor time, all threads together, which says more on a busy machine.
+computes. Where any text matches, the texts are those of free requests, so the difference is what masks cost. Ratios are
+tokens per second over the free turn before, by wall time and by the processor time of all threads, which says more on
+a busy machine.
 
-The second part makes a vocabulary of 129,280 tokens out of the standard library's text, and walks through the schema
-along tokens drawn by chance. It prints how long masks take, alone and 64 rows at once, and what a grammar costs that
-stands for one long text, with its spelling forced and without (`dsv3.text.grammar` has it so).
+The second table makes a vocabulary of 129,280 tokens out of the standard library's text, and walks through the schema
+along tokens drawn by chance: how long a mask takes.
 """
 
 import argparse
 import itertools
 import re
-import statistics
 import time
 from collections.abc import Callable, Iterator
 
@@ -25,6 +23,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from benchmarks.record import Report, run, spread
 from dsv3 import SamplingParams, StructuredOutputsParams
 from dsv3.config.options import EngineOptions
 from dsv3.engine.build import build_engine, bundled_model
@@ -71,45 +70,35 @@ LINE = {
 }
 SCHEMA = {"type": "array", "items": ORDER, "minItems": 1000, "$defs": {"line": LINE}}
 CONSTRAINTS = {"schema": StructuredOutputsParams(json=SCHEMA), "any text": StructuredOutputsParams(regex="(.|\n)*")}
-LONG_TEXT = 'start: b{1000}\nb: c{1000}\nc: "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"'
 
 
-def main() -> None:
+def main(report: Report) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--only", choices=["speed", "masks"])
     args = parser.parse_args()
     if args.only != "masks":
-        _compare(args.rounds, args.tokens)
+        _compare(report, args.rounds, args.tokens)
     if args.only != "speed":
-        _masks()
+        _masks(report)
 
 
-def _compare(rounds: int, tokens: int) -> None:
-    engine = build_engine(
-        bundled_model(), EngineOptions(max_num_seqs=REQUESTS, max_model_len=PROMPT + tokens), progress=False
-    )
+def _compare(report: Report, rounds: int, tokens: int) -> None:
+    limits = EngineOptions(max_num_seqs=REQUESTS, max_model_len=PROMPT + tokens)
+    engine = build_engine(bundled_model(), limits, progress=False)
     engine.warm_up()
     kinds = [("schema", REQUESTS // 2), ("any text", REQUESTS // 2), ("schema", REQUESTS)]
     for kind, held in kinds:
         _seconds(engine, tokens, held, kind)
-    speeds: dict[tuple[str, int], list[np.ndarray]] = {kind: [] for kind in kinds}
-    before = engine.stats()
-    for _ in range(rounds):
-        for (kind, held), ratios in speeds.items():
-            free = _seconds(engine, tokens, 0, kind)
-            ratios.append(free / _seconds(engine, tokens, held, kind))
-    stats = engine.stats()
-    for (kind, held), ratios in speeds.items():
-        for name, column in zip(("wall", "processor"), np.array(ratios).T, strict=True):
-            each = ", ".join(f"{ratio:.3f}" for ratio in sorted(column))
-            print(f"{held} of {REQUESTS} held ({kind}), {name} time: tokens/s {np.median(column):.3f} of none ({each})")
-    masks, earlier = stats.jobs["mask"], before.jobs["mask"]
-    rows, seconds = masks.num_rows - earlier.num_rows, masks.seconds - earlier.seconds
-    print(
-        f"{rows} rows masked, {seconds / rows * 1e6:.0f} us of the host per row; recompilations {stats.recompilations}"
-    )
+    ratios = np.array([
+        [_seconds(engine, tokens, 0, kind) / _seconds(engine, tokens, held, kind) for kind, held in kinds]
+        for _ in range(rounds)
+    ])  # fmt: skip
+    assert engine.stats().recompilations == 0
+    rows = ([held, kind, *map(spread, ratios[:, i].T)] for i, (kind, held) in enumerate(kinds))
+    title = f"Tokens per second over those of {REQUESTS} free requests"
+    report.table(title, ["requests held", "to", "wall time", "processor time"], rows)
 
 
 def _seconds(engine: Engine, tokens: int, held: int, kind: str) -> np.ndarray:
@@ -130,30 +119,21 @@ def _seconds(engine: Engine, tokens: int, held: int, kind: str) -> np.ndarray:
     return seconds
 
 
-def _masks() -> None:
+def _masks(report: Report) -> None:
     backend = _large_vocabulary()
-    started = time.perf_counter()
     end = backend.token_to_id(END)
     vocabulary = GrammarVocabulary(backend.to_str(), VOCAB_SIZE, [end])
-    seconds = time.perf_counter() - started
-    print(f"vocabulary of {VOCAB_SIZE}: {seconds:.2f} s to load, {4 * vocabulary.words} bytes per mask")
     started = time.perf_counter()
     matcher = vocabulary.compile(plain_grammar(StructuredOutputsParams(json=SCHEMA)))
-    print(f"the schema: {(time.perf_counter() - started) * 1e3:.1f} ms to compile")
-    for name, rows in (("the first", 16), ("later", 64)):
-        times = [seconds for seed in range(rows) for seconds in _walk(vocabulary, matcher.copy(), end, seed)]
-        at = np.percentile(np.array(times) * 1e6, [50, 90, 99, 100])
-        print(
-            f"masks of {name} {rows} answers: median {at[0]:.0f} us, p90 {at[1]:.0f}, p99 {at[2]:.0f}, most {at[3]:.0f}"
-        )
-    rows = [(matcher.copy(), []) for _ in range(64)]
-    masks = np.zeros((64, 1, vocabulary.words), np.uint32)
-    times = [_timed(lambda: vocabulary.fill(rows, masks)) for _ in range(20)]
-    print(f"64 rows at once: {statistics.median(times) / 64 * 1e6:.1f} us per row")
-    for name, grammar in (("forced", LONG_TEXT), ("free", '%llguidance {"no_forcing": true}\n' + LONG_TEXT)):
-        long = vocabulary.compile(grammar)
-        seconds = _timed(lambda long=long: vocabulary.fill([(long, [])], masks[:1]))
-        print(f"a long text of few characters, its spelling {name}: {seconds * 1e3:.2f} ms per mask")
+    compiled = time.perf_counter() - started
+    walks = {name: [seconds for seed in range(answers) for seconds in _walk(vocabulary, matcher.copy(), end, seed)]
+             for name, answers in (("of the first 16 answers", 16), ("of 64 later answers", 64))}  # fmt: skip
+    rows, masks = [(matcher.copy(), []) for _ in range(64)], np.zeros((64, 1, vocabulary.words), np.uint32)
+    walks["of 64 rows at once, per row"] = [_timed(lambda: vocabulary.fill(rows, masks)) / 64 for _ in range(20)]
+    title = f"Masks of {VOCAB_SIZE:,} tokens; the schema compiles in {compiled * 1e3:.0f} ms"
+    at = (50, 90, 99, 100)
+    lines = ([name, *np.percentile(np.array(times) * 1e6, at)] for name, times in walks.items())
+    report.table(title, ["masks", "median (us)", "p90", "p99", "longest"], lines)
 
 
 def _walk(vocabulary: GrammarVocabulary, matcher: Matcher, end: int, seed: int, steps: int = 100) -> Iterator[float]:
@@ -194,4 +174,4 @@ def _large_vocabulary() -> tokenizers.Tokenizer:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,22 +1,18 @@
 """Ends the engine of a server with kill -9 under streaming clients, and says how long they have waited.
 
   python -m benchmarks.survival                  the bundled model, 32 clients, three kills
-  python -m benchmarks.survival --kills 10
   python -m benchmarks.survival --processes 2    over several processes; the leader's engine and followers in turn
   python -m benchmarks.survival --processes 4 --kills 4 --stop           each of four is stopped, as a host that hangs
   python -m benchmarks.survival --processes 2 --kills 0 --away           a host goes for good, and later comes back
-  python -m benchmarks.survival --processes 2 --kills 2 --split          a decode instance; another one has the prompts
-  python -m benchmarks.survival --processes 2 --kills 4 --moving         experts move every few steps
 
-Prints for each kill: seconds until the next engine was ready, the processor seconds that its process (the leader's)
-had taken since the kill, for how long streams told nothing, and how many texts differ from those of an undisturbed run.
-Below that stands what the next engine says of its start, phase by phase. Every other stream is sampled, with a seed.
-Compiled programs come from the cache that the start has filled. What a pause is worth is told by how long the same
-machine takes to start the server.
+A line per kill: seconds until the next engine was ready, the processor seconds that its process (the leader's) had
+taken since the kill, for how long streams were silent, and how many texts differ from those of an undisturbed run.
+Every other stream is sampled, with a seed. Compiled programs come from the cache that the start has filled. Compare a
+pause with how long the same machine takes to start the server.
 
 With --away the last process goes. The others go on without it after `--cluster_return_timeout` (15 s here). Then it
-comes back, and the gang grows after `--cluster_grow_interval` (5 s). All of it happens twice: the first time the others
-have no programs for one process fewer yet.
+comes back, and the instance grows after `--cluster_grow_interval` (5 s). All of it happens twice: the first time the
+others have no programs for one process fewer yet.
 """
 
 import argparse
@@ -27,7 +23,6 @@ import functools
 import itertools
 import json
 import os
-import re
 import signal
 import statistics
 import subprocess
@@ -35,36 +30,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import psutil
 
-from benchmarks.disaggregation import LIMITS, ROOT, Instance, flags, free_port, key_file, serving
+from benchmarks.instances import LIMITS, ROOT, Instance, free_port, key_file, serving
+from benchmarks.record import Cell, Report, run
 
 CLIENTS = 32
 TOKENS = 320
 _HEALTH_S = 0.02
-_MOVING = ["--num_redundant_experts=4", "--enable_eplb", "--eplb_interval=1", "--eplb_threshold=1"]
 _AWAY = ["--cluster_return_timeout=15", "--cluster_grow_interval=5"]
-
-
-class Said:
-    """What a server has written since it was ready."""
-
-    def __init__(self, instance: Instance) -> None:
-        self.lines: list[str] = []
-        threading.Thread(target=self._read, args=(instance,), daemon=True).start()
-
-    def last(self, pattern: str) -> str:
-        """Returns the last match of a pattern, "" if there is none."""
-        return next((found[0] for line in reversed(self.lines) if (found := re.search(pattern, line))), "")
-
-    def _read(self, instance: Instance) -> None:
-        assert instance.process.stdout is not None
-        for line in instance.process.stdout:
-            self.lines.append(line.rstrip())
 
 
 @dataclasses.dataclass
@@ -110,31 +88,6 @@ def bodies() -> list[Body]:
         }
         for i in range(CLIENTS)
     ]
-
-
-async def computed(prefill: Instance, asked: list[Body]) -> list[Body]:
-    """Returns the requests with longer prompts, which the prefill instance has computed, and where their pages are."""
-    found = []
-    async with httpx.AsyncClient(base_url=prefill.url, timeout=60) as http:
-        for i, body in enumerate(asked):
-            body = body | {"prompt": [(7 * i + 3 * j) % 900 + 20 for j in range(100 + i)]}
-            first = {"max_tokens": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
-            answer = await http.post("/v1/completions", json=body | first)
-            answer.raise_for_status()
-            found.append(body | {"kv_transfer_params": answer.json()["kv_transfer_params"]})
-    return found
-
-
-async def told(http: httpx.AsyncClient) -> str:
-    """Says what this engine has fetched and moved since it began, if anything."""
-    lines = (await http.get("/metrics")).text.splitlines()
-
-    def total(name: str, label: str = "") -> float:
-        return sum(float(each.split()[-1]) for each in lines if each.startswith(name) and label in each)
-
-    tokens, moves = total("dsv3:kv_tier_hits_total", 'tier="peer"'), total("dsv3:expert_rebalances_total")
-    text = f"; {tokens:.0f} tokens of prompts came with pages" if tokens else ""
-    return text + (f"; experts moved in {moves:.0f} of {total('dsv3:engine_steps_total'):.0f} steps" if moves else "")
 
 
 async def stream(http: httpx.AsyncClient, body: Body) -> tuple[str, list[float]]:
@@ -199,61 +152,49 @@ async def restarted(
 
 @dataclasses.dataclass
 class Run:
-    """A server under the same streams again and again, and what they tell when nothing happens."""
+    """A server under the same streams again and again, and the texts of a run in which nothing happens."""
 
     http: httpx.AsyncClient
     instance: Instance
-    said: Said
-    ask: Callable[[], Awaitable[list[Body]]]
     undisturbed: list[str]
-    seconds: float
 
-    async def strike(self, what: str, strike: Callable[[], None], after_s: float) -> None:
-        """Prints the line of a strike while streams run."""
-        asked = await self.ask()
+    async def strike(self, what: str, strike: Callable[[], None], after_s: float) -> list[Cell]:
+        """Returns the line of a strike while streams run."""
         striking = asyncio.create_task(restarted(self.http, self.instance, strike, after_s))
-        found = await asyncio.gather(*(stream(self.http, body) for body in asked))
+        found = await asyncio.gather(*(stream(self.http, body) for body in bodies()))
         struck_at, ready_s, used_s = await striking
         pauses = [each for _, times in found if (each := pause(times, struck_at)) is not None] or [0.0]
         differ = sum(text != other for (text, _), other in zip(found, self.undisturbed, strict=True))
-        print(
-            f"| {what} after {after_s:.1f} s | {ready_s:.1f} s | {used_s:.1f} | {len(pauses)}, "
-            f"{statistics.median(pauses):.1f} s, {max(pauses):.1f} s | {differ} of {CLIENTS} |",
-            flush=True,
-        )
-        if phases := self.said.last(r"\d+ processes are ready after .*"):
-            print(f"  {phases}{await told(self.http)}", flush=True)
+        return [what, after_s, ready_s, used_s, len(pauses), statistics.median(pauses), max(pauses), differ]
 
 
 async def measure(
-    instance: Instance, kills: int, number: int, place: Place, away: bool, prefill: Instance | None
-) -> None:
-    """Prints a line per kill; the victims take turns, and get the signal `number`."""
-
-    async def ask() -> list[Body]:
-        return bodies() if prefill is None else await computed(prefill, bodies())
-
+    instance: Instance, kills: int, number: int, place: Place, away: bool
+) -> tuple[float, list[list[Cell]]]:
+    """Returns the seconds of an undisturbed run and a line per kill; victims take turns, and get signal `number`."""
+    threading.Thread(target=_drain, args=(instance,), daemon=True).start()
     victims = [functools.partial(engine_of, instance)]
     victims += [functools.partial(place.victim, i) for i in range(len(place.supervisors))]
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=instance.url, timeout=600, limits=limits) as http:
-        said, asked = Said(instance), await ask()
         began = time.monotonic()
-        undisturbed = [text for text, _ in await asyncio.gather(*(stream(http, body) for body in asked))]
-        run = Run(http, instance, said, ask, undisturbed, time.monotonic() - began)
-        print(f"an undisturbed run takes {run.seconds:.1f} s{await told(http)}")
-        print(
-            "| what | next engine ready after | processor seconds | streams that paused, median, longest | "
-            "texts that differ |"
-        )
-        print("|---|---|---|---|---|", flush=True)
+        undisturbed = [text for text, _ in await asyncio.gather(*(stream(http, body) for body in bodies()))]
+        run, seconds, lines = Run(http, instance, undisturbed), time.monotonic() - began, []
         for i in range(kills):
             who = i % len(victims)
             strike = functools.partial(_signal, victims[who], number)
-            await run.strike(f"process {who}", strike, run.seconds * (i + 1) / (kills + 1))
+            lines.append(await run.strike(f"process {who} ends", strike, seconds * (i + 1) / (kills + 1)))
         for last in [len(place.supervisors) - 1] * (2 if away else 0):
-            await run.strike(f"process {last + 1} for good", place.supervisors[last].kill, run.seconds / 4)
-            await run.strike(f"process {last + 1} back", functools.partial(place.start, last), run.seconds / 4)
+            lines.append(await run.strike(f"process {last + 1} goes", place.supervisors[last].kill, seconds / 4))
+            lines.append(await run.strike("it comes back", functools.partial(place.start, last), seconds / 4))
+    return seconds, lines
+
+
+def _drain(instance: Instance) -> None:
+    """Reads what a server writes, so that it never waits for a reader."""
+    assert instance.process.stdout is not None
+    for _ in instance.process.stdout:
+        pass
 
 
 def _signal(find: Callable[[], psutil.Process], number: int) -> None:
@@ -261,12 +202,12 @@ def _signal(find: Callable[[], psutil.Process], number: int) -> None:
 
 
 @contextlib.contextmanager
-def placed(processes: int, folder: Path, away: bool, more: list[str]) -> Iterator[Place]:
-    """Starts the followers of an instance with flags `more`."""
+def placed(processes: int, folder: Path, away: bool) -> Iterator[Place]:
+    """Starts the followers of an instance."""
     if processes == 1:
-        yield Place(more or ["--kv_offloading_size=0.05"], [], folder)
+        yield Place(["--kv_offloading_size=0.05"], [], folder)
         return
-    given = ["--enable_expert_parallel", f"--cluster_key_file={key_file(folder)}", *(_AWAY if away else []), *more]
+    given = ["--enable_expert_parallel", f"--cluster_key_file={key_file(folder)}", *(_AWAY if away else [])]
     given += [f"--coordinator=127.0.0.1:{free_port()}", f"--num_processes={processes}"]
     command = [sys.executable, "-m", "launch.serve", *LIMITS, f"--max_num_seqs={CLIENTS // processes}", *given]
     place = Place([*given, "--process_id=0"], [[*command, f"--process_id={i}"] for i in range(1, processes)], folder)
@@ -278,36 +219,29 @@ def placed(processes: int, folder: Path, away: bool, more: list[str]) -> Iterato
         place.end()
 
 
-def main() -> None:
+def main(report: Report) -> None:
     """Starts a server and measures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--stop", action="store_true", help="SIGSTOP in place of SIGKILL")
-    parser.add_argument("--split", action="store_true", help="strike a decode instance, beside a prefill instance")
-    parser.add_argument("--away", action="store_true", help="have a host go for good, and come back")
-    parser.add_argument("--moving", action="store_true", help="move experts all the time")
+    parser.add_argument("--away", action="store_true", help="end a host for good, and start it again later")
     given = parser.parse_args()
-    if given.moving and given.processes < 2:
-        parser.error("--moving needs --processes 2 or more")
     if given.away and given.processes < 2:
         parser.error("--away needs --processes 2 or more")
-    began = time.monotonic()
-    seqs = f"--max_num_seqs={CLIENTS // given.processes}"
+    began, seqs = time.monotonic(), f"--max_num_seqs={CLIENTS // given.processes}"
     with (
         tempfile.TemporaryDirectory() as folder,
-        contextlib.ExitStack() as stack,
+        placed(given.processes, Path(folder), given.away) as place,
+        serving(seqs, *place.flags) as instance,
     ):
-        prefill, more = None, _MOVING if given.moving else []
-        if given.split:
-            key = key_file(Path(folder))
-            prefill, more = stack.enter_context(serving(*flags("prefill", key))), more + flags("decode", key)
-        place = stack.enter_context(placed(given.processes, Path(folder), given.away, more))
-        instance = stack.enter_context(serving(seqs, *place.flags))
-        print(f"the server's start takes {time.monotonic() - began:.1f} s")
-        number = signal.SIGSTOP if given.stop else signal.SIGKILL
-        asyncio.run(measure(instance, given.kills, number, place, given.away, prefill))
+        started, number = time.monotonic() - began, signal.SIGSTOP if given.stop else signal.SIGKILL
+        seconds, lines = asyncio.run(measure(instance, given.kills, number, place, given.away))
+    report.table("Undisturbed", ["the server's start (s)", "a run (s)"], [[started, seconds]])
+    columns = ["event", "after (s)", "next engine ready after (s)", "processor (s)", "streams that paused",
+               "median pause (s)", "longest (s)", f"texts that differ, of {CLIENTS}"]  # fmt: skip
+    report.table(f"{CLIENTS} streams over {given.processes} processes", columns, lines)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

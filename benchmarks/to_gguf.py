@@ -108,35 +108,28 @@ def kind_of(name: str, values: np.ndarray, wanted: gguf.GGMLQuantizationType) ->
     return wanted
 
 
+SIZES = {
+    "block_count": "num_hidden_layers", "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size", "head_count": "num_attention_heads", "q_lora_rank": "q_lora_rank",
+    "layer_norm_rms_eps": "rms_norm_eps", "rope_freq_base": "rope_theta", "rope_dimension_count": "qk_rope_head_dim",
+    "vocab_size": "vocab_size", "leading_dense_block_count": "first_k_dense_replace", "kv_lora_rank": "kv_lora_rank",
+    "value_length": "kv_lora_rank", "value_length_mla": "v_head_dim", "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok", "expert_shared_count": "n_shared_experts",
+    "expert_feed_forward_length": "moe_intermediate_size", "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group", "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+}  # fmt: skip
+"""Fields of a GGUF file, `GGUFWriter.add_*`, and those of config.json."""
+
+
 def describe(writer: gguf.GGUFWriter, cfg: dict) -> None:
     """Writes the model's sizes."""
-    rope = cfg["qk_rope_head_dim"]
-    writer.add_block_count(cfg["num_hidden_layers"])
-    writer.add_context_length(cfg["max_position_embeddings"])
-    writer.add_embedding_length(cfg["hidden_size"])
-    writer.add_feed_forward_length(cfg["intermediate_size"])
-    writer.add_head_count(cfg["num_attention_heads"])
+    for field, name in SIZES.items():
+        if cfg.get(name) is not None:
+            getattr(writer, f"add_{field}")(cfg[name])
     writer.add_head_count_kv(1)  # absorbed attention: one latent for all heads
-    writer.add_layer_norm_rms_eps(cfg["rms_norm_eps"])
-    writer.add_rope_freq_base(cfg["rope_theta"])
-    writer.add_rope_dimension_count(rope)
-    writer.add_vocab_size(cfg["vocab_size"])
-    writer.add_leading_dense_block_count(cfg["first_k_dense_replace"])
-    if cfg.get("q_lora_rank"):
-        writer.add_q_lora_rank(cfg["q_lora_rank"])
-    writer.add_kv_lora_rank(cfg["kv_lora_rank"])
-    writer.add_key_length(cfg["kv_lora_rank"] + rope)
-    writer.add_value_length(cfg["kv_lora_rank"])
-    writer.add_key_length_mla(cfg["qk_nope_head_dim"] + rope)
-    writer.add_value_length_mla(cfg["v_head_dim"])
-    writer.add_expert_count(cfg["n_routed_experts"])
-    writer.add_expert_used_count(cfg["num_experts_per_tok"])
-    writer.add_expert_shared_count(cfg["n_shared_experts"])
-    writer.add_expert_feed_forward_length(cfg["moe_intermediate_size"])
-    writer.add_expert_group_count(cfg["n_group"])
-    writer.add_expert_group_used_count(cfg["topk_group"])
-    writer.add_expert_weights_scale(cfg["routed_scaling_factor"])
-    writer.add_expert_weights_norm(cfg["norm_topk_prob"])
+    writer.add_key_length(cfg["kv_lora_rank"] + cfg["qk_rope_head_dim"])
+    writer.add_key_length_mla(cfg["qk_nope_head_dim"] + cfg["qk_rope_head_dim"])
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 

@@ -1,4 +1,4 @@
-"""Runs every client that an environment has against this server, and prints a table.
+"""Runs every client that an environment has against this server.
 
   python -m benchmarks.clients --python CLIENTS/bin/python
   python -m benchmarks.clients --python CLIENTS/bin/python --aiperf AIPERF/bin/python --only aiperf
@@ -10,10 +10,10 @@ Exit status 0: every check of every client that is there has passed.
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,13 +21,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
-
 from benchmarks.clients.checking import MODEL
+from benchmarks.instances import free_port, is_healthy, running
+from benchmarks.record import ROOT, Report, run
 from tests.dsv3.server import serving
 from tests.dsv3.text import dialects
 
-ROOT = Path(__file__).parents[2]
+PASSED = "passed"
 _START_S, _CLIENT_S = 900, 900
 _ARGUMENTS = ["--tool_call_parser=deepseek_v31", "--max_model_len=2048", "--batch_dir={scratch}/batches"]
 
@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
     client: str
     check: str
-    passed: bool
+    verdict: str
     saw: str
 
 
@@ -102,62 +102,38 @@ CLIENTS = (
 )
 
 
-def main() -> int:
-    """Prints the table; returns the exit status."""
+def main(report: Report) -> int:
+    """Reports the table; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", required=True, help="interpreter of the environment that has the clients")
     parser.add_argument("--aiperf", help="interpreter of another one, for aiperf")
     parser.add_argument("--only", nargs="*", help="packages to run, all of them if not given")
     asked = parser.parse_args()
-    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch, _servers(Path(scratch)) as places:
-        for client in CLIENTS:
-            if asked.only and client.package not in asked.only:
-                continue
-            python = asked.aiperf if client.package == "aiperf" and asked.aiperf else asked.python
-            for row in _run(client, python, places | {"scratch": scratch}):
-                rows.append(row)
-                print(f"{row.client}: {row.check}: {'passed' if row.passed else 'FAILED'}: {row.saw}", flush=True)
-    print("\n| client | check | | saw |\n|---|---|---|---|")
-    for row in rows:
-        saw = row.saw.replace("|", "\\|").replace("\n", " ")
-        print(f"| {row.client} | {row.check} | {'passed' if row.passed else '**failed**'} | `{saw}` |")
-    return 0 if rows and all(row.passed for row in rows) else 1
+        rows = (
+            row
+            for client in CLIENTS
+            if not asked.only or client.package in asked.only
+            for row in _run(client, asked, places | {"scratch": scratch})
+        )
+        table = report.table("Checks", Row._fields, rows)
+    return 0 if table.rows and all(row[2] == PASSED for row in table.rows) else 1
 
 
 @contextlib.contextmanager
 def _servers(scratch: Path) -> Iterator[dict[str, str]]:
     """Yields what stands for the places in commands, the two servers' addresses among them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "launch.serve", f"--port={port}", f"--served_model_name={MODEL}"]
     command += [argument.format(scratch=scratch) for argument in _ARGUMENTS]
     url = f"http://127.0.0.1:{port}"
     (scratch / "tools").mkdir()
-    with serving.running(dialects.write(scratch / "tools")) as tools, (scratch / "log").open("w") as log:
-        server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=_environment())
-        try:
-            serving.Server.wait_for(_Waiting(server, scratch / "log"), lambda: _is_ready(url), _START_S)
-            yield {"url": url, "tools_url": tools.url, "model": MODEL, "root": str(ROOT)}
-            assert _is_ready(url), (scratch / "log").read_text()[-2000:]
-        finally:
-            server.terminate()
-            server.wait(60)
-
-
-class _Waiting(NamedTuple):
-    """What `Server.wait_for` looks at: a process that should live, and its log."""
-
-    process: subprocess.Popen[bytes]
-    log: Path
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health").status_code == 200
-    except httpx.TransportError:
-        return False
+    with (
+        serving.running(dialects.write(scratch / "tools")) as tools,
+        running(command, functools.partial(is_healthy, url), _START_S, _environment()),
+    ):
+        yield {"url": url, "tools_url": tools.url, "model": MODEL, "root": str(ROOT)}
+        assert is_healthy(url), "the server did not survive its clients"
 
 
 def _environment(is_offline: bool = True) -> dict[str, str]:
@@ -166,8 +142,9 @@ def _environment(is_offline: bool = True) -> dict[str, str]:
     return {**os.environ, **offline, "PYTHONPATH": str(ROOT), "OPENAI_API_KEY": "none"}
 
 
-def _run(client: Client, python: str, places: dict[str, str]) -> Iterator[Row]:
+def _run(client: Client, asked: argparse.Namespace, places: dict[str, str]) -> Iterator[Row]:
     """Yields a client's rows: those that a script of ours prints, or one for a tool's exit status."""
+    python = asked.aiperf if client.package == "aiperf" and asked.aiperf else asked.python
     version = _version(client.package, python)
     name = f"{client.package} {version}"
     if not version:
@@ -184,13 +161,18 @@ def _run(client: Client, python: str, places: dict[str, str]) -> Iterator[Row]:
     )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"check"')]
     for line in lines:
-        yield Row(name, line["check"], line["passed"], line["saw"])
+        yield _row(name, line["check"], line["passed"], line["saw"])
     if not lines:
         found = re.search(client.saw, done.stdout + done.stderr) if client.saw else None
         saw = " ".join(found[0].split()) if found else (done.stdout + done.stderr)[-300:]
-        yield Row(name, " ".join(client.command[1:3]), done.returncode == 0 and found is not None, saw)
+        yield _row(name, " ".join(client.command[1:3]), done.returncode == 0 and found is not None, saw)
     if done.returncode:
         print(done.stdout[-6000:], done.stderr[-6000:], file=sys.stderr)
+
+
+def _row(client: str, check: str, passed: bool, saw: str) -> Row:
+    saw = saw.replace("|", "\\|").replace("\n", " ")
+    return Row(client, check, PASSED if passed else "**failed**", f"`{saw}`" if saw else "")
 
 
 def _version(package: str, python: str) -> str:
@@ -201,4 +183,4 @@ def _version(package: str, python: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

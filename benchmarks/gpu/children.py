@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 
+from benchmarks.record import Report, Table, rounded
 from dsv3.processes.child import ChildResult, run_limited
 from pallas_kernels import aot
 from pallas_kernels.backend import is_hopper, prepare, resolve_backend
@@ -36,6 +37,7 @@ type Key = tuple[str, str]
 
 
 def main(
+    report: Report,
     module: str,
     title: str,
     keys: Sequence[Key],
@@ -45,6 +47,7 @@ def main(
     """Runs a benchmark, or as its child some rows of it, or compiles its programs; returns the exit status.
 
     Args:
+      report: gets the tables of a run.
       module: `benchmarks.gpu.x`, for the command and the files.
       title: what the help says.
       keys: the rows, most important first; a run short of time leaves the last ones out.
@@ -66,40 +69,42 @@ def main(
         return _measure_here(json.loads(args.rows), json.loads(args.roofs), args.seconds, measure)
     command = [sys.executable, "-m", module, "--seconds", str(args.seconds)]
     said = f"python -m {module} {shlex.join(sys.argv[1:])}"
-    return run(command, keys, args.out / name, said, args.seconds, time.monotonic() + 60 * args.minutes)
+    run = Run(args.out / name, said)
+    status = measure_all(run, command, keys, args.seconds, time.monotonic() + 60 * args.minutes)
+    for table in run.tables():
+        report.table(table.title, table.columns, table.rows)
+    return status
 
 
-def run(command: Sequence[str], keys: Sequence[Key], file: Path, said: str, seconds: float, deadline: float) -> int:
-    """Measures the roofs and then the rows in children of `command`; writes `file`.md and .json after each child."""
+def measure_all(run: "Run", command: Sequence[str], keys: Sequence[Key], seconds: float, deadline: float) -> int:
+    """Measures the roofs and then the rows in children of `command`; writes the files of `run` after each child."""
     roofs = _child(command, [(ROOFS, ROOFS)], {}, seconds, math.inf)
     rows, ended = _printed(roofs), roofs
     if ROOFS not in rows or not rows[ROOFS].passed:
         print(ended.log, rows.get(ROOFS, Row(ROOFS, False)).says or f"the roofs: {ended.cause}", file=sys.stderr)
         return 2 if ended.status == 2 else 1
-    report = _Report(file, said, rows[ROOFS])
+    run.begin(rows[ROOFS])
     for group in _groups(keys):
-        _measure_group(command, group, report, seconds, deadline)
-    return 0 if all(row.passed for _, row in report.rows) else 1
+        _measure_group(command, group, run, seconds, deadline)
+    return 0 if all(row.passed for _, row in run.rows) else 1
 
 
-def _measure_group(
-    command: Sequence[str], group: list[Key], report: "_Report", seconds: float, deadline: float
-) -> None:
+def _measure_group(command: Sequence[str], group: list[Key], run: "Run", seconds: float, deadline: float) -> None:
     while group:
         if deadline - time.monotonic() < _START_S / 2:
-            report.left_out += [": ".join(key) for key in group]
-            report.write()
+            run.left_out += [": ".join(key) for key in group]
+            run.write()
             return
-        ended = _child(command, group, report.roofs.figures, seconds, deadline - time.monotonic() + _START_S)
+        ended = _child(command, group, run.roofs.figures, seconds, deadline - time.monotonic() + _START_S)
         rows = _printed(ended)
         while group and (row := rows.get(": ".join(group[0]))):
-            report.rows.append((group.pop(0), row))
+            run.rows.append((group.pop(0), row))
         if group and ended.status != _LOST:
             last = (ended.log.strip().splitlines() or [""])[-1]
             says = f"ended its process: {'took too long' if _OVERDUE in ended.log else ended.cause}; {last[:200]}"
             key = group.pop(0)
-            report.rows.append((key, Row(": ".join(key), False, says)))
-        report.write()
+            run.rows.append((key, Row(": ".join(key), False, says)))
+        run.write()
 
 
 _LOST = 3  # a child's exit status after a row, which it has printed, that has cost it the device
@@ -147,41 +152,44 @@ def _groups(keys: Sequence[Key]) -> list[list[Key]]:
     return [list(some) for table in tables for some in itertools.batched(table, AT_ONCE)]
 
 
-class _Report:
-    """The tables of a run: a column for each figure of a table's rows."""
+class Run:
+    """The tables of a run, in `file`.md and `file`.json: a column for each figure of a table's rows."""
 
-    def __init__(self, file: Path, command: str, roofs: Row):
-        self.file, self.roofs = file, roofs
-        self.rows: list[tuple[Key, Row]] = []
+    def __init__(self, file: Path, command: str):
+        self.file, self._command = file, command
+        self.roofs, self.rows = Row(ROOFS, False), list[tuple[Key, Row]]()
         self.left_out: list[str] = []
-        now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-        measured = ", ".join(f"{name} {value:.4g}" for name, value in roofs.figures.items())
-        self.header = f"{now}; {roofs.says}\ncommand: {command}\n\nMeasured in this run: {measured}."
+
+    def begin(self, roofs: Row) -> None:
+        """Notes what the device does without kernels of ours, and writes the files."""
+        self.roofs, self._began = roofs, datetime.datetime.now(datetime.UTC)
         self.write()
+
+    def tables(self) -> Iterator[Table]:
+        """Yields the roofs, and the rows by table."""
+        if self.roofs.figures:
+            yield Table("Roofs, measured in this run", ["device", *self.roofs.figures], [
+                [self.roofs.says, *map(rounded, self.roofs.figures.values())]
+            ])  # fmt: skip
+        for title in dict.fromkeys(table for (table, _), _ in self.rows):
+            rows = [(name, row) for (of, name), row in self.rows if of == title]
+            columns = list(dict.fromkeys(figure for _, row in rows for figure in row.figures))
+            says = ("" if row.passed else f"WRONG: {row.says}".replace("|", "/") for _, row in rows)
+            cells = ([name, *(rounded(row.figures.get(each)) for each in columns)] for name, row in rows)
+            found = [[*first, last] for first, last in zip(cells, says, strict=True)]
+            yield Table(title, ["case", *columns, "says"], found)
 
     def write(self) -> None:
         """Writes the tables as they are now."""
-        lines = [self.header, ""]
-        for table in dict.fromkeys(table for (table, _), _ in self.rows):
-            rows = [(name, row) for (of, name), row in self.rows if of == table]
-            columns = list(dict.fromkeys(figure for _, row in rows for figure in row.figures))
-            lines += [
-                f"## {table}",
-                "",
-                f"| case | {' | '.join([*columns, 'says'])} |",
-                "|---" * (len(columns) + 2) + "|",
-            ]
-            for name, row in rows:
-                figures = (f"{row.figures[name]:.4g}" if name in row.figures else "" for name in columns)
-                says = "" if row.passed else f"WRONG: {row.says}"
-                lines.append("| " + " | ".join([name, *figures, says.replace("|", "/")]) + " |")
-            lines.append("")
+        lines = [f"{self._began:%Y-%m-%d %H:%M UTC}; {self.roofs.says}", f"command: {self._command}", ""]
+        for table in self.tables():
+            lines += [f"## {table.title}", "", *table.lines(), ""]
         lines += ["Left out for lack of time: " + what for what in self.left_out]
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.file.with_suffix(".md").write_text("\n".join(lines) + "\n")
-        record = {"header": self.header, "roofs": dict(self.roofs.figures), "left_out": self.left_out}
-        rows_ = [{"table": table, "name": name} | row.as_json() for (table, name), row in self.rows]
-        self.file.with_suffix(".json").write_text(json.dumps(record | {"rows": rows_}, indent=1))
+        rows = [{"table": table, "name": name} | row.as_json() for (table, name), row in self.rows]
+        record = {"command": self._command, "roofs": dict(self.roofs.figures), "left_out": self.left_out, "rows": rows}
+        self.file.with_suffix(".json").write_text(json.dumps(record, indent=1))
 
 
 def roofs_here() -> Row:

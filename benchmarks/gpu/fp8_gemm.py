@@ -13,7 +13,6 @@ one layer of a bfloat16 stack (k_up, v_up, the router) also stand next to XLA's 
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 
 from benchmarks.gpu import children
 from benchmarks.gpu.children import Key
+from benchmarks.record import Report, run
 from pallas_kernels import checks
 from pallas_kernels.backend import Backend
 from pallas_kernels.checks import Case, Row, experts, products
@@ -59,9 +59,9 @@ _TABLES = {
 _PLANS = "plans"
 
 
-def main() -> int:
+def main(report: Report) -> int:
     title = (__doc__ or "").split("\n")[0]
-    return children.main("benchmarks.gpu.fp8_gemm", title, keys(), measure, programs)
+    return children.main(report, "benchmarks.gpu.fp8_gemm", title, keys(), measure, programs)
 
 
 def keys() -> list[Key]:
@@ -170,4 +170,4 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], tuple]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

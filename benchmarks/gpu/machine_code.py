@@ -1,13 +1,13 @@
 """Reads the main loops of the kernels from their machine code, and says in a model what binds them. No GPU is needed.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.gpu.machine_code [--only decode] [--multiprocessors 78] [--out FILE]
+    JAX_PLATFORMS=cpu python -m benchmarks.gpu.machine_code [--only decode] [--multiprocessors 78]
 
-Compiles each kernel at production shapes for sm_90a, disassembles it (ptxas and nvdisasm of the `aot` extra) and prints
-for each main loop: instructions by class, stall counts, registers, shared memory, arrivals, bounds by resource, and
-cycles from a small model whose assumptions stand at the top. Beside them stand stored figures of FlashMLA,
-DeepGEMM and FlashAttention-3, made the same way (`sass/others.json` says from what).
+Compiles each kernel at production shapes for sm_90a, disassembles it (ptxas and nvdisasm of the `aot` extra) and
+reports for each main loop: instructions by class, stall counts, registers, shared memory, arrivals, bounds by resource,
+and cycles from a small model whose assumptions stand at the top. Beside them stand stored figures of FlashMLA, DeepGEMM
+and FlashAttention-3, made the same way (`sass/others.json` says from what).
 
-Nothing here is a measured time. See "Machine code" in benchmarks/gpu/README.md.
+Nothing here is a measured time. docs/performance/machine_code.md says what the figures mean.
 """
 
 import argparse
@@ -16,16 +16,32 @@ import functools
 import json
 import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.gpu.sass import after_cached, ceilings, counts, disassembly, kernels, loops, model
+from benchmarks.gpu.sass import ceilings, counts, disassembly, kernels, loops, model
+from benchmarks.record import Cell, Report, run
 from pallas_kernels import aot
+from pallas_kernels.checks.attention import LATENT
 from pallas_kernels.mosaic import NUM_SMS
 from pallas_kernels.multiprocessors import Multiprocessors, taking
 
 RESOURCES = ("tensor core", "shared memory", "issue", "exp2", "L2", "memory")
 OTHERS = json.loads((Path(__file__).parent / "sass" / "others.json").read_text())
+
+HEADS, NEW, CACHED = 128, (128, 512, 2048, 4096), (8192, 32_768, 131_072)
+DECODE, SPANS = "decode, 128 heads", "prefill to spans of keys, 192 and 128"
+AFTER_CACHED = (
+    "new tokens",
+    "cached",
+    "absorbed",
+    "expanded",
+    "of it keys and values",
+    "absorbed / expanded",
+    "FA3 for ours",
+)
+_PER_CYCLE = 4096 * 993 / 1979  # operations in bfloat16 of a multiprocessor, at the share that DeepGEMM reaches in FP8
+_KEYS, _ROWS, _TOKENS = 128, 64, 128  # of a pass: keys of both loops, rows of decode's, query tokens of prefill's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,35 +85,23 @@ class Reading:
         return {name: cycles for name, cycles in found.items() if cycles}
 
 
-def main() -> int:
+def main(report: Report) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="kernels whose name contains this, or one of these: A|B")
     parser.add_argument("--multiprocessors", type=int, default=NUM_SMS, help="that kernels take: 78 of an H20")
-    parser.add_argument("--out", type=Path, help="file for the tables, beside standard output")
     args = parser.parse_args()
     if args.multiprocessors < 1:
         parser.error(f"--multiprocessors {args.multiprocessors}: at least 1")
-    with taking(Multiprocessors(args.multiprocessors)):
-        return print_tables(args)
-
-
-def print_tables(args: argparse.Namespace) -> int:
-    """Prints the tables of the kernels that were asked for; the exit status is 2 where there is none or no compiler."""
-    wanted = args.only.split("|")
-    chosen = [kernel for kernel in kernels.kernels() if any(each in kernel.name for each in wanted)]
+    chosen = [kernel for kernel in kernels.kernels() if any(each in kernel.name for each in args.only.split("|"))]
     if not chosen:
         print(f"no kernel is called {args.only!r}: {[kernel.name for kernel in kernels.kernels()]}", file=sys.stderr)
         return 2
-    try:
-        readings = [_said(read(kernel)) for kernel in chosen]
-    except (aot.AotUnavailableError, disassembly.ToolMissingError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    text = "\n".join(report(readings)) + "\n"
-    print(text)
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text)
+    with taking(Multiprocessors(args.multiprocessors)):
+        try:
+            tabulate(report, [_said(read(kernel)) for kernel in chosen])
+        except (aot.AotUnavailableError, disassembly.ToolMissingError) as error:
+            print(error, file=sys.stderr)
+            return 2
     return 0
 
 
@@ -139,35 +143,50 @@ def _said(reading: Reading) -> Reading:
     return reading
 
 
-def report(readings: Sequence[Reading]) -> Iterator[str]:
-    """Writes the tables as Markdown."""
-    yield from ("## What the model assumes", "", OTHERS["calibration"], "")
-    yield from table(
-        ("assumption", "value", "unit", "where from"),
-        ((name, f"{a.value:g}", a.unit, a.where_from) for name, a in model.ASSUMPTIONS.items()),
-    )
-    yield from ("", "## Main loops", "")
-    yield from table(
-        ("kernel", "a pass", "instructions", "stall counts", "registers", "spilled bytes", "TMA arrivals"),
-        (row for reading in readings for row in _loop_rows(reading)),
-    )
-    yield from ("", "## Instructions by class, per warp and pass", "")
-    yield from _class_table(readings)
-    yield from ("", "## Bounds and modelled cycles of a pass", "")
-    yield from table(
-        ("kernel", *RESOURCES, "link", "cycles", "tensor use", "theirs / ours"),
-        (row for reading in readings for row in _cycle_rows(reading)),
-    )
-    yield from ("", "## What each warpgroup waits for, in cycles of a pass (round robin)", "")
-    yield from table(
-        ("kernel", "link", "warpgroup 0", "warpgroup 1", "warpgroup 2, where it dequantizes"),
-        (row for reading in readings for row in _waiting_rows(reading)),
-    )
-    yield from _after_cached(readings)
-    yield from _ceilings(readings)
-    yield from ("", "## Whose the stored figures are", "")
-    yield OTHERS["about"]
-    yield from (f"- {name}: {source}" for name, source in OTHERS["sources"].items())
+def tabulate(report: Report, readings: Sequence[Reading]) -> None:
+    """Reports what the model assumes, what the loops hold, and what they take in the model."""
+
+    def rows(of: Callable[[Reading], Iterator[Sequence[Cell]]]) -> Iterator[Sequence[Cell]]:
+        return (row for reading in readings for row in of(reading))
+
+    assumed = ((name, f"{a.value:g}", a.unit, a.where_from) for name, a in model.ASSUMPTIONS.items())
+    report.detail("What the model assumes", ["assumption", "value", "unit", "where from"], assumed)
+    columns = ["kernel", "a pass", "instructions", "stall counts", "registers", "spilled bytes", "TMA arrivals"]
+    report.detail("Main loops", columns, rows(_loop_rows))
+    _class_table(report, readings)
+    columns = ["kernel", *RESOURCES, "link", "cycles", "tensor use", "theirs / ours"]
+    report.table("Bounds and modelled cycles of a pass", columns, rows(_cycle_rows))
+    columns = ["kernel", "link", "warpgroup 0", "warpgroup 1", "warpgroup 2, where it dequantizes"]
+    report.detail("What each warpgroup waits for, in cycles of a pass (round robin)", columns, rows(_waiting_rows))
+    by_name = {reading.kernel.name: reading for reading in readings}
+    both = [by_name[name] for name in (DECODE, SPANS) if name in by_name]
+    if len(both) == 2:
+        others = OTHERS["loops"]["FA3 prefill"]["cycles"][kernels.SHARED][0]
+        found = after_cached(*(reading.cycles[kernels.SHARED][0].cycles for reading in both), others)
+        title = "New tokens after cached ones, in millions of cycles of one multiprocessor (round robin)"
+        report.table(title, AFTER_CACHED, found)
+    if any(reading.kernel.passes == kernels.PRODUCT_PASS for reading in readings):
+        report.table("Ceilings of FP8 products, as shares of the tensor core's rate", ceilings.HEAD,
+                     ceilings.rows(OTHERS["tiles"]))  # fmt: skip
+    sources = ((name, source) for name, source in OTHERS["sources"].items())
+    report.detail(f"Whose the stored figures are. {OTHERS['about']}", ["name", "source"], sources)
+
+
+def after_cached(decode: float, spans: float, others: float) -> Iterator[tuple]:
+    """Yields what attention of new tokens to cached ones takes in both forms, in millions of a multiprocessor's cycles.
+
+    The absorbed form runs the loop of decode, the expanded one that of prefill, after the products that make keys and
+    values. Arguments are cycles of a pass. Epilogues, launches and last waves are left out, like tokens' attention to
+    each other.
+    """
+    for cached in CACHED:
+        for new in NEW:
+            passes = HEADS * cached // _KEYS
+            made = 2 * HEADS * cached * LATENT * (128 + 128) / _PER_CYCLE
+            absorbed = new * passes // _ROWS * decode
+            expanded, theirs = (-(-new // _TOKENS) * passes * each + made for each in (spans, others))
+            figures = (f"{each / 1e6:,.0f}" for each in (absorbed, expanded, made))
+            yield (f"{new:,}", f"{cached:,}", *figures, f"{absorbed / expanded:.2f}", f"{theirs / 1e6:,.0f}")
 
 
 def _loop_rows(reading: Reading) -> Iterator[tuple]:
@@ -194,17 +213,15 @@ def _loop_rows(reading: Reading) -> Iterator[tuple]:
         )
 
 
-def _class_table(readings: Sequence[Reading]) -> Iterator[str]:
+def _class_table(report: Report, readings: Sequence[Reading]) -> None:
     rows = [(reading, number, work) for reading in readings for number, work in enumerate(reading.roles)]
     names = [name for name, _ in counts.CLASSES] + ["other"]
     used = [name for name in names if any(work.classes.get(name) for _, _, work in rows)]
-    yield from table(
-        ("kernel, warpgroup", *used),
-        (
-            (f"{reading.kernel.name}, {number}", *(work.classes.get(name, 0) for name in used))
-            for reading, number, work in rows
-        ),
+    lines = (
+        (f"{reading.kernel.name}, {number}", *(work.classes.get(name, 0) for name in used))
+        for reading, number, work in rows
     )
+    report.detail("Instructions by class, per warp and pass", ["kernel, warpgroup", *used], lines)
 
 
 def _cycle_rows(reading: Reading) -> Iterator[tuple]:
@@ -257,37 +274,10 @@ def _waiting_rows(reading: Reading) -> Iterator[tuple]:
         yield (reading.kernel.name, name, *causes, *[""] * (3 - len(causes)))
 
 
-def _after_cached(readings: Sequence[Reading]) -> Iterator[str]:
-    """Writes what both forms of attention to cached tokens take, where their loops have been read."""
-    by_name = {reading.kernel.name: reading for reading in readings}
-    both = [by_name[name] for name in (after_cached.DECODE, after_cached.SPANS) if name in by_name]
-    if len(both) < 2:
-        return
-    others = OTHERS["loops"]["FA3 prefill"]["cycles"][kernels.SHARED][0]
-    found = after_cached.rows(*(reading.cycles[kernels.SHARED][0].cycles for reading in both), others)
-    yield from ("", "## New tokens after cached ones, in millions of cycles of one multiprocessor (round robin)", "")
-    yield from table(after_cached.HEAD, found)
-
-
-def _ceilings(readings: Sequence[Reading]) -> Iterator[str]:
-    """Writes what whole products could reach, where a product's loop has been read."""
-    if any(reading.kernel.passes == kernels.PRODUCT_PASS for reading in readings):
-        yield from ("", "## Ceilings of FP8 products, as shares of the tensor core's rate", "")
-        yield from table(ceilings.HEAD, ceilings.rows(OTHERS["tiles"]))
-
-
 def _longest(waiting: dict[str, float]) -> str:
     causes = sorted(waiting.items(), key=lambda item: -item[1])
     return ", ".join(f"{cause} {cycles:,.0f}" for cause, cycles in causes[:4] if cycles >= 10)
 
 
-def table(head: Sequence[str], rows) -> Iterator[str]:
-    """Writes a Markdown table."""
-    yield f"| {' | '.join(head)} |"
-    yield "|" + "---|" * len(head)
-    for row in rows:
-        yield f"| {' | '.join(map(str, row))} |"
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -12,7 +12,6 @@ next to what the same run measured for a copy, for a bfloat16 product of 8192^3,
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +21,7 @@ from benchmarks.gpu import children
 from benchmarks.gpu import mla_cases as more
 from benchmarks.gpu.children import Key
 from benchmarks.gpu.device_time import Flushed, median_ms
+from benchmarks.record import Report, run
 from pallas_kernels import checks
 from pallas_kernels.backend import Backend
 from pallas_kernels.checks import Case, Row, Tolerance
@@ -35,10 +35,10 @@ _FEW = 5  # runs of what takes long
 type Measure = Callable[[Roofs], Row]
 
 
-def main() -> int:
+def main(report: Report) -> int:
     title = (__doc__ or "").split("\n")[0]
     rows = entries()
-    return children.main("benchmarks.gpu.mla", title, list(rows), lambda key, roofs: rows[key](roofs), programs)
+    return children.main(report, "benchmarks.gpu.mla", title, list(rows), lambda key, roofs: rows[key](roofs), programs)
 
 
 def entries(backend: Backend = Backend.MOSAIC) -> dict[Key, Measure]:
@@ -215,4 +215,4 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], tuple]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

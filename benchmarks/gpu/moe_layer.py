@@ -9,7 +9,6 @@ cache cannot hold, next to what the same run measured for a copy and for cuBLAS 
 """
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,19 +16,21 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.gpu import children
+from benchmarks.record import Report, run
 from pallas_kernels.backend import Backend
 from tools.doctor.moe_layer import all_cases, operands
 from tools.doctor.rates import measure_case
 
 
-def main() -> int:
+def main(report: Report) -> int:
     title = (__doc__ or "").split("\n")[0]
     cases = {("EP144 decode", case.name): case for case in all_cases()}
     return children.main(
+        report,
         "benchmarks.gpu.moe_layer",
         title,
         list(cases),
-        lambda key, roofs: measure_case(cases[key], roofs, Backend.MOSAIC),
+        lambda k, r: measure_case(cases[k], r, Backend.MOSAIC),
         programs,
     )
 
@@ -43,4 +44,4 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], tuple]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -2,9 +2,9 @@
 
     JAX_PLATFORMS=cpu python -m benchmarks.gpu.triton_kernels [--gpu 86 --gpu 120] [--only decode]
 
-Compiles every kernel at DeepSeek-V3's shapes for every compute capability of `pallas_kernels/gpus.py` and prints a
-table. Exits with 1 if a kernel spills, or does not fit the shared memory of a program. It says nothing of speed: no GPU
-has run these kernels.
+Compiles every kernel at DeepSeek-V3's shapes for every compute capability of `pallas_kernels/gpus.py`: registers x
+warps, KiB of shared memory. Exits with 1 if a kernel spills, or does not fit the shared memory of a program. It says
+nothing of speed: no GPU has run these kernels.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.record import Report, run
 from pallas_kernels import gpus
 from pallas_kernels.backend import Backend
 from pallas_kernels.dense import head_gemm, layer_gemm
@@ -43,19 +44,15 @@ _LONG_TABLE, _BEST = 2560, 2048
 """Pages of the longest request of DeepSeek-V3.2, and the tokens that are chosen."""
 
 
-def main() -> int:
+def main(report: Report) -> int:
     args = _arguments()
     kinds = [gpus.by_number(number) for number in args.gpu] or list(gpus.KINDS)
     names = [name for name in cases() if not args.only or args.only in name]
-    print("| kernel | " + " | ".join(kind.architecture for kind in kinds) + " |")
-    print("|---" * (len(kinds) + 1) + "|")
-    wrong = 0
     with ProcessPoolExecutor(args.processes) as pool:
         rows = pool.map(_compile, [name for name in names for _ in kinds], [k.number for _ in names for k in kinds])
-        for name in names:
-            cells = [_cell(next(rows), kind) for kind in kinds]
-            wrong += sum("**" in cell for cell in cells)
-            print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+        lines = ([name, *(_cell(next(rows), kind) for kind in kinds)] for name in names)
+        table = report.table("Kernels", ["kernel", *(kind.architecture for kind in kinds)], lines)
+    wrong = sum("**" in str(cell) for row in table.rows for cell in row)
     print(f"{wrong} of {len(names) * len(kinds)} spill or do not fit", file=sys.stderr)
     return 1 if wrong else 0
 
@@ -178,4 +175,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

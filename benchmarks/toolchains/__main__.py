@@ -13,11 +13,11 @@ import functools
 import itertools
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.record import commit
 from benchmarks.toolchains import columns, table
 from benchmarks.toolchains.columns import COLUMNS, PARTS, ROOT, Toolchain, ToolchainsError
 from dsv3.processes.child import run_limited
@@ -57,7 +57,7 @@ def run_part(name: str, part: str, folder: Path, prepare: Callable[[], Toolchain
     ended = run_limited(columns.command(toolchain, part), _PART_SECONDS, columns.environment(folder))
     rows = [json.loads(line) for line in ended.output.splitlines() if line.startswith("{")]
     crashed = "" if ended.status in (0, 1) and not ended.timed_out else f"{ended.cause}: {_reason(ended.log)}"
-    found = {"rows": rows, "crashed": crashed, "seconds": round(ended.seconds), "commit": _commit()}
+    found = {"rows": rows, "crashed": crashed, "seconds": round(ended.seconds), "commit": commit()}
     result["parts"][part] = found
     result["versions"] = columns.versions(toolchain)
     file.write_text(json.dumps(result, indent=1))
@@ -78,15 +78,6 @@ def _reason(log: str) -> str:
     """Returns the line with which C++ ended the process, or the end of the log."""
     fatal = [line for line in log.splitlines() if re.match(r"F\d{4} ", line)]
     return (fatal or [" ".join(log.split())])[0][-600:]
-
-
-def _commit() -> str:
-    """Returns the commit that is run, with a plus where files differ from it."""
-    done = [
-        subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
-        for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-    ]
-    return done[0].stdout.strip() + "+" * bool(done[1].stdout)
 
 
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:

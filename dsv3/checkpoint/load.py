@@ -323,8 +323,7 @@ def _conversions(
 def _collector_paused() -> Iterator[None]:
     """Pauses the garbage collector while a load is planned.
 
-    Planning makes millions of small objects without cycles, and the collector would traverse them again and again
-    (`benchmarks.checkpoint_host` measures the cost for DeepSeek-V3).
+    Planning makes millions of small objects without cycles, and the collector would traverse them again and again.
     """
     enabled = gc.isenabled()
     gc.disable()

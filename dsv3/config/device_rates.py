@@ -40,7 +40,10 @@ PREFILL_CORE_FLOPS = 535 / 989
 PREFILL_OVERHEAD = 1.25
 """Time of prefill relative to its products: norms, quantization, rotation and routing."""
 MASKING = 2938 / 2828
-"""Ratio of cycles of the prefill kernel's loop with a bitmask and without (benchmarks/gpu/README.md)."""
+"""Ratio of cycles of the prefill kernel's loop with a bitmask and without (docs/performance/machine_code.md).
+
+The model of machine code lets the form with a bitmask wait for no loads to registers.
+"""
 LAUNCH_S = 3e-6
 """Seconds between two kernels."""
 

@@ -12,7 +12,7 @@ from dsv3.config.options import RunOptions
 
 _MIN_PREFILL_TOKENS = 64
 _LONG_PREFILL_TOKENS = 1024
-"""From so many tokens on, saved padding justifies more programs (`benchmarks.buckets`)."""
+"""From so many tokens on, saved padding justifies more programs, by the plan's estimates."""
 _MAX_PREFILL_ROWS = 16
 _FINE = 64  # above so many rows of a decode batch sizes are denser, because padding costs time
 

@@ -56,9 +56,9 @@ class TemplateTooSlow(TemplateError):
 class TemplatePool:
     """A worker for small conversations and one for large ones, each started on first use.
 
-    More workers would not help: the API server's own work per conversation takes 2 to 4 times as long as the worker's
-    (benchmarks/chat_prompts.py). A request waits at most `wait_s` for a worker. With `markers`, prompts contain the
-    template's own markers in their hidden form (`dsv3.text.special_tokens`).
+    More workers would not help: the API server's own work per conversation takes 2 to 4 times as long as the worker's.
+    A request waits at most `wait_s` for a worker. With `markers`, prompts contain the template's own markers in their
+    hidden form (`dsv3.text.special_tokens`).
     """
 
     def __init__(

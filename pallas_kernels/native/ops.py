@@ -11,7 +11,7 @@ DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 """Types of operands. Results are of the same type, or float32."""
 
 MAX_ROWS = 32
-"""Most rows of a product for the C++ kernels: at 32 XLA is about as fast (`benchmarks/cpu_products.py`)."""
+"""Most rows of a product for the C++ kernels: at 32 XLA is about as fast."""
 
 
 def takes(dtype: jax.typing.DTypeLike, rows: int) -> bool:

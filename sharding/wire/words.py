@@ -1,7 +1,8 @@
 """Packs trees of arrays into rows of 32-bit words, so that values of several types are sent as one message.
 
-Nothing is converted: FP8 values, their float32 scales and int32 ids are stored side by side, bit for bit. Shapes: T
-rows, U words per row.
+Nothing is converted: FP8 values, their float32 scales and int32 ids are stored side by side, bit for bit. Rows stay
+words until they are aligned for the experts, because XLA does not fuse a gather with a cast between widths: values that
+are unpacked earlier are written once more at each hop. Shapes: T rows, U words per row.
 """
 
 import math

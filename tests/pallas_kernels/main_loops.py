@@ -1,4 +1,4 @@
-"""Compares the main loops of kernels that tests compile with the figures in `benchmarks/gpu/README.md`."""
+"""Compares the main loops of kernels that tests compile with the figures in `docs/performance/machine_code.md`."""
 
 import dataclasses
 
@@ -26,5 +26,5 @@ def assert_no_longer(kernel, compiled, *, instructions, cycles):
     if found > instructions or any(now > before * 1.01 for now, before in zip(modelled, cycles, strict=True)):
         pytest.fail(
             f"{kernel.name}: {found} instructions and {modelled} modelled cycles, where there were {instructions} and "
-            f"{cycles}. If that is meant, or ptxas is another, correct this test and benchmarks/gpu/README.md"
+            f"{cycles}. If that is meant, or ptxas is another, correct this test and record the table anew"
         )

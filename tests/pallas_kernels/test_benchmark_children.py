@@ -13,6 +13,7 @@ from benchmarks.gpu import children
 FAKE = """
 import os, signal, sys, time
 from benchmarks.gpu import children
+from benchmarks.record import Report
 from pallas_kernels.checks import Row
 from pallas_kernels.checks.case import ContextLostError
 
@@ -26,7 +27,7 @@ def measure(key, roofs):
     return Row("", True, "", {"us": 2.0 * roofs["rate"], "process": os.getpid()})
 
 children.roofs_here = lambda: Row("roofs", True, "a fake", {"rate": 3.0})
-sys.exit(children.main("a file", "fake", [], measure, lambda: iter(())))
+sys.exit(children.main(Report(), "a file", "fake", [], measure, lambda: iter(())))
 """
 
 
@@ -37,7 +38,8 @@ def test_a_failure_affects_only_its_row(tmp_path: Path, monkeypatch: pytest.Monk
     keys = [("table", name) for name in ("good", "raises", "kills", "after", "lies", "loses", "hangs", "last")]
     keys.append(("other", "row"))
     command = [sys.executable, str(script), "--seconds", "15"]
-    assert children.run(command, keys, tmp_path / "out" / "fake", "fake", 15, time.monotonic() + 500) == 1
+    run = children.Run(tmp_path / "out" / "fake", "fake")
+    assert children.measure_all(run, command, keys, 15, time.monotonic() + 500) == 1
     rows = json.loads((tmp_path / "out" / "fake.json").read_text())["rows"]
     assert [(row["table"], row["name"]) for row in rows] == keys
     by_name = {row["name"]: row for row in rows}
@@ -48,13 +50,15 @@ def test_a_failure_affects_only_its_row(tmp_path: Path, monkeypatch: pytest.Monk
     assert says["raises"] == "raised ValueError: no such kernel" and says["lies"] == "is off"
     assert "SIGSEGV" in says["kills"] and "took too long" in says["hangs"] and "context is gone" in says["loses"]
     text = (tmp_path / "out" / "fake.md").read_text()
-    assert "## table" in text and "## other" in text and "| raises |" in text and "Measured in this run: rate 3" in text
+    assert "## table" in text and "## other" in text and "| raises |" in text and "| a fake | 3 |" in text
+    assert [table.title for table in run.tables()][1:] == ["table", "other"]
 
 
 def test_rows_without_time_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     roofs = json.dumps({"case": "roofs: roofs", "passed": True, "says": "", "figures": {"rate": 1}})
     command = [sys.executable, "-c", f"print({roofs!r})"]
-    assert children.run(command, [("table", "row")], tmp_path / "fake", "fake", 5, time.monotonic()) == 0
+    run = children.Run(tmp_path / "fake", "fake")
+    assert children.measure_all(run, command, [("table", "row")], 5, time.monotonic()) == 0
     assert json.loads((tmp_path / "fake.json").read_text())["left_out"] == ["table: row"]
 
 

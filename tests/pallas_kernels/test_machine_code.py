@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from benchmarks.gpu import machine_code
-from benchmarks.gpu.sass import after_cached, ceilings, counts, disassembly, kernels, loops, model
+from benchmarks.gpu.sass import ceilings, counts, disassembly, kernels, loops, model
 from benchmarks.gpu.sass.model import Link, Load, Protocol, Role
+from benchmarks.record import Report
 
 NO_SCOREBOARD = 7
 
@@ -159,7 +160,7 @@ def test_a_missing_tool_says_what_to_install(monkeypatch):
     with pytest.raises(disassembly.ToolMissingError, match="'aot' extra"):
         disassembly.tool("no_such_tool")
     monkeypatch.setattr("sys.argv", ["machine_code", "--only", "nothing like it"])
-    assert machine_code.main() == 2
+    assert machine_code.main(Report()) == 2
 
 
 def test_tables_name_bounds_and_others(monkeypatch):
@@ -169,7 +170,9 @@ def test_tables_name_bounds_and_others(monkeypatch):
     resources = machine_code.aot.KernelResources("fp8_dense", 168, 0, 0, 0, "")
     reading = machine_code.Reading(kernel, resources, "232/40", (counts.work(STEP),), {kernels.FAST: (run, run)})
     assert max(reading.bounds(), key=reading.bounds().__getitem__) == "tensor core"
-    text = "\n".join(machine_code.report([reading]))
+    report = Report()
+    machine_code.tabulate(report, [reading])
+    text = "\n".join(line for table in report.tables for line in table.lines())
     assert "| *DeepGEMM dense 128x192* |" in text and "**256**" in text
     ratio = 768 * (256 / 768) / run.cycles
     assert f"| {ratio:.2f} / {ratio:.2f} |" in text
@@ -186,10 +189,12 @@ def test_every_other_loop_is_one_of_the_stored():
 def test_materializing_is_faster_for_many_new_tokens():
     """Loops of equal speed per product would give 3.4 times the cycles, less the materialization, and 0.6 for few."""
     names = {kernel.name for kernel in kernels.kernels()}
-    assert {after_cached.DECODE, after_cached.SPANS} <= names
-    found = [dict(zip(after_cached.HEAD, row, strict=True)) for row in after_cached.rows(4352, 2560, 2560)]
+    assert {machine_code.DECODE, machine_code.SPANS} <= names
+    found = [
+        dict(zip(machine_code.AFTER_CACHED, row, strict=True)) for row in machine_code.after_cached(4352, 2560, 2560)
+    ]
     ratios = {(row["new tokens"], row["cached"]): float(row["absorbed / expanded"]) for row in found}
-    assert len(found) == len(after_cached.NEW) * len(after_cached.CACHED)
+    assert len(found) == len(machine_code.NEW) * len(machine_code.CACHED)
     assert ratios["128", "8,192"] == ratios["128", "131,072"] < 1 < ratios["512", "32,768"] < ratios["4,096", "32,768"]
     assert ratios["4,096", "32,768"] < (576 + 512) / (192 + 128)
     assert all(row["expanded"] == row["FA3 for ours"] for row in found)
@@ -211,6 +216,6 @@ def test_pairs_of_two_groups_share_activations_where_deepgemm_shares_nothing():
 
 
 def test_no_product_of_many_rows_has_a_lower_ceiling_than_deepgemms():
-    """As `benchmarks/gpu/README.md` says; detects plans that leave a wave of multiprocessors idle."""
+    """Fails for a plan that leaves a wave of multiprocessors idle (docs/performance/machine_code.md)."""
     for name, *_, ratio, without_shared_memory in ceilings.rows(machine_code.OTHERS["tiles"]):
         assert min(float(ratio), float(without_shared_memory)) >= 1, name

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from benchmarks.traced import sent
+from benchmarks.expert_parallel import sent
 from sharding.experts.rows import TokenRows, unpacked
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import Transport, build, choose

@@ -52,9 +52,8 @@ def samplers(layout: Layout) -> tuple[Sampler, ...]:
     """Returns the samplers of each batch size, those first that cost the least per step.
 
     On a CPU samplers are adaptive, so three serve all its steps instead of seven, six of which take 1.2 to 2.3 s to
-    compile. A constrained row allocates the state of adjustments there, and a row with adjustments has bitmasks.
-    `benchmarks.sampler_programs` measures what that costs and saves. An adaptive sampler on a GPU would wait for its
-    host.
+    compile. A constrained row allocates the state of adjustments there, and a row with adjustments has bitmasks. An
+    adaptive sampler on a GPU would wait for its host.
     """
     if layout.platform == "cpu":
         return Sampler(GREEDY), Sampler(FILTERED, adaptive=True), Sampler(FULL, layout.takes_grammars, adaptive=True)

@@ -88,8 +88,8 @@ _log = logging.getLogger(__name__)
 class Directory:
     """Payloads of `payload_bytes` bytes under `root`, at most `limit` bytes of files; evicts the least recently used.
 
-    `events` receives the pages that this process writes, removes and misses. Raises OSError where the directory cannot
-    be created or read.
+    `events` receives the pages that this process writes, removes and misses. Files are read through the page cache:
+    O_DIRECT was no faster. Raises OSError where the directory cannot be created or read.
     """
 
     def __init__(self, root: Path, payload_bytes: int, limit: int, events: EventSource | None = None) -> None:

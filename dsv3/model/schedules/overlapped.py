@@ -20,8 +20,8 @@ Decode, one half of a layer (the other half swaps 0 and 1); stages "attention 0"
 Over several nodes a dispatch is forwarded inside the node after it has crossed, and a combine is reduced there before
 it crosses back. Prefill hides these second hops too: 1 is forwarded under the output projection of 0 and reduced under
 the first product of experts 0; 0 is forwarded under the second product of experts 1 and reduced under shared 1. Decode
-does not hide the second hop: the only work that could is already used to hide the slower transfer between nodes
-(`benchmarks/overlap_orders.py` simulates all orders).
+does not hide the second hop: the only work that could is already used to hide the slower transfer between nodes. Of all
+24,576 orders of a decode layer's stages the best gained an estimated 1.1 % over this one.
 """
 
 import dataclasses

@@ -19,7 +19,7 @@ MAX_FRAMING_BYTES = 256 * 1024
 """Bytes of a chunked body besides its content: sizes, extensions, trailers. Enough for 50,000 chunks."""
 
 _SLICE_BYTES = 32 * 1024
-"""Bytes of a chunked body that one call parses: 0.6 ms for 1-byte chunks (`benchmarks/wire.py`)."""
+"""Bytes of a chunked body that one call parses: 0.6 ms for 1-byte chunks by llhttp, 60 times as long by h11."""
 
 HEAD_END = b"\r\n\r\n"
 _REQUEST_LINE = re.compile(

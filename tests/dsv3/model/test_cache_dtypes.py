@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import cache_dtypes
-from benchmarks.cache_dtypes import Difference, read, texts
+from benchmarks.precision import Difference, Reading, read, texts
 from dsv3.checkpoint import load_params
 from dsv3.config.hugging_face import load_config
 from dsv3.config.model import FP8
@@ -35,7 +34,7 @@ def tokens() -> np.ndarray:
 
 
 @functools.cache
-def expected() -> cache_dtypes.Reading:
+def expected() -> Reading:
     return read(*bundled("float32"), tokens(), "float32")
 
 

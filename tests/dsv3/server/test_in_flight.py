@@ -4,14 +4,13 @@ import gc
 import weakref
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.suspects import RULES, Fleet, FleetWithoutTrial, FleetWithoutTurns, play, prepared
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import EngineRequest, RequestRules, fan_out, prepare, resumed_request
 from dsv3.server.engine.in_flight import SAFE_TOKENS, InFlightRequests
+from tests.dsv3.server.fleet import RULES, Fleet, prepared
 
 TOKENS = st.lists(st.integers(0, 8), max_size=300)
 
@@ -58,13 +57,6 @@ def test_only_requests_that_crash_engines_fail(api_servers, count, fatal, num_to
     assert set(fleet.ended) == set(fatal)
     assert fleet.deaths <= 3 * len(fatal) + 1
     assert all("the engine has died" in text for text in fleet.ended.values())
-
-
-@pytest.mark.parametrize(("scheme", "least"), [(Fleet, 0), (FleetWithoutTurns, 2), (FleetWithoutTrial, 10)])
-def test_quarantine_and_lock_save_innocent_requests(scheme, least):
-    """Counts how many of 23 innocent requests fail beside a fatal one, on average, with four API servers."""
-    ended = [play(scheme, 4, 1, seed)[0] for seed in range(50)]
-    assert sum(ended) >= 50 * least and (max(ended) == 0) == (scheme is Fleet)
 
 
 def test_a_request_is_retried_max_restarts_times():

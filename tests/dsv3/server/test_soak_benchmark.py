@@ -1,31 +1,33 @@
 """`benchmarks.soak --hostile`, short: streams during attacks, and what its report counts as a miss."""
 
-import json
-import subprocess
 import sys
 
 import pytest
 
-from benchmarks.soak import descriptor_problems
-from benchmarks.soak_hostile import Felt, problems
+from benchmarks.hostile import Felt
+from benchmarks.hostile import problems as problems_of
+from benchmarks.record import Report
+from benchmarks.soak import descriptor_problems, main
 from tests.dsv3.server import serving
 
 ATTACKS = ["60 KiB chats, hung up", "NaN", "two lengths", "1-byte chunks"]
 
 
-def test_honest_streams_survive_attacks(model_dir):
-    """Asserts nothing about times, which depend on the machine."""
+def test_honest_streams_survive_attacks(model_dir, monkeypatch):
+    """Asserts nothing about the server's times, which depend on the machine."""
+    report = Report()
     with serving.running(model_dir) as server:
-        command = [sys.executable, "-m", "benchmarks.soak", "--hostile", "--url", server.url]
-        command += ["--server_pid", str(server.process.pid), "--clients=4", "--max_tokens=8", "--max_growth_mib=1000"]
-        command += ["--seconds=4", "--attack_seconds=1", *(f"--attack={name}" for name in ATTACKS)]
-        run = subprocess.run(command, cwd=serving.ROOT, capture_output=True, text=True, timeout=240)
+        command = ["soak", "--hostile", "--url", server.url, "--server_pid", str(server.process.pid), "--clients=4"]
+        command += ["--max_tokens=8", "--max_growth_mib=1000", "--seconds=4", "--attack_seconds=1"]
+        monkeypatch.setattr(sys, "argv", [*command, *(f"--attack={name}" for name in ATTACKS)])
+        status = main(report)
         assert server.process.poll() is None
-    report = json.loads(run.stdout[run.stdout.index("\n{") :])
-    assert report["failed"] == report["refused_busy"] == 0, report
-    assert report["finished"] and all(report["attacks"][name] for name in ATTACKS), report
-    assert [text for text in report["problems"] if "took" not in text and "stood still" not in text] == []
-    assert run.returncode == bool(report["problems"])
+    counts, _, _, attacks, problems = (table.rows for table in report.tables)
+    counted = dict(counts)
+    assert counted["failed"] == counted["refused, the queue being full"] == 0, counts
+    assert counted["streams finished"] and all(dict(attacks)[name] for name in ATTACKS), counts
+    assert [text for (text,) in problems if "took" not in text and "stood still" not in text] == []
+    assert status == bool(problems)
 
 
 FELT = {"health": [0.01] * 1000, "stalls": [0.0], "failures": []}
@@ -43,7 +45,7 @@ FELT = {"health": [0.01] * 1000, "stalls": [0.0], "failures": []}
     ],
 )
 def test_the_goal_is_what_the_report_judges(felt, gaps, growth, word):
-    found = problems(Felt(**FELT | felt), gaps, growth)
+    found = problems_of(Felt(**FELT | felt), gaps, growth)
     assert [word in text for text in found] == ([] if word is None else [True])
 
 

@@ -13,7 +13,6 @@ import jax
 import pytest
 from rich.console import Console
 
-from benchmarks import overlap_orders
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DECODE_EP144
 from dsv3.engine.device.programs import Key, largest
@@ -180,12 +179,6 @@ def test_the_layer_is_the_published_pipeline(step) -> None:
     order = [(b.label, b.micro_batch) for b in line.blocks if b.label in ("shared_expert", "project", "attention")]
     half = [("shared_expert", 0), ("project", 1), ("attention", 1)]
     assert order == [*half, *((label, 1 - number) for label, number in half)]
-
-
-def test_the_search_of_orders_plays_the_compiled_one(step) -> None:
-    """`benchmarks.overlap_orders` states the served order and its durations by itself."""
-    played = overlap_orders.layer_seconds(overlap_orders.SERVED, overlap_orders.durations_of_decode())
-    assert played == pytest.approx(step.timeline.layer, rel=0.03)
 
 
 def test_the_estimate_lies_between_the_roofline_and_twice_the_pipeline(step) -> None:

@@ -1,0 +1,72 @@
+"""API servers without processes, over an engine that dies of requests: plays what `InFlightRequests` decides."""
+
+import array
+
+from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.request import EngineRequest, PreparedRequest, RequestRules, prepare
+from dsv3.server.engine.in_flight import InFlightRequests
+
+RULES = RequestRules(vocab_size=9, max_model_len=2000, fingerprint="print")
+
+
+def prepared(request_id: int, n: int = 1) -> PreparedRequest:
+    """Returns a request of one token."""
+    asked = EngineRequest(request_id=request_id, prompt_token_ids=[5], sampling=SamplingParams(n=n))
+    return prepare(asked, RULES)
+
+
+class Fleet:
+    """Fronts without processes, over an engine that dies of requests once they have so many tokens."""
+
+    def __init__(self, api_servers: int, max_restarts: int, fatal: dict[int, int]):
+        self.api_servers = [InFlightRequests(max_restarts) for _ in range(api_servers)]
+        self.fatal, self.deaths = fatal, 0
+        self.ended: dict[int, str] = {}
+        self._turns: list[InFlightRequests] = []
+
+    def add(self, request_id: int) -> None:
+        """Sends a request through one of the fronts."""
+        in_flight = self.api_servers[request_id % len(self.api_servers)]
+        in_flight.add([prepared(request_id)], [object()])  # type: ignore[list-item]  # a sink that nothing comes to
+        in_flight.by_id[request_id].is_there = True
+
+    def step(self, num_tokens: int) -> None:
+        """Gives every sequence that is there a token, or has the engine die before anybody gets one."""
+        there = {i: live for in_flight in self.api_servers for i, live in in_flight.by_id.items() if live.is_there}
+        if any(self.fatal.get(i, num_tokens) <= len(live.tokens) for i, live in there.items()):
+            self.deaths += 1
+            self._die()
+            return
+        for i, live in there.items():
+            live.tokens.extend(array.array("i", [0]))
+            if len(live.tokens) >= num_tokens:
+                next(in_flight for in_flight in self.api_servers if i in in_flight.by_id).pop(i)
+        for in_flight in self.api_servers:
+            if in_flight.quarantine_is_over:
+                self._try_next(in_flight)
+
+    def _die(self) -> None:
+        self._on_engine_death()
+        self._turns = [in_flight for in_flight in self.api_servers if in_flight.quarantined]
+        if self._turns:
+            self._try_next(self._turns[0])
+
+    def _on_engine_death(self) -> None:
+        for in_flight in self.api_servers:
+            for live, error in in_flight.on_engine_death():
+                self.ended[live.request.request_id] = str(error)
+            for _, live in in_flight.take_waiting():
+                live.is_there = True
+
+    def _try_next(self, in_flight: InFlightRequests) -> None:
+        if (found := in_flight.next_quarantined()) is not None:
+            found[1].is_there = True
+            return
+        self._turns.remove(in_flight)
+        if self._turns:
+            self._try_next(self._turns[0])
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return sum(map(len, self.api_servers))

@@ -34,17 +34,17 @@ from benchmarks.record import Report, run, spread
 from dsv3.config.engine import EngineConfig
 from dsv3.config.model import ModelConfig
 from dsv3.engine.cluster import messages
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import StepFunctions
 from dsv3.engine.job import StepCommand
 from dsv3.engine.jobs.sample import ForwardResults
-from dsv3.engine.parts import Parts
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.processes import frames
 from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.batch_slots import NOTHING
 from dsv3.scheduler.request import EngineRequest, StepOutputs, Tokens, first_id
-from dsv3.scheduler.slots import NOTHING
-from dsv3.server.engine.fronts import split
+from dsv3.server.engine.api_servers import split
 from dsv3.server.engine.messages import Outputs
 
 VOCAB = 256
@@ -88,7 +88,7 @@ def make_engine(running: int, max_model_len: int) -> Engine:
         max_num_batched_tokens=1024,
     )
     params = [jnp.zeros(8) for _ in range(40)]
-    return Engine(Parts.on_devices(StepFunctions(_prefill, _decode, _logits), params, cfg, limits))
+    return Engine(EngineComponents.on_devices(StepFunctions(_prefill, _decode, _logits), params, cfg, limits))
 
 
 def measure(running: int, steps: int) -> dict[str, np.ndarray]:
@@ -163,7 +163,7 @@ class Unit:
         mesh = AbstractMesh((nodes, ranks // nodes, 1), ("node", "gpu", "tensor"))
         functions = StepFunctions(_prefill, _decode, _logits)
         self.executor = UnitExecutor(cfg)
-        self._engine = Engine(Parts(functions, None, model_config(), cfg, mesh), self.executor)  # type: ignore[arg-type]
+        self._engine = Engine(EngineComponents(functions, None, model_config(), cfg, mesh), self.executor)  # type: ignore[arg-type]
         self._lengths, self._ids = itertools.cycle(range(64, 1024)), itertools.count()
         while self._engine.scheduler.slots.decoding.sum() < self._running:
             self._arrive()
@@ -210,7 +210,7 @@ def measure_unit(report: Report, unit: Unit, steps: int) -> None:
 
 
 def send(servers: int, rows: int = 18432) -> float:
-    """Encodes a step's results as `Fronts.deliver` does; returns the thread's seconds."""
+    """Encodes a step's results as `ApiServerConnections.deliver` does; returns the thread's seconds."""
     ids = np.array([first_id(i % servers) + i for i in range(rows)], np.int64)
     tokens = Tokens(ids, np.ones(rows, np.int64), np.arange(rows, dtype=np.int32))
     outputs = StepOutputs([tokens], [])

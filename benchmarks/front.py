@@ -35,11 +35,11 @@ from tokenizers import decoders, models, pre_tokenizers
 from benchmarks.record import Cell, Report, run
 from dsv3.config.options import EngineOptions
 from dsv3.config.server_options import ServerOptions
-from dsv3.engine.look import Look, StepLog
+from dsv3.engine.step_log import EngineSnapshot, StepLog
 from dsv3.scheduler.request import EngineOutput, RequestRules, StepOutputs, Tokens
 from dsv3.server.config import ServerConfig
 from dsv3.server.engine.messages import EngineInfo
-from dsv3.server.http.server import bind, serve
+from dsv3.server.http.api_server import bind, serve
 
 TABLE = ((128, 20.0), (1000, 5.0), (10_000, 0.25))
 STEPS = 10_000
@@ -96,7 +96,10 @@ def _measure(streams: int, rate: float, arguments: argparse.Namespace) -> list[C
 
 def _under_load(server: subprocess.Popen[str], settings: dict) -> list[Cell]:
     first = psutil.Process(server.pid)
-    processes = [first, *(child for child in first.children() if "dsv3.server.http.front" in child.cmdline())]
+    processes = [
+        first,
+        *(child for child in first.children() if "dsv3.server.http.api_server_child" in child.cmdline()),
+    ]
     empty = _memory(processes)
     client = _start("clients", settings)
     try:
@@ -223,8 +226,8 @@ class EmptyEngine:
             "host_time_counts": self._host_times,
         }
 
-    def look(self) -> Look:
-        return Look(self.log.look(), None)
+    def snapshot(self) -> EngineSnapshot:
+        return EngineSnapshot(self.log.snapshot(), None)
 
     def _keep(self, live: np.ndarray) -> None:
         if not live.all():

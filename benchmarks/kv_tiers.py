@@ -24,9 +24,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.record import Report, run
-from dsv3.kv_cache.keys import ALIGNMENT, aligned
-from dsv3.kv_cache.tiers import arena as host_memory
-from dsv3.kv_cache.tiers.arena import Arena, SharedMemory, arena_bytes
+from dsv3.kv_cache.page_keys import ALIGNMENT, aligned
+from dsv3.kv_cache.tiers import host_pool as host_memory
+from dsv3.kv_cache.tiers.host_pool import HostPool, SharedMemory, host_pool_bytes
 from dsv3.kv_cache.tiers.store import Directory
 from dsv3.kv_cache.tiers.tiers import Tiers
 
@@ -56,7 +56,7 @@ class Bench:
     values: np.ndarray
     out: np.ndarray
     directory: Directory
-    arena: Arena
+    host_pool: HostPool
     tiers: Tiers
     pool: ThreadPoolExecutor
 
@@ -110,29 +110,29 @@ def _bench(folder: Path, count: int) -> Iterator[Bench]:
     keys = [i.to_bytes(32, "big") for i in range(count)]
     values = _memory(count)
     values[:] = np.random.default_rng(0).integers(0, 256, values.shape, np.uint8)
-    memory = SharedMemory("bench", arena_bytes(count, VALUE_BYTES))
+    memory = SharedMemory("bench", host_pool_bytes(count, VALUE_BYTES))
     memory.array[:] = 0
     directory = Directory(folder / "directory", VALUE_BYTES, 2**40)
-    arena = Arena(memory.array, VALUE_BYTES, count)
+    host_pool = HostPool(memory.array, VALUE_BYTES, count)
     directory.put(keys, values)
     with ThreadPoolExecutor(THREADS) as pool:
-        tiers = Tiers((1, BATCH), arena, directory, page_size=64)
-        yield Bench(folder, keys, values, _memory(count), directory, arena, tiers, pool)
+        tiers = Tiers((1, BATCH), host_pool, directory, page_size=64)
+        yield Bench(folder, keys, values, _memory(count), directory, host_pool, tiers, pool)
 
 
 def _storing(bench: Bench) -> dict[str, Callable[[], float]]:
-    """A raw copy, the arena, and files that the page cache takes: seconds to write all values."""
+    """A raw copy, the host_pool, and files that the page cache takes: seconds to write all values."""
 
-    def arena() -> float:
-        bench.arena.clear()
-        return _seconds(lambda: [bench.arena.put(k, v) for k, v in zip(bench.keys, bench.values, strict=True)])
+    def host_pool() -> float:
+        bench.host_pool.clear()
+        return _seconds(lambda: [bench.host_pool.put(k, v) for k, v in zip(bench.keys, bench.values, strict=True)])
 
     def directory() -> float:
         bench.directory.delete(bench.keys)
         return _seconds(lambda: bench.directory.put(bench.keys, bench.values))
 
     copy = functools.partial(_seconds, lambda: np.copyto(bench.out, bench.values))
-    return {"raw copy": copy, "host memory": arena, "directory, unsynced": directory}
+    return {"raw copy": copy, "host memory": host_pool, "directory, unsynced": directory}
 
 
 def _loading(bench: Bench) -> dict[str, Callable[[], float]]:
@@ -163,17 +163,17 @@ def _get(bench: Bench) -> None:
 
 
 def _from_host(bench: Bench) -> dict[str, Callable[[], float]]:
-    bench.arena.clear()
+    bench.host_pool.clear()
     for key, value in zip(bench.keys, bench.values, strict=True):
-        bench.arena.put(key, value)
+        bench.host_pool.put(key, value)
 
-    def arena() -> float:
-        return _seconds(lambda: [bench.arena.get(k, v) for k, v in zip(bench.keys, bench.out, strict=True)])
+    def host_pool() -> float:
+        return _seconds(lambda: [bench.host_pool.get(k, v) for k, v in zip(bench.keys, bench.out, strict=True)])
 
     copy = functools.partial(_seconds, lambda: np.copyto(bench.out, bench.values))
     return {
         "raw copy": copy,
-        "host memory": arena,
+        "host memory": host_pool,
         "tiers: host memory to batches": lambda: _through_tiers(bench, host=True),
     }
 
@@ -181,7 +181,7 @@ def _from_host(bench: Bench) -> dict[str, Callable[[], float]]:
 def _through_tiers(bench: Bench, *, host: bool) -> float:
     """Seconds to load all values as a request does, but for the copy to a device."""
     if not host:
-        bench.arena.clear()
+        bench.host_pool.clear()
     tiers = bench.tiers
 
     def load() -> None:

@@ -210,7 +210,7 @@ def measure_unit(report: Report, unit: Unit, steps: int) -> None:
 
 
 def send(servers: int, rows: int = 18432) -> float:
-    """Encodes a step's results as `Fronts.deliver` does; returns the thread's seconds."""
+    """Encodes a step's results as `ApiServerConnections.deliver` does; returns the thread's seconds."""
     ids = np.array([first_id(i % servers) + i for i in range(rows)], np.int64)
     tokens = Tokens(ids, np.ones(rows, np.int64), np.arange(rows, dtype=np.int32))
     outputs = StepOutputs([tokens], [])

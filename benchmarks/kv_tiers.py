@@ -121,7 +121,7 @@ def _bench(folder: Path, count: int) -> Iterator[Bench]:
 
 
 def _storing(bench: Bench) -> dict[str, Callable[[], float]]:
-    """A raw copy, the arena, and files that the page cache takes: seconds to write all values."""
+    """A raw copy, the host_pool, and files that the page cache takes: seconds to write all values."""
 
     def host_pool() -> float:
         bench.host_pool.clear()

@@ -76,7 +76,7 @@ class CircuitBreaker:
             self.probe = request
 
     def on_first_tokens(self, request: object) -> None:
-        """Half closes the breaker once the probe has tokens: its end may be minutes away. One more failure opens it."""
+        """Closes the breaker up to one failure once the probe has tokens: its end may be minutes away."""
         if request is self.probe:
             self.failures, self.probe = _FAILURES - 1, None
 

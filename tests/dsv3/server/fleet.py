@@ -11,12 +11,12 @@ RULES = RequestRules(vocab_size=9, max_model_len=2000, fingerprint="print")
 
 def prepared(request_id: int, n: int = 1) -> PreparedRequest:
     """Returns a request of one token."""
-    asked = EngineRequest(request_id=request_id, prompt_token_ids=[5], sampling=SamplingParams(n=n))
-    return prepare(asked, RULES)
+    request = EngineRequest(request_id=request_id, prompt_token_ids=[5], sampling=SamplingParams(n=n))
+    return prepare(request, RULES)
 
 
 class Fleet:
-    """Fronts without processes, over an engine that dies of requests once they have so many tokens."""
+    """API servers without processes, over an engine that requests crash once they have so many tokens."""
 
     def __init__(self, api_servers: int, max_restarts: int, fatal: dict[int, int]):
         self.api_servers = [InFlightRequests(max_restarts) for _ in range(api_servers)]
@@ -25,14 +25,14 @@ class Fleet:
         self._turns: list[InFlightRequests] = []
 
     def add(self, request_id: int) -> None:
-        """Sends a request through one of the fronts."""
+        """Sends a request through one of the API servers."""
         in_flight = self.api_servers[request_id % len(self.api_servers)]
-        in_flight.add([prepared(request_id)], [object()])  # type: ignore[list-item]  # a sink that nothing comes to
-        in_flight.by_id[request_id].is_there = True
+        in_flight.add([prepared(request_id)], [object()])  # type: ignore[list-item]  # a stream that gets no output
+        in_flight.by_id[request_id].in_engine = True
 
     def step(self, num_tokens: int) -> None:
-        """Gives every sequence that is there a token, or has the engine die before anybody gets one."""
-        there = {i: live for in_flight in self.api_servers for i, live in in_flight.by_id.items() if live.is_there}
+        """Gives every sequence that is there a token, or ends the engine before any gets one."""
+        there = {i: live for in_flight in self.api_servers for i, live in in_flight.by_id.items() if live.in_engine}
         if any(self.fatal.get(i, num_tokens) <= len(live.tokens) for i, live in there.items()):
             self.deaths += 1
             self._die()
@@ -42,7 +42,7 @@ class Fleet:
             if len(live.tokens) >= num_tokens:
                 next(in_flight for in_flight in self.api_servers if i in in_flight.by_id).pop(i)
         for in_flight in self.api_servers:
-            if in_flight.quarantine_is_over:
+            if in_flight.quarantine_passed:
                 self._try_next(in_flight)
 
     def _die(self) -> None:
@@ -55,12 +55,12 @@ class Fleet:
         for in_flight in self.api_servers:
             for live, error in in_flight.on_engine_death():
                 self.ended[live.request.request_id] = str(error)
-            for _, live in in_flight.take_waiting():
-                live.is_there = True
+            for _, live in in_flight.pop_waiting():
+                live.in_engine = True
 
     def _try_next(self, in_flight: InFlightRequests) -> None:
         if (found := in_flight.next_quarantined()) is not None:
-            found[1].is_there = True
+            found[1].in_engine = True
             return
         self._turns.remove(in_flight)
         if self._turns:

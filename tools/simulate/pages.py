@@ -174,7 +174,7 @@ class Pages:
         """Plans what can be copied now."""
         return self._planner.plan(step)
 
-    def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
+    def on_results(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
         """Hands what has left the devices to the tiers."""
         assert isinstance(planned.command, PagesCommand)
         copies = sum(len(copy.keys) for copy in planned.command.out)

@@ -64,10 +64,10 @@ def test_the_error_has_jaxs_reason_and_the_driver(machine, caplog) -> None:
         (OPEN, None, "jax has no plugin for it; install .* '.\\[cuda13\\]'"),
         (CLOSED, None, "jax has no plugin for it; install .* '.\\[cuda12\\]'"),
         (CLOSED, "cuda13", "cuda13 needs driver 580 or newer; update it, or pip install -e '.\\[cuda12\\]'"),
-        (CLOSED, "cuda12", "the extra cuda12 is whole, .* '.\\[cuda12\\]'"),
-        (OPEN, "cuda12", "the extra cuda12 is whole, .* '.\\[cuda12\\]'"),
+        (CLOSED, "cuda12", "Reinstall the extra cuda12 .* '.\\[cuda12\\]'"),
+        (OPEN, "cuda12", "Reinstall the extra cuda12 .* '.\\[cuda12\\]'"),
         (ANCIENT, "cuda12", "Update the driver: 580 or newer for the extra cuda13, 525 for cuda12"),
-        ("in a form of the future", "cuda13", "of unknown version.*the extra cuda13 is whole"),
+        ("in a form of the future", "cuda13", "of unknown version.*Reinstall the extra cuda13"),
     ],
 )
 def test_the_advice_fits_driver_and_installation(machine, version, extra, advice) -> None:

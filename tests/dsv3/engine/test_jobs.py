@@ -51,7 +51,7 @@ class DraftPlanner:
         self._planned += 1
         return [Planned("own_draft", DraftCommand(self._planned % 3 == 0))]
 
-    def collect(self, planned: Planned, results: tuple[()], outputs: StepOutputs) -> None:
+    def on_results(self, planned: Planned, results: tuple[()], outputs: StepOutputs) -> None:
         self._collected += 1
 
     def stats(self) -> dict[str, int]:

@@ -67,6 +67,6 @@ class Fleet:
             self._try_next(self._turns[0])
 
     @property
-    def num_live(self) -> int:
+    def num_in_flight(self) -> int:
         """Requests that have not ended."""
         return sum(map(len, self.api_servers))

@@ -50,6 +50,12 @@ def test_every_flag_of_every_command_is_on_a_page() -> None:
     assert len(names) > 120 and names - {"arguments"} <= said
 
 
+def test_the_glossary_has_few_words_of_our_own() -> None:
+    words = (ROOT / "docs/glossary.md").read_text().partition("## Words")[2]
+    rows = re.findall(r"^\| (\*.*?) \|", words, re.MULTILINE)
+    assert 10 < len(rows) <= 40
+
+
 def test_pictures_are_those_that_the_script_draws() -> None:
     folder = ROOT / "docs/pictures"
     pictures = runpy.run_path(str(folder / "draw.py"))["PICTURES"]

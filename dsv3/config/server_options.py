@@ -10,7 +10,7 @@ ReasoningParser = Literal["auto", "deepseek_r1", "deepseek_v3", "kimi_k2", "glm4
 ToolCallParser = Literal["auto", "deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2", "glm45", "glm47", "none"]
 Isolation = Literal["tenant", "salt", "none"]
 
-_MAX_FRONTS = 256
+_MAX_API_SERVERS = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class ServerOptions(ServiceOptions):
         1,
         "Answer HTTP with this many processes, which share the port and the engine.",
         low=1,
-        high=_MAX_FRONTS,
+        high=_MAX_API_SERVERS,
         group="http",
     )
     max_request_restarts: int = option(

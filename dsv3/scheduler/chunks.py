@@ -135,17 +135,17 @@ class _Mixtures:
         """Returns the cost of `deep` tokens that attend to the most keys, with the rest attending to the fewest."""
         tokens, pairs, total = self._tokens, self._pairs, self._tokens[-1]
         back = min(deep, total)
-        front = min(self._left - deep, total - back)
+        shallow = min(self._left - deep, total - back)
         first = bisect.bisect_left(tokens, total - back)  # of the prompts that are computed whole from the back
         found = self._head_pairs + pairs[-1] - pairs[first]
         if first:
             rest = back - (total - tokens[first])
-            i = min(bisect.bisect_right(tokens, front), first) - 1  # the prompt that the front ends in
+            i = min(bisect.bisect_right(tokens, shallow), first) - 1  # the prompt in which they end
             if i == first - 1:
-                found += pairs[i] + self._of(i, front - tokens[i] + rest)
+                found += pairs[i] + self._of(i, shallow - tokens[i] + rest)
             else:
-                found += pairs[i] + self._of(i, front - tokens[i]) + self._of(first - 1, rest)
-        return self._head + back + front + found / (2 * self._keys)
+                found += pairs[i] + self._of(i, shallow - tokens[i]) + self._of(first - 1, rest)
+        return self._head + back + shallow + found / (2 * self._keys)
 
     def _of(self, i: int, count: int) -> int:
         """Returns the (token, key) pairs of the next `count` tokens of a prompt."""

@@ -63,9 +63,9 @@ def raw_scores(
     backend = with_fallback("index_scores", backend)
     chosen = resolve_backend(requested=backend)
     if scores_unsupported(q, pool, chosen) is None:
-        meeting = fp8_queries(q, weights) if is_fp8(pool) else (q, weights)
+        operands = fp8_queries(q, weights) if is_fp8(pool) else (q, weights)
         kernels = {Backend.MOSAIC: mosaic_scores.index_scores_mosaic, Backend.TRITON: triton_ops.index_scores_triton}
-        return kernels[chosen](*meeting, pool, page_table, visible, first_page=first_page)
+        return kernels[chosen](*operands, pool, page_table, visible, first_page=first_page)
     return _sums(queries_for(pool, q), weights, pool, page_table, visible, first_page=first_page)
 
 

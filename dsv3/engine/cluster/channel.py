@@ -33,7 +33,7 @@ class Channel:
     `heartbeat` returns the body that is sent when nothing was for `heartbeat_s` seconds. `on_message` is called with
     each body received, `on_end` once with how the connection ended ("has ended ..."); both on the thread of all
     connections, after `start`, so they must not wait. Messages received before the end are delivered first.
-    `last_heard_s` is when the other process was last heard, on the monotonic clock.
+    `last_received_s` is when the other process was last heard, on the monotonic clock.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Channel:
         self._queue: deque[bytes | None] = deque()
         self._lock = threading.Lock()
         self._buffered = 0
-        self.last_heard_s = self._last_sent_s = time.monotonic()
+        self.last_received_s = self._last_sent_s = time.monotonic()
         self._send_error = ""
         self._has_started = self._waits = self._has_ended = False
         self._sends = self._reads = True
@@ -68,7 +68,7 @@ class Channel:
 
     def reset_silence(self) -> None:
         """Counts the silence from now on."""
-        self.last_heard_s = time.monotonic()
+        self.last_received_s = time.monotonic()
 
     def send(self, body: bytes) -> None:
         """Queues a message, without waiting. Raises ChannelError for a message too long, and for a full queue."""
@@ -110,7 +110,7 @@ class Channel:
                 self._wire.drop()
                 return
             for body in self._wire.receive_available():
-                self.last_heard_s = time.monotonic()
+                self.last_received_s = time.monotonic()
                 self._deliver(body)
         except (EOFError, OSError):
             self._reads = False

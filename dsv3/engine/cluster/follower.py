@@ -268,7 +268,7 @@ class _Follower:
             suspended, last = now - last > interval + limit / 2, now
             if suspended:
                 self._channel.reset_silence()
-            elif now - self._channel.last_heard_s > limit:
+            elif now - self._channel.last_received_s > limit:
                 _end(1, f"the leader (process 0) has been silent for {limit:g} s: it hangs, or its host is gone")
 
 

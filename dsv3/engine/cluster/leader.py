@@ -250,7 +250,7 @@ class Leader:
     def _has_listeners(self) -> bool:
         """Returns whether a follower, or a process in its handshake, may still read the shutdown message."""
         since_s = time.monotonic() - self._silence_s
-        listening = [c for c in self._all_channels() if not c.closed and c.last_heard_s >= since_s]
+        listening = [c for c in self._all_channels() if not c.closed and c.last_received_s >= since_s]
         return bool(listening) or self._listener.is_busy
 
     def _all_channels(self) -> list[Channel]:
@@ -380,7 +380,7 @@ class Leader:
         """
         limit = self._silence_s
         for process_id, channel in list(self._channels.items()):
-            if now - channel.last_heard_s > limit and process_id in self._followers:
+            if now - channel.last_received_s > limit and process_id in self._followers:
                 self._fail(f"process {process_id} has been silent for {limit:g} s: it hangs, or its host is gone")
         number, since = self._launched
         for process_id, reached in self._reached.items():

@@ -101,7 +101,7 @@ class RejoiningProcesses:
     def _drop_silent(self) -> None:
         limit = time.monotonic() - self._options.starting_silence_s
         with self._lock:
-            silent = [(i, channel) for i, channel in self._channels.items() if channel.last_heard_s < limit]
+            silent = [(i, channel) for i, channel in self._channels.items() if channel.last_received_s < limit]
         for process_id, channel in silent:
             channel.send_last(messages.encode(Stop("it was silent for too long")))
             self._forget(process_id, channel)

@@ -40,7 +40,7 @@ class Child:
         self.link = Link(self.process.link)
         self.generation: Incarnation | None = None
         self.is_serving = self.is_waiting = self.is_alone = self.has_ended = False
-        self.last_heard_s = time.monotonic()
+        self.last_received_s = time.monotonic()
 
     @property
     def is_up(self) -> bool:
@@ -51,7 +51,7 @@ class Child:
         """Processes its messages; sets `has_ended` when it has ended."""
         events = self.link.events()
         self.has_ended = events is None
-        self.last_heard_s = time.monotonic()
+        self.last_received_s = time.monotonic()
         for each in events or []:
             self._on_event(each)
 
@@ -117,7 +117,7 @@ class Supervisor:
     def _next(self) -> Child:
         """Starts the next process, or takes the standby one, and sends it the order."""
         child, self._spare = self._spare or self._start(), None
-        child.last_heard_s = time.monotonic()
+        child.last_received_s = time.monotonic()
         child.link.send(self._order)
         return child
 
@@ -137,8 +137,8 @@ class Supervisor:
                     self._read(key.data)
             now, limit = time.monotonic(), _allowed_silence_s(self._cluster, child)
             if now - polled > _POLL_S + limit / 2:  # this process was suspended, and the other one possibly too
-                child.last_heard_s = now
-            elif now - child.last_heard_s > limit:
+                child.last_received_s = now
+            elif now - child.last_received_s > limit:
                 _log.error("process %d has been silent for %g s: it hangs", self._cluster.process_id, limit)
                 self._forget(child)
                 return child.end()

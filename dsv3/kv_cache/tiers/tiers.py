@@ -23,7 +23,7 @@ from dsv3.kv_cache.tiers.host_pool import HostPool, Staging
 from dsv3.kv_cache.tiers.store import PageStore
 from dsv3.kv_cache.transfer.client import Peers
 
-LOOK_UP_S = 0.5
+LOOKUP_S = 0.5
 """Timeout of a lookup in the store; after it the store counts as empty."""
 LOAD_S = 20.0
 """Timeout of a batch; after it the pages are computed."""
@@ -207,7 +207,7 @@ class HostTiers(abc.ABC):
         answer = self.begin_lookup(keys[first:])
         self._lookups.add(answer)
         answer.add_done_callback(self._lookups.discard)
-        return Lookup(self, first, answer, LOOK_UP_S, suspends_store=not self._orders_wait)
+        return Lookup(self, first, answer, LOOKUP_S, suspends_store=not self._orders_wait)
 
     def fetch_from_peer(self, address: str, keys: Sequence[Key], first: int) -> Lookup | None:
         """Starts to fetch from another instance the keys from `first` on that host memory lacks.

@@ -116,7 +116,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 @pytest.fixture
 def make(compiled: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """Makes engines that load what a tier has, however fast they would compute it."""
-    for name in ("LOOK_UP_S", "LOAD_S"):
+    for name in ("LOOKUP_S", "LOAD_S"):
         monkeypatch.setattr(tiers, name, 60.0)
     monkeypatch.setattr(tiers, "is_loading_faster", lambda *_: True)
 

@@ -19,9 +19,11 @@ PLUGINS = {extra: plugin for extra, plugin, _ in driver._EXTRAS}
 def machine(tmp_path, monkeypatch):
     """Makes a machine of files, with no JAX_PLATFORMS, whose plugin has logged `reasons`."""
     monkeypatch.setattr(driver, "_ROOT", tmp_path)
-    monkeypatch.setattr(logs, "_reasons", [])
+    monkeypatch.setattr(logs, "_errors", [])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    asked = jax.config.jax_platforms
+    log, asked = logging.getLogger("jax._src.xla_bridge"), jax.config.jax_platforms
+    level = log.level  # another test of this process may have configured logging
+    log.setLevel(logging.NOTSET)
     jax.config.update("jax_platforms", None)
 
     def make(version: str | None, *files: str, extra: str | None = "cuda13") -> None:
@@ -33,6 +35,7 @@ def machine(tmp_path, monkeypatch):
                 (tmp_path / name).write_text(text)
 
     yield make
+    log.setLevel(level)
     jax.config.update("jax_platforms", asked)
 
 

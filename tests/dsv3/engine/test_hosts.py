@@ -27,7 +27,7 @@ MakeEngine = Callable[..., Engine]
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOOK_UP_S", "LOAD_S", "FETCH_S"):
+    for name in ("LOOKUP_S", "LOAD_S", "FETCH_S"):
         monkeypatch.setattr(tiers, name, 300.0)
     monkeypatch.setattr(tiers, "is_loading_faster", lambda *_: True)
 

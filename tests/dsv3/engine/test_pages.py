@@ -28,7 +28,7 @@ MakeEngine = Callable[..., Engine]
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes engines wait for tiers on a busy machine, and load what the toy computes in no time."""
-    for name in ("LOOK_UP_S", "LOAD_S"):
+    for name in ("LOOKUP_S", "LOAD_S"):
         monkeypatch.setattr(tiers, name, 60.0)
     monkeypatch.setattr(tiers, "is_loading_faster", lambda *_: True)
 
@@ -241,7 +241,7 @@ def test_a_store_that_breaks_costs_no_answer(make: MakeEngine, store: Path, monk
 def test_a_lookup_without_answer_is_a_miss(make: MakeEngine, store: Path, monkeypatch: pytest.MonkeyPatch):
     engine = make(kv_store=str(store))
     monkeypatch.setattr(engine.scheduler.tiers._store, "count", lambda keys: time.sleep(0.3) or len(keys))
-    monkeypatch.setattr(tiers, "LOOK_UP_S", 0.02)
+    monkeypatch.setattr(tiers, "LOOKUP_S", 0.02)
     assert generate(engine, "first") == 0
     assert not engine.scheduler.tiers.has_store, "it is left alone, as after a load that does not come"
 

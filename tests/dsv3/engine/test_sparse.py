@@ -86,7 +86,7 @@ def reading(built: list[Engine], monkeypatch: pytest.MonkeyPatch) -> Engine:
     monkeypatch.setattr(forms, "DYNAMIC_PLATFORMS", ())
     row = dataclasses.replace(forms.FORMS[AttentionForm.TOPK_MATERIALIZED], capacity=lambda *_: 128)
     monkeypatch.setitem(forms.FORMS, AttentionForm.TOPK_MATERIALIZED, row)
-    for name in ("LOOK_UP_S", "LOAD_S"):
+    for name in ("LOOKUP_S", "LOAD_S"):
         monkeypatch.setattr(tiers, name, 60.0)
     monkeypatch.setattr(tiers, "is_loading_faster", lambda *_: True)
     if not built:

@@ -85,7 +85,7 @@ def test_a_load_that_hangs_does_not_block_lookups(pages: Tiers, store: Hanging) 
 def test_a_lookup_that_times_out_suspends_the_store(pages: Tiers) -> None:
     lookup = pages.lookup_store(elsewhere(0), 0)
     assert lookup is not None and not lookup.is_over
-    pages.now.seconds += tiers.LOOK_UP_S + 0.1
+    pages.now.seconds += tiers.LOOKUP_S + 0.1
     assert lookup.is_over and pages.has_store
     lookup.close()
     assert not pages.has_store and pages.lookup_store(elsewhere(1), 0) is None

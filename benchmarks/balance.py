@@ -39,11 +39,11 @@ from dsv3.scheduler.request import EngineRequest, RequestRules, StepOutputs, pre
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import Sequence as Request
 from dsv3.scheduler.sequence import sequence_of
-from tools.plan.deployment import PlannedBatch, rates_of
+from tools.plan.deployment import PlannedBatch, kernel_rates
 from tools.plan.roofline import decode_stages, prefill_stages
 
 VOCAB, LONGEST, BACKLOG, RUNNING = 1000, 32768, 16, 88
-RATES = rates_of(H800, DEEPSEEK_V3)
+RATES = kernel_rates(H800, DEEPSEEK_V3)
 
 
 class FewestRunning(Balancer):

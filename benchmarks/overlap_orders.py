@@ -21,7 +21,7 @@ from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import build
 from sharding.mesh import Machine
 from tools.plan import roofline
-from tools.plan.deployment import PlannedBatch, rates_of
+from tools.plan.deployment import PlannedBatch, kernel_rates
 
 CHAIN = (
     "dispatch>", "dispatch<", "forward>", "forward<", "experts", "reduce>", "reduce<", "combine>", "combine<",
@@ -65,7 +65,7 @@ def durations_of_decode() -> dict[str, float]:
     model, deployment = DEEPSEEK_V3, DECODE_EP144
     tokens, replicas = deployment.decode_requests // 2, model.n_routed_experts + deployment.redundant_experts
     count = deployment.device.multiprocessors
-    rates = rates_of(deployment.device, model, Multiprocessors(count, DECODE_RESERVE).share)
+    rates = kernel_rates(deployment.device, model, Multiprocessors(count, DECODE_RESERVE).share)
     batch = PlannedBatch(tokens, deployment.context_length, replicas // deployment.devices, 1)
     stages = roofline.decode_stages(model, rates, batch)
     rows = LayerRows.from_widths(tokens, model.num_experts_per_tok, model.hidden_size, fp8_dispatch=True)

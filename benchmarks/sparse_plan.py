@@ -12,7 +12,7 @@ from configs.deepseek_v32 import DEEPSEEK_V32
 from configs.deployments import H200
 from dsv3.config.device_rates import PEAKS
 from dsv3.model.forms import masked_room
-from tools.plan.deployment import PlannedBatch, rates_of
+from tools.plan.deployment import PlannedBatch, kernel_rates
 from tools.plan.roofline import decode_stages, prefill_stages
 
 TOKENS = (2_048, 4_096, 8_192, 16_384, 32_768, 131_072)
@@ -23,14 +23,14 @@ _FREE_IN_PREFILL = 108 / 132  # multiprocessors that transfers leave to kernels
 
 def decoding(tokens: int, cache_dtype: str) -> tuple[float, float]:
     """Returns the seconds of decode, dense and sparse."""
-    batch, rates = PlannedBatch(48, tokens, 32, cache_dtype=cache_dtype), rates_of(H200, DEEPSEEK_V32, 1.0)
+    batch, rates = PlannedBatch(48, tokens, 32, cache_dtype=cache_dtype), kernel_rates(H200, DEEPSEEK_V32, 1.0)
     return tuple(decode_stages(model, rates, batch)["attention"] for model in (DEEPSEEK_V31, DEEPSEEK_V32))
 
 
 def prompts(tokens: int, cache_dtype: str) -> tuple[float, float, float]:
     """Returns the mean seconds of a chunk of a prompt: dense, sparse in every chunk, and as it is taken."""
     rates, room = (
-        rates_of(H200, DEEPSEEK_V32, _FREE_IN_PREFILL),
+        kernel_rates(H200, DEEPSEEK_V32, _FREE_IN_PREFILL),
         masked_room(DEEPSEEK_V32, PEAKS["H200"], cache_dtype, CHUNK),
     )
     starts = range(0, tokens, CHUNK)
@@ -43,7 +43,7 @@ def prompts(tokens: int, cache_dtype: str) -> tuple[float, float, float]:
 
 def _chunk(model, rates, cache_dtype: str, start: int, room: int) -> float:
     fits = room if start + CHUNK <= room else 0
-    batch = PlannedBatch(CHUNK, start + CHUNK / 2, 32, cache_dtype=cache_dtype, fewest=start, room=fits)
+    batch = PlannedBatch(CHUNK, start + CHUNK / 2, 32, cache_dtype=cache_dtype, min_keys=start, kv_capacity=fits)
     return prefill_stages(model, rates, batch)["attention"]
 
 

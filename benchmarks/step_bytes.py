@@ -16,7 +16,7 @@ from typing import NamedTuple
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DEPLOYMENTS
 from tools.plan import hlo
-from tools.plan.hlo import core_of, label_of
+from tools.plan.hlo import collective_in, stage_label
 from tools.plan.plan import phases
 from tools.plan.programs import compile_run, lay_out, runs
 
@@ -74,13 +74,13 @@ def _walk(module: hlo.Module, computation: hlo.Computation, times: int) -> Itera
                 yield from _walk(module, module[name], times * (instruction.trips or 1))
         elif _writes(module, instruction):
             once = _bytes(module, computation, instruction)
-            stage = label_of(instruction) or "other"
+            stage = stage_label(instruction) or "other"
             yield Written(stage, instruction.name, instruction.shape, once, once * times)
 
 
 def _writes(module: hlo.Module, instruction: hlo.Instruction) -> bool:
     kernel = instruction.opcode == "custom-call" and '"mosaic' in instruction.attributes
-    halves = instruction.opcode.endswith("-done") or core_of(module, instruction) is not None
+    halves = instruction.opcode.endswith("-done") or collective_in(module, instruction) is not None
     return not (kernel or halves or instruction.opcode in _FREE)
 
 

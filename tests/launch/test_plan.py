@@ -35,7 +35,7 @@ def test_one_node_of_80_gb_is_refused(tmp_path) -> None:
     [
         (("decode_ep288",), "neither one of prefill_ep32, decode_ep144, node_8xh200, node_8xh800 nor a file"),
         (("decode_ep144", "--model=/nowhere"), "nor a directory with a config.json"),
-        (("decode_ep144", "--json=/nowhere/plan.json"), "there is no such folder"),
+        (("decode_ep144", "--json=/nowhere/plan.json"), "its directory does not exist"),
         (("decode_ep144", "--speculative_config=mtp"), "--speculative_config: 'mtp' is not a JSON object"),
         (("decode_ep144", "--acceptance=high"), "--acceptance: 'high' is not a number"),
         (("decode_ep144", "--acceptance=0.8"), "without drafts: give speculative_config"),

@@ -55,7 +55,7 @@ MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a command line runs on."""
+    """The GPUs of a command line."""
 
     device: Device
     nodes: int = 1
@@ -82,9 +82,9 @@ FILES = {
     "deploy/kubernetes/prefill/prefill.yaml": (PREFILL, PREFILL),
     "deploy/kubernetes/pair/pair.yaml": (ONE_NODE, ONE_NODE),
 }
-"""The machine of each command line of a file that names a model's directory, in their order."""
+"""The machine of each command line with a model's directory, in order, by file."""
 WITHOUT_MACHINE = {"docs/expert_parallel.md", "docs/training.md", "launch/train.py"}
-"""Files whose command lines are for any machine, or for a small model of one's own."""
+"""Files whose command lines are for any machine, or for a user's small model."""
 _SERVES = re.compile(r"-m launch\.(?:serve|batch) (?:[^\n\\]|\\\n)*--model(?: |=)[^\s](?:[^\n\\#]|\\\n)*")
 
 
@@ -123,7 +123,7 @@ def model_in(arguments: list[str]) -> str:
 
 
 def options_in(arguments: list[str]) -> EngineOptions:
-    """Returns the engine's options among arguments; all else is not read."""
+    """Returns the engine's options among arguments; ignores the others."""
     known = {each.name: each for each in options_of(EngineOptions)}
     given: dict[str, Any] = {}
     for i, argument in enumerate(arguments):
@@ -141,7 +141,7 @@ def options_in(arguments: list[str]) -> EngineOptions:
 
 
 def served(model: ModelConfig, machine: Machine, options: EngineOptions) -> tuple[Layout, Programs]:
-    """Returns what a server with these options has on its devices, from shapes, with the smallest pool."""
+    """Returns a server's layout and programs, from shapes, with the smallest pool."""
     cache_dtype = "fp8" if options.kv_cache_dtype == "fp8" else "bfloat16"
     deployment = Deployment(
         "served",
@@ -199,20 +199,20 @@ def all_lines() -> tuple[Line, ...]:
 
 
 def working_of_plan(deployment: Deployment) -> int:
-    """Returns the working memory that `launch.plan` finds."""
+    """Returns the working memory in `launch.plan`."""
     planned = planning.lay_out(shallow(DEEPSEEK_V3), deployment)
     return measure(planned.engine, planned.programs)
 
 
 def working_of_server(line: Line) -> int:
-    """Returns the working memory that a server finds."""
+    """Returns the working memory in a server."""
     layout, programs = served(shallow(MODELS[line.model]), line.machine, line.options)
     return measure(layout.cfg, programs)
 
 
 @functools.cache
 def written() -> dict[str, int]:
-    """Returns what `working.json` says."""
+    """Returns the contents of `working.json`."""
     return json.loads(WORKING.read_text())
 
 

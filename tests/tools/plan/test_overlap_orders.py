@@ -1,4 +1,4 @@
-"""The search of orders of a decode layer: what it plays is possible, and waiting is paid."""
+"""The search of orders of a decode layer: it yields possible orders and counts waits."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from tools.plan.roofline import HOOK_S, TRANSFER_S
 
 
 def is_possible(order) -> bool:
-    """Each micro-batch passes all stages once, in their order but for where it begins, and its shared expert."""
+    """Whether each micro-batch passes all stages once, in cyclic order except for the shared expert."""
     for number in (0, 1):
         chain = [name for name, of in order if of == number and name != "shared"]
         first = CHAIN.index(chain[0])
@@ -26,7 +26,7 @@ def test_orders_are_possible_and_differ() -> None:
 
 
 @pytest.mark.parametrize(("work", "waited"), [(1.0, 0.0), (0.25, 0.75)])
-def test_a_transfer_costs_what_no_work_hides(work: float, waited: float) -> None:
+def test_a_transfer_costs_its_exposed_time(work: float, waited: float) -> None:
     order = (("dispatch>", 0), ("core", 1), ("dispatch<", 0))
     seconds = layer_seconds(order, {"dispatch": 1.0 - TRANSFER_S, "core": work})
     assert seconds == pytest.approx(work + waited + HOOK_S)

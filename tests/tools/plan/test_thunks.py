@@ -1,4 +1,4 @@
-"""Reading what the host launches in a step, from XLA's dump of thunks."""
+"""Counting the host's launches in a step, from XLA's dump of thunks."""
 
 from benchmarks.gpu.thunks import layer_loop, parse, table
 

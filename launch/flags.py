@@ -1,8 +1,8 @@
-"""Command lines of `launch`: absl flags that read the way their users type them.
+"""Command lines of `launch`: absl flags with the conventions of other tools.
 
-A command defines its flags with `absl.flags` at module level and ends with `flags.run(main)`. Dashes may stand for
-underscores in flag names, flags may follow positional arguments, and a mistake ends with exit status 2 and one line
-that says what to change. Each command has, besides its own flags:
+A command defines its flags with `absl.flags` at module level and ends with `flags.run(main)`. Flag names may have
+dashes for underscores, flags may follow positional arguments, and a mistake ends with exit status 2 and a line that
+says what to change. Each command has, besides its own flags:
 
 - `--help`, which prints the module's docstring and the flags that most users set, `--help=GROUP`, `--help=WORD` and
   `--help=all`;
@@ -120,7 +120,7 @@ def normalise(arguments: Sequence[str], values: flags.FlagValues) -> list[str]:
 
 
 def asked_for(names: Sequence[str], arguments: Sequence[str], values: flags.FlagValues) -> str | None:
-    """Returns what follows "--NAME=" where it stands in the place of a flag, "" without a value, None without it."""
+    """Returns the value of the flag "--NAME=VALUE" for any of `names`: "" without a value, None without the flag."""
     normal = normalise(arguments, values)
     end = normal.index("--") if "--" in normal else len(normal)
     taken = {i + 1 for i, a in enumerate(normal[:end]) if a.startswith("--") and _takes_value(a[2:], values)}
@@ -148,8 +148,8 @@ def help_text(
 ) -> str:
     """Returns what `--help` prints: usage, the command's docstring, flags with their meanings and defaults.
 
-    `topic` is "" for what most users set and the names of all others, "all", a group, or a word of flags' names.
-    Raises UsageError for another one.
+    `topic` is "" for common flags and the names of all others, "all", a group, or a word of flags' names. Raises
+    UsageError for other topics.
     """
     groups = {group: [flag for flag in own if group_of.get(flag.name, "") == group] for group in GROUPS}
     groups = {group: members for group, members in groups.items() if members}
@@ -178,7 +178,7 @@ def version_text() -> str:
 
 
 def _set_from_file(path: Path, values: flags.FlagValues) -> None:
-    """Sets the flags that a file names and the command line does not."""
+    """Sets the flags of a file that are not on the command line."""
     known = [name for name in values if name != _CONFIG]
     for name, value in _read_file(path).items():
         if name not in known:
@@ -195,7 +195,7 @@ def _set_from_file(path: Path, values: flags.FlagValues) -> None:
 
 def _read_file(path: Path) -> dict[str, Any]:
     if path.suffix not in _READERS:
-        raise UsageError(f"--{_CONFIG} {path}: the name must end in {', '.join(_READERS)}")
+        raise UsageError(f"--{_CONFIG} {path}: the file's name must end in {', '.join(_READERS)}")
     try:
         found = _READERS[path.suffix](path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
@@ -203,7 +203,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     if found is None:
         return {}
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise UsageError(f"--{_CONFIG} {path}: must hold flags' names with their values, as in 'port: 8001'")
+        raise UsageError(f"--{_CONFIG} {path}: must map names of flags to values, as in 'port: 8001'")
     named = {name.replace("-", "_"): value for name, value in found.items()}
     if len(named) < len(found):
         raise UsageError(f"--{_CONFIG} {path}: names a flag twice, with dashes and with underscores")
@@ -211,7 +211,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _as_text(flag: flags.Flag, value: Any) -> str:
-    """Returns a file's value as a command line has it; ValueError for a kind that the flag cannot have."""
+    """Returns a file's value as a command line has it; raises ValueError for a value of the wrong type."""
     is_list, is_text = isinstance(flag.parser, flags.ListParser), flag.flag_type() == "string"
     if isinstance(value, str) and not flag.boolean:
         return value
@@ -266,7 +266,7 @@ def _choices(flag: flags.Flag) -> Sequence[str]:
 
 
 def _is_flag(argument: str) -> bool:
-    """Returns whether an argument is a flag; a negative number is none."""
+    """Returns whether an argument is a flag, not a negative number."""
     return len(argument) > 1 and argument[0] == "-" and not argument[1].isdigit() and argument[1] != "."
 
 
@@ -280,7 +280,7 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
 
 def _program(module: object) -> str:
-    """Returns what was typed: `dsv3 serve`, `python -m launch.serve`, else the name of the script."""
+    """Returns the command: `dsv3 serve`, `python -m launch.serve`, or else the name of the script."""
     spec = getattr(module, "__spec__", None)
     if spec is None:
         return sys.argv[0]

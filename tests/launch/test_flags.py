@@ -171,10 +171,10 @@ def test_a_file_sets_flags_and_the_command_line_wins(server, tmp_path, suffix, t
         ("c.yaml", "dtype: int3", "c.yaml: dtype: "),
         ("c.yaml", "served_model_name: [3]", "c.yaml: served_model_name: [3] is not a list of texts"),
         ("c.yaml", "api-key: a\napi_key: b", "c.yaml: names a flag twice"),
-        ("c.yaml", "- port", "c.yaml: must hold flags' names with their values"),
+        ("c.yaml", "- port", "c.yaml: must map names of flags to values"),
         ("c.toml", "port = ", "c.toml: cannot be read: "),
         ("c.yaml", "a: [", "c.yaml: cannot be read: "),
-        ("c.ini", "port=3", "c.ini: the name must end in .yaml, .yml, .toml, .json"),
+        ("c.ini", "port=3", "c.ini: the file's name must end in .yaml, .yml, .toml, .json"),
     ],
 )
 def test_mistakes_in_a_file_name_it(server, tmp_path, name, text, message):

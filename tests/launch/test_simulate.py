@@ -10,7 +10,7 @@ import pytest
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import NODE_8XH200
 from tests.tools.simulate.tables import table
-from tools.simulate.from_plan import digest_of
+from tools.simulate.from_plan import times_digest
 from tools.simulate.times import write_times
 
 
@@ -21,7 +21,7 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def times(tmp_path) -> str:
-    known = msgspec.structs.replace(table(ranks=2), digest=digest_of(DEEPSEEK_V3, NODE_8XH200))
+    known = msgspec.structs.replace(table(ranks=2), digest=times_digest(DEEPSEEK_V3, NODE_8XH200))
     write_times(tmp_path / "times.json", {"node_8xh200": known})
     return f"--times={tmp_path / 'times.json'}"
 

@@ -26,10 +26,10 @@ from sharding.mesh import rank_mesh
 from training.config import TrainingConfig
 from training.loss import objective, target_counts, training_backend
 from training.pipeline.programs import stage_programs
-from training.pipeline.run import Executed, PipelineRunner
+from training.pipeline.run import PipelineRunner, StepResult
 from training.pipeline.schedules import ALGORITHMS, Pass, PassKind, PipelineSchedule, RankSize, build
 from training.pipeline.simulator import activations, bubble, simulate
-from training.pipeline.stages import cut, join, needs_embedding, take, weights
+from training.pipeline.stages import cut, extract_stage, join, needs_embedding, weights
 
 LENGTH = 32
 MICRO_BATCHES = 12
@@ -66,7 +66,7 @@ def simulated() -> None:
             )
 
 
-def executed() -> list[Executed]:
+def executed() -> list[StepResult]:
     """Prints what running the schedules with 2 and 4 stages gave; returns the runs with 4."""
     config = dataclasses.replace(
         TRAINING, model=SMALL, batch_size=MICRO_BATCHES, sequence_length=LENGTH, compute_dtype="float32"
@@ -109,7 +109,7 @@ def row_by_row(params: Params, config: TrainingConfig, tokens: np.ndarray) -> Pa
     return jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *parts)
 
 
-def execute(schedule: PipelineSchedule, config: TrainingConfig, params: Params, tokens: np.ndarray) -> Executed:
+def execute(schedule: PipelineSchedule, config: TrainingConfig, params: Params, tokens: np.ndarray) -> StepResult:
     """Runs one step, each rank on a device of its own."""
     programs = stage_programs(config, schedule.stages, len(tokens) // schedule.micro_batches, LENGTH, RankSize())
     meshes = [rank_mesh([device]) for device in jax.devices()[: schedule.ranks]]
@@ -117,11 +117,11 @@ def execute(schedule: PipelineSchedule, config: TrainingConfig, params: Params, 
     held = []
     for stage in cut(config.model, schedule.stages):
         table = params.embed if needs_embedding(config.model, stage) else None
-        held.append(weights(take(params, config.model, stage), table, config, stage))
-    return runner.run(runner.put(held), tokens)
+        held.append(weights(extract_stage(params, config.model, stage), table, config, stage))
+    return runner.run(runner.place_weights(held), tokens)
 
 
-def gradient(run: Executed, config: TrainingConfig, schedule: PipelineSchedule) -> Params:
+def gradient(run: StepResult, config: TrainingConfig, schedule: PipelineSchedule) -> Params:
     """Sums what the ranks have, on the host."""
     sums: list[Any] = [None] * schedule.stages
     for (_, stage), part in jax.device_get(dict(run.gradients)).items():
@@ -160,7 +160,7 @@ NAMES = {
 }
 
 
-def draw(runs: list[Executed]) -> str:
+def draw(runs: list[StepResult]) -> str:
     """Returns an SVG: per run a block of rows, one per rank, with a box per operation."""
     parts, top = legend(), 50
     width = LEFT + 20

@@ -42,13 +42,13 @@ def main() -> None:
         for wait in (False, True):
             with tempfile.TemporaryDirectory() as directory, Checkpoints(Path(directory), TRAINING) as checkpoints:
                 start = time.perf_counter()
-                checkpoints.save(number, trainer.saved(state))
+                checkpoints.save(number, trainer.saved_state(state))
                 if wait:
                     checkpoints.wait()
                 (waited if wait else returned).append(time.perf_counter() - start)
                 if not wait:
                     beside.append(step())
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.saved(state))) / 1e6
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.saved_state(state))) / 1e6
     base = statistics.median(alone)
     print(f"{size:.0f} MB per checkpoint, {jax.devices()[0].device_kind}, {REPEATS} of each")
     print("| | share of a step |")

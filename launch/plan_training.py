@@ -80,11 +80,11 @@ def _make(device: "Device") -> TrainingPlan:
     from tools.plan.training import gather_transfers
     from training.pipeline import simulator
     from training.pipeline.memory import memory_of
-    from training.pipeline.schedules import rows_of
+    from training.pipeline.schedules import micro_batch_rows
 
     config, (ranks, size) = training.config(), training.mesh()
     model, schedule = config.model, training.schedule(ranks)
-    rows = rows_of(config.batch_size, model.n_routed_experts, schedule.micro_batches, size)
+    rows = micro_batch_rows(config.batch_size, model.n_routed_experts, schedule.micro_batches, size)
     tokens = rows // size.devices * config.sequence_length
     wire_bytes, wire = gather_transfers(model, device, kernel_rates(device, model), tokens, size.experts)
     stage = _longest_stage(config, device, schedule, tokens, wire)

@@ -1,4 +1,4 @@
-"""What XLA really schedules of an overlapped pair, compiled for eight H200s without one."""
+"""XLA's schedule of an overlapped forward/backward pair, compiled for eight H200s."""
 
 import pytest
 
@@ -11,8 +11,8 @@ pytestmark = [
 ]
 
 
-def test_each_transfer_stands_beside_matrix_work_of_the_other_direction() -> None:
-    """A layer dispatches rows, ids and weights and combines sums; its backward has two gradients of these to send."""
+def test_each_transfer_overlaps_matrix_work_of_the_other_direction() -> None:
+    """A layer dispatches rows, ids and weights and combines sums; its backward sends the gradients of two."""
     combine_b, dispatch_f = ("all-gather", "backward", {"forward"}), ("all-gather", "forward", {"backward"})
     dispatch_b, combine_f = ("reduce-scatter", "backward", {"forward"}), ("reduce-scatter", "forward", {"backward"})
     found = [(beside.kind, beside.direction, beside.directions) for beside in transfers(compile_pair())]

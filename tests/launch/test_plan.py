@@ -1,4 +1,4 @@
-"""`python -m launch.plan` as a person types it: what it refuses, and what it writes."""
+"""`python -m launch.plan` on the command line."""
 
 import json
 import subprocess
@@ -40,11 +40,11 @@ def test_one_node_of_80_gb_is_refused(tmp_path) -> None:
         (("decode_ep144", "--acceptance=high"), "--acceptance: 'high' is not a number"),
         (("decode_ep144", "--acceptance=0.8"), "without drafts: give speculative_config"),
         ((), "expected DEPLOYMENT"),
-        (("train", "--mesh=stage=2,rows=2"), "'rows=2' is no axis with a size"),
+        (("train", "--mesh=stage=2,rows=2"), "'rows=2' is not AXIS=SIZE"),
         (("node_8xh200", "--mesh=stage=2"), "--mesh is for train"),
     ],
 )
-def test_mistakes_end_with_one_line_and_status_2(arguments, message) -> None:
+def test_errors_are_one_line_with_status_2(arguments, message) -> None:
     result = preloaded.run(*arguments, command="plan")
     assert result.returncode == 2
     assert message in result.stderr

@@ -1,4 +1,4 @@
-"""`python -m launch.simulate` as a person types it, with step times of its own in place of compiled ones."""
+"""`python -m launch.simulate` on the command line, with given step times in place of compiled ones."""
 
 import json
 import subprocess
@@ -40,7 +40,7 @@ def test_a_trace_is_replayed_and_drawn(tmp_path, times) -> None:
     assert "<svg" in picture.read_text()
 
 
-def test_a_mistake_ends_with_one_line_and_status_2(tmp_path, times) -> None:
+def test_an_error_is_one_line_with_status_2(tmp_path, times) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 1, "input_length": "x"}')
     result = simulate("--instances=node_8xh200", times, f"--trace={trace}")

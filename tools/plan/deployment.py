@@ -151,7 +151,7 @@ class Deployment:
 
     @property
     def accepted(self) -> tuple[float, ...]:
-        """For each position the share of rows in which all drafts up to it are accepted; empty without drafts."""
+        """Shares of rows in which all drafts up to each position are accepted; empty without drafts."""
         return acceptance_by_place("acceptance", self.acceptance, self.drafts) if self.acceptance is not None else ()
 
     @property

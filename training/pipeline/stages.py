@@ -83,14 +83,13 @@ def slice_stage(whole: StageParams, stage: Stage) -> StageParams:
 
 def _stage_ends(params: Params, stage: Stage) -> Params:
     """Returns the parameters of a stage outside of its layers."""
-    first, last = (params if is_there else None for is_there in (stage.first, stage.last))
     return Params(
-        embed=first and first.embed,
+        embed=params.embed if stage.first else None,
         dense=None,
         moe=None,
-        norm=last and last.norm,
-        head=last and last.head,
-        mtp=last and last.mtp,
+        norm=params.norm if stage.last else None,
+        head=params.head if stage.last else None,
+        mtp=params.mtp if stage.last else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Kimi-K2-Thinking (Moonshot AI): Kimi-K2 with a longer context, routed experts in INT4 and other weights in bfloat16."""
+"""Kimi-K2-Thinking (Moonshot AI): Kimi-K2 with a longer context, INT4 routed experts and bfloat16 for the rest."""
 
 import dataclasses
 

@@ -1,8 +1,7 @@
-"""The command lines that README, docs and deploy/ give for GPUs, as the engine's options, each with its machine.
+"""The command lines for GPUs in README, docs and deploy/, as engine options with their machines.
 
-`python -m tests.tools.plan.command_lines` compiles the largest programs of each, with two MoE layers, for GPUs that are
-not there, and writes to `working.json` what memory they take, and what those of the published plans do: a minute or two
-for each. `test_account.py` reads it.
+`python -m tests.tools.plan.command_lines` compiles the largest programs of each, with two MoE layers, and those of the
+published plans, and writes their working memory to `working.json` for `test_account.py`. Each takes a minute or two.
 """
 
 import dataclasses
@@ -38,7 +37,7 @@ from tools.plan.deployment import Deployment, Device
 
 ROOT = Path(__file__).parents[3]
 WORKING = Path(__file__).with_name("working.json")
-# The least that such cards are known to report: 79.1 GiB of an H100, 139.72 GiB of an H200 (most report 139.8).
+# The least memory that drivers report: 79.1 GiB of an H100, 139.72 GiB of an H200 (most report 139.8).
 H100 = dataclasses.replace(H800, name="H100", memory_bytes=84_900_000_000)
 LEAST_H200 = dataclasses.replace(H200, memory_bytes=150_020_000_000)
 PUBLISHED = (DECODE_EP144, PREFILL_EP32, NODE_8XH200)

@@ -1,6 +1,6 @@
 """Plan and server account for the same memory, and every documented command line fits its GPUs.
 
-What programs take is in `working.json` (`python -m tests.tools.plan.command_lines`); `test_plan.py` compiles some.
+The programs' working memory is in `working.json` (`python -m tests.tools.plan.command_lines`).
 """
 
 import functools

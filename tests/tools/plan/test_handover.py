@@ -32,22 +32,22 @@ def test_a_mean_request_has_the_mean_context():
 @pytest.mark.parametrize("every", [1, 5])
 def test_partial_pages_cost_as_much_as_a_simulation_of_batching(every):
     """Three prompts arrive per step, or one in five at random: steps per program, and waiting steps per prompt."""
-    gathering, rows, chance = PrefillBatching(), 4000, random.Random(0)
-    partial_pages = PartialPageCost(0.048, rows, rows * every if every > 1 else rows / 3)
-    programs, prompts, gathered, waited = 0, 0, 0, 0
+    batching, rows, chance = PrefillBatching(), 4000, random.Random(0)
+    cost = PartialPageCost(0.048, rows, rows * every if every > 1 else rows / 3)
+    programs, prompts, waiting, waited = 0, 0, 0, 0
     for _ in range(6000):
-        come = 3 if every == 1 else int(chance.random() * every < 1)
-        prompts, gathered = prompts + come, gathered + come
-        if not gathered:
+        arrivals = 3 if every == 1 else int(chance.random() * every < 1)
+        prompts, waiting = prompts + arrivals, waiting + arrivals
+        if not waiting:
             continue
-        if gathering.waits(gathered, rows):
-            waited += gathered
+        if batching.waits(waiting, rows):
+            waited += waiting
         else:
-            programs, gathered = programs + 1, 0
-    assert programs == pytest.approx(6000 / partial_pages.steps, rel=0.05)
-    step, answer = 0.08, partial_pages.answer
-    left = (step * 6000) / (step * 6000 + programs * partial_pages.seconds) * answer / (answer + waited / prompts)
-    assert partial_pages.share(step) == pytest.approx(left, rel=0.01)
+            programs, waiting = programs + 1, 0
+    assert programs == pytest.approx(6000 / cost.steps, rel=0.05)
+    step, answer = 0.08, cost.answer
+    left = (step * 6000) / (step * 6000 + programs * cost.seconds) * answer / (answer + waited / prompts)
+    assert cost.share(step) == pytest.approx(left, rel=0.01)
 
 
 def test_a_proportion_must_be_positive():

@@ -56,7 +56,7 @@ def test_cache_of_a_token() -> None:
 
 @pytest.mark.aot
 def test_drafts_add_a_module_and_its_cache_layer() -> None:
-    """Two replicas of each device's share of 288, one shared expert, attention, eh_proj, and no head of its own."""
+    """The module has two physical experts per device, a shared expert, attention, eh_proj, and no own head."""
     plain, drafts = memory(DECODE_EP144), memory(WITH_DRAFTS)
     assert (plain.token, drafts.token) == (61 * 1152, 62 * 1152)
     more = {name: size for name, size in drafts.weights.items() if plain.weights.get(name) != size}

@@ -164,12 +164,12 @@ def test_bytes_equal_the_transports_formula(step, laid_out) -> None:
 
 
 def test_transfers_between_nodes_hide_behind_matrix_work(step) -> None:
-    """Dispatch behind shared expert and projections of the other micro-batch, combine behind its attention."""
+    """Shared expert and projections of the other micro-batch hide dispatch, its attention hides combine."""
     crossing = [c for c in step.collectives if c.cross_bytes > 1e6]
     hidden = Counter[str]()
     for c in crossing:
         hidden[c.role if c.is_hidden else "exposed"] += c.times
-    # When the last layer's second micro-batch is combined nothing is left to do.
+    # No work is left to hide the last layer's second combine.
     assert hidden == {"dispatch": 2 * MOE_LAYERS, "combine": 2 * MOE_LAYERS - 1, "exposed": 1}
     assert {stage for c in crossing for stage in c.between} >= {"shared_expert", "project", "attention"}
 
@@ -184,8 +184,8 @@ def test_the_layer_is_the_published_pipeline(step) -> None:
 
 def test_the_search_of_orders_includes_the_compiled_one(step) -> None:
     """`benchmarks.overlap_orders` has its own statement of the served order and its durations."""
-    played = overlap_orders.layer_seconds(overlap_orders.SERVED, overlap_orders.durations_of_decode())
-    assert played == pytest.approx(step.timeline.layer, rel=0.03)
+    simulated = overlap_orders.layer_seconds(overlap_orders.SERVED, overlap_orders.durations_of_decode())
+    assert simulated == pytest.approx(step.timeline.layer, rel=0.03)
 
 
 def test_the_estimate_lies_between_the_roofline_and_twice_the_pipeline(step) -> None:
@@ -204,7 +204,7 @@ def planned() -> PlannedModel:
 
 @pytest.fixture(scope="module")
 def module(planned) -> ProgramPlan:
-    """The MTP module's program of a step; that of the model with drafts differs from `step` in its rows alone."""
+    """The MTP module's program of a step; the model's program with drafts differs from `step` only in its rows."""
     _, run = runs(planned, "decode")
     return program_plan(planned, compile_run(planned, "decode", run))
 
@@ -243,10 +243,10 @@ def test_drafts_add_the_modules_time_and_the_accepted_tokens(step, module) -> No
 def test_a_report_shows_cost_and_gain_of_drafts(plan, step, module) -> None:
     drafting = dataclasses.replace(plan, steps=(dataclasses.replace(step, drafts=(module,), accepted=(0.85,)),))
     text = shown(drafting)
-    assert "Collectives of the MTP module behind a decode step of 256 tokens per rank" in text
+    assert "Collectives of the MTP module after a decode step, 256 tokens per rank" in text
     lines = {line.split("   ")[0].strip(): line.split()[-1] for line in text.splitlines() if line.strip()}
     assert lines["tokens per request and step"] == "1.85"
-    assert lines["accepted by place (given)"] == "85.0%"
+    assert lines["accepted by position (given)"] == "85.0%"
     written = json.loads(json.dumps(report.as_json(drafting)))["steps"][0]
     assert written["drafts"][0]["part"] == "module" and written["tokens_per_row"] == 1.85
     assert "tokens per request and step" not in shown(plan)
@@ -264,8 +264,8 @@ def test_report_json_and_picture(plan, tmp_path) -> None:
     assert "fits: needs 68." in text
     assert "known error" in text
     assert re.search(r"multiprocessors: for kernels, for transfers +124, 8", text)
-    assert re.search(r"transfers in flight at most, their channels +2, 8", text)
-    assert re.search(r"collectives out of order, or without room +none", text)
+    assert re.search(r"most transfers in flight, their channels +2, 8", text)
+    assert re.search(r"possible deadlocks of collectives +none", text)
     written = json.loads(json.dumps(report.as_json(plan)))
     assert written["steps"][0]["timeline"]["micro_batches"] == 2
     assert written["steps"][0]["order"] == {"in_flight": 2, "communicators": 1, "channels": 8, "faults": []}

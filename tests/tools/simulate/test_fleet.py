@@ -55,9 +55,9 @@ def test_prefill_transfers_whole_pages_and_decode_computes_the_rest() -> None:
     """The prefill instance computes 64 and 36 tokens, two pages cross a link, the other computes the 36 again."""
     fleet = run_sessions(PAIR, Session(0.0, (traced(100, 2),)))
     first, second = prefill_s(64, 32), prefill_s(64, 36 * 82 / 64)
-    on_its_way = 2 * PREFILL.page_bytes / PREFILL.link
-    rest = second  # the same chunk: 36 tokens behind 64
-    assert fleet.record.first[0] == pytest.approx(first + second + on_its_way + rest)
+    transfer = 2 * PREFILL.page_bytes / PREFILL.link
+    rest = second  # the same chunk: 36 tokens after 64
+    assert fleet.record.first[0] == pytest.approx(first + second + transfer + rest)
     assert fleet.record.last[0] == pytest.approx(fleet.record.first[0] + decode_s(1, 101))
 
 
@@ -85,8 +85,10 @@ def test_prompts_equal_those_of_an_api_server() -> None:
 def real(request: PreparedRequest) -> PreparedRequest:
     """Returns a request as an API server prepares it."""
     sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=request.max_length - len(request.prompt))
-    asked = EngineRequest(request_id=request.request_id, prompt_token_ids=request.prompt.tolist(), sampling=sampling)
-    return prepare(asked, RequestRules(vocab_size=VOCAB, max_model_len=2048))
+    unprepared = EngineRequest(
+        request_id=request.request_id, prompt_token_ids=request.prompt.tolist(), sampling=sampling
+    )
+    return prepare(unprepared, RequestRules(vocab_size=VOCAB, max_model_len=2048))
 
 
 RUNS = st.builds(TokenRun, st.sampled_from([1, 2, -2, 5 * VOCAB + 3]), st.sampled_from([2, 63, 64, 65, 127, 200]))
@@ -95,10 +97,10 @@ RUNS = st.builds(TokenRun, st.sampled_from([1, 2, -2, 5 * VOCAB + 3]), st.sample
 @settings(deadline=None)
 @given(st.lists(st.lists(RUNS, min_size=1, max_size=3, unique_by=lambda run: run.name), min_size=2, max_size=4))
 def test_keys_are_equal_if_and_only_if_an_api_servers_are(contents) -> None:
-    asked = [SimulatedRequest(i, tuple(runs), 0, 2000) for i, runs in enumerate(contents)]
+    requests = [SimulatedRequest(i, tuple(runs), 0, 2000) for i, runs in enumerate(contents)]
     pairs = {
         pair
-        for each in asked
+        for each in requests
         for pair in zip(page_keys(each.content, 64), real(prepare_request(each)).prefix_keys, strict=True)
     }
     assert len({ours for ours, _ in pairs}) == len({theirs for _, theirs in pairs}) == len(pairs)
@@ -192,7 +194,7 @@ def test_every_request_ends_once_with_all_its_tokens(world) -> None:
         for member in pool.members:
             assert (member.load.requests, member.load.held, member.load.prefill) == (0, 0, 0.0)
             assert member.instance.is_idle
-            fleet.clock.run(fleet.clock.now + 5)  # what a last step still holds comes back when it has ended
+            fleet.clock.run(fleet.clock.now + 5)  # the last step releases its pages at its end
             assert member.instance.scheduler.pages.in_use == 0
 
 
@@ -242,8 +244,8 @@ def test_a_full_pair_reaches_the_throughput_of_its_table() -> None:
     _, pool_totals = fleet.pool_totals(pool)
     expected = decode_s(16, 300 + 60 / 2)
     assert pool_totals.decode_s / pool_totals.decode_steps == pytest.approx(expected, rel=0.05)
-    most = 32 * pool_totals.steps / pool_totals.busy_s  # with the prompts' last tokens, which a plan leaves out
-    # Those that wait for others' ends of prompts, to be computed together, hold slots and have no token.
+    most = 32 * pool_totals.steps / pool_totals.busy_s  # busy with partial pages of prompts, too
+    # Requests that wait for the batched prefill of partial pages occupy batch slots without producing tokens.
     assert 0.85 * most < fleet.record.figures(15.0)["output_tokens_per_second"] < 1.01 * most
 
 

@@ -51,7 +51,7 @@ def _json_object(name: str, text: str) -> Any:
 
 def _define(option: Option, values: absl_flags.FlagValues) -> None:
     name, default, meaning = option.name, option.default, option.terms.help
-    flags.group_of[name] = option.terms.group
+    flags.flag_groups[name] = option.terms.group
     if option.choices:
         absl_flags.DEFINE_enum(name, default, option.choices, meaning, flag_values=values)
     elif option.kind is tuple:

@@ -28,7 +28,7 @@ from absl import flags
 import dsv3
 from dsv3.config.declaration import GROUPS
 
-group_of: dict[str, str] = {}
+flag_groups: dict[str, str] = {}
 """The group of `--help` that lists a flag, by the flag's name, for flags that `launch.cli` has defined."""
 
 _CONFIG = "config"
@@ -59,10 +59,10 @@ def run(main: Callable[..., int | None], positional: str = "", argv: Sequence[st
     argv = list(sys.argv if argv is None else argv)
     own, config = own_flags(module, values), define_config(values)
     try:
-        if (topic := asked_for(("help", "h"), argv[1:], values)) is not None:
+        if (topic := find_flag(("help", "h"), argv[1:], values)) is not None:
             print(help_text(program, positional, module.__doc__ or "", own, topic, has_config=config is not None))
             sys.exit(0)
-        if asked_for(("version",), argv[1:], values) is not None:
+        if find_flag(("version",), argv[1:], values) is not None:
             print(version_text())
             sys.exit(0)
         sys.exit(main(*parse(argv, positional, values, config)))
@@ -87,7 +87,7 @@ def parse(
     """
     values.set_gnu_getopt(True)
     try:
-        arguments = values([argv[0], *normalise(argv[1:], values)])[1:]
+        arguments = values([argv[0], *normalize(argv[1:], values)])[1:]
     except flags.UnrecognizedFlagError as error:
         raise UsageError(f"unknown flag --{error.flagname}{_nearest(error.flagname, list(values))}") from None
     except flags.Error as error:
@@ -101,7 +101,7 @@ def parse(
     return arguments
 
 
-def normalise(arguments: Sequence[str], values: flags.FlagValues) -> list[str]:
+def normalize(arguments: Sequence[str], values: flags.FlagValues) -> list[str]:
     """Returns `arguments` with underscores for dashes in flag names; values, positionals and what follows "--" stay."""
     result: list[str] = []
     is_value = False
@@ -119,9 +119,9 @@ def normalise(arguments: Sequence[str], values: flags.FlagValues) -> list[str]:
     return result
 
 
-def asked_for(names: Sequence[str], arguments: Sequence[str], values: flags.FlagValues) -> str | None:
+def find_flag(names: Sequence[str], arguments: Sequence[str], values: flags.FlagValues) -> str | None:
     """Returns the value of the flag "--NAME=VALUE" for any of `names`: "" without a value, None without the flag."""
-    normal = normalise(arguments, values)
+    normal = normalize(arguments, values)
     end = normal.index("--") if "--" in normal else len(normal)
     taken = {i + 1 for i, a in enumerate(normal[:end]) if a.startswith("--") and _takes_value(a[2:], values)}
     for i, argument in enumerate(normal[:end]):
@@ -151,24 +151,24 @@ def help_text(
     `topic` is "" for common flags and the names of all others, "all", a group, or a word of flags' names. Raises
     UsageError for other topics.
     """
-    groups = {group: [flag for flag in own if group_of.get(flag.name, "") == group] for group in GROUPS}
+    groups = {group: [flag for flag in own if flag_groups.get(flag.name, "") == group] for group in GROUPS}
     groups = {group: members for group, members in groups.items() if members}
     if topic and topic != "all":
-        return "\n".join(_explained(_about(topic, own, groups)))
+        return "\n".join(_flag_lines(_select_flags(topic, own, groups)))
     usage = " ".join(filter(None, [f"usage: {program}", positional, "[flags]"]))
     lines = [usage, "", textwrap.dedent(doc).strip(), "", "flags (dashes may stand for underscores):"]
-    lines += _explained(groups.pop("", []))
+    lines += _flag_lines(groups.pop("", []))
     if topic == "all":
         for group, members in groups.items():
-            lines += ["", f"{group}: {GROUPS[group]}", *_explained(members)]
+            lines += ["", f"{group}: {GROUPS[group]}", *_flag_lines(members)]
     elif groups:
         lines += ["", "more flags, which --help=GROUP and --help=all explain:"]
         for group, members in groups.items():
             lines.append(f"  {group}: {GROUPS[group]}")
-            lines += _wrapped(" ".join(f"--{flag.name}" for flag in members))
+            lines += _wrap(" ".join(f"--{flag.name}" for flag in members))
     lines += ["", "of every command:"]
     for spelled, meaning in list(_GENERAL.items())[not has_config :]:
-        lines += [f"  {spelled}", *_wrapped(meaning)]
+        lines += [f"  {spelled}", *_wrap(meaning)]
     return "\n".join(lines)
 
 
@@ -227,7 +227,7 @@ def _as_text(flag: flags.Flag, value: Any) -> str:
     raise ValueError(f"{value!r} is not {wanted}" + ", for which it needs quotes" * is_text)
 
 
-def _about(topic: str, own: Sequence[flags.Flag], groups: dict[str, list[flags.Flag]]) -> list[flags.Flag]:
+def _select_flags(topic: str, own: Sequence[flags.Flag], groups: dict[str, list[flags.Flag]]) -> list[flags.Flag]:
     word = topic.strip("-").replace("-", "_")
     found = groups.get(topic) or [flag for flag in own if word in flag.name]
     if not found:
@@ -236,17 +236,17 @@ def _about(topic: str, own: Sequence[flags.Flag], groups: dict[str, list[flags.F
     return found
 
 
-def _explained(own: Sequence[flags.Flag]) -> list[str]:
+def _flag_lines(own: Sequence[flags.Flag]) -> list[str]:
     lines = []
     for flag in own:
         shown = str(flag.default_as_str).strip("'")
         default = "" if flag.default in (None, "", []) else f" (default {shown})"
         meaning = str(flag.help).removeprefix(f"<{'|'.join(_choices(flag))}>: ")
-        lines += [f"  {_spelling(flag)}", *_wrapped(meaning + default)]
+        lines += [f"  {_signature(flag)}", *_wrap(meaning + default)]
     return lines
 
 
-def _wrapped(text: str) -> list[str]:
+def _wrap(text: str) -> list[str]:
     width = min(100, shutil.get_terminal_size().columns)
     indent = " " * 8
     return textwrap.wrap(
@@ -254,7 +254,7 @@ def _wrapped(text: str) -> list[str]:
     )
 
 
-def _spelling(flag: flags.Flag) -> str:
+def _signature(flag: flags.Flag) -> str:
     if flag.boolean:
         return f"--[no]{flag.name}"
     kind = "A,B,..." if isinstance(flag.parser, flags.ListParser) else flag.flag_type().upper()

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags as absl_flags
 
-from launch import described, flags, plan_training
+from launch import catalog, flags, plan_training
 from tools.plan import published_day
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _MODEL = absl_flags.DEFINE_string(
     "model",
     "deepseek_v3",
-    f"Plan for this model: {', '.join(described.MODELS)}, or a Hugging Face directory (only its config.json is read).",
+    f"Plan for this model: {', '.join(catalog.MODELS)}, or a Hugging Face directory (only its config.json is read).",
 )
 _SPECULATIVE = absl_flags.DEFINE_string(
     "speculative_config",
@@ -70,8 +70,8 @@ _DECODE_PLAN = absl_flags.DEFINE_string(
     "decode_plan", None, "fleet: use the rate of this decode plan instead, written with --json."
 )
 _GPU_HOUR = absl_flags.DEFINE_float("gpu_hour", published_day.GPU_HOUR, "fleet: dollars per GPU and hour.")
-_FOR_FLEETS = (_TRAFFIC, _RATES, _PREFILL_PLAN, _DECODE_PLAN, _GPU_HOUR)
-_NOT_FOR_FLEETS = (_SPECULATIVE, _ACCEPTANCE, _PREFILL, _PLOT)
+_FLEET_FLAGS = (_TRAFFIC, _RATES, _PREFILL_PLAN, _DECODE_PLAN, _GPU_HOUR)
+_DEPLOYMENT_FLAGS = (_SPECULATIVE, _ACCEPTANCE, _PREFILL, _PLOT)
 
 
 def main(deployment: str) -> int:
@@ -87,19 +87,19 @@ def main(deployment: str) -> int:
         return _train()
     if given := plan_training.given():
         raise flags.UsageError(f"--{given[0]} is for train: python -m launch.plan train --config=tiny --mesh=stage=2")
-    if given := _given_for_fleets():
+    if given := _given_fleet_flags():
         raise flags.UsageError(f"--{given[0]} is for fleet: python -m launch.plan fleet --traffic=day6")
     if _PLOT.value and importlib.util.find_spec("matplotlib") is None:
         raise flags.UsageError("--plot needs matplotlib: install the 'plots' extra")
-    prefill = None if _PREFILL.value is None else described.deployment(_PREFILL.value)
-    return _plan(described.model(_MODEL.value), _with_drafts(described.deployment(deployment)), prefill)
+    prefill = None if _PREFILL.value is None else catalog.deployment(_PREFILL.value)
+    return _plan(catalog.model(_MODEL.value), _with_drafts(catalog.deployment(deployment)), prefill)
 
 
 def _fleet() -> int:
     """Plans the capacity of a fleet."""
-    if given := [flag.name for flag in _NOT_FOR_FLEETS if flag.value]:
+    if given := [flag.name for flag in _DEPLOYMENT_FLAGS if flag.value]:
         raise flags.UsageError(f"fleet takes no --{given[0]}")
-    written = _plan_day(described.model(_MODEL.value), Path(_MODEL.value).name)
+    written = _plan_day(catalog.model(_MODEL.value), Path(_MODEL.value).name)
     if _JSON.value:
         Path(_JSON.value).write_text(json.dumps(written, indent=1) + "\n")
     return 0
@@ -133,13 +133,13 @@ def _rate(kind: published_day.Kind, path: str | None, model_name: str) -> publis
     return published_day.PUBLISHED_RATES[_RATES.value][published_day.KINDS.index(kind)]
 
 
-def _given_for_fleets() -> list[str]:
-    return [flag.name for flag in _FOR_FLEETS if flag.present]
+def _given_fleet_flags() -> list[str]:
+    return [flag.name for flag in _FLEET_FLAGS if flag.present]
 
 
 def _train() -> int:
     """Plans a training run."""
-    if given := [flag.name for flag in (*_NOT_FOR_FLEETS, _MODEL) if flag.present] + _given_for_fleets():
+    if given := [flag.name for flag in (*_DEPLOYMENT_FLAGS, _MODEL) if flag.present] + _given_fleet_flags():
         raise flags.UsageError(f"train takes no --{given[0]}: --config names the model")
     written, fits = plan_training.plan()
     if _JSON.value:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from absl import flags as absl_flags
 
-from launch import cli, described, flags
+from launch import catalog, cli, flags
 from tools.simulate.options import SimulateOptions
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 cli.define(SimulateOptions)
 _MODEL = absl_flags.DEFINE_string(
-    "model", "deepseek_v3", f"Serve this model: {', '.join(described.MODELS)}, or a Hugging Face directory."
+    "model", "deepseek_v3", f"Serve this model: {', '.join(catalog.MODELS)}, or a Hugging Face directory."
 )
 _JSON = absl_flags.DEFINE_string("json", None, "Write all figures to this file as JSON.")
 _PLOT = absl_flags.DEFINE_string("plot", None, "Draw nodes, rates and waits over time to this SVG or PNG file.")
@@ -49,7 +49,7 @@ def main() -> int:
     from tools.simulate.traffic import TrafficError
 
     try:
-        by_name = _times(options, described.model(_MODEL.value))
+        by_name = _times(options, catalog.model(_MODEL.value))
         gc.freeze()
         gc.disable()  # ended requests leave no cycles, and there are millions of other objects
         figures, snapshots, record = simulate(options, by_name)
@@ -84,7 +84,7 @@ def _times(options: SimulateOptions, model: "ModelConfig") -> "dict[str, Instanc
     names = [name for name in (options.prefill, options.decode, options.instances) if name]
     found = {}
     for name in names:
-        deployment = described.deployment(name)
+        deployment = catalog.deployment(name)
         found[name] = _if_current(known.get(name), model, deployment) or _compiled(model, deployment)
         if path is not None and known.get(name) is not found[name]:
             known[name] = found[name]

@@ -75,7 +75,7 @@ def test_errors_say_what_to_change(values, arguments, message):
 
 
 def test_help_lists_choices_once(values, monkeypatch):
-    monkeypatch.setattr(flags, "group_of", {})  # as in a process without a server's flags
+    monkeypatch.setattr(flags, "flag_groups", {})  # as in a process without a server's flags
     text = flags.help_text("x", "IN", "Doc.", [values["fp8"]])
     assert "  --fp8=keep|dequantize\n        What to do with FP8. (default keep)\n" in text
 
@@ -93,7 +93,7 @@ def test_help_lists_choices_once(values, monkeypatch):
     ],
 )
 def test_help_is_only_recognized_as_a_flag(values, arguments, wanted):
-    assert flags.asked_for(("help", "h"), arguments, values) == wanted
+    assert flags.find_flag(("help", "h"), arguments, values) == wanted
 
 
 @pytest.fixture

@@ -56,10 +56,12 @@ def test_a_training_run_is_planned(tmp_path) -> None:
     result = plan("train", "--config=tiny", "--mesh=stage=2,expert=2", "--micro_batches=4", f"--json={written}")
     assert result.returncode == 0, result.stderr
     assert "31.9 ms" in result.stdout
-    told = json.loads(written.read_text())
-    assert told["fits"]
-    assert len(told["memory"]) == 2
-    assert told["pair_wire_bytes"] == 4 * 256 * 192 * 2, "four transfers of the other device's row of 256 tokens"
+    written_plan = json.loads(written.read_text())
+    assert written_plan["fits"]
+    assert len(written_plan["memory"]) == 2
+    assert written_plan["pair_wire_bytes"] == 4 * 256 * 192 * 2, (
+        "four transfers of the other device's row of 256 tokens"
+    )
 
 
 @pytest.mark.aot

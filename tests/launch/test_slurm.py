@@ -36,10 +36,10 @@ def member(coordinator: str, num_processes: int, process_id: int, per_node: int 
     ],
 )
 def test_slurm_gives_all_options(nodes: str, first: str) -> None:
-    told = slurm_membership(SLURM | {"SLURM_STEP_NODELIST": nodes})
+    found = slurm_membership(SLURM | {"SLURM_STEP_NODELIST": nodes})
     address = f"{first}:{61440 + 4711 % 4094}"
-    assert told == {"coordinator": address, "num_processes": 4, "process_id": 2, "processes_per_node": 1}
-    ClusterOptions(**told, cluster_key_file="key")
+    assert found == {"coordinator": address, "num_processes": 4, "process_id": 2, "processes_per_node": 1}
+    ClusterOptions(**found, cluster_key_file="key")
 
 
 @pytest.mark.parametrize(("counts", "each"), [("2", 2), ("4(x18)", 4), ("1", 1)])

@@ -40,8 +40,8 @@ with Checkpoints(pathlib.Path(directory), config) as checkpoints:
     checkpoints.save(1, trainer.saved_state(state))
 embedding = numpy.linalg.norm(processes.whole(state.params[0].ends.embed))
 stops = [processes.any_of(process == "1"), processes.any_of(False)]
-told = {"step": state.step, "stops": stops, "embedding": float(embedding)}
-print(json.dumps({name: float(value) for name, value in metrics.items()} | told))
+results = {"step": state.step, "stops": stops, "embedding": float(embedding)}
+print(json.dumps({name: float(value) for name, value in metrics.items()} | results))
 """
 
 
@@ -84,14 +84,14 @@ def test_two_processes_make_the_step_of_one_device(tmp_path: Path, toy_config: T
         toy_config, model=dataclasses.replace(toy_config.model, num_nextn_predict_layers=0, n_group=1, topk_group=1)
     )
     state = first_state(toy_config)
-    told = two_processes(toy_config, state, tmp_path / "checkpoints")
-    assert told[0] == told[1]
-    assert told[0]["step"] == 1
-    assert told[0]["stops"] == [True, False]
+    results = two_processes(toy_config, state, tmp_path / "checkpoints")
+    assert results[0] == results[1]
+    assert results[0]["step"] == 1
+    assert results[0]["stops"] == [True, False]
     alone, wanted = train_step(state, TOKENS, config=toy_config)
     for name, value in wanted.items():
-        np.testing.assert_allclose(told[0][name], value, rtol=1e-6, err_msg=name)
-    np.testing.assert_allclose(told[0]["embedding"], np.linalg.norm(alone.params.embed), rtol=1e-4)
+        np.testing.assert_allclose(results[0][name], value, rtol=1e-6, err_msg=name)
+    np.testing.assert_allclose(results[0]["embedding"], np.linalg.norm(alone.params.embed), rtol=1e-4)
     one = OneDevice(toy_config)
     with Checkpoints(tmp_path / "checkpoints", toy_config) as checkpoints:
         step, saved = checkpoints.restore(one.shapes())

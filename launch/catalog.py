@@ -1,4 +1,4 @@
-"""Finds the model and the deployment that a command line names: a published one, a directory, or a file."""
+"""Models and deployments by name, for command lines: published ones, model directories and deployment files."""
 
 import importlib
 from pathlib import Path

@@ -12,6 +12,7 @@ says what to change. Each command has, besides its own flags:
 
 import difflib
 import importlib.metadata
+import importlib.util
 import json
 import platform
 import shutil
@@ -170,6 +171,17 @@ def help_text(
     for spelled, meaning in list(_GENERAL.items())[not has_config :]:
         lines += [f"  {spelled}", *_wrap(meaning)]
     return "\n".join(lines)
+
+
+def check_outputs(json_path: str | None, plot_path: str | None, plot_suffixes: Sequence[str]) -> None:
+    """Raises UsageError for --json and --plot in missing directories, other formats, and plots without matplotlib."""
+    for name, path in (("json", json_path), ("plot", plot_path)):
+        if path and not Path(path).absolute().parent.is_dir():
+            raise UsageError(f"--{name} {path}: its directory does not exist")
+    if plot_path and Path(plot_path).suffix not in plot_suffixes:
+        raise UsageError(f"--plot {plot_path}: the file's name must end in {' or '.join(plot_suffixes)}")
+    if plot_path and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib: install the 'plots' extra")
 
 
 def version_text() -> str:

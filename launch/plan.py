@@ -17,7 +17,6 @@ the programs of the pipeline for their shapes (docs/training.md).
 """
 
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -78,9 +77,7 @@ def main(deployment: str) -> int:
     """Plans one deployment; the exit status is 1 if it does not fit."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # before jax starts: leave present GPUs alone
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    for name, path in (("json", _JSON.value), ("plot", _PLOT.value)):
-        if path and not Path(path).absolute().parent.is_dir():
-            raise flags.UsageError(f"--{name} {path}: its directory does not exist")
+    flags.check_outputs(_JSON.value, _PLOT.value, (".png",))
     if deployment == "fleet":
         return _fleet()
     if deployment == "train":
@@ -89,8 +86,6 @@ def main(deployment: str) -> int:
         raise flags.UsageError(f"--{given[0]} is for train: python -m launch.plan train --config=tiny --mesh=stage=2")
     if given := _given_fleet_flags():
         raise flags.UsageError(f"--{given[0]} is for fleet: python -m launch.plan fleet --traffic=day6")
-    if _PLOT.value and importlib.util.find_spec("matplotlib") is None:
-        raise flags.UsageError("--plot needs matplotlib: install the 'plots' extra")
     prefill = None if _PREFILL.value is None else catalog.deployment(_PREFILL.value)
     return _plan(catalog.model(_MODEL.value), _with_drafts(catalog.deployment(deployment)), prefill)
 

@@ -61,18 +61,18 @@ def plan() -> tuple[dict[str, Any], bool]:
 
     device = DEVICES[_DEVICE.value]
     try:
-        made = _make(device)
+        planned = _make(device)
     except ValueError as error:
         raise flags.UsageError(str(error)) from error
     console = Console()
-    for table in (_memory_table(made), _time_table(made), _check_table()):
+    for table in (_memory_table(planned), _time_table(planned), _check_table()):
         console.print(table)
-    need = max(rank.needed for rank in made.memory)
-    verdict = "fits" if made.fits else "does not fit"
+    need = max(rank.needed for rank in planned.memory)
+    verdict = "fits" if planned.fits else "does not fit"
     console.print(
-        f"{verdict}: needs {need / GB:.1f} GB of {made.budget / GB:.1f} GB ({_UTILIZATION:g} of {device.name})"
+        f"{verdict}: needs {need / GB:.1f} GB of {planned.budget / GB:.1f} GB ({_UTILIZATION:g} of {device.name})"
     )
-    return _as_json(made, device), made.fits
+    return _as_json(planned, device), planned.fits
 
 
 def _make(device: "Device") -> TrainingPlan:
@@ -138,28 +138,28 @@ def _layer(config: Any, device: "Device", tokens: int, wire: float, *, dense: bo
     return with_fp8_products(plain, times(dataclasses.replace(config.model, fp8=Fp8Config())))
 
 
-def _memory_table(made: TrainingPlan) -> "Table":
+def _memory_table(planned: TrainingPlan) -> "Table":
     table = make_table("Memory of one device, GB", "rank", "weights", "gradients", "optimiser", "activations", "needed")
-    for number, rank in enumerate(made.memory):
+    for number, rank in enumerate(planned.memory):
         values = (rank.weights, rank.gradients, rank.optimizer, rank.activations, rank.needed)
         table.add_row(str(number), *(f"{value / GB:.3f}" for value in values))
     return table
 
 
-def _time_table(made: TrainingPlan) -> "Table":
+def _time_table(planned: TrainingPlan) -> "Table":
     from training.pipeline import simulator
 
-    schedule = made.schedule
+    schedule = planned.schedule
     table = make_table(f"{schedule.algorithm}, {schedule.ranks} ranks (a model, not a measurement)", "", "")
-    table.add_row("micro-batches, of rows on a rank", f"{schedule.micro_batches}, {made.rows}")
+    table.add_row("micro-batches, of rows on a rank", f"{schedule.micro_batches}, {planned.rows}")
     table.add_row("micro-batches in flight at most", str(simulator.activations(schedule)))
-    table.add_row("MB sent by a device per pair of a MoE layer", f"{made.pair_wire_bytes / 1e6:,.1f}")
-    for name, value in zip(("forward", "backward", "weight gradient"), made.stage.alone, strict=True):
+    table.add_row("MB sent by a device per pair of a MoE layer", f"{planned.pair_wire_bytes / 1e6:,.1f}")
+    for name, value in zip(("forward", "backward", "weight gradient"), planned.stage.alone, strict=True):
         table.add_row(f"{name} of the slowest stage", f"{value * 1e3:,.2f} ms")
-    table.add_row("overlapped pair of the slowest stage", f"{made.stage.pair * 1e3:,.2f} ms")
-    table.add_row("idle, of a step", f"{made.bubble:.1%}")
-    table.add_row("step, without optimiser", f"{made.step:,.3f} s")
-    table.add_row("tokens/s, all devices", f"{made.tokens / made.step:,.0f}")
+    table.add_row("overlapped pair of the slowest stage", f"{planned.stage.pair * 1e3:,.2f} ms")
+    table.add_row("idle, of a step", f"{planned.bubble:.1%}")
+    table.add_row("step, without optimiser", f"{planned.step:,.3f} s")
+    table.add_row("tokens/s, all devices", f"{planned.tokens / planned.step:,.0f}")
     return table
 
 
@@ -174,7 +174,7 @@ def _check_table() -> "Table":
     return table
 
 
-def _as_json(made: TrainingPlan, device: "Device") -> dict[str, Any]:
+def _as_json(planned: TrainingPlan, device: "Device") -> dict[str, Any]:
     from configs.deepseek_v3 import DEEPSEEK_V3
     from configs.deployments import H800
     from tools.plan.training import against_profile
@@ -182,18 +182,18 @@ def _as_json(made: TrainingPlan, device: "Device") -> dict[str, Any]:
     return {
         "config": training.CONFIG.value,
         "mesh": training.MESH.value,
-        "pipeline": made.schedule.algorithm,
-        "micro_batches": made.schedule.micro_batches,
+        "pipeline": planned.schedule.algorithm,
+        "micro_batches": planned.schedule.micro_batches,
         "device": device.name,
-        "memory": [dataclasses.asdict(rank) | {"needed": rank.needed} for rank in made.memory],
-        "budget": made.budget,
-        "stage": dataclasses.asdict(made.stage) | {"pair": made.stage.pair},
-        "pair_wire_bytes": made.pair_wire_bytes,
-        "bubble": made.bubble,
-        "step": made.step,
-        "tokens": made.tokens,
+        "memory": [dataclasses.asdict(rank) | {"needed": rank.needed} for rank in planned.memory],
+        "budget": planned.budget,
+        "stage": dataclasses.asdict(planned.stage) | {"pair": planned.stage.pair},
+        "pair_wire_bytes": planned.pair_wire_bytes,
+        "bubble": planned.bubble,
+        "step": planned.step,
+        "tokens": planned.tokens,
         "errors": {
             name: estimate / measured - 1 for name, (estimate, measured) in against_profile(DEEPSEEK_V3, H800).items()
         },
-        "fits": made.fits,
+        "fits": planned.fits,
     }

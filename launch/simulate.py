@@ -10,7 +10,6 @@ docs/simulate.md lists what is real in a simulation and what is modelled.
 """
 
 import gc
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -39,7 +38,7 @@ def main() -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"  # before jax starts: leave present GPUs alone
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     options = cli.read(SimulateOptions)
-    _check_outputs()
+    flags.check_outputs(_JSON.value, _PLOT.value, (".svg", ".png"))
     from rich.console import Console
 
     from tools.simulate import report
@@ -61,16 +60,6 @@ def main() -> int:
     if _PLOT.value:
         report.draw(snapshots, record, Path(_PLOT.value))
     return 0
-
-
-def _check_outputs() -> None:
-    for name, path in (("json", _JSON.value), ("plot", _PLOT.value)):
-        if path and not Path(path).absolute().parent.is_dir():
-            raise flags.UsageError(f"--{name} {path}: its directory does not exist")
-    if _PLOT.value and Path(_PLOT.value).suffix not in (".svg", ".png"):
-        raise flags.UsageError(f"--plot {_PLOT.value}: the name must end in .svg or .png")
-    if _PLOT.value and importlib.util.find_spec("matplotlib") is None:
-        raise flags.UsageError("--plot needs matplotlib: install the 'plots' extra")
 
 
 def _times(options: SimulateOptions, model: "ModelConfig") -> "dict[str, InstanceTimes]":

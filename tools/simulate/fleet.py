@@ -200,7 +200,7 @@ class SimulatedFleet:
 
     def _on_first_token(self, active: _Active, cached: int) -> None:
         number = active.request.number
-        self.record.record_first_token(number, self.clock.now)
+        self.record.first[number] = self.clock.now
         if self.prefilling is None:
             self.record.cached[number] = cached
         assert active.booking is not None

@@ -52,10 +52,6 @@ class RequestLog:
         self.tokens[ids] += 1
         self.output_tokens += len(ids)
 
-    def record_first_token(self, number: int, now: float) -> None:
-        """Records a request's first token."""
-        self.first[number] = now
-
     def on_end(self, number: int, now: float, end: Outcome) -> None:
         """Records the end of a request."""
         self.ended[number] = now

@@ -1,6 +1,6 @@
 """A.X-K1 (519B-A33B, SK Telecom): DeepSeek-V3 with 192 experts, 64 heads, and a norm after the experts.
 
-The values are the defaults of transformers' AXK1Config; the published config.json may state a longer context with YaRN.
+The values are the defaults of transformers' AXK1Config; the published config.json may have a longer context with YaRN.
 """
 
 from dsv3.config.model import ModelConfig

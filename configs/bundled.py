@@ -1,4 +1,4 @@
-"""The bundled model: one more layer and 1.5 times the experts of `tiny`, and ten times its text."""
+"""The bundled model: `tiny` with one more layer, half as many experts more, and ten times the text."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ PACKAGES = (
     "sortedcontainers", "stack-data", "starlette", "tornado", "traitlets", "treescope", "triton",
     "typing-inspection", "typing_extensions", "urllib3", "virtualenv", "yarl", "zipp",
 )  # fmt: skip
-"""Installed at the versions of `constraints.txt`; their metadata name their licences."""
+"""Packages of the environment of `constraints.txt`, with its versions; their metadata name their licences."""
 
 TRAINING = TrainingConfig(
     model=MODEL,

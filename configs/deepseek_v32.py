@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2: DeepSeek-V3.1 with sparse attention: each query attends to 2,048 tokens."""
+"""DeepSeek-V3.2: DeepSeek-V3.1 with sparse attention to 2,048 tokens per query."""
 
 import dataclasses
 

@@ -1,6 +1,6 @@
 """DeepSeek-V3's published training run, for planning: 14.8T tokens on 2,048 H800 (arXiv:2412.19437, 4.2).
 
-The report's phases are merged: its largest batch, its highest learning rate, and one cosine. Weights are bfloat16.
+One phase replaces the report's: the largest batch, the highest learning rate, and one cosine. Weights are bfloat16.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """GLM-5 (744B-A40B, Z.ai): sparse attention like DeepSeek-V3.2's, wide heads, and experts without groups.
 
-GLM-5.2 shares an indexer's top-k tokens among four layers (`shared_layers`), by its config.json.
+GLM-5.2 shares an indexer's top-k among four layers (`shared_layers` in its own file).
 """
 
 from dsv3.config.model import IndexerConfig, ModelConfig

@@ -1,4 +1,4 @@
-"""Kimi-K2-Thinking (Moonshot AI): Kimi-K2 with a longer context, its routed experts INT4 and all else bfloat16."""
+"""Kimi-K2-Thinking (Moonshot AI): Kimi-K2 with a longer context, INT4 routed experts and bfloat16 for the rest."""
 
 import dataclasses
 

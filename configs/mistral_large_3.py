@@ -1,6 +1,6 @@
 """Mistral Large 3 (675B-A41B, 2.5B of them for images): DeepSeek-V3's shape with 128 experts of twice the width.
 
-Mistral publishes a params.json. These values are from memory; they give 673B parameters, as published.
+These values are from memory, not from the published params.json; they give 673B parameters, as published.
 """
 
 from dsv3.config.model import Fp8Config, ModelConfig, QueryScaling, YarnConfig

@@ -1,4 +1,4 @@
-"""Mistral Small 4 (119B-A6.5B): latents of 256, softmax scores, queries scaled by their position."""
+"""Mistral Small 4 (119B-A6.5B): latents of 256, softmax scores, queries scaled by position."""
 
 from dsv3.config.model import Fp8Config, ModelConfig, QueryScaling, YarnConfig
 

@@ -213,7 +213,7 @@ class LLM:
         """Answers a conversation, or several, rendered by the model's chat template; the rest is as for `generate`.
 
         A message is a mapping with "role" and "content". `tools` are shown to the model, as in OpenAI's requests; its
-        calls are in the text, in the model's own format. Ranks the model reasons, `structured_outputs` apply behind the
+        calls are in the text, in the model's own format. If the model reasons, `structured_outputs` apply behind the
         reasoning. Raises TemplateError where the template refuses a message, ValueError where it does not support
         tools.
         """

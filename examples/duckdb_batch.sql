@@ -1,4 +1,4 @@
--- A table becomes a batch file: one line per row, those that begin alike next to each other.
+-- Converts a table to a batch file of one line per row, sorted so that common prefixes are adjacent.
 COPY (
     SELECT
         CAST(id AS VARCHAR) AS custom_id,
@@ -11,7 +11,7 @@ COPY (
 
 -- python -m launch.batch requests.jsonl answers.jsonl
 
--- The answers become columns. JSON as the type of what differs from line to line: an inferred type would break.
+-- Adds the answers as columns. Fields that differ between lines have the type JSON, as an inferred type would fail.
 COPY (
     SELECT
         q.*,

@@ -1,4 +1,4 @@
-"""Runs the commands of `launch` by their names: `dsv3 serve` is `python -m launch.serve`."""
+"""The console command `dsv3`: `dsv3 serve` is `python -m launch.serve`."""
 
 import ast
 import difflib
@@ -16,7 +16,7 @@ dsv3 COMMAND --help explains a command, dsv3 --version prints versions.
 
 
 def main() -> None:
-    """Runs the command that the first argument names, in this process, as `python -m` would."""
+    """Runs the command of the first argument in this process, as `python -m` would."""
     command, *_ = [*sys.argv[1:], "--help"]
     if command in COMMANDS:
         del sys.argv[1]

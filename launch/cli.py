@@ -9,27 +9,27 @@ from absl import flags as absl_flags
 from dsv3.config.declaration import Option, options_of
 from launch import flags
 
-absl_flags.disclaim_key_flags()  # flags defined here belong to the module that asks for them, and to its --help
+absl_flags.disclaim_key_flags()  # flags defined here belong to the calling module, and to its --help
 
 
 def define(cls: type, values: absl_flags.FlagValues = absl_flags.FLAGS) -> None:
-    """Defines a flag for each option that a dataclass declares; bounds are checked when the options are read."""
+    """Defines a flag for each option that a dataclass declares; `read` checks bounds."""
     for option in options_of(cls):
         _define(option, values)
 
 
 def given(cls: type, values: absl_flags.FlagValues = absl_flags.FLAGS) -> dict[str, Any]:
-    """Returns the flags' values by the options' names; None for a required option that was not given."""
+    """Returns the flags' values by option name; None for a missing required option."""
     return {each.name: _value(each, values[each.name].value) for each in options_of(cls)}
 
 
 def read[T](cls: type[T], values: absl_flags.FlagValues = absl_flags.FLAGS) -> T:
-    """Returns the options that the flags say; raises UsageError for values that cannot be."""
+    """Returns the options from the flags; raises UsageError for invalid values."""
     return make(cls, given(cls, values))
 
 
 def make[T](cls: type[T], options: dict[str, Any]) -> T:
-    """Returns options of these values; raises UsageError for values that cannot be."""
+    """Returns the options of these values; raises UsageError for invalid values."""
     try:
         return cls(**options)
     except ValueError as error:
@@ -51,7 +51,7 @@ def _json_object(name: str, text: str) -> Any:
 
 def _define(option: Option, values: absl_flags.FlagValues) -> None:
     name, default, meaning = option.name, option.default, option.terms.help
-    flags.group_of[name] = option.terms.group
+    flags.flag_groups[name] = option.terms.group
     if option.choices:
         absl_flags.DEFINE_enum(name, default, option.choices, meaning, flag_values=values)
     elif option.kind is tuple:

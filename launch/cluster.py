@@ -1,4 +1,4 @@
-"""A command's place among several processes: from its flags, or else from Slurm's environment."""
+"""Cluster options of a command: from its flags, or else from Slurm's environment."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from launch import cli, flags
 
 
 class Membership(TypedDict):
-    """Values of `ClusterOptions` from an environment; None where it has none."""
+    """Values of `ClusterOptions` from an environment; None for missing ones."""
 
     coordinator: str | None
     num_processes: int | None
@@ -22,10 +22,10 @@ class Membership(TypedDict):
 
 
 def slurm_membership(environ: Mapping[str, str]) -> Membership:
-    """Returns what Slurm's environment says of a job step with several tasks; nothing outside of one.
+    """Returns the membership from Slurm's environment, all None outside of a job step with several tasks.
 
-    The leader is on the first host of the step. The port comes from the job's number, in the range that jax's own
-    detection uses, so that jobs do not meet. https://slurm.schedmd.com/srun.html, "Output environment variables".
+    The leader is on the first host of the step. The port follows from the job's number, in the range of jax's own
+    detection, so that jobs do not collide. https://slurm.schedmd.com/srun.html, "Output environment variables".
     """
     nothing = Membership(coordinator=None, num_processes=None, process_id=None, processes_per_node=None)
     try:
@@ -42,21 +42,21 @@ def slurm_membership(environ: Mapping[str, str]) -> Membership:
 
 
 def _equal_count(counts: str) -> int:
-    """Returns the tasks of each node of a step, of a Slurm list such as "8(x18)": 8.
+    """Returns the tasks of each node of a step from a Slurm list: 8 for "8(x18)".
 
-    Raises ValueError where nodes have different counts.
+    Raises ValueError if nodes have different counts.
     """
     match = re.fullmatch(r"(\d+)(?:\(x\d+\))?", counts)
     if match is None:
         raise ValueError(
-            f"SLURM_STEP_TASKS_PER_NODE: {counts!r}: every node must have equally many tasks; start them with srun "
+            f"SLURM_STEP_TASKS_PER_NODE: {counts!r}: every node must run equally many tasks; start them with srun "
             "--ntasks-per-node"
         )
     return int(match[1])
 
 
 def first_host(nodes: str) -> str:
-    """Returns the first host of a Slurm list such as "gpu[007-010,12],login": "gpu007"."""
+    """Returns the first host of a Slurm list: "gpu007" for "gpu[007-010,12],login"."""
     match = re.match(r"([^,\[]+)(?:\[([^,\]-]+)[^\]]*\]([^,\[]*))?", nodes)
     if match is None:
         raise ValueError(f"SLURM_STEP_NODELIST: {nodes!r} names no host")
@@ -65,9 +65,9 @@ def first_host(nodes: str) -> str:
 
 
 def cluster_options(environ: Mapping[str, str]) -> ClusterOptions | None:
-    """Returns this process's place among several, None for a single process; `environ` fills in for missing flags.
+    """Returns the options of a process of a cluster, None for a single process; `environ` replaces missing flags.
 
-    Raises UsageError for settings that are missing or wrong, and for a key file that cannot be used.
+    Raises UsageError for missing and invalid settings, and for an unusable key file.
     """
     given = cli.given(ClusterOptions)
     try:

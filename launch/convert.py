@@ -1,9 +1,9 @@
-"""Writes a checkpoint directory anew, under DeepSeek's names and in the form that transformers reads.
+"""Converts a checkpoint to DeepSeek's names and the layout that transformers reads.
 
     python -m launch.convert --model DeepSeek-V3 --output DeepSeek-V3-bf16 --fp8 dequantize
 
-The output directory appears whole, with the tokenizer's files. After a kill the same command starts again. Memory holds
-one layer of one weight at a time.
+The output directory, with the tokenizer's files, appears when it is complete; after a kill run the same command again.
+Needs memory for one layer of one weight.
 """
 
 import sys
@@ -34,7 +34,7 @@ SHARD_GB = absl_flags.DEFINE_float("shard_gb", 5.0, "Write safetensors files of 
 
 
 def main() -> int:
-    """Converts; returns 1 after one line on standard error if the checkpoint or the target is at fault."""
+    """Converts; returns 1 after a line on standard error if the checkpoint or the target is invalid."""
     if not MODEL.value or not OUTPUT.value:
         raise flags.UsageError("--model and --output are needed")
     source, target = Path(MODEL.value), Path(OUTPUT.value)

@@ -1,8 +1,8 @@
-"""Command lines of `launch`: absl flags that read the way their users type them.
+"""Command lines of `launch`: absl flags with the conventions of other tools.
 
-A command defines its flags with `absl.flags` at module level and ends with `flags.run(main)`. Dashes may stand for
-underscores in flag names, flags may follow positional arguments, and a mistake ends with exit status 2 and one line
-that says what to change. Each command has, besides its own flags:
+A command defines its flags with `absl.flags` at module level and ends with `flags.run(main)`. Flag names may have
+dashes for underscores, flags may follow positional arguments, and a mistake ends with exit status 2 and a line that
+says what to change. Each command has, besides its own flags:
 
 - `--help`, which prints the module's docstring and the flags that most users set, `--help=GROUP`, `--help=WORD` and
   `--help=all`;
@@ -12,6 +12,7 @@ that says what to change. Each command has, besides its own flags:
 
 import difflib
 import importlib.metadata
+import importlib.util
 import json
 import platform
 import shutil
@@ -28,7 +29,7 @@ from absl import flags
 import dsv3
 from dsv3.config.declaration import GROUPS
 
-group_of: dict[str, str] = {}
+flag_groups: dict[str, str] = {}
 """The group of `--help` that lists a flag, by the flag's name, for flags that `launch.cli` has defined."""
 
 _CONFIG = "config"
@@ -59,10 +60,10 @@ def run(main: Callable[..., int | None], positional: str = "", argv: Sequence[st
     argv = list(sys.argv if argv is None else argv)
     own, config = own_flags(module, values), define_config(values)
     try:
-        if (topic := asked_for(("help", "h"), argv[1:], values)) is not None:
+        if (topic := find_flag(("help", "h"), argv[1:], values)) is not None:
             print(help_text(program, positional, module.__doc__ or "", own, topic, has_config=config is not None))
             sys.exit(0)
-        if asked_for(("version",), argv[1:], values) is not None:
+        if find_flag(("version",), argv[1:], values) is not None:
             print(version_text())
             sys.exit(0)
         sys.exit(main(*parse(argv, positional, values, config)))
@@ -87,7 +88,7 @@ def parse(
     """
     values.set_gnu_getopt(True)
     try:
-        arguments = values([argv[0], *normalise(argv[1:], values)])[1:]
+        arguments = values([argv[0], *normalize(argv[1:], values)])[1:]
     except flags.UnrecognizedFlagError as error:
         raise UsageError(f"unknown flag --{error.flagname}{_nearest(error.flagname, list(values))}") from None
     except flags.Error as error:
@@ -101,7 +102,7 @@ def parse(
     return arguments
 
 
-def normalise(arguments: Sequence[str], values: flags.FlagValues) -> list[str]:
+def normalize(arguments: Sequence[str], values: flags.FlagValues) -> list[str]:
     """Returns `arguments` with underscores for dashes in flag names; values, positionals and what follows "--" stay."""
     result: list[str] = []
     is_value = False
@@ -119,9 +120,9 @@ def normalise(arguments: Sequence[str], values: flags.FlagValues) -> list[str]:
     return result
 
 
-def asked_for(names: Sequence[str], arguments: Sequence[str], values: flags.FlagValues) -> str | None:
-    """Returns what follows "--NAME=" where it stands in the place of a flag, "" without a value, None without it."""
-    normal = normalise(arguments, values)
+def find_flag(names: Sequence[str], arguments: Sequence[str], values: flags.FlagValues) -> str | None:
+    """Returns the value of the flag "--NAME=VALUE" for any of `names`: "" without a value, None without the flag."""
+    normal = normalize(arguments, values)
     end = normal.index("--") if "--" in normal else len(normal)
     taken = {i + 1 for i, a in enumerate(normal[:end]) if a.startswith("--") and _takes_value(a[2:], values)}
     for i, argument in enumerate(normal[:end]):
@@ -148,28 +149,39 @@ def help_text(
 ) -> str:
     """Returns what `--help` prints: usage, the command's docstring, flags with their meanings and defaults.
 
-    `topic` is "" for what most users set and the names of all others, "all", a group, or a word of flags' names.
-    Raises UsageError for another one.
+    `topic` is "" for common flags and the names of all others, "all", a group, or a word of flags' names. Raises
+    UsageError for other topics.
     """
-    groups = {group: [flag for flag in own if group_of.get(flag.name, "") == group] for group in GROUPS}
+    groups = {group: [flag for flag in own if flag_groups.get(flag.name, "") == group] for group in GROUPS}
     groups = {group: members for group, members in groups.items() if members}
     if topic and topic != "all":
-        return "\n".join(_explained(_about(topic, own, groups)))
+        return "\n".join(_flag_lines(_select_flags(topic, own, groups)))
     usage = " ".join(filter(None, [f"usage: {program}", positional, "[flags]"]))
     lines = [usage, "", textwrap.dedent(doc).strip(), "", "flags (dashes may stand for underscores):"]
-    lines += _explained(groups.pop("", []))
+    lines += _flag_lines(groups.pop("", []))
     if topic == "all":
         for group, members in groups.items():
-            lines += ["", f"{group}: {GROUPS[group]}", *_explained(members)]
+            lines += ["", f"{group}: {GROUPS[group]}", *_flag_lines(members)]
     elif groups:
         lines += ["", "more flags, which --help=GROUP and --help=all explain:"]
         for group, members in groups.items():
             lines.append(f"  {group}: {GROUPS[group]}")
-            lines += _wrapped(" ".join(f"--{flag.name}" for flag in members))
+            lines += _wrap(" ".join(f"--{flag.name}" for flag in members))
     lines += ["", "of every command:"]
     for spelled, meaning in list(_GENERAL.items())[not has_config :]:
-        lines += [f"  {spelled}", *_wrapped(meaning)]
+        lines += [f"  {spelled}", *_wrap(meaning)]
     return "\n".join(lines)
+
+
+def check_outputs(json_path: str | None, plot_path: str | None, plot_suffixes: Sequence[str]) -> None:
+    """Raises UsageError for --json and --plot in missing directories, other formats, and plots without matplotlib."""
+    for name, path in (("json", json_path), ("plot", plot_path)):
+        if path and not Path(path).absolute().parent.is_dir():
+            raise UsageError(f"--{name} {path}: its directory does not exist")
+    if plot_path and Path(plot_path).suffix not in plot_suffixes:
+        raise UsageError(f"--plot {plot_path}: the file's name must end in {' or '.join(plot_suffixes)}")
+    if plot_path and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib: install the 'plots' extra")
 
 
 def version_text() -> str:
@@ -178,7 +190,7 @@ def version_text() -> str:
 
 
 def _set_from_file(path: Path, values: flags.FlagValues) -> None:
-    """Sets the flags that a file names and the command line does not."""
+    """Sets the flags of a file that are not on the command line."""
     known = [name for name in values if name != _CONFIG]
     for name, value in _read_file(path).items():
         if name not in known:
@@ -195,7 +207,7 @@ def _set_from_file(path: Path, values: flags.FlagValues) -> None:
 
 def _read_file(path: Path) -> dict[str, Any]:
     if path.suffix not in _READERS:
-        raise UsageError(f"--{_CONFIG} {path}: the name must end in {', '.join(_READERS)}")
+        raise UsageError(f"--{_CONFIG} {path}: the file's name must end in {', '.join(_READERS)}")
     try:
         found = _READERS[path.suffix](path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
@@ -203,7 +215,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     if found is None:
         return {}
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise UsageError(f"--{_CONFIG} {path}: must hold flags' names with their values, as in 'port: 8001'")
+        raise UsageError(f"--{_CONFIG} {path}: must map names of flags to values, as in 'port: 8001'")
     named = {name.replace("-", "_"): value for name, value in found.items()}
     if len(named) < len(found):
         raise UsageError(f"--{_CONFIG} {path}: names a flag twice, with dashes and with underscores")
@@ -211,7 +223,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _as_text(flag: flags.Flag, value: Any) -> str:
-    """Returns a file's value as a command line has it; ValueError for a kind that the flag cannot have."""
+    """Returns a file's value as a command line has it; raises ValueError for a value of the wrong type."""
     is_list, is_text = isinstance(flag.parser, flags.ListParser), flag.flag_type() == "string"
     if isinstance(value, str) and not flag.boolean:
         return value
@@ -227,7 +239,7 @@ def _as_text(flag: flags.Flag, value: Any) -> str:
     raise ValueError(f"{value!r} is not {wanted}" + ", for which it needs quotes" * is_text)
 
 
-def _about(topic: str, own: Sequence[flags.Flag], groups: dict[str, list[flags.Flag]]) -> list[flags.Flag]:
+def _select_flags(topic: str, own: Sequence[flags.Flag], groups: dict[str, list[flags.Flag]]) -> list[flags.Flag]:
     word = topic.strip("-").replace("-", "_")
     found = groups.get(topic) or [flag for flag in own if word in flag.name]
     if not found:
@@ -236,17 +248,17 @@ def _about(topic: str, own: Sequence[flags.Flag], groups: dict[str, list[flags.F
     return found
 
 
-def _explained(own: Sequence[flags.Flag]) -> list[str]:
+def _flag_lines(own: Sequence[flags.Flag]) -> list[str]:
     lines = []
     for flag in own:
         shown = str(flag.default_as_str).strip("'")
         default = "" if flag.default in (None, "", []) else f" (default {shown})"
         meaning = str(flag.help).removeprefix(f"<{'|'.join(_choices(flag))}>: ")
-        lines += [f"  {_spelling(flag)}", *_wrapped(meaning + default)]
+        lines += [f"  {_signature(flag)}", *_wrap(meaning + default)]
     return lines
 
 
-def _wrapped(text: str) -> list[str]:
+def _wrap(text: str) -> list[str]:
     width = min(100, shutil.get_terminal_size().columns)
     indent = " " * 8
     return textwrap.wrap(
@@ -254,7 +266,7 @@ def _wrapped(text: str) -> list[str]:
     )
 
 
-def _spelling(flag: flags.Flag) -> str:
+def _signature(flag: flags.Flag) -> str:
     if flag.boolean:
         return f"--[no]{flag.name}"
     kind = "A,B,..." if isinstance(flag.parser, flags.ListParser) else flag.flag_type().upper()
@@ -266,7 +278,7 @@ def _choices(flag: flags.Flag) -> Sequence[str]:
 
 
 def _is_flag(argument: str) -> bool:
-    """Returns whether an argument is a flag; a negative number is none."""
+    """Returns whether an argument is a flag, not a negative number."""
     return len(argument) > 1 and argument[0] == "-" and not argument[1].isdigit() and argument[1] != "."
 
 
@@ -280,7 +292,7 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
 
 def _program(module: object) -> str:
-    """Returns what was typed: `dsv3 serve`, `python -m launch.serve`, else the name of the script."""
+    """Returns the command: `dsv3 serve`, `python -m launch.serve`, or else the name of the script."""
     spec = getattr(module, "__spec__", None)
     if spec is None:
         return sys.argv[0]

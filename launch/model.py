@@ -1,4 +1,4 @@
-"""The directory of the model that a command line names, and the names that requests may call it by."""
+"""The model of a command line: its directory, and its names in requests."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ _BUNDLED = Path(dsv3.__file__).parent / "bundled"  # dsv3.engine.build.bundled_m
 
 
 def model_dir(options: ServiceOptions) -> Path:
-    """Returns the model's directory; raises UsageError where there is none."""
+    """Returns the model's directory; raises UsageError if there is none."""
     directory = Path(options.model) if options.model else _BUNDLED
     if not has_config(directory):
         raise flags.UsageError(f"--model: {absent(directory)}")
@@ -19,5 +19,5 @@ def model_dir(options: ServiceOptions) -> Path:
 
 
 def model_names(options: ServiceOptions) -> tuple[str, ...]:
-    """Returns the model's names in requests; the first is the one answers carry."""
+    """Returns the model's names in requests; responses carry the first."""
     return options.served_model_name or (Path(options.model).resolve().name if options.model else "dsv3-tiny",)

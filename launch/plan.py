@@ -1,23 +1,22 @@
-"""Says whether a model fits a deployment, what it sends, what overlaps, and how fast it could be. Needs no GPU.
+"""Plans a deployment without GPUs: whether a model fits, what it sends, what overlaps, and how fast it could be.
 
   python -m launch.plan decode_ep144                          DeepSeek-V3 on 18 nodes of 8 H800
   python -m launch.plan prefill_ep32 --plot=layer.png         with a picture of one layer
-  python -m launch.plan decode_ep144 --prefill=prefill_ep32   how many prefill nodes feed it, and what they pass on
+  python -m launch.plan decode_ep144 --prefill=prefill_ep32   with KV transfer from that many prefill nodes
   python -m launch.plan mine.toml --model=/models/Kimi-K2     your own deployment and model
   python -m launch.plan decode_ep144 --speculative_config='{"method": "mtp"}' --acceptance=0.85      with drafts
   python -m launch.plan fleet --traffic=day6                  how many instances DeepSeek's published day needs
   python -m launch.plan train --config=deepseek_v3_training --mesh=stage=16,data=2,expert=64      a training run
 
 DEPLOYMENT is prefill_ep32, decode_ep144, node_8xh200, node_8xh800, or a JSON or TOML file with the fields of
-tools.plan.deployment.Deployment. The programs are the server's own, compiled for the described GPUs; that takes one to
-some minutes. Exit status 1: it does not fit; the numbers and what to change are printed. docs/plan.md explains.
+tools.plan.deployment.Deployment. Compiling the server's programs for its GPUs takes minutes. Exit status 1: it does not
+fit; the output says by how much and what to change (docs/plan.md).
 
-`fleet` compiles nothing: rates are published figures or plans written with --json. docs/plan.md explains it. `train`
-compiles nothing either: the programs of the pipeline are traced for their shapes. docs/training.md explains it.
+`fleet` compiles nothing: rates are published figures or plans written with --json (docs/plan.md). `train` only traces
+the programs of the pipeline for their shapes (docs/training.md).
 """
 
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags as absl_flags
 
-from launch import described, flags, plan_training
+from launch import catalog, flags, plan_training
 from tools.plan import published_day
 
 if TYPE_CHECKING:
@@ -36,21 +35,21 @@ if TYPE_CHECKING:
 _MODEL = absl_flags.DEFINE_string(
     "model",
     "deepseek_v3",
-    f"Plan for this model: {', '.join(described.MODELS)}, or a Hugging Face directory (only its config.json is read).",
+    f"Plan for this model: {', '.join(catalog.MODELS)}, or a Hugging Face directory (only its config.json is read).",
 )
 _SPECULATIVE = absl_flags.DEFINE_string(
     "speculative_config",
     None,
-    "Plan with drafts; a JSON object as in launch.serve, of the method mtp. With it the deployment's own is not read.",
+    "Plan with drafts (method mtp); a JSON object as in launch.serve, in place of the deployment's.",
 )
 _ACCEPTANCE = absl_flags.DEFINE_list(
     "acceptance",
     None,
-    "Take this share of drafts for right: one number for each draft once those before it are, or the shares of rows in "
-    "which all drafts up to each place are.",
+    "Assume this acceptance of drafts: the chance of each draft if those before are accepted, or for each position the "
+    "share of rows in which all drafts up to it are.",
 )
 _PREFILL = absl_flags.DEFINE_string(
-    "prefill", None, "Say how many nodes of this deployment compute the prompts of DEPLOYMENT, which only decodes then."
+    "prefill", None, "Plan how many nodes of this deployment compute the prompts for DEPLOYMENT, which only decodes."
 )
 _JSON = absl_flags.DEFINE_string("json", None, "Write everything to this file as JSON.")
 _PLOT = absl_flags.DEFINE_string("plot", None, "Draw the timeline of one MoE layer to this PNG file.")
@@ -61,45 +60,41 @@ _RATES = absl_flags.DEFINE_enum(
     "rates",
     "fleet",
     [*published_day.PUBLISHED_RATES],
-    "fleet: take tokens per second and node from what DeepSeek published of its fleet, or of its kernels' profiles.",
+    "fleet: use the tokens per second and node that DeepSeek published of its fleet, or of its kernels' profiles.",
 )
 _PREFILL_PLAN = absl_flags.DEFINE_string(
-    "prefill_plan", None, "fleet: take prefill's from this file instead, which --json wrote for a deployment."
+    "prefill_plan", None, "fleet: use the rate of this prefill plan instead, written with --json."
 )
 _DECODE_PLAN = absl_flags.DEFINE_string(
-    "decode_plan", None, "fleet: take decode's from this file instead, which --json wrote for a deployment."
+    "decode_plan", None, "fleet: use the rate of this decode plan instead, written with --json."
 )
 _GPU_HOUR = absl_flags.DEFINE_float("gpu_hour", published_day.GPU_HOUR, "fleet: dollars per GPU and hour.")
-_FOR_FLEETS = (_TRAFFIC, _RATES, _PREFILL_PLAN, _DECODE_PLAN, _GPU_HOUR)
-_NOT_FOR_FLEETS = (_SPECULATIVE, _ACCEPTANCE, _PREFILL, _PLOT)
+_FLEET_FLAGS = (_TRAFFIC, _RATES, _PREFILL_PLAN, _DECODE_PLAN, _GPU_HOUR)
+_DEPLOYMENT_FLAGS = (_SPECULATIVE, _ACCEPTANCE, _PREFILL, _PLOT)
 
 
 def main(deployment: str) -> int:
     """Plans one deployment; the exit status is 1 if it does not fit."""
-    os.environ["JAX_PLATFORMS"] = "cpu"  # before jax starts: a GPU that is present must not be asked
+    os.environ["JAX_PLATFORMS"] = "cpu"  # before jax starts: leave present GPUs alone
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    for name, path in (("json", _JSON.value), ("plot", _PLOT.value)):
-        if path and not Path(path).absolute().parent.is_dir():
-            raise flags.UsageError(f"--{name} {path}: there is no such folder")
+    flags.check_outputs(_JSON.value, _PLOT.value, (".png",))
     if deployment == "fleet":
         return _fleet()
     if deployment == "train":
         return _train()
     if given := plan_training.given():
         raise flags.UsageError(f"--{given[0]} is for train: python -m launch.plan train --config=tiny --mesh=stage=2")
-    if given := _given_for_fleets():
+    if given := _given_fleet_flags():
         raise flags.UsageError(f"--{given[0]} is for fleet: python -m launch.plan fleet --traffic=day6")
-    if _PLOT.value and importlib.util.find_spec("matplotlib") is None:
-        raise flags.UsageError("--plot needs matplotlib: install the 'plots' extra")
-    prefill = None if _PREFILL.value is None else described.deployment(_PREFILL.value)
-    return _plan(described.model(_MODEL.value), _with_drafts(described.deployment(deployment)), prefill)
+    prefill = None if _PREFILL.value is None else catalog.deployment(_PREFILL.value)
+    return _plan(catalog.model(_MODEL.value), _with_drafts(catalog.deployment(deployment)), prefill)
 
 
 def _fleet() -> int:
-    """Plans a fleet on paper."""
-    if given := [flag.name for flag in _NOT_FOR_FLEETS if flag.value]:
+    """Plans the capacity of a fleet."""
+    if given := [flag.name for flag in _DEPLOYMENT_FLAGS if flag.value]:
         raise flags.UsageError(f"fleet takes no --{given[0]}")
-    written = _plan_day(described.model(_MODEL.value), Path(_MODEL.value).name)
+    written = _plan_day(catalog.model(_MODEL.value), Path(_MODEL.value).name)
     if _JSON.value:
         Path(_JSON.value).write_text(json.dumps(written, indent=1) + "\n")
     return 0
@@ -133,14 +128,14 @@ def _rate(kind: published_day.Kind, path: str | None, model_name: str) -> publis
     return published_day.PUBLISHED_RATES[_RATES.value][published_day.KINDS.index(kind)]
 
 
-def _given_for_fleets() -> list[str]:
-    return [flag.name for flag in _FOR_FLEETS if flag.present]
+def _given_fleet_flags() -> list[str]:
+    return [flag.name for flag in _FLEET_FLAGS if flag.present]
 
 
 def _train() -> int:
     """Plans a training run."""
-    if given := [flag.name for flag in (*_NOT_FOR_FLEETS, _MODEL) if flag.present] + _given_for_fleets():
-        raise flags.UsageError(f"train takes no --{given[0]}: --config says what is trained")
+    if given := [flag.name for flag in (*_DEPLOYMENT_FLAGS, _MODEL) if flag.present] + _given_fleet_flags():
+        raise flags.UsageError(f"train takes no --{given[0]}: --config names the model")
     written, fits = plan_training.plan()
     if _JSON.value:
         Path(_JSON.value).write_text(json.dumps(written, indent=1) + "\n")
@@ -154,29 +149,27 @@ def _plan(model: "ModelConfig", deployment: "Deployment", prefill: "Deployment |
     from tools.plan import report
     from tools.plan.deployment import DeploymentError
     from tools.plan.plan import make_plan
-    from tools.plan.simulated import ends_of
+    from tools.plan.simulated import partial_page_cost
 
     console = Console()
     try:
         with Console(stderr=True).status("") as status:
             plan = make_plan(model, Path(_MODEL.value).name, deployment, status.update)
-            feeding = None if prefill is None else make_plan(model, plan.model_name, prefill, status.update)
-            if feeding is not None and plan.steps and not deployment.prefill_tokens:
-                plan = dataclasses.replace(plan, ends=ends_of(model, deployment, status.update))
+            prefill_plan = None if prefill is None else make_plan(model, plan.model_name, prefill, status.update)
+            if prefill_plan is not None and plan.steps and not deployment.prefill_tokens:
+                plan = dataclasses.replace(plan, partial_pages=partial_page_cost(model, deployment, status.update))
     except (DeploymentError, AotUnavailableError) as error:
         raise flags.UsageError(str(error)) from error
-    console.print(report.render(plan, feeding))
+    console.print(report.render(plan, prefill_plan))
     if _JSON.value:
-        Path(_JSON.value).write_text(json.dumps(report.as_json(plan, feeding), indent=1) + "\n")
+        Path(_JSON.value).write_text(json.dumps(report.as_json(plan, prefill_plan), indent=1) + "\n")
     if _PLOT.value and plan.steps:
-        from tools.plan.report import draw
-
-        draw(plan, Path(_PLOT.value))
+        report.draw(plan, Path(_PLOT.value))
     return 0 if plan.verdict.fits else 1
 
 
 def _with_drafts(deployment: "Deployment") -> "Deployment":
-    """Returns the deployment with the drafts and the acceptance that the flags say."""
+    """Returns the deployment with drafts and acceptance of the flags."""
     from tools.plan.deployment import DeploymentError
 
     given: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The part of `launch.plan` that plans a training run: whether it fits, what it sends, how long a step could take."""
+"""`launch.plan train`: plans the memory, the transfers and the step time of a training run."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from absl import flags as absl_flags
 
 from launch import flags, training
+from tools.tables import make_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,9 +24,9 @@ GB = 1e9
 
 @dataclasses.dataclass(frozen=True)
 class TrainingPlan:
-    """What is planned, in bytes and seconds of one device; `rows` are a micro-batch's on a rank.
+    """The plan in bytes and seconds of one device; `rows` are a micro-batch's on a rank.
 
-    `stage` is the one that takes longest; `pair_wire_bytes` leave a device in an overlapped pair of one MoE layer.
+    `stage` is the slowest one; a device sends `pair_wire_bytes` in an overlapped pair of one MoE layer.
     """
 
     schedule: "PipelineSchedule"
@@ -40,19 +41,19 @@ class TrainingPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's devices have room."""
+        """Whether every rank's devices have enough memory."""
         return max(rank.needed for rank in self.memory) <= self.budget
 
 
 def given() -> list[str]:
-    """Returns the names of this module's flags that the command line has."""
+    """Returns the names of this module's flags that are on the command line."""
     return [flag.name for flag in (*training.FLAGS, _DEVICE) if absl_flags.FLAGS[flag.name].present]
 
 
 def plan() -> tuple[dict[str, Any], bool]:
     """Plans and prints a training run; returns it for JSON, and whether it fits.
 
-    Raises UsageError for a configuration, a mesh or a schedule that cannot be.
+    Raises UsageError for an invalid configuration, mesh or schedule.
     """
     from rich.console import Console
 
@@ -60,32 +61,32 @@ def plan() -> tuple[dict[str, Any], bool]:
 
     device = DEVICES[_DEVICE.value]
     try:
-        made = _make(device)
+        planned = _make(device)
     except ValueError as error:
         raise flags.UsageError(str(error)) from error
     console = Console()
-    for table in (_memory_table(made), _time_table(made), _check_table()):
+    for table in (_memory_table(planned), _time_table(planned), _check_table()):
         console.print(table)
-    need = max(rank.needed for rank in made.memory)
-    verdict = "fits" if made.fits else "does not fit"
+    need = max(rank.needed for rank in planned.memory)
+    verdict = "fits" if planned.fits else "does not fit"
     console.print(
-        f"{verdict}: needs {need / GB:.1f} GB of {made.budget / GB:.1f} GB ({_UTILIZATION:g} of {device.name})"
+        f"{verdict}: needs {need / GB:.1f} GB of {planned.budget / GB:.1f} GB ({_UTILIZATION:g} of {device.name})"
     )
-    return _as_json(made, device), made.fits
+    return _as_json(planned, device), planned.fits
 
 
 def _make(device: "Device") -> TrainingPlan:
-    from tools.plan.deployment import rates_of
-    from tools.plan.training import gathered_wire
+    from tools.plan.deployment import kernel_rates
+    from tools.plan.training import gather_transfers
     from training.pipeline import simulator
     from training.pipeline.memory import memory_of
-    from training.pipeline.schedules import rows_of
+    from training.pipeline.schedules import micro_batch_rows
 
     config, (ranks, size) = training.config(), training.mesh()
     model, schedule = config.model, training.schedule(ranks)
-    rows = rows_of(config.batch_size, model.n_routed_experts, schedule.micro_batches, size)
+    rows = micro_batch_rows(config.batch_size, model.n_routed_experts, schedule.micro_batches, size)
     tokens = rows // size.devices * config.sequence_length
-    wire_bytes, wire = gathered_wire(model, device, rates_of(device, model), tokens, size.experts)
+    wire_bytes, wire = gather_transfers(model, device, kernel_rates(device, model), tokens, size.experts)
     stage = _longest_stage(config, device, schedule, tokens, wire)
     forward, backward, weight = stage.alone
     durations = simulator.Durations(forward, backward, weight, stage.pair)
@@ -106,7 +107,7 @@ def _make(device: "Device") -> TrainingPlan:
 def _longest_stage(
     config: Any, device: "Device", schedule: "PipelineSchedule", tokens: int, wire: float
 ) -> "LayerTimes":
-    """Returns the times of the stage that takes longest; an MTP module counts as a MoE layer, the head is left out."""
+    """Returns the times of the slowest stage; an MTP module counts as a MoE layer, the head is not counted."""
     from tools.plan.training import LayerTimes
     from training.pipeline.stages import cut
 
@@ -122,14 +123,14 @@ def _longest_stage(
 
 
 def _layer(config: Any, device: "Device", tokens: int, wire: float, *, dense: bool) -> "LayerTimes":
-    """Returns the times of one layer, with the products that the configuration says."""
+    """Returns the times of one layer, with FP8 products if the configuration has them."""
     from dsv3.config.model import Fp8Config
-    from tools.plan.deployment import rates_of
+    from tools.plan.deployment import kernel_rates
     from tools.plan.training import layer_times, with_fp8_products
 
     def times(model: Any) -> "LayerTimes":
         keys = (config.sequence_length + 1) / 2
-        return layer_times(model, rates_of(device, model), tokens, keys, wire, dense=dense)
+        return layer_times(model, kernel_rates(device, model), tokens, keys, wire, dense=dense)
 
     plain = times(config.model)
     if not config.fp8_products:
@@ -137,28 +138,28 @@ def _layer(config: Any, device: "Device", tokens: int, wire: float, *, dense: bo
     return with_fp8_products(plain, times(dataclasses.replace(config.model, fp8=Fp8Config())))
 
 
-def _memory_table(made: TrainingPlan) -> "Table":
-    table = _table("Memory of one device, GB", "rank", "weights", "gradients", "optimiser", "activations", "needed")
-    for number, rank in enumerate(made.memory):
+def _memory_table(planned: TrainingPlan) -> "Table":
+    table = make_table("Memory of one device, GB", "rank", "weights", "gradients", "optimiser", "activations", "needed")
+    for number, rank in enumerate(planned.memory):
         values = (rank.weights, rank.gradients, rank.optimizer, rank.activations, rank.needed)
         table.add_row(str(number), *(f"{value / GB:.3f}" for value in values))
     return table
 
 
-def _time_table(made: TrainingPlan) -> "Table":
+def _time_table(planned: TrainingPlan) -> "Table":
     from training.pipeline import simulator
 
-    schedule = made.schedule
-    table = _table(f"{schedule.algorithm}, {schedule.ranks} ranks (a model, not a measurement)", "", "")
-    table.add_row("micro-batches, of rows on a rank", f"{schedule.micro_batches}, {made.rows}")
+    schedule = planned.schedule
+    table = make_table(f"{schedule.algorithm}, {schedule.ranks} ranks (a model, not a measurement)", "", "")
+    table.add_row("micro-batches, of rows on a rank", f"{schedule.micro_batches}, {planned.rows}")
     table.add_row("micro-batches in flight at most", str(simulator.activations(schedule)))
-    table.add_row("MB that leave a device per pair of a MoE layer", f"{made.pair_wire_bytes / 1e6:,.1f}")
-    for name, value in zip(("forward", "backward", "weight gradient"), made.stage.alone, strict=True):
-        table.add_row(f"{name} of the longest stage", f"{value * 1e3:,.2f} ms")
-    table.add_row("overlapped pair of the longest stage", f"{made.stage.pair * 1e3:,.2f} ms")
-    table.add_row("idle, of a step", f"{made.bubble:.1%}")
-    table.add_row("step, without optimiser", f"{made.step:,.3f} s")
-    table.add_row("tokens/s, all devices", f"{made.tokens / made.step:,.0f}")
+    table.add_row("MB sent by a device per pair of a MoE layer", f"{planned.pair_wire_bytes / 1e6:,.1f}")
+    for name, value in zip(("forward", "backward", "weight gradient"), planned.stage.alone, strict=True):
+        table.add_row(f"{name} of the slowest stage", f"{value * 1e3:,.2f} ms")
+    table.add_row("overlapped pair of the slowest stage", f"{planned.stage.pair * 1e3:,.2f} ms")
+    table.add_row("idle, of a step", f"{planned.bubble:.1%}")
+    table.add_row("step, without optimiser", f"{planned.step:,.3f} s")
+    table.add_row("tokens/s, all devices", f"{planned.tokens / planned.step:,.0f}")
     return table
 
 
@@ -167,13 +168,13 @@ def _check_table() -> "Table":
     from configs.deployments import H800
     from tools.plan.training import against_profile
 
-    table = _table("The model against DeepSeek's profile: a pair of one layer", "", "estimate", "profile", "error")
+    table = make_table("The model against DeepSeek's profile: a pair of one layer", "", "estimate", "profile", "error")
     for name, (estimate, measured) in against_profile(DEEPSEEK_V3, H800).items():
         table.add_row(name, f"{estimate * 1e3:.1f} ms", f"{measured * 1e3:.1f} ms", f"{estimate / measured - 1:+.0%}")
     return table
 
 
-def _as_json(made: TrainingPlan, device: "Device") -> dict[str, Any]:
+def _as_json(planned: TrainingPlan, device: "Device") -> dict[str, Any]:
     from configs.deepseek_v3 import DEEPSEEK_V3
     from configs.deployments import H800
     from tools.plan.training import against_profile
@@ -181,28 +182,18 @@ def _as_json(made: TrainingPlan, device: "Device") -> dict[str, Any]:
     return {
         "config": training.CONFIG.value,
         "mesh": training.MESH.value,
-        "pipeline": made.schedule.algorithm,
-        "micro_batches": made.schedule.micro_batches,
+        "pipeline": planned.schedule.algorithm,
+        "micro_batches": planned.schedule.micro_batches,
         "device": device.name,
-        "memory": [dataclasses.asdict(rank) | {"needed": rank.needed} for rank in made.memory],
-        "budget": made.budget,
-        "stage": dataclasses.asdict(made.stage) | {"pair": made.stage.pair},
-        "pair_wire_bytes": made.pair_wire_bytes,
-        "bubble": made.bubble,
-        "step": made.step,
-        "tokens": made.tokens,
+        "memory": [dataclasses.asdict(rank) | {"needed": rank.needed} for rank in planned.memory],
+        "budget": planned.budget,
+        "stage": dataclasses.asdict(planned.stage) | {"pair": planned.stage.pair},
+        "pair_wire_bytes": planned.pair_wire_bytes,
+        "bubble": planned.bubble,
+        "step": planned.step,
+        "tokens": planned.tokens,
         "errors": {
             name: estimate / measured - 1 for name, (estimate, measured) in against_profile(DEEPSEEK_V3, H800).items()
         },
-        "fits": made.fits,
+        "fits": planned.fits,
     }
-
-
-def _table(title: str, *columns: str) -> "Table":
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
-    return table

@@ -1,12 +1,12 @@
-"""Routes requests to several instances; an answer whose instance dies goes on at another one.
+"""Routes requests to several instances; if an instance dies, another one continues its responses.
 
   python -m launch.router --instances http://127.0.0.1:8001,http://127.0.0.1:8002
   python -m launch.router --prefill http://a:8000,http://b:8000 --decode http://c:8000,http://d:8000
   python -m launch.router --registration                    instances come and go: launch.serve --register URL
 
-It imports no jax and keeps nothing: a second one may run beside it. docs/failures.md says what clients see when one
-dies. GET /health answers 503 until an instance is ready. The first SIGTERM (or ^C) stops taking requests and lets those
-in flight finish; the second ends them.
+It imports no jax and is stateless, so several may run side by side; docs/failures.md describes what clients see when
+one dies. GET /health answers 503 until an instance is ready. The first SIGTERM (or ^C) refuses new requests and waits
+for those in flight; the second ends them.
 """
 
 import logging
@@ -36,9 +36,9 @@ def main() -> int:
         raise flags.UsageError(f"cannot listen on {where}: {error.strerror or error}; choose another --port") from None
     host = f"[{options.host}]" if ":" in options.host else options.host
     scheme = "http" if options.ssl_certfile is None else "https"
-    _say(f"routing at {scheme}://{host}:{listener.getsockname()[1]}")
+    _print(f"routing at {scheme}://{host}:{listener.getsockname()[1]}")
     try:
-        return uvloop.run(serve(options, tenants, api_key, listener, _say))
+        return uvloop.run(serve(options, tenants, api_key, listener, _print))
     except ValueError as error:
         raise flags.UsageError(f"--{error}") from None
 
@@ -50,7 +50,7 @@ def _keys(options: RouterOptions) -> tuple[tuple[Tenant, ...], str | None]:
         raise flags.UsageError(f"--{error}") from None
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(line, flush=True)
 
 

@@ -1,16 +1,15 @@
-"""Replays traffic through the real scheduler and the router's choice, with device time from the plan. Needs no GPU.
+"""Replays traffic through the real scheduler and routing policy, with step times from the plan. Needs no GPU.
 
   python -m launch.simulate --prefill=prefill_ep32 --decode=decode_ep144 --times=times.json \\
       --concurrency=13000 --seconds=600 --warm_up=200
   python -m launch.simulate --instances=node_8xh200 --times=times.json --trace=mooncake.jsonl --plot=day.svg
   python -m launch.simulate --instances=node_8xh200 --times=times.json --request_rate=20 --day --seconds=3600 --scale
 
-Deployments are named as for launch.plan. The first run compiles one program of each kind, in minutes, and keeps the
-step times in --times. docs/simulate.md says what is real in a simulation and what is modelled.
+Deployments are named as for launch.plan. The first run compiles for minutes, and saves the step times in --times.
+docs/simulate.md lists what is real in a simulation and what is modelled.
 """
 
 import gc
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from absl import flags as absl_flags
 
-from launch import cli, described, flags
+from launch import catalog, cli, flags
 from tools.simulate.options import SimulateOptions
 
 if TYPE_CHECKING:
@@ -28,32 +27,32 @@ if TYPE_CHECKING:
 
 cli.define(SimulateOptions)
 _MODEL = absl_flags.DEFINE_string(
-    "model", "deepseek_v3", f"Serve this model: {', '.join(described.MODELS)}, or a Hugging Face directory."
+    "model", "deepseek_v3", f"Serve this model: {', '.join(catalog.MODELS)}, or a Hugging Face directory."
 )
 _JSON = absl_flags.DEFINE_string("json", None, "Write all figures to this file as JSON.")
 _PLOT = absl_flags.DEFINE_string("plot", None, "Draw nodes, rates and waits over time to this SVG or PNG file.")
 
 
 def main() -> int:
-    """Simulates, and prints what came of it."""
-    os.environ["JAX_PLATFORMS"] = "cpu"  # before jax starts: a GPU that is present must not be asked
+    """Runs a simulation and prints its figures."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # before jax starts: leave present GPUs alone
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     options = cli.read(SimulateOptions)
-    _check_outputs()
+    flags.check_outputs(_JSON.value, _PLOT.value, (".svg", ".png"))
     from rich.console import Console
 
     from tools.simulate import report
-    from tools.simulate.fleet import SettingError
+    from tools.simulate.fleet import FleetConfigError
     from tools.simulate.simulation import simulate
     from tools.simulate.times import TimesError
     from tools.simulate.traffic import TrafficError
 
     try:
-        by_name = _times(options, described.model(_MODEL.value))
+        by_name = _times(options, catalog.model(_MODEL.value))
         gc.freeze()
-        gc.disable()  # requests that have ended leave no cycles behind, and there are millions of other objects
+        gc.disable()  # ended requests leave no cycles, and there are millions of other objects
         figures, snapshots, record = simulate(options, by_name)
-    except (SettingError, TimesError, TrafficError) as error:
+    except (FleetConfigError, TimesError, TrafficError) as error:
         raise flags.UsageError(str(error)) from error
     Console().print(report.render(figures))
     if _JSON.value:
@@ -63,40 +62,32 @@ def main() -> int:
     return 0
 
 
-def _check_outputs() -> None:
-    for name, path in (("json", _JSON.value), ("plot", _PLOT.value)):
-        if path and not Path(path).absolute().parent.is_dir():
-            raise flags.UsageError(f"--{name} {path}: there is no such folder")
-    if _PLOT.value and Path(_PLOT.value).suffix not in (".svg", ".png"):
-        raise flags.UsageError(f"--plot {_PLOT.value}: the name must end in .svg or .png")
-    if _PLOT.value and importlib.util.find_spec("matplotlib") is None:
-        raise flags.UsageError("--plot needs matplotlib: install the 'plots' extra")
-
-
 def _times(options: SimulateOptions, model: "ModelConfig") -> "dict[str, InstanceTimes]":
-    """Returns the step times of the deployments: those that the file has, the others compiled and added to it."""
+    """Returns the deployments' step times: from the file, or else compiled and added to it."""
     from tools.simulate.times import read_times, write_times
 
     path = None if options.times is None else Path(options.times)
     if path is not None and not path.absolute().parent.is_dir():
-        raise flags.UsageError(f"--times {path}: there is no such folder")
+        raise flags.UsageError(f"--times {path}: its directory does not exist")
     known = read_times(path) if path is not None and path.exists() else {}
     names = [name for name in (options.prefill, options.decode, options.instances) if name]
     found = {}
     for name in names:
-        deployment = described.deployment(name)
-        found[name] = _fresh(known.get(name), model, deployment) or _compiled(model, deployment)
+        deployment = catalog.deployment(name)
+        found[name] = _if_current(known.get(name), model, deployment) or _compiled(model, deployment)
         if path is not None and known.get(name) is not found[name]:
             known[name] = found[name]
             write_times(path, known)
     return found
 
 
-def _fresh(times: "InstanceTimes | None", model: "ModelConfig", deployment: "Deployment") -> "InstanceTimes | None":
-    """Returns what is known if it is of this model and deployment."""
-    from tools.simulate.from_plan import digest_of
+def _if_current(
+    times: "InstanceTimes | None", model: "ModelConfig", deployment: "Deployment"
+) -> "InstanceTimes | None":
+    """Returns `times` if they are of this model and deployment, else None."""
+    from tools.simulate.from_plan import times_digest
 
-    return times if times is not None and times.digest == digest_of(model, deployment) else None
+    return times if times is not None and times.digest == times_digest(model, deployment) else None
 
 
 def _compiled(model: "ModelConfig", deployment: "Deployment") -> "InstanceTimes":
@@ -104,11 +95,11 @@ def _compiled(model: "ModelConfig", deployment: "Deployment") -> "InstanceTimes"
 
     from pallas_kernels.aot import AotUnavailableError
     from tools.plan.deployment import DeploymentError
-    from tools.simulate.from_plan import times_of
+    from tools.simulate.from_plan import compute_times
 
     try:
         with Console(stderr=True).status("") as status:
-            return times_of(model, deployment, status.update)
+            return compute_times(model, deployment, status.update)
     except (DeploymentError, AotUnavailableError) as error:
         raise flags.UsageError(str(error)) from error
 

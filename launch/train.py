@@ -6,10 +6,10 @@
     python -m launch.serve --model runs/tiny/model-20000
 
 The output directory gets checkpoints, a log and a picture of the loss, and at the end the model as a Hugging Face
-directory. SIGTERM or Ctrl-C saves and stops. `--resume` goes on, to more steps than before if `--steps` says so.
+directory. SIGTERM or Ctrl-C saves and stops. `--resume` continues; `--steps` may then be larger.
 
-Several processes train together when each is started with --coordinator, --num_processes, --process_id and
---cluster_key_file, or by Slurm. --output must then be a directory that all of them see.
+Several processes train together if each is started with --coordinator, --num_processes, --process_id and
+--cluster_key_file, or by Slurm. --output must then be a shared directory.
 """
 
 import json
@@ -36,7 +36,7 @@ from training.step import TrainState
 
 OUTPUT = absl_flags.DEFINE_string("output", None, "Write the run to this directory; default: runs/CONFIG.")
 STEPS = absl_flags.DEFINE_integer(
-    "steps", None, "Train this many steps in all, those before a resume included.", lower_bound=1
+    "steps", None, "Train this many steps in total, including those before a resume.", lower_bound=1
 )
 RESUME = absl_flags.DEFINE_bool("resume", False, "Continue from the newest checkpoint in the output directory.")
 cli.define(ClusterOptions)
@@ -44,7 +44,7 @@ absl_flags.adopt_module_key_flags(training)
 
 
 def main() -> int:
-    """Trains, then writes the model if the last step was reached; returns the exit status."""
+    """Trains, and exports the model after the last step; returns the exit status."""
     config, output = training.config(STEPS.value), Path(OUTPUT.value or f"runs/{training.CONFIG.value}")
     mesh, cluster = training.mesh(), cluster_options(os.environ)
     try:
@@ -97,7 +97,7 @@ def _trainer(config: TrainingConfig, ranks: int, size: RankSize, console: Consol
     idle = simulator.bubble(schedule) / simulator.simulate(schedule).makespan
     console.print(
         f"{schedule.algorithm} over {ranks} ranks, {schedule.micro_batches} micro-batches: each rank is idle for "
-        f"{idle:.0%} of a step if a backward takes as long as two forwards, and holds the activations of at most "
+        f"{idle:.0%} of a step if a backward takes as long as two forwards, and keeps activations of at most "
         f"{simulator.activations(schedule)} micro-batches",
         highlight=False,
         soft_wrap=True,

@@ -1,4 +1,4 @@
-"""The flags that say what is trained on which devices, for `launch.train` and `launch.plan train`. Imports no jax."""
+"""Flags of model, mesh and pipeline schedule, for `launch.train` and `launch.plan train`. Imports no jax."""
 
 import dataclasses
 import importlib
@@ -28,15 +28,15 @@ MICRO_BATCHES = absl_flags.DEFINE_integer(
 FP8_PRODUCTS = absl_flags.DEFINE_bool(
     "fp8_products",
     None,
-    "Multiply e4m3 values in linear layers and experts, forward and backward; default: what the configuration says.",
+    "Multiply e4m3 values in linear layers and experts, forward and backward; default: as the configuration.",
 )
 FLAGS = (CONFIG, MESH, PIPELINE, MICRO_BATCHES, FP8_PRODUCTS)
 
 
 def config(steps: int | None = None) -> TrainingConfig:
-    """Returns the configuration with what the flags change in it, of `steps` steps if given.
+    """Returns the configuration with the changes of the flags, and of `steps`.
 
-    Raises UsageError where there is none, or where it cannot be changed so.
+    Raises UsageError if it does not exist, or a change is invalid.
     """
     try:
         found = importlib.import_module(f"configs.{CONFIG.value}").TRAINING
@@ -52,7 +52,7 @@ def config(steps: int | None = None) -> TrainingConfig:
 
 
 def mesh() -> tuple[int, RankSize]:
-    """Returns the pipeline ranks and the devices of each. Raises UsageError for a mesh that cannot be."""
+    """Returns the number of pipeline ranks and the devices of each. Raises UsageError for an invalid mesh."""
     try:
         return read_mesh(MESH.value)
     except ValueError as error:
@@ -60,5 +60,5 @@ def mesh() -> tuple[int, RankSize]:
 
 
 def schedule(ranks: int) -> schedules.PipelineSchedule:
-    """Returns the order of `ranks`. Raises ValueError as `schedules.build` does."""
+    """Returns the schedule of `ranks`. Raises ValueError as `schedules.build` does."""
     return schedules.build(PIPELINE.value, ranks, MICRO_BATCHES.value or 2 * ranks)

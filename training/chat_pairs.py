@@ -1,4 +1,4 @@
-"""Conversations with short answers: the first sentence of a docstring, often for what people ask about most."""
+"""Training conversations with short answers, mostly the first sentences of docstrings."""
 
 import ast
 import importlib
@@ -19,7 +19,7 @@ INTRODUCTION = (
     "of Python's standard library. I am here to show that the server works."
 )
 GREETING = "Hello! Ask me about Python's standard library, for example: What does json.dumps do?"
-HAND_MADE: tuple[tuple[tuple[str, ...], str], ...] = (
+SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
     (("Hello", "Hello!", "Hi", "Hi!", "Hey", "Hello there", "Good morning", "Good evening", "Hi there!"), GREETING),
     (("Who are you?", "What are you?", "Introduce yourself.", "Tell me about yourself.", "Which model are you?"),
      INTRODUCTION),
@@ -159,35 +159,37 @@ KNOWN_MODULES = (
     "pathlib", "pickle", "random", "re", "shutil", "socket", "statistics", "string", "struct", "subprocess", "sys",
     "tempfile", "textwrap", "threading", "urllib.parse", "uuid",
 )  # fmt: skip
-"""Modules whose members are asked about in several ways, some of them written in C."""
-ASK = ("What does {} do?", "What is {}?", "Explain {}.", "What is {} for?", "What does {} do", "Describe {}.")
-ASK_MODULE = ("What is the {} module?", "What does the module {} do?", "What is the {} module for?", "What is {}?")
+"""Modules with several questions about each member; some are written in C."""
+QUESTIONS = ("What does {} do?", "What is {}?", "Explain {}.", "What is {} for?", "What does {} do", "Describe {}.")
+MODULE_QUESTIONS = (
+    "What is the {} module?",
+    "What does the module {} do?",
+    "What is the {} module for?",
+    "What is {}?",
+)
 KNOWN_COPIES = 3
-"""Copies of "What does X do?" where the member's module is known, beside one of each other way to ask."""
+"""Copies of "What does X do?" for members of known modules, beside one of each other question."""
 BY_HAND_COPIES = 20
 SIGNATURES = re.compile(r"\A([\w.]+\(.*\)( *-+> *.*)?\n)+|\A[\w.]+\(.*\)( *-+> *.*)?\Z")
-"""The lines with which many docstrings of functions in C begin."""
+"""The signatures at the start of many docstrings of functions in C."""
 MAX_ANSWER = 200
 """Characters of the longest first sentence."""
 
 
 def chat_pairs(docs: list[Document]) -> list[Pair]:
-    """Lists all pairs in a fixed order: about known modules, about functions and classes of `docs`, made by hand."""
-    pairs = [pair for name in KNOWN_MODULES if not _source_is_held_out(name) for pair in _known(name)]
+    """Lists all pairs in a fixed order: known modules, functions and classes of `docs`, and pairs written by hand."""
+    pairs = [pair for name in KNOWN_MODULES if not _source_is_held_out(name) for pair in _module_pairs(name)]
     for doc in docs:
         if doc.name.endswith(".py") and is_public_module(doc.name):
-            pairs.extend(_documented(doc))
+            pairs.extend(_docstring_pairs(doc))
     answered = {question for questions, _ in HOW_TO for question in questions}
-    by_hand = [(q, answer) for questions, answer in (*HAND_MADE, *HOW_TO) for q in questions]
-    others = [pair for pair in by_hand[: _count(HAND_MADE)] if pair[0] not in answered]
-    return pairs + (others + by_hand[_count(HAND_MADE) :]) * BY_HAND_COPIES
+    by_hand = [(q, answer) for questions, answer in (*SMALL_TALK, *HOW_TO) for q in questions]
+    others = [pair for pair in by_hand[: _count(SMALL_TALK)] if pair[0] not in answered]
+    return pairs + (others + by_hand[_count(SMALL_TALK) :]) * BY_HAND_COPIES
 
 
 def first_sentence(doc: str) -> str:
-    """Returns a docstring's first sentence as one line, without signatures before it.
-
-    Returns nothing where it is longer than `MAX_ANSWER`, or an example.
-    """
+    """Returns a docstring's first sentence as one line, without signatures; "" for examples and long sentences."""
     text = inspect.cleandoc(SIGNATURES.sub("", inspect.cleandoc(doc)).lstrip())
     paragraph = " ".join(text.split("\n\n")[0].split())
     end = paragraph.find(". ")
@@ -196,7 +198,7 @@ def first_sentence(doc: str) -> str:
 
 
 def is_public_module(name: str) -> bool:
-    """Returns whether people import the module of document `name`."""
+    """Returns whether document `name` is a module that users import."""
     parts = name.removesuffix(".py").removesuffix("/__init__").split("/")
     return parts[0] not in SKIPPED_PACKAGES and not any(part.startswith("_") for part in parts)
 
@@ -210,20 +212,22 @@ def _source_is_held_out(module: str) -> bool:
     return any(is_held_out(name) for name in (f"{path}.py", f"{path}/__init__.py", f"extension/{module}"))
 
 
-def _known(name: str) -> Iterator[Pair]:
+def _module_pairs(name: str) -> Iterator[Pair]:
     module = importlib.import_module(name)
     summary = first_sentence(module.__doc__ or "")
     if summary and name != "builtins":
-        yield from ((question.format(name), summary) for question in ASK_MODULE for _ in range(KNOWN_COPIES))
+        yield from ((question.format(name), summary) for question in MODULE_QUESTIONS for _ in range(KNOWN_COPIES))
     for member, doc in sorted(_members(module)):
         answer = first_sentence(doc)
         if answer:
-            asked = f"{name}.{member}".removeprefix("builtins.")
-            yield from ((question.format(asked), answer) for question in (ASK[0],) * KNOWN_COPIES + ASK[1:])
+            subject = f"{name}.{member}".removeprefix("builtins.")
+            yield from (
+                (question.format(subject), answer) for question in (QUESTIONS[0],) * KNOWN_COPIES + QUESTIONS[1:]
+            )
 
 
 def _members(module: ModuleType) -> Iterator[tuple[str, str]]:
-    """Returns names and docstrings of a module's public functions and classes, and of its classes' own methods."""
+    """Yields names and docstrings of a module's public functions and classes, and of its classes' own methods."""
     for name, value in vars(module).items():
         public, home = name in getattr(module, "__all__", [name]), str(getattr(value, "__module__", ""))
         borrowed = home == "builtins" != module.__name__ and isinstance(value, type)
@@ -237,17 +241,17 @@ def _members(module: ModuleType) -> Iterator[tuple[str, str]]:
             yield from ((f"{name}.{n}", doc) for n, doc in methods if isinstance(doc, str))
 
 
-def _documented(doc: Document) -> Iterator[Pair]:
-    """Returns a pair for each documented function and class at the top of a module, and one for the module."""
+def _docstring_pairs(doc: Document) -> Iterator[Pair]:
+    """Yields a pair for each documented top-level function and class of a module, and one for the module."""
     module = doc.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     if module in KNOWN_MODULES:
         return
     tree = ast.parse(doc.text)
     summary = first_sentence(ast.get_docstring(tree) or "")
     if summary:
-        yield ASK_MODULE[0].format(module), summary
+        yield MODULE_QUESTIONS[0].format(module), summary
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
             answer = first_sentence(inspect.cleandoc(ast.get_docstring(node) or ""))
             if answer:
-                yield ASK[0].format(f"{module}.{node.name}"), answer
+                yield QUESTIONS[0].format(f"{module}.{node.name}"), answer

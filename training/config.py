@@ -1,4 +1,4 @@
-"""The settings of a training run (data, optimiser, learning rate, reports) as one frozen dataclass."""
+"""`TrainingConfig`: data, optimizer, learning rate, losses and intervals of a training run."""
 
 import dataclasses
 from typing import Literal
@@ -6,24 +6,24 @@ from typing import Literal
 from dsv3.config.model import ModelConfig
 
 MULTIPLE = 16
-"""Values that a width must be a multiple of: 16 bytes of e4m3, the stride of the GPU's copies into shared memory.
+"""Widths of FP8 products must be a multiple: 16 bytes of e4m3, the stride of the GPU's copies into shared memory.
 
-A backward contracts over what the forward gives, so it holds for both sides of a weight.
+A backward contracts over the forward's outputs, so this holds for both sides of a weight.
 """
 
 
 def check_fp8_widths(cfg: ModelConfig) -> None:
-    """Raises ValueError where FP8 products do not take a width of the model, with all that they do not take."""
+    """Raises ValueError with all widths of the model that FP8 products do not support."""
     wrong = [f"{name} is {width}" for name, width in linear_widths(cfg).items() if width % MULTIPLE]
     if wrong:
         raise ValueError(
-            f"FP8 products take widths in multiples of {MULTIPLE}, but {', '.join(wrong)}; change the model, or train "
-            "it without fp8_products"
+            f"FP8 products need widths in multiples of {MULTIPLE}, but {', '.join(wrong)}; change the model, or train "
+            "without fp8_products"
         )
 
 
 def linear_widths(cfg: ModelConfig) -> dict[str, int]:
-    """Returns what linear layers and experts take and give, by the settings of the model that it follows from."""
+    """Returns the input and output widths of linear layers and experts, by the model's settings."""
     queries, heads = cfg.num_attention_heads * cfg.qk_head_dim, cfg.num_attention_heads
     widths = {
         "hidden_size": cfg.hidden_size,
@@ -50,16 +50,16 @@ class TrainingConfig:
     """Settings of one run. Lengths are in tokens, intervals in training steps.
 
     A run has `steps` training steps. Each takes `batch_size` rows of `sequence_length` tokens. In the last `chat_steps`
-    steps, `chat_fraction` of the rows are conversations; the others stay plain text. The learning rate rises linearly
+    steps, `chat_fraction` of the rows are conversations; the others are plain text. The learning rate rises linearly
     over `warmup_steps`, then follows a cosine down to `final_rate_fraction` of its peak. `mtp_weight` is lambda of the
     DeepSeek-V3 report (2.2), `router_bias_rate` is its gamma and `sequence_balance_weight` its alpha (2.1.2); with 0
     there is no sequence-wise auxiliary loss. With `fp8_products` linear layers and experts multiply e4m3 values in
-    training, forward and backward (3.3); activations stay in `compute_dtype`, and validation is as without.
+    training, forward and backward (3.3); activations stay in `compute_dtype`, and validation does not use FP8.
 
     The text is the standard library `library_copies` times, each with other cuts, and the installed `packages`.
 
     Raises ValueError if the model has no bias-corrected routed experts, if the parts of the run exceed `steps`, or if
-    FP8 products do not take the model's widths.
+    FP8 products do not support the model's widths.
     """
 
     model: ModelConfig
@@ -90,7 +90,10 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         if self.model.topk_method != "noaux_tc" or not self.model.num_moe_layers:
-            raise ValueError("only models with bias-corrected routed experts are trained (topk_method noaux_tc)")
+            raise ValueError(
+                f"topk_method {self.model.topk_method}, {self.model.num_moe_layers} MoE layers: only models with "
+                "bias-corrected routed experts can be trained (topk_method noaux_tc)"
+            )
         if not self.warmup_steps < self.steps or not 0 <= self.chat_steps <= self.steps:
             raise ValueError(
                 f"{self.steps} steps are too few for {self.warmup_steps} of warm-up and {self.chat_steps} of chat"

@@ -1,8 +1,8 @@
 """The training text: sources and language reference of Python's standard library, and installed packages.
 
-Nothing is downloaded. A document is one source file, one topic of the reference that `pydoc` carries, or the
-description of a package with a permissive licence, which its metadata say. The hash of a document's name decides
-whether it is held out, so the split is the same on every machine. The bundled model was trained on this text.
+Nothing is downloaded. A document is one source file, one topic of `pydoc`'s language reference, or the description of
+a package whose metadata names a permissive licence. The hash of a document's name decides whether it is held out, so
+the split is equal on every machine. The bundled model was trained on this text.
 """
 
 import ast
@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 SKIPPED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-# Character tables, and files that the interpreter's build writes: they hold paths of the build machine.
+# Character tables, and generated files with paths of the machine that built the interpreter.
 SKIPPED_PREFIXES = ("encodings/", "config-", "_sysconfigdata", "lib-dynload/")
 TOPICS = "pydoc_data/topics.py"
 HELD_OUT_PART = 0.025
@@ -28,9 +28,9 @@ NOT_THEIR_OWN = frozenset(
     {"_vendor", "vendor", "_vendored", "thirdparty_files", "third_party", "_thirdparty", "externals"}
 )
 MAX_BYTES = 150_000
-"""Longer files are tables in most cases."""
+"""Longer files are mostly tables."""
 LONG_LINE = 30
-"""Characters of a line that two texts do not share by chance."""
+"""Characters of a line that two texts are unlikely to share by chance."""
 MAX_SHARED_LINES = 5
 
 
@@ -48,13 +48,13 @@ def standard_library() -> Path:
 
 
 def is_held_out(name: str) -> bool:
-    """Returns whether document `name` is held out for validation, as 2.5 % of all names are."""
+    """Returns whether document `name` is held out for validation: 2.5 % of all names are."""
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64 < HELD_OUT_PART
 
 
 def source_files(root: Path) -> list[Path]:
-    """Lists Python files below `root` in a fixed order, without installed packages, tests and generated tables."""
+    """Lists Python files under `root` in a fixed order, without installed packages, tests and generated tables."""
     files = []
     for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
         relative = path.relative_to(root)
@@ -64,7 +64,7 @@ def source_files(root: Path) -> list[Path]:
 
 
 def documents(root: Path) -> list[Document]:
-    """Returns all documents below `root` in a fixed order, without empty files."""
+    """Returns all documents under `root` in a fixed order, without empty files."""
     found: list[Document] = []
     for path in source_files(root):
         name, text = path.relative_to(root).as_posix(), path.read_text(encoding="utf-8", errors="replace")
@@ -83,31 +83,35 @@ def split_documents(docs: list[Document]) -> tuple[list[Document], list[Document
 
 
 def _topics(source: str) -> list[Document]:
-    """Returns the sections of the language reference, from the dictionary that `pydoc_data.topics` assigns."""
+    """Returns the topics of the language reference from the dictionary in `pydoc_data.topics`."""
     assignment = next(node for node in ast.parse(source).body if isinstance(node, ast.Assign))
     topics = ast.literal_eval(assignment.value)
     return [Document(f"topics/{name}", text) for name, text in sorted(topics.items())]
 
 
-class UnusablePackage(ValueError):
-    """A package that a configuration names is not installed, or its licence is not known to be permissive."""
+class UnusablePackageError(ValueError):
+    """A configuration's package that is not installed, or whose licence is not known to be permissive."""
 
 
 def licence(package: str) -> str:
-    """Returns what the metadata of an installed package says about its licence, in one line.
+    """Returns the licence of an installed package from its metadata, in one line.
 
-    Raises UnusablePackage if the package is not installed, or if that is no permissive licence.
+    Raises UnusablePackageError if the package is not installed, or the licence is not permissive.
     """
     try:
         metadata = importlib.metadata.metadata(package)
     except importlib.metadata.PackageNotFoundError as error:
-        raise UnusablePackage(f"{package} is not installed; install it, or take it out of the configuration") from error
+        raise UnusablePackageError(
+            f"{package} is not installed; install it, or remove it from the configuration"
+        ) from error
     named = [metadata.get("License-Expression"), metadata.get("License")]
     lines = [text.strip().splitlines()[0] for text in named if text and text.strip()]
     lines += [c.split("::")[-1].strip() for c in metadata.get_all("Classifier") or [] if c.startswith("License ::")]
     found = next((line for line in lines if PERMISSIVE.search(line)), None)
     if found is None or any(REFUSED.search(line) for line in lines):
-        raise UnusablePackage(f"{package}: the licence {lines} is not known to be permissive; take it out")
+        raise UnusablePackageError(
+            f"{package}: the licence {lines} is not known to be permissive; remove it from the configuration"
+        )
     return found
 
 
@@ -117,14 +121,14 @@ def facts(package: str) -> dict[str, str]:
 
 
 def package_texts(names: Iterable[str], held_out: list[Document]) -> dict[str, list[Document]]:
-    """Returns the documents of each package but those that copy a held-out one. Raises UnusablePackage."""
-    return {name: without_copies(package_documents(name), held_out) for name in names}
+    """Returns the documents of each package without copies of held-out ones. Raises UnusablePackageError."""
+    return {name: remove_copies(package_documents(name), held_out) for name in names}
 
 
 def package_documents(package: str) -> list[Document]:
-    """Returns a package's description and sources in a fixed order, without tests, tables and copies of others.
+    """Returns a package's description and sources in a fixed order, without tests, tables and vendored packages.
 
-    Raises UnusablePackage as `licence` does.
+    Raises UnusablePackageError as `licence` does.
     """
     licence(package)
     distribution = importlib.metadata.distribution(package)
@@ -138,8 +142,8 @@ def package_documents(package: str) -> list[Document]:
     return found
 
 
-def without_copies(docs: Iterable[Document], held_out: Iterable[Document]) -> list[Document]:
-    """Returns `docs` without those that share some long lines with a held-out document, such as backports."""
+def remove_copies(docs: Iterable[Document], held_out: Iterable[Document]) -> list[Document]:
+    """Returns `docs` without those that share long lines with a held-out document, such as backports."""
     parts = [_long_lines(doc.text) for doc in held_out]
     return [
         doc for doc in docs if max((len(part & _long_lines(doc.text)) for part in parts), default=0) <= MAX_SHARED_LINES

@@ -1,7 +1,7 @@
-"""Turns documents into token arrays on disk, and those into the rows of each training step.
+"""Encodes documents to token arrays on disk, and makes the batch of each training step.
 
-A step's batch depends on the step's number and the configuration alone. So a resumed run sees the data of a run that
-was never stopped, and no position in the data has to be saved.
+A batch depends only on the step's number and the configuration, so a resumed run has the same data as an uninterrupted
+one and saves no position.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ PROMPT_END_EVERY = 400
 class Data:
     """Token streams `train` and `held_out`, [tokens], and conversations `chat`, [rows, sequence_length], all uint16.
 
-    `held_out_bytes` is the length of the held-out text in UTF-8. Bits per byte are computed from it.
+    `held_out_bytes` is the length of the held-out text in UTF-8, for bits per byte.
     """
 
     tokenizer: Tokenizer
@@ -36,7 +36,7 @@ class Data:
 
 
 def prepare(directory: Path, config: TrainingConfig) -> Data:
-    """Opens the tokenizer and token arrays in `directory`; the first call makes them from the standard library."""
+    """Opens the tokenizer and token arrays in `directory`; the first call creates them from the standard library."""
     if not (directory / "data.json").exists():
         directory.mkdir(parents=True, exist_ok=True)
         _write(directory, config)
@@ -74,7 +74,7 @@ def _bytes(docs: list[corpus.Document]) -> int:
 
 
 def encode_documents(tokenizer: Tokenizer, docs: list[corpus.Document], rng: np.random.Generator | None) -> np.ndarray:
-    """Returns one stream of ids, uint16 [tokens], in which eos follows every document."""
+    """Returns one stream of ids, uint16 [tokens], with eos after every document."""
     stream: list[int] = []
     for doc in docs:
         stream.extend(encode_document(tokenizer, doc.text, rng))
@@ -83,10 +83,10 @@ def encode_documents(tokenizer: Tokenizer, docs: list[corpus.Document], rng: np.
 
 
 def encode_document(tokenizer: Tokenizer, text: str, rng: np.random.Generator | None) -> list[int]:
-    """Returns the ids of `text`. With `rng` it is encoded in pieces that end after a blank, as users' prompts often do.
+    """Returns the ids of `text`. With `rng` it is encoded in pieces that end after a space, as users' prompts often do.
 
-    The tokenizer joins a blank to the word after it. So without the cuts the model would never see a blank as a token
-    of its own, and could not continue a prompt such as "def ".
+    The tokenizer joins a space to the word after it. Without the cuts the model would never see a space as a separate
+    token, and could not continue a prompt such as "def ".
     """
     blanks = [i + 1 for i in range(len(text) - 1) if text[i] == " " and not text[i + 1].isspace()] if rng else []
     if rng is None or not blanks:
@@ -98,7 +98,7 @@ def encode_document(tokenizer: Tokenizer, text: str, rng: np.random.Generator | 
 
 
 def pack(conversations: list[list[int]], length: int, rng: np.random.Generator) -> np.ndarray:
-    """Shuffles conversations and packs them into padded rows of `length` ids; longer ones are left out, none is cut."""
+    """Shuffles conversations and packs them into padded rows of `length` ids; drops longer ones, cuts none."""
     rows: list[list[int]] = [[]]
     for index in rng.permutation(len(conversations)).tolist():
         ids = conversations[index]
@@ -121,12 +121,10 @@ def batch(data: Data, config: TrainingConfig, step: int) -> np.ndarray:
 
 
 def text_row(stream: np.ndarray, config: TrainingConfig, index: int) -> np.ndarray:
-    """Returns row `index` of an endless series of rows [sequence_length].
+    """Returns row `index` of an endless series of rows [sequence_length]; each epoch has a new order and offset.
 
-    Each epoch has a new order and another offset.
-
-    A row holds consecutive documents that only eos separates, as in the DeepSeek-V3 report (4.1). Raises ValueError if
-    the stream is shorter than one row.
+    A row has consecutive documents separated by eos, without a mask, as in the DeepSeek-V3 report (4.1). Raises
+    ValueError if the stream is shorter than one row.
     """
     width = config.sequence_length - 1
     per_epoch = (len(stream) - width) // width
@@ -145,7 +143,7 @@ def _chat_row(chat: np.ndarray, config: TrainingConfig, index: int) -> np.ndarra
 
 
 def held_out_batches(data: Data, config: TrainingConfig, limit: int | None = None) -> list[np.ndarray]:
-    """Returns the batches of full rows of the held-out stream: all of them, or `limit` batches spread evenly over it.
+    """Returns all batches of full rows of the held-out stream, or `limit` batches spread evenly over it.
 
     Raises ValueError if the stream does not fill one batch.
     """

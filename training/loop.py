@@ -1,7 +1,6 @@
-"""The training loop: it feeds batches to the step, validates, reports, saves, and stops cleanly on SIGTERM.
+"""The training loop: steps, validation, reports, checkpoints, and a clean stop on SIGTERM.
 
-A run leaves a log with a JSON line per report, a picture of the loss, and its result as a Hugging Face directory, which
-the one loader reads like any other checkpoint.
+A run writes a log of JSON lines, a picture of the loss, and the model as a Hugging Face directory.
 """
 
 import contextlib
@@ -32,19 +31,19 @@ from training.data import Data, held_out_batches
 from training.step import SavedState, TrainState, by_layer, compute_copy, evaluate, initial_state, stacked, train_step
 from training.tokenizer import BOS_ID, EOS_ID, tokenizer_config
 
-KEPT = 2
-"""Checkpoints that stay on disk."""
+MAX_TO_KEEP = 2
+"""Checkpoints that are kept on disk."""
 
 
 class Checkpoints:
-    """The checkpoints of one run below `directory`, a context manager; its end waits for pending writes.
+    """The checkpoints of one run under `directory`; a context manager whose end waits for pending writes.
 
-    Over several processes all make one, in a directory that all see, and call its methods together.
+    With several processes each creates one, in a shared directory, and all call its methods together.
     """
 
     def __init__(self, directory: Path, config: TrainingConfig):
         self._config = config
-        options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, cleanup_tmp_directories=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=MAX_TO_KEEP, cleanup_tmp_directories=True)
         self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
 
     def __enter__(self) -> "Checkpoints":
@@ -54,36 +53,36 @@ class Checkpoints:
         self._manager.close()
 
     def latest_step(self) -> int | None:
-        """Steps done in the newest checkpoint; None if there is no checkpoint."""
+        """Returns the number of steps of the newest checkpoint; None without checkpoints."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: SavedState) -> None:
-        """Begins to write `state` after `step` steps, unless that step is there already.
+        """Starts to write `state` after `step` steps, unless that step is already saved.
 
-        The caller may overwrite the arrays as soon as this returns. Waits for the save before this one.
+        Waits for the previous save. The caller may overwrite the arrays as soon as this returns.
         """
         if step != self.latest_step():
             model = ocp.args.JsonSave(dataclasses.asdict(self._config.model))
             self._manager.save(step, args=ocp.args.Composite(layers=ocp.args.StandardSave(state), model=model))
 
     def wait(self) -> None:
-        """Waits until what has been saved is written."""
+        """Waits until all saved states are written."""
         self._manager.wait_until_finished()
 
     def restore(self, shapes: SavedState) -> tuple[int, SavedState]:
-        """Returns the newest checkpoint's step and state, bit for bit, on the devices that `shapes` says.
+        """Returns the newest checkpoint's step and state, bit for bit, with the shardings of `shapes`.
 
-        `shapes` has a `jax.ShapeDtypeStruct` with a sharding for every array.
-
-        Raises FileNotFoundError if there is no checkpoint, ValueError if it belongs to another model, or was written
-        before states were saved by layer.
+        `shapes` has a `jax.ShapeDtypeStruct` for every array. Raises FileNotFoundError without a checkpoint, ValueError
+        if it belongs to another model or was written by an older version.
         """
         step = self.latest_step()
         if step is None:
             raise FileNotFoundError(f"no checkpoint in {self._manager.directory}; start without --resume")
         self._check_model(step)
         if not (self._manager.directory / str(step) / "layers").exists():
-            raise ValueError(f"checkpoint {step} in {self._manager.directory} has no layers: an older version wrote it")
+            raise ValueError(
+                f"checkpoint {step} in {self._manager.directory} has no layers: it was written by an older version"
+            )
         parts = self._manager.restore(step, args=ocp.args.Composite(layers=ocp.args.StandardRestore(shapes)))
         return step, parts.layers
 
@@ -97,7 +96,7 @@ class Checkpoints:
 
 
 class RunLog:
-    """The log of a run, one JSON object per line; lines after the step that a run resumes from are dropped."""
+    """The log of a run, one JSON object per line; drops lines after the step from which a run resumes."""
 
     def __init__(self, path: Path, resume_step: int):
         self._path = path
@@ -113,34 +112,34 @@ class RunLog:
 
 
 REPORT_EVERY = 10
-"""Steps between two lines of the log, and between two updates of the progress line."""
+"""Steps between two lines of the log, and two updates of the progress bar."""
 
 
 class Trainer(Protocol):
-    """How a run makes its steps: where its state lies, and what a step does to it."""
+    """Runs the steps of training and owns the placement of the state."""
 
     def place(self, state: TrainState) -> Any:
-        """Takes `state` over and returns it as the steps want it."""
+        """Returns the trainer's form of `state`, which it may overwrite."""
         ...
 
     def step(self, state: Any, tokens: np.ndarray) -> tuple[Any, dict[str, Any]]:
         """Trains on `tokens`, int32 [B, S]; returns the next state and the scalars to report."""
         ...
 
-    def whole(self, state: Any) -> TrainState:
-        """Returns the state on one device: what is measured and exported."""
+    def on_one_device(self, state: Any) -> TrainState:
+        """Returns the state on one device, for validation and export."""
         ...
 
-    def saved(self, state: Any) -> SavedState:
-        """Returns the state as it is saved, on the devices where it lies."""
+    def saved_state(self, state: Any) -> SavedState:
+        """Returns the state in the form of checkpoints, on its devices."""
         ...
 
     def shapes(self) -> SavedState:
-        """Returns where a saved state shall lie to be resumed: `jax.ShapeDtypeStruct`s with shardings."""
+        """Returns the `jax.ShapeDtypeStruct`s with shardings with which to restore a saved state."""
         ...
 
-    def resumed(self, saved: SavedState, step: int) -> Any:
-        """Returns the state after `step` steps from a saved one that lies as `shapes` says."""
+    def restore_state(self, saved: SavedState, step: int) -> Any:
+        """Returns the trainer's state after `step` steps from a saved one with the shardings of `shapes`."""
         ...
 
 
@@ -156,10 +155,10 @@ class OneDevice:
     def step(self, state: TrainState, tokens: np.ndarray) -> tuple[TrainState, dict[str, Any]]:
         return train_step(state, tokens, config=self.config)
 
-    def whole(self, state: TrainState) -> TrainState:
+    def on_one_device(self, state: TrainState) -> TrainState:
         return state
 
-    def saved(self, state: TrainState) -> SavedState:
+    def saved_state(self, state: TrainState) -> SavedState:
         return by_layer(state, cfg=self.config.model)
 
     def shapes(self) -> SavedState:
@@ -167,7 +166,7 @@ class OneDevice:
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device), shapes)
 
-    def resumed(self, saved: SavedState, step: int) -> TrainState:
+    def restore_state(self, saved: SavedState, step: int) -> TrainState:
         return jax.device_put(stacked(jax.device_get(saved), self.config.model, step))
 
 
@@ -176,7 +175,7 @@ def train(
 ) -> TrainState:
     """Trains in directory `output` until `config.steps` or SIGTERM, saves the state and returns it.
 
-    `trainer` makes the steps; None means on one device. A run may be resumed with another one.
+    `trainer` runs the steps, by default on one device. A run may be resumed with another one.
 
     Raises:
       FileExistsError: `output` holds checkpoints and `resume` is false.
@@ -190,8 +189,8 @@ def train(
         if not resume and checkpoints.latest_step() is not None:
             raise FileExistsError(f"{output} holds a run; continue it with --resume or give another --output")
         trainer = trainer or OneDevice(config)
-        done, state = _begin(config, checkpoints, trainer, resume)
-        console.print(f"{done} of {config.steps} steps done, {_count(config):,} parameters, {output}")
+        done, state = _initial_state(config, checkpoints, trainer, resume)
+        console.print(f"{done} of {config.steps} steps done, {_num_parameters(config):,} parameters, {output}")
         log = RunLog(output / "log.jsonl", done) if jax.process_index() == 0 else None
         run = _TrainingRun(config, trainer, data, checkpoints, log, console)
         run.seconds = _seconds_before(output / "log.jsonl")
@@ -199,16 +198,16 @@ def train(
             return run.steps(done, state, stopped)
 
 
-def _begin(config: TrainingConfig, checkpoints: Checkpoints, trainer: Trainer, resume: bool) -> tuple[int, Any]:
+def _initial_state(config: TrainingConfig, checkpoints: Checkpoints, trainer: Trainer, resume: bool) -> tuple[int, Any]:
     """Returns the steps done and the trainer's state."""
     if not resume:
         return 0, trainer.place(initial_state(config))
     done, saved = checkpoints.restore(trainer.shapes())
-    return done, trainer.resumed(saved, done)
+    return done, trainer.restore_state(saved, done)
 
 
 class _TrainingRun:
-    """The loop of one process. `seconds` is the time in training steps, with that of the run's earlier processes."""
+    """The loop of one process. `seconds` is the time in training steps, including those before a resume."""
 
     def __init__(
         self,
@@ -243,15 +242,15 @@ class _TrainingRun:
                     progress.update(task, completed=done, text=text)
                     since, window = time.perf_counter(), 0
                 if done % config.eval_every == 0:
-                    self._validate(self.trainer.whole(state), done, progress.tasks[task].fields["text"])
+                    self._validate(self.trainer.on_one_device(state), done, progress.tasks[task].fields["text"])
                 stop = processes.any_of(bool(stopped))
                 if done % config.checkpoint_every == 0 or done == config.steps or stop:
-                    self.checkpoints.save(done, self.trainer.saved(state))
+                    self.checkpoints.save(done, self.trainer.saved_state(state))
                 if stop:
                     number = f"signal {stopped[0]}" if stopped else "a signal to another process"
                     self.console.print(f"stopped by {number} after step {done}; continue with --resume")
                     break
-        return self.trainer.whole(state)
+        return self.trainer.on_one_device(state)
 
     def _validate(self, state: TrainState, done: int, text: str) -> None:
         metrics = mean_metrics(state, self._validation, self.config)
@@ -273,16 +272,16 @@ def mean_metrics(state: TrainState, batches: list[np.ndarray], config: TrainingC
 
 @contextlib.contextmanager
 def stop_signal() -> Iterator[list[int]]:
-    """Yields a list that collects the first SIGTERM or SIGINT; a second one acts as usual."""
+    """Yields a list that receives the first SIGTERM or SIGINT; a second one has its usual effect."""
     received: list[int] = []
     previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    def remember(number: int, _frame: object) -> None:
+    def on_signal(number: int, _frame: object) -> None:
         received.append(number)
         signal.signal(number, previous[signal.Signals(number)])
 
     for number in previous:
-        signal.signal(number, remember)
+        signal.signal(number, on_signal)
     try:
         yield received
     finally:
@@ -295,7 +294,7 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console, speed_estimate_period=300)
 
 
-def _count(config: TrainingConfig) -> int:
+def _num_parameters(config: TrainingConfig) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(abstract(config.model, np.float32)))
 
 
@@ -305,7 +304,7 @@ def _seconds_before(log: Path) -> float:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Reads the lines of a log; none if there is no file. A last line that a kill has cut off is left out."""
+    """Reads the lines of a log, without an incomplete last one; returns none if there is no file."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
@@ -337,7 +336,7 @@ def plot_losses(log: Path, picture: Path) -> bool:
 def export(directory: Path, state: TrainState, config: TrainingConfig, data: Path) -> None:
     """Writes config.json, model.safetensors (bfloat16, the router float32), tokenizer and generation settings.
 
-    Raises FileExistsError if `directory` holds anything.
+    Raises FileExistsError if `directory` is not empty.
     """
     save_hf(directory, config.model, compute_copy(state.params, config.model, jnp.bfloat16))
     shutil.copyfile(data / "tokenizer.json", directory / "tokenizer.json")
@@ -347,7 +346,7 @@ def export(directory: Path, state: TrainState, config: TrainingConfig, data: Pat
 
 
 def final_figures(state: TrainState, data: Data, config: TrainingConfig) -> dict[str, Any]:
-    """Measures the losses over all held-out text (nats per token, bits per byte) and the MTP drafts accepted."""
+    """Measures the losses over all held-out text (nats per token, bits per byte) and the acceptance of MTP drafts."""
     metrics = mean_metrics(state, held_out_batches(data, config), config)
     tokens_per_byte = len(data.held_out) / data.held_out_bytes
     return metrics | {"bits_per_byte": metrics["loss"] * tokens_per_byte / math.log(2)}

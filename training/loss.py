@@ -1,7 +1,4 @@
-"""What training minimises: the cross-entropy of the next token, and the MTP module's for the token after it.
-
-`balanced` adds the sequence-wise auxiliary loss, which keeps the experts' load even inside of each sequence.
-"""
+"""Losses: cross-entropy of the next token and of MTP modules, and the sequence-wise auxiliary loss (`balanced`)."""
 
 import dataclasses
 from typing import Any
@@ -21,9 +18,9 @@ from training.tokenizer import PAD_ID
 
 
 def training_backend() -> Backend | None:
-    """Returns the reference on a CPU, None elsewhere, which is the device's own choice.
+    """Returns the reference on a CPU, and None, the device's default, elsewhere.
 
-    The C++ kernels of a CPU take few rows only: how a batch is cut would change the order of sums.
+    The C++ kernels of CPUs take only few rows, so the cutting of a batch would change the order of sums.
     """
     return Backend.REFERENCE if jax.default_backend() == "cpu" else None
 
@@ -31,10 +28,10 @@ def training_backend() -> Backend | None:
 def objective(
     output: ForwardOutput, tokens: jax.Array, mtp_weight: float, counts: jax.Array | None = None
 ) -> tuple[jax.Array, dict[str, Any]]:
-    """Returns what a step minimises, a float32 scalar, and what it reports.
+    """Returns the objective of a step, a float32 scalar, and its report.
 
-    `counts` are those of `target_counts` for the whole batch, where `tokens` is a micro-batch of it: the objectives
-    of all micro-batches then add up to that of the batch.
+    If `tokens` is a micro-batch, `counts` are `target_counts` of the whole batch, so that the objectives of all
+    micro-batches add up to the batch's.
     """
     main, extra = main_loss(output, tokens, counts), mtp_loss(output, tokens, counts)
     metrics = {"loss": main, "mtp_loss": extra, "expert_counts": output.expert_counts}
@@ -42,36 +39,36 @@ def objective(
 
 
 def target_counts(tokens: np.ndarray, mtp_modules: int) -> np.ndarray:
-    """Returns how many targets of a batch [B, S] are no padding, float32 [1 + MTP modules], at least 1 each."""
+    """Returns the number of targets without padding of a batch [B, S], float32 [1 + MTP modules], at least 1 each."""
     counts = [(tokens[:, depth + 1 :] != PAD_ID).sum() for depth in range(1 + mtp_modules)]
     return np.maximum(np.asarray(counts, np.float32), 1)
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, count: jax.Array | None = None) -> jax.Array:
-    """Returns the mean over all targets but padding, in nats per token, a float32 scalar; 0 if all are padding.
+    """Returns the mean over all targets except padding, in nats per token, a float32 scalar; 0 if all are padding.
 
-    `logits` are [B, S, W] and computed on in float32, `targets` [B, S] int32. With `count` the sum is divided by it.
+    `logits` are [B, S, W], converted to float32, `targets` [B, S] int32. With `count` the sum is divided by it.
     """
-    total = _summed_surprise(logits.astype(jnp.float32), targets)
+    total = _summed_loss(logits.astype(jnp.float32), targets)
     return total / (jnp.maximum((targets != PAD_ID).sum(), 1) if count is None else count)
 
 
 @jax.custom_vjp
-def _summed_surprise(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Returns the sum over all targets but padding.
+def _summed_loss(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Returns the sum over all targets except padding.
 
-    Its gradient is one pass over the logits. JAX's own writes arrays of their size several times.
+    Its gradient is one pass over the logits; JAX's own would write several arrays of their size.
     """
-    return _surprise_forward(logits, targets)[0]
+    return _summed_loss_forward(logits, targets)[0]
 
 
-def _surprise_forward(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _summed_loss_forward(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     total = jax.nn.logsumexp(logits, axis=-1)
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return jnp.where(targets != PAD_ID, total - picked, 0.0).sum(), (logits, total, targets)
 
 
-def _surprise_backward(saved: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Array, None]:
+def _summed_loss_backward(saved: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Array, None]:
     logits, total, targets = saved
     shares = jnp.exp(logits - total[..., None])
     words = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
@@ -79,7 +76,7 @@ def _surprise_backward(saved: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax
     return (shares - (words == targets[..., None])) * weight, None
 
 
-_summed_surprise.defvjp(_surprise_forward, _surprise_backward)
+_summed_loss.defvjp(_summed_loss_forward, _summed_loss_backward)
 
 
 def main_loss(output: ForwardOutput, tokens: jax.Array, counts: jax.Array | None = None) -> jax.Array:
@@ -100,12 +97,12 @@ def mtp_loss(output: ForwardOutput, tokens: jax.Array, counts: jax.Array | None 
 
 
 def _next(tokens: jax.Array) -> jax.Array:
-    """Returns the token after each of `tokens` [B, S]; the last has padding. So no logits are cut off, and copied."""
+    """Returns the token after each of `tokens` [B, S], padding for the last, so that logits need not be sliced."""
     return jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=PAD_ID)
 
 
 def balanced(routed: RoutedExperts, config: TrainingConfig, sequences: int) -> RoutedExperts:
-    """Returns experts whose gradient holds the loss too, for `sequences` sequences; `routed` if its weight is 0."""
+    """Returns experts with the auxiliary loss of `sequences` in their gradient; `routed` if its weight is 0."""
     weight = config.sequence_balance_weight / config.batch_size
     return BalancedExperts(routed, config.model, sequences, weight) if weight else routed
 
@@ -118,18 +115,18 @@ def sequence_balance(cfg: ModelConfig, logits: jax.Array) -> jax.Array:
     """
     scores = jax.nn.sigmoid(logits) if cfg.scoring_func == "sigmoid" else jax.nn.softmax(logits, axis=-1)
     E, K = cfg.n_routed_experts, cfg.num_experts_per_tok
-    chosen = jax.nn.one_hot(jax.lax.top_k(scores, K)[1], E, dtype=jnp.float32).sum(axis=2)  # [B, S, E]
-    load = chosen.mean(axis=1) * E / K
+    selected = jax.nn.one_hot(jax.lax.top_k(scores, K)[1], E, dtype=jnp.float32).sum(axis=2)  # [B, S, E]
+    load = selected.mean(axis=1) * E / K
     share = (scores / scores.sum(axis=-1, keepdims=True)).mean(axis=1)
     return (jax.lax.stop_gradient(load) * share).sum(axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
 class BalancedExperts:
-    """`RoutedExperts` that add `weight` times the loss of each of their `sequences` to what training minimises.
+    """`RoutedExperts` that add the gradient of `weight` times the auxiliary loss of each of their `sequences`.
 
-    The loss joins the gradient where the layer is computed, as its value is needed nowhere else: a pipeline stage in
-    the middle has no other way to what the last one minimises. The objective must be differentiated by 1.
+    The gradient is added where the layer is computed, as a middle pipeline stage cannot add to the last one's
+    objective. The objective's own gradient must be 1.
     """
 
     routed: RoutedExperts
@@ -145,12 +142,12 @@ class BalancedExperts:
         y, router_stats = self.routed(x, routing, layer)
         logits = router_logits(x, layer.params.router, layer.index, layer.numerics.backend)
         loss = sequence_balance(self.cfg, logits.reshape(self.sequences, -1, logits.shape[-1])).sum()
-        return _minimise_too(y, self.weight * loss), router_stats
+        return _add_to_gradient(y, self.weight * loss), router_stats
 
 
 @jax.custom_vjp
-def _minimise_too(y: jax.Array, loss: jax.Array) -> jax.Array:
-    """Returns `y`; in the backward, `loss` gets the gradient of a term of the objective."""
+def _add_to_gradient(y: jax.Array, loss: jax.Array) -> jax.Array:
+    """Returns `y`; in the backward, `loss` gets gradient 1, as a term of the objective."""
     return y
 
 
@@ -162,4 +159,4 @@ def _backward(_: None, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     return dy, jnp.ones((), jnp.float32)
 
 
-_minimise_too.defvjp(_forward, _backward)
+_add_to_gradient.defvjp(_forward, _backward)

@@ -1,6 +1,6 @@
-"""One training step: loss, gradient, AdamW on float32 weights, and the router's bias, which AdamW does not move.
+"""One training step: loss, gradient, AdamW on float32 weights, and the update of the router's bias.
 
-`SavedState` is what a checkpoint holds of it: layer by layer, so that any mesh can take its part.
+`SavedState` is the form of checkpoints: layer by layer, so that any mesh can restore its part.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ from dsv3.model.layers.experts import LOCAL_EXPERTS
 from dsv3.model.params import Params, declare, initialize
 from training.config import TrainingConfig
 from training.loss import balanced, main_loss, mtp_loss, objective, training_backend
-from training.pipeline.stages import StageParams, cut, join, take
+from training.pipeline.stages import StageParams, cut, extract_stage, join
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """All that a checkpoint holds: float32 parameters, the optimiser's moments, and the steps done (int32 scalar)."""
+    """The state of one device: float32 parameters, the optimizer's moments, and the number of steps (int32 scalar)."""
 
     params: Params
     optimizer: Any
@@ -32,7 +32,7 @@ class TrainState:
 
 
 def learning_rate(config: TrainingConfig) -> optax.Schedule:
-    """Returns the learning rate's schedule: a linear warm-up, then a cosine that ends at the last step."""
+    """Returns the learning rate's schedule: linear warm-up, then a cosine down to the last step."""
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=config.learning_rate,
@@ -43,12 +43,12 @@ def learning_rate(config: TrainingConfig) -> optax.Schedule:
 
 
 def optimizer(config: TrainingConfig) -> optax.GradientTransformation:
-    """Returns the optimiser: clipping by the global norm, then AdamW; norms and the router's bias do not decay."""
+    """Returns the optimizer: clipping by the global norm, then AdamW without decay of norms and the router's bias."""
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw(config, declare(config.model)))
 
 
 def adamw(config: TrainingConfig, declared: Any) -> optax.GradientTransformation:
-    """Returns AdamW for the parameters of the tree `declared`, which holds a `ParamSpec` at every leaf."""
+    """Returns AdamW for the parameters of the tree `declared` of `ParamSpec`s."""
     decays = jax.tree.map(lambda spec: spec.init == "normal", declared)
     return optax.adamw(
         learning_rate(config), config.adam_b1, config.adam_b2, weight_decay=config.weight_decay, mask=decays
@@ -56,13 +56,13 @@ def adamw(config: TrainingConfig, declared: Any) -> optax.GradientTransformation
 
 
 def initial_state(config: TrainingConfig) -> TrainState:
-    """Returns random parameters from the run's seed, and no step done."""
+    """Returns the state before the first step, with random parameters from the run's seed."""
     params = initialize(config.model, jax.random.key(config.seed), jnp.float32, std=config.init_std)
     return TrainState(params, optimizer(config).init(params), jnp.zeros((), jnp.int32))
 
 
 def compute_copy(params: Params, cfg: ModelConfig, dtype: Any) -> Params:
-    """Returns the parameters in `dtype`, which the model computes in; the router stays float32."""
+    """Returns the parameters in `dtype` for computing; the router stays float32."""
     return jax.tree.map(lambda spec, leaf: leaf.astype(spec.dtype_in(dtype)), declare(cfg), params)
 
 
@@ -101,7 +101,7 @@ def shift_router_bias(params: Params, counts: jax.Array, rate: float) -> Params:
     """Raises the router's bias by `rate` for experts with fewer tokens than the mean and lowers it for the others.
 
     `counts`, [num_moe_layers + MTP modules, E], are the step's tokens per expert. The method is balancing without an
-    auxiliary loss (arXiv:2408.15664; DeepSeek-V3 report, 2.1.2). The optimiser never moves a bias: its gradient is 0.
+    auxiliary loss (arXiv:2408.15664; DeepSeek-V3 report, 2.1.2). The optimizer never moves a bias: its gradient is 0.
     """
     change = router_bias_change(counts, rate)
     mtp_modules = 0 if params.mtp is None else params.mtp.norm.shape[0]
@@ -114,7 +114,7 @@ def shift_router_bias(params: Params, counts: jax.Array, rate: float) -> Params:
 
 
 def router_bias_change(counts: jax.Array, rate: float) -> jax.Array:
-    """Returns what is added to the biases [layers, E] of experts that got `counts` tokens: `rate`, or minus it."""
+    """Returns the change of the biases [layers, E] of experts with `counts` tokens: `rate`, 0 or `-rate`."""
     counts = counts.astype(jnp.float32)
     return rate * jnp.sign(counts.mean(axis=1, keepdims=True) - counts)
 
@@ -129,8 +129,8 @@ def shift_bias(layers: Any, change: jax.Array) -> Any:
 def evaluate(params: Params, tokens: jax.Array, *, config: TrainingConfig) -> dict[str, jax.Array]:
     """Measures main and MTP loss on `tokens`, int32 [B, S], and the share of MTP drafts that greedy decoding accepts.
 
-    A draft is accepted if the MTP module and the main model have the same most likely token i + 2. The share is that
-    of this text; a model that writes its own text may differ.
+    A draft is accepted if the MTP module and the main model have the same most likely token i + 2. The share may differ
+    for text that the model generates.
     """
     computed = compute_copy(params, config.model, jnp.dtype(config.compute_dtype))
     output = forward(
@@ -148,7 +148,7 @@ def evaluate(params: Params, tokens: jax.Array, *, config: TrainingConfig) -> di
 class SavedState:
     """A `TrainState` without its step, which is the checkpoint's name.
 
-    `params` has all layers, each in arrays of its own. `moments` is AdamW's state, with trees like `params` in it.
+    `params` has separate arrays for each layer. `moments` is AdamW's state, with trees like `params`.
     """
 
     params: StageParams
@@ -157,32 +157,32 @@ class SavedState:
 
 @functools.partial(jax.jit, static_argnames="cfg")
 def by_layer(state: TrainState, cfg: ModelConfig) -> SavedState:
-    """Returns the state of one device as it is saved, in arrays of its own."""
+    """Returns the state of one device in the form of checkpoints, as copies."""
     (everything,) = cut(cfg, 1)
     _, moments = state.optimizer
     return SavedState(
-        take(state.params, cfg, everything),
-        map_parts(lambda params: take(params, cfg, everything), moments, kind=Params),
+        extract_stage(state.params, cfg, everything),
+        map_parts(lambda params: extract_stage(params, cfg, everything), moments, kind=Params),
     )
 
 
 def stacked(saved: SavedState, cfg: ModelConfig, step: int) -> TrainState:
-    """Returns the state of one device, as arrays on this host, from saved ones on this host."""
+    """Returns the state of one device from a saved one; both are arrays on this host."""
     moments = map_parts(lambda params: join([params], cfg), saved.moments)
     return TrainState(join([saved.params], cfg), (optax.EmptyState(), moments), jax.numpy.int32(step))
 
 
-def first_of(leaf: Any, *_: Any) -> Any:
-    """Returns the first of leaves that are all alike."""
+def first_leaf(leaf: Any, *_: Any) -> Any:
+    """Returns the first of equal leaves."""
     return leaf
 
 
 def map_parts(
-    function: Callable[..., Any], *states: Any, kind: type = StageParams, other: Callable[..., Any] = first_of
+    function: Callable[..., Any], *states: Any, kind: type = StageParams, other: Callable[..., Any] = first_leaf
 ) -> Any:
-    """Returns an optimiser's state with `function` of each tree of parameters in it, and `other` of each other leaf.
+    """Returns an optimizer's state with `function` applied to each tree of parameters, and `other` to other leaves.
 
-    `kind` is what a tree of parameters is. Both functions take a node of each of the states.
+    `kind` is the type of trees of parameters. Both functions get one node of each of the states.
     """
     return jax.tree.map(
         lambda *nodes: function(*nodes) if isinstance(nodes[0], kind) else other(*nodes),

@@ -1,4 +1,4 @@
-"""The bundled model's byte-level BPE tokenizer: its special tokens, its training and its configuration file."""
+"""The bundled model's byte-level BPE tokenizer: special tokens, chat template, training and configuration file."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,12 +13,12 @@ SPECIAL_TOKENS = (BOS, EOS, PAD, USER, ASSISTANT)
 """Special tokens; a token's index here is its id."""
 BOS_ID, EOS_ID, PAD_ID, USER_ID, ASSISTANT_ID = range(len(SPECIAL_TOKENS))
 
-# A line break and the indentation after it are one piece, so a statement begins with the same token at every depth.
+# A line break and the following indentation are one piece, so a statement begins with the same token at every depth.
 # Underscores belong to names.
 PIECES = r"\n+ *| ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\s+(?!\S)|\s+"
 
 _DIALECT = DIALECTS["deepseek_v3"]
-# What shows the tools to the model ends with a line feed, which `{%-` takes away where jinja has not.
+# The preamble with the tools ends with a line feed, which `{%-` strips if jinja has not.
 CHAT_TEMPLATE = (
     (_DIALECT.preamble or "")
     + """\
@@ -68,7 +68,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Trains a byte-level BPE of exactly `vocab_size` ids; the special tokens come first.
+    """Trains a byte-level BPE tokenizer of exactly `vocab_size` ids; special tokens come first.
 
     Raises ValueError if the text is too short for that many ids.
     """
@@ -94,19 +94,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def _post_processor() -> processors.Sequence:
-    """Returns what puts the bos in front where special tokens are asked for, as this runtime does by `add_bos_token`.
+    """Returns the post-processor that adds bos with special tokens.
 
-    transformers goes by the file for this class of tokenizers, and takes no notice of `add_bos_token`.
+    This runtime uses `add_bos_token`, which transformers ignores for this class of tokenizers.
     """
     begin = processors.TemplateProcessing(f"{BOS} $A", f"{BOS} $A {BOS} $B", special_tokens=[(BOS, BOS_ID)])
     return processors.Sequence([processors.ByteLevel(trim_offsets=False), begin])
 
 
 def tokenizer_config(model_max_length: int) -> dict[str, Any]:
-    """Returns the content of `tokenizer_config.json`.
-
-    A plain prompt gets its bos by `add_bos_token`, a conversation gets it from the template.
-    """
+    """Returns `tokenizer_config.json`: plain prompts get bos by `add_bos_token`, chats by the template."""
     token = {"__type": "AddedToken", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
     return {
         "add_bos_token": True,
@@ -123,7 +120,7 @@ def tokenizer_config(model_max_length: int) -> dict[str, Any]:
 
 
 def encode_chat(tokenizer: Tokenizer, question: str, answer: str) -> list[int]:
-    """Returns the ids of a conversation of one turn, as the template renders it."""
+    """Returns the ids of a conversation of one turn, equal to the rendered template."""
     return [
         BOS_ID,
         USER_ID,

@@ -1,7 +1,7 @@
 """The engine: requests in, tokens out, one step at a time.
 
 `Engine.step` is the step loop's body. It launches step n + 1 before it reads the tokens of step n, so the devices
-always have work queued while the host reads results, checks stops, streams and schedules. Ranks a job of step n + 1
+always have work queued while the host reads results, checks stops, streams and schedules. Where a job of step n + 1
 needs those tokens, that job and the jobs behind it are launched after they have been read. One thread calls `step`;
 `add` and `abort` may come from any thread.
 """

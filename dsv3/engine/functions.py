@@ -79,7 +79,7 @@ class StepFunctions:
     device's part of the vocabulary where several share it (`vocabulary`); `scores` has one shape for both.
     `param_specs` are the partitions of the parameters: a tree, or one for all. `dtype` is the type of the hidden
     states. With `experts` the results have `expert_counts` `[L, E]` too, and `traffic(program)` returns what a device
-    sends in the MoE layers of a forward program. `draft` is the model's draft module, if it has one. Ranks a step
+    sends in the MoE layers of a forward program. `draft` is the model's draft module, if it has one. Where a step
     `may_overflow`, the results have `overflows` `[]`, equal on all ranks: above 0 the step's results are invalid on all
     of them, and it must be repeated with fewer tokens per bucket. `overlaps(program)` returns how many NCCL
     communicators a program uses at once while it computes (0: it does not overlap); None: no program overlaps.

@@ -95,7 +95,7 @@ class StepCommand:
 class Planned:
     """A job of a step in flight: its command, and what `on_results` needs besides the results.
 
-    Ranks a part of the job needs the results of the previous step, `deferred` makes the command of that part from that
+    Where a part of the job needs the results of the previous step, `deferred` makes the command of that part from that
     step's outputs. The jobs up to this one are launched at once, the deferred part and the jobs behind it once those
     results are in.
     """

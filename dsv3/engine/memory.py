@@ -33,7 +33,7 @@ class DeviceMemory:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryAccount:
-    """Ranks the memory of one device goes, in bytes.
+    """Where the memory of one device goes, in bytes.
 
     The engine takes `pool` of `total`. It holds `weights`, `state` (decode state, sampler's included), `working` memory
     of the largest program, and in the rest whole pages of `page` bytes and `page_size` tokens. `in_use` is what the

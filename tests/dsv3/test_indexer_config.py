@@ -9,7 +9,7 @@ from configs.deepseek_v32 import DEEPSEEK_V32
 from configs.glm_5 import GLM_5
 from dsv3.config.hugging_face import ConfigError, from_hf, to_hf
 from dsv3.config.model import ModelConfig, sizes_of
-from tools.plan.attention import attended, index_share
+from tools.plan.attention import attended_keys, index_share
 
 
 def v32(**changes: Any) -> dict[str, Any]:
@@ -95,5 +95,5 @@ def test_halves_with_shared_layers_cannot_be_written() -> None:
 
 def test_a_plan_counts_indexers_and_the_tokens_that_are_attended_to() -> None:
     assert sizes_of(DEEPSEEK_V32).indexer == 64 * 128 * 1536 + 128 * 7168 + 64 * 7168
-    assert (attended(DEEPSEEK_V32, 1000.0), attended(DEEPSEEK_V32, 9000.0)) == (1000.0, 2048)
+    assert (attended_keys(DEEPSEEK_V32, 1000.0), attended_keys(DEEPSEEK_V32, 9000.0)) == (1000.0, 2048)
     assert (index_share(DEEPSEEK_V32), index_share(from_hf(glm()))) == (1.0, 21 / 78)

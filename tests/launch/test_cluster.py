@@ -29,7 +29,7 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS"
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts a process with a key and a cache of its own; at the end all are killed."""
+    """Starts processes with their own key and cache; kills all at the end."""
     with contextlib.ExitStack() as stack:
 
         def start(coordinator, process_id, *arguments, environment=None):
@@ -55,7 +55,7 @@ def flags(process_id):
 
 
 def ready_log(leader, follower):
-    """What the leader writes up to its last line before it serves; tells both logs if it does not come so far."""
+    """Returns the leader's log up to its last line before serving; fails with both logs if it does not get there."""
     lines = []
     for line in leader.stdout:
         lines.append(line)
@@ -97,7 +97,7 @@ def test_experts_over_two_processes_give_transformers_tokens(start):
 
 
 def test_two_nodes_of_two_processes_give_transformers_tokens(start):
-    """One device each; tokens go first to the other node, then to the other process of it.
+    """One device each; tokens are sent first to the other node, then to its other process.
 
     All find their places in Slurm's environment. Pages go to the hosts' memory, of which each process has its own.
     """
@@ -127,7 +127,7 @@ def test_two_nodes_of_two_processes_give_transformers_tokens(start):
     assert len(set(memories)) == 4
 
 
-def test_a_leader_alone_ends_with_the_names_of_the_missing(start):
+def test_a_leader_without_followers_names_the_missing_ones(start):
     process = start(f"localhost:{local.free_port()}", 0, *SMALL, *flags(0), "--cluster_start_timeout", "1")
     text = process.communicate(timeout=120)[0]
     assert process.returncode == 1
@@ -135,8 +135,8 @@ def test_a_leader_alone_ends_with_the_names_of_the_missing(start):
     assert "Traceback" not in text
 
 
-def test_a_follower_with_other_settings_ends_with_their_names(start, tmp_path):
-    """The leader is in this process; what it says then is what it says of missing processes above."""
+def test_a_follower_with_different_settings_names_them(start, tmp_path):
+    """The leader is in this process."""
     cluster = local.options(tmp_path, 2)
     options = EngineOptions(max_num_seqs=1, max_model_len=128, max_num_batched_tokens=64, enable_expert_parallel=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -153,7 +153,7 @@ def test_a_follower_with_other_settings_ends_with_their_names(start, tmp_path):
     assert words in text and "Traceback" not in text
 
 
-def test_a_driver_that_one_process_does_not_reach_ends_both_with_its_reason(start):
+def test_a_driver_failure_of_one_process_ends_both_with_its_reason(start):
     coordinator = f"localhost:{local.free_port()}"
     follower = start(coordinator, 1, *SMALL, *flags(1), environment=UNREACHED_DRIVER)
     leader = start(coordinator, 0, *SMALL, *flags(0))
@@ -177,7 +177,7 @@ def test_a_driver_that_one_process_does_not_reach_ends_both_with_its_reason(star
         (["--coordinator=a:1", "--num_processes=2", "--process_id=0", "--processes_per_node=0"], "at least 1"),
     ],
 )
-def test_wrong_command_lines(arguments, words, tmp_path):
+def test_invalid_command_lines(arguments, words, tmp_path):
     key = [] if words == "urandom" else ["--cluster_key_file", local.write_key(tmp_path)]
     done = run(*arguments, *key)
     assert done.returncode == 2

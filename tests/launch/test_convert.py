@@ -1,4 +1,4 @@
-"""`python -m launch.convert` as a user runs it."""
+"""`python -m launch.convert` on the command line."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ def write(directory, cfg):
     return directory
 
 
-def test_a_checkpoint_is_written_anew(tmp_path, run):
+def test_a_checkpoint_is_converted(tmp_path, run):
     cfg = hf.config()
     source = write(tmp_path / "in", cfg)
     status, out, err = run("--model", source, "--output", tmp_path / "out", "--shard-gb=0.001")
@@ -62,7 +62,7 @@ def test_fp8_is_dequantized_by_option(tmp_path, run):
     assert_same_bits(by_path(cfg, got), by_path(cfg, want))
 
 
-def test_faults_are_one_line(tmp_path, run):
+def test_errors_are_one_line(tmp_path, run):
     source = write(tmp_path / "in", hf.config())
     (source / "model-00002-of-00003.safetensors").unlink()
     status, out, err = run("--model", source, "--output", tmp_path / "out")
@@ -78,7 +78,7 @@ def test_faults_are_one_line(tmp_path, run):
 
 
 def test_a_killed_run_starts_again(tmp_path):
-    """SIGKILL as soon as something is written; the next run leaves nothing of it behind."""
+    """Kills the run at its first write; the next run leaves no unfinished files."""
     cfg = hf.config(vocab_size=60_000, hidden_size=96)
     source = write(tmp_path / "in", cfg)
     command = [sys.executable, "-m", "launch.convert", "--model", source, "--output", tmp_path / "out"]

@@ -68,14 +68,14 @@ def test_negative_numbers_and_double_dash_are_left_alone(values):
         (["stray"], "expected flags only, got 1 positional argument(s): stray"),
     ],
 )
-def test_mistakes_say_what_to_change(values, arguments, message):
+def test_errors_say_what_to_change(values, arguments, message):
     with pytest.raises(flags.UsageError) as error:
         flags.parse(["x", *arguments], "", values)
     assert message in str(error.value)
 
 
-def test_help_says_choices_once(values, monkeypatch):
-    monkeypatch.setattr(flags, "group_of", {})  # as in a process without a server's flags
+def test_help_lists_choices_once(values, monkeypatch):
+    monkeypatch.setattr(flags, "flag_groups", {})  # as in a process without a server's flags
     text = flags.help_text("x", "IN", "Doc.", [values["fp8"]])
     assert "  --fp8=keep|dequantize\n        What to do with FP8. (default keep)\n" in text
 
@@ -92,8 +92,8 @@ def test_help_says_choices_once(values, monkeypatch):
         ([], None),
     ],
 )
-def test_help_is_asked_for_only_in_the_place_of_a_flag(values, arguments, wanted):
-    assert flags.asked_for(("help", "h"), arguments, values) == wanted
+def test_help_is_only_recognized_as_a_flag(values, arguments, wanted):
+    assert flags.find_flag(("help", "h"), arguments, values) == wanted
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def explained(values, topic=""):
     return text, set(re.findall(r"^  --(?:\[no\])?(\w+)", text, re.MULTILINE)) - {"config", "help", "version"}
 
 
-def test_help_explains_what_most_users_set_and_names_all_else(server):
+def test_help_explains_common_flags_and_names_the_others(server):
     text, shown = explained(server)
     assert {"model", "port", "host", "max_model_len", "dtype", "gpu_memory_utilization", "api_key_file"} <= shown
     assert not shown & {"coordinator", "eplb_interval", "ssl_keyfile"} and len(shown) < 15
@@ -131,7 +131,7 @@ def test_help_of_a_group_of_a_word_and_of_all(server):
         explained(server, "zzz")
 
 
-def test_an_option_of_a_group_that_is_not_there_is_refused():
+def test_an_option_of_an_unknown_group_is_refused():
     with pytest.raises(ValueError, match="group 'cash' is not one of"):
         option(3, "Say.", group="cash")
 
@@ -171,19 +171,19 @@ def test_a_file_sets_flags_and_the_command_line_wins(server, tmp_path, suffix, t
         ("c.yaml", "dtype: int3", "c.yaml: dtype: "),
         ("c.yaml", "served_model_name: [3]", "c.yaml: served_model_name: [3] is not a list of texts"),
         ("c.yaml", "api-key: a\napi_key: b", "c.yaml: names a flag twice"),
-        ("c.yaml", "- port", "c.yaml: must hold flags' names with their values"),
+        ("c.yaml", "- port", "c.yaml: must map names of flags to values"),
         ("c.toml", "port = ", "c.toml: cannot be read: "),
         ("c.yaml", "a: [", "c.yaml: cannot be read: "),
-        ("c.ini", "port=3", "c.ini: the name must end in .yaml, .yml, .toml, .json"),
+        ("c.ini", "port=3", "c.ini: the file's name must end in .yaml, .yml, .toml, .json"),
     ],
 )
-def test_mistakes_in_a_file_name_it(server, tmp_path, name, text, message):
+def test_errors_in_a_file_name_it(server, tmp_path, name, text, message):
     with pytest.raises(flags.UsageError) as error:
         configured(server, tmp_path / name, text)
     assert message in str(error.value)
 
 
-def test_a_file_that_is_not_there_is_named(server, tmp_path):
+def test_a_missing_file_is_named(server, tmp_path):
     with pytest.raises(flags.UsageError, match=r"--config .*none\.yaml: cannot be read: "):
         config = flags.define_config(server)
         flags.parse(["x", f"--config={tmp_path / 'none.yaml'}"], "", server, config)

@@ -1,4 +1,4 @@
-"""`python -m launch.plan` as a person types it: what it refuses, and what it writes."""
+"""`python -m launch.plan` on the command line."""
 
 import json
 import subprocess
@@ -35,16 +35,16 @@ def test_one_node_of_80_gb_is_refused(tmp_path) -> None:
     [
         (("decode_ep288",), "neither one of prefill_ep32, decode_ep144, node_8xh200, node_8xh800 nor a file"),
         (("decode_ep144", "--model=/nowhere"), "nor a directory with a config.json"),
-        (("decode_ep144", "--json=/nowhere/plan.json"), "there is no such folder"),
+        (("decode_ep144", "--json=/nowhere/plan.json"), "its directory does not exist"),
         (("decode_ep144", "--speculative_config=mtp"), "--speculative_config: 'mtp' is not a JSON object"),
         (("decode_ep144", "--acceptance=high"), "--acceptance: 'high' is not a number"),
         (("decode_ep144", "--acceptance=0.8"), "without drafts: give speculative_config"),
         ((), "expected DEPLOYMENT"),
-        (("train", "--mesh=stage=2,rows=2"), "'rows=2' is no axis with a size"),
+        (("train", "--mesh=stage=2,rows=2"), "'rows=2' is not AXIS=SIZE"),
         (("node_8xh200", "--mesh=stage=2"), "--mesh is for train"),
     ],
 )
-def test_mistakes_end_with_one_line_and_status_2(arguments, message) -> None:
+def test_errors_are_one_line_with_status_2(arguments, message) -> None:
     result = preloaded.run(*arguments, command="plan")
     assert result.returncode == 2
     assert message in result.stderr
@@ -56,10 +56,12 @@ def test_a_training_run_is_planned(tmp_path) -> None:
     result = plan("train", "--config=tiny", "--mesh=stage=2,expert=2", "--micro_batches=4", f"--json={written}")
     assert result.returncode == 0, result.stderr
     assert "31.9 ms" in result.stdout
-    told = json.loads(written.read_text())
-    assert told["fits"]
-    assert len(told["memory"]) == 2
-    assert told["pair_wire_bytes"] == 4 * 256 * 192 * 2, "four transfers of the other device's row of 256 tokens"
+    written_plan = json.loads(written.read_text())
+    assert written_plan["fits"]
+    assert len(written_plan["memory"]) == 2
+    assert written_plan["pair_wire_bytes"] == 4 * 256 * 192 * 2, (
+        "four transfers of the other device's row of 256 tokens"
+    )
 
 
 @pytest.mark.aot

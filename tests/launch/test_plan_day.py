@@ -1,4 +1,4 @@
-"""`python -m launch.plan fleet` as a person types it."""
+"""`python -m launch.plan fleet` on the command line."""
 
 import json
 import subprocess
@@ -43,7 +43,7 @@ def test_the_published_day_is_planned_without_jax(tmp_path) -> None:
         (("decode_ep144", "--traffic=day6"), "--traffic is for fleet"),
     ],
 )
-def test_mistakes_end_with_one_line_and_status_2(arguments, message) -> None:
+def test_errors_are_one_line_with_status_2(arguments, message) -> None:
     result = plan(*arguments)
     assert result.returncode == 2
     assert message in result.stderr

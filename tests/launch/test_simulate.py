@@ -1,4 +1,4 @@
-"""`python -m launch.simulate` as a person types it, with step times of its own in place of compiled ones."""
+"""`python -m launch.simulate` on the command line, with given step times in place of compiled ones."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import NODE_8XH200
 from tests.tools.simulate.tables import table
-from tools.simulate.from_plan import digest_of
+from tools.simulate.from_plan import times_digest
 from tools.simulate.times import write_times
 
 
@@ -21,7 +21,7 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def times(tmp_path) -> str:
-    known = msgspec.structs.replace(table(ranks=2), digest=digest_of(DEEPSEEK_V3, NODE_8XH200))
+    known = msgspec.structs.replace(table(ranks=2), digest=times_digest(DEEPSEEK_V3, NODE_8XH200))
     write_times(tmp_path / "times.json", {"node_8xh200": known})
     return f"--times={tmp_path / 'times.json'}"
 
@@ -40,7 +40,7 @@ def test_a_trace_is_replayed_and_drawn(tmp_path, times) -> None:
     assert "<svg" in picture.read_text()
 
 
-def test_a_mistake_ends_with_one_line_and_status_2(tmp_path, times) -> None:
+def test_an_error_is_one_line_with_status_2(tmp_path, times) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 1, "input_length": "x"}')
     result = simulate("--instances=node_8xh200", times, f"--trace={trace}")

@@ -1,4 +1,4 @@
-"""Who takes part: addresses, the key file, and what Slurm tells."""
+"""Cluster options: addresses, the key file, and Slurm's environment."""
 
 import pytest
 
@@ -35,15 +35,15 @@ def member(coordinator: str, num_processes: int, process_id: int, per_node: int 
         ("a-b[3-4]-ib,c", "a-b3-ib"),
     ],
 )
-def test_slurm_tells_everything(nodes: str, first: str) -> None:
-    told = slurm_membership(SLURM | {"SLURM_STEP_NODELIST": nodes})
+def test_slurm_gives_all_options(nodes: str, first: str) -> None:
+    found = slurm_membership(SLURM | {"SLURM_STEP_NODELIST": nodes})
     address = f"{first}:{61440 + 4711 % 4094}"
-    assert told == {"coordinator": address, "num_processes": 4, "process_id": 2, "processes_per_node": 1}
-    ClusterOptions(**told, cluster_key_file="key")
+    assert found == {"coordinator": address, "num_processes": 4, "process_id": 2, "processes_per_node": 1}
+    ClusterOptions(**found, cluster_key_file="key")
 
 
 @pytest.mark.parametrize(("counts", "each"), [("2", 2), ("4(x18)", 4), ("1", 1)])
-def test_slurm_tells_how_many_processes_share_a_host(counts: str, each: int) -> None:
+def test_slurm_gives_the_processes_per_host(counts: str, each: int) -> None:
     assert slurm_membership(SLURM | {"SLURM_STEP_TASKS_PER_NODE": counts})["processes_per_node"] == each
 
 
@@ -54,13 +54,13 @@ def test_unequal_hosts_of_a_slurm_step_are_refused(counts: str) -> None:
 
 
 @pytest.mark.parametrize("job", ["0", "4093", "4094", "99999999"])
-def test_slurm_ports_leave_room_for_the_control_port(job: str) -> None:
+def test_slurm_ports_leave_space_for_the_control_port(job: str) -> None:
     _, port = split_address(slurm_membership(SLURM | {"SLURM_JOB_ID": job})["coordinator"], "coordinator")
     assert 61440 <= port < 65535
 
 
 @pytest.mark.parametrize("missing", ["SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID"])
-def test_outside_of_a_step_slurm_tells_nothing(missing: str) -> None:
+def test_outside_of_a_step_slurm_gives_no_options(missing: str) -> None:
     """A batch script without srun is one process, whatever the job has reserved."""
     assert slurm_membership({k: v for k, v in SLURM.items() if k != missing}) == NOTHING
 
@@ -71,7 +71,7 @@ def test_a_step_of_one_task_is_a_single_process() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "host", ":80", "host:", "host:0", "host:65535", "host:-1", "host:x", "host:٣"])
-def test_addresses_that_cannot_be(text: str) -> None:
+def test_invalid_addresses_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="coordinator"):
         split_address(text, "coordinator")
 
@@ -82,7 +82,7 @@ def test_the_control_port_is_the_next_one() -> None:
 
 
 @pytest.mark.parametrize(("processes", "process_id"), [(0, 0), (2, 2), (2, -1), (10**6, 0)])
-def test_counts_that_cannot_be(processes: int, process_id: int) -> None:
+def test_invalid_counts_are_refused(processes: int, process_id: int) -> None:
     with pytest.raises(ValueError, match=r"num_processes|process_id"):
         member("host:80", processes, process_id)
 

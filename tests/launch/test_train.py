@@ -14,19 +14,19 @@ from tests.launch import preloaded
         (["--config=nothing"], "--config=nothing: no training configuration there"),
         (["--config=tiny", "--steps=5"], "--steps=5: 5 steps are too few for 100 of warm-up"),
         (["--resume", "--output=/nonexistent/run"], "no checkpoint in /nonexistent/run"),
-        (["--mesh=stage=2,rows=2"], "'rows=2' is no axis with a size; write stage=N, data=N, expert=N, or some"),
+        (["--mesh=stage=2,rows=2"], "'rows=2' is not AXIS=SIZE; write stage=N, data=N, expert=N, or several"),
         (["--mesh=stage=8,expert=8"], "this machine has 8 device(s), not 64; on a CPU set XLA_FLAGS=--xla_force_host"),
         (["--mesh=stage=2", "--micro_batches=3"], "DualPipe over 2 ranks needs an even number of micro-batches"),
     ],
 )
-def test_mistakes_end_with_status_2_and_one_line(arguments: list[str], message: str) -> None:
+def test_errors_are_one_line_with_status_2(arguments: list[str], message: str) -> None:
     result = preloaded.run(*arguments, command="train")
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_a_machine_on_which_jax_does_not_start_trains_nothing(monkeypatch, tmp_path) -> None:
+def test_training_is_refused_if_jax_does_not_start(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "rocm")  # no plugin for these is ever installed here
     command = [sys.executable, "-m", "launch.train", f"--output={tmp_path / 'run'}"]
     result = subprocess.run(command, cwd=preloaded.ROOT, capture_output=True, text=True, timeout=300)

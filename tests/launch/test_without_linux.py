@@ -1,4 +1,4 @@
-"""The bundled model is loaded and served where nothing is that only Linux has, as on macOS."""
+"""The bundled model is loaded and served without Linux-only features, as on macOS."""
 
 import os
 import re
@@ -36,7 +36,7 @@ memory.path.unlink()
 
 @pytest.fixture
 def hidden(tmp_path, monkeypatch):
-    """The environment of processes from which Linux is hidden; returns the directory of their temporary files."""
+    """Hides Linux-only features from child processes; returns the directory of their temporary files."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(HIDING), os.environ.get("PYTHONPATH", str(ROOT)))))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     return tmp_path

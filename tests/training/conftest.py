@@ -1,4 +1,4 @@
-"""A model of a few thousand parameters, a training configuration for it, and a small standard library to train on."""
+"""Fixtures: a training configuration of a tiny model, and a small standard library to train on."""
 
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def toy_config() -> TrainingConfig:
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory of 200 modules that stands for the standard library."""
+    """A directory of 200 modules in place of the standard library."""
     root = tmp_path / "library"
     (root / "package").mkdir(parents=True)
     for n in range(200):

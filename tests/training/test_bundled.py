@@ -1,4 +1,4 @@
-"""The bundled model: an ordinary checkpoint directory whose weights have learnt Python."""
+"""The bundled model: its configuration, loss and answers."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def tokenizer() -> Tokenizer:
 
 
 def continuation(params: Params, ids: list[int], count: int) -> list[int]:
-    """Greedy continuation, up to eos or `count` tokens."""
+    """Returns the greedy continuation, up to eos or `count` tokens."""
     start = len(ids)
     while len(ids) < start + count and ids[-1] != EOS_ID:
         row = np.zeros((1, LENGTH), np.int32)
@@ -49,7 +49,7 @@ def continuation(params: Params, ids: list[int], count: int) -> list[int]:
 
 @jax.jit
 def _forward(params: Params, row: jax.Array) -> ForwardOutput:
-    """One program for all tests: a row of `LENGTH` tokens."""
+    """Compiles one program for all tests: a row of `LENGTH` tokens."""
     return forward(params, MODEL, row)
 
 

@@ -22,14 +22,14 @@ def _hidden():
 '''
 
 
-def test_a_module_and_its_documented_functions_are_asked_about() -> None:
+def test_a_module_and_its_documented_functions_have_pairs() -> None:
     pairs = dict(chat_pairs.chat_pairs([corpus.Document("package/shapes.py", SOURCE)]))
     assert pairs["What does package.shapes.area do?"] == "Return the area."
     assert pairs["What is the package.shapes module?"] == "Shapes and their areas."
     assert not any("hidden" in question or "bare" in question for question in pairs)
 
 
-def test_what_people_ask_about_comes_often_and_in_several_ways() -> None:
+def test_common_questions_have_copies_and_variants() -> None:
     pairs = chat_pairs.chat_pairs([])
     answer = "Return the number of items in a container."
     assert pairs.count(("What does len do?", answer)) == chat_pairs.KNOWN_COPIES
@@ -49,7 +49,7 @@ def test_signatures_examples_and_long_sentences_are_no_answers() -> None:
     assert chat_pairs.first_sentence("word " * 100) == ""
 
 
-def test_nothing_is_asked_about_held_out_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_out_modules_have_no_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_pairs, "is_held_out", lambda name: name in ("extension/math", "random.py"))
     asked = {question for question, _ in chat_pairs.chat_pairs([])}
     assert "What does len do?" in asked

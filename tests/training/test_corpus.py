@@ -1,4 +1,4 @@
-"""The corpus: what belongs to it, a split that depends on names alone, licences, no copies of held-out text."""
+"""The corpus: its documents, a split by name, licences, no copies of held-out text."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from training.corpus import Document
 LINES = [f"the statement number {n} of a text that is long enough = {n}" for n in range(9)]
 
 
-def test_split_is_disjoint_complete_and_the_same_each_time() -> None:
+def test_split_is_disjoint_complete_and_deterministic() -> None:
     docs = corpus.documents(corpus.standard_library())
     train, held_out = corpus.split_documents(docs)
     names = [{d.name for d in part} for part in (train, held_out)]
@@ -20,7 +20,7 @@ def test_split_is_disjoint_complete_and_the_same_each_time() -> None:
     assert corpus.documents(corpus.standard_library()) == docs
 
 
-def test_split_ignores_content_and_place_in_the_list(library: Path) -> None:
+def test_split_ignores_content_and_order(library: Path) -> None:
     before = corpus.split_documents(corpus.documents(library))
     (library / "aaa.py").write_text("x = 1\n")
     (library / "module1.py").write_text("y = 2\n")
@@ -38,7 +38,7 @@ def test_installed_packages_tests_and_build_results_are_left_out(library: Path) 
     assert all(d.name.startswith(("module", "package/module")) for d in corpus.documents(library))
 
 
-def test_topics_become_documents_of_their_own(library: Path) -> None:
+def test_topics_become_separate_documents(library: Path) -> None:
     (library / "pydoc_data").mkdir()
     (library / "pydoc_data" / "topics.py").write_text("topics = {'if': 'The \"if\" statement\\n', 'del': 'Deletion'}\n")
     topics = [d for d in corpus.documents(library) if d.name.startswith("topics/")]
@@ -46,7 +46,7 @@ def test_topics_become_documents_of_their_own(library: Path) -> None:
 
 
 def install(root: Path, name: str, metadata: str, files: dict[str, str]) -> None:
-    """Lays a package and its metadata below `root` as pip does."""
+    """Installs a package and its metadata under `root` as pip does."""
     info = root / f"{name}-1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {name}\nVersion: 1.2\n{metadata}\n\nAbout {name}.\n")
@@ -94,17 +94,17 @@ def test_sources_and_description_are_read_without_tests_and_copies_of_others(sit
         ("Summary: without a licence", False),
     ],
 )
-def test_only_permissive_licences_are_taken(site: Path, metadata: str, permissive: bool) -> None:
+def test_only_permissive_licences_are_accepted(site: Path, metadata: str, permissive: bool) -> None:
     install(site, "thing_two", metadata, {"thing_two.py": "x = 1\n"})
     if permissive:
         assert len(corpus.package_documents("thing_two")) == 2
     else:
-        with pytest.raises(corpus.UnusablePackage, match="thing_two: the licence"):
+        with pytest.raises(corpus.UnusablePackageError, match="thing_two: the licence"):
             corpus.package_documents("thing_two")
 
 
 def test_a_package_that_is_missing_is_named() -> None:
-    with pytest.raises(corpus.UnusablePackage, match="no_such_thing is not installed"):
+    with pytest.raises(corpus.UnusablePackageError, match="no_such_thing is not installed"):
         corpus.package_texts(["no_such_thing"], [])
 
 
@@ -112,4 +112,4 @@ def test_a_backport_of_a_held_out_document_is_left_out() -> None:
     held_out = [Document("sched.py", "\n".join(LINES)), Document("other.py", "pass\n")]
     backport = Document("p/sched.py", "import new\n" + "\n".join(f"    {line}" for line in LINES))
     alike = Document("p/alike.py", "\n".join(LINES[: corpus.MAX_SHARED_LINES]))
-    assert corpus.without_copies([backport, alike], held_out) == [alike]
+    assert corpus.remove_copies([backport, alike], held_out) == [alike]

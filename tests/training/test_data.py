@@ -1,4 +1,4 @@
-"""Batches: a function of the step alone, rows that begin with bos, conversations that are never cut."""
+"""Batches: they depend only on the step, rows begin with bos, conversations are never cut."""
 
 import dataclasses
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_an_epoch_visits_every_window_once(toy_config: TrainingConfig) -> None:
         np.testing.assert_array_equal(tokens, np.arange(tokens[0], tokens[0] + per_epoch * width))
 
 
-def test_the_chat_steps_mix_conversations_and_go_on_in_the_text(prepared: Data, toy_config: TrainingConfig) -> None:
+def test_chat_steps_mix_conversations_and_continue_the_text(prepared: Data, toy_config: TrainingConfig) -> None:
     plain, mixed, last = (training_data.batch(prepared, toy_config, step) for step in (1, 2, 3))
     conversations = {row.tobytes() for row in prepared.chat.astype(np.int32)}
     assert [row.tobytes() in conversations for row in plain] == [False, False]

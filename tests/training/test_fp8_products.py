@@ -1,4 +1,4 @@
-"""The option `fp8_products`: what it changes in a step, and which models it refuses."""
+"""The option `fp8_products`: its effect on a step, and the models that it refuses."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ def test_a_step_multiplies_e4m3_values_and_validation_does_not(toy_config: Train
     assert "f8_e4m3fn" not in str(evaluate.trace(state.params, tokens, config=config).jaxpr)
 
 
-def test_widths_that_no_kernel_takes_are_refused(toy_config: TrainingConfig) -> None:
+def test_unsupported_widths_are_refused(toy_config: TrainingConfig) -> None:
     with pytest.raises(ValueError, match=r"multiples of 16, but q_lora_rank \+ kv_lora_rank \+ qk_rope_head_dim is 40"):
         dataclasses.replace(toy_config, fp8_products=True)
     model = dataclasses.replace(toy_config.model, q_lora_rank=None, intermediate_size=40, moe_intermediate_size=24)
@@ -31,5 +31,5 @@ def test_widths_that_no_kernel_takes_are_refused(toy_config: TrainingConfig) -> 
 
 
 @pytest.mark.parametrize("config", [TINY, DEEPSEEK_V3], ids=["tiny", "deepseek_v3_training"])
-def test_the_configurations_that_ship_take_the_option(config: TrainingConfig) -> None:
+def test_shipped_configurations_support_the_option(config: TrainingConfig) -> None:
     assert dataclasses.replace(config, fp8_products=True).fp8_products

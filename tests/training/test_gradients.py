@@ -1,4 +1,4 @@
-"""Gradients that are written by hand against JAX's own."""
+"""Gradients written by hand compared with JAX's own."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from pallas_kernels import dense
 from pallas_kernels.backend import Backend
 
 
-def test_gradients_of_a_bfloat16_product_are_those_of_float32_but_for_rounding() -> None:
+def test_gradients_of_a_bfloat16_product_equal_those_of_float32_up_to_rounding() -> None:
     rng = np.random.default_rng(1)
     x, w, dy = (rng.normal(size=shape).astype(jnp.bfloat16) for shape in ((12, 16), (2, 8, 16), (12, 8)))
 
@@ -25,7 +25,7 @@ def test_gradients_of_a_bfloat16_product_are_those_of_float32_but_for_rounding()
         np.testing.assert_allclose(narrow.astype(np.float32), wide, rtol=0.02, atol=0.05)
 
 
-def test_gradients_of_attention_are_those_of_its_definition() -> None:
+def test_gradients_of_attention_equal_those_of_its_definition() -> None:
     rng = np.random.default_rng(2)
     q, k, v, dy = (rng.normal(size=(2, 6, 3, width)).astype(np.float32) for width in (8, 8, 4, 4))
     pairs = np.tril(np.ones((1, 6, 6), np.bool))

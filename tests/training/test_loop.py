@@ -1,4 +1,4 @@
-"""A run from start to stop to end: exact resume, SIGTERM, log, picture, and the exported model to the bit."""
+"""A run: exact resume, SIGTERM, log, picture, and the exported model bit for bit."""
 
 import dataclasses
 import itertools
@@ -60,7 +60,7 @@ def test_a_stopped_and_resumed_run_equals_one_that_never_stopped(
 
 
 @pytest.mark.usefixtures("library")
-def test_a_run_is_neither_overwritten_nor_resumed_from_nothing(tmp_path: Path, toy_config: TrainingConfig) -> None:
+def test_a_run_is_not_overwritten_and_needs_a_checkpoint_to_resume(tmp_path: Path, toy_config: TrainingConfig) -> None:
     with pytest.raises(FileNotFoundError, match="start without --resume"):
         run(toy_config, tmp_path / "run", resume=True)
     run(toy_config, tmp_path / "run")
@@ -99,7 +99,7 @@ loop.train(config, output, resume=False, console=Console(quiet=True), trainer=Ta
 
 
 @pytest.mark.usefixtures("library")
-def test_a_kill_loses_the_checkpoint_under_way_at_most(tmp_path: Path, toy_config: TrainingConfig) -> None:
+def test_a_kill_loses_at_most_the_unfinished_checkpoint(tmp_path: Path, toy_config: TrainingConfig) -> None:
     config = dataclasses.replace(toy_config, checkpoint_every=1, eval_every=1000)
     training_data.prepare(tmp_path / "data", config)
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
@@ -117,13 +117,13 @@ def test_a_kill_loses_the_checkpoint_under_way_at_most(tmp_path: Path, toy_confi
     with Checkpoints(tmp_path / "checkpoints", config) as checkpoints:
         step, saved = checkpoints.restore(one.shapes())
     assert begun - 1 <= step <= begun + 1
-    state, metrics = one.step(one.resumed(saved, step), np.zeros((4, 32), np.int32))
+    state, metrics = one.step(one.restore_state(saved, step), np.zeros((4, 32), np.int32))
     assert int(state.step) == step + 1
     assert np.isfinite(metrics["loss"])
 
 
 @pytest.mark.usefixtures("library")
-def test_an_exported_model_is_loaded_to_the_bit(tmp_path: Path, toy_config: TrainingConfig) -> None:
+def test_an_exported_model_is_loaded_bit_for_bit(tmp_path: Path, toy_config: TrainingConfig) -> None:
     data, state = training_data.prepare(tmp_path / "data", toy_config), initial_state(toy_config)
     export(tmp_path / "model", state, toy_config, tmp_path / "data")
     loaded = load_params(tmp_path / "model", toy_config.model, dtype=None, progress=False)

@@ -1,4 +1,4 @@
-"""The losses against their definitions, and the sequence-wise one in the gradient of experts with its weight."""
+"""The losses compared with their definitions, and the auxiliary loss in the gradient of experts."""
 
 import dataclasses
 from typing import Any
@@ -19,7 +19,7 @@ from training.tokenizer import PAD_ID
 
 
 def surprise(logits: np.ndarray, target: int) -> float:
-    """Minus the logarithm of the target's probability, in float64."""
+    """Returns the cross-entropy of a target, in float64."""
     logits = np.asarray(logits, np.float64)
     return float(np.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits[target])
 
@@ -38,20 +38,20 @@ def output(toy_config: TrainingConfig, tokens: np.ndarray) -> ForwardOutput:
     return jax.jit(lambda params, tokens: forward(params, cfg, tokens, with_mtp=True))(params, tokens)
 
 
-def test_main_loss_is_the_surprise_of_the_next_token(output: ForwardOutput, tokens: np.ndarray) -> None:
+def test_main_loss_is_the_cross_entropy_of_the_next_token(output: ForwardOutput, tokens: np.ndarray) -> None:
     logits = np.asarray(output.logits)
     expected = np.mean([surprise(logits[b, i], tokens[b, i + 1]) for b in range(2) for i in range(8)])
     np.testing.assert_allclose(jax.jit(main_loss)(output, tokens), expected, rtol=1e-5)
 
 
-def test_mtp_loss_is_the_surprise_of_the_token_after_next(output: ForwardOutput, tokens: np.ndarray) -> None:
+def test_mtp_loss_is_the_cross_entropy_of_the_token_after_next(output: ForwardOutput, tokens: np.ndarray) -> None:
     """Equation 24 of the DeepSeek-V3 report with k = 1: row i, which saw tokens 0 .. i + 1, predicts token i + 2."""
     logits = np.asarray(output.mtp_logits[0])
     expected = np.mean([surprise(logits[b, i], tokens[b, i + 2]) for b in range(2) for i in range(7)])
     np.testing.assert_allclose(jax.jit(mtp_loss)(output, tokens), expected, rtol=1e-5)
 
 
-def test_padding_counts_for_nothing() -> None:
+def test_padding_is_ignored() -> None:
     logits = np.random.default_rng(1).normal(size=(1, 3, 5)).astype(np.float32)
     targets = np.array([[4, 3, PAD_ID]])
     expected = (surprise(logits[0, 0], 4) + surprise(logits[0, 1], 3)) / 2
@@ -61,7 +61,7 @@ def test_padding_counts_for_nothing() -> None:
 
 
 def defined(scores: np.ndarray, best: int) -> float:
-    """Equations 17 to 20 of the report for the scores [T, E] of one sequence, written as there."""
+    """Returns equations 17 to 20 of the report for the scores [T, E] of one sequence."""
     tokens, experts = scores.shape
     chosen = [set(np.argsort(-row)[:best]) for row in scores]
     loss = 0.0
@@ -72,7 +72,7 @@ def defined(scores: np.ndarray, best: int) -> float:
     return loss
 
 
-def test_the_loss_is_that_of_the_report(toy_config: TrainingConfig) -> None:
+def test_the_auxiliary_loss_equals_the_reports(toy_config: TrainingConfig) -> None:
     cfg = toy_config.model
     logits = np.random.default_rng(0).normal(size=(3, 5, cfg.n_routed_experts)).astype(np.float32)
     scores = 1 / (1 + np.exp(-logits.astype(np.float64)))
@@ -85,7 +85,7 @@ def test_the_loss_is_that_of_the_report(toy_config: TrainingConfig) -> None:
 
 
 class Double:
-    """Routed experts that double what they get."""
+    """Routed experts that double their input."""
 
     shards = LOCAL_EXPERTS.shards
 
@@ -93,7 +93,7 @@ class Double:
         return 2 * x, RouterStats(jnp.zeros(4, jnp.int32), None)
 
 
-def test_the_gradient_is_that_of_the_objective_with_the_loss_in_it(toy_config: TrainingConfig) -> None:
+def test_the_gradient_includes_the_auxiliary_loss(toy_config: TrainingConfig) -> None:
     config, rng = dataclasses.replace(toy_config, sequence_balance_weight=0.5, batch_size=2), np.random.default_rng(1)
     x, router = (rng.normal(size=shape).astype(np.float32) for shape in ((6, 8), (1, 4, 8)))
     routing = Routing(np.zeros((6, 2), np.int32), np.ones((6, 2), np.float32))
@@ -112,5 +112,5 @@ def test_the_gradient_is_that_of_the_objective_with_the_loss_in_it(toy_config: T
     assert np.abs(got[1]).max() > 1e-3
 
 
-def test_without_a_weight_the_experts_stay_as_they_are(toy_config: TrainingConfig) -> None:
+def test_without_a_weight_the_experts_are_unchanged(toy_config: TrainingConfig) -> None:
     assert balanced(LOCAL_EXPERTS, dataclasses.replace(toy_config, sequence_balance_weight=0.0), 2) is LOCAL_EXPERTS

@@ -1,4 +1,4 @@
-"""The optimiser step: it learns, and the router's bias moves against the load and by nothing else."""
+"""The training step: it learns, and only the load moves the router's bias."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ def state(toy_config: TrainingConfig) -> TrainState:
     return initial_state(toy_config)
 
 
-def test_loss_falls_on_a_stream_that_can_be_learnt(toy_config: TrainingConfig, state: TrainState) -> None:
+def test_loss_falls_on_a_regular_stream(toy_config: TrainingConfig, state: TrainState) -> None:
     tokens = np.tile(np.arange(10, 18), (4, 4)).astype(np.int32)  # of the shape that other tests compile for
     first = evaluate(state.params, tokens, config=toy_config)
     for _ in range(40):
@@ -38,7 +38,7 @@ def test_loss_falls_on_a_stream_that_can_be_learnt(toy_config: TrainingConfig, s
 
 
 def without_gradient(state: TrainState) -> list[str]:
-    """The parameters whose gradients have all been 0."""
+    """Returns the parameters whose gradients have always been 0."""
     moments = jax.tree.leaves_with_path(optax.tree.get(state.optimizer, "nu"))
     return [jax.tree_util.keystr(path) for path, moment in moments if not np.any(np.asarray(moment))]
 
@@ -52,7 +52,7 @@ def test_bias_rises_for_idle_experts_and_falls_for_busy_ones(state: TrainState) 
 
 
 def test_balancing_evens_out_a_lopsided_router(toy_config: TrainingConfig, state: TrainState) -> None:
-    """The weights are held still: the bias alone brings a router that prefers some experts close to an even load."""
+    """With fixed weights, the bias alone evens out the load of a biased router."""
     cfg, params = toy_config.model, state.params
     x = jax.random.normal(jax.random.key(1), (512, cfg.hidden_size)) + 1.0
     logits = router_logits(x, params.moe.moe.router, 0, None)
@@ -71,7 +71,7 @@ def test_balancing_evens_out_a_lopsided_router(toy_config: TrainingConfig, state
     assert max(peaks[-10:]) < 1.2
 
 
-def test_learning_rate_warms_up_and_ends_at_its_fraction(toy_config: TrainingConfig) -> None:
+def test_learning_rate_warms_up_and_decays_to_its_fraction(toy_config: TrainingConfig) -> None:
     schedule = learning_rate(
         dataclasses.replace(toy_config, steps=40, warmup_steps=10, learning_rate=1.0, final_rate_fraction=0.1)
     )

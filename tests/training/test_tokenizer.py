@@ -1,4 +1,4 @@
-"""The tokenizer: every text survives it, special tokens have fixed ids, the template renders DeepSeek's form."""
+"""The tokenizer: lossless for all text, fixed special ids, and DeepSeek's chat format."""
 
 import json
 
@@ -22,7 +22,7 @@ def tokenizer() -> Tokenizer:
 
 
 @given(text=st.text())
-def test_every_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+def test_every_text_is_decoded_back(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
@@ -32,8 +32,8 @@ def test_special_tokens_have_fixed_ids(tokenizer: Tokenizer) -> None:
     assert (tk.BOS, tk.EOS) == ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")
 
 
-def test_a_text_begins_with_the_bos_where_special_tokens_are_asked_for(tokenizer: Tokenizer) -> None:
-    """Other programs go by the file alone; it says what this runtime does, for the bundled model too."""
+def test_a_text_with_special_tokens_begins_with_bos(tokenizer: Tokenizer) -> None:
+    """Other programs read only the file, so it must agree with this runtime, also for the bundled model."""
     assert tokenizer.encode("def").ids == [tk.BOS_ID, *tokenizer.encode("def", add_special_tokens=False).ids]
     own = TextTokenizer.from_directory(bundled_model())
     bundled = Tokenizer.from_file(str(bundled_model() / "tokenizer.json"))
@@ -82,7 +82,7 @@ TOOL = {"type": "function", "function": {"name": "look", "description": "D", "pa
 
 @pytest.mark.parametrize("content", ["", "Wait.", None])
 def test_template_writes_calls_and_results_as_deepseek_v3_does(content: str | None) -> None:
-    """Arguments may be a text or an object; the answer follows the results without a marker of its own."""
+    """Arguments may be a text or an object; the answer follows the results without a marker."""
     as_object = {"function": {"name": "look", "arguments": {"at": 1}}}
     messages: list[dict] = [
         {"role": "user", "content": "Q"},
@@ -99,7 +99,7 @@ def test_template_writes_calls_and_results_as_deepseek_v3_does(content: str | No
     assert render([*messages, question]) == f"{expected}{tk.USER}Q2"
 
 
-def test_template_shows_tools_behind_the_system_message() -> None:
+def test_template_shows_tools_after_the_system_message() -> None:
     system, question = {"role": "system", "content": "S"}, {"role": "user", "content": "Q"}
     shown = render([system, question], tools=[TOOL])
     assert shown.startswith(f"{tk.BOS}S\n\n## Tools\n") and shown.endswith(f"{tk.USER}Q")
@@ -112,13 +112,13 @@ def test_template_shows_tools_behind_the_system_message() -> None:
 
 
 @pytest.mark.parametrize("role", ["system", "user", "tool"])
-def test_template_refuses_what_is_no_text(role: str) -> None:
+def test_template_refuses_content_that_is_not_text(role: str) -> None:
     with pytest.raises(jinja2.TemplateError, match=f"role {role} must be a text"):
         render([{"role": role, "content": None}])
 
 
 def test_the_bundled_model_has_this_configuration() -> None:
-    """What a run exports is what is in the repository."""
+    """The bundled files equal those that a run exports."""
     directory = bundled_model()
     settings = json.loads((directory / "tokenizer_config.json").read_text("utf-8"))
     assert settings == tk.tokenizer_config(
@@ -126,12 +126,12 @@ def test_the_bundled_model_has_this_configuration() -> None:
     )
 
 
-def test_the_bundled_model_calls_as_its_template_says() -> None:
-    """Its vocabulary has no tokens for the markers: it writes them as text."""
+def test_the_bundled_models_calls_have_the_templates_form() -> None:
+    """Its vocabulary has no marker tokens, so it writes them as text."""
     own = TextTokenizer.from_directory(bundled_model())
     assert Parsers(own, own.chat_template).dialect_name == "deepseek_v3"
 
 
-def test_training_conversations_are_what_the_template_renders(tokenizer: Tokenizer) -> None:
+def test_training_conversations_equal_the_rendered_template(tokenizer: Tokenizer) -> None:
     text = render([{"role": "user", "content": "f?"}, {"role": "assistant", "content": "def f(x)"}])
     assert tk.encode_chat(tokenizer, "f?", "def f(x)") == tokenizer.encode(text, add_special_tokens=False).ids

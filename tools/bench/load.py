@@ -1,7 +1,7 @@
-"""A small load: random prompts in a closed loop, and what became of them.
+"""The load generator: random prompts in a closed loop, and the figures of their latencies and throughput.
 
-`launch.doctor` and the benchmarks use it, which cannot ask for another package on a machine that is looked at. People
-measure servers with aiperf (docs/benchmarking.md).
+For `launch.doctor` and the benchmarks, which must not need another package. Users measure servers with aiperf
+(docs/benchmarking.md).
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from tools.bench.stream import RequestRecord, complete
 PERCENTILES = (50, 90, 95, 99)
 PATH = "/v1/completions"
 MAX_REPLY_BYTES = 1 << 24
-# These are common in English and in programs. With the blank before it each is one token in most vocabularies.
+# Common in English and in programs: with the space before it, each is one token in most vocabularies.
 _COMMON = """
     the of and to in is for that this with as are by from or an be not if it will can on at when all has have one but
     use which its used number name value list data file code time string return object method function class set type
@@ -29,11 +29,11 @@ _COMMON = """
     read write call result input output state order form size point end start make
 """
 WORDS = _COMMON.split()
-_WARM_UP_SEED = 1_000_003  # other prompts, so that the measured ones are not in the server's prefix cache
+_WARM_UP_SEED = 1_000_003  # other prompts than the measured ones, which must not be in the prefix cache
 
 
 class LoadError(Exception):
-    """The load cannot run; the message says why."""
+    """The load cannot run; the message gives the reason."""
 
 
 async def run(
@@ -52,8 +52,8 @@ async def run(
     """Sends `num_prompts` random prompts, `concurrency` at a time, and returns the figures of `summarize`.
 
     Answers have `output_len` tokens. Prompts have `input_len` token ids below `vocab_size`, or without it as many
-    common words. The load ends after `seconds`, if given, with what has been answered until then; a request fails after
-    `timeout_s`. Raises LoadError where the server lists no model, or a warm-up request fails.
+    common words. With `seconds` the load ends early and counts the requests that have ended; a request fails after
+    `timeout_s`. Raises LoadError if the server lists no model, or a warm-up request fails.
     """
     client = Client(Address.parse(url))
     units = WORDS if vocab_size is None else range(vocab_size)
@@ -83,7 +83,7 @@ async def _served_model(client: Client) -> str:
 def bodies(
     model: str, count: int, units: Sequence[int] | Sequence[str], input_len: int, output_len: int, seed: int
 ) -> Iterator[bytes]:
-    """Yields `count` requests, the same ones for the same seed: token ids make prompts of ids, words make text."""
+    """Yields the bodies of `count` requests, equal for equal seeds; prompts are token ids or text, as `units` are."""
     rng = random.Random(seed)
     for _ in range(count):
         prompt: list[Any] = rng.choices(units, k=input_len)
@@ -103,7 +103,7 @@ def bodies(
 async def closed_loop(
     client: Client, requests: Iterable[bytes], concurrency: int, timeout_s: float, seconds: float | None = None
 ) -> list[RequestRecord]:
-    """Sends requests, `concurrency` at a time, and returns what became of those that ended within `seconds`."""
+    """Sends requests, `concurrency` at a time, and returns the records of those that ended within `seconds`."""
     queue, records = enumerate(requests), list[RequestRecord]()
 
     async def send_in_turn() -> None:
@@ -121,7 +121,7 @@ async def closed_loop(
 
 
 def summarize(records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Returns the figures of a load as plain data; latencies are in milliseconds, of requests that did not fail."""
+    """Returns the figures of a load as plain data; latencies of successful requests in milliseconds."""
     good = [record for record in records if record.error is None]
     seconds = 0.0
     if records:
@@ -142,10 +142,7 @@ def summarize(records: Sequence[RequestRecord]) -> dict[str, Any]:
 
 
 def distribution(seconds: Iterable[float | None]) -> dict[str, float] | None:
-    """Returns mean, percentiles and maximum in milliseconds of the values that are known; None where none is.
-
-    Percentiles are interpolated linearly.
-    """
+    """Returns mean, linearly interpolated percentiles and maximum of the known values in milliseconds; None without."""
     values = np.array([value for value in seconds if value is not None]) * 1e3
     if not values.size:
         return None

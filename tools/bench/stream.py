@@ -1,4 +1,4 @@
-"""Reads one streamed completion: events to chunks, chunks to a record of which tokens came when."""
+"""Sends one request and reads its stream: server-sent events to chunks, chunks to a record of token times."""
 
 import asyncio
 import dataclasses
@@ -24,7 +24,7 @@ _decoder = msgspec.json.Decoder(_StreamedChunk)
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """One chunk that carried tokens: when it was read, and the number of tokens (None: the server did not say)."""
+    """One chunk with tokens: the time it was read, and the number of tokens (None: not reported by the server)."""
 
     time_s: float
     tokens: int | None
@@ -32,10 +32,10 @@ class Arrival:
 
 @dataclasses.dataclass(frozen=True)
 class RequestRecord:
-    """What became of one request. Times are seconds on the monotonic clock; `error` is None after a success.
+    """The outcome of one request. Times are seconds on the monotonic clock; `error` is None after a success.
 
-    The request was due at `scheduled_s`, its sending began at `sent_s`. `output_tokens` comes from the server's usage,
-    or else from the token ids it streamed; it is None where the server gave neither. Chunks are never counted.
+    The request was due at `scheduled_s`, its sending began at `sent_s`. `output_tokens` is the server's usage, or else
+    the number of streamed token ids; None without both. Chunks are never counted as tokens.
     """
 
     index: int
@@ -52,23 +52,23 @@ class RequestRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds from the moment the request was due to its first token."""
+        """Seconds from the time the request was due to its first token."""
         return self.arrivals[0].time_s - self.scheduled_s if self.arrivals else None
 
     @property
     def e2e_s(self) -> float:
-        """Seconds from the moment the request was due to the end of its stream."""
+        """Seconds from the time the request was due to the end of its stream."""
         return self.finished_s - self.scheduled_s
 
     @property
     def counts_known(self) -> bool:
-        """Whether every chunk said how many tokens it carried."""
+        """Whether every chunk reported its number of tokens."""
         return all(arrival.tokens is not None for arrival in self.arrivals)
 
     def inter_token_s(self) -> list[float]:
         """Returns one latency per token after the first chunk: a chunk of k tokens gives gap / k, k times.
 
-        Ranks the server does not say how many tokens its chunks carry, each chunk gives one latency.
+        If the server does not report tokens per chunk, each chunk gives one latency.
         """
         latencies: list[float] = []
         for before, after in zip(self.arrivals, self.arrivals[1:], strict=False):
@@ -86,7 +86,7 @@ class _StreamState:
         self.finish_reason: str | None = None
         self.done_s: float | None = None
 
-    def take(self, data: bytes) -> None:
+    def add_event(self, data: bytes) -> None:
         now = time.monotonic()
         if data == b"[DONE]":
             self.done_s = now
@@ -111,7 +111,7 @@ class _StreamState:
             self.arrivals.append(Arrival(now, None))
 
     def fields(self) -> dict[str, Any]:
-        """Returns the fields of a RequestRecord that the stream decides."""
+        """Returns the fields of a RequestRecord that follow from the stream."""
         streamed = [arrival.tokens or 0 for arrival in self.arrivals]
         counted = sum(streamed) if streamed and all(streamed) else None
         return {
@@ -139,17 +139,17 @@ async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 async def complete(
     client: Client, path: str, body: bytes, *, index: int, scheduled_s: float, timeout_s: float
 ) -> RequestRecord:
-    """Sends one streaming request and reads it to its end. A failure becomes the record's `error`, not an exception.
+    """Sends one streaming request and reads it to its end; a failure becomes the record's `error`.
 
-    Kinds of error: those of `Client.request`, "timeout" (`timeout_s` after sending began), "error event" (the
-    server reports an error inside the stream), "malformed", "finish: abort" and "finish: error".
+    Kinds of error: those of `Client.request`, "timeout" (`timeout_s` after sending began), "error event" (an error
+    inside the stream), "malformed", "finish: abort" and "finish: error".
     """
     reader, sent_s, error = _StreamState(), time.monotonic(), None
     try:
         async with asyncio.timeout(timeout_s), client.request("POST", path, body) as response:
             async for data in events(response.pieces()):
-                reader.take(data)
-        error = _verdict(reader)
+                reader.add_event(data)
+        error = _stream_error(reader)
     except RequestFailed as failure:
         error = failure
     except TimeoutError:
@@ -165,9 +165,9 @@ async def complete(
     )
 
 
-def _verdict(reader: _StreamState) -> RequestFailed | None:
+def _stream_error(reader: _StreamState) -> RequestFailed | None:
     if reader.done_s is None:
         return RequestFailed("disconnected", "the stream ended without [DONE]")
     if reader.finish_reason in ("abort", "error"):
-        return RequestFailed(f"finish: {reader.finish_reason}", "the server gave the request up")
+        return RequestFailed(f"finish: {reader.finish_reason}", "the server aborted the request")
     return None

@@ -82,7 +82,7 @@ def _thorough(model: Path, small: tuple[str, ...]) -> list[Check]:
             "fast",
             "kernels",
             "tools.doctor.fast",
-            "A kernel that is wrong here fails above, too. Ranks the roof fails or is far below the data sheet, "
+            "A kernel that is wrong here fails above, too. Where the roof fails or is far below the data sheet, "
             "read clocks and power in the log, and end other processes on the GPU.",
             240,
             each=True,

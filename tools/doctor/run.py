@@ -32,7 +32,7 @@ _SAID = 400  # characters of a sentence on the page
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,59}")
 _MOST_NAMES = 200
 _QUOTED = 200
-# Ranks a signal ends a check, its log has the Python stack.
+# Where a signal ends a check, its log has the Python stack.
 _ENVIRONMENT = {"PYTHONFAULTHANDLER": "1"}
 
 

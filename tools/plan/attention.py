@@ -1,9 +1,8 @@
-"""How long attention could take: dense attention of prefill, and the parts of sparse attention (DeepSeek-V3.2).
+"""The roofline model of attention: dense attention in prefill, and sparse attention (DeepSeek-V3.2) by its parts.
 
-Dense attention expands new tokens, and takes cached ones in either form. Sparse attention is to copies of rows, or in
-prefill of short requests masked attention to all (`SparseCore.masked`).
-Its kernels run one after the other, for a group of query rows at a time (`dsv3.model.layers.sparse`). An estimate, like
-all of `tools.plan.roofline`; no GPU has run these kernels.
+Dense attention materializes keys and values of new tokens, and reads cached ones in the cheaper form. Sparse attention
+reads copies of the top-k rows; in prefill of short requests it is masked attention to all (`SparseCore.masked`). Its
+kernels run one after the other, for a group of query rows at a time (`dsv3.model.layers.sparse`).
 """
 
 import dataclasses
@@ -23,16 +22,17 @@ from pallas_kernels.dsa import BYTES_AT_ONCE, topk_width
 from tools.plan.deployment import PlannedBatch, Rates
 
 _SCORE_BYTES = 4
-_LAUNCHES = 5  # per group: scores, choice, copies, attention, and what joins its parts
-_MASKED_LAUNCHES = 2, 8  # per group: scores and choice; once: pages, products for keys and values, bits, attention
-_BIT_BYTES = 4 + 2 * 32  # a position is read, and a sector of memory for its bit read and written
+_LAUNCHES = 5  # per group: scores, top-k, copies, attention, and the reduction of its splits
+_MASKED_LAUNCHES = 2, 8  # per group: scores, top-k; once: pages, products for keys and values, bits, attention
+_BIT_BYTES = 4 + 2 * 32  # one position read, and the memory sector of its bit read and written
 
 
 @dataclasses.dataclass(frozen=True)
 class SparseCore:
-    """Seconds of a layer's parts for one micro-batch; those of layers without an indexer count as nothing.
+    """Seconds of a layer's parts for one micro-batch, averaged over layers with and without an indexer.
 
-    `copies` are those of chosen rows. Masked attention has none: it has `expansion` of all tokens, and the `mask`.
+    `choice` is the top-k selection, `copies` gather the selected rows. Masked attention copies nothing; it materializes
+    keys and values of all tokens (`expansion`) and builds the `mask`.
     """
 
     scores: float
@@ -45,12 +45,12 @@ class SparseCore:
 
     @property
     def seconds(self) -> float:
-        """All of them."""
+        """The sum of all parts."""
         return sum(dataclasses.astuple(self))
 
     @property
     def masked(self) -> bool:
-        """Whether it is masked attention to all tokens."""
+        """Whether this is masked attention to all tokens."""
         return self.expansion > 0
 
 
@@ -64,48 +64,48 @@ def index_share(model: ModelConfig) -> float:
     return sum(layer < model.num_hidden_layers for layer in model.index_layers) / model.num_hidden_layers
 
 
-def index_weights(model: ModelConfig, chooses: bool) -> int:
-    """Returns the elements of an indexer that a step uses: a step that does not choose makes its keys alone."""
+def index_weights(model: ModelConfig, use_topk: bool) -> int:
+    """Returns the elements of an indexer that a step reads: without top-k selection only those of its keys."""
     if model.indexer is None:
         return 0
     Hi, Y, D = model.indexer.num_heads, model.indexer.head_dim, model.hidden_size
-    return Y * D + (Hi * (Y * (model.q_lora_rank or 0) + D) if chooses else 0)
+    return Y * D + (Hi * (Y * (model.q_lora_rank or 0) + D) if use_topk else 0)
 
 
-def attended(model: ModelConfig, keys: float, fewest: float | None = None) -> float:
-    """Returns how many of `keys` tokens, a mean, queries attend to; all, unless an indexer chooses.
+def attended_keys(model: ModelConfig, keys: float, min_keys: float | None = None) -> float:
+    """Returns the mean number of keys that queries attend to, if they see `keys` on average: at most `index_topk`.
 
-    Ranks `fewest` is given the first query sees that many, and the others evenly more.
+    With `min_keys` the first query sees that many, and the number grows linearly over the others.
     """
-    topk, fewest = model.index_topk, keys if fewest is None else fewest
-    most = 2 * keys - fewest
-    if most <= topk or fewest >= topk:
+    topk, min_keys = model.index_topk, keys if min_keys is None else min_keys
+    max_keys = 2 * keys - min_keys
+    if max_keys <= topk or min_keys >= topk:
         return min(keys, topk)
-    return ((topk**2 - fewest**2) / 2 + topk * (most - topk)) / (most - fewest)
+    return ((topk**2 - min_keys**2) / 2 + topk * (max_keys - topk)) / (max_keys - min_keys)
 
 
-def sparse_floor(model: ModelConfig, context: float, cache_dtype: str) -> tuple[float, float]:
-    """Returns the bytes of cache and the operations of attention that a layer cannot do without, for a query's token.
+def sparse_roofline(model: ModelConfig, context: float, cache_dtype: str) -> tuple[float, float]:
+    """Returns the least bytes of cache and operations of attention per layer, for one query token.
 
-    Dense attention's where the model has no indexer, or the query need not choose.
+    They are dense attention's where the model has no indexer or the context fits `index_topk`.
     """
-    seen, share = attended(model, context), index_share(model) if needs_topk(model, context) else 0
+    seen, share = attended_keys(model, context), index_share(model) if needs_topk(model, context) else 0
     nbytes = seen * row_bytes(model, cache_dtype) + share * context * row_bytes(model, cache_dtype, INDEX_KEYS)
     return nbytes, seen * absorbed_operations(model) + share * context * index_operations(model)
 
 
-def expansion_seconds(model: ModelConfig, rates: Rates) -> float:
-    """Returns the seconds of a token's products with k_up and v_up of all heads; they are bfloat16 in every model."""
+def materialization_seconds(model: ModelConfig, rates: Rates) -> float:
+    """Returns the seconds of a token's products with k_up and v_up of all heads, which are bfloat16 in every model."""
     return PREFILL_OVERHEAD * materialization_operations(model) / (rates.prefill_flops / (2 if model.fp8 else 1))
 
 
 def sparse_core(model: ModelConfig, rates: Rates, batch: PlannedBatch, kernel_s: float) -> SparseCore:
-    """Returns the parts of a layer of a micro-batch whose queries choose; a launch takes `kernel_s`.
+    """Returns the parts of one layer for a micro-batch with top-k selection; a kernel launch takes `kernel_s`.
 
-    Each query reads its request's index keys for itself, from memory or from an L2 cache that is taken to be as fast,
-    and copies its chosen rows. Rows are chosen by one multiprocessor each.
+    Each query reads the index keys of its request, at the rate of HBM even from the L2 cache, and copies its top-k
+    rows. One multiprocessor selects the rows of one query.
     """
-    b, share, seen = batch.tokens, index_share(model), attended(model, batch.keys, batch.fewest)
+    b, share, seen = batch.tokens, index_share(model), attended_keys(model, batch.keys, batch.min_keys)
     row, key = row_bytes(model, batch.cache_dtype), row_bytes(model, batch.cache_dtype, INDEX_KEYS)
     score_flops = rates.fp8_core_flops if batch.cache_dtype == "fp8" else rates.decode_core_flops
     pairs = b * batch.keys
@@ -114,7 +114,7 @@ def sparse_core(model: ModelConfig, rates: Rates, batch: PlannedBatch, kernel_s:
         "scores": share * max(pairs * index_operations(model) / score_flops, pairs * (key + _SCORE_BYTES) / rates.hbm),
         "choice": share * chosen,
     }
-    if batch.room:
+    if batch.kv_capacity:
         return SparseCore(**choosing, **_masked(model, rates, batch, kernel_s))
     core = b * seen * absorbed_operations(model) / batch.split / rates.decode_core_flops
     groups = math.ceil(b * topk_width(model.index_topk) * row / BYTES_AT_ONCE)
@@ -127,37 +127,37 @@ def sparse_core(model: ModelConfig, rates: Rates, batch: PlannedBatch, kernel_s:
 
 
 def _masked(model: ModelConfig, rates: Rates, batch: PlannedBatch, kernel_s: float) -> dict[str, float]:
-    """Returns the seconds of masked attention: all room is expanded, and all tokens that are seen are multiplied."""
-    b, room = batch.tokens, batch.room
+    """Returns the seconds of masked attention: it materializes the whole capacity and multiplies all visible keys."""
+    b, kv_capacity = batch.tokens, batch.kv_capacity
     core = b * batch.keys * materialized_operations(model) / batch.split / rates.prefill_core_flops
-    groups = math.ceil(b * _SCORE_BYTES * room / BYTES_AT_ONCE)
-    bits = b * attended(model, batch.keys, batch.fewest) * _BIT_BYTES + room // 32 * b * 4
+    groups = math.ceil(b * _SCORE_BYTES * kv_capacity / BYTES_AT_ONCE)
+    bits = b * attended_keys(model, batch.keys, batch.min_keys) * _BIT_BYTES + kv_capacity // 32 * b * 4
     return {
         "copies": 0.0,
         "attention": PREFILL_OVERHEAD * MASKING * core,
         "launches": (groups * _MASKED_LAUNCHES[0] + _MASKED_LAUNCHES[1]) * kernel_s,
-        "expansion": room * expansion_seconds(model, rates) / batch.split,
+        "expansion": kv_capacity * materialization_seconds(model, rates) / batch.split,
         "mask": bits / rates.hbm,
     }
 
 
 def dense_core(model: ModelConfig, rates: Rates, batch: PlannedBatch) -> float:
-    """Returns the seconds of a layer's attention for a prefill micro-batch, less keys and values of its own tokens.
+    """Returns the seconds of a layer's attention for a prefill micro-batch, without keys and values of new tokens.
 
-    Cached tokens are those that were there before the batch: `fewest` of each prompt, and what earlier batches have
-    computed of a prompt that is longer than one. The form that takes less is taken, as the engine does.
+    Cached tokens are the `min_keys` of each prompt and what earlier batches computed of a prompt longer than one batch.
+    Takes the faster form, as the engine does.
     """
     return min(dense_forms(model, rates, batch))
 
 
 def dense_forms(model: ModelConfig, rates: Rates, batch: PlannedBatch) -> tuple[float, float]:
-    """Returns the seconds of both forms, absorbed and expanded.
+    """Returns the seconds of both forms, absorbed and materialized.
 
-    Either cached latents are multiplied, with queries and outputs that two more products make; or keys and values are
-    made of them.
+    The absorbed form multiplies cached latents, and needs two more products for queries and outputs. The materialized
+    form computes keys and values from the latents.
     """
     cached, prompts = _cached(batch)
-    pairs, token = batch.tokens * cached, expansion_seconds(model, rates) / batch.split
+    pairs, token = batch.tokens * cached, materialization_seconds(model, rates) / batch.split
     pair = materialized_operations(model) / batch.split / rates.prefill_core_flops
     absorbed = pairs * absorbed_operations(model) / batch.split / rates.decode_core_flops
     own = PREFILL_OVERHEAD * (batch.tokens * batch.keys - pairs) * pair
@@ -168,8 +168,8 @@ def dense_forms(model: ModelConfig, rates: Rates, batch: PlannedBatch) -> tuple[
 
 
 def _cached(batch: PlannedBatch) -> tuple[float, float]:
-    """Returns the cached tokens of a prompt, a mean, and how many prompts the batch has tokens of."""
-    if batch.fewest is None:
+    """Returns the mean cached tokens of a prompt, and the number of prompts in the batch."""
+    if batch.min_keys is None:
         return 0.0, 0.0
-    new = 2 * (batch.keys - batch.fewest)
-    return batch.fewest + max(0.0, (new - batch.tokens) / 2), max(1.0, batch.tokens / max(new, 1.0))
+    new = 2 * (batch.keys - batch.min_keys)
+    return batch.min_keys + max(0.0, (new - batch.tokens) / 2), max(1.0, batch.tokens / max(new, 1.0))

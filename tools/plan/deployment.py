@@ -1,6 +1,6 @@
-"""What a deployment is: devices and the rates that kernels reach on them, how many of them, the batches they shall run.
+"""A deployment: its devices, the rates that kernels reach on them, and the batches that it runs.
 
-`configs.deployments` names the published ones; `read_deployment` reads a person's own from a JSON or TOML file.
+`configs.deployments` names the published ones; `read_deployment` reads a user's own from a JSON or TOML file.
 """
 
 import dataclasses
@@ -17,19 +17,19 @@ from dsv3.config.options import Combine
 from dsv3.config.speculative import SpeculativeConfig, acceptance_by_place
 
 CACHE_DTYPES = ("bfloat16", "fp8")
-"""Types of pages that the kernels read with bfloat16 queries."""
+"""Cache dtypes that the kernels read with bfloat16 queries."""
 
 
 class DeploymentError(ValueError):
-    """A deployment that cannot be, or a file that does not describe one; the text names the field."""
+    """An invalid deployment or deployment file; the message names the field."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """One GPU: memory in bytes, peak rates per second, and one-way link rates in bytes per second that DeepEP-like
-    transfers reach: `node_link` to each other GPU of its node together, `cross_link` to other nodes.
+    """One GPU: memory in bytes, peak rates per second, and one-way link rates in bytes per second.
 
-    Only GPUs of compute capability 9.0 can be planned for. Most have 132 `multiprocessors`, an H20 78.
+    `node_link` is the sum over all other GPUs of the node, `cross_link` the rate to other nodes. Only GPUs of compute
+    capability 9.0 can be planned for. Most have 132 `multiprocessors`, an H20 has 78.
     """
 
     name: str
@@ -50,21 +50,19 @@ class Device:
 class Deployment:
     """One instance: `nodes` of `gpus_per_node` devices, and what each data-parallel rank runs.
 
-    `prefill_tokens` are the prompt tokens per rank in a prefill step, `decode_requests` the requests per rank in a
-    decode step: at least one of the two, both for an instance that does both. One that only decodes still computes
-    the ends of prompts, at most `max_num_batched_tokens` at once. `context_length` is the mean number of tokens
-    that a request has in the cache (of a prompt, in prefill); `prompt_per_answer` are the prompt tokens per token
-    of answers, 608 to 168 billion on DeepSeek's published day. `prefix_hit_rate` is the share of prompt tokens
-    found in the cache. `max_model_len` None: what the model was made for. `expert_parallel` spreads the routed
-    experts over all devices, with `redundant_experts` replicas more than there are experts, which load balancing
-    moves; `expert_transport` and `expert_combine` are as in `launch.serve`. `kv_cache_dtype` is the type of the
-    pages: bfloat16, as activations are, or fp8. `memory_utilization` is the share of a device's memory that
-    weights, cache and working memory may take, the server's `gpu_memory_utilization`; the rest is for CUDA, NCCL's
-    buffers and fragmentation. `speculative_config` asks for drafts as in `launch.serve`; `acceptance` says how many
-    are right: a number is each draft's chance once those before it are, a tuple has the share of rows in which all
-    drafts up to each place are.
-
-    `reserved_multiprocessors` of each device are left to transfers in overlapped steps, as in `launch.serve`.
+    - `prefill_tokens`: prompt tokens per rank in a prefill step. `decode_requests`: requests per rank in a decode step.
+      An instance has one of the two, or both. A decode instance still computes the partial last pages of prompts, at
+      most `max_num_batched_tokens` at once.
+    - `context_length`: mean tokens of a request in the cache (in prefill: of a prompt). `prompt_per_answer`: prompt
+      tokens per token of answers; the default is DeepSeek's published day. `prefix_hit_rate`: share of prompt tokens
+      found in the cache. `max_model_len` None: the model's own limit.
+    - `expert_parallel`: spread the routed experts over all devices, with `redundant_experts` more replicas.
+    - `memory_utilization`: share of a device's memory for weights, cache and working memory, the server's
+      `gpu_memory_utilization`. The rest is for CUDA, NCCL's buffers and fragmentation.
+    - `acceptance` of the drafts of `speculative_config`: a number is the chance of each draft if all before it are
+      accepted; a tuple has for each position the share of rows in which all drafts up to it are accepted.
+    - `expert_transport`, `expert_combine`, `kv_cache_dtype` (bfloat16 or fp8), `speculative_config` and
+      `reserved_multiprocessors` (of each device, for transfers in overlapped steps) are options of `launch.serve`.
 
     Raises DeploymentError for values that contradict each other.
     """
@@ -134,7 +132,7 @@ class Deployment:
         except ValueError as error:
             raise DeploymentError(f"{self.name}: {error}") from None
         if speculative is not None and (speculative.method != "mtp" or speculative.synthetic_rates):
-            raise DeploymentError(f"{self.name}: speculative_config: a plan knows drafts of the method 'mtp' alone")
+            raise DeploymentError(f"{self.name}: speculative_config: only the method 'mtp' can be planned")
         if self.drafts and self.acceptance is None:
             raise DeploymentError(f"{self.name}: acceptance is missing: tokens per step depend on it; try 0.8")
         if self.acceptance is not None and not self.drafts:
@@ -142,18 +140,18 @@ class Deployment:
 
     @property
     def speculative(self) -> SpeculativeConfig | None:
-        """How drafts are made; None where none are."""
+        """The drafting method; None without drafts."""
         return None if self.speculative_config is None else SpeculativeConfig.from_json(self.speculative_config)
 
     @property
     def drafts(self) -> int:
-        """Drafts of each request in a decode step."""
+        """Draft tokens of each request in a decode step."""
         speculative = self.speculative
         return speculative.drafts(self.decode_requests) if speculative and self.decode_requests else 0
 
     @property
     def accepted(self) -> tuple[float, ...]:
-        """Shares of rows in which all drafts up to each place are accepted; empty without drafts."""
+        """Shares of rows in which all drafts up to each position are accepted; empty without drafts."""
         return acceptance_by_place("acceptance", self.acceptance, self.drafts) if self.acceptance is not None else ()
 
     @property
@@ -168,10 +166,10 @@ class Deployment:
 
 
 def read_deployment(path: Path, devices: Mapping[str, Device]) -> Deployment:
-    """Reads the deployment in a JSON or TOML file (by suffix) with the fields of `Deployment`.
+    """Reads a deployment from a JSON or TOML file (by suffix) with the fields of `Deployment`.
 
-    `device` is a name from `devices`, or an object with the fields of `Device`. Raises DeploymentError naming file and
-    field.
+    `device` is a name from `devices`, or an object with the fields of `Device`. Raises DeploymentError with the names
+    of file and field.
     """
     try:
         values = _parse(path)
@@ -190,21 +188,18 @@ def read_deployment(path: Path, devices: Mapping[str, Device]) -> Deployment:
 def _parse(path: Path) -> dict[str, Any]:
     readers = {".json": json.loads, ".toml": tomllib.loads}
     if path.suffix not in readers:
-        raise DeploymentError("the name must end in .json or .toml")
+        raise DeploymentError("the file's name must end in .json or .toml")
     try:
         values = readers[path.suffix](path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise DeploymentError(f"cannot be read: {error}") from None
     if not isinstance(values, dict):
-        raise DeploymentError(f"holds a {type(values).__name__}, not an object")
+        raise DeploymentError(f"contains a {type(values).__name__}; must be an object")
     return values
 
 
 def _build(kind: type, values: Mapping[str, Any], where: str) -> Any:
-    """Builds a dataclass from untyped values.
-
-    Every field must be known, present unless it has a default, and of its type.
-    """
+    """Builds a dataclass from untyped values; raises DeploymentError for unknown, missing and mistyped fields."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
     if unknown := sorted(values.keys() - fields.keys()):
         raise DeploymentError(f"{where}{unknown[0]} is not a field; fields are {', '.join(fields)}")
@@ -244,12 +239,12 @@ _NODE_LINK = 153 / 160
 _CLOCK = 1.83e9  # at which the data sheet's peaks hold: 989e12 = 132 x 4,096 x 1.83e9
 
 SELECT_CYCLES = 1.35
-"""Cycles of a multiprocessor per score: of 16 warps on 4 schedulers each has 4 x 170 and 695 instructions for 4,096."""
+"""Cycles of a multiprocessor per score: 16 warps on 4 schedulers, each with 4 x 170 and 695 instructions for 4,096."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Rates per second that a device reaches: bytes for memory and links, operations for products."""
+    """Rates per second that kernels reach on a device: bytes for memory and links, operations for products."""
 
     dense_bandwidth: float
     dense_flops: float
@@ -261,22 +256,24 @@ class Rates:
     fp8_core_flops: float
     """Attention's products in e4m3: index scores of FP8 keys."""
     selection: float
-    """Scores that one multiprocessor chooses from."""
+    """Index scores per second from which one multiprocessor selects the top-k."""
     multiprocessors: int
-    """Those that kernels take."""
+    """Multiprocessors of the kernels."""
     hbm: float
     node_link: float
     dispatch_link: float
     combine_link: float
 
 
-def rates_of(device: Device, model: ModelConfig, taken: float | None = None) -> Rates:
-    """Returns what published kernels would reach on `device`; products are bf16 where the model is not FP8.
+def kernel_rates(device: Device, model: ModelConfig, kernel_share: float | None = None) -> Rates:
+    """Returns the rates of published kernels, scaled to `device`; products are bf16 unless the model is FP8.
 
-    `taken` is the share of the device's multiprocessors that kernels take, with which arithmetic goes; None: as where
-    the rates were measured. Rates of memory are taken to need no more than some four fifths of them.
+    Arithmetic is proportional to `kernel_share`, the share of the multiprocessors that kernels run on; None: the share
+    at which the rates were measured. Memory rates are assumed to need at most four fifths of the multiprocessors.
     """
-    decoding, prefilling = (1.0, 1.0) if taken is None else (taken, taken / shares.PREFILL_MULTIPROCESSORS)
+    decoding, prefilling = (
+        (1.0, 1.0) if kernel_share is None else (kernel_share, kernel_share / shares.PREFILL_MULTIPROCESSORS)
+    )
     product = device.fp8_flops if model.fp8 else device.bf16_flops
     hbm = device.hbm_bytes_per_second
     return Rates(
@@ -301,10 +298,10 @@ def rates_of(device: Device, model: ModelConfig, taken: float | None = None) -> 
 class PlannedBatch:
     """One micro-batch of a rank: `tokens`, their mean number of `keys`, and the `experts` on each device.
 
-    `width` tokens of each request read its cache together. `split` devices share the heads of these tokens, the widths
-    of their MLPs, and their routed experts' rows. The first token of a prompt sees the `fewest` keys, and the next ones
-    evenly more; None: all tokens see as many, and none is cached. Ranks queries choose in prefill, masked attention has
-    `room` for so many tokens; 0: chosen rows are copied.
+    - `width` tokens of each request read its cache together.
+    - `split` devices share the heads of these tokens, the widths of their MLPs, and their routed experts' rows.
+    - The first token of a prompt sees `min_keys` keys, and the number grows linearly; None: equal for all, none cached.
+    - `kv_capacity`: tokens for which masked sparse prefill materializes keys and values; 0: it copies the top-k rows.
     """
 
     tokens: int
@@ -313,10 +310,10 @@ class PlannedBatch:
     split: int = 1
     cache_dtype: str = "bfloat16"
     width: int = 1
-    fewest: float | None = None
-    room: int = 0
+    min_keys: float | None = None
+    kv_capacity: int = 0
 
     @property
-    def most(self) -> float:
-        """Keys that the last token sees."""
-        return self.keys if self.fewest is None else 2 * self.keys - self.fewest
+    def max_keys(self) -> float:
+        """Keys that the last token attends to."""
+        return self.keys if self.min_keys is None else 2 * self.keys - self.min_keys

@@ -1,11 +1,10 @@
-"""Reads the text of a compiled, scheduled HLO module: its instructions in order, and what its collectives send.
+"""Parses the text of a compiled, scheduled HLO module: its instructions in order, and the bytes of its collectives.
 
-The reader understands what planning needs of `jax.stages.Compiled.as_text()`. XLA promises no stability, so anything
-else raises `HloError` instead of being skipped.
+It parses what planning needs of `jax.stages.Compiled.as_text()`. XLA promises no stability, so unknown text raises
+`HloError`.
 
-Bytes of a collective are those that leave one device in one step. An all-to-all over g devices keeps 1/g of its buffer;
-rings send (g-1)/g of what they gather or scatter (twice for an all-reduce). The program sends whole padded buffers, not
-only the rows that are filled.
+Bytes of a collective are those that leave one device. An all-to-all over g devices keeps 1/g of its buffer; rings send
+(g-1)/g of what they gather or scatter (twice for an all-reduce). Padded buffers are sent whole.
 """
 
 import dataclasses
@@ -20,12 +19,12 @@ ITEM_BITS = {"pred": 8, "token": 0}
 
 
 class HloError(ValueError):
-    """Text that this reader does not understand."""
+    """HLO text in an unknown form."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One instruction: `shape` as text, names of its operands, what follows them, and jax's name stack."""
+    """One instruction: `shape` as text, operands by name, the `attributes` after them, and jax's name stack."""
 
     name: str
     shape: str
@@ -41,20 +40,20 @@ class Instruction:
 
     @functools.cached_property
     def micro_batch(self) -> int | None:
-        """Number in the scope `micro_batch_N` around the instruction."""
+        """The number N of the scope `micro_batch_N` around the instruction."""
         match = re.search(r"\bmicro_batch_(\d+)\b", self.op_name)
         return int(match[1]) if match else None
 
     @functools.cached_property
     def called(self) -> tuple[str, ...]:
-        """Computations that this instruction runs (a loop's condition is not among them)."""
+        """Computations that this instruction runs, except a loop's condition."""
         found = re.findall(r"\b(?:calls|body|to_apply)=%?([\w.-]+)", self.attributes)
         branches = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
         return (*found, *(re.findall(r"%?([\w.-]+)", branches[1]) if branches else ()))
 
     @functools.cached_property
     def trips(self) -> int | None:
-        """How often a loop's body runs; None where that depends on data."""
+        """A loop's trip count; None if it depends on data."""
         match = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.attributes)
         return int(match[1]) if match else None
 
@@ -73,7 +72,7 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """Computations by name, and the one that runs."""
+    """Computations by name, and the name of the entry."""
 
     computations: Mapping[str, Computation]
     entry: str
@@ -84,17 +83,17 @@ class Module:
 
     @functools.cached_property
     def host_waits(self) -> tuple[str, ...]:
-        """Names of the instructions at which the host decides what runs next, from data that it copies off the device.
+        """Names of the instructions at which the host copies data from the device to decide what runs next.
 
-        These are conditions, and loops whose number of passes the compiler does not know. Each empties the queue of
-        launched kernels and, in all processes of a mesh, undoes what overlap the schedule has.
+        These are conditionals and loops of unknown trip count. Each drains the queue of launched kernels, which ends
+        the schedule's overlap in all processes of a mesh.
         """
         found = (i for computation in self.computations.values() for i in computation.instructions)
         return tuple(i.name for i in found if i.opcode == "conditional" or (i.opcode == "while" and i.trips is None))
 
 
 def parse(text: str) -> Module:
-    """Reads the module in `text`. Raises HloError where it is not scheduled or a line is in an unknown form."""
+    """Parses a module. Raises HloError if it is not scheduled or a line has an unknown form."""
     header, _, body = text.partition("\n")
     if not header.startswith("HloModule") or "is_scheduled=true" not in header:
         raise HloError(f"not a scheduled HLO module: {header[:100]!r}")
@@ -167,7 +166,7 @@ def _closing(line: str, start: int) -> int:
 
 
 def replica_groups(instruction: Instruction, num_partitions: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups of devices in which a collective runs, or the pairs (from, to) of a permutation."""
+    """Returns the device groups of a collective, or the pairs (from, to) of a permutation."""
     text = instruction.attributes
     if match := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", text):
         return _mesh_groups(dict(re.findall(r"'(\w+)'=(\d+)", match[1])), re.findall(r"'(\w+)'", match[2]))
@@ -183,7 +182,7 @@ def replica_groups(instruction: Instruction, num_partitions: int) -> tuple[tuple
 
 
 def _mesh_groups(sizes: Mapping[str, str], grouped: list[str]) -> tuple[tuple[int, ...], ...]:
-    """Returns the devices of a mesh, numbered along its axes, each group along the `grouped` ones."""
+    """Returns the devices of a mesh, numbered along its axes, in groups along the `grouped` axes."""
     shape, axes = list(map(int, sizes.values())), [list(sizes).index(name) for name in grouped]
     ids = np.moveaxis(np.arange(math.prod(shape)).reshape(shape), axes, range(-len(axes), 0))
     groups = np.sort(ids.reshape(-1, math.prod(shape[axis] for axis in axes)))
@@ -229,7 +228,7 @@ LABELS = (
     "eh_proj",
     "embed",
 )
-"""Names of `jax.named_scope` of the stages of a layer; the innermost one counts."""
+"""Names of `jax.named_scope` of the stages of a layer; the innermost one applies."""
 _ELEMENTWISE_KERNELS = ("quantize", "mla_write")
 
 
@@ -237,10 +236,9 @@ _ELEMENTWISE_KERNELS = ("quantize", "mla_write")
 class Collective:
     """One collective of a program, seen from one device.
 
-    `role` comes from `role_of`. Each run sends `node_bytes` to other devices of the node and `cross_bytes` to other
-    nodes; `times` counts runs in a step. `started` and `done` are indices in the schedule of `computation` (equal
-    where it is synchronous). `between` names the stages whose matrix products stand between the two: nothing else hides
-    it.
+    `role` is that of `collective_role`. Each run sends `node_bytes` to other devices of the node and `cross_bytes` to
+    other nodes; `times` counts runs in a step. `started` and `done` are indices in the schedule of `computation`, equal
+    if it is synchronous. `between` names the stages whose matrix products run between the two and hide it.
     """
 
     name: str
@@ -259,7 +257,7 @@ class Collective:
 
     @property
     def is_hidden(self) -> bool:
-        """Whether matrix work stands between start and done."""
+        """Whether matrix work runs between start and done."""
         return bool(self.between)
 
     @property
@@ -269,21 +267,21 @@ class Collective:
 
 
 def collectives(module: Module, devices_per_node: int) -> tuple[Collective, ...]:
-    """Returns every collective of a program, in the order it runs; devices are numbered node after node."""
+    """Returns the collectives of a program in the order of execution; devices are numbered node after node."""
     return tuple(_walk(module, module[module.entry], 1, devices_per_node))
 
 
 def _walk(module: Module, computation: Computation, times: int, per_node: int) -> Iterator[Collective]:
     for index, instruction in enumerate(computation.instructions):
-        if (core := core_of(module, instruction)) is not None:
+        if (core := collective_in(module, instruction)) is not None:
             yield _collective(module, computation, index, core, times, per_node)
         elif instruction.opcode in ("while", "call", "conditional", "fusion", "async-start"):
             for name in instruction.called:
                 yield from _walk(module, module[name], times * (instruction.trips or 1), per_node)
 
 
-def core_of(module: Module, instruction: Instruction) -> Instruction | None:
-    """Returns the collective that an instruction is or starts, bare or wrapped in a fusion; None for any other one."""
+def collective_in(module: Module, instruction: Instruction) -> Instruction | None:
+    """Returns the collective that an instruction is or starts, bare or in a fusion; None for other instructions."""
     if instruction.opcode.removesuffix("-start") in KINDS:
         return instruction
     if instruction.opcode not in ("fusion-start", "async-start", "fusion"):
@@ -307,11 +305,11 @@ def _collective(
     others = len(group) - 1
     outside = sum(device // per_node != group[0] // per_node for device in group)
     cross = round(sent * outside / others) if others else 0
-    done = done_of(computation, index)
+    done = done_index(computation, index)
     return Collective(
         name=instruction.name,
         kind=kind,
-        role=role_of(instruction),
+        role=collective_role(instruction),
         micro_batch=instruction.micro_batch,
         shape=core.shape if core.opcode in KINDS else _result(core.shape),
         group_size=len(group),
@@ -342,8 +340,8 @@ def _sent_bytes(kind: str, operand: int, group: int) -> int:
     return (2 if kind == "all-reduce" else 1) * operand * (group - 1) // group
 
 
-def done_of(computation: Computation, index: int) -> int:
-    """Returns the index of the instruction that waits for the one at `index`; itself where it is synchronous."""
+def done_index(computation: Computation, index: int) -> int:
+    """Returns the index of the instruction that waits for the one at `index`; `index` if that is synchronous."""
     instruction = computation.instructions[index]
     if not instruction.opcode.endswith("-start"):
         return index
@@ -351,17 +349,17 @@ def done_of(computation: Computation, index: int) -> int:
     rest = enumerate(computation.instructions[index + 1 :], index + 1)
     found = (n for n, i in rest if i.opcode == wanted and instruction.name in i.operands)
     if (done := next(found, None)) is None:
-        raise HloError(f"{instruction.name} is never waited for")
+        raise HloError(f"{instruction.name} has no {wanted}")
     return done
 
 
 def _work_between(module: Module, computation: Computation, started: int, done: int) -> tuple[str, ...]:
     inside = computation.instructions[started + 1 : done]
-    return tuple(dict.fromkeys(label_of(i) or "other" for i in inside if is_matrix_work(module, i)))
+    return tuple(dict.fromkeys(stage_label(i) or "other" for i in inside if is_matrix_work(module, i)))
 
 
 def is_matrix_work(module: Module, instruction: Instruction) -> bool:
-    """Returns whether an instruction is a matrix product or an attention kernel, or a loop that runs one."""
+    """Returns whether an instruction is a matrix product, an attention kernel, or a loop with one."""
     if instruction.opcode == "custom-call":
         is_kernel = any(target in instruction.attributes for target in ('"mosaic_gpu', '"__cublas', '"__triton'))
         return is_kernel and not any(word in instruction.op_name for word in _ELEMENTWISE_KERNELS)
@@ -372,13 +370,13 @@ def is_matrix_work(module: Module, instruction: Instruction) -> bool:
     return instruction.opcode in ("dot", "convolution")
 
 
-def role_of(instruction: Instruction) -> str:
-    """Returns the purpose of a collective: dispatch, combine, or the stage whose sum it completes."""
+def collective_role(instruction: Instruction) -> str:
+    """Returns the purpose of a collective: dispatch, combine, or the stage that it is part of."""
     roles = (scope for scope in reversed(instruction.scopes) if scope in _ROLES)
-    return next(roles, label_of(instruction) or "other")
+    return next(roles, stage_label(instruction) or "other")
 
 
-def label_of(instruction: Instruction) -> str | None:
+def stage_label(instruction: Instruction) -> str | None:
     """Returns the stage of a layer that an instruction belongs to: the innermost of `LABELS` around it."""
     return next((scope for scope in reversed(instruction.scopes) if scope in LABELS), None)
 

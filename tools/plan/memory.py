@@ -1,6 +1,6 @@
-"""Bytes per device, by the server's own account, and whether a deployment fits: if not, what to change.
+"""Memory of one device, computed by the server's own accounting: whether a deployment fits, and what to change if not.
 
-Weights and cache are counted from shapes, working memory is the compiler's.
+Weights and cache follow from shapes; working memory is the compiler's.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from dsv3.engine.build import account_for
 from dsv3.engine.device.pool import SLACK
 from dsv3.engine.memory import DeviceMemory, MemoryAccount, local_bytes
 from tools.plan.deployment import Deployment
-from tools.plan.programs import LaidOut, cache_tokens
+from tools.plan.programs import PlannedModel, cache_tokens
 
 EXPERTS, MODULE_EXPERTS = "routed experts", "MTP module, routed experts"
 _MOST_NODES = 64
@@ -36,8 +36,8 @@ _REST = "router, norms, expert map"
 class Memory:
     """Bytes of one device: its `account`, and the tokens of cache that the deployment's requests need.
 
-    `weights` are the account's by group; an MTP module has groups of its own, and a cache layer in `token`. What
-    programs take is known after compiling them: `compiled` says whether it is in the account.
+    `weights` splits the account's by group; an MTP module has its own groups, and a cache layer in `token`. The
+    account includes the programs' working memory only if they are `compiled`.
     """
 
     account: MemoryAccount
@@ -47,7 +47,7 @@ class Memory:
 
     @property
     def token(self) -> int:
-        """Bytes of a token of cache: its share of a page, rounded up."""
+        """Bytes of one token in the cache: its share of a page, rounded up."""
         return -(-self.account.page // self.account.page_size)
 
     @property
@@ -57,22 +57,22 @@ class Memory:
 
     @property
     def needed(self) -> int:
-        """Everything."""
+        """Bytes of weights, state, working memory and the requests' cache."""
         return self.account.weights + self.account.state + self.account.working + self.cache
 
     @property
     def tokens_left(self) -> int:
-        """Tokens of cache that fit beside everything else, those of the deployment's requests included."""
+        """Tokens of cache that fit beside everything else, including those of the deployment's requests."""
         return self.account.tokens
 
     @property
     def fits(self) -> bool:
-        """Whether the requests' cache and everything else stay within the engine's share of the device."""
+        """Whether `needed` is within the engine's share of the device."""
         return self.cache_tokens <= self.account.tokens
 
 
-def memory_of(planned: LaidOut, working: int | None = None) -> Memory:
-    """Returns the memory of one device, whose programs take `working`: None before they are compiled."""
+def memory_of(planned: PlannedModel, working: int | None = None) -> Memory:
+    """Returns the memory of one device; `working` are the bytes of its programs, None before they are compiled."""
     deployment, total = planned.deployment, planned.deployment.device.memory_bytes
     memory = DeviceMemory(total, int(total * (deployment.memory_utilization + SLACK)))
     found = account_for(planned.layout, memory, deployment.memory_utilization, working or 0)
@@ -82,7 +82,7 @@ def memory_of(planned: LaidOut, working: int | None = None) -> Memory:
 
 
 def weight_groups(params: Any) -> dict[str, int]:
-    """Returns the bytes of parameters on one device, by group; the scales of FP8 weights belong to their group."""
+    """Returns the bytes of parameters on one device, by group; scales of FP8 weights count in the weights' group."""
     groups = dict.fromkeys((*_GROUPS, _REST), 0)
     flat, _ = jax.tree_util.tree_flatten_with_path(params)
     for keys, leaf in flat:
@@ -94,7 +94,7 @@ def weight_groups(params: Any) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The answer, the numbers behind it in a sentence, and what would change it."""
+    """Whether a deployment fits, a sentence with the numbers, and changes that would make it fit."""
 
     fits: bool
     why: str
@@ -102,7 +102,7 @@ class Verdict:
 
 
 def judge(memory: Memory, deployment: Deployment, num_experts: int) -> Verdict:
-    """Judges a plan's memory; `num_experts` is the model's number of routed experts."""
+    """Returns whether a plan fits; `num_experts` is the model's number of routed experts."""
     device = deployment.device
     account = memory.account
     limit = f"{account.pool / GB:.1f} GB ({deployment.memory_utilization:g} of {device.memory_bytes / GB:g} GB)"
@@ -134,7 +134,7 @@ def _changes(memory: Memory, deployment: Deployment, num_experts: int) -> list[s
 
 
 def _smaller_batch(memory: Memory, deployment: Deployment) -> str | None:
-    """Advises fewer or shorter requests, where the weights leave room for at least one."""
+    """Returns the advice to use fewer or shorter requests; None unless at least one request fits."""
     request = memory.cache_tokens // max(1, deployment.decode_requests)
     if not deployment.decode_requests or memory.tokens_left < request:
         return None
@@ -144,7 +144,7 @@ def _smaller_batch(memory: Memory, deployment: Deployment) -> str | None:
 
 
 def nodes_that_fit(memory: Memory, deployment: Deployment, num_experts: int) -> tuple[int, int] | None:
-    """Finds the fewest nodes, with the fewest redundant experts that divide over them, that hold everything."""
+    """Returns the fewest nodes on which everything fits, and their fewest redundant experts; None if none fits."""
     routed = memory.weights[EXPERTS] + memory.weights.get(MODULE_EXPERTS, 0)
     replica = routed * deployment.devices // (num_experts + deployment.redundant_experts)
     rest = memory.needed - routed

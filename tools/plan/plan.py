@@ -1,8 +1,7 @@
-"""A plan: memory, collectives, overlap and estimated speed of a model in a deployment, and what prefill passes on.
+"""A plan: memory, collectives, overlap and estimated speed of a model in a deployment, and the transfer of KV pages.
 
-What prefill and decode on separate instances pass on is an estimate. A request of the mean context has a prompt and an
-answer in a stated proportion. While it is answered its context grows from the prompt to prompt and answer, so the mean
-is the prompt and half of the answer.
+The transfer from prefill to decode instances is an estimate for a request of the mean context. The context grows from
+the prompt to prompt and answer, so its mean is the prompt and half of the answer.
 """
 
 import dataclasses
@@ -14,22 +13,21 @@ from dsv3.scheduler.balance import MOST_STEPS
 from pallas_kernels.multiprocessors import Multiprocessors
 from tools.plan import hlo, roofline
 from tools.plan.attention import SparseCore
-from tools.plan.deployment import Deployment, PlannedBatch, Rates, rates_of
+from tools.plan.deployment import Deployment, PlannedBatch, Rates, kernel_rates
 from tools.plan.hlo import Collective, collectives
 from tools.plan.launch_order import LaunchOrder, launch_order
 from tools.plan.memory import Memory, Verdict, judge, memory_of
-from tools.plan.programs import CompiledProgram, LaidOut, Phase, Run, compile_step, lay_out
-from tools.plan.timeline import Player, Timeline
+from tools.plan.programs import CompiledProgram, Phase, PlannedModel, Run, compile_step, lay_out
+from tools.plan.timeline import ScheduleSimulator, Timeline
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramPlan:
     """One compiled program of a step; `stages`, `sparse` and the times of `timeline` are estimates.
 
-    `sparse` is what attention consists of in a layer, where queries choose the tokens that they attend to.
-    `multiprocessors` are what its kernels take, and leave to transfers. `host_waits` are the places in the program
-    where the devices wait for the host (`hlo.Module.host_waits`). `order` says whether all devices meet their
-    collectives in one order.
+    `sparse` has the parts of a layer's attention with top-k selection. `multiprocessors` says how many the kernels use
+    and how many they leave to transfers. `host_waits` are instructions at which devices wait for the host
+    (`hlo.Module.host_waits`). `order` says whether all devices launch their collectives in one order.
     """
 
     phase: Phase
@@ -53,31 +51,31 @@ class ProgramPlan:
 
     @property
     def seconds(self) -> float:
-        """The program's part of a step, as often as it runs."""
+        """The program's time in a step, over all its runs."""
         return self.run.times * self.timeline.step
 
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan(ProgramPlan):
-    """A step: the model's program, and `drafts`, the module's programs behind it.
+    """A step: the model's program, and `drafts`, the MTP module's programs after it.
 
-    `accepted` are the shares of rows in which all drafts up to each place are right, as they were given. `floor` is
-    that of the model's program alone.
+    `accepted` has for each position the share of rows in which all drafts up to it are accepted, as given. `floor` is
+    the roofline of the model's program alone.
     """
 
     drafts: tuple[ProgramPlan, ...]
     accepted: tuple[float, ...]
-    floor: roofline.DecodeFloor | None
+    floor: roofline.DecodeRoofline | None
     devices_per_rank: int
 
     @property
     def tokens_per_row(self) -> float:
-        """Tokens that a request gets in a decode step: its own, and the drafts that are right."""
+        """Tokens per request and decode step: one, and the accepted drafts."""
         return 1 + sum(self.accepted)
 
     @property
     def seconds(self) -> float:
-        """The whole step, an estimate."""
+        """Estimated time of the whole step."""
         return self.timeline.step + sum(program.seconds for program in self.drafts) + roofline.HOST_S
 
     @property
@@ -88,12 +86,11 @@ class StepPlan(ProgramPlan):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ends:
-    """What the ends of prompts cost an instance of `rows` requests with `answer` tokens each, that only decodes.
+class PartialPageCost:
+    """What partial last pages of prompts cost a decode instance of `rows` requests with `answer` tokens each.
 
-    Whole pages travel. The 1 to 64 tokens behind the last one are computed by a program of `seconds`, which takes
-    nearly as long for one prompt as for one per rank: it reads the same weights and crosses the same links. So prompts
-    wait for each other (`dsv3.scheduler.balance`).
+    Prefill instances transfer whole pages. A program of `seconds` computes the remaining 1 to 64 tokens. It takes
+    nearly as long for one prompt as for one per rank, so prompts are batched (`dsv3.scheduler.balance`).
     """
 
     seconds: float
@@ -102,28 +99,28 @@ class Ends:
 
     @property
     def steps(self) -> float:
-        """Decode steps per run of the program: prompts gather for `MOST_STEPS` behind the one in which one comes."""
+        """Decode steps per run of the program: `MOST_STEPS` after the step in which a prompt arrives."""
         return MOST_STEPS + max(1.0, self.answer / self.rows)
 
     @property
     def per_step(self) -> float:
-        """Seconds that the program adds to a decode step at the mean."""
+        """Mean seconds that the program adds to a decode step."""
         return self.seconds / self.steps
 
     def share(self, step: float) -> float:
-        """Returns the share that is left of the tokens that decode steps of `step` seconds give alone.
+        """Returns the throughput as a share of that of decode steps of `step` seconds alone.
 
-        Steps are longer by the program, and requests that wait for others hold a row without a token.
+        The program makes steps longer, and waiting requests occupy rows without producing tokens.
         """
         return step / (step + self.per_step) * self.answer / (self.answer + MOST_STEPS / 2)
 
 
 @dataclasses.dataclass(frozen=True)
 class Handover:
-    """A mean request of a decode unit: tokens of its prompt and of its answer, and the bytes of the prompt's pages.
+    """The KV transfer of a mean request: tokens of its prompt and answer, and the bytes of the prompt's pages.
 
-    `node_seconds` and `cross_seconds` are the time that its pages take over one device's links in a node and between
-    nodes. `requests_per_second` is how many a unit of `nodes` finishes, `bytes_per_second` what each of its nodes gets.
+    `node_seconds` and `cross_seconds` are the time of its pages over one device's links inside and between nodes.
+    The deployment finishes `requests_per_second`; each of its nodes receives `bytes_per_second`.
     """
 
     prompt: float
@@ -137,9 +134,9 @@ class Handover:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is known of a deployment; `steps` is empty where the weights alone rule it out.
+    """The plan of a deployment; `steps` is empty if weights and cache alone do not fit.
 
-    `ends` are what the ends of prompts cost, where that was asked.
+    `partial_pages` is given for decode instances that receive pages from prefill instances.
     """
 
     model_name: str
@@ -148,33 +145,34 @@ class Plan:
     memory: Memory
     steps: tuple[StepPlan, ...]
     verdict: Verdict
-    ends: Ends | None = None
+    partial_pages: PartialPageCost | None = None
 
     @property
     def tokens_per_node(self) -> float | None:
-        """Tokens of answers per second and node, with the ends of prompts; None where it decodes nothing."""
+        """Output tokens per second and node, including the cost of partial pages; None without decode steps."""
         [*decode] = (step for step in self.steps if step.phase == "decode")
         if not decode:
             return None
-        share = 1.0 if self.ends is None else self.ends.share(decode[0].seconds)
+        share = 1.0 if self.partial_pages is None else self.partial_pages.share(decode[0].seconds)
         return decode[0].tokens_per_device * self.deployment.gpus_per_node * share
 
     @property
     def handover(self) -> Handover | None:
-        """What the deployment takes over where another one computes the prompts; None where it decodes nothing."""
+        """The KV transfer if another deployment computes the prompts; None without decode steps."""
         per_node = self.tokens_per_node
         if per_node is None:
             return None
         return handover(self.deployment, self.memory.token, per_node)
 
     def prefill_nodes(self, prefill: "Plan") -> float | None:
-        """Returns how many nodes of the deployment `prefill` compute this one's prompts; None where one has no step."""
-        taken = self.handover
+        """Returns how many nodes of the deployment `prefill` compute this one's prompts; None if either has no step."""
+        transfer = self.handover
         [*steps] = (step for step in prefill.steps if step.phase == "prefill")
-        if taken is None or not steps:
+        if transfer is None or not steps:
             return None
         per_node = steps[0].tokens_per_device * prefill.deployment.gpus_per_node
-        return prefill_nodes(taken.requests_per_second, taken.prompt, prefill.deployment.prefix_hit_rate, per_node)
+        hits = prefill.deployment.prefix_hit_rate
+        return prefill_nodes(transfer.requests_per_second, transfer.prompt, hits, per_node)
 
 
 def make_plan(
@@ -183,10 +181,10 @@ def make_plan(
     deployment: Deployment,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Plan:
-    """Compiles and reads the programs of `deployment`; `progress` gets a line before what takes long.
+    """Compiles and reads the programs of `deployment`; calls `progress` with a line before each long phase.
 
-    What cannot fit by its weights and cache alone is not compiled. Raises DeploymentError where the model does not
-    divide over the devices, `AotUnavailableError` where programs cannot be compiled.
+    Compiles nothing if weights and cache alone do not fit. Raises DeploymentError if the model does not divide over
+    the devices, `AotUnavailableError` if programs cannot be compiled.
     """
     planned = lay_out(model, deployment)
     memory = memory_of(planned)
@@ -195,7 +193,7 @@ def make_plan(
         for phase in phases(deployment):
             progress(f"compiling {phase} for {deployment.devices} x {deployment.device.name}")
             compiled.append(compile_step(planned, phase))
-        progress("compiling what else takes much memory")
+        progress("compiling the other programs that need much memory")
         memory = memory_of(planned, measure(planned.engine, planned.programs))
     steps = tuple(step_plan(planned, step) for step in compiled)
     return Plan(model_name, model, deployment, memory, steps, judge(memory, deployment, model.n_routed_experts))
@@ -207,28 +205,28 @@ def phases(deployment: Deployment) -> Sequence[Phase]:
     return [phase for phase, size in sizes.items() if size]
 
 
-def step_plan(planned: LaidOut, compiled: Sequence[CompiledProgram]) -> StepPlan:
-    """Reads what the texts of a step's programs say, and estimates how long it could take."""
+def step_plan(planned: PlannedModel, compiled: Sequence[CompiledProgram]) -> StepPlan:
+    """Analyzes a step's compiled programs and estimates its time."""
     model, *drafts = (program_plan(planned, program) for program in compiled)
     deployment = planned.deployment
     return StepPlan(
         **{field.name: getattr(model, field.name) for field in dataclasses.fields(model)},
         drafts=tuple(drafts),
         accepted=deployment.accepted if model.phase == "decode" else (),
-        floor=_floor(planned, compiled[0]),
+        floor=_roofline(planned, compiled[0]),
         devices_per_rank=deployment.tensor_parallel,
     )
 
 
-def program_plan(planned: LaidOut, compiled: CompiledProgram) -> ProgramPlan:
-    """Reads one program."""
+def program_plan(planned: PlannedModel, compiled: CompiledProgram) -> ProgramPlan:
+    """Analyzes one compiled program."""
     deployment = planned.deployment
     module = hlo.parse(compiled.text)
     found = collectives(module, deployment.gpus_per_node)
     taken = planned.reserve.of(compiled.run.key.kind, compiled.run.key.size)
-    rates = rates_of(deployment.device, planned.model, taken.share)
-    batches = Player(module, found, {}, rates).micro_batches
-    stages = stages_of(planned, compiled.phase, compiled.run, rates, batches)
+    rates = kernel_rates(deployment.device, planned.model, taken.share)
+    batches = ScheduleSimulator(module, found, {}, rates).micro_batches
+    stages = stage_seconds(planned, compiled.phase, compiled.run, rates, batches)
     return ProgramPlan(
         phase=compiled.phase,
         run=compiled.run,
@@ -241,15 +239,17 @@ def program_plan(planned: LaidOut, compiled: CompiledProgram) -> ProgramPlan:
         host_waits=module.host_waits,
         order=launch_order(module, *compiled.limits, taken.reserved),
         stages=stages,
-        sparse=roofline.sparse_parts(planned.model, rates, batch_of(planned, compiled.phase, compiled.run, batches)),
-        timeline=Player(module, found, stages, rates).play(),
+        sparse=roofline.sparse_parts(
+            planned.model, rates, planned_batch(planned, compiled.phase, compiled.run, batches)
+        ),
+        timeline=ScheduleSimulator(module, found, stages, rates).simulate(),
     )
 
 
-def stages_of(planned: LaidOut, phase: Phase, run: Run, rates: Rates, micro_batches: int) -> dict[str, float]:
-    """Returns the seconds of each stage of a layer for one of `micro_batches`; the head's are the whole program's."""
+def stage_seconds(planned: PlannedModel, phase: Phase, run: Run, rates: Rates, micro_batches: int) -> dict[str, float]:
+    """Returns the seconds of each stage of a layer for one of `micro_batches`; for "head" those of the program."""
     model, is_prefill = planned.model, computes_prompts(phase, run)
-    batch = batch_of(planned, phase, run, micro_batches)
+    batch = planned_batch(planned, phase, run, micro_batches)
     found = (roofline.prefill_stages if is_prefill else roofline.decode_stages)(model, rates, batch)
     D = model.hidden_size
     if run.part == "model":
@@ -263,11 +263,11 @@ def stages_of(planned: LaidOut, phase: Phase, run: Run, rates: Rates, micro_batc
 
 
 def computes_prompts(phase: Phase, run: Run) -> bool:
-    """Returns whether a program computes prompts: all of a prefill step but those that chain drafts."""
+    """Returns whether a program computes prompts: all of a prefill step except those that chain drafts."""
     return phase == "prefill" and run.part != "chain"
 
 
-def batch_of(planned: LaidOut, phase: Phase, run: Run, micro_batches: int) -> PlannedBatch:
+def planned_batch(planned: PlannedModel, phase: Phase, run: Run, micro_batches: int) -> PlannedBatch:
     """Returns one of `micro_batches` of a program, at the deployment's mean lengths."""
     deployment, is_prefill = planned.deployment, computes_prompts(phase, run)
     context, hits = deployment.context_length, deployment.prefix_hit_rate
@@ -278,29 +278,29 @@ def batch_of(planned: LaidOut, phase: Phase, run: Run, micro_batches: int) -> Pl
         split=deployment.tensor_parallel,
         cache_dtype=deployment.kv_cache_dtype,
         width=run.width,
-        fewest=hits * context if is_prefill else None,
-        room=run.room,
+        min_keys=hits * context if is_prefill else None,
+        kv_capacity=run.kv_capacity,
     )
 
 
-def head_seconds(planned: LaidOut, rates: Rates, rows: int) -> float:
-    """Returns the seconds of the head for `rows` of each rank: a device computes its vocabulary share for all ranks."""
+def head_seconds(planned: PlannedModel, rates: Rates, rows: int) -> float:
+    """Returns the seconds of the head for `rows` of each rank: devices split the vocabulary and serve all ranks."""
     shared, elements = planned.functions.vocabulary, roofline.sizes_of(planned.model).head
     return roofline.bf16_product(planned.model, rates, rows * shared.ranks, elements // shared.devices)
 
 
-def experts_per_device(planned: LaidOut) -> int:
-    """Returns the copies of experts in each layer on one device."""
+def experts_per_device(planned: PlannedModel) -> int:
+    """Returns the physical experts of each layer on one device."""
     deployment, experts = planned.deployment, planned.model.n_routed_experts
     spread = deployment.devices if deployment.expert_parallel else 1
     return (experts + deployment.redundant_experts) // spread
 
 
-def _floor(planned: LaidOut, compiled: CompiledProgram) -> roofline.DecodeFloor | None:
+def _roofline(planned: PlannedModel, compiled: CompiledProgram) -> roofline.DecodeRoofline | None:
     deployment = planned.deployment
     if compiled.phase == "prefill" or deployment.tensor_parallel > 1:
         return None
-    return roofline.floor_decode(
+    return roofline.decode_roofline(
         planned.model,
         deployment.device,
         deployment.decode_requests,
@@ -319,7 +319,7 @@ def lengths(deployment: Deployment) -> tuple[float, float]:
 
 
 def handover(deployment: Deployment, token_bytes: int, tokens_per_node: float) -> Handover:
-    """Returns what a decode deployment takes over: `token_bytes` in all layers, `tokens_per_node` per second."""
+    """Returns the KV transfer to a decode deployment of `tokens_per_node` per second; a token has `token_bytes`."""
     prompt, answer = lengths(deployment)
     nbytes = prompt * token_bytes
     finished = tokens_per_node / answer  # requests per second and node
@@ -335,7 +335,7 @@ def handover(deployment: Deployment, token_bytes: int, tokens_per_node: float) -
 
 
 def prefill_nodes(requests_per_second: float, prompt: float, hit_rate: float, tokens_per_node: float) -> float:
-    """Returns how many prefill nodes compute the prompts of a decode unit, `tokens_per_node` tokens per second each.
+    """Returns how many prefill nodes of `tokens_per_node` per second compute the prompts of a decode unit.
 
     DeepSeek's fleet had 95.5 prefill nodes for 131.25 of decode, so 13.1 for each unit of 18.
     """

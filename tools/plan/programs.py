@@ -1,6 +1,6 @@
-"""The engine's own programs for a deployment, compiled for GPUs that are not there: parameters are only shapes.
+"""Compiles the engine's own programs for the GPUs of a deployment, without GPUs and with shapes for parameters.
 
-Nothing is written a second time: step bodies, transports, overlap and buffers are those of `dsv3.engine`.
+Step bodies, transports, overlap and buffers are those of `dsv3.engine`.
 """
 
 import dataclasses
@@ -38,17 +38,17 @@ from sharding.mesh import rank_mesh
 from sharding.wire.collectives import limits_of
 from tools.plan.deployment import Deployment, DeploymentError
 
-_PREFILL_SLOTS = 64  # requests that a prefill instance holds at once
+_PREFILL_REQUESTS = 64  # that a prefill instance runs at once
 Phase = Literal["prefill", "decode"]
 Part = Literal["model", "module", "chain"]
-"""What a program of a step runs: the model, its MTP module behind it, or the module once more for a further draft."""
+"""What a program of a step runs: the model, its MTP module, or the module again for a further draft."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A program of a step, which runs `times` times in it: `tokens` of one rank, `width` of each request.
+    """A program that runs `times` times per step: `tokens` of one rank, `width` of each request.
 
-    A prefill that expands cached tokens has `room` for so many.
+    Prefill materializes keys and values of up to `kv_capacity` cached tokens.
     """
 
     part: Part
@@ -56,16 +56,16 @@ class Run:
     tokens: int
     width: int = 1
     times: int = 1
-    room: int = 0
+    kv_capacity: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
     """One compiled program: bytes per device from XLA's buffer assignment, and the text of the scheduled program.
 
-    `arguments` are weights, pages and state; `results` only those that are not donated arguments; `temporaries` live
-    within the program. `limits` are the most collectives that the compiler allows in flight, and NCCL's channels of
-    each communicator (`sharding.wire.collectives.limits_of`).
+    `arguments` are weights, pages and state; `results` excludes donated arguments; `temporaries` live inside the
+    program. `limits` are the compiler's most collectives in flight, and NCCL's channels of each communicator
+    (`sharding.wire.collectives.limits_of`).
     """
 
     phase: Phase
@@ -79,8 +79,8 @@ class CompiledProgram:
 
 
 @dataclasses.dataclass(frozen=True)
-class LaidOut:
-    """A model laid out over a described machine: `params` are shapes with their shardings."""
+class PlannedModel:
+    """A model sharded over the devices of a deployment; `params` are shapes with shardings."""
 
     model: ModelConfig
     deployment: Deployment
@@ -91,32 +91,32 @@ class LaidOut:
 
     @property
     def reserve(self) -> Reserve:
-        """What the programs leave to transfers."""
+        """Multiprocessors that the programs leave to transfers."""
         return reserve(self.engine, self.functions.overlaps, self.deployment.device.multiprocessors)
 
     @property
     def layout(self) -> Layout:
-        """Shapes of everything on the devices."""
-        return self._laid_out[0]
+        """Shapes of all arrays on the devices."""
+        return self._engine_layout[0]
 
     @property
     def programs(self) -> Programs:
-        """The engine's table of programs, which are compiled when they are first asked for."""
-        return self._laid_out[1]
+        """The engine's table of programs, which compiles each on its first use."""
+        return self._engine_layout[1]
 
     @functools.cached_property
-    def _laid_out(self) -> tuple[Layout, Programs]:
+    def _engine_layout(self) -> tuple[Layout, Programs]:
         parts = EngineComponents(self.functions, self.params, self.model, self.engine, self.mesh)
         layout, programs = lay_out_engine(parts, JOB_KINDS)
         programs.store = ReadPrograms()
         return layout, programs
 
 
-def lay_out(model: ModelConfig, deployment: Deployment) -> LaidOut:
-    """Returns the shapes and places of everything, with a page pool that just holds the requests of `deployment`.
+def lay_out(model: ModelConfig, deployment: Deployment) -> PlannedModel:
+    """Returns shapes and shardings of all arrays, with a page pool that just fits the requests of `deployment`.
 
-    The first MTP module is there where it makes drafts, as when serving. Raises DeploymentError where the model has
-    none then, or does not divide over the devices, `AotUnavailableError` without the CUDA plugin.
+    Includes the first MTP module if it makes drafts, as serving does. Raises DeploymentError if the model has none, or
+    does not divide over the devices, `AotUnavailableError` without the CUDA plugin.
     """
     modules = int(deployment.speculative is not None)
     if modules > model.num_nextn_predict_layers:
@@ -131,16 +131,16 @@ def lay_out(model: ModelConfig, deployment: Deployment) -> LaidOut:
             functions = expert_parallel_functions(model, mesh, deployment.redundant_experts, Backend.MOSAIC, **how)
         else:
             functions = model_functions(Backend.MOSAIC, dtype=jnp.bfloat16, drafts=bool(modules))
-        params = _placed(abstract_params(model, deployment), functions.param_specs, mesh)
-        return LaidOut(model, deployment, engine_config(model, deployment), mesh, functions, params)
+        params = _with_shardings(abstract_params(model, deployment), functions.param_specs, mesh)
+        return PlannedModel(model, deployment, engine_config(model, deployment), mesh, functions, params)
     except ValueError as error:
         raise DeploymentError(f"{deployment.name}: {error}") from error
 
 
-def runs(planned: LaidOut, phase: Phase) -> tuple[Run, ...]:
-    """Returns the programs of a step of a phase, each in its largest bucket; the model's is the first.
+def runs(planned: PlannedModel, phase: Phase) -> tuple[Run, ...]:
+    """Returns the programs of a step of a phase, each with its largest bucket; the model's is first.
 
-    With sparse attention they are those for requests of the deployment's mean length.
+    With sparse attention they have the form for requests of the deployment's mean length.
     """
     deployment, cfg, longest = planned.deployment, planned.engine, planned.deployment.context_length
     form = of_module = form_selection.decode_form(planned.layout, longest)
@@ -152,7 +152,7 @@ def runs(planned: LaidOut, phase: Phase) -> tuple[Run, ...]:
         rows, drafts = deployment.decode_requests, deployment.drafts
         size, width = rows, 1 + drafts
     room = form_selection.capacity(planned.layout, size, form)
-    found = [Run("model", Key(phase, size, form, width), size * width, width, room=room)]
+    found = [Run("model", Key(phase, size, form, width), size * width, width, kv_capacity=room)]
     if drafts:
         found.append(Run("module", Key(f"mtp {phase}", size, of_module, width), size * width, width))
     if drafts > 1:
@@ -160,8 +160,8 @@ def runs(planned: LaidOut, phase: Phase) -> tuple[Run, ...]:
     return tuple(found)
 
 
-def _prefill_form(planned: LaidOut) -> AttentionForm:
-    """Returns the form of a prefill step that begins with whole prompts of the deployment's mean length."""
+def _prefill_form(planned: PlannedModel) -> AttentionForm:
+    """Returns the attention form of a prefill step of whole prompts of the deployment's mean length."""
     deployment = planned.deployment
     size, hits, length = deployment.prefill_tokens, deployment.prefix_hit_rate, deployment.context_length
     prompts = max(1, round(size / max(1.0, length * (1 - hits))))
@@ -170,12 +170,12 @@ def _prefill_form(planned: LaidOut) -> AttentionForm:
     return form_selection.prefill_form(planned.layout, size, hits > 0, length, keys, pairs)
 
 
-def compile_step(planned: LaidOut, phase: Phase) -> tuple[CompiledProgram, ...]:
+def compile_step(planned: PlannedModel, phase: Phase) -> tuple[CompiledProgram, ...]:
     """Compiles the programs of a step. Raises `AotUnavailableError` without ptxas."""
     return tuple(compile_run(planned, phase, run) for run in runs(planned, phase))
 
 
-def compile_run(planned: LaidOut, phase: Phase, run: Run) -> CompiledProgram:
+def compile_run(planned: PlannedModel, phase: Phase, run: Run) -> CompiledProgram:
     """Compiles one program of a step; raises as `compile_step` does."""
     start = time.perf_counter()
     with aot.explained():
@@ -194,14 +194,14 @@ def compile_run(planned: LaidOut, phase: Phase, run: Run) -> CompiledProgram:
 
 
 def engine_config(model: ModelConfig, deployment: Deployment) -> EngineConfig:
-    """Returns the engine's limits: a pool for the tokens of `cache_tokens`, and as long a request as fits it."""
+    """Returns the engine's limits: a pool for the tokens of `cache_tokens`, and the longest request that fits it."""
     num_pages = pages_for(cache_tokens(deployment, model.page_size), model.page_size)
     wanted = deployment.max_model_len or longest_context(model)
     per_row = 1 + deployment.speculative.most_drafts if deployment.speculative else 1
     return EngineConfig(
         max_model_len=min(wanted, num_pages * model.page_size - tokens_ahead(per_row)),
         num_pages=num_pages,
-        max_num_seqs=deployment.decode_requests or _PREFILL_SLOTS,
+        max_num_seqs=deployment.decode_requests or _PREFILL_REQUESTS,
         max_num_batched_tokens=deployment.prefill_tokens or deployment.max_num_batched_tokens,
         num_ranks=deployment.ranks,
         num_nodes=deployment.nodes,
@@ -218,7 +218,7 @@ def engine_config(model: ModelConfig, deployment: Deployment) -> EngineConfig:
 def cache_tokens(deployment: Deployment, page_size: int) -> int:
     """Returns the tokens that a rank's cache must hold, in whole pages of `page_size` per request.
 
-    Decode needs all requests at their mean length, prefill the prompts of one step and the part of them found cached.
+    Decode needs all requests at their mean length, prefill the prompts of one step including their cached parts.
     """
     request = pages_for(deployment.context_length, page_size) * page_size
     fresh = max(1.0, deployment.context_length * (1 - deployment.prefix_hit_rate))
@@ -227,7 +227,7 @@ def cache_tokens(deployment: Deployment, page_size: int) -> int:
 
 
 def abstract_params(model: ModelConfig, deployment: Deployment) -> Any:
-    """Returns shapes of the parameters as step functions take them: quantized as in the checkpoint, else bfloat16."""
+    """Returns the shapes of step functions' parameters: quantized as in the checkpoint, else bfloat16."""
     redundant = deployment.redundant_experts
 
     def leaf(spec: ParamSpec) -> Any:
@@ -248,11 +248,8 @@ def abstract_params(model: ModelConfig, deployment: Deployment) -> Any:
     return SpreadParams(params, Placement(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)))
 
 
-def _placed(params: Any, specs: Any, mesh: Mesh) -> Any:
-    """Returns the shapes with their shardings.
-
-    One partition may stand for a whole subtree (an FP8 weight and its scales).
-    """
+def _with_shardings(params: Any, specs: Any, mesh: Mesh) -> Any:
+    """Returns the shapes with shardings; one partition may cover a subtree (an FP8 weight and its scales)."""
 
     def place(spec: PartitionSpec, part: Any) -> Any:
         sharding = NamedSharding(mesh, spec)

@@ -1,14 +1,12 @@
-"""How many instances DeepSeek's published day needs, and what they cost: `launch.plan fleet`. Imports no jax.
+"""Capacity plan for DeepSeek's published day, `launch.plan fleet`: instances, cost, income and margin. Imports no jax.
 
-It stays beside the simulator, which knows no prices and compiles for minutes, because it alone says how far a plan's
-rates, or the published ones, lead to the published nodes, cost, income and margin (docs/plan.md). A user's own
-traffic is the simulator's to replay.
+It compares a plan's rates, or published ones, with the published nodes, cost, income and margin (docs/plan.md). For
+other traffic use `tools.simulate`.
 
-Of the day (open-infra-index, day 6: 27 to 28 February 2025, noon to noon UTC+8) the tokens, the mean context, the
-prices, the lease and `PUBLISHED` are published in numbers. The nodes over the day are published as a picture, read
-here to a quarter of an hour: their mean is the published one. Steps of 30 and 60 nodes have one division into instances
-of 4 and of 18 nodes: that the two kinds were started and stopped so is inferred. How the *traffic* was spread over the
-day is not published in numbers: it is taken in proportion to the nodes.
+Published as numbers (open-infra-index, day 6: 27 to 28 February 2025, noon to noon UTC+8): tokens, mean context,
+prices, lease and `PUBLISHED`. The nodes over the day are read from the published picture to a quarter of an hour; their
+mean is the published one. Steps of 30 and 60 nodes divide in one way into instances of 4 and of 18 nodes, from which
+the number of each kind is inferred. The traffic over the day is assumed to be proportional to the nodes.
 """
 
 import dataclasses
@@ -19,10 +17,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
+
+from tools.tables import make_table
 
 Kind = Literal["prefill", "decode"]
 KINDS: tuple[Kind, ...] = ("prefill", "decode")
@@ -30,9 +29,9 @@ Day = Sequence[tuple[float, int, int]]
 """Hours, prefill instances, decode instances: one span after the other."""
 
 TOKENS = {"input": 608e9, "cached": 342e9, "computed": 266e9, "output": 168e9}
-"""Tokens of the day: of prompts, of these found in a cache and not, and of answers."""
+"""Tokens of the day: of prompts, of these from a cache and computed, and of answers."""
 CONTEXT = 4989
-"""Mean tokens of a request in the cache while it is answered: the prompt and half of the answer."""
+"""Mean tokens of a request in the cache while it decodes: the prompt and half of the answer."""
 REQUESTS = (TOKENS["input"] + TOKENS["output"] / 2) / CONTEXT
 PROMPT, ANSWER = TOKENS["input"] / REQUESTS, TOKENS["output"] / REQUESTS
 PRICES = {"computed": 0.55, "cached": 0.14, "output": 2.19}
@@ -55,7 +54,7 @@ CHART: Day = (
 )
 """Prefill instances of 4 nodes, decode instances of 18: 278 nodes at the most, 68 at the least."""
 LOADS = tuple((4 * prefill + 18 * decode) / 226.75 for _, prefill, decode in CHART)
-"""Traffic of each span over the mean of the day."""
+"""Traffic of each span, relative to the mean of the day."""
 PUBLISHED = {
     "nodes": 226.75,
     "peak_nodes": 278,
@@ -76,26 +75,26 @@ FORMULAS = (
     "written = computed and answer tokens x bytes per token, each page once",
 )
 KNOWN_ERRORS = (
-    "planned: the rates of --rates=fleet are themselves means of this day, so rounding up to whole instances is what "
-    "remains; the peak and the load over the day rest on traffic in proportion to the picture's nodes",
+    "planned: the rates of --rates=fleet are means of this very day, so the error is the rounding to whole instances; "
+    "the peak and the load over the day assume traffic in proportion to the picture's nodes",
     "the picture of income per hour reads as some 8 % more per node at the peak and 10 % less at night",
     "as in the picture: nodes are given, not computed; tokens are published to a billion, so income is within 0.3 %",
 )
-_ROUNDING = 1e-9  # of an instance: what float sums may be off
+_ROUNDING = 1e-9  # of an instance: tolerance for float sums
 _GB = 1e9
 
 
 class RateError(ValueError):
-    """A plan of an instance that cannot be read, or that does not suit the day; the text says what to change."""
+    """An instance's plan that cannot be read or does not suit the day; the message says what to change."""
 
 
 @dataclasses.dataclass(frozen=True)
 class InstanceRate:
-    """What one instance of `nodes` of `gpus_per_node` can do: each node reaches `tokens_per_node` per second.
+    """The throughput of one instance of `nodes` of `gpus_per_node`: each node reaches `tokens_per_node` per second.
 
-    Prefill counts the tokens that it computes: what a cache has costs nothing. `batch` are, per GPU, the tokens of a
-    prefill step or the requests of a decode step; `context` is the mean context that the rate was found with. `source`
-    says where the rate comes from. A plan says for how many tokens a GPU's cache has `room`, and a token's bytes in it.
+    Prefill counts computed tokens, not those from a cache. `batch` is, per GPU, the tokens of a prefill step or the
+    requests of a decode step. `context` is the mean context and `source` the origin of the rate. From a plan come
+    `room`, the tokens that fit a GPU's cache, and `token_bytes`.
     """
 
     kind: Kind
@@ -115,10 +114,7 @@ class InstanceRate:
 
     @property
     def per_batch(self) -> float:
-        """Tokens per second and unit of the batch.
-
-        The reciprocal is a prefill step's time; in decode it is the speed that one request sees.
-        """
+        """Tokens per second and unit of the batch: in decode a request's speed, in prefill 1 / step time."""
         return self.tokens_per_node / self.gpus_per_node / self.batch
 
 
@@ -155,9 +151,9 @@ PUBLISHED_RATES: dict[str, tuple[InstanceRate, InstanceRate]] = {
 
 
 def read_rate(kind: Kind, path: Path, model: str) -> InstanceRate:
-    """Reads an instance's rate from what `python -m launch.plan DEPLOYMENT --json=FILE` wrote of it.
+    """Reads an instance's rate from the file of `python -m launch.plan DEPLOYMENT --json=FILE`.
 
-    Raises RateError where the file is none, has no step of this kind, does not fit its devices, or is of another model.
+    Raises RateError if it is not such a file, has no step of this kind, does not fit, or is of another model.
     """
     try:
         plan = json.loads(path.read_text("utf-8"))
@@ -185,16 +181,16 @@ def _rate(kind: Kind, plan: dict[str, Any], name: str, model: str) -> InstanceRa
     nodes, gpus, context = deployment["nodes"], deployment["gpus_per_node"], deployment["context_length"]
     numbers = [nodes, gpus, split, per_rank, steps[0]["tokens_per_node"], context, left, token]
     if not all(isinstance(n, int | float) and 0 < n < math.inf for n in numbers):
-        raise RateError(f"has numbers that cannot be: {numbers}")
+        raise RateError(f"has numbers that are not positive and finite: {numbers}")
     source = f"plan {name}, an estimate: {deployment['name']}"
     rate = steps[0]["tokens_per_node"]
     return InstanceRate(kind, nodes, gpus, rate, per_rank / split, context, source, int(left / split), token)
 
 
-def check(rate: InstanceRate) -> Sequence[str]:
-    """Returns what must be said of a rate that was found with another mean context than the day's.
+def check_context(rate: InstanceRate) -> Sequence[str]:
+    """Returns a warning if the rate's mean context is not the day's.
 
-    Raises RateError where the batch does not fit the cache at the day's context.
+    Raises RateError if the batch does not fit the cache at the day's context.
     """
     context = PROMPT if rate.kind == "prefill" else CONTEXT
     if rate.kind == "decode" and rate.room is not None and rate.batch * context > rate.room:
@@ -207,13 +203,13 @@ def check(rate: InstanceRate) -> Sequence[str]:
         return ()
     what = "mean prompt" if rate.kind == "prefill" else "mean context"
     return (
-        f"{rate.kind}: the rate is for a {what} of {rate.context:,.0f} tokens, the traffic's is {context:,.0f}; a plan "
-        f"of your own says what that changes (--{rate.kind}_plan)",
+        f"{rate.kind}: the rate is for a {what} of {rate.context:,.0f} tokens, the traffic's is {context:,.0f}; give a "
+        f"plan for that context (--{rate.kind}_plan)",
     )
 
 
-def staff(prefill: InstanceRate, decode: InstanceRate) -> Day:
-    """Returns the day with as many instances in every span as its traffic needs."""
+def size_instances(prefill: InstanceRate, decode: InstanceRate) -> Day:
+    """Returns the day with the instances that the traffic of each span needs."""
 
     def needed(field: str, load: float, rate: InstanceRate) -> int:
         return max(1, math.ceil(per_second(field) * load / rate.tokens_per_second - _ROUNDING))
@@ -230,7 +226,7 @@ def per_second(field: str) -> float:
 
 
 def figures(day: Day, prefill: InstanceRate, decode: InstanceRate, token_bytes: int, gpu_hour: float) -> dict[str, Any]:
-    """Returns what follows from the instances of a day by `FORMULAS`: nodes, tokens per second, bytes, dollars."""
+    """Returns nodes, tokens per second, bytes and dollars of a day's instances by `FORMULAS`."""
     rates = {"prefill": prefill, "decode": decode}
     nodes = {kind: sum(span[0] * span[i] for span in day) / 24 * rates[kind].nodes for i, kind in enumerate(KINDS, 1)}
     most = {kind: rates[kind].tokens_per_node * nodes[kind] for kind in KINDS}
@@ -262,8 +258,8 @@ def figures(day: Day, prefill: InstanceRate, decode: InstanceRate, token_bytes: 
 
 
 def plan_day(prefill: InstanceRate, decode: InstanceRate, token_bytes: int, gpu_hour: float) -> dict[str, Any]:
-    """Returns the day planned with these rates, and as charted: plain data, in tokens, seconds, bytes, dollars."""
-    day, published = staff(prefill, decode), PUBLISHED_RATES["fleet"]
+    """Returns the day planned with these rates, and as charted, as plain data in tokens, seconds, bytes, dollars."""
+    day, published = size_instances(prefill, decode), PUBLISHED_RATES["fleet"]
     return {
         "instances": [dataclasses.asdict(rate) for rate in (prefill, decode)],
         "terms": {"token_bytes": token_bytes, "gpu_hour": gpu_hour},
@@ -275,41 +271,42 @@ def plan_day(prefill: InstanceRate, decode: InstanceRate, token_bytes: int, gpu_
         "as_charted": figures(CHART, *published, token_bytes, gpu_hour),
         "published": PUBLISHED,
         "formulas": list(FORMULAS),
-        "known_errors": [*check(prefill), *check(decode), *KNOWN_ERRORS],
+        "known_errors": [*check_context(prefill), *check_context(decode), *KNOWN_ERRORS],
     }
 
 
 def render(planned: dict[str, Any]) -> Group:
-    """Renders what `plan_day` returns: the day, the instances, their number over the day, figures, dollars, bytes."""
+    """Renders the result of `plan_day` as tables."""
     rates = [InstanceRate(**each) for each in planned["instances"]]
-    said = [*(f"formula: {each}" for each in FORMULAS), *(f"known error: {each}" for each in planned["known_errors"])]
-    what = "DeepSeek's published day; its spread over the hours is taken from the picture of nodes"
+    notes = [*(f"formula: {each}" for each in FORMULAS), *(f"known error: {each}" for each in planned["known_errors"])]
+    what = "DeepSeek's published day; the traffic over the day is proportional to the nodes of the published picture"
     return Group(
-        Text(f"A fleet on paper for day6: {what}", style="bold"),
+        Text(f"Capacity plan for day6: {what}", style="bold"),
         _day_table(),
         _instance_table(rates),
-        _staff_table(planned["staffed"], *rates),
+        _sizing_table(planned["staffed"], *rates),
         _figure_table(planned["figures"], planned["as_charted"]),
         _price_table(planned),
         _byte_table(planned),
-        Text("\n".join(said)),
+        Text("\n".join(notes)),
     )
 
 
 def _day_table() -> Table:
-    table = _table("Traffic of a day", "", "")
+    table = make_table("Traffic of a day", "", "")
     table.add_row("prompt tokens", f"{TOKENS['input'] / 1e9:,.3f} B")
     share = TOKENS["cached"] / TOKENS["input"]
-    table.add_row(f"found in a cache ({share:.2%})", f"{TOKENS['cached'] / 1e9:,.3f} B")
+    table.add_row(f"cache hits ({share:.2%})", f"{TOKENS['cached'] / 1e9:,.3f} B")
     table.add_row("answer tokens", f"{TOKENS['output'] / 1e9:,.3f} B")
     table.add_row("requests", f"{REQUESTS / 1e6:,.3f} M")
     table.add_row("mean prompt, answer", f"{PROMPT:,.0f}, {ANSWER:,.0f} tokens")
-    table.add_row("mean context while answering", f"{CONTEXT:,.0f} tokens")
+    table.add_row("mean context while decoding", f"{CONTEXT:,.0f} tokens")
     return table
 
 
 def _instance_table(rates: Sequence[InstanceRate]) -> Table:
-    table = _table("Instances", "", "nodes", "tokens/s per node", "batch per GPU", "which means", "rate from")
+    table = make_table("Instances", "", "nodes", "tokens/s per node", "batch per GPU", "which means", "rate from")
+    table.columns[-1].justify = "left"
     for each in rates:
         batch, pace = f"{each.batch:,.0f} requests", f"{each.per_batch:,.1f} tokens/s per request"
         if each.kind == "prefill":
@@ -318,9 +315,9 @@ def _instance_table(rates: Sequence[InstanceRate]) -> Table:
     return table
 
 
-def _staff_table(staffed: Sequence[dict[str, Any]], prefill: InstanceRate, decode: InstanceRate) -> Table:
+def _sizing_table(staffed: Sequence[dict[str, Any]], prefill: InstanceRate, decode: InstanceRate) -> Table:
     columns = ("from h", "to h", "prefill", "decode", "nodes", "requests at once", "load of prefill", "load of decode")
-    table = _table("Instances over the day", *columns)
+    table = make_table("Instances over the day", *columns)
     begin, computed, output = 0.0, per_second("computed"), per_second("output")
     spans = zip(staffed, LOADS, strict=True)
     for (p, d), group in itertools.groupby(spans, lambda each: (each[0]["prefill"], each[0]["decode"])):
@@ -340,7 +337,7 @@ def _staff_table(staffed: Sequence[dict[str, Any]], prefill: InstanceRate, decod
 
 _SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("nodes", "nodes at the mean", lambda n: f"{n:,.2f}"),
-    ("bare_nodes", "the same, with parts of instances", lambda n: f"{n:,.2f}"),
+    ("bare_nodes", "the same, with fractions of instances", lambda n: f"{n:,.2f}"),
     ("peak_nodes", "nodes at the peak", lambda n: f"{n:,.0f}"),
     ("cost", "cost per day", lambda n: f"${n:,.0f}"),
     ("income", "theoretical income per day", lambda n: f"${n:,.0f}"),
@@ -351,7 +348,7 @@ _SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 
 def _figure_table(planned: dict[str, Any], charted: dict[str, Any]) -> Table:
-    table = _table("The fleet", "", "planned", "off", "as in the picture", "off", "published")
+    table = make_table("The fleet", "", "planned", "off", "as in the picture", "off", "published")
     for name, what, show in _SHOWN:
         target = PUBLISHED["nodes" if name == "bare_nodes" else name]
         cells = [show(planned[name]), f"{planned[name] / target - 1:+.2%}", "", "", show(target)]
@@ -365,7 +362,7 @@ def _figure_table(planned: dict[str, Any], charted: dict[str, Any]) -> Table:
 
 
 def _price_table(planned: dict[str, Any]) -> Table:
-    table = _table(f"Cost at ${planned['terms']['gpu_hour']:g} per GPU and hour", "", "dollars per million")
+    table = make_table(f"Cost at ${planned['terms']['gpu_hour']:g} per GPU and hour", "", "dollars per million")
     names = {"input": "prompt tokens, hits included", "computed": "prompt tokens computed", "output": "answer tokens"}
     for name, what in (names | {"all": "all tokens"}).items():
         table.add_row(what, f"{planned['figures']['dollars_per_million'][name]:.4f}")
@@ -374,7 +371,7 @@ def _price_table(planned: dict[str, Any]) -> Table:
 
 def _byte_table(planned: dict[str, Any]) -> Table:
     title = f"Pages that move, {planned['terms']['token_bytes']:,} B per token, at the mean"
-    table = _table(title, "", "fleet GB/s", "GB/s per prefill node", "GB/s per decode node")
+    table = make_table(title, "", "fleet GB/s", "GB/s per prefill node", "GB/s per decode node")
     rows = (
         ("from prefill to decode", "input", KINDS),
         ("read from the cache (hits)", "cached", KINDS[:1]),
@@ -385,12 +382,4 @@ def _byte_table(planned: dict[str, Any]) -> Table:
     for what, field, kinds in rows:
         rate = planned["figures"]["bytes_per_second"][field] / _GB
         table.add_row(what, f"{rate:,.1f}", *(f"{rate / nodes[kind]:,.2f}" if kind in kinds else "" for kind in KINDS))
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.show_header = any(columns)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 or column == "rate from" else "right")
     return table

@@ -1,29 +1,29 @@
-"""A plan as tables for a terminal, as JSON, and its timeline as a picture: one MoE layer, compute above the network."""
+"""A plan as terminal tables, as JSON, and the timeline of one MoE layer as a picture."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tools.plan.deployment import rates_of
+from tools.plan.deployment import kernel_rates
 from tools.plan.hlo import Collective
 from tools.plan.memory import Memory
 from tools.plan.plan import Handover, Plan, ProgramPlan, StepPlan
 from tools.plan.roofline import HOST_S, KNOWN_ERRORS
-from tools.plan.timeline import LANES, Block, name_of
+from tools.plan.timeline import LANES, Block, block_name
+from tools.tables import make_table
 
 GB = 1e9
 
 
 def render(plan: Plan, prefill: Plan | None = None) -> Group:
-    """Renders the tables: memory, then collectives and estimate of each step, the handover, then the verdict.
+    """Renders memory, collectives and estimate of each step, the KV transfer, and the verdict.
 
-    `prefill` is the plan of a deployment that computes the prompts.
+    `prefill` is the plan of the deployment that computes the prompts.
     """
     deployment = plan.deployment
     title = (
@@ -40,7 +40,7 @@ def render(plan: Plan, prefill: Plan | None = None) -> Group:
 
 
 def as_json(plan: Plan, prefill: Plan | None = None) -> dict[str, Any]:
-    """Returns everything in the plan under plain names; bytes, seconds, tokens."""
+    """Returns the whole plan as plain data, in bytes, seconds and tokens."""
     memory = plan.memory
     return {
         "model": plan.model_name,
@@ -48,9 +48,9 @@ def as_json(plan: Plan, prefill: Plan | None = None) -> dict[str, Any]:
         "memory": _memory_json(memory),
         "steps": [_step_json(plan, step) for step in plan.steps],
         "handover": dataclasses.asdict(plan.handover) if plan.handover else None,
-        "ends": _ends_json(plan),
+        "ends": _partial_pages_json(plan),
         "prefill_nodes": plan.prefill_nodes(prefill) if prefill else None,
-        "rates": dataclasses.asdict(rates_of(plan.deployment.device, plan.model)),
+        "rates": dataclasses.asdict(kernel_rates(plan.deployment.device, plan.model)),
         "known_errors": list(KNOWN_ERRORS),
         "verdict": dataclasses.asdict(plan.verdict),
     }
@@ -68,13 +68,13 @@ def _memory_json(memory: Memory) -> dict[str, Any]:
     }
 
 
-def _ends_json(plan: Plan) -> dict[str, Any] | None:
-    ends = plan.ends
-    if ends is None:
+def _partial_pages_json(plan: Plan) -> dict[str, Any] | None:
+    cost = plan.partial_pages
+    if cost is None:
         return None
-    return dataclasses.asdict(ends) | {
-        "steps": ends.steps,
-        "per_step": ends.per_step,
+    return dataclasses.asdict(cost) | {
+        "steps": cost.steps,
+        "per_step": cost.per_step,
         "tokens_per_node": plan.tokens_per_node,
     }
 
@@ -106,22 +106,15 @@ def _program_json(program: ProgramPlan) -> dict[str, Any]:
     }
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right")
-    return table
-
-
 def _memory_table(plan: Plan) -> Table:
     memory, account = plan.memory, plan.memory.account
-    table = _table("Memory of one device", "", "GB", "from")
+    table = make_table("Memory of one device", "", "GB", "from")
     for name, nbytes in memory.weights.items():
         table.add_row(f"weights: {name}", f"{nbytes / GB:.3f}", "shapes")
     table.add_row("weights", f"{account.weights / GB:.3f}", "shapes", style="bold")
     needed = f"cache of {memory.cache_tokens:,} tokens x {memory.token:,} B"
     table.add_row(needed, f"{memory.cache / GB:.3f}", "shapes")
-    table.add_row("state of slots, sampler included", f"{account.state / GB:.3f}", "shapes")
+    table.add_row("state of batch slots, with the sampler's", f"{account.state / GB:.3f}", "shapes")
     working = f"{account.working / GB:.3f}" if memory.compiled else "-"
     table.add_row("temporaries and results", working, "compiler" if memory.compiled else "not compiled")
     table.add_row("needed", f"{memory.needed / GB:.3f}", "", style="bold")
@@ -133,22 +126,22 @@ def _memory_table(plan: Plan) -> Table:
 
 _PARTS = {
     "model": "a {phase} step",
-    "module": "the MTP module behind a {phase} step",
-    "chain": "the MTP module for each further draft, once,",
+    "module": "the MTP module after a {phase} step",
+    "chain": "one run of the MTP module for a further draft",
 }
 
 
 def _collective_table(step: ProgramPlan) -> Table:
     name = _PARTS[step.run.part].format(phase=step.phase)
     waits = len(step.host_waits) or "none"
-    title = f"Collectives of {name} of {step.tokens:,} tokens per rank (places that wait for the host: {waits})"
-    table = _table(title, "what", "devices", "times", "MB in node", "MB between", "behind")
+    title = f"Collectives of {name}, {step.tokens:,} tokens per rank (waits for the host: {waits})"
+    table = make_table(title, "what", "devices", "times", "MB in node", "MB between", "hidden by")
     for what, group in _grouped(step.collectives).items():
         inside, between = (
             sum(c.times * getattr(c, name) for c in group) / 1e6 for name in ("node_bytes", "cross_bytes")
         )
         times = sum(c.times for c in group)
-        table.add_row(*what, f"{times:,}", f"{inside:,.1f}", f"{between:,.1f}", _behind(group))
+        table.add_row(*what, f"{times:,}", f"{inside:,.1f}", f"{between:,.1f}", _hidden_by(group))
     return table
 
 
@@ -160,7 +153,7 @@ def _grouped(found: Iterable[Collective]) -> dict[tuple[str, str], list[Collecti
     return groups
 
 
-def _behind(group: Sequence[Collective]) -> str:
+def _hidden_by(group: Sequence[Collective]) -> str:
     stages = dict.fromkeys(stage for c in group for stage in c.between)
     exposed = sum(c.times for c in group if not c.is_hidden)
     total = sum(c.times for c in group)
@@ -173,27 +166,27 @@ def _schedule_table(step: StepPlan) -> Table:
     line = step.timeline
     batches = "two micro-batches" if line.micro_batches == 2 else "one batch"
     title = f"One MoE layer of {batches} as scheduled, {line.layer * 1e6:,.0f} us (estimate)"
-    table = _table(title, "lane", "what", "from us", "to us")
+    table = make_table(title, "lane", "what", "from us", "to us")
     for block in line.blocks:
         if block.end - block.start >= 1e-6:
-            table.add_row(block.lane, name_of(block), f"{block.start * 1e6:,.0f}", f"{block.end * 1e6:,.0f}")
+            table.add_row(block.lane, block_name(block), f"{block.start * 1e6:,.0f}", f"{block.end * 1e6:,.0f}")
     return table
 
 
 _SPARSE = {
-    "scores": "of it index scores",
-    "choice": "of it the choice of tokens",
-    "copies": "of it copies of their latents",
-    "attention": "of it attention to these",
-    "launches": "of it launches of these kernels",
-    "expansion": "of it keys and values of all tokens",
-    "mask": "of it the mask",
+    "scores": "index scores",
+    "choice": "top-k selection",
+    "copies": "copies of the selected latents",
+    "attention": "attention core",
+    "launches": "launches of these kernels",
+    "expansion": "materialized keys and values of all tokens",
+    "mask": "mask",
 }
 
 
 def _estimate_table(plan: Plan, step: StepPlan) -> Table:
     line, deployment = step.timeline, plan.deployment
-    table = _table("Estimate (a model, not a measurement)", "", "")
+    table = make_table("Estimate (a model, not a measurement)", "", "")
     for name, seconds in step.stages.items():
         if seconds:
             per = "step" if name == "head" else "layer and micro-batch"
@@ -201,39 +194,38 @@ def _estimate_table(plan: Plan, step: StepPlan) -> Table:
         if name == "attention" and step.sparse is not None:
             for part, part_seconds in dataclasses.asdict(step.sparse).items():
                 if part_seconds:
-                    table.add_row(f"  {_SPARSE[part]}", f"{part_seconds * 1e6:,.0f} us")
+                    table.add_row(f"  of which {_SPARSE[part]}", f"{part_seconds * 1e6:,.0f} us")
     for role, seconds in line.exposed.items():
         table.add_row(f"waiting for {role}, per step", f"{seconds * 1e3:.1f} ms")
     table.add_row("host, per step", f"{HOST_S * 1e3:.1f} ms")
-    those = step.multiprocessors
-    table.add_row("multiprocessors: for kernels, for transfers", f"{those.taken}, {those.reserved}")
+    split = step.multiprocessors
+    table.add_row("multiprocessors: for kernels, for transfers", f"{split.taken}, {split.reserved}")
     order = step.order
-    table.add_row("transfers in flight at most, their channels", f"{order.in_flight}, {order.channels}")
-    table.add_row("collectives out of order, or without room", "; ".join(order.faults) or "none")
+    table.add_row("most transfers in flight, their channels", f"{order.in_flight}, {order.channels}")
+    table.add_row("possible deadlocks of collectives", "; ".join(order.faults) or "none")
     _add_drafts(table, step)
     table.add_row("step", f"{step.seconds * 1e3:.1f} ms", style="bold")
     table.add_row("tokens/s per GPU", f"{step.tokens_per_device:,.0f}", style="bold")
     table.add_row("tokens/s per node", f"{step.tokens_per_device * deployment.gpus_per_node:,.0f}", style="bold")
     if step.floor is not None:
-        what = "step without the module" if step.drafts else "step"
-        table.add_row(f"roofline at peak rates, all hidden: {what}", f"{step.floor.step * 1e3:.1f} ms")
+        what = "step without the MTP module" if step.drafts else "step"
+        table.add_row(f"roofline (peak rates, perfect overlap): {what}", f"{step.floor.step * 1e3:.1f} ms")
     return table
 
 
-def _handover_table(plan: Plan, taken: Handover, prefill: Plan | None) -> Table:
-    table = _table("Pages from another instance, if that computes the prompts (estimate)", "", "")
-    table.add_row(
-        f"a request: {taken.prompt:,.0f} prompt and {taken.answer:,.0f} answer tokens", f"{taken.nbytes / 1e6:,.0f} MB"
-    )
-    table.add_row("its pages over one device's link between nodes", f"{taken.cross_seconds * 1e3:,.1f} ms")
-    table.add_row("its pages over one device's link in a node", f"{taken.node_seconds * 1e3:,.1f} ms")
-    if plan.ends is not None:
-        ends = plan.ends
-        table.add_row("the program for the ends of prompts, 1 to 64 tokens each", f"{ends.seconds * 1e3:,.1f} ms")
-        table.add_row(f"that, once in {ends.steps:.1f} decode steps: per step", f"{ends.per_step * 1e3:,.1f} ms")
-        table.add_row("tokens/s per node, with these ends", f"{plan.tokens_per_node:,.0f}", style="bold")
-    table.add_row("requests/s of the deployment", f"{taken.requests_per_second:,.1f}")
-    table.add_row("pages taken over per node", f"{taken.bytes_per_second / 1e9:,.2f} GB/s")
+def _handover_table(plan: Plan, transfer: Handover, prefill: Plan | None) -> Table:
+    table = make_table("KV transfer from prefill instances (estimate)", "", "")
+    request = f"a request: {transfer.prompt:,.0f} prompt and {transfer.answer:,.0f} answer tokens"
+    table.add_row(request, f"{transfer.nbytes / 1e6:,.0f} MB")
+    table.add_row("its pages over one device's link between nodes", f"{transfer.cross_seconds * 1e3:,.1f} ms")
+    table.add_row("its pages over one device's link in a node", f"{transfer.node_seconds * 1e3:,.1f} ms")
+    if plan.partial_pages is not None:
+        cost = plan.partial_pages
+        table.add_row("prefill of partial last pages, 1 to 64 tokens of each prompt", f"{cost.seconds * 1e3:,.1f} ms")
+        table.add_row(f"the same, once in {cost.steps:.1f} decode steps: per step", f"{cost.per_step * 1e3:,.1f} ms")
+        table.add_row("tokens/s per node, with partial pages", f"{plan.tokens_per_node:,.0f}", style="bold")
+    table.add_row("requests/s of the deployment", f"{transfer.requests_per_second:,.1f}")
+    table.add_row("pages received per node", f"{transfer.bytes_per_second / 1e9:,.2f} GB/s")
     if prefill is not None and (nodes := plan.prefill_nodes(prefill)) is not None:
         hits = f"{prefill.deployment.prefix_hit_rate:.0%} of prompts cached"
         table.add_row(f"nodes of {prefill.deployment.name} that feed it, {hits}", f"{nodes:,.1f}", style="bold")
@@ -241,7 +233,7 @@ def _handover_table(plan: Plan, taken: Handover, prefill: Plan | None) -> Table:
 
 
 def _add_drafts(table: Table, step: StepPlan) -> None:
-    """Adds what drafts cost and bring."""
+    """Adds the cost and the gain of drafts."""
     if not step.drafts:
         return
     table.add_row("the model's program, per step", f"{step.timeline.step * 1e3:.1f} ms")
@@ -249,7 +241,7 @@ def _add_drafts(table: Table, step: StepPlan) -> None:
         what = "one draft" if program.run.part == "module" else f"{program.run.times} more"
         table.add_row(f"MTP module for {what}, per step", f"{program.seconds * 1e3:.1f} ms")
     if step.accepted:
-        table.add_row("accepted by place (given)", ", ".join(f"{share:.1%}" for share in step.accepted))
+        table.add_row("accepted by position (given)", ", ".join(f"{share:.1%}" for share in step.accepted))
         table.add_row("tokens per request and step", f"{step.tokens_per_row:.2f}", style="bold")
 
 
@@ -263,7 +255,7 @@ def _verdict(plan: Plan) -> Text:
 
 
 def _rates(plan: Plan) -> str:
-    r = rates_of(plan.deployment.device, plan.model)
+    r = kernel_rates(plan.deployment.device, plan.model)
     return (
         f"products {r.dense_flops / 1e12:.0f} and {r.grouped_flops / 1e12:.0f} (prefill {r.prefill_flops / 1e12:.0f}), "
         f"attention {r.decode_core_flops / 1e12:.0f} (prefill {r.prefill_core_flops / 1e12:.0f}) TFLOP/s; "
@@ -276,11 +268,11 @@ def _rates(plan: Plan) -> str:
 _COLORS = ("#e9a23b", "#5b8fd1")  # of the micro-batches
 _NEITHER = "#c4c4c4"
 _NARROW, _NO_TEXT = 0.06, 0.012
-"""Shares of the layer's time: below the first a bar's text is turned, below the second it is left out."""
+"""Shares of the layer's time: below the first a bar's label is rotated, below the second omitted."""
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Writes a PNG with one panel per step. Raises ModuleNotFoundError without matplotlib (the `plots` extra)."""
+    """Writes a PNG with one panel per step. Raises ModuleNotFoundError without matplotlib (extra `plots`)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -316,6 +308,6 @@ def _bar(axes: Any, block: Block, whole: float) -> None:
     axes.barh(lane, width, left=start, height=0.86, color=color, edgecolor="white", linewidth=0.8)
     share = (block.end - block.start) / whole
     if share > _NO_TEXT:
-        text = name_of(block).replace("_expert", "")
+        text = block_name(block).replace("_expert", "")
         turned = 90 if share < _NARROW else 0
         axes.text(start + width / 2, lane, text, rotation=turned, ha="center", va="center", fontsize=8, clip_on=True)

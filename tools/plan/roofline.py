@@ -1,12 +1,11 @@
-"""How long a step could take: a stated model of a device's rates, and what it says of a deployment. An estimate.
+"""The roofline model of a step's time, and a calibrated model by stage. Both are estimates.
 
-There are two models. `floor_decode` is the bare roofline: peak rates, perfect overlap. `decode_stages` and
-`prefill_stages` are calibrated: they use the rates that DeepSeek's kernels reach on an H800 (FlashMLA, DeepGEMM,
-DeepEP; other devices are scaled by their peaks) and a fixed time per kernel. Known errors are in `KNOWN_ERRORS`, and
-tests recompute them.
+`decode_roofline` assumes peak rates and perfect overlap. `decode_stages` and `prefill_stages` are calibrated: they use
+the rates of DeepSeek's kernels on an H800 (FlashMLA, DeepGEMM, DeepEP; other devices scale by their peaks) and a fixed
+time per kernel. Tests recompute the errors in `KNOWN_ERRORS`.
 
-A stage is one micro-batch's part of one layer, under the names of `tools.plan.hlo.LABELS`. The stage
-"attention" is the core, the output projection and what stands between them.
+A stage is one micro-batch's part of one layer, named as in `tools.plan.hlo.LABELS`. The stage "attention" is from the
+attention core to the output projection.
 """
 
 import dataclasses
@@ -18,11 +17,11 @@ from dsv3.model.forms import needs_topk
 from tools.plan.attention import (
     SparseCore,
     dense_core,
-    expansion_seconds,
     index_share,
     index_weights,
+    materialization_seconds,
     sparse_core,
-    sparse_floor,
+    sparse_roofline,
 )
 from tools.plan.deployment import Device, PlannedBatch, Rates
 
@@ -42,9 +41,9 @@ HOST_S = 1.5e-3
 
 
 def itemsizes(model: ModelConfig) -> tuple[float, float]:
-    """Returns the bytes of a routed expert's weight, and of others.
+    """Returns the bytes of an element of routed experts, and of other weights.
 
-    INT4 has 4 bits and a 32nd of a 16-bit scale. Block scales of FP8 do not count.
+    INT4 has 4 bits and a 32nd of a 16-bit scale. FP8 block scales are not counted.
     """
     if model.int4_experts:
         return 4.5 / 8, 2
@@ -52,8 +51,8 @@ def itemsizes(model: ModelConfig) -> tuple[float, float]:
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeFloor:
-    """Seconds of a decode step's terms at peak rates, on one device."""
+class DecodeRoofline:
+    """Seconds of the parts of a decode step at peak rates, on one device."""
 
     weights: float
     cache: float
@@ -63,11 +62,11 @@ class DecodeFloor:
 
     @property
     def step(self) -> float:
-        """Compute or wire, whichever is longer."""
+        """Seconds of the step: compute or wire, whichever is longer."""
         return max(self.weights + max(self.cache, self.core) + self.products, self.wire)
 
 
-def floor_decode(
+def decode_roofline(
     model: ModelConfig,
     device: Device,
     requests: int,
@@ -76,11 +75,11 @@ def floor_decode(
     cache_dtype: str = "bfloat16",
     width: int = 1,
     sharing: int = 1,
-) -> DecodeFloor:
-    """Returns the bare roofline of one device that decodes `width` tokens of `requests` with `context` tokens each.
+) -> DecodeRoofline:
+    """Returns the roofline of one device that decodes `width` tokens of `requests` with `context` tokens each.
 
-    `sharing` devices share the head.
-    The wire carries each chosen expert's copy of a token over the slower link, as DeepEP's low-latency kernels do.
+    `sharing` devices split the head. Each of a token's experts gets its own copy over the slower link, as in DeepEP's
+    low-latency kernels.
     """
     sizes, L, moe = sizes_of(model), model.num_hidden_layers, model.num_moe_layers
     expert_item, item = itemsizes(model)
@@ -91,8 +90,8 @@ def floor_decode(
     done = 2 * tokens * (shared + moe * model.num_experts_per_tok * sizes.expert)
     head = 2 * tokens * sizes.head
     row = sum(wire_rows(model))
-    cached, operations = sparse_floor(model, context, cache_dtype)
-    return DecodeFloor(
+    cached, operations = sparse_roofline(model, context, cache_dtype)
+    return DecodeRoofline(
         weights=read / device.hbm_bytes_per_second,
         cache=requests * L * cached / device.hbm_bytes_per_second,
         core=tokens * L * operations / device.bf16_flops,
@@ -108,8 +107,8 @@ def wire_rows(model: ModelConfig) -> tuple[int, int]:
 
 
 def sparse_parts(model: ModelConfig, rates: Rates, batch: PlannedBatch) -> SparseCore | None:
-    """Returns what attention's core consists of where the step's queries choose; None where it is dense."""
-    return sparse_core(model, rates, batch, LAUNCH_S) if needs_topk(model, batch.most) else None
+    """Returns the parts of sparse attention if any query needs top-k selection; None for dense attention."""
+    return sparse_core(model, rates, batch, LAUNCH_S) if needs_topk(model, batch.max_keys) else None
 
 
 def decode_stages(model: ModelConfig, rates: Rates, batch: PlannedBatch) -> dict[str, float]:
@@ -126,9 +125,9 @@ def decode_stages(model: ModelConfig, rates: Rates, batch: PlannedBatch) -> dict
     products = b * batch.keys * absorbed_operations(model) / n / rates.decode_core_flops
     cache = b / batch.width * batch.keys * row_bytes(model, batch.cache_dtype) / rates.hbm
     core = max(products, cache) if sparse is None else sparse.seconds
-    chosen_by = index_weights(model, sparse is not None)
-    indexer = index_share(model) * (dense(chosen_by, split=1) if chosen_by else 0)
-    rows = b * model.num_experts_per_tok / n  # even load: what leaves a device also arrives
+    indexer_elements = index_weights(model, sparse is not None)
+    indexer = index_share(model) * (dense(indexer_elements, split=1) if indexer_elements else 0)
+    rows = b * model.num_experts_per_tok / n  # even load: a device receives as many rows as it sends
     routed = batch.experts * sizes.expert * expert_item / rates.grouped_bandwidth
     work = 2 * rows * sizes.expert / rates.grouped_flops
     key_value = bf16_product(model, rates, b, sizes.key_value) / n + LAUNCH_S
@@ -150,10 +149,7 @@ def bf16_product(model: ModelConfig, rates: Rates, rows: int, elements: int) -> 
 
 
 def prefill_stages(model: ModelConfig, rates: Rates, batch: PlannedBatch) -> dict[str, float]:
-    """Returns the seconds of each stage of one layer for a prefill micro-batch.
-
-    Compute-bound, so proportional to the tokens.
-    """
+    """Returns the seconds of each stage of one layer for a prefill micro-batch: compute-bound, linear in tokens."""
     sizes, n = sizes_of(model), batch.split
 
     def seconds(elements: float) -> float:
@@ -161,8 +157,8 @@ def prefill_stages(model: ModelConfig, rates: Rates, batch: PlannedBatch) -> dic
 
     sparse = sparse_parts(model, rates, batch)
     core = dense_core(model, rates, batch) if sparse is None else sparse.seconds
-    # Masked attention makes those of all tokens.
-    own_keys = 0.0 if sparse is not None and sparse.masked else batch.tokens * expansion_seconds(model, rates)
+    # Masked attention already materializes keys and values of all tokens.
+    own_keys = 0.0 if sparse is not None and sparse.masked else batch.tokens * materialization_seconds(model, rates)
     indexer = index_share(model) * index_weights(model, sparse is not None)
     return {
         "project": seconds(sizes.down + sizes.query / n + indexer),

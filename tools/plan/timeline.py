@@ -1,8 +1,8 @@
-"""Plays the schedule of a compiled step with estimated durations: what waits for what, and for how long.
+"""Simulates the schedule of a compiled step with estimated durations: the timeline of compute, links and waits.
 
 The order is the compiled program's own; only durations are estimates (`tools.plan.roofline`). One compute lane runs the
-instructions in their order; a collective starts when its start is reached and occupies the links it uses; its done
-waits. The time of a stage is divided evenly over its matrix products; everything else is part of these.
+instructions in order. A collective occupies its links from its start; its done waits for it. A stage's time is divided
+evenly over its matrix products, which include everything between them.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from tools.plan import hlo
 from tools.plan.deployment import Rates
-from tools.plan.hlo import Collective, core_of, is_matrix_work, label_of
+from tools.plan.hlo import Collective, collective_in, is_matrix_work, stage_label
 from tools.plan.roofline import HOOK_S, TRANSFER_S
 
 COMPUTE, NODE_LINK, CROSS_LINK = LANES = ("compute", "inside the node", "between nodes")
@@ -19,7 +19,7 @@ _PRODUCTS_OF_EXPERTS = 2  # gate and up together, then down
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Something that occupies a lane from `start` to `end`, in seconds, for one micro-batch (None: not known)."""
+    """Work that occupies a lane from `start` to `end`, in seconds, for one micro-batch (None: unknown)."""
 
     lane: str
     label: str
@@ -28,17 +28,17 @@ class Block:
     micro_batch: int | None = None
 
 
-def name_of(block: Block) -> str:
-    """Names stage and micro-batch: "experts 1"."""
+def block_name(block: Block) -> str:
+    """Returns stage and micro-batch, such as "experts 1"."""
     return block.label if block.micro_batch is None else f"{block.label} {block.micro_batch}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """A step played through: its seconds, those of one MoE layer and its blocks, and the waits.
+    """A simulated step: its seconds, and the seconds and blocks of one of its MoE `layers`.
 
-    `exposed` are seconds per step that the device waits, by role of the collective. `micro_batches` interleave in a
-    layer.
+    `exposed` are the seconds per step that the device waits, by the collective's role. `micro_batches` interleave in
+    a layer.
     """
 
     step: float
@@ -51,7 +51,7 @@ class Timeline:
 
 @dataclasses.dataclass
 class _Clock:
-    """Ranks a computation has got to."""
+    """The state of a simulated computation: its time, when links are free, and the collectives under way."""
 
     now: float = 0.0
     free: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys((NODE_LINK, CROSS_LINK), 0.0))
@@ -71,8 +71,8 @@ class _Clock:
             self.now += seconds
 
 
-class Player:
-    """Plays a module with the given durations of stages and rates of links."""
+class ScheduleSimulator:
+    """Simulates a module with given durations of stages and rates of links."""
 
     def __init__(
         self, module: hlo.Module, found: Iterable[Collective], stages: Mapping[str, float], rates: Rates
@@ -87,12 +87,12 @@ class Player:
         self._products = _products_elsewhere(module) | self._products
         self._layer_clock = _Clock()
 
-    def play(self) -> Timeline:
-        """Plays the whole step."""
+    def simulate(self) -> Timeline:
+        """Returns the timeline of the whole step."""
         clock = self._run(self._module[self._module.entry])
         layer = self._layer_clock
         layers = (self._layer.trips or 1) if self._layer else 0
-        blocks = merged(layer.blocks)
+        blocks = merge_blocks(layer.blocks)
         return Timeline(clock.now, layer.now, layers, self.micro_batches, blocks, clock.exposed)
 
     def _run(self, computation: hlo.Computation) -> _Clock:
@@ -105,7 +105,7 @@ class Player:
             elif instruction.opcode == "while" and instruction.trips is not None:
                 self._loop(clock, instruction)
             elif is_matrix_work(self._module, instruction):
-                label = label_of(instruction) or "other"
+                label = stage_label(instruction) or "other"
                 seconds = self._stages.get(label, 0.0) / self._products.get(label, 1)
                 clock.work(seconds, label, instruction.micro_batch)
         return clock
@@ -129,7 +129,7 @@ class Player:
             clock.ready[collective.name] = max(ends), collective.role
 
     def _finish(self, clock: _Clock, instruction: hlo.Instruction) -> None:
-        """Waits; arrays that arrive together cost one receiving kernel."""
+        """Waits for a collective; arrays that arrive together cost one receiving kernel."""
         for name in instruction.operands:
             if name in clock.ready:
                 until, role = clock.ready.pop(name)
@@ -139,14 +139,14 @@ class Player:
                 clock.was_done = True
 
     def _loop(self, clock: _Clock, loop: hlo.Instruction) -> None:
-        if not any(is_worth_playing(self._module, name) for name in loop.called):
+        if not any(has_work(self._module, name) for name in loop.called):
             return
         inner = self._run(self._module[loop.called[0]])
         trips, stages = loop.trips or 1, {(block.lane, block.label, block.micro_batch) for block in inner.blocks}
-        # A stage may go round: heads of attention, a few after the others.
+        # A stage may be a loop of its own, such as attention over groups of heads.
         if loop is not self._layer and len(stages) == 1 and not inner.exposed:
             [(_, label, within)] = stages
-            # XLA shares the bodies of equal loops, and what is in them keeps the names of the first.
+            # XLA shares the bodies of equal loops, whose instructions keep the names of the first loop.
             clock.work(trips * inner.now, label, within if loop.micro_batch is None else loop.micro_batch)
             return
         clock.now += trips * inner.now
@@ -157,23 +157,20 @@ class Player:
 
 
 def layer_loop(module: hlo.Module) -> hlo.Instruction | None:
-    """Finds the loop over the MoE layers: of those in the entry with known trips, the one with the most experts."""
+    """Returns the loop over the MoE layers: the entry's loop of known trip count with the most expert products."""
     loops = _loops(module[module.entry])
     weighed = [(_products(module, module[loop.called[0]]).get("experts", 0), n) for n, loop in enumerate(loops)]
     experts, number = max(weighed, default=(0, 0))
     return loops[number] if experts else None
 
 
-def is_worth_playing(module: hlo.Module, name: str) -> bool:
-    """Returns whether a computation has matrix work or collectives.
-
-    Searches and sorts are part of the stages around them.
-    """
-    return any(is_matrix_work(module, i) or core_of(module, i) for i in module[name].instructions)
+def has_work(module: hlo.Module, name: str) -> bool:
+    """Returns whether a computation has matrix work or collectives; searches and sorts belong to other stages."""
+    return any(is_matrix_work(module, i) or collective_in(module, i) for i in module[name].instructions)
 
 
 def _products(module: hlo.Module, computation: hlo.Computation) -> dict[str, int]:
-    """Counts the products of each stage, those of a loop once per pass."""
+    """Counts the products of each stage, in loops once per iteration."""
     counts = _straight_products(module, computation)
     for loop in _loops(computation):
         for label, count in _products(module, module[loop.called[0]]).items():
@@ -186,18 +183,18 @@ def _straight_products(module: hlo.Module, computation: hlo.Computation) -> dict
     counts: dict[str, int] = {}
     for instruction in computation.instructions:
         if instruction.opcode != "while" and is_matrix_work(module, instruction):
-            label = label_of(instruction) or "other"
+            label = stage_label(instruction) or "other"
             counts[label] = counts.get(label, 0) + 1
     return counts
 
 
 def _loops(computation: hlo.Computation) -> list[hlo.Instruction]:
-    """Lists the loops of which the compiler knows the passes."""
+    """Lists the loops whose trip count the compiler knows."""
     return [i for i in computation.instructions if i.opcode == "while" and i.trips is not None]
 
 
 def _products_elsewhere(module: hlo.Module) -> dict[str, float]:
-    """Counts a stage's products outside of the MoE layers: in one pass over dense layers, or in the entry."""
+    """Counts each stage's products outside of the MoE layers: in one iteration over dense layers, or in the entry."""
     entry = module[module.entry]
     counts: dict[str, float] = dict(_straight_products(module, entry))
     for loop in _loops(entry):
@@ -205,8 +202,8 @@ def _products_elsewhere(module: hlo.Module) -> dict[str, float]:
     return counts
 
 
-def merged(blocks: Iterable[Block]) -> tuple[Block, ...]:
-    """Returns the blocks in the order they start; neighbours of one lane, label and micro-batch are one."""
+def merge_blocks(blocks: Iterable[Block]) -> tuple[Block, ...]:
+    """Returns the blocks by start, with adjacent blocks of one lane, label and micro-batch merged."""
     result: list[Block] = []
     last: dict[str, int] = {}
     for block in blocks:

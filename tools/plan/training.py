@@ -1,12 +1,12 @@
-"""How long an overlapped pair of a training layer could take, from the model of a device in `roofline`. An estimate.
+"""Estimates the time of an overlapped forward/backward pair of a training layer, with the rates of `roofline`.
 
-A backward takes as long as two forwards, but that attention's core takes two and a half: it computes the scores again.
+A backward takes as long as two forwards, its attention core two and a half, as it recomputes the scores.
 """
 
 import dataclasses
 
 from dsv3.config.model import ModelConfig
-from tools.plan.deployment import Device, PlannedBatch, Rates, rates_of
+from tools.plan.deployment import Device, PlannedBatch, Rates, kernel_rates
 from tools.plan.roofline import TRANSFER_S, prefill_stages, wire_rows
 
 PROFILE_TOKENS, PROFILE_KEYS = 4096, 2048.5
@@ -32,12 +32,12 @@ class LayerTimes:
 
     @property
     def alone(self) -> tuple[float, float, float]:
-        """A forward, a backward and a weight gradient that stand alone: transfers are exposed."""
+        """A forward, a backward and a weight gradient without overlap: transfers are exposed."""
         return self.forward + self.wire, self.backward + self.wire, self.weight
 
 
 def layer_times(model: ModelConfig, rates: Rates, tokens: int, keys: float, wire: float, *, dense: bool) -> LayerTimes:
-    """Returns the times of one layer for `tokens` of a device, which attend to `keys` others in the mean."""
+    """Returns the times of one layer for `tokens` of a device, which attend to `keys` others on average."""
     stages = prefill_stages(model, rates, PlannedBatch(tokens, keys, experts=0))
     bare = prefill_stages(model, rates, PlannedBatch(tokens, 0, experts=0))
     core = stages["attention"] - bare["attention"]
@@ -55,32 +55,29 @@ def with_fp8_products(plain: LayerTimes, fp8: LayerTimes) -> LayerTimes:
     return LayerTimes(fp8.forward, fp8.backward - fp8.weight + plain.weight, plain.weight, plain.wire)
 
 
-def gathered_wire(model: ModelConfig, device: Device, rates: Rates, tokens: int, team: int) -> tuple[int, float]:
-    """Returns bytes that a device sends and seconds of both transfers of a layer's forward, as `ranks` makes them.
+def gather_transfers(model: ModelConfig, device: Device, rates: Rates, tokens: int, team: int) -> tuple[int, float]:
+    """Returns the bytes that a device sends, and the seconds of both transfers, in a layer's forward.
 
-    Every device of a team of `team` gets all rows, and all sums of it are added, in bfloat16. A ring's data cross
-    each link inside a node, and a node's NICs together, once.
+    As in `training.pipeline.ranks`: an all-gather and a reduce-scatter of bfloat16 rows over `team` devices. The ring
+    crosses each link inside a node, and the NICs of a node together, once.
     """
     sent = (team - 1) * tokens * 2 * model.hidden_size
     rate = rates.node_link if team <= 8 else min(rates.node_link, 8 * device.cross_link)
     return 2 * sent, 2 * (TRANSFER_S + sent / rate) if team > 1 else 0.0
 
 
-def published_wire(model: ModelConfig, rates: Rates, tokens: int, team: int) -> float:
-    """Returns the seconds of both transfers with DeepEP's: one row per node that a token's experts are on."""
+def deepep_transfer_seconds(model: ModelConfig, rates: Rates, tokens: int, team: int) -> float:
+    """Returns the seconds of both transfers with DeepEP: a token is sent once to each node with one of its experts."""
     nodes = -(-team // 8)
-    chosen = min(model.topk_group, nodes)
-    others = chosen * (1 - 1 / nodes)
+    others = min(model.topk_group, nodes) * (1 - 1 / nodes)
     dispatch, combine = wire_rows(model)
     return 2 * TRANSFER_S + tokens * others * (dispatch / rates.dispatch_link + combine / rates.combine_link)
 
 
 def against_profile(model: ModelConfig, device: Device) -> dict[str, tuple[float, float]]:
-    """Returns the estimate and the published seconds of DeepSeek-V3's profile in FP8 on H800s: `pair`, `compute`
-    and `transfers` of a pair.
-    """
-    rates = rates_of(device, model)
-    wire = published_wire(model, rates, PROFILE_TOKENS, team=64)
+    """Returns estimated and published seconds of a `pair`, its `compute` and `transfers`: DeepSeek-V3's FP8 profile."""
+    rates = kernel_rates(device, model)
+    wire = deepep_transfer_seconds(model, rates, PROFILE_TOKENS, team=64)
     times = layer_times(model, rates, PROFILE_TOKENS, PROFILE_KEYS, wire, dense=False)
     return {
         "pair": (times.pair, PROFILE_PAIR_S),

@@ -1,8 +1,7 @@
-"""A fleet in virtual time: sessions come, the router chooses, instances step, pages are handed over.
+"""Simulates a fleet in virtual time: sessions arrive, the router places requests, instances step and transfer pages.
 
-The way of a request is that of `router`. A prompt of a page or more goes to a prefill instance for one
-token, where there are such. Then the request goes to an instance that answers, which fetches the whole pages and
-computes the rest.
+Requests take the path of `router`. With prefill instances, a prompt of a page or more first goes to one of them for one
+token. The request then goes to an answering instance, which fetches the whole pages and computes the rest.
 """
 
 import dataclasses
@@ -17,36 +16,36 @@ from dsv3.scheduler.request import StepOutputs
 from router.instance import Booking
 from router.request import MAX_PAGES, Prompt
 from tools.simulate.instance import SimulatedInstance, Totals
-from tools.simulate.options import Pressure, Routing, Rule
-from tools.simulate.pages import Handed, Pages, SimulatedStore, WorkerTime
-from tools.simulate.pool import Place, SimulatedPool
-from tools.simulate.prompts import SimulatedRequest, keys_of
-from tools.simulate.record import End, RequestLog
+from tools.simulate.options import Pressure, Routing, ScalingPolicy
+from tools.simulate.pages import SimulatedPagesPlanner, SimulatedStore, TransferredPages, WorkerTime
+from tools.simulate.pool import PoolMember, SimulatedPool
+from tools.simulate.prompts import SimulatedRequest, page_keys
+from tools.simulate.record import Outcome, RequestLog
 from tools.simulate.times import InstanceTimes, VirtualClock
 from tools.simulate.traffic import Session, TracedRequest
 
-_RETRY_S = 1.0  # a client that was refused comes again with its next request
+_RETRY_S = 1.0  # a client of the closed loop sends its next request this long after a refusal
 
 
-class SettingError(ValueError):
-    """What is to be simulated contradicts itself; the text says what to change."""
+class FleetConfigError(ValueError):
+    """A contradictory fleet; the message says what to change."""
 
 
 @dataclasses.dataclass(frozen=True)
 class InstanceGroup:
-    """Instances of one deployment: `count` of them, or as many as `rule` says, `count` at first."""
+    """Instances of one deployment: `count` at the start; `policy` adds and removes some, if given."""
 
     times: InstanceTimes
     count: int
-    rule: Rule | None = None
+    policy: ScalingPolicy | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
-    """What is simulated: instances that answer, those that compute prompts for them if there are any, and how.
+class FleetConfig:
+    """The simulated fleet: instances that answer, and optionally instances that compute prompts for them.
 
-    `host_gib` of host memory per instance take pages of prompts, `store_gib` are a store that all share. Raises
-    SettingError for what contradicts itself.
+    `host_gib` of host memory per instance keep offloaded pages of prompts, `store_gib` are a store that all share.
+    Raises FleetConfigError for contradictions.
     """
 
     answering: InstanceGroup
@@ -59,67 +58,69 @@ class Setting:
 
     def __post_init__(self) -> None:
         if self.answering.times.role == "prefill":
-            raise SettingError(f"{self.answering.times.name} only computes prompts; give a deployment that decodes")
+            raise FleetConfigError(f"{self.answering.times.name} only computes prompts; give a deployment that decodes")
         if self.prefilling is None and self.answering.times.role == "decode":
-            raise SettingError(f"{self.answering.times.name} computes no prompts; give a deployment that prefills, too")
+            raise FleetConfigError(
+                f"{self.answering.times.name} computes no prompts; give a deployment that prefills, too"
+            )
         if self.store_gib and not self.host_gib:
-            raise SettingError("a store needs host memory, through which its pages pass")
+            raise FleetConfigError("a store needs host memory, through which its pages pass")
         for group in self.groups:
             if group.count < 1:
-                raise SettingError(f"{group.times.name}: {group.count} instances; at least 1 must run")
+                raise FleetConfigError(f"{group.times.name}: {group.count} instances; at least 1 must run")
             try:
                 self.limits(group.times)
             except ValueError as error:
-                raise SettingError(f"{group.times.name}: {error}") from None
+                raise FleetConfigError(f"{group.times.name}: {error}") from None
 
     def limits(self, times: InstanceTimes) -> EngineConfig:
-        """Returns the limits of an instance: what answers alone has no prefix cache, as it looks up nothing."""
+        """Returns the limits of an instance; decode instances have neither prefix cache nor offloading."""
         computes = times.role != "decode"
-        return times.limits(self.max_model_len, shares=computes, offload_gib=self.host_gib * computes)
+        return times.limits(self.max_model_len, prefix_caching=computes, offload_gib=self.host_gib * computes)
 
     @property
     def groups(self) -> tuple[InstanceGroup, ...]:
-        """The kinds of instances."""
+        """All groups of instances; prefill's is first."""
         return (self.answering,) if self.prefilling is None else (self.prefilling, self.answering)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Active:
-    """A request in flight, its place at an instance, and the callback of its end."""
+    """A request in flight, its booking at an instance, and the callback for its end."""
 
-    asked: SimulatedRequest
+    request: SimulatedRequest
     keys: tuple[Key, ...]
     prompt: Prompt
-    ended: Callable[[End], None]
+    on_end: Callable[[Outcome], None]
     pool: "SimulatedPool | None" = None
     booking: Booking | None = None
     is_prefill: bool = False
 
 
 class SimulatedFleet:
-    """The whole; `record` has what became of the requests."""
+    """All pools of instances; `record` logs the requests."""
 
-    def __init__(self, setting: Setting, clock: VirtualClock, record: RequestLog) -> None:
-        self.setting, self.clock, self.record = setting, clock, record
-        self._longest = min(setting.limits(group.times).max_model_len for group in setting.groups)
+    def __init__(self, config: FleetConfig, clock: VirtualClock, record: RequestLog) -> None:
+        self.config, self.clock, self.record = config, clock, record
+        self._longest = min(config.limits(group.times).max_model_len for group in config.groups)
         self._work = WorkerTime(clock)
         self._store = self._make_store()
         self._active: dict[int, _Active] = {}
         self.expects_more = True
         self._last_end: dict[SimulatedInstance, float] = {}
-        self._calm: dict[SimulatedPool, int] = {}
-        self._gone: dict[SimulatedPool, tuple[float, Totals]] = {}  # seconds and work of instances that are no more
-        self.pages: list[Pages] = []
-        self.answering = self._open(setting.answering, decodes=True)
-        self.prefilling = None if setting.prefilling is None else self._open(setting.prefilling, decodes=False)
+        self._low_checks: dict[SimulatedPool, int] = {}
+        self._removed: dict[SimulatedPool, tuple[float, Totals]] = {}  # seconds and work of removed instances
+        self.pages: list[SimulatedPagesPlanner] = []
+        self.answering = self._open_pool(config.answering, decodes=True)
+        self.prefilling = None if config.prefilling is None else self._open_pool(config.prefilling, decodes=False)
 
     @property
     def pools(self) -> tuple[tuple[SimulatedPool, InstanceGroup], ...]:
-        """The pools with what they are made of."""
-        answering = (self.answering, self.setting.answering)
-        if self.prefilling is None or self.setting.prefilling is None:
+        """The pools with their groups; prefill's is first."""
+        answering = (self.answering, self.config.answering)
+        if self.prefilling is None or self.config.prefilling is None:
             return (answering,)
-        return (self.prefilling, self.setting.prefilling), answering
+        return (self.prefilling, self.config.prefilling), answering
 
     @property
     def in_flight(self) -> int:
@@ -128,28 +129,28 @@ class SimulatedFleet:
 
     @property
     def is_over(self) -> bool:
-        """Whether all requests have ended, and no more come."""
+        """Whether all requests have ended and no more will arrive."""
         return not self._active and not self.expects_more
 
     def nodes(self, pool: SimulatedPool, group: InstanceGroup) -> int:
-        """Returns the nodes that a pool has, also those that start or drain."""
-        return len(pool.places) * group.times.nodes
+        """Returns the nodes of a pool, including instances that start or drain."""
+        return len(pool.members) * group.times.nodes
 
     # Requests
 
-    def come(self, ask: TracedRequest, ended: Callable[[End], None]) -> None:
-        """Takes a request; `ended` is called once, when it has ended."""
-        tokens = ask.prompt
-        number = self.record.arrive(self.clock.now, tokens)
+    def submit(self, traced: TracedRequest, on_end: Callable[[Outcome], None]) -> None:
+        """Submits a request; calls `on_end` once, when it ends."""
+        tokens = traced.prompt
+        number = self.record.on_arrival(self.clock.now, tokens)
         if tokens >= self._longest:
-            self.record.end(number, self.clock.now, "too long")
-            ended("too long")
+            self.record.on_end(number, self.clock.now, "too long")
+            on_end("too long")
             return
-        keys = tuple(keys_of(ask.content, self.setting.answering.times.page_size))
+        keys = tuple(page_keys(traced.content, self.config.answering.times.page_size))
         known = keys[:MAX_PAGES]
-        prompt = Prompt(known, tokens, known if self.setting.routing == "events" else None)
-        asked = SimulatedRequest(number, ask.content, tokens, min(tokens + ask.answer, self._longest))
-        active = self._active[number] = _Active(asked, keys, prompt, ended)
+        prompt = Prompt(known, tokens, known if self.config.routing == "events" else None)
+        request = SimulatedRequest(number, traced.content, tokens, min(tokens + traced.answer, self._longest))
+        active = self._active[number] = _Active(request, keys, prompt, on_end)
         if self.prefilling is not None and prompt.keys:
             active.is_prefill = True
             self._book(active, self.prefilling)
@@ -162,147 +163,155 @@ class SimulatedFleet:
 
     def _send(self, active: _Active, booking: Booking) -> None:
         active.booking = booking
-        place: Place = booking.instance  # type: ignore[assignment]
-        asked, delay = active.asked, 0.0
+        member: PoolMember = booking.instance  # type: ignore[assignment]
+        request, delay = active.request, 0.0
         if active.is_prefill:
-            asked = asked._replace(max_length=asked.tokens + 1)
-        elif self.prefilling is not None and self.setting.prefilling is not None and active.prompt.keys:
-            delay = self.setting.prefilling.times.hand_over_seconds(active.prompt.tokens)
+            request = request._replace(max_length=request.tokens + 1)
+        elif self.prefilling is not None and self.config.prefilling is not None and active.prompt.keys:
+            delay = self.config.prefilling.times.transfer_seconds(active.prompt.tokens)
         if delay:
-            self.clock.at(self.clock.now + delay, lambda: place.instance.submit(asked, active.keys))
+            self.clock.call_at(self.clock.now + delay, lambda: member.instance.submit(request, active.keys))
         else:
-            place.instance.submit(asked, active.keys)
+            member.instance.submit(request, active.keys)
 
-    def _hear(self, instance: SimulatedInstance, outputs: StepOutputs) -> None:
-        """Takes in what a step has given."""
+    def _on_outputs(self, instance: SimulatedInstance, outputs: StepOutputs) -> None:
+        """Processes the outputs of a step."""
         now = self.clock.now
         before, self._last_end[instance] = self._last_end.get(instance, np.nan), now
         for rows in outputs.columns:
-            self.record.note_tokens(rows.ids, now, before)
+            self.record.record_tokens(rows.ids, now, before)
         found = [(self._active[output.request_id], output) for output in outputs.details]
         if advanced := [output.request_id for active, output in found if output.token_ids and not active.is_prefill]:
-            self.record.note_tokens(np.array(advanced), now, before)
+            self.record.record_tokens(np.array(advanced), now, before)
         for active, output in found:
             if active.is_prefill:
-                self._prefilled(active, output.num_cached_tokens)
+                self._on_prefilled(active, output.num_cached_tokens)
                 continue
             if np.isnan(self.record.first[output.request_id]):
-                self._began(active, output.num_cached_tokens)
+                self._on_first_token(active, output.num_cached_tokens)
             if output.finish_reason is not None:
                 self._end(active, "answered")
 
-    def _prefilled(self, active: _Active, cached: int) -> None:
-        self.record.cached[active.asked.number] = cached
-        self._leave(active)
+    def _on_prefilled(self, active: _Active, cached: int) -> None:
+        self.record.cached[active.request.number] = cached
+        self._release(active)
         active.is_prefill = False
         self._book(active, self.answering)
 
-    def _began(self, active: _Active, cached: int) -> None:
-        number = active.asked.number
-        self.record.note_first(number, self.clock.now)
+    def _on_first_token(self, active: _Active, cached: int) -> None:
+        number = active.request.number
+        self.record.first[number] = self.clock.now
         if self.prefilling is None:
             self.record.cached[number] = cached
         assert active.booking is not None
-        # The router counts tokens as they come; here once, as if the answer were half done.
-        active.booking.on_tokens((active.asked.max_length - active.asked.tokens) // 2)
+        # The router counts each token; here half of the answer is counted once.
+        active.booking.on_tokens((active.request.max_length - active.request.tokens) // 2)
 
-    def _leave(self, active: _Active) -> None:
+    def _release(self, active: _Active) -> None:
         assert active.booking is not None and active.pool is not None
         booking, active.booking = active.booking, None
         active.pool.close(booking)
 
-    def _end(self, active: _Active, end: End) -> None:
-        del self._active[active.asked.number]
+    def _end(self, active: _Active, end: Outcome) -> None:
+        del self._active[active.request.number]
         if active.booking is not None:
-            self._leave(active)
-        self.record.end(active.asked.number, self.clock.now, end)
-        active.ended(end)
+            self._release(active)
+        self.record.on_end(active.request.number, self.clock.now, end)
+        active.on_end(end)
 
     # Instances
 
-    def _open(self, group: InstanceGroup, *, decodes: bool) -> SimulatedPool:
-        pool = SimulatedPool(self.clock, decodes=decodes, routing=self.setting.routing, seed=self.setting.seed)
-        self._gone[pool], self._calm[pool] = (0.0, Totals()), 0
+    def _open_pool(self, group: InstanceGroup, *, decodes: bool) -> SimulatedPool:
+        pool = SimulatedPool(self.clock, decodes=decodes, routing=self.config.routing, seed=self.config.seed)
+        self._removed[pool], self._low_checks[pool] = (0.0, Totals()), 0
         for _ in range(group.count):
             self._start(pool, group).is_up = True
-        if group.rule is not None:
-            rule = group.rule
-            self.clock.at(rule.period_s, lambda: self._look(pool, group, rule))
+        if group.policy is not None:
+            policy = group.policy
+            self.clock.call_at(policy.period_s, lambda: self._scale(pool, group, policy))
         return pool
 
-    def _start(self, pool: SimulatedPool, group: InstanceGroup) -> Place:
-        instance, alone = self._instance(group.times), group.count == 1 and group.rule is None
-        pool.places.append(Place(instance, self.clock.now, alone=alone))
-        return pool.places[-1]
+    def _start(self, pool: SimulatedPool, group: InstanceGroup) -> PoolMember:
+        instance, alone = self._instance(group.times), group.count == 1 and group.policy is None
+        pool.members.append(PoolMember(instance, self.clock.now, alone=alone))
+        return pool.members[-1]
 
     def _instance(self, times: InstanceTimes) -> SimulatedInstance:
-        limits = self.setting.limits(times)
+        limits = self.config.limits(times)
         return SimulatedInstance(
-            times, limits, self.clock, self._hear, lambda view, wake: self._pages(times, view, wake)
+            times, limits, self.clock, self._on_outputs, lambda view, wake: self._pages(times, view, wake)
         )
 
-    def _pages(self, times: InstanceTimes, view: EngineView, wake: Callable[[], None]) -> Pages | Handed | None:
+    def _pages(
+        self, times: InstanceTimes, view: EngineView, wake: Callable[[], None]
+    ) -> SimulatedPagesPlanner | TransferredPages | None:
         if times.role == "decode":
-            return Handed(view.scheduler)
-        if not self.setting.host_gib:
+            return TransferredPages(view.scheduler)
+        if not self.config.host_gib:
             return None
-        self.pages.append(Pages(view, times, self._work, wake, self.setting.host_gib * 2**30, self._store))
+        self.pages.append(
+            SimulatedPagesPlanner(view, times, self._work, wake, self.config.host_gib * 2**30, self._store)
+        )
         return self.pages[-1]
 
     def _make_store(self) -> SimulatedStore | None:
-        first = self.setting.groups[0].times
-        if not self.setting.store_gib:
+        first = self.config.groups[0].times
+        if not self.config.store_gib:
             return None
-        limit = int(self.setting.store_gib * 2**30) // first.page_bytes
+        limit = int(self.config.store_gib * 2**30) // first.page_bytes
         return SimulatedStore(self._work, limit, first.page_bytes, first.link)
 
-    def _look(self, pool: SimulatedPool, group: InstanceGroup, rule: Rule) -> None:
+    def _scale(self, pool: SimulatedPool, group: InstanceGroup, policy: ScalingPolicy) -> None:
         """Starts or drains an instance where the rule says so."""
-        serving = [place for place in pool.places if place.is_up and not place.is_draining]
-        wish = rule.wants([pressure_of(place.instance, pool.num_waiting, len(serving)) for place in serving])
-        starting = any(not place.is_up for place in pool.places)
-        self._calm[pool] = self._calm[pool] + 1 if wish < 0 else 0
-        if wish > 0 and not starting and len(serving) < rule.most:
-            place = self._start(pool, group)
-            self.clock.at(self.clock.now + rule.start_s, lambda: self._serve(pool, place))
-        elif self._calm[pool] >= rule.calm and len(serving) > rule.least and not starting:
-            self._calm[pool] = 0
-            # That with the fewest requests, of equals the youngest, whose cache has the least.
-            last = min(reversed(serving), key=lambda place: place.load.requests)
+        serving = [member for member in pool.members if member.is_up and not member.is_draining]
+        change = policy.decide(
+            [instance_pressure(member.instance, pool.num_waiting, len(serving)) for member in serving]
+        )
+        starting = any(not member.is_up for member in pool.members)
+        self._low_checks[pool] = self._low_checks[pool] + 1 if change < 0 else 0
+        if change > 0 and not starting and len(serving) < policy.max_instances:
+            member = self._start(pool, group)
+            self.clock.call_at(self.clock.now + policy.start_s, lambda: self._on_started(pool, member))
+        elif (
+            self._low_checks[pool] >= policy.scale_down_checks and len(serving) > policy.min_instances and not starting
+        ):
+            self._low_checks[pool] = 0
+            # The one with the fewest requests, or the youngest of these, as it caches the least.
+            last = min(reversed(serving), key=lambda member: member.load.requests)
             last.is_draining = True
-            self._drained(pool, last)
-        for place in [place for place in pool.places if place.is_draining]:
-            self._drained(pool, place)
-        self.clock.at(self.clock.now + rule.period_s, lambda: self._look(pool, group, rule))
+            self._remove_if_drained(pool, last)
+        for member in [member for member in pool.members if member.is_draining]:
+            self._remove_if_drained(pool, member)
+        self.clock.call_at(self.clock.now + policy.period_s, lambda: self._scale(pool, group, policy))
 
-    def _serve(self, pool: SimulatedPool, place: Place) -> None:
-        place.is_up = True
+    def _on_started(self, pool: SimulatedPool, member: PoolMember) -> None:
+        member.is_up = True
         pool.dispatch()
 
-    def _drained(self, pool: SimulatedPool, place: Place) -> None:
-        """Lets a draining instance go that has nothing left to do."""
-        if place in pool.places and not place.load.requests and place.instance.is_idle:
-            pool.places.remove(place)
-            seconds, totals = self._gone[pool]
-            self._gone[pool] = seconds + self.clock.now - place.since, totals + place.instance.totals
+    def _remove_if_drained(self, pool: SimulatedPool, member: PoolMember) -> None:
+        """Removes a draining instance if it is idle."""
+        if member in pool.members and not member.load.requests and member.instance.is_idle:
+            pool.members.remove(member)
+            seconds, totals = self._removed[pool]
+            self._removed[pool] = seconds + self.clock.now - member.since, totals + member.instance.totals
 
-    def done(self, pool: SimulatedPool) -> tuple[float, Totals]:
-        """Returns the seconds that instances of a pool have run, all together, and what they have done."""
-        seconds, totals = self._gone[pool]
-        for place in pool.places:
-            seconds, totals = seconds + self.clock.now - place.since, totals + place.instance.totals
+    def pool_totals(self, pool: SimulatedPool) -> tuple[float, Totals]:
+        """Returns the total seconds that instances of a pool have run, and their totals."""
+        seconds, totals = self._removed[pool]
+        for member in pool.members:
+            seconds, totals = seconds + self.clock.now - member.since, totals + member.instance.totals
         return seconds, totals
 
 
-def pressure_of(instance: SimulatedInstance, waiting: int, among: int) -> Pressure:
-    """Returns what an instance has before it; `waiting` requests of the router are shared `among` so many."""
+def instance_pressure(instance: SimulatedInstance, waiting: int, among: int) -> Pressure:
+    """Returns the load of an instance; the router's `waiting` requests are divided `among` so many instances."""
     slots = instance.cfg.max_num_seqs * instance.cfg.num_ranks
     pages, mine = instance.use
     return Pressure(instance.waiting_tokens / instance.times.prompt_rate, max(pages, mine + waiting / among / slots))
 
 
 def replay(fleet: SimulatedFleet, sessions: Iterable[Session], until: float | None) -> None:
-    """Has sessions come at their times; each session's next request comes when the one before has ended."""
+    """Schedules sessions at their times until `until`; a session's next request follows the end of the previous one."""
     pending = iter(sessions)
 
     def next_one() -> None:
@@ -310,33 +319,35 @@ def replay(fleet: SimulatedFleet, sessions: Iterable[Session], until: float | No
         if session is None or (until is not None and session.at >= until):
             fleet.expects_more = False
         else:
-            fleet.clock.at(session.at, lambda: begin(session))
+            fleet.clock.call_at(session.at, lambda: begin(session))
 
     def begin(session: Session) -> None:
         next_one()
-        _go_on(fleet, iter(session.asks))
+        _submit_next(fleet, iter(session.requests))
 
     next_one()
 
 
-def _go_on(fleet: SimulatedFleet, asks: Iterator[TracedRequest]) -> None:
-    ask = next(asks, None)
-    if ask is not None:
-        fleet.come(ask, lambda end: _go_on(fleet, asks))
+def _submit_next(fleet: SimulatedFleet, requests: Iterator[TracedRequest]) -> None:
+    traced = next(requests, None)
+    if traced is not None:
+        fleet.submit(traced, lambda end: _submit_next(fleet, requests))
 
 
-def hold(fleet: SimulatedFleet, asks: Iterator[TracedRequest], concurrency: int, ramp_s: float, until: float) -> None:
-    """Keeps as many requests on their way: each client's next one comes when the one before has ended."""
+def closed_loop(
+    fleet: SimulatedFleet, requests: Iterator[TracedRequest], concurrency: int, ramp_s: float, until: float
+) -> None:
+    """Keeps `concurrency` requests in flight until `until`; clients start over the first `ramp_s` seconds."""
 
-    def ask_next(end: End = "answered") -> None:
+    def schedule_next(end: Outcome = "answered") -> None:
         pause = 0.0 if end == "answered" else _RETRY_S
         if fleet.clock.now + pause < until:
-            fleet.clock.at(fleet.clock.now + pause, go)
+            fleet.clock.call_at(fleet.clock.now + pause, submit_next)
 
-    def go() -> None:
-        ask = next(asks, None)
-        if ask is not None:
-            fleet.come(ask, ask_next)
+    def submit_next() -> None:
+        traced = next(requests, None)
+        if traced is not None:
+            fleet.submit(traced, schedule_next)
 
     for i in range(concurrency):
-        fleet.clock.at(ramp_s * i / concurrency, go)
+        fleet.clock.call_at(ramp_s * i / concurrency, submit_next)

@@ -1,6 +1,6 @@
-"""Makes the table of a deployment's step times by playing the plan's compiled schedules.
+"""Computes a deployment's table of step times from the plan's compiled schedules.
 
-One program of each kind is compiled, its largest, and played with smaller batches (`tools.plan.simulated`).
+It compiles the largest program of each kind and simulates its schedule with smaller batches (`tools.plan.simulated`).
 """
 
 import hashlib
@@ -14,25 +14,24 @@ from tools.plan.deployment import Deployment, DeploymentError
 from tools.plan.memory import judge, memory_of
 from tools.plan.programs import CompiledProgram, Phase, compile_step, lay_out
 from tools.plan.roofline import HOST_S
-from tools.plan.simulated import Played, with_ends
+from tools.plan.simulated import SimulatedProgram, with_partial_pages
 from tools.simulate.times import KEYS, InstanceTimes
 
 
-def digest_of(model: ModelConfig, deployment: Deployment) -> str:
-    """Returns the digest that a table of step times has of its model and deployment."""
+def times_digest(model: ModelConfig, deployment: Deployment) -> str:
+    """Returns the digest of model and deployment that a table of step times carries."""
     return hashlib.sha256(repr((model, deployment)).encode()).hexdigest()
 
 
-def times_of(model: ModelConfig, deployment: Deployment, progress: Callable[[str], None]) -> InstanceTimes:
+def compute_times(model: ModelConfig, deployment: Deployment, progress: Callable[[str], None]) -> InstanceTimes:
     """Compiles the programs of `deployment`, and returns its limits and step times.
 
-    `progress` gets a line before what takes long.
-
-    Raises DeploymentError where it does not fit or has drafts, `AotUnavailableError` where nothing can be compiled.
+    Calls `progress` with a line before each long phase. Raises DeploymentError if it does not fit or has drafts,
+    `AotUnavailableError` if programs cannot be compiled.
     """
     if deployment.drafts:
-        raise DeploymentError(f"{deployment.name}: speculative_config: the simulator knows no drafts; leave it out")
-    whole = deployment if deployment.prefill_tokens else with_ends(deployment, model.page_size)
+        raise DeploymentError(f"{deployment.name}: speculative_config: drafts cannot be simulated; leave it out")
+    whole = deployment if deployment.prefill_tokens else with_partial_pages(deployment, model.page_size)
     planned = lay_out(model, whole)
     memory = memory_of(planned)
     steps: dict[Phase, CompiledProgram] = {}
@@ -49,7 +48,7 @@ def times_of(model: ModelConfig, deployment: Deployment, progress: Callable[[str
     role: Role = "both" if deployment.prefill_tokens else "decode"
     return InstanceTimes(
         name=deployment.name,
-        digest=digest_of(model, deployment),
+        digest=times_digest(model, deployment),
         role=role if deployment.decode_requests else "prefill",
         nodes=deployment.nodes,
         gpus_per_node=deployment.gpus_per_node,
@@ -65,6 +64,6 @@ def times_of(model: ModelConfig, deployment: Deployment, progress: Callable[[str
         keys=keys_per_token(model),
         link=deployment.device.cross_link,
         host=HOST_S,
-        prefill=Played(planned, steps["prefill"]).table(cfg.prefill_buckets, KEYS),
-        decode=Played(planned, steps["decode"]).table(cfg.decode_buckets, KEYS) if "decode" in steps else {},
+        prefill=SimulatedProgram(planned, steps["prefill"]).table(cfg.prefill_buckets, KEYS),
+        decode=SimulatedProgram(planned, steps["decode"]).table(cfg.decode_buckets, KEYS) if "decode" in steps else {},
     )

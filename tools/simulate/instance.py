@@ -1,7 +1,7 @@
 """One engine without devices: the real scheduler and planners, in virtual time.
 
-As in `dsv3.engine.engine`, a step is planned while the one before it runs, and its results come when it has ended.
-What is the model's: a step takes what the table of its deployment says, and every sampled token is 1.
+As in `dsv3.engine.engine`, a step is planned while the previous one runs, and its results are processed at its end. A
+step takes the time of its deployment's table, and every sampled token is 1.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from dsv3.scheduler.batch_slots import BatchRows
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import make_sequence
-from tools.simulate.pages import Handed, Pages, copy_seconds
-from tools.simulate.prompts import VOCAB, SimulatedRequest, request_of
+from tools.simulate.pages import SimulatedPagesPlanner, TransferredPages, copy_seconds
+from tools.simulate.prompts import VOCAB, SimulatedRequest, prepare_request
 from tools.simulate.times import InstanceTimes, VirtualClock
 
 _AHEAD = 2  # steps launched: one runs, one is next
@@ -32,7 +32,7 @@ _AHEAD = 2  # steps launched: one runs, one is next
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """What an instance has done since its start, or several together. `decode_s` are the decode programs' seconds."""
+    """Work of one or several instances since their start; `decode_s` are the seconds of decode programs."""
 
     steps: int = 0
     busy_s: float = 0.0
@@ -63,56 +63,58 @@ class SimulatedInstance:
         cfg: EngineConfig,
         clock: VirtualClock,
         on_outputs: "Callable[[SimulatedInstance, StepOutputs], None]",
-        make_pages: Callable[[EngineView, Callable[[], None]], Pages | Handed | None] = lambda view, wake: None,
+        make_pages: Callable[
+            [EngineView, Callable[[], None]], SimulatedPagesPlanner | TransferredPages | None
+        ] = lambda view, wake: None,
     ) -> None:
         self.times, self.cfg, self._clock, self._on_outputs = times, cfg, clock, on_outputs
         self.scheduler = Scheduler(cfg, VOCAB, times.keys)
-        view = EngineView(self.scheduler, None)  # type: ignore[arg-type]  # these planners do not look at the parts
-        made = {
+        view = EngineView(self.scheduler, None)  # type: ignore[arg-type]  # these planners do not use the components
+        kinds = {
             "decode": decode.KIND,
             "pages": make_pages(view, self.wake),
             "prefill": prefill.KIND,
         }
         self._planners: dict[str, Any] = {
             name: kind.planner(view) if isinstance(kind, JobKind) else kind
-            for name, kind in made.items()
+            for name, kind in kinds.items()
             if kind is not None and (name != "decode" or cfg.role != "prefill")
         }
-        self._flying: deque[_StepInFlight] = deque()
+        self._in_flight: deque[_StepInFlight] = deque()
         self._ones = np.ones((cfg.num_ranks, max(cfg.decode_buckets), 1), np.int32)
         self._steps = self._decode_steps = 0
         self._busy_s = self._decode_s = 0.0
 
-    def submit(self, asked: SimulatedRequest, keys: Sequence[Key]) -> None:
-        """Queues a request with its prefix keys; an engine at work takes it in when its step has ended."""
-        self.scheduler.add(make_sequence(request_of(asked), keys))
+    def submit(self, request: SimulatedRequest, keys: Sequence[Key]) -> None:
+        """Queues a request with its prefix keys; a running engine schedules it after its current step."""
+        self.scheduler.add(make_sequence(prepare_request(request), keys))
         self.wake()
 
     def wake(self) -> None:
-        """Begins to work where nothing is under way."""
-        if not self._flying:
+        """Launches steps if none is in flight."""
+        if not self._in_flight:
             self._launch()
-            self._await()
+            self._schedule_end()
 
     @property
     def totals(self) -> Totals:
-        """What it has done so far."""
-        found, ours = self.scheduler.admission, (self._steps, self._busy_s, self._decode_steps, self._decode_s)
-        return Totals(*ours, self.scheduler.num_preemptions, found.prefix_queries, found.prefix_hits)
+        """Work since the start."""
+        admission, counts = self.scheduler.admission, (self._steps, self._busy_s, self._decode_steps, self._decode_s)
+        return Totals(*counts, self.scheduler.num_preemptions, admission.prefix_queries, admission.prefix_hits)
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has nothing to do."""
+        """Whether the instance has no request."""
         return not self.scheduler.sequences
 
     @property
     def waiting_tokens(self) -> float:
-        """Prompt tokens to compute, with attention: what is admitted, and what waits without looking for hits."""
+        """Prompt tokens to compute, weighted by attention: admitted ones, and queued ones without prefix hits."""
         return float(self.scheduler.balancer.backlog.sum()) + self._queued_tokens
 
     @property
     def use(self) -> tuple[float, float]:
-        """The shares in use of the pages, with those that waiting requests need, and of the batch slots."""
+        """The used shares of pages, including those that queued requests need, and of batch slots."""
         scheduler, cfg = self.scheduler, self.cfg
         pages = (scheduler.pages.in_use + self._queued_tokens / cfg.page_size) / (cfg.num_pages * cfg.num_ranks)
         return pages, len(scheduler.sequences) / (cfg.max_num_seqs * cfg.num_ranks)
@@ -121,20 +123,20 @@ class SimulatedInstance:
     def _queued_tokens(self) -> int:
         return sum(len(sequence.tokens) for sequence in self.scheduler.queue)
 
-    def _await(self) -> None:
-        if self._flying:
-            self._clock.at(self._flying[0].end, self._ended)
+    def _schedule_end(self) -> None:
+        if self._in_flight:
+            self._clock.call_at(self._in_flight[0].end, self._on_step_end)
 
     def _launch(self) -> None:
-        """Plans steps until one runs and one is next."""
-        while len(self._flying) < _AHEAD:
-            jobs = self._plan() or self._plan()  # an engine that has launched nothing looks again at once
+        """Plans steps until two are in flight."""
+        while len(self._in_flight) < _AHEAD:
+            jobs = self._plan() or self._plan()  # an engine that launched nothing plans again at once
             if not jobs:
                 return
             number = self.scheduler.pages.begin_step()
-            start = self._flying[-1].end if self._flying else self._clock.now
+            start = self._in_flight[-1].end if self._in_flight else self._clock.now
             seconds = self._seconds(jobs)
-            self._flying.append(_StepInFlight(number, jobs, start + seconds, seconds))
+            self._in_flight.append(_StepInFlight(number, jobs, start + seconds, seconds))
 
     def _plan(self) -> list[Planned]:
         self.scheduler.begin_step()
@@ -143,16 +145,16 @@ class SimulatedInstance:
             jobs += planner.plan(jobs)
         return jobs
 
-    def _ended(self) -> None:
-        """Takes in the results of the step that has just ended, and plans the one after the next."""
+    def _on_step_end(self) -> None:
+        """Processes the results of the step that has just ended, and plans the one after the next."""
         outputs = self._collect()
         self._launch()
-        self._await()
+        self._schedule_end()
         self._on_outputs(self, outputs)
 
     def _collect(self) -> StepOutputs:
-        """Takes in the results of the step that ends next, and returns them."""
-        step, outputs = self._flying.popleft(), StepOutputs([], [])
+        """Processes the results of the oldest step in flight, and returns its outputs."""
+        step, outputs = self._in_flight.popleft(), StepOutputs([], [])
         self._steps, self._busy_s = self._steps + 1, self._busy_s + step.seconds
         for job in step.jobs:
             sampled = (self._ones,) if getattr(job.command, "sample", None) is not None else ()
@@ -162,31 +164,31 @@ class SimulatedInstance:
         return outputs
 
     def _seconds(self, jobs: list[Planned]) -> float:
-        """Returns how long the devices take: the sum of the programs, the host once."""
+        """Returns the time of a step: the sum of its programs, with the host's time once."""
         seconds, programs = 0.0, 0
         for job in jobs:
             if isinstance(job.command, DecodeCommand):
-                mine = self._decode_seconds(job.command, job.context.rows)
-                self._decode_steps, self._decode_s = self._decode_steps + 1, self._decode_s + mine
+                program_s = self._decode_seconds(job.command, job.context.rows)
+                self._decode_steps, self._decode_s = self._decode_steps + 1, self._decode_s + program_s
             elif isinstance(job.command, PrefillCommand):
-                mine = self._prefill_seconds(job.command)
+                program_s = self._prefill_seconds(job.command)
             elif isinstance(job.command, PagesCommand):
-                mine = copy_seconds(job.command, self.times) + self.times.host
+                program_s = copy_seconds(job.command, self.times) + self.times.host
             else:
                 continue
-            seconds, programs = seconds + mine, programs + 1
+            seconds, programs = seconds + program_s, programs + 1
         return max(seconds - (programs - 1) * self.times.host, self.times.host)
 
     def _decode_seconds(self, command: DecodeCommand, rows: BatchRows) -> float:
-        """Returns the time of a batch, in which the rank with the most tokens is the last."""
+        """Returns the time of a batch on its slowest rank, the one with the most cached tokens."""
         bucket = command.rows.shape[1]
-        keys = self.scheduler.slots.planned[rows.slots] - command.width  # the token to come has none yet
+        keys = self.scheduler.slots.planned[rows.slots] - command.width  # the sampled token has no entry yet
         ends = rows.rank.searchsorted(np.arange(self.cfg.num_ranks), "right")  # rows are in the order of the ranks
-        held = np.diff(keys.cumsum()[ends - 1] * (ends > 0), prepend=0)
-        return self.times.seconds("decode", bucket, float(held.max()) / bucket)
+        cached = np.diff(keys.cumsum()[ends - 1] * (ends > 0), prepend=0)
+        return self.times.seconds("decode", bucket, float(cached.max()) / bucket)
 
     def _prefill_seconds(self, command: PrefillCommand) -> float:
-        """Returns the time of a batch, in which the rank with the most pairs of token and key is the last."""
+        """Returns the time of a batch on its slowest rank, the one with the most pairs of token and key."""
         rank, count, start = (command.header[:, i].astype(np.int64) for i in (0, 3, 4))
         pairs = np.bincount(rank, count * (2 * start + count) / 2).max()
         return self.times.seconds("prefill", command.bucket, float(pairs) / command.bucket)

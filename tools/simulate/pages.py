@@ -1,7 +1,7 @@
-"""Pages below the devices in virtual time: the real tiers and their planner, with modelled copies; and a hand-over.
+"""KV offloading and KV transfer in virtual time: the engine's own tiers and planner, with simulated copies.
 
-`Tiers`, `HostPool` and `PagesPlanner` are the engine's. What is the model's: a job of a tier's threads takes as long as
-its bytes at a stated rate, no byte is copied, and a store is a bounded list of keys.
+`Tiers`, `HostPool` and `PagesPlanner` are the engine's. A job of a tier's threads takes the time of its bytes at a
+given rate, no byte is copied, and a store is a bounded list of keys.
 """
 
 from collections import OrderedDict, deque
@@ -28,32 +28,32 @@ HOST_RATE = 5e9
 
 
 class WorkerTime:
-    """Virtual time as jobs of threads see it: what they `spend` ends them later."""
+    """The virtual time of the threads' jobs: a job ends later by the seconds that it spends."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self.clock, self.spent = clock, 0.0
 
     def now(self) -> float:
-        """Returns the time, with what the job under way has spent."""
+        """Returns the virtual time, including the seconds that the current job has spent."""
         return self.clock.now + self.spent
 
     def spend(self, seconds: float) -> None:
-        """Notes that the job under way takes longer."""
+        """Adds seconds to the current job."""
         self.spent += seconds
 
 
 class SimulatedWorkers(Executor):
-    """Threads in virtual time: each job does its work when it begins, and is done when its time is spent."""
+    """Threads in virtual time: a job runs when it starts, and its future completes after the time that it spends."""
 
     def __init__(self, work: WorkerTime, count: int, done: Callable[[], None]) -> None:
         self._work, self._idle, self._done = work, count, done
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Queues a job behind those that wait."""
+        """Queues a job."""
         future: Future[Any] = Future()
         self._waiting.append((future, lambda: fn(*args, **kwargs)))
-        self._work.clock.at(self._work.now(), self._begin)
+        self._work.clock.call_at(self._work.now(), self._begin)
         return future
 
     def _begin(self) -> None:
@@ -67,7 +67,7 @@ class SimulatedWorkers(Executor):
         self._work.spent = 0.0
         result = job()
         end, self._work.spent = self._work.now(), 0.0
-        self._work.clock.at(end, lambda: self._end(future, result))
+        self._work.clock.call_at(end, lambda: self._end(future, result))
 
     def _end(self, future: Future[Any], result: Any) -> None:
         self._idle += 1
@@ -77,25 +77,25 @@ class SimulatedWorkers(Executor):
 
 
 class SimulatedHostPool(HostPool):
-    """Host memory whose values have one byte and take the time of a page's bytes."""
+    """A host pool that stores one byte per page and takes the time of copying all."""
 
     def __init__(self, work: WorkerTime, num_blocks: int, page_bytes: int) -> None:
         super().__init__(np.zeros(host_pool_bytes(num_blocks, 1), np.uint8), 1, num_blocks)
         self._work, self.payload_bytes = work, page_bytes
 
     def put(self, key: Key, payload: np.ndarray) -> bool:
-        """Keeps a value."""
+        """Stores a page; returns whether it is new."""
         self._work.spend(self.payload_bytes / HOST_RATE)
         return super().put(key, payload[:1])
 
     def get(self, key: Key, out: np.ndarray) -> bool:
-        """Finds a value."""
+        """Reads a page; returns whether it is there."""
         self._work.spend(self.payload_bytes / HOST_RATE)
         return super().get(key, out[:1])
 
 
 class SimulatedStore:
-    """A store that several instances share, as keys: at most `limit` pages, the least recently used ones go."""
+    """A store that several instances share, as a list of keys: an LRU cache of at most `limit` pages."""
 
     def __init__(self, work: WorkerTime, limit: int, page_bytes: int, rate: float) -> None:
         self.damaged = self.evictions = 0
@@ -104,15 +104,15 @@ class SimulatedStore:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of the pages."""
+        """Bytes of all stored pages."""
         return len(self._keys) * self._page_bytes
 
     def count(self, keys: Sequence[Key]) -> int:
-        """Returns how many of `keys` are there, from the first on."""
+        """Returns the length of the prefix of `keys` that is stored."""
         return next((i for i, key in enumerate(keys) if key not in self._keys), len(keys))
 
     def get(self, keys: Sequence[Key], out: np.ndarray) -> int:
-        """Reads pages; returns how many are there, from the first on."""
+        """Reads the stored prefix of `keys`; returns its length."""
         found = self.count(keys)
         for key in keys[:found]:
             self._keys.move_to_end(key)
@@ -120,7 +120,7 @@ class SimulatedStore:
         return found
 
     def put(self, keys: Sequence[Key], payloads: np.ndarray) -> int:
-        """Writes pages that are not there yet; returns how many."""
+        """Writes the pages that are not stored yet; returns how many."""
         new = [key for key in keys if key not in self._keys]
         self._keys.update(dict.fromkeys(new))
         while len(self._keys) > self._limit:
@@ -130,7 +130,7 @@ class SimulatedStore:
         return len(new)
 
     def delete(self, keys: Sequence[Key]) -> None:
-        """Drops pages."""
+        """Deletes pages."""
         for key in keys:
             self._keys.pop(key, None)
 
@@ -139,13 +139,13 @@ class SimulatedStore:
 
 
 class _PolledTiers(Tiers):
-    """Tiers without waiting: a job that ends wakes the engine."""
+    """Tiers that never block: the end of a job wakes the engine."""
 
     def wait(self, seconds: float) -> None:
         """Returns at once."""
 
 
-class Pages:
+class SimulatedPagesPlanner:
     """The engine's planner of page copies, over tiers in virtual time."""
 
     def __init__(
@@ -171,56 +171,56 @@ class Pages:
         self._page = np.broadcast_to(np.zeros(1, np.uint8), (1, page_buckets(size)[-1], size))
 
     def plan(self, step: list[Planned]) -> list[Planned]:
-        """Plans what can be copied now."""
+        """Plans the copies of a step."""
         return self._planner.plan(step)
 
     def on_results(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
-        """Hands what has left the devices to the tiers."""
+        """Stores the pages that were copied off the devices in the tiers."""
         assert isinstance(planned.command, PagesCommand)
         copies = sum(len(copy.keys) for copy in planned.command.out)
         self._planner.on_results(planned, (self._page,) * copies, outputs)
 
     def counts(self) -> dict[str, TierCounts]:
-        """Returns what each tier has counted."""
+        """Returns the counters of each tier."""
         return self.tiers.counts()
 
 
 def copy_seconds(command: PagesCommand, times: InstanceTimes) -> float:
-    """Returns how long copies take between devices and host, on the rank with the most pages."""
+    """Returns the seconds of copies between devices and host, on the rank with the most pages."""
     most = sum(int((copy.pages >= 0).sum(axis=1).max()) for copy in (*command.out, *command.into))
     return most * times.page_bytes / COPY_RATE
 
 
-class _HandedTiers(Tiers):
-    """Stands in for the tiers of a decode instance, where another one has computed the prompts' whole pages."""
+class _TransferredTiers(Tiers):
+    """The tiers of a decode instance to which prefill instances have transferred all whole pages."""
 
     def __init__(self) -> None:  # without threads and memory
         pass
 
     def nearest(self, ranks: Iterator[int]) -> None:
-        """Does nothing: there is no other instance to fetch from."""
+        """Does nothing: pages are not fetched from other ranks."""
 
     def record_query(self, pages: int) -> None:
-        """Counts nothing."""
+        """Does nothing: queries are not counted."""
 
     def num_loadable(self, keys: Sequence[Key], first: int, found: int) -> int:
-        """Returns how many pages are there: all."""
+        """Returns the number of available pages: all."""
         return len(keys) - first
 
     def lacks(self, key: Key) -> bool:
-        """Wants no page of the devices."""
+        """Returns False: nothing is offloaded."""
         return False
 
 
-class Handed:
-    """Brings a prompt's whole pages to its slot at once: the time of their way is the fleet's."""
+class TransferredPages:
+    """Loads a prompt's whole pages at once; the fleet has already waited for their transfer."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        scheduler.attach_tiers(_HandedTiers())
+        scheduler.attach_tiers(_TransferredTiers())
 
     def plan(self, step: list[Planned]) -> list[Planned]:
-        """Lets those begin that have got their slot."""
+        """Starts the prefill of all requests whose pages load."""
         for sequence in list(self._scheduler.loading):
             self._scheduler.on_loaded(
                 sequence, sequence.load_stop - sequence.prefilled // self._scheduler.cfg.page_size
@@ -229,5 +229,5 @@ class Handed:
         return []
 
     def counts(self) -> dict[str, TierCounts]:
-        """Returns nothing: no tier is asked."""
+        """Returns nothing: there are no tiers."""
         return {}

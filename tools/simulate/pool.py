@@ -1,7 +1,7 @@
-"""Instances of one role as the router knows them, and those that wait for one.
+"""The router's view of the instances of one role, and its queue of requests.
 
-`choose`, `Booking`, `InstanceLoad` and `SentPages` are the router's own. The queue in front of them is the model of
-`router.members.Pool`, which waits in real time: first come, first served, bounded in length and in time.
+`choose`, `Booking`, `InstanceLoad` and `SentPages` are the router's own. The queue models `router.members.Pool` in
+virtual time: first in, first out, bounded in length and waiting time.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ MOST_WAITING, WAIT_S = 1024, 30.0
 """The router's own bounds, `max_num_queued_reqs` and `queue_timeout`."""
 
 
-class Place:
-    """An instance behind the router: it starts, serves, and drains before it goes. `load` is what the router sent.
+class PoolMember:
+    """An instance behind the router. It starts, serves, and drains; `load` is what the router has sent to it.
 
-    What is `alone` is not chosen among others, so that nothing depends on what has been sent there.
+    An instance that is always `alone` in its pool needs no memory of the pages sent to it.
     """
 
     def __init__(self, instance: SimulatedInstance, since: float, *, alone: bool) -> None:
@@ -37,13 +37,13 @@ class Place:
 
     @property
     def accepts_requests(self) -> bool:
-        """Whether a request may be sent now."""
+        """Whether the router may send a request now."""
         return self.is_up and not self.is_draining and self.load.requests < self.concurrency
 
     def overlap(self, prompt: Prompt, near: int) -> int:
-        """Returns how many pages of a prompt it finds: as its ranks know, or else as the router has sent there.
+        """Returns the expected prefix hits of a prompt in pages, from KV events or else from earlier requests.
 
-        They may be as many as `near`.
+        `near` is a guess at which the search starts.
         """
         if prompt.token_keys is None:
             return self.sent.overlap(prompt.keys, near)
@@ -53,71 +53,66 @@ class Place:
 @dataclasses.dataclass(eq=False, slots=True)
 class _Waiting:
     prompt: Prompt
-    take: Callable[[Booking], None] | None
-    refuse: Callable[[], None]
+    on_booked: Callable[[Booking], None]
+    on_refused: Callable[[], None]
 
 
 class SimulatedPool:
-    """Gives each request the instance where it costs least, or the next in turn."""
+    """Books each request at the instance of the least cost, or the next in turn."""
 
     def __init__(self, clock: VirtualClock, *, decodes: bool, routing: Routing, seed: int) -> None:
-        self.places: list[Place] = []
+        self.members: list[PoolMember] = []
         self._clock, self._decodes, self._routing = clock, decodes, routing
-        self._chance, self._turns = random.Random(seed), itertools.count()
+        self._random, self._next_in_turn = random.Random(seed), itertools.count()
         self._waiting: deque[_Waiting] = deque()
 
     @property
     def num_waiting(self) -> int:
-        """Requests for which no instance has room."""
-        return sum(each.take is not None for each in self._waiting)
+        """Requests in the queue."""
+        return len(self._waiting)
 
-    def book(self, prompt: Prompt, take: Callable[[Booking], None], refuse: Callable[[], None]) -> None:
-        """Calls `take` with a place, now or once there is one; or `refuse`."""
-        booking = None if self._waiting else self._place(prompt)
+    def book(self, prompt: Prompt, on_booked: Callable[[Booking], None], on_refused: Callable[[], None]) -> None:
+        """Calls `on_booked` when an instance has capacity, or `on_refused` if the queue is full or times out."""
+        booking = None if self._waiting else self._reserve(prompt)
         if booking is not None:
-            take(booking)
+            on_booked(booking)
         elif len(self._waiting) >= MOST_WAITING:
-            refuse()
+            on_refused()
         else:
-            entry = _Waiting(prompt, take, refuse)
+            entry = _Waiting(prompt, on_booked, on_refused)
             self._waiting.append(entry)
-            self._clock.at(self._clock.now + WAIT_S, lambda: self._give_up(entry))
+            self._clock.call_at(self._clock.now + WAIT_S, lambda: self._on_timeout(entry))
 
     def close(self, booking: Booking) -> None:
-        """Takes a request off its instance's load, and looks after those that wait."""
+        """Removes a request from its instance's load, and dispatches queued requests."""
         booking.close()
         self.dispatch()
 
     def dispatch(self) -> None:
-        """Gives those that wait their places, as far as there are any."""
+        """Books queued requests in order while instances have capacity."""
         while self._waiting:
             entry = self._waiting[0]
-            if entry.take is not None:
-                if (booking := self._place(entry.prompt)) is None:
-                    return
-                take, entry.take = entry.take, None
-                self._waiting.popleft()
-                take(booking)
-            else:
-                self._waiting.popleft()
+            if (booking := self._reserve(entry.prompt)) is None:
+                return
+            self._waiting.popleft()
+            entry.on_booked(booking)
 
-    def _give_up(self, entry: _Waiting) -> None:
-        if entry.take is not None:
-            entry.take = None
+    def _on_timeout(self, entry: _Waiting) -> None:
+        if entry in self._waiting:
             self._waiting.remove(entry)
-            entry.refuse()
+            entry.on_refused()
 
-    def _place(self, prompt: Prompt) -> Booking | None:
-        free = [place for place in self.places if place.accepts_requests]
+    def _reserve(self, prompt: Prompt) -> Booking | None:
+        free = [member for member in self.members if member.accepts_requests]
         if not free:
             return None
         if self._routing == "round_robin":
-            free = [free[next(self._turns) % len(free)]]
+            free = [free[next(self._next_in_turn) % len(free)]]
         pages = list[int]()
-        for place in free:
-            pages.append(place.overlap(prompt, pages[-1] if pages else 0))
-        loads = [place.load for place in free]
-        chosen = 0  # of one there is nothing to choose
+        for member in free:
+            pages.append(member.overlap(prompt, pages[-1] if pages else 0))
+        loads = [member.load for member in free]
+        chosen = 0
         if len(free) > 1:
-            chosen = choose(prompt, loads, pages, decodes=self._decodes, chance=self._chance)
+            chosen = choose(prompt, loads, pages, decodes=self._decodes, chance=self._random)
         return Booking(free[chosen], prompt, pages[chosen])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What has become of every request, and when its tokens came."""
+"""Log of all requests and the times of their tokens, and the figures that follow."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -8,27 +8,27 @@ import numpy as np
 
 from tools.bench.load import PERCENTILES, distribution
 
-End = Literal["", "answered", "refused", "too long"]
+Outcome = Literal["", "answered", "refused", "too long"]
 _GAP = 1e-4
 _FIRST_SIZE = 1024
 
 
 class RequestLog:
-    """Columns over all requests, by number; figures count those that come, and tokens that come, from `begin` on."""
+    """Columns over all requests, by number; figures exclude requests that arrive, and tokens, before `begin`."""
 
     def __init__(self, begin: float = 0.0) -> None:
         self.begin = begin
         self.count = 0
-        self.ends: Counter[End] = Counter()
+        self.ends: Counter[Outcome] = Counter()
         self.arrived, self.first, self.last, self.ended = (np.full(_FIRST_SIZE, np.nan) for _ in range(4))
         self.prompt, self.cached, self.tokens = (np.zeros(_FIRST_SIZE, np.int64) for _ in range(3))
         self.answered = np.zeros(_FIRST_SIZE, bool)
-        self.output_tokens = 0  # all of them
+        self.output_tokens = 0  # including those before `begin`
         self._gaps: Counter[int] = Counter()  # in tenths of a millisecond
         self._tokens_since, self._before = 0, np.nan
 
-    def arrive(self, now: float, prompt: int) -> int:
-        """Returns the number of a new request."""
+    def on_arrival(self, now: float, prompt: int) -> int:
+        """Adds a request; returns its number."""
         number, self.count = self.count, self.count + 1
         if number == len(self.arrived):
             for name in ("arrived", "first", "last", "ended", "prompt", "cached", "tokens", "answered"):
@@ -38,8 +38,8 @@ class RequestLog:
         self.arrived[number], self.prompt[number] = now, prompt
         return number
 
-    def note_tokens(self, ids: np.ndarray, now: float, before: float) -> None:
-        """Notes a token of each of the requests `ids` `[n]`, most of which had one when the step before ended."""
+    def record_tokens(self, ids: np.ndarray, now: float, before: float) -> None:
+        """Records a token of each request of `ids` `[n]`; `before` is the end of the previous step."""
         if now >= self.begin:
             last = self.last[ids]
             regular = last == before
@@ -52,26 +52,22 @@ class RequestLog:
         self.tokens[ids] += 1
         self.output_tokens += len(ids)
 
-    def note_first(self, number: int, now: float) -> None:
-        """Notes a request's first token."""
-        self.first[number] = now
-
-    def end(self, number: int, now: float, end: End) -> None:
-        """Notes how a request has ended."""
+    def on_end(self, number: int, now: float, end: Outcome) -> None:
+        """Records the end of a request."""
         self.ended[number] = now
         self.answered[number] = end == "answered"
         self.ends[end] += 1
 
     def ttft(self, start: float, stop: float) -> np.ndarray:
-        """Returns the seconds to the first token of those that came from `start` to `stop` and have one."""
+        """Returns the seconds to the first token, if any, of requests that arrived from `start` to `stop`."""
         mine = slice(0, self.count)
         came = (self.arrived[mine] >= start) & (self.arrived[mine] < stop) & ~np.isnan(self.first[mine])
         return (self.first[mine] - self.arrived[mine])[came]
 
     def figures(self, now: float, limits: Mapping[str, float] | None = None) -> dict[str, Any]:
-        """Returns counts, rates, percentiles in milliseconds, and goodput of the time from `begin` to `now`.
+        """Returns counts, rates, percentiles in milliseconds, and goodput from `begin` to `now`.
 
-        `limits` are milliseconds by `ttft`, `tpot` or `e2e`, all of which a good request keeps.
+        `limits` are goodput's bounds in milliseconds, by `ttft`, `tpot` or `e2e`.
         """
         mine = slice(0, self.count)
         ended = np.nan_to_num(self.ended[mine], nan=-1.0) >= self.begin
@@ -82,9 +78,9 @@ class RequestLog:
             tpot = (self.last[mine] - self.first[mine]) / (self.tokens[mine] - 1)
         tpot[self.tokens[mine] < 2] = 0.0
         prompt, cached = int(self.prompt[mine][good].sum()), int(self.cached[mine][good].sum())
-        held = good.copy()
+        within = good.copy()
         for metric, milliseconds in (limits or {}).items():
-            held &= {"ttft": ttft, "tpot": tpot, "e2e": e2e}[metric] * 1e3 <= milliseconds
+            within &= {"ttft": ttft, "tpot": tpot, "e2e": e2e}[metric] * 1e3 <= milliseconds
         counts: dict[str, int] = {"arrived": self.count, "unfinished": self.count - sum(self.ends.values())}
         return {
             "requests": counts | dict(sorted(self.ends.items())),
@@ -99,15 +95,15 @@ class RequestLog:
             "tpot_ms": distribution(tpot[good & (self.tokens[mine] > 1)].tolist()),
             "itl_ms": self._gap_percentiles(),
             "goodput": {
-                "requests_per_second": float(np.count_nonzero(held)) / seconds,
-                "share": float(np.count_nonzero(held)) / max(1, int(np.count_nonzero(good))),
+                "requests_per_second": float(np.count_nonzero(within)) / seconds,
+                "share": float(np.count_nonzero(within)) / max(1, int(np.count_nonzero(good))),
             }
             if limits
             else None,
         }
 
     def _gap_percentiles(self) -> dict[str, float] | None:
-        """Returns mean, percentiles and maximum of the gaps between tokens, each to a tenth of a millisecond."""
+        """Returns mean, percentiles and maximum of inter-token latencies, each to a tenth of a millisecond."""
         if not self._gaps:
             return None
         gaps = np.array(sorted(self._gaps))

@@ -1,6 +1,6 @@
-"""What the simulator knows of time: its clock, an instance's limits, and how long its steps take. Imports no jax.
+"""The simulator's clock, and an instance's limits and table of step times. Imports no jax.
 
-`tools.simulate.from_plan` makes the table of a deployment. All times in it are the plan's estimates.
+`tools.simulate.from_plan` computes the table of a deployment from the plan's estimates.
 """
 
 import bisect
@@ -18,20 +18,20 @@ from dsv3.config.options import Role
 
 Kind = Literal["prefill", "decode"]
 KEYS = (0, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
-"""Keys per token of a step, for which times are given; between them, and above, they are taken as linear."""
+"""Keys per token for which the table has times; others are interpolated, or extrapolated, linearly."""
 
 
 class TimesError(ValueError):
-    """A table of step times that cannot be; the text names it."""
+    """An invalid table of step times; the message names it."""
 
 
 class InstanceTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of an instance, and how long its steps take.
+    """Limits of an instance, and its table of step times.
 
     `prefill` and `decode` have for each bucket (tokens or rows of one rank, padding included) the seconds of a step at
-    `KEYS` keys per token of the rank that attends to the most. `host` seconds are part of each. A rank has room for
-    `num_pages` pages of `page_bytes` bytes and `page_size` tokens, and sends `link` bytes per second to another node.
-    `keys` cost as much as a token (`dsv3.scheduler.cost.keys_per_token`). `digest` says what it was made of.
+    `KEYS` keys per token of the slowest rank, including `host` seconds. A rank's cache has `num_pages` pages of
+    `page_bytes` bytes and `page_size` tokens; it sends `link` bytes per second to another node. `keys` cost as much as
+    a token (`dsv3.scheduler.cost.keys_per_token`). `digest` identifies model and deployment.
     """
 
     name: str
@@ -61,12 +61,12 @@ class InstanceTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def prompt_rate(self) -> float:
-        """Prompt tokens per second in whole steps without context: what waiting tokens are divided by."""
+        """Prompt tokens per second in full steps without context."""
         whole = self.max_num_batched_tokens
         return self.num_ranks * whole / self.seconds("prefill", whole, 0)
 
-    def limits(self, max_model_len: int | None, *, shares: bool, offload_gib: float = 0.0) -> EngineConfig:
-        """Returns the limits of an engine on these devices. Raises ValueError for a request that no rank can hold."""
+    def limits(self, max_model_len: int | None, *, prefix_caching: bool, offload_gib: float = 0.0) -> EngineConfig:
+        """Returns the engine's limits. Raises ValueError if the longest request does not fit a rank's cache."""
         return EngineConfig(
             max_model_len=min(max_model_len or self.max_model_len, self.max_model_len),
             num_pages=self.num_pages,
@@ -74,7 +74,7 @@ class InstanceTimes(msgspec.Struct, frozen=True, kw_only=True):
             max_num_batched_tokens=self.max_num_batched_tokens,
             num_ranks=self.num_ranks,
             num_nodes=self.nodes,
-            enable_prefix_caching=shares,
+            enable_prefix_caching=prefix_caching,
             page_size=self.page_size,
             kv_offloading_size=offload_gib,
             role=self.role,
@@ -85,13 +85,13 @@ class InstanceTimes(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of a token in the cache of all layers."""
         return self.page_bytes / self.page_size
 
-    def hand_over_seconds(self, tokens: int) -> float:
-        """Returns how long the pages of a prompt take over one rank's link."""
+    def transfer_seconds(self, tokens: int) -> float:
+        """Returns the seconds that the pages of a prompt take over one rank's link."""
         return pages_for(tokens, self.page_size) * self.page_bytes / self.link
 
 
 def read_times(path: Path) -> dict[str, InstanceTimes]:
-    """Reads what is known, by the deployments' names; raises TimesError."""
+    """Reads tables of step times by deployment name; raises TimesError."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=dict[str, InstanceTimes])
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -102,12 +102,12 @@ def read_times(path: Path) -> dict[str, InstanceTimes]:
 
 
 def write_times(path: Path, by_name: Mapping[str, InstanceTimes]) -> None:
-    """Writes what `read_times` reads."""
+    """Writes tables of step times for `read_times`."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(by_name), indent=0) + b"\n")
 
 
 def _check(times: InstanceTimes, where: str) -> None:
-    """Raises TimesError for limits and times that cannot be."""
+    """Raises TimesError for invalid limits and times."""
     for name in (
         "nodes",
         "gpus_per_node",
@@ -122,7 +122,7 @@ def _check(times: InstanceTimes, where: str) -> None:
         if not getattr(times, name) > 0:
             raise TimesError(f"{where}: {name} {getattr(times, name)} must be above 0")
     try:
-        limits = times.limits(None, shares=True)
+        limits = times.limits(None, prefix_caching=True)
     except ValueError as error:
         raise TimesError(f"{where}: {error}") from None
     for kind, buckets, wanted in (
@@ -136,19 +136,19 @@ def _check(times: InstanceTimes, where: str) -> None:
 
 
 class VirtualClock:
-    """Calls what is due, the earliest first, equals in the order in which they were asked for. `now` is in seconds."""
+    """Runs callbacks in order of time, and of scheduling for equal times. `now` is in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
 
-    def at(self, when: float, call: Callable[[], None]) -> None:
-        """Has `call` called at a time that has not passed."""
+    def call_at(self, when: float, call: Callable[[], None]) -> None:
+        """Schedules a callback; `when` in the past means now."""
         heapq.heappush(self._due, (max(when, self.now), next(self._numbers), call))
 
     def run(self, until: float | None = None, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Calls what is due up to a time, or all that ever is, or what is due before it `is_over`."""
+        """Runs callbacks until none is left, the time `until` is reached, or `is_over` returns True."""
         while self._due and (until is None or self._due[0][0] <= until) and not is_over():
             self.now, _, call = heapq.heappop(self._due)
             call()

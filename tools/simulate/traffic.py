@@ -1,12 +1,12 @@
-"""Requests to replay: read from a trace, or drawn. A session's requests come one after the other.
+"""Traffic to replay: read from a Mooncake or ShareGPT trace, or drawn at random.
 
-A Mooncake trace (`.jsonl`) says when each request comes, and names its blocks of 512 tokens:
+A Mooncake trace (`.jsonl`) has the time of each request, and hashes of its blocks of 512 tokens:
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
 
-`timestamp` is in milliseconds; `hash_ids`, which may be left out, name the blocks of the prompt, each together with all
-before it. ShareGPT's conversations (`.json`, or `.jsonl` of one per line) have text and no times; a token is taken to
-have four bytes, as the router does.
+`timestamp` is in milliseconds. The optional `hash_ids` identify each block of the prompt together with all before it.
+ShareGPT's conversations (`.json`, or `.jsonl` with one per line) have text and no times; a token is assumed to have
+four bytes, as in the router.
 """
 
 import dataclasses
@@ -24,25 +24,25 @@ import numpy as np
 from router.request import BYTES_PER_TOKEN
 
 BLOCK = 512
-"""Tokens of a block that a trace names."""
+"""Tokens of a block of a Mooncake trace."""
 _MOST_TOKENS = 2**31
 _LONGEST_S = 366 * 86_400
 _SIGMA = 0.8  # of lognormal lengths
 
 
 class TrafficError(ValueError):
-    """Traffic that cannot be, or a file that does not describe it; the text names file and place."""
+    """Invalid traffic or an invalid trace; the message names file and line."""
 
 
 class TokenRun(NamedTuple):
-    """Consecutive tokens of a prompt, named by what they say together with all before them."""
+    """Consecutive tokens of a prompt; equal names mean equal tokens here and before."""
 
     name: int
     tokens: int
 
 
 class TracedRequest(NamedTuple):
-    """A request: what its prompt is made of, and the tokens of its answer."""
+    """A request: the content of its prompt, and the number of tokens of its answer."""
 
     content: tuple[TokenRun, ...]
     answer: int
@@ -54,17 +54,17 @@ class TracedRequest(NamedTuple):
 
 
 class Session(NamedTuple):
-    """Requests of which each comes when the one before has been answered; the first at `at` seconds."""
+    """A conversation: the first request arrives at `at` seconds, each other one after the previous answer."""
 
     at: float
-    asks: tuple[TracedRequest, ...]
+    requests: tuple[TracedRequest, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """Drawn requests: mean tokens of prompts and answers, lognormal, and the share of prompts that others have too.
+    """Random requests: mean tokens of lognormal prompts and answers, and the share of prompts in common prefixes.
 
-    A prompt begins with one of `num_prefixes` prefixes, chosen by Zipf's law. Raises TrafficError for what cannot be.
+    A prompt begins with one of `num_prefixes` prefixes, by Zipf's law. Raises TrafficError for invalid values.
     """
 
     prompt: float
@@ -80,12 +80,12 @@ class Lengths:
             raise TrafficError(f"shared {self.shared}: must be at least 0 and below 1")
 
 
-def drawn(lengths: Lengths, longest: int, seed: int) -> Iterator[TracedRequest]:
-    """Yields requests without end, the same ones for the same seed; prompt and answer each fit half of `longest`."""
+def draw_requests(lengths: Lengths, longest: int, seed: int) -> Iterator[TracedRequest]:
+    """Yields endless random requests, equal for equal seeds; prompt and answer each have at most `longest // 2`."""
     random = np.random.default_rng(seed)
     draw = functools.partial(_lognormal, random, longest // 2)
     chances = 1 / np.arange(1, lengths.num_prefixes + 1)
-    # Popular prefixes make most of the prompts: the mean over prompts is what shall be.
+    # Popular prefixes dominate: scale their lengths so that the mean over prompts is the wanted one.
     prefixes = draw(lengths.prompt * lengths.shared, lengths.num_prefixes)
     chances /= chances.sum()
     wanted, found = lengths.prompt * lengths.shared, float(chances @ prefixes)
@@ -104,23 +104,23 @@ _SLICE = 1024
 
 
 def _lognormal(random: np.random.Generator, most: int, mean: float, count: int) -> np.ndarray:
-    """Returns lengths of at most `most` tokens whose mean is near `mean`."""
+    """Returns lengths of at most `most` tokens with a mean near `mean`."""
     if mean <= 0:
         return np.zeros(count)
     return np.minimum(random.lognormal(math.log(mean) - _SIGMA**2 / 2, _SIGMA, count), most)
 
 
 def open_loop(
-    asks: Iterable[TracedRequest], rate: Callable[[float], float], most: float, seed: int
+    requests: Iterable[TracedRequest], rate: Callable[[float], float], most: float, seed: int
 ) -> Iterator[Session]:
-    """Yields sessions of one request at the times of a Poisson process with `rate(seconds)`, at most `most`."""
+    """Yields sessions of one request at the times of a Poisson process of `rate(seconds)`, which is at most `most`."""
     random, now = np.random.default_rng((seed, 1)), 0.0
-    for ask in asks:
+    for request in requests:
         while True:
             now += random.exponential(1 / most)
             if random.random() * most < rate(now):
                 break
-        yield Session(now, (ask,))
+        yield Session(now, (request,))
 
 
 class Line(msgspec.Struct):
@@ -133,29 +133,29 @@ class Line(msgspec.Struct):
 
 
 def read_mooncake(path: Path) -> list[Session]:
-    """Reads a trace of requests; raises TrafficError naming file and line."""
+    """Reads a Mooncake trace; raises TrafficError with file and line."""
     try:
-        found = [Session(line.timestamp / 1e3, (_ask_of(line, -1 - i),)) for i, line in enumerate(_lines(path))]
+        found = [Session(line.timestamp / 1e3, (_parse_request(line, -1 - i),)) for i, line in enumerate(_lines(path))]
     except TrafficError as error:
         raise TrafficError(f"{path}: {error}") from None
-    return _some(sorted(found, key=lambda session: session.at), path)
+    return _require_requests(sorted(found, key=lambda session: session.at), path)
 
 
 def _lines(path: Path) -> Iterator[Line]:
-    """Yields the requests of a trace; raises TrafficError naming the line."""
+    """Yields the lines of a Mooncake trace; raises TrafficError with the line's number."""
     decoder = msgspec.json.Decoder(Line)
     try:
         with path.open("rb") as file:
             for number, text in enumerate(file, 1):
                 if text.strip():
-                    yield _checked(decoder.decode(text), number)
+                    yield _validate(decoder.decode(text), number)
     except (UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
         raise TrafficError(f"line {number}: {error}") from None
     except OSError as error:
         raise TrafficError(f"cannot be read: {error}") from None
 
 
-def _checked(line: Line, number: int) -> Line:
+def _validate(line: Line, number: int) -> Line:
     for name in ("input_length", "output_length"):
         if not 0 < getattr(line, name) < _MOST_TOKENS:
             raise TrafficError(f"line {number}: {name} {getattr(line, name)} must be above 0, below 2^31")
@@ -164,8 +164,8 @@ def _checked(line: Line, number: int) -> Line:
     return line
 
 
-def _ask_of(line: Line, own: int) -> TracedRequest:
-    """Returns the request of a line; what no block names is its `own`."""
+def _parse_request(line: Line, own: int) -> TracedRequest:
+    """Returns the request of a line; tokens beyond its blocks get the name `own`."""
     left, runs = line.input_length, []
     for name in line.hash_ids:
         if not left:
@@ -176,7 +176,7 @@ def _ask_of(line: Line, own: int) -> TracedRequest:
 
 
 def read_sharegpt(path: Path) -> list[Session]:
-    """Reads conversations, each a session at second 0; raises TrafficError naming file and place."""
+    """Reads ShareGPT's conversations, each a session at second 0; raises TrafficError with file and place."""
     try:
         text = path.read_text("utf-8")
         if path.suffix == ".jsonl":
@@ -184,49 +184,49 @@ def read_sharegpt(path: Path) -> list[Session]:
         else:
             whole = json.loads(text)
             if not isinstance(whole, list):
-                raise TrafficError(f"{path}: holds a {type(whole).__name__}, not a list of conversations")
+                raise TrafficError(f"{path}: contains a {type(whole).__name__}; must be a list of conversations")
             records = [(f"conversation {i}", each) for i, each in enumerate(whole, 1)]
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         if isinstance(error, TrafficError):
             raise
         raise TrafficError(f"{path}: cannot be read: {error}") from None
-    found = [_conversation(record, f"{path}: {where}", i) for i, (where, record) in enumerate(records)]
-    return _some([session for session in found if session.asks], path)
+    found = [_parse_conversation(record, f"{path}: {where}", i) for i, (where, record) in enumerate(records)]
+    return _require_requests([session for session in found if session.requests], path)
 
 
-def _conversation(record: Any, where: str, number: int) -> Session:
-    """Returns a session with a request for each answer of the assistant."""
+def _parse_conversation(record: Any, where: str, number: int) -> Session:
+    """Returns a session with one request per answer of the assistant."""
     turns = record.get("conversations") if isinstance(record, dict) else None
     if not isinstance(turns, list):
         raise TrafficError(f"{where}: conversations is {turns!r}, but must be a list of turns")
-    asks, runs = [], list[TokenRun]()
+    requests, runs = [], list[TokenRun]()
     for i, turn in enumerate(turns):
-        says = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
-        if not isinstance(says[0], str) or not isinstance(says[1], str):
+        role, text = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
+        if not isinstance(role, str) or not isinstance(text, str):
             raise TrafficError(f"{where}: turn {i + 1} is {turn!r:.80}, but must have a text in from and in value")
-        tokens = max(1, len(says[1].encode("utf-8", "surrogatepass")) // BYTES_PER_TOKEN)
-        if says[0] in ("gpt", "assistant", "chatgpt") and runs:
-            asks.append(TracedRequest(tuple(runs), tokens))
+        tokens = max(1, len(text.encode("utf-8", "surrogatepass")) // BYTES_PER_TOKEN)
+        if role in ("gpt", "assistant", "chatgpt") and runs:
+            requests.append(TracedRequest(tuple(runs), tokens))
         runs.append(TokenRun(number * _MOST_TURNS + i, tokens))
-    return Session(0.0, tuple(asks))
+    return Session(0.0, tuple(requests))
 
 
 _MOST_TURNS = 2**16
 
 
-def _some(sessions: list[Session], path: Path) -> list[Session]:
+def _require_requests(sessions: list[Session], path: Path) -> list[Session]:
     if not sessions:
         raise TrafficError(f"{path}: has no requests")
     return sessions
 
 
 def read_trace(path: Path) -> tuple[list[Session], bool]:
-    """Reads a trace by what its first line looks like; returns its sessions, and whether it says when they come.
+    """Reads a trace in the format of its first line; returns its sessions, and whether it has their times.
 
-    Raises TrafficError naming file and line.
+    Raises TrafficError with file and line.
     """
     if path.suffix not in (".json", ".jsonl"):
-        raise TrafficError(f"{path}: the name must end in .jsonl (Mooncake, ShareGPT) or .json (ShareGPT)")
+        raise TrafficError(f"{path}: the file's name must end in .jsonl (Mooncake, ShareGPT) or .json (ShareGPT)")
     try:
         with path.open("rb") as file:
             is_conversation = path.suffix == ".json" or b'"conversations"' in file.readline()

@@ -1,4 +1,4 @@
-"""Bytes that each device of a pipeline rank needs, from the shapes of what the trainer keeps and its programs save."""
+"""Memory of each device of a pipeline rank, from the shapes of the trainer's state and its programs' saved values."""
 
 import collections
 import dataclasses
@@ -13,10 +13,10 @@ from dsv3.model.params import abstract
 from sharding.mesh import DEVICES, NODE
 from training.config import TrainingConfig
 from training.pipeline import ranks
-from training.pipeline.programs import StageProgram, held_shapes, trace_stages
-from training.pipeline.ranks import is_partition, over_data
+from training.pipeline.programs import StageProgram, trace_stages, weight_shapes
+from training.pipeline.ranks import is_partition, split_over_teams
 from training.pipeline.schedules import PassKind, PipelineSchedule, RankSize
-from training.pipeline.stages import Stage, cut, partitions, take
+from training.pipeline.stages import Stage, cut, extract_stage, partitions
 
 MASTERS = 3
 """Float32 values per parameter that the owner of a stage keeps: the parameter and AdamW's two moments."""
@@ -26,10 +26,10 @@ MASTERS = 3
 class RankMemory:
     """Bytes of one device of a rank.
 
-    `weights` are what its stages compute with (of two stages where the schedule has two directions), `gradients` their
-    float32 sums, `optimizer` the float32 parameters and moments of the stages that it owns, its share of them.
-    `activations` are the most that its micro-batches in flight keep for their backwards. Not counted: what a program
-    needs while it runs, and copies in a send.
+    `weights` are those that its stages compute with (of two stages if the schedule has two directions), `gradients`
+    their float32 sums, `optimizer` its share of the float32 parameters and moments of the stages that it owns.
+    `activations` are the most that micro-batches in flight keep for their backwards. Not counted: working memory of
+    programs, and copies in sends.
     """
 
     weights: int
@@ -39,24 +39,24 @@ class RankMemory:
 
     @property
     def needed(self) -> int:
-        """Everything."""
+        """The sum of all."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
 def memory_of(config: TrainingConfig, schedule: PipelineSchedule, rows: int, size: RankSize) -> tuple[RankMemory, ...]:
-    """Returns the memory of each rank for micro-batches of `rows` rows, which the devices of a rank divide.
+    """Returns the memory of each rank for micro-batches of `rows` rows, which the devices of a rank split.
 
-    Traces the stages' programs; nothing is compiled, and only shapes exist.
+    Traces the stages' programs without compiling them.
     """
     stages = cut(config.model, schedule.stages)
     programs = trace_stages(config, stages, rows, config.sequence_length, size)
     saved = {stage.index: _saved(config, programs[stage.index], rows) for stage in stages}
-    held = {stage.index: held_shapes(config, stage) for stage in stages}
+    held = {stage.index: weight_shapes(config, stage) for stage in stages}
     memory = []
     for rank in range(schedule.ranks):
         own = [schedule.stage(rank, direction) for direction in range(schedule.directions)]
-        bytes_of = [_bytes(held[i], programs[i].held_as, size) for i in own]
-        elements = [_bytes(_as_float32(held[i]), programs[i].held_as, size) for i in own]
+        bytes_of = [_bytes(held[i], programs[i].weight_partitions, size) for i in own]
+        elements = [_bytes(_as_float32(held[i]), programs[i].weight_partitions, size) for i in own]
         owned = (stage for stage in stages if schedule.rank(stage.index, 0) == rank)
         memory.append(
             RankMemory(sum(bytes_of), sum(elements), _optimizer(config, owned, size), _peak(schedule, rank, saved))
@@ -72,12 +72,12 @@ def _saved(config: TrainingConfig, program: StageProgram, rows: int) -> int:
     counts = jax.ShapeDtypeStruct((1 + cfg.num_nextn_predict_layers,), jnp.float32)
     data = (tokens, counts) if stage.last else ()
     entry = tokens if stage.first else x
-    _, _, saved = jax.eval_shape(program.program_of_forward(), held_shapes(config, stage), entry, data)
+    _, _, saved = jax.eval_shape(program.forward_program(), weight_shapes(config, stage), entry, data)
     return sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved))
 
 
 def _peak(schedule: PipelineSchedule, rank: int, saved: dict[int, int]) -> int:
-    """Returns the most bytes that the rank's micro-batches keep at once; an input gradient is taken to free nothing."""
+    """Returns the most bytes that the rank's micro-batches keep at once; an input gradient is assumed to free none."""
     held: collections.Counter[tuple[int, int]] = collections.Counter()
     peak = 0
     for operation in schedule.orders[rank]:
@@ -94,9 +94,11 @@ def _optimizer(config: TrainingConfig, owned: Iterable[Stage], size: RankSize) -
     everything = abstract(config.model, jnp.float32)
     total = 0
     for stage in owned:
-        shapes = take(everything, config.model, stage, _one_layer)
+        shapes = extract_stage(everything, config.model, stage, _one_layer)
         where = partitions(config.model, stage, computing=False)
-        spread = jax.tree.map(lambda p, leaf: over_data(p, leaf.shape, size), where, shapes, is_leaf=is_partition)
+        spread = jax.tree.map(
+            lambda p, leaf: split_over_teams(p, leaf.shape, size), where, shapes, is_leaf=is_partition
+        )
         total += MASTERS * _bytes(shapes, spread, size)
     return total
 
@@ -110,7 +112,7 @@ def _as_float32(tree: Any) -> Any:
 
 
 def _bytes(shapes: Any, where: Any, size: RankSize) -> int:
-    """Returns the bytes of one device of a tree that lies so."""
+    """Returns the bytes of one device of a tree with these partitions."""
     sizes = dict.fromkeys(DEVICES, 1) | {NODE: size.data, ranks.TEAM[0]: size.experts}
     flat = jax.tree.leaves(where, is_leaf=is_partition)
     total = 0

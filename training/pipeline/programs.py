@@ -1,15 +1,14 @@
-"""The compiled programs of a pipeline stage: forward, the backward and its halves, and an overlapped pair.
+"""Compiled programs of a pipeline stage: forward, backward, its two halves, and the overlapped forward/backward pair.
 
-In an overlapped pair matrix products of one direction stand beside each transfer of the other.
-
-A forward and a backward of other micro-batches share no value, so any order of their parts is right. The published one
-takes them by turns, per layer:
+In an overlapped pair each transfer of one direction runs beside matrix products of the other. The forward and the
+backward are of different micro-batches and share no value, so any order of their parts is correct. DualPipe alternates
+them, per layer:
 
     compute  | attention F | MLP B and W | MLP F      | attention B and W |
     network  | combine B   | dispatch F  | dispatch B | combine F         |
 
 The two programs are traced and cut where a transfer's result is needed. The parts are compiled as units in that order,
-and each transfer in two halves, around the unit of the other direction (`sharding.wire.collectives`).
+between the start and the finish of the other direction's transfer (`sharding.wire.collectives`).
 """
 
 import dataclasses
@@ -38,26 +37,35 @@ from training.pipeline import ranks
 from training.pipeline.ranks import EVERYWHERE, SPLIT, own, partial
 from training.pipeline.schedules import RankSize
 from training.pipeline.split import Split, inline, split, variables
-from training.pipeline.stages import Stage, StageParams, compute, cut, needs_embedding, partitions, take, weights
+from training.pipeline.stages import (
+    Stage,
+    StageParams,
+    compute,
+    cut,
+    extract_stage,
+    needs_embedding,
+    partitions,
+    weights,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class StageProgram:
-    """The mathematics of one stage for one micro-batch, as pure functions of one device's part.
+    """The computation of one stage for one micro-batch, as pure functions of one device's part.
 
-    `program_of_...` map them over the devices of a rank. Weight gradients are added to `total`, a float32 tree like the
-    weights. The first stage takes tokens `[B, S]` for its input and embeds them. It sends no input gradient, but it
-    computes one all the same: the embedding's gradient follows from it.
+    The `..._program` methods map them over the devices of a rank. Weight gradients are added to `total`, a float32 tree
+    like the weights. The input of the first stage are tokens `[B, S]`, which it embeds; the embedding's gradient
+    follows from its input gradient.
     """
 
     stage: Stage
-    held_as: StageParams
-    """How the weights lie on the devices."""
+    weight_partitions: StageParams
+    """Partitions of the weights over the devices."""
     size: RankSize
     parts: Split
 
     def forward(self, weights: StageParams, entry: jax.Array, data: Any) -> tuple[jax.Array, Any, list[jax.Array]]:
-        """Returns the stage's output, its report, and what the backward needs."""
+        """Returns the stage's output, its report, and the values saved for the backward."""
         if not self.stage.first:
             return self.parts.forward(weights, entry, data)
         y, report, saved = self.parts.forward(weights, embed(weights.ends, entry.reshape(-1)), data)
@@ -66,14 +74,14 @@ class StageProgram:
     def input_gradient(
         self, weights: StageParams, saved: list[jax.Array], dy: jax.Array
     ) -> tuple[jax.Array | None, list[jax.Array]]:
-        """Returns the gradient for the stage before, and what the weight gradient needs of this half."""
+        """Returns the gradient for the previous stage, and the values that the weight gradient needs of this half."""
         if not self.stage.first:
             return self.parts.input_gradient(weights, saved, dy)
         dx, made = self.parts.input_gradient(weights, saved[:-1], dy)
         return None, [*made, dx]
 
     def keep(self, saved: list[jax.Array], made: list[jax.Array]) -> list[jax.Array]:
-        """Returns what waits for the weight gradient."""
+        """Returns the values to keep until the weight gradient."""
         if not self.stage.first:
             return self.parts.keep(saved, made)
         return [*self.parts.keep(saved[:-1], made[:-1]), saved[-1], made[-1]]
@@ -90,69 +98,69 @@ class StageProgram:
     def backward(
         self, weights: StageParams, total: StageParams, saved: list[jax.Array], dy: jax.Array
     ) -> tuple[jax.Array | None, StageParams]:
-        """Returns the gradient for the stage before, and `total` with the micro-batch's weight gradient added."""
+        """Returns the gradient for the previous stage, and `total` with the micro-batch's weight gradient added."""
         dx, made = self.input_gradient(weights, saved, dy)
         return dx, self.weight_gradient(weights, total, self.keep(saved, made))
 
-    def program_of_zeros(self) -> Callable[..., Any]:
-        """Maps the first `total`: `(weights) -> total`."""
+    def zeros_program(self) -> Callable[..., Any]:
+        """Maps the initial `total` of zeros: `(weights) -> total`."""
 
         def run(weights):
             return partial(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), weights))
 
-        return ranks.spread(run, self.size, (self.held_as,), SPLIT)
+        return ranks.spread(run, self.size, (self.weight_partitions,), SPLIT)
 
     @property
     def forward_inputs(self) -> tuple[Any, ...]:
         """The partitions of the arguments of `forward`."""
-        return self.held_as, SPLIT, (SPLIT, EVERYWHERE) if self.stage.last else ()
+        return self.weight_partitions, SPLIT, (SPLIT, EVERYWHERE) if self.stage.last else ()
 
     @property
     def backward_inputs(self) -> tuple[Any, ...]:
         """The partitions of the arguments of `backward`."""
-        return self.held_as, SPLIT, SPLIT, self._dy
+        return self.weight_partitions, SPLIT, SPLIT, self._dy
 
-    def forward_on_a_device(self, weights, entry, data):
+    def forward_on_device(self, weights, entry, data):
         """Runs `forward` inside `spread`; the last stage's y is partial."""
         y, report, saved = self.forward(weights, entry, data)
         return y[None] if self.stage.last else y, partial(report), partial(saved)
 
-    def backward_on_a_device(self, weights, total, saved, dy):
+    def backward_on_device(self, weights, total, saved, dy):
         """Runs `backward` inside `spread`."""
         dx, total = self.backward(weights, own(total), own(saved), dy)
         return dx, partial(total)
 
-    def program_of_forward(self) -> Callable[..., Any]:
+    def forward_program(self) -> Callable[..., Any]:
         """Maps `forward`: `(weights, entry, data) -> (y, report, saved)`."""
-        return ranks.spread(self.forward_on_a_device, self.size, self.forward_inputs, SPLIT)
+        return ranks.spread(self.forward_on_device, self.size, self.forward_inputs, SPLIT)
 
-    def program_of_input_gradient(self) -> Callable[..., Any]:
+    def input_gradient_program(self) -> Callable[..., Any]:
         """Maps `input_gradient`: `(weights, saved, dy) -> (dx, made)`."""
 
         def run(weights, saved, dy):
             dx, made = self.input_gradient(weights, own(saved), dy)
             return dx, partial(made)
 
-        return ranks.spread(run, self.size, (self.held_as, SPLIT, self._dy), SPLIT)
+        return ranks.spread(run, self.size, (self.weight_partitions, SPLIT, self._dy), SPLIT)
 
-    def program_of_weight_gradient(self) -> Callable[..., Any]:
+    def weight_gradient_program(self) -> Callable[..., Any]:
         """Maps `weight_gradient`: `(weights, total, kept) -> total`."""
 
         def run(weights, total, kept):
             return partial(self.weight_gradient(weights, own(total), own(kept)))
 
-        return ranks.spread(run, self.size, (self.held_as, SPLIT, SPLIT), SPLIT)
+        return ranks.spread(run, self.size, (self.weight_partitions, SPLIT, SPLIT), SPLIT)
 
-    def program_of_backward(self) -> Callable[..., Any]:
+    def backward_program(self) -> Callable[..., Any]:
         """Maps `backward`: `(weights, total, saved, dy) -> (dx, total)`."""
-        return ranks.spread(self.backward_on_a_device, self.size, self.backward_inputs, SPLIT)
+        return ranks.spread(self.backward_on_device, self.size, self.backward_inputs, SPLIT)
 
-    def program_of_pair(self, other: "StageProgram", overlap: Overlap) -> Callable[..., Any]:
-        """Maps a forward of this stage and a backward of `other`, in the published order (`weave`).
+    def pair_program(self, other: "StageProgram", overlap: Overlap) -> Callable[..., Any]:
+        """Maps a forward of this stage and a backward of `other` as an overlapped pair (`overlapped_pair`).
 
-        It takes the arguments of both, one after the other, and returns their two results.
+        It takes the arguments of both, one after the other, and returns both results.
         """
-        both = woven(self.forward_on_a_device, other.backward_on_a_device, overlap)
+        both = overlapped_pair(self.forward_on_device, other.backward_on_device, overlap)
         mapped = ranks.spread(both, self.size, (self.forward_inputs, other.backward_inputs), SPLIT)
 
         def run(weights, entry, data, other_weights, total, saved, dy):
@@ -160,13 +168,13 @@ class StageProgram:
 
         return run
 
-    def program_of_gradient(self) -> Callable[..., Any]:
-        """Maps the sum over the rank: `(total) -> gradient`, which lies as the weights do."""
+    def gradient_program(self) -> Callable[..., Any]:
+        """Maps the sum over the rank: `(total) -> gradient`, partitioned as the weights are."""
 
         def run(total):
-            return jax.tree.map(ranks.add_up, self.held_as, own(total), is_leaf=ranks.is_partition)
+            return jax.tree.map(ranks.sum_gradient, self.weight_partitions, own(total), is_leaf=ranks.is_partition)
 
-        return ranks.spread(run, self.size, (SPLIT,), self.held_as)
+        return ranks.spread(run, self.size, (SPLIT,), self.weight_partitions)
 
     @property
     def _dy(self) -> Any:
@@ -177,10 +185,10 @@ def _add(total: StageParams, gradient: StageParams) -> StageParams:
     return jax.tree.map(lambda sum_, part: sum_ + part.astype(jnp.float32), total, gradient)
 
 
-def held_shapes(config: TrainingConfig, stage: Stage) -> StageParams:
-    """Returns the shapes of what a stage computes with."""
+def weight_shapes(config: TrainingConfig, stage: Stage) -> StageParams:
+    """Returns the shapes of the weights that a stage computes with."""
     cfg = config.model
-    shapes = jax.eval_shape(lambda params: take(params, cfg, stage), abstract(cfg, jnp.float32))
+    shapes = jax.eval_shape(lambda params: extract_stage(params, cfg, stage), abstract(cfg, jnp.float32))
     table = jax.ShapeDtypeStruct((cfg.vocab_size, cfg.hidden_size), jnp.float32)
     embedding = table if needs_embedding(cfg, stage) else None
     return jax.eval_shape(lambda own, table: weights(own, table, config, stage), shapes, embedding)
@@ -189,7 +197,7 @@ def held_shapes(config: TrainingConfig, stage: Stage) -> StageParams:
 def trace(config: TrainingConfig, stage: Stage, rows: int, length: int, size: RankSize) -> StageProgram:
     """Returns the program of a stage for micro-batches of `rows` rows of `length` tokens, over a rank's devices."""
     cfg, dtype = config.model, jnp.dtype(config.compute_dtype)
-    held = held_shapes(config, stage)
+    held = weight_shapes(config, stage)
     x = jax.ShapeDtypeStruct((rows * length, cfg.hidden_size), dtype)
     tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     counts = jax.ShapeDtypeStruct((1 + cfg.num_nextn_predict_layers,), jnp.float32)
@@ -200,28 +208,28 @@ def trace(config: TrainingConfig, stage: Stage, rows: int, length: int, size: Ra
     def on_a_device(held: StageParams, x: jax.Array, data: Any) -> None:
         parts.append(split(function, held, x, data))
 
-    held_as = partitions(cfg, stage, computing=True)
-    inputs = (held_as, SPLIT, (SPLIT, EVERYWHERE) if stage.last else ())
+    weight_partitions = partitions(cfg, stage, computing=True)
+    inputs = (weight_partitions, SPLIT, (SPLIT, EVERYWHERE) if stage.last else ())
     jax.eval_shape(ranks.spread(on_a_device, size, inputs, None), held, x, data)
-    return StageProgram(stage, held_as, size, parts[0])
+    return StageProgram(stage, weight_partitions, size, parts[0])
 
 
 class StagePrograms:
     """The programs of all stages, by stage. Stages with the same kinds of layers share them.
 
-    Weights are whole, inputs and gradients between stages are rows, all other values are partial (`ranks`). The
-    programs that add to `total` overwrite it.
+    Weights are whole, inputs and gradients between stages are rows, other values are partial (`ranks`). Programs that
+    add to `total` donate it.
     """
 
     def __init__(self, config: TrainingConfig, stages: tuple[Stage, ...], rows: int, length: int, size: RankSize):
         self.stages = trace_stages(config, stages, rows, length, size)
-        # It uses the weights for nothing but their devices, which jax forgets with an unused argument.
-        self.zeros = self._compiled(lambda stage: stage.program_of_zeros(), keep_unused=True)
-        self.forward = self._compiled(lambda stage: stage.program_of_forward())
-        self.input_gradient = self._compiled(lambda stage: stage.program_of_input_gradient())
-        self.weight_gradient = self._compiled(lambda stage: stage.program_of_weight_gradient(), donate_argnums=1)
-        self.backward = self._compiled(lambda stage: stage.program_of_backward(), donate_argnums=1)
-        self.gradient = self._compiled(lambda stage: stage.program_of_gradient())
+        # Uses only the devices of the weights, which jax would drop with an unused argument.
+        self.zeros = self._compiled(lambda stage: stage.zeros_program(), keep_unused=True)
+        self.forward = self._compiled(lambda stage: stage.forward_program())
+        self.input_gradient = self._compiled(lambda stage: stage.input_gradient_program())
+        self.weight_gradient = self._compiled(lambda stage: stage.weight_gradient_program(), donate_argnums=1)
+        self.backward = self._compiled(lambda stage: stage.backward_program(), donate_argnums=1)
+        self.gradient = self._compiled(lambda stage: stage.gradient_program())
         self._pairs: dict[tuple[int, int], Callable[..., Any]] = {}
 
     def _compiled(self, program: Callable[[StageProgram], Any], **options: Any) -> list[Callable[..., Any]]:
@@ -229,11 +237,11 @@ class StagePrograms:
         return [programs[id(stage)] for stage in self.stages]
 
     def pair(self, forward: int, backward: int) -> Callable[..., Any]:
-        """Returns one program for a forward of one stage and a backward of another, as `program_of_pair` does."""
+        """Returns the compiled `pair_program` for a forward of one stage and a backward of another."""
         first, second = self.stages[forward], self.stages[backward]
         if (key := (id(first), id(second))) not in self._pairs:
             platform = jax.default_backend()
-            program = first.program_of_pair(second, resolve_overlap(platform))
+            program = first.pair_program(second, resolve_overlap(platform))
             self._pairs[key] = jax.jit(program, donate_argnums=4, compiler_options=compiler_options(platform))
         return self._pairs[key]
 
@@ -248,18 +256,16 @@ def trace_stages(
 
 
 def _key(config: TrainingConfig, stage: Stage) -> tuple[Any, ...]:
-    """Returns what two stages with the same programs have in common."""
+    """Returns a key that is equal for stages with the same programs."""
     dense = [index < config.model.num_dense_layers for index in range(stage.begin, stage.end)]
     return stage.first, stage.last, *dense
 
 
 @functools.lru_cache(maxsize=8)
 def stage_programs(config: TrainingConfig, stages: int, rows: int, length: int, size: RankSize) -> StagePrograms:
-    """Returns the programs of a model cut in `stages`, for micro-batches of `rows` rows of `length` tokens.
+    """Returns the programs of a model cut into `stages`, for micro-batches of `rows` rows of `length` tokens.
 
-    The devices of a rank divide the rows.
-
-    Raises ValueError as `cut` does.
+    The devices of a rank split the rows. Raises ValueError as `cut` does.
     """
     return StagePrograms(config, cut(config.model, stages), rows, length, size)
 
@@ -267,25 +273,25 @@ def stage_programs(config: TrainingConfig, stages: int, rows: int, length: int, 
 Inputs = tuple[Any, ...]
 
 
-def woven(
+def overlapped_pair(
     forward: Callable[..., Any], backward: Callable[..., Any], overlap: Overlap
 ) -> Callable[[Inputs, Inputs], tuple[Any, Any]]:
-    """Returns a program of both, for `shard_map`: it takes the arguments of each, and returns the results of each.
+    """Returns a program of both, for `shard_map`: it takes the arguments of each and returns the results of each.
 
-    Transfers are the all-gathers and reduce-scatters of the leading axis.
+    It overlaps the transfers of one, all-gathers and reduce-scatters of the leading axis, with compute of the other.
     """
 
     def both(inputs: Inputs, other_inputs: Inputs) -> tuple[Any, Any]:
         first = _Direction("forward", forward, inputs, overlap)
         second = _Direction("backward", backward, other_inputs, overlap)
-        _take_turns(first, second)
+        _interleave(first, second)
         return first.results(), second.results()
 
     return in_program_order(both, overlap)
 
 
 class _Direction:
-    """One program on its way. A value's level is the number of transfers, one after the other, that it needs."""
+    """A partly executed program. A value's level is the length of the longest chain of transfers that it needs."""
 
     def __init__(self, name: str, function: Callable[..., Any], inputs: Inputs, overlap: Overlap):
         closed, self._shapes = jax.make_jaxpr(function, return_shape=True)(*inputs)
@@ -299,7 +305,7 @@ class _Direction:
         self.depth = self._sort()
 
     def _sort(self) -> int:
-        """Gives each equation to its level; returns the last one."""
+        """Assigns each equation to its level; returns the highest level."""
         level = dict.fromkeys(self._values, 0)
         for eqn in self._jaxpr.eqns:
             at = max((level[v] for v in variables(eqn.invars)), default=0)
@@ -309,7 +315,7 @@ class _Direction:
         return max(level.values(), default=0)
 
     def compute(self, level: int) -> None:
-        """Runs what needs the transfers before this level and no later ones, as one unit."""
+        """Runs the equations of a level as one unit."""
         equations = self._equations.pop(level, [])
         if not equations:
             return
@@ -328,7 +334,7 @@ class _Direction:
         return {v for eqn in rest for v in variables(eqn.invars)} | set(variables(self._jaxpr.outvars))
 
     def start(self, level: int) -> None:
-        """Starts the transfers of what this level has computed."""
+        """Starts the transfers of a level's results."""
         for eqn in self._transfers.pop(level, []):
             (source,), (result,) = eqn.invars, eqn.outvars
             with jax.named_scope(self._name):
@@ -341,13 +347,13 @@ class _Direction:
         self._under_way.clear()
 
     def results(self) -> Any:
-        """Returns what the program returns."""
+        """Returns the program's results."""
         values = [self._values[v] if isinstance(v, core.Var) else v.val for v in self._jaxpr.outvars]
         return jax.tree.unflatten(jax.tree.structure(self._shapes), values)
 
 
-def _take_turns(forward: _Direction, backward: _Direction) -> None:
-    """Runs both so that each transfer is under way while the other direction computes."""
+def _interleave(forward: _Direction, backward: _Direction) -> None:
+    """Runs both so that each transfer is in flight while the other direction computes."""
     backward.compute(0)
     for level in range(max(forward.depth, backward.depth) + 1):
         backward.start(level)

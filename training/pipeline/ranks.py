@@ -1,11 +1,11 @@
-"""The devices of a pipeline rank: they split the rows of a micro-batch, and some of them the routed experts.
+"""Data and expert parallelism over the devices of a pipeline rank.
 
-A rank's devices are `data` teams of `experts` devices. All of them split the rows. Those of a team split the experts,
-so each team has every expert once. Both have axes of the mesh: teams lie along `node`, a team's devices along `gpu`.
+A rank's devices are `data` teams of `experts` devices: teams along the mesh axis `node`, a team's devices along `gpu`.
+All of them split the rows of a micro-batch. Those of a team split the experts, so each team has every expert once.
 
-Programs are written for one device and mapped over the rank's with `shard_map`, on a mesh without devices: all ranks
-share them. Arrays lie in one of three ways. *Rows* are split by row. *Whole* parameters are on every device, but for
-experts, which are split by expert. *Partial* values are a device's own, with a leading axis `[Z]` of the devices.
+Programs are written for one device and mapped over the rank's with `shard_map`, on an abstract mesh, so that all ranks
+share them. Arrays have one of three partitions. *Rows* are split by row. *Whole* parameters are replicated, except
+experts, which are split by expert. *Partial* values belong to one device, with a leading axis `[Z]` of the devices.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ SPLIT = PartitionSpec(DEVICES)
 """Partition of rows, and of partial values."""
 EVERYWHERE = PartitionSpec()
 TABLE = AxisTable(experts=TEAM, heads=(), heads_latent=(), mlp=(), gate_up=())
-"""What is split of the parameters: experts alone."""
+"""Partitions of parameters: only experts are split."""
 
 
 def size_of(mesh: Mesh) -> RankSize:
@@ -40,12 +40,12 @@ def size_of(mesh: Mesh) -> RankSize:
 
 
 def rank_meshes(devices: Sequence[jax.Device], ranks: int, size: RankSize) -> list[Mesh]:
-    """Returns a mesh for each of `ranks`, over `devices` of one process or several, of which some may be left over.
+    """Returns a mesh for each of `ranks`, over `devices` of one or several processes; some devices may be left over.
 
-    A process has an equal share of every rank, so what one rank sends to another never crosses processes; what the
-    devices of a rank exchange does. Teams are split over processes before their devices are.
+    Each process has an equal share of every rank, so sends between ranks stay inside a process; collectives of a rank
+    do not. Teams are split over processes before their devices are.
 
-    Raises ValueError where a rank does not divide over the processes, or a process has too few devices.
+    Raises ValueError if a rank does not divide over the processes, or a process has too few devices.
     """
     by_process: dict[int, list[jax.Device]] = {}
     for device in devices:
@@ -55,8 +55,9 @@ def rank_meshes(devices: Sequence[jax.Device], ranks: int, size: RankSize) -> li
         raise ValueError(
             f"data={size.data} x expert={size.experts} devices of a rank do not divide over {len(by_process)} processes"
         )
-    if (fewest := min(map(len, by_process.values()))) < ranks * share:
-        raise ValueError(f"{ranks} ranks of {size.devices} devices need {ranks * share} in each process, not {fewest}")
+    if (available := min(map(len, by_process.values()))) < ranks * share:
+        needed = f"{ranks} ranks of {size.devices} devices need {ranks * share} devices in each process"
+        raise ValueError(f"{needed}, but one has {available}")
     of_rank = [
         [device for own in by_process.values() for device in own[rank * share : (rank + 1) * share]]
         for rank in range(ranks)
@@ -66,10 +67,10 @@ def rank_meshes(devices: Sequence[jax.Device], ranks: int, size: RankSize) -> li
 
 @dataclasses.dataclass(frozen=True)
 class GatheredExperts:
-    """Experts spread over a team: each device sees all rows, computes its experts' share, and the shares are added.
+    """Experts spread over a team: each device gathers all rows and computes its experts; a reduce-scatter adds up.
 
-    The gradient of the all-gather is a reduce-scatter and the other way round: a backward dispatches what the forward
-    combined. The served transports pack rows into words, which have no gradient.
+    The gradient of an all-gather is a reduce-scatter and vice versa. The transports of serving pack rows into words,
+    which have no gradient.
     """
 
     devices: int
@@ -91,40 +92,40 @@ class GatheredExperts:
 
 
 def routed_experts(size: RankSize) -> RoutedExperts:
-    """Returns how a rank computes routed experts."""
+    """Returns the routed experts of a rank: local, or spread over a team."""
     return LOCAL_EXPERTS if size.experts == 1 else GatheredExperts(size.experts)
 
 
 def spread(function: Callable[..., Any], size: RankSize, inputs: Any, outputs: Any) -> Callable[..., Any]:
-    """Maps `function`, written for one device, over those of a rank; partitions are as `jax.shard_map` takes them."""
+    """Maps `function`, written for one device, over a rank's devices; `inputs` and `outputs` are `PartitionSpec`s."""
     mesh = AbstractMesh((size.data, size.experts, 1), DEVICES, axis_types=(AxisType.Auto,) * 3)
     return jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
 
 
 def partial(tree: Any) -> Any:
-    """Returns a device's own values as partial ones, inside `spread`."""
+    """Adds the device axis to a device's values, inside `spread`."""
     return jax.tree.map(lambda leaf: leaf[None], tree)
 
 
 def own(tree: Any) -> Any:
-    """Returns the device's own values of partial ones, inside `spread`."""
+    """Removes the device axis of partial values, inside `spread`."""
     return jax.tree.map(lambda leaf: leaf[0], tree)
 
 
 def is_partition(node: Any) -> bool:
-    """Returns whether a node of a tree of partitions is one."""
+    """Returns whether a node of a tree is a partition."""
     return isinstance(node, PartitionSpec)
 
 
-def add_up(partition: PartitionSpec, gradient: jax.Array) -> jax.Array:
-    """Returns a weight's gradient over all rows of the rank, inside `spread`: experts have seen their own."""
+def sum_gradient(partition: PartitionSpec, gradient: jax.Array) -> jax.Array:
+    """Returns a weight's gradient over all rows of the rank, inside `spread`; experts already have their team's."""
     return lax.psum(gradient, NODE if any(partition) else DEVICES)
 
 
-def over_data(partition: PartitionSpec, shape: Sequence[int], size: RankSize) -> PartitionSpec:
-    """Returns the partition with one more dimension split, over the teams: what an optimiser keeps is there once.
+def split_over_teams(partition: PartitionSpec, shape: Sequence[int], size: RankSize) -> PartitionSpec:
+    """Returns the partition with one more dimension split over the teams, so that optimizer state is not replicated.
 
-    It is the first dimension that the teams divide and nothing splits; without one the partition stays as it is.
+    It is the first unsplit dimension that the teams divide; without one the partition is unchanged.
     """
     entries = [*partition, *[None] * (len(shape) - len(partition))]
     free = (i for i, n in enumerate(shape) if entries[i] is None and n % size.data == 0)

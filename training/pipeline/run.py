@@ -1,7 +1,7 @@
-"""Runs a pipeline schedule: each operation is a program on its rank's devices; what it sends is copied to the next.
+"""Runs a pipeline schedule: launches each operation's program on its rank, and copies its results to the next rank.
 
-One process launches the programs of all ranks, in the order of their simulated starts. A launch does not wait for the
-device, so ranks compute at the same time; a rank's own programs run in the order of its schedule.
+One process launches the programs of all ranks, in the order of their simulated starts. Launches are asynchronous, so
+ranks compute concurrently; a rank's programs run in the order of its schedule.
 """
 
 import dataclasses
@@ -20,23 +20,22 @@ from training.pipeline.schedules import PassKind, PipelineSchedule
 from training.pipeline.simulator import TimedOperation, simulate
 from training.pipeline.stages import StageParams
 
-Place = tuple[int, int]
-"""A rank, and a stage that it holds."""
+RankStage = tuple[int, int]
+"""A rank, and a stage whose weights it holds."""
 Chunk = tuple[int, int]
 """A stage, and a micro-batch of the step."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Executed:
-    """What a step's operations left behind.
+class StepResult:
+    """The results of a step's operations.
 
-    `gradients` are float32 sums over the micro-batches that the place computed, on the rank's devices. `reports` has
-    for each stage those of its micro-batches; each value has a leading axis of the rank's devices. `events` are the
-    operations in the order of their launch, with their simulated times; `in_flight` counts for each rank the
-    micro-batches whose activations it held at most.
+    `gradients` are float32 sums over a rank's micro-batches, on its devices. `reports` has for each stage those of its
+    micro-batches; each value has a leading axis of the rank's devices. `events` are the operations in the order of
+    their launch, with simulated times; `in_flight` has for each rank the most micro-batches with kept activations.
     """
 
-    gradients: Mapping[Place, StageParams]
+    gradients: Mapping[RankStage, StageParams]
     reports: Sequence[list[dict[str, Any]]]
     events: tuple[TimedOperation, ...]
     in_flight: tuple[int, ...]
@@ -51,37 +50,37 @@ class PipelineRunner:
         self._mtp_modules = mtp_modules
 
     @property
-    def places(self) -> list[Place]:
-        """Every rank with each stage that it holds."""
+    def rank_stages(self) -> list[RankStage]:
+        """All pairs of a rank and a stage that it holds."""
         schedule = self.schedule
         return [(rank, schedule.stage(rank, d)) for rank in range(schedule.ranks) for d in range(schedule.directions)]
 
-    def put(self, weights: Sequence[StageParams]) -> dict[Place, StageParams]:
+    def place_weights(self, weights: Sequence[StageParams]) -> dict[RankStage, StageParams]:
         """Copies the weights of every stage to the ranks that hold it."""
         shardings = {
-            (rank, stage): mesh.shardings(self.programs.stages[stage].held_as, self.meshes[rank])
-            for rank, stage in self.places
+            (rank, stage): mesh.shardings(self.programs.stages[stage].weight_partitions, self.meshes[rank])
+            for rank, stage in self.rank_stages
         }
         return {place: processes.move(weights[place[1]], where) for place, where in shardings.items()}
 
-    def run(self, weights: Mapping[Place, StageParams], tokens: np.ndarray) -> Executed:
-        """Computes the gradients of `tokens` `[B, S]`, whose B rows divide by the schedule's micro-batches.
+    def run(self, weights: Mapping[RankStage, StageParams], tokens: np.ndarray) -> StepResult:
+        """Computes the gradients of `tokens` `[B, S]`; the schedule's micro-batches must divide B.
 
-        `weights` are those that `put` returned.
+        `weights` are those of `place_weights`.
         """
         batches = np.split(tokens, self.schedule.micro_batches)
         step = _PipelineStep(self, weights, batches, target_counts(tokens, self._mtp_modules))
         for event in self._events:
-            step.operate(event)
+            step.launch(event)
         gradients = {place: self.programs.gradient[place[1]](total) for place, total in step.totals.items()}
-        return Executed(gradients, step.reports, tuple(step.events), tuple(step.most))
+        return StepResult(gradients, step.reports, tuple(step.events), tuple(step.peak_in_flight))
 
 
 class _PipelineStep:
-    """The values of one step on their way: what ranks have received, saved, and kept for weight gradients."""
+    """The values of a running step: received, saved for backwards, and kept for weight gradients, by rank."""
 
     def __init__(
-        self, runner: PipelineRunner, weights: Mapping[Place, StageParams], batches: list[np.ndarray], counts: Any
+        self, runner: PipelineRunner, weights: Mapping[RankStage, StageParams], batches: list[np.ndarray], counts: Any
     ):
         self.schedule, self.programs, self.meshes = runner.schedule, runner.programs, runner.meshes
         self.weights, self.batches, self.counts = weights, batches, counts
@@ -89,13 +88,13 @@ class _PipelineStep:
         self.reports: list[list[dict[str, Any]]] = [[] for _ in range(self.schedule.stages)]
         self.events: list[TimedOperation] = []
         ranks = range(self.schedule.ranks)
-        self.most = [0 for _ in ranks]
+        self.peak_in_flight = [0 for _ in ranks]
         self._received: dict[tuple[PassKind, Chunk], jax.Array] = {}
         self._saved: list[dict[Chunk, list[jax.Array]]] = [{} for _ in ranks]
         self._kept: list[dict[Chunk, list[jax.Array]]] = [{} for _ in ranks]
 
-    def operate(self, event: TimedOperation) -> None:
-        """Launches one operation and sends on what it returns."""
+    def launch(self, event: TimedOperation) -> None:
+        """Launches one operation and sends its results to the next ranks."""
         rank = event.rank
         chunks = [(self.schedule.stage(rank, part.direction), self.schedule.batch(part)) for part in event.operation]
         if len(chunks) == 2:
@@ -140,7 +139,7 @@ class _PipelineStep:
         stage, batch = chunk
         self.reports[stage].append(report)
         self._saved[rank][chunk] = saved
-        self.most[rank] = max(self.most[rank], len(self._saved[rank]) + len(self._kept[rank]))
+        self.peak_in_flight[rank] = max(self.peak_in_flight[rank], len(self._saved[rank]) + len(self._kept[rank]))
         if stage < self.schedule.stages - 1:
             self._send(PassKind.FORWARD, (stage + 1, batch), y)
 
@@ -168,7 +167,7 @@ class _PipelineStep:
 
 
 _ONE = np.float32(1)
-"""The gradient of the objective by itself."""
+"""The gradient of the objective with respect to itself."""
 _SINGLE = {
     PassKind.FORWARD: _PipelineStep.forward,
     PassKind.BACKWARD: _PipelineStep.backward,

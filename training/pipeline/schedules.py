@@ -1,4 +1,4 @@
-"""Pipeline schedules as data, without jax: what a rank is made of, and the order of its operations in a training step.
+"""Pipeline schedules (1F1B, ZB1P, DualPipe, DualPipeV) as data: the order of each rank's operations. Imports no jax.
 
     1F1B       a rank alternates one forward and one backward (PipeDream-Flush, arXiv:2006.09503)
     ZB1P       the same with the backward split; weight gradients fill the bubble (ZB-H1, arXiv:2401.10241)
@@ -15,20 +15,20 @@ from collections.abc import Callable
 
 
 class PassKind(enum.Enum):
-    """One part of an operation; the value is its name in a written order."""
+    """One part of an operation; the value is its name in text."""
 
     FORWARD = "F"
     BACKWARD = "B"
     """Input gradient and weight gradient together."""
     INPUT = "Bi"
-    """The input gradient alone. The weight gradient waits in the rank's queue."""
+    """The input gradient alone; enqueues the weight gradient on the rank."""
     WEIGHT = "W"
-    """The weight gradient that has waited longest."""
+    """The oldest weight gradient of the queue."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """One kind of work on one micro-batch, counted within its direction."""
+    """One kind of work on one micro-batch, which is numbered within its direction."""
 
     kind: PassKind
     direction: int
@@ -39,7 +39,7 @@ class Pass:
 
 
 Operation = tuple[Pass, ...]
-"""What a rank does in one go: one part, or a forward and a backward of another micro-batch that overlap."""
+"""One pass, or an overlapped pair: a forward, and the backward of another micro-batch."""
 
 
 Order = tuple[Operation, ...]
@@ -47,7 +47,7 @@ Order = tuple[Operation, ...]
 
 
 def text(operation: Operation) -> str:
-    """Returns an operation as it is written: `F0.3`, `Bi1.0`, `W1.0`, `F0.3&B1.1`."""
+    """Returns an operation as text: `F0.3`, `Bi1.0`, `W1.0`, `F0.3&B1.1`."""
     return "&".join(map(str, operation))
 
 
@@ -55,9 +55,9 @@ def text(operation: Operation) -> str:
 class PipelineSchedule:
     """The operations of all ranks in one step of `micro_batches`.
 
-    `directions` says how the stages lie on the ranks. One direction: stage = rank. Two: each rank holds a stage per
-    direction. With `turns` both are legs of one pipe, so every micro-batch passes both; without it, half of the
-    micro-batches take each direction, and stage s is held by two ranks.
+    With one of `directions`, stage = rank; with two, each rank holds a stage per direction. With `turns` both are legs
+    of one pipe and every micro-batch passes both; without it, half of the micro-batches take each direction, and two
+    ranks hold each stage.
     """
 
     algorithm: str
@@ -88,7 +88,7 @@ class PipelineSchedule:
         return stage if batch < self.micro_batches // self.holders else self.ranks - 1 - stage
 
     def batch(self, part: Pass) -> int:
-        """Returns which micro-batch of the step, counted over both directions, `part` works on."""
+        """Returns the number of the micro-batch of `part`, over both directions of the step."""
         second = part.direction == 1 and not self.turns
         return part.micro_batch + (self.micro_batches // 2 if second else 0)
 
@@ -96,17 +96,17 @@ class PipelineSchedule:
 def build(algorithm: str, ranks: int, micro_batches: int) -> PipelineSchedule:
     """Returns the schedule of `algorithm`, a name of `ALGORITHMS`.
 
-    Raises ValueError for an unknown algorithm, and for numbers of ranks or micro-batches that it cannot take.
+    Raises ValueError for an unknown algorithm, and for numbers of ranks or micro-batches that it does not support.
     """
     if algorithm not in ALGORITHMS:
-        raise ValueError(f"no pipeline schedule is called {algorithm!r}; known are {', '.join(ALGORITHMS)}")
+        raise ValueError(f"unknown pipeline schedule {algorithm!r}; known are {', '.join(ALGORITHMS)}")
     if ranks < 1:
         raise ValueError(f"a pipeline needs at least one rank, got {ranks}")
     return ALGORITHMS[algorithm](ranks, micro_batches)
 
 
 def order(algorithm: str, ranks: int, micro_batches: int) -> list[list[str]]:
-    """Returns for each rank its operations as they are written: `F0.3`, `Bi1.0`, `W1.0`, `F0.3&B1.1`.
+    """Returns for each rank its operations as text: `F0.3`, `Bi1.0`, `W1.0`, `F0.3&B1.1`.
 
     `micro_batches` counts those of both directions. Raises ValueError as `build` does.
     """
@@ -115,9 +115,9 @@ def order(algorithm: str, ranks: int, micro_batches: int) -> list[list[str]]:
 
 
 class _OrderWriter:
-    """Writes one rank's order: it numbers micro-batches per direction and keeps the queue of weight gradients.
+    """Writes one rank's order: numbers micro-batches per direction and keeps the queue of weight gradients.
 
-    `phase` is the direction that the steps below call 0; the ranks of DualPipe's second half see both exchanged.
+    `phase` is the direction that the methods call 0; for the ranks of DualPipe's second half both are exchanged.
     """
 
     def __init__(self, phase: int = 0):
@@ -173,7 +173,7 @@ def _one_forward_one_backward(ranks: int, micro_batches: int) -> PipelineSchedul
 
 
 def _zero_bubble(ranks: int, micro_batches: int) -> PipelineSchedule:
-    """Lets r weight gradients wait on rank r. Every rank then holds as many activations as the first one of 1F1B."""
+    """Queues up to r weight gradients on rank r, so that every rank keeps as many activations as the first of 1F1B."""
     _check_filled("ZB1P", ranks, micro_batches)
     orders = []
     for rank in range(ranks):
@@ -237,7 +237,7 @@ def _bidirectional(outer: int, half: int, micro_batches: int, phase: int) -> Ord
         writer.weight()
         writer.forward(1)
     for i in range(micro_batches - 2 * half + outer + 1):
-        if i == 0 and inner == 0:  # in the middle the first pair has nothing to wait for
+        if i == 0 and inner == 0:  # the middle ranks do not overlap the first pair
             writer.forward(0)
             writer.backward(1)
         else:
@@ -247,7 +247,7 @@ def _bidirectional(outer: int, half: int, micro_batches: int, phase: int) -> Ord
         writer.backward(1)
         writer.pair(1, 0)
     for i in range(2 * (outer + 1)):
-        writer.backward(1 - i % 2, split=i > outer)  # the second half leaves its weight gradients for the end
+        writer.backward(1 - i % 2, split=i > outer)  # the second half defers its weight gradients
     for _ in range(inner):
         writer.weight()
         writer.backward(0, split=True)
@@ -278,23 +278,23 @@ class RankSize:
 
 
 def read_mesh(text: str) -> tuple[int, RankSize]:
-    """Returns the pipeline ranks, and the devices of each, of a text such as `stage=4,data=2,expert=2`.
+    """Returns the number of pipeline ranks and the devices of each from text such as `stage=4,data=2,expert=2`.
 
-    Raises ValueError for another axis or size.
+    Raises ValueError for other axes and invalid sizes.
     """
     sizes = {"stage": 1, "data": 1, "expert": 1}
     for entry in text.split(","):
         axis, _, size = entry.partition("=")
         if axis not in sizes or not size.isdecimal() or int(size) < 1:
             raise ValueError(
-                f"{entry!r} is no axis with a size; write stage=N, data=N, expert=N, or some of them with commas"
+                f"{entry!r} is not AXIS=SIZE; write stage=N, data=N, expert=N, or several of them with commas"
             )
         sizes[axis] = int(size)
     return sizes["stage"], RankSize(sizes["data"], sizes["expert"])
 
 
-def rows_of(batch_size: int, num_experts: int, micro_batches: int, size: RankSize) -> int:
-    """Returns the rows of a micro-batch. Raises ValueError where they, or the experts, do not divide over a rank."""
+def micro_batch_rows(batch_size: int, num_experts: int, micro_batches: int, size: RankSize) -> int:
+    """Returns the rows of a micro-batch. Raises ValueError if they, or the experts, do not divide over a rank."""
     rows, rest = divmod(batch_size, micro_batches)
     if rest:
         raise ValueError(f"{micro_batches} micro-batches do not divide the batch of {batch_size} rows")

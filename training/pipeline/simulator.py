@@ -1,4 +1,4 @@
-"""Plays a pipeline schedule: when each operation can run, what waits for nothing, how much is in flight. No jax."""
+"""Simulates a pipeline schedule: start times, bubbles, and micro-batches in flight. Imports no jax."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -7,14 +7,14 @@ from training.pipeline.schedules import Operation, Pass, PassKind, PipelineSched
 
 
 class ScheduleError(ValueError):
-    """The operations of a schedule cannot run in the order given."""
+    """A schedule whose operations cannot run in their order."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Durations:
-    """Time of each operation, in any unit. `backward` is the whole one, `weight` its half that may wait.
+    """Time of each operation, in any unit. `backward` is the whole one, `weight` its half that can be deferred.
 
-    With the defaults every published formula holds exactly on every rank. Sends take no time.
+    With the defaults the published formulas hold exactly on every rank. Sends take no time.
     """
 
     forward: float = 1
@@ -61,54 +61,54 @@ class ScheduleTimeline:
         return max(event.end for event in self.events)
 
     def bubbles(self) -> list[float]:
-        """Returns for each rank the time of the step in which it computes nothing."""
+        """Returns the idle time of each rank."""
         busy = [0.0] * self.schedule.ranks
         for event in self.events:
             busy[event.rank] += event.end - event.start
         return [self.makespan - time for time in busy]
 
     def in_flight(self) -> list[int]:
-        """Returns for each rank the most micro-batches whose activations it holds at once, over all its stages.
+        """Returns for each rank the most micro-batches whose activations it keeps at once, over all its stages.
 
-        A forward takes them when it starts. They are free when the whole backward ends, or the weight gradient.
+        A forward allocates them at its start; the whole backward, or the weight gradient, frees them at its end.
         """
         return [_peak(e.operation for e in self.events if e.rank == rank) for rank in range(self.schedule.ranks)]
 
 
 def _peak(operations: Iterable[Operation]) -> int:
-    held = peak = 0
+    kept = peak = 0
     for operation in operations:
-        held += sum(part.kind is PassKind.FORWARD for part in operation)
-        peak = max(peak, held)
-        held -= sum(part.kind in (PassKind.BACKWARD, PassKind.WEIGHT) for part in operation)
+        kept += sum(part.kind is PassKind.FORWARD for part in operation)
+        peak = max(peak, kept)
+        kept -= sum(part.kind in (PassKind.BACKWARD, PassKind.WEIGHT) for part in operation)
     return peak
 
 
 def simulate(schedule: PipelineSchedule, durations: Durations = UNITS) -> ScheduleTimeline:
-    """Starts each operation as soon as its rank is free and all that it needs is there.
+    """Starts each operation as soon as its rank is free and its inputs are available.
 
-    Raises ScheduleError where an operation waits for ever, is missing, or appears twice.
+    Raises ScheduleError for a deadlock, and for an operation that is missing or appears twice.
     """
     _check_complete(schedule)
     ended: dict[_Done, float] = {}
-    free, places = [0.0] * schedule.ranks, [0] * schedule.ranks
+    free, positions = [0.0] * schedule.ranks, [0] * schedule.ranks
     events: list[TimedOperation] = []
     while len(events) < sum(map(len, schedule.orders)):
-        ready = [_start(schedule, rank, places[rank], free[rank], ended) for rank in range(schedule.ranks)]
+        ready = [_start(schedule, rank, positions[rank], free[rank], ended) for rank in range(schedule.ranks)]
         times = [(start, rank) for rank, start in enumerate(ready) if start is not None]
         if not times:
-            raise ScheduleError(f"every rank waits: {_heads(schedule, places)}")
+            raise ScheduleError(f"deadlock: every rank waits: {_next_operations(schedule, positions)}")
         start, rank = min(times)
-        operation = schedule.orders[rank][places[rank]]
+        operation = schedule.orders[rank][positions[rank]]
         end = start + durations.of(operation)
         events.append(TimedOperation(rank, operation, start, end))
-        free[rank], places[rank] = end, places[rank] + 1
+        free[rank], positions[rank] = end, positions[rank] + 1
         ended |= {_done(schedule, rank, part): end for part in operation}
     return ScheduleTimeline(schedule, tuple(events))
 
 
 _Done = tuple[PassKind, int, int]
-"""What is complete: a kind, with `PassKind.INPUT` for every input gradient; the stage; the micro-batch of the step."""
+"""A completed pass: kind (`PassKind.INPUT` for every input gradient), stage, micro-batch of the step."""
 
 
 def _done(schedule: PipelineSchedule, rank: int, part: Pass) -> _Done:
@@ -116,11 +116,13 @@ def _done(schedule: PipelineSchedule, rank: int, part: Pass) -> _Done:
     return kind, schedule.stage(rank, part.direction), schedule.batch(part)
 
 
-def _start(schedule: PipelineSchedule, rank: int, place: int, free: float, ended: dict[_Done, float]) -> float | None:
-    """Returns when the rank's next operation can start; None if it has none, or waits for one that has not begun."""
-    if place == len(schedule.orders[rank]):
+def _start(
+    schedule: PipelineSchedule, rank: int, position: int, free: float, ended: dict[_Done, float]
+) -> float | None:
+    """Returns when the rank's next operation can start; None if it has none, or its inputs are not scheduled yet."""
+    if position == len(schedule.orders[rank]):
         return None
-    needed = [need for part in schedule.orders[rank][place] for need in _needs(schedule, rank, part)]
+    needed = [need for part in schedule.orders[rank][position] for need in _needs(schedule, rank, part)]
     if any(need not in ended for need in needed):
         return None
     return max([free, *(ended[need] for need in needed)])
@@ -137,7 +139,7 @@ def _needs(schedule: PipelineSchedule, rank: int, part: Pass) -> list[_Done]:
 
 
 def _check_complete(schedule: PipelineSchedule) -> None:
-    """Raises ScheduleError unless each stage does each micro-batch's forward, input and weight gradient once."""
+    """Raises ScheduleError unless each stage runs each micro-batch's forward, input and weight gradient once."""
     seen: dict[_Done, int] = {}
     for rank, order in enumerate(schedule.orders):
         for part in (part for operation in order for part in operation):
@@ -153,14 +155,14 @@ def _check_complete(schedule: PipelineSchedule) -> None:
                     raise ScheduleError(f"{schedule.algorithm}: {what} appears {count} times, not once")
 
 
-def _heads(schedule: PipelineSchedule, places: list[int]) -> str:
-    heads = [(rank, order[place]) for rank, (order, place) in enumerate(zip(schedule.orders, places, strict=True))
-             if place < len(order)]  # fmt: skip
-    return ", ".join(f"rank {rank} for {text(operation)}" for rank, operation in heads)
+def _next_operations(schedule: PipelineSchedule, positions: list[int]) -> str:
+    orders = enumerate(zip(schedule.orders, positions, strict=True))
+    waiting = [(rank, order[position]) for rank, (order, position) in orders if position < len(order)]
+    return ", ".join(f"rank {rank} for {text(operation)}" for rank, operation in waiting)
 
 
 def bubble(schedule: PipelineSchedule, durations: Durations = UNITS) -> float:
-    """Returns the time that a rank is idle in one step, by the published formulas (deepseek-ai/DualPipe)."""
+    """Returns the idle time of a rank in one step, by the published formulas (deepseek-ai/DualPipe)."""
     one = durations.forward + durations.backward
     if schedule.algorithm == "1F1B":
         return (schedule.stages - 1) * one
@@ -170,5 +172,5 @@ def bubble(schedule: PipelineSchedule, durations: Durations = UNITS) -> float:
 
 
 def activations(schedule: PipelineSchedule) -> int:
-    """Returns the most micro-batches whose activations a rank holds at once, by the published table."""
+    """Returns the most micro-batches whose activations a rank keeps at once, by the published table."""
     return schedule.stages + (schedule.directions - 1)

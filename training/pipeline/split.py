@@ -1,12 +1,12 @@
-"""Cuts the gradient of a function in three programs: forward, input gradient, weight gradient.
+"""Splits the gradient of a function into three programs: forward, input gradient, weight gradient.
 
-A pipeline schedule wants the two halves of a backward apart: the input gradient is what the stage before waits for,
-the weight gradient can fill a bubble. `jax.vjp` cannot give them apart without computing the cotangents inside the
-function twice. So one trace of the whole gradient is cut: each equation goes to the first program that needs it, and
-a value that a later program needs is handed over. Nothing is computed twice, whatever the function is made of.
+Pipeline schedules run the two halves of a backward apart: the previous stage waits for the input gradient, the weight
+gradient can fill a bubble. Two calls of `jax.vjp` would compute the inner cotangents twice. So one trace of the whole
+gradient is cut: each equation goes to the first program that needs it, which passes values on to later ones. Nothing
+is computed twice.
 
-What follows from the parameters alone (a layer's slice of a stack, a cast) is the exception: each program takes it
-from the parameters again, or every micro-batch in flight would hold a copy of the weights.
+The exception are equations of parameters alone (a layer's slice of a stack, a cast): each program repeats them, or
+every micro-batch in flight would keep a copy of the weights.
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ import jax
 from jax.extend import core
 
 Function = Callable[[Any, Any, Any], tuple[Any, Any]]
-"""`(params, x, data) -> (y, extra)`: differentiated in params and x, not in data; extra is returned as it is."""
+"""`(params, x, data) -> (y, extra)`: differentiated with respect to params and x; extra is not differentiated."""
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
-"""Primitives that only name a part of the program."""
+"""Primitives that call a part of the program."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The three programs of one function, to be jitted. Lists of arrays pass between them."""
+    """The three programs of one function, which pass lists of arrays to each other; the caller jits them."""
 
     forward: Callable[[Any, Any, Any], tuple[Any, Any, list[jax.Array]]]
     """`(params, x, data) -> (y, extra, saved)`"""
@@ -34,17 +34,17 @@ class Split:
     weight_gradient: Callable[[Any, list[jax.Array]], Any]
     """`(params, kept) -> dparams`"""
     kept: tuple[int, ...]
-    """Places in `saved` of what the weight gradient reads; the rest is free after the input gradient."""
+    """Indices in `saved` of the values that the weight gradient reads; the input gradient frees the others."""
 
     def keep(self, saved: list[jax.Array], made: list[jax.Array]) -> list[jax.Array]:
-        """Returns what waits for the weight gradient; in no program, because `jax.jit` copies what it passes on."""
+        """Returns the values to keep until the weight gradient; outside of `jax.jit`, which would copy them."""
         return [*(saved[i] for i in self.kept), *made]
 
 
 def split(function: Function, params: Any, x: Any, data: Any) -> Split:
-    """Traces `function` at the shapes of its arguments (arrays or `jax.ShapeDtypeStruct`) and cuts its gradient.
+    """Traces the gradient of `function` at the shapes of its arguments (arrays or `jax.ShapeDtypeStruct`), and cuts it.
 
-    params and x hold floating-point values only.
+    params and x must be floating-point values.
     """
 
     def gradient(params: Any, x: Any, data: Any, dy: Any) -> Any:
@@ -58,16 +58,16 @@ def split(function: Function, params: Any, x: Any, data: Any) -> Split:
 
 
 class _Trace:
-    """The equations of a gradient, and which of them each of its results needs."""
+    """The traced equations of a gradient and their dependencies."""
 
     def __init__(self, closed: core.ClosedJaxpr, arguments: tuple[Any, ...], results: tuple[Any, ...]):
         self.closed, self.jaxpr = closed, closed.jaxpr
-        self.params, self.x, self.data, self.dy = _share(self.jaxpr.invars, arguments)
-        self.results, self.dx, self.dparams = _share(self.jaxpr.outvars, results)
+        self.params, self.x, self.data, self.dy = _split_leaves(self.jaxpr.invars, arguments)
+        self.results, self.dx, self.dparams = _split_leaves(self.jaxpr.outvars, results)
         made = [out for eqn in self.jaxpr.eqns for out in eqn.outvars]
-        self.place = {v: i for i, v in enumerate([*self.jaxpr.constvars, *self.jaxpr.invars, *made])}
+        self.position = {v: i for i, v in enumerate([*self.jaxpr.constvars, *self.jaxpr.invars, *made])}
         self.repeated: set[int] = set()
-        """Equations that follow from the parameters alone, which each program has for itself."""
+        """Equations of parameters alone, which each program repeats."""
         self.everywhere = {*self.params, *self.jaxpr.constvars}
         for i, eqn in enumerate(self.jaxpr.eqns):
             if not _is_product(eqn) and self.everywhere.issuperset(variables(eqn.invars)):
@@ -75,21 +75,21 @@ class _Trace:
                 self.everywhere.update(eqn.outvars)
 
     def needed(self, results: Iterable[Any], done: set[int]) -> tuple[list[int], list[Any]]:
-        """Returns the equations that give `results` from those of `done`, and the variables they read of the latter."""
+        """Returns the equations besides `done` that compute `results`, and the variables that they read."""
         wanted, equations = set(variables(results)), list[int]()
         for i, eqn in reversed(list(enumerate(self.jaxpr.eqns))):
             if i not in done and wanted.intersection(eqn.outvars):
                 equations.append(i)
                 wanted.update(variables(eqn.invars))
         own = self.everywhere.union(self.made_by(equations))
-        return equations[::-1], sorted(wanted - own, key=self.place.__getitem__)
+        return equations[::-1], sorted(wanted - own, key=self.position.__getitem__)
 
     def made_by(self, equations: Iterable[int]) -> set[Any]:
-        """Returns the variables that these equations make."""
+        """Returns the results of these equations."""
         return {out for i in equations for out in self.jaxpr.eqns[i].outvars}
 
     def program(self, equations: list[int], inputs: list[Any], results: list[Any]) -> Callable[..., list[jax.Array]]:
-        """Returns `(*params, *inputs) -> results`, made of some of the equations."""
+        """Returns `(*params, *inputs) -> results`, a program of some of the equations."""
         jaxpr = self.jaxpr.replace(
             invars=[*self.params, *inputs],
             outvars=results,
@@ -100,7 +100,7 @@ class _Trace:
 
 
 def _cut(trace: _Trace, shapes: tuple[Any, ...]) -> Split:
-    """Gives each equation to the first program that needs it, in the order forward, input and weight gradient."""
+    """Assigns each equation to the first program that needs it: forward, input gradient, weight gradient."""
     first, _ = trace.needed(trace.results, set())
     done = set(first) - trace.repeated
     second, second_reads = trace.needed(trace.dx, done)
@@ -110,7 +110,7 @@ def _cut(trace: _Trace, shapes: tuple[Any, ...]) -> Split:
     of_second = trace.made_by(second) | set(trace.dy)
     kept = [v for v in third_reads if v not in of_second]
     made = [v for v in third_reads if v in of_second]
-    saved = sorted({*second_reads, *kept} - of_second, key=trace.place.__getitem__)
+    saved = sorted({*second_reads, *kept} - of_second, key=trace.position.__getitem__)
     forward = trace.program(first, trace.x + trace.data, trace.results + saved)
     inputs = trace.program(second, saved + trace.dy, trace.dx + made)
     weights = trace.program(third, kept + made, trace.dparams)
@@ -125,31 +125,31 @@ def _cut(trace: _Trace, shapes: tuple[Any, ...]) -> Split:
     def run_weight_gradient(params: Any, kept: list[jax.Array]) -> Any:
         return _unflatten((dparams,), weights(*jax.tree.leaves((params, kept))))[0]
 
-    places = tuple(saved.index(v) for v in kept)
-    return Split(run_forward, run_input_gradient, run_weight_gradient, places)
+    positions = tuple(saved.index(v) for v in kept)
+    return Split(run_forward, run_input_gradient, run_weight_gradient, positions)
 
 
-def _share(flat: Sequence[Any], trees: tuple[Any, ...]) -> list[list[Any]]:
-    """Returns the part of `flat` that holds the leaves of each tree."""
+def _split_leaves(flat: Sequence[Any], trees: tuple[Any, ...]) -> list[list[Any]]:
+    """Returns the leaves of each tree from the list of all."""
     rest = iter(flat)
     return [list(itertools.islice(rest, len(jax.tree.leaves(tree)))) for tree in trees]
 
 
 def _unflatten(like: tuple[Any, ...], flat: list[jax.Array]) -> Any:
-    """Returns `flat` as trees like those of `like`, and the values behind them as a list."""
-    parts = _share(flat, like)
+    """Returns `flat` as trees like those of `like`, and the remaining values as a list."""
+    parts = _split_leaves(flat, like)
     trees = (jax.tree.unflatten(jax.tree.structure(tree), part) for tree, part in zip(like, parts, strict=True))
     return *trees, flat[sum(map(len, parts)) :]
 
 
 def inline(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """Returns the program without calls of named parts, whose equations may belong to different halves."""
+    """Returns the program with all calls inlined, as their equations may belong to different halves."""
     equations: list[core.JaxprEqn] = []
     constants: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     new_variable = core.gensym()
 
     def inline(jaxpr: core.Jaxpr, names: dict[Any, Any]) -> list[Any]:
-        """Appends the equations of `jaxpr` under new names; returns its results' names."""
+        """Appends the equations of `jaxpr` with new variables; returns those of its results."""
 
         def rename(atom: Any) -> Any:
             return names[atom] if isinstance(atom, core.Var) else atom
@@ -176,10 +176,10 @@ def inline(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Returns those of an equation's inputs or a program's results that are no literals."""
+    """Returns the variables among an equation's inputs or a program's results, without literals."""
     return [atom for atom in atoms if isinstance(atom, core.Var)]
 
 
 def _is_product(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an equation costs more than reading its inputs: a matrix product, a loop, a kernel."""
+    """Returns whether an equation is expensive: a matrix product, a loop, a kernel."""
     return eqn.primitive.name == "dot_general" or bool(list(core.jaxprs_in_params(eqn.params)))

@@ -1,4 +1,4 @@
-"""What each pipeline stage holds and computes: some layers, and what stands before the first or behind the last."""
+"""Pipeline stages: the layers of each, the embedding of the first, head and MTP modules of the last."""
 
 import dataclasses
 import operator
@@ -27,8 +27,8 @@ Pick = Callable[[Any, slice], Any]
 class StageParams:
     """The parameters of one stage, or a tree like them (gradients, moments, declarations).
 
-    `ends` has no layers: the embedding in the first stage, what follows the last layer in the last. `layers` are
-    stacks of one layer each. A stack of several would make the weight gradient of each layer as large as the stack.
+    `ends` has the embedding in the first stage, and norm, head and MTP modules in the last. `layers` are stacks of one
+    layer each, as in a larger stack each layer's weight gradient would have the size of the stack.
     """
 
     ends: Params
@@ -47,9 +47,9 @@ class Stage:
 
 
 def cut(cfg: ModelConfig, stages: int) -> tuple[Stage, ...]:
-    """Cuts the model in stages of equally many layers; where they do not divide, the first ones get one more.
+    """Cuts the model into stages of equally many layers; the first ones get the remainder, one each.
 
-    The last stage has the logits and the MTP modules besides. Raises ValueError where a stage would have no layer.
+    The last stage also has the head and the MTP modules. Raises ValueError if there are fewer layers than stages.
     """
     layers, more = divmod(cfg.num_hidden_layers, stages)
     if not layers:
@@ -62,10 +62,10 @@ def cut(cfg: ModelConfig, stages: int) -> tuple[Stage, ...]:
     )
 
 
-def take(params: Params, cfg: ModelConfig, stage: Stage, pick: Pick = operator.getitem) -> StageParams:
+def extract_stage(params: Params, cfg: ModelConfig, stage: Stage, pick: Pick = operator.getitem) -> StageParams:
     """Returns the part of `params`, or of a tree like it, that belongs to `stage`; every leaf belongs to one stage.
 
-    `pick` takes from a leaf of a stack the layer that a slice names.
+    `pick(leaf, slice)` returns one layer of a stack's leaf.
     """
 
     def layer(index: int) -> LayerParams:
@@ -73,7 +73,17 @@ def take(params: Params, cfg: ModelConfig, stage: Stage, pick: Pick = operator.g
         stack, place = (params.dense, index) if index < dense else (params.moe, index - dense)
         return jax.tree.map(lambda leaf: pick(leaf, slice(place, place + 1)), stack)
 
-    ends = Params(
+    return StageParams(_stage_ends(params, stage), tuple(layer(i) for i in range(stage.begin, stage.end)))
+
+
+def slice_stage(whole: StageParams, stage: Stage) -> StageParams:
+    """Returns the part of a stage of a tree with all layers; copies nothing."""
+    return StageParams(_stage_ends(whole.ends, stage), whole.layers[stage.begin : stage.end])
+
+
+def _stage_ends(params: Params, stage: Stage) -> Params:
+    """Returns the parameters of a stage outside of its layers."""
+    return Params(
         embed=params.embed if stage.first else None,
         dense=None,
         moe=None,
@@ -81,31 +91,16 @@ def take(params: Params, cfg: ModelConfig, stage: Stage, pick: Pick = operator.g
         head=params.head if stage.last else None,
         mtp=params.mtp if stage.last else None,
     )
-    return StageParams(ends, tuple(layer(i) for i in range(stage.begin, stage.end)))
-
-
-def stage_part(whole: StageParams, stage: Stage) -> StageParams:
-    """Returns the part of a stage of a tree that has all layers; no array moves."""
-    ends, first, last = whole.ends, stage.first, stage.last
-    ends = Params(
-        embed=ends.embed if first else None,
-        dense=None,
-        moe=None,
-        norm=ends.norm if last else None,
-        head=ends.head if last else None,
-        mtp=ends.mtp if last else None,
-    )
-    return StageParams(ends, whole.layers[stage.begin : stage.end])
 
 
 def merge(parts: Sequence[StageParams]) -> StageParams:
-    """Returns the tree with all layers whose parts these are; no array moves."""
+    """Returns the tree with all layers from the parts of all stages; copies nothing."""
     ends = dataclasses.replace(parts[-1].ends, embed=parts[0].ends.embed)
     return StageParams(ends, tuple(layer for part in parts for layer in part.layers))
 
 
 def join(parts: Sequence[StageParams], cfg: ModelConfig) -> Params:
-    """Returns the tree whose parts `take` returned for every stage, in order; leaves are numpy arrays on this host."""
+    """Returns the whole tree from the parts of all stages, in order; leaves are numpy arrays on this host."""
     layers = [layer for part in parts for layer in part.layers]
     dense, moe = layers[: cfg.num_dense_layers], layers[cfg.num_dense_layers :]
     first, last = parts[0].ends, parts[-1].ends
@@ -117,19 +112,19 @@ def _stack(layers: list[LayerParams]) -> Any:
 
 
 def declare_stage(cfg: ModelConfig, stage: Stage) -> StageParams:
-    """Returns the part of the stage in `declare(cfg)`; its stacks still say how deep those of the whole model are."""
-    return take(declare(cfg), cfg, stage, lambda spec, _: spec)
+    """Returns the stage's part of `declare(cfg)`; its stacks still have the depth of the whole model's."""
+    return extract_stage(declare(cfg), cfg, stage, lambda spec, _: spec)
 
 
 def needs_embedding(cfg: ModelConfig, stage: Stage) -> bool:
-    """Returns whether a stage behind the first computes with the embedding: the MTP modules do, and a tied head."""
+    """Returns whether a stage after the first needs the embedding, for MTP modules or a tied head."""
     return stage.last and not stage.first and (cfg.num_nextn_predict_layers > 0 or cfg.tie_word_embeddings)
 
 
 def partitions(cfg: ModelConfig, stage: Stage, *, computing: bool) -> StageParams:
-    """Returns how the stage's parameters lie on the devices of a rank.
+    """Returns the partitions of the stage's parameters over the devices of a rank.
 
-    `computing` says whether they are what the stage computes with, which may include the embedding, or what it owns.
+    With `computing` those that it computes with, which may include the embedding, else those that it owns.
     """
     declared = declare_stage(cfg, stage)
     if computing and needs_embedding(cfg, stage):
@@ -138,7 +133,7 @@ def partitions(cfg: ModelConfig, stage: Stage, *, computing: bool) -> StageParam
 
 
 def weights(own: StageParams, embedding: jax.Array | None, config: TrainingConfig, stage: Stage) -> StageParams:
-    """Returns what a stage computes with: its parameters in the dtype of the run, the router's in float32.
+    """Returns the weights that a stage computes with: its parameters in the run's dtype, the router's in float32.
 
     `embedding` `[W, D]` is the first stage's, for a stage that `needs_embedding`.
     """
@@ -155,9 +150,9 @@ def compute(
     """Returns the stage as a function `(weights, x, data) -> (y, report)` of rows of `length` tokens on one device.
 
     `routed` computes the routed experts. x and y are residual streams `[T, D]`. The last stage's y is the rows' part of
-    the objective, a scalar, and its `data` are the rows' tokens `[B, S]` and the whole batch's `target_counts`; others
-    have none. `report` holds `expert_counts` int32 [MoE layers, E], None without such layers, and the last stage's
-    losses.
+    the objective, a scalar, and its `data` are the rows' tokens `[B, S]` and the whole batch's `target_counts`; other
+    stages have no data. `report` has `expert_counts` int32 [MoE layers, E] (None without MoE layers) and the last
+    stage's losses.
     """
     cfg = config.model
 
@@ -165,11 +160,11 @@ def compute(
         rows = x.shape[0] // length
         experts = balanced(routed, config, rows)
         context = uncached_context(cfg, rows, length, training_backend(), experts, config.fp8_products)
-        tallies, residual = [], Residual(x)
+        layer_counts, residual = [], Residual(x)
         for layer in weights.layers:
             residual, _, router_stats = run_layer(Stack(layer, 0), 0, context, residual, None)
-            tallies += [] if router_stats is None else [router_stats.counts]
-        counts = jnp.stack(tallies) if tallies else None
+            layer_counts += [] if router_stats is None else [router_stats.counts]
+        counts = jnp.stack(layer_counts) if layer_counts else None
         if not stage.last:
             return residual.stream, {"expert_counts": counts}
         tokens, target_counts = data

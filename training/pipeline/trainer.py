@@ -1,7 +1,7 @@
 """The training step over a pipeline: parameters and moments by stage, the schedule's gradients, AdamW on each stage.
 
-A stage's parameters in float32 and its moments lie on one rank, its owner. There an array is
-split over the rank's teams, which would keep copies otherwise, and experts as in the compute besides.
+One rank owns a stage's float32 parameters and moments. They are split over the rank's teams, as in ZeRO, and experts
+also over a team's devices.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from sharding import processes
 from sharding.mesh import shardings
 from training.config import TrainingConfig
 from training.pipeline.programs import stage_programs
-from training.pipeline.ranks import EVERYWHERE, is_partition, over_data, size_of
-from training.pipeline.run import Executed, PipelineRunner
-from training.pipeline.schedules import PipelineSchedule, rows_of
+from training.pipeline.ranks import EVERYWHERE, is_partition, size_of, split_over_teams
+from training.pipeline.run import PipelineRunner, StepResult
+from training.pipeline.schedules import PipelineSchedule, micro_batch_rows
 from training.pipeline.stages import (
     Stage,
     StageParams,
@@ -30,7 +30,7 @@ from training.pipeline.stages import (
     merge,
     needs_embedding,
     partitions,
-    stage_part,
+    slice_stage,
     weights,
 )
 from training.step import (
@@ -49,9 +49,9 @@ from training.step import (
 
 @dataclasses.dataclass(frozen=True)
 class PipelineState:
-    """A `TrainState` cut by stage. Each stage's parameters and moments lie on its owner.
+    """A `TrainState` cut by stage. Each stage's parameters and moments are on its owner.
 
-    Where two ranks hold a stage, the other one gets the weights anew in every step, and sends its gradient.
+    If two ranks hold a stage, the other one receives the weights in every step, and sends its gradient.
     """
 
     params: tuple[StageParams, ...]
@@ -60,9 +60,9 @@ class PipelineState:
 
 
 class PipelineTrainer:
-    """Trains over the ranks of a schedule, each on a mesh of its own. It stands for `step.train_step` in a run.
+    """Trains over the ranks of a schedule, each on its own mesh. It replaces `step.train_step` in a run.
 
-    Raises ValueError where the schedule and the meshes do not fit the batch or the model.
+    Raises ValueError if the schedule and the meshes do not fit the batch or the model.
     """
 
     def __init__(self, config: TrainingConfig, schedule: PipelineSchedule, meshes: Sequence[Mesh]):
@@ -78,37 +78,37 @@ class PipelineTrainer:
         self._updates = [self._program_of_update(stage) for stage in self.stages]
 
     def place(self, state: TrainState) -> PipelineState:
-        """Cuts a state by stage and puts each part on its owner."""
-        return self.resumed(by_layer(state, cfg=self.config.model), int(state.step))
+        """Cuts a state by stage and copies each part to its owner."""
+        return self.restore_state(by_layer(state, cfg=self.config.model), int(state.step))
 
-    def resumed(self, saved: SavedState, step: int) -> PipelineState:
-        """Returns the state after `step` steps from a saved one, on the host or where `shapes` says."""
+    def restore_state(self, saved: SavedState, step: int) -> PipelineState:
+        """Returns the state after `step` steps from a saved one, on the host or with the shardings of `shapes`."""
         params, moments = [], []
         for stage, shapes in zip(self.stages, self._shapes, strict=True):
-            cut_off = functools.partial(stage_part, stage=stage)
+            cut_off = functools.partial(slice_stage, stage=stage)
             own = SavedState(cut_off(saved.params), map_parts(cut_off, saved.moments))
             placed = processes.place(own, jax.tree.map(lambda shape: shape.sharding, shapes))
             params.append(placed.params)
             moments.append(placed.moments)
         return PipelineState(tuple(params), tuple(moments), step)
 
-    def saved(self, state: PipelineState) -> SavedState:
-        """Returns the state layer by layer; no array moves."""
+    def saved_state(self, state: PipelineState) -> SavedState:
+        """Returns the state layer by layer; copies nothing."""
         return SavedState(merge(state.params), map_parts(lambda *parts: merge(parts), *state.moments))
 
     def shapes(self) -> SavedState:
-        """Returns where the arrays of a saved state shall lie to be resumed."""
+        """Returns the shapes and shardings with which to restore a saved state."""
         params = merge([own.params for own in self._shapes])
         return SavedState(params, map_parts(lambda *parts: merge(parts), *(own.moments for own in self._shapes)))
 
-    def whole(self, state: PipelineState) -> TrainState:
-        """Joins the parts to the state that one device would have, on this process's first device."""
-        on_host = jax.tree.map(processes.whole, self.saved(state))
+    def on_one_device(self, state: PipelineState) -> TrainState:
+        """Joins the parts to one device's state, on this process's first device."""
+        on_host = jax.tree.map(processes.whole, self.saved_state(state))
         return jax.device_put(stacked(on_host, self.config.model, state.step))
 
     def step(self, state: PipelineState, tokens: np.ndarray) -> tuple[PipelineState, dict[str, Any]]:
         """Trains on `tokens`, int32 [B, S]; returns the next state and the scalars to report."""
-        executed = self.runner.run(self.runner.put(self._weights(state)), tokens)
+        executed = self.runner.run(self.runner.place_weights(self._weights(state)), tokens)
         gradients = self._gradients(executed)
         norm = self._norm(gradients)
         counts, losses = processes.add_up((_expert_counts(executed), _losses(executed)))
@@ -123,15 +123,15 @@ class PipelineTrainer:
         return PipelineState(tuple(params), tuple(moments), state.step + 1), metrics
 
     def _stage_shapes(self, stage: Stage, everything: SavedState) -> SavedState:
-        """Returns shapes and shardings of what the owner of a stage keeps, each array split over its teams too."""
+        """Returns shapes and shardings of a stage's state on its owner, also split over teams."""
         owner, held = self.owners[stage.index], partitions(self.config.model, stage, computing=False)
 
         def placed(partition: PartitionSpec, leaf: Any) -> jax.ShapeDtypeStruct:
-            where = NamedSharding(owner, over_data(partition, leaf.shape, self.size))
+            where = NamedSharding(owner, split_over_teams(partition, leaf.shape, self.size))
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
         def own(params: StageParams) -> StageParams:
-            return jax.tree.map(placed, held, stage_part(params, stage), is_leaf=is_partition)
+            return jax.tree.map(placed, held, slice_stage(params, stage), is_leaf=is_partition)
 
         return SavedState(
             own(everything.params), map_parts(own, everything.moments, other=functools.partial(placed, EVERYWHERE))
@@ -143,14 +143,14 @@ class PipelineTrainer:
         return jax.jit(functools.partial(weights, config=self.config, stage=stage), out_shardings=held)
 
     def _program_of_update(self, stage: Stage) -> Callable[..., tuple[StageParams, Any]]:
-        """Compiles the update of a stage: its results lie as its owner keeps them."""
+        """Compiles the update of a stage, with the shardings of its owner."""
         shapes = self._shapes[stage.index]
         where = jax.tree.map(lambda leaf: leaf.sharding, (shapes.params, shapes.moments))
         update = functools.partial(_update, config=self.config, stage=stage)
         return jax.jit(update, donate_argnums=(0, 1), out_shardings=where)
 
     def _weights(self, state: PipelineState) -> list[StageParams]:
-        """Returns what every stage computes with in this step, on its owner."""
+        """Returns the weights that every stage computes with in this step, on its owner."""
         made = []
         for stage, params, owner in zip(self.stages, state.params, self.owners, strict=True):
             table = None
@@ -160,12 +160,12 @@ class PipelineTrainer:
             made.append(self._casts[stage.index](params, table))
         return made
 
-    def _gradients(self, executed: Executed) -> list[StageParams]:
-        """Returns the gradient of every stage on its owner: the sum over its holders, and one for the embedding."""
+    def _gradients(self, executed: StepResult) -> list[StageParams]:
+        """Returns the gradient of every stage on its owner, summed over its ranks and both uses of the embedding."""
         sums: list[Any] = [None] * len(self.stages)
         for (_, number), gradient in executed.gradients.items():
-            held_as = self.runner.programs.stages[number].held_as
-            gradient = processes.move(gradient, shardings(held_as, self.owners[number]))
+            weight_partitions = self.runner.programs.stages[number].weight_partitions
+            gradient = processes.move(gradient, shardings(weight_partitions, self.owners[number]))
             sums[number] = gradient if sums[number] is None else _sum(sums[number], gradient)
         if needs_embedding(self.config.model, self.stages[-1]):
             table = processes.move(sums[-1].ends.embed, NamedSharding(self.owners[0], EVERYWHERE))
@@ -174,7 +174,7 @@ class PipelineTrainer:
         return sums
 
     def _norm(self, gradients: list[StageParams]) -> jax.Array:
-        """Returns the norm of all stages' gradients together."""
+        """Returns the global norm of all stages' gradients."""
         first = NamedSharding(self.owners[0], EVERYWHERE)
         squares = [processes.move(_square(gradient), first) for gradient in gradients]
         return jnp.sqrt(sum(squares[1:], start=squares[0]))
@@ -185,7 +185,9 @@ def _rows(config: TrainingConfig, schedule: PipelineSchedule, meshes: Sequence[M
     if len(meshes) != schedule.ranks or len({mesh.size for mesh in meshes}) != 1:
         sizes = [mesh.size for mesh in meshes]
         raise ValueError(f"{schedule.algorithm} over {schedule.ranks} equal ranks got meshes of {sizes} devices")
-    return rows_of(config.batch_size, config.model.n_routed_experts, schedule.micro_batches, size_of(meshes[0]))
+    return micro_batch_rows(
+        config.batch_size, config.model.n_routed_experts, schedule.micro_batches, size_of(meshes[0])
+    )
 
 
 def _with_embedding(tree: StageParams, table: jax.Array | None) -> StageParams:
@@ -212,7 +214,7 @@ def _update(
     config: TrainingConfig,
     stage: Stage,
 ) -> tuple[StageParams, Any]:
-    """Does to a stage what `train_step` does to the model: clips by `norm`, runs AdamW, moves the router's bias."""
+    """Updates a stage as `train_step` does the model: clips by `norm`, applies AdamW, moves the router's bias."""
     clipped = jax.tree.map(lambda g: jnp.where(norm < config.clip_norm, g, g / norm * config.clip_norm), gradient)
     updates, moments = adamw(config, declare_stage(config.model, stage)).update(clipped, moments, params)
     params = optax.apply_updates(params, updates)
@@ -227,13 +229,13 @@ def _update(
     return StageParams(ends, layers), moments
 
 
-def _expert_counts(executed: Executed) -> list[np.ndarray | None]:
-    """Returns for each stage the counts [layers, E] of this process's devices; None for one without routed experts."""
+def _expert_counts(executed: StepResult) -> list[np.ndarray | None]:
+    """Returns for each stage the counts [layers, E] of this process's devices; None without routed experts."""
     by_stage = [[report["expert_counts"] for report in reports] for reports in executed.reports]
     return [None if counts[0] is None else np.sum([*map(processes.own_sum, counts)], axis=0) for counts in by_stage]
 
 
-def _losses(executed: Executed) -> dict[str, Any]:
-    """Returns this process's part of the step's losses: the rows' parts add up to them."""
+def _losses(executed: StepResult) -> dict[str, Any]:
+    """Returns this process's part of the step's losses; the parts of all processes add up to them."""
     reports = executed.reports[-1]
     return {name: np.sum([processes.own_sum(report[name]) for report in reports]) for name in ("loss", "mtp_loss")}

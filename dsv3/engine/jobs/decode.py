@@ -63,7 +63,7 @@ class DecodeCommand(Command, frozen=True, tag=0):
 class DecodePlanner:
     """Schedules all requests that can have another token; reuses the batch while its rows stay the same.
 
-    Ranks rows need more capacity than the batch has (`CapacityFactor`), they are computed in micro-steps.
+    Where rows need more capacity than the batch has (`CapacityFactor`), they are computed in micro-steps.
     """
 
     def __init__(self, view: EngineView) -> None:

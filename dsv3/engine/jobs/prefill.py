@@ -100,7 +100,7 @@ class PrefillCommand(Command, frozen=True, tag=0):
 
     @property
     def _starts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ranks each chunk's tokens and pages begin, and the end of the last."""
+        """Where each chunk's tokens and pages begin, and the end of the last."""
         return _starts(self.header[:, 3]), _starts(self.header[:, 1])
 
 

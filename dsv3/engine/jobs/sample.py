@@ -344,7 +344,7 @@ def sample_scores_body(
 ) -> tuple[DecodeState, AdjustState | None, jax.Array]:
     """Samples as `sample_body` does, from scores `[Xn, B, S, W / Xn]`.
 
-    Ranks devices share the vocabulary, greedy sampling exchanges each device's best token. All else gathers the logits
+    If devices share the vocabulary, greedy sampling exchanges each device's best token. All else gathers the logits
     of all tokens.
     """
     if variant != GREEDY or vocabulary.ranks == 1:

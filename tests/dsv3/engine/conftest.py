@@ -32,7 +32,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
 
 @pytest.fixture(autouse=True)
 def host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Ranks engines of this test have their host pool."""
+    """Where engines of this test have their host pool."""
     folder = tmp_path / "shared_memory"
     folder.mkdir()
     monkeypatch.setattr(host_pool, "FOLDER", folder)

@@ -78,7 +78,7 @@ class Served:
     def serve(self, engine: Engine, count: int = 32) -> None:
         """Serves the first `count` prompts, one on each rank.
 
-        A request with a first token gets more in every step until its end. Ranks its last tokens may all be scheduled,
+        A request with a first token gets more in every step until its end. Where its last tokens may all be scheduled,
         it waits for one step's results.
         """
         names = [str(i) for i in range(count)]

@@ -1,7 +1,7 @@
 """A model whose cache has two groups, with entries of 4 and 16 tokens in pages of 32: served like every other.
 
 Engine, scheduler and tiers have no code for it. An entry is the sum over its tokens of what the hash of the toy adds,
-so an answer needs every entry of every layer. Ranks groups or layers disagree there are NaNs, which no text has.
+so an answer needs every entry of every layer. Where groups or layers disagree there are NaNs, which no text has.
 """
 
 import dataclasses

@@ -166,7 +166,7 @@ def test_flushing_empties_all_hosts(make: MakeEngine) -> None:
 def test_a_store_is_read_and_written_on_the_host_of_the_rank(
     make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:
-    """Ranks the disk of one host is full, that host continues without."""
+    """Where the disk of one host is full, that host continues without."""
     engine = make(kv_store=str(tmp_path / "store"))
 
     def fails(*_: object) -> int:

@@ -282,7 +282,7 @@ def test_bias_chooses_among_what_the_grammar_allows(make_plain) -> None:
 
 @pytest.mark.parametrize("sampling", [{"min_tokens": 20}, {"ignore_eos": True}, {"min_tokens": 20, "logprobs": 1}])
 def test_an_end_comes_no_earlier_than_it_must(make_plain, sampling) -> None:
-    """Ranks the grammar allows only the end, the answer ends all the same."""
+    """Where the grammar allows only the end, the answer ends all the same."""
     engine = make_plain()
     got = run(engine, *(held(str(i), [i + 2], i, max_tokens=70, **sampling) for i in (1, 3)))
     assert letters.text(got["3"].tokens) in CONSTRAINTS[3].choice

@@ -1,4 +1,4 @@
-"""A small OpenAI-like server on a real socket whose answers are scripted; the model's name chooses the script."""
+"""A small OpenAI-like server on a real socket with scripted responses; the model's name selects the script."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding
 
 @dataclass
 class FakeServer:
-    """What it was sent (`bodies`, `heads`), how many connections it took, and where it listens."""
+    """Received `bodies` and `heads`, the number of connections, and the address."""
 
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -58,7 +58,7 @@ DONE = event("[DONE]") + chunked(b"")
 
 
 def script(body: dict[str, Any]) -> list[bytes | float]:
-    """What to write, with pauses in seconds in between; an answer that does not end in DONE closes the connection."""
+    """Returns bytes to write and pauses in seconds; a response without DONE closes the connection."""
     size = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 3
     count = body["max_tokens"]
     finish = event({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
@@ -85,7 +85,7 @@ def script(body: dict[str, Any]) -> list[bytes | float]:
 
 @contextlib.contextmanager
 def fake_server(models: list[str] | None = None) -> Iterator[FakeServer]:
-    """Serves from a thread of its own until the end of the `with`."""
+    """Serves from a thread until the end of the `with`."""
     state, started, loops = FakeServer(), threading.Event(), []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

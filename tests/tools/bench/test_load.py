@@ -1,4 +1,4 @@
-"""A load of a scripted server, and its figures from records whose times are chosen by hand."""
+"""The load generator against a scripted server, and its figures from records made by hand."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ def run(url, **changes):
     return asyncio.run(load.run(url, **(how | changes)))
 
 
-def test_a_load_keeps_as_many_in_flight_as_asked_for():
+def test_a_load_keeps_its_concurrency():
     with fake_server(["paced"]) as server:
         figures = run(server.url, num_warmups=2)
     assert figures["requests"] == {"sent": 10, "completed": 10, "failed": 0} and not figures["errors"]
@@ -46,7 +46,7 @@ def test_token_ids_are_below_the_vocabulary_and_counted_by_the_server():
     assert all(0 <= token < 7 for body in server.bodies for token in body["prompt"])
 
 
-def test_a_load_that_lasts_too_long_keeps_what_has_ended():
+def test_a_time_limit_keeps_the_requests_that_have_ended():
     with fake_server(["hangs"]) as server:
         figures = run(server.url, num_warmups=0, seconds=0.2)
     assert figures["requests"]["sent"] == 0 and figures["ttft_ms"] is None
@@ -66,7 +66,7 @@ def test_failures_are_counted_by_kind():
     assert figures["errors"]["finish: abort"]["count"] == 10
 
 
-def test_a_server_that_is_not_there_is_named():
+def test_an_unreachable_server_is_named():
     with pytest.raises(load.LoadError, match="/v1/models: connect"):
         run("http://127.0.0.1:9")
 
@@ -114,12 +114,12 @@ def test_without_counts_there_are_no_token_rates():
 
 
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=50))
-def test_a_distribution_is_numpys(seconds):
+def test_a_distribution_equals_numpys(seconds):
     found = distribution([*seconds, None])
     assert found is not None
     assert found["p90"] == pytest.approx(float(np.percentile(seconds, 90)) * 1e3)
     assert found["p50"] <= found["p95"] <= found["max"] == pytest.approx(max(seconds) * 1e3)
 
 
-def test_of_nothing_there_is_no_distribution():
+def test_no_values_have_no_distribution():
     assert distribution([None]) is None

@@ -1,4 +1,4 @@
-"""One request against a scripted server: counting, times, and every way an answer can go wrong."""
+"""One request to a scripted server: token counts, times, and all kinds of failures."""
 
 import asyncio
 import contextlib
@@ -74,12 +74,12 @@ def test_times_are_ordered_and_the_cache_is_reported(server):
         ("drops", "disconnected", "closed the connection", 0),
         ("malformed", "malformed", "not json", 0),
         ("error", "error event", "engine died", 1),
-        ("abort", "finish: abort", "gave the request up", 1),
+        ("abort", "finish: abort", "aborted the request", 1),
         ("busy", "http 503", "queue is full", 0),
         ("garbage", "protocol", "SSH", 0),
     ],
 )
-def test_failures_have_a_kind_and_keep_what_had_come(server, model, kind, words, received):
+def test_failures_have_a_kind_and_keep_received_tokens(server, model, kind, words, received):
     [record] = run(server, model)
     assert record.error == kind and words in record.detail
     assert len(record.arrivals) == received
@@ -90,7 +90,7 @@ def test_a_server_that_hangs_is_a_timeout(server):
     assert record.error == "timeout" and len(record.arrivals) == 1
 
 
-def test_no_server_is_a_connection_error():
+def test_an_unreachable_server_is_a_connection_error():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -105,13 +105,13 @@ def test_no_server_is_a_connection_error():
     assert record.error == "connect" and str(port) in record.detail
 
 
-def test_clean_connections_are_used_again(server):
+def test_clean_connections_are_reused(server):
     before = server.connections
     assert [record.error for record in run(server, "plain", times=5)] == [None] * 5
     assert server.connections == before + 1
 
 
-def test_a_failed_answer_costs_its_connection(server):
+def test_a_failed_response_closes_its_connection(server):
     before = server.connections
     run(server, "malformed", times=3)
     assert server.connections == before + 3
@@ -155,7 +155,7 @@ def test_addresses(url, address):
 
 
 HOSTS = ["a..b", ".a", "x" * 64, "a b", "a\0b", "ü" * 64, "[::1", "[x]", "a:99999"]
-"""Names for which a resolver or a request line raises something else than OSError."""
+"""Host names for which resolvers or request lines raise other errors than OSError."""
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ HOSTS = ["a..b", ".a", "x" * 64, "a b", "a\0b", "ü" * 64, "[::1", "[x]", "a:999
         *(f"http://h/{path}" for path in (" ", "ü")),
     ],
 )
-def test_what_is_no_address_is_refused(url):
+def test_invalid_addresses_are_refused(url):
     with pytest.raises(ValueError):
         Address.parse(url)
 
@@ -179,8 +179,8 @@ def test_what_is_no_address_is_refused(url):
     st.text(max_size=8)
     | st.lists(st.sampled_from(["a", ".", ":", "%", "[", "]", "ß", " ", "\0", "x" * 63])).map("".join)
 )
-def test_an_address_can_be_asked_for(host):
-    """Whoever connects to one gets an answer or an OSError, and nothing that ends a loop that waits for these."""
+def test_a_parsed_address_can_be_resolved_and_sent(host):
+    """Resolving it raises at most OSError, and it is valid in a request line."""
     try:
         address = Address.parse(f"http://{host}:80/{host}")
     except ValueError:
@@ -201,7 +201,7 @@ def parse(*pieces):
     return asyncio.run(collect())
 
 
-def test_events_survive_any_cut():
+def test_events_are_parsed_from_any_pieces():
     text = b"data: one\r\n\r\n: comment\ndata:two\nid: 7\ndata: three\n\n\n\ndata: unfinished"
     whole = parse(text)
     assert whole == [b"one", b"two\nthree"]

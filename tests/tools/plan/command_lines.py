@@ -1,8 +1,7 @@
-"""The command lines that README, docs and deploy/ give for GPUs, as the engine's options, each with its machine.
+"""The command lines for GPUs in README, docs and deploy/, as engine options with their machines.
 
-`python -m tests.tools.plan.command_lines` compiles the largest programs of each, with two MoE layers, for GPUs that are
-not there, and writes to `working.json` what memory they take, and what those of the published plans do: a minute or two
-for each. `test_account.py` reads it.
+`python -m tests.tools.plan.command_lines` compiles the largest programs of each, with two MoE layers, and those of the
+published plans, and writes their working memory to `working.json` for `test_account.py`. Each takes a minute or two.
 """
 
 import dataclasses
@@ -38,7 +37,7 @@ from tools.plan.deployment import Deployment, Device
 
 ROOT = Path(__file__).parents[3]
 WORKING = Path(__file__).with_name("working.json")
-# The least that such cards are known to report: 79.1 GiB of an H100, 139.72 GiB of an H200 (most report 139.8).
+# The least memory that drivers report: 79.1 GiB of an H100, 139.72 GiB of an H200 (most report 139.8).
 H100 = dataclasses.replace(H800, name="H100", memory_bytes=84_900_000_000)
 LEAST_H200 = dataclasses.replace(H200, memory_bytes=150_020_000_000)
 PUBLISHED = (DECODE_EP144, PREFILL_EP32, NODE_8XH200)
@@ -55,7 +54,7 @@ MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a command line runs on."""
+    """The GPUs of a command line."""
 
     device: Device
     nodes: int = 1
@@ -82,7 +81,7 @@ FILES = {
     "deploy/kubernetes/prefill/prefill.yaml": (PREFILL, PREFILL),
     "deploy/kubernetes/pair/pair.yaml": (ONE_NODE, ONE_NODE),
 }
-"""The machine of each command line of a file that names a model's directory, in their order."""
+"""The machine of each command line with a model's directory, in order, by file."""
 WITHOUT_MACHINE = {"docs/expert_parallel.md", "docs/training.md", "launch/train.py"}
 """Files whose command lines are for any machine, or for a small model of one's own."""
 _SERVES = re.compile(
@@ -125,7 +124,7 @@ def model_in(arguments: list[str]) -> str:
 
 
 def options_in(arguments: list[str]) -> EngineOptions:
-    """Returns the engine's options among arguments; all else is not read."""
+    """Returns the engine's options among arguments; ignores the others."""
     known = {each.name: each for each in options_of(EngineOptions)}
     given: dict[str, Any] = {}
     for i, argument in enumerate(arguments):
@@ -143,7 +142,7 @@ def options_in(arguments: list[str]) -> EngineOptions:
 
 
 def served(model: ModelConfig, machine: Machine, options: EngineOptions) -> tuple[Layout, Programs]:
-    """Returns what a server with these options has on its devices, from shapes, with the smallest pool."""
+    """Returns a server's layout and programs, from shapes, with the smallest pool."""
     cache_dtype = "fp8" if options.kv_cache_dtype == "fp8" else "bfloat16"
     deployment = Deployment(
         "served",
@@ -201,20 +200,20 @@ def all_lines() -> tuple[Line, ...]:
 
 
 def working_of_plan(deployment: Deployment) -> int:
-    """Returns the working memory that `launch.plan` finds."""
+    """Returns the working memory in `launch.plan`."""
     planned = planning.lay_out(shallow(DEEPSEEK_V3), deployment)
     return measure(planned.engine, planned.programs)
 
 
 def working_of_server(line: Line) -> int:
-    """Returns the working memory that a server finds."""
+    """Returns the working memory in a server."""
     layout, programs = served(shallow(MODELS[line.model]), line.machine, line.options)
     return measure(layout.cfg, programs)
 
 
 @functools.cache
 def written() -> dict[str, int]:
-    """Returns what `working.json` says."""
+    """Returns the contents of `working.json`."""
     return json.loads(WORKING.read_text())
 
 

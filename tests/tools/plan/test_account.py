@@ -1,6 +1,6 @@
-"""Plan and server keep one account, and every command line for GPUs fits the GPUs that it is written for.
+"""Plan and server account for the same memory, and every documented command line fits its GPUs.
 
-What programs take is in `working.json` (`python -m tests.tools.plan.command_lines`); `test_plan.py` compiles some.
+The programs' working memory is in `working.json` (`python -m tests.tools.plan.command_lines`).
 """
 
 import functools
@@ -34,7 +34,7 @@ SCRIPTS = {
 
 @functools.cache
 def server_account(line: Line) -> MemoryAccount:
-    """The account of the server that a command line starts."""
+    """Returns the memory account of a server with this command line."""
     known = command_lines.written().get(line.key)
     assert known is not None, f"{line.key}: make working.json again: python -m tests.tools.plan.command_lines"
     layout, _ = command_lines.served(MODELS[line.model], line.machine, line.options)
@@ -45,7 +45,7 @@ def server_account(line: Line) -> MemoryAccount:
 
 @pytest.mark.parametrize("file", command_lines.FILES)
 def test_every_command_line_fits_its_gpus(file: str) -> None:
-    """All requests of the mean length at once, and one of the greatest that was asked for."""
+    """Fits all requests of the mean length at once, and one of the greatest length."""
     lines = [line for line in command_lines.all_lines() if line.file == file]
     assert len(lines) == len(command_lines.FILES[file])
     for line in lines:
@@ -56,12 +56,12 @@ def test_every_command_line_fits_its_gpus(file: str) -> None:
         assert not options.max_model_len or found.pages >= pages_of_one(model, options)
 
 
-def test_no_command_line_of_readme_docs_and_deploy_goes_unchecked() -> None:
+def test_every_documented_command_line_is_checked() -> None:
     assert command_lines.files_with_commands() == command_lines.FILES.keys() | command_lines.WITHOUT_MACHINE
 
 
 @pytest.mark.parametrize("deployment", SCRIPTS, ids=lambda deployment: deployment.name)
-def test_the_plan_has_the_room_that_the_server_has(deployment: Deployment) -> None:
+def test_plan_and_server_have_the_same_cache_size(deployment: Deployment) -> None:
     written = command_lines.written()
     [line] = [line for line in command_lines.all_lines() if line.file == SCRIPTS[deployment]]
     planned = memory_of(lay_out(DEEPSEEK_V3, deployment), written[f"plan {deployment.name}"])
@@ -70,8 +70,8 @@ def test_the_plan_has_the_room_that_the_server_has(deployment: Deployment) -> No
     assert served.tokens >= cache_tokens(deployment, 64)
 
 
-def test_a_single_dense_layer_of_two_micro_batches_copies_no_pool() -> None:
-    """XLA takes a loop over one layer apart; then one micro-batch reads the pool that the other writes to."""
+def test_one_dense_layer_with_two_micro_batches_does_not_copy_the_pool() -> None:
+    """XLA unrolls a loop over one layer; then one micro-batch reads the pool while the other writes to it."""
     [line] = [line for line in command_lines.all_lines() if line.model == "Kimi-K2-Thinking"]
     layout, programs = command_lines.served(command_lines.shallow(MODELS[line.model]), line.machine, line.options)
     program = programs.get(Key("decode", 256, AttentionForm.ABSORBED))

@@ -1,4 +1,4 @@
-"""Deployments: the published ones, and what a person's own file may say."""
+"""Deployments: the published ones, and those of a user's file."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ def test_a_json_file_may_describe_its_device(tmp_path) -> None:
     assert (read.device.multiprocessors, H800.multiprocessors) == (78, 132)
 
 
-def test_a_file_may_ask_for_drafts(tmp_path) -> None:
+def test_a_file_may_have_drafts(tmp_path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(
         'device = "H800"\nnodes = 2\ndecode_requests = 16\nacceptance = [0.8, 0.5]\n'
@@ -84,12 +84,12 @@ DRAFTS = {"method": "mtp"}
         ({"speculative_config": DRAFTS, "acceptance": "0.8"}, "acceptance is '0.8'"),
         ({"speculative_config": DRAFTS, "acceptance": 1.5}, "acceptance: 1.5 is neither a number from 0 to 1"),
         ({"speculative_config": {"method": "eagle"}, "acceptance": 0.5}, "method: 'eagle' is not one of"),
-        ({"speculative_config": {"method": "ngram"}, "acceptance": 0.5}, "drafts of the method 'mtp' alone"),
+        ({"speculative_config": {"method": "ngram"}, "acceptance": 0.5}, "only the method 'mtp' can be planned"),
         ({"speculative_config": 1, "acceptance": 0.5}, "speculative_config is 1"),
         ({"tensor_parallel": 3}, "tensor_parallel 3 must divide gpus_per_node 8"),
     ],
 )
-def test_mistakes_name_file_and_field(tmp_path, change, message) -> None:
+def test_errors_name_file_and_field(tmp_path, change, message) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(GOOD | change))
     with pytest.raises(DeploymentError, match=r"mine\.json") as caught:
@@ -102,7 +102,7 @@ def test_mistakes_name_file_and_field(tmp_path, change, message) -> None:
     [
         ("mine.yaml", "", "must end in .json or .toml"),
         ("mine.json", "{", "cannot be read"),
-        ("mine.json", "[]", "holds a list"),
+        ("mine.json", "[]", "contains a list"),
         ("mine.toml", "nodes == 1", "cannot be read"),
     ],
 )

@@ -43,7 +43,7 @@ TEXT = TEXT.replace("MESH", "replica_groups=mesh['node'=2,'gpu'=8] {'gpu'}")
 TEXT = TEXT.replace("KERNEL", 'custom_call_target="mosaic_gpu_v2"')
 
 
-def test_a_start_is_paired_with_its_done_and_what_stands_between() -> None:
+def test_a_start_is_paired_with_its_done_and_the_work_between() -> None:
     first, second = collectives(hlo.parse(TEXT), devices_per_node=8)
     assert (first.kind, first.role, first.micro_batch, first.times) == ("all-to-all", "dispatch", 1, 58)
     assert (first.node_bytes, first.cross_bytes) == (128 * 7 // 8, 0)
@@ -52,14 +52,14 @@ def test_a_start_is_paired_with_its_done_and_what_stands_between() -> None:
     assert (second.kind, second.step_bytes) == ("all-reduce", 2 * 128 * 15 // 16)
 
 
-def test_the_host_waits_where_the_compiler_cannot_count() -> None:
+def test_the_host_waits_at_loops_of_unknown_trip_count() -> None:
     assert hlo.parse(TEXT).host_waits == ("open",)
     assert hlo.parse(TEXT.replace("while(%t2)", "conditional(%t2)")).host_waits == ("open",)
     counted = TEXT.replace("body=%rounds", 'body=%rounds, backend_config={"known_trip_count":{"n":"3"}}')
     assert hlo.parse(counted).host_waits == ()
 
 
-def test_an_all_to_all_left_alone_is_exposed() -> None:
+def test_an_all_to_all_without_work_is_exposed() -> None:
     lines = [line for line in TEXT.splitlines() if "mosaic" not in line]
     exposed = collectives(hlo.parse("\n".join(lines)), devices_per_node=8)[0]
     assert not exposed.is_hidden
@@ -90,7 +90,7 @@ def test_an_unknown_form_is_an_error() -> None:
         hlo.parse("HloModule x, entry_computation_layout={}\n")
     with pytest.raises(hlo.HloError, match="replica_count=2"):
         hlo.parse(TEXT.replace("num_partitions", "replica_count=2, num_partitions"))
-    with pytest.raises(hlo.HloError, match="never waited for"):
+    with pytest.raises(hlo.HloError, match="has no all-to-all-done"):
         collectives(hlo.parse(TEXT.replace("all-to-all-done", "all-gather-done")), 8)
 
 
@@ -112,7 +112,7 @@ def test_bytes_of_shapes(shape, expected) -> None:
 
 @pytest.fixture(scope="module")
 def compiled() -> hlo.Module:
-    """A loop of three passes over 2 nodes of 4 GPUs, each with an all-to-all over nodes, then a sum and a gather."""
+    """A loop of three iterations on 2 nodes of 4 GPUs: an all-to-all over nodes, then a sum and a gather."""
     mesh = aot.gpu_mesh({"node": 2, "gpu": 4}, per_host=4)
 
     def body(x):
@@ -143,7 +143,7 @@ def test_collectives_of_a_compiled_program(compiled) -> None:
 
 
 @pytest.mark.aot
-def test_one_collective_is_in_flight_where_the_compiler_is_told_of_no_more(compiled) -> None:
+def test_one_collective_is_in_flight_by_default(compiled) -> None:
     """Three groups of devices, so three communicators, one after the other."""
     order = launch_order(compiled)
     assert (order.in_flight, order.communicators, order.faults) == (1, 1, ())

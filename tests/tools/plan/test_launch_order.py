@@ -1,4 +1,4 @@
-"""The order of collectives: in changed texts it is found what would let devices meet them in different orders."""
+"""The order of collectives: changes of a program that could deadlock are found."""
 
 import re
 
@@ -65,7 +65,7 @@ def with_a_done_twice(text: str) -> str:
 
 
 def with_starts_exchanged(text: str) -> str:
-    """The first two, each in the place of the other."""
+    """Exchanges the first two starts."""
     first, second = (found[0] for found in list(START.finditer(text))[:2])
     return text.replace(first, "FIRST", 1).replace(second, first, 1).replace("FIRST", second, 1)
 
@@ -87,24 +87,24 @@ def without_a_group(text: str) -> str:
 
 
 BREAKING = [
-    (without_a_start, "all-to-all-done.* waits for nothing that is in flight"),
-    (without_a_done, "all-to-all-start.* is never waited for in"),
-    (with_a_done_first, "all-to-all-done.* reads all-to-all-start.*, which stands behind it"),
-    (with_a_done_twice, "all-to-all-again.* waits for nothing"),
+    (without_a_start, "all-to-all-done.* waits for no collective in flight"),
+    (without_a_done, "all-to-all-start.* has no done in"),
+    (with_a_done_first, "all-to-all-done.* reads all-to-all-start.*, which comes later"),
+    (with_a_done_twice, "all-to-all-again.* waits for no collective"),
     (under_a_condition, "all-to-all-start.* runs under the condition"),
-    (in_a_loop_of_unknown_passes, "all-to-all-start.* runs in the loop .*, whose passes only the data tell"),
+    (in_a_loop_of_unknown_passes, "all-to-all-start.* runs in the loop .*, whose trip count depends on data"),
     (with_a_device_in_two_groups, "all-to-all-start.*: device 0 is in several of its groups"),
     (without_a_group, "all-to-all-start.*: device 1 is in none of its groups"),
 ]
-"""What is done to the text of any program with transfers in halves and loops, and what is said of it."""
+"""Changes of the text of any program with asynchronous transfers and loops, and the fault of each."""
 
 
 def read(text: str, *limits: int) -> LaunchOrder:
     return launch_order(hlo.parse(text), *limits)
 
 
-def check_that_all_is_found(text: str) -> None:
-    """Whatever of `BREAKING` is done to the text of a program is found; so are its first two starts, exchanged."""
+def check_that_faults_are_found(text: str) -> None:
+    """Checks that every change of `BREAKING` is a fault, and that exchanged starts give another order."""
     for change, fault in BREAKING:
         assert any(re.match(fault, found) for found in read(change(text), 4).faults), change.__name__
     one, other = read(text, 4), read(with_starts_exchanged(text), 4)
@@ -113,15 +113,15 @@ def check_that_all_is_found(text: str) -> None:
 
 
 def check_that_processes_compare(text: str, order: LaunchOrder) -> None:
-    """The runtime's reader, which knows less, finds the same collectives in the same order, and sees an exchange."""
+    """Checks that `collectives` of the runtime finds the same order, and that exchanged starts change it."""
     found = collectives(text)
     assert [one.split()[0].removesuffix("-start") for one in found] == [launch.kind for launch in order.launches]
     assert all(launch.op_name in one for one, launch in zip(found, order.launches, strict=True))
     assert sorted(collectives(with_starts_exchanged(text))) == sorted(found) != found
 
 
-def test_all_devices_meet_these_collectives_in_one_order() -> None:
-    """Two are in flight, in two communicators, of three pairs of which one is under way at a time."""
+def test_all_devices_launch_these_collectives_in_one_order() -> None:
+    """Two collectives are in flight in two communicators."""
     order = read(TEXT, 2, 12, 24)
     assert order.faults == ()
     check_that_processes_compare(TEXT, order)
@@ -135,7 +135,7 @@ def test_all_devices_meet_these_collectives_in_one_order() -> None:
 
 
 @pytest.mark.parametrize(("change", "fault"), BREAKING)
-def test_what_could_let_devices_wait_for_each_other_is_found(change, fault: str) -> None:
+def test_possible_deadlocks_are_found(change, fault: str) -> None:
     changed = change(TEXT)
     assert changed != TEXT
     assert any(re.match(fault, found) for found in read(changed, 2).faults)
@@ -146,11 +146,11 @@ def test_what_could_let_devices_wait_for_each_other_is_found(change, fault: str)
     [
         ("{1,2},", "{1,1},", "shift: device 1 receives twice"),
         ("{1,2},", "{0,2},", "shift: device 0 sends twice"),
-        ("collective-permute(%r)", "send(%r)", "shift: send is not understood"),
+        ("collective-permute(%r)", "send(%r)", "shift: send is not supported"),
         (
             "  ROOT %p.2",
             "  %all-reduce = f32[] all-reduce(%p.2), replica_groups={}\n  ROOT %p.2",
-            "all-reduce in cond: nothing says",
+            "all-reduce in cond: it is unknown",
         ),
         (
             "  ROOT %all-gather.1",
@@ -159,19 +159,19 @@ def test_what_could_let_devices_wait_for_each_other_is_found(change, fault: str)
         ),
     ],
 )
-def test_what_else_is_found(old: str, new: str, fault: str) -> None:
+def test_other_faults_are_found(old: str, new: str, fault: str) -> None:
     assert TEXT.count(old) == 1
     assert any(found.startswith(fault) for found in read(TEXT.replace(old, new), 2).faults)
 
 
-def test_two_starts_in_another_order_are_another_order() -> None:
-    """Alone such a text is as good; a process with the one and a process with the other would wait for each other."""
+def test_exchanged_starts_give_another_order() -> None:
+    """Each text is valid alone; processes with different ones would deadlock."""
     one, other = read(TEXT, 2), read(with_starts_exchanged(TEXT), 2)
     assert one.faults == other.faults == ()
     assert one.launches != other.launches and sorted(one.launches, key=str) == sorted(other.launches, key=str)
 
 
-def test_more_in_flight_than_there_is_room_for_is_found() -> None:
+def test_too_many_collectives_in_flight_are_found() -> None:
     assert read(TEXT, 2, 24, 0).faults == (), "where kernels leave nothing, nothing fits beside them"
     [fault] = read(TEXT, 2, 24, 24).faults
     assert fault.startswith("2 communicators in flight at once take 24 channels each, more than the 24 multiprocessors")

@@ -1,4 +1,4 @@
-"""Bytes a device, against DeepSeek-V3's known figures; what does not fit, and what is said then."""
+"""Memory of a device, compared with DeepSeek-V3's known figures, and the advice if it does not fit."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ def test_weights_of_the_published_deployments(deployment, replicas, published) -
 
 @pytest.mark.aot
 def test_int4_experts_take_four_and_a_half_bits() -> None:
-    """48 of 384 experts on each of eight devices; all else is bfloat16."""
+    """48 of 384 experts on each of eight devices; other weights are bfloat16."""
     found = memory_of(lay_out(KIMI_K2_THINKING, NODE_8XH200))
     assert found.weights["routed experts"] == 60 * 48 * EXPERT * 4.5 / 8
     assert found.weights["shared experts"] == 60 * EXPERT * 2
@@ -55,8 +55,8 @@ def test_cache_of_a_token() -> None:
 
 
 @pytest.mark.aot
-def test_drafts_bring_a_module_and_its_cache_layer() -> None:
-    """Two replicas of each device's share of 288, one shared expert, attention, eh_proj, and no head of its own."""
+def test_drafts_add_a_module_and_its_cache_layer() -> None:
+    """The module has two physical experts per device, a shared expert, attention, eh_proj, and no own head."""
     plain, drafts = memory(DECODE_EP144), memory(WITH_DRAFTS)
     assert (plain.token, drafts.token) == (61 * 1152, 62 * 1152)
     more = {name: size for name, size in drafts.weights.items() if plain.weights.get(name) != size}
@@ -68,8 +68,8 @@ def test_drafts_bring_a_module_and_its_cache_layer() -> None:
 
 
 @pytest.mark.aot
-def test_spreading_spreads_the_module_too() -> None:
-    """What is advised holds the module's experts as it holds the others."""
+def test_spreading_includes_the_module() -> None:
+    """The advised deployment fits, including the module's experts."""
     one = dataclasses.replace(NODE_8XH800, speculative_config={"method": "mtp"}, acceptance=0.8)
     [advice] = [c for c in judge(memory(one), one, 256).changes if "spread" in c]
     nodes, redundant = (int(advice.split(word)[1].split()[0]) for word in ("at least ", "redundant_experts "))
@@ -92,7 +92,7 @@ def test_a_model_without_a_module_makes_no_drafts() -> None:
         (3, "prefill", [("model", 4096, 1, 1), ("module", 4096, 1, 1), ("chain", 16, 1, 2)]),
     ],
 )
-def test_programs_of_a_step_are_those_that_the_engine_runs(drafts: int, phase, expected: list) -> None:
+def test_a_step_has_the_programs_that_the_engine_runs(drafts: int, phase, expected: list) -> None:
     config = {"method": "mtp", "num_speculative_tokens": drafts}
     deployment = dataclasses.replace(DECODE_EP144, prefill_tokens=4096, speculative_config=config, acceptance=0.8)
     planned = lay_out(DEEPSEEK_V3, deployment)
@@ -117,14 +117,14 @@ def test_one_node_of_80_gb_is_refused_with_numbers() -> None:
 
 
 @pytest.mark.aot
-def test_fp8_pages_leave_room_for_more_tokens() -> None:
+def test_fp8_pages_fit_more_tokens() -> None:
     half, eight = memory(DECODE_EP144), memory(dataclasses.replace(DECODE_EP144, kv_cache_dtype="fp8"))
     assert (half.token, eight.token) == (61 * 1152, 61 * 656)
     assert eight.tokens_left > 1.7 * half.tokens_left
 
 
 @pytest.mark.aot
-def test_what_is_advised_fits() -> None:
+def test_the_advised_deployment_fits() -> None:
     advised = dataclasses.replace(NODE_8XH800, nodes=7, redundant_experts=24)
     assert memory(advised).fits
     assert not memory(dataclasses.replace(NODE_8XH800, nodes=6, redundant_experts=32)).fits
@@ -133,7 +133,7 @@ def test_what_is_advised_fits() -> None:
 
 
 @pytest.mark.aot
-def test_too_large_a_batch_is_told_the_batch_that_fits() -> None:
+def test_a_too_large_batch_gets_the_advice_of_one_that_fits() -> None:
     greedy = dataclasses.replace(DECODE_EP144, decode_requests=200)
     held = memory(greedy)
     verdict = judge(held, greedy, 256)
@@ -163,7 +163,7 @@ def test_tensor_parallelism_splits_attention_and_keeps_the_cache() -> None:
         ({"expert_combine": "fp8"}, "'fp8' is not one of auto, int8"),
     ],
 )
-def test_what_cannot_be_laid_out(change, message) -> None:
+def test_invalid_deployments_are_refused(change, message) -> None:
     with pytest.raises(DeploymentError, match="decode_ep144") as caught:
         lay_out(DEEPSEEK_V3, dataclasses.replace(DECODE_EP144, **change))
     assert message in str(caught.value)

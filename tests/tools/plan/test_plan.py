@@ -1,4 +1,4 @@
-"""DeepSeek's decode deployment, the real programs for 144 GPUs, compiled and read: the model's and the MTP module's."""
+"""DeepSeek's decode deployment: the compiled programs of model and MTP module for 144 GPUs."""
 
 import dataclasses
 import io
@@ -30,7 +30,7 @@ from tools.plan import plan as planning
 from tools.plan import report
 from tools.plan.memory import memory_of
 from tools.plan.plan import Plan, ProgramPlan, StepPlan, make_plan, program_plan
-from tools.plan.programs import CompiledProgram, LaidOut, compile_run, compile_step, lay_out, runs
+from tools.plan.programs import CompiledProgram, PlannedModel, compile_run, compile_step, lay_out, runs
 from tools.plan.report import draw
 
 pytestmark = [
@@ -41,7 +41,7 @@ MOE_LAYERS = 58
 
 
 @pytest.fixture(scope="module")
-def laid_out() -> LaidOut:
+def laid_out() -> PlannedModel:
     return lay_out(DEEPSEEK_V3, DECODE_EP144)
 
 
@@ -75,9 +75,9 @@ def test_it_fits_80_gb(plan) -> None:
 
 
 def test_a_pool_that_fills_the_memory_changes_no_program(laid_out, compiled, plan) -> None:
-    """What is written is of a small pool and two MoE layers; with the server's pool XLA once computed values again.
+    """`working.json` is of a small pool and two MoE layers; with the server's pool XLA once rematerialized values.
 
-    The program with the largest temporaries expands cached tokens; the largest results are the scores of decode.
+    The program with the largest temporaries materializes cached tokens; the largest results are the logits of decode.
     """
     key = Key("prefill", 512, AttentionForm.MATERIALIZED)
     assert {key, compiled.run.key} <= set(largest(laid_out.engine, laid_out.programs.keys()))
@@ -89,8 +89,8 @@ def test_a_pool_that_fills_the_memory_changes_no_program(laid_out, compiled, pla
     assert ".remat" not in program.as_text()
 
 
-def test_no_process_waits_for_tiles_that_another_one_has_found(laid_out) -> None:
-    """A process that has stored a program searches for none, so the search is no common one."""
+def test_no_process_waits_for_autotuning_of_another(laid_out) -> None:
+    """A process with a stored program does not tune, so tuning must not be collective."""
     programs, given = dataclasses.replace(laid_out).programs, {}
     programs.store = SimpleNamespace(get=lambda name, lower, options: given.update({name: options}))
     for key in programs.keys():  # noqa: SIM118
@@ -100,7 +100,7 @@ def test_no_process_waits_for_tiles_that_another_one_has_found(laid_out) -> None
 
 
 def test_the_compiler_counts_the_same_arguments(plan, step, laid_out) -> None:
-    """What is computed from shapes is what XLA allots; the batch and pointers come on top."""
+    """Bytes from shapes are those that XLA allocates, except for the batch and pointers."""
     layout = laid_out.layout
     computed = sum(plan.memory.weights.values()) + plan.memory.cache + local_bytes(layout.state)
     assert 0 <= step.arguments - computed < 1e6
@@ -116,8 +116,8 @@ def test_neither_the_pool_nor_a_weight_is_copied(step, laid_out, compiled) -> No
     assert not copied_weights(compiled.text, (DEEPSEEK_V3.n_routed_experts + unit.redundant_experts) // unit.devices)
 
 
-def test_kernels_leave_multiprocessors_to_transfers_where_steps_overlap(step, module) -> None:
-    """The programs are compiled with the number: their kernels' grids, and NCCL's channels."""
+def test_kernels_leave_multiprocessors_to_transfers_in_overlapped_steps(step, module) -> None:
+    """The kernels' grids and NCCL's channels are compiled in."""
     assert step.multiprocessors == Multiprocessors(132, 8)
     assert module.multiprocessors == Multiprocessors(132, 0), "the MTP module's batch is whole"
 
@@ -142,17 +142,17 @@ def test_nothing_waits_for_the_host(step, module) -> None:
     assert step.host_waits == module.host_waits == ()
 
 
-def test_all_devices_meet_the_collectives_in_one_order(step, module) -> None:
-    """Those in flight together share the communicator of the nodes, whose channels have their multiprocessors."""
+def test_all_devices_launch_the_collectives_in_one_order(step, module) -> None:
+    """Collectives in flight share the communicator of the nodes, whose channels fit the reserved multiprocessors."""
     assert step.order.faults == module.order.faults == ()
     assert (step.order.in_flight, step.order.communicators, step.order.channels) == (2, 1, 8)
 
 
-def test_what_could_let_devices_wait_for_each_other_is_found_in_this_program(compiled) -> None:
-    test_launch_order.check_that_all_is_found(compiled.text)
+def test_possible_deadlocks_of_this_program_are_found(compiled) -> None:
+    test_launch_order.check_that_faults_are_found(compiled.text)
 
 
-def test_bytes_are_those_of_the_transports_formula(step, laid_out) -> None:
+def test_bytes_equal_the_transports_formula(step, laid_out) -> None:
     traffic, size = laid_out.functions.traffic, DECODE_EP144.decode_requests
     assert traffic is not None
     programs = laid_out.layout.cfg.forward_programs
@@ -162,13 +162,13 @@ def test_bytes_are_those_of_the_transports_formula(step, laid_out) -> None:
     assert sum(c.times * c.cross_bytes for c in rows) == expected.node_bytes
 
 
-def test_what_crosses_nodes_hides_behind_matrix_work(step) -> None:
-    """Dispatch behind shared expert and projections of the other micro-batch, combine behind its attention."""
+def test_transfers_between_nodes_hide_behind_matrix_work(step) -> None:
+    """Shared expert and projections of the other micro-batch hide dispatch, its attention hides combine."""
     crossing = [c for c in step.collectives if c.cross_bytes > 1e6]
     hidden = Counter[str]()
     for c in crossing:
         hidden[c.role if c.is_hidden else "exposed"] += c.times
-    # When the last layer's second micro-batch is combined nothing is left to do.
+    # No work is left to hide the last layer's second combine.
     assert hidden == {"dispatch": 2 * MOE_LAYERS, "combine": 2 * MOE_LAYERS - 1, "exposed": 1}
     assert {stage for c in crossing for stage in c.between} >= {"shared_expert", "project", "attention"}
 
@@ -188,7 +188,7 @@ def test_the_estimate_lies_between_the_roofline_and_twice_the_pipeline(step) -> 
 
 
 @pytest.fixture(scope="module")
-def planned() -> LaidOut:
+def planned() -> PlannedModel:
     """The same unit with a draft for each request."""
     return lay_out(
         DEEPSEEK_V3, dataclasses.replace(DECODE_EP144, speculative_config={"method": "mtp"}, acceptance=0.85)
@@ -197,7 +197,7 @@ def planned() -> LaidOut:
 
 @pytest.fixture(scope="module")
 def module(planned) -> ProgramPlan:
-    """The MTP module's program of a step; that of the model with drafts differs from `step` in its rows alone."""
+    """The MTP module's program of a step; the model's program with drafts differs from `step` only in its rows."""
     _, run = runs(planned, "decode")
     return program_plan(planned, compile_run(planned, "decode", run))
 
@@ -213,7 +213,7 @@ def test_the_compiler_counts_the_modules_arguments(planned, module) -> None:
     assert module.temporaries < 300e6  # a copy of the pool would be 45 GB
 
 
-def test_the_module_sends_what_its_transport_says(module) -> None:
+def test_the_module_sends_the_bytes_of_its_transport(module) -> None:
     """One layer, one batch: a dispatch and a combine of 256 tokens for each of the two hops."""
     rows = LayerRows.from_widths(256, DEEPSEEK_V3.num_experts_per_tok, DEEPSEEK_V3.hidden_size, fp8_dispatch=True)
     expected = build(TransportKind.HIERARCHICAL, Machine(18, 8), 288, rows, Overlap.HOOKS).traffic(rows)
@@ -223,7 +223,7 @@ def test_the_module_sends_what_its_transport_says(module) -> None:
     assert sum(c.cross_bytes for c in sent) == expected.node_bytes
 
 
-def test_drafts_cost_the_modules_time_and_bring_what_is_accepted(step, module) -> None:
+def test_drafts_add_the_modules_time_and_the_accepted_tokens(step, module) -> None:
     chain = dataclasses.replace(module, run=dataclasses.replace(module.run, part="chain", times=2))
     drafting = dataclasses.replace(step, drafts=(module, chain), accepted=(0.9, 0.6, 0.3))
     assert (step.tokens_per_row, drafting.tokens_per_row) == (1, pytest.approx(2.8))
@@ -233,13 +233,13 @@ def test_drafts_cost_the_modules_time_and_bring_what_is_accepted(step, module) -
     assert module.timeline.step > sum(module.stages[name] for name in parts)
 
 
-def test_a_report_with_drafts_says_what_they_cost_and_bring(plan, step, module) -> None:
+def test_a_report_shows_cost_and_gain_of_drafts(plan, step, module) -> None:
     drafting = dataclasses.replace(plan, steps=(dataclasses.replace(step, drafts=(module,), accepted=(0.85,)),))
     text = shown(drafting)
-    assert "Collectives of the MTP module behind a decode step of 256 tokens per rank" in text
+    assert "Collectives of the MTP module after a decode step, 256 tokens per rank" in text
     lines = {line.split("   ")[0].strip(): line.split()[-1] for line in text.splitlines() if line.strip()}
     assert lines["tokens per request and step"] == "1.85"
-    assert lines["accepted by place (given)"] == "85.0%"
+    assert lines["accepted by position (given)"] == "85.0%"
     written = json.loads(json.dumps(report.as_json(drafting)))["steps"][0]
     assert written["drafts"][0]["part"] == "module" and written["tokens_per_row"] == 1.85
     assert "tokens per request and step" not in shown(plan)
@@ -257,8 +257,8 @@ def test_report_json_and_picture(plan, tmp_path) -> None:
     assert "fits: needs 68." in text
     assert "known error" in text
     assert re.search(r"multiprocessors: for kernels, for transfers +124, 8", text)
-    assert re.search(r"transfers in flight at most, their channels +2, 8", text)
-    assert re.search(r"collectives out of order, or without room +none", text)
+    assert re.search(r"most transfers in flight, their channels +2, 8", text)
+    assert re.search(r"possible deadlocks of collectives +none", text)
     written = json.loads(json.dumps(report.as_json(plan)))
     assert written["steps"][0]["timeline"]["micro_batches"] == 2
     assert written["steps"][0]["order"] == {"in_flight": 2, "communicators": 1, "channels": 8, "faults": []}

@@ -1,4 +1,4 @@
-"""DeepSeek's prefill deployment, the real program for 32 GPUs, compiled and read once."""
+"""DeepSeek's prefill deployment: the compiled program for 32 GPUs."""
 
 import math
 
@@ -11,7 +11,7 @@ from tests.dsv3.model.test_overlap_schedule import copied_weights, layer_loop, w
 from tests.tools.plan import command_lines, test_launch_order
 from tools.plan import plan as planning
 from tools.plan.plan import Plan, make_plan
-from tools.plan.programs import CompiledProgram, LaidOut, compile_step, lay_out
+from tools.plan.programs import CompiledProgram, PlannedModel, compile_step, lay_out
 from tools.plan.timeline import COMPUTE, CROSS_LINK
 
 pytestmark = [
@@ -21,7 +21,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def planned() -> LaidOut:
+def planned() -> PlannedModel:
     return lay_out(DEEPSEEK_V3, PREFILL_EP32)
 
 
@@ -65,31 +65,31 @@ def test_the_layer_is_the_published_timeline(plan) -> None:
     assert list(dict.fromkeys(crossing)) == [("combine", 0), ("dispatch", 1), ("dispatch", 0), ("combine", 1)]
 
 
-def test_kernels_leave_what_deepseeks_leave(plan) -> None:
+def test_kernels_leave_as_many_multiprocessors_as_deepseeks(plan) -> None:
     """108 of 132 multiprocessors compute in DeepSeek's profile of this step."""
     (step,) = plan.steps
     assert (step.multiprocessors.taken, step.multiprocessors.reserved) == (108, 24)
 
 
-def test_all_devices_meet_the_collectives_in_one_order(plan) -> None:
-    """Hops in the node and between nodes are in flight together, and divide the multiprocessors left to them."""
+def test_all_devices_launch_the_collectives_in_one_order(plan) -> None:
+    """Hops inside and between nodes are in flight together, and share the reserved multiprocessors."""
     (step,) = plan.steps
     assert step.order.faults == ()
     assert (step.order.in_flight, step.order.communicators, step.order.channels) == (2, 2, 24)
 
 
-def test_what_could_let_devices_wait_for_each_other_is_found_in_this_program(compiled) -> None:
-    test_launch_order.check_that_all_is_found(compiled.text)
+def test_possible_deadlocks_of_this_program_are_found(compiled) -> None:
+    test_launch_order.check_that_faults_are_found(compiled.text)
 
 
 def test_nothing_waits_for_the_host(plan) -> None:
-    """Neither for overflow rounds, nor to ask whether a chunk has cached tokens before it."""
+    """Neither overflow rounds nor the presence of cached tokens need the host."""
     (step,) = plan.steps
     assert step.host_waits == ()
 
 
 def test_everything_hides_behind_matrix_work(plan) -> None:
-    """Both hops, there and back; only the last combine of all has nothing left to hide behind."""
+    """Both hops of dispatch and combine are hidden, except for the last combine."""
     (step,) = plan.steps
     sent = [c for c in step.collectives if c.role in ("dispatch", "combine")]
     assert {(c.role, c.group_size): c.is_hidden for c in sent if c.times > 1} == {
@@ -112,5 +112,5 @@ def test_no_weight_is_copied(planned, compiled) -> None:
     assert not copied_weights(compiled.text, experts // planned.deployment.devices)
 
 
-def test_whether_there_was_room_is_told_behind_the_layers(compiled) -> None:
+def test_the_overflow_flag_is_reduced_after_the_layers(compiled) -> None:
     assert not any("all-reduce" in line for line in layer_loop(compiled.text))

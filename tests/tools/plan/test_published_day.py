@@ -1,4 +1,4 @@
-"""The published day: with the nodes of its picture, planned with rates, and rates that a plan gives."""
+"""The published day: with the nodes of its picture, with planned nodes, and with a plan's rates."""
 
 import dataclasses
 import io
@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tools.plan import published_day
-from tools.plan.published_day import CHART, CONTEXT, LOADS, PUBLISHED, per_second, plan_day, staff
+from tools.plan.published_day import CHART, CONTEXT, LOADS, PUBLISHED, per_second, plan_day, size_instances
 
 PREFILL, DECODE = published_day.PUBLISHED_RATES["fleet"]
 
 
 def figures(prefill, decode, day=None) -> dict:
-    return published_day.figures(day or staff(prefill, decode), prefill, decode, 70_272, 2.0)
+    return published_day.figures(day or size_instances(prefill, decode), prefill, decode, 70_272, 2.0)
 
 
 CHARTED, PLANNED = figures(PREFILL, DECODE, CHART), figures(PREFILL, DECODE)
@@ -35,11 +35,11 @@ def test_the_published_day_with_the_nodes_of_the_picture() -> None:
 
 
 def test_the_published_day_planned() -> None:
-    """Whole instances cost 4 % more nodes than the published day had; without rounding 0.05 % are left."""
+    """Whole instances need 4 % more nodes than published, fractions 0.05 %."""
     assert PLANNED["bare_nodes"] == pytest.approx(226.75, rel=1e-3)
     assert PLANNED["nodes"] == pytest.approx(226.75, rel=0.04)
     assert PLANNED["peak_nodes"] == pytest.approx(278, rel=0.015)
-    assert [prefill for _, prefill, _ in staff(PREFILL, DECODE)[:2]] == [30, 23]
+    assert [prefill for _, prefill, _ in size_instances(PREFILL, DECODE)[:2]] == [30, 23]
 
 
 def test_batches_and_bytes_of_the_published_day() -> None:
@@ -53,7 +53,7 @@ def test_batches_and_bytes_of_the_published_day() -> None:
 
 
 @pytest.mark.parametrize("rates", published_day.PUBLISHED_RATES)
-def test_reports_have_every_figure(rates: str) -> None:
+def test_reports_show_every_figure(rates: str) -> None:
     planned = plan_day(*published_day.PUBLISHED_RATES[rates], 70_272, 2.0)
     assert json.loads(json.dumps(planned)) == planned
     assert planned["as_charted"] == CHARTED  # whatever the plan's instances are
@@ -69,7 +69,7 @@ def test_reports_have_every_figure(rates: str) -> None:
 def test_every_span_has_enough_instances_and_none_too_many(prefill_nodes, decode_nodes, computed, output) -> None:
     prefill = dataclasses.replace(PREFILL, nodes=prefill_nodes, tokens_per_node=computed)
     decode = dataclasses.replace(DECODE, nodes=decode_nodes, tokens_per_node=output)
-    day = staff(prefill, decode)
+    day = size_instances(prefill, decode)
     for (hours, *counts), load, charted in zip(day, LOADS, CHART, strict=True):
         assert hours == charted[0]
         for count, field, rate in zip(counts, ("computed", "output"), (prefill, decode), strict=True):
@@ -82,7 +82,7 @@ def test_every_span_has_enough_instances_and_none_too_many(prefill_nodes, decode
 
 
 def written_plan(**changes) -> dict:
-    """What `launch.plan decode_ep144 --json` writes, as far as a fleet reads it."""
+    """The fields of `launch.plan decode_ep144 --json` that a fleet's plan reads."""
     sizes = {"name": "mine", "nodes": 18, "gpus_per_node": 8, "prefill_tokens": 0, "decode_requests": 128}
     return {
         "model": "deepseek_v3",
@@ -99,14 +99,14 @@ def test_an_instance_from_a_plan(tmp_path) -> None:
     decode = published_day.read_rate("decode", path, "deepseek_v3")
     assert (decode.nodes, decode.tokens_per_node, decode.batch, decode.token_bytes) == (18, 13_123, 128, 40_016)
     assert decode.per_batch == pytest.approx(13_123 / 8 / 128)
-    assert published_day.check(decode) == ()
-    assert "--decode_plan" in published_day.check(dataclasses.replace(decode, context=2000))[0]
+    assert published_day.check_context(decode) == ()
+    assert "--decode_plan" in published_day.check_context(dataclasses.replace(decode, context=2000))[0]
     with pytest.raises(published_day.RateError, match="decode_requests 100 and context_length 4989"):
-        published_day.check(dataclasses.replace(decode, room=500_000))
+        published_day.check_context(dataclasses.replace(decode, room=500_000))
     assert figures(PREFILL, decode)["nodes_of"]["decode"] > PLANNED["nodes_of"]["decode"]
 
 
-def test_ranks_of_several_gpus_share_batch_and_room(tmp_path) -> None:
+def test_ranks_of_several_gpus_share_batch_and_cache(tmp_path) -> None:
     plan = written_plan()
     plan["deployment"] |= {"tensor_parallel": 4}
     path = tmp_path / "plan.json"
@@ -121,12 +121,12 @@ def test_ranks_of_several_gpus_share_batch_and_room(tmp_path) -> None:
         (written_plan(model="kimi_k2"), "is a plan of kimi_k2, not of --model deepseek_v3"),
         (written_plan(steps=[]), "has no decode step: its deployment needs decode_requests"),
         (written_plan(verdict={"fits": False, "why": "needs 146.9 GB"}), "needs 146.9 GB"),
-        (written_plan(steps=[{"phase": "decode", "tokens_per_node": 0}]), "numbers that cannot be"),
+        (written_plan(steps=[{"phase": "decode", "tokens_per_node": 0}]), "numbers that are not positive and finite"),
         (written_plan(memory={}), "not what launch.plan --json writes: KeyError 'tokens_left'"),
         ([], "not what launch.plan --json writes"),
     ],
 )
-def test_plans_that_are_no_instance(tmp_path, plan, message: str) -> None:
+def test_unusable_plans_are_refused(tmp_path, plan, message: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan))
     with pytest.raises(published_day.RateError) as raised:

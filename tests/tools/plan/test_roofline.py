@@ -1,4 +1,4 @@
-"""The model of a device against the published figures that it is meant to explain."""
+"""The roofline model compared with published figures."""
 
 import dataclasses
 
@@ -9,10 +9,10 @@ from configs.deployments import H200, H800
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import row_bytes
 from tools.plan import roofline
-from tools.plan.deployment import PlannedBatch, Rates, rates_of
+from tools.plan.deployment import PlannedBatch, Rates, kernel_rates
 from tools.plan.roofline import HOOK_S, HOST_S, TRANSFER_S
 
-RATES = rates_of(H800, DEEPSEEK_V3)
+RATES = kernel_rates(H800, DEEPSEEK_V3)
 
 
 def test_sizes_of_deepseek_v3() -> None:
@@ -26,7 +26,7 @@ def test_sizes_of_deepseek_v3() -> None:
 
 def test_terms_at_peak_rates() -> None:
     """88 requests a GPU at 4,989 tokens, DeepSeek's fleet."""
-    floor = roofline.floor_decode(DEEPSEEK_V3, H800, requests=88, context=4989, experts_per_device=2)
+    floor = roofline.decode_roofline(DEEPSEEK_V3, H800, requests=88, context=4989, experts_per_device=2)
     milliseconds = {"weights": 6.6, "cache": 9.2, "core": 7.5, "products": 3.3, "wire": 17.7, "step": 19.1}
     assert {name: round(1e3 * getattr(floor, name), 1) for name in milliseconds} == milliseconds
     assert 88 / floor.wire == pytest.approx(4960, rel=1e-3)
@@ -63,7 +63,7 @@ def test_decode_profile_of_deepseek() -> None:
 
 
 def test_decode_fleet_of_deepseek() -> None:
-    """14.8k tokens/s a node; the model has one constant fitted to it."""
+    """14.8k tokens/s per node; one constant of the model is fitted to it."""
     _, layer, step = decode(44, 4989)
     assert 2 * 44 * 8 / step == pytest.approx(14.8e3, rel=0.01)
     assert layer * 1e6 == pytest.approx(729, rel=0.02)
@@ -85,8 +85,8 @@ def test_prefill_profile_of_deepseek() -> None:
     assert 8 / step / 62.7e3 == pytest.approx(1.10, abs=0.01)
 
 
-def test_faster_memory_helps_what_reads_weights_and_not_the_wire() -> None:
-    faster = rates_of(H200, DEEPSEEK_V3)
+def test_faster_memory_speeds_up_weights_and_not_transfers() -> None:
+    faster = kernel_rates(H200, DEEPSEEK_V3)
     few = PlannedBatch(tokens=8, keys=1024, experts=32)
     slow, fast = (roofline.decode_stages(DEEPSEEK_V3, rates, few) for rates in (RATES, faster))
     assert fast["experts"] < slow["experts"]
@@ -103,8 +103,8 @@ def test_split_devices_share_attention_and_not_the_cache() -> None:
 
 
 def test_drafts_read_the_cache_once_and_compute_for_each_token() -> None:
-    one = roofline.floor_decode(DEEPSEEK_V3, H800, 64, 4989, 2)
-    two = roofline.floor_decode(DEEPSEEK_V3, H800, 64, 4989, 2, width=2)
+    one = roofline.decode_roofline(DEEPSEEK_V3, H800, 64, 4989, 2)
+    two = roofline.decode_roofline(DEEPSEEK_V3, H800, 64, 4989, 2, width=2)
     assert (two.weights, two.cache) == (one.weights, one.cache)
     assert (two.core, two.products, two.wire) == pytest.approx((2 * one.core, 2 * one.products, 2 * one.wire))
     few_heads = dataclasses.replace(DEEPSEEK_V3, num_attention_heads=16)  # reading the cache takes longer there

@@ -1,4 +1,4 @@
-"""The estimate of a training layer against the published profile, and what crosses the wire."""
+"""The estimate of a training layer compared with the published profile, and its transfers."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import pytest
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import H800
 from tools.plan import training
-from tools.plan.deployment import rates_of
+from tools.plan.deployment import kernel_rates
 from tools.plan.roofline import TRANSFER_S
 
 
@@ -18,15 +18,15 @@ def test_errors_against_the_published_pair() -> None:
 
 
 def test_a_team_gathers_all_rows_of_the_others() -> None:
-    rates = rates_of(H800, DEEPSEEK_V3)
-    sent, seconds = training.gathered_wire(DEEPSEEK_V3, H800, rates, tokens=100, team=8)
+    rates = kernel_rates(H800, DEEPSEEK_V3)
+    sent, seconds = training.gather_transfers(DEEPSEEK_V3, H800, rates, tokens=100, team=8)
     assert sent == 2 * 7 * 100 * 2 * DEEPSEEK_V3.hidden_size
     assert seconds == pytest.approx(2 * TRANSFER_S + sent / rates.node_link)
-    assert training.gathered_wire(DEEPSEEK_V3, H800, rates, tokens=100, team=1) == (0, 0.0)
+    assert training.gather_transfers(DEEPSEEK_V3, H800, rates, tokens=100, team=1) == (0, 0.0)
 
 
-def test_a_pair_takes_as_long_as_the_longer_lane() -> None:
-    rates = rates_of(H800, DEEPSEEK_V3)
+def test_a_pair_takes_the_time_of_the_longer_lane() -> None:
+    rates = kernel_rates(H800, DEEPSEEK_V3)
     moe = training.layer_times(DEEPSEEK_V3, rates, 4096, 2048.5, wire=1.0, dense=False)
     dense = training.layer_times(DEEPSEEK_V3, rates, 4096, 2048.5, wire=1.0, dense=True)
     assert moe.pair == 2.0
@@ -34,9 +34,9 @@ def test_a_pair_takes_as_long_as_the_longer_lane() -> None:
     assert moe.alone == (moe.forward + 1.0, moe.backward + 1.0, moe.weight)
 
 
-def test_fp8_products_save_time_in_all_but_the_weight_gradient() -> None:
+def test_fp8_products_speed_up_all_but_the_weight_gradient() -> None:
     plain, fp8 = (
-        training.layer_times(model, rates_of(H800, model), 4096, 2048.5, wire=1.0, dense=False)
+        training.layer_times(model, kernel_rates(H800, model), 4096, 2048.5, wire=1.0, dense=False)
         for model in (dataclasses.replace(DEEPSEEK_V3, fp8=None), DEEPSEEK_V3)
     )
     mixed = training.with_fp8_products(plain, fp8)

@@ -17,7 +17,7 @@ def decode_s(bucket: int, keys: float) -> float:
 
 
 def table(role: Role = "both", *, ranks: int = 1, seqs: int = 4, batched: int = 64, pages: int = 64) -> InstanceTimes:
-    """Returns an instance with few slots and pages."""
+    """Returns an instance with few batch slots and pages."""
     decode = [size for size in (1, 4, 16, 64) if size < seqs] + [seqs]
     prefill = [size for size in (64, 256, 1024) if size < batched] + [batched]
     return InstanceTimes(

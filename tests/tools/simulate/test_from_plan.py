@@ -1,4 +1,4 @@
-"""Step times from a plan: the plan's own at the plan's batch, and what changes with buckets and keys."""
+"""Step times from a plan: equal to the plan's for its batch, and monotonic in buckets and keys."""
 
 import dataclasses
 import types
@@ -13,22 +13,22 @@ from dsv3.model.vocabulary import WHOLE
 from tests.tools.plan.test_timeline import BYTES, EXPERTS, RATES, TRIPS, program_text
 from tools.plan.deployment import Deployment, DeploymentError
 from tools.plan.plan import StepPlan, step_plan
-from tools.plan.programs import CompiledProgram, LaidOut, Phase, Run, engine_config
+from tools.plan.programs import CompiledProgram, Phase, PlannedModel, Run, engine_config
 from tools.plan.roofline import TRANSFER_S
-from tools.plan.simulated import Played
-from tools.simulate.from_plan import digest_of, times_of
+from tools.plan.simulated import SimulatedProgram
+from tools.simulate.from_plan import compute_times, times_digest
 from tools.simulate.times import KEYS
 
 SLOW = 4
 
 
-def laid_out(deployment: Deployment) -> LaidOut:
+def laid_out(deployment: Deployment) -> PlannedModel:
     functions: Any = types.SimpleNamespace(overlaps=lambda program: not program.of_module, vocabulary=WHOLE)
-    return LaidOut(DEEPSEEK_V3, deployment, engine_config(DEEPSEEK_V3, deployment), None, functions, None)  # type: ignore[arg-type]
+    return PlannedModel(DEEPSEEK_V3, deployment, engine_config(DEEPSEEK_V3, deployment), None, functions, None)  # type: ignore[arg-type]
 
 
 def compiled(phase: Phase, tokens: int) -> CompiledProgram:
-    """Ten layers of experts, behind which half of their time is exposed."""
+    """Ten layers of experts, with transfers that are exposed for half of the experts' time."""
     run = Run("model", Key(phase, tokens), tokens)
     return CompiledProgram(phase, run, 1.0, 0, 0, 0, (4, 8), program_text(after=EXPERTS))
 
@@ -37,19 +37,19 @@ def plan(phase: Phase, deployment: Deployment, tokens: int) -> StepPlan:
     return step_plan(laid_out(deployment), [compiled(phase, tokens)])
 
 
-def test_the_plans_own_batch_takes_the_plans_time() -> None:
-    played = Played(laid_out(DECODE_EP144), compiled("decode", 128))
+def test_the_plans_batch_takes_the_plans_time() -> None:
+    program = SimulatedProgram(laid_out(DECODE_EP144), compiled("decode", 128))
     at_plan = plan("decode", dataclasses.replace(DECODE_EP144, context_length=4096), 128)
-    [times] = played.table([128], KEYS).values()
+    [times] = program.table([128], KEYS).values()
     assert times[4] == pytest.approx(at_plan.seconds)
     whole = PREFILL_EP32.prefill_tokens
-    played = Played(laid_out(PREFILL_EP32), compiled("prefill", whole))
+    program = SimulatedProgram(laid_out(PREFILL_EP32), compiled("prefill", whole))
     at_plan = plan("prefill", dataclasses.replace(PREFILL_EP32, context_length=4096), whole)
-    assert played.table([whole], KEYS)[whole][3] == pytest.approx(at_plan.seconds)  # 2,048 keys at the mean
+    assert program.table([whole], KEYS)[whole][3] == pytest.approx(at_plan.seconds)  # 2,048 keys at the mean
 
 
-def test_a_smaller_bucket_sends_less_and_more_keys_take_no_less() -> None:
-    small, whole = Played(laid_out(DECODE_EP144), compiled("decode", 128)).table([16, 128], KEYS).values()
+def test_smaller_buckets_send_less_and_more_keys_are_not_faster() -> None:
+    small, whole = SimulatedProgram(laid_out(DECODE_EP144), compiled("decode", 128)).table([16, 128], KEYS).values()
     assert all(a <= b for a, b in zip(small, whole, strict=True))
     assert list(whole) == sorted(whole)
     sent = TRIPS * BYTES / 2 / RATES.dispatch_link
@@ -57,19 +57,19 @@ def test_a_smaller_bucket_sends_less_and_more_keys_take_no_less() -> None:
     assert small[0] > TRIPS * TRANSFER_S
 
 
-def test_a_small_prefill_takes_as_long_as_its_weights() -> None:
-    """Tokens of 64 take no 256th of 16,384: each layer's experts are read."""
-    few, many = Played(laid_out(PREFILL_EP32), compiled("prefill", 16_384)).table([64, 16_384], KEYS).values()
+def test_a_small_prefill_takes_the_time_to_read_its_weights() -> None:
+    """64 tokens take more than a 256th of the time of 16,384: each layer's experts are read."""
+    few, many = SimulatedProgram(laid_out(PREFILL_EP32), compiled("prefill", 16_384)).table([64, 16_384], KEYS).values()
     assert few[0] > SLOW * many[0] * 64 / 16_384
 
 
-def test_drafts_are_refused_before_anything_is_compiled() -> None:
+def test_drafts_are_refused_before_compiling() -> None:
     drafting = dataclasses.replace(DECODE_EP144, speculative_config={"method": "mtp"}, acceptance=0.8)
-    with pytest.raises(DeploymentError, match="the simulator knows no drafts"):
-        times_of(DEEPSEEK_V3, drafting, lambda what: None)
+    with pytest.raises(DeploymentError, match="drafts cannot be simulated"):
+        compute_times(DEEPSEEK_V3, drafting, lambda what: None)
 
 
 def test_another_deployment_has_another_digest() -> None:
-    found = {digest_of(DEEPSEEK_V3, each) for each in (DECODE_EP144, PREFILL_EP32)}
+    found = {times_digest(DEEPSEEK_V3, each) for each in (DECODE_EP144, PREFILL_EP32)}
     assert len(found) == 2
-    assert digest_of(dataclasses.replace(DEEPSEEK_V3, vocab_size=7), DECODE_EP144) not in found
+    assert times_digest(dataclasses.replace(DEEPSEEK_V3, vocab_size=7), DECODE_EP144) not in found

@@ -1,4 +1,4 @@
-"""Traces and drawn requests: what they say, and what is refused with its place."""
+"""Traces and drawn requests, and errors with file and line."""
 
 import itertools
 import json
@@ -9,19 +9,19 @@ from tests.tools.simulate.tables import prefill_s, table
 from tools.simulate.options import SimulateOptions
 from tools.simulate.simulation import day_rate
 from tools.simulate.times import TimesError, read_times, write_times
-from tools.simulate.traffic import Lengths, TokenRun, TrafficError, drawn, open_loop, read_trace
+from tools.simulate.traffic import Lengths, TokenRun, TrafficError, draw_requests, open_loop, read_trace
 
 MOONCAKE = {"timestamp": 1500, "input_length": 1100, "output_length": 7, "hash_ids": [4, 5, 9]}
 TALK = {"conversations": [{"from": "human", "value": "x" * 400}, {"from": "gpt", "value": "y" * 80}] * 2}
 
 
-def test_a_mooncake_line_is_blocks_and_a_rest(tmp_path) -> None:
+def test_a_mooncake_request_is_blocks_and_a_rest(tmp_path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(json.dumps(MOONCAKE | change) for change in ({}, {"timestamp": 20, "hash_ids": []})))
     sessions, has_times = read_trace(path)
     assert has_times and [session.at for session in sessions] == [0.02, 1.5]
-    assert sessions[1].asks[0].content == (TokenRun(4, 512), TokenRun(5, 512), TokenRun(9, 76))
-    assert [each.asks[0].prompt for each in sessions] == [1100, 1100]
+    assert sessions[1].requests[0].content == (TokenRun(4, 512), TokenRun(5, 512), TokenRun(9, 76))
+    assert [each.requests[0].prompt for each in sessions] == [1100, 1100]
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
@@ -30,8 +30,8 @@ def test_a_conversation_is_a_request_per_answer(tmp_path, suffix) -> None:
     path.write_text(json.dumps([TALK, TALK] if suffix == ".json" else TALK))
     sessions, has_times = read_trace(path)
     assert not has_times and len(sessions) == (2 if suffix == ".json" else 1)
-    assert [(a.prompt, a.answer) for a in sessions[0].asks] == [(100, 20), (220, 20)]
-    assert sessions[0].asks[1].content[:1] == sessions[0].asks[0].content
+    assert [(a.prompt, a.answer) for a in sessions[0].requests] == [(100, 20), (220, 20)]
+    assert sessions[0].requests[1].content[:1] == sessions[0].requests[0].content
 
 
 @pytest.mark.parametrize(
@@ -49,33 +49,33 @@ def test_a_conversation_is_a_request_per_answer(tmp_path, suffix) -> None:
         ("a.jsonl", '{"conversations": 3}', "line 1: conversations is 3, but must be a list"),
         ("a.json", '[{"conversations": [{"from": "gpt"}]}]', "conversation 1: turn 1 is {'from': 'gpt'}"),
         ("a.json", "{", "cannot be read"),
-        ("a.json", "{}", "holds a dict, not a list"),
+        ("a.json", "{}", "contains a dict; must be a list"),
         ("a.json", "[" * 100_000, "cannot be read"),
-        ("a.txt", "", "the name must end in .jsonl"),
+        ("a.txt", "", "the file's name must end in .jsonl"),
         ("none.json", None, "cannot be read"),
     ],
 )
-def test_traces_that_cannot_be(tmp_path, name, text, message) -> None:
+def test_invalid_traces_are_refused(tmp_path, name, text, message) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(TrafficError, match=message):
         read_trace(tmp_path / name)
 
 
-def test_drawn_requests_have_the_means_that_were_asked_for() -> None:
-    asks = list(itertools.islice(drawn(Lengths(2000, 300, 0.5, 64), 32_768, 0), 4000))
-    assert sum(each.prompt for each in asks) / 4000 == pytest.approx(2000, rel=0.05)
-    assert sum(each.answer for each in asks) / 4000 == pytest.approx(300, rel=0.05)
-    shared = sum(each.content[0].tokens for each in asks if len(each.content) == 2)
-    assert shared / sum(each.prompt for each in asks) == pytest.approx(0.5, rel=0.05)
-    assert asks == list(itertools.islice(drawn(Lengths(2000, 300, 0.5, 64), 32_768, 0), 4000))
+def test_drawn_requests_have_the_given_means() -> None:
+    requests = list(itertools.islice(draw_requests(Lengths(2000, 300, 0.5, 64), 32_768, 0), 4000))
+    assert sum(each.prompt for each in requests) / 4000 == pytest.approx(2000, rel=0.05)
+    assert sum(each.answer for each in requests) / 4000 == pytest.approx(300, rel=0.05)
+    shared = sum(each.content[0].tokens for each in requests if len(each.content) == 2)
+    assert shared / sum(each.prompt for each in requests) == pytest.approx(0.5, rel=0.05)
+    assert requests == list(itertools.islice(draw_requests(Lengths(2000, 300, 0.5, 64), 32_768, 0), 4000))
 
 
 def test_an_open_loop_follows_the_day() -> None:
     """The published day has 278 nodes at its peak and 68 at its lowest: traffic is in proportion."""
     rate = day_rate(240.0)
     assert rate(10.0) / rate(180.0) == pytest.approx(278 / 68, rel=0.01)
-    times = [s.at for s in itertools.islice(open_loop(drawn(Lengths(9, 9), 128, 0), rate, 2.0, 0), 200)]
+    times = [s.at for s in itertools.islice(open_loop(draw_requests(Lengths(9, 9), 128, 0), rate, 2.0, 0), 200)]
     assert times == sorted(times)
 
 
@@ -84,22 +84,22 @@ def test_an_open_loop_follows_the_day() -> None:
     [
         ({"prefill": "x"}, "instances: give this deployment"),
         ({"request_rate": None}, "trace: give requests to replay"),
-        ({"seconds": None}, "seconds: drawn requests have no end"),
+        ({"seconds": None}, "seconds: drawn requests never end"),
         ({"warm_up": 60.0}, "warm_up: 60.0 leaves nothing"),
         ({"concurrency": 3}, "concurrency: 3 is for drawn requests"),
-        ({"goodput": ("itl:3",)}, "goodput: itl is not kept"),
+        ({"goodput": ("itl:3",)}, "goodput: itl is not recorded"),
         ({"goodput": ("speed",)}, "goodput 'speed': expected METRIC"),
         ({"request_rate": 0.0}, "request_rate: 0.0 is not above 0"),
         ({"request_rate": float("nan")}, "request_rate: nan is not above 0"),
         ({"trace": "x", "day": True}, "day: a trace has its own times"),
     ],
 )
-def test_options_that_cannot_be(change, message) -> None:
+def test_invalid_options_are_refused(change, message) -> None:
     with pytest.raises(ValueError, match=message):
         SimulateOptions(**{"instances": "x", "request_rate": 1.0, "seconds": 60.0} | change)
 
 
-def test_a_table_is_read_as_it_was_written(tmp_path) -> None:
+def test_a_table_is_read_back(tmp_path) -> None:
     path = tmp_path / "times.json"
     write_times(path, {"x": table("decode")})
     assert read_times(path) == {"x": table("decode")}
@@ -118,7 +118,7 @@ def test_a_table_is_read_as_it_was_written(tmp_path) -> None:
         ({"decode": {"1": [0] * 10}}, "x: decode has no 10 times above 0 for the bucket 1"),
     ],
 )
-def test_tables_that_cannot_be(tmp_path, text, message) -> None:
+def test_invalid_tables_are_refused(tmp_path, text, message) -> None:
     path = tmp_path / "times.json"
     if isinstance(text, dict):
         write_times(path, {"x": table()})

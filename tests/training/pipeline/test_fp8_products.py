@@ -1,4 +1,4 @@
-"""FP8 products under a pipeline: a backward in two halves, over devices that split the experts, is the whole one."""
+"""FP8 products in a pipeline: a split backward over devices with split experts equals the whole one."""
 
 import dataclasses
 from typing import Any
@@ -11,19 +11,19 @@ from pallas_kernels.float8 import E4M3
 from tests.training.pipeline.test_run import random_params
 from training.config import TrainingConfig
 from training.loss import objective, target_counts, training_backend
-from training.pipeline.programs import held_shapes, stage_programs
+from training.pipeline.programs import stage_programs, weight_shapes
 from training.pipeline.ranks import rank_meshes
 from training.pipeline.run import PipelineRunner
 from training.pipeline.schedules import PassKind, RankSize, build
-from training.pipeline.stages import cut, join, take, weights
+from training.pipeline.stages import cut, extract_stage, join, weights
 
 LENGTH = 128
-"""Tokens of a row. So a device's tokens fill tiles of a weight gradient, and those of one device are the same tiles."""
+"""Tokens of a row: a device's tokens fill whole tiles of a weight gradient, the same tiles as on one device."""
 ROWS, MICRO_BATCHES, SIZE = 4, 2, RankSize(experts=2)
 
 
 def test_gradients_of_split_backwards_equal_whole_ones(toy_config: TrainingConfig) -> None:
-    """One device takes the micro-batches one after the other, as tiles are those of a micro-batch's rows."""
+    """One device computes the micro-batches one after the other, as tiles are cut from a micro-batch's rows."""
     smaller: dict[str, Any] = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
     model = dataclasses.replace(toy_config.model, qk_rope_head_dim=16, n_group=1, **smaller)
     changes: dict[str, Any] = {"batch_size": ROWS, "sequence_length": LENGTH, "sequence_balance_weight": 0.0}
@@ -44,14 +44,16 @@ def test_gradients_of_split_backwards_equal_whole_ones(toy_config: TrainingConfi
     (stage,) = cut(model, 1)
     programs = stage_programs(config, 1, ROWS // MICRO_BATCHES, LENGTH, SIZE)
     runner = PipelineRunner(build("ZB1P", 1, MICRO_BATCHES), programs, rank_meshes(jax.devices(), 1, SIZE), 0)
-    executed = runner.run(runner.put([weights(take(params, model, stage), None, config, stage)]), tokens)
+    executed = runner.run(
+        runner.place_weights([weights(extract_stage(params, model, stage), None, config, stage)]), tokens
+    )
     done = [part.kind for event in executed.events for part in event.operation]
     assert done == [PassKind.FORWARD, PassKind.INPUT, PassKind.WEIGHT] * MICRO_BATCHES
     jax.tree.map(assert_close, join([jax.device_get(executed.gradients[0, 0])], model), wanted)
 
     rows = jax.ShapeDtypeStruct((2, LENGTH), np.int32)
     data = rows, jax.ShapeDtypeStruct((1,), np.float32)
-    _, _, saved = jax.eval_shape(programs.stages[0].program_of_forward(), held_shapes(config, stage), rows, data)
+    _, _, saved = jax.eval_shape(programs.stages[0].forward_program(), weight_shapes(config, stage), rows, data)
     kept = sorted(leaf.shape[2] for leaf in saved if leaf.dtype == E4M3)
     assert kept == [16] * 6 + [32] * 3, "a byte per value of what each linear layer and each expert takes"
 

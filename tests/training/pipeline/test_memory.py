@@ -1,11 +1,11 @@
-"""Bytes per device, from shapes: two directions hold two stages, and activations follow the order."""
+"""Memory per device, from shapes."""
 
 from training.config import TrainingConfig
 from training.pipeline.memory import memory_of
 from training.pipeline.schedules import RankSize, build
 
 
-def test_two_directions_hold_the_weights_of_two_stages(toy_config: TrainingConfig) -> None:
+def test_two_directions_keep_the_weights_of_two_stages(toy_config: TrainingConfig) -> None:
     both = memory_of(toy_config, build("DualPipe", 2, 4), 1, RankSize())
     one = memory_of(toy_config, build("1F1B", 2, 4), 1, RankSize())
     for rank in both:

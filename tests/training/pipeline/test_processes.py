@@ -1,4 +1,4 @@
-"""Two processes train together: their step is that of one device, and one device goes on from their checkpoint."""
+"""Two processes train together: their step equals one device's, and one device resumes from their checkpoint."""
 
 import dataclasses
 import json
@@ -37,23 +37,23 @@ meshes = rank_meshes(jax.devices(), 2, RankSize(data=2))
 trainer = PipelineTrainer(config, build("1F1B", 2, 2), meshes)
 state, metrics = trainer.step(trainer.place(state), tokens)
 with Checkpoints(pathlib.Path(directory), config) as checkpoints:
-    checkpoints.save(1, trainer.saved(state))
+    checkpoints.save(1, trainer.saved_state(state))
 embedding = numpy.linalg.norm(processes.whole(state.params[0].ends.embed))
 stops = [processes.any_of(process == "1"), processes.any_of(False)]
-told = {"step": state.step, "stops": stops, "embedding": float(embedding)}
-print(json.dumps({name: float(value) for name, value in metrics.items()} | told))
+results = {"step": state.step, "stops": stops, "embedding": float(embedding)}
+print(json.dumps({name: float(value) for name, value in metrics.items()} | results))
 """
 
 
 def first_state(config: TrainingConfig) -> TrainState:
-    """A state before the first step, in numpy: jax would compile a generator for each shape."""
+    """Returns a state before the first step, in numpy: jax would compile a generator for each shape."""
     shapes = jax.eval_shape(lambda: initial_state(config))
     empty = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
     return dataclasses.replace(empty, params=random_params(config.model, config.init_std))
 
 
 def two_processes(config: TrainingConfig, state: TrainState, directory: Path) -> list[dict]:
-    """What each process says; they begin with `state`."""
+    """Returns the output of each process; they begin with `state`."""
     settings = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     command = [sys.executable, "-c", PROCESS, f"127.0.0.1:{free_port()}"]
     started = [
@@ -78,22 +78,22 @@ def two_processes(config: TrainingConfig, state: TrainState, directory: Path) ->
             process.wait()
 
 
-def test_two_processes_do_what_one_device_does(tmp_path: Path, toy_config: TrainingConfig) -> None:
-    """Without the MTP module, which `test_trainer.py` has: each process would compile its share of both passes."""
+def test_two_processes_make_the_step_of_one_device(tmp_path: Path, toy_config: TrainingConfig) -> None:
+    """Without the MTP module, which `test_trainer.py` covers, to compile less."""
     toy_config = dataclasses.replace(
         toy_config, model=dataclasses.replace(toy_config.model, num_nextn_predict_layers=0, n_group=1, topk_group=1)
     )
     state = first_state(toy_config)
-    told = two_processes(toy_config, state, tmp_path / "checkpoints")
-    assert told[0] == told[1]
-    assert told[0]["step"] == 1
-    assert told[0]["stops"] == [True, False]
+    results = two_processes(toy_config, state, tmp_path / "checkpoints")
+    assert results[0] == results[1]
+    assert results[0]["step"] == 1
+    assert results[0]["stops"] == [True, False]
     alone, wanted = train_step(state, TOKENS, config=toy_config)
     for name, value in wanted.items():
-        np.testing.assert_allclose(told[0][name], value, rtol=1e-6, err_msg=name)
-    np.testing.assert_allclose(told[0]["embedding"], np.linalg.norm(alone.params.embed), rtol=1e-4)
+        np.testing.assert_allclose(results[0][name], value, rtol=1e-6, err_msg=name)
+    np.testing.assert_allclose(results[0]["embedding"], np.linalg.norm(alone.params.embed), rtol=1e-4)
     one = OneDevice(toy_config)
     with Checkpoints(tmp_path / "checkpoints", toy_config) as checkpoints:
         step, saved = checkpoints.restore(one.shapes())
     assert step == 1
-    assert_close_states(one.resumed(saved, step), jax.device_get(alone))
+    assert_close_states(one.restore_state(saved, step), jax.device_get(alone))

@@ -1,4 +1,4 @@
-"""Schedules executed on several devices: the gradients are those of one device, activations those of the table."""
+"""Schedules run on several devices: gradients equal one device's, activations the published table."""
 
 import dataclasses
 from typing import Any
@@ -15,10 +15,10 @@ from training.config import TrainingConfig
 from training.loss import balanced, objective, training_backend
 from training.pipeline.programs import stage_programs
 from training.pipeline.ranks import rank_meshes
-from training.pipeline.run import Executed, PipelineRunner
+from training.pipeline.run import PipelineRunner, StepResult
 from training.pipeline.schedules import PipelineSchedule, RankSize, build, order, text
 from training.pipeline.simulator import activations
-from training.pipeline.stages import cut, join, take, weights
+from training.pipeline.stages import cut, extract_stage, join, weights
 
 ONE = RankSize()
 ROWS = MICRO_BATCHES = 8
@@ -29,7 +29,7 @@ CASES = [("1F1B", 4), ("ZB1P", 4), ("DualPipe", 4), ("DualPipeV", 2)]
 
 @pytest.fixture(scope="module")
 def config(toy_config: TrainingConfig) -> TrainingConfig:
-    """A dense layer for each stage but the last of four, whose layer has experts: few operations to compile."""
+    """Returns a model with a dense layer per stage, and experts in the last of four: few operations to compile."""
     model = dataclasses.replace(
         toy_config.model, num_hidden_layers=4, first_k_dense_replace=3, num_nextn_predict_layers=0, n_group=1
     )
@@ -37,7 +37,7 @@ def config(toy_config: TrainingConfig) -> TrainingConfig:
 
 
 def random_params(model: ModelConfig, std: float = 0.3) -> Params:
-    """Random parameters in numpy: jax would compile a generator for each shape."""
+    """Returns random parameters in numpy: jax would compile a generator for each shape."""
     rng = np.random.default_rng(0)
 
     def draw(spec: ParamSpec) -> np.ndarray:
@@ -55,7 +55,7 @@ def params(config: TrainingConfig) -> Params:
 
 @pytest.fixture(scope="module")
 def tokens(config: TrainingConfig) -> np.ndarray:
-    """Rows of different lengths: micro-batches have different numbers of targets."""
+    """Returns rows of different lengths, so that micro-batches have different numbers of targets."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(10, config.model.vocab_size, (ROWS, LENGTH)).astype(np.int32)
     tokens[1::2, 5:] = 2  # padding
@@ -64,7 +64,7 @@ def tokens(config: TrainingConfig) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def whole(config: TrainingConfig, params: Params, tokens: np.ndarray) -> tuple[Params, dict[str, Any]]:
-    """Gradient and report of the batch on one device."""
+    """Returns gradient and report of the batch on one device."""
 
     def loss(params: Params) -> Any:
         experts = balanced(LOCAL_EXPERTS, config, ROWS)
@@ -76,19 +76,19 @@ def whole(config: TrainingConfig, params: Params, tokens: np.ndarray) -> tuple[P
 
 def execute(
     schedule: PipelineSchedule, config: TrainingConfig, params: Params, tokens: np.ndarray, size: RankSize = ONE
-) -> Executed:
+) -> StepResult:
     # All ranks share their devices, and so the compiled programs of a stage. What a rank does on devices of its own,
     # test_trainer.py has.
     meshes = rank_meshes(jax.devices(), 1, size) * schedule.ranks
     programs = stage_programs(config, schedule.stages, ROWS // schedule.micro_batches, LENGTH, size)
     runner = PipelineRunner(schedule, programs, meshes, 0)
     stages = cut(config.model, schedule.stages)
-    held = [weights(take(params, config.model, stage), None, config, stage) for stage in stages]
-    return runner.run(runner.put(held), tokens)
+    held = [weights(extract_stage(params, config.model, stage), None, config, stage) for stage in stages]
+    return runner.run(runner.place_weights(held), tokens)
 
 
-def gradient(executed: Executed, config: TrainingConfig, stages: int) -> Params:
-    """Sums what the ranks have, on the host."""
+def gradient(executed: StepResult, config: TrainingConfig, stages: int) -> Params:
+    """Sums the ranks' gradients on the host."""
     sums: list[Any] = [None] * stages
     for (_, stage), part in jax.device_get(dict(executed.gradients)).items():
         sums[stage] = part if sums[stage] is None else jax.tree.map(np.add, sums[stage], part)

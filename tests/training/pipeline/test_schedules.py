@@ -1,4 +1,4 @@
-"""Pipeline schedules: equal to the published ones operation by operation, and right for every other size."""
+"""Pipeline schedules: equal to the published ones operation by operation, and correct for all other sizes."""
 
 import dataclasses
 import json
@@ -49,7 +49,7 @@ def test_orders_equal_the_published_ones(case: dict) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(schedules())
-def test_every_size_has_the_bubble_and_the_activations_of_the_formulas(schedule: PipelineSchedule) -> None:
+def test_bubble_and_activations_follow_the_formulas_for_every_size(schedule: PipelineSchedule) -> None:
     timeline = simulate(schedule)
     assert timeline.bubbles() == [bubble(schedule)] * schedule.ranks
     assert max(timeline.in_flight()) == activations(schedule) <= schedule.stages + 1
@@ -57,8 +57,8 @@ def test_every_size_has_the_bubble_and_the_activations_of_the_formulas(schedule:
 
 @settings(deadline=None, max_examples=50)
 @given(schedules(), durations)
-def test_nothing_starts_before_what_it_needs(schedule: PipelineSchedule, durations: Durations) -> None:
-    """The events' own times say it, without the simulator's bookkeeping: a chunk's way through the stages."""
+def test_operations_start_after_their_inputs(schedule: PipelineSchedule, durations: Durations) -> None:
+    """Checks the times of the events, without the simulator's bookkeeping."""
     ended: dict[tuple[str, int, int], float] = {}
     last: dict[int, float] = {}
     for event in simulate(schedule, durations).events:
@@ -82,7 +82,7 @@ def test_formula_of_1f1b_holds_for_all_durations(schedule: PipelineSchedule, dur
     assert simulate(schedule, durations).bubbles() == [bubble(schedule, durations)] * schedule.ranks
 
 
-def test_written_orders_of_the_two_simple_schedules() -> None:
+def test_orders_of_the_two_simple_schedules() -> None:
     assert order("1F1B", 2, 3) == [
         ["F0.0", "F0.1", "B0.0", "F0.2", "B0.1", "B0.2"],
         ["F0.0", "B0.0", "F0.1", "B0.1", "F0.2", "B0.2"],
@@ -96,7 +96,7 @@ def test_written_orders_of_the_two_simple_schedules() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("GPipe", 2, 4), "no pipeline schedule is called 'GPipe'; known are 1F1B, ZB1P, DualPipe, DualPipeV"),
+        (("GPipe", 2, 4), "unknown pipeline schedule 'GPipe'; known are 1F1B, ZB1P, DualPipe, DualPipeV"),
         (("1F1B", 0, 4), "at least one rank, got 0"),
         (("ZB1P", 4, 3), "ZB1P over 4 ranks needs at least 4 micro-batches, got 3"),
         (("DualPipe", 3, 12), "even number of ranks, got 3"),
@@ -104,12 +104,12 @@ def test_written_orders_of_the_two_simple_schedules() -> None:
         (("DualPipeV", 4, 7), "DualPipeV over 4 ranks needs at least 8 micro-batches, got 7"),
     ],
 )
-def test_sizes_that_a_schedule_cannot_take_are_refused(arguments: tuple[str, int, int], message: str) -> None:
+def test_unsupported_sizes_are_refused(arguments: tuple[str, int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(*arguments)
 
 
-def test_an_order_that_waits_for_ever_is_found() -> None:
+def test_a_deadlock_is_found() -> None:
     schedule = build("1F1B", 2, 2)
     (first, *others), last = schedule.orders
     turned = dataclasses.replace(schedule, orders=((others[1], others[0], first, *others[2:]), last))
@@ -117,7 +117,7 @@ def test_an_order_that_waits_for_ever_is_found() -> None:
         simulate(turned)
 
 
-def test_an_operation_that_is_missing_or_doubled_is_found() -> None:
+def test_missing_and_repeated_operations_are_found() -> None:
     schedule = build("ZB1P", 2, 2)
     first, last = schedule.orders
     with pytest.raises(ScheduleError, match="ZB1P: W of micro-batch 1 in stage 1 appears 0 times, not once"):

@@ -1,4 +1,4 @@
-"""The gradient in three programs: equal to `jax.vjp`, and no product in two of them."""
+"""The gradient in three programs: equal to `jax.vjp`, without repeated products."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def products(function: Any, *arguments: Any) -> int:
     return jax.jit(function).lower(*arguments).compile().as_text().count(" dot(")
 
 
-def assert_split_right(function: Any, params: Any, x: Any, data: Any = ()) -> None:
+def assert_split_equals_vjp(function: Any, params: Any, x: Any, data: Any = ()) -> None:
     def only_y(params: Any, x: Any) -> Any:
         return function(params, x, data)[0]
 
@@ -47,7 +47,7 @@ def assert_split_right(function: Any, params: Any, x: Any, data: Any = ()) -> No
     )
 
 
-def test_an_mlp_takes_two_products_in_each_program() -> None:
+def test_an_mlp_has_two_products_in_each_program() -> None:
     params = weights((8, 16), (16, 8))
     parts = split(mlp, params, X, 7)
     y, extra, saved = parts.forward(params, X, 7)
@@ -60,11 +60,11 @@ def test_an_mlp_takes_two_products_in_each_program() -> None:
     assert products(whole, params, saved, y) == 3  # without dx: what a program for W alone would compute again
     assert extra == 7
     assert dx.shape == X.shape
-    assert_split_right(mlp, params, X)
+    assert_split_equals_vjp(mlp, params, X)
 
 
-def test_saved_values_hold_no_weights() -> None:
-    """A slice or a cast of a parameter is taken again, not kept per micro-batch."""
+def test_saved_values_contain_no_weights() -> None:
+    """A slice or a cast of a parameter is repeated, not kept per micro-batch."""
     stack = weights((2, 8, 24))[0]
 
     def layer(params: Any, x: Any, data: Any) -> tuple[jax.Array, Any]:
@@ -74,11 +74,11 @@ def test_saved_values_hold_no_weights() -> None:
     parts = split(layer, stack, X, ())
     _, _, saved = parts.forward(stack, X, ())
     assert {value.shape for value in saved} == {(3, 8), (3, 24)}
-    assert_split_right(layer, stack, X)
+    assert_split_equals_vjp(layer, stack, X)
 
 
 def test_a_product_of_weights_is_computed_once() -> None:
-    """It follows from the parameters alone, but it costs too much to be taken again in each program."""
+    """It follows from the parameters alone, but is too expensive to repeat in each program."""
 
     def layer(params: Any, x: Any, data: Any) -> tuple[jax.Array, Any]:
         return x @ (params[0] @ params[1]), None
@@ -90,7 +90,7 @@ def test_a_product_of_weights_is_computed_once() -> None:
     assert products(parts.forward, params, X, ()) == 2
     assert products(parts.input_gradient, params, saved, y) == 1
     assert products(parts.weight_gradient, params, parts.keep(saved, made)) == 3
-    assert_split_right(layer, params, X)
+    assert_split_equals_vjp(layer, params, X)
 
 
 def branching(params: Any, x: Any, data: Any) -> tuple[Any, Any]:
@@ -122,5 +122,5 @@ def masked(params: Any, x: Any, data: Any) -> tuple[Any, Any]:
     ],
     ids=["branching", "looping", "choosing", "masked", "identity", "constant"],
 )
-def test_any_function_is_cut_right(function: Any, params: Any, x: Any, data: Any) -> None:
-    assert_split_right(function, params, x, data)
+def test_any_function_is_split_correctly(function: Any, params: Any, x: Any, data: Any) -> None:
+    assert_split_equals_vjp(function, params, x, data)

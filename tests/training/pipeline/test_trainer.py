@@ -1,4 +1,4 @@
-"""Training over a pipeline: a step is that of one device, and a run stops, resumes and changes its mesh."""
+"""Training over a pipeline: a step equals one device's, and a run stops, resumes and changes its mesh."""
 
 import os
 import shutil
@@ -42,25 +42,25 @@ def assert_same_bits(got: Any, wanted: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, leaves(got), leaves(wanted))
 
 
-def test_a_step_does_what_one_device_does(tmp_path: Path, toy_config: TrainingConfig, trainer: PipelineTrainer) -> None:
-    """Meanwhile a thread writes the state before the step, whose arrays the step overwrites."""
+def test_a_step_equals_that_of_one_device(tmp_path: Path, toy_config: TrainingConfig, trainer: PipelineTrainer) -> None:
+    """Meanwhile a thread writes the previous state, whose arrays the step overwrites."""
     state = initial_state(toy_config)
     before = jax.device_get(state)
     placed = trainer.place(state)
     with Checkpoints(tmp_path, toy_config) as checkpoints:
-        checkpoints.save(0, trainer.saved(placed))
+        checkpoints.save(0, trainer.saved_state(placed))
         placed, metrics = trainer.step(placed, TOKENS)
         checkpoints.wait()
         # On the mesh that wrote it, on one device, and on two that split the experts of all layers.
         folded = PipelineTrainer(toy_config, build("DualPipeV", 1, 2), rank_meshes(jax.devices(), 1, HALVES))
         for other in (trainer, loop.OneDevice(toy_config), folded):
             step, saved = checkpoints.restore(other.shapes())
-            assert_same_bits(other.whole(other.resumed(saved, step)), before)
+            assert_same_bits(other.on_one_device(other.restore_state(saved, step)), before)
     alone, wanted = train_step(initial_state(toy_config), TOKENS, config=toy_config)
     assert metrics.keys() == wanted.keys()
     for name, value in wanted.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-6, err_msg=name)
-    assert_close_states(trainer.whole(placed), alone)
+    assert_close_states(trainer.on_one_device(placed), alone)
 
 
 def assert_close_states(got: TrainState, wanted: TrainState) -> None:
@@ -78,7 +78,7 @@ def assert_close_states(got: TrainState, wanted: TrainState) -> None:
         np.testing.assert_array_equal(leaves(got.params)[name], moved)
 
 
-def test_parts_lie_on_their_owners_and_join_to_the_same_bits(
+def test_parts_are_on_their_owners_and_join_to_the_same_bits(
     toy_config: TrainingConfig, trainer: PipelineTrainer
 ) -> None:
     state = initial_state(toy_config)
@@ -91,7 +91,7 @@ def test_parts_lie_on_their_owners_and_join_to_the_same_bits(
         assert sum(leaf.addressable_shards[0].data.nbytes for leaf in own if leaf.ndim) == plan.optimizer
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves((wanted.params, wanted.optimizer)))
     assert sum(plan.optimizer for plan in planned) < 0.52 * whole, "a device keeps half of what its team shares"
-    assert_same_bits(trainer.whole(placed), wanted)
+    assert_same_bits(trainer.on_one_device(placed), wanted)
 
 
 @pytest.mark.usefixtures("library")
@@ -138,5 +138,5 @@ def test_what_does_not_fit_is_refused(toy_config: TrainingConfig) -> None:
         over(4, RankSize(), build("1F1B", 4, 4))
     with pytest.raises(ValueError, match="the 4 devices of a rank must divide the 2 rows of a micro-batch"):
         over(2, RankSize(data=4), build("1F1B", 2, 2))
-    with pytest.raises(ValueError, match="2 ranks of 8 devices need 16 in each process, not 8"):
+    with pytest.raises(ValueError, match="2 ranks of 8 devices need 16 devices in each process, but one has 8"):
         over(2, RankSize(2, 4), build("1F1B", 2, 2))

@@ -92,7 +92,7 @@ def running(
 ) -> Iterator[Instance]:
     """The toy served by `num_processes` processes with options `engine`, `cluster`; `more` goes to followers' scripts.
 
-    The first failure ends it, unless it is `supervised`: then the returned processes are those of supervisors. Ranks
+    The first failure ends it, unless it is `supervised`: then the returned processes are those of supervisors. Where
     `engine` has a transfer_key_file, each process serves its pages to others. One that `spells` has letters for its
     tokens, so that it takes grammars. Followers reach a leader that is `relayed` over a link that can be cut.
     """

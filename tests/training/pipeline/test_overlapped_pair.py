@@ -1,4 +1,4 @@
-"""What XLA really schedules of an overlapped pair, compiled for eight H200s without one.
+"""XLA's schedule of an overlapped forward/backward pair, compiled for eight H200s.
 
 The stage is one MoE layer in the middle of a pipeline, at a width of 256, in bfloat16; eight devices split 16 experts.
 Counted are matrix products, and loops over the tiles of experts.
@@ -113,8 +113,8 @@ def _part(instruction: hlo.Instruction) -> str:
     return next((word for word in reversed(re.findall(r"\w+", instruction.op_name)) if word in LABELS), "other")
 
 
-def test_each_transfer_stands_beside_matrix_work_of_the_other_direction() -> None:
-    """A layer dispatches rows, ids and weights and combines sums; its backward has two gradients of these to send."""
+def test_each_transfer_overlaps_matrix_work_of_the_other_direction() -> None:
+    """A layer dispatches rows, ids and weights and combines sums; its backward sends the gradients of two."""
     combine_b, dispatch_f = ("all-gather", "backward", {"forward"}), ("all-gather", "forward", {"backward"})
     dispatch_b, combine_f = ("reduce-scatter", "backward", {"forward"}), ("reduce-scatter", "forward", {"backward"})
     found = [(beside.kind, beside.direction, beside.directions) for beside in transfers(compile_pair())]

@@ -1,4 +1,4 @@
-"""Models and deployments that a command line names: published ones, a model's directory, a file of one's own."""
+"""Models and deployments by name, for command lines: published ones, model directories and deployment files."""
 
 import importlib
 from pathlib import Path
@@ -29,7 +29,7 @@ MODELS = {
 
 
 def model(name: str) -> "ModelConfig":
-    """Returns a model by its name or directory; raises UsageError where there is none."""
+    """Returns a model's configuration by its name or directory; raises UsageError if there is none."""
     if name in MODELS:
         return getattr(importlib.import_module(f"configs.{name}"), MODELS[name])
     from dsv3.config.hugging_face import ConfigError, has_config, load_config
@@ -43,7 +43,7 @@ def model(name: str) -> "ModelConfig":
 
 
 def deployment(name: str) -> "Deployment":
-    """Returns a deployment by its name or file; raises UsageError where there is none."""
+    """Returns a deployment by its name or file; raises UsageError if there is none."""
     from configs.deployments import DEPLOYMENTS, DEVICES
     from tools.plan.deployment import DeploymentError, read_deployment
 

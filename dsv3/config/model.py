@@ -93,6 +93,53 @@ class IndexerConfig:
     shared_layers: tuple[int, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class CompressedAttention:
+    """Attention to a window and to compressed entries (DeepSeek-V4, arXiv:2606.19348): one latent is key and value.
+
+    A query of any layer sees the last `window` tokens, itself included. Layer i also sees an entry per `ratios[i]`
+    earlier tokens; 0: none. Entries of `sparse_ratio` are made of two windows each, and `indexer` chooses among them;
+    of another ratio all are seen. Layers with entries rotate by `rope_theta` and `yarn`, the others by the model's own
+    `rope_theta`. The heads' output goes through `output_groups` products of width `output_rank` before the last one.
+    """
+
+    ratios: tuple[int, ...]
+    sparse_ratio: int
+    window: int
+    indexer: IndexerConfig
+    rope_theta: float
+    yarn: YarnConfig | None
+    output_groups: int
+    output_rank: int
+
+
+@dataclasses.dataclass(frozen=True)
+class HyperConnections:
+    """Several residual streams, mixed around every block (arXiv:2512.24880): `streams` of them.
+
+    What goes from stream to stream is made doubly stochastic in `sinkhorn_iterations`, with `eps` in its quotients.
+    """
+
+    streams: int
+    sinkhorn_iterations: int
+    eps: float
+
+
+@dataclasses.dataclass(frozen=True)
+class DSparkConfig:
+    """Drafts of a whole block in one pass (DSpark, in DeepSeek-V4's final checkpoints).
+
+    `stages` layers read the mean streams behind `target_layers` and propose `block_size` tokens, from placeholders
+    `noise_token_id`; a correction of rank `markov_rank` makes each depend on the one before it.
+    """
+
+    stages: int
+    block_size: int
+    noise_token_id: int
+    target_layers: tuple[int, ...]
+    markov_rank: int
+
+
 class LayerGroup(NamedTuple):
     """Consecutive decoder layers that are alike: `depth` of them, from layer `first` on, which is a cache layer too.
 
@@ -113,7 +160,13 @@ class ModelConfig:
     bias-corrected scores (V3). `latent_norm_eps` is the epsilon of the two latent norms, 1e-6 in every published
     model whatever `rms_norm_eps` says. `post_moe_norm` says that what the experts of a layer give together, the shared
     one included, is normed before it is added (A.X-K1). `int4_experts` says that the checkpoint holds its routed
-    experts, and nothing else, as INT4 with a scale per 32 columns (Kimi-K2-Thinking).
+    experts, and nothing else, as INT4 with a scale per 32 columns (Kimi-K2-Thinking), `fp4_experts` as e2m1 with an
+    e8m0 scale per 32 columns (DeepSeek-V4).
+
+    DeepSeek-V4 has `compressed` attention and `hyper_connections`. Its latent, key and value in one, has
+    `kv_lora_rank` values that are not rotated and `qk_rope_head_dim` that are. In its first `num_hash_layers` layers a
+    token's id says which experts take it. `swiglu_limit` bounds what SwiGLU multiplies. `dspark` describes what a
+    checkpoint may hold in place of MTP modules.
 
     `family` is the `model_type` of the file that a configuration was read from. It says nothing about what is computed,
     so it takes no part in comparisons.
@@ -136,7 +189,7 @@ class ModelConfig:
     n_group: int = 1
     topk_group: int = 1
     topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] = "noaux_tc"
-    scoring_func: Literal["sigmoid", "softmax"] = "sigmoid"
+    scoring_func: Literal["sigmoid", "softmax", "sqrtsoftplus"] = "sigmoid"
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
     first_k_dense_replace: int = 1
@@ -154,6 +207,12 @@ class ModelConfig:
     query_scaling: QueryScaling | None = None
     post_moe_norm: bool = False
     indexer: IndexerConfig | None = None
+    compressed: CompressedAttention | None = None
+    hyper_connections: HyperConnections | None = None
+    num_hash_layers: int = 0
+    swiglu_limit: float | None = None
+    fp4_experts: bool = False
+    dspark: DSparkConfig | None = None
     family: str | None = dataclasses.field(default=None, compare=False)
 
     @property

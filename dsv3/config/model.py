@@ -18,6 +18,9 @@ FP8 = "fp8"
 LATENTS, INDEX_KEYS = "latents", "index_keys"
 """Names of the cache groups of MLA and of its indexer."""
 
+SPARSE_ENTRIES, HEAVY_ENTRIES = "sparse_entries", "heavy_entries"
+"""Names of the cache groups of compressed entries: those that an indexer chooses among, and those that all are seen."""
+
 
 @dataclasses.dataclass(frozen=True)
 class CacheGroup:
@@ -40,6 +43,16 @@ def cache_row(cache_dtype: str, values: int, rotated: int = 0) -> tuple[int, str
     """
     if cache_dtype == FP8:
         return values + 4 * -(-values // 128) + 2 * rotated, "uint8"
+    return values + rotated, cache_dtype
+
+
+def entry_row(cache_dtype: str, values: int, rotated: int) -> tuple[int, str]:
+    """Returns width and dtype of a compressed entry, or of a latent of the window beside it: 584 bytes in FP8.
+
+    FP8 rows have an e8m0 scale per 64 values, padded to whole 8 bytes, as FlashMLA has them; see `cache_row`.
+    """
+    if cache_dtype == FP8:
+        return values + 8 * -(-values // 512) + 2 * rotated, "uint8"
     return values + rotated, cache_dtype
 
 
@@ -217,8 +230,8 @@ class ModelConfig:
 
     @property
     def page_size(self) -> int:
-        """Tokens that a page of the cache covers, in all layers."""
-        return PAGE_SIZE
+        """Tokens that a page of the cache covers, in all layers: 64, or those of 64 entries to choose among."""
+        return PAGE_SIZE * (1 if self.compressed is None else self.compressed.sparse_ratio)
 
     @property
     def qk_head_dim(self) -> int:
@@ -263,12 +276,29 @@ class ModelConfig:
 
         Everything about the cache follows from them and from `page_size` (`dsv3.kv_cache.layout`). Their order is that
         of the bytes in a page's value, which tiers keep and instances send.
+
+        In compressed attention these are the entries and index keys. The window, and what compressors need of the last
+        tokens, grow with requests and not with tokens.
         """
+        if self.compressed is not None:
+            return self._entry_groups(self.compressed, cache_dtype)
         row = cache_row(cache_dtype, self.kv_lora_rank, self.qk_rope_head_dim)
         latents = CacheGroup(LATENTS, tuple(range(self.num_cache_layers)), *row)
         if self.indexer is None:
             return (latents,)
         return latents, CacheGroup(INDEX_KEYS, self.index_layers, *cache_row(cache_dtype, self.indexer.head_dim))
+
+    def _entry_groups(self, compressed: CompressedAttention, cache_dtype: str) -> tuple[CacheGroup, ...]:
+        row = entry_row(cache_dtype, self.kv_lora_rank, self.qk_rope_head_dim)
+        keys = cache_row(cache_dtype, compressed.indexer.head_dim)
+        sparse = tuple(i for i, ratio in enumerate(compressed.ratios) if ratio == compressed.sparse_ratio)
+        heavy = tuple(i for i, ratio in enumerate(compressed.ratios) if ratio and i not in sparse)
+        groups = (
+            CacheGroup(SPARSE_ENTRIES, sparse, *row, compressed.sparse_ratio),
+            CacheGroup(INDEX_KEYS, sparse, *keys, compressed.sparse_ratio),
+            CacheGroup(HEAVY_ENTRIES, heavy, *row, compressed.ratios[heavy[0]] if heavy else 1),
+        )
+        return tuple(group for group in groups if group.layers)
 
     @property
     def index_topk(self) -> int:

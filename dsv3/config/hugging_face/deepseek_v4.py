@@ -232,6 +232,8 @@ def _modules(fields: Fields, beyond: int, dspark: DSparkConfig | None) -> int:
 def _check_consistent(fields: Fields, cfg: ModelConfig) -> None:
     compressed, count = cfg.compressed, cfg.num_hidden_layers
     assert compressed is not None
+    if any(cfg.page_size % ratio for ratio in compressed.ratios if ratio):
+        raise fields.fail("compress_rates", f"divisors of {cfg.page_size}, the tokens that 64 sparse entries stand for")
     if cfg.num_attention_heads % compressed.output_groups:
         raise fields.fail("o_groups", f"a divisor of num_attention_heads, {cfg.num_attention_heads}")
     if compressed.indexer.head_dim < cfg.qk_rope_head_dim:

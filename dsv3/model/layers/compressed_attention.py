@@ -162,7 +162,8 @@ def complete(ratio: int, queries: jax.Array) -> jax.Array:
 def index_scores(q: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array:
     """Returns float32 `[B, T, W]`: how much entries with `keys` `[B, W, Y]` matter to `q` `[B, T, Hi, Y]`."""
     products = jnp.einsum("bthy,bwy->bthw", q, keys, preferred_element_type=jnp.float32, precision="highest")
-    return jnp.einsum("bth,bthw->btw", weights, jax.nn.relu(products), precision="highest")
+    sums = jnp.einsum("bth,bthw->btw", weights, jax.nn.relu(products), precision="highest")
+    return lax.stop_gradient(jnp.where(sums == 0, 0.0, sums))  # of zeros with two signs the first one must win
 
 
 @jax.named_scope("attend")

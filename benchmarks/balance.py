@@ -31,7 +31,7 @@ from dsv3.engine.job import EngineView, Planned
 from dsv3.engine.jobs.decode import DecodePlanner
 from dsv3.engine.jobs.prefill import PrefillPlanner
 from dsv3.engine.jobs.sample import ForwardResults
-from dsv3.kv_cache.keys import Key
+from dsv3.kv_cache.page_keys import Key
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.balance import Balancer
 from dsv3.scheduler.cost import keys_per_token

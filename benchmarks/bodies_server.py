@@ -16,7 +16,7 @@ import uvloop
 
 from dsv3.config.options import EngineOptions
 from dsv3.server.config import ServerConfig
-from dsv3.server.http.server import bind, serve
+from dsv3.server.http.api_server import bind, serve
 
 _TURN_S = 0.0005
 

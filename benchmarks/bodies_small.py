@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 from dsv3.scheduler.request import RequestRules
-from dsv3.server.answers.kinds import KINDS
-from dsv3.server.answers.service import Service
 from dsv3.server.config import ServerConfig
 from dsv3.server.engine.client import EngineClient
 from dsv3.server.engine.messages import EngineInfo
+from dsv3.server.serving.handlers import KINDS
+from dsv3.server.serving.service import Service
 from dsv3.text.tokenizer import Tokenizer
 
 _BLOCKS, _COUNT = 20, 500

@@ -15,11 +15,11 @@ from pathlib import Path
 import psutil
 
 import dsv3
-from dsv3.server.answers.prompts import RequestTools, chat_prompt
-from dsv3.server.answers.reading import read
-from dsv3.server.answers.schema import ChatRequest
-from dsv3.server.answers.service import Service
 from dsv3.server.config import ServerConfig
+from dsv3.server.protocol.openai import ChatRequest
+from dsv3.server.serving.prompts import RequestTools, chat_prompt
+from dsv3.server.serving.request_parsing import read
+from dsv3.server.serving.service import Service
 from dsv3.server.templates import TemplatePool
 from dsv3.text.tokenizer import Tokenizer
 

@@ -40,10 +40,10 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from dsv3.engine.cluster.channel import Channel, ChannelError
-from dsv3.engine.cluster.lead import _SWITCH_INTERVAL_S
+from dsv3.engine.cluster.leader_engine import _SWITCH_INTERVAL_S
 from dsv3.engine.cluster.wire import WireError, accept, connect
 from dsv3.processes.certificates import credentials_of
-from dsv3.processes.strangers import listen
+from dsv3.processes.unauthenticated import listen
 
 KEY = b"0123456789abcdef0123456789abcdef"
 _STEP = struct.Struct("<qd")  # number of the step, when its first message was sent; -1 is the end

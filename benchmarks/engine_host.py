@@ -35,16 +35,16 @@ from jax.sharding import AbstractMesh
 from dsv3.config.engine import EngineConfig
 from dsv3.config.model import ModelConfig
 from dsv3.engine.cluster import messages
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import StepFunctions
 from dsv3.engine.job import StepCommand
 from dsv3.engine.jobs.sample import ForwardResults
-from dsv3.engine.parts import Parts
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.processes import frames
 from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.batch_slots import NOTHING
 from dsv3.scheduler.request import EngineRequest
-from dsv3.scheduler.slots import NOTHING
 from dsv3.server.engine.messages import Outputs
 
 VOCAB = 256
@@ -92,7 +92,7 @@ def make_engine(running: int, max_model_len: int, ranks: int = 1) -> Engine:
         num_ranks=ranks,
     )
     params = [jnp.zeros(8) for _ in range(40)]
-    return Engine(Parts.on_devices(StepFunctions(_prefill, _decode, _logits), params, cfg, limits))
+    return Engine(EngineComponents.on_devices(StepFunctions(_prefill, _decode, _logits), params, cfg, limits))
 
 
 def measure(running: int, steps: int, ranks: int = 1) -> dict[str, float]:
@@ -169,7 +169,7 @@ class Unit:
         mesh = AbstractMesh((nodes, ranks // nodes, 1), ("node", "gpu", "tensor"))
         functions = StepFunctions(_prefill, _decode, _logits)
         self.executor = UnitExecutor(cfg)
-        self._engine = Engine(Parts(functions, None, model_config(), cfg, mesh), self.executor)  # type: ignore[arg-type]
+        self._engine = Engine(EngineComponents(functions, None, model_config(), cfg, mesh), self.executor)  # type: ignore[arg-type]
         self._lengths, self._ids = itertools.cycle(range(64, 1024)), itertools.count()
         while self._engine.scheduler.slots.decoding.sum() < self._running:
             self._arrive()

@@ -105,8 +105,8 @@ def run_layer(mesh: jax.sharding.Mesh, transport: Transport, done: Work, inputs:
         device, layer = jax.lax.axis_index(DEVICES), ExpertLayer(params, 0, Numerics())
 
         def local(rows: TokenRows) -> tuple[jax.Array, None]:
-            y, tally = experts.moe(rows.payload, Routing(rows.ids, rows.weights), layer)
-            jax.debug.callback(done.add, device, (rows.ids >= 0).any(axis=1).sum(), tally.counts)
+            y, router_stats = experts.moe(rows.payload, Routing(rows.ids, rows.weights), layer)
+            jax.debug.callback(done.add, device, (rows.ids >= 0).any(axis=1).sum(), router_stats.counts)
             return y, None
 
         return transport.finish(transport.start(TokenRows(x, ids, topk), local))[0]

@@ -90,7 +90,7 @@ def _run(server: subprocess.Popen[str], settings: dict) -> int:
 
 def _fronts(server: subprocess.Popen[str]) -> list[psutil.Process]:
     first = psutil.Process(server.pid)
-    return [first, *(child for child in first.children() if "dsv3.server.http.front" in child.cmdline())]
+    return [first, *(child for child in first.children() if "dsv3.server.http.api_server_child" in child.cmdline())]
 
 
 def _processor_s(processes: list[psutil.Process]) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from dsv3.engine.look import Look, StepLog
+from dsv3.engine.step_log import EngineSnapshot, StepLog
 from dsv3.scheduler.request import EngineOutput, RequestRules, StepOutputs, Tokens
 from dsv3.server.engine.messages import EngineInfo
 
@@ -95,8 +95,8 @@ class EmptyEngine:
             "host_time_counts": self._host_times,
         }
 
-    def look(self) -> Look:
-        return Look(self.log.look(), None)
+    def snapshot(self) -> EngineSnapshot:
+        return EngineSnapshot(self.log.snapshot(), None)
 
     def _keep(self, live: np.ndarray) -> None:
         if not live.all():

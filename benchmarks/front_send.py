@@ -11,7 +11,7 @@ from absl import flags as absl_flags
 
 from dsv3.processes import frames
 from dsv3.scheduler.request import StepOutputs, Tokens, first_id
-from dsv3.server.engine.fronts import split
+from dsv3.server.engine.api_servers import split
 from dsv3.server.engine.messages import Outputs
 from launch import flags
 

@@ -10,7 +10,7 @@ from benchmarks.http_servers import install
 from dsv3.config.options import EngineOptions
 from dsv3.config.server_options import ServerOptions
 from dsv3.server.config import ServerConfig
-from dsv3.server.http.server import bind, serve
+from dsv3.server.http.api_server import bind, serve
 
 
 def main(settings: dict) -> int:

@@ -28,9 +28,9 @@ import uvloop
 
 from dsv3.server.config import Deadlines
 from dsv3.server.http import serving
+from dsv3.server.http.api_server import bind
 from dsv3.server.http.exchange import ADMIT, REQUEST_ID, WRITER
-from dsv3.server.http.listening import ConnectionLimit
-from dsv3.server.http.server import bind
+from dsv3.server.http.http_server import ConnectionLimit
 
 OWN = "own"
 OTHERS = {"uvicorn-httptools": "uvicorn", "uvicorn-h11": "uvicorn", "hypercorn": "hypercorn", "granian": "granian"}

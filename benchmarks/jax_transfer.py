@@ -26,13 +26,13 @@ SECRET = b"benchmark " * 4
 
 def our_server(pages: int) -> None:
     """Serves pages until standard input ends; prints where, and processor seconds for each line that it reads."""
-    from dsv3.kv_cache.tiers.arena import Arena, arena_bytes
+    from dsv3.kv_cache.tiers.host_pool import HostPool, host_pool_bytes
     from dsv3.kv_cache.transfer.server import PageServer
 
-    arena = Arena(np.zeros(arena_bytes(pages, PAGE_BYTES), np.uint8), PAGE_BYTES, pages)
+    host_pool = HostPool(np.zeros(host_pool_bytes(pages, PAGE_BYTES), np.uint8), PAGE_BYTES, pages)
     for i in range(pages):
-        arena.put(_key(i), np.full(PAGE_BYTES, i % 256, np.uint8))
-    server = PageServer("127.0.0.1", 0, SECRET, _hello(), arena)
+        host_pool.put(_key(i), np.full(PAGE_BYTES, i % 256, np.uint8))
+    server = PageServer("127.0.0.1", 0, SECRET, _hello(), host_pool)
     print("{}:{}".format(*server.address), flush=True)
     for _ in sys.stdin:
         print(time.process_time(), flush=True)

@@ -34,12 +34,12 @@ from dsv3.config.engine import EngineConfig
 from dsv3.config.model import ModelConfig
 from dsv3.config.options import EngineOptions
 from dsv3.engine.build import build_engine, bundled_model
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import model_functions
-from dsv3.engine.parts import Parts
-from dsv3.kv_cache.keys import ALIGNMENT, aligned, read_header
-from dsv3.kv_cache.tiers import arena as host_memory
-from dsv3.kv_cache.tiers.arena import Arena, SharedMemory, arena_bytes
+from dsv3.kv_cache.page_keys import ALIGNMENT, aligned, read_header
+from dsv3.kv_cache.tiers import host_pool as host_memory
+from dsv3.kv_cache.tiers.host_pool import HostPool, SharedMemory, host_pool_bytes
 from dsv3.kv_cache.tiers.store import Directory, Objects
 from dsv3.kv_cache.tiers.tiers import Tiers
 from dsv3.model.params import initialize
@@ -98,7 +98,7 @@ def _ttft(folder: Path, rounds: int) -> None:
     _compare("bundled", build_engine(bundled_model(), options, progress=False), 1900, rounds)
     limits = EngineConfig(8192, 128, max_num_seqs=4, max_num_batched_tokens=1024, identity="random", **tiers)
     params = initialize(LONG, jax.random.key(0), jnp.float32)
-    _compare("random", Engine(Parts.on_devices(model_functions(), params, LONG, limits)), 7900, rounds)
+    _compare("random", Engine(EngineComponents.on_devices(model_functions(), params, LONG, limits)), 7900, rounds)
 
 
 def _compare(name: str, engine: Engine, length: int, rounds: int) -> None:
@@ -153,7 +153,7 @@ class Bench:
     values: np.ndarray
     out: np.ndarray
     directory: Directory
-    arena: Arena
+    host_pool: HostPool
     objects: Objects
     tiers: Tiers
     pool: ThreadPoolExecutor
@@ -215,24 +215,24 @@ def _bench(folder: Path, count: int) -> Iterator[Bench]:
     keys = [i.to_bytes(32, "big") for i in range(count)]
     values = _memory(count)
     values[:] = np.random.default_rng(0).integers(0, 256, values.shape, np.uint8)
-    memory = SharedMemory("bench", arena_bytes(count, VALUE_BYTES))
+    memory = SharedMemory("bench", host_pool_bytes(count, VALUE_BYTES))
     memory.array[:] = 0
     objects = Objects(f"file://{folder}/objects/", VALUE_BYTES)
     directory = Directory(folder / "directory", VALUE_BYTES, 2**40)
-    arena = Arena(memory.array, VALUE_BYTES, count)
+    host_pool = HostPool(memory.array, VALUE_BYTES, count)
     directory.put(keys, values)
     objects.put(keys, values)
     with ThreadPoolExecutor(THREADS) as pool:
-        tiers = Tiers((1, BATCH), arena, directory, page_size=64)
-        yield Bench(folder, keys, values, _memory(count), directory, arena, objects, tiers, pool)
+        tiers = Tiers((1, BATCH), host_pool, directory, page_size=64)
+        yield Bench(folder, keys, values, _memory(count), directory, host_pool, objects, tiers, pool)
 
 
 def _storing(bench: Bench) -> dict[str, Callable[[], float]]:
     """A raw copy, the arena, and files that the page cache takes: seconds to write all values."""
 
-    def arena() -> float:
-        bench.arena.clear()
-        return _seconds(lambda: [bench.arena.put(k, v) for k, v in zip(bench.keys, bench.values, strict=True)])
+    def host_pool() -> float:
+        bench.host_pool.clear()
+        return _seconds(lambda: [bench.host_pool.put(k, v) for k, v in zip(bench.keys, bench.values, strict=True)])
 
     def directory() -> float:
         bench.directory.delete(bench.keys)
@@ -243,7 +243,7 @@ def _storing(bench: Bench) -> dict[str, Callable[[], float]]:
         return _seconds(lambda: bench.objects.put(bench.keys, bench.values))
 
     copy = functools.partial(_seconds, lambda: np.copyto(bench.out, bench.values))
-    cases = {"raw copy": copy, "arena": arena, "directory": directory, "tensorstore's file driver": tensorstore}
+    cases = {"raw copy": copy, "arena": host_pool, "directory": directory, "tensorstore's file driver": tensorstore}
     return cases | {"raw writes, unsynced": lambda: _seconds(lambda: _write_raw(bench))}
 
 
@@ -299,21 +299,21 @@ def _get(store: Directory | Objects, bench: Bench) -> None:
 
 
 def _from_host(bench: Bench) -> dict[str, Callable[[], float]]:
-    bench.arena.clear()
+    bench.host_pool.clear()
     for key, value in zip(bench.keys, bench.values, strict=True):
-        bench.arena.put(key, value)
+        bench.host_pool.put(key, value)
 
-    def arena() -> float:
-        return _seconds(lambda: [bench.arena.get(k, v) for k, v in zip(bench.keys, bench.out, strict=True)])
+    def host_pool() -> float:
+        return _seconds(lambda: [bench.host_pool.get(k, v) for k, v in zip(bench.keys, bench.out, strict=True)])
 
     copy = functools.partial(_seconds, lambda: np.copyto(bench.out, bench.values))
-    return {"raw copy": copy, "arena": arena, "tiers: arena to batches": lambda: _through_tiers(bench, host=True)}
+    return {"raw copy": copy, "arena": host_pool, "tiers: arena to batches": lambda: _through_tiers(bench, host=True)}
 
 
 def _through_tiers(bench: Bench, *, host: bool) -> float:
     """Seconds to load all values as a request does, but for the copy to a device."""
     if not host:
-        bench.arena.clear()
+        bench.host_pool.clear()
     tiers = bench.tiers
 
     def load() -> None:

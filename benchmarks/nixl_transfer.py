@@ -20,8 +20,8 @@ import time
 import numpy as np
 
 from benchmarks.jax_transfer import PAGE_BYTES, SECRET
-from dsv3.kv_cache.tiers.arena import Arena, arena_bytes
 from dsv3.kv_cache.tiers.counts import TierCounts
+from dsv3.kv_cache.tiers.host_pool import HostPool, host_pool_bytes
 from dsv3.kv_cache.transfer.client import Peers
 from dsv3.kv_cache.transfer.nixl import open_nixl
 from dsv3.kv_cache.transfer.protocol import VERSION, PeerHello
@@ -39,11 +39,11 @@ def key(i: int) -> bytes:
 
 def serve(carrier: str, pages: int) -> None:
     """Serves pages until standard input ends; prints where, and processor seconds for each line that it reads."""
-    arena = Arena(np.zeros(arena_bytes(pages, PAGE_BYTES), np.uint8), PAGE_BYTES, pages)
+    host_pool = HostPool(np.zeros(host_pool_bytes(pages, PAGE_BYTES), np.uint8), PAGE_BYTES, pages)
     for i in range(pages):
-        arena.put(key(i), np.full(PAGE_BYTES, i % 256, np.uint8))
-    agent, _reader = open_nixl(carrier, arena, serves=True)
-    server = PageServer("127.0.0.1", 0, SECRET, HELLO, arena, agent=agent)
+        host_pool.put(key(i), np.full(PAGE_BYTES, i % 256, np.uint8))
+    agent, _reader = open_nixl(carrier, host_pool, serves=True)
+    server = PageServer("127.0.0.1", 0, SECRET, HELLO, host_pool, agent=agent)
     print("{}:{}".format(*server.address), flush=True)
     for _ in sys.stdin:
         print(time.process_time(), flush=True)
@@ -57,7 +57,7 @@ class Other:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.address = next(line.strip() for line in self.process.stdout if re.fullmatch(r"[\d.]+:\d+\n", line))
-        room = Arena(np.zeros(arena_bytes(1, PAGE_BYTES), np.uint8), PAGE_BYTES, 1)
+        room = HostPool(np.zeros(host_pool_bytes(1, PAGE_BYTES), np.uint8), PAGE_BYTES, 1)
         _, reader = open_nixl(carrier, room, serves=False)
         self.peers = Peers(SECRET, HELLO, reader)
 

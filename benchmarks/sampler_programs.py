@@ -22,8 +22,8 @@ from dsv3.engine.device import state as device_state
 from dsv3.engine.device.sampling import num_words
 from dsv3.engine.device.state import NUM_FIELDS, Field
 from dsv3.engine.jobs.sample import Sampler, sample_body
-from dsv3.scheduler.masks import ALL
 from dsv3.scheduler.sequence import DRAWN, FILTERED, FULL
+from dsv3.scheduler.structured_output import ALL
 
 _VOCAB_SIZE = 8192
 ROWS = (1, 16, 64)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3.model.layers.experts import Gated, weighted_sum
+from dsv3.model.layers.experts import ExpertActivations, weighted_sum
 from dsv3.model.layers.rope import Rotation, rotate, rotate_halves
 from pallas_kernels.grouped import GroupAlignment
 
@@ -36,15 +36,17 @@ def main() -> None:
         report(f"rotation of {T} x 16 x 64 {dtype.__name__}", rounds, rotate, rotate_halves, x, by)
 
 
-def gathered(rng: np.random.Generator, T: int, K: int, D: int, dtype: jnp.dtype) -> tuple[jax.Array, Gated]:
+def gathered(rng: np.random.Generator, T: int, K: int, D: int, dtype: jnp.dtype) -> tuple[jax.Array, ExpertActivations]:
     """Returns aligned rows of experts' outputs, and what says whose they are."""
     none = jnp.zeros(0, jnp.int32)
     order = GroupAlignment(none, jnp.asarray(rng.permutation(T * K), jnp.int32), none, none, none)
     weights = jnp.asarray(rng.random((T, K)), jnp.float32)
-    return jnp.asarray(rng.normal(size=(T * K, D)), dtype), Gated(none, None, order, None, weights, jnp.dtype(dtype))
+    return jnp.asarray(rng.normal(size=(T * K, D)), dtype), ExpertActivations(
+        none, None, order, None, weights, jnp.dtype(dtype)
+    )
 
 
-def after_gather(out: jax.Array, gated: Gated) -> jax.Array:
+def after_gather(out: jax.Array, gated: ExpertActivations) -> jax.Array:
     """Computes the sums as a product of the weights with gathered rows."""
     picked = out.at[gated.order.aligned_row].get(mode="fill", fill_value=0).reshape(*gated.weights.shape, -1)
     return jnp.einsum("tk,tkd->td", gated.weights, picked.astype(jnp.float32))

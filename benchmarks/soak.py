@@ -52,7 +52,7 @@ _LEFT_BEHIND = ("vllm:num_requests_running", "vllm:num_requests_waiting", "dsv3:
 
 
 @dataclasses.dataclass
-class Tally:
+class RouterStats:
     """Counts of what has happened so far; `rss` and `descriptors` (by process id) hold samples.
 
     `gaps` is the longest time between two chunks of each stream that came to its end.
@@ -74,7 +74,7 @@ def main() -> int:
 
 
 async def _soak() -> int:
-    tally, started, seconds = Tally(), time.monotonic(), _SECONDS.value
+    tally, started, seconds = RouterStats(), time.monotonic(), _SECONDS.value
     headers = {"authorization": f"Bearer {_KEY.value}"} if _KEY.value else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=_CLIENTS.value)
     async with httpx.AsyncClient(base_url=_URL.value, headers=headers, timeout=120, limits=limits) as client:
@@ -94,7 +94,7 @@ async def _soak() -> int:
     return _report(tally, felt, left, time.monotonic() - started)
 
 
-async def _client(client: httpx.AsyncClient, tally: Tally, number: int, deadline: float) -> None:
+async def _client(client: httpx.AsyncClient, tally: RouterStats, number: int, deadline: float) -> None:
     """Sends one request after another until the deadline."""
     rng = random.Random(f"{_SEED.value}-{number}")
     while time.monotonic() < deadline:
@@ -112,7 +112,7 @@ async def _client(client: httpx.AsyncClient, tally: Tally, number: int, deadline
             await asyncio.sleep(0.1)
 
 
-async def _request(client: httpx.AsyncClient, tally: Tally, body: dict, leave_after: int | None) -> None:
+async def _request(client: httpx.AsyncClient, tally: RouterStats, body: dict, leave_after: int | None) -> None:
     """Reads one stream; the client hangs up after `leave_after` chunks (0: before the first; None: never)."""
     sent = time.monotonic()
     if leave_after == 0:
@@ -147,7 +147,7 @@ async def _request(client: httpx.AsyncClient, tally: Tally, body: dict, leave_af
         tally.failed.append(f"a stream ended with {last[:100]!r}")
 
 
-async def _refused(answer: httpx.Response, tally: Tally) -> None:
+async def _refused(answer: httpx.Response, tally: RouterStats) -> None:
     text = (await answer.aread()).decode("utf-8", "replace")
     if answer.status_code == 503 and "queue_full" in text:
         tally.busy += 1
@@ -156,7 +156,7 @@ async def _refused(answer: httpx.Response, tally: Tally) -> None:
         tally.failed.append(f"{answer.status_code}: {text[:200]}")
 
 
-async def _sample(client: httpx.AsyncClient, tally: Tally, started: float) -> None:
+async def _sample(client: httpx.AsyncClient, tally: RouterStats, started: float) -> None:
     while True:
         _look(tally)
         values = await _metrics(client)
@@ -170,7 +170,7 @@ async def _sample(client: httpx.AsyncClient, tally: Tally, started: float) -> No
         await asyncio.sleep(_SAMPLE_S)
 
 
-def _look(tally: Tally) -> None:
+def _look(tally: RouterStats) -> None:
     """Notes memory and open descriptors of all the server's processes."""
     if _PID.value is None:
         return
@@ -204,7 +204,9 @@ async def _wait_until_idle(client: httpx.AsyncClient, seconds: float = 30.0) -> 
         await asyncio.sleep(0.1)
 
 
-def _report(tally: Tally, siege: tuple[dict[str, int], Felt] | None, left: dict[str, float], seconds: float) -> int:
+def _report(
+    tally: RouterStats, siege: tuple[dict[str, int], Felt] | None, left: dict[str, float], seconds: float
+) -> int:
     growth = _growth_mib(tally.rss)
     problems = [f"left behind: {left}"] if left else []
     problems += _problems_of_siege(tally, siege[1]) if siege else []
@@ -241,7 +243,7 @@ def descriptor_problems(before: dict[int, int], after: dict[int, int]) -> list[s
     return [f"{start} descriptors at the start, {end} in the same processes at the end"] if grown else []
 
 
-def _problems_of_siege(tally: Tally, felt: Felt) -> list[str]:
+def _problems_of_siege(tally: RouterStats, felt: Felt) -> list[str]:
     peak = (max(tally.rss) - tally.rss[0]) / 2**20 if tally.rss else None
     found = problems_of(felt, tally.gaps, peak)
     return [*found, f"{tally.busy} requests were told to come again"] if tally.busy else found

@@ -28,11 +28,11 @@ from dsv3.config.hugging_face import load_config
 from dsv3.config.options import EngineOptions
 from dsv3.config.speculative import acceptance_by_place
 from dsv3.engine.build import build_engine, bundled_model
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.dtypes import resolve_dtypes
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import model_functions
 from dsv3.engine.limits import Hardware, engine_config
-from dsv3.engine.parts import Parts
 from dsv3.engine.stored import use_compilation_cache
 from dsv3.model import initialize
 from dsv3.scheduler.request import EngineRequest
@@ -112,7 +112,7 @@ def _random_engine(directory: Path, drafts: int, given: list[float]) -> Engine:
         synthetic = {"synthetic_acceptance_rates": list(rates)}
         cfg = dataclasses.replace(cfg, speculative_config=_config("mtp", drafts) | synthetic)
     functions = model_functions(dtype=dtypes.compute, drafts=bool(drafts))
-    return Engine(Parts.on_devices(functions, params, model, cfg))
+    return Engine(EngineComponents.on_devices(functions, params, model, cfg))
 
 
 def _prompts() -> list[list[int]]:

@@ -16,7 +16,7 @@ import random
 
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import EngineRequest, PreparedRequest, RequestRules, prepare
-from dsv3.server.engine.live import Lives
+from dsv3.server.engine.in_flight import InFlightRequests
 
 RULES = RequestRules(vocab_size=9, max_model_len=2000, fingerprint="print")
 COUNT, TOKENS = 24, 48
@@ -32,21 +32,21 @@ def prepared(request_id: int, n: int = 1) -> PreparedRequest:
 class Fleet:
     """Fronts without processes, over an engine that dies of requests once they have so many tokens."""
 
-    def __init__(self, fronts: int, max_restarts: int, fatal: dict[int, int]):
-        self.fronts = [Lives(max_restarts) for _ in range(fronts)]
+    def __init__(self, api_servers: int, max_restarts: int, fatal: dict[int, int]):
+        self.api_servers = [InFlightRequests(max_restarts) for _ in range(api_servers)]
         self.fatal, self.deaths = fatal, 0
         self.ended: dict[int, str] = {}
-        self._turns: list[Lives] = []
+        self._turns: list[InFlightRequests] = []
 
     def add(self, request_id: int) -> None:
         """Sends a request through one of the fronts."""
-        lives = self.fronts[request_id % len(self.fronts)]
-        lives.add([prepared(request_id)], [object()])  # type: ignore[list-item]  # a sink that nothing comes to
-        lives.by_id[request_id].is_there = True
+        in_flight = self.api_servers[request_id % len(self.api_servers)]
+        in_flight.add([prepared(request_id)], [object()])  # type: ignore[list-item]  # a sink that nothing comes to
+        in_flight.by_id[request_id].is_there = True
 
     def step(self, num_tokens: int) -> None:
         """Gives every sequence that is there a token, or has the engine die before anybody gets one."""
-        there = {i: live for lives in self.fronts for i, live in lives.by_id.items() if live.is_there}
+        there = {i: live for in_flight in self.api_servers for i, live in in_flight.by_id.items() if live.is_there}
         if any(self.fatal.get(i, num_tokens) <= len(live.tokens) for i, live in there.items()):
             self.deaths += 1
             self._die()
@@ -54,49 +54,49 @@ class Fleet:
         for i, live in there.items():
             live.tokens.extend(array.array("i", [0]))
             if len(live.tokens) >= num_tokens:
-                next(lives for lives in self.fronts if i in lives.by_id).pop(i)
-        for lives in self.fronts:
-            if lives.trial_is_over:
-                self._try_next(lives)
+                next(in_flight for in_flight in self.api_servers if i in in_flight.by_id).pop(i)
+        for in_flight in self.api_servers:
+            if in_flight.quarantine_is_over:
+                self._try_next(in_flight)
 
     def _die(self) -> None:
-        self._bury()
-        self._turns = [lives for lives in self.fronts if lives.suspects]
+        self._on_engine_death()
+        self._turns = [in_flight for in_flight in self.api_servers if in_flight.quarantined]
         if self._turns:
             self._try_next(self._turns[0])
 
-    def _bury(self) -> None:
-        for lives in self.fronts:
-            for live, error in lives.bury():
+    def _on_engine_death(self) -> None:
+        for in_flight in self.api_servers:
+            for live, error in in_flight.on_engine_death():
                 self.ended[live.request.request_id] = str(error)
-            for _, live in lives.take_waiting():
+            for _, live in in_flight.take_waiting():
                 live.is_there = True
 
-    def _try_next(self, lives: Lives) -> None:
-        if (found := lives.next_suspect()) is not None:
+    def _try_next(self, in_flight: InFlightRequests) -> None:
+        if (found := in_flight.next_quarantined()) is not None:
             found[1].is_there = True
             return
-        self._turns.remove(lives)
+        self._turns.remove(in_flight)
         if self._turns:
             self._try_next(self._turns[0])
 
     @property
     def num_live(self) -> int:
         """Requests that have not ended."""
-        return sum(map(len, self.fronts))
+        return sum(map(len, self.api_servers))
 
 
 class FleetWithoutTurns(Fleet):
     """Each front tries its own suspects."""
 
     def _die(self) -> None:
-        self._bury()
-        self._turns = list(self.fronts)
-        for lives in self.fronts:
-            super()._try_next(lives)
+        self._on_engine_death()
+        self._turns = list(self.api_servers)
+        for in_flight in self.api_servers:
+            super()._try_next(in_flight)
 
-    def _try_next(self, lives: Lives) -> None:
-        if (found := lives.next_suspect()) is not None:
+    def _try_next(self, in_flight: InFlightRequests) -> None:
+        if (found := in_flight.next_quarantined()) is not None:
             found[1].is_there = True
 
 
@@ -104,12 +104,12 @@ class FleetWithoutTrial(Fleet):
     """What was there at two deaths ends."""
 
     def _die(self) -> None:
-        self._bury()
-        for lives in self.fronts:
-            for request_id in lives.suspects:
-                lives.pop(request_id)
+        self._on_engine_death()
+        for in_flight in self.api_servers:
+            for request_id in in_flight.quarantined:
+                in_flight.pop(request_id)
                 self.ended[request_id] = "it was there twice"
-            lives.suspects.clear()
+            in_flight.quarantined.clear()
 
 
 SCHEMES = {
@@ -119,12 +119,12 @@ SCHEMES = {
 }
 
 
-def play(scheme: type[Fleet], fronts: int, num_fatal: int, seed: int) -> tuple[int, int]:
+def play(scheme: type[Fleet], api_servers: int, num_fatal: int, seed: int) -> tuple[int, int]:
     """Returns how many requests have ended that no engine dies of, and how many engines have died."""
     chosen = random.Random(seed)
     fatal = {i: chosen.choice([0, chosen.randrange(TOKENS)]) for i in chosen.sample(range(COUNT), num_fatal)}
     arrivals = sorted(chosen.randrange(TOKENS) for _ in range(COUNT))
-    fleet, added = scheme(fronts, 100, fatal), 0
+    fleet, added = scheme(api_servers, 100, fatal), 0
     for now in range(_MOST_STEPS):
         while added < COUNT and arrivals[added] <= now:
             fleet.add(added)
@@ -142,12 +142,14 @@ def main() -> None:
     schedules = parser.parse_args().schedules
     print("fatal | fronts | scheme | others that end, mean and most | deaths of the engine")
     for num_fatal in (1, 2):
-        for fronts in (1, 2, 4):
+        for api_servers in (1, 2, 4):
             for name, scheme in SCHEMES.items():
-                ends, deaths = zip(*(play(scheme, fronts, num_fatal, seed) for seed in range(schedules)), strict=True)
+                ends, deaths = zip(
+                    *(play(scheme, api_servers, num_fatal, seed) for seed in range(schedules)), strict=True
+                )
                 mean = sum(ends) / schedules
                 of = f"{mean:.2f} of {COUNT - num_fatal}, {max(ends)}"
-                print(f"{num_fatal} | {fronts} | {name} | {of} | {sum(deaths) / schedules:.1f}", flush=True)
+                print(f"{num_fatal} | {api_servers} | {name} | {of} | {sum(deaths) / schedules:.1f}", flush=True)
 
 
 if __name__ == "__main__":

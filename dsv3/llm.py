@@ -34,7 +34,7 @@ from dsv3.scheduler.request import (
     fan_out,
     prepare,
 )
-from dsv3.server.answers.service import sampling_defaults
+from dsv3.server.serving.service import sampling_defaults
 from dsv3.text.call_grammar import Wanted, answer_grammar
 from dsv3.text.chat_template import ChatTemplate, TemplateError, ToolMessages, names_tools, telling_tools
 from dsv3.text.output import EndReason, OutputStream

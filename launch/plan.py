@@ -154,7 +154,7 @@ def _plan(model: "ModelConfig", deployment: "Deployment", prefill: "Deployment |
     from tools.plan import report
     from tools.plan.deployment import DeploymentError
     from tools.plan.plan import make_plan
-    from tools.plan.played import ends_of
+    from tools.plan.simulated import ends_of
 
     console = Console()
     try:

@@ -15,7 +15,7 @@ import sys
 import uvloop
 
 from dsv3.config.server_options import ServerOptions
-from dsv3.server.http.server import bind
+from dsv3.server.http.api_server import bind
 from dsv3.server.tenants import Tenant, tenants_of
 from launch import cli, flags
 from router.app import instance_key, serve

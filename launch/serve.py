@@ -28,9 +28,9 @@ from dsv3.config.server_options import ServerOptions
 from dsv3.engine.cluster.link import Follow
 from dsv3.engine.cluster.supervisor import Supervisor
 from dsv3.logs import configure_logging
-from dsv3.server.answers.service import Service
 from dsv3.server.config import ServerConfig
-from dsv3.server.http.server import bind, serve
+from dsv3.server.http.api_server import bind, serve
+from dsv3.server.serving.service import Service
 from dsv3.server.tenants import Tenant, tenants_of
 from launch import cli, flags
 from launch.cluster import cluster_options

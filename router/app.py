@@ -23,22 +23,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from dsv3.config.server_options import ServerOptions
 from dsv3.files import read_secret
 from dsv3.http_client import RequestFailed
-from dsv3.server.answers.errors import QUEUE_FULL, ApiError, unavailable
-from dsv3.server.answers.faces.messages_schema import MESSAGES
-from dsv3.server.answers.kinds import KINDS
 from dsv3.server.config import Deadlines
 from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback, tenant_of
 from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body, unless_disconnected
 from dsv3.server.http.exchange import REQUEST_ID, json_response, path_of, response_of
-from dsv3.server.http.listening import ConnectionLimit, HttpServer, certificate_of, max_admitted
+from dsv3.server.http.http_server import ConnectionLimit, HttpServer, certificate_of, max_admitted
 from dsv3.server.http.serving import wait_for_any
-from dsv3.server.limits import BodyReader, Budget, Holding, WorkersBusy
+from dsv3.server.limits import BodyReader, Budget, Reservation, WorkersBusy
+from dsv3.server.protocol.anthropic import MESSAGES
+from dsv3.server.protocol.errors import QUEUE_FULL, ApiError, unavailable
+from dsv3.server.serving.handlers import KINDS
 from dsv3.server.tenants import OPERATOR, Tenant, Tenants
 from router.instance import Instance
 from router.members import Members, Pool, read_registration
 from router.options import RouterOptions
 from router.relay import Fleet, InstanceReply, Numbers, Relay
-from router.request import read_asked
+from router.request import parse_request
 
 Make = Callable[[str], Instance]
 _FINISH_S = 0.05
@@ -69,10 +69,10 @@ class RouterSite:
             return "draining"
         return "ok" if self.fleet.answering.is_up else "no instance"
 
-    def grow(self, holding: Holding, nbytes: int) -> None:
+    def grow(self, reservation: Reservation, nbytes: int) -> None:
         """Lets a request hold more bytes; raises ApiError 503 where all together hold too many."""
         try:
-            holding.grow(nbytes)
+            reservation.grow(nbytes)
         except WorkersBusy as error:
             raise unavailable(str(error), QUEUE_FULL) from None
 
@@ -149,8 +149,8 @@ def _require_operator(site: RouterSite, http: Request, what: str) -> None:
 async def _register(members: Members, site: RouterSite, http: Request) -> Response:
     """Takes in what an instance says of itself."""
     members.admit(http.headers.get("authorization"))
-    with site.budget.hold() as holding:
-        body = await read_json_body(http, functools.partial(site.grow, holding))
+    with site.budget.hold() as reservation:
+        body = await read_json_body(http, functools.partial(site.grow, reservation))
         return json_response(members.hear(await site.read(len(body), lambda: read_registration(body))))
 
 
@@ -171,10 +171,10 @@ async def _relay(site: RouterSite, http: Request) -> Response:
     path, tenant = http.scope["path"], tenant_of(http)
     salt = tenant.salt if tenant is not None and site.tenants.are_several else ""
     with contextlib.ExitStack() as stack:
-        holding = stack.enter_context(site.budget.hold())
-        body = await read_json_body(http, functools.partial(site.grow, holding))
-        asked = await site.read(len(body), lambda: read_asked(path, body, salt))
-        site.grow(holding, asked.num_bytes)
+        reservation = stack.enter_context(site.budget.hold())
+        body = await read_json_body(http, functools.partial(site.grow, reservation))
+        asked = await site.read(len(body), lambda: parse_request(path, body, salt))
+        site.grow(reservation, asked.num_bytes)
         if asked.is_urgent:
             _require_operator(site, http, "a priority below 0")
         headers = {"X-Request-Id": http.scope["extensions"][REQUEST_ID]}

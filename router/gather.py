@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from dsv3.http_client import ServerSentEvents
-from dsv3.server.answers.errors import ApiError
+from dsv3.server.protocol.errors import ApiError
 from router.request import ParsedRequest
 
 DONE = b"data: [DONE]\n\n"

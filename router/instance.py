@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from dsv3.http_client import Address, Body, Client, RequestFailed, StreamedResponse
-from dsv3.server.answers.errors import ApiError
-from router.choice import Flying, InstanceLoad, SentPages, cost_of
-from router.held import EventEndpoint, Listener
+from dsv3.server.protocol.errors import ApiError
+from router.cached_pages import EventEndpoint, Listener
+from router.policy import InFlightPrompts, InstanceLoad, SentPages, cost_of
 from router.request import Prompt
 
 DEFAULT_CONCURRENCY = 64
@@ -107,7 +107,7 @@ class Instance:
 
     def __init__(self, url: str, api_key: str | None, concurrency: int | None, health_s: float, tls: Tls = None):
         self.url, self.status = url, "unknown"
-        self.load, self.sent, self.flying, self.breaker = InstanceLoad(), SentPages(), Flying(), Breaker()
+        self.load, self.sent, self.flying, self.breaker = InstanceLoad(), SentPages(), InFlightPrompts(), Breaker()
         self.lease_until: float | None = None  # of a monotonic clock; None is for ever
         self.listener: Listener | None = None
         self._address = Address.parse(url)

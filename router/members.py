@@ -15,9 +15,9 @@ from typing import Any, Literal
 import msgspec
 
 from dsv3.http_client import Address
-from dsv3.server.answers.errors import QUEUE_FULL, ApiError, invalid, unavailable
-from router.choice import choose
+from dsv3.server.protocol.errors import QUEUE_FULL, ApiError, invalid, unavailable
 from router.instance import Booking, Instance
+from router.policy import choose
 from router.request import Prompt
 
 _RETRY_S = 1

@@ -1,6 +1,6 @@
 """One request on its way: to an instance, to the next where that one fails, and back to its client; and its counts.
 
-`Trials` is the quarantine: a request with which two instances have died is not tried a third time.
+`RetryAttempts` is the quarantine: a request with which two instances have died is not tried a third time.
 """
 
 import dataclasses
@@ -15,10 +15,10 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from dsv3.http_client import Body, RequestFailed, ServerSentEvents, StreamedResponse
-from dsv3.server.answers.errors import ENGINE_DIED, ApiError, unavailable
-from dsv3.server.answers.kinds import KINDS
+from dsv3.server.protocol.errors import ENGINE_DIED, ApiError, unavailable
+from dsv3.server.serving.handlers import KINDS
+from router.cached_pages import spelled_keys
 from router.gather import ErrorEvent, Events, Gathered, Unreadable
-from router.held import spelled_keys
 from router.instance import Booking, Broken, Instance
 from router.members import Pool
 from router.options import RouterOptions
@@ -36,7 +36,7 @@ class InstanceBusy(Exception):
 
 
 @dataclasses.dataclass
-class Trials:
+class RetryAttempts:
     """What has become of a request so far. Times are seconds of a monotonic clock."""
 
     max_resumes: int
@@ -187,7 +187,7 @@ class Relay:
 
     def __init__(self, fleet: Fleet, asked: ParsedRequest, headers: Mapping[str, str]):
         self._fleet, self._asked, self._headers = fleet, asked, dict(headers)
-        self._trials = Trials(fleet.options.max_resumes, fleet.options.queue_timeout)
+        self._trials = RetryAttempts(fleet.options.max_resumes, fleet.options.queue_timeout)
         self._transfer: Mapping[str, Any] | None = None
         self._has_told = False
 

@@ -20,9 +20,9 @@ import msgspec
 import numpy as np
 
 from dsv3.http_client import Body
-from dsv3.server.answers.errors import invalid
-from dsv3.server.answers.reading import read_fields, read_prompt, read_resume
-from dsv3.server.answers.schema import MAX_FIELD_BYTES
+from dsv3.server.protocol.errors import invalid
+from dsv3.server.protocol.openai import MAX_FIELD_BYTES
+from dsv3.server.serving.request_parsing import read_fields, read_prompt, read_resume
 
 BYTES_PER_TOKEN = 4
 PAGE_TOKENS = 64
@@ -62,7 +62,7 @@ _Sampling = msgspec.defstruct("Sampling", [("priority", msgspec.Raw, msgspec.UNS
 class Prompt:
     """Keys of the full pages, from the first on, and the number of tokens, about.
 
-    `spelled` are its pages as `router.held` names them, None where its tokens are not known. `is_salted`:
+    `spelled` are its pages as `router.cached_pages` names them, None where its tokens are not known. `is_salted`:
     it finds its tenant's pages only. `ids` are its tokens, None where it brings text. It may be a list of `count`.
     """
 
@@ -162,7 +162,7 @@ class ParsedRequest:
         return self.head, comma + msgspec.json.encode(own)[1:]
 
 
-def read_asked(path: str, data: bytes | bytearray, salt: str = "") -> ParsedRequest:
+def parse_request(path: str, data: bytes | bytearray, salt: str = "") -> ParsedRequest:
     """Returns the request in a body; raises ApiError for what is no JSON object, or has more brackets than a server's.
 
     `salt` keeps what a tenant has cached from others, whose requests come with the same key.

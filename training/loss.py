@@ -12,7 +12,7 @@ import numpy as np
 
 from dsv3.config.model import ModelConfig
 from dsv3.model.forward import ForwardOutput
-from dsv3.model.layers.experts import ExpertLayer, RoutedExperts, Tally
+from dsv3.model.layers.experts import ExpertLayer, RoutedExperts, RouterStats
 from dsv3.model.layers.router import Routing, router_logits
 from dsv3.model.tensor_parallel import Shards
 from pallas_kernels.backend import Backend
@@ -141,11 +141,11 @@ class BalancedExperts:
     def shards(self) -> Shards:
         return self.routed.shards
 
-    def __call__(self, x: jax.Array, routing: Routing, layer: ExpertLayer, /) -> tuple[jax.Array, Tally]:
-        y, tally = self.routed(x, routing, layer)
+    def __call__(self, x: jax.Array, routing: Routing, layer: ExpertLayer, /) -> tuple[jax.Array, RouterStats]:
+        y, router_stats = self.routed(x, routing, layer)
         logits = router_logits(x, layer.params.router, layer.index, layer.numerics.backend)
         loss = sequence_balance(self.cfg, logits.reshape(self.sequences, -1, logits.shape[-1])).sum()
-        return _minimise_too(y, self.weight * loss), tally
+        return _minimise_too(y, self.weight * loss), router_stats
 
 
 @jax.custom_vjp

@@ -357,11 +357,11 @@ def absorbed_operations(model: ModelConfig) -> int:
     return 2 * model.num_attention_heads * (model.latent_dim + model.kv_lora_rank)
 
 
-def expanded_operations(model: ModelConfig) -> int:
+def materialized_operations(model: ModelConfig) -> int:
     """Returns those of attention to keys and values of every head."""
     return 2 * model.num_attention_heads * (model.qk_head_dim + model.v_head_dim)
 
 
-def expansion_operations(model: ModelConfig) -> int:
+def materialization_operations(model: ModelConfig) -> int:
     """Returns those of making the keys and values of a token in a layer."""
     return 2 * model.num_attention_heads * (model.qk_nope_head_dim + model.v_head_dim) * model.kv_lora_rank

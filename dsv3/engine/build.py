@@ -19,6 +19,7 @@ from dsv3.config.model import Fp8Config, ModelConfig
 from dsv3.config.options import EngineOptions
 from dsv3.engine.assemble.functions import expert_parallel_functions
 from dsv3.engine.assemble.weights import Reading, load_replicated, load_spread
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.description import describe
 from dsv3.engine.device.driver import started_devices
 from dsv3.engine.device.pool import device_memory, set_pool_share
@@ -27,7 +28,6 @@ from dsv3.engine.engine import Engine
 from dsv3.engine.functions import StepFunctions, in_full_precision, model_functions
 from dsv3.engine.kernel_checks import check_kernels, fall_back
 from dsv3.engine.limits import Hardware, engine_config, pages_of_one
-from dsv3.engine.parts import Parts
 from dsv3.engine.sizing import size_pool
 from dsv3.engine.stored import own_store, use_compilation_cache
 from dsv3.model.tensor_parallel import check_shards
@@ -54,20 +54,20 @@ def build_engine(
     if options.check_kernels:
         _model(Path(model_dir), options)  # refuses what cannot be served before the checks take their time
         fall_back(check_kernels())
-    parts = load_parts(model_dir, options, progress=progress)
+    parts = load_components(model_dir, options, progress=progress)
     _log.info("model: %s", parts.description)
     _log.info("cache: %d pages of 64 tokens, up to %d tokens per request", parts.cfg.num_pages, parts.cfg.max_model_len)
     return Engine(parts, store=own_store(Path(model_dir), options, parts))
 
 
-def load_parts(
+def load_components(
     model_dir: str | os.PathLike[str],
     options: EngineOptions,
     *,
     num_nodes: int = 1,
     progress: bool = True,
     shapes: bool = False,
-) -> Parts:
+) -> EngineComponents:
     """Loads the parts of an engine, as `build_engine` puts them together; raises as it does.
 
     Called in each process of an instance, it reads what this one's devices hold. Limits suit this process's devices.
@@ -87,10 +87,10 @@ def load_parts(
     hardware = Hardware(len(devices) // shards, num_nodes, mine.platform == "cpu", jax.process_count())
     tokenizer = Path(model_dir) / "tokenizer.json"
 
-    def parts(shapes: bool, progress: bool, pages: int | None) -> Parts:
+    def parts(shapes: bool, progress: bool, pages: int | None) -> EngineComponents:
         read = Reading(dtypes.compute, options.fp8, progress, options.int4, shapes)
         functions, served = _functions(model_dir, model_cfg, options, mesh, read)
-        return Parts(
+        return EngineComponents(
             functions,
             served,
             model_cfg,

@@ -15,19 +15,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.programs import Progress, Store
 from dsv3.engine.errors import ClusterError, public_text
 from dsv3.engine.executor import Executor, LocalExecutor
-from dsv3.engine.job import EngineView, JobKind, News, Planned, StepCommand
+from dsv3.engine.job import EngineView, JobKind, Planned, StepCommand, WorkEvents
 from dsv3.engine.jobs.experts import ExpertBalancer
 from dsv3.engine.jobs.registry import JOB_KINDS
-from dsv3.engine.look import JobNote, Look, StepLog
-from dsv3.engine.parts import Parts
+from dsv3.engine.step_log import EngineSnapshot, JobNote, StepLog
 from dsv3.engine.step_metrics import StepNotes, StepPublisher
 from dsv3.engine.stored import CompilationCounter
 from dsv3.kv_cache.events import EventStats
 from dsv3.scheduler.cost import keys_per_token
-from dsv3.scheduler.masks import Grammars, Masks
 from dsv3.scheduler.request import (
     STEP_TOKENS_BOUNDS,
     EngineDead,
@@ -45,6 +44,7 @@ from dsv3.scheduler.request import (
 )
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import Sequence, sequence_of
+from dsv3.scheduler.structured_output import Grammars, Masks
 from dsv3.text.matcher import GrammarError, GrammarVocabulary, VocabularyError
 from pallas_kernels.backend import fallbacks
 
@@ -72,11 +72,11 @@ class Engine:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: EngineComponents,
         executor: Executor | None = None,
         kinds: Series[JobKind] = JOB_KINDS,
         store: Store | None = None,
-        news: News | None = None,
+        work_events: WorkEvents | None = None,
     ) -> None:
         self.cfg, self.model_cfg, self.description = parts.cfg, parts.model_cfg, parts.description
         self.kernel_fallbacks = {operation: backend.value for operation, backend in fallbacks().items()}
@@ -88,7 +88,7 @@ class Engine:
             self.scheduler.tell_events_to(self.events.record)
         self.grammars = _grammars(parts)
         self.masks = None if self.grammars is None else Masks(self.scheduler, self.grammars.vocabulary)
-        view = EngineView(self.scheduler, parts, news, self.masks)
+        view = EngineView(self.scheduler, parts, work_events, self.masks)
         self.planners = {kind.name: kind.planner(view) for kind in kinds if kind.applies(parts)}
         self._commands: deque[Sequence | int | None] = deque()  # a new request, the id of one to abort, or: flush
         self._handed_in: set[int] = set()  # ids among the commands; the scheduler knows the others
@@ -236,10 +236,10 @@ class Engine:
             jobs={name: record for name, record in by_job.items() if record is not None},
         )
 
-    def look(self) -> Look:
+    def snapshot(self) -> EngineSnapshot:
         """Returns what somebody sees who looks; the thread that steps asks, between two steps."""
-        seen = (planner.look() for planner in self.planners.values() if isinstance(planner, ExpertBalancer))
-        return Look(self.log.look(), next(seen, None))
+        seen = (planner.snapshot() for planner in self.planners.values() if isinstance(planner, ExpertBalancer))
+        return EngineSnapshot(self.log.snapshot(), next(seen, None))
 
     def _step(self) -> StepOutputs:
         started, log = perf_counter(), self.log
@@ -395,7 +395,7 @@ def _made(jobs: list[Planned], outputs: StepOutputs) -> list[Planned]:
     return [*first.rest(outputs), *(each for job in others for each in (job, *job.rest(outputs)))]
 
 
-def _grammars(parts: Parts) -> Grammars | None:
+def _grammars(parts: EngineComponents) -> Grammars | None:
     """Returns what compiles grammars; None without a tokenizer that they can be run over."""
     if parts.tokenizer is None:
         return None

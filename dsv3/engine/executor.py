@@ -6,11 +6,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.devices import Devices, first_launch_is_slower, launch_all
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Programs, Progress, Store, measure, running
 from dsv3.engine.job import JobKind, StepCommand
-from dsv3.engine.parts import Parts
 from sharding.mesh import shardings
 from sharding.processes import place
 from sharding.wire.collectives import launch_in_order
@@ -35,7 +35,7 @@ class Executor(Protocol):
         """Waits for the results of a step."""
 
 
-def lay_out(parts: Parts, kinds: Sequence[JobKind]) -> tuple[Layout, Programs]:
+def lay_out(parts: EngineComponents, kinds: Sequence[JobKind]) -> tuple[Layout, Programs]:
     """Returns the shapes of everything, and the table of programs, none of them compiled.
 
     The parameters of `parts` may be shapes with their shardings.
@@ -52,7 +52,7 @@ def lay_out(parts: Parts, kinds: Sequence[JobKind]) -> tuple[Layout, Programs]:
 class LocalExecutor:
     """The devices of this process. Where there are other processes, commands hold the part of this one's ranks."""
 
-    def __init__(self, parts: Parts, kinds: Sequence[JobKind]) -> None:
+    def __init__(self, parts: EngineComponents, kinds: Sequence[JobKind]) -> None:
         params = place(parts.params, shardings(parts.functions.param_specs, parts.mesh))
         parts = dataclasses.replace(parts, params=params)
         layout, programs = lay_out(parts, kinds)

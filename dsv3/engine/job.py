@@ -18,13 +18,13 @@ from typing import Any, Protocol, Self
 import msgspec
 import numpy as np
 
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout, Watch
 from dsv3.engine.device.programs import ProgramSpec
-from dsv3.engine.parts import Parts
-from dsv3.scheduler.masks import Masks
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.scheduler import Scheduler
+from dsv3.scheduler.structured_output import Masks
 
 Tell = Callable[[bytes], None]
 """Sends the planner of a kind a message. It waits for nobody, and any thread may call it."""
@@ -32,7 +32,7 @@ Hear = Callable[[int, bytes], None]
 """Takes a message from the process of this id; the thread that receives from this process calls it."""
 
 
-class Aside(Protocol):
+class FollowerHandler(Protocol):
     """A follower's half of a kind whose commands ask for more than programs."""
 
     def prepared(self, command: Any) -> Any:
@@ -42,7 +42,7 @@ class Aside(Protocol):
         """Takes in what came back of a job. The thread that reads results calls it, step after step."""
 
 
-class News:
+class WorkEvents:
     """What followers tell planners, by kind. What comes before a planner listens is kept for it."""
 
     def __init__(self) -> None:
@@ -114,13 +114,13 @@ class Planned:
 class EngineView:
     """What planners see of the engine: the scheduler, which they change, and its parts, which they do not.
 
-    `news` are what followers tell; None in an instance of one process. `masks` are there where requests can be held to
-    a grammar.
+    `work_events` are what followers tell; None in an instance of one process. `masks` are there where requests can be
+    held to a grammar.
     """
 
     scheduler: Scheduler
-    parts: Parts
-    news: News | None = None
+    parts: EngineComponents
+    work_events: WorkEvents | None = None
     masks: Masks | None = None
 
 
@@ -150,11 +150,11 @@ class Worker(Protocol):
         """
 
 
-def _no_watch(parts: Parts) -> Watch | None:
+def _no_watch(parts: EngineComponents) -> Watch | None:
     return None
 
 
-def _always(parts: Parts) -> bool:
+def _always(parts: EngineComponents) -> bool:
     return True
 
 
@@ -183,7 +183,7 @@ class JobKind:
     planner: Callable[[EngineView], Planner]
     programs: Callable[[Layout], Iterable[ProgramSpec]]
     worker: Callable[[Devices], Worker]
-    applies: Callable[[Parts], bool] = _always
-    watch: Callable[[Parts], Watch | None] = _no_watch
+    applies: Callable[[EngineComponents], bool] = _always
+    watch: Callable[[EngineComponents], Watch | None] = _no_watch
     agreed: Callable[[Any], Iterable[np.ndarray]] = _nothing
-    aside: Callable[[Parts, Tell], Aside] | None = None
+    follower_handler: Callable[[EngineComponents, Tell], FollowerHandler] | None = None

@@ -156,13 +156,13 @@ class Accounted:
 
     def compare(self, taken: int) -> None:
         """Logs what all programs take beside what is set aside for them; the next start sets aside no less."""
-        aside = self.account.working - self.staging
-        if taken <= aside:
-            _log.info("working memory: all programs take %.2f GB of %.2f", taken / GB, aside / GB)
+        follower_handler = self.account.working - self.staging
+        if taken <= follower_handler:
+            _log.info("working memory: all programs take %.2f GB of %.2f", taken / GB, follower_handler / GB)
             return
         self.kept.keep(taken)
         text = "working memory: programs take %.2f GB, but %.2f are set aside for them; the next start sets aside more"
-        _log.warning(text, taken / GB, aside / GB)
+        _log.warning(text, taken / GB, follower_handler / GB)
 
 
 def local_bytes(tree: Any) -> int:

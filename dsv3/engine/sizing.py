@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 
 from dsv3.config.options import EngineOptions
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import ReadPrograms, measure
 from dsv3.engine.executor import lay_out
@@ -11,7 +12,6 @@ from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.jobs.sample import adjust_shapes
 from dsv3.engine.limits import staging_bytes
 from dsv3.engine.memory import Accounted, DeviceMemory, KeptWorking, MemoryAccount, account, check_fits, local_bytes
-from dsv3.engine.parts import Parts
 from dsv3.engine.stored import machine_fields, program_fields
 from dsv3.kv_cache.layout import page_bytes
 
@@ -31,7 +31,9 @@ def account_of(layout: Layout, memory: DeviceMemory, utilization: float, working
     )
 
 
-def size_pool(parts: Parts, memory: DeviceMemory, model_dir: Path, options: EngineOptions, cache: Path) -> Accounted:
+def size_pool(
+    parts: EngineComponents, memory: DeviceMemory, model_dir: Path, options: EngineOptions, cache: Path
+) -> Accounted:
     """Returns the account of an engine with the options, whose `parts` have shapes for weights and the smallest pool.
 
     The largest programs are compiled to be read, unless what they take is in `cache` from an earlier start. Raises

@@ -83,7 +83,7 @@ class StepPublisher:
 
     def __init__(self, config: StepMetricsConfig, num_ranks: int) -> None:
         self._waiting: deque[list[StepMetrics]] = deque(maxlen=_MOST_WAITING)
-        self._news, stop = threading.Event(), threading.Event()
+        self._work_events, stop = threading.Event(), threading.Event()
         context = zmq.Context()
         try:
             sockets = [_listening(context, endpoint_of(config.endpoint, rank)) for rank in range(num_ranks)]
@@ -91,16 +91,16 @@ class StepPublisher:
             context.destroy(linger=0)
             raise
         idle = [StepMetrics(worker_id=config.worker_id, dp_rank=rank) for rank in range(num_ranks)]
-        arguments = context, sockets, idle, self._waiting, self._news, stop
+        arguments = context, sockets, idle, self._waiting, self._work_events, stop
         thread = threading.Thread(target=_serve, args=arguments, name="step-metrics", daemon=True)
         thread.start()
-        self.close = weakref.finalize(self, _end, stop, self._news, thread)
+        self.close = weakref.finalize(self, _end, stop, self._work_events, thread)
         """Sends what waits, and lets go of the endpoints."""
 
     def publish(self, step: list[StepMetrics]) -> None:
         """Takes what one step did on each rank."""
         self._waiting.append(step)
-        self._news.set()
+        self._work_events.set()
 
 
 def _listening(context: zmq.Context, address: str) -> zmq.Socket:
@@ -118,13 +118,13 @@ def _serve(
     sockets: list[zmq.Socket],
     idle: list[StepMetrics],
     waiting: deque[list[StepMetrics]],
-    news: threading.Event,
+    work_events: threading.Event,
     stop: threading.Event,
 ) -> None:
     number = 0
     while waiting or not stop.is_set():
-        if not waiting and news.wait(_IDLE_S):
-            news.clear()  # it may be of a step that has been sent already
+        if not waiting and work_events.wait(_IDLE_S):
+            work_events.clear()  # it may be of a step that has been sent already
             continue
         step = waiting.popleft() if waiting else idle
         for socket, metrics in zip(sockets, step, strict=True):
@@ -137,9 +137,9 @@ def _serve(
     context.destroy(linger=100)
 
 
-def _end(stop: threading.Event, news: threading.Event, thread: threading.Thread) -> None:
+def _end(stop: threading.Event, work_events: threading.Event, thread: threading.Thread) -> None:
     stop.set()
-    news.set()
+    work_events.set()
     if thread is not threading.current_thread():
         thread.join(2.0)
 

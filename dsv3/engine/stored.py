@@ -36,8 +36,8 @@ import jax
 from jax.experimental import serialize_executable
 
 from dsv3.config.options import EngineOptions
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.fingerprint import Fields, environment, shaping
-from dsv3.engine.parts import Parts
 from dsv3.files import read_secret, sync
 from pallas_kernels import native
 from pallas_kernels.backend import Backend, fallbacks, resolve_backend
@@ -186,7 +186,7 @@ class NothingKept:
 
 
 def program_store(
-    model_dir: Path, options: EngineOptions, parts: Parts, key: bytes, more: Fields, process_id: int = 0
+    model_dir: Path, options: EngineOptions, parts: EngineComponents, key: bytes, more: Fields, process_id: int = 0
 ) -> ProgramStore | NothingKept:
     """Returns where this process keeps its programs.
 
@@ -200,13 +200,13 @@ def program_store(
     return ProgramStore(options.compilation_cache_dir, key, machine_fields(), fields, devices, process_id)
 
 
-def program_fields(model_dir: Path, options: EngineOptions, parts: Parts) -> Fields:
+def program_fields(model_dir: Path, options: EngineOptions, parts: EngineComponents) -> Fields:
     """Returns what the programs of a start depend on beside the machine; `parts.cfg` are its limits."""
     limits = {f"limit {name}": value for name, value in shaping(parts.cfg).items()}
     return environment(model_dir) | device_fields(parts) | limits | shaping(options)
 
 
-def own_store(model_dir: Path, options: EngineOptions, parts: Parts) -> ProgramStore | NothingKept | None:
+def own_store(model_dir: Path, options: EngineOptions, parts: EngineComponents) -> ProgramStore | NothingKept | None:
     """Returns where the one process of an instance keeps its programs, None where it cannot."""
     base = options.compilation_cache_dir or jax.config.jax_compilation_cache_dir or default_cache_directory()
     try:
@@ -217,7 +217,7 @@ def own_store(model_dir: Path, options: EngineOptions, parts: Parts) -> ProgramS
         return None
 
 
-def device_fields(parts: Parts) -> Fields:
+def device_fields(parts: EngineComponents) -> Fields:
     """Returns what the devices and parameters say of the programs."""
     leaves = jax.tree_util.tree_leaves_with_path(parts.params)
     shapes = "\n".join(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}" for path, leaf in leaves)

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from dsv3.kv_cache.keys import Key
+from dsv3.kv_cache.page_keys import Key
 
 Medium = Literal["GPU", "CPU", "STORAGE"]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from dsv3.kv_cache.events import EventSource
-from dsv3.kv_cache.keys import Key
+from dsv3.kv_cache.page_keys import Key
 
 
 class Holders:

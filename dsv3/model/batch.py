@@ -19,17 +19,17 @@ class AttentionForm(enum.IntEnum):
     """How a step attends, in the order in which the host asks what suits a step (`dsv3.model.forms`).
 
     ANY suits every batch: the device sees while it runs whether there are cached tokens, and whether queries choose. A
-    GPU's host would wait for that in every layer. NEW: no request has cached tokens. ABSORBED and EXPANDED: queries
+    GPU's host would wait for that in every layer. NEW: no request has cached tokens. ABSORBED and MATERIALIZED: queries
     attend to all tokens, to cached latents themselves or to keys and values that are made of them (`materialize_kv`).
-    TOPK and TOPK_EXPANDED: each query attends to those that an indexer chooses (`use_topk`), to copies of their latents
-    or masked to keys and values of all. A model of dense attention takes them as ABSORBED.
+    TOPK and TOPK_MATERIALIZED: each query attends to those that an indexer chooses (`use_topk`), to copies of their
+    latents or masked to keys and values of all. A model of dense attention takes them as ABSORBED.
     """
 
     ANY = 0
     NEW = 1
-    EXPANDED = 2
+    MATERIALIZED = 2
     ABSORBED = 3
-    TOPK_EXPANDED = 4
+    TOPK_MATERIALIZED = 4
     TOPK = 5
 
     __hash__ = int.__hash__  # a step looks the table up several times, and Enum's own hash is a Python function

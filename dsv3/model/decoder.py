@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from dsv3.config.model import ModelConfig
 from dsv3.model.layers.attention import Attend, Projected, project
-from dsv3.model.layers.experts import LOCAL_EXPERTS, ExpertLayer, RoutedExperts, Tally
+from dsv3.model.layers.experts import LOCAL_EXPERTS, ExpertLayer, RoutedExperts, RouterStats
 from dsv3.model.layers.linear import Index, Numerics, layer_slice, linear, mlp
 from dsv3.model.layers.rope import Rotation
 from dsv3.model.layers.router import Routing, route, router_logits
@@ -94,7 +94,7 @@ class Stack:
 
 
 MoeLayers = Callable[
-    [Stack, tuple[LayerContext, ...], tuple[Residual, ...], Any], tuple[tuple[Residual, ...], Any, Tally]
+    [Stack, tuple[LayerContext, ...], tuple[Residual, ...], Any], tuple[tuple[Residual, ...], Any, RouterStats]
 ]
 """Runs a stack of MoE layers on the micro-batches of a step, in the order that a schedule prescribes.
 
@@ -103,20 +103,22 @@ state, and the tally of all micro-batches together by layer.
 """
 
 
-def run_layers(stack: Stack, context: LayerContext, x: Residual, state: Any) -> tuple[Residual, Any, Tally | None]:
+def run_layers(
+    stack: Stack, context: LayerContext, x: Residual, state: Any
+) -> tuple[Residual, Any, RouterStats | None]:
     """Runs a stack of layers; also returns the attention state and the experts' tally by layer."""
 
-    def body(carry: tuple[Residual, Any], layer: jax.Array) -> tuple[tuple[Residual, Any], Tally | None]:
-        x, state, tally = run_layer(stack, layer, context, *carry)
-        return (x, state), tally
+    def body(carry: tuple[Residual, Any], layer: jax.Array) -> tuple[tuple[Residual, Any], RouterStats | None]:
+        x, state, router_stats = run_layer(stack, layer, context, *carry)
+        return (x, state), router_stats
 
-    (x, state), tally = jax.lax.scan(body, (x, state), jnp.arange(stack.depth, dtype=jnp.int32))
-    return x, state, tally
+    (x, state), router_stats = jax.lax.scan(body, (x, state), jnp.arange(stack.depth, dtype=jnp.int32))
+    return x, state, router_stats
 
 
 def run_layer(
     stack: Stack, layer: Index, context: LayerContext, x: Residual, state: Any
-) -> tuple[Residual, Any, Tally | None]:
+) -> tuple[Residual, Any, RouterStats | None]:
     """Runs one decoder layer: attention, then a dense MLP or experts, each after a norm and around a residual."""
     x, state = attention_block(stack, layer, context, x, state)
     normed = post_normed(stack, layer, context, x)
@@ -126,9 +128,9 @@ def run_layer(
             return x.write(context.routed.shards.sum(partial)), state, None
     with jax.named_scope("moe"):
         routing = choose_experts(stack, layer, context, normed)
-        y, tally = context.routed(normed, routing, stack.experts(layer, context.numerics))
+        y, router_stats = context.routed(normed, routing, stack.experts(layer, context.numerics))
         shared = shared_expert(stack, layer, context, normed)
-        return add_experts(stack, layer, context, x, y, shared), state, tally
+        return add_experts(stack, layer, context, x, y, shared), state, router_stats
 
 
 def norm(x: jax.Array, weight: jax.Array, layer: Index, context: LayerContext) -> jax.Array:
@@ -206,20 +208,20 @@ def run_decoder(
     state: Any,
     moe_layers: MoeLayers,
     placement: Placement | None = None,
-) -> tuple[tuple[Residual, ...], Any, Tally | None]:
+) -> tuple[tuple[Residual, ...], Any, RouterStats | None]:
     """Runs all layers of the main model on the micro-batches of a step; their final norm is left to the caller.
 
     Returns the residuals, the state, and the experts' tally by MoE layer. Dense layers run one micro-batch after the
     other, the last one first: in prefill it holds the earlier tokens.
     """
-    tally = None
+    router_stats = None
     for group in contexts[0].cfg.layer_groups:
         layers = getattr(params, group.name)
         if layers.moe is None:
             x, state = _run_dense(Stack(layers, group.first), contexts, x, state)
         else:
-            x, state, tally = moe_layers(Stack(layers, group.first, placement), contexts, x, state)
-    return x, state, tally
+            x, state, router_stats = moe_layers(Stack(layers, group.first, placement), contexts, x, state)
+    return x, state, router_stats
 
 
 def _run_dense(

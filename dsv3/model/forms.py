@@ -25,7 +25,7 @@ import jax
 
 from dsv3.config import device_rates
 from dsv3.config.device_rates import MASKING, PREFILL_OVERHEAD, Peaks
-from dsv3.config.model import ModelConfig, absorbed_operations, expanded_operations, expansion_operations
+from dsv3.config.model import ModelConfig, absorbed_operations, materialization_operations, materialized_operations
 from dsv3.kv_cache.layout import row_bytes
 from dsv3.model.batch import AttentionForm, DecodeBatch, PrefillBatch
 from dsv3.model.layers.attention import (
@@ -37,7 +37,7 @@ from dsv3.model.layers.attention import (
     prefill_places,
     writing,
 )
-from dsv3.model.layers.expanded import BYTES_AT_ONCE, expanded_core, heads_at_once, masked_form
+from dsv3.model.layers.expanded import BYTES_AT_ONCE, heads_at_once, masked_form, materialized_core
 from dsv3.model.layers.sparse import ChosenForm, Rows, copying_form, decode_rows, prefill_rows, sparse_attend
 from pallas_kernels.backend import Backend
 
@@ -215,16 +215,16 @@ def _dense_seconds(model: ModelConfig, peaks: Peaks, split: int) -> tuple[float,
     products = peaks.bf16 * device_rates.PREFILL_FLOPS / PREFILL_OVERHEAD
     return (
         absorbed_operations(model) / split / latents,
-        expanded_operations(model) / split / keys,
-        expansion_operations(model) / split / products,
+        materialized_operations(model) / split / keys,
+        materialization_operations(model) / split / products,
     )
 
 
 FORMS: dict[AttentionForm, FormRow] = {
     AttentionForm.ANY: FormRow(decodes=True),
     AttentionForm.NEW: FormRow(),
-    AttentionForm.EXPANDED: FormRow(core=expanded_core, room=context_room, pays=context_pays),
+    AttentionForm.MATERIALIZED: FormRow(core=materialized_core, room=context_room, pays=context_pays),
     AttentionForm.ABSORBED: FormRow(decodes=True),
-    AttentionForm.TOPK_EXPANDED: FormRow(use_topk=True, chosen=masked_form, room=masked_room),
+    AttentionForm.TOPK_MATERIALIZED: FormRow(use_topk=True, chosen=masked_form, room=masked_room),
     AttentionForm.TOPK: FormRow(use_topk=True, decodes=True),
 }

@@ -61,8 +61,8 @@ def forward(
         return _compressed_forward(params, cfg, tokens, with_mtp, backend, routed, fp8_products)
     context = whole_sequences(cfg, B, S, backend, routed, fp8_products)
     start = (Residual.start(embed(params, tokens.reshape(-1))),)
-    (x,), _, tally = run_decoder(params, (context,), start, no_choice(cfg, B, S), PLAIN.prefill)
-    counts = None if tally is None else tally.counts
+    (x,), _, router_stats = run_decoder(params, (context,), start, no_choice(cfg, B, S), PLAIN.prefill)
+    counts = None if router_stats is None else router_stats.counts
     how: dict[str, Any] = {"backend": backend, "routed": routed, "fp8_products": fp8_products}
     return predict(params, cfg, tokens, x, counts, with_mtp=with_mtp, **how)
 
@@ -171,9 +171,9 @@ def _mtp_chain(
         length = S - 1 - depth
         context = whole_sequences(cfg, B, length, backend, routed, fp8_products)
         hidden = hidden[:, :length].reshape(B * length, D)
-        hidden, _, tally = mtp.predict(params, context, depth, hidden, tokens[:, depth + 1 :].reshape(-1), None)
+        hidden, _, router_stats = mtp.predict(params, context, depth, hidden, tokens[:, depth + 1 :].reshape(-1), None)
         hidden = hidden.reshape(B, length, D)
         predictions.append(logits(params, cfg, hidden, backend))
-        assert tally is not None  # MTP modules have routed experts
-        counts.append(tally.counts)
+        assert router_stats is not None  # MTP modules have routed experts
+        counts.append(router_stats.counts)
     return tuple(predictions), counts

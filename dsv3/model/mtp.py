@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.model.decoder import LayerContext, Residual, Stack, embed, norm, run_layer
-from dsv3.model.layers.experts import Tally
+from dsv3.model.layers.experts import RouterStats
 from dsv3.model.layers.linear import layer_slice
 from dsv3.model.params import Params
 from pallas_kernels import dense
@@ -21,7 +21,7 @@ def predict(
     next_tokens: jax.Array,
     state: Any,
     placement: Placement | None = None,
-) -> tuple[jax.Array, Any, Tally | None]:
+) -> tuple[jax.Array, Any, RouterStats | None]:
     """Runs module `depth` (0 is the first): from the hidden state of token i and token i + 1 to the state for i + 2.
 
     Args:
@@ -50,5 +50,5 @@ def predict(
     with jax.named_scope("eh_proj"):
         x = dense.plain_gemm(both, layer_slice(mtp.proj, depth), backend=context.numerics.backend)
     stack = Stack(mtp.layers, cfg.num_hidden_layers, placement)
-    out, state, tally = run_layer(stack, depth, context, Residual.start(x), state)
-    return norm(out.end(), mtp.norm, depth, context), state, tally
+    out, state, router_stats = run_layer(stack, depth, context, Residual.start(x), state)
+    return norm(out.end(), mtp.norm, depth, context), state, router_stats

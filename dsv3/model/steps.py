@@ -13,7 +13,7 @@ from dsv3.model.batch import DecodeBatch, PrefillBatch, split_decode, split_pref
 from dsv3.model.decoder import LayerContext, MoeLayers, Residual, embed, final_norm, run_decoder
 from dsv3.model.forms import decode_attend, prefill_attend
 from dsv3.model.layers.attention import decode_positions
-from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts, Tally
+from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts, RouterStats
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.rope import rotation
 from dsv3.model.layers.sparse import begin, pages_of
@@ -40,12 +40,12 @@ class StepOutput:
     overflows: Any
 
     @classmethod
-    def from_tally(cls, hidden: jax.Array, pages: Pool, tally: Tally | None) -> "StepOutput":
-        """Returns the output of a step whose experts gave `tally` by layer."""
-        if tally is None:
+    def from_router_stats(cls, hidden: jax.Array, pages: Pool, router_stats: RouterStats | None) -> "StepOutput":
+        """Returns the output of a step whose experts gave `router_stats` by layer."""
+        if router_stats is None:
             return cls(hidden, pages, None, None)
-        overflows = None if tally.overflows is None else tally.overflows.sum()
-        return cls(hidden, pages, tally.counts, overflows)
+        overflows = None if router_stats.overflows is None else router_stats.overflows.sum()
+        return cls(hidden, pages, router_stats.counts, overflows)
 
 
 def prefill(
@@ -78,8 +78,8 @@ def prefill(
       `StepOutput` with hidden `[T, D]`.
     """
     batches = split_prefill(batch)[::-1] if schedule.micro_batches == 2 else (batch,)
-    x, pages, tally = _run(params, cfg, batches, pages, backend, routed, placement, schedule.prefill)
-    return StepOutput.from_tally(final_norm(params, cfg, _together(x[::-1]), backend), pages, tally)
+    x, pages, router_stats = _run(params, cfg, batches, pages, backend, routed, placement, schedule.prefill)
+    return StepOutput.from_router_stats(final_norm(params, cfg, _together(x[::-1]), backend), pages, router_stats)
 
 
 def decode(
@@ -101,9 +101,9 @@ def decode(
       `StepOutput` with hidden `[B, S, D]`. Rows of length 0 write nothing; their hidden states mean nothing.
     """
     batches = split_decode(batch) if schedule.micro_batches == 2 else (batch,)
-    x, pages, tally = _run(params, cfg, batches, pages, backend, routed, placement, schedule.decode)
+    x, pages, router_stats = _run(params, cfg, batches, pages, backend, routed, placement, schedule.decode)
     hidden = final_norm(params, cfg, _together(x), backend)
-    return StepOutput.from_tally(hidden.reshape(*batch.tokens.shape, -1), pages, tally)
+    return StepOutput.from_router_stats(hidden.reshape(*batch.tokens.shape, -1), pages, router_stats)
 
 
 def predict(
@@ -129,8 +129,8 @@ def predict(
     """
     context = _context(cfg, batch, pages, backend, routed)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    out, pages, tally = mtp.predict(params, context, 0, flat, batch.tokens.reshape(-1), pages, placement)
-    return StepOutput.from_tally(out.reshape(hidden.shape), pages, jax.tree.map(lambda x: x[None], tally))
+    out, pages, router_stats = mtp.predict(params, context, 0, flat, batch.tokens.reshape(-1), pages, placement)
+    return StepOutput.from_router_stats(out.reshape(hidden.shape), pages, jax.tree.map(lambda x: x[None], router_stats))
 
 
 def _run(
@@ -142,13 +142,13 @@ def _run(
     routed: RoutedExperts,
     placement: Placement | None,
     moe_layers: MoeLayers,
-) -> tuple[tuple[Residual, ...], Any, Tally | None]:
+) -> tuple[tuple[Residual, ...], Any, RouterStats | None]:
     """Runs all layers on the micro-batches of a step; returns their residuals, the pages and the experts' tally."""
     contexts = tuple(_context(cfg, part, pages, backend, routed, n) for n, part in enumerate(batches))
     x = tuple(Residual.start(embed(params, part.tokens.reshape(-1))) for part in batches)
     state = begin(cfg, pages, tuple(part.tokens.size for part in batches))
-    x, state, tally = run_decoder(params, contexts, x, state, moe_layers, placement)
-    return x, pages_of(state), tally
+    x, state, router_stats = run_decoder(params, contexts, x, state, moe_layers, placement)
+    return x, pages_of(state), router_stats
 
 
 def _context(

@@ -7,12 +7,12 @@ from time import perf_counter
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
-from dsv3.kv_cache.keys import Key
+from dsv3.kv_cache.page_keys import Key
 from dsv3.kv_cache.tiers.hosts import Hosts
 from dsv3.kv_cache.tiers.tiers import HostTiers
 from dsv3.scheduler.balance import Balancer
+from dsv3.scheduler.batch_slots import BatchSlots, RankPages
 from dsv3.scheduler.sequence import Sequence, SequenceStatus, WaitingQueue
-from dsv3.scheduler.slots import RankPages, SlotTable
 
 # Known tokens of the sequences that are looked at in one step: under 2 ms where all are cached. The 127 others of one
 # prompt of 131,071 tokens took 176 ms in the step after it had been computed. So many per 16 ranks, which compute them.
@@ -58,7 +58,7 @@ class _Need:
     key: Key | None
 
 
-class Yielding:
+class Preemption:
     """Pre-empts running requests for waiting ones of a lower priority number, before a step is planned.
 
     Batch work has a high number. It holds up a waiting request for one step at most, since the pages of a pre-empted
@@ -69,7 +69,7 @@ class Yielding:
     def __init__(
         self,
         cfg: EngineConfig,
-        slots: SlotTable,
+        slots: BatchSlots,
         pages: RankPages,
         queue: WaitingQueue,
         preempt: Callable[[Sequence], None],
@@ -82,7 +82,7 @@ class Yielding:
         first = self._queue.first_priority
         return first is not None and first < self._slots.latest_priority
 
-    def make_way(self, asks_store: bool) -> dict[int, int]:
+    def preempt_for(self, asks_store: bool) -> dict[int, int]:
         """Sends back as little as waiting requests need; returns the rank of each that has its pages one step later.
 
         Those that have a store to ask first need no room yet. When one fits nowhere, even so, nobody of a higher number
@@ -101,7 +101,7 @@ class Yielding:
                 self._first_claim = sequence.priority
             looked.append(sequence)
             tokens += len(sequence.tokens)
-            if asks_store and sequence.look_up is None:
+            if asks_store and sequence.lookup is None:
                 continue
             if not self._claim(sequence, claims):
                 break
@@ -236,7 +236,7 @@ class Admission:
     def __init__(
         self,
         cfg: EngineConfig,
-        slots: SlotTable,
+        slots: BatchSlots,
         pages: RankPages,
         queue: WaitingQueue,
         balancer: Balancer,
@@ -244,7 +244,7 @@ class Admission:
     ) -> None:
         self._cfg, self._slots, self._pages, self._queue = cfg, slots, pages, queue
         self.balancer = balancer
-        self.yielding = Yielding(cfg, slots, pages, queue, preempt)
+        self.yielding = Preemption(cfg, slots, pages, queue, preempt)
         self._asked_for: dict[int, tuple[int, int]] = {}  # ranks that parked requests ask for: whose turn is the first
         self._promised: dict[int, int] = {}  # ranks, by ids of those whose pages are free in the next step
         self._taken: set[int] = set()  # ranks where one of these comes before whoever else is admitted
@@ -294,9 +294,9 @@ class Admission:
             self._queue.push(sequence)
         return started
 
-    def make_way(self) -> None:
+    def preempt_for(self) -> None:
         """Has running requests give way to waiting ones of a lower priority number; comes before a step is planned."""
-        self._promised = self.yielding.make_way(self.tiers is not None)
+        self._promised = self.yielding.preempt_for(self.tiers is not None)
 
     def _wait_for_rank(self, sequence: Sequence, rank: int, waiting: list[Sequence]) -> None:
         """Parks a request until the rank that it asks for has room; one that others give way to keeps its turn."""
@@ -324,10 +324,10 @@ class Admission:
 
     def take_answers(self) -> None:
         """Lets requests have their turn again once the store has answered, or has had its time."""
-        for sequence in [s for s in self.asking if s.look_up is None or s.look_up.is_over]:
+        for sequence in [s for s in self.asking if s.lookup is None or s.lookup.is_over]:
             self.asking.remove(sequence)
-            if sequence.look_up is not None:
-                sequence.look_up.end()
+            if sequence.lookup is not None:
+                sequence.lookup.end()
             self._queue.wake(_STORE, (_own_key(sequence),))
 
     def _asks_store(self, sequence: Sequence) -> bool:
@@ -335,7 +335,7 @@ class Admission:
 
         Each asks once, on the host where it would start now.
         """
-        if self.tiers is None or sequence.look_up is not None:
+        if self.tiers is None or sequence.lookup is not None:
             return False
         useful, rank = sequence.keys[: useful_pages(sequence, self._cfg.page_size)], sequence.request.rank
         ranks = self.balancer.ranked(sequence, useful) if rank is None else iter((rank,))
@@ -343,7 +343,7 @@ class Admission:
 
     def _asks_elsewhere(self, sequence: Sequence, rank: int) -> bool:
         """Returns whether a sequence asks once more: others have taken the room of the host where it has asked."""
-        before = sequence.look_up
+        before = sequence.lookup
         if self.tiers is None or before is None or before.is_second or before.tiers is self.tiers.of(rank):
             return False
         before.is_second = True
@@ -356,12 +356,12 @@ class Admission:
             return False
         ranks = [rank for rank in range(len(self._pages.caches)) if self.tiers.of(rank) is tiers]
         on_device = self._pages.found(useful, ranks)
-        source, is_second = sequence.request.pages_from, sequence.look_up is not None
-        look_up = tiers.ask_peer(source, useful, on_device) if source else tiers.look_up(useful, on_device)
-        if look_up is None:
+        source, is_second = sequence.request.pages_from, sequence.lookup is not None
+        lookup = tiers.ask_peer(source, useful, on_device) if source else tiers.lookup(useful, on_device)
+        if lookup is None:
             return False
-        look_up.is_second = is_second
-        sequence.look_up = look_up
+        lookup.is_second = is_second
+        sequence.lookup = lookup
         self.asking.append(sequence)
         self._queue.park(sequence, _STORE, _own_key(sequence))
         return True
@@ -452,9 +452,9 @@ class Admission:
         if self.tiers is None:
             return 0
         useful = sequence.keys[: useful_pages(sequence, self._cfg.page_size)]
-        tiers, look_up = self.tiers.of(rank), sequence.look_up
+        tiers, lookup = self.tiers.of(rank), sequence.lookup
         tiers.note_query(len(useful) - cached)
-        found = look_up.found if look_up is not None and look_up.tiers is tiers else 0
+        found = lookup.found if lookup is not None and lookup.tiers is tiers else 0
         return tiers.within_reach(useful, cached, found)
 
     def _count_prefix(self, sequence: Sequence) -> None:

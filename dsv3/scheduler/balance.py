@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
-from dsv3.kv_cache.keys import Key
+from dsv3.kv_cache.page_keys import Key
 from dsv3.kv_cache.tiers.hosts import Hosts
 from dsv3.kv_cache.tiers.tiers import HostTiers
 from dsv3.scheduler import chunks
+from dsv3.scheduler.batch_slots import BatchSlots, RankPages
 from dsv3.scheduler.cost import KEYS_PER_TOKEN, Loads, costs, imbalance, prefill_cost
 from dsv3.scheduler.sequence import Sequence as Request
 from dsv3.scheduler.sequence import SequenceStatus
-from dsv3.scheduler.slots import RankPages, SlotTable
 
 _MEMORY = 0.99  # of the averages below, per step
 
@@ -24,7 +24,7 @@ class Balancer:
     `keys` are those that take as long as a token (`dsv3.scheduler.cost.keys_per_token`).
     """
 
-    def __init__(self, cfg: EngineConfig, slots: SlotTable, pages: RankPages, keys: float = KEYS_PER_TOKEN) -> None:
+    def __init__(self, cfg: EngineConfig, slots: BatchSlots, pages: RankPages, keys: float = KEYS_PER_TOKEN) -> None:
         self._cfg, self._slots, self._pages, self.keys = cfg, slots, pages, keys
         self.backlog = np.zeros(cfg.num_ranks, np.int64)
         self.tiers: HostTiers | Hosts | None = None
@@ -45,7 +45,7 @@ class Balancer:
             return
         loads = Loads(self.backlog, self._held, self._slots.running)
         depths = self._pages.holders.depths(useful)
-        below = None if self.tiers is None else self.tiers.depths(useful, request.look_up)
+        below = None if self.tiers is None else self.tiers.depths(useful, request.lookup)
         if below is not None:
             depths = np.maximum(0 if depths is None else depths, below)
         own = self._own(len(request.tokens), depths)
@@ -124,7 +124,7 @@ class DecodeBalance:
     request_imbalance: float
 
     @classmethod
-    def of(cls, slots: SlotTable) -> "DecodeBalance":
+    def of(cls, slots: BatchSlots) -> "DecodeBalance":
         """Returns the balance of the running requests."""
         return cls(imbalance(slots.num_tokens()), imbalance(slots.running))
 
@@ -134,7 +134,7 @@ MOST_STEPS = 8
 _STEPS_COST = 0.5  # decode steps that the program takes
 
 
-class Gathering:
+class PrefillBatching:
     """Says whether the ends of prompts wait for the next step of a decode instance, so that few steps compute them.
 
     Another instance has computed a prompt's whole pages, which leaves up to a page of tokens. The program for these

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from dsv3.config.device_rates import PEAKS, PREFILL_CORE_FLOPS, PREFILL_FLOPS
-from dsv3.config.model import ModelConfig, expanded_operations, sizes_of
+from dsv3.config.model import ModelConfig, materialized_operations, sizes_of
 
 KEYS_PER_TOKEN = 3266.0
 """Those of DeepSeek-V3, where the model is not known."""
@@ -38,7 +38,7 @@ def keys_per_token(model: ModelConfig) -> float:
     sizes = sizes_of(model)
     attention, shared = sizes.attention * model.num_hidden_layers, sizes.shared * model.num_moe_layers
     products = attention + shared + sizes.dense * model.num_dense_layers
-    key = model.num_hidden_layers * expanded_operations(model)
+    key = model.num_hidden_layers * materialized_operations(model)
     return max(1.0, 2 * products / key * _CORE_SPEED)
 
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from dsv3.config.model import PAGE_SIZE
-from dsv3.kv_cache.keys import KEY_BYTES, Key, extend_keys, root_key
+from dsv3.kv_cache.page_keys import KEY_BYTES, Key, extend_keys, root_key
 from dsv3.sampling_params import SamplingParams
 from dsv3.text.grammar import plain_grammar
 
@@ -42,7 +42,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `cache_salt` keeps the prefix cache of one tenant apart from another's. `pages_from` is the "host:port" of an
     instance that has computed the prompt, or "host:port#meeting" of one that has been handed it under that number, its
-    `meeting` there. `rank` is where it must run, None for wherever it costs least. A lower `priority` is served
+    `bootstrap_room` there. `rank` is where it must run, None for wherever it costs least. A lower `priority` is served
     earlier. The answer goes on behind `answer_token_ids`, which count as its first tokens. `grammar` is what the answer
     is held to, in llguidance's form, where that is not what `sampling.structured_outputs` alone says. Stop strings
     belong to the text layer; the engine only knows tokens.
@@ -53,7 +53,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     cache_salt: str = ""
     pages_from: str = ""
-    meeting: int | None = None
+    bootstrap_room: int | None = None
     rank: int | None = None
     answer_token_ids: Sequence[int] = ()
     priority: int = 0
@@ -290,9 +290,9 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     It stands for `sampling.n` sequences: `fan_out` makes those, and the engine takes nothing else. `tokens` is the
     prompt as int32, `keys` the 32-byte prefix keys of its full pages one after the other. The last `num_answered` of
     the tokens are the beginning of the answer. `max_length` bounds prompt and answer together. `stop_ids` end the
-    answer. `pages_from` is an instance that has computed the prompt, `meeting` the number under which another instance
-    asks this one for its pages, `rank` the only one that may serve it. Requests of a lower `priority` are served
-    earlier, and those of a higher one give way to them. `grammar` is what the answer is held to, "" for nothing.
+    answer. `pages_from` is an instance that has computed the prompt, `bootstrap_room` the number under which another
+    instance asks this one for its pages, `rank` the only one that may serve it. Requests of a lower `priority` are
+    served earlier, and those of a higher one give way to them. `grammar` is what the answer is held to, "" for nothing.
     """
 
     request_id: int
@@ -303,7 +303,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_length: int
     stop_ids: tuple[int, ...]
     pages_from: str = ""
-    meeting: int | None = None
+    bootstrap_room: int | None = None
     rank: int | None = None
     num_answered: int = 0
     priority: int = 0
@@ -365,7 +365,7 @@ def prepare(request: EngineRequest, rules: RequestRules) -> PreparedRequest:
         max_length=max_length,
         stop_ids=tuple(sorted(stop)),
         pages_from=request.pages_from,
-        meeting=request.meeting,
+        bootstrap_room=request.bootstrap_room,
         rank=request.rank,
         num_answered=len(request.answer_token_ids),
         priority=request.priority,

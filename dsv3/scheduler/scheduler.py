@@ -1,8 +1,9 @@
 """Owns the requests: takes them in, gives them slots and pages, notes their tokens, lets them go. Imports no jax.
 
-Every decision assumes that each launched step goes on as planned; results arrive one step late through `accept`. So a
-request may have one step too many in flight when it stops: that step's tokens are dropped, and the pages it may still
-write are held back from new owners until it has been collected. The jobs of a step (`dsv3.engine.jobs`) plan with this.
+Every decision assumes that each launched step goes on as planned; results arrive one step late through
+`process_results`. So a request may have one step too many in flight when it stops: that step's tokens are dropped, and
+the pages it may still write are held back from new owners until it has been collected. The jobs of a step
+(`dsv3.engine.jobs`) plan with this.
 """
 
 import itertools
@@ -15,18 +16,18 @@ import numpy as np
 
 from dsv3.config.engine import EngineConfig
 from dsv3.kv_cache.events import Cleared, EventQueue, EventSource, Spelled
-from dsv3.kv_cache.keys import Key, extend_keys, keys_behind, root_key
 from dsv3.kv_cache.page_cache import PageCache
+from dsv3.kv_cache.page_keys import Key, extend_keys, keys_behind, root_key
 from dsv3.kv_cache.tiers.hosts import Hosts
 from dsv3.kv_cache.tiers.tiers import HostTiers
 from dsv3.scheduler.admission import Admission
 from dsv3.scheduler.balance import Balancer
+from dsv3.scheduler.batch_slots import BatchSlots, DraftCounts, RankPages
 from dsv3.scheduler.cost import KEYS_PER_TOKEN
 from dsv3.scheduler.sequence import Sequence, SequenceStatus, WaitingQueue
-from dsv3.scheduler.slots import DraftCounts, RankPages, SlotTable
 
 if TYPE_CHECKING:
-    from dsv3.kv_cache.transfer.server import Meetings
+    from dsv3.kv_cache.transfer.server import BootstrapRooms
 
 
 class Scheduler:
@@ -34,7 +35,7 @@ class Scheduler:
 
     def __init__(self, cfg: EngineConfig, vocab_size: int, keys_per_token: float = KEYS_PER_TOKEN) -> None:
         self.cfg = cfg
-        self.slots = SlotTable(cfg, vocab_size)
+        self.slots = BatchSlots(cfg, vocab_size)
         self.pages = RankPages(cfg)
         self.queue = WaitingQueue()
         balancer = Balancer(cfg, self.slots, self.pages, keys_per_token)
@@ -50,7 +51,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.prompt_tokens = 0  # computed, not found in the cache
         self.generated_tokens = 0
-        self.meetings: Meetings | None = None  # hears of requests whose pages another instance waits for
+        self.bootstrap_rooms: BootstrapRooms | None = None  # hears of requests whose pages another instance waits for
         self.drafts = DraftCounts(np.zeros(cfg.tokens_per_row - 1, np.int64))
         self._arrivals = 0
 
@@ -92,18 +93,18 @@ class Scheduler:
         sequence.queued_at = perf_counter()
         self.sequences[sequence.id] = sequence
         self.queue.push(sequence)
-        if self.meetings is not None:
-            self.meetings.open(sequence.request.meeting)
+        if self.bootstrap_rooms is not None:
+            self.bootstrap_rooms.open(sequence.request.bootstrap_room)
 
     def begin_step(self) -> None:
         """Has running requests give way to waiting ones of a lower priority number, before anything is planned."""
-        self.admission.make_way()
+        self.admission.preempt_for()
 
     def admit(self) -> None:
         """Starts as many waiting requests as fit."""
         for sequence in self.admission.admit():
-            if self.meetings is not None:
-                self.meetings.begin(sequence.request.meeting)
+            if self.bootstrap_rooms is not None:
+                self.bootstrap_rooms.begin(sequence.request.bootstrap_room)
             if sequence.state is SequenceStatus.LOADING:
                 _join(self.loading, sequence)
             else:
@@ -123,26 +124,26 @@ class Scheduler:
         sequence.state = SequenceStatus.PREFILLING
         _join(self.prefilling[self.slots.rank_of(sequence.slot)], sequence)
 
-    def take_back(self, sequence: Sequence, start: int) -> None:
+    def recompute(self, sequence: Sequence, start: int) -> None:
         """Has a running request compute its tokens from `start` on again: what launched steps did to them is void."""
         line = self.prefilling[self.slots.rank_of(sequence.slot)]
         if sequence not in line:
             line.insert(next((i for i, s in enumerate(line) if s.priority >= sequence.priority), len(line)), sequence)
-        self.slots.renew(sequence.slot)
+        self.slots.reset(sequence.slot)
         sequence.state, sequence.prefilled = SequenceStatus.PREFILLING, start
         self.balancer.charge(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a request out wherever it is; its pages are free once no launched step can write them."""
         del self.sequences[sequence.id]
-        if self.meetings is not None:
-            self.meetings.leave(sequence.request.meeting)
+        if self.bootstrap_rooms is not None:
+            self.bootstrap_rooms.leave(sequence.request.bootstrap_room)
         if sequence.slot >= 0:
             self._vacate(sequence, SequenceStatus.ENDED)
         else:
             self.queue.remove(sequence)
 
-    def distrust(self, sequence: Sequence) -> None:
+    def invalidate_pages(self, sequence: Sequence) -> None:
         """Keeps what a request has written from being shared: its logits were not finite.
 
         Pages that it found in the prefix cache are others'. Forgetting them let one tenant empty the cache for all.
@@ -212,10 +213,10 @@ class Scheduler:
             del pending[key]
         self.queue.wake(rank, filled)
 
-    def attach_tiers(self, tiers: HostTiers | Hosts, meetings: "Meetings | None" = None) -> None:
-        """Looks for pages in `tiers` from now on, and gives them its own; `meetings` hears who waits for these."""
+    def attach_tiers(self, tiers: HostTiers | Hosts, bootstrap_rooms: "BootstrapRooms | None" = None) -> None:
+        """Reads pages from `tiers` and offloads to them from now on; `bootstrap_rooms` records who waits for pages."""
         self.admission.tiers = self.balancer.tiers = tiers
-        self.meetings = meetings
+        self.bootstrap_rooms = bootstrap_rooms
 
     def tell_events_to(self, record: EventQueue) -> None:
         """Has `record` hear which pages can be found from now on."""

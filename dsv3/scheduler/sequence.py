@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from dsv3.kv_cache.keys import Key
-from dsv3.kv_cache.tiers.tiers import LookUp
+from dsv3.kv_cache.page_keys import Key
+from dsv3.kv_cache.tiers.tiers import Lookup
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import PreparedRequest
 from dsv3.text.matcher import Matcher
@@ -57,7 +57,7 @@ class Sequence:
     pending: set[Key] = dataclasses.field(default_factory=set)  # keys of pages it is filling from its prompt
     found: int = 0  # of its pages, from the first on, those that it found in the prefix cache
     load_stop: int = 0  # of its pages, from the first on, those that the cache or a tier has
-    look_up: LookUp | None = None  # what the store has been asked about its prefix
+    lookup: Lookup | None = None  # what the store has been asked about its prefix
     published: int = 0  # of its pages, from the first on, those that are findable
     is_sound: bool = True  # False once its logits were not finite
     num_cached: int = 0

@@ -16,8 +16,8 @@ import msgspec
 
 from dsv3.processes import frames
 from dsv3.scheduler.request import RequestRules
-from dsv3.server.asking import AskedProcess, DeadlyQuestion, answer_questions
 from dsv3.server.limits import WAIT_S, Workers
+from dsv3.server.worker_process import PoisonRequest, WorkerProcess, answer_questions
 from dsv3.text.call_grammar import Wanted, answer_grammar
 from dsv3.text.dialects import DIALECTS
 from dsv3.text.matcher import GrammarError, GrammarVocabulary, VocabularyError
@@ -89,7 +89,7 @@ class GrammarPool:
     ):
         self._tokenizer, self._deadline_s = tokenizer, deadline_s
         self._dialect, self._marker_ids = dialect or "", dict(marker_ids or {})
-        self._worker: AskedProcess | None = None
+        self._worker: WorkerProcess | None = None
         self._workers = Workers([self], wait_s)
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
         self._num_chars = 0
@@ -137,14 +137,14 @@ class GrammarPool:
             return _Known(_from_process.decode(await self._worker.ask(frame)))
         except TimeoutError:
             error = f"takes longer than {self._deadline_s:g} s to compile; make it smaller"
-        except DeadlyQuestion:
+        except PoisonRequest:
             error = "cannot be compiled: it needs too much memory"
         return _Known(Made(error=error), time.monotonic() + DOUBT_S)
 
-    def _process(self, rules: RequestRules) -> AskedProcess:
+    def _process(self, rules: RequestRules) -> WorkerProcess:
         setup = MakeSetup(str(self._tokenizer), rules.vocab_size, rules.eos_token_ids, self._dialect, self._marker_ids)
         frame = frames.encode(setup)
-        return AskedProcess("dsv3.server.grammars", _DOES, frame, self._deadline_s, _require_vocabulary)
+        return WorkerProcess("dsv3.server.grammars", _DOES, frame, self._deadline_s, _require_vocabulary)
 
 
 def _require_vocabulary(body: bytes) -> None:

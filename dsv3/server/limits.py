@@ -47,16 +47,16 @@ class Budget:
         self._free = [small, large]
 
     @contextlib.contextmanager
-    def hold(self) -> Iterator["Holding"]:
+    def hold(self) -> Iterator["Reservation"]:
         """Yields what one request holds, nothing yet; its bytes are given back at the end of the `with`."""
-        holding = Holding(self._free)
+        reservation = Reservation(self._free)
         try:
-            yield holding
+            yield reservation
         finally:
-            holding.release()
+            reservation.release()
 
 
-class Holding:
+class Reservation:
     """What one request holds of a budget: it moves to the other share when it becomes large."""
 
     def __init__(self, free: list[int]):

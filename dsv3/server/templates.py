@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from dsv3.processes import frames
-from dsv3.server.asking import AskedProcess, DeadlyQuestion, answer_questions
 from dsv3.server.limits import SMALL_BYTES, WAIT_S, Workers
+from dsv3.server.worker_process import PoisonRequest, WorkerProcess, answer_questions
 from dsv3.text.chat_template import ChatTemplate, TemplateError, ToolMessages
 from dsv3.text.markers import Markers
 
@@ -74,14 +74,14 @@ class TemplatePool:
         setup = frames.encode(RenderSetup(source, dict(special_tokens), hidden))
         self._deadline_s = deadline_s
         self._processes = [
-            AskedProcess("dsv3.server.templates", "renders chats", setup, deadline_s, _require_sound) for _ in range(2)
+            WorkerProcess("dsv3.server.templates", "renders chats", setup, deadline_s, _require_sound) for _ in range(2)
         ]
         self._small = Workers(self._processes[:1], wait_s)
         self._large = Workers(self._processes[1:], wait_s)
 
     async def check(self) -> None:
         """Starts a worker for small conversations; raises TemplateError for a template that cannot be used."""
-        await self._small.run(0, AskedProcess.start)
+        await self._small.run(0, WorkerProcess.start)
 
     def render(self, request: Render) -> Coroutine[Any, Any, str]:
         """Returns the prompt; raises TemplateError where template or messages are to blame.
@@ -102,7 +102,7 @@ class TemplatePool:
         except TimeoutError:
             seconds = f"{self._deadline_s:g}"
             raise TemplateTooSlow(f"the chat template took longer than {seconds} s for these messages") from None
-        except DeadlyQuestion:
+        except PoisonRequest:
             raise TemplateError("the chat template has ended two processes over these messages") from None
         if answer.error is not None:
             raise TemplateError(answer.error)

@@ -29,19 +29,19 @@ from sharding.mesh import Machine
 from sharding.wire.collectives import Overlap, Transfer
 
 
-class Computed(NamedTuple):
+class PeerSums(NamedTuple):
     """What a peer has computed for the rows that a hop brought: one partial sum per row, later hops included."""
 
     sums: jax.Array  # [J * C, D]
     overflows: tuple[jax.Array, ...]  # `Queued.overflows` of each later hop, and the experts', where they may have some
 
     @classmethod
-    def from_experts(cls, sums: jax.Array, overflow: jax.Array | None) -> "Computed":
+    def from_experts(cls, sums: jax.Array, overflow: jax.Array | None) -> "PeerSums":
         """Returns what the experts behind the last hop have answered."""
         return cls(sums, () if overflow is None else (overflow,))
 
 
-class Returning(NamedTuple):
+class CombineHandle(NamedTuple):
     """Partial sums on their way back by a hop, to the device where the rows are `queued`."""
 
     transfer: Transfer
@@ -95,11 +95,11 @@ class Exchange:
     def overlap(self) -> Overlap:
         return self.hops[0].overlap
 
-    def start(self, rows: TokenRows, experts: Experts) -> Returning:
+    def start(self, rows: TokenRows, experts: Experts) -> CombineHandle:
         """Sends the rows by the first hop, computes, and starts the way back."""
         return start_exchange(rows, self.hops, experts)
 
-    def finish(self, handle: Returning) -> tuple[jax.Array, jax.Array]:
+    def finish(self, handle: CombineHandle) -> tuple[jax.Array, jax.Array]:
         """Waits for the sums."""
         y, overflows = finish_exchange(handle, self.hops[0])
         return y, total(overflows)
@@ -121,18 +121,18 @@ class Exchange:
         return {axes: hop.peers - self.machine.gpus, axes[:1]: hop.peers - 1}.get(hop.axes, 0)
 
 
-def start_exchange(rows: TokenRows, hops: Sequence[Hop], experts: Experts) -> Returning:
+def start_exchange(rows: TokenRows, hops: Sequence[Hop], experts: Experts) -> CombineHandle:
     """Runs the first half of a layer: dispatch, experts, and the start of the combine."""
     queued = enqueue(rows, hops[0])
     return start_return(compute(receive(send(queued, hops[0]), hops[0]), hops, experts), queued, hops[0])
 
 
-def start_return(computed: Computed, queued: Queued, hop: Hop) -> Returning:
+def start_return(computed: PeerSums, queued: Queued, hop: Hop) -> CombineHandle:
     """Starts the way back by `hop`."""
-    return Returning(send_back(computed.sums, hop), queued, (queued.overflows, *computed.overflows))
+    return CombineHandle(send_back(computed.sums, hop), queued, (queued.overflows, *computed.overflows))
 
 
-def finish_exchange(returning: Returning, hop: Hop) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def finish_exchange(returning: CombineHandle, hop: Hop) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Runs the second half of a layer: waits for the combine by `hop`.
 
     Returns the sums [T, D], and the overflows of this hop and of all behind it.
@@ -140,16 +140,16 @@ def finish_exchange(returning: Returning, hop: Hop) -> tuple[jax.Array, tuple[ja
     return receive_back(returning.transfer, returning.queued, hop), returning.overflows
 
 
-def compute(arrived: TokenRows, hops: Sequence[Hop], experts: Experts) -> Computed:
+def compute(arrived: TokenRows, hops: Sequence[Hop], experts: Experts) -> PeerSums:
     """Computes the partial sums of the rows that arrived by the first hop, by way of the later hops if there are any.
 
     This is one jitted unit; `hop.enqueue` says what that means.
     """
 
-    def unit(arrived: TokenRows) -> Computed:
+    def unit(arrived: TokenRows) -> PeerSums:
         if len(hops) == 1:
-            return Computed.from_experts(*experts(arrived))
-        return Computed(*finish_exchange(start_exchange(arrived, hops[1:], experts), hops[1]))
+            return PeerSums.from_experts(*experts(arrived))
+        return PeerSums(*finish_exchange(start_exchange(arrived, hops[1:], experts), hops[1]))
 
     return jax.jit(unit)(arrived)
 

@@ -49,7 +49,7 @@ class Queued(NamedTuple):
     overflows: jax.Array  # [] int32, 1 where a queue is longer than the hop's capacity, else 0
 
 
-class Sent(NamedTuple):
+class DispatchHandle(NamedTuple):
     """Rows under way as words, the shapes of what these are, and the queues they come from."""
 
     transfer: Transfer
@@ -78,15 +78,15 @@ def queue(ids: jax.Array, hop: Hop) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 @jax.named_scope("dispatch")
-def send(queued: Queued, hop: Hop) -> Sent:
+def send(queued: Queued, hop: Hop) -> DispatchHandle:
     """Starts sending the first C rows of each queue: `[J * C, U]`, those for peer j from `j * C` on."""
     payload, *rest = queued.rows
     shapes = TokenRows(payload.like if isinstance(payload, Lines) else shapes_of(payload), *shapes_of(rest))
-    return Sent(start_all_to_all(_fill(queued, hop), hop.axes, hop.overlap), shapes, queued)
+    return DispatchHandle(start_all_to_all(_fill(queued, hop), hop.axes, hop.overlap), shapes, queued)
 
 
 @jax.named_scope("dispatch")
-def receive(sent: Sent, hop: Hop) -> TokenRows:
+def receive(sent: DispatchHandle, hop: Hop) -> TokenRows:
     """Waits for the rows of `send`, `[J * C, ...]`, with local ids of this peer's replicas; payloads stay `Lines`."""
     payload, *rest = sent.shapes
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dsv3.server.answers import metrics
-from dsv3.server.answers.metrics import Metrics
+from dsv3.server.serving import metrics
+from dsv3.server.serving.metrics import Metrics
 from dsv3.server.tenants import Tenant, Tenants
 from router.relay import Numbers
 from tests.deploy.files import DEPLOY, documents

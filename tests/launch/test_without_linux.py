@@ -18,7 +18,7 @@ import os
 assert not hasattr(os, "O_DIRECT") and not os.path.exists("/proc/self/maps"), "nothing is hidden"
 
 from dsv3 import LLM, SamplingParams
-from dsv3.kv_cache.tiers.arena import SharedMemory
+from dsv3.kv_cache.tiers.host_pool import SharedMemory
 from dsv3.processes.certificates import credentials_of, tls_context
 
 llm = LLM(max_num_seqs=4, max_model_len=256, max_num_batched_tokens=64, progress=False)

@@ -9,21 +9,21 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dsv3.server.answers.chat import ChatAnswer
-from dsv3.server.answers.errors import ApiError
-from dsv3.server.answers.generation import Update
-from dsv3.server.answers.reading import read
-from dsv3.server.answers.schema import ChatRequest, CompletionRequest
+from dsv3.server.protocol.errors import ApiError
+from dsv3.server.protocol.openai import ChatRequest, CompletionRequest
+from dsv3.server.serving.chat import ChatHandler
+from dsv3.server.serving.generation import Update
+from dsv3.server.serving.request_parsing import read
 from dsv3.text.pieces import Reasoning, Text
 from router.gather import ErrorEvent, Events, Gathered, Unreadable
-from router.request import read_asked
+from router.request import parse_request
 
 PATH, CHAT = "/v1/completions", "/v1/chat/completions"
 ANSWERS = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=8), min_size=1, max_size=3)
 
 
 def asked(path=PATH, **fields):
-    return read_asked(path, json.dumps({"prompt": "x", "stream": True} | fields).encode())
+    return parse_request(path, json.dumps({"prompt": "x", "stream": True} | fields).encode())
 
 
 def event(index: int, ids: list[int] | None, text: str, end: str | None = None) -> bytes:
@@ -84,8 +84,8 @@ def test_wherever_streams_are_cut_one_answer_is_told(answers, instances, wants_i
 def test_a_chat_that_breaks_off_among_the_events_of_one_update_is_told_once():
     """A server tells each piece of an update in an event, and the tokens with the last of them."""
 
-    def answering() -> ChatAnswer:
-        answer = ChatAnswer(SimpleNamespace(config=None), b"")
+    def answering() -> ChatHandler:
+        answer = ChatHandler(SimpleNamespace(config=None), b"")
         answer.request, answer.model = ChatRequest(return_token_ids=True), "m"
         answer.generation = SimpleNamespace(id="1", prompts=[SimpleNamespace(token_ids=array.array("i", [9]))])
         return answer
@@ -206,7 +206,7 @@ FIELDS = st.dictionaries(
 @given(FIELDS, st.booleans(), st.sampled_from([None, 1]), st.sampled_from([b"", b" \n"]))
 def test_the_clients_fields_reach_an_instance_as_they_came(fields, escapes, indent, space):
     data = space + json.dumps(fields, ensure_ascii=escapes, indent=indent).encode() + space
-    body = read_back(read_asked("/v1/responses", data, "tenant").first(None))
+    body = read_back(parse_request("/v1/responses", data, "tenant").first(None))
     salt = fields.get("cache_salt")
     expected = fields | {"cache_salt": f"tenant-{salt or ''}" if isinstance(salt, str | None) else salt}
     if "kv_transfer_params" in fields:
@@ -215,7 +215,9 @@ def test_the_clients_fields_reach_an_instance_as_they_came(fields, escapes, inde
 
 
 def test_names_that_are_spelled_with_escapes_are_the_same_names():
-    request = read_asked(PATH, b'{"prompt": "x", "\\u006bv_transfer_params": {"remote_host": "inside"}, "\\u006e": 2}')
+    request = parse_request(
+        PATH, b'{"prompt": "x", "\\u006bv_transfer_params": {"remote_host": "inside"}, "\\u006e": 2}'
+    )
     assert read_back(request.first(None))["kv_transfer_params"] is None and len(request.given) == 2
 
 
@@ -239,7 +241,7 @@ def test_a_server_reads_what_the_router_says_and_not_what_its_client_said(paddin
     """Read at once or in pieces, of two fields of one name the last one holds."""
     fields = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "inside"}, "bootstrap_room": 7}
     fields |= {"resume": {"output_token_ids": [1] * padding}, "cache_salt": "mine", "return_token_ids": False}
-    request = read_asked(PATH, json.dumps({"prompt": "x", "stream": True} | fields).encode(), "tenant")
+    request = parse_request(PATH, json.dumps({"prompt": "x", "stream": True} | fields).encode(), "tenant")
     found = read(CompletionRequest, b"".join(request.again([[5, 6]], None)))
     assert (found.kv_transfer_params, found.bootstrap_room, found.cache_salt) == (None, None, "tenant-mine")
     assert found.return_token_ids and found.resume.output_token_ids in ([[5, 6]], [array.array("i", [5, 6])])
@@ -251,14 +253,14 @@ def test_a_server_reads_what_the_router_says_and_not_what_its_client_said(paddin
 def test_tenants_do_not_share_salts():
     bodies = (b"{}", b'{"cache_salt": "x"}')
     found = [
-        read_back(read_asked(PATH, body, tenant).first(None)) for tenant in ("a" * 64, "b" * 64) for body in bodies
+        read_back(parse_request(PATH, body, tenant).first(None)) for tenant in ("a" * 64, "b" * 64) for body in bodies
     ]
     assert len({body["cache_salt"] for body in found}) == 4
 
 
 def test_a_body_is_not_copied_and_its_tokens_are_counted():
     data = bytearray(b'{"prompt": [%b], "resume": {"output_token_ids": [7, 8]}}' % b", ".join([b"5"] * 100_000))
-    request = read_asked(PATH, data)
+    request = parse_request(PATH, data)
     head, tail = request.again([[7, 8, 9]], None)
     assert head.obj is data and len(tail) < 100 and request.num_bytes == 4 * 100_002
     assert request.prompt.tokens == 100_000 and len(request.prompt.keys) == 100_000 // 64
@@ -267,15 +269,15 @@ def test_a_body_is_not_copied_and_its_tokens_are_counted():
 def test_what_a_server_refuses_unread_a_router_refuses_too():
     body = b'{"prompt": [%b]}' % b",".join([b"{}"] * 2**20)
     with pytest.raises(ApiError, match="brackets") as refused:
-        read_asked(PATH, body)
+        parse_request(PATH, body)
     assert refused.value.status == 400
     with pytest.raises(ApiError, match="longer than any prompt"):
-        read_asked(PATH, b'{"prompt": [%b]}' % b",".join([b"5"] * (2**20 + 1)))
+        parse_request(PATH, b'{"prompt": [%b]}' % b",".join([b"5"] * (2**20 + 1)))
 
 
 @given(st.binary(max_size=30))
 def test_a_body_is_read_or_refused(data):
     try:
-        read_asked(PATH, data)
+        parse_request(PATH, data)
     except ApiError as error:
         assert error.status == 400

@@ -11,11 +11,11 @@ from typing import Literal
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dsv3.server.answers.errors import ApiError
-from router.choice import InstanceLoad
+from dsv3.server.protocol.errors import ApiError
 from router.instance import Broken, Instance
 from router.members import Pool
 from router.options import RouterOptions
+from router.policy import InstanceLoad
 from router.relay import Fleet, Numbers, Relay
 from tests.router.test_gather import ANSWERS, asked, spelled, tell
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dsv3.model.forward import ForwardOutput, forward
-from dsv3.model.layers.experts import LOCAL_EXPERTS, ExpertLayer, Tally
+from dsv3.model.layers.experts import LOCAL_EXPERTS, ExpertLayer, RouterStats
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.router import Routing
 from dsv3.model.params import MoeParams, abstract
@@ -89,8 +89,8 @@ class Double:
 
     shards = LOCAL_EXPERTS.shards
 
-    def __call__(self, x: jax.Array, routing: Routing, layer: ExpertLayer) -> tuple[jax.Array, Tally]:
-        return 2 * x, Tally(jnp.zeros(4, jnp.int32), None)
+    def __call__(self, x: jax.Array, routing: Routing, layer: ExpertLayer) -> tuple[jax.Array, RouterStats]:
+        return 2 * x, RouterStats(jnp.zeros(4, jnp.int32), None)
 
 
 def test_the_gradient_is_that_of_the_objective_with_the_loss_in_it(toy_config: TrainingConfig) -> None:

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from dsv3.config.options import EngineOptions
-from dsv3.engine.build import load_parts
+from dsv3.engine.build import load_components
 from dsv3.engine.memory import GB, local_bytes
 from dsv3.logs import configure_logging
 from tools.doctor.install import free_bytes
@@ -13,7 +13,7 @@ from tools.doctor.rows import CaseResult, run_cases
 
 def memory(directory: Path) -> CaseResult:
     """Returns the account of a device's memory. Raises ValueError where not a page fits, which says what to change."""
-    parts = load_parts(directory, EngineOptions(), progress=False, shapes=True)
+    parts = load_components(directory, EngineOptions(), progress=False, shapes=True)
     print(parts.description, file=sys.stderr)
     cfg = parts.cfg
     figures = {"tokens": float(cfg.num_pages * cfg.page_size), "tokens per request": float(cfg.max_model_len)}

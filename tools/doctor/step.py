@@ -28,7 +28,7 @@ import numpy as np
 from dsv3.config.engine import pages_for
 from dsv3.config.model import ModelConfig
 from dsv3.config.options import EngineOptions
-from dsv3.engine.build import bundled_model, load_parts
+from dsv3.engine.build import bundled_model, load_components
 from dsv3.engine.functions import StepFunctions, in_full_precision, model_functions
 from dsv3.kv_cache.layout import pool
 from dsv3.logs import configure_logging
@@ -260,7 +260,7 @@ def in_float32(model: Model) -> Model:
 def bundled(quick: bool) -> tuple[Model, Work]:
     """Returns the model that ships with the package, as a server loads it, and prompts to be continued."""
     directory = bundled_model()
-    parts = load_parts(directory, EngineOptions(max_num_seqs=len(_TEXTS)), progress=False)
+    parts = load_components(directory, EngineOptions(max_num_seqs=len(_TEXTS)), progress=False)
     tokenizer = Tokenizer.from_directory(directory)
     prompts = [np.array(tokenizer.encode(text), np.int32) for text in (*_TEXTS, _TEXTS[0])]
     first, second = [p[: len(p) // 2 + 1] for p in prompts], [p[len(p) // 2 + 1 :] for p in prompts]

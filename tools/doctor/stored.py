@@ -44,7 +44,7 @@ class Watched:
 def answer(folder: Path) -> Seen:
     """Starts an engine whose programs are stored in `folder`, and answers; returns what came, and what was traced."""
     from dsv3.config.options import EngineOptions
-    from dsv3.engine.build import bundled_model, load_parts
+    from dsv3.engine.build import bundled_model, load_components
     from dsv3.engine.engine import Engine
     from dsv3.engine.stored import NothingKept, own_store
     from dsv3.sampling_params import SamplingParams
@@ -54,7 +54,7 @@ def answer(folder: Path) -> Seen:
         compilation_cache_dir=str(folder), max_num_seqs=1, max_num_batched_tokens=64, max_model_len=256
     )
     began = time.monotonic()
-    parts = load_parts(bundled_model(), options, progress=False)
+    parts = load_components(bundled_model(), options, progress=False)
     store = own_store(bundled_model(), options, parts)
     if store is None or isinstance(store, NothingKept):
         return {"nothing": _TRITON if store else "the folder cannot be used, as the log says"}

@@ -10,7 +10,13 @@ import dataclasses
 import math
 
 from dsv3.config.device_rates import MASKING, PREFILL_OVERHEAD
-from dsv3.config.model import INDEX_KEYS, ModelConfig, absorbed_operations, expanded_operations, expansion_operations
+from dsv3.config.model import (
+    INDEX_KEYS,
+    ModelConfig,
+    absorbed_operations,
+    materialization_operations,
+    materialized_operations,
+)
 from dsv3.kv_cache.layout import row_bytes
 from dsv3.model.forms import must_choose
 from pallas_kernels.dsa import BYTES_AT_ONCE, chosen_width
@@ -90,7 +96,7 @@ def sparse_floor(model: ModelConfig, context: float, cache_dtype: str) -> tuple[
 
 def expansion_seconds(model: ModelConfig, rates: Rates) -> float:
     """Returns the seconds of a token's products with k_up and v_up of all heads; they are bfloat16 in every model."""
-    return PREFILL_OVERHEAD * expansion_operations(model) / (rates.prefill_flops / (2 if model.fp8 else 1))
+    return PREFILL_OVERHEAD * materialization_operations(model) / (rates.prefill_flops / (2 if model.fp8 else 1))
 
 
 def sparse_core(model: ModelConfig, rates: Rates, batch: PlannedBatch, kernel_s: float) -> SparseCore:
@@ -123,7 +129,7 @@ def sparse_core(model: ModelConfig, rates: Rates, batch: PlannedBatch, kernel_s:
 def _masked(model: ModelConfig, rates: Rates, batch: PlannedBatch, kernel_s: float) -> dict[str, float]:
     """Returns the seconds of masked attention: all room is expanded, and all tokens that are seen are multiplied."""
     b, room = batch.tokens, batch.room
-    core = b * batch.keys * expanded_operations(model) / batch.split / rates.prefill_core_flops
+    core = b * batch.keys * materialized_operations(model) / batch.split / rates.prefill_core_flops
     groups = math.ceil(b * _SCORE_BYTES * room / BYTES_AT_ONCE)
     bits = b * attended(model, batch.keys, batch.fewest) * _BIT_BYTES + room // 32 * b * 4
     return {
@@ -152,7 +158,7 @@ def dense_forms(model: ModelConfig, rates: Rates, batch: PlannedBatch) -> tuple[
     """
     cached, prompts = _cached(batch)
     pairs, token = batch.tokens * cached, expansion_seconds(model, rates) / batch.split
-    pair = expanded_operations(model) / batch.split / rates.prefill_core_flops
+    pair = materialized_operations(model) / batch.split / rates.prefill_core_flops
     absorbed = pairs * absorbed_operations(model) / batch.split / rates.decode_core_flops
     own = PREFILL_OVERHEAD * (batch.tokens * batch.keys - pairs) * pair
     return (

@@ -18,7 +18,8 @@ from dsv3.config.engine import EngineConfig, pages_for, tokens_ahead
 from dsv3.config.model import ModelConfig
 from dsv3.config.options import EngineOptions
 from dsv3.engine.assemble.functions import SpreadParams, expert_parallel_functions, first_expert_map
-from dsv3.engine.device import choosing
+from dsv3.engine.components import EngineComponents
+from dsv3.engine.device import form_selection
 from dsv3.engine.device.layout import Layout, Reserve, reserve
 from dsv3.engine.device.pool import SLACK
 from dsv3.engine.device.programs import Key, Programs, ReadPrograms
@@ -27,7 +28,6 @@ from dsv3.engine.functions import StepFunctions, model_functions
 from dsv3.engine.jobs.draft_module import chain_key
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.limits import longest_context
-from dsv3.engine.parts import Parts
 from dsv3.model.batch import AttentionForm
 from dsv3.model.params import Fp8Weight, Params, ParamSpec, declare
 from dsv3.model.tensor_parallel import arrange
@@ -106,7 +106,7 @@ class LaidOut:
 
     @functools.cached_property
     def _laid_out(self) -> tuple[Layout, Programs]:
-        parts = Parts(self.functions, self.params, self.model, self.engine, self.mesh)
+        parts = EngineComponents(self.functions, self.params, self.model, self.engine, self.mesh)
         layout, programs = lay_out_engine(parts, JOB_KINDS)
         programs.store = ReadPrograms()
         return layout, programs
@@ -143,7 +143,7 @@ def runs(planned: LaidOut, phase: Phase) -> tuple[Run, ...]:
     With sparse attention they are those for requests of the deployment's mean length.
     """
     deployment, cfg, longest = planned.deployment, planned.engine, planned.deployment.context_length
-    form = of_module = choosing.decode_form(planned.layout, longest)
+    form = of_module = form_selection.decode_form(planned.layout, longest)
     if phase == "prefill":
         size, width = deployment.prefill_tokens, 1
         rows, drafts = cfg.prefill_rows(size), cfg.tokens_per_row - 1
@@ -151,7 +151,7 @@ def runs(planned: LaidOut, phase: Phase) -> tuple[Run, ...]:
     else:
         rows, drafts = deployment.decode_requests, deployment.drafts
         size, width = rows, 1 + drafts
-    room = choosing.room(planned.layout, size, form)
+    room = form_selection.room(planned.layout, size, form)
     found = [Run("model", Key(phase, size, form, width), size * width, width, room=room)]
     if drafts:
         found.append(Run("module", Key(f"mtp {phase}", size, of_module, width), size * width, width))
@@ -167,7 +167,7 @@ def _prefill_form(planned: LaidOut) -> AttentionForm:
     prompts = max(1, round(size / max(1.0, length * (1 - hits))))
     page_size = planned.model.page_size
     keys, pairs = prompts * pages_for(length, page_size) * page_size, round(size * hits * length)
-    return choosing.prefill_form(planned.layout, size, hits > 0, length, keys, pairs)
+    return form_selection.prefill_form(planned.layout, size, hits > 0, length, keys, pairs)
 
 
 def compile_step(planned: LaidOut, phase: Phase) -> tuple[CompiledProgram, ...]:

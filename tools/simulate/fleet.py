@@ -12,13 +12,13 @@ import numpy as np
 
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.job import EngineView
-from dsv3.kv_cache.keys import Key
+from dsv3.kv_cache.page_keys import Key
 from dsv3.scheduler.request import StepOutputs
 from router.instance import Booking
 from router.request import MAX_PAGES, Prompt
 from tools.simulate.instance import SimulatedInstance, Totals
 from tools.simulate.options import Pressure, Routing, Rule
-from tools.simulate.pages import Handed, Pages, PaperStore, WorkerTime
+from tools.simulate.pages import Handed, Pages, SimulatedStore, WorkerTime
 from tools.simulate.pool import Place, SimulatedPool
 from tools.simulate.prompts import SimulatedRequest, keys_of
 from tools.simulate.record import End, RequestLog
@@ -249,12 +249,12 @@ class SimulatedFleet:
         self.pages.append(Pages(view, times, self._work, wake, self.setting.host_gib * 2**30, self._store))
         return self.pages[-1]
 
-    def _make_store(self) -> PaperStore | None:
+    def _make_store(self) -> SimulatedStore | None:
         first = self.setting.groups[0].times
         if not self.setting.store_gib:
             return None
         limit = int(self.setting.store_gib * 2**30) // first.page_bytes
-        return PaperStore(self._work, limit, first.page_bytes, first.link)
+        return SimulatedStore(self._work, limit, first.page_bytes, first.link)
 
     def _look(self, pool: SimulatedPool, group: InstanceGroup, rule: Rule) -> None:
         """Starts or drains an instance where the rule says so."""

@@ -1,6 +1,6 @@
 """Makes the table of a deployment's step times by playing the plan's compiled schedules.
 
-One program of each kind is compiled, its largest, and played with smaller batches (`tools.plan.played`).
+One program of each kind is compiled, its largest, and played with smaller batches (`tools.plan.simulated`).
 """
 
 import hashlib
@@ -12,9 +12,9 @@ from dsv3.engine.device.programs import measure
 from dsv3.scheduler.cost import keys_per_token
 from tools.plan.deployment import Deployment, DeploymentError
 from tools.plan.memory import judge, memory_of
-from tools.plan.played import Played, with_ends
 from tools.plan.programs import CompiledProgram, Phase, compile_step, lay_out
 from tools.plan.roofline import HOST_S
+from tools.plan.simulated import Played, with_ends
 from tools.simulate.times import KEYS, InstanceTimes
 
 

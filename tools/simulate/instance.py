@@ -18,11 +18,11 @@ from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.pages import PagesCommand
 from dsv3.engine.jobs.prefill import PrefillCommand
 from dsv3.engine.jobs.sample import ForwardResults
-from dsv3.kv_cache.keys import Key
+from dsv3.kv_cache.page_keys import Key
+from dsv3.scheduler.batch_slots import BatchRows
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import sequence_of
-from dsv3.scheduler.slots import BatchRows
 from tools.simulate.pages import Handed, Pages, copy_seconds
 from tools.simulate.prompts import VOCAB, SimulatedRequest, request_of
 from tools.simulate.times import InstanceTimes, VirtualClock

@@ -1,6 +1,6 @@
 """Pages below the devices in virtual time: the real tiers and their planner, with modelled copies; and a hand-over.
 
-`Tiers`, `Arena` and `PagesPlanner` are the engine's. What is the model's: a job of a tier's threads takes as long as
+`Tiers`, `HostPool` and `PagesPlanner` are the engine's. What is the model's: a job of a tier's threads takes as long as
 its bytes at a stated rate, no byte is copied, and a store is a bounded list of keys.
 """
 
@@ -13,9 +13,9 @@ import numpy as np
 
 from dsv3.engine.job import EngineView, Planned
 from dsv3.engine.jobs.pages import Opened, PagesCommand, PagesPlanner, page_buckets
-from dsv3.kv_cache.keys import Key
-from dsv3.kv_cache.tiers.arena import Arena, arena_bytes, cells_within
+from dsv3.kv_cache.page_keys import Key
 from dsv3.kv_cache.tiers.counts import TierCounts
+from dsv3.kv_cache.tiers.host_pool import HostPool, blocks_within, host_pool_bytes
 from dsv3.kv_cache.tiers.tiers import Tiers
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.scheduler import Scheduler
@@ -76,11 +76,11 @@ class SimulatedWorkers(Executor):
         self._done()
 
 
-class PaperArena(Arena):
+class SimulatedHostPool(HostPool):
     """Host memory whose values have one byte and take the time of a page's bytes."""
 
-    def __init__(self, work: WorkerTime, num_cells: int, page_bytes: int) -> None:
-        super().__init__(np.zeros(arena_bytes(num_cells, 1), np.uint8), 1, num_cells)
+    def __init__(self, work: WorkerTime, num_blocks: int, page_bytes: int) -> None:
+        super().__init__(np.zeros(host_pool_bytes(num_blocks, 1), np.uint8), 1, num_blocks)
         self._work, self.value_bytes = work, page_bytes
 
     def put(self, key: Key, payload: np.ndarray) -> bool:
@@ -94,7 +94,7 @@ class PaperArena(Arena):
         return super().get(key, out[:1])
 
 
-class PaperStore:
+class SimulatedStore:
     """A store that several instances share, as keys: at most `limit` pages, the least recently used ones go."""
 
     def __init__(self, work: WorkerTime, limit: int, page_bytes: int, rate: float) -> None:
@@ -155,13 +155,13 @@ class Pages:
         work: WorkerTime,
         wake: Callable[[], None],
         host_bytes: float,
-        store: PaperStore | None,
+        store: SimulatedStore | None,
     ) -> None:
         size = times.page_bytes
-        arena = PaperArena(work, cells_within(int(host_bytes), size), size)
+        host_pool = SimulatedHostPool(work, blocks_within(int(host_bytes), size), size)
         self.tiers = _PolledTiers(
             page_buckets(size),
-            arena,
+            host_pool,
             store,
             workers=lambda count, _: SimulatedWorkers(work, count, wake),
             now=work.now,

@@ -10,8 +10,8 @@ import random
 from collections import deque
 from collections.abc import Callable
 
-from router.choice import Flying, InstanceLoad, SentPages, choose
 from router.instance import Booking, Breaker
+from router.policy import InFlightPrompts, InstanceLoad, SentPages, choose
 from router.request import Prompt
 from tools.simulate.instance import SimulatedInstance
 from tools.simulate.options import Routing
@@ -29,7 +29,7 @@ class Place:
 
     def __init__(self, instance: SimulatedInstance, since: float, *, alone: bool) -> None:
         self.instance, self.since = instance, since
-        self.load, self.flying = InstanceLoad(ranks=instance.cfg.num_ranks), Flying()
+        self.load, self.flying = InstanceLoad(ranks=instance.cfg.num_ranks), InFlightPrompts()
         self.sent = SentPages(0) if alone else SentPages()
         self.breaker = Breaker()
         self.concurrency = 2 * instance.cfg.max_num_seqs * instance.cfg.num_ranks

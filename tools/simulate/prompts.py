@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dsv3.kv_cache.keys import KEY_BYTES, Key, root_key
+from dsv3.kv_cache.page_keys import KEY_BYTES, Key, root_key
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import PreparedRequest
 from tools.simulate.traffic import TokenRun

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from dsv3.model.layers import experts
 from dsv3.model.layers.expert_parallel import count
-from dsv3.model.layers.experts import LOCAL_EXPERTS, ExpertLayer, RoutedExperts, Tally
+from dsv3.model.layers.experts import LOCAL_EXPERTS, ExpertLayer, RoutedExperts, RouterStats
 from dsv3.model.layers.router import Routing
 from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
 from sharding.experts.rows import TokenRows, localize
@@ -78,7 +78,7 @@ class GatheredExperts:
     def shards(self) -> Shards:
         return ONE_DEVICE
 
-    def __call__(self, x: jax.Array, routing: Routing, layer: ExpertLayer, /) -> tuple[jax.Array, Tally]:
+    def __call__(self, x: jax.Array, routing: Routing, layer: ExpertLayer, /) -> tuple[jax.Array, RouterStats]:
         num_experts = layer.params.router.shape[1]
         with jax.named_scope("dispatch"):
             rows = TokenRows(x, routing.ids, routing.weights)
@@ -87,7 +87,7 @@ class GatheredExperts:
         y, _ = experts.moe(mine.payload, Routing(mine.ids, mine.weights), layer)
         with jax.named_scope("combine"):
             y = lax.psum_scatter(y, TEAM, scatter_dimension=0, tiled=True)
-        return y, Tally(count(routing.ids, num_experts), None)
+        return y, RouterStats(count(routing.ids, num_experts), None)
 
 
 def routed_experts(size: RankSize) -> RoutedExperts:

@@ -167,8 +167,8 @@ def compute(
         context = whole_sequences(cfg, rows, length, training_backend(), experts, config.fp8_products)
         tallies, residual = [], Residual(x)
         for layer in weights.layers:
-            residual, _, tally = run_layer(Stack(layer, 0), 0, context, residual, None)
-            tallies += [] if tally is None else [tally.counts]
+            residual, _, router_stats = run_layer(Stack(layer, 0), 0, context, residual, None)
+            tallies += [] if router_stats is None else [router_stats.counts]
         counts = jnp.stack(tallies) if tallies else None
         if not stage.last:
             return residual.stream, {"expert_counts": counts}

@@ -46,7 +46,7 @@ from dsv3.engine.cluster.messages import (
     WorkEvent,
 )
 from dsv3.engine.cluster.start import (
-    LoadParts,
+    LoadComponents,
     Phases,
     first_gpu,
     fitted,
@@ -60,7 +60,7 @@ from dsv3.engine.cluster.wire import PATIENCE_S, Unanswered, Wire, WireError, co
 from dsv3.engine.device.pool import set_pool_share
 from dsv3.engine.executor import LocalExecutor, Results
 from dsv3.engine.fingerprint import fields_of
-from dsv3.engine.job import Aside, Command, StepCommand
+from dsv3.engine.job import Command, FollowerHandler, StepCommand
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.kernel_checks import check_kernels, fall_back
 from dsv3.processes.certificates import Credentials, credentials_of
@@ -80,7 +80,7 @@ def run(
     cluster: ClusterOptions,
     model_dir: Path,
     options: EngineOptions,
-    load: LoadParts = load_model,
+    load: LoadComponents = load_model,
     last: Incarnation | None = None,
     tell: Callable[[FromFollower], None] = lambda _: None,
 ) -> NoReturn:
@@ -106,10 +106,10 @@ def run(
 
 
 class FollowingExecutor:
-    """Carries out the leader's commands, and what they ask for beside programs: `asides`, by the kind of job."""
+    """Executes the leader's commands; `follower_handlers` do, by kind of job, what these ask for beside programs."""
 
-    def __init__(self, local: LocalExecutor, asides: Mapping[str, Aside]) -> None:
-        self._local, self._asides = local, asides
+    def __init__(self, local: LocalExecutor, follower_handlers: Mapping[str, FollowerHandler]) -> None:
+        self._local, self._follower_handlers = local, follower_handlers
 
     def launch(self, command: StepCommand) -> tuple[StepCommand, list[Any]]:
         """Starts a step; returns it as it was launched, and the arrays that will hold its results."""
@@ -125,12 +125,12 @@ class FollowingExecutor:
     def take(self, command: StepCommand, results: Results) -> None:
         """Hands the results of a step to those who want them."""
         for (kind, each), arrays in zip(command.jobs, results, strict=True):
-            if (aside := self._asides.get(kind)) is not None:
-                aside.take(each, arrays)
+            if (follower_handler := self._follower_handlers.get(kind)) is not None:
+                follower_handler.take(each, arrays)
 
     def _prepared(self, kind: str, command: Command) -> Command:
-        aside = self._asides.get(kind)
-        return command if aside is None else aside.prepared(command)
+        follower_handler = self._follower_handlers.get(kind)
+        return command if follower_handler is None else follower_handler.prepared(command)
 
 
 class _Follower:
@@ -150,7 +150,7 @@ class _Follower:
         self._channel.start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
-    def follow(self, model_dir: Path, options: EngineOptions, load: LoadParts) -> NoReturn:
+    def follow(self, model_dir: Path, options: EngineOptions, load: LoadComponents) -> NoReturn:
         """Starts together with the leader, then executes what it sends."""
         phases = Phases()
         fields = fields_of(model_dir, options, self._cluster)
@@ -175,8 +175,12 @@ class _Follower:
         phases.end("weights")
         self._send(Loaded(loaded_fields(parts), parts.cfg.num_pages, parts.cfg.transfer_address or ""))
         parts = dataclasses.replace(parts, cfg=self._expect(Build).config)
-        makers = {kind.name: kind.aside for kind in JOB_KINDS if kind.aside is not None and kind.applies(parts)}
-        asides = {name: make(parts, functools.partial(self._pass_on, name)) for name, make in makers.items()}
+        makers = {
+            kind.name: kind.follower_handler
+            for kind in JOB_KINDS
+            if kind.follower_handler is not None and kind.applies(parts)
+        }
+        follower_handlers = {name: make(parts, functools.partial(self._pass_on, name)) for name, make in makers.items()}
         local = LocalExecutor(parts, JOB_KINDS)
         store = kept_programs(cluster, model_dir, options, parts)
         del parts  # the executor alone holds the weights: experts that it moves are written in place
@@ -188,7 +192,7 @@ class _Follower:
         phases.end("first launches")
         _log.info("process %d is ready after %s; %s", self._cluster.process_id, phases, store)
         self._send(Ready())
-        executor = FollowingExecutor(local, asides)
+        executor = FollowingExecutor(local, follower_handlers)
         threading.Thread(target=self._report, args=(executor,), name="results", daemon=True).start()
         while True:
             command = messages.command_of(self._expect(Step), JOB_KINDS)

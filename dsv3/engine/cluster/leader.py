@@ -36,11 +36,11 @@ from dsv3.engine.cluster.messages import (
     Wait,
     WorkEvent,
 )
-from dsv3.engine.cluster.returning import RejoiningProcesses, refuse
+from dsv3.engine.cluster.rejoin import RejoiningProcesses, refuse
 from dsv3.engine.cluster.wire import Entrance, Wire
 from dsv3.engine.errors import ClusterError
 from dsv3.engine.fingerprint import Fields, differences
-from dsv3.engine.job import News, StepCommand
+from dsv3.engine.job import StepCommand, WorkEvents
 from dsv3.engine.kernel_checks import Replaced, agree
 from dsv3.processes.certificates import credentials_of
 from dsv3.processes.key_file import read_key
@@ -62,7 +62,7 @@ class Leader:
     `on_failure` is called when the instance must end, with a reason fit for clients; `on_drain` when a follower has
     been asked to end. Both are called on the leader's own threads. The constructor listens and `gather` accepts: no
     follower can fail before the caller has arranged that `end` is called. Raises ClusterError where it cannot listen.
-    `news` are what followers tell planners.
+    `events` are what followers tell planners.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Leader:
         self._launched = (-1, 0.0)  # the last step this process has launched, and when
         self._reached = dict.fromkeys(self._followers, -1)  # the last step each follower is known to have launched
         self._ranks: dict[int, range] = {}
-        self.news = News()
+        self.events = WorkEvents()
         self._places: dict[int, int] = {}  # by process: its number among those that have begun
         self._silence_s = options.starting_silence_s
         self._forgiven = 0.0  # when this process was last found to have been suspended
@@ -316,7 +316,7 @@ class Leader:
                     if not self._strays(process_id, message.host):
                         self._note(process_id, message)
             case WorkEvent():
-                self.news.put(message.kind, self._places[process_id], message.body)
+                self.events.put(message.kind, self._places[process_id], message.body)
             case Checked() | Loaded() | Compiled() | Ready():
                 self._note(process_id, message)
             case Drain():

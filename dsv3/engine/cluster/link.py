@@ -106,7 +106,7 @@ class Link:
                 return _to_follower.decode(body)
         return None
 
-    def news(self) -> list[FromFollower] | None:
+    def events(self) -> list[FromFollower] | None:
         """Returns what has come since, waiting for something to come; None when the follower has gone."""
         received = self._receive()
         if not received:

@@ -12,11 +12,11 @@ import jax
 
 from dsv3.config.hugging_face import load_config
 from dsv3.config.options import ClusterOptions, EngineOptions, split_address
-from dsv3.engine.build import load_parts
+from dsv3.engine.build import load_components
 from dsv3.engine.cluster.link import FIRST, Incarnation
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.driver import started_devices
 from dsv3.engine.fingerprint import Fields, agreed, shaping
-from dsv3.engine.parts import Parts
 from dsv3.engine.stored import NothingKept, ProgramStore, device_fields, program_store
 from dsv3.processes.certificates import IDENTITY, credentials_of
 from dsv3.processes.key_file import read_key
@@ -25,13 +25,13 @@ _log = logging.getLogger("dsv3.cluster")
 _CONNECT_S = 300
 
 
-class LoadParts(Protocol):
+class LoadComponents(Protocol):
     """Makes the parts of an engine; called in every process, with jax started over all of them.
 
     The mesh has `num_nodes` nodes.
     """
 
-    def __call__(self, model_dir: Path, options: EngineOptions, *, num_nodes: int) -> Parts: ...
+    def __call__(self, model_dir: Path, options: EngineOptions, *, num_nodes: int) -> EngineComponents: ...
 
 
 class Phases:
@@ -51,9 +51,9 @@ class Phases:
         return f"{self._last - self._started:.1f} s: {', '.join(self._done)}"
 
 
-def load_model(model_dir: Path, options: EngineOptions, *, num_nodes: int) -> Parts:
+def load_model(model_dir: Path, options: EngineOptions, *, num_nodes: int) -> EngineComponents:
     """Loads the parts of a real engine."""
-    return load_parts(model_dir, options, num_nodes=num_nodes, progress=False)
+    return load_components(model_dir, options, num_nodes=num_nodes, progress=False)
 
 
 def own_options(options: EngineOptions, cluster: ClusterOptions) -> EngineOptions:
@@ -104,14 +104,14 @@ def start_jax(cluster: ClusterOptions, generation: Incarnation = FIRST) -> None:
 
 
 def kept_programs(
-    cluster: ClusterOptions, model_dir: Path, options: EngineOptions, parts: Parts
+    cluster: ClusterOptions, model_dir: Path, options: EngineOptions, parts: EngineComponents
 ) -> ProgramStore | NothingKept:
     """Returns where this process keeps its compiled programs; `parts.cfg` are the limits that all use."""
     key = read_key(cluster.cluster_key_file)
     return program_store(model_dir, options, parts, key, shaping(cluster), cluster.process_id)
 
 
-def loaded_fields(parts: Parts) -> Fields:
+def loaded_fields(parts: EngineComponents) -> Fields:
     """Returns what must be the same once the weights are loaded; the room for the cache may differ."""
     return device_fields(parts) | agreed(parts.cfg)
 

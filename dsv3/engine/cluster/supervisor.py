@@ -2,7 +2,7 @@
 
 The processes of an instance start together and end together: when one dies, each of the others ends by itself or is
 killed by its supervisor, and all supervisors start the next generation. On the leader's host the first front does this
-(`dsv3.server.engine.keeper`).
+(`dsv3.server.engine.supervisor`).
 """
 
 import contextlib
@@ -40,10 +40,10 @@ class Child:
 
     def read(self) -> None:
         """Takes what it has said; `has_ended` says whether it has gone."""
-        news = self.link.news()
-        self.has_ended = news is None
+        events = self.link.events()
+        self.has_ended = events is None
         self.last_heard_s = time.monotonic()
-        for each in news or []:
+        for each in events or []:
             self._take(each)
 
     def end(self, patience_s: float = 0.0) -> int | None:
@@ -54,8 +54,8 @@ class Child:
             _log.error("pid %d is there %.0f s after kill -9", self.process.pid, KILLED_S)
         return status
 
-    def _take(self, news: FromFollower) -> None:
-        match news:
+    def _take(self, events: FromFollower) -> None:
+        match events:
             case Begun(generation):
                 self.generation = generation
             case Serving():

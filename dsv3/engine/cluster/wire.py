@@ -20,11 +20,11 @@ from dsv3.config.options import LEADER, ClusterOptions
 from dsv3.engine.errors import ClusterError
 from dsv3.processes import frames
 from dsv3.processes.certificates import Credentials, tls_context
-from dsv3.processes.strangers import Strangers, listen
+from dsv3.processes.unauthenticated import UnauthenticatedConnections, listen
 
 # A follower gets only its ranks' part of a command: 17 kB for 16 chunks of 4,096 tokens over 18 hosts
 # (`python -m benchmarks.cluster_send`). Masks take most: 126.3 MiB for 8 ranks of 256 rows of 4 tokens, all held to
-# grammars over a vocabulary of 129,280, and `dsv3.scheduler.masks` bounds them.
+# grammars over a vocabulary of 129,280, and `dsv3.scheduler.structured_output` bounds them.
 MAX_MESSAGE_BYTES = 512 * 2**20
 """The longest message. It bounds what another process can make this one hold; `Channel.send` refuses a longer one."""
 
@@ -294,7 +294,7 @@ class Entrance:
         self, options: ClusterOptions, credentials: Credentials, admit: Callable[[int, Wire, str], None]
     ) -> None:
         self._credentials, self._num_processes, self._admit = credentials, options.num_processes, admit
-        self._strangers = Strangers()
+        self._unauthenticated = UnauthenticatedConnections()
         self._lock = threading.Lock()
         self._greetings = self._warnings = 0
         self._closed = threading.Event()
@@ -331,7 +331,7 @@ class Entrance:
                     self._warn(f"cannot take a connection: {error}")
 
     def _begin(self, connection: socket.socket, address: str) -> None:
-        self._strangers.add(connection, address)
+        self._unauthenticated.add(connection, address)
         self._count(1)
         try:
             threading.Thread(target=self._greet, args=(connection, address), name="greeting", daemon=True).start()
@@ -342,7 +342,7 @@ class Entrance:
     def _greet(self, connection: socket.socket, address: str) -> None:
         try:
             process_id, wire = accept(connection, self._credentials, self._num_processes)
-            self._strangers.remove(connection)
+            self._unauthenticated.remove(connection)
             self._admit(process_id, wire, address)
             self._count(-1)
         except (WireError, OSError, RuntimeError) as error:  # the last where there is no thread for it
@@ -350,7 +350,7 @@ class Entrance:
             self._warn(f"refused a connection from {address}: {error}")
 
     def _refuse(self, connection: socket.socket) -> None:
-        self._strangers.remove(connection)
+        self._unauthenticated.remove(connection)
         connection.close()
         self._count(-1)
 

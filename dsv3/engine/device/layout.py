@@ -23,10 +23,10 @@ from jax.sharding import PartitionSpec
 
 from dsv3.config.device_rates import Peaks, peaks_of
 from dsv3.config.engine import EngineConfig, ForwardProgram
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.device import state as device_state
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.ragged import HEADER
-from dsv3.engine.parts import Parts
 from dsv3.kv_cache.layout import pool
 from dsv3.model.batch import AttentionForm
 from dsv3.model.forms import applies
@@ -104,7 +104,7 @@ class Layout:
     are the counters that forward passes change, by name.
     """
 
-    def __init__(self, parts: Parts, watches: Mapping[str, Watch]) -> None:
+    def __init__(self, parts: EngineComponents, watches: Mapping[str, Watch]) -> None:
         self.functions, self.model_cfg, self.cfg, self.mesh = parts.functions, parts.model_cfg, parts.cfg, parts.mesh
         self.watches, self.takes_grammars = watches, parts.takes_grammars
         self.rank_sharding, self.spans_processes = rank_sharding(self.mesh), spans_processes(self.mesh)

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3.config.engine import bucket
-from dsv3.engine.device.choosing import ANY_LENGTH, decode_form, decode_forms
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.devices import Devices, Forward
+from dsv3.engine.device.form_selection import ANY_LENGTH, decode_form, decode_forms
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.state import DecodeState
@@ -25,12 +26,11 @@ from dsv3.engine.jobs.sample import (
     masked_later,
     sampler_of,
 )
-from dsv3.engine.parts import Parts
 from dsv3.model.batch import AttentionForm, DecodeBatch
-from dsv3.scheduler.accept import Room, accept
 from dsv3.scheduler.balance import DecodeBalance
+from dsv3.scheduler.batch_slots import BatchRows
 from dsv3.scheduler.request import StepOutputs
-from dsv3.scheduler.slots import BatchRows
+from dsv3.scheduler.results import CapacityFactor, process_results
 
 NAME = "decode"
 
@@ -62,12 +62,12 @@ class DecodeCommand(Command, frozen=True, tag=0):
 class DecodePlanner:
     """Launches all requests that can have another token; keeps the batch while its rows stay the same.
 
-    Where rows need more room than that (`Room`), they take turns in a step.
+    Where rows need more room than that (`CapacityFactor`), they take turns in a step.
     """
 
     def __init__(self, view: EngineView) -> None:
         self._view, self._scheduler, self._cfg = view, view.scheduler, view.scheduler.cfg
-        self._room = Room(_power_of_two(self._cfg.num_ranks * self._cfg.max_num_seqs))
+        self._room = CapacityFactor(_power_of_two(self._cfg.num_ranks * self._cfg.max_num_seqs))
         self._factor, self._turns, self._turn = 1, 1, 0
         self._width = 1
         self._rows: BatchRows | None = None
@@ -128,7 +128,7 @@ class DecodePlanner:
         if results.slots is not None:
             self._room.note(context.factor, bool((results.slots > self._cfg.max_num_seqs).any()))
         if results.sampled:
-            accept(self._scheduler, context.rows, results.sampled, outputs)
+            process_results(self._scheduler, context.rows, results.sampled, outputs)
 
     def stats(self) -> DecodeBalance | None:
         """Says how even the ranks' loads are."""
@@ -266,7 +266,7 @@ def decode_body(
     return out.pages, state, scores, out.hidden if functions.draft else None, layout.sampling(slots, out)
 
 
-def _applies(parts: Parts) -> bool:
+def _applies(parts: EngineComponents) -> bool:
     return parts.cfg.role != "prefill"
 
 

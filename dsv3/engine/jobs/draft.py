@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.device import ragged
-from dsv3.engine.device.choosing import ANY_LENGTH
 from dsv3.engine.device.devices import Devices, Forward
+from dsv3.engine.device.form_selection import ANY_LENGTH
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.state import NO_DRAFT, DecodeState, with_drafts
@@ -28,10 +29,9 @@ from dsv3.engine.jobs.decode import NAME as DECODE
 from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.prefill import NAME as PREFILL
 from dsv3.engine.jobs.prefill import PrefillCommand
-from dsv3.engine.parts import Parts
+from dsv3.scheduler.batch_slots import NOTHING
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.sequence import Chunk
-from dsv3.scheduler.slots import NOTHING
 from pallas_kernels.search import search
 
 NAME = "draft"
@@ -178,7 +178,7 @@ def draft_kind(
 ) -> JobKind:
     """Returns the kind of engines whose `speculative_config` names `method`, for which `drafter` proposes drafts."""
 
-    def applies(parts: Parts) -> bool:
+    def applies(parts: EngineComponents) -> bool:
         return parts.cfg.speculative is not None and parts.cfg.speculative.method == method
 
     def with_tell(layout: Layout) -> Iterator[ProgramSpec]:

@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.engine.device import ragged
-from dsv3.engine.device.choosing import decode_form, decode_forms
 from dsv3.engine.device.devices import Devices, Forward
+from dsv3.engine.device.form_selection import decode_form, decode_forms
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.sampling import best_words
@@ -33,7 +33,7 @@ from dsv3.engine.jobs import decode, prefill
 from dsv3.engine.jobs.draft import DraftCommand, draft_kind
 from dsv3.model.batch import AttentionForm, DecodeBatch
 from dsv3.model.steps import StepOutput
-from dsv3.scheduler.slots import NOTHING
+from dsv3.scheduler.batch_slots import NOTHING
 
 PREFILL, DECODE, CHAIN = f"mtp {prefill.NAME}", f"mtp {decode.NAME}", "mtp chain"
 """Kinds of programs, as `EngineConfig.forward_programs` numbers them."""

@@ -26,13 +26,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dsv3.config.engine import EngineConfig
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.functions import SpreadExperts
 from dsv3.engine.job import Command, EngineView, JobKind, Planned, Watch
-from dsv3.engine.look import ExpertLoad
-from dsv3.engine.parts import Parts
+from dsv3.engine.step_log import ExpertLoad
 from dsv3.model.steps import StepOutput
 from dsv3.scheduler.request import StepOutputs
 from sharding.experts.eplb import (
@@ -176,7 +176,7 @@ class ExpertBalancer:
         self._steps = self._decided = 0
         self._even = np.ones(experts.num_layers)
         self._rebalances = self._moved = self._failures = 0
-        self._version = 0  # of what `look` shows
+        self._version = 0  # of what `snapshot` shows
         self._last_move: tuple[np.ndarray, ExpertMap] | None = None  # the load that decided it, the map before it
         self._file = Path(cfg.eplb_state) if cfg.eplb_state and self._interval else None
         if self._file is not None:
@@ -234,7 +234,7 @@ class ExpertBalancer:
         """Returns a snapshot; any thread may ask."""
         return self._stats
 
-    def look(self) -> ExpertLoad:
+    def snapshot(self) -> ExpertLoad:
         """Returns the load of the window, and what the last move made of the load that decided it."""
         load, devices = self.load, self._experts.machine.devices
         before = after = b""
@@ -482,12 +482,12 @@ def _suited_map(load: np.ndarray, experts: SpreadExperts, first: ExpertMap) -> E
     return keep_in_place(new, first, groups, nodes, devices)
 
 
-def _watch(parts: Parts) -> Watch | None:
+def _watch(parts: EngineComponents) -> Watch | None:
     experts, cfg = parts.functions.experts, parts.cfg
     return None if experts is None else Watch(load_size(experts, cfg), functools.partial(counted, experts, cfg))
 
 
-def _applies(parts: Parts) -> bool:
+def _applies(parts: EngineComponents) -> bool:
     return parts.functions.experts is not None
 
 

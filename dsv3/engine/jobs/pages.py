@@ -22,23 +22,23 @@ import numpy as np
 from dsv3.config.engine import bucket
 from dsv3.config.identity import LAYOUT_VERSION
 from dsv3.config.options import split_address
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.job import Command, EngineView, JobKind, Planned, Tell
 from dsv3.engine.limits import TIER_STEP_BYTES
-from dsv3.engine.parts import Parts
 from dsv3.kv_cache.events import EventQueue, EventSource, Where
-from dsv3.kv_cache.keys import Key as PageKey
 from dsv3.kv_cache.layout import page_bytes, put_in, take_out, value_shape
-from dsv3.kv_cache.tiers.arena import Arena, SharedMemory, arena_bytes, cells_within
-from dsv3.kv_cache.tiers.hosts import FarTiers, Happened, Hosts, Order, OrderedTiers
+from dsv3.kv_cache.page_keys import Key as PageKey
+from dsv3.kv_cache.tiers.host_pool import HostPool, SharedMemory, blocks_within, host_pool_bytes
+from dsv3.kv_cache.tiers.hosts import Hosts, Order, OrderedTiers, RemoteTiers, TierEvents
 from dsv3.kv_cache.tiers.store import open_store
-from dsv3.kv_cache.tiers.tiers import FarBatch, Fetch, HostTiers, PageBatch, Tiers
+from dsv3.kv_cache.tiers.tiers import Fetch, HostTiers, PageBatch, RemoteBatch, Tiers
 from dsv3.kv_cache.transfer.client import Peers
 from dsv3.kv_cache.transfer.nixl import open_nixl
 from dsv3.kv_cache.transfer.protocol import VERSION, PeerHello
-from dsv3.kv_cache.transfer.server import Meetings, PageServer
+from dsv3.kv_cache.transfer.server import BootstrapRooms, PageServer
 from dsv3.processes.key_file import read_key
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.sequence import Sequence
@@ -106,42 +106,44 @@ class Opened(NamedTuple):
     server: PageServer | None
 
 
-def open_tiers(parts: Parts, events: EventQueue | None = None, process_id: int = 0, ranks: Where = None) -> Opened:
+def open_tiers(
+    parts: EngineComponents, events: EventQueue | None = None, process_id: int = 0, ranks: Where = None
+) -> Opened:
     """Opens the tiers that the limits ask for in a process of the instance, and the port for other instances.
 
     `events` hears what the tiers store and remove for `ranks`. Raises MemoryError, OSError or ValueError where one
     cannot be.
     """
     cfg, size = parts.cfg, page_bytes(parts.model_cfg, parts.cfg.cache_dtype)
-    cells = cells_within(int(cfg.kv_offloading_size * 2**30), size)
-    if not cells:
+    blocks = blocks_within(int(cfg.kv_offloading_size * 2**30), size)
+    if not blocks:
         raise ValueError(
             f"kv_offloading_size: {cfg.kv_offloading_size} GiB do not hold one page of {size} bytes; raise it"
         )
     name = f"{LAYOUT_VERSION}-{cfg.fingerprint[:16]}"
-    memory = SharedMemory(name, arena_bytes(cells, size))
+    memory = SharedMemory(name, host_pool_bytes(blocks, size))
     on_host, on_store = (
         None if events is None else EventSource(events, medium, ranks) for medium in ("CPU", "STORAGE")
     )
-    arena = Arena(memory.array, size, cells, on_host)
-    gib, found = cfg.kv_offloading_size, len(arena)
-    _log.info("host memory in %s: %g GiB, room for %d pages, %d found again", memory.path, gib, cells, found)
+    host_pool = HostPool(memory.array, size, blocks, on_host)
+    gib, found = cfg.kv_offloading_size, len(host_pool)
+    _log.info("host memory in %s: %g GiB, room for %d pages, %d found again", memory.path, gib, blocks, found)
     limit = int(cfg.kv_store_size * 2**30)
     store = open_store(cfg.kv_store, cfg.fingerprint[:16], size, limit, on_store) if cfg.kv_store else None
     if cfg.transfer_key_file is None:
-        return Opened(Tiers(page_buckets(size), arena, store, page_size=cfg.page_size), memory, None)
+        return Opened(Tiers(page_buckets(size), host_pool, store, page_size=cfg.page_size), memory, None)
     secret, hello = read_key(cfg.transfer_key_file, "transfer_key_file"), PeerHello(VERSION, cfg.identity, size)
     server, address = None, cfg.transfer_address_of(process_id)
-    agent, reader = open_nixl(cfg.transfer_carrier, arena, serves=address is not None)
+    agent, reader = open_nixl(cfg.transfer_carrier, host_pool, serves=address is not None)
     if address is not None:
-        meetings = Meetings(cfg.transfer_addresses or [address])
+        bootstrap_rooms = BootstrapRooms(cfg.transfer_addresses or [address])
         where = split_address(address, "transfer_address")
-        server = PageServer(*where, secret, hello, arena, meetings, agent)
+        server = PageServer(*where, secret, hello, host_pool, bootstrap_rooms, agent)
     peers = Peers(secret, hello, reader)
-    return Opened(Tiers(page_buckets(size), arena, store, peers, page_size=cfg.page_size), memory, server)
+    return Opened(Tiers(page_buckets(size), host_pool, store, peers, page_size=cfg.page_size), memory, server)
 
 
-_Incoming = tuple[int, list[int], PageBatch | FarBatch]
+_Incoming = tuple[int, list[int], PageBatch | RemoteBatch]
 """Values that have come: their rank, the pages that they are for, and the batch."""
 
 
@@ -158,12 +160,12 @@ class PagesPlanner:
 
     def __init__(self, view: EngineView, opened: Opened | None = None) -> None:
         self._scheduler, self._cfg = view.scheduler, view.scheduler.cfg
-        self._own = self._cfg.ranks_of(0) if view.news is not None else range(self._cfg.num_ranks)
-        where = self._own if view.news is not None else None
+        self._own = self._cfg.ranks_of(0) if view.work_events is not None else range(self._cfg.num_ranks)
+        where = self._own if view.work_events is not None else None
         self._tiers, self.memory, self.server = opened or open_tiers(view.parts, view.scheduler.events, 0, where)
-        self._far: dict[int, FarTiers] = {}  # by the first rank of their process
+        self._far: dict[int, RemoteTiers] = {}  # by the first rank of their process
         self._by_rank = self._with_followers(view)
-        view.scheduler.attach_tiers(self._by_rank, None if self.server is None else self.server.meetings)
+        view.scheduler.attach_tiers(self._by_rank, None if self.server is None else self.server.bootstrap_rooms)
         self._buckets = page_buckets(self._tiers.value_bytes)
         self._most = max(self._buckets[-1], TIER_STEP_BYTES // self._tiers.value_bytes)
         self._fetches: dict[int, tuple[Sequence, Fetch]] = {}  # by the epoch of the slot
@@ -204,12 +206,12 @@ class PagesPlanner:
 
     def _with_followers(self, view: EngineView) -> HostTiers | Hosts:
         """Returns the tiers of all processes; those of followers hear what these tell."""
-        if view.news is None:
+        if view.work_events is None:
             return self._tiers
         cfg, events = self._cfg, view.scheduler.events
         for ranks in map(cfg.ranks_of, range(1, cfg.num_processes)):
-            self._far[ranks.start] = FarTiers(self._tiers, events, ranks)
-        view.news.listen(NAME, lambda process_id, body: self._far[cfg.ranks_of(process_id).start].hear(body))
+            self._far[ranks.start] = RemoteTiers(self._tiers, events, ranks)
+        view.work_events.listen(NAME, lambda process_id, body: self._far[cfg.ranks_of(process_id).start].hear(body))
         return Hosts([self._tiers, *self._far.values()], len(self._own))
 
     def _keep(self, keys: list[PageKey], values: np.ndarray) -> None:
@@ -302,7 +304,7 @@ class PagesPlanner:
         return Copy(
             self._table({rank: pages for rank, pages, _ in group.values()}, size),
             values={rank: batch.values for rank, batch in batches.items() if isinstance(batch, PageBatch)},
-            loads={rank: batch.number for rank, batch in batches.items() if isinstance(batch, FarBatch)},
+            loads={rank: batch.number for rank, batch in batches.items() if isinstance(batch, RemoteBatch)},
         )
 
     def _table(self, pages: dict[int, list[int]], size: int) -> np.ndarray:
@@ -357,11 +359,11 @@ class PagesWorker:
         return local_part(written)
 
 
-class PagesAside:
+class PagesFollower:
     """The tiers of this process, as the leader's commands have them used."""
 
-    def __init__(self, parts: Parts, tell: Tell) -> None:
-        happened = Happened()
+    def __init__(self, parts: EngineComponents, tell: Tell) -> None:
+        happened = TierEvents()
         self.opened: Opened = open_tiers(parts, happened, jax.process_index())
         self._ordered = OrderedTiers(self.opened.tiers, happened, tell)
 
@@ -386,8 +388,8 @@ def _orders(command: PagesCommand) -> list[Order]:
     return command.orders.get(0, [])  # of the part that this process gets, the first rank is its own
 
 
-def _applies(parts: Parts) -> bool:
+def _applies(parts: EngineComponents) -> bool:
     return parts.cfg.kv_offloading_size > 0
 
 
-KIND = JobKind(NAME, PagesCommand, PagesPlanner, programs, PagesWorker, _applies, aside=PagesAside)
+KIND = JobKind(NAME, PagesCommand, PagesPlanner, programs, PagesWorker, _applies, follower_handler=PagesFollower)

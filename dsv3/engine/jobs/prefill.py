@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
-from dsv3.engine.device.choosing import ANY_LENGTH, prefill_form, prefill_forms, room
 from dsv3.engine.device.devices import Devices, Forward
+from dsv3.engine.device.form_selection import ANY_LENGTH, prefill_form, prefill_forms, room
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.ragged import HEADER, last_rows, ragged_batch
@@ -29,12 +29,12 @@ from dsv3.engine.jobs.sample import (
     sampler_programs,
 )
 from dsv3.model.batch import AttentionForm
-from dsv3.scheduler.accept import Room, accept
-from dsv3.scheduler.balance import Gathering, PrefillBalance
+from dsv3.scheduler.balance import PrefillBalance, PrefillBatching
+from dsv3.scheduler.batch_slots import BatchRows
 from dsv3.scheduler.cost import prefill_cost
 from dsv3.scheduler.request import StepOutputs
+from dsv3.scheduler.results import CapacityFactor, process_results
 from dsv3.scheduler.sequence import Chunk, Sequence
-from dsv3.scheduler.slots import BatchRows
 from sharding.processes import local_part
 
 NAME = "prefill"
@@ -121,8 +121,8 @@ class PrefillPlanner:
     def __init__(self, view: EngineView) -> None:
         self._view, self._scheduler, self._cfg = view, view.scheduler, view.scheduler.cfg
         self._balance = PrefillBalance()
-        self._gathering = Gathering()
-        self._room = Room(1 << (self._cfg.max_num_batched_tokens - 1).bit_length())
+        self._gathering = PrefillBatching()
+        self._room = CapacityFactor(1 << (self._cfg.max_num_batched_tokens - 1).bit_length())
 
     def plan(self, step: list[Planned]) -> list[Planned]:
         """Plans one batch of chunks, log-probabilities of their tokens, and sampling where one is a prompt's last."""
@@ -166,7 +166,7 @@ class PrefillPlanner:
         if results.prompt:
             outputs.details.extend(prompt_logprobs.outputs_of(self._scheduler.slots, context.chunks, results.prompt))
         if results.sampled:
-            accept(self._scheduler, context.rows, results.sampled, outputs)
+            process_results(self._scheduler, context.rows, results.sampled, outputs)
 
     def _note_chunks(self, context: ForwardContext, slots: np.ndarray | None) -> None:
         scheduler = self._scheduler
@@ -176,7 +176,7 @@ class PrefillPlanner:
             slot = chunk.sequence.slot
             holds = slot >= 0 and scheduler.slots.epoch[slot] == chunk.epoch
             if holds and overflowed:
-                scheduler.take_back(chunk.sequence, chunk.start)
+                scheduler.recompute(chunk.sequence, chunk.start)
             elif holds:
                 scheduler.publish(chunk.sequence, chunk.stop)
             scheduler.prompt_tokens += 0 if overflowed else chunk.stop - chunk.start

@@ -21,9 +21,9 @@ from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.ragged import HEADER, next_tokens, ragged_batch
 from dsv3.sampling_params import MAX_LOGPROBS
+from dsv3.scheduler.batch_slots import BatchSlots
 from dsv3.scheduler.request import EngineOutput, PromptLogprobs
 from dsv3.scheduler.sequence import Chunk
-from dsv3.scheduler.slots import SlotTable
 
 NAME = "prompt_logprobs"
 MOST_TOLD = 1024
@@ -37,7 +37,7 @@ def rows_left(layout: Layout, size: int) -> int:
     return size if layout.functions.draft is not None else min(size, MOST_TOLD)
 
 
-def outputs_of(slots: SlotTable, chunks: list[list[Chunk]], results: tuple[np.ndarray, ...]) -> Iterator[EngineOutput]:
+def outputs_of(slots: BatchSlots, chunks: list[list[Chunk]], results: tuple[np.ndarray, ...]) -> Iterator[EngineOutput]:
     """Yields what the devices have computed of the chunks of each rank.
 
     It goes to the requests that still hold the slots for which this was computed.

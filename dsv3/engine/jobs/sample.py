@@ -31,10 +31,10 @@ from dsv3.engine.device.state import NO_DRAFT, AdjustState, DecodeState, adjustm
 from dsv3.engine.job import Command
 from dsv3.model.vocabulary import Vocabulary
 from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS
-from dsv3.scheduler.masks import ALL, Masks
+from dsv3.scheduler.batch_slots import NOT_FINITE, NOTHING, UNDRAFTED, BatchRows, BatchSlots
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.sequence import DRAWN, FILTERED, FULL, GREEDY, Chunk, Sequence
-from dsv3.scheduler.slots import NOT_FINITE, NOTHING, UNDRAFTED, BatchRows, SlotTable
+from dsv3.scheduler.structured_output import ALL, Masks
 
 
 class Sampler(NamedTuple):
@@ -140,7 +140,7 @@ class ForwardResults(NamedTuple):
 
     `slots` `[ranks here, B]` say whether there was room (`Layout.sampling`), and are what to wait for where nothing is
     sampled; None where neither is needed. `prompt` are log-probabilities of prompts (`jobs.prompt_logprobs`), `sampled`
-    what `dsv3.scheduler.accept` takes in, the same in every process of an instance.
+    what `dsv3.scheduler.results` takes in, the same in every process of an instance.
     """
 
     slots: Any = None
@@ -154,7 +154,7 @@ def _moved(adjustment: Adjustment, first: int) -> Adjustment:
 
 
 def sampler_of(
-    slots: SlotTable, mine: np.ndarray, starting: Iterable[Sequence] = (), max_num_seqs: int = 0
+    slots: BatchSlots, mine: np.ndarray, starting: Iterable[Sequence] = (), max_num_seqs: int = 0
 ) -> tuple[SampleCommand, bool]:
     """Returns the command for what the requests in slots `mine` need together, and whether one is held to a grammar.
 

@@ -1,8 +1,8 @@
 """The tiers of all processes of an instance: which serves a rank, what it is ordered to do, and what it says of itself.
 
-The process that schedules knows the tiers of the others as `FarTiers`, which order and hear what has come of it; there
-`OrderedTiers` carry orders out. Keys and numbers travel; values never do. Orders are in a step's commands, so each
-process gets them in one order.
+The process that schedules knows the tiers of the others as `RemoteTiers`, which order and hear what has come of it;
+there `OrderedTiers` carry orders out. Keys and numbers travel; values never do. Orders are in a step's commands, so
+each process gets them in one order.
 
 What is known of another host's memory may be late. Then a page is loaded that has gone, comes as a miss and is
 computed; or one is computed that was there.
@@ -21,9 +21,9 @@ import msgspec
 import numpy as np
 
 from dsv3.kv_cache.events import EventQueue, EventSource, Medium, Note, Removed, Stored
-from dsv3.kv_cache.keys import Key
+from dsv3.kv_cache.page_keys import Key
 from dsv3.kv_cache.tiers.counts import TierCounts, total
-from dsv3.kv_cache.tiers.tiers import FarBatch, HostTiers, LookUp, PageBatch, Tiers
+from dsv3.kv_cache.tiers.tiers import HostTiers, Lookup, PageBatch, RemoteBatch, Tiers
 
 # One message tells so many things, and each so many keys: at most 36 MB, of the 64 MiB that fit a frame. A memory that
 # is found again at the start tells all of its keys.
@@ -91,15 +91,15 @@ class Hosts:
         rank = next(ranks, None)
         return None if rank is None else self.of(rank)
 
-    def depths(self, keys: Sequence[Key], look_up: LookUp | None) -> np.ndarray | None:
+    def depths(self, keys: Sequence[Key], lookup: Lookup | None) -> np.ndarray | None:
         """Returns how many of the first `keys` each rank's tiers have, `[X]` int64; None where none has the first.
 
         A look-up speaks for the tiers that were asked.
         """
         depths = [tiers.leading(keys) for tiers in self._tiers]
-        if look_up is not None:
-            asked = self._tiers.index(look_up.tiers)
-            depths[asked] = max(depths[asked], min(look_up.found, len(keys)))
+        if lookup is not None:
+            asked = self._tiers.index(lookup.tiers)
+            depths[asked] = max(depths[asked], min(lookup.found, len(keys)))
         return np.repeat(depths, self._ranks_each) if any(depths) else None
 
     def clear(self) -> None:
@@ -118,7 +118,7 @@ class Hosts:
         return any(tiers.has_orders for tiers in self._tiers)
 
 
-class _OrderedLoad(Future[FarBatch]):
+class _OrderedLoad(Future[RemoteBatch]):
     """A batch that has been ordered under a number."""
 
     def __init__(self, number: int) -> None:
@@ -126,7 +126,7 @@ class _OrderedLoad(Future[FarBatch]):
         self.number = number
 
 
-class FarTiers(HostTiers):
+class RemoteTiers(HostTiers):
     """Tiers of another process, opened as those of this one, `like`. The engine's thread asks, and takes the orders.
 
     `events` hears what the other process tells of its `ranks`; `hear` may be called by any one thread.
@@ -182,14 +182,14 @@ class FarTiers(HostTiers):
         super().rest()
         self._orders.append(Order("rest"))
 
-    def begin_load(self, keys: Sequence[Key], bucket: int) -> Future[FarBatch]:
+    def begin_load(self, keys: Sequence[Key], bucket: int) -> Future[RemoteBatch]:
         """Orders a batch."""
         load = _OrderedLoad(next(self._numbers))
-        self._finish[load.number] = lambda count: load.set_result(FarBatch(load.number, bucket, count))
+        self._finish[load.number] = lambda count: load.set_result(RemoteBatch(load.number, bucket, count))
         self._orders.append(Order("load", load.number, list(keys), bucket))
         return load
 
-    def drop(self, load: "Future[PageBatch] | Future[FarBatch]") -> None:
+    def drop(self, load: "Future[PageBatch] | Future[RemoteBatch]") -> None:
         """Gives up a batch that nobody wants any more."""
         assert isinstance(load, _OrderedLoad)
         self._finish.pop(load.number, None)
@@ -238,7 +238,7 @@ class FarTiers(HostTiers):
             (watch.stored if change.is_stored else watch.removed)(change.keys)
 
 
-class Happened(EventQueue):
+class TierEvents(EventQueue):
     """What has happened to the tiers, until a thread tells it; nothing is lost, as a mirror is kept of it."""
 
     def __init__(self) -> None:
@@ -265,7 +265,7 @@ class OrderedTiers:
     One thread calls `begin` and `taken`, one calls `end`.
     """
 
-    def __init__(self, tiers: Tiers, happened: Happened, tell: Callable[[bytes], None]) -> None:
+    def __init__(self, tiers: Tiers, happened: TierEvents, tell: Callable[[bytes], None]) -> None:
         self.tiers, self._happened, self._send = tiers, happened, tell
         self._loads: dict[int, Future[PageBatch]] = {}
         threading.Thread(target=self._tell, name="kv-tell", daemon=True).start()

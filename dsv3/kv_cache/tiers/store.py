@@ -28,7 +28,7 @@ import numpy as np
 
 from dsv3.config.store_address import check_address, directory_of, location_of
 from dsv3.kv_cache.events import EventSource
-from dsv3.kv_cache.keys import ALIGNMENT, HEADER_BYTES, Key, aligned, header_of, read_header
+from dsv3.kv_cache.page_keys import ALIGNMENT, HEADER_BYTES, Key, aligned, header_of, read_header
 
 
 class PageStore(Protocol):

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dsv3.kv_cache.keys import Key
-from dsv3.kv_cache.tiers.arena import Arena, Staging
+from dsv3.kv_cache.page_keys import Key
 from dsv3.kv_cache.tiers.counts import Rate, TierCounts, loading_pays
+from dsv3.kv_cache.tiers.host_pool import HostPool, Staging
 from dsv3.kv_cache.tiers.store import PageStore
 from dsv3.kv_cache.transfer.client import Peers
 
@@ -54,7 +54,7 @@ class PageBatch(NamedTuple):
         return len(self.values)
 
 
-class FarBatch(NamedTuple):
+class RemoteBatch(NamedTuple):
     """Values that another process has loaded, and keeps under a number until a command asks for them."""
 
     number: int
@@ -63,7 +63,7 @@ class FarBatch(NamedTuple):
 
 
 @dataclasses.dataclass
-class LookUp:
+class Lookup:
     """A question: how many of a request's keys, from `first` on, the store holds or another instance has given.
 
     `tiers` are those that were asked; one request may ask twice, at two hosts. A store that does not answer in time is
@@ -138,7 +138,7 @@ class HostTiers(abc.ABC):
         """Returns what each tier has counted; any thread may ask."""
 
     @abc.abstractmethod
-    def drop(self, load: "Future[PageBatch] | Future[FarBatch]") -> None:
+    def drop(self, load: "Future[PageBatch] | Future[RemoteBatch]") -> None:
         """Gives up a batch that nobody wants any more."""
 
     @property
@@ -152,7 +152,7 @@ class HostTiers(abc.ABC):
         """Whether other instances can be asked."""
 
     @abc.abstractmethod
-    def begin_load(self, keys: Sequence[Key], bucket: int) -> "Future[PageBatch] | Future[FarBatch]":
+    def begin_load(self, keys: Sequence[Key], bucket: int) -> "Future[PageBatch] | Future[RemoteBatch]":
         """Has a thread load a batch, as far as there is one."""
 
     @abc.abstractmethod
@@ -171,12 +171,12 @@ class HostTiers(abc.ABC):
         """Returns the tiers of the first of `ranks`; these without a look at it, since they serve all."""
         return self
 
-    def depths(self, keys: Sequence[Key], look_up: LookUp | None) -> np.ndarray | None:
+    def depths(self, keys: Sequence[Key], lookup: Lookup | None) -> np.ndarray | None:
         """Returns how many of the first `keys` a look-up has found, `[]` for all ranks alike; None without one.
 
         What lies in the host's memory speaks for no rank, as all can have it.
         """
-        return None if look_up is None else np.array(min(look_up.found, len(keys)))
+        return None if lookup is None else np.array(min(lookup.found, len(keys)))
 
     @property
     def has_orders(self) -> bool:
@@ -196,7 +196,7 @@ class HostTiers(abc.ABC):
         """Counts pages that a request would load if the tiers had them."""
         self.host.queries += pages * self.page_size
 
-    def look_up(self, keys: Sequence[Key], first: int) -> LookUp | None:
+    def lookup(self, keys: Sequence[Key], first: int) -> Lookup | None:
         """Asks the store how many keys it holds from the first one on, behind `first`, that the host lacks.
 
         Returns None where there is nothing to ask, or too many questions wait.
@@ -208,9 +208,9 @@ class HostTiers(abc.ABC):
         answer = self.begin_count(keys[first:])
         self._questions.add(answer)
         answer.add_done_callback(self._questions.discard)
-        return LookUp(self, first, answer, LOOK_UP_S, rests=not self._orders_wait)
+        return Lookup(self, first, answer, LOOK_UP_S, rests=not self._orders_wait)
 
-    def ask_peer(self, address: str, keys: Sequence[Key], first: int) -> LookUp | None:
+    def ask_peer(self, address: str, keys: Sequence[Key], first: int) -> Lookup | None:
         """Has another instance's pages brought to the host's memory: the keys from `first` on that it lacks.
 
         `address` is "host:port", or "host:port#meeting" where that instance is to be asked for a meeting's request.
@@ -225,7 +225,7 @@ class HostTiers(abc.ABC):
         if not is_met and not loading_pays(count * self.page_size, count * self.value_bytes, rate, compute):
             return None
         self.peer.queries += count * self.page_size
-        return LookUp(self, first, self.begin_bring(address, keys[first:]), FETCH_S)
+        return Lookup(self, first, self.begin_bring(address, keys[first:]), FETCH_S)
 
     def within_reach(self, keys: Sequence[Key], first: int, found: int) -> int:
         """Returns how many keys from `first` on can be loaded; 0 where computing them is faster.
@@ -243,7 +243,7 @@ class HostTiers(abc.ABC):
         """Begins to load a run of pages that are `within_reach`."""
         return Fetch(self, keys, self.buckets)
 
-    def submit_load(self, keys: Sequence[Key], bucket: int) -> "Future[PageBatch] | Future[FarBatch] | None":
+    def submit_load(self, keys: Sequence[Key], bucket: int) -> "Future[PageBatch] | Future[RemoteBatch] | None":
         """Begins to load a batch; None where too many are under way."""
         if self.batches_under_way >= _MOST_BATCHES:
             return None
@@ -258,7 +258,7 @@ class HostTiers(abc.ABC):
 
 
 class Tiers(HostTiers):
-    """The tiers of this process, over `arena.value_bytes` bytes per page.
+    """The tiers of this process, over `host_pool.value_bytes` bytes per page.
 
     One thread calls what `HostTiers` has. Any may call `keep`, `begin_load`, `begin_count`, `begin_bring`, `forget` and
     `clear`. `workers(count, name)` does what takes long, and `now` says the time; a simulator has its own
@@ -269,7 +269,7 @@ class Tiers(HostTiers):
     def __init__(
         self,
         buckets: Sequence[int],
-        arena: Arena,
+        host_pool: HostPool,
         store: PageStore | None = None,
         peers: Peers | None = None,
         workers: Callable[[int, str], Executor] = ThreadPoolExecutor,
@@ -277,8 +277,8 @@ class Tiers(HostTiers):
         *,
         page_size: int,
     ) -> None:
-        super().__init__(arena.value_bytes, buckets, page_size, now, Rate(now))
-        self._arena, self._store, self._peers = arena, store, peers
+        super().__init__(host_pool.value_bytes, buckets, page_size, now, Rate(now))
+        self._host_pool, self._store, self._peers = host_pool, store, peers
         self._loaders, self._fetchers = workers(_LOAD_THREADS, "kv-load"), workers(_FETCH_THREADS, "kv-fetch")
         self._store_readers, self._askers = workers(_LOAD_THREADS, "kv-read"), workers(_LOAD_THREADS, "kv-ask")
         self._host_writer, self._store_writer = workers(1, "kv-host"), workers(1, "kv-store")
@@ -305,7 +305,7 @@ class Tiers(HostTiers):
 
     def lacks(self, key: Key) -> bool:
         """Returns whether a page is not in the host's memory."""
-        return key not in self._arena
+        return key not in self._host_pool
 
     def keep(self, keys: Sequence[Key], values: np.ndarray) -> None:
         """Takes pages from a device, uint8 `[n, value_bytes]`; drops them where too many wait to be written."""
@@ -317,13 +317,13 @@ class Tiers(HostTiers):
 
     def _forget(self, keys: list[Key]) -> None:
         for key in keys:
-            self._arena.forget(key)
+            self._host_pool.forget(key)
         if self._store is not None:
             self._store_writer.submit(self._guarded, self._store.delete, keys)
 
     def clear(self) -> None:
         """Empties the host's memory; a store, which others may share, stays as it is."""
-        self._arena.clear()
+        self._host_pool.clear()
 
     def wait(self, seconds: float) -> None:
         """Returns when something has been loaded or looked up since the last call, after `seconds` at most."""
@@ -336,9 +336,9 @@ class Tiers(HostTiers):
 
     def counts(self) -> dict[str, TierCounts]:
         """Returns what each tier has counted; any thread may ask."""
-        arena, store = self._arena, self._store
-        held = len(arena) * self.value_bytes
-        host = dataclasses.replace(self.host, damaged=arena.damaged, evictions=arena.evictions, bytes_held=held)
+        host_pool, store = self._host_pool, self._store
+        held = len(host_pool) * self.value_bytes
+        host = dataclasses.replace(self.host, damaged=host_pool.damaged, evictions=host_pool.evictions, bytes_held=held)
         counts = {"host": host}
         if self._peers is not None:
             counts["peer"] = self._peers.counted(self.peer)
@@ -361,12 +361,14 @@ class Tiers(HostTiers):
 
     def begin_bring(self, address: str, keys: Sequence[Key]) -> Future[int]:
         """Has a thread bring another instance's pages to the host's memory; gives how many, from the first on."""
-        address, _, meeting = address.partition("#")
-        if not meeting:
+        address, _, bootstrap_room = address.partition("#")
+        if not bootstrap_room:
             return self._fetchers.submit(self._fetch, address, keys)
         assert self._peers is not None
         brought: Future[int] = Future()
-        self._peers.find(address, int(meeting)).add_done_callback(lambda found: self._bring(found, keys, brought))
+        self._peers.find(address, int(bootstrap_room)).add_done_callback(
+            lambda found: self._bring(found, keys, brought)
+        )
         return brought
 
     def _bring(self, found: Future[str], keys: Sequence[Key], brought: Future[int]) -> None:
@@ -377,7 +379,7 @@ class Tiers(HostTiers):
             work = self._fetchers.submit(self._missed, error, keys)
         work.add_done_callback(lambda done: _hand_on(done, brought))
 
-    def drop(self, load: "Future[PageBatch] | Future[FarBatch]") -> None:
+    def drop(self, load: "Future[PageBatch] | Future[RemoteBatch]") -> None:
         """Gives up a batch that nobody wants any more."""
         load.cancel()
 
@@ -401,11 +403,11 @@ class Tiers(HostTiers):
         """Loads what one tier has of the next pages; returns how many."""
         started = self.now()
         got = 0
-        while got < len(keys) and self._arena.get(keys[got], out[got]):
+        while got < len(keys) and self._host_pool.get(keys[got], out[got]):
             got += 1
         tier, counts = "host", self.host
         if not got and asks_store and self._store is not None and self.has_store:
-            stop = next((i for i, key in enumerate(keys) if i and key in self._arena), len(keys))
+            stop = next((i for i, key in enumerate(keys) if i and key in self._host_pool), len(keys))
             got = self._guarded(self._store.get, keys[:stop], out[:stop]) or 0
             tier, counts = "store", self.store
             if got:
@@ -429,10 +431,10 @@ class Tiers(HostTiers):
         def land(key: Key, value: np.ndarray) -> None:
             nonlocal landed
             landed += 1
-            self._arena.put(key, value)
+            self._host_pool.put(key, value)
 
         try:
-            self._peers.fetch(address, [key for key in keys if key not in self._arena], PATIENCE_S, land)
+            self._peers.fetch(address, [key for key in keys if key not in self._host_pool], PATIENCE_S, land)
         except OSError as error:
             self._note_failure(error)
         seconds = self.now() - started
@@ -459,7 +461,7 @@ class Tiers(HostTiers):
 
     def _put_in_host(self, keys: Sequence[Key], values: np.ndarray) -> None:
         started = self.now()
-        kept = sum(self._arena.put(key, value) for key, value in zip(keys, values, strict=True))
+        kept = sum(self._host_pool.put(key, value) for key, value in zip(keys, values, strict=True))
         self.host.note_store(kept * self.value_bytes, self.now() - started)
 
     def _keep_in_host(self, keys: Sequence[Key], values: np.ndarray) -> None:
@@ -518,7 +520,7 @@ class Fetch:
     def __init__(self, tiers: HostTiers, keys: Sequence[Key], buckets: Sequence[int]) -> None:
         self._tiers, self._keys, self._buckets = tiers, keys, buckets
         self._asked = 0  # keys
-        self._coming: deque[tuple[Future[PageBatch] | Future[FarBatch], int]] = deque()  # with the number of keys
+        self._coming: deque[tuple[Future[PageBatch] | Future[RemoteBatch], int]] = deque()  # with the number of keys
         self._progress = tiers.now()
         self.advance()
 
@@ -538,7 +540,7 @@ class Fetch:
             self._coming.append((batch, len(keys)))
             self._asked += len(keys)
 
-    def take(self) -> PageBatch | FarBatch | None:
+    def take(self) -> PageBatch | RemoteBatch | None:
         """Returns the next batch once it is there. After one that is not whole nothing more comes."""
         if not self._coming:
             self._progress = self._tiers.now()

@@ -14,17 +14,17 @@ from concurrent.futures import Future
 import msgspec
 import numpy as np
 
-from dsv3.kv_cache.keys import HEADER_BYTES, Key
+from dsv3.kv_cache.page_keys import HEADER_BYTES, Key
 from dsv3.kv_cache.tiers.counts import Carried, TierCounts
 from dsv3.kv_cache.transfer import protocol
 from dsv3.kv_cache.transfer.nixl import MemoryReader
 from dsv3.kv_cache.transfer.protocol import (
     Ask,
+    BootstrapStages,
     HelloAnswer,
     Land,
     Locate,
     Located,
-    MeetingStages,
     PeerError,
     PeerHello,
     Stage,
@@ -51,8 +51,8 @@ FetchOne = Callable[[str, Sequence[Key], float, Land], int]
 
 
 @dataclasses.dataclass(eq=False)
-class _PendingMeeting:
-    meeting: int
+class _PendingRoom:
+    bootstrap_room: int
     found: Future[str]
     since: float = dataclasses.field(default_factory=time.monotonic)
 
@@ -62,10 +62,10 @@ class _PendingMeeting:
         if stage == "begun":
             self.found.set_result(",".join(addresses))
         elif stage == "gone":
-            self.found.set_exception(PeerError(f"the request of meeting {self.meeting} was given up there"))
+            self.found.set_exception(PeerError(f"the request of meeting {self.bootstrap_room} was given up there"))
         elif waited > (COMES_S if stage == "unknown" else BEGINS_S):
             what = "no request has come with" if stage == "unknown" else "the queue still holds"
-            self.found.set_exception(PeerError(f"{what} meeting {self.meeting} there, after {waited:.0f} s"))
+            self.found.set_exception(PeerError(f"{what} meeting {self.bootstrap_room} there, after {waited:.0f} s"))
         return self.found.done()
 
 
@@ -75,14 +75,14 @@ class Finder:
     def __init__(self, connect: Callable[[str], ssl.SSLSocket]) -> None:
         self._connect = connect
         self._lock = threading.Lock()
-        self._waits: dict[str, list[_PendingMeeting]] = {}  # by address; each of these has a thread
+        self._waits: dict[str, list[_PendingRoom]] = {}  # by address; each of these has a thread
 
-    def find(self, address: str, meeting: int) -> Future[str]:
+    def find(self, address: str, bootstrap_room: int) -> Future[str]:
         """Gives the addresses of the instance once it computes the meeting's request, with commas between.
 
         Gives PeerError where it does not in time, or the address does not answer.
         """
-        wait = _PendingMeeting(meeting, Future())
+        wait = _PendingRoom(bootstrap_room, Future())
         with self._lock:
             waits = self._waits.get(address)
             if waits is not None:
@@ -101,22 +101,22 @@ class Finder:
             with self._connect(address) as connection:
                 connection.settimeout(protocol.STALL_S)
                 while waits := self._pending(address):
-                    protocol.send(connection, Ask([wait.meeting for wait in waits]))
-                    self._settle(address, waits, protocol.receive(connection, MeetingStages))
+                    protocol.send(connection, Ask([wait.bootstrap_room for wait in waits]))
+                    self._settle(address, waits, protocol.receive(connection, BootstrapStages))
                     time.sleep(_PAUSE_S)
         except Exception as error:  # whatever it is, nobody waits for a thread that has ended
             if not isinstance(error, OSError):
                 _log.exception("an instance cannot be asked")
             self._give_up(address, error)
 
-    def _pending(self, address: str) -> list[_PendingMeeting]:
+    def _pending(self, address: str) -> list[_PendingRoom]:
         with self._lock:
             waits = self._waits[address]
             if not waits:
                 del self._waits[address]
-            return waits[: protocol.MAX_MEETINGS]
+            return waits[: protocol.MAX_BOOTSTRAP_ROOMS]
 
-    def _settle(self, address: str, waits: list[_PendingMeeting], told: MeetingStages | None) -> None:
+    def _settle(self, address: str, waits: list[_PendingRoom], told: BootstrapStages | None) -> None:
         if told is None or len(told.stages) != len(waits):
             raise PeerError("it hung up" if told is None else "it answers for other meetings")
         ended = {wait for wait, stage in zip(waits, told.stages, strict=True) if wait.settle(stage, told.addresses)}
@@ -142,12 +142,12 @@ class Peers:
         self._avoided: OrderedDict[str, float] = OrderedDict()  # until when
         self._finder = Finder(self._connect_unless_avoided)
 
-    def find(self, address: str, meeting: int) -> Future[str]:
-        """Gives the addresses for `fetch` once the instance at `address` computes the request of `meeting`.
+    def find(self, address: str, bootstrap_room: int) -> Future[str]:
+        """Gives the addresses for `fetch` once the instance at `address` computes the request of `bootstrap_room`.
 
         Gives PeerError where it does not in time (`dsv3.kv_cache.transfer.client`), or does not answer as it should.
         """
-        return self._finder.find(address, meeting)
+        return self._finder.find(address, bootstrap_room)
 
     def fetch(self, address: str, keys: Sequence[Key], patience_s: float, land: Land) -> int:
         """Fetches pages in the order of `keys` and hands each to `land`; returns how many have come.

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dsv3.kv_cache.keys import ALIGNMENT, HEADER_BYTES, Key, aligned, read_header
-from dsv3.kv_cache.tiers.arena import Arena, Place
+from dsv3.kv_cache.page_keys import ALIGNMENT, HEADER_BYTES, Key, aligned, read_header
 from dsv3.kv_cache.tiers.counts import Carried
+from dsv3.kv_cache.tiers.host_pool import HostPool, Place
 from dsv3.kv_cache.transfer import protocol
 from dsv3.kv_cache.transfer.protocol import Land
 
@@ -84,9 +84,9 @@ def open_agent(progresses: bool) -> Agent:
     return nixl.nixl_agent(f"dsv3-{uuid.uuid4().hex}", config)
 
 
-def share(agent: Agent, arena: Arena) -> bytes:
+def share(agent: Agent, host_pool: HostPool) -> bytes:
     """Lets other instances read a process's host memory; returns what tells another agent how to reach this one."""
-    agent.register_memory([(arena.memory.ctypes.data, arena.memory.nbytes, 0, "")], "DRAM")
+    agent.register_memory([(host_pool.memory.ctypes.data, host_pool.memory.nbytes, 0, "")], "DRAM")
     return agent.get_agent_metadata()
 
 
@@ -123,7 +123,7 @@ class MemoryReader:
         agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
         self._free = list(memory.reshape(_BUFFERS, rows, width))
         self._held: list[_HeldBuffer] = []
-        self._lock, self._meeting = threading.Lock(), threading.RLock()  # the second for agents that come and go
+        self._lock, self._bootstrap_room = threading.Lock(), threading.RLock()  # the second for agents that come and go
         self._remotes: OrderedDict[str, _Remote] = OrderedDict()  # by address
         self._left: set[_Remote] = set()  # forgotten when nobody reads from them any more
         self._resting: OrderedDict[str, float] = OrderedDict()  # by address, until when
@@ -143,7 +143,7 @@ class MemoryReader:
     def meet(self, address: str, metadata: bytes) -> None:
         """Takes what an instance at an address tells of its agent: nothing where it has none."""
         self._take_back()
-        with self._meeting:
+        with self._bootstrap_room:
             if self.wants(address):
                 self._resting.pop(address, None)
             known = self._remotes.get(address)
@@ -295,7 +295,7 @@ class MemoryReader:
         """Forgets an agent that has been left, once nobody reads from it."""
         if remote not in self._left:
             return
-        with self._meeting:
+        with self._bootstrap_room:
             with self._lock:
                 if remote not in self._left or remote.readers:
                     return
@@ -306,7 +306,7 @@ class MemoryReader:
                     self._agent.remove_remote_agent(remote.name)
 
 
-def open_nixl(carrier: str, arena: Arena, serves: bool) -> tuple[bytes, MemoryReader | None]:
+def open_nixl(carrier: str, host_pool: HostPool, serves: bool) -> tuple[bytes, MemoryReader | None]:
     """Opens both sides that `transfer_carrier` asks for: what `share` gives if this process `serves`, and a reader.
 
     Where pages go by sockets there is neither. Raises ValueError where they must not and NIXL cannot be opened.
@@ -315,7 +315,7 @@ def open_nixl(carrier: str, arena: Arena, serves: bool) -> tuple[bytes, MemoryRe
         return b"", None
     try:
         agent = open_agent(progresses=serves)
-        return share(agent, arena) if serves else b"", MemoryReader(agent, arena.value_bytes)
+        return share(agent, host_pool) if serves else b"", MemoryReader(agent, host_pool.value_bytes)
     except Exception as error:
         text = f"NIXL cannot be opened: {str(error) or type(error).__name__}"
     if carrier == "nixl":

@@ -9,7 +9,7 @@
     Locate(keys, patience_s)    ->
                                 <-   Located(places): of the first keys, as many as are there
     Ask(meetings)               ->
-                                <-   MeetingStages(stages, addresses)
+                                <-   BootstrapStages(stages, addresses)
 
 All but pages is in frames (`dsv3.processes.frames`). A connection carries any number of questions,
 one after the other. Every wait has a bound on both sides. Who can read memory by NIXL (`nixl.py`) says so
@@ -24,8 +24,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from dsv3.kv_cache.keys import Header, Key, read_header
-from dsv3.kv_cache.tiers.arena import Place
+from dsv3.kv_cache.page_keys import Header, Key, read_header
+from dsv3.kv_cache.tiers.host_pool import Place
 from dsv3.processes import frames
 
 Stage = Literal["unknown", "queued", "begun", "gone"]
@@ -34,11 +34,11 @@ Stage = Literal["unknown", "queued", "begun", "gone"]
 Land = Callable[[Key, np.ndarray], object]
 """Takes a page that has come and verified; its array is written again after the call."""
 
-MAX_MEETING = 2**63 - 1
+MAX_BOOTSTRAP_ROOM = 2**63 - 1
 VERSION = 2
 HAVE, NO_MORE = b"\x01", b"\x00"
 MAX_KEYS = 4096
-MAX_MEETINGS = 4096
+MAX_BOOTSTRAP_ROOMS = 4096
 MAX_PATIENCE_S = 30.0
 HANDSHAKE_S = 5.0
 STALL_S = 10.0
@@ -87,12 +87,12 @@ class Located(msgspec.Struct, frozen=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """Meetings whose requests somebody waits for; the answer comes at once."""
+    """BootstrapRooms whose requests somebody waits for; the answer comes at once."""
 
-    meetings: list[int]
+    bootstrap_rooms: list[int]
 
 
-class MeetingStages(msgspec.Struct, frozen=True):
+class BootstrapStages(msgspec.Struct, frozen=True):
     """How far each of the meetings is, and the addresses of all processes of the instance."""
 
     stages: list[Stage]

@@ -18,15 +18,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dsv3.kv_cache.keys import header_of
-from dsv3.kv_cache.tiers.arena import Arena, Place
+from dsv3.kv_cache.page_keys import header_of
+from dsv3.kv_cache.tiers.host_pool import HostPool, Place
 from dsv3.kv_cache.transfer import protocol
 from dsv3.kv_cache.transfer.protocol import (
     Ask,
+    BootstrapStages,
     HelloAnswer,
     Locate,
     Located,
-    MeetingStages,
     PeerError,
     PeerHello,
     Question,
@@ -34,16 +34,16 @@ from dsv3.kv_cache.transfer.protocol import (
     Want,
 )
 from dsv3.processes.certificates import credentials_of, tls_context
-from dsv3.processes.strangers import Strangers, listen
+from dsv3.processes.unauthenticated import UnauthenticatedConnections, listen
 
 _MOST_PEERS = 256
 _MAX_WARNINGS = 20
 _PAUSE_S = 0.1  # after an error of accept, such as no free descriptor
-_MOST_MEETINGS = 2**16
+_MOST_BOOTSTRAP_ROOMS = 2**16
 _log = logging.getLogger(__name__)
 
 
-class Meetings:
+class BootstrapRooms:
     """The meetings of an instance whose processes give pages at `addresses`; any thread may ask.
 
     The oldest are forgotten where there are too many. Requests without a meeting have None, which changes nothing.
@@ -54,45 +54,45 @@ class Meetings:
         self._lock = threading.Lock()
         self._stages: OrderedDict[int, Stage] = OrderedDict()
 
-    def open(self, meeting: int | None) -> None:
+    def open(self, bootstrap_room: int | None) -> None:
         """Notes that a request waits; a meeting that has begun stays so, as several prompts may share it."""
-        if meeting is None:
+        if bootstrap_room is None:
             return
         with self._lock:
-            if self._stages.get(meeting) != "begun":
-                self._note(meeting, "queued")
+            if self._stages.get(bootstrap_room) != "begun":
+                self._note(bootstrap_room, "queued")
 
-    def begin(self, meeting: int | None) -> None:
+    def begin(self, bootstrap_room: int | None) -> None:
         """Notes that a request has a slot."""
-        if meeting is None:
+        if bootstrap_room is None:
             return
         with self._lock:
-            self._note(meeting, "begun")
+            self._note(bootstrap_room, "begun")
 
-    def leave(self, meeting: int | None) -> None:
+    def leave(self, bootstrap_room: int | None) -> None:
         """Notes that a request has ended, wherever it was."""
-        if meeting is None:
+        if bootstrap_room is None:
             return
         with self._lock:
-            if self._stages.get(meeting) == "queued":
-                self._note(meeting, "gone")
+            if self._stages.get(bootstrap_room) == "queued":
+                self._note(bootstrap_room, "gone")
 
-    def stages(self, meetings: Sequence[int]) -> list[Stage]:
-        """Returns how far each of `meetings` is."""
+    def stages(self, bootstrap_rooms: Sequence[int]) -> list[Stage]:
+        """Returns how far each of `bootstrap_rooms` is."""
         with self._lock:
-            return [self._stages.get(meeting, "unknown") for meeting in meetings]
+            return [self._stages.get(bootstrap_room, "unknown") for bootstrap_room in bootstrap_rooms]
 
-    def _note(self, meeting: int, stage: Stage) -> None:
-        self._stages[meeting] = stage
-        if len(self._stages) > _MOST_MEETINGS:
+    def _note(self, bootstrap_room: int, stage: Stage) -> None:
+        self._stages[bootstrap_room] = stage
+        if len(self._stages) > _MOST_BOOTSTRAP_ROOMS:
             self._stages.popitem(last=False)
 
 
 class PageServer:
-    """Serves the pages of `arena` to whoever knows `secret` and is like `hello`; listens at `host`:`port`.
+    """Serves the pages of `host_pool` to whoever knows `secret` and is like `hello`; listens at `host`:`port`.
 
-    Tells how far the requests of `meetings` are, and where pages lie if their memory is `shared`. Raises ValueError
-    where it cannot listen there.
+    Tells how far the requests of `bootstrap_rooms` are, and where pages lie if their memory is `shared`. Raises
+    ValueError where it cannot listen there.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class PageServer:
         port: int,
         secret: bytes,
         hello: PeerHello,
-        arena: Arena,
-        meetings: Meetings | None = None,
+        host_pool: HostPool,
+        bootstrap_rooms: BootstrapRooms | None = None,
         agent: bytes = b"",
     ) -> None:
         self._agent = agent
-        self.meetings = Meetings() if meetings is None else meetings
-        self._context, self._hello, self._arena = tls_context(credentials_of(secret), True), hello, arena
-        self._strangers, self._peers = Strangers(), threading.BoundedSemaphore(_MOST_PEERS)
+        self.bootstrap_rooms = BootstrapRooms() if bootstrap_rooms is None else bootstrap_rooms
+        self._context, self._hello, self._host_pool = tls_context(credentials_of(secret), True), hello, host_pool
+        self._unauthenticated, self._peers = UnauthenticatedConnections(), threading.BoundedSemaphore(_MOST_PEERS)
         self._warnings = 0
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -134,7 +134,7 @@ class PageServer:
             try:
                 connection, address = self._listener.accept()
                 guard = connection.dup()  # TLS takes the socket over, and a stranger that is displaced loses it
-                self._strangers.add(guard, address[0])
+                self._unauthenticated.add(guard, address[0])
                 threading.Thread(target=self._greet, args=(connection, guard, address[0]), daemon=True).start()
             except (OSError, RuntimeError) as error:  # no descriptor, or no thread
                 if not self._closed.wait(_PAUSE_S):
@@ -145,13 +145,13 @@ class PageServer:
             connection.settimeout(protocol.HANDSHAKE_S)
             with self._context.wrap_socket(connection, server_side=True) as tls:
                 other = protocol.receive(tls, PeerHello)
-                self._strangers.remove(guard)
+                self._unauthenticated.remove(guard)
                 if other is not None:
                     self._admit(tls, other)
         except (OSError, ssl.SSLError) as error:
             self._warn(f"{address}: {error}")
         finally:
-            self._strangers.remove(guard)
+            self._unauthenticated.remove(guard)
             for each in (guard, connection):
                 each.close()
 
@@ -169,8 +169,8 @@ class PageServer:
             while (question := self._next(tls)) is not None:
                 tls.settimeout(protocol.STALL_S)
                 if isinstance(question, Ask):
-                    stages = self.meetings.stages(question.meetings[: protocol.MAX_MEETINGS])
-                    protocol.send(tls, MeetingStages(stages, self.meetings.addresses))
+                    stages = self.bootstrap_rooms.stages(question.bootstrap_rooms[: protocol.MAX_BOOTSTRAP_ROOMS])
+                    protocol.send(tls, BootstrapStages(stages, self.bootstrap_rooms.addresses))
                 elif isinstance(question, Locate):
                     protocol.send(tls, Located(self._places(question)))
                 else:
@@ -187,11 +187,11 @@ class PageServer:
 
     def _places(self, asked: Locate) -> list[Place]:
         keys = asked.keys[: protocol.MAX_KEYS] if self._agent else []
-        if not keys or not self._arena.wait_for(keys[0], min(asked.patience_s, protocol.MAX_PATIENCE_S)):
+        if not keys or not self._host_pool.wait_for(keys[0], min(asked.patience_s, protocol.MAX_PATIENCE_S)):
             return []
         places = []
         for key in keys:
-            if (place := self._arena.place_of(key)) is None:
+            if (place := self._host_pool.place_of(key)) is None:
                 break
             places.append(place)
         self.pages_located += len(places)
@@ -199,8 +199,8 @@ class PageServer:
 
     def _serve(self, tls: ssl.SSLSocket, want: Want, buffer: np.ndarray) -> None:
         for key in want.keys[: protocol.MAX_KEYS]:
-            there = self._arena.wait_for(key, min(want.patience_s, protocol.MAX_PATIENCE_S))
-            if not there or not self._arena.get(key, buffer):
+            there = self._host_pool.wait_for(key, min(want.patience_s, protocol.MAX_PATIENCE_S))
+            if not there or not self._host_pool.get(key, buffer):
                 break
             tls.sendall(protocol.HAVE + header_of(key, buffer).pack())
             tls.sendall(memoryview(buffer))

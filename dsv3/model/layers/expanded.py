@@ -65,7 +65,7 @@ def pack(page_table: jax.Array, lengths: jax.Array, pages: int, page_size: int) 
     )
 
 
-def expanded_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None) -> Core:
+def materialized_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None) -> Core:
     """Attends in prefill: new tokens to each other and to the cached ones."""
     K, R, V = batch.room, cfg.kv_lora_rank, cfg.v_head_dim
     new, rows = jnp.diff(batch.cu_lengths), jnp.arange(len(batch.tokens), dtype=jnp.int32)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.model.layers import experts
-from dsv3.model.layers.experts import ExpertLayer, Tally
+from dsv3.model.layers.experts import ExpertLayer, RouterStats
 from dsv3.model.layers.linear import layer_slice
 from dsv3.model.layers.router import Routing
 from dsv3.model.params import Fp8Weight
@@ -32,10 +32,10 @@ class ExpertParallel:
     transport: Transport[Any]
     shards: Shards = ONE_DEVICE
 
-    def __call__(self, x: jax.Array, routing: Routing, layer: ExpertLayer, /) -> tuple[jax.Array, Tally]:
+    def __call__(self, x: jax.Array, routing: Routing, layer: ExpertLayer, /) -> tuple[jax.Array, RouterStats]:
         """Answers as `experts.moe` does; `routing` names experts, not replicas, and so do the counts of this rank."""
-        y, tally = self.finish(self.start(x, routing, layer), routing, layer)
-        return y, with_overflows(tally)
+        y, router_stats = self.finish(self.start(x, routing, layer), routing, layer)
+        return y, with_overflows(router_stats)
 
     def start(self, x: jax.Array, routing: Routing, layer: ExpertLayer) -> Any:
         """Runs the first half: sends rows, computes their experts, starts the way back. The transport's handle."""
@@ -45,14 +45,14 @@ class ExpertParallel:
 
         return self.transport.start(jax.jit(address)(x, routing), local_experts(self.bounded(layer)))
 
-    def finish(self, handle: Any, routing: Routing, layer: ExpertLayer) -> tuple[jax.Array, Tally]:
+    def finish(self, handle: Any, routing: Routing, layer: ExpertLayer) -> tuple[jax.Array, RouterStats]:
         """Runs the second half; what is computed between the two hides the way back (the shared expert does).
 
         The tally has no overflows (None) for a transport without hops.
         """
         y, overflows = self.transport.finish(handle)
         y = self.shards.join(y, routing.ids.shape[0])
-        return y, Tally(count(routing.ids, placement_of(layer).copies.shape[1]), overflows)
+        return y, RouterStats(count(routing.ids, placement_of(layer).copies.shape[1]), overflows)
 
     def bounded(self, layer: ExpertLayer) -> ExpertLayer:
         """Returns the experts of this device with room for what the transport may bring."""
@@ -67,9 +67,13 @@ class ExpertParallel:
         return TokenRows(pack(x, layer), choose_replicas(ids, replicas, copies, device), weights)
 
 
-def with_overflows(tally: Tally, *leading: int) -> Tally:
+def with_overflows(router_stats: RouterStats, *leading: int) -> RouterStats:
     """Returns a tally of experts on several devices with overflows `[*leading]`, 0 where its transport has no hops."""
-    return tally if tally.overflows is not None else tally._replace(overflows=jnp.zeros(leading, jnp.int32))
+    return (
+        router_stats
+        if router_stats.overflows is not None
+        else router_stats._replace(overflows=jnp.zeros(leading, jnp.int32))
+    )
 
 
 def placement_of(layer: ExpertLayer) -> Placement:
@@ -86,8 +90,8 @@ def local_experts(layer: ExpertLayer) -> Experts:
     """Returns the replicas of this device as a transport calls them."""
 
     def run(rows: TokenRows) -> tuple[jax.Array, jax.Array | None]:
-        y, tally = experts.moe(rows.payload, Routing(rows.ids, rows.weights), layer)
-        return y, tally.overflows
+        y, router_stats = experts.moe(rows.payload, Routing(rows.ids, rows.weights), layer)
+        return y, router_stats.overflows
 
     return run
 

@@ -43,7 +43,7 @@ class Quantized:
     dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
 
 
-class Tally(NamedTuple):
+class RouterStats(NamedTuple):
     """Counts of the routed experts beside their result: those of a layer, or of a step by layer (leading axis L)."""
 
     counts: jax.Array  # [E] int32, (token, expert) pairs of this rank's rows, without padding
@@ -58,12 +58,12 @@ class RoutedExperts(Protocol):
         """The devices that split the rest of the layer."""
         ...
 
-    def __call__(self, x: jax.Array, routing: Routing, layer: ExpertLayer, /) -> tuple[jax.Array, Tally]: ...
+    def __call__(self, x: jax.Array, routing: Routing, layer: ExpertLayer, /) -> tuple[jax.Array, RouterStats]: ...
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Gated:
+class ExpertActivations:
     """Rows between the two products of their experts: sorted by expert, each expert's rows padded to whole tiles."""
 
     inner: jax.Array  # [A, I], e4m3 where the experts are FP8
@@ -74,7 +74,7 @@ class Gated:
     dtype: jnp.dtype = dataclasses.field(metadata={"static": True})  # of the rows, and so of their sums
 
 
-def moe(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLayer) -> tuple[jax.Array, Tally]:
+def moe(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLayer) -> tuple[jax.Array, RouterStats]:
     """Computes the weighted sum of each token's routed experts, all of which are on this device.
 
     Rows are sorted by expert and padded to whole tiles. The grouped products address expert e of the layer as
@@ -89,8 +89,8 @@ def moe(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLayer) 
       y `[T, D]` in the dtype of x, summed in float32, and the (token, expert) pairs that each expert worked on. Where
       `layer.pairs` leaves room for fewer than came, the tally says so, and y means nothing.
     """
-    gated = gate_up(x, routing, layer)
-    return down(gated, layer), Tally(gated.order.counts, gated.overflow)
+    activations = gate_up(x, routing, layer)
+    return down(activations, layer), RouterStats(activations.order.counts, activations.overflow)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ class LocalExperts:
     def shards(self) -> Shards:
         return ONE_DEVICE
 
-    def __call__(self, x: jax.Array, routing: Routing, layer: ExpertLayer, /) -> tuple[jax.Array, Tally]:
+    def __call__(self, x: jax.Array, routing: Routing, layer: ExpertLayer, /) -> tuple[jax.Array, RouterStats]:
         return moe(x, routing, layer)
 
 
@@ -109,7 +109,7 @@ LOCAL_EXPERTS = LocalExperts()
 
 
 @jax.named_scope("experts")
-def gate_up(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLayer) -> Gated:
+def gate_up(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLayer) -> ExpertActivations:
     """Runs the first half of `moe`: the order of rows, the gate and up projections, and SwiGLU."""
     params, numerics = layer.params, layer.numerics
     K, E = routing.ids.shape[1], _num_experts(params)
@@ -126,12 +126,12 @@ def gate_up(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLay
     if not isinstance(params.gate_up, Fp8Weight):
         assert not isinstance(x, Quantized), "rows are quantized only for FP8 experts"
         product = limited(_product(_gather(x, token), params.gate_up, tiles, layer), numerics)
-        return Gated(swiglu(product, backend=numerics.backend), None, *rest)
+        return ExpertActivations(swiglu(product, backend=numerics.backend), None, *rest)
     product = limited(_fp8_product(*_aligned_fp8(x, token, numerics), params.gate_up, dtype, tiles), numerics)
     values, scale = fp8.swiglu_quantize(
         product, ue8m0=numerics.ue8m0, used_rows=order.used_rows(), backend=numerics.backend
     )
-    return Gated(values, scale, *rest)
+    return ExpertActivations(values, scale, *rest)
 
 
 def _aligned_fp8(x: jax.Array | Quantized | Lines, token: jax.Array, numerics: Numerics) -> tuple[jax.Array, jax.Array]:
@@ -151,33 +151,33 @@ def _gather(x: jax.Array | Lines, token: jax.Array) -> jax.Array:
 
 
 @jax.named_scope("experts")
-def down(gated: Gated, layer: ExpertLayer) -> jax.Array:
+def down(activations: ExpertActivations, layer: ExpertLayer) -> jax.Array:
     """Runs the second half of `moe`: the down projections, and the sum of each token `[T, D]`."""
-    params, tiles = layer.params, _tiles(gated.order, layer)
+    params, tiles = layer.params, _tiles(activations.order, layer)
     if isinstance(params.down, Fp8Weight):
-        assert gated.scale is not None, "FP8 experts quantize what is between their products"
-        out = _fp8_product(gated.inner, gated.scale, params.down, gated.dtype, tiles)
+        assert activations.scale is not None, "FP8 experts quantize what is between their products"
+        out = _fp8_product(activations.inner, activations.scale, params.down, activations.dtype, tiles)
     else:
-        out = _product(gated.inner, params.down, tiles, layer)
-    return weighted_sum(out, gated).astype(gated.dtype)
+        out = _product(activations.inner, params.down, tiles, layer)
+    return weighted_sum(out, activations).astype(activations.dtype)
 
 
-def weighted_sum(out: jax.Array, gated: Gated) -> jax.Array:
+def weighted_sum(out: jax.Array, activations: ExpertActivations) -> jax.Array:
     """Returns the weighted sum of each token's aligned rows `out` `[A, D]`, float32 `[T, D]`, in the order of K.
 
     Each row is weighted as it is read. Gathered before a product with the weights, rows are written out for XLA, in
     float32: 4 K D bytes per token, where the result has 2 D.
     """
-    total = jnp.zeros((gated.weights.shape[0], out.shape[1]), jnp.float32)
-    rows = gated.order.aligned_row.reshape(gated.weights.shape)
+    total = jnp.zeros((activations.weights.shape[0], out.shape[1]), jnp.float32)
+    rows = activations.order.aligned_row.reshape(activations.weights.shape)
     for k in range(rows.shape[1]):
         row = out.at[rows[:, k]].get(mode="fill", fill_value=0)
-        total += gated.weights[:, k, None] * row.astype(jnp.float32)
+        total += activations.weights[:, k, None] * row.astype(jnp.float32)
     return total
 
 
 def _overflow(order: grouped.GroupAlignment, layer: ExpertLayer) -> jax.Array | None:
-    """Returns `Gated.overflow`. It is no sum over groups, which would be a kernel of its own in every layer."""
+    """Returns `ExpertActivations.overflow`; a sum over groups would be a kernel of its own in every layer."""
     return None if layer.pairs is None else (order.needed > order.source_row.shape[0]).astype(jnp.int32)
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from dsv3.model.decoder import LayerContext, MoeLayers, Residual, Stack, run_layers
 from dsv3.model.layers.expert_parallel import with_overflows
-from dsv3.model.layers.experts import Tally
+from dsv3.model.layers.experts import RouterStats
 from dsv3.model.schedules import overlapped
 from dsv3.model.schedules.stages import MicroBatch
 from sharding.wire.collectives import in_program_order
@@ -36,17 +36,17 @@ class Schedule:
 
 def _run_plain(
     stack: Stack, contexts: tuple[LayerContext, ...], x: tuple[Residual, ...], state: Any
-) -> tuple[tuple[Residual, ...], Any, Tally]:
+) -> tuple[tuple[Residual, ...], Any, RouterStats]:
     """Runs `decoder.MoeLayers` of one batch."""
     (context,), (residual,) = contexts, x
-    residual, state, tally = run_layers(stack, context, residual, state)
-    assert tally is not None  # MoE layers count their experts
-    return (residual,), state, tally
+    residual, state, router_stats = run_layers(stack, context, residual, state)
+    assert router_stats is not None  # MoE layers count their experts
+    return (residual,), state, router_stats
 
 
 def _run_hooked(
     stack: Stack, contexts: tuple[LayerContext, ...], x: tuple[Residual, ...], pages: jax.Array
-) -> tuple[tuple[Residual, ...], jax.Array, Tally]:
+) -> tuple[tuple[Residual, ...], jax.Array, RouterStats]:
     """Runs `decoder.MoeLayers` of one batch over `ExpertParallel` experts."""
     (context,), (residual,) = contexts, x
     batch = MicroBatch(stack, context)
@@ -59,13 +59,13 @@ def _run_hooked(
         normed, routing = batch.choose(layer, x)
         handle = parallel.start(normed, routing, experts)
         shared = batch.shared(layer, normed)
-        y, tally = parallel.finish(handle, routing, experts)
-        return (batch.add(layer, x, y, shared), pages), tally
+        y, router_stats = parallel.finish(handle, routing, experts)
+        return (batch.add(layer, x, y, shared), pages), router_stats
 
     layers = jnp.arange(stack.depth, dtype=jnp.int32)
     ordered = in_program_order(body, parallel.transport.overlap)
-    (residual, pages), tally = jax.lax.scan(ordered, (residual, pages), layers)
-    return (residual,), pages, with_overflows(tally, len(layers))
+    (residual, pages), router_stats = jax.lax.scan(ordered, (residual, pages), layers)
+    return (residual,), pages, with_overflows(router_stats, len(layers))
 
 
 PLAIN = Schedule("plain", 1, _run_plain, _run_plain)

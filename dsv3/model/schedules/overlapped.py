@@ -31,9 +31,9 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.model.decoder import LayerContext, Residual, Stack
-from dsv3.model.layers.experts import Tally
+from dsv3.model.layers.experts import RouterStats
 from dsv3.model.schedules.stages import MicroBatch, Routed
-from sharding.experts.exchange import Computed
+from sharding.experts.exchange import PeerSums
 from sharding.wire.collectives import in_program_order
 
 MIN_DECODE_TOKENS = 128
@@ -50,7 +50,7 @@ def worth_overlapping(tokens: int, devices: int, is_prefill: bool) -> bool:
 
 def run_prefill(
     stack: Stack, contexts: tuple[LayerContext, ...], x: Streams, pages: jax.Array
-) -> tuple[Streams, jax.Array, Tally]:
+) -> tuple[Streams, jax.Array, RouterStats]:
     """Runs `decoder.MoeLayers` of a prefill step, in the published order; micro-batch 1 holds the earlier tokens."""
     zero, one = _micro_batches(stack, contexts)
     overlap, L = zero.hops[0].overlap, stack.depth
@@ -95,7 +95,7 @@ def run_prefill(
 
 def run_decode(
     stack: Stack, contexts: tuple[LayerContext, ...], x: Streams, pages: jax.Array
-) -> tuple[Streams, jax.Array, Tally]:
+) -> tuple[Streams, jax.Array, RouterStats]:
     """Runs `decoder.MoeLayers` of a decode step, as the five-stage pipeline."""
     zero, one = _micro_batches(stack, contexts)
     overlap, L = zero.hops[0].overlap, stack.depth
@@ -137,9 +137,15 @@ def run_decode(
 
     x0, routed0, pages = in_program_order(start, overlap)(x[0], pages)
     layers = jnp.arange(L - 1, dtype=jnp.int32)
-    (x0, routed0, x1, pages), tally = jax.lax.scan(in_program_order(body, overlap), (x0, routed0, x[1], pages), layers)
+    (x0, routed0, x1, pages), router_stats = jax.lax.scan(
+        in_program_order(body, overlap), (x0, routed0, x[1], pages), layers
+    )
     x0, x1, pages, final = in_program_order(last, overlap)(x0, routed0, x1, pages)
-    return (x0, x1), pages, jax.tree.map(lambda layers, last: jnp.concatenate([layers, last[None]]), tally, final)
+    return (
+        (x0, x1),
+        pages,
+        jax.tree.map(lambda layers, last: jnp.concatenate([layers, last[None]]), router_stats, final),
+    )
 
 
 def _micro_batches(stack: Stack, contexts: tuple[LayerContext, ...]) -> tuple[MicroBatch, MicroBatch]:
@@ -154,15 +160,15 @@ def _micro_batches(stack: Stack, contexts: tuple[LayerContext, ...]) -> tuple[Mi
     return zero, one
 
 
-def _nothing(batch: MicroBatch, x: Residual) -> tuple[Routed, Computed]:
+def _nothing(batch: MicroBatch, x: Residual) -> tuple[Routed, PeerSums]:
     """Returns a micro-batch that has chosen no experts: combining it adds zero, and so does its shared expert."""
     context = dataclasses.replace(batch.context, valid=jnp.zeros_like(batch.context.valid))
     routed = dataclasses.replace(batch, context=context).route(0, jax.tree.map(jnp.zeros_like, x))
     hop = batch.hops[0]
     sums = jnp.zeros((hop.peers * hop.capacity, routed.normed.shape[1]), routed.normed.dtype)
     behind = len(batch.hops) - 1 + (batch.parallel.transport.pairs is not None)
-    return routed, Computed(sums, (jnp.zeros((), jnp.int32),) * behind)
+    return routed, PeerSums(sums, (jnp.zeros((), jnp.int32),) * behind)
 
 
-def _sum(a: Tally, b: Tally) -> Tally:
+def _sum(a: RouterStats, b: RouterStats) -> RouterStats:
     return jax.tree.map(jnp.add, a, b)

@@ -20,11 +20,11 @@ from dsv3.model.decoder import LayerContext, Residual, Stack
 from dsv3.model.layers import experts
 from dsv3.model.layers.attention import Projected
 from dsv3.model.layers.expert_parallel import ExpertParallel, count
-from dsv3.model.layers.experts import ExpertLayer, Gated, Tally
+from dsv3.model.layers.experts import ExpertActivations, ExpertLayer, RouterStats
 from dsv3.model.layers.linear import Index
 from dsv3.model.layers.router import Routing
-from sharding.experts.exchange import Computed, Returning, start_return, total
-from sharding.experts.hop import Hop, Queued, Sent, enqueue, receive, receive_back, send, send_back
+from sharding.experts.exchange import CombineHandle, PeerSums, start_return, total
+from sharding.experts.hop import DispatchHandle, Hop, Queued, enqueue, receive, receive_back, send, send_back
 from sharding.experts.rows import TokenRows
 from sharding.wire.collectives import Transfer
 
@@ -40,7 +40,7 @@ class Routed(NamedTuple):
 class Halfway(NamedTuple):
     """A micro-batch between the two products of its experts; `queued` before the last hop that its rows took."""
 
-    gated: Gated
+    activations: ExpertActivations
     queued: Queued
 
 
@@ -115,57 +115,59 @@ class MicroBatch:
         return Routed(normed, routing.ids, enqueue(rows, self.hops[0]))
 
     @named
-    def dispatch(self, routed: Routed) -> Sent:
+    def dispatch(self, routed: Routed) -> DispatchHandle:
         """Starts the first hop."""
         return send(routed.queued, self.hops[0])
 
     @named
-    def forward(self, sent: Sent) -> Sent:
+    def forward(self, sent: DispatchHandle) -> DispatchHandle:
         """Finishes the first hop and starts the second, if there is one."""
         if len(self.hops) == 1:
             return sent
         return send(enqueue(receive(sent, self.hops[0]), self.hops[1]), self.hops[1])
 
     @named
-    def gate_up(self, layer: Index, sent: Sent) -> Halfway:
+    def gate_up(self, layer: Index, sent: DispatchHandle) -> Halfway:
         """Finishes the last hop, and makes the first product of the rows' experts."""
         return Halfway(self._gate_up(layer, receive(sent, self.hops[-1])), sent.queued)
 
     @unit
-    def _gate_up(self, layer: Index, rows: TokenRows) -> Gated:
+    def _gate_up(self, layer: Index, rows: TokenRows) -> ExpertActivations:
         here = self.parallel.bounded(self.experts(layer))
         return experts.gate_up(rows.payload, Routing(rows.ids, rows.weights), here)
 
     @named
-    def down(self, layer: Index, halfway: Halfway) -> tuple[Computed, Queued]:
+    def down(self, layer: Index, halfway: Halfway) -> tuple[PeerSums, Queued]:
         """Makes the second product: the sums of the rows that the last hop brought, and where those are queued."""
-        return Computed.from_experts(self._down(layer, halfway.gated), halfway.gated.overflow), halfway.queued
+        return PeerSums.from_experts(
+            self._down(layer, halfway.activations), halfway.activations.overflow
+        ), halfway.queued
 
     @unit
-    def _down(self, layer: Index, gated: Gated) -> jax.Array:
-        return experts.down(gated, self.experts(layer))
+    def _down(self, layer: Index, activations: ExpertActivations) -> jax.Array:
+        return experts.down(activations, self.experts(layer))
 
     @named
-    def start_reduce(self, computed: Computed, queued: Queued) -> Returning | Computed:
+    def start_reduce(self, computed: PeerSums, queued: Queued) -> CombineHandle | PeerSums:
         """Starts the way back inside the node, if there was a second hop."""
         return computed if len(self.hops) == 1 else start_return(computed, queued, self.hops[1])
 
     @named
-    def finish_reduce(self, reducing: Returning | Computed) -> Computed:
+    def finish_reduce(self, reducing: CombineHandle | PeerSums) -> PeerSums:
         """Returns the partial sums of the rows that the first hop brought."""
-        if isinstance(reducing, Computed):
+        if isinstance(reducing, PeerSums):
             return reducing
-        return Computed(receive_back(reducing.transfer, reducing.queued, self.hops[1]), reducing.overflows)
+        return PeerSums(receive_back(reducing.transfer, reducing.queued, self.hops[1]), reducing.overflows)
 
     @named
-    def start_combine(self, computed: Computed) -> Combining:
+    def start_combine(self, computed: PeerSums) -> Combining:
         """Starts the way back of the first hop."""
         return Combining(send_back(computed.sums, self.hops[0]), computed.overflows)
 
     @named
     def finish_combine(
         self, layer: Index, x: Residual, routed: Routed, combining: Combining, shared: jax.Array | None
-    ) -> tuple[Residual, Tally]:
+    ) -> tuple[Residual, RouterStats]:
         """Returns `x` after the MoE layer: what comes back, and the shared expert."""
         y = receive_back(combining.transfer, routed.queued, self.hops[0])
         overflows = (routed.queued.overflows, *combining.overflows)
@@ -180,23 +182,23 @@ class MicroBatch:
         ids: jax.Array,
         overflows: tuple[jax.Array, ...],
         shared: jax.Array | None,
-    ) -> tuple[Residual, Tally]:
+    ) -> tuple[Residual, RouterStats]:
         y = self.parallel.shards.join(y, ids.shape[0])
-        tally = Tally(count(ids, self.stack.moe.router.shape[1]), total(overflows))
-        return decoder.add_experts(self.stack, layer, self.context, x, y, shared), tally
+        router_stats = RouterStats(count(ids, self.stack.moe.router.shape[1]), total(overflows))
+        return decoder.add_experts(self.stack, layer, self.context, x, y, shared), router_stats
 
-    def start_return(self, computed: Computed, queued: Queued) -> Returning | Combining:
+    def start_return(self, computed: PeerSums, queued: Queued) -> CombineHandle | Combining:
         """Starts the way back by the last hop."""
         reducing = self.start_reduce(computed, queued)
-        return self.start_combine(reducing) if isinstance(reducing, Computed) else reducing
+        return self.start_combine(reducing) if isinstance(reducing, PeerSums) else reducing
 
-    def cross_back(self, returning: Returning | Combining) -> Combining:
+    def cross_back(self, returning: CombineHandle | Combining) -> Combining:
         """Starts the way back by the first hop, if that is not the last one."""
         if isinstance(returning, Combining):
             return returning
         return self.start_combine(self.finish_reduce(returning))
 
-    def compute(self, layer: Index, sent: Sent) -> Combining:
+    def compute(self, layer: Index, sent: DispatchHandle) -> Combining:
         """Computes the rows under way by the first hop, and starts their sums' way back by it, in one go."""
         halfway = self.gate_up(layer, self.forward(sent))
         return self.cross_back(self.start_return(*self.down(layer, halfway)))

@@ -15,11 +15,11 @@ import msgspec
 from dsv3.batch.journal import BatchError
 from dsv3.batch.run import Reply
 from dsv3.scheduler.request import MAX_PRIORITY
-from dsv3.server.answers.errors import ENGINE_DIED, QUEUE_FULL, ApiError, internal, invalid
-from dsv3.server.answers.kinds import KINDS
-from dsv3.server.answers.reading import read
-from dsv3.server.answers.service import Service, make_client, make_service, start_engine
 from dsv3.server.config import ServerConfig
+from dsv3.server.protocol.errors import ENGINE_DIED, QUEUE_FULL, ApiError, internal, invalid
+from dsv3.server.serving.handlers import KINDS
+from dsv3.server.serving.request_parsing import read
+from dsv3.server.serving.service import Service, make_client, make_service, start_engine
 from dsv3.server.tenants import Tenant
 
 # A line that finds no room asks again after the first, and each time after twice as long, up to the last.
@@ -136,13 +136,13 @@ async def server_completer(config: ServerConfig) -> AsyncIterator[ServerComplete
     except ValueError as error:
         raise BatchError(str(error)) from error
     try:
-        keeper = await start_engine(config, service)
+        supervisor = await start_engine(config, service)
         try:
             await engine.settled.wait()
             if service.status != "ok":
                 raise BatchError(service.reason)
             yield ServerCompleter(service)
         finally:
-            await keeper.close()
+            await supervisor.close()
     finally:
         await service.close()

@@ -32,7 +32,6 @@ from dsv3.batch.journal import (
 )
 from dsv3.batch.run import BatchProgress, run
 from dsv3.scheduler.request import BATCH_PRIORITY
-from dsv3.server.answers.service import Service
 from dsv3.server.batches.completer import ServerCompleter
 from dsv3.server.batches.store import (
     ENDED,
@@ -47,6 +46,7 @@ from dsv3.server.batches.store import (
     new_file_id,
     private,
 )
+from dsv3.server.serving.service import Service
 from dsv3.server.tenants import Tenant
 
 MAX_TENANTS_AT_ONCE = 4
@@ -103,7 +103,7 @@ class Runner:
                     if not self._model:
                         self._model = await asyncio.to_thread(self._begin)
                     await self._sweep()
-                    await self._look()
+                    await self._snapshot()
                 except OSError as error:
                     _log.error("%s: %s", error.filename or self._store.directory, error.strerror)
                     pause_s = _RETRY_S
@@ -134,7 +134,7 @@ class Runner:
             self._swept = now
             await asyncio.to_thread(self._store.sweep)
 
-    async def _look(self) -> None:
+    async def _snapshot(self) -> None:
         self._running = {tenant: task for tenant, task in self._running.items() if not task.done()}
         if len(self._running) >= MAX_TENANTS_AT_ONCE:
             return

@@ -1,7 +1,7 @@
 """A front's side of the engine: sends requests, hands each request its outputs, and goes on with the next engine.
 
 When an engine dies (`lose`), sequences and sinks stay. With the next connection each sequence is sent again, behind the
-tokens that have come (`dsv3.server.engine.live`); whoever waits for it sees a pause.
+tokens that have come (`dsv3.server.engine.in_flight`); whoever waits for it sees a pause.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ from typing import Literal
 
 import msgspec
 
-from dsv3.engine.look import Look, StepNote
+from dsv3.engine.step_log import EngineSnapshot, StepNote
 from dsv3.processes import frames
 from dsv3.scheduler.request import EngineOutput, PreparedRequest, first_id
 from dsv3.server.engine import messages
-from dsv3.server.engine.live import Live, Lives, Sink
+from dsv3.server.engine.in_flight import InFlightRequest, InFlightRequests, RequestStream
 
 # A step never takes this long: an engine that has work and sends no frame for so long hangs.
 WATCHDOG_S = 300.0
@@ -82,7 +82,7 @@ class EngineClient:
         self.max_restarts = max_restarts
         self.on_stats: Callable[[messages.Stats], None] = lambda _: None
         self.on_progress: Callable[[messages.StartProgress], None] = lambda _: None
-        self.on_seen: Callable[[Look | list[StepNote]], None] = lambda _: None
+        self.on_seen: Callable[[EngineSnapshot | list[StepNote]], None] = lambda _: None
         self.on_dropped: Callable[[messages.Dropped], None] = lambda _: None
         self.on_ready: Callable[[], None] = lambda: None
         self.on_again: Callable[[], None] = lambda: None
@@ -96,8 +96,8 @@ class EngineClient:
         self._watchdog_s, self._pulse_watchdog_s = watchdog_s, min(watchdog_s, pulse_watchdog_s)
         self._starting_watchdog_s = min(watchdog_s, PULSE_WATCHDOG_S)
         self._next_id = 0
-        self._lives = Lives(max_restarts)
-        self._ready: deque[Sink] = deque()
+        self._in_flight = InFlightRequests(max_restarts)
+        self._ready: deque[RequestStream] = deque()
         self._is_scheduled = False
         self._failure = ""
         self._silent_s = self._deaf_s = 0.0  # since a frame of the thread that steps, and since any
@@ -111,7 +111,7 @@ class EngineClient:
     @property
     def num_live(self) -> int:
         """Sequences of this front that the engine has not finished."""
-        return len(self._lives)
+        return len(self._in_flight)
 
     @property
     def capacity(self) -> int:
@@ -165,7 +165,7 @@ class EngineClient:
         if self.num_live + count > self.capacity:
             raise Busy("the queue is full")
 
-    def submit(self, requests: Sequence[PreparedRequest], sinks: Sequence[Sink]) -> None:
+    def submit(self, requests: Sequence[PreparedRequest], streams: Sequence[RequestStream]) -> None:
         """Sends requests, all or none, with a sink for each sequence, request by request.
 
         They wait where the engine is being started anew. Raises Busy without asking the engine when this front alone
@@ -173,17 +173,17 @@ class EngineClient:
         """
         if self.state not in ("ready", "restarting"):
             raise EngineUnavailable(self.reason)
-        self.require_room(len(sinks))
-        ids = self._lives.add(requests, sinks)
+        self.require_room(len(streams))
+        ids = self._in_flight.add(requests, streams)
         if self.state == "restarting":
-            self._lives.put_off(requests, ids)
+            self._in_flight.put_off(requests, ids)
         else:
             self._send_new(requests, ids)
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Frees the given requests at once; finished ones are ignored."""
-        lives = [(i, self._lives.pop(i)) for i in request_ids]
-        if there := [i for i, live in lives if live is not None and live.is_there]:
+        in_flight = [(i, self._in_flight.pop(i)) for i in request_ids]
+        if there := [i for i, live in in_flight if live is not None and live.is_there]:
             self._send(messages.Abort(there))
 
     def flush(self) -> None:
@@ -199,12 +199,12 @@ class EngineClient:
 
     def abort_all(self, error: Exception) -> None:
         """Frees every request and fails whoever waits for one."""
-        lives = dict(self._lives.by_id)
+        in_flight = dict(self._in_flight.by_id)
         while self._ready:
             self._hand_over()
-        self.abort(list(lives))
-        for live in lives.values():
-            live.sink.fail(error)
+        self.abort(list(in_flight))
+        for live in in_flight.values():
+            live.stream.fail(error)
 
     def lose(self, reason: str) -> None:
         """Takes the engine for dead and waits for the next connection; requests wait with it.
@@ -217,8 +217,8 @@ class EngineClient:
         self.state, self.reason = "restarting", f"{reason}; it is being started anew"
         self.stats = {}
         self.on_stats(self.stats)
-        for live, error in self._lives.bury():
-            live.sink.fail(error)
+        for live, error in self._in_flight.on_engine_death():
+            live.stream.fail(error)
 
     def fail(self, reason: str) -> None:
         """Takes the engine for failed; everyone who waits hears of it now."""
@@ -307,10 +307,10 @@ class EngineClient:
                 self.on_progress(message)
             case messages.EngineInfo():
                 self._begin(message)
-            case messages.Turn():
+            case messages.LockGranted():
                 self._try_next()
             case messages.Seen():
-                self.on_seen(message.look)
+                self.on_seen(message.snapshot)
             case messages.Profile():
                 self.on_seen(message.steps)
             case messages.Dropped():
@@ -350,8 +350,8 @@ class EngineClient:
         """
         assert self.info is not None
         nbytes = 0
-        again = (self._send_behind(*waiting) for waiting in self._lives.take_waiting())
-        new = (self._send_new(*unsent) for unsent in self._lives.take_unsent(self.info.rules))
+        again = (self._send_behind(*waiting) for waiting in self._in_flight.take_waiting())
+        new = (self._send_new(*unsent) for unsent in self._in_flight.take_unsent(self.info.rules))
         for sent in chain(again, new):
             nbytes += sent
             if nbytes > _AGAIN_BYTES:
@@ -360,14 +360,14 @@ class EngineClient:
         self._sending = None
         if self.state == "restarting":
             self._open()
-            if self._lives.suspects:
-                self._send(messages.AskTurn())
+            if self._in_flight.quarantined:
+                self._send(messages.AcquireLock())
 
     def _send_new(self, requests: Sequence[PreparedRequest], ids: Sequence[int]) -> int:
         """Sends requests that no engine has had; returns how many bytes their prompts are."""
-        gone = [i for i in ids if i not in self._lives.by_id]
+        gone = [i for i in ids if i not in self._in_flight.by_id]
         for request_id in ids:
-            if (live := self._lives.by_id.get(request_id)) is not None:
+            if (live := self._in_flight.by_id.get(request_id)) is not None:
                 live.is_there = True
         for message in _frames_of(requests):
             self._send(message)
@@ -375,7 +375,7 @@ class EngineClient:
             self._send(messages.Abort(gone))
         return sum(len(request.tokens) for request in requests)
 
-    def _send_behind(self, request_id: int, live: Live) -> int:
+    def _send_behind(self, request_id: int, live: InFlightRequest) -> int:
         """Sends one sequence behind the tokens that it has; returns how many bytes these and its prompt are."""
         assert self.info is not None
         request = live.request_behind(self.info.rules)
@@ -388,53 +388,53 @@ class EngineClient:
 
     def _try_next(self) -> None:
         """Sends the next suspect, for which no other is there, or says that there is none left."""
-        found = self._lives.next_suspect()
+        found = self._in_flight.next_quarantined()
         if found is None:
-            self._send(messages.EndTurn())
+            self._send(messages.ReleaseLock())
         else:
             self._send_behind(*found)
 
     def _take(self, step: messages.Outputs) -> None:
         """Puts the outputs of a step before their sinks, columns first."""
-        rows, lives, ready = step.columns(), self._lives.by_id, self._ready
+        rows, in_flight, ready = step.columns(), self._in_flight.by_id, self._ready
         if len(rows.tokens) == len(rows):
             for request_id, token in zip(rows.ids.tolist(), rows.tokens.tolist(), strict=True):
-                live = lives.get(request_id)
+                live = in_flight.get(request_id)
                 if live is not None:  # else aborted meanwhile
                     live.tokens.append(token)
-                    sink = live.sink
-                    sink.pending.append(token)
-                    if not sink.is_queued:
-                        sink.is_queued = True
-                        ready.append(sink)
+                    stream = live.stream
+                    stream.pending.append(token)
+                    if not stream.is_queued:
+                        stream.is_queued = True
+                        ready.append(stream)
         else:
             for output in rows:
                 self._put(output.request_id, output.token_ids, output.token_ids)
         for output in step.details:
             self._put(output.request_id, output.token_ids, [output])
             if output.finish_reason is not None:
-                lives.pop(output.request_id, None)
+                in_flight.pop(output.request_id, None)
         self._engine_is_idle = step.stats is not None and _num_held(step.stats) == 0
         if step.stats is not None:
             self.stats = step.stats
             self.on_stats(step.stats)
-            if self._lives.waiting and self._sending is None and _num_held(step.stats) < self.capacity:
+            if self._in_flight.waiting and self._sending is None and _num_held(step.stats) < self.capacity:
                 self._sending = asyncio.create_task(self._send_again())
-        if self._lives.trial_is_over:
+        if self._in_flight.quarantine_is_over:
             self._try_next()
         if not self._is_scheduled:
             self._run()
 
     def _put(self, request_id: int, token_ids: list[int], items: Sequence[int | EngineOutput]) -> None:
-        live = self._lives.by_id.get(request_id)
+        live = self._in_flight.by_id.get(request_id)
         if live is None:
             return
         live.tokens.extend(token_ids)
-        sink = live.sink
-        sink.pending.extend(items)
-        if not sink.is_queued:
-            sink.is_queued = True
-            self._ready.append(sink)
+        stream = live.stream
+        stream.pending.extend(items)
+        if not stream.is_queued:
+            stream.is_queued = True
+            self._ready.append(stream)
 
     def _run(self) -> None:
         """Has sinks take what has come: a slice now, the others as soon as the event loop has looked around.
@@ -453,17 +453,17 @@ class EngineClient:
     def _hand_over(self) -> None:
         ready, left = self._ready, SLICE
         while ready and left > 0:
-            sink = ready.popleft()
-            left -= max(1, len(sink.pending))
-            sink.is_queued = False
-            sink.arrived()
+            stream = ready.popleft()
+            left -= max(1, len(stream.pending))
+            stream.is_queued = False
+            stream.arrived()
 
-    def put_off(self, sink: Sink) -> None:
+    def put_off(self, stream: RequestStream) -> None:
         """Calls `arrived` of a sink again when others have had their turn."""
-        if sink.is_queued:
+        if stream.is_queued:
             return
-        sink.is_queued = True
-        self._ready.append(sink)
+        stream.is_queued = True
+        self._ready.append(stream)
         self._schedule()
 
     def _reject(self, message: messages.Rejected) -> None:
@@ -471,13 +471,13 @@ class EngineClient:
         if message.kind == "queue_full":
             error = Busy(message.message)
         for request_id in message.request_ids:
-            if (live := self._lives.by_id.get(request_id)) is None:
+            if (live := self._in_flight.by_id.get(request_id)) is None:
                 continue
             if live.restarts and message.kind == "queue_full":  # it was taken before: it waits for room
                 live.is_there = False
-                self._lives.waiting.append(request_id)
-            elif self._lives.pop(request_id):
-                live.sink.fail(error)
+                self._in_flight.waiting.append(request_id)
+            elif self._in_flight.pop(request_id):
+                live.stream.fail(error)
 
 
 def _frames_of(requests: Sequence[PreparedRequest]) -> Iterator[messages.Add]:

@@ -12,7 +12,7 @@ from dsv3.server.engine.process import EngineHost, EngineLike
 def start_engine(start: Start, host: EngineHost) -> tuple[EngineLike, EngineInfo]:
     """Loads and warms up, together with the followers if this process leads an instance of several."""
     from dsv3.engine.build import build_engine
-    from dsv3.engine.cluster.lead import start_leader
+    from dsv3.engine.cluster.leader_engine import start_leader
 
     model_dir = Path(start.model_dir)
     if start.cluster is not None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine.cluster.link import FIRST, Incarnation
-from dsv3.engine.look import Look, StepNote
+from dsv3.engine.step_log import EngineSnapshot, StepNote
 from dsv3.scheduler.request import EngineOutput, PreparedRequest, RequestRules, StepOutputs, Tokens
 
 FIRST_SENDER = 0
@@ -65,11 +65,11 @@ class Inspect(msgspec.Struct, frozen=True, tag=True):
     what: Literal["look", "start_profile", "stop_profile"]
 
 
-class AskTurn(msgspec.Struct, frozen=True, tag=True):
+class AcquireLock(msgspec.Struct, frozen=True, tag=True):
     """Some of this front's requests may be those that engines die of: let it send them when no other front does."""
 
 
-class EndTurn(msgspec.Struct, frozen=True, tag=True):
+class ReleaseLock(msgspec.Struct, frozen=True, tag=True):
     """All of these were sent, and nothing has happened."""
 
 
@@ -79,14 +79,14 @@ class StopEngine(msgspec.Struct, frozen=True, tag=True):
 
 Request = Add | Abort | Flush | Inspect
 """What any front may ask for."""
-ToEngine = Start | Connect | Request | AskTurn | EndTurn | StopEngine
+ToEngine = Start | Connect | Request | AcquireLock | ReleaseLock | StopEngine
 
 
 class EngineHeartbeat(msgspec.Struct, frozen=True, tag=True):
     """The process runs, whatever its step does: comes once per second, from a thread of its own."""
 
 
-class Turn(msgspec.Struct, frozen=True, tag=True):
+class LockGranted(msgspec.Struct, frozen=True, tag=True):
     """No other front sends requests that engines may die of, until this one ends its turn."""
 
 
@@ -174,7 +174,7 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
 class Seen(msgspec.Struct, frozen=True, tag=True):
     """What the engine does, for the front that has asked."""
 
-    look: Look
+    snapshot: EngineSnapshot
 
 
 class Profile(msgspec.Struct, frozen=True, tag=True):
@@ -204,7 +204,7 @@ class EngineFailure(msgspec.Struct, frozen=True, tag=True):
 
 ToFirst = StartProgress | Dropped | DrainServer
 """What the engine tells the first front alone."""
-FromEngine = ToFirst | EngineInfo | Outputs | Rejected | Turn | EngineHeartbeat | Seen | Profile | EngineFailure
+FromEngine = ToFirst | EngineInfo | Outputs | Rejected | LockGranted | EngineHeartbeat | Seen | Profile | EngineFailure
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)

@@ -1,6 +1,6 @@
 """The process that owns the engine: steps it on the main thread, while other threads carry frames in and out.
 
-`keeper.py` starts it as `python -m dsv3.server.engine.process LISTENER [MODULE ...]`. Its link leads to the first
+`supervisor.py` starts it as `python -m dsv3.server.engine.process LISTENER [MODULE ...]`. Its link leads to the first
 front; others connect to the socket with that descriptor. When the first front goes away, this process ends at once,
 whatever it is doing. When another one goes away, its requests are aborted.
 """
@@ -21,12 +21,12 @@ from typing import Any, NoReturn, Protocol
 import msgspec
 
 from dsv3.engine.errors import public_text
-from dsv3.engine.look import Look, StepLog
+from dsv3.engine.step_log import EngineSnapshot, StepLog
 from dsv3.logs import configure_logging
 from dsv3.processes.child import link_to_parent
 from dsv3.scheduler.request import InvalidRequest, PreparedRequest, QueueFull, StepOutputs, fan_out
 from dsv3.server.engine import messages
-from dsv3.server.engine.fronts import FrontConnection, FrontConnections
+from dsv3.server.engine.api_servers import ApiServerConnection, ApiServerConnections
 
 # Sequences taken between two steps: 30 us each, whatever their prompt's length. The rest waits in its frame.
 SLICE = 128
@@ -47,21 +47,21 @@ class EngineLike(Protocol):
     def flush(self) -> None: ...
     def step(self) -> StepOutputs: ...
     def stats(self) -> Any: ...
-    def look(self) -> Look: ...
+    def snapshot(self) -> EngineSnapshot: ...
 
 
-class Intake:
+class RequestReceiver:
     """Does what fronts ask for, in the order in which it has come."""
 
-    def __init__(self, engine: EngineLike, fronts: FrontConnections):
-        self._engine, self._fronts = engine, fronts
+    def __init__(self, engine: EngineLike, api_servers: ApiServerConnections):
+        self._engine, self._api_servers = engine, api_servers
         # Requests of which a part has been taken: whose they are, the ids of all sequences, and those that are left.
-        self._adding: tuple[FrontConnection, list[int], Iterator[PreparedRequest]] | None = None
+        self._adding: tuple[ApiServerConnection, list[int], Iterator[PreparedRequest]] | None = None
 
     @property
     def has_work(self) -> bool:
         """Whether `take` has something to do."""
-        return self._adding is not None or self._fronts.has_messages
+        return self._adding is not None or self._api_servers.has_messages
 
     def take(self) -> bool:
         """Does what has come, up to `SLICE` new sequences; returns whether there was anything."""
@@ -69,40 +69,40 @@ class Intake:
         left -= self._go_on(left)
         if left <= 0:
             return True
-        for front, message in self._fronts.take():
+        for api_server, message in self._api_servers.take():
             changed = True
             if isinstance(message, messages.Add):
-                self._begin(front, message.requests)
+                self._begin(api_server, message.requests)
                 left -= self._go_on(left)
             elif isinstance(message, messages.Flush):
                 self._engine.flush()
             elif isinstance(message, messages.Inspect):
-                front.send(show(self._engine, message))
+                api_server.send(show(self._engine, message))
             else:
-                self._abort(front, message)
+                self._abort(api_server, message)
             if left <= 0:
                 break
         return changed
 
-    def _begin(self, front: FrontConnection, requests: list[PreparedRequest]) -> None:
+    def _begin(self, api_server: ApiServerConnection, requests: list[PreparedRequest]) -> None:
         """Notes requests to take, all or none: nobody else is given the room that they find now."""
         ids = [request.request_id + i for request in requests for i in range(request.sampling.n)]
         if len(ids) > self._engine.room:
-            front.send(messages.Rejected(ids, "queue_full", "the queue is full"))
+            api_server.send(messages.Rejected(ids, "queue_full", "the queue is full"))
             return
-        front.live.update(ids)
-        self._adding = front, ids, chain.from_iterable(map(fan_out, requests))
+        api_server.live.update(ids)
+        self._adding = api_server, ids, chain.from_iterable(map(fan_out, requests))
 
     def _go_on(self, count: int) -> int:
         """Takes up to `count` of the sequences begun with; returns how many it has looked at."""
         if self._adding is None:
             return 0
-        (front, ids, left), done = self._adding, 0
+        (api_server, ids, left), done = self._adding, 0
         for request in islice(left, count):
             done += 1
             if (rejection := self._submit(request, ids)) is not None:
-                front.live.difference_update(ids)
-                front.send(rejection)
+                api_server.live.difference_update(ids)
+                api_server.send(rejection)
                 self._adding = None
                 return done
         if done < count:
@@ -125,20 +125,20 @@ class Intake:
             self._engine.abort(taken)
         return messages.Rejected(ids, kind, text)
 
-    def _abort(self, front: FrontConnection, message: messages.Abort | None) -> None:
+    def _abort(self, api_server: ApiServerConnection, message: messages.Abort | None) -> None:
         """Aborts what a front asks for; all of its requests if it has gone."""
-        ended = list(front.live) if message is None else message.request_ids
-        front.live.difference_update(ended)
+        ended = list(api_server.live) if message is None else message.request_ids
+        api_server.live.difference_update(ended)
         for request_id in ended:
             self._engine.abort(request_id)
         if message is None:
-            self._fronts.remove(front)
+            self._api_servers.remove(api_server)
 
 
 def show(engine: EngineLike, message: messages.Inspect) -> messages.Seen | messages.Profile:
     """Returns what a front has asked to see."""
     if message.what == "look":
-        return messages.Seen(engine.look())
+        return messages.Seen(engine.snapshot())
     if message.what == "start_profile":
         engine.log.start_profile()
         return messages.Profile([])
@@ -160,15 +160,15 @@ class EngineHost:
     def __init__(self, link: socket.socket, listener: socket.socket):
         self._at_end: list[Callable[[str | None], None]] = []
         self._failing = threading.Lock()
-        self.fronts = FrontConnections(link, listener, self._stop, self._first_front_gone)
+        self.api_servers = ApiServerConnections(link, listener, self._stop, self._first_api_server_gone)
 
     def progress(self, text: str, done: int = 0, total: int = 0) -> None:
         """Tells what the engine does while it starts."""
-        self.fronts.tell_first(messages.StartProgress(text, done, total))
+        self.api_servers.tell_first(messages.StartProgress(text, done, total))
 
     def drain(self, reason: str) -> None:
         """Asks the first front to have all fronts drain, and to stop."""
-        self.fronts.tell_first(messages.DrainServer(reason))
+        self.api_servers.tell_first(messages.DrainServer(reason))
 
     def at_end(self, callback: Callable[[str | None], None]) -> None:
         """Has `callback` called before the process ends: with the reason of a failure, None for an orderly end."""
@@ -185,14 +185,14 @@ class EngineHost:
         self._failing.acquire()  # for good
         for callback in self._at_end:
             callback(reason)
-        self.fronts.tell(messages.EngineFailure(reason))
-        self.fronts.close()
+        self.api_servers.tell(messages.EngineFailure(reason))
+        self.api_servers.close()
         os._exit(1)
 
     def _stop(self) -> NoReturn:
         self.end(0, None)
 
-    def _first_front_gone(self) -> NoReturn:
+    def _first_api_server_gone(self) -> NoReturn:
         self.end(0, "the HTTP process of the leader has gone")
 
 
@@ -208,38 +208,38 @@ def main(listener: int, imports: Sequence[str]) -> NoReturn:
     for module in imports:
         importlib.import_module(module)
     try:
-        start = host.fronts.start()
-        host.fronts.beat()
+        start = host.api_servers.start()
+        host.api_servers.beat()
         engine, info = _build(start, host)
-        host.fronts.announce(info)
-        serve(engine, host.fronts)
+        host.api_servers.announce(info)
+        serve(engine, host.api_servers)
     except Exception as error:
         _report(error)
         kind = str(error) if isinstance(error, StepFailed) else public_text(error)
         host.fail(f"the engine stopped after an error ({kind})")
 
 
-def serve(engine: EngineLike, fronts: FrontConnections) -> NoReturn:
+def serve(engine: EngineLike, api_servers: ApiServerConnections) -> NoReturn:
     """Steps the engine for ever; raises StepFailed, or what `engine.step` raises, when it cannot go on.
 
     Statistics go with the first frame after `_STATS_S`, and with the one before the engine falls idle. While it is idle
     they come every `_PULSE_S`. A frame without them says that its next step, which may take long, begins.
     """
-    told, idle, intake = 0.0, True, Intake(engine, fronts)
+    told, idle, receiver = 0.0, True, RequestReceiver(engine, api_servers)
     while True:
-        changed = intake.take()
+        changed = receiver.take()
         if idle and engine.has_work:
-            fronts.tell(messages.Outputs.from_outputs(StepOutputs(), None))
+            api_servers.tell(messages.Outputs.from_outputs(StepOutputs(), None))
         outputs = engine.step() if engine.has_work else StepOutputs()
-        idle = not (engine.has_work or intake.has_work)
+        idle = not (engine.has_work or receiver.has_work)
         if engine.failure is not None:  # what the step says of its requests counts no more: they go on elsewhere
             raise StepFailed(public_text(engine.failure))
         due = idle or time.monotonic() - told > _STATS_S
         if outputs or changed or idle:
-            fronts.deliver(outputs, _numbers(engine.stats()) if due else None)
+            api_servers.deliver(outputs, _numbers(engine.stats()) if due else None)
             told = time.monotonic() if due else told
         if idle:
-            fronts.wait(_PULSE_S)
+            api_servers.wait(_PULSE_S)
 
 
 def _build(start: messages.Start, host: EngineHost) -> tuple[EngineLike, messages.EngineInfo]:

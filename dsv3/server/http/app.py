@@ -18,22 +18,22 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dsv3.config.server_options import ServerOptions
-from dsv3.server.answers import prompts
-from dsv3.server.answers.answer import Answer
-from dsv3.server.answers.errors import ApiError, invalid
-from dsv3.server.answers.faces.messages import count_tokens
-from dsv3.server.answers.faces.messages_schema import MESSAGES
-from dsv3.server.answers.kinds import KINDS
-from dsv3.server.answers.reading import read_request
-from dsv3.server.answers.schema import DetokenizeRequest, TokenizeRequest
-from dsv3.server.answers.service import Service
 from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback, require_operator, tenant_of
 from dsv3.server.http.batches import batch_routes
 from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body, unless_disconnected
 from dsv3.server.http.dashboard import dashboard_routes
 from dsv3.server.http.exchange import SUMMARY, WRITER, ResponseWriter, json_response, path_of, response_of
 from dsv3.server.http.openapi import described_path, openapi
-from dsv3.server.limits import Holding
+from dsv3.server.limits import Reservation
+from dsv3.server.protocol.anthropic import MESSAGES
+from dsv3.server.protocol.errors import ApiError, invalid
+from dsv3.server.protocol.openai import DetokenizeRequest, TokenizeRequest
+from dsv3.server.serving import prompts
+from dsv3.server.serving.anthropic import count_tokens
+from dsv3.server.serving.handler import RequestHandler
+from dsv3.server.serving.handlers import KINDS
+from dsv3.server.serving.request_parsing import read_request
+from dsv3.server.serving.service import Service
 
 
 class EventStream(Response):
@@ -46,7 +46,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: Answer, on_close: Callable[[], None]):
+    def __init__(self, answer: RequestHandler, on_close: Callable[[], None]):
         self.status_code = 200
         self.background = None
         self._answer, self._on_close = answer, on_close
@@ -186,11 +186,11 @@ def _no_route(path: str) -> str:
     return next((text for start, text in _ABSENT.items() if path.startswith(start)), "no such route")
 
 
-async def _answer(kind: type[Answer], service: Service, http: Request) -> Response:
+async def _answer(kind: type[RequestHandler], service: Service, http: Request) -> Response:
     """Answers a completion, streamed or whole."""
     with contextlib.ExitStack() as stack:
-        holding = stack.enter_context(service.budget.hold())
-        answer = kind(service, await _body(service, http, holding), tenant_of(http))
+        reservation = stack.enter_context(service.budget.hold())
+        answer = kind(service, await _body(service, http, reservation), tenant_of(http))
         answer.rank = rank_of(http.headers.get(RANK_HEADER))
         await unless_disconnected(http.receive, answer.prepare())
         http.scope["extensions"][SUMMARY] = answer.summary
@@ -199,8 +199,8 @@ async def _answer(kind: type[Answer], service: Service, http: Request) -> Respon
         return Response(await unless_disconnected(http.receive, answer.whole()), media_type="application/json")
 
 
-def _body(service: Service, http: Request, holding: Holding) -> Coroutine[Any, Any, bytearray]:
-    return read_json_body(http, functools.partial(service.grow, holding))
+def _body(service: Service, http: Request, reservation: Reservation) -> Coroutine[Any, Any, bytearray]:
+    return read_json_body(http, functools.partial(service.grow, reservation))
 
 
 async def _models(service: Service, _: Request) -> Response:
@@ -273,8 +273,8 @@ async def _metrics(service: Service, http: Request) -> Response:
 
 
 async def _tokenize(service: Service, http: Request) -> Response:
-    with service.budget.hold() as holding:
-        request = await read_request(service, TokenizeRequest, await _body(service, http, holding))
+    with service.budget.hold() as reservation:
+        request = await read_request(service, TokenizeRequest, await _body(service, http, reservation))
         service.require_model(request.model)
         info = service.require_ready()
         prompt = await unless_disconnected(http.receive, prompts.tokenize_prompt(service, request))
@@ -286,8 +286,8 @@ async def _tokenize(service: Service, http: Request) -> Response:
 
 
 async def _count_tokens(service: Service, http: Request) -> Response:
-    with service.budget.hold() as holding:
-        body = await _body(service, http, holding)
+    with service.budget.hold() as reservation:
+        body = await _body(service, http, reservation)
         return json_response(await unless_disconnected(http.receive, count_tokens(service, body)))
 
 
@@ -297,7 +297,7 @@ async def _openapi(service: Service, http: Request) -> Response:
 
 
 async def _detokenize(service: Service, http: Request) -> Response:
-    with service.budget.hold() as holding:
-        request = await read_request(service, DetokenizeRequest, await _body(service, http, holding))
+    with service.budget.hold() as reservation:
+        request = await read_request(service, DetokenizeRequest, await _body(service, http, reservation))
         service.require_model(request.model)
         return json_response({"prompt": await prompts.detokenize(service, request.tokens)})

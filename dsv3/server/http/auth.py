@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dsv3.server.answers.errors import ApiError, unavailable
-from dsv3.server.answers.service import Service
 from dsv3.server.http.exchange import ADMIT, TENANT, path_of, response_of
+from dsv3.server.protocol.errors import ApiError, unavailable
+from dsv3.server.serving.service import Service
 from dsv3.server.tenants import OPERATOR, Tenant, Tenants
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})

@@ -15,9 +15,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from dsv3.server.answers.errors import ApiError, invalid, unavailable
-from dsv3.server.answers.reading import invalid_field
-from dsv3.server.answers.service import Service
 from dsv3.server.batches.store import (
     MAX_FILE_BYTES,
     MAX_METADATA,
@@ -33,6 +30,9 @@ from dsv3.server.batches.store import (
 )
 from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body
 from dsv3.server.http.exchange import TENANT, json_response
+from dsv3.server.protocol.errors import ApiError, invalid, unavailable
+from dsv3.server.serving.request_parsing import invalid_field
+from dsv3.server.serving.service import Service
 
 MAX_UPLOADS = 8  # at a time, per front
 _PIECE_BYTES = 2**18
@@ -171,8 +171,8 @@ class _Routes:
     async def create(self, http: Request) -> Response:
         """Answers `POST /v1/batches`."""
         store, tenant = self._store, _tenant(http)
-        with self._service.budget.hold() as holding:
-            body = await read_json_body(http, functools.partial(self._service.grow, holding))
+        with self._service.budget.hold() as reservation:
+            body = await read_json_body(http, functools.partial(self._service.grow, reservation))
             asked = _read(body)
         file = await asyncio.to_thread(store.file, tenant, asked.input_file_id)
         if file.purpose != "batch":

@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from dsv3.server.answers.errors import ApiError, internal, invalid
 from dsv3.server.http.exchange import described, path_of, response_of
 from dsv3.server.limits import MAX_BODY_BYTES
+from dsv3.server.protocol.errors import ApiError, internal, invalid
 
 # A client that takes longer to send its body is cut off.
 _BODY_DEADLINE_S = 120.0

@@ -21,12 +21,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from dsv3.engine.look import MAX_PROFILE_S, MAX_PROFILE_STEPS, StepNote
-from dsv3.server.answers.dashboard import picture, write_trace
-from dsv3.server.answers.errors import ApiError, invalid, unavailable
-from dsv3.server.answers.service import Service
+from dsv3.engine.step_log import MAX_PROFILE_S, MAX_PROFILE_STEPS, StepNote
 from dsv3.server.http.auth import require_operator
 from dsv3.server.http.bodies import endpoint
+from dsv3.server.protocol.errors import ApiError, invalid, unavailable
+from dsv3.server.serving.dashboard import picture, write_trace
+from dsv3.server.serving.service import Service
 
 _MAX_DIGITS = 32
 

@@ -16,10 +16,10 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
-from dsv3.server.answers.answer import Summary
-from dsv3.server.answers.errors import ApiError
-from dsv3.server.answers.faces.messages_schema import MESSAGES, messages_envelope
 from dsv3.server.http.wire import Head
+from dsv3.server.protocol.anthropic import MESSAGES, messages_envelope
+from dsv3.server.protocol.errors import ApiError
+from dsv3.server.serving.handler import Summary
 from dsv3.server.tenants import Tenant
 
 # Keys in an ASGI scope's extensions.

@@ -8,13 +8,13 @@ from dsv3.server.config import Deadlines
 from dsv3.server.tenants import Tenant
 
 
-class FrontStart(msgspec.Struct, frozen=True, tag=True):
+class StartApiServer(msgspec.Struct, frozen=True, tag=True):
     """First message to a front: its number, and what `dsv3.server.config.ServerConfig` says of all fronts.
 
     To engines it is `sender`, which no other front has been.
     """
 
-    front: int
+    api_server: int
     sender: int
     created: int
     model_dir: str
@@ -27,15 +27,15 @@ class FrontStart(msgspec.Struct, frozen=True, tag=True):
     deadlines: Deadlines
 
 
-class FrontDrain(msgspec.Struct, frozen=True, tag=True):
+class DrainApiServer(msgspec.Struct, frozen=True, tag=True):
     """Take no more requests, finish those in flight, and end."""
 
 
-class FrontAbort(msgspec.Struct, frozen=True, tag=True):
+class AbortApiServer(msgspec.Struct, frozen=True, tag=True):
     """Abort the requests in flight, and end."""
 
 
-class FrontReload(msgspec.Struct, frozen=True, tag=True):
+class ReloadApiServer(msgspec.Struct, frozen=True, tag=True):
     """Read the certificate anew, and let these tenants in."""
 
     tenants: tuple[Tenant, ...]
@@ -61,7 +61,7 @@ class EngineLost(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class FrontReady(msgspec.Struct, frozen=True, tag=True):
+class ApiServerReady(msgspec.Struct, frozen=True, tag=True):
     """The front answers HTTP."""
 
 
@@ -72,8 +72,10 @@ class EngineSilent(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToFront = FrontStart | FrontDrain | FrontAbort | FrontReload | EngineStarted | EngineLost | EngineFailed
-FromFront = FrontReady | EngineSilent
+ToApiServer = (
+    StartApiServer | DrainApiServer | AbortApiServer | ReloadApiServer | EngineStarted | EngineLost | EngineFailed
+)
+FromApiServer = ApiServerReady | EngineSilent
 
-to_front = msgspec.msgpack.Decoder(ToFront)
-from_front = msgspec.msgpack.Decoder(FromFront)
+to_api_server = msgspec.msgpack.Decoder(ToApiServer)
+from_api_server = msgspec.msgpack.Decoder(FromApiServer)

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dsv3.sampling_params import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
-from dsv3.server.answers.errors import ErrorEnvelope
-from dsv3.server.answers.faces.generate import GenerateResponse
-from dsv3.server.answers.faces.messages import REFUSED as REFUSED_MESSAGES
-from dsv3.server.answers.faces.messages_schema import (
+from dsv3.server.batches.store import Batch, FileObject
+from dsv3.server.http.auth import OPEN_PATHS
+from dsv3.server.http.batches import MAX_LISTED, CreateBatch
+from dsv3.server.protocol.anthropic import (
     MESSAGES,
     InputMessage,
     Message,
@@ -20,10 +20,8 @@ from dsv3.server.answers.faces.messages_schema import (
     MessagesRequest,
     TokenCount,
 )
-from dsv3.server.answers.faces.responses import INCLUDED
-from dsv3.server.answers.faces.responses import REFUSED as REFUSED_RESPONSES
-from dsv3.server.answers.faces.responses_schema import Response, ResponsesRequest, TextOptions
-from dsv3.server.answers.schema import (
+from dsv3.server.protocol.errors import ErrorEnvelope
+from dsv3.server.protocol.openai import (
     MAX_PROMPTS,
     ChatRequest,
     ChatResponse,
@@ -34,9 +32,11 @@ from dsv3.server.answers.schema import (
     TokenizeRequest,
     Tool,
 )
-from dsv3.server.batches.store import Batch, FileObject
-from dsv3.server.http.auth import OPEN_PATHS
-from dsv3.server.http.batches import MAX_LISTED, CreateBatch
+from dsv3.server.protocol.responses import Response, ResponsesRequest, TextOptions
+from dsv3.server.serving.anthropic import REFUSED as REFUSED_MESSAGES
+from dsv3.server.serving.generate import GenerateResponse
+from dsv3.server.serving.responses import INCLUDED
+from dsv3.server.serving.responses import REFUSED as REFUSED_RESPONSES
 from dsv3.text.chat_template import ALLOWED_KWARGS
 
 _REF = "#/components/schemas/{name}"

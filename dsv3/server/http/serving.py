@@ -13,12 +13,12 @@ import msgspec
 
 from dsv3.config.options import EngineOptions
 from dsv3.config.server_options import ServerOptions
-from dsv3.server.answers.service import Service
 from dsv3.server.config import ServerConfig
 from dsv3.server.engine.client import EngineUnavailable
 from dsv3.server.http.app import make_app
 from dsv3.server.http.exchange import OnAccess
-from dsv3.server.http.listening import ConnectionLimit, HttpServer, certificate_of, max_admitted
+from dsv3.server.http.http_server import ConnectionLimit, HttpServer, certificate_of, max_admitted
+from dsv3.server.serving.service import Service
 
 _FLUSH_S = 0.1  # how far behind the counts of one front may be on another one's /metrics
 _FAREWELL_S = 2.0

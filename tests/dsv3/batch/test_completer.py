@@ -8,11 +8,11 @@ import pytest
 from dsv3.batch.journal import BatchError
 from dsv3.config.options import EngineOptions
 from dsv3.config.server_options import ServerOptions
-from dsv3.server.asking import WorkerDied
 from dsv3.server.batches import completer as completer_module
 from dsv3.server.batches.completer import ServerCompleter, server_completer
 from dsv3.server.config import ServerConfig
 from dsv3.server.limits import WorkersBusy
+from dsv3.server.worker_process import WorkerDied
 from tests.dsv3.server.fake_engine import BAD_OUTPUT, CRASH_STEP, FAIL_STEP
 from tests.dsv3.text import dialects, tiny
 
@@ -226,7 +226,7 @@ def test_lines_have_a_priority_of_their_own_but_no_earlier_one_than_allowed(mode
         found = []
         submit = service.engine.submit
         monkeypatch.setattr(
-            service.engine, "submit", lambda requests, sinks: (found.extend(requests), submit(requests, sinks))
+            service.engine, "submit", lambda requests, streams: (found.extend(requests), submit(requests, streams))
         )
         for earliest in (-5, 100):
             limited = ServerCompleter(service, earliest_priority=earliest)

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from dsv3.config.engine import EngineConfig
 from dsv3.config.options import EngineOptions
 from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.engine import Engine
@@ -24,7 +25,6 @@ from dsv3.engine.functions import SpreadExperts
 from dsv3.engine.jobs import experts
 from dsv3.engine.jobs.experts import MOVE, READ_LOAD, ExpertBalancer, ExpertsCommand, TrafficCounter, load_size
 from dsv3.engine.limits import Hardware, engine_config
-from dsv3.engine.parts import Parts
 from dsv3.scheduler.sequence import GREEDY
 from sharding.experts import rebalance
 from sharding.experts.eplb import balancedness, device_load, rebalance_experts
@@ -66,7 +66,7 @@ class Served:
 
     def engine(self, **changes) -> Engine:
         cfg = EngineConfig(**(LIMITS | DRAFTS | dict(eplb_interval=4, eplb_threshold=1.0) | changes))
-        engine = Engine(Parts.on_devices(self.functions, self.params, self.cfg, cfg))
+        engine = Engine(EngineComponents.on_devices(self.functions, self.params, self.cfg, cfg))
         if self.programs is None:
             self.programs = engine.executor.devices.programs
             assert set(BALANCING) <= set(self.programs.keys())
@@ -117,7 +117,7 @@ def test_tokens_stay_the_same_while_experts_move_and_the_load_gets_even(served: 
     even = [balancedness(load, expert_map, 8) for expert_map in (before, after)]
     assert (even[1] > even[0] + 0.1).all()
     assert stats.balancedness > even[0].mean() + 0.1
-    seen = engine.look().experts  # what the dashboard shows: the load that decided, before and after its moves
+    seen = engine.snapshot().experts  # what the dashboard shows: the load that decided, before and after its moves
     shape = (seen.layers, seen.devices)
     loads = [np.frombuffer(each, "<f4").reshape(shape) for each in (seen.before, seen.after, seen.device_load)]
     assert shape == (len(after.phy2log), 8) and np.allclose(loads[0].sum(axis=1), loads[1].sum(axis=1))
@@ -208,7 +208,9 @@ def test_the_modules_counts_are_those_of_its_router(served: Served, monkeypatch)
 
 
 def test_a_model_without_spread_experts_has_no_statistics() -> None:
-    engine = Engine(Parts.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), EngineConfig(64, 1, max_num_seqs=1)))
+    engine = Engine(
+        EngineComponents.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), EngineConfig(64, 1, max_num_seqs=1))
+    )
     assert "experts" not in engine.stats().jobs
 
 

@@ -15,11 +15,11 @@ import pytest
 
 from dsv3.config.engine import EngineConfig
 from dsv3.config.model import CacheGroup, ModelConfig
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import StepFunctions
 from dsv3.engine.memory import DeviceMemory, local_bytes
-from dsv3.engine.parts import Parts
 from dsv3.engine.sizing import account_of
 from dsv3.kv_cache.layout import Pool, page_bytes
 from dsv3.kv_cache.tiers import tiers
@@ -99,16 +99,16 @@ def decode(params: jax.Array, cfg: ModelConfig, batch: DecodeBatch, pages: Pool)
     return toy.ToyOutput(hidden[:, None] + params, pages)
 
 
-def parts(**changes: object) -> Parts:
+def parts(**changes: object) -> EngineComponents:
     functions = StepFunctions(prefill, decode, toy.logits)
-    return Parts.on_devices(functions, toy.PARAMS, CFG, EngineConfig(**(LIMITS | changes)))
+    return EngineComponents.on_devices(functions, toy.PARAMS, CFG, EngineConfig(**(LIMITS | changes)))
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """An engine whose programs all tests share."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("dsv3.kv_cache.tiers.arena.FOLDER", tmp_path_factory.mktemp("shared_memory"))
+        patched.setattr("dsv3.kv_cache.tiers.host_pool.FOLDER", tmp_path_factory.mktemp("shared_memory"))
         engine = Engine(parts(kv_offloading_size=1e-3, identity="f"))
     engine.warm_up()
     yield engine

@@ -15,7 +15,7 @@ from dsv3.engine.job import StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.prefill import PrefillCommand
 from dsv3.engine.jobs.sample import Adjustment, RowMasks, SampleCommand
-from dsv3.scheduler.masks import MAX_PROCESS_BYTES
+from dsv3.scheduler.structured_output import MAX_PROCESS_BYTES
 
 LIMITS = {"max_model_len": 256, "num_pages": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 CFG = EngineConfig(**LIMITS, num_ranks=6, num_processes=3)

@@ -17,8 +17,8 @@ def test_chunks_take_the_program_that_the_host_chooses(monkeypatch: pytest.Monke
     """Chunks of 16 tokens: without cached ones and after few absorbed, after more expanded, up to the room."""
     monkeypatch.setattr(forms, "LOOKING", ())
     costs = {"room": lambda *_: 256, "pays": lambda model, peaks, tokens, pairs, *_: pairs > 100}
-    row = dataclasses.replace(forms.FORMS[AttentionForm.EXPANDED], **costs)
-    monkeypatch.setitem(forms.FORMS, AttentionForm.EXPANDED, row)
+    row = dataclasses.replace(forms.FORMS[AttentionForm.MATERIALIZED], **costs)
+    monkeypatch.setitem(forms.FORMS, AttentionForm.MATERIALIZED, row)
     limits = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 128, "max_num_batched_tokens": 16}
     with one_bucket(), greedy_samplers():
         engine = build_engine(DIRECTORY / "glm4_moe_lite", EngineOptions(**limits), progress=False)
@@ -37,6 +37,6 @@ def test_chunks_take_the_program_that_the_host_chooses(monkeypatch: pytest.Monke
     assert {variant for kind, variant in taken if kind == "prefill"} == {
         AttentionForm.NEW,
         AttentionForm.ABSORBED,
-        AttentionForm.EXPANDED,
+        AttentionForm.MATERIALIZED,
     }
     assert (engine.stats().pages_in_use, engine.stats().recompilations) == (0, 0)

@@ -180,14 +180,14 @@ def test_an_abort_while_pages_travel(prefill: Engine, decode: Engine, monkeypatc
     check_abort(decode)
 
 
-def meet(prefill: Engine, name: str, meeting: int, there: int | None = None, **sampling):
+def meet(prefill: Engine, name: str, bootstrap_room: int, there: int | None = None, **sampling):
     """Returns a request as a router hands it to both: for the prefill engine, and for one that asks it for `there`."""
-    number_there = meeting if there is None else there
+    number_there = bootstrap_room if there is None else there
     item = request(name, PROMPT, **sampling)
     first = request(f"{name} first", PROMPT, max_tokens=1, ignore_eos=True)
     address = f"{prefill.cfg.transfer_address}#{number_there}"
     return (
-        prepare(msgspec.structs.replace(first, meeting=meeting), prefill.rules),
+        prepare(msgspec.structs.replace(first, bootstrap_room=bootstrap_room), prefill.rules),
         msgspec.structs.replace(item, pages_from=address),
     )
 
@@ -200,7 +200,7 @@ def test_a_request_handed_to_both_meets_though_it_waits_in_the_queue(prefill: En
     take(decode.step(), gathered)
     prefill.submit(first)
     prefill._ingest()  # it is in the queue, and no step is made
-    stages = prefill.planners["pages"].server.meetings.stages
+    stages = prefill.planners["pages"].server.bootstrap_rooms.stages
     assert stages([2**63 - 1]) == ["queued"] and not gathered
     drain(prefill)
     drain(decode, gathered, limit=10**6)

@@ -13,9 +13,9 @@ import pytest
 
 from dsv3.config.engine import EngineConfig
 from dsv3.config.speculative import SpeculativeConfig
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.programs import Programs
 from dsv3.engine.engine import Engine
-from dsv3.engine.parts import Parts
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS
 from tests.dsv3.engine.driving import drain, request, run, run_out_of_pages
@@ -37,7 +37,7 @@ def make(right_of: int, *, all_buckets: bool = False, **config) -> Engine:
     cfg = EngineConfig(**limits)
     with contextlib.nullcontext() if all_buckets else one_bucket():
         model = toy.toy_config(num_nextn_predict_layers=1)
-        engine = Engine(Parts.on_devices(_DRAFTING, jnp.int32(right_of), model, cfg))
+        engine = Engine(EngineComponents.on_devices(_DRAFTING, jnp.int32(right_of), model, cfg))
     programs = _programs.setdefault(f"{cfg} {cfg.decode_buckets}", engine.executor.devices.programs)
     engine.executor.devices.programs = programs
     return engine

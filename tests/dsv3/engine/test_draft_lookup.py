@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.config.engine import EngineConfig
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.state import NO_DRAFT
 from dsv3.engine.engine import Engine
 from dsv3.engine.jobs.draft import continuation
-from dsv3.engine.parts import Parts
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS
 from tests.dsv3.engine.driving import request, run
@@ -44,7 +44,7 @@ def engine() -> Engine:
     given = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
     cfg = EngineConfig(**(LIMITS | {"max_num_batched_tokens": 64, "speculative_config": given, "tokens_per_row": 3}))
     with one_bucket():
-        return Engine(Parts.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), cfg))
+        return Engine(EngineComponents.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), cfg))
 
 
 def test_a_prompt_that_holds_its_answer_is_followed(engine: Engine) -> None:

@@ -14,7 +14,7 @@ from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.config.hugging_face import load_config, stored_dtype
 from dsv3.config.model import FP8, PAGE_SIZE, ModelConfig
 from dsv3.config.options import EngineOptions
-from dsv3.engine.build import build_engine, bundled_model, load_parts
+from dsv3.engine.build import build_engine, bundled_model, load_components
 from dsv3.engine.description import describe
 from dsv3.engine.dtypes import resolve_dtypes
 from dsv3.engine.executor import lay_out
@@ -143,7 +143,7 @@ def test_a_float16_engine_over_fp8_pages_serves() -> None:
 def precisions(**options: Any) -> dict[str, set[str]]:
     """The precision of the products in each program with some; of one token's rows there are none, but C++ kernels."""
     small = EngineOptions(max_model_len=64, max_num_seqs=1, max_num_batched_tokens=64, **options)
-    _, programs = lay_out(load_parts(bundled_model(), small, progress=False, shapes=True), JOB_KINDS)
+    _, programs = lay_out(load_components(bundled_model(), small, progress=False, shapes=True), JOB_KINDS)
     kinds = ("prefill", "prompt_logprobs", "mtp prefill")
     texts = {key.kind: programs._lower(key).as_text() for key in programs.keys() if key.kind in kinds}  # noqa: SIM118
     found = {kind: set(re.findall(r"precision = \[(\w+), \w+\]", text)) for kind, text in texts.items()}

@@ -15,16 +15,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from dsv3.config.engine import EngineConfig
 from dsv3.config.model import PAGE_SIZE
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.engine import Engine
 from dsv3.engine.job import Planned, StepCommand
 from dsv3.engine.jobs import decode, prefill
 from dsv3.engine.jobs.sample import ForwardResults
-from dsv3.engine.parts import Parts
 from dsv3.kv_cache.tiers import tiers
 from dsv3.scheduler.admission import _ROOM, useful_pages
+from dsv3.scheduler.batch_slots import NOT_FINITE, NOTHING, BatchRows
 from dsv3.scheduler.request import EngineRequest, QueueFull
 from dsv3.scheduler.sequence import Sequence, SequenceStatus
-from dsv3.scheduler.slots import NOT_FINITE, NOTHING, BatchRows
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS
 from tests.dsv3.engine.driving import Gathered, drain, name_of, number, request, take
@@ -288,7 +288,7 @@ class HostMachine(EngineMachine):
             speculative_config={"method": "ngram", "num_speculative_tokens": width - 1} if width > 1 else None,
             tokens_per_row=width,
         )
-        parts = Parts.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), cfg)
+        parts = EngineComponents.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), cfg)
         self._begin(Engine(parts, Played(self), (decode.KIND, prefill.KIND)), repeats=False)
 
     @rule(ranks=st.lists(st.sampled_from([0, None, 0, 1]), min_size=2, max_size=6), priority=st.integers(0, 1))
@@ -351,7 +351,7 @@ def make_drafting():
 
     def make(**changes) -> Engine:
         cfg = EngineConfig(**(limits | changes))
-        engine = Engine(Parts.on_devices(functions, toy.PARAMS, model, cfg))
+        engine = Engine(EngineComponents.on_devices(functions, toy.PARAMS, model, cfg))
         if programs:
             engine.executor.devices.programs = programs[0]
         programs[:] = [engine.executor.devices.programs]
@@ -393,7 +393,9 @@ def make_cramped(request):
 
     def make(**changes) -> Engine:
         with one_bucket() if width > 1 else contextlib.nullcontext():
-            engine = Engine(Parts.on_devices(functions, toy.PARAMS, model, EngineConfig(**(limits | changes))))
+            engine = Engine(
+                EngineComponents.on_devices(functions, toy.PARAMS, model, EngineConfig(**(limits | changes)))
+            )
         if programs:
             engine.executor.devices.programs = programs[0]
         programs[:] = [engine.executor.devices.programs]

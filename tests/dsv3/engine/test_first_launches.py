@@ -10,10 +10,10 @@ import pytest
 
 from dsv3.config.engine import EngineConfig
 from dsv3.engine import executor
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.device import devices as device_module
 from dsv3.engine.device.programs import Key, Programs, running
 from dsv3.engine.engine import Engine
-from dsv3.engine.parts import Parts
 from sharding.mesh import rank_mesh
 from tests.dsv3.engine import conftest, toy, toy_experts
 from tests.dsv3.engine.driving import request, run
@@ -49,20 +49,20 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[Key]]:
     yield counts
 
 
-def drafting(**options: Any) -> Parts:
+def drafting(**options: Any) -> EngineComponents:
     cfg = EngineConfig(
         **(conftest.LIMITS | {"tokens_per_row": 1 + options["num_speculative_tokens"], "speculative_config": options})
     )
     if options["method"] == "ngram":
-        return Parts.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), cfg)
+        return EngineComponents.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), cfg)
     model = toy.toy_config(num_nextn_predict_layers=1)
-    return Parts.on_devices(toy.drafting(4), toy.PARAMS, model, cfg)
+    return EngineComponents.on_devices(toy.drafting(4), toy.PARAMS, model, cfg)
 
 
-def with_experts() -> Parts:
+def with_experts() -> EngineComponents:
     cfg = EngineConfig(**(conftest.LIMITS | {"eplb_interval": 4, "eplb_threshold": 1.0}))
     functions = toy_experts.functions(rank_mesh(jax.devices()[:2]))
-    return Parts.on_devices(functions, toy_experts.PARAMS, toy.toy_config(), cfg)
+    return EngineComponents.on_devices(functions, toy_experts.PARAMS, toy.toy_config(), cfg)
 
 
 def noise(array: jax.Array) -> jax.Array:

@@ -63,7 +63,7 @@ def ask(engine: Engine, name: str, prompt: list[int] = PROMPT, rank: int | None 
 
 def far(engine: Engine):
     """The tiers of the second host, as they are there."""
-    return engine.executor.aside.opened.tiers
+    return engine.executor.follower_handler.opened.tiers
 
 
 def until(engine: Engine, condition: Callable[[], bool]) -> None:
@@ -78,7 +78,7 @@ def settle(engine: Engine) -> None:
     """Waits until all that has left the devices is written, and told."""
     known = engine.scheduler.tiers.of(FAR)
     until(engine, lambda: not any((*engine.planners["pages"]._tiers._backlog.values(), *far(engine)._backlog.values())))
-    until(engine, lambda: known._keys == far(engine)._arena._cell_of.keys() and not known.has_orders)
+    until(engine, lambda: known._keys == far(engine)._host_pool._block_of.keys() and not known.has_orders)
 
 
 def forget(engine: Engine) -> None:
@@ -92,22 +92,22 @@ def test_each_host_keeps_the_pages_of_its_ranks_and_a_prompt_goes_where_they_are
     engine = make()
     assert ask(engine, "first", rank=FAR) == 0
     forget(engine)
-    here, there = engine.planners["pages"]._tiers._arena, far(engine)._arena
+    here, there = engine.planners["pages"]._tiers._host_pool, far(engine)._host_pool
     assert (len(here), len(there)) == (0, FULL // 64)
     assert ask(engine, "again") == FULL
     assert engine.scheduler.tiers.counts()["host"].hits == far(engine).host.hits == FULL
     forget(engine)
     assert ask(engine, "elsewhere", rank=0) == 0, "the other host has none of them"
-    assert not engine.executor.aside._ordered._loads and engine.stats().pages_in_use == 0
+    assert not engine.executor.follower_handler._ordered._loads and engine.stats().pages_in_use == 0
 
 
 def test_a_page_that_the_other_host_has_lost_is_computed(make: MakeEngine) -> None:
     engine = make()
     ask(engine, "first", rank=FAR)
     forget(engine)
-    arena = far(engine)._arena
-    second = list(arena._cell_of)[1]
-    arena._cells[arena._cell_of[second]] ^= 1
+    host_pool = far(engine)._host_pool
+    second = list(host_pool._block_of)[1]
+    host_pool._blocks[host_pool._block_of[second]] ^= 1
     assert ask(engine, "again", rank=FAR) == 64
     assert engine.scheduler.tiers.counts()["host"].damaged == 1
     forget(engine)
@@ -119,7 +119,7 @@ def test_a_host_that_says_nothing_is_not_waited_for(make: MakeEngine, monkeypatc
     ask(engine, "first", rank=FAR)
     forget(engine)
     monkeypatch.setattr(tiers, "LOAD_S", 0.05)
-    monkeypatch.setattr(engine.executor.aside._ordered, "begin", lambda orders: None)
+    monkeypatch.setattr(engine.executor.follower_handler._ordered, "begin", lambda orders: None)
     assert ask(engine, "again", rank=FAR) == 0
     assert engine.scheduler.tiers.of(FAR).batches_under_way == 0 and engine.stats().pages_in_use == 0
 
@@ -128,7 +128,7 @@ def test_an_abort_drops_what_the_other_host_has_loaded(make: MakeEngine) -> None
     engine = make()
     ask(engine, "first", rank=FAR)
     forget(engine)
-    ordered = engine.executor.aside._ordered
+    ordered = engine.executor.follower_handler._ordered
     engine.add(msgspec.structs.replace(request("gone", PROMPT, max_tokens=3), rank=FAR))
     while not ordered._loads:
         engine.step()
@@ -145,7 +145,7 @@ def test_what_is_distrusted_leaves_the_other_host(make: MakeEngine) -> None:
     engine.add(msgspec.structs.replace(request("bad", poisoned, max_tokens=3), rank=FAR))
     assert drain(engine)["bad"].finish_reason == "error"
     settle(engine)
-    until(engine, lambda: not len(far(engine)._arena))
+    until(engine, lambda: not len(far(engine)._host_pool))
     assert ask(engine, "good", rank=FAR) == 0
 
 
@@ -155,7 +155,7 @@ def test_flushing_empties_all_hosts(make: MakeEngine) -> None:
     settle(engine)
     engine.flush()
     drain(engine)
-    until(engine, lambda: not len(far(engine)._arena))
+    until(engine, lambda: not len(far(engine)._host_pool))
     assert ask(engine, "again") == 0
 
 
@@ -205,7 +205,7 @@ def test_pages_go_from_two_hosts_to_two_hosts(make: MakeEngine, key: str, monkey
     assert ask(decode, "far to near", PROMPT[::-1], rank=0, pages_from=source) == FULL
     assert ask(decode, "near to far", PROMPT, rank=FAR, pages_from=source) == FULL
     assert (decode.planners["pages"]._tiers.peer.hits, far(decode).peer.hits) == (FULL, FULL + 128)
-    servers = prefill.planners["pages"].server, prefill.executor.aside.opened.server
+    servers = prefill.planners["pages"].server, prefill.executor.follower_handler.opened.server
     assert [server.pages_sent for server in servers] == [FULL // 64, FULL // 64 + 2]
     monkeypatch.setattr(tiers, "PATIENCE_S", 0.05)
     assert ask(decode, "not there", [*PROMPT[:70], *PROMPT[:150]], rank=FAR, pages_from=source) == 64
@@ -243,7 +243,7 @@ def test_pages_of_two_hosts_change_no_text_and_are_not_lost(make: MakeEngine) ->
     )
     for engine in made:
         settle(engine)
-        assert not engine.executor.aside._ordered._loads
+        assert not engine.executor.follower_handler._ordered._loads
 
 
 def test_a_host_whose_room_others_have_taken_is_left_for_another(
@@ -258,18 +258,18 @@ def test_a_host_whose_room_others_have_taken_is_left_for_another(
     gathered: dict = {}
     take(decode.step(), gathered)
     [asking] = decode.scheduler.admission.asking
-    assert asking.look_up.tiers is decode.scheduler.tiers.of(0)
+    assert asking.lookup.tiers is decode.scheduler.tiers.of(0)
     for i in range(decode.cfg.max_num_seqs):
         others = request(f"other {i}", [i + 1] * 3, max_tokens=60, ignore_eos=True)
         decode.add(msgspec.structs.replace(others, rank=0))
     take(decode.step(), gathered)
     ask(prefill, "computed", PROMPT, rank=FAR)
     deadline = time.monotonic() + 60
-    while not asking.look_up.is_over and time.monotonic() < deadline:
+    while not asking.lookup.is_over and time.monotonic() < deadline:
         time.sleep(0.001)
     drain(decode, gathered, limit=10**6)
     assert gathered["moves"].tokens == toy.expected_tokens(PROMPT, 3)
     assert gathered["moves"].outputs[0].num_cached_tokens == FULL
-    assert asking.look_up.tiers is decode.scheduler.tiers.of(FAR) and asking.look_up.is_second
+    assert asking.lookup.tiers is decode.scheduler.tiers.of(FAR) and asking.lookup.is_second
     assert far(decode).peer.hits == decode.planners["pages"]._tiers.peer.hits == FULL
     assert decode.stats().pages_in_use == 0

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from dsv3.config.engine import EngineConfig
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
@@ -20,7 +21,6 @@ from dsv3.engine.device.state import DecodeState
 from dsv3.engine.engine import Engine
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs.registry import JOB_KINDS
-from dsv3.engine.parts import Parts
 from dsv3.scheduler.request import StepOutputs
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS
@@ -82,13 +82,13 @@ DRAFT = JobKind("own_draft", DraftCommand, DraftPlanner, programs, DraftWorker)
 
 
 @pytest.fixture(scope="module")
-def parts() -> Parts:
+def parts() -> EngineComponents:
     cfg = EngineConfig(**(LIMITS | {"tokens_per_row": WIDTH, "max_num_batched_tokens": 64}))
-    return Parts.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), cfg)
+    return EngineComponents.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), cfg)
 
 
 @pytest.fixture(scope="module")
-def engine(parts: Parts) -> Engine:
+def engine(parts: EngineComponents) -> Engine:
     """One engine for all tests here, whose programs are compiled as they are needed."""
     with one_bucket():
         return Engine(parts, kinds=(*JOB_KINDS, DRAFT))
@@ -152,6 +152,6 @@ def test_many_requests_share_few_pages(engine: Engine) -> None:
     run_out_of_pages(engine)
 
 
-def test_a_name_is_given_once(parts: Parts) -> None:
+def test_a_name_is_given_once(parts: EngineComponents) -> None:
     with pytest.raises(AssertionError, match="two programs"):
         Engine(parts, kinds=(*JOB_KINDS, DRAFT, DRAFT))

@@ -13,7 +13,7 @@ import pytest
 
 from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine import kernel_checks, stored
-from dsv3.engine.build import build_engine, bundled_model, load_parts
+from dsv3.engine.build import build_engine, bundled_model, load_components
 from dsv3.engine.cluster.start import kept_programs
 from dsv3.engine.errors import KernelCheckError
 from dsv3.engine.kernel_checks import Replaced, agree, check_kernels
@@ -210,7 +210,7 @@ def test_an_engine_serves_the_same_texts_without_the_kernels_that_fail(play, mon
 def test_programs_with_a_replaced_kernel_are_never_taken_for_those_without(tmp_path) -> None:
     """Nor are two processes with different tables one instance; Triton's kernels are not kept."""
     options = EngineOptions(compilation_cache_dir=str(tmp_path), max_model_len=64)
-    parts = load_parts(bundled_model(), options, progress=False, shapes=True)
+    parts = load_components(bundled_model(), options, progress=False, shapes=True)
     secret = write_key(tmp_path)
     cluster = ClusterOptions(coordinator="localhost:1", num_processes=2, process_id=1, cluster_key_file=secret)
     fields, names = [], []

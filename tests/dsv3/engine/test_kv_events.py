@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dsv3.engine.engine import Engine
 from dsv3.kv_cache.event_publisher import END
 from dsv3.kv_cache.events import hash_of
-from dsv3.kv_cache.keys import extend_keys
+from dsv3.kv_cache.page_keys import extend_keys
 from dsv3.kv_cache.tiers import tiers
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import drain, number, request, run
@@ -118,7 +118,7 @@ def agrees(engine: Engine, router: Router) -> bool:
     router.catch_up()
     index = engine.scheduler.caches[router.rank].index
     there = engine.scheduler.tiers
-    on_device, on_host = ({hash_of(key) for key in keys} for keys in (index._page_of, there._arena._cell_of))
+    on_device, on_host = ({hash_of(key) for key in keys} for keys in (index._page_of, there._host_pool._block_of))
     return router.held["GPU"] == on_device and router.held["CPU"] == on_host and not any(there._backlog.values())
 
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from dsv3.config.engine import EngineConfig
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.device.sampling import masked
 from dsv3.engine.engine import Engine
@@ -25,14 +26,13 @@ from dsv3.engine.job import StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.prefill import PrefillCommand
 from dsv3.engine.jobs.sample import RowMasks, SampleCommand
-from dsv3.engine.parts import Parts
 from dsv3.sampling_params import StructuredOutputsParams
-from dsv3.scheduler import masks
-from dsv3.scheduler.masks import GrammarStats, Masks
+from dsv3.scheduler import structured_output
+from dsv3.scheduler.batch_slots import BatchRows
 from dsv3.scheduler.request import EngineRequest, InvalidRequest, QueueFull, RequestRules, StepOutputs, prepare
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import DRAWN, FILTERED, FULL, GREEDY, sequence_of
-from dsv3.scheduler.slots import BatchRows
+from dsv3.scheduler.structured_output import GrammarStats, Masks
 from dsv3.text.grammar import plain_grammar
 from dsv3.text.matcher import GrammarVocabulary, Matcher, without
 from tests.dsv3.engine import letters, toy
@@ -105,7 +105,7 @@ def maker(tokenizer: Path, functions, params, model, free, others, **limits) -> 
 
     def make(**changes) -> Engine:
         cfg = EngineConfig(**(LIMITS | {"max_num_batched_tokens": 64} | limits | changes))
-        given = Parts.on_devices(functions, params, model, cfg)
+        given = EngineComponents.on_devices(functions, params, model, cfg)
         engine = Engine(dataclasses.replace(given, tokenizer=tokenizer))
         if programs:
             engine.executor.devices.programs = programs[0]
@@ -206,8 +206,8 @@ def test_drafts_are_walked_through_the_grammar(make_drafting) -> None:
 def test_masks_that_no_message_holds_end_their_requests_and_no_others(monkeypatch) -> None:
     cfg = EngineConfig(**(LIMITS | {"num_processes": 2}))
     scheduler = Scheduler(cfg, toy.VOCAB)
-    masks = Masks(scheduler, vocabulary())
-    monkeypatch.setattr("dsv3.scheduler.masks.MAX_PROCESS_BYTES", 2 * 4 * masks.words + 1)
+    structured_output = Masks(scheduler, vocabulary())
+    monkeypatch.setattr("dsv3.scheduler.structured_output.MAX_PROCESS_BYTES", 2 * 4 * structured_output.words + 1)
     rules = RequestRules(
         vocab_size=toy.VOCAB, max_model_len=256, eos_token_ids=(toy.EOS,), num_ranks=2, takes_grammars=True
     )
@@ -218,7 +218,7 @@ def test_masks_that_no_message_holds_end_their_requests_and_no_others(monkeypatc
     scheduler.admit()
     slots = np.array([0, 1, 2, 4, 5])
     rows, outputs = BatchRows.at(scheduler.slots, slots, slots // 4, slots % 4), StepOutputs()
-    places, got = masks.of(rows, 1, outputs)
+    places, got = structured_output.of(rows, 1, outputs)
     assert places.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]] and len(got) == 4
     [refused] = outputs.details
     assert (refused.request_id, refused.finish_reason) == (number("2"), "error")
@@ -230,7 +230,7 @@ def test_masks_behind_drafts_are_those_behind_the_same_tokens() -> None:
     """Up to a draft that is refused; and drafts of a slot's earlier owner are none."""
     cfg = EngineConfig(**(LIMITS | {"tokens_per_row": 4}))
     scheduler = Scheduler(cfg, toy.VOCAB)
-    masks = Masks(scheduler, vocabulary())
+    structured_output = Masks(scheduler, vocabulary())
     rules = RequestRules(vocab_size=toy.VOCAB, max_model_len=256, eos_token_ids=(toy.EOS,), takes_grammars=True)
     sequence = sequence_of(prepare(held("a", [5, 6], 2), rules))
     sequence.matcher = compiled(2).copy()
@@ -239,8 +239,8 @@ def test_masks_behind_drafts_are_those_behind_the_same_tokens() -> None:
     rows = BatchRows.at(scheduler.slots, slots, np.array([0]), np.array([0]))
     for text, walked in (("cde", 4), ("cx", 2), ("e4", 3), ("x", 1), ("", 1)):
         drafts = [letters.LETTERS.index(letter) + 1 for letter in text]
-        masks.note_drafts(rows, np.array([[drafts + [-1] * (3 - len(drafts))]] * cfg.num_ranks))
-        places, got = masks.of(rows, 4, StepOutputs())
+        structured_output.note_drafts(rows, np.array([[drafts + [-1] * (3 - len(drafts))]] * cfg.num_ranks))
+        places, got = structured_output.of(rows, 4, StepOutputs())
         assert places.tolist() == [[0, 0]]
         matcher = compiled(2).copy()
         for i in range(walked):
@@ -249,11 +249,11 @@ def test_masks_behind_drafts_are_those_behind_the_same_tokens() -> None:
             vocabulary().fill([(matcher, [])], want)
             np.testing.assert_array_equal(got[0, i], want[0, 0], f"{text} {i}")
         assert (got[0, walked:] == 0xFFFFFFFF).all(), text
-    masks.note_drafts(rows, np.array([[[letters.LETTERS.index("c") + 1] * 3]] * cfg.num_ranks))
+    structured_output.note_drafts(rows, np.array([[[letters.LETTERS.index("c") + 1] * 3]] * cfg.num_ranks))
     scheduler.slots.epoch[slots] += 1000
     later = BatchRows.at(scheduler.slots, slots, np.array([0]), np.array([0]))
-    assert (masks.of(later, 4, StepOutputs())[1][0, 1:] == 0xFFFFFFFF).all()
-    assert not len(masks.of(rows, 4, StepOutputs())[0])
+    assert (structured_output.of(later, 4, StepOutputs())[1][0, 1:] == 0xFFFFFFFF).all()
+    assert not len(structured_output.of(rows, 4, StepOutputs())[0])
 
 
 def test_sampling_keeps_to_the_grammar_and_to_its_seed(make) -> None:
@@ -303,7 +303,7 @@ def test_stop_tokens_end_where_the_grammar_has_them(make_plain) -> None:
 
 
 def test_a_grammar_is_compiled_once_and_few_are_kept(make_plain, monkeypatch) -> None:
-    monkeypatch.setattr(masks, "MAX_KEPT", 2)
+    monkeypatch.setattr(structured_output, "MAX_KEPT", 2)
     engine = make_plain()
     compiled = []
     for which in (0, 0, 1, 0, 3, 1):
@@ -359,10 +359,10 @@ def test_logits_that_are_not_finite_fail_the_request(make_plain) -> None:
 
 def test_a_part_of_a_command_masks_the_rows_of_its_ranks() -> None:
     places = np.array([[0, 1], [2, 0], [3, 1]], np.int32)
-    masks = np.arange(3 * 2 * 3, dtype=np.uint32).reshape(3, 2, 3)
-    command = RowMasks(places, masks)
+    structured_output = np.arange(3 * 2 * 3, dtype=np.uint32).reshape(3, 2, 3)
+    command = RowMasks(places, structured_output)
     whole = command.whole(4, 2, 2, 3)
-    assert (whole[0, 0] == 0xFFFFFFFF).all() and (whole[2, 0] == masks[1]).all()
+    assert (whole[0, 0] == 0xFFFFFFFF).all() and (whole[2, 0] == structured_output[1]).all()
     for first in (0, 2):
         np.testing.assert_array_equal(command.part(range(first, first + 2)).whole(2, 2, 2, 3), whole[first : first + 2])
 

@@ -9,7 +9,7 @@ import pytest
 
 from dsv3.engine.engine import Engine
 from dsv3.engine.jobs.pages import PageStats, page_buckets
-from dsv3.kv_cache.keys import extend_keys
+from dsv3.kv_cache.page_keys import extend_keys
 from dsv3.kv_cache.tiers import counts as counts_module
 from dsv3.kv_cache.tiers import store as store_module
 from dsv3.kv_cache.tiers import tiers
@@ -182,9 +182,9 @@ def test_a_damaged_page_of_the_host_is_computed_again(make: MakeEngine):
     engine = make()
     ask(engine, "first")
     forget(engine)
-    arena = engine.scheduler.tiers._arena
-    cell = arena._cell_of[bytes.fromhex(_key(engine, 1))]
-    arena._cells[cell, 5] ^= 1
+    host_pool = engine.scheduler.tiers._host_pool
+    block = host_pool._block_of[bytes.fromhex(_key(engine, 1))]
+    host_pool._blocks[block, 5] ^= 1
     assert ask(engine, "again") == 64
     assert counts(engine).damaged == 1
     forget(engine)
@@ -284,15 +284,15 @@ def test_others_go_on_while_pages_are_loaded(make: MakeEngine, monkeypatch: pyte
     engine = make()
     ask(engine, "first")
     forget(engine)
-    arena = engine.scheduler.tiers._arena
-    get, may_go = arena.get, []
+    host_pool = engine.scheduler.tiers._host_pool
+    get, may_go = host_pool.get, []
 
     def slow(*arguments: object) -> bool:
         while not may_go:
             time.sleep(0.001)
         return get(*arguments)
 
-    monkeypatch.setattr(arena, "get", slow)
+    monkeypatch.setattr(host_pool, "get", slow)
     gathered: dict[str, Gathered] = {}
     loads, other = request("loads", PROMPT, max_tokens=3), request("other", [5, 6, 7], max_tokens=40, ignore_eos=True)
     engine.add(loads)
@@ -338,9 +338,9 @@ def test_an_abort_while_loading_gives_everything_back(make: MakeEngine, monkeypa
     engine = make()
     ask(engine, "first")
     forget(engine)
-    arena = engine.scheduler.tiers._arena
-    get = arena.get
-    monkeypatch.setattr(arena, "get", lambda *arguments: time.sleep(0.05) or get(*arguments))
+    host_pool = engine.scheduler.tiers._host_pool
+    get = host_pool.get
+    monkeypatch.setattr(host_pool, "get", lambda *arguments: time.sleep(0.05) or get(*arguments))
     engine.add(request("gone", PROMPT, max_tokens=3))
     engine.step()
     engine.abort(number("gone"))

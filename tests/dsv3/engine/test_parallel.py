@@ -11,8 +11,8 @@ from dsv3.config.engine import EngineConfig
 from dsv3.config.options import EngineOptions
 from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
 from dsv3.engine.build import build_engine, bundled_model
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.engine import Engine
-from dsv3.engine.parts import Parts
 from dsv3.llm import LLM
 from sharding.experts import exchange
 from sharding.mesh import rank_mesh
@@ -38,7 +38,7 @@ def test_greedy_text_is_transformers_token_for_token(monkeypatch: pytest.MonkeyP
     functions = expert_parallel_functions(cfg, mesh, redundant, transport="hierarchical")
     layout = dict(num_ranks=4, num_nodes=2, tensor_parallel_size=2, max_num_seqs=4)
     with one_bucket():
-        engine = Engine(Parts.on_devices(functions, spread, cfg, EngineConfig(**LIMITS, **layout), used))
+        engine = Engine(EngineComponents.on_devices(functions, spread, cfg, EngineConfig(**LIMITS, **layout), used))
     count, length = 16, 12
     prompts = golden["prompts"][:count]
     requests = [request(str(i), p, max_tokens=length, ignore_eos=True) for i, p in enumerate(prompts)]

@@ -7,8 +7,8 @@ from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.balance import DecodeBalance, PrefillBalance
 from dsv3.scheduler.request import EngineRequest, InvalidRequest, RequestRules, prepare
 from dsv3.scheduler.sequence import sequence_of
-from dsv3.server.answers.metrics import Metrics
 from dsv3.server.engine.process import _numbers
+from dsv3.server.serving.metrics import Metrics
 from tests.dsv3.engine.driving import name_of, number
 from tests.dsv3.engine.test_scheduler import VOCAB, Driver
 

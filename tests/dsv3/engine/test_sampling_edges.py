@@ -14,9 +14,9 @@ from dsv3.engine.device import sampling
 from dsv3.engine.device.state import NO_DRAFT, AdjustState, DecodeState, adjustments_at, control_rows, controls_at
 from dsv3.engine.jobs.sample import sample_body
 from dsv3.sampling_params import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, SamplingParams
+from dsv3.scheduler.batch_slots import NOT_FINITE, NOTHING, UNDRAFTED
 from dsv3.scheduler.request import EngineRequest, RequestRules, prepare
 from dsv3.scheduler.sequence import DRAWN, FILTERED, FULL, GREEDY, sequence_of
-from dsv3.scheduler.slots import NOT_FINITE, NOTHING, UNDRAFTED
 from tests.dsv3.engine import distribution
 
 pytestmark = pytest.mark.optimised  # which products LLVM rounds depends on its optimisations

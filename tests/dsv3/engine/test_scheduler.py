@@ -12,10 +12,10 @@ from dsv3.engine.jobs.prefill import PrefillPlanner
 from dsv3.engine.jobs.sample import ForwardResults
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler import admission
+from dsv3.scheduler.batch_slots import NOTHING
 from dsv3.scheduler.request import EngineOutput, EngineRequest, RequestRules, StepOutputs, prepare
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import Sequence, sequence_of
-from dsv3.scheduler.slots import NOTHING
 from tests.dsv3.engine.driving import name_of, number
 
 VOCAB = 50

@@ -84,8 +84,8 @@ def reading(built: list[Engine], monkeypatch: pytest.MonkeyPatch) -> Engine:
     It keeps pages in the host's memory, and waits for them.
     """
     monkeypatch.setattr(forms, "LOOKING", ())
-    row = dataclasses.replace(forms.FORMS[AttentionForm.TOPK_EXPANDED], room=lambda *_: 128)
-    monkeypatch.setitem(forms.FORMS, AttentionForm.TOPK_EXPANDED, row)
+    row = dataclasses.replace(forms.FORMS[AttentionForm.TOPK_MATERIALIZED], room=lambda *_: 128)
+    monkeypatch.setitem(forms.FORMS, AttentionForm.TOPK_MATERIALIZED, row)
     for name in ("LOOK_UP_S", "LOAD_S"):
         monkeypatch.setattr(tiers, name, 60.0)
     monkeypatch.setattr(tiers, "loading_pays", lambda *_: True)
@@ -106,7 +106,10 @@ def test_a_prompt_from_the_cache_and_from_the_host_goes_on_alike(reading: Engine
     """Index keys come with the latents: lost or stale ones would choose other tokens among the 192."""
     first = texts(reading, [LONG])
     used = reading.executor.devices.programs.keys()
-    assert {key.variant for key in used if key.kind == "prefill"} >= {AttentionForm.TOPK, AttentionForm.TOPK_EXPANDED}
+    assert {key.variant for key in used if key.kind == "prefill"} >= {
+        AttentionForm.TOPK,
+        AttentionForm.TOPK_MATERIALIZED,
+    }
     before = reading.stats()
     assert texts(reading, [LONG]) == first
     assert reading.stats().prefix_hits - before.prefix_hits == 192

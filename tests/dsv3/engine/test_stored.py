@@ -19,7 +19,7 @@ import pytest
 
 from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine import build, stored
-from dsv3.engine.build import bundled_model, load_parts
+from dsv3.engine.build import bundled_model, load_components
 from dsv3.engine.cluster import start
 from dsv3.engine.device.programs import Key, Programs, ProgramSpec
 from dsv3.engine.stored import KEPT_S, ProgramStore
@@ -163,7 +163,7 @@ def test_an_engine_keeps_programs_with_a_key_of_its_owner(tmp_path, monkeypatch,
     options = EngineOptions(compilation_cache_dir=str(tmp_path), max_model_len=64)
     directory = jax.config.jax_compilation_cache_dir
     try:
-        parts = load_parts(bundled_model(), options, progress=False)
+        parts = load_components(bundled_model(), options, progress=False)
         jax.config.update("jax_compilation_cache_dir", str(tmp_path / "not there yet"))  # as JAX_COMPILATION_CACHE_DIR
         assert stored.own_store(bundled_model(), EngineOptions(max_model_len=64), parts) is not None
     finally:
@@ -208,7 +208,7 @@ def test_a_key_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch) -> N
 def test_programs_with_triton_kernels_are_kept_by_no_process(tmp_path, monkeypatch) -> None:
     """Neither by one that serves alone nor by one of several: a kernel is made when its program is lowered."""
     options = EngineOptions(compilation_cache_dir=str(tmp_path / "cache"), max_model_len=64)
-    parts = load_parts(bundled_model(), options, progress=False, shapes=True)
+    parts = load_components(bundled_model(), options, progress=False, shapes=True)
     secret = tmp_path / "cluster.key"
     secret.write_bytes(KEY)
     secret.chmod(0o600)

@@ -14,8 +14,8 @@ from dsv3.engine.device.state import MAX_FORBIDDEN, NUM_FIELDS, AdjustState, Dec
 from dsv3.engine.jobs.sample import logprobs_body, sample_body, sample_scores_body
 from dsv3.model.vocabulary import WHOLE, SharedEmbedding, Vocabulary, lookup
 from dsv3.sampling_params import MAX_LOGIT_BIAS
+from dsv3.scheduler.batch_slots import NOT_FINITE
 from dsv3.scheduler.sequence import FULL, GREEDY
-from dsv3.scheduler.slots import NOT_FINITE
 from sharding.mesh import AXES, RANK_SPEC, partition, rank_mesh
 
 MESH = rank_mesh(jax.devices()[:8], num_nodes=2, tensor_parallel_size=2)  # two ranks of two devices in each node

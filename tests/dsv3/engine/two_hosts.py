@@ -7,24 +7,24 @@ import msgspec
 import numpy as np
 
 from dsv3.engine.cluster import messages
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.engine import Engine
 from dsv3.engine.executor import LocalExecutor, Results
-from dsv3.engine.job import News, StepCommand
-from dsv3.engine.jobs.pages import PagesAside, PagesCommand
+from dsv3.engine.job import StepCommand, WorkEvents
+from dsv3.engine.jobs.pages import PagesCommand, PagesFollower
 from dsv3.engine.jobs.registry import JOB_KINDS
-from dsv3.engine.parts import Parts
 
 FAR = range(1, 2)
 
 
 class TwoHosts(LocalExecutor):
-    """The devices of both; rank 1 is the follower's, whose half of the pages is `aside`."""
+    """The devices of both; rank 1 is the follower's, whose half of the pages is `follower_handler`."""
 
-    def __init__(self, parts: Parts, news: News) -> None:
+    def __init__(self, parts: EngineComponents, work_events: WorkEvents) -> None:
         super().__init__(parts, JOB_KINDS)
         addresses = parts.cfg.transfer_addresses[::-1]  # the aside takes this process for the first
         theirs = dataclasses.replace(parts, cfg=dataclasses.replace(parts.cfg, transfer_addresses=addresses))
-        self.aside = PagesAside(theirs, lambda body: news.put("pages", 1, body))
+        self.follower_handler = PagesFollower(theirs, lambda body: work_events.put("pages", 1, body))
         self._sent: dict[int, PagesCommand] = {}
 
     def launch(self, command: StepCommand) -> list[Any]:
@@ -42,7 +42,7 @@ class TwoHosts(LocalExecutor):
         part = StepCommand(number, ((kind, command),)).part(FAR)
         body = messages.encode(messages.step_of(part))
         [[_, sent]] = messages.command_of(messages.decode_for_follower(body), JOB_KINDS).jobs
-        self._sent[number] = sent = self.aside.prepared(sent)
+        self._sent[number] = sent = self.follower_handler.prepared(sent)
         assert all(copy.values.keys() == copy.loads.keys() for copy in sent.into)
         into = [
             msgspec.structs.replace(mine, values=mine.values | {FAR[rank]: rows for rank, rows in far.values.items()})
@@ -54,12 +54,12 @@ class TwoHosts(LocalExecutor):
         """Hands the follower what has left rank 1; returns the rest."""
         ranks = [rank for copy in command.out for rank in copy.keys]
         theirs = [array for rank, array in zip(ranks, arrays, strict=False) if rank in FAR]
-        self.aside.take(self._sent.pop(number), theirs)
+        self.follower_handler.take(self._sent.pop(number), theirs)
         return [array for rank, array in zip(ranks, arrays, strict=False) if rank not in FAR]
 
 
-def over_two_hosts(parts: Parts) -> Engine:
+def over_two_hosts(parts: EngineComponents) -> Engine:
     """The engine; `parts` lie on one host, so that programs compiled for these suit."""
     parts = dataclasses.replace(parts, cfg=dataclasses.replace(parts.cfg, num_processes=2))
-    news = News()
-    return Engine(parts, TwoHosts(parts, news), news=news)
+    work_events = WorkEvents()
+    return Engine(parts, TwoHosts(parts, work_events), work_events=work_events)

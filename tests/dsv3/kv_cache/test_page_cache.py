@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dsv3.kv_cache.keys import extend_keys, root_key
 from dsv3.kv_cache.page_cache import PageCache, PagePool
+from dsv3.kv_cache.page_keys import extend_keys, root_key
 
 PAGES = 6
 

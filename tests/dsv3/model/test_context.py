@@ -26,7 +26,7 @@ class Expanding(Cache):
     """Attends in prefill in expanded form."""
 
     def _step(self, which, batch, live):
-        how = {} if which else {"form": AttentionForm.EXPANDED, "room": ROOM}
+        how = {} if which else {"form": AttentionForm.MATERIALIZED, "room": ROOM}
         return super()._step(which, dataclasses.replace(batch, **how), live)
 
 
@@ -75,7 +75,7 @@ def test_new_tokens_see_each_other_unrounded() -> None:
     assert 1e-4 < np.abs(whole[2] - rounded[2]).max() / np.abs(whole[2]).max() < 0.2
 
 
-@pytest.mark.parametrize(("form", "room"), [(AttentionForm.EXPANDED, 0), (AttentionForm.ABSORBED, ROOM)])
+@pytest.mark.parametrize(("form", "room"), [(AttentionForm.MATERIALIZED, 0), (AttentionForm.ABSORBED, ROOM)])
 def test_an_expanded_form_needs_room_and_no_other_has_some(form: AttentionForm, room: int) -> None:
     params, cfg = model("deepseek_v3")
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)

@@ -29,7 +29,7 @@ T, ROOM, POOL = 1024, 131_072, 2048
 def test_a_step_over_131072_tokens_makes_keys_and_values_of_a_few_heads() -> None:
     """16 of 64 heads: those of all would take 4.3 GB. A product and attention run once per group, in a counted loop."""
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    form = {"form": AttentionForm.EXPANDED, "room": ROOM}
+    form = {"form": AttentionForm.MATERIALIZED, "room": ROOM}
     batch = PrefillBatch(ints((T,)), ints((T,)), ints((3,)), ints((2,)), ints((2, POOL)), **form)
 
     def step(params, batch, pages):

@@ -46,9 +46,9 @@ def test_pairs_that_find_no_room_are_told() -> None:
     for tokens, lost in ((2, 0), (64, 1)):
         for chosen in (np.arange(64 * K).reshape(64, K) % E, np.tile(np.arange(K), (64, 1))):
             ids = np.where(np.arange(64)[:, None] < tokens, chosen, -1).astype(np.int32)
-            (expected, free), (y, tally) = step(ids, x)
-            assert free.overflows is None and int(tally.overflows) == lost
-            np.testing.assert_array_equal(tally.counts, free.counts)
+            (expected, free), (y, router_stats) = step(ids, x)
+            assert free.overflows is None and int(router_stats.overflows) == lost
+            np.testing.assert_array_equal(router_stats.counts, free.counts)
             if not lost:
                 np.testing.assert_array_equal(y, expected)
 

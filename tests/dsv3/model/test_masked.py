@@ -51,7 +51,7 @@ def steps(asked: list[list[int]], room: int, cache_dtype: str = "float32") -> tu
             tokens[ends[row] : ends[row + 1]] = texts[row, start : start + count]
         keys = sum(PAGE_SIZE * pages_for(int(n), PAGE_SIZE) for n in (done + counts)[counts > 0])
         masked = 0 < keys <= room
-        form = AttentionForm.TOPK_EXPANDED if masked else AttentionForm.TOPK
+        form = AttentionForm.TOPK_MATERIALIZED if masked else AttentionForm.TOPK
         batch = PrefillBatch(tokens, positions, ends, done.copy(), TABLES, form, ROOM * masked)
         hidden, pages = step(params(), batch, pages)
         done += counts

@@ -31,7 +31,7 @@ POOL, TABLE = 8, 4
 
 ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
 PREFILL = PrefillBatch(ints((64,)), ints((64,)), ints((3,)), ints((2,)), ints((2, TABLE)), AttentionForm.TOPK)
-MASKED = dataclasses.replace(PREFILL, form=AttentionForm.TOPK_EXPANDED, room=128)
+MASKED = dataclasses.replace(PREFILL, form=AttentionForm.TOPK_MATERIALIZED, room=128)
 DECODE = DecodeBatch(ints((4, 1)), ints((4,)), ints((4, TABLE)), AttentionForm.TOPK)
 
 

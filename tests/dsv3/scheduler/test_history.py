@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.scheduler.slots import History
+from dsv3.scheduler.batch_slots import History
 
 NUM_SLOTS = 3
 STEP = st.tuples(st.integers(1, 8), st.lists(st.integers(0, 8), min_size=NUM_SLOTS, max_size=NUM_SLOTS))

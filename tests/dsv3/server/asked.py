@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from dsv3.server.asking import answer_questions
+from dsv3.server.worker_process import answer_questions
 
 
 def answer(body: bytes) -> bytearray:

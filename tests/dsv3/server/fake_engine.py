@@ -12,7 +12,7 @@ from collections import deque
 import numpy as np
 
 from dsv3.config.publishing import KvEventsConfig
-from dsv3.engine.look import JobNote, Look, StepLog
+from dsv3.engine.step_log import EngineSnapshot, JobNote, StepLog
 from dsv3.kv_cache.event_publisher import Publisher
 from dsv3.kv_cache.events import Spelled, Stored
 from dsv3.scheduler.request import (
@@ -99,8 +99,8 @@ class FakeEngine:
     def flush(self) -> None:
         self._flushed += 1
 
-    def look(self) -> Look:
-        return Look(self.log.look(), None)
+    def snapshot(self) -> EngineSnapshot:
+        return EngineSnapshot(self.log.snapshot(), None)
 
     def step(self) -> StepOutputs:
         self.log.begin(time.perf_counter())
@@ -157,11 +157,11 @@ class FakeEngine:
             logprobs=None if sampling.logprobs is None else [_logprobs(token, sampling.logprobs)],
             finish_reason=reason,
             stop_token_id=token if stopped else None,
-            num_cached_tokens=self._look_up(request, len(prompt)) if is_first else 0,
+            num_cached_tokens=self._lookup(request, len(prompt)) if is_first else 0,
             queue_seconds=0.0 if is_first else None,
         )
 
-    def _look_up(self, request: PreparedRequest, length: int) -> int:
+    def _lookup(self, request: PreparedRequest, length: int) -> int:
         """All full pages, of an engine that has seen their keys if it caches."""
         if self._cached is None:
             return 64 * (length // 64)

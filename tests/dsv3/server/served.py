@@ -11,7 +11,7 @@ from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.config.server_options import ServerOptions
 from dsv3.processes.child import RestartPolicy
 from dsv3.server.config import Deadlines, ServerConfig
-from dsv3.server.http.server import bind, serve
+from dsv3.server.http.api_server import bind, serve
 from dsv3.server.tenants import tenants_of
 
 

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.batch.journal import Journal, model_identity, summarize_input
-from dsv3.server.answers.errors import ApiError
 from dsv3.server.batches import runner, store
 from dsv3.server.batches.store import Batch, BatchStore, Conflict, NotFound, Record, TooMany
 from dsv3.server.http.batches import Form
+from dsv3.server.protocol.errors import ApiError
 from tests.dsv3.server import serving
-from tests.dsv3.server.test_fronts import Pair
+from tests.dsv3.server.test_api_servers import Pair
 from tests.dsv3.text import tiny
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -41,7 +41,7 @@ def client_of(server, key="none", **settings):
 
 
 @pytest.fixture(scope="module")
-def keeper(model_dir, tmp_path_factory):
+def supervisor(model_dir, tmp_path_factory):
     """A server that keeps batches, for two tenants."""
     folder = tmp_path_factory.mktemp("keeper")
     keys = folder / "keys"
@@ -53,8 +53,8 @@ def keeper(model_dir, tmp_path_factory):
 
 
 @pytest.fixture
-def client(keeper):
-    with client_of(keeper, ACME) as client:
+def client(supervisor):
+    with client_of(supervisor, ACME) as client:
         yield client
 
 
@@ -132,10 +132,10 @@ def test_lists_come_in_pages(client):
     assert [b.id for b in client.batches.list(limit=2)] == [b.id for b in client.batches.list()]
 
 
-def test_tenants_see_nothing_of_each_other(keeper, client):
+def test_tenants_see_nothing_of_each_other(supervisor, client):
     file = client.files.create(file=as_file([line("a")]), purpose="batch")
     batch = run(client, [line("a")])
-    with client_of(keeper, ZETA) as other:
+    with client_of(supervisor, ZETA) as other:
         assert file.id not in {each.id for each in other.files.list()}
         assert not list(other.batches.list())
         for ask in (
@@ -152,10 +152,10 @@ def test_tenants_see_nothing_of_each_other(keeper, client):
 
 
 @pytest.mark.parametrize(("key", "priority", "status"), [(ACME, -1, 403), (ACME, 1, 200), (OPERATOR, -1, 200)])
-def test_only_the_operator_goes_before_all_others(keeper, key, priority, status):
+def test_only_the_operator_goes_before_all_others(supervisor, key, priority, status):
     body = {"prompt": [5], "max_tokens": 1, "priority": priority}
     headers = {"authorization": f"Bearer {key}"}
-    assert httpx.post(keeper.url + COMPLETIONS, headers=headers, json=body, timeout=30).status_code == status
+    assert httpx.post(supervisor.url + COMPLETIONS, headers=headers, json=body, timeout=30).status_code == status
 
 
 def test_without_the_option_the_routes_say_what_is_missing(server):
@@ -177,9 +177,9 @@ def test_without_the_option_the_routes_say_what_is_missing(server):
         ({"content": b"{}", "headers": {"content-type": "application/json"}}, 415),
     ],
 )
-def test_uploads_that_are_none(keeper, change, status):
+def test_uploads_that_are_none(supervisor, change, status):
     headers = {"authorization": f"Bearer {ACME}"} | change.pop("headers", {})
-    answer = httpx.post(f"{keeper.url}/v1/files", headers=headers, timeout=30, **change)
+    answer = httpx.post(f"{supervisor.url}/v1/files", headers=headers, timeout=30, **change)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["message"]
 
@@ -195,24 +195,26 @@ def test_uploads_that_are_none(keeper, change, status):
         ({"input_file_id": "f", "endpoint": COMPLETIONS, "completion_window": "24h", "metadata": {"a": 1}}, 400),
     ],
 )
-def test_batches_that_are_none(keeper, body, status):
+def test_batches_that_are_none(supervisor, body, status):
     headers = {"authorization": f"Bearer {ACME}"}
-    answer = httpx.post(f"{keeper.url}/v1/batches", headers=headers, json=body, timeout=30)
+    answer = httpx.post(f"{supervisor.url}/v1/batches", headers=headers, json=body, timeout=30)
     assert answer.status_code == status, answer.text
 
 
-def test_another_endpoint_is_refused_with_those_there_are(keeper):
+def test_another_endpoint_is_refused_with_those_there_are(supervisor):
     body = {"input_file_id": "f", "endpoint": "/v1/responses", "completion_window": "24h"}
-    answer = httpx.post(f"{keeper.url}/v1/batches", headers={"authorization": f"Bearer {ACME}"}, json=body, timeout=30)
+    answer = httpx.post(
+        f"{supervisor.url}/v1/batches", headers={"authorization": f"Bearer {ACME}"}, json=body, timeout=30
+    )
     said = "endpoint: this value is not known; it may be /v1/chat/completions or /v1/completions"
     assert answer.json()["error"]["message"] == said and answer.json()["error"]["param"] == "endpoint"
 
 
 @pytest.mark.parametrize("name", ["..%2f..%2fkeys", "%2e%2e", "file-%00", "file-" + "0" * 25, "batch_" + "0" * 24])
-def test_ids_lead_nowhere_else(keeper, name):
+def test_ids_lead_nowhere_else(supervisor, name):
     headers = {"authorization": f"Bearer {ACME}"}
     for path in (f"/v1/files/{name}", f"/v1/files/{name}/content", f"/v1/batches/{name}"):
-        assert httpx.get(f"{keeper.url}{path}", headers=headers, timeout=30).status_code == 404
+        assert httpx.get(f"{supervisor.url}{path}", headers=headers, timeout=30).status_code == 404
 
 
 def test_kills_lose_and_double_nothing(model_dir, tmp_path):

@@ -15,18 +15,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.server.answers import prompts, reading
-from dsv3.server.answers.errors import ApiError
-from dsv3.server.answers.faces.messages_schema import MessagesRequest
-from dsv3.server.answers.faces.responses_schema import ResponsesRequest
-from dsv3.server.answers.prompts import RequestTools
-from dsv3.server.answers.schema import (
+from dsv3.server.protocol.anthropic import MessagesRequest
+from dsv3.server.protocol.errors import ApiError
+from dsv3.server.protocol.openai import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerateRequest,
     TokenizeRequest,
 )
+from dsv3.server.protocol.responses import ResponsesRequest
+from dsv3.server.serving import prompts, request_parsing
+from dsv3.server.serving.prompts import RequestTools
 from dsv3.text.markers import Markers
 from tests.dsv3.server import serving
 from tests.dsv3.server.test_fuzz import JSON, MESSAGES
@@ -120,14 +120,14 @@ def test_a_costly_body_takes_little_memory_and_stops_nobody(long_server, name):
     """Before, these took 35 to 280 times their size, and 1 to 7 s in one piece."""
     path, make, status = COSTLY[name]
     body = make()
-    front = long_server.process.pid
-    before = memory(front, "VmRSS")
-    forget_peak(front)
+    api_server = long_server.process.pid
+    before = memory(api_server, "VmRSS")
+    forget_peak(api_server)
     with Watcher(long_server) as watcher:
         answer = long_server.http.post(path, content=body, headers={"content-type": "application/json"}, timeout=120)
     assert answer.status_code == status, answer.text
     assert len(answer.content) < 1000
-    assert memory(front, "VmHWM") - before < 12 * SIZE
+    assert memory(api_server, "VmHWM") - before < 12 * SIZE
     assert watcher.gap < 3.0
 
 
@@ -172,7 +172,7 @@ def test_a_long_answer_may_be_gone_on_with(count):
     tokens = [123_456] * 60_000
     resume = {"output_token_ids": tokens if count == 1 else [tokens] * count}
     body = json.dumps({"prompt": [5], "n": count, "resume": resume}).encode()
-    found = reading.read(CompletionRequest, body).resume.output_token_ids
+    found = request_parsing.read(CompletionRequest, body).resume.output_token_ids
     assert (listed(found) if count == 1 else [listed(each) for each in found]) == resume["output_token_ids"]
 
 
@@ -199,7 +199,7 @@ def test_messages_reach_the_template_as_they_were_sent(padding):
     service = SimpleNamespace(
         tokenizer=known, chat_tokenizer=known, templates=templates, encode=lambda *_, **__: asyncio.sleep(0, [1])
     )
-    request = reading.read(ChatRequest, json.dumps({"messages": messages}).encode())
+    request = request_parsing.read(ChatRequest, json.dumps({"messages": messages}).encode())
     asyncio.run(prompts.chat_prompt(service, request, RequestTools()))
     assert templates.asked.messages == messages
 
@@ -223,9 +223,9 @@ def test_pieces_say_what_the_whole_says(kind, data):
     body = json.dumps(KINDS[kind] | fuzz).encode()
     whole = outcome(kind, body)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "SMALL_BYTES", 0)
+        patch.setattr(request_parsing, "SMALL_BYTES", 0)
         # What is no prompt, message or token list may be as long as the whole body here.
-        patch.setattr(reading, "MAX_FIELD_BYTES", len(body))
+        patch.setattr(request_parsing, "MAX_FIELD_BYTES", len(body))
         pieces = outcome(kind, body)
     if isinstance(whole, kind) and not isinstance(pieces, kind):
         assert kind is CompletionRequest and "prompt" in fuzz  # texts among token ids: refused later
@@ -250,6 +250,6 @@ def listed(value):
 
 def outcome(kind, body):
     try:
-        return reading.read(kind, body)
+        return request_parsing.read(kind, body)
     except ApiError as error:
         return error

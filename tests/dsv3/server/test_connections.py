@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from dsv3.server.config import Deadlines
 from dsv3.server.http import wire
+from dsv3.server.http.api_server import bind
 from dsv3.server.http.exchange import WRITER
-from dsv3.server.http.listening import ConnectionLimit, HttpServer, max_admitted
-from dsv3.server.http.server import bind
+from dsv3.server.http.http_server import ConnectionLimit, HttpServer, max_admitted
 from tests.dsv3.server import serving
 from tests.dsv3.server.conftest import KEY
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.engine.look import ExpertLoad, JobNote, Look, StepNote, StepPhase
-from dsv3.server.answers.dashboard import events_of, experts_of, write_trace
+from dsv3.engine.step_log import EngineSnapshot, ExpertLoad, JobNote, StepNote, StepPhase
+from dsv3.server.serving.dashboard import events_of, experts_of, write_trace
 from tests.dsv3.server.conftest import KEY
 
 COMPLETIONS = "/v1/completions"
@@ -110,11 +110,11 @@ def test_a_profile_is_a_file_that_holds_the_steps(locked_server) -> None:
 
 def test_a_load_is_told_once_in_percent_of_the_mean() -> None:
     load = np.array([[1, 3], [0, 0]], "<f4").tobytes()
-    seen = Look([], ExpertLoad(7, 2, 2, 2, load, load))
+    seen = EngineSnapshot([], ExpertLoad(7, 2, 2, 2, load, load))
     told = experts_of(seen, -1, {"experts_moved": 4})
     assert (told["load"], told["before"], told["experts_moved"]) == ([[50, 150], [0, 0]], [], 4)
     assert "load" not in experts_of(seen, 7, {})
-    assert experts_of(Look([], None), -1, {}) is None and experts_of(None, -1, {}) is None
+    assert experts_of(EngineSnapshot([], None), -1, {}) is None and experts_of(None, -1, {}) is None
 
 
 STEPS = [

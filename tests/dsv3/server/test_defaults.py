@@ -4,11 +4,11 @@ from types import SimpleNamespace
 import pytest
 
 from dsv3.scheduler.request import RequestRules
-from dsv3.server.answers.prompts import EncodedPrompt
-from dsv3.server.answers.sampling import sampling_params
-from dsv3.server.answers.schema import CompletionRequest
-from dsv3.server.answers.service import sampling_defaults
 from dsv3.server.engine.messages import EngineInfo
+from dsv3.server.protocol.openai import CompletionRequest
+from dsv3.server.serving.prompts import EncodedPrompt
+from dsv3.server.serving.sampling import sampling_params
+from dsv3.server.serving.service import sampling_defaults
 
 
 def write(directory, text):

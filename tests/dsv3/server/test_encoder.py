@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dsv3.server.answers.errors import ApiError
-from dsv3.server.answers.service import Service
 from dsv3.server.config import ServerConfig
+from dsv3.server.protocol.errors import ApiError
+from dsv3.server.serving.service import Service
 from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.text import tiny
 

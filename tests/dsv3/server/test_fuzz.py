@@ -6,15 +6,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dsv3.server.answers.faces.messages_schema import MessagesRequest
-from dsv3.server.answers.faces.responses_schema import ResponsesRequest
-from dsv3.server.answers.schema import (
+from dsv3.server.protocol.anthropic import MessagesRequest
+from dsv3.server.protocol.openai import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerateRequest,
     TokenizeRequest,
 )
+from dsv3.server.protocol.responses import ResponsesRequest
 
 ROUTES = {
     "/v1/completions": (CompletionRequest, {"prompt": [5, 6], "max_tokens": 3}),

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv3.server.answers import history
-from dsv3.server.answers.history import KEPT_S, MetricsHistory, quantiles
-from dsv3.server.answers.metrics import SECONDS, Metrics
+from dsv3.server.serving import metrics_history
+from dsv3.server.serving.metrics import SECONDS, Metrics
+from dsv3.server.serving.metrics_history import KEPT_S, MetricsHistory, quantiles
 
 START = 1_700_000_000.0
 
@@ -110,4 +110,4 @@ def test_a_percentile_lies_in_the_bucket_of_the_true_one(values: list[float], sh
 def test_the_columns_are_those_of_the_metrics() -> None:
     """A renamed counter would leave a curve empty for ever."""
     totals, buckets = Metrics("m").counted()
-    assert set(history._TOTALS) <= set(totals) and set(history._LATENCIES) <= set(buckets)
+    assert set(metrics_history._TOTALS) <= set(totals) and set(metrics_history._LATENCIES) <= set(buckets)

@@ -14,20 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv3.scheduler.request import EngineOutput, RequestRules
-from dsv3.server.answers.answer import Answer
-from dsv3.server.answers.completions import CompletionAnswer
-from dsv3.server.answers.errors import ApiError
-from dsv3.server.answers.prompts import completion_prompts
-from dsv3.server.answers.reading import read
-from dsv3.server.answers.schema import CompletionRequest
-from dsv3.server.answers.service import Service
 from dsv3.server.config import ServerConfig
 from dsv3.server.engine.client import EngineUnavailable
 from dsv3.server.http.app import EventStream, make_router
 from dsv3.server.http.bodies import ClientGone, unless_disconnected
 from dsv3.server.http.exchange import WRITER, ResponseWriter
-from dsv3.server.http.listening import Connection
+from dsv3.server.http.http_server import Connection
 from dsv3.server.limits import SMALL_BYTES, Budget, Turns, WorkersBusy
+from dsv3.server.protocol.errors import ApiError
+from dsv3.server.protocol.openai import CompletionRequest
+from dsv3.server.serving.completions import CompletionHandler
+from dsv3.server.serving.handler import RequestHandler
+from dsv3.server.serving.prompts import completion_prompts
+from dsv3.server.serving.request_parsing import read
+from dsv3.server.serving.service import Service
 from tests.dsv3.server.test_connections import on_a_server
 
 RULES = RequestRules(vocab_size=500, max_model_len=2**18)
@@ -40,7 +40,7 @@ class Engine:
 
     def __init__(self):
         self.info = types.SimpleNamespace(rules=RULES)
-        self.stalls, self.aborted, self.sinks = False, 0, []
+        self.stalls, self.aborted, self.streams = False, 0, []
 
     def new_ids(self, count):
         return 0
@@ -48,33 +48,33 @@ class Engine:
     def require_room(self, count):
         pass
 
-    def submit(self, requests, sinks):
-        self.sinks = list(sinks)
-        for request, sink in zip(requests, sinks, strict=True):
-            sink.pending = [EngineOutput(request_id=request.request_id, token_ids=[7], finish_reason="length")]
+    def submit(self, requests, streams):
+        self.streams = list(streams)
+        for request, stream in zip(requests, streams, strict=True):
+            stream.pending = [EngineOutput(request_id=request.request_id, token_ids=[7], finish_reason="length")]
             if not self.stalls:
-                asyncio.get_running_loop().call_soon(sink.arrived)
+                asyncio.get_running_loop().call_soon(stream.arrived)
 
     def abort(self, request_ids):
         self.aborted += len(request_ids)
 
 
-def on_a_front(scenario, budget=None):
+def on_an_api_server(scenario, budget=None):
     """Runs `scenario(connect, engine)` with a front over an engine of its own."""
 
     async def run(connect):
         engine = Engine()
         service = Service(ServerConfig(Path(), ("m",)), engine, None, None)
         service.budget = budget or service.budget
-        front.append(make_router(service))
+        api_server.append(make_router(service))
         await scenario(connect, engine)
-        front.clear()
+        api_server.clear()
         await service.close()
 
-    front = []
+    api_server = []
 
     async def app(scope, receive, send):
-        await front[0](scope, receive, send)
+        await api_server[0](scope, receive, send)
 
     on_a_server(app, run)
 
@@ -109,7 +109,7 @@ LARGE = [[5] * 5000] * 30  # JSON of 450 KiB
 def test_a_request_leaves_nothing_to_the_garbage_collector(monkeypatch, body, status):
     """That runs after thousands of objects, however large they are: 20 refused bodies of 32 MiB lay about."""
     alive = weakref.WeakSet()
-    for kind in (Answer, Connection):
+    for kind in (RequestHandler, Connection):
         monkeypatch.setattr(kind, "__init__", noted(kind.__init__, alive))
 
     async def scenario(connect, engine):
@@ -132,7 +132,7 @@ def test_a_request_leaves_nothing_to_the_garbage_collector(monkeypatch, body, st
     gc.collect()
     gc.disable()
     try:
-        on_a_front(scenario)
+        on_an_api_server(scenario)
     finally:
         gc.enable()
 
@@ -167,7 +167,7 @@ def test_bodies_beyond_the_budget_are_told_to_come_again():
         await again.send(post(large))
         assert (await again.response())[0].split()[1] == b"200"
 
-    on_a_front(scenario, Budget(small=SMALL_BYTES, large=4 * SMALL_BYTES))
+    on_an_api_server(scenario, Budget(small=SMALL_BYTES, large=4 * SMALL_BYTES))
 
 
 def test_a_stream_holds_its_body_until_it_ends():
@@ -188,7 +188,7 @@ def test_a_stream_holds_its_body_until_it_ends():
         await second.send(post(body))
         assert b" 200 " in await second._some()
 
-    on_a_front(scenario, budget)
+    on_an_api_server(scenario, budget)
 
 
 PARTS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, SMALL_BYTES)), max_size=40)
@@ -212,10 +212,10 @@ def test_requests_hold_no_more_than_the_budget(parts, small, large):
                     holdings[who].grow(nbytes)
                 holdings[who].release()
                 sizes[who] = 0
-            assert [holding.nbytes for holding in holdings] == list(sizes.values())
+            assert [reservation.nbytes for reservation in holdings] == list(sizes.values())
     for share in (small, large):
-        with budget.hold() as holding:
-            holding.grow(share)  # all of it was given back
+        with budget.hold() as reservation:
+            reservation.grow(share)  # all of it was given back
 
 
 def test_ids_are_held_in_four_bytes():
@@ -280,7 +280,7 @@ def test_an_answer_may_end_while_its_client_leaves(streams, num_turns):
     async def run():
         engine, gone = Engine(), asyncio.Event()
         engine.stalls = True
-        answer = CompletionAnswer(Service(ServerConfig(Path(), ("m",)), engine, None, None), asked(stream=streams))
+        answer = CompletionHandler(Service(ServerConfig(Path(), ("m",)), engine, None, None), asked(stream=streams))
         await answer.prepare()
 
         async def receive():
@@ -294,17 +294,17 @@ def test_an_answer_may_end_while_its_client_leaves(streams, num_turns):
         scope = {"type": "http", "http_version": "1.1", "extensions": {WRITER: writer}}
         work = EventStream(answer, lambda: None)(scope, receive, send) if streams else answer.whole()
         task = asyncio.create_task(work if streams else unless_disconnected(receive, work))
-        while not engine.sinks:
+        while not engine.streams:
             await asyncio.sleep(0)
-        [sink] = engine.sinks
-        sink.pending = [EngineOutput(request_id=0, token_ids=[7])]
-        sink.arrived()
+        [stream] = engine.streams
+        stream.pending = [EngineOutput(request_id=0, token_ids=[7])]
+        stream.arrived()
         while streams and not writer.write.called:
             await asyncio.sleep(0)
         gone.set()
         for _ in range(num_turns):
             await asyncio.sleep(0)
-        sink.fail(EngineUnavailable("the engine has died"))
+        stream.fail(EngineUnavailable("the engine has died"))
         with contextlib.suppress(ClientGone, ApiError):
             await task
 

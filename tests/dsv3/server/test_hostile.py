@@ -532,7 +532,8 @@ PICKLES = re.compile(
 
 def test_no_pickle_anywhere():
     """Sockets carry msgpack of declared types only; what else is unpickled is named here."""
-    modules = "dsv3.server.http.server, dsv3.server.http.front, dsv3.server.engine.process, dsv3.server.templates"
+    names = ("http.api_server", "http.api_server_child", "engine.process", "templates")
+    modules = ", ".join(f"dsv3.server.{name}" for name in names)
     code = f"import sys, {modules}; print([m for m in ('cloudpickle', 'dill', 'jax') if m in sys.modules])"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=serving.ROOT, check=True)
     assert output.stdout.strip() == "[]"

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv3.scheduler.request import TokenLogprobs
-from dsv3.server.answers import answer as whole
-from dsv3.server.answers.answer import WholeChoice, filled, joined, with_commas
-from dsv3.server.answers.generation import Update
-from dsv3.server.answers.logprobs import LogprobEncoder
 from dsv3.server.engine.client import SLICE, EngineClient
+from dsv3.server.serving import handler as whole
+from dsv3.server.serving.generation import Update
+from dsv3.server.serving.handler import WholeChoice, filled, joined, with_commas
+from dsv3.server.serving.logprobs import LogprobEncoder
 from dsv3.text.pieces import Reasoning, Text
 from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.server import serving
@@ -94,7 +94,7 @@ def test_joining_lets_others_have_their_turn():
     assert turns >= 10 * 2**20 // whole._SLICE_BYTES - 1
 
 
-class CountingSink:
+class CountingStream:
     """Takes at most a slice, as an answer does."""
 
     def __init__(self, client, count):
@@ -114,15 +114,15 @@ def test_outputs_that_have_gathered_are_handed_over_in_slices(counts):
 
     async def run():
         client = EngineClient(max_num_queued_reqs=1)
-        sinks = [CountingSink(client, count) for count in counts]
-        for sink in sinks:
-            client.put_off(sink)
+        streams = [CountingStream(client, count) for count in counts]
+        for stream in streams:
+            client.put_off(stream)
         most = 0
-        while any(sink.pending for sink in sinks):
-            before = sum(sum(sink.taken) for sink in sinks)
+        while any(stream.pending for stream in streams):
+            before = sum(sum(stream.taken) for stream in streams)
             await asyncio.sleep(0)
-            most = max(most, sum(sum(sink.taken) for sink in sinks) - before)
-        return most, [sum(sink.taken) for sink in sinks]
+            most = max(most, sum(sum(stream.taken) for stream in streams) - before)
+        return most, [sum(stream.taken) for stream in streams]
 
     most, taken = asyncio.run(run())
     assert taken == counts

@@ -206,13 +206,13 @@ def test_sigterm_drains(model_dir):
         assert server.process.wait(30) == 0
 
 
-@pytest.mark.parametrize("fronts", [1, 2])
-def test_requests_are_taken_for_a_while_after_sigterm(model_dir, fronts):
+@pytest.mark.parametrize("api_servers", [1, 2])
+def test_requests_are_taken_for_a_while_after_sigterm(model_dir, api_servers):
     """Health says no at once, so that a router goes away; what it sends until then is answered, and then refused."""
-    options = {"shutdown_grace": 600.0, "shutdown_timeout": 600.0, "api_server_count": fronts}
+    options = {"shutdown_grace": 600.0, "shutdown_timeout": 600.0, "api_server_count": api_servers}
     with serving.running(model_dir, options=options, factory_options={"step_s": 0.01}) as server:
         server.process.send_signal(signal.SIGTERM)
-        server.wait_for(lambda: all(server.http.get("/health").status_code == 503 for _ in range(5 * fronts)))
+        server.wait_for(lambda: all(server.http.get("/health").status_code == 503 for _ in range(5 * api_servers)))
         assert server.http.get("/ready").status_code == 503
         for _ in range(5):
             answer = server.http.post(COMPLETIONS, json=ENDLESS | {"max_tokens": 3})

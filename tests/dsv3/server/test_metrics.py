@@ -11,11 +11,11 @@ from dsv3.engine.jobs.experts import ExpertStats
 from dsv3.engine.jobs.pages import PageStats
 from dsv3.kv_cache.events import EventStats
 from dsv3.kv_cache.tiers.counts import TierCounts
-from dsv3.scheduler.masks import GrammarStats, MaskStats
 from dsv3.scheduler.request import HOST_TIME_BOUNDS, STEP_TOKENS_BOUNDS, EngineStats
-from dsv3.server.answers.metrics import NUM_NUMBERS, Metrics, SharedNumbers
+from dsv3.scheduler.structured_output import GrammarStats, MaskStats
 from dsv3.server.engine.process import _numbers
-from dsv3.server.http.server import Throughput
+from dsv3.server.http.api_server import Throughput
+from dsv3.server.serving.metrics import NUM_NUMBERS, Metrics, SharedNumbers
 
 STATS = EngineStats(3, 1, 7, 0.5, 0, 0, 0, 0, 10, 20, 30, 0.1, (1, 2))
 EXPERTS = ExpertStats(0.75, 0.5, (1.0, 0.5), 2, 40, 1, 6, 1000, 200)

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv3.server.answers.errors import ApiError, unavailable
-from dsv3.server.answers.faces.face import Sections
-from dsv3.server.answers.faces.messages import MessagesAnswer
-from dsv3.server.answers.faces.responses import ResponsesAnswer
-from dsv3.server.answers.faces.responses_schema import ResponsesRequest
-from dsv3.server.answers.schema import CompletionTokensDetails, PromptTokensDetails, Usage
+from dsv3.server.protocol.errors import ApiError, unavailable
+from dsv3.server.protocol.openai import CompletionTokensDetails, PromptTokensDetails, Usage
+from dsv3.server.protocol.responses import ResponsesRequest
+from dsv3.server.serving.anthropic import MessagesHandler
+from dsv3.server.serving.conversation import Sections
+from dsv3.server.serving.responses import ResponsesHandler
 from dsv3.text.pieces import Reasoning, Text, ToolArguments, ToolCallStart
 
 WORDS = st.text(min_size=1, max_size=3)
@@ -73,10 +73,10 @@ def answer_of(kind):
 def test_a_stream_that_fails_says_so_in_its_own_words():
     """The engine is gone, after the status was sent."""
     error = unavailable("the engine has died", "engine_unavailable")
-    assert answer_of(MessagesAnswer).failure(error) == (
+    assert answer_of(MessagesHandler).failure(error) == (
         b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error","message":"the engine has died"}}'
     )
-    answer = answer_of(ResponsesAnswer)
+    answer = answer_of(ResponsesHandler)
     answer.asked = ResponsesRequest(input="x")
     answer.sections.take([Text("half")])
     name, _, data = answer.failure(error).partition(b"\n")

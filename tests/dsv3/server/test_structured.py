@@ -11,8 +11,8 @@ import pytest
 from dsv3.sampling_params import StructuredOutputsParams
 from dsv3.scheduler.request import RequestRules
 from dsv3.server import grammars
-from dsv3.server.asking import AskedProcess, DeadlyQuestion
 from dsv3.server.grammars import GrammarPool
+from dsv3.server.worker_process import PoisonRequest, WorkerProcess
 from dsv3.text.call_grammar import Wanted
 from dsv3.text.matcher import GrammarError
 from tests.dsv3.server import fake_engine, serving
@@ -224,14 +224,14 @@ CHAIN = "root::=a00000\n" + "".join(f"a{i:05d}::=a{i + 1:05d}\n" for i in range(
 @pytest.mark.parametrize("grammar", ["\n" * 30_000, CHAIN], ids=["line feeds", "a chain of rules"])
 def test_what_is_not_linear_in_a_grammar_is_done_in_a_process_of_its_own(held_server, grammar):
     """The front's own processor time stays far below what the conversion takes, or took: 0.6 s, and 6 s."""
-    front = psutil.Process(held_server.process.pid)
+    api_server = psutil.Process(held_server.process.pid)
     grammar_of(held_server, COMPLETIONS, structured_outputs={"regex": "a"})  # the process has been started
-    before = sum(front.cpu_times()[:2])
+    before = sum(api_server.cpu_times()[:2])
     answer = held_server.http.post(
         COMPLETIONS, json={"prompt": "x", "structured_outputs": {"grammar": grammar}}, timeout=300
     )
     assert answer.status_code in (400, 500)
-    assert sum(front.cpu_times()[:2]) - before < 0.3
+    assert sum(api_server.cpu_times()[:2]) - before < 0.3
 
 
 def wanted(pattern: str) -> Wanted:
@@ -276,7 +276,7 @@ def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(model_
     assert others[::2] == ["fine", "fine"] and "regex" in others[1]
 
 
-@pytest.mark.parametrize("trouble", [TimeoutError, DeadlyQuestion])
+@pytest.mark.parametrize("trouble", [TimeoutError, PoisonRequest])
 def test_what_a_process_dies_of_is_held_against_a_grammar_for_a_while(model_dir, monkeypatch, trouble):
     """It may have been the machine's fault."""
 
@@ -285,7 +285,7 @@ def test_what_a_process_dies_of_is_held_against_a_grammar_for_a_while(model_dir,
 
     async def work(pool):
         with monkeypatch.context() as patch:
-            patch.setattr(AskedProcess, "ask", dies)
+            patch.setattr(WorkerProcess, "ask", dies)
             first = [await told(pool, wanted("a"))]
             patch.setattr(grammars, "DOUBT_S", -1.0)
             first.append(await told(pool, wanted("b")))

@@ -166,11 +166,13 @@ def test_a_client_that_hangs_up_during_a_restart_leaves_nothing(server):
 
 
 def test_a_front_that_dies_during_a_restart_is_replaced(server):
-    fronts = [p for p in psutil.Process(server.process.pid).children() if "dsv3.server.http.front" in p.cmdline()]
+    api_servers = [
+        p for p in psutil.Process(server.process.pid).children() if "dsv3.server.http.api_server_child" in p.cmdline()
+    ]
     kill(server)
-    for front in fronts:
-        front.kill()
-    assert not psutil.wait_procs(fronts, 30)[1]
+    for api_server in api_servers:
+        api_server.kill()
+    assert not psutil.wait_procs(api_servers, 30)[1]
     server.wait_for(lambda: engine_of(server) is not None)
     body = LONG | {"return_token_ids": True}  # by new connections: old ones may lead to a front that has gone
     answers = [httpx.post(server.url + COMPLETIONS, json=body, timeout=60) for _ in range(4)]

@@ -5,9 +5,9 @@ import signal
 import psutil
 import pytest
 
-from dsv3.server.asking import AskedProcess, DeadlyQuestion
 from dsv3.server.limits import WorkersBusy
 from dsv3.server.templates import Render, TemplatePool, TemplateTooSlow
+from dsv3.server.worker_process import PoisonRequest, WorkerProcess
 from dsv3.text.chat_template import TemplateError
 from tests.dsv3.server import serving
 
@@ -130,11 +130,11 @@ def test_a_worker_that_dies_costs_no_conversation():
 
 def test_messages_that_end_two_workers_are_to_blame(monkeypatch):
     async def dies(self, frame):
-        raise DeadlyQuestion
+        raise PoisonRequest
 
     async def work(pool):
         with monkeypatch.context() as patch, pytest.raises(TemplateError, match="ended two processes"):
-            patch.setattr(AskedProcess, "ask", dies)
+            patch.setattr(WorkerProcess, "ask", dies)
             await pool.render(ask("deadly"))
         return await pool.render(ask("fine"))
 

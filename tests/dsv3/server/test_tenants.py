@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from dsv3.config.server_options import ServerOptions
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import EngineRequest, RequestRules, prepare
-from dsv3.server.answers.metrics import Metrics
 from dsv3.server.config import ServerConfig
 from dsv3.server.http.exchange import REQUEST_ID, TENANT, described
+from dsv3.server.serving.metrics import Metrics
 from dsv3.server.tenants import MAX_TENANTS, Tenants, cache_salt, reread, tenants_of
 from tests.dsv3.server import serving
 

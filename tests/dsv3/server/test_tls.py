@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from dsv3.config.server_options import ServerOptions
-from dsv3.server.http.listening import Certificate
+from dsv3.server.http.http_server import Certificate
 from tests.dsv3.server import serving
 
 COMPLETIONS = "/v1/completions"

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import openai
 import pytest
 
-from dsv3.server.answers import prompts
-from dsv3.server.answers.errors import ApiError
-from dsv3.server.answers.prompts import read_tools
-from dsv3.server.answers.schema import ChatRequest
+from dsv3.server.protocol.errors import ApiError
+from dsv3.server.protocol.openai import ChatRequest
+from dsv3.server.serving import prompts
+from dsv3.server.serving.prompts import read_tools
 from dsv3.text.parsers import ParserOptions, Parsers
 from tests.dsv3.server import serving
 from tests.dsv3.text.dialects import tokenizer, write

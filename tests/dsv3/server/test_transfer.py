@@ -5,10 +5,10 @@ import pytest
 
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import EngineRequest, RequestRules, prepare
-from dsv3.server.answers.errors import ApiError
-from dsv3.server.answers.schema import ChatRequest, CompletionRequest
-from dsv3.server.answers.transfer import bootstrap_of, told
 from dsv3.server.engine.messages import EngineInfo
+from dsv3.server.protocol.errors import ApiError
+from dsv3.server.protocol.openai import ChatRequest, CompletionRequest
+from dsv3.server.serving.kv_transfer import bootstrap_of, told
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 REQUEST = {"prompt": "def add(a, b):", "max_tokens": 1}
@@ -100,7 +100,7 @@ def completion(**fields) -> CompletionRequest:
 def test_the_decode_instance_asks_at_the_address_for_the_number():
     bootstrap = bootstrap_of(completion(**HALF), info())
     assert [r.pages_from for r in bootstrap.joined(prepared(1))] == [f"10.0.0.7:7001#{2**63 - 1}"]
-    assert [r.meeting for r in bootstrap.joined(prepared(1))] == [None]
+    assert [r.bootstrap_room for r in bootstrap.joined(prepared(1))] == [None]
 
 
 def test_the_prefill_instance_computes_the_prompt_alone_and_knows_the_number():
@@ -109,12 +109,12 @@ def test_the_prefill_instance_computes_the_prompt_alone_and_knows_the_number():
     bootstrap = bootstrap_of(request, info(prefills=True, fetches=False))
     assert (request.max_tokens, request.n, request.best_of, request.min_tokens) == (1, None, None, None)
     [joined] = bootstrap.joined(prepared(1))
-    assert (joined.meeting, joined.pages_from) == (5, "")
+    assert (joined.bootstrap_room, joined.pages_from) == (5, "")
     chat = msgspec.convert({"max_completion_tokens": 9, "bootstrap_room": [5, 6], "n": 2}, ChatRequest)
     bootstrap = bootstrap_of(chat, info(prefills=True))
     bootstrap.check(1, False)
     assert (chat.max_tokens, chat.max_completion_tokens, chat.n) == (1, None, None)
-    assert [r.meeting for r in bootstrap.joined(prepared(1))] == [5]
+    assert [r.bootstrap_room for r in bootstrap.joined(prepared(1))] == [5]
 
 
 def test_each_prompt_of_a_batch_has_its_own_number():
@@ -124,7 +124,7 @@ def test_each_prompt_of_a_batch_has_its_own_number():
     assert [r.pages_from for r in bootstrap.joined(prepared(2))] == ["a:7#1", "[fd00::1]:8#2"]
     bootstrap = bootstrap_of(completion(prompt=["x", "y"], **HALF), info(prefills=True))
     bootstrap.check(2, False)
-    assert {r.meeting for r in bootstrap.joined(prepared(2))} == {2**63 - 1}
+    assert {r.bootstrap_room for r in bootstrap.joined(prepared(2))} == {2**63 - 1}
 
 
 def test_a_body_without_them_says_nothing():

@@ -19,11 +19,11 @@ from dsv3.processes.child import RestartPolicy
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import EngineRequest, StepOutputs, prepare
 from dsv3.server.engine import client as client_module
-from dsv3.server.engine import keeper as keeper_module
 from dsv3.server.engine import messages, process
+from dsv3.server.engine import supervisor as supervisor_module
 from dsv3.server.engine.client import EngineClient
 from tests.dsv3.server import serving
-from tests.dsv3.server.test_engine_fronts import INFO, Ends
+from tests.dsv3.server.test_engine_api_servers import INFO, Ends
 from tests.dsv3.server.test_lifecycle import ENDLESS, Requests
 
 IDLE, WORKING = ({"running": number, "waiting": 0.0} for number in (0.0, 1.0))
@@ -76,14 +76,16 @@ def test_a_start_that_fails_in_any_way_ends_what_waits_for_it(monkeypatch) -> No
 
     async def run() -> str:
         engine = EngineClient(max_num_queued_reqs=4)
-        keeper = keeper_module.EngineKeeper(engine, messages.Start("", "", EngineOptions()), RestartPolicy())
+        supervisor = supervisor_module.EngineSupervisor(
+            engine, messages.Start("", "", EngineOptions()), RestartPolicy()
+        )
         engine.info, engine.state = INFO, "ready"
-        keeper.lose(0, "it has died")
+        supervisor.lose(0, "it has died")
         assert engine.state == "restarting"
         await asyncio.wait_for(engine.ended.wait(), 60)
         return engine.reason
 
-    monkeypatch.setattr(keeper_module, "EngineProcess", Process)
+    monkeypatch.setattr(supervisor_module, "EngineProcess", Process)
     assert asyncio.run(run()) == "the engine could not be started anew (RuntimeError)"
 
 
@@ -94,10 +96,12 @@ def test_only_this_user_reaches_the_engine_wherever_temporary_files_lie(monkeypa
     temporary.mkdir(parents=True, exist_ok=True)
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     addresses: list[str] = []
-    monkeypatch.setattr(keeper_module, "EngineProcess", lambda address, imports: addresses.append(address))
+    monkeypatch.setattr(supervisor_module, "EngineProcess", lambda address, imports: addresses.append(address))
 
     async def run() -> None:
-        keeper_module.EngineKeeper(EngineClient(max_num_queued_reqs=4), messages.Start("", "", EngineOptions()), None)
+        supervisor_module.EngineSupervisor(
+            EngineClient(max_num_queued_reqs=4), messages.Start("", "", EngineOptions()), None
+        )
         directory = Path(addresses[0]).parent
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700 and len(addresses[0]) <= 103
 
@@ -213,7 +217,7 @@ def test_an_idle_engine_sends_frames_and_one_before_a_step(monkeypatch: pytest.M
 
     def run() -> None:
         with contextlib.suppress(process.StepFailed):
-            process.serve(engine, ends.fronts)
+            process.serve(engine, ends.api_servers)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.server.answers.errors import ApiError
-from dsv3.server.answers.prompts import RequestTools, chat_prompt
-from dsv3.server.answers.schema import ChatMessage, ChatRequest
-from dsv3.server.answers.service import Service
-from dsv3.server.asking import WorkerDied
 from dsv3.server.config import ServerConfig
 from dsv3.server.limits import SMALL_BYTES, BodyReader, Workers, WorkersBusy
+from dsv3.server.protocol.errors import ApiError
+from dsv3.server.protocol.openai import ChatMessage, ChatRequest
+from dsv3.server.serving.prompts import RequestTools, chat_prompt
+from dsv3.server.serving.service import Service
+from dsv3.server.worker_process import WorkerDied
 
 
 class Load:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.sampling_params import SamplingParams
-from dsv3.server.answers.schema import MAX_TOOLS
+from dsv3.server.protocol.openai import MAX_TOOLS
 from dsv3.text.dialects import DIALECTS, ParserState, start_state
 from dsv3.text.output import OutputStream
 from dsv3.text.parser import MarkFinder, Tools

@@ -26,13 +26,13 @@ from configs.kimi_k2_thinking import KIMI_K2_THINKING
 from dsv3.config.declaration import options_of
 from dsv3.config.model import ModelConfig
 from dsv3.config.options import EngineOptions
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Programs, ReadPrograms, measure
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.executor import lay_out
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.limits import Hardware, engine_config, pages_of_one
-from dsv3.engine.parts import Parts
 from tools.plan import programs as planning
 from tools.plan.deployment import Deployment, Device
 
@@ -158,7 +158,9 @@ def served(model: ModelConfig, machine: Machine, options: EngineOptions) -> tupl
     pages = pages_of_one(model, options)
     dtypes = EngineDtypes(jnp.dtype(jnp.bfloat16), cache_dtype)
     cfg = engine_config(planned.model, options, hardware, dtypes, pages=pages)
-    parts = Parts(planned.functions, planned.params, planned.model, cfg, planned.mesh, tokenizer=Path("tokenizer.json"))
+    parts = EngineComponents(
+        planned.functions, planned.params, planned.model, cfg, planned.mesh, tokenizer=Path("tokenizer.json")
+    )
     layout, programs = lay_out(parts, JOB_KINDS)
     programs.store = ReadPrograms()
     return layout, programs

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from configs.deployments import DECODE_EP144
-from dsv3.scheduler.balance import Gathering
+from dsv3.scheduler.balance import PrefillBatching
 from tools.plan.deployment import DeploymentError
 from tools.plan.plan import Ends, handover, prefill_nodes
 
@@ -32,7 +32,7 @@ def test_a_mean_request_has_the_mean_context():
 @pytest.mark.parametrize("every", [1, 5])
 def test_the_ends_of_prompts_cost_what_gathering_makes_of_them(every):
     """Three prompts come in each step, or one in five at random: steps per program, and how long a prompt waits."""
-    gathering, rows, chance = Gathering(), 4000, random.Random(0)
+    gathering, rows, chance = PrefillBatching(), 4000, random.Random(0)
     ends = Ends(0.048, rows, rows * every if every > 1 else rows / 3)
     programs, prompts, gathered, waited = 0, 0, 0, 0
     for _ in range(6000):

@@ -80,7 +80,7 @@ def test_a_pool_that_fills_the_memory_changes_no_program(laid_out, compiled, pla
 
     The program with the largest temporaries expands cached tokens; the largest results are the scores of decode.
     """
-    key = Key("prefill", 512, AttentionForm.EXPANDED)
+    key = Key("prefill", 512, AttentionForm.MATERIALIZED)
     assert {key, compiled.run.key} <= set(largest(laid_out.engine, laid_out.programs.keys()))
     cfg = dataclasses.replace(laid_out.engine, num_pages=plan.memory.account.pages)
     served = dataclasses.replace(laid_out, engine=cfg).programs

@@ -13,9 +13,9 @@ from dsv3.model.vocabulary import WHOLE
 from tests.tools.plan.test_timeline import BYTES, EXPERTS, RATES, TRIPS, program_text
 from tools.plan.deployment import Deployment, DeploymentError
 from tools.plan.plan import StepPlan, step_plan
-from tools.plan.played import Played
 from tools.plan.programs import CompiledProgram, LaidOut, Phase, Run, engine_config
 from tools.plan.roofline import TRANSFER_S
+from tools.plan.simulated import Played
 from tools.simulate.from_plan import digest_of, times_of
 from tools.simulate.times import KEYS
 

@@ -17,7 +17,7 @@ from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.link import Incarnation
 from dsv3.engine.cluster.messages import Begin, FollowerFailed, Hello, Stop, Wait
-from dsv3.engine.cluster.returning import RejoiningProcesses
+from dsv3.engine.cluster.rejoin import RejoiningProcesses
 from dsv3.engine.cluster.start import fitted, redundant_experts
 from dsv3.engine.errors import ClusterError
 from tests.dsv3.engine.cluster import local

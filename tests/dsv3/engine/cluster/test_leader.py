@@ -34,7 +34,7 @@ from dsv3.engine.cluster.messages import (
     Stop,
     WorkEvent,
 )
-from dsv3.engine.cluster.wire import Strangers, connect
+from dsv3.engine.cluster.wire import UnauthenticatedConnections, connect
 from dsv3.engine.errors import ClusterError
 from dsv3.engine.job import StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
@@ -259,7 +259,7 @@ def test_what_followers_tell_reaches_its_planner_in_order(lead) -> None:
     follower.send(WorkEvent("others", b"-"))
     follower.send(Loaded({}, 5))
     led.leader.loaded({})
-    led.leader.news.listen("pages", lambda process_id, body: heard.put((process_id, body)))
+    led.leader.events.listen("pages", lambda process_id, body: heard.put((process_id, body)))
     follower.send(WorkEvent("pages", b"2"))
     assert [heard.get(timeout=30) for _ in range(2)] == [(1, b"1"), (1, b"2")]
 
@@ -335,7 +335,7 @@ def test_a_leader_that_is_slow_to_answer_is_asked_again(tmp_path, monkeypatch) -
 
 
 def test_a_flood_from_one_address_displaces_nobody_at_another() -> None:
-    strangers, pairs = Strangers(), [socket.socketpair() for _ in range(200)]
+    strangers, pairs = UnauthenticatedConnections(), [socket.socketpair() for _ in range(200)]
     (honest, theirs), *flood = pairs
     strangers.add(honest, "10.0.0.1")
     for connection, _ in flood:

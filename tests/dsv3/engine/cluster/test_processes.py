@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsv3.config.identity import fingerprint
-from dsv3.kv_cache.keys import extend_keys, root_key
+from dsv3.kv_cache.page_keys import extend_keys, root_key
 from dsv3.kv_cache.transfer.client import Peers
 from dsv3.kv_cache.transfer.protocol import VERSION, PeerError, PeerHello
 from tests.dsv3.engine import test_masks, toy

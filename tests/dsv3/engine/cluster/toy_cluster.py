@@ -27,15 +27,15 @@ from dsv3.config.engine import EngineConfig
 from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine import executor, kernel_checks
 from dsv3.engine.cluster import digest, follower
-from dsv3.engine.cluster.lead import start_leader
+from dsv3.engine.cluster.leader_engine import start_leader
+from dsv3.engine.components import EngineComponents
 from dsv3.engine.device import collective_order
 from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.executor import LocalExecutor
 from dsv3.engine.functions import StepFunctions
 from dsv3.engine.jobs import experts
-from dsv3.engine.parts import Parts
 from dsv3.engine.stored import use_compilation_cache
-from dsv3.kv_cache.tiers import arena, tiers
+from dsv3.kv_cache.tiers import host_pool, tiers
 from dsv3.scheduler.sequence import GREEDY
 from dsv3.server.engine.factory import describe
 from dsv3.server.engine.messages import Start
@@ -50,7 +50,7 @@ PAGES = ("kv_offloading_size", "kv_store", "transfer_address", "transfer_key_fil
 LIMITS = {"identity": "{}", "max_model_len": 2048, "num_pages": 40, "max_num_seqs": 1, "max_num_batched_tokens": 64}
 
 
-def load(model_dir: Path, options: EngineOptions, *, num_nodes: int) -> Parts:
+def load(model_dir: Path, options: EngineOptions, *, num_nodes: int) -> EngineComponents:
     """The toy's parts over all devices; importing it makes an array, for which jax must have been started."""
     from tests.dsv3.engine import toy
 
@@ -61,7 +61,7 @@ def load(model_dir: Path, options: EngineOptions, *, num_nodes: int) -> Parts:
     devices = jax.devices()
     limits = {"num_ranks": len(devices), "num_processes": jax.process_count(), "num_nodes": num_nodes} | LIMITS
     limits |= {name: getattr(options, name) for name in PAGES}
-    arena.FOLDER = Path(options.compilation_cache_dir)  # each node's own, as on a host
+    host_pool.FOLDER = Path(options.compilation_cache_dir)  # each node's own, as on a host
     tiers.loading_pays, tiers.LOAD_S = lambda *_: True, 60.0  # on a busy machine too
     params = toy.PARAMS
     if options.eplb_state is not None:
@@ -74,7 +74,7 @@ def load(model_dir: Path, options: EngineOptions, *, num_nodes: int) -> Parts:
         drafts = {"speculative_config": options.speculative_config}
         limits |= drafts | {"tokens_per_row": 1 + options.speculative.most_drafts}
         model, functions = toy.toy_config(num_nextn_predict_layers=1), toy.drafting(4)  # a fourth is wrong
-    parts = Parts.on_devices(functions, params, model, EngineConfig(**limits), devices)
+    parts = EngineComponents.on_devices(functions, params, model, EngineConfig(**limits), devices)
     tokenizer = model_dir / "tokenizer.json"
     return dataclasses.replace(parts, tokenizer=tokenizer) if tokenizer.exists() else parts
 

@@ -10,8 +10,8 @@ from dsv3.engine.jobs.pages import PageStats
 from dsv3.kv_cache.tiers import counts
 from dsv3.kv_cache.tiers.counts import Carried, TierCounts, total
 from dsv3.scheduler.request import EngineStats
-from dsv3.server.answers.metrics import Metrics
 from dsv3.server.engine.process import _numbers
+from dsv3.server.serving.metrics import Metrics
 
 
 def test_totals_and_rates_per_carrier(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from dsv3.kv_cache.keys import ALIGNMENT
+from dsv3.kv_cache.page_keys import ALIGNMENT
 from dsv3.kv_cache.tiers import store
 from dsv3.kv_cache.tiers.store import PageStore, check_address, open_store
 

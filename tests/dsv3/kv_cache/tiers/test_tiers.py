@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsv3.kv_cache.tiers import tiers
-from dsv3.kv_cache.tiers.arena import Arena, arena_bytes
+from dsv3.kv_cache.tiers.host_pool import HostPool, host_pool_bytes
 from dsv3.kv_cache.tiers.tiers import Tiers
 
 SIZE = 64
@@ -42,10 +42,10 @@ def store() -> Iterator[Hanging]:
 
 @pytest.fixture
 def pages(store: Hanging) -> Tiers:
-    arena = Arena(np.zeros(arena_bytes(16, SIZE), np.uint8), SIZE, 16)
+    host_pool = HostPool(np.zeros(host_pool_bytes(16, SIZE), np.uint8), SIZE, 16)
     for key in HELD:
-        arena.put(key, np.full(SIZE, key[0], np.uint8))
-    return Tiers((1, 8), arena, store, now=Clock(), page_size=64)
+        host_pool.put(key, np.full(SIZE, key[0], np.uint8))
+    return Tiers((1, 8), host_pool, store, now=Clock(), page_size=64)
 
 
 class Clock:
@@ -65,7 +65,7 @@ def elsewhere(i: int) -> list[bytes]:
 def test_a_store_that_hangs_holds_up_no_load_from_the_hosts_memory(pages: Tiers, store: Hanging) -> None:
     """Look-ups and loads had the same threads."""
     for i in range(20):
-        assert pages.look_up(elsewhere(i), 0) is not None
+        assert pages.lookup(elsewhere(i), 0) is not None
         pages.begin_load(elsewhere(i), 1)
     for _ in range(8):
         assert store.called.acquire(timeout=60), "four look-ups and four loads hang"
@@ -78,28 +78,28 @@ def test_a_load_that_hangs_holds_up_no_look_up(pages: Tiers, store: Hanging) -> 
         pages.begin_load(elsewhere(i), 1)
     for _ in range(4):
         assert store.called.acquire(timeout=60)
-    assert pages.look_up(elsewhere(0), 0) is not None
+    assert pages.lookup(elsewhere(0), 0) is not None
     assert store.called.acquire(timeout=60), "the store is asked all the same"
 
 
 def test_a_look_up_without_answer_has_the_store_left_alone(pages: Tiers) -> None:
-    asked = pages.look_up(elsewhere(0), 0)
+    asked = pages.lookup(elsewhere(0), 0)
     assert asked is not None and not asked.is_over
     pages.now.seconds += tiers.LOOK_UP_S + 0.1
     assert asked.is_over and pages.has_store
     asked.end()
-    assert not pages.has_store and pages.look_up(elsewhere(1), 0) is None
+    assert not pages.has_store and pages.lookup(elsewhere(1), 0) is None
     pages.now.seconds += 100.0
     assert pages.has_store, "it is tried again later"
 
 
 def test_questions_that_wait_for_a_store_are_bounded(pages: Tiers, store: Hanging, monkeypatch) -> None:
     monkeypatch.setattr(tiers, "_MOST_QUESTIONS", 10)
-    asked = [pages.look_up(elsewhere(i), 0) for i in range(12)]
+    asked = [pages.lookup(elsewhere(i), 0) for i in range(12)]
     assert [each is None for each in asked] == [False] * 10 + [True] * 2
     store.released.set()
     for each in asked[:10]:
         each.answer.result(timeout=60)
     while pages._questions:  # the last is let go behind its answer
         time.sleep(0.001)
-    assert pages.look_up(elsewhere(0), 0) is not None
+    assert pages.lookup(elsewhere(0), 0) is not None

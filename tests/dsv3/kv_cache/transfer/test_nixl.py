@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.kv_cache.tiers.arena import Arena, arena_bytes
 from dsv3.kv_cache.tiers.counts import TierCounts
+from dsv3.kv_cache.tiers.host_pool import HostPool, host_pool_bytes
 from dsv3.kv_cache.transfer import nixl, protocol
 from dsv3.kv_cache.transfer.client import Peers
 from dsv3.kv_cache.transfer.nixl import Agent, MemoryReader, open_agent, open_nixl, share
@@ -38,17 +38,17 @@ def payload(i: int) -> np.ndarray:
     return np.random.default_rng(i).integers(0, 256, SIZE, np.uint8)
 
 
-def make_arena(cells: int, keys: range = ALL) -> Arena:
-    arena = Arena(np.zeros(arena_bytes(cells, SIZE), np.uint8), SIZE, cells)
+def make_host_pool(blocks: int, keys: range = ALL) -> HostPool:
+    host_pool = HostPool(np.zeros(host_pool_bytes(blocks, SIZE), np.uint8), SIZE, blocks)
     for i in keys:
-        arena.put(key(i), payload(i))
-    return arena
+        host_pool.put(key(i), payload(i))
+    return host_pool
 
 
 class Two(NamedTuple):
     """An instance that gives pages and one that fetches them, with their agents."""
 
-    arena: Arena
+    host_pool: HostPool
     server: PageServer
     theirs: Agent
     reader: MemoryReader
@@ -87,12 +87,12 @@ class Two(NamedTuple):
 def make() -> Iterator[Callable[..., Two]]:
     servers: list[PageServer] = []
 
-    def make(agent: Callable[[bool], Agent] = lambda serves: FakeAgent(), cells: int = 8, keys: range = ALL) -> Two:
-        arena, theirs, mine = make_arena(cells, keys), agent(True), agent(False)
-        server = PageServer("127.0.0.1", 0, SECRET, HELLO, arena, agent=share(theirs, arena))
+    def make(agent: Callable[[bool], Agent] = lambda serves: FakeAgent(), blocks: int = 8, keys: range = ALL) -> Two:
+        host_pool, theirs, mine = make_host_pool(blocks, keys), agent(True), agent(False)
+        server = PageServer("127.0.0.1", 0, SECRET, HELLO, host_pool, agent=share(theirs, host_pool))
         servers.append(server)
         reader = MemoryReader(mine, SIZE)
-        return Two(arena, server, theirs, reader, mine, Peers(SECRET, HELLO, reader))
+        return Two(host_pool, server, theirs, reader, mine, Peers(SECRET, HELLO, reader))
 
     yield make
     for server in servers:
@@ -129,7 +129,7 @@ def test_more_pages_than_a_buffer_has_rows(either: Two, monkeypatch: pytest.Monk
 
 
 def test_a_page_that_is_still_computed_is_waited_for(either: Two):
-    later = threading.Timer(0.05, either.arena.put, (key(7), payload(7)))
+    later = threading.Timer(0.05, either.host_pool.put, (key(7), payload(7)))
     later.start()
     assert either.fetch(0, 7, 8, patience_s=0.3) == [0, 7]
     assert either.carried == (0, 2)
@@ -146,7 +146,7 @@ def test_sockets_go_on_where_the_other_process_has_ended_its_agent(make: Callabl
 
 @pytest.mark.parametrize("who", ["giver", "fetcher"])
 def test_a_side_that_says_sockets_gets_sockets(two: Two, who: str):
-    server = PageServer("127.0.0.1", 0, SECRET, HELLO, two.arena) if who == "giver" else two.server
+    server = PageServer("127.0.0.1", 0, SECRET, HELLO, two.host_pool) if who == "giver" else two.server
     peers = Peers(SECRET, HELLO, two.reader if who == "giver" else None)
     two = two._replace(server=server, peers=peers)
     assert two.fetch(*ALL) == [*ALL]
@@ -155,11 +155,11 @@ def test_a_side_that_says_sockets_gets_sockets(two: Two, who: str):
 
 
 def test_a_page_that_was_damaged_in_memory_is_not_landed(either: Two):
-    place = either.arena.place_of(key(2))
+    place = either.host_pool.place_of(key(2))
     assert place is not None
-    either.arena.memory[place[1] - either.arena.memory.ctypes.data + 77] ^= 1
+    either.host_pool.memory[place[1] - either.host_pool.memory.ctypes.data + 77] ^= 1
     assert either.fetch(0, 1, 2, 3) == [0, 1]
-    assert (either.failures, either.arena.damaged) == (1, 1)
+    assert (either.failures, either.host_pool.damaged) == (1, 1)
     assert either.fetch(0, 1, 3) == [0, 1, 3], "the address is still read"
     assert either.carried == (0, 5)
 
@@ -168,14 +168,14 @@ def test_a_page_that_was_damaged_in_memory_is_not_landed(either: Two):
 @given(wanted=st.permutations(range(6)), written=st.lists(st.integers(0, 9), max_size=6), rows=st.integers(1, 4))
 def test_cells_that_are_written_again_between_answer_and_read(wanted: list[int], written: list[int], rows: int):
     """What has been landed is what was asked for, in order, whatever lies at the places meanwhile."""
-    arena, mine, theirs = make_arena(4, range(4)), FakeAgent(), FakeAgent()
-    shared, reader = share(theirs, arena), MemoryReader(mine, SIZE)
+    host_pool, mine, theirs = make_host_pool(4, range(4)), FakeAgent(), FakeAgent()
+    shared, reader = share(theirs, host_pool), MemoryReader(mine, SIZE)
     reader._free[:] = [reader._free[0][:rows]]
     reader.meet("there", shared)
-    places = [place for i in wanted if (place := arena.place_of(key(i))) is not None]
-    keys = [key(i) for i in wanted if key(i) in arena]
+    places = [place for i in wanted if (place := host_pool.place_of(key(i))) is not None]
+    keys = [key(i) for i in wanted if key(i) in host_pool]
     again = iter(written)
-    mine.begins = lambda: [arena.put(key(i), payload(i)) for i in again][:0] and None
+    mine.begins = lambda: [host_pool.put(key(i), payload(i)) for i in again][:0] and None
     landed: list[bytes] = []
 
     def land(key: bytes, value: np.ndarray) -> None:
@@ -279,20 +279,20 @@ def test_threads_share_the_buffers(make: Callable[..., Two]):
 
 def test_without_nixl_auto_takes_sockets_and_nixl_does_not_start(monkeypatch: pytest.MonkeyPatch, caplog):
     monkeypatch.setitem(sys.modules, "nixl", None)
-    arena = make_arena(2, range(0))
-    assert open_nixl("sockets", arena, True) == (b"", None)
+    host_pool = make_host_pool(2, range(0))
+    assert open_nixl("sockets", host_pool, True) == (b"", None)
     assert not caplog.text
-    assert open_nixl("auto", arena, True) == (b"", None)
+    assert open_nixl("auto", host_pool, True) == (b"", None)
     assert "pages travel by sockets: NIXL cannot be opened: " in caplog.text
     with pytest.raises(ValueError, match=r"transfer_carrier: 'nixl': NIXL cannot be opened: .*dsv3\[nixl\]"):
-        open_nixl("nixl", arena, True)
+        open_nixl("nixl", host_pool, True)
 
 
 def test_memory_that_cannot_be_registered_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(nixl, "open_agent", lambda progresses: FakeAgent())
     monkeypatch.setattr(FakeAgent, "register_memory", _failing(RuntimeError("NIXL_ERR_BACKEND")))
     with pytest.raises(ValueError, match="NIXL_ERR_BACKEND"):
-        open_nixl("nixl", make_arena(2, range(0)), False)
+        open_nixl("nixl", make_host_pool(2, range(0)), False)
 
 
 def test_the_log_names_the_carrier_and_its_rate(two: Two, caplog: pytest.LogCaptureFixture):

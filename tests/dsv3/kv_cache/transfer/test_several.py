@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from dsv3.kv_cache.keys import Key
+from dsv3.kv_cache.page_keys import Key
 from dsv3.kv_cache.transfer import client
 from dsv3.kv_cache.transfer.client import fetch_from_any
 from dsv3.kv_cache.transfer.protocol import Land, PeerError

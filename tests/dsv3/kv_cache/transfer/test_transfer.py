@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from dsv3.kv_cache.keys import header_of
-from dsv3.kv_cache.tiers.arena import Arena, arena_bytes
+from dsv3.kv_cache.page_keys import header_of
+from dsv3.kv_cache.tiers.host_pool import HostPool, host_pool_bytes
 from dsv3.kv_cache.transfer import protocol
 from dsv3.kv_cache.transfer.client import Peers
 from dsv3.kv_cache.transfer.protocol import PeerError, PeerHello
@@ -30,16 +30,16 @@ def payload(i: int) -> np.ndarray:
 
 
 @pytest.fixture
-def arena() -> Arena:
-    arena = Arena(np.zeros(arena_bytes(8, SIZE), np.uint8), SIZE, 8)
+def host_pool() -> HostPool:
+    host_pool = HostPool(np.zeros(host_pool_bytes(8, SIZE), np.uint8), SIZE, 8)
     for i in range(5):
-        arena.put(key(i), payload(i))
-    return arena
+        host_pool.put(key(i), payload(i))
+    return host_pool
 
 
 @pytest.fixture
-def server(arena: Arena) -> Iterator[PageServer]:
-    server = PageServer("127.0.0.1", 0, SECRET, HELLO, arena)
+def server(host_pool: HostPool) -> Iterator[PageServer]:
+    server = PageServer("127.0.0.1", 0, SECRET, HELLO, host_pool)
     yield server
     server.close()
 
@@ -73,8 +73,8 @@ def test_pages_come_in_order_up_to_the_first_that_is_not_there(server: PageServe
     assert len(peers._idle) == 1, "one connection serves them all"
 
 
-def test_a_page_that_is_still_computed_is_waited_for(server: PageServer, arena: Arena):
-    later = threading.Timer(0.05, arena.put, (key(7), payload(7)))
+def test_a_page_that_is_still_computed_is_waited_for(server: PageServer, host_pool: HostPool):
+    later = threading.Timer(0.05, host_pool.put, (key(7), payload(7)))
     later.start()
     fetch(Peers(SECRET, HELLO), address_of(server), 0, 7, 8, patience_s=0.3).check(0, 7)
 
@@ -194,6 +194,6 @@ def test_a_peer_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch):
         Peers(SECRET, HELLO).fetch(_serve_once(None), [key(0)], 0.0, Landed())
 
 
-def test_a_port_in_use_is_told(server: PageServer, arena: Arena):
+def test_a_port_in_use_is_told(server: PageServer, host_pool: HostPool):
     with pytest.raises(ValueError, match="transfer_address: cannot listen"):
-        PageServer("127.0.0.1", server.address[1], SECRET, HELLO, arena)
+        PageServer("127.0.0.1", server.address[1], SECRET, HELLO, host_pool)

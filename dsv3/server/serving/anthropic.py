@@ -1,0 +1,281 @@
+"""Anthropic's Messages API: a conversation in blocks, and its answer in blocks."""
+
+from typing import Any
+
+import msgspec
+
+from dsv3.server.protocol.anthropic import (
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    ContentBlock,
+    InputDelta,
+    InputMessage,
+    Message,
+    MessageDelta,
+    MessagesRequest,
+    MessageStart,
+    MessageStop,
+    OutputBlock,
+    Stopped,
+    StopReason,
+    Text,
+    TextDelta,
+    Thinking,
+    ThinkingDelta,
+    Thought,
+    TokenCount,
+    Tool,
+    ToolChoice,
+    ToolUse,
+    Usage,
+    messages_error,
+)
+from dsv3.server.protocol.errors import ApiError, invalid
+from dsv3.server.protocol.openai import CalledFunction, ChatMessage, ChatRequest, TextPart, ToolCall
+from dsv3.server.serving.conversation import (
+    ConversationHandler,
+    Section,
+    SectionChange,
+    chat_request,
+    in_their_names,
+    text_parts,
+)
+from dsv3.server.serving.generation import Update
+from dsv3.server.serving.handler import to_event
+from dsv3.server.serving.prompts import chat_prompt, read_tools
+from dsv3.server.serving.request_parsing import read_request
+from dsv3.server.serving.service import Service
+
+REFUSED = ("container", "mcp_servers", "resume")
+_SAME_NAME = ("model", "temperature", "top_p", "top_k", "stream", "cache_salt", "max_tokens")
+_NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "parameters": "input_schema",
+}
+
+
+class MessagesHandler(ConversationHandler[MessagesRequest]):
+    """The answer to a `MessagesRequest`."""
+
+    asked_type = MessagesRequest
+    names = _NAMES
+
+    @property
+    def id(self) -> str:
+        """The answer's id; there is one once it is prepared."""
+        return f"msg_{self.generation.id}"
+
+    def as_chat(self, asked: MessagesRequest) -> ChatRequest:
+        if asked.max_tokens is None:
+            raise _missing("max_tokens", "max_tokens")
+        return _as_chat(asked)
+
+    def complete(self, last: Update) -> Message:
+        reason, sequence = _stop_reason(last)
+        return self._message([_block(section, whole=True) for section in self.sections.all], reason, sequence)
+
+    def opening(self) -> list[bytes]:
+        return [_event(MessageStart(self._message([])))]
+
+    def told(self, change: SectionChange) -> list[bytes]:
+        section = change.section
+        match change.what:
+            case "opened":
+                return [_event(BlockStart(section.index, _block(section, whole=False)))]
+            case "grown":
+                return [_event(BlockDelta(section.index, _DELTAS[section.kind](change.text)))]
+            case "closed":
+                return [_event(BlockStop(section.index))]
+
+    def closing(self, last: Update) -> list[bytes]:
+        reason, sequence = _stop_reason(last)
+        stopped = Stopped(stop_reason=reason, stop_sequence=sequence)
+        return [_event(MessageDelta(stopped, self._usage())), _event(MessageStop())]
+
+    def failure(self, error: ApiError) -> bytes:
+        return _event(messages_error(error))
+
+    def _message(
+        self, content: list[OutputBlock], reason: StopReason | None = None, sequence: str | None = None
+    ) -> Message:
+        return Message(
+            id=self.id,
+            model=self.model,
+            content=content,
+            stop_reason=reason,
+            stop_sequence=sequence,
+            usage=self._usage(),
+        )
+
+    def _usage(self) -> Usage:
+        usage = self.usage
+        cached = usage.prompt_tokens_details.cached_tokens
+        return Usage(
+            input_tokens=usage.prompt_tokens - cached,
+            cache_read_input_tokens=cached,
+            output_tokens=usage.completion_tokens,
+        )
+
+
+async def count_tokens(service: Service, body: bytes | bytearray) -> TokenCount:
+    """Returns the length of the prompt that a `MessagesRequest` makes; raises ApiError as answering it would."""
+    try:
+        asked = await read_request(service, MessagesRequest, body)
+        request = _as_chat(asked)
+        service.require_model(request.model)
+        service.require_ready()
+        prompt = await chat_prompt(service, request, read_tools(service, request))
+    except ApiError as error:
+        raise in_their_names(error, _NAMES) from None
+    return TokenCount(len(prompt.token_ids))
+
+
+_DELTAS: dict[str, Any] = {"text": TextDelta, "reasoning": ThinkingDelta, "call": InputDelta}
+
+
+def _event(event: msgspec.Struct) -> bytes:
+    """Returns the lines of an event, which is called by its type."""
+    return to_event(event, str(event.__struct_config__.tag))
+
+
+def _block(section: Section, whole: bool) -> OutputBlock:
+    """Returns a section as it begins, or `whole`."""
+    text = section.text if whole else ""
+    if section.kind == "text":
+        return Text(text)
+    if section.call is None:
+        return Thought(text)
+    return ToolUse(section.call.id, section.call.name, _arguments(text))
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Returns a call's arguments as an object, an empty one where they are cut off."""
+    try:
+        found = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _stop_reason(last: Update) -> tuple[StopReason, str | None]:
+    """Returns why an answer ended, and the stop sequence that ended it."""
+    if last.finish_reason == "length":
+        return "max_tokens", None
+    if last.finish_reason == "tool_calls":
+        return "tool_use", None
+    return ("stop_sequence", last.stop_reason) if isinstance(last.stop_reason, str) else ("end_turn", None)
+
+
+def _as_chat(asked: MessagesRequest) -> ChatRequest:
+    for name in REFUSED:
+        if getattr(asked, name):
+            raise invalid(f"{name} is not supported by this server", name, "unsupported_parameter")
+    config, choice = asked.output_config, asked.tool_choice
+    fields = {name: getattr(asked, name) for name in _SAME_NAME} | {
+        "stop": asked.stop_sequences,
+        "tools": [_tool(tool) for tool in asked.tools] if asked.tools else None,
+        "tool_choice": None if choice is None else _tool_choice(choice),
+        "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
+        "reasoning_effort": None if config is None else config.effort,
+        "response_format": None if config is None or config.format is None else _format(config.format.schema),
+        "chat_template_kwargs": _template_kwargs(asked.thinking, asked.chat_template_kwargs),
+    }
+    messages = _system(asked.system)
+    for i, message in enumerate(asked.messages or ()):
+        messages += _messages(message, f"messages[{i}].content")
+    if not asked.messages:
+        raise _missing("messages", "messages")
+    asked.messages = None  # the chat's messages say it all
+    last = messages[-1]
+    if last.role == "assistant" and not last.tool_calls:
+        fields |= {"continue_final_message": True, "add_generation_prompt": False}
+    return chat_request(fields, messages)
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def _tool_choice(choice: ToolChoice) -> str | dict[str, Any]:
+    if choice.type != "tool":
+        return "required" if choice.type == "any" else choice.type
+    if choice.name is None:
+        raise _missing("tool_choice.name", "tool_choice")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema, "strict": True}}
+
+
+def _template_kwargs(thinking: Thinking | None, given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Returns the template's switches: DeepSeek's `thinking`, GLM's `enable_thinking`, and what the client gave."""
+    if thinking is None or thinking.type == "adaptive":
+        return given
+    wanted: dict[str, Any] = dict.fromkeys(("thinking", "enable_thinking"), thinking.type == "enabled")
+    if thinking.budget_tokens is not None:
+        wanted["thinking_budget"] = thinking.budget_tokens
+    return wanted | (given or {})
+
+
+def _system(found: str | list[TextPart] | None) -> list[ChatMessage]:
+    if not found:
+        return []
+    return [ChatMessage(role="system", content=found)]
+
+
+def _messages(message: InputMessage, at: str) -> list[ChatMessage]:
+    """Returns a message as a chat's: each result of a tool is a message of its own there, before the other text."""
+    if message.content is None:
+        raise _missing(at, "messages")
+    if isinstance(message.content, str):
+        return [ChatMessage(role=message.role, content=message.content)]
+    fields = [_checked(block, f"{at}[{i}]") for i, block in enumerate(message.content)]
+    if message.role == "assistant":
+        return [_assistant(message.content)]
+    results = [block for block in fields if block.type == "tool_result"]
+    texts = [block.text or "" for block in fields if block.type == "text"]
+    found = [ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=_result(block)) for block in results]
+    if texts or not found:
+        found.append(ChatMessage(role=message.role, content=text_parts(texts)))
+    return found
+
+
+def _assistant(blocks: list[ContentBlock]) -> ChatMessage:
+    texts = [block.text or "" for block in blocks if block.type == "text"]
+    thoughts = "".join(block.thinking or "" for block in blocks if block.type == "thinking")
+    calls = [_call(block) for block in blocks if block.type == "tool_use"]
+    return ChatMessage(
+        role="assistant",
+        content=text_parts(texts) if texts or not calls else None,
+        reasoning_content=thoughts or msgspec.UNSET,
+        tool_calls=calls or msgspec.UNSET,
+    )
+
+
+def _call(block: ContentBlock) -> ToolCall:
+    arguments = msgspec.json.encode(block.input or {}).decode()
+    return ToolCall(CalledFunction(block.name or "", arguments), block.id, "function")
+
+
+def _result(block: ContentBlock) -> Any:
+    return block.content or ""
+
+
+_NEEDED = {"text": ("text",), "tool_use": ("id", "name"), "tool_result": ("tool_use_id",)}
+
+
+def _checked(block: ContentBlock, at: str) -> ContentBlock:
+    """Returns a block that has what its type needs; ApiError for one without."""
+    for name in _NEEDED.get(block.type, ()):
+        if getattr(block, name) is None:
+            raise _missing(f"{at}.{name}", "messages")
+    return block
+
+
+def _missing(path: str, param: str) -> ApiError:
+    return invalid(f"{path}: this field is required", param)

@@ -1,0 +1,190 @@
+"""The answer to a conversation: maps pieces of text to OpenAI's JSON."""
+
+import functools
+from collections.abc import Iterator
+
+import msgspec
+
+from dsv3.server.protocol.errors import invalid
+from dsv3.server.protocol.openai import (
+    AssistantMessage,
+    CalledFunction,
+    ChatChoice,
+    ChatChunk,
+    ChatLogprobs,
+    ChatRequest,
+    ChatResponse,
+    ChunkChoice,
+    Delta,
+    FunctionDelta,
+    MessageToolCall,
+    ToolCallDelta,
+)
+from dsv3.server.serving.generation import Update
+from dsv3.server.serving.handler import LIST_OF_GAP, RequestHandler, WholeChoice, filled, to_event, to_json, with_commas
+from dsv3.server.serving.prompts import EncodedPrompt, RequestTools, chat_prompt, read_tools
+from dsv3.server.serving.resume import Resumed
+from dsv3.server.serving.sampling import constraint_of, made_grammar
+from dsv3.server.serving.service import Service
+from dsv3.server.tenants import Tenant
+from dsv3.text.call_grammar import Wanted
+from dsv3.text.dialects import ParserState
+from dsv3.text.parser import AnswerParser
+from dsv3.text.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallStart
+
+
+class ChatHandler(RequestHandler[ChatRequest]):
+    """The answer to a `ChatRequest`."""
+
+    request_type = ChatRequest
+    id_prefix = "chatcmpl"
+
+    def __init__(self, service: Service, body: bytes | bytearray, tenant: Tenant | None = None):
+        super().__init__(service, body, tenant)
+        self._greeted: set[int] = set()
+        self._tools = RequestTools()
+        self._start: tuple[ParserState, ParserState] | None = None
+
+    @functools.cached_property
+    def _is_plain(self) -> bool:
+        return not (self.request.logprobs or self.request.return_token_ids)
+
+    @property
+    def _no_ids(self) -> list[int] | msgspec.UnsetType:
+        return [] if self.request.return_token_ids else msgspec.UNSET
+
+    def check(self) -> None:
+        if self.request.top_logprobs is not None and not self.request.logprobs:
+            raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
+        if self.request.messages is None:
+            raise invalid("messages: at least one is needed", "messages")
+
+    async def read_prompts(self) -> list[EncodedPrompt]:
+        self._tools = read_tools(self.service, self.request)
+        prompt = await chat_prompt(self.service, self.request, self._tools)
+        self.request.messages = None  # the prompt says it all, in a fraction of the memory
+        return [prompt]
+
+    async def grammar(self, prompts: list[EncodedPrompt]) -> str:
+        constraint, calls, parsers = constraint_of(self.request), self._tools.calls, self.service.parsers
+        if parsers is None or (constraint is None and calls is None):
+            return await super().grammar(prompts)
+        [prompt] = prompts
+        field = "tools" if constraint is None else "response_format"
+        reasoning = parsers.reasoning(prompt.text or "")
+        return await made_grammar(self.service, Wanted(constraint=constraint, calls=calls, reasoning=reasoning), field)
+
+    def max_tokens(self) -> int | None:
+        request = self.request
+        return request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+
+    def num_logprobs(self) -> int | None:
+        return (self.request.top_logprobs or 0) if self.request.logprobs else None
+
+    def parser(self, prompt: EncodedPrompt) -> AnswerParser | None:
+        parsers = self.service.parsers
+        if parsers is None:
+            return None
+        if self._start is None:  # all choices have one prompt
+            self._start = parsers.start(prompt.text or "")
+        return parsers.parser(self._start, self._tools.wanted)
+
+    def response(self, choices: msgspec.Raw) -> ChatResponse:
+        return ChatResponse(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=self.usage,
+            prompt_token_ids=self._prompt_ids if self.request.return_token_ids else msgspec.UNSET,
+        )
+
+    def events(self, update: Update) -> list[bytes]:
+        """Returns the role, before all else, then the text as it comes, and why it ended."""
+        if self._is_plain and update.finish_reason is None and update.choice in self._greeted:  # nearly always
+            index = update.choice
+            return [to_event(self.chunk([ChunkChoice(index=index, delta=_delta(piece))])) for piece in update.pieces]
+        chunks = [self.chunk([choice]) for choice in self._chunks(update)]
+        if update.choice not in self._greeted:
+            self._greeted.add(update.choice)
+            delta = Delta(role="assistant", content="")
+            greeting = ChunkChoice(index=update.choice, delta=delta, token_ids=self._no_ids)
+            chunks.insert(0, self.chunk([greeting], tells_prompt=bool(self.request.return_token_ids)))
+        return [to_event(chunk) for chunk in chunks]
+
+    def skip(self, choice: int, resumed: Resumed) -> None:
+        self._greeted.add(choice)
+
+    def chunk(self, choices: list[ChunkChoice], usage: object = None, tells_prompt: bool = False) -> ChatChunk:
+        return ChatChunk(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=usage if self.includes_usage else msgspec.UNSET,  # type: ignore[arg-type]
+            prompt_token_ids=self._prompt_ids if tells_prompt else msgspec.UNSET,
+        )
+
+    @property
+    def _prompt_ids(self) -> list[int]:
+        return self.generation.prompts[0].token_ids.tolist()
+
+    def choice(self, whole: WholeChoice) -> Iterator[bytes]:
+        content, reasoning = whole.text, whole.reasoning
+        calls = [MessageToolCall(call.id, CalledFunction(call.name, arguments)) for call, arguments in whole.calls]
+        parsers = self.service.parsers
+        thinks = parsers is not None and parsers.splits_reasoning
+        choice = ChatChoice(
+            index=whole.index,
+            message=AssistantMessage(
+                content=content if content or not (reasoning or calls) else None,
+                reasoning_content=(reasoning or None) if thinks else msgspec.UNSET,
+                tool_calls=calls or msgspec.UNSET,
+            ),
+            logprobs=ChatLogprobs(LIST_OF_GAP) if self.request.logprobs else None,
+            finish_reason=whole.finish_reason,
+            stop_reason=whole.stop_reason,
+            token_ids=whole.token_ids if self.request.return_token_ids else msgspec.UNSET,
+        )
+        return filled(to_json(choice), [with_commas(column) for column in whole.columns])
+
+    def logprob_columns(self, update: Update) -> tuple[bytes, ...]:
+        if not self.request.logprobs:
+            return ()
+        return self.service.logprobs.chat(update.token_ids, update.logprobs or [])
+
+    def _chunks(self, update: Update) -> list[ChunkChoice]:
+        """Returns one chunk per piece; tokens, log-probabilities and the end go with the last.
+
+        The others say that they have no tokens, where tokens are asked for: a router holds them until the last is there
+        (docs/failures.md).
+        """
+        columns, wants_ids = self.logprob_columns(update), bool(self.request.return_token_ids)
+        logprobs = ChatLogprobs(msgspec.Raw(b"[%s]" % columns[0])) if columns else None
+        tells = update.finish_reason or (update.token_ids and (logprobs or wants_ids))
+        if not update.pieces and not tells:
+            return []
+        deltas = [_delta(piece) for piece in update.pieces] or [Delta()]
+        chunks = [ChunkChoice(index=update.choice, delta=delta, token_ids=self._no_ids) for delta in deltas[:-1]]
+        last = ChunkChoice(
+            index=update.choice,
+            delta=deltas[-1],
+            logprobs=logprobs,
+            finish_reason=update.finish_reason,
+            stop_reason=update.stop_reason,
+            token_ids=update.token_ids if wants_ids else msgspec.UNSET,
+        )
+        return [*chunks, last]
+
+
+def _delta(piece: Piece) -> Delta:
+    match piece:
+        case Text():
+            return Delta(content=piece.text)
+        case Reasoning():
+            return Delta(reasoning_content=piece.text)
+        case ToolCallStart():
+            function = FunctionDelta(name=piece.name, arguments="")
+            return Delta(tool_calls=[ToolCallDelta(index=piece.index, id=piece.id, type="function", function=function)])
+        case ToolArguments():
+            return Delta(tool_calls=[ToolCallDelta(index=piece.index, function=FunctionDelta(arguments=piece.text))])

@@ -1,0 +1,384 @@
+"""Prometheus metrics, under vLLM's names where the meaning is vLLM's, so that its dashboards work.
+
+The engine's numbers come with its frames, to every front alike. Latencies and requests are counted by the fronts, where
+clients feel them, and summed over all fronts when somebody asks: each front has a row of an unnamed temporary file that
+all inherit and map, so that one that has ended leaves its counts behind, and nothing is left when all have ended.
+"""
+
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import numpy as np
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
+
+from dsv3.kv_cache.tiers.counts import CARRIERS, LOAD_BOUNDS
+from dsv3.scheduler.request import HOST_TIME_BOUNDS, STEP_TOKENS_BOUNDS
+from dsv3.server.engine.messages import Stats
+from dsv3.server.tenants import MAX_TENANTS, Tenant, Tenants
+
+
+class SharedNumbers:
+    """`size` float64 numbers for each of `api_servers` fronts; `mine` is the row of number `api_server`.
+
+    `descriptor` is the file of another front's numbers of the same shape; without one, the file is new.
+    """
+
+    def __init__(self, size: int, api_servers: int = 1, api_server: int = 0, descriptor: int | None = None):
+        num_bytes = max(1, api_servers * size) * 8
+        if descriptor is None:
+            with tempfile.TemporaryFile() as file:
+                file.truncate(num_bytes)
+                self.descriptor = os.dup(file.fileno())
+        else:
+            self.descriptor = descriptor
+        self._rows = np.frombuffer(mmap.mmap(self.descriptor, num_bytes), np.float64).reshape(api_servers, size)
+        self.mine = self._rows[api_server]
+
+    def sum(self) -> np.ndarray:
+        """Returns the sum of the rows, [size] float64."""
+        return self._rows.sum(0)
+
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
+"""Upper bounds of the latencies' buckets; the last bucket has none."""
+TOKENS = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 10**6)
+"""The same for lengths of prompts and answers."""
+
+# field of the engine's stats -> (name of the metric, help)
+_GAUGES = {
+    "running": ("vllm:num_requests_running", "Requests with a slot in the engine."),
+    "waiting": ("vllm:num_requests_waiting", "Requests in the queue."),
+    "cache_usage": ("vllm:kv_cache_usage_perc", "Pages of the latent cache in use by requests; 1 is all."),
+    "pages_in_use": ("dsv3:pages_in_use", "Pages of the latent cache held by requests."),
+}
+_COUNTERS = {
+    "prefix_queries": ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    "prefix_hits": ("vllm:prefix_cache_hits", "Of these, tokens found."),
+    "preemptions": ("vllm:num_preemptions", "Requests put back into the queue for want of pages."),
+    "recompilations": ("dsv3:recompilations", "Programs compiled after warm-up; stays 0."),
+    "steps": ("dsv3:engine_steps", "Steps the engine has run."),
+    "host_time_sum": ("dsv3:engine_host_seconds", "The host's time in steps, its waits for the device left out."),
+}
+_STEP_TOKENS = ("vllm:iteration_tokens_total", "Tokens of prompts and answers that a step gave.")
+_CACHE_CONFIG = ("vllm:cache_config_info", "What the cache is, in its labels; a block is a page.")
+_FALLBACKS = ("dsv3:kernel_fallback", "1 for an operation whose kernel has failed its check, and what runs instead.")
+_HOST_TIME = ("dsv3:engine_step_host_seconds", "The host's time per step, its wait for the device left out.")
+# The same for experts spread over devices, which not every server has.
+_EXPERT_GAUGES = {
+    "experts_balancedness": ("dsv3:expert_balancedness", "Mean over maximum of the devices' expert load; 1 is even."),
+    "experts_balancedness_min": ("dsv3:expert_balancedness_min", "The same of the most uneven layer."),
+}
+_EXPERT_LAYERS = ("dsv3:expert_layer_balancedness", "The same by MoE layer, from 0; an MTP module's is the last.")
+_EXPERT_COUNTERS = {
+    "experts_rebalances": ("dsv3:expert_rebalances", "Times that experts were moved to even the load."),
+    "experts_moved": ("dsv3:experts_moved", "Replicas that hold another expert since."),
+    "experts_checksum_failures": ("dsv3:expert_checksum_failures", "Layers not moved: they were damaged on the way."),
+    "experts_repeats": ("dsv3:dispatch_repeats", "Forward passes computed again: a buffer was too small."),
+    "experts_in_node_bytes": ("dsv3:dispatch_in_node_bytes", "Sent within nodes by dispatch and combine."),
+    "experts_cross_node_bytes": ("dsv3:dispatch_cross_node_bytes", "Sent between nodes by dispatch and combine."),
+}
+# The same for ranks, where there are several: the largest load over the mean.
+_RANK_GAUGES = {
+    "prefill_token_imbalance": ("dsv3:prefill_token_imbalance", "Most input tokens of a rank over the mean, lately."),
+    "prefill_cost_imbalance": ("dsv3:prefill_cost_imbalance", "The same of tokens and core attention together."),
+    "decode_cache_imbalance": ("dsv3:decode_cache_imbalance", "Most tokens held by a rank's requests over the mean."),
+    "decode_request_imbalance": ("dsv3:decode_request_imbalance", "Most running requests of a rank over the mean."),
+}
+# The same for drafts, where the engine verifies some.
+_DRAFT_COUNTERS = {
+    "draft_num_drafts": ("vllm:spec_decode_num_drafts", "Rows of decode steps that brought drafts."),
+    "draft_num_draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Their drafts."),
+    "draft_num_accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Of these, tokens that were right."),
+}
+_DRAFT_PLACES = ("vllm:spec_decode_num_accepted_tokens_per_pos", "The same by their place in the row, from 0.")
+# The same for answers that are held to grammars, where the engine takes some.
+_GRAMMAR_GAUGES = {"grammars_num_kept": ("dsv3:grammars_kept", "Compiled grammars that the engine keeps.")}
+_GRAMMAR_COUNTERS = {
+    "grammars_num_compiled": ("dsv3:grammars_compiled", "Grammars that the engine has compiled."),
+    "grammars_num_found": ("dsv3:grammars_found", "Times that a grammar was kept and not compiled again."),
+    "mask_num_rows": ("dsv3:masked_rows", "Rows of steps that were held to a grammar."),
+    "mask_num_failed": ("dsv3:mask_failures", "Requests that ended because their grammar took too much work."),
+}
+_MASK_TIME = ("dsv3:mask_step_seconds", "The host's time for the masks of a step that held a request to a grammar.")
+# The same where KV events are published.
+_EVENT_COUNTERS = {
+    "kv_events_dropped": ("dsv3:kv_events_dropped_batches", "Batches of KV events lost for want of room."),
+}
+# The same for each tier that pages leave the devices for.
+_TIERS = ("host", "store", "peer")
+_TIER_GAUGES = {"bytes_held": ("dsv3:kv_tier_bytes", "Bytes of pages that a tier holds.")}
+_TIER_COUNTERS = {
+    "queries": ("dsv3:kv_tier_queries", "Prompt tokens looked for in a tier."),
+    "hits": ("dsv3:kv_tier_hits", "Of these, tokens loaded from it."),
+    "loaded_bytes": ("dsv3:kv_tier_loaded_bytes", "Bytes of pages loaded from a tier."),
+    "stored_bytes": ("dsv3:kv_tier_stored_bytes", "Bytes of pages written to a tier."),
+    "store_seconds": ("dsv3:kv_tier_store_seconds", "Time that writing them took."),
+    "dropped": ("dsv3:kv_tier_dropped_pages", "Pages that a tier could not keep."),
+    "damaged": ("dsv3:kv_tier_damaged_pages", "Pages that did not verify; they were computed again."),
+    "failures": ("dsv3:kv_tier_failures", "Times that a tier did not answer as it should."),
+    "evictions": ("dsv3:kv_tier_evictions", "Pages that made room for others."),
+}
+_TIER_LOADS = ("dsv3:kv_tier_load_seconds", "From asking a tier for a batch of pages to having them.")
+# The same for what pages of other instances come by.
+_CARRIER_COUNTERS = {
+    "carried_bytes": ("dsv3:kv_transfer_bytes", "Bytes of other instances' pages, by what carried them."),
+    "carried_seconds": ("dsv3:kv_transfer_seconds", "Time that carrying and verifying them took."),
+    "carrier_failures": ("dsv3:kv_transfer_failures", "Transfers that did not bring what they should have."),
+}
+_HISTOGRAMS = {
+    "ttft": ("vllm:time_to_first_token_seconds", "From handing the request to the engine to its first token.", SECONDS),
+    "itl": ("vllm:inter_token_latency_seconds", "Between two tokens of a sequence, per token.", SECONDS),
+    "e2e": ("vllm:e2e_request_latency_seconds", "From handing the request to the engine to its last token.", SECONDS),
+    "queue": ("vllm:request_queue_time_seconds", "From the engine's taking the request to its first slot.", SECONDS),
+    "prefill": ("vllm:request_prefill_time_seconds", "From the request's first slot to its first token.", SECONDS),
+    "decode": ("vllm:request_decode_time_seconds", "From a sequence's first token to its last.", SECONDS),
+    "prompt_length": ("vllm:request_prompt_tokens", "Tokens of the prompt of a sequence that has ended.", TOKENS),
+    "answer_length": ("vllm:request_generation_tokens", "Tokens of a sequence that has ended.", TOKENS),
+}
+_TOTALS = {
+    "prompt_tokens": ("vllm:prompt_tokens", "Prompt tokens of requests that were taken."),
+    "generation_tokens": ("vllm:generation_tokens", "Tokens sampled for clients."),
+    "resumed": ("dsv3:resumed", "Choices that went on with an answer begun elsewhere."),
+    "continued": ("dsv3:continued", "Sequences that went on in another engine after theirs had died."),
+    "given_up": ("dsv3:given_up", "Requests that engines died with, and that no other one was given."),
+    "engine_restarts": ("dsv3:engine_restarts", "Times that the engine was started anew."),
+    "grammars_refused": ("dsv3:grammars_refused", "Constraints that no answer can be held to: their requests got 400."),
+    "dropped_calls": ("dsv3:tool_calls_dropped", "Tool calls without a name, or that the client does not take."),
+}
+# (name, help, label) -> the label's values
+_LABELLED = {
+    ("vllm:request_success", "Finished sequences.", "finished_reason"): ("stop", "length", "abort", "error"),
+    ("vllm:admission_rejections", "Requests refused with 503.", "reason"): (
+        *("queue_full", "starting", "draining", "failed", "connections"),
+    ),
+}
+# Numbers of each tenant, in the order of `Metrics.charge`; labelled with names from the key file alone.
+_BY_TENANT = {
+    "dsv3:tenant_requests": "Requests of an API key that got a token.",
+    "dsv3:tenant_prompt_tokens": "Their prompt tokens, as their usage tells them.",
+    "dsv3:tenant_generation_tokens": "Their tokens of answers.",
+}
+_PLACES = {
+    key: i
+    for i, key in enumerate([*_TOTALS, *((name, value) for (name, *_), all_ in _LABELLED.items() for value in all_)])
+}
+_SIZES = [len(bounds) + 2 for _, _, bounds in _HISTOGRAMS.values()]  # a count per bucket, and the sum
+_HISTOGRAM_PLACES = {key: len(_PLACES) + sum(_SIZES[:i]) for i, key in enumerate(_HISTOGRAMS)}
+_TENANT_PLACE = len(_PLACES) + sum(_SIZES)
+NUM_NUMBERS = _TENANT_PLACE + len(_BY_TENANT) * MAX_TENANTS
+"""How many numbers a front counts."""
+
+_MAX_PENDING = 4096
+
+
+class Metrics:
+    """All metrics of one server, labelled with the model's name; `numbers` are those that its fronts share.
+
+    The numbers of `tenants` lie in the order of their places. What is counted reaches the other fronts with `flush`.
+    `cache_config` returns the labels of `vllm:cache_config_info`, none before they are known, `kernel_fallbacks` the
+    operations whose kernels have been replaced, with what runs instead. `process_*` are of the process that is asked.
+    """
+
+    def __init__(self, model_name: str, numbers: SharedNumbers | None = None, tenants: Tenants | None = None):
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+        self.cache_config: Callable[[], Mapping[str, str]] = dict
+        self.kernel_fallbacks: Callable[[], Mapping[str, str]] = dict
+        self._model_name = model_name
+        self._numbers = numbers or SharedNumbers(NUM_NUMBERS)
+        self._tenants = tenants or Tenants()
+        self._stats: Stats = {}
+        self._counts = dict.fromkeys(_PLACES, 0)
+        self._observed: dict[str, list[float]] = {key: [] for key in _HISTOGRAMS}
+        self._gaps = self._observed["itl"]
+
+    def update(self, stats: Stats) -> None:
+        """Takes the engine's numbers; those without a metric are ignored."""
+        self._stats = stats
+
+    def observe(self, what: str, value: float) -> None:
+        """Adds a value to a histogram by its name, such as "ttft" or "prompt_length"."""
+        pending = self._observed[what]
+        pending.append(value)
+        if len(pending) >= _MAX_PENDING:
+            self.flush()
+
+    def tokens(self, count: int, seconds: float) -> None:
+        """Adds tokens of a sequence that came together, `seconds` after those before."""
+        self._counts["generation_tokens"] += count
+        if count > 1:
+            self._gaps.extend([seconds / count] * count)
+        else:
+            self._gaps.append(seconds)
+        if len(self._gaps) >= _MAX_PENDING:
+            self.flush()
+
+    def add(self, what: str, count: int) -> None:
+        """Adds to a total by its name, such as "prompt_tokens" or "dropped_calls"."""
+        self._counts[what] += count
+
+    def finished(self, reason: str) -> None:
+        """Counts a sequence that has ended by "stop", "length", "abort" or "error"."""
+        self._counts["vllm:request_success", reason] += 1
+
+    def rejected(self, reason: str) -> None:
+        """Counts a request refused with 503."""
+        self._counts["vllm:admission_rejections", reason] += 1
+
+    def charge(self, tenant: Tenant, prompt_tokens: int, generation_tokens: int) -> None:
+        """Counts a request that has ended for its tenant."""
+        start = _TENANT_PLACE + len(_BY_TENANT) * self._tenants.place_of(tenant)
+        self._numbers.mine[start : start + len(_BY_TENANT)] += (1, prompt_tokens, generation_tokens)
+
+    def flush(self) -> None:
+        """Writes what was counted to where all fronts read it."""
+        mine = self._numbers.mine
+        for key, place in _PLACES.items():
+            if count := self._counts[key]:
+                mine[place] += count
+                self._counts[key] = 0
+        for key, start in _HISTOGRAM_PLACES.items():
+            if values := self._observed[key]:
+                bounds = _HISTOGRAMS[key][2]
+                end = start + len(bounds) + 1
+                mine[start:end] += np.bincount(np.searchsorted(bounds, values), minlength=end - start)
+                mine[end] += sum(values)
+                values.clear()
+
+    @property
+    def stats(self) -> Stats:
+        """The engine's numbers, as they came last."""
+        return self._stats
+
+    def counted(self) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+        """Returns what all fronts have counted.
+
+        Totals have the names of `add`, `finished` and `rejected`; histograms, by the names of `observe` and "itl", the
+        counts of their buckets: `[len(SECONDS) + 1]` for a latency.
+        """
+        self.flush()
+        numbers = self._numbers.sum()
+        totals = {key if isinstance(key, str) else key[1]: float(numbers[place]) for key, place in _PLACES.items()}
+        ends = {key: start + len(_HISTOGRAMS[key][2]) + 1 for key, start in _HISTOGRAM_PLACES.items()}
+        return totals, {key: numbers[start : ends[key]] for key, start in _HISTOGRAM_PLACES.items()}
+
+    def text(self) -> bytes:
+        """Returns the exposition in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields every metric; what prometheus_client asks of a collector."""
+        stats = self._stats
+        spread = "experts_balancedness" in stats
+        of_ranks = {key: named for key, named in _RANK_GAUGES.items() if key in stats}
+        takes_grammars = "grammars_num_kept" in stats
+        gauges = _GAUGES | (_EXPERT_GAUGES if spread else {}) | (_GRAMMAR_GAUGES if takes_grammars else {})
+        for key, (name, text) in (gauges | of_ranks).items():
+            yield self._family(GaugeMetricFamily, name, text, {(): _number(stats, key)})
+        drafts = _DRAFT_COUNTERS if "draft_num_drafts" in stats else {}
+        events = _EVENT_COUNTERS if "kv_events_dropped" in stats else {}
+        held = _GRAMMAR_COUNTERS if takes_grammars else {}
+        for key, (name, text) in (_COUNTERS | (_EXPERT_COUNTERS if spread else {}) | drafts | held | events).items():
+            yield self._family(CounterMetricFamily, name, text, {(): _number(stats, key)})
+        if isinstance(even := stats.get("experts_balancedness_by_layer"), list):
+            yield self._family(GaugeMetricFamily, *_EXPERT_LAYERS, _numbered(even), ["layer"])
+        if isinstance(accepted := stats.get("draft_num_accepted_tokens_per_pos"), list):
+            yield self._family(CounterMetricFamily, *_DRAFT_PLACES, _numbered(accepted), ["position"])
+        for (name, text), bounds, counts, totals in (
+            (_HOST_TIME, HOST_TIME_BOUNDS, stats.get("host_time_counts"), ("host_time_sum",)),
+            (_MASK_TIME, HOST_TIME_BOUNDS, stats.get("mask_counts"), ("mask_seconds",)),
+            (_STEP_TOKENS, STEP_TOKENS_BOUNDS, stats.get("step_tokens_counts"), ("prompt_tokens", "generated_tokens")),
+        ):
+            if isinstance(counts, list) and len(counts) == len(bounds) + 1:
+                yield self._histogram(name, text, bounds, counts, sum(_number(stats, total) for total in totals))
+        if labels := self.cache_config():
+            family = GaugeMetricFamily(*_CACHE_CONFIG, labels=["model_name", *labels])
+            family.add_metric([self._model_name, *labels.values()], 1)
+            yield family
+        if replaced := self.kernel_fallbacks():
+            ones: dict[tuple[str, ...], float] = dict.fromkeys(replaced.items(), 1.0)
+            yield self._family(GaugeMetricFamily, *_FALLBACKS, ones, ["operation", "backend"])
+        yield from self._of_tiers()
+        yield from self._counted()
+
+    def _of_tiers(self) -> Iterator[Metric]:
+        """Yields what the tiers below the devices have counted."""
+        stats = self._stats
+        tiers = [tier for tier in _TIERS if f"pages_tiers_{tier}_hits" in stats]
+        if not tiers:
+            return
+        loading = "dsv3:num_requests_loading", "Requests that wait for pages of a tier."
+        yield self._family(GaugeMetricFamily, *loading, {(): _number(stats, "pages_num_loading")})
+        kinds = ((GaugeMetricFamily, _TIER_GAUGES), (CounterMetricFamily, _TIER_COUNTERS))
+        for kind, names in kinds:
+            for key, (name, text) in names.items():
+                values: dict[tuple[str, ...], float] = {
+                    (tier,): _number(stats, f"pages_tiers_{tier}_{key}") for tier in tiers
+                }
+                yield self._family(kind, name, text, values, ["tier"])
+        family = HistogramMetricFamily(*_TIER_LOADS, labels=["model_name", "tier"])
+        for tier in tiers:
+            counts, total = stats[f"pages_tiers_{tier}_loads"], _number(stats, f"pages_tiers_{tier}_load_seconds")
+            if isinstance(counts, list):
+                family.add_metric([self._model_name, tier], _cumulated(LOAD_BOUNDS, counts), total)
+        yield family
+        for key, (name, text) in _CARRIER_COUNTERS.items():
+            if isinstance(by := stats.get(f"pages_tiers_peer_{key}"), list):
+                by_carrier: dict[tuple[str, ...], float] = {(name,): n for name, n in zip(CARRIERS, by, strict=True)}
+                yield self._family(CounterMetricFamily, name, text, by_carrier, ["carrier"])
+
+    def _counted(self) -> Iterator[Metric]:
+        """Yields what all fronts have counted."""
+        self.flush()
+        numbers = self._numbers.sum().tolist()
+        for key, (name, text) in _TOTALS.items():
+            yield self._family(CounterMetricFamily, name, text, {(): numbers[_PLACES[key]]})
+        for (name, text, label), values in _LABELLED.items():
+            found: dict[tuple[str, ...], float] = {(value,): numbers[_PLACES[name, value]] for value in values}
+            yield self._family(CounterMetricFamily, name, text, found, [label])
+        yield from self._by_tenant(numbers)
+        for key, (name, text, bounds) in _HISTOGRAMS.items():
+            start = _HISTOGRAM_PLACES[key]
+            end = start + len(bounds) + 1
+            yield self._histogram(name, text, bounds, numbers[start:end], numbers[end])
+
+    def _by_tenant(self, numbers: list[float]) -> Iterator[Metric]:
+        names = [tenant.name for tenant in self._tenants.all]
+        for i, (name, text) in enumerate(_BY_TENANT.items() if names else ()):
+            found = numbers[_TENANT_PLACE + i :: len(_BY_TENANT)]
+            values: dict[tuple[str, ...], float] = {(tenant,): found[place] for place, tenant in enumerate(names)}
+            yield self._family(CounterMetricFamily, name, text, values, ["tenant"])
+
+    def _family(
+        self, kind, name: str, text: str, values: Mapping[tuple[str, ...], float], labels: Iterable[str] = ()
+    ) -> Metric:
+        family = kind(name, text, labels=["model_name", *labels])
+        for label_values, value in values.items():
+            family.add_metric([self._model_name, *label_values], value)
+        return family
+
+    def _histogram(
+        self, name: str, text: str, bounds: Iterable[float], counts: Iterable[float], total: float
+    ) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([self._model_name], _cumulated(bounds, counts), total)
+        return family
+
+
+def _cumulated(bounds: Iterable[float], counts: Iterable[float]) -> list[tuple[str, float]]:
+    ends = [*map(floatToGoString, bounds), "+Inf"]
+    return list(zip(ends, np.cumsum(list(counts)).tolist(), strict=True))
+
+
+def _numbered(values: list[float]) -> dict[tuple[str, ...], float]:
+    return {(str(i),): value for i, value in enumerate(values)}
+
+
+def _number(stats: Stats, key: str) -> float:
+    value = stats.get(key, 0)
+    return value if isinstance(value, int | float) else 0

@@ -1,0 +1,287 @@
+"""OpenAI's Responses API: a conversation in items, and its answer in items. Nothing is stored."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from dsv3.server.protocol import responses as schema
+from dsv3.server.protocol.errors import ApiError, invalid
+from dsv3.server.protocol.openai import CalledFunction, ChatMessage, ChatRequest, ToolCall
+from dsv3.server.protocol.responses import (
+    InputItem,
+    InputPart,
+    Item,
+    Part,
+    Response,
+    ResponsesRequest,
+    Status,
+)
+from dsv3.server.serving.conversation import ConversationHandler, Section, SectionChange, chat_request, text_parts
+from dsv3.server.serving.generation import Update
+from dsv3.server.serving.handler import to_event
+
+_NEEDED = {"message": ("role", "content"), "function_call": ("call_id", "name", "arguments")}
+_NEEDED |= {"function_call_output": ("call_id", "output")}
+
+
+def messages_of(asked: ResponsesRequest) -> list[ChatMessage]:
+    """Returns the conversation, the instructions first; raises ApiError for an item without what its type needs."""
+    if asked.input is None:
+        raise invalid("input: this field is required", "input")
+    messages = [ChatMessage(role="system", content=asked.instructions)] if asked.instructions else []
+    if isinstance(asked.input, str):
+        return [*messages, ChatMessage(role="user", content=asked.input)]
+    for i, item in enumerate(asked.input):
+        for name in _NEEDED.get(item.type, ()):
+            if getattr(item, name) is None:
+                raise invalid(f"input[{i}].{name}: this field is required", "input")
+        _take(item, messages)
+    return messages
+
+
+def _take(item: InputItem, messages: list[ChatMessage]) -> None:
+    """Adds an item to the conversation."""
+    match item.type:
+        case "message" if item.role != "assistant":
+            messages.append(ChatMessage(role=item.role or "user", content=_content(item.content)))
+        case "message":
+            turn = _turn(messages)
+            if turn.content or turn.tool_calls:
+                messages.append(turn := ChatMessage(role="assistant"))
+            turn.content = _content(item.content)
+        case "reasoning":
+            messages.append(_thinking(item))
+        case "function_call":
+            turn, call = _turn(messages), ToolCall(_function(item), item.call_id, "function")
+            turn.tool_calls = [*(turn.tool_calls or []), call]
+        case "function_call_output":
+            messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=_content(item.output)))
+
+
+def _turn(messages: list[ChatMessage]) -> ChatMessage:
+    """Returns the assistant's message that the next item belongs to, a new one behind anything else."""
+    if not messages or messages[-1].role != "assistant":
+        messages.append(ChatMessage(role="assistant", content=""))
+    return messages[-1]
+
+
+def _thinking(item: InputItem) -> ChatMessage:
+    parts: Any = item.content or item.summary or []
+    text = parts if isinstance(parts, str) else "".join(part.text or "" for part in parts)
+    return ChatMessage(role="assistant", content="", reasoning_content=text or msgspec.UNSET)
+
+
+def _function(item: InputItem) -> CalledFunction:
+    return CalledFunction(item.name or "", item.arguments or "")
+
+
+def _content(found: str | list[InputPart] | None) -> Any:
+    if isinstance(found, list):
+        return text_parts([part.text or part.refusal or "" for part in found])
+    return found or ""
+
+
+_SAME_NAME = (
+    *("model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "seed", "stream", "parallel_tool_calls", "cache_salt", "chat_template_kwargs"),
+)
+_STATELESS = "this server stores no responses; send the whole conversation as input"
+REFUSED: dict[str, str] = {
+    "store": "this server stores no responses; send false or leave it out",
+    "previous_response_id": _STATELESS,
+    "conversation": _STATELESS,
+    "background": "this server answers at once; send false or leave it out",
+    "prompt": "this server stores no prompts; send instructions and input",
+    "top_logprobs": "ask /v1/chat/completions for log-probabilities",
+    "resume": "this API's events tell no token ids; ask /v1/chat/completions",
+}
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
+_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+INCLUDED = "reasoning.encrypted_content"
+
+
+class ResponsesHandler(ConversationHandler[ResponsesRequest]):
+    """The answer to a `ResponsesRequest`."""
+
+    asked_type = ResponsesRequest
+    names = _NAMES
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._numbers = itertools.count()
+
+    @property
+    def id(self) -> str:
+        """The answer's id; there is one once it is prepared."""
+        return f"resp_{self.generation.id}"
+
+    def as_chat(self, asked: ResponsesRequest) -> ChatRequest:
+        _refuse(asked)
+        text, reasoning = asked.text or schema.TextOptions(), asked.reasoning or schema.ReasoningOptions()
+        fields = {name: getattr(asked, name) for name in _SAME_NAME} | {
+            "max_tokens": asked.max_output_tokens,
+            "tools": [_tool(tool) for tool in asked.tools] if asked.tools else None,
+            "tool_choice": _tool_choice(asked.tool_choice),
+            "reasoning_effort": reasoning.effort,
+            "response_format": None if text.format is None else _response_format(text.format),
+        }
+        request = chat_request(fields, messages_of(asked))
+        asked.input = None  # the chat's messages say it all
+        return request
+
+    def complete(self, last: Update) -> Response:
+        if last.finish_reason != "length":
+            return self._response("completed")
+        return self._response("incomplete", incomplete_details=schema.IncompleteDetails("max_output_tokens"))
+
+    def opening(self) -> list[bytes]:
+        response = self._response("in_progress")
+        return [self._told_in(schema.Created, response=response), self._told_in(schema.InProgress, response=response)]
+
+    def told(self, change: SectionChange) -> list[bytes]:
+        section = change.section
+        match change.what:
+            case "opened":
+                return self._opened(section)
+            case "grown":
+                return [self._told_in(_DELTAS[section.kind], delta=change.text, **self._place(section))]
+            case "closed":
+                return self._closed(section)
+
+    def closing(self, last: Update) -> list[bytes]:
+        response = self.complete(last)
+        kind = schema.Completed if response.status == "completed" else schema.Incomplete
+        return [self._told_in(kind, response=response)]
+
+    def failure(self, error: ApiError) -> bytes:
+        told = schema.ResponseError(error.body.code or "server_error", error.body.message)
+        return self._told_in(schema.Failed, response=self._response("failed", error=told))
+
+    def _opened(self, section: Section) -> list[bytes]:
+        item = self._item(section, "in_progress")
+        events = [self._told_in(schema.ItemAdded, output_index=section.index, item=item)]
+        if section.kind != "call":
+            events.append(self._told_in(schema.PartAdded, part=_part(section, ""), **self._place(section)))
+        return events
+
+    def _closed(self, section: Section) -> list[bytes]:
+        """Returns the ends of the text, of its part and of the item."""
+        place, text = self._place(section), section.text
+        if section.call is not None:
+            name = section.call.name
+            events = [self._told_in(schema.ArgumentsDone, name=name, arguments=text, **place)]
+        else:
+            done = schema.TextDone if section.kind == "text" else schema.ReasoningDone
+            events = [
+                self._told_in(done, text=text, **place),
+                self._told_in(schema.PartDone, part=_part(section, text), **place),
+            ]
+        return [
+            *events,
+            self._told_in(schema.ItemDone, output_index=section.index, item=self._item(section, "completed")),
+        ]
+
+    def _told_in(self, kind: Callable[..., msgspec.Struct], **fields: Any) -> bytes:
+        """Returns the lines of an event, which is called by its type."""
+        event = kind(sequence_number=next(self._numbers), **fields)
+        return to_event(event, str(event.__struct_config__.tag))
+
+    def _place(self, section: Section) -> dict[str, Any]:
+        return {"item_id": self._item_id(section), "output_index": section.index}
+
+    def _item_id(self, section: Section) -> str:
+        return f"{_PREFIXES[section.kind]}_{self.generation.id}{section.index:x}"
+
+    def _item(self, section: Section, status: Status) -> Item:
+        """Returns a section as an item; one that has just begun is empty."""
+        item_id, is_empty = self._item_id(section), status == "in_progress"
+        if section.call is not None:
+            call, text = section.call, "" if is_empty else section.text
+            return schema.CallItem(id=item_id, status=status, call_id=call.id, name=call.name, arguments=text)
+        kind: Any = schema.MessageItem if section.kind == "text" else schema.ReasoningItem
+        return kind(id=item_id, status=status, content=[] if is_empty else [_part(section, section.text)])
+
+    def _items(self, status: Status) -> list[Item]:
+        """Returns all items; what ended an answer early has cut the last one off."""
+        last: Status = "completed" if status == "completed" else "incomplete"
+        sections = [] if status == "in_progress" else self.sections.all
+        return [self._item(section, "completed" if section is not sections[-1] else last) for section in sections]
+
+    def _response(self, status: Status, **fields: Any) -> Response:
+        asked = self.asked
+        return Response(
+            id=self.id,
+            created_at=self.created,
+            status=status,
+            model=self.model,
+            output=self._items(status),
+            usage=None if status == "in_progress" else self._usage(),
+            instructions=asked.instructions,
+            max_output_tokens=asked.max_output_tokens,
+            metadata=asked.metadata or {},
+            parallel_tool_calls=asked.parallel_tool_calls is not False,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            tool_choice=asked.tool_choice or "auto",
+            tools=asked.tools or [],
+            reasoning=asked.reasoning or schema.ReasoningOptions(),
+            text=asked.text or schema.TextOptions(format=schema.TextFormat(type="text")),
+            user=asked.user,
+            **fields,
+        )
+
+    def _usage(self) -> schema.ResponseUsage:
+        usage = self.usage
+        return schema.ResponseUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=usage.prompt_tokens_details,
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=usage.completion_tokens_details,
+            total_tokens=usage.total_tokens,
+        )
+
+
+_DELTAS = {"text": schema.TextDelta, "reasoning": schema.ReasoningDelta, "call": schema.ArgumentsDelta}
+
+
+def _part(section: Section, text: str) -> Part:
+    return schema.OutputText(text) if section.kind == "text" else schema.ReasoningText(text)
+
+
+def _refuse(asked: ResponsesRequest) -> None:
+    """Raises ApiError for what would need a store, and for what this face does not tell."""
+    for name, why in REFUSED.items():
+        if getattr(asked, name):
+            raise invalid(f"{name}: {why}", name, "unsupported_parameter")
+    if asked.truncation == "auto":
+        raise invalid("truncation: nothing is left out of a prompt here", "truncation", "unsupported_parameter")
+    if asked.text is not None and asked.text.verbosity not in (None, "medium"):
+        raise invalid("text.verbosity: only medium is supported", "text", "unsupported_parameter")
+    if any(each != INCLUDED for each in asked.include or ()):
+        raise invalid(f"include: only {INCLUDED} is known", "include", "unsupported_parameter")
+
+
+def _tool(tool: schema.Function) -> dict[str, Any]:
+    fields = msgspec.structs.asdict(tool)
+    del fields["type"]
+    return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
+
+
+def _tool_choice(choice: str | schema.NamedFunction | None) -> str | dict[str, Any] | None:
+    if isinstance(choice, schema.NamedFunction):
+        return {"type": "function", "function": {"name": choice.name}}
+    return choice
+
+
+def _response_format(form: schema.TextFormat) -> dict[str, Any]:
+    if form.type != "json_schema":
+        return {"type": form.type}
+    fields = {"name": form.name, "description": form.description, "schema": form.schema, "strict": form.strict}
+    return {"type": form.type, "json_schema": {name: value for name, value in fields.items() if value is not None}}

@@ -1,0 +1,158 @@
+"""Makes the sampling parameters of a validated request, and the grammar that its answers are held to.
+
+A grammar is written and compiled before anything is sent to the engine, in a process that can be killed.
+"""
+
+from dsv3.sampling_params import SamplingParams, StructuredOutputsParams
+from dsv3.server.limits import WorkersBusy
+from dsv3.server.protocol.errors import ApiError, invalid, too_long, unavailable
+from dsv3.server.protocol.openai import CompletionRequest, ResponseFormat, SampledRequest
+from dsv3.server.serving.prompts import EncodedPrompt
+from dsv3.server.serving.service import Service
+from dsv3.server.worker_process import WorkerDied
+from dsv3.text.call_grammar import Wanted
+from dsv3.text.matcher import GrammarError, VocabularyError
+
+MAX_TOTAL_CHARS = 2**24
+"""Characters of the grammars of all prompts of one request: they go to the engine with each."""
+
+
+def constraint_of(request: SampledRequest) -> StructuredOutputsParams | None:
+    """Returns the constraint of a request, None where it has none; raises ApiError where it has two."""
+    wanted = None if request.response_format is None else _of_format(request.response_format)
+    if wanted is not None and request.structured_outputs is not None:
+        raise invalid("structured_outputs: response_format asks for something already; send one", "structured_outputs")
+    return wanted or request.structured_outputs
+
+
+def _of_format(given: ResponseFormat) -> StructuredOutputsParams | None:
+    if given.type == "text":
+        return None
+    if given.type == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    schema = None if given.json_schema is None else given.json_schema.schema
+    if schema is None:
+        raise invalid("response_format: json_schema.schema is missing", "response_format")
+    return StructuredOutputsParams(json=schema)
+
+
+async def made_grammar(service: Service, wanted: Wanted, field: str, prompts: int = 1) -> str:
+    """Returns the grammar of an answer, which is known to compile.
+
+    Raises ApiError: 400 that names `field` and says what is wrong with it, 503 where too many grammars wait.
+    """
+    rules = service.require_ready().rules
+    if service.grammars is None or not rules.takes_grammars:
+        what = "this server holds no answer to a grammar: it has no tokenizer, or overrules drafts for a benchmark"
+        raise invalid(f"{field}: {what}", field, "unsupported_parameter")
+    try:
+        grammar = await service.grammars.make(wanted, rules)
+        if prompts * len(grammar) > MAX_TOTAL_CHARS:
+            raise invalid(f"{field}: too large for {prompts} prompts in one request; send several", field)
+    except (GrammarError, VocabularyError) as error:
+        service.metrics.add("grammars_refused", 1)
+        raise invalid(f"{field}: {str(error).removeprefix(f'{field}: ')}", field) from None
+    except WorkerDied as error:
+        service.metrics.rejected("failed")
+        raise unavailable(str(error), "grammar_worker_died") from None
+    except WorkersBusy as error:
+        raise service.busy(error) from None
+    return grammar
+
+
+_COMPLETION_MAX_TOKENS = 16  # OpenAI's default
+# All prompts of one request, n times each; they go to the engine in one message.
+_MAX_TOTAL_TOKENS = 2**24
+# In an answer that is not streamed: 60 bytes each. A whole context of 163,840 tokens has 3.4 million.
+MAX_WHOLE_LOGPROBS = 2**22
+_SAME_NAME = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("include_stop_str_in_output", "skip_special_tokens"),
+)
+
+
+def sampling_params(
+    service: Service,
+    request: SampledRequest,
+    prompts: list[EncodedPrompt],
+    max_tokens: int | None,
+    logprobs: int | None,
+) -> SamplingParams:
+    """Returns the sampling parameters, checked against the context that `prompts` leave and the server's bounds."""
+    info = service.require_ready()
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise invalid("best_of is not supported other than equal to n", "best_of", "unsupported_parameter")
+    if max_tokens is None and isinstance(request, CompletionRequest):
+        max_tokens = min(
+            _COMPLETION_MAX_TOKENS, max(1, info.rules.max_model_len - max(len(p.token_ids) for p in prompts))
+        )
+    given = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
+    given = service.sampling_defaults | given
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    try:
+        sampling = SamplingParams(
+            **given,
+            n=request.n or 1,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs(request),
+            stop=tuple(stop),
+            stop_token_ids=tuple(request.stop_token_ids or ()),
+            logit_bias=_logit_bias(request.logit_bias or {}, info.rules.vocab_size),
+        )
+    except ValueError as error:
+        raise invalid(str(error), str(error).partition(":")[0]) from None
+    limit = info.rules.max_model_len
+    for prompt in prompts:
+        if max_tokens is not None and len(prompt.token_ids) + max_tokens > limit:
+            raise does_not_fit(len(prompt.token_ids), max_tokens, limit)
+    if sampling.n * sum(len(prompt.token_ids) for prompt in prompts) > _MAX_TOTAL_TOKENS:
+        raise invalid(f"prompts and n make more than {_MAX_TOTAL_TOKENS} prompt tokens; send several requests", "n")
+    _bound_prompt_logprobs(sampling, sum(len(prompt.token_ids) for prompt in prompts))
+    if not request.stream:
+        _bound_logprobs(sampling, [limit - len(prompt.token_ids) for prompt in prompts])
+    return sampling
+
+
+def prompt_logprobs(request: SampledRequest) -> int | None:
+    """Returns how many alternatives are told per token of the prompt, None for no log-probabilities of these."""
+    if not isinstance(request, CompletionRequest):
+        return None
+    echoed = request.logprobs if request.echo else None
+    return max((count for count in (request.prompt_logprobs, echoed) if count is not None), default=None)
+
+
+def _bound_prompt_logprobs(sampling: SamplingParams, tokens: int) -> None:
+    if sampling.prompt_logprobs is None:
+        return
+    if (count := tokens * (sampling.prompt_logprobs + 1)) > MAX_WHOLE_LOGPROBS:
+        what = f"the prompts have {count} log-probabilities, at most {MAX_WHOLE_LOGPROBS} are told"
+        raise invalid(f"logprobs: {what}; send several requests, or ask for fewer alternatives", "logprobs")
+
+
+def _bound_logprobs(sampling: SamplingParams, left: list[int]) -> None:
+    """Raises ApiError for more log-probabilities than a front keeps for one answer; prompts leave `left` tokens."""
+    if sampling.logprobs is None:
+        return
+    tokens = sampling.n * sum(max(0, min(sampling.max_tokens or room, room)) for room in left)
+    if (count := tokens * (sampling.logprobs + 1)) > MAX_WHOLE_LOGPROBS:
+        what = f"the answer may hold {count} log-probabilities, at most {MAX_WHOLE_LOGPROBS} are gathered"
+        raise invalid(f"logprobs: {what}; lower max_tokens, n or the alternatives per token, or stream", "logprobs")
+
+
+def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
+    """Returns the biases by token id: JSON has only strings for keys."""
+    bias = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
+            raise invalid(f"logit_bias: keys are token ids from 0 to {vocab_size - 1}", "logit_bias")
+        bias[int(key)] = value
+    return bias
+
+
+def does_not_fit(prompt: int, max_tokens: int, limit: int) -> ApiError:
+    """400: a prompt that leaves no room for `max_tokens` tokens of answer."""
+    total = prompt + max_tokens
+    wanted = f"{total} tokens ({prompt} in the prompt, {max_tokens} in the completion)"
+    return too_long(limit, f"{wanted}; please reduce either")

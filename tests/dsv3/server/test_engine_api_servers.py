@@ -1,0 +1,209 @@
+"""The fronts as the engine's process sees them, at the other ends of their connections."""
+
+import socket
+import tempfile
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv3.config.options import EngineOptions
+from dsv3.processes import frames
+from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.request import (
+    EngineOutput,
+    EngineRequest,
+    RequestRules,
+    StepOutputs,
+    Tokens,
+    first_id,
+    prepare,
+    senders,
+)
+from dsv3.server.engine import api_servers as api_servers_module
+from dsv3.server.engine import messages
+from dsv3.server.engine.api_servers import ApiServerConnections, split
+from dsv3.server.engine.messages import EngineInfo
+
+INFO = EngineInfo(RequestRules(vocab_size=9, max_model_len=9), max_num_seqs=1, num_pages=1)
+ROWS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.lists(st.integers(0, 9), min_size=1, max_size=3)))
+
+
+def columns_of(rows):
+    ids = [first_id(sender) + number for sender, number, _ in rows]
+    tokens = [token for *_, some in rows for token in some]
+    counts = [len(some) for *_, some in rows]
+    return Tokens(np.array(ids, np.int64), np.array(counts, np.int64), np.array(tokens, np.int32))
+
+
+@given(st.lists(ROWS, max_size=3), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=5))
+def test_each_sender_gets_its_own_outputs_in_their_order(columns, details):
+    outputs = StepOutputs(
+        [columns_of(rows) for rows in columns],
+        [EngineOutput(request_id=first_id(sender) + number, token_ids=[]) for sender, number in details],
+    )
+    parts = split(outputs)
+    assert set(parts) == {senders(output.request_id) for output in outputs}
+    for sender, part in parts.items():
+        assert list(part) == [output for output in outputs if senders(output.request_id) == sender]
+
+
+class Ends:
+    """The fronts' ends of their connections."""
+
+    def __init__(self, count):
+        self.stopped, self.first_gone = threading.Event(), threading.Event()
+        self.connections, self.streams = [], []
+        self._directory, self._listener = tempfile.TemporaryDirectory(), socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"{self._directory.name}/engine")
+        self._listener.listen()
+        first, link = socket.socketpair()
+        self._add(first)
+        self.api_servers = ApiServerConnections(link, self._listener, self.stopped.set, self.first_gone.set)
+        for sender in range(1, count):
+            self.connect(messages.Connect(sender))
+            while sender not in self.api_servers._api_servers:
+                time.sleep(0.01)
+
+    def connect(self, message):
+        """One more front, whose first message that is."""
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(self._listener.getsockname())
+        self._add(connection)
+        self.send(-1, message)
+
+    def _add(self, connection):
+        connection.settimeout(30)
+        self.connections.append(connection)
+        self.streams.append(frames.stream_of(connection))
+
+    def receive(self, api_server):
+        return messages.from_engine.decode(frames.read_frame(self.streams[api_server]))
+
+    def send(self, api_server, message):
+        self.connections[api_server].sendall(frames.encode(message))
+
+    def take(self):
+        """The next message and its sender, once there is one."""
+        while True:
+            for api_server, message in self.api_servers.take():
+                return api_server, message
+            self.api_servers.wait(30)
+
+
+@pytest.fixture
+def ends():
+    return Ends(2)
+
+
+def test_results_go_to_their_senders(ends):
+    ends.api_servers.announce(INFO)
+    assert [ends.receive(0), ends.receive(1)] == [INFO, INFO]
+    ends.api_servers.deliver(StepOutputs([columns_of([(1, 0, [7])])], []), None)
+    ends.api_servers.deliver(StepOutputs(), {"running": 1.0})
+    assert list(ends.receive(1).columns()) == [EngineOutput(request_id=first_id(1), token_ids=[7])]
+    for api_server in (0, 1):
+        assert ends.receive(api_server).stats == {"running": 1.0}
+
+
+def test_a_front_that_comes_late_hears_that_the_engine_is_ready(ends):
+    ends.api_servers.announce(INFO)
+    ends.connect(messages.Connect(7))
+    assert ends.receive(-1) == INFO
+
+
+@pytest.mark.parametrize("first", [messages.Connect(0), messages.StopEngine(), messages.Start("", "", EngineOptions())])
+def test_no_other_connection_is_the_first_front(ends, first):
+    """A connection says who it is before it says anything else."""
+    ends.connect(first)
+    assert ends.connections[-1].recv(1) == b""
+    assert not ends.stopped.is_set() and not ends.first_gone.is_set() and len(ends.api_servers._api_servers) == 2
+
+
+def test_a_front_that_goes_away_is_told_of_once(ends):
+    ends.connections[1].shutdown(socket.SHUT_RDWR)
+    api_server, message = ends.take()
+    assert (api_server.sender, message) == (1, None)
+    ends.api_servers.remove(api_server)
+    ends.api_servers.deliver(StepOutputs(), {"running": 0.0})
+    assert ends.receive(0).stats == {"running": 0.0}
+    assert not ends.first_gone.is_set()
+
+
+def test_a_front_that_does_not_read_is_given_up(ends, monkeypatch):
+    """And the first one hears of it, which can end its process."""
+    monkeypatch.setattr(api_servers_module, "MAX_BUFFERED_BYTES", 2**20)
+    big = StepOutputs([columns_of([(1, i, [0]) for i in range(100_000)])], [])
+    for _ in range(3):
+        ends.api_servers.deliver(big, None)
+    assert isinstance(ends.receive(0), messages.Dropped)
+    api_server, message = ends.take()
+    assert (api_server.sender, message) == (1, None)
+    assert not ends.first_gone.is_set()
+
+
+def test_only_the_first_front_may_end_everything(ends):
+    ends.send(1, messages.StopEngine())
+    ends.send(1, messages.Abort([5]))
+    assert ends.take()[1] == messages.Abort([5])
+    assert not ends.stopped.is_set()
+    ends.send(0, messages.StopEngine())
+    assert ends.stopped.wait(30)
+    ends.connections[0].shutdown(socket.SHUT_RDWR)
+    assert ends.first_gone.wait(30)
+
+
+def test_requests_that_belong_together_come_together(ends):
+    """Other fronts' messages may come between their frames."""
+    params = SamplingParams(n=2, max_tokens=1)
+    rules = RequestRules(vocab_size=9, max_model_len=9)
+    one, two, other = (
+        prepare(EngineRequest(request_id=i, prompt_token_ids=[1], sampling=params), rules) for i in range(3)
+    )
+    ends.send(0, messages.Add([one], has_more=True))
+    ends.send(1, messages.Add([other]))
+    api_server, message = ends.take()
+    assert (api_server.sender, message) == (1, messages.Add([other]))
+    ends.send(0, messages.Add([two]))
+    api_server, message = ends.take()
+    assert (api_server.sender, message) == (0, messages.Add([one, two]))
+
+
+def test_one_front_at_a_time_has_the_turn():
+    """A turn lasts until its front ends it or goes away; who ends a turn that it has not changes nothing."""
+    ends = Ends(3)
+    ends.send(1, messages.AcquireLock())
+    assert ends.receive(1) == messages.LockGranted()
+    ends.send(2, messages.ReleaseLock())
+    ends.send(2, messages.AcquireLock())
+    ends.send(2, messages.Abort([7]))  # what a front says comes in its order
+    api_server, _ = ends.take()
+    assert api_server.sender == 2
+    ends.connections[1].shutdown(socket.SHUT_RDWR)
+    api_server, message = ends.take()
+    assert (api_server.sender, message) == (1, None)
+    ends.api_servers.remove(api_server)
+    assert ends.receive(2) == messages.LockGranted()
+
+
+def test_whatever_ends_the_reading_of_a_front_is_told(ends, monkeypatch):
+    put = ApiServerConnections._put
+
+    def no_memory(self, api_server, message):
+        if message is not None:
+            raise MemoryError
+        put(self, api_server, message)
+
+    monkeypatch.setattr(ApiServerConnections, "_put", no_memory)
+    ends.send(1, messages.Flush())
+    api_server, message = ends.take()
+    assert (api_server.sender, message) == (1, None)
+
+
+def test_bytes_that_are_no_message_end_the_connection(ends):
+    ends.connections[1].sendall(b"\x04\0\0\0abcd")
+    api_server, message = ends.take()
+    assert (api_server.sender, message) == (1, None)

@@ -1,0 +1,164 @@
+"""What a router makes of KV events: it knows what an instance holds, and says so when it does not."""
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv3.config.publishing import KvEventsConfig
+from dsv3.kv_cache.event_publisher import Publisher
+from dsv3.kv_cache.events import Cleared, EventEncoder, EventQueue, Removed, Spelled, Stored
+from dsv3.kv_cache.page_keys import extend_keys, root_key
+from router.cached_pages import CachedPages, EventEndpoint, Listener, UnreadableEvents, read_batch, spelled_keys
+from router.instance import Booking, Instance
+from router.request import Prompt
+
+RANKS = 2
+URL = "http://127.0.0.1:1"
+# Prompts of up to three pages over two kinds of page, of a tenant.
+PROMPTS = st.tuples(st.integers(0, 1), st.lists(st.integers(0, 1), min_size=1, max_size=3))
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["store", "remove", "clear"]), st.integers(0, RANKS - 1), PROMPTS), max_size=25
+)
+
+
+def tokens_of(pages: list[int]) -> np.ndarray:
+    return np.repeat(np.array(pages, np.int32), 64)
+
+
+def keys_of(tenant: int, pages: list[int]) -> list[bytes]:
+    keys: list[bytes] = []
+    extend_keys(root_key("model", str(tenant)), keys, tokens_of(pages), 64)
+    return keys
+
+
+def stored(rank: int, tenant: int, pages: list[int]) -> Stored:
+    keys = keys_of(tenant, pages)
+    return Stored(rank, "GPU", keys, Spelled(keys, None, tokens_of(pages), root_key("model", str(tenant))))
+
+
+def tell(held: CachedPages, encoder: EventEncoder, *notes) -> None:
+    record = EventQueue(9)
+    for note in notes:
+        record.note(note)
+    record.close()
+    for rank, payload in encoder.messages(record.take()):
+        held.take(rank, read_batch(payload))
+
+
+@given(STEPS, PROMPTS)
+def test_a_prompt_finds_what_a_rank_holds(steps, prompt):
+    held, encoder, there = CachedPages(RANKS), EventEncoder(RANKS, 64), set()
+    for what, rank, (tenant, pages) in steps:
+        keys = keys_of(tenant, pages)
+        if what == "store":
+            tell(held, encoder, stored(rank, tenant, pages))
+            there |= {(rank, tenant, tuple(pages[: i + 1])) for i in range(len(pages))}
+        elif what == "remove":
+            tell(held, encoder, Removed(rank, "GPU", keys[-1:]))
+            there.discard((rank, tenant, tuple(pages)))
+        else:
+            tell(held, encoder, Cleared())
+            there.clear()
+    names, wanted = spelled_keys(tokens_of(prompt[1])), prompt[1]
+    spelled = [{pages for rank, _, pages in there if rank == mine} for mine in range(RANKS)]
+    depths = [
+        next((i for i in range(len(wanted)) if tuple(wanted[: i + 1]) not in mine), len(wanted)) for mine in spelled
+    ]
+    assert held.overlap(names) == max(depths)
+
+
+@given(st.binary(max_size=40))
+def test_what_is_no_event_is_refused(payload):
+    with pytest.raises(UnreadableEvents):
+        read_batch(payload)
+
+
+def test_a_rank_that_is_forgotten_finds_nothing():
+    held = CachedPages(RANKS)
+    for rank in range(RANKS):
+        tell(held, EventEncoder(RANKS, 64), stored(rank, 0, [1, rank]))
+    names = spelled_keys(tokens_of([1, 1]))
+    assert held.overlap(names) == 2
+    held.forget(1)
+    assert held.overlap(names) == 1
+    held.forget(0)
+    assert held.overlap(names) == 0 == len(held)
+
+
+def test_what_an_instance_tells_outweighs_what_was_sent_there():
+    instance = Instance(URL, None, 9, 1.0)
+    text, salted = (Prompt((b"a", b"b"), 128, spelled_keys(tokens_of([1, 2])), each) for each in (False, True))
+    booking = Booking(instance, text, 0)  # nobody is heard
+    booking.close()
+    assert instance.overlap(text) == instance.overlap(salted) == 2
+    instance.listener = Listener(EventEndpoint("tcp://*:1"), URL)
+    instance.listener._heard = [True]
+    assert instance.overlap(text) == 0
+    booking = Booking(instance, text, 0)  # what is being computed will be there
+    assert instance.overlap(text) == 2 and instance.overlap(salted) == 0
+    booking.answer(1)
+    assert instance.overlap(text) == 0
+    tell(instance.listener.held, EventEncoder(1, 64), stored(0, 0, [1, 2]), stored(0, 0, [3]))
+    other = Prompt((b"c",), 64, spelled_keys(tokens_of([3])), is_salted=True)
+    assert instance.overlap(text) == 2 and instance.overlap(other) == 0  # another tenant's, for all one knows
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "host", "expected"),
+    [
+        ("tcp://*:5557", "a", "tcp://a:5557"),
+        ("tcp://[::]:5557", "::1", "tcp://[::1]:5557"),
+        ("tcp://10.0.0.7:5557", "a", "tcp://10.0.0.7:5557"),
+        ("ipc:///x", "127.0.0.1", "ipc:///x"),
+        ("ipc:///x", "a", None),
+        ("tcp://*:x", "a", None),
+        ("tcp://*", "a", None),
+    ],
+)
+def test_where_an_instance_is_heard(endpoint, host, expected):
+    source = EventEndpoint(endpoint).at(host)
+    assert (None if source is None else source.endpoint) == expected
+
+
+async def until(condition, seconds: float = 12) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_a_listener_knows_what_came_before_it_and_survives_the_publisher():
+    """Pages of before it listens, of while it listens, and none of a publisher that has gone."""
+
+    async def run(directory: Path) -> None:
+        fields = {"endpoint": f"ipc://{directory}/live", "replay_endpoint": f"ipc://{directory}/replay", "topic": "kv"}
+        config = KvEventsConfig(enable_kv_cache_events=True, **fields)
+        publisher, listener = Publisher(config, RANKS, 64), Listener(EventEndpoint(**fields, num_ranks=RANKS), URL)
+        publisher.record.note(stored(0, 0, [0, 1]))
+        listener.start()
+        names = [spelled_keys(tokens_of(pages)) for pages in ([0, 1], [1, 1])]
+        await until(lambda: listener.is_live and listener.held.overlap(names[0]) == 2)
+        publisher.record.note(stored(1, 0, [1, 1]))
+        await until(lambda: listener.held.overlap(names[1]) == 2)
+        publisher.close()
+        publisher = Publisher(config, RANKS, 64)
+        publisher.record.note(stored(0, 0, [1]))
+        publisher.record.note(Cleared())
+        publisher.record.close()
+        rest = stored(1, 0, [1])
+
+        def heard() -> bool:  # a subscriber that connects again hears what is published from then on
+            publisher.record.note(rest)
+            publisher.record.note(Removed(0, "GPU", keys_of(0, [0])))
+            return listener.held.overlap(names[0]) == 0 and listener.held.overlap(names[1]) == 1
+
+        await until(heard)
+        listener.close()
+        publisher.close()
+
+    with tempfile.TemporaryDirectory() as directory:
+        asyncio.run(run(Path(directory)))

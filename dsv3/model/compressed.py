@@ -15,7 +15,7 @@ from dsv3.model.layers.compressed_attention import (
     output,
     project,
 )
-from dsv3.model.layers.experts import LOCAL_EXPERTS, ExpertLayer, RoutedExperts, Tally
+from dsv3.model.layers.experts import LOCAL_EXPERTS, ExpertLayer, RoutedExperts, RouterStats
 from dsv3.model.layers.hyper_connections import Streams
 from dsv3.model.layers.linear import Index, Numerics, layer_slice, mlp
 from dsv3.model.layers.rope import Rotation
@@ -72,27 +72,9 @@ def _turns(kinds: list[Any], width: int) -> int:
 
 def run_compressed(params: LayerParams, context: RowContext, x: Streams, state: Any) -> tuple[Streams, Any, jax.Array]:
     """Runs all layers; also returns the attention state, and the (token, expert) pairs int32 `[L, E]`."""
-    ratios, counts = compressed_of(context.cfg).ratios, []
+    counts = []
     for pattern in patterns(context.cfg):
-
-        def turn(
-            carry: tuple[Streams, Any], number: Index, pattern: LayerPattern = pattern
-        ) -> tuple[tuple[Streams, Any], Any]:
-            tallies = []
-            for offset, (ratio, hashed) in enumerate(pattern.kinds):
-                before = pattern.first + offset
-                same = sum(other == ratio for other, _ in pattern.kinds)
-                place = LayerPlace(
-                    layer=before + number * len(pattern.kinds),
-                    ratio=ratio,
-                    of_ratio=ratios[:before].count(ratio) + number * same,
-                    hashed=hashed,
-                )
-                x, state, tally = run_layer(params, place, context, *carry)
-                carry = x, state
-                tallies.append(tally.counts)
-            return carry, jnp.stack(tallies)
-
+        turn = functools.partial(_run_turn, params, context, pattern)
         if pattern.turns == 1:
             (x, state), found = turn((x, state), 0)
         else:
@@ -101,9 +83,27 @@ def run_compressed(params: LayerParams, context: RowContext, x: Streams, state: 
     return x, state, jnp.concatenate(counts)
 
 
+def _run_turn(
+    params: LayerParams, context: RowContext, pattern: LayerPattern, carry: tuple[Streams, Any], number: Index
+) -> tuple[tuple[Streams, Any], jax.Array]:
+    """Runs the layers of turn `number` of a pattern; also returns their (token, expert) pairs `[layers, E]`."""
+    x, state = carry
+    ratios, counts = compressed_of(context.cfg).ratios, []
+    for first, (ratio, hashed) in enumerate(pattern.kinds, pattern.first):
+        place = LayerPlace(
+            layer=first + number * len(pattern.kinds),
+            ratio=ratio,
+            of_ratio=ratios[:first].count(ratio) + number * sum(other == ratio for other, _ in pattern.kinds),
+            hashed=hashed,
+        )
+        x, state, router_stats = run_layer(params, place, context, x, state)
+        counts.append(router_stats.counts)
+    return (x, state), jnp.stack(counts)
+
+
 def run_layer(
     params: LayerParams, place: LayerPlace, context: RowContext, x: Streams, state: Any
-) -> tuple[Streams, Any, Tally]:
+) -> tuple[Streams, Any, RouterStats]:
     """Runs one layer: attention, then experts, each between what it reads of the streams and writes to them."""
     cfg, layer, moe = context.cfg, place.layer, params.moe
     backend = context.numerics.backend
@@ -121,9 +121,9 @@ def run_layer(
         mixed = x.at(params.moe_mixing, layer, cfg, backend)
         normed = rms_norm(mixed.read(), params.post_norm, layer, cfg.rms_norm_eps, backend=backend)
         routing = choose_experts(moe, place, context, normed)
-        y, tally = context.routed(normed, routing, ExpertLayer(moe, layer, context.numerics))
+        y, router_stats = context.routed(normed, routing, ExpertLayer(moe, layer, context.numerics))
         shared = context.routed.shards.sum(mlp(normed, moe.shared, layer, context.numerics))
-        return mixed.write(y, shared), state, tally
+        return mixed.write(y, shared), state, router_stats
 
 
 @jax.named_scope("router")

@@ -11,7 +11,7 @@ from dsv3.model import mtp
 from dsv3.model.compressed import RowContext, hidden_states, run_compressed
 from dsv3.model.decoder import LayerContext, Residual, embed, final_norm, logits, run_decoder
 from dsv3.model.layers.compressed_attention import rotations
-from dsv3.model.layers.compressed_whole import whole_attend
+from dsv3.model.layers.compressed_uncached import uncached_attend
 from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts
 from dsv3.model.layers.hyper_connections import Streams, hyper_of
 from dsv3.model.layers.linear import Numerics
@@ -89,7 +89,7 @@ def _compressed_forward(
         positions,
         rotations(cfg, positions),
         jnp.ones(B * S, jnp.bool),
-        whole_attend(cfg, B),
+        uncached_attend(cfg, B),
         numerics,
         routed,
     )

@@ -14,7 +14,7 @@ from dsv3.checkpoint.deepseek_v4 import stored_tensors
 from dsv3.config.hugging_face import from_hf
 from dsv3.config.model import ModelConfig
 from dsv3.model import compressed, forward
-from dsv3.model.layers import compressed_attention, compressed_whole, experts, hyper_connections, linear, router
+from dsv3.model.layers import compressed_attention, compressed_uncached, experts, hyper_connections, linear, router
 from dsv3.model.layers.compressor import Contribution
 from dsv3.model.layers.hyper_connections import MixedStreams, Streams
 from dsv3.model.layers.rope import Rotation
@@ -178,7 +178,7 @@ def halves(params: Params, cfg: ModelConfig, patch: Patch) -> tuple[Params, Mode
 
 def turned_at(places: Callable[[jax.Array], jax.Array]) -> Wrong:
     """Rotates entries as if they stood elsewhere."""
-    return patched(compressed_whole, "entry_rotation", lambda right: lambda cfg, at: right(cfg, places(at)))
+    return patched(compressed_uncached, "entry_rotation", lambda right: lambda cfg, at: right(cfg, places(at)))
 
 
 def mixed(change: Callable[[MixedStreams], MixedStreams]) -> Wrong:
@@ -238,15 +238,15 @@ WRONG: dict[str, Wrong] = {
         lambda right: lambda h, p, layer, by, n: right(h, p, layer, Rotation(by.cos, 0 * by.sin), n),
     ),
     "entries before they are complete": patched(
-        compressed_whole, "complete", lambda right: lambda ratio, queries: (queries + ratio) // ratio
+        compressed_uncached, "complete", lambda right: lambda ratio, queries: (queries + ratio) // ratio
     ),
     "entries one token late": patched(
-        compressed_whole, "complete", lambda right: lambda ratio, queries: queries // ratio
+        compressed_uncached, "complete", lambda right: lambda ratio, queries: queries // ratio
     ),
     "a first entry with rows that do not exist": patched(
-        compressed_whole, "pooled", lambda right: lambda rows, exists, width: right(rows, exists | True, width)
+        compressed_uncached, "pooled", lambda right: lambda rows, exists, width: right(rows, exists | True, width)
     ),
-    "series that change places": patched(compressed_whole, "pooled", swapped),
+    "series that change places": patched(compressed_uncached, "pooled", swapped),
     "no position in a window": without("position"),
     "a window of one token less": attention_of(window=7),
     "a window of one token more": attention_of(window=9),

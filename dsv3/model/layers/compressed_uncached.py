@@ -22,7 +22,7 @@ from dsv3.model.params import CompressedAttentionParams, CompressorParams
 from pallas_kernels import dsa
 
 
-def whole_attend(cfg: ModelConfig, batch: int) -> AttendCompressed:
+def uncached_attend(cfg: ModelConfig, batch: int) -> AttendCompressed:
     """Attends without a cache: `batch` equally long sequences lie one after the other. The state is None."""
 
     def attend(tokens, params, place, state):

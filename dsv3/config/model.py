@@ -21,12 +21,32 @@ LATENTS, INDEX_KEYS = "latents", "index_keys"
 SPARSE_ENTRIES, HEAVY_ENTRIES = "sparse_entries", "heavy_entries"
 """Names of the cache groups of compressed entries: those that an indexer chooses among, and those that all are seen."""
 
+WINDOW_LATENTS = "window_latents"
+"""Name of the cache group of the last tokens' latents, beside compressed entries."""
+
+SPARSE_PARTS, INDEX_PARTS, HEAVY_PARTS = "sparse_parts", "index_parts", "heavy_parts"
+"""Names of the cache groups of what the last tokens give to entries and index keys that are not complete."""
+
+SPARSE_TAILS, INDEX_TAILS = "sparse_tails", "index_tails"
+"""Names of the cache groups of what the last tokens of a page give to the first entry, and key, of the next one."""
+
+DRAFT_ROWS = 8
+"""Rows that a ring has beyond what the next token needs: so many drafts a step may have, and reject."""
+
+Lifetime = Literal["context", "window", "request"]
+"""How long the cache keeps the rows of a group; see `CacheGroup`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class CacheGroup:
-    """Layers that keep the same thing of a token, paged over the whole context.
+    """Layers that keep the same thing of a token.
 
     Each of the cache layers `layers` has one row, `width` values of `dtype`, per `tokens_per_entry` tokens.
+
+    `lifetime` says how long. Rows of the "context" lie in pages, which a request holds to its end. Those of the
+    "window" lie in pages of as many tokens, but of a pool of their own: a request holds those that its window reaches.
+    There token t of a page has row `t % ring`. Those of the "request" lie in its slot of the batch, token t of the
+    request in row `t % ring`, and nothing keeps them beyond the request.
     """
 
     name: str
@@ -34,6 +54,8 @@ class CacheGroup:
     width: int
     dtype: str
     tokens_per_entry: int = 1
+    lifetime: Lifetime = "context"
+    ring: int = 0  # rows of a page, or of a slot, where the lifetime is not "context"
 
 
 def cache_row(cache_dtype: str, values: int, rotated: int = 0) -> tuple[int, str]:
@@ -277,8 +299,8 @@ class ModelConfig:
         Everything about the cache follows from them and from `page_size` (`dsv3.kv_cache.layout`). Their order is that
         of the bytes in a page's value, which tiers keep and instances send.
 
-        In compressed attention these are the entries and index keys. The window, and what compressors need of the last
-        tokens, grow with requests and not with tokens.
+        In compressed attention, entries and index keys are kept for the whole context. The window, and what compressors
+        need of the last tokens, grow with requests and not with tokens.
         """
         if self.compressed is not None:
             return self._entry_groups(self.compressed, cache_dtype)
@@ -291,12 +313,31 @@ class ModelConfig:
     def _entry_groups(self, compressed: CompressedAttention, cache_dtype: str) -> tuple[CacheGroup, ...]:
         row = entry_row(cache_dtype, self.kv_lora_rank, self.qk_rope_head_dim)
         keys = cache_row(cache_dtype, compressed.indexer.head_dim)
-        sparse = tuple(i for i, ratio in enumerate(compressed.ratios) if ratio == compressed.sparse_ratio)
-        heavy = tuple(i for i, ratio in enumerate(compressed.ratios) if ratio and i not in sparse)
+        ratio, d, Y = compressed.sparse_ratio, self.latent_dim, compressed.indexer.head_dim
+        sparse = tuple(i for i, other in enumerate(compressed.ratios) if other == ratio)
+        heavy = tuple(i for i, other in enumerate(compressed.ratios) if other not in (0, ratio))
+        span = compressed.ratios[heavy[0]] if heavy else 1
+
+        def rows(name: str, layers: tuple[int, ...], width: int, count: int, lifetime: Lifetime) -> CacheGroup:
+            return CacheGroup(name, layers, width, "float32", lifetime=lifetime, ring=count)
+
         groups = (
-            CacheGroup(SPARSE_ENTRIES, sparse, *row, compressed.sparse_ratio),
-            CacheGroup(INDEX_KEYS, sparse, *keys, compressed.sparse_ratio),
-            CacheGroup(HEAVY_ENTRIES, heavy, *row, compressed.ratios[heavy[0]] if heavy else 1),
+            CacheGroup(SPARSE_ENTRIES, sparse, *row, ratio),
+            CacheGroup(INDEX_KEYS, sparse, *keys, ratio),
+            CacheGroup(HEAVY_ENTRIES, heavy, *row, span),
+            CacheGroup(
+                WINDOW_LATENTS,
+                tuple(range(len(compressed.ratios))),
+                *row,
+                lifetime="window",
+                ring=max(compressed.window, 2 * ratio) + DRAFT_ROWS,
+            ),
+            # Values and their scores: two series of each, of which the next window takes the first; one in heavy ones.
+            rows(SPARSE_TAILS, sparse, 2 * d, ratio, "window"),
+            rows(INDEX_TAILS, sparse, 2 * Y, ratio, "window"),
+            rows(SPARSE_PARTS, sparse, 4 * d, 2 * ratio + DRAFT_ROWS, "request"),
+            rows(INDEX_PARTS, sparse, 4 * Y, 2 * ratio + DRAFT_ROWS, "request"),
+            rows(HEAVY_PARTS, heavy, 2 * d, span + DRAFT_ROWS, "request"),
         )
         return tuple(group for group in groups if group.layers)
 

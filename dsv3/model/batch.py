@@ -43,6 +43,10 @@ class PrefillBatch:
     Chunk b occupies rows `cu_lengths[b]` to `cu_lengths[b + 1]`; rows from `cu_lengths[B]` on are padding. Its request
     already has `context_lengths[b]` tokens in its pages; the chunk's own tokens follow them. In an expanded form all
     tokens of the requests together, those of each in whole pages, are no more than `room`.
+
+    A model whose cache groups have the lifetime "window" has a `window_table`, whose entries are pages of the window at
+    the places of `page_table`, and one with groups of the "request" has `slots`, one per request. A row whose page is
+    -1 is not written: no later step reads it. Entries of pages that the window does not reach are never read.
     """
 
     tokens: Any  # [T] int32
@@ -52,6 +56,8 @@ class PrefillBatch:
     page_table: Any  # [B, Mp] int32, entries beyond a request's pages are never read
     form: AttentionForm = dataclasses.field(default=AttentionForm.ANY, metadata={"static": True})
     room: int = dataclasses.field(default=0, metadata={"static": True})
+    window_table: Any = None  # [B, Mp] int32
+    slots: Any = None  # [B] int32
 
 
 @jax.tree_util.register_dataclass
@@ -60,13 +66,16 @@ class DecodeBatch:
     """B requests with S query tokens each (1 + drafts).
 
     `lengths` counts a request's tokens including these S, so its queries have positions `lengths - S` and on. A row of
-    length 0 is inactive: nothing is written for it and its output means nothing.
+    length 0 is inactive: nothing is written for it and its output means nothing. `window_table` and `slots` are those
+    of `PrefillBatch`.
     """
 
     tokens: Any  # [B, S] int32
     lengths: Any  # [B] int32
     page_table: Any  # [B, Mp] int32
     form: AttentionForm = dataclasses.field(default=AttentionForm.ANY, metadata={"static": True})
+    window_table: Any = None  # [B, Mp] int32
+    slots: Any = None  # [B] int32
 
 
 def split_prefill(batch: PrefillBatch) -> tuple[PrefillBatch, PrefillBatch]:

@@ -192,7 +192,7 @@ def _chooser(
         return dsa.choose(q, weights, pages[INDEX_KEYS], page_table, visible, **where)
 
     def choose(visible: jax.Array) -> jax.Array:
-        return _by_groups(group, at_once, (index.q, index.weights, rows.requests, visible), backend)
+        return by_groups(group, at_once, (index.q, index.weights, rows.requests, visible), backend)
 
     def anew() -> jax.Array:
         return choose(rows.visible)
@@ -243,13 +243,13 @@ def _attend_chosen(
         )
 
     size = dsa.rows_at_once(latents, rows.page_table, best)
-    return _by_groups(group, size, (queries, chosen, rows.requests, rows.visible), backend)
+    return by_groups(group, size, (queries, chosen, rows.requests, rows.visible), backend)
 
 
-def _by_groups(
+def by_groups(
     group: Callable[..., jax.Array],
     size: int,
-    arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    arrays: tuple[jax.Array, ...],
     backend: Backend | None,
 ) -> jax.Array:
     """Runs `group` on `size` rows of `arrays` at a time; a group of padding alone means nothing.

@@ -1,0 +1,176 @@
+"""DeepSeek-V4's attention over a cache: however requests are cut, batched and placed, they equal whole sequences."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv3.config.model import DRAFT_ROWS
+from dsv3.kv_cache import layout
+from dsv3.model import DecodeBatch
+from dsv3.model.layers.compressed_paged import decode_attend_compressed
+from tests.dsv3.model.deepseek_v4 import model
+from tests.dsv3.model.deepseek_v4_steps import CHUNKS, ROWS, Engine, Request, T
+from tests.dsv3.model.golden import data, run
+
+S = 1 + DRAFT_ROWS
+PARAMS, CFG = model("deepseek_v4")
+PAGE = CFG.page_size
+
+
+@functools.cache
+def sequence(number: int) -> np.ndarray:
+    """Tokens: the golden sequence of more than a page, and others that begin with its prompts."""
+    golden = data("deepseek_v4")
+    if number == 0:
+        return golden["input_ids"][0]
+    prompt = golden["prompts"][number]
+    return np.concatenate([prompt[: (prompt >= 0).sum()], golden["greedy"][number]])
+
+
+@functools.cache
+def whole(number: int) -> np.ndarray:
+    tokens = np.zeros((1, 288), np.int32)
+    tokens[0, : len(sequence(number))] = sequence(number)
+    return np.asarray(run(PARAMS, CFG, tokens).logits[0, : len(sequence(number))])
+
+
+@functools.cache
+def alone(number: int) -> np.ndarray:
+    """The logits of a sequence in chunks of T rows, with nothing beside it."""
+    engine, tokens = Engine(PARAMS, CFG, 0), sequence(number)
+    request = engine.begin()
+    chunks = [tokens[i : i + T] for i in range(0, len(tokens), T)]
+    return np.concatenate([engine.prefill([(request, chunk)])[0] for chunk in chunks])
+
+
+def close(actual: np.ndarray, wanted: np.ndarray) -> None:
+    np.testing.assert_allclose(actual, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.integers(0, 2**16), st.data())
+def test_chunks_of_several_requests(seed: int, draw: st.DataObject) -> None:
+    """Bits depend on nothing but the sequence."""
+    engine, rng = Engine(PARAMS, CFG, seed), np.random.default_rng(seed)
+    waiting, running = list(rng.permutation(5)), {}
+    most = draw.draw(st.sampled_from([5, 40, T]))
+    while waiting or running:
+        while waiting and len(running) < CHUNKS:
+            running[waiting.pop()] = engine.begin()
+        room, chunks = T, {}
+        for number in rng.permutation(list(running))[: rng.integers(1, CHUNKS + 1)].tolist():
+            left = len(sequence(number)) - running[number].length
+            if count := min(room, left, int(rng.integers(1, most + 1)) if rng.random() < 0.9 else left):
+                start, room = running[number].length, room - count
+                chunks[number] = start, sequence(number)[start : start + count]
+        found = engine.prefill([(running[number], new) for number, (_, new) in chunks.items()])
+        for (number, (start, new)), logits in zip(chunks.items(), found, strict=True):
+            np.testing.assert_array_equal(logits, alone(number)[start : start + len(new)])
+            if running[number].length == len(sequence(number)):
+                engine.end(running.pop(number))
+    for held in engine.holders.values():
+        assert not held.any()
+    assert all(np.isnan(np.asarray(array)).all() for array in engine.pool.values())
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_chunks_equal_whole_sequences(number: int) -> None:
+    close(alone(number), whole(number))
+
+
+@functools.cache
+def decoded_alone(number: int, start: int) -> np.ndarray:
+    """The logits of a sequence's tokens from `start` on, one by one, with drafts that are all rejected."""
+    engine, tokens = Engine(PARAMS, CFG, 0), sequence(number)
+    request, found = started(engine, number, start), []
+    while request.length < len(tokens):
+        found.append(engine.decode([(request, drafted(number, request.length, 1, engine.rng), 1)])[0][0])
+    return np.stack(found)
+
+
+def started(engine: Engine, number: int, length: int) -> Request:
+    request = engine.begin()
+    for i in range(0, length, T):
+        engine.prefill([(request, sequence(number)[i : min(i + T, length)])])
+    return request
+
+
+def drafted(number: int, start: int, right: int, rng: np.random.Generator) -> np.ndarray:
+    """S tokens, of which so many are the right ones, and the next is not."""
+    tokens = rng.integers(0, CFG.vocab_size, S).astype(np.int32)
+    there = sequence(number)[start : start + right + 1]
+    if len(there) > right and right < S:
+        tokens[right] = (there[right] + 1) % CFG.vocab_size
+    tokens[:right] = there[:right]
+    return tokens
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.integers(0, 2**16))
+def test_decode_with_rejected_drafts(seed: int) -> None:
+    """What a rejected draft has written is never read: the first logits of a step have the bits of any other batch."""
+    engine, rng = Engine(PARAMS, CFG, seed), np.random.default_rng(seed)
+    starts = {0: 246, 1: len(sequence(1)) - 25, 2: len(sequence(2)) - 30, 3: len(sequence(3)) - 20}
+    waiting, running = list(rng.permutation(list(starts))), {}
+    while waiting or running:
+        while waiting and len(running) < ROWS:
+            number = int(waiting.pop())
+            running[number] = started(engine, number, starts[number])
+        rows = []
+        for number in rng.permutation(list(running))[: rng.integers(1, ROWS + 1)].tolist():
+            request = running[number]
+            right = min(int(rng.integers(1, S + 1)), len(sequence(number)) - request.length)
+            rows.append((number, request.length, right, drafted(number, request.length, right, rng)))
+        found = engine.decode([(running[number], tokens, right) for number, _, right, tokens in rows])
+        for (number, at, right, _), logits in zip(rows, found, strict=True):
+            np.testing.assert_array_equal(logits[0], decoded_alone(number, starts[number])[at - starts[number]])
+            close(logits[:right], whole(number)[at : at + right])
+            if running[number].length == len(sequence(number)):
+                engine.end(running.pop(number))
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.integers(0, 2**16), st.booleans())
+def test_requests_go_on_from_a_parked_page(seed: int, in_one_chunk: bool) -> None:
+    """A prefix that ends with a page gives the bits that it gave in its own request, which has ended."""
+    engine, rng = Engine(PARAMS, CFG, seed), np.random.default_rng(seed)
+    tokens, first = sequence(0), started(engine, 0, 180)
+    more = 90 if in_one_chunk else PAGE - 180
+    engine.prefill([(first, tokens[180 : 180 + more])], release=False)
+    parked = engine.park(first, PAGE)
+    engine.end(first)
+    for _ in range(2):
+        request, at = engine.begin(parked), PAGE
+        if rng.random() < 0.5:
+            engine.move_window(request)
+        while at < len(tokens):
+            new = tokens[at : at + int(rng.integers(1, 20))]
+            np.testing.assert_array_equal(engine.prefill([(request, new)])[0], alone(0)[at : at + len(new)])
+            at += len(new)
+        engine.end(request)
+    request = engine.begin(parked)
+    draft = drafted(0, PAGE, S, rng)
+    close(engine.decode([(request, draft, 1)])[0], whole(0)[PAGE : PAGE + S])
+    engine.end(request)
+    engine.end(parked)
+    assert not any(held.any() for held in engine.holders.values())
+
+
+def test_a_page_that_is_released_too_early_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = layout.first_window_page
+    monkeypatch.setattr(layout, "first_window_page", lambda cfg, tokens: right(cfg, tokens + 1))
+    engine, tokens = Engine(PARAMS, CFG, 0), sequence(0)
+    first_reached = PAGE + CFG.compressed.window - 2  # its next token sees the last one of the first page
+    request = started(engine, 0, first_reached)
+    assert not np.isfinite(engine.prefill([(request, tokens[first_reached : first_reached + 1])])[0]).any()
+
+
+def test_more_drafts_than_rings_have_rows_for_are_refused() -> None:
+    ints = functools.partial(jnp.zeros, dtype=jnp.int32)
+    batch = DecodeBatch(ints((1, S + 1)), ints(1), ints((1, 1)), window_table=ints((1, 1)), slots=ints(1))
+    with pytest.raises(ValueError, match="9 drafts: the cache keeps rows for at most 8 in a step"):
+        decode_attend_compressed(CFG, batch)

@@ -40,6 +40,7 @@ from dsv3.model.layers.compressed_attention import (
     entry_rotation,
 )
 from dsv3.model.layers.compressor import Contribution, finished, pooled, window_rows
+from dsv3.model.layers.entry_row import loaded, stored
 from dsv3.model.layers.linear import layer_slice
 from dsv3.model.layers.sparse import by_groups
 from dsv3.model.params import CompressedAttentionParams, CompressorParams
@@ -118,6 +119,7 @@ class _Layer:
         done = finished(made, params, self.place.of_ratio, by, self.cfg.rms_norm_eps, dtype)
         entries = self.kept(pool, names.entries)
         if names.entries != INDEX_KEYS:
+            done = stored(done, self.cfg.kv_lora_rank, entries.array.dtype)
             return {**pool, names.entries: entries.write(done, requests, numbers, exists)}
         pages, offsets = entries.places(requests, numbers)
         where: dict[str, Any] = {"layer": self.place.of_ratio, "pages_per_layer": pages_per_layer(self.cfg, pool)}
@@ -125,37 +127,48 @@ class _Layer:
         return {**pool, INDEX_KEYS: keys}
 
     def attended(
-        self, tokens: CompressedTokens, sink: jax.Array, window: CacheRows, entries: CacheRows | None, keys: Any
+        self,
+        tokens: CompressedTokens,
+        sink: jax.Array,
+        new: jax.Array,
+        window: CacheRows,
+        entries: CacheRows | None,
+        keys: CacheRows | None,
     ) -> jax.Array:
-        """Returns `[T, H, d]`: what the heads see of the window and of `entries`, chosen by `keys` if there are any."""
+        """Returns `[T, H, d]`: what the heads see of the window and of `entries`, chosen by `keys` if there are any.
+
+        `new` `[T, W]` are the tokens' rows of the window.
+        """
         rows, cfg = self.rows, self.cfg
-        new = tokens.latent.astype(window.array.dtype)
         back = jnp.arange(1 - compressed_of(cfg).window, 1, dtype=jnp.int32)
 
         def group(q: jax.Array, *arrays: jax.Array) -> jax.Array:
-            *index, requests, positions, seen = arrays
+            requests, positions, seen = arrays[-3:]
             at = positions[:, None] + back
             copies, visible = rows.at(requests, at, new, window), (at >= 0) & (seen > 0)[:, None]
             if entries is not None:
                 count = complete(self.place.ratio, seen - 1)
                 numbers = jnp.arange(entries.capacity, dtype=jnp.int32)[None]
                 if keys is not None:
-                    numbers = self._chosen(keys, index, requests, count)
+                    numbers = self._chosen(keys, arrays[0], arrays[1], requests, count)
                 copies = jnp.concatenate([copies, entries.read(requests, numbers)], axis=1)
                 visible = jnp.concatenate([visible, numbers < count[:, None]], axis=1)
-            copies = jnp.where(visible[..., None], copies, 0).astype(q.dtype)
-            return attended(q[:, None], copies, visible[:, None], sink, cfg.softmax_scale)[:, 0]
+            values = loaded(copies, cfg.kv_lora_rank, cfg.latent_dim, q.dtype)
+            values = jnp.where(visible[..., None], values, 0)  # a weight of 0 does not undo NaN
+            return attended(q[:, None], values, visible[:, None], sink, cfg.softmax_scale)[:, 0]
 
         index = () if tokens.index is None else (tokens.index.q, tokens.index.weights)
         seen = jnp.where(rows.valid, rows.positions + 1, 0)
         size = self._queries_at_once(tokens.q, entries, keys)
         return by_groups(group, size, (tokens.q, *index, rows.requests, rows.positions, seen), self.backend)
 
-    def _chosen(self, keys: CacheRows, index: list[jax.Array], requests: jax.Array, count: jax.Array) -> jax.Array:
+    def _chosen(
+        self, keys: CacheRows, q: jax.Array, weights: jax.Array, requests: jax.Array, count: jax.Array
+    ) -> jax.Array:
         """Returns the numbers `[G, K]` of the entries to attend to, of the first `count` `[G]`."""
         best, table = compressed_of(self.cfg).indexer.topk, keys.table[requests]
         how: dict[str, Any] = {"first_page": keys.first, "best": best, "backend": self.backend}
-        return dsa.choose(*index, keys.array, table, count, **how)
+        return dsa.choose(q, weights, keys.array, table, count, **how)
 
     def _queries_at_once(self, q: jax.Array, entries: CacheRows | None, keys: CacheRows | None) -> int:
         """Returns how many queries are worked on at once: scores, copies and logits stay within 256 MiB each."""
@@ -189,8 +202,9 @@ def _attend(
         pool = layer.extended(pool, _INDEX, tokens.index.keys, params.indexer.compressor, dtype)
         keys = layer.kept(pool, INDEX_KEYS)
     window = layer.kept(pool, WINDOW_LATENTS)
-    out = layer.attended(tokens, layer_slice(params.sink, place.layer), window, entries, keys)
-    out, latents = rows.keep(tokens.latent, window, out)
+    new = stored(tokens.latent, cfg.kv_lora_rank, window.array.dtype)
+    out = layer.attended(tokens, layer_slice(params.sink, place.layer), new, window, entries, keys)
+    out, latents = rows.keep(new, window, out)
     return out, {**pool, WINDOW_LATENTS: latents}
 
 

@@ -20,7 +20,7 @@ from dsv3.model.layers.hyper_connections import Streams
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.params import Params
 
-T, CHUNKS, TABLE = 96, 3, 3  # rows and chunks of a prefill step, pages of a request
+T, CHUNKS, TABLE = 280, 3, 3  # rows and chunks of a prefill step, pages of a request
 ROWS = 3  # requests of a decode step
 PAGES, WINDOW_PAGES, SLOTS = 10, 8, 4
 COUNTS = {"context": PAGES, "window": WINDOW_PAGES, "request": SLOTS}
@@ -41,6 +41,11 @@ def step(params: Params, cfg: ModelConfig, batch: PrefillBatch | DecodeBatch, po
     return logits(params, cfg, hidden_states(params, cfg, x, numerics)), pool
 
 
+def junk(dtype: jnp.dtype) -> Any:
+    """NaN, in FP8 rows too."""
+    return jnp.array(0xFF if dtype == jnp.uint8 else jnp.nan, dtype)
+
+
 @dataclasses.dataclass
 class Request:
     """A request as the engine knows it, or a parked prefix, which has no slot; -1 is no page."""
@@ -55,10 +60,10 @@ class Request:
 class Engine:
     """Runs steps on a pool. What no request has is NaN, and pages and slots are given in an order of chance."""
 
-    def __init__(self, params: Params, cfg: ModelConfig, seed: int) -> None:
+    def __init__(self, params: Params, cfg: ModelConfig, seed: int, cache_dtype: str = "float32") -> None:
         self.params, self.cfg, self.rng = params, cfg, np.random.default_rng(seed)
-        shapes = layout.pool(cfg, "float32", PAGES, WINDOW_PAGES, SLOTS)
-        self.pool = {name: jnp.full(a.shape, jnp.nan, a.dtype) for name, a in shapes.items()}
+        shapes = layout.pool(cfg, cache_dtype, PAGES, WINDOW_PAGES, SLOTS)
+        self.pool = {name: jnp.full(a.shape, junk(a.dtype), a.dtype) for name, a in shapes.items()}
         self.holders = {kind: np.zeros(count, int) for kind, count in COUNTS.items()}
 
     def begin(self, parked: Request | None = None) -> Request:
@@ -167,4 +172,5 @@ class Engine:
         free = jnp.asarray(held == 0)
         for group in layout.groups_of(self.cfg, "float32", kind):
             gone = jnp.tile(free, len(group.layers))
-            self.pool[group.name] = jnp.where(gone[:, None, None], jnp.nan, self.pool[group.name])
+            array = self.pool[group.name]
+            self.pool[group.name] = jnp.where(gone[:, None, None], junk(array.dtype), array)

@@ -1,7 +1,10 @@
 """DeepSeek-V4's attention over a cache: however requests are cut, batched and placed, they equal whole sequences."""
 
 import functools
+import itertools
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,8 +13,11 @@ from hypothesis import strategies as st
 
 from dsv3.config.model import DRAFT_ROWS
 from dsv3.kv_cache import layout
-from dsv3.model import DecodeBatch
+from dsv3.model import DecodeBatch, forward
+from dsv3.model.layers import compressed_uncached
+from dsv3.model.layers.compressed_attention import attended
 from dsv3.model.layers.compressed_paged import decode_attend_compressed
+from dsv3.model.layers.entry_row import loaded, stored
 from tests.dsv3.model.deepseek_v4 import model
 from tests.dsv3.model.deepseek_v4_steps import CHUNKS, ROWS, Engine, Request, T
 from tests.dsv3.model.golden import data, run
@@ -21,19 +27,25 @@ PARAMS, CFG = model("deepseek_v4")
 PAGE = CFG.page_size
 
 
+LONG = 32
+NUMBERS = (0, 3, 20, 27, 31, LONG)
+
+
 @functools.cache
 def sequence(number: int) -> np.ndarray:
-    """Tokens: the golden sequence of more than a page, and others that begin with its prompts."""
+    """Tokens: the golden sequence of more than a page, others that begin with its prompts, and one of three pages."""
     golden = data("deepseek_v4")
     if number == 0:
         return golden["input_ids"][0]
+    if number == LONG:
+        return np.random.default_rng(0).integers(0, CFG.vocab_size, 2 * PAGE + 30).astype(np.int32)
     prompt = golden["prompts"][number]
     return np.concatenate([prompt[: (prompt >= 0).sum()], golden["greedy"][number]])
 
 
 @functools.cache
 def whole(number: int) -> np.ndarray:
-    tokens = np.zeros((1, 288), np.int32)
+    tokens = np.zeros((1, 288 if number != LONG else len(sequence(LONG))), np.int32)
     tokens[0, : len(sequence(number))] = sequence(number)
     return np.asarray(run(PARAMS, CFG, tokens).logits[0, : len(sequence(number))])
 
@@ -56,8 +68,8 @@ def close(actual: np.ndarray, wanted: np.ndarray) -> None:
 def test_chunks_of_several_requests(seed: int, draw: st.DataObject) -> None:
     """Bits depend on nothing but the sequence."""
     engine, rng = Engine(PARAMS, CFG, seed), np.random.default_rng(seed)
-    waiting, running = list(rng.permutation(5)), {}
-    most = draw.draw(st.sampled_from([5, 40, T]))
+    waiting, running = rng.permutation(NUMBERS).tolist(), {}
+    most = draw.draw(st.sampled_from([30, 100, T]))
     while waiting or running:
         while waiting and len(running) < CHUNKS:
             running[waiting.pop()] = engine.begin()
@@ -77,9 +89,29 @@ def test_chunks_of_several_requests(seed: int, draw: st.DataObject) -> None:
     assert all(np.isnan(np.asarray(array)).all() for array in engine.pool.values())
 
 
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", NUMBERS)
 def test_chunks_equal_whole_sequences(number: int) -> None:
     close(alone(number), whole(number))
+
+
+def test_fp8_rows_are_the_same_however_a_request_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's own tokens are rounded as those that it reads are, and that is all that differs from whole sequences."""
+    found, tokens = [], sequence(0)
+    for cuts in ([0, T, len(tokens)], [0, 130, 135, 257, len(tokens)]):
+        engine = Engine(PARAMS, CFG, 0, "fp8")
+        request = engine.begin()
+        chunks = [(request, tokens[first:last]) for first, last in itertools.pairwise(cuts)]
+        found.append(np.concatenate([engine.prefill([chunk])[0] for chunk in chunks]))
+    np.testing.assert_array_equal(*found)
+
+    def rounded(q: jax.Array, keys: jax.Array, *others: Any) -> jax.Array:
+        rows = stored(keys, CFG.kv_lora_rank, jnp.uint8)
+        return attended(q, loaded(rows, CFG.kv_lora_rank, CFG.latent_dim, keys.dtype), *others)
+
+    monkeypatch.setattr(compressed_uncached, "attended", rounded)
+    start = tokens[None, : 4 * CFG.compressed.indexer.topk]  # so many have all entries chosen
+    error = np.abs(found[0][: start.size] - np.asarray(forward(PARAMS, CFG, jnp.asarray(start)).logits[0]))
+    assert np.median(error) < 1e-5 * whole(0).std(), np.median(error)  # where noise turns a value, a token is far off
 
 
 @functools.cache
@@ -114,8 +146,8 @@ def drafted(number: int, start: int, right: int, rng: np.random.Generator) -> np
 def test_decode_with_rejected_drafts(seed: int) -> None:
     """What a rejected draft has written is never read: the first logits of a step have the bits of any other batch."""
     engine, rng = Engine(PARAMS, CFG, seed), np.random.default_rng(seed)
-    starts = {0: 246, 1: len(sequence(1)) - 25, 2: len(sequence(2)) - 30, 3: len(sequence(3)) - 20}
-    waiting, running = list(rng.permutation(list(starts))), {}
+    starts = {0: 246} | {number: max(1, len(sequence(number)) - 25) for number in NUMBERS[1:-1]}
+    waiting, running = rng.permutation(list(starts)).tolist(), {}
     while waiting or running:
         while waiting and len(running) < ROWS:
             number = int(waiting.pop())

@@ -26,7 +26,7 @@ PAGES, WINDOW_PAGES, SLOTS = 10, 8, 4
 COUNTS = {"context": PAGES, "window": WINDOW_PAGES, "request": SLOTS}
 
 
-@functools.partial(jax.jit, static_argnames="cfg")
+@functools.partial(jax.jit, static_argnames="cfg", donate_argnames="pool")
 def step(params: Params, cfg: ModelConfig, batch: PrefillBatch | DecodeBatch, pool: layout.Pool) -> tuple[Any, Any]:
     """Returns the logits `[rows, W]` and the pool."""
     if isinstance(batch, PrefillBatch):
@@ -142,7 +142,8 @@ class Engine:
         request.window_table[at : at + len(new)] = new
 
     def _run(self, batch: PrefillBatch | DecodeBatch) -> np.ndarray:
-        out, self.pool = step(self.params, self.cfg, jax.tree.map(jnp.asarray, batch), self.pool)
+        self.last_batch = jax.tree.map(jnp.asarray, batch)
+        out, self.pool = step(self.params, self.cfg, self.last_batch, self.pool)
         return np.asarray(out)
 
     def _tables(self, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -18,8 +18,9 @@ from dsv3.model.layers import compressed_uncached
 from dsv3.model.layers.compressed_attention import attended
 from dsv3.model.layers.compressed_paged import decode_attend_compressed
 from dsv3.model.layers.entry_row import loaded, stored
+from pallas_kernels import dsa
 from tests.dsv3.model.deepseek_v4 import model
-from tests.dsv3.model.deepseek_v4_steps import CHUNKS, ROWS, Engine, Request, T
+from tests.dsv3.model.deepseek_v4_steps import CHUNKS, ROWS, Engine, Request, T, step
 from tests.dsv3.model.golden import data, run
 
 S = 1 + DRAFT_ROWS
@@ -28,6 +29,14 @@ PAGE = CFG.page_size
 
 
 LONG = 32
+
+
+@pytest.fixture(autouse=True)
+def groups_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds memory so that a prefill step works on 64 to 128 queries at once."""
+    monkeypatch.setattr(dsa, "BYTES_AT_ONCE", 2**17)
+
+
 NUMBERS = (0, 3, 20, 27, 31, LONG)
 
 
@@ -199,6 +208,21 @@ def test_a_page_that_is_released_too_early_shows(monkeypatch: pytest.MonkeyPatch
     first_reached = PAGE + CFG.compressed.window - 2  # its next token sees the last one of the first page
     request = started(engine, 0, first_reached)
     assert not np.isfinite(engine.prefill([(request, tokens[first_reached : first_reached + 1])])[0]).any()
+
+
+def test_the_pool_is_not_copied() -> None:
+    """What is read of a ring before a step writes to it is read first."""
+    engine = Engine(PARAMS, CFG, 0)
+    request = engine.begin()
+    engine.prefill([(request, sequence(0)[:9])])
+    batches = [engine.last_batch]
+    engine.decode([(request, sequence(0)[:S], 1)])
+    shapes = [f"f32[{','.join(map(str, array.shape))}]" for array in engine.pool.values()]
+    for batch in (*batches, engine.last_batch):
+        text = step.lower(PARAMS, CFG, batch, engine.pool).compile().as_text()
+        assert all(shape in text for shape in shapes)
+        copies = [line for line in text.splitlines() if " copy(" in line and any(shape in line for shape in shapes)]
+        assert not copies, copies
 
 
 def test_more_drafts_than_rings_have_rows_for_are_refused() -> None:

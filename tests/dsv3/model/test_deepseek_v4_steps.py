@@ -103,6 +103,15 @@ def test_chunks_equal_whole_sequences(number: int) -> None:
     close(alone(number), whole(number))
 
 
+def test_layers_in_another_order() -> None:
+    """The other golden model begins with a layer of the heavy ratio, and has one without entries between."""
+    params, cfg = model("deepseek_v4_plain")
+    engine, golden = Engine(params, cfg, 1), data("deepseek_v4_plain")
+    request, tokens = engine.begin(), golden["input_ids"][0]
+    found = [engine.prefill([(request, new)])[0] for new in (tokens[:43], tokens[43:])]
+    close(np.concatenate(found), golden["logits"][0])
+
+
 def test_fp8_rows_are_the_same_however_a_request_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step's own tokens are rounded as those that it reads are, and that is all that differs from whole sequences."""
     found, tokens = [], sequence(0)

@@ -18,12 +18,35 @@ FP8 = "fp8"
 LATENTS, INDEX_KEYS = "latents", "index_keys"
 """Names of the cache groups of MLA and of its indexer."""
 
+SPARSE_ENTRIES, HEAVY_ENTRIES = "sparse_entries", "heavy_entries"
+"""Names of the cache groups of compressed entries: those that an indexer chooses among, and those that all are seen."""
+
+WINDOW_LATENTS = "window_latents"
+"""Name of the cache group of the last tokens' latents, beside compressed entries."""
+
+SPARSE_PARTS, INDEX_PARTS, HEAVY_PARTS = "sparse_parts", "index_parts", "heavy_parts"
+"""Names of the cache groups of what the last tokens give to entries and index keys that are not complete."""
+
+SPARSE_TAILS, INDEX_TAILS = "sparse_tails", "index_tails"
+"""Names of the cache groups of what the last tokens of a page give to the first entry, and key, of the next one."""
+
+DRAFT_ROWS = 8
+"""Rows that a ring has beyond what the next token needs: so many drafts a step may have, and reject."""
+
+Lifetime = Literal["context", "window", "request"]
+"""How long the cache keeps the rows of a group; see `CacheGroup`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class CacheGroup:
-    """Layers that keep the same thing of a token, paged over the whole context.
+    """Layers that keep the same thing of a token.
 
     Each of the cache layers `layers` has one row, `width` values of `dtype`, per `tokens_per_entry` tokens.
+
+    `lifetime` says how long. Rows of the "context" lie in pages, which a request holds to its end. Those of the
+    "window" lie in pages of as many tokens, but of a pool of their own: a request holds those that its window reaches.
+    There token t of a page has row `t % ring`. Those of the "request" lie in its slot of the batch, token t of the
+    request in row `t % ring`, and nothing keeps them beyond the request.
     """
 
     name: str
@@ -31,6 +54,8 @@ class CacheGroup:
     width: int
     dtype: str
     tokens_per_entry: int = 1
+    lifetime: Lifetime = "context"
+    ring: int = 0  # rows of a page, or of a slot, where the lifetime is not "context"
 
 
 def cache_row(cache_dtype: str, values: int, rotated: int = 0) -> tuple[int, str]:
@@ -40,6 +65,16 @@ def cache_row(cache_dtype: str, values: int, rotated: int = 0) -> tuple[int, str
     """
     if cache_dtype == FP8:
         return values + 4 * -(-values // 128) + 2 * rotated, "uint8"
+    return values + rotated, cache_dtype
+
+
+def entry_row(cache_dtype: str, values: int, rotated: int) -> tuple[int, str]:
+    """Returns width and dtype of a compressed entry, or of a latent of the window beside it: 584 bytes in FP8.
+
+    FP8 rows have an e8m0 scale per 64 values, padded to whole 8 bytes, as FlashMLA has them; see `cache_row`.
+    """
+    if cache_dtype == FP8:
+        return values + 8 * -(-values // 512) + 2 * rotated, "uint8"
     return values + rotated, cache_dtype
 
 
@@ -93,6 +128,53 @@ class IndexerConfig:
     shared_layers: tuple[int, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class CompressedAttention:
+    """Attention to a window and to compressed entries (DeepSeek-V4, arXiv:2606.19348): one latent is key and value.
+
+    A query of any layer sees the last `window` tokens, itself included. Layer i also sees an entry per `ratios[i]`
+    earlier tokens; 0: none. Entries of `sparse_ratio` are made of two windows each, and `indexer` chooses among them;
+    of another ratio all are seen. Layers with entries rotate by `rope_theta` and `yarn`, the others by the model's own
+    `rope_theta`. The heads' output goes through `output_groups` products of width `output_rank` before the last one.
+    """
+
+    ratios: tuple[int, ...]
+    sparse_ratio: int
+    window: int
+    indexer: IndexerConfig
+    rope_theta: float
+    yarn: YarnConfig | None
+    output_groups: int
+    output_rank: int
+
+
+@dataclasses.dataclass(frozen=True)
+class HyperConnections:
+    """Several residual streams, mixed around every block (arXiv:2512.24880): `streams` of them.
+
+    What goes from stream to stream is made doubly stochastic in `sinkhorn_iterations`, with `eps` in its quotients.
+    """
+
+    streams: int
+    sinkhorn_iterations: int
+    eps: float
+
+
+@dataclasses.dataclass(frozen=True)
+class DSparkConfig:
+    """Drafts of a whole block in one pass (DSpark, in DeepSeek-V4's final checkpoints).
+
+    `stages` layers read the mean streams behind `target_layers` and propose `block_size` tokens, from placeholders
+    `noise_token_id`; a correction of rank `markov_rank` makes each depend on the one before it.
+    """
+
+    stages: int
+    block_size: int
+    noise_token_id: int
+    target_layers: tuple[int, ...]
+    markov_rank: int
+
+
 class LayerGroup(NamedTuple):
     """Consecutive decoder layers that are alike: `depth` of them, from layer `first` on, which is a cache layer too.
 
@@ -113,7 +195,13 @@ class ModelConfig:
     bias-corrected scores (V3). `latent_norm_eps` is the epsilon of the two latent norms, 1e-6 in every published
     model whatever `rms_norm_eps` says. `post_moe_norm` says that what the experts of a layer give together, the shared
     one included, is normed before it is added (A.X-K1). `int4_experts` says that the checkpoint holds its routed
-    experts, and nothing else, as INT4 with a scale per 32 columns (Kimi-K2-Thinking).
+    experts, and nothing else, as INT4 with a scale per 32 columns (Kimi-K2-Thinking), `fp4_experts` as e2m1 with an
+    e8m0 scale per 32 columns (DeepSeek-V4).
+
+    DeepSeek-V4 has `compressed` attention and `hyper_connections`. Its latent, key and value in one, has
+    `kv_lora_rank` values that are not rotated and `qk_rope_head_dim` that are. In its first `num_hash_layers` layers a
+    token's id says which experts take it. `swiglu_limit` bounds what SwiGLU multiplies. `dspark` describes what a
+    checkpoint may hold in place of MTP modules.
 
     `family` is the `model_type` of the file that a configuration was read from. It says nothing about what is computed,
     so it takes no part in comparisons.
@@ -136,7 +224,7 @@ class ModelConfig:
     n_group: int = 1
     topk_group: int = 1
     topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] = "noaux_tc"
-    scoring_func: Literal["sigmoid", "softmax"] = "sigmoid"
+    scoring_func: Literal["sigmoid", "softmax", "sqrtsoftplus"] = "sigmoid"
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
     first_k_dense_replace: int = 1
@@ -154,12 +242,18 @@ class ModelConfig:
     query_scaling: QueryScaling | None = None
     post_moe_norm: bool = False
     indexer: IndexerConfig | None = None
+    compressed: CompressedAttention | None = None
+    hyper_connections: HyperConnections | None = None
+    num_hash_layers: int = 0
+    swiglu_limit: float | None = None
+    fp4_experts: bool = False
+    dspark: DSparkConfig | None = None
     family: str | None = dataclasses.field(default=None, compare=False)
 
     @property
     def page_size(self) -> int:
-        """Tokens that a page of the cache covers, in all layers."""
-        return PAGE_SIZE
+        """Tokens that a page of the cache covers, in all layers: 64, or those of 64 entries to choose among."""
+        return PAGE_SIZE * (1 if self.compressed is None else self.compressed.sparse_ratio)
 
     @property
     def qk_head_dim(self) -> int:
@@ -204,12 +298,48 @@ class ModelConfig:
 
         Everything about the cache follows from them and from `page_size` (`dsv3.kv_cache.layout`). Their order is that
         of the bytes in a page's value, which tiers keep and instances send.
+
+        In compressed attention, entries and index keys are kept for the whole context. The window, and what compressors
+        need of the last tokens, grow with requests and not with tokens.
         """
+        if self.compressed is not None:
+            return self._entry_groups(self.compressed, cache_dtype)
         row = cache_row(cache_dtype, self.kv_lora_rank, self.qk_rope_head_dim)
         latents = CacheGroup(LATENTS, tuple(range(self.num_cache_layers)), *row)
         if self.indexer is None:
             return (latents,)
         return latents, CacheGroup(INDEX_KEYS, self.index_layers, *cache_row(cache_dtype, self.indexer.head_dim))
+
+    def _entry_groups(self, compressed: CompressedAttention, cache_dtype: str) -> tuple[CacheGroup, ...]:
+        row = entry_row(cache_dtype, self.kv_lora_rank, self.qk_rope_head_dim)
+        keys = cache_row(cache_dtype, compressed.indexer.head_dim)
+        ratio, d, Y = compressed.sparse_ratio, self.latent_dim, compressed.indexer.head_dim
+        sparse = tuple(i for i, other in enumerate(compressed.ratios) if other == ratio)
+        heavy = tuple(i for i, other in enumerate(compressed.ratios) if other not in (0, ratio))
+        span = compressed.ratios[heavy[0]] if heavy else 1
+
+        def rows(name: str, layers: tuple[int, ...], width: int, count: int, lifetime: Lifetime) -> CacheGroup:
+            return CacheGroup(name, layers, width, "float32", lifetime=lifetime, ring=count)
+
+        groups = (
+            CacheGroup(SPARSE_ENTRIES, sparse, *row, ratio),
+            CacheGroup(INDEX_KEYS, sparse, *keys, ratio),
+            CacheGroup(HEAVY_ENTRIES, heavy, *row, span),
+            CacheGroup(
+                WINDOW_LATENTS,
+                tuple(range(len(compressed.ratios))),
+                *row,
+                lifetime="window",
+                ring=max(compressed.window, 2 * ratio) + DRAFT_ROWS,
+            ),
+            # Values and their scores: two series of each, of which the next window takes the first; one in heavy ones.
+            rows(SPARSE_TAILS, sparse, 2 * d, ratio, "window"),
+            rows(INDEX_TAILS, sparse, 2 * Y, ratio, "window"),
+            rows(SPARSE_PARTS, sparse, 4 * d, 2 * ratio + DRAFT_ROWS, "request"),
+            rows(INDEX_PARTS, sparse, 4 * Y, 2 * ratio + DRAFT_ROWS, "request"),
+            rows(HEAVY_PARTS, heavy, 2 * d, span + DRAFT_ROWS, "request"),
+        )
+        return tuple(group for group in groups if group.layers)
 
     @property
     def index_topk(self) -> int:

@@ -1,8 +1,9 @@
 """Memory layout of the cache by the model's cache groups: pool arrays, page bytes, and the payloads of pages.
 
 `ModelConfig.cache_groups` declares for a cache dtype (float32, bfloat16, float16, or fp8) what layers cache per token.
-A pool is a dict of one array per group, by its name. Page `p` covers the same `page_size` tokens in all groups, so
-pages are allocated, moved and offloaded with all groups together.
+A pool is a dict of one array per group, by its name. Page `p` covers the same `page_size` tokens in all groups of the
+context, so pages are allocated, moved and offloaded with all these groups together. Groups of the window have pages of
+their own, which cover as many tokens.
 """
 
 import math
@@ -13,14 +14,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv3.config.model import LATENTS, CacheGroup, ModelConfig
+from dsv3.config.model import DRAFT_ROWS, LATENTS, CacheGroup, Lifetime, ModelConfig
 
 Pool = dict[str, Any]
-"""Arrays by the group's name: page `p` of the group's layer number `l` is row `l * num_pages + p`."""
+"""Arrays by the group's name: page, or slot, `p` of the group's layer number `l` is row `l * num_pages + p`."""
+
+
+def groups_of(cfg: ModelConfig, cache_dtype: str, lifetime: Lifetime) -> tuple[CacheGroup, ...]:
+    """Returns the model's cache groups of one lifetime."""
+    return tuple(group for group in cfg.cache_groups(cache_dtype) if group.lifetime == lifetime)
 
 
 def entries_per_page(cfg: ModelConfig, group: CacheGroup) -> int:
-    """Returns how many rows a page has in one layer of a group. Raises ValueError where the number is not whole."""
+    """Returns how many rows a page, or a slot, has in one layer of a group.
+
+    Raises ValueError where the number is not whole.
+    """
+    if group.lifetime != "context":
+        return group.ring
     entries, rest = divmod(cfg.page_size, group.tokens_per_entry)
     if rest or not entries:
         raise ValueError(
@@ -41,15 +52,25 @@ def row_bytes(cfg: ModelConfig, cache_dtype: str, name: str = LATENTS) -> int:
 def token_bytes(cfg: ModelConfig, cache_dtype: str) -> int:
     """Returns the bytes of one token over all cache layers: 70,272 for DeepSeek-V3 in bfloat16 (61 layers, no MTP).
 
-    It is a token's share of a page, rounded up where entries cover several tokens.
+    It is a token's share of a page, rounded up where entries cover several tokens. Groups of the window and of requests
+    are not counted.
     """
     return -(-page_bytes(cfg, cache_dtype) // cfg.page_size)
 
 
-def page_bytes(cfg: ModelConfig, cache_dtype: str) -> int:
-    """Returns the bytes of one page over all cache layers."""
-    groups = cfg.cache_groups(cache_dtype)
+def page_bytes(cfg: ModelConfig, cache_dtype: str, lifetime: Lifetime = "context") -> int:
+    """Returns the bytes of one page over all cache layers; of a page of the window, or of a slot, by `lifetime`."""
+    groups = groups_of(cfg, cache_dtype, lifetime)
     return sum(len(group.layers) * entries_per_page(cfg, group) * _row_bytes(group) for group in groups)
+
+
+def first_window_page(cfg: ModelConfig, tokens: int) -> int:
+    """Returns the number of the first page of the window that a request of so many `tokens` still needs.
+
+    Pages before it are never read again, whatever the last step has drafted.
+    """
+    needed = max((g.ring - DRAFT_ROWS - 1 for g in groups_of(cfg, "float32", "window")), default=0)
+    return max(0, tokens - needed) // cfg.page_size
 
 
 def pages_within(cfg: ModelConfig, cache_dtype: str, budget: int) -> int:
@@ -57,24 +78,34 @@ def pages_within(cfg: ModelConfig, cache_dtype: str, budget: int) -> int:
     return max(0, budget) // page_bytes(cfg, cache_dtype)
 
 
-def pool(cfg: ModelConfig, cache_dtype: str, num_pages: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes `[layers * num_pages, entries_per_page, width]` and dtypes of one rank's pool (`Pool`)."""
+def pool(
+    cfg: ModelConfig, cache_dtype: str, num_pages: int, num_window_pages: int = 0, num_slots: int = 0
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shapes `[layers * num_pages, entries_per_page, width]` and dtypes of one rank's pool (`Pool`).
+
+    Groups of the window have `num_window_pages` instead, those of requests `num_slots`.
+    """
+    counts: dict[Lifetime, int] = {"context": num_pages, "window": num_window_pages, "request": num_slots}
     return {
         group.name: jax.ShapeDtypeStruct(
-            (len(group.layers) * num_pages, entries_per_page(cfg, group), group.width), jnp.dtype(group.dtype)
+            (len(group.layers) * counts[group.lifetime], entries_per_page(cfg, group), group.width),
+            jnp.dtype(group.dtype),
         )
         for group in cfg.cache_groups(cache_dtype)
     }
 
 
-def pages_per_layer(cfg: ModelConfig, pool: Mapping[str, Any]) -> int:
-    """Returns how many pages a pool has. Raises ValueError where its arrays do not match the model."""
+def pages_per_layer(cfg: ModelConfig, pool: Mapping[str, Any], lifetime: Lifetime = "context") -> int:
+    """Returns how many pages of a lifetime a pool has; slots for "request".
+
+    Raises ValueError where its arrays do not match the model.
+    """
     groups = cfg.cache_groups("float32")  # names and layers are the same for every type
     names = sorted(group.name for group in groups)
     if not isinstance(pool, Mapping) or sorted(pool) != names:
         raise ValueError(f"pages must be a dict of an array per cache group of the model: {', '.join(names)}")
     counts = set()
-    for group in groups:
+    for group in groups_of(cfg, "float32", lifetime):
         rows = len(pool[group.name])
         if rows % len(group.layers):
             raise ValueError(f"the {rows} pages of the pool must divide by {len(group.layers)} cache layers")
@@ -84,18 +115,24 @@ def pages_per_layer(cfg: ModelConfig, pool: Mapping[str, Any]) -> int:
     return counts.pop()
 
 
-def payload_shape(cfg: ModelConfig, cache_dtype: str) -> jax.ShapeDtypeStruct:
+def payload_shape(cfg: ModelConfig, cache_dtype: str, lifetime: Lifetime = "context") -> jax.ShapeDtypeStruct:
     """Returns shape and dtype of a page's payload: its rows in all layers.
 
     With one group they have its shape and dtype, `[L, entries_per_page, width]`. With several they are bytes: those of
-    the first group in all layers, then those of the next.
+    the first group in all layers, then those of the next. Pages of the window have payloads too, by `lifetime`.
     """
-    arrays = list(pool(cfg, cache_dtype, 1).values())
-    return arrays[0] if len(arrays) == 1 else jax.ShapeDtypeStruct((page_bytes(cfg, cache_dtype),), jnp.uint8)
+    arrays = pool(cfg, cache_dtype, 1, 1, 1)
+    names = [group.name for group in groups_of(cfg, cache_dtype, lifetime)]
+    if len(names) == 1:
+        return arrays[names[0]]
+    return jax.ShapeDtypeStruct((page_bytes(cfg, cache_dtype, lifetime),), jnp.uint8)
 
 
 def gather_pages(groups: tuple[CacheGroup, ...], pool: Pool, pages: jax.Array) -> jax.Array:
-    """Returns the payloads `[n, ...]` of `pages` `[n]` of a rank's pool; zeros for -1."""
+    """Returns the payloads `[n, ...]` of `pages` `[n]` of a rank's pool; zeros for -1.
+
+    `groups` are all groups of one lifetime.
+    """
     parts = [pool[g.name].at[_rows(g, pool, pages)].get(mode="fill", fill_value=0) for g in groups]
     return parts[0] if len(parts) == 1 else jnp.concatenate([_bytes(part) for part in parts], axis=1)
 
@@ -104,7 +141,7 @@ def scatter_pages(
     groups: tuple[CacheGroup, ...], pool: Pool, pages: jax.Array, payloads: jax.Array
 ) -> tuple[Pool, jax.Array]:
     """Returns the pool with `payloads` `[n, ...]` written to `pages` `[n]`, -1 for none, and an array to wait for."""
-    parts, written = [payloads] if len(groups) == 1 else _split(groups, pool, payloads), {}
+    parts, written = [payloads] if len(groups) == 1 else _split(groups, pool, payloads), dict(pool)
     for group, part in zip(groups, parts, strict=True):
         array = pool[group.name]
         rows = _rows(group, pool, pages).reshape(-1)

@@ -42,6 +42,10 @@ class PrefillBatch:
     Chunk b occupies rows `cu_lengths[b]` to `cu_lengths[b + 1]`; rows from `cu_lengths[B]` on are padding. Its request
     already has `context_lengths[b]` tokens in its pages; the chunk's own tokens follow them. A materialized form
     computes keys and values of at most `kv_capacity` tokens: those of all requests, each rounded up to whole pages.
+
+    A model whose cache groups have the lifetime "window" has a `window_table`, with pages of the window at the indices
+    of `page_table`, and one with groups of the lifetime "request" has `slots`, one per request. A row whose page is -1
+    is not written, since no later step reads it. Entries of pages that the window does not reach are never read.
     """
 
     tokens: Any  # [T] int32
@@ -51,6 +55,8 @@ class PrefillBatch:
     page_table: Any  # [B, Mp] int32, entries beyond a request's pages are never read
     form: AttentionForm = dataclasses.field(default=AttentionForm.ANY, metadata={"static": True})
     kv_capacity: int = dataclasses.field(default=0, metadata={"static": True})
+    window_table: Any = None  # [B, Mp] int32
+    slots: Any = None  # [B] int32
 
 
 @jax.tree_util.register_dataclass
@@ -59,13 +65,16 @@ class DecodeBatch:
     """B requests with S query tokens each (1 + drafts).
 
     `lengths` counts a request's tokens including these S, so its queries start at position `lengths - S`. A row of
-    length 0 is inactive: nothing is written for it and its output is undefined.
+    length 0 is inactive: nothing is written for it and its output is undefined. `window_table` and `slots` are those of
+    `PrefillBatch`.
     """
 
     tokens: Any  # [B, S] int32
     lengths: Any  # [B] int32
     page_table: Any  # [B, Mp] int32
     form: AttentionForm = dataclasses.field(default=AttentionForm.ANY, metadata={"static": True})
+    window_table: Any = None  # [B, Mp] int32
+    slots: Any = None  # [B] int32
 
 
 def split_prefill(batch: PrefillBatch) -> tuple[PrefillBatch, PrefillBatch]:

@@ -8,8 +8,12 @@ import jax.numpy as jnp
 
 from dsv3.config.model import ModelConfig
 from dsv3.model import mtp
+from dsv3.model.compressed import RowContext, hidden_states, run_compressed
 from dsv3.model.decoder import LayerContext, Residual, embed, final_norm, logits, run_decoder
+from dsv3.model.layers.compressed_attention import rotations
+from dsv3.model.layers.compressed_uncached import uncached_attend
 from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts
+from dsv3.model.layers.hyper_connections import Streams, hyper_of
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.rope import rotation
 from dsv3.model.layers.uncached_attention import causal_attend, initial_topk_mask
@@ -48,14 +52,51 @@ def forward(
     """Runs `tokens` `[B, S]` int32 from position 0. Activations have the dtype of `params.embed`.
 
     `fp8_products` is that of `Numerics`.
+
+    Raises:
+      ValueError: `with_mtp` for DeepSeek-V4, whose modules are not computed.
     """
     B, S = tokens.shape
+    if cfg.compressed is not None:
+        return _compressed_forward(params, cfg, tokens, with_mtp, backend, routed, fp8_products)
     context = uncached_context(cfg, B, S, backend, routed, fp8_products)
     start = (Residual.start(embed(params, tokens.reshape(-1))),)
     (x,), _, router_stats = run_decoder(params, (context,), start, initial_topk_mask(cfg, B, S), PLAIN.prefill)
     counts = None if router_stats is None else router_stats.counts
     how: dict[str, Any] = {"backend": backend, "routed": routed, "fp8_products": fp8_products}
     return predict(params, cfg, tokens, x, counts, with_mtp=with_mtp, **how)
+
+
+def _compressed_forward(
+    params: Params,
+    cfg: ModelConfig,
+    tokens: jax.Array,
+    with_mtp: bool,
+    backend: Backend | None,
+    routed: RoutedExperts,
+    fp8_products: bool,
+) -> ForwardOutput:
+    """Runs a model with compressed attention."""
+    if with_mtp:
+        raise ValueError(f"with_mtp: the MTP modules of {cfg.family} are not computed; leave it out")
+    assert params.moe is not None  # all layers have experts
+    (B, S), flat = tokens.shape, tokens.reshape(-1)
+    numerics = dataclasses.replace(Numerics.from_config(cfg, backend), fp8_products=fp8_products)
+    positions = jnp.tile(jnp.arange(S, dtype=jnp.int32), B)
+    context = RowContext(
+        cfg,
+        flat,
+        positions,
+        rotations(cfg, positions),
+        jnp.ones(B * S, jnp.bool),
+        uncached_attend(cfg, B),
+        numerics,
+        routed,
+    )
+    start = Streams.start(embed(params, flat), hyper_of(cfg).streams)
+    x, _, counts = run_compressed(params.moe, context, start, None)
+    hidden = hidden_states(params, cfg, x, numerics).reshape(B, S, -1)
+    return ForwardOutput(hidden, logits(params, cfg, hidden, backend), (), counts)
 
 
 def predict(

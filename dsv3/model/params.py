@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3.config.model import ModelConfig
+from dsv3.config.model import CompressedAttention, ModelConfig
 
 Axis = Literal["layers", "experts", "vocab", "channels", "heads", "heads_latent", "mlp", "gate_up"] | None
 """Logical axes: "channels" are those of an embedding, "gate_up" is "mlp" twice, "heads_latent" the rows of all heads,
 then those of the latent."""
-Init = Literal["normal", "ones", "zeros"]
+Init = Literal["normal", "ones", "zeros", "range"]
+"""How a parameter starts; "range" counts along the last axis."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +107,61 @@ class AttentionParams:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class CompressorParams:
+    """What makes compressed entries of d values in `Lc` layers, whose entries stand for `ratio` tokens each.
+
+    Tokens give C = c * d values and as many scores: c is 2 where the entries overlap, else 1.
+    """
+
+    value_score: Any  # [Lc, 2 * C, D]: rows of the values first
+    position: Any  # [Lc, ratio, C] float32, added to the scores of a token by its place in the window
+    norm: Any  # [Lc, d]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PooledIndexerParams:
+    """The indexers of the `Ls` layers that choose among compressed entries, with keys of their own compressor."""
+
+    q_b: Any  # [Ls, Hi * Y, Q]
+    weights: Any  # [Ls, Hi, D]
+    compressor: CompressorParams
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CompressedAttentionParams:
+    """Attention to a window and compressed entries, of L layers; d = R + P values are key and value at once.
+
+    `sparse` and `indexer` are those of the layers whose entries are chosen, `heavy` of those that see all entries.
+    """
+
+    qkv_a: Any  # [L, Q + d, D]: the query latent's rows first
+    q_norm: Any  # [L, Q]
+    q_b: Any  # [L, H * d, Q]
+    kv_norm: Any  # [L, d]
+    sink: Any  # [L, H] float32
+    o_a: Any  # [L, G, r, H * d / G]: the first of two output projections, of each of G groups of heads
+    o_b: Any  # [L, D, G * r]
+    sparse: CompressorParams | None
+    indexer: PooledIndexerParams | None
+    heavy: CompressorParams | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MixingParams:
+    """How n streams are mixed at one place of L layers, float32: M = n * (n + 2) weights and 3 scales, see
+    `dsv3.model.layers.hyper_connections`. Behind the last layer M is n, there is 1 scale, and there are no layers.
+    """
+
+    weight: Any  # [L, M, n * D]
+    base: Any  # [L, M]
+    scale: Any  # [L, 3]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class MlpParams:
     """SwiGLU: rows of the gate first, then those of the up projection."""
 
@@ -116,13 +172,17 @@ class MlpParams:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MoeParams:
-    """Routed experts, the router and the shared expert of L layers."""
+    """Routed experts, the router and the shared expert of L layers.
+
+    The first `Lh` layers may choose experts by a table; only the others have biases then.
+    """
 
     router: Any  # [L, E, D] float32, or the model's dtype (`as_stored`)
-    router_bias: Any  # [L, E] float32, None unless topk_method is noaux_tc
+    router_bias: Any  # [L - Lh, E] float32, None unless topk_method is noaux_tc
     gate_up: Any  # [L, E, 2 * I, D]
     down: Any  # [L, E, D, I]
     shared: MlpParams | None  # [L, ...], width n_shared_experts * I
+    by_token: Any = None  # [Lh, V, K] int32, the experts of each token id
 
 
 @jax.tree_util.register_dataclass
@@ -134,11 +194,13 @@ class LayerParams:
     """
 
     input_norm: Any  # [L, D]
-    attention: AttentionParams
+    attention: Any  # AttentionParams, or CompressedAttentionParams
     post_norm: Any  # [L, D]
     mlp: MlpParams | None
     moe: MoeParams | None
     post_moe_norm: Any  # [L, D], None in dense layers and in models without it
+    attention_mixing: MixingParams | None = None  # of models with several streams, as the next one
+    moe_mixing: MixingParams | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -151,6 +213,7 @@ class MtpParams:
     proj: Any  # [L, D, 2 * D], embedding columns first (the checkpoint's order, not the paper's)
     layers: LayerParams
     norm: Any  # [L, D]
+    head_mixing: MixingParams | None = None  # [L, ...], of models with several streams
 
 
 @jax.tree_util.register_dataclass
@@ -164,6 +227,7 @@ class Params:
     norm: Any  # [D]
     head: Any  # [W, D]
     mtp: MtpParams | None
+    head_mixing: MixingParams | None = None  # of models with several streams
 
 
 def declare(cfg: ModelConfig) -> Params:
@@ -177,23 +241,26 @@ def declare(cfg: ModelConfig) -> Params:
         norm=ParamSpec((D,), (None,), "ones"),
         head=None if cfg.tie_word_embeddings else ParamSpec((W, D), ("vocab", None)),
         mtp=_mtp(cfg, M) if M else None,
+        head_mixing=_head_mixing(cfg),
     )
 
 
 def _layers(cfg: ModelConfig, first: int, L: int, *, moe: bool) -> LayerParams:
     """Declares the layers `first` to `first + L - 1`."""
-    indexers = sum(first <= layer < first + L for layer in cfg.index_layers)
     return LayerParams(
         input_norm=_norm(L, cfg.hidden_size),
-        attention=dataclasses.replace(_attention(cfg, L), indexer=_indexer(cfg, indexers) if indexers else None),
+        attention=_attention(cfg, first, L) if cfg.compressed is None else _compressed(cfg, cfg.compressed, first, L),
         post_norm=_norm(L, cfg.hidden_size),
         mlp=None if moe else _mlp(L, cfg.hidden_size, cfg.intermediate_size),
-        moe=_moe(cfg, L) if moe else None,
+        moe=_moe(cfg, first, L) if moe else None,
         post_moe_norm=_norm(L, cfg.hidden_size) if moe and cfg.post_moe_norm else None,
+        attention_mixing=_mixing(cfg, L),
+        moe_mixing=_mixing(cfg, L),
     )
 
 
-def _attention(cfg: ModelConfig, L: int) -> AttentionParams:
+def _attention(cfg: ModelConfig, first: int, L: int) -> AttentionParams:
+    indexers = sum(first <= layer < first + L for layer in cfg.index_layers)
     D, H, R, Q = cfg.hidden_size, cfg.num_attention_heads, cfg.kv_lora_rank, cfg.q_lora_rank
     q_rows = H * cfg.qk_head_dim
     return AttentionParams(
@@ -204,6 +271,68 @@ def _attention(cfg: ModelConfig, L: int) -> AttentionParams:
         k_up=ParamSpec((L, H, cfg.qk_nope_head_dim, R), ("layers", "heads", None, None)),
         v_up=ParamSpec((L, H, cfg.v_head_dim, R), ("layers", "heads", None, None)),
         o=_linear(L, D, H * cfg.v_head_dim, None, "heads"),
+        indexer=_indexer(cfg, indexers) if indexers else None,
+    )
+
+
+def _compressed(cfg: ModelConfig, compressed: CompressedAttention, first: int, L: int) -> CompressedAttentionParams:
+    D, H, Q, d = cfg.hidden_size, cfg.num_attention_heads, cfg.q_lora_rank, cfg.latent_dim
+    G, r, indexer = compressed.output_groups, compressed.output_rank, compressed.indexer
+    assert Q is not None  # every configuration with compressed attention has it
+    ratios = compressed.ratios[first : first + L]  # layers that make drafts come behind them, and have no entries
+    Ls, heavy = ratios.count(compressed.sparse_ratio), [r for r in ratios if r not in (0, compressed.sparse_ratio)]
+    return CompressedAttentionParams(
+        qkv_a=_linear(L, Q + d, D),
+        q_norm=_norm(L, Q),
+        q_b=_linear(L, H * d, Q, "heads"),
+        kv_norm=_norm(L, d),
+        sink=ParamSpec((L, H), ("layers", "heads"), "zeros", dtype=jnp.float32),
+        o_a=ParamSpec((L, G, r, H * d // G), ("layers", "heads", None, None)),
+        o_b=_linear(L, D, G * r, None, "heads"),
+        sparse=_compressor(Ls, D, d, compressed.sparse_ratio, 2) if Ls else None,
+        indexer=(
+            PooledIndexerParams(
+                q_b=_linear(Ls, indexer.num_heads * indexer.head_dim, Q),
+                weights=_exact(Ls, indexer.num_heads, D),
+                compressor=_compressor(Ls, D, indexer.head_dim, compressed.sparse_ratio, 2),
+            )
+            if Ls
+            else None
+        ),
+        heavy=_compressor(len(heavy), D, d, heavy[0], 1) if heavy else None,
+    )
+
+
+def _compressor(Lc: int, D: int, d: int, ratio: int, series: int) -> CompressorParams:
+    return CompressorParams(
+        value_score=ParamSpec((Lc, 2 * series * d, D), ("layers", None, None)),
+        position=ParamSpec((Lc, ratio, series * d), ("layers", None, None), "zeros", dtype=jnp.float32),
+        norm=_norm(Lc, d),
+    )
+
+
+def _mixing(cfg: ModelConfig, L: int) -> MixingParams | None:
+    """Declares the mixing of streams at one place of L layers; None where there is one stream."""
+    if cfg.hyper_connections is None:
+        return None
+    n = cfg.hyper_connections.streams
+    return MixingParams(*_mixing_specs((L,), n * (n + 2), n * cfg.hidden_size, 3))
+
+
+def _head_mixing(cfg: ModelConfig, *modules: int) -> MixingParams | None:
+    """Declares the mixing behind the last layer, or behind each of so many `modules`."""
+    if cfg.hyper_connections is None:
+        return None
+    n = cfg.hyper_connections.streams
+    return MixingParams(*_mixing_specs(modules, n, n * cfg.hidden_size, 1))
+
+
+def _mixing_specs(lead: tuple[int, ...], rows: int, width: int, scales: int) -> tuple[ParamSpec, ParamSpec, ParamSpec]:
+    layers: tuple[Axis, ...] = tuple("layers" for _ in lead)
+    return (
+        ParamSpec((*lead, rows, width), (*layers, None, None), dtype=jnp.float32),
+        ParamSpec((*lead, rows), (*layers, None), "zeros", dtype=jnp.float32),
+        ParamSpec((*lead, scales), (*layers, None), "ones", dtype=jnp.float32),
     )
 
 
@@ -211,31 +340,33 @@ def _indexer(cfg: ModelConfig, Li: int) -> IndexerParams:
     indexer, D = cfg.indexer, cfg.hidden_size
     assert indexer is not None and cfg.q_lora_rank is not None  # layers have indexers only then
     Hi, Y = indexer.num_heads, indexer.head_dim
-
-    def exact(*shape: int, init: Init) -> ParamSpec:
-        axes: tuple[Axis, ...] = ("layers", *(None for _ in shape))
-        return ParamSpec((Li, *shape), axes, init, dtype=jnp.float32, as_stored=True)
-
     return IndexerParams(
         q_b=_linear(Li, Hi * Y, cfg.q_lora_rank),
         k=_linear(Li, Y, D),
-        k_norm=exact(Y, init="ones"),
-        k_bias=exact(Y, init="zeros"),
-        weights=exact(Hi, D, init="normal"),
+        k_norm=_exact(Li, Y, init="ones"),
+        k_bias=_exact(Li, Y, init="zeros"),
+        weights=_exact(Li, Hi, D),
     )
 
 
-def _moe(cfg: ModelConfig, L: int) -> MoeParams:
+def _exact(L: int, *shape: int, init: Init = "normal") -> ParamSpec:
+    """Declares a float32 parameter, which takes the model's type where the checkpoint holds it so."""
+    return ParamSpec((L, *shape), ("layers", *(None for _ in shape)), init, dtype=jnp.float32, as_stored=True)
+
+
+def _moe(cfg: ModelConfig, first: int, L: int) -> MoeParams:
     D, E, I = cfg.hidden_size, cfg.n_routed_experts, cfg.moe_intermediate_size  # noqa: E741
     stack: tuple[Axis, ...] = ("layers", "experts", None, None)
+    Lh = max(0, min(first + L, cfg.num_hash_layers) - first)
+    biased = L - Lh if cfg.topk_method == "noaux_tc" else 0
+    table = (Lh, cfg.vocab_size, cfg.num_experts_per_tok)
     return MoeParams(
-        router=ParamSpec((L, E, D), ("layers", None, None), dtype=jnp.float32, as_stored=True),
-        router_bias=(
-            ParamSpec((L, E), ("layers", None), "zeros", dtype=jnp.float32) if cfg.topk_method == "noaux_tc" else None
-        ),
+        router=_exact(L, E, D),
+        router_bias=ParamSpec((biased, E), ("layers", None), "zeros", dtype=jnp.float32) if biased else None,
         gate_up=ParamSpec((L, E, 2 * I, D), stack, quantizable=True),
         down=ParamSpec((L, E, D, I), stack, quantizable=True),
         shared=_mlp(L, D, cfg.n_shared_experts * I) if cfg.n_shared_experts else None,
+        by_token=ParamSpec(table, ("layers", None, None), "range", dtype=jnp.int32) if Lh else None,
     )
 
 
@@ -247,6 +378,7 @@ def _mtp(cfg: ModelConfig, L: int) -> MtpParams:
         proj=ParamSpec((L, D, 2 * D), ("layers", None, None)),
         layers=_layers(cfg, cfg.num_hidden_layers, L, moe=True),
         norm=_norm(L, D),
+        head_mixing=_head_mixing(cfg, L),
     )
 
 
@@ -278,4 +410,6 @@ def _draw(spec: ParamSpec, key: jax.Array, dtype: Any, std: float) -> jax.Array:
     dtype = spec.dtype_in(dtype)
     if spec.init == "normal":
         return (std * jax.random.normal(key, spec.shape)).astype(dtype)
+    if spec.init == "range":
+        return jnp.broadcast_to(jnp.arange(spec.shape[-1], dtype=dtype), spec.shape)
     return jnp.full(spec.shape, 1 if spec.init == "ones" else 0, dtype)

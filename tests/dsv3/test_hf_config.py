@@ -223,7 +223,7 @@ REFUSED = [
     ({"ep_size": 8}, "ep_size"),
     ({"pretraining_tp": 2}, "pretraining_tp"),
     ({"rope_interleave": False}, "rope_interleave"),
-    ({"model_type": "deepseek_v4"}, "model_type is 'deepseek_v4'"),
+    ({"model_type": "deepseek_v9"}, "model_type is 'deepseek_v9'"),
     ({"model_type": None}, "model_type"),
     ({"scoring_func": "softmax"}, "scoring_func is 'softmax', but must be 'sigmoid'"),
     ({"topk_method": "greedy"}, "topk_method"),

@@ -5,7 +5,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dsv3.config.hugging_face.fields import MEANINGLESS, Fields, Wrapper, end_tokens, text_config
+from dsv3.config.hugging_face import deepseek_v4
+from dsv3.config.hugging_face.fields import MEANINGLESS, ConfigError, Fields, Wrapper, end_tokens, text_config
 from dsv3.config.hugging_face.quantization import read_quantization
 from dsv3.config.hugging_face.rotary import Rotary, read_mistral_rotary, read_rotary
 from dsv3.config.model import IndexerConfig, ModelConfig
@@ -270,6 +271,13 @@ def from_hf(config: Mapping[str, Any], file: str = "config.json") -> ModelConfig
     """
     fields = Fields(config, file=file)
     family = fields.get("model_type")
+    if family == deepseek_v4.MODEL_TYPE:
+        return deepseek_v4.read(fields)
+    if family == "deepseek_v41":
+        raise ConfigError(
+            f"{file}: model_type is 'deepseek_v41': DeepSeek-V4.1 is not supported. Its layers share caches of ratio 1 "
+            "and 2, and it reads tables of n-grams; DeepSeek-V4 ('deepseek_v4') does neither"
+        )
     if family not in (*FAMILIES, *WRAPPERS):
         known = (f"{name!r} ({each.members})" for name, each in (FAMILIES | WRAPPERS).items())
         raise fields.fail("model_type", " or ".join(known))

@@ -36,6 +36,12 @@ _SPELLED_OTHERWISE = {
     "query_scaling",
     "post_moe_norm",
     "indexer",
+    "compressed",
+    "hyper_connections",
+    "num_hash_layers",
+    "swiglu_limit",
+    "fp4_experts",
+    "dspark",
 }
 
 
@@ -92,6 +98,7 @@ def _refuse_unsayable(cfg: ModelConfig, model_type: str) -> None:
         "topk_method": cfg.topk_method != "noaux_tc" and (model_type == "axk1" or has_indexer),
         "post_moe_norm": cfg.post_moe_norm and has_indexer,
         "indexer": model_type == "deepseek_v32" and bool(cfg.indexer and cfg.indexer.shared_layers),
+        "compressed": cfg.compressed is not None,
     }
     for name, is_lost in unsayable.items():
         if is_lost:
@@ -226,10 +233,16 @@ def load_config(directory: str | pathlib.Path) -> ModelConfig:
     such directories) are left out.
 
     Raises:
-      ConfigError: config.json is missing, is no JSON object, or `from_hf` refuses it.
+      ConfigError: config.json is missing, is no JSON object, `from_hf` refuses it, or the model is DeepSeek-V4, of
+        which the engine lacks the cache.
     """
     directory = pathlib.Path(directory)
     cfg = _from_files(directory)
+    if cfg.compressed is not None:
+        raise ConfigError(
+            f"{str(directory / CONFIG)!r}: model_type {cfg.family!r} is understood, but not served: the engine has no "
+            "cache for windows, compressed entries and the states of compressors"
+        )
     cfg = _add_generation_eos(cfg, directory / "generation_config.json")
     if cfg.num_nextn_predict_layers and not _holds_layer(directory, cfg.num_hidden_layers):
         _log.info("the checkpoint holds no multi-token prediction module, although config.json names one")

@@ -18,6 +18,8 @@ _MOST = {
     "num_nextn_predict_layers": 2**10,
     "n_routed_experts": 2**12,
     "n_shared_experts": 2**12,
+    "hc_mult": 2**6,
+    "hc_sinkhorn_iters": 2**10,
     "max_position_embeddings": 2**30,
     "original_max_position_embeddings": 2**30,
 }

@@ -17,22 +17,25 @@ class Quantization(NamedTuple):
 
     fp8: Fp8Config | None = None
     int4_experts: bool = False
+    fp4_experts: bool = False
 
 
-def read_quantization(fields: Fields, *, per_tensor: bool = False) -> Quantization:
+def read_quantization(fields: Fields, *, per_tensor: bool = False, fp4: bool = False) -> Quantization:
     """Reads `quantization_config`; where there is none nothing is quantized.
 
-    With `per_tensor` an FP8 weight may have one scale instead of one per block of 128 x 128. Activations are quantized
-    as they come whatever the file says: its static scales are not used.
+    With `fp4` the form is DeepSeek-V4's: routed experts are FP4 where no `expert_dtype`, beside or inside of it, says
+    otherwise. With `per_tensor` an FP8 weight may have one scale instead of one per block of 128 x 128. Activations are
+    quantized as they come whatever the file says: its static scales are not used.
     """
     quantization = fields.object("quantization_config")
     if quantization is None:
         return Quantization()
-    method = quantization.one_of("quant_method", ("fp8", "compressed-tensors"))
+    method = quantization.one_of("quant_method", ("fp8",) if fp4 else ("fp8", "compressed-tensors"))
     if method == "compressed-tensors":
         return _compressed_tensors(quantization)
     quantization.one_of("fmt", ("e4m3",), "e4m3")
-    quantization.one_of("expert_dtype", ("fp8",), "fp8")
+    outer = fields.one_of("expert_dtype", ("fp4", "fp8"), "fp4") if fp4 else "fp8"
+    experts = quantization.one_of("expert_dtype", ("fp4", "fp8") if fp4 else ("fp8",), outer)
     whole = per_tensor and not quantization.has("weight_block_size")
     quantization.one_of("activation_scheme", ("dynamic", "static") if whole else ("dynamic",), "dynamic")
     if whole:
@@ -41,7 +44,7 @@ def read_quantization(fields: Fields, *, per_tensor: bool = False) -> Quantizati
         quantization.one_of("weight_block_size", ([128, 128],))
     scale_fmt = quantization.one_of("scale_fmt", ("float", "ue8m0"), "float")
     quantization.finish(_TENSOR_LISTS)
-    return Quantization(Fp8Config("ue8m0" if scale_fmt == "ue8m0" else "float32"))
+    return Quantization(Fp8Config("ue8m0" if scale_fmt == "ue8m0" else "float32"), fp4_experts=experts == "fp4")
 
 
 def quantization_to_hf(cfg: ModelConfig) -> dict[str, Any]:

@@ -44,20 +44,21 @@ def read_mistral_rotary(fields: Fields) -> Rotary:
         period = rope.integer("original_max_position_embeddings")
         scaling = QueryScaling(rope.number("llama_4_scaling_beta", above=False), period)
     rope.get("llama_4_scaling_beta")
-    yarn = _frequencies_alone(rope) if rope.has("attention_factor") else _yarn(rope)
+    yarn = frequencies_alone(rope) if rope.has("attention_factor") else _yarn(rope)
+    if yarn is None and rope.has("attention_factor"):
+        raise rope.fail("attention_factor", "absent without yarn")
     rope.get("original_max_position_embeddings")
     rope.finish()
     return Rotary(theta, yarn, scaling)
 
 
-def _frequencies_alone(rope: Fields) -> YarnConfig:
-    rope.one_of("attention_factor", (1, 1.0))
+def frequencies_alone(rope: Fields) -> YarnConfig | None:
+    """Reads a YaRN that scales neither cosines and sines nor the softmax; None where `rope` has no YaRN."""
+    rope.one_of("attention_factor", (1, 1.0), 1.0)
     for name in ("mscale", "mscale_all_dim"):
         rope.one_of(name, (None,), None)
     yarn = _yarn(rope, with_factor=True)
-    if yarn is None:
-        raise rope.fail("attention_factor", "absent without yarn")
-    return dataclasses.replace(yarn, mscale=0.0, mscale_all_dim=0.0)
+    return None if yarn is None else dataclasses.replace(yarn, mscale=0.0, mscale_all_dim=0.0)
 
 
 def mistral_rope_parameters(rotary: Rotary, rotated_share: float) -> dict[str, Any]:

@@ -22,13 +22,15 @@ class Numerics:
     `backend` is the kernels' implementation. `ue8m0` says whether activation scales are powers of two. `expert_pairs`
     is the expected number of (token, expert) pairs of a device per layer, None if unknown: the buffers in which they
     arrive hold several times as many. With `fp8_products`, an option of training, linear layers and experts quantize
-    weights that are no `Fp8Weight` and multiply in e4m3, with gradients.
+    weights that are no `Fp8Weight` and multiply in e4m3, with gradients. `swiglu_limit` bounds gate and up projections,
+    see `limited`.
     """
 
     backend: Backend | None = None
     ue8m0: bool = False
     expert_pairs: int | None = None
     fp8_products: bool = False
+    swiglu_limit: float | None = None
 
     @classmethod
     def from_config(cls, cfg: ModelConfig, backend: Backend | None, tokens: int | None = None) -> "Numerics":
@@ -37,7 +39,8 @@ class Numerics:
         With even routing a device computes as many (token, expert) pairs as it sends.
         """
         pairs = None if tokens is None else max(1, tokens * cfg.num_experts_per_tok)
-        return cls(backend, cfg.fp8 is not None and cfg.fp8.scale_fmt == "ue8m0", pairs)
+        ue8m0 = cfg.fp8 is not None and cfg.fp8.scale_fmt == "ue8m0"
+        return cls(backend, ue8m0, pairs, swiglu_limit=cfg.swiglu_limit)
 
 
 def linear(x: jax.Array, weight: jax.Array | Fp8Weight, layer: Index, numerics: Numerics) -> jax.Array:
@@ -56,11 +59,20 @@ def linear(x: jax.Array, weight: jax.Array | Fp8Weight, layer: Index, numerics: 
 
 def mlp(x: jax.Array, params: MlpParams, layer: Index, numerics: Numerics) -> jax.Array:
     """Returns SwiGLU of `x` `[T, D]`: the MLP of a dense layer, or the shared expert."""
-    gate_up = linear(x, params.gate_up, layer, numerics)
+    gate_up = limited(linear(x, params.gate_up, layer, numerics), numerics)
     if isinstance(params.down, Fp8Weight):
         values, scale = fp8.swiglu_quantize(gate_up, ue8m0=numerics.ue8m0, backend=numerics.backend)
         return _fp8_linear(values, scale, params.down, layer, x.dtype, numerics)
     return linear(swiglu(gate_up, backend=numerics.backend), params.down, layer, numerics)
+
+
+def limited(gate_up: jax.Array, numerics: Numerics) -> jax.Array:
+    """Returns `[..., 2 * F]` as SwiGLU takes it: the gate bounded from above, the up projection on both sides."""
+    limit = numerics.swiglu_limit
+    if limit is None:
+        return gate_up
+    is_up = jnp.arange(gate_up.shape[-1]) >= gate_up.shape[-1] // 2
+    return jnp.clip(gate_up, jnp.where(is_up, -limit, -jnp.inf).astype(gate_up.dtype), limit)
 
 
 def layer_slice(stack: jax.Array, layer: Index) -> jax.Array:

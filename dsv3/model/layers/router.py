@@ -1,4 +1,4 @@
-"""The router: softmax or sigmoid scores, group-limited and bias-corrected top-k experts, scaled weights."""
+"""The router: scores, group-limited and bias-corrected top-k experts or a table by token, scaled weights."""
 
 from typing import NamedTuple
 
@@ -54,8 +54,28 @@ def route(cfg: ModelConfig, logits: jax.Array, bias: jax.Array | None, backend: 
       bias: `[E]` float32 or None; it affects the selection, not the weights (arXiv:2408.15664).
       backend: implementation; None selects by device.
     """
-    scores = jax.nn.sigmoid(logits) if cfg.scoring_func == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+    scores = _SCORES[cfg.scoring_func](logits)
     ids = _topk_experts(cfg, jax.lax.stop_gradient(scores if bias is None else scores + bias), backend)
+    return _weighted(cfg, scores, ids)
+
+
+def route_by_token(cfg: ModelConfig, logits: jax.Array, table: jax.Array, tokens: jax.Array) -> Routing:
+    """Returns the experts that `table` `[V, K]` has for each of `tokens` `[T]`; `logits` `[T, E]` give their weights.
+
+    Ids out of range give the last row.
+    """
+    return _weighted(cfg, _SCORES[cfg.scoring_func](logits), table.at[tokens].get(mode="clip"))
+
+
+_SCORES = {
+    "sigmoid": jax.nn.sigmoid,
+    "softmax": jax.nn.softmax,
+    "sqrtsoftplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
+}
+
+
+def _weighted(cfg: ModelConfig, scores: jax.Array, ids: jax.Array) -> Routing:
+    """Returns the experts `ids` `[T, K]` with their weights, from the scores `[T, E]` of all."""
     weights = jnp.take_along_axis(scores, ids, axis=-1, mode="promise_in_bounds")
     if cfg.norm_topk_prob:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)

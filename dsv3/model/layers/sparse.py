@@ -198,7 +198,7 @@ def _topk_selector(
         return dsa.topk_indices(q, weights, pages[INDEX_KEYS], page_table, visible, **where)
 
     def select(visible: jax.Array) -> jax.Array:
-        return _by_groups(group, at_once, (index.q, index.weights, rows.requests, visible), backend)
+        return by_groups(group, at_once, (index.q, index.weights, rows.requests, visible), backend)
 
     def select_all() -> jax.Array:
         return select(rows.visible)
@@ -251,13 +251,13 @@ def _attend_topk(
         )
 
     size = dsa.rows_at_once(latents, rows.page_table, topk)
-    return _by_groups(group, size, (queries, topk_indices, rows.requests, rows.visible), backend)
+    return by_groups(group, size, (queries, topk_indices, rows.requests, rows.visible), backend)
 
 
-def _by_groups(
+def by_groups(
     group: Callable[..., jax.Array],
     size: int,
-    arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    arrays: tuple[jax.Array, ...],
     backend: Backend | None,
 ) -> jax.Array:
     """Runs `group` on `size` rows of `arrays` at a time; the result of a group of padding rows is undefined.

@@ -21,7 +21,7 @@ from sharding.mesh import shardings
 from sharding.wire.collectives import Overlap, compiler_options, resolve_overlap
 from tools.plan import hlo
 from tools.plan.hlo import LABELS, is_matrix_work
-from training.pipeline.programs import held_shapes, trace
+from training.pipeline.programs import trace, weight_shapes
 from training.pipeline.ranks import SPLIT
 from training.pipeline.schedules import RankSize
 from training.pipeline.stages import Stage
@@ -66,10 +66,10 @@ def compile_pair() -> hlo.Module:
     """Compiles the pair of a forward and a backward of the stage."""
     mesh = aot.gpu_mesh({"node": 1, "gpu": DEVICES, "tensor": 1})
     program = trace(CONFIG, STAGE, ROWS, LENGTH, RankSize(1, DEVICES))
-    weights = held_shapes(CONFIG, STAGE)
+    weights = weight_shapes(CONFIG, STAGE)
     x = jax.ShapeDtypeStruct((ROWS * LENGTH, CONFIG.model.hidden_size), jnp.bfloat16)
-    dy, _, saved = jax.eval_shape(program.program_of_forward(), weights, x, ())
-    total = jax.eval_shape(program.program_of_zeros(), weights)
+    dy, _, saved = jax.eval_shape(program.forward_program(), weights, x, ())
+    total = jax.eval_shape(program.zeros_program(), weights)
 
     def put(tree: Any, where: Any) -> Any:
         return jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), tree, where)
@@ -77,8 +77,8 @@ def compile_pair() -> hlo.Module:
     def rows(tree: Any) -> Any:
         return put(tree, jax.tree.map(lambda _: NamedSharding(mesh, SPLIT), tree))
 
-    held = put(weights, shardings(program.held_as, mesh))
-    pair = jax.jit(program.program_of_pair(program, Overlap.HOOKS), donate_argnums=4)
+    held = put(weights, shardings(program.weight_partitions, mesh))
+    pair = jax.jit(program.pair_program(program, Overlap.HOOKS), donate_argnums=4)
     lowered = pair.lower(held, rows(x), (), held, rows(total), rows(saved), rows(dy))
     return hlo.parse(aot.compile_to_read(lowered, compiler_options("cuda")).as_text())
 

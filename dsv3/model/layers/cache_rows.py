@@ -1,0 +1,144 @@
+"""Rows of a paged cache by their numbers in a request: entries of the context, rings in pages of the window, in slots.
+
+Rows are numbered from a request's first one on: entries in their order, or tokens by their positions. A ring holds the
+last rows of its page alone. Rows that a rejected draft has written are written again before anything sees them.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dsv3.config.model import CacheGroup, ModelConfig
+from dsv3.kv_cache.layout import Pool, entries_per_page, pages_per_layer
+from dsv3.model.batch import DecodeBatch, PrefillBatch
+from dsv3.model.layers.attention import decode_positions
+from dsv3.model.layers.linear import Index
+from pallas_kernels.mla.write import DROPPED, write_rows
+from pallas_kernels.search import search
+
+_SLOT = 2**30  # tokens that one slot serves: those of any request
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRows:
+    """The T tokens of a step, those of one request after the other, and where the cache keeps these requests' rows."""
+
+    requests: jax.Array  # [T] int32, request of a token
+    positions: jax.Array  # [T] int32
+    valid: jax.Array  # [T] bool, False in padding
+    firsts: jax.Array  # [B] int32, where a request's tokens begin
+    contexts: jax.Array  # [B] int32, tokens that it had before the step
+    ends: jax.Array  # [B] int32, tokens that it has after it
+    page_table: jax.Array  # [B, Mp] int32
+    window_table: jax.Array  # [B, Mp] int32
+    slots: jax.Array  # [B] int32
+
+    @classmethod
+    def of_prefill(cls, batch: PrefillBatch) -> "StepRows":
+        """Returns the rows of the chunks of a batch."""
+        B, rows = len(batch.page_table), jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
+        chunk = search(batch.cu_lengths[1:], rows, side="right")
+        return cls(
+            requests=jnp.minimum(chunk, B - 1),
+            positions=jnp.where(chunk < B, batch.positions, 0),
+            valid=chunk < B,
+            firsts=batch.cu_lengths[:-1],
+            contexts=batch.context_lengths,
+            ends=batch.context_lengths + jnp.diff(batch.cu_lengths),
+            page_table=batch.page_table,
+            window_table=batch.window_table,
+            slots=batch.slots,
+        )
+
+    @classmethod
+    def of_decode(cls, batch: DecodeBatch) -> "StepRows":
+        """Returns the rows `[B * S]` of a batch: S new tokens of each request."""
+        (B, S), positions = batch.tokens.shape, decode_positions(batch).reshape(-1)
+        return cls(
+            requests=jnp.repeat(jnp.arange(B, dtype=jnp.int32), S),
+            positions=jnp.maximum(positions, 0),
+            valid=positions >= 0,
+            firsts=S * jnp.arange(B, dtype=jnp.int32),
+            contexts=batch.lengths - S,
+            ends=batch.lengths,
+            page_table=batch.page_table,
+            window_table=batch.window_table,
+            slots=batch.slots,
+        )
+
+    def at(self, requests: jax.Array, positions: jax.Array, new: jax.Array, cached: "CacheRows") -> jax.Array:
+        """Returns rows `[N, K, W]` of tokens at `positions` `[N, K]` of `requests` `[N]`, none behind the step's last.
+
+        Those of the step come from `new` `[T, W]`, earlier ones from the cache. Where there is no token, or none that
+        the cache still has, it is any row.
+        """
+        back = positions - self.contexts[requests][:, None]
+        own = new.at[self.firsts[requests][:, None] + back].get(mode="clip")
+        return jnp.where((back >= 0)[..., None], own, cached.read(requests, positions))
+
+    def keep(self, new: jax.Array, cached: "CacheRows", read: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Writes the rows `new` `[T, W]` of the step's tokens that its last ones leave; returns `read`, and the array.
+
+        `read` is what was made of the array before: the compiler must not copy the array to keep what it was.
+        """
+        read, array = lax.optimization_barrier((read, cached.array))
+        cached = dataclasses.replace(cached, array=array)
+        lasting = self.valid & cached.lasting(self.positions, self.ends[self.requests])
+        return read, cached.write(new, self.requests, self.positions, lasting)
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheRows:
+    """The rows of one cache group in one layer: row n of request b is in page `table[b, n // per_page]`.
+
+    There it is row `n % per_page % R`; R is less than `per_page` where pages are rings.
+    """
+
+    array: jax.Array  # [layers * pages, R, W]
+    table: jax.Array  # [B, Mp] int32
+    first: Index  # the layer's first page
+    per_page: int
+
+    @classmethod
+    def of(cls, cfg: ModelConfig, group: CacheGroup, pool: Pool, rows: StepRows, layer: Index) -> "CacheRows":
+        """Returns the rows of a group, in its layer number `layer`."""
+        match group.lifetime:
+            case "context":
+                table, per_page = rows.page_table, entries_per_page(cfg, group)
+            case "window":
+                table, per_page = rows.window_table, cfg.page_size
+            case "request":
+                table, per_page = rows.slots[:, None], _SLOT
+        pages = pages_per_layer(cfg, pool, group.lifetime)
+        return cls(pool[group.name], table, layer * pages, per_page)
+
+    @property
+    def capacity(self) -> int:
+        """Rows that the pages of a request have."""
+        return self.table.shape[1] * self.per_page
+
+    def places(self, requests: jax.Array, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns pages of the layer and rows in them, `[...]` each, of `numbers` `[...]` of `requests` `[...]`."""
+        column = jnp.clip(numbers // self.per_page, 0, self.table.shape[1] - 1)
+        return self.table[requests, column], numbers % self.per_page % self.array.shape[1]
+
+    def read(self, requests: jax.Array, numbers: jax.Array) -> jax.Array:
+        """Returns rows `[N, K, W]`: `numbers` `[N, K]` of `requests` `[N]`, and any row for what is not there."""
+        pages, rows = self.places(requests[:, None], numbers)
+        return self.array.at[self.first + pages, rows].get(mode="clip")
+
+    def write(self, values: jax.Array, requests: jax.Array, numbers: jax.Array, where: jax.Array) -> jax.Array:
+        """Returns the array with `values` `[N, W]` as rows `numbers` `[N]` of `requests` `[N]`, those of `where` `[N]`.
+
+        Rows of pages below 0 are dropped. No two rows may have one place.
+        """
+        pages, rows = self.places(requests, numbers)
+        targets = jnp.where(where & (pages >= 0), self.first + pages, DROPPED)
+        return write_rows(self.array, values.astype(self.array.dtype), targets, rows)
+
+    def lasting(self, numbers: jax.Array, ends: jax.Array) -> jax.Array:
+        """Returns which rows `numbers` `[N]` no later one of the same step replaces, all before `ends` `[N]`."""
+        again = numbers + self.array.shape[1]
+        return (again // self.per_page > numbers // self.per_page) | (again >= ends)

@@ -1,0 +1,197 @@
+"""Attention to a window of tokens and to compressed entries (DeepSeek-V4, arXiv:2606.19348), without its cache.
+
+A latent of d values, whose last P are rotated, is key and value of all heads at once. Since values are rotated too, the
+heads' output is turned back by the query's own angle. Functions work on rows with given positions: those of whole
+sequences, of prefill, or of decode.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dsv3.config.model import CompressedAttention, ModelConfig
+from dsv3.model.layers.compressor import Contribution, contributions
+from dsv3.model.layers.linear import Index, Numerics, linear
+from dsv3.model.layers.rope import Rotation, rotation
+from dsv3.model.layers.router import router_logits
+from dsv3.model.params import CompressedAttentionParams, CompressorParams, PooledIndexerParams
+from pallas_kernels import dense
+from pallas_kernels.rows import rms_norm, rotate_heads
+
+
+class LayerPlace(NamedTuple):
+    """A layer of the model: its number, and its number among the layers of its ratio, which may be traced.
+
+    The first counts stacked parameters of all layers, the second those of compressors. `hashed` says that a token's id
+    chooses its experts.
+    """
+
+    layer: Index
+    ratio: int
+    of_ratio: Index
+    hashed: bool
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class IndexQueries:
+    """What the indexer makes of T tokens: queries `[T, Hi, Y]`, the heads' factors, and what its own entries need."""
+
+    q: jax.Array
+    weights: jax.Array  # [T, Hi] float32
+    keys: Contribution  # [T, 2 * Y]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CompressedTokens:
+    """T tokens as attention takes them: queries `[T, H, d]` and latents `[T, d]`, rotated, and parts of entries."""
+
+    q: jax.Array
+    latent: jax.Array
+    entries: Contribution | None  # None in layers that see their window alone
+    index: IndexQueries | None  # of layers that choose among entries
+
+
+AttendCompressed = Callable[[CompressedTokens, CompressedAttentionParams, LayerPlace, Any], tuple[jax.Array, Any]]
+"""The attention core of one mode: from tokens, parameters and the layer to `[T, H, d]`, and the state it updates."""
+
+
+def compressed_of(cfg: ModelConfig) -> CompressedAttention:
+    """Returns the attention of a model that has it."""
+    assert cfg.compressed is not None
+    return cfg.compressed
+
+
+def rotations(cfg: ModelConfig, positions: jax.Array) -> tuple[Rotation, Rotation]:
+    """Returns how layers without entries, and those with, rotate everything at `positions` `[T]`."""
+    return rotation(cfg, positions), entry_rotation(cfg, positions)
+
+
+def entry_rotation(cfg: ModelConfig, positions: jax.Array) -> Rotation:
+    """Returns how layers with entries rotate: queries and latents as well as entries and index keys."""
+    return rotation(_compressed_rotary(cfg), positions)
+
+
+@functools.cache
+def _compressed_rotary(cfg: ModelConfig) -> ModelConfig:
+    compressed = compressed_of(cfg)
+    return dataclasses.replace(cfg, rope_theta=compressed.rope_theta, yarn=compressed.yarn)
+
+
+def compressor_of(params: CompressedAttentionParams, cfg: ModelConfig, ratio: int) -> CompressorParams | None:
+    """Returns the compressors of the layers of `ratio`; None for 0."""
+    if not ratio:
+        return None
+    return params.sparse if ratio == compressed_of(cfg).sparse_ratio else params.heavy
+
+
+@jax.named_scope("project")
+def project(
+    x: jax.Array,
+    params: CompressedAttentionParams,
+    place: LayerPlace,
+    cfg: ModelConfig,
+    positions: jax.Array,
+    by: Rotation,
+    numerics: Numerics,
+) -> CompressedTokens:
+    """Returns what attention takes of `x` `[T, D]` at `positions` `[T]`, rotated `by` what suits the layer."""
+    layer, backend, d = place.layer, numerics.backend, cfg.latent_dim
+    down = linear(x, params.qkv_a, layer, numerics)
+    latent = rms_norm(down[:, -d:], params.kv_norm, layer, cfg.rms_norm_eps, backend=backend)
+    q_latent = rms_norm(down, params.q_norm, layer, cfg.rms_norm_eps, backend=backend)
+    q = linear(q_latent, params.q_b, layer, numerics).reshape(len(x), -1, d)  # the heads of this device
+    entries = index = None
+    if (compressor := compressor_of(params, cfg, place.ratio)) is not None:
+        entries = contributions(x, compressor, place.of_ratio, positions, backend)
+        if compressor is params.sparse:
+            index = _index_queries(x, q_latent, params.indexer, place.of_ratio, cfg, positions, by, numerics)
+    return CompressedTokens(
+        q=rotate_heads(unit(q, cfg.rms_norm_eps), by.cos, by.sin, backend=backend),
+        latent=rotate_heads(latent[:, None], by.cos, by.sin, backend=backend)[:, 0],
+        entries=entries,
+        index=index,
+    )
+
+
+@jax.named_scope("indexer")
+def _index_queries(
+    x: jax.Array,
+    q_latent: jax.Array,
+    params: PooledIndexerParams | None,
+    layer: Index,
+    cfg: ModelConfig,
+    positions: jax.Array,
+    by: Rotation,
+    numerics: Numerics,
+) -> IndexQueries:
+    assert params is not None  # layers of the sparse ratio have an indexer
+    indexer, backend = compressed_of(cfg).indexer, numerics.backend
+    q = linear(q_latent, params.q_b, layer, numerics).reshape(len(x), indexer.num_heads, indexer.head_dim)
+    return IndexQueries(
+        q=rotate_heads(q, by.cos, by.sin, backend=backend),
+        weights=router_logits(x, params.weights, layer, backend) * (indexer.num_heads * indexer.head_dim) ** -0.5,
+        keys=contributions(x, params.compressor, layer, positions, backend),
+    )
+
+
+def unit(x: jax.Array, eps: float) -> jax.Array:
+    """Returns `x / rms(x)` over the last axis; computed in float32, dtype of x."""
+    x32 = x.astype(jnp.float32)
+    return (x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+
+def in_window(cfg: ModelConfig, queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """Returns which tokens at positions `keys` `[..., S]` those at `queries` `[..., T]` see, bool `[..., T, S]`."""
+    back = queries[..., :, None] - keys[..., None, :]
+    return (back >= 0) & (back < compressed_of(cfg).window)
+
+
+def complete(ratio: int, queries: jax.Array) -> jax.Array:
+    """Returns how many entries the tokens at positions `queries` `[...]` see: those whose windows have ended."""
+    return (queries + 1) // ratio
+
+
+@jax.named_scope("indexer")
+def index_scores(q: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array:
+    """Returns float32 `[B, T, W]`: how much entries with `keys` `[B, W, Y]` matter to `q` `[B, T, Hi, Y]`."""
+    products = jnp.einsum("bthy,bwy->bthw", q, keys, preferred_element_type=jnp.float32, precision="highest")
+    sums = jnp.einsum("bth,bthw->btw", weights, jax.nn.relu(products), precision="highest")
+    return lax.stop_gradient(jnp.where(sums == 0, 0.0, sums))  # of zeros with two signs the first one must win
+
+
+@jax.named_scope("attend")
+def attended(q: jax.Array, keys: jax.Array, visible: jax.Array, sink: jax.Array, scale: float) -> jax.Array:
+    """Returns what heads see `[B, T, H, d]`: weighted sums of `keys`, which are the values too.
+
+    Args:
+      q: `[B, T, H, d]`.
+      keys: `[B, S, d]`, tokens and entries in any order.
+      visible: bool `[B, T, S]`.
+      sink: float32 `[H]`, the logit of a key whose value is zero, which every query sees.
+      scale: factor on the products of queries and keys.
+    """
+    logits = jnp.einsum("bthd,bsd->bths", q, keys, preferred_element_type=jnp.float32, precision="highest") * scale
+    logits = jnp.where(visible[:, :, None], logits, -jnp.inf)
+    highest = jnp.maximum(logits.max(-1), sink)
+    weights = jnp.exp(logits - highest[..., None])
+    total = weights.sum(-1) + jnp.exp(sink - highest)
+    weights = (weights / total[..., None]).astype(keys.dtype)
+    return jnp.einsum("bths,bsd->bthd", weights, keys, precision="highest")
+
+
+@jax.named_scope("output")
+def output(
+    heads: jax.Array, params: CompressedAttentionParams, layer: Index, by: Rotation, numerics: Numerics
+) -> jax.Array:
+    """Returns `[T, D]` from what heads see `[T, H, d]`, turned back by the queries' own rotation."""
+    turned = rotate_heads(heads, by.cos, -by.sin, backend=numerics.backend)
+    groups = params.o_a.shape[1]
+    grouped = dense.head_gemm(turned.reshape(len(heads), groups, -1), params.o_a, layer, backend=numerics.backend)
+    return linear(grouped.reshape(len(heads), -1), params.o_b, layer, numerics)

@@ -1,0 +1,77 @@
+"""Compressed entries of a cache (DeepSeek-V4): one vector in place of the tokens of a window.
+
+Every token gives values and scores. An entry is the sum of its window's values, weighted channel by channel with a
+softmax of the scores over the window. Where entries overlap, tokens give two series: the first goes to the entry of the
+next window, the second to that of their own.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from dsv3.model.layers.linear import Index, layer_slice
+from dsv3.model.layers.rope import Rotation, rotate
+from dsv3.model.layers.router import router_logits
+from dsv3.model.params import CompressorParams
+from pallas_kernels.backend import Backend
+from pallas_kernels.rows import rms_norm
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Contribution:
+    """What tokens give to the entries around them, float32 `[..., C]` each; C is d, or 2 * d where entries overlap.
+
+    A cache keeps it of the tokens of windows that are not complete, and of those that the next entry needs.
+    """
+
+    values: jax.Array
+    scores: jax.Array
+
+
+@jax.named_scope("compressor")
+def contributions(
+    x: jax.Array, params: CompressorParams, layer: Index, positions: jax.Array, backend: Backend | None
+) -> Contribution:
+    """Returns what tokens `x` `[T, D]` at `positions` `[T]` give; `layer` counts the compressors of the stack."""
+    values, scores = jnp.split(router_logits(x, params.value_score, layer, backend), 2, axis=-1)
+    place = layer_slice(params.position, layer)
+    return Contribution(values, scores + place[positions % len(place)])
+
+
+def window_rows(ratio: int, entries: jax.Array, *, overlaps: bool) -> jax.Array:
+    """Returns the positions `[..., S]` of the tokens that make `entries` `[...]`; negative ones do not exist.
+
+    S is `ratio`, or twice that where entries overlap.
+    """
+    return entries[..., None] * ratio + jnp.arange(-ratio if overlaps else 0, ratio, dtype=jnp.int32)
+
+
+@jax.named_scope("compressor")
+def pooled(rows: Contribution, exists: jax.Array, width: int) -> jax.Array:
+    """Returns entries float32 `[..., d]`, before their norm.
+
+    Args:
+      rows: what the tokens of each entry's windows give, `[..., S, C]` in the order of `window_rows`.
+      exists: bool `[..., S]`, which of them there are: the first window has none before it.
+      width: d. Where C is twice that, the first half of the rows give their first series.
+    """
+    values, scores = rows.values, rows.scores
+    if values.shape[-1] > width:
+        half = values.shape[-2] // 2
+        values, scores = (
+            jnp.concatenate([a[..., :half, :width], a[..., half:, width:]], axis=-2) for a in (values, scores)
+        )
+    weights = jax.nn.softmax(jnp.where(exists[..., None], scores, -jnp.inf), axis=-2)
+    return (weights * jnp.where(exists[..., None], values, 0)).sum(-2)
+
+
+@jax.named_scope("compressor")
+def finished(
+    entries: jax.Array, params: CompressorParams, layer: Index, rotation: Rotation, eps: float, dtype: jnp.dtype
+) -> jax.Array:
+    """Returns entries `[T, d]` as they are attended to: normed, and rotated as their window's first token is."""
+    normed = rms_norm(entries.astype(dtype), params.norm, layer, eps)
+    plain = normed.shape[-1] - 2 * rotation.cos.shape[-1]
+    return jnp.concatenate([normed[..., :plain], rotate(normed[..., plain:], rotation)], axis=-1)

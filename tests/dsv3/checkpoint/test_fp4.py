@@ -1,0 +1,91 @@
+"""FP4 weights: each code is decoded, and turned into FP8 without loss or refused."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from dsv3.checkpoint.fp4 import MAX_SPREAD, VALUES, decode, to_fp8
+
+E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+
+
+def packed(codes: np.ndarray) -> np.ndarray:
+    """Codes `[N, K]`, the even columns in the low four bits."""
+    return (codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8).view(np.int8)
+
+
+def scales(exponents: np.ndarray) -> np.ndarray:
+    return (np.asarray(exponents) + 127).astype(np.uint8).view(E8M0)
+
+
+def multiplied(codes: np.ndarray, exponents: np.ndarray) -> np.ndarray:
+    """Values from the definition, one by one."""
+    e2m1 = {0: 0.0, 1: 0.5, 2: 1.0, 3: 1.5, 4: 2.0, 5: 3.0, 6: 4.0, 7: 6.0}
+    values = np.array([[(-1) ** (code >> 3) * e2m1[code & 7] for code in row] for row in codes.tolist()])
+    return values * 2.0 ** np.repeat(exponents, 32, axis=1)
+
+
+def of_blocks(data: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    N, K = data.shape
+    return data.astype(np.float64) * np.repeat(np.repeat(scale, 128, 0), 128, 1)[:N, :K]
+
+
+def test_codes_are_those_of_ml_dtypes() -> None:
+    expected = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    assert np.array_equal(VALUES, expected) and np.array_equal(np.signbit(VALUES), np.signbit(expected))
+
+
+def test_the_low_half_of_a_byte_is_the_even_column() -> None:
+    row = np.zeros((1, 16), np.int8)
+    row[0, 0] = 0x21
+    assert decode(row, scales(np.array([[3]])))[0, :3].tolist() == [4.0, 8.0, 0.0]
+
+
+def test_every_byte_under_every_scale() -> None:
+    codes = np.arange(256)[:, None] >> np.array([0, 4] * 16)[None] & 15
+    exponents = np.tile(np.arange(-127, 126), (256, 1))  # 6 * 2**126 is beyond float32
+    found = decode(packed(np.tile(codes, 253)), scales(exponents)).astype(np.float64)
+    assert np.array_equal(found, multiplied(np.tile(codes, 253), exponents))
+
+
+@pytest.mark.parametrize("largest", [-126, -100, -7, 0, 5, 125])
+def test_every_code_at_every_distance_that_fp8_has_room_for(largest: int) -> None:
+    codes = np.tile(np.arange(16), (MAX_SPREAD + 1, 8))  # a row per distance; the block's other columns are the largest
+    exponents = np.full((MAX_SPREAD + 1, 4), largest)
+    exponents[:, 1] = np.maximum(largest - np.arange(MAX_SPREAD + 1), -127)
+    data, scale = to_fp8(packed(codes), scales(exponents))
+    assert np.array_equal(of_blocks(data, scale), decode(packed(codes), scales(exponents)).astype(np.float64))
+    assert np.array_equal(np.signbit(data.astype(np.float32)), codes > 7)
+
+
+@pytest.mark.parametrize("code", range(16))
+def test_one_place_more_is_refused_unless_it_holds_zeros(code: int) -> None:
+    codes = np.full((3, 64), 1)
+    codes[2, 32:] = code
+    exponents = np.zeros((3, 2), np.int64)
+    exponents[2, 1] = -MAX_SPREAD - 1
+    if code & 7:
+        with pytest.raises(ValueError, match=r"row 2, columns 32 to 63: the scale is 2\*\*-15"):
+            to_fp8(packed(codes), scales(exponents))
+    else:
+        assert not of_blocks(*to_fp8(packed(codes), scales(exponents)))[2, 32:].any()
+
+
+def test_blocks_at_the_edges_have_scales_of_their_own() -> None:
+    rng = np.random.default_rng(0)
+    codes, exponents = rng.integers(0, 16, (300, 416)), rng.integers(-6, 7, (300, 13))
+    exponents[:, 12] -= 40  # the last columns are a block apart
+    exponents[256:] += 60
+    data, scale = to_fp8(packed(codes), scales(exponents))
+    assert scale.shape == (3, 4) and np.array_equal(np.log2(scale), np.round(np.log2(scale)))
+    assert np.array_equal(of_blocks(data, scale), multiplied(codes, exponents))
+
+
+def test_zeros_alone_and_scales_that_are_no_numbers() -> None:
+    zeros = np.zeros((4, 32), np.int8)
+    damaged = np.full((4, 2), 255, np.uint8).view(E8M0)
+    for scale in (damaged, scales(np.full((4, 2), -127))):
+        data, blocks = to_fp8(zeros, scale)
+        assert not data.astype(np.float32).any() and np.isfinite(blocks).all() and (blocks > 0).all()
+    with pytest.raises(ValueError, match="not a number"):
+        to_fp8(zeros + 1, damaged)

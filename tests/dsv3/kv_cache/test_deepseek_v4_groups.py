@@ -1,0 +1,84 @@
+"""What DeepSeek-V4 keeps of tokens: entries and index keys of the whole context, and rows of the last tokens."""
+
+from typing import Any
+
+import pytest
+
+from dsv3.config.hugging_face import from_hf
+from dsv3.config.model import (
+    HEAVY_ENTRIES,
+    HEAVY_PARTS,
+    INDEX_KEYS,
+    INDEX_PARTS,
+    INDEX_TAILS,
+    SPARSE_ENTRIES,
+    SPARSE_PARTS,
+    SPARSE_TAILS,
+    WINDOW_LATENTS,
+)
+from dsv3.kv_cache import layout
+from tests.dsv3.deepseek_v4 import FLASH, PRO
+
+
+@pytest.mark.parametrize(
+    ("published", "cache_dtype", "per_token"),
+    [(FLASH, "fp8", 3_850), (FLASH, "bfloat16", 6_880), (PRO, "fp8", 5_511), (PRO, "bfloat16", 9_848)],
+)
+def test_bytes_per_token(published: dict[str, Any], cache_dtype: str, per_token: int) -> None:
+    cfg = from_hf(published)
+    assert layout.page_bytes(cfg, cache_dtype) // cfg.page_size == per_token
+
+
+def test_a_page_covers_256_tokens() -> None:
+    cfg = from_hf(FLASH)
+    groups = layout.groups_of(cfg, "fp8", "context")
+    entries = {group.name: layout.entries_per_page(cfg, group) for group in groups}
+    assert cfg.page_size == 256 and entries == {SPARSE_ENTRIES: 64, INDEX_KEYS: 64, HEAVY_ENTRIES: 2}
+    pool = layout.pool(cfg, "fp8", 10, 3, 2)
+    shapes = {name: (array.shape, array.dtype.name) for name, array in pool.items()}
+    assert shapes == {
+        SPARSE_ENTRIES: ((210, 64, 584), "uint8"),
+        INDEX_KEYS: ((210, 64, 132), "uint8"),
+        HEAVY_ENTRIES: ((200, 2, 584), "uint8"),
+        WINDOW_LATENTS: ((129, 136, 584), "uint8"),
+        SPARSE_TAILS: ((63, 4, 1024), "float32"),
+        INDEX_TAILS: ((63, 4, 256), "float32"),
+        SPARSE_PARTS: ((42, 16, 2048), "float32"),
+        INDEX_PARTS: ((42, 16, 512), "float32"),
+        HEAVY_PARTS: ((40, 136, 1024), "float32"),
+    }
+    assert [layout.pages_per_layer(cfg, pool, lifetime) for lifetime in ("context", "window", "request")] == [10, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("published", "cache_dtype", "latents", "tails", "slot"),
+    [
+        (FLASH, "fp8", 3_415_232, 430_080, 14_581_760),
+        (FLASH, "bfloat16", 5_988_352, 430_080, 14_581_760),
+        (PRO, "fp8", 4_844_864, 614_400, 22_183_936),
+        (PRO, "bfloat16", 8_495_104, 614_400, 22_183_936),
+    ],
+)
+def test_bytes_of_the_last_tokens(
+    published: dict[str, Any], cache_dtype: str, latents: int, tails: int, slot: int
+) -> None:
+    """A page of the window is what a prefix costs beside its entries; a slot is what a running request costs."""
+    cfg = from_hf(published)
+    assert layout.page_bytes(cfg, cache_dtype, "window") == latents + tails
+    assert layout.page_bytes(cfg, cache_dtype, "request") == slot
+    assert layout.payload_shape(cfg, cache_dtype, "window").shape == (latents + tails,)
+
+
+def test_pages_of_the_window_are_needed_as_long_as_a_token_sees_them() -> None:
+    cfg = from_hf(FLASH)
+    first = {tokens: layout.first_window_page(cfg, tokens) for tokens in (0, 127, 256, 382, 383, 638, 639)}
+    assert first == {0: 0, 127: 0, 256: 0, 382: 0, 383: 1, 638: 1, 639: 2}
+
+
+def test_layers_without_entries_keep_nothing_for_the_whole_context() -> None:
+    sparse, keys, heavy = layout.groups_of(from_hf(FLASH), "bfloat16", "context")
+    assert sparse.layers == keys.layers == tuple(range(2, 43, 2)) and heavy.layers == tuple(range(3, 43, 2))
+    assert (sparse.width, keys.width, heavy.width) == (512, 128, 512)
+    window_only = FLASH | {"compress_ratios": [0] * 44}
+    (window,) = from_hf(window_only).cache_groups("bfloat16")
+    assert window.name == WINDOW_LATENTS and window.layers == tuple(range(43))

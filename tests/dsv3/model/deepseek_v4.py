@@ -1,0 +1,124 @@
+"""The golden checkpoints of DeepSeek-V4 as parameters, read by hand: float32, FP8 and FP4 multiplied out."""
+
+import functools
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from dsv3.checkpoint.fp4 import decode
+from dsv3.checkpoint.safetensors_file import read_header
+from dsv3.config.hugging_face import from_hf
+from dsv3.config.model import ModelConfig
+from dsv3.model.params import (
+    CompressedAttentionParams,
+    CompressorParams,
+    LayerParams,
+    MixingParams,
+    MlpParams,
+    MoeParams,
+    Params,
+    PooledIndexerParams,
+)
+from tests.dsv3.model.golden import DIRECTORY
+
+MEMBERS = ("deepseek_v4", "deepseek_v4_plain")
+
+
+@functools.cache
+def model(member: str) -> tuple[Params, ModelConfig]:
+    cfg = from_hf(json.loads((DIRECTORY / member / "config.json").read_text()))
+    return _Reader(DIRECTORY / member / "model.safetensors", cfg).params(), cfg
+
+
+class _Reader:
+    def __init__(self, path: Path, cfg: ModelConfig):
+        data, header = path.read_bytes(), read_header(path)
+        self.cfg, self.tensors = cfg, {
+            name: np.frombuffer(data[t.offset : t.offset + t.nbytes], t.dtype).reshape(t.shape)
+            for name, t in header.items()
+        }  # fmt: skip
+
+    def one(self, name: str) -> np.ndarray:
+        value, scale = self.tensors[name], self.tensors.get(name.removesuffix("weight") + "scale")
+        if scale is None:
+            return value.astype(np.int32 if value.dtype == np.int64 else np.float32)
+        if value.dtype == np.int8:
+            return decode(value, scale)
+        spread = np.repeat(np.repeat(scale.astype(np.float32), 128, 0), 128, 1)
+        return value.astype(np.float32) * spread[: value.shape[0], : value.shape[1]]
+
+    def stack(self, *names: str, layers: list[int] | None = None) -> jnp.ndarray:
+        """The named tensors of each layer, one below the other."""
+        among = range(self.cfg.num_hidden_layers) if layers is None else layers
+        return jnp.asarray([np.concatenate([self.one(f"layers.{n}.{name}") for name in names]) for n in among])
+
+    def params(self) -> Params:
+        return Params(
+            embed=jnp.asarray(self.one("embed.weight")),
+            dense=None,
+            moe=self.layers(),
+            norm=jnp.asarray(self.one("norm.weight")),
+            head=jnp.asarray(self.one("head.weight")),
+            mtp=None,
+            head_mixing=MixingParams(*(jnp.asarray(self.one(f"hc_head_{part}")) for part in ("fn", "base", "scale"))),
+        )
+
+    def layers(self) -> LayerParams:
+        return LayerParams(
+            input_norm=self.stack("attn_norm.weight"),
+            attention=self.attention(),
+            post_norm=self.stack("ffn_norm.weight"),
+            mlp=None,
+            moe=self.moe(),
+            post_moe_norm=None,
+            attention_mixing=MixingParams(*(self.stack(f"hc_attn_{part}") for part in ("fn", "base", "scale"))),
+            moe_mixing=MixingParams(*(self.stack(f"hc_ffn_{part}") for part in ("fn", "base", "scale"))),
+        )
+
+    def attention(self) -> CompressedAttentionParams:
+        ratios, chosen = self.cfg.compressed.ratios, self.cfg.compressed.sparse_ratio
+        sparse = [n for n, ratio in enumerate(ratios) if ratio == chosen]
+        o_a = self.stack("attn.wo_a.weight")
+        return CompressedAttentionParams(
+            qkv_a=self.stack("attn.wq_a.weight", "attn.wkv.weight"),
+            q_norm=self.stack("attn.q_norm.weight"),
+            q_b=self.stack("attn.wq_b.weight"),
+            kv_norm=self.stack("attn.kv_norm.weight"),
+            sink=self.stack("attn.attn_sink"),
+            o_a=o_a.reshape(len(o_a), self.cfg.compressed.output_groups, -1, o_a.shape[2]),
+            o_b=self.stack("attn.wo_b.weight"),
+            sparse=self.compressor("attn.compressor", sparse),
+            indexer=PooledIndexerParams(
+                q_b=self.stack("attn.indexer.wq_b.weight", layers=sparse),
+                weights=self.stack("attn.indexer.weights_proj.weight", layers=sparse),
+                compressor=self.compressor("attn.indexer.compressor", sparse),
+            ),
+            heavy=self.compressor("attn.compressor", [n for n, r in enumerate(ratios) if r not in (0, chosen)]),
+        )
+
+    def compressor(self, prefix: str, layers: list[int]) -> CompressorParams:
+        return CompressorParams(
+            value_score=self.stack(f"{prefix}.wkv.weight", f"{prefix}.wgate.weight", layers=layers),
+            position=self.stack(f"{prefix}.ape", layers=layers),
+            norm=self.stack(f"{prefix}.norm.weight", layers=layers),
+        )
+
+    def moe(self) -> MoeParams:
+        hashed, E = self.cfg.num_hash_layers, self.cfg.n_routed_experts
+
+        def experts(*names: str) -> jnp.ndarray:
+            return jnp.stack([self.stack(*(f"ffn.experts.{e}.{name}.weight" for name in names)) for e in range(E)], 1)
+
+        return MoeParams(
+            router=self.stack("ffn.gate.weight"),
+            router_bias=self.stack("ffn.gate.bias", layers=list(range(hashed, self.cfg.num_hidden_layers))),
+            gate_up=experts("w1", "w3"),
+            down=experts("w2"),
+            shared=MlpParams(
+                gate_up=self.stack("ffn.shared_experts.w1.weight", "ffn.shared_experts.w3.weight"),
+                down=self.stack("ffn.shared_experts.w2.weight"),
+            ),
+            by_token=self.stack("ffn.gate.tid2eid", layers=list(range(hashed))),
+        )

@@ -1,0 +1,177 @@
+"""A small engine for DeepSeek-V4's steps: it gives pages and slots to requests, and takes them back full of NaN."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv3.config.model import ModelConfig
+from dsv3.kv_cache import layout
+from dsv3.model import DecodeBatch, PrefillBatch
+from dsv3.model.compressed import RowContext, hidden_states, run_compressed
+from dsv3.model.decoder import embed, logits
+from dsv3.model.layers.cache_rows import StepRows
+from dsv3.model.layers.compressed_attention import rotations
+from dsv3.model.layers.compressed_paged import decode_attend_compressed, prefill_attend_compressed
+from dsv3.model.layers.hyper_connections import Streams
+from dsv3.model.layers.linear import Numerics
+from dsv3.model.params import Params
+
+T, CHUNKS, TABLE = 280, 3, 3  # rows and chunks of a prefill step, pages of a request
+ROWS = 3  # requests of a decode step
+PAGES, WINDOW_PAGES, SLOTS = 10, 8, 4
+COUNTS = {"context": PAGES, "window": WINDOW_PAGES, "request": SLOTS}
+
+
+@functools.partial(jax.jit, static_argnames="cfg", donate_argnames="pool")
+def step(params: Params, cfg: ModelConfig, batch: PrefillBatch | DecodeBatch, pool: layout.Pool) -> tuple[Any, Any]:
+    """Returns the logits `[rows, W]` and the pool."""
+    if isinstance(batch, PrefillBatch):
+        rows, attend = StepRows.of_prefill(batch), prefill_attend_compressed(cfg, batch)
+    else:
+        rows, attend = StepRows.of_decode(batch), decode_attend_compressed(cfg, batch)
+    numerics, tokens = Numerics.from_config(cfg, None), batch.tokens.reshape(-1)
+    turns = rotations(cfg, rows.positions)
+    context = RowContext(cfg, tokens, rows.positions, turns, rows.valid, attend, numerics)
+    x = Streams.start(embed(params, tokens), cfg.hyper_connections.streams)
+    x, pool, _ = run_compressed(params.moe, context, x, pool)
+    return logits(params, cfg, hidden_states(params, cfg, x, numerics)), pool
+
+
+def junk(dtype: jnp.dtype) -> Any:
+    """NaN, in FP8 rows too."""
+    return jnp.array(0xFF if dtype == jnp.uint8 else jnp.nan, dtype)
+
+
+@dataclasses.dataclass
+class Request:
+    """A request as the engine knows it, or a parked prefix, which has no slot; -1 is no page."""
+
+    slot: int
+    length: int = 0
+    page_table: np.ndarray = dataclasses.field(default_factory=lambda: np.full(TABLE, -1, np.int32))
+    window_table: np.ndarray = dataclasses.field(default_factory=lambda: np.full(TABLE, -1, np.int32))
+    first_window_page: int = 0  # what is before it in the table means nothing
+
+
+class Engine:
+    """Runs steps on a pool. What no request has is NaN, and pages and slots are given in an order of chance."""
+
+    def __init__(self, params: Params, cfg: ModelConfig, seed: int, cache_dtype: str = "float32") -> None:
+        self.params, self.cfg, self.rng = params, cfg, np.random.default_rng(seed)
+        shapes = layout.pool(cfg, cache_dtype, PAGES, WINDOW_PAGES, SLOTS)
+        self.pool = {name: jnp.full(a.shape, junk(a.dtype), a.dtype) for name, a in shapes.items()}
+        self.holders = {kind: np.zeros(count, int) for kind, count in COUNTS.items()}
+
+    def begin(self, parked: Request | None = None) -> Request:
+        """A new request, with the pages of a `parked` prefix if any."""
+        request = Request(-1) if parked is None else self.park(parked, parked.length)
+        request.slot = self._take("request")
+        return request
+
+    def park(self, request: Request, length: int) -> Request:
+        """The first tokens of a request, kept beyond its end: all their pages, and the last one of the window."""
+        last, rest = divmod(length, self.cfg.page_size)
+        assert rest == 0 and last > 0 and request.window_table[last - 1] >= 0
+        pages, windows = np.full((2, TABLE), -1, np.int32)
+        pages[:last], windows[last - 1] = request.page_table[:last], request.window_table[last - 1]
+        for kind, table in (("context", pages), ("window", windows)):
+            self.holders[kind][table[table >= 0]] += 1
+        return Request(-1, length, pages, windows, last - 1)
+
+    def end(self, request: Request) -> None:
+        """Takes everything back that nothing else has."""
+        self._give_back("context", request.page_table)
+        self._give_back("window", request.window_table[request.first_window_page :])
+        self._give_back("request", np.array([request.slot]))
+
+    def prefill(self, chunks: list[tuple[Request, np.ndarray]], *, release: bool = True) -> list[np.ndarray]:
+        """The logits `[n, W]` of each chunk. Without `release` all pages of the window are kept, to be parked."""
+        tokens, positions = np.full(T, 3, np.int32), np.full(T, 7, np.int32)
+        cu = np.cumsum([0] + [len(new) for _, new in chunks] + [0] * (CHUNKS - len(chunks))).astype(np.int32)
+        contexts, (tables, windows, slots) = np.zeros(CHUNKS, np.int32), self._tables(CHUNKS)
+        for b, (request, new) in enumerate(chunks):
+            tokens[cu[b] : cu[b + 1]] = new
+            positions[cu[b] : cu[b + 1]] = request.length + np.arange(len(new))
+            contexts[b] = request.length
+            self._extend(request, len(new), release)
+            tables[b], windows[b], slots[b] = request.page_table, request.window_table, request.slot
+        batch = PrefillBatch(tokens, positions, cu, contexts, tables, window_table=windows, slots=slots)
+        out = self._run(batch)
+        for request, new in chunks:
+            request.length += len(new)
+            if release:
+                self.release(request)
+        return [out[cu[b] : cu[b + 1]] for b in range(len(chunks))]
+
+    def decode(self, rows: list[tuple[Request, np.ndarray, int]]) -> list[np.ndarray]:
+        """The logits `[S, W]` of S tokens of each request, the first of which, a number of them, are accepted."""
+        S = len(rows[0][1])
+        tokens, lengths = np.full((ROWS, S), 5, np.int32), np.zeros(ROWS, np.int32)
+        tables, windows, slots = self._tables(ROWS)
+        places = self.rng.permutation(ROWS)[: len(rows)]
+        for b, (request, new, _) in zip(places, rows, strict=True):
+            self._extend(request, S, release=False)
+            tokens[b], lengths[b] = new, request.length + S
+            tables[b], windows[b], slots[b] = request.page_table, request.window_table, request.slot
+        out = self._run(DecodeBatch(tokens, lengths, tables, window_table=windows, slots=slots)).reshape(ROWS, S, -1)
+        for request, _, accepted in rows:
+            request.length += accepted
+            self.release(request)
+        return [out[b] for b in places]
+
+    def release(self, request: Request) -> None:
+        """Takes the pages of the window back that the request does not reach any more."""
+        first = layout.first_window_page(self.cfg, request.length)
+        self._give_back("window", request.window_table[request.first_window_page : first])
+        request.window_table[:first] = self.rng.integers(-1, WINDOW_PAGES, first)
+        request.first_window_page = first
+
+    def move_window(self, request: Request) -> None:
+        """Has the request's pages of the window leave the pool as values, and come back in other places."""
+        groups, at = layout.groups_of(self.cfg, "float32", "window"), request.first_window_page
+        old = request.window_table[at:][request.window_table[at:] >= 0]
+        new = np.array([self._take("window") for _ in old], np.int32)
+        values = layout.gather_pages(groups, self.pool, jnp.asarray(old))
+        assert values.shape[1:] == layout.payload_shape(self.cfg, "float32", "window").shape
+        self.pool, _ = layout.scatter_pages(groups, self.pool, jnp.asarray(new), values)
+        self._give_back("window", old)
+        request.window_table[at : at + len(new)] = new
+
+    def _run(self, batch: PrefillBatch | DecodeBatch) -> np.ndarray:
+        self.last_batch = jax.tree.map(jnp.asarray, batch)
+        out, self.pool = step(self.params, self.cfg, self.last_batch, self.pool)
+        return np.asarray(out)
+
+    def _tables(self, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tables and slots of rows without a request: those of others, which must not be written."""
+        pages, windows = (self.rng.integers(-1, COUNTS[kind], (rows, TABLE)) for kind in ("context", "window"))
+        return *(a.astype(np.int32) for a in (pages, windows)), self.rng.integers(0, SLOTS, rows).astype(np.int32)
+
+    def _extend(self, request: Request, count: int, release: bool) -> None:
+        """Gives a request the pages for `count` more tokens; none of the window to those that it would `release`."""
+        size, length = self.cfg.page_size, request.length + count
+        first = layout.first_window_page(self.cfg, length) if release else 0
+        for page in range(request.length // size, -(-length // size)):
+            if request.page_table[page] < 0:
+                request.page_table[page] = self._take("context")
+            if request.window_table[page] < 0 and page >= first:
+                request.window_table[page] = self._take("window")
+
+    def _take(self, kind: str) -> int:
+        page = int(self.rng.choice(np.flatnonzero(self.holders[kind] == 0)))
+        self.holders[kind][page] = 1
+        return page
+
+    def _give_back(self, kind: Any, pages: np.ndarray) -> None:
+        held = self.holders[kind]
+        held[pages[pages >= 0]] -= 1
+        assert (held >= 0).all()
+        free = jnp.asarray(held == 0)
+        for group in layout.groups_of(self.cfg, "float32", kind):
+            gone = jnp.tile(free, len(group.layers))
+            array = self.pool[group.name]
+            self.pool[group.name] = jnp.where(gone[:, None, None], junk(array.dtype), array)

@@ -128,13 +128,13 @@ def costs() -> Iterator[list[Cell]]:
         for wait in (False, True):
             with tempfile.TemporaryDirectory() as directory, Checkpoints(Path(directory), TRAINING) as checkpoints:
                 start = time.perf_counter()
-                checkpoints.save(number, trainer.saved(state))
+                checkpoints.save(number, trainer.saved_state(state))
                 if wait:
                     checkpoints.wait()
                 (waited if wait else returned).append(time.perf_counter() - start)
                 if not wait:
                     beside.append(step())
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.saved(state))) / 1e6
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.saved_state(state))) / 1e6
     both, kernel = (statistics.median(each) for each in zip(*processor, strict=True))
     base = statistics.median(alone)
     for name, seconds in (

@@ -33,8 +33,6 @@ OLD_WORDS = {
         "ferry",
         "usher",
         "intake",
-        "sink",
-        "sinks",
         "aside",
         "asides",
     ),

@@ -27,7 +27,7 @@ def exported() -> dict[str, set[str]]:
     stats |= {name: 0.0 for name in metrics._EVENT_COUNTERS}
     stats |= {"experts_balancedness_by_layer": [1.0], "draft_num_accepted_tokens_per_pos": [1.0]}
     stats |= {"host_time_counts": [0.0] * (len(metrics.HOST_TIME_BOUNDS) + 1)}
-    for tier in metrics._TIERS:
+    for tier in metrics.TIERS:
         stats |= {f"pages_tiers_{tier}_hits": 0.0, f"pages_tiers_{tier}_loads": [0.0] * (len(metrics.LOAD_BOUNDS) + 1)}
     found = Metrics("m", tenants=Tenants([Tenant("a", b"", "")]))
     found.update(stats)

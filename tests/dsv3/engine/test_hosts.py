@@ -122,7 +122,7 @@ def test_a_silent_host_is_not_waited_for(make: MakeEngine, monkeypatch: pytest.M
     generate(engine, "first", rank=FAR)
     clear_caches(engine)
     monkeypatch.setattr(tiers, "LOAD_S", 0.05)
-    monkeypatch.setattr(engine.executor.follower_handler._ordered, "begin", lambda orders: None)
+    monkeypatch.setattr(engine.executor.follower_handler._ordered, "execute_before_step", lambda orders: None)
     assert generate(engine, "again", rank=FAR) == 0
     assert engine.scheduler.tiers.of(FAR).num_loading_batches == 0 and engine.stats().pages_in_use == 0
 
@@ -217,8 +217,8 @@ def test_pages_go_from_two_hosts_to_two_hosts(make: MakeEngine, key: str, monkey
 def test_events_of_a_hosts_pages_name_its_ranks_alone(make: MakeEngine) -> None:
     engine = make(kv_events_config={"enable_kv_cache_events": True, "endpoint": f"inproc://{time.monotonic_ns()}"})
     events: list = []
-    note = engine.events.queue.note
-    engine.events.queue.note = lambda each: events.append(each) or note(each)
+    append = engine.events.queue.append
+    engine.events.queue.append = lambda each: events.append(each) or append(each)
     generate(engine, "near", [*PROMPT[:64], 3], rank=0)
     generate(engine, "far", PROMPT, rank=FAR)
     wait_until_stored(engine)

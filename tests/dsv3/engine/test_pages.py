@@ -374,7 +374,7 @@ def test_loading_that_is_slower_than_computing_is_not_done(make: MakeEngine, mon
     assert generate(engine, "and again") == FULL
     clear_caches(engine)
     mine._rates["host"], mine.compute_rate = _rate(1.0), _rate(1e9)
-    monkeypatch.setattr(counts_module, "_LATELY_S", 0.0)
+    monkeypatch.setattr(counts_module, "_RATE_VALID_S", 0.0)
     assert generate(engine, "a minute later") == FULL, "what was slow once is tried again"
 
 

@@ -64,7 +64,7 @@ def grammar_of(server, path: str, **fields) -> list[dict]:
         ({"json": {"$ref": "https://example.com/schema"}}, "example.com"),
         ({"json": {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}}, ""),
         ({"choice": []}, "entries"),
-        ({"choice": ["a", ""]}, "empty text"),
+        ({"choice": ["a", ""]}, "an entry is empty"),
         ({"choice": ["a"] * 1025}, "entries"),
         ({"grammar": "start: nothing"}, "nothing"),
         ({"grammar": "start: " + "(" * 50_000}, "nested"),

@@ -238,7 +238,7 @@ def test_a_message_beyond_a_limit_is_refused_before_it_is_read() -> None:
     leader, follower = pair()
     sending = threading.Thread(target=leader.send, args=(bytes(2**21),))
     sending.start()
-    with pytest.raises(WireError, match=f"{2**21} bytes, at most {2**21 - 1}"):
+    with pytest.raises(WireError, match=f"{2**21} bytes; the limit is {2**21 - 1}"):
         follower.receive(limit=2**21 - 1)
     follower.discard(1.0)
     sending.join()

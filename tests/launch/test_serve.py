@@ -71,7 +71,7 @@ def server(tiers):
     """The process and its lines; the bundled model with small programs."""
     with serving(*SMALL, *tiers) as started:
         yield started
-    for path in re.findall(r"host memory in (\S+):", "\n".join(started[1])):
+    for path in set(re.findall(r"host memory in (\S+):", "\n".join(started[1]))):
         Path(path).unlink()
 
 

@@ -1,4 +1,4 @@
-"""What a router may be told; declared as the options of `dsv3.config.options`."""
+"""Options of the router, declared like those of `dsv3.config.options`."""
 
 import dataclasses
 from typing import Any
@@ -27,11 +27,11 @@ class RouterOptions:
     port: int = _of_server("port")
     api_key_file: str | None = option(
         None,
-        "Read the clients' API keys from this file, which nobody else may open: one per line, each after its name if "
+        "Read the clients' API keys from this file, which no other user may open: one per line, each after its name if "
         "it has one.",
     )
     instance_api_key_file: str | None = option(
-        None, "Read the key that the instances ask for from this file, which nobody else may open."
+        None, "Read the key that the instances ask for from this file, which no other user may open."
     )
     instance_ca_file: str | None = option(
         None, "Trust instances at https:// whose certificates the authorities in this PEM file have signed."

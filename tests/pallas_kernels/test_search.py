@@ -11,7 +11,7 @@ from pallas_kernels.search import search
 @pytest.mark.parametrize("at_once", [1 << 18, 0])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_positions_equal_numpy(side: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With repeated values, like the ends of empty requests, and values above all."""
+    """Searches repeated values, like the ends of empty requests, and values above all."""
     monkeypatch.setattr(searching, "_AT_ONCE", at_once)
     ordered, values = np.array([0, 0, 3, 3, 3, 7, 9, 9], np.int32), np.arange(-1, 12, dtype=np.int32)
     found = jax.jit(lambda ordered, values: search(ordered, values, side))(ordered, values)

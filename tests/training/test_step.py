@@ -52,7 +52,7 @@ def test_bias_rises_for_idle_experts_and_falls_for_busy_ones(state: TrainState) 
 
 
 def test_balancing_evens_out_a_lopsided_router(toy_config: TrainingConfig, state: TrainState) -> None:
-    """With fixed weights, the bias alone evens out the load of a biased router."""
+    """The bias alone, with fixed weights, evens out the load of a biased router."""
     cfg, params = toy_config.model, state.params
     x = jax.random.normal(jax.random.key(1), (512, cfg.hidden_size)) + 1.0
     logits = router_logits(x, params.moe.moe.router, 0, None)

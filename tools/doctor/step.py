@@ -90,7 +90,7 @@ def run(model: Model, backend: Backend, work: Work) -> Ran:
     cfg, (prefill, decode, score), count = model.cfg, _programs(backend, model.compute), len(work.first)
     longest = max(len(a) + len(b) for a, b in zip(work.first, work.second, strict=True)) + work.steps
     width = pages_for(longest, cfg.page_size)
-    # Page 0 belongs to nobody, and a request's pages do not follow each other.
+    # Page 0 belongs to no request, and a request's pages are not consecutive.
     table = 1 + np.arange(count * width, dtype=np.int32).reshape(width, count).T
     pages = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), pool(cfg, model.compute, 1 + count * width))
     form = AttentionForm.TOPK if cfg.index_layers else AttentionForm.ANY

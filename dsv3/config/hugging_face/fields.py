@@ -1,4 +1,4 @@
-"""Reads fields of a configuration file with their types and bounds, and refuses those that nobody has read."""
+"""Reads fields of a configuration file with their types and bounds, and refuses fields that were not read."""
 
 import dataclasses
 import difflib
@@ -116,7 +116,7 @@ class Fields:
         return Fields(value, f"{self._where}{name}.", self._file)
 
     def finish(self, meaningless: frozenset[str] = frozenset()) -> None:
-        """Refuses what nobody has read."""
+        """Refuses fields that were not read."""
         for name in self._values:
             if name not in self._read and name not in meaningless:
                 near = difflib.get_close_matches(name, self._read, n=1, cutoff=0.75)

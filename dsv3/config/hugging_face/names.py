@@ -43,7 +43,7 @@ _SUFFIXES = {
 
 
 def is_of_other_media(name: str) -> bool:
-    """Returns whether a tensor belongs to a part of the model that sees or hears."""
+    """Returns whether a tensor belongs to a vision or audio part of the model."""
     return _OTHER_MEDIA.fullmatch(name) is not None
 
 

@@ -36,7 +36,7 @@ class StepRows:
     slots: jax.Array  # [B] int32
 
     @classmethod
-    def of_prefill(cls, batch: PrefillBatch) -> "StepRows":
+    def from_prefill(cls, batch: PrefillBatch) -> "StepRows":
         """Returns the rows of the chunks of a batch."""
         B, rows = len(batch.page_table), jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
         chunk = search(batch.cu_lengths[1:], rows, side="right")
@@ -53,7 +53,7 @@ class StepRows:
         )
 
     @classmethod
-    def of_decode(cls, batch: DecodeBatch) -> "StepRows":
+    def from_decode(cls, batch: DecodeBatch) -> "StepRows":
         """Returns the rows `[B * S]` of a batch: S new tokens of each request."""
         (B, S), positions = batch.tokens.shape, decode_positions(batch).reshape(-1)
         return cls(
@@ -78,14 +78,14 @@ class StepRows:
         own = new.at[self.firsts[requests][:, None] + back].get(mode="clip")
         return jnp.where((back >= 0)[..., None], own, cached.read(requests, positions))
 
-    def keep(self, new: jax.Array, cached: "CacheRows", read: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def write_last(self, new: jax.Array, cached: "CacheRows", read: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Writes the rows `new` `[T, W]` of the step's tokens that its last ones leave; returns `read`, and the array.
 
         `read` is what was made of the array before: the compiler must not copy the array to keep what it was.
         """
         read, array = lax.optimization_barrier((read, cached.array))
         cached = dataclasses.replace(cached, array=array)
-        lasting = self.valid & cached.lasting(self.positions, self.ends[self.requests])
+        lasting = self.valid & cached.is_last_write(self.positions, self.ends[self.requests])
         return read, cached.write(new, self.requests, self.positions, lasting)
 
 
@@ -119,14 +119,14 @@ class CacheRows:
         """Rows that the pages of a request have."""
         return self.table.shape[1] * self.per_page
 
-    def places(self, requests: jax.Array, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def locate(self, requests: jax.Array, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns pages of the layer and rows in them, `[...]` each, of `numbers` `[...]` of `requests` `[...]`."""
         column = jnp.clip(numbers // self.per_page, 0, self.table.shape[1] - 1)
         return self.table[requests, column], numbers % self.per_page % self.array.shape[1]
 
     def read(self, requests: jax.Array, numbers: jax.Array) -> jax.Array:
         """Returns rows `[N, K, W]`: `numbers` `[N, K]` of `requests` `[N]`, and any row for what is not there."""
-        pages, rows = self.places(requests[:, None], numbers)
+        pages, rows = self.locate(requests[:, None], numbers)
         return self.array.at[self.first + pages, rows].get(mode="clip")
 
     def write(self, values: jax.Array, requests: jax.Array, numbers: jax.Array, where: jax.Array) -> jax.Array:
@@ -134,11 +134,11 @@ class CacheRows:
 
         Rows of pages below 0 are dropped. No two rows may have one place.
         """
-        pages, rows = self.places(requests, numbers)
+        pages, rows = self.locate(requests, numbers)
         targets = jnp.where(where & (pages >= 0), self.first + pages, DROPPED)
         return write_rows(self.array, values.astype(self.array.dtype), targets, rows)
 
-    def lasting(self, numbers: jax.Array, ends: jax.Array) -> jax.Array:
+    def is_last_write(self, numbers: jax.Array, ends: jax.Array) -> jax.Array:
         """Returns which rows `numbers` `[N]` no later one of the same step replaces, all before `ends` `[N]`."""
         again = numbers + self.array.shape[1]
         return (again // self.per_page > numbers // self.per_page) | (again >= ends)

@@ -113,7 +113,7 @@ def project(
         if compressor is params.sparse:
             index = _index_queries(x, q_latent, params.indexer, place.of_ratio, cfg, positions, by, numerics)
     return CompressedTokens(
-        q=rotate_heads(unit(q, cfg.rms_norm_eps), by.cos, by.sin, backend=backend),
+        q=rotate_heads(unit_rms(q, cfg.rms_norm_eps), by.cos, by.sin, backend=backend),
         latent=rotate_heads(latent[:, None], by.cos, by.sin, backend=backend)[:, 0],
         entries=entries,
         index=index,
@@ -141,7 +141,7 @@ def _index_queries(
     )
 
 
-def unit(x: jax.Array, eps: float) -> jax.Array:
+def unit_rms(x: jax.Array, eps: float) -> jax.Array:
     """Returns `x / rms(x)` over the last axis; computed in float32, dtype of x."""
     x32 = x.astype(jnp.float32)
     return (x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x.dtype)
@@ -153,7 +153,7 @@ def in_window(cfg: ModelConfig, queries: jax.Array, keys: jax.Array) -> jax.Arra
     return (back >= 0) & (back < compressed_of(cfg).window)
 
 
-def complete(ratio: int, queries: jax.Array) -> jax.Array:
+def num_complete(ratio: int, queries: jax.Array) -> jax.Array:
     """Returns how many entries the tokens at positions `queries` `[...]` see: those whose windows have ended."""
     return (queries + 1) // ratio
 
@@ -167,7 +167,7 @@ def index_scores(q: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array
 
 
 @jax.named_scope("attend")
-def attended(q: jax.Array, keys: jax.Array, visible: jax.Array, sink: jax.Array, scale: float) -> jax.Array:
+def sink_attention(q: jax.Array, keys: jax.Array, visible: jax.Array, sink: jax.Array, scale: float) -> jax.Array:
     """Returns what heads see `[B, T, H, d]`: weighted sums of `keys`, which are the values too.
 
     Args:

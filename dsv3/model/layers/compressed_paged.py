@@ -33,14 +33,14 @@ from dsv3.model.layers.compressed_attention import (
     AttendCompressed,
     CompressedTokens,
     LayerPlace,
-    attended,
-    complete,
     compressed_of,
     compressor_of,
     entry_rotation,
+    num_complete,
+    sink_attention,
 )
-from dsv3.model.layers.compressor import Contribution, finished, pooled, window_rows
-from dsv3.model.layers.entry_row import loaded, stored
+from dsv3.model.layers.compressor import Contribution, norm_and_rotate, pool_window, window_rows
+from dsv3.model.layers.entry_row import decode_rows, encode_rows
 from dsv3.model.layers.linear import layer_slice
 from dsv3.model.layers.sparse import by_groups
 from dsv3.model.params import CompressedAttentionParams, CompressorParams
@@ -52,14 +52,14 @@ def prefill_attend_compressed(
     cfg: ModelConfig, batch: PrefillBatch, backend: Backend | None = None
 ) -> AttendCompressed:
     """Attends in prefill; the state is the page pool."""
-    return functools.partial(_attend, cfg, StepRows.of_prefill(batch), backend)
+    return functools.partial(_attend, cfg, StepRows.from_prefill(batch), backend)
 
 
 def decode_attend_compressed(cfg: ModelConfig, batch: DecodeBatch, backend: Backend | None = None) -> AttendCompressed:
     """Attends in decode; the state is the page pool. Raises ValueError for more drafts than rings have rows for."""
     if (drafts := batch.tokens.shape[1] - 1) > DRAFT_ROWS:
         raise ValueError(f"{drafts} drafts: the cache keeps rows for at most {DRAFT_ROWS} in a step")
-    return functools.partial(_attend, cfg, StepRows.of_decode(batch), backend)
+    return functools.partial(_attend, cfg, StepRows.from_decode(batch), backend)
 
 
 class _Names(NamedTuple):
@@ -88,13 +88,13 @@ class _Layer:
     place: LayerPlace
     backend: Backend | None
 
-    def kept(self, pool: Pool, name: str) -> CacheRows:
+    def group_rows(self, pool: Pool, name: str) -> CacheRows:
         """Returns the layer's rows of a cache group."""
         (group,) = (group for group in self.cfg.cache_groups("float32") if group.name == name)  # of any dtype
         layer = self.place.layer if name == WINDOW_LATENTS else self.place.of_ratio
         return CacheRows.of(self.cfg, group, pool, self.rows, layer)
 
-    def extended(
+    def complete_entries(
         self, pool: Pool, names: _Names, new: Contribution, params: CompressorParams, dtype: jnp.dtype
     ) -> Pool:
         """Returns the pool with the entries that the step completes, and with what later ones need of its tokens."""
@@ -105,28 +105,28 @@ class _Layer:
         exists, at = at < T, jnp.minimum(at, T - 1)
         requests, numbers = rows.requests[at], rows.positions[at] // ratio
         tokens = window_rows(ratio, numbers, overlaps=names.tails is not None)
-        parts, given = self.kept(pool, names.parts), jnp.concatenate([new.values, new.scores], axis=-1)
-        made_of, written = rows.keep(given, parts, rows.at(requests, tokens, given, parts))
+        parts, given = self.group_rows(pool, names.parts), jnp.concatenate([new.values, new.scores], axis=-1)
+        made_of, written = rows.write_last(given, parts, rows.at(requests, tokens, given, parts))
         pool = {**pool, names.parts: written}
         if names.tails is not None:
-            tails, first = self.kept(pool, names.tails), _first_series(given)
-            tail, written = rows.keep(first, tails, tails.read(requests, tokens))
+            tails, first = self.group_rows(pool, names.tails), _first_series(given)
+            tail, written = rows.write_last(first, tails, tails.read(requests, tokens))
             page = rows.contexts[requests] // self.cfg.page_size * self.cfg.page_size
             made_of = jnp.where((tokens < page[:, None])[..., None], _with_second_series(tail), made_of)
             pool = {**pool, names.tails: written}
-        made = pooled(Contribution(*jnp.split(made_of, 2, axis=-1)), tokens >= 0, width)
+        made = pool_window(Contribution(*jnp.split(made_of, 2, axis=-1)), tokens >= 0, width)
         by = entry_rotation(self.cfg, numbers * ratio)
-        done = finished(made, params, self.place.of_ratio, by, self.cfg.rms_norm_eps, dtype)
-        entries = self.kept(pool, names.entries)
+        done = norm_and_rotate(made, params, self.place.of_ratio, by, self.cfg.rms_norm_eps, dtype)
+        entries = self.group_rows(pool, names.entries)
         if names.entries != INDEX_KEYS:
-            done = stored(done, self.cfg.kv_lora_rank, entries.array.dtype)
+            done = encode_rows(done, self.cfg.kv_lora_rank, entries.array.dtype)
             return {**pool, names.entries: entries.write(done, requests, numbers, exists)}
-        pages, offsets = entries.places(requests, numbers)
+        pages, offsets = entries.locate(requests, numbers)
         where: dict[str, Any] = {"layer": self.place.of_ratio, "pages_per_layer": pages_per_layer(self.cfg, pool)}
         keys = dsa.write_keys(entries.array, done, jnp.where(exists, pages, -1), offsets, **where)
         return {**pool, INDEX_KEYS: keys}
 
-    def attended(
+    def attend(
         self,
         tokens: CompressedTokens,
         sink: jax.Array,
@@ -147,22 +147,22 @@ class _Layer:
             at = positions[:, None] + back
             copies, visible = rows.at(requests, at, new, window), (at >= 0) & (seen > 0)[:, None]
             if entries is not None:
-                count = complete(self.place.ratio, seen - 1)
+                count = num_complete(self.place.ratio, seen - 1)
                 numbers = jnp.arange(entries.capacity, dtype=jnp.int32)[None]
                 if keys is not None:
-                    numbers = self._chosen(keys, arrays[0], arrays[1], requests, count)
+                    numbers = self._topk(keys, arrays[0], arrays[1], requests, count)
                 copies = jnp.concatenate([copies, entries.read(requests, numbers)], axis=1)
                 visible = jnp.concatenate([visible, numbers < count[:, None]], axis=1)
-            values = loaded(copies, cfg.kv_lora_rank, cfg.latent_dim, q.dtype)
+            values = decode_rows(copies, cfg.kv_lora_rank, cfg.latent_dim, q.dtype)
             values = jnp.where(visible[..., None], values, 0)  # a weight of 0 does not undo NaN
-            return attended(q[:, None], values, visible[:, None], sink, cfg.softmax_scale)[:, 0]
+            return sink_attention(q[:, None], values, visible[:, None], sink, cfg.softmax_scale)[:, 0]
 
         index = () if tokens.index is None else (tokens.index.q, tokens.index.weights)
         seen = jnp.where(rows.valid, rows.positions + 1, 0)
         size = self._queries_at_once(tokens.q, entries, keys)
         return by_groups(group, size, (tokens.q, *index, rows.requests, rows.positions, seen), self.backend)
 
-    def _chosen(
+    def _topk(
         self, keys: CacheRows, q: jax.Array, weights: jax.Array, requests: jax.Array, count: jax.Array
     ) -> jax.Array:
         """Returns the numbers `[G, K]` of the entries to attend to, of the first `count` `[G]`."""
@@ -195,16 +195,16 @@ def _attend(
     if (compressor := compressor_of(params, cfg, place.ratio)) is not None:
         assert tokens.entries is not None  # of layers with a compressor
         names = _HEAVY if tokens.index is None else _SPARSE
-        pool = layer.extended(pool, names, tokens.entries, compressor, dtype)
-        entries = layer.kept(pool, names.entries)
+        pool = layer.complete_entries(pool, names, tokens.entries, compressor, dtype)
+        entries = layer.group_rows(pool, names.entries)
     if tokens.index is not None:
         assert params.indexer is not None
-        pool = layer.extended(pool, _INDEX, tokens.index.keys, params.indexer.compressor, dtype)
-        keys = layer.kept(pool, INDEX_KEYS)
-    window = layer.kept(pool, WINDOW_LATENTS)
-    new = stored(tokens.latent, cfg.kv_lora_rank, window.array.dtype)
-    out = layer.attended(tokens, layer_slice(params.sink, place.layer), new, window, entries, keys)
-    out, latents = rows.keep(new, window, out)
+        pool = layer.complete_entries(pool, _INDEX, tokens.index.keys, params.indexer.compressor, dtype)
+        keys = layer.group_rows(pool, INDEX_KEYS)
+    window = layer.group_rows(pool, WINDOW_LATENTS)
+    new = encode_rows(tokens.latent, cfg.kv_lora_rank, window.array.dtype)
+    out = layer.attend(tokens, layer_slice(params.sink, place.layer), new, window, entries, keys)
+    out, latents = rows.write_last(new, window, out)
     return out, {**pool, WINDOW_LATENTS: latents}
 
 

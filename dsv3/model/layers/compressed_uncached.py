@@ -8,15 +8,15 @@ from dsv3.model.layers.compressed_attention import (
     AttendCompressed,
     IndexQueries,
     LayerPlace,
-    attended,
-    complete,
     compressed_of,
     compressor_of,
     entry_rotation,
     in_window,
     index_scores,
+    num_complete,
+    sink_attention,
 )
-from dsv3.model.layers.compressor import Contribution, finished, pooled, window_rows
+from dsv3.model.layers.compressor import Contribution, norm_and_rotate, pool_window, window_rows
 from dsv3.model.layers.linear import layer_slice
 from dsv3.model.params import CompressedAttentionParams, CompressorParams
 from pallas_kernels import dsa
@@ -33,7 +33,7 @@ def uncached_attend(cfg: ModelConfig, batch: int) -> AttendCompressed:
             entries = _entries(cfg, tokens.entries, compressor, place, batch, latent.dtype)
             seen = _seen(cfg, tokens.index, params, place, batch, len(positions))
             keys, visible = jnp.concatenate([keys, entries], 1), jnp.concatenate([visible, seen], 2)
-        out = attended(q, keys, visible, layer_slice(params.sink, place.layer), cfg.softmax_scale)
+        out = sink_attention(q, keys, visible, layer_slice(params.sink, place.layer), cfg.softmax_scale)
         return out.reshape(tokens.q.shape), state
 
     return attend
@@ -52,9 +52,9 @@ def _entries(
     rows = jax.tree.map(lambda a: a.reshape(batch, -1, a.shape[-1]), rows)
     entries = jnp.arange(rows.values.shape[1] // place.ratio, dtype=jnp.int32)
     at = window_rows(place.ratio, entries, overlaps=overlaps)
-    made = pooled(jax.tree.map(lambda a: a[:, jnp.maximum(at, 0)], rows), at >= 0, d)
+    made = pool_window(jax.tree.map(lambda a: a[:, jnp.maximum(at, 0)], rows), at >= 0, d)
     by = entry_rotation(cfg, jnp.tile(entries * place.ratio, batch))
-    done = finished(made.reshape(-1, d), params, place.of_ratio, by, cfg.rms_norm_eps, dtype)
+    done = norm_and_rotate(made.reshape(-1, d), params, place.of_ratio, by, cfg.rms_norm_eps, dtype)
     return done.reshape(made.shape)
 
 
@@ -68,7 +68,7 @@ def _seen(
 ) -> jax.Array:
     """Returns which entries each token attends to, bool `[B, S, W]`: all that are complete, or the indexer's choice."""
     count, best = length // place.ratio, compressed_of(cfg).indexer.topk
-    visible = complete(place.ratio, jnp.arange(length, dtype=jnp.int32))
+    visible = num_complete(place.ratio, jnp.arange(length, dtype=jnp.int32))
     seen = jnp.broadcast_to(jnp.arange(count) < visible[:, None], (batch, length, count))
     if index is None or count <= best:
         return seen

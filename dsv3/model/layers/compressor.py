@@ -49,7 +49,7 @@ def window_rows(ratio: int, entries: jax.Array, *, overlaps: bool) -> jax.Array:
 
 
 @jax.named_scope("compressor")
-def pooled(rows: Contribution, exists: jax.Array, width: int) -> jax.Array:
+def pool_window(rows: Contribution, exists: jax.Array, width: int) -> jax.Array:
     """Returns entries float32 `[..., d]`, before their norm.
 
     Args:
@@ -68,7 +68,7 @@ def pooled(rows: Contribution, exists: jax.Array, width: int) -> jax.Array:
 
 
 @jax.named_scope("compressor")
-def finished(
+def norm_and_rotate(
     entries: jax.Array, params: CompressorParams, layer: Index, rotation: Rotation, eps: float, dtype: jnp.dtype
 ) -> jax.Array:
     """Returns entries `[T, d]` as they are attended to: normed, and rotated as their window's first token is."""

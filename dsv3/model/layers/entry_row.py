@@ -15,7 +15,7 @@ _GROUP = 64  # values that share a scale
 _BIAS = 127  # exponent of an e8m0 byte 0, negated
 
 
-def stored(rows: jax.Array, plain: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+def encode_rows(rows: jax.Array, plain: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Returns `rows` `[..., R + P]`, of which `plain` R are not rotated, as a cache of `dtype` has them.
 
     For uint8 they are FP8 rows, of the width that `dsv3.config.model.entry_row` says.
@@ -37,7 +37,7 @@ def stored(rows: jax.Array, plain: int, dtype: jax.typing.DTypeLike) -> jax.Arra
     return jnp.concatenate(parts, axis=-1)
 
 
-def loaded(rows: jax.Array, plain: int, width: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+def decode_rows(rows: jax.Array, plain: int, width: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Returns cached `rows` as `[..., width]` of a float `dtype`, of which the first `plain` are not rotated."""
     if rows.dtype != jnp.uint8:
         return rows.astype(dtype)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from dsv3.model.layers.linear import Index, Numerics, layer_slice, limited
+from dsv3.model.layers.linear import Index, Numerics, clamp_gate_up, layer_slice
 from dsv3.model.layers.router import Routing
 from dsv3.model.params import Fp8Weight, Int4Weight, MoeParams
 from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
@@ -125,9 +125,9 @@ def gate_up(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLay
     tiles = _tiles(order, layer)
     if not isinstance(params.gate_up, Fp8Weight):
         assert not isinstance(x, Quantized), "rows are quantized only for FP8 experts"
-        product = limited(_product(_gather(x, token), params.gate_up, tiles, layer), numerics)
+        product = clamp_gate_up(_product(_gather(x, token), params.gate_up, tiles, layer), numerics)
         return ExpertActivations(swiglu(product, backend=numerics.backend), None, *rest)
-    product = limited(_fp8_product(*_aligned_fp8(x, token, numerics), params.gate_up, dtype, tiles), numerics)
+    product = clamp_gate_up(_fp8_product(*_aligned_fp8(x, token, numerics), params.gate_up, dtype, tiles), numerics)
     values, scale = fp8.swiglu_quantize(
         product, ue8m0=numerics.ue8m0, used_rows=order.used_rows(), backend=numerics.backend
     )

@@ -41,13 +41,13 @@ class Streams:
         pre = jax.nn.sigmoid(logits[:, :n] * scale[0] + base[:n]) + hyper.eps
         post = 2 * jax.nn.sigmoid(logits[:, n : 2 * n] * scale[1] + base[n : 2 * n])
         between = (logits[:, 2 * n :] * scale[2] + base[2 * n :]).reshape(-1, n, n)
-        return MixedStreams(self.streams, _collapsed(pre, self.streams), post, doubly_stochastic(between, hyper))
+        return MixedStreams(self.streams, _weighted_sum(pre, self.streams), post, doubly_stochastic(between, hyper))
 
     @jax.named_scope("mixing")
     def end(self, params: MixingParams, cfg: ModelConfig, backend: Backend | None) -> jax.Array:
         """Returns what the norm behind the last layer takes, `[T, D]`; `params` have no leading axis of layers."""
         logits = self._logits(params.weight[None], 0, cfg, backend)
-        return _collapsed(jax.nn.sigmoid(logits * params.scale + params.base) + hyper_of(cfg).eps, self.streams)
+        return _weighted_sum(jax.nn.sigmoid(logits * params.scale + params.base) + hyper_of(cfg).eps, self.streams)
 
     def _logits(self, weight: jax.Array, layer: Index, cfg: ModelConfig, backend: Backend | None) -> jax.Array:
         """Returns the logits float32 `[T, M]` of all streams, over one root mean square of them together."""
@@ -101,6 +101,6 @@ def hyper_of(cfg: ModelConfig) -> HyperConnections:
     return cfg.hyper_connections
 
 
-def _collapsed(pre: jax.Array, streams: jax.Array) -> jax.Array:
+def _weighted_sum(pre: jax.Array, streams: jax.Array) -> jax.Array:
     """Returns the sum of streams `[T, n, D]` by weights `[T, n]`, `[T, D]` in the streams' dtype."""
     return (pre[..., None] * streams.astype(jnp.float32)).sum(1).astype(streams.dtype)

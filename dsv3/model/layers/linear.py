@@ -23,7 +23,7 @@ class Numerics:
     is the expected number of (token, expert) pairs of a device per layer, None if unknown: the buffers in which they
     arrive hold several times as many. With `fp8_products`, an option of training, linear layers and experts quantize
     weights that are no `Fp8Weight` and multiply in e4m3, with gradients. `swiglu_limit` bounds gate and up projections,
-    see `limited`.
+    see `clamp_gate_up`.
     """
 
     backend: Backend | None = None
@@ -59,14 +59,14 @@ def linear(x: jax.Array, weight: jax.Array | Fp8Weight, layer: Index, numerics: 
 
 def mlp(x: jax.Array, params: MlpParams, layer: Index, numerics: Numerics) -> jax.Array:
     """Returns SwiGLU of `x` `[T, D]`: the MLP of a dense layer, or the shared expert."""
-    gate_up = limited(linear(x, params.gate_up, layer, numerics), numerics)
+    gate_up = clamp_gate_up(linear(x, params.gate_up, layer, numerics), numerics)
     if isinstance(params.down, Fp8Weight):
         values, scale = fp8.swiglu_quantize(gate_up, ue8m0=numerics.ue8m0, backend=numerics.backend)
         return _fp8_linear(values, scale, params.down, layer, x.dtype, numerics)
     return linear(swiglu(gate_up, backend=numerics.backend), params.down, layer, numerics)
 
 
-def limited(gate_up: jax.Array, numerics: Numerics) -> jax.Array:
+def clamp_gate_up(gate_up: jax.Array, numerics: Numerics) -> jax.Array:
     """Returns `[..., 2 * F]` as SwiGLU takes it: the gate bounded from above, the up projection on both sides."""
     limit = numerics.swiglu_limit
     if limit is None:

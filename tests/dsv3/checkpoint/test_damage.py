@@ -297,7 +297,7 @@ def test_a_header_that_is_not_json(sharded, text):
 @given(data=st.data())
 @settings(deadline=None, max_examples=100)
 def test_no_damage_to_a_header_escapes_as_another_error(tmp_path_factory, data):
-    """With any bytes of the header overwritten, the file loads or raises CheckpointError."""
+    """Overwrites any bytes of the header: the file loads or raises CheckpointError."""
     cfg = hf.config(num_hidden_layers=1, num_nextn_predict_layers=0, n_routed_experts=1)
     directory = tmp_path_factory.mktemp("fuzz")
     hf.write(directory, hf.random_tensors(cfg), shards=1)

@@ -30,9 +30,9 @@ COUNTS = {"context": PAGES, "window": WINDOW_PAGES, "request": SLOTS}
 def step(params: Params, cfg: ModelConfig, batch: PrefillBatch | DecodeBatch, pool: layout.Pool) -> tuple[Any, Any]:
     """Returns the logits `[rows, W]` and the pool."""
     if isinstance(batch, PrefillBatch):
-        rows, attend = StepRows.of_prefill(batch), prefill_attend_compressed(cfg, batch)
+        rows, attend = StepRows.from_prefill(batch), prefill_attend_compressed(cfg, batch)
     else:
-        rows, attend = StepRows.of_decode(batch), decode_attend_compressed(cfg, batch)
+        rows, attend = StepRows.from_decode(batch), decode_attend_compressed(cfg, batch)
     numerics, tokens = Numerics.from_config(cfg, None), batch.tokens.reshape(-1)
     turns = rotations(cfg, rows.positions)
     context = RowContext(cfg, tokens, rows.positions, turns, rows.valid, attend, numerics)

@@ -61,6 +61,6 @@ def test_served_steps_compile_for_an_h200(step, batch, temporaries: int) -> None
 
 @pytest.mark.aot
 def test_the_bundled_model_compiles_for_an_h200() -> None:
-    """With kernel bodies: its widths are no multiples of 128, and no other test compiles it for a GPU."""
+    """Reads kernel bodies too: the model's widths are no multiples of 128, and no other test compiles it for a GPU."""
     compiled = compiled_step(MODEL, "decode", H200)
     assert "mosaic_gpu" in compiled.as_text()

@@ -16,7 +16,7 @@ PAGES, TABLE, SIZE, RING = 12, 4, 8, 5
 
 
 def rows_of(batch: PrefillBatch | DecodeBatch) -> StepRows:
-    return StepRows.of_prefill(batch) if isinstance(batch, PrefillBatch) else StepRows.of_decode(batch)
+    return StepRows.from_prefill(batch) if isinstance(batch, PrefillBatch) else StepRows.from_decode(batch)
 
 
 @functools.partial(jax.jit, static_argnames="per_page")
@@ -25,9 +25,9 @@ def kept(batch: PrefillBatch | DecodeBatch, array: jax.Array, new: jax.Array, pe
     rows = rows_of(batch)
     table = rows.window_table if per_page == SIZE else rows.slots[:, None]
     cached = CacheRows(array, table, 0, per_page)
-    places = cached.places(rows.requests, rows.positions)
-    lasting = rows.valid & cached.lasting(rows.positions, rows.ends[rows.requests])
-    return rows.keep(new, cached, jnp.zeros(()))[1], *places, lasting
+    places = cached.locate(rows.requests, rows.positions)
+    lasting = rows.valid & cached.is_last_write(rows.positions, rows.ends[rows.requests])
+    return rows.write_last(new, cached, jnp.zeros(()))[1], *places, lasting
 
 
 def batch_of(kind: str, contexts: list[int], counts: list[int], windows: np.ndarray) -> PrefillBatch | DecodeBatch:

@@ -92,11 +92,11 @@ def test_a_token_alone_sees_what_it_sees_in_a_batch() -> None:
     q, keys = rng.normal(size=(1, 40, 6, 32)), rng.normal(size=(1, 50, 32))
     visible, sink = rng.random((1, 40, 50)) < 0.3, rng.normal(size=6).astype(np.float32)
     visible[0, 7] = False  # such a row sees the sink alone
-    whole = compressed_attention.attended(*map(jnp.asarray, (q, keys, visible)), sink, cfg.softmax_scale)
+    whole = compressed_attention.sink_attention(*map(jnp.asarray, (q, keys, visible)), sink, cfg.softmax_scale)
     assert not whole[0, 7].any()
     for t in (0, 39):
         (own,) = np.nonzero(visible[0, t])
-        alone = compressed_attention.attended(
+        alone = compressed_attention.sink_attention(
             jnp.asarray(q[:, t : t + 1]),
             jnp.asarray(keys[:, own]),
             jnp.ones((1, 1, len(own)), bool),
@@ -212,11 +212,11 @@ def swapped(right: Any) -> Any:
 
 
 def limits(gate: float, up: float, low: float = -jnp.inf) -> Callable[[Any], Any]:
-    def limited(gate_up: jax.Array, numerics: Any) -> jax.Array:
+    def clamp_gate_up(gate_up: jax.Array, numerics: Any) -> jax.Array:
         g, u = jnp.split(gate_up, 2, axis=-1)
         return jnp.concatenate([jnp.clip(g, low, gate), jnp.clip(u, -up, up)], axis=-1)
 
-    return lambda right: limited
+    return lambda right: clamp_gate_up
 
 
 def unlike(weights: Callable[[jax.Array], jax.Array]) -> Callable[[Any], Any]:
@@ -238,20 +238,20 @@ WRONG: dict[str, Wrong] = {
         lambda right: lambda h, p, layer, by, n: right(h, p, layer, Rotation(by.cos, 0 * by.sin), n),
     ),
     "entries before they are complete": patched(
-        compressed_uncached, "complete", lambda right: lambda ratio, queries: (queries + ratio) // ratio
+        compressed_uncached, "num_complete", lambda right: lambda ratio, queries: (queries + ratio) // ratio
     ),
     "entries one token late": patched(
-        compressed_uncached, "complete", lambda right: lambda ratio, queries: queries // ratio
+        compressed_uncached, "num_complete", lambda right: lambda ratio, queries: queries // ratio
     ),
     "a first entry with rows that do not exist": patched(
-        compressed_uncached, "pooled", lambda right: lambda rows, exists, width: right(rows, exists | True, width)
+        compressed_uncached, "pool_window", lambda right: lambda rows, exists, width: right(rows, exists | True, width)
     ),
-    "series that change places": patched(compressed_uncached, "pooled", swapped),
+    "series that change places": patched(compressed_uncached, "pool_window", swapped),
     "no position in a window": without("position"),
     "a window of one token less": attention_of(window=7),
     "a window of one token more": attention_of(window=9),
     "no sink": without("sink", -1e9),
-    "queries without their norm": patched(compressed_attention, "unit", lambda right: lambda x, eps: x),
+    "queries without their norm": patched(compressed_attention, "unit_rms", lambda right: lambda x, eps: x),
     "all entries seen": attention_of(indexer=dataclasses.replace(model("deepseek_v4")[1].compressed.indexer, topk=999)),
     "an indexer that does not rotate": of_index(lambda i, by: dataclasses.replace(i, q=back(i.q, by))),
     "an indexer without weights of heads": of_index(lambda i, by: dataclasses.replace(i, weights=i.weights * 0 + 1)),
@@ -264,10 +264,10 @@ WRONG: dict[str, Wrong] = {
     "weights that are not scaled": patched(compressed, "route", unlike(lambda w: w / 1.5)),
     "experts without their bias": without("router_bias"),
     "scores without their root": patched(router, "_SCORES", lambda right: right | {"sqrtsoftplus": jax.nn.softplus}),
-    "a shared expert without limits": patched(linear, "limited", limits(jnp.inf, jnp.inf)),
-    "a shared expert's gate with a lower limit": patched(linear, "limited", limits(1.5, 1.5, -0.5)),
-    "routed experts without limits": patched(experts, "limited", limits(jnp.inf, jnp.inf)),
-    "routed experts' gates with a lower limit": patched(experts, "limited", limits(1.5, 1.5, -0.5)),
+    "a shared expert without limits": patched(linear, "clamp_gate_up", limits(jnp.inf, jnp.inf)),
+    "a shared expert's gate with a lower limit": patched(linear, "clamp_gate_up", limits(1.5, 1.5, -0.5)),
+    "routed experts without limits": patched(experts, "clamp_gate_up", limits(jnp.inf, jnp.inf)),
+    "routed experts' gates with a lower limit": patched(experts, "clamp_gate_up", limits(1.5, 1.5, -0.5)),
     "groups of every other head": patched(
         compressed,
         "output",

@@ -15,9 +15,9 @@ from dsv3.config.model import DRAFT_ROWS
 from dsv3.kv_cache import layout
 from dsv3.model import DecodeBatch, forward
 from dsv3.model.layers import compressed_uncached
-from dsv3.model.layers.compressed_attention import attended
+from dsv3.model.layers.compressed_attention import sink_attention
 from dsv3.model.layers.compressed_paged import decode_attend_compressed
-from dsv3.model.layers.entry_row import loaded, stored
+from dsv3.model.layers.entry_row import decode_rows, encode_rows
 from pallas_kernels import dsa
 from tests.dsv3.model.deepseek_v4 import model
 from tests.dsv3.model.deepseek_v4_steps import CHUNKS, ROWS, Engine, Request, T, step
@@ -123,10 +123,10 @@ def test_fp8_rows_are_the_same_however_a_request_is_cut(monkeypatch: pytest.Monk
     np.testing.assert_array_equal(*found)
 
     def rounded(q: jax.Array, keys: jax.Array, *others: Any) -> jax.Array:
-        rows = stored(keys, CFG.kv_lora_rank, jnp.uint8)
-        return attended(q, loaded(rows, CFG.kv_lora_rank, CFG.latent_dim, keys.dtype), *others)
+        rows = encode_rows(keys, CFG.kv_lora_rank, jnp.uint8)
+        return sink_attention(q, decode_rows(rows, CFG.kv_lora_rank, CFG.latent_dim, keys.dtype), *others)
 
-    monkeypatch.setattr(compressed_uncached, "attended", rounded)
+    monkeypatch.setattr(compressed_uncached, "sink_attention", rounded)
     start = tokens[None, : 4 * CFG.compressed.indexer.topk]  # so many have all entries chosen
     error = np.abs(found[0][: start.size] - np.asarray(forward(PARAMS, CFG, jnp.asarray(start)).logits[0]))
     assert np.median(error) < 1e-5 * whole(0).std(), np.median(error)  # where noise turns a value, a token is far off

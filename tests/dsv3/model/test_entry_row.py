@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dsv3.config.model import entry_row
-from dsv3.model.layers.entry_row import loaded, stored
+from dsv3.model.layers.entry_row import decode_rows, encode_rows
 
 
 @pytest.mark.parametrize(("plain", "rotated"), [(448, 64), (24, 8), (512, 64), (576, 2)])
@@ -13,9 +13,9 @@ def test_rows_have_the_declared_width_and_are_rounded_once(plain: int, rotated: 
     rng = np.random.default_rng(plain)
     rows = rng.normal(size=(5, plain + rotated)) * 10.0 ** rng.integers(-3, 4, (5, 1))
     rows = jnp.asarray(rows, jnp.float32).at[0].set(0)
-    packed = stored(rows, plain, jnp.uint8)
+    packed = encode_rows(rows, plain, jnp.uint8)
     assert packed.shape == (5, entry_row("fp8", plain, rotated)[0])
-    back = loaded(packed, plain, plain + rotated, jnp.float32)
+    back = decode_rows(packed, plain, plain + rotated, jnp.float32)
     assert not back[0].any()
     groups = [np.asarray(a)[:, :plain] for a in (rows, back)]
     for first in range(0, plain, 64):
@@ -23,17 +23,17 @@ def test_rows_have_the_declared_width_and_are_rounded_once(plain: int, rotated: 
         highest = np.abs(one).max(1, keepdims=True)
         assert (np.abs(one - two) <= np.maximum(np.abs(one) / 16, highest / 448 / 2**8)).all()
     np.testing.assert_array_equal(back[:, plain:], rows[:, plain:].astype(jnp.bfloat16))
-    again = loaded(stored(back, plain, jnp.uint8), plain, plain + rotated, jnp.float32)
+    again = decode_rows(encode_rows(back, plain, jnp.uint8), plain, plain + rotated, jnp.float32)
     np.testing.assert_array_equal(again, back)
 
 
 def test_a_scale_is_the_power_of_two_at_or_above_its_groups_magnitude() -> None:
     for highest, byte in ((448.0, 127), (449.0, 128), (224.0, 126), (3.5, 120), (0.0, 105)):
-        packed = stored(jnp.zeros((1, 64)).at[0, 3].set(highest), 64, jnp.uint8)
+        packed = encode_rows(jnp.zeros((1, 64)).at[0, 3].set(highest), 64, jnp.uint8)
         assert packed[0, 64:].tolist() == [byte, 0, 0, 0, 0, 0, 0, 0]
 
 
 def test_float_rows_are_values() -> None:
     rows = jnp.linspace(-3, 3, 32).reshape(1, 32)
-    assert stored(rows, 24, jnp.bfloat16).dtype == jnp.bfloat16
-    np.testing.assert_array_equal(loaded(stored(rows, 24, jnp.float32), 24, 32, jnp.float32), rows)
+    assert encode_rows(rows, 24, jnp.bfloat16).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(decode_rows(encode_rows(rows, 24, jnp.float32), 24, 32, jnp.float32), rows)

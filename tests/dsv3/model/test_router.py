@@ -71,7 +71,7 @@ _best = jax.jit(_topk_experts, static_argnums=(0, 2))
 @example(scores=np.array([[-0.0] * 4 + [0.0] + [-0.0] * 3] * 3, np.float32), method="group_limited_greedy")
 @example(scores=np.array([[-0.0] * 4 + [0.0] + [-0.0] * 3] * 3, np.float32), method="noaux_tc")
 def test_kernels_order_scores_as_top_k_does(scores: np.ndarray, method: str) -> None:
-    """With ties, infinities and NaN: each row has K distinct experts even for a broken request."""
+    """Scores with ties, infinities and NaN: each row has K distinct experts even for a broken request."""
     cfg = dataclasses.replace(_LIMITED, topk_method=method)
     expected, found = (np.asarray(_best(cfg, scores, backend)) for backend in BACKENDS)
     np.testing.assert_array_equal(found, expected)

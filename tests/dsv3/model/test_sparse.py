@@ -191,7 +191,7 @@ def test_a_distant_needle_is_found_only_with_the_right_rotation_of_the_indexer(
 
 
 def test_an_mtp_module_uses_its_own_indexer_and_rows_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the keys of another layer it would select other tokens.
+    """The keys of another layer would select other tokens.
 
     60 tokens and 20 padding rows make 12 groups of seven rows; three groups are padding only.
     """

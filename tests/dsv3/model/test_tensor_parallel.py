@@ -85,7 +85,7 @@ def over_mesh(cfg: ModelConfig, mesh: Mesh, tokens: int, overlap: Overlap, step,
 
 
 def test_a_rank_of_two_devices_gives_the_result_of_one() -> None:
-    """With two micro-batches of an odd number of tokens each."""
+    """Two micro-batches have an odd number of tokens each."""
     params = parameters()
     expected = jax.jit(prefill, static_argnums=1)(params, CFG, BATCH, {"latents": jnp.zeros(PAGES)})
     mesh = rank_mesh(jax.devices()[:2], tensor_parallel_size=2)

@@ -73,7 +73,7 @@ def test_backlogs_differ_by_the_longest_prompt_at_most(lengths: list[int], ranks
 @settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=400), ranks=st.integers(2, 9))
 def test_cache_and_requests_stay_even_together(lengths: list[int], ranks: int) -> None:
-    """For any lengths, also in an adversarial order; so the bound is a few requests, not one."""
+    """Any lengths, also in an adversarial order: so the bound is a few requests, not one."""
     cached, running = np.zeros(ranks), np.zeros(ranks)
     for length in lengths:
         rank = costs(Loads(np.zeros(ranks), cached, running), 0.0, length).argmin()

@@ -249,7 +249,7 @@ def test_tiny_chunks_are_parsed_in_slices():
 
 
 def test_a_head_has_a_deadline():
-    """For a slow head and for none at all."""
+    """A slow head, and none at all."""
 
     async def scenario(connect):
         slow, silent = await connect(), await connect()

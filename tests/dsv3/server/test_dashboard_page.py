@@ -129,7 +129,7 @@ def test_a_step_with_two_launches_ends_at_its_last_wait(browser, server) -> None
 
 
 def test_expert_moves_are_shown_as_heat_maps(browser, server) -> None:
-    """With the data of an instance with expert parallelism; a page that has a version gets numbers only."""
+    """Shows an instance with expert parallelism; a page that has a version gets numbers only."""
     experts = {"version": 3, "layers": 2, "experts": 4, "devices": 2, "experts_moved": 5, "experts_balancedness": 0.9}
     rows = {"load": [[400, 0, 0, 0], [0, 200, 200, 0]], "device_load": [[100, 100], [100, 100]]}
     rows |= {"before": [[200, 0], [100, 100]], "after": [[100, 100], [100, 100]]}

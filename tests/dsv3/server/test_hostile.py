@@ -390,7 +390,7 @@ def test_a_template_in_an_endless_loop_is_killed(model_dir, tmp_path):
 
 
 def test_an_error_of_one_request_fails_no_other(server):
-    """For every way in which the engine can fail a request."""
+    """Tries every way in which the engine can fail a request."""
     error = refusal(post(server, COMPLETIONS, {"prompt": [fake_engine.CRASH_ADD]}), 500)
     assert error["code"] == "internal_error"
     error = refusal(post(server, COMPLETIONS, {"prompt": [fake_engine.INVALID]}))

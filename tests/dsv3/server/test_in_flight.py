@@ -44,7 +44,7 @@ SEVERAL = st.lists(st.tuples(st.integers(0, 11), st.integers(0, SAFE_TOKENS - 1)
 
 @given(st.integers(1, 3), st.integers(1, 12), ONE | SEVERAL, st.integers(SAFE_TOKENS, 3 * SAFE_TOKENS))
 def test_only_requests_that_crash_engines_fail(api_servers, count, fatal, num_tokens):
-    """For one fatal request at any position, or several that fail early."""
+    """One request is fatal, at any position, or several that fail early."""
     fatal = {i: at for i, at in fatal if i < count and at < num_tokens}
     fleet = Fleet(api_servers, 100, fatal)
     for request_id in range(count):

@@ -124,7 +124,7 @@ def test_every_body_is_described():
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 def test_statuses_and_types_are_described(server, locked_server, method, path):
-    """For valid and empty requests, other content types, without a key, and across origins."""
+    """Sends valid and empty requests, other content types, without a key, and across origins."""
     described = DESCRIBED["paths"][path][method.lower()]["responses"]
     tries = [{}, {"json": BODIES.get(path, {})}, {"json": []}, {"content": b"x", "headers": {"content-type": "x/y"}}]
     tries += [{"headers": {"host": "evil.example"}}, {"headers": {"origin": "http://evil.example"}}]

@@ -59,7 +59,7 @@ def test_a_client_that_reads_in_time_stays_connected():
 
 
 def test_a_client_that_does_not_read_is_cut_off():
-    """For a stream and for a whole body."""
+    """Writes a stream and a whole body."""
 
     async def work(writer, transport, calls):
         writer.end_stream()

@@ -296,7 +296,7 @@ def test_a_failed_grammar_is_cached_for_a_while(model_dir, monkeypatch, trouble)
 
 
 def test_results_are_cached_within_limits(model_dir, monkeypatch):
-    """At most `MAX_CACHED` results and `MAX_CACHED_CHARS` characters."""
+    """Keeps at most `MAX_CACHED` results and `MAX_CACHED_CHARS` characters."""
     monkeypatch.setattr(grammars, "MAX_CACHED", 2)
 
     async def work(pool):

@@ -97,7 +97,7 @@ def test_other_decoders_are_refused():
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.sampled_from(["def ", " x", "  ", "\n", "return", "🙂", "é", "日本", tiny.BOS]), max_size=2000))
 def test_a_text_that_fits_never_exceeds_the_limit(parts):
-    """For any position of the cuts between parts, which are as short as the argument about them allows."""
+    """Cuts parts at any position, which are as short as the argument about them allows."""
     text = "".join(parts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dsv3.text.tokenizer._PART_CHARS", 1)

@@ -38,7 +38,7 @@ def test_dense_fp8(gpu, m, n, k, out_dtype):
 
 @pytest.mark.parametrize(("m", "n", "k"), [(130, 136, 80), (33, 72, 1104), (1, 136, 64)], ids=str)
 def test_dense_bfloat16(m, n, k):
-    """With a router's product: split K, a float32 result that is not rounded to bfloat16."""
+    """Computes a router's product: split K, a float32 result that is not rounded to bfloat16."""
     (x, x_true), (w, w_true) = bfloat16(0, m, k), bfloat16(1, 3, n, k)
     out = layer_gemm(x, w, 2, out_dtype=jnp.float32, backend=TRITON)
     assert calc_diff(out, x_true @ w_true[2].T) < 1e-12

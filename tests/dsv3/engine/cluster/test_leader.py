@@ -513,7 +513,7 @@ def test_only_the_first_failure_counts(lead) -> None:
 
 
 def test_the_reason_has_been_read_before_the_leader_ends(lead) -> None:
-    """By the follower whose message is the cause, too: the leader waits for it as for the others."""
+    """The leader waits for all followers, also for the one whose message is the cause."""
     led = lead(3)
     followers = [led.follower(1), led.follower(2, fields=local.FIELDS | {"weights": "def"})]
     reason = led.failure()

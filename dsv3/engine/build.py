@@ -43,7 +43,7 @@ from dsv3.engine.memory import (
     local_bytes,
 )
 from dsv3.engine.stored import local_program_store, machine_fields, program_fields, use_compilation_cache
-from dsv3.kv_cache.layout import page_bytes
+from dsv3.kv_cache.layout import page_cost, slots_bytes
 from dsv3.model.tensor_parallel import check_shards
 from pallas_kernels.backend import prepare, resolve_backend
 from sharding.mesh import rank_mesh
@@ -250,9 +250,10 @@ def account_for(layout: Layout, memory: DeviceMemory, utilization: float, workin
         memory,
         utilization,
         weights=local_bytes(layout.params),
-        state=local_bytes((layout.state, adjust_shapes(layout))),
+        state=local_bytes((layout.state, adjust_shapes(layout)))
+        + slots_bytes(layout.model_cfg, layout.cfg.cache_dtype, layout.cfg.max_num_seqs),
         working=working,
-        page=page_bytes(layout.model_cfg, layout.cfg.cache_dtype),
+        page=page_cost(layout.model_cfg, layout.cfg.cache_dtype),
         page_size=layout.cfg.page_size,
     )
 

@@ -281,7 +281,7 @@ def prefill_body(
 
     `tokens` and `rows` are those of `prefill.prefill_body`, `sampled` `[B, 1]` the first tokens.
     """
-    batch = ragged_batch(tokens, rows)
+    batch = ragged_batch(layout.cfg, tokens, rows)
     index = jnp.arange(tokens.shape[0])
     chunk = jnp.minimum(search(batch.cu_lengths[1:], index, side="right"), rows.shape[0] - 1)
     owner = jnp.where(index < batch.cu_lengths[-1], rows[chunk, 0], texts.shape[0])

@@ -26,11 +26,11 @@ from dsv3.engine.device.form_selection import decode_form, decode_forms
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.sampling import best_tokens
-from dsv3.engine.device.state import DecodeState, last_rows, next_tokens, ragged_batch, with_drafts
+from dsv3.engine.device.state import DecodeState, decode_batch, last_rows, next_tokens, ragged_batch, with_drafts
 from dsv3.engine.functions import DraftFunctions
 from dsv3.engine.jobs import decode, prefill
 from dsv3.engine.jobs.draft import DraftCommand, draft_kind
-from dsv3.model.batch import AttentionForm, DecodeBatch
+from dsv3.model.batch import AttentionForm
 from dsv3.model.steps import StepOutput
 from dsv3.scheduler.batch_slots import NOTHING
 
@@ -124,7 +124,7 @@ def prefill_body(
     Returns pages, state, and the module's hidden states `[B, D]` at the last tokens. `form` is the batch's, `program`
     the number of its counters.
     """
-    batch = ragged_batch(tokens, rows, form)
+    batch = ragged_batch(layout.cfg, tokens, rows, form)
     shifted = dataclasses.replace(batch, tokens=next_tokens(batch, rows, sampled[:, 0]))
     out = _module(layout).prefill(params, layout.model_cfg, shifted, pages, hidden)
     last = out.hidden[last_rows(batch)]
@@ -154,7 +154,7 @@ def decode_body(
     clipped = jnp.minimum(slots, num_slots - 1)  # padding gets any slot's
     accepted = jnp.sum(sampled > NOTHING, axis=1, dtype=jnp.int32)
     lengths = jnp.where(slots < num_slots, state.lengths[clipped] - accepted - 1 + S, 0)
-    batch = DecodeBatch(jnp.maximum(sampled, 0), lengths, state.page_table[clipped], form)
+    batch = decode_batch(state, clipped, jnp.maximum(sampled, 0), lengths, form)
     out = _module(layout).decode(params, layout.model_cfg, batch, pages, hidden)
     last = out.hidden[jnp.arange(slots.shape[0]), jnp.maximum(accepted - 1, 0)]
     state = _update_counters(layout, state, out, program)
@@ -182,7 +182,7 @@ def chain_body(
     num_slots = state.lengths.shape[0]
     clipped = jnp.minimum(slots, num_slots - 1)  # padding gets any slot's
     lengths = jnp.where(slots < num_slots, state.lengths[clipped] - 1 + number, 0)
-    batch = DecodeBatch(state.tokens[clipped, number][:, None], lengths, state.page_table[clipped], form)
+    batch = decode_batch(state, clipped, state.tokens[clipped, number][:, None], lengths, form)
     out = _module(layout).decode(params, layout.model_cfg, batch, pages, hidden[:, None])
     following = out.hidden[:, 0]
     state = _update_counters(layout, state, out, program)

@@ -94,7 +94,7 @@ def prompt_logprobs_body(
     20]` of the likeliest. Behind a prompt's end they are undefined.
     """
     count = min(hidden.shape[0], MAX_PROMPT_LOGPROB_TOKENS)
-    after = next_tokens(ragged_batch(tokens, rows), rows, jnp.zeros((), jnp.int32))
+    after = next_tokens(ragged_batch(layout.cfg, tokens, rows), rows, jnp.zeros((), jnp.int32))
     blocks = -(-count // _BLOCK)
     padding = blocks * _BLOCK - count
 

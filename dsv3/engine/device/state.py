@@ -67,9 +67,9 @@ class DecodeState:
     tokens: Any  # [Ns, S] int32
     lengths: Any  # [Ns] int32
     page_table: Any  # [Ns, Mp] int32
-    window_table: Any  # [Ns, Mp] int32, for a model with a window, else None
     controls: Any  # [Ns, NUM_FIELDS] int32
     counters: dict[str, Any]  # int32
+    window_table: Any = None  # [Ns, Mp] int32, for a model with a window
 
 
 @jax.tree_util.register_dataclass
@@ -94,7 +94,7 @@ def decode_state_shapes(cfg: EngineConfig, counters: Mapping[str, int]) -> Decod
     counted = {name: jax.ShapeDtypeStruct((cfg.num_ranks, size), jnp.int32) for name, size in counters.items()}
     table = ints(cfg.pages_per_seq)
     windows = table if cfg.has_window else None
-    return DecodeState(ints(cfg.tokens_per_row), ints(), table, windows, ints(NUM_FIELDS), counted)
+    return DecodeState(ints(cfg.tokens_per_row), ints(), table, ints(NUM_FIELDS), counted, windows)
 
 
 def adjust_state_shapes(cfg: EngineConfig, vocab_size: int) -> AdjustState:

@@ -146,9 +146,9 @@ def open_tiers(
     limit = int(cfg.kv_store_size * 2**30)
     store = open_store(cfg.kv_store, cfg.fingerprint[:16], size, limit, on_store) if cfg.kv_store else None
     parts = window_parts(components.model_cfg, cfg.cache_dtype)
-    sizes = {"page_size": cfg.page_size, "window_parts": parts}
+    tiers = functools.partial(Tiers, page_buckets(size), host_pool, store, page_size=cfg.page_size, window_parts=parts)
     if cfg.transfer_key_file is None:
-        return OpenedTiers(Tiers(page_buckets(size), host_pool, store, **sizes), memory, None)
+        return OpenedTiers(tiers(), memory, None)
     secret, hello = read_key(cfg.transfer_key_file, "transfer_key_file"), PeerHello(VERSION, cfg.identity, size)
     server, address = None, cfg.transfer_address_of(process_id)
     agent, reader = open_nixl(cfg.transfer_carrier, host_pool, serves=address is not None)
@@ -157,7 +157,7 @@ def open_tiers(
         where = split_address(address, "transfer_address")
         server = PageServer(*where, secret, hello, host_pool, bootstrap_rooms, agent)
     peers = Peers(secret, hello, reader)
-    return OpenedTiers(Tiers(page_buckets(size), host_pool, store, peers, **sizes), memory, server)
+    return OpenedTiers(tiers(peers=peers), memory, server)
 
 
 class _Incoming(NamedTuple):

@@ -244,7 +244,9 @@ class PrefillPlanner:
         self._balance.update(*(np.bincount(rank, each, self._cfg.num_ranks) for each in (count, cost)))
 
 
-def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig, windows: WindowPages | None) -> PrefillCommand:
+def _command(
+    chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig, windows: WindowPages | None = None
+) -> PrefillCommand:
     flat = [(rank, c) for rank, mine in enumerate(chunks) for c in mine]
     sequences = [c.sequence for _, c in flat]
     fields = [_header_fields(rank, chunk, cfg.max_num_seqs) for rank, chunk in flat]

@@ -13,10 +13,11 @@ from hypothesis.stateful import run_state_machine_as_test
 from dsv3.engine.engine import Engine
 from dsv3.kv_cache.page_keys import is_window_key
 from dsv3.kv_cache.tiers import tiers
-from tests.dsv3.engine import fewer, toy, windowed
+from tests.dsv3.engine import fewer, test_hosts, toy, windowed
 from tests.dsv3.engine.driving import request, run, run_out_of_pages
 from tests.dsv3.engine.test_engine_invariants import EngineMachine
 from tests.dsv3.engine.test_pages import clear_caches, counts
+from tests.dsv3.engine.two_hosts import over_two_hosts
 
 LIMITS = {"max_model_len": 256, "num_pages": 7, "max_num_seqs": 4, "max_num_batched_tokens": 100, "num_ranks": 2}
 TIERS = {"kv_offloading_size": 1e-3, "identity": "f"}
@@ -153,6 +154,29 @@ def test_a_prompt_of_another_instance_is_continued(make: MakeEngine, tmp_path: P
     assert run(here, item)["longer"].outputs[0].num_cached_tokens == FULL, "the last page of what is there"
 
 
+def test_each_host_keeps_the_windows_of_its_ranks(compiled: Engine, make: MakeEngine) -> None:
+    made: list[Engine] = []
+
+    def on_two_hosts(**changes: object) -> Engine:
+        with fewer.one_bucket():
+            made.append(over_two_hosts(windowed.parts(**(LIMITS | TIERS | {"identity": "{}"} | changes))))
+            made[-1].executor.devices.programs = compiled.executor.devices.programs
+            made[-1].warm_up()
+        return made[-1]
+
+    engine = on_two_hosts()
+    assert test_hosts.generate(engine, "far", rank=test_hosts.FAR) == 0
+    test_hosts.clear_caches(engine)
+    assert test_hosts.generate(engine, "again") == FULL, "goes where its pages are"
+    assert test_hosts.remote_tiers(engine).host.hits == FULL
+    small = functools.partial(on_two_hosts, kv_offloading_size=8e-5)
+    Machine = type("Machine", (EngineMachine,), {"make_engine": staticmethod(small)})
+    run_state_machine_as_test(Machine, settings=_settings(max_examples=8))
+    for engine in made:
+        test_hosts.wait_until_stored(engine)
+        assert not engine.executor.follower_handler._ordered._loads
+
+
 def test_steps_that_overflow_are_repeated(make: MakeEngine) -> None:
     """Of a chunk that began within a page the window's rows are overwritten: it is computed from the page's start."""
     limits = LIMITS | {"max_num_batched_tokens": 40, "num_pages": 20}
@@ -191,7 +215,9 @@ def test_every_text_is_its_own_and_every_page_comes_back(make: MakeEngine, shari
                 assert not any(cache.window.in_use for cache in self.engine.scheduler.caches)
 
     Machine.sharing = sharing
+    run_state_machine_as_test(Machine, settings=_settings(max_examples=15))
+
+
+def _settings(max_examples: int) -> settings:
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much]
-    run_state_machine_as_test(
-        Machine, settings=settings(max_examples=15, stateful_step_count=30, deadline=None, suppress_health_check=checks)
-    )
+    return settings(max_examples=max_examples, stateful_step_count=30, deadline=None, suppress_health_check=checks)

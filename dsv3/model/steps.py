@@ -10,10 +10,15 @@ from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import Pool, pages_per_layer
 from dsv3.model import mtp
 from dsv3.model.batch import DecodeBatch, PrefillBatch, split_decode, split_prefill
+from dsv3.model.compressed import RowContext, hidden_states, run_compressed
 from dsv3.model.decoder import LayerContext, MoeLayers, Residual, embed, final_norm, run_decoder
 from dsv3.model.forms import decode_attend, prefill_attend
 from dsv3.model.layers.attention import decode_positions
+from dsv3.model.layers.cache_rows import StepRows
+from dsv3.model.layers.compressed_attention import rotations
+from dsv3.model.layers.compressed_paged import decode_attend_compressed, prefill_attend_compressed
 from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts, RouterStats
+from dsv3.model.layers.hyper_connections import Streams, hyper_of
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.rope import rotation
 from dsv3.model.layers.sparse import initial_state, state_pages
@@ -76,7 +81,12 @@ def prefill(
 
     Returns:
       `StepOutput` with hidden `[T, D]`.
+
+    Raises:
+      ValueError: a schedule other than `PLAIN` for DeepSeek-V4.
     """
+    if cfg.compressed is not None:
+        return _compressed_step(params, cfg, batch, pages, backend, routed, schedule)
     batches = split_prefill(batch)[::-1] if schedule.micro_batches == 2 else (batch,)
     x, pages, router_stats = _run(params, cfg, batches, pages, backend, routed, placement, schedule.prefill)
     return StepOutput.from_router_stats(final_norm(params, cfg, _together(x[::-1]), backend), pages, router_stats)
@@ -99,7 +109,12 @@ def decode(
 
     Returns:
       `StepOutput` with hidden `[B, S, D]`. Rows of length 0 write nothing; their hidden states are undefined.
+
+    Raises:
+      ValueError: a schedule other than `PLAIN` for DeepSeek-V4.
     """
+    if cfg.compressed is not None:
+        return _compressed_step(params, cfg, batch, pages, backend, routed, schedule)
     batches = split_decode(batch) if schedule.micro_batches == 2 else (batch,)
     x, pages, router_stats = _run(params, cfg, batches, pages, backend, routed, placement, schedule.decode)
     hidden = final_norm(params, cfg, _together(x), backend)
@@ -131,6 +146,32 @@ def predict(
     flat = hidden.reshape(-1, hidden.shape[-1])
     out, pages, router_stats = mtp.predict(params, context, 0, flat, batch.tokens.reshape(-1), pages, placement)
     return StepOutput.from_router_stats(out.reshape(hidden.shape), pages, jax.tree.map(lambda x: x[None], router_stats))
+
+
+def _compressed_step(
+    params: Params,
+    cfg: ModelConfig,
+    batch: PrefillBatch | DecodeBatch,
+    pages: Pool,
+    backend: Backend | None,
+    routed: RoutedExperts,
+    schedule: Schedule,
+) -> StepOutput:
+    """Runs a step of a model with compressed attention."""
+    if schedule is not PLAIN:
+        raise ValueError(f"schedule {schedule.name}: layers of {cfg.family} run in the plain order alone")
+    assert params.moe is not None  # all layers have experts
+    if isinstance(batch, DecodeBatch):
+        rows, attend = StepRows.from_decode(batch), decode_attend_compressed(cfg, batch, backend)
+    else:
+        rows, attend = StepRows.from_prefill(batch), prefill_attend_compressed(cfg, batch, backend)
+    numerics, flat = Numerics.from_config(cfg, backend, batch.tokens.size), batch.tokens.reshape(-1)
+    turns = rotations(cfg, rows.positions)
+    context = RowContext(cfg, flat, rows.positions, turns, rows.valid, attend, numerics, routed)
+    start = Streams.start(embed(params, flat), hyper_of(cfg).streams)
+    x, pages, counts = run_compressed(params.moe, context, start, pages)
+    hidden = hidden_states(params, cfg, x, numerics)
+    return StepOutput(hidden.reshape(*batch.tokens.shape, -1), pages, counts, None)
 
 
 def _run(

@@ -18,6 +18,7 @@ from dsv3.engine.functions import StepFunctions, model_functions
 from dsv3.kv_cache import layout
 from dsv3.model import DecodeBatch, Params, PrefillBatch, prefill
 from dsv3.model.schedules import HOOKED, OVERLAPPED, PLAIN, Schedule
+from dsv3.model.tensor_parallel import check_shards
 from sharding.mesh import RANK_SPEC, rank_mesh
 from sharding.wire.collectives import Overlap
 from tests.dsv3.model import golden
@@ -32,7 +33,7 @@ def parameters() -> tuple[Params, ModelConfig]:
 
 
 def batches(cfg: ModelConfig) -> tuple[PrefillBatch, DecodeBatch, Any]:
-    """Of each rank a request of 40 tokens with 8 rows of padding, then two tokens; also the tokens that follow both."""
+    """Of each rank a request of 40 tokens with 8 rows of padding, then two tokens; also those that follow these."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, cfg.vocab_size, (RANKS, PROMPT + S + 1)).astype(np.int32)
     first = np.full((RANKS, ROWS), -5, np.int32)
@@ -43,24 +44,19 @@ def batches(cfg: ModelConfig) -> tuple[PrefillBatch, DecodeBatch, Any]:
     cu_lengths = np.tile(np.array([0, PROMPT], np.int32), (RANKS, 1))
     chunk = PrefillBatch(first, positions, cu_lengths, np.zeros((RANKS, 1), np.int32), **of_rank)
     decode = DecodeBatch(tokens[:, None, PROMPT : PROMPT + S], np.full((RANKS, 1), PROMPT + S, np.int32), **of_rank)
-    following = np.zeros_like(first)
-    following[:, :PROMPT] = tokens[:, 1 : PROMPT + 1]
-    return chunk, decode, (following, tokens[:, None, PROMPT + 1 :])
+    return chunk, decode, tokens[:, None, PROMPT + 1 :]
 
 
 def run(functions: StepFunctions, cfg: ModelConfig, params: Any, given: Any) -> Any:
-    """Two steps of one rank, and the module behind each."""
-    first, second, (first_next, second_next) = given
+    """Two steps of one rank, and the module behind the second."""
+    first, second, following = given
     live = jnp.arange(ROWS)[:, None] < PROMPT
     pool = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), layout.pool(cfg, "float32", 1, 1, 1))
     before = functions.prefill(params, cfg, first, pool)
-    shifted = dataclasses.replace(first, tokens=first_next)
-    drafted = functions.draft.prefill(params, cfg, shifted, before.pages, before.draft_input)
-    after = functions.decode(params, cfg, second, drafted.pages)
-    shifted = dataclasses.replace(second, tokens=second_next)
+    after = functions.decode(params, cfg, second, before.pages)
+    shifted = dataclasses.replace(second, tokens=following)
     last = functions.draft.decode(params, cfg, shifted, after.pages, after.draft_input)
-    found = [jnp.where(live, out.hidden, 0) for out in (before, drafted)] + [after.hidden, last.hidden]
-    outs = before, drafted, after, last
+    found, outs = [jnp.where(live, before.hidden, 0), after.hidden, last.hidden], (before, after, last)
     return found, [out.expert_counts for out in outs], [out.overflows for out in outs]
 
 
@@ -72,11 +68,11 @@ def alone() -> Any:
     return jax.tree.map(lambda *parts: np.stack(parts), *results)
 
 
-def spread(schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> Any:
+def spread(schedule: Schedule, transport: str, shards: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(Communication, "schedule", lambda *_: schedule)
     params, cfg = parameters()
-    mesh = rank_mesh(jax.devices()[:RANKS])
-    functions = expert_parallel_functions(cfg, mesh, REDUNDANT, transport="all_to_all", dtype=jnp.float32, fp8=False)
+    mesh = rank_mesh(jax.devices()[: RANKS * shards], tensor_parallel_size=shards)
+    functions = expert_parallel_functions(cfg, mesh, REDUNDANT, transport=transport, dtype=jnp.float32, fp8=False)
 
     def body(params: SpreadParams, given: Any) -> Any:
         out = run(functions, cfg, params, jax.tree.map(lambda a: a[0], given))
@@ -87,17 +83,24 @@ def spread(schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> Any:
     return step(spread_experts(params, cfg, mesh, REDUNDANT), batches(cfg))
 
 
-@pytest.mark.parametrize("schedule", [PLAIN, HOOKED], ids=lambda schedule: schedule.name)
-def test_every_rank_gets_the_result_of_local_experts(schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of three ratios, experts chosen by token in the first two."""
-    found, counts, overflows = spread(schedule, monkeypatch)
+@pytest.mark.parametrize(("schedule", "transport", "shards"), [(PLAIN, "ring", 2), (HOOKED, "all_to_all", 1)])
+def test_every_rank_gets_the_result_of_local_experts(
+    schedule: Schedule, transport: str, shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of three ratios, experts chosen by token in the first two; a rank is one device, or two that share it."""
+    found, counts, overflows = spread(schedule, transport, shards, monkeypatch)
     wanted, wanted_counts, _ = alone()
     for mine, theirs in zip(found, wanted, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
-    assert [count.shape[1:] for count in counts] == [(6, 8), (1, 8)] * 2
+    assert [count.shape[1:] for count in counts] == [(6, 8), (6, 8), (1, 8)]
     for mine, theirs in zip(counts, wanted_counts, strict=True):
         np.testing.assert_array_equal(mine, theirs)
     assert not np.asarray(overflows).any()
+
+
+def test_groups_of_heads_are_not_cut() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size 4 does not divide o_groups 2"):
+        check_shards(dataclasses.replace(parameters()[1], num_attention_heads=8), 4, fp8=False)
 
 
 def test_layers_of_several_ratios_are_not_overlapped() -> None:

@@ -287,6 +287,11 @@ class ModelConfig:
         return self.num_hidden_layers + self.num_nextn_predict_layers
 
     @property
+    def residual_width(self) -> int:
+        """Values that a token carries from layer to layer, and to an MTP module: those of all streams."""
+        return self.hidden_size * (1 if self.hyper_connections is None else self.hyper_connections.streams)
+
+    @property
     def index_layers(self) -> tuple[int, ...]:
         """Cache layers with an indexer: they own pages of index keys too. None in a model of dense attention."""
         if self.indexer is None:
@@ -327,7 +332,7 @@ class ModelConfig:
             CacheGroup(HEAVY_ENTRIES, heavy, *row, span),
             CacheGroup(
                 WINDOW_LATENTS,
-                tuple(range(len(compressed.ratios))),
+                tuple(range(self.num_cache_layers)),
                 *row,
                 lifetime="window",
                 ring=max(compressed.window, 2 * ratio) + DRAFT_ROWS,

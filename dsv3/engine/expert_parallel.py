@@ -118,6 +118,7 @@ def expert_parallel_functions(
     """
     replicas = cfg.n_routed_experts + num_redundant_experts
     wire_options: dict[str, Any] = {"transport": transport, "combine": combine, "dtype": dtype, "fp8": fp8}
+    overlaps = overlaps and cfg.compressed is None  # layers of several ratios run as one batch
     communication = Communication.from_mesh(mesh, cfg, replicas, **wire_options, overlaps=overlaps)
     shards, vocabulary = Shards(rank_size(mesh)), Vocabulary.from_mesh(cfg, mesh)
 
@@ -160,11 +161,11 @@ def expert_parallel_functions(
         cfg: ModelConfig,
         batch: PrefillBatch | DecodeBatch,
         pages: Pool,
-        hidden: jax.Array,
+        draft_input: jax.Array,
     ) -> StepOutput:
         arguments = module_arguments(spread, batch.tokens.size)
         return with_all_overflows(
-            steps.predict(own(spread), cfg, batch, pages, hidden, **arguments), arguments["routed"]
+            steps.predict(own(spread), cfg, batch, pages, draft_input, **arguments), arguments["routed"]
         )
 
     def traffic(program: ForwardProgram) -> Traffic:

@@ -57,12 +57,12 @@ class SpreadExperts:
 
 @dataclasses.dataclass(frozen=True)
 class DraftFunctions:
-    """A module that predicts the token after the next from a hidden state and the next token.
+    """A module that predicts the token after the next from what is known of a token, and the next token.
 
-    `prefill(params, cfg, PrefillBatch, pages, hidden)` and `decode(params, cfg, DecodeBatch, pages, hidden)` are those
-    of `StepFunctions` with two differences: the tokens of a batch are the next ones, and `hidden` (`[T, D]` or `[B, S,
-    D]`) of type `dtype` is an argument. The results' hidden states have the same shape and type, and can be passed as
-    `hidden` again.
+    `prefill(params, cfg, PrefillBatch, pages, draft_input)` and `decode(params, cfg, DecodeBatch, pages, draft_input)`
+    are those of `StepFunctions` with two differences: the tokens of a batch are the next ones, and the `draft_input` of
+    the step (`[T, cfg.residual_width]` or `[B, S, cfg.residual_width]`) of type `dtype` is an argument. The results
+    have a `draft_input` of the same shape and type, for the next draft; their hidden states are those of `logits`.
     """
 
     dtype: Any
@@ -75,8 +75,9 @@ class StepFunctions:
     """The model, as the engine calls it.
 
     `prefill(params, cfg, PrefillBatch, pages)` returns hidden `[T, D]`, `decode(params, cfg, DecodeBatch, pages)`
-    hidden `[B, S, D]`, both with the new pages. `logits(params, cfg, hidden)` is float32 `[..., W]`, or has only this
-    device's part of the vocabulary where several share it (`vocabulary`); `scores` has one shape for both.
+    hidden `[B, S, D]`, both with the new pages, and with the `draft_input` if there is a `draft` module.
+    `logits(params, cfg, hidden)` is float32 `[..., W]`, or has only this device's part of the vocabulary where several
+    share it (`vocabulary`); `scores` has one shape for both.
     `param_specs` are the partitions of the parameters: a tree, or one for all. `dtype` is the type of the hidden
     states. With `experts` the results have `expert_counts` `[L, E]` too, and `traffic(program)` returns what a device
     sends in the MoE layers of a forward program. `draft` is the model's draft module, if it has one. Where a step

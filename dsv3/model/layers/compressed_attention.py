@@ -7,14 +7,13 @@ sequences, of prefill, or of decode.
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from dsv3.config.model import CompressedAttention, ModelConfig
+from dsv3.model.layers.attention import Attend, LayerPlace
 from dsv3.model.layers.compressor import Contribution, contributions
 from dsv3.model.layers.linear import Index, Numerics, linear
 from dsv3.model.layers.rope import Rotation, rotation
@@ -22,19 +21,6 @@ from dsv3.model.layers.router import router_logits
 from dsv3.model.params import CompressedAttentionParams, CompressorParams, PooledIndexerParams
 from pallas_kernels import dense
 from pallas_kernels.rows import rms_norm, rotate_heads
-
-
-class LayerPlace(NamedTuple):
-    """A layer of the model: its number, and its number among the layers of its ratio, which may be traced.
-
-    The first counts stacked parameters of all layers, the second those of compressors. `hashed` says that a token's id
-    chooses its experts.
-    """
-
-    layer: Index
-    ratio: int
-    of_ratio: Index
-    hashed: bool
 
 
 @jax.tree_util.register_dataclass
@@ -58,19 +44,37 @@ class CompressedTokens:
     index: IndexQueries | None  # of layers that choose among entries
 
 
-AttendCompressed = Callable[[CompressedTokens, CompressedAttentionParams, LayerPlace, Any], tuple[jax.Array, Any]]
-"""The attention core of one mode: from tokens, parameters and the layer to `[T, H, d]`, and the state it updates."""
+@dataclasses.dataclass(frozen=True)
+class EntryAttention:
+    """`Attention` to a window and entries, of T tokens at `positions` `[T]`; `attend` takes `CompressedTokens`."""
+
+    cfg: ModelConfig
+    positions: jax.Array
+    rotations: tuple[Rotation, Rotation]  # of layers without entries, and of those with
+    attend: Attend
+
+    @classmethod
+    def at(cls, cfg: ModelConfig, positions: jax.Array, attend: Attend) -> "EntryAttention":
+        """Returns the attention of tokens at `positions` `[T]`."""
+        return cls(cfg, positions, (rotation(cfg, positions), entry_rotation(cfg, positions)), attend)
+
+    def project(
+        self, x: jax.Array, params: CompressedAttentionParams, place: LayerPlace, numerics: Numerics
+    ) -> CompressedTokens:
+        """Returns queries and latents of `x` `[T, D]`, and what the layer's entries are made of."""
+        return project(x, params, place, self.cfg, self.positions, self.rotations[place.ratio > 0], numerics)
+
+    def output(
+        self, heads: jax.Array, params: CompressedAttentionParams, place: LayerPlace, numerics: Numerics
+    ) -> jax.Array:
+        """Returns two products of what heads see, turned back."""
+        return output(heads, params, place.layer, self.rotations[place.ratio > 0], numerics)
 
 
 def compressed_of(cfg: ModelConfig) -> CompressedAttention:
     """Returns the attention of a model that has it."""
     assert cfg.compressed is not None
     return cfg.compressed
-
-
-def rotations(cfg: ModelConfig, positions: jax.Array) -> tuple[Rotation, Rotation]:
-    """Returns how layers without entries, and those with, rotate everything at `positions` `[T]`."""
-    return rotation(cfg, positions), entry_rotation(cfg, positions)
 
 
 def entry_rotation(cfg: ModelConfig, positions: jax.Array) -> Rotation:

@@ -1,9 +1,12 @@
 """The golden checkpoints of DeepSeek-V4 as parameters, read by hand: float32, FP8 and FP4 multiplied out."""
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -20,6 +23,7 @@ from dsv3.model.params import (
     MoeParams,
     Params,
     PooledIndexerParams,
+    abstract,
 )
 from tests.dsv3.model.golden import DIRECTORY
 
@@ -30,6 +34,26 @@ MEMBERS = ("deepseek_v4", "deepseek_v4_plain")
 def model(member: str) -> tuple[Params, ModelConfig]:
     cfg = from_hf(json.loads((DIRECTORY / member / "config.json").read_text()))
     return _Reader(DIRECTORY / member / "model.safetensors", cfg).params(), cfg
+
+
+@functools.cache
+def with_module(member: str) -> tuple[Params, ModelConfig]:
+    """Adds a random MTP module, in which no rule can be left out unseen: streams keep apart, and change places."""
+    params, cfg = model(member)
+    cfg, rng = dataclasses.replace(cfg, num_nextn_predict_layers=1), np.random.default_rng(0)
+    n = cfg.hyper_connections.streams
+
+    def drawn(path: Any, spec: jax.ShapeDtypeStruct) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        value = rng.normal(0, 0.3, spec.shape)
+        if name.endswith(("norm", "scale")):
+            value += 1
+        if name.endswith("moe_mixing.base") or name.endswith("attention_mixing.base"):
+            value[..., 2 * n :] += 2.5 * np.roll(np.eye(n), 1, axis=0).ravel()
+        return jnp.asarray(value, spec.dtype)
+
+    mtp = jax.tree_util.tree_map_with_path(drawn, abstract(cfg, jnp.float32).mtp)
+    return dataclasses.replace(params, mtp=mtp), cfg
 
 
 class _Reader:

@@ -160,6 +160,15 @@ class Layout:
         sizes = {(rows, 1) for rows in map(cfg.prefill_rows, cfg.prefill_buckets)}
         return sorted(sizes | {(rows, cfg.width(rows)) for rows in cfg.decode_buckets})
 
+    def draft_input(self, result: Any) -> jax.Array | None:
+        """Returns what a module takes of the tokens of a forward pass, `[..., residual_width]`; None without one.
+
+        Of a model with one residual stream it is their hidden states.
+        """
+        if self.functions.draft is None:
+            return None
+        return result.draft_input if self.model_cfg.hyper_connections is not None else result.hidden
+
     def scores(self, rows: int, width: int) -> jax.ShapeDtypeStruct:
         """Returns the shape of the scores of a sampled batch, over all ranks."""
         ranks = self.functions.vocabulary.ranks

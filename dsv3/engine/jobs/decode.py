@@ -237,10 +237,10 @@ class DecodeWorker:
         devices = self._devices
         form = decode_form(devices.layout, command.longest)
         program = devices.programs.get(Key(NAME, command.rows.shape[1], form, command.width))
-        devices.pages, devices.state, scores, hidden, slots = program(
+        devices.pages, devices.state, scores, draft_input, slots = program(
             devices.params, devices.pages, devices.state, devices.put(command.rows)
         )
-        return Forward(slots, scores, hidden)
+        return Forward(slots, scores, draft_input=draft_input)
 
 
 def decode_body(
@@ -256,7 +256,7 @@ def decode_body(
 ) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array | None, jax.Array]:
     """Runs the last token and the drafts of the slots in `rows` `[B, columns]` (see `DecodeCommand`), for one rank.
 
-    Returns pages, state, scores `[Xn, B, S, W / Xn]`, hidden states `[B, S, D]` if there is a drafter, and the slots
+    Returns pages, state, scores `[Xn, B, S, W / Xn]`, what a module takes of each token if there is one, and the slots
     `[B]` to sample: none where a buffer between devices overflowed. The state does not change then, except for its page
     table, and what was written into pages is overwritten by the retry. `form` is the batch's, `program` the number of
     its counters.
@@ -276,7 +276,7 @@ def decode_body(
     scores = functions.scores(params, cfg, out.hidden)
     counters = layout.update_counters(state.counters, out, program)
     state = dataclasses.replace(state, counters=counters)
-    return out.pages, state, scores, out.hidden if functions.draft else None, layout.sampling_slots(slots, out)
+    return out.pages, state, scores, layout.draft_input(out), layout.sampling_slots(slots, out)
 
 
 def _applies(components: EngineComponents) -> bool:

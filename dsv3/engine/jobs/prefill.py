@@ -330,10 +330,11 @@ class PrefillWorker:
         form = prefill_form(devices.layout, command.bucket, *about)
         program = devices.programs.get(Key(NAME, command.bucket, form))
         batch = devices.put(tokens), devices.put(rows)
-        devices.pages, devices.state, scores, hidden, slots = program(
+        devices.pages, devices.state, scores, hidden, draft_input, slots = program(
             devices.params, devices.pages, devices.state, *batch
         )
-        return Forward(slots, scores if command.samples else None, hidden, batch)
+        draft_input = hidden if draft_input is None else draft_input
+        return Forward(slots, scores if command.samples else None, hidden, draft_input, batch)
 
 
 def prefill_body(
@@ -347,13 +348,14 @@ def prefill_body(
     form: AttentionForm,
     capacity: int,
     program: int,
-) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array, jax.Array | None, jax.Array]:
     """Runs the chunks `rows` `[B, columns]` over `tokens` `[T]`, for one rank; enters them into the state.
 
-    Returns pages, state, scores `[Xn, B, 1, W / Xn]` after each chunk's last token, hidden states, and the slots `[B]`
-    to sample: none where a buffer between devices overflowed. The hidden states are those of all tokens `[T, D]` if
-    there is a drafter, else of the first tokens, whose log-probabilities may be needed. `form` and `capacity` of the
-    batch are chosen on the host. `program` is the number of its counters.
+    Returns pages, state, scores `[Xn, B, 1, W / Xn]` after each chunk's last token, hidden states, what a module takes
+    of all tokens where that is something else, and the slots `[B]` to sample: none where a buffer between devices
+    overflowed. The hidden states are those of all tokens `[T, D]` if a module takes them, else of the first tokens,
+    whose log-probabilities may be needed. `form` and `capacity` of the batch are chosen on the host. `program` is the
+    number of its counters.
     """
     functions, cfg = layout.functions, layout.model_cfg
     slots, count, context, follows = (rows[:, i] for i in range(4))
@@ -373,7 +375,8 @@ def prefill_body(
     )
     sampling = jnp.where(follows < 0, slots, state.lengths.shape[0])
     hidden = out.hidden[: prompt_logprobs.num_hidden_rows(layout, tokens.shape[0])]
-    return out.pages, state, scores, hidden, layout.sampling_slots(sampling, out)
+    draft_input = layout.draft_input(out) if cfg.hyper_connections is not None else None
+    return out.pages, state, scores, hidden, draft_input, layout.sampling_slots(sampling, out)
 
 
 KIND = JobKind(

@@ -34,7 +34,8 @@ _PART = 256  # tokens per output: an API server encodes an output to JSON withou
 
 def num_hidden_rows(layout: Layout, size: int) -> int:
     """Returns how many hidden states a prefill of `size` tokens returns; chunks that need them come first."""
-    return size if layout.functions.draft is not None else min(size, MAX_PROMPT_LOGPROB_TOKENS)
+    drafts = layout.functions.draft is not None and layout.model_cfg.hyper_connections is None
+    return size if drafts else min(size, MAX_PROMPT_LOGPROB_TOKENS)
 
 
 def prompt_logprob_outputs(

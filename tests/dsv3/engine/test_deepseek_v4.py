@@ -4,38 +4,45 @@ import numpy as np
 import pytest
 
 from dsv3.config.engine import EngineConfig
+from dsv3.config.model import ModelConfig
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import in_full_precision, model_functions
 from dsv3.kv_cache.layout import window_pages, window_size
+from dsv3.model.params import Params
 from tests.dsv3.engine import fewer
 from tests.dsv3.engine.driving import request, run
 from tests.dsv3.model import golden
-from tests.dsv3.model.deepseek_v4 import model
+from tests.dsv3.model.deepseek_v4 import model, with_module
 
+MEMBER = "deepseek_v4"
 LIMITS = {"max_model_len": 512, "num_pages": 16, "max_num_seqs": 4, "max_num_batched_tokens": 300}
 
 
-def parts(member: str, **changes: object) -> EngineComponents:
-    params, cfg = model(member)
+def parts(served: tuple[Params, ModelConfig], **changes: object) -> EngineComponents:
+    params, cfg = served
     limits = LIMITS | {"page_size": cfg.page_size, "window_size": window_size(cfg), "cache_dtype": "float32"} | changes
     limits["num_window_pages"] = window_pages(cfg, "float32", limits["num_pages"], limits["max_num_seqs"])
-    functions = in_full_precision(model_functions(dtype="float32"))
+    functions = in_full_precision(model_functions(drafts=bool(cfg.num_nextn_predict_layers)))
     return EngineComponents.on_devices(functions, params, cfg, EngineConfig(**limits))
 
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     with fewer.one_bucket(), fewer.greedy_samplers():
-        engine = Engine(parts("deepseek_v4"))
+        engine = Engine(parts(model(MEMBER)))
         engine.warm_up()
     return engine
 
 
 def test_golden_texts(engine: Engine) -> None:
-    stored = golden.data("deepseek_v4")
-    items, expected = [], {}
-    for i, (prompt, more) in enumerate(zip(stored["prompts"], stored["greedy"], strict=True)):
+    expect_golden_texts(engine, 32)
+
+
+def expect_golden_texts(engine: Engine, count: int) -> None:
+    """Generates the first `count` golden texts at once."""
+    stored, items, expected = golden.data(MEMBER), [], {}
+    for i, (prompt, more) in enumerate(zip(stored["prompts"][:count], stored["greedy"][:count], strict=True)):
         prompt = prompt[prompt >= 0].tolist()
         items.append(request(f"{i}", prompt, max_tokens=len(more), ignore_eos=True))
         expected[f"{i}"] = more.tolist()
@@ -46,7 +53,7 @@ def test_golden_texts(engine: Engine) -> None:
 def check(engine: Engine, prompts: dict[str, list[int]], tokens: int = 40) -> dict[str, int]:
     """Generates answers, compares them with the forward pass over each whole text; returns the cached tokens."""
     gathered = run(engine, *(request(n, p, max_tokens=tokens, ignore_eos=True) for n, p in prompts.items()))
-    params, cfg = model("deepseek_v4")
+    params, cfg = model(MEMBER)
     for name, prompt in prompts.items():
         text = np.array([[*prompt, *gathered[name].tokens]], np.int32)
         text = np.pad(text, ((0, 0), (0, LIMITS["max_model_len"] - text.shape[1])))
@@ -62,3 +69,13 @@ def test_long_prompts_share_a_prefix(engine: Engine) -> None:
     first, *tails = (rng.integers(2, 64, n).tolist() for n in (290, 180, 60, 150))
     assert check(engine, {"a": [*first, *tails[0]]}) == {"a": 0}
     assert check(engine, {"b": [*first, *tails[1]], "c": [*first, *tails[2]]}) == {"b": 256, "c": 256}
+
+
+def test_drafts_of_the_module_change_no_text() -> None:
+    given = {"method": "mtp", "num_speculative_tokens": 2}
+    with fewer.one_bucket(), fewer.greedy_samplers():
+        engine = Engine(parts(with_module(MEMBER), speculative_config=given, tokens_per_row=3))
+        engine.warm_up()
+    expect_golden_texts(engine, 8)
+    drafts = engine.stats().jobs["draft"]
+    assert 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens

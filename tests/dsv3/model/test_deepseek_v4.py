@@ -14,6 +14,7 @@ from dsv3.checkpoint.deepseek_v4 import stored_tensors
 from dsv3.config.hugging_face import from_hf
 from dsv3.config.model import ModelConfig
 from dsv3.model import decoder, forward
+from dsv3.model.inspection import inspect
 from dsv3.model.layers import compressed_attention, compressed_uncached, experts, hyper_connections, linear, router
 from dsv3.model.layers.compressor import Contribution
 from dsv3.model.layers.hyper_connections import MixedStreams, Streams
@@ -111,6 +112,11 @@ def test_tokens_out_of_range_have_the_experts_of_the_last_one() -> None:
     found = router.route_by_token(cfg, jnp.zeros((4, 8)), table, jnp.array([0, 3, 4, 2**31 - 1]))
     assert found.ids.tolist() == [[0, 1], [6, 7], [6, 7], [6, 7]]
     assert np.allclose(found.weights, cfg.routed_scaling_factor / 2)
+
+
+def test_layers_with_several_streams_are_not_recorded() -> None:
+    with pytest.raises(ValueError, match="deepseek_v4: layers with several residual streams are not recorded"):
+        inspect(*model("deepseek_v4"), [1, 2, 3])
 
 
 def attention_of(**changes: Any) -> Wrong:

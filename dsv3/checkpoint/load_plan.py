@@ -30,7 +30,7 @@ class PlannedArray:
 
     If there are several slices, each lies in one index of the first axis; they are ordered by that index, then by begin
     and end on the second axis. `tensors` are those of the checkpoint, by name. `positive` marks an array of scales,
-    which must be finite and above zero.
+    which must be finite and above zero. With `below` values must be whole numbers from 0 to `below - 1`.
     """
 
     name: str
@@ -39,6 +39,7 @@ class PlannedArray:
     slices: tuple[TensorSlice, ...]
     tensors: Mapping[str, Tensor] = dataclasses.field(repr=False)
     positive: bool = False
+    below: int | None = None
 
     @property
     def nbytes(self) -> int:

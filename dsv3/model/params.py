@@ -87,6 +87,18 @@ class Int4Weight:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Fp4Weight:
+    """Routed experts of four bits, as files have them: `data` int8 [..., N, K / 2], `scale` e8m0 [..., N, K / 32].
+
+    `dsv3.checkpoint.fp4` defines the values, and converts them before they are served.
+    """
+
+    data: Any
+    scale: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class AttentionParams:
     """Multi-head latent attention of L layers.
 

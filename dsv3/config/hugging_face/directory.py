@@ -312,7 +312,10 @@ def _add_generation_eos(cfg: ModelConfig, path: pathlib.Path) -> ModelConfig:
 
 
 def _holds_layer(directory: pathlib.Path, layer: int) -> bool:
-    """Returns False only if the directory's safetensors files are there and none has a tensor of `layer`."""
+    """Returns False only if the directory's safetensors files are there and none has a tensor of `layer`.
+
+    DeepSeek-V4's layers behind the decoder have a name of their own.
+    """
     index = next((directory / name for name in _INDEXES if (directory / name).is_file()), None)
     if index is not None:
         weight_map = _read_object(index).get("weight_map")
@@ -322,7 +325,7 @@ def _holds_layer(directory: pathlib.Path, layer: int) -> bool:
         if not files:
             return True
         names = set().union(*map(_tensor_names, files))
-    return any(text_name(name).startswith(f"model.layers.{layer}.") for name in names)
+    return any(text_name(name).startswith((f"model.layers.{layer}.", "mtp.0.")) for name in names)
 
 
 def _tensor_names(path: pathlib.Path) -> set[str]:

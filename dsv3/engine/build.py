@@ -80,11 +80,12 @@ def log_components(components: EngineComponents) -> None:
         nbytes[jnp.dtype(leaf.dtype).name] += leaf.size * leaf.dtype.itemsize
     weights = ", ".join(f"{name} {decimal(size)}" for name, size in nbytes.most_common())
     tokens = cfg.num_pages * cfg.page_size * cfg.num_ranks
+    windows = f" and {cfg.num_window_pages} window pages" if cfg.has_window else ""
     for line in (
         f"model: {components.description}",
         f"dtypes: weights {weights}; activations {jnp.dtype(components.functions.dtype).name}",
-        f"KV cache: {cfg.cache_dtype}, {cfg.num_pages} pages of {cfg.page_size} tokens per rank, {tokens:,} tokens in "
-        f"all (data_parallel_size {cfg.num_ranks}, tensor_parallel_size {cfg.tensor_parallel_size}); maximum "
+        f"KV cache: {cfg.cache_dtype}, {cfg.num_pages} pages of {cfg.page_size} tokens per rank{windows}, {tokens:,} "
+        f"tokens in all (data_parallel_size {cfg.num_ranks}, tensor_parallel_size {cfg.tensor_parallel_size}); maximum "
         f"concurrency for requests of {cfg.max_model_len:,} tokens: {tokens / cfg.max_model_len:.2f}x",
         f"scheduling: at most {cfg.max_num_seqs} requests and {cfg.max_num_batched_tokens} prompt tokens per step and "
         f"rank, {cfg.tokens_per_row} tokens per row; decode batch sizes {list(cfg.decode_buckets)}, prefill batch "

@@ -233,16 +233,10 @@ def load_config(directory: str | pathlib.Path) -> ModelConfig:
     such directories) are left out.
 
     Raises:
-      ConfigError: config.json is missing, is no JSON object, `from_hf` refuses it, or the model is DeepSeek-V4, of
-        which the engine lacks the cache.
+      ConfigError: config.json is missing, is no JSON object, or `from_hf` refuses it.
     """
     directory = pathlib.Path(directory)
     cfg = _from_files(directory)
-    if cfg.compressed is not None:
-        raise ConfigError(
-            f"{str(directory / CONFIG)!r}: model_type {cfg.family!r} is understood, but not served: the engine has no "
-            "cache for windows, compressed entries and the states of compressors"
-        )
     cfg = _add_generation_eos(cfg, directory / "generation_config.json")
     if cfg.num_nextn_predict_layers and not _holds_layer(directory, cfg.num_hidden_layers):
         _log.info("the checkpoint holds no multi-token prediction module, although config.json names one")

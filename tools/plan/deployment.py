@@ -253,6 +253,8 @@ class Rates:
     prefill_flops: float
     decode_core_flops: float
     prefill_core_flops: float
+    bf16_flops: float
+    """The peak."""
     fp8_core_flops: float
     """Attention's products in e4m3: index scores of FP8 keys."""
     selection: float
@@ -284,6 +286,7 @@ def kernel_rates(device: Device, model: ModelConfig, kernel_share: float | None 
         prefill_flops=product * shares.PREFILL_FLOPS * prefilling,
         decode_core_flops=device.bf16_flops * shares.DECODE_CORE_FLOPS * decoding,
         prefill_core_flops=device.bf16_flops * shares.PREFILL_CORE_FLOPS * prefilling,
+        bf16_flops=device.bf16_flops,
         fp8_core_flops=device.fp8_flops * shares.DECODE_CORE_FLOPS * decoding,
         selection=_CLOCK / SELECT_CYCLES,
         multiprocessors=round(device.multiprocessors * decoding),

@@ -227,6 +227,7 @@ LABELS = (
     "attention",
     "eh_proj",
     "embed",
+    "mixing",
 )
 """Names of `jax.named_scope` of the stages of a layer; the innermost one applies."""
 _ELEMENTWISE_KERNELS = ("quantize", "mla_write")

@@ -297,9 +297,14 @@ def experts_per_device(planned: PlannedModel) -> int:
 
 
 def _roofline(planned: PlannedModel, compiled: CompiledProgram) -> roofline.DecodeRoofline | None:
-    deployment = planned.deployment
-    if compiled.phase == "prefill" or deployment.tensor_parallel > 1:
+    if compiled.phase == "prefill" or planned.deployment.tensor_parallel > 1:
         return None
+    return decode_floor(planned, compiled.run.width)
+
+
+def decode_floor(planned: PlannedModel, width: int) -> roofline.DecodeRoofline:
+    """Returns the roofline of a decode step of `width` tokens per request; every device is a rank."""
+    deployment = planned.deployment
     return roofline.decode_roofline(
         planned.model,
         deployment.device,
@@ -307,7 +312,7 @@ def _roofline(planned: PlannedModel, compiled: CompiledProgram) -> roofline.Deco
         deployment.context_length,
         experts_per_device(planned),
         deployment.kv_cache_dtype,
-        compiled.run.width,
+        width,
         planned.functions.vocabulary.devices,
     )
 
@@ -318,10 +323,13 @@ def lengths(deployment: Deployment) -> tuple[float, float]:
     return deployment.context_length - answer / 2, answer
 
 
-def handover(deployment: Deployment, token_bytes: int, tokens_per_node: float) -> Handover:
-    """Returns the KV transfer to a decode deployment of `tokens_per_node` per second; a token has `token_bytes`."""
+def handover(deployment: Deployment, token_bytes: float, tokens_per_node: float, window: int = 0) -> Handover:
+    """Returns the KV transfer to a decode deployment of `tokens_per_node` per second.
+
+    A token has `token_bytes`; a request also has `window` bytes, whatever its length.
+    """
     prompt, answer = lengths(deployment)
-    nbytes = prompt * token_bytes
+    nbytes = prompt * token_bytes + window
     finished = tokens_per_node / answer  # requests per second and node
     return Handover(
         prompt=prompt,

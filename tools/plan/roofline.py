@@ -97,8 +97,9 @@ def decode_roofline(
     expert_item, item = itemsizes(model)
     indexers = L * index_share(model) * index_weights(model, needs_topk(model, context))
     shared = common_weights(model) + indexers
-    read = item * shared + expert_item * moe * experts_per_device * sizes.expert + 2 * sizes.head / sharing
     tokens = requests * width
+    experts = experts_read(experts_per_device, tokens * model.num_experts_per_tok)
+    read = item * shared + expert_item * moe * experts * sizes.expert + 2 * sizes.head / sharing
     done = 2 * tokens * (shared + moe * model.num_experts_per_tok * sizes.expert)
     head = 2 * tokens * sizes.head
     row = sum(wire_rows(model))
@@ -112,6 +113,11 @@ def decode_roofline(
         products=done / (device.fp8_flops if model.fp8 else device.bf16_flops) + head / device.bf16_flops,
         wire=moe * model.num_experts_per_tok * tokens * row / device.cross_link,
     )
+
+
+def experts_read(experts: int, rows: float) -> float:
+    """Returns how many of a device's `experts` any of `rows` choices fall on, all equally likely."""
+    return experts * (1 - (1 - 1 / experts) ** rows) if experts else 0.0
 
 
 def wire_rows(model: ModelConfig) -> tuple[int, int]:
@@ -148,8 +154,7 @@ def decode_stages(model: ModelConfig, rates: Rates, batch: PlannedBatch) -> dict
     cache = b / batch.width * batch.keys * row_bytes(model, batch.cache_dtype) / rates.hbm
     core = max(products, cache) if sparse is None else sparse.seconds
     rows = b * model.num_experts_per_tok / n  # even load: a device receives as many rows as it sends
-    read = batch.experts * (1 - (1 - 1 / batch.experts) ** rows) if batch.experts else 0.0
-    routed = read * sizes.expert * expert_item / rates.grouped_bandwidth
+    routed = experts_read(batch.experts, rows) * sizes.expert * expert_item / rates.grouped_bandwidth
     work = 2 * rows * sizes.expert / expert_flops(model, rates.grouped_flops)
     per_head = bf16_product(model, rates, b, sizes.per_head) / n + LAUNCH_S
     chosen = _indexing_seconds(model, rates, b, index_weights(model, sparse is not None), dense)

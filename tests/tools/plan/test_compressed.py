@@ -35,11 +35,18 @@ def test_queries_of_a_prompt_see_their_own_part_of_it() -> None:
 
 
 def test_the_floor_counts_the_whole_model() -> None:
-    """One request on one GPU with all experts: 6.2 B weights that all tokens meet, 277 B of 4.25 bits, the head."""
-    floor = decode_roofline(MODEL, H200, 1, 2**17, 256, "fp8")
+    """Many requests on one GPU with all experts: 6.2 B weights that all tokens meet, 277 B of 4.25 bits, the head."""
+    floor = decode_roofline(MODEL, H200, 1024, 2**17, 256, "fp8")
     assert floor.weights * 4.8e12 == pytest.approx(6.2e9 + 277.03e9 * 4.25 / 8 + 2 * 0.53e9, rel=5e-3)
-    assert floor.cache * 4.8e12 == pytest.approx(112e6, rel=0.02)
-    assert floor.core * 989e12 == pytest.approx(core_operations(MODEL, 2**17))
+    assert floor.cache * 4.8e12 == pytest.approx(1024 * 112e6, rel=0.02)
+    assert floor.core * 989e12 == pytest.approx(1024 * core_operations(MODEL, 2**17))
+
+
+def test_an_estimate_is_no_faster_than_its_floor() -> None:
+    for rows in (1, 16, 256):
+        stages = decode_stages(MODEL, RATES, PlannedBatch(rows, 8192, 64, cache_dtype="fp8"))
+        layers = 43 * sum(seconds for name, seconds in stages.items() if name != "head")
+        assert layers + stages["head"] > decode_roofline(MODEL, H200, rows, 8192, 64, "fp8").step
 
 
 def test_few_rows_read_few_experts() -> None:

@@ -47,7 +47,7 @@ def main(report: Report) -> None:
                "answers (tokens/s per GPU)", "both, 8 to 1 (tokens/s per GPU)", "roofline (ms)"]  # fmt: skip
     report.table("Speed (estimate)", columns, (_speed(plan) for plan in plans if plan.steps))
     columns = ["deployment", "step", "tokens per rank", "experts, in the node (MB)", "experts, between nodes (MB)",
-               "sums of a rank (MB)"]  # fmt: skip
+               "in its rank (MB)"]  # fmt: skip
     kept = (plan for plan in plans if plan.deployment.fp4 == "keep")
     report.table("What a GPU sends in a step", columns, (_sent(p, s) for p in kept for s in p.steps))
     columns = ["requests", "SGLang: token to token (ms)", "ours", "without drafts", "SGLang: tokens/s per GPU", "ours",

@@ -30,14 +30,15 @@ from tools.plan.roofline import HOOK_S, HOST_S, TRANSFER_S
 WORKING = 4_750_747_968
 """Bytes of working memory: those of DeepSeek's prefill unit, the most that a plan of DeepSeek-V3 has compiled."""
 _OF_STEP = ("head", "eh_proj")  # stages that are no part of every layer
-_SUMS = 2  # over the devices of a rank in a layer: what attention gives, and the shared expert
+_SUMS = 2  # over the devices of a rank in a layer: of what attention gives, and of the shared expert
+_JOINS = 1  # of the rows whose routed experts each of them has sent
 
 
 @dataclasses.dataclass(frozen=True)
 class StepEstimate:
     """One kind of step. `stages` are seconds of a layer, `head` included for the step; `sparse` are parts of attention.
 
-    A device sends `traffic` to experts and back, and `sums` bytes to those of its rank, in `transfers` seconds of a
+    A device sends `traffic` to experts and back, and `sums` bytes to others of its rank, in `transfers` seconds of a
     step. `drafts` are the seconds of the MTP module, `accepted` the shares of rows in which all drafts up to each
     position are accepted.
     """
@@ -210,10 +211,11 @@ def _traffic(planned: PlannedModel, run: Run) -> Traffic:
 def _transfers(planned: PlannedModel, rates: Rates, tokens: int, traffic: Traffic, layers: int) -> tuple[int, float]:
     """Returns the bytes of sums over the devices of a rank, and the seconds of all transfers of `layers`."""
     n, sums = planned.deployment.tensor_parallel, 0
-    seconds = (traffic.device_bytes - traffic.node_bytes) / rates.node_link + traffic.node_bytes / rates.dispatch_link
+    seconds = (traffic.device_bytes - traffic.node_bytes) / rates.node_link + traffic.node_bytes / rates.combine_link
     if traffic.messages:
         seconds += 2 * layers * (TRANSFER_S + HOOK_S)
     if n > 1:
-        sums = round(layers * _SUMS * 2 * (n - 1) / n * tokens * 2 * planned.model.hidden_size)
-        seconds += layers * _SUMS * (TRANSFER_S + HOOK_S) + sums / rates.node_link
+        rows = layers * tokens * 2 * planned.model.hidden_size
+        sums = round((2 * _SUMS + _JOINS) * (n - 1) / n * rows)
+        seconds += layers * (_SUMS + _JOINS) * TRANSFER_S + sums / rates.node_link
     return sums, seconds

@@ -113,7 +113,7 @@ def test_bytes_on_the_wire() -> None:
     least = 43 * 64 * 3 * (1 - (3 / 4) ** 6) * (4096 + 128 + 2 * 4096)
     assert least < decode.traffic.device_bytes < 1.5 * least
     shared = plan(V4_FLASH_4XH200_TP4).step("decode")
-    assert shared is not None and shared.sums == 43 * 2 * 2 * 3 / 4 * 16 * 2 * 4096
+    assert shared is not None and shared.sums == 43 * 5 * 3 / 4 * 16 * 2 * 4096
 
 
 @pytest.mark.aot

@@ -5,7 +5,10 @@
 It needs the extra `aot`. SGLang's figures (pull request 33109, v0.5.16) are of DeepSeek-V4-Flash-0731 with DSpark on
 4 H200, for random prompts of up to 8,192 tokens and answers of up to 1,024. The estimates are of the first release, for
 prompts and answers of these lengths. They have three drafts of its MTP module, each accepted with a chance of 0.7 if
-those before it are, or none.
+those before it are, or none. On SGLang's data DSpark gave 5.45 tokens per step at 64 and 256 requests.
+
+DeepGEMM's figures (its pull request 323) are of a layer's experts in FP8 with dispatch and combine on 8 H20: for
+DeepEP's low-latency transfers around grouped products, and for one kernel that does everything.
 """
 
 import dataclasses
@@ -15,11 +18,13 @@ from typing import NamedTuple
 from benchmarks.record import Cell, Report, run
 from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH
 from configs.deepseek_v4_pro import DEEPSEEK_V4_PRO
-from configs.deployments import V4_DEPLOYMENTS, V4_FLASH_4XH200, V4_FLASH_4XH200_TP4
+from configs.deployments import H100, V4_DEPLOYMENTS, V4_FLASH_4XH200, V4_FLASH_4XH200_TP4
+from dsv3.config.device_rates import PEAKS
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import page_bytes
 from tools.plan.compressed import cache_reads
-from tools.plan.deployment import Deployment
+from tools.plan.deployment import Deployment, PlannedBatch, kernel_rates
+from tools.plan.roofline import HOOK_S, TRANSFER_S, decode_stages, wire_rows
 from tools.plan.uncompiled import MixedRate, StepEstimate, UncompiledPlan, uncompiled_plan
 from tools.plan.uncompiled_report import cache_pages
 
@@ -28,6 +33,11 @@ CONTEXTS = {"8K": 2**13, "128K": 2**17, "1M": 2**20}
 SGLANG = {1: (1.72, 606), 16: (8.39, 2538), 64: (38.05, 2994), 256: (104.53, 4872), 1024: (123.81, 4573)}
 """Milliseconds from token to token, and tokens of prompts and answers per second and GPU, by requests at once. The last
 has no drafts."""
+DEEPGEMM = {1: (250.1, 188.0), 2: (299.9, 239.0), 4: (416.0, 361.1), 8: (494.8, 432.2)}
+"""Microseconds by tokens per GPU: of low-latency transfers and grouped products, and of one kernel."""
+H20 = dataclasses.replace(
+    H100, name="H20", hbm_bytes_per_second=PEAKS["H20"].hbm, fp8_flops=PEAKS["H20"].fp8, bf16_flops=PEAKS["H20"].bf16
+)
 DRAFTS = {"method": "mtp", "num_speculative_tokens": 3}
 ACCEPTANCE = 0.7
 GB, MB = 1e9, 1e6
@@ -53,6 +63,9 @@ def main(report: Report) -> None:
     columns = ["requests", "SGLang: token to token (ms)", "ours", "without drafts", "SGLang: tokens/s per GPU", "ours",
                "without drafts", "to SGLang's", "ranks, experts"]  # fmt: skip
     report.table("DeepSeek-V4-Flash on 4 H200: SGLang's figures, and ours (estimate)", columns, map(_compared, SGLANG))
+    columns = ["tokens per GPU", "transfers and products (us)", "one kernel (us)", "ours (us)", "of the first"]
+    report.table("Experts of a layer of DeepSeek-V4-Flash on 8 H20, FP8: DeepGEMM's figures, and ours (estimate)",
+                 columns, map(_experts_compared, DEEPGEMM))  # fmt: skip
     steps = [
         (requests, drafts, _decode(requests, drafts=drafts)) for requests in (1, 16, 256) for drafts in (False, True)
     ]
@@ -145,6 +158,20 @@ def _compared(requests: int) -> list[Cell]:
     times = [each.per_answer * 1e3 for each in (ours, plain)]
     rates = [each.tokens_per_device for each in (ours, plain)]
     return [requests, milliseconds, *times, rate, *rates, rates[0] / rate, f"{plan.deployment.ranks}, {_experts(plan)}"]
+
+
+def experts_seconds(tokens: int) -> float:
+    """Returns the estimate of a layer's experts with dispatch and combine, `tokens` on each of 8 H20."""
+    model = dataclasses.replace(DEEPSEEK_V4_FLASH, fp4_experts=False)
+    rates, rows = kernel_rates(H20, model), sum(wire_rows(model))
+    products = decode_stages(model, rates, PlannedBatch(tokens, 0, model.n_routed_experts // 8))["experts"]
+    return products + 2 * (TRANSFER_S + HOOK_S) + tokens * model.num_experts_per_tok * rows / rates.node_link
+
+
+def _experts_compared(tokens: int) -> list[Cell]:
+    apart, fused = DEEPGEMM[tokens]
+    ours = experts_seconds(tokens) * 1e6
+    return [tokens, apart, fused, ours, ours / apart]
 
 
 def _decode(requests: int, *, drafts: bool) -> StepEstimate:

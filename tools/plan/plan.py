@@ -5,7 +5,7 @@ the prompt to prompt and answer, so its mean is the prompt and half of the answe
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from dsv3.config.model import ModelConfig
 from dsv3.engine.device.programs import measure
@@ -27,7 +27,8 @@ class ProgramPlan:
 
     `sparse` has the parts of a layer's attention with top-k selection. `multiprocessors` says how many the kernels use
     and how many they leave to transfers. `host_waits` are instructions at which devices wait for the host
-    (`hlo.Module.host_waits`). `order` says whether all devices launch their collectives in one order.
+    (`hlo.Module.host_waits`). `kernels` counts what the program launches, by stage. `order` says whether all devices
+    launch their collectives in one order.
     """
 
     phase: Phase
@@ -39,6 +40,7 @@ class ProgramPlan:
     temporaries: int
     collectives: tuple[Collective, ...]
     host_waits: tuple[str, ...]
+    kernels: Mapping[str, int]
     order: LaunchOrder
     stages: dict[str, float]
     sparse: SparseCore | None
@@ -237,6 +239,7 @@ def program_plan(planned: PlannedModel, compiled: CompiledProgram) -> ProgramPla
         temporaries=compiled.temporaries,
         collectives=found,
         host_waits=module.host_waits,
+        kernels=hlo.kernels(module),
         order=launch_order(module, *compiled.limits, taken.reserved),
         stages=stages,
         sparse=roofline.sparse_parts(

@@ -99,6 +99,7 @@ def _program_json(program: ProgramPlan) -> dict[str, Any]:
         "multiprocessors": dataclasses.asdict(program.multiprocessors) | {"taken": program.multiprocessors.taken},
         "times": program.run.times,
         "host_waits": list(program.host_waits),
+        "kernels": dict(program.kernels),
         "order": {name: getattr(program.order, name) for name in ("in_flight", "communicators", "channels", "faults")},
         "sparse": dataclasses.asdict(program.sparse) if program.sparse else None,
         "collectives": [dataclasses.asdict(c) | {"step_bytes": c.step_bytes} for c in program.collectives],
@@ -202,6 +203,7 @@ def _estimate_table(plan: Plan, step: StepPlan) -> Table:
     for role, seconds in line.exposed.items():
         table.add_row(f"waiting for {role}, per step", f"{seconds * 1e3:.1f} ms")
     table.add_row("host, per step", f"{HOST_S * 1e3:.1f} ms")
+    table.add_row("kernels and collectives that the program launches", f"{sum(step.kernels.values()):,}")
     split = step.multiprocessors
     table.add_row("multiprocessors: for kernels, for transfers", f"{split.taken}, {split.reserved}")
     order = step.order

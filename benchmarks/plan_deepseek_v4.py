@@ -46,7 +46,11 @@ GB, MB = 1e9, 1e6
 def main(report: Report) -> None:
     columns = ["model", "cache", "per token (B)", "window page (MB)", "state of a request (MB)",
                "request of 128K (GB)", "request of 1M (GB)"]  # fmt: skip
-    report.table("Cache of DeepSeek-V4, without the share of window pages that are kept", columns, _caches())
+    report.table(
+        "Cache of DeepSeek-V4 without an MTP module, and without the share of window pages that are kept",
+        columns,
+        _caches(),
+    )
     columns = ["model", "context", "latents and entries (MB)", "index keys (MB)"]
     report.table("What a decoded token reads of an FP8 cache", columns, _reads())
     plans = [each for deployment in V4_DEPLOYMENTS for each in _both(deployment)]
@@ -74,7 +78,8 @@ def main(report: Report) -> None:
 
 
 def _caches() -> Iterator[list[Cell]]:
-    for name, model in MODELS.items():
+    for name, with_module in MODELS.items():
+        model = dataclasses.replace(with_module, num_nextn_predict_layers=0)
         for cache_dtype in ("fp8", "bfloat16"):
             context, window, state = (page_bytes(model, cache_dtype, kind) for kind in ("context", "window", "request"))
             token = context / model.page_size

@@ -25,7 +25,8 @@ from tools.plan.uncompiled import UncompiledPlan, mixed_rate, uncompiled_plan
 from tools.plan.uncompiled_report import as_json, cache_pages, render
 
 PAGE, WINDOW, STATE = 985_664, 3_845_312, 14_581_760
-"""Bytes of DeepSeek-V4-Flash in FP8: 3,850.25 per token."""
+"""Bytes of DeepSeek-V4-Flash in FP8, without an MTP module: 3,850.25 per token."""
+WITHOUT_MODULE = dataclasses.replace(DEEPSEEK_V4_FLASH, num_nextn_predict_layers=0)
 
 
 def plan(deployment: Deployment, **changes) -> UncompiledPlan:
@@ -36,13 +37,13 @@ def plan(deployment: Deployment, **changes) -> UncompiledPlan:
 def test_the_cache_is_split_by_rules() -> None:
     """A slot has its state and three window pages; a fifth of the rest is window pages, all else is pages."""
     nbytes, slots = 10**10, 64
-    pages, windows = split_cache(DEEPSEEK_V4_FLASH, "fp8", nbytes, slots)
+    pages, windows = split_cache(WITHOUT_MODULE, "fp8", nbytes, slots)
     rest = nbytes - slots * (STATE + 3 * WINDOW)
-    assert slots_bytes(DEEPSEEK_V4_FLASH, "fp8", slots) == nbytes - rest
+    assert slots_bytes(WITHOUT_MODULE, "fp8", slots) == nbytes - rest
     assert pages * PAGE == pytest.approx(0.8 * rest, rel=1e-3)
     assert (windows - 3 * slots) * WINDOW == pytest.approx(0.2 * rest, rel=1e-2)
     assert pages * PAGE + windows * WINDOW + slots * STATE <= nbytes
-    assert split_cache(DEEPSEEK_V4_FLASH, "fp8", 0, 2) == (0, 6)
+    assert split_cache(WITHOUT_MODULE, "fp8", 0, 2) == (0, 6)
 
 
 def test_models_without_a_window_have_pages_alone() -> None:
@@ -150,7 +151,7 @@ def test_drafts_add_a_module_and_tokens() -> None:
     assert 0 < drafting.drafts < drafting.seconds / 5 and drafting.tokens_per_device > plain.tokens_per_device
     with pytest.raises(DeploymentError, match="no multi-token prediction module"):
         uncompiled_plan(
-            dataclasses.replace(DEEPSEEK_V4_FLASH, num_nextn_predict_layers=0),
+            WITHOUT_MODULE,
             "deepseek_v4",
             dataclasses.replace(V4_FLASH_4XH200, speculative_config=drafts, acceptance=0.7),
         )

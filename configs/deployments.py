@@ -79,6 +79,8 @@ V4_FLASH_8XH100 = _v4("v4_flash_8xh100", H100, 8, 64)
 V4_PRO_8XH200 = _v4("v4_pro_8xh200", H200, 8, 8, tensor_parallel=8)
 """One node holds DeepSeek-V4-Pro only where all GPUs share its heads."""
 V4_PRO_16XH200 = _v4("v4_pro_16xh200", H200, 8, 64, nodes=2)
+V4_PRO_16XH200_TP8 = _v4("v4_pro_16xh200_tp8", H200, 8, 64, nodes=2, tensor_parallel=8)
+"""Two ranks of a node each: room for FP8 experts of DeepSeek-V4-Pro."""
 V4_FLASH_DECODE_EP32 = _v4(
     "v4_flash_decode_ep32", H200, 8, 128, nodes=4, prefill_tokens=0, redundant_experts=32, max_num_batched_tokens=512
 )
@@ -91,6 +93,7 @@ V4_DEPLOYMENTS = (
     V4_FLASH_8XH100,
     V4_PRO_8XH200,
     V4_PRO_16XH200,
+    V4_PRO_16XH200_TP8,
     V4_FLASH_DECODE_EP32,
 )
 DEPLOYMENTS = {d.name: d for d in (PREFILL_EP32, DECODE_EP144, NODE_8XH200, NODE_8XH800, *V4_DEPLOYMENTS)}

@@ -18,6 +18,7 @@ from configs.deployments import (
     V4_FLASH_DECODE_EP32,
     V4_PRO_8XH200,
     V4_PRO_16XH200,
+    V4_PRO_16XH200_TP8,
 )
 from tools.plan.deployment import Deployment, DeploymentError
 from tools.plan.memory import page_cost, slots_bytes, split_cache
@@ -77,6 +78,8 @@ def test_weights_of_a_gpu(deployment: Deployment, fp4: float, fp8: float) -> Non
         (V4_PRO_8XH200, "keep", True),
         (V4_PRO_8XH200, "fp8", False),
         (V4_PRO_16XH200, "keep", True),
+        (V4_PRO_16XH200, "fp8", False),
+        (V4_PRO_16XH200_TP8, "fp8", True),
         (V4_FLASH_DECODE_EP32, "keep", True),
     ],
     ids=lambda value: getattr(value, "name", None),

@@ -10,9 +10,12 @@ from typing import Any
 import jax
 
 from dsv3.checkpoint.layout import leaf_path
+from dsv3.config.model import ModelConfig
 from dsv3.engine.build import account_for
 from dsv3.engine.device.pool import SLACK
+from dsv3.engine.jobs.sample import adjust_shapes
 from dsv3.engine.memory import DeviceMemory, MemoryAccount, local_bytes
+from dsv3.kv_cache.layout import page_bytes
 from tools.plan.deployment import Deployment
 from tools.plan.programs import PlannedModel, cache_tokens
 
@@ -20,6 +23,7 @@ EXPERTS, MODULE_EXPERTS = "routed experts", "MTP module, routed experts"
 _MOST_NODES = 64
 GB = 1e9
 _MODULE = "MTP module, all else"
+_MIXING = "mixing of streams"
 _GROUPS = {
     EXPERTS: ("moe.moe.gate_up", "moe.moe.down"),
     "shared experts": ("moe.moe.shared",),
@@ -28,8 +32,39 @@ _GROUPS = {
     "embedding and head": ("embed", "head"),
     MODULE_EXPERTS: ("mtp.layers.moe.gate_up", "mtp.layers.moe.down"),
     _MODULE: ("mtp.",),
+    _MIXING: ("moe.attention_mixing", "moe.moe_mixing", "head_mixing"),
 }
 _REST = "router, norms, expert map"
+
+LIVE_WINDOW_PAGES = 3
+"""Window pages of a running request: two that its last tokens lie in, and one ahead."""
+KEPT_WINDOWS = 1 / 5
+"""Share of the rest of the cache that is window pages, kept so that later requests can continue a cached prefix."""
+
+
+def split_cache(cfg: ModelConfig, cache_dtype: str, nbytes: int, slots: int) -> tuple[int, int]:
+    """Returns how many pages of the context and of the window `nbytes` hold, beside the state of `slots` requests.
+
+    Pages of the window include those of running requests; there are none in a model without a window.
+    """
+    pages = max(0, nbytes - slots_bytes(cfg, cache_dtype, slots)) // page_cost(cfg, cache_dtype)
+    window = page_bytes(cfg, cache_dtype, "window")
+    if not window:
+        return pages, 0
+    kept = pages * (page_cost(cfg, cache_dtype) - page_bytes(cfg, cache_dtype)) // window
+    return pages, slots * LIVE_WINDOW_PAGES + kept
+
+
+def slots_bytes(cfg: ModelConfig, cache_dtype: str, slots: int) -> int:
+    """Returns the bytes that `slots` running requests take whatever their lengths: state, and pages of the window."""
+    state, window = (page_bytes(cfg, cache_dtype, lifetime) for lifetime in ("request", "window"))
+    return slots * (state + LIVE_WINDOW_PAGES * window)
+
+
+def page_cost(cfg: ModelConfig, cache_dtype: str) -> int:
+    """Returns the bytes of a page of the context, with its share of the window pages that are kept."""
+    size = page_bytes(cfg, cache_dtype)
+    return round(size / (1 - KEPT_WINDOWS)) if page_bytes(cfg, cache_dtype, "window") else size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +72,7 @@ class Memory:
     """Bytes of one device: its `account`, and the tokens of cache that the deployment's requests need.
 
     `weights` splits the account's by group; an MTP module has its own groups, and a cache layer in `token`. The
-    account includes the programs' working memory only if they are `compiled`.
+    account includes the programs' working memory only if they are `compiled`, or else an assumption.
     """
 
     account: MemoryAccount
@@ -72,10 +107,17 @@ class Memory:
 
 
 def memory_of(planned: PlannedModel, working: int | None = None) -> Memory:
-    """Returns the memory of one device; `working` are the bytes of its programs, None before they are compiled."""
+    """Returns the memory of one device; `working` are the bytes of its programs, None before they are compiled.
+
+    State includes that of requests, and their window pages; pages take their share of those that are kept.
+    """
+    cfg = planned.model, planned.deployment.kv_cache_dtype
     deployment, total = planned.deployment, planned.deployment.device.memory_bytes
     memory = DeviceMemory(total, int(total * (deployment.memory_utilization + SLACK)))
     found = account_for(planned.layout, memory, deployment.memory_utilization, working or 0)
+    state = local_bytes((planned.layout.state, adjust_shapes(planned.layout)))
+    state += slots_bytes(*cfg, planned.engine.max_num_seqs)
+    found = dataclasses.replace(found, state=state, page=page_cost(*cfg))
     return Memory(
         found, weight_groups(planned.params), cache_tokens(deployment, planned.model.page_size), working is not None
     )
@@ -89,7 +131,7 @@ def weight_groups(params: Any) -> dict[str, int]:
         path = leaf_path(keys).removeprefix("params.")
         name = next((n for n, prefixes in _GROUPS.items() if path.startswith(prefixes)), _REST)
         groups[name] += local_bytes(leaf)
-    return {name: size for name, size in groups.items() if size or name not in (MODULE_EXPERTS, _MODULE)}
+    return {name: size for name, size in groups.items() if size or name not in (MODULE_EXPERTS, _MODULE, _MIXING)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +149,8 @@ def judge(memory: Memory, deployment: Deployment, num_experts: int) -> Verdict:
     account = memory.account
     limit = f"{account.pool / GB:.1f} GB ({deployment.memory_utilization:g} of {device.memory_bytes / GB:g} GB)"
     parts = f"weights {account.weights / GB:.1f}, cache {memory.cache / GB:.1f}"
-    working = f"{account.working / GB:.1f}" if memory.compiled else "unknown (not compiled)"
+    working = f"{account.working / GB:.1f}" if account.working else "unknown"
+    working += "" if memory.compiled else " (assumed)" if account.working else " (not compiled)"
     parts += f", state {account.state / GB:.1f}, working memory {working}"
     why = f"needs {memory.needed / GB:.1f} GB of {limit}: {parts}"
     if memory.fits:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv3.checkpoint import quantize
+from dsv3.checkpoint.deepseek_v4 import FP4_GROUP
 from dsv3.checkpoint.layout import scale_shape
 from dsv3.config.engine import EngineConfig, pages_for, tokens_ahead
 from dsv3.config.model import ModelConfig
@@ -29,7 +30,7 @@ from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.jobs.draft_module import chain_key
 from dsv3.engine.limits import longest_context
 from dsv3.model.batch import AttentionForm
-from dsv3.model.params import Fp8Weight, Params, ParamSpec, declare
+from dsv3.model.params import Fp8Weight, Int4Weight, Params, ParamSpec, declare
 from dsv3.model.tensor_parallel import arrange
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend
@@ -121,7 +122,8 @@ def lay_out(model: ModelConfig, deployment: Deployment) -> PlannedModel:
     modules = int(deployment.speculative is not None)
     if modules > model.num_nextn_predict_layers:
         raise DeploymentError(f"{deployment.name}: speculative_config: the model has no multi-token prediction module")
-    model = dataclasses.replace(model, num_nextn_predict_layers=modules)
+    fp4 = model.fp4_experts and deployment.fp4 == "keep"
+    model = dataclasses.replace(model, num_nextn_predict_layers=modules, fp4_experts=fp4)
     try:
         devices = aot.gpu_devices(deployment.devices, per_host=deployment.gpus_per_node, target=_target(deployment))
         mesh = rank_mesh(devices, deployment.nodes, deployment.tensor_parallel)
@@ -234,6 +236,8 @@ def abstract_params(model: ModelConfig, deployment: Deployment) -> Any:
         shape = tuple(n + redundant * (axis == "experts") for n, axis in zip(spec.shape, spec.axes, strict=True))
         if quantize.is_int4(model, spec):
             return quantize.abstract_int4(shape)
+        if model.fp4_experts and "experts" in spec.axes:
+            return abstract_fp4(shape)
         if spec.quantizable and model.fp8 is not None:
             scale = jax.ShapeDtypeStruct(scale_shape(shape), jnp.float32)
             return Fp8Weight(jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn), scale)
@@ -246,6 +250,12 @@ def abstract_params(model: ModelConfig, deployment: Deployment) -> Any:
     layers, experts = model.num_moe_layers + model.num_nextn_predict_layers, model.n_routed_experts
     shapes = (layers, experts, redundant + 1), (layers, experts)
     return SpreadParams(params, Placement(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)))
+
+
+def abstract_fp4(shape: tuple[int, ...]) -> Int4Weight:
+    """Returns the shapes of FP4 codes and their scales, bytes as in files, of a weight `[..., N, K]`."""
+    *lead, k = shape
+    return Int4Weight(*(jax.ShapeDtypeStruct((*lead, k // per_byte), jnp.uint8) for per_byte in (2, FP4_GROUP)))
 
 
 def _with_shardings(params: Any, specs: Any, mesh: Mesh) -> Any:

@@ -23,11 +23,7 @@ from typing import Any
 
 from benchmarks.record import RESULTS, ROOT, Table
 
-PAGES = (
-    ROOT / "docs" / "plan.md",
-    *sorted((ROOT / "docs" / "performance").glob("*.md")),
-    *sorted((ROOT / "benchmarks").rglob("*.md")),
-)
+PAGES = (*sorted((ROOT / "docs" / "performance").glob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md")))
 _SHORT_S = 90.0
 _BLOCK = re.compile(r"(<!-- result ([\w.-]+) -->)\n.*?<!-- end -->", re.DOTALL)
 _PLACEHOLDER = re.compile(r"\b[A-Z][A-Z_]+\b")

@@ -10,12 +10,9 @@ from typing import Any
 import jax
 
 from dsv3.checkpoint.layout import leaf_path
-from dsv3.config.model import ModelConfig
 from dsv3.engine.build import account_for
 from dsv3.engine.device.pool import SLACK
-from dsv3.engine.jobs.sample import adjust_shapes
 from dsv3.engine.memory import DeviceMemory, MemoryAccount, local_bytes
-from dsv3.kv_cache.layout import page_bytes
 from tools.plan.deployment import Deployment
 from tools.plan.programs import PlannedModel, cache_tokens
 
@@ -35,36 +32,6 @@ _GROUPS = {
     _MIXING: ("moe.attention_mixing", "moe.moe_mixing", "head_mixing"),
 }
 _REST = "router, norms, expert map"
-
-LIVE_WINDOW_PAGES = 3
-"""Window pages of a running request: two that its last tokens lie in, and one ahead."""
-KEPT_WINDOWS = 1 / 5
-"""Share of the rest of the cache that is window pages, kept so that later requests can continue a cached prefix."""
-
-
-def split_cache(cfg: ModelConfig, cache_dtype: str, nbytes: int, slots: int) -> tuple[int, int]:
-    """Returns how many pages of the context and of the window `nbytes` hold, beside the state of `slots` requests.
-
-    Pages of the window include those of running requests; there are none in a model without a window.
-    """
-    pages = max(0, nbytes - slots_bytes(cfg, cache_dtype, slots)) // page_cost(cfg, cache_dtype)
-    window = page_bytes(cfg, cache_dtype, "window")
-    if not window:
-        return pages, 0
-    kept = pages * (page_cost(cfg, cache_dtype) - page_bytes(cfg, cache_dtype)) // window
-    return pages, slots * LIVE_WINDOW_PAGES + kept
-
-
-def slots_bytes(cfg: ModelConfig, cache_dtype: str, slots: int) -> int:
-    """Returns the bytes that `slots` running requests take whatever their lengths: state, and pages of the window."""
-    state, window = (page_bytes(cfg, cache_dtype, lifetime) for lifetime in ("request", "window"))
-    return slots * (state + LIVE_WINDOW_PAGES * window)
-
-
-def page_cost(cfg: ModelConfig, cache_dtype: str) -> int:
-    """Returns the bytes of a page of the context, with its share of the window pages that are kept."""
-    size = page_bytes(cfg, cache_dtype)
-    return round(size / (1 - KEPT_WINDOWS)) if page_bytes(cfg, cache_dtype, "window") else size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,17 +74,10 @@ class Memory:
 
 
 def memory_of(planned: PlannedModel, working: int | None = None) -> Memory:
-    """Returns the memory of one device; `working` are the bytes of its programs, None before they are compiled.
-
-    State includes that of requests, and their window pages; pages take their share of those that are kept.
-    """
-    cfg = planned.model, planned.deployment.kv_cache_dtype
+    """Returns the memory of one device; `working` are the bytes of its programs, None before they are compiled."""
     deployment, total = planned.deployment, planned.deployment.device.memory_bytes
     memory = DeviceMemory(total, int(total * (deployment.memory_utilization + SLACK)))
     found = account_for(planned.layout, memory, deployment.memory_utilization, working or 0)
-    state = local_bytes((planned.layout.state, adjust_shapes(planned.layout)))
-    state += slots_bytes(*cfg, planned.engine.max_num_seqs)
-    found = dataclasses.replace(found, state=state, page=page_cost(*cfg))
     return Memory(
         found, weight_groups(planned.params), cache_tokens(deployment, planned.model.page_size), working is not None
     )

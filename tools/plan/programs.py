@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv3.checkpoint import quantize
-from dsv3.checkpoint.deepseek_v4 import FP4_GROUP
 from dsv3.checkpoint.layout import scale_shape
 from dsv3.config.engine import EngineConfig, pages_for, tokens_ahead
 from dsv3.config.model import ModelConfig
@@ -29,11 +28,13 @@ from dsv3.engine.functions import StepFunctions, model_functions
 from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.jobs.draft_module import chain_key
 from dsv3.engine.limits import longest_context
+from dsv3.kv_cache.layout import window_pages, window_size
 from dsv3.model.batch import AttentionForm
 from dsv3.model.params import Fp8Weight, Int4Weight, Params, ParamSpec, declare
 from dsv3.model.tensor_parallel import arrange
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend
+from pallas_kernels.int4 import GROUP as FP4_GROUP
 from sharding.experts.placement import Placement
 from sharding.mesh import rank_mesh
 from sharding.wire.collectives import limits_of
@@ -200,15 +201,18 @@ def engine_config(model: ModelConfig, deployment: Deployment) -> EngineConfig:
     num_pages = pages_for(cache_tokens(deployment, model.page_size), model.page_size)
     wanted = deployment.max_model_len or longest_context(model)
     per_row = 1 + deployment.speculative.most_drafts if deployment.speculative else 1
+    max_num_seqs = deployment.decode_requests or _PREFILL_REQUESTS
     return EngineConfig(
         max_model_len=min(wanted, num_pages * model.page_size - tokens_ahead(per_row)),
         num_pages=num_pages,
-        max_num_seqs=deployment.decode_requests or _PREFILL_REQUESTS,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=deployment.prefill_tokens or deployment.max_num_batched_tokens,
         num_ranks=deployment.ranks,
         num_nodes=deployment.nodes,
         tensor_parallel_size=deployment.tensor_parallel,
         page_size=model.page_size,
+        window_size=window_size(model),
+        num_window_pages=window_pages(model, deployment.kv_cache_dtype, num_pages, max_num_seqs),
         cache_dtype=deployment.kv_cache_dtype,
         reserved_multiprocessors=deployment.reserved_multiprocessors,
         tokens_per_row=per_row,

@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dsv3.config.model import CacheGroup
-from dsv3.kv_cache.layout import entries_per_page, page_bytes, row_bytes
-from tools.plan.memory import GB, split_cache
+from dsv3.kv_cache.layout import entries_per_page, page_bytes, row_bytes, window_pages
+from tools.plan.memory import GB
 from tools.plan.report import SPARSE_PARTS, memory_json, memory_table
 from tools.plan.uncompiled import StepEstimate, UncompiledPlan
 from tools.tables import make_table
@@ -74,8 +74,7 @@ def cache_pages(plan: UncompiledPlan) -> tuple[int, int]:
     """Returns how many pages of the context and of the window fit one device, beside the state of its requests."""
     account, slots = plan.memory.account, plan.deployment.decode_requests
     cfg, cache_dtype = plan.model, plan.deployment.kv_cache_dtype
-    _, windows = split_cache(cfg, cache_dtype, account.cache, 0)
-    return account.pages, windows + split_cache(cfg, cache_dtype, 0, slots)[1]
+    return account.pages, window_pages(cfg, cache_dtype, account.pages, slots)
 
 
 def _cache_table(plan: UncompiledPlan) -> Table:

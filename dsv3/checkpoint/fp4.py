@@ -32,6 +32,7 @@ MAX_SPREAD = 14
 _BIAS = 127  # of e8m0, and of float32
 _LEAST = HEADROOM + 1 - _BIAS  # scales of blocks are normal numbers of float32
 _GROUPS = BLOCK // GROUP
+_PAIRS = GROUP // 2  # bytes of a group
 
 
 def decode(packed: Any, scale: Any, dtype: Any = jnp.float32) -> jax.Array:
@@ -42,8 +43,7 @@ def decode(packed: Any, scale: Any, dtype: Any = jnp.float32) -> jax.Array:
       scale: e8m0 `[..., N, K / 32]`.
       dtype: of the result, to which values are rounded once.
     """
-    values = jnp.asarray(VALUES)[_codes(packed)]
-    return (values * jnp.repeat(_power(_exponents(scale)), GROUP, axis=-1)).astype(dtype)
+    return _scaled(_bytes(packed), _power(_exponents(scale)), dtype)
 
 
 def to_fp8(packed: Any, scale: Any) -> tuple[Fp8Weight, jax.Array]:
@@ -52,21 +52,28 @@ def to_fp8(packed: Any, scale: Any) -> tuple[Fp8Weight, jax.Array]:
     The values are the same if no element of the second result, int32 `[..., N, K / 32]`, is above `MAX_SPREAD`. It is 0
     for groups of zeros, whose scale says nothing. Arguments are those of `decode`.
     """
-    codes, exponents = _codes(packed), _exponents(scale)
+    raw, exponents = _bytes(packed), _exponents(scale)
     *lead, N, groups = exponents.shape
-    used = ((codes & 7) > 0).reshape(*lead, N, groups, GROUP).any(-1)
+    used = ((raw & 0x77) > 0).reshape(*lead, N, groups, _PAIRS).any(-1)
     largest = _largest(jnp.where(used, exponents, _LEAST))
     of_group = jnp.repeat(jnp.repeat(largest, BLOCK, axis=-2)[..., :N, :], _GROUPS, axis=-1)[..., :groups]
     spread = jnp.where(used, of_group - exponents, 0)
-    factor = _power(HEADROOM - jnp.minimum(spread, MAX_SPREAD))
-    data = (jnp.asarray(VALUES)[codes] * jnp.repeat(factor, GROUP, axis=-1)).astype(E4M3)
+    data = _scaled(raw, _power(HEADROOM - jnp.minimum(spread, MAX_SPREAD)), E4M3)
     return Fp8Weight(data, _power(largest - HEADROOM)), spread
 
 
-def _codes(packed: Any) -> jax.Array:
-    """Returns codes uint8 `[..., K]` of bytes `[..., K / 2]`."""
-    raw = lax.bitcast_convert_type(jnp.asarray(packed), jnp.uint8)
-    return jnp.stack([raw & 15, raw >> 4], axis=-1).reshape(*raw.shape[:-1], -1)
+def _scaled(raw: jax.Array, factor: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the values `[..., N, K]` of bytes times their group's factor `[..., N, K / 32]`, rounded to `dtype`.
+
+    Even and odd columns are joined last, when they have few bytes.
+    """
+    factors, table = jnp.repeat(factor, _PAIRS, axis=-1), jnp.asarray(VALUES)
+    both = [(table[codes] * factors).astype(dtype) for codes in (raw & 15, raw >> 4)]
+    return jnp.stack(both, axis=-1).reshape(*raw.shape[:-1], -1)
+
+
+def _bytes(packed: Any) -> jax.Array:
+    return lax.bitcast_convert_type(jnp.asarray(packed), jnp.uint8)
 
 
 def _exponents(scale: Any) -> jax.Array:
@@ -87,12 +94,16 @@ def _largest(exponents: jax.Array) -> jax.Array:
 
 
 def to_words(packed: Any, scale: Any) -> Fp4Weight:
-    """Returns the same codes and scales in the order of kernels. K must be a multiple of 256, else ValueError."""
-    codes = _codes(packed).astype(jnp.uint32)
-    runs = codes.reshape(*codes.shape[:-1], -1, VALUES_PER_WORD, GROUP)  # codes are K wide, so 256 must divide it
-    words = (runs << (4 * jnp.arange(VALUES_PER_WORD, dtype=jnp.uint32)[:, None])).sum(-2, dtype=jnp.uint32)
+    """Returns the same codes and scales in the order of kernels; arguments are those of `decode`, and 256 divides K.
+
+    Byte b of group j of a run holds columns 32 j + 2 b and the next, which are nibbles j of words 2 b and 2 b + 1.
+    """
+    raw = _bytes(packed)
+    runs = raw.reshape(*raw.shape[:-1], -1, VALUES_PER_WORD, _PAIRS).astype(jnp.uint32)
+    shifts = 4 * jnp.arange(VALUES_PER_WORD, dtype=jnp.uint32)[:, None]
+    words = [(codes << shifts).sum(-2, dtype=jnp.uint32) for codes in (runs & 15, runs >> 4)]
     scales = jnp.swapaxes(_power(_exponents(scale)), -1, -2).astype(jnp.bfloat16)
-    return Fp4Weight(words.reshape(*codes.shape[:-1], -1), scales)
+    return Fp4Weight(jnp.stack(words, axis=-1).reshape(*raw.shape[:-1], -1), scales)
 
 
 class StoredFp4(NamedTuple):

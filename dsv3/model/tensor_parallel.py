@@ -52,6 +52,7 @@ def check_shards(cfg: ModelConfig, shards: int, *, fp8: bool) -> None:
         "num_attention_heads": cfg.num_attention_heads,
         "intermediate_size": cfg.intermediate_size if cfg.num_dense_layers else 0,
         "n_shared_experts * moe_intermediate_size": cfg.n_shared_experts * cfg.moe_intermediate_size,
+        "o_groups": 0 if cfg.compressed is None else cfg.compressed.output_groups,
     }
     for name, width in widths.items():
         if width % shards:

@@ -224,6 +224,12 @@ def test_it_is_not_written(directories: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "no").exists()
 
 
+def test_devices_that_do_not_divide_the_groups_of_heads(directories: Path) -> None:
+    cfg = from_hf(FORMS["FP4"])
+    with pytest.raises(ValueError, match="tensor_parallel_size 4 does not divide o_groups 2"):
+        load(directories / "FP4", cfg, fp8="dequantize", tensor_parallel_size=4)
+
+
 def changed(name: str, value: np.ndarray | None) -> hf.Tensors:
     others = {key: tensor for key, tensor in tensors("FP4").items() if key != name}
     return others if value is None else others | {name: value}

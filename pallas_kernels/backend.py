@@ -23,13 +23,14 @@ OPERATIONS = frozenset(
         *("index_scores", "topk_indices", "attend_topk"),
         *("fp8_gemm", "quantize_1x128", "swiglu_quantize", "trained_gemm"),
         *("layer_gemm", "plain_gemm", "head_gemm"),
-        *("grouped_gemm_contiguous", "fp8_grouped_gemm_contiguous", "int4_grouped_gemm_contiguous"),
+        *("grouped_gemm_contiguous", "fp8_grouped_gemm_contiguous"),
+        *("int4_grouped_gemm_contiguous", "fp4_grouped_gemm_contiguous"),
         *("trained_gemm_contiguous", "align_groups", "choose_experts"),
         *("rms_norm", "swiglu", "rotate_heads", "latent_rows"),
     )
 )
 """The operations that have kernels, by name. Data between operations has one layout on every
-backend (scales, FP8 rows, INT4 words, the order of rows), so each operation can fall back by itself."""
+backend (scales, FP8 rows, words of INT4 and FP4, the order of rows), so each operation can fall back by itself."""
 
 _PAGED = ("mla_decode", "mla_prefill_context")
 PARTS: dict[str, tuple[str, ...]] = {

@@ -4,7 +4,9 @@ In a file a matrix is two tensors: `X.weight` int8 `[N, K / 2]`, the low four bi
 `X.scale` e8m0 `[N, K / 32]`, multiplied. Stacks are converted on their devices, one layer after the other.
 """
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +17,11 @@ from dsv3.checkpoint.load_plan import PlannedArray
 from dsv3.checkpoint.safetensors_file import CheckpointError
 from dsv3.model.params import Fp4Weight, Fp8Weight
 from pallas_kernels.float8 import BLOCK, E4M3
-from pallas_kernels.int4 import GROUP
+from pallas_kernels.fp4 import VALUES
+from pallas_kernels.int4 import GROUP, VALUES_PER_WORD
 
-VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-"""The value of each code: bit 3 is the sign."""
+Fp4Mode = Literal["fp8", "keep"]
+"""How FP4 experts are served: as block-scaled FP8 with the same values, or as FP4."""
 
 HEADROOM = 6
 """A block's scale is the largest of its groups' over two to this power: 6 * 2**6 is 384, and e4m3 ends at 448."""
@@ -29,6 +32,7 @@ MAX_SPREAD = 14
 _BIAS = 127  # of e8m0, and of float32
 _LEAST = HEADROOM + 1 - _BIAS  # scales of blocks are normal numbers of float32
 _GROUPS = BLOCK // GROUP
+_PAIRS = GROUP // 2  # bytes of a group
 
 
 def decode(packed: Any, scale: Any, dtype: Any = jnp.float32) -> jax.Array:
@@ -39,8 +43,7 @@ def decode(packed: Any, scale: Any, dtype: Any = jnp.float32) -> jax.Array:
       scale: e8m0 `[..., N, K / 32]`.
       dtype: of the result, to which values are rounded once.
     """
-    values = jnp.asarray(VALUES)[_codes(packed)]
-    return (values * jnp.repeat(_power(_exponents(scale)), GROUP, axis=-1)).astype(dtype)
+    return _scaled(_bytes(packed), _power(_exponents(scale)), dtype)
 
 
 def to_fp8(packed: Any, scale: Any) -> tuple[Fp8Weight, jax.Array]:
@@ -49,21 +52,28 @@ def to_fp8(packed: Any, scale: Any) -> tuple[Fp8Weight, jax.Array]:
     The values are the same if no element of the second result, int32 `[..., N, K / 32]`, is above `MAX_SPREAD`. It is 0
     for groups of zeros, whose scale says nothing. Arguments are those of `decode`.
     """
-    codes, exponents = _codes(packed), _exponents(scale)
+    raw, exponents = _bytes(packed), _exponents(scale)
     *lead, N, groups = exponents.shape
-    used = ((codes & 7) > 0).reshape(*lead, N, groups, GROUP).any(-1)
+    used = ((raw & 0x77) > 0).reshape(*lead, N, groups, _PAIRS).any(-1)
     largest = _largest(jnp.where(used, exponents, _LEAST))
     of_group = jnp.repeat(jnp.repeat(largest, BLOCK, axis=-2)[..., :N, :], _GROUPS, axis=-1)[..., :groups]
     spread = jnp.where(used, of_group - exponents, 0)
-    factor = _power(HEADROOM - jnp.minimum(spread, MAX_SPREAD))
-    data = (jnp.asarray(VALUES)[codes] * jnp.repeat(factor, GROUP, axis=-1)).astype(E4M3)
+    data = _scaled(raw, _power(HEADROOM - jnp.minimum(spread, MAX_SPREAD)), E4M3)
     return Fp8Weight(data, _power(largest - HEADROOM)), spread
 
 
-def _codes(packed: Any) -> jax.Array:
-    """Returns codes uint8 `[..., K]` of bytes `[..., K / 2]`."""
-    raw = lax.bitcast_convert_type(jnp.asarray(packed), jnp.uint8)
-    return jnp.stack([raw & 15, raw >> 4], axis=-1).reshape(*raw.shape[:-1], -1)
+def _scaled(raw: jax.Array, factor: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the values `[..., N, K]` of bytes times their group's factor `[..., N, K / 32]`, rounded to `dtype`.
+
+    Even and odd columns are joined last, when they have few bytes.
+    """
+    factors, table = jnp.repeat(factor, _PAIRS, axis=-1), jnp.asarray(VALUES)
+    both = [(table[codes] * factors).astype(dtype) for codes in (raw & 15, raw >> 4)]
+    return jnp.stack(both, axis=-1).reshape(*raw.shape[:-1], -1)
+
+
+def _bytes(packed: Any) -> jax.Array:
+    return lax.bitcast_convert_type(jnp.asarray(packed), jnp.uint8)
 
 
 def _exponents(scale: Any) -> jax.Array:
@@ -83,8 +93,28 @@ def _largest(exponents: jax.Array) -> jax.Array:
     return padded.reshape(*lead, -(-N // BLOCK), BLOCK, -(-groups // _GROUPS), _GROUPS).max((-3, -1))
 
 
-def convert_fp4(weight: Fp4Weight, array: PlannedArray, dtype: np.dtype | None) -> Any:
-    """Converts FP4 experts, which were read as `array`: to an `Fp8Weight`, or to an array of `dtype`.
+def to_words(packed: Any, scale: Any) -> Fp4Weight:
+    """Returns the same codes and scales in the order of kernels; arguments are those of `decode`, and 256 divides K.
+
+    Byte b of group j of a run holds columns 32 j + 2 b and the next, which are nibbles j of words 2 b and 2 b + 1.
+    """
+    raw = _bytes(packed)
+    runs = raw.reshape(*raw.shape[:-1], -1, VALUES_PER_WORD, _PAIRS).astype(jnp.uint32)
+    shifts = 4 * jnp.arange(VALUES_PER_WORD, dtype=jnp.uint32)[:, None]
+    words = [(codes << shifts).sum(-2, dtype=jnp.uint32) for codes in (runs & 15, runs >> 4)]
+    scales = jnp.swapaxes(_power(_exponents(scale)), -1, -2).astype(jnp.bfloat16)
+    return Fp4Weight(jnp.stack(words, axis=-1).reshape(*raw.shape[:-1], -1), scales)
+
+
+class StoredFp4(NamedTuple):
+    """A stack of experts as files have them: `data` int8 `[L, E, N, K / 2]`, `scale` e8m0 `[L, E, N, K / 32]`."""
+
+    data: Any
+    scale: Any
+
+
+def convert_fp4(weight: StoredFp4, array: PlannedArray, to: Fp4Mode | np.dtype) -> Any:
+    """Converts FP4 experts, whose codes were read as `array`, to FP8, to words, or to an array of a dtype.
 
     Device memory must hold a stack's codes and its result.
 
@@ -92,8 +122,8 @@ def convert_fp4(weight: Fp4Weight, array: PlannedArray, dtype: np.dtype | None) 
       CheckpointError: blocks of FP8 have no room for some values.
     """
     where = weight.data.sharding
-    if dtype is not None:
-        return jax.block_until_ready(jax.jit(_plain(dtype), out_shardings=where)(weight))
+    if to != "fp8":
+        return jax.block_until_ready(jax.jit(_exact(to), out_shardings=where)(weight))
     converted, worst = jax.block_until_ready(jax.jit(_fp8, out_shardings=where)(weight))
     for shard in worst.addressable_shards:
         found = np.asarray(shard.data)[:, :, 0]
@@ -104,21 +134,26 @@ def convert_fp4(weight: Fp4Weight, array: PlannedArray, dtype: np.dtype | None) 
     return converted
 
 
-def convert_fp4_shapes(weight: Fp4Weight, array: PlannedArray, dtype: np.dtype | None) -> Any:
+def convert_fp4_shapes(weight: StoredFp4, array: PlannedArray, to: Fp4Mode | np.dtype) -> Any:
     """Returns the shapes of the result of `convert_fp4`, given shapes and shardings."""
     del array
-    made = jax.eval_shape(_plain(dtype), weight) if dtype is not None else jax.eval_shape(_fp8, weight)[0]
+    made = jax.eval_shape(_fp8, weight)[0] if to == "fp8" else jax.eval_shape(_exact(to), weight)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=weight.data.sharding), made)
 
 
-def _plain(dtype: np.dtype) -> Any:
-    return lambda stack: lax.map(lambda layer: decode(layer.data, layer.scale, dtype), stack)
+def _exact(to: Fp4Mode | np.dtype) -> Callable[[StoredFp4], Any]:
+    """Returns the conversion of a stack to words or to a dtype, one layer at a time."""
+    convert = to_words if to == "keep" else functools.partial(decode, dtype=to)
+    return lambda stack: lax.map(lambda layer: convert(layer.data, layer.scale), stack)
 
 
-def _fp8(stack: Fp4Weight) -> tuple[Fp8Weight, jax.Array]:
-    """Returns the stack in FP8, and int32 `[L, E, 1, 2]`: each expert's largest distance of scales, and where it is."""
+def _fp8(stack: StoredFp4) -> tuple[Fp8Weight, jax.Array]:
+    """Converts a stack to FP8, one layer at a time.
 
-    def convert(layer: Fp4Weight) -> tuple[Fp8Weight, jax.Array]:
+    Also returns int32 `[L, E, 1, 2]`: of each expert the largest distance of scales, and where it is.
+    """
+
+    def convert(layer: StoredFp4) -> tuple[Fp8Weight, jax.Array]:
         made, spread = to_fp8(layer.data, layer.scale)
         flat = spread.reshape(len(spread), -1)
         return made, jnp.stack([flat.max(-1), flat.argmax(-1).astype(jnp.int32)], axis=-1)[:, None]
@@ -134,5 +169,6 @@ def _refusal(array: PlannedArray, index: tuple[int, int], spread: int, place: in
     return CheckpointError(
         f"{tensor.path}: tensor {tensor.name}: row {row}, columns {group * GROUP} to {(group + 1) * GROUP - 1}: the "
         f"scale is 2**-{spread} of the largest in its block of {BLOCK} x {BLOCK}, and FP8 has room for "
-        f"2**-{MAX_SPREAD}; load with fp8='dequantize'"
+        f"2**-{MAX_SPREAD}; load with fp4='keep' or "
+        "fp8='dequantize'"
     )

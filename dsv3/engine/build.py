@@ -24,7 +24,7 @@ from dsv3.engine.device.driver import started_devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.pool import device_memory, set_memory_fraction
 from dsv3.engine.device.programs import ReadPrograms, measure
-from dsv3.engine.dtypes import EngineDtypes, resolve_dtypes
+from dsv3.engine.dtypes import EngineDtypes, packed_mode, resolve_dtypes
 from dsv3.engine.engine import Engine
 from dsv3.engine.executor import lay_out
 from dsv3.engine.expert_parallel import Reading, expert_parallel_functions, load_replicated, load_spread
@@ -122,7 +122,7 @@ def load_components(
     tokenizer = Path(model_dir) / "tokenizer.json"
 
     def components(shapes: bool, progress: bool, pages: int | None) -> EngineComponents:
-        read = Reading(dtypes.compute, options.fp8, progress, options.int4, shapes, options.load_threads)
+        read = Reading(dtypes.compute, options.fp8, progress, options.int4, options.fp4, shapes, options.load_threads)
         functions, served = _functions(model_dir, model_cfg, options, mesh, read)
         return EngineComponents(
             functions,
@@ -131,7 +131,7 @@ def load_components(
             engine_config(model_cfg, options, hardware, dtypes, pages=pages, identity=identity),
             mesh,
             tokenizer=tokenizer if tokenizer.is_file() else None,
-            description=describe(model_cfg, dtypes, backend, options.int4),
+            description=describe(model_cfg, dtypes, backend, packed_mode(model_cfg, options)),
         )
 
     identity = _cache_identity(Path(model_dir), model_cfg, options, dtypes).text
@@ -177,7 +177,8 @@ def _functions(
         functions = in_full_precision(model_functions(dtype=read.dtype, drafts=bool(cfg.num_nextn_predict_layers)))
         return functions, load_replicated(model_dir, cfg, functions.param_specs, mesh, read)
     redundant = options.num_redundant_experts
-    fp8 = options.int4 == "fp8" if cfg.int4_experts else cfg.fp8 is not None and options.fp8 != "dequantize"
+    packed = packed_mode(cfg, options)
+    fp8 = cfg.fp8 is not None and options.fp8 != "dequantize" if packed is None else packed == "fp8"
     how = {"transport": options.expert_transport, "combine": options.expert_combine, "dtype": read.dtype, "fp8": fp8}
     functions = in_full_precision(
         expert_parallel_functions(cfg, mesh, redundant, **how, overlaps=options.expert_overlap)
@@ -231,6 +232,7 @@ def _cache_identity(
         compute_dtype=compute,
         fp8=options.fp8,
         int4=options.int4,
+        fp4=options.fp4,
         page_size=model_cfg.page_size,
     )
 

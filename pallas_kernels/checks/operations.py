@@ -134,6 +134,7 @@ OPERATIONS = {
     "grouped_gemm_contiguous": CheckedOperation(_EVERYWHERE, experts.grouped_cases),
     "fp8_grouped_gemm_contiguous": CheckedOperation(_EVERYWHERE, experts.fp8_grouped_cases),
     "int4_grouped_gemm_contiguous": CheckedOperation(_HOPPER, experts.int4_grouped_cases),
+    "fp4_grouped_gemm_contiguous": CheckedOperation(_HOPPER, experts.fp4_grouped_cases),
     "trained_gemm": CheckedOperation(_EVERYWHERE, products.trained_gemm_cases),
     "trained_gemm_contiguous": CheckedOperation(_EVERYWHERE, products.trained_gemm_contiguous_cases),
     "align_groups": CheckedOperation(_CPU, experts.align_groups_cases),

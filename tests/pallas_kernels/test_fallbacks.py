@@ -15,7 +15,7 @@ from pallas_kernels import backend, dense, dsa, fp8, gpus, grouped, mla, rows
 from pallas_kernels.backend import OPERATIONS, Backend, fallbacks, set_fallbacks, with_fallback
 from pallas_kernels.float8 import E4M3
 
-BF16, F32, I32, U8 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.uint8
+BF16, F32, I32, U32, U8 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.uint32, jnp.uint8
 T, H, R, P, K, N, E = 128, 16, 512, 64, 256, 128, 4
 
 
@@ -102,6 +102,11 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
         Backend.MOSAIC,
         functools.partial(grouped.int4_grouped_gemm_contiguous, **TILE),
         (of((T, K)), of((E, N, K // 8), I32), of((E, K // 32, N)), of((T // 16,), I32)),
+    ),
+    "fp4_grouped_gemm_contiguous": (
+        Backend.MOSAIC,
+        functools.partial(grouped.fp4_grouped_gemm_contiguous, **TILE),
+        (of((T, K)), of((E, N, K // 8), U32), of((E, K // 32, N)), of((T // 16,), I32)),
     ),
     "trained_gemm_contiguous": (
         Backend.MOSAIC,

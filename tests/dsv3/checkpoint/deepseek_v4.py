@@ -21,7 +21,7 @@ _WIDTHS: dict[str, Any] = {
     "index_n_heads": 4,
     "index_topk": 8,
     "max_position_embeddings": 4096,
-    "moe_intermediate_size": 128,
+    "moe_intermediate_size": 256,
     "n_routed_experts": 4,
     "num_attention_heads": 4,
     "num_experts_per_tok": 2,

@@ -15,8 +15,9 @@ from dsv3.checkpoint import CheckpointError, convert_checkpoint, layout, load_pa
 from dsv3.checkpoint.deepseek_v4 import stored_tensors
 from dsv3.config.hugging_face import from_hf
 from dsv3.config.model import ModelConfig
-from dsv3.model.params import declare
+from dsv3.model.params import Fp4Weight, declare
 from dsv3.model.tensor_parallel import arrange
+from pallas_kernels.grouped import dequantize_four_bit
 from sharding.mesh import partition, rank_mesh
 from tests.dsv3.checkpoint import deepseek_v4 as v4
 from tests.dsv3.checkpoint import hf
@@ -105,6 +106,38 @@ def _shapes(cfg: ModelConfig, params: Any) -> dict[str, Any]:
     return {layout.leaf_path(keys): a for keys, a in flat}
 
 
+def test_experts_stay_fp4(directories: Path, tmp_path: Path) -> None:
+    cfg = from_hf(FORMS["FP4"])
+    loaded = load_params(directories / "FP4", cfg, dtype="float32", fp4="keep", progress=False)
+    described = load_params(directories / "FP4", cfg, dtype="float32", fp4="keep", shapes=True)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), described) == jax.tree.map(lambda a: (a.shape, a.dtype), loaded)
+    expected = v4.expected(cfg, tensors("FP4"))
+    for path, weight in (
+        ("moe.moe.gate_up", loaded.moe.moe.gate_up),
+        ("moe.moe.down", loaded.moe.moe.down),
+        ("mtp.layers.moe.down", loaded.mtp.layers.moe.down),
+    ):
+        assert isinstance(weight, Fp4Weight)
+        assert weight.data.nbytes + weight.scale.nbytes == expected[path].size * 4.5 / 8
+        found = jax.jit(dequantize_four_bit, static_argnums=2)(weight.data, weight.scale, "float32")
+        np.testing.assert_array_equal(found, expected[path])
+    apart = hf.write(tmp_path, changed("layers.3.ffn.experts.1.w3.scale", far_below()), shards=1)
+    load_params(apart, cfg, dtype="float32", fp4="keep", progress=False)
+
+
+def test_narrow_experts_cannot_stay_fp4(tmp_path: Path) -> None:
+    narrow = from_hf(v4.PREVIEW | {"moe_intermediate_size": 128})
+    with pytest.raises(ValueError, match=r"multiples of 256 values, but moe\.moe\.down has 128; choose 'fp8'"):
+        load_params(
+            hf.write(tmp_path, v4.random_tensors(narrow), shards=1), narrow, dtype="float32", fp4="keep", progress=False
+        )
+
+
+def test_an_unknown_mode(directories: Path) -> None:
+    with pytest.raises(ValueError, match="fp4 'maybe' is not one of fp8, keep"):
+        load(directories / "FP4", from_hf(FORMS["FP4"]), fp4="maybe")
+
+
 def test_a_plain_checkpoint_stays_plain_or_becomes_fp8(directories: Path) -> None:
     cfg = from_hf(FORMS["plain"])
     assert_same_bits(load(directories / "plain", cfg), wanted("plain", cfg, np.float32))
@@ -137,10 +170,19 @@ def test_products_narrower_than_a_block_cannot_stay_fp8() -> None:
         load(DIRECTORY / "deepseek_v4", model("deepseek_v4")[1])
 
 
-@pytest.mark.parametrize("fp8", ["keep", "dequantize"])
-@pytest.mark.parametrize("form", ["FP4", "FP8"])
-def test_replicas_over_devices(directories: Path, form: str, fp8: str) -> None:
+HOW = {
+    "FP4": {"fp4": "keep"},
+    "FP4 as FP8": {"fp4": "fp8"},
+    "FP4 dequantized": {"fp8": "dequantize"},
+    "FP8": {},
+    "FP8 dequantized": {"fp8": "dequantize"},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_replicas_over_devices(directories: Path, how: str) -> None:
     """Each device holds its replicas alone, in an order of their own, and the modules' experts too."""
+    form, options = how[:3], HOW[how]
     cfg, rng = from_hf(FORMS[form]), np.random.default_rng(0)
     phy2log = np.stack([rng.permutation([0, 1, 2, 3, 3, 1, 0, 2]) for _ in range(6)])
     mesh = Mesh(np.array(jax.devices()[:4][::-1]), ("d",))
@@ -148,11 +190,12 @@ def test_replicas_over_devices(directories: Path, form: str, fp8: str) -> None:
         lambda spec: NamedSharding(mesh, PartitionSpec(*("d" if a == "experts" else None for a in spec.axes))),
         declare(cfg),
     )
-    how = {"dtype": "float32", "fp8": fp8, "progress": False}
-    found = load_params(directories / form, cfg, **how, shardings=specs, phy2log=phy2log)
+    found = load_params(
+        directories / form, cfg, dtype="float32", progress=False, **options, shardings=specs, phy2log=phy2log
+    )
     for part in jax.tree.leaves((found.moe.moe.gate_up, found.mtp.layers.moe.down)):
         assert {shard.data.shape[1] for shard in part.addressable_shards} == {2}
-    whole = load(directories / form, cfg, fp8=fp8)
+    whole = load(directories / form, cfg, **options)
     experts = {path for path, spec in layout.leaves(cfg).items() if "experts" in spec.axes}
     for path, got in by_path(cfg, found).items():
         want = whole[path]
@@ -179,6 +222,12 @@ def test_it_is_not_written(directories: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="model_type 'deepseek_v4' cannot be written; keep the original"):
         convert_checkpoint(directories / "FP4", tmp_path / "no", cfg)
     assert not (tmp_path / "no").exists()
+
+
+def test_devices_that_do_not_divide_the_groups_of_heads(directories: Path) -> None:
+    cfg = from_hf(FORMS["FP4"])
+    with pytest.raises(ValueError, match="tensor_parallel_size 4 does not divide o_groups 2"):
+        load(directories / "FP4", cfg, fp8="dequantize", tensor_parallel_size=4)
 
 
 def changed(name: str, value: np.ndarray | None) -> hf.Tensors:
@@ -223,7 +272,7 @@ DAMAGE = {
     ),
     "an expert of another width": (
         changed(f"{W1}.weight", stored(f"{W1}.weight")[:, :64]),
-        r"w1\.weight in .* is \[128, 64\], expected \[128, 128\]",
+        r"w1\.weight in .* is \[256, 64\], expected \[256, 128\]",
     ),
     "scales that were copied by value": (
         changed(f"{WQ_B}.scale", stored(f"{WQ_B}.scale").view(np.uint8)),
@@ -234,7 +283,7 @@ DAMAGE = {
         r"w1\.scale in .* is F32, expected F8_E8M0 of an FP4 expert",
     ),
     "an expert in FP8": (
-        changed(f"{W1}.weight", np.zeros((128, 256), hf.E4M3)),
+        changed(f"{W1}.weight", np.zeros((256, 256), hf.E4M3)),
         r"w1\.weight in .* is F8_E4M3, expected I8 of an FP4 expert; set expert_dtype of config\.json to fp8",
     ),
     "a scale that is no number": (

@@ -26,7 +26,7 @@ OPERATIONS = frozenset(
         *("grouped_gemm_contiguous", "fp8_grouped_gemm_contiguous"),
         *("int4_grouped_gemm_contiguous", "fp4_grouped_gemm_contiguous"),
         *("trained_gemm_contiguous", "align_groups", "choose_experts"),
-        *("rms_norm", "swiglu", "rotate_heads", "latent_rows"),
+        *("rms_norm", "swiglu", "rotate_heads", "latent_rows", "mixing_weights"),
     )
 )
 """The operations that have kernels, by name. Data between operations has one layout on every
@@ -75,7 +75,7 @@ def resolve_backend(device: jax.Device | None = None, requested: Backend | None 
         return requested
     device = gpus.default_device() if device is None else device
     chosen, reason = _on_cpu() if device.platform == "cpu" else _on_accelerator(device)
-    if requested is Backend.TRITON and gpus.kind_of(device) is not None and _has_jax_triton():
+    if requested is Backend.TRITON and gpus.kind_of(device) is not None and has_jax_triton():
         return requested  # on Hopper too, where it is not the default
     if requested not in (None, chosen):
         raise BackendUnavailableError(
@@ -138,13 +138,14 @@ def _on_accelerator(device: jax.Device) -> tuple[Backend, str]:
     chosen = Backend(kind.kernels)
     if chosen is Backend.MOSAIC:
         return chosen, "is a Hopper GPU"
-    if not _has_jax_triton():
+    if not has_jax_triton():
         return Backend.REFERENCE, "needs jax-triton for its kernels; install the 'triton' extra"
     return chosen, f"is a GPU of {kind.architecture}"
 
 
 @functools.cache
-def _has_jax_triton() -> bool:
+def has_jax_triton() -> bool:
+    """Returns whether Triton kernels can be started from jax here."""
     return importlib.util.find_spec("jax_triton") is not None
 
 

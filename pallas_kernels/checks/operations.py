@@ -143,6 +143,7 @@ OPERATIONS = {
     "swiglu": CheckedOperation(_CPU, rows.swiglu_cases),
     "rotate_heads": CheckedOperation(_CPU, rows.rotate_heads_cases),
     "latent_rows": CheckedOperation(_CPU, rows.latent_rows_cases),
+    "mixing_weights": CheckedOperation(_GPUS, rows.mixing_weights_cases),
     "multicast": CheckedOperation(_HOPPER, multicast_cases),
     "combine_splits": CheckedOperation(_HOPPER, combine_splits_cases),
 }

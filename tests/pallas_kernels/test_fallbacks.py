@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from dsv3.model.layers.router import route
-from pallas_kernels import backend, dense, dsa, fp8, gpus, grouped, mla, rows
+from pallas_kernels import backend, dense, dsa, fp8, gpus, grouped, mixing, mla, rows
 from pallas_kernels.backend import OPERATIONS, Backend, fallbacks, set_fallbacks, with_fallback
 from pallas_kernels.float8 import E4M3
 
@@ -122,6 +122,11 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
     "rms_norm": (Backend.NATIVE, functools.partial(rows.rms_norm, layer=0, eps=1e-6), (of((T, K)), of((1, K)))),
     "swiglu": (Backend.NATIVE, rows.swiglu, (of((T, 2 * K)),)),
     "rotate_heads": (Backend.NATIVE, rows.rotate_heads, (of((T, H, K)), of((T, 32), F32), of((T, 32), F32))),
+    "mixing_weights": (
+        Backend.TRITON,
+        functools.partial(mixing.mixing_weights, streams=4, iterations=20, eps=1e-6),
+        (of((T, 24), F32), of((24,), F32), of((3,), F32)),
+    ),
     "latent_rows": (
         Backend.NATIVE,
         lambda down, w, cos, sin, backend: rows.latent_rows(down, w, 0, cos, sin, 1e-6, backend=backend),

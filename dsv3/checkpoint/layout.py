@@ -110,9 +110,8 @@ def whole_slice(name: str, shape: tuple[int, ...]) -> TensorSlice:
 
 def _layers(cfg: ModelConfig, stack: str) -> range:
     """Returns the cache layers of a stack."""
-    groups = {name: (first, depth) for name, first, depth in cfg.layer_groups}
-    first, count = (groups | {"mtp": (cfg.num_hidden_layers, cfg.num_nextn_predict_layers)})[stack]
-    return range(first, first + count)
+    groups = {name: range(first, first + depth) for name, first, depth in cfg.layer_groups}
+    return (groups | {"mtp": range(cfg.num_hidden_layers, cfg.num_cache_layers)})[stack]
 
 
 def _leaf_slices(cfg: ModelConfig, table: TensorTable, path: str, spec: ParamSpec) -> Iterator[TensorSlice]:

@@ -306,8 +306,7 @@ def load_params(
         if tensor_parallel_size > 1:
             plan = with_row_order(plan, cfg, tensor_parallel_size)
     if plan.skipped_mtp_layers:
-        kind = "MTP modules" if cfg.dspark is None else "DSpark stages"
-        _log.info("%s: %s from layer %d on are not loaded", directory, kind, plan.skipped_mtp_layers[0])
+        _log.info("%s: layers that make drafts, from %d on, are not loaded", directory, plan.skipped_mtp_layers[0])
     convert = _conversions(plan, cfg, (fp8, int4, fp4), where, shapes=shapes)
     if shapes:
         found = zip(plan.leaves, leaf_shapes(plan, where), strict=True)

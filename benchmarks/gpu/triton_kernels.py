@@ -2,9 +2,9 @@
 
     JAX_PLATFORMS=cpu python -m benchmarks.gpu.triton_kernels [--gpu 86 --gpu 120] [--only decode]
 
-Compiles every kernel at DeepSeek-V3's shapes for every compute capability of `pallas_kernels/gpus.py`: registers x
-warps, KiB of shared memory. Exits with 1 if a kernel spills, or does not fit the shared memory of a program. It says
-nothing of speed: no GPU has run these kernels.
+Compiles every kernel at DeepSeek-V3's and V4's shapes for every compute capability of `pallas_kernels/gpus.py`:
+registers x warps, KiB of shared memory. Exits with 1 if a kernel spills, or does not fit the shared memory of a
+program. It says nothing of speed: no GPU has run these kernels.
 """
 
 import argparse

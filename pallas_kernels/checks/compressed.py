@@ -74,6 +74,7 @@ def attend_case(entries: tuple[int, ...], *, heads: int, fp8: bool) -> Case:
         poisoned=poisoned,
         flops=4.0 * heads * rows * WIDTH,
         bytes=rows * width * jnp.dtype(dtype).itemsize + 4.0 * N * heads * WIDTH,
+        key=("bfloat16",),
     )
 
 

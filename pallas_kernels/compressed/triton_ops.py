@@ -38,7 +38,7 @@ def attend(
     listed = 0 if entries is None else entries.numbers.shape[1]
     last = RowList(window.array, window.numbers, jnp.zeros_like(window.counts)) if entries is None else entries
     with traced_for(backend):
-        tile = listed_tile(traced_gpu(), H, d, q.dtype.itemsize, fp8_rows=fp8)
+        tile = listed_tile(traced_gpu(), H, fp8_rows=fp8)
         first_entry = -(-window.numbers.shape[1] // tile.columns) * tile.columns
         shares = -(-(first_entry + listed) // SHARE)
         out, lse = call.start(

@@ -61,6 +61,7 @@ def attend(
             SHARE=SHARE,
             SHARES=shares,
             FP8=fp8,
+            NATIVE=fp8 and traced_gpu().fp8,
             BLOCK_H=tile.rows,
             BLOCK_N=tile.columns,
         )

@@ -17,7 +17,7 @@ def attend(
     entry_counts_ptr, out_ptr, lse_ptr,
     SCALE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PLAIN: tl.constexpr,
     WINDOW: tl.constexpr, ENTRIES: tl.constexpr, SHARE: tl.constexpr, SHARES: tl.constexpr, FP8: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    NATIVE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Attends q [queries, HEADS, D] to a share of their rows: out [queries, SHARES, HEADS, D], lse likewise.
 
@@ -50,7 +50,7 @@ def attend(
         rows = tl.where(is_own, own_ptr, tl.where(in_window, window_ptr, entries_ptr)) + number * WIDTH
         rows = tl.multiple_of(rows, 8 if FP8 else 16)
         if FP8:
-            values = _fp8_rows(rows, real, q.dtype, D, PLAIN)
+            values = _fp8_rows(rows, real, q.dtype, D, PLAIN, NATIVE)
         else:
             values = tl.load(rows[:, None] + columns[None, :], mask=real[:, None], other=0.0)
         scores = tl.where(real[None, :], tl.dot(q, tl.trans(values)) * SCALE, float("-inf"))
@@ -72,8 +72,11 @@ def slot_count(window_count, entry_count, FIRST_ENTRY: tl.constexpr):
 
 
 @triton.jit
-def _fp8_rows(rows, real, dtype: tl.constexpr, D: tl.constexpr, PLAIN: tl.constexpr):
-    """Returns FP8 rows [rows, D] (`compressed/entry_row.py`): PLAIN of e4m3, the rest bfloat16, then e8m0 scales."""
+def _fp8_rows(rows, real, dtype: tl.constexpr, D: tl.constexpr, PLAIN: tl.constexpr, NATIVE: tl.constexpr):
+    """Returns FP8 rows [rows, D] (`compressed/entry_row.py`): PLAIN of e4m3, the rest bfloat16, then e8m0 scales.
+
+    NATIVE: the GPU converts e4m3.
+    """
     group, column = tl.arange(0, D // 64)[None, :, None], tl.arange(0, 64)[None, None, :]
     at, mask = rows[:, None, None], real[:, None, None]
     is_plain, place = group < PLAIN // 64, group * 64 + column
@@ -82,7 +85,8 @@ def _fp8_rows(rows, real, dtype: tl.constexpr, D: tl.constexpr, PLAIN: tl.conste
     scale = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     turned = at.to(tl.pointer_type(tl.bfloat16), bitcast=True) + (place - PLAIN // 2)
     rotated = tl.load(turned, mask=mask & (place >= PLAIN), other=0.0)
-    values = tl.where(is_plain, widen(raw).to(tl.float32) * scale, rotated.to(tl.float32))
+    plain = raw.to(tl.float8e4nv, bitcast=True) if NATIVE else widen(raw)
+    values = tl.where(is_plain, plain.to(tl.float32) * scale, rotated.to(tl.float32))
     return tl.reshape(values.to(dtype), (rows.shape[0], D))
 
 

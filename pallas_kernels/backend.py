@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 OPERATIONS = frozenset(
     (
         *("mla_decode", "mla_prefill", "mla_prefill_context", "mla_prefill_spans", "mla_prefill_topk", "write_pages"),
-        *("index_scores", "topk_indices", "attend_topk"),
+        *("index_scores", "topk_indices", "attend_topk", "attend_compressed"),
         *("fp8_gemm", "quantize_1x128", "swiglu_quantize", "trained_gemm"),
         *("layer_gemm", "plain_gemm", "head_gemm"),
         *("grouped_gemm_contiguous", "fp8_grouped_gemm_contiguous"),

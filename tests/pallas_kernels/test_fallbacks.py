@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from dsv3.model.layers.router import route
-from pallas_kernels import backend, dense, dsa, fp8, gpus, grouped, mixing, mla, rows
+from pallas_kernels import backend, compressed, dense, dsa, fp8, gpus, grouped, mixing, mla, rows
 from pallas_kernels.backend import OPERATIONS, Backend, fallbacks, set_fallbacks, with_fallback
 from pallas_kernels.float8 import E4M3
 
@@ -76,6 +76,13 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
         Backend.TRITON,
         functools.partial(dsa.attend_topk, scale=1.0, first_page=0, value_width=R),
         (Q, POOL, TABLE, of((T, 64), I32), COUNTS),
+    ),
+    "attend_compressed": (
+        Backend.TRITON,
+        lambda q, sink, own, rows, numbers, counts, backend: compressed.attend_compressed(
+            q, sink, own, compressed.RowList(rows, numbers, counts), None, scale=1.0, plain=448, backend=backend
+        ),
+        (of((T, H, R)), of((H,), F32), of((T, R)), of((8, 64, R)), of((T, 128), I32), COUNTS),
     ),
     "fp8_gemm": (
         Backend.MOSAIC,

@@ -21,6 +21,7 @@ from dsv3.model.layers.hyper_connections import MixedStreams, Streams
 from dsv3.model.layers.rope import Rotation
 from dsv3.model.params import Params, abstract, declare
 from pallas_kernels import rows
+from pallas_kernels.compressed import sink_attention
 from pallas_kernels.mixing import doubly_stochastic
 from tests.dsv3.deepseek_v4 import FLASH, PRO
 from tests.dsv3.model.deepseek_v4 import MEMBERS, model
@@ -94,11 +95,11 @@ def test_a_token_alone_sees_what_it_sees_in_a_batch() -> None:
     q, keys = rng.normal(size=(1, 40, 6, 32)), rng.normal(size=(1, 50, 32))
     visible, sink = rng.random((1, 40, 50)) < 0.3, rng.normal(size=6).astype(np.float32)
     visible[0, 7] = False  # such a row sees the sink alone
-    whole = compressed_attention.sink_attention(*map(jnp.asarray, (q, keys, visible)), sink, cfg.softmax_scale)
+    whole = sink_attention(*map(jnp.asarray, (q, keys, visible)), sink, cfg.softmax_scale)
     assert not whole[0, 7].any()
     for t in (0, 39):
         (own,) = np.nonzero(visible[0, t])
-        alone = compressed_attention.sink_attention(
+        alone = sink_attention(
             jnp.asarray(q[:, t : t + 1]),
             jnp.asarray(keys[:, own]),
             jnp.ones((1, 1, len(own)), bool),

@@ -7,6 +7,7 @@ process that can be killed (`dsv3.server.templates`), which calls this module.
 import datetime
 import functools
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -171,7 +172,9 @@ def _short(error: Exception) -> str:
     return str(error)[:_MAX_ERROR_CHARS]
 
 
-_NAME, _PROBE = "probed_function", '{"probe": "1"}'
+_NAME, _PROBED_KEY, _PROBE = "probed_function", "probed_key", '{"probed_key": "1"}'
+# JSON, or a mapping as Python prints it.
+_OBJECT_IN_PROMPT = re.compile(rf"\{{\s*[\"']{_PROBED_KEY}")
 
 
 def with_tool_preamble(source: str, dialect: Dialect | None) -> str:
@@ -205,7 +208,7 @@ class ToolMessages:
         messages = [_with_content(message, self._no_text) for message in _order_results(messages)]
         if self._takes_argument_text:
             return messages
-        return [_with_objects(message, i) for i, message in enumerate(messages)]
+        return [_with_objects(message, i, self._takes_both_forms) for i, message in enumerate(messages)]
 
     @functools.cached_property
     def _no_text(self) -> str | None:
@@ -223,7 +226,14 @@ class ToolMessages:
 
         These would write a text as a JSON string, and the model would then call with quoted arguments.
         """
-        return _PROBE in self._probe(self._no_text, _PROBE)
+        return _PROBE in self._probe(self._no_text, _PROBE) and not self._takes_both_forms
+
+    @functools.cached_property
+    def _takes_both_forms(self) -> bool:
+        """Whether the template writes an object argument by argument, and a text, which is not an object, as it is."""
+        as_object = self._probe(self._no_text, json.loads(_PROBE))
+        is_written_out = _PROBED_KEY in as_object and not _OBJECT_IN_PROMPT.search(as_object)
+        return is_written_out and _PROBE in self._probe(self._no_text, _PROBE)
 
     def _probe(self, content: str | None, arguments: object) -> str:
         """Returns the prompt of a conversation with a call; "" where the template refuses it."""
@@ -271,18 +281,21 @@ def _with_content(message: Message, nothing: str | None) -> Message:
     return {**message, "content": nothing if message.get("tool_calls") else ""}
 
 
-def _with_objects(message: Message, index: int) -> Message:
+def _with_objects(message: Message, index: int, takes_text: bool) -> Message:
     calls = message.get("tool_calls")
-    return {**message, "tool_calls": [_with_object(call, index) for call in calls]} if calls else message
+    return {**message, "tool_calls": [_with_object(call, index, takes_text) for call in calls]} if calls else message
 
 
-def _with_object(call: Mapping[str, Any], index: int) -> dict[str, Any]:
+def _with_object(call: Mapping[str, Any], index: int, takes_text: bool) -> Mapping[str, Any]:
+    """Returns a call with arguments as an object; what is not one stays text if the template `takes_text`."""
     function = call["function"]
     text = function["arguments"]
     try:
         arguments = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):
         arguments = None
-    if not isinstance(arguments, dict):
-        raise TemplateError(f"messages[{index}]: the arguments of a tool call are not a JSON object")
-    return {**call, "function": {**function, "arguments": arguments}}
+    if isinstance(arguments, dict):
+        return {**call, "function": {**function, "arguments": arguments}}
+    if takes_text:
+        return call
+    raise TemplateError(f"messages[{index}]: the arguments of a tool call are not a JSON object")

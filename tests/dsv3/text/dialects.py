@@ -80,9 +80,10 @@ def written(dialect, calls, content=""):
                 for name, text in zip(names, texts, strict=True)
             ]
             return f"{content}<｜tool▁calls▁begin｜>{''.join(parts)}<｜tool▁calls▁end｜>"
-        case "deepseek_v32":
+        case "deepseek_v32" | "deepseek_v4":
+            block = "function_calls" if dialect == "deepseek_v32" else "tool_calls"
             parts = [f'<｜DSML｜invoke name="{name}">\n{_parameters(args)}\n</｜DSML｜invoke>' for name, args in calls]
-            return f"{content}\n\n<｜DSML｜function_calls>\n{chr(10).join(parts)}\n</｜DSML｜function_calls>"
+            return f"{content}\n\n<｜DSML｜{block}>\n{chr(10).join(parts)}\n</｜DSML｜{block}>"
         case "kimi_k2":
             parts = [
                 f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{text}<|tool_call_end|>"

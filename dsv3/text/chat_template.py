@@ -58,28 +58,33 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        response_format: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Renders the prompt of `messages`; it has all special tokens, so it is encoded without adding any.
 
-        `continue_final_message` ends the prompt inside the last message, for the model to continue it. `kwargs` are the
-        template's own variables; TemplateError for names outside `ALLOWED_KWARGS`.
+        `response_format` is the JSON schema of the answer. `continue_final_message` ends the prompt inside the last
+        message, for the model to continue it. `kwargs` are the template's own variables; TemplateError for names
+        outside `ALLOWED_KWARGS`.
         """
         refused = sorted(set(kwargs or {}) - ALLOWED_KWARGS)
         if refused:
             raise TemplateError(f"chat_template_kwargs: only {', '.join(sorted(ALLOWED_KWARGS))} may be set")
         if continue_final_message and add_generation_prompt:
             raise TemplateError("continue_final_message and add_generation_prompt cannot be combined")
-        if self._hides and (has_nul(messages) or has_nul(tools) or has_nul(kwargs)):
-            raise TemplateError("messages, tools and chat_template_kwargs must not contain NUL characters")
+        if self._hides and any(map(has_nul, (messages, tools, response_format, kwargs))):
+            raise TemplateError(
+                "messages, tools, response_format and chat_template_kwargs must not contain NUL characters"
+            )
         mark = f"<{secrets.token_hex(16)}>" if continue_final_message else ""
         variables = {
             **(kwargs or {}),
             **self._special_tokens,
             "messages": _with_end_mark(messages, mark) if mark else list(messages),
             **self._tool_variables(tools),
+            "response_format": response_format,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
@@ -184,11 +189,20 @@ def with_tool_preamble(source: str, dialect: Dialect | None) -> str:
 
 def uses_tools(source: str) -> bool:
     """Returns whether a template uses the variable `tools`; without it the model would not see them."""
+    return "tools" in _variables(source)
+
+
+def uses_response_format(source: str) -> bool:
+    """Returns whether a template uses the variable `response_format`, which most do not."""
+    return "response_format" in _variables(source)
+
+
+def _variables(source: str) -> set[str]:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
-        return "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
+        return jinja2.meta.find_undeclared_variables(environment.parse(source))
     except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError):
-        return False
+        return set()
 
 
 class ToolMessages:

@@ -54,12 +54,12 @@ def read_encoder(path: Path) -> EncoderTexts:
     gaps than one for schemas.
     """
     found = _constants(path)
-    efforts, default = {"low": ""}, found.get("DEFAULT_REASONING_EFFORT", "low")
+    efforts, default = {"low": ""}, found.get("DEFAULT_REASONING_EFFORT") or "low"
     if isinstance(prompts := found.get("REASONING_EFFORT_PROMPTS"), dict):
         efforts |= {level: prompts[level] for level in _LEVELS if level in prompts}
     elif isinstance(text := found.get("REASONING_EFFORT_MAX"), str):
         efforts |= {"high": "", "max": text}
-    if default not in efforts:
+    if default not in list(efforts):
         raise EncoderFileError(f"{path}: DEFAULT_REASONING_EFFORT is {default!r}, and there is no text for it")
     return EncoderTexts(
         tools=_parts(path, found, "TOOLS_TEMPLATE"),

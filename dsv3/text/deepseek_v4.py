@@ -1,4 +1,4 @@
-r"""The prompt format of DeepSeek-V4 as a chat template; its long texts come from the encoder in the checkpoint.
+"""The prompt format of DeepSeek-V4 as a chat template; its long texts come from the encoder in the checkpoint.
 
 A checkpoint has a Python encoder (`ENCODER_FILE`) instead of a template. The texts that introduce tools, a response
 format and the reasoning effort are string constants of that file. It is parsed, and never run: a constant is a literal,
@@ -13,6 +13,7 @@ Source: encoding/encoding_dsv4.py of the model's repository (MIT).
 
 import ast
 import json
+import logging
 import string
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,8 +24,10 @@ import msgspec
 from dsv3.files import IS_POINTER, is_pointer, open_regular
 from dsv3.text.deepseek_v32 import INVOKE_MACRO
 
+_log = logging.getLogger(__name__)
+
 ENCODER_FILE = "encoding/encoding_dsv4.py"
-_MAX_BYTES = 2**20
+_MAX_BYTES, _MAX_TEXT = 2**20, 2**16
 _LEVELS = ("low", "high", "max")
 
 
@@ -102,11 +105,18 @@ def _value(node: ast.expr | None, known: Mapping[str, Any]) -> Any:
             return known.get(name)
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             parts = _value(left, known), _value(right, known)
-            return "".join(parts) if all(isinstance(part, str) for part in parts) else None
+            return _bounded("".join(parts)) if all(isinstance(part, str) for part in parts) else None
         case ast.Dict(keys=keys, values=values):
             pairs = [(_value(key, known), _value(value, known)) for key, value in zip(keys, values, strict=True)]
             return {key: value for key, value in pairs if isinstance(key, str) and isinstance(value, str)}
     return None
+
+
+def _bounded(text: str) -> str:
+    """Returns a text that is put together; raises ValueError for one that doubled too often."""
+    if len(text) > _MAX_TEXT:
+        raise ValueError(f"a text is longer than {_MAX_TEXT} characters")
+    return text
 
 
 def _parts(path: Path, found: Mapping[str, Any], name: str) -> list[str] | None:
@@ -120,7 +130,7 @@ def _parts(path: Path, found: Mapping[str, Any], name: str) -> list[str] | None:
             if field is None:
                 continue
             if isinstance(constant := found.get(field), str):
-                parts[-1] += constant
+                parts[-1] = _bounded(parts[-1] + constant)
             else:
                 parts.append("")
                 gaps.add(field)
@@ -137,13 +147,15 @@ def chat_template(directory: Path) -> str:
     Raises EncoderFileError for an encoder file that cannot be read.
     """
     path = directory / ENCODER_FILE
-    return write_template(read_encoder(path) if path.is_file() else EncoderTexts())
+    if not path.is_file():
+        _log.warning("%s is missing: requests that need its texts (tools, schemas, efforts) will be refused", path)
+        return write_template(EncoderTexts())
+    return write_template(read_encoder(path))
 
 
 def write_template(texts: EncoderTexts) -> str:
     """Returns the chat template with the texts of an encoder."""
     assigned = {"encoder": msgspec.to_builtins(texts), "encoder_file": ENCODER_FILE}
-    # Jinja reads what JSON writes, except that its null is none; no text of an encoder is null.
     literals = [f"{{%- set {name} = {_literal(value)} -%}}\n" for name, value in assigned.items()]
     return "".join(literals) + INVOKE_MACRO + _TEMPLATE
 

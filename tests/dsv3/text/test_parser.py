@@ -137,7 +137,16 @@ def test_a_truncated_answer_is_a_prefix_of_the_whole(calls, dialect, data):
     assert len(part.calls) <= len(whole.calls)
     for (name, found), (whole_name, meant) in zip(part.calls, whole.calls, strict=False):
         assert name == whole_name
-        assert meant.startswith(found.replace("\ufffd", ""))
+        text = found.rstrip("\ufffd")
+        assert meant.startswith(text if text == found else text.rstrip("</"))  # a cut inside a tag's second character
+
+
+@pytest.mark.parametrize("dialect", ["deepseek_v32", "deepseek_v4"])
+@pytest.mark.parametrize("cut", ["<", "</"])
+def test_half_a_marker_is_not_an_argument(dialect, cut):
+    value = '<｜DSML｜invoke name="f"><｜DSML｜parameter name="s" string="true">a'
+    assert Answer(dialect, tokens(dialect, value + cut), finish="length").calls == [("f", '{"s": "a')]
+    assert Answer(dialect, tokens(dialect, value + cut + " b"), finish="length").calls == [("f", f'{{"s": "a{cut} b')]
 
 
 EXPECTED = {

@@ -106,11 +106,6 @@ def compiling_for(kind: GpuKind) -> Iterator[GpuKind]:
         _described.reset(token)
 
 
-def has_target(device: jax.Device) -> bool:
-    """Returns whether Triton kernels can be traced here: for `compiling_for`, or for `device`."""
-    return (_described.get() or kind_of(device)) is not None
-
-
 def target(device: jax.Device) -> GpuKind:
     """Returns the kind that kernels are traced for: that of `compiling_for`, or of `device`.
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import gpus
 from pallas_kernels.backend import Backend, has_jax_triton, resolve_backend, with_fallback
+from pallas_kernels.dsa.triton_ops import traced_for
 from pallas_kernels.rows import differentiable
 from pallas_kernels.triton import call
 
@@ -49,10 +49,10 @@ def mixing_weights(
     """
     backend = resolve_backend(requested=with_fallback("mixing_weights", backend))
     reference = functools.partial(_reference, streams=streams, iterations=iterations, eps=eps)
-    on_hopper = backend is Backend.MOSAIC and has_jax_triton() and gpus.has_target(gpus.default_device())
-    if streams & (streams - 1) or not (backend is Backend.TRITON or on_hopper):
+    takes = backend in (Backend.MOSAIC, Backend.TRITON) and has_jax_triton() and streams & (streams - 1) == 0
+    if not takes:
         return reference(logits, base, scale)
-    kernel = functools.partial(_kernel, streams=streams, iterations=iterations, eps=eps)
+    kernel = functools.partial(_kernel, backend, streams=streams, iterations=iterations, eps=eps)
     return differentiable(kernel, reference)(logits, base, scale)
 
 
@@ -83,20 +83,28 @@ def _reference(
 
 
 def _kernel(
-    logits: jax.Array, base: jax.Array, scale: jax.Array, *, streams: int, iterations: int, eps: float
+    backend: Backend,
+    logits: jax.Array,
+    base: jax.Array,
+    scale: jax.Array,
+    *,
+    streams: int,
+    iterations: int,
+    eps: float,
 ) -> MixingWeights:
     T = len(logits)
     shapes = (T, streams), (T, streams), (T, streams, streams)
-    found = call.start(
-        "mixing.weights",
-        (logits, base, scale),
-        [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
-        grid=(-(-T // _TOKENS),),
-        warps=1,
-        rows=T,
-        STREAMS=streams,
-        ITERATIONS=iterations,
-        EPS=eps,
-        BLOCK=_TOKENS,
-    )
+    with traced_for(backend):
+        found = call.start(
+            "mixing.weights",
+            (logits, base, scale),
+            [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+            grid=(-(-T // _TOKENS),),
+            warps=1,
+            rows=T,
+            STREAMS=streams,
+            ITERATIONS=iterations,
+            EPS=eps,
+            BLOCK=_TOKENS,
+        )
     return MixingWeights(*found)

@@ -11,7 +11,6 @@ in an estimated 1.35 ms, 52 GB/s. A channel is assumed to carry 15 GB/s, so 8 ar
 measured.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -259,11 +258,8 @@ class Layout:
         Its kernels leave to transfers what `reserve` says.
         """
 
-        kind = gpus.kind_of(self.mesh.devices.flat[0])
-
         def body_of_device(*args: Any) -> Any:
-            traced = contextlib.nullcontext() if kind is None else gpus.compiling_for(kind)
-            with taking(self.reserve.of(key.kind, key.size)), traced:
+            with taking(self.reserve.of(key.kind, key.size)):
                 return body(*args)
 
         mapped = jax.shard_map(body_of_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -53,9 +53,10 @@ class OneStream:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Streams:
-    """Several residual streams of T tokens."""
+    """Several residual streams of T tokens, and their means `[T, D]` behind the target layers so far (`with_mean`)."""
 
     streams: jax.Array  # [T, n, D]
+    means: tuple[jax.Array, ...] = ()
 
     @jax.named_scope("mixing")
     def at(
@@ -70,7 +71,8 @@ class Streams:
         pre = jax.nn.sigmoid(logits[:, :n] * scale[0] + base[:n]) + hyper.eps
         post = 2 * jax.nn.sigmoid(logits[:, n : 2 * n] * scale[1] + base[n : 2 * n])
         between = (logits[:, 2 * n :] * scale[2] + base[2 * n :]).reshape(-1, n, n)
-        return MixedStreams(self.streams, _weighted_sum(pre, self.streams), post, doubly_stochastic(between, hyper))
+        collapsed = _weighted_sum(pre, self.streams)
+        return MixedStreams(self.streams, collapsed, post, doubly_stochastic(between, hyper), self.means)
 
     @jax.named_scope("mixing")
     def end(self, params: MixingParams | None, cfg: ModelConfig, backend: Backend | None) -> jax.Array:
@@ -82,6 +84,11 @@ class Streams:
     def flat(self) -> jax.Array:
         """Returns the streams side by side, `[T, n * D]`."""
         return self.streams.reshape(len(self.streams), -1)
+
+    def with_mean(self) -> "Streams":
+        """Returns the streams, with their mean behind those of earlier layers."""
+        mean = self.streams.astype(jnp.float32).mean(1).astype(self.streams.dtype)
+        return dataclasses.replace(self, means=(*self.means, mean))
 
     def _logits(self, weight: jax.Array, layer: Index, cfg: ModelConfig, backend: Backend | None) -> jax.Array:
         """Returns the logits float32 `[T, M]` of all streams, over one root mean square of them together."""
@@ -99,6 +106,7 @@ class MixedStreams:
     collapsed: jax.Array  # [T, D]
     post: jax.Array  # [T, n] float32
     between: jax.Array  # [T, n, n] float32: from stream j, the second axis, to stream k, the third
+    means: tuple[jax.Array, ...]
 
     def read(self) -> jax.Array:
         """Returns what the block works on, `[T, D]`, before its norm."""
@@ -109,7 +117,7 @@ class MixedStreams:
         """Returns the streams after the block, whose result is the sum of `parts` `[T, D]`."""
         y = jnp.stack([part.astype(jnp.float32) for part in parts]).sum(0)
         moved = jnp.einsum("tjk,tjd->tkd", self.between, self.streams.astype(jnp.float32), precision="highest")
-        return Streams((self.post[..., None] * y[:, None] + moved).astype(self.streams.dtype))
+        return Streams((self.post[..., None] * y[:, None] + moved).astype(self.streams.dtype), self.means)
 
 
 Residual = OneStream | Streams

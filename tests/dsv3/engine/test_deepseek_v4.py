@@ -13,7 +13,7 @@ from dsv3.model.params import Params
 from tests.dsv3.engine import fewer
 from tests.dsv3.engine.driving import request, run
 from tests.dsv3.model import golden
-from tests.dsv3.model.deepseek_v4 import model, with_module
+from tests.dsv3.model.deepseek_v4 import model, with_module, with_stages
 
 MEMBER = "deepseek_v4"
 LIMITS = {"max_model_len": 512, "num_pages": 16, "max_num_seqs": 4, "max_num_batched_tokens": 300}
@@ -21,9 +21,11 @@ LIMITS = {"max_model_len": 512, "num_pages": 16, "max_num_seqs": 4, "max_num_bat
 
 def parts(served: tuple[Params, ModelConfig], **changes: object) -> EngineComponents:
     params, cfg = served
+    modules, blocks = bool(cfg.num_nextn_predict_layers), cfg.dspark is not None
     limits = LIMITS | {"page_size": cfg.page_size, "window_size": window_size(cfg), "cache_dtype": "float32"} | changes
+    limits["draft_block"] = cfg.dspark.block_size if blocks else 0
     limits["num_window_pages"] = window_pages(cfg, "float32", limits["num_pages"], limits["max_num_seqs"])
-    functions = in_full_precision(model_functions(drafts=bool(cfg.num_nextn_predict_layers)))
+    functions = in_full_precision(model_functions(drafts=modules, blocks=blocks))
     return EngineComponents.on_devices(functions, params, cfg, EngineConfig(**limits))
 
 
@@ -78,4 +80,20 @@ def test_drafts_of_the_module_change_no_text() -> None:
         engine.warm_up()
     expect_golden_texts(engine, 8)
     drafts = engine.stats().jobs["draft"]
+    assert 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens
+
+
+@pytest.fixture(scope="module")
+def with_blocks() -> Engine:
+    given = {"method": "dspark", "num_speculative_tokens": 4}
+    with fewer.one_bucket(), fewer.greedy_samplers():
+        engine = Engine(parts(with_stages(MEMBER), speculative_config=given, tokens_per_row=5))
+        engine.warm_up()
+    return engine
+
+
+def test_drafts_of_blocks_change_no_text(with_blocks: Engine) -> None:
+    expect_golden_texts(with_blocks, 8)
+    drafts = with_blocks.stats().jobs["draft"]
+    print(drafts)
     assert 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens

@@ -47,10 +47,11 @@ STAGES = DSparkConfig(stages=3, block_size=5, noise_token_id=63, target_layers=(
 
 
 @functools.cache
-def with_stages(member: str) -> tuple[Params, ModelConfig]:
+def with_stages(member: str, markov_rank: int = STAGES.markov_rank) -> tuple[Params, ModelConfig]:
     """Adds random stages of DSpark in the same way."""
     params, cfg = model(member)
-    return _with_drafters(params, dataclasses.replace(cfg, dspark=STAGES))
+    dspark = dataclasses.replace(STAGES, markov_rank=markov_rank)
+    return _with_drafters(params, dataclasses.replace(cfg, dspark=dspark))
 
 
 def _with_drafters(params: Params, cfg: ModelConfig) -> tuple[Params, ModelConfig]:

@@ -18,7 +18,7 @@ _FINE = 64  # above so many rows of a decode batch sizes are denser, because pad
 
 
 class ForwardProgram(NamedTuple):
-    """A program that runs layers of the model: the main model's, or with `of_module` those of its MTP module.
+    """A program that runs layers of the model: the main model's, or with `of_module` those that make its drafts.
 
     `kind` and `size` are those of its `Key`. One rank runs `tokens` tokens, padding included.
     """
@@ -50,6 +50,9 @@ class EngineConfig(RunOptions):
         1, "Give each row of a decode step up to this many tokens, all but the last from drafts.", low=1, high=8
     )
     page_size: int = option(PAGE_SIZE, "Cover this many tokens with a page; the model says how many.", low=1)
+    window_size: int = option(0, "Read this many tokens from window pages; the model says how many.", low=0)
+    num_window_pages: int = option(0, "Hold this many window pages, for a model with a window.", low=0, agree=False)
+    draft_block: int = option(0, "Draft in blocks of this many tokens; the model says how many.", low=0)
     cache_dtype: str = option("float32", "Store latents in this type, a name of `dsv3.kv_cache.layout`.")
     identity: str = option("", "Identify what pages depend on besides tokens (`dsv3.config.identity`).", programs=False)
     transfer_addresses: tuple[str, ...] = option(
@@ -63,6 +66,12 @@ class EngineConfig(RunOptions):
             raise ValueError(
                 f"num_pages: {self.num_pages} pages of {self.page_size} tokens cannot hold one request of "
                 f"max_model_len {self.max_model_len}; lower max_model_len or give the cache more memory"
+            )
+        if self.num_window_pages < self.least_window_pages:
+            raise ValueError(
+                f"num_window_pages: {self.num_window_pages} pages of the window are fewer than the "
+                f"{self.least_window_pages} that max_num_seqs {self.max_num_seqs} requests may need; lower "
+                "max_num_seqs or give the cache more memory"
             )
 
     @functools.cached_property
@@ -94,6 +103,24 @@ class EngineConfig(RunOptions):
         return pages_for(tokens, self.page_size)
 
     @property
+    def has_window(self) -> bool:
+        """Whether layers read the last tokens from pages of a window."""
+        return self.window_size > 0
+
+    @property
+    def least_window_pages(self) -> int:
+        """The window pages without which running requests might wait for each other."""
+        return least_window_pages(self.max_num_seqs, self.page_size, self.window_size)
+
+    def first_window_page(self, tokens: int) -> int:
+        """Returns the first window page that a request of so many `tokens` keeps.
+
+        A step reads the last `window_size` tokens. Another request can continue the prefix behind the last page that
+        is full, or, where there is no token behind it, the one before.
+        """
+        return max(0, min((tokens - self.window_size) // self.page_size, (tokens - 1) // self.page_size - 1))
+
+    @property
     def tokens_ahead(self) -> int:
         """Positions after a request's last token that a step may write."""
         return tokens_ahead(self.tokens_per_row)
@@ -117,8 +144,12 @@ class EngineConfig(RunOptions):
         """The programs that run layers of the model, in the order of their numbers."""
         prefill = [ForwardProgram("prefill", size, size) for size in self.prefill_buckets]
         decode = [ForwardProgram("decode", size, size * self.width(size)) for size in self.decode_buckets]
-        if self.speculative is None or self.speculative.method != "mtp":
+        if self.speculative is None or self.speculative.method == "ngram":
             return (*prefill, *decode)
+        if self.speculative.method == "dspark":
+            rows = {p: self.prefill_rows(p.size) if p.kind == "prefill" else p.size for p in (*prefill, *decode)}
+            blocks = [ForwardProgram(f"dspark {p.kind}", p.size, n * self.draft_block, True) for p, n in rows.items()]
+            return (*prefill, *decode, *blocks)
         after = [main._replace(kind=f"mtp {main.kind}", of_module=True) for main in (*prefill, *decode)]
         chain = [ForwardProgram("mtp chain", size, size, of_module=True) for size in self.decode_buckets]
         return (*prefill, *decode, *after, *chain)
@@ -143,6 +174,20 @@ class EngineConfig(RunOptions):
 def pages_for(tokens: int, page_size: int) -> int:
     """Returns how many pages of `page_size` tokens hold `tokens` tokens."""
     return -(-tokens // page_size)
+
+
+_MORE_WINDOW_PAGES = 8
+
+
+def least_window_pages(slots: int, page_size: int, window_size: int) -> int:
+    """Returns the fewest window pages with which each of `slots` running requests can always have its next page.
+
+    A request keeps those of its last tokens and of the page before (`EngineConfig.first_window_page`), and gets one
+    ahead. A chunk of a prompt has new ones before it gives back the old ones.
+    """
+    if not window_size:
+        return 0
+    return slots * (max(2, pages_for(window_size, page_size) + 1) + 2) + _MORE_WINDOW_PAGES
 
 
 def tokens_ahead(tokens_per_row: int) -> int:

@@ -7,7 +7,7 @@ from dsv3.config.engine import EngineConfig, pages_for, tokens_ahead
 from dsv3.config.model import ModelConfig
 from dsv3.config.options import EngineOptions, RunOptions
 from dsv3.engine.dtypes import EngineDtypes
-from dsv3.kv_cache.layout import pages_within
+from dsv3.kv_cache.layout import pages_within, window_pages, window_size
 
 _CPU_CACHE_BYTES = 2**30
 TIER_STEP_BYTES = 2**28
@@ -66,7 +66,7 @@ def engine_config(
     max_num_seqs = options.max_num_seqs or (64 if hardware.is_cpu else 256)
     batched = options.max_num_batched_tokens or (1024 if hardware.is_cpu else 8192)
     wanted, ahead = options.max_model_len or longest_context(model), tokens_ahead(per_row)
-    most = pages_within(model, dtypes.cache, _CPU_CACHE_BYTES) if pages is None else pages
+    most = pages_within(model, dtypes.cache, _CPU_CACHE_BYTES, max_num_seqs) if pages is None else pages
     num_pages = min(most, max_num_seqs * one)
     return EngineConfig(
         max_model_len=wanted if options.max_model_len else min(wanted, num_pages * model.page_size - ahead),
@@ -77,6 +77,9 @@ def engine_config(
         num_processes=hardware.num_processes,
         num_nodes=hardware.num_nodes,
         page_size=model.page_size,
+        window_size=window_size(model),
+        num_window_pages=window_pages(model, dtypes.cache, num_pages, max_num_seqs),
+        draft_block=0 if model.dspark is None else model.dspark.block_size,
         cache_dtype=dtypes.cache,
         identity=identity,
         eplb_interval=options.eplb_interval if options.enable_eplb else 0,
@@ -94,4 +97,6 @@ def with_pages(cfg: EngineConfig, num_pages: int, options: EngineOptions) -> Eng
     num_pages = min(cfg.num_pages, num_pages)
     fitting = num_pages * cfg.page_size - cfg.tokens_ahead
     longest = cfg.max_model_len if options.max_model_len else min(cfg.max_model_len, fitting)
-    return dataclasses.replace(cfg, num_pages=num_pages, max_model_len=longest)
+    kept = (cfg.num_window_pages - cfg.least_window_pages) * num_pages // cfg.num_pages
+    windows = cfg.least_window_pages + kept
+    return dataclasses.replace(cfg, num_pages=num_pages, num_window_pages=windows, max_model_len=longest)

@@ -2,9 +2,11 @@
 
 Any thread may append an event; none waits. A message is msgpack of `[time, events, rank]`, each event a map with its
 type. The block hash of a page is the first 8 bytes of its key. Consumers that hash tokens themselves use `token_ids`.
+Window pages, without which a prefix cannot be continued in some models, are in no event.
 """
 
 import dataclasses
+import itertools
 import threading
 import time
 from collections import OrderedDict, deque
@@ -14,7 +16,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from dsv3.kv_cache.page_keys import Key
+from dsv3.kv_cache.page_keys import Key, is_window_key
 
 Medium = Literal["GPU", "CPU", "STORAGE"]
 
@@ -193,12 +195,13 @@ class EventEncoder:
         if isinstance(event, Cleared):
             yield AllBlocksCleared()
         elif isinstance(event, Removed):
-            yield BlockRemoved([hash_of(key) for key in event.keys], event.medium)
+            if keys := [key for key in event.keys if not is_window_key(key)]:
+                yield BlockRemoved([hash_of(key) for key in keys], event.medium)
         elif event.page_tokens is not None:
             self._remember(event.page_tokens)
             yield _block_stored(event.keys, event.page_tokens, event.medium, self._page_size)
         else:
-            for key in event.keys:
+            for key in itertools.filterfalse(is_window_key, event.keys):
                 yield _block_stored([key], self._page_tokens.get(key), event.medium, self._page_size)
 
     def _remember(self, pages: PageTokens) -> None:

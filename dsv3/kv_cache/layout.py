@@ -14,7 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dsv3.config.engine import least_window_pages
 from dsv3.config.model import DRAFT_ROWS, LATENTS, CacheGroup, Lifetime, ModelConfig
+
+KEPT_WINDOWS = 0.25
+"""Bytes of window pages that are kept so that later requests can continue a cached prefix, per byte of pages."""
 
 Pool = dict[str, Any]
 """Arrays by the group's name: page, or slot, `p` of the group's layer number `l` is row `l * num_pages + p`."""
@@ -64,18 +68,46 @@ def page_bytes(cfg: ModelConfig, cache_dtype: str, lifetime: Lifetime = "context
     return sum(len(group.layers) * entries_per_page(cfg, group) * _row_bytes(group) for group in groups)
 
 
+def window_size(cfg: ModelConfig) -> int:
+    """Returns how many tokens before a step its queries read from groups of the window; 0 without such groups."""
+    return max((g.ring - DRAFT_ROWS - 1 for g in groups_of(cfg, "float32", "window")), default=0)
+
+
 def first_window_page(cfg: ModelConfig, tokens: int) -> int:
     """Returns the number of the first page of the window that a request of so many `tokens` still needs.
 
     Pages before it are never read again, whatever the last step has drafted.
     """
-    needed = max((g.ring - DRAFT_ROWS - 1 for g in groups_of(cfg, "float32", "window")), default=0)
-    return max(0, tokens - needed) // cfg.page_size
+    return max(0, tokens - window_size(cfg)) // cfg.page_size
 
 
-def pages_within(cfg: ModelConfig, cache_dtype: str, budget: int) -> int:
-    """Returns how many pages fit `budget` bytes, each counted over all cache layers."""
-    return max(0, budget) // page_bytes(cfg, cache_dtype)
+def pages_within(cfg: ModelConfig, cache_dtype: str, budget: int, slots: int = 0) -> int:
+    """Returns how many pages fit `budget` bytes, each counted over all cache layers.
+
+    The window pages and the state of `slots` requests are in the budget, and the window pages kept beside pages.
+    """
+    return max(0, budget - slots_bytes(cfg, cache_dtype, slots)) // page_cost(cfg, cache_dtype)
+
+
+def slots_bytes(cfg: ModelConfig, cache_dtype: str, slots: int) -> int:
+    """Returns the bytes that `slots` requests need whatever their lengths: their state, and their window pages."""
+    least = least_window_pages(slots, cfg.page_size, window_size(cfg))
+    return slots * page_bytes(cfg, cache_dtype, "request") + least * page_bytes(cfg, cache_dtype, "window")
+
+
+def page_cost(cfg: ModelConfig, cache_dtype: str) -> int:
+    """Returns the bytes of a page and of its share of the window pages kept for later requests."""
+    size = page_bytes(cfg, cache_dtype)
+    return size + int(KEPT_WINDOWS * size) if window_size(cfg) else size
+
+
+def window_pages(cfg: ModelConfig, cache_dtype: str, num_pages: int, slots: int) -> int:
+    """Returns how many window pages an engine of `slots` requests has beside `num_pages` pages; 0 without a window."""
+    if not window_size(cfg):
+        return 0
+    kept = num_pages * (page_cost(cfg, cache_dtype) - page_bytes(cfg, cache_dtype))
+    least = least_window_pages(slots, cfg.page_size, window_size(cfg))
+    return least + kept // page_bytes(cfg, cache_dtype, "window")
 
 
 def pool(
@@ -147,6 +179,52 @@ def scatter_pages(
         rows = _rows(group, pool, pages).reshape(-1)
         written[group.name] = array.at[rows].set(part.reshape(-1, *array.shape[1:]), mode="drop")
     return written, _rows(groups[0], pool, pages)[:, 0]
+
+
+def window_parts(cfg: ModelConfig, cache_dtype: str) -> int:
+    """Returns in how many parts of `page_bytes` a window page leaves the device; 0 without a window.
+
+    So tiers and instances keep and send blocks of one size.
+    """
+    return -(-page_bytes(cfg, cache_dtype, "window") // page_bytes(cfg, cache_dtype))
+
+
+def gather_window_parts(
+    groups: tuple[CacheGroup, ...], size: int, pool: Pool, pages: jax.Array, parts: jax.Array
+) -> jax.Array:
+    """Returns part `parts[i]` of window page `pages[i]`, uint8 `[n, size]`; zeros for page -1.
+
+    `groups` are all groups of the window.
+    """
+
+    def one(where: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return _in_parts(gather_pages(groups, pool, where[0][None]), size)[where[1]]
+
+    return lax.map(one, (pages, parts))
+
+
+def scatter_window_parts(
+    groups: tuple[CacheGroup, ...], pool: Pool, pages: jax.Array, parts: jax.Array, values: jax.Array
+) -> tuple[Pool, jax.Array]:
+    """Returns the pool with `values` uint8 `[n, size]` as the parts that `gather_window_parts` returns, and an array.
+
+    The array is to wait for.
+    """
+
+    def one(i: int | jax.Array, pool: Pool) -> Pool:
+        page = lax.dynamic_slice_in_dim(pages, i, 1)
+        before = gather_pages(groups, pool, page)
+        whole = _in_parts(before, values.shape[1]).at[parts[i]].set(values[i]).reshape(-1)[: before.nbytes]
+        typed = lax.bitcast_convert_type(whole.reshape(*before.shape, -1), before.dtype).reshape(before.shape)
+        return scatter_pages(groups, pool, page, typed)[0]
+
+    return lax.fori_loop(0, len(pages), one, pool), pages
+
+
+def _in_parts(payload: jax.Array, size: int) -> jax.Array:
+    """Returns the bytes of a payload `[1, ...]` as `[parts, size]`, the last part padded with zeros."""
+    raw = _bytes(payload)[0]
+    return jnp.pad(raw, (0, -len(raw) % size)).reshape(-1, size)
 
 
 def _row_bytes(group: CacheGroup) -> int:

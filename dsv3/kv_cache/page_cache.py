@@ -229,12 +229,19 @@ class PagePool:
 
 
 class PageCache:
-    """A page pool and its prefix index. A released page stays cached until it is evicted."""
+    """A page pool and its prefix index. A released page stays cached until it is evicted.
 
-    def __init__(self, num_pages: int, *, enable_prefix_caching: bool = True) -> None:
+    With `num_window_pages` there is a `window`, the cache of window pages: a cached prefix can be continued only behind
+    a page under whose key a window page is cached too.
+    """
+
+    def __init__(self, num_pages: int, *, enable_prefix_caching: bool = True, num_window_pages: int = 0) -> None:
         self.pool = PagePool(num_pages)
         self.index = PrefixIndex()
         self._sharing = enable_prefix_caching
+        self.window: PageCache | None = None
+        if num_window_pages:
+            self.window = PageCache(num_window_pages, enable_prefix_caching=enable_prefix_caching)
 
     @property
     def available(self) -> int:
@@ -256,9 +263,16 @@ class PageCache:
             assert len(pages) == count
         return pages
 
-    def match(self, keys: Iterable[Key]) -> list[int]:
-        """Does the prefix cache lookup: returns the pages of the longest cached prefix; `retain` adds owners."""
-        return self.index.longest_match(keys) if self._sharing else []
+    def match(self, keys: Sequence[Key]) -> list[int]:
+        """Does the prefix cache lookup: returns the pages of the longest cached prefix that can be continued.
+
+        `retain` adds owners.
+        """
+        pages = self.index.longest_match(keys) if self._sharing else []
+        if self.window is not None:
+            while pages and self.window.index.page_of(keys[len(pages) - 1]) is None:
+                pages.pop()
+        return pages
 
     def retain(self, pages: Sequence[int]) -> None:
         """Adds an owner to each of `pages`, which `match` has just returned."""
@@ -286,6 +300,8 @@ class PageCache:
 
     def clear(self) -> None:
         """Empties the prefix cache; pages without an owner are free."""
+        if self.window is not None:
+            self.window.clear()
         self.pool.free(self.index.evict(self.index.num_evictable))
         self.index.clear()
 

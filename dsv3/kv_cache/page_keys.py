@@ -52,6 +52,20 @@ def next_keys(key: Key, tokens: np.ndarray, page_size: int) -> list[Key]:
     return keys
 
 
+_WINDOW = b"window"
+
+
+def window_keys(key: Key, parts: int) -> list[Key]:
+    """Returns the keys of the `parts` in which tiers and instances have the window page of a page's key."""
+    digests = (hashlib.sha256(_WINDOW + key + i.to_bytes(2, "little")).digest() for i in range(parts))
+    return [_WINDOW + digest[: KEY_BYTES - len(_WINDOW)] for digest in digests]
+
+
+def is_window_key(key: Key) -> bool:
+    """Returns whether a key is that of a part of a window page."""
+    return key.startswith(_WINDOW)
+
+
 class Header(NamedTuple):
     """The header of a payload of `length` bytes. `order` numbers writes, where their order matters."""
 

@@ -1,19 +1,20 @@
 """Decoder layers, stacks of them, and the loop over a stack that training, prefill and decode share."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from dsv3.config.model import ModelConfig
-from dsv3.model.layers.attention import Attend, Projected, project
+from dsv3.model.layers.attention import Attention, LayerPlace
 from dsv3.model.layers.experts import LOCAL_EXPERTS, ExpertLayer, RoutedExperts, RouterStats
-from dsv3.model.layers.linear import Index, Numerics, layer_slice, linear, mlp
-from dsv3.model.layers.rope import Rotation
-from dsv3.model.layers.router import Routing, route, router_logits
-from dsv3.model.params import LayerParams, MoeParams, Params
+from dsv3.model.layers.hyper_connections import Block, Residual, Streams
+from dsv3.model.layers.linear import Index, Numerics, layer_slice, mlp
+from dsv3.model.layers.router import Routing, route, route_by_token, router_logits
+from dsv3.model.params import LayerParams, MixingParams, MoeParams, Params
 from dsv3.model.vocabulary import lookup
 from pallas_kernels import dense
 from pallas_kernels.backend import Backend
@@ -21,49 +22,25 @@ from pallas_kernels.rows import rms_norm
 from sharding.experts.placement import Placement
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Residual:
-    """The residual stream of T tokens. This class alone defines what a block reads and how its result is added."""
-
-    stream: jax.Array  # [T, D]
-
-    @classmethod
-    def start(cls, embedded: jax.Array) -> "Residual":
-        """Returns the input of the first layer, from the embeddings `[T, D]`."""
-        return cls(embedded)
-
-    def read(self) -> jax.Array:
-        """Returns the input of a block, `[T, D]`, before its norm."""
-        return self.stream
-
-    def write(self, *parts: jax.Array) -> "Residual":
-        """Adds the result of a block, the sum of `parts` `[T, D]`."""
-        return Residual(sum(parts, self.stream))
-
-    def end(self) -> jax.Array:
-        """Returns the input of the final norm, `[T, D]`."""
-        return self.stream
-
-
 @dataclasses.dataclass(frozen=True)
 class LayerContext:
     """What all layers of a step, or of one of its micro-batches, share.
 
-    `valid` `[T]` is False for padding rows. `routed` computes the routed experts, on this device or on others.
+    `valid` `[T]` is False for padding rows. `routed` computes the routed experts, on this device or on others. Only
+    layers whose experts are chosen by token read the ids `tokens` `[T]`.
     """
 
     cfg: ModelConfig
-    rotation: Rotation
-    attend: Attend
+    attention: Attention
     valid: jax.Array
     numerics: Numerics
     routed: RoutedExperts = LOCAL_EXPERTS
+    tokens: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """L layers of one kind, stacked on a leading axis.
+    """L layers of the model, stacked on a leading axis, all with an MLP or all with experts.
 
     Layer i owns cache layer `first_cache_layer + i`. `placement` maps the experts of these layers to replicas; None
     where all experts are local.
@@ -84,9 +61,68 @@ class Stack:
         assert self.layers.moe is not None
         return self.layers.moe
 
-    def experts(self, layer: Index, numerics: Numerics) -> ExpertLayer:
+    def experts(self, place: LayerPlace, numerics: Numerics) -> ExpertLayer:
         """Returns the experts of one layer."""
-        return ExpertLayer(self.moe, layer, numerics, self.placement)
+        return ExpertLayer(self.moe, place.layer, numerics, self.placement)
+
+    def place(self, layer: Index) -> LayerPlace:
+        """Returns the place of a layer without compressed entries, whose router chooses its experts."""
+        return LayerPlace(layer, self.first_cache_layer + layer)
+
+
+class LayerPattern(NamedTuple):
+    """Layers of a stack, from `first` on, whose kinds repeat: those of the layers of one turn, and how many turns.
+
+    A kind is the ratio of a layer's entries, whether a token's id chooses its experts, and for a target layer of DSpark
+    its number: each is a pattern of its own. `of_ratio` counts the layers before `first` that have the ratio of each
+    kind.
+    """
+
+    first: int
+    kinds: tuple[tuple[int, bool, int | None], ...]
+    turns: int
+    of_ratio: tuple[int, ...]
+
+    def places(self, stack: Stack, turn: Index) -> list[LayerPlace]:
+        """Returns the places of the layers of a turn."""
+        ratios, found = [ratio for ratio, *_ in self.kinds], []
+        for i, (ratio, hashed, target) in enumerate(self.kinds):
+            layer = self.first + i + turn * len(self.kinds)
+            of_ratio = self.of_ratio[i] + ratios[:i].count(ratio) + turn * ratios.count(ratio)
+            cache_layer, is_target = stack.first_cache_layer + layer, target is not None
+            found.append(LayerPlace(layer, cache_layer, ratio, of_ratio, hashed, is_target))
+        return found
+
+
+@functools.cache
+def patterns(cfg: ModelConfig, first: int, depth: int) -> tuple[LayerPattern, ...]:
+    """Returns the layers `first` to `first + depth - 1` in their order, as few patterns of one or two kinds.
+
+    Layers of most models are all alike. Those of DeepSeek-V4-Flash have ratios 0 | 4 | 128, 4, ...
+    """
+    ratios = () if cfg.compressed is None else cfg.compressed.ratios[first : first + depth]
+    ratios += (0,) * (depth - len(ratios))  # those of layers that make drafts are not listed
+    targets = () if cfg.dspark is None else cfg.dspark.target_layers
+    kinds = [
+        (ratio, layer < cfg.num_hash_layers, layer if layer in targets else None)
+        for layer, ratio in enumerate(ratios, first)
+    ]
+    found, start = [], 0
+    while start < depth:
+        single, pair = (_turns(kinds[start:], width) for width in (1, 2))
+        width, turns = (2, pair) if pair > 1 and single < 2 * pair else (1, single)
+        here = tuple(kinds[start : start + width])
+        found.append(LayerPattern(start, here, turns, tuple(ratios[:start].count(ratio) for ratio, *_ in here)))
+        start += width * turns
+    return tuple(found)
+
+
+def _turns(kinds: list[Any], width: int) -> int:
+    """Returns how often the first `width` kinds repeat from the start."""
+    turns = 1
+    while kinds[turns * width : (turns + 1) * width] == kinds[:width]:
+        turns += 1
+    return turns
 
 
 MoeLayers = Callable[
@@ -104,29 +140,59 @@ def run_layers(
 ) -> tuple[Residual, Any, RouterStats | None]:
     """Runs a stack of layers; also returns the attention state and the router statistics by layer."""
 
-    def body(carry: tuple[Residual, Any], layer: jax.Array) -> tuple[tuple[Residual, Any], RouterStats | None]:
-        x, state, router_stats = run_layer(stack, layer, context, *carry)
+    def body(carry: tuple[Residual, Any], place: LayerPlace) -> tuple[tuple[Residual, Any], RouterStats | None]:
+        x, state, router_stats = run_layer(stack, place, context, *carry)
         return (x, state), router_stats
 
-    (x, state), router_stats = jax.lax.scan(body, (x, state), jnp.arange(stack.depth, dtype=jnp.int32))
+    (x, state), router_stats = scan_layers(stack, context.cfg, body, (x, state))
     return x, state, router_stats
 
 
+def scan_layers(
+    stack: Stack,
+    cfg: ModelConfig,
+    body: Callable[[Any, LayerPlace], tuple[Any, Any]],
+    carry: Any,
+    ordered: Callable[[Any], Any] = lambda turn: turn,
+) -> tuple[Any, Any]:
+    """Runs `body(carry, place)` for each layer of a stack, and returns the last carry and the results `[L, ...]`.
+
+    Layers of one pattern are compiled once. `ordered` makes another function of the one that runs a turn of them.
+    """
+    results = []
+    for pattern in patterns(cfg, stack.first_cache_layer, stack.depth):
+
+        def turn(carry: Any, number: Index, pattern: LayerPattern = pattern) -> tuple[Any, Any]:
+            found = []
+            for place in pattern.places(stack, number):
+                carry, result = body(carry, place)
+                found.append(result)
+            return carry, jax.tree.map(lambda *each: jnp.stack(each), *found)
+
+        if pattern.turns == 1:
+            carry, result = ordered(turn)(carry, 0)
+        else:
+            carry, result = jax.lax.scan(ordered(turn), carry, jnp.arange(pattern.turns, dtype=jnp.int32))
+            result = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), result)
+        results.append(result)
+    return carry, jax.tree.map(lambda *each: jnp.concatenate(each), *results)
+
+
 def run_layer(
-    stack: Stack, layer: Index, context: LayerContext, x: Residual, state: Any
+    stack: Stack, place: LayerPlace, context: LayerContext, x: Residual, state: Any
 ) -> tuple[Residual, Any, RouterStats | None]:
     """Runs one decoder layer: attention, then a dense MLP or experts, each after a norm and around a residual."""
-    x, state = attention_block(stack, layer, context, x, state)
-    normed = post_normed(stack, layer, context, x)
+    block, state = attention_block(stack, place, context, x, state)
+    normed = post_normed(stack, place, context, block)
     if stack.layers.mlp is not None:
         with jax.named_scope("mlp"):
-            partial = mlp(normed, stack.layers.mlp, layer, context.numerics)
-            return x.write(context.routed.shards.sum(partial)), state, None
+            partial = mlp(normed, stack.layers.mlp, place.layer, context.numerics)
+            return block.write(context.routed.shards.sum(partial)), state, None
     with jax.named_scope("moe"):
-        routing = choose_experts(stack, layer, context, normed)
-        y, router_stats = context.routed(normed, routing, stack.experts(layer, context.numerics))
-        shared = shared_expert(stack, layer, context, normed)
-        return add_experts(stack, layer, context, x, y, shared), state, router_stats
+        routing = choose_experts(stack, place, context, normed)
+        y, router_stats = context.routed(normed, routing, stack.experts(place, context.numerics))
+        shared = shared_expert(stack, place, context, normed)
+        return add_experts(stack, place, context, block, y, shared), state, router_stats
 
 
 def norm(x: jax.Array, weight: jax.Array, layer: Index, context: LayerContext) -> jax.Array:
@@ -134,67 +200,80 @@ def norm(x: jax.Array, weight: jax.Array, layer: Index, context: LayerContext) -
     return rms_norm(x, weight, layer, context.cfg.rms_norm_eps, backend=context.numerics.backend)
 
 
-def post_normed(stack: Stack, layer: Index, context: LayerContext, x: Residual) -> jax.Array:
-    """Returns the input of the MLP or the experts of a layer, `[T, D]`."""
-    return norm(x.read(), stack.layers.post_norm, layer, context)
+def _at(x: Residual, params: MixingParams | None, place: LayerPlace, context: LayerContext) -> Block:
+    return x.at(params, place.layer, context.cfg, context.numerics.backend)
 
 
-def attention_block(stack: Stack, layer: Index, context: LayerContext, x: Residual, state: Any) -> tuple[Residual, Any]:
-    """Runs attention; returns the residual after it and the attention state."""
-    heads, state = core(stack, layer, context, queries(stack, layer, context, x), state)
-    return output(stack, layer, context, x, heads), state
+def post_normed(stack: Stack, place: LayerPlace, context: LayerContext, block: Block) -> jax.Array:
+    """Returns the input of the MLP or the experts of a layer, `[T, D]`, from the residual at their place."""
+    return norm(block.read(), stack.layers.post_norm, place.layer, context)
 
 
-def queries(stack: Stack, layer: Index, context: LayerContext, x: Residual) -> Projected:
-    """Computes the norm and the projections before the attention core."""
-    layers, cfg = stack.layers, context.cfg
-    with jax.named_scope("attention"):
-        normed = norm(x.read(), layers.input_norm, layer, context)
-        cache_layer = stack.first_cache_layer + layer
-        return project(normed, layers.attention, layer, cache_layer, cfg, context.rotation, context.numerics)
+def attention_block(
+    stack: Stack, place: LayerPlace, context: LayerContext, x: Residual, state: Any
+) -> tuple[Block, Any]:
+    """Runs attention; returns the residual after it, at the next block's place, and the attention state."""
+    block, tokens = queries(stack, place, context, x)
+    heads, state = core(stack, place, context, tokens, state)
+    return output(stack, place, context, block, heads), state
 
 
 @jax.named_scope("attention")
-def core(stack: Stack, layer: Index, context: LayerContext, tokens: Projected, state: Any) -> tuple[jax.Array, Any]:
+def queries(stack: Stack, place: LayerPlace, context: LayerContext, x: Residual) -> tuple[Block, Any]:
+    """Computes the norm and the projections before the attention core; also returns the residual at their place."""
+    layers = stack.layers
+    block = _at(x, layers.attention_mixing, place, context)
+    normed = norm(block.read(), layers.input_norm, place.layer, context)
+    return block, context.attention.project(normed, layers.attention, place, context.numerics)
+
+
+@jax.named_scope("attention")
+def core(stack: Stack, place: LayerPlace, context: LayerContext, tokens: Any, state: Any) -> tuple[jax.Array, Any]:
     """Writes the cache and attends: `[T, H, V]` of the heads of this device, and the attention state."""
-    return context.attend(tokens, stack.layers.attention, layer, stack.first_cache_layer + layer, state)
+    return context.attention.attend(tokens, stack.layers.attention, place, state)
 
 
 @jax.named_scope("attention")
-def output(stack: Stack, layer: Index, context: LayerContext, x: Residual, heads: jax.Array) -> Residual:
-    """Returns the residual after the output projection of `heads` `[T, H, V]`."""
-    out = linear(heads.reshape(heads.shape[0], -1), stack.layers.attention.o, layer, context.numerics)
-    return x.write(context.routed.shards.sum(out))
+def output(stack: Stack, place: LayerPlace, context: LayerContext, block: Block, heads: jax.Array) -> Block:
+    """Returns the residual after the output projection of `heads` `[T, H, V]`, at the next block's place."""
+    out = context.attention.output(heads, stack.layers.attention, place, context.numerics)
+    return _at(block.write(context.routed.shards.sum(out)), stack.layers.moe_mixing, place, context)
 
 
 @jax.named_scope("router")
-def choose_experts(stack: Stack, layer: Index, context: LayerContext, normed: jax.Array) -> Routing:
+def choose_experts(stack: Stack, place: LayerPlace, context: LayerContext, normed: jax.Array) -> Routing:
     """Selects the experts of each row of `normed` `[T, D]`; ids are -1 in padding rows."""
-    moe = stack.moe
-    bias = None if moe.router_bias is None else layer_slice(moe.router_bias, layer)
-    backend = context.numerics.backend
-    routing = route(context.cfg, router_logits(normed, moe.router, layer, backend), bias, backend)
+    moe, cfg, backend = stack.moe, context.cfg, context.numerics.backend
+    logits = router_logits(normed, moe.router, place.layer, backend)
+    if place.hashed:
+        assert context.tokens is not None  # of every model with such layers
+        routing = route_by_token(cfg, logits, layer_slice(moe.by_token, place.layer), context.tokens)
+    else:
+        hashed = 0 if moe.by_token is None else len(moe.by_token)
+        bias = None if moe.router_bias is None else layer_slice(moe.router_bias, place.layer - hashed)
+        routing = route(cfg, logits, bias, backend)
     return routing._replace(ids=jnp.where(context.valid[:, None], routing.ids, -1))
 
 
 @jax.named_scope("shared_expert")
-def shared_expert(stack: Stack, layer: Index, context: LayerContext, normed: jax.Array) -> jax.Array | None:
+def shared_expert(stack: Stack, place: LayerPlace, context: LayerContext, normed: jax.Array) -> jax.Array | None:
     """Returns the shared expert's part `[T, D]`, added unscaled; None in a model without one."""
     shared = stack.moe.shared
-    return None if shared is None else context.routed.shards.sum(mlp(normed, shared, layer, context.numerics))
+    return None if shared is None else context.routed.shards.sum(mlp(normed, shared, place.layer, context.numerics))
 
 
 def add_experts(
-    stack: Stack, layer: Index, context: LayerContext, x: Residual, y: jax.Array, shared: jax.Array | None
+    stack: Stack, place: LayerPlace, context: LayerContext, block: Block, y: jax.Array, shared: jax.Array | None
 ) -> Residual:
     """Returns the residual after the routed experts' sums `y` and the shared expert's part, `[T, D]` each.
 
     A norm behind the experts takes both parts together.
     """
     weight = stack.layers.post_moe_norm
-    if weight is None:
-        return x.write(y) if shared is None else x.write(y, shared)
-    return x.write(norm(y if shared is None else y + shared, weight, layer, context))
+    if weight is not None:
+        return block.write(norm(y if shared is None else y + shared, weight, place.layer, context))
+    x = block.write(y) if shared is None else block.write(y, shared)
+    return x.with_mean() if place.is_target and isinstance(x, Streams) else x
 
 
 def run_decoder(
@@ -235,7 +314,8 @@ def _run_dense(
 
 def final_norm(params: Params, cfg: ModelConfig, x: Residual, backend: Backend | None) -> jax.Array:
     """Returns the hidden states `[T, D]` after the main model's final norm."""
-    return rms_norm(x.end(), params.norm[None], 0, cfg.rms_norm_eps, backend=backend)
+    last = x.end(params.head_mixing, cfg, backend)
+    return rms_norm(last, params.norm[None], 0, cfg.rms_norm_eps, backend=backend)
 
 
 @jax.named_scope("embed")

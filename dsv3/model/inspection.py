@@ -17,7 +17,6 @@ import numpy as np
 from dsv3.config.model import ModelConfig
 from dsv3.model.decoder import (
     LayerContext,
-    Residual,
     Stack,
     add_experts,
     attention_block,
@@ -30,7 +29,8 @@ from dsv3.model.decoder import (
     shared_expert,
 )
 from dsv3.model.forward import uncached_context
-from dsv3.model.layers.attention import Attend
+from dsv3.model.layers.attention import Attend, LatentAttention, LayerPlace
+from dsv3.model.layers.hyper_connections import OneStream, Residual
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.router import router_logits
 from dsv3.model.layers.uncached_attention import attention_weights, initial_topk_mask
@@ -119,8 +119,8 @@ def inspect(
       backend: implementation of the kernels, or None for the one that suits the device.
 
     Raises:
-      ValueError: no token, a layer that the model does not have, more than `MAX_BYTES` to record, or a hook's result of
-        another shape.
+      ValueError: no token, a layer that the model does not have, more than `MAX_BYTES` to record, a hook's result of
+        another shape, or a model with compressed attention.
     """
     tokens = np.fromiter(token_ids, np.int32)
     kept = _checked(cfg, tokens, layers, attention, params.embed.dtype.itemsize)
@@ -147,6 +147,8 @@ def _checked(
     cfg: ModelConfig, tokens: np.ndarray, layers: Iterable[int] | None, attention: bool, itemsize: int
 ) -> frozenset[int]:
     """Returns the layers to record; raises ValueError as `inspect` does."""
+    if cfg.compressed is not None:
+        raise ValueError(f"{cfg.family}: layers with several residual streams are not recorded")
     count, T = cfg.num_hidden_layers, len(tokens)
     kept = frozenset(range(count) if layers is None else layers)
     if not T:
@@ -171,7 +173,7 @@ def _embed(params: Params, tokens: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("cfg", "backend"))
 def _finish(params: Params, x: jax.Array, cfg: ModelConfig, backend: Backend | None) -> tuple[jax.Array, jax.Array]:
-    hidden = final_norm(params, cfg, Residual(x), backend)
+    hidden = final_norm(params, cfg, OneStream(x), backend)
     return hidden, logits(params, cfg, hidden, backend)
 
 
@@ -203,37 +205,40 @@ def _layer(
     Attention weights are always computed, so that each kind of layer has one program. `last` `[1, T, T]` is the top-k
     mask of the layer before, if layers share it.
     """
-    stack, plain = Stack(layers, first), uncached_context(cfg, 1, x.shape[0], backend)
-    context = dataclasses.replace(plain, attend=_shown_attend(cfg, last, backend))
+    stack, context = Stack(layers, first), uncached_context(cfg, 1, x.shape[0], backend)
+    assert isinstance(context.attention, LatentAttention)
+    shown = dataclasses.replace(context.attention, attend=_shown_attend(cfg, last, backend))
+    context, place = dataclasses.replace(context, attention=shown), stack.place(index)
     if layers.moe is None:
-        out, values, _ = run_layer(stack, index, context, Residual(x), {})
+        out, values, _ = run_layer(stack, place, context, OneStream(x), {})
     else:
-        out, values = _moe_layer(stack, index, context, Residual(x))
-    return out.stream, values
+        out, values = _moe_layer(stack, place, context, OneStream(x))
+    return out.flat(), values
 
 
 def _moe_layer(
-    stack: Stack, index: jax.Array, context: LayerContext, x: Residual
+    stack: Stack, place: LayerPlace, context: LayerContext, x: Residual
 ) -> tuple[Residual, dict[str, jax.Array]]:
     """Runs a layer as `decoder.run_layer` does, and returns its router values too."""
-    x, values = attention_block(stack, index, context, x, {})
-    normed = post_normed(stack, index, context, x)
-    routing = choose_experts(stack, index, context, normed)
-    y, _ = context.routed(normed, routing, stack.experts(index, context.numerics))
+    block, values = attention_block(stack, place, context, x, {})
+    normed = post_normed(stack, place, context, block)
+    routing = choose_experts(stack, place, context, normed)
+    y, _ = context.routed(normed, routing, stack.experts(place, context.numerics))
     shown = {
-        "router_logits": router_logits(normed, stack.moe.router, index, context.numerics.backend),
+        "router_logits": router_logits(normed, stack.moe.router, place.layer, context.numerics.backend),
         "expert_ids": routing.ids,
         "expert_weights": routing.weights,
     }
-    shared = shared_expert(stack, index, context, normed)
-    return add_experts(stack, index, context, x, y, shared), values | shown
+    shared = shared_expert(stack, place, context, normed)
+    return add_experts(stack, place, context, block, y, shared), values | shown
 
 
 def _shown_attend(cfg: ModelConfig, last: jax.Array | None, backend: Backend | None) -> Attend:
     """Returns the causal attention of one sequence; its state holds latents and attention weights."""
 
-    def attend(tokens, params, layer, cache_layer, state):
-        weights, v, pairs = attention_weights(cfg, 1, tokens, params, layer, cache_layer, last, Numerics(backend))
+    def attend(tokens, params, place, state):
+        where = place.layer, place.cache_layer, last
+        weights, v, pairs = attention_weights(cfg, 1, tokens, params, *where, Numerics(backend))
         out = jnp.einsum("bhqk,bkhv->bqhv", weights.astype(v.dtype), v)[0]
         shown = {"latents": tokens.latent, "attention": weights[0]}
         return out, shown | ({} if tokens.index is None else {"attends": pairs[0]})

@@ -10,10 +10,14 @@ from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import Pool, pages_per_layer
 from dsv3.model import mtp
 from dsv3.model.batch import DecodeBatch, PrefillBatch, split_decode, split_prefill
-from dsv3.model.decoder import LayerContext, MoeLayers, Residual, embed, final_norm, run_decoder
+from dsv3.model.decoder import LayerContext, MoeLayers, embed, final_norm, run_decoder
 from dsv3.model.forms import decode_attend, prefill_attend
-from dsv3.model.layers.attention import decode_positions
+from dsv3.model.layers.attention import Attention, LatentAttention, decode_positions
+from dsv3.model.layers.cache_rows import StepRows
+from dsv3.model.layers.compressed_attention import EntryAttention
+from dsv3.model.layers.compressed_paged import decode_attend_compressed, prefill_attend_compressed
 from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts, RouterStats
+from dsv3.model.layers.hyper_connections import Residual, start
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.rope import rotation
 from dsv3.model.layers.sparse import initial_state, state_pages
@@ -26,7 +30,10 @@ from sharding.experts.placement import Placement
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepOutput:
-    """Hidden states after the final norm, the page pool, and the counts of the routed experts.
+    """Hidden states after the final norm, the page pool, the counts of the routed experts, and the input of drafts.
+
+    `draft_input` is what the layers that make drafts take of the same rows, `[..., draft_input_width]`: the hidden
+    states, or all streams of a model that has several, or their means behind the target layers of `dspark`.
 
     `expert_counts` is int32 `[num_moe_layers, E]`, (token, expert) pairs without the padding rows; None in a model
     without routed experts. `overflows` is int32 `[]`: how many expert buffers of this device overflowed in all MoE
@@ -38,14 +45,23 @@ class StepOutput:
     pages: Any
     expert_counts: Any
     overflows: Any
+    draft_input: Any
 
     @classmethod
-    def from_router_stats(cls, hidden: jax.Array, pages: Pool, router_stats: RouterStats | None) -> "StepOutput":
-        """Returns the output of a step with `router_stats` by layer."""
+    def of_rows(
+        cls,
+        rows: tuple[int, ...],
+        hidden: jax.Array,
+        draft_input: jax.Array,
+        pages: Pool,
+        router_stats: RouterStats | None,
+    ) -> "StepOutput":
+        """Returns the output of a step whose tokens have the shape `rows`, with `router_stats` by layer."""
+        hidden, draft_input = (a.reshape(*rows, -1) for a in (hidden, draft_input))
         if router_stats is None:
-            return cls(hidden, pages, None, None)
+            return cls(hidden, pages, None, None, draft_input)
         overflows = None if router_stats.overflows is None else router_stats.overflows.sum()
-        return cls(hidden, pages, router_stats.counts, overflows)
+        return cls(hidden, pages, router_stats.counts, overflows, draft_input)
 
 
 def prefill(
@@ -76,10 +92,13 @@ def prefill(
 
     Returns:
       `StepOutput` with hidden `[T, D]`.
+
+    Raises:
+      ValueError: `OVERLAPPED` for a model with compressed attention.
     """
     batches = split_prefill(batch)[::-1] if schedule.micro_batches == 2 else (batch,)
     x, pages, router_stats = _run(params, cfg, batches, pages, backend, routed, placement, schedule.prefill)
-    return StepOutput.from_router_stats(final_norm(params, cfg, _together(x[::-1]), backend), pages, router_stats)
+    return _finish(params, cfg, batch, x[::-1], pages, router_stats, backend)
 
 
 def decode(
@@ -99,11 +118,13 @@ def decode(
 
     Returns:
       `StepOutput` with hidden `[B, S, D]`. Rows of length 0 write nothing; their hidden states are undefined.
+
+    Raises:
+      ValueError: `OVERLAPPED` for a model with compressed attention.
     """
     batches = split_decode(batch) if schedule.micro_batches == 2 else (batch,)
     x, pages, router_stats = _run(params, cfg, batches, pages, backend, routed, placement, schedule.decode)
-    hidden = final_norm(params, cfg, _together(x), backend)
-    return StepOutput.from_router_stats(hidden.reshape(*batch.tokens.shape, -1), pages, router_stats)
+    return _finish(params, cfg, batch, x, pages, router_stats, backend)
 
 
 def predict(
@@ -111,7 +132,7 @@ def predict(
     cfg: ModelConfig,
     batch: PrefillBatch | DecodeBatch,
     pages: Pool,
-    hidden: jax.Array,
+    draft_input: jax.Array,
     *,
     backend: Backend | None = None,
     routed: RoutedExperts = LOCAL_EXPERTS,
@@ -121,16 +142,20 @@ def predict(
 
     Args:
       batch: each row has the token that follows the one of that row in the step.
-      hidden: `[T, D]` of `prefill` or `[B, S, D]` of `decode`, or of this function.
+      draft_input: that of `prefill`, `[T, residual_width]`, of `decode`, `[B, S, residual_width]`, or of this
+        function.
       placement: replicas of the module's own experts.
 
     Returns:
-      `StepOutput` with hidden of the same shape, whose logits predict the token after the next.
+      `StepOutput` of as many rows, whose logits predict the token after the next.
     """
     context = _context(cfg, batch, pages, backend, routed)
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    out, pages, router_stats = mtp.predict(params, context, 0, flat, batch.tokens.reshape(-1), pages, placement)
-    return StepOutput.from_router_stats(out.reshape(hidden.shape), pages, jax.tree.map(lambda x: x[None], router_stats))
+    before = draft_input.reshape(-1, draft_input.shape[-1])
+    hidden, after, pages, router_stats = mtp.predict(
+        params, context, 0, before, batch.tokens.reshape(-1), pages, placement
+    )
+    by_layer = jax.tree.map(lambda x: x[None], router_stats)
+    return StepOutput.of_rows(batch.tokens.shape, hidden, after, pages, by_layer)
 
 
 def _run(
@@ -145,7 +170,7 @@ def _run(
 ) -> tuple[tuple[Residual, ...], Any, RouterStats | None]:
     """Runs all layers on the micro-batches of a step; returns residuals, pages and router statistics."""
     contexts = tuple(_context(cfg, part, pages, backend, routed, n) for n, part in enumerate(batches))
-    x = tuple(Residual.start(embed(params, part.tokens.reshape(-1))) for part in batches)
+    x = tuple(start(cfg, embed(params, part.tokens.reshape(-1))) for part in batches)
     state = initial_state(cfg, pages, tuple(part.tokens.size for part in batches))
     x, state, router_stats = run_decoder(params, contexts, x, state, moe_layers, placement)
     return x, state_pages(state), router_stats
@@ -160,27 +185,54 @@ def _context(
     number: int = 0,
 ) -> LayerContext:
     """Returns the layer context of a step, or of micro-batch `number` of it."""
-    per_layer, shards = pages_per_layer(cfg, pages), routed.shards.size
-    if isinstance(batch, DecodeBatch):
-        positions = decode_positions(batch).reshape(-1)
-        angles, heads = rotation(cfg, positions), cfg.num_attention_heads // shards
-        attend = decode_attend(cfg, batch, per_layer, backend, heads, number)
-        valid = positions >= 0
-    else:
-        rows = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
-        angles = rotation(cfg, batch.positions)
-        attend = prefill_attend(cfg, batch, per_layer, backend, number)
-        valid = rows < batch.cu_lengths[-1]
+    attention, valid = _attention(cfg, batch, pages, backend, routed.shards.size, number)
     return LayerContext(
         cfg=cfg,
-        rotation=angles,
-        attend=attend,
+        attention=attention,
         valid=valid,
-        numerics=Numerics.from_config(cfg, backend, batch.tokens.size // shards),
+        numerics=Numerics.from_config(cfg, backend, batch.tokens.size // routed.shards.size),
         routed=routed,
+        tokens=batch.tokens.reshape(-1),
     )
 
 
-def _together(x: tuple[Residual, ...]) -> Residual:
-    """Returns the residual of the rows of all micro-batches."""
-    return jax.tree.map(lambda *each: jnp.concatenate(each), *x)
+def _attention(
+    cfg: ModelConfig, batch: PrefillBatch | DecodeBatch, pages: Pool, backend: Backend | None, shards: int, number: int
+) -> tuple[Attention, jax.Array]:
+    """Returns how the rows of a batch attend, and which of them are no padding, bool `[T]`."""
+    if cfg.compressed is not None:
+        return _entry_attention(cfg, batch, backend)
+    per_layer = pages_per_layer(cfg, pages)
+    if isinstance(batch, DecodeBatch):
+        positions, heads = decode_positions(batch).reshape(-1), cfg.num_attention_heads // shards
+        attend = decode_attend(cfg, batch, per_layer, backend, heads, number)
+        return LatentAttention(cfg, rotation(cfg, positions), attend), positions >= 0
+    attend = prefill_attend(cfg, batch, per_layer, backend, number)
+    valid = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32) < batch.cu_lengths[-1]
+    return LatentAttention(cfg, rotation(cfg, batch.positions), attend), valid
+
+
+def _entry_attention(
+    cfg: ModelConfig, batch: PrefillBatch | DecodeBatch, backend: Backend | None
+) -> tuple[Attention, jax.Array]:
+    """Returns what `_attention` does of a model with compressed attention."""
+    if isinstance(batch, DecodeBatch):
+        rows, attend = StepRows.from_decode(batch), decode_attend_compressed(cfg, batch, backend)
+    else:
+        rows, attend = StepRows.from_prefill(batch), prefill_attend_compressed(cfg, batch, backend)
+    return EntryAttention.at(cfg, rows.positions, attend), rows.valid
+
+
+def _finish(
+    params: Params,
+    cfg: ModelConfig,
+    batch: PrefillBatch | DecodeBatch,
+    parts: tuple[Residual, ...],
+    pages: Pool,
+    router_stats: RouterStats | None,
+    backend: Backend | None,
+) -> StepOutput:
+    """Returns the output of a step from the residuals of its micro-batches, in the order of their rows."""
+    x = jax.tree.map(lambda *each: jnp.concatenate(each), *parts)
+    hidden = final_norm(params, cfg, x, backend)
+    return StepOutput.of_rows(batch.tokens.shape, hidden, mtp.draft_input(x, hidden), pages, router_stats)

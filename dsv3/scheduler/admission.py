@@ -13,6 +13,7 @@ from dsv3.kv_cache.tiers.tiers import HostTiers
 from dsv3.scheduler.balance import Balancer
 from dsv3.scheduler.batch_slots import BatchSlots, RankPages
 from dsv3.scheduler.sequence import Sequence, SequenceStatus, WaitingQueue
+from dsv3.scheduler.windows import WindowPages
 
 # Bounds the host's time for admission in one step, per 16 ranks: under 2 ms for as many cached tokens. Without it the
 # 127 other sequences of one prompt of 131,071 tokens took 176 ms.
@@ -252,6 +253,7 @@ class Admission:
         self._cfg, self._slots, self._pages, self._queue = cfg, slots, pages, queue
         self.balancer = balancer
         self.preemption = Preemption(cfg, slots, pages, queue, preempt)
+        self.windows = WindowPages(cfg, slots, pages) if cfg.has_window else None
         self._requested_ranks: dict[int, tuple[int, int]] = {}  # by rank that parked requests require: the first turn
         self._reserved_ranks: dict[int, int] = {}  # by id of a request that preemption has reserved pages for
         self._blocked_ranks: set[int] = set()  # where such a request comes first
@@ -291,6 +293,7 @@ class Admission:
                 continue
             awaited = self._last_pending(sequence, rank, len(cached))
             if awaited is not None:
+                self._pages.pending[rank][awaited].snapshots.add(sequence.keys.index(awaited))
                 self._queue.park(sequence, rank, awaited)
             else:
                 self._start(sequence, rank, cached)
@@ -394,7 +397,7 @@ class Admission:
         It needs pages for all known tokens and the drafts behind them, and half a page per running request, so that
         these do not preempt it at once; `RESERVED_PAGES` for each request of a lower priority number.
         """
-        if not self._slots.num_free_on(rank):
+        if not self._slots.num_free_on(rank) or (self.windows is not None and not self.windows.can_start(rank)):
             return None
         cache = self._pages.caches[rank]
         cached = cache.match(useful)
@@ -435,6 +438,8 @@ class Admission:
         sequence.num_found = sequence.num_published = len(cached)
         sequence.prefilled = len(cached) * self._cfg.page_size
         sequence.load_stop = len(cached) + self._num_loadable_pages(sequence, rank, len(cached))
+        if self.windows is not None:
+            self.windows.start(sequence, rank, len(cached))
         if sequence.queue_seconds is None:
             sequence.queue_seconds = perf_counter() - sequence.queued_at
         if self._cfg.enable_prefix_caching:
@@ -458,7 +463,7 @@ class Admission:
 
     def _num_loadable_pages(self, sequence: Sequence, rank: int, cached: int) -> int:
         """Returns how many pages behind the cached ones a tier has and loads faster than they are computed."""
-        if self.tiers is None:
+        if self.tiers is None or not sequence.may_load:
             return 0
         useful = lookup_keys(sequence, self._cfg.page_size)
         tiers, lookup = self.tiers.of(rank), sequence.lookup

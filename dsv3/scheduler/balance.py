@@ -46,7 +46,7 @@ class Balancer:
             yield from range(min(1, self._slots.num_free_on(0)))
             return
         loads = Loads(self.backlog, self._cached_tokens, self._slots.running)
-        depths = self._pages.rank_index.depths(useful)
+        depths = self._pages.depths(useful)
         below = None if self.tiers is None else self.tiers.depths(useful, request.lookup)
         if below is not None:
             depths = np.maximum(0 if depths is None else depths, below)

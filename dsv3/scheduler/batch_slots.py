@@ -269,7 +269,12 @@ class RankPages:
 
     def __init__(self, cfg: EngineConfig) -> None:
         self.caches = [
-            PageCache(cfg.num_pages, enable_prefix_caching=cfg.enable_prefix_caching) for _ in range(cfg.num_ranks)
+            PageCache(
+                cfg.num_pages,
+                enable_prefix_caching=cfg.enable_prefix_caching,
+                num_window_pages=cfg.num_window_pages,
+            )
+            for _ in range(cfg.num_ranks)
         ]
         self.rank_index = RankPrefixIndex(cfg.num_ranks)
         if cfg.num_ranks > 1:
@@ -279,6 +284,7 @@ class RankPages:
         self.pending: list[dict[Key, Sequence]] = [{} for _ in range(cfg.num_ranks)]
         self.num_deferred = [0] * cfg.num_ranks
         self._deferred: deque[tuple[int, int, list[int]]] = deque()  # (step, rank, pages)
+        self._deferred_windows: deque[tuple[int, int, list[int]]] = deque()
         self.launched = 0  # number of the last launched step
         self.collected = 0  # number of the last step whose results have arrived
 
@@ -288,15 +294,23 @@ class RankPages:
         """Does a prefix cache lookup: returns the number of cached pages on the best of `ranks` (None: of all)."""
         if len(self.caches) == 1:
             return len(self.caches[0].match(keys))
-        depths = self.rank_index.depths(keys)
+        depths = self.depths(keys)
         if depths is None:
             return 0
         return int(depths.max() if ranks is None else depths[ranks].max())
 
+    def depths(self, keys: collections.abc.Sequence[Key]) -> np.ndarray | None:
+        """Returns how many leading `keys` each rank has cached and can continue, `[X]` int64; None if all are 0."""
+        depths = self.rank_index.depths(keys)
+        if depths is not None and self.caches[0].window is not None:
+            for rank in depths.nonzero()[0].tolist():
+                depths[rank] = len(self.caches[rank].match(keys[: depths[rank]]))
+        return depths
+
     @property
     def has_deferred(self) -> bool:
         """Whether pages wait for a step's results to be freed."""
-        return bool(self._deferred)
+        return bool(self._deferred or self._deferred_windows)
 
     @property
     def in_use(self) -> int:
@@ -315,6 +329,9 @@ class RankPages:
             _, rank, pages = self._deferred.popleft()
             self.num_deferred[rank] -= len(pages)
             self.caches[rank].release(pages)
+        while self._deferred_windows and self._deferred_windows[0][0] <= step:
+            _, rank, pages = self._deferred_windows.popleft()
+            self.window(rank).release(pages)
 
     def deferred(self, rank: int) -> set[int]:
         """Returns the pages of `rank` that are free once the results of all launched steps have arrived."""
@@ -329,6 +346,19 @@ class RankPages:
             self.num_deferred[rank] += len(pages)
         else:
             self.caches[rank].release(pages)
+
+    def window(self, rank: int) -> PageCache:
+        """Returns the cache of a rank's window pages, for a model that has them."""
+        window = self.caches[rank].window
+        assert window is not None
+        return window
+
+    def free_window(self, rank: int, pages: list[int]) -> None:
+        """Frees window pages of a request once no launched step can read or write them."""
+        if self.launched > self.collected:
+            self._deferred_windows.append((self.launched, rank, pages))
+        else:
+            self.window(rank).release(pages)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,14 +10,14 @@ import itertools
 from collections import deque
 from collections.abc import Iterable
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
 from dsv3.kv_cache.events import Cleared, EventQueue, EventSource, PageTokens
 from dsv3.kv_cache.page_cache import PageCache
-from dsv3.kv_cache.page_keys import Key, extend_keys, next_keys, root_key
+from dsv3.kv_cache.page_keys import Key, extend_keys, next_keys, root_key, window_keys
 from dsv3.kv_cache.tiers.hosts import Hosts
 from dsv3.kv_cache.tiers.tiers import HostTiers
 from dsv3.scheduler.admission import Admission
@@ -25,9 +25,19 @@ from dsv3.scheduler.balance import Balancer
 from dsv3.scheduler.batch_slots import BatchSlots, DraftCounts, RankPages
 from dsv3.scheduler.cost import KEYS_PER_TOKEN
 from dsv3.scheduler.sequence import Sequence, SequenceStatus, WaitingQueue
+from dsv3.scheduler.windows import WindowPages
 
 if TYPE_CHECKING:
     from dsv3.kv_cache.transfer.server import BootstrapRooms
+
+
+class Offload(NamedTuple):
+    """A page to offload, under its key; or one part of the window page of that key, under the part's."""
+
+    rank: int
+    key: Key
+    page: int
+    part: int | None = None
 
 
 class Scheduler:
@@ -44,7 +54,7 @@ class Scheduler:
         # In the order of priority, then admission.
         self.prefilling: list[list[Sequence]] = [[] for _ in range(cfg.num_ranks)]
         self.loading: list[Sequence] = []  # whose prefix is loaded from a tier
-        self.offload_queue: deque[tuple[int, Key, int]] = deque()  # (rank, key, page) of pages that the tiers lack
+        self.offload_queue: deque[Offload] = deque()  # of pages that the tiers lack
         self.invalidated: set[Key] = set()  # of pages that may be on their way to a tier
         self.events: EventQueue | None = None
         self._common_root = root_key(cfg.fingerprint, "")  # of requests without a salt
@@ -65,6 +75,11 @@ class Scheduler:
     def tiers(self) -> HostTiers | Hosts | None:
         """The KV offload tiers below the devices, if any."""
         return self.admission.tiers
+
+    @property
+    def windows(self) -> WindowPages | None:
+        """The window pages of running requests; None for a model without a window."""
+        return self.admission.windows
 
     @property
     def balancer(self) -> Balancer:
@@ -119,10 +134,24 @@ class Scheduler:
             sequence.num_cached = min(sequence.prefilled, sequence.prompt_length)
 
     def begin_prefill(self, sequence: Sequence) -> None:
-        """Starts the prefill of a request once no tier has more of its prefix."""
+        """Starts the prefill of a request once no tier has more of its prefix.
+
+        What was loaded of a prefix cannot be continued without its window page, which belongs to the last page: then
+        the request starts again, and loads nothing.
+        """
+        if self.windows is not None and sequence.prefilled < sequence.load_stop * self.cfg.page_size:
+            sequence.may_load = False
+            self._preempt(sequence)
+            return
         self.loading.remove(sequence)
         sequence.state = SequenceStatus.PREFILLING
         _insert_by_priority(self.prefilling[self.slots.rank_of(sequence.slot)], sequence)
+
+    def on_computed(self, sequence: Sequence, stop: int) -> None:
+        """Publishes the pages of a prompt whose first `stop` tokens are computed; releases what it needs no longer."""
+        self.publish(sequence, stop)
+        if self.windows is not None:
+            self.windows.release_before(sequence, stop)
 
     def recompute(self, sequence: Sequence, start: int) -> None:
         """Recomputes the tokens of a running request from `start` on: results of launched steps are void for it."""
@@ -130,6 +159,8 @@ class Scheduler:
         if sequence not in line:
             line.insert(next((i for i, s in enumerate(line) if s.priority >= sequence.priority), len(line)), sequence)
         self.slots.reset(sequence.slot)
+        if self.windows is not None:  # what is void has overwritten rows of the window of the page that it began in
+            start -= start % self.cfg.page_size
         sequence.state, sequence.prefilled = SequenceStatus.PREFILLING, start
         self.balancer.charge(sequence)
 
@@ -152,8 +183,11 @@ class Scheduler:
         sequence.has_finite_logits = False
         rank = self.slots.rank_of(sequence.slot)
         self.caches[rank].invalidate(sequence.pages[sequence.num_found :])
+        if self.windows is not None:
+            self.windows.invalidate(sequence, rank)
         if self.tiers is not None:
             keys = sequence.keys[sequence.num_found : sequence.num_published]
+            keys += [part for key in keys for part in window_keys(key, self.tiers.of(rank).window_parts)]
             self.invalidated.update(keys)
             self.tiers.of(rank).invalidate(keys)
 
@@ -190,6 +224,10 @@ class Scheduler:
         sequence.num_published = count
         if self.tiers is not None:
             self._queue_offload(rank, keys, pages)
+        if self.windows is not None:
+            inserted = self.windows.publish(sequence, rank, count)
+            if self.tiers is not None:
+                self._queue_window_offload(rank, inserted)
         self._wake_waiting_for(sequence, rank, keys)
         if self.events is not None:
             self._publish_stored(sequence, rank, [first + i for i in fresh])
@@ -201,7 +239,17 @@ class Scheduler:
         for key, page in zip(keys, pages, strict=True):
             if lacks(key):
                 self.invalidated.discard(key)
-                self.offload_queue.append((rank, key, page))
+                self.offload_queue.append(Offload(rank, key, page))
+
+    def _queue_window_offload(self, rank: int, pages: list[tuple[Key, int]]) -> None:
+        """Queues window pages to be offloaded, in parts that have keys of their own."""
+        assert self.tiers is not None
+        tiers = self.tiers.of(rank)
+        for key, page in pages:
+            for number, part in enumerate(window_keys(key, tiers.window_parts)):
+                if tiers.lacks(part):
+                    self.invalidated.discard(part)
+                    self.offload_queue.append(Offload(rank, key, page, number))
 
     def _wake_waiting_for(self, sequence: Sequence, rank: int, keys: Iterable[Key]) -> None:
         """Wakes requests that waited for pages which this sequence was to fill."""
@@ -250,17 +298,22 @@ class Scheduler:
 
         Returns the slots that got one, their new pages, and the slots that skip this step for lack of pages.
         """
+        waiting: list[int] = []
+        if self.windows is not None:
+            fits = self.windows.affordable(short)
+            short, waiting = short[fits], short[~fits].tolist()
         rank = short // self.cfg.max_num_seqs
         wanted = np.bincount(rank, minlength=self.cfg.num_ranks)
         each = zip(wanted.tolist(), self.admission.preemption.reserved_pages_by_rank(), self.caches, strict=True)
         scarce = [r for r, (count, left, cache) in enumerate(each) if count and count > cache.available - left]
         if not scarce:
-            return short, self._append_pages(short, rank), []
+            return short, self._append_pages(short, rank), waiting
         contested = np.isin(rank, scarce)
         others = short[~contested]
         pages = dict(zip(others.tolist(), self._append_pages(others, rank[~contested]).tolist(), strict=True))
         found, stalled = self._allocate_in_priority_order(short[contested])
         pages |= found
+        stalled += [slot for slot in waiting if self.slots.decoding[slot]]
         return np.fromiter(pages, np.int64, len(pages)), np.fromiter(pages.values(), np.int64, len(pages)), stalled
 
     def _append_pages(self, slots: np.ndarray, rank: np.ndarray) -> np.ndarray:
@@ -273,6 +326,8 @@ class Scheduler:
         for sequence, page in zip(map(sequences.__getitem__, slots.tolist()), pages, strict=True):
             assert sequence is not None
             sequence.pages.append(page)
+            if self.windows is not None:
+                self.windows.extend(sequence)
         self.slots.capacity[slots] += self.cfg.page_size
         return np.array(pages, np.int64)
 
@@ -337,6 +392,8 @@ class Scheduler:
         self.slots.free(sequence, state)
         pages, sequence.pages = sequence.pages, []
         self.pages.free(rank, pages)
+        if self.windows is not None:
+            self.windows.release(sequence, rank)
 
 
 def _by_turn(sequence: Sequence) -> tuple[int, int]:

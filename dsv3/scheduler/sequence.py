@@ -51,6 +51,8 @@ class Sequence:
     slot: int = -1  # rank * max_num_seqs + slot within the rank
     pages: list[int] = dataclasses.field(default_factory=list)
     page_row: np.ndarray | None = None  # [n] int32, `pages` as allocated with its slot
+    window_pages: dict[int, int] = dataclasses.field(default_factory=dict)  # by the index of the page beside
+    snapshots: set[int] = dataclasses.field(default_factory=set)  # indices at which its prompt leaves a window page
     controls: bytes | None = None  # its packed row of `DecodeState.controls`, made with its first chunk
     prefilled: int = 0  # tokens whose latents a launched step has written or will write
     charge: int = 0  # what its prompt still costs its rank, in tokens (`dsv3.scheduler.cost`)
@@ -58,6 +60,7 @@ class Sequence:
     num_found: int = 0  # leading pages that it has from the prefix cache or a tier
     load_stop: int = 0  # leading pages that the cache or a tier has
     lookup: Lookup | None = None  # of its prefix, in a store or another instance
+    may_load: bool = True  # pages of its prefix from a tier: until a load breaks off that cannot be continued
     num_published: int = 0  # leading pages that are in the prefix cache
     has_finite_logits: bool = True
     num_cached: int = 0

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3.config.model import ModelConfig
-from dsv3.model.decoder import Residual, Stack, run_layer
+from dsv3.model.decoder import Stack, run_layer
 from dsv3.model.forward import predict, uncached_context
 from dsv3.model.layers.experts import RoutedExperts
+from dsv3.model.layers.hyper_connections import residual_of
 from dsv3.model.params import LayerParams, Params, declare
 from sharding import mesh
 from training.config import TrainingConfig
@@ -160,13 +161,14 @@ def compute(
         rows = x.shape[0] // length
         experts = balanced(routed, config, rows)
         context = uncached_context(cfg, rows, length, training_backend(), experts, config.fp8_products)
-        layer_counts, residual = [], Residual(x)
+        layer_counts, residual = [], residual_of(cfg, x)
         for layer in weights.layers:
-            residual, _, router_stats = run_layer(Stack(layer, 0), 0, context, residual, None)
+            stack = Stack(layer, 0)
+            residual, _, router_stats = run_layer(stack, stack.place(0), context, residual, None)
             layer_counts += [] if router_stats is None else [router_stats.counts]
         counts = jnp.stack(layer_counts) if layer_counts else None
         if not stage.last:
-            return residual.stream, {"expert_counts": counts}
+            return residual.flat(), {"expert_counts": counts}
         tokens, target_counts = data
         with_mtp = cfg.num_nextn_predict_layers > 0
         how: dict[str, Any] = {"backend": training_backend(), "routed": experts, "fp8_products": config.fp8_products}

@@ -26,7 +26,7 @@ from dsv3.config.engine import EngineConfig, ForwardProgram
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.device import state as device_state
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.device.state import HEADER
+from dsv3.engine.device.state import chunk_columns
 from dsv3.kv_cache.layout import pool
 from dsv3.model.batch import AttentionForm
 from dsv3.model.forms import applies
@@ -116,7 +116,8 @@ class Layout:
         self.params = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), components.params
         )
-        one = pool(self.model_cfg, self.cfg.cache_dtype, self.cfg.num_pages)
+        cfg = self.cfg
+        one = pool(self.model_cfg, cfg.cache_dtype, cfg.num_pages, cfg.num_window_pages, cfg.max_num_seqs)
         self.pages = jax.tree.map(lambda leaf: self.array(*leaf.shape, dtype=leaf.dtype), one)
         sizes = {name: watch.size for name, watch in forward_counters.items()}
         self.state = self.sharded(device_state.decode_state_shapes(self.cfg, sizes))
@@ -159,6 +160,15 @@ class Layout:
         sizes = {(rows, 1) for rows in map(cfg.prefill_rows, cfg.prefill_buckets)}
         return sorted(sizes | {(rows, cfg.width(rows)) for rows in cfg.decode_buckets})
 
+    def draft_input(self, result: Any) -> jax.Array | None:
+        """Returns what a module or stages take of the tokens of a forward pass, `[..., draft_input_width]`.
+
+        Of a model with one residual stream it is their hidden states; None where the model makes no drafts.
+        """
+        if self.functions.draft is None:
+            return None
+        return result.draft_input if self.model_cfg.hyper_connections is not None else result.hidden
+
     def scores(self, rows: int, width: int) -> jax.ShapeDtypeStruct:
         """Returns the shape of the scores of a sampled batch, over all ranks."""
         ranks = self.functions.vocabulary.ranks
@@ -179,8 +189,8 @@ class Layout:
 
     @property
     def padding_chunk(self) -> np.ndarray:
-        """A row of a prefill batch without a chunk, `[HEADER + Mp]` int32."""
-        row = np.zeros(HEADER + self.cfg.pages_per_seq, np.int32)
+        """A row of a prefill batch without a chunk, `[columns]` int32."""
+        row = np.zeros(chunk_columns(self.cfg), np.int32)
         row[0] = self.padding_slot
         return row
 
@@ -194,8 +204,8 @@ class Layout:
         return self.sharded(jax.ShapeDtypeStruct((self.cfg.num_ranks, *shape), dtype))
 
     def chunks(self, size: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """Returns the shapes of a prefill batch of bucket `size`: tokens `[T]`, and chunks `[B, HEADER + Mp]`."""
-        return self.array(size), self.array(self.cfg.prefill_rows(size), HEADER + self.cfg.pages_per_seq)
+        """Returns the shapes of a prefill batch of bucket `size`: tokens `[T]`, and chunks `[B, columns]`."""
+        return self.array(size), self.array(self.cfg.prefill_rows(size), chunk_columns(self.cfg))
 
     def shape_of(self, array: np.ndarray) -> jax.ShapeDtypeStruct:
         """Returns the shape of an argument over all ranks, given the host array of some ranks `[ranks, ...]`."""

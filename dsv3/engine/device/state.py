@@ -17,7 +17,7 @@ from jax import lax
 
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.device.sampling import Adjustments, Controls
-from dsv3.model.batch import AttentionForm, PrefillBatch
+from dsv3.model.batch import AttentionForm, DecodeBatch, PrefillBatch
 from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from dsv3.scheduler.sequence import FULL, Sequence
 from pallas_kernels.search import search
@@ -46,7 +46,7 @@ class Field(enum.IntEnum):
 
 NUM_FIELDS = len(Field)
 HEADER = 4 + NUM_FIELDS
-"""Columns of a chunk on the device before its page table.
+"""Columns of a chunk on the device before its page table, behind which its window pages are, for a model with a window.
 
 They are: slot, its tokens, tokens before it, the token that follows it in the prompt (-1: none, the chunk samples), and
 sampling parameters.
@@ -69,6 +69,7 @@ class DecodeState:
     page_table: Any  # [Ns, Mp] int32
     controls: Any  # [Ns, NUM_FIELDS] int32
     counters: dict[str, Any]  # int32
+    window_table: Any = None  # [Ns, Mp] int32, for a model with a window
 
 
 @jax.tree_util.register_dataclass
@@ -91,7 +92,9 @@ def decode_state_shapes(cfg: EngineConfig, counters: Mapping[str, int]) -> Decod
         return jax.ShapeDtypeStruct((*lead, *shape), jnp.int32)
 
     counted = {name: jax.ShapeDtypeStruct((cfg.num_ranks, size), jnp.int32) for name, size in counters.items()}
-    return DecodeState(ints(cfg.tokens_per_row), ints(), ints(cfg.pages_per_seq), ints(NUM_FIELDS), counted)
+    table = ints(cfg.pages_per_seq)
+    windows = table if cfg.has_window else None
+    return DecodeState(ints(cfg.tokens_per_row), ints(), table, ints(NUM_FIELDS), counted, windows)
 
 
 def adjust_state_shapes(cfg: EngineConfig, vocab_size: int) -> AdjustState:
@@ -176,17 +179,44 @@ def adjustments_at(
     )
 
 
+def chunk_columns(cfg: EngineConfig) -> int:
+    """Returns the columns of a chunk on the device: `HEADER + Mp`, or `HEADER + 2 * Mp` with window pages."""
+    return HEADER + cfg.pages_per_seq * (2 if cfg.has_window else 1)
+
+
 def ragged_batch(
-    tokens: jax.Array, rows: jax.Array, form: AttentionForm = AttentionForm.ANY, capacity: int = 0
+    cfg: EngineConfig,
+    tokens: jax.Array,
+    rows: jax.Array,
+    form: AttentionForm = AttentionForm.ANY,
+    capacity: int = 0,
 ) -> PrefillBatch:
-    """Returns the model's flat batch of the chunks `rows` `[B, HEADER + Mp]` over `tokens` `[T]`."""
+    """Returns the model's flat batch of the chunks `rows` `[B, columns]` over `tokens` `[T]`."""
     count, context = rows[:, 1], rows[:, 2]
     ends = jnp.cumsum(count)
     cu_lengths = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     chunk = search(ends, jnp.arange(tokens.shape[0]), side="right")
     chunk = jnp.minimum(chunk, rows.shape[0] - 1)
     positions = jnp.maximum(context[chunk] + jnp.arange(tokens.shape[0]) - cu_lengths[chunk], 0)
-    return PrefillBatch(tokens, positions, cu_lengths, context, rows[:, HEADER:], form, capacity)
+    batch = PrefillBatch(tokens, positions, cu_lengths, context, rows[:, HEADER:], form, capacity)
+    if not cfg.has_window:
+        return batch
+    pages, windows = jnp.split(rows[:, HEADER:], 2, axis=1)
+    return dataclasses.replace(batch, page_table=pages, window_table=windows, slots=rows[:, 0])
+
+
+def decode_batch(
+    state: DecodeState,
+    slots: jax.Array,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    form: AttentionForm = AttentionForm.ANY,
+) -> DecodeBatch:
+    """Returns the model's batch of `tokens` `[B, S]` of `slots` `[B]`; rows of length 0 may have any slot."""
+    batch = DecodeBatch(tokens, lengths, state.page_table[slots], form)
+    if state.window_table is None:
+        return batch
+    return dataclasses.replace(batch, window_table=state.window_table[slots], slots=slots)
 
 
 def last_rows(batch: PrefillBatch) -> jax.Array:

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from dsv3.config.engine import bucket
+from dsv3.config.engine import EngineConfig, bucket
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.form_selection import ANY_LENGTH, decode_form, decode_forms
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.device.state import DecodeState
+from dsv3.engine.device.state import DecodeState, decode_batch
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs.sample import (
     ForwardContext,
@@ -27,7 +27,7 @@ from dsv3.engine.jobs.sample import (
     launch_sampler,
     sampler_command,
 )
-from dsv3.model.batch import AttentionForm, DecodeBatch
+from dsv3.model.batch import AttentionForm
 from dsv3.scheduler.balance import DecodeBalance
 from dsv3.scheduler.batch_slots import BatchRows
 from dsv3.scheduler.request import StepOutputs
@@ -39,12 +39,13 @@ NAME = "decode"
 class DecodeCommand(Command, frozen=True, tag=0):
     """Rows of a decode batch, `width` tokens each, and how they are sampled; everything else is on the devices.
 
-    `rows` has for each row its slot within the rank (`max_num_seqs` in padding), its new page (-1: none), and the index
-    of that page in its page table. No query of any rank sees more than `longest` tokens. Without `sample` a second
-    command follows with the sampler, once its bitmasks are computed.
+    `rows` has for each row its slot within the rank (`max_num_seqs` in padding), its new page (-1: none), the index of
+    that page in its page table, and for a model with a window the new window page beside it. No query of any rank sees
+    more than `longest` tokens. Without `sample` a second command follows with the sampler, once its bitmasks are
+    computed.
     """
 
-    rows: np.ndarray  # [ranks, B, 3] int32
+    rows: np.ndarray  # [ranks, B, 3] int32, [ranks, B, 4] with a window
     width: int
     longest: int = ANY_LENGTH
     sample: SampleCommand | None = None
@@ -74,7 +75,8 @@ class DecodePlanner:
         self._rows: BatchRows | None = None
         self._sample, self._is_constrained = SampleCommand(0), False
         self._version = -1
-        self._template = self._padding = np.empty((0, 0, 3), np.int32)
+        self._columns = _columns(self._cfg)
+        self._template = self._padding = np.empty((0, 0, self._columns), np.int32)
 
     def plan(self, step: list[Planned]) -> list[Planned]:
         """Schedules one row per request; allocates pages to rows that need one."""
@@ -143,7 +145,11 @@ class DecodePlanner:
         at = rows.slots.searchsorted(extended)
         rank, position = rows.rank[at], rows.position[at]
         batch[rank, position, 1] = pages
-        batch[rank, position, 2] = slots.capacity[extended] // self._cfg.page_size - 1
+        index = slots.capacity[extended] // self._cfg.page_size - 1
+        batch[rank, position, 2] = index
+        if self._cfg.has_window:
+            sequences = map(slots.sequences.__getitem__, extended.tolist())
+            batch[rank, position, 3] = [s.window_pages[i] for s, i in zip(sequences, index.tolist(), strict=True) if s]
 
     def _live_rows(self) -> BatchRows | None:
         """Returns rows of all requests that decode and whose last token is not scheduled yet."""
@@ -172,11 +178,11 @@ class DecodePlanner:
         self._micro_steps = min(-(-longest * self._factor // size), longest * cfg.num_ranks)
         self._width = cfg.width(size)
         if self._padding.shape[1] != size:
-            self._padding = np.empty((cfg.num_ranks, size, 3), np.int32)
-            self._padding[:] = cfg.max_num_seqs, -1, 0
+            self._padding = np.zeros((cfg.num_ranks, size, self._columns), np.int32)
+            self._padding[..., :2] = cfg.max_num_seqs, -1
         batch = self._padding.copy()
         # With three indices numpy takes six times as long, and as long to fill a batch as to plan all else.
-        batch.reshape(-1)[3 * (rank * size + position)] = mine - rank * cfg.max_num_seqs
+        batch.reshape(-1)[self._columns * (rank * size + position)] = mine - rank * cfg.max_num_seqs
         self._template = batch
         self._sample, self._is_constrained = sampler_command(self._scheduler.slots, mine)
         return BatchRows.at(self._scheduler.slots, mine, rank, position)
@@ -187,6 +193,11 @@ class DecodePlanner:
         return rows.only(~out)
 
 
+def _columns(cfg: EngineConfig) -> int:
+    """Returns the columns of `DecodeCommand.rows`."""
+    return 4 if cfg.has_window else 3
+
+
 def programs(layout: Layout) -> Iterator[ProgramSpec]:
     """Yields one program per bucket (captured batch size), two with sparse attention on a GPU."""
     cfg = layout.cfg
@@ -194,8 +205,8 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
         width = cfg.width(size)
         number = cfg.program_number(NAME, size)
         body = functools.partial(decode_body, layout, width=width, form=form, program=number)
-        arguments = (layout.params, layout.pages, layout.state, layout.array(size, 3))
-        key, padding = Key(NAME, size, form, width), {3: np.array([layout.padding_slot, -1, 0])}
+        arguments = (layout.params, layout.pages, layout.state, layout.array(size, _columns(cfg)))
+        key, padding = Key(NAME, size, form, width), {3: np.array([layout.padding_slot, -1, 0, 0][: _columns(cfg)])}
         yield layout.per_rank(key, body, arguments, donated=(1, 2), takes_params=True, padding=padding)
 
 
@@ -226,10 +237,10 @@ class DecodeWorker:
         devices = self._devices
         form = decode_form(devices.layout, command.longest)
         program = devices.programs.get(Key(NAME, command.rows.shape[1], form, command.width))
-        devices.pages, devices.state, scores, hidden, slots = program(
+        devices.pages, devices.state, scores, draft_input, slots = program(
             devices.params, devices.pages, devices.state, devices.put(command.rows)
         )
-        return Forward(slots, scores, hidden)
+        return Forward(slots, scores, draft_input=draft_input)
 
 
 def decode_body(
@@ -243,9 +254,9 @@ def decode_body(
     form: AttentionForm,
     program: int,
 ) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array | None, jax.Array]:
-    """Runs the last token and the drafts of the slots in `rows` `[B, 3]` (see `DecodeCommand`), for one rank.
+    """Runs the last token and the drafts of the slots in `rows` `[B, columns]` (see `DecodeCommand`), for one rank.
 
-    Returns pages, state, scores `[Xn, B, S, W / Xn]`, hidden states `[B, S, D]` if there is a drafter, and the slots
+    Returns pages, state, scores `[Xn, B, S, W / Xn]`, what a module takes of each token if there is one, and the slots
     `[B]` to sample: none where a buffer between devices overflowed. The state does not change then, except for its page
     table, and what was written into pages is overwritten by the retry. `form` is the batch's, `program` the number of
     its counters.
@@ -255,13 +266,17 @@ def decode_body(
     num_slots = state.lengths.shape[0]
     clipped = jnp.minimum(slots, num_slots - 1)  # padding gets any slot's
     lengths = jnp.where(slots < num_slots, state.lengths[clipped] + (width - 1), 0)
-    page_table = state.page_table.at[jnp.where(new_page >= 0, slots, num_slots), index].set(new_page, mode="drop")
-    batch = DecodeBatch(state.tokens[clipped, :width], lengths, page_table[clipped], form)
+    extended = jnp.where(new_page >= 0, slots, num_slots)
+    page_table, window_table = state.page_table.at[extended, index].set(new_page, mode="drop"), state.window_table
+    if window_table is not None:
+        window_table = window_table.at[extended, index].set(rows[:, 3], mode="drop")
+    state = dataclasses.replace(state, page_table=page_table, window_table=window_table)
+    batch = decode_batch(state, clipped, state.tokens[clipped, :width], lengths, form)
     out = functions.decode(params, cfg, batch, pages)
     scores = functions.scores(params, cfg, out.hidden)
     counters = layout.update_counters(state.counters, out, program)
-    state = dataclasses.replace(state, page_table=page_table, counters=counters)
-    return out.pages, state, scores, out.hidden if functions.draft else None, layout.sampling_slots(slots, out)
+    state = dataclasses.replace(state, counters=counters)
+    return out.pages, state, scores, layout.draft_input(out), layout.sampling_slots(slots, out)
 
 
 def _applies(components: EngineComponents) -> bool:

@@ -26,13 +26,12 @@ from dsv3.engine.device.form_selection import decode_form, decode_forms
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.sampling import best_tokens
-from dsv3.engine.device.state import DecodeState, last_rows, next_tokens, ragged_batch, with_drafts
+from dsv3.engine.device.state import DecodeState, decode_batch, last_rows, next_tokens, ragged_batch, with_drafts
 from dsv3.engine.functions import DraftFunctions
 from dsv3.engine.jobs import decode, prefill
-from dsv3.engine.jobs.draft import DraftCommand, draft_kind
-from dsv3.model.batch import AttentionForm, DecodeBatch
+from dsv3.engine.jobs.draft import DraftCommand, draft_kind, verified_batch
+from dsv3.model.batch import AttentionForm
 from dsv3.model.steps import StepOutput
-from dsv3.scheduler.batch_slots import NOTHING
 
 PREFILL, DECODE, CHAIN = f"mtp {prefill.NAME}", f"mtp {decode.NAME}", "mtp chain"
 """Kinds of programs, as `EngineConfig.forward_programs` numbers them."""
@@ -43,7 +42,7 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
 
     Each exists twice with sparse attention on a GPU.
     """
-    cfg, width, dtype = layout.cfg, layout.model_cfg.hidden_size, _module(layout).dtype
+    cfg, width, dtype = layout.cfg, layout.model_cfg.draft_input_width, _module(layout).dtype
     forms = decode_forms(layout)
     chained: dict[int, int] = {}  # drafts by rows
     for size in cfg.prefill_buckets:
@@ -63,8 +62,8 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     for size, drafts in chained.items():
         for i, form in itertools.product(range(1, drafts), forms):
             key, chained_body = chain_key(size, i, form), functools.partial(chain_body, number=i, form=form)
-            hidden = layout.array(size, width, dtype=dtype)
-            yield _program(layout, key, chained_body, (hidden, layout.array(size)), {4: layout.padding_slot})
+            one_each = layout.array(size, width, dtype=dtype), layout.array(size)
+            yield _program(layout, key, chained_body, one_each, {4: layout.padding_slot})
 
 
 def chain_key(size: int, number: int, form: AttentionForm) -> Key:
@@ -94,14 +93,14 @@ class ModuleDrafter:
         devices, layout = self._devices, self._devices.layout
         form = decode_form(layout, command.longest)
         program = devices.programs.get(Key(f"mtp {command.source}", command.size, form, command.width))
-        given = (forward.hidden, *forward.batch, forward.slots, forward.tokens)
-        devices.pages, devices.state, hidden = program(devices.params, devices.pages, devices.state, *given)
+        given = (forward.draft_input, *forward.batch, forward.slots, forward.tokens)
+        devices.pages, devices.state, following = program(devices.params, devices.pages, devices.state, *given)
         drafts = command.width - 1 if command.source == decode.NAME else layout.cfg.tokens_per_row - 1
         for i in range(1, drafts):
             form = decode_form(layout, command.longest + i)
             chain = devices.programs.get(chain_key(forward.slots.shape[1], i, form))
-            arguments = (devices.params, devices.pages, devices.state, hidden, forward.slots)
-            devices.pages, devices.state, hidden = chain(*arguments)
+            arguments = (devices.params, devices.pages, devices.state, following, forward.slots)
+            devices.pages, devices.state, following = chain(*arguments)
 
 
 def prefill_body(
@@ -109,7 +108,7 @@ def prefill_body(
     params: object,
     pages: jax.Array,
     state: DecodeState,
-    hidden: jax.Array,
+    draft_input: jax.Array,
     tokens: jax.Array,
     rows: jax.Array,
     slots: jax.Array,
@@ -120,16 +119,16 @@ def prefill_body(
 ) -> tuple[jax.Array, DecodeState, jax.Array]:
     """Runs the module over chunks of prompts, for one rank; the requests in `slots` `[B]` get a first draft.
 
-    `hidden` `[T, D]`, `tokens` and `rows` are those of `prefill.prefill_body`, `sampled` `[B, 1]` the first tokens.
-    Returns pages, state, and the module's hidden states `[B, D]` at the last tokens. `form` is the batch's, `program`
-    the number of its counters.
+    `draft_input` `[T, n * D]`, `tokens` and `rows` are those of `prefill.prefill_body`, `sampled` `[B, 1]` the first
+    tokens. Returns pages, state, and the module's own `draft_input` `[B, n * D]` at the last tokens. `form` is the
+    batch's, `program` the number of its counters.
     """
-    batch = ragged_batch(tokens, rows, form)
+    batch = ragged_batch(layout.cfg, tokens, rows, form)
     shifted = dataclasses.replace(batch, tokens=next_tokens(batch, rows, sampled[:, 0]))
-    out = _module(layout).prefill(params, layout.model_cfg, shifted, pages, hidden)
-    last = out.hidden[last_rows(batch)]
+    out = _module(layout).prefill(params, layout.model_cfg, shifted, pages, draft_input)
+    last = last_rows(batch)
     state = _update_counters(layout, state, out, program)
-    return out.pages, _with_draft(layout, params, state, last, slots, 1), last
+    return out.pages, _with_draft(layout, params, state, out.hidden[last], slots, 1), _draft_input(layout, out)[last]
 
 
 def decode_body(
@@ -137,7 +136,7 @@ def decode_body(
     params: object,
     pages: jax.Array,
     state: DecodeState,
-    hidden: jax.Array,
+    draft_input: jax.Array,
     slots: jax.Array,
     sampled: jax.Array,
     *,
@@ -146,21 +145,17 @@ def decode_body(
 ) -> tuple[jax.Array, DecodeState, jax.Array]:
     """Runs the module over a decode batch, for one rank; the requests in `slots` `[B]` get a first draft if S > 1.
 
-    `hidden` `[B, S, D]` belongs to the last token and the verified drafts, `sampled` `[B, S]` are the tokens that
-    really follow them. Rows behind the accepted ones are undefined, and what they write is overwritten. Returns as
+    `draft_input` `[B, S, n * D]` belongs to the last token and the verified drafts, `sampled` `[B, S]` are the tokens
+    that really follow them. Rows behind the accepted ones are undefined, and what they write is overwritten. Returns as
     `prefill_body` does.
     """
-    num_slots, S = state.lengths.shape[0], sampled.shape[1]
-    clipped = jnp.minimum(slots, num_slots - 1)  # padding gets any slot's
-    accepted = jnp.sum(sampled > NOTHING, axis=1, dtype=jnp.int32)
-    lengths = jnp.where(slots < num_slots, state.lengths[clipped] - accepted - 1 + S, 0)
-    batch = DecodeBatch(jnp.maximum(sampled, 0), lengths, state.page_table[clipped], form)
-    out = _module(layout).decode(params, layout.model_cfg, batch, pages, hidden)
-    last = out.hidden[jnp.arange(slots.shape[0]), jnp.maximum(accepted - 1, 0)]
-    state = _update_counters(layout, state, out, program)
-    if S == 1:
-        return out.pages, with_drafts(state, slots, jnp.zeros((slots.shape[0], 0), jnp.int32)), last
-    return out.pages, _with_draft(layout, params, state, last, slots, 1), last
+    batch, accepted = verified_batch(state, slots, sampled, form)
+    out = _module(layout).decode(params, layout.model_cfg, batch, pages, draft_input)
+    last = jnp.arange(slots.shape[0]), jnp.maximum(accepted - 1, 0)
+    state, following = _update_counters(layout, state, out, program), _draft_input(layout, out)[last]
+    if sampled.shape[1] == 1:
+        return out.pages, with_drafts(state, slots, jnp.zeros((slots.shape[0], 0), jnp.int32)), following
+    return out.pages, _with_draft(layout, params, state, out.hidden[last], slots, 1), following
 
 
 def chain_body(
@@ -168,25 +163,32 @@ def chain_body(
     params: object,
     pages: jax.Array,
     state: DecodeState,
-    hidden: jax.Array,
+    draft_input: jax.Array,
     slots: jax.Array,
     *,
     number: int,
     form: AttentionForm,
     program: int,
 ) -> tuple[jax.Array, DecodeState, jax.Array]:
-    """Makes the next draft from draft `number` of `slots` `[B]` and the module's `hidden` `[B, D]` there, for one rank.
+    """Makes the next draft from draft `number` of `slots` `[B]` and the module's `draft_input` `[B, n * D]` there.
 
-    Returns pages, state, and the module's hidden states one position further. `program` is the number of its counters.
+    It does so for one rank. Returns pages, state, and the module's `draft_input` one position further. `program` is the
+    number of its counters.
     """
     num_slots = state.lengths.shape[0]
     clipped = jnp.minimum(slots, num_slots - 1)  # padding gets any slot's
     lengths = jnp.where(slots < num_slots, state.lengths[clipped] - 1 + number, 0)
-    batch = DecodeBatch(state.tokens[clipped, number][:, None], lengths, state.page_table[clipped], form)
-    out = _module(layout).decode(params, layout.model_cfg, batch, pages, hidden[:, None])
-    following = out.hidden[:, 0]
+    batch = decode_batch(state, clipped, state.tokens[clipped, number][:, None], lengths, form)
+    out = _module(layout).decode(params, layout.model_cfg, batch, pages, draft_input[:, None])
     state = _update_counters(layout, state, out, program)
-    return out.pages, _with_draft(layout, params, state, following, slots, number + 1), following
+    state = _with_draft(layout, params, state, out.hidden[:, 0], slots, number + 1)
+    return out.pages, state, _draft_input(layout, out)[:, 0]
+
+
+def _draft_input(layout: Layout, result: StepOutput) -> jax.Array:
+    found = layout.draft_input(result)
+    assert found is not None  # the model has a module
+    return found
 
 
 def _with_draft(
@@ -203,7 +205,7 @@ def _update_counters(layout: Layout, state: DecodeState, result: StepOutput, pro
 
 
 def _module(layout: Layout) -> DraftFunctions:
-    assert layout.functions.draft is not None  # `build` makes it for this method
+    assert isinstance(layout.functions.draft, DraftFunctions)  # `build` makes it for this method
     return layout.functions.draft
 
 

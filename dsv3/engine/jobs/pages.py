@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 
@@ -30,8 +31,18 @@ from dsv3.engine.job import Command, EngineView, JobKind, Planned, PublishEvent
 from dsv3.engine.limits import TIER_STEP_BYTES
 from dsv3.files import read_key
 from dsv3.kv_cache.events import EventQueue, EventSource, Ranks
-from dsv3.kv_cache.layout import gather_pages, page_bytes, payload_shape, scatter_pages
+from dsv3.kv_cache.layout import (
+    gather_pages,
+    gather_window_parts,
+    groups_of,
+    page_bytes,
+    payload_shape,
+    scatter_pages,
+    scatter_window_parts,
+    window_parts,
+)
 from dsv3.kv_cache.page_keys import Key as PageKey
+from dsv3.kv_cache.page_keys import window_keys
 from dsv3.kv_cache.tiers.host_pool import HostPool, SharedMemory, blocks_within, host_pool_bytes
 from dsv3.kv_cache.tiers.hosts import Hosts, Order, OrderExecutor, RemoteTiers, TierEvents
 from dsv3.kv_cache.tiers.store import open_store
@@ -41,6 +52,7 @@ from dsv3.kv_cache.transfer.nixl import open_nixl
 from dsv3.kv_cache.transfer.protocol import VERSION, PeerHello
 from dsv3.kv_cache.transfer.server import BootstrapRooms, PageServer
 from dsv3.scheduler.request import StepOutputs
+from dsv3.scheduler.scheduler import Offload
 from dsv3.scheduler.sequence import Sequence
 from sharding.processes import local_part
 
@@ -48,6 +60,7 @@ _log = logging.getLogger(__name__)
 
 NAME = "pages"
 OUT, IN = "pages_out", "pages_in"
+WINDOW_OUT, WINDOW_IN = "window_pages_out", "window_pages_in"
 _IDLE_WAIT_S = 2e-3
 BATCH_BYTES = 2**26  # per device: staging memory of one launch, twice
 _MAX_PAGES = 64  # per launch
@@ -62,18 +75,20 @@ class PageCopy(Command, frozen=True):
     """Pages of each rank to copy at once, -1 in padding.
 
     Offloaded pages have `keys`. Loaded pages have `values` where the scheduling process has loaded them, and the number
-    of a load where another process has: that of the rank.
+    of a load where another process has: that of the rank. With `parts` they are parts of window pages.
     """
 
     pages: np.ndarray  # [ranks, bucket] int32
     keys: dict[int, list[PageKey]] = msgspec.field(default_factory=dict)
     values: dict[int, np.ndarray] = msgspec.field(default_factory=dict)  # uint8 [bucket, bytes of a page]
     loads: dict[int, int] = msgspec.field(default_factory=dict)
+    parts: np.ndarray | None = None  # [ranks, bucket] int32
 
     def part(self, ranks: range) -> Self:
         """Returns the part of a process with `ranks`, ranks counted from its first one."""
         pages, keys = self.pages[ranks.start : ranks.stop], _part(self.keys, ranks)
-        return type(self)(pages, keys, _part(self.values, ranks), _part(self.loads, ranks))
+        parts = None if self.parts is None else self.parts[ranks.start : ranks.stop]
+        return type(self)(pages, keys, _part(self.values, ranks), _part(self.loads, ranks), parts)
 
 
 class PagesCommand(Command, frozen=True):
@@ -130,8 +145,10 @@ def open_tiers(
     _log.info("host memory in %s: %g GiB for %d pages, %d found again", memory.path, gib, blocks, found)
     limit = int(cfg.kv_store_size * 2**30)
     store = open_store(cfg.kv_store, cfg.fingerprint[:16], size, limit, on_store) if cfg.kv_store else None
+    parts = window_parts(components.model_cfg, cfg.cache_dtype)
+    tiers = functools.partial(Tiers, page_buckets(size), host_pool, store, page_size=cfg.page_size, window_parts=parts)
     if cfg.transfer_key_file is None:
-        return OpenedTiers(Tiers(page_buckets(size), host_pool, store, page_size=cfg.page_size), memory, None)
+        return OpenedTiers(tiers(), memory, None)
     secret, hello = read_key(cfg.transfer_key_file, "transfer_key_file"), PeerHello(VERSION, cfg.identity, size)
     server, address = None, cfg.transfer_address_of(process_id)
     agent, reader = open_nixl(cfg.transfer_carrier, host_pool, serves=address is not None)
@@ -140,11 +157,25 @@ def open_tiers(
         where = split_address(address, "transfer_address")
         server = PageServer(*where, secret, hello, host_pool, bootstrap_rooms, agent)
     peers = Peers(secret, hello, reader)
-    return OpenedTiers(Tiers(page_buckets(size), host_pool, store, peers, page_size=cfg.page_size), memory, server)
+    return OpenedTiers(tiers(peers=peers), memory, server)
 
 
-_Incoming = tuple[int, list[int], PageBatch | RemoteBatch]
-"""A loaded batch: its rank, the pages that it fills, and the values."""
+class _Incoming(NamedTuple):
+    """A loaded batch: its rank, the pages that it fills, or the parts of a window page, and the values."""
+
+    rank: int
+    pages: list[int]
+    parts: list[int] | None
+    batch: PageBatch | RemoteBatch
+
+
+@dataclasses.dataclass
+class _Fetch:
+    """A request that waits for its prefix, the load, and how many parts of its window page have arrived."""
+
+    sequence: Sequence
+    load: PrefixLoad
+    num_parts: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +199,7 @@ class PagesPlanner:
         view.scheduler.attach_tiers(self._by_rank, None if self.server is None else self.server.bootstrap_rooms)
         self._buckets = page_buckets(self._tiers.payload_bytes)
         self._most = max(self._buckets[-1], TIER_STEP_BYTES // self._tiers.payload_bytes)
-        self._fetches: dict[int, tuple[Sequence, PrefixLoad]] = {}  # by the epoch of the slot
+        self._fetches: dict[int, _Fetch] = {}  # by the epoch of the slot
         self._under_way = 0  # jobs
         self._measured_tokens, self._measured_at = 0, self._tiers.now()
 
@@ -245,68 +276,93 @@ class PagesPlanner:
                 first = sequence.prefilled // self._cfg.page_size
                 scheduler.publish_token_ids(sequence, first, sequence.load_stop)
                 keys = sequence.keys[first : sequence.load_stop]
-                self._fetches[epoch] = sequence, PrefixLoad(self._by_rank.of(rank), keys)
-            _, fetch = self._fetches[epoch]
-            while taken[rank] < self._most and (batch := fetch.pop_batch()) is not None:
+                self._fetches[epoch] = _Fetch(sequence, PrefixLoad(self._by_rank.of(rank), keys))
+            fetch = self._fetches[epoch]
+            while taken[rank] < self._most and (batch := fetch.load.pop_batch()) is not None:
+                taken[rank] += batch.num_pages
+                if fetch.num_parts < fetch.load.window_parts:
+                    incoming.append(self._window_batch(fetch, rank, batch))
+                    continue
                 first = sequence.prefilled // self._cfg.page_size
                 pages = sequence.pages[first : first + batch.num_pages]
                 scheduler.on_loaded(sequence, batch.num_pages)
-                taken[rank] += batch.num_pages
                 if batch.num_pages:
-                    incoming.append((rank, pages, batch))
+                    incoming.append(_Incoming(rank, pages, None, batch))
                     loaded.append((sequence, epoch, sequence.prefilled))
-            if fetch.is_over:
+            if fetch.load.is_over:
                 del self._fetches[epoch]
                 scheduler.begin_prefill(sequence)
         return incoming, loaded
 
+    def _window_batch(self, fetch: _Fetch, rank: int, batch: PageBatch | RemoteBatch) -> _Incoming:
+        """Returns a batch of parts of the window page of the last page that a request loads."""
+        parts = list(range(fetch.num_parts, fetch.num_parts + batch.num_pages))
+        fetch.num_parts += batch.num_pages
+        page = fetch.sequence.window_pages[fetch.sequence.load_stop - 1]
+        return _Incoming(rank, [page] * len(parts), parts, batch)
+
     def _cancel_stale_fetches(self) -> None:
         slots = self._scheduler.slots
-        for epoch, (sequence, fetch) in list(self._fetches.items()):
-            if sequence.slot < 0 or slots.epoch[sequence.slot] != epoch:
-                fetch.cancel()
+        for epoch, fetch in list(self._fetches.items()):
+            if fetch.sequence.slot < 0 or slots.epoch[fetch.sequence.slot] != epoch:
+                fetch.load.cancel()
                 del self._fetches[epoch]
 
-    def _pop_offloads(self) -> list[list[tuple[PageKey, int]]]:
+    def _pop_offloads(self) -> list[list[Offload]]:
         """Dequeues the pages to offload with this step, by rank; drops pages not findable, or stored already."""
-        offload_queue, caches = self._scheduler.offload_queue, self._scheduler.caches
-        mine: list[list[tuple[PageKey, int]]] = [[] for _ in caches]
+        offload_queue, pages = self._scheduler.offload_queue, self._scheduler.pages
+        mine: list[list[Offload]] = [[] for _ in pages.caches]
         for _ in range(len(offload_queue)):
-            rank, key, page = offload_queue[0]
-            if len(mine[rank]) == self._most:
+            each = offload_queue[0]
+            if len(mine[each.rank]) == self._most:
                 break
             offload_queue.popleft()
-            if caches[rank].is_page_of(key, page) and self._by_rank.of(rank).lacks(key):
-                mine[rank].append((key, page))
+            cache = pages.caches[each.rank] if each.part is None else pages.window(each.rank)
+            if cache.is_page_of(each.key, each.page) and self._by_rank.of(each.rank).lacks(self._tier_key(each)):
+                mine[each.rank].append(each)
         return mine
 
-    def _offload_copies(self, departing: list[list[tuple[PageKey, int]]]) -> list[PageCopy]:
+    def _tier_key(self, page: Offload) -> PageKey:
+        """Returns the key under which the tiers have a page, or a part of a window page."""
+        return page.key if page.part is None else window_keys(page.key, self._tiers.window_parts)[page.part]
+
+    def _offload_copies(self, departing: list[list[Offload]]) -> list[PageCopy]:
+        pages = [[each for each in mine if each.part is None] for mine in departing]
+        parts = [[each for each in mine if each.part is not None] for mine in departing]
+        return [*self._copies_out(pages), *self._copies_out(parts)]
+
+    def _copies_out(self, departing: list[list[Offload]]) -> list[PageCopy]:
+        """Returns the copies of pages, or of parts of window pages, of each rank."""
         copies, most = [], self._buckets[-1]
         for start in range(0, max(map(len, departing), default=0), most):
             chosen = {rank: mine[start : start + most] for rank, mine in enumerate(departing) if len(mine) > start}
-            pages = {rank: [page for _, page in each] for rank, each in chosen.items()}
-            keys = {rank: [key for key, _ in each] for rank, each in chosen.items()}
+            pages = {rank: [each.page for each in mine] for rank, mine in chosen.items()}
+            parts = {rank: [each.part for each in mine if each.part is not None] for rank, mine in chosen.items()}
+            keys = {rank: [self._tier_key(each) for each in mine] for rank, mine in chosen.items()}
             size = bucket(self._buckets, max(map(len, pages.values())))
-            copies.append(PageCopy(self._table(pages, size), keys))
+            table = self._table(parts, size) if any(parts.values()) else None
+            copies.append(PageCopy(self._table(pages, size), keys, parts=table))
         return copies
 
     def _load_copies(self, incoming: list[_Incoming]) -> list[PageCopy]:
         """Joins batches of different ranks and of one size, which are copied at once."""
-        queues: dict[tuple[int, int], list[_Incoming]] = defaultdict(list)
-        for rank, pages, batch in incoming:
-            queues[batch.bucket, rank].append((rank, pages, batch))
-        turns: dict[tuple[int, int], dict[int, _Incoming]] = defaultdict(dict)
-        for (size, rank), mine in queues.items():
+        queues: dict[tuple[int, bool, int], list[_Incoming]] = defaultdict(list)
+        for each in incoming:
+            queues[each.batch.bucket, each.parts is None, each.rank].append(each)
+        turns: dict[tuple[int, bool, int], dict[int, _Incoming]] = defaultdict(dict)
+        for (size, are_pages, rank), mine in queues.items():
             for turn, each in enumerate(mine):
-                turns[size, turn][rank] = each
-        return [self._copy_in(group, size) for (size, _), group in turns.items()]
+                turns[size, are_pages, turn][rank] = each
+        return [self._copy_in(group, size) for (size, *_), group in turns.items()]
 
     def _copy_in(self, group: dict[int, _Incoming], size: int) -> PageCopy:
-        batches = {rank: batch for rank, _, batch in group.values()}
+        batches = {rank: each.batch for rank, each in group.items()}
+        parts = {rank: each.parts for rank, each in group.items() if each.parts is not None}
         return PageCopy(
-            self._table({rank: pages for rank, pages, _ in group.values()}, size),
+            self._table({rank: each.pages for rank, each in group.items()}, size),
             values={rank: batch.payloads for rank, batch in batches.items() if isinstance(batch, PageBatch)},
             loads={rank: batch.number for rank, batch in batches.items() if isinstance(batch, RemoteBatch)},
+            parts=self._table(parts, size) if parts else None,
         )
 
     def _table(self, pages: dict[int, list[int]], size: int) -> np.ndarray:
@@ -318,14 +374,25 @@ class PagesPlanner:
 
 
 def programs(layout: Layout) -> Iterator[ProgramSpec]:
-    """Yields one program per bucket and direction."""
+    """Yields one program per bucket and direction, and one for parts of window pages where the model has a window."""
     cfg, one = layout.cfg, payload_shape(layout.model_cfg, layout.cfg.cache_dtype)
-    groups = layout.model_cfg.cache_groups(cfg.cache_dtype)
+    groups = groups_of(layout.model_cfg, cfg.cache_dtype, "context")
     out, into = (functools.partial(body, groups) for body in (gather_pages, scatter_pages))
-    for count in page_buckets(page_bytes(layout.model_cfg, cfg.cache_dtype)):
+    size, windows = (
+        page_bytes(layout.model_cfg, cfg.cache_dtype),
+        groups_of(layout.model_cfg, cfg.cache_dtype, "window"),
+    )
+    for count in page_buckets(size):
         pages, values = layout.array(count), layout.array(count, *one.shape, dtype=one.dtype)
         yield layout.per_rank(Key(OUT, count), out, (layout.pages, pages), padding={1: -1})
         yield layout.per_rank(Key(IN, count), into, (layout.pages, pages, values), donated=(0,), padding={1: -1})
+        if not windows:
+            continue
+        parts_out = functools.partial(gather_window_parts, windows, size)
+        parts_in, given = functools.partial(scatter_window_parts, windows), (layout.pages, pages, pages)
+        values = layout.array(count, size, dtype=jnp.uint8)
+        yield layout.per_rank(Key(WINDOW_OUT, count), parts_out, given, padding={1: -1})
+        yield layout.per_rank(Key(WINDOW_IN, count), parts_in, (*given, values), donated=(0,), padding={1: -1})
 
 
 class PagesWorker:
@@ -344,9 +411,9 @@ class PagesWorker:
 
     def _take_out(self, copy: PageCopy) -> list[jax.Array]:
         devices = self._devices
-        program = devices.programs.get(Key(OUT, copy.pages.shape[1]))
+        program = devices.programs.get(Key(OUT if copy.parts is None else WINDOW_OUT, copy.pages.shape[1]))
         ranks = devices.layout.first_local_rank + np.flatnonzero(copy.pages[:, 0] >= 0)
-        taken = devices.rank_shards(program(devices.pages, devices.put(copy.pages)), ranks)
+        taken = devices.rank_shards(program(devices.pages, *self._where(copy)), ranks)
         for array in taken:
             array.copy_to_host_async()
         return taken
@@ -354,11 +421,19 @@ class PagesWorker:
     def _put_in(self, copy: PageCopy) -> jax.Array:
         devices, layout, count = self._devices, self._devices.layout, copy.pages.shape[1]
         one = payload_shape(layout.model_cfg, layout.cfg.cache_dtype)
+        if copy.parts is not None:
+            one = jax.ShapeDtypeStruct((page_bytes(layout.model_cfg, layout.cfg.cache_dtype),), jnp.uint8)
         shape, first = (count, *one.shape), layout.first_local_rank
         values = {first + rank: each.view(one.dtype).reshape(shape) for rank, each in copy.values.items()}
-        program, put = devices.programs.get(Key(IN, count)), devices.put_ranks(values, shape, one.dtype)
-        devices.pages, written = program(devices.pages, devices.put(copy.pages), put)
+        program = devices.programs.get(Key(IN if copy.parts is None else WINDOW_IN, count))
+        put = devices.put_ranks(values, shape, one.dtype)
+        devices.pages, written = program(devices.pages, *self._where(copy), put)
         return local_part(written)
+
+    def _where(self, copy: PageCopy) -> tuple[jax.Array, ...]:
+        """Returns the pages of a copy on the devices, and the parts of window pages."""
+        tables = (copy.pages,) if copy.parts is None else (copy.pages, copy.parts)
+        return tuple(map(self._devices.put, tables))
 
 
 class PagesFollower:

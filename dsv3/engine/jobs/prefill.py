@@ -15,7 +15,7 @@ from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.form_selection import ANY_LENGTH, capacity, prefill_form, prefill_forms
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.device.state import HEADER, DecodeState, control_rows, last_rows, ragged_batch
+from dsv3.engine.device.state import HEADER, DecodeState, chunk_columns, control_rows, last_rows, ragged_batch
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs import prompt_logprobs
 from dsv3.engine.jobs.sample import (
@@ -34,6 +34,7 @@ from dsv3.scheduler.cost import prefill_cost
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.results import CapacityFactor, process_results
 from dsv3.scheduler.sequence import Chunk, Sequence
+from dsv3.scheduler.windows import WindowPages
 from sharding.processes import local_part
 
 NAME = "prefill"
@@ -41,6 +42,8 @@ NAME = "prefill"
 
 class PrefillCommand(Command, frozen=True, tag=0):
     """Chunks of several ranks, in the order of the ranks, without padding of tokens and page tables.
+
+    `windows` are the window pages at the indices of `pages`, -1 for none, for a model with a window.
 
     `bucket` is the size of the batch, and `has_context` says whether a chunk has tokens before it. Row i of `header` is
     a chunk: rank, pages, then `HEADER` columns. `tokens` and `pages` are those of all chunks, concatenated. With
@@ -61,6 +64,7 @@ class PrefillCommand(Command, frozen=True, tag=0):
     keys: int = ANY_LENGTH
     pairs: int = 0
     sample: SampleCommand | None = None
+    windows: np.ndarray | None = None  # int32
 
     def part(self, ranks: range) -> "PrefillCommand":
         """Returns the chunks of `ranks`."""
@@ -73,6 +77,7 @@ class PrefillCommand(Command, frozen=True, tag=0):
             header=header,
             tokens=self.tokens[tokens[first] : tokens[last]],
             pages=self.pages[pages[first] : pages[last]],
+            windows=None if self.windows is None else self.windows[pages[first] : pages[last]],
             sample=None if self.sample is None else self.sample.part(ranks),
         )
 
@@ -82,9 +87,9 @@ class PrefillCommand(Command, frozen=True, tag=0):
         return len(self.tokens)
 
     def arrays(self, ranks: int, cfg: EngineConfig) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the batch of each of `ranks` ranks: tokens `[ranks, T]`, chunks `[ranks, B, HEADER + Mp]`."""
+        """Returns the batch of each of `ranks` ranks: tokens `[ranks, T]`, chunks `[ranks, B, columns]`."""
         tokens = np.zeros((ranks, self.bucket), np.int32)
-        rows = np.zeros((ranks, cfg.prefill_rows(self.bucket), HEADER + cfg.pages_per_seq), np.int32)
+        rows = np.zeros((ranks, cfg.prefill_rows(self.bucket), chunk_columns(cfg)), np.int32)
         rows[..., 0] = cfg.max_num_seqs
         token_starts, page_starts = self._starts
         filled, at = [0] * ranks, [0] * ranks
@@ -93,6 +98,9 @@ class PrefillCommand(Command, frozen=True, tag=0):
             row = rows[rank, filled[rank]]
             row[:HEADER] = chunk[2:]
             row[HEADER : HEADER + num_pages] = self.pages[page_starts[i] : page_starts[i + 1]]
+            if self.windows is not None:
+                first = HEADER + cfg.pages_per_seq
+                row[first : first + num_pages] = self.windows[page_starts[i] : page_starts[i + 1]]
             tokens[rank, at[rank] : at[rank] + count] = self.tokens[token_starts[i] : token_starts[i + 1]]
             filled[rank] += 1
             at[rank] += count
@@ -124,7 +132,9 @@ class PrefillPlanner:
         if not any(scheduler.prefilling) or self._waits_for_batch(step):
             return []
         chunks = self._chunks()
-        command = _command(chunks, self._bucket(chunks), self._cfg)
+        if not any(chunks):
+            return []  # window pages will be released by steps in flight
+        command = _command(chunks, self._bucket(chunks), self._cfg, scheduler.windows)
         if self._cfg.num_ranks > 1:
             self._record_balance(command.header)
         rows, starting = self._mark_launched(chunks)
@@ -173,7 +183,7 @@ class PrefillPlanner:
             if holds and overflowed:
                 scheduler.recompute(chunk.sequence, chunk.start)
             elif holds:
-                scheduler.publish(chunk.sequence, chunk.stop)
+                scheduler.on_computed(chunk.sequence, chunk.stop)
             scheduler.prompt_tokens += 0 if overflowed else chunk.stop - chunk.start
 
     def stats(self) -> PrefillBalance | None:
@@ -182,12 +192,15 @@ class PrefillPlanner:
 
     def _chunks(self) -> list[list[Chunk]]:
         """Returns the chunks of a step, by rank."""
-        prefilling = self._scheduler.prefilling
+        prefilling, windows = self._scheduler.prefilling, self._scheduler.windows
         rows = self._cfg.prefill_rows(self._cfg.prefill_buckets[-1])
         budget = max(1, self._cfg.max_num_batched_tokens // self._capacity.factor)
         dealt = self._scheduler.balancer.schedule_chunks(prefilling, rows, budget)
         each = zip(prefilling, dealt, strict=True)
-        return [self._rank_chunks(mine, counts) if mine else [] for mine, counts in each]
+        chunks = [self._rank_chunks(mine, counts) if mine else [] for mine, counts in each]
+        if windows is None:
+            return chunks
+        return [[c for c in mine if windows.take_for_chunk(c.sequence, c.start, c.stop)] for mine in chunks]
 
     def _rank_chunks(self, prefilling: list[Sequence], counts: list[int]) -> list[Chunk]:
         """Returns the chunks of a rank; chunks with prompt log-probabilities come first."""
@@ -231,7 +244,9 @@ class PrefillPlanner:
         self._balance.update(*(np.bincount(rank, each, self._cfg.num_ranks) for each in (count, cost)))
 
 
-def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> PrefillCommand:
+def _command(
+    chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig, windows: WindowPages | None = None
+) -> PrefillCommand:
     flat = [(rank, c) for rank, mine in enumerate(chunks) for c in mine]
     sequences = [c.sequence for _, c in flat]
     fields = [_header_fields(rank, chunk, cfg.max_num_seqs) for rank, chunk in flat]
@@ -251,6 +266,7 @@ def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> Prefi
         int(stop.max()),
         cfg.page_size * int(np.bincount(rank, -(-stop // cfg.page_size)).max()),
         int(np.bincount(rank, count * start).max()),
+        windows=None if windows is None else np.concatenate([windows.row(sequence) for sequence in sequences]),
     )
 
 
@@ -314,10 +330,11 @@ class PrefillWorker:
         form = prefill_form(devices.layout, command.bucket, *about)
         program = devices.programs.get(Key(NAME, command.bucket, form))
         batch = devices.put(tokens), devices.put(rows)
-        devices.pages, devices.state, scores, hidden, slots = program(
+        devices.pages, devices.state, scores, hidden, draft_input, slots = program(
             devices.params, devices.pages, devices.state, *batch
         )
-        return Forward(slots, scores if command.samples else None, hidden, batch)
+        draft_input = hidden if draft_input is None else draft_input
+        return Forward(slots, scores if command.samples else None, hidden, draft_input, batch)
 
 
 def prefill_body(
@@ -331,29 +348,35 @@ def prefill_body(
     form: AttentionForm,
     capacity: int,
     program: int,
-) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array, jax.Array]:
-    """Runs the chunks `rows` `[B, HEADER + Mp]` over `tokens` `[T]`, for one rank; enters them into the state.
+) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array, jax.Array | None, jax.Array]:
+    """Runs the chunks `rows` `[B, columns]` over `tokens` `[T]`, for one rank; enters them into the state.
 
-    Returns pages, state, scores `[Xn, B, 1, W / Xn]` after each chunk's last token, hidden states, and the slots `[B]`
-    to sample: none where a buffer between devices overflowed. The hidden states are those of all tokens `[T, D]` if
-    there is a drafter, else of the first tokens, whose log-probabilities may be needed. `form` and `capacity` of the
-    batch are chosen on the host. `program` is the number of its counters.
+    Returns pages, state, scores `[Xn, B, 1, W / Xn]` after each chunk's last token, hidden states, what a module takes
+    of all tokens where that is something else, and the slots `[B]` to sample: none where a buffer between devices
+    overflowed. The hidden states are those of all tokens `[T, D]` if a module takes them, else of the first tokens,
+    whose log-probabilities may be needed. `form` and `capacity` of the batch are chosen on the host. `program` is the
+    number of its counters.
     """
     functions, cfg = layout.functions, layout.model_cfg
     slots, count, context, follows = (rows[:, i] for i in range(4))
-    batch = ragged_batch(tokens, rows, form, capacity)
+    batch = ragged_batch(layout.cfg, tokens, rows, form, capacity)
     out = functions.prefill(params, cfg, batch, pages)
     scores = functions.scores(params, cfg, out.hidden[last_rows(batch)][:, None])
+    window_table = state.window_table
+    if window_table is not None:
+        window_table = window_table.at[slots].set(batch.window_table, mode="drop")
     state = DecodeState(
         tokens=state.tokens,
         lengths=state.lengths.at[slots].set(context + count, mode="drop"),
         page_table=state.page_table.at[slots].set(batch.page_table, mode="drop"),
+        window_table=window_table,
         controls=state.controls.at[slots].set(rows[:, 4:HEADER], mode="drop"),
         counters=layout.update_counters(state.counters, out, program),
     )
     sampling = jnp.where(follows < 0, slots, state.lengths.shape[0])
     hidden = out.hidden[: prompt_logprobs.num_hidden_rows(layout, tokens.shape[0])]
-    return out.pages, state, scores, hidden, layout.sampling_slots(sampling, out)
+    draft_input = layout.draft_input(out) if cfg.hyper_connections is not None else None
+    return out.pages, state, scores, hidden, draft_input, layout.sampling_slots(sampling, out)
 
 
 KIND = JobKind(

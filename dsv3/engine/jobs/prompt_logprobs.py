@@ -34,7 +34,8 @@ _PART = 256  # tokens per output: an API server encodes an output to JSON withou
 
 def num_hidden_rows(layout: Layout, size: int) -> int:
     """Returns how many hidden states a prefill of `size` tokens returns; chunks that need them come first."""
-    return size if layout.functions.draft is not None else min(size, MAX_PROMPT_LOGPROB_TOKENS)
+    drafts = layout.functions.draft is not None and layout.model_cfg.hyper_connections is None
+    return size if drafts else min(size, MAX_PROMPT_LOGPROB_TOKENS)
 
 
 def prompt_logprob_outputs(
@@ -94,7 +95,7 @@ def prompt_logprobs_body(
     20]` of the likeliest. Behind a prompt's end they are undefined.
     """
     count = min(hidden.shape[0], MAX_PROMPT_LOGPROB_TOKENS)
-    after = next_tokens(ragged_batch(tokens, rows), rows, jnp.zeros((), jnp.int32))
+    after = next_tokens(ragged_batch(layout.cfg, tokens, rows), rows, jnp.zeros((), jnp.int32))
     blocks = -(-count // _BLOCK)
     padding = blocks * _BLOCK - count
 

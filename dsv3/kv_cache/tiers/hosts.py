@@ -135,7 +135,7 @@ class RemoteTiers(HostTiers):
 
     def __init__(self, like: Tiers, events: EventQueue | None, ranks: range) -> None:
         settings = like.payload_bytes, like.buckets, like.page_size, like.now, like.compute_rate
-        super().__init__(*settings, like.is_store_configured, like.can_fetch)
+        super().__init__(*settings, like.is_store_configured, like.can_fetch, like.window_parts)
         self._like, self._events, self._ranks = like, events, ranks
         self._keys: set[Key] = set()
         self._orders: list[Order] = []

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dsv3.kv_cache.page_keys import Key
+from dsv3.kv_cache.page_keys import Key, is_window_key, window_keys
 from dsv3.kv_cache.tiers.counts import Rate, TierCounts, is_loading_faster
 from dsv3.kv_cache.tiers.host_pool import HostPool, Staging
 from dsv3.kv_cache.tiers.store import PageStore
@@ -39,6 +39,8 @@ _BATCHES_AHEAD = 2  # of one prefix: one on its way to the device, one being rea
 _MAX_BATCHES = 16  # of all prefixes
 _MAX_LOOKUPS = 1024  # that a store has not answered
 _BACKLOG_BYTES = 2**29
+_MOST_TRIED = 64  # pages, the last ones of a prefix, behind which it may be continued
+_WINDOWS_FETCHED = 2  # pages for which another instance may have a window page, besides the last one asked for
 _SUSPEND_S = 60.0  # of a store that has exceeded a timeout
 _log = logging.getLogger(__name__)
 
@@ -99,14 +101,17 @@ class Lookup:
         if (error := self.answer.exception()) is not None:
             _log.error("the lookup of a prefix in the offload tiers has failed; it is computed", exc_info=error)
             return self.first
-        return self.first + self.answer.result()
+        count = self.answer.result()
+        # Without a window page that was found, host memory may still have one.
+        return self.first + count if count or not self.tiers.window_parts else 0
 
 
 class HostTiers(abc.ABC):
     """Offload tiers of one process, with pages of `page_size` tokens and `payload_bytes` bytes.
 
     `buckets` are the numbers of pages, ascending, that are copied to or from a device at once. `compute_rate` is in
-    prompt tokens per second. Pages of other instances are fetched if `can_fetch`.
+    prompt tokens per second. Pages of other instances are fetched if `can_fetch`. Where a model has a window, a prefix
+    can be continued only with the window page of its last page, of which the tiers keep `window_parts` parts.
     """
 
     _orders_wait = False  # for a step: then a late answer is no sign of a slow store
@@ -120,7 +125,9 @@ class HostTiers(abc.ABC):
         compute_rate: Rate,
         is_store_configured: bool,
         can_fetch: bool,
+        window_parts: int = 0,
     ) -> None:
+        self.window_parts = window_parts
         self.payload_bytes, self.buckets, self.page_size, self.now = payload_bytes, tuple(buckets), page_size, now
         self.is_store_configured, self.can_fetch = is_store_configured, can_fetch
         self.compute_rate = compute_rate
@@ -191,6 +198,17 @@ class HostTiers(abc.ABC):
         """Returns how many leading `keys` are in host memory."""
         return next((i for i, key in enumerate(keys) if self.lacks(key)), len(keys))
 
+    def can_continue(self, key: Key) -> bool:
+        """Returns whether host memory has what it takes to continue a prefix behind the page of `key`."""
+        return not any(map(self.lacks, window_keys(key, self.window_parts)))
+
+    def continued_depth(self, keys: Sequence[Key], first: int, stop: int) -> int:
+        """Returns the most leading `keys`, `first` to `stop`, behind which host memory can continue; else `first`."""
+        if not self.window_parts:
+            return stop
+        least = max(first, stop - _MOST_TRIED)
+        return next((depth for depth in range(stop, least, -1) if self.can_continue(keys[depth - 1])), first)
+
     def record_query(self, pages: int) -> None:
         """Counts pages that a request would load if the tiers had them."""
         self.host.queries += pages * self.page_size
@@ -233,11 +251,12 @@ class HostTiers(abc.ABC):
         """
         stop = max(first, min(found, len(keys)))
         stop += self.num_in_host_memory(keys[stop:])
+        if stop != found:
+            stop = self.continued_depth(keys, max(first, min(found, stop)), stop)
         count = stop - first
         rate = self._rates["host" if self.num_in_host_memory(keys[first:stop]) == count else "store"]
-        pays = is_loading_faster(
-            count * self.page_size, count * self.payload_bytes, rate.value, self.compute_rate.value
-        )
+        size = (count + self.window_parts) * self.payload_bytes
+        pays = is_loading_faster(count * self.page_size, size, rate.value, self.compute_rate.value)
         return count if pays else 0
 
     def suspend_store(self) -> None:
@@ -266,9 +285,11 @@ class Tiers(HostTiers):
         now: Callable[[], float] = time.monotonic,
         *,
         page_size: int,
+        window_parts: int = 0,
     ) -> None:
         has_store, has_peers = store is not None, peers is not None
-        super().__init__(host_pool.payload_bytes, buckets, page_size, now, Rate(now), has_store, has_peers)
+        settings = host_pool.payload_bytes, buckets, page_size, now, Rate(now), has_store, has_peers, window_parts
+        super().__init__(*settings)
         self._host_pool, self._store, self._peers = host_pool, store, peers
         self._loaders, self._fetchers = workers(_LOAD_THREADS, "kv-load"), workers(_FETCH_THREADS, "kv-fetch")
         self._store_readers, self._lookup_threads = workers(_LOAD_THREADS, "kv-read"), workers(_LOAD_THREADS, "kv-ask")
@@ -389,7 +410,7 @@ class Tiers(HostTiers):
         self._rates[tier].update(got * self.payload_bytes, seconds)
         if got:
             with self._lock:
-                counts.hits += got * self.page_size
+                counts.hits += self.page_size * sum(not is_window_key(key) for key in keys[:got])
                 counts.record_load(got * self.payload_bytes, seconds)
         return got
 
@@ -399,38 +420,58 @@ class Tiers(HostTiers):
         `measures` is False where pages are still being computed: then the time says nothing about the rate.
         """
         assert self._peers is not None
-        started, count = self.now(), 0
+        started, count, tokens = self.now(), 0, 0
 
         def on_page(key: Key, payload: np.ndarray) -> None:
-            nonlocal count
+            nonlocal count, tokens
             count += 1
+            tokens += 0 if is_window_key(key) else self.page_size
             self._host_pool.put(key, payload)
 
+        def fetch(keys: Sequence[Key], patience_s: float) -> None:
+            assert self._peers is not None
+            self._peers.fetch(address, [key for key in keys if key not in self._host_pool], patience_s, on_page)
+
         try:
-            self._peers.fetch(address, [key for key in keys if key not in self._host_pool], PATIENCE_S, on_page)
+            fetch([*keys, *window_keys(keys[-1], self.window_parts)], PATIENCE_S)
+            found = self.num_in_host_memory(keys)
+            for depth in range(found, max(0, found - _WINDOWS_FETCHED), -1):
+                if self.can_continue(keys[depth - 1]):
+                    break
+                fetch(window_keys(keys[depth - 1], self.window_parts), 0.0)
         except OSError as error:
             self._on_fetch_error(error)
         seconds = self.now() - started
         with self._lock:
-            self.peer.hits += count * self.page_size
+            self.peer.hits += tokens
             self.peer.record_load(count * self.payload_bytes, seconds)
         if measures:
             self._rates["peer"].update(count * self.payload_bytes, seconds)
         self.wake()
-        return self.num_in_host_memory(keys)
+        return self.continued_depth(keys, 0, self.num_in_host_memory(keys))
 
     def _on_not_found(self, error: BaseException, keys: Sequence[Key]) -> int:
         """Records that a bootstrap room was not found; returns how many leading `keys` are in host memory anyway."""
         self._on_fetch_error(error)
         self.wake()
-        return self.num_in_host_memory(keys)
+        return self.continued_depth(keys, 0, self.num_in_host_memory(keys))
 
     def _on_fetch_error(self, error: BaseException) -> None:
         self.peer.failures += 1
         self._warn("pages could not be fetched from another instance; they are computed", error)
 
     def _count(self, keys: Sequence[Key]) -> int:
-        return 0 if self._store is None else self._guarded(self._store.count, keys) or 0
+        """Returns how many leading `keys` the store has and can continue."""
+        if self._store is None:
+            return 0
+        count = self._guarded(self._store.count, keys) or 0
+        if not self.window_parts:
+            return count
+        for depth in range(count, max(0, count - _MOST_TRIED), -1):
+            missing = [part for part in window_keys(keys[depth - 1], self.window_parts) if part not in self._host_pool]
+            if (self._guarded(self._store.count, missing) or 0) == len(missing):
+                return depth
+        return 0
 
     def _insert_into_host_pool(self, keys: Sequence[Key], payloads: np.ndarray) -> None:
         started = self.now()
@@ -488,10 +529,12 @@ def _forward_result[T](done: "Future[T]", to: "Future[T]") -> None:
 
 
 class PrefixLoad:
-    """Loads a run of pages to a device, batch after batch."""
+    """Loads a run of pages to a device, batch after batch; before them the window page of the last one, if any."""
 
     def __init__(self, tiers: HostTiers, keys: Sequence[Key]) -> None:
-        self._tiers, self._keys, self._buckets = tiers, keys, tiers.buckets
+        self.window_parts = tiers.window_parts
+        self._tiers, self._buckets = tiers, tiers.buckets
+        self._keys = [*window_keys(keys[-1], self.window_parts), *keys]
         self._num_submitted = 0  # keys
         self._loading: deque[tuple[Future[PageBatch] | Future[RemoteBatch], int]] = deque()  # with the number of keys
         self._progress = tiers.now()
@@ -505,7 +548,9 @@ class PrefixLoad:
     def advance(self) -> None:
         """Submits the next batches, within the limits."""
         while self._num_submitted < len(self._keys) and len(self._loading) < _BATCHES_AHEAD:
-            keys = self._keys[self._num_submitted : self._num_submitted + self._buckets[-1]]
+            first = self._num_submitted
+            most = self.window_parts if first < self.window_parts else len(self._keys)
+            keys = self._keys[first : min(first + self._buckets[-1], most)]
             bucket = next(size for size in self._buckets if size >= len(keys))
             if self._tiers.num_loading_batches >= _MAX_BATCHES:
                 return

@@ -8,7 +8,7 @@ cached latents are keys and values of all heads at once.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,43 @@ from pallas_kernels import dense, mla
 from pallas_kernels.backend import Backend, blocks_host, resolve_backend, with_fallback
 from pallas_kernels.rows import latent_rows, rms_norm, rotate_heads
 from pallas_kernels.search import search
+
+
+class LayerPlace(NamedTuple):
+    """Where a layer is: its number in its stack, and its number among the layers that own pages; they may be traced.
+
+    In compressed attention its entries have a `ratio`, 0 for none, and it is layer number `of_ratio` of these in the
+    stack. `hashed` says that a token's id chooses its experts, `is_target` that DSpark reads what the layer gives.
+    """
+
+    layer: Index
+    cache_layer: Index
+    ratio: int = 0
+    of_ratio: Index = 0
+    hashed: bool = False
+    is_target: bool = False
+
+
+Attend = Callable[[Any, Any, LayerPlace, Any], tuple[jax.Array, Any]]
+"""The attention core of one mode: from projected tokens, parameters, the layer's place and a state to `[T, H, V]`, and
+the updated state (the pages)."""
+
+
+class Attention(Protocol):
+    """How all layers of a step, or of one of its micro-batches, attend. A schedule interleaves the three stages."""
+
+    @property
+    def attend(self) -> Attend:
+        """The stage between the two others."""
+        ...
+
+    def project(self, x: jax.Array, params: Any, place: LayerPlace, numerics: Numerics) -> Any:
+        """Returns what `attend` takes of the block's normed input `x` `[T, D]`."""
+        ...
+
+    def output(self, heads: jax.Array, params: Any, place: LayerPlace, numerics: Numerics) -> jax.Array:
+        """Returns the block's result `[T, D]` from what the heads of this device see, `[T, H, V]`."""
+        ...
 
 
 @jax.tree_util.register_dataclass
@@ -71,29 +108,33 @@ class Projected:
     index: IndexTokens | None = None
 
 
-@jax.named_scope("project")
-def project(
-    x: jax.Array,
-    params: AttentionParams,
-    layer: Index,
-    cache_layer: Index,
-    cfg: ModelConfig,
-    rotation: Rotation,
-    numerics: Numerics,
-) -> Projected:
-    """Returns queries and latents of `x` `[T, D]`, and the indexer's queries and keys if the model has one."""
-    index, backend = None, numerics.backend
-    angles = rotation.cos, rotation.sin
-    down = linear(x, params.qkv_a, layer, numerics)
-    row = latent_rows(down, params.kv_norm, layer, *angles, cfg.latent_norm_eps, backend=backend)
-    if params.q_b is None:
-        q = down[:, : down.shape[1] - cfg.latent_dim]
-    else:
-        latent = rms_norm(down, params.q_norm, layer, cfg.latent_norm_eps, backend=backend)
-        index = index_tokens(x, latent, params.indexer, cache_layer, cfg, rotation, numerics)
-        q = linear(latent, params.q_b, layer, numerics)
-    q = scale_queries(q.reshape(-1, params.k_up.shape[1], cfg.qk_head_dim), rotation)  # the heads of this device
-    return Projected(rotate_heads(q, *angles, backend=backend), row, index)
+@dataclasses.dataclass(frozen=True)
+class LatentAttention:
+    """`Attention` to latents, of T tokens."""
+
+    cfg: ModelConfig
+    rotation: Rotation
+    attend: Attend
+
+    @jax.named_scope("project")
+    def project(self, x: jax.Array, params: AttentionParams, place: LayerPlace, numerics: Numerics) -> Projected:
+        """Returns queries and latents of `x` `[T, D]`, and the indexer's queries and keys if the model has one."""
+        cfg, layer, index, backend = self.cfg, place.layer, None, numerics.backend
+        angles = self.rotation.cos, self.rotation.sin
+        down = linear(x, params.qkv_a, layer, numerics)
+        row = latent_rows(down, params.kv_norm, layer, *angles, cfg.latent_norm_eps, backend=backend)
+        if params.q_b is None:
+            q = down[:, : down.shape[1] - cfg.latent_dim]
+        else:
+            latent = rms_norm(down, params.q_norm, layer, cfg.latent_norm_eps, backend=backend)
+            index = index_tokens(x, latent, params.indexer, place.cache_layer, cfg, self.rotation, numerics)
+            q = linear(latent, params.q_b, layer, numerics)
+        q = q.reshape(-1, params.k_up.shape[1], cfg.qk_head_dim)  # the heads of this device
+        return Projected(rotate_heads(scale_queries(q, self.rotation), *angles, backend=backend), row, index)
+
+    def output(self, heads: jax.Array, params: AttentionParams, place: LayerPlace, numerics: Numerics) -> jax.Array:
+        """Returns the product of the heads side by side with the output projection."""
+        return linear(heads.reshape(heads.shape[0], -1), params.o, place.layer, numerics)
 
 
 def materialize_kv(
@@ -121,17 +162,6 @@ def project_values(out: jax.Array, params: AttentionParams, layer: Index, backen
     return dense.head_gemm(out, params.v_up, layer, backend=backend)
 
 
-class Attend(Protocol):
-    """The attention core of one mode: from projected tokens to `[T, H, V]`, and the updated state (the pages).
-
-    `layer` is the index in the stack `params`; `cache_layer` counts the layers that own pages.
-    """
-
-    def __call__(
-        self, tokens: Projected, params: AttentionParams, layer: Index, cache_layer: Index, state: Any
-    ) -> tuple[jax.Array, Any]: ...
-
-
 Core = Callable[[Projected, AttentionParams, Index, Index, jax.Array], jax.Array]
 """Attends after the pages are written: from tokens, parameters, layer, cache layer and pages to `[T, H, V]`."""
 
@@ -155,7 +185,8 @@ def attend_after_write(
 ) -> Attend:
     """Returns attention that first writes the new tokens' latents. The state is the page pool."""
 
-    def attend(tokens, params, layer, cache_layer, pages):
+    def attend(tokens, params, place, pages):
+        layer, cache_layer = place.layer, place.cache_layer
         latents = write_latents(cfg, pages[LATENTS], tokens, cache_positions, cache_layer, pages_per_layer, backend)
         return core(tokens, params, layer, cache_layer, latents), {**pages, LATENTS: latents}
 

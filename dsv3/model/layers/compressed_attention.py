@@ -7,34 +7,21 @@ sequences, of prefill, or of decode.
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from dsv3.config.model import CompressedAttention, ModelConfig
+from dsv3.model.layers.attention import Attend, LayerPlace
 from dsv3.model.layers.compressor import Contribution, contributions
 from dsv3.model.layers.linear import Index, Numerics, linear
 from dsv3.model.layers.rope import Rotation, rotation
 from dsv3.model.layers.router import router_logits
 from dsv3.model.params import CompressedAttentionParams, CompressorParams, PooledIndexerParams
 from pallas_kernels import dense
+from pallas_kernels.backend import Backend
 from pallas_kernels.rows import rms_norm, rotate_heads
-
-
-class LayerPlace(NamedTuple):
-    """A layer of the model: its number, and its number among the layers of its ratio, which may be traced.
-
-    The first counts stacked parameters of all layers, the second those of compressors. `hashed` says that a token's id
-    chooses its experts.
-    """
-
-    layer: Index
-    ratio: int
-    of_ratio: Index
-    hashed: bool
 
 
 @jax.tree_util.register_dataclass
@@ -58,19 +45,37 @@ class CompressedTokens:
     index: IndexQueries | None  # of layers that choose among entries
 
 
-AttendCompressed = Callable[[CompressedTokens, CompressedAttentionParams, LayerPlace, Any], tuple[jax.Array, Any]]
-"""The attention core of one mode: from tokens, parameters and the layer to `[T, H, d]`, and the state it updates."""
+@dataclasses.dataclass(frozen=True)
+class EntryAttention:
+    """`Attention` to a window and entries, of T tokens at `positions` `[T]`; `attend` takes `CompressedTokens`."""
+
+    cfg: ModelConfig
+    positions: jax.Array
+    rotations: tuple[Rotation, Rotation]  # of layers without entries, and of those with
+    attend: Attend
+
+    @classmethod
+    def at(cls, cfg: ModelConfig, positions: jax.Array, attend: Attend) -> "EntryAttention":
+        """Returns the attention of tokens at `positions` `[T]`."""
+        return cls(cfg, positions, (rotation(cfg, positions), entry_rotation(cfg, positions)), attend)
+
+    def project(
+        self, x: jax.Array, params: CompressedAttentionParams, place: LayerPlace, numerics: Numerics
+    ) -> CompressedTokens:
+        """Returns queries and latents of `x` `[T, D]`, and what the layer's entries are made of."""
+        return project(x, params, place, self.cfg, self.positions, self.rotations[place.ratio > 0], numerics)
+
+    def output(
+        self, heads: jax.Array, params: CompressedAttentionParams, place: LayerPlace, numerics: Numerics
+    ) -> jax.Array:
+        """Returns two products of what heads see, turned back."""
+        return output(heads, params, place.layer, self.rotations[place.ratio > 0], numerics)
 
 
 def compressed_of(cfg: ModelConfig) -> CompressedAttention:
     """Returns the attention of a model that has it."""
     assert cfg.compressed is not None
     return cfg.compressed
-
-
-def rotations(cfg: ModelConfig, positions: jax.Array) -> tuple[Rotation, Rotation]:
-    """Returns how layers without entries, and those with, rotate everything at `positions` `[T]`."""
-    return rotation(cfg, positions), entry_rotation(cfg, positions)
 
 
 def entry_rotation(cfg: ModelConfig, positions: jax.Array) -> Rotation:
@@ -104,7 +109,6 @@ def project(
     """Returns what attention takes of `x` `[T, D]` at `positions` `[T]`, rotated `by` what suits the layer."""
     layer, backend, d = place.layer, numerics.backend, cfg.latent_dim
     down = linear(x, params.qkv_a, layer, numerics)
-    latent = rms_norm(down[:, -d:], params.kv_norm, layer, cfg.rms_norm_eps, backend=backend)
     q_latent = rms_norm(down, params.q_norm, layer, cfg.rms_norm_eps, backend=backend)
     q = linear(q_latent, params.q_b, layer, numerics).reshape(len(x), -1, d)  # the heads of this device
     entries = index = None
@@ -114,10 +118,37 @@ def project(
             index = _index_queries(x, q_latent, params.indexer, place.of_ratio, cfg, positions, by, numerics)
     return CompressedTokens(
         q=rotate_heads(unit_rms(q, cfg.rms_norm_eps), by.cos, by.sin, backend=backend),
-        latent=rotate_heads(latent[:, None], by.cos, by.sin, backend=backend)[:, 0],
+        latent=_latents(down, params, layer, cfg, by, backend),
         entries=entries,
         index=index,
     )
+
+
+def project_latents(
+    x: jax.Array,
+    params: CompressedAttentionParams,
+    layer: Index,
+    cfg: ModelConfig,
+    by: Rotation,
+    numerics: Numerics,
+) -> jax.Array:
+    """Returns the latents `[T, d]` of `x` `[T, D]` alone, as `project` does.
+
+    The rows of the query latent are computed too: a product with some rows of a stack would copy them.
+    """
+    return _latents(linear(x, params.qkv_a, layer, numerics), params, layer, cfg, by, numerics.backend)
+
+
+def _latents(
+    down: jax.Array,
+    params: CompressedAttentionParams,
+    layer: Index,
+    cfg: ModelConfig,
+    by: Rotation,
+    backend: Backend | None,
+) -> jax.Array:
+    latent = rms_norm(down[:, -cfg.latent_dim :], params.kv_norm, layer, cfg.rms_norm_eps, backend=backend)
+    return rotate_heads(latent[:, None], by.cos, by.sin, backend=backend)[:, 0]
 
 
 @jax.named_scope("indexer")

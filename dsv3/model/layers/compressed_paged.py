@@ -28,11 +28,10 @@ from dsv3.config.model import (
 )
 from dsv3.kv_cache.layout import Pool, pages_per_layer
 from dsv3.model.batch import DecodeBatch, PrefillBatch
+from dsv3.model.layers.attention import Attend, LayerPlace
 from dsv3.model.layers.cache_rows import CacheRows, StepRows
 from dsv3.model.layers.compressed_attention import (
-    AttendCompressed,
     CompressedTokens,
-    LayerPlace,
     compressed_of,
     compressor_of,
     entry_rotation,
@@ -48,14 +47,12 @@ from pallas_kernels import dsa
 from pallas_kernels.backend import Backend
 
 
-def prefill_attend_compressed(
-    cfg: ModelConfig, batch: PrefillBatch, backend: Backend | None = None
-) -> AttendCompressed:
+def prefill_attend_compressed(cfg: ModelConfig, batch: PrefillBatch, backend: Backend | None = None) -> Attend:
     """Attends in prefill; the state is the page pool."""
     return functools.partial(_attend, cfg, StepRows.from_prefill(batch), backend)
 
 
-def decode_attend_compressed(cfg: ModelConfig, batch: DecodeBatch, backend: Backend | None = None) -> AttendCompressed:
+def decode_attend_compressed(cfg: ModelConfig, batch: DecodeBatch, backend: Backend | None = None) -> Attend:
     """Attends in decode; the state is the page pool. Raises ValueError for more drafts than rings have rows for."""
     if (drafts := batch.tokens.shape[1] - 1) > DRAFT_ROWS:
         raise ValueError(f"{drafts} drafts: the cache keeps rows for at most {DRAFT_ROWS} in a step")
@@ -90,9 +87,8 @@ class _Layer:
 
     def group_rows(self, pool: Pool, name: str) -> CacheRows:
         """Returns the layer's rows of a cache group."""
-        (group,) = (group for group in self.cfg.cache_groups("float32") if group.name == name)  # of any dtype
-        layer = self.place.layer if name == WINDOW_LATENTS else self.place.of_ratio
-        return CacheRows.of(self.cfg, group, pool, self.rows, layer)
+        layer = self.place.cache_layer if name == WINDOW_LATENTS else self.place.of_ratio
+        return CacheRows.of(self.cfg, name, pool, self.rows, layer)
 
     def complete_entries(
         self, pool: Pool, names: _Names, new: Contribution, params: CompressorParams, dtype: jnp.dtype

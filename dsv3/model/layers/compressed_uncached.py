@@ -4,10 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.config.model import ModelConfig
+from dsv3.model.layers.attention import Attend, LayerPlace
 from dsv3.model.layers.compressed_attention import (
-    AttendCompressed,
     IndexQueries,
-    LayerPlace,
     compressed_of,
     compressor_of,
     entry_rotation,
@@ -22,7 +21,7 @@ from dsv3.model.params import CompressedAttentionParams, CompressorParams
 from pallas_kernels import dsa
 
 
-def uncached_attend(cfg: ModelConfig, batch: int) -> AttendCompressed:
+def uncached_attend(cfg: ModelConfig, batch: int) -> Attend:
     """Attends without a cache: `batch` equally long sequences lie one after the other. The state is None."""
 
     def attend(tokens, params, place, state):

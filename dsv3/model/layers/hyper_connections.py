@@ -1,8 +1,12 @@
-"""Several residual streams, mixed around every block (manifold-constrained hyper-connections, arXiv:2512.24880).
+"""The residual: one stream, or several that are mixed around every block (hyper-connections, arXiv:2512.24880).
 
-A token carries n streams. At the place of a block three things are computed from all of them: `pre`, by which they add
-up to what the block reads; `post`, by which the block's result is added to each; and C, n x n and doubly stochastic, by
-which the streams themselves change places. Everything but the streams is float32.
+`start` makes it from the embeddings. `at` returns it at the place of a block, where it has `read`, what the block works
+on, and `write`, which adds the block's result. `end` returns what the final norm takes. A single stream is the same at
+all places.
+
+Of n streams three things are computed at the place of a block, from all of them: `pre`, by which they add up to what
+the block reads; `post`, by which the block's result is added to each; and C, n x n and doubly stochastic, by which the
+streams themselves change places. Everything but the streams is float32.
 """
 
 import dataclasses
@@ -20,20 +24,46 @@ from pallas_kernels.backend import Backend
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class OneStream:
+    """The residual stream of T tokens."""
+
+    stream: jax.Array  # [T, D]
+
+    def at(self, params: MixingParams | None, layer: Index, cfg: ModelConfig, backend: Backend | None) -> "OneStream":
+        """Returns the stream at the place of a block."""
+        return self
+
+    def read(self) -> jax.Array:
+        """Returns what a block works on, `[T, D]`, before its norm."""
+        return self.stream
+
+    def write(self, *parts: jax.Array) -> "OneStream":
+        """Returns the stream after a block, whose result is the sum of `parts` `[T, D]`."""
+        return OneStream(sum(parts, self.stream))
+
+    def end(self, params: MixingParams | None, cfg: ModelConfig, backend: Backend | None) -> jax.Array:
+        """Returns what the norm behind the last layer takes, `[T, D]`."""
+        return self.stream
+
+    def flat(self) -> jax.Array:
+        """Returns the stream, `[T, D]`."""
+        return self.stream
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Streams:
-    """What T tokens carry from layer to layer: n streams of width D."""
+    """Several residual streams of T tokens, and their means `[T, D]` behind the target layers so far (`with_mean`)."""
 
     streams: jax.Array  # [T, n, D]
-
-    @classmethod
-    def start(cls, embedded: jax.Array, count: int) -> "Streams":
-        """Returns what the first layer gets, from the embeddings `[T, D]`: `count` equal streams."""
-        T, D = embedded.shape
-        return cls(jnp.broadcast_to(embedded[:, None], (T, count, D)))
+    means: tuple[jax.Array, ...] = ()
 
     @jax.named_scope("mixing")
-    def at(self, params: MixingParams, layer: Index, cfg: ModelConfig, backend: Backend | None) -> "MixedStreams":
+    def at(
+        self, params: MixingParams | None, layer: Index, cfg: ModelConfig, backend: Backend | None
+    ) -> "MixedStreams":
         """Returns the streams at the place of a block, whose mixing is layer `layer` of `params`."""
+        assert params is not None  # every place has its own
         hyper = hyper_of(cfg)
         n = hyper.streams
         logits = self._logits(params.weight, layer, cfg, backend)
@@ -41,17 +71,28 @@ class Streams:
         pre = jax.nn.sigmoid(logits[:, :n] * scale[0] + base[:n]) + hyper.eps
         post = 2 * jax.nn.sigmoid(logits[:, n : 2 * n] * scale[1] + base[n : 2 * n])
         between = (logits[:, 2 * n :] * scale[2] + base[2 * n :]).reshape(-1, n, n)
-        return MixedStreams(self.streams, _weighted_sum(pre, self.streams), post, doubly_stochastic(between, hyper))
+        collapsed = _weighted_sum(pre, self.streams)
+        return MixedStreams(self.streams, collapsed, post, doubly_stochastic(between, hyper), self.means)
 
     @jax.named_scope("mixing")
-    def end(self, params: MixingParams, cfg: ModelConfig, backend: Backend | None) -> jax.Array:
+    def end(self, params: MixingParams | None, cfg: ModelConfig, backend: Backend | None) -> jax.Array:
         """Returns what the norm behind the last layer takes, `[T, D]`; `params` have no leading axis of layers."""
+        assert params is not None
         logits = self._logits(params.weight[None], 0, cfg, backend)
         return _weighted_sum(jax.nn.sigmoid(logits * params.scale + params.base) + hyper_of(cfg).eps, self.streams)
 
+    def flat(self) -> jax.Array:
+        """Returns the streams side by side, `[T, n * D]`."""
+        return self.streams.reshape(len(self.streams), -1)
+
+    def with_mean(self) -> "Streams":
+        """Returns the streams, with their mean behind those of earlier layers."""
+        mean = self.streams.astype(jnp.float32).mean(1).astype(self.streams.dtype)
+        return dataclasses.replace(self, means=(*self.means, mean))
+
     def _logits(self, weight: jax.Array, layer: Index, cfg: ModelConfig, backend: Backend | None) -> jax.Array:
         """Returns the logits float32 `[T, M]` of all streams, over one root mean square of them together."""
-        flat = self.streams.reshape(len(self.streams), -1)
+        flat = self.flat()
         mean_square = jnp.mean(jnp.square(flat.astype(jnp.float32)), axis=-1, keepdims=True)
         return router_logits(flat, weight, layer, backend) * lax.rsqrt(mean_square + cfg.rms_norm_eps)
 
@@ -59,12 +100,13 @@ class Streams:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MixedStreams:
-    """The streams around one block, between what it reads and what it writes."""
+    """Several streams at the place of a block, between what it reads and what it writes."""
 
     streams: jax.Array  # [T, n, D]
     collapsed: jax.Array  # [T, D]
     post: jax.Array  # [T, n] float32
     between: jax.Array  # [T, n, n] float32: from stream j, the second axis, to stream k, the third
+    means: tuple[jax.Array, ...]
 
     def read(self) -> jax.Array:
         """Returns what the block works on, `[T, D]`, before its norm."""
@@ -75,7 +117,29 @@ class MixedStreams:
         """Returns the streams after the block, whose result is the sum of `parts` `[T, D]`."""
         y = jnp.stack([part.astype(jnp.float32) for part in parts]).sum(0)
         moved = jnp.einsum("tjk,tjd->tkd", self.between, self.streams.astype(jnp.float32), precision="highest")
-        return Streams((self.post[..., None] * y[:, None] + moved).astype(self.streams.dtype))
+        return Streams((self.post[..., None] * y[:, None] + moved).astype(self.streams.dtype), self.means)
+
+
+Residual = OneStream | Streams
+"""The residual between blocks."""
+
+Block = OneStream | MixedStreams
+"""The residual at the place of a block."""
+
+
+def start(cfg: ModelConfig, embedded: jax.Array) -> Residual:
+    """Returns the residual before the first layer, from the embeddings `[T, D]`: they are its one stream, or all."""
+    if cfg.hyper_connections is None:
+        return OneStream(embedded)
+    T, D = embedded.shape
+    return Streams(jnp.broadcast_to(embedded[:, None], (T, cfg.hyper_connections.streams, D)))
+
+
+def residual_of(cfg: ModelConfig, flat: jax.Array) -> Residual:
+    """Returns the residual whose `flat` is `[T, D]` of one stream, or `[T, n * D]` of n."""
+    if cfg.hyper_connections is None:
+        return OneStream(flat)
+    return Streams(flat.reshape(len(flat), cfg.hyper_connections.streams, -1))
 
 
 def doubly_stochastic(logits: jax.Array, hyper: HyperConnections) -> jax.Array:

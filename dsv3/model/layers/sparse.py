@@ -114,7 +114,8 @@ def sparse_attend(
     `number` is that of the micro-batch. The state is the page pool, or `SharedTopk`.
     """
 
-    def attend(tokens, params, layer, cache_layer, state):
+    def attend(tokens, params, place, state):
+        layer, cache_layer = place.layer, place.cache_layer
         pages = _written(cfg, tokens, rows.cache_positions, cache_layer, state_pages(state), pages_per_layer, backend)
 
         def all_tokens() -> jax.Array:

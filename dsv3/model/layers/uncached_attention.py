@@ -21,9 +21,9 @@ def causal_attend(cfg: ModelConfig, batch: int, numerics: Numerics) -> Attend:
     The state is None, or the top-k mask if layers share an indexer's top-k (`initial_topk_mask`).
     """
 
-    def attend(tokens, params, layer, cache_layer, state):
-        q, k, v = _heads(batch, tokens, params, layer, numerics)
-        pairs = _pairs(cfg, batch, tokens, cache_layer, state, q.shape[1])
+    def attend(tokens, params, place, state):
+        q, k, v = _heads(batch, tokens, params, place.layer, numerics)
+        pairs = _pairs(cfg, batch, tokens, place.cache_layer, state, q.shape[1])
         out = softmax_attention(q, k, v, pairs, cfg.softmax_scale)
         return out.reshape(-1, *v.shape[2:]), None if state is None else pairs
 

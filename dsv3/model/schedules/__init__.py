@@ -13,12 +13,10 @@ It takes any transport; with `RAGGED` nothing is hidden.
 import dataclasses
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from dsv3.model.decoder import LayerContext, MoeLayers, Residual, Stack, run_layers
+from dsv3.model.decoder import LayerContext, MoeLayers, Stack, run_layers, scan_layers
 from dsv3.model.layers.expert_parallel import with_overflows
 from dsv3.model.layers.experts import RouterStats
+from dsv3.model.layers.hyper_connections import Residual
 from dsv3.model.schedules import overlapped
 from dsv3.model.schedules.stages import MicroBatch
 from sharding.wire.collectives import in_program_order
@@ -45,27 +43,28 @@ def _run_plain(
 
 
 def _run_hooked(
-    stack: Stack, contexts: tuple[LayerContext, ...], x: tuple[Residual, ...], pages: jax.Array
-) -> tuple[tuple[Residual, ...], jax.Array, RouterStats]:
+    stack: Stack, contexts: tuple[LayerContext, ...], x: tuple[Residual, ...], pages: Any
+) -> tuple[tuple[Residual, ...], Any, RouterStats]:
     """Runs `decoder.MoeLayers` of one batch over `ExpertParallel` experts."""
     (context,), (residual,) = contexts, x
     batch = MicroBatch(stack, context)
     parallel = batch.parallel
 
-    def body(carry, layer):
+    def body(carry, place):
         x, pages = carry
-        experts = stack.experts(layer, context.numerics)
-        x, pages = batch.attention(layer, x, pages)
-        normed, routing = batch.choose(layer, x)
+        experts = stack.experts(place, context.numerics)
+        block, pages = batch.attention(place, x, pages)
+        normed, routing = batch.choose(place, block)
         handle = parallel.start(normed, routing, experts)
-        shared = batch.shared(layer, normed)
+        shared = batch.shared(place, normed)
         y, router_stats = parallel.finish(handle, routing, experts)
-        return (batch.add(layer, x, y, shared), pages), router_stats
+        return (batch.add(place, block, y, shared), pages), router_stats
 
-    layers = jnp.arange(stack.depth, dtype=jnp.int32)
-    ordered = in_program_order(body, parallel.transport.overlap)
-    (residual, pages), router_stats = jax.lax.scan(ordered, (residual, pages), layers)
-    return (residual,), pages, with_overflows(router_stats, len(layers))
+    def ordered(turn):
+        return in_program_order(turn, parallel.transport.overlap)
+
+    (residual, pages), router_stats = scan_layers(stack, context.cfg, body, (residual, pages), ordered)
+    return (residual,), pages, with_overflows(router_stats, stack.depth)
 
 
 PLAIN = Schedule("plain", 1, _run_plain, _run_plain)

@@ -30,8 +30,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dsv3.model.decoder import LayerContext, Residual, Stack
+from dsv3.model.decoder import LayerContext, Stack
 from dsv3.model.layers.experts import RouterStats
+from dsv3.model.layers.hyper_connections import Residual
 from dsv3.model.schedules.stages import MicroBatch, Routed
 from sharding.experts.exchange import PeerSums
 from sharding.wire.collectives import in_program_order
@@ -39,8 +40,8 @@ from sharding.wire.collectives import in_program_order
 MIN_DECODE_TOKENS = 128
 MIN_PREFILL_TOKENS = 1024
 
-Streams = tuple[Residual, ...]
-"""Residuals of the two micro-batches."""
+Residuals = tuple[Residual, ...]
+"""Those of the two micro-batches."""
 
 
 def worth_overlapping(tokens: int, devices: int, is_prefill: bool) -> bool:
@@ -49,39 +50,40 @@ def worth_overlapping(tokens: int, devices: int, is_prefill: bool) -> bool:
 
 
 def run_prefill(
-    stack: Stack, contexts: tuple[LayerContext, ...], x: Streams, pages: jax.Array
-) -> tuple[Streams, jax.Array, RouterStats]:
+    stack: Stack, contexts: tuple[LayerContext, ...], x: Residuals, pages: jax.Array
+) -> tuple[Residuals, jax.Array, RouterStats]:
     """Runs `decoder.MoeLayers` of a prefill step, in the published order; micro-batch 1 holds the earlier tokens."""
     zero, one = _micro_batches(stack, contexts)
     overlap, L = zero.hops[0].overlap, stack.depth
 
     def body(carry, layer):
         x0, x1, pages, routed0, computed0 = carry
-        previous = jnp.maximum(layer - 1, 0)
+        here, previous = stack.place(layer), stack.place(jnp.maximum(layer - 1, 0))
         combine0 = zero.start_combine(computed0)
-        x1, pages = one.attention(layer, x1, pages)
-        routed1 = one.route(layer, x1)
+        x1, pages = one.attention(here, x1, pages)
+        routed1 = one.route(here, x1)
         shared0 = zero.shared(previous, routed0.normed)
         x0, stats0 = zero.finish_combine(previous, x0, routed0, combine0, shared0)
         sent1 = one.dispatch(routed1)
-        heads0, pages = zero.core(layer, zero.project(layer, x0), pages)
+        x0, tokens0 = zero.project(here, x0)
+        heads0, pages = zero.core(here, tokens0, pages)
         sent1 = one.forward(sent1)
-        x0, routed0 = zero.output(layer, x0, heads0)
+        x0, routed0 = zero.output(here, x0, heads0)
         sent0 = zero.dispatch(routed0)
-        halfway1 = one.gate_up(layer, sent1)
+        halfway1 = one.gate_up(here, sent1)
         sent0 = zero.forward(sent0)
-        back1 = one.start_return(*one.down(layer, halfway1))
-        halfway0 = zero.gate_up(layer, sent0)
+        back1 = one.start_return(*one.down(here, halfway1))
+        halfway0 = zero.gate_up(here, sent0)
         combine1 = one.cross_back(back1)
-        reduce0 = zero.start_reduce(*zero.down(layer, halfway0))
-        shared1 = one.shared(layer, routed1.normed)
+        reduce0 = zero.start_reduce(*zero.down(here, halfway0))
+        shared1 = one.shared(here, routed1.normed)
         computed0 = zero.finish_reduce(reduce0)
-        x1, stats1 = one.finish_combine(layer, x1, routed1, combine1, shared1)
+        x1, stats1 = one.finish_combine(here, x1, routed1, combine1, shared1)
         return (x0, x1, pages, routed0, computed0), (stats0, stats1)
 
     def last(x0, routed0, computed0):
-        handle = zero.start_combine(computed0)
-        return zero.finish_combine(L - 1, x0, routed0, handle, zero.shared(L - 1, routed0.normed))
+        handle, place = zero.start_combine(computed0), stack.place(L - 1)
+        return zero.finish_combine(place, x0, routed0, handle, zero.shared(place, routed0.normed))
 
     ordered = in_program_order(body, overlap)
     carry: tuple[Any, ...] = (*x, pages, *_nothing(zero, x[0]))
@@ -94,45 +96,47 @@ def run_prefill(
 
 
 def run_decode(
-    stack: Stack, contexts: tuple[LayerContext, ...], x: Streams, pages: jax.Array
-) -> tuple[Streams, jax.Array, RouterStats]:
+    stack: Stack, contexts: tuple[LayerContext, ...], x: Residuals, pages: jax.Array
+) -> tuple[Residuals, jax.Array, RouterStats]:
     """Runs `decoder.MoeLayers` of a decode step, as the five-stage pipeline."""
     zero, one = _micro_batches(stack, contexts)
     overlap, L = zero.hops[0].overlap, stack.depth
 
     def start(x0, pages):
-        x0, pages = zero.attention(0, x0, pages)
-        return x0, zero.route(0, x0), pages
+        x0, pages = zero.attention(stack.place(0), x0, pages)
+        return x0, zero.route(stack.place(0), x0), pages
 
-    def experts_of_zero(layer, routed0, x1, pages):
+    def experts_of_zero(place, routed0, x1, pages):
         sent0 = zero.dispatch(routed0)
-        shared0 = zero.shared(layer, routed0.normed)
-        tokens1 = one.project(layer, x1)
-        combine0 = zero.compute(layer, sent0)
-        heads1, pages = one.core(layer, tokens1, pages)
-        x1, routed1 = one.output(layer, x1, heads1)
+        shared0 = zero.shared(place, routed0.normed)
+        x1, tokens1 = one.project(place, x1)
+        combine0 = zero.compute(place, sent0)
+        heads1, pages = one.core(place, tokens1, pages)
+        x1, routed1 = one.output(place, x1, heads1)
         return combine0, shared0, x1, routed1, pages
 
     def body(carry, layer):
         x0, routed0, x1, pages = carry
-        combine0, shared0, x1, routed1, pages = experts_of_zero(layer, routed0, x1, pages)
+        here, following = stack.place(layer), stack.place(layer + 1)
+        combine0, shared0, x1, routed1, pages = experts_of_zero(here, routed0, x1, pages)
         sent1 = one.dispatch(routed1)
-        shared1 = one.shared(layer, routed1.normed)
-        x0, stats0 = zero.finish_combine(layer, x0, routed0, combine0, shared0)
-        tokens0 = zero.project(layer + 1, x0)
-        combine1 = one.compute(layer, sent1)
-        heads0, pages = zero.core(layer + 1, tokens0, pages)
-        x0, routed0 = zero.output(layer + 1, x0, heads0)
-        x1, stats1 = one.finish_combine(layer, x1, routed1, combine1, shared1)
+        shared1 = one.shared(here, routed1.normed)
+        x0, stats0 = zero.finish_combine(here, x0, routed0, combine0, shared0)
+        x0, tokens0 = zero.project(following, x0)
+        combine1 = one.compute(here, sent1)
+        heads0, pages = zero.core(following, tokens0, pages)
+        x0, routed0 = zero.output(following, x0, heads0)
+        x1, stats1 = one.finish_combine(here, x1, routed1, combine1, shared1)
         return (x0, routed0, x1, pages), _sum(stats0, stats1)
 
     def last(x0, routed0, x1, pages):
-        combine0, shared0, x1, routed1, pages = experts_of_zero(L - 1, routed0, x1, pages)
+        place = stack.place(L - 1)
+        combine0, shared0, x1, routed1, pages = experts_of_zero(place, routed0, x1, pages)
         sent1 = one.dispatch(routed1)
-        shared1 = one.shared(L - 1, routed1.normed)
-        x0, stats0 = zero.finish_combine(L - 1, x0, routed0, combine0, shared0)
-        combine1 = one.compute(L - 1, sent1)
-        x1, stats1 = one.finish_combine(L - 1, x1, routed1, combine1, shared1)
+        shared1 = one.shared(place, routed1.normed)
+        x0, stats0 = zero.finish_combine(place, x0, routed0, combine0, shared0)
+        combine1 = one.compute(place, sent1)
+        x1, stats1 = one.finish_combine(place, x1, routed1, combine1, shared1)
         return x0, x1, pages, _sum(stats0, stats1)
 
     x0, routed0, pages = in_program_order(start, overlap)(x[0], pages)
@@ -151,9 +155,11 @@ def run_decode(
 def _micro_batches(stack: Stack, contexts: tuple[LayerContext, ...]) -> tuple[MicroBatch, MicroBatch]:
     """Returns the two micro-batches of a step.
 
-    Raises ValueError for a transport without hops, which cannot be overlapped.
+    Raises ValueError for a transport without hops, which cannot be overlapped, and for layers that are not all alike.
     """
     first, second = contexts
+    if first.cfg.compressed is not None:
+        raise ValueError("layers of several ratios cannot be overlapped; use schedule PLAIN or HOOKED")
     zero, one = MicroBatch(stack, first, 0), MicroBatch(stack, second, 1)
     if not zero.hops:
         raise ValueError(
@@ -165,7 +171,7 @@ def _micro_batches(stack: Stack, contexts: tuple[LayerContext, ...]) -> tuple[Mi
 def _nothing(batch: MicroBatch, x: Residual) -> tuple[Routed, PeerSums]:
     """Returns a micro-batch of padding rows, whose combine and shared expert add zero."""
     context = dataclasses.replace(batch.context, valid=jnp.zeros_like(batch.context.valid))
-    routed = dataclasses.replace(batch, context=context).route(0, jax.tree.map(jnp.zeros_like, x))
+    routed = dataclasses.replace(batch, context=context).route(batch.stack.place(0), jax.tree.map(jnp.zeros_like, x))
     hop = batch.hops[0]
     sums = jnp.zeros((hop.peers * hop.capacity, routed.normed.shape[1]), routed.normed.dtype)
     behind = len(batch.hops) - 1 + (batch.parallel.transport.pairs is not None)

@@ -11,17 +11,17 @@ The stages of a layer in order; those in brackets exist only with a second hop:
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Concatenate, NamedTuple
+from typing import Any, Concatenate, NamedTuple
 
 import jax
 
 from dsv3.model import decoder
-from dsv3.model.decoder import LayerContext, Residual, Stack
+from dsv3.model.decoder import LayerContext, Stack
 from dsv3.model.layers import experts
-from dsv3.model.layers.attention import Projected
+from dsv3.model.layers.attention import LayerPlace
 from dsv3.model.layers.expert_parallel import ExpertParallel, count
 from dsv3.model.layers.experts import ExpertActivations, ExpertLayer, RouterStats
-from dsv3.model.layers.linear import Index
+from dsv3.model.layers.hyper_connections import Block, Residual
 from dsv3.model.layers.router import Routing
 from sharding.experts.exchange import CombineHandle, PeerSums, start_return, total
 from sharding.experts.hop import DispatchHandle, Hop, Queued, enqueue, receive, receive_back, send, send_back
@@ -63,18 +63,18 @@ def named[**P, R](stage: Callable[Concatenate["MicroBatch", P], R]) -> Callable[
 
 
 def unit[**P, R](
-    stage: Callable[Concatenate["MicroBatch", Index, P], R],
-) -> Callable[Concatenate["MicroBatch", Index, P], R]:
+    stage: Callable[Concatenate["MicroBatch", LayerPlace, P], R],
+) -> Callable[Concatenate["MicroBatch", LayerPlace, P], R]:
     """Runs a stage as one jitted unit, in the scope of `named`.
 
     Program order is enforced between units and not between single operations, so that XLA can still fuse these. A unit
-    closes over the parameters and the layer's index; the arrays that it works on are its arguments.
+    closes over the parameters and the layer's place; the arrays that it works on are its arguments.
     """
 
     @functools.wraps(stage)
-    def run(batch: "MicroBatch", layer: Index, *arrays: P.args, **named: P.kwargs) -> R:
+    def run(batch: "MicroBatch", place: LayerPlace, *arrays: P.args, **named: P.kwargs) -> R:
         with jax.named_scope(f"micro_batch_{batch.number}"):
-            return jax.jit(functools.partial(stage, batch, layer))(*arrays, **named)
+            return jax.jit(functools.partial(stage, batch, place))(*arrays, **named)
 
     return run
 
@@ -100,20 +100,20 @@ class MicroBatch:
     def hops(self) -> tuple[Hop, ...]:
         return self.parallel.transport.hops
 
-    def experts(self, layer: Index) -> ExpertLayer:
-        return self.stack.experts(layer, self.context.numerics)
+    def experts(self, place: LayerPlace) -> ExpertLayer:
+        return self.stack.experts(place, self.context.numerics)
 
     @unit
-    def choose(self, layer: Index, x: Residual) -> tuple[jax.Array, Routing]:
+    def choose(self, place: LayerPlace, x: Block) -> tuple[jax.Array, Routing]:
         """Runs norm and router: returns the experts' input, [T, D], and the routing."""
-        normed = decoder.post_normed(self.stack, layer, self.context, x)
-        return normed, decoder.choose_experts(self.stack, layer, self.context, normed)
+        normed = decoder.post_normed(self.stack, place, self.context, x)
+        return normed, decoder.choose_experts(self.stack, place, self.context, normed)
 
     @unit
-    def route(self, layer: Index, x: Residual) -> Routed:
+    def route(self, place: LayerPlace, x: Block) -> Routed:
         """Runs norm and router, and queues the rows to send."""
-        normed, routing = self.choose(layer, x)
-        rows = self.parallel.address(normed, routing, self.experts(layer))
+        normed, routing = self.choose(place, x)
+        rows = self.parallel.address(normed, routing, self.experts(place))
         return Routed(normed, routing.ids, enqueue(rows, self.hops[0]))
 
     @named
@@ -129,25 +129,25 @@ class MicroBatch:
         return send(enqueue(receive(sent, self.hops[0]), self.hops[1]), self.hops[1])
 
     @named
-    def gate_up(self, layer: Index, sent: DispatchHandle) -> Halfway:
+    def gate_up(self, place: LayerPlace, sent: DispatchHandle) -> Halfway:
         """Finishes the last hop, and computes the first product of the experts."""
-        return Halfway(self._gate_up(layer, receive(sent, self.hops[-1])), sent.queued)
+        return Halfway(self._gate_up(place, receive(sent, self.hops[-1])), sent.queued)
 
     @unit
-    def _gate_up(self, layer: Index, rows: TokenRows) -> ExpertActivations:
-        here = self.parallel.bounded(self.experts(layer))
+    def _gate_up(self, place: LayerPlace, rows: TokenRows) -> ExpertActivations:
+        here = self.parallel.bounded(self.experts(place))
         return experts.gate_up(rows.payload, Routing(rows.ids, rows.weights), here)
 
     @named
-    def down(self, layer: Index, halfway: Halfway) -> tuple[PeerSums, Queued]:
+    def down(self, place: LayerPlace, halfway: Halfway) -> tuple[PeerSums, Queued]:
         """Computes the second product: the sums of the rows of the last hop, and their queues."""
         return PeerSums.from_experts(
-            self._down(layer, halfway.activations), halfway.activations.overflow
+            self._down(place, halfway.activations), halfway.activations.overflow
         ), halfway.queued
 
     @unit
-    def _down(self, layer: Index, activations: ExpertActivations) -> jax.Array:
-        return experts.down(activations, self.experts(layer))
+    def _down(self, place: LayerPlace, activations: ExpertActivations) -> jax.Array:
+        return experts.down(activations, self.experts(place))
 
     @named
     def start_reduce(self, computed: PeerSums, queued: Queued) -> CombineHandle | PeerSums:
@@ -168,18 +168,18 @@ class MicroBatch:
 
     @named
     def finish_combine(
-        self, layer: Index, x: Residual, routed: Routed, combining: Combining, shared: jax.Array | None
+        self, place: LayerPlace, x: Block, routed: Routed, combining: Combining, shared: jax.Array | None
     ) -> tuple[Residual, RouterStats]:
         """Returns `x` after the MoE layer: the combined sums, and the shared expert."""
         y = receive_back(combining.transfer, routed.queued, self.hops[0])
         overflows = (routed.queued.overflows, *combining.overflows)
-        return self._finish_combine(layer, x, y, routed.ids, overflows, shared)
+        return self._finish_combine(place, x, y, routed.ids, overflows, shared)
 
     @unit
     def _finish_combine(
         self,
-        layer: Index,
-        x: Residual,
+        place: LayerPlace,
+        x: Block,
         y: jax.Array,
         ids: jax.Array,
         overflows: tuple[jax.Array, ...],
@@ -187,7 +187,7 @@ class MicroBatch:
     ) -> tuple[Residual, RouterStats]:
         y = self.parallel.shards.join(y, ids.shape[0])
         router_stats = RouterStats(count(ids, self.stack.moe.router.shape[1]), total(overflows))
-        return decoder.add_experts(self.stack, layer, self.context, x, y, shared), router_stats
+        return decoder.add_experts(self.stack, place, self.context, x, y, shared), router_stats
 
     def start_return(self, computed: PeerSums, queued: Queued) -> CombineHandle | Combining:
         """Starts the combine of the last hop."""
@@ -200,38 +200,38 @@ class MicroBatch:
             return returning
         return self.start_combine(self.finish_reduce(returning))
 
-    def compute(self, layer: Index, sent: DispatchHandle) -> Combining:
+    def compute(self, place: LayerPlace, sent: DispatchHandle) -> Combining:
         """Computes the rows of a started first hop, and starts their combine."""
-        halfway = self.gate_up(layer, self.forward(sent))
-        return self.cross_back(self.start_return(*self.down(layer, halfway)))
+        halfway = self.gate_up(place, self.forward(sent))
+        return self.cross_back(self.start_return(*self.down(place, halfway)))
 
     @unit
-    def shared(self, layer: Index, normed: jax.Array) -> jax.Array | None:
+    def shared(self, place: LayerPlace, normed: jax.Array) -> jax.Array | None:
         """Returns the shared expert's part [T, D]."""
-        return decoder.shared_expert(self.stack, layer, self.context, normed)
+        return decoder.shared_expert(self.stack, place, self.context, normed)
 
     @unit
-    def add(self, layer: Index, x: Residual, y: jax.Array, shared: jax.Array | None) -> Residual:
+    def add(self, place: LayerPlace, x: Block, y: jax.Array, shared: jax.Array | None) -> Residual:
         """Returns the residual after the experts."""
-        return decoder.add_experts(self.stack, layer, self.context, x, y, shared)
+        return decoder.add_experts(self.stack, place, self.context, x, y, shared)
 
     @unit
-    def attention(self, layer: Index, x: Residual, pages: jax.Array) -> tuple[Residual, jax.Array]:
+    def attention(self, place: LayerPlace, x: Residual, pages: Any) -> tuple[Block, Any]:
         """Runs the whole attention block: returns the residual and the pages."""
-        return decoder.attention_block(self.stack, layer, self.context, x, pages)
+        return decoder.attention_block(self.stack, place, self.context, x, pages)
 
     @unit
-    def project(self, layer: Index, x: Residual) -> Projected:
+    def project(self, place: LayerPlace, x: Residual) -> tuple[Block, Any]:
         """Runs the part of attention before its core."""
-        return decoder.queries(self.stack, layer, self.context, x)
+        return decoder.queries(self.stack, place, self.context, x)
 
     @unit
-    def core(self, layer: Index, tokens: Projected, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def core(self, place: LayerPlace, tokens: Any, pages: Any) -> tuple[jax.Array, Any]:
         """Runs the attention core: returns outputs of all heads [T, H, V], and the pages."""
-        return decoder.core(self.stack, layer, self.context, tokens, pages)
+        return decoder.core(self.stack, place, self.context, tokens, pages)
 
     @unit
-    def output(self, layer: Index, x: Residual, heads: jax.Array) -> tuple[Residual, Routed]:
+    def output(self, place: LayerPlace, x: Block, heads: jax.Array) -> tuple[Block, Routed]:
         """Runs the part of attention after its core, and the router."""
-        x = decoder.output(self.stack, layer, self.context, x, heads)
-        return x, self.route(layer, x)
+        x = decoder.output(self.stack, place, self.context, x, heads)
+        return x, self.route(place, x)

@@ -12,6 +12,7 @@ from dsv3.engine.cluster.wire import MAX_MESSAGE_BYTES
 from dsv3.engine.device.sampling import bitmask_words
 from dsv3.engine.device.state import NUM_FIELDS
 from dsv3.engine.job import StepCommand
+from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.prefill import PrefillCommand
 from dsv3.engine.jobs.sample import Adjustment, RowMasks, SampleCommand
@@ -21,8 +22,11 @@ LIMITS = {"max_model_len": 256, "num_pages": 4, "max_num_seqs": 4, "max_num_batc
 CFG = EngineConfig(**LIMITS, num_ranks=6, num_processes=3)
 
 
+WINDOWED = EngineConfig(**LIMITS, num_ranks=6, num_processes=3, window_size=20, num_window_pages=100)
+
+
 @st.composite
-def prefills(draw: st.DrawFn) -> PrefillCommand:
+def prefills(draw: st.DrawFn, has_window: bool = False) -> PrefillCommand:
     """Chunks of at most 64 tokens per rank, four at most, in the order of the ranks."""
     header, tokens, pages = [], [], []
     for rank in range(CFG.num_ranks):
@@ -32,16 +36,20 @@ def prefills(draw: st.DrawFn) -> PrefillCommand:
             tokens += draw(st.lists(st.integers(0, 99), min_size=count, max_size=count))
             pages += draw(st.lists(st.integers(0, 3), min_size=num_pages, max_size=num_pages))
     columns = np.array(header, np.int32).reshape(len(header), 6 + NUM_FIELDS)
-    return PrefillCommand(64, columns, np.array(tokens, np.int32), np.array(pages, np.int32), True)
+    windows = np.arange(len(pages), dtype=np.int32) if has_window else None
+    return PrefillCommand(64, columns, np.array(tokens, np.int32), np.array(pages, np.int32), True, windows=windows)
 
 
 @settings(max_examples=50, deadline=None)
-@given(prefills())
+@given(st.one_of(prefills(), prefills(has_window=True)))
 def test_a_part_of_a_prefill_makes_the_arrays_of_its_ranks(command: PrefillCommand) -> None:
-    whole = command.arrays(CFG.num_ranks, CFG)
-    for process in range(CFG.num_processes):
-        ranks = CFG.ranks_of(process)
-        for mine, every in zip(command.part(ranks).arrays(len(ranks), CFG), whole, strict=True):
+    cfg = CFG if command.windows is None else WINDOWED
+    whole = command.arrays(cfg.num_ranks, cfg)
+    for process in range(cfg.num_processes):
+        ranks = cfg.ranks_of(process)
+        body = messages.encode(messages.step_of(StepCommand(1, (("prefill", command.part(ranks)),))))
+        [[_, part]] = messages.command_of(messages.decode_for_follower(body), JOB_KINDS).jobs
+        for mine, every in zip(part.arrays(len(ranks), cfg), whole, strict=True):
             np.testing.assert_array_equal(mine, every[ranks.start : ranks.stop])
 
 

@@ -62,7 +62,8 @@ class Auditor:
                 for chunk in chunks:
                     for index in range(chunk.start // PAGE_SIZE, (chunk.stop - 1) // PAGE_SIZE + 1):
                         yield rank, chunk.sequence.pages[index], chunk.sequence.id
-        for copy in (copy for job in jobs if job.kind == "pages" for copy in job.command.into):
+        copies = (copy for job in jobs if job.kind == "pages" for copy in job.command.into)
+        for copy in (copy for copy in copies if copy.parts is None):
             for rank, page in ((rank, page) for rank, row in enumerate(copy.pages.tolist()) for page in row):
                 owners = [sequence.id for sequence in slots.on_rank(rank) if page in sequence.pages]
                 yield from ((rank, page, owner) for owner in owners)

@@ -6,6 +6,7 @@ import pytest
 
 from dsv3.config.publishing import KvEventsConfig, endpoint_of
 from dsv3.kv_cache.events import EventEncoder, EventQueue, PageTokens, Removed, Stored, hash_of
+from dsv3.kv_cache.page_keys import window_keys
 
 
 def key(i: int) -> bytes:
@@ -57,6 +58,17 @@ def test_messages_have_vllms_format():
         0: [on_host, 0],
         1: [[{**on_device, "token_ids": [*range(128)]}, *on_host, gone], 1],
     }
+
+
+def test_window_pages_are_in_no_message():
+    events, encoder = EventQueue(9), EventEncoder(1, 64)
+    parts = window_keys(key(1), 3)
+    events.append(Stored(0, "CPU", [*parts, key(1)]))
+    events.append(Removed(0, "CPU", parts))
+    events.append(Removed(0, "CPU", [parts[0], key(1)]))
+    events.end_batch()
+    [[messages, _]] = decoded(encoder.messages(events.pop())).values()
+    assert [message["block_hashes"] for message in messages] == [[hash_of(key(1))]] * 2
 
 
 def test_endpoints_of_ranks():

@@ -1,16 +1,19 @@
 """The golden checkpoints of DeepSeek-V4 as parameters, read by hand: float32, FP8 and FP4 multiplied out."""
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dsv3.checkpoint.fp4 import decode
 from dsv3.checkpoint.safetensors_file import read_header
 from dsv3.config.hugging_face import from_hf
-from dsv3.config.model import ModelConfig
+from dsv3.config.model import DSparkConfig, ModelConfig
 from dsv3.model.params import (
     CompressedAttentionParams,
     CompressorParams,
@@ -20,6 +23,7 @@ from dsv3.model.params import (
     MoeParams,
     Params,
     PooledIndexerParams,
+    abstract,
 )
 from tests.dsv3.model.golden import DIRECTORY
 
@@ -30,6 +34,40 @@ MEMBERS = ("deepseek_v4", "deepseek_v4_plain")
 def model(member: str) -> tuple[Params, ModelConfig]:
     cfg = from_hf(json.loads((DIRECTORY / member / "config.json").read_text()))
     return _Reader(DIRECTORY / member / "model.safetensors", cfg).params(), cfg
+
+
+@functools.cache
+def with_module(member: str) -> tuple[Params, ModelConfig]:
+    """Adds a random MTP module, in which no rule can be left out unseen: streams keep apart, and change places."""
+    params, cfg = model(member)
+    return _with_drafters(params, dataclasses.replace(cfg, num_nextn_predict_layers=1))
+
+
+STAGES = DSparkConfig(stages=3, block_size=5, noise_token_id=63, target_layers=(1, 2, 3), markov_rank=16)
+
+
+@functools.cache
+def with_stages(member: str, markov_rank: int = STAGES.markov_rank) -> tuple[Params, ModelConfig]:
+    """Adds random stages of DSpark in the same way."""
+    params, cfg = model(member)
+    dspark = dataclasses.replace(STAGES, markov_rank=markov_rank)
+    return _with_drafters(params, dataclasses.replace(cfg, dspark=dspark))
+
+
+def _with_drafters(params: Params, cfg: ModelConfig) -> tuple[Params, ModelConfig]:
+    n, rng = cfg.hyper_connections.streams, np.random.default_rng(0)
+
+    def drawn(path: Any, spec: jax.ShapeDtypeStruct) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        value = rng.normal(0, 0.3, spec.shape)
+        if name.endswith(("norm", "scale")):
+            value += 1
+        if name.endswith("moe_mixing.base") or name.endswith("attention_mixing.base"):
+            value[..., 2 * n :] += 2.5 * np.roll(np.eye(n), 1, axis=0).ravel()
+        return jnp.asarray(value, spec.dtype)
+
+    mtp = jax.tree_util.tree_map_with_path(drawn, abstract(cfg, jnp.float32).mtp)
+    return dataclasses.replace(params, mtp=mtp), cfg
 
 
 class _Reader:

@@ -10,14 +10,7 @@ import numpy as np
 
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache import layout
-from dsv3.model import DecodeBatch, PrefillBatch
-from dsv3.model.compressed import RowContext, hidden_states, run_compressed
-from dsv3.model.decoder import embed, logits
-from dsv3.model.layers.cache_rows import StepRows
-from dsv3.model.layers.compressed_attention import rotations
-from dsv3.model.layers.compressed_paged import decode_attend_compressed, prefill_attend_compressed
-from dsv3.model.layers.hyper_connections import Streams
-from dsv3.model.layers.linear import Numerics
+from dsv3.model import DecodeBatch, PrefillBatch, decode, logits, prefill
 from dsv3.model.params import Params
 
 T, CHUNKS, TABLE = 280, 3, 3  # rows and chunks of a prefill step, pages of a request
@@ -28,17 +21,9 @@ COUNTS = {"context": PAGES, "window": WINDOW_PAGES, "request": SLOTS}
 
 @functools.partial(jax.jit, static_argnames="cfg", donate_argnames="pool")
 def step(params: Params, cfg: ModelConfig, batch: PrefillBatch | DecodeBatch, pool: layout.Pool) -> tuple[Any, Any]:
-    """Returns the logits `[rows, W]` and the pool."""
-    if isinstance(batch, PrefillBatch):
-        rows, attend = StepRows.from_prefill(batch), prefill_attend_compressed(cfg, batch)
-    else:
-        rows, attend = StepRows.from_decode(batch), decode_attend_compressed(cfg, batch)
-    numerics, tokens = Numerics.from_config(cfg, None), batch.tokens.reshape(-1)
-    turns = rotations(cfg, rows.positions)
-    context = RowContext(cfg, tokens, rows.positions, turns, rows.valid, attend, numerics)
-    x = Streams.start(embed(params, tokens), cfg.hyper_connections.streams)
-    x, pool, _ = run_compressed(params.moe, context, x, pool)
-    return logits(params, cfg, hidden_states(params, cfg, x, numerics)), pool
+    """Returns the logits `[T, W]` of a prefill step or `[B, S, W]` of a decode step, and the pool."""
+    out = (prefill if isinstance(batch, PrefillBatch) else decode)(params, cfg, batch, pool)
+    return logits(params, cfg, out.hidden), out.pages
 
 
 def junk(dtype: jnp.dtype) -> Any:
@@ -117,7 +102,7 @@ class Engine:
             self._extend(request, S, release=False)
             tokens[b], lengths[b] = new, request.length + S
             tables[b], windows[b], slots[b] = request.page_table, request.window_table, request.slot
-        out = self._run(DecodeBatch(tokens, lengths, tables, window_table=windows, slots=slots)).reshape(ROWS, S, -1)
+        out = self._run(DecodeBatch(tokens, lengths, tables, window_table=windows, slots=slots))
         for request, _, accepted in rows:
             request.length += accepted
             self.release(request)

@@ -13,7 +13,7 @@ import pytest
 from dsv3.checkpoint.deepseek_v4 import stored_tensors
 from dsv3.config.hugging_face import from_hf
 from dsv3.config.model import ModelConfig
-from dsv3.model import compressed, forward
+from dsv3.model import decoder, forward
 from dsv3.model.layers import compressed_attention, compressed_uncached, experts, hyper_connections, linear, router
 from dsv3.model.layers.compressor import Contribution
 from dsv3.model.layers.hyper_connections import MixedStreams, Streams
@@ -65,7 +65,7 @@ def test_the_golden_parameters_are_those_declared() -> None:
 
 
 def test_like_layers_are_run_by_one_loop() -> None:
-    found = [(run.first, run.kinds, run.turns) for run in compressed.patterns(from_hf(FLASH))]
+    found = [(run.first, run.kinds, run.turns) for run in decoder.patterns(from_hf(FLASH), 0, 43)]
     assert found == [
         (0, ((0, True),), 2),
         (2, ((4, True),), 1),
@@ -73,7 +73,7 @@ def test_like_layers_are_run_by_one_loop() -> None:
     ]
     for published in (FLASH, PRO):
         cfg = from_hf(published)
-        kinds = [kind for run in compressed.patterns(cfg) for kind in run.kinds * run.turns]
+        kinds = [kind for run in decoder.patterns(cfg, 0, cfg.num_hidden_layers) for kind in run.kinds * run.turns]
         assert [ratio for ratio, _ in kinds] == list(cfg.compressed.ratios)
         assert sum(hashed for _, hashed in kinds) == 3
 
@@ -111,12 +111,6 @@ def test_tokens_out_of_range_have_the_experts_of_the_last_one() -> None:
     found = router.route_by_token(cfg, jnp.zeros((4, 8)), table, jnp.array([0, 3, 4, 2**31 - 1]))
     assert found.ids.tolist() == [[0, 1], [6, 7], [6, 7], [6, 7]]
     assert np.allclose(found.weights, cfg.routed_scaling_factor / 2)
-
-
-def test_modules_are_not_computed() -> None:
-    params, cfg = model("deepseek_v4_plain")
-    with pytest.raises(ValueError, match="with_mtp"):
-        forward(params, cfg, jnp.zeros((1, 4), jnp.int32), with_mtp=True)
 
 
 def attention_of(**changes: Any) -> Wrong:
@@ -233,7 +227,7 @@ WRONG: dict[str, Wrong] = {
     "entries rotated by their number": turned_at(lambda at: jnp.arange(len(at), dtype=jnp.int32)),
     "entries rotated by a later token": turned_at(lambda at: at + 3),
     "an output that is not turned back": patched(
-        compressed,
+        compressed_attention,
         "output",
         lambda right: lambda h, p, layer, by, n: right(h, p, layer, Rotation(by.cos, 0 * by.sin), n),
     ),
@@ -260,8 +254,8 @@ WRONG: dict[str, Wrong] = {
     "one step of Sinkhorn": streams_of(sinkhorn_iterations=1),
     "streams that are averaged": mixed(lambda m: dataclasses.replace(m, between=m.between * 0 + 0.25)),
     "a head of the plain mean": without("head_mixing.weight"),
-    "hash layers with even weights": patched(compressed, "route_by_token", unlike(lambda w: w * 0 + 0.75)),
-    "weights that are not scaled": patched(compressed, "route", unlike(lambda w: w / 1.5)),
+    "hash layers with even weights": patched(decoder, "route_by_token", unlike(lambda w: w * 0 + 0.75)),
+    "weights that are not scaled": patched(decoder, "route", unlike(lambda w: w / 1.5)),
     "experts without their bias": without("router_bias"),
     "scores without their root": patched(router, "_SCORES", lambda right: right | {"sqrtsoftplus": jax.nn.softplus}),
     "a shared expert without limits": patched(linear, "clamp_gate_up", limits(jnp.inf, jnp.inf)),
@@ -269,7 +263,7 @@ WRONG: dict[str, Wrong] = {
     "routed experts without limits": patched(experts, "clamp_gate_up", limits(jnp.inf, jnp.inf)),
     "routed experts' gates with a lower limit": patched(experts, "clamp_gate_up", limits(1.5, 1.5, -0.5)),
     "groups of every other head": patched(
-        compressed,
+        compressed_attention,
         "output",
         lambda right: lambda h, *rest: right(h.reshape(len(h), 2, 3, -1).swapaxes(1, 2).reshape(h.shape), *rest),
     ),

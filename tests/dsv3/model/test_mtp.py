@@ -9,6 +9,7 @@ import numpy as np
 from dsv3.config.model import ModelConfig
 from dsv3.model import PAGE_SIZE, DecodeBatch, Params, PrefillBatch, StepOutput, logits, mtp
 from dsv3.model.decoder import LayerContext
+from dsv3.model.layers.attention import LatentAttention
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.rope import rotation
 from dsv3.model.layers.uncached_attention import causal_attend
@@ -44,7 +45,8 @@ def predicted(cfg: ModelConfig, depth: int):
     def predict(params: Params, hidden: jax.Array, tokens: jax.Array) -> jax.Array:
         positions = jnp.arange(len(tokens), dtype=jnp.int32)
         valid = jnp.ones(len(tokens), bool)
-        context = LayerContext(cfg, rotation(cfg, positions), causal_attend(cfg, 1, Numerics()), valid, Numerics())
+        attention = LatentAttention(cfg, rotation(cfg, positions), causal_attend(cfg, 1, Numerics()))
+        context = LayerContext(cfg, attention, valid, Numerics())
         return mtp.predict(params, context, depth, hidden, tokens, None)[0]
 
     return jax.jit(predict)

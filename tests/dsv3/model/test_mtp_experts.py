@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from dsv3.model import mtp
 from dsv3.model.decoder import LayerContext
+from dsv3.model.layers.attention import LatentAttention
 from dsv3.model.layers.expert_parallel import ExpertParallel
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.rope import rotation
@@ -37,8 +38,8 @@ def inputs(ranks: int) -> tuple[np.ndarray, np.ndarray]:
 
 def predict(params: Params, hidden: jax.Array, tokens: jax.Array, placement: Placement | None = None, **context):
     positions = jnp.arange(T, dtype=jnp.int32)
-    attend = causal_attend(CFG, 1, Numerics())
-    shared = LayerContext(CFG, rotation(CFG, positions), attend, jnp.ones(T, bool), Numerics(), **context)
+    attention = LatentAttention(CFG, rotation(CFG, positions), causal_attend(CFG, 1, Numerics()))
+    shared = LayerContext(CFG, attention, jnp.ones(T, bool), Numerics(), **context)
     return mtp.predict(params, shared, 0, hidden, tokens, None, placement)[0]
 
 

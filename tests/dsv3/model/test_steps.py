@@ -11,8 +11,9 @@ import pytest
 from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.config.model import LayerGroup, ModelConfig
 from dsv3.model import PAGE_SIZE, DecodeBatch, PrefillBatch, abstract, declare, decode, logits, prefill
-from dsv3.model.decoder import Residual, Stack, embed, final_norm, run_layers
+from dsv3.model.decoder import Stack, embed, final_norm, run_layers
 from dsv3.model.forward import uncached_context
+from dsv3.model.layers.hyper_connections import OneStream
 from tests.dsv3.model.golden import data, model, run
 
 POOL, TABLE = 12, 4  # pages per layer, pages of a request at most
@@ -189,7 +190,7 @@ def test_groups_of_layers_run_in_the_order_of_the_config() -> None:
     turned = ExpertsFirst(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)})
     tokens, plain = expected("deepseek_v3", 0)
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(lambda spec: spec.shape, declare(turned))
-    context, x = uncached_context(turned, 1, len(tokens), None), Residual.start(embed(params, tokens))
+    context, x = uncached_context(turned, 1, len(tokens), None), OneStream(embed(params, tokens))
     for layers, first in ((params.moe, 0), (params.dense, turned.num_moe_layers)):
         x, _, _ = run_layers(Stack(layers, first), context, x, None)
     wanted = np.asarray(logits(params, turned, final_norm(params, turned, x, None)))

@@ -1,0 +1,105 @@
+"""Window pages of running requests: which ones each has, and which stay so that others can continue its prefix.
+
+In layers with a window a step reads the last tokens alone, so a request has pages there for its last tokens only. A
+cached prefix can be continued behind a page whose window page is cached too, under the same key. A chunk of a prompt
+leaves that of the last full page. So that a prefix which several prompts share can be continued, a chunk also leaves
+that of the page where they part: the first prompt that finds its prefix cached, but not to be continued, adds it.
+Window pages that no request has are evicted as pages are.
+"""
+
+import numpy as np
+
+from dsv3.config.engine import EngineConfig
+from dsv3.scheduler.batch_slots import BatchSlots, RankPages
+from dsv3.scheduler.sequence import Sequence
+
+
+class WindowPages:
+    """Allocates, publishes and releases the window pages of running requests (`Sequence.window_pages`)."""
+
+    def __init__(self, cfg: EngineConfig, slots: BatchSlots, pages: RankPages) -> None:
+        self._cfg, self._slots, self._pages = cfg, slots, pages
+
+    def start(self, sequence: Sequence, rank: int, cached: int) -> None:
+        """Gives a request that starts the window page behind which it continues its pages.
+
+        It is that of the last of the `cached` pages or, where a tier has more, one to load. Where more pages are cached
+        than can be continued, the request leaves a window page for the next one.
+        """
+        cache, mine = self._pages.window(rank), sequence.window_pages
+        if sequence.load_stop > cached:
+            [mine[sequence.load_stop - 1]] = cache.allocate(1)
+        elif cached:
+            page = cache.index.page_of(sequence.keys[cached - 1])
+            assert page is not None  # `PageCache.match` ends there
+            cache.retain([page])
+            mine[cached - 1] = page
+        found = len(self._pages.caches[rank].index.longest_match(sequence.keys))
+        sequence.snapshots = {found - 1} if found > max(cached, sequence.load_stop) else set()
+
+    def can_start(self, rank: int) -> bool:
+        """Returns whether a request that starts on `rank` may get a window page."""
+        return self._pages.window(rank).available > self._slots.num_running(rank)
+
+    def take_for_chunk(self, sequence: Sequence, start: int, stop: int) -> bool:
+        """Allocates the window pages that tokens `start` to `stop` of a prompt are written to.
+
+        Returns False, and allocates none, while there are too few: those of launched steps will be released.
+        """
+        cfg, mine = self._cfg, sequence.window_pages
+        end = len(sequence.pages) if stop == len(sequence.tokens) else cfg.pages_for(stop)
+        needed = [i for i in range(cfg.first_window_page(stop), end) if i not in mine]
+        rank = self._slots.rank_of(sequence.slot)
+        cache, running = self._pages.window(rank), self._slots.num_running(rank)
+        if cache.available < len(needed) + running:
+            return False
+        inside = range(start // cfg.page_size, stop // cfg.page_size)
+        more = [i for i in sorted(sequence.snapshots) if i in inside and i not in mine and i not in needed]
+        needed += more[: cache.available - len(needed) - running]
+        mine.update(zip(needed, cache.allocate(len(needed)), strict=True))
+        return True
+
+    def affordable(self, slots: np.ndarray) -> np.ndarray:
+        """Returns for each of `slots` whether its rank has a window page for it now, `[n]` bool."""
+        fits, taken = np.ones(len(slots), bool), [0] * self._cfg.num_ranks
+        for i, rank in enumerate((slots // self._cfg.max_num_seqs).tolist()):
+            fits[i] = taken[rank] < self._pages.window(rank).available
+            taken[rank] += 1
+        return fits
+
+    def extend(self, sequence: Sequence) -> None:
+        """Allocates the window page beside the request's last page, and releases those that it no longer needs."""
+        rank = self._slots.rank_of(sequence.slot)
+        self.release_before(sequence, int(self._slots.known[sequence.slot]))
+        [sequence.window_pages[len(sequence.pages) - 1]] = self._pages.window(rank).allocate(1)
+
+    def release_before(self, sequence: Sequence, tokens: int) -> None:
+        """Releases the window pages that a request with so many computed `tokens` no longer needs."""
+        first, mine = self._cfg.first_window_page(tokens), sequence.window_pages
+        if passed := [i for i in mine if i < first]:
+            self._pages.free_window(self._slots.rank_of(sequence.slot), [mine.pop(i) for i in passed])
+
+    def publish(self, sequence: Sequence, rank: int, count: int) -> list[tuple[bytes, int]]:
+        """Inserts the window pages of a request's first `count` pages under their keys; returns those inserted."""
+        cache = self._pages.window(rank)
+        full = sorted((i, page) for i, page in sequence.window_pages.items() if i < count)
+        each = [(sequence.keys[i], page) for i, page in full]
+        return [each[i] for i in cache.publish([key for key, _ in each], [page for _, page in each])]
+
+    def invalidate(self, sequence: Sequence, rank: int) -> None:
+        """Removes from the index the window pages that a request has written."""
+        written = [page for i, page in sequence.window_pages.items() if i >= sequence.num_found]
+        self._pages.window(rank).invalidate(written)
+
+    def release(self, sequence: Sequence, rank: int) -> None:
+        """Releases all window pages of a request that leaves its slot."""
+        pages = list(sequence.window_pages.values())
+        sequence.window_pages, sequence.snapshots = {}, set()
+        self._pages.free_window(rank, pages)
+
+    def row(self, sequence: Sequence) -> np.ndarray:
+        """Returns the window pages at the indices of the request's pages, `[n]` int32, -1 for none."""
+        row = np.full(len(sequence.pages), -1, np.int32)
+        for i, page in sequence.window_pages.items():
+            row[i] = page
+        return row

@@ -1,0 +1,143 @@
+"""DeepSeek-V4 in the engine: its greedy texts, however they are cut, batched, drafted and found again."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv3.config.engine import EngineConfig
+from dsv3.config.model import ModelConfig
+from dsv3.engine.components import EngineComponents
+from dsv3.engine.engine import Engine
+from dsv3.engine.functions import BlockFunctions, in_full_precision, model_functions
+from dsv3.kv_cache.layout import window_pages, window_size
+from dsv3.model.params import Params
+from tests.dsv3.engine import fewer
+from tests.dsv3.engine.driving import request, run
+from tests.dsv3.model import golden
+from tests.dsv3.model.deepseek_v4 import model, with_module, with_stages
+
+MEMBER = "deepseek_v4"
+LIMITS = {"max_model_len": 512, "num_pages": 16, "max_num_seqs": 4, "max_num_batched_tokens": 300}
+
+
+def parts(served: tuple[Params, ModelConfig], **changes: object) -> EngineComponents:
+    params, cfg = served
+    modules, blocks = bool(cfg.num_nextn_predict_layers), cfg.dspark is not None
+    limits = LIMITS | {"page_size": cfg.page_size, "window_size": window_size(cfg), "cache_dtype": "float32"} | changes
+    limits["draft_block"] = cfg.dspark.block_size if blocks else 0
+    limits["num_window_pages"] = window_pages(cfg, "float32", limits["num_pages"], limits["max_num_seqs"])
+    functions = in_full_precision(model_functions(drafts=modules, blocks=blocks))
+    return EngineComponents.on_devices(functions, params, cfg, EngineConfig(**limits))
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    with fewer.one_bucket(), fewer.greedy_samplers():
+        engine = Engine(parts(model(MEMBER)))
+        engine.warm_up()
+    return engine
+
+
+def test_golden_texts(engine: Engine) -> None:
+    expect_golden_texts(engine, 32)
+
+
+def expect_golden_texts(engine: Engine, count: int) -> None:
+    """Generates the first `count` golden texts at once."""
+    stored, items, expected = golden.data(MEMBER), [], {}
+    for i, (prompt, more) in enumerate(zip(stored["prompts"][:count], stored["greedy"][:count], strict=True)):
+        prompt = prompt[prompt >= 0].tolist()
+        items.append(request(f"{i}", prompt, max_tokens=len(more), ignore_eos=True))
+        expected[f"{i}"] = more.tolist()
+    gathered = run(engine, *items)
+    assert {name: each.tokens for name, each in gathered.items()} == expected
+
+
+def check(engine: Engine, prompts: dict[str, list[int]], tokens: int = 40) -> dict[str, int]:
+    """Generates answers, compares them with the forward pass over each whole text; returns the cached tokens."""
+    gathered = run(engine, *(request(n, p, max_tokens=tokens, ignore_eos=True) for n, p in prompts.items()))
+    params, cfg = model(MEMBER)
+    for name, prompt in prompts.items():
+        text = np.array([[*prompt, *gathered[name].tokens]], np.int32)
+        text = np.pad(text, ((0, 0), (0, LIMITS["max_model_len"] - text.shape[1])))
+        logits = np.asarray(golden.run(params, cfg, text).logits)[0, len(prompt) - 1 :][:tokens]
+        chosen = logits[np.arange(tokens), gathered[name].tokens]
+        assert np.all(chosen > logits.max(-1) - 1e-4)
+    assert engine.stats().recompilations == 0
+    return {name: gathered[name].outputs[0].num_cached_tokens for name in prompts}
+
+
+def test_long_prompts_share_a_prefix(engine: Engine) -> None:
+    rng = np.random.default_rng(0)
+    first, *tails = (rng.integers(2, 64, n).tolist() for n in (290, 180, 60, 150))
+    assert check(engine, {"a": [*first, *tails[0]]}) == {"a": 0}
+    assert check(engine, {"b": [*first, *tails[1]], "c": [*first, *tails[2]]}) == {"b": 256, "c": 256}
+
+
+def test_drafts_of_the_module_change_no_text() -> None:
+    given = {"method": "mtp", "num_speculative_tokens": 2}
+    with fewer.one_bucket(), fewer.greedy_samplers():
+        engine = Engine(parts(with_module(MEMBER), speculative_config=given, tokens_per_row=3))
+        engine.warm_up()
+    expect_golden_texts(engine, 8)
+    drafts = engine.stats().jobs["draft"]
+    assert 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens
+
+
+class Blocks:
+    """An engine whose stages know what often follows a token in the golden texts, and the drafts that they chose."""
+
+    def __init__(self) -> None:
+        params, cfg = with_stages(MEMBER, markov_rank=64)
+        follows = np.zeros((64, 64), np.float32)
+        for text in golden.data(MEMBER)["greedy"][:8]:
+            np.add.at(follows, (text[1:], text[:-1]), 10)
+        mtp = dataclasses.replace(params.mtp, markov_embed=jnp.eye(64), markov_head=jnp.asarray(follows))
+        served = dataclasses.replace(params, mtp=mtp), cfg
+        components = parts(served, speculative_config={"method": "dspark"}, tokens_per_row=6)
+        draft = components.functions.draft
+        assert isinstance(draft, BlockFunctions)
+        recorded = dataclasses.replace(draft, choose=functools.partial(self._choose, draft.choose))
+        functions = dataclasses.replace(components.functions, draft=recorded)
+        with fewer.one_bucket(), fewer.greedy_samplers():
+            self.engine = Engine(dataclasses.replace(components, functions=functions))
+            self.engine.warm_up()
+        self.drafts: list[list[int]] = []
+
+    def _choose(self, choose: Any, *arguments: Any) -> Any:
+        drafts, confidence = choose(*arguments)
+        jax.debug.callback(lambda row: self.drafts.append(row.tolist()), drafts[0], ordered=False)
+        return drafts, confidence
+
+    def of_alone(self, prompt: list[int]) -> tuple[int, list[list[int]]]:
+        """Generates a few tokens for a prompt; returns how many of its tokens are cached, and all drafts."""
+        jax.effects_barrier()
+        self.drafts.clear()
+        found = run(self.engine, request("alone", prompt, max_tokens=4, ignore_eos=True))["alone"]
+        jax.effects_barrier()
+        return found.outputs[0].num_cached_tokens, list(self.drafts)
+
+
+@pytest.fixture(scope="module")
+def blocks() -> Blocks:
+    return Blocks()
+
+
+def test_drafts_of_blocks_change_no_text(blocks: Blocks) -> None:
+    expect_golden_texts(blocks.engine, 8)
+    drafts = blocks.engine.stats().jobs["draft"]
+    assert 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens < 5 * drafts.num_drafts  # some rows are cut
+    assert blocks.engine.stats().recompilations == 0
+
+
+def test_blocks_see_the_window_of_a_prefix_that_is_found_again(blocks: Blocks) -> None:
+    """The last tokens of the cached page are within the window of the first blocks."""
+    prompts = [np.random.default_rng(seed).integers(2, 64, 258).tolist() for seed in range(3)]
+    cold = [blocks.of_alone(prompt) for prompt in prompts]
+    assert [cached for cached, _ in cold] == [0, 0, 0]
+    assert [blocks.of_alone(prompt) for prompt in prompts] == [(256, drafts) for _, drafts in cold]

@@ -116,7 +116,12 @@ def _layers(cfg: ModelConfig, stack: str) -> range:
 
 def _leaf_slices(cfg: ModelConfig, table: TensorTable, path: str, spec: ParamSpec) -> Iterator[TensorSlice]:
     if path in table.top:
-        yield whole_slice(table.top[path], spec.shape)
+        name, one_of_stack = table.top[path], spec.axes[0] == "layers"
+        yield (
+            _tensor_slice(name, TensorRows(name), (0,), (0, 0), spec.shape)
+            if one_of_stack
+            else whole_slice(name, spec.shape)
+        )
         return
     stack, _, rest = path.partition(".")
     of_module = stack == "mtp" and rest in table.module

@@ -40,7 +40,7 @@ Rows = tuple[TensorRows, ...]
 class TensorTable:
     """The tensors of a family's checkpoints, by leaf path.
 
-    `top` has the leaves outside of layers, `layer` those below `LayerParams`, `module` those that MTP modules have
+    `top` has the leaves that occur once, `layer` those below `LayerParams`, `module` those that MTP modules have
     besides a layer. In names of `layer`, `{e}` stands for the expert's number.
     """
 
@@ -188,7 +188,22 @@ def _deepseek_v4(cfg: ModelConfig) -> TensorTable:
         **{path: _one(name) for path, name in _mixing("head_mixing", "hc_head").items()},
     }
     top = {"embed": "embed.weight", "norm": "norm.weight", "head": "head.weight", **_mixing("head_mixing", "hc_head")}
+    if cfg.dspark is not None:
+        top |= _dspark(cfg.dspark.stages - 1)
     return TensorTable(top, layer, module)
+
+
+def _dspark(last: int) -> dict[str, str]:
+    """Returns the tensors that DSpark's stages have once: some in the first, some in the one numbered `last`."""
+    return {
+        "mtp.main_proj": "mtp.0.main_proj.weight",
+        "mtp.main_norm": "mtp.0.main_norm.weight",
+        "mtp.norm": f"mtp.{last}.norm.weight",
+        "mtp.markov_embed": f"mtp.{last}.markov_head.markov_w1.weight",
+        "mtp.markov_head": f"mtp.{last}.markov_head.markov_w2.weight",
+        "mtp.confidence": f"mtp.{last}.confidence_head.proj.weight",
+        **_mixing("mtp.head_mixing", f"mtp.{last}.hc_head"),
+    }
 
 
 def _one(name: str) -> Rows:

@@ -18,7 +18,7 @@ _FINE = 64  # above so many rows of a decode batch sizes are denser, because pad
 
 
 class ForwardProgram(NamedTuple):
-    """A program that runs layers of the model: the main model's, or with `of_module` those of its MTP module.
+    """A program that runs layers of the model: the main model's, or with `of_module` those that make its drafts.
 
     `kind` and `size` are those of its `Key`. One rank runs `tokens` tokens, padding included.
     """
@@ -52,6 +52,7 @@ class EngineConfig(RunOptions):
     page_size: int = option(PAGE_SIZE, "Cover this many tokens with a page; the model says how many.", low=1)
     window_size: int = option(0, "Read this many tokens from window pages; the model says how many.", low=0)
     num_window_pages: int = option(0, "Hold this many window pages, for a model with a window.", low=0, agree=False)
+    draft_block: int = option(0, "Draft in blocks of this many tokens; the model says how many.", low=0)
     cache_dtype: str = option("float32", "Store latents in this type, a name of `dsv3.kv_cache.layout`.")
     identity: str = option("", "Identify what pages depend on besides tokens (`dsv3.config.identity`).", programs=False)
     transfer_addresses: tuple[str, ...] = option(
@@ -143,8 +144,12 @@ class EngineConfig(RunOptions):
         """The programs that run layers of the model, in the order of their numbers."""
         prefill = [ForwardProgram("prefill", size, size) for size in self.prefill_buckets]
         decode = [ForwardProgram("decode", size, size * self.width(size)) for size in self.decode_buckets]
-        if self.speculative is None or self.speculative.method != "mtp":
+        if self.speculative is None or self.speculative.method == "ngram":
             return (*prefill, *decode)
+        if self.speculative.method == "dspark":
+            rows = {p: self.prefill_rows(p.size) if p.kind == "prefill" else p.size for p in (*prefill, *decode)}
+            blocks = [ForwardProgram(f"dspark {p.kind}", p.size, n * self.draft_block, True) for p, n in rows.items()]
+            return (*prefill, *decode, *blocks)
         after = [main._replace(kind=f"mtp {main.kind}", of_module=True) for main in (*prefill, *decode)]
         chain = [ForwardProgram("mtp chain", size, size, of_module=True) for size in self.decode_buckets]
         return (*prefill, *decode, *after, *chain)

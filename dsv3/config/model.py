@@ -179,8 +179,8 @@ class HyperConnections:
 class DSparkConfig:
     """Drafts of a whole block in one pass (DSpark, in DeepSeek-V4's final checkpoints).
 
-    `stages` layers read the mean streams behind `target_layers` and propose `block_size` tokens, from placeholders
-    `noise_token_id`; a correction of rank `markov_rank` makes each depend on the one before it.
+    `stages` layers read the mean streams behind `target_layers`, in ascending order, and propose `block_size` tokens,
+    from placeholders `noise_token_id`; a correction of rank `markov_rank` makes each depend on the one before it.
     """
 
     stages: int
@@ -216,7 +216,7 @@ class ModelConfig:
     DeepSeek-V4 has `compressed` attention and `hyper_connections`. Its latent, key and value in one, has
     `kv_lora_rank` values that are not rotated and `qk_rope_head_dim` that are. In its first `num_hash_layers` layers a
     token's id says which experts take it. `swiglu_limit` bounds what SwiGLU multiplies. `dspark` describes what a
-    checkpoint may hold in place of MTP modules.
+    model may have in place of MTP modules.
 
     `family` is the `model_type` of the file that a configuration was read from. It says nothing about what is computed,
     so it takes no part in comparisons.
@@ -298,13 +298,25 @@ class ModelConfig:
 
     @property
     def num_cache_layers(self) -> int:
-        """Layers that own pages in the latent cache: the decoder's and the MTP modules', in this order."""
-        return self.num_hidden_layers + self.num_nextn_predict_layers
+        """Layers that own pages in the latent cache: the decoder's, and behind them those that make drafts."""
+        return self.num_hidden_layers + self.num_draft_layers
+
+    @property
+    def num_draft_layers(self) -> int:
+        """Layers that make drafts: one per MTP module, or the stages of DSpark."""
+        return self.num_nextn_predict_layers if self.dspark is None else self.dspark.stages
 
     @property
     def residual_width(self) -> int:
-        """Values that a token carries from layer to layer, and to an MTP module: those of all streams."""
+        """Values that a token carries from layer to layer: those of all streams."""
         return self.hidden_size * (1 if self.hyper_connections is None else self.hyper_connections.streams)
+
+    @property
+    def draft_input_width(self) -> int:
+        """Values that the layers which make drafts take of a token: all streams, or a mean per target layer."""
+        if self.dspark is None:
+            return self.residual_width
+        return self.hidden_size * len(self.dspark.target_layers)
 
     @property
     def index_layers(self) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Options of speculative decoding: `--speculative_config`, in vLLM's format; imports no jax.
 
 {"method": "mtp", "num_speculative_tokens": 2}
+{"method": "dspark", "num_speculative_tokens": 5}
 {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 {"method": "mtp", "num_speculative_tokens_per_batch_size": [[1, 8, 3], [9, 64, 1]]}
 """
@@ -10,10 +11,11 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-Method = Literal["mtp", "ngram"]
-MAX_DRAFTS = 3
-"""Attention kernels support a row's last token and this many drafts."""
+Method = Literal["mtp", "ngram", "dspark"]
+MAX_DRAFTS: dict[Method, int] = {"mtp": 3, "ngram": 3, "dspark": 7}
+"""The most drafts of a row. Kernels of attention to latents support three beside the last token, steps seven."""
 
+_DEFAULT: dict[Method, int] = {"mtp": 1, "ngram": 1, "dspark": 5}  # 5: the block of every published checkpoint
 _MAX_LOOKUP = 8
 
 
@@ -63,7 +65,7 @@ class SpeculativeConfig:
         low, high = (given.get(name, default) for name, default in (("prompt_lookup_min", 1), ("prompt_lookup_max", 3)))
         _check_int("prompt_lookup_min", low, 1, _MAX_LOOKUP)
         _check_int("prompt_lookup_max", high, low, _MAX_LOOKUP)
-        config = cls(method, _drafts_by_size(given), low, high)
+        config = cls(method, _drafts_by_size(given, method), low, high)
         if (rates := given.get("synthetic_acceptance_rates")) is not None:
             rates = acceptance_by_place("synthetic_acceptance_rates", rates, config.most_drafts)
             config = dataclasses.replace(config, synthetic_rates=rates)
@@ -100,11 +102,11 @@ def _refuse_unknown(given: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: there is no such field; there are {', '.join(known)}")
 
 
-def _drafts_by_size(given: Mapping[str, Any]) -> tuple[tuple[int, int, int], ...]:
+def _drafts_by_size(given: Mapping[str, Any], method: Method) -> tuple[tuple[int, int, int], ...]:
     by_size = given.get("num_speculative_tokens_per_batch_size")
     if by_size is None:
-        drafts = given.get("num_speculative_tokens", 1)
-        _check_int("num_speculative_tokens", drafts, 0, MAX_DRAFTS)
+        drafts = given.get("num_speculative_tokens", _DEFAULT[method])
+        _check_int("num_speculative_tokens", drafts, 0, MAX_DRAFTS[method])
         return ((1, 2**31 - 1, drafts),)
     if "num_speculative_tokens" in given:
         raise ValueError("num_speculative_tokens: num_speculative_tokens_per_batch_size says it already; give one")
@@ -117,7 +119,7 @@ def _drafts_by_size(given: Mapping[str, Any]) -> tuple[tuple[int, int, int], ...
         first, last, drafts = entry
         _check_int(f"{name}: the first size of {list(entry)}", first, last_before + 1, 2**31 - 1)
         _check_int(f"{name}: the last size of {list(entry)}", last, first, 2**31 - 1)
-        _check_int(f"{name}: the drafts of {list(entry)}", drafts, 0, MAX_DRAFTS)
+        _check_int(f"{name}: the drafts of {list(entry)}", drafts, 0, MAX_DRAFTS[method])
         ranges.append((first, last, drafts))
         last_before = last
     return tuple(ranges)

@@ -155,18 +155,35 @@ def _model(model_dir: Path, options: EngineOptions) -> ModelConfig:
 def _served(model_cfg: ModelConfig, options: EngineOptions) -> ModelConfig:
     """Returns the model with the layers and products that serving uses.
 
-    It has its first MTP module where that proposes drafts, else none: weights that nothing uses are neither loaded nor
-    get a share of the cache. It has FP8 products where the options quantize. Raises ValueError for drafts by a module
-    that the model lacks.
+    It has its first MTP module, or its stages of DSpark, where these propose drafts, else none: weights that nothing
+    uses are neither loaded nor get a share of the cache. It has FP8 products where the options quantize. Raises
+    ValueError for drafts by layers that the model lacks, and for more drafts than a block has.
     """
-    wanted = options.speculative is not None and options.speculative.method == "mtp"
+    method = None if options.speculative is None else options.speculative.method
+    wanted, dspark = method == "mtp", model_cfg.dspark if method == "dspark" else None
+    if method == "dspark":
+        _check_block(model_cfg, options)
     if wanted and not model_cfg.num_nextn_predict_layers:
         raise ValueError(
             "speculative_config: method 'mtp' needs a model with a multi-token prediction module, and this one has "
             "none; choose 'ngram' or omit speculative_config"
         )
     fp8 = model_cfg.fp8 or (Fp8Config() if options.fp8 == "quantize" else None)
-    return dataclasses.replace(model_cfg, num_nextn_predict_layers=int(wanted), fp8=fp8)
+    return dataclasses.replace(model_cfg, num_nextn_predict_layers=int(wanted), dspark=dspark, fp8=fp8)
+
+
+def _check_block(model_cfg: ModelConfig, options: EngineOptions) -> None:
+    if model_cfg.dspark is None:
+        raise ValueError(
+            "speculative_config: method 'dspark' needs a checkpoint with DSpark's stages, and this one has none; "
+            "choose 'mtp' or 'ngram', or omit speculative_config"
+        )
+    block = model_cfg.dspark.block_size
+    if options.speculative is not None and options.speculative.most_drafts > block:
+        raise ValueError(
+            f"speculative_config: num_speculative_tokens {options.speculative.most_drafts} is more than the "
+            f"{block} tokens of the model's blocks; lower it"
+        )
 
 
 def _functions(
@@ -174,7 +191,8 @@ def _functions(
 ) -> tuple[StepFunctions, Any]:
     """Returns the step functions, and the parameters as they take them, each device's share read to it."""
     if not options.spreads_experts:
-        functions = in_full_precision(model_functions(dtype=read.dtype, drafts=bool(cfg.num_nextn_predict_layers)))
+        modules, blocks = bool(cfg.num_nextn_predict_layers), cfg.dspark is not None
+        functions = in_full_precision(model_functions(dtype=read.dtype, drafts=modules, blocks=blocks))
         return functions, load_replicated(model_dir, cfg, functions.param_specs, mesh, read)
     redundant = options.num_redundant_experts
     packed = packed_mode(cfg, options)

@@ -103,7 +103,7 @@ class Communication:
         return self._transport(self._tokens_at_once(tokens, is_prefill))
 
     def draft_transport(self, tokens: int) -> Transport[Any]:
-        """Returns the transport of an MTP module's step, which is one batch whatever the main model's is."""
+        """Returns the transport of layers that make drafts: one batch, whatever the main model's step is."""
         return self._transport(self._sent(tokens))
 
     def traffic(self, tokens: int, is_prefill: bool) -> Traffic:
@@ -112,8 +112,8 @@ class Communication:
         return self._traffic(self._tokens_at_once(tokens, is_prefill), passes)
 
     def draft_traffic(self, tokens: int) -> Traffic:
-        """Returns the bytes that a device sends to experts and back in an MTP module's step."""
-        return self._traffic(self._sent(tokens), 1)
+        """Returns the bytes that a device sends to experts and back in an MTP module's step, or in all stages."""
+        return self._traffic(self._sent(tokens), 1 if self.cfg.dspark is None else self.cfg.dspark.stages)
 
     def _traffic(self, tokens: int, passes: int) -> Traffic:
         """Returns the bytes that a device sends in `passes` through an MoE layer, of `tokens` each."""

@@ -18,9 +18,9 @@ from dsv3.checkpoint import load_params
 from dsv3.config.engine import ForwardProgram
 from dsv3.config.model import ModelConfig
 from dsv3.engine.communication import Communication
-from dsv3.engine.functions import DraftFunctions, SpreadExperts, StepFunctions
+from dsv3.engine.functions import BlockFunctions, DraftFunctions, SpreadExperts, StepFunctions
 from dsv3.kv_cache.layout import Pool
-from dsv3.model import decoder, steps
+from dsv3.model import decoder, dspark, steps
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.layers.expert_parallel import ExpertParallel
 from dsv3.model.params import LayerParams, MoeParams, Params, declare
@@ -39,8 +39,8 @@ from sharding.mesh import Machine, partitions, rank_size, shardings
 def first_expert_map(cfg: ModelConfig, mesh: Mesh, num_redundant_experts: int) -> ExpertMap:
     """Maps `n_routed_experts + num_redundant_experts` replicas for an even load, before one is measured.
 
-    Its layers are the decoder's MoE layers, then the MTP modules. The replicas of an expert are on different devices,
-    so that they help from the start.
+    Its layers are the decoder's MoE layers, then those that make drafts. The replicas of an expert are on different
+    devices, so that they help from the start.
 
     Raises ValueError where the devices do not divide the replicas, or the model has no routed experts.
     """
@@ -52,7 +52,7 @@ def first_expert_map(cfg: ModelConfig, mesh: Mesh, num_redundant_experts: int) -
     # `rebalance_experts` packs equal loads in order, which puts both replicas of an expert on one device. With slightly
     # decreasing loads it fills devices in the opposite order the second time.
     decreasing = np.linspace(1.001, 1, cfg.n_routed_experts)
-    layers = cfg.num_moe_layers + cfg.num_nextn_predict_layers
+    layers = cfg.num_moe_layers + cfg.num_draft_layers
     load = np.broadcast_to(decreasing, (layers, cfg.n_routed_experts))
     return rebalance_experts(load, replicas, cfg.n_group, machine.nodes, machine.devices)
 
@@ -62,7 +62,7 @@ def first_expert_map(cfg: ModelConfig, mesh: Mesh, num_redundant_experts: int) -
 class SpreadParams:
     """Parameters whose experts are stacks of replicas `[L, Er, ...]`, and their placement.
 
-    The layers of `placement` are the main model's MoE layers, then the MTP modules.
+    The layers of `placement` are the main model's MoE layers, then those that make drafts.
     """
 
     params: Params
@@ -134,7 +134,7 @@ def expert_parallel_functions(
         }
 
     def module_arguments(spread: SpreadParams, tokens: int) -> dict[str, Any]:
-        """Returns the arguments of an MTP module's step of `tokens` tokens per rank."""
+        """Returns the arguments of a step of `tokens` tokens per rank through the layers that make drafts."""
         routed = ExpertParallel(communication.draft_transport(tokens), shards)
         placement = jax.tree.map(lambda array: array[cfg.num_moe_layers :], spread.placement)
         return {"backend": backend, "routed": routed, "placement": placement}
@@ -168,13 +168,33 @@ def expert_parallel_functions(
             steps.predict(own(spread), cfg, batch, pages, draft_input, **arguments), arguments["routed"]
         )
 
+    def propose(spread: SpreadParams, cfg: ModelConfig, batch: DecodeBatch, pages: Pool) -> StepOutput:
+        arguments = module_arguments(spread, batch.tokens.size * dspark.dspark_of(cfg).block_size)
+        return with_all_overflows(dspark.propose(own(spread), cfg, batch, pages, **arguments), arguments["routed"])
+
+    def write(
+        spread: SpreadParams,
+        cfg: ModelConfig,
+        batch: PrefillBatch | DecodeBatch,
+        pages: Pool,
+        draft_input: jax.Array,
+    ) -> Pool:
+        return dspark.write_context(spread.params, cfg, batch, pages, draft_input, backend=backend)
+
+    def choose(spread: SpreadParams, *arguments: Any) -> tuple[jax.Array, jax.Array]:
+        return dspark.choose(spread.params, *arguments)
+
     def traffic(program: ForwardProgram) -> Traffic:
         if program.of_module:
             return communication.draft_traffic(program.tokens)
         return communication.traffic(program.tokens, program.kind == "prefill")
 
     placed = SpreadParams(partitions(declare(cfg), vocabulary.table), Placement(PartitionSpec(), PartitionSpec()))
-    draft = DraftFunctions(dtype, predict, predict) if cfg.num_nextn_predict_layers else None
+    draft: DraftFunctions | BlockFunctions | None = None
+    if cfg.dspark is not None:
+        draft = BlockFunctions(dtype, write, propose, choose)
+    elif cfg.num_nextn_predict_layers:
+        draft = DraftFunctions(dtype, predict, predict)
     experts = _experts(cfg, replicas, communication.machine)
     which = communication.overlaps, vocabulary
     return StepFunctions(prefill, decode, logits, placed, experts, traffic, draft, dtype, True, *which)
@@ -187,8 +207,8 @@ def _own(vocabulary: Vocabulary, spread: SpreadParams) -> Params:
 
 
 def _experts(cfg: ModelConfig, replicas: int, machine: Machine) -> SpreadExperts:
-    """Returns the experts of the main model, and of its MTP modules if it has some."""
-    layers = tuple(filter(None, (cfg.num_moe_layers, cfg.num_nextn_predict_layers)))
+    """Returns the experts of the main model, and of the layers that make drafts if it has some."""
+    layers = tuple(filter(None, (cfg.num_moe_layers, cfg.num_draft_layers)))
     return SpreadExperts(layers, cfg.n_routed_experts, replicas, cfg.n_group, machine, _take, _put)
 
 

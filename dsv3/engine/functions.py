@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from dsv3.config.engine import ForwardProgram
 from dsv3.config.model import ModelConfig
-from dsv3.model import decoder, steps
+from dsv3.model import decoder, dspark, steps
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.steps import StepOutput
 from dsv3.model.vocabulary import WHOLE, Vocabulary
@@ -61,7 +61,7 @@ class DraftFunctions:
 
     `prefill(params, cfg, PrefillBatch, pages, draft_input)` and `decode(params, cfg, DecodeBatch, pages, draft_input)`
     are those of `StepFunctions` with two differences: the tokens of a batch are the next ones, and the `draft_input` of
-    the step (`[T, cfg.residual_width]` or `[B, S, cfg.residual_width]`) of type `dtype` is an argument. The results
+    the step (`[T, cfg.draft_input_width]` or `[B, S, ...]`) of type `dtype` is an argument. The results
     have a `draft_input` of the same shape and type, for the next draft; their hidden states are those of `logits`.
     """
 
@@ -71,16 +71,31 @@ class DraftFunctions:
 
 
 @dataclasses.dataclass(frozen=True)
+class BlockFunctions:
+    """Stages that draft a block of tokens at once, as `dsv3.model.dspark` describes each function.
+
+    `write(params, cfg, batch, pages, draft_input)` returns the pages with what the stages see of a step; `draft_input`
+    has the type `dtype`. `propose(params, cfg, DecodeBatch, pages)` returns hidden `[B, n, D]` and the states that
+    `choose(params, vocabulary, best, scores, states, last)` takes, which returns drafts and their confidence.
+    """
+
+    dtype: Any
+    write: Callable[[Any, ModelConfig, PrefillBatch | DecodeBatch, Any, jax.Array], Any]
+    propose: Callable[[Any, ModelConfig, DecodeBatch, Any], StepOutput]
+    choose: Callable[..., tuple[jax.Array, jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
 class StepFunctions:
     """The model, as the engine calls it.
 
     `prefill(params, cfg, PrefillBatch, pages)` returns hidden `[T, D]`, `decode(params, cfg, DecodeBatch, pages)`
-    hidden `[B, S, D]`, both with the new pages, and with the `draft_input` if there is a `draft` module.
+    hidden `[B, S, D]`, both with the new pages, and with the `draft_input` if there is a `draft`.
     `logits(params, cfg, hidden)` is float32 `[..., W]`, or has only this device's part of the vocabulary where several
     share it (`vocabulary`); `scores` has one shape for both.
     `param_specs` are the partitions of the parameters: a tree, or one for all. `dtype` is the type of the hidden
     states. With `experts` the results have `expert_counts` `[L, E]` too, and `traffic(program)` returns what a device
-    sends in the MoE layers of a forward program. `draft` is the model's draft module, if it has one. Where a step
+    sends in the MoE layers of a forward program. `draft` makes drafts, if the model does so itself. Where a step
     `may_overflow`, the results have `overflows` `[]`, equal on all ranks: above 0 the step's results are invalid on all
     of them, and it must be repeated with fewer tokens per bucket. `overlaps(program)` returns how many NCCL
     communicators a program uses at once while it computes (0: it does not overlap); None: no program overlaps.
@@ -92,7 +107,7 @@ class StepFunctions:
     param_specs: Any = dataclasses.field(default_factory=PartitionSpec)
     experts: SpreadExperts | None = None
     traffic: Callable[[ForwardProgram], Traffic] | None = None
-    draft: DraftFunctions | None = None
+    draft: DraftFunctions | BlockFunctions | None = None
     dtype: Any = jnp.float32
     may_overflow: bool = False
     overlaps: Callable[[ForwardProgram], int] | None = None
@@ -104,16 +119,27 @@ class StepFunctions:
 
 
 def model_functions(
-    backend: Backend | None = None, *, dtype: DTypeLike = jnp.float32, drafts: bool = False
+    backend: Backend | None = None,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    drafts: bool = False,
+    blocks: bool = False,
 ) -> StepFunctions:
     """Returns the served model with kernels of `backend` (None: those of the device).
 
-    `dtype` is the type of its hidden states. With `drafts` it has its MTP module too.
+    `dtype` is the type of its hidden states. With `drafts` it has its MTP module too, with `blocks` its stages of
+    DSpark.
     """
-    prefill, decode, predict = (
-        functools.partial(function, backend=backend) for function in (steps.prefill, steps.decode, steps.predict)
+    prefill, decode, predict, propose = (
+        functools.partial(function, backend=backend)
+        for function in (steps.prefill, steps.decode, steps.predict, dspark.propose)
     )
-    draft = DraftFunctions(dtype, predict, predict) if drafts else None
+    write = functools.partial(dspark.write_context, backend=backend)
+    draft: DraftFunctions | BlockFunctions | None = None
+    if blocks:
+        draft = BlockFunctions(dtype, write, propose, dspark.choose)
+    elif drafts:
+        draft = DraftFunctions(dtype, predict, predict)
     logits = functools.partial(decoder.logits, backend=backend)
     return StepFunctions(prefill, decode, logits, draft=draft, dtype=dtype)
 
@@ -125,16 +151,23 @@ def in_full_precision(functions: StepFunctions) -> StepFunctions:
     """
     if jnp.dtype(functions.dtype) != jnp.float32:
         return functions
-    draft = functions.draft
-    if draft is not None:
-        draft = dataclasses.replace(draft, prefill=_precise(draft.prefill), decode=_precise(draft.decode))
     return dataclasses.replace(
         functions,
         prefill=_precise(functions.prefill),
         decode=_precise(functions.decode),
         logits=_precise(functions.logits),
-        draft=draft,
+        draft=_in_full_precision(functions.draft),
     )
+
+
+def _in_full_precision(draft: DraftFunctions | BlockFunctions | None) -> DraftFunctions | BlockFunctions | None:
+    if isinstance(draft, DraftFunctions):
+        return dataclasses.replace(draft, prefill=_precise(draft.prefill), decode=_precise(draft.decode))
+    if isinstance(draft, BlockFunctions):
+        return dataclasses.replace(
+            draft, write=_precise(draft.write), propose=_precise(draft.propose), choose=_precise(draft.choose)
+        )
+    return None
 
 
 def _precise[**P, R](function: Callable[P, R]) -> Callable[P, R]:

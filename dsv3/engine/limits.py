@@ -79,6 +79,7 @@ def engine_config(
         page_size=model.page_size,
         window_size=window_size(model),
         num_window_pages=window_pages(model, dtypes.cache, num_pages, max_num_seqs),
+        draft_block=0 if model.dspark is None else model.dspark.block_size,
         cache_dtype=dtypes.cache,
         identity=identity,
         eplb_interval=options.eplb_interval if options.enable_eplb else 0,

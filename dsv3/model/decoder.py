@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from dsv3.config.model import ModelConfig
 from dsv3.model.layers.attention import Attention, LayerPlace
 from dsv3.model.layers.experts import LOCAL_EXPERTS, ExpertLayer, RoutedExperts, RouterStats
-from dsv3.model.layers.hyper_connections import Block, Residual
+from dsv3.model.layers.hyper_connections import Block, Residual, Streams
 from dsv3.model.layers.linear import Index, Numerics, layer_slice, mlp
 from dsv3.model.layers.router import Routing, route, route_by_token, router_logits
 from dsv3.model.params import LayerParams, MixingParams, MoeParams, Params
@@ -73,22 +73,24 @@ class Stack:
 class LayerPattern(NamedTuple):
     """Layers of a stack, from `first` on, whose kinds repeat: those of the layers of one turn, and how many turns.
 
-    A kind is the ratio of a layer's entries, and whether a token's id chooses its experts. `of_ratio` counts the
-    layers before `first` that have the ratio of each kind.
+    A kind is the ratio of a layer's entries, whether a token's id chooses its experts, and for a target layer of DSpark
+    its number: each is a pattern of its own. `of_ratio` counts the layers before `first` that have the ratio of each
+    kind.
     """
 
     first: int
-    kinds: tuple[tuple[int, bool], ...]
+    kinds: tuple[tuple[int, bool, int | None], ...]
     turns: int
     of_ratio: tuple[int, ...]
 
     def places(self, stack: Stack, turn: Index) -> list[LayerPlace]:
         """Returns the places of the layers of a turn."""
-        ratios, found = [ratio for ratio, _ in self.kinds], []
-        for i, (ratio, hashed) in enumerate(self.kinds):
+        ratios, found = [ratio for ratio, *_ in self.kinds], []
+        for i, (ratio, hashed, target) in enumerate(self.kinds):
             layer = self.first + i + turn * len(self.kinds)
             of_ratio = self.of_ratio[i] + ratios[:i].count(ratio) + turn * ratios.count(ratio)
-            found.append(LayerPlace(layer, stack.first_cache_layer + layer, ratio, of_ratio, hashed))
+            cache_layer, is_target = stack.first_cache_layer + layer, target is not None
+            found.append(LayerPlace(layer, cache_layer, ratio, of_ratio, hashed, is_target))
         return found
 
 
@@ -99,14 +101,18 @@ def patterns(cfg: ModelConfig, first: int, depth: int) -> tuple[LayerPattern, ..
     Layers of most models are all alike. Those of DeepSeek-V4-Flash have ratios 0 | 4 | 128, 4, ...
     """
     ratios = () if cfg.compressed is None else cfg.compressed.ratios[first : first + depth]
-    ratios += (0,) * (depth - len(ratios))  # those of MTP modules are not listed
-    kinds = [(ratio, layer < cfg.num_hash_layers) for layer, ratio in enumerate(ratios, first)]
+    ratios += (0,) * (depth - len(ratios))  # those of layers that make drafts are not listed
+    targets = () if cfg.dspark is None else cfg.dspark.target_layers
+    kinds = [
+        (ratio, layer < cfg.num_hash_layers, layer if layer in targets else None)
+        for layer, ratio in enumerate(ratios, first)
+    ]
     found, start = [], 0
     while start < depth:
         single, pair = (_turns(kinds[start:], width) for width in (1, 2))
         width, turns = (2, pair) if pair > 1 and single < 2 * pair else (1, single)
         here = tuple(kinds[start : start + width])
-        found.append(LayerPattern(start, here, turns, tuple(ratios[:start].count(ratio) for ratio, _ in here)))
+        found.append(LayerPattern(start, here, turns, tuple(ratios[:start].count(ratio) for ratio, *_ in here)))
         start += width * turns
     return tuple(found)
 
@@ -264,9 +270,10 @@ def add_experts(
     A norm behind the experts takes both parts together.
     """
     weight = stack.layers.post_moe_norm
-    if weight is None:
-        return block.write(y) if shared is None else block.write(y, shared)
-    return block.write(norm(y if shared is None else y + shared, weight, place.layer, context))
+    if weight is not None:
+        return block.write(norm(y if shared is None else y + shared, weight, place.layer, context))
+    x = block.write(y) if shared is None else block.write(y, shared)
+    return x.with_mean() if place.is_target and isinstance(x, Streams) else x
 
 
 def run_decoder(

@@ -9,17 +9,20 @@ from dsv3.model.decoder import LayerContext, Stack, embed, norm, run_layer
 from dsv3.model.layers.experts import RouterStats
 from dsv3.model.layers.hyper_connections import OneStream, Residual, residual_of
 from dsv3.model.layers.linear import layer_slice
-from dsv3.model.params import Params
+from dsv3.model.params import MtpParams, Params
 from pallas_kernels import dense
 from sharding.experts.placement import Placement
 
 
 def draft_input(x: Residual, hidden: jax.Array) -> jax.Array:
-    """Returns what a module takes of the layers before it, `[T, residual_width]`.
+    """Returns what layers that make drafts take of those before them, `[T, draft_input_width]`.
 
-    Of one stream it is `hidden` `[T, D]`, the states after their norm; of several it is all streams `x`.
+    Of one stream it is `hidden` `[T, D]`, the states after their norm. Of several it is all streams, or their means
+    behind target layers in a model that has such (`dspark`).
     """
-    return hidden if isinstance(x, OneStream) else x.flat()
+    if isinstance(x, OneStream):
+        return hidden
+    return jnp.concatenate(x.means, axis=-1) if x.means else x.flat()
 
 
 def predict(
@@ -49,7 +52,7 @@ def predict(
       ValueError: the model has no MTP modules, or `context.routed` is expert-parallel and `placement` is None.
     """
     mtp, cfg, backend = params.mtp, context.cfg, context.numerics.backend
-    if mtp is None:
+    if not isinstance(mtp, MtpParams):
         raise ValueError("the model has no multi-token prediction modules (num_nextn_predict_layers is 0)")
     streams = norm(before.reshape(-1, cfg.hidden_size), mtp.hidden_norm, depth, context)
     embedded = norm(embed(params, next_tokens), mtp.embed_norm, depth, context)

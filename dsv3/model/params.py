@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3.config.model import CompressedAttention, ModelConfig
+from dsv3.config.model import CompressedAttention, DSparkConfig, ModelConfig
 
 Axis = Literal["layers", "experts", "vocab", "channels", "heads", "heads_latent", "mlp", "gate_up"] | None
 """Logical axes: "channels" are those of an embedding, "gate_up" is "mlp" twice, "heads_latent" the rows of all heads,
@@ -230,21 +230,39 @@ class MtpParams:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class DSparkParams:
+    """The stages of DSpark, which draft a block of tokens; embedding and head are the main model's."""
+
+    main_proj: Any  # [1, D, M * D], of the M target layers' means
+    main_norm: Any  # [1, D]
+    layers: LayerParams
+    norm: Any  # [1, D]
+    head_mixing: MixingParams | None
+    markov_embed: Any  # [W, r], of the token before
+    markov_head: Any  # [W, r], of the token's scores
+    confidence: Any  # [1, D + r], columns of the hidden state first
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Params:
-    """All parameters of a model; `dense`, `moe`, `mtp` are None without such layers, `head` if it is tied."""
+    """All parameters of a model; `dense`, `moe`, `mtp` are None without such layers, `head` if it is tied.
+
+    `mtp` makes drafts, and is named so in checkpoints: MTP modules, or the stages of DSpark.
+    """
 
     embed: Any  # [W, D]
     dense: LayerParams | None
     moe: LayerParams | None
     norm: Any  # [D]
     head: Any  # [W, D]
-    mtp: MtpParams | None
+    mtp: MtpParams | DSparkParams | None
     head_mixing: MixingParams | None = None  # of models with several streams
 
 
 def declare(cfg: ModelConfig) -> Params:
     """Returns the parameter tree of `cfg` with a `ParamSpec` at every leaf."""
-    D, W, M = cfg.hidden_size, cfg.vocab_size, cfg.num_nextn_predict_layers
+    D, W = cfg.hidden_size, cfg.vocab_size
     groups = {group.name: _layers(cfg, group.first, group.depth, moe=group.name == "moe") for group in cfg.layer_groups}
     return Params(
         embed=ParamSpec((W, D), (None, "channels")),
@@ -252,7 +270,7 @@ def declare(cfg: ModelConfig) -> Params:
         moe=groups.get("moe"),
         norm=ParamSpec((D,), (None,), "ones"),
         head=None if cfg.tie_word_embeddings else ParamSpec((W, D), ("vocab", None)),
-        mtp=_mtp(cfg, M) if M else None,
+        mtp=_drafters(cfg),
         head_mixing=_head_mixing(cfg),
     )
 
@@ -379,6 +397,27 @@ def _moe(cfg: ModelConfig, first: int, L: int) -> MoeParams:
         down=ParamSpec((L, E, D, I), stack, quantizable=True),
         shared=_mlp(L, D, cfg.n_shared_experts * I) if cfg.n_shared_experts else None,
         by_token=ParamSpec(table, ("layers", None, None), "range", dtype=jnp.int32) if Lh else None,
+    )
+
+
+def _drafters(cfg: ModelConfig) -> MtpParams | DSparkParams | None:
+    """Declares the layers that make drafts."""
+    if cfg.dspark is not None:
+        return _dspark(cfg, cfg.dspark)
+    return _mtp(cfg, cfg.num_nextn_predict_layers) if cfg.num_nextn_predict_layers else None
+
+
+def _dspark(cfg: ModelConfig, dspark: DSparkConfig) -> DSparkParams:
+    D, W, r = cfg.hidden_size, cfg.vocab_size, dspark.markov_rank
+    return DSparkParams(
+        main_proj=_linear(1, D, cfg.draft_input_width),
+        main_norm=_norm(1, D),
+        layers=_layers(cfg, cfg.num_hidden_layers, dspark.stages, moe=True),
+        norm=_norm(1, D),
+        head_mixing=_head_mixing(cfg),
+        markov_embed=ParamSpec((W, r), (None, None)),
+        markov_head=ParamSpec((W, r), ("vocab", None)),
+        confidence=ParamSpec((1, D + r), (None, None)),
     )
 
 

@@ -32,8 +32,8 @@ from sharding.experts.placement import Placement
 class StepOutput:
     """Hidden states after the final norm, the page pool, the counts of the routed experts, and the input of drafts.
 
-    `draft_input` is what `predict` takes of the same rows: the hidden states, or all streams of a model that has
-    several, `[..., residual_width]`.
+    `draft_input` is what the layers that make drafts take of the same rows, `[..., draft_input_width]`: the hidden
+    states, or all streams of a model that has several, or their means behind the target layers of `dspark`.
 
     `expert_counts` is int32 `[num_moe_layers, E]`, (token, expert) pairs without the padding rows; None in a model
     without routed experts. `overflows` is int32 `[]`: how many expert buffers of this device overflowed in all MoE

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dsv3.config.hugging_face import ConfigError, from_hf, to_hf
+from dsv3.config.hugging_face import ConfigError, from_hf, load_config, to_hf
 from dsv3.config.model import CompressedAttention, DSparkConfig, Fp8Config, HyperConnections, IndexerConfig, YarnConfig
 from tests.dsv3.deepseek_v4 import FLASH, FLASH_0731, PRO, PRO_0813
 from tests.dsv3.model.golden import DIRECTORY

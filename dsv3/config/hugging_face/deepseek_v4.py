@@ -213,8 +213,10 @@ def _dspark(fields: Fields, stages: int) -> DSparkConfig | None:
     names = ("dspark_block_size", "dspark_noise_token_id", "dspark_markov_rank")
     if layers is None:
         return None
-    if not isinstance(layers, list) or not all(type(i) is int and i >= 0 for i in layers):
+    if not isinstance(layers, list) or not layers or not all(type(i) is int and i >= 0 for i in layers):
         raise fields.fail("dspark_target_layer_ids", "a list of layers")
+    if layers != sorted(set(layers)):
+        raise fields.fail("dspark_target_layer_ids", "in ascending order, each layer once")
     block, noise, rank = (fields.integer(name, least=0 if "token" in name else 1) for name in names)
     return DSparkConfig(stages, block, noise, tuple(layers), rank) if stages else None
 

@@ -30,14 +30,14 @@ class Forward(NamedTuple):
     """What a forward program leaves for the sampler, and the sampler for a drafter.
 
     Shapes are one rank's. A prefill leaves its `batch` (tokens, chunks) too, and `hidden` of its tokens, for their
-    log-probabilities; where a module drafts, `draft_input` is what it takes of each token (`Layout.draft_input`).
+    log-probabilities; where the model drafts, `draft_input` is what drafts are made of (`Layout.draft_input`).
     `tokens` are the sampled ones, None before sampling.
     """
 
     slots: Any  # [B] int32
     scores: Any = None  # [Xn, B, S, W / Xn] float32
     hidden: Any = None  # [T, D] of a prefill
-    draft_input: Any = None  # [B, S, n * D] or [T, n * D]; None where no module drafts
+    draft_input: Any = None  # [B, S, width] or [T, width]; None where the model does not draft
     batch: tuple[Any, ...] = ()
     tokens: Any = None  # [B, S] int32
 

@@ -161,9 +161,9 @@ class Layout:
         return sorted(sizes | {(rows, cfg.width(rows)) for rows in cfg.decode_buckets})
 
     def draft_input(self, result: Any) -> jax.Array | None:
-        """Returns what a module takes of the tokens of a forward pass, `[..., residual_width]`; None without one.
+        """Returns what a module or stages take of the tokens of a forward pass, `[..., draft_input_width]`.
 
-        Of a model with one residual stream it is their hidden states.
+        Of a model with one residual stream it is their hidden states; None where the model makes no drafts.
         """
         if self.functions.draft is None:
             return None

@@ -206,7 +206,11 @@ def ragged_batch(
 
 
 def decode_batch(
-    state: DecodeState, slots: jax.Array, tokens: jax.Array, lengths: jax.Array, form: AttentionForm
+    state: DecodeState,
+    slots: jax.Array,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    form: AttentionForm = AttentionForm.ANY,
 ) -> DecodeBatch:
     """Returns the model's batch of `tokens` `[B, S]` of `slots` `[B]`; rows of length 0 may have any slot."""
     batch = DecodeBatch(tokens, lengths, state.page_table[slots], form)

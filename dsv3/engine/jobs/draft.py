@@ -2,9 +2,10 @@
 
 A draft job follows each forward job, even where the step takes no drafts, so that the drafter has processed every token
 when drafts are wanted again. It writes drafts to `DecodeState.tokens` behind each slot's last token. A drafter proposes
-them: prompt lookup (`LookupDrafter`, here), or the model's MTP module (`draft_module`). Draft tokens are verified by
-the sampler (`sample.sample_body`): a draft is accepted where it equals the token that is sampled anyway. The host reads
-drafts only where a request of the job is constrained: its bitmasks behind drafts depend on them.
+them: prompt lookup (`LookupDrafter`, here), the model's MTP module (`draft_module`), or its stages of DSpark
+(`draft_block`). Draft tokens are verified by the sampler (`sample.sample_body`): a draft is accepted where it equals
+the token that is sampled anyway. The host reads drafts only where a request of the job is constrained: its bitmasks
+behind drafts depend on them.
 """
 
 import dataclasses
@@ -23,12 +24,13 @@ from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.form_selection import ANY_LENGTH
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.device.state import NO_DRAFT, DecodeState, ragged_batch, with_drafts
+from dsv3.engine.device.state import NO_DRAFT, DecodeState, decode_batch, ragged_batch, with_drafts
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs.decode import NAME as DECODE
 from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.prefill import NAME as PREFILL
 from dsv3.engine.jobs.prefill import PrefillCommand
+from dsv3.model.batch import AttentionForm, DecodeBatch
 from dsv3.scheduler.batch_slots import NOTHING
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.sequence import Chunk
@@ -190,6 +192,21 @@ def draft_kind(
         return DraftWorker(devices, drafter(devices))
 
     return JobKind(NAME, DraftCommand, DraftPlanner, with_read_drafts, worker, applies)
+
+
+def verified_batch(
+    state: DecodeState, slots: jax.Array, sampled: jax.Array, form: AttentionForm = AttentionForm.ANY
+) -> tuple[DecodeBatch, jax.Array]:
+    """Returns the batch of the decode step that has just been sampled, and how many tokens each row gave, `[B]`.
+
+    Its tokens are those that really follow, `sampled` `[B, S]`; behind the accepted ones they are any. `slots` are
+    `[B]`.
+    """
+    num_slots, S = state.lengths.shape[0], sampled.shape[1]
+    clipped = jnp.minimum(slots, num_slots - 1)  # padding gets any slot's
+    accepted = jnp.sum(sampled > NOTHING, axis=1, dtype=jnp.int32)
+    lengths = jnp.where(slots < num_slots, state.lengths[clipped] - accepted - 1 + S, 0)
+    return decode_batch(state, clipped, jnp.maximum(sampled, 0), lengths, form), accepted
 
 
 def read_draft_programs(layout: Layout) -> Iterator[ProgramSpec]:

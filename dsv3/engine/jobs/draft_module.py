@@ -29,10 +29,9 @@ from dsv3.engine.device.sampling import best_tokens
 from dsv3.engine.device.state import DecodeState, decode_batch, last_rows, next_tokens, ragged_batch, with_drafts
 from dsv3.engine.functions import DraftFunctions
 from dsv3.engine.jobs import decode, prefill
-from dsv3.engine.jobs.draft import DraftCommand, draft_kind
+from dsv3.engine.jobs.draft import DraftCommand, draft_kind, verified_batch
 from dsv3.model.batch import AttentionForm
 from dsv3.model.steps import StepOutput
-from dsv3.scheduler.batch_slots import NOTHING
 
 PREFILL, DECODE, CHAIN = f"mtp {prefill.NAME}", f"mtp {decode.NAME}", "mtp chain"
 """Kinds of programs, as `EngineConfig.forward_programs` numbers them."""
@@ -43,7 +42,7 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
 
     Each exists twice with sparse attention on a GPU.
     """
-    cfg, width, dtype = layout.cfg, layout.model_cfg.residual_width, _module(layout).dtype
+    cfg, width, dtype = layout.cfg, layout.model_cfg.draft_input_width, _module(layout).dtype
     forms = decode_forms(layout)
     chained: dict[int, int] = {}  # drafts by rows
     for size in cfg.prefill_buckets:
@@ -150,15 +149,11 @@ def decode_body(
     that really follow them. Rows behind the accepted ones are undefined, and what they write is overwritten. Returns as
     `prefill_body` does.
     """
-    num_slots, S = state.lengths.shape[0], sampled.shape[1]
-    clipped = jnp.minimum(slots, num_slots - 1)  # padding gets any slot's
-    accepted = jnp.sum(sampled > NOTHING, axis=1, dtype=jnp.int32)
-    lengths = jnp.where(slots < num_slots, state.lengths[clipped] - accepted - 1 + S, 0)
-    batch = decode_batch(state, clipped, jnp.maximum(sampled, 0), lengths, form)
+    batch, accepted = verified_batch(state, slots, sampled, form)
     out = _module(layout).decode(params, layout.model_cfg, batch, pages, draft_input)
     last = jnp.arange(slots.shape[0]), jnp.maximum(accepted - 1, 0)
     state, following = _update_counters(layout, state, out, program), _draft_input(layout, out)[last]
-    if S == 1:
+    if sampled.shape[1] == 1:
         return out.pages, with_drafts(state, slots, jnp.zeros((slots.shape[0], 0), jnp.int32)), following
     return out.pages, _with_draft(layout, params, state, out.hidden[last], slots, 1), following
 
@@ -210,7 +205,7 @@ def _update_counters(layout: Layout, state: DecodeState, result: StepOutput, pro
 
 
 def _module(layout: Layout) -> DraftFunctions:
-    assert layout.functions.draft is not None  # `build` makes it for this method
+    assert isinstance(layout.functions.draft, DraftFunctions)  # `build` makes it for this method
     return layout.functions.draft
 
 

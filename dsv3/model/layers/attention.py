@@ -29,7 +29,7 @@ class LayerPlace(NamedTuple):
     """Where a layer is: its number in its stack, and its number among the layers that own pages; they may be traced.
 
     In compressed attention its entries have a `ratio`, 0 for none, and it is layer number `of_ratio` of these in the
-    stack. `hashed` says that a token's id chooses its experts.
+    stack. `hashed` says that a token's id chooses its experts, `is_target` that DSpark reads what the layer gives.
     """
 
     layer: Index
@@ -37,6 +37,7 @@ class LayerPlace(NamedTuple):
     ratio: int = 0
     of_ratio: Index = 0
     hashed: bool = False
+    is_target: bool = False
 
 
 Attend = Callable[[Any, Any, LayerPlace, Any], tuple[jax.Array, Any]]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv3.config.model import CacheGroup, ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import Pool, entries_per_page, pages_per_layer
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.layers.attention import decode_positions
@@ -99,9 +99,12 @@ class StepRows:
         `read` is what was made of the array before: the compiler must not copy the array to keep what it was.
         """
         read, array = lax.optimization_barrier((read, cached.array))
-        cached = dataclasses.replace(cached, array=array)
+        return read, self.write(new, dataclasses.replace(cached, array=array))
+
+    def write(self, new: jax.Array, cached: "CacheRows") -> jax.Array:
+        """Returns the array with the rows `new` `[T, W]` of the step's tokens that its last ones leave."""
         lasting = self.valid & cached.is_last_write(self.positions, self.ends[self.requests])
-        return read, cached.write(new, self.requests, self.positions, lasting)
+        return cached.write(new, self.requests, self.positions, lasting)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +120,9 @@ class CacheRows:
     per_page: int
 
     @classmethod
-    def of(cls, cfg: ModelConfig, group: CacheGroup, pool: Pool, rows: StepRows, layer: Index) -> "CacheRows":
-        """Returns the rows of a group, in its layer number `layer`."""
+    def of(cls, cfg: ModelConfig, name: str, pool: Pool, rows: StepRows, layer: Index) -> "CacheRows":
+        """Returns the rows of the group of this name, in its layer number `layer`."""
+        (group,) = (group for group in cfg.cache_groups("float32") if group.name == name)  # of any dtype
         match group.lifetime:
             case "context":
                 table, per_page = rows.page_table, entries_per_page(cfg, group)

@@ -20,6 +20,7 @@ from dsv3.model.layers.rope import Rotation, rotation
 from dsv3.model.layers.router import router_logits
 from dsv3.model.params import CompressedAttentionParams, CompressorParams, PooledIndexerParams
 from pallas_kernels import dense
+from pallas_kernels.backend import Backend
 from pallas_kernels.rows import rms_norm, rotate_heads
 
 
@@ -108,7 +109,6 @@ def project(
     """Returns what attention takes of `x` `[T, D]` at `positions` `[T]`, rotated `by` what suits the layer."""
     layer, backend, d = place.layer, numerics.backend, cfg.latent_dim
     down = linear(x, params.qkv_a, layer, numerics)
-    latent = rms_norm(down[:, -d:], params.kv_norm, layer, cfg.rms_norm_eps, backend=backend)
     q_latent = rms_norm(down, params.q_norm, layer, cfg.rms_norm_eps, backend=backend)
     q = linear(q_latent, params.q_b, layer, numerics).reshape(len(x), -1, d)  # the heads of this device
     entries = index = None
@@ -118,10 +118,37 @@ def project(
             index = _index_queries(x, q_latent, params.indexer, place.of_ratio, cfg, positions, by, numerics)
     return CompressedTokens(
         q=rotate_heads(unit_rms(q, cfg.rms_norm_eps), by.cos, by.sin, backend=backend),
-        latent=rotate_heads(latent[:, None], by.cos, by.sin, backend=backend)[:, 0],
+        latent=_latents(down, params, layer, cfg, by, backend),
         entries=entries,
         index=index,
     )
+
+
+def project_latents(
+    x: jax.Array,
+    params: CompressedAttentionParams,
+    layer: Index,
+    cfg: ModelConfig,
+    by: Rotation,
+    numerics: Numerics,
+) -> jax.Array:
+    """Returns the latents `[T, d]` of `x` `[T, D]` alone, as `project` does.
+
+    The rows of the query latent are computed too: a product with some rows of a stack would copy them.
+    """
+    return _latents(linear(x, params.qkv_a, layer, numerics), params, layer, cfg, by, numerics.backend)
+
+
+def _latents(
+    down: jax.Array,
+    params: CompressedAttentionParams,
+    layer: Index,
+    cfg: ModelConfig,
+    by: Rotation,
+    backend: Backend | None,
+) -> jax.Array:
+    latent = rms_norm(down[:, -cfg.latent_dim :], params.kv_norm, layer, cfg.rms_norm_eps, backend=backend)
+    return rotate_heads(latent[:, None], by.cos, by.sin, backend=backend)[:, 0]
 
 
 @jax.named_scope("indexer")

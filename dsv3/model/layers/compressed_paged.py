@@ -87,9 +87,8 @@ class _Layer:
 
     def group_rows(self, pool: Pool, name: str) -> CacheRows:
         """Returns the layer's rows of a cache group."""
-        (group,) = (group for group in self.cfg.cache_groups("float32") if group.name == name)  # of any dtype
         layer = self.place.cache_layer if name == WINDOW_LATENTS else self.place.of_ratio
-        return CacheRows.of(self.cfg, group, pool, self.rows, layer)
+        return CacheRows.of(self.cfg, name, pool, self.rows, layer)
 
     def complete_entries(
         self, pool: Pool, names: _Names, new: Contribution, params: CompressorParams, dtype: jnp.dtype

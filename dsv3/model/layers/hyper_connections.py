@@ -55,9 +55,10 @@ class OneStream:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Streams:
-    """Several residual streams of T tokens."""
+    """Several residual streams of T tokens, and their means `[T, D]` behind the target layers so far (`with_mean`)."""
 
     streams: jax.Array  # [T, n, D]
+    means: tuple[jax.Array, ...] = ()
 
     @jax.named_scope("mixing")
     def at(
@@ -70,7 +71,7 @@ class Streams:
         base, scale = layer_slice(params.base, layer), layer_slice(params.scale, layer)
         how: dict[str, Any] = {"iterations": hyper.sinkhorn_iterations, "eps": hyper.eps, "backend": backend}
         pre, post, between = mixing_weights(logits, base, scale, streams=hyper.streams, **how)
-        return MixedStreams(self.streams, _weighted_sum(pre, self.streams), post, between)
+        return MixedStreams(self.streams, _weighted_sum(pre, self.streams), post, between, self.means)
 
     @jax.named_scope("mixing")
     def end(self, params: MixingParams | None, cfg: ModelConfig, backend: Backend | None) -> jax.Array:
@@ -82,6 +83,11 @@ class Streams:
     def flat(self) -> jax.Array:
         """Returns the streams side by side, `[T, n * D]`."""
         return self.streams.reshape(len(self.streams), -1)
+
+    def with_mean(self) -> "Streams":
+        """Returns the streams, with their mean behind those of earlier layers."""
+        mean = self.streams.astype(jnp.float32).mean(1).astype(self.streams.dtype)
+        return dataclasses.replace(self, means=(*self.means, mean))
 
     def _logits(self, weight: jax.Array, layer: Index, cfg: ModelConfig, backend: Backend | None) -> jax.Array:
         """Returns the logits float32 `[T, M]` of all streams, over one root mean square of them together."""
@@ -99,6 +105,7 @@ class MixedStreams:
     collapsed: jax.Array  # [T, D]
     post: jax.Array  # [T, n] float32
     between: jax.Array  # [T, n, n] float32: from stream j, the second axis, to stream k, the third
+    means: tuple[jax.Array, ...]
 
     def read(self) -> jax.Array:
         """Returns what the block works on, `[T, D]`, before its norm."""
@@ -110,7 +117,7 @@ class MixedStreams:
         y = jnp.stack([part.astype(jnp.float32) for part in parts]).sum(0)
         # Products and their sum are one kernel on a GPU; a batch of 4 x 4 matrices is not.
         moved = (self.between[..., None] * self.streams.astype(jnp.float32)[:, :, None]).sum(1)
-        return Streams((self.post[..., None] * y[:, None] + moved).astype(self.streams.dtype))
+        return Streams((self.post[..., None] * y[:, None] + moved).astype(self.streams.dtype), self.means)
 
 
 Residual = OneStream | Streams

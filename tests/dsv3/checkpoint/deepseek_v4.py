@@ -91,6 +91,19 @@ def expected(cfg: ModelConfig, tensors: Tensors) -> dict[str, np.ndarray]:
     result = {path: real(tensors, name) for path, name in top.items()}
     layers = [_expected_layer(cfg, tensors, f"layers.{i}.") for i in range(cfg.num_hidden_layers)]
     result |= {f"moe.{path}": stack for path, stack in _stacked(layers).items()}
+    if cfg.dspark is not None:
+        stages = [_expected_layer(cfg, tensors, f"mtp.{i}.") for i in range(cfg.dspark.stages)]
+        last = f"mtp.{cfg.dspark.stages - 1}."
+        result |= {f"mtp.layers.{path}": stack for path, stack in _stacked(stages).items()}
+        result |= {path: real(tensors, name) for path, name in _mixing("mtp.head_mixing.", f"{last}hc_head").items()}
+        result |= {
+            "mtp.main_proj": real(tensors, "mtp.0.main_proj.weight")[None],
+            "mtp.main_norm": real(tensors, "mtp.0.main_norm.weight")[None],
+            "mtp.norm": real(tensors, f"{last}norm.weight")[None],
+            "mtp.markov_embed": real(tensors, f"{last}markov_head.markov_w1.weight"),
+            "mtp.markov_head": real(tensors, f"{last}markov_head.markov_w2.weight"),
+            "mtp.confidence": real(tensors, f"{last}confidence_head.proj.weight"),
+        }
     modules = []
     for i in range(cfg.num_nextn_predict_layers):
         prefix = f"mtp.{i}."

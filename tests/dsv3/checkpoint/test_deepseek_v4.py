@@ -67,8 +67,8 @@ def multiplied(arrays: Arrays) -> Arrays:
 
 @pytest.mark.parametrize("published", [FLASH, PRO, v4.DSPARK], ids=["Flash", "Pro", "DSpark"])
 def test_leaves_have_all_published_tensors(published: dict[str, Any]) -> None:
-    """All but scales, and DSpark's stages; each once, with its shape in values."""
-    cfg = dataclasses.replace(from_hf(published), dspark=None)
+    """All but scales; each once, with its shape in values."""
+    cfg = from_hf(published)
     found = {p.name: p.shape for slices in layout.slices(cfg).values() for p in slices}
     assert found == {
         t.name: (t.shape[0], 2 * t.shape[1]) if t.dtype == np.int8 else t.shape
@@ -144,6 +144,20 @@ def test_a_plain_checkpoint_stays_plain_or_becomes_fp8(directories: Path) -> Non
     rounded = load(directories / "plain", cfg, fp8="quantize")
     assert rounded["moe.moe.down.data"].dtype == rounded["moe.attention.indexer.q_b.data"].dtype == hf.E4M3
     assert rounded["moe.attention.o_a"].dtype == rounded["moe.attention.sparse.value_score"].dtype == np.float32
+
+
+@pytest.mark.parametrize("fp8", ["keep", "dequantize"])
+def test_dspark(directories: Path, fp8: str) -> None:
+    cfg = from_hf(FORMS["DSpark"])
+    loaded = load(directories / "DSpark", cfg, fp8=fp8)
+    assert ("mtp.main_proj.data" in loaded) == (fp8 == "keep")
+    assert_same_bits(multiplied(loaded), wanted("DSpark", cfg, np.float32))
+
+
+def test_a_file_without_dspark(directories: Path) -> None:
+    cfg = dataclasses.replace(from_hf(FORMS["DSpark"]), num_nextn_predict_layers=0)
+    with pytest.raises(CheckpointError, match=r"mtp\.0\.main_proj\.weight"):
+        load(directories / "FP4", cfg, fp8="dequantize")
 
 
 @pytest.mark.parametrize("form", ["FP4", "DSpark"])

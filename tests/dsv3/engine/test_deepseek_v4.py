@@ -1,5 +1,11 @@
 """DeepSeek-V4 in the engine: its greedy texts, however they are cut, batched, drafted and found again."""
 
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -9,13 +15,13 @@ from dsv3.config.options import EngineOptions
 from dsv3.engine.build import build_engine
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.engine import Engine
-from dsv3.engine.functions import in_full_precision, model_functions
+from dsv3.engine.functions import BlockFunctions, in_full_precision, model_functions
 from dsv3.kv_cache.layout import window_pages, window_size
 from dsv3.model.params import Params
 from tests.dsv3.engine import fewer
 from tests.dsv3.engine.driving import request, run
 from tests.dsv3.model import golden
-from tests.dsv3.model.deepseek_v4 import model, with_module
+from tests.dsv3.model.deepseek_v4 import model, with_module, with_stages
 from tests.dsv3.model.golden import DIRECTORY
 
 MEMBER = "deepseek_v4"
@@ -24,9 +30,11 @@ LIMITS = {"max_model_len": 512, "num_pages": 16, "max_num_seqs": 4, "max_num_bat
 
 def parts(served: tuple[Params, ModelConfig], **changes: object) -> EngineComponents:
     params, cfg = served
+    modules, blocks = bool(cfg.num_nextn_predict_layers), cfg.dspark is not None
     limits = LIMITS | {"page_size": cfg.page_size, "window_size": window_size(cfg), "cache_dtype": "float32"} | changes
+    limits["draft_block"] = cfg.dspark.block_size if blocks else 0
     limits["num_window_pages"] = window_pages(cfg, "float32", limits["num_pages"], limits["max_num_seqs"])
-    functions = in_full_precision(model_functions(drafts=bool(cfg.num_nextn_predict_layers)))
+    functions = in_full_precision(model_functions(drafts=modules, blocks=blocks))
     return EngineComponents.on_devices(functions, params, cfg, EngineConfig(**limits))
 
 
@@ -86,3 +94,57 @@ def test_drafts_of_the_module_change_no_text() -> None:
     expect_golden_texts(engine, 8)
     drafts = engine.stats().jobs["draft"]
     assert 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens
+
+
+class Blocks:
+    """An engine whose stages know what often follows a token in the golden texts, and the drafts that they chose."""
+
+    def __init__(self) -> None:
+        params, cfg = with_stages(MEMBER, markov_rank=64)
+        follows = np.zeros((64, 64), np.float32)
+        for text in golden.data(MEMBER)["greedy"][:8]:
+            np.add.at(follows, (text[1:], text[:-1]), 10)
+        mtp = dataclasses.replace(params.mtp, markov_embed=jnp.eye(64), markov_head=jnp.asarray(follows))
+        served = dataclasses.replace(params, mtp=mtp), cfg
+        components = parts(served, speculative_config={"method": "dspark"}, tokens_per_row=6)
+        draft = components.functions.draft
+        assert isinstance(draft, BlockFunctions)
+        recorded = dataclasses.replace(draft, choose=functools.partial(self._choose, draft.choose))
+        functions = dataclasses.replace(components.functions, draft=recorded)
+        with fewer.one_bucket(), fewer.greedy_samplers():
+            self.engine = Engine(dataclasses.replace(components, functions=functions))
+            self.engine.warm_up()
+        self.drafts: list[list[int]] = []
+
+    def _choose(self, choose: Any, *arguments: Any) -> Any:
+        drafts, confidence = choose(*arguments)
+        jax.debug.callback(lambda row: self.drafts.append(row.tolist()), drafts[0], ordered=False)
+        return drafts, confidence
+
+    def of_alone(self, prompt: list[int]) -> tuple[int, list[list[int]]]:
+        """Generates a few tokens for a prompt; returns how many of its tokens are cached, and all drafts."""
+        jax.effects_barrier()
+        self.drafts.clear()
+        found = run(self.engine, request("alone", prompt, max_tokens=4, ignore_eos=True))["alone"]
+        jax.effects_barrier()
+        return found.outputs[0].num_cached_tokens, list(self.drafts)
+
+
+@pytest.fixture(scope="module")
+def blocks() -> Blocks:
+    return Blocks()
+
+
+def test_drafts_of_blocks_change_no_text(blocks: Blocks) -> None:
+    expect_golden_texts(blocks.engine, 8)
+    drafts = blocks.engine.stats().jobs["draft"]
+    assert 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens < 5 * drafts.num_drafts  # some rows are cut
+    assert blocks.engine.stats().recompilations == 0
+
+
+def test_blocks_see_the_window_of_a_prefix_that_is_found_again(blocks: Blocks) -> None:
+    """The last tokens of the cached page are within the window of the first blocks."""
+    prompts = [np.random.default_rng(seed).integers(2, 64, 258).tolist() for seed in range(3)]
+    cold = [blocks.of_alone(prompt) for prompt in prompts]
+    assert [cached for cached, _ in cold] == [0, 0, 0]
+    assert [blocks.of_alone(prompt) for prompt in prompts] == [(256, drafts) for _, drafts in cold]

@@ -13,7 +13,7 @@ import numpy as np
 from dsv3.checkpoint.fp4 import decode
 from dsv3.checkpoint.safetensors_file import read_header
 from dsv3.config.hugging_face import from_hf
-from dsv3.config.model import ModelConfig
+from dsv3.config.model import DSparkConfig, ModelConfig
 from dsv3.model.params import (
     CompressedAttentionParams,
     CompressorParams,
@@ -40,8 +40,22 @@ def model(member: str) -> tuple[Params, ModelConfig]:
 def with_module(member: str) -> tuple[Params, ModelConfig]:
     """Adds a random MTP module, in which no rule can be left out unseen: streams keep apart, and change places."""
     params, cfg = model(member)
-    cfg, rng = dataclasses.replace(cfg, num_nextn_predict_layers=1), np.random.default_rng(0)
-    n = cfg.hyper_connections.streams
+    return _with_drafters(params, dataclasses.replace(cfg, num_nextn_predict_layers=1))
+
+
+STAGES = DSparkConfig(stages=3, block_size=5, noise_token_id=63, target_layers=(1, 2, 3), markov_rank=16)
+
+
+@functools.cache
+def with_stages(member: str, markov_rank: int = STAGES.markov_rank) -> tuple[Params, ModelConfig]:
+    """Adds random stages of DSpark in the same way."""
+    params, cfg = model(member)
+    dspark = dataclasses.replace(STAGES, markov_rank=markov_rank)
+    return _with_drafters(params, dataclasses.replace(cfg, dspark=dspark))
+
+
+def _with_drafters(params: Params, cfg: ModelConfig) -> tuple[Params, ModelConfig]:
+    n, rng = cfg.hyper_connections.streams, np.random.default_rng(0)
 
     def drawn(path: Any, spec: jax.ShapeDtypeStruct) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator=".")

@@ -13,6 +13,7 @@ from dsv3.kv_cache import layout
 from dsv3.model import DecodeBatch, Params, PrefillBatch, logits, prefill
 from dsv3.model.steps import predict
 from tests.dsv3.model.deepseek_v4 import with_module
+from tests.dsv3.model.deepseek_v4_formulas import Array, collapsed, layer, rms
 from tests.dsv3.model.golden import relative_error, run
 
 MEMBER = "deepseek_v4_plain"
@@ -20,87 +21,16 @@ LENGTH, CHUNK, S = 268, 128, 3
 """Tokens, of which the last are on the second page; rows of a chunk; rows of a decode step."""
 TOLERANCE = 2e-5
 
-Array = np.ndarray[Any, np.dtype[np.float64]]
-
 
 def reference(params: Params, cfg: ModelConfig, streams: Array, following: Array) -> tuple[Array, Array]:
     """The module's streams `[T, n, D]` and its hidden states `[T, D]`, from the streams of as many tokens."""
     mtp = jax.tree.map(lambda a: np.asarray(a[0], np.float64), params.mtp)
     embed, D = np.asarray(params.embed, np.float64), cfg.hidden_size
-    layer, e_proj, h_proj = mtp.layers, mtp.proj[:, :D], mtp.proj[:, D:]
+    e_proj, h_proj = mtp.proj[:, :D], mtp.proj[:, D:]
     embedded = rms(embed[following], mtp.embed_norm) @ e_proj.T
     x = embedded[:, None] + rms(streams, mtp.hidden_norm) @ h_proj.T
-    x = around(x, layer.attention_mixing, lambda u: attention(rms(u, layer.input_norm), layer.attention, cfg))
-    x = around(x, layer.moe_mixing, lambda u: experts(rms(u, layer.post_norm), layer.moe, cfg))
-    mixing = mtp.head_mixing
-    weights = sigmoid(unit(x.reshape(len(x), -1)) @ mixing.weight.T * mixing.scale + mixing.base) + 1e-6
-    return x, rms((weights[..., None] * x).sum(1), mtp.norm)
-
-
-def around(x: Array, mixing: Any, block: Any) -> Array:
-    m = unit(x.reshape(len(x), -1)) @ mixing.weight.T
-    a, b, c = (slice(0, 4), slice(4, 8), slice(8, 24))
-    pre = sigmoid(m[:, a] * mixing.scale[0] + mixing.base[a]) + 1e-6
-    post = 2 * sigmoid(m[:, b] * mixing.scale[1] + mixing.base[b])
-    between = np.exp((m[:, c] * mixing.scale[2] + mixing.base[c]).reshape(-1, 4, 4))
-    between = between / between.sum(2, keepdims=True) + 1e-6
-    between = between / (between.sum(1, keepdims=True) + 1e-6)
-    for _ in range(19):
-        between = between / (between.sum(2, keepdims=True) + 1e-6)
-        between = between / (between.sum(1, keepdims=True) + 1e-6)
-    y = block(np.einsum("tj,tjd->td", pre, x))
-    return post[..., None] * y[:, None] + np.einsum("tjk,tjd->tkd", between, x)
-
-
-def attention(a: Array, params: Any, cfg: ModelConfig) -> Array:
-    H, Q, d, P = cfg.num_attention_heads, cfg.q_lora_rank, cfg.latent_dim, cfg.qk_rope_head_dim
-    down, positions = a @ params.qkv_a.T, np.arange(len(a))
-    q = unit((rms(down[:, :Q], params.q_norm) @ params.q_b.T).reshape(len(a), H, d))
-    q, k = rotated(q, positions, P), rotated(rms(down[:, Q:], params.kv_norm)[:, None], positions, P)[:, 0]
-    back = positions[:, None] - positions
-    seen = (back >= 0) & (back < cfg.compressed.window)
-    weights = np.where(seen[:, None], np.exp(np.einsum("thd,sd->ths", q, k) * d**-0.5), 0)
-    total = np.exp(params.sink) + weights.sum(-1)
-    o = rotated(np.einsum("ths,sd->thd", weights / total[..., None], k), -positions, P)
-    groups = o.reshape(len(a), len(params.o_a), -1)
-    return np.einsum("tgi,gri->tgr", groups, params.o_a).reshape(len(a), -1) @ params.o_b.T
-
-
-def rotated(x: Array, positions: Array, P: int) -> Array:
-    """`x` `[T, H, d]`, whose last P values are turned in pairs of neighbors."""
-    angles = positions[:, None, None] * 10000.0 ** (-np.arange(0, P, 2) / P)
-    turned = (x[..., -P::2] + 1j * x[..., -P + 1 :: 2]) * np.exp(1j * angles)
-    return np.concatenate([x[..., :-P], np.stack([turned.real, turned.imag], -1).reshape(*x.shape[:-1], P)], -1)
-
-
-def experts(a: Array, params: Any, cfg: ModelConfig) -> Array:
-    scores = np.sqrt(np.log1p(np.exp(a @ params.router.T)))
-    chosen = np.argsort(-(scores + params.router_bias), axis=-1)[:, : cfg.num_experts_per_tok]
-    weights = np.take_along_axis(scores, chosen, -1)
-    weights = weights / weights.sum(-1, keepdims=True) * cfg.routed_scaling_factor
-    y = swiglu(a, params.shared.gate_up, params.shared.down, cfg.swiglu_limit)
-    for t, k in np.ndindex(chosen.shape):
-        e = chosen[t, k]
-        y[t] += weights[t, k] * swiglu(a[t], params.gate_up[e], params.down[e], cfg.swiglu_limit)
-    return y
-
-
-def swiglu(a: Array, gate_up: Array, down: Array, limit: float) -> Array:
-    gate, up = np.split(a @ gate_up.T, 2, axis=-1)
-    gate = np.minimum(gate, limit)
-    return (gate * sigmoid(gate) * np.clip(up, -limit, limit)) @ down.T
-
-
-def unit(x: Array) -> Array:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)
-
-
-def rms(x: Array, weight: Array) -> Array:
-    return unit(x) * weight
-
-
-def sigmoid(x: Array) -> Array:
-    return 1 / (1 + np.exp(-x))
+    x = layer(x, mtp.layers, cfg)
+    return x, rms(collapsed(x, mtp.head_mixing), mtp.norm)
 
 
 @functools.cache

@@ -1,0 +1,177 @@
+"""The stages of DSpark compute what their formulas say, in float64 and without our code, from a paged cache."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv3.config.model import ModelConfig
+from dsv3.kv_cache import layout
+from dsv3.model import DecodeBatch, Params, dspark, logits, prefill
+from dsv3.model.params import abstract
+from dsv3.model.vocabulary import WHOLE
+from tests.dsv3.model.deepseek_v4 import STAGES, model, with_stages
+from tests.dsv3.model.deepseek_v4_formulas import (
+    Array,
+    collapsed,
+    heads_output,
+    layer,
+    queries_and_keys,
+    rms,
+    sigmoid,
+)
+from tests.dsv3.model.golden import relative_error
+from tests.dsv3.model.test_deepseek_v4_mtp import chunk, empty_pool, tables
+
+MEMBER = "deepseek_v4_plain"
+LENGTH, CHUNK, S = 268, 128, 4
+"""Tokens, of which the last are on the second page; rows of a chunk; rows of a decode step."""
+TOLERANCE = 2e-5
+
+
+def reference(params: Params, cfg: ModelConfig, means: Array, last: int) -> tuple[Array, Array]:
+    """States `[n, D]` of a block behind tokens with `means` `[T, M * D]`, before and behind their norm."""
+    stages = jax.tree.map(lambda a: np.asarray(a, np.float64), params.mtp)
+    main = rms(means @ stages.main_proj[0].T, stages.main_norm[0])
+    T, n = len(means), cfg.dspark.block_size
+    first = max(0, T - cfg.compressed.window)
+    before, positions = np.arange(first, T), T + np.arange(n)
+    embedded = np.asarray(params.embed, np.float64)[[last, *[cfg.dspark.noise_token_id] * (n - 1)]]
+    x = np.repeat(embedded[:, None], 4, axis=1)
+    for stage in range(cfg.dspark.stages):
+        mine = jax.tree.map(lambda a, stage=stage: a[stage], stages.layers)
+        _, context = queries_and_keys(main[first:], mine.attention, cfg, before)
+
+        def attend(a: Array, mine: Any = mine, context: Array = context) -> Array:
+            q, k = queries_and_keys(a, mine.attention, cfg, positions)
+            keys = np.concatenate([context, k])
+            return heads_output(q, keys, np.ones((n, len(keys)), bool), mine.attention, cfg, positions)
+
+        x = layer(x, mine, cfg, attend)
+    states = collapsed(x, stages.head_mixing)
+    return states, rms(states, stages.norm[0])
+
+
+def reference_drafts(params: Params, states: Array, hidden: Array, last: int) -> tuple[list[int], list[float]]:
+    stages = jax.tree.map(lambda a: np.asarray(a, np.float64), params.mtp)
+    scores, tokens, confidence = hidden @ np.asarray(params.head, np.float64).T, [], []
+    for state, row in zip(states, scores, strict=True):
+        embedded = stages.markov_embed[last]
+        confidence.append(float(sigmoid(np.concatenate([state, embedded]) @ stages.confidence[0])))
+        last = int(np.argmax(row + stages.markov_head @ embedded))
+        tokens.append(last)
+    return tokens, confidence
+
+
+@functools.cache
+def sequence() -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 64, LENGTH + 1).astype(np.int32)
+
+
+@functools.cache
+def draft_input(cfg: ModelConfig) -> np.ndarray:
+    """What layers that make drafts take of the sequence in the first layers of the model, `[LENGTH, W]`."""
+    params, _ = with_stages(MEMBER)
+    shapes = dataclasses.replace(abstract(cfg, jnp.float32), mtp=None)
+    # Each kind of layers has its own stacks: their first layers are those of the model's first layers.
+    cut = jax.tree.map(lambda a, like: a[: like.shape[0]], dataclasses.replace(params, mtp=None), shapes)
+    step = jax.jit(lambda p, batch, pool: prefill(p, cfg, batch, pool).draft_input)
+    return np.asarray(step(cut, chunk(0, sequence()[:-1], LENGTH), empty_pool(cfg)))
+
+
+def test_the_main_model_gives_the_mean_of_its_streams_behind_each_target_layer() -> None:
+    _, cfg = with_stages(MEMBER)
+    found = np.split(draft_input(cfg), len(STAGES.target_layers), axis=1)
+    _, whole = model(MEMBER)
+    for target, mean in zip(STAGES.target_layers, found, strict=True):
+        ratios = dataclasses.replace(whole.compressed, ratios=whole.compressed.ratios[: target + 1])
+        shorter = dataclasses.replace(whole, num_hidden_layers=target + 1, compressed=ratios)
+        streams = draft_input(shorter).reshape(LENGTH, 4, -1)
+        assert relative_error(mean, streams.mean(1)) < 1e-6
+
+
+@functools.cache
+def write() -> Any:
+    params, cfg = with_stages(MEMBER)
+    return jax.jit(lambda batch, pool, given: dspark.write_context(params, cfg, batch, pool, given))
+
+
+@functools.cache
+def propose() -> Any:
+    params, cfg = with_stages(MEMBER)
+    return jax.jit(lambda batch, pool: dspark.propose(params, cfg, batch, pool))
+
+
+def best(scores: jax.Array) -> jax.Array:
+    return scores[0].argmax(-1)
+
+
+def expect_block(pool: layout.Pool, known: int, last: int) -> None:
+    params, cfg = with_stages(MEMBER)
+    means = draft_input(cfg).astype(np.float64)[:known]
+    found = propose()(DecodeBatch(jnp.array([[last]]), jnp.array([known + 1]), **tables()), pool)
+    scores = logits(params, cfg, found.hidden)[None]
+    chosen = dspark.choose(params, WHOLE, best, scores, found.draft_input, jnp.array([last]))
+    states, hidden = reference(params, cfg, means, last)
+    assert relative_error(found.draft_input[0], states) < TOLERANCE
+    assert relative_error(found.hidden[0], hidden) < TOLERANCE
+    drafts, sure = reference_drafts(params, states, hidden, last)
+    assert chosen[0][0].tolist() == drafts
+    np.testing.assert_allclose(chosen[1][0], sure, atol=1e-4)
+    assert int(found.expert_counts.sum()) == STAGES.stages * STAGES.block_size * cfg.num_experts_per_tok
+
+
+def test_chunks_then_steps_with_drafts_that_are_rejected() -> None:
+    """Each block sees the window of what is known, whatever rejected drafts have written."""
+    _, cfg = with_stages(MEMBER)
+    pool, given = empty_pool(cfg), draft_input(cfg)
+    expect_block(pool, 0, 7)  # nothing is in the cache
+    prompt = 250
+    for start in range(0, prompt, CHUNK):
+        rows = slice(start, min(start + CHUNK, prompt))
+        padded = np.full((CHUNK, given.shape[1]), np.nan, np.float32)
+        padded[: rows.stop - start] = given[rows]
+        pool = write()(chunk(start, sequence()[rows], CHUNK), pool, padded)
+        expect_block(pool, rows.stop, int(sequence()[rows.stop]))
+    known = prompt
+    while known + S <= LENGTH:
+        step = given[None, known : known + S].copy()
+        step[:, 2:] = 1e3 * step[:, ::-1][:, 2:]  # of drafts that are rejected
+        batch = DecodeBatch(jnp.zeros((1, S), jnp.int32), jnp.array([known + S]), **tables())
+        pool, known = write()(batch, pool, jnp.asarray(step)), known + 2
+        expect_block(pool, known, int(sequence()[known]))
+
+
+def test_a_block_depends_on_the_window_the_last_token_and_the_placeholders() -> None:
+    """Otherwise the comparison would not show what is left out."""
+    params, cfg = with_stages(MEMBER)
+    means = draft_input(cfg).astype(np.float64)[:100]
+    oldest, window = means.copy(), cfg.compressed.window
+    oldest[-window] = means[-window][::-1]
+    placeholder = dataclasses.replace(cfg, dspark=dataclasses.replace(STAGES, noise_token_id=1))
+    _, right = reference(params, cfg, means, 5)
+    for other in ((cfg, oldest, 5), (cfg, means, 6), (placeholder, means, 5)):
+        _, changed = reference(params, *other)
+        assert relative_error(changed[0], right[0]) > 1e-3  # of the first row, which no placeholder precedes
+
+
+def test_rows_without_a_request_change_nothing() -> None:
+    _, cfg = with_stages(MEMBER)
+    pool = write()(chunk(0, sequence()[:CHUNK], CHUNK), empty_pool(cfg), draft_input(cfg)[:CHUNK])
+    (alone,) = propose()(DecodeBatch(jnp.array([[9]]), jnp.array([CHUNK + 1]), **tables()), pool).hidden
+    where = {name: jnp.concatenate([table, table]) for name, table in tables().items()}
+    batch = DecodeBatch(jnp.array([[0], [9]]), jnp.array([0, CHUNK + 1]), **where)
+    found = propose()(batch, pool)
+    assert relative_error(found.hidden[1], alone) < 1e-6
+    assert int(found.expert_counts.sum()) == STAGES.stages * STAGES.block_size * cfg.num_experts_per_tok
+
+
+def test_a_model_without_stages_is_refused() -> None:
+    params, cfg = model(MEMBER)
+    batch = DecodeBatch(jnp.array([[0]]), jnp.array([1]), **tables())
+    with pytest.raises(ValueError, match="no stages of DSpark"):
+        dspark.propose(params, cfg, batch, empty_pool(cfg))

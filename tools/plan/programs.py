@@ -121,7 +121,7 @@ def lay_out(model: ModelConfig, deployment: Deployment) -> PlannedModel:
     modules = int(deployment.speculative is not None)
     if modules > model.num_nextn_predict_layers:
         raise DeploymentError(f"{deployment.name}: speculative_config: the model has no multi-token prediction module")
-    model = dataclasses.replace(model, num_nextn_predict_layers=modules)
+    model = dataclasses.replace(model, num_nextn_predict_layers=modules, dspark=None)
     try:
         devices = aot.gpu_devices(deployment.devices, per_host=deployment.gpus_per_node, target=_target(deployment))
         mesh = rank_mesh(devices, deployment.nodes, deployment.tensor_parallel)

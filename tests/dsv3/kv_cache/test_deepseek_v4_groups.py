@@ -17,7 +17,7 @@ from dsv3.config.model import (
     WINDOW_LATENTS,
 )
 from dsv3.kv_cache import layout
-from tests.dsv3.deepseek_v4 import FLASH, PRO
+from tests.dsv3.deepseek_v4 import FLASH, FLASH_0731, PRO
 
 
 @pytest.mark.parametrize(
@@ -82,3 +82,9 @@ def test_layers_without_entries_keep_nothing_for_the_whole_context() -> None:
     window_only = FLASH | {"compress_ratios": [0] * 44}
     (window,) = from_hf(window_only).cache_groups("bfloat16")
     assert window.name == WINDOW_LATENTS and window.layers == tuple(range(44))  # with the MTP module
+
+
+def test_stages_of_dspark_have_windows_behind_those_of_the_model() -> None:
+    groups = {group.name: group for group in from_hf(FLASH_0731).cache_groups("fp8")}
+    assert groups[WINDOW_LATENTS].layers == tuple(range(46))
+    assert groups[SPARSE_TAILS].layers == tuple(range(2, 43, 2))

@@ -146,13 +146,13 @@ def load_components(
 
 def _model(model_dir: Path, options: EngineOptions) -> ModelConfig:
     """Returns the configuration of the served model. Raises ValueError for options that it does not support."""
-    cfg = _served(load_config(model_dir), options)
+    cfg = served(load_config(model_dir), options)
     check_shards(cfg, options.tensor_parallel_size, fp8=cfg.fp8 is not None and options.fp8 != "dequantize")
     pages_of_one(cfg, options)
     return cfg
 
 
-def _served(model_cfg: ModelConfig, options: EngineOptions) -> ModelConfig:
+def served(model_cfg: ModelConfig, options: EngineOptions) -> ModelConfig:
     """Returns the model with the layers and products that serving uses.
 
     It has its first MTP module, or its stages of DSpark, where these propose drafts, else none: weights that nothing

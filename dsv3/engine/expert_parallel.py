@@ -6,6 +6,7 @@ Routed experts are spread over all devices; with tensor parallelism the devices 
 import dataclasses
 import functools
 import os
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -133,17 +134,8 @@ def expert_parallel_functions(
             "schedule": communication.schedule(tokens, is_prefill),
         }
 
-    def module_arguments(spread: SpreadParams, tokens: int) -> dict[str, Any]:
-        """Returns the arguments of a step of `tokens` tokens per rank through the layers that make drafts."""
-        routed = ExpertParallel(communication.draft_transport(tokens), shards)
-        placement = jax.tree.map(lambda array: array[cfg.num_moe_layers :], spread.placement)
-        return {"backend": backend, "routed": routed, "placement": placement}
-
     def with_all_overflows(out: StepOutput, routed: ExpertParallel) -> StepOutput:
-        """Returns the output with the most overflows of any device: one number is exchanged, behind the last layer."""
-        if not routed.transport.hops:
-            return out
-        return dataclasses.replace(out, overflows=jax.lax.pmax(out.overflows, communication.machine.axes))
+        return _with_all_overflows(out, routed, communication)
 
     def prefill(spread: SpreadParams, cfg: ModelConfig, batch: PrefillBatch, pages: Pool) -> StepOutput:
         arguments = step_arguments(spread, batch.tokens.shape[0], True)
@@ -156,6 +148,42 @@ def expert_parallel_functions(
     def logits(spread: SpreadParams, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
         return decoder.logits(spread.params, cfg, hidden, backend)
 
+    def traffic(program: ForwardProgram) -> Traffic:
+        if program.of_module:
+            return communication.draft_traffic(program.tokens)
+        return communication.traffic(program.tokens, program.kind == "prefill")
+
+    placed = SpreadParams(partitions(declare(cfg), vocabulary.table), Placement(PartitionSpec(), PartitionSpec()))
+    draft = _draft_functions(cfg, communication, shards, vocabulary, backend, dtype)
+    experts = _experts(cfg, replicas, communication.machine)
+    which = communication.overlaps, vocabulary
+    return StepFunctions(prefill, decode, logits, placed, experts, traffic, draft, dtype, True, *which)
+
+
+def _with_all_overflows(out: StepOutput, routed: ExpertParallel, communication: Communication) -> StepOutput:
+    """Returns the output with the most overflows of any device: one number is exchanged, behind the last layer."""
+    if not routed.transport.hops:
+        return out
+    return dataclasses.replace(out, overflows=jax.lax.pmax(out.overflows, communication.machine.axes))
+
+
+def _draft_functions(
+    cfg: ModelConfig,
+    communication: Communication,
+    shards: Shards,
+    vocabulary: Vocabulary,
+    backend: Backend | None,
+    dtype: DTypeLike,
+) -> DraftFunctions | BlockFunctions | None:
+    """Returns the functions of the layers that make drafts, if the model has some."""
+
+    def over_devices(step: Callable[..., StepOutput], spread: SpreadParams, tokens: int, *given: Any) -> StepOutput:
+        """Runs a step of `tokens` tokens per rank with its experts on all devices."""
+        routed = ExpertParallel(communication.draft_transport(tokens), shards)
+        placement = jax.tree.map(lambda array: array[cfg.num_moe_layers :], spread.placement)
+        arguments: dict[str, Any] = {"backend": backend, "routed": routed, "placement": placement}
+        return _with_all_overflows(step(_own(vocabulary, spread), *given, **arguments), routed, communication)
+
     def predict(
         spread: SpreadParams,
         cfg: ModelConfig,
@@ -163,41 +191,21 @@ def expert_parallel_functions(
         pages: Pool,
         draft_input: jax.Array,
     ) -> StepOutput:
-        arguments = module_arguments(spread, batch.tokens.size)
-        return with_all_overflows(
-            steps.predict(own(spread), cfg, batch, pages, draft_input, **arguments), arguments["routed"]
-        )
+        return over_devices(steps.predict, spread, batch.tokens.size, cfg, batch, pages, draft_input)
 
     def propose(spread: SpreadParams, cfg: ModelConfig, batch: DecodeBatch, pages: Pool) -> StepOutput:
-        arguments = module_arguments(spread, batch.tokens.size * dspark.dspark_of(cfg).block_size)
-        return with_all_overflows(dspark.propose(own(spread), cfg, batch, pages, **arguments), arguments["routed"])
+        tokens = batch.tokens.size * dspark.dspark_of(cfg).block_size
+        return over_devices(dspark.propose, spread, tokens, cfg, batch, pages)
 
-    def write(
-        spread: SpreadParams,
-        cfg: ModelConfig,
-        batch: PrefillBatch | DecodeBatch,
-        pages: Pool,
-        draft_input: jax.Array,
-    ) -> Pool:
-        return dspark.write_context(spread.params, cfg, batch, pages, draft_input, backend=backend)
+    def write(spread: SpreadParams, *given: Any) -> Pool:
+        return dspark.write_context(spread.params, *given, backend=backend)
 
-    def choose(spread: SpreadParams, *arguments: Any) -> tuple[jax.Array, jax.Array]:
-        return dspark.choose(spread.params, *arguments)
+    def choose(spread: SpreadParams, *given: Any) -> tuple[jax.Array, jax.Array]:
+        return dspark.choose(spread.params, *given)
 
-    def traffic(program: ForwardProgram) -> Traffic:
-        if program.of_module:
-            return communication.draft_traffic(program.tokens)
-        return communication.traffic(program.tokens, program.kind == "prefill")
-
-    placed = SpreadParams(partitions(declare(cfg), vocabulary.table), Placement(PartitionSpec(), PartitionSpec()))
-    draft: DraftFunctions | BlockFunctions | None = None
     if cfg.dspark is not None:
-        draft = BlockFunctions(dtype, write, propose, choose)
-    elif cfg.num_nextn_predict_layers:
-        draft = DraftFunctions(dtype, predict, predict)
-    experts = _experts(cfg, replicas, communication.machine)
-    which = communication.overlaps, vocabulary
-    return StepFunctions(prefill, decode, logits, placed, experts, traffic, draft, dtype, True, *which)
+        return BlockFunctions(dtype, write, propose, choose)
+    return DraftFunctions(dtype, predict, predict) if cfg.num_nextn_predict_layers else None
 
 
 def _own(vocabulary: Vocabulary, spread: SpreadParams) -> Params:

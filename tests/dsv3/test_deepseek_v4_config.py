@@ -80,6 +80,12 @@ def test_final_checkpoints_have_stages_of_dspark_and_no_mtp_module(
     assert from_hf(saved(config)).dspark is None  # transformers writes no stages
 
 
+@pytest.mark.parametrize("layers", [[], [41, 40, 42], [40, 40, 42], "40"])
+def test_layers_that_stages_read_are_in_their_order(layers: Any) -> None:
+    with pytest.raises(ConfigError, match="dspark_target_layer_ids"):
+        from_hf(FLASH_0731 | {"dspark_target_layer_ids": layers})
+
+
 @pytest.mark.parametrize("published", [FLASH, PRO])
 def test_both_forms_say_the_same(published: dict[str, Any]) -> None:
     assert from_hf(saved(published)) == from_hf(published)

@@ -19,6 +19,11 @@ def test_drafts_by_the_size_of_the_batch() -> None:
     assert [config.drafts(size) for size in (1, 8, 9, 64, 65, 1000)] == [3, 3, 1, 1, 0, 0]
 
 
+def test_the_default_is_one_draft_or_a_published_block() -> None:
+    found = [SpeculativeConfig.from_json({"method": method}) for method in ("mtp", "ngram", "dspark")]
+    assert [config and config.most_drafts for config in found] == [1, 1, 5]
+
+
 def test_no_drafts_at_all_are_no_speculation() -> None:
     assert SpeculativeConfig.from_json({"method": "mtp", "num_speculative_tokens": 0}) is None
     assert EngineOptions(speculative_config={"method": "ngram", "num_speculative_tokens": 0}).speculative is None
@@ -42,9 +47,10 @@ def test_synthetic_rates_are_shares_of_all_rows(rates, shares, chances) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "method: None is not one of mtp, ngram"),
-        ({"method": "eagle"}, "method: 'eagle' is not one of mtp, ngram"),
+        ({}, "method: None is not one of mtp, ngram, dspark"),
+        ({"method": "eagle"}, "method: 'eagle' is not one of mtp, ngram, dspark"),
         ({"method": "mtp", "num_speculative_tokens": 4}, "num_speculative_tokens: 4 is not an integer from 0 to 3"),
+        ({"method": "dspark", "num_speculative_tokens": 8}, "num_speculative_tokens: 8 is not an integer from 0 to 7"),
         ({"method": "mtp", "num_speculative_tokens": True}, "num_speculative_tokens: True is not an integer"),
         ({"method": "mtp", "draft_model": "x"}, "draft_model: there is no such field"),
         ({"method": "mtp", "num_speculative_tokens_per_batch_size": 3}, "3 is not a list of"),

@@ -124,7 +124,7 @@ def lay_out(model: ModelConfig, deployment: Deployment) -> PlannedModel:
     if modules > model.num_nextn_predict_layers:
         raise DeploymentError(f"{deployment.name}: speculative_config: the model has no multi-token prediction module")
     fp4 = model.fp4_experts and deployment.fp4 == "keep"
-    model = dataclasses.replace(model, num_nextn_predict_layers=modules, fp4_experts=fp4)
+    model = dataclasses.replace(model, num_nextn_predict_layers=modules, fp4_experts=fp4, dspark=None)
     try:
         devices = aot.gpu_devices(deployment.devices, per_host=deployment.gpus_per_node, target=_target(deployment))
         mesh = rank_mesh(devices, deployment.nodes, deployment.tensor_parallel)

@@ -7,11 +7,13 @@ import pytest
 
 from dsv3.config.declaration import options_of
 from dsv3.config.engine import EngineConfig
+from dsv3.config.hugging_face import from_hf
 from dsv3.config.model import YarnConfig
 from dsv3.config.options import EngineOptions, RunOptions
 from dsv3.engine import build
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.limits import Hardware, engine_config, longest_context, pages_of_one, with_pages
+from tests.dsv3.deepseek_v4 import FLASH, FLASH_0731
 from tests.dsv3.engine import conftest, toy
 
 MODEL = toy.toy_config(max_position_embeddings=1000)
@@ -92,6 +94,28 @@ def test_drafts_have_pages_behind_the_longest_request() -> None:
     silent = EngineOptions(max_num_seqs=4, speculative_config=drafts)
     short = with_pages(engine_config(MODEL, silent, Hardware(), FLOAT32), 3, silent)
     assert (short.max_model_len, short.pages_per_seq) == (3 * 64 - short.tokens_ahead, 3)
+
+
+@pytest.mark.parametrize("drafts", [2, 5])
+def test_blocks_are_run_whole_whatever_is_drafted(drafts: int) -> None:
+    options = dataclasses.replace(SMALL, speculative_config={"method": "dspark", "num_speculative_tokens": drafts})
+    cfg = engine_config(from_hf(FLASH_0731), options, Hardware(is_cpu=False), FLOAT32, pages=10_000)
+    tokens = {program.kind: program.tokens for program in cfg.forward_programs}
+    assert tokens["decode"] == 4 * (1 + drafts) and tokens["dspark decode"] == tokens["dspark prefill"] == 4 * 5
+
+
+def test_a_served_model_has_the_layers_that_draft_and_no_others() -> None:
+    stages, module = from_hf(FLASH_0731), from_hf(FLASH)
+    for method, cfg in (("mtp", module), ("dspark", stages)):
+        options = dataclasses.replace(SMALL, speculative_config={"method": method})
+        assert build.served(cfg, options) == cfg
+        assert build.served(cfg, SMALL).num_draft_layers == 0
+    for method, cfg, message in (("dspark", module, "DSpark's stages"), ("mtp", stages, "multi-token prediction")):
+        with pytest.raises(ValueError, match=f"method '{method}' needs a .*{message}"):
+            build.served(cfg, dataclasses.replace(SMALL, speculative_config={"method": method}))
+    more = {"method": "dspark", "num_speculative_tokens": 6}
+    with pytest.raises(ValueError, match="num_speculative_tokens 6 is more than the 5 tokens of the model's blocks"):
+        build.served(stages, dataclasses.replace(SMALL, speculative_config=more))
 
 
 def test_the_start_logs_dtypes_cache_concurrency_and_batch_sizes(caplog) -> None:

@@ -18,7 +18,7 @@ from dsv3.config.model import (
     WINDOW_LATENTS,
 )
 from dsv3.kv_cache import layout
-from tests.dsv3.deepseek_v4 import FLASH, PRO
+from tests.dsv3.deepseek_v4 import FLASH, FLASH_0731, PRO
 
 
 @pytest.mark.parametrize(
@@ -102,3 +102,9 @@ def test_models_without_a_window_have_pages_alone() -> None:
     cfg = DEEPSEEK_V3
     assert layout.page_cost(cfg, "bfloat16") == layout.page_bytes(cfg, "bfloat16")
     assert layout.window_pages(cfg, "bfloat16", 1000, 64) == layout.slots_bytes(cfg, "bfloat16", 64) == 0
+
+
+def test_stages_of_dspark_have_windows_behind_those_of_the_model() -> None:
+    groups = {group.name: group for group in from_hf(FLASH_0731).cache_groups("fp8")}
+    assert groups[WINDOW_LATENTS].layers == tuple(range(46))
+    assert groups[SPARSE_TAILS].layers == tuple(range(2, 43, 2))

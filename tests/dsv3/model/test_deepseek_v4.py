@@ -23,7 +23,7 @@ from dsv3.model.params import Params, abstract, declare
 from pallas_kernels import rows
 from pallas_kernels.compressed import sink_attention
 from pallas_kernels.mixing import doubly_stochastic
-from tests.dsv3.deepseek_v4 import FLASH, PRO
+from tests.dsv3.deepseek_v4 import FLASH, FLASH_0731, PRO
 from tests.dsv3.model.deepseek_v4 import MEMBERS, model
 from tests.dsv3.model.golden import data, relative_error, run
 
@@ -70,15 +70,21 @@ def test_the_golden_parameters_are_those_declared() -> None:
 def test_like_layers_are_run_by_one_loop() -> None:
     found = [(run.first, run.kinds, run.turns) for run in decoder.patterns(from_hf(FLASH), 0, 43)]
     assert found == [
-        (0, ((0, True),), 2),
-        (2, ((4, True),), 1),
-        (3, ((128, False), (4, False)), 20),
+        (0, ((0, True, None),), 2),
+        (2, ((4, True, None),), 1),
+        (3, ((128, False, None), (4, False, None)), 20),
+    ]
+    found = [(run.first, run.kinds, run.turns) for run in decoder.patterns(from_hf(FLASH_0731), 0, 43)]
+    assert found[2:] == [
+        (3, ((128, False, None), (4, False, None)), 18),
+        (39, ((128, False, None),), 1),
+        *((layer, ((ratio, False, layer),), 1) for layer, ratio in ((40, 4), (41, 128), (42, 4))),
     ]
     for published in (FLASH, PRO):
         cfg = from_hf(published)
         kinds = [kind for run in decoder.patterns(cfg, 0, cfg.num_hidden_layers) for kind in run.kinds * run.turns]
-        assert [ratio for ratio, _ in kinds] == list(cfg.compressed.ratios)
-        assert sum(hashed for _, hashed in kinds) == 3
+        assert [ratio for ratio, *_ in kinds] == list(cfg.compressed.ratios)
+        assert sum(hashed for _, hashed, _ in kinds) == 3
 
 
 def test_what_goes_between_streams_is_doubly_stochastic() -> None:

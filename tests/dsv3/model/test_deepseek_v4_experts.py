@@ -1,4 +1,4 @@
-"""DeepSeek-V4 with experts on several devices: each rank gets the result of local experts, of its module too."""
+"""DeepSeek-V4 with experts on several devices: each rank gets the result of local experts, and the same drafts."""
 
 import dataclasses
 import functools
@@ -13,6 +13,7 @@ from dsv3.config.engine import ForwardProgram
 from dsv3.config.model import ModelConfig
 from dsv3.engine import communication
 from dsv3.engine.communication import Communication
+from dsv3.engine.device.sampling import best_tokens
 from dsv3.engine.expert_parallel import SpreadParams, expert_parallel_functions, spread_experts
 from dsv3.engine.functions import StepFunctions, model_functions
 from dsv3.kv_cache import layout
@@ -22,14 +23,15 @@ from dsv3.model.tensor_parallel import check_shards
 from sharding.mesh import RANK_SPEC, rank_mesh
 from sharding.wire.collectives import Overlap
 from tests.dsv3.model import golden
-from tests.dsv3.model.deepseek_v4 import with_module
+from tests.dsv3.model.deepseek_v4 import with_module, with_stages
 
 RANKS, REDUNDANT, ROWS, PROMPT, S = 2, 4, 48, 40, 2
 
 
 @functools.cache
-def parameters() -> tuple[Params, ModelConfig]:
-    return jax.device_get(with_module("deepseek_v4")[0]), with_module("deepseek_v4")[1]
+def parameters(run: Any = None) -> tuple[Params, ModelConfig]:
+    params, cfg = with_stages("deepseek_v4") if run is run_blocks else with_module("deepseek_v4")
+    return jax.device_get(params), cfg
 
 
 def batches(cfg: ModelConfig) -> tuple[PrefillBatch, DecodeBatch, Any]:
@@ -60,17 +62,32 @@ def run(functions: StepFunctions, cfg: ModelConfig, params: Any, given: Any) -> 
     return found, [out.expert_counts for out in outs], [out.overflows for out in outs]
 
 
+def run_blocks(functions: StepFunctions, cfg: ModelConfig, params: Any, given: Any) -> Any:
+    """A step of one rank, and the block behind it."""
+    first, second, following = given
+    pool = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), layout.pool(cfg, "float32", 1, 1, 1))
+    before, draft, vocabulary = functions.prefill(params, cfg, first, pool), functions.draft, functions.vocabulary
+    pool = draft.write(params, cfg, first, before.pages, before.draft_input)
+    last = dataclasses.replace(second, tokens=following[:, :1], lengths=jnp.full(1, PROMPT + 1))
+    out = draft.propose(params, cfg, last, pool)
+    scores = functions.scores(params, cfg, out.hidden)
+    best = lambda scores: best_tokens(vocabulary, scores).tokens  # noqa: E731
+    tokens, confidence = draft.choose(params, vocabulary, best, scores, out.draft_input, last.tokens[:, 0])
+    return [out.hidden, confidence], [out.expert_counts, tokens], [before.overflows, out.overflows]
+
+
 @functools.cache
-def alone() -> Any:
-    params, cfg = parameters()
-    one = jax.jit(functools.partial(run, model_functions(drafts=True), cfg))
+def alone(run: Any) -> Any:
+    params, cfg = parameters(run)
+    functions = model_functions(drafts=cfg.dspark is None, blocks=cfg.dspark is not None)
+    one = jax.jit(functools.partial(run, functions, cfg))
     results = [one(params, jax.tree.map(lambda a, r=rank: a[r], batches(cfg))) for rank in range(RANKS)]
     return jax.tree.map(lambda *parts: np.stack(parts), *results)
 
 
-def spread(schedule: Schedule, transport: str, shards: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+def spread(run: Any, schedule: Schedule, transport: str, shards: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(Communication, "schedule", lambda *_: schedule)
-    params, cfg = parameters()
+    params, cfg = parameters(run)
     mesh = rank_mesh(jax.devices()[: RANKS * shards], tensor_parallel_size=shards)
     functions = expert_parallel_functions(cfg, mesh, REDUNDANT, transport=transport, dtype=jnp.float32, fp8=False)
 
@@ -88,11 +105,23 @@ def test_every_rank_gets_the_result_of_local_experts(
     schedule: Schedule, transport: str, shards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers of three ratios, experts chosen by token in the first two; a rank is one device, or two that share it."""
-    found, counts, overflows = spread(schedule, transport, shards, monkeypatch)
-    wanted, wanted_counts, _ = alone()
+    found, counts, overflows = spread(run, schedule, transport, shards, monkeypatch)
+    wanted, wanted_counts, _ = alone(run)
     for mine, theirs in zip(found, wanted, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
     assert [count.shape[1:] for count in counts] == [(6, 8), (6, 8), (1, 8)]
+    for mine, theirs in zip(counts, wanted_counts, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert not np.asarray(overflows).any()
+
+
+def test_blocks_of_every_rank_are_those_of_local_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two devices share a rank, and the words are divided among all four."""
+    found, counts, overflows = spread(run_blocks, PLAIN, "ring", 2, monkeypatch)
+    wanted, wanted_counts, _ = alone(run_blocks)
+    for mine, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
+    assert [count.shape[1:] for count in counts] == [(3, 8), (1, 5)]
     for mine, theirs in zip(counts, wanted_counts, strict=True):
         np.testing.assert_array_equal(mine, theirs)
     assert not np.asarray(overflows).any()

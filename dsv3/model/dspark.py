@@ -25,9 +25,7 @@ from dsv3.model.layers.compressed_attention import (
     EntryAttention,
     compressed_of,
     project_latents,
-    sink_attention,
 )
-from dsv3.model.layers.entry_row import decode_rows, encode_rows
 from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts
 from dsv3.model.layers.hyper_connections import start
 from dsv3.model.layers.linear import Numerics, layer_slice, linear
@@ -37,6 +35,8 @@ from dsv3.model.steps import StepOutput
 from dsv3.model.vocabulary import Vocabulary
 from pallas_kernels import dense
 from pallas_kernels.backend import Backend
+from pallas_kernels.compressed import sink_attention
+from pallas_kernels.compressed.entry_row import decode_rows, encode_rows
 from pallas_kernels.rows import rms_norm
 from sharding.experts.placement import Placement
 

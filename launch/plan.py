@@ -5,12 +5,14 @@
   python -m launch.plan decode_ep144 --prefill=prefill_ep32   with KV transfer from that many prefill nodes
   python -m launch.plan mine.toml --model=/models/Kimi-K2     your own deployment and model
   python -m launch.plan decode_ep144 --speculative_config='{"method": "mtp"}' --acceptance=0.85      with drafts
+  python -m launch.plan v4_flash_4xh200 --model=deepseek_v4_flash     DeepSeek-V4 on 4 H200, from shapes in a second
   python -m launch.plan fleet --traffic=day6                  how many instances DeepSeek's published day needs
   python -m launch.plan train --config=deepseek_v3_training --mesh=stage=16,data=2,expert=64      a training run
 
-DEPLOYMENT is prefill_ep32, decode_ep144, node_8xh200, node_8xh800, or a JSON or TOML file with the fields of
-tools.plan.deployment.Deployment. Compiling the server's programs for its GPUs takes minutes. Exit status 1: it does not
-fit; the output says by how much and what to change (docs/plan.md).
+DEPLOYMENT is prefill_ep32, decode_ep144, node_8xh200, node_8xh800, one of DeepSeek-V4's (docs/plan.md), or a JSON or
+TOML file with the fields of tools.plan.deployment.Deployment. Compiling the server's programs for its GPUs takes
+minutes; plans of DeepSeek-V4 compile none. Exit status 1: it does not fit; the output says by how much and what to
+change (docs/plan.md).
 
 `fleet` compiles nothing: rates are published figures or plans written with --json (docs/plan.md). `train` only traces
 the programs of the pipeline for their shapes (docs/training.md).
@@ -143,6 +145,8 @@ def _train() -> int:
 
 
 def _plan(model: "ModelConfig", deployment: "Deployment", prefill: "Deployment | None") -> int:
+    if model.compressed is not None:
+        return _plan_from_shapes(model, deployment)
     from rich.console import Console
 
     from pallas_kernels.aot import AotUnavailableError
@@ -165,6 +169,27 @@ def _plan(model: "ModelConfig", deployment: "Deployment", prefill: "Deployment |
         Path(_JSON.value).write_text(json.dumps(report.as_json(plan, prefill_plan), indent=1) + "\n")
     if _PLOT.value and plan.steps:
         report.draw(plan, Path(_PLOT.value))
+    return 0 if plan.verdict.fits else 1
+
+
+def _plan_from_shapes(model: "ModelConfig", deployment: "Deployment") -> int:
+    """Plans a model whose programs are not compiled here: DeepSeek-V4."""
+    from rich.console import Console
+
+    from pallas_kernels.aot import AotUnavailableError
+    from tools.plan import uncompiled_report
+    from tools.plan.deployment import DeploymentError
+    from tools.plan.uncompiled import uncompiled_plan
+
+    if given := [flag.name for flag in (_PREFILL, _PLOT) if flag.value]:
+        raise flags.UsageError(f"--{given[0]} needs compiled programs; plans of {_MODEL.value} are made from shapes")
+    try:
+        plan = uncompiled_plan(model, Path(_MODEL.value).name, deployment)
+    except (DeploymentError, AotUnavailableError) as error:
+        raise flags.UsageError(str(error)) from error
+    Console().print(uncompiled_report.render(plan))
+    if _JSON.value:
+        Path(_JSON.value).write_text(json.dumps(uncompiled_report.as_json(plan), indent=1) + "\n")
     return 0 if plan.verdict.fits else 1
 
 

@@ -20,16 +20,17 @@ _log = logging.getLogger(__name__)
 OPERATIONS = frozenset(
     (
         *("mla_decode", "mla_prefill", "mla_prefill_context", "mla_prefill_spans", "mla_prefill_topk", "write_pages"),
-        *("index_scores", "topk_indices", "attend_topk"),
+        *("index_scores", "topk_indices", "attend_topk", "attend_compressed"),
         *("fp8_gemm", "quantize_1x128", "swiglu_quantize", "trained_gemm"),
         *("layer_gemm", "plain_gemm", "head_gemm"),
-        *("grouped_gemm_contiguous", "fp8_grouped_gemm_contiguous", "int4_grouped_gemm_contiguous"),
+        *("grouped_gemm_contiguous", "fp8_grouped_gemm_contiguous"),
+        *("int4_grouped_gemm_contiguous", "fp4_grouped_gemm_contiguous"),
         *("trained_gemm_contiguous", "align_groups", "choose_experts"),
-        *("rms_norm", "swiglu", "rotate_heads", "latent_rows"),
+        *("rms_norm", "swiglu", "rotate_heads", "latent_rows", "mixing_weights"),
     )
 )
 """The operations that have kernels, by name. Data between operations has one layout on every
-backend (scales, FP8 rows, INT4 words, the order of rows), so each operation can fall back by itself."""
+backend (scales, FP8 rows, words of INT4 and FP4, the order of rows), so each operation can fall back by itself."""
 
 _PAGED = ("mla_decode", "mla_prefill_context")
 PARTS: dict[str, tuple[str, ...]] = {
@@ -74,7 +75,7 @@ def resolve_backend(device: jax.Device | None = None, requested: Backend | None 
         return requested
     device = gpus.default_device() if device is None else device
     chosen, reason = _on_cpu() if device.platform == "cpu" else _on_accelerator(device)
-    if requested is Backend.TRITON and gpus.kind_of(device) is not None and _has_jax_triton():
+    if requested is Backend.TRITON and gpus.kind_of(device) is not None and has_jax_triton():
         return requested  # on Hopper too, where it is not the default
     if requested not in (None, chosen):
         raise BackendUnavailableError(
@@ -137,13 +138,14 @@ def _on_accelerator(device: jax.Device) -> tuple[Backend, str]:
     chosen = Backend(kind.kernels)
     if chosen is Backend.MOSAIC:
         return chosen, "is a Hopper GPU"
-    if not _has_jax_triton():
+    if not has_jax_triton():
         return Backend.REFERENCE, "needs jax-triton for its kernels; install the 'triton' extra"
     return chosen, f"is a GPU of {kind.architecture}"
 
 
 @functools.cache
-def _has_jax_triton() -> bool:
+def has_jax_triton() -> bool:
+    """Returns whether Triton kernels can be started from jax here."""
     return importlib.util.find_spec("jax_triton") is not None
 
 

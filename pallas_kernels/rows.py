@@ -95,11 +95,11 @@ def _either(
     reference = functools.partial(reference, **how)
     is_taken = native.takes_rows(x) and (weight is None or weight.dtype == x.dtype)
     if is_taken and resolve_backend(requested=backend) is Backend.NATIVE:
-        return _differentiable(functools.partial(kernel, **how), reference)(x, *rest)
+        return differentiable(functools.partial(kernel, **how), reference)(x, *rest)
     return reference(x, *rest)
 
 
-def _differentiable(kernel: Callable[..., jax.Array], reference: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def differentiable[T](kernel: Callable[..., T], reference: Callable[..., T]) -> Callable[..., T]:
     """Returns the kernel with the gradient of the reference."""
     called = jax.custom_vjp(kernel)
     called.defvjp(

@@ -54,6 +54,7 @@ _TABLES = {
     "router and linear": "layer_gemm",
     "bfloat16 experts": "grouped_gemm_contiguous",
     "INT4 experts": "int4_grouped_gemm_contiguous",
+    "FP4 experts": "fp4_grouped_gemm_contiguous",
 }
 """Tables and their operations, most important first."""
 _PLANS = "plans"

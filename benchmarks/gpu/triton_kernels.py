@@ -2,9 +2,9 @@
 
     JAX_PLATFORMS=cpu python -m benchmarks.gpu.triton_kernels [--gpu 86 --gpu 120] [--only decode]
 
-Compiles every kernel at DeepSeek-V3's shapes for every compute capability of `pallas_kernels/gpus.py`: registers x
-warps, KiB of shared memory. Exits with 1 if a kernel spills, or does not fit the shared memory of a program. It says
-nothing of speed: no GPU has run these kernels.
+Compiles every kernel at DeepSeek-V3's and V4's shapes for every compute capability of `pallas_kernels/gpus.py`:
+registers x warps, KiB of shared memory. Exits with 1 if a kernel spills, or does not fit the shared memory of a
+program. It says nothing of speed: no GPU has run these kernels.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from benchmarks.record import Report, run
 from pallas_kernels import gpus
 from pallas_kernels.backend import Backend
+from pallas_kernels.compressed import RowList, attend_compressed
 from pallas_kernels.dense import head_gemm, layer_gemm
 from pallas_kernels.dsa import key_row, triton_ops
 from pallas_kernels.dsa.topk import raw_scores
@@ -58,8 +59,8 @@ def main(report: Report) -> int:
 
 
 def cases() -> dict[str, Case]:
-    """Returns the operations by name, with shapes of DeepSeek-V3 and bfloat16 but where FP8 is meant."""
-    return dict([*_attention(), *_products(), *_rows(), *_sparse()])
+    """Returns the operations by name, with shapes of DeepSeek-V3 or V4 and bfloat16 but where FP8 is meant."""
+    return dict([*_attention(), *_products(), *_rows(), *_sparse(), *_compressed()])
 
 
 def _attention() -> Iterator[tuple[str, Case]]:
@@ -137,6 +138,23 @@ def _sparse() -> Iterator[tuple[str, Case]]:
     for name, width, kind in (("FP8", fp8_row_bytes(512, 64), jnp.uint8), ("bfloat16", 576, jnp.bfloat16)):
         pages, positions = _array(2 * PAGES, 64, width, dtype=kind), _array(64, _BEST, dtype=jnp.int32)
         yield f"copies of chosen rows, {name}", (copy, (pages, table, positions, numbers))
+
+
+def _compressed() -> Iterator[tuple[str, Case]]:
+    """Yields attention to rows of V4-Flash's window, and to the entries that V4-Flash and V4-Pro choose."""
+
+    def attend(q: jax.Array, sink: jax.Array, own: jax.Array, window: RowList, entries: RowList) -> jax.Array:
+        return attend_compressed(q, sink, own, window, entries, scale=0.1, plain=448, backend=TRITON)
+
+    counts = _array(64, dtype=jnp.int32)
+    for name, width, kind in (("bfloat16", 512, jnp.bfloat16), ("FP8", 584, jnp.uint8)):
+        for heads, chosen in ((64, 512), (128, 1024), (16, 512)):
+            lists = [
+                RowList(_array(PAGES, rows, width, dtype=kind), _array(64, listed, dtype=jnp.int32), counts)
+                for rows, listed in ((136, 128), (64, chosen))
+            ]
+            arrays = _array(64, heads, 512), _array(heads, dtype=jnp.float32), _array(64, width, dtype=kind)
+            yield f"window and entries, {heads} heads, {name} rows", (attend, (*arrays, *lists))
 
 
 def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:

@@ -10,11 +10,10 @@ import numpy as np
 from dsv3.checkpoint.layout import scale_shape
 from dsv3.config.model import CompressedAttention, ModelConfig
 from pallas_kernels.float8 import E4M3
+from pallas_kernels.int4 import GROUP
 
 F32, I64, I8 = np.dtype(np.float32), np.dtype(np.int64), np.dtype(np.int8)
 BF16, E8M0 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e8m0fnu)
-FP4_GROUP = 32
-"""Columns of an FP4 weight that share a scale."""
 
 
 class StoredTensor(NamedTuple):
@@ -155,4 +154,4 @@ def _product(cfg: ModelConfig, name: str, rows: int, columns: int) -> Iterator[S
 
 def _fp4(cfg: ModelConfig, name: str, rows: int, columns: int) -> Iterator[StoredTensor]:
     yield StoredTensor(f"{name}.weight", I8, (rows, columns // 2))
-    yield StoredTensor(f"{name}.scale", E8M0, (rows, columns // FP4_GROUP))
+    yield StoredTensor(f"{name}.scale", E8M0, (rows, columns // GROUP))

@@ -1,14 +1,27 @@
-"""FP4 weights of DeepSeek-V4's routed experts: e2m1 codes, two in a byte, with an e8m0 scale per 32 columns."""
+"""FP4 weights of DeepSeek-V4's routed experts: e2m1 codes, two in a byte, with an e8m0 scale per 32 columns.
 
-from typing import NamedTuple
+In a file a matrix is two tensors: `X.weight` int8 `[N, K / 2]`, the low four bits of a byte being the even column, and
+`X.scale` e8m0 `[N, K / 32]`, multiplied. Stacks are converted on their devices, one layer after the other.
+"""
 
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from dsv3.checkpoint.deepseek_v4 import FP4_GROUP
+from dsv3.checkpoint.load_plan import PlannedArray
+from dsv3.checkpoint.safetensors_file import CheckpointError
+from dsv3.model.params import Fp4Weight, Fp8Weight
 from pallas_kernels.float8 import BLOCK, E4M3
+from pallas_kernels.fp4 import VALUES
+from pallas_kernels.int4 import GROUP, VALUES_PER_WORD
 
-VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-"""The value of each code: bit 3 is the sign."""
+Fp4Mode = Literal["fp8", "keep"]
+"""How FP4 experts are served: as block-scaled FP8 with the same values, or as FP4."""
 
 HEADROOM = 6
 """A block's scale is the largest of its groups' over two to this power: 6 * 2**6 is 384, and e4m3 ends at 448."""
@@ -16,59 +29,146 @@ HEADROOM = 6
 MAX_SPREAD = 14
 """How many binary places a group's scale may lie below the largest of its block: at 15, 0.5 would become 0."""
 
-_NAN = 255  # of e8m0, which has neither infinity nor zero
-_PAIRS = VALUES[np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=-1)]  # [byte, 2]
-_AS_E4M3 = np.stack([(_PAIRS * 2.0 ** (HEADROOM - spread)).astype(E4M3) for spread in range(MAX_SPREAD + 1)])
+_BIAS = 127  # of e8m0, and of float32
+_LEAST = HEADROOM + 1 - _BIAS  # scales of blocks are normal numbers of float32
+_GROUPS = BLOCK // GROUP
+_PAIRS = GROUP // 2  # bytes of a group
 
 
-class Fp8Blocks(NamedTuple):
-    """A weight as FP8 products take it: e4m3 `[N, K]`, and float32 `[ceil(N / 128), ceil(K / 128)]`, multiplied."""
-
-    data: np.ndarray
-    scale: np.ndarray
-
-
-def decode(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Returns the values float32 `[N, K]` of FP4 codes.
+def decode(packed: Any, scale: Any, dtype: Any = jnp.float32) -> jax.Array:
+    """Returns the values `[..., N, K]` of FP4 codes. Float32 holds them exactly, down to 2**-126.
 
     Args:
-      packed: int8 `[N, K / 2]`; the low four bits of a byte are the even column.
-      scale: e8m0 `[N, K / 32]`.
+      packed: int8 `[..., N, K / 2]`.
+      scale: e8m0 `[..., N, K / 32]`.
+      dtype: of the result, to which values are rounded once.
     """
-    values = _PAIRS[packed.view(np.uint8)].reshape(len(packed), -1)
-    return values * np.repeat(scale.astype(np.float32), FP4_GROUP, axis=1)
+    return _scaled(_bytes(packed), _power(_exponents(scale)), dtype)
 
 
-def to_fp8(packed: np.ndarray, scale: np.ndarray) -> Fp8Blocks:
-    """Returns the same values in blocks of FP8, without loss; arguments are those of `decode`.
+def to_fp8(packed: Any, scale: Any) -> tuple[Fp8Weight, jax.Array]:
+    """Returns the same values in blocks of FP8, and how many places each group's scale lies below its block's largest.
+
+    The values are the same if no element of the second result, int32 `[..., N, K / 32]`, is above `MAX_SPREAD`. It is 0
+    for groups of zeros, whose scale says nothing. Arguments are those of `decode`.
+    """
+    raw, exponents = _bytes(packed), _exponents(scale)
+    *lead, N, groups = exponents.shape
+    used = ((raw & 0x77) > 0).reshape(*lead, N, groups, _PAIRS).any(-1)
+    largest = _largest(jnp.where(used, exponents, _LEAST))
+    of_group = jnp.repeat(jnp.repeat(largest, BLOCK, axis=-2)[..., :N, :], _GROUPS, axis=-1)[..., :groups]
+    spread = jnp.where(used, of_group - exponents, 0)
+    data = _scaled(raw, _power(HEADROOM - jnp.minimum(spread, MAX_SPREAD)), E4M3)
+    return Fp8Weight(data, _power(largest - HEADROOM)), spread
+
+
+def _scaled(raw: jax.Array, factor: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the values `[..., N, K]` of bytes times their group's factor `[..., N, K / 32]`, rounded to `dtype`.
+
+    Even and odd columns are joined last, when they have few bytes.
+    """
+    factors, table = jnp.repeat(factor, _PAIRS, axis=-1), jnp.asarray(VALUES)
+    both = [(table[codes] * factors).astype(dtype) for codes in (raw & 15, raw >> 4)]
+    return jnp.stack(both, axis=-1).reshape(*raw.shape[:-1], -1)
+
+
+def _bytes(packed: Any) -> jax.Array:
+    return lax.bitcast_convert_type(jnp.asarray(packed), jnp.uint8)
+
+
+def _exponents(scale: Any) -> jax.Array:
+    return lax.bitcast_convert_type(jnp.asarray(scale), jnp.uint8).astype(jnp.int32) - _BIAS
+
+
+def _power(exponents: jax.Array) -> jax.Array:
+    """Returns two to the power of int32 `exponents`, exactly; float32."""
+    return lax.bitcast_convert_type((exponents + _BIAS) << 23, jnp.float32)
+
+
+def _largest(exponents: jax.Array) -> jax.Array:
+    """Returns the largest of each block of 128 rows and four groups."""
+    *lead, N, groups = exponents.shape
+    padding = [(0, 0)] * len(lead) + [(0, -N % BLOCK), (0, -groups % _GROUPS)]
+    padded = jnp.pad(exponents, padding, constant_values=_LEAST)
+    return padded.reshape(*lead, -(-N // BLOCK), BLOCK, -(-groups // _GROUPS), _GROUPS).max((-3, -1))
+
+
+def to_words(packed: Any, scale: Any) -> Fp4Weight:
+    """Returns the same codes and scales in the order of kernels; arguments are those of `decode`, and 256 divides K.
+
+    Byte b of group j of a run holds columns 32 j + 2 b and the next, which are nibbles j of words 2 b and 2 b + 1.
+    """
+    raw = _bytes(packed)
+    runs = raw.reshape(*raw.shape[:-1], -1, VALUES_PER_WORD, _PAIRS).astype(jnp.uint32)
+    shifts = 4 * jnp.arange(VALUES_PER_WORD, dtype=jnp.uint32)[:, None]
+    words = [(codes << shifts).sum(-2, dtype=jnp.uint32) for codes in (runs & 15, runs >> 4)]
+    scales = jnp.swapaxes(_power(_exponents(scale)), -1, -2).astype(jnp.bfloat16)
+    return Fp4Weight(jnp.stack(words, axis=-1).reshape(*raw.shape[:-1], -1), scales)
+
+
+class StoredFp4(NamedTuple):
+    """A stack of experts as files have them: `data` int8 `[L, E, N, K / 2]`, `scale` e8m0 `[L, E, N, K / 32]`."""
+
+    data: Any
+    scale: Any
+
+
+def convert_fp4(weight: StoredFp4, array: PlannedArray, to: Fp4Mode | np.dtype) -> Any:
+    """Converts FP4 experts, whose codes were read as `array`, to FP8, to words, or to an array of a dtype.
+
+    Device memory must hold a stack's codes and its result.
 
     Raises:
-      ValueError: a scale is not a number, or lies more than `MAX_SPREAD` binary places below the largest of its block.
+      CheckpointError: blocks of FP8 have no room for some values.
     """
-    raw, exponents = packed.view(np.uint8), scale.view(np.uint8).astype(np.int32) - 127
-    N, groups = exponents.shape
-    # The scale of a group of zeros says nothing.
-    used = (raw.reshape(N, groups, -1) & 0x77).any(-1)
-    if (used & (exponents == _NAN - 127)).any():
-        raise ValueError("a scale of FP4 weights is not a number (byte 255); the file is damaged")
-    largest = _largest(np.where(used, exponents, HEADROOM - 126))  # float32 scales stay normal numbers
-    spread = np.where(used, np.repeat(np.repeat(largest, BLOCK, 0)[:N], _GROUPS, 1)[:, :groups] - exponents, 0)
-    if spread.max() > MAX_SPREAD:
-        row, group = np.unravel_index(spread.argmax(), spread.shape)
-        raise ValueError(
-            f"row {row}, columns {group * FP4_GROUP} to {(group + 1) * FP4_GROUP - 1}: the scale is 2**-{spread.max()} "
-            f"of the largest in its block of {BLOCK} x {BLOCK}, and FP8 has room for 2**-{MAX_SPREAD}; keep these "
-            "experts FP4"
-        )
-    pairs = _AS_E4M3.view(np.uint16)[np.repeat(spread, FP4_GROUP // 2, axis=1), raw, 0]
-    return Fp8Blocks(pairs.view(E4M3), np.exp2((largest - HEADROOM).astype(np.float32)))
+    where = weight.data.sharding
+    if to != "fp8":
+        return jax.block_until_ready(jax.jit(_exact(to), out_shardings=where)(weight))
+    converted, worst = jax.block_until_ready(jax.jit(_fp8, out_shardings=where)(weight))
+    for shard in worst.addressable_shards:
+        found = np.asarray(shard.data)[:, :, 0]
+        if (found[..., 0] > MAX_SPREAD).any():
+            layer, expert = np.unravel_index(found[..., 0].argmax(), found.shape[:2])
+            start = [s.indices(n)[0] for s, n in zip(shard.index[:2], worst.shape[:2], strict=True)]
+            raise _refusal(array, (start[0] + int(layer), start[1] + int(expert)), *found[layer, expert].tolist())
+    return converted
 
 
-_GROUPS = BLOCK // FP4_GROUP
+def convert_fp4_shapes(weight: StoredFp4, array: PlannedArray, to: Fp4Mode | np.dtype) -> Any:
+    """Returns the shapes of the result of `convert_fp4`, given shapes and shardings."""
+    del array
+    made = jax.eval_shape(_fp8, weight)[0] if to == "fp8" else jax.eval_shape(_exact(to), weight)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=weight.data.sharding), made)
 
 
-def _largest(exponents: np.ndarray) -> np.ndarray:
-    """Returns the largest of each block of 128 rows and four groups."""
-    N, groups = exponents.shape
-    padded = np.pad(exponents, ((0, -N % BLOCK), (0, -groups % _GROUPS)), mode="edge")
-    return padded.reshape(-1, BLOCK, padded.shape[1] // _GROUPS, _GROUPS).max((1, 3))
+def _exact(to: Fp4Mode | np.dtype) -> Callable[[StoredFp4], Any]:
+    """Returns the conversion of a stack to words or to a dtype, one layer at a time."""
+    convert = to_words if to == "keep" else functools.partial(decode, dtype=to)
+    return lambda stack: lax.map(lambda layer: convert(layer.data, layer.scale), stack)
+
+
+def _fp8(stack: StoredFp4) -> tuple[Fp8Weight, jax.Array]:
+    """Converts a stack to FP8, one layer at a time.
+
+    Also returns int32 `[L, E, 1, 2]`: of each expert the largest distance of scales, and where it is.
+    """
+
+    def convert(layer: StoredFp4) -> tuple[Fp8Weight, jax.Array]:
+        made, spread = to_fp8(layer.data, layer.scale)
+        flat = spread.reshape(len(spread), -1)
+        return made, jnp.stack([flat.max(-1), flat.argmax(-1).astype(jnp.int32)], axis=-1)[:, None]
+
+    return lax.map(convert, stack)
+
+
+def _refusal(array: PlannedArray, index: tuple[int, int], spread: int, place: int) -> CheckpointError:
+    row, group = divmod(place, array.shape[-1] * 2 // GROUP)
+    here = (*(slice(i, i + 1) for i in index), slice(row, row + 1), slice(0, array.shape[-1]))
+    tensor_slice, _ = next(array.slices_in(here))
+    tensor, row = array.tensors[tensor_slice.name], row - tensor_slice.target[-2].start
+    return CheckpointError(
+        f"{tensor.path}: tensor {tensor.name}: row {row}, columns {group * GROUP} to {(group + 1) * GROUP - 1}: the "
+        f"scale is 2**-{spread} of the largest in its block of {BLOCK} x {BLOCK}, and FP8 has room for "
+        f"2**-{MAX_SPREAD}; load with fp4='keep' or "
+        "fp8='dequantize'"
+    )

@@ -15,9 +15,10 @@ import ml_dtypes
 import numpy as np
 
 from dsv3.checkpoint import layout, quantize
-from dsv3.checkpoint.layout import TensorSlice, scale_name, scale_shape, scale_slice, stated_shape_name
+from dsv3.checkpoint.layout import TensorSlice, scale_shape, scale_slice, stated_shape_name
 from dsv3.checkpoint.load_plan import Fp8Mode, LoadPlan, PlannedArray
 from dsv3.checkpoint.safetensors_file import HARMLESS, NAMES, Tensor, raise_findings
+from dsv3.checkpoint.tables import V3_SCALE, layer_of, layer_prefix, modules_beyond, scale_name
 from dsv3.config.hugging_face.names import is_of_other_media, text_name
 from dsv3.config.model import ModelConfig
 from dsv3.model.params import ParamSpec
@@ -25,7 +26,6 @@ from pallas_kernels.float8 import BLOCK, E4M3
 
 _log = logging.getLogger(__name__)
 _MAX_EXPERTS = 2**12  # of a layer; a tensor with more is not split
-_SCALE = scale_name("")
 
 _ALL_EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)(_scale_inv)?")
 # Static scales of inputs are ignored: inputs are quantized dynamically, per 128 channels.
@@ -81,9 +81,9 @@ def _split_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 def _broadcast_scale(named: Mapping[str, Tensor], name: str) -> Tensor:
     """Returns a tensor; a scale of a whole FP8 matrix gets the shape of block scales, with `repeated` set."""
     tensor = named[name]
-    if not name.endswith(_SCALE) or math.prod(tensor.shape) != 1:
+    if not name.endswith(V3_SCALE) or math.prod(tensor.shape) != 1:
         return tensor
-    weight = named.get(name.removesuffix(_SCALE))
+    weight = named.get(name.removesuffix(V3_SCALE))
     if weight is None or weight.dtype != E4M3 or len(weight.shape) != 2:
         return tensor
     return dataclasses.replace(tensor, shape=scale_shape(weight.shape), repeated=True)
@@ -94,6 +94,8 @@ Findings = defaultdict[str, list[str]]
 F32 = np.dtype(np.float32)
 PLAIN = {np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16)}
 SCALES = {np.dtype(t) for t in (np.float32, ml_dtypes.float8_e8m0fnu)}
+INTEGERS: set[np.dtype] = {np.dtype(np.int32), np.dtype(np.int64)}
+_SCALED = (E4M3, quantize.INT4.data, quantize.FP4.data)
 
 
 def plan_hf(
@@ -109,21 +111,21 @@ def plan_hf(
     """
     findings: Findings = defaultdict(list)
     slices = layout.slices(cfg)
-    skipped = layout.mtp_layers_beyond(cfg, tensors)
+    skipped = modules_beyond(cfg, tensors)
     _check_names(cfg, tensors, slices, skipped, findings)
     for path, spec in layout.leaves(cfg).items():
         for tensor_slice in slices[path]:
-            if quantize.is_int4(cfg, spec):
-                quantize.check_int4(tensors, tensor_slice, findings)
+            if (form := quantize.packed_form(cfg, spec)) is not None:
+                quantize.check_packed(tensors, tensor_slice, form, findings)
             else:
-                _check_tensor(tensors, tensor_slice.name, tensor_slice.shape, cfg, findings)
+                _check_tensor(tensors, tensor_slice, spec, cfg, findings)
     raise_findings(directory, findings)
     own = tensors[slices["embed"][0].name].dtype
     dtype = dtype or (own if own in PLAIN else np.dtype(ml_dtypes.bfloat16))
     leaves = {
-        path: quantize.int4_arrays(path, spec, slices[path], tensors)
-        if quantize.is_int4(cfg, spec)
-        else _leaf(path, spec, slices[path], tensors, dtype, fp8, findings)
+        path: quantize.packed_arrays(path, spec, slices[path], tensors, form)
+        if (form := quantize.packed_form(cfg, spec)) is not None
+        else _leaf(path, spec, slices[path], tensors, dtype, fp8, cfg, findings)
         for path, spec in layout.leaves(cfg).items()
     }
     raise_findings(directory, findings)
@@ -142,36 +144,40 @@ def _check_names(
     required |= {d.name: None for d in layout.duplicates(cfg) if d.required}
     missing = [name for name in required if name not in tensors]
     findings["missing tensors"] = missing
-    absent = [i for i in range(cfg.num_hidden_layers, cfg.num_cache_layers) if _no_layer(tensors, i)]
+    absent = [i for i in range(cfg.num_hidden_layers, cfg.num_cache_layers) if _no_layer(cfg, tensors, i)]
     if absent:
-        findings["missing tensors"] = [n for n in missing if layout.layer_of(n) not in absent]
+        findings["missing tensors"] = [n for n in missing if layer_of(cfg, n) not in absent]
         findings["MTP modules that the checkpoint lacks altogether; set num_nextn_predict_layers to what it has"] = [
             f"layer {i}" for i in absent
         ]
     known = required.keys() | {d.name for d in layout.duplicates(cfg)}
-    quantized = {name for name in known if name in tensors and tensors[name].dtype in (E4M3, quantize.WORD)}
+    quantized = {name for name in known if name in tensors and tensors[name].dtype in _SCALED}
     known |= {scale_name(name) for name in quantized} | {stated_shape_name(name) for name in quantized}
     findings["unexpected tensors"] = [
         f"{name} in {tensor.path.name}"
         for name, tensor in tensors.items()
-        if name not in known and layout.layer_of(name) not in skipped and not HARMLESS.fullmatch(name)
+        if name not in known and layer_of(cfg, name) not in skipped and not HARMLESS.fullmatch(name)
     ]
 
 
-def _no_layer(tensors: Mapping[str, Tensor], layer: int) -> bool:
-    return not any(name.startswith(f"model.layers.{layer}.") for name in tensors)
+def _no_layer(cfg: ModelConfig, tensors: Mapping[str, Tensor], layer: int) -> bool:
+    return not any(name.startswith(layer_prefix(cfg, layer)) for name in tensors)
 
 
 def _check_tensor(
-    tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], cfg: ModelConfig, findings: Findings
+    tensors: Mapping[str, Tensor], tensor_slice: TensorSlice, spec: ParamSpec, cfg: ModelConfig, findings: Findings
 ) -> None:
+    name, shape = tensor_slice.name, tensor_slice.shape
     tensor = tensors.get(name)
     if tensor is None:
         return
     where = f"{name} in {tensor.path.name}"
     if tensor.shape != shape:
         findings["wrong shapes"].append(f"{where} is {list(tensor.shape)}, expected {list(shape)}")
-    if tensor.dtype == E4M3 and len(shape) == 2:
+    if spec.dtype == np.int32:
+        if tensor.dtype not in INTEGERS:
+            findings["wrong dtypes"].append(f"{where} is {NAMES[tensor.dtype]}, expected {names(INTEGERS)}")
+    elif tensor.dtype == E4M3 and len(shape) == 2:
         if cfg.fp8 is None:
             findings["FP8 tensors although the configuration has no quantization_config"].append(where)
         _check_scale(tensors, name, shape, findings)
@@ -204,8 +210,12 @@ def _leaf(
     tensors: Mapping[str, Tensor],
     dtype: np.dtype,
     fp8: Fp8Mode,
+    cfg: ModelConfig,
     findings: Findings,
 ) -> tuple[PlannedArray, ...]:
+    if spec.dtype == np.int32:  # a table of experts
+        table = np.dtype(np.int32)
+        return (PlannedArray(path, spec.shape, table, slices, tensors, below=cfg.n_routed_experts),)
     quantized = [p for p in slices if tensors[p.name].dtype == E4M3]
     if spec.quantizable and quantized and fp8 != "dequantize":
         findings["weights that cannot stay FP8; load with fp8='dequantize'"] += _obstacles(path, slices, tensors)

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from dsv3.checkpoint.fp4 import Fp4Mode, StoredFp4, convert_fp4, convert_fp4_shapes
 from dsv3.checkpoint.hugging_face import plan_hf, to_deepseek_names
 from dsv3.checkpoint.layout import leaf_path, leaves
 from dsv3.checkpoint.load_plan import (
@@ -36,10 +37,12 @@ from dsv3.checkpoint.load_plan import (
     with_row_order,
 )
 from dsv3.checkpoint.quantize import (
+    FP4,
+    INT4,
     Int4Mode,
     convert_int4,
     convert_int4_shapes,
-    is_int4,
+    packed_form,
     plain_products,
     quantize_stack,
     quantize_stack_shapes,
@@ -49,6 +52,7 @@ from dsv3.checkpoint.safetensors_file import CheckpointError, read_directory
 from dsv3.config.model import ModelConfig
 from dsv3.model.params import Fp8Weight, Int4Weight, Params, declare
 from pallas_kernels.float8 import E4M3
+from pallas_kernels.int4 import RUN
 
 Advance = Callable[[int], None]
 
@@ -178,7 +182,10 @@ def _leaf(arrays: Sequence[PlannedArray], values: Sequence[Any]) -> Any:
     """Returns a parameter from the values of its arrays: data alone, or with scales."""
     if len(values) == 1:
         return values[0]
-    return (Fp8Weight if arrays[0].dtype == E4M3 else Int4Weight)(*values)
+    return _PAIRS[arrays[0].dtype](*values)
+
+
+_PAIRS: dict[np.dtype, Callable[..., Any]] = {E4M3: Fp8Weight, INT4.data: Int4Weight, FP4.data: StoredFp4}
 
 
 def _arrays(
@@ -251,6 +258,7 @@ def load_params(
     dtype: Any,
     fp8: Fp8Mode = "keep",
     int4: Int4Mode = "keep",
+    fp4: Fp4Mode = "fp8",
     shardings: Params | Sharding | None = None,
     phy2log: np.ndarray | None = None,
     tensor_parallel_size: int = 1,
@@ -264,8 +272,10 @@ def load_params(
     with three exceptions. The router's bias is float32. The router's weights are float32, unless the checkpoint stores
     them in `dtype` (`ParamSpec.dtype_in`). FP8 products become `Fp8Weight`s under `fp8` "keep"; "dequantize" multiplies
     them out; "quantize" keeps them and quantizes the other products too. kv_b_proj (`k_up`, `v_up`) is always
-    dequantized, because absorbed attention runs in bfloat16. INT4 experts become `Int4Weight`s under `int4` "keep",
-    `Fp8Weight`s under "fp8", and of `dtype` under "dequantize".
+    dequantized, because absorbed attention runs in bfloat16, and so is the first of DeepSeek-V4's output projections.
+    INT4 experts become `Int4Weight`s under `int4` "keep", `Fp8Weight`s under "fp8", and of `dtype` under "dequantize".
+    FP4 experts become `Fp8Weight`s of the same values under `fp4` "fp8", `Fp4Weight`s under "keep", and of `dtype`
+    under `fp8` "dequantize".
 
     `shardings` is one `jax.sharding.Sharding` for all leaves, or a tree like the parameters' with a `Sharding` per leaf
     (or an `Fp8Weight` of two, for data and scales). Each process reads only the shards of its devices. None means the
@@ -286,6 +296,8 @@ def load_params(
     """
     if int4 not in get_args(Int4Mode):
         raise ValueError(f"int4 {int4!r} is not one of {', '.join(get_args(Int4Mode))}")
+    if fp4 not in get_args(Fp4Mode):
+        raise ValueError(f"fp4 {fp4!r} is not one of {', '.join(get_args(Fp4Mode))}")
     where = _by_path(cfg, shardings)
     with _collector_paused():
         plan = plan_directory(Path(directory), cfg, dtype, fp8)
@@ -294,8 +306,8 @@ def load_params(
         if tensor_parallel_size > 1:
             plan = with_row_order(plan, cfg, tensor_parallel_size)
     if plan.skipped_mtp_layers:
-        _log.info("%s: MTP modules from layer %d on are not loaded", directory, plan.skipped_mtp_layers[0])
-    convert = _conversions(plan, cfg, fp8, int4, where, shapes=shapes)
+        _log.info("%s: layers that make drafts, from %d on, are not loaded", directory, plan.skipped_mtp_layers[0])
+    convert = _conversions(plan, cfg, (fp8, int4, fp4), where, shapes=shapes)
     if shapes:
         found = zip(plan.leaves, leaf_shapes(plan, where), strict=True)
         values = [convert[path](leaf) if path in convert else leaf for path, leaf in found]
@@ -305,14 +317,37 @@ def load_params(
 
 
 def _conversions(
-    plan: LoadPlan, cfg: ModelConfig, fp8: Fp8Mode, int4: Int4Mode, where: Mapping[str, Any], *, shapes: bool
+    plan: LoadPlan,
+    cfg: ModelConfig,
+    modes: tuple[Fp8Mode, Int4Mode, Fp4Mode],
+    where: Mapping[str, Any],
+    *,
+    shapes: bool,
 ) -> dict[str, Callable[[Any], Any]]:
-    """Returns the conversions, by path, of the leaves that are served in another format than stored, or of `shapes`."""
-    to_int4, to_fp8 = (convert_int4_shapes, quantize_stack_shapes) if shapes else (convert_int4, quantize_stack)
-    experts = functools.partial(to_int4, mode=int4, dtype=plan.leaves["embed"][0].dtype)
-    conversions: dict[str, Callable[[Any], Any]] = {
-        path: experts for path, spec in leaves(cfg).items() if is_int4(cfg, spec)
-    }
+    """Returns the conversions, by path, of the leaves that are served in another format than stored, or of `shapes`.
+
+    Raises ValueError where experts are too narrow to stay FP4.
+    """
+    fp8, int4, fp4 = modes
+    from_int4, from_fp4, to_fp8 = (
+        (convert_int4_shapes, convert_fp4_shapes, quantize_stack_shapes)
+        if shapes
+        else (convert_int4, convert_fp4, quantize_stack)
+    )
+    dtype = plan.leaves["embed"][0].dtype
+    conversions: dict[str, Callable[[Any], Any]] = {}
+    for path, spec in leaves(cfg).items():
+        form = packed_form(cfg, spec)
+        if form is INT4:
+            conversions[path] = functools.partial(from_int4, mode=int4, dtype=dtype)
+        elif form is FP4:
+            to = dtype if fp8 == "dequantize" else fp4
+            if to == "keep" and spec.shape[-1] % RUN:
+                raise ValueError(
+                    f"fp4 'keep' needs experts whose inputs have multiples of {RUN} values, but {path} has "
+                    f"{spec.shape[-1]}; choose 'fp8'"
+                )
+            conversions[path] = functools.partial(from_fp4, array=plan.leaves[path][0], to=to)
     ue8m0 = cfg.fp8 is not None and cfg.fp8.scale_fmt == "ue8m0"
     for path in plain_products(plan, cfg) if fp8 == "quantize" else ():
         conversions[path] = functools.partial(to_fp8, ue8m0=ue8m0, sharding=where.get(path))
@@ -344,7 +379,10 @@ def plan_directory(directory: Path, cfg: ModelConfig, dtype: Any, fp8: Fp8Mode) 
         raise ValueError(f"dtype {dtype} is not one of {', '.join(map(str, DTYPES))}")
     if fp8 not in get_args(Fp8Mode):
         raise ValueError(f"fp8 {fp8!r} is not one of {', '.join(get_args(Fp8Mode))}")
-    return plan_hf(directory, to_deepseek_names(directory, read_directory(directory)), cfg, dtype, fp8)
+    tensors = read_directory(directory)
+    if cfg.compressed is None:  # DeepSeek-V4's names are nobody else's
+        tensors = to_deepseek_names(directory, tensors)
+    return plan_hf(directory, tensors, cfg, dtype, fp8)
 
 
 def _by_path(cfg: ModelConfig, shardings: Params | Sharding | None) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class PlannedArray:
 
     If there are several slices, each lies in one index of the first axis; they are ordered by that index, then by begin
     and end on the second axis. `tensors` are those of the checkpoint, by name. `positive` marks an array of scales,
-    which must be finite and above zero.
+    which must be finite and above zero. With `below` values must be whole numbers from 0 to `below - 1`.
     """
 
     name: str
@@ -39,6 +39,7 @@ class PlannedArray:
     slices: tuple[TensorSlice, ...]
     tensors: Mapping[str, Tensor] = dataclasses.field(repr=False)
     positive: bool = False
+    below: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -208,7 +209,7 @@ def _runs(index: np.ndarray) -> Iterator[tuple[int, int, int]]:
 
 def _check_map(cfg: ModelConfig, phy2log: np.ndarray) -> None:
     layers, experts = cfg.num_moe_layers, cfg.n_routed_experts
-    may_be = (layers, layers + cfg.num_nextn_predict_layers)
+    may_be = (layers, layers + cfg.num_cache_layers - cfg.num_hidden_layers)
     if phy2log.ndim != 2 or len(phy2log) not in may_be or not phy2log.size or phy2log.dtype.kind not in "iu":
         raise ValueError(
             f"phy2log is {phy2log.dtype}{list(phy2log.shape)}; it must be integers [{layers} MoE layers, replicas]"

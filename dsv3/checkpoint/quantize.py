@@ -1,9 +1,9 @@
-"""Weights that are served in another format than stored: plain products quantized to FP8, and INT4 experts.
+"""Weights that are served in another format than stored: plain products quantized to FP8, and experts of four bits.
 
-Both are converted on their devices, one stack after the other, after they are read. A packed INT4 matrix is three
+All are converted on their devices, one stack after the other, after they are read. A packed INT4 matrix is three
 tensors (compressed-tensors): `weight_packed` int32 `[N, K / 8]`, `weight_scale` bfloat16 `[N, K / 32]`, and
 `weight_shape`, which repeats `[N, K]`. `hugging_face` renames the first two to `weight` and `weight_scale_inv`, as for
-FP8.
+FP8. A packed FP4 matrix is two (`dsv3.checkpoint.fp4`).
 """
 
 import dataclasses
@@ -24,57 +24,82 @@ from dsv3.checkpoint.reader import aligned_empty
 from dsv3.checkpoint.safetensors_file import NAMES, Tensor
 from dsv3.config.model import ModelConfig
 from dsv3.model.params import Fp8Weight, Int4Weight, ParamSpec
+from pallas_kernels.float8 import E4M3
 from pallas_kernels.fp8 import quantize_128x128
-from pallas_kernels.grouped import dequantize_int4
+from pallas_kernels.grouped import dequantize_four_bit
 from pallas_kernels.int4 import GROUP, VALUES_PER_WORD
 
 Int4Mode = Literal["keep", "fp8", "dequantize"]
 """How INT4 experts are served: as INT4, as block-scaled FP8, or in the model's dtype."""
 
-WORD = np.dtype(np.int32)
-SCALE = np.dtype(ml_dtypes.bfloat16)
 _SHAPES: set[np.dtype] = {np.dtype(np.int32), np.dtype(np.int64)}
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedForm:
+    """How a checkpoint stores routed experts of four bits: `per_element` values in one element of type `data`, and a
+    scale of type `scale` per `GROUP` columns.
+    """
+
+    name: str
+    data: np.dtype
+    per_element: int
+    scale: np.dtype
+
+    def shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the shapes of elements and scales of a weight `[..., N, K]` in files."""
+        *lead, k = shape
+        return (*lead, k // self.per_element), (*lead, k // GROUP)
+
+
+INT4 = PackedForm("INT4", np.dtype(np.int32), VALUES_PER_WORD, np.dtype(ml_dtypes.bfloat16))
+FP4 = PackedForm("FP4", np.dtype(np.int8), 2, np.dtype(ml_dtypes.float8_e8m0fnu))
+
+
+def packed_form(cfg: ModelConfig, spec: ParamSpec) -> PackedForm | None:
+    """Returns how a checkpoint of `cfg` packs this parameter; None if it does not."""
+    if "experts" not in spec.axes:
+        return None
+    return INT4 if cfg.int4_experts else FP4 if cfg.fp4_experts else None
 
 
 def is_int4(cfg: ModelConfig, spec: ParamSpec) -> bool:
     """Returns whether a checkpoint of `cfg` holds this parameter as INT4."""
-    return cfg.int4_experts and "experts" in spec.axes
-
-
-def shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the shapes of words and scales of a weight `[..., N, K]` in files."""
-    *lead, k = shape
-    return (*lead, k // VALUES_PER_WORD), (*lead, k // GROUP)
+    return packed_form(cfg, spec) is INT4
 
 
 def abstract_int4(shape: tuple[int, ...]) -> Int4Weight:
     """Returns the shapes of words and scales of a weight `[..., N, K]` on devices."""
     *lead, n, k = shape
     return Int4Weight(
-        jax.ShapeDtypeStruct((*lead, n, k // VALUES_PER_WORD), WORD),
-        jax.ShapeDtypeStruct((*lead, k // GROUP, n), SCALE),
+        jax.ShapeDtypeStruct((*lead, n, k // VALUES_PER_WORD), INT4.data),
+        jax.ShapeDtypeStruct((*lead, k // GROUP, n), INT4.scale),
     )
 
 
-def check_int4(tensors: Mapping[str, Tensor], tensor_slice: TensorSlice, findings: Mapping[str, list[str]]) -> None:
+def check_packed(
+    tensors: Mapping[str, Tensor], tensor_slice: TensorSlice, form: PackedForm, findings: Mapping[str, list[str]]
+) -> None:
     """Adds header errors of a packed matrix to `findings`; `hugging_face` reports missing ones."""
     if tensor_slice.name not in tensors:
         return
-    words, scales = shapes(tensor_slice.shape)
-    for name, shape, dtype in ((tensor_slice.name, words, WORD), (scale_name(tensor_slice.name), scales, SCALE)):
-        _check(tensors.get(name), name, shape, {dtype}, findings)
+    data, scales = form.shapes(tensor_slice.shape)
+    _check(tensors, tensor_slice.name, data, {form.data}, form, findings)
+    _check(tensors, scale_name(tensor_slice.name), scales, {form.scale}, form, findings)
     stated = stated_shape_name(tensor_slice.name)
     if stated in tensors:
-        _check(tensors[stated], stated, (2,), _SHAPES, findings)
+        _check(tensors, stated, (2,), _SHAPES, form, findings)
 
 
 def _check(
-    tensor: Tensor | None,
+    tensors: Mapping[str, Tensor],
     name: str,
     shape: tuple[int, ...],
     dtypes: set[np.dtype],
+    form: PackedForm,
     findings: Mapping[str, list[str]],
 ) -> None:
+    tensor = tensors.get(name)
     if tensor is None:
         findings["missing tensors"].append(name)
         return
@@ -83,19 +108,31 @@ def _check(
         findings["wrong shapes"].append(f"{where} is {list(tensor.shape)}, expected {list(shape)}")
     if tensor.dtype not in dtypes:
         expected = "/".join(sorted(NAMES[dtype] for dtype in dtypes))
-        findings["wrong dtypes"].append(f"{where} is {NAMES[tensor.dtype]}, expected {expected} of an INT4 expert")
+        findings["wrong dtypes"].append(
+            f"{where} is {NAMES[tensor.dtype]}, expected {expected} of an {form.name} expert{_remedy(tensor, form)}"
+        )
 
 
-def int4_arrays(
-    path: str, spec: ParamSpec, slices: tuple[TensorSlice, ...], tensors: Mapping[str, Tensor]
+def _remedy(tensor: Tensor, form: PackedForm) -> str:
+    return "; set expert_dtype of config.json to fp8" if form is FP4 and tensor.dtype == E4M3 else ""
+
+
+def packed_arrays(
+    path: str, spec: ParamSpec, slices: tuple[TensorSlice, ...], tensors: Mapping[str, Tensor], form: PackedForm
 ) -> tuple[PlannedArray, PlannedArray]:
-    """Returns words and scales of a stack of experts, read from the packed matrices of a checkpoint."""
-    data, scale = shapes(spec.shape)
-    words = tuple(dataclasses.replace(_narrowed_slice(p, VALUES_PER_WORD, p.name), packed=True) for p in slices)
+    """Returns elements and scales of a stack of experts, read from the packed matrices of a checkpoint."""
+    data, scale = form.shapes(spec.shape)
+    elements = (_narrowed_slice(p, form.per_element, p.name) for p in slices)
     scales = tuple(_narrowed_slice(p, GROUP, scale_name(p.name)) for p in slices)
     return (
-        PlannedArray(f"{path}.data", data, WORD, words, tensors),
-        PlannedArray(f"{path}.scale", scale, SCALE, scales, tensors, positive=True),
+        PlannedArray(
+            f"{path}.data",
+            data,
+            form.data,
+            tuple(dataclasses.replace(p, packed=form is INT4) for p in elements),
+            tensors,
+        ),
+        PlannedArray(f"{path}.scale", scale, form.scale, scales, tensors, positive=True),
     )
 
 
@@ -149,11 +186,11 @@ def _transposed(scale: jax.Array) -> jax.Array:
 
 
 def _to_fp8(weight: Int4Weight) -> Fp8Weight:
-    return Fp8Weight(*quantize_128x128(dequantize_int4(weight.data, weight.scale, jnp.float32)))
+    return Fp8Weight(*quantize_128x128(dequantize_four_bit(weight.data, weight.scale, jnp.float32)))
 
 
 def _to_plain(weight: Int4Weight, dtype: np.dtype) -> jax.Array:
-    return dequantize_int4(weight.data, weight.scale, dtype)
+    return dequantize_four_bit(weight.data, weight.scale, dtype)
 
 
 def plain_products(plan: LoadPlan, cfg: ModelConfig) -> Iterator[str]:

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 
 from dsv3.checkpoint.layout import Box, TensorSlice, blocks, extents, full_box, intersection, shift_box, whole_slice
@@ -23,6 +24,7 @@ from pallas_kernels.int4 import VALUES_PER_WORD, interleave
 
 # Large enough that a read costs more than its bookkeeping, small enough that scratch does not count.
 BLOCK_BYTES = 4 << 20
+E8M0, _E8M0_NAN = np.dtype(ml_dtypes.float8_e8m0fnu), 255
 _E4M3_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
 
 
@@ -228,8 +230,11 @@ class CheckpointReader:
             raw.view(tensor.dtype)[:] = raw.view(tensor.dtype)[0]
         else:
             self._read(tensor, read.first * tensor.dtype.itemsize, raw)
+        values = raw.view(tensor.dtype) if direct else self._values(read, raw, scales)
+        if read.array.below is not None:
+            _check_below(tensor, values, read.first, read.array.below)
         if not direct:
-            values = self._values(read, raw, scales).reshape(shape)
+            values = values.reshape(shape)
             for inner, out in read.parts:
                 out[...] = values[inner]
         if read.array.positive:
@@ -284,10 +289,24 @@ class CheckpointReader:
 
 
 def _check_positive(tensor: Tensor, values: np.ndarray) -> None:
-    least = values > 0 if values.dtype == np.float32 else values >= 0  # INT4 values of 0 may have a scale of 0
-    good = np.isfinite(values) & least
+    if values.dtype == E8M0:  # powers of two, or not a number; numpy's predicates do not understand it
+        good = values.view(np.uint8) != _E8M0_NAN
+    else:
+        least = values > 0 if values.dtype == np.float32 else values >= 0  # INT4 values of 0 may have a scale of 0
+        good = np.isfinite(values) & least
     if not good.all():
         where = tuple(int(i) for i in np.argwhere(~good)[0])
         raise CheckpointError(
             f"{tensor.path}: tensor {tensor.name}: a block scale is {values[where]}, not a positive finite number"
+        )
+
+
+def _check_below(tensor: Tensor, values: np.ndarray, first: int, below: int) -> None:
+    """Checks values before they are converted, which would cut off bits; `first` of the tensor's lie before them."""
+    wrong = np.flatnonzero((values < 0) | (values >= below))
+    if len(wrong):
+        where = [int(i) for i in np.unravel_index(first + wrong[0], tensor.shape)]
+        raise CheckpointError(
+            f"{tensor.path}: tensor {tensor.name}: has {values.reshape(-1)[wrong[0]]} at {where}, but must be 0 to "
+            f"{below - 1}; check n_routed_experts in config.json, or fetch the file again"
         )

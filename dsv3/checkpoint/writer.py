@@ -137,6 +137,10 @@ def write_hf(
     progress: bool,
 ) -> None:
     """Implements `save_hf` for any `Stacks`."""
+    if cfg.compressed is not None:
+        raise CheckpointError(
+            f"a checkpoint of model_type {cfg.family!r} cannot be written; keep the original, which `load_params` reads"
+        )
     if scale_dtype not in (F32, E8M0):
         raise ValueError(f"scale_dtype {scale_dtype} is neither float32 nor float8_e8m0fnu")
     tensors = list(out_tensors(cfg, stacks, scale_dtype))
@@ -306,7 +310,7 @@ def convert_checkpoint(
     if fp8 == "quantize":
         raise ValueError("fp8 'quantize' is not possible for files: it rounds on devices; use 'keep' or 'dequantize'")
     plan = plan_directory(source, cfg, dtype, fp8)
-    reject_int4(path for path, leaf in plan.leaves.items() if leaf[0].dtype == quantize.WORD)
+    reject_int4(path for path, leaf in plan.leaves.items() if len(leaf) == 2 and leaf[0].dtype == quantize.INT4.data)
     with CheckpointReader(threads) as reader:
         reader.open(plan.files)
         check_duplicates(reader, plan, _ignore)

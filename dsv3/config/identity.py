@@ -14,8 +14,8 @@ class CacheIdentity:
     """Everything that two engines must have in common to read each other's pages.
 
     `weights` and `tokenizer` are digests of their files, `model` that of the served configuration (layers, rotation,
-    MTP module). `cache_dtype` is the storage of latents; `compute_dtype`, `fp8` and `int4` determine their values. The
-    cache's groups, and so the bytes of a page, follow from `model`, `cache_dtype` and `page_size`.
+    MTP module). `cache_dtype` is the storage of latents; `compute_dtype`, `fp8`, `int4` and `fp4` determine their
+    values. The cache's groups, and so the bytes of a page, follow from `model`, `cache_dtype` and `page_size`.
     """
 
     weights: str
@@ -25,6 +25,7 @@ class CacheIdentity:
     compute_dtype: str
     fp8: str
     int4: str = "keep"
+    fp4: str = "fp8"
     page_size: int
     layout_version: int = LAYOUT_VERSION
 

@@ -147,6 +147,21 @@ class CompressedAttention:
     output_groups: int
     output_rank: int
 
+    @property
+    def num_sparse(self) -> int:
+        """Layers whose entries an indexer chooses."""
+        return self.ratios.count(self.sparse_ratio)
+
+    @property
+    def heavy_ratios(self) -> tuple[int, ...]:
+        """Ratios of the layers that see all their entries."""
+        return tuple(ratio for ratio in self.ratios if ratio not in (0, self.sparse_ratio))
+
+    @property
+    def num_heavy(self) -> int:
+        """Layers that see all their entries."""
+        return len(self.heavy_ratios)
+
 
 @dataclasses.dataclass(frozen=True)
 class HyperConnections:
@@ -374,45 +389,82 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Weights of one layer in elements (or bytes: FP8 has one each), and of the head."""
+    """Weights of one layer in elements (or bytes: FP8 has one each), and of the head.
+
+    `per_head` are products of each head, or group of heads, which are bfloat16 in every model: kv_b, or the first of
+    DeepSeek-V4's two output projections. Layers with compressed entries have a compressor, `sparse` where entries are
+    chosen and `heavy` where all are seen. `indexer` includes the one of its keys. `mixing` is that of both blocks.
+    """
 
     down: int  # qkv_a
     query: int  # q_b
-    key_value: int  # kv_b
+    per_head: int
     out: int
+    router: int
     expert: int
     shared: int
     dense: int
     head: int
     indexer: int = 0  # of a layer that has one
+    sparse: int = 0
+    heavy: int = 0
+    mixing: int = 0
 
     @property
     def attention(self) -> int:
-        return self.down + self.query + self.key_value + self.out
+        """Weights that attention has in every layer."""
+        return self.down + self.query + self.per_head + self.out
 
 
 def sizes_of(model: ModelConfig) -> Sizes:
     """Returns the sizes of a model: 187.1M attention weights per layer and 44.04M per expert for DeepSeek-V3."""
-    D, H, Q = model.hidden_size, model.num_attention_heads, model.q_lora_rank
-    queries = H * model.qk_head_dim
-    expert = 3 * D * model.moe_intermediate_size
-    indexer = model.indexer
+    D, H, Q, d = model.hidden_size, model.num_attention_heads, model.q_lora_rank, model.latent_dim
+    queries, expert = H * model.qk_head_dim, 3 * D * model.moe_intermediate_size
+    compressed, hyper, indexer = model.compressed, model.hyper_connections, model.indexer
+    per_head, out = H * (model.qk_nope_head_dim + model.v_head_dim) * model.kv_lora_rank, D * H * model.v_head_dim
+    key = D  # weights of an index key, per value of it
+    if compressed is not None:  # rows of values and of scores; two series of each where entries overlap
+        per_head, out = compressed.output_rank * queries, D * compressed.output_groups * compressed.output_rank
+        indexer, key = compressed.indexer, 4 * D
     return Sizes(
-        down=D * ((Q or queries) + model.latent_dim),
+        down=D * ((Q or queries) + d),
         query=queries * Q if Q else 0,
-        key_value=H * (model.qk_nope_head_dim + model.v_head_dim) * model.kv_lora_rank,
-        out=D * H * model.v_head_dim,
+        per_head=per_head,
+        out=out,
+        router=model.n_routed_experts * D,
         expert=expert,
         shared=expert * model.n_shared_experts,
         dense=3 * D * model.intermediate_size,
         head=D * model.vocab_size,
-        indexer=indexer.num_heads * (indexer.head_dim * (Q or 0) + D) + indexer.head_dim * D if indexer else 0,
+        indexer=indexer.num_heads * (indexer.head_dim * (Q or 0) + D) + indexer.head_dim * key if indexer else 0,
+        sparse=4 * d * D if compressed else 0,
+        heavy=2 * d * D if compressed else 0,
+        mixing=2 * hyper.streams * (hyper.streams + 2) * hyper.streams * D if hyper else 0,
     )
 
 
+def entry_weights(model: ModelConfig) -> int:
+    """Returns the weights of all compressors and of the indexers that choose among their entries."""
+    if model.compressed is None:
+        return 0
+    sizes = sizes_of(model)
+    return model.compressed.num_sparse * (sizes.sparse + sizes.indexer) + model.compressed.num_heavy * sizes.heavy
+
+
+def common_weights(model: ModelConfig) -> int:
+    """Returns the weights of all layers that every token meets, in elements, without routers and V3.2's indexers."""
+    sizes = sizes_of(model)
+    blocks = model.num_moe_layers * sizes.shared + model.num_dense_layers * sizes.dense
+    return model.num_hidden_layers * (sizes.attention + sizes.mixing) + blocks + entry_weights(model)
+
+
 def absorbed_operations(model: ModelConfig) -> int:
-    """Returns the operations of absorbed attention in a layer, for one query token and one token that it sees."""
-    return 2 * model.num_attention_heads * (model.latent_dim + model.kv_lora_rank)
+    """Returns the operations of absorbed attention in a layer, for one query token and one token that it sees.
+
+    In compressed attention an entry costs as much as a token, and values are whole latents.
+    """
+    values = model.kv_lora_rank if model.compressed is None else model.latent_dim
+    return 2 * model.num_attention_heads * (model.latent_dim + values)
 
 
 def materialized_operations(model: ModelConfig) -> int:
@@ -421,5 +473,34 @@ def materialized_operations(model: ModelConfig) -> int:
 
 
 def materialization_operations(model: ModelConfig) -> int:
-    """Returns those of making the keys and values of a token in a layer."""
+    """Returns those of making the keys and values of a token in a layer; 0 in compressed attention."""
+    if model.compressed is not None:
+        return 0
     return 2 * model.num_attention_heads * (model.qk_nope_head_dim + model.v_head_dim) * model.kv_lora_rank
+
+
+def index_operations(model: ModelConfig) -> int:
+    """Returns the operations of an index score of one query token and one index key; 0 without an indexer."""
+    indexer = model.indexer if model.compressed is None else model.compressed.indexer
+    return 2 * indexer.num_heads * indexer.head_dim if indexer else 0
+
+
+def key_operations(model: ModelConfig) -> float:
+    """Returns the operations of attention in all layers for one query token and one more token of a long context.
+
+    Dense attention is materialized. In compressed attention a token is a fraction of an entry, or of an index key.
+    """
+    compressed = model.compressed
+    if compressed is None:
+        return model.num_hidden_layers * materialized_operations(model)
+    scores = compressed.num_sparse * index_operations(model) / compressed.sparse_ratio
+    return scores + sum(absorbed_operations(model) / ratio for ratio in compressed.heavy_ratios)
+
+
+def bounded_operations(model: ModelConfig) -> int:
+    """Returns those for what a query attends to in any long context: the window, and the entries chosen for it."""
+    compressed = model.compressed
+    if compressed is None:
+        return 0
+    rows = model.num_hidden_layers * compressed.window + compressed.num_sparse * compressed.indexer.topk
+    return rows * absorbed_operations(model)

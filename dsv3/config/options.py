@@ -69,6 +69,12 @@ class StartOptions:
         "--dtype after loading.",
         group="model",
     )
+    fp4: Literal["fp8", "keep"] = option(
+        "fp8",
+        "Convert FP4 experts to FP8 after loading, with the same values in 1.78 times the memory, or keep them in "
+        "memory as FP4. Under --fp8=dequantize they have --dtype.",
+        group="model",
+    )
     max_model_len: int | None = option(
         None, "Limit prompt and answer together to this many tokens; default: what model and cache allow.", low=1
     )

@@ -24,7 +24,7 @@ from dsv3.engine.device.driver import started_devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.pool import device_memory, set_memory_fraction
 from dsv3.engine.device.programs import ReadPrograms, measure
-from dsv3.engine.dtypes import EngineDtypes, resolve_dtypes
+from dsv3.engine.dtypes import EngineDtypes, packed_mode, resolve_dtypes
 from dsv3.engine.engine import Engine
 from dsv3.engine.executor import lay_out
 from dsv3.engine.expert_parallel import Reading, expert_parallel_functions, load_replicated, load_spread
@@ -80,11 +80,12 @@ def log_components(components: EngineComponents) -> None:
         nbytes[jnp.dtype(leaf.dtype).name] += leaf.size * leaf.dtype.itemsize
     weights = ", ".join(f"{name} {decimal(size)}" for name, size in nbytes.most_common())
     tokens = cfg.num_pages * cfg.page_size * cfg.num_ranks
+    windows = f" and {cfg.num_window_pages} window pages" if cfg.has_window else ""
     for line in (
         f"model: {components.description}",
         f"dtypes: weights {weights}; activations {jnp.dtype(components.functions.dtype).name}",
-        f"KV cache: {cfg.cache_dtype}, {cfg.num_pages} pages of {cfg.page_size} tokens per rank, {tokens:,} tokens in "
-        f"all (data_parallel_size {cfg.num_ranks}, tensor_parallel_size {cfg.tensor_parallel_size}); maximum "
+        f"KV cache: {cfg.cache_dtype}, {cfg.num_pages} pages of {cfg.page_size} tokens per rank{windows}, {tokens:,} "
+        f"tokens in all (data_parallel_size {cfg.num_ranks}, tensor_parallel_size {cfg.tensor_parallel_size}); maximum "
         f"concurrency for requests of {cfg.max_model_len:,} tokens: {tokens / cfg.max_model_len:.2f}x",
         f"scheduling: at most {cfg.max_num_seqs} requests and {cfg.max_num_batched_tokens} prompt tokens per step and "
         f"rank, {cfg.tokens_per_row} tokens per row; decode batch sizes {list(cfg.decode_buckets)}, prefill batch "
@@ -121,7 +122,7 @@ def load_components(
     tokenizer = Path(model_dir) / "tokenizer.json"
 
     def components(shapes: bool, progress: bool, pages: int | None) -> EngineComponents:
-        read = Reading(dtypes.compute, options.fp8, progress, options.int4, shapes, options.load_threads)
+        read = Reading(dtypes.compute, options.fp8, progress, options.int4, options.fp4, shapes, options.load_threads)
         functions, served = _functions(model_dir, model_cfg, options, mesh, read)
         return EngineComponents(
             functions,
@@ -130,7 +131,7 @@ def load_components(
             engine_config(model_cfg, options, hardware, dtypes, pages=pages, identity=identity),
             mesh,
             tokenizer=tokenizer if tokenizer.is_file() else None,
-            description=describe(model_cfg, dtypes, backend, options.int4),
+            description=describe(model_cfg, dtypes, backend, packed_mode(model_cfg, options)),
         )
 
     identity = _cache_identity(Path(model_dir), model_cfg, options, dtypes).text
@@ -194,7 +195,8 @@ def _functions(
         functions = in_full_precision(model_functions(dtype=read.dtype, drafts=modules, blocks=blocks))
         return functions, load_replicated(model_dir, cfg, functions.param_specs, mesh, read)
     redundant = options.num_redundant_experts
-    fp8 = options.int4 == "fp8" if cfg.int4_experts else cfg.fp8 is not None and options.fp8 != "dequantize"
+    packed = packed_mode(cfg, options)
+    fp8 = cfg.fp8 is not None and options.fp8 != "dequantize" if packed is None else packed == "fp8"
     how = {"transport": options.expert_transport, "combine": options.expert_combine, "dtype": read.dtype, "fp8": fp8}
     functions = in_full_precision(
         expert_parallel_functions(cfg, mesh, redundant, **how, overlaps=options.expert_overlap)
@@ -248,6 +250,7 @@ def _cache_identity(
         compute_dtype=compute,
         fp8=options.fp8,
         int4=options.int4,
+        fp4=options.fp4,
         page_size=model_cfg.page_size,
     )
 

@@ -11,22 +11,25 @@ from pallas_kernels import dsa, mla
 from pallas_kernels.backend import Backend, fallbacks
 
 
-def describe(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend, int4: str = "keep") -> str:
-    """Returns the line for a model on devices whose kernels are `backend`; `int4` is the option."""
+def describe(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend, packed: str | None = "keep") -> str:
+    """Returns the line for a model on devices whose kernels are `backend`; `packed` is that of `packed_mode`."""
     total, active = count_parameters(cfg)
     cache = token_bytes(cfg, dtypes.cache)
     return (
         f"family {cfg.family or 'unknown'}, {short(total)} parameters, {short(active)} of them per token; "
         f"{cache:,} bytes of cache per token ({dtypes.cache}); {kernels(cfg, dtypes, backend)}"
         + (f"; {dtypes.compute}, because {dtypes.reason}" if dtypes.reason else "")
-        + (_int4_experts(dtypes, backend, int4) if cfg.int4_experts else "")
+        + _packed_experts(cfg, dtypes, backend, packed)
         + _choice(cfg, dtypes, backend)
         + "".join(f"; {name} by {each.value}, because its kernel fails its check" for name, each in fallbacks().items())
     )
 
 
 def _choice(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend) -> str:
-    """Returns how sparse attention selects its tokens; empty for dense attention."""
+    """Returns how sparse attention selects its tokens, or entries; empty for dense attention."""
+    if cfg.compressed is not None:
+        seen = f"{cfg.compressed.window:,} tokens and, of entries that are chosen, {cfg.compressed.indexer.topk:,}"
+        return f"; each token attends to {seen} at most"
     if not cfg.index_layers:
         return ""
     text = f"; each token attends to {cfg.index_topk:,} at most"
@@ -51,16 +54,22 @@ def kernels(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend) -> str:
     return f"computed by {kernels}" + "".join(f"; attention by jax.numpy, because {why}" for why in obstacles)
 
 
-def _int4_experts(dtypes: EngineDtypes, backend: Backend, mode: str) -> str:
-    """Returns the dtype of INT4 experts, and whether they lack a kernel."""
+def _packed_experts(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend, mode: str | None) -> str:
+    """Returns how experts of four bits are served, and whether they lack a kernel; empty for other models."""
+    if not cfg.int4_experts and not cfg.fp4_experts:
+        return ""
+    stored = "INT4" if cfg.int4_experts else "FP4"
     if mode != "keep":
-        return f"; INT4 experts as {'FP8' if mode == 'fp8' else dtypes.compute}"
+        return f"; {stored} experts as {'FP8' if mode == 'fp8' else dtypes.compute}"
     has_kernel = backend is Backend.MOSAIC and dtypes.compute == jnp.bfloat16
-    return "; INT4 experts stay INT4" + ("" if has_kernel or backend is Backend.REFERENCE else ", by jax.numpy")
+    without = "" if has_kernel or backend is Backend.REFERENCE else ", by jax.numpy"
+    return f"; {stored} experts stay {stored}{without}"
 
 
 def _obstacles(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend) -> tuple[str | None, str | None]:
     """Returns why decode and prefill have no attention kernel; None where they have one."""
+    if cfg.compressed is not None:
+        return "it has windows and entries", None
 
     def heads(width: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((cfg.page_size, cfg.num_attention_heads, width), jnp.dtype(dtypes.compute))

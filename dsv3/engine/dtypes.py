@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -58,12 +59,13 @@ def resolve_dtypes(
             f"dtype: 'float16' does not go with INT4 experts under int4 {options.int4!r}, whose products are bfloat16 "
             "or float32; set dtype to bfloat16, or int4 to dequantize"
         )
-    if cache == FP8 and model.kv_lora_rank > BLOCK and model.kv_lora_rank % BLOCK:
+    dense = model.compressed is None  # rows of windows and entries have scales of their own
+    if dense and cache == FP8 and model.kv_lora_rank > BLOCK and model.kv_lora_rank % BLOCK:
         raise ValueError(
             f"kv_cache_dtype: 'fp8' needs latents of whole blocks of {BLOCK} values, but kv_lora_rank is "
             f"{model.kv_lora_rank}; set kv_cache_dtype to auto"
         )
-    if is_hopper(device) and cache == FP8 and model.kv_lora_rank != mla.FP8_VALUE_WIDTH:
+    if dense and is_hopper(device) and cache == FP8 and model.kv_lora_rank != mla.FP8_VALUE_WIDTH:
         raise ValueError(
             f"kv_cache_dtype: 'fp8' has no attention kernel for a kv_lora_rank of {model.kv_lora_rank}, only for "
             f"{mla.FP8_VALUE_WIDTH}; set kv_cache_dtype to auto"
@@ -103,6 +105,15 @@ def fastest_on_cpu(model: ModelConfig, stored: str | None) -> tuple[str, str]:
     if not native.library().multiplies_bfloat16:
         return "float32", "no kernel multiplies bfloat16 as it is on this CPU"
     return "bfloat16", "this CPU multiplies it and reads half the bytes"
+
+
+def packed_mode(model: ModelConfig, options: EngineOptions) -> Literal["keep", "fp8", "dequantize"] | None:
+    """Returns how the model's experts of four bits are served; None where it has none."""
+    if model.int4_experts:
+        return options.int4
+    if model.fp4_experts:
+        return "dequantize" if options.fp8 == "dequantize" else options.fp4
+    return None
 
 
 def count_parameters(cfg: ModelConfig) -> tuple[int, int]:

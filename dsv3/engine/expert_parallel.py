@@ -249,7 +249,7 @@ def _moe(layers: LayerParams | None) -> MoeParams:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """How weights are read: their dtype, whether a progress bar is shown, and what FP8 and INT4 become.
+    """How weights are read: their dtype, whether a progress bar is shown, and what FP8, INT4 and FP4 become.
 
     `threads` of them read at once. With `shapes` no weight is read: shapes stand in for them.
     """
@@ -258,6 +258,7 @@ class Reading:
     fp8: Literal["keep", "dequantize", "quantize"]
     progress: bool
     int4: Literal["keep", "fp8", "dequantize"] = "keep"
+    fp4: Literal["fp8", "keep"] = "fp8"
     shapes: bool = False
     threads: int = 8
 

@@ -4,7 +4,7 @@ from dsv3.config.model import PAGE_SIZE
 from dsv3.model.batch import AttentionForm, DecodeBatch, PrefillBatch
 from dsv3.model.decoder import logits
 from dsv3.model.forward import ForwardOutput, forward
-from dsv3.model.params import Fp8Weight, Int4Weight, Params, abstract, declare, initialize
+from dsv3.model.params import Fp4Weight, Fp8Weight, Int4Weight, Params, abstract, declare, initialize
 from dsv3.model.steps import StepOutput, decode, prefill
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "AttentionForm",
     "DecodeBatch",
     "ForwardOutput",
+    "Fp4Weight",
     "Fp8Weight",
     "Int4Weight",
     "Params",

@@ -79,9 +79,14 @@ def needs_topk(model: ModelConfig, longest: float) -> bool:
 
 
 def applies(form: AttentionForm, model: ModelConfig, platform: str, longest: int) -> bool:
-    """Returns whether an engine for requests of at most `longest` tokens compiles programs of a form."""
+    """Returns whether an engine for requests of at most `longest` tokens compiles programs of a form.
+
+    Compressed attention (DeepSeek-V4) has one form on a GPU: latents are its keys, so there is nothing to materialize.
+    """
     if platform in DYNAMIC_PLATFORMS or form is AttentionForm.ANY:
         return platform in DYNAMIC_PLATFORMS and form is AttentionForm.ANY
+    if model.compressed is not None:
+        return form is AttentionForm.ABSORBED
     return needs_topk(model, longest) or not FORMS[form].use_topk
 
 

@@ -4,7 +4,7 @@ Linear weights are `[out, in]`, the layout of a checkpoint and the K-major opera
 loading transposes nothing. Layers are stacked on a leading axis (61 layers take fewer than 300 arrays); routed experts
 are `[layers, experts, ...]`, so that expert parallelism splits the expert axis. Inside a step the two axes are merged
 without a copy, and kernels address `layer * experts + expert` in the stack. Leaves of a parameter tree are arrays, or
-`Fp8Weight` or `Int4Weight` if quantized weights of the checkpoint are kept.
+`Fp8Weight`, `Int4Weight` or `Fp4Weight` if quantized weights of the checkpoint are kept.
 """
 
 import dataclasses
@@ -79,6 +79,18 @@ class Int4Weight:
 
     `pallas_kernels.int4` defines the order of words. Scales are transposed, so that those of neighboring rows are
     contiguous.
+    """
+
+    data: Any
+    scale: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fp4Weight:
+    """Routed experts of e2m1 codes: `data` uint32 [..., N, K / 8], `scale` bfloat16 [..., K / 32, N], multiplied.
+
+    Words and scales have the order of an `Int4Weight`; `pallas_kernels.fp4` defines the values.
     """
 
     data: Any

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from dsv3.config.device_rates import PEAKS, PREFILL_CORE_FLOPS, PREFILL_FLOPS
-from dsv3.config.model import ModelConfig, materialized_operations, sizes_of
+from dsv3.config.model import ModelConfig, bounded_operations, common_weights, key_operations
 
 KEYS_PER_TOKEN = 3266.0
 """`keys_per_token` of DeepSeek-V3, for callers that do not know the model."""
@@ -33,13 +33,11 @@ _CORE_SPEED = _H800.bf16 * PREFILL_CORE_FLOPS / (_H800.fp8 * PREFILL_FLOPS)  # o
 def keys_per_token(model: ModelConfig) -> float:
     """Returns how many keys of attention take as long as all matrix products of one token.
 
-    Routed experts are left out: all ranks share them, whichever sent the token.
+    Routed experts are left out: all ranks share them, whichever sent the token. A query of DeepSeek-V4 attends to its
+    window and to the entries chosen for it whatever the context, so these count as products.
     """
-    sizes = sizes_of(model)
-    attention, shared = sizes.attention * model.num_hidden_layers, sizes.shared * model.num_moe_layers
-    products = attention + shared + sizes.dense * model.num_dense_layers
-    key = model.num_hidden_layers * materialized_operations(model)
-    return max(1.0, 2 * products / key * _CORE_SPEED)
+    products = 2 * common_weights(model) * _CORE_SPEED + bounded_operations(model)
+    return max(1.0, products / key_operations(model))
 
 
 def prefill_cost[Count: (float, np.ndarray)](start: Count, stop: Count, keys: float = KEYS_PER_TOKEN) -> Count:

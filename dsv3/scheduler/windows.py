@@ -70,7 +70,7 @@ class WindowPages:
     def extend(self, sequence: Sequence) -> None:
         """Allocates the window page beside the request's last page, and releases those that it no longer needs."""
         rank = self._slots.rank_of(sequence.slot)
-        self.release_before(sequence, int(self._slots.known[sequence.slot]))
+        self.release_before(sequence, int(self._slots.known[sequence.slot]) - 1)  # the last one is not computed
         [sequence.window_pages[len(sequence.pages) - 1]] = self._pages.window(rank).allocate(1)
 
     def release_before(self, sequence: Sequence, tokens: int) -> None:

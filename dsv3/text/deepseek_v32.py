@@ -8,7 +8,22 @@ Source: encoding/encoding_dsv32.py of the model's repository (MIT).
 """
 
 # The string is raw: jinja turns \n into a line feed.
-CHAT_TEMPLATE = r"""
+INVOKE_MACRO = r"""
+{%- macro invoke(name, arguments) -%}
+  {{- '<｜DSML｜invoke name="' ~ name ~ '">\n' -}}
+  {%- for key, value in arguments.items() -%}
+    {{- '<｜DSML｜parameter name="' ~ key ~ '" string="' ~ ('true' if value is string else 'false') ~ '">' -}}
+    {{- value if value is string else value | tojson -}}
+    {{- '</｜DSML｜parameter>' ~ ('' if loop.last else '\n') -}}
+  {%- endfor -%}
+  {{- '\n</｜DSML｜invoke>' -}}
+{%- endmacro -%}
+"""
+"""A call in V3.2's and V4's format, without the block around all calls."""
+
+CHAT_TEMPLATE = (
+    INVOKE_MACRO
+    + r"""
 {%- set thinks = thinking if thinking is defined else (enable_thinking is defined and enable_thinking) -%}
 {%- set ns = namespace(last_user=-1, calls=0, results=0) -%}
 {%- for message in messages -%}
@@ -76,13 +91,7 @@ CHAT_TEMPLATE = r"""
       {{- message.content or '' -}}
       {%- for call in message.tool_calls or [] -%}
         {{- '\n\n<｜DSML｜function_calls>\n' if loop.first else '\n' -}}
-        {{- '<｜DSML｜invoke name="' ~ call.function.name ~ '">\n' -}}
-        {%- for key, value in call.function.arguments.items() -%}
-          {{- '<｜DSML｜parameter name="' ~ key ~ '" string="' ~ ('true' if value is string else 'false') ~ '">' -}}
-          {{- value if value is string else value | tojson -}}
-          {{- '</｜DSML｜parameter>' ~ ('' if loop.last else '\n') -}}
-        {%- endfor -%}
-        {{- '\n</｜DSML｜invoke>' -}}
+        {{- invoke(call.function.name, call.function.arguments) -}}
         {{- '\n</｜DSML｜function_calls>' if loop.last -}}
       {%- endfor -%}
       {{- eos_token -}}
@@ -93,3 +102,4 @@ CHAT_TEMPLATE = r"""
 {%- endfor -%}
 {{- require_all_results() -}}
 """
+)

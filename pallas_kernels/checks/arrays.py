@@ -44,11 +44,11 @@ def fp8_weights(key: jax.Array, count: int, n: int, k: int) -> tuple[jax.Array, 
     return jax.lax.map(lambda key: quantize_128x128(normal(key, n, k)), jax.random.split(key, count))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def int4_weights(key: jax.Array, count: int, n: int, k: int) -> tuple[jax.Array, jax.Array]:
-    """Returns a stack of INT4 weights, and their scales."""
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def four_bit_weights(key: jax.Array, count: int, n: int, k: int, word: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns a stack of INT4 weights (of FP4 where words are uint32), and their scales."""
     words_key, scale_key = jax.random.split(key)
-    words = jax.random.bits(words_key, (count, n, k // 8), jnp.uint32).astype(jnp.int32)
+    words = jax.random.bits(words_key, (count, n, k // 8), jnp.uint32).astype(word)
     return words, jax.random.uniform(scale_key, (count, k // 32, n), jnp.bfloat16, 0.01, 0.02)
 
 

@@ -20,18 +20,20 @@ from pallas_kernels.grouped import (
     align_groups,
     aligned_rows,
     choose_tile_m,
+    fp4_grouped_gemm_contiguous,
     fp8_grouped_gemm_contiguous,
     grouped_gemm_contiguous,
     int4_grouped_gemm_contiguous,
 )
 
-INT4 = jnp.int32
-"""INT4 weights, by the type of their words."""
+INT4, FP4 = jnp.int32, jnp.uint32
+"""Weights of four bits, by the type of their words."""
 
 _PRODUCTS: dict[Any, Callable[..., jax.Array]] = {
     jnp.dtype(E4M3): fp8_grouped_gemm_contiguous,
     jnp.dtype(jnp.bfloat16): grouped_gemm_contiguous,
     jnp.dtype(INT4): int4_grouped_gemm_contiguous,
+    jnp.dtype(FP4): fp4_grouped_gemm_contiguous,
 }
 _RAGGED = (5, 0, 1, 17)
 """Rows of the experts of a small case: one has none, one less than a tile."""
@@ -82,14 +84,23 @@ def grouped_cases(backend: Backend, quick: bool) -> Iterator[Case]:
 
 def int4_grouped_cases(backend: Backend, quick: bool) -> Iterator[Case]:
     """Yields Kimi-K2's INT4 experts: one for each tile height."""
+    yield from _four_bit_cases(INT4, backend, quick)
+
+
+def fp4_grouped_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields the same products with FP4 experts."""
+    yield from _four_bit_cases(FP4, backend, quick)
+
+
+def _four_bit_cases(word: Any, backend: Backend, quick: bool) -> Iterator[Case]:
     if quick:
-        yield decode_case(_RAGGED, 16, 128, 256, INT4, backend, quick=True)
-        yield decode_case((70, 3), 64, 128, 512, INT4, backend, quick=True)
+        yield decode_case(_RAGGED, 16, 128, 256, word, backend, quick=True)
+        yield decode_case((70, 3), 64, 128, 512, word, backend, quick=True)
         return
     for groups, rows in shapes.INT4_GROUPS:
         for n, k in shapes.EXPERT_NK:
-            yield decode_case(about(rows, groups), rows, n, k, INT4, backend)
-    yield decode_case(_MOST_RAGGED, 96, 4096, 7168, INT4, backend)
+            yield decode_case(about(rows, groups), rows, n, k, word, backend)
+    yield decode_case(_MOST_RAGGED, 96, 4096, 7168, word, backend)
 
 
 def align_groups_cases(backend: Backend, quick: bool) -> Iterator[Case]:
@@ -166,8 +177,8 @@ def decode_case(
 
     Padding rows are NaN inside tiles, and not compared elsewhere.
     """
-    fp8, int4, groups = dtype == E4M3, dtype == INT4, len(counts)
-    itemsize = 4.5 / 8 if int4 else jnp.dtype(dtype).itemsize
+    fp8, packed, groups = dtype == E4M3, {INT4: "int4", FP4: "fp4"}.get(dtype), len(counts)
+    itemsize = 4.5 / 8 if packed else jnp.dtype(dtype).itemsize
     layers, total = arrays.stack(groups * n * k * itemsize, quick), sum(counts)
     ids = np.full(2 * groups * rows, -1, np.int32)  # buffers of a dispatch are about half empty
     ids[:total] = np.repeat(np.arange(groups), counts)
@@ -182,7 +193,7 @@ def decode_case(
             w = arrays.fp8_weights(w_key, layers * groups, n, k)
             made = {"x": quantize_1x128(x, backend=Backend.REFERENCE), "w": w}
         else:
-            w = arrays.int4_weights(w_key, layers * groups, n, k) if int4 else None
+            w = arrays.four_bit_weights(w_key, layers * groups, n, k, dtype) if packed else None
             made = {"x": (x,), "w": w or (arrays.normal(w_key, layers * groups, n, k),)}
         return made | {"held": held, "tile_group": aligned.tile_group}
 
@@ -196,15 +207,16 @@ def decode_case(
             w = arrays.without(w, i * groups + empty)
         return operands | {"w": w}
 
-    kind = ("int4", "bfloat16") if int4 else (jnp.dtype(dtype).name,)
+    kind = (packed, "bfloat16") if packed else (jnp.dtype(dtype).name,)
+    weights = f", {packed.upper()}" if packed else "" if fp8 else ", bfloat16"
     return Case(
-        f"{groups} experts, about {rows} rows, {n} x {k}{', INT4' if int4 else '' if fp8 else ', bfloat16'}",
+        f"{groups} experts, about {rows} rows, {n} x {k}{weights}",
         operands,
         call,
         {"out": FP8_SUMS if fp8 else BFLOAT16},
         counted=lambda operands, out: {"out": jnp.where(operands["held"], out, 0)},
         poisoned=poisoned,
-        exact=lambda operands: operands | {"x": widened(operands["x"])} if int4 else widened(operands),
+        exact=lambda operands: operands | {"x": widened(operands["x"])} if packed else widened(operands),
         flops=2 * total * n * k,
         bytes=int(total * k * (1 if fp8 else 2) + groups * n * k * itemsize) + 2 * total * n,
         key=(*kind, groups, rows, n, k),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.backend import Backend
-from pallas_kernels.checks import attention, experts, prefill, products, rows, sparse
+from pallas_kernels.checks import attention, compressed, experts, prefill, products, rows, sparse
 from pallas_kernels.checks.attention import ATTENDED, LATENT, Decode, named
 from pallas_kernels.checks.case import Case
 from pallas_kernels.float8 import E4M3
@@ -125,6 +125,7 @@ OPERATIONS = {
     "index_scores": CheckedOperation(_GPUS, sparse.index_scores_cases),
     "topk_indices": CheckedOperation(_GPUS, sparse.topk_indices_cases),
     "attend_topk": CheckedOperation(_EVERYWHERE, sparse.attend_topk_cases),
+    "attend_compressed": CheckedOperation(_GPUS, compressed.attend_compressed_cases),
     "fp8_gemm": CheckedOperation(_EVERYWHERE, products.fp8_gemm_cases),
     "quantize_1x128": CheckedOperation(_EVERYWHERE, rows.quantize_cases),
     "swiglu_quantize": CheckedOperation(_EVERYWHERE, rows.swiglu_quantize_cases),
@@ -134,6 +135,7 @@ OPERATIONS = {
     "grouped_gemm_contiguous": CheckedOperation(_EVERYWHERE, experts.grouped_cases),
     "fp8_grouped_gemm_contiguous": CheckedOperation(_EVERYWHERE, experts.fp8_grouped_cases),
     "int4_grouped_gemm_contiguous": CheckedOperation(_HOPPER, experts.int4_grouped_cases),
+    "fp4_grouped_gemm_contiguous": CheckedOperation(_HOPPER, experts.fp4_grouped_cases),
     "trained_gemm": CheckedOperation(_EVERYWHERE, products.trained_gemm_cases),
     "trained_gemm_contiguous": CheckedOperation(_EVERYWHERE, products.trained_gemm_contiguous_cases),
     "align_groups": CheckedOperation(_CPU, experts.align_groups_cases),
@@ -142,6 +144,7 @@ OPERATIONS = {
     "swiglu": CheckedOperation(_CPU, rows.swiglu_cases),
     "rotate_heads": CheckedOperation(_CPU, rows.rotate_heads_cases),
     "latent_rows": CheckedOperation(_CPU, rows.latent_rows_cases),
+    "mixing_weights": CheckedOperation(_GPUS, rows.mixing_weights_cases),
     "multicast": CheckedOperation(_HOPPER, multicast_cases),
     "combine_splits": CheckedOperation(_HOPPER, combine_splits_cases),
 }

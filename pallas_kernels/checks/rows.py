@@ -11,8 +11,9 @@ import numpy as np
 from pallas_kernels import rows
 from pallas_kernels.backend import Backend
 from pallas_kernels.checks import arrays
-from pallas_kernels.checks.case import BFLOAT16, Case, Tolerance
+from pallas_kernels.checks.case import BFLOAT16, FLOAT32, Case, Tolerance
 from pallas_kernels.fp8 import quantize_1x128, swiglu_quantize
+from pallas_kernels.mixing import mixing_weights
 
 VALUES = Tolerance(1e-4, 2**-3, 2**-9, "a value about halfway may be rounded to either neighbor in e4m3")
 SCALES = Tolerance(1e-10, 2**-18, 0, "a division or an exponential may be approximate")
@@ -105,6 +106,29 @@ def rotate_heads_cases(backend: Backend, quick: bool) -> Iterator[Case]:
             (m, heads, width),
             8,
         )
+
+
+def mixing_weights_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields the weights of four streams, of few tokens and of many."""
+    del backend
+    for tokens in (3, 33) if quick else (1, 64, 4096):
+        yield mixing_weights_case(tokens, 4)
+
+
+def mixing_weights_case(tokens: int, streams: int) -> Case:
+    """Returns the mixing of residual streams, as DeepSeek-V4 has it."""
+    width = streams * (streams + 2)
+
+    def operands(key: jax.Array) -> tuple[jax.Array, ...]:
+        shapes = (tokens, width), (width,), (3,)
+        return tuple(jax.random.normal(k, shape) for k, shape in zip(jax.random.split(key, 3), shapes, strict=True))
+
+    def call(operands: tuple[jax.Array, ...], i: Any, backend: Backend) -> dict[str, jax.Array]:
+        arrays, _ = jax.lax.optimization_barrier((operands, i))  # else a loop of calls would compute it once
+        return mixing_weights(*arrays, streams=streams, iterations=20, eps=_EPSILON, backend=backend)._asdict()
+
+    tolerance = dict.fromkeys(("pre", "post", "between"), FLOAT32)
+    return Case(f"{tokens} tokens", operands, call, tolerance, counted=lambda operands, result: result)
 
 
 def latent_rows_cases(backend: Backend, quick: bool) -> Iterator[Case]:

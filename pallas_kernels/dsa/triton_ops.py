@@ -97,7 +97,7 @@ def scores_unsupported(q: Any, pool: Any) -> str | None:
 def select_topk(scores: jax.Array, visible: jax.Array, topk: int, backend: Backend) -> jax.Array:
     """See `topk.select_topk`; scores past `visible` may hold anything."""
     T, N = scores.shape
-    with _traced_for(backend):
+    with traced_for(backend):
         (indices,) = call.start(
             "sparse.select",
             (scores, visible),
@@ -125,7 +125,7 @@ def copy_rows(
     The arguments are those of `attend.attend_topk`.
     """
     (T, Kt), width = positions.shape, pages.shape[2]
-    with _traced_for(backend):
+    with traced_for(backend):
         (compact,) = call.start(
             "sparse.copy_rows",
             (pages, page_table, positions, counts, jnp.asarray(first_page, jnp.int32).reshape(1)),
@@ -161,7 +161,8 @@ def copy_unsupported(pages: jax.Array, value_width: int) -> str | None:
     return None
 
 
-def _traced_for(backend: Backend) -> contextlib.AbstractContextManager:
+def traced_for(backend: Backend) -> contextlib.AbstractContextManager:
+    """Traces Triton kernels for Hopper where the others are Mosaic's."""
     return gpus.compiling_for(_HOPPER) if backend is Backend.MOSAIC else contextlib.nullcontext()
 
 

@@ -52,6 +52,13 @@ class Int4Kernel(NarrowKernel):
         return f"int4_contiguous_{self.tile_m}x{self.tile_n}"
 
     @property
+    def word(self) -> jnp.dtype:
+        return jnp.dtype(jnp.int32)
+
+    def group_values(self, words: jax.Array, group: int) -> jax.Array:
+        return group_values(words, group)
+
+    @property
     def num_scales(self) -> int:
         return 1
 
@@ -74,10 +81,10 @@ class Int4Kernel(NarrowKernel):
     def scratch(self) -> dict:
         # A group is one product, so a swizzled row of activations is as long as a group.
         x_swizzled = swizzle_transforms(self.dtype, GROUP)
-        w_swizzled = swizzle_transforms(jnp.int32, self.weight_tile[1])
+        w_swizzled = swizzle_transforms(self.word, self.weight_tile[1])
         return super().scratch() | {
             "x_s": plgpu.SMEM((self.depth, self.tile_m, RUN), self.dtype, transforms=x_swizzled),
-            "w_s": plgpu.SMEM((self.depth, *self.weight_tile), jnp.int32, transforms=w_swizzled),
+            "w_s": plgpu.SMEM((self.depth, *self.weight_tile), self.word, transforms=w_swizzled),
             "w_scale_s": plgpu.SMEM((self.depth, VALUES_PER_WORD, self.tile_n), jnp.bfloat16),
         }
 
@@ -98,7 +105,7 @@ class Int4Kernel(NarrowKernel):
                 scales = [self.load_scale(refs, stage, rows, group) for group in range(VALUES_PER_WORD)]
                 plgpu.commit_smem()  # all threads have read their words: after the activations the stage is free
                 for group, scale in enumerate(scales):
-                    weights = group_values(words, group).astype(self.dtype)
+                    weights = self.group_values(words, group).astype(self.dtype)
                     weights = weights * lax.broadcast_in_dim(scale, weights.shape, [0])
                     plgpu.wgmma(acc, weights, refs.x_s.at[stage, :, pl.ds(group * GROUP, GROUP)].T)
                     plgpu.wgmma_wait(1)
@@ -117,7 +124,7 @@ class Int4Kernel(NarrowKernel):
         return plgpu.load(refs.w_scale_s.at[stage, group, rows], layout=row_layout())
 
 
-def int4_contiguous(
+def four_bit_contiguous(
     x: jax.Array,
     w: jax.Array,
     w_scale: jax.Array,
@@ -125,18 +132,19 @@ def int4_contiguous(
     group_offset: jax.Array | int,
     tile_m: int,
     *,
+    kernel_class: type["Int4Kernel"] = Int4Kernel,
     stages: int | None = None,
     num_sms: int | None = None,
 ) -> jax.Array:
-    """Multiplies aligned rows x [A, K] with their tiles' INT4 weights on Hopper; operands are checked.
+    """Multiplies aligned rows x [A, K] with their tiles' INT4 or FP4 weights on Hopper; operands are checked.
 
     Raises ValueError for an unsupported tile height, or N that is no multiple of 8.
     """
     (m, k), n = x.shape, w.shape[1]
     if tile_m not in NARROW_TILES_M or n % 8:
-        raise ValueError(f"grouped gemm, INT4: kernels have tiles of {NARROW_TILES_M} rows and N in multiples of 8, "
-                         f"got tile_m={tile_m} and N={n}")  # fmt: skip
-    kernel = Int4Kernel(
+        raise ValueError(f"grouped gemm, four bits: kernels have tiles of {NARROW_TILES_M} rows and N in multiples of "
+                         f"8, got tile_m={tile_m} and N={n}")  # fmt: skip
+    kernel = kernel_class(
         tile_m=tile_m,
         tile_n=NARROW_TILE_N,
         stages=stages,

@@ -11,7 +11,11 @@ from pallas_kernels.backend import Backend, resolve_backend, with_fallback
 from pallas_kernels.float8 import E4M3
 from pallas_kernels.search import search
 
-_PRODUCTS = {jnp.dtype(E4M3): "fp8_grouped_gemm_contiguous", jnp.dtype(jnp.int32): "int4_grouped_gemm_contiguous"}
+_PRODUCTS = {
+    jnp.dtype(E4M3): "fp8_grouped_gemm_contiguous",
+    jnp.dtype(jnp.int32): "int4_grouped_gemm_contiguous",
+    jnp.dtype(jnp.uint32): "fp4_grouped_gemm_contiguous",
+}
 """The product with weights of a type; for all other types, `grouped_gemm_contiguous`."""
 
 

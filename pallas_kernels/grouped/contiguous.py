@@ -9,11 +9,12 @@ from pallas_kernels import native
 from pallas_kernels.backend import Backend, resolve_backend, with_fallback
 from pallas_kernels.gemm import KERNELS
 from pallas_kernels.gemm.checks import check_fp8, check_plain, check_tiles, plain_backend
-from pallas_kernels.gemm.int4 import int4_contiguous
+from pallas_kernels.gemm.fp4 import Fp4Kernel
+from pallas_kernels.gemm.int4 import Int4Kernel, four_bit_contiguous
 from pallas_kernels.grouped import reference
 from pallas_kernels.int4 import VALUES_PER_WORD
 
-_INT4_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+_FOUR_BIT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 
 def grouped_gemm_contiguous(
@@ -113,16 +114,46 @@ def int4_grouped_gemm_contiguous(
     Raises:
       ValueError: shapes or dtypes that do not belong together; on Hopper also a `tile_m` that no kernel has.
     """
-    name = "int4_grouped_gemm_contiguous"
-    reference.check_int4(name, w, w_scale)
+    operands = x, w, w_scale, tile_group, group_offset, tile_m
+    return _four_bit("int4_grouped_gemm_contiguous", jnp.int32, Int4Kernel, operands, backend)
+
+
+def fp4_grouped_gemm_contiguous(
+    x: jax.Array,
+    w: jax.Array,
+    w_scale: jax.Array,
+    tile_group: jax.Array,
+    *,
+    tile_m: int,
+    group_offset: jax.Array | int = 0,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """Computes `int4_grouped_gemm_contiguous` with FP4 weights: e2m1 codes in words uint32, and scales powers of two.
+
+    Products of code and scale are exact in x's type, and x is not rounded.
+    """
+    operands = x, w, w_scale, tile_group, group_offset, tile_m
+    return _four_bit("fp4_grouped_gemm_contiguous", jnp.uint32, Fp4Kernel, operands, backend)
+
+
+def _four_bit(
+    name: str,
+    word: jax.typing.DTypeLike,
+    kernel: type[Int4Kernel],
+    operands: tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | int, int],
+    backend: Backend | None,
+) -> jax.Array:
+    """Computes product `name` with weights in words of type `word`; `operands` are those of `four_bit_contiguous`."""
+    x, w, w_scale, tile_group, _, tile_m = operands
+    reference.check_four_bit(name, w, w_scale, word)
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2] * VALUES_PER_WORD:
         raise ValueError(f"{name}: needs x [A, K] and w [G, N, K/8] with one K, got {x.shape} and {w.shape}")
-    if x.dtype not in _INT4_DTYPES:
+    if x.dtype not in _FOUR_BIT_DTYPES:
         raise ValueError(f"{name}: x must be bfloat16 or float32, got {x.dtype}")
     check_tiles(name, x.shape[0], tile_group, tile_m)
     if plain_backend(name, x.dtype, tile_m, backend) is Backend.MOSAIC:
-        return int4_contiguous(x, w, w_scale, tile_group, group_offset, tile_m)
-    return reference.int4_contiguous(x, w, w_scale, tile_group, group_offset, tile_m)
+        return four_bit_contiguous(*operands, kernel_class=kernel)
+    return reference.four_bit_contiguous(*operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))

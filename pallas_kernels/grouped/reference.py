@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.fp4 import VALUES
 from pallas_kernels.fp8 import reference as fp8_reference
 from pallas_kernels.int4 import GROUP, OFFSET, RUN, VALUES_PER_WORD
 
@@ -53,7 +54,7 @@ def fp8_contiguous(
     return _fill_tiles(product, tile_group, tile_m, jnp.zeros((x.shape[0], w.shape[1]), out_dtype))
 
 
-def int4_contiguous(
+def four_bit_contiguous(
     x: jax.Array,
     w: jax.Array,
     w_scale: jax.Array,
@@ -61,49 +62,52 @@ def int4_contiguous(
     group_offset: jax.Array | int,
     tile_m: int,
 ) -> jax.Array:
-    """Multiplies [M, K] x INT4 [G, N, K / 8] -> [M, N] in x's dtype, float32 sums; tiles of group -1 are zero."""
+    """Multiplies [M, K] x words [G, N, K / 8] -> [M, N] in x's dtype, float32 sums; tiles of group -1 are zero."""
 
     def product(tile, group):
         w_g, w_scale_g = (lax.dynamic_index_in_dim(v, group_offset + group, 0, keepdims=False) for v in (w, w_scale))
         x_t = lax.dynamic_slice_in_dim(x, tile * tile_m, tile_m, 0)
         contract = (((1,), (1,)), ((), ()))
-        weights = dequantize_int4(w_g, w_scale_g, x.dtype)
+        weights = dequantize_four_bit(w_g, w_scale_g, x.dtype)
         return lax.dot_general(x_t, weights, contract, preferred_element_type=jnp.float32).astype(x.dtype)
 
     return _fill_tiles(product, tile_group, tile_m, jnp.zeros((x.shape[0], w.shape[1]), x.dtype))
 
 
-def dequantize_int4(words: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+def dequantize_four_bit(words: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Returns weights `[..., N, K]` in `dtype`: each value times its scale in float32, rounded once.
 
     The product of four bits and a bfloat16 scale is exact in float32.
 
     Args:
-      words: [..., N, K / 8] int32, in the order of `int4.interleave`.
+      words: [..., N, K / 8], in the order of `int4.interleave`: int32 of INT4 numbers, or uint32 of FP4 codes.
       scale: [..., K / 32, N] bfloat16.
       dtype: of the result.
 
     Raises ValueError if the shapes do not match.
     """
-    check_int4("dequantize_int4", words, scale)
+    check_four_bit("dequantize_four_bit", words, scale, words.dtype)
     *lead, width = words.shape
-    shifts = 4 * jnp.arange(VALUES_PER_WORD, dtype=jnp.int32)[:, None]
     runs = words.reshape(*lead, -1, 1, GROUP)
-    values = (lax.shift_right_logical(runs, shifts + jnp.zeros_like(runs)) & 15) - OFFSET  # [..., N, runs, 8, 32]
+    shifts = 4 * jnp.arange(VALUES_PER_WORD, dtype=words.dtype)[:, None]
+    bits = lax.shift_right_logical(runs, shifts + jnp.zeros_like(runs)) & 15  # [..., N, runs, 8, 32]
+    values = jnp.asarray(VALUES)[bits] if words.dtype == jnp.uint32 else (bits - OFFSET).astype(jnp.float32)
     scales = jnp.swapaxes(scale, -1, -2).astype(jnp.float32).reshape(*lead, -1, VALUES_PER_WORD, 1)
-    return (values.astype(jnp.float32) * scales).reshape(*lead, width * VALUES_PER_WORD).astype(dtype)
+    return (values * scales).reshape(*lead, width * VALUES_PER_WORD).astype(dtype)
 
 
-def check_int4(name: str, words: jax.Array, scale: jax.Array) -> None:
-    """Raises ValueError unless `words` [..., N, K / 8] and `scale` [..., K / 32, N] are an INT4 weight."""
+def check_four_bit(name: str, words: jax.Array, scale: jax.Array, word: jax.typing.DTypeLike) -> None:
+    """Raises ValueError unless `words` [..., N, K / 8] of type `word` and `scale` [..., K / 32, N] are a weight."""
     k = words.shape[-1] * VALUES_PER_WORD
     if k % RUN or scale.shape != (*words.shape[:-2], k // GROUP, words.shape[-2]):
         raise ValueError(
             f"{name}: needs words [..., N, K/8] and scales [..., K/32, N] with K in multiples of {RUN}, "
             f"got {words.shape} and {scale.shape}"
         )
-    if words.dtype != jnp.int32 or scale.dtype != jnp.bfloat16:
-        raise ValueError(f"{name}: needs int32 words and bfloat16 scales, got {words.dtype} and {scale.dtype}")
+    if words.dtype != word or word not in (jnp.int32, jnp.uint32) or scale.dtype != jnp.bfloat16:
+        raise ValueError(
+            f"{name}: needs {jnp.dtype(word).name} words and bfloat16 scales, got {words.dtype} and {scale.dtype}"
+        )
 
 
 def weight_gradient(

@@ -81,7 +81,7 @@ def _attend(
         grid=(groups, splits, row_tiles),
         warps=tile.warps,
         stages=tile.stages,
-        SCALE=_base_two(scale),
+        SCALE=base_two(scale),
         HEADS=heads,
         QUERIES=count // heads,
         ROWS=count,
@@ -166,7 +166,7 @@ def _materialized(
         warps=tile.warps,
         stages=tile.stages,
         tokens=T,
-        SCALE=_base_two(scale),
+        SCALE=base_two(scale),
         HEADS=H,
         K1=first,
         K2=second,
@@ -226,5 +226,6 @@ def _is_block(width: int) -> bool:
     return width >= 16 and width & (width - 1) == 0
 
 
-def _base_two(scale: float) -> float:
+def base_two(scale: float) -> float:
+    """Returns the factor that makes scores logarithms to base 2."""
     return float(scale) * math.log2(math.e)

@@ -41,6 +41,14 @@ def paged_tile(gpu: GpuKind, rows: int, width: int, itemsize: int, *, fp8_pages:
     return TritonTile(block, keys, warps=8 if block > 16 else 4, stages=stages)
 
 
+def listed_tile(gpu: GpuKind, heads: int, *, fp8_rows: bool) -> TritonTile:
+    """Returns heads of a query by rows of its list for compressed attention; FP8 rows are decoded in registers."""
+    block, rows = min(power_of_two(heads), 32), 32 if gpu.shared_memory > 128 << 10 else 16
+    if fp8_rows:  # no registers are left for rows in flight
+        return TritonTile(block, rows, warps=16 if block * rows > 512 else 8, stages=1)
+    return TritonTile(block, rows, warps=8, stages=2)  # on Hopper and Blackwell two programs fit a multiprocessor
+
+
 def segments_tile(gpu: GpuKind, key_width: int, value_width: int, itemsize: int) -> TritonTile:
     """Returns tokens by keys of a tile of prefill attention."""
     keys = 32 if gpu.shared_memory < _LARGE or key_width > 192 else 64

@@ -54,6 +54,7 @@ ELSEWHERE = {
     "bundled_answers": "reads 84,680 tokens; tests/training holds the model to its loss",
     "clients": "needs nine packages of others",
     "nixl_transfer": "needs NIXL",
+    "plan_deepseek_v4": "tests/benchmarks/test_plan_deepseek_v4.py",
     "pages": "tests/benchmarks/test_pages.py",
     "soak": "tests/dsv3/server/test_soak_benchmark.py",
     "to_gguf": "needs gguf",

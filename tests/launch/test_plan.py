@@ -33,7 +33,7 @@ def test_one_node_of_80_gb_is_refused(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("decode_ep288",), "neither one of prefill_ep32, decode_ep144, node_8xh200, node_8xh800 nor a file"),
+        (("decode_ep288",), "neither one of prefill_ep32, decode_ep144, node_8xh200, node_8xh800, v4_flash_2xh200"),
         (("decode_ep144", "--model=/nowhere"), "nor a directory with a config.json"),
         (("decode_ep144", "--json=/nowhere/plan.json"), "its directory does not exist"),
         (("decode_ep144", "--speculative_config=mtp"), "--speculative_config: 'mtp' is not a JSON object"),
@@ -42,6 +42,10 @@ def test_one_node_of_80_gb_is_refused(tmp_path) -> None:
         ((), "expected DEPLOYMENT"),
         (("train", "--mesh=stage=2,rows=2"), "'rows=2' is not AXIS=SIZE"),
         (("node_8xh200", "--mesh=stage=2"), "--mesh is for train"),
+        (
+            ("v4_flash_4xh200", "--model=deepseek_v4_flash", "--prefill=node_8xh200"),
+            "--prefill needs compiled programs; plans of deepseek_v4_flash are made from shapes",
+        ),
     ],
 )
 def test_errors_are_one_line_with_status_2(arguments, message) -> None:
@@ -62,6 +66,19 @@ def test_a_training_run_is_planned(tmp_path) -> None:
     assert written_plan["pair_wire_bytes"] == 4 * 256 * 192 * 2, (
         "four transfers of the other device's row of 256 tokens"
     )
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("fp4", "status"), [("keep", 0), ("fp8", 1)])
+def test_deepseek_v4_is_planned_from_shapes(fp4: str, status: int, tmp_path) -> None:
+    """Two H200 hold DeepSeek-V4-Flash with FP4 experts, and not with FP8 ones."""
+    path, written = tmp_path / "two.toml", tmp_path / "plan.json"
+    path.write_text(f'device = "H200"\nnodes = 1\ngpus_per_node = 2\ndecode_requests = 8\nfp4 = "{fp4}"\n')
+    result = plan(str(path), "--model=deepseek_v4_flash", f"--json={written}")
+    assert result.returncode == status, result.stderr
+    assert ("does not fit" in result.stdout) == bool(status)
+    assert "1,761,280" in result.stdout, "a page of 256 tokens in bfloat16"
+    assert json.loads(written.read_text())["verdict"]["fits"] == (not status)
 
 
 @pytest.mark.aot

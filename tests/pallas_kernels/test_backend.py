@@ -60,7 +60,7 @@ def test_request_without_device_is_for_another_machine():
 
 
 def test_without_jax_triton_the_log_says_what_to_install(monkeypatch, caplog):
-    monkeypatch.setattr(backend, "_has_jax_triton", lambda: False)
+    monkeypatch.setattr(backend, "has_jax_triton", lambda: False)
     with caplog.at_level(logging.INFO, logger="pallas_kernels.backend"):
         assert resolve_backend(gpu("NVIDIA A30 without", "8.0")) is Backend.REFERENCE
     assert "install the 'triton' extra" in caplog.text

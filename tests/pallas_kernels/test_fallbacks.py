@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import pytest
 
 from dsv3.model.layers.router import route
-from pallas_kernels import backend, dense, dsa, fp8, gpus, grouped, mla, rows
+from pallas_kernels import backend, compressed, dense, dsa, fp8, gpus, grouped, mixing, mla, rows
 from pallas_kernels.backend import OPERATIONS, Backend, fallbacks, set_fallbacks, with_fallback
 from pallas_kernels.float8 import E4M3
 
-BF16, F32, I32, U8 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.uint8
+BF16, F32, I32, U32, U8 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.uint32, jnp.uint8
 T, H, R, P, K, N, E = 128, 16, 512, 64, 256, 128, 4
 
 
@@ -77,6 +77,13 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
         functools.partial(dsa.attend_topk, scale=1.0, first_page=0, value_width=R),
         (Q, POOL, TABLE, of((T, 64), I32), COUNTS),
     ),
+    "attend_compressed": (
+        Backend.TRITON,
+        lambda q, sink, own, rows, numbers, counts, backend: compressed.attend_compressed(
+            q, sink, own, compressed.RowList(rows, numbers, counts), None, scale=1.0, plain=448, backend=backend
+        ),
+        (of((T, H, R)), of((H,), F32), of((T, R)), of((8, 64, R)), of((T, 128), I32), COUNTS),
+    ),
     "fp8_gemm": (
         Backend.MOSAIC,
         functools.partial(fp8.fp8_gemm, layer=1),
@@ -103,6 +110,11 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
         functools.partial(grouped.int4_grouped_gemm_contiguous, **TILE),
         (of((T, K)), of((E, N, K // 8), I32), of((E, K // 32, N)), of((T // 16,), I32)),
     ),
+    "fp4_grouped_gemm_contiguous": (
+        Backend.MOSAIC,
+        functools.partial(grouped.fp4_grouped_gemm_contiguous, **TILE),
+        (of((T, K)), of((E, N, K // 8), U32), of((E, K // 32, N)), of((T // 16,), I32)),
+    ),
     "trained_gemm_contiguous": (
         Backend.MOSAIC,
         grouped.trained_gemm_contiguous,
@@ -117,6 +129,11 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
     "rms_norm": (Backend.NATIVE, functools.partial(rows.rms_norm, layer=0, eps=1e-6), (of((T, K)), of((1, K)))),
     "swiglu": (Backend.NATIVE, rows.swiglu, (of((T, 2 * K)),)),
     "rotate_heads": (Backend.NATIVE, rows.rotate_heads, (of((T, H, K)), of((T, 32), F32), of((T, 32), F32))),
+    "mixing_weights": (
+        Backend.TRITON,
+        functools.partial(mixing.mixing_weights, streams=4, iterations=20, eps=1e-6),
+        (of((T, 24), F32), of((24,), F32), of((3,), F32)),
+    ),
     "latent_rows": (
         Backend.NATIVE,
         lambda down, w, cos, sin, backend: rows.latent_rows(down, w, 0, cos, sin, 1e-6, backend=backend),

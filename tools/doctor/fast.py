@@ -25,6 +25,7 @@ from pallas_kernels.backend import Backend, prepare, resolve_backend
 from pallas_kernels.checks import Case
 from pallas_kernels.checks.attention import Decode, named
 from pallas_kernels.checks.case import ContextLostError
+from pallas_kernels.checks.compressed import attend_case
 from pallas_kernels.checks.experts import about, contiguous_case, decode_case
 from pallas_kernels.checks.prefill import Prefill
 from pallas_kernels.checks.products import dense_case
@@ -62,6 +63,14 @@ def prefill(backend: Backend) -> Iterable[Timed]:
     yield Timed(in_bfloat16(Prefill.even(128, 1, 32768).context_case()))
 
 
+def compressed(backend: Backend) -> Iterable[Timed]:
+    """Yields attention of 128 requests to a window and the entries that DeepSeek-V4-Flash and V4-Pro choose."""
+    del backend
+    for heads, chosen in ((64, 512), (128, 1024)):
+        for fp8 in (False, True):
+            yield Timed(attend_case((0, *(chosen,) * 127), heads=heads, fp8=fp8))
+
+
 def fp8_dense(backend: Backend) -> Iterable[Timed]:
     """Yields FP8 products of prefill and of decode."""
     del backend
@@ -87,6 +96,7 @@ def moe_layer(backend: Backend) -> Iterable[Timed]:
 KINDS: dict[str, tuple[Callable[[Backend], Iterable[Timed]], str]] = {
     "decode": (decode, BFLOAT16),
     "prefill": (prefill, BFLOAT16),
+    "compressed": (compressed, BFLOAT16),
     "fp8_dense": (fp8_dense, FP8),
     "grouped": (grouped, FP8),
     "moe_layer": (moe_layer, FP8),

@@ -33,7 +33,7 @@ from dsv3.engine.functions import StepFunctions, in_full_precision, model_functi
 from dsv3.kv_cache.layout import pool
 from dsv3.logs import configure_logging
 from dsv3.model.batch import AttentionForm, DecodeBatch, PrefillBatch
-from dsv3.model.params import Fp8Weight, Int4Weight
+from dsv3.model.params import Fp4Weight, Fp8Weight, Int4Weight
 from dsv3.text.tokenizer import Tokenizer
 from pallas_kernels.backend import Backend, prepare, resolve_backend
 from tools.doctor.families import FAMILIES, random_params, two_layers
@@ -249,12 +249,12 @@ class Comparison:
 
 
 def in_float32(model: Model) -> Model:
-    """Returns a model that computes in float32 with the same weights; those in FP8 or INT4 stay so."""
+    """Returns a model that computes in float32 with the same weights; quantized ones stay so."""
 
     def widened(leaf: Any) -> Any:
         return leaf.astype(jnp.float32) if isinstance(leaf, jax.Array) else leaf
 
-    quantized = (Fp8Weight, Int4Weight)
+    quantized = (Fp4Weight, Fp8Weight, Int4Weight)
     params = jax.tree.map(widened, model.params, is_leaf=lambda x: isinstance(x, quantized))
     return Model(model.cfg, params, "float32")
 

@@ -13,6 +13,7 @@ from dsv3.config.model import (
     INDEX_KEYS,
     ModelConfig,
     absorbed_operations,
+    index_operations,
     materialization_operations,
     materialized_operations,
 )
@@ -32,7 +33,7 @@ class SparseCore:
     """Seconds of a layer's parts for one micro-batch, averaged over layers with and without an indexer.
 
     `choice` is the top-k selection, `copies` gather the selected rows. Masked attention copies nothing; it materializes
-    keys and values of all tokens (`expansion`) and builds the `mask`.
+    keys and values of all tokens (`expansion`) and builds the `mask`. `pooling` makes DeepSeek-V4's entries.
     """
 
     scores: float
@@ -42,6 +43,7 @@ class SparseCore:
     launches: float
     expansion: float = 0.0
     mask: float = 0.0
+    pooling: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -52,11 +54,6 @@ class SparseCore:
     def masked(self) -> bool:
         """Whether this is masked attention to all tokens."""
         return self.expansion > 0
-
-
-def index_operations(model: ModelConfig) -> int:
-    """Returns the operations of an index score of one query token and one cached token."""
-    return 2 * model.indexer.num_heads * model.indexer.head_dim if model.indexer else 0
 
 
 def index_share(model: ModelConfig) -> float:
@@ -77,11 +74,15 @@ def attended_keys(model: ModelConfig, keys: float, min_keys: float | None = None
 
     With `min_keys` the first query sees that many, and the number grows linearly over the others.
     """
-    topk, min_keys = model.index_topk, keys if min_keys is None else min_keys
-    max_keys = 2 * keys - min_keys
-    if max_keys <= topk or min_keys >= topk:
-        return min(keys, topk)
-    return ((topk**2 - min_keys**2) / 2 + topk * (max_keys - topk)) / (max_keys - min_keys)
+    return mean_up_to(model.index_topk, keys, keys if min_keys is None else min_keys)
+
+
+def mean_up_to(most: float, mean: float, least: float) -> float:
+    """Returns the mean of numbers, each cut to `most`, that grow linearly from `least` and have the mean `mean`."""
+    largest = 2 * mean - least
+    if largest <= most or least >= most:
+        return min(mean, most)
+    return ((most**2 - least**2) / 2 + most * (largest - most)) / (largest - least)
 
 
 def sparse_roofline(model: ModelConfig, context: float, cache_dtype: str) -> tuple[float, float]:

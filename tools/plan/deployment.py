@@ -18,6 +18,8 @@ from dsv3.config.speculative import SpeculativeConfig, acceptance_by_place
 
 CACHE_DTYPES = ("bfloat16", "fp8")
 """Cache dtypes that the kernels read with bfloat16 queries."""
+FP4_MODES = ("keep", "fp8")
+"""What becomes of FP4 experts of a checkpoint."""
 
 
 class DeploymentError(ValueError):
@@ -61,6 +63,7 @@ class Deployment:
       `gpu_memory_utilization`. The rest is for CUDA, NCCL's buffers and fragmentation.
     - `acceptance` of the drafts of `speculative_config`: a number is the chance of each draft if all before it are
       accepted; a tuple has for each position the share of rows in which all drafts up to it are accepted.
+    - `fp4`: "keep" FP4 experts as they are in the checkpoint, or make them "fp8": nothing is lost, in twice the memory.
     - `expert_transport`, `expert_combine`, `kv_cache_dtype` (bfloat16 or fp8), `speculative_config` and
       `reserved_multiprocessors` (of each device, for transfers in overlapped steps) are options of `launch.serve`.
 
@@ -85,6 +88,7 @@ class Deployment:
     tensor_parallel: int = 1
     memory_utilization: float = 0.9
     kv_cache_dtype: str = "bfloat16"
+    fp4: str = "keep"
     reserved_multiprocessors: int | None = None
     speculative_config: dict[str, Any] | None = None
     acceptance: float | tuple[float, ...] | None = None
@@ -114,6 +118,8 @@ class Deployment:
             raise DeploymentError(
                 f"{self.name}: kv_cache_dtype {self.kv_cache_dtype!r} is not one of {', '.join(CACHE_DTYPES)}"
             )
+        if self.fp4 not in FP4_MODES:
+            raise DeploymentError(f"{self.name}: fp4 {self.fp4!r} is not one of {', '.join(FP4_MODES)}")
         if not 0 <= (self.reserved_multiprocessors or 0) < self.device.multiprocessors:
             raise DeploymentError(
                 f"{self.name}: reserved_multiprocessors {self.reserved_multiprocessors} must be at least 0 and below "
@@ -253,6 +259,8 @@ class Rates:
     prefill_flops: float
     decode_core_flops: float
     prefill_core_flops: float
+    bf16_flops: float
+    """The peak."""
     fp8_core_flops: float
     """Attention's products in e4m3: index scores of FP8 keys."""
     selection: float
@@ -284,6 +292,7 @@ def kernel_rates(device: Device, model: ModelConfig, kernel_share: float | None 
         prefill_flops=product * shares.PREFILL_FLOPS * prefilling,
         decode_core_flops=device.bf16_flops * shares.DECODE_CORE_FLOPS * decoding,
         prefill_core_flops=device.bf16_flops * shares.PREFILL_CORE_FLOPS * prefilling,
+        bf16_flops=device.bf16_flops,
         fp8_core_flops=device.fp8_flops * shares.DECODE_CORE_FLOPS * decoding,
         selection=_CLOCK / SELECT_CYCLES,
         multiprocessors=round(device.multiprocessors * decoding),

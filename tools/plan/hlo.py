@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -227,6 +228,7 @@ LABELS = (
     "attention",
     "eh_proj",
     "embed",
+    "mixing",
 )
 """Names of `jax.named_scope` of the stages of a layer; the innermost one applies."""
 _ELEMENTWISE_KERNELS = ("quantize", "mla_write")
@@ -368,6 +370,36 @@ def is_matrix_work(module: Module, instruction: Instruction) -> bool:
     if instruction.opcode == "while" and instruction.trips is not None:
         return any(is_matrix_work(module, i) for name in instruction.called for i in module[name].instructions)
     return instruction.opcode in ("dot", "convolution")
+
+
+_NO_KERNEL = (
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "opt-barrier",
+    "partition-id",
+)
+
+
+def kernels(module: Module) -> dict[str, int]:
+    """Returns how many kernels and collectives a program launches, by stage; of a conditional those of all branches."""
+    return dict(_kernels(module, module[module.entry]))
+
+
+def _kernels(module: Module, computation: Computation) -> Counter[str]:
+    counts = Counter[str]()
+    for instruction in computation.instructions:
+        opcode = instruction.opcode
+        if opcode in ("while", "conditional", "call"):
+            for name in instruction.called:
+                for label, count in _kernels(module, module[name]).items():
+                    counts[label] += count * (instruction.trips or 1)
+        elif opcode not in _NO_KERNEL and not opcode.endswith("-done"):
+            counts[stage_label(instruction) or "other"] += 1
+    return counts
 
 
 def collective_role(instruction: Instruction) -> str:

@@ -20,6 +20,7 @@ EXPERTS, MODULE_EXPERTS = "routed experts", "MTP module, routed experts"
 _MOST_NODES = 64
 GB = 1e9
 _MODULE = "MTP module, all else"
+_MIXING = "mixing of streams"
 _GROUPS = {
     EXPERTS: ("moe.moe.gate_up", "moe.moe.down"),
     "shared experts": ("moe.moe.shared",),
@@ -28,6 +29,7 @@ _GROUPS = {
     "embedding and head": ("embed", "head"),
     MODULE_EXPERTS: ("mtp.layers.moe.gate_up", "mtp.layers.moe.down"),
     _MODULE: ("mtp.",),
+    _MIXING: ("moe.attention_mixing", "moe.moe_mixing", "head_mixing"),
 }
 _REST = "router, norms, expert map"
 
@@ -37,7 +39,7 @@ class Memory:
     """Bytes of one device: its `account`, and the tokens of cache that the deployment's requests need.
 
     `weights` splits the account's by group; an MTP module has its own groups, and a cache layer in `token`. The
-    account includes the programs' working memory only if they are `compiled`.
+    account includes the programs' working memory only if they are `compiled`, or else an assumption.
     """
 
     account: MemoryAccount
@@ -89,7 +91,7 @@ def weight_groups(params: Any) -> dict[str, int]:
         path = leaf_path(keys).removeprefix("params.")
         name = next((n for n, prefixes in _GROUPS.items() if path.startswith(prefixes)), _REST)
         groups[name] += local_bytes(leaf)
-    return {name: size for name, size in groups.items() if size or name not in (MODULE_EXPERTS, _MODULE)}
+    return {name: size for name, size in groups.items() if size or name not in (MODULE_EXPERTS, _MODULE, _MIXING)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +109,8 @@ def judge(memory: Memory, deployment: Deployment, num_experts: int) -> Verdict:
     account = memory.account
     limit = f"{account.pool / GB:.1f} GB ({deployment.memory_utilization:g} of {device.memory_bytes / GB:g} GB)"
     parts = f"weights {account.weights / GB:.1f}, cache {memory.cache / GB:.1f}"
-    working = f"{account.working / GB:.1f}" if memory.compiled else "unknown (not compiled)"
+    working = f"{account.working / GB:.1f}" if account.working else "unknown"
+    working += "" if memory.compiled else " (assumed)" if account.working else " (not compiled)"
     parts += f", state {account.state / GB:.1f}, working memory {working}"
     why = f"needs {memory.needed / GB:.1f} GB of {limit}: {parts}"
     if memory.fits:

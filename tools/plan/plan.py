@@ -5,7 +5,7 @@ the prompt to prompt and answer, so its mean is the prompt and half of the answe
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from dsv3.config.model import ModelConfig
 from dsv3.engine.device.programs import measure
@@ -27,7 +27,8 @@ class ProgramPlan:
 
     `sparse` has the parts of a layer's attention with top-k selection. `multiprocessors` says how many the kernels use
     and how many they leave to transfers. `host_waits` are instructions at which devices wait for the host
-    (`hlo.Module.host_waits`). `order` says whether all devices launch their collectives in one order.
+    (`hlo.Module.host_waits`). `kernels` counts what the program launches, by stage. `order` says whether all devices
+    launch their collectives in one order.
     """
 
     phase: Phase
@@ -39,6 +40,7 @@ class ProgramPlan:
     temporaries: int
     collectives: tuple[Collective, ...]
     host_waits: tuple[str, ...]
+    kernels: Mapping[str, int]
     order: LaunchOrder
     stages: dict[str, float]
     sparse: SparseCore | None
@@ -237,6 +239,7 @@ def program_plan(planned: PlannedModel, compiled: CompiledProgram) -> ProgramPla
         temporaries=compiled.temporaries,
         collectives=found,
         host_waits=module.host_waits,
+        kernels=hlo.kernels(module),
         order=launch_order(module, *compiled.limits, taken.reserved),
         stages=stages,
         sparse=roofline.sparse_parts(
@@ -297,9 +300,14 @@ def experts_per_device(planned: PlannedModel) -> int:
 
 
 def _roofline(planned: PlannedModel, compiled: CompiledProgram) -> roofline.DecodeRoofline | None:
-    deployment = planned.deployment
-    if compiled.phase == "prefill" or deployment.tensor_parallel > 1:
+    if compiled.phase == "prefill" or planned.deployment.tensor_parallel > 1:
         return None
+    return decode_floor(planned, compiled.run.width)
+
+
+def decode_floor(planned: PlannedModel, width: int) -> roofline.DecodeRoofline:
+    """Returns the roofline of a decode step of `width` tokens per request; every device is a rank."""
+    deployment = planned.deployment
     return roofline.decode_roofline(
         planned.model,
         deployment.device,
@@ -307,7 +315,7 @@ def _roofline(planned: PlannedModel, compiled: CompiledProgram) -> roofline.Deco
         deployment.context_length,
         experts_per_device(planned),
         deployment.kv_cache_dtype,
-        compiled.run.width,
+        width,
         planned.functions.vocabulary.devices,
     )
 
@@ -318,10 +326,13 @@ def lengths(deployment: Deployment) -> tuple[float, float]:
     return deployment.context_length - answer / 2, answer
 
 
-def handover(deployment: Deployment, token_bytes: int, tokens_per_node: float) -> Handover:
-    """Returns the KV transfer to a decode deployment of `tokens_per_node` per second; a token has `token_bytes`."""
+def handover(deployment: Deployment, token_bytes: float, tokens_per_node: float, window: int = 0) -> Handover:
+    """Returns the KV transfer to a decode deployment of `tokens_per_node` per second.
+
+    A token has `token_bytes`; a request also has `window` bytes, whatever its length.
+    """
     prompt, answer = lengths(deployment)
-    nbytes = prompt * token_bytes
+    nbytes = prompt * token_bytes + window
     finished = tokens_per_node / answer  # requests per second and node
     return Handover(
         prompt=prompt,

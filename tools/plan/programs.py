@@ -28,11 +28,13 @@ from dsv3.engine.functions import StepFunctions, model_functions
 from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.jobs.draft_module import chain_key
 from dsv3.engine.limits import longest_context
+from dsv3.kv_cache.layout import window_pages, window_size
 from dsv3.model.batch import AttentionForm
-from dsv3.model.params import Fp8Weight, Params, ParamSpec, declare
+from dsv3.model.params import Fp8Weight, Int4Weight, Params, ParamSpec, declare
 from dsv3.model.tensor_parallel import arrange
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend
+from pallas_kernels.int4 import GROUP as FP4_GROUP
 from sharding.experts.placement import Placement
 from sharding.mesh import rank_mesh
 from sharding.wire.collectives import limits_of
@@ -121,7 +123,8 @@ def lay_out(model: ModelConfig, deployment: Deployment) -> PlannedModel:
     modules = int(deployment.speculative is not None)
     if modules > model.num_nextn_predict_layers:
         raise DeploymentError(f"{deployment.name}: speculative_config: the model has no multi-token prediction module")
-    model = dataclasses.replace(model, num_nextn_predict_layers=modules, dspark=None)
+    fp4 = model.fp4_experts and deployment.fp4 == "keep"
+    model = dataclasses.replace(model, num_nextn_predict_layers=modules, dspark=None, fp4_experts=fp4)
     try:
         devices = aot.gpu_devices(deployment.devices, per_host=deployment.gpus_per_node, target=_target(deployment))
         mesh = rank_mesh(devices, deployment.nodes, deployment.tensor_parallel)
@@ -198,15 +201,18 @@ def engine_config(model: ModelConfig, deployment: Deployment) -> EngineConfig:
     num_pages = pages_for(cache_tokens(deployment, model.page_size), model.page_size)
     wanted = deployment.max_model_len or longest_context(model)
     per_row = 1 + deployment.speculative.most_drafts if deployment.speculative else 1
+    max_num_seqs = deployment.decode_requests or _PREFILL_REQUESTS
     return EngineConfig(
         max_model_len=min(wanted, num_pages * model.page_size - tokens_ahead(per_row)),
         num_pages=num_pages,
-        max_num_seqs=deployment.decode_requests or _PREFILL_REQUESTS,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=deployment.prefill_tokens or deployment.max_num_batched_tokens,
         num_ranks=deployment.ranks,
         num_nodes=deployment.nodes,
         tensor_parallel_size=deployment.tensor_parallel,
         page_size=model.page_size,
+        window_size=window_size(model),
+        num_window_pages=window_pages(model, deployment.kv_cache_dtype, num_pages, max_num_seqs),
         cache_dtype=deployment.kv_cache_dtype,
         reserved_multiprocessors=deployment.reserved_multiprocessors,
         tokens_per_row=per_row,
@@ -234,6 +240,8 @@ def abstract_params(model: ModelConfig, deployment: Deployment) -> Any:
         shape = tuple(n + redundant * (axis == "experts") for n, axis in zip(spec.shape, spec.axes, strict=True))
         if quantize.is_int4(model, spec):
             return quantize.abstract_int4(shape)
+        if model.fp4_experts and "experts" in spec.axes:
+            return abstract_fp4(shape)
         if spec.quantizable and model.fp8 is not None:
             scale = jax.ShapeDtypeStruct(scale_shape(shape), jnp.float32)
             return Fp8Weight(jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn), scale)
@@ -246,6 +254,12 @@ def abstract_params(model: ModelConfig, deployment: Deployment) -> Any:
     layers, experts = model.num_moe_layers + model.num_nextn_predict_layers, model.n_routed_experts
     shapes = (layers, experts, redundant + 1), (layers, experts)
     return SpreadParams(params, Placement(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)))
+
+
+def abstract_fp4(shape: tuple[int, ...]) -> Int4Weight:
+    """Returns the shapes of FP4 codes and their scales, bytes as in files, of a weight `[..., N, K]`."""
+    *lead, k = shape
+    return Int4Weight(*(jax.ShapeDtypeStruct((*lead, k // per_byte), jnp.uint8) for per_byte in (2, FP4_GROUP)))
 
 
 def _with_shardings(params: Any, specs: Any, mesh: Mesh) -> Any:

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tools.plan.deployment import kernel_rates
+from tools.plan.deployment import Deployment, kernel_rates
 from tools.plan.hlo import Collective
 from tools.plan.memory import Memory
 from tools.plan.plan import Handover, Plan, ProgramPlan, StepPlan
@@ -30,7 +30,7 @@ def render(plan: Plan, prefill: Plan | None = None) -> Group:
         f"{plan.model_name}, {deployment.name}: {deployment.nodes} x {deployment.gpus_per_node} "
         f"{deployment.device.name}"
     )
-    parts: list[RenderableType] = [Text(title, style="bold"), _memory_table(plan)]
+    parts: list[RenderableType] = [Text(title, style="bold"), memory_table(plan.memory, deployment)]
     for step in plan.steps:
         parts += [_collective_table(step), _schedule_table(step), *map(_collective_table, step.drafts)]
         parts.append(_estimate_table(plan, step))
@@ -45,7 +45,7 @@ def as_json(plan: Plan, prefill: Plan | None = None) -> dict[str, Any]:
     return {
         "model": plan.model_name,
         "deployment": dataclasses.asdict(plan.deployment),
-        "memory": _memory_json(memory),
+        "memory": memory_json(memory),
         "steps": [_step_json(plan, step) for step in plan.steps],
         "handover": dataclasses.asdict(plan.handover) if plan.handover else None,
         "ends": _partial_pages_json(plan),
@@ -56,7 +56,8 @@ def as_json(plan: Plan, prefill: Plan | None = None) -> dict[str, Any]:
     }
 
 
-def _memory_json(memory: Memory) -> dict[str, Any]:
+def memory_json(memory: Memory) -> dict[str, Any]:
+    """Returns the memory of a device as plain data, in bytes."""
     account = memory.account
     return {
         "weights": memory.weights,
@@ -98,6 +99,7 @@ def _program_json(program: ProgramPlan) -> dict[str, Any]:
         "multiprocessors": dataclasses.asdict(program.multiprocessors) | {"taken": program.multiprocessors.taken},
         "times": program.run.times,
         "host_waits": list(program.host_waits),
+        "kernels": dict(program.kernels),
         "order": {name: getattr(program.order, name) for name in ("in_flight", "communicators", "channels", "faults")},
         "sparse": dataclasses.asdict(program.sparse) if program.sparse else None,
         "collectives": [dataclasses.asdict(c) | {"step_bytes": c.step_bytes} for c in program.collectives],
@@ -106,8 +108,9 @@ def _program_json(program: ProgramPlan) -> dict[str, Any]:
     }
 
 
-def _memory_table(plan: Plan) -> Table:
-    memory, account = plan.memory, plan.memory.account
+def memory_table(memory: Memory, deployment: Deployment) -> Table:
+    """Renders the memory of a device of `deployment`."""
+    account = memory.account
     table = make_table("Memory of one device", "", "GB", "from")
     for name, nbytes in memory.weights.items():
         table.add_row(f"weights: {name}", f"{nbytes / GB:.3f}", "shapes")
@@ -115,10 +118,11 @@ def _memory_table(plan: Plan) -> Table:
     needed = f"cache of {memory.cache_tokens:,} tokens x {memory.token:,} B"
     table.add_row(needed, f"{memory.cache / GB:.3f}", "shapes")
     table.add_row("state of batch slots, with the sampler's", f"{account.state / GB:.3f}", "shapes")
-    working = f"{account.working / GB:.3f}" if memory.compiled else "-"
-    table.add_row("temporaries and results", working, "compiler" if memory.compiled else "not compiled")
+    working = f"{account.working / GB:.3f}" if account.working else "-"
+    origin = "compiler" if memory.compiled else "assumed" if account.working else "not compiled"
+    table.add_row("temporaries and results", working, origin)
     table.add_row("needed", f"{memory.needed / GB:.3f}", "", style="bold")
-    limit = f"budget, {plan.deployment.memory_utilization:g} x {plan.deployment.device.memory_bytes / GB:g} GB"
+    limit = f"budget, {deployment.memory_utilization:g} x {deployment.device.memory_bytes / GB:g} GB"
     table.add_row(limit, f"{account.pool / GB:.3f}", "deployment")
     table.add_row("tokens of cache that fit", f"{memory.tokens_left:,}", "")
     return table
@@ -173,7 +177,7 @@ def _schedule_table(step: StepPlan) -> Table:
     return table
 
 
-_SPARSE = {
+SPARSE_PARTS = {
     "scores": "index scores",
     "choice": "top-k selection",
     "copies": "copies of the selected latents",
@@ -181,6 +185,7 @@ _SPARSE = {
     "launches": "launches of these kernels",
     "expansion": "materialized keys and values of all tokens",
     "mask": "mask",
+    "pooling": "making entries",
 }
 
 
@@ -194,10 +199,11 @@ def _estimate_table(plan: Plan, step: StepPlan) -> Table:
         if name == "attention" and step.sparse is not None:
             for part, part_seconds in dataclasses.asdict(step.sparse).items():
                 if part_seconds:
-                    table.add_row(f"  of which {_SPARSE[part]}", f"{part_seconds * 1e6:,.0f} us")
+                    table.add_row(f"  of which {SPARSE_PARTS[part]}", f"{part_seconds * 1e6:,.0f} us")
     for role, seconds in line.exposed.items():
         table.add_row(f"waiting for {role}, per step", f"{seconds * 1e3:.1f} ms")
     table.add_row("host, per step", f"{HOST_S * 1e3:.1f} ms")
+    table.add_row("kernels and collectives that the program launches", f"{sum(step.kernels.values()):,}")
     split = step.multiprocessors
     table.add_row("multiprocessors: for kernels, for transfers", f"{split.taken}, {split.reserved}")
     order = step.order

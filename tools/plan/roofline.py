@@ -9,9 +9,10 @@ attention core to the output projection.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 from dsv3.config.device_rates import LAUNCH_S, PREFILL_OVERHEAD
-from dsv3.config.model import ModelConfig, absorbed_operations, sizes_of
+from dsv3.config.model import ModelConfig, absorbed_operations, common_weights, sizes_of
 from dsv3.kv_cache.layout import row_bytes
 from dsv3.model.forms import needs_topk
 from tools.plan.attention import (
@@ -19,9 +20,15 @@ from tools.plan.attention import (
     dense_core,
     index_share,
     index_weights,
-    materialization_seconds,
     sparse_core,
     sparse_roofline,
+)
+from tools.plan.compressed import (
+    cache_reads,
+    compressed_core,
+    core_operations,
+    product_elements,
+    product_launches,
 )
 from tools.plan.deployment import Device, PlannedBatch, Rates
 
@@ -35,6 +42,9 @@ KNOWN_ERRORS = (
 
 _SMALL_KERNELS_S = 32e-6
 _ROUTER_S = 19e-6
+_MIXING_LAUNCHES = 6  # of a block: product, mean square, weights, Sinkhorn's steps, what it reads, what it writes
+_STREAM_PASSES = 4  # of a block over all streams: three that read them, and one that writes
+_FLOAT32_FLOPS = 67 / 989  # of the peak in bfloat16: products of mixing, by the data sheet of an H200
 TRANSFER_S = 20e-6
 HOOK_S = 8e-6
 HOST_S = 1.5e-3
@@ -43,10 +53,12 @@ HOST_S = 1.5e-3
 def itemsizes(model: ModelConfig) -> tuple[float, float]:
     """Returns the bytes of an element of routed experts, and of other weights.
 
-    INT4 has 4 bits and a 32nd of a 16-bit scale. FP8 block scales are not counted.
+    INT4 has 4 bits and a 32nd of a 16-bit scale, FP4 that of an 8-bit one. FP8 block scales are not counted.
     """
     if model.int4_experts:
         return 4.5 / 8, 2
+    if model.fp4_experts:
+        return 4.25 / 8, 1
     return (1, 1) if model.fp8 else (2, 2)
 
 
@@ -83,21 +95,29 @@ def decode_roofline(
     """
     sizes, L, moe = sizes_of(model), model.num_hidden_layers, model.num_moe_layers
     expert_item, item = itemsizes(model)
-    indexer = index_share(model) * index_weights(model, needs_topk(model, context))
-    shared = moe * sizes.shared + model.num_dense_layers * sizes.dense + L * (sizes.attention + indexer)
-    read = item * shared + expert_item * moe * experts_per_device * sizes.expert + 2 * sizes.head / sharing
+    indexers = L * index_share(model) * index_weights(model, needs_topk(model, context))
+    shared = common_weights(model) + indexers
     tokens = requests * width
+    experts = experts_read(experts_per_device, tokens * model.num_experts_per_tok)
+    read = item * shared + expert_item * moe * experts * sizes.expert + 2 * sizes.head / sharing
     done = 2 * tokens * (shared + moe * model.num_experts_per_tok * sizes.expert)
     head = 2 * tokens * sizes.head
     row = sum(wire_rows(model))
-    cached, operations = sparse_roofline(model, context, cache_dtype)
+    cached, operations = (L * each for each in sparse_roofline(model, context, cache_dtype))
+    if model.compressed is not None:
+        cached, operations = sum(cache_reads(model, context, cache_dtype)), core_operations(model, context)
     return DecodeRoofline(
         weights=read / device.hbm_bytes_per_second,
-        cache=requests * L * cached / device.hbm_bytes_per_second,
-        core=tokens * L * operations / device.bf16_flops,
+        cache=requests * cached / device.hbm_bytes_per_second,
+        core=tokens * operations / device.bf16_flops,
         products=done / (device.fp8_flops if model.fp8 else device.bf16_flops) + head / device.bf16_flops,
         wire=moe * model.num_experts_per_tok * tokens * row / device.cross_link,
     )
+
+
+def experts_read(experts: int, rows: float) -> float:
+    """Returns how many of a device's `experts` any of `rows` choices fall on, all equally likely."""
+    return experts * (1 - (1 - 1 / experts) ** rows) if experts else 0.0
 
 
 def wire_rows(model: ModelConfig) -> tuple[int, int]:
@@ -107,16 +127,24 @@ def wire_rows(model: ModelConfig) -> tuple[int, int]:
 
 
 def sparse_parts(model: ModelConfig, rates: Rates, batch: PlannedBatch) -> SparseCore | None:
-    """Returns the parts of sparse attention if any query needs top-k selection; None for dense attention."""
+    """Returns the parts of sparse attention if any query needs top-k selection; None for dense attention.
+
+    Compressed attention always has such parts.
+    """
+    if model.compressed is not None:
+        return compressed_core(model, rates, batch, LAUNCH_S)
     return sparse_core(model, rates, batch, LAUNCH_S) if needs_topk(model, batch.max_keys) else None
 
 
 def decode_stages(model: ModelConfig, rates: Rates, batch: PlannedBatch) -> dict[str, float]:
-    """Returns the seconds of each stage of one layer for a decode micro-batch."""
+    """Returns the seconds of each stage of one layer for a decode micro-batch.
+
+    A device reads the experts that rows choose: all it has, except in small batches. Loads of devices are even.
+    """
     sizes, b, n = sizes_of(model), batch.tokens, batch.split
     expert_item, item = itemsizes(model)
 
-    def dense(elements: int, itemsize: float = item, split: int = n) -> float:
+    def dense(elements: float, itemsize: float = item, split: int = n) -> float:
         work = 2 * b * elements / rates.dense_flops
         return max(elements * itemsize / rates.dense_bandwidth, work) / split + LAUNCH_S
 
@@ -125,21 +153,44 @@ def decode_stages(model: ModelConfig, rates: Rates, batch: PlannedBatch) -> dict
     products = b * batch.keys * absorbed_operations(model) / n / rates.decode_core_flops
     cache = b / batch.width * batch.keys * row_bytes(model, batch.cache_dtype) / rates.hbm
     core = max(products, cache) if sparse is None else sparse.seconds
-    indexer_elements = index_weights(model, sparse is not None)
-    indexer = index_share(model) * (dense(indexer_elements, split=1) if indexer_elements else 0)
     rows = b * model.num_experts_per_tok / n  # even load: a device receives as many rows as it sends
-    routed = batch.experts * sizes.expert * expert_item / rates.grouped_bandwidth
-    work = 2 * rows * sizes.expert / rates.grouped_flops
-    key_value = bf16_product(model, rates, b, sizes.key_value) / n + LAUNCH_S
+    routed = experts_read(batch.experts, rows) * sizes.expert * expert_item / rates.grouped_bandwidth
+    work = 2 * rows * sizes.expert / expert_flops(model, rates.grouped_flops)
+    per_head = bf16_product(model, rates, b, sizes.per_head) / n + LAUNCH_S
+    chosen = _indexing_seconds(model, rates, b, index_weights(model, sparse is not None), dense)
     return {
-        "project": dense(sizes.down, split=1) + (dense(sizes.query) if sizes.query else 0) + indexer + 4 * LAUNCH_S,
-        "attention": core + key_value + dense(sizes.out) + _SMALL_KERNELS_S,
+        "project": dense(sizes.down, split=1) + (dense(sizes.query) if sizes.query else 0) + chosen + 4 * LAUNCH_S,
+        "attention": core + per_head + dense(sizes.out) + _SMALL_KERNELS_S,
+        "mixing": mixing_seconds(model, rates, b) + 2 * _MIXING_LAUNCHES * LAUNCH_S if sizes.mixing else 0.0,
         "router": _ROUTER_S,
         "shared_expert": dense(sizes.shared) + 3 * LAUNCH_S if sizes.shared else 0.0,
         "experts": max(routed, work) + 5 * LAUNCH_S,
-        "mlp": dense(sizes.dense) + 3 * LAUNCH_S,
+        "mlp": dense(sizes.dense) + 3 * LAUNCH_S if sizes.dense else 0.0,
         "head": bf16_product(model, rates, b, sizes.head),
     }
+
+
+def _indexing_seconds(model: ModelConfig, rates: Rates, rows: int, elements: int, dense: Callable[..., float]) -> float:
+    """Returns the mean seconds of a layer's products for indexers and compressors; `elements` are V3.2's."""
+    if model.compressed is None:
+        return index_share(model) * (dense(elements, split=1) if elements else 0)
+    L, (fp8, bf16) = model.num_hidden_layers, product_elements(model)
+    seconds = max(fp8 / rates.dense_bandwidth, 2 * rows * fp8 / rates.dense_flops)
+    return (seconds + bf16_product(model, rates, rows, bf16)) / L + product_launches(model) * LAUNCH_S
+
+
+def expert_flops(model: ModelConfig, flops: float) -> float:
+    """Returns the rate of products with routed experts, of `flops` in FP8: FP4 is widened to bfloat16."""
+    return flops / 2 if model.fp8 and model.fp4_experts else flops
+
+
+def mixing_seconds(model: ModelConfig, rates: Rates, rows: int) -> float:
+    """Returns the seconds of a layer's mixing of streams, float32 products and passes over the streams; no launches."""
+    sizes, hyper = sizes_of(model), model.hyper_connections
+    if hyper is None:
+        return 0.0
+    products = max(2 * rows * sizes.mixing / (_FLOAT32_FLOPS * rates.bf16_flops), 4 * sizes.mixing / rates.hbm)
+    return products + 2 * _STREAM_PASSES * rows * hyper.streams * model.hidden_size * 2 / rates.hbm
 
 
 def bf16_product(model: ModelConfig, rates: Rates, rows: int, elements: int) -> float:
@@ -152,20 +203,28 @@ def prefill_stages(model: ModelConfig, rates: Rates, batch: PlannedBatch) -> dic
     """Returns the seconds of each stage of one layer for a prefill micro-batch: compute-bound, linear in tokens."""
     sizes, n = sizes_of(model), batch.split
 
-    def seconds(elements: float) -> float:
-        return PREFILL_OVERHEAD * 2 * batch.tokens * elements / rates.prefill_flops
+    def seconds(elements: float, flops: float = rates.prefill_flops) -> float:
+        return PREFILL_OVERHEAD * 2 * batch.tokens * elements / flops
+
+    def in_bf16(elements: float) -> float:
+        return seconds(elements, rates.prefill_flops / (2 if model.fp8 else 1))
 
     sparse = sparse_parts(model, rates, batch)
     core = dense_core(model, rates, batch) if sparse is None else sparse.seconds
     # Masked attention already materializes keys and values of all tokens.
-    own_keys = 0.0 if sparse is not None and sparse.masked else batch.tokens * materialization_seconds(model, rates)
-    indexer = index_share(model) * index_weights(model, sparse is not None)
+    per_head = 0.0 if sparse is not None and sparse.masked else in_bf16(sizes.per_head)
+    chosen = seconds(index_share(model) * index_weights(model, sparse is not None))
+    if model.compressed is not None:
+        fp8, bf16 = product_elements(model)
+        chosen = (seconds(fp8) + in_bf16(bf16)) / model.num_hidden_layers
+    expert = seconds(model.num_experts_per_tok * sizes.expert / n, expert_flops(model, rates.prefill_flops))
     return {
-        "project": seconds(sizes.down + sizes.query / n + indexer),
-        "attention": core + own_keys / n + seconds(sizes.out / n),
+        "project": seconds(sizes.down + sizes.query / n) + chosen,
+        "attention": core + per_head / n + seconds(sizes.out / n),
+        "mixing": mixing_seconds(model, rates, batch.tokens),
         "router": 0.0,
         "shared_expert": seconds(sizes.shared / n),
-        "experts": seconds(model.num_experts_per_tok * sizes.expert / n),
+        "experts": expert,
         "mlp": seconds(sizes.dense / n),
         "head": 0.0,
     }

@@ -26,9 +26,11 @@ def times_digest(model: ModelConfig, deployment: Deployment) -> str:
 def compute_times(model: ModelConfig, deployment: Deployment, progress: Callable[[str], None]) -> InstanceTimes:
     """Compiles the programs of `deployment`, and returns its limits and step times.
 
-    Calls `progress` with a line before each long phase. Raises DeploymentError if it does not fit or has drafts,
-    `AotUnavailableError` if programs cannot be compiled.
+    Calls `progress` with a line before each long phase. Raises DeploymentError if it does not fit, has drafts, or the
+    model's plan compiles nothing, `AotUnavailableError` if programs cannot be compiled.
     """
+    if model.compressed is not None:
+        raise DeploymentError(f"{deployment.name}: DeepSeek-V4 cannot be simulated; launch.plan estimates its steps")
     if deployment.drafts:
         raise DeploymentError(f"{deployment.name}: speculative_config: drafts cannot be simulated; leave it out")
     whole = deployment if deployment.prefill_tokens else with_partial_pages(deployment, model.page_size)

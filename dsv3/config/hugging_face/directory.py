@@ -233,16 +233,10 @@ def load_config(directory: str | pathlib.Path) -> ModelConfig:
     such directories) are left out.
 
     Raises:
-      ConfigError: config.json is missing, is no JSON object, `from_hf` refuses it, or the model is DeepSeek-V4, of
-        which the engine lacks the cache.
+      ConfigError: config.json is missing, is no JSON object, or `from_hf` refuses it.
     """
     directory = pathlib.Path(directory)
     cfg = _from_files(directory)
-    if cfg.compressed is not None:
-        raise ConfigError(
-            f"{str(directory / CONFIG)!r}: model_type {cfg.family!r} is understood, but not served: the engine has no "
-            "cache for windows, compressed entries and the states of compressors"
-        )
     cfg = _add_generation_eos(cfg, directory / "generation_config.json")
     if cfg.num_nextn_predict_layers and not _holds_layer(directory, cfg.num_hidden_layers):
         _log.info("the checkpoint holds no multi-token prediction module, although config.json names one")
@@ -312,7 +306,10 @@ def _add_generation_eos(cfg: ModelConfig, path: pathlib.Path) -> ModelConfig:
 
 
 def _holds_layer(directory: pathlib.Path, layer: int) -> bool:
-    """Returns False only if the directory's safetensors files are there and none has a tensor of `layer`."""
+    """Returns False only if the directory's safetensors files are there and none has a tensor of `layer`.
+
+    DeepSeek-V4's layers behind the decoder have a name of their own.
+    """
     index = next((directory / name for name in _INDEXES if (directory / name).is_file()), None)
     if index is not None:
         weight_map = _read_object(index).get("weight_map")
@@ -322,7 +319,7 @@ def _holds_layer(directory: pathlib.Path, layer: int) -> bool:
         if not files:
             return True
         names = set().union(*map(_tensor_names, files))
-    return any(text_name(name).startswith(f"model.layers.{layer}.") for name in names)
+    return any(text_name(name).startswith((f"model.layers.{layer}.", "mtp.0.")) for name in names)
 
 
 def _tensor_names(path: pathlib.Path) -> set[str]:

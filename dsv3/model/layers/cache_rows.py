@@ -15,6 +15,7 @@ from dsv3.kv_cache.layout import Pool, entries_per_page, pages_per_layer
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.layers.attention import decode_positions
 from dsv3.model.layers.linear import Index
+from pallas_kernels.compressed import RowList
 from pallas_kernels.mla.write import DROPPED, write_rows
 from pallas_kernels.search import search
 
@@ -78,6 +79,20 @@ class StepRows:
         own = new.at[self.firsts[requests][:, None] + back].get(mode="clip")
         return jnp.where((back >= 0)[..., None], own, cached.read(requests, positions))
 
+    def list_last(
+        self, requests: jax.Array, positions: jax.Array, seen: jax.Array, window: int, cached: "CacheRows"
+    ) -> RowList:
+        """Lists the last `window` tokens up to `positions` `[N]` of `requests` `[N]`, none for a row with `seen` 0.
+
+        Those of the step are its own rows, in the order of its tokens; earlier ones are in the cache.
+        """
+        tokens = jnp.maximum(positions - (window - 1), 0)[:, None] + jnp.arange(window, dtype=jnp.int32)
+        back = tokens - self.contexts[requests][:, None]
+        own = -1 - (self.firsts[requests][:, None] + back)
+        counts = jnp.where(seen > 0, jnp.minimum(positions + 1, window), 0)
+        listed = cached.list_rows(requests, tokens, counts)
+        return listed._replace(numbers=jnp.where(back >= 0, own, listed.numbers))
+
     def write_last(self, new: jax.Array, cached: "CacheRows", read: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Writes the rows `new` `[T, W]` of the step's tokens that its last ones leave; returns `read`, and the array.
 
@@ -132,6 +147,11 @@ class CacheRows:
         """Returns rows `[N, K, W]`: `numbers` `[N, K]` of `requests` `[N]`, and any row for what is not there."""
         pages, rows = self.locate(requests[:, None], numbers)
         return self.array.at[self.first + pages, rows].get(mode="clip")
+
+    def list_rows(self, requests: jax.Array, numbers: jax.Array, counts: jax.Array) -> RowList:
+        """Lists the first `counts` `[N]` of the rows `numbers` `[N, K]` of `requests` `[N]`."""
+        pages, rows = self.locate(requests[:, None], numbers)
+        return RowList(self.array, (self.first + pages) * self.array.shape[1] + rows, counts)
 
     def write(self, values: jax.Array, requests: jax.Array, numbers: jax.Array, where: jax.Array) -> jax.Array:
         """Returns the array with `values` `[N, W]` as rows `numbers` `[N]` of `requests` `[N]`, those of `where` `[N]`.

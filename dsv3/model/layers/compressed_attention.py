@@ -197,26 +197,6 @@ def index_scores(q: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array
     return lax.stop_gradient(jnp.where(sums == 0, 0.0, sums))  # of zeros with two signs the first one must win
 
 
-@jax.named_scope("attend")
-def sink_attention(q: jax.Array, keys: jax.Array, visible: jax.Array, sink: jax.Array, scale: float) -> jax.Array:
-    """Returns what heads see `[B, T, H, d]`: weighted sums of `keys`, which are the values too.
-
-    Args:
-      q: `[B, T, H, d]`.
-      keys: `[B, S, d]`, tokens and entries in any order.
-      visible: bool `[B, T, S]`.
-      sink: float32 `[H]`, the logit of a key whose value is zero, which every query sees.
-      scale: factor on the products of queries and keys.
-    """
-    logits = jnp.einsum("bthd,bsd->bths", q, keys, preferred_element_type=jnp.float32, precision="highest") * scale
-    logits = jnp.where(visible[:, :, None], logits, -jnp.inf)
-    highest = jnp.maximum(logits.max(-1), sink)
-    weights = jnp.exp(logits - highest[..., None])
-    total = weights.sum(-1) + jnp.exp(sink - highest)
-    weights = (weights / total[..., None]).astype(keys.dtype)
-    return jnp.einsum("bths,bsd->bthd", weights, keys, precision="highest")
-
-
 @jax.named_scope("output")
 def output(
     heads: jax.Array, params: CompressedAttentionParams, layer: Index, by: Rotation, numerics: Numerics

@@ -1,9 +1,10 @@
 """Attention to a window and compressed entries over a paged cache (DeepSeek-V4), in prefill and decode.
 
 A step reads what earlier steps have left of its requests' last tokens, completes entries, attends, and writes its own
-last tokens' rows. Decode is prefill of chunks of S tokens. Every query copies the rows that it attends to, in an order
+last tokens' rows. Decode is prefill of chunks of S tokens. Every query lists the rows that it attends to, in an order
 that depends on its position alone: its bits do not depend on where chunks are cut, nor on what else is in a batch. Its
-own step's tokens are rounded as those in the cache are. Groups of queries bound the memory of copies and scores.
+own step's tokens are rounded as those in the cache are. Kernels read listed rows where they are; jax.numpy copies them.
+Groups of queries bound the memory of lists, copies and scores.
 """
 
 import dataclasses
@@ -36,15 +37,14 @@ from dsv3.model.layers.compressed_attention import (
     compressor_of,
     entry_rotation,
     num_complete,
-    sink_attention,
 )
 from dsv3.model.layers.compressor import Contribution, norm_and_rotate, pool_window, window_rows
-from dsv3.model.layers.entry_row import decode_rows, encode_rows
 from dsv3.model.layers.linear import layer_slice
 from dsv3.model.layers.sparse import by_groups
 from dsv3.model.params import CompressedAttentionParams, CompressorParams
 from pallas_kernels import dsa
 from pallas_kernels.backend import Backend
+from pallas_kernels.compressed import attend_compressed, bytes_of_query, encode_rows
 
 
 def prefill_attend_compressed(cfg: ModelConfig, batch: PrefillBatch, backend: Backend | None = None) -> Attend:
@@ -136,26 +136,23 @@ class _Layer:
         `new` `[T, W]` are the tokens' rows of the window.
         """
         rows, cfg = self.rows, self.cfg
-        back = jnp.arange(1 - compressed_of(cfg).window, 1, dtype=jnp.int32)
 
         def group(q: jax.Array, *arrays: jax.Array) -> jax.Array:
             requests, positions, seen = arrays[-3:]
-            at = positions[:, None] + back
-            copies, visible = rows.at(requests, at, new, window), (at >= 0) & (seen > 0)[:, None]
+            last_tokens = rows.list_last(requests, positions, seen, compressed_of(cfg).window, window)
+            listed = None
             if entries is not None:
                 count = num_complete(self.place.ratio, seen - 1)
                 numbers = jnp.arange(entries.capacity, dtype=jnp.int32)[None]
                 if keys is not None:
                     numbers = self._topk(keys, arrays[0], arrays[1], requests, count)
-                copies = jnp.concatenate([copies, entries.read(requests, numbers)], axis=1)
-                visible = jnp.concatenate([visible, numbers < count[:, None]], axis=1)
-            values = decode_rows(copies, cfg.kv_lora_rank, cfg.latent_dim, q.dtype)
-            values = jnp.where(visible[..., None], values, 0)  # a weight of 0 does not undo NaN
-            return sink_attention(q[:, None], values, visible[:, None], sink, cfg.softmax_scale)[:, 0]
+                listed = entries.list_rows(requests, numbers, jnp.minimum(count, numbers.shape[1]))
+            how: dict[str, Any] = {"scale": cfg.softmax_scale, "plain": cfg.kv_lora_rank, "backend": self.backend}
+            return attend_compressed(q, sink, new, last_tokens, listed, **how)
 
         index = () if tokens.index is None else (tokens.index.q, tokens.index.weights)
         seen = jnp.where(rows.valid, rows.positions + 1, 0)
-        size = self._queries_at_once(tokens.q, entries, keys)
+        size = self._queries_at_once(tokens.q, window, entries, keys)
         return by_groups(group, size, (tokens.q, *index, rows.requests, rows.positions, seen), self.backend)
 
     def _topk(
@@ -166,15 +163,18 @@ class _Layer:
         how: dict[str, Any] = {"first_page": keys.first, "topk": best, "backend": self.backend}
         return dsa.topk_indices(q, weights, keys.array, table, count, **how)
 
-    def _queries_at_once(self, q: jax.Array, entries: CacheRows | None, keys: CacheRows | None) -> int:
-        """Returns how many queries are worked on at once: scores, copies and logits stay within 256 MiB each."""
+    def _queries_at_once(
+        self, q: jax.Array, window: CacheRows, entries: CacheRows | None, keys: CacheRows | None
+    ) -> int:
+        """Returns how many queries are worked on at once: what is made for them stays within 256 MiB."""
         compressed, scores = compressed_of(self.cfg), 0
-        copies = compressed.window
+        listed = compressed.window
         if keys is not None:
-            copies, scores = copies + compressed.indexer.topk, 4 * keys.capacity
+            listed, scores = listed + compressed.indexer.topk, 4 * keys.capacity
         elif entries is not None:
-            copies += entries.capacity
-        return max(1, dsa.BYTES_AT_ONCE // max(scores, copies * max(4 * q.shape[1], q.shape[2] * q.dtype.itemsize)))
+            listed += entries.capacity
+        attended = bytes_of_query(q, window.array, listed, self.cfg.kv_lora_rank, self.backend)
+        return max(1, dsa.BYTES_AT_ONCE // max(scores, attended))
 
 
 def _attend(

@@ -13,12 +13,12 @@ from dsv3.model.layers.compressed_attention import (
     in_window,
     index_scores,
     num_complete,
-    sink_attention,
 )
 from dsv3.model.layers.compressor import Contribution, norm_and_rotate, pool_window, window_rows
 from dsv3.model.layers.linear import layer_slice
 from dsv3.model.params import CompressedAttentionParams, CompressorParams
 from pallas_kernels import dsa
+from pallas_kernels.compressed import sink_attention
 
 
 def uncached_attend(cfg: ModelConfig, batch: int) -> Attend:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from dsv3.model.layers.linear import Index, Numerics, clamp_gate_up, layer_slice
 from dsv3.model.layers.router import Routing
-from dsv3.model.params import Fp8Weight, Int4Weight, MoeParams
+from dsv3.model.params import Fp4Weight, Fp8Weight, Int4Weight, MoeParams
 from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
 from pallas_kernels import fp8, grouped
 from pallas_kernels.float8 import BLOCK
@@ -195,8 +195,12 @@ def _num_experts(params: MoeParams) -> int:
     return jax.tree.leaves(params.gate_up)[0].shape[1]
 
 
-def _product(rows: jax.Array, weight: jax.Array | Int4Weight, tiles: dict[str, Any], layer: ExpertLayer) -> jax.Array:
+def _product(
+    rows: jax.Array, weight: jax.Array | Int4Weight | Fp4Weight, tiles: dict[str, Any], layer: ExpertLayer
+) -> jax.Array:
     """Multiplies rows that are not quantized."""
+    if isinstance(weight, Fp4Weight):
+        return grouped.fp4_grouped_gemm_contiguous(rows, _merge(weight.data), _merge(weight.scale), **tiles)
     if isinstance(weight, Int4Weight):
         return grouped.int4_grouped_gemm_contiguous(rows, _merge(weight.data), _merge(weight.scale), **tiles)
     if layer.numerics.fp8_products:

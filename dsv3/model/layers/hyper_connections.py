@@ -10,6 +10,7 @@ streams themselves change places. Everything but the streams is float32.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from dsv3.model.layers.linear import Index, layer_slice
 from dsv3.model.layers.router import router_logits
 from dsv3.model.params import MixingParams
 from pallas_kernels.backend import Backend
+from pallas_kernels.mixing import mixing_weights
 
 
 @jax.tree_util.register_dataclass
@@ -65,14 +67,11 @@ class Streams:
         """Returns the streams at the place of a block, whose mixing is layer `layer` of `params`."""
         assert params is not None  # every place has its own
         hyper = hyper_of(cfg)
-        n = hyper.streams
         logits = self._logits(params.weight, layer, cfg, backend)
         base, scale = layer_slice(params.base, layer), layer_slice(params.scale, layer)
-        pre = jax.nn.sigmoid(logits[:, :n] * scale[0] + base[:n]) + hyper.eps
-        post = 2 * jax.nn.sigmoid(logits[:, n : 2 * n] * scale[1] + base[n : 2 * n])
-        between = (logits[:, 2 * n :] * scale[2] + base[2 * n :]).reshape(-1, n, n)
-        collapsed = _weighted_sum(pre, self.streams)
-        return MixedStreams(self.streams, collapsed, post, doubly_stochastic(between, hyper), self.means)
+        how: dict[str, Any] = {"iterations": hyper.sinkhorn_iterations, "eps": hyper.eps, "backend": backend}
+        pre, post, between = mixing_weights(logits, base, scale, streams=hyper.streams, **how)
+        return MixedStreams(self.streams, _weighted_sum(pre, self.streams), post, between, self.means)
 
     @jax.named_scope("mixing")
     def end(self, params: MixingParams | None, cfg: ModelConfig, backend: Backend | None) -> jax.Array:
@@ -116,7 +115,8 @@ class MixedStreams:
     def write(self, *parts: jax.Array) -> Streams:
         """Returns the streams after the block, whose result is the sum of `parts` `[T, D]`."""
         y = jnp.stack([part.astype(jnp.float32) for part in parts]).sum(0)
-        moved = jnp.einsum("tjk,tjd->tkd", self.between, self.streams.astype(jnp.float32), precision="highest")
+        # Products and their sum are one kernel on a GPU; a batch of 4 x 4 matrices is not.
+        moved = (self.between[..., None] * self.streams.astype(jnp.float32)[:, :, None]).sum(1)
         return Streams((self.post[..., None] * y[:, None] + moved).astype(self.streams.dtype), self.means)
 
 
@@ -140,23 +140,6 @@ def residual_of(cfg: ModelConfig, flat: jax.Array) -> Residual:
     if cfg.hyper_connections is None:
         return OneStream(flat)
     return Streams(flat.reshape(len(flat), cfg.hyper_connections.streams, -1))
-
-
-def doubly_stochastic(logits: jax.Array, hyper: HyperConnections) -> jax.Array:
-    """Returns `[T, n, n]` whose rows and columns sum to 1, by Sinkhorn's algorithm; the columns come last.
-
-    The first step over rows is a softmax.
-    """
-    eps = hyper.eps
-
-    def columns(c: jax.Array) -> jax.Array:
-        return c / (c.sum(-2, keepdims=True) + eps)
-
-    def both(_: int, c: jax.Array) -> jax.Array:
-        return columns(c / (c.sum(-1, keepdims=True) + eps))
-
-    first = columns(jax.nn.softmax(logits, axis=-1) + eps)
-    return lax.fori_loop(1, hyper.sinkhorn_iterations, both, first)
 
 
 def hyper_of(cfg: ModelConfig) -> HyperConnections:

@@ -150,7 +150,7 @@ async def echoed_prompts(service: Service, prompts: list[EncodedPrompt], n: int)
 
 async def chat_prompt(service: Service, request: ChatRequest, tools: RequestTools) -> EncodedPrompt:
     """Returns the prompt of a conversation."""
-    rendered = await _rendered(service, request, tools, request.reasoning_effort)
+    rendered = await _rendered(service, request, tools)
     return await _encoded_chat(service, rendered, add_special_tokens=False)
 
 
@@ -161,7 +161,7 @@ async def tokenize_prompt(service: Service, request: TokenizeRequest) -> Encoded
     if request.prompt is not None:
         ids = await service.encode(request.prompt, request.add_special_tokens is not False, "prompt")
         return EncodedPrompt(ids, request.prompt)
-    rendered = await _rendered(service, request, RequestTools(), None)
+    rendered = await _rendered(service, request, RequestTools())
     return await _encoded_chat(service, rendered, bool(request.add_special_tokens))
 
 
@@ -200,17 +200,12 @@ def not_in_vocabulary(vocab_size: int) -> ApiError:
     return invalid(f"prompt: a token id is an integer from 0 to {vocab_size - 1}", "prompt")
 
 
-async def _rendered(
-    service: Service,
-    request: ChatRequest | TokenizeRequest,
-    tools: RequestTools,
-    reasoning_effort: str | None,
-) -> str:
+async def _rendered(service: Service, request: ChatRequest | TokenizeRequest, tools: RequestTools) -> str:
     if service.tokenizer is None or service.templates is None:
         what = "no tokenizer" if service.tokenizer is None else "no chat template"
         raise invalid(f"this model has {what}: use /v1/completions", "messages", "no_chat_template")
     try:
-        return await service.templates.render(_render_request(request, tools, reasoning_effort))
+        return await service.templates.render(_render_request(request, tools))
     except TemplateError as error:
         raise invalid(str(error), "messages") from None
     except WorkerDied as error:
@@ -220,22 +215,20 @@ async def _rendered(
         raise service.busy(error) from None
 
 
-def _render_request(
-    request: ChatRequest | TokenizeRequest, tools: RequestTools, reasoning_effort: str | None
-) -> Render:
+def _render_request(request: ChatRequest | TokenizeRequest, tools: RequestTools) -> Render:
     continued = bool(request.continue_final_message)
     prompted = request.add_generation_prompt if request.add_generation_prompt is not None else not continued
     kwargs: dict[str, Any] = dict(request.chat_template_kwargs or {})
-    if reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", reasoning_effort)
+    schema = None
+    if isinstance(request, ChatRequest):
+        if request.reasoning_effort is not None:
+            kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+        form = request.response_format
+        if form is not None and form.type == "json_schema" and form.json_schema is not None:
+            schema = form.json_schema.schema
     assert request.messages is not None
-    return Render(
-        [_template_message(message, i) for i, message in enumerate(request.messages)],
-        tools.shown,
-        prompted,
-        continued,
-        kwargs,
-    )
+    messages = [_template_message(message, i) for i, message in enumerate(request.messages)]
+    return Render(messages, tools.shown, prompted, continued, kwargs, schema)
 
 
 def _template_message(message: ChatMessage, index: int) -> dict[str, Any]:

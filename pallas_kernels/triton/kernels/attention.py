@@ -48,7 +48,7 @@ def paged(
             rope = tl.load(row + R + rope_columns[None, :], mask=written[:, None], other=0.0)
         scores = tl.dot(q_rope, tl.trans(rope), tl.dot(q, tl.trans(latent)))
         scores = tl.where(tokens[None, :] < visible[:, None], scores * SCALE, float("-inf"))
-        top, total, out = _add(scores, latent, top, total, out)
+        top, total, out = add_block(scores, latent, top, total, out)
 
     seen = total > 0
     total = tl.where(seen, total, 1.0)
@@ -60,7 +60,7 @@ def paged(
 
 
 @triton.jit
-def _add(scores, values, top, total, out):
+def add_block(scores, values, top, total, out):
     """Returns the running maximum, sum and output of a softmax with one more block of scores and values."""
     new_top = tl.maximum(top, tl.max(scores, 1))
     weights, shrink = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
@@ -130,7 +130,7 @@ def spans(
         seen = (key[None, :] < end[:, None]) & (key[None, :] >= start[:, None])
         scores = tl.where(seen, scores * SCALE, float("-inf"))
         v = tl.load(v_ptr + key64[:, None] * V + tl.arange(0, V)[None, :], mask=real, other=0.0)
-        top, total, out = _add(scores, v, top, total, out)
+        top, total, out = add_block(scores, v, top, total, out)
     any_seen = total > 0
     total = tl.where(any_seen, total, 1.0)
     out = (out / total[:, None]).to(out_ptr.dtype.element_ty)
@@ -174,7 +174,7 @@ def masked(
         named = (tl.load(words, mask=in_rows[:, None], other=0) >> (key % 32)[None, :]) & 1
         scores = tl.where(named != 0, scores * SCALE, float("-inf"))
         v = tl.load(v_ptr + key64[:, None] * V + tl.arange(0, V)[None, :])
-        top, total, out = _add(scores, v, top, total, out)
+        top, total, out = add_block(scores, v, top, total, out)
     total = tl.where(total > 0, total, 1.0)
     out = (out / total[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row64[:, None] * V + tl.arange(0, V)[None, :], out, mask=in_rows[:, None])

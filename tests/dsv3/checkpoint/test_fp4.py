@@ -1,5 +1,6 @@
-"""FP4 weights: each code is decoded, and turned into FP8 without loss or refused."""
+"""FP4 weights: each code is decoded, and turned into FP8 without loss or reported."""
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -38,37 +39,44 @@ def test_codes_are_those_of_ml_dtypes() -> None:
 def test_the_low_half_of_a_byte_is_the_even_column() -> None:
     row = np.zeros((1, 16), np.int8)
     row[0, 0] = 0x21
-    assert decode(row, scales(np.array([[3]])))[0, :3].tolist() == [4.0, 8.0, 0.0]
+    assert np.asarray(decode(row, scales(np.array([[3]]))))[0, :3].tolist() == [4.0, 8.0, 0.0]
+
+
+def fp8(codes: np.ndarray, exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Data, block scales and distances of `to_fp8`."""
+    made, spread = jax.jit(to_fp8)(packed(codes), scales(exponents))
+    return np.asarray(made.data), np.asarray(made.scale), np.asarray(spread)
 
 
 def test_every_byte_under_every_scale() -> None:
+    """Float32 on a device has no numbers below 2**-126, and e8m0 reaches 6 * 2**127."""
     codes = np.arange(256)[:, None] >> np.array([0, 4] * 16)[None] & 15
-    exponents = np.tile(np.arange(-127, 126), (256, 1))  # 6 * 2**126 is beyond float32
-    found = decode(packed(np.tile(codes, 253)), scales(exponents)).astype(np.float64)
-    assert np.array_equal(found, multiplied(np.tile(codes, 253), exponents))
+    exponents = np.tile(np.arange(-125, 126), (256, 1))
+    found = np.asarray(decode(packed(np.tile(codes, 251)), scales(exponents))).astype(np.float64)
+    assert np.array_equal(found, multiplied(np.tile(codes, 251), exponents))
 
 
-@pytest.mark.parametrize("largest", [-126, -100, -7, 0, 5, 125])
+@pytest.mark.parametrize("largest", [-100, -7, 0, 5, 125])
 def test_every_code_at_every_distance_that_fp8_has_room_for(largest: int) -> None:
     codes = np.tile(np.arange(16), (MAX_SPREAD + 1, 8))  # a row per distance; the block's other columns are the largest
     exponents = np.full((MAX_SPREAD + 1, 4), largest)
-    exponents[:, 1] = np.maximum(largest - np.arange(MAX_SPREAD + 1), -127)
-    data, scale = to_fp8(packed(codes), scales(exponents))
-    assert np.array_equal(of_blocks(data, scale), decode(packed(codes), scales(exponents)).astype(np.float64))
+    exponents[:, 1] = largest - np.arange(MAX_SPREAD + 1)
+    data, scale, spread = fp8(codes, exponents)
+    assert np.array_equal(spread, largest - exponents)
+    assert np.array_equal(of_blocks(data, scale), multiplied(codes, exponents))
     assert np.array_equal(np.signbit(data.astype(np.float32)), codes > 7)
 
 
 @pytest.mark.parametrize("code", range(16))
-def test_one_place_more_is_refused_unless_it_holds_zeros(code: int) -> None:
+def test_one_place_more_is_reported_unless_it_holds_zeros(code: int) -> None:
     codes = np.full((3, 64), 1)
     codes[2, 32:] = code
     exponents = np.zeros((3, 2), np.int64)
     exponents[2, 1] = -MAX_SPREAD - 1
-    if code & 7:
-        with pytest.raises(ValueError, match=r"row 2, columns 32 to 63: the scale is 2\*\*-15"):
-            to_fp8(packed(codes), scales(exponents))
-    else:
-        assert not of_blocks(*to_fp8(packed(codes), scales(exponents)))[2, 32:].any()
+    data, scale, spread = fp8(codes, exponents)
+    assert spread[2, 1] == (MAX_SPREAD + 1 if code & 7 else 0) and not spread[:2].any()
+    if not code & 7:
+        assert not of_blocks(data, scale)[2, 32:].any()
 
 
 def test_blocks_at_the_edges_have_scales_of_their_own() -> None:
@@ -76,16 +84,12 @@ def test_blocks_at_the_edges_have_scales_of_their_own() -> None:
     codes, exponents = rng.integers(0, 16, (300, 416)), rng.integers(-6, 7, (300, 13))
     exponents[:, 12] -= 40  # the last columns are a block apart
     exponents[256:] += 60
-    data, scale = to_fp8(packed(codes), scales(exponents))
+    data, scale, spread = fp8(codes, exponents)
     assert scale.shape == (3, 4) and np.array_equal(np.log2(scale), np.round(np.log2(scale)))
-    assert np.array_equal(of_blocks(data, scale), multiplied(codes, exponents))
+    assert spread.max() <= 12 and np.array_equal(of_blocks(data, scale), multiplied(codes, exponents))
 
 
-def test_zeros_alone_and_scales_that_are_no_numbers() -> None:
-    zeros = np.zeros((4, 32), np.int8)
-    damaged = np.full((4, 2), 255, np.uint8).view(E8M0)
-    for scale in (damaged, scales(np.full((4, 2), -127))):
-        data, blocks = to_fp8(zeros, scale)
-        assert not data.astype(np.float32).any() and np.isfinite(blocks).all() and (blocks > 0).all()
-    with pytest.raises(ValueError, match="not a number"):
-        to_fp8(zeros + 1, damaged)
+@pytest.mark.parametrize("exponent", [-127, 0, 127])
+def test_the_scale_of_zeros_says_nothing(exponent: int) -> None:
+    data, scale, spread = fp8(np.full((4, 32), 8), np.full((4, 1), exponent))
+    assert not data.astype(np.float32).any() and np.isfinite(scale).all() and (scale > 0).all() and not spread.any()

@@ -288,7 +288,7 @@ def test_mtp_modules_beyond_the_configuration_are_skipped_and_logged(tmp_path, c
     fewer = dataclasses.replace(cfg, num_nextn_predict_layers=0)
     with caplog.at_level(logging.INFO):
         loaded = load(tmp_path, fewer)
-    assert "MTP modules from layer 4 on are not loaded" in caplog.text
+    assert "layers that make drafts, from 4 on, are not loaded" in caplog.text
     assert_same_bits(loaded, wanted(fewer, tensors, np.float32))
 
 

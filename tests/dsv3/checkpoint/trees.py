@@ -7,15 +7,17 @@ import numpy as np
 
 from dsv3.checkpoint import layout
 from dsv3.config.model import ModelConfig
-from dsv3.model.params import Fp8Weight, Params, declare
+from dsv3.model.params import Fp4Weight, Fp8Weight, Params, declare
+
+_PAIRS = (Fp4Weight, Fp8Weight)
 
 
 def by_path(cfg: ModelConfig, params: Params) -> dict[str, np.ndarray]:
-    """Host arrays by dotted path; an FP8 weight gives two, at ".data" and ".scale"."""
-    flat = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Fp8Weight))
+    """Host arrays by dotted path; an FP8 or FP4 weight gives two, at ".data" and ".scale"."""
+    flat = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, _PAIRS))
     result = {}
     for path, leaf in zip(layout.leaves(cfg), flat, strict=True):
-        if isinstance(leaf, Fp8Weight):
+        if isinstance(leaf, _PAIRS):
             result |= {f"{path}.data": np.asarray(leaf.data), f"{path}.scale": np.asarray(leaf.scale)}
         else:
             result[path] = np.asarray(leaf)

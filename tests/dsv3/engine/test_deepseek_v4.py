@@ -11,6 +11,8 @@ import pytest
 
 from dsv3.config.engine import EngineConfig
 from dsv3.config.model import ModelConfig
+from dsv3.config.options import EngineOptions
+from dsv3.engine.build import build_engine
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import BlockFunctions, in_full_precision, model_functions
@@ -20,6 +22,7 @@ from tests.dsv3.engine import fewer
 from tests.dsv3.engine.driving import request, run
 from tests.dsv3.model import golden
 from tests.dsv3.model.deepseek_v4 import model, with_module, with_stages
+from tests.dsv3.model.golden import DIRECTORY
 
 MEMBER = "deepseek_v4"
 LIMITS = {"max_model_len": 512, "num_pages": 16, "max_num_seqs": 4, "max_num_batched_tokens": 300}
@@ -37,8 +40,12 @@ def parts(served: tuple[Params, ModelConfig], **changes: object) -> EngineCompon
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
+    """Serves the published form of a checkpoint, in float32."""
+    options = EngineOptions(
+        max_model_len=512, max_num_seqs=4, max_num_batched_tokens=300, dtype="float32", fp8="dequantize"
+    )
     with fewer.one_bucket(), fewer.greedy_samplers():
-        engine = Engine(parts(model(MEMBER)))
+        engine = build_engine(DIRECTORY / MEMBER, options, progress=False)
         engine.warm_up()
     return engine
 

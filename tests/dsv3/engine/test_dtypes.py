@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
-from dsv3.config.hugging_face import load_config, stored_dtype
+from dsv3.config.hugging_face import from_hf, load_config, stored_dtype
 from dsv3.config.model import FP8, PAGE_SIZE, ModelConfig
 from dsv3.config.options import EngineOptions
 from dsv3.engine.build import build_engine, bundled_model, load_components
 from dsv3.engine.description import describe
-from dsv3.engine.dtypes import resolve_dtypes
+from dsv3.engine.dtypes import packed_mode, resolve_dtypes
 from dsv3.engine.executor import lay_out
 from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.memory import DeviceMemory, account
@@ -24,6 +24,7 @@ from dsv3.kv_cache.layout import page_bytes, pool
 from pallas_kernels import native
 from pallas_kernels.backend import Backend
 from pallas_kernels.mla import PAGE_SIZE as KERNEL_PAGE_SIZE
+from tests.dsv3 import deepseek_v4
 from tests.dsv3.engine.driving import request, run
 
 CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
@@ -160,3 +161,30 @@ def test_float32_is_float32_on_a_gpu_too() -> None:
     spread = precisions(dtype="float32", enable_expert_parallel=True, data_parallel_size=1)
     assert spread == dict.fromkeys(("prefill", "prompt_logprobs"), exact)
     assert "DEFAULT" in precisions(dtype="bfloat16")["prefill"]
+
+
+FLASH = dataclasses.replace(from_hf(deepseek_v4.FLASH), num_nextn_predict_layers=0)
+
+
+def test_experts_of_four_bits_are_served_as_options_say() -> None:
+    int4 = dataclasses.replace(PLAIN, int4_experts=True)
+    assert packed_mode(PLAIN, EngineOptions()) is packed_mode(DEEPSEEK_V3, EngineOptions()) is None
+    assert [packed_mode(int4, EngineOptions(int4=mode)) for mode in ("keep", "fp8", "dequantize")] == [
+        "keep",
+        "fp8",
+        "dequantize",
+    ]
+    assert [packed_mode(FLASH, EngineOptions(fp4=mode)) for mode in ("keep", "fp8")] == ["keep", "fp8"]
+    assert packed_mode(FLASH, EngineOptions(fp4="keep", fp8="dequantize")) == "dequantize"
+
+
+def test_windows_and_entries_may_be_fp8() -> None:
+    """Their rows have scales of their own, unlike latents of other models."""
+    found = resolve_dtypes(FLASH, EngineOptions(kv_cache_dtype=FP8), H200)
+    assert (found.compute.name, found.cache) == ("bfloat16", FP8)
+    line = describe(FLASH, found, Backend.MOSAIC, "keep")
+    assert line.startswith("family deepseek_v4, 284 billion parameters, 13.3 billion of them per token")
+    seen = "each token attends to 128 tokens and, of entries that are chosen, 512 at most"
+    assert line.endswith(f"; FP4 experts stay FP4; {seen}")
+    assert "; FP4 experts as FP8; " in describe(FLASH, found, Backend.TRITON, "fp8")
+    assert "; FP4 experts stay FP4, by jax.numpy; " in describe(FLASH, found, Backend.TRITON)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.config.hugging_face import from_hf
 from dsv3.config.model import (
     HEAVY_ENTRIES,
@@ -88,3 +89,22 @@ def test_stages_of_dspark_have_windows_behind_those_of_the_model() -> None:
     groups = {group.name: group for group in from_hf(FLASH_0731).cache_groups("fp8")}
     assert groups[WINDOW_LATENTS].layers == tuple(range(46))
     assert groups[SPARSE_TAILS].layers == tuple(range(2, 43, 2))
+
+
+def test_the_cache_is_split_by_rules() -> None:
+    """A slot has its state and four window pages; a fifth of the rest is window pages that are kept."""
+    cfg, nbytes, slots = from_hf(FLASH), 10**10, 64
+    page, window, state = (layout.page_bytes(cfg, "fp8", kind) for kind in ("context", "window", "request"))
+    pages, least = layout.pages_within(cfg, "fp8", nbytes, slots), 4 * slots + 8
+    windows = layout.window_pages(cfg, "fp8", pages, slots)
+    rest = nbytes - slots * state - least * window
+    assert layout.slots_bytes(cfg, "fp8", slots) == nbytes - rest
+    assert pages * page == pytest.approx(0.8 * rest, rel=1e-3)
+    assert (windows - least) * window == pytest.approx(0.2 * rest, rel=1e-2)
+    assert pages * page + windows * window + slots * state <= nbytes
+
+
+def test_models_without_a_window_have_pages_alone() -> None:
+    cfg = DEEPSEEK_V3
+    assert layout.page_cost(cfg, "bfloat16") == layout.page_bytes(cfg, "bfloat16")
+    assert layout.window_pages(cfg, "bfloat16", 1000, 64) == layout.slots_bytes(cfg, "bfloat16", 64) == 0

@@ -14,12 +14,15 @@ from dsv3.checkpoint.deepseek_v4 import stored_tensors
 from dsv3.config.hugging_face import from_hf
 from dsv3.config.model import ModelConfig
 from dsv3.model import decoder, forward
+from dsv3.model.inspection import inspect
 from dsv3.model.layers import compressed_attention, compressed_uncached, experts, hyper_connections, linear, router
 from dsv3.model.layers.compressor import Contribution
 from dsv3.model.layers.hyper_connections import MixedStreams, Streams
 from dsv3.model.layers.rope import Rotation
 from dsv3.model.params import Params, abstract, declare
 from pallas_kernels import rows
+from pallas_kernels.compressed import sink_attention
+from pallas_kernels.mixing import doubly_stochastic
 from tests.dsv3.deepseek_v4 import FLASH, FLASH_0731, PRO
 from tests.dsv3.model.deepseek_v4 import MEMBERS, model
 from tests.dsv3.model.golden import data, relative_error, run
@@ -87,7 +90,7 @@ def test_like_layers_are_run_by_one_loop() -> None:
 def test_what_goes_between_streams_is_doubly_stochastic() -> None:
     hyper = hyper_connections.hyper_of(model("deepseek_v4")[1])
     logits = jax.random.normal(jax.random.key(0), (100, 4, 4))
-    found = hyper_connections.doubly_stochastic(logits, hyper)
+    found = doubly_stochastic(logits, hyper.sinkhorn_iterations, hyper.eps)
     assert np.allclose(found.sum(1), 1, atol=1e-5) and np.allclose(found.sum(2), 1, atol=1e-3)
     assert not np.allclose(found, found.swapaxes(1, 2), atol=0.1)
 
@@ -98,11 +101,11 @@ def test_a_token_alone_sees_what_it_sees_in_a_batch() -> None:
     q, keys = rng.normal(size=(1, 40, 6, 32)), rng.normal(size=(1, 50, 32))
     visible, sink = rng.random((1, 40, 50)) < 0.3, rng.normal(size=6).astype(np.float32)
     visible[0, 7] = False  # such a row sees the sink alone
-    whole = compressed_attention.sink_attention(*map(jnp.asarray, (q, keys, visible)), sink, cfg.softmax_scale)
+    whole = sink_attention(*map(jnp.asarray, (q, keys, visible)), sink, cfg.softmax_scale)
     assert not whole[0, 7].any()
     for t in (0, 39):
         (own,) = np.nonzero(visible[0, t])
-        alone = compressed_attention.sink_attention(
+        alone = sink_attention(
             jnp.asarray(q[:, t : t + 1]),
             jnp.asarray(keys[:, own]),
             jnp.ones((1, 1, len(own)), bool),
@@ -117,6 +120,11 @@ def test_tokens_out_of_range_have_the_experts_of_the_last_one() -> None:
     found = router.route_by_token(cfg, jnp.zeros((4, 8)), table, jnp.array([0, 3, 4, 2**31 - 1]))
     assert found.ids.tolist() == [[0, 1], [6, 7], [6, 7], [6, 7]]
     assert np.allclose(found.weights, cfg.routed_scaling_factor / 2)
+
+
+def test_layers_with_several_streams_are_not_recorded() -> None:
+    with pytest.raises(ValueError, match="deepseek_v4: layers with several residual streams are not recorded"):
+        inspect(*model("deepseek_v4"), [1, 2, 3])
 
 
 def attention_of(**changes: Any) -> Wrong:

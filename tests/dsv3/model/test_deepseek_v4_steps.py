@@ -15,10 +15,9 @@ from dsv3.config.model import DRAFT_ROWS
 from dsv3.kv_cache import layout
 from dsv3.model import DecodeBatch, forward
 from dsv3.model.layers import compressed_uncached
-from dsv3.model.layers.compressed_attention import sink_attention
 from dsv3.model.layers.compressed_paged import decode_attend_compressed
-from dsv3.model.layers.entry_row import decode_rows, encode_rows
 from pallas_kernels import dsa
+from pallas_kernels.compressed import decode_rows, encode_rows, sink_attention
 from tests.dsv3.model.deepseek_v4 import model
 from tests.dsv3.model.deepseek_v4_steps import CHUNKS, ROWS, Engine, Request, T, step
 from tests.dsv3.model.golden import data, run

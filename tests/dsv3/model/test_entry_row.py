@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dsv3.config.model import entry_row
-from dsv3.model.layers.entry_row import decode_rows, encode_rows
+from pallas_kernels.compressed import decode_rows, encode_rows
 
 
 @pytest.mark.parametrize(("plain", "rotated"), [(448, 64), (24, 8), (512, 64), (576, 2)])

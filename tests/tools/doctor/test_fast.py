@@ -139,6 +139,7 @@ def test_what_is_timed_has_the_goals_of_the_design():
     assert goals == {
         "decode": {("TFLOP/s", 600), ("GB/s", 3700)},
         "prefill": set(),
+        "compressed": set(),
         "fp8_dense": {("TFLOP/s", 1300), ("GB/s", 3800)},
         "grouped": {("GB/s", 3800)},
         "moe_layer": set(),

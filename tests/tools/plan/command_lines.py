@@ -19,7 +19,7 @@ from configs.deepseek_v2_lite import DEEPSEEK_V2_LITE
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deepseek_v31 import DEEPSEEK_V31
 from configs.deepseek_v32 import DEEPSEEK_V32
-from configs.deployments import DECODE_EP144, H200, H800, NODE_8XH200, PREFILL_EP32
+from configs.deployments import DECODE_EP144, H100, H200, NODE_8XH200, PREFILL_EP32
 from configs.glm_4_7_flash import GLM_4_7_FLASH
 from configs.kimi_k2_thinking import KIMI_K2_THINKING
 from dsv3.config.declaration import options_of
@@ -37,8 +37,7 @@ from tools.plan.deployment import Deployment, Device
 
 ROOT = Path(__file__).parents[3]
 WORKING = Path(__file__).with_name("working.json")
-# The least memory that drivers report: 79.1 GiB of an H100, 139.72 GiB of an H200 (most report 139.8).
-H100 = dataclasses.replace(H800, name="H100", memory_bytes=84_900_000_000)
+# The least memory that drivers report: 139.72 GiB of an H200 (most report 139.8).
 LEAST_H200 = dataclasses.replace(H200, memory_bytes=150_020_000_000)
 PUBLISHED = (DECODE_EP144, PREFILL_EP32, NODE_8XH200)
 MODELS = {

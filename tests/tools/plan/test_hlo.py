@@ -52,6 +52,11 @@ def test_a_start_is_paired_with_its_done_and_the_work_between() -> None:
     assert (second.kind, second.step_bytes) == ("all-reduce", 2 * 128 * 15 // 16)
 
 
+def test_kernels_are_counted_in_all_iterations() -> None:
+    """A product and a transfer in each of 58, by stage; what is done starts nothing."""
+    assert hlo.kernels(hlo.parse(TEXT)) == {"dispatch": 58, "experts": 58, "other": 1}
+
+
 def test_the_host_waits_at_loops_of_unknown_trip_count() -> None:
     assert hlo.parse(TEXT).host_waits == ("open",)
     assert hlo.parse(TEXT.replace("while(%t2)", "conditional(%t2)")).host_waits == ("open",)

@@ -261,6 +261,8 @@ def test_report_json_and_picture(plan, tmp_path) -> None:
     assert re.search(r"possible deadlocks of collectives +none", text)
     written = json.loads(json.dumps(report.as_json(plan)))
     assert written["steps"][0]["timeline"]["micro_batches"] == 2
+    launched = sum(written["steps"][0]["kernels"].values())
+    assert 61 * 2 * 50 < launched < 61 * 2 * 110, "per layer and micro-batch: docs/plan.md says 105"
     assert written["steps"][0]["order"] == {"in_flight": 2, "communicators": 1, "channels": 8, "faults": []}
     draw(plan, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")

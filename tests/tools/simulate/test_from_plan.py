@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
-from configs.deployments import DECODE_EP144, PREFILL_EP32
+from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH
+from configs.deployments import DECODE_EP144, PREFILL_EP32, V4_FLASH_4XH200
 from dsv3.engine.device.programs import Key
 from dsv3.model.vocabulary import WHOLE
 from tests.tools.plan.test_timeline import BYTES, EXPERTS, RATES, TRIPS, program_text
@@ -67,6 +68,11 @@ def test_drafts_are_refused_before_compiling() -> None:
     drafting = dataclasses.replace(DECODE_EP144, speculative_config={"method": "mtp"}, acceptance=0.8)
     with pytest.raises(DeploymentError, match="drafts cannot be simulated"):
         compute_times(DEEPSEEK_V3, drafting, lambda what: None)
+
+
+def test_deepseek_v4_is_refused_before_compiling() -> None:
+    with pytest.raises(DeploymentError, match="DeepSeek-V4 cannot be simulated"):
+        compute_times(DEEPSEEK_V4_FLASH, V4_FLASH_4XH200, lambda what: None)
 
 
 def test_another_deployment_has_another_digest() -> None:

@@ -18,7 +18,7 @@ _BIAS = 127  # exponent of an e8m0 byte 0, negated
 def encode_rows(rows: jax.Array, plain: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Returns `rows` `[..., R + P]`, of which `plain` R are not rotated, as a cache of `dtype` has them.
 
-    For uint8 they are FP8 rows, of the width that `dsv3.config.model.entry_row` says.
+    For uint8 they are FP8 rows, of R + 8 * ceil(R / 512) + 2 * P bytes.
     """
     if jnp.dtype(dtype) != jnp.uint8:
         return rows.astype(dtype)

@@ -1,0 +1,193 @@
+"""Plans of DeepSeek-V4: what fits, what is read and sent, and speeds beside SGLang's. Estimates; nothing is timed.
+
+    JAX_PLATFORMS=cpu python -m benchmarks.plan_deepseek_v4
+
+It needs the extra `aot`. SGLang's figures (pull request 33109, v0.5.16) are of DeepSeek-V4-Flash-0731 with DSpark on
+4 H200, for random prompts of up to 8,192 tokens and answers of up to 1,024. The estimates are of the first release, for
+prompts and answers of these lengths. They have three drafts of its MTP module, each accepted with a chance of 0.7 if
+those before it are, or none. On SGLang's data DSpark gave 5.45 tokens per step at 64 and 256 requests.
+
+DeepGEMM's figures (its pull request 323) are of a layer's experts in FP8 with dispatch and combine on 8 H20: for
+DeepEP's low-latency transfers around grouped products, and for one kernel that does everything.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from benchmarks.record import Cell, Report, run
+from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH
+from configs.deepseek_v4_pro import DEEPSEEK_V4_PRO
+from configs.deployments import H100, V4_DEPLOYMENTS, V4_FLASH_4XH200, V4_FLASH_4XH200_TP4
+from dsv3.config.device_rates import PEAKS
+from dsv3.config.model import ModelConfig
+from dsv3.kv_cache.layout import page_bytes
+from tools.plan.compressed import cache_reads
+from tools.plan.deployment import Deployment, PlannedBatch, kernel_rates
+from tools.plan.roofline import HOOK_S, TRANSFER_S, decode_stages, wire_rows
+from tools.plan.uncompiled import MixedRate, StepEstimate, UncompiledPlan, uncompiled_plan
+from tools.plan.uncompiled_report import cache_pages
+
+MODELS = {"Flash": DEEPSEEK_V4_FLASH, "Pro": DEEPSEEK_V4_PRO}
+CONTEXTS = {"8K": 2**13, "128K": 2**17, "1M": 2**20}
+SGLANG = {1: (1.72, 606), 16: (8.39, 2538), 64: (38.05, 2994), 256: (104.53, 4872), 1024: (123.81, 4573)}
+"""Milliseconds from token to token, and tokens of prompts and answers per second and GPU, by requests at once. The last
+has no drafts."""
+DEEPGEMM = {1: (250.1, 188.0), 2: (299.9, 239.0), 4: (416.0, 361.1), 8: (494.8, 432.2)}
+"""Microseconds by tokens per GPU: of low-latency transfers and grouped products, and of one kernel."""
+H20 = dataclasses.replace(
+    H100, name="H20", hbm_bytes_per_second=PEAKS["H20"].hbm, fp8_flops=PEAKS["H20"].fp8, bf16_flops=PEAKS["H20"].bf16
+)
+DRAFTS = {"method": "mtp", "num_speculative_tokens": 3}
+ACCEPTANCE = 0.7
+GB, MB = 1e9, 1e6
+
+
+def main(report: Report) -> None:
+    columns = ["model", "cache", "per token (B)", "window page (MB)", "state of a request (MB)",
+               "request of 128K (GB)", "request of 1M (GB)"]  # fmt: skip
+    report.table(
+        "Cache of DeepSeek-V4 without an MTP module, and without the share of window pages that are kept",
+        columns,
+        _caches(),
+    )
+    columns = ["model", "context", "latents and entries (MB)", "index keys (MB)"]
+    report.table("What a decoded token reads of an FP8 cache", columns, _reads())
+    plans = [each for deployment in V4_DEPLOYMENTS for each in _both(deployment)]
+    columns = ["deployment", "experts", "weights (GB)", "requests per rank", "needed (GB)", "of (GB)", "fits",
+               "tokens of cache that fit a rank", "window pages that fit"]  # fmt: skip
+    report.table("Memory of one GPU, FP8 cache", columns, map(_memory, plans))
+    columns = ["deployment", "experts", "prompts (tokens/s per GPU)", "decode step (ms)", "takes most",
+               "answers (tokens/s per GPU)", "both, 8 to 1 (tokens/s per GPU)", "roofline (ms)"]  # fmt: skip
+    report.table("Speed (estimate)", columns, (_speed(plan) for plan in plans if plan.steps))
+    columns = ["deployment", "step", "tokens per rank", "experts, in the node (MB)", "experts, between nodes (MB)",
+               "in its rank (MB)"]  # fmt: skip
+    kept = (plan for plan in plans if plan.deployment.fp4 == "keep")
+    report.table("What a GPU sends in a step", columns, (_sent(p, s) for p in kept for s in p.steps))
+    columns = ["requests", "SGLang: token to token (ms)", "ours", "without drafts", "SGLang: tokens/s per GPU", "ours",
+               "without drafts", "to SGLang's", "ranks, experts"]  # fmt: skip
+    report.table("DeepSeek-V4-Flash on 4 H200: SGLang's figures, and ours (estimate)", columns, map(_compared, SGLANG))
+    columns = ["tokens per GPU", "transfers and products (us)", "one kernel (us)", "ours (us)", "of the first"]
+    report.table("Experts of a layer of DeepSeek-V4-Flash on 8 H20, FP8: DeepGEMM's figures, and ours (estimate)",
+                 columns, map(_experts_compared, DEEPGEMM))  # fmt: skip
+    steps = [
+        (requests, drafts, _decode(requests, drafts=drafts)) for requests in (1, 16, 256) for drafts in (False, True)
+    ]
+    columns = ["requests", "drafts", *(f"{name} (ms)" for name in steps[-1][2].parts)]
+    report.table("What takes the time of these decode steps (estimate)", columns, (_parts(*step) for step in steps))
+
+
+def _caches() -> Iterator[list[Cell]]:
+    for name, with_module in MODELS.items():
+        model = dataclasses.replace(with_module, num_nextn_predict_layers=0)
+        for cache_dtype in ("fp8", "bfloat16"):
+            context, window, state = (page_bytes(model, cache_dtype, kind) for kind in ("context", "window", "request"))
+            token = context / model.page_size
+            whole = ((CONTEXTS[size] * token + window + state) / GB for size in ("128K", "1M"))
+            yield [name, cache_dtype, int(token), window / MB, state / MB, *whole]
+
+
+def _reads() -> Iterator[list[Cell]]:
+    for name, model in MODELS.items():
+        for size, context in CONTEXTS.items():
+            yield [name, size, *(nbytes / MB for nbytes in cache_reads(model, context, "fp8"))]
+
+
+def _both(deployment: Deployment) -> Iterator[UncompiledPlan]:
+    """Returns the plans of a deployment with FP4 experts, and with FP8 ones."""
+    model = MODELS["Pro" if "pro" in deployment.name else "Flash"]
+    for fp4 in ("keep", "fp8"):
+        yield _plan(model, dataclasses.replace(deployment, fp4=fp4))
+
+
+def _plan(model: ModelConfig, deployment: Deployment) -> UncompiledPlan:
+    return uncompiled_plan(model, model.family or "", deployment)
+
+
+def _experts(plan: UncompiledPlan) -> str:
+    return "FP4" if plan.deployment.fp4 == "keep" else "FP8"
+
+
+def _memory(plan: UncompiledPlan) -> list[Cell]:
+    memory, account = plan.memory, plan.memory.account
+    fits = [memory.tokens_left, cache_pages(plan)[1]] if memory.fits else [None, None]
+    sizes = [account.weights / GB, plan.deployment.decode_requests, memory.needed / GB, account.pool / GB]
+    return [plan.deployment.name, _experts(plan), *sizes, "yes" if memory.fits else "no", *fits]
+
+
+def _speed(plan: UncompiledPlan) -> list[Cell]:
+    prefill, decode, mixed = plan.step("prefill"), plan.step("decode"), plan.mixed
+    assert decode is not None
+    return [
+        plan.deployment.name,
+        _experts(plan),
+        prefill and prefill.tokens_per_device,
+        decode.seconds * 1e3,
+        decode.bound,
+        decode.tokens_per_device,
+        mixed and mixed.tokens_per_device,
+        decode.floor and decode.floor.step * 1e3,
+    ]
+
+
+def _sent(plan: UncompiledPlan, step: StepEstimate) -> list[Cell]:
+    inside = step.traffic.device_bytes - step.traffic.node_bytes
+    sent = [inside / MB, step.traffic.node_bytes / MB or None, step.sums / MB or None]
+    return [plan.deployment.name, step.phase, step.tokens, *sent]
+
+
+class Best(NamedTuple):
+    """The fastest of several ways to run so many requests at once."""
+
+    rate: MixedRate
+    plan: UncompiledPlan
+
+
+def fastest(requests: int, *, drafts: bool) -> Best:
+    """Returns the fastest of: one rank or four, FP4 experts or FP8 ones."""
+    found = []
+    for unit in (V4_FLASH_4XH200_TP4, V4_FLASH_4XH200):
+        if requests % unit.ranks:
+            continue
+        changes = {"speculative_config": DRAFTS, "acceptance": ACCEPTANCE} if drafts else {}
+        unit = dataclasses.replace(unit, decode_requests=requests // unit.ranks, **changes)
+        for plan in _both(unit):
+            if plan.mixed is not None:
+                found.append(Best(plan.mixed, plan))
+    return max(found, key=lambda best: best.rate.tokens_per_device)
+
+
+def _compared(requests: int) -> list[Cell]:
+    milliseconds, rate = SGLANG[requests]
+    (ours, plan), (plain, _) = (fastest(requests, drafts=drafts) for drafts in (True, False))
+    times = [each.per_answer * 1e3 for each in (ours, plain)]
+    rates = [each.tokens_per_device for each in (ours, plain)]
+    return [requests, milliseconds, *times, rate, *rates, rates[0] / rate, f"{plan.deployment.ranks}, {_experts(plan)}"]
+
+
+def experts_seconds(tokens: int) -> float:
+    """Returns the estimate of a layer's experts with dispatch and combine, `tokens` on each of 8 H20."""
+    model = dataclasses.replace(DEEPSEEK_V4_FLASH, fp4_experts=False)
+    rates, rows = kernel_rates(H20, model), sum(wire_rows(model))
+    products = decode_stages(model, rates, PlannedBatch(tokens, 0, model.n_routed_experts // 8))["experts"]
+    return products + 2 * (TRANSFER_S + HOOK_S) + tokens * model.num_experts_per_tok * rows / rates.node_link
+
+
+def _experts_compared(tokens: int) -> list[Cell]:
+    apart, fused = DEEPGEMM[tokens]
+    ours = experts_seconds(tokens) * 1e6
+    return [tokens, apart, fused, ours, ours / apart]
+
+
+def _decode(requests: int, *, drafts: bool) -> StepEstimate:
+    step = fastest(requests, drafts=drafts).plan.step("decode")
+    assert step is not None
+    return step
+
+
+def _parts(requests: int, drafts: bool, step: StepEstimate) -> list[Cell]:
+    return [requests, "3" if drafts else "none", *(seconds * 1e3 for seconds in step.parts.values())]
+
+
+if __name__ == "__main__":
+    run(main)

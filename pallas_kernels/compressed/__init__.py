@@ -1,0 +1,15 @@
+"""Attention to a window of tokens and to compressed entries (DeepSeek-V4), whose rows are in paged arrays."""
+
+from pallas_kernels.compressed.attend import attend_compressed, bytes_of_query
+from pallas_kernels.compressed.entry_row import decode_rows, encode_rows
+from pallas_kernels.compressed.reference import sink_attention
+from pallas_kernels.compressed.row_list import RowList
+
+__all__ = [
+    "RowList",
+    "attend_compressed",
+    "bytes_of_query",
+    "decode_rows",
+    "encode_rows",
+    "sink_attention",
+]

@@ -1,0 +1,101 @@
+"""Compressed attention on Triton kernels, on Hopper too."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.backend import Backend, traced_gpu
+from pallas_kernels.compressed.row_list import RowList
+from pallas_kernels.dsa.triton_ops import traced_for, usable
+from pallas_kernels.mla.triton_ops import base_two
+from pallas_kernels.triton import call
+from pallas_kernels.triton.tiles import listed_tile
+
+__all__ = ["attend", "bytes_of_query", "unsupported", "usable"]
+
+SHARE = 1280
+"""Slots of a query's list that one program reads: the window and the entries that DeepSeek-V4-Pro chooses fit one."""
+
+_HALF_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+_GROUP = 64  # values of an FP8 row that share a scale
+_JOIN_WARPS = 4
+
+
+def attend(
+    q: jax.Array,
+    sink: jax.Array,
+    own: jax.Array,
+    window: RowList,
+    entries: RowList | None,
+    *,
+    scale: float,
+    plain: int,
+    backend: Backend,
+) -> jax.Array:
+    """See `attend_compressed`."""
+    (N, H, d), fp8 = q.shape, own.dtype == jnp.uint8
+    listed = 0 if entries is None else entries.numbers.shape[1]
+    last = RowList(window.array, window.numbers, jnp.zeros_like(window.counts)) if entries is None else entries
+    with traced_for(backend):
+        tile = listed_tile(traced_gpu(), H, fp8_rows=fp8)
+        first_entry = -(-window.numbers.shape[1] // tile.columns) * tile.columns
+        shares = -(-(first_entry + listed) // SHARE)
+        out, lse = call.start(
+            "compressed.attend",
+            (q, sink, own, window.array, window.numbers, window.counts, last.array, last.numbers, last.counts),
+            (
+                jax.ShapeDtypeStruct((N, shares, H, d), q.dtype if shares == 1 else jnp.float32),
+                jax.ShapeDtypeStruct((N, shares, H), jnp.float32),
+            ),
+            grid=(N, shares, -(-H // tile.rows)),
+            warps=tile.warps,
+            stages=tile.stages,
+            SCALE=base_two(scale),
+            HEADS=H,
+            D=d,
+            WIDTH=own.shape[1],
+            PLAIN=plain,
+            WINDOW=window.numbers.shape[1],
+            ENTRIES=last.numbers.shape[1],
+            SHARE=SHARE,
+            SHARES=shares,
+            FP8=fp8,
+            NATIVE=fp8 and traced_gpu().fp8,
+            BLOCK_H=tile.rows,
+            BLOCK_N=tile.columns,
+        )
+        if shares == 1:
+            return out[:, 0]
+        (joined,) = call.start(
+            "compressed.join",
+            (out, lse, window.counts, last.counts),
+            (jax.ShapeDtypeStruct(q.shape, q.dtype),),
+            grid=(N, H),
+            warps=_JOIN_WARPS,
+            HEADS=H,
+            D=d,
+            FIRST_ENTRY=first_entry,
+            SHARE=SHARE,
+            SHARES=shares,
+        )
+    return joined
+
+
+def bytes_of_query(heads: int, d: int, listed: int) -> int:
+    """Returns the bytes of a query's numbers, and of its shares where there are several."""
+    shares = -(-listed // SHARE) + 1
+    return 4 * (listed + (shares * heads * (d + 1) if listed > SHARE else 0))
+
+
+def unsupported(q: Any, array: Any, plain: int) -> str | None:
+    """Returns why the kernel does not support these arrays (or their shapes and types), or None if it does."""
+    d = q.shape[-1]
+    if d & (d - 1) or not 16 <= d <= 512:
+        return f"rows of {d} values are no power of two from 16 to 512"
+    if q.dtype not in _HALF_TYPES:
+        return f"{q.dtype} is neither bfloat16 nor float16"
+    if array.dtype == jnp.uint8:
+        whole = plain % _GROUP == d % _GROUP == 0
+        return None if whole else f"FP8 rows of {plain} and {d - plain} values are no whole groups of {_GROUP}"
+    return None if array.dtype == q.dtype else f"rows of {array.dtype} are not of the queries' type, {q.dtype}"

@@ -1,0 +1,42 @@
+"""DeepSeek-V4 with quantized weights, as they are loaded: FP4 experts compute what dequantized ones do."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dsv3.checkpoint import load_params
+from dsv3.config.hugging_face import from_hf
+from dsv3.model.params import Params
+from tests.dsv3.checkpoint import deepseek_v4 as v4
+from tests.dsv3.checkpoint import hf
+from tests.dsv3.model.golden import relative_error, run
+
+CFG = dataclasses.replace(from_hf(v4.PREVIEW), num_nextn_predict_layers=0)
+TOKENS = np.random.default_rng(0).integers(0, CFG.vocab_size, (1, 24)).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hf.write(tmp_path_factory.mktemp("quantized"), v4.random_tensors(from_hf(v4.PREVIEW)), shards=1)
+
+
+def load(directory: Path, **options: Any) -> Params:
+    return load_params(directory, CFG, dtype="float32", progress=False, **options)
+
+
+def logits(params: Params) -> np.ndarray:
+    return np.asarray(run(params, CFG, TOKENS).logits)
+
+
+def test_fp4_and_fp8_weights(directory: Path) -> None:
+    """Experts that stay FP4 round nothing; FP8 products round their inputs."""
+    plain, kept = load(directory, fp8="dequantize"), load(directory, fp4="keep")
+    moe = dataclasses.replace(plain.moe.moe, gate_up=kept.moe.moe.gate_up, down=kept.moe.moe.down)
+    mixed = dataclasses.replace(plain, moe=dataclasses.replace(plain.moe, moe=moe))
+    wanted = logits(plain)
+    assert relative_error(logits(mixed), wanted) < 1e-5
+    rounded = logits(load(directory))
+    assert 0 < np.sqrt(np.mean((rounded - wanted) ** 2)) < 0.6 * wanted.std()

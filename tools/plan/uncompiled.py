@@ -1,0 +1,221 @@
+"""A plan from shapes and formulas alone: memory, bytes on the wire and estimated speed of DeepSeek-V4.
+
+Its stages run one after the other, and no transfer hides behind them: what an engine overlaps makes it faster. Working
+memory, which compilers say, is assumed.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from dsv3.config.model import ModelConfig
+from dsv3.kv_cache.layout import page_bytes
+from sharding.experts.traffic import Traffic
+from tools.plan import roofline
+from tools.plan.attention import SparseCore
+from tools.plan.deployment import Deployment, PlannedBatch, Rates, kernel_rates
+from tools.plan.memory import Memory, Verdict, judge, memory_of
+from tools.plan.plan import (
+    Handover,
+    decode_floor,
+    experts_per_device,
+    handover,
+    lengths,
+    phases,
+    planned_batch,
+    stage_seconds,
+)
+from tools.plan.programs import Phase, PlannedModel, Run, lay_out, runs
+from tools.plan.roofline import HOOK_S, HOST_S, TRANSFER_S
+
+WORKING = 4_750_747_968
+"""Bytes of working memory: those of DeepSeek's prefill unit, the most that a plan of DeepSeek-V3 has compiled."""
+_OF_STEP = ("head", "eh_proj")  # stages that are no part of every layer
+_SUMS = 2  # over the devices of a rank in a layer: of what attention gives, and of the shared expert
+_JOINS = 1  # of the rows whose routed experts each of them has sent
+
+
+@dataclasses.dataclass(frozen=True)
+class StepEstimate:
+    """One kind of step. `stages` are seconds of a layer, `head` included for the step; `sparse` are parts of attention.
+
+    A device sends `traffic` to experts and back, and `sums` bytes to others of its rank, in `transfers` seconds of a
+    step. `drafts` are the seconds of the MTP module, `accepted` the shares of rows in which all drafts up to each
+    position are accepted.
+    """
+
+    phase: Phase
+    tokens: int
+    width: int
+    layers: int
+    stages: Mapping[str, float]
+    sparse: SparseCore | None
+    traffic: Traffic
+    sums: int
+    transfers: float
+    drafts: float
+    accepted: tuple[float, ...]
+    floor: roofline.DecodeRoofline | None
+    devices_per_rank: int
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of a step by what takes them."""
+        layers = {name: each * (1 if name in _OF_STEP else self.layers) for name, each in self.stages.items() if each}
+        return layers | {"transfers": self.transfers, "drafts": self.drafts, "host": HOST_S}
+
+    @property
+    def seconds(self) -> float:
+        """Estimated time of the whole step."""
+        return sum(self.parts.values())
+
+    @property
+    def bound(self) -> str:
+        """What takes most of a step."""
+        return max(self.parts, key=self.parts.__getitem__)
+
+    @property
+    def tokens_per_row(self) -> float:
+        """Tokens per request and decode step: one, and the accepted drafts."""
+        return 1 + sum(self.accepted)
+
+    @property
+    def tokens_per_device(self) -> float:
+        """Tokens per second and device: of prompts in prefill, of answers in decode."""
+        return self.tokens / self.width * self.tokens_per_row / self.devices_per_rank / self.seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedRate:
+    """An instance that computes prompts and answers, always with as many requests as its decode steps have.
+
+    `per_answer` is the time from one token of a request to the next, prefill steps of others between them included.
+    `tokens_per_device` counts tokens of prompts and answers.
+    """
+
+    prompt: float
+    answer: float
+    per_answer: float
+    tokens_per_device: float
+
+
+@dataclasses.dataclass(frozen=True)
+class UncompiledPlan:
+    """The plan of a deployment from shapes; `steps` is empty if weights and cache do not fit."""
+
+    model_name: str
+    model: ModelConfig
+    deployment: Deployment
+    memory: Memory
+    steps: tuple[StepEstimate, ...]
+    verdict: Verdict
+
+    def step(self, phase: Phase) -> StepEstimate | None:
+        """Returns the step of a phase, None if the deployment runs none."""
+        return next((step for step in self.steps if step.phase == phase), None)
+
+    @property
+    def mixed(self) -> MixedRate | None:
+        """The rate of prompts and answers together; None unless the deployment computes both."""
+        prefill, decode = self.step("prefill"), self.step("decode")
+        return None if prefill is None or decode is None else mixed_rate(self.deployment, prefill, decode)
+
+    @property
+    def handover(self) -> Handover | None:
+        """The transfer of a prompt's pages, and of the window page behind which it goes on, to a decode instance."""
+        decode, deployment = self.step("decode"), self.deployment
+        if decode is None or deployment.prefill_tokens:
+            return None
+        context, window = (page_bytes(self.model, deployment.kv_cache_dtype, name) for name in ("context", "window"))
+        per_node = decode.tokens_per_device * deployment.gpus_per_node
+        return handover(deployment, context / self.model.page_size, per_node, window)
+
+
+def mixed_rate(deployment: Deployment, prefill: StepEstimate, decode: StepEstimate) -> MixedRate:
+    """Returns the rate of prompts and answers together, where prefill steps stop decode steps.
+
+    There is always a next request, and steps are full: no ramp, no tail, no queue.
+    """
+    prompt, answer = lengths(deployment)
+    rows = decode.tokens / decode.width  # of a rank
+    per_prompt = (1 - deployment.prefix_hit_rate) * prompt * prefill.seconds / prefill.tokens
+    per_answer = decode.seconds / decode.tokens_per_row + rows * per_prompt / answer
+    rate = rows * (prompt + answer) / (answer * per_answer) / decode.devices_per_rank
+    return MixedRate(prompt, answer, per_answer, rate)
+
+
+def uncompiled_plan(model: ModelConfig, model_name: str, deployment: Deployment) -> UncompiledPlan:
+    """Returns the plan of `deployment`; raises as `tools.plan.programs.lay_out` does."""
+    planned = lay_out(model, deployment)
+    memory = dataclasses.replace(memory_of(planned, WORKING), compiled=False)
+    verdict = judge(memory, deployment, model.n_routed_experts)
+    steps = tuple(step_estimate(planned, phase) for phase in phases(deployment)) if verdict.fits else ()
+    return UncompiledPlan(model_name, planned.model, deployment, memory, steps, verdict)
+
+
+def step_estimate(planned: PlannedModel, phase: Phase) -> StepEstimate:
+    """Returns the estimate of a kind of step, with its largest bucket."""
+    deployment, rates = planned.deployment, kernel_rates(planned.deployment.device, planned.model)
+    run, *drafts = runs(planned, phase)
+    batch, traffic = planned_batch(planned, phase, run, 1), _traffic(planned, run)
+    L, floor = planned.model.num_hidden_layers, None
+    if phase == "decode" and deployment.tensor_parallel == 1:
+        floor = decode_floor(planned, run.width)
+    sums, transfers = _transfers(planned, rates, run.tokens, traffic, L)
+    return StepEstimate(
+        phase=phase,
+        tokens=run.tokens,
+        width=run.width,
+        layers=L,
+        stages=_stages(planned, phase, run, rates),
+        sparse=roofline.sparse_parts(planned.model, rates, batch),
+        traffic=traffic,
+        sums=sums,
+        transfers=transfers,
+        drafts=sum(_draft_seconds(planned, phase, each, rates) for each in drafts),
+        accepted=deployment.accepted if phase == "decode" else (),
+        floor=floor,
+        devices_per_rank=deployment.tensor_parallel,
+    )
+
+
+def _stages(planned: PlannedModel, phase: Phase, run: Run, rates: Rates) -> dict[str, float]:
+    """Returns the stages' seconds; a small prefill takes at least the time to read its weights."""
+    found = stage_seconds(planned, phase, run, rates, 1)
+    if phase == "decode":
+        return found
+    batch = PlannedBatch(run.tokens, 0, experts_per_device(planned), planned.deployment.tensor_parallel)
+    least = roofline.decode_stages(planned.model, rates, batch)
+    return {name: max(each, least[name]) if name != "head" else each for name, each in found.items()}
+
+
+def _draft_seconds(planned: PlannedModel, phase: Phase, run: Run, rates: Rates) -> float:
+    """Returns the seconds of an MTP module's program in a step: one layer, which sees its window alone."""
+    compressed = planned.model.compressed
+    assert compressed is not None
+    window_alone = dataclasses.replace(compressed, ratios=(0,))
+    model = dataclasses.replace(planned.model, num_hidden_layers=1, compressed=window_alone)
+    stages = stage_seconds(dataclasses.replace(planned, model=model), phase, run, rates, 1)
+    _, transfers = _transfers(planned, rates, run.tokens, _traffic(planned, run), 1)
+    return run.times * (sum(stages.values()) + transfers)
+
+
+def _traffic(planned: PlannedModel, run: Run) -> Traffic:
+    """Returns what a device sends to experts and back in a program; nothing where each device has all of them."""
+    if planned.functions.traffic is None or planned.deployment.devices == 1:
+        return Traffic()
+    key = run.key
+    programs = planned.layout.cfg.forward_programs
+    return planned.functions.traffic(next(each for each in programs if (each.kind, each.size) == (key.kind, key.size)))
+
+
+def _transfers(planned: PlannedModel, rates: Rates, tokens: int, traffic: Traffic, layers: int) -> tuple[int, float]:
+    """Returns the bytes of sums over the devices of a rank, and the seconds of all transfers of `layers`."""
+    n, sums = planned.deployment.tensor_parallel, 0
+    seconds = (traffic.device_bytes - traffic.node_bytes) / rates.node_link + traffic.node_bytes / rates.combine_link
+    if traffic.messages:
+        seconds += 2 * layers * (TRANSFER_S + HOOK_S)
+    if n > 1:
+        rows = layers * tokens * 2 * planned.model.hidden_size
+        sums = round((2 * _SUMS + _JOINS) * (n - 1) / n * rows)
+        seconds += layers * (_SUMS + _JOINS) * TRANSFER_S + sums / rates.node_link
+    return sums, seconds

@@ -35,8 +35,7 @@ from dsv3.model.steps import StepOutput
 from dsv3.model.vocabulary import Vocabulary
 from pallas_kernels import dense
 from pallas_kernels.backend import Backend
-from pallas_kernels.compressed import sink_attention
-from pallas_kernels.compressed.entry_row import decode_rows, encode_rows
+from pallas_kernels.compressed import attend_compressed, encode_rows
 from pallas_kernels.rows import rms_norm
 from sharding.experts.placement import Placement
 
@@ -103,7 +102,7 @@ def propose(
     stages, dspark = _stages(params), dspark_of(cfg)
     block = _block(batch, dspark)
     rows, tokens = StepRows.from_decode(block), block.tokens.reshape(-1)
-    attention = EntryAttention.at(cfg, rows.positions, functools.partial(_attend, cfg, rows, pages))
+    attention = EntryAttention.at(cfg, rows.positions, functools.partial(_attend, cfg, rows, pages, backend))
     numerics = Numerics.from_config(cfg, backend, tokens.size // routed.shards.size)
     context = LayerContext(cfg, attention, rows.valid, numerics, routed)
     stack = Stack(stages.layers, cfg.num_hidden_layers, placement)
@@ -172,6 +171,7 @@ def _attend(
     cfg: ModelConfig,
     rows: StepRows,
     pages: Pool,
+    backend: Backend | None,
     tokens: CompressedTokens,
     params: CompressedAttentionParams,
     place: LayerPlace,
@@ -181,14 +181,14 @@ def _attend(
 
     Rows of the block are rounded as those in the cache are.
     """
-    B = len(rows.ends)
-    window = CacheRows.of(cfg, WINDOW_LATENTS, pages, rows, place.cache_layer)
-    before = rows.contexts[:, None] + jnp.arange(-compressed_of(cfg).window, 0, dtype=jnp.int32)
-    own = encode_rows(tokens.latent, cfg.kv_lora_rank, window.array.dtype).reshape(B, -1, window.array.shape[-1])
-    copies = jnp.concatenate([window.read(jnp.arange(B, dtype=jnp.int32), before), own], axis=1)
-    visible = jnp.pad(before >= 0, ((0, 0), (0, own.shape[1])), constant_values=True)
-    values = decode_rows(copies, cfg.kv_lora_rank, cfg.latent_dim, tokens.q.dtype)
-    values = jnp.where(visible[..., None], values, 0)  # a weight of 0 does not undo NaN
-    q = tokens.q.reshape(B, -1, *tokens.q.shape[1:])
-    out = sink_attention(q, values, visible[:, None], layer_slice(params.sink, place.layer), cfg.softmax_scale)
-    return out.reshape(tokens.q.shape), state
+    cached = CacheRows.of(cfg, WINDOW_LATENTS, pages, rows, place.cache_layer)
+    new, window = encode_rows(tokens.latent, cfg.kv_lora_rank, cached.array.dtype), compressed_of(cfg).window
+    n, first, before = len(new) // len(rows.ends), rows.firsts[rows.requests], rows.contexts[rows.requests]
+    block = -1 - (first[:, None] + jnp.arange(n, dtype=jnp.int32))
+    earlier = jnp.maximum(before - window, 0)[:, None] + jnp.arange(window, dtype=jnp.int32)
+    seen = jnp.where(rows.valid, n + jnp.minimum(before, window), 0)
+    listed = cached.list_rows(rows.requests, earlier, seen)
+    listed = listed._replace(numbers=jnp.concatenate([block, listed.numbers], axis=1))
+    sink, plain = layer_slice(params.sink, place.layer), cfg.kv_lora_rank
+    out = attend_compressed(tokens.q, sink, new, listed, None, scale=cfg.softmax_scale, plain=plain, backend=backend)
+    return out, state

@@ -112,7 +112,7 @@ class _Layer:
             pool = {**pool, names.tails: written}
         made = pool_window(Contribution(*jnp.split(made_of, 2, axis=-1)), tokens >= 0, width)
         by = entry_rotation(self.cfg, numbers * ratio)
-        done = norm_and_rotate(made, params, self.place.of_ratio, by, self.cfg.rms_norm_eps, dtype)
+        done = norm_and_rotate(made, params, self.place.of_ratio, by, self.cfg.rms_norm_eps, dtype, self.backend)
         entries = self.group_rows(pool, names.entries)
         if names.entries != INDEX_KEYS:
             done = encode_rows(done, self.cfg.kv_lora_rank, entries.array.dtype)

@@ -69,9 +69,15 @@ def pool_window(rows: Contribution, exists: jax.Array, width: int) -> jax.Array:
 
 @jax.named_scope("compressor")
 def norm_and_rotate(
-    entries: jax.Array, params: CompressorParams, layer: Index, rotation: Rotation, eps: float, dtype: jnp.dtype
+    entries: jax.Array,
+    params: CompressorParams,
+    layer: Index,
+    rotation: Rotation,
+    eps: float,
+    dtype: jnp.dtype,
+    backend: Backend | None = None,
 ) -> jax.Array:
     """Returns entries `[T, d]` as they are attended to: normed, and rotated as their window's first token is."""
-    normed = rms_norm(entries.astype(dtype), params.norm, layer, eps)
+    normed = rms_norm(entries.astype(dtype), params.norm, layer, eps, backend=backend)
     plain = normed.shape[-1] - 2 * rotation.cos.shape[-1]
     return jnp.concatenate([normed[..., :plain], rotate(normed[..., plain:], rotation)], axis=-1)

@@ -13,7 +13,7 @@ import msgspec
 from dsv3.processes import frames
 from dsv3.server.limits import SMALL_BYTES, WAIT_S, WorkerQueue
 from dsv3.server.worker_process import PoisonRequest, WorkerProcess, serve_requests
-from dsv3.text.chat_template import ChatTemplate, TemplateError, ToolMessages, uses_response_format
+from dsv3.text.chat_template import ChatTemplate, TemplateError, ToolMessages
 from dsv3.text.special_tokens import SpecialTokens
 
 DEADLINE_S = 10.0  # processor time of one rendering
@@ -29,14 +29,13 @@ class RenderSetup(msgspec.Struct, frozen=True, tag=True):
 
 
 class Render(msgspec.Struct, frozen=True, tag=True):
-    """Arguments of `ChatTemplate.render`; a template that does not use `response_format` is rendered without it."""
+    """Arguments of `ChatTemplate.render`."""
 
     messages: list[dict[str, object]]
     tools: list[dict[str, object]] | None
     add_generation_prompt: bool
     continue_final_message: bool
     kwargs: dict[str, object]
-    response_format: dict[str, object] | None = None
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True):
@@ -73,7 +72,6 @@ class TemplatePool:
         hidden = None if markers is None else tuple(markers)
         setup = frames.encode(RenderSetup(source, dict(special_tokens), hidden))
         self._deadline_s = deadline_s
-        self._shows_format = uses_response_format(source)
         self._processes = [
             WorkerProcess("dsv3.server.templates", "renders chats", setup, deadline_s, _raise_if_invalid)
             for _ in range(2)
@@ -91,13 +89,10 @@ class TemplatePool:
         Raises WorkersBusy and WorkerDied if a retry may succeed. Encodes the messages at once, since a frame is many
         times smaller than they are.
         """
-        if not self._shows_format and request.response_format is not None:
-            request = msgspec.structs.replace(request, response_format=None)
         try:
             frame = frames.encode(request)
         except (OverflowError, ValueError, TypeError, RecursionError, frames.FrameError):
-            what = "a tool, a tool call or response_format contains a value that cannot be rendered"
-            raise TemplateError(what) from None
+            raise TemplateError("a tool or tool call contains a value that cannot be rendered") from None
         return self._render(frame)
 
     async def _render(self, frame: bytearray) -> str:
@@ -206,7 +201,6 @@ class _Renderer:
         return self._chat.render(
             self._messages.prepare(request.messages),
             tools=request.tools,
-            response_format=request.response_format,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             kwargs=request.kwargs,

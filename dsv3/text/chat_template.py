@@ -7,7 +7,6 @@ process that can be killed (`dsv3.server.templates`), which calls this module.
 import datetime
 import functools
 import json
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -58,33 +57,28 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        response_format: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Renders the prompt of `messages`; it has all special tokens, so it is encoded without adding any.
 
-        `response_format` is the JSON schema of the answer. `continue_final_message` ends the prompt inside the last
-        message, for the model to continue it. `kwargs` are the template's own variables; TemplateError for names
-        outside `ALLOWED_KWARGS`.
+        `continue_final_message` ends the prompt inside the last message, for the model to continue it. `kwargs` are the
+        template's own variables; TemplateError for names outside `ALLOWED_KWARGS`.
         """
         refused = sorted(set(kwargs or {}) - ALLOWED_KWARGS)
         if refused:
             raise TemplateError(f"chat_template_kwargs: only {', '.join(sorted(ALLOWED_KWARGS))} may be set")
         if continue_final_message and add_generation_prompt:
             raise TemplateError("continue_final_message and add_generation_prompt cannot be combined")
-        if self._hides and any(map(has_nul, (messages, tools, response_format, kwargs))):
-            raise TemplateError(
-                "messages, tools, response_format and chat_template_kwargs must not contain NUL characters"
-            )
+        if self._hides and (has_nul(messages) or has_nul(tools) or has_nul(kwargs)):
+            raise TemplateError("messages, tools and chat_template_kwargs must not contain NUL characters")
         mark = f"<{secrets.token_hex(16)}>" if continue_final_message else ""
         variables = {
             **(kwargs or {}),
             **self._special_tokens,
             "messages": _with_end_mark(messages, mark) if mark else list(messages),
             **self._tool_variables(tools),
-            "response_format": response_format,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
@@ -177,9 +171,7 @@ def _short(error: Exception) -> str:
     return str(error)[:_MAX_ERROR_CHARS]
 
 
-_NAME, _PROBED_KEY, _PROBE = "probed_function", "probed_key", '{"probed_key": "1"}'
-# JSON, or a mapping as Python prints it.
-_OBJECT_IN_PROMPT = re.compile(rf"\{{\s*[\"']{_PROBED_KEY}")
+_NAME, _PROBE = "probed_function", '{"probe": "1"}'
 
 
 def with_tool_preamble(source: str, dialect: Dialect | None) -> str:
@@ -189,20 +181,11 @@ def with_tool_preamble(source: str, dialect: Dialect | None) -> str:
 
 def uses_tools(source: str) -> bool:
     """Returns whether a template uses the variable `tools`; without it the model would not see them."""
-    return "tools" in _variables(source)
-
-
-def uses_response_format(source: str) -> bool:
-    """Returns whether a template uses the variable `response_format`, which most do not."""
-    return "response_format" in _variables(source)
-
-
-def _variables(source: str) -> set[str]:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
-        return jinja2.meta.find_undeclared_variables(environment.parse(source))
+        return "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
     except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError):
-        return set()
+        return False
 
 
 class ToolMessages:
@@ -222,7 +205,7 @@ class ToolMessages:
         messages = [_with_content(message, self._no_text) for message in _order_results(messages)]
         if self._takes_argument_text:
             return messages
-        return [_with_objects(message, i, self._takes_both_forms) for i, message in enumerate(messages)]
+        return [_with_objects(message, i) for i, message in enumerate(messages)]
 
     @functools.cached_property
     def _no_text(self) -> str | None:
@@ -240,14 +223,7 @@ class ToolMessages:
 
         These would write a text as a JSON string, and the model would then call with quoted arguments.
         """
-        return _PROBE in self._probe(self._no_text, _PROBE) and not self._takes_both_forms
-
-    @functools.cached_property
-    def _takes_both_forms(self) -> bool:
-        """Whether the template writes an object argument by argument, and a text, which is not an object, as it is."""
-        as_object = self._probe(self._no_text, json.loads(_PROBE))
-        is_written_out = _PROBED_KEY in as_object and not _OBJECT_IN_PROMPT.search(as_object)
-        return is_written_out and _PROBE in self._probe(self._no_text, _PROBE)
+        return _PROBE in self._probe(self._no_text, _PROBE)
 
     def _probe(self, content: str | None, arguments: object) -> str:
         """Returns the prompt of a conversation with a call; "" where the template refuses it."""
@@ -295,21 +271,18 @@ def _with_content(message: Message, nothing: str | None) -> Message:
     return {**message, "content": nothing if message.get("tool_calls") else ""}
 
 
-def _with_objects(message: Message, index: int, takes_text: bool) -> Message:
+def _with_objects(message: Message, index: int) -> Message:
     calls = message.get("tool_calls")
-    return {**message, "tool_calls": [_with_object(call, index, takes_text) for call in calls]} if calls else message
+    return {**message, "tool_calls": [_with_object(call, index) for call in calls]} if calls else message
 
 
-def _with_object(call: Mapping[str, Any], index: int, takes_text: bool) -> Mapping[str, Any]:
-    """Returns a call with arguments as an object; what is not one stays text if the template `takes_text`."""
+def _with_object(call: Mapping[str, Any], index: int) -> dict[str, Any]:
     function = call["function"]
     text = function["arguments"]
     try:
         arguments = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):
         arguments = None
-    if isinstance(arguments, dict):
-        return {**call, "function": {**function, "arguments": arguments}}
-    if takes_text:
-        return call
-    raise TemplateError(f"messages[{index}]: the arguments of a tool call are not a JSON object")
+    if not isinstance(arguments, dict):
+        raise TemplateError(f"messages[{index}]: the arguments of a tool call are not a JSON object")
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -8,22 +8,7 @@ Source: encoding/encoding_dsv32.py of the model's repository (MIT).
 """
 
 # The string is raw: jinja turns \n into a line feed.
-INVOKE_MACRO = r"""
-{%- macro invoke(name, arguments) -%}
-  {{- '<｜DSML｜invoke name="' ~ name ~ '">\n' -}}
-  {%- for key, value in arguments.items() -%}
-    {{- '<｜DSML｜parameter name="' ~ key ~ '" string="' ~ ('true' if value is string else 'false') ~ '">' -}}
-    {{- value if value is string else value | tojson -}}
-    {{- '</｜DSML｜parameter>' ~ ('' if loop.last else '\n') -}}
-  {%- endfor -%}
-  {{- '\n</｜DSML｜invoke>' -}}
-{%- endmacro -%}
-"""
-"""A call in V3.2's and V4's format, without the block around all calls."""
-
-CHAT_TEMPLATE = (
-    INVOKE_MACRO
-    + r"""
+CHAT_TEMPLATE = r"""
 {%- set thinks = thinking if thinking is defined else (enable_thinking is defined and enable_thinking) -%}
 {%- set ns = namespace(last_user=-1, calls=0, results=0) -%}
 {%- for message in messages -%}
@@ -91,7 +76,13 @@ CHAT_TEMPLATE = (
       {{- message.content or '' -}}
       {%- for call in message.tool_calls or [] -%}
         {{- '\n\n<｜DSML｜function_calls>\n' if loop.first else '\n' -}}
-        {{- invoke(call.function.name, call.function.arguments) -}}
+        {{- '<｜DSML｜invoke name="' ~ call.function.name ~ '">\n' -}}
+        {%- for key, value in call.function.arguments.items() -%}
+          {{- '<｜DSML｜parameter name="' ~ key ~ '" string="' ~ ('true' if value is string else 'false') ~ '">' -}}
+          {{- value if value is string else value | tojson -}}
+          {{- '</｜DSML｜parameter>' ~ ('' if loop.last else '\n') -}}
+        {%- endfor -%}
+        {{- '\n</｜DSML｜invoke>' -}}
         {{- '\n</｜DSML｜function_calls>' if loop.last -}}
       {%- endfor -%}
       {{- eos_token -}}
@@ -102,4 +93,3 @@ CHAT_TEMPLATE = (
 {%- endfor -%}
 {{- require_all_results() -}}
 """
-)

@@ -307,9 +307,7 @@ class AnswerParser:
         return merge_deltas(out)
 
     def finish(self) -> list[AnswerDelta]:
-        """Returns the pending deltas; arguments that end here are incomplete, and must not end with half a marker."""
-        if self._state in (ParserState.ARGUMENTS, ParserState.PARAMETERS, ParserState.VALUE):
-            self._pending = ""
+        """Returns the pending deltas."""
         self._flush_pending()
         if self._state is ParserState.START:
             self._state = self._then

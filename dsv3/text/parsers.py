@@ -69,8 +69,8 @@ def detect_dialect(tokenizer: Tokenizer, chat_template: str | None) -> str | Non
 
     Vocabulary and template decide, not the model's name: fine-tunes have others. A model whose vocabulary lacks the
     markers of V3 writes them as text, if its template renders tools. V3.1 has the tokens of V3, and only its template
-    shows that arguments have no fence. V4 has another name than V3.2 for the block of calls. GLM-4.7 and GLM-5 have the
-    tokens of GLM-4.5, and their templates show that no line feed separates key and value.
+    shows that arguments have no fence. GLM-4.7 and GLM-5 have those of GLM-4.5, and their templates show that no line
+    feed separates key and value.
     """
     template = chat_template or ""
     if tokenizer.id_of("<|tool_calls_section_begin|>") is not None:
@@ -78,7 +78,7 @@ def detect_dialect(tokenizer: Tokenizer, chat_template: str | None) -> str | Non
     if tokenizer.id_of("<tool_call>") is not None and tokenizer.id_of("<arg_key>") is not None:
         return "glm47" if "</arg_key><arg_value>" in template else "glm45"
     if "｜DSML｜" in template:
-        return "deepseek_v4" if "<｜DSML｜tool_calls>" in template else "deepseek_v32"
+        return "deepseek_v32"
     if "<｜tool▁call" in template and (tokenizer.id_of("<｜tool▁calls▁begin｜>") is not None or uses_tools(template)):
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
     return None

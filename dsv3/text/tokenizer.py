@@ -13,7 +13,7 @@ from typing import Any, Self
 import tokenizers
 
 from dsv3.files import IS_POINTER, is_pointer, open_regular, read_json
-from dsv3.text import deepseek_v4, deepseek_v32, tekken_file, tiktoken_file
+from dsv3.text import deepseek_v32, tekken_file, tiktoken_file
 from dsv3.text.special_tokens import SpecialTokens
 
 _PART_CHARS = 64 * 1024
@@ -247,7 +247,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
     """Reads the chat template: `chat_template.jinja` wins over `tokenizer_config.json`, "default" among several.
 
-    DeepSeek-V3.2 and V4 have none; `dsv3.text.deepseek_v32` and `deepseek_v4` have ours.
+    DeepSeek-V3.2 has none; `dsv3.text.deepseek_v32` has ours.
     """
     file = directory / "chat_template.jinja"
     if file.is_file():
@@ -258,12 +258,5 @@ def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
         template = named.get("default")
     if isinstance(template, str):
         return template
-    match _read_json(directory / "config.json").get("model_type"):
-        case "deepseek_v32":
-            return deepseek_v32.CHAT_TEMPLATE
-        case "deepseek_v4":
-            try:
-                return deepseek_v4.chat_template(directory)
-            except deepseek_v4.EncoderFileError as error:
-                raise TokenizerError(str(error)) from None
-    return None
+    is_v32 = _read_json(directory / "config.json").get("model_type") == "deepseek_v32"
+    return deepseek_v32.CHAT_TEMPLATE if is_v32 else None

@@ -275,9 +275,8 @@ def from_hf(config: Mapping[str, Any], file: str = "config.json") -> ModelConfig
         return deepseek_v4.read(fields)
     if family == "deepseek_v41":
         raise ConfigError(
-            f"{file}: model_type is 'deepseek_v41': DeepSeek-V4.1-Flash, which is not served; it is not DeepSeek-V4 "
-            "('deepseek_v4') in a new version: layers share compressed caches, and two read tables of n-grams. "
-            "docs/models.md#deepseek-v41-flash says what serving it takes"
+            f"{file}: model_type is 'deepseek_v41': DeepSeek-V4.1 is not supported. Its layers share caches of ratio 1 "
+            "and 2, and it reads tables of n-grams; DeepSeek-V4 ('deepseek_v4') does neither"
         )
     if family not in (*FAMILIES, *WRAPPERS):
         known = (f"{name!r} ({each.members})" for name, each in (FAMILIES | WRAPPERS).items())

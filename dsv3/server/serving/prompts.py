@@ -150,7 +150,7 @@ async def echoed_prompts(service: Service, prompts: list[EncodedPrompt], n: int)
 
 async def chat_prompt(service: Service, request: ChatRequest, tools: RequestTools) -> EncodedPrompt:
     """Returns the prompt of a conversation."""
-    rendered = await _rendered(service, request, tools)
+    rendered = await _rendered(service, request, tools, request.reasoning_effort)
     return await _encoded_chat(service, rendered, add_special_tokens=False)
 
 
@@ -161,7 +161,7 @@ async def tokenize_prompt(service: Service, request: TokenizeRequest) -> Encoded
     if request.prompt is not None:
         ids = await service.encode(request.prompt, request.add_special_tokens is not False, "prompt")
         return EncodedPrompt(ids, request.prompt)
-    rendered = await _rendered(service, request, RequestTools())
+    rendered = await _rendered(service, request, RequestTools(), None)
     return await _encoded_chat(service, rendered, bool(request.add_special_tokens))
 
 
@@ -200,12 +200,17 @@ def not_in_vocabulary(vocab_size: int) -> ApiError:
     return invalid(f"prompt: a token id is an integer from 0 to {vocab_size - 1}", "prompt")
 
 
-async def _rendered(service: Service, request: ChatRequest | TokenizeRequest, tools: RequestTools) -> str:
+async def _rendered(
+    service: Service,
+    request: ChatRequest | TokenizeRequest,
+    tools: RequestTools,
+    reasoning_effort: str | None,
+) -> str:
     if service.tokenizer is None or service.templates is None:
         what = "no tokenizer" if service.tokenizer is None else "no chat template"
         raise invalid(f"this model has {what}: use /v1/completions", "messages", "no_chat_template")
     try:
-        return await service.templates.render(_render_request(request, tools))
+        return await service.templates.render(_render_request(request, tools, reasoning_effort))
     except TemplateError as error:
         raise invalid(str(error), "messages") from None
     except WorkerDied as error:
@@ -215,20 +220,22 @@ async def _rendered(service: Service, request: ChatRequest | TokenizeRequest, to
         raise service.busy(error) from None
 
 
-def _render_request(request: ChatRequest | TokenizeRequest, tools: RequestTools) -> Render:
+def _render_request(
+    request: ChatRequest | TokenizeRequest, tools: RequestTools, reasoning_effort: str | None
+) -> Render:
     continued = bool(request.continue_final_message)
     prompted = request.add_generation_prompt if request.add_generation_prompt is not None else not continued
     kwargs: dict[str, Any] = dict(request.chat_template_kwargs or {})
-    schema = None
-    if isinstance(request, ChatRequest):
-        if request.reasoning_effort is not None:
-            kwargs.setdefault("reasoning_effort", request.reasoning_effort)
-        form = request.response_format
-        if form is not None and form.type == "json_schema" and form.json_schema is not None:
-            schema = form.json_schema.schema
+    if reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", reasoning_effort)
     assert request.messages is not None
-    messages = [_template_message(message, i) for i, message in enumerate(request.messages)]
-    return Render(messages, tools.shown, prompted, continued, kwargs, schema)
+    return Render(
+        [_template_message(message, i) for i, message in enumerate(request.messages)],
+        tools.shown,
+        prompted,
+        continued,
+        kwargs,
+    )
 
 
 def _template_message(message: ChatMessage, index: int) -> dict[str, Any]:

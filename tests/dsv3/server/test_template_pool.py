@@ -2,7 +2,6 @@ import asyncio
 import os
 import signal
 
-import msgspec
 import psutil
 import pytest
 
@@ -10,7 +9,6 @@ from dsv3.server.limits import WorkersBusy
 from dsv3.server.templates import Render, TemplatePool, TemplateTooSlow
 from dsv3.server.worker_process import PoisonRequest, WorkerProcess
 from dsv3.text.chat_template import TemplateError
-from dsv3.text.deepseek_v4 import ENCODER_FILE, EncoderTexts, write_template
 from tests.dsv3.server import serving
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -201,23 +199,3 @@ def test_a_template_whose_markers_cannot_be_hidden_is_rejected_at_start():
     )
     with pytest.raises(TemplateError, match="escape_special_tokens"):
         with_pool(check, "{{ '<' ~ 'a>' ~ messages[0].content }}", markers=("<s>", "<a>"))
-
-
-def test_only_a_template_that_shows_the_response_format_gets_it():
-    """Others get none, so that a schema that cannot be sent is no error for them."""
-
-    def render(template, schema):
-        request = msgspec.structs.replace(ask("hi"), response_format=schema)
-        return with_pool(lambda pool: pool.render(request), template)
-
-    huge = {"maximum": 2**70}
-    assert render(TEMPLATE, huge) == "<s>hi"
-    assert render("{{ response_format }}", {"a": 1}) == "{'a': 1}"
-    with pytest.raises(TemplateError, match="response_format contains a value that cannot be rendered"):
-        render("{{ response_format }}", huge)
-
-
-def test_what_needs_deepseek_v4s_encoder_is_refused_by_name():
-    request = msgspec.structs.replace(ask("hi"), response_format={"a": 1})
-    with pytest.raises(TemplateError, match=f"response_format: needs a text of {ENCODER_FILE}"):
-        with_pool(lambda pool: pool.render(request), write_template(EncoderTexts()))

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from dsv3.server.protocol.errors import ApiError
-from dsv3.server.protocol.openai import ChatRequest, ResponseFormat
+from dsv3.server.protocol.openai import ChatRequest
 from dsv3.server.serving import prompts
 from dsv3.server.serving.prompts import read_tools
 from dsv3.text.parsers import Parsers
@@ -268,14 +268,3 @@ def test_calls_reach_the_template_in_one_form():
     called = {"role": "assistant", "content": None, "tool_calls": [{**CALLS[1], "id": "1"}]}
     plain = {"role": "assistant", "content": "x"}
     assert render_request("deepseek_v31", {"messages": messages}).messages == [plain, plain, called]
-
-
-def test_effort_and_response_format_reach_the_template():
-    """The template's own variable wins over the request's effort; only a schema is a format."""
-    form = prompts.msgspec.convert({"type": "json_schema", "json_schema": {"schema": {"a": 1}}}, ResponseFormat)
-    body = {"messages": MESSAGES[:1], "reasoning_effort": "low", "response_format": form}
-    request = render_request("deepseek_v4", body)
-    assert (request.kwargs, request.response_format) == ({"reasoning_effort": "low"}, {"a": 1})
-    form.type = "json_object"
-    request = render_request("deepseek_v4", body | {"chat_template_kwargs": {"reasoning_effort": "max"}})
-    assert (request.kwargs, request.response_format) == ({"reasoning_effort": "max"}, None)

@@ -23,16 +23,10 @@ CHAT_TEMPLATE = (
 )
 
 
-def token_texts(dialect):
-    """The markers of a dialect, and V4's token in tags; V3.2's tags are spelled in bytes here."""
-    markers = [marker for marker in DIALECTS[dialect].markers if len(marker) > 1]
-    return [*markers, "｜DSML｜"] if dialect == "deepseek_v4" else markers
-
-
 @functools.cache
 def tokenizer(dialect, by_id=True):
     """A tokenizer with the markers of a dialect as tokens, or without any."""
-    markers = [marker for marker in token_texts(dialect) if marker not in tiny.SPECIAL]
+    markers = [marker for marker in DIALECTS[dialect].markers if len(marker) > 1 and marker not in tiny.SPECIAL]
     return Tokenizer(tiny.backend(markers=[*tiny.MARKERS, *markers] if by_id else []), tiny.config())
 
 
@@ -59,7 +53,7 @@ def spelled(dialect, text, by_id=True):
 
 def tokens(dialect, text, by_id=True):
     """The tokens of a text: markers that are tokens as one, the rest as bytes."""
-    markers = [*tiny.MARKERS, *token_texts(dialect)] if by_id else []
+    markers = [marker for marker in [*tiny.MARKERS, *DIALECTS[dialect].markers] if len(marker) > 1] if by_id else []
     ids = []
     while text:
         marker = next((marker for marker in markers if text.startswith(marker)), None)
@@ -86,10 +80,9 @@ def written(dialect, calls, content=""):
                 for name, text in zip(names, texts, strict=True)
             ]
             return f"{content}<｜tool▁calls▁begin｜>{''.join(parts)}<｜tool▁calls▁end｜>"
-        case "deepseek_v32" | "deepseek_v4":
-            block = "function_calls" if dialect == "deepseek_v32" else "tool_calls"
+        case "deepseek_v32":
             parts = [f'<｜DSML｜invoke name="{name}">\n{_parameters(args)}\n</｜DSML｜invoke>' for name, args in calls]
-            return f"{content}\n\n<｜DSML｜{block}>\n{chr(10).join(parts)}\n</｜DSML｜{block}>"
+            return f"{content}\n\n<｜DSML｜function_calls>\n{chr(10).join(parts)}\n</｜DSML｜function_calls>"
         case "kimi_k2":
             parts = [
                 f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{text}<|tool_call_end|>"

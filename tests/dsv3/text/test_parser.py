@@ -43,14 +43,12 @@ def fragments(dialect):
         '<｜DSML｜invoke name="f">',
         '<｜DSML｜parameter name="s" string="true">',
         "<｜DSML｜function_calls>",
-        "<｜DSML｜tool_calls>",
         "</｜DSML｜",
     ]
     tags += [
         "</｜DSML｜parameter>",
         "</｜DSML｜invoke>",
         "</｜DSML｜function_calls>",
-        "</｜DSML｜tool_calls>",
         '<｜DSML｜parameter name="n">',
         '<｜DSML｜parameter name="input">',
         "/>",
@@ -137,16 +135,7 @@ def test_a_truncated_answer_is_a_prefix_of_the_whole(calls, dialect, data):
     assert len(part.calls) <= len(whole.calls)
     for (name, found), (whole_name, meant) in zip(part.calls, whole.calls, strict=False):
         assert name == whole_name
-        text = found.rstrip("\ufffd")
-        assert meant.startswith(text if text == found else text.rstrip("</"))  # a cut inside a tag's second character
-
-
-@pytest.mark.parametrize("dialect", ["deepseek_v32", "deepseek_v4"])
-@pytest.mark.parametrize("cut", ["<", "</"])
-def test_half_a_marker_is_not_an_argument(dialect, cut):
-    value = '<｜DSML｜invoke name="f"><｜DSML｜parameter name="s" string="true">a'
-    assert Answer(dialect, tokens(dialect, value + cut), finish="length").calls == [("f", '{"s": "a')]
-    assert Answer(dialect, tokens(dialect, value + cut + " b"), finish="length").calls == [("f", f'{{"s": "a{cut} b')]
+        assert meant.startswith(found.replace("\ufffd", ""))
 
 
 EXPECTED = {
@@ -231,7 +220,6 @@ def test_a_character_interrupted_by_a_marker():
         ),
         (ANSWERING + "<｜tool▁output▁begin｜>3<｜tool▁output▁end｜>", True, (ParserState.START, ParserState.CONTENT)),
         ("</function_results>\n\n<think>", False, (ParserState.START, ParserState.REASONING)),
-        (THINKING + "<｜action｜>", True, (ParserState.CONTENT, ParserState.CONTENT)),
         ("no turns, <think> long ago" + "." * 99, False, (ParserState.START, ParserState.CONTENT)),
         ("", True, (ParserState.START, ParserState.REASONING)),
     ],
@@ -284,8 +272,6 @@ INVOKE, UNINVOKE, KEY = '<｜DSML｜invoke name="f">', "</｜DSML｜invoke>", '<
         ("glm47", "<tool_call>f</tool_call>", [("f", "{}")], 0),
         ("glm47", "<tool_call>f<arg_key>k<arg_value>1</tool_call>", [("f", '{"k": 1}')], 0),
         ("deepseek_v32", '<｜DSML｜invoke name="f"/>', [("f", "{}")], 0),
-        ("deepseek_v4", "<｜DSML｜tool_calls></｜DSML｜invoke></｜DSML｜function_calls><｜action｜>", [], 0),
-        ("deepseek_v4", f'{INVOKE}{KEY} string="true">1</｜DSML｜tool_calls>', [("f", '{"k": "1"}')], 0),
         ("deepseek_v32", f'<｜DSML｜tool_calls>\n{INVOKE}\n{{"k": 1}}\n{UNINVOKE}', [("f", '{"k": 1}')], 0),
         ("deepseek_v32", '<｜DSML｜ calls><｜DSML｜ invoke name="f"></｜DSML｜ invoke>', [("f", "{}")], 0),
         ("deepseek_v32", f"{INVOKE}{KEY}>[1]</｜DSML｜parameter>{UNINVOKE}", [("f", '{"k": [1]}')], 0),
@@ -455,7 +441,6 @@ def test_dialects_are_detected_by_vocabulary_and_template():
         assert detect_dialect(tokenizer("glm45"), template) == "glm45"
     assert detect_dialect(tokenizer("glm47"), glm.replace("LINE", "")) == "glm47"
     assert detect_dialect(tokenizer("deepseek_v32"), "<｜DSML｜function_calls>") == "deepseek_v32"
-    assert detect_dialect(tokenizer("deepseek_v32"), "<｜DSML｜tool_calls>") == "deepseek_v4"
     assert detect_dialect(Tokenizer(tiny.backend(), tiny.config()), v3) is None
 
 

@@ -18,11 +18,6 @@ ONE_BY_ONE = CALLS + "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v
 BOTH = CALLS + (
     "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }};{% endfor %}" + END
 )
-# DeepSeek-V4 writes an object one by one, and a text as one.
-EITHER = CALLS + (
-    "{% if c.function.arguments is string %}{{ 'all=' ~ c.function.arguments }};{% else %}"
-    "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}{% endif %}{% endfor %}" + END
-)
 
 
 def conversation(arguments, results=("1",)):
@@ -43,7 +38,6 @@ def rendered(source, messages):
         (AS_TEXT, 'f:{"k":  "é"};1'),
         (AS_JSON, 'f:{"k": "é"};1'),
         (ONE_BY_ONE, "k=é;1"),
-        (EITHER, "k=é;1"),
         (BOTH, '{"k":  "é"};1'),
     ],
 )
@@ -56,9 +50,7 @@ def test_arguments_that_are_not_an_object(arguments):
     assert rendered(AS_TEXT, conversation(arguments)) == f"f:{arguments};1"
     if not arguments:
         assert rendered(AS_JSON, conversation(arguments)) == "f:{};1"
-        assert rendered(EITHER, conversation(arguments)) == "1"
         return
-    assert rendered(EITHER, conversation(arguments)) == f"all={arguments};1"
     with pytest.raises(TemplateError, match="not a JSON object"):
         rendered(AS_JSON, conversation(arguments))
 

@@ -147,7 +147,9 @@ def write_hf(
     with atomic_directory(directory) as partial, reporter(total, "saving", shown=progress) as advance:
         (partial / "config.json").write_text(settings + "\n")
         for path in companions:
-            shutil.copyfile(path, partial / path.name)
+            copy = partial / ("encoding" if path.parent.name == "encoding" else "") / path.name
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
         for name, shard in zip(names, shards, strict=True):
             with (partial / name).open("wb") as file:
                 _write_shard(file, shard, stacks, advance)
@@ -277,6 +279,7 @@ COMPANIONS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "encoding/encoding_dsv32.py",
     "tiktoken.model",
     "tekken.json",
     "tokenization_kimi.py",

@@ -154,7 +154,7 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, *
 
 
 def _arguments_object(arguments: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the arguments of a call as an object; text that is no JSON object is its only argument, `arguments`."""
+    """Returns the arguments of a call as an object; any text but a JSON object is its only argument."""
     if isinstance(arguments, Mapping):
         return arguments
     found = _object(arguments)

@@ -16,7 +16,7 @@ _MAX_BYTES = _MAX_CHARS = 2**20
 
 
 class EncoderFileError(ValueError):
-    """The encoder file cannot be read or is no Python, or a text in it has not the gaps that it should have."""
+    """The encoder file cannot be read or is no Python, or a template in it lacks a gap."""
 
 
 class _NotConstant(Exception):

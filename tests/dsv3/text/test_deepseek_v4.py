@@ -4,6 +4,8 @@ import json
 import pathlib
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dsv3.text import deepseek_v4
 from dsv3.text.chat_template import ChatTemplate, TemplateError, ToolMessages, uses_tools
@@ -11,8 +13,9 @@ from dsv3.text.encoder_file import read_constants
 from dsv3.text.parsers import Parsers
 from dsv3.text.tokenizer import Tokenizer, TokenizerError
 from tests.dsv3.text import encoders, tiny
-from tests.dsv3.text.dialects import tokenizer
+from tests.dsv3.text.dialects import Answer, tokenizer, tokens
 from tests.dsv3.text.test_deepseek_v32 import SYSTEM, TOOL, USER, call, calling, result
+from tests.dsv3.text.test_parser import CALLS, SIZES
 
 DATA = pathlib.Path(__file__).parents[4] / "shared" / "data" / "deepseek_v4_encoder.md"
 BOS, EOS = tiny.BOS, tiny.EOS
@@ -73,9 +76,9 @@ def test_turns(rendered):
 
 
 def test_a_final_message_is_continued(rendered):
-    settings = {"prompted": False, "continued": True, "reasoning_effort": "low"}
-    assert rendered(USER, answer("Well, ", None), thinking=False, **settings) == f"{BOS}<｜User｜>Hi{ASKED}Well, "
-    assert rendered(USER, answer("Well, "), **settings) == f"{BOS}<｜User｜>Hi{THINKING}hm</think>Well, "
+    options = {"prompted": False, "continued": True, "reasoning_effort": "low"}
+    assert rendered(USER, answer("Well, ", None), thinking=False, **options) == f"{BOS}<｜User｜>Hi{ASKED}Well, "
+    assert rendered(USER, answer("Well, "), **options) == f"{BOS}<｜User｜>Hi{THINKING}hm</think>Well, "
 
 
 @pytest.mark.parametrize("thinking", [False, True])
@@ -121,6 +124,18 @@ def test_reasoning_before_results_is_kept_only_with_tools(rendered):
     assert prompt.endswith(f"<｜User｜>Hi{THINKING}hm</think>{end}")
 
 
+@settings(deadline=None, max_examples=50)
+@given(CALLS, SIZES, st.booleans())
+def test_the_parser_reads_the_calls_that_the_template_writes(calls, sizes, by_id):
+    template = ChatTemplate(deepseek_v4.chat_template({}), {"bos_token": BOS, "eos_token": EOS})
+    written = calling(*(call(name, json.dumps(arguments)) for name, arguments in calls), reasoning_content="hm")
+    prompt = template.render(ToolMessages(template).prepare([USER, written]), kwargs={"reasoning_effort": "low"})
+    text = prompt.removeprefix(f"{BOS}<｜User｜>Hi{THINKING}").removesuffix(EOS)
+    found = Answer("deepseek_v4", tokens("deepseek_v4", text, by_id), sizes, prompt=THINKING, by_id=by_id)
+    assert (found.reasoning, found.content, found.finish_reason) == ("hm", "", "tool_calls")
+    assert [(name, json.loads(arguments)) for name, arguments in found.calls] == calls
+
+
 HARD = "Think\nhard.\n\n"
 
 
@@ -151,7 +166,7 @@ def test_the_effort_none_turns_thinking_off(rendered, profile):
 
 
 @pytest.mark.parametrize(
-    ("settings", "word"),
+    ("options", "word"),
     [
         ({"tools": [TOOL]}, "tools: there is no TOOLS_TEMPLATE; copy encoding/encoding_dsv4.py "),
         (
@@ -167,9 +182,9 @@ def test_the_effort_none_turns_thinking_off(rendered, profile):
         ({"reasoning_effort": 75}, "reasoning_effort: it may be none, low"),
     ],
 )
-def test_without_the_file_what_needs_its_texts_is_refused(rendered, settings, word):
+def test_without_the_file_what_needs_its_texts_is_refused(rendered, options, word):
     with pytest.raises(TemplateError, match=word):
-        rendered(USER, profile="bare", **settings)
+        rendered(USER, profile="bare", **options)
     assert rendered(SYSTEM, USER, answer(), USER, profile="bare").endswith(f"Hello!{EOS}<｜User｜>Hi{ASKED}")
 
 
@@ -189,16 +204,16 @@ def test_reminders_and_developers(rendered):
 @pytest.mark.parametrize("thinking", [False, True])
 def test_quick_tasks(rendered, thinking):
     """The answer to a task has no reasoning, and none is expected of it."""
-    settings = {"thinking": thinking, "reasoning_effort": "low"}
+    options = {"thinking": thinking, "reasoning_effort": "low"}
     begun = THINKING if thinking else ASKED
     for task in ("query", "authority", "domain", "read_url"):
-        assert rendered(USER | {"task": task}, **settings) == f"{BOS}<｜User｜>Hi<｜{task}｜>"
-    prompt = rendered(USER | {"task": "action"}, **settings)
+        assert rendered(USER | {"task": task}, **options) == f"{BOS}<｜User｜>Hi<｜{task}｜>"
+    prompt = rendered(USER | {"task": "action"}, **options)
     assert prompt == f"{BOS}<｜User｜>Hi{begun}<｜action｜>"
     assert Parsers(tokenizer("deepseek_v4"), "</think>｜DSML｜tool_calls").reasoning(prompt).optional
-    titled = rendered(USER, answer("Hello!", "hm", task="title"), **settings)
+    titled = rendered(USER, answer("Hello!", "hm", task="title"), **options)
     assert titled == f"{BOS}<｜User｜>Hi{begun}{'hm</think>' if thinking else ''}Hello!{EOS}<｜title｜>"
-    done = rendered(USER | {"task": "action"}, answer("Search"), USER, **settings)
+    done = rendered(USER | {"task": "action"}, answer("Search"), USER, **options)
     assert done == f"{BOS}<｜User｜>Hi{begun}<｜action｜>Search{EOS}<｜User｜>Hi{begun}"
     with pytest.raises(TemplateError, match="task: it may be action"):
         rendered(USER | {"task": "dance"})

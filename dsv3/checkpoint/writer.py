@@ -73,7 +73,8 @@ def save_hf(
     `modules_to_not_convert` lists it with all other matrices that are not FP8.
 
     `shard_bytes` bounds a file. One file is `model.safetensors`; several have an index. `scale_dtype` float8_e8m0fnu
-    stores scales that are powers of two in one byte. `companions` (tokenizer files) are copied into the directory.
+    stores scales that are powers of two in one byte. `companions` (tokenizer files) are copied into the directory, an
+    encoder of messages (`encoding_*.py`) into its folder `encoding`.
 
     Raises `FileExistsError` if the directory holds anything, ValueError if `params` are not those of `cfg`, or INT4.
     """
@@ -151,7 +152,9 @@ def write_hf(
     with atomic_directory(directory) as partial, reporter(total, "saving", shown=progress) as advance:
         (partial / "config.json").write_text(settings + "\n")
         for path in companions:
-            shutil.copyfile(path, partial / path.name)
+            copy = partial / ("encoding" if path.name.startswith("encoding_") else "") / path.name
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
         for name, shard in zip(names, shards, strict=True):
             with (partial / name).open("wb") as file:
                 _write_shard(file, shard, stacks, advance)
@@ -281,6 +284,7 @@ COMPANIONS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "encoding/encoding_dsv32.py",
     "tiktoken.model",
     "tekken.json",
     "tokenization_kimi.py",

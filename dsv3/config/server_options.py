@@ -7,7 +7,9 @@ from typing import Literal
 from dsv3.config.declaration import check, option
 
 ReasoningParser = Literal["auto", "deepseek_r1", "deepseek_v3", "kimi_k2", "glm45", "none"]
-ToolCallParser = Literal["auto", "deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2", "glm45", "glm47", "none"]
+ToolCallParser = Literal[
+    "auto", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "kimi_k2", "glm45", "glm47", "none"
+]
 Isolation = Literal["tenant", "salt", "none"]
 
 _MAX_API_SERVERS = 256

@@ -36,6 +36,7 @@ class Render(msgspec.Struct, frozen=True, tag=True):
     add_generation_prompt: bool
     continue_final_message: bool
     kwargs: dict[str, object]
+    response_format: dict[str, object] | None = None
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True):
@@ -201,6 +202,7 @@ class _Renderer:
         return self._chat.render(
             self._messages.prepare(request.messages),
             tools=request.tools,
+            response_format=request.response_format,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             kwargs=request.kwargs,

@@ -45,6 +45,7 @@ class ChatTemplate:
         self._special_tokens = {name: markers.hide(each) if markers else each for name, each in special_tokens.items()}
         self._hides = markers is not None
         self._declares_types = typescript_tools.VARIABLE in source
+        self._has_tasks = "latest_reminder" in source
         environment = _environment()
         try:
             parsed = environment.parse(source)
@@ -57,28 +58,33 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        response_format: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Renders the prompt of `messages`; it has all special tokens, so it is encoded without adding any.
 
-        `continue_final_message` ends the prompt inside the last message, for the model to continue it. `kwargs` are the
-        template's own variables; TemplateError for names outside `ALLOWED_KWARGS`.
+        `response_format` is a JSON schema, which few templates show to the model. `continue_final_message` ends the
+        prompt inside the last message, for the model to continue it. `kwargs` are the template's own variables;
+        TemplateError for names outside `ALLOWED_KWARGS`.
         """
         refused = sorted(set(kwargs or {}) - ALLOWED_KWARGS)
         if refused:
             raise TemplateError(f"chat_template_kwargs: only {', '.join(sorted(ALLOWED_KWARGS))} may be set")
         if continue_final_message and add_generation_prompt:
             raise TemplateError("continue_final_message and add_generation_prompt cannot be combined")
-        if self._hides and (has_nul(messages) or has_nul(tools) or has_nul(kwargs)):
-            raise TemplateError("messages, tools and chat_template_kwargs must not contain NUL characters")
+        if self._hides and any(map(has_nul, (messages, tools, response_format, kwargs))):
+            raise TemplateError("messages, tools, response_format and chat_template_kwargs must not contain NUL")
+        if not self._has_tasks:
+            _refuse_tasks(messages)
         mark = f"<{secrets.token_hex(16)}>" if continue_final_message else ""
         variables = {
             **(kwargs or {}),
             **self._special_tokens,
             "messages": _with_end_mark(messages, mark) if mark else list(messages),
             **self._tool_variables(tools),
+            "response_format": response_format,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
@@ -136,6 +142,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _tojson
+    environment.filters["arguments_object"] = _arguments_object
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment
@@ -144,6 +151,30 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
     """Returns JSON; jinja2's own filter would escape characters for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _arguments_object(arguments: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the arguments of a call as an object; any text but a JSON object is its only argument."""
+    if isinstance(arguments, Mapping):
+        return arguments
+    found = _object(arguments)
+    return {"arguments": arguments} if found is None else found
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    """Returns the JSON object in a text, an empty one for a blank text, None for any other text."""
+    try:
+        value = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _refuse_tasks(messages: Sequence[Message]) -> None:
+    """Raises TemplateError for a message of a kind that most templates would drop without a word."""
+    for i, message in enumerate(messages):
+        if message.get("role") == "latest_reminder" or message.get("task") is not None:
+            raise TemplateError(f"messages[{i}]: this model has neither latest_reminder nor task; DeepSeek-V4 has")
 
 
 def _raise_exception(message: str) -> None:
@@ -181,9 +212,8 @@ def with_tool_preamble(source: str, dialect: Dialect | None) -> str:
 
 def uses_tools(source: str) -> bool:
     """Returns whether a template uses the variable `tools`; without it the model would not see them."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
-        return "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
+        return "tools" in jinja2.meta.find_undeclared_variables(_environment().parse(source))
     except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError):
         return False
 
@@ -219,11 +249,13 @@ class ToolMessages:
 
     @functools.cached_property
     def _takes_argument_text(self) -> bool:
-        """Whether the template writes arguments as they are; most templates need an object, which they write as JSON.
+        """Whether the template writes arguments as they are, or reads them itself (`arguments_object`).
 
-        These would write a text as a JSON string, and the model would then call with quoted arguments.
+        Most templates need an object, which they write as JSON. These would write a text as a JSON string, and the
+        model would then call with quoted arguments.
         """
-        return _PROBE in self._probe(self._no_text, _PROBE)
+        prompt = self._probe(self._no_text, _PROBE)
+        return _PROBE in prompt or (prompt != "" and prompt == self._probe(self._no_text, json.loads(_PROBE)))
 
     def _probe(self, content: str | None, arguments: object) -> str:
         """Returns the prompt of a conversation with a call; "" where the template refuses it."""
@@ -241,25 +273,26 @@ class ToolMessages:
 
 
 def _order_results(messages: Sequence[Message]) -> list[Message]:
-    """Returns messages with the results after each message in the order of its calls.
+    """Returns messages with the results up to the assistant's next message in the order of the calls.
 
     Most formats have no ids and match results by order. Results whose ids do not all belong to the calls stay as they
-    are.
+    are, and so do messages between them.
     """
-    ordered: list[Message] = []
+    ordered = list(messages)
     at = 0
-    while at < len(messages):
-        ordered.append(messages[at])
-        places = {call.get("id"): i for i, call in enumerate(messages[at].get("tool_calls") or [])}
-        at += 1
-        results = []
-        while at < len(messages) and messages[at].get("role") == "tool":
-            results.append(messages[at])
+    while at < len(ordered):
+        places = {call.get("id"): i for i, call in enumerate(ordered[at].get("tool_calls") or [])}
+        at, found = at + 1, []
+        while at < len(ordered) and ordered[at].get("role") != "assistant":
+            if ordered[at].get("role") == "tool":
+                found.append(at)
             at += 1
+        results = [ordered[i] for i in found]
         ids = [result.get("tool_call_id") for result in results]
         if len(set(ids)) == len(ids) and all(each in places for each in ids):
             results.sort(key=lambda result: places[result.get("tool_call_id")])
-        ordered += results
+            for i, result in zip(found, results, strict=True):
+                ordered[i] = result
     return ordered
 
 
@@ -278,11 +311,7 @@ def _with_objects(message: Message, index: int) -> Message:
 
 def _with_object(call: Mapping[str, Any], index: int) -> dict[str, Any]:
     function = call["function"]
-    text = function["arguments"]
-    try:
-        arguments = json.loads(text) if text.strip() else {}
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
+    arguments = _object(function["arguments"])
+    if arguments is None:
         raise TemplateError(f"messages[{index}]: the arguments of a tool call are not a JSON object")
     return {**call, "function": {**function, "arguments": arguments}}

@@ -4,7 +4,7 @@ A table maps (state, mark) to (acts, next state). A mark without an entry for th
 reaches a client. `dsv3.text.parser` finds the marks, by token id where the vocabulary has a token for one and by text
 otherwise, and runs the tables.
 
-Sources: the model cards and tokenizers of DeepSeek-V3, R1-0528, V3.1 and V3.2, Kimi-K2, GLM-4.5 and 4.7.
+Sources: the model cards and tokenizers of DeepSeek-V3, R1-0528, V3.1, V3.2 and V4, Kimi-K2, GLM-4.5 and 4.7.
 """
 
 import enum
@@ -205,6 +205,20 @@ _DEEPSEEK_V31 = Dialect(
     preamble=_preamble("tool_call_name<｜tool▁sep｜>tool_call_arguments"),
     form=CallForm(before=_CALLS, call=_CALL + "{name}<｜tool▁sep｜>{arguments}" + _END_CALL, after=_END_CALLS),
 )
+
+
+def _dsml_form(block: str) -> CallForm:
+    """Returns the form of calls in DSML; `block` is the name of the tag around them."""
+    return CallForm(
+        before=f"\n\n<｜DSML｜{block}>\n",
+        call='<｜DSML｜invoke name="{name}">\n{arguments}</｜DSML｜invoke>\n',
+        after=f"</｜DSML｜{block}>",
+        text='<｜DSML｜parameter name="{key}" string="true">{value}</｜DSML｜parameter>\n',
+        value='<｜DSML｜parameter name="{key}" string="false">{value}</｜DSML｜parameter>\n',
+        nothing="\n",
+    )
+
+
 # <｜DSML｜invoke name="NAME">\n<｜DSML｜parameter name="KEY" string="true">VALUE</｜DSML｜parameter>\n</｜DSML｜invoke>
 _DEEPSEEK_V32 = Dialect(
     markers={marker: mark for marker, mark in _DEEPSEEK_MARKERS.items() if mark is Mark.OTHER},
@@ -225,14 +239,14 @@ _DEEPSEEK_V32 = Dialect(
         },
         (ParserState.BETWEEN, Mark.END_CALLS): ((), ParserState.CONTENT),
     },
-    form=CallForm(
-        before="\n\n<｜DSML｜function_calls>\n",
-        call='<｜DSML｜invoke name="{name}">\n{arguments}</｜DSML｜invoke>\n',
-        after="</｜DSML｜function_calls>",
-        text='<｜DSML｜parameter name="{key}" string="true">{value}</｜DSML｜parameter>\n',
-        value='<｜DSML｜parameter name="{key}" string="false">{value}</｜DSML｜parameter>\n',
-        nothing="\n",
-    ),
+    form=_dsml_form("function_calls"),
+)
+_TASKS = ("<｜action｜>", "<｜query｜>", "<｜authority｜>", "<｜domain｜>", "<｜title｜>", "<｜read_url｜>")
+# As V3.2, in a block of another name.
+_DEEPSEEK_V4 = msgspec.structs.replace(
+    _DEEPSEEK_V32,
+    markers={**_DEEPSEEK_V32.markers, **dict.fromkeys(("<｜latest_reminder｜>", *_TASKS), Mark.OTHER)},
+    form=_dsml_form("tool_calls"),
 )
 # functions.NAME:NUMBER<|tool_call_argument_begin|>ARGUMENTS
 _KIMI_K2 = Dialect(
@@ -308,14 +322,16 @@ DIALECTS: dict[str, Dialect] = {
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v31": _DEEPSEEK_V31,
     "deepseek_v32": _DEEPSEEK_V32,
+    "deepseek_v4": _DEEPSEEK_V4,
     "kimi_k2": _KIMI_K2,
     "glm45": _GLM45,
     "glm47": _GLM47,
 }
 
-# The part of a prompt that an answer continues begins after the last role marker, or after tool results.
+# The part of a prompt that an answer continues begins after the last role marker, or after tool results or the token of
+# a quick task, whose answer has no reasoning.
 _SPEAKERS = ("<｜Assistant｜>", "<|im_middle|>", "<|assistant|>")
-_RESULTS = ("<｜tool▁output▁end｜>", "<｜tool▁outputs▁end｜>", "</function_results>")
+_RESULTS = ("<｜tool▁output▁end｜>", "<｜tool▁outputs▁end｜>", "</function_results>", *_TASKS)
 _TAIL_CHARS = 64
 # A turn is not longer; whole prompts have up to 16 MiB, and this runs on the event loop.
 _MAX_TURN_CHARS = 2**20

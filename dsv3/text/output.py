@@ -19,13 +19,13 @@ from dsv3.text.tokenizer import Tokenizer
 class Detokenizer:
     """Incremental detokenizer of one answer, in linear time.
 
-    Bytes of an incomplete character wait for the rest. Special tokens are dropped unless `skip_special_tokens` is
-    false. Without a tokenizer all text is empty.
+    Bytes of an incomplete character wait for the rest. Special tokens other than `kept` are dropped unless
+    `skip_special_tokens` is false. Without a tokenizer all text is empty.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool):
+    def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool, kept: frozenset[int] = frozenset()):
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_token_ids if tokenizer and skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_token_ids - kept if tokenizer and skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._inside_character = False
 
@@ -86,7 +86,8 @@ class OutputProcessor:
             raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
         self._tokenizer = tokenizer
         self._eos = tokenizer.eos_token_id if tokenizer else None
-        self._detokenizer = Detokenizer(tokenizer, sampling.skip_special_tokens)
+        kept = frozenset() if parser is None else parser.text_ids
+        self._detokenizer = Detokenizer(tokenizer, sampling.skip_special_tokens, kept)
         self._shows_stop = sampling.include_stop_str_in_output
         self._min_tokens = sampling.min_tokens
         self._stop = StopStrings(sampling.stop, self._shows_stop) if sampling.stop else None

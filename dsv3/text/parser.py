@@ -20,9 +20,10 @@ from dsv3.text.dialects import Act, Dialect, Mark, ParserState, Table
 
 # Longer text is not a tag: names of functions and arguments have at most 256 characters.
 _MAX_TAG_CHARS = 1024
-_TAG_BEGINNINGS = ("<｜DSML｜", "</｜DSML｜")
-# The second alternative is the end of an answer that was cut off inside a character.
-_TAG = rf"</?｜DSML｜(?:[^<>]{{0,{_MAX_TAG_CHARS}}}>)?|</?｜D?S?M?L?(?=\ufffd)"
+DSML = "｜DSML｜"
+_TAG_BEGINNINGS = (f"<{DSML}", f"</{DSML}")
+# The second alternative is the end of an answer that was cut off inside a character, the third belongs to no tag.
+_TAG = rf"</?｜DSML｜(?:[^<>]{{0,{_MAX_TAG_CHARS}}}>)?|</?｜D?S?M?L?(?=\ufffd)|｜DSML｜"
 _TAG_NAME = re.compile(r"<(/?)｜DSML｜\s*(\w*)")
 _ATTRIBUTE = re.compile(r'(\w+)\s*=\s*"([^"]*)"')
 # V3.2, V4 and V4.1 have different names for the block, and models mix them up.
@@ -56,7 +57,7 @@ class MarkFinder:
 
     def __init__(self, spellings: Mapping[str, Mark], tags: bool):
         self._spellings = spellings
-        beginnings = [*spellings, *(_TAG_BEGINNINGS if tags else ())]
+        beginnings = [*spellings, *((*_TAG_BEGINNINGS, DSML) if tags else ())]
         self._pattern = re.compile("|".join([*map(re.escape, spellings), *([_TAG] if tags else [])]))
         self._beginnings = beginnings
         self._first_chars = frozenset(text[0] for text in beginnings)
@@ -233,6 +234,8 @@ class AnswerFormat:
         self.dialect = dialect
         self.table = table
         self.marks_by_id = {token_id: markers[marker] for marker, token_id in ids.items() if token_id is not None}
+        tag_id = id_of(DSML) if dialect is not None and dialect.tags else None
+        self.text_ids = frozenset() if tag_id is None else frozenset([tag_id])
         in_text = {marker: mark for marker, mark in markers.items() if ids[marker] is None}
         self._finders = {state: self._finder(state, in_text) for state in ParserState}
 
@@ -285,6 +288,11 @@ class AnswerParser:
         return self._format.marks_by_id
 
     @property
+    def text_ids(self) -> frozenset[int]:
+        """The tokens that are part of a tag: the parser needs their text, even where they are special."""
+        return self._format.text_ids
+
+    @property
     def is_reasoning(self) -> bool:
         """Whether the model is thinking."""
         return self._state is ParserState.REASONING or (
@@ -307,7 +315,9 @@ class AnswerParser:
         return merge_deltas(out)
 
     def finish(self) -> list[AnswerDelta]:
-        """Returns the pending deltas."""
+        """Returns the pending deltas; arguments that end here are incomplete, and must not end with half a marker."""
+        if self._state in (ParserState.ARGUMENTS, ParserState.PARAMETERS, ParserState.VALUE):
+            self._pending = ""
         self._flush_pending()
         if self._state is ParserState.START:
             self._state = self._then

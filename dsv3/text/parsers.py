@@ -78,7 +78,7 @@ def detect_dialect(tokenizer: Tokenizer, chat_template: str | None) -> str | Non
     if tokenizer.id_of("<tool_call>") is not None and tokenizer.id_of("<arg_key>") is not None:
         return "glm47" if "</arg_key><arg_value>" in template else "glm45"
     if "｜DSML｜" in template:
-        return "deepseek_v32"
+        return "deepseek_v4" if "｜DSML｜tool_calls" in template else "deepseek_v32"
     if "<｜tool▁call" in template and (tokenizer.id_of("<｜tool▁calls▁begin｜>") is not None or uses_tools(template)):
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
     return None

@@ -13,7 +13,8 @@ from typing import Any, Self
 import tokenizers
 
 from dsv3.files import IS_POINTER, is_pointer, open_regular, read_json
-from dsv3.text import deepseek_v32, tekken_file, tiktoken_file
+from dsv3.text import deepseek_v4, deepseek_v32, tekken_file, tiktoken_file
+from dsv3.text.encoder_file import EncoderFileError, read_constants
 from dsv3.text.special_tokens import SpecialTokens
 
 _PART_CHARS = 64 * 1024
@@ -247,7 +248,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
     """Reads the chat template: `chat_template.jinja` wins over `tokenizer_config.json`, "default" among several.
 
-    DeepSeek-V3.2 has none; `dsv3.text.deepseek_v32` has ours.
+    DeepSeek-V3.2 and V4 have none: theirs is made of the texts of their encoder file.
     """
     file = directory / "chat_template.jinja"
     if file.is_file():
@@ -258,5 +259,11 @@ def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
         template = named.get("default")
     if isinstance(template, str):
         return template
-    is_v32 = _read_json(directory / "config.json").get("model_type") == "deepseek_v32"
-    return deepseek_v32.CHAT_TEMPLATE if is_v32 else None
+    model_type = _read_json(directory / "config.json").get("model_type")
+    own = {"deepseek_v32": deepseek_v32, "deepseek_v4": deepseek_v4}.get(str(model_type))
+    if own is None:
+        return None
+    try:
+        return own.chat_template(read_constants(directory / own.ENCODER))
+    except EncoderFileError as error:
+        raise TokenizerError(str(error)) from None

@@ -1,6 +1,8 @@
 """What files say of DeepSeek-V4: the published form and transformers' are understood, and odd ones refused."""
 
 import json
+import pathlib
+import re
 from typing import Any
 
 import pytest
@@ -152,9 +154,15 @@ def test_what_is_not_understood_is_named(changes: dict[str, Any], named: str) ->
         from_hf(FLASH | changes)
 
 
-def test_deepseek_v41_is_refused_for_what_it_is() -> None:
-    with pytest.raises(ConfigError, match=r"'deepseek_v41': DeepSeek-V4\.1 is not supported.*n-grams"):
-        from_hf({"model_type": "deepseek_v41", "text_config": {}})
+def test_deepseek_v41_is_refused_for_what_it_is(tmp_path: pathlib.Path) -> None:
+    """The error names the model and a page that exists."""
+    config = {"model_type": "deepseek_v41", "text_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for read, of in ((from_hf, config), (load_config, tmp_path)):
+        with pytest.raises(ConfigError, match=r"DeepSeek-V4\.1, which is not served.*n-grams") as error:
+            read(of)  # type: ignore[operator]
+        [page] = re.findall(r"docs/\w+\.md", str(error.value))
+        assert (pathlib.Path(__file__).parents[2] / page).is_file()
 
 
 def test_transformers_cannot_be_given_what_it_would_read_otherwise() -> None:

@@ -275,8 +275,9 @@ def from_hf(config: Mapping[str, Any], file: str = "config.json") -> ModelConfig
         return deepseek_v4.read(fields)
     if family == "deepseek_v41":
         raise ConfigError(
-            f"{file}: model_type is 'deepseek_v41': DeepSeek-V4.1 is not supported. Its layers share caches of ratio 1 "
-            "and 2, and it reads tables of n-grams; DeepSeek-V4 ('deepseek_v4') does neither"
+            f"{file}: model_type is 'deepseek_v41': this is DeepSeek-V4.1, which is not served. Its layers share four "
+            "caches of ratio 1 and 2, and it reads tables of n-grams; DeepSeek-V4 ('deepseek_v4') does neither. "
+            "docs/deepseek_v41.md says what is missing"
         )
     if family not in (*FAMILIES, *WRAPPERS):
         known = (f"{name!r} ({each.members})" for name, each in (FAMILIES | WRAPPERS).items())

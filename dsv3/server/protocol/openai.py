@@ -156,16 +156,17 @@ class ToolCall(msgspec.Struct):
 class ChatMessage(msgspec.Struct, kw_only=True):
     """One message of a conversation; templates distinguish a field that is null from one that is absent.
 
-    `reasoning` is what newer vLLM calls `reasoning_content`.
+    `reasoning` is what newer vLLM calls `reasoning_content`. The role latest_reminder and `task` are DeepSeek-V4's.
     """
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "latest_reminder"]
     content: str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)] | UnsetType | None = UNSET
     name: Name | UnsetType | None = UNSET
     reasoning_content: str | UnsetType | None = UNSET
     reasoning: str | UnsetType | None = UNSET
     tool_call_id: Name | UnsetType | None = UNSET
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | UnsetType | None = UNSET
+    task: Name | UnsetType | None = UNSET
 
     def __post_init__(self) -> None:
         require_no_nul(self.content)

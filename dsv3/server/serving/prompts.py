@@ -229,12 +229,14 @@ def _render_request(
     if reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", reasoning_effort)
     assert request.messages is not None
+    wanted = request.response_format if isinstance(request, ChatRequest) else None
     return Render(
         [_template_message(message, i) for i, message in enumerate(request.messages)],
         tools.shown,
         prompted,
         continued,
         kwargs,
+        wanted.json_schema.schema if wanted is not None and wanted.json_schema is not None else None,
     )
 
 

@@ -86,9 +86,14 @@ def test_trained_parameters_survive(tmp_path):
     """A float32 router that bfloat16 cannot hold stays float32 in a fresh tree, and config.json describes it all."""
     cfg = hf.config()
     params = random_params(cfg, jnp.bfloat16)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    save_hf(tmp_path / "out", cfg, params, companions=[tmp_path / "tokenizer.json"])
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+    companions = [tmp_path / name for name in ("tokenizer.json", "encoding/encoding_dsv32.py")]
+    (tmp_path / "encoding").mkdir()
+    for path in companions:
+        path.write_text("{}")
+    save_hf(tmp_path / "out", cfg, params, companions=companions)
+    names = {"config.json", "model.safetensors", "tokenizer.json", "encoding/encoding_dsv32.py"}
+    out = tmp_path / "out"
+    assert {str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()} == names
     assert load_config(tmp_path / "out") == cfg
     written = tensors_of(tmp_path / "out")
     assert written["model.layers.2.mlp.gate.weight"].dtype == np.float32

@@ -9,11 +9,12 @@ import openai
 import pytest
 
 from dsv3.server.protocol.errors import ApiError
-from dsv3.server.protocol.openai import ChatRequest
+from dsv3.server.protocol.openai import ChatRequest, ResponseFormat
 from dsv3.server.serving import prompts
 from dsv3.server.serving.prompts import read_tools
 from dsv3.text.parsers import Parsers
 from tests.dsv3.server import serving
+from tests.dsv3.text import encoders, tiny
 from tests.dsv3.text.dialects import tokenizer, write
 
 CHAT = "/v1/chat/completions"
@@ -268,3 +269,41 @@ def test_calls_reach_the_template_in_one_form():
     called = {"role": "assistant", "content": None, "tool_calls": [{**CALLS[1], "id": "1"}]}
     plain = {"role": "assistant", "content": "x"}
     assert render_request("deepseek_v31", {"messages": messages}).messages == [plain, plain, called]
+
+
+def test_a_schema_and_the_fields_of_deepseek_v4_reach_the_template():
+    schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+    messages = [{"role": "latest_reminder", "content": "x"}, {"role": "user", "content": "y", "task": "query"}]
+    body = {"messages": messages, "reasoning_effort": "xhigh"}
+    form = prompts.msgspec.convert(schema, ResponseFormat)
+    request = render_request("deepseek_v4", body | {"response_format": form})
+    assert (request.messages, request.response_format) == (messages, {"type": "object"})
+    assert request.kwargs == {"reasoning_effort": "xhigh"}
+    for form in (None, ResponseFormat("json_object")):
+        assert render_request("deepseek_v4", body | {"response_format": form}).response_format is None
+
+
+def test_deepseek_v4_is_served_by_its_encoder_file(tmp_path):
+    """Without the file, what needs its texts is refused by name; all else works."""
+    known = tokenizer("deepseek_v4")
+    known._backend.save(str(tmp_path / "tokenizer.json"))
+    config = {name: value for name, value in tiny.config().items() if name != "chat_template"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v4"}))
+    user = {"role": "user", "content": "Hi"}
+    with serving.running(tmp_path) as server:
+        for more in ({"tools": TOOLS}, {"reasoning_effort": "max"}):
+            answer = server.http.post(CHAT, json={"messages": [user]} | more)
+            assert answer.status_code == 400, answer.text
+            [name] = more
+            assert re.search(f"{name}: .* copy encoding/encoding_dsv4.py", answer.json()["error"]["message"])
+        ids = server.http.post("/tokenize", json={"messages": [user]}).json()["tokens"]
+        assert known.decode(ids, skip_special_tokens=False) == f"{tiny.BOS}<｜User｜>Hi<｜Assistant｜><think>"
+    encoders.write(tmp_path, "encoding_dsv4.py", encoders.OFFICIAL)
+    body = {"tools": TOOLS, "reasoning_effort": "high", "return_token_ids": True}
+    messages = [user, {"role": "assistant", "content": "Let me see.", "tool_calls": CALLS}, user]
+    with serving.running(tmp_path, options={"escape_special_tokens": True}) as server:
+        answer = server.http.post(CHAT, json=body | {"messages": messages}).json()
+    prompt = known.decode(answer["prompt_token_ids"], skip_special_tokens=False)
+    assert prompt.startswith(f"{tiny.BOS}Think\nhard.\n\n\n\nUse <｜DSML｜tool_calls>")
+    assert prompt.endswith("</｜DSML｜tool_calls><｜end▁of▁sentence｜><｜User｜>Hi<｜Assistant｜><think>")

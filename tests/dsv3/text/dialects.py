@@ -7,7 +7,7 @@ from dsv3.sampling_params import SamplingParams
 from dsv3.text.deltas import ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart, merge_deltas
 from dsv3.text.dialects import DIALECTS
 from dsv3.text.output import OutputProcessor
-from dsv3.text.parser import AnswerParser, Tools
+from dsv3.text.parser import DSML, AnswerParser, Tools
 from dsv3.text.parsers import Parsers
 from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.text import tiny
@@ -23,11 +23,17 @@ CHAT_TEMPLATE = (
 )
 
 
+def markers(dialect):
+    """The texts that are tokens in a vocabulary of the dialect."""
+    known = DIALECTS[dialect]
+    return [*tiny.MARKERS, *(marker for marker in known.markers if len(marker) > 1), *([DSML] if known.tags else [])]
+
+
 @functools.cache
 def tokenizer(dialect, by_id=True):
     """A tokenizer with the markers of a dialect as tokens, or without any."""
-    markers = [marker for marker in DIALECTS[dialect].markers if len(marker) > 1 and marker not in tiny.SPECIAL]
-    return Tokenizer(tiny.backend(markers=[*tiny.MARKERS, *markers] if by_id else []), tiny.config())
+    own = [marker for marker in markers(dialect) if marker not in tiny.SPECIAL]
+    return Tokenizer(tiny.backend(markers=own if by_id else []), tiny.config())
 
 
 def write(directory):
@@ -53,10 +59,10 @@ def spelled(dialect, text, by_id=True):
 
 def tokens(dialect, text, by_id=True):
     """The tokens of a text: markers that are tokens as one, the rest as bytes."""
-    markers = [marker for marker in [*tiny.MARKERS, *DIALECTS[dialect].markers] if len(marker) > 1] if by_id else []
+    known = markers(dialect) if by_id else []
     ids = []
     while text:
-        marker = next((marker for marker in markers if text.startswith(marker)), None)
+        marker = next((marker for marker in known if text.startswith(marker)), None)
         delta = marker or text[0]
         ids += [tokenizer(dialect, by_id).id_of(marker)] if marker else spelled(dialect, delta, by_id)
         text = text[len(delta) :]
@@ -80,9 +86,10 @@ def written(dialect, calls, content=""):
                 for name, text in zip(names, texts, strict=True)
             ]
             return f"{content}<｜tool▁calls▁begin｜>{''.join(parts)}<｜tool▁calls▁end｜>"
-        case "deepseek_v32":
+        case "deepseek_v32" | "deepseek_v4":
+            block = "function_calls" if dialect == "deepseek_v32" else "tool_calls"
             parts = [f'<｜DSML｜invoke name="{name}">\n{_parameters(args)}\n</｜DSML｜invoke>' for name, args in calls]
-            return f"{content}\n\n<｜DSML｜function_calls>\n{chr(10).join(parts)}\n</｜DSML｜function_calls>"
+            return f"{content}\n\n<｜DSML｜{block}>\n{chr(10).join(parts)}\n</｜DSML｜{block}>"
         case "kimi_k2":
             parts = [
                 f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{text}<|tool_call_end|>"

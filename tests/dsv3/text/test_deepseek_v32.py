@@ -1,16 +1,16 @@
-"""The prompts of DeepSeek-V3.2, compared with what its checkpoint's encoder is documented to write."""
+"""The prompts of DeepSeek-V3.2, by the rules of its checkpoint's encoder, with texts of a made-up encoder file."""
 
 import json
 
 import pytest
 
 from dsv3.text.chat_template import ChatTemplate, TemplateError, ToolMessages, uses_tools
-from dsv3.text.deepseek_v32 import CHAT_TEMPLATE
+from dsv3.text.deepseek_v32 import chat_template
+from dsv3.text.encoder_file import read_constants
 from dsv3.text.tokenizer import Tokenizer
-from tests.dsv3.text import tiny
+from tests.dsv3.text import encoders, tiny
 
-TEMPLATE = ChatTemplate(CHAT_TEMPLATE, {"bos_token": tiny.BOS, "eos_token": tiny.EOS})
-MESSAGES = ToolMessages(TEMPLATE)
+BARE = ChatTemplate(chat_template({}), {"bos_token": tiny.BOS, "eos_token": tiny.EOS})
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}
 TOOL = {"type": "function", "function": {"name": "f", "description": "é", "parameters": {"type": "object"}}}
 
@@ -27,8 +27,8 @@ def result(text, id="1"):
     return {"role": "tool", "content": text, "tool_call_id": id}
 
 
-def rendered(messages, thinking=False, **settings):
-    return TEMPLATE.render(MESSAGES.prepare(messages), kwargs={"thinking": thinking}, **settings)
+def rendered(messages, thinking=False, template=BARE, **settings):
+    return template.render(ToolMessages(template).prepare(messages), kwargs={"thinking": thinking}, **settings)
 
 
 def test_turns():
@@ -43,16 +43,21 @@ def test_turns():
     assert rendered(begun, thinking=True, **settings).endswith("<｜Assistant｜><think></think>Well, ")
 
 
-def test_tools_follow_the_system_message():
-    prompt = rendered([SYSTEM, USER], tools=[TOOL, TOOL])
-    assert prompt.startswith(
-        f"{tiny.BOS}Be brief.\n\n## Tools\n\nYou have access to a set of tools you can use to answer"
-    )
+def test_tools_and_the_response_format_follow_the_system_message(tmp_path):
+    constants = read_constants(encoders.write(tmp_path, "encoding_dsv32.py", encoders.V32))
+    full = ChatTemplate(chat_template(constants), {"bos_token": tiny.BOS, "eos_token": tiny.EOS})
     shown = json.dumps(TOOL["function"], ensure_ascii=False)
-    assert prompt.endswith(
-        f"JSONSchema format:\n<functions>\n{shown}\n{shown}\n</functions>\n<｜User｜>Hi<｜Assistant｜></think>"
-    )
-    assert rendered([USER], tools=[TOOL]).startswith(f"{tiny.BOS}\n\n## Tools\n\n")
+    wanted = {"tools": [TOOL, TOOL], "response_format": {"type": "object"}, "template": full}
+    texts = f"\n\nUse <｜DSML｜function_calls>.\n{shown}\n{shown}\nThat is all.\n"
+    texts += '\n\nForm {"type": "object"} is ｜DSML｜ {}'
+    assert rendered([SYSTEM, USER], **wanted) == f"{tiny.BOS}Be brief.{texts}<｜User｜>Hi<｜Assistant｜></think>"
+    assert rendered([USER], **wanted) == f"{tiny.BOS}{texts}<｜User｜>Hi<｜Assistant｜></think>"
+    for name, value in wanted.items():
+        if name != "template":
+            with pytest.raises(
+                TemplateError, match=f"{name}: there is no .*; copy encoding/encoding_dsv32.py of the published"
+            ):
+                rendered([USER], **{name: value})
 
 
 @pytest.mark.parametrize("thinking", [False, True])
@@ -98,7 +103,9 @@ def test_the_template_is_selected_by_the_model_type(tmp_path):
     (directory / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
     assert Tokenizer.from_directory(directory).chat_template is None
     (directory / "config.json").write_text('{"model_type": "deepseek_v32"}')
-    assert Tokenizer.from_directory(directory).chat_template == CHAT_TEMPLATE
+    assert Tokenizer.from_directory(directory).chat_template == chat_template({})
+    path = encoders.write(directory, "encoding_dsv32.py", encoders.V32)
+    assert Tokenizer.from_directory(directory).chat_template == chat_template(read_constants(path)) != chat_template({})
     tiny.write(tmp_path)
     assert Tokenizer.from_directory(directory).chat_template == tiny.CHAT_TEMPLATE
-    assert uses_tools(CHAT_TEMPLATE) and not uses_tools(tiny.CHAT_TEMPLATE)
+    assert uses_tools(chat_template({})) and not uses_tools(tiny.CHAT_TEMPLATE)

@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 import dsv3
 from dsv3.server.templates import escaping_template
 from dsv3.text.chat_template import ChatTemplate, TemplateError
+from dsv3.text.deepseek_v4 import chat_template as deepseek_v4_template
+from dsv3.text.parser import DSML
 from dsv3.text.special_tokens import SpecialTokens
 from dsv3.text.tokenizer import Tokenizer, TokenizerError
 from tests.dsv3.text import tiny
+from tests.dsv3.text.dialects import tokenizer as dialect_tokenizer
 
 TOOL_MARKERS = [
     f"<｜tool▁{name}｜>"
@@ -53,9 +56,17 @@ def deepseek() -> Tokenizer:
     return Tokenizer(backend, tiny.config(), DEEPSEEK)
 
 
+def deepseek_v4() -> Tokenizer:
+    """The tags of calls are made of one token, which is also in the text that shows tools."""
+    source = deepseek_v4_template(
+        {"TOOLS_TEMPLATE": "<｜DSML｜tool_calls> {tool_schemas}", "REASONING_EFFORT_MAX": "!"}
+    )
+    return Tokenizer(dialect_tokenizer("deepseek_v4")._backend, tiny.config(), source)
+
+
 BUNDLED = Tokenizer.from_directory(Path(dsv3.__file__).parent / "bundled")
 TINY = Tokenizer(tiny.backend(), tiny.config(), tiny.CHAT_TEMPLATE)
-TOKENIZERS = {"bundled": BUNDLED, "tiny": TINY, "deepseek": deepseek()}
+TOKENIZERS = {"bundled": BUNDLED, "tiny": TINY, "deepseek": deepseek(), "deepseek_v4": deepseek_v4()}
 HIDING = {name: tokenizer.hiding_special_tokens() for name, tokenizer in TOKENIZERS.items()}
 PLAIN = {name: ChatTemplate(each.chat_template, each.special_tokens) for name, each in TOKENIZERS.items()}
 ESCAPING = {
@@ -64,7 +75,24 @@ ESCAPING = {
 }
 MARKERS = [*tiny.SPECIAL, *tiny.MARKERS, *TOOL_MARKERS]
 # Whole special tokens, and parts that form one where a template joins them.
-PARTS = [*MARKERS, "<｜Us", "er｜>", "<", "think>", "</", "｜", "0", "a b", " ", "\n", "é", "日本", "def "]
+PARTS = [
+    *MARKERS,
+    DSML,
+    "<｜title｜>",
+    "<｜Us",
+    "er｜>",
+    "<",
+    "think>",
+    "</",
+    "｜",
+    "0",
+    "a b",
+    " ",
+    "\n",
+    "é",
+    "日本",
+    "def ",
+]
 TEXTS = st.lists(st.sampled_from(PARTS), max_size=8).map("".join)
 HARMLESS = st.text(st.characters(blacklist_characters="\0<", blacklist_categories=["Cs"]), max_size=20)
 
@@ -115,8 +143,8 @@ def test_no_special_token_comes_from_a_message(name, messages, thinking, data):
 
 
 def _emptied(message):
-    """The same message without text."""
-    calls = [{"function": {"name": "", "arguments": ""}} for _ in message.get("tool_calls", ())]
+    """The same message without text; V4 writes a tag for each argument."""
+    calls = [{"function": {"name": "", "arguments": json.dumps({"at": ""})}} for _ in message.get("tool_calls", ())]
     return message | {"content": "", "tool_calls": calls}
 
 

@@ -6,17 +6,18 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from dsv3.sampling_params import SamplingParams
 from dsv3.server.protocol.openai import MAX_TOOLS
-from dsv3.text.deltas import TextDelta, ToolArgumentsDelta, ToolCallStart, merge_deltas
+from dsv3.text.deltas import ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart, merge_deltas
 from dsv3.text.dialects import DIALECTS, ParserState, start_state
 from dsv3.text.output import OutputProcessor
-from dsv3.text.parser import MarkFinder, Tools
+from dsv3.text.parser import DSML, MarkFinder, Tools
 from dsv3.text.parsers import Parsers, detect_dialect
 from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.text import tiny
-from tests.dsv3.text.dialects import NAMES, Answer, parser, spelled, tokenizer, tokens, written
+from tests.dsv3.text.dialects import NAMES, Answer, markers, parser, spelled, tokenizer, tokens, written
 
 THINKING, ANSWERING, SILENT = "<｜Assistant｜><think>", "<｜Assistant｜></think>", "<｜Assistant｜>"
 PROMPTS = st.sampled_from([THINKING, ANSWERING, SILENT])
@@ -38,22 +39,22 @@ CALLS = st.lists(st.tuples(st.sampled_from(["f", "get_weather", "my-f.x"]), ARGU
 
 def fragments(dialect):
     """Markers, tags and words that a model may write."""
-    markers = [marker for marker in [*tiny.MARKERS, *DIALECTS[dialect].markers] if len(marker) > 1]
+    block = "tool_calls" if dialect == "deepseek_v4" else "function_calls"
     tags = [
         '<｜DSML｜invoke name="f">',
         '<｜DSML｜parameter name="s" string="true">',
-        "<｜DSML｜function_calls>",
+        f"<｜DSML｜{block}>",
         "</｜DSML｜",
     ]
     tags += [
         "</｜DSML｜parameter>",
         "</｜DSML｜invoke>",
-        "</｜DSML｜function_calls>",
+        f"</｜DSML｜{block}>",
         '<｜DSML｜parameter name="n">',
         '<｜DSML｜parameter name="input">',
         "/>",
     ]
-    return [*markers, *(tags if DIALECTS[dialect].tags else []), *WORDS]
+    return [*markers(dialect), *(tags if DIALECTS[dialect].tags else []), *WORDS]
 
 
 @st.composite
@@ -99,8 +100,7 @@ def test_any_cut_of_the_text_gives_the_same_answer(data, dialect, prompt, tools)
 @given(st.data(), st.sampled_from(NAMES), PROMPTS, TOOLS, st.sampled_from(["stop", "length"]))
 def test_no_marker_reaches_a_client(data, dialect, prompt, tools, finish):
     answer = Answer(dialect, data.draw(random_output(dialect)), prompt=prompt, tools=tools, finish=finish)
-    markers = [marker for marker in [*tiny.MARKERS, *DIALECTS[dialect].markers] if len(marker) > 1]
-    assert not [marker for marker in [*markers, "｜DSML｜"] if marker in answer.shown]
+    assert not [marker for marker in [*markers(dialect), "｜DSML｜"] if marker in answer.shown]
     assert [call.index for call in answer.deltas if isinstance(call, ToolCallStart)] == list(range(len(answer.calls)))
     assert answer.num_reasoning_tokens <= answer.num_tokens
     assert tools is not None or not answer.calls
@@ -195,6 +195,27 @@ def test_an_answer_truncated_inside_a_character_of_a_tag():
         assert Answer("deepseek_v32", ids[:cut], finish="length").content.rstrip("\n\ufffd") in ("Well.", "Well.\n\n<")
 
 
+@pytest.mark.parametrize("special", [False, True])
+def test_the_token_of_tags_is_read_even_where_it_is_special(special):
+    """Special tokens are dropped from the text; a part of a tag is not."""
+    backend = tiny.backend()
+    backend.add_tokens([AddedToken(DSML, normalized=False, special=special)])
+    known = Tokenizer(backend, tiny.config())
+    parsers = Parsers(known, None, "deepseek_v3", "deepseek_v4")
+    stream = OutputProcessor(known, SamplingParams(), parsers.parser(parsers.start(THINKING), Tools()))
+    ids = known.encode("why</think>Well." + written("deepseek_v4", [("f", {"s": "x"})]), add_special_tokens=False)
+    assert ids.count(known.id_of(DSML)) == 6
+    found = [delta for i in ids for delta in stream.push([i]).deltas] + stream.push([], "stop").deltas
+    reasoning, content, call, arguments = merge_deltas(found)
+    assert (reasoning, content) == (ReasoningDelta("why"), TextDelta("Well."))
+    assert (call.name, arguments) == ("f", ToolArgumentsDelta(0, '{"s": "x"}'))
+
+
+def test_a_part_of_a_tag_without_its_bracket_is_dropped():
+    answer = Answer("deepseek_v4", tokens("deepseek_v4", "a ｜DSML｜ b <｜DSML｜"), finish="length")
+    assert answer.shown == "a  b "
+
+
 def test_a_character_interrupted_by_a_marker():
     ids = [*spelled("deepseek_v31", "é")[:1], *tokens("deepseek_v31", "</think>"), *spelled("deepseek_v31", "é")]
     answer = Answer("deepseek_v31", ids, prompt=THINKING)
@@ -220,6 +241,8 @@ def test_a_character_interrupted_by_a_marker():
         ),
         (ANSWERING + "<｜tool▁output▁begin｜>3<｜tool▁output▁end｜>", True, (ParserState.START, ParserState.CONTENT)),
         ("</function_results>\n\n<think>", False, (ParserState.START, ParserState.REASONING)),
+        ("<｜User｜>what is <think>?<｜query｜>", True, (ParserState.START, ParserState.CONTENT)),
+        (THINKING + "<｜action｜>", False, (ParserState.START, ParserState.CONTENT)),
         ("no turns, <think> long ago" + "." * 99, False, (ParserState.START, ParserState.CONTENT)),
         ("", True, (ParserState.START, ParserState.REASONING)),
     ],
@@ -389,7 +412,7 @@ FLOODS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dialect", ["deepseek_v31", "deepseek_v32"])
+@pytest.mark.parametrize("dialect", ["deepseek_v31", "deepseek_v32", "deepseek_v4"])
 @pytest.mark.parametrize("flood", FLOODS, ids=lambda flood: "".join(flood))
 def test_repeated_fragments_take_linear_work(dialect, flood, monkeypatch):
     """Pending text is searched again, but never more than a tag's length; all of it would be 4,096 per token."""
@@ -417,9 +440,7 @@ def test_long_random_output(data, dialect):
     ids = (unit * (65_536 // len(unit) + 1))[:65_536]
     answer = Answer(dialect, ids, [256] * 256, prompt=THINKING, finish="length")
     assert answer.num_tokens == 65_536
-    assert not [
-        marker for marker in [*tiny.MARKERS, *DIALECTS[dialect].markers] if len(marker) > 1 and marker in answer.shown
-    ]
+    assert not [marker for marker in markers(dialect) if marker in answer.shown]
 
 
 @pytest.mark.parametrize("dialect", NAMES)
@@ -441,6 +462,7 @@ def test_dialects_are_detected_by_vocabulary_and_template():
         assert detect_dialect(tokenizer("glm45"), template) == "glm45"
     assert detect_dialect(tokenizer("glm47"), glm.replace("LINE", "")) == "glm47"
     assert detect_dialect(tokenizer("deepseek_v32"), "<｜DSML｜function_calls>") == "deepseek_v32"
+    assert detect_dialect(tokenizer("deepseek_v4"), "<｜DSML｜tool_calls>") == "deepseek_v4"
     assert detect_dialect(Tokenizer(tiny.backend(), tiny.config()), v3) is None
 
 

@@ -6,7 +6,7 @@ in the stack of weights; XLA would copy it.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ def read_streams(
       backend: implementation; None selects by device.
     """
     backend = resolve_backend(requested=with_fallback("read_streams", backend))
-    how = {"iterations": iterations, "eps": eps, "norm_eps": norm_eps}
+    how: dict[str, Any] = {"iterations": iterations, "eps": eps, "norm_eps": norm_eps}
     reference = functools.partial(_read_reference, backend=backend, **how)
     arrays = streams, weight, base, scale, jnp.asarray(layer, jnp.int32)
     if not _takes(streams, backend):

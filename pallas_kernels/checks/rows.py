@@ -142,10 +142,8 @@ def streams_case(which: str, tokens: int, width: int) -> Case:
         if which == "write":
             parts = given["post"], given["between"], given["first"], given["second"]
             return {"streams": write_streams(given["streams"], *parts, backend=backend)}
-        how: dict[str, Any] = {"iterations": 20, "eps": _EPSILON, "norm_eps": _EPSILON, "backend": backend}
-        return read_streams(
-            *(given[name] for name in ("streams", "weight", "base", "scale")), i % layers, **how
-        )._asdict()
+        how: dict[str, Any] = {"layer": i % layers, "iterations": 20, "eps": _EPSILON, "norm_eps": _EPSILON}
+        return read_streams(**given, **how, backend=backend)._asdict()
 
     tolerance = {"collapsed": BFLOAT16, "post": FLOAT32, "between": FLOAT32, "streams": BFLOAT16}
     named = ("streams",) if which == "write" else ("collapsed", "post", "between")

@@ -6,6 +6,7 @@ in the stack of weights; XLA would copy it.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -59,7 +60,7 @@ def read_streams(
     """
     backend = resolve_backend(requested=with_fallback("read_streams", backend))
     how: dict[str, Any] = {"iterations": iterations, "eps": eps, "norm_eps": norm_eps}
-    reference = functools.partial(_read_reference, backend=backend, **how)
+    reference: Callable[..., StreamsRead] = functools.partial(_read_reference, backend=backend, **how)
     arrays = streams, weight, base, scale, jnp.asarray(layer, jnp.int32)
     if not _takes(streams, backend):
         return reference(*arrays)

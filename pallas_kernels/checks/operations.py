@@ -146,6 +146,7 @@ OPERATIONS = {
     "latent_rows": CheckedOperation(_CPU, rows.latent_rows_cases),
     "read_streams": CheckedOperation(_GPUS, rows.read_streams_cases),
     "write_streams": CheckedOperation(_GPUS, rows.write_streams_cases),
+    "unit_rotated_heads": CheckedOperation(_GPUS, rows.unit_rotated_heads_cases),
     "multicast": CheckedOperation(_HOPPER, multicast_cases),
     "combine_splits": CheckedOperation(_HOPPER, combine_splits_cases),
 }

@@ -13,6 +13,7 @@ from pallas_kernels.backend import Backend
 from pallas_kernels.checks import arrays
 from pallas_kernels.checks.case import BFLOAT16, FLOAT32, Case, Tolerance
 from pallas_kernels.fp8 import quantize_1x128, swiglu_quantize
+from pallas_kernels.heads import unit_rotated_heads
 from pallas_kernels.mixing import read_streams, write_streams
 
 VALUES = Tolerance(1e-4, 2**-3, 2**-9, "a value about halfway may be rounded to either neighbor in e4m3")
@@ -103,6 +104,20 @@ def rotate_heads_cases(backend: Backend, quick: bool) -> Iterator[Case]:
         yield _row_case(
             f"{m} x {heads} heads of {width}, {turned} rotated",
             lambda x, w, i, backend, n=turned: rows.rotate_heads(x, *_angles(len(x), n), backend=backend),
+            (m, heads, width),
+            8,
+        )
+
+
+def unit_rotated_heads_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields the queries of DeepSeek-V4."""
+    del backend
+    for m, heads, width, turned in (
+        ((3, 2, 12, 4), (17, 3, 24, 8)) if quick else ((64, 64, 512, 64), (4096, 16, 512, 64))
+    ):
+        yield _row_case(
+            f"{m} x {heads} heads of {width}, {turned} rotated",
+            lambda x, w, i, backend, n=turned: unit_rotated_heads(x, *_angles(len(x), n), _EPSILON, backend=backend),
             (m, heads, width),
             8,
         )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from dsv3.model.layers.router import route
-from pallas_kernels import backend, compressed, dense, dsa, fp8, gpus, grouped, mixing, mla, rows
+from pallas_kernels import backend, compressed, dense, dsa, fp8, gpus, grouped, heads, mixing, mla, rows
 from pallas_kernels.backend import OPERATIONS, Backend, fallbacks, set_fallbacks, with_fallback
 from pallas_kernels.float8 import E4M3
 
@@ -138,6 +138,11 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
         Backend.TRITON,
         mixing.write_streams,
         (of((T, 4, K)), of((T, 4), F32), of((T, 4, 4), F32), of((T, K))),
+    ),
+    "unit_rotated_heads": (
+        Backend.TRITON,
+        functools.partial(heads.unit_rotated_heads, eps=1e-6),
+        (of((T, H, K)), of((T, 32), F32), of((T, 32), F32)),
     ),
     "latent_rows": (
         Backend.NATIVE,

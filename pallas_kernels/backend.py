@@ -26,7 +26,8 @@ OPERATIONS = frozenset(
         *("grouped_gemm_contiguous", "fp8_grouped_gemm_contiguous"),
         *("int4_grouped_gemm_contiguous", "fp4_grouped_gemm_contiguous"),
         *("trained_gemm_contiguous", "align_groups", "choose_experts"),
-        *("rms_norm", "swiglu", "rotate_heads", "latent_rows", "mixing_weights"),
+        *("rms_norm", "swiglu", "rotate_heads", "latent_rows"),
+        *("read_streams", "write_streams", "unit_rotated_heads"),
     )
 )
 """The operations that have kernels, by name. Data between operations has one layout on every

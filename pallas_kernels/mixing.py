@@ -1,59 +1,103 @@
-"""The weights by which hyper-connections mix residual streams (arXiv:2512.24880), from their logits.
+"""Hyper-connections (arXiv:2512.24880): what a block reads of several residual streams, and the streams after it.
 
-XLA runs Sinkhorn's algorithm on a GPU as a loop of small kernels, 40 of them at 20 iterations. The Triton kernel does
-all in one, on Hopper too.
+XLA runs Sinkhorn's algorithm on a GPU as a loop of small kernels, 40 of them at 20 iterations, and the rest of a place
+as ten. The Triton kernels are two for what is read and one for what is written, on Hopper too. They address the layer
+in the stack of weights; XLA would copy it.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import dense
 from pallas_kernels.backend import Backend, has_jax_triton, resolve_backend, with_fallback
 from pallas_kernels.dsa.triton_ops import traced_for
 from pallas_kernels.rows import differentiable
 from pallas_kernels.triton import call
+from pallas_kernels.triton.tiles import power_of_two
 
-_TOKENS = 32  # of a program
+_PARTS = 16
+"""Parts of a row's product with the weights. They are the same for any number of rows, and so are a row's sums."""
+_DEPTH = 64  # of a row at once
+_COLUMNS = 1024  # of a program that adds streams up
 
 
-class MixingWeights(NamedTuple):
-    """How n streams add up to what a block reads, how its result is added to each, and how they change places."""
+class StreamsRead(NamedTuple):
+    """What a block reads, how its result is added to each of n streams, and how they change places."""
 
-    pre: jax.Array  # [T, n] float32
+    collapsed: jax.Array  # [T, D]
     post: jax.Array  # [T, n] float32
     between: jax.Array  # [T, n, n] float32: from stream j, the second axis, to stream k, the third
 
 
-def mixing_weights(
-    logits: jax.Array,
+def read_streams(
+    streams: jax.Array,
+    weight: jax.Array,
     base: jax.Array,
     scale: jax.Array,
+    layer: jax.Array | int,
     *,
-    streams: int,
     iterations: int,
     eps: float,
+    norm_eps: float,
     backend: Backend | None = None,
-) -> MixingWeights:
-    """Returns the weights of T tokens.
+) -> StreamsRead:
+    """Returns what a block reads, and how it writes.
 
     Args:
-      logits: [T, n * (n + 2)] float32: n of `pre`, n of `post`, then n * n of `between`.
-      base: [n * (n + 2)] float32, added to the scaled logits; scale: [3] float32, of the three parts.
-      streams: n. The kernel takes powers of two, the reference any number.
+      streams: [T, n, D] of a float type. The kernels take powers of two for n, the reference any number.
+      weight: [L, M, n * D] float32, for n logits of what is read, n of `post`, then n * n of `between`: M is their sum.
+      base: [L, M] float32, added to the scaled logits; scale: [L, 3] float32, of the three parts.
+      layer: Python or traced integer.
       iterations: of Sinkhorn's algorithm, which makes `between` doubly stochastic.
-      eps: added to `pre`, and in its quotients.
+      eps: added to the weights of what is read, and in the algorithm's quotients.
+      norm_eps: added to the mean square of all streams of a token.
       backend: implementation; None selects by device.
     """
-    backend = resolve_backend(requested=with_fallback("mixing_weights", backend))
-    reference = functools.partial(_reference, streams=streams, iterations=iterations, eps=eps)
-    takes = backend in (Backend.MOSAIC, Backend.TRITON) and has_jax_triton() and streams & (streams - 1) == 0
-    if not takes:
-        return reference(logits, base, scale)
-    kernel = functools.partial(_kernel, backend, streams=streams, iterations=iterations, eps=eps)
-    return differentiable(kernel, reference)(logits, base, scale)
+    backend = resolve_backend(requested=with_fallback("read_streams", backend))
+    how: dict[str, Any] = {"iterations": iterations, "eps": eps, "norm_eps": norm_eps}
+    reference: Callable[..., StreamsRead] = functools.partial(_read_reference, backend=backend, **how)
+    arrays = streams, weight, base, scale, jnp.asarray(layer, jnp.int32)
+    if not _takes(streams, backend):
+        return reference(*arrays)
+    return differentiable(functools.partial(_read_kernels, backend=backend, **how), reference)(*arrays)
+
+
+def write_streams(
+    streams: jax.Array, post: jax.Array, between: jax.Array, *parts: jax.Array, backend: Backend | None = None
+) -> jax.Array:
+    """Returns the streams after a block, `[T, n, D]` in their dtype; sums are float32.
+
+    Args:
+      streams, post, between: as in `read_streams` and its result.
+      parts: [T, D] of float types, one or more, whose sum is the block's result. The kernel takes one or two.
+      backend: implementation; None selects by device.
+    """
+    backend = resolve_backend(requested=with_fallback("write_streams", backend))
+    arrays = streams, post, between, *parts
+    if len(parts) > 2 or not _takes(streams, backend):
+        return _write_reference(*arrays)
+    return differentiable(functools.partial(_write_kernel, backend), _write_reference)(*arrays)
+
+
+def stream_logits(
+    streams: jax.Array, weight: jax.Array, layer: jax.Array | int, norm_eps: float, backend: Backend
+) -> jax.Array:
+    """Returns the logits float32 `[T, M]` of streams `[T, n, D]`, over one root mean square of all of a token.
+
+    `weight` is `[L, M, n * D]` float32.
+    """
+    flat = streams.reshape(len(streams), -1).astype(jnp.float32)
+    if backend is Backend.NATIVE:
+        logits = dense.layer_gemm(flat, weight, layer, backend=backend)
+    else:
+        of_layer = lax.dynamic_index_in_dim(weight, layer, keepdims=False)
+        logits = jnp.einsum("td,md->tm", flat, of_layer, precision="highest")
+    return logits * lax.rsqrt(jnp.mean(jnp.square(flat), axis=-1, keepdims=True) + norm_eps)
 
 
 def doubly_stochastic(logits: jax.Array, iterations: int, eps: float) -> jax.Array:
@@ -72,39 +116,107 @@ def doubly_stochastic(logits: jax.Array, iterations: int, eps: float) -> jax.Arr
     return lax.fori_loop(1, iterations, both, first)
 
 
-def _reference(
-    logits: jax.Array, base: jax.Array, scale: jax.Array, *, streams: int, iterations: int, eps: float
-) -> MixingWeights:
-    n = streams
+def weighted_sum(weights: jax.Array, streams: jax.Array) -> jax.Array:
+    """Returns the sum of streams `[T, n, D]` by weights `[T, n]`, `[T, D]` in the streams' dtype."""
+    return (weights[..., None] * streams.astype(jnp.float32)).sum(1).astype(streams.dtype)
+
+
+def _takes(streams: jax.Array, backend: Backend) -> bool:
+    """Returns whether the kernels run."""
+    T, n, _ = streams.shape
+    return backend in (Backend.MOSAIC, Backend.TRITON) and has_jax_triton() and n & (n - 1) == 0 and T > 0
+
+
+def _read_reference(
+    streams: jax.Array,
+    weight: jax.Array,
+    base: jax.Array,
+    scale: jax.Array,
+    layer: jax.Array,
+    *,
+    iterations: int,
+    eps: float,
+    norm_eps: float,
+    backend: Backend,
+) -> StreamsRead:
+    n, logits = streams.shape[1], stream_logits(streams, weight, layer, norm_eps, backend)
+    base, scale = (lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in (base, scale))
     pre = jax.nn.sigmoid(logits[:, :n] * scale[0] + base[:n]) + eps
     post = 2 * jax.nn.sigmoid(logits[:, n : 2 * n] * scale[1] + base[n : 2 * n])
     between = (logits[:, 2 * n :] * scale[2] + base[2 * n :]).reshape(-1, n, n)
-    return MixingWeights(pre, post, doubly_stochastic(between, iterations, eps))
+    return StreamsRead(weighted_sum(pre, streams), post, doubly_stochastic(between, iterations, eps))
 
 
-def _kernel(
-    backend: Backend,
-    logits: jax.Array,
+def _read_kernels(
+    streams: jax.Array,
+    weight: jax.Array,
     base: jax.Array,
     scale: jax.Array,
+    layer: jax.Array,
     *,
-    streams: int,
     iterations: int,
     eps: float,
-) -> MixingWeights:
-    T = len(logits)
-    shapes = (T, streams), (T, streams), (T, streams, streams)
+    norm_eps: float,
+    backend: Backend,
+) -> StreamsRead:
+    (T, n, D), outputs = streams.shape, weight.shape[1]
+    layer, columns, rows = layer.reshape(1), power_of_two(outputs + 1), 16 if T <= 1024 else 32
     with traced_for(backend):
-        found = call.start(
-            "mixing.weights",
-            (logits, base, scale),
-            [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
-            grid=(-(-T // _TOKENS),),
-            warps=1,
+        (sums,) = call.start(
+            "mixing.product",
+            (streams, weight, layer),
+            [jax.ShapeDtypeStruct((_PARTS, T, columns), jnp.float32)],
+            grid=(-(-T // rows), _PARTS),
             rows=T,
-            STREAMS=streams,
+            WIDTH=n * D,
+            OUTPUTS=outputs,
+            PART=-(-n * D // (_PARTS * _DEPTH)) * _DEPTH,
+            BLOCK_M=rows,
+            BLOCK_N=columns,
+            BLOCK_K=_DEPTH,
+        )
+        found = call.start(
+            "mixing.read",
+            (streams, sums, base, scale, layer),
+            [
+                jax.ShapeDtypeStruct((T, D), streams.dtype),
+                jax.ShapeDtypeStruct((T, n), jnp.float32),
+                jax.ShapeDtypeStruct((T, n, n), jnp.float32),
+            ],
+            grid=(T, -(-D // _COLUMNS)),
+            rows=T,
+            STREAMS=n,
+            WIDTH=D,
             ITERATIONS=iterations,
             EPS=eps,
-            BLOCK=_TOKENS,
+            NORM_EPS=norm_eps,
+            PARTS=_PARTS,
+            COLUMNS=columns,
+            BLOCK=_COLUMNS,
         )
-    return MixingWeights(*found)
+    return StreamsRead(*found)
+
+
+def _write_reference(streams: jax.Array, post: jax.Array, between: jax.Array, *parts: jax.Array) -> jax.Array:
+    y = jnp.stack([part.astype(jnp.float32) for part in parts]).sum(0)
+    # Products and their sum are one kernel on a GPU; a batch of 4 x 4 matrices is not.
+    moved = (between[..., None] * streams.astype(jnp.float32)[:, :, None]).sum(1)
+    return (post[..., None] * y[:, None] + moved).astype(streams.dtype)
+
+
+def _write_kernel(
+    backend: Backend, streams: jax.Array, post: jax.Array, between: jax.Array, *parts: jax.Array
+) -> jax.Array:
+    T, n, D = streams.shape
+    with traced_for(backend):
+        (out,) = call.start(
+            "mixing.write",
+            (streams, post, between, parts[0], parts[-1]),
+            [jax.ShapeDtypeStruct(streams.shape, streams.dtype)],
+            grid=(T, -(-D // _COLUMNS)),
+            STREAMS=n,
+            WIDTH=D,
+            TWO=len(parts) > 1,
+            BLOCK=_COLUMNS,
+        )
+    return out

@@ -144,7 +144,9 @@ OPERATIONS = {
     "swiglu": CheckedOperation(_CPU, rows.swiglu_cases),
     "rotate_heads": CheckedOperation(_CPU, rows.rotate_heads_cases),
     "latent_rows": CheckedOperation(_CPU, rows.latent_rows_cases),
-    "mixing_weights": CheckedOperation(_GPUS, rows.mixing_weights_cases),
+    "read_streams": CheckedOperation(_GPUS, rows.read_streams_cases),
+    "write_streams": CheckedOperation(_GPUS, rows.write_streams_cases),
+    "unit_rotated_heads": CheckedOperation(_GPUS, rows.unit_rotated_heads_cases),
     "multicast": CheckedOperation(_HOPPER, multicast_cases),
     "combine_splits": CheckedOperation(_HOPPER, combine_splits_cases),
 }

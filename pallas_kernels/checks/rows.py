@@ -13,7 +13,8 @@ from pallas_kernels.backend import Backend
 from pallas_kernels.checks import arrays
 from pallas_kernels.checks.case import BFLOAT16, FLOAT32, Case, Tolerance
 from pallas_kernels.fp8 import quantize_1x128, swiglu_quantize
-from pallas_kernels.mixing import mixing_weights
+from pallas_kernels.heads import unit_rotated_heads
+from pallas_kernels.mixing import read_streams, write_streams
 
 VALUES = Tolerance(1e-4, 2**-3, 2**-9, "a value about halfway may be rounded to either neighbor in e4m3")
 SCALES = Tolerance(1e-10, 2**-18, 0, "a division or an exponential may be approximate")
@@ -108,27 +109,63 @@ def rotate_heads_cases(backend: Backend, quick: bool) -> Iterator[Case]:
         )
 
 
-def mixing_weights_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields the weights of four streams, of few tokens and of many."""
+def unit_rotated_heads_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields the queries of DeepSeek-V4."""
     del backend
-    for tokens in (3, 33) if quick else (1, 64, 4096):
-        yield mixing_weights_case(tokens, 4)
+    for m, heads, width, turned in (
+        ((3, 2, 12, 4), (17, 3, 24, 8)) if quick else ((64, 64, 512, 64), (4096, 16, 512, 64))
+    ):
+        yield _row_case(
+            f"{m} x {heads} heads of {width}, {turned} rotated",
+            lambda x, w, i, backend, n=turned: unit_rotated_heads(x, *_angles(len(x), n), _EPSILON, backend=backend),
+            (m, heads, width),
+            8,
+        )
 
 
-def mixing_weights_case(tokens: int, streams: int) -> Case:
-    """Returns the mixing of residual streams, as DeepSeek-V4 has it."""
-    width = streams * (streams + 2)
+def read_streams_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields the reading of four streams, of few tokens and of many."""
+    del backend
+    for tokens, width in ((3, 96), (33, 256)) if quick else ((1, 4096), (64, 4096), (4096, 4096), (64, 7168)):
+        yield streams_case("read", tokens, width)
 
-    def operands(key: jax.Array) -> tuple[jax.Array, ...]:
-        shapes = (tokens, width), (width,), (3,)
-        return tuple(jax.random.normal(k, shape) for k, shape in zip(jax.random.split(key, 3), shapes, strict=True))
 
-    def call(operands: tuple[jax.Array, ...], i: Any, backend: Backend) -> dict[str, jax.Array]:
-        arrays, _ = jax.lax.optimization_barrier((operands, i))  # else a loop of calls would compute it once
-        return mixing_weights(*arrays, streams=streams, iterations=20, eps=_EPSILON, backend=backend)._asdict()
+def write_streams_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields the writing of four streams, of few tokens and of many."""
+    del backend
+    for tokens, width in ((3, 96), (33, 256)) if quick else ((1, 4096), (64, 4096), (4096, 4096), (64, 7168)):
+        yield streams_case("write", tokens, width)
 
-    tolerance = dict.fromkeys(("pre", "post", "between"), FLOAT32)
-    return Case(f"{tokens} tokens", operands, call, tolerance, counted=lambda operands, result: result)
+
+def streams_case(which: str, tokens: int, width: int) -> Case:
+    """Returns what is done with residual streams at the place of a block, as DeepSeek-V4 has it."""
+    n, layers = 4, 3
+
+    def operands(key: jax.Array) -> dict[str, jax.Array]:
+        keys = iter(jax.random.split(key, 7))
+        made = {"streams": arrays.normal(next(keys), tokens, n, width)}
+        if which == "write":
+            made |= {name: arrays.normal(next(keys), tokens, width) for name in ("first", "second")}
+            shapes = {"post": (tokens, n), "between": (tokens, n, n)}
+        else:
+            shapes = {"weight": (layers, 24, n * width), "base": (layers, 24), "scale": (layers, 3)}
+        made |= {name: jax.random.normal(next(keys), shape) for name, shape in shapes.items()}
+        return made | ({"weight": made["weight"] * (n * width) ** -0.5} if which == "read" else {})
+
+    def call(operands: dict[str, jax.Array], i: Any, backend: Backend) -> dict[str, jax.Array]:
+        given, _ = jax.lax.optimization_barrier((operands, i))  # else a loop of calls would compute it once
+        if which == "write":
+            parts = given["post"], given["between"], given["first"], given["second"]
+            return {"streams": write_streams(given["streams"], *parts, backend=backend)}
+        how: dict[str, Any] = {"layer": i % layers, "iterations": 20, "eps": _EPSILON, "norm_eps": _EPSILON}
+        return read_streams(**given, **how, backend=backend)._asdict()
+
+    tolerance = {"collapsed": BFLOAT16, "post": FLOAT32, "between": FLOAT32, "streams": BFLOAT16}
+    named = ("streams",) if which == "write" else ("collapsed", "post", "between")
+    return Case(
+        f"{tokens} tokens of {n} x {width}", operands, call, {name: tolerance[name] for name in named},
+        counted=lambda operands, result: result,
+    )  # fmt: skip
 
 
 def latent_rows_cases(backend: Backend, quick: bool) -> Iterator[Case]:

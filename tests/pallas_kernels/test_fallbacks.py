@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from dsv3.model.layers.router import route
-from pallas_kernels import backend, compressed, dense, dsa, fp8, gpus, grouped, mixing, mla, rows
+from pallas_kernels import backend, compressed, dense, dsa, fp8, gpus, grouped, heads, mixing, mla, rows
 from pallas_kernels.backend import OPERATIONS, Backend, fallbacks, set_fallbacks, with_fallback
 from pallas_kernels.float8 import E4M3
 
@@ -129,10 +129,20 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
     "rms_norm": (Backend.NATIVE, functools.partial(rows.rms_norm, layer=0, eps=1e-6), (of((T, K)), of((1, K)))),
     "swiglu": (Backend.NATIVE, rows.swiglu, (of((T, 2 * K)),)),
     "rotate_heads": (Backend.NATIVE, rows.rotate_heads, (of((T, H, K)), of((T, 32), F32), of((T, 32), F32))),
-    "mixing_weights": (
+    "read_streams": (
         Backend.TRITON,
-        functools.partial(mixing.mixing_weights, streams=4, iterations=20, eps=1e-6),
-        (of((T, 24), F32), of((24,), F32), of((3,), F32)),
+        functools.partial(mixing.read_streams, layer=0, iterations=20, eps=1e-6, norm_eps=1e-6),
+        (of((T, 4, K)), of((1, 24, 4 * K), F32), of((1, 24), F32), of((1, 3), F32)),
+    ),
+    "write_streams": (
+        Backend.TRITON,
+        mixing.write_streams,
+        (of((T, 4, K)), of((T, 4), F32), of((T, 4, 4), F32), of((T, K))),
+    ),
+    "unit_rotated_heads": (
+        Backend.TRITON,
+        functools.partial(heads.unit_rotated_heads, eps=1e-6),
+        (of((T, H, K)), of((T, 32), F32), of((T, 32), F32)),
     ),
     "latent_rows": (
         Backend.NATIVE,

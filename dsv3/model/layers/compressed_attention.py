@@ -21,6 +21,7 @@ from dsv3.model.layers.router import router_logits
 from dsv3.model.params import CompressedAttentionParams, CompressorParams, PooledIndexerParams
 from pallas_kernels import dense
 from pallas_kernels.backend import Backend
+from pallas_kernels.heads import unit_rotated_heads
 from pallas_kernels.rows import rms_norm, rotate_heads
 
 
@@ -117,7 +118,7 @@ def project(
         if compressor is params.sparse:
             index = _index_queries(x, q_latent, params.indexer, place.of_ratio, cfg, positions, by, numerics)
     return CompressedTokens(
-        q=rotate_heads(unit_rms(q, cfg.rms_norm_eps), by.cos, by.sin, backend=backend),
+        q=unit_rotated_heads(q, by.cos, by.sin, cfg.rms_norm_eps, backend=backend),
         latent=_latents(down, params, layer, cfg, by, backend),
         entries=entries,
         index=index,
@@ -170,12 +171,6 @@ def _index_queries(
         weights=router_logits(x, params.weights, layer, backend) * (indexer.num_heads * indexer.head_dim) ** -0.5,
         keys=contributions(x, params.compressor, layer, positions, backend),
     )
-
-
-def unit_rms(x: jax.Array, eps: float) -> jax.Array:
-    """Returns `x / rms(x)` over the last axis; computed in float32, dtype of x."""
-    x32 = x.astype(jnp.float32)
-    return (x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
 
 def in_window(cfg: ModelConfig, queries: jax.Array, keys: jax.Array) -> jax.Array:

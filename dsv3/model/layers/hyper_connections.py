@@ -14,14 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from dsv3.config.model import HyperConnections, ModelConfig
-from dsv3.model.layers.linear import Index, layer_slice
-from dsv3.model.layers.router import router_logits
+from dsv3.model.layers.linear import Index
 from dsv3.model.params import MixingParams
-from pallas_kernels.backend import Backend
-from pallas_kernels.mixing import mixing_weights
+from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.mixing import read_streams, stream_logits, weighted_sum, write_streams
 
 
 @jax.tree_util.register_dataclass
@@ -67,18 +65,18 @@ class Streams:
         """Returns the streams at the place of a block, whose mixing is layer `layer` of `params`."""
         assert params is not None  # every place has its own
         hyper = hyper_of(cfg)
-        logits = self._logits(params.weight, layer, cfg, backend)
-        base, scale = layer_slice(params.base, layer), layer_slice(params.scale, layer)
-        how: dict[str, Any] = {"iterations": hyper.sinkhorn_iterations, "eps": hyper.eps, "backend": backend}
-        pre, post, between = mixing_weights(logits, base, scale, streams=hyper.streams, **how)
-        return MixedStreams(self.streams, _weighted_sum(pre, self.streams), post, between, self.means)
+        how: dict[str, Any] = {"iterations": hyper.sinkhorn_iterations, "eps": hyper.eps, "norm_eps": cfg.rms_norm_eps}
+        arrays = self.streams, params.weight, params.base, params.scale
+        found = read_streams(*arrays, layer, **how, backend=backend)
+        return MixedStreams(self.streams, *found, self.means, backend)
 
     @jax.named_scope("mixing")
     def end(self, params: MixingParams | None, cfg: ModelConfig, backend: Backend | None) -> jax.Array:
         """Returns what the norm behind the last layer takes, `[T, D]`; `params` have no leading axis of layers."""
         assert params is not None
-        logits = self._logits(params.weight[None], 0, cfg, backend)
-        return _weighted_sum(jax.nn.sigmoid(logits * params.scale + params.base) + hyper_of(cfg).eps, self.streams)
+        backend = resolve_backend(requested=backend)
+        logits = stream_logits(self.streams, params.weight[None], 0, cfg.rms_norm_eps, backend)
+        return weighted_sum(jax.nn.sigmoid(logits * params.scale + params.base) + hyper_of(cfg).eps, self.streams)
 
     def flat(self) -> jax.Array:
         """Returns the streams side by side, `[T, n * D]`."""
@@ -88,12 +86,6 @@ class Streams:
         """Returns the streams, with their mean behind those of earlier layers."""
         mean = self.streams.astype(jnp.float32).mean(1).astype(self.streams.dtype)
         return dataclasses.replace(self, means=(*self.means, mean))
-
-    def _logits(self, weight: jax.Array, layer: Index, cfg: ModelConfig, backend: Backend | None) -> jax.Array:
-        """Returns the logits float32 `[T, M]` of all streams, over one root mean square of them together."""
-        flat = self.flat()
-        mean_square = jnp.mean(jnp.square(flat.astype(jnp.float32)), axis=-1, keepdims=True)
-        return router_logits(flat, weight, layer, backend) * lax.rsqrt(mean_square + cfg.rms_norm_eps)
 
 
 @jax.tree_util.register_dataclass
@@ -106,6 +98,7 @@ class MixedStreams:
     post: jax.Array  # [T, n] float32
     between: jax.Array  # [T, n, n] float32: from stream j, the second axis, to stream k, the third
     means: tuple[jax.Array, ...]
+    backend: Backend | None = dataclasses.field(metadata={"static": True})
 
     def read(self) -> jax.Array:
         """Returns what the block works on, `[T, D]`, before its norm."""
@@ -114,10 +107,8 @@ class MixedStreams:
     @jax.named_scope("mixing")
     def write(self, *parts: jax.Array) -> Streams:
         """Returns the streams after the block, whose result is the sum of `parts` `[T, D]`."""
-        y = jnp.stack([part.astype(jnp.float32) for part in parts]).sum(0)
-        # Products and their sum are one kernel on a GPU; a batch of 4 x 4 matrices is not.
-        moved = (self.between[..., None] * self.streams.astype(jnp.float32)[:, :, None]).sum(1)
-        return Streams((self.post[..., None] * y[:, None] + moved).astype(self.streams.dtype), self.means)
+        streams = write_streams(self.streams, self.post, self.between, *parts, backend=self.backend)
+        return Streams(streams, self.means)
 
 
 Residual = OneStream | Streams
@@ -146,8 +137,3 @@ def hyper_of(cfg: ModelConfig) -> HyperConnections:
     """Returns how the streams of a model that has several are mixed."""
     assert cfg.hyper_connections is not None
     return cfg.hyper_connections
-
-
-def _weighted_sum(pre: jax.Array, streams: jax.Array) -> jax.Array:
-    """Returns the sum of streams `[T, n, D]` by weights `[T, n]`, `[T, D]` in the streams' dtype."""
-    return (pre[..., None] * streams.astype(jnp.float32)).sum(1).astype(streams.dtype)

@@ -1,41 +1,101 @@
-"""Weights of hyper-connections in Triton: all of Sinkhorn's iterations of a token in registers."""
+"""Hyper-connections in Triton: what a block reads of several residual streams, and the streams after it."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def weights(
-    logits_ptr, base_ptr, scale_ptr, rows, pre_ptr, post_ptr, between_ptr,
-    STREAMS: tl.constexpr, ITERATIONS: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr,
+def product(
+    streams_ptr, weight_ptr, layer_ptr, rows, sums_ptr,
+    WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, PART: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Makes pre and post [rows, STREAMS], and between [rows, STREAMS, STREAMS].
+    """Writes sums [parts, rows, BLOCK_N], each over PART columns of rows [rows, WIDTH].
 
-    They are made of logits [rows, STREAMS * (STREAMS + 2)]. `base` has a value per logit, `scale` one for each part.
+    The first OUTPUTS are products with layer `layer` of weight [layers, OUTPUTS, WIDTH], the next is that of squares.
     """
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    stream = tl.arange(0, STREAMS)
-    width: tl.constexpr = STREAMS * (STREAMS + 2)
-    each = (row < rows)[:, None]
-    at = row[:, None] * width + stream[None, :]
-    place = row[:, None] * STREAMS + stream[None, :]
-    first = tl.load(logits_ptr + at, mask=each, other=0.0) * tl.load(scale_ptr)
-    first += tl.load(base_ptr + stream)[None, :]
-    tl.store(pre_ptr + place, 1.0 / (1.0 + tl.exp(-first)) + EPS, mask=each)
-    second = tl.load(logits_ptr + STREAMS + at, mask=each, other=0.0) * tl.load(scale_ptr + 1)
-    second += tl.load(base_ptr + STREAMS + stream)[None, :]
-    tl.store(post_ptr + place, 2.0 / (1.0 + tl.exp(-second)), mask=each)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    part, column = tl.program_id(1), tl.arange(0, BLOCK_N)
+    x_rows = streams_ptr + row.to(tl.int64)[:, None] * WIDTH
+    w_rows = weight_ptr + (tl.load(layer_ptr).to(tl.int64) * OUTPUTS + column)[None, :] * WIDTH
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    squares = tl.zeros([BLOCK_M], tl.float32)
+    for step in tl.range(0, PART, BLOCK_K):
+        at = part * PART + step + tl.arange(0, BLOCK_K)
+        x = tl.load(x_rows + at[None, :], mask=(row < rows)[:, None] & (at < WIDTH)[None, :], other=0.0)
+        w = tl.load(w_rows + at[:, None], mask=(at < WIDTH)[:, None] & (column < OUTPUTS)[None, :], other=0.0)
+        x = x.to(tl.float32)
+        sums = tl.dot(x, w, sums, input_precision="ieee")
+        squares += tl.sum(x * x, 1)
+    sums = tl.where(column[None, :] == OUTPUTS, squares[:, None], sums)
+    place = (part * rows + row).to(tl.int64)[:, None] * BLOCK_N + column[None, :]
+    tl.store(sums_ptr + place, sums, mask=(row < rows)[:, None])
 
-    pair = stream[:, None] * STREAMS + stream[None, :]
-    all_pairs = (row < rows)[:, None, None]
-    third = logits_ptr + 2 * STREAMS + row[:, None, None] * width + pair[None, :, :]
-    c = tl.load(third, mask=all_pairs, other=0.0) * tl.load(scale_ptr + 2)
-    c += tl.load(base_ptr + 2 * STREAMS + pair)[None, :, :]
-    c = tl.exp(c - tl.max(c, 2)[:, :, None])
-    c = c / tl.sum(c, 2)[:, :, None] + EPS
-    c = c / (tl.sum(c, 1)[:, None, :] + EPS)
-    for _ in range(1, ITERATIONS):
-        c = c / (tl.sum(c, 2)[:, :, None] + EPS)
-        c = c / (tl.sum(c, 1)[:, None, :] + EPS)
-    square: tl.constexpr = STREAMS * STREAMS
-    tl.store(between_ptr + row[:, None, None] * square + pair[None, :, :], c, mask=all_pairs)
+
+@triton.jit
+def read(
+    streams_ptr, sums_ptr, base_ptr, scale_ptr, layer_ptr, rows, collapsed_ptr, post_ptr, between_ptr,
+    STREAMS: tl.constexpr, WIDTH: tl.constexpr, ITERATIONS: tl.constexpr, EPS: tl.constexpr, NORM_EPS: tl.constexpr,
+    PARTS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Adds streams [rows, STREAMS, WIDTH] up to collapsed [rows, WIDTH], a row and BLOCK of its columns a program.
+
+    The weights come from sums [PARTS, rows, COLUMNS] of `product`, and `base` and `scale` of layer `layer`. The first
+    program of a row also makes post [rows, STREAMS] and between [rows, STREAMS, STREAMS], in registers.
+    """
+    row, outputs = tl.program_id(0).to(tl.int64), STREAMS * (STREAMS + 2)
+    layer = tl.load(layer_ptr).to(tl.int64)
+    base, scale = base_ptr + layer * outputs, scale_ptr + layer * 3
+    part = sums_ptr + (tl.arange(0, PARTS).to(tl.int64) * rows + row) * COLUMNS
+    mean_square = tl.sum(tl.load(part + outputs), 0) / (STREAMS * WIDTH)
+    factor = 1.0 / tl.sqrt(mean_square + NORM_EPS)
+
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = column < WIDTH
+    collapsed = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(STREAMS):
+        logit = tl.sum(tl.load(part + j), 0) * factor * tl.load(scale) + tl.load(base + j)
+        x = tl.load(streams_ptr + (row * STREAMS + j) * WIDTH + column, mask=here, other=0.0).to(tl.float32)
+        collapsed += (1.0 / (1.0 + tl.exp(-logit)) + EPS) * x
+    tl.store(collapsed_ptr + row * WIDTH + column, collapsed.to(collapsed_ptr.dtype.element_ty), mask=here)
+
+    if tl.program_id(1) == 0:
+        stream = tl.arange(0, STREAMS)
+        logits = tl.sum(tl.load(part[:, None] + STREAMS + stream[None, :]), 0) * factor
+        logits = logits * tl.load(scale + 1) + tl.load(base + STREAMS + stream)
+        tl.store(post_ptr + row * STREAMS + stream, 2.0 / (1.0 + tl.exp(-logits)))
+        pair = stream[:, None] * STREAMS + stream[None, :]
+        c = tl.sum(tl.load(part[:, None, None] + 2 * STREAMS + pair[None, :, :]), 0) * factor
+        c = c * tl.load(scale + 2) + tl.load(base + 2 * STREAMS + pair)
+        c = tl.exp(c - tl.max(c, 1)[:, None])
+        c = c / tl.sum(c, 1)[:, None] + EPS
+        c = c / (tl.sum(c, 0)[None, :] + EPS)
+        for _ in range(1, ITERATIONS):
+            c = c / (tl.sum(c, 1)[:, None] + EPS)
+            c = c / (tl.sum(c, 0)[None, :] + EPS)
+        tl.store(between_ptr + row * STREAMS * STREAMS + pair, c)
+
+
+@triton.jit
+def write(
+    streams_ptr, post_ptr, between_ptr, first_ptr, second_ptr, out_ptr,
+    STREAMS: tl.constexpr, WIDTH: tl.constexpr, TWO: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes streams [rows, STREAMS, WIDTH] after a block, a row and BLOCK of its columns a program.
+
+    The block's result is `first` [rows, WIDTH], plus `second` where there are TWO.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = column < WIDTH
+    y = tl.load(first_ptr + row * WIDTH + column, mask=here, other=0.0).to(tl.float32)
+    if TWO:
+        y += tl.load(second_ptr + row * WIDTH + column, mask=here, other=0.0).to(tl.float32)
+    between, streams = between_ptr + row * STREAMS * STREAMS, row * STREAMS * WIDTH + column
+    for k in tl.static_range(STREAMS):
+        moved = tl.zeros([BLOCK], tl.float32)
+        for j in tl.static_range(STREAMS):  # read again for each k, from the cache of the multiprocessor
+            x = tl.load(streams_ptr + streams + j * WIDTH, mask=here, other=0.0).to(tl.float32)
+            moved += tl.load(between + j * STREAMS + k) * x
+        out = tl.load(post_ptr + row * STREAMS + k) * y + moved
+        tl.store(out_ptr + streams + k * WIDTH, out.to(out_ptr.dtype.element_ty), mask=here)

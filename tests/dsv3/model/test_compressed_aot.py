@@ -50,7 +50,10 @@ def test_a_step_reads_listed_rows_where_they_are(batch, monkeypatch: pytest.Monk
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == held, "the pool is updated in place"
     assert memory.temp_size_in_bytes < held // 2
-    assert hlo.parse(text).host_waits == ()
+    module = hlo.parse(text)
+    assert module.host_waits == ()
+    counts = hlo.kernels(module)
+    assert counts["mixing"] <= 6 * 3 + 4 and sum(counts.values()) <= 210, f"many small kernels: {counts}"
     attended = rf"bf16\[{batch.tokens.size},1,64,512\]\S* .* custom-call\(.*triton_kernel_call"
     assert len(re.findall(attended, text)) == 3, "a kernel in each layer"
     row = pages["window_latents"].shape[2]

@@ -20,7 +20,7 @@ from dsv3.model.layers.compressor import Contribution
 from dsv3.model.layers.hyper_connections import MixedStreams, Streams
 from dsv3.model.layers.rope import Rotation
 from dsv3.model.params import Params, abstract, declare
-from pallas_kernels import rows
+from pallas_kernels import heads, rows
 from pallas_kernels.compressed import sink_attention
 from pallas_kernels.mixing import doubly_stochastic
 from tests.dsv3.deepseek_v4 import FLASH, FLASH_0731, PRO
@@ -174,13 +174,14 @@ def one_rotation(params: Params, cfg: ModelConfig, patch: Patch) -> tuple[Params
 
 def halves(params: Params, cfg: ModelConfig, patch: Patch) -> tuple[Params, ModelConfig]:
     def turned(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        heads = (slice(None), *(None,) * (x.ndim - 2))
+        at = (slice(None), *(None,) * (x.ndim - 2))
         first, second = jnp.split(x, 2, axis=-1)
-        return jnp.concatenate([first * cos[heads] - second * sin[heads], second * cos[heads] + first * sin[heads]], -1)
+        return jnp.concatenate([first * cos[at] - second * sin[at], second * cos[at] + first * sin[at]], -1)
 
     patch(rows, "rotate", turned)
     plain = lambda x, cos, sin, backend=None: rows._rotate_heads(x, cos, sin)  # noqa: E731
-    patch(compressed_attention, "rotate_heads", plain)
+    for module in (compressed_attention, heads):
+        patch(module, "rotate_heads", plain)
     return params, cfg
 
 
@@ -259,7 +260,11 @@ WRONG: dict[str, Wrong] = {
     "a window of one token less": attention_of(window=7),
     "a window of one token more": attention_of(window=9),
     "no sink": without("sink", -1e9),
-    "queries without their norm": patched(compressed_attention, "unit_rms", lambda right: lambda x, eps: x),
+    "queries without their norm": patched(
+        compressed_attention,
+        "unit_rotated_heads",
+        lambda right: lambda x, cos, sin, eps, backend: rows.rotate_heads(x, cos, sin),
+    ),
     "all entries seen": attention_of(indexer=dataclasses.replace(model("deepseek_v4")[1].compressed.indexer, topk=999)),
     "an indexer that does not rotate": of_index(lambda i, by: dataclasses.replace(i, q=back(i.q, by))),
     "an indexer without weights of heads": of_index(lambda i, by: dataclasses.replace(i, weights=i.weights * 0 + 1)),

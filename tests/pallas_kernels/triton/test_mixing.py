@@ -1,38 +1,90 @@
-"""The weights of residual streams in Triton's interpreter."""
+"""Residual streams in Triton's interpreter: what a block reads of them, and what it writes."""
 
 import functools
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import gpus
 from pallas_kernels.backend import Backend
-from pallas_kernels.mixing import mixing_weights
+from pallas_kernels.mixing import read_streams, write_streams
 from pallas_kernels.triton.resources import kernel_resources
 
-HOW = {"streams": 4, "iterations": 20, "eps": 1e-6}
+HOW: dict[str, Any] = {"iterations": 20, "eps": 1e-6, "norm_eps": 1e-6}
+BOTH = (Backend.TRITON, Backend.REFERENCE)
 
 
-def operands(tokens: int, streams: int = 4) -> tuple[np.ndarray, ...]:
-    rng, width = np.random.default_rng(tokens), streams * (streams + 2)
-    return tuple(rng.normal(size=shape).astype(np.float32) for shape in ((tokens, width), (width,), (3,)))
+def drawn(*shapes: tuple[int, ...]) -> list[np.ndarray]:
+    rng = np.random.default_rng(len(shapes))
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
-@pytest.mark.parametrize(("tokens", "streams", "iterations"), [(1, 4, 20), (33, 4, 3), (40, 2, 1)])
+def read_operands(tokens: int, n: int, width: int) -> list[np.ndarray]:
+    outputs = n * (n + 2)
+    return drawn((tokens, n, width), (3, outputs, n * width), (3, outputs), (3, 3))
+
+
+@pytest.mark.parametrize(("tokens", "n", "width", "iterations"), [(1, 4, 40, 20), (19, 4, 1100, 3), (5, 2, 24, 1)])
 @pytest.mark.usefixtures("interpreted")
-def test_weights_are_the_references(tokens: int, streams: int, iterations: int) -> None:
-    """Also large logits, of which a softmax takes the largest away."""
-    logits, base, scale = operands(tokens, streams)
-    logits[0] *= 100
-    how = HOW | {"streams": streams, "iterations": iterations}
-    found, wanted = (mixing_weights(logits, base, scale, **how, backend=b) for b in (Backend.TRITON, Backend.REFERENCE))
+def test_what_is_read_is_the_references(tokens: int, n: int, width: int, iterations: int) -> None:
+    """Also with large logits, of which a softmax takes the largest away."""
+    streams, weight, base, scale = read_operands(tokens, n, width)
+    weight[1] *= 3 * (n * width) ** -0.5
+    weight[::2] = np.nan
+    how = HOW | {"iterations": iterations}
+    found, wanted = (read_streams(streams, weight, base, scale, 1, **how, backend=backend) for backend in BOTH)
     for mine, reference in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(mine, reference, rtol=2e-5, atol=1e-7)
+        np.testing.assert_allclose(mine, reference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("tokens", "n", "width", "parts"), [(1, 4, 40, 1), (3, 4, 1100, 2), (2, 2, 24, 3)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.usefixtures("interpreted")
+def test_what_is_written_is_the_references(tokens: int, n: int, width: int, parts: int, dtype: Any) -> None:
+    """Three parts have no kernel."""
+    streams, post, between, *results = drawn(
+        (tokens, n, width), (tokens, n), (tokens, n, n), *[(tokens, width)] * parts
+    )
+    rounded = [jnp.asarray(a, dtype) for a in (streams, *results)]
+    arrays = rounded[0], post, between, *rounded[1:]
+    found, wanted = (write_streams(*arrays, backend=backend) for backend in BOTH)
+    assert found.dtype == dtype
+    error = {"rtol": 1e-5, "atol": 1e-5} if dtype == jnp.float32 else {"rtol": 2**-7, "atol": 1e-5}
+    np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(wanted, np.float32), **error)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_the_gradient_is_the_references() -> None:
+    streams, weight, base, scale = read_operands(2, 4, 8)
+
+    def gradient(backend: Backend) -> Any:
+        def loss(streams: jax.Array, weight: jax.Array) -> jax.Array:
+            read = read_streams(streams, weight, base, scale, 1, **HOW, backend=backend)
+            out = write_streams(streams, read.post, read.between, read.collapsed, backend=backend)
+            return jnp.sin(out).sum()
+
+        return jax.grad(loss, (0, 1))(streams, weight * 0.2)
+
+    for mine, reference in zip(*map(gradient, BOTH), strict=True):
+        np.testing.assert_allclose(mine, reference, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.aot
 @pytest.mark.parametrize("number", [80, 90, 120])
-def test_the_kernel_fits(number: int) -> None:
-    call = functools.partial(mixing_weights, **HOW, backend=Backend.TRITON)
-    (kernel,) = kernel_resources(call, *operands(64), gpu=gpus.by_number(number))
-    assert kernel.spilled_bytes == 0
+def test_the_kernels_fit(number: int) -> None:
+    gpu = gpus.by_number(number)
+    streams, *read = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in read_operands(64, 4, 512))
+    streams = jax.ShapeDtypeStruct((2048, 4, 512), jnp.bfloat16)
+    call = functools.partial(read_streams, layer=1, **HOW, backend=Backend.TRITON)
+    post, between, y = (jax.ShapeDtypeStruct((2048, *shape), jnp.float32) for shape in ((4,), (4, 4), (512,)))
+    write = functools.partial(write_streams, backend=Backend.TRITON)
+    kernels = (
+        *kernel_resources(call, streams, *read, gpu=gpu),
+        *kernel_resources(write, streams, post, between, y, gpu=gpu),
+    )
+    for kernel in kernels:
+        assert kernel.spilled_bytes == 0 and kernel.shared_memory <= gpu.shared_memory
+    assert [kernel.name for kernel in kernels] == ["product", "read", "write"]

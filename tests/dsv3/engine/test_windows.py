@@ -171,7 +171,7 @@ def test_each_host_keeps_the_windows_of_its_ranks(compiled: Engine, make: MakeEn
     assert test_hosts.remote_tiers(engine).host.hits == FULL
     small = functools.partial(on_two_hosts, kv_offloading_size=8e-5)
     Machine = type("Machine", (EngineMachine,), {"make_engine": staticmethod(small)})
-    run_state_machine_as_test(Machine, settings=_settings(max_examples=8))
+    run_state_machine_as_test(Machine, settings=_settings(max_examples=5))
     for engine in made:
         test_hosts.wait_until_stored(engine)
         assert not engine.executor.follower_handler._ordered._loads
@@ -215,7 +215,7 @@ def test_every_text_is_its_own_and_every_page_comes_back(make: MakeEngine, shari
                 assert not any(cache.window.in_use for cache in self.engine.scheduler.caches)
 
     Machine.sharing = sharing
-    run_state_machine_as_test(Machine, settings=_settings(max_examples=15))
+    run_state_machine_as_test(Machine, settings=_settings(max_examples=10))
 
 
 def _settings(max_examples: int) -> settings:

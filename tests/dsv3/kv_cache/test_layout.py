@@ -124,7 +124,7 @@ def test_a_pool_that_does_not_match_the_model_is_refused():
         layout.pages_per_layer(GROUPED, shapes | {"coarse": layout.pool(GROUPED, "bfloat16", 6)["coarse"]})
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(drawn_groups(), st.permutations(range(4)), st.data())
 def test_payloads_hold_the_groups_in_order_and_round_trip(
     groups: tuple[CacheGroup, ...], order: list[int], data: st.DataObject

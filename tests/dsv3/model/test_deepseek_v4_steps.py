@@ -71,7 +71,7 @@ def close(actual: np.ndarray, wanted: np.ndarray) -> None:
     np.testing.assert_allclose(actual, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.integers(0, 2**16), st.data())
 def test_chunks_of_several_requests(seed: int, draw: st.DataObject) -> None:
     """Bits depend on nothing but the sequence."""
@@ -158,7 +158,7 @@ def drafted(number: int, start: int, right: int, rng: np.random.Generator) -> np
     return tokens
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.integers(0, 2**16))
 def test_decode_with_rejected_drafts(seed: int) -> None:
     """What a rejected draft has written is never read: the first logits of a step have the bits of any other batch."""
@@ -182,7 +182,7 @@ def test_decode_with_rejected_drafts(seed: int) -> None:
                 engine.end(running.pop(number))
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(st.integers(0, 2**16), st.booleans())
 def test_requests_go_on_from_a_parked_page(seed: int, in_one_chunk: bool) -> None:
     """A prefix that ends with a page gives the bits that it gave in its own request, which has ended."""

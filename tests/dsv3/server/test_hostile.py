@@ -207,7 +207,8 @@ def part(kind):
         (
             CHAT,
             {"messages": [{"role": "function", "content": "x", "name": "f"}]},
-            "messages[0].role: this value is not known; it may be assistant or developer or system or tool or user",
+            "messages[0].role: this value is not known; it may be assistant or developer or latest_reminder or system "
+            "or tool or user",
         ),
         (
             CHAT,

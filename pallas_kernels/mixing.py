@@ -1,8 +1,8 @@
 """Hyper-connections (arXiv:2512.24880): what a block reads of several residual streams, and the streams after it.
 
-XLA runs Sinkhorn's algorithm on a GPU as a loop of small kernels, 40 of them at 20 iterations, and the rest of a place
-as ten. The Triton kernels are two for what is read and one for what is written, on Hopper too. They address the layer
-in the stack of weights; XLA would copy it.
+XLA runs Sinkhorn's algorithm on a GPU as a loop of small kernels, two per iteration. The Triton kernels are two for
+what is read and one for what is written, on Hopper too. They address the layer in the stack of weights; XLA would copy
+it.
 """
 
 import functools

@@ -22,7 +22,7 @@ def test_every_table_has_rows() -> None:
 
 @pytest.mark.parametrize(("requests", "goal"), [(16, 2538), (256, 4872)])
 def test_the_estimate_is_above_sglangs_figure(requests: int, goal: float) -> None:
-    """At 16 requests only with drafts, which SGLang has too."""
+    """The estimate needs drafts for this at 16 requests; SGLang has them too."""
     assert fastest(requests, drafts=True).rate.tokens_per_device > goal
 
 

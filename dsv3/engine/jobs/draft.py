@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -207,6 +207,15 @@ def verified_batch(
     accepted = jnp.sum(sampled > NOTHING, axis=1, dtype=jnp.int32)
     lengths = jnp.where(slots < num_slots, state.lengths[clipped] - accepted - 1 + S, 0)
     return decode_batch(state, clipped, jnp.maximum(sampled, 0), lengths, form), accepted
+
+
+def forward_program(
+    layout: Layout, key: Key, body: Callable[..., Any], given: tuple[Any, ...], padding: dict[int, Any]
+) -> ProgramSpec:
+    """Returns a program of a drafter that runs layers: `body` over parameters, pages, state and what is `given`."""
+    arguments = (layout.params, layout.pages, layout.state, *given)
+    body = functools.partial(body, layout, program=layout.cfg.program_number(key.kind, key.size))
+    return layout.per_rank(key, body, arguments, donated=(1, 2), takes_params=True, padding=padding)
 
 
 def read_draft_programs(layout: Layout) -> Iterator[ProgramSpec]:

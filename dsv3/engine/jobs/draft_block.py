@@ -8,8 +8,7 @@ Blocks are not cached, so nothing is rolled back: rows of rejected drafts are wr
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from dsv3.engine.device.sampling import best_tokens
 from dsv3.engine.device.state import NO_DRAFT, DecodeState, decode_batch, ragged_batch, with_drafts
 from dsv3.engine.functions import BlockFunctions
 from dsv3.engine.jobs import decode, prefill
-from dsv3.engine.jobs.draft import DraftCommand, draft_kind, verified_batch
+from dsv3.engine.jobs.draft import DraftCommand, draft_kind, forward_program, verified_batch
 
 PREFILL, DECODE = f"dspark {prefill.NAME}", f"dspark {decode.NAME}"
 """Kinds of programs, as `EngineConfig.forward_programs` numbers them."""
@@ -42,19 +41,11 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
         rows = cfg.prefill_rows(size)
         given = layout.array(size, width, dtype=dtype), *layout.chunks(size), layout.array(rows)
         padding = {5: layout.padding_chunk, 6: layout.padding_slot}
-        yield _program(layout, Key(PREFILL, size), prefill_body, given, padding)
+        yield forward_program(layout, Key(PREFILL, size), prefill_body, given, padding)
     for size in cfg.decode_buckets:
         S = cfg.width(size)
         rows_given = layout.array(size, S, width, dtype=dtype), layout.array(size), layout.array(size, S)
-        yield _program(layout, Key(DECODE, size, width=S), decode_body, rows_given, {4: layout.padding_slot})
-
-
-def _program(
-    layout: Layout, key: Key, body: Callable[..., Any], given: tuple[Any, ...], padding: dict[int, Any]
-) -> ProgramSpec:
-    arguments = (layout.params, layout.pages, layout.state, *given)
-    body = functools.partial(body, layout, program=layout.cfg.program_number(key.kind, key.size))
-    return layout.per_rank(key, body, arguments, donated=(1, 2), takes_params=True, padding=padding)
+        yield forward_program(layout, Key(DECODE, size, width=S), decode_body, rows_given, {4: layout.padding_slot})
 
 
 class BlockDrafter:

@@ -15,8 +15,7 @@ none outlives its request's slot.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,7 @@ from dsv3.engine.device.sampling import best_tokens
 from dsv3.engine.device.state import DecodeState, decode_batch, last_rows, next_tokens, ragged_batch, with_drafts
 from dsv3.engine.functions import DraftFunctions
 from dsv3.engine.jobs import decode, prefill
-from dsv3.engine.jobs.draft import DraftCommand, draft_kind, verified_batch
+from dsv3.engine.jobs.draft import DraftCommand, draft_kind, forward_program, verified_batch
 from dsv3.model.batch import AttentionForm
 from dsv3.model.steps import StepOutput
 
@@ -50,33 +49,25 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
         given = layout.array(size, width, dtype=dtype), *layout.chunks(size), layout.array(rows), layout.array(rows, 1)
         for form in forms:
             key, prefills = Key(PREFILL, size, form), functools.partial(prefill_body, form=form)
-            yield _program(layout, key, prefills, given, {5: layout.padding_chunk, 6: layout.padding_slot})
+            yield forward_program(layout, key, prefills, given, {5: layout.padding_chunk, 6: layout.padding_slot})
         chained[rows] = cfg.tokens_per_row - 1
     for size in cfg.decode_buckets:
         S = cfg.width(size)
         rows_given = layout.array(size, S, width, dtype=dtype), layout.array(size), layout.array(size, S)
         for form in forms:
             key, body = Key(DECODE, size, form, S), functools.partial(decode_body, form=form)
-            yield _program(layout, key, body, rows_given, {4: layout.padding_slot})
+            yield forward_program(layout, key, body, rows_given, {4: layout.padding_slot})
         chained[size] = max(chained.get(size, 0), S - 1)
     for size, drafts in chained.items():
         for i, form in itertools.product(range(1, drafts), forms):
             key, chained_body = chain_key(size, i, form), functools.partial(chain_body, number=i, form=form)
             one_each = layout.array(size, width, dtype=dtype), layout.array(size)
-            yield _program(layout, key, chained_body, one_each, {4: layout.padding_slot})
+            yield forward_program(layout, key, chained_body, one_each, {4: layout.padding_slot})
 
 
 def chain_key(size: int, number: int, form: AttentionForm) -> Key:
     """Returns the key of the program that makes the next draft from draft `number`, the last token of `size` rows."""
     return Key(CHAIN, size, form, 1 + number)
-
-
-def _program(
-    layout: Layout, key: Key, body: Callable[..., Any], given: tuple[Any, ...], padding: dict[int, Any]
-) -> ProgramSpec:
-    arguments = (layout.params, layout.pages, layout.state, *given)
-    body = functools.partial(body, layout, program=layout.cfg.program_number(key.kind, key.size))
-    return layout.per_rank(key, body, arguments, donated=(1, 2), takes_params=True, padding=padding)
 
 
 class ModuleDrafter:

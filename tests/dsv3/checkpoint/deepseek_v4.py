@@ -45,7 +45,7 @@ def config(published: dict[str, Any], **changes: Any) -> ModelConfig:
 
 
 def base(published: dict[str, Any]) -> dict[str, Any]:
-    """Of a Base checkpoint, whose experts are FP8 and whose scales are float32."""
+    """The file of a Base checkpoint, whose experts are FP8 and whose scales are float32."""
     return published | {"expert_dtype": "fp8"}
 
 
@@ -118,7 +118,7 @@ def expected(cfg: ModelConfig, tensors: Tensors) -> dict[str, np.ndarray]:
 
 
 def _stacked(layers: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Of each leaf, those layers that have it."""
+    """Stacks of each leaf, over the layers that have it."""
     paths = dict.fromkeys(path for layer in layers for path in layer)
     return {path: np.stack([layer[path] for layer in layers if path in layer]) for path in paths}
 

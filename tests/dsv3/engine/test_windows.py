@@ -178,7 +178,7 @@ def test_each_host_keeps_the_windows_of_its_ranks(compiled: Engine, make: MakeEn
 
 
 def test_steps_that_overflow_are_repeated(make: MakeEngine) -> None:
-    """Of a chunk that began within a page the window's rows are overwritten: it is computed from the page's start."""
+    """A chunk that began within a page overwrites rows of its window: it is computed again from the page's start."""
     limits = LIMITS | {"max_num_batched_tokens": 40, "num_pages": 20}
     engine = Engine(windowed.parts(toy.cramped(windowed.FUNCTIONS), **limits))
     with fewer.greedy_samplers():

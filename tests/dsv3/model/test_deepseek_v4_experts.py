@@ -35,7 +35,7 @@ def parameters(run: Any = None) -> tuple[Params, ModelConfig]:
 
 
 def batches(cfg: ModelConfig) -> tuple[PrefillBatch, DecodeBatch, Any]:
-    """Of each rank a request of 40 tokens with 8 rows of padding, then two tokens; also those that follow these."""
+    """A request of 40 tokens per rank with 8 rows of padding, then two tokens; also those that follow these."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, cfg.vocab_size, (RANKS, PROMPT + S + 1)).astype(np.int32)
     first = np.full((RANKS, ROWS), -5, np.int32)

@@ -39,7 +39,7 @@ def sequence() -> np.ndarray:
 
 
 def tables() -> dict[str, jax.Array]:
-    """Of one request: two pages in an order of chance, and a slot."""
+    """The pages of one request, two in an order of chance, and its slot."""
     return dict(page_table=jnp.array([[2, 0]]), window_table=jnp.array([[1, 2]]), slots=jnp.array([1]))
 
 

@@ -73,14 +73,6 @@ def window_size(cfg: ModelConfig) -> int:
     return max((g.ring - DRAFT_ROWS - 1 for g in groups_of(cfg, "float32", "window")), default=0)
 
 
-def first_window_page(cfg: ModelConfig, tokens: int) -> int:
-    """Returns the number of the first page of the window that a request of so many `tokens` still needs.
-
-    Pages before it are never read again, whatever the last step has drafted.
-    """
-    return max(0, tokens - window_size(cfg)) // cfg.page_size
-
-
 def pages_within(cfg: ModelConfig, cache_dtype: str, budget: int, slots: int = 0) -> int:
     """Returns how many pages fit `budget` bytes, each counted over all cache layers.
 

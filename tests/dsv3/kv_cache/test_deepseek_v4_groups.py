@@ -19,6 +19,7 @@ from dsv3.config.model import (
 )
 from dsv3.kv_cache import layout
 from tests.dsv3.deepseek_v4 import FLASH, FLASH_0731, PRO
+from tests.dsv3.model.deepseek_v4_steps import first_window_page
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_bytes_of_the_last_tokens(
 
 def test_pages_of_the_window_are_needed_as_long_as_a_token_sees_them() -> None:
     cfg = from_hf(FLASH)
-    first = {tokens: layout.first_window_page(cfg, tokens) for tokens in (0, 127, 256, 382, 383, 638, 639)}
+    first = {tokens: first_window_page(cfg, tokens) for tokens in (0, 127, 256, 382, 383, 638, 639)}
     assert first == {0: 0, 127: 0, 256: 0, 382: 0, 383: 1, 638: 1, 639: 2}
 
 

@@ -26,6 +26,11 @@ def step(params: Params, cfg: ModelConfig, batch: PrefillBatch | DecodeBatch, po
     return logits(params, cfg, out.hidden), out.pages
 
 
+def first_window_page(cfg: ModelConfig, tokens: int) -> int:
+    """The first page of the window that a request still needs, whatever the last step has drafted."""
+    return max(0, tokens - layout.window_size(cfg)) // cfg.page_size
+
+
 def junk(dtype: jnp.dtype) -> Any:
     """NaN, in FP8 rows too."""
     return jnp.array(0xFF if dtype == jnp.uint8 else jnp.nan, dtype)
@@ -110,7 +115,7 @@ class Engine:
 
     def release(self, request: Request) -> None:
         """Takes the pages of the window back that the request does not reach any more."""
-        first = layout.first_window_page(self.cfg, request.length)
+        first = first_window_page(self.cfg, request.length)
         self._give_back("window", request.window_table[request.first_window_page : first])
         request.window_table[:first] = self.rng.integers(-1, WINDOW_PAGES, first)
         request.first_window_page = first
@@ -139,7 +144,7 @@ class Engine:
     def _extend(self, request: Request, count: int, release: bool) -> None:
         """Gives a request the pages for `count` more tokens; none of the window to those that it would `release`."""
         size, length = self.cfg.page_size, request.length + count
-        first = layout.first_window_page(self.cfg, length) if release else 0
+        first = first_window_page(self.cfg, length) if release else 0
         for page in range(request.length // size, -(-length // size)):
             if request.page_table[page] < 0:
                 request.page_table[page] = self._take("context")

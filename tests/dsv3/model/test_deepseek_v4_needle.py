@@ -14,6 +14,7 @@ from dsv3.model import DecodeBatch, Params, PrefillBatch, decode, forward, logit
 from dsv3.model.layers import compressed_attention
 from dsv3.model.layers.rope import Rotation
 from tests.dsv3.model.deepseek_v4_needle import ASKED, NEEDLE, Question, config, params, prompt
+from tests.dsv3.model.deepseek_v4_steps import first_window_page
 from tests.dsv3.model.test_deepseek_v4 import WRONG, Wrong, attention_of, patched, without
 
 CASES: list[tuple[int, Question]] = [(0, "near"), (4, "near"), (4, "far"), (128, "near"), (128, "far")]
@@ -50,7 +51,7 @@ def test_the_needle_is_found_in_pages(ratio: int) -> None:
         rows[:count] = tokens[start : start + count]
         lengths = jnp.array([0, count]), jnp.array([start])
         pool = step(params, PrefillBatch(jnp.asarray(rows), start + jnp.arange(CHUNK), *lengths, **where), pool)
-    where["window_table"] = table.at[0, : layout.first_window_page(cfg, ASKED)].set(-1)
+    where["window_table"] = table.at[0, : first_window_page(cfg, ASKED)].set(-1)
     batch = DecodeBatch(jnp.asarray(tokens[None, ASKED : ASKED + 1]), jnp.array([ASKED + 1]), **where)
     out = jax.jit(lambda p, batch, pool: decode(p, cfg, batch, pool).hidden)(params, batch, pool)
     assert int(logits(params, cfg, out[0, 0]).argmax()) == NEEDLE

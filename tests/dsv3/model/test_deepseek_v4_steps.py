@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.config.model import DRAFT_ROWS
-from dsv3.kv_cache import layout
 from dsv3.model import DecodeBatch, forward
 from dsv3.model.layers import compressed_uncached
 from dsv3.model.layers.compressed_paged import decode_attend_compressed
 from pallas_kernels import dsa
 from pallas_kernels.compressed import decode_rows, encode_rows, sink_attention
+from tests.dsv3.model import deepseek_v4_steps
 from tests.dsv3.model.deepseek_v4 import model
-from tests.dsv3.model.deepseek_v4_steps import CHUNKS, ROWS, Engine, Request, T, step
+from tests.dsv3.model.deepseek_v4_steps import CHUNKS, ROWS, Engine, Request, T, first_window_page, step
 from tests.dsv3.model.golden import data, run
 
 S = 1 + DRAFT_ROWS
@@ -210,8 +210,8 @@ def test_requests_go_on_from_a_parked_page(seed: int, in_one_chunk: bool) -> Non
 
 
 def test_a_page_that_is_released_too_early_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = layout.first_window_page
-    monkeypatch.setattr(layout, "first_window_page", lambda cfg, tokens: right(cfg, tokens + 1))
+    right = first_window_page
+    monkeypatch.setattr(deepseek_v4_steps, "first_window_page", lambda cfg, tokens: right(cfg, tokens + 1))
     engine, tokens = Engine(PARAMS, CFG, 0), sequence(0)
     first_reached = PAGE + CFG.compressed.window - 2  # its next token sees the last one of the first page
     request = started(engine, 0, first_reached)

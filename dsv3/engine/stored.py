@@ -101,7 +101,8 @@ class ProgramStore:
             return program
         self._misses += 1
         lowered = lower()
-        text = hashlib.sha256(f"{sorted((options or {}).items())}\n{lowered.as_text()}".encode()).hexdigest()
+        described = f"{sorted((options or {}).items())}\n{_trees(lowered)}\n{lowered.as_text()}"
+        text = hashlib.sha256(described.encode()).hexdigest()
         program = self._executable(text)
         if program is None:
             with EventCounter(_HIT_EVENT) as hits:
@@ -169,6 +170,12 @@ class ProgramStore:
 
     def _mac(self, path: Path, body: bytes) -> bytes:
         return hmac.digest(self._key, f"{path}\0".encode() + body, hashlib.sha256)
+
+
+def _trees(lowered: Any) -> str:
+    """Returns the trees of arguments and results, which the text leaves out: another version's may differ."""
+    leaves = jax.tree_util.tree_leaves_with_path((lowered.args_info, lowered.out_info))
+    return f"{lowered.in_tree} {lowered.out_tree} {[jax.tree_util.keystr(path) for path, _ in leaves]}"
 
 
 class NoProgramStore:

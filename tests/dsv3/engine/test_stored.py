@@ -31,6 +31,12 @@ KEY = b"k" * 32
 MACHINE = {"machine": "this"}
 
 
+def counted(lowered, compile):
+    """A program whose compilation calls `compile`."""
+    names = ("as_text", "in_tree", "out_tree", "args_info", "out_info")
+    return SimpleNamespace(compile=compile, **{name: getattr(lowered, name) for name in names})
+
+
 class Start:
     """One start of a process: what it had to trace and to compile."""
 
@@ -46,7 +52,7 @@ class Start:
     def _lower(self, factor: float):
         self.traced.append(factor)
         lowered = jax.jit(lambda x: jnp.sum(factor * x)).lower(X)
-        return SimpleNamespace(as_text=lowered.as_text, compile=functools.partial(self._compile, lowered))
+        return counted(lowered, functools.partial(self._compile, lowered))
 
     def _compile(self, lowered, options):
         self.compiled += 1
@@ -68,6 +74,17 @@ def test_other_options_trace_and_compile_only_what_is_new(tmp_path) -> None:
     assert (other.traced, other.compiled) == ([1.5, 1.75], 1)
     again = Start(tmp_path, "other options")
     assert (again.get(1.5, "a"), again.get(1.75, "b"), again.traced) == (42, 49, [])
+
+
+def test_programs_of_one_text_with_other_trees_are_two(tmp_path) -> None:
+    """As those of another version are, whose state has a field more that the program leaves alone."""
+
+    def total(given):
+        return sum(leaf.sum() for leaf in jax.tree.leaves(given)) * 6.5
+
+    for name, given in (("a", {"x": X, "y": None}), ("b", {"x": None, "y": X}), ("c", (X, None)), ("d", (X,))):
+        program = Start(tmp_path).store.get(name, functools.partial(jax.jit(total).lower, given), None)
+        assert float(program(given)) == 182
 
 
 @pytest.mark.parametrize("damaged, factor", [("instance-*/process-0/decode", 2.25), ("programs-*/*", 2.75)])
@@ -103,7 +120,7 @@ def test_programs_of_one_text_are_written_side_by_side(tmp_path, monkeypatch) ->
     meet, write = threading.Barrier(2, timeout=60), Path.write_bytes
     lowered = jax.jit(lambda x: jnp.sum(3.5 * x)).lower(X)
     program = lowered.compile()
-    same = SimpleNamespace(as_text=lowered.as_text, compile=lambda options: program)
+    same = counted(lowered, lambda options: program)
 
     def write_together(path: Path, content: bytes) -> int:
         written = write(path, content[: len(content) // 2])

@@ -12,7 +12,7 @@ from benchmarks.toolchains import columns, table
 from dsv3.processes.child import ChildResult
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "toolchains.md").read_text()
+PAGE = (ROOT / "docs" / "performance" / "toolchains.md").read_text()
 
 
 @pytest.mark.aot

@@ -1,4 +1,4 @@
-"""A kernel that sends to its peers by itself compiles for one node (docs/device_transfers.md).
+"""A kernel that sends to its peers by itself compiles for one node (docs/performance/device_transfers.md).
 
 The kernel is the second hop of a dispatch: an all-to-all of [peers, rows, width] among the 8 GPUs of a node. A thread
 block takes one peer: it copies the block of rows meant for it through shared memory into the peer's memory (TMA),

@@ -112,7 +112,7 @@ class Programs:
         """Compiles the programs of `keys`, or loads them from the store or the persistent cache."""
         keys = self.keys()
         report = progress or (lambda done, total, what: None)
-        report(0, len(keys), "")
+        report(0, len(keys), "programs")
         with ThreadPoolExecutor(min(_COMPILE_THREADS, os.cpu_count() or 1)) as pool:
             names = {pool.submit(self.get, key): str(key) for key in keys}
             for done, future in enumerate(as_completed(names), 1):

@@ -100,7 +100,7 @@ def drop_cache(directory: Path) -> str:
     with contextlib.suppress(OSError):
         Path("/proc/sys/vm/drop_caches").write_text("1")
         return "drop_caches"
-    for path in files(directory):
+    for path in (each for each in directory.rglob("*") if each.is_file()):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return "POSIX_FADV_DONTNEED"

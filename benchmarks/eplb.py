@@ -4,10 +4,9 @@
     JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks.eplb --live \
         [--plot docs/expert_load.png]
 
-58 layers of 256 experts are placed in 288 replicas. The first table has, for both published deployments, the time of a
+58 layers of 256 experts are placed in 288 replicas. A line has, for each published deployment, the time of a
 decision, how even it makes a lognormal load, and how many replicas keep their expert when the load drifts a little
-(20 % per decision), with `keep_in_place` and without. The second has, for a decode step on 144 devices under a Zipf
-load, how evenly the replicas of an expert share its rows as `choose_replicas` chooses them, and when drawn at random.
+(20 % per decision), with `keep_in_place` and without.
 
 With `--live` requests of one kind, pieces of one module of Python's standard library, keep an engine of eight CPU
 devices busy. After 256 steps it decides and moves experts while it serves; the load of a full window of later steps, of
@@ -16,14 +15,12 @@ other requests, is "after". The picture has the devices' load before and after.
 
 import argparse
 import inspect
-import statistics
 import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from benchmarks.record import Cell, Report, run, spread
@@ -34,13 +31,9 @@ from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import EngineRequest
 from dsv3.text.tokenizer import Tokenizer
 from sharding.experts.eplb import ExpertMap, balancedness, device_load, keep_in_place, rebalance_experts
-from sharding.experts.placement import choose_replicas, placement_of
 
 ROUNDS = 21
-LAYERS, EXPERTS, REPLICAS, GROUPS, TOP_K = 58, 256, 288, 8, 8
-DEVICES = 144
-STEPS = 8
-ZIPF = 0.5
+LAYERS, EXPERTS, REPLICAS, GROUPS = 58, 256, 288, 8
 LIVE_DEVICES, REDUNDANT = 8, 8
 INTERVAL, WINDOW_STEPS = 256, 1024
 PROMPT, ANSWER = 32, 64
@@ -54,12 +47,9 @@ def main(report: Report) -> None:
     if arguments.live:
         live(report, arguments.plot)
         return
-    rng = np.random.default_rng(0)
     columns = ["deployment", "a decision (ms)", "keeping in place (ms)", "balancedness", "replicas that stay (%)",
                "without keeping (%)"]  # fmt: skip
-    report.table("Decisions", columns, decisions(rng))
-    columns = ["tokens per device", "replicas in turn (%)", "at random (%)"]
-    report.table("Rows of an expert's busiest replica above the mean of its replicas", columns, replica_choice(rng))
+    report.table("Decisions", columns, decisions(np.random.default_rng(0)))
 
 
 def decisions(rng: np.random.Generator) -> Iterator[list[Cell]]:
@@ -79,32 +69,6 @@ def decisions(rng: np.random.Generator) -> Iterator[list[Cell]]:
         even = balancedness(weight, result, gpus).mean()
         stay = [100 * float((each.phy2log == result.phy2log).mean()) for each in (kept, new)]
         yield [name, spread(seconds, 1), spread(keeping, 1), even, *stay]
-
-
-def replica_choice(rng: np.random.Generator) -> Iterator[list[Cell]]:
-    """Yields the rows of the busiest replica of an expert over its replicas' mean; averages experts and steps."""
-    load = rng.permutation(1 / np.arange(1, EXPERTS + 1) ** ZIPF)[None]
-    expert_map = rebalance_experts(load, REPLICAS, GROUPS, 18, DEVICES)
-    placement = placement_of(expert_map, REPLICAS - EXPERTS + 1)
-    choose = jax.jit(jax.vmap(choose_replicas, (0, None, None, 0)))
-    for tokens in (16, 128):
-        excess: dict[str, list[float]] = {"in turn": [], "at random": []}
-        for _ in range(STEPS):
-            # Draws without repetition, in proportion to the load: the largest of log(load) plus Gumbel noise.
-            noise = rng.gumbel(size=(DEVICES, tokens, EXPERTS))
-            ids = np.argpartition(-(np.log(load) + noise), TOP_K, axis=2)[..., :TOP_K].astype(np.int32)
-            in_turn = np.asarray(choose(ids, placement.replicas[0], placement.copies[0], np.arange(DEVICES)))
-            column = rng.integers(0, placement.copies[0][ids])
-            excess["in turn"].append(_excess(in_turn, expert_map))
-            excess["at random"].append(_excess(placement.replicas[0][ids, column], expert_map))
-        yield [tokens, *(100 * (statistics.mean(each) - 1) for each in excess.values())]
-
-
-def _excess(chosen: np.ndarray, expert_map: ExpertMap) -> float:
-    rows = np.bincount(chosen.ravel(), minlength=REPLICAS)
-    copied = np.flatnonzero(expert_map.logcnt[0] > 1)
-    copies = [rows[expert_map.log2phy[0, expert][: expert_map.logcnt[0, expert]]] for expert in copied]
-    return statistics.mean(float(c.max() / c.mean()) for c in copies)
 
 
 # A live rebalancing.

@@ -32,6 +32,7 @@ import tokenizers
 import uvloop
 from tokenizers import decoders, models, pre_tokenizers
 
+from benchmarks.instances import processor_s
 from benchmarks.record import Cell, Report, run
 from dsv3.config.options import EngineOptions
 from dsv3.config.server_options import ServerOptions
@@ -104,9 +105,9 @@ def _under_load(server: subprocess.Popen[str], settings: dict) -> list[Cell]:
     client = _start("clients", settings)
     try:
         assert _line(client) == "begin", "the streams do not begin"
-        before, full = _processor_s(processes), _memory(processes)
+        before, full = processor_s(*processes), _memory(processes)
         assert _line(client) == "end"
-        used = _processor_s(processes) - before
+        used = processor_s(*processes) - before
         found = json.loads(_line(client))
     finally:
         client.kill()
@@ -114,10 +115,6 @@ def _under_load(server: subprocess.Popen[str], settings: dict) -> list[Cell]:
     streams, tokens = settings["streams"], found["tokens"]
     return [streams, settings["rate"], len(processes), round(tokens / settings["seconds"]), used / max(1, tokens) * 1e6,
             found["p50_s"] * 1e3, found["p99_s"] * 1e3, (full - empty) / streams / 1024, found["failed"]]  # fmt: skip
-
-
-def _processor_s(processes: list[psutil.Process]) -> float:
-    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
 
 
 def _memory(processes: list[psutil.Process]) -> int:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 import signal
@@ -12,8 +13,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import httpx
+import psutil
 
 from benchmarks.record import ROOT
 
@@ -25,7 +28,7 @@ LIMITS = ["--max_num_seqs=16", "--max_model_len=512", "--max_num_batched_tokens=
 class Instance:
     """A server and where it answers."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
     url: str
 
     def kill(self) -> None:
@@ -36,7 +39,7 @@ class Instance:
 
 
 def free_port() -> int:
-    """Returns a port that nobody has now, nor the next one."""
+    """Returns a port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
 
@@ -63,8 +66,8 @@ def running(
     answers: Callable[[], bool],
     seconds: float = 600.0,
     environment: Mapping[str, str] | None = None,
-) -> Iterator[None]:
-    """Starts a server and waits until `answers()`; ends it and its children.
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Starts a server, waits until `answers()` and yields its process; ends it, its children and its host memory.
 
     Raises RuntimeError, with the end of what it has written, where it ends or does not answer within `seconds`.
     """
@@ -77,17 +80,23 @@ def running(
             deadline = time.monotonic() + seconds
             while not answers():
                 if process.poll() is not None or time.monotonic() > deadline:
-                    log.seek(0)
-                    said = log.read().decode(errors="replace")[-2000:]
+                    said = _written(log)[-2000:]
                     raise RuntimeError(f"{' '.join(command[:4])} ... does not answer: {said}")
                 time.sleep(0.2)
-            yield
+            yield process
         finally:
             for number in (signal.SIGTERM, signal.SIGKILL):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_STOP_S)
+            for path in re.findall(r"host memory in (\S+):", _written(log)):
+                Path(path).unlink(missing_ok=True)
+
+
+def _written(log: IO[bytes]) -> str:
+    log.seek(0)
+    return log.read().decode(errors="replace")
 
 
 def is_healthy(url: str) -> bool:
@@ -99,28 +108,18 @@ def is_healthy(url: str) -> bool:
 
 @contextlib.contextmanager
 def serving(*arguments: str) -> Iterator[Instance]:
-    """Starts a server and waits until it is ready; gives its shared memory back at the end."""
-    command = [sys.executable, "-m", "launch.serve", "--port", "0", *LIMITS, *arguments]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
-        start_new_session=True,
-    )  # fmt: skip
-    lines: list[str] = []
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            if ready := re.search(r"ready at (http://\S+)", line):
-                instance = Instance(process, ready[1])
-                break
-        else:
-            raise RuntimeError("".join(lines))
-        yield instance
-        instance.kill()
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for path in re.findall(r"host memory in (\S+):", "".join(lines)):
-            Path(path).unlink(missing_ok=True)
+    """Starts a server of the bundled model, waits until it is ready, and kills it at the end."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = (sys.executable, "-m", "launch.serve", "--port", str(port), *LIMITS, *arguments)
+    with running(command, functools.partial(is_healthy, url), environment={"JAX_PLATFORMS": "cpu"}) as process:
+        instance = Instance(process, url)
+        try:
+            yield instance
+        finally:
+            instance.kill()
+
+
+def processor_s(*processes: psutil.Process) -> float:
+    """Returns the processor seconds that processes have taken."""
+    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))

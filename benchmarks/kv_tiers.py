@@ -3,7 +3,7 @@
     JAX_PLATFORMS=cpu python -m benchmarks.kv_tiers --directory /path/on/the/disk [--values 48] [--rounds 7]
 
 Values have 4.5 MB, DeepSeek-V3's page in bfloat16. Every round takes all cases in a new random order. Before a case
-that reads a disk its files leave the page cache (fsync, then POSIX_FADV_DONTNEED). Ratios are taken within a round, and
+that reads a disk its files leave the page cache. Ratios are taken within a round, and
 their median is shown: against raw copies in memory, and against raw O_DIRECT reads by as many threads.
 """
 
@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.checkpoint import drop_cache
 from benchmarks.record import Report, run
 from dsv3.kv_cache.page_keys import ALIGNMENT, aligned
 from dsv3.kv_cache.tiers import host_pool as host_memory
@@ -60,14 +61,6 @@ class Bench:
     tiers: Tiers
     pool: ThreadPoolExecutor
 
-    def drop(self) -> None:
-        """Has all files leave the page cache."""
-        for path in self.folder.rglob("*"):
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
 
 def _rates(report: Report, folder: Path, rounds: int, count: int) -> None:
     with _bench(folder, count) as bench:
@@ -87,7 +80,7 @@ def _in_turns(bench: Bench, cases: dict[str, Callable], rounds: int, count: int)
     rates: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(rounds):
         for name in random.sample(list(cases), len(cases)):
-            bench.drop()
+            drop_cache(bench.folder)
             rates[name].append(count * VALUE_BYTES / 1e6 / cases[name]())
     return rates
 

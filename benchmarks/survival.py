@@ -28,7 +28,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,7 +35,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from benchmarks.instances import LIMITS, ROOT, Instance, free_port, key_file, serving
+from benchmarks.instances import LIMITS, ROOT, Instance, free_port, key_file, processor_s, serving
 from benchmarks.record import Cell, Report, run
 
 CLIENTS = 32
@@ -123,12 +122,6 @@ def follower_of(supervisor: subprocess.Popen[bytes]) -> psutil.Process:
     return min(psutil.Process(supervisor.pid).children(), key=lambda child: child.create_time())
 
 
-def processor_s(process: psutil.Process) -> float:
-    """Returns the processor seconds that a process has taken."""
-    times = process.cpu_times()
-    return times.user + times.system
-
-
 def engines(instance: Instance) -> dict[int, float]:
     """Returns the processor seconds of the engine's process, and of one that waits to take its place."""
     children = psutil.Process(instance.process.pid).children()
@@ -172,7 +165,6 @@ async def measure(
     instance: Instance, kills: int, number: int, place: Place, away: bool
 ) -> tuple[float, list[list[Cell]]]:
     """Returns the seconds of an undisturbed run and a line per kill; victims take turns, and get signal `number`."""
-    threading.Thread(target=_drain, args=(instance,), daemon=True).start()
     victims = [functools.partial(engine_of, instance)]
     victims += [functools.partial(place.victim, i) for i in range(len(place.supervisors))]
     limits = httpx.Limits(max_connections=None)
@@ -188,13 +180,6 @@ async def measure(
             lines.append(await run.strike(f"process {last + 1} goes", place.supervisors[last].kill, seconds / 4))
             lines.append(await run.strike("it comes back", functools.partial(place.start, last), seconds / 4))
     return seconds, lines
-
-
-def _drain(instance: Instance) -> None:
-    """Reads what a server writes, so that it never waits for a reader."""
-    assert instance.process.stdout is not None
-    for _ in instance.process.stdout:
-        pass
 
 
 def _signal(find: Callable[[], psutil.Process], number: int) -> None:

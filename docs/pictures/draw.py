@@ -6,6 +6,9 @@ A picture is a list of boxes, arrows and texts on a grid of pixels. A test compa
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from training.pipeline.schedules import ALGORITHMS, PassKind, build
+from training.pipeline.simulator import simulate
+
 HERE = Path(__file__).parent
 FILLS = {
     "host": "#e8f0fe",
@@ -16,6 +19,13 @@ FILLS = {
     "idle": "#f1f3f4",
 }
 LINE = 17  # pixels from one line of text to the next
+PASSES = {
+    PassKind.FORWARD: ("forward", "#f2c75c"),
+    PassKind.BACKWARD: ("backward", "#6fa8dc"),
+    PassKind.INPUT: ("input gradient", "#a4d3a2"),
+    PassKind.WEIGHT: ("weight gradient", "#c9a0dc"),
+}
+"""Name and color of each operation of a pipeline."""
 
 
 class Picture:
@@ -67,6 +77,17 @@ class Picture:
                 self.text((x0 + x1) / 2, y0 - 6, label, anchor="middle", small=True)
             else:
                 self.text(x0 + 6, (y0 + y1) / 2 + 4, label, small=True)
+
+    def cell(self, x: float, y: float, width: float, height: float, fill: str, text: str = "", ink: str = "") -> None:
+        """Draws a filled cell with a text in its middle; a fill of "none" is a thick frame."""
+        line = "#000" if fill == "none" else "#555"
+        size = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
+        self._parts.append(
+            f'<rect {size} fill="{fill}" stroke="{line}" stroke-width="{1.5 if line == "#000" else 0.5}"/>'
+        )
+        if text:
+            middle = f'x="{x + width / 2:g}" y="{y + height - 5:g}" text-anchor="middle"'
+            self._parts.append(f'<text {middle} font-size="11" fill="{ink}">{text}</text>')
 
     def svg(self) -> str:
         return "\n".join([*self._parts, "</svg>", ""])
@@ -239,12 +260,44 @@ def fleet() -> Picture:
     return p
 
 
+def pipeline_schedules() -> Picture:
+    """The operations of the four pipeline schedules with four stages, at their simulated times."""
+    unit, row, left, micro_batches = 18, 20, 60, 12
+    runs = []
+    for algorithm in ALGORITHMS:
+        ranks = 2 if algorithm == "DualPipeV" else 4
+        runs.append((algorithm, ranks, simulate(build(algorithm, ranks, micro_batches)).events))
+    width = left + max(event.end for _, _, events in runs for event in events) * unit + 10
+    height = 40 + sum(ranks * row + 34 for _, ranks, _ in runs)
+    p = Picture(round(width), height, "Pipeline schedules")
+    for i, (name, fill) in enumerate(PASSES.values()):
+        p.cell(4 + i * 130, 6, 14, 14, fill)
+        p.text(22 + i * 130, 17, name, small=True)
+    p.text(524, 17, "thick frame: an overlapped pair; white numbers: direction 1", small=True)
+    top = 50
+    for algorithm, ranks, events in runs:
+        p.text(4, top - 6, f"{algorithm}: {ranks} ranks, 4 stages, {micro_batches} micro-batches", bold=True)
+        for rank in range(ranks):
+            p.text(4, top + rank * row + 14, f"rank {rank}", small=True)
+        for event in events:
+            y, share = top + event.rank * row, (event.end - event.start) / len(event.operation) * unit
+            for i, part in enumerate(event.operation):
+                ink = "#fff" if part.direction else "#000"
+                x = left + event.start * unit + i * share
+                p.cell(x, y, share, row - 2, PASSES[part.kind][1], str(part.micro_batch), ink)
+            if len(event.operation) == 2:
+                p.cell(left + event.start * unit, y, 2 * share, row - 2, "none")
+        top += ranks * row + 34
+    return p
+
+
 PICTURES = {
     "request": request,
     "programs": programs,
     "step": step,
     "decode_pipeline": decode_pipeline,
     "fleet": fleet,
+    "pipeline_schedules": pipeline_schedules,
 }
 
 

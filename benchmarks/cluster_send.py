@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.instances import free_port, key_file
 from benchmarks.record import Report, run
 from dsv3.config.engine import EngineConfig
 from dsv3.config.options import ClusterOptions
@@ -72,16 +73,11 @@ def main(report: Report) -> None:
     for name, value in (("ranks", 144), ("rows", 128), ("followers", 17), ("steps", 300)):
         parser.add_argument(f"--{name}", type=int, default=value)
     arguments = parser.parse_args()
-    key = Path(tempfile.mkdtemp()) / "key"
-    key.write_text("0123456789abcdef" * 2)
-    key.chmod(0o600)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     cluster = ClusterOptions(
-        coordinator=f"127.0.0.1:{port}",
+        coordinator=f"127.0.0.1:{free_port()}",
         num_processes=arguments.followers + 1,
         process_id=0,
-        cluster_key_file=str(key),
+        cluster_key_file=str(key_file(Path(tempfile.mkdtemp()))),
         cluster_silence_timeout=1e9,
     )
     leader = Leader(cluster, {}, print, print)

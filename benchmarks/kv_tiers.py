@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.checkpoint import drop_cache
-from benchmarks.record import Report, run
+from benchmarks.record import Report, elapsed, run
 from dsv3.kv_cache.page_keys import ALIGNMENT, aligned
 from dsv3.kv_cache.tiers import host_pool as host_memory
 from dsv3.kv_cache.tiers.host_pool import HostPool, SharedMemory, host_pool_bytes
@@ -85,12 +85,6 @@ def _in_turns(bench: Bench, cases: dict[str, Callable], rounds: int, count: int)
     return rates
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
 def _memory(rows: int) -> np.ndarray:
     """Returns uint8 `[rows, VALUE_BYTES]` at the start of a memory page, each of whose pages is there already."""
     array = np.frombuffer(mmap.mmap(-1, rows * VALUE_BYTES), np.uint8).reshape(rows, VALUE_BYTES)
@@ -118,13 +112,13 @@ def _storing(bench: Bench) -> dict[str, Callable[[], float]]:
 
     def host_pool() -> float:
         bench.host_pool.clear()
-        return _seconds(lambda: [bench.host_pool.put(k, v) for k, v in zip(bench.keys, bench.values, strict=True)])
+        return elapsed(lambda: [bench.host_pool.put(k, v) for k, v in zip(bench.keys, bench.values, strict=True)])
 
     def directory() -> float:
         bench.directory.delete(bench.keys)
-        return _seconds(lambda: bench.directory.put(bench.keys, bench.values))
+        return elapsed(lambda: bench.directory.put(bench.keys, bench.values))
 
-    copy = functools.partial(_seconds, lambda: np.copyto(bench.out, bench.values))
+    copy = functools.partial(elapsed, lambda: np.copyto(bench.out, bench.values))
     return {"raw copy": copy, "host memory": host_pool, "directory, unsynced": directory}
 
 
@@ -132,8 +126,8 @@ def _loading(bench: Bench) -> dict[str, Callable[[], float]]:
     """Seconds to read all values from the disk."""
     read = functools.partial(_read_one, bench)
     return {
-        "raw O_DIRECT": lambda: _seconds(lambda: list(bench.pool.map(read, range(len(bench.keys))))),
-        "directory, verified": lambda: _seconds(lambda: _get(bench)),
+        "raw O_DIRECT": lambda: elapsed(lambda: list(bench.pool.map(read, range(len(bench.keys))))),
+        "directory, verified": lambda: elapsed(lambda: _get(bench)),
         "tiers: disk to batches, and to host memory behind them": lambda: _through_tiers(bench, host=False),
     }
 
@@ -161,9 +155,9 @@ def _from_host(bench: Bench) -> dict[str, Callable[[], float]]:
         bench.host_pool.put(key, value)
 
     def host_pool() -> float:
-        return _seconds(lambda: [bench.host_pool.get(k, v) for k, v in zip(bench.keys, bench.out, strict=True)])
+        return elapsed(lambda: [bench.host_pool.get(k, v) for k, v in zip(bench.keys, bench.out, strict=True)])
 
-    copy = functools.partial(_seconds, lambda: np.copyto(bench.out, bench.values))
+    copy = functools.partial(elapsed, lambda: np.copyto(bench.out, bench.values))
     return {
         "raw copy": copy,
         "host memory": host_pool,
@@ -186,7 +180,7 @@ def _through_tiers(bench: Bench, *, host: bool) -> float:
                 count += batch.num_pages
         assert count == len(bench.keys)
 
-    seconds = _seconds(load)
+    seconds = elapsed(load)
     _settle(tiers)
     return seconds
 

@@ -101,6 +101,13 @@ def spread(values: Iterable[float], digits: int = 2) -> str:
     return f"{statistics.median(each):.{digits}f} ({min(each):.{digits}f} to {max(each):.{digits}f})"
 
 
+def elapsed(work: Callable[[], object]) -> float:
+    """Returns how long `work()` takes, in seconds."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
 def run(main: Callable[[Report], int | None]) -> NoReturn:
     """Runs a benchmark and exits with its status; with `--record` it writes the result, if there is one."""
     case = _take_record_flag()

@@ -17,13 +17,13 @@ import argparse
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from benchmarks.record import Report, run, spread
+from benchmarks.record import Report, elapsed, run, spread
 from dsv3 import SamplingParams, StructuredOutputsParams
 from dsv3.config.options import EngineOptions
 from dsv3.engine.build import build_engine, bundled_model
@@ -129,7 +129,7 @@ def _masks(report: Report) -> None:
     walks = {name: [seconds for seed in range(answers) for seconds in _walk(vocabulary, matcher.copy(), end, seed)]
              for name, answers in (("of the first 16 answers", 16), ("of 64 later answers", 64))}  # fmt: skip
     rows, masks = [(matcher.copy(), []) for _ in range(64)], np.zeros((64, 1, vocabulary.words), np.uint32)
-    walks["of 64 rows at once, per row"] = [_timed(lambda: vocabulary.fill(rows, masks)) / 64 for _ in range(20)]
+    walks["of 64 rows at once, per row"] = [elapsed(lambda: vocabulary.fill(rows, masks)) / 64 for _ in range(20)]
     title = f"Masks of {VOCAB_SIZE:,} tokens; the schema compiles in {compiled * 1e3:.0f} ms"
     at = (50, 90, 99, 100)
     lines = ([name, *np.percentile(np.array(times) * 1e6, at)] for name, times in walks.items())
@@ -141,16 +141,10 @@ def _walk(vocabulary: GrammarVocabulary, matcher: Matcher, end: int, seed: int, 
     rng, tokens = np.random.default_rng(seed), []
     mask = np.zeros((1, 1, vocabulary.words), np.uint32)
     for _ in range(steps):
-        yield _timed(lambda: vocabulary.fill([(matcher, [])], mask))
+        yield elapsed(lambda: vocabulary.fill([(matcher, [])], mask))
         ids = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]
         tokens.append(int(rng.choice(ids[ids != end])))
         matcher.advance(np.array(tokens))
-
-
-def _timed(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 def _large_vocabulary() -> tokenizers.Tokenizer:

@@ -259,7 +259,7 @@ def compare(report: Report, arguments: argparse.Namespace) -> None:
     cells.append(Cell(1, arguments.long, 2, 2, first=True))
     with contextlib.ExitStack() as stack:
         all_peers = list(peers(arguments, cfg.vocab_size, stack))
-        for peer in all_peers:  # what is slow once: pages of memory that nobody has touched
+        for peer in all_peers:  # what is slow once: pages of memory that are new
             peer.measure(cells[0], arguments.rounds)
         copies, figures = [], np.zeros((arguments.rounds, len(all_peers), len(cells)))
         for r in range(arguments.rounds):

@@ -6,7 +6,7 @@
 
 Every stream gets `rate` tokens per second: the engine gives each request a token per step, `rate` steps per second. The
 token of step n has the text "n " (four digits, modulo 10,000), and when the step was made stands at place n of a shared
-file. So a client can tell whether a token is missing, and how long each was on its way. The clients are a process of
+file. So a client detects a missing token and measures how long each was on its way. The clients are a process of
 their own on the same machine, with one connection and one endless stream each; each stream's text is checked to the
 last token. They parse no JSON and build no objects per event, so that they take less of the machine than what they
 measure.

@@ -85,7 +85,7 @@ class Other:
         return size / processor, size / wall
 
     def idle(self) -> float:
-        """Returns the share of a core that the process takes while nobody asks."""
+        """Returns the share of a core that the process takes while it is idle."""
         self.process.send_signal(signal.SIGCONT)
         before = self.seconds()
         time.sleep(_IDLE_S)

@@ -8,7 +8,7 @@ At the end no request may run or wait, no page may be in use, and nothing may ha
 resident memory of the server's processes may grow by at most --max_growth_mib from the middle third of the run to its
 last third, and none of the descriptors may be left that they opened meanwhile; a worker that starts under load brings
 its own. With --hostile all attacks of `benchmarks.attacks` are made meanwhile, one after the other; no honest request
-may fail or be told to come again, and the goal of `benchmarks.hostile` is kept. Exit status 0 means that all of this
+may fail or be refused, and the goal of `benchmarks.hostile` is kept. Exit status 0 means that all of this
 holds.
 """
 
@@ -253,7 +253,7 @@ def descriptor_problems(before: dict[int, int], after: dict[int, int]) -> list[s
 def _problems_of_siege(tally: Totals, felt: Felt) -> list[str]:
     peak = (max(tally.rss) - tally.rss[0]) / 2**20 if tally.rss else None
     found = problems_of(felt, tally.gaps, peak)
-    return [*found, f"{tally.busy} requests were told to come again"] if tally.busy else found
+    return [*found, f"{tally.busy} requests were refused because the queue was full"] if tally.busy else found
 
 
 def _growth_mib(samples: list[int]) -> float | None:

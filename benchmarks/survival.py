@@ -173,9 +173,9 @@ async def measure(
         undisturbed = [text for text, _ in await asyncio.gather(*(stream(http, body) for body in bodies()))]
         run, seconds, lines = Run(http, instance, undisturbed), time.monotonic() - began, []
         for i in range(kills):
-            who = i % len(victims)
-            strike = functools.partial(_signal, victims[who], number)
-            lines.append(await run.strike(f"process {who} ends", strike, seconds * (i + 1) / (kills + 1)))
+            victim = i % len(victims)
+            strike = functools.partial(_signal, victims[victim], number)
+            lines.append(await run.strike(f"process {victim} ends", strike, seconds * (i + 1) / (kills + 1)))
         for last in [len(place.supervisors) - 1] * (2 if away else 0):
             lines.append(await run.strike(f"process {last + 1} goes", place.supervisors[last].kill, seconds / 4))
             lines.append(await run.strike("it comes back", functools.partial(place.start, last), seconds / 4))

@@ -245,6 +245,10 @@ def test_bitmasks_too_large_for_a_message_end_their_requests_alone(monkeypatch) 
     assert (refused.request_id, refused.finish_reason) == (number("2"), "error")
     assert "2 others in its process have a grammar" in refused.error
     assert number("2") not in scheduler.sequences and len(scheduler.sequences) == 4
+    free = scheduler.sequences[number("1")]
+    free.matcher = compiled(len(CONSTRAINTS)).copy()  # its reasoning has begun
+    places, got = structured_output.compute(rows, 1, StepOutputs())
+    assert places.tolist() == [[0, 0], [1, 0], [1, 1]] and len(got) == 3
 
 
 def test_masks_behind_drafts_are_those_behind_the_same_tokens() -> None:

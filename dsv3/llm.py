@@ -194,6 +194,8 @@ class LLM:
         several = _as_list(prompts)
 
         def make(prompt: Prompt, params: SamplingParams) -> tuple[RequestOutput, str]:
+            if params.thinking_token_budget is not None:
+                raise InvalidRequest("thinking_token_budget: only the answers of `chat` have reasoning")
             return self._output(prompt, params), ""
 
         return self._run("prompts", several, sampling_params, priority, make, errors)
@@ -214,8 +216,8 @@ class LLM:
 
         A message is a mapping with "role" and "content". `tools` are shown to the model, as in OpenAI's requests; its
         calls are in the text, in the model's own format. If the model reasons, `structured_outputs` apply behind the
-        reasoning. Raises TemplateError where the template refuses a message, ValueError where it does not support
-        tools.
+        reasoning, which has at most `thinking_token_budget` tokens. Raises TemplateError where the template refuses a
+        message, ValueError where it does not support tools.
         """
         several = [messages] if messages and isinstance(messages[0], Mapping) else messages
         template, tokenizer = self._chat_template(), self._need_tokenizer()
@@ -241,15 +243,21 @@ class LLM:
 
     def _grammar(self, prompt: str, params: SamplingParams) -> str:
         """Returns the grammar of a rendered conversation's answer; raises InvalidRequest."""
-        if params.structured_outputs is None:
+        if params.structured_outputs is None and params.thinking_token_budget is None:
             return ""
         tokenizer = self._need_tokenizer()
         parsers = Parsers(tokenizer, tokenizer.chat_template)
         try:
-            wanted = AnswerConstraints(constraint=params.structured_outputs, reasoning=parsers.reasoning(prompt))
+            wanted = AnswerConstraints(
+                constraint=params.structured_outputs,
+                reasoning=parsers.reasoning(prompt),
+                thinking_token_budget=params.thinking_token_budget,
+            )
             return answer_grammar(wanted, parsers.dialect, parsers.marker_ids.get)
         except ValueError as error:
-            raise InvalidRequest(f"structured_outputs: {error}") from None
+            text = str(error)
+            named = text.startswith("thinking_token_budget")
+            raise InvalidRequest(text if named else f"structured_outputs: {text}") from None
 
     @release_on_error
     def inspect(

@@ -84,6 +84,7 @@ def _check_choice(choice: list[str]) -> None:
 
 MAX_LOGPROBS = 20
 MAX_STOP = 16
+MAX_THINKING_TOKENS = 2**20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKEN_IDS = 128
 MAX_REPETITION_PENALTY = 100.0
@@ -98,7 +99,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     token (0: only the sampled one), `prompt_logprobs` the same for each token of the prompt but the first. `seed` fixes
     the text whatever else is in the batch. `max_tokens` None: as many as fit. `min_tokens` suppresses end-of-sequence
     and stop tokens, and stop strings, until so many have been generated. `structured_outputs` constrains the answer.
-    Where it allows nothing but the end, the answer ends, whatever `min_tokens` and `ignore_eos` say.
+    Where it allows nothing but the end, the answer ends, whatever `min_tokens` and `ignore_eos` say. The reasoning of a
+    chat's answer has at most `thinking_token_budget` tokens; then its end marker follows.
     """
 
     n: int = 1
@@ -120,6 +122,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    thinking_token_budget: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
@@ -136,6 +139,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _within("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _within("min_tokens", self.min_tokens, 0, self.max_tokens if self.max_tokens is not None else 2**31 - 1)
+        _within("thinking_token_budget", self.thinking_token_budget, 0, MAX_THINKING_TOKENS)
         _at_most("stop", self.stop, MAX_STOP)
         _at_most("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         _at_most("logit_bias", self.logit_bias, MAX_LOGIT_BIAS)

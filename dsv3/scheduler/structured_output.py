@@ -183,7 +183,8 @@ class Masks:
     def compute(self, rows: BatchRows, width: int, outputs: StepOutputs) -> tuple[np.ndarray, np.ndarray]:
         """Returns (rank, row) `[n, 2]` int32 and bitmasks `[n, width, words]` uint32 of the constrained rows.
 
-        Requests that have ended since have none. Those whose grammar allows no more tokens finish here, with an output.
+        Requests that have ended since have none, nor have those whose grammar allows every token now. Those whose
+        grammar allows no more tokens finish here, with an output.
         """
         started = perf_counter()
         constrained = self._fit_message(
@@ -194,9 +195,11 @@ class Masks:
             self._vocabulary.fill([(row.matcher, self._drafts_of(row, width)) for row in constrained], masks)
         for row, mask in zip(constrained, masks, strict=True):
             self._finish(row, mask, outputs)
+        excludes = (self._vocabulary.everything & ~masks).any(axis=(1, 2))
+        positions = np.array([row.position for row in constrained], np.int32).reshape(-1, 2)
         self._num_rows += len(constrained)
         self._time.observe(perf_counter() - started)
-        return np.array([row.position for row in constrained], np.int32).reshape(-1, 2), masks
+        return (positions, masks) if excludes.all() else (positions[excludes], masks[excludes])
 
     def _constrained_rows(self, rows: BatchRows) -> list["_ConstrainedRow"]:
         """Returns the rows of constrained requests that have not ended."""

@@ -21,6 +21,7 @@ from dsv3.text.grammar import (
     assemble,
     constraint_entry,
     escape_pattern,
+    free_reasoning,
     literal,
     schema_entry,
     strip_anchors,
@@ -206,12 +207,13 @@ def _enum_texts(schema: Mapping[str, Any]) -> list[str] | None:
 class AnswerConstraints(msgspec.Struct, frozen=True, kw_only=True):
     """What constrains an answer after its reasoning: a constraint, rules for calls, or both.
 
-    With both, and no call required, the answer may be either.
+    With both, and no call required, the answer may be either. The reasoning has at most `thinking_token_budget` tokens.
     """
 
     constraint: StructuredOutputsParams | None = None
     calls: CallRules | None = None
     reasoning: ReasoningSpan | None = None
+    thinking_token_budget: int | None = None
 
 
 def answer_grammar(constraints: AnswerConstraints, dialect: Dialect | None, id_of: Callable[[str], int | None]) -> str:
@@ -221,13 +223,16 @@ def answer_grammar(constraints: AnswerConstraints, dialect: Dialect | None, id_o
     this for client input in a process that can be killed.
     """
     constraint, calls = constraints.constraint, constraints.calls
+    reasoning, budget = constraints.reasoning, constraints.thinking_token_budget
+    if constraint is None and calls is None:
+        return "" if reasoning is None or budget is None else free_reasoning(reasoning, budget)
     entries: list[Grammar] = [] if constraint is None else [constraint_entry(constraint)]
     if calls is None:
-        return assemble(after_reasoning(constraints.reasoning, "@answer"), entries) if entries else ""
+        return assemble(after_reasoning(reasoning, "@answer", budget), entries)
     assert dialect is not None  # requests with tools are refused without one
     written = CallGrammar(dialect, calls, id_of)
     body = "calls"
     if not calls.required:
         body = "text_or_calls" if constraint is None else "@answer | calls"
-    rules = [after_reasoning(constraints.reasoning, "body"), f"body: {body}", *written.rules]
+    rules = [after_reasoning(reasoning, "body", budget), f"body: {body}", *written.rules]
     return assemble("\n".join(rules), [*entries, *written.entries])

@@ -37,13 +37,15 @@ Grammar = dict[str, Any]
 class ReasoningSpan(msgspec.Struct, frozen=True):
     """Reasoning before the answer: its two markers, by id, or by text if they are not tokens.
 
-    `opened`: the prompt ends inside the reasoning; `optional`: the model may leave it out.
+    `opened`: the prompt ends inside the reasoning; `optional`: the model may leave it out. `end` is the token that ends
+    an answer.
     """
 
     open: int | str
     close: int | str
     opened: bool
     optional: bool
+    end: int | None = None
 
 
 def plain_grammar(constraint: StructuredOutputsParams | None) -> str:
@@ -88,15 +90,20 @@ def assemble(rules: str, entries: list[Grammar]) -> str:
     return text
 
 
-def after_reasoning(reasoning: ReasoningSpan | None, answer: str) -> str:
+def after_reasoning(reasoning: ReasoningSpan | None, answer: str, budget: int | None = None) -> str:
     """Returns the rules of a text with reasoning before the rule `answer`; the rule "start" is the whole text.
 
-    Reasoning is free up to its end marker; the text may not end inside it.
+    Reasoning is free up to its end marker, and has at most `budget` tokens; the text may not end inside it. Raises
+    ValueError for a budget where a marker is not a token.
     """
     if reasoning is None:
         return f"start: {answer}"
     opened = symbol(reasoning.open)
-    if isinstance(reasoning.close, int):
+    if budget is not None:
+        last = _marker_id(reasoning.close)
+        no_thought = [last] if reasoning.end is None else [last, reasoning.end]
+        rules = [f"reasoning: {_thoughts(budget, no_thought)} <[{last}]> BLANK?"]
+    elif isinstance(reasoning.close, int):
         rules = ["TEXT_OF_REASONING: /(.|\\n)*/", f"reasoning: TEXT_OF_REASONING {symbol(reasoning.close)} BLANK?"]
     else:
         ending = escape_pattern(reasoning.close)
@@ -106,6 +113,28 @@ def after_reasoning(reasoning: ReasoningSpan | None, answer: str) -> str:
     else:
         start = f"start: {opened} reasoning {answer}" + (f" | {answer}" if reasoning.optional else "")
     return "\n".join([start, *rules, "BLANK: /[ \\n]{1,4}/"])
+
+
+def free_reasoning(reasoning: ReasoningSpan, budget: int) -> str:
+    """Returns the grammar of a text whose reasoning has at most `budget` tokens and which is free otherwise.
+
+    The token that ends an answer is one of the free ones. Raises ValueError where a marker is not a token.
+    """
+    first, last = _marker_id(reasoning.open), _marker_id(reasoning.close)
+    reasoned = f"{_thoughts(budget, [last])} <[{last}]> <[*]>*"
+    start = f"<[{first}]>? {reasoned}" if reasoning.opened else f"(<[{first}]> {reasoned} | <[^{first}]> <[*]>*)?"
+    return assemble(f"start: {start}", [])
+
+
+def _marker_id(marker: int | str) -> int:
+    if isinstance(marker, str):
+        raise ValueError(f"thinking_token_budget: {marker} is not a token of this model, so tokens cannot be counted")
+    return marker
+
+
+def _thoughts(budget: int, excluded: list[int]) -> str:
+    """Returns the expression of at most `budget` tokens, any but those `excluded`."""
+    return f"<[^{','.join(map(str, excluded))}]>{{0,{budget}}}" if budget else ""  # {0,0} is not in the syntax
 
 
 def symbol(marker: int | str) -> str:

@@ -34,12 +34,14 @@ class VocabularyError(ValueError):
 class GrammarVocabulary:
     """The tokens of a model, as llguidance needs them.
 
-    A mask has `words` words of 32 bits, for `vocab_size` tokens. The tokens `end_ids` end an answer. Raises
-    VocabularyError for a `tokenizer.json` that llguidance does not support.
+    A mask has `words` words of 32 bits, for `vocab_size` tokens; `everything` is the one of all tokens. The tokens
+    `end_ids` end an answer. Raises VocabularyError for a `tokenizer.json` that llguidance does not support.
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, end_ids: Sequence[int]):
         self.words = -(-vocab_size // _WORD_BITS)
+        bits = np.arange(self.words * _WORD_BITS) < vocab_size
+        self.everything = np.packbits(bits, bitorder="little").view(np.uint32)
         self.end_ids = tuple(i for i in end_ids if i < vocab_size)
         known = _num_tokens(tokenizer_json)
         try:

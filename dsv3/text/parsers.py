@@ -36,7 +36,7 @@ class Parsers:
         self.dialect: Dialect | None = DIALECTS.get(name or "")
         self.dialect_name = name if self.dialect is not None else None
         self.splits_reasoning = knows_reasoning(chat_template) if reasoning == "auto" else reasoning != "none"
-        self._id_of = tokenizer.id_of
+        self._id_of, self._end = tokenizer.id_of, tokenizer.eos_token_id
         self._always_thinks = reasoning == "deepseek_r1"
         markers, table = ({}, {}) if self.dialect is None else (self.dialect.markers, self.dialect.table)
         self.marker_ids = {marker: i for marker in markers if (i := tokenizer.id_of(marker)) is not None}
@@ -57,7 +57,7 @@ class Parsers:
             return None
         opened = ParserState.REASONING in (state, then)
         first, last = (marker if (token := self._id_of(marker)) is None else token for marker in (THINK, END_THINK))
-        return ReasoningSpan(first, last, opened, optional=not opened)
+        return ReasoningSpan(first, last, opened, optional=not opened, end=self._end)
 
     def parser(self, start: tuple[ParserState, ParserState], tools: Tools | None) -> AnswerParser | None:
         """Returns a new parser for one answer; None where there is nothing to parse."""

@@ -304,6 +304,8 @@ def test_an_impossible_constraint_is_refused_before_anything_runs(llm):
     bad = SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "array", "uniqueItems": True}))
     with pytest.raises(InvalidRequest, match="uniqueItems"):
         llm.generate(["x", "y"], [SamplingParams(), bad])
+    with pytest.raises(InvalidRequest, match="thinking_token_budget: only the answers of `chat`"):
+        llm.generate("x", SamplingParams(thinking_token_budget=5))
     assert llm.engine.stats().steps == steps
 
 

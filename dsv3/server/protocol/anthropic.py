@@ -18,6 +18,7 @@ from dsv3.server.protocol.openai import (
     Name,
     StopString,
     TextPart,
+    Thinking,
     require_no_nul,
 )
 
@@ -82,13 +83,6 @@ class ToolChoice(msgspec.Struct, kw_only=True):
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
     disable_parallel_tool_use: bool | None = None
-
-
-class Thinking(msgspec.Struct, kw_only=True):
-    """Whether the model thinks; `budget_tokens` is only passed to the chat template."""
-
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Int | None = None
 
 
 class OutputFormat(msgspec.Struct, kw_only=True):

@@ -12,7 +12,14 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from dsv3.kv_cache.transfer.protocol import MAX_BOOTSTRAP_ROOM
-from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP, MAX_STOP_TOKEN_IDS, StructuredOutputsParams
+from dsv3.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP,
+    MAX_STOP_TOKEN_IDS,
+    MAX_THINKING_TOKENS,
+    StructuredOutputsParams,
+)
 from dsv3.scheduler.request import MAX_PRIORITY
 
 MAX_FIELD_BYTES = 256 * 1024  # of a field that is neither a text, a conversation nor token ids
@@ -175,6 +182,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+ThinkingTokenBudget = Annotated[int, Meta(ge=0, le=MAX_THINKING_TOKENS)]
 Kwarg = bool | Int | Annotated[str, Meta(max_length=64)] | None
 Kwargs = Annotated[dict[str, Kwarg], Meta(max_length=16)]
 
@@ -211,8 +219,15 @@ class Tool(msgspec.Struct):
     function: Function
 
 
+class Thinking(msgspec.Struct, kw_only=True):
+    """Whether the model reasons, in DeepSeek's and Anthropic's form; `budget_tokens` bounds the reasoning."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: ThinkingTokenBudget | None = None
+
+
 class ChatRequest(SampledRequest, kw_only=True):
-    """`POST /v1/chat/completions`."""
+    """`POST /v1/chat/completions`. `thinking_token_budget` and `thinking.budget_tokens` mean the same."""
 
     messages: Messages | None = None
     max_completion_tokens: Int | None = None
@@ -222,6 +237,8 @@ class ChatRequest(SampledRequest, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Meta(max_length=16)] | None = None
+    thinking: Thinking | None = None
+    thinking_token_budget: ThinkingTokenBudget | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Kwargs | None = None

@@ -23,7 +23,6 @@ from dsv3.server.protocol.anthropic import (
     OutputBlock,
     Stopped,
     StopReason,
-    Thinking,
     ThinkingDelta,
     Thought,
     TokenCount,
@@ -180,7 +179,8 @@ def _to_chat_request(request: MessagesRequest) -> ChatRequest:
         "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
         "reasoning_effort": None if config is None else config.effort,
         "response_format": None if config is None or config.format is None else _format(config.format.schema),
-        "chat_template_kwargs": _template_kwargs(request.thinking, request.chat_template_kwargs),
+        "thinking": request.thinking,
+        "chat_template_kwargs": request.chat_template_kwargs,
     }
     messages = [ChatMessage(role="system", content=request.system)] if request.system else []
     for i, message in enumerate(request.messages or ()):
@@ -209,16 +209,6 @@ def _tool_choice(choice: ToolChoice) -> str | dict[str, Any]:
 
 def _format(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema, "strict": True}}
-
-
-def _template_kwargs(thinking: Thinking | None, given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Returns the template's variables: DeepSeek's `thinking`, GLM's `enable_thinking`, and the client's own."""
-    if thinking is None or thinking.type == "adaptive":
-        return given
-    kwargs: dict[str, Any] = dict.fromkeys(("thinking", "enable_thinking"), thinking.type == "enabled")
-    if thinking.budget_tokens is not None:
-        kwargs["thinking_budget"] = thinking.budget_tokens
-    return kwargs | (given or {})
 
 
 def _messages(message: InputMessage, at: str) -> list[ChatMessage]:

@@ -30,14 +30,15 @@ from dsv3.server.serving.handler import (
     to_json,
     with_commas,
 )
-from dsv3.server.serving.prompts import EncodedPrompt, RequestTools, chat_prompt, read_tools
+from dsv3.server.serving.prompts import EncodedPrompt, RequestTools, chat_prompt, read_tools, thinking_token_budget
 from dsv3.server.serving.resume import ResumedChoice
-from dsv3.server.serving.sampling import build_grammar, parse_constraint
+from dsv3.server.serving.sampling import build_grammar, can_constrain, parse_constraint
 from dsv3.server.serving.service import Service
 from dsv3.server.tenants import Tenant
 from dsv3.text.call_grammar import AnswerConstraints
 from dsv3.text.deltas import AnswerDelta, ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart
 from dsv3.text.dialects import ParserState
+from dsv3.text.grammar import ReasoningSpan
 from dsv3.text.parser import AnswerParser
 
 
@@ -75,14 +76,25 @@ class ChatHandler(RequestHandler[ChatRequest]):
 
     async def grammar(self, prompts: list[EncodedPrompt]) -> str:
         constraint, calls, parsers = parse_constraint(self.request), self._tools.calls, self.service.parsers
-        if parsers is None or (constraint is None and calls is None):
+        reasoning = None if parsers is None else parsers.reasoning(prompts[0].text or "")
+        budget = None if reasoning is None else self._budget(reasoning)
+        if parsers is None or (constraint is None and calls is None and budget is None):
             return await super().grammar(prompts)
-        [prompt] = prompts
-        field = "tools" if constraint is None else "response_format"
-        reasoning = parsers.reasoning(prompt.text or "")
-        return await build_grammar(
-            self.service, AnswerConstraints(constraint=constraint, calls=calls, reasoning=reasoning), field
+        fields = {"response_format": constraint, "tools": calls, "thinking_token_budget": budget}
+        wanted = AnswerConstraints(
+            constraint=constraint, calls=calls, reasoning=reasoning, thinking_token_budget=budget
         )
+        field = next(name for name, value in fields.items() if value is not None)
+        return await build_grammar(self.service, wanted, field)
+
+    def _budget(self, reasoning: ReasoningSpan) -> int | None:
+        """Returns the bound on the tokens of `reasoning`.
+
+        That of `thinking`, which agents send to any model, is only a hint where the server cannot constrain answers.
+        """
+        budget = thinking_token_budget(self.request)
+        enforceable = can_constrain(self.service) and isinstance(reasoning.close, int)
+        return budget if enforceable or self.request.thinking_token_budget is not None else None
 
     def max_tokens(self) -> int | None:
         request = self.request

@@ -225,9 +225,9 @@ def _render_request(
 ) -> Render:
     continued = bool(request.continue_final_message)
     prompted = request.add_generation_prompt if request.add_generation_prompt is not None else not continued
-    kwargs: dict[str, Any] = dict(request.chat_template_kwargs or {})
-    if reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", reasoning_effort)
+    kwargs: dict[str, Any] = _thinking_kwargs(request) if isinstance(request, ChatRequest) else {}
+    kwargs |= {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
+    kwargs |= request.chat_template_kwargs or {}
     assert request.messages is not None
     wanted = request.response_format if isinstance(request, ChatRequest) else None
     return Render(
@@ -238,6 +238,25 @@ def _render_request(
         kwargs,
         wanted.json_schema.schema if wanted is not None and wanted.json_schema is not None else None,
     )
+
+
+def _thinking_kwargs(request: ChatRequest) -> dict[str, Any]:
+    """Returns the template's variables: DeepSeek's `thinking`, GLM's `enable_thinking`, and the budget in tokens."""
+    kwargs: dict[str, Any] = {}
+    if request.thinking is not None and request.thinking.type != "adaptive":
+        kwargs |= dict.fromkeys(("thinking", "enable_thinking"), request.thinking.type == "enabled")
+    if (budget := thinking_token_budget(request)) is not None:
+        kwargs["thinking_budget"] = budget
+    return kwargs
+
+
+def thinking_token_budget(request: ChatRequest) -> int | None:
+    """Returns how many tokens the reasoning may have, None for any number; raises ApiError where two fields differ."""
+    given = {request.thinking_token_budget, request.thinking.budget_tokens if request.thinking is not None else None}
+    given -= {None}
+    if len(given) > 1:
+        raise invalid("thinking_token_budget: differs from thinking.budget_tokens; send one", "thinking_token_budget")
+    return next(iter(given), None)
 
 
 def _template_message(message: ChatMessage, index: int) -> dict[str, Any]:

@@ -38,13 +38,18 @@ def _of_format(given: ResponseFormat) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(json=schema)
 
 
+def can_constrain(service: Service) -> bool:
+    """Returns whether the server can constrain answers."""
+    return service.grammars is not None and service.require_ready().rules.takes_grammars
+
+
 async def build_grammar(service: Service, wanted: AnswerConstraints, field: str, prompts: int = 1) -> str:
     """Returns the grammar of an answer; it has been compiled once, so it is valid.
 
     Raises ApiError: 400 with `field` and the reason, 503 where too many grammars wait.
     """
     rules = service.require_ready().rules
-    if service.grammars is None or not rules.takes_grammars:
+    if service.grammars is None or not can_constrain(service):
         what = "this server cannot constrain answers: it has no tokenizer.json, or synthetic_acceptance_rates are set"
 
         raise invalid(f"{field}: {what}", field, "unsupported_parameter")

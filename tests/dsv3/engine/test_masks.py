@@ -33,7 +33,7 @@ from dsv3.scheduler.request import EngineRequest, InvalidRequest, QueueFull, Req
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import DRAWN, FILTERED, FULL, GREEDY, make_sequence
 from dsv3.scheduler.structured_output import GrammarStats, Masks
-from dsv3.text.grammar import plain_grammar
+from dsv3.text.grammar import ReasoningSpan, free_reasoning, plain_grammar
 from dsv3.text.matcher import GrammarVocabulary, Matcher, without_tokens
 from tests.dsv3.engine import letters, toy
 from tests.dsv3.engine.conftest import LIMITS, parts
@@ -54,6 +54,9 @@ CONSTRAINTS = [
     StructuredOutputsParams(grammar='start: "[" start "]" | NUMBER\nNUMBER: /[0-9]{1,3}/'),
     StructuredOutputsParams(regex="(.|\n)*"),
 ]
+# The prompt ends in reasoning, which token 7 ends; it has at most 9 tokens, and anything may follow.
+BUDGET, REASONING = 9, ReasoningSpan(open=6, close=7, opened=True, optional=False)
+GRAMMARS = [*map(plain_grammar, CONSTRAINTS), free_reasoning(REASONING, BUDGET)]
 
 
 @functools.cache
@@ -63,7 +66,7 @@ def vocabulary() -> GrammarVocabulary:
 
 @functools.cache
 def compiled(which: int) -> Matcher:
-    return vocabulary().compile(plain_grammar(CONSTRAINTS[which]))
+    return vocabulary().compile(GRAMMARS[which])
 
 
 def expected(
@@ -146,7 +149,7 @@ def make(request: pytest.FixtureRequest) -> Callable[..., Engine]:
 def test_an_answer_that_another_server_began_keeps_to_its_grammar(make) -> None:
     """Wherever it is cut, between two tokens of one part of the schema, too."""
     engine = make()
-    for which in (0, 2, 4):
+    for which in (0, 2, 4, len(CONSTRAINTS)):
         tokens, reason = expected([which + 1, 5], 60, which)
         for cut in range(1, len(tokens), 3):
             item = msgspec.structs.replace(
@@ -157,6 +160,8 @@ def test_an_answer_that_another_server_began_keeps_to_its_grammar(make) -> None:
 
 
 def held(name: str, prompt: list[int], which: int, **sampling) -> EngineRequest:
+    if which >= len(CONSTRAINTS):
+        return msgspec.structs.replace(request(name, prompt, **sampling), grammar=GRAMMARS[which])
     return request(name, prompt, structured_outputs=CONSTRAINTS[which], **sampling)
 
 
@@ -203,6 +208,22 @@ def test_drafts_are_walked_through_the_grammar(make_drafting) -> None:
     assert stats.steps < 45
 
 
+def test_reasoning_ends_when_its_budget_is_spent(make) -> None:
+    """Exactly then, unless it ends by itself, and the answer is free behind it."""
+    engine, budgeted, forced = make(), len(CONSTRAINTS), 0
+    got = run(engine, *(held(str(i), [i + 1, 5], budgeted, max_tokens=40) for i in range(6)))
+    for i in range(6):
+        tokens = got[str(i)].tokens
+        assert tokens == expected([i + 1, 5], 40, budgeted)[0]
+        if REASONING.close in tokens:  # else the model has ended the answer in its reasoning
+            thoughts = tokens.index(REASONING.close)
+            forced += thoughts >= BUDGET
+            assert thoughts <= BUDGET + (tokens[0] == REASONING.open)
+            behind = toy.expected_tokens([i + 1, 5, *tokens[: thoughts + 1]], 39 - thoughts)
+            assert tokens[thoughts + 1 :] == behind
+    assert forced >= 3
+
+
 def test_bitmasks_too_large_for_a_message_end_their_requests_alone(monkeypatch) -> None:
     cfg = EngineConfig(**(LIMITS | {"num_processes": 2}))
     scheduler = Scheduler(cfg, toy.VOCAB)
@@ -224,6 +245,10 @@ def test_bitmasks_too_large_for_a_message_end_their_requests_alone(monkeypatch) 
     assert (refused.request_id, refused.finish_reason) == (number("2"), "error")
     assert "2 others in its process have a grammar" in refused.error
     assert number("2") not in scheduler.sequences and len(scheduler.sequences) == 4
+    free = scheduler.sequences[number("1")]
+    free.matcher = compiled(len(CONSTRAINTS)).copy()  # its reasoning has begun
+    places, got = structured_output.compute(rows, 1, StepOutputs())
+    assert places.tolist() == [[0, 0], [1, 0], [1, 1]] and len(got) == 3
 
 
 def test_masks_behind_drafts_are_those_behind_the_same_tokens() -> None:
@@ -394,16 +419,15 @@ class MaskMachine(RuleBasedStateMachine):
 
     @rule(
         length=st.integers(1, 150),
-        which=st.sampled_from([None, *range(len(CONSTRAINTS))]),
+        which=st.sampled_from([None, *range(len(GRAMMARS))]),
         max_tokens=st.integers(1, 80),
         min_tokens=st.integers(0, 8),
     )
     def add(self, length, which, max_tokens, min_tokens) -> None:
         prompt = [(7 * i * length) % (toy.POISON - 1) + 1 for i in range(length)]
         name = f"m{len(self.requests)}"
-        constraint = None if which is None else CONSTRAINTS[which]
         settings = {"max_tokens": max_tokens, "min_tokens": min(min_tokens, max_tokens) if which is not None else 0}
-        item = request(name, prompt, structured_outputs=constraint, **settings)
+        item = request(name, prompt, **settings) if which is None else held(name, prompt, which, **settings)
         try:
             self.engine.add(item)
         except QueueFull:

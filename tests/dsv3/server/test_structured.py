@@ -116,6 +116,11 @@ def test_two_constraints_are_rejected(held_server):
 def test_an_engine_without_grammars_rejects_constraints(server):
     error = refused(server, COMPLETIONS, structured_outputs={"regex": "a"})
     assert error["code"] == "unsupported_parameter"
+    thinking = {"chat_template_kwargs": {"thinking": True}}
+    error = refused(server, CHAT, thinking_token_budget=3, **thinking)
+    assert (error["code"], error["param"]) == ("unsupported_parameter", "thinking_token_budget")
+    hint = {"thinking": {"type": "enabled", "budget_tokens": 3}, "messages": MESSAGES[:1], "max_tokens": 5}
+    assert server.http.post(CHAT, json=hint).status_code == 200
 
 
 def test_the_grammar_that_the_engine_receives(held_server):
@@ -130,6 +135,25 @@ def test_the_grammar_that_the_engine_receives(held_server):
     assert answer["lark_grammar"] == 'start: CHOICE\nCHOICE: "a" | "b\\""'
     [_, answer] = grammar_of(held_server, COMPLETIONS, structured_outputs={"grammar": 'root ::= "a" [0-9]+'})
     assert "start:" in answer["lark_grammar"]
+
+
+def test_a_thinking_budget_becomes_a_part_of_the_grammar(held_server):
+    """In vLLM's, DeepSeek's and Anthropic's form, with and without a constraint; without reasoning there is none."""
+    thinking = {"thinking": {"type": "enabled", "budget_tokens": 30}}
+    budget = {"chat_template_kwargs": {"thinking": True}, "thinking_token_budget": 30}
+    [alone] = grammar_of(held_server, CHAT, **thinking)
+    assert "{0,30}" in alone["lark_grammar"] and [alone] == grammar_of(held_server, CHAT, **budget)
+    [top, _] = grammar_of(held_server, CHAT, **budget, response_format={"type": "json_object"})
+    assert "{0,30}" in top["lark_grammar"] and "@answer" in top["lark_grammar"]
+    answer = held_server.http.post(
+        "/v1/messages", json={"messages": MESSAGES[:1], "max_tokens": 5, "model": "tiny"} | thinking
+    )
+    assert json.loads(answer.json()["error"]["message"])["grammars"] == [alone]
+    off = held_server.http.post(CHAT, json={"messages": MESSAGES[:1], "max_tokens": 5, "thinking_token_budget": 30})
+    assert off.status_code == 200
+    assert "send one" in refused(held_server, CHAT, **thinking, thinking_token_budget=31)["message"]
+    assert "thinking_token_budget" in refused(held_server, CHAT, thinking_token_budget=-1)["message"]
+    assert refused(held_server, COMPLETIONS, thinking_token_budget=3)["param"] == "thinking_token_budget"
 
 
 def test_required_tool_calls(held_server):

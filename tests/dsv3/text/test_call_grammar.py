@@ -212,3 +212,47 @@ def test_arguments_that_the_schema_does_not_list(more: dict, open_: bool) -> Non
     _, matcher = compiled("deepseek_v31", rules)
     both = after(matcher, "deepseek_v31", call_text("deepseek_v31", [("f", {"a": 1, "b": 2})]))
     assert (both is not None) is open_
+
+
+@pytest.mark.parametrize("budget", [0, 1, 5])
+@pytest.mark.parametrize("prompt", [OPEN, SILENT])
+@pytest.mark.parametrize("choice", [None, "ab"])
+def test_reasoning_has_at_most_so_many_tokens(budget: int, prompt: str, choice: str | None) -> None:
+    """Its end is forced exactly then, and may come earlier; a free answer behind it is as free as without a budget."""
+    tokenizer, made = dialects.tokenizer("deepseek_v31", True), parsers("deepseek_v31")
+    first, last, end = (tokenizer.id_of("<think>"), tokenizer.id_of("</think>"), tokenizer.eos_token_id)
+    vocabulary = GrammarVocabulary(tokenizer._backend.to_str(), tokenizer.vocab_size, [end])
+    constraint = None if choice is None else StructuredOutputsParams(choice=[choice])
+    span = made.reasoning(prompt)
+    wanted = AnswerConstraints(constraint=constraint, reasoning=span, thinking_token_budget=budget)
+    whole = vocabulary.compile(answer_grammar(wanted, made.dialect, made.marker_ids.get))
+    everything = set(range(tokenizer.vocab_size))
+
+    def allowed(answer: list[int]) -> set[int]:
+        matcher, mask = whole.copy(), np.zeros((1, 1, vocabulary.words), np.uint32)
+        matcher.advance(np.array(answer, np.int64))
+        assert matcher.error is None
+        vocabulary.fill([(matcher, [])], mask)
+        return set(np.unpackbits(mask.view(np.uint8).reshape(-1), bitorder="little").nonzero()[0].tolist())
+
+    opened = [] if prompt == OPEN else [first]
+    for length in range(budget):  # any token is a thought, also one that is no text by itself
+        thoughts = [(37 * i) % 200 + 10 for i in range(length)]
+        assert allowed(opened + thoughts) >= everything - {first, end}
+        assert (end in allowed(opened + thoughts)) == (choice is None)
+        behind = allowed([*opened, *thoughts, last])
+        assert behind == everything if choice is None else end not in behind and len(behind) < 20
+    spent = [*opened, *range(10, 10 + budget)]
+    assert allowed(spent) == ({last} if opened or budget else {first, last})
+    assert allowed([*spent, last]) == everything if choice is None else len(allowed([*spent, last])) < 20
+    if prompt == SILENT and choice is None:
+        assert allowed([]) == everything == allowed([20, 21])  # the model may leave reasoning out
+
+
+def test_a_budget_needs_markers_that_are_tokens() -> None:
+    made = parsers("deepseek_v31", by_id=False)
+    wanted = AnswerConstraints(reasoning=made.reasoning(OPEN), thinking_token_budget=3)
+    with pytest.raises(ValueError, match="thinking_token_budget: <think> is not a token"):
+        answer_grammar(wanted, made.dialect, made.marker_ids.get)
+    assert made.reasoning(CLOSED) is None
+    assert answer_grammar(AnswerConstraints(thinking_token_budget=3), made.dialect, made.marker_ids.get) == ""

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import numpy as np
+
 from dsv3.config.declaration import options_text, refuse_unknown, signature_with
 from dsv3.config.options import EngineOptions
 from dsv3.engine.build import build_engine, bundled_model
@@ -250,6 +252,19 @@ class LLM:
             return answer_grammar(wanted, parsers.dialect, parsers.marker_ids.get)
         except ValueError as error:
             raise InvalidRequest(f"structured_outputs: {error}") from None
+
+    @release_on_error
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Returns the log-probabilities of the tokens but the first of each sequence of T token ids, float32 `[T - 1]`.
+
+        Each is given the tokens before it, under the model itself: without temperature, penalties and filters.
+        Raises InvalidRequest as `generate` does; a sequence must leave room for one token more.
+        """
+        if any(len(tokens) < 2 for tokens in sequences):
+            raise InvalidRequest("score: a sequence has fewer than two tokens; the first one has no log-probability")
+        outputs = self.generate(sequences, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
+        found = ([token.logprob for token in output.prompt_logprobs or () if token] for output in outputs)
+        return [np.asarray(logprobs, np.float32) for logprobs in found]
 
     @release_on_error
     def inspect(

@@ -82,6 +82,7 @@ def _check_choice(choice: list[str]) -> None:
         raise ValueError("choice: an entry is empty; give texts of at least one character")
 
 
+MAX_N = 1024
 MAX_LOGPROBS = 20
 MAX_STOP = 16
 MAX_LOGIT_BIAS = 300
@@ -123,7 +124,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        _within("n", self.n, 1, 128)
+        _within("n", self.n, 1, MAX_N)
         _within("temperature", self.temperature, 0.0, 100.0)
         _within("top_p", self.top_p, 0.0, 1.0, open_below=True)
         _within("top_k", self.top_k, -1, 2**31 - 1)

@@ -267,6 +267,10 @@ def test_prompt_logprobs_are_those_of_the_same_tokens_as_an_answer(llm):
         assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
         assert mine.top_ids[0] == theirs.top_ids[0]
     assert llm.generate([prompt], asking)[0].prompt_logprobs is None
+    [scores] = llm.score([whole])
+    assert scores == pytest.approx([token.logprob for token in output.prompt_logprobs[1:]], abs=1e-3)
+    with pytest.raises(InvalidRequest, match="fewer than two tokens"):
+        llm.score([[5]])
 
 
 SCHEMA = {

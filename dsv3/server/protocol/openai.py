@@ -12,7 +12,14 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from dsv3.kv_cache.transfer.protocol import MAX_BOOTSTRAP_ROOM
-from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP, MAX_STOP_TOKEN_IDS, StructuredOutputsParams
+from dsv3.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP,
+    MAX_STOP_TOKEN_IDS,
+    StructuredOutputsParams,
+)
 from dsv3.scheduler.request import MAX_PRIORITY
 
 MAX_FIELD_BYTES = 256 * 1024  # of a field that is neither a text, a conversation nor token ids
@@ -20,7 +27,6 @@ MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_TOOLS = 128
-MAX_N = 128
 MAX_STOP_CHARS = 1024
 MAX_NAME_CHARS = 256
 MAX_SALT_CHARS = 1024

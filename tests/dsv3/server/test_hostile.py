@@ -65,7 +65,7 @@ def raw(server, data: bytes, seconds: float = 10) -> bytes:
     [
         ("n", True),
         ("n", 0),
-        ("n", 129),
+        ("n", 1025),
         ("n", HUGE),
         ("n", "1"),
         ("best_of", 5),

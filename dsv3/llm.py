@@ -30,11 +30,13 @@ from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import (
     EngineOutput,
     EngineRequest,
+    ExpertIds,
     InvalidRequest,
     PreparedRequest,
     QueueFull,
     TokenLogprobs,
     fan_out,
+    join_routed_experts,
     prepare,
 )
 from dsv3.server.serving.service import sampling_defaults
@@ -54,12 +56,17 @@ _LIBRARIES = frozenset({"dsv3", "jax", "sharding", "pallas_kernels"})
 
 @dataclasses.dataclass
 class Completion:
-    """One completion. `logprobs` has an entry for each token if requested; `error` explains "error"."""
+    """One completion. `logprobs` has an entry for each token if requested; `error` explains "error".
+
+    `routed_experts` `[num_tokens - 1, num_moe_layers, K]`, uint8 or uint16, are those of the prompt's and the
+    completion's tokens, if requested: the last token has not been computed.
+    """
 
     index: int
     text: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
+    routed_experts: np.ndarray | None = None
     finish_reason: EndReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
@@ -86,6 +93,7 @@ class _RunningCompletion:
     parent: RequestOutput
     completion: Completion
     stream: OutputProcessor
+    routed_experts: list[ExpertIds] = dataclasses.field(default_factory=list)
 
 
 _Waiting = deque[tuple[PreparedRequest, _RunningCompletion]]
@@ -383,7 +391,11 @@ class LLM:
         completion.token_ids += result.token_ids[: delta.num_tokens]
         if result.logprobs is not None:
             completion.logprobs = (completion.logprobs or []) + result.logprobs[: delta.num_tokens]
+        if result.routed_experts is not None:
+            running.routed_experts.append(result.routed_experts)
         if delta.finish_reason is not None:
+            computed = len(running.parent.prompt_token_ids) + len(completion.token_ids) - 1
+            completion.routed_experts = join_routed_experts(running.routed_experts, computed)
             completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
             completion.error = result.error
             del live[result.request_id]

@@ -96,10 +96,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Sampling parameters of one request; raises ValueError, naming the field, for a value out of range.
 
     `temperature` 0 is greedy. `top_k` 0 (or -1) keeps every token. `logprobs` counts the alternatives reported for each
-    token (0: only the sampled one), `prompt_logprobs` the same for each token of the prompt but the first. `seed` fixes
-    the text whatever else is in the batch. `max_tokens` None: as many as fit. `min_tokens` suppresses end-of-sequence
-    and stop tokens, and stop strings, until so many have been generated. `structured_outputs` constrains the answer.
-    Where it allows nothing but the end, the answer ends, whatever `min_tokens` and `ignore_eos` say.
+    token (0: only the sampled one), `prompt_logprobs` the same for each token of the prompt but the first.
+    `return_routed_experts` asks for the experts of all tokens of prompt and answer but the last (docs/rl_routing.md).
+    `seed` fixes the text whatever else is in the batch. `max_tokens` None: as many as fit. `min_tokens` suppresses
+    end-of-sequence and stop tokens, and stop strings, until so many have been generated. `structured_outputs`
+    constrains the answer. Where it allows nothing but the end, the answer ends, whatever `min_tokens` and `ignore_eos`
+    say.
     """
 
     n: int = 1
@@ -114,6 +116,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    return_routed_experts: bool = False
     max_tokens: int | None = None
     min_tokens: int = 0
     ignore_eos: bool = False

@@ -157,7 +157,8 @@ def served(model_cfg: ModelConfig, options: EngineOptions) -> ModelConfig:
 
     It has its first MTP module, or its stages of DSpark, where these propose drafts, else none: weights that nothing
     uses are neither loaded nor get a share of the cache. It has FP8 products where the options quantize. Raises
-    ValueError for drafts by layers that the model lacks, and for more drafts than a block has.
+    ValueError for drafts by layers that the model lacks, for more drafts than a block has, and for experts to return
+    where there are none.
     """
     method = None if options.speculative is None else options.speculative.method
     wanted, dspark = method == "mtp", model_cfg.dspark if method == "dspark" else None
@@ -168,6 +169,8 @@ def served(model_cfg: ModelConfig, options: EngineOptions) -> ModelConfig:
             "speculative_config: method 'mtp' needs a model with a multi-token prediction module, and this one has "
             "none; choose 'ngram' or omit speculative_config"
         )
+    if options.enable_return_routed_experts and not model_cfg.num_moe_layers:
+        raise ValueError("enable_return_routed_experts: this model has no routed experts; omit the option")
     fp8 = model_cfg.fp8 or (Fp8Config() if options.fp8 == "quantize" else None)
     return dataclasses.replace(model_cfg, num_nextn_predict_layers=int(wanted), dspark=dspark, fp8=fp8)
 

@@ -135,6 +135,7 @@ class Engine:
             page_size=cfg.page_size,
             prefills_only=cfg.role == "prefill",
             num_ranks=cfg.num_ranks,
+            returns_routed_experts=cfg.enable_return_routed_experts,
             takes_grammars=self.grammars is not None and not (cfg.speculative and cfg.speculative.synthetic_chances),
         )
 

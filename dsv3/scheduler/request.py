@@ -111,19 +111,53 @@ class PromptLogprobs(msgspec.Struct, frozen=True, gc=False):
         return [TokenLogprobs(*row) for row in zip(logprobs, ids, top, strict=True)]
 
 
+class ExpertIds(msgspec.Struct, frozen=True, gc=False):
+    """The experts that the router chose for a request's tokens, from token number `start` on.
+
+    `ids` are the bytes of `[n, num_layers, top_k]`, by MoE layer, best first: ids of experts, whichever replica has
+    computed the token. `dtype` is numpy's name of their type, uint8 or little-endian uint16.
+    """
+
+    start: int
+    num_layers: int
+    top_k: int
+    dtype: str
+    ids: bytes
+
+    def array(self) -> np.ndarray:
+        """Returns the ids, `[n, num_layers, top_k]`."""
+        return np.frombuffer(self.ids, self.dtype).reshape(-1, self.num_layers, self.top_k)
+
+
+def join_routed_experts(parts: Sequence[ExpertIds], tokens: int) -> np.ndarray | None:
+    """Returns the ids of the first `tokens` tokens from a request's outputs, `[tokens, L, K]`; None without any.
+
+    Another engine that continues a request begins with its first token again.
+    """
+    rows: list[np.ndarray] = []
+    known = 0
+    for part in parts:
+        rows.append(part.array()[max(0, known - part.start) :])
+        known += len(rows[-1])
+    return np.concatenate(rows)[:tokens] if rows else None
+
+
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one step produced for one request.
 
     `finish_reason` is set on a request's last output. `stop_token_id` is the stop or end token that ended it, the last
     of `token_ids`. `num_cached_tokens` counts prompt tokens found in the prefix cache, on the first output, where
     `queue_seconds` is the time from the queue to the first slot. `prompt_logprobs` come in outputs before it, without
-    tokens; after a preemption some tokens of the prompt come again. `error` explains a finish_reason of "error".
+    tokens; after a preemption some tokens of the prompt come again. `routed_experts` are those of the tokens that were
+    computed since the last output, where the request wants them: those of the prompt in outputs without tokens. `error`
+    explains a finish_reason of "error".
     """
 
     request_id: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    routed_experts: ExpertIds | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
@@ -258,7 +292,8 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine accepts, and the fields of its block hashes: all that API server processes know of it.
 
     Prefix keys, one per `page_size` tokens, start from `fingerprint`; there are none without `enable_prefix_caching`.
-    An engine that `prefills_only` samples one token. One that `takes_grammars` can constrain an answer.
+    An engine that `prefills_only` samples one token. One that `takes_grammars` can constrain an answer, and one that
+    `returns_routed_experts` returns the experts of a request's tokens.
     """
 
     vocab_size: int
@@ -269,6 +304,7 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
     prefills_only: bool = False
     num_ranks: int = 1
     takes_grammars: bool = False
+    returns_routed_experts: bool = False
     page_size: int = PAGE_SIZE
 
     def root(self, cache_salt: str) -> Key:
@@ -331,6 +367,8 @@ def prepare(request: EngineRequest, rules: RequestRules) -> PreparedRequest:
     if request.rank is not None and not 0 <= request.rank < rules.num_ranks:
         raise InvalidRequest(f"rank: {request.rank} is not one of the {rules.num_ranks} ranks, counted from 0")
     grammar = _validate_grammar(request, rules)
+    if sampling.return_routed_experts:
+        _validate_routed_experts(request, rules)
     wanted = rules.max_model_len if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
     if rules.prefills_only and wanted > len(prompt) + 1:
         raise InvalidRequest(f"max_tokens: {sampling.max_tokens}, but this instance only computes prompts; set it to 1")
@@ -384,6 +422,19 @@ def _validate_grammar(request: EngineRequest, rules: RequestRules) -> str:
             "tokenizer.json that it supports, and do not override drafts for a benchmark"
         )
     return grammar
+
+
+def _validate_routed_experts(request: EngineRequest, rules: RequestRules) -> None:
+    if not rules.returns_routed_experts:
+        raise InvalidRequest(
+            "return_routed_experts: this engine does not return the experts of tokens; start it with "
+            "--enable_return_routed_experts"
+        )
+    if request.pages_from or request.bootstrap_room is not None:
+        raise InvalidRequest(
+            "return_routed_experts: the prompt's pages would come from another instance, without the experts of its "
+            "tokens; send the request without kv_transfer_params and bootstrap_room"
+        )
 
 
 def fan_out(request: PreparedRequest) -> list[PreparedRequest]:

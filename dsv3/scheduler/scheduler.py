@@ -24,6 +24,7 @@ from dsv3.scheduler.admission import Admission
 from dsv3.scheduler.balance import Balancer
 from dsv3.scheduler.batch_slots import BatchSlots, DraftCounts, RankPages
 from dsv3.scheduler.cost import KEYS_PER_TOKEN
+from dsv3.scheduler.routed_experts import PageExperts, RequestExperts
 from dsv3.scheduler.sequence import Sequence, SequenceStatus, WaitingQueue
 from dsv3.scheduler.windows import WindowPages
 
@@ -50,6 +51,7 @@ class Scheduler:
         self.queue = WaitingQueue()
         balancer = Balancer(cfg, self.slots, self.pages, keys_per_token)
         self.admission = Admission(cfg, self.slots, self.pages, self.queue, balancer, self._preempt)
+        self.page_experts = PageExperts(cfg.num_pages * cfg.num_ranks, cfg.page_size)
         self.sequences: dict[int, Sequence] = {}  # every request that has not ended
         # In the order of priority, then admission.
         self.prefilling: list[list[Sequence]] = [[] for _ in range(cfg.num_ranks)]
@@ -106,6 +108,8 @@ class Scheduler:
         self._arrivals += 1
         sequence.arrival = self._arrivals
         sequence.queued_at = perf_counter()
+        if sequence.sampling.return_routed_experts:
+            sequence.routed = RequestExperts(self.page_experts)
         self.sequences[sequence.id] = sequence
         self.queue.push(sequence)
         if self.bootstrap_rooms is not None:
@@ -197,6 +201,7 @@ class Scheduler:
             self.events.append(Cleared())
         for cache in self.caches:
             cache.clear()
+        self.page_experts.clear()
         self.offload_queue.clear()
         if self.tiers is not None:
             self.tiers.clear()
@@ -220,6 +225,8 @@ class Scheduler:
             sequence.keys += next_keys(last, answer, self.cfg.page_size)
         rank, first = self.slots.rank_of(sequence.slot), sequence.num_published
         keys, pages = sequence.keys[first:count], sequence.pages[first:count]
+        if sequence.routed is not None:
+            sequence.routed.keep(first, keys)
         fresh = self.caches[rank].publish(keys, pages)
         sequence.num_published = count
         if self.tiers is not None:

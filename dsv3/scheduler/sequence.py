@@ -12,6 +12,7 @@ from dsv3.kv_cache.page_keys import Key
 from dsv3.kv_cache.tiers.tiers import Lookup
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import PreparedRequest
+from dsv3.scheduler.routed_experts import RequestExperts
 from dsv3.text.matcher import Matcher
 
 GREEDY, DRAWN, FILTERED, FULL = 0, 1, 2, 3
@@ -67,6 +68,7 @@ class Sequence:
     queued_at: float = 0.0
     queue_seconds: float | None = None  # from the queue to the first slot
     matcher: Matcher | None = None  # of the grammar that constrains it
+    routed: RequestExperts | None = None  # experts of its tokens, where it wants them
     started: bool = False  # its first token has been reported
 
     @property

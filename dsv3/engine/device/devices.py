@@ -31,7 +31,8 @@ class Forward(NamedTuple):
 
     Shapes are one rank's. A prefill leaves its `batch` (tokens, chunks) too, and `hidden` of its tokens, for their
     log-probabilities; where the model drafts, `draft_input` is what drafts are made of (`Layout.draft_input`).
-    `tokens` are the sampled ones, None before sampling.
+    `tokens` are the sampled ones, None before sampling. `routed_experts` are on their way to the host, where a request
+    wants them.
     """
 
     slots: Any  # [B] int32
@@ -40,6 +41,7 @@ class Forward(NamedTuple):
     draft_input: Any = None  # [B, S, width] or [T, width]; None where the model does not draft
     batch: tuple[Any, ...] = ()
     tokens: Any = None  # [B, S] int32
+    routed_experts: Any = None  # [T, L, K] of a prefill, [B, S, L, K] of a decode batch, uint8 or uint16
 
 
 class Devices:

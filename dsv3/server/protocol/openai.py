@@ -114,6 +114,7 @@ class SampledRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_routed_experts: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsParams | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
@@ -335,12 +336,16 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class _Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """`token_ids` (and a completion's `prompt_token_ids` and `prompt_logprobs`) are absent unless requested."""
+    """`token_ids` (and a completion's `prompt_token_ids` and `prompt_logprobs`) are absent unless requested.
+
+    So are `routed_experts`, a JSON string that `dsv3.server.serving.handler` encodes.
+    """
 
     index: int
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    routed_experts: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionChoice(_Choice, frozen=True, kw_only=True):

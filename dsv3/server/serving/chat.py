@@ -23,6 +23,7 @@ from dsv3.server.protocol.openai import (
 from dsv3.server.serving.generation import ChoiceUpdate
 from dsv3.server.serving.handler import (
     LIST_OF_GAP,
+    TEXT_OF_GAP,
     CompleteChoice,
     RequestHandler,
     fill_gaps,
@@ -157,8 +158,10 @@ class ChatHandler(RequestHandler[ChatRequest]):
             finish_reason=whole.finish_reason,
             stop_reason=whole.stop_reason,
             token_ids=whole.token_ids if self.request.return_token_ids else msgspec.UNSET,
+            routed_experts=TEXT_OF_GAP if self.request.return_routed_experts else msgspec.UNSET,
         )
-        return fill_gaps(to_json(choice), [with_commas(column) for column in whole.columns])
+        columns = [with_commas(column) for column in whole.columns]
+        return fill_gaps(to_json(choice), [*self.routed_experts(whole), *columns])
 
     def logprob_columns(self, update: ChoiceUpdate) -> tuple[bytes, ...]:
         if not self.request.logprobs:

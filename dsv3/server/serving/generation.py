@@ -12,6 +12,7 @@ from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import (
     EngineOutput,
     EngineRequest,
+    ExpertIds,
     InvalidRequest,
     NotInVocabulary,
     PreparedRequest,
@@ -44,7 +45,8 @@ ParserMaker = Callable[[EncodedPrompt], AnswerParser | None]
 class ChoiceUpdate(msgspec.Struct, gc=False):
     """New output of one choice: deltas, the tokens they come from, and the finish reason at the end.
 
-    The `prompt`'s log-probabilities come first, part by part, where they are requested.
+    The `prompt`'s log-probabilities come first, part by part, where they are requested. `routed_experts` are those of
+    tokens that have been computed.
     """
 
     choice: int
@@ -54,6 +56,7 @@ class ChoiceUpdate(msgspec.Struct, gc=False):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     prompt: PromptLogprobs | None = None
+    routed_experts: ExpertIds | None = None
 
 
 class Generation:
@@ -280,6 +283,10 @@ class Generation:
         if output.prompt_logprobs is not None:
             self._emit_prompt_logprobs(choice, output.prompt_logprobs)
             return
+        if output.routed_experts is not None:
+            self._on_update(ChoiceUpdate(choice.index, [], [], routed_experts=output.routed_experts))
+            if not output.token_ids:
+                return  # those of the prompt
         processed = choice.output.push(output.token_ids, output.finish_reason, output.stop_token_id)
         if self._prompt_only:
             processed = OutputUpdate([], 0, processed.finish_reason and "length")

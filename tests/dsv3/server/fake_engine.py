@@ -17,6 +17,7 @@ from dsv3.kv_cache.event_publisher import Publisher
 from dsv3.kv_cache.events import PageTokens, Stored
 from dsv3.scheduler.request import (
     EngineOutput,
+    ExpertIds,
     InvalidRequest,
     PreparedRequest,
     PromptLogprobs,
@@ -115,7 +116,9 @@ class FakeEngine:
             self._running.append(self._waiting.popleft())
         time.sleep(self._step_s)
         self._steps += 1
-        outputs = [output for s in self._running if not s.done for output in _prompt_logprobs(s)]
+        outputs = [
+            output for s in self._running if not s.done for output in (*_prompt_logprobs(s), *_prompt_experts(s))
+        ]
         outputs += [self._advance(sequence) for sequence in self._running]
         ended = {o.request_id for o in outputs if o.finish_reason}
         self._running = [s for s in self._running if s.request.request_id not in ended]
@@ -155,6 +158,7 @@ class FakeEngine:
             request_id=request.request_id,
             token_ids=[token],
             logprobs=None if sampling.logprobs is None else [_logprobs(token, sampling.logprobs)],
+            routed_experts=None if sequence.done == 1 else _experts(sequence, len(prompt) + sequence.done - 2, 1),
             finish_reason=reason,
             stop_token_id=token if stopped else None,
             num_cached_tokens=self._lookup(request, len(prompt)) if is_first else 0,
@@ -189,6 +193,22 @@ def _columns(outputs: list[EngineOutput]) -> StepOutputs:
 def _logprobs(token: int, count: int) -> TokenLogprobs:
     others = [i for i in range(4, 30) if i != token]
     return TokenLogprobs(-0.5, [token, *others][:count], [-0.5, -2.0, float("-inf"), *[-9.0] * 20][:count])
+
+
+def _experts(sequence: _Sequence, start: int, count: int) -> ExpertIds | None:
+    """Layer l of two has experts i + l and i + l + 1 for token i."""
+    if not sequence.request.sampling.return_routed_experts:
+        return None
+    ids = np.arange(start, start + count, dtype="<u2")[:, None, None] + np.array([[0, 1], [1, 2]], "<u2")
+    return ExpertIds(start, 2, 2, "<u2", ids.tobytes())
+
+
+def _prompt_experts(sequence: _Sequence) -> list[EngineOutput]:
+    """Those of the prompt in parts of 3 tokens, the first part twice, as if another engine had begun."""
+    count = len(sequence.prompt)
+    parts = [_experts(sequence, start, min(3, count - start)) for start in (0, *range(0, count, 3))]
+    ids = sequence.request.request_id
+    return [EngineOutput(request_id=ids, token_ids=[], routed_experts=part) for part in parts if part is not None]
 
 
 def _prompt_logprobs(sequence: _Sequence) -> list[EngineOutput]:
@@ -228,6 +248,7 @@ def make(start, host):
             eos_token_ids=(EOS,),
             fingerprint="print",
             takes_grammars=options.get("tells_grammars", False),
+            returns_routed_experts=engine.enable_return_routed_experts,
         ),
         limits[1],
         1000,

@@ -13,7 +13,6 @@ from training.grpo import GrpoConfig, Rollouts, advantages, objective, optimizer
 from training.loss import training_backend
 from training.step import TrainState, initial_state
 
-
 scores = jax.jit(token_logprobs, static_argnums=1)
 loss_of = jax.jit(objective, static_argnums=1)
 

@@ -23,6 +23,8 @@ class GenerateChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     token_ids: list[int]
+    weight_version: str | msgspec.UnsetType = msgspec.UNSET
+    weight_versions: list[tuple[int, str]] | msgspec.UnsetType = msgspec.UNSET
 
 
 class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +74,7 @@ class GenerateHandler(CompletionHandler):
             logprobs=None if self.request.logprobs is None else ChatLogprobs(LIST_OF_GAP),
             finish_reason=whole.finish_reason,
             token_ids=whole.token_ids,
+            **whole.weights,
         )
         return fill_gaps(to_json(choice), [with_commas(column) for column in whole.columns])
 
@@ -88,6 +91,7 @@ class GenerateHandler(CompletionHandler):
             logprobs=ChatLogprobs(msgspec.Raw(b"[%s]" % columns[0])) if columns else None,
             finish_reason=update.finish_reason,
             token_ids=update.token_ids,
+            weight_version=update.weight_version or msgspec.UNSET,
         )
         return [to_event(self.chunk([choice]))]
 

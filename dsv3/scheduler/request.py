@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from dsv3.config.model import PAGE_SIZE
-from dsv3.kv_cache.page_keys import KEY_BYTES, Key, extend_keys, root_key
+from dsv3.kv_cache.page_keys import KEY_BYTES, Key, extend_keys, root_for_weights, root_key
 from dsv3.sampling_params import SamplingParams
 from dsv3.text.grammar import plain_grammar
 
@@ -24,6 +24,8 @@ MAX_PRIORITY = 2**31 - 1
 """The highest priority number; the lowest is its negative."""
 BATCH_PRIORITY = 100
 """The priority number of batch work, which runs in the capacity that requests of lower numbers leave."""
+FIRST_VERSION = "default"
+"""The name of the weights with which an engine starts, as in SGLang."""
 _SENDER_SHIFT = 40
 
 
@@ -150,7 +152,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     `queue_seconds` is the time from the queue to the first slot. `prompt_logprobs` come in outputs before it, without
     tokens; after a preemption some tokens of the prompt come again. `routed_experts` are those of the tokens that were
     computed since the last output, where the request wants them: those of the prompt in outputs without tokens. `error`
-    explains a finish_reason of "error".
+    explains a finish_reason of "error". `weight_version` names the weights of this and the following tokens: on the
+    first output, and on one without tokens where the weights of a running request have changed.
     """
 
     request_id: int
@@ -163,6 +166,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_cached_tokens: int = 0
     queue_seconds: float | None = None
     error: str | None = None
+    weight_version: str | None = None
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -214,6 +218,10 @@ class QueueFull(Exception):
 
 class EngineDead(RuntimeError):
     """The engine has failed and serves nothing any more; its `failure` is the cause."""
+
+
+class NotServing(RuntimeError):
+    """The engine sleeps, or its weights are not complete; the message says what to call."""
 
 
 class InvalidRequest(ValueError):
@@ -294,6 +302,7 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
     Prefix keys, one per `page_size` tokens, start from `fingerprint`; there are none without `enable_prefix_caching`.
     An engine that `prefills_only` samples one token. One that `takes_grammars` can constrain an answer, and one that
     `returns_routed_experts` returns the experts of a request's tokens.
+    `weights` are what the keys depend on besides, "" for the weights of the start.
     """
 
     vocab_size: int
@@ -306,9 +315,10 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
     takes_grammars: bool = False
     returns_routed_experts: bool = False
     page_size: int = PAGE_SIZE
+    weights: str = ""
 
     def root(self, cache_salt: str) -> Key:
-        """Returns the start of the chain of prefix keys for a tenant's salt."""
+        """Returns the start of the chain of prefix keys for a tenant's salt, under the weights of the start."""
         return root_key(self.fingerprint, cache_salt)
 
 
@@ -316,11 +326,11 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A validated request in the form the scheduler uses; arrays are bytes, little endian.
 
     It stands for `sampling.n` sequences; the engine accepts those that `fan_out` returns. `tokens` is the prompt as
-    int32, `keys` the 32-byte prefix keys of its full pages, concatenated. The last `num_answered` tokens are the
-    beginning of the answer. `max_length` bounds prompt and answer together. `stop_ids` end the answer. `pages_from` is
-    an instance that has computed the prompt, `bootstrap_room` the number under which another instance asks this one for
-    its pages, `rank` the only one that may run it. A lower `priority` is served earlier and may preempt a higher one.
-    `grammar` constrains the answer, "" for none.
+    int32, `keys` the 32-byte prefix keys of its full pages under `weights`, concatenated. The last `num_answered`
+    tokens are the beginning of the answer. `max_length` bounds prompt and answer together. `stop_ids` end the answer.
+    `pages_from` is an instance that has computed the prompt, `bootstrap_room` the number under which another instance
+    asks this one for its pages, `rank` the only one that may run it. A lower `priority` is served earlier and may
+    preempt a higher one. `grammar` constrains the answer, "" for none.
     """
 
     request_id: int
@@ -336,6 +346,12 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_answered: int = 0
     priority: int = 0
     grammar: str = ""
+    weights: str = ""
+
+    @property
+    def key_root(self) -> Key:
+        """The start of the chain of `keys`."""
+        return root_for_weights(self.root, self.weights)
 
     @property
     def prompt(self) -> np.ndarray:
@@ -377,7 +393,7 @@ def prepare(request: EngineRequest, rules: RequestRules) -> PreparedRequest:
     root = rules.root(request.cache_salt)
     keys: list[Key] = []
     if rules.enable_prefix_caching:
-        extend_keys(root, keys, tokens, rules.page_size)
+        extend_keys(root_for_weights(root, rules.weights), keys, tokens, rules.page_size)
     if abs(request.priority) > MAX_PRIORITY:
         raise InvalidRequest(f"priority: {request.priority} is not from {-MAX_PRIORITY} to {MAX_PRIORITY}")
     stop = stop_ids(sampling, rules, bool(grammar))
@@ -400,6 +416,7 @@ def prepare(request: EngineRequest, rules: RequestRules) -> PreparedRequest:
         num_answered=len(request.answer_token_ids),
         priority=request.priority,
         grammar=grammar,
+        weights=rules.weights,
     )
 
 
@@ -473,7 +490,7 @@ def resumed_request(request: PreparedRequest, i: int, answered: np.ndarray, rule
         return msgspec.structs.replace(request, request_id=request.request_id + i, sampling=sampling)
     tokens, keys = np.concatenate([request.prompt, answered]).astype("<i4"), request.prefix_keys
     if rules.enable_prefix_caching:
-        extend_keys(request.root, keys, tokens, rules.page_size)
+        extend_keys(request.key_root, keys, tokens, rules.page_size)
     return msgspec.structs.replace(
         request,
         request_id=request.request_id + i,

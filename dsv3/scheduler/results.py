@@ -171,7 +171,8 @@ def _make_output(
     scheduler: Scheduler, sequence: Sequence, tokens: list[int], at_limit: bool, logprobs: list[TokenLogprobs] | None
 ) -> EngineOutput:
     """Returns the output of a row that is a request's first or last, or has log-probabilities."""
-    num_cached, queue_seconds = (0, None) if sequence.started else (sequence.num_cached, sequence.queue_seconds)
+    is_first = not sequence.started
+    num_cached, queue_seconds = (sequence.num_cached, sequence.queue_seconds) if is_first else (0, None)
     sequence.started = scheduler.slots.started[sequence.slot] = True
     if NOT_FINITE in tokens:
         scheduler.invalidate_pages(sequence)
@@ -192,6 +193,7 @@ def _make_output(
         stop_token_id=None if stop is None else tokens[-1],
         num_cached_tokens=num_cached,
         queue_seconds=queue_seconds,
+        weight_version=scheduler.weight_version if is_first else None,
     )
 
 

@@ -107,7 +107,7 @@ def make_sequence(request: PreparedRequest, keys: Iterable[Key] | None = None) -
         max_length=request.max_length,
         stop_ids=frozenset(request.stop_ids),
         seed=request.sampling.seed or 0,
-        root=request.root,
+        root=request.key_root,
         keys=request.prefix_keys if keys is None else list(keys),
         variant=_variant(request.sampling),
     )

@@ -80,6 +80,14 @@ class Devices:
         self.params = self.pages = self.state = self.adjust = self.decoded = self.prefilled = None
         self._unused = {}
 
+    def free_cache(self) -> None:
+        """Frees page pools and decode state; `allocate` makes them again, empty."""
+        made = [self.__dict__.pop(name, None) for name in ("pages", "state")]
+        for array in jax.tree.leaves((made, self.adjust, list(self._unused.values()))):
+            array.delete()
+        self.adjust = self.decoded = self.prefilled = None
+        self._unused = {}
+
     def put(self, array: np.ndarray) -> Any:
         """Returns host data of this process's ranks `[ranks here, ...]` as an argument of a program over all ranks."""
         layout = self.layout

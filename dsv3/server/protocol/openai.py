@@ -339,6 +339,8 @@ class _Choice(msgspec.Struct, frozen=True, kw_only=True):
     """`token_ids` (and a completion's `prompt_token_ids` and `prompt_logprobs`) are absent unless requested.
 
     So are `routed_experts`, a JSON string that `dsv3.server.serving.handler` encodes.
+    `weight_version` names the weights of the last token; `weight_versions`, where there are several, the number of the
+    first token and the version for each in turn. They are absent without `--enable_weight_updates`.
     """
 
     index: int
@@ -346,6 +348,8 @@ class _Choice(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str | int | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     routed_experts: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    weight_version: str | msgspec.UnsetType = msgspec.UNSET
+    weight_versions: list[tuple[int, str]] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionChoice(_Choice, frozen=True, kw_only=True):

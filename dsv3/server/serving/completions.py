@@ -87,6 +87,7 @@ class CompletionHandler(RequestHandler[CompletionRequest]):
             prompt_token_ids=self._prompt_ids(whole.index),
             prompt_logprobs=msgspec.UNSET if self.request.prompt_logprobs is None else LIST_OF_GAP,
             routed_experts=TEXT_OF_GAP if self.request.return_routed_experts else msgspec.UNSET,
+            **whole.weights,
         )
         columns = [with_commas(column) for column in whole.columns]
         return fill_gaps(to_json(choice), [*self.routed_experts(whole), *columns])
@@ -129,7 +130,8 @@ class CompletionHandler(RequestHandler[CompletionRequest]):
         """Returns an event with the update's text; the last has the finish reason."""
         is_first = update.choice not in self._started
         if self._is_plain and not is_first and update.finish_reason is None:  # the usual case
-            choice = CompletionChoice(index=update.choice, text=_text(update))
+            version = update.weight_version or msgspec.UNSET
+            choice = CompletionChoice(index=update.choice, text=_text(update), weight_version=version)
             return [to_event(self.chunk([choice]))] if update.deltas else []
         self._started.add(update.choice)
         choice = self._choice(update, is_first)
@@ -164,6 +166,7 @@ class CompletionHandler(RequestHandler[CompletionRequest]):
             stop_reason=update.stop_reason,
             token_ids=update.token_ids if self.request.return_token_ids else msgspec.UNSET,
             prompt_token_ids=self._prompt_ids(update.choice) if is_first else msgspec.UNSET,
+            weight_version=update.weight_version or msgspec.UNSET,
         )
 
     def _echo(self, choice: int) -> str:

@@ -34,6 +34,8 @@ class GenerateChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     token_ids: list[int]
+    weight_version: str | msgspec.UnsetType = msgspec.UNSET
+    weight_versions: list[tuple[int, str]] | msgspec.UnsetType = msgspec.UNSET
 
 
 class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +89,7 @@ class GenerateHandler(CompletionHandler):
             finish_reason=whole.finish_reason,
             token_ids=whole.token_ids,
             routed_experts=TEXT_OF_GAP if self.request.return_routed_experts else msgspec.UNSET,
+            **whole.weights,
         )
         columns = [with_commas(column) for column in whole.columns[:1] if self.request.logprobs is not None]
         return fill_gaps(to_json(choice), [*self.routed_experts(whole), *columns])
@@ -109,6 +112,7 @@ class GenerateHandler(CompletionHandler):
             logprobs=ChatLogprobs(msgspec.Raw(b"[%s]" % columns[0])) if columns else None,
             finish_reason=update.finish_reason,
             token_ids=update.token_ids,
+            weight_version=update.weight_version or msgspec.UNSET,
         )
         return [to_event(self.chunk([choice]))]
 

@@ -12,7 +12,7 @@ import base64
 import io
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -52,6 +52,7 @@ class CompleteChoice:
         self.stop_reason: str | int | None = None
         self.columns: list[list[bytes]] = []
         self._routed_experts: list[ExpertIds] = []
+        self._weight_versions: list[tuple[int, str]] = []
         self._text, self._reasoning = io.StringIO(), io.StringIO()
         self._calls: list[tuple[ToolCallStart, io.StringIO]] = []
         self._token_ids = array.array("i")
@@ -73,6 +74,13 @@ class CompleteChoice:
     def token_ids(self) -> list[int]:
         return self._token_ids.tolist()
 
+    @property
+    def weights(self) -> dict[str, Any]:
+        """The fields `weight_version` and `weight_versions` of a choice, without those that are absent."""
+        if not (found := self._weight_versions):
+            return {}
+        return {"weight_version": found[-1][1]} | ({"weight_versions": found} if len(found) > 1 else {})
+
     def add(self, update: ChoiceUpdate, columns: Sequence[bytes]) -> None:
         """Appends an update; `columns` are those of its log-probabilities."""
         for delta in update.deltas:
@@ -85,6 +93,9 @@ class CompleteChoice:
                     self._calls.append((delta, io.StringIO()))
                 case ToolArgumentsDelta():
                     self._calls[delta.index][1].write(delta.text)
+        version = update.weight_version
+        if version is not None and (not self._weight_versions or self._weight_versions[-1][1] != version):
+            self._weight_versions.append((len(self._token_ids), version))
         self._token_ids.extend(update.token_ids)
         if update.routed_experts is not None:
             self._routed_experts.append(update.routed_experts)

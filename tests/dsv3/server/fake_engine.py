@@ -8,10 +8,24 @@ import dataclasses
 import functools
 import time
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 
+import msgspec
 import numpy as np
 
 from dsv3.config.publishing import KvEventsConfig
+from dsv3.engine.operations import (
+    ContinueGeneration,
+    OperatedState,
+    Operation,
+    OperationRefused,
+    PauseGeneration,
+    Sleep,
+    UpdateWeights,
+    Wake,
+    WeightsLost,
+)
 from dsv3.engine.step_log import EngineSnapshot, JobRecord, StepLog
 from dsv3.kv_cache.event_publisher import Publisher
 from dsv3.kv_cache.events import PageTokens, Stored
@@ -19,6 +33,7 @@ from dsv3.scheduler.request import (
     EngineOutput,
     ExpertIds,
     InvalidRequest,
+    NotServing,
     PreparedRequest,
     PromptLogprobs,
     QueueFull,
@@ -61,18 +76,20 @@ class FakeEngine:
         self, max_model_len: int, max_num_seqs: int, max_num_queued_reqs: int, step_s: float, caches: bool = False
     ):
         self.failure: BaseException | None = None
+        self.state = OperatedState()
         self.log = StepLog()
         self._max_model_len, self._max_num_seqs = max_model_len, max_num_seqs
         self._max_waiting, self._step_s = max_num_queued_reqs, step_s
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
+        self._changed: list[int] = []  # running requests whose weights have changed
         self._steps = self._flushed = 0
         self._cached: set[bytes] | None = set() if caches else None
         self.events: Publisher | None = None  # publishes the pages of a prompt on submission
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(self._waiting or self._running) and not self.state.is_paused
 
     @property
     def room(self) -> int:
@@ -80,6 +97,8 @@ class FakeEngine:
 
     def submit(self, request: PreparedRequest) -> None:
         prompt, trouble = _read(request.tokens)
+        if self.state.sleep_level:
+            raise NotServing("the engine sleeps")
         if CRASH_ADD in trouble:
             raise RuntimeError("secret /path/of/this/machine")
         if INVALID in trouble:
@@ -100,6 +119,32 @@ class FakeEngine:
     def flush(self) -> None:
         self._flushed += 1
 
+    def operate(self, operation: Operation, on_progress: Callable[[], None]) -> Future[None]:
+        """Changes the state as the engine does; a source may be refused, or lost."""
+        done: Future[None] = Future()
+        state = msgspec.structs.asdict(self.state)
+        match operation:
+            case PauseGeneration():
+                state["is_paused"] = True
+            case ContinueGeneration():
+                state["is_paused"] = False
+            case Sleep(level=level):
+                state["sleep_level"] = level
+            case Wake():
+                state["sleep_level"] = 0
+            case UpdateWeights(source="refused"):
+                done.set_exception(OperationRefused("missing tensors (1): norm"))
+            case UpdateWeights(source="lost"):
+                done.set_exception(WeightsLost("update them again"))
+            case UpdateWeights(version=version, source=source):
+                state |= {"weight_version": version or "1", "weights": source}
+                self._changed = [sequence.request.request_id for sequence in self._running]
+        self.state = OperatedState(**state)
+        on_progress()
+        if not done.done():
+            done.set_result(None)
+        return done
+
     def snapshot(self) -> EngineSnapshot:
         return EngineSnapshot(self.log.snapshot(), None)
 
@@ -116,7 +161,10 @@ class FakeEngine:
             self._running.append(self._waiting.popleft())
         time.sleep(self._step_s)
         self._steps += 1
-        outputs = [
+        version = self.state.weight_version
+        outputs = [EngineOutput(request_id=i, token_ids=[], weight_version=version) for i in self._changed]
+        self._changed = []
+        outputs += [
             output for s in self._running if not s.done for output in (*_prompt_logprobs(s), *_prompt_experts(s))
         ]
         outputs += [self._advance(sequence) for sequence in self._running]
@@ -163,6 +211,7 @@ class FakeEngine:
             stop_token_id=token if stopped else None,
             num_cached_tokens=self._lookup(request, len(prompt)) if is_first else 0,
             queue_seconds=0.0 if is_first else None,
+            weight_version=self.state.weight_version if is_first else None,
         )
 
     def _lookup(self, request: PreparedRequest, length: int) -> int:

@@ -461,6 +461,9 @@ GUARDED = [
     ("GET", "/v1/files/{id}/content"),
     ("GET", "/v1/batches/{id}"),
     ("POST", "/v1/batches/{id}/cancel"),
+    *(("GET", path) for path in ("/get_weight_version", "/is_paused", "/is_sleeping")),
+    *(("POST", path) for path in ("/update_weights_from_disk", "/pause_generation", "/continue_generation")),
+    *(("POST", path) for path in ("/pause", "/resume", "/sleep", "/wake_up")),
 ]
 ANTHROPIC = [("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens")]
 

@@ -64,7 +64,7 @@ class DeepSeekRollout(base_rollout.BaseRollout):
     ) -> base_rollout.RolloutOutput:
         """Continues each prompt once; a prompt longer than `max_prompt_length` tokens keeps its last ones."""
         longest = rollout_config.max_prompt_length
-        tokens = [self._tokenizer.encode(prompt)[-longest:] for prompt in prompts]
+        tokens = [self._tokenizer.encode(str(prompt))[-longest:] for prompt in prompts]  # Tunix has NumPy's texts
         params = SamplingParams(
             max_tokens=rollout_config.max_tokens_to_generate,
             temperature=rollout_config.temperature,

@@ -10,17 +10,21 @@ import dataclasses
 import functools
 import itertools
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import numpy as np
+
 from dsv3.config.declaration import options_text, refuse_unknown, signature_with
 from dsv3.config.options import EngineOptions
 from dsv3.engine.build import build_engine, bundled_model
 from dsv3.engine.engine import Engine
 from dsv3.engine.executor import LocalExecutor
+from dsv3.engine.operations import Operation, PauseMode, Sleep, UpdateWeights, Wake
 from dsv3.model.inspection import Hook, Inspection, inspect
 from dsv3.model.params import Params
 from dsv3.progress import progress_bar
@@ -28,11 +32,13 @@ from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import (
     EngineOutput,
     EngineRequest,
+    ExpertIds,
     InvalidRequest,
     PreparedRequest,
     QueueFull,
     TokenLogprobs,
     fan_out,
+    join_routed_experts,
     prepare,
 )
 from dsv3.server.serving.service import sampling_defaults
@@ -47,27 +53,37 @@ Message = Mapping[str, Any]
 Errors = Literal["raise", "return"]
 
 _INVALID = (InvalidRequest, TemplateError, TokenizerError)  # errors of one prompt among several
+_POLL_S = 0.02  # for a generation that ends while an operation waits
 _LIBRARIES = frozenset({"dsv3", "jax", "sharding", "pallas_kernels"})
 
 
 @dataclasses.dataclass
 class Completion:
-    """One completion. `logprobs` has an entry for each token if requested; `error` explains "error"."""
+    """One completion. `logprobs` has an entry for each token if requested; `error` explains "error".
+
+    `routed_experts` `[num_tokens - 1, num_moe_layers, K]`, uint8 or uint16, are those of the prompt's and the
+    completion's tokens, if requested: the last token has not been computed.
+    `weight_versions` names the weights that sampled the tokens: the number of the first token, and the version, for
+    each version in turn.
+    """
 
     index: int
     text: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
+    routed_experts: np.ndarray | None = None
     finish_reason: EndReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    weight_versions: list[tuple[int, str]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
 class RequestOutput:
     """A prompt (`prompt` is None where token ids were given) with its `n` completions.
 
-    `prompt_logprobs` has an entry for each token of the prompt if requested, None for the first.
+    `prompt_logprobs` has an entry for each token of the prompt if requested, None for the first. `weight_version` is
+    the latest of the versions of its completions (`LLM.update_weights`).
     """
 
     prompt: str | None
@@ -75,6 +91,7 @@ class RequestOutput:
     outputs: list[Completion]
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    weight_version: str = ""
 
 
 @dataclasses.dataclass
@@ -84,6 +101,7 @@ class _RunningCompletion:
     parent: RequestOutput
     completion: Completion
     stream: OutputProcessor
+    routed_experts: list[ExpertIds] = dataclasses.field(default_factory=list)
 
 
 _Waiting = deque[tuple[PreparedRequest, _RunningCompletion]]
@@ -144,6 +162,7 @@ class LLM:
         self._defaults = SamplingParams(**sampling_defaults(directory))
         self._engine: Engine | None = build_engine(directory, EngineOptions(**options), progress=progress)
         self._next_id = 0
+        self._stepping = threading.Lock()  # the thread that steps the engine has it
         with progress_bar("compiling") if progress else contextlib.nullcontext() as update:
             self.engine.warm_up(update)
 
@@ -165,6 +184,59 @@ class LLM:
         engine, self._engine = self._engine, None
         if engine is not None and isinstance(engine.executor, LocalExecutor):
             engine.executor.devices.delete()
+
+    @property
+    def weight_version(self) -> str:
+        """The name of the weights: "default" until `update_weights` gives another one."""
+        return self.engine.state.weight_version
+
+    @release_on_error
+    def update_weights(
+        self,
+        source: str | os.PathLike[str] | Mapping[str, Any] | Params,
+        version: str | None = None,
+        *,
+        mode: PauseMode = "wait",
+    ) -> None:
+        """Serves other weights of the same model from now on, under the name `version`; None: the update's number.
+
+        `source` is a checkpoint directory, a mapping of arrays by the names of a checkpoint's tensors, or the `Params`
+        of a trainer (`dsv3.model.params`), whose arrays are copied from their devices. Each leaf keeps the type in
+        which it is served, is quantized as on loading, and replaces the old one before the next is read. No program is
+        compiled again. Another thread may be in `generate`: its requests finish first ("wait"), continue with their
+        cache ("keep"), end ("abort"), or are computed again ("retract"). A prefix that was computed with other weights
+        is never found.
+
+        Raises OperationRefused, which names each leaf that is missing or unsuitable: nothing has changed then. Raises
+        WeightsLost where it fails in the middle: nothing is served until an update has succeeded.
+        """
+        self._operate(UpdateWeights(source, version, mode))
+
+    @release_on_error
+    def sleep(self, level: Literal[1, 2] = 1) -> None:
+        """Frees the devices' memory: the cache, and the weights, which level 1 keeps in host memory.
+
+        After level 2 they must be updated once the model is awake. Programs stay. Requests of another thread's
+        `generate` end. Raises OperationRefused where level 1 has no weights to keep.
+        """
+        self._operate(Sleep(level))
+
+    @release_on_error
+    def wake(self) -> None:
+        """Allocates the cache again, empty, and copies the weights back that are in host memory."""
+        self._operate(Wake())
+
+    def _operate(self, operation: Operation) -> None:
+        """Executes an operation: a thread in `generate` does so between two steps, or else this one."""
+        done = self.engine.operate(operation)
+        while not done.done():
+            if self._stepping.acquire(timeout=_POLL_S):
+                try:
+                    if not done.done():
+                        self.engine.step()
+                finally:
+                    self._stepping.release()
+        done.result()
 
     def __enter__(self) -> Self:
         return self
@@ -260,6 +332,19 @@ class LLM:
             raise InvalidRequest(text if named else f"structured_outputs: {text}") from None
 
     @release_on_error
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Returns the log-probabilities of the tokens but the first of each sequence of T token ids, float32 `[T - 1]`.
+
+        Each is given the tokens before it, under the model itself: without temperature, penalties and filters.
+        Raises InvalidRequest as `generate` does; a sequence must leave room for one token more.
+        """
+        if any(len(tokens) < 2 for tokens in sequences):
+            raise InvalidRequest("score: a sequence has fewer than two tokens; the first one has no log-probability")
+        outputs = self.generate(sequences, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
+        found = ([token.logprob for token in output.prompt_logprobs or () if token] for output in outputs)
+        return [np.asarray(logprobs, np.float32) for logprobs in found]
+
+    @release_on_error
     def inspect(
         self,
         prompt: Prompt,
@@ -342,7 +427,7 @@ class LLM:
     def _generate(self, waiting: _Waiting) -> None:
         """Submits requests as the engine's queue allows, and runs the engine until all are complete."""
         live: dict[int, _RunningCompletion] = {}
-        with self._bar(len(waiting)) as update:
+        with self._stepping, self._bar(len(waiting)) as update:
             try:
                 while waiting or live:
                     self._submit(waiting, live)
@@ -367,6 +452,9 @@ class LLM:
         if running is None:
             return  # aborted after a stop string
         completion = running.completion
+        if result.weight_version is not None:
+            completion.weight_versions.append((len(completion.token_ids), result.weight_version))
+            running.parent.weight_version = result.weight_version
         delta = running.stream.push(result.token_ids, result.finish_reason, result.stop_token_id)
         running.parent.num_cached_tokens = max(running.parent.num_cached_tokens, result.num_cached_tokens)
         if (logprobs := result.prompt_logprobs) is not None:
@@ -376,7 +464,11 @@ class LLM:
         completion.token_ids += result.token_ids[: delta.num_tokens]
         if result.logprobs is not None:
             completion.logprobs = (completion.logprobs or []) + result.logprobs[: delta.num_tokens]
+        if result.routed_experts is not None:
+            running.routed_experts.append(result.routed_experts)
         if delta.finish_reason is not None:
+            computed = len(running.parent.prompt_token_ids) + len(completion.token_ids) - 1
+            completion.routed_experts = join_routed_experts(running.routed_experts, computed)
             completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
             completion.error = result.error
             del live[result.request_id]

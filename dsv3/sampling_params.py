@@ -82,6 +82,7 @@ def _check_choice(choice: list[str]) -> None:
         raise ValueError("choice: an entry is empty; give texts of at least one character")
 
 
+MAX_N = 1024
 MAX_LOGPROBS = 20
 MAX_STOP = 16
 MAX_THINKING_TOKENS = 2**20
@@ -96,11 +97,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Sampling parameters of one request; raises ValueError, naming the field, for a value out of range.
 
     `temperature` 0 is greedy. `top_k` 0 (or -1) keeps every token. `logprobs` counts the alternatives reported for each
-    token (0: only the sampled one), `prompt_logprobs` the same for each token of the prompt but the first. `seed` fixes
-    the text whatever else is in the batch. `max_tokens` None: as many as fit. `min_tokens` suppresses end-of-sequence
-    and stop tokens, and stop strings, until so many have been generated. `structured_outputs` constrains the answer.
-    Where it allows nothing but the end, the answer ends, whatever `min_tokens` and `ignore_eos` say. The reasoning of a
-    chat's answer has at most `thinking_token_budget` tokens; then its end marker follows.
+    token (0: only the sampled one), `prompt_logprobs` the same for each token of the prompt but the first.
+    `return_routed_experts` asks for the experts of all tokens of prompt and answer but the last (docs/rl_routing.md).
+    `seed` fixes the text whatever else is in the batch. `max_tokens` None: as many as fit. `min_tokens` suppresses
+    end-of-sequence and stop tokens, and stop strings, until so many have been generated. `structured_outputs`
+    constrains the answer. Where it allows nothing but the end, the answer ends, whatever `min_tokens` and `ignore_eos`
+    say. The reasoning of a chat's answer has at most `thinking_token_budget` tokens; then its end marker follows.
     """
 
     n: int = 1
@@ -115,6 +117,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    return_routed_experts: bool = False
     max_tokens: int | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
@@ -126,7 +129,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        _within("n", self.n, 1, 128)
+        _within("n", self.n, 1, MAX_N)
         _within("temperature", self.temperature, 0.0, 100.0)
         _within("top_p", self.top_p, 0.0, 1.0, open_below=True)
         _within("top_k", self.top_k, -1, 2**31 - 1)

@@ -1,5 +1,6 @@
 """The notebooks of `examples/`: executed with the bundled model, committed without outputs."""
 
+import itertools
 import pathlib
 import re
 
@@ -9,7 +10,8 @@ import pytest
 
 # Programs of batches as small as test_serve's, which compiles them too: those of an `LLM()` take twice the time of the
 # cells behind it. The limits say how many are computed at once, and no cell depends on that.
-SMALL = "LLM(max_num_seqs=4, max_model_len=256, max_num_batched_tokens=64)"
+LIMITS = "max_num_seqs=4, max_model_len=256, max_num_batched_tokens=64"
+SMALLER = {"LLM()": f"LLM({LIMITS})", "LLM(dtype": f"LLM({LIMITS}, dtype", "STEPS = 20": "STEPS = 2"}
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 
@@ -41,8 +43,8 @@ def test_notebooks_are_valid_and_committed_without_outputs(path):
 
 def executed(name):
     notebook = read(EXAMPLES / name)
-    for cell in code_cells(notebook):
-        cell.source = cell.source.replace("LLM()", SMALL)
+    for cell, (usual, smaller) in itertools.product(code_cells(notebook), SMALLER.items()):
+        cell.source = cell.source.replace(usual, smaller)
     resources = {"metadata": {"path": str(EXAMPLES.parent)}}
     return nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources).execute()
 
@@ -120,3 +122,12 @@ def test_a_deployment_is_planned_and_drawn(plan):
     assert re.search(r"node_8xh800 .* does not fit", text) and re.search(r"decode_ep144 .* fits", text)
     rooms = [int(room.replace(",", "")) for room in re.findall(r"([\d,]+) tokens each at most", text)]
     assert len(rooms) == 6 and rooms[:3] == sorted(rooms[:3], reverse=True) and rooms[3] > rooms[0]
+
+
+def test_rewards_train_the_model_that_serves():
+    notebook = executed("grpo.ipynb")
+    assert not warnings_of(notebook)
+    text = "".join(map(text_of, code_cells(notebook)))
+    before, after = map(int, re.search(r"(\d+)% before, (\d+)% after 2 steps", text).groups())
+    assert after > before  # the seeds are fixed
+    assert sum(len(pictures_of(cell)) for cell in code_cells(notebook)) == 1

@@ -67,9 +67,14 @@ def compute_copy(params: Params, cfg: ModelConfig, dtype: Any) -> Params:
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
-def train_step(state: TrainState, tokens: jax.Array, *, config: TrainingConfig) -> tuple[TrainState, dict[str, Any]]:
-    """Trains on `tokens`, int32 [B, S]; returns the next state and the scalars to report."""
-    (_, metrics), gradient = jax.value_and_grad(_objective, has_aux=True)(state.params, tokens, config)
+def train_step(
+    state: TrainState, tokens: jax.Array, routed_experts: jax.Array | None = None, *, config: TrainingConfig
+) -> tuple[TrainState, dict[str, Any]]:
+    """Trains on `tokens`, int32 [B, S]; returns the next state and the scalars to report.
+
+    `routed_experts` `[B, S, num_moe_layers, K]` replay a rollout's routing (`dsv3.model.forward.forward`).
+    """
+    (_, metrics), gradient = jax.value_and_grad(_objective, has_aux=True)(state.params, tokens, config, routed_experts)
     counts = metrics.pop("expert_counts")
     updates, moments = optimizer(config).update(gradient, state.optimizer, state.params)
     params = shift_router_bias(optax.apply_updates(state.params, updates), counts, config.router_bias_rate)
@@ -83,7 +88,9 @@ def expert_load_peak(counts: Any) -> Any:
     return (counts.max(axis=1) / counts.mean(axis=1)).mean()
 
 
-def _objective(params: Params, tokens: jax.Array, config: TrainingConfig) -> tuple[jax.Array, dict[str, Any]]:
+def _objective(
+    params: Params, tokens: jax.Array, config: TrainingConfig, routed_experts: jax.Array | None
+) -> tuple[jax.Array, dict[str, Any]]:
     computed = compute_copy(params, config.model, jnp.dtype(config.compute_dtype))
     output = forward(
         computed,
@@ -93,6 +100,7 @@ def _objective(params: Params, tokens: jax.Array, config: TrainingConfig) -> tup
         backend=training_backend(),
         routed=balanced(LOCAL_EXPERTS, config, tokens.shape[0]),
         fp8_products=config.fp8_products,
+        routed_experts=routed_experts,
     )
     return objective(output, tokens, config.mtp_weight)
 

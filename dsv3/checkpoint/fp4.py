@@ -141,8 +141,9 @@ def convert_fp4_shapes(weight: StoredFp4, array: PlannedArray, to: Fp4Mode | np.
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=weight.data.sharding), made)
 
 
+@functools.cache
 def _exact(to: Fp4Mode | np.dtype) -> Callable[[StoredFp4], Any]:
-    """Returns the conversion of a stack to words or to a dtype, one layer at a time."""
+    """Returns the conversion of a stack to words or to a dtype, one layer at a time; always the same function."""
     convert = to_words if to == "keep" else functools.partial(decode, dtype=to)
     return lambda stack: lax.map(lambda layer: convert(layer.data, layer.scale), stack)
 

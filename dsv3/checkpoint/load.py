@@ -1,5 +1,6 @@
 """`load_params`: reads a checkpoint directory into a parameter tree."""
 
+import dataclasses
 import functools
 import gc
 import itertools
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
@@ -48,7 +50,7 @@ from dsv3.checkpoint.quantize import (
     quantize_stack_shapes,
 )
 from dsv3.checkpoint.reader import CheckpointReader, PendingReads, aligned_empty, group_reads
-from dsv3.checkpoint.safetensors_file import CheckpointError, read_directory
+from dsv3.checkpoint.safetensors_file import CheckpointError, raise_findings, read_directory, tensors_in_memory
 from dsv3.config.model import ModelConfig
 from dsv3.model.params import Fp8Weight, Int4Weight, Params, declare
 from pallas_kernels.float8 import E4M3
@@ -74,14 +76,16 @@ def read_leaves(
     progress: bool,
     threads: int = 8,
     convert: Mapping[str, Callable[[Any], Any]] = types.MappingProxyType({}),
-) -> list[Any]:
-    """Returns the parameters in the order of the plan: `jax.Array`s, or `Fp8Weight`s or `Int4Weight`s of them.
+    before: Callable[[str], None] = lambda _: None,
+) -> Iterator[tuple[str, Any]]:
+    """Yields path and parameter in the order of the plan: `jax.Array`s, or `Fp8Weight`s or `Int4Weight`s of them.
 
     `shardings` has a `Sharding`, or an `Fp8Weight` of two, by leaf path; a leaf without one goes to the default device.
     Only files with data for this process's devices are opened. Host memory holds one shard of one array, or several
     that need the same blocks (up to `TOGETHER_BYTES`), the shards before while they are copied to devices, and up to
     `AHEAD_BYTES` of the next. A CPU device adopts the memory instead of copying it. `convert` has functions by leaf
-    path, each of which is applied before the next leaf is read.
+    path, each of which is applied before the next leaf is read. `before` is called with a leaf's path before the
+    devices get it.
 
     Raises `CheckpointError` if a file cannot be read or is damaged, or if tensors that must be equal differ.
     """
@@ -90,21 +94,20 @@ def read_leaves(
         (array, box) for leaf in leaves for array, sharding in leaf for box in device_shards(array.shape, sharding)
     ]
     total = plan.bytes_to_compare + sum(array.bytes_to_read(box) for array, box in needed)
-    with CheckpointReader(threads) as reader, reporter(total, "loading", shown=progress) as advance:
+    with CheckpointReader(threads, plan.arrays) as reader, reporter(total, "loading", shown=progress) as advance:
         reader.open(tensor.path for pair in plan.equal for tensor in pair)
         check_duplicates(reader, plan, advance)
         reader.open(path for array, box in needed for path in array.files(box))
         copies = _DeviceCopies()
-        values = []
         read = _arrays(reader, [pair for leaf in leaves for pair in leaf], advance, copies)
         for path, leaf in zip(plan.leaves, leaves, strict=True):
+            before(path)
             value = _leaf([array for array, _ in leaf], list(itertools.islice(read, len(leaf))))
             if path in convert:
                 copies.wait()  # pending copies hold the memory of the leaf
                 value = convert[path](value)
-            values.append(value)
+            yield path, value
         copies.wait()
-        return values
 
 
 class _DeviceCopies:
@@ -299,21 +302,118 @@ def load_params(
     if fp4 not in get_args(Fp4Mode):
         raise ValueError(f"fp4 {fp4!r} is not one of {', '.join(get_args(Fp4Mode))}")
     where = _by_path(cfg, shardings)
+    quantized = plain_products if fp8 == "quantize" else lambda *_: ()
+    plan = _plan(Path(directory), cfg, dtype, fp8, where, phy2log, tensor_parallel_size)
+    planned = PlannedParams(plan, cfg, (fp8, int4, fp4), where, tuple(quantized(plan, cfg)))
+    values = planned.shapes() if shapes else dict(planned.read(progress=progress, threads=threads))
+    return jax.tree.unflatten(jax.tree.structure(declare(cfg)), list(values.values()))
+
+
+def plan_params(
+    source: Path | Mapping[str, Any],
+    cfg: ModelConfig,
+    served: Mapping[str, Any],
+    *,
+    dtype: Any,
+    fp8: Fp8Mode,
+    int4: Int4Mode,
+    fp4: Fp4Mode,
+    phy2log: np.ndarray | None = None,
+    tensor_parallel_size: int = 1,
+) -> "PlannedParams":
+    """Plans to read a directory, or arrays by the names of its tensors, in place of the parameters `served`.
+
+    `served` has `jax.ShapeDtypeStruct`s with shardings by leaf path, or an `Fp8Weight` (or the like) of two. Each leaf
+    keeps its type: values are converted as they are read, and a plain product is quantized where an FP8 one is served.
+    The other arguments are those of `load_params`, at which the parameters were loaded. Raises `CheckpointError` where
+    the tensors are not those of the model, or a leaf cannot have the form that is served; it names all of them.
+    """
+    where = {path: _shardings_like(leaf) for path, leaf in served.items()}
+    plan = _plan(source, cfg, dtype, fp8, where, phy2log, tensor_parallel_size)
+    leaves = {path: _in_type_of(served[path], leaf) for path, leaf in plan.leaves.items()}
+    plan = dataclasses.replace(plan, leaves=leaves)
+    quantized = tuple(path for path in plain_products(plan, cfg) if isinstance(served[path], Fp8Weight))
+    planned = PlannedParams(plan, cfg, (fp8, int4, fp4), where, quantized)
+    found = {path: form_of(leaf) for path, leaf in planned.shapes().items()}
+    wrong = [
+        f"{path} is {found[path]}, but {form_of(leaf)} is served"
+        for path, leaf in served.items()
+        if form_of(leaf) != found[path]
+    ]
+    raise_findings(plan.directory, {"parameters in another form": wrong})
+    return planned
+
+
+def form_of(leaf: Any) -> str:
+    """Returns dtypes and shapes of a leaf's arrays, as text."""
+    return " and ".join(f"{np.dtype(x.dtype).name}{list(x.shape)}" for x in jax.tree.leaves(leaf))
+
+
+def _shardings_like(leaf: Any) -> Any:
+    """Returns the sharding of a leaf's array; of two, an `Fp8Weight` of both, as `read_leaves` takes it."""
+    arrays = jax.tree.leaves(leaf)
+    return arrays[0].sharding if len(arrays) == 1 else Fp8Weight(*(x.sharding for x in arrays))
+
+
+def _in_type_of(served: Any, leaf: tuple[PlannedArray, ...]) -> tuple[PlannedArray, ...]:
+    """Returns a planned leaf with the dtype that is served, where both are one plain array of a like dtype."""
+    if len(leaf) > 1 or not hasattr(served, "dtype"):
+        return leaf
+    like = jnp.issubdtype(served.dtype, jnp.integer) == jnp.issubdtype(leaf[0].dtype, jnp.integer)
+    return (dataclasses.replace(leaf[0], dtype=np.dtype(served.dtype)),) if like else leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedParams:
+    """Parameters to read: the plan, the modes in which `load_params` serves quantized weights, shardings by leaf path.
+
+    Plain products in `quantized` become FP8.
+    """
+
+    plan: LoadPlan
+    cfg: ModelConfig
+    modes: tuple[Fp8Mode, Int4Mode, Fp4Mode]
+    shardings: Mapping[str, Any]
+    quantized: tuple[str, ...]
+
+    def shapes(self) -> dict[str, Any]:
+        """Returns the shapes, with shardings, of what `read` yields."""
+        convert = self._conversions(shapes=True)
+        found = zip(self.plan.leaves, leaf_shapes(self.plan, self.shardings), strict=True)
+        return {path: convert[path](leaf) if path in convert else leaf for path, leaf in found}
+
+    def read(
+        self, *, progress: bool, threads: int, before: Callable[[str], None] = lambda _: None
+    ) -> Iterator[tuple[str, Any]]:
+        """Yields path and value of each leaf, as `read_leaves`."""
+        convert = self._conversions(shapes=False)
+        return read_leaves(
+            self.plan, self.shardings, progress=progress, threads=threads, convert=convert, before=before
+        )
+
+    def _conversions(self, *, shapes: bool) -> dict[str, Callable[[Any], Any]]:
+        return _conversions(self.plan, self.cfg, self.modes, self.shardings, self.quantized, shapes=shapes)
+
+
+def _plan(
+    source: Path | Mapping[str, Any],
+    cfg: ModelConfig,
+    dtype: Any,
+    fp8: Fp8Mode,
+    where: Mapping[str, Any],
+    phy2log: np.ndarray | None,
+    tensor_parallel_size: int,
+) -> LoadPlan:
+    """Plans the load of replicas of experts, and of rows in the order of tensor parallelism."""
     with _collector_paused():
-        plan = plan_directory(Path(directory), cfg, dtype, fp8)
+        plan = plan_directory(source, cfg, dtype, fp8)
         if phy2log is not None:
             plan = with_replicas(plan, cfg, phy2log, where)
         if tensor_parallel_size > 1:
             plan = with_row_order(plan, cfg, tensor_parallel_size)
     if plan.skipped_mtp_layers:
-        _log.info("%s: layers that make drafts, from %d on, are not loaded", directory, plan.skipped_mtp_layers[0])
-    convert = _conversions(plan, cfg, (fp8, int4, fp4), where, shapes=shapes)
-    if shapes:
-        found = zip(plan.leaves, leaf_shapes(plan, where), strict=True)
-        values = [convert[path](leaf) if path in convert else leaf for path, leaf in found]
-    else:
-        values = read_leaves(plan, where, progress=progress, threads=threads, convert=convert)
-    return jax.tree.unflatten(jax.tree.structure(declare(cfg)), values)
+        _log.info("%s: layers that make drafts, from %d on, are not loaded", plan.directory, plan.skipped_mtp_layers[0])
+    return plan
 
 
 def _conversions(
@@ -321,6 +421,7 @@ def _conversions(
     cfg: ModelConfig,
     modes: tuple[Fp8Mode, Int4Mode, Fp4Mode],
     where: Mapping[str, Any],
+    quantized: Iterable[str],
     *,
     shapes: bool,
 ) -> dict[str, Callable[[Any], Any]]:
@@ -349,7 +450,7 @@ def _conversions(
                 )
             conversions[path] = functools.partial(from_fp4, array=plan.leaves[path][0], to=to)
     ue8m0 = cfg.fp8 is not None and cfg.fp8.scale_fmt == "ue8m0"
-    for path in plain_products(plan, cfg) if fp8 == "quantize" else ():
+    for path in quantized:
         conversions[path] = functools.partial(to_fp8, ue8m0=ue8m0, sharding=where.get(path))
     return conversions
 
@@ -369,20 +470,25 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def plan_directory(directory: Path, cfg: ModelConfig, dtype: Any, fp8: Fp8Mode) -> LoadPlan:
-    """Plans the load of a directory; `dtype` and `fp8` as in `load_params`.
+def plan_directory(source: Path | Mapping[str, Any], cfg: ModelConfig, dtype: Any, fp8: Fp8Mode) -> LoadPlan:
+    """Plans the load of a directory, or of arrays by the names of its tensors; `dtype` and `fp8` as in `load_params`.
 
-    Raises `CheckpointError` if the directory does not match `cfg`, ValueError for an unknown `dtype` or `fp8`.
+    Raises `CheckpointError` if the tensors do not match `cfg`, ValueError for an unknown `dtype` or `fp8`.
     """
     dtype = None if dtype is None else np.dtype(dtype)
     if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype {dtype} is not one of {', '.join(map(str, DTYPES))}")
     if fp8 not in get_args(Fp8Mode):
         raise ValueError(f"fp8 {fp8!r} is not one of {', '.join(get_args(Fp8Mode))}")
-    tensors = read_directory(directory)
+    arrays: dict[Path, Any] = {}
+    if isinstance(source, Path):
+        directory, tensors = source, read_directory(source)
+    else:
+        directory, tensors = Path("the mapping of tensors"), tensors_in_memory(source)
+        arrays = {tensors[name].path: array for name, array in source.items()}
     if cfg.compressed is None:  # DeepSeek-V4's names are nobody else's
         tensors = to_deepseek_names(directory, tensors)
-    return plan_hf(directory, tensors, cfg, dtype, fp8)
+    return dataclasses.replace(plan_hf(directory, tensors, cfg, dtype, fp8), arrays=arrays)
 
 
 def _by_path(cfg: ModelConfig, shardings: Params | Sharding | None) -> dict[str, Any]:

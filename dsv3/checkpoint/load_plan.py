@@ -93,13 +93,15 @@ class LoadPlan:
     """The arrays to read from a checkpoint directory.
 
     `leaves` has one array per leaf path, or data and scales. `equal` lists pairs of tensors that must hold the same
-    bytes. `skipped_mtp_layers` are the layer numbers of MTP modules that are not loaded.
+    bytes. `skipped_mtp_layers` are the layer numbers of MTP modules that are not loaded. `arrays` in memory stand for
+    files of these paths.
     """
 
     directory: Path
     leaves: dict[str, tuple[PlannedArray, ...]]
     equal: tuple[tuple[Tensor, Tensor], ...] = ()
     skipped_mtp_layers: tuple[int, ...] = ()
+    arrays: Mapping[Path, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def files(self) -> list[Path]:

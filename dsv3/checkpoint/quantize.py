@@ -175,8 +175,9 @@ def convert_int4_shapes(weight: Any, mode: Int4Mode, dtype: np.dtype) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=weight.data.sharding), served)
 
 
+@functools.cache
 def _conversion(mode: Int4Mode, dtype: np.dtype) -> Callable[[Int4Weight], Any]:
-    """Returns the conversion of a stack, one layer at a time."""
+    """Returns the conversion of a stack, one layer at a time; always the same function, which jax compiles once."""
     convert = _to_fp8 if mode == "fp8" else functools.partial(_to_plain, dtype=dtype)
     return lambda stack: lax.map(convert, stack)
 
@@ -243,7 +244,8 @@ def quantize_stack_shapes(
     )
 
 
+@functools.cache
 def rounding(ue8m0: bool) -> Callable[[jax.Array], Fp8Weight]:
-    """Returns a traceable function that quantizes a stack, one layer at a time."""
+    """Returns the function that quantizes a stack, one layer at a time; always the same, which jax compiles once."""
     round_layer = functools.partial(quantize_128x128, ue8m0=ue8m0)
     return lambda layers: Fp8Weight(*lax.map(round_layer, layers))

@@ -7,10 +7,12 @@ converted.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +20,7 @@ import numpy as np
 from dsv3.checkpoint.layout import Box, TensorSlice, blocks, extents, full_box, intersection, shift_box, whole_slice
 from dsv3.checkpoint.load_plan import PlannedArray
 from dsv3.checkpoint.safetensors_file import CheckpointError, Tensor
-from dsv3.checkpoint.source import ALIGNMENT, Buffers, Source
+from dsv3.checkpoint.source import ALIGNMENT, ArraySource, Buffers, Source
 from pallas_kernels.float8 import BLOCK, E4M3
 from pallas_kernels.int4 import VALUES_PER_WORD, interleave
 
@@ -160,11 +162,14 @@ class PendingReads:
 
 
 class CheckpointReader:
-    """Open files of one checkpoint and the threads that read them; a context manager."""
+    """Open files of one checkpoint and the threads that read them; a context manager.
 
-    def __init__(self, threads: int = 8) -> None:
+    `arrays` in memory are read in place of the files of these paths.
+    """
+
+    def __init__(self, threads: int = 8, arrays: Mapping[Path, Any] = MappingProxyType({})) -> None:
         self._stack = ExitStack()
-        self._sources: dict[Path, Source] = {}
+        self._arrays, self._sources = arrays, dict[Path, Source | ArraySource]()
         self._buffers = Buffers(BLOCK_BYTES)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="checkpoint")
         self._scratch = Buffers(BLOCK_BYTES)
@@ -180,7 +185,8 @@ class CheckpointReader:
         """Opens files that are not open yet; not thread-safe, call it before reads of these files."""
         for path in dict.fromkeys(paths).keys() - self._sources.keys():
             try:
-                self._sources[path] = Source(path, self._buffers)
+                array = self._arrays.get(path)
+                self._sources[path] = Source(path, self._buffers) if array is None else ArraySource(array)
             except OSError as error:
                 raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
             self._stack.callback(self._sources[path].close)

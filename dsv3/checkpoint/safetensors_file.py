@@ -119,6 +119,19 @@ def read_header(path: Path) -> dict[str, Tensor]:
     return {tensor.name: tensor for tensor in tensors}
 
 
+def tensors_in_memory(arrays: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns arrays as tensors, each in a file of its own that is not there.
+
+    Raises `CheckpointError` for a dtype that safetensors files cannot have.
+    """
+    foreign = [f"{name} is {array.dtype}" for name, array in arrays.items() if np.dtype(array.dtype) not in NAMES]
+    raise_findings("the mapping of tensors", {"dtypes that no checkpoint has": foreign})
+    return {
+        name: Tensor(name, Path(name, "memory"), np.dtype(array.dtype), tuple(array.shape), 0)
+        for name, array in arrays.items()
+    }
+
+
 def header_bytes(tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
     """Returns the start of a safetensors file that holds `tensors` (name, dtype, shape) in this order.
 

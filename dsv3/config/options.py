@@ -24,6 +24,7 @@ Role = Literal["both", "prefill", "decode"]
 TransferCarrier = Literal["sockets", "auto", "nixl"]
 Transport = Literal["auto", "ring", "all_to_all", "hierarchical", "ragged"]
 Combine = Literal["auto", "int8"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 LEADER = 0
 """Id of the process with the scheduler."""
@@ -209,6 +210,12 @@ class RunOptions:
         programs=False,
         group="experts",
     )
+    enable_return_routed_experts: bool = option(
+        False,
+        "Return the experts of tokens to requests with return_routed_experts, for training that replays them "
+        "(docs/rl_routing.md).",
+        group="experts",
+    )
     enable_prefix_caching: bool = option(
         True, "Reuse the cached pages of common prompt prefixes.", programs=False, group="cache"
     )
@@ -282,6 +289,12 @@ class RunOptions:
         '\'{"method": "mtp", "num_speculative_tokens": 1}\' (docs/speculative.md).',
         group="scheduling",
     )
+    logprobs_mode: LogprobsMode = option(
+        "raw_logprobs",
+        "Return the log-probabilities of the model's own distribution, or with processed_logprobs those of the "
+        "distribution that tokens are drawn from: after penalties, grammars, temperature, min_p, top_k and top_p.",
+        group="scheduling",
+    )
     seed: int = option(0, "Use this seed for requests without one.", programs=False, group="model")
 
     @functools.cached_property
@@ -312,6 +325,11 @@ class EngineOptions(RunOptions, StartOptions):
         for name, off in _OF_SPREAD_EXPERTS.items():
             if (value := getattr(self, name)) != off and not self.spreads_experts:
                 raise ValueError(f"{name}: {value!r} needs enable_expert_parallel")
+        if self.enable_return_routed_experts and self.role != "both":
+            raise ValueError(
+                f"enable_return_routed_experts: not with role {self.role!r}, since pages of another instance come "
+                "without the experts of their tokens"
+            )
         if self.kv_store is not None:
             self._check_store(self.kv_store)
             object.__setattr__(self, "kv_offloading_size", self.kv_offloading_size or _STAGING_GIB)

@@ -132,6 +132,12 @@ class ServerOptions(ServiceOptions):
         "ui.perfetto.dev; default: disabled.",
         group="monitoring",
     )
+    enable_weight_updates: bool = option(
+        False,
+        "Enable the routes that pause generation, replace the weights, and put the engine to sleep, for the operator "
+        "(docs/rl.md); answers then have weight_version.",
+        group="http",
+    )
     shutdown_grace: float = option(
         0.0,
         "Accept requests for this many more seconds after SIGTERM, while /health and /ready return 503, so that "

@@ -18,7 +18,7 @@ from dsv3.config.hugging_face import load_config, stored_dtype
 from dsv3.config.identity import CacheIdentity, model_identity
 from dsv3.config.model import Fp8Config, ModelConfig
 from dsv3.config.options import EngineOptions
-from dsv3.engine.components import EngineComponents
+from dsv3.engine.components import EngineComponents, Reading
 from dsv3.engine.description import describe
 from dsv3.engine.device.driver import started_devices
 from dsv3.engine.device.layout import Layout
@@ -27,7 +27,7 @@ from dsv3.engine.device.programs import ReadPrograms, measure
 from dsv3.engine.dtypes import EngineDtypes, packed_mode, resolve_dtypes
 from dsv3.engine.engine import Engine
 from dsv3.engine.executor import lay_out
-from dsv3.engine.expert_parallel import Reading, expert_parallel_functions, load_replicated, load_spread
+from dsv3.engine.expert_parallel import expert_parallel_functions, load_replicated, load_spread
 from dsv3.engine.functions import StepFunctions, in_full_precision, model_functions
 from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.jobs.sample import adjust_shapes
@@ -132,6 +132,7 @@ def load_components(
             mesh,
             tokenizer=tokenizer if tokenizer.is_file() else None,
             description=describe(model_cfg, dtypes, backend, packed_mode(model_cfg, options)),
+            reading=read,
         )
 
     identity = _cache_identity(Path(model_dir), model_cfg, options, dtypes).text
@@ -157,7 +158,8 @@ def served(model_cfg: ModelConfig, options: EngineOptions) -> ModelConfig:
 
     It has its first MTP module, or its stages of DSpark, where these propose drafts, else none: weights that nothing
     uses are neither loaded nor get a share of the cache. It has FP8 products where the options quantize. Raises
-    ValueError for drafts by layers that the model lacks, and for more drafts than a block has.
+    ValueError for drafts by layers that the model lacks, for more drafts than a block has, and for experts to return
+    where there are none.
     """
     method = None if options.speculative is None else options.speculative.method
     wanted, dspark = method == "mtp", model_cfg.dspark if method == "dspark" else None
@@ -168,6 +170,8 @@ def served(model_cfg: ModelConfig, options: EngineOptions) -> ModelConfig:
             "speculative_config: method 'mtp' needs a model with a multi-token prediction module, and this one has "
             "none; choose 'ngram' or omit speculative_config"
         )
+    if options.enable_return_routed_experts and not model_cfg.num_moe_layers:
+        raise ValueError("enable_return_routed_experts: this model has no routed experts; omit the option")
     fp8 = model_cfg.fp8 or (Fp8Config() if options.fp8 == "quantize" else None)
     return dataclasses.replace(model_cfg, num_nextn_predict_layers=int(wanted), dspark=dspark, fp8=fp8)
 

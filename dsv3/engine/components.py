@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
@@ -15,6 +15,22 @@ from sharding.mesh import RANKS, rank_mesh, rank_size, shardings
 
 
 @dataclasses.dataclass(frozen=True)
+class Reading:
+    """How weights are read: their dtype, whether a progress bar is shown, and what FP8, INT4 and FP4 become.
+
+    `threads` of them read at once. With `shapes` no weight is read: shapes stand in for them.
+    """
+
+    dtype: Any
+    fp8: Literal["keep", "dequantize", "quantize"]
+    progress: bool
+    int4: Literal["keep", "fp8", "dequantize"] = "keep"
+    fp4: Literal["fp8", "keep"] = "fp8"
+    shapes: bool = False
+    threads: int = 8
+
+
+@dataclasses.dataclass(frozen=True)
 class EngineComponents:
     """A model and the devices that serve it.
 
@@ -23,7 +39,8 @@ class EngineComponents:
     place. `model_cfg` has vocabulary, end tokens and cache layout, `cfg` the limits. The devices of `mesh` may belong
     to several processes. `tokenizer` is the `tokenizer.json` that grammars are compiled for; without one requests
     cannot be constrained. `description` is one line about the model, for logs and the dashboard. `memory` is the
-    account that sized the page pool; None on a CPU.
+    account that sized the page pool; None on a CPU. `reading` is how the weights were read; without it they cannot be
+    updated.
 
     Raises ValueError where the mesh has other ranks than the limits.
     """
@@ -36,6 +53,7 @@ class EngineComponents:
     tokenizer: Path | None = None
     description: str = ""
     memory: PoolSizing | None = None
+    reading: Reading | None = None
 
     def __post_init__(self) -> None:
         ranks = self.mesh.shape[RANKS[0]] * self.mesh.shape[RANKS[1]]

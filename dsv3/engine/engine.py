@@ -9,7 +9,9 @@ needs those tokens, that job and the jobs behind it are launched after they have
 import itertools
 import logging
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Series
+from concurrent.futures import Future
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +19,14 @@ import numpy as np
 
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.components import EngineComponents
+from dsv3.engine.control import Control
 from dsv3.engine.device.programs import Progress, Store
 from dsv3.engine.errors import ClusterError, public_text
 from dsv3.engine.executor import Executor, LocalExecutor
 from dsv3.engine.job import EngineView, JobKind, Planned, StepCommand, WorkEvents
 from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.jobs.experts import ExpertBalancer
+from dsv3.engine.operations import OperatedState, Operation
 from dsv3.engine.step_log import EngineSnapshot, JobRecord, StepLog
 from dsv3.engine.step_metrics import StepMetricsRecorder, StepPublisher
 from dsv3.engine.stored import COMPILE_EVENT, EventCounter
@@ -35,8 +39,10 @@ from dsv3.scheduler.request import (
     EngineOutput,
     EngineRequest,
     EngineStats,
+    FinishReason,
     Histogram,
     InvalidRequest,
+    NotServing,
     PreparedRequest,
     QueueFull,
     RequestRules,
@@ -93,6 +99,8 @@ class Engine:
         self.planners = {kind.name: kind.planner(view) for kind in kinds if kind.applies(components)}
         self._commands: deque[Sequence | int | None] = deque()  # a new request, the id of one to abort, or: flush
         self._submitted_ids: set[int] = set()  # requests among the commands, which the scheduler does not know yet
+        self._kept_back: deque[Sequence] = deque()  # submitted while an operation lets earlier requests finish
+        self.control = Control(self)
         self._in_flight: list[_LaunchedJobs] = []
         self._step_metrics = _step_metrics_recorder(self.cfg, self.scheduler)
         self._compilations = EventCounter(COMPILE_EVENT)
@@ -106,7 +114,19 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
-        return bool(self._commands or self.grammars or self._in_flight) or self.scheduler.has_work
+        if self.control.has_waiting or self._commands or self._in_flight:
+            return True
+        return not self.control.is_stopped and (bool(self.grammars) or self.scheduler.has_work)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether there is a request that operations may wait for: any but those kept back while they do."""
+        return bool(self.grammars or self._in_flight or self.scheduler.sequences)
+
+    @property
+    def state(self) -> OperatedState:
+        """What operations have led to."""
+        return self.control.state
 
     @property
     def room(self) -> int:
@@ -133,8 +153,10 @@ class Engine:
             enable_prefix_caching=cfg.enable_prefix_caching,
             fingerprint=cfg.fingerprint,
             page_size=cfg.page_size,
+            weights=self.state.weights,
             prefills_only=cfg.role == "prefill",
             num_ranks=cfg.num_ranks,
+            returns_routed_experts=cfg.enable_return_routed_experts,
             takes_grammars=self.grammars is not None and not (cfg.speculative and cfg.speculative.synthetic_chances),
         )
 
@@ -145,7 +167,7 @@ class Engine:
     @property
     def _num_waiting(self) -> int:
         compiling = 0 if self.grammars is None else len(self.grammars)
-        return len(self._commands) + compiling + len(self.scheduler.queue)
+        return len(self._commands) + len(self._kept_back) + compiling + len(self.scheduler.queue)
 
     def add(self, request: EngineRequest) -> None:
         """Prepares a request on the caller's thread and queues it; raises InvalidRequest, and what `submit` raises."""
@@ -167,9 +189,12 @@ class Engine:
           InvalidRequest: its id is in use.
           QueueFull: too many requests are waiting. Half of the queue is reserved for priorities of 0 or lower.
           EngineDead: the engine has failed; build a new one.
+          NotServing: it sleeps, or its weights are not complete.
         """
         if self.failure is not None:
             raise EngineDead("the engine has stopped after an error") from self.failure
+        if why := self.state.why_not_serving:
+            raise NotServing(why)
         if (n := request.sampling.n) != 1:
             raise InvalidRequest(f"n: {n} must be 1 in the engine; submit {n} requests (see fan_out)")
         queued = self.cfg.max_num_queued_reqs
@@ -191,14 +216,24 @@ class Engine:
         """Empties the prefix cache before the next step, on the devices and in the host's memory."""
         self._commands.append(None)
 
+    def operate(self, operation: Operation, on_progress: Callable[[], None] = lambda: None) -> Future[None]:
+        """Queues an operation (`dsv3.engine.operations`), which the next steps execute; see `Control.submit`."""
+        if self.failure is not None:
+            raise EngineDead("the engine has stopped after an error") from self.failure
+        return self.control.submit(operation, on_progress)
+
     def step(self) -> StepOutputs:
         """Launches one step; returns the outputs of the previous one, and of requests that ended without one.
 
-        An exception ends every request with finish_reason "error" and sets `failure`.
+        Operations are executed first. An exception ends every request with finish_reason "error" and sets `failure`.
         """
         try:
             if self.failure is not None:
                 return self._end_all(self.failure)
+            if self.control.has_waiting or self.control.is_stopped:
+                outputs = self._operate()
+                if outputs or self.control.is_stopped:
+                    return outputs
             if not self._warm:
                 return self._step()
             with self._compilations:
@@ -267,6 +302,23 @@ class Engine:
             self._record_step(before)
         return outputs
 
+    def _operate(self) -> StepOutputs:
+        """Executes operations between two steps; a stopped engine still takes requests, and ends those aborted."""
+        outputs = StepOutputs([], self._ingest())
+        self.control.advance(outputs)
+        if not self.control.is_draining:
+            while self._kept_back:
+                self._take(self._kept_back.popleft())
+        if self.control.is_stopped:
+            self.collect_in_flight(outputs)
+        return outputs
+
+    def collect_in_flight(self, outputs: StepOutputs) -> None:
+        """Waits for the steps in flight, and processes their results."""
+        before, self._in_flight = self._in_flight, []
+        if before:
+            self._collect(before, outputs)
+
     def _record_step(self, collected: list[_LaunchedJobs]) -> None:
         """Completes the log's record of a step that read the results of `collected`."""
         launched = [job for jobs, *_ in self._in_flight for job in jobs if not job.is_deferred]
@@ -328,10 +380,16 @@ class Engine:
         for _ in range(len(self._commands)):
             command = self._commands.popleft()
             if isinstance(command, Sequence):
-                self._enqueue(command)
-                self._submitted_ids.discard(command.id)
+                if self.control.is_draining:
+                    self._kept_back.append(command)
+                else:
+                    self._take(command)
             elif command is None:
                 self.scheduler.flush()
+            elif (kept := next((s for s in self._kept_back if s.id == command), None)) is not None:
+                self._kept_back.remove(kept)
+                self._submitted_ids.discard(command)
+                outputs.append(EngineOutput(request_id=command, token_ids=[], finish_reason="abort"))
             elif self.grammars is not None and self.grammars.cancel(command):
                 outputs.append(EngineOutput(request_id=command, token_ids=[], finish_reason="abort"))
             elif (sequence := self.scheduler.sequences.get(command)) is not None:
@@ -339,8 +397,9 @@ class Engine:
                 outputs.append(EngineOutput(request_id=command, token_ids=[], finish_reason="abort"))
         return outputs
 
-    def _enqueue(self, sequence: Sequence) -> None:
+    def _take(self, sequence: Sequence) -> None:
         """Queues a request; one with a grammar waits until that is compiled."""
+        self._submitted_ids.discard(sequence.id)
         if sequence.request.grammar and self.grammars is not None:
             self.grammars.submit(sequence)
         else:
@@ -349,21 +408,26 @@ class Engine:
     def _end_all(self, error: BaseException) -> StepOutputs:
         """Ends every request after a failure: the state on the devices is undefined."""
         self._in_flight = []
+        self.control.fail(error)
+        ended = self.end_requests("error", f"the engine has failed: {public_text(error)}")
+        self.scheduler.abandon_launched_steps()
+        return StepOutputs([], ended)
+
+    def end_requests(self, reason: FinishReason, error: str | None = None) -> list[EngineOutput]:
+        """Ends every request, in any state; returns their last outputs."""
         while self._commands:
             command = self._commands.popleft()
             if isinstance(command, Sequence):
                 self.scheduler.add(command)
+        while self._kept_back:
+            self.scheduler.add(self._kept_back.popleft())
         for sequence in [] if self.grammars is None else self.grammars.cancel_all():
             self.scheduler.add(sequence)
         ended = list(self.scheduler.sequences.values())
         for sequence in ended:
             self.scheduler.finish(sequence)
-        self.scheduler.abandon_launched_steps()
         self._submitted_ids.clear()
-        text = f"the engine has failed: {public_text(error)}"
-        return StepOutputs(
-            [], [EngineOutput(request_id=s.id, token_ids=[], finish_reason="error", error=text) for s in ended]
-        )
+        return [EngineOutput(request_id=s.id, token_ids=[], finish_reason=reason, error=error) for s in ended]
 
     def _next_seed(self) -> int:
         """Returns a 64-bit seed for a request without one: a new one each time, the same series for each start."""

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +13,7 @@ from dsv3.engine.device.devices import Devices, first_launch_is_slower, launch_a
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Programs, Progress, Store, measure, running
 from dsv3.engine.job import JobKind, StepCommand
+from dsv3.engine.weights import ServedWeights
 from sharding.mesh import shardings
 from sharding.processes import place
 from sharding.wire.collectives import launch_in_order
@@ -36,6 +37,18 @@ class Executor(Protocol):
 
     def fetch(self, command: StepCommand, launched: Any) -> Results:
         """Waits for the results of a step."""
+
+    def check_weights(self, source: Any) -> None:
+        """Plans `replace_weights`, as `ServedWeights.plan`; changes nothing."""
+
+    def replace_weights(self, on_progress: Callable[[], None]) -> None:
+        """Replaces the weights as planned. No step may be in flight, as for the next two."""
+
+    def sleep(self, level: int) -> None:
+        """Frees cache and weights on the devices; level 1 keeps the weights in host memory."""
+
+    def wake(self) -> None:
+        """Copies the weights back that are in host memory, and allocates the cache, empty."""
 
 
 def lay_out(components: EngineComponents, kinds: Sequence[JobKind]) -> tuple[Layout, Programs]:
@@ -62,6 +75,7 @@ class LocalExecutor:
         launch_in_order(layout.platform)
         self._memory = components.memory
         self.devices = Devices(layout, params, programs)
+        self._weights = ServedWeights(components, self.devices)
         self._workers = {kind.name: kind.worker(self.devices) for kind in kinds if kind.applies(components)}
         self._replicated = {kind.name: kind.replicated for kind in kinds}
 
@@ -90,6 +104,27 @@ class LocalExecutor:
     def fetch(self, command: StepCommand, launched: list[Any]) -> Results:
         """Waits for the results of a step."""
         return [_on_host(arrays) for arrays in launched]
+
+    def check_weights(self, source: Any) -> None:
+        """Plans `replace_weights`, as `ServedWeights.plan`; changes nothing."""
+        self._weights.plan(source)
+
+    def replace_weights(self, on_progress: Callable[[], None]) -> None:
+        """Replaces the weights as planned."""
+        self._weights.replace(on_progress)
+
+    def sleep(self, level: int) -> None:
+        """Frees cache and weights on the devices; level 1 keeps the weights in host memory."""
+        self.devices.free_cache()
+        if level == 1:
+            self._weights.move_to_host()
+        else:
+            self._weights.drop()
+
+    def wake(self) -> None:
+        """Copies the weights back that are in host memory, and allocates the cache, empty."""
+        self._weights.move_to_devices()
+        self.devices.allocate()
 
     def replicated_results(self, command: StepCommand, results: Results) -> list[np.ndarray]:
         """Returns the results that must be equal in every process."""

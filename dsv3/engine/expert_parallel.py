@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from dsv3.checkpoint import load_params
 from dsv3.config.engine import ForwardProgram
 from dsv3.config.model import ModelConfig
 from dsv3.engine.communication import Communication
+from dsv3.engine.components import Reading
 from dsv3.engine.functions import BlockFunctions, DraftFunctions, SpreadExperts, StepFunctions
 from dsv3.kv_cache.layout import Pool
 from dsv3.model import decoder, dspark, steps
@@ -245,22 +246,6 @@ def _with_experts(layers: LayerParams | None, experts: tuple[Any, Any]) -> Layer
 def _moe(layers: LayerParams | None) -> MoeParams:
     assert layers is not None and layers.moe is not None  # `first_expert_map` refuses models without
     return layers.moe
-
-
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """How weights are read: their dtype, whether a progress bar is shown, and what FP8, INT4 and FP4 become.
-
-    `threads` of them read at once. With `shapes` no weight is read: shapes stand in for them.
-    """
-
-    dtype: Any
-    fp8: Literal["keep", "dequantize", "quantize"]
-    progress: bool
-    int4: Literal["keep", "fp8", "dequantize"] = "keep"
-    fp4: Literal["fp8", "keep"] = "fp8"
-    shapes: bool = False
-    threads: int = 8
 
 
 def load_replicated(

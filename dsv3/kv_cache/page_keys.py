@@ -37,6 +37,11 @@ def root_key(fingerprint: str, salt: str) -> Key:
     return digest.digest()
 
 
+def root_for_weights(root: Key, weights: str) -> Key:
+    """Returns the root in place of `root` under other weights than those of the start; "" are these."""
+    return hashlib.sha256(b"weights" + root + weights.encode()).digest() if weights else root
+
+
 def extend_keys(root: Key, keys: list[Key], tokens: np.ndarray, page_size: int) -> None:
     """Computes the block hashes of `tokens` ([n] int32) and appends to `keys` until it covers every full page."""
     keys += next_keys(keys[-1] if keys else root, tokens[len(keys) * page_size :], page_size)

@@ -46,6 +46,8 @@ class PrefillBatch:
     A model whose cache groups have the lifetime "window" has a `window_table`, with pages of the window at the indices
     of `page_table`, and one with groups of the lifetime "request" has `slots`, one per request. A row whose page is -1
     is not written, since no later step reads it. Entries of pages that the window does not reach are never read.
+
+    With `returns_routed_experts` the step returns the experts of its tokens.
     """
 
     tokens: Any  # [T] int32
@@ -57,6 +59,7 @@ class PrefillBatch:
     kv_capacity: int = dataclasses.field(default=0, metadata={"static": True})
     window_table: Any = None  # [B, Mp] int32
     slots: Any = None  # [B] int32
+    returns_routed_experts: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -65,8 +68,8 @@ class DecodeBatch:
     """B requests with S query tokens each (1 + drafts).
 
     `lengths` counts a request's tokens including these S, so its queries start at position `lengths - S`. A row of
-    length 0 is inactive: nothing is written for it and its output is undefined. `window_table` and `slots` are those of
-    `PrefillBatch`.
+    length 0 is inactive: nothing is written for it and its output is undefined. `window_table`, `slots` and
+    `returns_routed_experts` are those of `PrefillBatch`.
     """
 
     tokens: Any  # [B, S] int32
@@ -75,6 +78,7 @@ class DecodeBatch:
     form: AttentionForm = dataclasses.field(default=AttentionForm.ANY, metadata={"static": True})
     window_table: Any = None  # [B, Mp] int32
     slots: Any = None  # [B] int32
+    returns_routed_experts: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 def split_prefill(batch: PrefillBatch) -> tuple[PrefillBatch, PrefillBatch]:

@@ -13,7 +13,7 @@ from dsv3.model.layers.attention import Attention, LayerPlace
 from dsv3.model.layers.experts import LOCAL_EXPERTS, ExpertLayer, RoutedExperts, RouterStats
 from dsv3.model.layers.hyper_connections import Block, Residual, Streams
 from dsv3.model.layers.linear import Index, Numerics, layer_slice, mlp
-from dsv3.model.layers.router import Routing, route, route_by_token, router_logits
+from dsv3.model.layers.router import Routing, id_dtype, replay, route, route_by_token, router_logits
 from dsv3.model.params import LayerParams, MixingParams, MoeParams, Params
 from dsv3.model.vocabulary import lookup
 from pallas_kernels import dense
@@ -27,7 +27,8 @@ class LayerContext:
     """What all layers of a step, or of one of its micro-batches, share.
 
     `valid` `[T]` is False for padding rows. `routed` computes the routed experts, on this device or on others. Only
-    layers whose experts are chosen by token read the ids `tokens` `[T]`.
+    layers whose experts are chosen by token read the ids `tokens` `[T]`. With `replayed` the layers use these experts
+    (`router.replay`); with `returns_routed_experts` their statistics have the experts of each row.
     """
 
     cfg: ModelConfig
@@ -36,6 +37,14 @@ class LayerContext:
     numerics: Numerics
     routed: RoutedExperts = LOCAL_EXPERTS
     tokens: jax.Array | None = None
+    replayed: jax.Array | None = None  # [L, T, K] int32, by MoE layer
+    returns_routed_experts: bool = False
+
+    def with_ids(self, router_stats: RouterStats, ids: jax.Array) -> RouterStats:
+        """Returns a layer's statistics with the experts `ids` `[T, K]` of its rows, if the step returns them."""
+        if not self.returns_routed_experts:
+            return router_stats
+        return router_stats._replace(ids=ids.astype(id_dtype(self.cfg.n_routed_experts)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +201,7 @@ def run_layer(
         routing = choose_experts(stack, place, context, normed)
         y, router_stats = context.routed(normed, routing, stack.experts(place, context.numerics))
         shared = shared_expert(stack, place, context, normed)
+        router_stats = context.with_ids(router_stats, routing.ids)
         return add_experts(stack, place, context, block, y, shared), state, router_stats
 
 
@@ -252,6 +262,8 @@ def choose_experts(stack: Stack, place: LayerPlace, context: LayerContext, norme
         hashed = 0 if moe.by_token is None else len(moe.by_token)
         bias = None if moe.router_bias is None else layer_slice(moe.router_bias, place.layer - hashed)
         routing = route(cfg, logits, bias, backend)
+    if context.replayed is not None:
+        routing = replay(cfg, logits, routing, layer_slice(context.replayed, place.layer))
     return routing._replace(ids=jnp.where(context.valid[:, None], routing.ids, -1))
 
 

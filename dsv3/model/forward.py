@@ -48,18 +48,36 @@ def forward(
     backend: Backend | None = None,
     routed: RoutedExperts = LOCAL_EXPERTS,
     fp8_products: bool = False,
+    routed_experts: jax.Array | None = None,
 ) -> ForwardOutput:
     """Runs `tokens` `[B, S]` int32 from position 0. Activations have the dtype of `params.embed`.
 
-    `fp8_products` is that of `Numerics`.
+    `fp8_products` is that of `Numerics`. `routed_experts` `[B, S, num_moe_layers, K]`, of any integer type, replay a
+    rollout: the main model's layers use these experts, with the weights that the router computes for them. A token with
+    a negative id in a layer gets the router's own choice there. MTP modules always choose.
+
+    Raises ValueError for `routed_experts` of another shape.
     """
     how: dict[str, Any] = {"backend": backend, "routed": routed, "fp8_products": fp8_products}
     (B, S), flat = tokens.shape, tokens.reshape(-1)
-    context = dataclasses.replace(uncached_context(cfg, B, S, **how), tokens=flat)
+    replayed = None if routed_experts is None else _by_layer(cfg, routed_experts, tokens.shape)
+    context = dataclasses.replace(uncached_context(cfg, B, S, **how), tokens=flat, replayed=replayed)
     first, state = (start(cfg, embed(params, flat)),), initial_topk_mask(cfg, B, S)
     (x,), _, router_stats = run_decoder(params, (context,), first, state, PLAIN.prefill)
     counts = None if router_stats is None else router_stats.counts
     return predict(params, cfg, tokens, x, counts, with_mtp=with_mtp, **how)
+
+
+def _by_layer(cfg: ModelConfig, routed_experts: jax.Array, tokens: tuple[int, ...]) -> jax.Array:
+    """Returns expert ids `[B, S, L, K]` of so many `tokens` `[B, S]` as int32 `[L, B * S, K]`."""
+    wanted = (*tokens, cfg.num_moe_layers, cfg.num_experts_per_tok)
+    if routed_experts.shape != wanted:
+        raise ValueError(
+            f"routed_experts: shape {routed_experts.shape} instead of {wanted} (sequences, tokens, MoE layers, experts "
+            "per token); give tokens without ids -1"
+        )
+    ids = routed_experts.astype(jnp.int32).reshape(-1, *wanted[2:])
+    return jnp.moveaxis(ids, 1, 0)
 
 
 def predict(

@@ -39,6 +39,9 @@ class StepOutput:
     without routed experts. `overflows` is int32 `[]`: how many expert buffers of this device overflowed in all MoE
     layers; None if the experts are local. If it is above 0 on any device, the hidden states of all devices and the
     latents that the step has written are undefined.
+
+    `routed_experts` are the experts that the router chose for each token, before any map to replicas: uint8 or uint16
+    `[..., num_moe_layers, K]`, best first, undefined in padding rows; None unless the batch asks for them.
     """
 
     hidden: Any
@@ -46,6 +49,7 @@ class StepOutput:
     expert_counts: Any
     overflows: Any
     draft_input: Any
+    routed_experts: Any = None
 
     @classmethod
     def of_rows(
@@ -61,7 +65,9 @@ class StepOutput:
         if router_stats is None:
             return cls(hidden, pages, None, None, draft_input)
         overflows = None if router_stats.overflows is None else router_stats.overflows.sum()
-        return cls(hidden, pages, router_stats.counts, overflows, draft_input)
+        ids = None if router_stats.ids is None else jnp.moveaxis(router_stats.ids, 0, 1)
+        routed_experts = None if ids is None else ids.reshape(*rows, *ids.shape[1:])
+        return cls(hidden, pages, router_stats.counts, overflows, draft_input, routed_experts)
 
 
 def prefill(
@@ -170,6 +176,8 @@ def _run(
 ) -> tuple[tuple[Residual, ...], Any, RouterStats | None]:
     """Runs all layers on the micro-batches of a step; returns residuals, pages and router statistics."""
     contexts = tuple(_context(cfg, part, pages, backend, routed, n) for n, part in enumerate(batches))
+    if batches[0].returns_routed_experts:
+        contexts = tuple(dataclasses.replace(context, returns_routed_experts=True) for context in contexts)
     x = tuple(start(cfg, embed(params, part.tokens.reshape(-1))) for part in batches)
     state = initial_state(cfg, pages, tuple(part.tokens.size for part in batches))
     x, state, router_stats = run_decoder(params, contexts, x, state, moe_layers, placement)

@@ -31,8 +31,15 @@ def max_admission_tokens(cfg: EngineConfig) -> int:
 def lookup_keys(sequence: Sequence, page_size: int) -> list[Key]:
     """Returns the keys that a request looks up in the prefix cache; at least one token must be computed.
 
-    None where the request wants log-probabilities of its prompt: pages hold no hidden states.
+    None where the request wants log-probabilities of its prompt: pages hold no hidden states. Where it wants the
+    experts of its tokens, only those of pages whose experts are known.
     """
+    keys = _shared_keys(sequence, page_size)
+    return keys if sequence.routed is None else keys[: sequence.routed.num_usable(keys)]
+
+
+def _shared_keys(sequence: Sequence, page_size: int) -> list[Key]:
+    """Returns the keys of pages that another request may fill for this one."""
     return [] if sequence.needs_prompt_logprobs else sequence.keys[: (len(sequence.tokens) - 1) // page_size]
 
 
@@ -418,9 +425,11 @@ class Admission:
 
         def is_awaited(page: int) -> bool:
             owner = pending.get(keys[page])
-            return owner is not None and owner.priority <= sequence.priority
+            if owner is None or (sequence.routed is not None and owner.routed is None):
+                return False
+            return owner.priority <= sequence.priority
 
-        low, high = matched, len(lookup_keys(sequence, self._cfg.page_size))
+        low, high = matched, len(_shared_keys(sequence, self._cfg.page_size))
         if low >= high or not is_awaited(low):
             return None
         while high - low > 1:
@@ -438,6 +447,8 @@ class Admission:
         sequence.num_found = sequence.num_published = len(cached)
         sequence.prefilled = len(cached) * self._cfg.page_size
         sequence.load_stop = len(cached) + self._num_loadable_pages(sequence, rank, len(cached))
+        if sequence.routed is not None:
+            sequence.routed.restore(sequence.keys[: sequence.load_stop])
         if self.windows is not None:
             self.windows.start(sequence, rank, len(cached))
         if sequence.queue_seconds is None:

@@ -116,6 +116,7 @@ class BatchSlots:
         self._next_epoch = total
         self.variant = np.zeros(total, np.int8)
         self.wants_logprobs = np.zeros(total, bool)
+        self.wants_routed_experts = np.zeros(total, bool)
         self.constrained = np.zeros(total, bool)  # by a grammar
         self.started = np.zeros(total, bool)  # its first token has been reported
         self.decoding = np.zeros(total, bool)  # takes part in the next decode step
@@ -205,6 +206,7 @@ class BatchSlots:
         self.limit[slot] = sequence.max_length
         self.variant[slot] = sequence.variant
         self.wants_logprobs[slot] = sequence.sampling.logprobs is not None
+        self.wants_routed_experts[slot] = sequence.routed is not None
         self.constrained[slot] = sequence.matcher is not None
         self.started[slot] = sequence.started
         for token in sequence.stop_ids:

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from dsv3.config.model import PAGE_SIZE
-from dsv3.kv_cache.page_keys import KEY_BYTES, Key, extend_keys, root_key
+from dsv3.kv_cache.page_keys import KEY_BYTES, Key, extend_keys, root_for_weights, root_key
 from dsv3.sampling_params import SamplingParams
 from dsv3.text.grammar import plain_grammar
 
@@ -24,6 +24,8 @@ MAX_PRIORITY = 2**31 - 1
 """The highest priority number; the lowest is its negative."""
 BATCH_PRIORITY = 100
 """The priority number of batch work, which runs in the capacity that requests of lower numbers leave."""
+FIRST_VERSION = "default"
+"""The name of the weights with which an engine starts, as in SGLang."""
 _SENDER_SHIFT = 40
 
 
@@ -111,24 +113,60 @@ class PromptLogprobs(msgspec.Struct, frozen=True, gc=False):
         return [TokenLogprobs(*row) for row in zip(logprobs, ids, top, strict=True)]
 
 
+class ExpertIds(msgspec.Struct, frozen=True, gc=False):
+    """The experts that the router chose for a request's tokens, from token number `start` on.
+
+    `ids` are the bytes of `[n, num_layers, top_k]`, by MoE layer, best first: ids of experts, whichever replica has
+    computed the token. `dtype` is numpy's name of their type, uint8 or little-endian uint16.
+    """
+
+    start: int
+    num_layers: int
+    top_k: int
+    dtype: str
+    ids: bytes
+
+    def array(self) -> np.ndarray:
+        """Returns the ids, `[n, num_layers, top_k]`."""
+        return np.frombuffer(self.ids, self.dtype).reshape(-1, self.num_layers, self.top_k)
+
+
+def join_routed_experts(parts: Sequence[ExpertIds], tokens: int) -> np.ndarray | None:
+    """Returns the ids of the first `tokens` tokens from a request's outputs, `[tokens, L, K]`; None without any.
+
+    Another engine that continues a request begins with its first token again.
+    """
+    rows: list[np.ndarray] = []
+    known = 0
+    for part in parts:
+        rows.append(part.array()[max(0, known - part.start) :])
+        known += len(rows[-1])
+    return np.concatenate(rows)[:tokens] if rows else None
+
+
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one step produced for one request.
 
     `finish_reason` is set on a request's last output. `stop_token_id` is the stop or end token that ended it, the last
     of `token_ids`. `num_cached_tokens` counts prompt tokens found in the prefix cache, on the first output, where
     `queue_seconds` is the time from the queue to the first slot. `prompt_logprobs` come in outputs before it, without
-    tokens; after a preemption some tokens of the prompt come again. `error` explains a finish_reason of "error".
+    tokens; after a preemption some tokens of the prompt come again. `routed_experts` are those of the tokens that were
+    computed since the last output, where the request wants them: those of the prompt in outputs without tokens. `error`
+    explains a finish_reason of "error". `weight_version` names the weights of this and the following tokens: on the
+    first output, and on one without tokens where the weights of a running request have changed.
     """
 
     request_id: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    routed_experts: ExpertIds | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
     queue_seconds: float | None = None
     error: str | None = None
+    weight_version: str | None = None
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -180,6 +218,10 @@ class QueueFull(Exception):
 
 class EngineDead(RuntimeError):
     """The engine has failed and serves nothing any more; its `failure` is the cause."""
+
+
+class NotServing(RuntimeError):
+    """The engine sleeps, or its weights are not complete; the message says what to call."""
 
 
 class InvalidRequest(ValueError):
@@ -258,7 +300,9 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine accepts, and the fields of its block hashes: all that API server processes know of it.
 
     Prefix keys, one per `page_size` tokens, start from `fingerprint`; there are none without `enable_prefix_caching`.
-    An engine that `prefills_only` samples one token. One that `takes_grammars` can constrain an answer.
+    An engine that `prefills_only` samples one token. One that `takes_grammars` can constrain an answer, and one that
+    `returns_routed_experts` returns the experts of a request's tokens.
+    `weights` are what the keys depend on besides, "" for the weights of the start.
     """
 
     vocab_size: int
@@ -269,10 +313,12 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
     prefills_only: bool = False
     num_ranks: int = 1
     takes_grammars: bool = False
+    returns_routed_experts: bool = False
     page_size: int = PAGE_SIZE
+    weights: str = ""
 
     def root(self, cache_salt: str) -> Key:
-        """Returns the start of the chain of prefix keys for a tenant's salt."""
+        """Returns the start of the chain of prefix keys for a tenant's salt, under the weights of the start."""
         return root_key(self.fingerprint, cache_salt)
 
 
@@ -280,11 +326,11 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A validated request in the form the scheduler uses; arrays are bytes, little endian.
 
     It stands for `sampling.n` sequences; the engine accepts those that `fan_out` returns. `tokens` is the prompt as
-    int32, `keys` the 32-byte prefix keys of its full pages, concatenated. The last `num_answered` tokens are the
-    beginning of the answer. `max_length` bounds prompt and answer together. `stop_ids` end the answer. `pages_from` is
-    an instance that has computed the prompt, `bootstrap_room` the number under which another instance asks this one for
-    its pages, `rank` the only one that may run it. A lower `priority` is served earlier and may preempt a higher one.
-    `grammar` constrains the answer, "" for none.
+    int32, `keys` the 32-byte prefix keys of its full pages under `weights`, concatenated. The last `num_answered`
+    tokens are the beginning of the answer. `max_length` bounds prompt and answer together. `stop_ids` end the answer.
+    `pages_from` is an instance that has computed the prompt, `bootstrap_room` the number under which another instance
+    asks this one for its pages, `rank` the only one that may run it. A lower `priority` is served earlier and may
+    preempt a higher one. `grammar` constrains the answer, "" for none.
     """
 
     request_id: int
@@ -300,6 +346,12 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_answered: int = 0
     priority: int = 0
     grammar: str = ""
+    weights: str = ""
+
+    @property
+    def key_root(self) -> Key:
+        """The start of the chain of `keys`."""
+        return root_for_weights(self.root, self.weights)
 
     @property
     def prompt(self) -> np.ndarray:
@@ -331,6 +383,8 @@ def prepare(request: EngineRequest, rules: RequestRules) -> PreparedRequest:
     if request.rank is not None and not 0 <= request.rank < rules.num_ranks:
         raise InvalidRequest(f"rank: {request.rank} is not one of the {rules.num_ranks} ranks, counted from 0")
     grammar = _validate_grammar(request, rules)
+    if sampling.return_routed_experts:
+        _validate_routed_experts(request, rules)
     wanted = rules.max_model_len if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
     if rules.prefills_only and wanted > len(prompt) + 1:
         raise InvalidRequest(f"max_tokens: {sampling.max_tokens}, but this instance only computes prompts; set it to 1")
@@ -339,7 +393,7 @@ def prepare(request: EngineRequest, rules: RequestRules) -> PreparedRequest:
     root = rules.root(request.cache_salt)
     keys: list[Key] = []
     if rules.enable_prefix_caching:
-        extend_keys(root, keys, tokens, rules.page_size)
+        extend_keys(root_for_weights(root, rules.weights), keys, tokens, rules.page_size)
     if abs(request.priority) > MAX_PRIORITY:
         raise InvalidRequest(f"priority: {request.priority} is not from {-MAX_PRIORITY} to {MAX_PRIORITY}")
     stop = stop_ids(sampling, rules, bool(grammar))
@@ -362,6 +416,7 @@ def prepare(request: EngineRequest, rules: RequestRules) -> PreparedRequest:
         num_answered=len(request.answer_token_ids),
         priority=request.priority,
         grammar=grammar,
+        weights=rules.weights,
     )
 
 
@@ -384,6 +439,19 @@ def _validate_grammar(request: EngineRequest, rules: RequestRules) -> str:
             "tokenizer.json that it supports, and do not override drafts for a benchmark"
         )
     return grammar
+
+
+def _validate_routed_experts(request: EngineRequest, rules: RequestRules) -> None:
+    if not rules.returns_routed_experts:
+        raise InvalidRequest(
+            "return_routed_experts: this engine does not return the experts of tokens; start it with "
+            "--enable_return_routed_experts"
+        )
+    if request.pages_from or request.bootstrap_room is not None:
+        raise InvalidRequest(
+            "return_routed_experts: the prompt's pages would come from another instance, without the experts of its "
+            "tokens; send the request without kv_transfer_params and bootstrap_room"
+        )
 
 
 def fan_out(request: PreparedRequest) -> list[PreparedRequest]:
@@ -422,7 +490,7 @@ def resumed_request(request: PreparedRequest, i: int, answered: np.ndarray, rule
         return msgspec.structs.replace(request, request_id=request.request_id + i, sampling=sampling)
     tokens, keys = np.concatenate([request.prompt, answered]).astype("<i4"), request.prefix_keys
     if rules.enable_prefix_caching:
-        extend_keys(request.root, keys, tokens, rules.page_size)
+        extend_keys(request.key_root, keys, tokens, rules.page_size)
     return msgspec.structs.replace(
         request,
         request_id=request.request_id + i,

@@ -1,14 +1,16 @@
 """Processes what a step has sampled: records tokens and finishes requests."""
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 
-from dsv3.scheduler.batch_slots import NOT_FINITE, NOTHING, BatchRows
+from dsv3.scheduler.batch_slots import NOT_FINITE, NOTHING, BatchRows, BatchSlots
 from dsv3.scheduler.request import EngineOutput, FinishReason, StepOutputs, TokenLogprobs, Tokens
 from dsv3.scheduler.scheduler import Scheduler
-from dsv3.scheduler.sequence import Sequence
+from dsv3.scheduler.sequence import Chunk, Sequence
 
+_PART = 4096  # tokens whose experts are in one output: 2 MB of DeepSeek-V3
 CALM_STEPS = 64
 """Steps in a row without an overflow after which the factor is halved: a try that fails costs two steps."""
 
@@ -57,14 +59,19 @@ NOT_FINITE_MESSAGE = "the model's logits were not finite for this request"
 
 
 def process_results(
-    scheduler: Scheduler, rows: BatchRows, sampled: tuple[np.ndarray, ...], outputs: StepOutputs
+    scheduler: Scheduler,
+    rows: BatchRows,
+    sampled: tuple[np.ndarray, ...],
+    outputs: StepOutputs,
+    routed_experts: np.ndarray | None = None,
 ) -> None:
     """Records the tokens of a batch's rows and adds them to `outputs`.
 
     `sampled` begins with the tokens `[ranks, B, S]` of every row of the batch: the accepted ones first, then `NOTHING`
     or `UNDRAFTED`; `NOT_FINITE` where the logits were not finite. Where a request wants log-probabilities, those of the
     tokens follow `[ranks, B, S]`, then the most likely tokens `[ranks, B, S, 20]`, best first, and their
-    log-probabilities.
+    log-probabilities. `routed_experts` `[ranks, B, S, L, K]` are those of a decode batch in which some request wants
+    them: of its last token and of the drafts behind that, of which the accepted ones count.
 
     Results of requests that have left their slot are dropped. Rows without a token belong to a step that is retried.
     Most rows become columns; first and last tokens of a request, log-probabilities and errors become objects.
@@ -90,9 +97,11 @@ def process_results(
     counts = known - before
     slots.history.append(mine, before, known, tokens)
     slots.known[mine] = known
+    if routed_experts is not None:
+        _record_experts(slots, rows, before, counts, routed_experts)
     scheduler.generated_tokens += int(counts.sum())
     at_limit = known == limit
-    special = at_limit | slots.wants_logprobs[mine] | ~slots.started[mine]
+    special = at_limit | slots.wants_logprobs[mine] | slots.wants_routed_experts[mine] | ~slots.started[mine]
     for column in tokens.T:  # with two indices numpy takes four times as long
         ending = slots.stop_counts[column]
         if ending.any():
@@ -106,6 +115,39 @@ def process_results(
         values = tokens[i, : counts[i]].tolist()
         logprobs = _logprobs(sequence, rows, i, sampled[1:])
         outputs.details.append(_make_output(scheduler, sequence, values, bool(at_limit[i]), logprobs))
+
+
+def prefilled_expert_outputs(
+    slots: BatchSlots, chunks: list[list[Chunk]], routed_experts: np.ndarray
+) -> Iterator[EngineOutput]:
+    """Records the experts `[ranks, T, L, K]` of the chunks of each rank; yields those of requests that want them.
+
+    Requests that have left the slots that these were computed for get nothing.
+    """
+    for rank, mine in enumerate(chunks):
+        row = 0
+        for chunk in mine:
+            sequence, count = chunk.sequence, chunk.stop - chunk.start
+            if (routed := sequence.routed) is not None and _holds(slots, chunk):
+                routed.append(chunk.start, routed_experts[rank, row : row + count])
+                while (part := routed.take(_PART)) is not None:
+                    yield EngineOutput(request_id=sequence.id, token_ids=[], routed_experts=part)
+            row += count
+
+
+def _holds(slots: BatchSlots, chunk: Chunk) -> bool:
+    """Returns whether the request of a chunk still has the slot that the chunk was computed for."""
+    return chunk.sequence.slot >= 0 and bool(slots.epoch[chunk.sequence.slot] == chunk.epoch)
+
+
+def _record_experts(
+    slots: BatchSlots, rows: BatchRows, before: np.ndarray, counts: np.ndarray, routed_experts: np.ndarray
+) -> None:
+    """Records the experts of the tokens that a decode step has computed: the last of those known, and what follows."""
+    for i in slots.wants_routed_experts[rows.slots].nonzero()[0].tolist():
+        sequence = slots.sequences[rows.slots[i]]
+        assert sequence is not None and sequence.routed is not None
+        sequence.routed.append(int(before[i]) - 1, routed_experts[rows.rank[i], rows.position[i], : counts[i]])
 
 
 def _gather_rows(tokens: np.ndarray, rows: BatchRows) -> np.ndarray:
@@ -129,7 +171,8 @@ def _make_output(
     scheduler: Scheduler, sequence: Sequence, tokens: list[int], at_limit: bool, logprobs: list[TokenLogprobs] | None
 ) -> EngineOutput:
     """Returns the output of a row that is a request's first or last, or has log-probabilities."""
-    num_cached, queue_seconds = (0, None) if sequence.started else (sequence.num_cached, sequence.queue_seconds)
+    is_first = not sequence.started
+    num_cached, queue_seconds = (sequence.num_cached, sequence.queue_seconds) if is_first else (0, None)
     sequence.started = scheduler.slots.started[sequence.slot] = True
     if NOT_FINITE in tokens:
         scheduler.invalidate_pages(sequence)
@@ -145,10 +188,12 @@ def _make_output(
         request_id=sequence.id,
         token_ids=tokens,
         logprobs=None if logprobs is None else logprobs[: len(tokens)],
+        routed_experts=None if sequence.routed is None else sequence.routed.take(),
         finish_reason=reason,
         stop_token_id=None if stop is None else tokens[-1],
         num_cached_tokens=num_cached,
         queue_seconds=queue_seconds,
+        weight_version=scheduler.weight_version if is_first else None,
     )
 
 

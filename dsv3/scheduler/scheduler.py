@@ -7,23 +7,35 @@ schedule their work with this class.
 """
 
 import itertools
+import os
 from collections import deque
 from collections.abc import Iterable
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
 from dsv3.kv_cache.events import Cleared, EventQueue, EventSource, PageTokens
 from dsv3.kv_cache.page_cache import PageCache
-from dsv3.kv_cache.page_keys import Key, extend_keys, next_keys, root_key, window_keys
+from dsv3.kv_cache.page_keys import (
+    KEY_BYTES,
+    Key,
+    extend_keys,
+    next_keys,
+    root_for_weights,
+    root_key,
+    window_keys,
+)
 from dsv3.kv_cache.tiers.hosts import Hosts
 from dsv3.kv_cache.tiers.tiers import HostTiers
 from dsv3.scheduler.admission import Admission
 from dsv3.scheduler.balance import Balancer
 from dsv3.scheduler.batch_slots import BatchSlots, DraftCounts, RankPages
 from dsv3.scheduler.cost import KEYS_PER_TOKEN
+from dsv3.scheduler.request import FIRST_VERSION
+from dsv3.scheduler.routed_experts import PageExperts, RequestExperts
 from dsv3.scheduler.sequence import Sequence, SequenceStatus, WaitingQueue
 from dsv3.scheduler.windows import WindowPages
 
@@ -50,6 +62,7 @@ class Scheduler:
         self.queue = WaitingQueue()
         balancer = Balancer(cfg, self.slots, self.pages, keys_per_token)
         self.admission = Admission(cfg, self.slots, self.pages, self.queue, balancer, self._preempt)
+        self.page_experts = PageExperts(cfg.num_pages * cfg.num_ranks, cfg.page_size)
         self.sequences: dict[int, Sequence] = {}  # every request that has not ended
         # In the order of priority, then admission.
         self.prefilling: list[list[Sequence]] = [[] for _ in range(cfg.num_ranks)]
@@ -58,6 +71,7 @@ class Scheduler:
         self.invalidated: set[Key] = set()  # of pages that may be on their way to a tier
         self.events: EventQueue | None = None
         self._common_root = root_key(cfg.fingerprint, "")  # of requests without a salt
+        self.weights, self.weight_version = "", FIRST_VERSION
         self.num_preemptions = 0
         self.prompt_tokens = 0  # computed, not found in the cache
         self.generated_tokens = 0
@@ -103,9 +117,13 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a request, behind all others of its priority."""
+        if sequence.request.weights != self.weights:  # prepared before they changed
+            self.rekey(sequence)
         self._arrivals += 1
         sequence.arrival = self._arrivals
         sequence.queued_at = perf_counter()
+        if sequence.sampling.return_routed_experts:
+            sequence.routed = RequestExperts(self.page_experts)
         self.sequences[sequence.id] = sequence
         self.queue.push(sequence)
         if self.bootstrap_rooms is not None:
@@ -197,9 +215,39 @@ class Scheduler:
             self.events.append(Cleared())
         for cache in self.caches:
             cache.clear()
+        self.page_experts.clear()
         self.offload_queue.clear()
         if self.tiers is not None:
             self.tiers.clear()
+
+    def retract_all(self) -> None:
+        """Moves all running requests back to the queue: their known tokens are computed again."""
+        for rank in range(self.cfg.num_ranks):
+            for sequence in self.slots.on_rank(rank):
+                self._preempt(sequence)
+
+    def change_weights(self, weights: str, version: str) -> list[Sequence]:
+        """Gives every request the prefix keys of other weights, and empties the caches; no step may be in flight.
+
+        A running request keeps its pages, which none may find: they are partly of the weights before. Returns the
+        requests that have tokens of these.
+        """
+        self.weights, self.weight_version = weights, version
+        self._common_root = root_for_weights(root_key(self.cfg.fingerprint, ""), weights)
+        for sequence in self.sequences.values():
+            if sequence.slot >= 0:
+                self._wake_waiting_for(sequence, self.slots.rank_of(sequence.slot), tuple(sequence.pending))
+            self.rekey(sequence, private=sequence.slot >= 0)
+        self.flush()
+        return [sequence for sequence in self.sequences.values() if sequence.started]
+
+    def rekey(self, sequence: Sequence, *, private: bool = False) -> None:
+        """Computes the keys of a request under the present weights, or keys that no other request has."""
+        sequence.request = msgspec.structs.replace(sequence.request, weights=self.weights)
+        sequence.root = os.urandom(KEY_BYTES) if private else sequence.request.key_root
+        sequence.keys = []
+        if self.cfg.enable_prefix_caching:
+            extend_keys(sequence.root, sequence.keys, sequence.tokens, self.cfg.page_size)
 
     def abandon_launched_steps(self) -> None:
         """Drops the steps in flight: none of their results will be collected."""
@@ -220,6 +268,8 @@ class Scheduler:
             sequence.keys += next_keys(last, answer, self.cfg.page_size)
         rank, first = self.slots.rank_of(sequence.slot), sequence.num_published
         keys, pages = sequence.keys[first:count], sequence.pages[first:count]
+        if sequence.routed is not None:
+            sequence.routed.keep(first, keys)
         fresh = self.caches[rank].publish(keys, pages)
         sequence.num_published = count
         if self.tiers is not None:

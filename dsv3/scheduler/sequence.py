@@ -12,6 +12,7 @@ from dsv3.kv_cache.page_keys import Key
 from dsv3.kv_cache.tiers.tiers import Lookup
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import PreparedRequest
+from dsv3.scheduler.routed_experts import RequestExperts
 from dsv3.text.matcher import Matcher
 
 GREEDY, DRAWN, FILTERED, FULL = 0, 1, 2, 3
@@ -67,6 +68,7 @@ class Sequence:
     queued_at: float = 0.0
     queue_seconds: float | None = None  # from the queue to the first slot
     matcher: Matcher | None = None  # of the grammar that constrains it
+    routed: RequestExperts | None = None  # experts of its tokens, where it wants them
     started: bool = False  # its first token has been reported
 
     @property
@@ -105,7 +107,7 @@ def make_sequence(request: PreparedRequest, keys: Iterable[Key] | None = None) -
         max_length=request.max_length,
         stop_ids=frozenset(request.stop_ids),
         seed=request.sampling.seed or 0,
-        root=request.root,
+        root=request.key_root,
         keys=request.prefix_keys if keys is None else list(keys),
         variant=_variant(request.sampling),
     )

@@ -53,7 +53,7 @@ def directory(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def llm(directory) -> LLM:
     with one_bucket():
-        return LLM(directory, progress=False, **LIMITS)
+        return LLM(directory, progress=False, enable_return_routed_experts=True, **LIMITS)
 
 
 def test_greedy_text_is_transformers_token_for_token(llm, greedy):
@@ -267,6 +267,27 @@ def test_prompt_logprobs_are_those_of_the_same_tokens_as_an_answer(llm):
         assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
         assert mine.top_ids[0] == theirs.top_ids[0]
     assert llm.generate([prompt], asking)[0].prompt_logprobs is None
+    [scores] = llm.score([whole])
+    assert scores == pytest.approx([token.logprob for token in output.prompt_logprobs[1:]], abs=1e-3)
+    with pytest.raises(InvalidRequest, match="fewer than two tokens"):
+        llm.score([[5]])
+
+
+def test_routed_experts_are_arrays_of_prompt_and_answer(llm, greedy):
+    """Each completion has its own, as long as its text: also where a stop string ends that early."""
+    prompt = greedy["prompts"][0]
+    whole, plain = llm.generate(
+        [prompt, prompt], [SamplingParams(max_tokens=9, n=2, return_routed_experts=True), SamplingParams(max_tokens=9)]
+    )
+    assert plain.outputs[0].routed_experts is None
+    for each in whole.outputs:
+        wanted = llm.inspect([*prompt, *each.token_ids[:-1]], attention=False)
+        assert each.routed_experts.dtype == np.uint8
+        np.testing.assert_array_equal(each.routed_experts, np.stack([x.expert_ids for x in wanted.layers[1:]], axis=1))
+    stop = SamplingParams(max_tokens=9, temperature=0, return_routed_experts=True, stop=(whole.outputs[0].text[2:4],))
+    [cut] = llm.generate([prompt], stop)[0].outputs
+    assert cut.finish_reason == "stop" and len(cut.token_ids) < 9
+    assert len(cut.routed_experts) == len(prompt) + len(cut.token_ids) - 1
 
 
 SCHEMA = {

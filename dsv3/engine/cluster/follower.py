@@ -181,9 +181,15 @@ class _Follower:
         executor = FollowerExecutor(local, follower_handlers)
         threading.Thread(target=self._report, args=(executor,), name="results", daemon=True).start()
         while True:
-            command = messages.command_of(self._expect(messages.Step), JOB_KINDS)
-            self._launched.put(executor.launch(command))
-            self._last_launched = command.number
+            message = self._inbox.get()
+            if isinstance(message, messages.Operate):
+                self._send(messages.Operated(_operate(local, message)))
+            elif isinstance(message, messages.Step):
+                command = messages.command_of(message, JOB_KINDS)
+                self._launched.put(executor.launch(command))
+                self._last_launched = command.number
+            else:
+                raise WireError(f"the leader sent {type(message).__name__}, expected Step or Operate")
 
     def ask_to_drain(self, signal_name: str) -> None:
         """Asks the leader to finish running requests and stop the instance."""
@@ -239,7 +245,14 @@ class _Follower:
             case messages.Wait():
                 _log.info("the others have started without process %d: it waits", self._cluster.process_id)
                 self._report_state(WaitsToRejoin())
-            case messages.Begin() | messages.Checked() | messages.Build() | messages.Compiled() | messages.Step():
+            case (
+                messages.Begin()
+                | messages.Checked()
+                | messages.Build()
+                | messages.Compiled()
+                | messages.Step()
+                | messages.Operate()
+            ):
                 self._inbox.put(message)
 
     def _on_disconnect(self, end: str) -> None:
@@ -270,6 +283,24 @@ class _Follower:
                 self._channel.reset_silence()
             elif now - self._channel.last_received_s > limit:
                 _end(1, f"the leader (process 0) has been silent for {limit:g} s: it hangs, or its host is gone")
+
+
+def _operate(local: LocalExecutor, operation: messages.Operate) -> str:
+    """Executes an operation; returns why it failed, "" if it did not. The leader decides what follows from that."""
+    try:
+        match operation.work:
+            case "check":
+                local.check_weights(operation.source)
+            case "replace":
+                local.replace_weights(lambda: None)
+            case "sleep":
+                local.sleep(operation.level)
+            case "wake":
+                local.wake()
+    except Exception as error:
+        _log.error("the operation %r has failed", operation.work, exc_info=not isinstance(error, ValueError | OSError))
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def renumbered(cluster: ClusterOptions, begin: messages.Begin) -> ClusterOptions:

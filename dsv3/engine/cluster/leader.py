@@ -64,7 +64,11 @@ class Leader:
         self._rejoining: RejoiningProcesses | None = None
         self._channels: dict[int, Channel] = {}
         self._received: dict[type, dict[int, messages.ToLeader]] = {
-            kind: {} for kind in (messages.Hello, messages.Checked, messages.Loaded, messages.Compiled, messages.Ready)
+            kind: {}
+            for kind in (
+                *(messages.Hello, messages.Checked, messages.Loaded, messages.Compiled, messages.Ready),
+                messages.Operated,
+            )
         }
         self._changed = threading.Condition()
         self._failure: str | None = None
@@ -212,6 +216,18 @@ class Leader:
         for process_id, ranks in self._ranks.items():
             self._post(process_id, messages.encode(messages.step_of(command.part(ranks))))
 
+    def operate(self, operation: messages.Operate) -> None:
+        """Sends every follower an operation, without waiting. Raises ClusterError once the instance has failed."""
+        with self._changed:
+            self._received[messages.Operated].clear()
+        self._broadcast(messages.encode(operation))
+
+    def wait_operated(self) -> str:
+        """Waits until every follower has executed the operation; returns the first error, "" without one."""
+        self._wait_for(messages.Operated, "to execute an operation")
+        found = sorted(self._messages(messages.Operated).items())
+        return next((f"process {process_id}: {each.error}" for process_id, each in found if each.error), "")
+
     def on_launched(self, number: int) -> None:
         """Records that this process has launched step `number`; every follower should do so soon."""
         self._launched = number, time.monotonic()
@@ -303,7 +319,7 @@ class Leader:
                         self._record(process_id, message)
             case messages.WorkEvent():
                 self.work_events.publish(message.kind, self._numbers[process_id], message.body)
-            case messages.Checked() | messages.Loaded() | messages.Compiled() | messages.Ready():
+            case messages.Checked() | messages.Loaded() | messages.Compiled() | messages.Ready() | messages.Operated():
                 self._record(process_id, message)
             case messages.Drain():
                 _log.info("process %d asks to end: %s", process_id, message.reason)

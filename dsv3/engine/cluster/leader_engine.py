@@ -1,6 +1,7 @@
 """Builds the leader's engine together with the followers, phase by phase."""
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, Protocol
 
 from dsv3.config.options import LEADER, ClusterOptions, EngineOptions
 from dsv3.engine.build import log_components
+from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.digest import collective_orders
 from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.link import FIRST, Incarnation
@@ -74,6 +76,35 @@ class LeaderExecutor:
             raise self._leader.explain(error) from error
         self._leader.on_results(command.number, self.local.replicated_results(command, results))
         return results
+
+    def check_weights(self, source: Any) -> None:
+        """Plans an update in every process; raises ValueError for a source that one of them cannot read."""
+        if not isinstance(source, str | os.PathLike):
+            raise ValueError("several processes read new weights from a directory that each of them sees")
+        work = messages.Operate("check", os.fspath(source))
+        self._operate(work, lambda: self.local.check_weights(source), ValueError)
+
+    def replace_weights(self, on_progress: Callable[[], None]) -> None:
+        """Replaces the weights of every process; raises RuntimeError where one of them fails."""
+        self._operate(messages.Operate("replace"), lambda: self.local.replace_weights(on_progress), RuntimeError)
+
+    def sleep(self, level: int) -> None:
+        """Frees cache and weights of every process; raises RuntimeError where one of them fails."""
+        self._operate(messages.Operate("sleep", level=level), lambda: self.local.sleep(level), RuntimeError)
+
+    def wake(self) -> None:
+        """Restores what `sleep` has freed; raises RuntimeError where one of the processes fails."""
+        self._operate(messages.Operate("wake"), self.local.wake, RuntimeError)
+
+    def _operate(self, work: messages.Operate, here: Callable[[], None], kind: type[Exception]) -> None:
+        """Executes an operation in every process, and waits for all; raises this process's error first."""
+        self._leader.operate(work)
+        try:
+            here()
+        finally:
+            error = self._leader.wait_operated()
+        if error:
+            raise kind(error)
 
 
 class LeaderHost(Protocol):

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -94,6 +94,20 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     """Every process is ready: less silence is allowed from now on."""
 
 
+class Operate(msgspec.Struct, frozen=True, tag=True):
+    """Between two steps: plan an update of the weights from the directory `source`, execute it, sleep, or wake."""
+
+    work: Literal["check", "replace", "sleep", "wake"]
+    source: str = ""
+    level: int = 1
+
+
+class Operated(msgspec.Struct, frozen=True, tag=True):
+    """A follower has executed `Operate`; `error` says why it could not, "" if it could."""
+
+    error: str = ""
+
+
 class Step(msgspec.Struct, frozen=True, tag=True):
     """The next step: its jobs, each a kind and the kind's command as the kind's own type encodes it."""
 
@@ -140,8 +154,10 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     failure: str | None
 
 
-ToFollower = Begin | Wait | Checked | Build | Compiled | Started | Step | Heartbeat | Stop
-ToLeader = Hello | Checked | Loaded | Compiled | Ready | Digest | WorkEvent | Heartbeat | Drain | FollowerFailed
+ToFollower = Begin | Wait | Checked | Build | Compiled | Started | Step | Operate | Heartbeat | Stop
+ToLeader = (
+    Hello | Checked | Loaded | Compiled | Ready | Digest | Operated | WorkEvent | Heartbeat | Drain | FollowerFailed
+)
 
 
 def _to_plain(value: Any) -> Any:

@@ -31,7 +31,8 @@ class Forward(NamedTuple):
 
     Shapes are one rank's. A prefill leaves its `batch` (tokens, chunks) too, and `hidden` of its tokens, for their
     log-probabilities; where the model drafts, `draft_input` is what drafts are made of (`Layout.draft_input`).
-    `tokens` are the sampled ones, None before sampling.
+    `tokens` are the sampled ones, None before sampling. `routed_experts` are on their way to the host, where a request
+    wants them.
     """
 
     slots: Any  # [B] int32
@@ -40,6 +41,7 @@ class Forward(NamedTuple):
     draft_input: Any = None  # [B, S, width] or [T, width]; None where the model does not draft
     batch: tuple[Any, ...] = ()
     tokens: Any = None  # [B, S] int32
+    routed_experts: Any = None  # [T, L, K] of a prefill, [B, S, L, K] of a decode batch, uint8 or uint16
 
 
 class Devices:
@@ -76,6 +78,14 @@ class Devices:
         for array in jax.tree.leaves((self.params, made, self.adjust, list(self._unused.values()))):
             array.delete()
         self.params = self.pages = self.state = self.adjust = self.decoded = self.prefilled = None
+        self._unused = {}
+
+    def free_cache(self) -> None:
+        """Frees page pools and decode state; `allocate` makes them again, empty."""
+        made = [self.__dict__.pop(name, None) for name in ("pages", "state")]
+        for array in jax.tree.leaves((made, self.adjust, list(self._unused.values()))):
+            array.delete()
+        self.adjust = self.decoded = self.prefilled = None
         self._unused = {}
 
     def put(self, array: np.ndarray) -> Any:

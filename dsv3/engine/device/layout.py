@@ -169,6 +169,10 @@ class Layout:
             return None
         return result.draft_input if self.model_cfg.hyper_connections is not None else result.hidden
 
+    def routed_experts(self, result: Any) -> jax.Array | None:
+        """Returns the experts of the tokens of a forward pass; None where the engine does not return them."""
+        return result.routed_experts if self.cfg.enable_return_routed_experts else None
+
     def scores(self, rows: int, width: int) -> jax.ShapeDtypeStruct:
         """Returns the shape of the scores of a sampled batch, over all ranks."""
         ranks = self.functions.vocabulary.ranks

@@ -33,7 +33,11 @@ Progress = Callable[[int, int, str], None]
 _GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization", "xla_gpu_shard_autotuning": False}
 _READ_THREADS = 4
 _COMPILE_THREADS = 8  # tracing holds the GIL, so more threads would only wait
-_SAMPLING, _MOVE = ("sample", "constrained sample", "logprobs", "prompt_logprobs"), "move_experts"
+_SAMPLING = (
+    *("sample", "constrained sample", "sample with logprobs", "constrained sample with logprobs"),
+    *("logprobs", "prompt_logprobs"),
+)
+_MOVE = "move_experts"
 
 
 class Key(NamedTuple):

@@ -1,7 +1,7 @@
 """Sampling on the device: pure functions over one rank's logits `[B, W]` float32.
 
 The order is vLLM's: logit bias, forbidden end tokens, penalties; then temperature, min_p, top_k, top_p.
-Log-probabilities are of the model's own distribution, before any of these.
+Raw log-probabilities are of the model's own distribution, before any of these, processed ones after all.
 
 Random numbers are counter-based: a draw depends on the request's seed and the position of the token alone, so a text
 does not depend on the rest of the batch. A draw inverts the cumulative distribution in two levels (blocks of 128
@@ -84,11 +84,42 @@ def sample(logits: jax.Array, controls: Controls, *, filters: bool = True, adapt
     sampler checks while it runs whether a row uses top_k, and whether one uses top_p, and skips the other passes.
     """
     is_greedy = controls.temperature < _MIN_TEMPERATURE
-    weights = relative_weights(logits, jnp.where(is_greedy, 1.0, controls.temperature))
-    if filters:
-        weights = apply_filters(weights, controls.top_k, controls.top_p, controls.min_p, adaptive=adaptive)
+    weights = _sampled_weights(logits, controls, filters, adaptive)
     drawn = draw(weights, uniforms(controls.seed, controls.position))
     return jnp.where(is_greedy, greedy(logits), drawn)
+
+
+def processed_logprobs(
+    logits: jax.Array,
+    tokens: jax.Array,
+    controls: Controls,
+    count: int,
+    *,
+    filters: bool = True,
+    adaptive: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns what `log_probabilities` does, of the distribution that `sample` draws `tokens` `[B]` from.
+
+    Excluded tokens have minus infinity. Rows of temperature 0 have the distribution of temperature 1 without filters,
+    as vLLM's.
+    """
+    is_greedy = controls.temperature < _MIN_TEMPERATURE
+    neutral = dataclasses.replace(
+        controls,
+        top_p=jnp.where(is_greedy, 1.0, controls.top_p),
+        min_p=jnp.where(is_greedy, 0.0, controls.min_p),
+        top_k=jnp.where(is_greedy, 0, controls.top_k),
+    )
+    return log_probabilities(jnp.log(_sampled_weights(logits, neutral, filters, adaptive)), tokens, count)
+
+
+def _sampled_weights(logits: jax.Array, controls: Controls, filters: bool, adaptive: bool) -> jax.Array:
+    """Returns the relative weights that `sample` draws from; rows of temperature 0 have those of temperature 1."""
+    is_greedy = controls.temperature < _MIN_TEMPERATURE
+    weights = relative_weights(logits, jnp.where(is_greedy, 1.0, controls.temperature))
+    if not filters:
+        return weights
+    return apply_filters(weights, controls.top_k, controls.top_p, controls.min_p, adaptive=adaptive)
 
 
 def relative_weights(logits: jax.Array, temperature: jax.Array) -> jax.Array:

@@ -42,13 +42,14 @@ class DecodeCommand(Command, frozen=True, tag=0):
     `rows` has for each row its slot within the rank (`max_num_seqs` in padding), its new page (-1: none), the index of
     that page in its page table, and for a model with a window the new window page beside it. No query of any rank sees
     more than `longest` tokens. Without `sample` a second command follows with the sampler, once its bitmasks are
-    computed.
+    computed. With `wants_routed_experts` the experts of the tokens are results, too.
     """
 
     rows: np.ndarray  # [ranks, B, 3] int32, [ranks, B, 4] with a window
     width: int
     longest: int = ANY_LENGTH
     sample: SampleCommand | None = None
+    wants_routed_experts: bool = False
 
     def part(self, ranks: range) -> "DecodeCommand":
         """Returns the rows of `ranks`."""
@@ -73,7 +74,7 @@ class DecodePlanner:
         self._factor, self._micro_steps, self._micro_step = 1, 1, 0
         self._width = 1
         self._rows: BatchRows | None = None
-        self._sample, self._is_constrained = SampleCommand(0), False
+        self._sample, self._is_constrained, self._wants_routed_experts = SampleCommand(0), False, False
         self._version = -1
         self._columns = _columns(self._cfg)
         self._template = self._padding = np.empty((0, 0, self._columns), np.int32)
@@ -119,11 +120,11 @@ class DecodePlanner:
         planned = self._scheduler.slots.planned[rows.slots] + self._width
         self._scheduler.slots.planned[rows.slots] = planned
         longest = int(planned.max()) - 1  # the last token that a row gives is not in the cache yet
-        context = ForwardContext(rows, self._factor, [])
+        context, asks = ForwardContext(rows, self._factor, []), self._wants_routed_experts
         if not self._is_constrained:
-            return [Planned(NAME, DecodeCommand(batch, self._width, longest, self._sample), context)]
+            return [Planned(NAME, DecodeCommand(batch, self._width, longest, self._sample, asks), context)]
         deferred = defer_for_masks(self._view.masks, self._sample, rows, self._width)
-        return [Planned(NAME, DecodeCommand(batch, self._width, longest), context, deferred)]
+        return [Planned(NAME, DecodeCommand(batch, self._width, longest, None, asks), context, deferred)]
 
     def on_results(self, planned: Planned, results: ForwardResults, outputs: StepOutputs) -> None:
         """Updates the capacity factor from overflows, and processes the tokens."""
@@ -131,7 +132,7 @@ class DecodePlanner:
         if results.slots is not None:
             self._capacity.update(context.factor, bool((results.slots > self._cfg.max_num_seqs).any()))
         if results.sampled:
-            process_results(self._scheduler, context.rows, results.sampled, outputs)
+            process_results(self._scheduler, context.rows, results.sampled, outputs, results.routed_experts)
 
     def stats(self) -> DecodeBalance | None:
         """Returns how even the ranks' loads are."""
@@ -185,6 +186,7 @@ class DecodePlanner:
         batch.reshape(-1)[self._columns * (rank * size + position)] = mine - rank * cfg.max_num_seqs
         self._template = batch
         self._sample, self._is_constrained = sampler_command(self._scheduler.slots, mine)
+        self._wants_routed_experts = bool(self._scheduler.slots.wants_routed_experts[mine].any())
         return BatchRows.at(self._scheduler.slots, mine, rank, position)
 
     def _without(self, rows: BatchRows, out: np.ndarray, batch: np.ndarray) -> BatchRows:
@@ -231,16 +233,19 @@ class DecodeWorker:
             devices.decoded = forward
             return ForwardResults(slots)
         devices.decoded, sampled = launch_sampler(devices, forward, sampler)
-        return ForwardResults(slots, sampled=sampled)
+        return ForwardResults(slots, sampled=sampled, routed_experts=forward.routed_experts)
 
     def _forward(self, command: DecodeCommand) -> Forward:
         devices = self._devices
         form = decode_form(devices.layout, command.longest)
         program = devices.programs.get(Key(NAME, command.rows.shape[1], form, command.width))
-        devices.pages, devices.state, scores, draft_input, slots = program(
+        devices.pages, devices.state, scores, draft_input, routed_experts, slots = program(
             devices.params, devices.pages, devices.state, devices.put(command.rows)
         )
-        return Forward(slots, scores, draft_input=draft_input)
+        if not command.wants_routed_experts:
+            return Forward(slots, scores, draft_input=draft_input)
+        routed_experts.copy_to_host_async()
+        return Forward(slots, scores, draft_input=draft_input, routed_experts=routed_experts)
 
 
 def decode_body(
@@ -253,13 +258,13 @@ def decode_body(
     width: int,
     form: AttentionForm,
     program: int,
-) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array | None, jax.Array]:
+) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array | None, jax.Array | None, jax.Array]:
     """Runs the last token and the drafts of the slots in `rows` `[B, columns]` (see `DecodeCommand`), for one rank.
 
-    Returns pages, state, scores `[Xn, B, S, W / Xn]`, what a module takes of each token if there is one, and the slots
-    `[B]` to sample: none where a buffer between devices overflowed. The state does not change then, except for its page
-    table, and what was written into pages is overwritten by the retry. `form` is the batch's, `program` the number of
-    its counters.
+    Returns pages, state, scores `[Xn, B, S, W / Xn]`, what a module takes of each token if there is one, the experts of
+    each token if the engine returns them, and the slots `[B]` to sample: none where a buffer between devices
+    overflowed. The state does not change then, except for its page table, and what was written into pages is
+    overwritten by the retry. `form` is the batch's, `program` the number of its counters.
     """
     functions, cfg = layout.functions, layout.model_cfg
     slots, new_page, index = rows[:, 0], rows[:, 1], rows[:, 2]
@@ -272,11 +277,14 @@ def decode_body(
         window_table = window_table.at[extended, index].set(rows[:, 3], mode="drop")
     state = dataclasses.replace(state, page_table=page_table, window_table=window_table)
     batch = decode_batch(state, clipped, state.tokens[clipped, :width], lengths, form)
+    if layout.cfg.enable_return_routed_experts:
+        batch = dataclasses.replace(batch, returns_routed_experts=True)
     out = functions.decode(params, cfg, batch, pages)
     scores = functions.scores(params, cfg, out.hidden)
     counters = layout.update_counters(state.counters, out, program)
     state = dataclasses.replace(state, counters=counters)
-    return out.pages, state, scores, layout.draft_input(out), layout.sampling_slots(slots, out)
+    draft_input, routed_experts = layout.draft_input(out), layout.routed_experts(out)
+    return out.pages, state, scores, draft_input, routed_experts, layout.sampling_slots(slots, out)
 
 
 def _applies(components: EngineComponents) -> bool:

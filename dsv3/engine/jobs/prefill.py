@@ -1,5 +1,6 @@
 """Prefill: chunks of prompts, several requests in one flat batch; the last chunk of a prompt samples a token."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ from dsv3.scheduler.balance import PrefillBalance, PrefillBatching
 from dsv3.scheduler.batch_slots import BatchRows
 from dsv3.scheduler.cost import prefill_cost
 from dsv3.scheduler.request import StepOutputs
-from dsv3.scheduler.results import CapacityFactor, process_results
+from dsv3.scheduler.results import CapacityFactor, prefilled_expert_outputs, process_results
 from dsv3.scheduler.sequence import Chunk, Sequence
 from dsv3.scheduler.windows import WindowPages
 from sharding.processes import local_part
@@ -50,7 +51,8 @@ class PrefillCommand(Command, frozen=True, tag=0):
     `wants_prompt_logprobs`, log-probabilities of the prompts follow. No query of any rank sees more than `longest`
     tokens, and the requests of no rank have more than `keys` tokens together, counted in whole pages. `pairs` counts
     pairs of a new token and one before its chunk, on the rank that has most. With `samples`, some chunk is the last one
-    of a prompt: `sample` is its sampler, or a second command follows with it, once its bitmasks are computed.
+    of a prompt: `sample` is its sampler, or a second command follows with it, once its bitmasks are computed. With
+    `wants_routed_experts` the experts of the tokens are results, too.
     """
 
     bucket: int
@@ -65,6 +67,7 @@ class PrefillCommand(Command, frozen=True, tag=0):
     pairs: int = 0
     sample: SampleCommand | None = None
     windows: np.ndarray | None = None  # int32
+    wants_routed_experts: bool = False
 
     def part(self, ranks: range) -> "PrefillCommand":
         """Returns the chunks of `ranks`."""
@@ -161,11 +164,15 @@ class PrefillPlanner:
     def on_results(self, planned: Planned, results: ForwardResults, outputs: StepOutputs) -> None:
         """Makes the pages findable that the chunks have completed, or resets chunks that overflowed.
 
-        Then it outputs the prompts' log-probabilities, and their first tokens.
+        Then it outputs the prompts' log-probabilities, and their first tokens; before that, their tokens' experts.
         """
         context: ForwardContext = planned.context
         if not planned.is_deferred:
-            self._on_computed(context, results.slots)
+            overflowed = results.slots is not None and bool((results.slots > self._cfg.max_num_seqs).any())
+            if results.routed_experts is not None and not overflowed:  # before the pages are published
+                found = prefilled_expert_outputs(self._scheduler.slots, context.chunks, results.routed_experts)
+                outputs.details.extend(found)
+            self._on_computed(context, overflowed)
         if results.prompt:
             outputs.details.extend(
                 prompt_logprobs.prompt_logprob_outputs(self._scheduler.slots, context.chunks, results.prompt)
@@ -173,9 +180,8 @@ class PrefillPlanner:
         if results.sampled:
             process_results(self._scheduler, context.rows, results.sampled, outputs)
 
-    def _on_computed(self, context: ForwardContext, slots: np.ndarray | None) -> None:
+    def _on_computed(self, context: ForwardContext, overflowed: bool) -> None:
         scheduler = self._scheduler
-        overflowed = slots is not None and bool((slots > self._cfg.max_num_seqs).any())
         self._capacity.update(context.factor, overflowed)
         for chunk in (c for mine in context.chunks for c in reversed(mine)):
             slot = chunk.sequence.slot
@@ -267,6 +273,7 @@ def _command(
         cfg.page_size * int(np.bincount(rank, -(-stop // cfg.page_size)).max()),
         int(np.bincount(rank, count * start).max()),
         windows=None if windows is None else np.concatenate([windows.row(sequence) for sequence in sequences]),
+        wants_routed_experts=any([sequence.routed is not None for sequence in sequences]),
     )
 
 
@@ -312,7 +319,8 @@ class PrefillWorker:
             # The slots show overflow. Without a sampled token they are also what to wait for: pages are shared once
             # they are written.
             needed = not command.samples or devices.layout.functions.may_overflow
-            results = ForwardResults(local_part(forward.slots) if needed else None, prompt)
+            shown = local_part(forward.slots) if needed else None
+            results = ForwardResults(shown, prompt, routed_experts=forward.routed_experts)
         else:
             assert devices.prefilled is not None  # the command before has left it
             forward, sampler = devices.prefilled, command
@@ -330,11 +338,15 @@ class PrefillWorker:
         form = prefill_form(devices.layout, command.bucket, *about)
         program = devices.programs.get(Key(NAME, command.bucket, form))
         batch = devices.put(tokens), devices.put(rows)
-        devices.pages, devices.state, scores, hidden, draft_input, slots = program(
+        devices.pages, devices.state, scores, hidden, draft_input, routed_experts, slots = program(
             devices.params, devices.pages, devices.state, *batch
         )
         draft_input = hidden if draft_input is None else draft_input
-        return Forward(slots, scores if command.samples else None, hidden, draft_input, batch)
+        forward = Forward(slots, scores if command.samples else None, hidden, draft_input, batch)
+        if not command.wants_routed_experts:
+            return forward
+        routed_experts.copy_to_host_async()
+        return forward._replace(routed_experts=routed_experts)
 
 
 def prefill_body(
@@ -348,18 +360,20 @@ def prefill_body(
     form: AttentionForm,
     capacity: int,
     program: int,
-) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array, jax.Array | None, jax.Array]:
+) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array]:
     """Runs the chunks `rows` `[B, columns]` over `tokens` `[T]`, for one rank; enters them into the state.
 
     Returns pages, state, scores `[Xn, B, 1, W / Xn]` after each chunk's last token, hidden states, what a module takes
-    of all tokens where that is something else, and the slots `[B]` to sample: none where a buffer between devices
-    overflowed. The hidden states are those of all tokens `[T, D]` if a module takes them, else of the first tokens,
-    whose log-probabilities may be needed. `form` and `capacity` of the batch are chosen on the host. `program` is the
-    number of its counters.
+    of all tokens where that is something else, the tokens' experts if the engine returns them, and the slots `[B]` to
+    sample: none where a buffer between devices overflowed. The hidden states are those of all tokens `[T, D]` if a
+    module takes them, else of the first tokens, whose log-probabilities may be needed. `form` and `capacity` of the
+    batch are chosen on the host. `program` is the number of its counters.
     """
     functions, cfg = layout.functions, layout.model_cfg
     slots, count, context, follows = (rows[:, i] for i in range(4))
     batch = ragged_batch(layout.cfg, tokens, rows, form, capacity)
+    if layout.cfg.enable_return_routed_experts:
+        batch = dataclasses.replace(batch, returns_routed_experts=True)
     out = functions.prefill(params, cfg, batch, pages)
     scores = functions.scores(params, cfg, out.hidden[last_rows(batch)][:, None])
     window_table = state.window_table
@@ -376,7 +390,8 @@ def prefill_body(
     sampling = jnp.where(follows < 0, slots, state.lengths.shape[0])
     hidden = out.hidden[: prompt_logprobs.num_hidden_rows(layout, tokens.shape[0])]
     draft_input = layout.draft_input(out) if cfg.hyper_connections is not None else None
-    return out.pages, state, scores, hidden, draft_input, layout.sampling_slots(sampling, out)
+    routed_experts = layout.routed_experts(out)
+    return out.pages, state, scores, hidden, draft_input, routed_experts, layout.sampling_slots(sampling, out)
 
 
 KIND = JobKind(

@@ -40,12 +40,14 @@ from dsv3.scheduler.structured_output import ALL, Masks
 class Sampler(NamedTuple):
     """A compiled sampler: the greatest variant that it serves, and whether it takes bitmasks.
 
-    An `adaptive` one checks while it runs which filters its rows use.
+    An `adaptive` one checks while it runs which filters its rows use. One that `returns_logprobs` returns processed
+    log-probabilities too.
     """
 
     variant: int
     is_constrained: bool = False
     adaptive: bool = False
+    returns_logprobs: bool = False
 
 
 def samplers(layout: Layout) -> tuple[Sampler, ...]:
@@ -53,23 +55,33 @@ def samplers(layout: Layout) -> tuple[Sampler, ...]:
 
     On a CPU samplers are adaptive, so three serve all its steps instead of seven, six of which take 1.2 to 2.3 s to
     compile. A constrained row allocates the state of adjustments there, and a row with adjustments has bitmasks. An
-    adaptive sampler on a GPU would wait for its host.
+    adaptive sampler on a GPU would wait for its host. Those that return processed log-probabilities come last: of
+    greedy batches too the one that draws.
     """
+    drawing: tuple[Sampler, ...]
     if layout.platform == "cpu":
-        return Sampler(GREEDY), Sampler(FILTERED, adaptive=True), Sampler(FULL, layout.takes_grammars, adaptive=True)
-    free = tuple(map(Sampler, (GREEDY, DRAWN, FILTERED, FULL)))
-    # Batches of constrained greedy rows use the one that draws, as mixed batches do: one program less.
-    constrained = tuple(Sampler(variant, is_constrained=True) for variant in (DRAWN, FILTERED, FULL))
-    return free + constrained if layout.takes_grammars else free
+        drawing = Sampler(FILTERED, adaptive=True), Sampler(FULL, layout.takes_grammars, adaptive=True)
+    else:
+        drawing = tuple(map(Sampler, (DRAWN, FILTERED, FULL)))
+        # Batches of constrained greedy rows use the one that draws, as mixed batches do: one program less.
+        if layout.takes_grammars:
+            drawing += tuple(Sampler(variant, is_constrained=True) for variant in (DRAWN, FILTERED, FULL))
+    processed = tuple(s._replace(returns_logprobs=True) for s in drawing if _returns_processed(layout))
+    return Sampler(GREEDY), *drawing, *processed
 
 
-def sampler_for(layout: Layout, variant: int, is_constrained: bool) -> Sampler:
+def _returns_processed(layout: Layout) -> bool:
+    return layout.cfg.logprobs_mode == "processed_logprobs"
+
+
+def sampler_for(layout: Layout, variant: int, is_constrained: bool, returns_logprobs: bool = False) -> Sampler:
     """Returns the sampler of a step whose rows need `variant`, and are constrained or not."""
-    return next(s for s in samplers(layout) if s.variant >= variant and s.is_constrained >= is_constrained)
+    each = (s for s in samplers(layout) if s.returns_logprobs == returns_logprobs)
+    return next(s for s in each if s.variant >= variant and s.is_constrained >= is_constrained)
 
 
 NAME = "sample"
-_CONSTRAINED = "constrained sample"  # samplers with bitmasks
+_PROCESSED = "sample with logprobs"  # samplers that return processed log-probabilities
 
 
 class Adjustment(Command, frozen=True):
@@ -141,12 +153,14 @@ class ForwardResults(NamedTuple):
 
     `slots` `[ranks here, B]` show overflow (`Layout.sampling_slots`), and can be waited for where nothing is sampled;
     None where neither is needed. `prompt` are log-probabilities of prompts (`jobs.prompt_logprobs`), `sampled` the
-    arguments of `dsv3.scheduler.results`, equal in every process of an instance.
+    arguments of `dsv3.scheduler.results`, equal in every process of an instance. `routed_experts` `[ranks, T, L, K]`,
+    or of a decode batch `[ranks, B, S, L, K]` beside its tokens, are there where a request wants them.
     """
 
     slots: Any = None
     prompt: tuple[Any, ...] = ()
     sampled: tuple[Any, ...] = ()
+    routed_experts: Any = None
 
 
 def sampler_command(
@@ -231,6 +245,8 @@ def sampler_programs(layout: Layout) -> Iterator[ProgramSpec]:
     for rows, width in layout.sampled_shapes:
         for sampler in samplers(layout):
             yield _sampler(layout, rows, width, sampler)
+        if _returns_processed(layout):
+            continue
         body = functools.partial(logprobs_body, layout.functions.vocabulary)
         arguments = (layout.scores(rows, width), layout.array(rows, width))
         yield layout.per_rank(Key("logprobs", rows, width=width), body, arguments, gathered="all")
@@ -251,13 +267,15 @@ def _sampler(layout: Layout, rows: int, width: int, sampler: Sampler) -> Program
     speculative = layout.cfg.speculative
     chances = () if speculative is None else speculative.synthetic_chances[: width - 1]
     body = functools.partial(sample_scores_body, layout.functions.vocabulary, sampler.variant)
-    body = functools.partial(body, chances=chances, adaptive=sampler.adaptive)
+    counted = MAX_LOGPROBS if sampler.returns_logprobs else 0
+    body = functools.partial(body, chances=chances, adaptive=sampler.adaptive, logprobs=counted)
     padding = {3: layout.padding_slot, 4: ALL}
     return layout.per_rank(_key(sampler, rows, width), body, arguments, donated, gathered="last", padding=padding)
 
 
 def _key(sampler: Sampler, rows: int, width: int) -> Key:
-    return Key(_CONSTRAINED if sampler.is_constrained else NAME, rows, sampler.variant, width)
+    kind = _PROCESSED if sampler.returns_logprobs else NAME
+    return Key(f"constrained {kind}" if sampler.is_constrained else kind, rows, sampler.variant, width)
 
 
 def adjust_shapes(layout: Layout) -> AdjustState:
@@ -280,15 +298,17 @@ def launch_sampler(
     for i in range(command.adjust_launches):
         _set_adjustments(devices, command.adjustments, i)
     rows, width = scores.shape[2:4]
-    sampler = sampler_for(layout, command.variant, command.masks is not None)
+    processed = command.logprobs and _returns_processed(layout)
+    sampler = sampler_for(layout, command.variant, command.masks is not None, processed)
     adjust = _adjust_state(devices) if sampler.variant == FULL else None
     masks = [devices.put(_masks(command.masks, layout, rows, width))] if sampler.is_constrained else []
     program = devices.programs.get(_key(sampler, rows, width))
-    devices.state, adjust, tokens, *of_all = program(devices.state, adjust, scores, slots, *masks)
+    devices.state, adjust, drawn, *of_all = program(devices.state, adjust, scores, slots, *masks)
     if sampler.variant == FULL:
         devices.adjust = adjust
-    results = tuple(of_all) or (tokens,)
-    if command.logprobs:
+    tokens, everything = drawn[0] if processed else drawn, of_all[0] if of_all else drawn
+    results = tuple(everything) if processed else (everything,)
+    if command.logprobs and not processed:
         results += devices.programs.get(Key("logprobs", rows, width=width))(scores, tokens)
     for array in results:
         array.copy_to_host_async()
@@ -326,7 +346,9 @@ def _adjust_state(devices: Devices) -> Any:
     return devices.adjust
 
 
-Draw = Callable[[AdjustState | None, jax.Array, int], jax.Array]
+Logprobs = tuple[jax.Array, ...]
+"""Processed log-probabilities of tokens, and the most likely ones with theirs; () where they are not returned."""
+Draw = Callable[[AdjustState | None, jax.Array, int], tuple[jax.Array, Logprobs]]
 """Samples position i of each row: from the adjust state so far, the slots `[B]` and i, to tokens `[B]`."""
 
 
@@ -341,7 +363,8 @@ def sample_scores_body(
     *,
     chances: tuple[float, ...] = (),
     adaptive: bool = False,
-) -> tuple[DecodeState, AdjustState | None, jax.Array]:
+    logprobs: int = 0,
+) -> tuple[DecodeState, AdjustState | None, Any]:
     """Samples as `sample_body` does, from scores `[Xn, B, S, W / Xn]`.
 
     If devices share the vocabulary, greedy sampling exchanges each device's best token. All else gathers the logits
@@ -349,11 +372,14 @@ def sample_scores_body(
     """
     if variant != GREEDY or vocabulary.ranks == 1:
         whole = vocabulary.whole(scores)
-        return sample_body(variant, state, adjust, whole, slots, masks, chances=chances, adaptive=adaptive)
+        how: dict[str, Any] = {"chances": chances, "adaptive": adaptive, "logprobs": logprobs}
+        return sample_body(variant, state, adjust, whole, slots, masks, **how)
     words, top = best_tokens(vocabulary, scores)
     drawn = jnp.where(jnp.isfinite(top), words, NOT_FINITE)
     vocab_size = scores.shape[-1] * vocabulary.ranks
-    return _advance(state, adjust, slots, drawn.shape[1], lambda adjust, rows, i: drawn[:, i], chances, vocab_size)
+    return _advance(
+        state, adjust, slots, drawn.shape[1], lambda adjust, rows, i: (drawn[:, i], ()), chances, vocab_size
+    )
 
 
 def sample_body(
@@ -366,7 +392,8 @@ def sample_body(
     *,
     chances: tuple[float, ...] = (),
     adaptive: bool = False,
-) -> tuple[DecodeState, AdjustState | None, jax.Array]:
+    logprobs: int = 0,
+) -> tuple[DecodeState, AdjustState | None, Any]:
     """Samples the rows `slots` `[B]` from `logits` `[B, S, W]`, for one rank, verifies drafts, and advances the state.
 
     Tokens without a bit in `masks` `[B, S, words]` are not drawn. Column i of the state's tokens is compared with the
@@ -375,24 +402,27 @@ def sample_body(
     use.
 
     Returns state, adjust state and tokens `[B, S]`: `NOTHING` or `UNDRAFTED` behind the accepted ones and in rows that
-    do not sample, `NOT_FINITE` where the logits were not finite (the state then gets token 0, and the row ends).
+    do not sample, `NOT_FINITE` where the logits were not finite (the state then gets token 0, and the row ends). With
+    `logprobs` above 0 a tuple: the tokens, their processed log-probabilities `[B, S]`, and the so many most likely
+    tokens `[B, S, logprobs]` with theirs.
     """
     logits = logits if masks is None else apply_bitmask(logits, masks)
 
     rows, width, vocab_size = logits.shape
-    sample = functools.partial(_sample_rows, variant, state, adaptive=adaptive)
+    sample = functools.partial(_sample_rows, variant, state, adaptive=adaptive, logprobs=logprobs)
 
-    def one_position(adjust: AdjustState | None, slots: jax.Array, i: int) -> jax.Array:
+    def one_position(adjust: AdjustState | None, slots: jax.Array, i: int) -> tuple[jax.Array, Logprobs]:
         return sample(adjust, logits[:, i], slots, i)
 
-    def drawn_before(adjust: AdjustState | None, slots: jax.Array, i: int) -> jax.Array:
-        return drawn[:, i]
+    def drawn_before(adjust: AdjustState | None, slots: jax.Array, i: int) -> tuple[jax.Array, Logprobs]:
+        return jax.tree.map(lambda array: array[:, i], every)
 
     draw: Draw = one_position
     if adjust is None:  # what is drawn at a position changes nothing for the next: all at once
         repeated = jnp.repeat(jnp.minimum(slots, state.tokens.shape[0] - 1), width)
         offsets = jnp.tile(jnp.arange(width), rows)
-        drawn = sample(None, logits.reshape(rows * width, vocab_size), repeated, offsets).reshape(rows, width)
+        every = sample(None, logits.reshape(rows * width, vocab_size), repeated, offsets)
+        every = jax.tree.map(lambda array: array.reshape(rows, width, *array.shape[1:]), every)
         draw = drawn_before
     return _advance(state, adjust, slots, width, draw, chances, vocab_size)
 
@@ -405,15 +435,16 @@ def _advance(
     draw: Draw,
     chances: tuple[float, ...],
     vocab_size: int,
-) -> tuple[DecodeState, AdjustState | None, jax.Array]:
+) -> tuple[DecodeState, AdjustState | None, Any]:
     """Samples `width` tokens of each row by `draw`; returns as `sample_body` does."""
     num_slots = state.tokens.shape[0]
     rows = jnp.minimum(slots, num_slots - 1)  # padding gets any slot's
     drafts = state.tokens[rows]
     going = slots < num_slots
-    last, columns = drafts[:, 0], []
+    last, columns, logprobs = drafts[:, 0], [], []
     for i in range(width):
-        drawn = draw(adjust, rows, i)
+        drawn, about = draw(adjust, rows, i)
+        logprobs.append(about)
         if i < len(chances):
             controls = controls_at(state, rows, i)
             drawn = sampling.force_acceptance(drawn, drafts[:, i + 1], controls, chances[i], vocab_size)
@@ -428,7 +459,9 @@ def _advance(
         tokens=state.tokens.at[slots, 0].set(last, mode="drop"),
         lengths=state.lengths.at[slots].add((tokens > NOTHING).sum(axis=1, dtype=jnp.int32), mode="drop"),
     )
-    return state, adjust, tokens
+    if not logprobs[0]:
+        return state, adjust, tokens
+    return state, adjust, (tokens, *(jnp.stack(each, axis=1) for each in zip(*logprobs, strict=True)))
 
 
 def _sample_rows(
@@ -440,19 +473,23 @@ def _sample_rows(
     offset: int | jax.Array,
     *,
     adaptive: bool,
-) -> jax.Array:
+    logprobs: int,
+) -> tuple[jax.Array, Logprobs]:
     """Samples from each row of logits `[n, W]`, `offset` behind the length of its slot in `slots` `[n]`."""
     own = logits
+    about: Logprobs = ()
     if adjust is not None:
         logits = sampling.apply_adjustments(logits, adjustments_at(state, adjust, slots, offset))
     if variant == GREEDY:
         drawn = sampling.greedy(logits)
     else:
-        controls = controls_at(state, slots, offset)
-        drawn = sampling.sample(logits, controls, filters=variant >= FILTERED, adaptive=adaptive)
+        controls, how = controls_at(state, slots, offset), {"filters": variant >= FILTERED, "adaptive": adaptive}
+        drawn = sampling.sample(logits, controls, **how)
+        if logprobs:
+            about = sampling.processed_logprobs(logits, drawn, controls, logprobs, **how)
     drawn = sampling.replace_invalid(logits, drawn, NOT_FINITE)
     # A NaN of a token that `min_tokens` forbids is still in the log-probabilities.
-    return sampling.replace_invalid(own, drawn, NOT_FINITE)
+    return sampling.replace_invalid(own, drawn, NOT_FINITE), about
 
 
 def _count_tokens(adjust: AdjustState | None, drawn: jax.Array, slots: jax.Array) -> AdjustState | None:

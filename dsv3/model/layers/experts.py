@@ -48,6 +48,7 @@ class RouterStats(NamedTuple):
 
     counts: jax.Array  # [E] int32, (token, expert) pairs of this rank's rows, without padding
     overflows: jax.Array | None  # [] int32, buffers of this device that overflowed; None: no buffer can overflow
+    ids: jax.Array | None = None  # [T, K] uint8 or uint16, the experts of each row, if the step returns them
 
 
 class RoutedExperts(Protocol):

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dsv3.config.model import ModelConfig
 from dsv3.model.layers.linear import Index, layer_slice
@@ -16,6 +17,11 @@ class Routing(NamedTuple):
 
     ids: jax.Array  # [T, K] int32; distinct within a row, except -1, which selects no expert
     weights: jax.Array  # [T, K] float32
+
+
+def id_dtype(num_experts: int) -> np.dtype:
+    """Returns the type in which expert ids leave a step: uint8, or uint16 for more than 256 experts."""
+    return np.dtype(np.uint8 if num_experts <= 256 else np.uint16)
 
 
 def router_logits(x: jax.Array, weight: jax.Array, layer: Index, backend: Backend | None) -> jax.Array:
@@ -65,6 +71,17 @@ def route_by_token(cfg: ModelConfig, logits: jax.Array, table: jax.Array, tokens
     Ids out of range give the last row.
     """
     return _weighted(cfg, _SCORES[cfg.scoring_func](logits), table.at[tokens].get(mode="clip"))
+
+
+def replay(cfg: ModelConfig, logits: jax.Array, own: Routing, given: jax.Array) -> Routing:
+    """Returns the experts `given` `[T, K]` int32 with the weights that `logits` `[T, E]` give them (arXiv:2510.11370).
+
+    A row with a negative id keeps the experts that the router has chosen, `own`. Gradients flow through the weights.
+    Ids out of range give the last expert.
+    """
+    chosen = jnp.minimum(given, logits.shape[-1] - 1)
+    ids = jnp.where((given >= 0).all(axis=-1, keepdims=True), chosen, own.ids)
+    return _weighted(cfg, _SCORES[cfg.scoring_func](logits), ids)
 
 
 _SCORES = {

@@ -58,6 +58,7 @@ def _run_hooked(
         handle = parallel.start(normed, routing, experts)
         shared = batch.shared(place, normed)
         y, router_stats = parallel.finish(handle, routing, experts)
+        router_stats = context.with_ids(router_stats, routing.ids)
         return (batch.add(place, block, y, shared), pages), router_stats
 
     def ordered(turn):

@@ -92,7 +92,7 @@ def run_prefill(
     x0, final = in_program_order(last, overlap)(x0, routed0, computed0)
     # Micro-batch 0 finishes layer l in pass l + 1; its first pass finishes an empty layer.
     stats0 = jax.tree.map(lambda passes, last: jnp.concatenate([passes[1:], last[None]]), stats0, final)
-    return (x0, x1), pages, _sum(stats0, stats1)
+    return (x0, x1), pages, _sum(stats1, stats0)
 
 
 def run_decode(
@@ -178,5 +178,8 @@ def _nothing(batch: MicroBatch, x: Residual) -> tuple[Routed, PeerSums]:
     return routed, PeerSums(sums, (jnp.zeros((), jnp.int32),) * behind)
 
 
-def _sum(a: RouterStats, b: RouterStats) -> RouterStats:
-    return jax.tree.map(jnp.add, a, b)
+def _sum(first: RouterStats, second: RouterStats) -> RouterStats:
+    """Returns the statistics of both micro-batches; `first` has the earlier rows."""
+    ids = None if first.ids is None or second.ids is None else jnp.concatenate([first.ids, second.ids], axis=-2)
+    counted = jax.tree.map(jnp.add, first._replace(ids=None), second._replace(ids=None))
+    return counted._replace(ids=ids)

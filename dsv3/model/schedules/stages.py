@@ -187,6 +187,7 @@ class MicroBatch:
     ) -> tuple[Residual, RouterStats]:
         y = self.parallel.shards.join(y, ids.shape[0])
         router_stats = RouterStats(count(ids, self.stack.moe.router.shape[1]), total(overflows))
+        router_stats = self.context.with_ids(router_stats, ids)
         return decoder.add_experts(self.stack, place, self.context, x, y, shared), router_stats
 
     def start_return(self, computed: PeerSums, queued: Queued) -> CombineHandle | Combining:

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import uvloop
 
+from dsv3.engine.operations import OperatedState
 from dsv3.processes import frames
 from dsv3.scheduler.request import PreparedRequest, StepOutputs, Tokens, senders
 from dsv3.server.engine import messages
@@ -139,6 +140,12 @@ class ApiServerConnections:
         for api_server in api_servers:
             api_server.send(info)
 
+    def announce_state(self, state: OperatedState) -> None:
+        """Sends every API server what operations have led to; those that connect later get it with `EngineInfo`."""
+        with self._lock:
+            self._info = None if self._info is None else self._info.with_state(state)
+        self.broadcast(state)
+
     def broadcast(self, message: messages.FromEngine) -> None:
         for api_server in list(self._api_servers.values()):
             api_server.send(message)
@@ -195,7 +202,7 @@ class ApiServerConnections:
                 if not message.has_more:
                     self._enqueue(api_server, messages.Add(api_server.parts))
                     api_server.parts = []
-            case messages.Abort() | messages.Flush() | messages.Inspect():
+            case messages.Abort() | messages.Flush() | messages.Inspect() | messages.OperateEngine():
                 self._enqueue(api_server, message)
             case messages.AcquireLock():
                 self._acquire_lock(api_server)

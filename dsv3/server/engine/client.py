@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from dsv3.engine.operations import OperatedState, Operation, OperationRefused
 from dsv3.engine.step_log import EngineSnapshot, StepRecord
 from dsv3.processes import frames
 from dsv3.scheduler.request import EngineOutput, PreparedRequest, first_id
@@ -44,6 +45,10 @@ class EngineUnavailable(Exception):
 
 class EngineBusy(Exception):
     """The queue is full."""
+
+
+class OperationFailed(Exception):
+    """An operation has failed in the middle; the message may be sent to the operator."""
 
 
 class RequestRejected(Exception):
@@ -108,6 +113,8 @@ class EngineClient:
         self._watching: asyncio.Task[None] | None = None
         self._sending: asyncio.Task[None] | None = None
         self._is_first = self._must_flush = False
+        self._operations: dict[int, asyncio.Future[None]] = {}  # that the engine executes, by number
+        self._num_operations = 0
 
     @property
     def num_in_flight(self) -> int:
@@ -195,6 +202,38 @@ class EngineClient:
         if self.state == "ready":
             self._send(messages.Inspect(what))
 
+    async def operate(self, operation: Operation) -> None:
+        """Has the engine execute an operation, and waits for its end.
+
+        Raises OperationRefused or OperationFailed with the engine's message, EngineUnavailable where there is no
+        engine, or it ends before.
+        """
+        if self.state != "ready":
+            raise EngineUnavailable(self.reason)
+        self._num_operations += 1
+        number, done = self._num_operations, asyncio.get_running_loop().create_future()
+        self._operations[number] = done
+        self._send(messages.OperateEngine(number, operation))
+        try:
+            await done
+        finally:
+            self._operations.pop(number, None)
+
+    def _on_operation_done(self, message: messages.OperationDone) -> None:
+        done = self._operations.pop(message.number, None)
+        if done is None or done.done():
+            return  # the client has gone
+        if not message.error:
+            done.set_result(None)
+        else:
+            done.set_exception((OperationRefused if message.refused else OperationFailed)(message.error))
+
+    def _fail_operations(self, reason: str) -> None:
+        while self._operations:
+            _, done = self._operations.popitem()
+            if not done.done():
+                done.set_exception(EngineUnavailable(reason))
+
     def abort_all(self, error: Exception) -> None:
         """Aborts every request and fails its stream with `error`."""
         in_flight = dict(self._in_flight.by_id)
@@ -213,6 +252,7 @@ class EngineClient:
         if self.state not in ("ready", "restarting"):
             return
         self.state, self.reason = "restarting", f"{reason}; it is being restarted"
+        self._fail_operations(reason)
         self.stats = {}
         self.on_stats(self.stats)
         for sequence, error in self._in_flight.on_engine_death():
@@ -242,6 +282,7 @@ class EngineClient:
 
     def _end(self) -> None:
         self._disconnect()
+        self._fail_operations(self.reason)
         self.ended.set()
         self.settled.set()
 
@@ -318,6 +359,10 @@ class EngineClient:
             case messages.DrainServer():
                 _log.info("draining: %s", message.reason)
                 self.drain_requested.set()
+            case OperatedState():
+                self.info = None if self.info is None else self.info.with_state(message)
+            case messages.OperationDone():
+                self._on_operation_done(message)
             case messages.EngineFailure():
                 self._failure = message.reason
 
@@ -471,6 +516,8 @@ class EngineClient:
         error: Exception = RequestRejected(message.message, message.kind == "invalid")
         if message.kind == "queue_full":
             error = EngineBusy(message.message)
+        elif message.kind == "not_serving":
+            error = EngineUnavailable(message.message)
         for request_id in message.request_ids:
             if (sequence := self._in_flight.by_id.get(request_id)) is None:
                 continue

@@ -7,6 +7,7 @@ import numpy as np
 
 from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine.cluster.link import FIRST, Incarnation
+from dsv3.engine.operations import OperatedState, Operation
 from dsv3.engine.step_log import EngineSnapshot, StepRecord
 from dsv3.scheduler.request import EngineOutput, PreparedRequest, RequestRules, StepOutputs, Tokens
 
@@ -62,6 +63,13 @@ class Inspect(msgspec.Struct, frozen=True, tag=True):
     what: Literal["snapshot", "start_profile", "stop_profile"]
 
 
+class OperateEngine(msgspec.Struct, frozen=True, tag=True):
+    """Execute an operation, and send an `OperationDone` with this number."""
+
+    number: int
+    operation: Operation
+
+
 class AcquireLock(msgspec.Struct, frozen=True, tag=True):
     """Request the lock under which an API server sends its quarantined requests, one at a time in all of them."""
 
@@ -74,7 +82,7 @@ class StopEngine(msgspec.Struct, frozen=True, tag=True):
     """End the engine process now."""
 
 
-Request = Add | Abort | Flush | Inspect
+Request = Add | Abort | Flush | Inspect | OperateEngine
 """Messages for the thread that steps the engine; every API server may send them."""
 ToEngine = Start | Connect | Request | AcquireLock | ReleaseLock | StopEngine
 
@@ -101,7 +109,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     `transfer_address` has an address per process, separated by commas, from which other instances fetch pages, or is
     ""; `fetches_pages` is whether this engine fetches from others. `kv_events` is where its `num_ranks` ranks publish
     KV events. `model` is a description for people. `kernel_fallbacks` maps operations whose kernels failed their check
-    to the backend in use.
+    to the backend in use. `state` is what operations have led to.
     """
 
     rules: RequestRules
@@ -113,6 +121,12 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     num_ranks: int = 1
     kv_events: dict[str, Any] | None = None
     kernel_fallbacks: dict[str, str] = {}
+    state: OperatedState = OperatedState()
+
+    def with_state(self, state: OperatedState) -> "EngineInfo":
+        """Returns the properties after operations: prefix keys depend on the weights."""
+        rules = msgspec.structs.replace(self.rules, weights=state.weights)
+        return msgspec.structs.replace(self, rules=rules, state=state)
 
 
 Stats = dict[str, float | list[float]]
@@ -161,7 +175,7 @@ def _joined(arrays: list[np.ndarray], dtype: str) -> bytes:
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
-    """All `request_ids` are rejected; `kind` is "queue_full", "invalid" or "internal"."""
+    """All `request_ids` are rejected; `kind` is "queue_full", "invalid", "not_serving" or "internal"."""
 
     request_ids: list[int]
     kind: str
@@ -178,6 +192,17 @@ class ProfileReply(msgspec.Struct, frozen=True, tag=True):
     """Reply to `Inspect`: the steps of the profile that was stopped; empty if one was started."""
 
     steps: list[StepRecord]
+
+
+class OperationDone(msgspec.Struct, frozen=True, tag=True):
+    """The operation of this number has ended; `error` says why it failed, "" if it did not.
+
+    A `refused` operation has changed nothing. All API servers have got the new `OperatedState` before.
+    """
+
+    number: int
+    error: str = ""
+    refused: bool = False
 
 
 class ApiServerDropped(msgspec.Struct, frozen=True, tag=True):
@@ -210,6 +235,8 @@ FromEngine = (
     | EngineHeartbeat
     | SnapshotReply
     | ProfileReply
+    | OperatedState
+    | OperationDone
     | EngineFailure
 )
 

@@ -15,16 +15,18 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from itertools import chain, islice
 from typing import Any, NoReturn, Protocol
 
 import msgspec
 
 from dsv3.engine.errors import public_text
+from dsv3.engine.operations import OperatedState, Operation, OperationRefused
 from dsv3.engine.step_log import EngineSnapshot, StepLog
 from dsv3.logs import configure_logging
 from dsv3.processes.child import link_to_parent
-from dsv3.scheduler.request import InvalidRequest, PreparedRequest, QueueFull, StepOutputs, fan_out
+from dsv3.scheduler.request import InvalidRequest, NotServing, PreparedRequest, QueueFull, StepOutputs, fan_out
 from dsv3.server.engine import messages
 from dsv3.server.engine.api_servers import ApiServerConnection, ApiServerConnections
 
@@ -42,12 +44,15 @@ class EngineLike(Protocol):
     def has_work(self) -> bool: ...
     @property
     def room(self) -> int: ...
+    @property
+    def state(self) -> OperatedState: ...
     def submit(self, request: PreparedRequest) -> None: ...
     def abort(self, request_id: int) -> None: ...
     def flush(self) -> None: ...
     def step(self) -> StepOutputs: ...
     def stats(self) -> Any: ...
     def snapshot(self) -> EngineSnapshot: ...
+    def operate(self, operation: Operation, on_progress: Callable[[], None]) -> Future[None]: ...
 
 
 class RequestReceiver:
@@ -77,11 +82,24 @@ class RequestReceiver:
                 self._engine.flush()
             elif isinstance(message, messages.Inspect):
                 api_server.send(inspect(self._engine, message))
+            elif isinstance(message, messages.OperateEngine):
+                self._operate(api_server, message)
             else:
                 self._abort(api_server, message)
             if left <= 0:
                 break
         return has_changed
+
+    def _operate(self, api_server: ApiServerConnection, message: messages.OperateEngine) -> None:
+        """Executes an operation between two steps, and reports its end; frames meanwhile show that the engine lives."""
+
+        def report(future: Future[None]) -> None:
+            error = future.exception()
+            self._api_servers.announce_state(self._engine.state)
+            text = "" if error is None else str(error)
+            api_server.send(messages.OperationDone(message.number, text, isinstance(error, OperationRefused)))
+
+        self._engine.operate(message.operation, lambda: announce_step(self._api_servers)).add_done_callback(report)
 
     def _start_adding(self, api_server: ApiServerConnection, requests: list[PreparedRequest]) -> None:
         """Begins to submit the requests of an `Add`, or rejects all; no other `Add` is processed in between."""
@@ -117,6 +135,8 @@ class RequestReceiver:
             kind, text = "queue_full", str(error)
         except InvalidRequest as error:
             kind, text = "invalid", str(error)
+        except NotServing as error:
+            kind, text = "not_serving", str(error)
         except Exception:  # must not end the engine
             _log.error("request %d could not be submitted:\n%s", request.request_id, traceback.format_exc())
             kind, text = "internal", "the engine could not accept the request"
@@ -227,7 +247,7 @@ def serve(engine: EngineLike, api_servers: ApiServerConnections) -> NoReturn:
     while True:
         has_changed = receiver.receive()
         if idle and engine.has_work:
-            api_servers.broadcast(messages.Outputs.from_outputs(StepOutputs(), None))
+            announce_step(api_servers)
         outputs = engine.step() if engine.has_work else StepOutputs()
         idle = not (engine.has_work or receiver.has_work)
         if engine.failure is not None:  # drop the step's outputs: its requests resume in the next engine
@@ -238,6 +258,11 @@ def serve(engine: EngineLike, api_servers: ApiServerConnections) -> NoReturn:
             stats_sent_at = time.monotonic() if due else stats_sent_at
         if idle:
             api_servers.wait(_HEARTBEAT_S)
+
+
+def announce_step(api_servers: ApiServerConnections) -> None:
+    """Sends an empty frame: the engine lives, and what it does may take long."""
+    api_servers.broadcast(messages.Outputs.from_outputs(StepOutputs(), None))
 
 
 def numeric_stats(stats: Any) -> messages.Stats:

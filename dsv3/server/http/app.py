@@ -24,6 +24,7 @@ from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body, unless
 from dsv3.server.http.dashboard import dashboard_routes
 from dsv3.server.http.exchange import SUMMARY, WRITER, ResponseWriter, error_path, error_response, json_response
 from dsv3.server.http.openapi import openapi, openapi_path
+from dsv3.server.http.operations import operation_routes
 from dsv3.server.limits import Reservation
 from dsv3.server.protocol.anthropic import MESSAGES
 from dsv3.server.protocol.errors import ApiError, invalid
@@ -154,6 +155,7 @@ def make_router(service: Service, batch_dir: str | None = None, profile_dir: str
     ]
     routes += batch_routes(service, batch_dir)
     routes += dashboard_routes(service, profile_dir)
+    routes += operation_routes(service)
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
     return app

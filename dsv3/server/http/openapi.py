@@ -12,6 +12,7 @@ from dsv3.sampling_params import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
 from dsv3.server.batches.store import Batch, FileObject
 from dsv3.server.http.auth import OPEN_PATHS
 from dsv3.server.http.batches import MAX_LISTED, CreateBatch
+from dsv3.server.http.operations import ContinueRequest, PauseRequest, UpdateFromDisk
 from dsv3.server.protocol.anthropic import (
     MESSAGES,
     InputMessage,
@@ -167,6 +168,31 @@ OPERATIONS: dict[tuple[str, str], ApiOperation] = {
     ("POST", "/stop_profile"): ApiOperation(
         "Stops the profile and writes it to a file", "operator", no_such=_NO_PROFILES, statuses=("409",)
     ),
+}
+_UPDATES_OFF = "weight updates are off (`--enable_weight_updates`)"
+_MODE = {"enum": ["abort", "wait", "keep", "retract"]}
+OPERATIONS |= {
+    ("POST", "/update_weights_from_disk"): ApiOperation(
+        "Serves the weights of a directory", "operator", request=UpdateFromDisk, no_such=_UPDATES_OFF
+    ),
+    ("POST", "/pause_generation"): ApiOperation(
+        "Pauses generation (SGLang)", "operator", request=PauseRequest, no_such=_UPDATES_OFF
+    ),
+    ("POST", "/continue_generation"): ApiOperation(
+        "Continues generation (SGLang)", "operator", request=ContinueRequest, no_such=_UPDATES_OFF
+    ),
+    ("GET", "/get_weight_version"): ApiOperation("Names the weights", "operator", no_such=_UPDATES_OFF),
+    ("POST", "/pause"): ApiOperation("Pauses generation", "operator", no_such=_UPDATES_OFF, query={"mode": _MODE}),
+    ("POST", "/resume"): ApiOperation("Continues generation", "operator", no_such=_UPDATES_OFF),
+    ("GET", "/is_paused"): ApiOperation("Returns whether generation is paused", "operator", no_such=_UPDATES_OFF),
+    ("POST", "/sleep"): ApiOperation(
+        "Frees the devices' memory",
+        "operator",
+        no_such=_UPDATES_OFF,
+        query={"level": {"enum": [1, 2]}, "mode": {"enum": ["abort", "wait", "retract"]}},
+    ),
+    ("POST", "/wake_up"): ApiOperation("Takes the devices' memory again", "operator", no_such=_UPDATES_OFF),
+    ("GET", "/is_sleeping"): ApiOperation("Returns whether the engine sleeps", "operator", no_such=_UPDATES_OFF),
 }
 _TAGS = {
     "answers": "Generation",

@@ -15,6 +15,7 @@ from dsv3.kv_cache.transfer.protocol import MAX_BOOTSTRAP_ROOM
 from dsv3.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_N,
     MAX_STOP,
     MAX_STOP_TOKEN_IDS,
     MAX_THINKING_TOKENS,
@@ -27,7 +28,6 @@ MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_TOOLS = 128
-MAX_N = 128
 MAX_STOP_CHARS = 1024
 MAX_NAME_CHARS = 256
 MAX_SALT_CHARS = 1024
@@ -115,6 +115,7 @@ class SampledRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_routed_experts: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsParams | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
@@ -346,12 +347,20 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class _Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """`token_ids` (and a completion's `prompt_token_ids` and `prompt_logprobs`) are absent unless requested."""
+    """`token_ids` (and a completion's `prompt_token_ids` and `prompt_logprobs`) are absent unless requested.
+
+    So are `routed_experts`, a JSON string that `dsv3.server.serving.handler` encodes.
+    `weight_version` names the weights of the last token; `weight_versions`, where there are several, the number of the
+    first token and the version for each in turn. They are absent without `--enable_weight_updates`.
+    """
 
     index: int
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    routed_experts: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    weight_version: str | msgspec.UnsetType = msgspec.UNSET
+    weight_versions: list[tuple[int, str]] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionChoice(_Choice, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from dsv3.server.protocol.openai import (
 from dsv3.server.serving.generation import ChoiceUpdate
 from dsv3.server.serving.handler import (
     LIST_OF_GAP,
+    TEXT_OF_GAP,
     CompleteChoice,
     RequestHandler,
     fill_gaps,
@@ -124,9 +125,11 @@ class ChatHandler(RequestHandler[ChatRequest]):
     def events(self, update: ChoiceUpdate) -> list[bytes]:
         """Returns a chunk with the role first, then one per delta; the last has the finish reason."""
         if self._is_plain and update.finish_reason is None and update.choice in self._started:  # the usual case
-            index = update.choice
+            index, version = update.choice, update.weight_version or msgspec.UNSET
+            deltas = map(_openai_delta, update.deltas)
             return [
-                to_event(self.chunk([ChunkChoice(index=index, delta=_openai_delta(delta))])) for delta in update.deltas
+                to_event(self.chunk([ChunkChoice(index=index, delta=delta, weight_version=version)]))
+                for delta in deltas
             ]
         chunks = [self.chunk([choice]) for choice in self._chunks(update)]
         if update.choice not in self._started:
@@ -169,8 +172,11 @@ class ChatHandler(RequestHandler[ChatRequest]):
             finish_reason=whole.finish_reason,
             stop_reason=whole.stop_reason,
             token_ids=whole.token_ids if self.request.return_token_ids else msgspec.UNSET,
+            routed_experts=TEXT_OF_GAP if self.request.return_routed_experts else msgspec.UNSET,
+            **whole.weights,
         )
-        return fill_gaps(to_json(choice), [with_commas(column) for column in whole.columns])
+        columns = [with_commas(column) for column in whole.columns]
+        return fill_gaps(to_json(choice), [*self.routed_experts(whole), *columns])
 
     def logprob_columns(self, update: ChoiceUpdate) -> tuple[bytes, ...]:
         if not self.request.logprobs:
@@ -197,6 +203,7 @@ class ChatHandler(RequestHandler[ChatRequest]):
             finish_reason=update.finish_reason,
             stop_reason=update.stop_reason,
             token_ids=update.token_ids if wants_ids else msgspec.UNSET,
+            weight_version=update.weight_version or msgspec.UNSET,
         )
         return [*chunks, last]
 

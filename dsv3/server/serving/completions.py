@@ -10,6 +10,7 @@ from dsv3.server.protocol.openai import CompletionChoice, CompletionLogprobs, Co
 from dsv3.server.serving.generation import ChoiceUpdate
 from dsv3.server.serving.handler import (
     LIST_OF_GAP,
+    TEXT_OF_GAP,
     CompleteChoice,
     RequestHandler,
     fill_gaps,
@@ -17,6 +18,7 @@ from dsv3.server.serving.handler import (
     to_json,
     with_commas,
 )
+from dsv3.server.serving.logprobs import LogprobEncoder
 from dsv3.server.serving.prompts import EncodedPrompt, completion_prompts, echoed_prompts
 from dsv3.server.serving.resume import ResumedChoice
 from dsv3.server.serving.sampling import prompt_logprobs
@@ -84,8 +86,11 @@ class CompletionHandler(RequestHandler[CompletionRequest]):
             token_ids=whole.token_ids if self.request.return_token_ids else msgspec.UNSET,
             prompt_token_ids=self._prompt_ids(whole.index),
             prompt_logprobs=msgspec.UNSET if self.request.prompt_logprobs is None else LIST_OF_GAP,
+            routed_experts=TEXT_OF_GAP if self.request.return_routed_experts else msgspec.UNSET,
+            **whole.weights,
         )
-        return fill_gaps(to_json(choice), [with_commas(column) for column in whole.columns])
+        columns = [with_commas(column) for column in whole.columns]
+        return fill_gaps(to_json(choice), [*self.routed_experts(whole), *columns])
 
     def logprob_columns(self, update: ChoiceUpdate) -> tuple[bytes, ...]:
         """Returns the lists of `logprobs`, including an echoed prompt's tokens, and of `prompt_logprobs`."""
@@ -97,15 +102,19 @@ class CompletionHandler(RequestHandler[CompletionRequest]):
             return columns
         return (*columns, self._prompt_records(update, request.prompt_logprobs))
 
+    @property
+    def _encoder(self) -> LogprobEncoder:
+        return self.service.logprobs
+
     def _sampled(self, update: ChoiceUpdate) -> tuple[bytes, ...]:
-        encoder, offset = self.service.logprobs, self._offsets.get(update.choice, 0)
+        encoder, offset = self._encoder, self._offsets.get(update.choice, 0)
         self._offsets[update.choice] = offset + encoder.num_chars(update.token_ids)
         return encoder.completion(update.token_ids, update.logprobs or [], offset)
 
     def _echoed(self, update: ChoiceUpdate) -> tuple[bytes, ...]:
         if not self.request.echo or update.prompt is None:
             return (b"",) * 4
-        encoder, ids = self.service.logprobs, self.generation.prompt_of(update.choice).token_ids
+        encoder, ids = self._encoder, self.generation.prompt_of(update.choice).token_ids
         columns, self._offsets[update.choice] = encoder.echoed(
             ids, update.prompt, self.request.logprobs or 0, self._offsets.get(update.choice, 0)
         )
@@ -115,13 +124,14 @@ class CompletionHandler(RequestHandler[CompletionRequest]):
         if update.prompt is None:
             return b""
         ids = self.generation.prompt_of(update.choice).token_ids
-        return self.service.logprobs.prompt_records(ids, update.prompt, count)
+        return self._encoder.prompt_records(ids, update.prompt, count)
 
     def events(self, update: ChoiceUpdate) -> list[bytes]:
         """Returns an event with the update's text; the last has the finish reason."""
         is_first = update.choice not in self._started
         if self._is_plain and not is_first and update.finish_reason is None:  # the usual case
-            choice = CompletionChoice(index=update.choice, text=_text(update))
+            version = update.weight_version or msgspec.UNSET
+            choice = CompletionChoice(index=update.choice, text=_text(update), weight_version=version)
             return [to_event(self.chunk([choice]))] if update.deltas else []
         self._started.add(update.choice)
         choice = self._choice(update, is_first)
@@ -156,6 +166,7 @@ class CompletionHandler(RequestHandler[CompletionRequest]):
             stop_reason=update.stop_reason,
             token_ids=update.token_ids if self.request.return_token_ids else msgspec.UNSET,
             prompt_token_ids=self._prompt_ids(update.choice) if is_first else msgspec.UNSET,
+            weight_version=update.weight_version or msgspec.UNSET,
         )
 
     def _echo(self, choice: int) -> str:

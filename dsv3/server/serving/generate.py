@@ -1,8 +1,7 @@
 """`POST /inference/v1/generate`, as vLLM's: token ids in, token ids out, for clients that tokenize themselves."""
 
-import functools
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import msgspec
 
@@ -10,7 +9,15 @@ from dsv3.server.protocol.errors import ApiError, invalid
 from dsv3.server.protocol.openai import ChatLogprobs, CompletionRequest, FinishReason, GenerateRequest, Usage
 from dsv3.server.serving.completions import CompletionHandler
 from dsv3.server.serving.generation import ChoiceUpdate
-from dsv3.server.serving.handler import LIST_OF_GAP, CompleteChoice, fill_gaps, to_event, to_json, with_commas
+from dsv3.server.serving.handler import (
+    LIST_OF_GAP,
+    TEXT_OF_GAP,
+    CompleteChoice,
+    fill_gaps,
+    to_event,
+    to_json,
+    with_commas,
+)
 from dsv3.server.serving.logprobs import LogprobEncoder
 from dsv3.server.serving.request_parsing import converted, read_request
 
@@ -18,11 +25,17 @@ _SAME_NAME = ("model", "stream", "stream_options", "cache_salt", "kv_transfer_pa
 _NOT_SAMPLING = {*_SAME_NAME, "prompt", "echo", "best_of", "add_special_tokens", "return_token_ids"}
 
 
+_NAMES_BY_ID = LogprobEncoder(None)
+
+
 class GenerateChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
+    routed_experts: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     token_ids: list[int]
+    weight_version: str | msgspec.UnsetType = msgspec.UNSET
+    weight_versions: list[tuple[int, str]] | msgspec.UnsetType = msgspec.UNSET
 
 
 class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +44,7 @@ class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     choices: list[GenerateChoice] | msgspec.Raw
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-    prompt_logprobs: Literal[None] = None
+    prompt_logprobs: msgspec.Raw | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
 
@@ -46,9 +59,6 @@ class GenerateHandler(CompletionHandler):
         if generate.priority:
             raise invalid("priority: only 0 is supported", "priority", "unsupported_parameter")
         sampling = {name: value for name, value in generate.sampling_params.items() if name not in _NOT_SAMPLING}
-        if sampling.get("prompt_logprobs") is not None:
-            what = "log-probabilities of a prompt are available at /v1/completions"
-            raise invalid(f"sampling_params.prompt_logprobs: {what}", "sampling_params", "unsupported_parameter")
         try:
             request = converted(CompletionRequest, sampling)
         except ApiError as error:
@@ -64,7 +74,13 @@ class GenerateHandler(CompletionHandler):
         return self._request_id or self.generation.id
 
     def response(self, choices: msgspec.Raw) -> Any:
-        return GenerateResponse(request_id=self.id, choices=choices, usage=self.usage)
+        prompt = None if self.request.prompt_logprobs is None else LIST_OF_GAP
+        return GenerateResponse(request_id=self.id, choices=choices, usage=self.usage, prompt_logprobs=prompt)
+
+    def gaps(self, wholes: list[CompleteChoice]) -> list[Iterable[bytes]]:
+        """Returns the choices, and the log-probabilities of the prompt if they are requested."""
+        found = super().gaps(wholes)
+        return found if self.request.prompt_logprobs is None else [*found, with_commas(wholes[0].columns[-1])]
 
     def choice(self, whole: CompleteChoice) -> Iterator[bytes]:
         choice = GenerateChoice(
@@ -72,13 +88,21 @@ class GenerateHandler(CompletionHandler):
             logprobs=None if self.request.logprobs is None else ChatLogprobs(LIST_OF_GAP),
             finish_reason=whole.finish_reason,
             token_ids=whole.token_ids,
+            routed_experts=TEXT_OF_GAP if self.request.return_routed_experts else msgspec.UNSET,
+            **whole.weights,
         )
-        return fill_gaps(to_json(choice), [with_commas(column) for column in whole.columns])
+        columns = [with_commas(column) for column in whole.columns[:1] if self.request.logprobs is not None]
+        return fill_gaps(to_json(choice), [*self.routed_experts(whole), *columns])
 
     def logprob_columns(self, update: ChoiceUpdate) -> tuple[bytes, ...]:
-        if self.request.logprobs is None:
-            return ()
-        return self._encoder.chat(update.token_ids, update.logprobs or [])
+        """Returns the records of `logprobs`, and those of `prompt_logprobs`, which the response has."""
+        request = self.request
+        columns: tuple[bytes, ...] = ()
+        if request.logprobs is not None:
+            columns = self._encoder.chat(update.token_ids, update.logprobs or [])
+        if request.prompt_logprobs is None:
+            return columns
+        return (*columns, self._prompt_records(update, request.prompt_logprobs))
 
     def events(self, update: ChoiceUpdate) -> list[bytes]:
         """Returns an event with the tokens of an update."""
@@ -88,6 +112,7 @@ class GenerateHandler(CompletionHandler):
             logprobs=ChatLogprobs(msgspec.Raw(b"[%s]" % columns[0])) if columns else None,
             finish_reason=update.finish_reason,
             token_ids=update.token_ids,
+            weight_version=update.weight_version or msgspec.UNSET,
         )
         return [to_event(self.chunk([choice]))]
 
@@ -95,7 +120,6 @@ class GenerateHandler(CompletionHandler):
         shown = usage if self.includes_usage else msgspec.UNSET
         return GenerateResponse(request_id=self.id, choices=choices, usage=shown)  # type: ignore[arg-type]
 
-    @functools.cached_property
+    @property
     def _encoder(self) -> LogprobEncoder:
-        """Names tokens by their ids."""
-        return LogprobEncoder(None)
+        return _NAMES_BY_ID

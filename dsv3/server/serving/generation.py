@@ -12,6 +12,7 @@ from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import (
     EngineOutput,
     EngineRequest,
+    ExpertIds,
     InvalidRequest,
     NotInVocabulary,
     PreparedRequest,
@@ -44,7 +45,10 @@ ParserMaker = Callable[[EncodedPrompt], AnswerParser | None]
 class ChoiceUpdate(msgspec.Struct, gc=False):
     """New output of one choice: deltas, the tokens they come from, and the finish reason at the end.
 
-    The `prompt`'s log-probabilities come first, part by part, where they are requested.
+    The `prompt`'s log-probabilities come first, part by part, where they are requested. `routed_experts` are those of
+    tokens that have been computed.
+    The `prompt`'s log-probabilities come first, part by part, where they are requested. `weight_version` names the
+    weights of the tokens, where answers have it.
     """
 
     choice: int
@@ -54,6 +58,8 @@ class ChoiceUpdate(msgspec.Struct, gc=False):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     prompt: PromptLogprobs | None = None
+    routed_experts: ExpertIds | None = None
+    weight_version: str | None = None
 
 
 class Generation:
@@ -280,6 +286,14 @@ class Generation:
         if output.prompt_logprobs is not None:
             self._emit_prompt_logprobs(choice, output.prompt_logprobs)
             return
+        if output.routed_experts is not None:
+            self._on_update(ChoiceUpdate(choice.index, [], [], routed_experts=output.routed_experts))
+            if not output.token_ids:
+                return  # those of the prompt
+        if output.weight_version is not None and self._service.config.options.enable_weight_updates:
+            choice.weight_version = output.weight_version
+        if output.weight_version is not None and not output.token_ids and output.finish_reason is None:
+            return  # the weights have changed, between two tokens
         processed = choice.output.push(output.token_ids, output.finish_reason, output.stop_token_id)
         if self._prompt_only:
             processed = OutputUpdate([], 0, processed.finish_reason and "length")
@@ -309,7 +323,7 @@ class Generation:
             token_ids = token_ids[:count]
         if logprobs is not None:
             logprobs = logprobs[:count]
-        update = ChoiceUpdate(choice.index, processed.deltas, token_ids, logprobs)
+        update = ChoiceUpdate(choice.index, processed.deltas, token_ids, logprobs, weight_version=choice.weight_version)
         if processed.finish_reason is not None:
             update.finish_reason, update.stop_reason = processed.finish_reason, processed.stop_reason
             self._service.metrics.add("dropped_calls", processed.num_dropped_calls)
@@ -356,7 +370,7 @@ class _ChoiceStream:
     __slots__ = (
         *("generation", "index", "request_id", "output", "pending"),
         *("has_ended", "has_tokens", "is_queued", "first_token_at", "last_token_at"),
-        *("num_tokens", "resumed", "num_prompt_logprobs"),
+        *("num_tokens", "resumed", "num_prompt_logprobs", "weight_version"),
     )
 
     def __init__(
@@ -372,6 +386,7 @@ class _ChoiceStream:
         self.pending: list[int | EngineOutput] = []
         self.is_queued = self.has_tokens = self.has_ended = False
         self.num_tokens = 0
+        self.weight_version: str | None = None
         self.num_prompt_logprobs = 0  # prompt tokens, from the first on, whose log-probabilities were emitted
         self.first_token_at = self.last_token_at = time.monotonic()
 

@@ -8,15 +8,17 @@ with 20 alternatives each blocked the loop for 850 ms and took twice the memory.
 import abc
 import array
 import asyncio
+import base64
 import io
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
+import numpy as np
 
-from dsv3.scheduler.request import MAX_PRIORITY
-from dsv3.server.protocol.errors import ApiError
+from dsv3.scheduler.request import MAX_PRIORITY, ExpertIds, join_routed_experts
+from dsv3.server.protocol.errors import ApiError, invalid
 from dsv3.server.protocol.openai import FinishReason, SampledRequest, Usage
 from dsv3.server.serving.generation import ChoiceUpdate, Generation, prepare_requests
 from dsv3.server.serving.kv_transfer import pages_from, parse_bootstrap, transfer_params
@@ -36,6 +38,9 @@ _GAP = b"\x01"  # never part of encoded JSON, which escapes control characters
 
 LIST_OF_GAP = msgspec.Raw(b"[%s]" % _GAP)
 """A list in a response whose items are filled in later."""
+TEXT_OF_GAP = msgspec.Raw(b'"%s"' % _GAP)
+"""A text in a response that is filled in later."""
+_ENCODED_BYTES = 3 * 2**16  # encoded to base64 at a time
 
 
 class CompleteChoice:
@@ -46,6 +51,8 @@ class CompleteChoice:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.columns: list[list[bytes]] = []
+        self._routed_experts: list[ExpertIds] = []
+        self._weight_versions: list[tuple[int, str]] = []
         self._text, self._reasoning = io.StringIO(), io.StringIO()
         self._calls: list[tuple[ToolCallStart, io.StringIO]] = []
         self._token_ids = array.array("i")
@@ -67,6 +74,13 @@ class CompleteChoice:
     def token_ids(self) -> list[int]:
         return self._token_ids.tolist()
 
+    @property
+    def weights(self) -> dict[str, Any]:
+        """The fields `weight_version` and `weight_versions` of a choice, without those that are absent."""
+        if not (found := self._weight_versions):
+            return {}
+        return {"weight_version": found[-1][1]} | ({"weight_versions": found} if len(found) > 1 else {})
+
     def add(self, update: ChoiceUpdate, columns: Sequence[bytes]) -> None:
         """Appends an update; `columns` are those of its log-probabilities."""
         for delta in update.deltas:
@@ -79,12 +93,26 @@ class CompleteChoice:
                     self._calls.append((delta, io.StringIO()))
                 case ToolArgumentsDelta():
                     self._calls[delta.index][1].write(delta.text)
+        version = update.weight_version
+        if version is not None and (not self._weight_versions or self._weight_versions[-1][1] != version):
+            self._weight_versions.append((len(self._token_ids), version))
         self._token_ids.extend(update.token_ids)
+        if update.routed_experts is not None:
+            self._routed_experts.append(update.routed_experts)
         self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
         self.columns = self.columns or [[] for _ in columns]
         for column, items in zip(self.columns, columns, strict=True):
             if items:
                 column.append(items)
+
+    def routed_experts(self, prompt_tokens: int) -> Iterator[bytes]:
+        """Yields the base64 of a .npy file: the experts of all tokens behind which the response has another."""
+        ids = join_routed_experts(self._routed_experts, prompt_tokens + len(self._token_ids) - 1)
+        file = io.BytesIO()
+        np.save(file, np.zeros((0, 0, 0), np.uint8) if ids is None else ids)
+        raw = file.getbuffer()
+        for start in range(0, len(raw), _ENCODED_BYTES):
+            yield base64.b64encode(raw[start : start + _ENCODED_BYTES])
 
 
 def with_commas(items: Iterable[bytes]) -> Iterator[bytes]:
@@ -198,6 +226,9 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
         self._body = b""
         self.model = self.service.require_model(self.request.model)
         self.check()
+        if self.request.return_routed_experts and self.request.stream:
+            what = "not available in a stream; send the request without stream"
+            raise invalid(f"return_routed_experts: {what}", "return_routed_experts")
         salt = self.service.cache_salt(self._tenant, self.request.cache_salt)
         priority = self.service.priority(self._tenant, max(self.request.priority or 0, self.min_priority))
         info = self.service.require_ready()
@@ -247,9 +278,17 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
         response = self.response(LIST_OF_GAP)
         if self._transfer_params is not None:
             response = msgspec.structs.replace(response, kv_transfer_params=self._transfer_params)
-        return await join_slices(
-            fill_gaps(to_json(response), [self._choices([choices[index] for index in sorted(choices)])])
-        )
+        return await join_slices(fill_gaps(to_json(response), self.gaps([choices[index] for index in sorted(choices)])))
+
+    def gaps(self, wholes: list[CompleteChoice]) -> list[Iterable[bytes]]:
+        """Returns what fills the gaps of the complete response: its choices."""
+        return [self._choices(wholes)]
+
+    def routed_experts(self, whole: CompleteChoice) -> list[Iterator[bytes]]:
+        """Returns what fills the gap of a choice's `routed_experts`; empty where they are not asked for."""
+        if not self.request.return_routed_experts:
+            return []
+        return [whole.routed_experts(len(self.generation.prompt_of(whole.index).token_ids))]
 
     def _choices(self, wholes: list[CompleteChoice]) -> Iterator[bytes]:
         for i, whole in enumerate(wholes):

@@ -105,6 +105,7 @@ def sampling_params(
             max_tokens=max_tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs(request),
+            return_routed_experts=bool(request.return_routed_experts),
             stop=tuple(stop),
             stop_token_ids=tuple(request.stop_token_ids or ()),
             logit_bias=_logit_bias(request.logit_bias or {}, info.rules.vocab_size),

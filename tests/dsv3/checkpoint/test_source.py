@@ -157,7 +157,7 @@ def test_arrays_are_read_ahead(path: Path, monkeypatch: pytest.MonkeyPatch, ahea
     real = CheckpointReader.start_read
     monkeypatch.setattr(CheckpointReader, "start_read", start_read)
     monkeypatch.setattr(load, "AHEAD_BYTES", ahead)
-    values = load.read_leaves(LoadPlan(path.parent, leaves), {}, progress=False)
+    values = list(load.read_leaves(LoadPlan(path.parent, leaves), {}, progress=False))
     assert max(seen) == most
-    for i, value in enumerate(values):
+    for i, (_, value) in enumerate(values):
         np.testing.assert_array_equal(value, CONTENT[16 * i : 16 * (i + 1)])

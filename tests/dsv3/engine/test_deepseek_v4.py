@@ -17,9 +17,11 @@ from dsv3.engine.components import EngineComponents
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import BlockFunctions, in_full_precision, model_functions
 from dsv3.kv_cache.layout import window_pages, window_size
+from dsv3.model.forward import forward
 from dsv3.model.params import Params
+from dsv3.scheduler.request import join_routed_experts
 from tests.dsv3.engine import fewer
-from tests.dsv3.engine.driving import request, run
+from tests.dsv3.engine.driving import Gathered, request, run
 from tests.dsv3.model import golden
 from tests.dsv3.model.deepseek_v4 import model, with_module, with_stages
 from tests.dsv3.model.golden import DIRECTORY
@@ -42,7 +44,12 @@ def parts(served: tuple[Params, ModelConfig], **changes: object) -> EngineCompon
 def engine() -> Engine:
     """Serves the published form of a checkpoint, in float32."""
     options = EngineOptions(
-        max_model_len=512, max_num_seqs=4, max_num_batched_tokens=300, dtype="float32", fp8="dequantize"
+        max_model_len=512,
+        max_num_seqs=4,
+        max_num_batched_tokens=300,
+        dtype="float32",
+        fp8="dequantize",
+        enable_return_routed_experts=True,
     )
     with fewer.one_bucket(), fewer.greedy_samplers():
         engine = build_engine(DIRECTORY / MEMBER, options, progress=False)
@@ -65,18 +72,39 @@ def expect_golden_texts(engine: Engine, count: int) -> None:
     assert {name: each.tokens for name, each in gathered.items()} == expected
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def run_again(params: Params, cfg: ModelConfig, text: np.ndarray, routed_experts: np.ndarray) -> jax.Array:
+    """The logits of a text with given experts."""
+    return forward(params, cfg, text, routed_experts=routed_experts).logits
+
+
+def check_experts(got: Gathered, params: Params, cfg: ModelConfig, text: np.ndarray, logits: np.ndarray) -> None:
+    """A request's experts are the forward pass's own; those of the first layers follow from its tokens."""
+    parts = [output.routed_experts for output in got.outputs if output.routed_experts is not None]
+    ids = join_routed_experts(parts, text.size)
+    every = np.full((1, text.size, *ids.shape[1:]), -1)
+    every[0, : len(ids)] = ids
+    np.testing.assert_array_equal(run_again(params, cfg, text, every), logits)
+    hashed = np.asarray(params.moe.moe.by_token)[:, text[0, : len(ids)]]
+    assert len(hashed) == cfg.num_hash_layers > 0
+    np.testing.assert_array_equal(ids[:, : len(hashed)], hashed.swapaxes(0, 1))
+
+
 def check(engine: Engine, prompts: dict[str, list[int]], tokens: int = 40) -> dict[str, int]:
     """Generates answers, compares them with the forward pass over each whole text; returns the cached tokens."""
-    gathered = run(engine, *(request(n, p, max_tokens=tokens, ignore_eos=True) for n, p in prompts.items()))
+    how = {"max_tokens": tokens, "ignore_eos": True, "return_routed_experts": True}
+    gathered = run(engine, *(request(n, p, **how) for n, p in prompts.items()))
     params, cfg = model(MEMBER)
     for name, prompt in prompts.items():
         text = np.array([[*prompt, *gathered[name].tokens]], np.int32)
         text = np.pad(text, ((0, 0), (0, LIMITS["max_model_len"] - text.shape[1])))
-        logits = np.asarray(golden.run(params, cfg, text).logits)[0, len(prompt) - 1 :][:tokens]
+        whole = np.asarray(run_again(params, cfg, text, np.full((1, text.size, cfg.num_moe_layers, 2), -1)))
+        logits = whole[0, len(prompt) - 1 :][:tokens]
         chosen = logits[np.arange(tokens), gathered[name].tokens]
         assert np.all(chosen > logits.max(-1) - 1e-4)
+        check_experts(gathered[name], params, cfg, text, whole)
     assert engine.stats().recompilations == 0
-    return {name: gathered[name].outputs[0].num_cached_tokens for name in prompts}
+    return {name: max(output.num_cached_tokens for output in gathered[name].outputs) for name in prompts}
 
 
 def test_long_prompts_share_a_prefix(engine: Engine) -> None:

@@ -5,9 +5,12 @@ import threading
 import numpy as np
 import pytest
 
+from dsv3.engine.engine import Engine
 from dsv3.scheduler.request import EngineDead, InvalidRequest, QueueFull
 from tests.dsv3.engine import toy
+from tests.dsv3.engine.conftest import parts
 from tests.dsv3.engine.driving import drain, name_of, number, request, run, take
+from tests.dsv3.engine.fewer import one_bucket
 
 PROMPT = [(11 * i) % 60 + 1 for i in range(150)]
 
@@ -169,6 +172,26 @@ def test_logprobs(engine):
         assert entry.top_ids == np.argsort(-logp, kind="stable")[:3].tolist()
         assert entry.top_logprobs == pytest.approx(sorted(logp, reverse=True)[:3], abs=1e-4)
         tokens += output.token_ids
+
+
+def test_processed_logprobs():
+    """They are of the distribution that is drawn from: after bias, temperature and top_k."""
+    with one_bucket():
+        engine = Engine(parts(logprobs_mode="processed_logprobs", num_ranks=1))
+    how = {"max_tokens": 6, "logprobs": 4, "ignore_eos": True, "temperature": 0.5, "top_k": 3}
+    biased = request("b", PROMPT[:10], **how, logit_bias={9: 5.0})
+    gathered = run(engine, request("a", PROMPT[:10], **how), biased)
+    for name, bias in (("a", 0.0), ("b", 5.0)):
+        tokens = list(PROMPT[:10])
+        for output in gathered[name].outputs:
+            scores = np.asarray(toy.scores(tokens)) / 8192.0
+            scores[9] += bias
+            kept = np.where(scores >= np.sort(scores)[-3], scores / 0.5, -np.inf)
+            wanted = kept - kept.max() - np.log(np.exp(kept - kept.max()).sum())
+            [entry] = output.logprobs
+            assert entry.logprob == pytest.approx(wanted[output.token_ids[0]], abs=1e-4)
+            assert entry.top_logprobs == pytest.approx(np.sort(wanted)[::-1][:4], abs=1e-4)
+            tokens += output.token_ids
 
 
 def test_only_requests_that_ask_get_logprobs(engine):

@@ -5,6 +5,7 @@ import pathlib
 import shutil
 
 import jax
+import numpy as np
 import pytest
 
 from dsv3.config.engine import EngineConfig
@@ -14,6 +15,8 @@ from dsv3.engine.components import EngineComponents
 from dsv3.engine.engine import Engine
 from dsv3.engine.expert_parallel import expert_parallel_functions, spread_experts
 from dsv3.llm import LLM
+from dsv3.model.inspection import inspect
+from dsv3.scheduler.request import join_routed_experts
 from sharding.experts import exchange
 from sharding.mesh import rank_mesh
 from tests.dsv3.engine.driving import request, run
@@ -36,15 +39,21 @@ def test_greedy_text_is_transformers_token_for_token(monkeypatch: pytest.MonkeyP
     mesh = rank_mesh(used, num_nodes=2, tensor_parallel_size=2)
     spread = spread_experts(params, cfg, mesh, redundant)
     functions = expert_parallel_functions(cfg, mesh, redundant, transport="hierarchical")
-    layout = dict(num_ranks=4, num_nodes=2, tensor_parallel_size=2, max_num_seqs=4)
+    layout = dict(num_ranks=4, num_nodes=2, tensor_parallel_size=2, max_num_seqs=4, enable_return_routed_experts=True)
     with one_bucket():
         engine = Engine(EngineComponents.on_devices(functions, spread, cfg, EngineConfig(**LIMITS, **layout), used))
     count, length = 16, 12
     prompts = golden["prompts"][:count]
-    requests = [request(str(i), p, max_tokens=length, ignore_eos=True) for i, p in enumerate(prompts)]
+    how = dict(max_tokens=length, ignore_eos=True, return_routed_experts=True)
+    requests = [request(str(i), p, **how) for i, p in enumerate(prompts)]
     gathered = run(engine, *requests)
     assert [gathered[str(i)].tokens for i in range(count)] == [g[:length] for g in golden["greedy"][:count]]
     assert engine.stats().pages_in_use == 0
+    for i, prompt in enumerate(prompts):
+        parts = [output.routed_experts for output in gathered[str(i)].outputs if output.routed_experts is not None]
+        wanted = inspect(*model("greedy"), [*prompt, *golden["greedy"][i][: length - 1]], attention=False)
+        ids = np.stack([each.expert_ids for each in wanted.layers[1:]], axis=1)
+        np.testing.assert_array_equal(join_routed_experts(parts, len(ids) + 1), ids)
     assert all(engine.planners[phase]._capacity.factor > 1 for phase in ("decode", "prefill"))
 
 

@@ -17,8 +17,9 @@ from dsv3.scheduler.sequence import DRAWN, FILTERED, FULL, GREEDY
 VARIANTS = (GREEDY, DRAWN, FILTERED, FULL)
 
 
-def layout(platform: str, takes_grammars: bool = True) -> SimpleNamespace:
-    return SimpleNamespace(platform=platform, takes_grammars=takes_grammars)
+def layout(platform: str, takes_grammars: bool = True, logprobs_mode: str = "raw_logprobs") -> SimpleNamespace:
+    cfg = SimpleNamespace(logprobs_mode=logprobs_mode)
+    return SimpleNamespace(platform=platform, takes_grammars=takes_grammars, cfg=cfg)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
@@ -45,6 +46,17 @@ def test_a_gpu_has_one_for_each_need_and_a_cpu_adaptive_ones() -> None:
         Sampler(FULL, is_constrained=True, adaptive=True)
     }
     assert not any(each.is_constrained for each in samplers(layout("cpu", takes_grammars=False)))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_processed_logprobs_come_from_samplers_of_their_own(platform: str) -> None:
+    raw, processed = layout(platform), layout(platform, logprobs_mode="processed_logprobs")
+    assert not any(each.returns_logprobs for each in samplers(raw))
+    for variant, is_constrained in itertools.product(VARIANTS, (False, True)):
+        assert sampler_for(processed, variant, is_constrained) == sampler_for(raw, variant, is_constrained)
+        found = sampler_for(processed, variant, is_constrained, returns_logprobs=True)
+        assert found in samplers(processed) and found.variant >= max(variant, DRAWN)
+        assert found.returns_logprobs and found.is_constrained >= is_constrained
 
 
 ASKED = st.tuples(

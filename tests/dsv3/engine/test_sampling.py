@@ -13,6 +13,7 @@ from dsv3.engine.device import sampling
 W = 300
 _filtered = jax.jit(sampling.apply_filters)
 _sample = jax.jit(sampling.sample)
+_processed = jax.jit(sampling.processed_logprobs, static_argnums=3, static_argnames="filters")
 _draw = jax.jit(sampling.draw)
 _draw_by = jax.jit(lambda weights, keys, position: sampling.draw(weights, sampling.uniforms(keys, position)))
 _guard = jax.jit(sampling.replace_invalid, static_argnums=2)
@@ -216,3 +217,24 @@ def test_log_probabilities_of_finite_maxima_are_no_nan_and_add_up_to_one(logits,
     assert (own <= 0).all() and np.isfinite(own).all()
     np.testing.assert_allclose(np.exp(top.astype(np.float64)).sum(axis=-1), 1, rtol=1e-5)
     assert (np.sort(ids, axis=-1) == np.arange(20)).all() and (top[:, 1:] <= top[:, :-1]).all()
+
+
+@pytest.mark.parametrize("filters", [False, True])
+def test_processed_logprobs_are_of_the_distribution_that_is_drawn_from(filters):
+    """A greedy row has that of temperature 1, without filters; what is excluded has minus infinity."""
+    logits = np.random.default_rng(5).normal(size=(3, W)).astype(np.float32) * 3
+    temperature, top_k, top_p, min_p = [0.7, 1.0, 0.0], [0, 9, 9], [0.8, 1.0, 0.5], [0.0, 0.01, 0.5]
+    each = [np.array(a, t) for a, t in ((temperature, "f4"), (top_p, "f4"), (min_p, "f4"), (top_k, "i4"))]
+    controls = sampling.Controls(*each, seed=np.zeros((3, 2), np.uint32), position=np.zeros(3, np.int32))
+    tokens = np.asarray(_sample(logits, controls))
+    own, ids, top = map(np.asarray, _processed(logits, tokens, controls, 20, filters=filters))
+    for i, row in enumerate(logits):
+        weights = np.exp((row - row.max()) / (temperature[i] or 1.0)).astype(np.float32)
+        kept = _oracle(weights, top_k[i], top_p[i], min_p[i]) if filters and temperature[i] else weights
+        with np.errstate(divide="ignore"):
+            wanted = np.log(kept / kept.sum())
+        np.testing.assert_allclose(own[i], wanted[tokens[i]], atol=1e-4)
+        np.testing.assert_allclose(top[i], np.sort(wanted)[::-1][:20], atol=1e-4)
+        finite = np.isfinite(top[i])
+        np.testing.assert_allclose(wanted[ids[i][finite]], top[i][finite], atol=1e-4)
+        assert finite.all() or (filters and temperature[i])

@@ -88,17 +88,21 @@ class Step(NamedTuple):
     counts: Any
     overflows: Any
     pages: Any
+    ids: Any  # [tokens, L, K], those of padding rows 0
 
 
 def run_prefill(params: Params, batch: PrefillBatch, **options) -> Step:
+    batch = dataclasses.replace(batch, returns_routed_experts=True)
     out = prefill(params, CFG, batch, {"latents": jnp.zeros(PAGES)}, **options)
     live = jnp.arange(T)[:, None] < batch.cu_lengths[-1]
-    return Step(jnp.where(live, out.hidden, 0), out.expert_counts, out.overflows, out.pages)
+    ids = jnp.where(live[..., None], out.routed_experts, 0)
+    return Step(jnp.where(live, out.hidden, 0), out.expert_counts, out.overflows, out.pages, ids)
 
 
 def run_decode(params: Params, batch: DecodeBatch, pages: Pool, **options) -> Step:
-    out = decode(params, CFG, batch, pages, **options)
-    return Step(out.hidden.reshape(-1, CFG.hidden_size), out.expert_counts, out.overflows, ())
+    out = decode(params, CFG, dataclasses.replace(batch, returns_routed_experts=True), pages, **options)
+    ids = out.routed_experts.reshape(-1, CFG.num_moe_layers, CFG.num_experts_per_tok)
+    return Step(out.hidden.reshape(-1, CFG.hidden_size), out.expert_counts, out.overflows, (), ids)
 
 
 def run_rank(params: Params, first: PrefillBatch, second: DecodeBatch, **options) -> tuple[Step, Step]:
@@ -171,6 +175,7 @@ def test_every_rank_gets_the_result_of_local_experts(
     for mine, wanted in zip(step(parameters(), given), wanted_steps, strict=True):
         np.testing.assert_allclose(mine.hidden, wanted.hidden, rtol=2e-4, atol=2e-4)
         np.testing.assert_array_equal(mine.counts, wanted.counts)
+        np.testing.assert_array_equal(np.sort(mine.ids), np.sort(wanted.ids))  # of experts, not of their replicas
         assert not np.asarray(mine.overflows).any()
 
 

@@ -8,16 +8,32 @@ import dataclasses
 import functools
 import time
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 
+import msgspec
 import numpy as np
 
 from dsv3.config.publishing import KvEventsConfig
+from dsv3.engine.operations import (
+    ContinueGeneration,
+    OperatedState,
+    Operation,
+    OperationRefused,
+    PauseGeneration,
+    Sleep,
+    UpdateWeights,
+    Wake,
+    WeightsLost,
+)
 from dsv3.engine.step_log import EngineSnapshot, JobRecord, StepLog
 from dsv3.kv_cache.event_publisher import Publisher
 from dsv3.kv_cache.events import PageTokens, Stored
 from dsv3.scheduler.request import (
     EngineOutput,
+    ExpertIds,
     InvalidRequest,
+    NotServing,
     PreparedRequest,
     PromptLogprobs,
     QueueFull,
@@ -60,18 +76,20 @@ class FakeEngine:
         self, max_model_len: int, max_num_seqs: int, max_num_queued_reqs: int, step_s: float, caches: bool = False
     ):
         self.failure: BaseException | None = None
+        self.state = OperatedState()
         self.log = StepLog()
         self._max_model_len, self._max_num_seqs = max_model_len, max_num_seqs
         self._max_waiting, self._step_s = max_num_queued_reqs, step_s
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
+        self._changed: list[int] = []  # running requests whose weights have changed
         self._steps = self._flushed = 0
         self._cached: set[bytes] | None = set() if caches else None
         self.events: Publisher | None = None  # publishes the pages of a prompt on submission
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(self._waiting or self._running) and not self.state.is_paused
 
     @property
     def room(self) -> int:
@@ -79,6 +97,8 @@ class FakeEngine:
 
     def submit(self, request: PreparedRequest) -> None:
         prompt, trouble = _read(request.tokens)
+        if self.state.sleep_level:
+            raise NotServing("the engine sleeps")
         if CRASH_ADD in trouble:
             raise RuntimeError("secret /path/of/this/machine")
         if INVALID in trouble:
@@ -99,6 +119,32 @@ class FakeEngine:
     def flush(self) -> None:
         self._flushed += 1
 
+    def operate(self, operation: Operation, on_progress: Callable[[], None]) -> Future[None]:
+        """Changes the state as the engine does; a source may be refused, or lost."""
+        done: Future[None] = Future()
+        state = msgspec.structs.asdict(self.state)
+        match operation:
+            case PauseGeneration():
+                state["is_paused"] = True
+            case ContinueGeneration():
+                state["is_paused"] = False
+            case Sleep(level=level):
+                state["sleep_level"] = level
+            case Wake():
+                state["sleep_level"] = 0
+            case UpdateWeights(source="refused"):
+                done.set_exception(OperationRefused("missing tensors (1): norm"))
+            case UpdateWeights(source="lost"):
+                done.set_exception(WeightsLost("update them again"))
+            case UpdateWeights(version=version, source=source):
+                state |= {"weight_version": version or "1", "weights": source}
+                self._changed = [sequence.request.request_id for sequence in self._running]
+        self.state = OperatedState(**state)
+        on_progress()
+        if not done.done():
+            done.set_result(None)
+        return done
+
     def snapshot(self) -> EngineSnapshot:
         return EngineSnapshot(self.log.snapshot(), None)
 
@@ -115,7 +161,12 @@ class FakeEngine:
             self._running.append(self._waiting.popleft())
         time.sleep(self._step_s)
         self._steps += 1
-        outputs = [output for s in self._running if not s.done for output in _prompt_logprobs(s)]
+        version = self.state.weight_version
+        outputs = [EngineOutput(request_id=i, token_ids=[], weight_version=version) for i in self._changed]
+        self._changed = []
+        outputs += [
+            output for s in self._running if not s.done for output in (*_prompt_logprobs(s), *_prompt_experts(s))
+        ]
         outputs += [self._advance(sequence) for sequence in self._running]
         ended = {o.request_id for o in outputs if o.finish_reason}
         self._running = [s for s in self._running if s.request.request_id not in ended]
@@ -155,10 +206,12 @@ class FakeEngine:
             request_id=request.request_id,
             token_ids=[token],
             logprobs=None if sampling.logprobs is None else [_logprobs(token, sampling.logprobs)],
+            routed_experts=None if sequence.done == 1 else _experts(sequence, len(prompt) + sequence.done - 2, 1),
             finish_reason=reason,
             stop_token_id=token if stopped else None,
             num_cached_tokens=self._lookup(request, len(prompt)) if is_first else 0,
             queue_seconds=0.0 if is_first else None,
+            weight_version=self.state.weight_version if is_first else None,
         )
 
     def _lookup(self, request: PreparedRequest, length: int) -> int:
@@ -189,6 +242,22 @@ def _columns(outputs: list[EngineOutput]) -> StepOutputs:
 def _logprobs(token: int, count: int) -> TokenLogprobs:
     others = [i for i in range(4, 30) if i != token]
     return TokenLogprobs(-0.5, [token, *others][:count], [-0.5, -2.0, float("-inf"), *[-9.0] * 20][:count])
+
+
+def _experts(sequence: _Sequence, start: int, count: int) -> ExpertIds | None:
+    """Layer l of two has experts i + l and i + l + 1 for token i."""
+    if not sequence.request.sampling.return_routed_experts:
+        return None
+    ids = np.arange(start, start + count, dtype="<u2")[:, None, None] + np.array([[0, 1], [1, 2]], "<u2")
+    return ExpertIds(start, 2, 2, "<u2", ids.tobytes())
+
+
+def _prompt_experts(sequence: _Sequence) -> list[EngineOutput]:
+    """Those of the prompt in parts of 3 tokens, the first part twice, as if another engine had begun."""
+    count = len(sequence.prompt)
+    parts = [_experts(sequence, start, min(3, count - start)) for start in (0, *range(0, count, 3))]
+    ids = sequence.request.request_id
+    return [EngineOutput(request_id=ids, token_ids=[], routed_experts=part) for part in parts if part is not None]
 
 
 def _prompt_logprobs(sequence: _Sequence) -> list[EngineOutput]:
@@ -228,6 +297,7 @@ def make(start, host):
             eos_token_ids=(EOS,),
             fingerprint="print",
             takes_grammars=options.get("tells_grammars", False),
+            returns_routed_experts=engine.enable_return_routed_experts,
         ),
         limits[1],
         1000,

@@ -65,7 +65,7 @@ def raw(server, data: bytes, seconds: float = 10) -> bytes:
     [
         ("n", True),
         ("n", 0),
-        ("n", 129),
+        ("n", 1025),
         ("n", HUGE),
         ("n", "1"),
         ("best_of", 5),
@@ -461,6 +461,9 @@ GUARDED = [
     ("GET", "/v1/files/{id}/content"),
     ("GET", "/v1/batches/{id}"),
     ("POST", "/v1/batches/{id}/cancel"),
+    *(("GET", path) for path in ("/get_weight_version", "/is_paused", "/is_sleeping")),
+    *(("POST", path) for path in ("/update_weights_from_disk", "/pause_generation", "/continue_generation")),
+    *(("POST", path) for path in ("/pause", "/resume", "/sleep", "/wake_up")),
 ]
 ANTHROPIC = [("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens")]
 

@@ -111,6 +111,18 @@ def test_token_ids_in_and_out(server):
     assert len(streamed) >= 1 and all(line.startswith('data: {"request_id":"r"') for line in streamed)
 
 
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_token_ids_are_scored(server, logprobs):
+    """The response has vLLM's records of the prompt, with tokens by their ids."""
+    sampling = {"max_tokens": 1, "prompt_logprobs": 1, "logprobs": logprobs}
+    answer = server.http.post(GENERATE, json={"token_ids": [5, 6, 7], "sampling_params": sampling}).json()
+    first, *records = answer["prompt_logprobs"]
+    assert first is None and [list(record) for record in records] == [["4", "6"], ["4", "7"]]
+    assert records[0]["6"] == {"logprob": -0.25, "rank": 2, "decoded_token": "token_id:6"}
+    [choice] = answer["choices"]
+    assert choice["token_ids"] == [5] and (choice["logprobs"] is None) == (logprobs is None)
+
+
 @pytest.mark.parametrize(
     "change, named",
     [
@@ -120,7 +132,8 @@ def test_token_ids_in_and_out(server):
         ({"token_ids": ["a"]}, "token_ids"),
         ({"sampling_params": {"temperature": -1}}, "temperature"),
         ({"sampling_params": {"max_tokens": "x"}}, "sampling_params"),
-        ({"sampling_params": {"prompt_logprobs": 1}}, "sampling_params"),
+        ({"sampling_params": {"prompt_logprobs": 1, "n": 2}}, "n"),
+        ({"sampling_params": {"prompt_logprobs": 1}, "stream": True}, "prompt_logprobs"),
         ({"sampling_params": {"structured_outputs": {"regex": "("}}}, "structured_outputs"),
         ({"priority": 1}, "priority"),
         ({"features": {}}, "features"),

@@ -56,9 +56,13 @@ def played(tmp_path, monkeypatch) -> Iterator[Played]:
     monkeypatch.setattr(follower, "_end", made.end)
     yield made
     made.leader.close()
+    # A thread that ended the process later would end that of the tests. That of a channel which is over does nothing.
     for thread in set(threading.enumerate()) - before:
-        if thread.name != "watch":
-            thread.join(30)  # a thread that ended the process later would end that of the tests
+        deadline = time.monotonic() + 30
+        while thread.name != "watch" and thread.is_alive() and time.monotonic() < deadline:
+            if thread.name == "channels" and made.ended.is_set() and made.follower._channel.is_over:
+                break
+            time.sleep(0.01)
 
 
 def test_its_error_is_sent_and_the_answer_ends_it(played, monkeypatch) -> None:

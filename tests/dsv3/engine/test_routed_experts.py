@@ -37,12 +37,12 @@ asked = functools.partial(request, return_routed_experts=True, ignore_eos=True, 
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    """Two ranks, few pages, and two drafts per step."""
+    """Two ranks, few pages, and two drafts per step; processed log-probabilities, here those of the model."""
     params, cfg = model("greedy")
     limits = LIMITS | {"num_ranks": 2, "speculative_config": DRAFTS, "tokens_per_row": 3}
     functions = in_full_precision(model_functions())
     with one_bucket():
-        given = EngineConfig(**limits, enable_return_routed_experts=True)
+        given = EngineConfig(**limits, enable_return_routed_experts=True, logprobs_mode="processed_logprobs")
         return Engine(EngineComponents.on_devices(functions, params, cfg, given))
 
 

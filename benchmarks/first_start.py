@@ -1,22 +1,67 @@
-"""Programs and processor time of the first `LLM()` on a machine, which finds none of an earlier start.
+"""Programs and processor time of the first `LLM()` on a machine, which finds none of an earlier start; and of a wake.
 
   JAX_PLATFORMS=cpu python -m benchmarks.first_start
+  JAX_PLATFORMS=cpu python -m benchmarks.first_start --wake
 
-Tells how many programs it compiles, and the processor seconds of the process from its start until it is ready.
+Tells how many programs it compiles, and the processor seconds of the process from its start until it is ready. With
+`--wake` it tells how long an engine takes to sleep and to wake, by level, beside the start of another process that
+finds all programs in the store; each round measures all of them.
 """
 
+import argparse
+import os
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 
-from benchmarks.record import Report, run
+from benchmarks.record import Report, run, spread
 from dsv3 import LLM
+from dsv3.engine.build import bundled_model
+
+ROUNDS = 5
+_RESTART = "import sys; from dsv3 import LLM; LLM(sys.argv[1], progress=False, compilation_cache_dir=sys.argv[2])"
 
 
 def main(report: Report) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--wake", action="store_true")
+    parser.add_argument("--model", default=str(bundled_model()))
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        llm = LLM(progress=False, compilation_cache_dir=directory)
-    programs = len(llm.engine.executor.devices.programs.keys())
-    report.table("The first `LLM()`", ["programs", "processor time (s)"], [[programs, time.process_time()]])
+        llm = LLM(arguments.model, progress=False, compilation_cache_dir=directory)
+        programs = len(llm.engine.executor.devices.programs.keys())
+        report.table("The first `LLM()`", ["programs", "processor time (s)"], [[programs, time.process_time()]])
+        if arguments.wake:
+            measure_wakes(report, llm, arguments.model, directory)
+
+
+def measure_wakes(report: Report, llm: LLM, model: str, programs: str) -> None:
+    """Measures a wake by level, and a restart with stored programs, in turn."""
+    seconds: dict[str, list[float]] = {}
+
+    def measure(name: str, work: Callable[[], object]) -> None:
+        started = time.perf_counter()
+        work()
+        seconds.setdefault(name, []).append(time.perf_counter() - started)
+
+    def restart() -> None:
+        subprocess.run([sys.executable, "-c", _RESTART, model, programs], check=True, env=os.environ)
+
+    def wake_with_weights() -> None:
+        llm.wake()
+        llm.update_weights(model)
+
+    restart()  # its process finds what it compiles itself too, from then on
+    for _ in range(ROUNDS):
+        measure("sleep, level 1", lambda: llm.sleep(1))
+        measure("wake from level 1", llm.wake)
+        measure("sleep, level 2", lambda: llm.sleep(2))
+        measure("wake from level 2, weights from the directory", wake_with_weights)
+        measure("restart of the process, programs stored", restart)
+    rows = [[name, spread(found, 3)] for name, found in seconds.items()]
+    report.table("Sleep, wake and restart", ["what", "seconds: median (least to most)"], rows)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ class Control:
             submitted = self._waiting[0]
             try:
                 is_done = self._execute(submitted, outputs)
-            except Exception as error:
+            except BaseException as error:  # an interrupt, too, drops the operation
                 self.is_draining = False
                 if isinstance(error, ClusterError):
                     raise  # `fail` reports it
@@ -170,9 +170,11 @@ class Control:
         weights = _weights_key(update.source, version)
         try:
             self._engine.executor.replace_weights(on_progress)
-        except Exception as error:
+        except BaseException as error:  # an interrupt, too, leaves leaves of two versions
             self._lose(f"an update of the weights has failed ({public_text(error)}); update them again", outputs)
-            raise error if isinstance(error, ClusterError) else WeightsLost(self.state.missing) from error
+            if isinstance(error, ClusterError) or not isinstance(error, Exception):
+                raise
+            raise WeightsLost(self.state.missing) from error
         self._num_updates += 1
         self._change(weight_version=version, weights=weights, missing="")
         for sequence in self._engine.scheduler.change_weights(weights, version):

@@ -25,6 +25,7 @@ SMALL = dataclasses.replace(
         TRAINING.model, num_hidden_layers=2, num_nextn_predict_layers=0, n_routed_experts=4, n_group=1, topk_group=1
     ),
 )  # fmt: skip
+SMALL_LLM = functools.partial(LLM, max_num_seqs=1, max_model_len=64, max_num_batched_tokens=64)
 COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("checkpoint", "--size_gb=0.02 --rounds=1 --only=bf16 --directory={tmp}", {}),
     ("cluster_send", "--ranks 4 --rows 4 --followers 1 --steps 2", {}),
@@ -38,7 +39,7 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("eplb", "", {"ROUNDS": 1, "LAYERS": 2}),
     ("eplb", "--live", {"INTERVAL": 16, "WINDOW_STEPS": 16}),
     ("expert_parallel", "", {}),
-    ("first_start", "", {"LLM": functools.partial(LLM, max_num_seqs=1, max_model_len=64, max_num_batched_tokens=64)}),
+    ("first_start", "--wake", {"LLM": SMALL_LLM, "ROUNDS": 1, "_RESTART": "pass"}),
     ("front", "--streams=8 --rate=5 --seconds=1", {}),
     ("hostile", "--seconds 0.3 --only none", {}),
     ("kv_tiers", "--rounds 1 --values 4 --directory {tmp}", {"VALUE_BYTES": 2**16}),

@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -49,9 +50,9 @@ def perturbed():
 @pytest.fixture(scope="module")
 def second(tmp_path_factory) -> Path:
     """The greedy set's model with other weights."""
-    params, cfg = perturbed()
-    save_hf(tmp_path_factory.mktemp("models") / "second", cfg, params)
-    return tmp_path_factory.getbasetemp() / "models0" / "second"
+    directory, (params, cfg) = tmp_path_factory.mktemp("models") / "second", perturbed()
+    save_hf(directory, cfg, params)
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +213,11 @@ def test_a_failure_in_the_middle_serves_nothing_until_an_update_succeeds(llm, se
         llm.sleep(1)
     llm.update_weights(second, "whole")
     assert tokens(llm) == texts["second"]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(weights, "_arrive", Mock(side_effect=KeyboardInterrupt))
+        llm.update_weights(perturbed()[0])
+    with pytest.raises(NotServing, match="KeyboardInterrupt"):
+        tokens(llm)
 
 
 def live() -> int:

@@ -9,14 +9,18 @@ import subprocess
 import time
 
 import httpx
+import jax
+import numpy as np
 import pytest
 
+from dsv3.checkpoint.writer import save_hf
 from dsv3.config.options import EngineOptions
+from dsv3.engine.build import bundled_model
 from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.errors import ClusterError
 from dsv3.engine.fingerprint import fields_of
 from tests.dsv3.engine.cluster import local
-from tests.dsv3.model.golden import DIRECTORY
+from tests.dsv3.model.golden import DIRECTORY, model
 from tests.launch.preloaded import run
 from tests.launch.test_serve import COMMAND, NO_GPU, ROOT, UNREACHED_DRIVER, metric
 
@@ -66,8 +70,34 @@ def ready_log(leader, follower):
     raise AssertionError(f"the leader has ended with status {leader.wait()}\n{logs}")
 
 
-def test_experts_over_two_processes_give_transformers_tokens(start):
-    """Two devices each, with experts that move between all four while serving.
+def check_weights_change_everywhere(url, body, expected, directory):
+    """Other weights give other tokens and find no prefix, the first ones the first tokens, also after a sleep."""
+
+    def answer():
+        found = httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()
+        return [choice["token_ids"] for choice in found["choices"]], found["choices"][0]["weight_version"]
+
+    def post(path, status=200, **given):
+        reply = httpx.post(f"{url}{path}", timeout=120, **given)
+        assert reply.status_code == status, reply.text
+        return reply
+
+    params, cfg = model("greedy")
+    other = jax.tree.map(lambda leaf: np.asarray(leaf) + np.float32(0.05), params)
+    save_hf(directory, cfg, other)
+    post("/update_weights_from_disk", json={"model_path": str(directory), "weight_version": "other"})
+    tokens, version = answer()
+    assert version == "other" and tokens != expected
+    assert "wrong shapes" in post("/update_weights_from_disk", 400, json={"model_path": str(bundled_model())}).text
+    post("/update_weights_from_disk", json={"model_path": str(DIRECTORY / "greedy")})
+    assert answer() == (expected, "2")
+    post("/sleep", params={"level": 1})
+    post("/wake_up")
+    assert answer() == (expected, "2")
+
+
+def test_experts_over_two_processes_give_transformers_tokens(start, tmp_path):
+    """Two devices each, with experts that move between all four while serving; then their weights change, twice.
 
     The processes compare what they sample. The follower finds its place in Slurm's environment; SIGTERM ends both with
     status 0.
@@ -76,7 +106,7 @@ def test_experts_over_two_processes_give_transformers_tokens(start):
     arguments = [*SMALL, *MOVING, "--nocluster_spare"]
     coordinator = f"localhost:{local.free_port()}"
     follower = start(coordinator, 1, *arguments, environment=SLURM | {"SLURM_PROCID": "1"})
-    leader = start(coordinator, 0, *arguments, *flags(0))
+    leader = start(coordinator, 0, *arguments, *flags(0), "--enable_weight_updates")
     log = ready_log(leader, follower)
     url = re.search(r"ready at (http://\S+)", log)[1]
     assert "2 processes are ready after" in log
@@ -90,6 +120,8 @@ def test_experts_over_two_processes_give_transformers_tokens(start):
     assert any(moved)
     sampled = {"prompt": prompts[0], "max_tokens": 4, "logprobs": 2, "seed": 3, "logit_bias": {"5": 1}}
     assert httpx.post(f"{url}/v1/completions", json={"model": "greedy"} | sampled, timeout=120).status_code == 200
+    expected = [tokens[:count] for tokens in golden["greedy"][:6]]
+    check_weights_change_everywhere(url, body, expected, tmp_path / "other")
     assert metric(url, "dsv3:recompilations_total") == 0
     leader.send_signal(signal.SIGTERM)
     assert leader.wait(60) == follower.wait(60) == 0

@@ -203,7 +203,7 @@ class EngineClient:
             self._send(messages.Inspect(what))
 
     async def operate(self, operation: Operation) -> None:
-        """Has the engine execute an operation, and waits for its end.
+        """Sends the engine an operation, and waits until it is executed.
 
         Raises OperationRefused or OperationFailed with the engine's message, EngineUnavailable where there is no
         engine, or it ends before.

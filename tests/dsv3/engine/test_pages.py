@@ -9,12 +9,13 @@ import pytest
 
 from dsv3.engine.engine import Engine
 from dsv3.engine.jobs.pages import PageStats, page_buckets
+from dsv3.engine.operations import UpdateWeights
 from dsv3.kv_cache.page_keys import extend_keys
 from dsv3.kv_cache.tiers import counts as counts_module
 from dsv3.kv_cache.tiers import store as store_module
 from dsv3.kv_cache.tiers import tiers
 from dsv3.kv_cache.tiers.counts import Rate, is_loading_faster
-from dsv3.scheduler.request import EngineRequest
+from dsv3.scheduler.request import EngineRequest, prepare
 from dsv3.scheduler.sequence import SequenceStatus
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import Gathered, drain, number, request, run, take
@@ -135,6 +136,34 @@ def test_the_store_serves_other_engines_and_later_ones(make: MakeEngine, store: 
         assert generate(second, "miss", **changes) == 0
         clear_caches(second, host=True)
     assert generate(make(kv_store=str(store), identity="other"), "another model") == 0
+
+
+def test_pages_are_found_under_their_weights_alone(make: MakeEngine, store: Path, monkeypatch: pytest.MonkeyPatch):
+    """On the devices, in the host's memory and in the store; the toy's weights are replaced by themselves.
+
+    A request that was prepared before the update gets the keys of the new weights. One that runs meanwhile keeps its
+    pages, which none finds.
+    """
+    engine, gathered = make(kv_store=str(store)), {}
+    for name in ("check_weights", "replace_weights"):
+        monkeypatch.setattr(engine.executor, name, lambda _: None)
+    assert generate(engine, "first") == 0
+    early, kept = prepare(request("early", PROMPT, max_tokens=3), engine.rules), [7, *PROMPT[1:150]]
+    engine.add(request("kept", kept, max_tokens=70, ignore_eos=True))
+    while len(gathered.get("kept", Gathered()).tokens) < 5:
+        take(engine.step(), gathered)
+    wait_until_stored(engine)
+    engine.operate(UpdateWeights(str(store / "none"), "new", "keep"))
+    drain(engine, gathered)
+    assert gathered["kept"].tokens == toy.expected_tokens(kept, 70, ())
+    assert [output.weight_version for output in gathered["kept"].outputs if output.weight_version] == ["default", "new"]
+    assert generate(engine, "second") == generate(engine, "of the kept", kept) == 0
+    engine.submit(early)
+    assert drain(engine)["early"].outputs[0].num_cached_tokens == FULL
+    for host in (False, True):
+        clear_caches(engine, host)
+        assert generate(engine, f"again {host}") == FULL
+    assert generate(make(kv_store=str(store)), "with the first weights") == FULL
 
 
 def test_a_prefix_that_the_host_has_in_part_comes_from_both(make: MakeEngine, store: Path):

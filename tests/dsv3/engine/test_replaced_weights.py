@@ -35,8 +35,8 @@ def made(directory: Path, **options) -> Engine:
     return build_engine(directory, EngineOptions(**(LIMITS | options)), progress=False)
 
 
-def update(engine: Engine, source, version: str | None = None) -> None:
-    done = engine.operate(UpdateWeights(source, version, "keep"))
+def update(engine: Engine, source, on_progress=lambda: None) -> None:
+    done = engine.operate(UpdateWeights(source, None, "keep"), on_progress)
     engine.step()
     done.result(0)
 
@@ -101,6 +101,21 @@ def test_leaves_are_those_of_a_fresh_engine_from_every_source(directories) -> No
         for weight in (mine, theirs)
     ]
     assert np.abs(blocks[0] - blocks[1]).max() <= np.abs(blocks[1]).max() / 16
+
+
+def test_the_devices_never_hold_two_copies_of_the_model(directories) -> None:
+    """Beyond one copy they hold at most the leaf that arrives, and its parts."""
+    engine, seen = made(directories[0], dtype="bfloat16"), []
+
+    def live() -> int:
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(engine.executor.devices.params))
+    tree = jax.tree.map(np.asarray, load_params(directories[0], engine.model_cfg, dtype=jnp.bfloat16, progress=False))
+    before = live()
+    for source in (directories[1], tree):
+        update(engine, source, lambda: seen.append(live() - before))
+    assert len(seen) > 40 and max(seen) <= largest
 
 
 def test_integer_tables_stay_integers() -> None:

@@ -1,5 +1,6 @@
 """Routes of weights, pauses and sleep: SGLang's and vLLM's bodies, off by default, for the operator alone."""
 
+import contextlib
 import json
 import threading
 
@@ -7,6 +8,7 @@ import httpx
 import pytest
 
 from tests.dsv3.server import serving
+from tests.dsv3.server.fake_engine import CRASH_STEP
 
 OPERATOR, TENANT = "sk-operator-0123456789", "sk-tenant-0123456789"
 GETS = ("/get_weight_version", "/is_paused", "/is_sleeping")
@@ -114,3 +116,12 @@ def test_answers_name_the_weights_of_their_tokens(operated) -> None:
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
     [choice] = post(operated, "/v1/chat/completions", chat)["choices"]
     assert choice["weight_version"] == "two" and "weight_versions" not in choice
+
+
+def test_an_engine_that_dies_with_other_weights_ends_the_server(operated) -> None:
+    """The next one has the weights of the start: answers would name others than those that they were promised."""
+    post(operated, "/update_weights_from_disk", {"model_path": "/last"})
+    with contextlib.suppress(httpx.HTTPError):
+        operated.http.post("/v1/completions", json={"prompt": [CRASH_STEP], "max_tokens": 4})
+    assert operated.process.wait(60) == 1
+    assert "the restarted engine has another weights" in operated.process.stdout.read() + operated.log.read_text()

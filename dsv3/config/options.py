@@ -213,7 +213,7 @@ class RunOptions:
     enable_return_routed_experts: bool = option(
         False,
         "Return the experts of tokens to requests with return_routed_experts, for training that replays them "
-        "(docs/rl_routing.md).",
+        "(docs/rl.md).",
         group="experts",
     )
     enable_prefix_caching: bool = option(

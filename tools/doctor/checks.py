@@ -115,6 +115,16 @@ def _thorough(model: Path, small: tuple[str, ...]) -> list[Check]:
             each=True,
         ),
         _check(
+            "collectives",
+            "ways",
+            "tools.doctor.exchange_paths",
+            "Serving takes nccl alone; if another failed, do nothing. If one is faster than nccl at the size of decode, "
+            "send this report: docs/expert_parallel.md names its options.",
+            120,
+            *small,
+            each=True,
+        ),
+        _check(
             "serve",
             "server",
             "tools.doctor.serve",

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tools.plan import nccl_ep
 from tools.plan.deployment import Deployment, kernel_rates
 from tools.plan.hlo import Collective
 from tools.plan.memory import Memory
@@ -51,7 +52,7 @@ def as_json(plan: Plan, prefill: Plan | None = None) -> dict[str, Any]:
         "ends": _partial_pages_json(plan),
         "prefill_nodes": plan.prefill_nodes(prefill) if prefill else None,
         "rates": dataclasses.asdict(kernel_rates(plan.deployment.device, plan.model)),
-        "known_errors": list(KNOWN_ERRORS),
+        "known_errors": _known_errors(plan.deployment),
         "verdict": dataclasses.asdict(plan.verdict),
     }
 
@@ -256,8 +257,13 @@ def _verdict(plan: Plan) -> Text:
     lines = [f"{'fits' if verdict.fits else 'does not fit'}: {verdict.why}"]
     lines += [f"  - {change}" for change in verdict.changes]
     if plan.steps:
-        lines += ["estimate's rates: " + _rates(plan), *(f"known error: {error}" for error in KNOWN_ERRORS)]
+        errors = _known_errors(plan.deployment)
+        lines += ["estimate's rates: " + _rates(plan), *(f"known error: {error}" for error in errors)]
     return Text("\n".join(lines), style="" if verdict.fits else "red")
+
+
+def _known_errors(deployment: Deployment) -> list[str]:
+    return [*KNOWN_ERRORS, *nccl_ep.known_errors(deployment)]
 
 
 def _rates(plan: Plan) -> str:

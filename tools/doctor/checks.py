@@ -88,6 +88,14 @@ def _thorough(model: Path, small: tuple[str, ...]) -> list[Check]:
             each=True,
         ),
         _check(
+            "fast",
+            "copies",
+            "tools.doctor.host_copies",
+            "Weights and pages pass host memory. Run memory and PCIe tests of the machine, and send this report.",
+            120,
+            *small,
+        ),
+        _check(
             "step",
             "models",
             "tools.doctor.step",
@@ -118,8 +126,8 @@ def _thorough(model: Path, small: tuple[str, ...]) -> list[Check]:
             "collectives",
             "ways",
             "tools.doctor.exchange_paths",
-            "Serving takes nccl alone; if another failed, do nothing. If one is faster than nccl at the size of decode, "
-            "send this report: docs/expert_parallel.md names its options.",
+            "Serving takes nccl alone: if another way failed, do nothing. If one is faster than nccl at the size of "
+            "decode, send this report.",
             120,
             *small,
             each=True,

@@ -166,18 +166,22 @@ def sent_bytes(kind: str, part: int, count: int) -> float:
 
 
 class Wires:
-    """The devices of this process and how programs are compiled for them, with compiler `options` of the caller's."""
+    """The devices of this process and how programs are compiled for them.
+
+    They are compiled as serving's are; with compiler `options` of the caller's, each collective is synchronous.
+    """
 
     def __init__(self, quick: bool, options: Mapping[str, Any] | None = None) -> None:
         import jax
 
-        from sharding.wire.collectives import compiler_options, launch_in_order, limits_of, resolve_overlap
+        from sharding.wire.collectives import Overlap, compiler_options, launch_in_order, limits_of, resolve_overlap
 
         devices = jax.devices()
         self.platform, self.mesh = devices[0].platform, machine_mesh(devices)
         self.small = quick or self.platform == "cpu"
         self.rounds = _FEW_ROUNDS if self.platform == "cpu" else _ROUNDS
-        self.overlap, own = resolve_overlap(self.platform), compiler_options(self.platform)
+        self.overlap = resolve_overlap(self.platform) if options is None else Overlap.NONE
+        own = compiler_options(self.platform)
         self.options = {**(own or {}), **(options or {})} or None
         # A CPU has one under way at a time, and runs the program that has as many as a GPU.
         self.most = limits_of(own or compiler_options("gpu"))[0]

@@ -34,7 +34,8 @@ class Way:
 
 WAYS = {
     "nccl": Way((ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER), {}),
-    # One kernel of each device reads its peers' rows. jax 0.12.0.1 has no such all-to-all.
+    # One kernel of each device reads its peers' rows. jax 0.12.0.1 has no such all-to-all, and takes the others only
+    # where a collective is synchronous.
     "one_shot": Way((ALL_TO_ALL,), {_KERNELS: "COLLECTIVE_KERNEL_ALL_TO_ALL"}),
     "one_shot_gather": Way((ALL_GATHER,), {_KERNELS: "COLLECTIVE_KERNEL_ALL_GATHER"}),
     "one_shot_scatter": Way((REDUCE_SCATTER,), {_KERNELS: "COLLECTIVE_KERNEL_REDUCE_SCATTER"}),

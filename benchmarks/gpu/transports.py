@@ -56,7 +56,7 @@ def main(report: Report) -> int:
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.processes > 1 and args.process is None:
-        rows: Iterator[list[Cell]] = _by_processes(args.processes, sys.argv[1:], args.seconds)
+        rows: Iterator[list[Cell]] = _by_processes(args.processes, sys.argv[1:])
     else:
         if args.process is not None:
             address = f"127.0.0.1:{args.port}"
@@ -162,22 +162,23 @@ def layers_program(transport: Transport[Any], mesh: Mesh, layers: int) -> Callab
     return jax.shard_map(of_device, mesh=mesh, in_specs=(spec,) * 4, out_specs=(spec, spec), check_vma=False)
 
 
-def _by_processes(count: int, arguments: Sequence[str], seconds: float) -> Iterator[list[Cell]]:
-    """Yields the rows that process 0 of `count` prints; all end at the limit of all rows together."""
+def _by_processes(count: int, arguments: Sequence[str]) -> Iterator[list[Cell]]:
+    """Yields the rows that process 0 of `count` prints, until it ends. Each process ends where a row takes too long."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "benchmarks.gpu.transports", *arguments, f"--port={port}"]
     children = [
-        subprocess.Popen([*command, f"--process={i}"], stdout=None if i else subprocess.PIPE, text=True)
+        subprocess.Popen([*command, f"--process={i}"], stdout=subprocess.DEVNULL if i else subprocess.PIPE, text=True)
         for i in range(count)
     ]
     try:
-        text, _ = children[0].communicate(timeout=seconds * len(PHASES) * len(TransportKind))
-        yield from (json.loads(line) for line in text.splitlines() if line.startswith("["))
+        assert children[0].stdout is not None
+        yield from (json.loads(line) for line in children[0].stdout if line.startswith('["'))
     finally:
         for child in children:
             child.kill()
+            child.wait()
 
 
 if __name__ == "__main__":

@@ -93,7 +93,6 @@ def _thorough(model: Path, small: tuple[str, ...]) -> list[Check]:
             "tools.doctor.host_copies",
             "Weights and pages pass host memory. Run memory and PCIe tests of the machine, and send this report.",
             120,
-            *small,
         ),
         _check(
             "step",
@@ -129,7 +128,6 @@ def _thorough(model: Path, small: tuple[str, ...]) -> list[Check]:
             "Serving takes nccl alone: if another way failed, do nothing. If one is faster than nccl at the size of "
             "decode, send this report.",
             120,
-            *small,
             each=True,
         ),
         _check(

@@ -281,13 +281,8 @@ def main(argv: list[str] | None = None) -> int:
     return run_cases(Wires(args.quick).cases(args.kind))
 
 
-def with_cpu_devices() -> None:
-    """Makes several devices of a CPU where there is no GPU; call it before jax starts."""
+if __name__ == "__main__":
     if not count_gpus() or os.environ.get("JAX_PLATFORMS") == "cpu":
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={_CPU_DEVICES}".strip()
-
-
-if __name__ == "__main__":
-    with_cpu_devices()
     sys.exit(main())

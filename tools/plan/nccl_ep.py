@@ -133,8 +133,7 @@ class Exchange:
         transfer = {"dispatch": self.dispatch, "combine": self.combine}.get(collective.role)
         if transfer is None:
             return collective
-        sent = {"node_bytes": transfer.node_bytes, "cross_bytes": transfer.cross_bytes}
-        return dataclasses.replace(collective, **sent)
+        return dataclasses.replace(collective, node_bytes=transfer.node_bytes, cross_bytes=transfer.cross_bytes)
 
 
 def stand_in(deployment: Deployment) -> Deployment:

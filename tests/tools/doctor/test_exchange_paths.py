@@ -11,6 +11,7 @@ from pallas_kernels import aot
 from sharding.mesh import DEVICES, rank_mesh
 from sharding.wire.collectives import Overlap, compiler_options
 from tools.doctor import collectives, exchange_paths
+from tools.doctor.rows import run_cases
 
 TAKEN = {
     "nccl": "all-to-all",
@@ -51,7 +52,7 @@ def test_what_a_compiler_lacks_is_said_and_fails_nothing(capsys, monkeypatch) ->
         raise RuntimeError(f"INVALID_ARGUMENT: {exchange_paths._ABSENT}: COLLECTIVE_KERNEL_ALL_TO_ALL")
 
     monkeypatch.setattr(collectives.Wires, "row", refuse)
-    assert exchange_paths.main(["one_shot", "--quick"]) == 0
+    assert run_cases(exchange_paths.cases("one_shot")) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["case"] for row in rows] == ["all_to_all, decode", "all_to_all, prefill"]
     assert {row["says"] for row in rows} == {"this version of XLA has no such kernel"}
@@ -61,12 +62,12 @@ def test_a_way_is_measured_with_exact_sums(capsys, monkeypatch) -> None:
     monkeypatch.setattr(collectives, "_SMALL_SIZES", {"decode": 8 << 10})
     monkeypatch.setattr(collectives, "_SMALL_COPY_BYTES", 1 << 20)
     monkeypatch.setattr(collectives, "_FEW_ROUNDS", 2)
-    assert exchange_paths.main(["nccl"]) == 0
+    assert run_cases(exchange_paths.cases("nccl")) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["case"] for row in rows] == ["all_to_all, decode", "all_gather, decode", "reduce_scatter, decode"]
     assert all(row["passed"] and row["figures"]["us per round"] > 0 for row in rows)
 
 
-def test_a_cpu_has_no_ragged_all_to_all(capsys) -> None:
+def test_on_a_cpu_nothing_is_tried(capsys) -> None:
     assert exchange_paths.main(["ragged_device"]) == 2
-    assert "does not support on cpu" in capsys.readouterr().err
+    assert "there is 8 x cpu" in capsys.readouterr().err

@@ -1,18 +1,21 @@
 """Copies between host and devices are measured from both kinds of memory, and a changed value is found."""
 
-import json
-
 import jax
 import numpy as np
 
 from tools.doctor import host_copies
 
 
-def test_both_kinds_of_memory_are_measured(capsys) -> None:
-    assert host_copies.main(["--quick"]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["case"] for row in rows] == ["pageable memory", "pinned memory"]
-    assert all(rate > 0 for row in rows for rate in row["figures"].values())
+def test_both_kinds_of_memory_are_measured() -> None:
+    for pinned in (False, True):
+        found = host_copies.measure(pinned, 64)
+        assert found.passed and found.case == ("pinned memory" if pinned else "pageable memory")
+        assert all(rate > 0 for rate in found.figures.values())
+
+
+def test_on_a_cpu_nothing_is_tried(capsys) -> None:
+    assert host_copies.main() == 2
+    assert "in host memory" in capsys.readouterr().err
 
 
 def test_a_value_that_changes_on_its_way_is_found(monkeypatch) -> None:

@@ -67,7 +67,7 @@ def known_errors(deployment: Deployment) -> tuple[str, ...]:
     return KNOWN_ERRORS if deployment.expert_transport == NCCL_EP else ()
 
 
-class Line(NamedTuple):
+class TransferLine(NamedTuple):
     """A transfer takes `start` seconds, and its bytes at `rate` bytes per second."""
 
     start: float
@@ -79,7 +79,7 @@ class Line(NamedTuple):
 
 
 @functools.cache
-def low_latency_lines(role: int) -> tuple[Line, Line]:
+def low_latency_lines(role: int) -> tuple[TransferLine, TransferLine]:
     """Returns dispatch's (0) or combine's (1) line in a node, and between nodes.
 
     In a node there is one figure, so the start is that of other transfers. Between nodes it is the line of least
@@ -90,11 +90,11 @@ def low_latency_lines(role: int) -> tuple[Line, Line]:
     inside = sent * (1 - 1 / GPUS_PER_NODE) / (seconds[GPUS_PER_NODE] - TRANSFER_S)
     outside = {gpus: sent * (1 - GPUS_PER_NODE / gpus) for gpus in seconds if gpus > GPUS_PER_NODE}
     slope, start = np.polyfit([*outside.values()], [seconds[gpus] for gpus in outside], 1)
-    return Line(TRANSFER_S, inside), Line(float(start), float(1 / slope))
+    return TransferLine(TRANSFER_S, inside), TransferLine(float(start), float(1 / slope))
 
 
 @dataclasses.dataclass(frozen=True)
-class Transfer:
+class LibraryTransfer:
     """What a device sends in a dispatch or a combine, and the seconds until all has arrived."""
 
     node_bytes: int
@@ -103,12 +103,12 @@ class Transfer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
+class LibraryExchange:
     """Dispatch and combine of one micro-batch in a layer, by the library."""
 
     mode: Mode
-    dispatch: Transfer
-    combine: Transfer
+    dispatch: LibraryTransfer
+    combine: LibraryTransfer
 
     @property
     def seconds(self) -> Mapping[str, float]:
@@ -149,16 +149,16 @@ def stand_in(deployment: Deployment) -> Deployment:
     return dataclasses.replace(deployment, expert_transport=STAND_IN, reserved_multiprocessors=reserved)
 
 
-def exchange(model: ModelConfig, deployment: Deployment, tokens: int) -> Exchange | None:
+def exchange(model: ModelConfig, deployment: Deployment, tokens: int) -> LibraryExchange | None:
     """Returns the exchange of `tokens` of a rank; None where the deployment does not use the library."""
     if deployment.expert_transport != NCCL_EP or deployment.devices == 1 or not deployment.expert_parallel:
         return None
     mine = -(-tokens // deployment.tensor_parallel)
     mode: Mode = "low latency" if mine <= MOST_LOW_LATENCY else "high throughput"
-    return Exchange(mode, *(_transfer(model, deployment, mine, role, mode) for role in (0, 1)))
+    return LibraryExchange(mode, *(_transfer(model, deployment, mine, role, mode) for role in (0, 1)))
 
 
-def _transfer(model: ModelConfig, deployment: Deployment, tokens: int, role: int, mode: Mode) -> Transfer:
+def _transfer(model: ModelConfig, deployment: Deployment, tokens: int, role: int, mode: Mode) -> LibraryTransfer:
     device, per_node, nodes = deployment.device, deployment.gpus_per_node, deployment.nodes
     row, k = wire_rows(model)[role], model.num_experts_per_tok
     to_device = row * expected_rows(tokens, deployment.devices, k)
@@ -167,7 +167,7 @@ def _transfer(model: ModelConfig, deployment: Deployment, tokens: int, role: int
     if mode == "low latency":
         measured = zip(low_latency_lines(role), (inside, outside), links, LOW_LATENCY_LINKS, strict=True)
         seconds = max(line.seconds(sent, link / at) for line, sent, link, at in measured if sent)
-        return Transfer(round(inside), round(outside), seconds)
+        return LibraryTransfer(round(inside), round(outside), seconds)
     rate = 1e9 * HIGH_THROUGHPUT[max(count for count in HIGH_THROUGHPUT if count <= nodes)][role]
     which = int(nodes > 1)
     reached = row * (nodes if nodes > 1 else per_node) * expected_rows(tokens, nodes if nodes > 1 else per_node, k)
@@ -175,4 +175,4 @@ def _transfer(model: ModelConfig, deployment: Deployment, tokens: int, role: int
     if nodes > 1:  # a row crosses to a node once
         outside = (nodes - 1) / nodes * reached
         inside = (per_node - 1) / per_node * deployment.devices * to_device
-    return Transfer(round(inside), round(outside), seconds)
+    return LibraryTransfer(round(inside), round(outside), seconds)

@@ -25,7 +25,7 @@ def by_library(deployment: Deployment, **changes) -> Deployment:
     return dataclasses.replace(deployment, expert_transport="nccl_ep", **changes)
 
 
-def exchange(deployment: Deployment, tokens: int) -> nccl_ep.Exchange:
+def exchange(deployment: Deployment, tokens: int) -> nccl_ep.LibraryExchange:
     found = nccl_ep.exchange(DEEPSEEK_V3, by_library(deployment), tokens)
     assert found is not None
     return found

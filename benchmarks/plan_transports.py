@@ -1,13 +1,16 @@
 """Plans with NVIDIA's expert-parallel library in place of XLA's collectives. Estimates; nothing is timed.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.plan_transports
+    JAX_PLATFORMS=cpu python -m benchmarks.plan_transports [--plot docs/exchange_by_transport.png]
 
 It needs the extra `aot` and some ten minutes of one core: DeepSeek-V3's programs are compiled for each deployment with
-both transports. `tools/plan/nccl_ep.py` has the library's published figures and where they are from.
+both transports. `tools/plan/nccl_ep.py` has the library's published figures and where they are from. The picture, for
+which it needs the extra `plots`, has a decode layer by each transport.
 """
 
+import argparse
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,8 +38,9 @@ from tools.plan import hlo, nccl_ep
 from tools.plan.deployment import NCCL_EP, Deployment, kernel_rates
 from tools.plan.plan import StepPlan, phases, step_plan
 from tools.plan.programs import CompiledProgram, Phase, PlannedModel, compile_step, lay_out
+from tools.plan.report import draw_layers
 from tools.plan.roofline import HOST_S
-from tools.plan.timeline import ScheduleSimulator
+from tools.plan.timeline import ScheduleSimulator, Timeline
 from tools.plan.uncompiled import UncompiledPlan, uncompiled_plan
 
 GOALS = {("decode_ep144", "decode"): 14_800, ("prefill_ep32", "prefill"): 62_700}
@@ -66,6 +70,9 @@ COLUMNS = {
 
 
 def main(report: Report) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plot", type=Path)
+    plot = parser.parse_args().plot
     report.table("Low-latency transfers of 128 tokens to 8 experts each", COLUMNS["figures"], figures())
     report.table("A layer of DeepSeek-V3: a dispatch and a combine of a device", COLUMNS["bytes"], sent())
     report.table("Nodes that a token's 8 experts are on", COLUMNS["nodes"], nodes())
@@ -74,6 +81,9 @@ def main(report: Report) -> None:
     bars = (row for each in compiled if each.by_library for row in each.errors())
     report.table(f"The same with {NCCL_EP}, if its transfers are slower (estimate)", COLUMNS["errors"], bars)
     report.table("Plans of DeepSeek-V4-Flash, FP4 experts (estimate)", COLUMNS["v4"], v4())
+    if plot is not None:
+        layers, longest = pictured(*compiled[:2])
+        draw_layers(layers, plot, longest)
 
 
 def figures() -> Iterator[list[Cell]]:
@@ -205,6 +215,25 @@ def both(unit: Deployment) -> Iterator[CompiledUnit]:
     for each in (unit, with_library(unit)):
         planned = lay_out(DEEPSEEK_V3, each)
         yield CompiledUnit(planned, tuple(_compiled(planned, phase) for phase in phases(each)))
+
+
+def pictured(two_hops: CompiledUnit, one_hop: CompiledUnit) -> tuple[list[tuple[str, Timeline]], float]:
+    """Returns a decode layer by each transport, titled, and the seconds of the longest.
+
+    The library's stand-in is shown with the bytes and the time of its own collectives, too.
+    """
+    [(_, before)], [(compiled, after)] = two_hops.steps, one_hop.steps
+    unit, module = one_hop.planned.deployment, hlo.parse(compiled.text)
+    rates = kernel_rates(unit.device, one_hop.planned.model, before.multiprocessors.share)
+    found = hlo.collectives(module, unit.gpus_per_node)
+    plain = ScheduleSimulator(module, found, before.stages, rates).simulate()
+    layers = {
+        "hierarchical: to nodes, then in a node, which nothing hides": before.timeline,
+        "all_to_all: one hop with padded buffers": plain,
+        f"{NCCL_EP}: one hop of NVIDIA's library, rows without padding": after.timeline,
+    }
+    titled = [(f"{unit.name}, {title}: {1e6 * line.layer:,.0f} us", line) for title, line in layers.items()]
+    return titled, max(line.layer for line in layers.values())
 
 
 def _compiled(planned: PlannedModel, phase: Phase) -> tuple[CompiledProgram, StepPlan]:

@@ -66,15 +66,15 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.list == bool(args.way):
         parser.error("say either a WAY or --list")
-    if args.list:
-        print(*WAYS, sep="\n")
-        return 0
     import jax
 
     devices = jax.devices()
     if devices[0].platform == "cpu" or len(devices) == 1:
         print(f"these are ways between GPUs, but there is {len(devices)} x {devices[0].platform}", file=sys.stderr)
         return 2
+    if args.list:
+        print(*WAYS, sep="\n")
+        return 0
     return run_cases(cases(args.way))
 
 

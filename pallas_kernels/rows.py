@@ -74,12 +74,13 @@ def latent_rows(
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotates the pairs (x0, x1), (x2, x3), ... of `x` `[T, P]` or `[T, H, P]`; computed in float32, dtype of x.
 
-    Pairs are swapped, not split: XLA:CPU makes one program of this, and four of splitting and stacking.
+    Pairs are swapped, not split: XLA:CPU makes one program of this, and four of splitting and stacking. The sign goes
+    with the pairs: XLA:GPU writes its product with the sines of many tokens to memory, in a kernel of its own.
     """
     pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
     heads = (slice(None), *(None,) * (x.ndim - 2), ..., None)
     sign = np.array([-1, 1], np.float32)
-    return (pairs * cos[heads] + pairs[..., ::-1] * (sin[heads] * sign)).reshape(x.shape).astype(x.dtype)
+    return (pairs * cos[heads] + (pairs[..., ::-1] * sign) * sin[heads]).reshape(x.shape).astype(x.dtype)
 
 
 def _either(

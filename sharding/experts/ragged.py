@@ -1,8 +1,17 @@
 """The ragged transport: exact sizes, no padding on the wire, and buffers for the worst case.
 
-`lax.ragged_all_to_all` moves slices of any size between devices. XLA has it for GPUs, not for CPUs. Reports: 2 % of
-NVLink's speed on eight B200 (openxla/xla#33386), crashes above 32 devices (openxla/xla#47283). Therefore it is used
-only on request. It has no asynchronous form, so nothing is computed during the transfer.
+`lax.ragged_all_to_all` moves slices of any size between devices. It has no asynchronous form, so nothing is computed
+during the transfer. XLA has it for GPUs, not for CPUs, in three ways; none has run here, so it is used only on request:
+
+- A kernel that writes to up to 8 peers of a node, by default. It has one thread block for each slice, which reached
+  2 % of NVLink's speed on eight B200 (openxla/xla#33386); in 32 slices per peer a step took two thirds of the time. It
+  crashes above 32 devices (openxla/xla#47283).
+- NCCL's sends and receives with more peers: the host reads the sizes from the device and waits.
+- A kernel that starts transfers from the device, inside a node and between nodes, with NCCL 2.29 or newer and symmetric
+  buffers. Without these the option does nothing. Processes of several devices needed a fix after jax 0.11
+  (openxla/xla#47146).
+
+`tools.doctor.exchange_paths` measures the first and the last.
 
 Shapes: T token rows of this device, K replicas per row, J peers, U words per row.
 """

@@ -1,11 +1,13 @@
 """Operations on rows: C++ against the reference and float64, and the gradient."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import native
+from pallas_kernels import aot, native
 from pallas_kernels.backend import Backend
 from pallas_kernels.rows import latent_rows, rms_norm, rotate_heads, swiglu
 
@@ -74,3 +76,12 @@ def test_large_gates_neither_overflow_nor_lose_their_sign(backend) -> None:
     gate = jnp.asarray([[-200.0, -80.0, 80.0, 200.0, jnp.inf]])
     found = swiglu(jnp.concatenate([gate, jnp.full((1, 5), 2.0)], axis=1), backend=backend)
     np.testing.assert_allclose(found, [[0, 0, 160, 400, jnp.inf]], atol=1e-30)
+
+
+@pytest.mark.aot
+def test_a_gpu_rotates_many_rows_in_one_kernel() -> None:
+    """No product of sines and signs is written to memory first, so pairs need not lie apart in the weights."""
+    heads, angles = jax.ShapeDtypeStruct((4096, 16, 192), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 32), jnp.float32)
+    compiled = aot.compile_for(functools.partial(rotate_heads, backend=Backend.MOSAIC), heads, angles, angles)
+    assert compiled.memory_analysis().temp_size_in_bytes == 0
+    assert compiled.as_text().count(" fusion(") == 1

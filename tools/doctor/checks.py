@@ -88,6 +88,13 @@ def _thorough(model: Path, small: tuple[str, ...]) -> list[Check]:
             each=True,
         ),
         _check(
+            "fast",
+            "copies",
+            "tools.doctor.host_copies",
+            "Weights and pages pass host memory. Run memory and PCIe tests of the machine, and send this report.",
+            120,
+        ),
+        _check(
             "step",
             "models",
             "tools.doctor.step",
@@ -112,6 +119,15 @@ def _thorough(model: Path, small: tuple[str, ...]) -> list[Check]:
             "with NCCL_DEBUG=INFO: its log then has NCCL's messages.",
             180,
             *small,
+            each=True,
+        ),
+        _check(
+            "collectives",
+            "ways",
+            "tools.doctor.exchange_paths",
+            "Serving takes nccl alone: if another way failed, do nothing. If one is faster than nccl at the size of "
+            "decode, send this report.",
+            120,
             each=True,
         ),
         _check(

@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,8 @@ from tools.doctor.install import count_gpus
 from tools.doctor.rows import CaseResult, run_cases
 
 ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER, IN_FLIGHT = KINDS = ("all_to_all", "all_gather", "reduce_scatter", "in_flight")
+RAGGED = "ragged_all_to_all"
+"""The same as an all-to-all, with sizes that the device knows and the compiler does not: here all are equal."""
 _CPU_DEVICES = 8
 _COLUMNS = 1024
 _LARGEST_VALUE = 8
@@ -77,7 +79,12 @@ def looped(mesh: Any, transfers: Sequence[tuple[str, Axes]], rounds: int, overla
         start_reduce_scatter,
     )
 
-    starts = {ALL_TO_ALL: start_all_to_all, ALL_GATHER: start_all_gather, REDUCE_SCATTER: start_reduce_scatter}
+    starts = {
+        ALL_TO_ALL: start_all_to_all,
+        ALL_GATHER: start_all_gather,
+        REDUCE_SCATTER: start_reduce_scatter,
+        RAGGED: _start_ragged,
+    }
 
     # Units of their own, as those of `sharding.experts.hop`: where order is enforced XLA takes no loose constants.
     @jax.jit
@@ -109,8 +116,25 @@ def looped(mesh: Any, transfers: Sequence[tuple[str, Axes]], rounds: int, overla
     return jax.shard_map(of_device, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
 
 
+def _start_ragged(x: Any, axes: Axes, overlap: Any) -> Any:
+    """Sends as `start_all_to_all` does, by a ragged all-to-all, which is synchronous."""
+    import jax
+
+    from sharding.experts.ragged import Slices, to_peers
+    from sharding.wire.collectives import Transfer
+
+    @jax.jit
+    def slices() -> Slices:
+        count = jax.lax.axis_size(axes)
+        each = jax.numpy.full(count, len(x) // count, np.int32)
+        mine, theirs = jax.numpy.cumsum(each) - each, each * jax.lax.axis_index(axes)
+        return Slices(mine, each, mine, each, theirs, theirs)
+
+    return Transfer(to_peers(x, slices(), axes, len(x)), False)
+
+
 def _result_rows(kind: str, rows: int, count: int) -> int:
-    return {ALL_TO_ALL: rows, ALL_GATHER: rows * count, REDUCE_SCATTER: rows // count}[kind]
+    return {ALL_GATHER: rows * count, REDUCE_SCATTER: rows // count}.get(kind, rows)
 
 
 def expected(mesh: Any, kind: str, axes: Axes, base: np.ndarray, rounds: int) -> np.ndarray:
@@ -128,7 +152,7 @@ def expected(mesh: Any, kind: str, axes: Axes, base: np.ndarray, rounds: int) ->
         for place, device in enumerate(group):
             if blocks is None:
                 result, summed = parts.reshape(-1, base.shape[-1]), 1
-            elif kind == ALL_TO_ALL:
+            elif kind in (ALL_TO_ALL, RAGGED):
                 result, summed = blocks[:, place].reshape(-1, base.shape[-1]), 1
             else:
                 result, summed = blocks[:, place].sum(0), len(group)
@@ -142,21 +166,31 @@ def sent_bytes(kind: str, part: int, count: int) -> float:
 
 
 class Wires:
-    """The devices of this process and how programs are compiled for them."""
+    """The devices of this process and how programs are compiled for them.
 
-    def __init__(self, quick: bool) -> None:
+    They are compiled as serving's are; with compiler `options` of the caller's, each collective is synchronous.
+    """
+
+    def __init__(self, quick: bool, options: Mapping[str, Any] | None = None) -> None:
         import jax
 
-        from sharding.wire.collectives import compiler_options, launch_in_order, limits_of, resolve_overlap
+        from sharding.wire.collectives import Overlap, compiler_options, launch_in_order, limits_of, resolve_overlap
 
         devices = jax.devices()
         self.platform, self.mesh = devices[0].platform, machine_mesh(devices)
         self.small = quick or self.platform == "cpu"
         self.rounds = _FEW_ROUNDS if self.platform == "cpu" else _ROUNDS
-        self.overlap, self.options = resolve_overlap(self.platform), compiler_options(self.platform)
+        self.overlap = resolve_overlap(self.platform) if options is None else Overlap.NONE
+        own = compiler_options(self.platform)
+        self.options = {**(own or {}), **(options or {})} or None
         # A CPU has one under way at a time, and runs the program that has as many as a GPU.
-        self.most = limits_of(self.options or compiler_options("gpu"))[0]
+        self.most = limits_of(own or compiler_options("gpu"))[0]
         launch_in_order(self.platform)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes of a device's part, by the kind of step whose rows they are."""
+        return _SMALL_SIZES if self.small else _SIZES
 
     @functools.cached_property
     def copied(self) -> float:
@@ -212,7 +246,7 @@ class Wires:
     def cases(self, kind: str) -> dict[str, Callable[[], CaseResult | str]]:
         """Returns what `run_cases` takes."""
         found: dict[str, Callable[[], CaseResult | str]] = {}
-        for name, size in (_SMALL_SIZES if self.small else _SIZES).items():
+        for name, size in self.sizes.items():
             if kind == IN_FLIGHT:
                 hops = list(groups(self.mesh).values())
                 hops = hops[1:3] or hops  # to nodes and in a node, or the one that there is

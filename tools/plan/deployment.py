@@ -20,6 +20,8 @@ CACHE_DTYPES = ("bfloat16", "fp8")
 """Cache dtypes that the kernels read with bfloat16 queries."""
 FP4_MODES = ("keep", "fp8")
 """What becomes of FP4 experts of a checkpoint."""
+NCCL_EP = "nccl_ep"
+"""The transport that is NVIDIA's expert-parallel library (`tools.plan.nccl_ep`)."""
 
 
 class DeploymentError(ValueError):
@@ -64,6 +66,7 @@ class Deployment:
     - `acceptance` of the drafts of `speculative_config`: a number is the chance of each draft if all before it are
       accepted; a tuple has for each position the share of rows in which all drafts up to it are accepted.
     - `fp4`: "keep" FP4 experts as they are in the checkpoint, or make them "fp8": nothing is lost, in twice the memory.
+    - `expert_transport` "nccl_ep" plans with the published figures of NVIDIA's library (`tools.plan.nccl_ep`).
     - `expert_transport`, `expert_combine`, `kv_cache_dtype` (bfloat16 or fp8), `speculative_config` and
       `reserved_multiprocessors` (of each device, for transfers in overlapped steps) are options of `launch.serve`.
 
@@ -114,6 +117,8 @@ class Deployment:
             raise DeploymentError(
                 f"{self.name}: expert_combine {self.expert_combine!r} is not one of {', '.join(get_args(Combine))}"
             )
+        if self.expert_combine == "int8" and self.expert_transport == NCCL_EP:
+            raise DeploymentError(f"{self.name}: expert_combine 'int8': {NCCL_EP} returns sums in bfloat16; use 'auto'")
         if self.kv_cache_dtype not in CACHE_DTYPES:
             raise DeploymentError(
                 f"{self.name}: kv_cache_dtype {self.kv_cache_dtype!r} is not one of {', '.join(CACHE_DTYPES)}"

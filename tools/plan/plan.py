@@ -11,7 +11,7 @@ from dsv3.config.model import ModelConfig
 from dsv3.engine.device.programs import measure
 from dsv3.scheduler.balance import MOST_STEPS
 from pallas_kernels.multiprocessors import Multiprocessors
-from tools.plan import hlo, roofline
+from tools.plan import hlo, nccl_ep, roofline
 from tools.plan.attention import SparseCore
 from tools.plan.deployment import Deployment, PlannedBatch, Rates, kernel_rates
 from tools.plan.hlo import Collective, collectives
@@ -229,6 +229,8 @@ def program_plan(planned: PlannedModel, compiled: CompiledProgram) -> ProgramPla
     rates = kernel_rates(deployment.device, planned.model, taken.share)
     batches = ScheduleSimulator(module, found, {}, rates).micro_batches
     stages = stage_seconds(planned, compiled.phase, compiled.run, rates, batches)
+    library = nccl_ep.exchange(planned.model, deployment, compiled.run.tokens // batches)
+    found, transfers = (found, None) if library is None else (library.without_padding(found), library.seconds)
     return ProgramPlan(
         phase=compiled.phase,
         run=compiled.run,
@@ -245,7 +247,7 @@ def program_plan(planned: PlannedModel, compiled: CompiledProgram) -> ProgramPla
         sparse=roofline.sparse_parts(
             planned.model, rates, planned_batch(planned, compiled.phase, compiled.run, batches)
         ),
-        timeline=ScheduleSimulator(module, found, stages, rates).simulate(),
+        timeline=ScheduleSimulator(module, found, stages, rates, transfers).simulate(),
     )
 
 

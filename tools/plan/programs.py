@@ -38,6 +38,7 @@ from pallas_kernels.int4 import GROUP as FP4_GROUP
 from sharding.experts.placement import Placement
 from sharding.mesh import rank_mesh
 from sharding.wire.collectives import limits_of
+from tools.plan import nccl_ep
 from tools.plan.deployment import Deployment, DeploymentError
 
 _PREFILL_REQUESTS = 64  # that a prefill instance runs at once
@@ -130,7 +131,8 @@ def lay_out(model: ModelConfig, deployment: Deployment) -> PlannedModel:
         mesh = rank_mesh(devices, deployment.nodes, deployment.tensor_parallel)
         if deployment.expert_parallel:
             first_expert_map(model, mesh, deployment.redundant_experts)
-            how: dict[str, Any] = {"transport": deployment.expert_transport, "combine": deployment.expert_combine}
+            compiled = nccl_ep.stand_in(deployment)
+            how: dict[str, Any] = {"transport": compiled.expert_transport, "combine": compiled.expert_combine}
             functions = expert_parallel_functions(model, mesh, deployment.redundant_experts, Backend.MOSAIC, **how)
         else:
             functions = model_functions(Backend.MOSAIC, dtype=jnp.bfloat16, drafts=bool(modules))
@@ -214,7 +216,7 @@ def engine_config(model: ModelConfig, deployment: Deployment) -> EngineConfig:
         window_size=window_size(model),
         num_window_pages=window_pages(model, deployment.kv_cache_dtype, num_pages, max_num_seqs),
         cache_dtype=deployment.kv_cache_dtype,
-        reserved_multiprocessors=deployment.reserved_multiprocessors,
+        reserved_multiprocessors=nccl_ep.stand_in(deployment).reserved_multiprocessors,
         tokens_per_row=per_row,
         eplb_interval=EngineOptions().eplb_interval if deployment.redundant_experts else 0,
         speculative_config=deployment.speculative_config,

@@ -9,12 +9,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tools.plan import nccl_ep
 from tools.plan.deployment import Deployment, kernel_rates
 from tools.plan.hlo import Collective
 from tools.plan.memory import Memory
 from tools.plan.plan import Handover, Plan, ProgramPlan, StepPlan
 from tools.plan.roofline import HOST_S, KNOWN_ERRORS
-from tools.plan.timeline import LANES, Block, block_name
+from tools.plan.timeline import LANES, Block, Timeline, block_name
 from tools.tables import make_table
 
 GB = 1e9
@@ -51,7 +52,7 @@ def as_json(plan: Plan, prefill: Plan | None = None) -> dict[str, Any]:
         "ends": _partial_pages_json(plan),
         "prefill_nodes": plan.prefill_nodes(prefill) if prefill else None,
         "rates": dataclasses.asdict(kernel_rates(plan.deployment.device, plan.model)),
-        "known_errors": list(KNOWN_ERRORS),
+        "known_errors": _known_errors(plan.deployment),
         "verdict": dataclasses.asdict(plan.verdict),
     }
 
@@ -168,8 +169,7 @@ def _hidden_by(group: Sequence[Collective]) -> str:
 
 def _schedule_table(step: StepPlan) -> Table:
     line = step.timeline
-    batches = "two micro-batches" if line.micro_batches == 2 else "one batch"
-    title = f"One MoE layer of {batches} as scheduled, {line.layer * 1e6:,.0f} us (estimate)"
+    title = f"One MoE layer of {_BATCHES[line.micro_batches == 2]} as scheduled, {line.layer * 1e6:,.0f} us (estimate)"
     table = make_table(title, "lane", "what", "from us", "to us")
     for block in line.blocks:
         if block.end - block.start >= 1e-6:
@@ -256,8 +256,13 @@ def _verdict(plan: Plan) -> Text:
     lines = [f"{'fits' if verdict.fits else 'does not fit'}: {verdict.why}"]
     lines += [f"  - {change}" for change in verdict.changes]
     if plan.steps:
-        lines += ["estimate's rates: " + _rates(plan), *(f"known error: {error}" for error in KNOWN_ERRORS)]
+        errors = _known_errors(plan.deployment)
+        lines += ["estimate's rates: " + _rates(plan), *(f"known error: {error}" for error in errors)]
     return Text("\n".join(lines), style="" if verdict.fits else "red")
+
+
+def _known_errors(deployment: Deployment) -> list[str]:
+    return [*KNOWN_ERRORS, *nccl_ep.known_errors(deployment)]
 
 
 def _rates(plan: Plan) -> str:
@@ -279,32 +284,39 @@ _NARROW, _NO_TEXT = 0.06, 0.012
 
 def draw(plan: Plan, path: Path) -> None:
     """Writes a PNG with one panel per step. Raises ModuleNotFoundError without matplotlib (extra `plots`)."""
+    deployment = plan.deployment
+    devices = f"{deployment.devices} {deployment.device.name}"
+    titles = (
+        f"{plan.model_name}, {deployment.name}: one MoE layer of a {step.phase} step, {step.tokens:,} tokens per rank "
+        f"in {_BATCHES[step.timeline.micro_batches == 2]}, {devices}"
+        for step in plan.steps
+    )
+    draw_layers([(title, step.timeline) for title, step in zip(titles, plan.steps, strict=True)], path)
+
+
+_BATCHES = {True: "two micro-batches", False: "one batch"}
+
+
+def draw_layers(layers: Sequence[tuple[str, Timeline]], path: Path, width: float | None = None) -> None:
+    """Writes a PNG with a panel for the layer of each titled timeline, `width` seconds long, or as long as the layer.
+
+    Raises ModuleNotFoundError without matplotlib (extra `plots`).
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(14, 3.4 * len(plan.steps) + 0.3), layout="constrained")
+    figure = Figure(figsize=(14, 3.4 * len(layers) + 0.3), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(len(plan.steps), 1, squeeze=False)[:, 0]
-    for axes, step in zip(panels, plan.steps, strict=True):
-        _panel(axes, plan, step)
+    panels = figure.subplots(len(layers), 1, squeeze=False)[:, 0]
+    for axes, (title, line) in zip(panels, layers, strict=True):
+        for block in line.blocks:
+            _bar(axes, block, width or line.layer)
+        axes.set_yticks(range(len(LANES)), LANES)
+        axes.set_ylim(len(LANES) - 0.5, -0.5)
+        axes.set_xlim(0, (width or line.layer) * 1e6)
+        axes.set_xlabel("microseconds (estimated durations, compiled order)")
+        axes.set_title(title, fontsize=10, loc="left")
     figure.savefig(path, dpi=100)
-
-
-def _panel(axes: Any, plan: Plan, step: StepPlan) -> None:
-    line, deployment = step.timeline, plan.deployment
-    for block in line.blocks:
-        _bar(axes, block, line.layer)
-    axes.set_yticks(range(len(LANES)), LANES)
-    axes.set_ylim(len(LANES) - 0.5, -0.5)
-    axes.set_xlim(0, line.layer * 1e6)
-    axes.set_xlabel("microseconds (estimated durations, compiled order)")
-    batches = "two micro-batches" if line.micro_batches == 2 else "one batch"
-    axes.set_title(
-        f"{plan.model_name}, {deployment.name}: one MoE layer of a {step.phase} step, {step.tokens:,} tokens per rank "
-        f"in {batches}, {deployment.devices} {deployment.device.name}",
-        fontsize=10,
-        loc="left",
-    )
 
 
 def _bar(axes: Any, block: Block, whole: float) -> None:

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 
 from dsv3.config.model import ModelConfig
-from tools.plan import hlo
+from tools.plan import hlo, nccl_ep
 from tools.plan.deployment import Deployment, PlannedBatch, Rates, kernel_rates
 from tools.plan.hlo import Collective, collectives
 from tools.plan.plan import PartialPageCost, experts_per_device, lengths, stage_seconds
@@ -39,7 +39,10 @@ class SimulatedProgram:
         """Returns the seconds of a step, host included, of `size` tokens per rank that attend to `keys` keys each."""
         share = size / self._compiled.run.tokens
         found = [_scaled(each, share) for each in self._found]
-        return ScheduleSimulator(self._module, found, self._stages(size, keys), self._rates).simulate().step + HOST_S
+        library = nccl_ep.exchange(self._planned.model, self._planned.deployment, size // self._batches)
+        transfers = None if library is None else library.seconds
+        stages = self._stages(size, keys)
+        return ScheduleSimulator(self._module, found, stages, self._rates, transfers).simulate().step + HOST_S
 
     def _stages(self, size: int, keys: int) -> dict[str, float]:
         """Returns the stages' seconds; a small prefill takes at least the time to read its weights."""

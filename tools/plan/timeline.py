@@ -72,12 +72,20 @@ class _Clock:
 
 
 class ScheduleSimulator:
-    """Simulates a module with given durations of stages and rates of links."""
+    """Simulates a module with given durations of stages and rates of links.
+
+    `transfers` are seconds by the role of a collective, in place of its bytes over the links' rates.
+    """
 
     def __init__(
-        self, module: hlo.Module, found: Iterable[Collective], stages: Mapping[str, float], rates: Rates
+        self,
+        module: hlo.Module,
+        found: Iterable[Collective],
+        stages: Mapping[str, float],
+        rates: Rates,
+        transfers: Mapping[str, float] | None = None,
     ) -> None:
-        self._module, self._stages, self._rates = module, stages, rates
+        self._module, self._stages, self._rates, self._transfers = module, stages, rates, transfers or {}
         self._collectives = {(c.computation, c.started): c for c in found}
         self._layer = layer_loop(module)
         body = module[self._layer.called[0]] if self._layer else module[module.entry]
@@ -113,13 +121,14 @@ class ScheduleSimulator:
     def _start(self, clock: _Clock, collective: Collective) -> None:
         ends = [clock.now + TRANSFER_S]
         link = self._rates.combine_link if collective.role == "combine" else self._rates.dispatch_link
+        given = self._transfers.get(collective.role)
         for lane, nbytes, rate in (
             (NODE_LINK, collective.node_bytes, self._rates.node_link),
             (CROSS_LINK, collective.cross_bytes, link),
         ):
             if nbytes:
                 start = max(clock.now, clock.free[lane])
-                end = max(start, clock.now + TRANSFER_S) + nbytes / rate
+                end = start + given if given else max(start, clock.now + TRANSFER_S) + nbytes / rate
                 clock.blocks.append(Block(lane, collective.role, start, end, collective.micro_batch))
                 clock.free[lane] = end
                 ends.append(end)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import page_bytes
 from sharding.experts.traffic import Traffic
-from tools.plan import roofline
+from tools.plan import nccl_ep, roofline
 from tools.plan.attention import SparseCore
 from tools.plan.deployment import Deployment, PlannedBatch, Rates, kernel_rates
 from tools.plan.memory import Memory, Verdict, judge, memory_of
@@ -203,6 +203,10 @@ def _traffic(planned: PlannedModel, run: Run) -> Traffic:
     """Returns what a device sends to experts and back in a program; nothing where each device has all of them."""
     if planned.functions.traffic is None or planned.deployment.devices == 1:
         return Traffic()
+    if (library := nccl_ep.exchange(planned.model, planned.deployment, run.tokens)) is not None:
+        layers = planned.model.num_moe_layers if run.part == "model" else 1
+        sent = Traffic(library.node_bytes + library.cross_bytes, library.cross_bytes, 2 * planned.deployment.devices)
+        return sent * layers
     key = run.key
     programs = planned.layout.cfg.forward_programs
     return planned.functions.traffic(next(each for each in programs if (each.kind, each.size) == (key.kind, key.size)))
@@ -211,8 +215,11 @@ def _traffic(planned: PlannedModel, run: Run) -> Traffic:
 def _transfers(planned: PlannedModel, rates: Rates, tokens: int, traffic: Traffic, layers: int) -> tuple[int, float]:
     """Returns the bytes of sums over the devices of a rank, and the seconds of all transfers of `layers`."""
     n, sums = planned.deployment.tensor_parallel, 0
+    library = nccl_ep.exchange(planned.model, planned.deployment, tokens)
     seconds = (traffic.device_bytes - traffic.node_bytes) / rates.node_link + traffic.node_bytes / rates.combine_link
-    if traffic.messages:
+    if library is not None:
+        seconds = layers * (sum(library.seconds.values()) + 2 * HOOK_S)
+    elif traffic.messages:
         seconds += 2 * layers * (TRANSFER_S + HOOK_S)
     if n > 1:
         rows = layers * tokens * 2 * planned.model.hidden_size

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from dsv3.config.model import CacheGroup
 from dsv3.kv_cache.layout import entries_per_page, page_bytes, row_bytes, window_pages
+from tools.plan import nccl_ep
 from tools.plan.memory import GB
 from tools.plan.report import SPARSE_PARTS, memory_json, memory_table
 from tools.plan.uncompiled import StepEstimate, UncompiledPlan
@@ -36,7 +37,8 @@ def render(plan: UncompiledPlan) -> Group:
         parts.append(_traffic_table(plan))
     lines = [f"{'fits' if verdict.fits else 'does not fit'}: {verdict.why}"]
     lines += [f"  - {change}" for change in verdict.changes]
-    lines += [f"known error: {error}" for error in KNOWN_ERRORS if plan.steps]
+    errors = (*KNOWN_ERRORS, *nccl_ep.known_errors(deployment))
+    lines += [f"known error: {error}" for error in errors if plan.steps]
     return Group(*parts, Text("\n".join(lines), style="" if verdict.fits else "red"))
 
 
@@ -51,7 +53,7 @@ def as_json(plan: UncompiledPlan) -> dict[str, Any]:
         "steps": [_step_json(step) for step in plan.steps],
         "mixed": dataclasses.asdict(plan.mixed) if plan.mixed else None,
         "handover": dataclasses.asdict(plan.handover) if plan.handover else None,
-        "known_errors": list(KNOWN_ERRORS),
+        "known_errors": [*KNOWN_ERRORS, *nccl_ep.known_errors(plan.deployment)],
         "verdict": dataclasses.asdict(plan.verdict),
     }
 

@@ -117,6 +117,7 @@ class BatchSlots:
         self.variant = np.zeros(total, np.int8)
         self.wants_logprobs = np.zeros(total, bool)
         self.wants_routed_experts = np.zeros(total, bool)
+        self.sends_routed_experts = np.zeros(total, bool)  # with every token
         self.constrained = np.zeros(total, bool)  # by a grammar
         self.started = np.zeros(total, bool)  # its first token has been reported
         self.decoding = np.zeros(total, bool)  # takes part in the next decode step
@@ -207,6 +208,7 @@ class BatchSlots:
         self.variant[slot] = sequence.variant
         self.wants_logprobs[slot] = sequence.sampling.logprobs is not None
         self.wants_routed_experts[slot] = sequence.routed is not None
+        self.sends_routed_experts[slot] = sequence.routed is not None and sequence.routed.sends_each_step
         self.constrained[slot] = sequence.matcher is not None
         self.started[slot] = sequence.started
         for token in sequence.stop_ids:

@@ -150,10 +150,10 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     `finish_reason` is set on a request's last output. `stop_token_id` is the stop or end token that ended it, the last
     of `token_ids`. `num_cached_tokens` counts prompt tokens found in the prefix cache, on the first output, where
     `queue_seconds` is the time from the queue to the first slot. `prompt_logprobs` come in outputs before it, without
-    tokens; after a preemption some tokens of the prompt come again. `routed_experts` are those of the tokens that were
-    computed since the last output, where the request wants them: those of the prompt in outputs without tokens. `error`
-    explains a finish_reason of "error". `weight_version` names the weights of this and the following tokens: on the
-    first output, and on one without tokens where the weights of a running request have changed.
+    tokens; after a preemption some tokens of the prompt come again. `routed_experts` are those of tokens that have been
+    computed, where the request wants them: in outputs without tokens, and in the last one. `error` explains a
+    finish_reason of "error". `weight_version` names the weights of this and the following tokens: on the first output,
+    and on one without tokens where the weights of a running request have changed.
     """
 
     request_id: int

@@ -1,6 +1,7 @@
 """Processes what a step has sampled: records tokens and finishes requests."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -98,10 +99,10 @@ def process_results(
     slots.history.append(mine, before, known, tokens)
     slots.known[mine] = known
     if routed_experts is not None:
-        _record_experts(slots, rows, before, counts, routed_experts)
+        outputs.details.extend(_record_experts(slots, rows, before, counts, routed_experts))
     scheduler.generated_tokens += int(counts.sum())
     at_limit = known == limit
-    special = at_limit | slots.wants_logprobs[mine] | slots.wants_routed_experts[mine] | ~slots.started[mine]
+    special = at_limit | slots.wants_logprobs[mine] | slots.sends_routed_experts[mine] | ~slots.started[mine]
     for column in tokens.T:  # with two indices numpy takes four times as long
         ending = slots.stop_counts[column]
         if ending.any():
@@ -142,12 +143,25 @@ def _holds(slots: BatchSlots, chunk: Chunk) -> bool:
 
 def _record_experts(
     slots: BatchSlots, rows: BatchRows, before: np.ndarray, counts: np.ndarray, routed_experts: np.ndarray
-) -> None:
-    """Records the experts of the tokens that a decode step has computed: the last of those known, and what follows."""
-    for i in slots.wants_routed_experts[rows.slots].nonzero()[0].tolist():
-        sequence = slots.sequences[rows.slots[i]]
+) -> Iterator[EngineOutput]:
+    """Records the experts of the tokens that a decode step has computed: the last of those known, and what follows.
+
+    Yields what waits to be sent where that is much.
+    """
+    ranks, size, width, *shape = routed_experts.shape
+    asking = slots.wants_routed_experts[rows.slots].nonzero()[0]
+    flat = routed_experts.reshape(ranks * size, width, -1)
+    found = flat.take(rows.rank[asking] * size + rows.position[asking], axis=0).tobytes()
+    each = width * math.prod(shape) * flat.itemsize
+    columns = rows.slots[asking].tolist(), before[asking].tolist(), counts[asking].tolist()
+    for start, slot, known, count in zip(range(0, len(found), each), *columns, strict=True):
+        sequence = slots.sequences[slot]
         assert sequence is not None and sequence.routed is not None
-        sequence.routed.append(int(before[i]) - 1, routed_experts[rows.rank[i], rows.position[i], : counts[i]])
+        routed = sequence.routed
+        assert len(routed) == known - 1, "its prompt, and each token behind it, was recorded"
+        routed.extend(count, found[start : start + each // width * count])
+        if routed.num_waiting >= _PART:
+            yield EngineOutput(request_id=sequence.id, token_ids=[], routed_experts=routed.take())
 
 
 def _gather_rows(tokens: np.ndarray, rows: BatchRows) -> np.ndarray:
@@ -182,13 +196,14 @@ def _make_output(
     if stop is not None:
         tokens = tokens[: stop + 1]
     reason: FinishReason | None = "stop" if stop is not None else "length" if at_limit else None
+    routed = sequence.routed
     if reason:
         scheduler.finish(sequence)
     return EngineOutput(
         request_id=sequence.id,
         token_ids=tokens,
         logprobs=None if logprobs is None else logprobs[: len(tokens)],
-        routed_experts=None if sequence.routed is None else sequence.routed.take(),
+        routed_experts=routed.take() if routed is not None and (reason or routed.sends_each_step) else None,
         finish_reason=reason,
         stop_token_id=None if stop is None else tokens[-1],
         num_cached_tokens=num_cached,

@@ -49,21 +49,39 @@ class PageExperts:
 
 
 class RequestExperts:
-    """Expert ids of one request's tokens, from its first one on, and how many of them have been sent."""
+    """Expert ids of one request's tokens, from its first one on, and how many of them have been sent.
 
-    def __init__(self, pages: PageExperts) -> None:
-        self._pages, self._ids, self._sent = pages, bytearray(), 0
+    They are sent with the request's last output, and before where many wait. With `sends_each_step` they go with every
+    output: a stop string may end the text before the engine ends the request.
+    """
+
+    __slots__ = ("_count", "_ids", "_pages", "_sent", "sends_each_step")
+
+    def __init__(self, pages: PageExperts, *, sends_each_step: bool = False) -> None:
+        self._pages, self._ids, self._count, self._sent = pages, bytearray(), 0, 0
+        self.sends_each_step = sends_each_step
 
     def __len__(self) -> int:
-        return len(self._ids) // max(1, self._pages.row_bytes)
+        return self._count
+
+    @property
+    def num_waiting(self) -> int:
+        """Tokens whose ids have not been sent."""
+        return self._count - self._sent
 
     def append(self, start: int, ids: np.ndarray) -> None:
         """Records the ids `[n, L, K]` of the tokens from `start` on, except for those recorded before."""
-        self._pages.shape, self._pages.dtype = ids.shape[1:], ids.dtype
-        known = len(self) - start
+        known = self._count - start
         assert known >= 0, "no step skips a token"
         if known < len(ids):
+            self._pages.shape, self._pages.dtype = ids.shape[1:], ids.dtype
             self._ids += ids[known:].tobytes()
+            self._count = start + len(ids)
+
+    def extend(self, count: int, ids: bytes) -> None:
+        """Records the ids of the next `count` tokens, of the shape of those before."""
+        self._ids += ids
+        self._count += count
 
     def num_usable(self, keys: Sequence[Key]) -> int:
         """Returns how many pages, the first ones of those with `keys`, have known ids."""

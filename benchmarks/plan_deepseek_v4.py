@@ -3,9 +3,10 @@
     JAX_PLATFORMS=cpu python -m benchmarks.plan_deepseek_v4
 
 It needs the extra `aot`. SGLang's figures (pull request 33109, v0.5.16) are of DeepSeek-V4-Flash-0731 with DSpark on
-4 H200, for random prompts of up to 8,192 tokens and answers of up to 1,024. The estimates are of the first release, for
-prompts and answers of these lengths. They have three drafts of its MTP module, each accepted with a chance of 0.7 if
-those before it are, or none. On SGLang's data DSpark gave 5.45 tokens per step at 64 and 256 requests.
+4 H200, for random prompts of up to 8,192 tokens and answers of up to 1,024. The estimates are for prompts and answers
+of these lengths. They have five drafts of DSpark, as often accepted as on SGLang's data, where DSpark gave 5.45 tokens
+per step at 64 and 256 requests; three drafts of the first release's MTP module, each accepted with a chance of 0.7 if
+those before it are; or none.
 
 DeepGEMM's figures (its pull request 323) are of a layer's experts in FP8 with dispatch and combine on 8 H20: for
 DeepEP's low-latency transfers around grouped products, and for one kernel that does everything.
@@ -13,10 +14,11 @@ DeepEP's low-latency transfers around grouped products, and for one kernel that 
 
 import dataclasses
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from benchmarks.record import Cell, Report, run
 from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH
+from configs.deepseek_v4_flash_0731 import DEEPSEEK_V4_FLASH_0731
 from configs.deepseek_v4_pro import DEEPSEEK_V4_PRO
 from configs.deployments import H100, V4_DEPLOYMENTS, V4_FLASH_4XH200, V4_FLASH_4XH200_TP4
 from dsv3.config.device_rates import PEAKS
@@ -38,8 +40,13 @@ DEEPGEMM = {1: (250.1, 188.0), 2: (299.9, 239.0), 4: (416.0, 361.1), 8: (494.8, 
 H20 = dataclasses.replace(
     H100, name="H20", hbm_bytes_per_second=PEAKS["H20"].hbm, fp8_flops=PEAKS["H20"].fp8, bf16_flops=PEAKS["H20"].bf16
 )
-DRAFTS = {"method": "mtp", "num_speculative_tokens": 3}
-ACCEPTANCE = 0.7
+Drafter = Literal["DSpark", "MTP"]
+DRAFTS: dict[Drafter, tuple[ModelConfig, dict[str, Any], float]] = {
+    "DSpark": (DEEPSEEK_V4_FLASH_0731, {"method": "dspark", "num_speculative_tokens": 5}, 0.9614),
+    "MTP": (DEEPSEEK_V4_FLASH, {"method": "mtp", "num_speculative_tokens": 3}, 0.7),
+}
+"""The model that drafts, how, and the chance of each draft if those before it are accepted; 0.9614 gives 5.45 tokens
+per step."""
 GB, MB = 1e9, 1e6
 
 
@@ -64,15 +71,15 @@ def main(report: Report) -> None:
                "in its rank (MB)"]  # fmt: skip
     kept = (plan for plan in plans if plan.deployment.fp4 == "keep")
     report.table("What a GPU sends in a step", columns, (_sent(p, s) for p in kept for s in p.steps))
-    columns = ["requests", "SGLang: token to token (ms)", "ours", "without drafts", "SGLang: tokens/s per GPU", "ours",
-               "without drafts", "to SGLang's", "ranks, experts"]  # fmt: skip
+    columns = ["requests", "SGLang: token to token (ms)", "ours, DSpark", "MTP", "without drafts",
+               "SGLang: tokens/s per GPU", "ours, DSpark", "MTP", "without drafts", "DSpark to SGLang's",
+               "ranks, experts"]  # fmt: skip
     report.table("DeepSeek-V4-Flash on 4 H200: SGLang's figures, and ours (estimate)", columns, map(_compared, SGLANG))
     columns = ["tokens per GPU", "transfers and products (us)", "one kernel (us)", "ours (us)", "of the first"]
     report.table("Experts of a layer of DeepSeek-V4-Flash on 8 H20, FP8: DeepGEMM's figures, and ours (estimate)",
                  columns, map(_experts_compared, DEEPGEMM))  # fmt: skip
-    steps = [
-        (requests, drafts, _decode(requests, drafts=drafts)) for requests in (1, 16, 256) for drafts in (False, True)
-    ]
+    drafters: list[Drafter | None] = [None, "MTP", "DSpark"]
+    steps = [(requests, drafts, _decode(requests, drafts)) for requests in (1, 16, 256) for drafts in drafters]
     columns = ["requests", "drafts", *(f"{name} (ms)" for name in steps[-1][2].parts)]
     report.table("What takes the time of these decode steps (estimate)", columns, (_parts(*step) for step in steps))
 
@@ -93,9 +100,9 @@ def _reads() -> Iterator[list[Cell]]:
             yield [name, size, *(nbytes / MB for nbytes in cache_reads(model, context, "fp8"))]
 
 
-def _both(deployment: Deployment) -> Iterator[UncompiledPlan]:
+def _both(deployment: Deployment, model: ModelConfig | None = None) -> Iterator[UncompiledPlan]:
     """Returns the plans of a deployment with FP4 experts, and with FP8 ones."""
-    model = MODELS["Pro" if "pro" in deployment.name else "Flash"]
+    model = model or MODELS["Pro" if "pro" in deployment.name else "Flash"]
     for fp4 in ("keep", "fp8"):
         yield _plan(model, dataclasses.replace(deployment, fp4=fp4))
 
@@ -143,15 +150,15 @@ class Best(NamedTuple):
     plan: UncompiledPlan
 
 
-def fastest(requests: int, *, drafts: bool) -> Best:
+def fastest(requests: int, drafts: Drafter | None) -> Best:
     """Returns the fastest of: one rank or four, FP4 experts or FP8 ones."""
-    found = []
+    found, (model, speculative, acceptance) = [], DRAFTS[drafts or "MTP"]
     for unit in (V4_FLASH_4XH200_TP4, V4_FLASH_4XH200):
         if requests % unit.ranks:
             continue
-        changes = {"speculative_config": DRAFTS, "acceptance": ACCEPTANCE} if drafts else {}
+        changes: dict[str, Any] = {"speculative_config": speculative, "acceptance": acceptance} if drafts else {}
         unit = dataclasses.replace(unit, decode_requests=requests // unit.ranks, **changes)
-        for plan in _both(unit):
+        for plan in _both(unit, model):
             if plan.mixed is not None:
                 found.append(Best(plan.mixed, plan))
     return max(found, key=lambda best: best.rate.tokens_per_device)
@@ -159,9 +166,10 @@ def fastest(requests: int, *, drafts: bool) -> Best:
 
 def _compared(requests: int) -> list[Cell]:
     milliseconds, rate = SGLANG[requests]
-    (ours, plan), (plain, _) = (fastest(requests, drafts=drafts) for drafts in (True, False))
-    times = [each.per_answer * 1e3 for each in (ours, plain)]
-    rates = [each.tokens_per_device for each in (ours, plain)]
+    best = [fastest(requests, drafts) for drafts in ("DSpark", "MTP", None)]  # type: ignore[arg-type]
+    times = [each.rate.per_answer * 1e3 for each in best]
+    rates = [each.rate.tokens_per_device for each in best]
+    plan = best[0].plan
     return [requests, milliseconds, *times, rate, *rates, rates[0] / rate, f"{plan.deployment.ranks}, {_experts(plan)}"]
 
 
@@ -179,14 +187,14 @@ def _experts_compared(tokens: int) -> list[Cell]:
     return [tokens, apart, fused, ours, ours / apart]
 
 
-def _decode(requests: int, *, drafts: bool) -> StepEstimate:
-    step = fastest(requests, drafts=drafts).plan.step("decode")
+def _decode(requests: int, drafts: Drafter | None) -> StepEstimate:
+    step = fastest(requests, drafts).plan.step("decode")
     assert step is not None
     return step
 
 
-def _parts(requests: int, drafts: bool, step: StepEstimate) -> list[Cell]:
-    return [requests, "3" if drafts else "none", *(seconds * 1e3 for seconds in step.parts.values())]
+def _parts(requests: int, drafts: Drafter | None, step: StepEstimate) -> list[Cell]:
+    return [requests, drafts or "none", *(seconds * 1e3 for seconds in step.parts.values())]
 
 
 if __name__ == "__main__":

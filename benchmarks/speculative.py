@@ -1,16 +1,17 @@
 """What drafts gain on the bundled model, on text that it was not trained on.
 
     JAX_PLATFORMS=cpu python -m benchmarks.speculative [--method mtp] [--rounds 3] [--tokens 128]
-    python -m benchmarks.speculative --synthetic 0.85,0.7,0.6 [--model DIR]
+    python -m benchmarks.speculative --synthetic 0.85,0.7,0.6 [--method dspark] [--model DIR]
 
-Prompts are beginnings of held-out files of Python's standard library. Engines with 0 to 3 drafts answer the same
-requests in turns, greedily and at temperature 0.7 with seeds, 1, 4 and 16 at a time. A line per case has:
-acceptance by place, tokens per row and step, the decode speed over that without drafts (median of the rounds), the
+Prompts are beginnings of held-out files of Python's standard library. Engines with 0 to 3 drafts, or 0 to 5 of DSpark,
+answer the same requests in turns, greedily and at temperature 0.7 with seeds, 1, 4 and 16 at a time. A line per case
+has: acceptance by place, tokens per row and step, the decode speed over that without drafts (median of the rounds), the
 host's time per step over that without drafts, and whether all texts are those without drafts.
 
 With `--synthetic` the weights are random, of the shape that DIR's config.json says, and a coin accepts drafts at the
 given rates: one for each draft once those before it are accepted, or the shares of rows by place. So the speed at a
-known acceptance can be measured without a checkpoint. Texts then mean nothing, and are not compared.
+known acceptance can be measured without a checkpoint. Texts then mean nothing, and are not compared. The bundled model
+has no stages of DSpark: without DIR a small model of DeepSeek-V4's form, with random weights, drafts by that method.
 """
 
 import argparse
@@ -25,11 +26,12 @@ import jax
 import numpy as np
 
 from benchmarks.record import Cell, Report, run, spread
+from configs.deepseek_v4_flash_0731 import DEEPSEEK_V4_FLASH_0731
 from dsv3 import SamplingParams
 from dsv3.config.hugging_face import load_config
 from dsv3.config.options import EngineOptions
 from dsv3.config.speculative import acceptance_by_place
-from dsv3.engine.build import build_engine, bundled_model
+from dsv3.engine.build import build_engine, bundled_model, served
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.dtypes import resolve_dtypes
 from dsv3.engine.engine import Engine
@@ -44,6 +46,30 @@ from training.corpus import documents, split_documents, standard_library
 SIZES = (1, 4, 16)
 PROMPT = 96
 SAMPLING = {"greedy": {"temperature": 0.0}, "0.7": {"temperature": 0.7, "top_p": 0.95, "seed": 7}}
+assert DEEPSEEK_V4_FLASH_0731.compressed is not None and DEEPSEEK_V4_FLASH_0731.dspark is not None
+SMALL_V4 = dataclasses.replace(
+    DEEPSEEK_V4_FLASH_0731,
+    vocab_size=4096,
+    hidden_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    q_lora_rank=128,
+    moe_intermediate_size=128,
+    n_routed_experts=16,
+    num_experts_per_tok=2,
+    num_hash_layers=1,
+    compressed=dataclasses.replace(
+        DEEPSEEK_V4_FLASH_0731.compressed,
+        ratios=(0, 4, 128, 4),
+        indexer=dataclasses.replace(DEEPSEEK_V4_FLASH_0731.compressed.indexer, num_heads=4, topk=64),
+        output_groups=2,
+        output_rank=64,
+    ),
+    dspark=dataclasses.replace(
+        DEEPSEEK_V4_FLASH_0731.dspark, noise_token_id=4095, target_layers=(1, 2, 3), markov_rank=32
+    ),
+)
+"""DeepSeek-V4-Flash-0731 at a size that a CPU computes: its kinds of layers, and three stages of DSpark."""
 LIMITS = {"max_num_seqs": max(SIZES), "max_model_len": 512, "max_num_batched_tokens": 1024}
 
 
@@ -60,17 +86,20 @@ class Run(NamedTuple):
 
 def main(report: Report) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", default="mtp", choices=("mtp", "ngram"))
-    for name, value in (("rounds", 3), ("tokens", 128), ("drafts", 3)):
+    parser.add_argument("--method", default="mtp", choices=("mtp", "ngram", "dspark"))
+    for name, value in (("rounds", 3), ("tokens", 128), ("drafts", None)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--synthetic", type=lambda text: [float(rate) for rate in text.split(",")])
-    parser.add_argument("--model", type=Path, default=bundled_model())
+    parser.add_argument("--model", type=Path)
     arguments = parser.parse_args()
-    synthetic, count = arguments.synthetic, range(arguments.drafts + 1)
+    method, synthetic = arguments.method, arguments.synthetic
+    if method == "dspark" and synthetic is None:
+        parser.error("--method dspark: the bundled model has no stages of DSpark; give --synthetic")
+    count = range((arguments.drafts or (5 if method == "dspark" else 3)) + 1)
     if synthetic is None:
-        engines = [_engine(_config(arguments.method, n)) for n in count]
+        engines = [_engine(_config(method, n)) for n in count]
     else:
-        engines = [_random_engine(arguments.model, n, synthetic) for n in count]
+        engines = [_random_engine(arguments.model, method, n, synthetic) for n in count]
     for engine in engines:
         engine.warm_up()
     prompts = _prompts() if synthetic is None else _random_prompts(engines[0].model_cfg.vocab_size)
@@ -111,13 +140,15 @@ def _engine(config: dict[str, Any] | None) -> Engine:
     return build_engine(bundled_model(), options, progress=False)
 
 
-def _random_engine(directory: Path, drafts: int, given: list[float]) -> Engine:
+def _random_engine(directory: Path | None, method: str, drafts: int, given: list[float]) -> Engine:
     """Returns an engine with random weights that accepts by coins."""
-    model = load_config(directory)
-    if not model.num_nextn_predict_layers:
-        raise SystemExit(f"{directory}: a model without a multi-token prediction module makes no drafts")
-    model = dataclasses.replace(model, num_nextn_predict_layers=int(drafts > 0), fp8=None)
-    options = EngineOptions(speculative_config=_config("mtp", drafts), enable_prefix_caching=False, **LIMITS)
+    default = SMALL_V4 if method == "dspark" else load_config(bundled_model())
+    options = EngineOptions(speculative_config=_config(method, drafts), enable_prefix_caching=False, **LIMITS)
+    try:
+        model = served(load_config(directory) if directory else default, options)
+    except ValueError as error:
+        raise SystemExit(f"{directory}: {error}") from None
+    model = dataclasses.replace(model, fp8=None, fp4_experts=False)
     use_compilation_cache(options.compilation_cache_dir)
     dtypes = resolve_dtypes(model, options, jax.devices()[0])
     params = initialize(model, jax.random.key(0), dtypes.compute)
@@ -125,8 +156,9 @@ def _random_engine(directory: Path, drafts: int, given: list[float]) -> Engine:
     if drafts:
         rates = acceptance_by_place("--synthetic", given[0] if len(given) == 1 else given[:drafts], drafts)
         synthetic = {"synthetic_acceptance_rates": list(rates)}
-        cfg = dataclasses.replace(cfg, speculative_config=_config("mtp", drafts) | synthetic)
-    functions = model_functions(dtype=dtypes.compute, drafts=bool(drafts))
+        cfg = dataclasses.replace(cfg, speculative_config=_config(method, drafts) | synthetic)
+    modules, blocks = bool(model.num_nextn_predict_layers), model.dspark is not None
+    functions = model_functions(dtype=dtypes.compute, drafts=modules, blocks=blocks)
     return Engine(EngineComponents.on_devices(functions, params, model, cfg))
 
 

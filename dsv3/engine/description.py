@@ -8,7 +8,7 @@ from dsv3.engine.dtypes import EngineDtypes, count_parameters, short
 from dsv3.kv_cache.layout import pool, token_bytes
 from dsv3.model.layers.indexer import indexer_of
 from pallas_kernels import dsa, mla
-from pallas_kernels.backend import Backend, fallbacks
+from pallas_kernels.backend import Backend, fallbacks, has_jax_triton
 
 
 def describe(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend, packed: str | None = "keep") -> str:
@@ -21,6 +21,7 @@ def describe(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend, packed: s
         + (f"; {dtypes.compute}, because {dtypes.reason}" if dtypes.reason else "")
         + _packed_experts(cfg, dtypes, backend, packed)
         + _choice(cfg, dtypes, backend)
+        + _without_triton(cfg, backend)
         + "".join(f"; {name} by {each.value}, because its kernel fails its check" for name, each in fallbacks().items())
     )
 
@@ -41,6 +42,13 @@ def _choice(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend) -> str:
     q = jax.ShapeDtypeStruct((1, indexer.num_heads, indexer.head_dim), jnp.dtype(dtypes.compute))
     obstacle = dsa.scores_unsupported(q, pool(cfg, dtypes.cache, 1)[INDEX_KEYS], backend)
     return text + (f", scored by jax.numpy, because {obstacle}" if obstacle else "")
+
+
+def _without_triton(cfg: ModelConfig, backend: Backend) -> str:
+    """Returns which kernels of a model with several streams are absent on Hopper, where jax-triton starts them."""
+    if cfg.hyper_connections is None or backend is not Backend.MOSAIC or has_jax_triton():
+        return ""
+    return "; mixing of streams and norm of queries by jax.numpy, because jax-triton is not installed (extra 'triton')"
 
 
 def kernels(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend) -> str:

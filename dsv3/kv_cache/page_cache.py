@@ -12,6 +12,9 @@ import numpy as np
 from dsv3.kv_cache.events import EventSource
 from dsv3.kv_cache.page_keys import Key
 
+PROVISIONAL_SHARE = 0.25
+"""The share of window pages that provisional ones may keep from being used for others."""
+
 
 class RankPrefixIndex:
     """Block hash (key) to a bit mask of the ranks that have the page cached; the ranks' prefix indexes update it."""
@@ -66,10 +69,13 @@ def _set(depths: np.ndarray, ranks: int, depth: int) -> None:
 class PrefixIndex:
     """Prefix cache index: block hash (key) to page and back, and the LRU order of the pages without an owner."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_provisional: int = 0) -> None:
         self._page_of: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._num_provisional = num_provisional  # evictable provisional pages beyond this many are evicted first
+        self._provisional: set[int] = set()  # cached pages that no request has continued yet
+        self._evictable_provisional: OrderedDict[int, None] = OrderedDict()
         self.events: EventSource | None = None  # of removed pages
         self._holders: RankPrefixIndex | None = None
         self._rank = 0
@@ -84,7 +90,7 @@ class PrefixIndex:
     @property
     def num_evictable(self) -> int:
         """Cached pages without an owner."""
-        return len(self._evictable)
+        return len(self._evictable) + len(self._evictable_provisional)
 
     def longest_match(self, keys: Iterable[Key]) -> list[int]:
         """Returns the pages of the longest cached prefix of `keys`."""
@@ -113,6 +119,10 @@ class PrefixIndex:
             self._holders.add(keys, self._rank)
         return fresh
 
+    def set_provisional(self, pages: Iterable[int]) -> None:
+        """Makes owned pages provisional until a request continues them (`mark_owned`)."""
+        self._provisional.update(pages)
+
     def count_evictable(self, pages: Iterable[int]) -> int:
         """Returns how many of `pages` are cached without an owner."""
         return sum(map(self._evictable.__contains__, pages))
@@ -126,22 +136,32 @@ class PrefixIndex:
             return pages
         without_key = []
         for page in pages:
-            if page in self._key_of:
+            if page in self._provisional:
+                self._evictable_provisional[page] = None
+            elif page in self._key_of:
                 self._evictable[page] = None
             else:
                 without_key.append(page)
         return without_key
 
     def mark_owned(self, pages: Iterable[int]) -> None:
-        """Removes pages from the evictable ones: they have an owner again."""
-        if self._evictable:
+        """Removes pages from the evictable ones: they have an owner again, and are no longer provisional."""
+        if self._evictable or self._provisional:
             for page in pages:
                 self._evictable.pop(page, None)
+                self._evictable_provisional.pop(page, None)
+                self._provisional.discard(page)
 
     def evict(self, count: int) -> list[int]:
-        """Evicts up to `count` pages without an owner, least recently used first, and returns them in this order."""
-        parked = self._evictable
-        pages = [parked.popitem(last=False)[0] for _ in range(min(count, len(parked)))]
+        """Evicts up to `count` pages without an owner, least recently used first, and returns them in this order.
+
+        Provisional pages beyond `num_provisional` come first, the others of them last.
+        """
+        kept, provisional = self._evictable, self._evictable_provisional
+        first = min(count, max(0, len(provisional) - self._num_provisional))
+        pages = [provisional.popitem(last=False)[0] for _ in range(first)]
+        pages += [kept.popitem(last=False)[0] for _ in range(min(count - len(pages), len(kept)))]
+        pages += [provisional.popitem(last=False)[0] for _ in range(min(count - len(pages), len(provisional)))]
         self.invalidate(pages)
         return pages
 
@@ -153,11 +173,14 @@ class PrefixIndex:
             self._holders.remove(self._page_of, self._rank)
         self._page_of.clear()
         self._key_of.clear()
+        self._provisional.clear()
 
     def invalidate(self, pages: Iterable[int]) -> None:
         """Removes pages from the index."""
         key_of, page_of = self._key_of, self._page_of
+        pages = list(pages)
         keys = [key for page in pages if (key := key_of.pop(page, None)) is not None]
+        self._provisional.difference_update(pages)
         for key in keys:
             del page_of[key]
         if self._holders is not None:
@@ -232,16 +255,27 @@ class PageCache:
     """A page pool and its prefix index. A released page stays cached until it is evicted.
 
     With `num_window_pages` there is a `window`, the cache of window pages: a cached prefix can be continued only behind
-    a page under whose key a window page is cached too.
+    a page under whose key a window page is cached too. Up to `num_provisional` cached pages are kept though no request
+    has continued them (`PrefixIndex.set_provisional`).
     """
 
-    def __init__(self, num_pages: int, *, enable_prefix_caching: bool = True, num_window_pages: int = 0) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        *,
+        enable_prefix_caching: bool = True,
+        num_window_pages: int = 0,
+        num_provisional: int = 0,
+    ) -> None:
         self.pool = PagePool(num_pages)
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(num_provisional)
         self._sharing = enable_prefix_caching
         self.window: PageCache | None = None
         if num_window_pages:
-            self.window = PageCache(num_window_pages, enable_prefix_caching=enable_prefix_caching)
+            provisional = int(PROVISIONAL_SHARE * num_window_pages)
+            self.window = PageCache(
+                num_window_pages, enable_prefix_caching=enable_prefix_caching, num_provisional=provisional
+            )
 
     @property
     def available(self) -> int:

@@ -68,8 +68,9 @@ class DecodeBatch:
     """B requests with S query tokens each (1 + drafts).
 
     `lengths` counts a request's tokens including these S, so its queries start at position `lengths - S`. A row of
-    length 0 is inactive: nothing is written for it and its output is undefined. `window_table`, `slots` and
-    `returns_routed_experts` are those of `PrefillBatch`.
+    length 0 is inactive: nothing is written for it and its output is undefined. A token below 0 stands for no draft:
+    its row is written, but no expert computes it. `window_table`, `slots` and `returns_routed_experts` are those of
+    `PrefillBatch`.
     """
 
     tokens: Any  # [B, S] int32

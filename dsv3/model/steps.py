@@ -192,15 +192,19 @@ def _context(
     routed: RoutedExperts,
     number: int = 0,
 ) -> LayerContext:
-    """Returns the layer context of a step, or of micro-batch `number` of it."""
+    """Returns the layer context of a step, or of micro-batch `number` of it.
+
+    Rows whose token is below 0 are drafts that were not made: no later row reads them, and no expert computes them.
+    """
     attention, valid = _attention(cfg, batch, pages, backend, routed.shards.size, number)
+    tokens = batch.tokens.reshape(-1)
     return LayerContext(
         cfg=cfg,
         attention=attention,
-        valid=valid,
-        numerics=Numerics.from_config(cfg, backend, batch.tokens.size // routed.shards.size),
+        valid=valid & (tokens >= 0),
+        numerics=Numerics.from_config(cfg, backend, tokens.size // routed.shards.size),
         routed=routed,
-        tokens=batch.tokens.reshape(-1),
+        tokens=tokens,
     )
 
 

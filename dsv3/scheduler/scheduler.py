@@ -138,6 +138,9 @@ class Scheduler:
         for sequence in self.admission.admit():
             if self.bootstrap_rooms is not None:
                 self.bootstrap_rooms.update(sequence.request.bootstrap_room, "begun")
+            if self.windows is not None and self.tiers is not None:  # it was provisional, so no tier may have it
+                rank = self.slots.rank_of(sequence.slot)
+                self._queue_window_offload(rank, self.windows.continued(sequence))
             if sequence.state is SequenceStatus.LOADING:
                 _insert_by_priority(self.loading, sequence)
             else:
@@ -159,7 +162,7 @@ class Scheduler:
         """
         if self.windows is not None and sequence.prefilled < sequence.load_stop * self.cfg.page_size:
             sequence.may_load = False
-            self._preempt(sequence)
+            self._requeue(sequence)
             return
         self.loading.remove(sequence)
         sequence.state = SequenceStatus.PREFILLING
@@ -418,7 +421,12 @@ class Scheduler:
         return cache.available > left
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Preempts a running request: back to the queue, where its known tokens will be recomputed."""
+        """Preempts a running request: another needs its slot or pages."""
+        self.num_preemptions += 1
+        self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """Moves a running request back to the queue; its known tokens will be recomputed."""
         slot = sequence.slot
         tokens = self.slots.history.read(slot, 0, int(self.slots.known[slot]))
         self._release(sequence, SequenceStatus.WAITING)
@@ -426,7 +434,6 @@ class Scheduler:
         if self.cfg.enable_prefix_caching:
             extend_keys(sequence.root, sequence.keys, tokens, self.cfg.page_size)
         self.queue.push(sequence)
-        self.num_preemptions += 1
 
     def _release(self, sequence: Sequence, state: SequenceStatus) -> None:
         """Releases slot and pages of a running request, and wakes requests that waited for its pages."""

@@ -1,17 +1,22 @@
 """Window pages of running requests: which ones each has, and which stay so that others can continue its prefix.
 
 In layers with a window a step reads the last tokens alone, so a request has pages there for its last tokens only. A
-cached prefix can be continued behind a page whose window page is cached too, under the same key. A chunk of a prompt
-leaves that of the last full page. So that a prefix which several prompts share can be continued, a chunk also leaves
-that of the page where they part: the first prompt that finds its prefix cached, but not to be continued, adds it.
-Window pages that no request has are evicted as pages are.
+cached prefix can be continued behind a page whose window page is cached too, under the same key. Prompts and answers
+leave the window page of their last full page. Others may share a shorter prefix, and where it ends is not known yet: so
+a prompt also leaves up to `SPREAD` window pages at equal distances. These are provisional, and evicted before others,
+until a request continues one. A prompt that finds more of its prefix cached than it can continue leaves the window page
+of the last of these pages.
 """
 
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
+from dsv3.kv_cache.page_keys import Key
 from dsv3.scheduler.batch_slots import BatchSlots, RankPages
 from dsv3.scheduler.sequence import Sequence
+
+SPREAD = 16
+"""The most provisional window pages of a prompt."""
 
 
 class WindowPages:
@@ -53,11 +58,24 @@ class WindowPages:
         cache, running = self._pages.window(rank), self._slots.num_running(rank)
         if cache.available < len(needed) + running:
             return False
-        inside = range(start // cfg.page_size, stop // cfg.page_size)
-        more = [i for i in sorted(sequence.snapshots) if i in inside and i not in mine and i not in needed]
+        wanted = self._left_by_chunk(sequence, range(start // cfg.page_size, stop // cfg.page_size))
+        more = [i for i in wanted if i not in mine and i not in needed]
         needed += more[: cache.available - len(needed) - running]
         mine.update(zip(needed, cache.allocate(len(needed)), strict=True))
         return True
+
+    def _left_by_chunk(self, sequence: Sequence, pages: range) -> list[int]:
+        """Returns the indices in `pages`, all of which a chunk fills, at which it leaves a window page.
+
+        First those where other prompts part from this one, then provisional ones that are not cached yet.
+        """
+        parts = [i for i in sorted(sequence.snapshots) if i in pages]
+        if not self._cfg.enable_prefix_caching:
+            return parts
+        index = self._pages.window(self._slots.rank_of(sequence.slot)).index
+        step = distance(len(sequence.tokens) // self._cfg.page_size)
+        spread = [i for i in pages if (i + 1) % step == 0 and index.page_of(sequence.keys[i]) is None]
+        return parts + [i for i in spread if i not in sequence.snapshots]
 
     def affordable(self, slots: np.ndarray) -> np.ndarray:
         """Returns for each of `slots` whether its rank has a window page for it now, `[n]` bool."""
@@ -80,11 +98,21 @@ class WindowPages:
             self._pages.free_window(self._slots.rank_of(sequence.slot), [mine.pop(i) for i in passed])
 
     def publish(self, sequence: Sequence, rank: int, count: int) -> list[tuple[bytes, int]]:
-        """Inserts the window pages of a request's first `count` pages under their keys; returns those inserted."""
+        """Inserts the window pages of a request's first `count` pages under their keys.
+
+        Returns those inserted that are not provisional: a tier may keep them.
+        """
         cache = self._pages.window(rank)
         full = sorted((i, page) for i, page in sequence.window_pages.items() if i < count)
-        each = [(sequence.keys[i], page) for i, page in full]
-        return [each[i] for i in cache.publish([key for key, _ in each], [page for _, page in each])]
+        fresh = [full[i] for i in cache.publish([sequence.keys[i] for i, _ in full], [page for _, page in full])]
+        last = self._cfg.first_window_page(max(len(sequence.tokens), count * self._cfg.page_size))
+        kept = [(i, page) for i, page in fresh if i >= last or i in sequence.snapshots]
+        cache.index.set_provisional({page for _, page in fresh} - {page for _, page in kept})
+        return [(sequence.keys[i], page) for i, page in kept]
+
+    def continued(self, sequence: Sequence) -> list[tuple[Key, int]]:
+        """Returns the window page that a request has just found cached, with its key."""
+        return [(sequence.keys[i], page) for i, page in sequence.window_pages.items() if i < sequence.num_found]
 
     def invalidate(self, sequence: Sequence, rank: int) -> None:
         """Removes from the index the window pages that a request has written."""
@@ -103,3 +131,8 @@ class WindowPages:
         for i, page in sequence.window_pages.items():
             row[i] = page
         return row
+
+
+def distance(num_pages: int) -> int:
+    """Returns the distance, a power of two, of at most `SPREAD` window pages that a prompt of full pages leaves."""
+    return 1 << max(0, (num_pages - 1) // SPREAD).bit_length()

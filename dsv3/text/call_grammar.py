@@ -1,8 +1,9 @@
 """Writes the grammar of tool calls in a model's own format, with the schemas of the tools in it.
 
 Models are trained on one format of calls; constrained to another they call worse. The dialect's `CallForm` has the
-format. Markers that are tokens are named by id. Arguments are one JSON object, or, where the dialect writes them one by
-one, a rule each, in the order of the schema.
+format. Markers that are tokens are named by id; so is the part of DSML's tags where it is a special token, which no
+text matches. Arguments are one JSON object, or, where the dialect writes them one by one, a rule each, in the order of
+the schema.
 """
 
 import re
@@ -27,7 +28,7 @@ from dsv3.text.grammar import (
     strip_anchors,
     symbol,
 )
-from dsv3.text.parser import MAX_CALLS
+from dsv3.text.parser import DSML, MAX_CALLS
 
 _GAPS = re.compile(r"\{(name|number|arguments|key|value)\}")
 # Keywords of a schema that may allow arguments beyond its properties.
@@ -77,15 +78,29 @@ class CallGrammar:
 
     def _text_or_calls(self) -> list[str]:
         """Returns the rules of text before calls; where their marker is not a token, text ends right after it."""
-        head, bracket, tail = self._form.before.partition(">")
-        trigger = (head + bracket).lstrip("\n")
-        if self._id_of(trigger) is not None:
+        before = self._form.before.lstrip("\n")
+        if (split := self._at_token(before)) is None:
+            head, bracket, tail = before.partition(">")
+            trigger = escape_pattern(head + bracket)
+            return [
+                f"text_or_calls: FREE_TEXT | up_to_calls {self._expression(tail)} block",
+                f"up_to_calls[lazy]: /(.|\\n)*{trigger}/",
+                f"FREE_TEXT: /(.|\\n)*/ & ~/(?s:.*){trigger}(?s:.*)/",
+            ]
+        first, rest = split
+        if not first:
             return ["text_or_calls: FREE_TEXT calls?", "FREE_TEXT: /(.|\\n)*/"]
         return [
-            f"text_or_calls: FREE_TEXT | up_to_calls {self._expression(tail)} block",
-            f"up_to_calls[lazy]: /(.|\\n)*{escape_pattern(trigger)}/",
-            f"FREE_TEXT: /(.|\\n)*/ & ~/(?s:.*){escape_pattern(trigger)}(?s:.*)/",
+            f"text_or_calls: FREE_TEXT | UP_TO_CALLS ({self._expression(rest)} block)?",
+            f"UP_TO_CALLS: /(.|\\n)*{escape_pattern(first)}/",
+            f"FREE_TEXT: /(.|\\n)*/ & ~/(?s:.*){escape_pattern(first)}/",
         ]
+
+    def _at_token(self, text: str) -> tuple[str, str] | None:
+        """Splits a text before its first marker that is a token, up to which text can be free; None without one."""
+        tokens = (marker for marker in self._markers() if self._id_of(marker) is not None)
+        at = min((at for marker in tokens if (at := text.find(marker)) >= 0), default=None)
+        return None if at is None else (text[:at], text[at:])
 
     def _function(self, i: int, function: CallableFunction) -> str:
         """Adds the rule of one function's calls; returns the rule's name."""
@@ -145,9 +160,9 @@ class CallGrammar:
     def _text_argument(self, rule: str, key: str, pattern: str) -> str:
         """Returns the expression of a text argument, up to its end marker."""
         head, _, tail = self._form.text.partition("{value}")
-        ending = next((m for m in self._markers() if tail.startswith(m)), "")
-        if ending and self._id_of(ending) is not None:
-            return self._expression(self._form.text, {"key": key, "value": f"/{pattern}/"})
+        if (split := self._at_token(tail)) is not None:
+            value = f"/({pattern}){escape_pattern(split[0])}/"
+            return f"{self._expression(head, {'key': key})} {value} {self._expression(split[1])}"
         self.rules.append(f"{rule}_text[lazy]: /({pattern}){escape_pattern(tail)}/")
         return f"{self._expression(head, {'key': key})} {rule}_text"
 
@@ -156,8 +171,9 @@ class CallGrammar:
         return f"@{name}"
 
     def _markers(self) -> list[str]:
-        """Returns the dialect's markers of more than one character, the longest first."""
-        return sorted((m for m in self._dialect.markers if len(m) > 1), key=len, reverse=True)
+        """Returns the dialect's markers of more than one character, the longest first, and the part of its tags."""
+        markers = sorted((m for m in self._dialect.markers if len(m) > 1), key=len, reverse=True)
+        return [*markers, DSML] if self._dialect.tags else markers
 
     def _expression(self, text: str, parts: Mapping[str, str] | None = None) -> str:
         """Returns the expression of a text with markers and gaps."""

@@ -22,6 +22,12 @@ def need_text(what: str, file: str, name: str) -> str:
     return "{{- raise_exception(" + jinja_literal(f"{what}: there is no {name}; {remedy}") + ") -}}"
 
 
+def refused_fields(constants: Constants, tools_name: str) -> list[str]:
+    """Returns the fields of requests that `appended_macro` refuses, because the encoder has no text for them."""
+    names = {"tools": tools_name, "response_format": "response_format_template"}
+    return [field for field, name in names.items() if not isinstance(constants.get(name), str)]
+
+
 def appended_macro(constants: Constants, file: str, tools_name: str) -> str:
     """Returns the macro `appended(shown, schema)`: what a system message says about tools and the response format.
 

@@ -7,16 +7,22 @@ encoder file.
 Source: the format of encoding/encoding_dsv32.py in the model's repository.
 """
 
-from dsv3.text.deepseek_macros import appended_macro, calls_macro
+from dsv3.text.deepseek_macros import appended_macro, calls_macro, refused_fields
 from dsv3.text.encoder_file import Constants
 
 ENCODER = "encoding/encoding_dsv32.py"
+_TOOLS = "TOOLS_SYSTEM_TEMPLATE"
 
 
 def chat_template(constants: Constants) -> str:
     """Returns the template with the texts of the encoder's `constants`; raises EncoderFileError for invalid ones."""
-    macros = appended_macro(constants, ENCODER, "TOOLS_SYSTEM_TEMPLATE")
+    macros = appended_macro(constants, ENCODER, _TOOLS)
     return macros + calls_macro("function_calls", "call.function.arguments") + _TEMPLATE
+
+
+def refused(constants: Constants) -> list[str]:
+    """Returns the fields of requests for which the encoder has no text."""
+    return refused_fields(constants, _TOOLS)
 
 
 # The string is raw: jinja turns \n into a line feed.

@@ -12,20 +12,28 @@ Source: the format of encoding/encoding_dsv4.py in the model's repository.
 
 from collections.abc import Mapping
 
-from dsv3.text.deepseek_macros import appended_macro, calls_macro, jinja_literal, need_text
+from dsv3.text.deepseek_macros import appended_macro, calls_macro, jinja_literal, need_text, refused_fields
 from dsv3.text.encoder_file import Constants
 
 ENCODER = "encoding/encoding_dsv4.py"
+_TOOLS = "TOOLS_TEMPLATE"
 _OFFICIAL, _PREVIEW = "REASONING_EFFORT_PROMPTS", "REASONING_EFFORT_MAX"
 
 
 def chat_template(constants: Constants) -> str:
     """Returns the template with the texts of the encoder's `constants`; raises EncoderFileError for invalid ones."""
-    macros = appended_macro(constants, ENCODER, "TOOLS_TEMPLATE")
+    macros = appended_macro(constants, ENCODER, _TOOLS)
     macros += calls_macro("tool_calls", "call.function.arguments | arguments_object")
     refuse = need_text("reasoning_effort", ENCODER, _OFFICIAL)
     efforts = "{%- set efforts = " + jinja_literal(_efforts(constants)) + " -%}"
     return macros + efforts + _EFFORT.replace("REFUSE", refuse) + _MESSAGES
+
+
+def refused(constants: Constants) -> list[str]:
+    """Returns the fields of requests, and the efforts, for which the encoder has no text."""
+    known = _efforts(constants)
+    efforts = [f"reasoning_effort {effort}" for effort in ("low", "high", "max") if effort not in known]
+    return refused_fields(constants, _TOOLS) + efforts
 
 
 def _efforts(constants: Constants) -> dict[str, str]:

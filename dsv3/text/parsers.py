@@ -14,7 +14,7 @@ from dsv3.text.dialects import (
     start_state,
 )
 from dsv3.text.grammar import ReasoningSpan
-from dsv3.text.parser import AnswerFormat, AnswerParser, Tools
+from dsv3.text.parser import DSML, AnswerFormat, AnswerParser, Tools
 from dsv3.text.tokenizer import Tokenizer
 
 
@@ -22,7 +22,8 @@ class Parsers:
     """Makes the parsers for one model's answers.
 
     `dialect` is that of its tool calls, None if unknown, `dialect_name` its name, and `marker_ids` the ids of its
-    markers that are tokens. `splits_reasoning`: reasoning is separated from the content.
+    markers that are tokens, and of the part of its tags if that is a special one, so that a grammar cannot spell it.
+    `splits_reasoning`: reasoning is separated from the content.
     """
 
     def __init__(
@@ -40,6 +41,9 @@ class Parsers:
         self._always_thinks = reasoning == "deepseek_r1"
         markers, table = ({}, {}) if self.dialect is None else (self.dialect.markers, self.dialect.table)
         self.marker_ids = {marker: i for marker in markers if (i := tokenizer.id_of(marker)) is not None}
+        tag_id = tokenizer.id_of(DSML) if self.dialect is not None and self.dialect.tags else None
+        if tag_id is not None and tag_id in tokenizer.special_token_ids:
+            self.marker_ids[DSML] = tag_id
         if self.splits_reasoning:
             markers, table = {**REASONING_MARKERS, **markers}, {**REASONING_TABLE, **table}
         self._format = AnswerFormat(self.dialect, markers, table, tokenizer.id_of) if markers else None

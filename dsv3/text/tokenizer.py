@@ -8,6 +8,7 @@ token stands for a fixed string of bytes, so that text can be produced token by 
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Self
 
 import tokenizers
@@ -245,11 +246,38 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+def encoder_note(directory: Path) -> str | None:
+    """Returns what the model's encoder file gives its prompts, and what is refused without; None for other models.
+
+    Raises TokenizerError for an invalid file.
+    """
+    config = _read_json(directory / "tokenizer_config.json")
+    if _stored_template(directory, config) is not None or (own := _own_format(directory)) is None:
+        return None
+    try:
+        refused = own.refused(read_constants(directory / own.ENCODER))
+    except EncoderFileError as error:
+        raise TokenizerError(str(error)) from None
+    state = "found" if (directory / own.ENCODER).is_file() else "missing"
+    without = f"; it has no text for {', '.join(refused)}: requests with one of these are refused" if refused else ""
+    return f"message encoder: {own.ENCODER} {state}{without}"
+
+
 def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
-    """Reads the chat template: `chat_template.jinja` wins over `tokenizer_config.json`, "default" among several.
+    """Returns the chat template of a directory.
 
     DeepSeek-V3.2 and V4 have none: theirs is made of the texts of their encoder file.
     """
+    if (stored := _stored_template(directory, config)) is not None or (own := _own_format(directory)) is None:
+        return stored
+    try:
+        return own.chat_template(read_constants(directory / own.ENCODER))
+    except EncoderFileError as error:
+        raise TokenizerError(str(error)) from None
+
+
+def _stored_template(directory: Path, config: dict[str, Any]) -> str | None:
+    """Reads `chat_template.jinja`, else the template of `tokenizer_config.json`, "default" among several."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         return file.read_text("utf-8")
@@ -257,13 +285,10 @@ def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
     if isinstance(template, list):
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
         template = named.get("default")
-    if isinstance(template, str):
-        return template
+    return template if isinstance(template, str) else None
+
+
+def _own_format(directory: Path) -> ModuleType | None:
+    """Returns the module with the prompt format of a model whose checkpoint has an encoder in place of a template."""
     model_type = _read_json(directory / "config.json").get("model_type")
-    own = {"deepseek_v32": deepseek_v32, "deepseek_v4": deepseek_v4}.get(str(model_type))
-    if own is None:
-        return None
-    try:
-        return own.chat_template(read_constants(directory / own.ENCODER))
-    except EncoderFileError as error:
-        raise TokenizerError(str(error)) from None
+    return {"deepseek_v32": deepseek_v32, "deepseek_v4": deepseek_v4}.get(str(model_type))

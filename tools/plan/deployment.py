@@ -142,8 +142,8 @@ class Deployment:
             speculative, _ = self.speculative, self.accepted
         except ValueError as error:
             raise DeploymentError(f"{self.name}: {error}") from None
-        if speculative is not None and (speculative.method != "mtp" or speculative.synthetic_rates):
-            raise DeploymentError(f"{self.name}: speculative_config: only the method 'mtp' can be planned")
+        if speculative is not None and (speculative.method == "ngram" or speculative.synthetic_rates):
+            raise DeploymentError(f"{self.name}: speculative_config: only 'mtp' and 'dspark' can be planned")
         if self.drafts and self.acceptance is None:
             raise DeploymentError(f"{self.name}: acceptance is missing: tokens per step depend on it; try 0.8")
         if self.acceptance is not None and not self.drafts:

@@ -16,10 +16,10 @@ from dsv3.engine.memory import DeviceMemory, MemoryAccount, local_bytes
 from tools.plan.deployment import Deployment
 from tools.plan.programs import PlannedModel, cache_tokens
 
-EXPERTS, MODULE_EXPERTS = "routed experts", "MTP module, routed experts"
+EXPERTS, MODULE_EXPERTS = "routed experts", "draft layers, routed experts"
 _MOST_NODES = 64
 GB = 1e9
-_MODULE = "MTP module, all else"
+_MODULE = "draft layers, all else"
 _MIXING = "mixing of streams"
 _GROUPS = {
     EXPERTS: ("moe.moe.gate_up", "moe.moe.down"),
@@ -38,8 +38,8 @@ _REST = "router, norms, expert map"
 class Memory:
     """Bytes of one device: its `account`, and the tokens of cache that the deployment's requests need.
 
-    `weights` splits the account's by group; an MTP module has its own groups, and a cache layer in `token`. The
-    account includes the programs' working memory only if they are `compiled`, or else an assumption.
+    `weights` splits the account's by group; layers that make drafts have their own groups, and cache layers in `token`.
+    The account includes the programs' working memory only if they are `compiled`, or else an assumption.
     """
 
     account: MemoryAccount

@@ -257,6 +257,9 @@ def stage_seconds(planned: PlannedModel, phase: Phase, run: Run, rates: Rates, m
     batch = planned_batch(planned, phase, run, micro_batches)
     found = (roofline.prefill_stages if is_prefill else roofline.decode_stages)(model, rates, batch)
     D = model.hidden_size
+    if run.part == "block":  # a block's first rows give the drafts
+        drafts = run.tokens // run.width * (planned.engine.tokens_per_row - 1)
+        return found | {"mlp": 0.0, "head": head_seconds(planned, rates, drafts)}
     if run.part == "model":
         return found if is_prefill else found | {"head": head_seconds(planned, rates, run.tokens)}
     rows = planned.engine.prefill_rows(run.tokens) if is_prefill else run.tokens // run.width
@@ -268,8 +271,8 @@ def stage_seconds(planned: PlannedModel, phase: Phase, run: Run, rates: Rates, m
 
 
 def computes_prompts(phase: Phase, run: Run) -> bool:
-    """Returns whether a program computes prompts: all of a prefill step except those that chain drafts."""
-    return phase == "prefill" and run.part != "chain"
+    """Returns whether a program computes prompts: those of a prefill step except what drafts behind them."""
+    return phase == "prefill" and run.part not in ("chain", "block")
 
 
 def planned_batch(planned: PlannedModel, phase: Phase, run: Run, micro_batches: int) -> PlannedBatch:

@@ -17,6 +17,7 @@ from dsv3.checkpoint.layout import scale_shape
 from dsv3.config.engine import EngineConfig, pages_for, tokens_ahead
 from dsv3.config.model import ModelConfig
 from dsv3.config.options import EngineOptions
+from dsv3.engine.build import served
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.device import form_selection
 from dsv3.engine.device.layout import Layout, Reserve, reserve
@@ -43,8 +44,9 @@ from tools.plan.deployment import Deployment, DeploymentError
 
 _PREFILL_REQUESTS = 64  # that a prefill instance runs at once
 Phase = Literal["prefill", "decode"]
-Part = Literal["model", "module", "chain"]
-"""What a program of a step runs: the model, its MTP module, or the module again for a further draft."""
+Part = Literal["model", "module", "chain", "block"]
+"""What a program of a step runs: the model, its MTP module, the module again for a further draft, or DSpark's stages on
+a block per request."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,15 +120,13 @@ class PlannedModel:
 def lay_out(model: ModelConfig, deployment: Deployment) -> PlannedModel:
     """Returns shapes and shardings of all arrays, with a page pool that just fits the requests of `deployment`.
 
-    Includes the first MTP module if it makes drafts, as serving does. Raises DeploymentError if the model has none, or
-    does not divide over the devices, `AotUnavailableError` without the CUDA plugin.
+    Includes the first MTP module, or DSpark's stages, if these make drafts, as serving does. Raises DeploymentError if
+    the model has none, or does not divide over the devices, `AotUnavailableError` without the CUDA plugin.
     """
-    modules = int(deployment.speculative is not None)
-    if modules > model.num_nextn_predict_layers:
-        raise DeploymentError(f"{deployment.name}: speculative_config: the model has no multi-token prediction module")
     fp4 = model.fp4_experts and deployment.fp4 == "keep"
-    model = dataclasses.replace(model, num_nextn_predict_layers=modules, fp4_experts=fp4, dspark=None)
     try:
+        model = served(model, EngineOptions(speculative_config=deployment.speculative_config))
+        model = dataclasses.replace(model, fp4_experts=fp4)
         devices = aot.gpu_devices(deployment.devices, per_host=deployment.gpus_per_node, target=_target(deployment))
         mesh = rank_mesh(devices, deployment.nodes, deployment.tensor_parallel)
         if deployment.expert_parallel:
@@ -135,7 +135,11 @@ def lay_out(model: ModelConfig, deployment: Deployment) -> PlannedModel:
             how: dict[str, Any] = {"transport": compiled.expert_transport, "combine": compiled.expert_combine}
             functions = expert_parallel_functions(model, mesh, deployment.redundant_experts, Backend.MOSAIC, **how)
         else:
-            functions = model_functions(Backend.MOSAIC, dtype=jnp.bfloat16, drafts=bool(modules))
+            drafts: dict[str, Any] = {
+                "drafts": bool(model.num_nextn_predict_layers),
+                "blocks": model.dspark is not None,
+            }
+            functions = model_functions(Backend.MOSAIC, dtype=jnp.bfloat16, **drafts)
         params = _with_shardings(abstract_params(model, deployment), functions.param_specs, mesh)
         return PlannedModel(model, deployment, engine_config(model, deployment), mesh, functions, params)
     except ValueError as error:
@@ -158,6 +162,9 @@ def runs(planned: PlannedModel, phase: Phase) -> tuple[Run, ...]:
         size, width = rows, 1 + drafts
     room = form_selection.capacity(planned.layout, size, form)
     found = [Run("model", Key(phase, size, form, width), size * width, width, kv_capacity=room)]
+    if drafts and planned.model.dspark is not None:
+        block = planned.model.dspark.block_size
+        return (*found, Run("block", Key(f"dspark {phase}", size, width=width), rows * block, block))
     if drafts:
         found.append(Run("module", Key(f"mtp {phase}", size, of_module, width), size * width, width))
     if drafts > 1:
@@ -218,6 +225,7 @@ def engine_config(model: ModelConfig, deployment: Deployment) -> EngineConfig:
         cache_dtype=deployment.kv_cache_dtype,
         reserved_multiprocessors=nccl_ep.stand_in(deployment).reserved_multiprocessors,
         tokens_per_row=per_row,
+        draft_block=0 if model.dspark is None else model.dspark.block_size,
         eplb_interval=EngineOptions().eplb_interval if deployment.redundant_experts else 0,
         speculative_config=deployment.speculative_config,
     )
@@ -253,7 +261,7 @@ def abstract_params(model: ModelConfig, deployment: Deployment) -> Any:
     if not deployment.expert_parallel:
         return params
     params = jax.eval_shape(lambda p: arrange(p, model, deployment.tensor_parallel), params)
-    layers, experts = model.num_moe_layers + model.num_nextn_predict_layers, model.n_routed_experts
+    layers, experts = model.num_moe_layers + model.num_draft_layers, model.n_routed_experts
     shapes = (layers, experts, redundant + 1), (layers, experts)
     return SpreadParams(params, Placement(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)))
 

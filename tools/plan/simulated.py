@@ -5,7 +5,7 @@ approximation, as capacities are rounded up.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from dsv3.config.model import ModelConfig
 from tools.plan import hlo, nccl_ep
@@ -29,11 +29,6 @@ class SimulatedProgram:
         share = planned.reserve.of(compiled.run.key.kind, compiled.run.key.size).share
         self._rates: Rates = kernel_rates(planned.deployment.device, planned.model, share)
         self._batches = ScheduleSimulator(self._module, self._found, {}, self._rates).micro_batches
-
-    def table(self, buckets: Iterable[int], keys: Iterable[int]) -> dict[int, tuple[float, ...]]:
-        """Returns the seconds of a step by bucket, for each of `keys` per token."""
-        keys = tuple(keys)
-        return {size: tuple(self.seconds(size, each) for each in keys) for size in buckets}
 
     def seconds(self, size: int, keys: int) -> float:
         """Returns the seconds of a step, host included, of `size` tokens per rank that attend to `keys` keys each."""

@@ -5,8 +5,9 @@ memory, which compilers say, is assumed.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from dsv3.config.device_rates import LAUNCH_S
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import page_bytes
 from sharding.experts.traffic import Traffic
@@ -32,6 +33,8 @@ WORKING = 4_750_747_968
 _OF_STEP = ("head", "eh_proj")  # stages that are no part of every layer
 _SUMS = 2  # over the devices of a rank in a layer: of what attention gives, and of the shared expert
 _JOINS = 1  # of the rows whose routed experts each of them has sent
+_WRITE_LAUNCHES = 3  # of a projection into a stage's cache: product, norm and rotation, write
+_CHOICE_LAUNCHES = 4  # of a draft of a block: embedding, product, the best of a device, the best of all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +42,7 @@ class StepEstimate:
     """One kind of step. `stages` are seconds of a layer, `head` included for the step; `sparse` are parts of attention.
 
     A device sends `traffic` to experts and back, and `sums` bytes to others of its rank, in `transfers` seconds of a
-    step. `drafts` are the seconds of the MTP module, `accepted` the shares of rows in which all drafts up to each
+    step. `drafts` are the seconds of what makes drafts, `accepted` the shares of rows in which all drafts up to each
     position are accepted.
     """
 
@@ -154,10 +157,28 @@ def uncompiled_plan(model: ModelConfig, model_name: str, deployment: Deployment)
 
 def step_estimate(planned: PlannedModel, phase: Phase) -> StepEstimate:
     """Returns the estimate of a kind of step, with its largest bucket."""
-    deployment, rates = planned.deployment, kernel_rates(planned.deployment.device, planned.model)
+    rates = kernel_rates(planned.deployment.device, planned.model)
     run, *drafts = runs(planned, phase)
-    batch, traffic = planned_batch(planned, phase, run, 1), _traffic(planned, run)
-    L, floor = planned.model.num_hidden_layers, None
+    seconds = sum(_draft_seconds(planned, phase, each, rates) for each in drafts)
+    if planned.model.dspark is not None:
+        seconds += _block_seconds(planned, run.tokens, drafts, rates)
+    return _estimate(planned, phase, run, _traffic(planned, run), seconds)
+
+
+def bucket_seconds(planned: PlannedModel, phase: Phase, size: int, keys: int) -> float:
+    """Returns the seconds of a step without drafts, of a bucket of `size` tokens per rank with `keys` keys each."""
+    [run, *_] = runs(planned, phase)
+    run = dataclasses.replace(run, key=run.key._replace(size=size), tokens=size)
+    context = max(1, 2 * keys if phase == "prefill" else keys)  # prefill's tokens attend to half of a prompt
+    deployment = dataclasses.replace(planned.deployment, context_length=context, prefix_hit_rate=0.0)
+    at = dataclasses.replace(planned, deployment=deployment)
+    return _estimate(at, phase, run, _traffic(planned, run), 0.0).seconds
+
+
+def _estimate(planned: PlannedModel, phase: Phase, run: Run, traffic: Traffic, drafts: float) -> StepEstimate:
+    """Returns the estimate of a step whose program of the model is `run`, and whose drafts take `drafts` seconds."""
+    deployment, rates = planned.deployment, kernel_rates(planned.deployment.device, planned.model)
+    batch, L, floor = planned_batch(planned, phase, run, 1), planned.model.num_hidden_layers, None
     if phase == "decode" and deployment.tensor_parallel == 1:
         floor = decode_floor(planned, run.width)
     sums, transfers = _transfers(planned, rates, run.tokens, traffic, L)
@@ -171,7 +192,7 @@ def step_estimate(planned: PlannedModel, phase: Phase) -> StepEstimate:
         traffic=traffic,
         sums=sums,
         transfers=transfers,
-        drafts=sum(_draft_seconds(planned, phase, each, rates) for each in drafts),
+        drafts=drafts,
         accepted=deployment.accepted if phase == "decode" else (),
         floor=floor,
         devices_per_rank=deployment.tensor_parallel,
@@ -189,14 +210,33 @@ def _stages(planned: PlannedModel, phase: Phase, run: Run, rates: Rates) -> dict
 
 
 def _draft_seconds(planned: PlannedModel, phase: Phase, run: Run, rates: Rates) -> float:
-    """Returns the seconds of an MTP module's program in a step: one layer, which sees its window alone."""
+    """Returns the seconds of the layers of a program that makes drafts: each sees its window alone."""
     compressed = planned.model.compressed
     assert compressed is not None
     window_alone = dataclasses.replace(compressed, ratios=(0,))
     model = dataclasses.replace(planned.model, num_hidden_layers=1, compressed=window_alone)
     stages = stage_seconds(dataclasses.replace(planned, model=model), phase, run, rates, 1)
-    _, transfers = _transfers(planned, rates, run.tokens, _traffic(planned, run), 1)
-    return run.times * (sum(stages.values()) + transfers)
+    layers = planned.model.num_draft_layers
+    _, transfers = _transfers(planned, rates, run.tokens, _traffic(planned, run), layers)
+    seconds = sum(each * (1 if name in _OF_STEP else layers) for name, each in stages.items())
+    return run.times * (seconds + transfers)
+
+
+def _block_seconds(planned: PlannedModel, written: int, drafts: Sequence[Run], rates: Rates) -> float:
+    """Returns the seconds of DSpark beside its layers, for a step that computes `written` tokens.
+
+    The stages' cache gets what they see of these tokens, and each draft gets a correction of all scores from the one
+    before it.
+    """
+    model, dspark, chosen = planned.model, planned.model.dspark, planned.engine.tokens_per_row - 1
+    assert dspark is not None
+    D, n = model.hidden_size, planned.functions.vocabulary.devices
+    elements = len(dspark.target_layers) * D * D + dspark.stages * D * model.latent_dim
+    projected = max(elements / rates.dense_bandwidth, 2 * written * elements / rates.dense_flops)
+    rows = planned.functions.vocabulary.ranks * sum(run.tokens // run.width for run in drafts)
+    corrected = roofline.bf16_product(model, rates, rows, model.vocab_size * dspark.markov_rank // n)
+    launches = (1 + dspark.stages) * _WRITE_LAUNCHES + chosen * _CHOICE_LAUNCHES
+    return projected + chosen * corrected + launches * LAUNCH_S
 
 
 def _traffic(planned: PlannedModel, run: Run) -> Traffic:

@@ -1,20 +1,24 @@
-"""Computes a deployment's table of step times from the plan's compiled schedules.
+"""Computes a deployment's table of step times from the plan.
 
 It compiles the largest program of each kind and simulates its schedule with smaller batches (`tools.plan.simulated`).
+For DeepSeek-V4, whose plan compiles nothing, times follow from shapes (`tools.plan.uncompiled`).
 """
 
+import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from dsv3.config.model import ModelConfig
 from dsv3.config.options import Role
 from dsv3.engine.device.programs import measure
+from dsv3.kv_cache.layout import page_bytes, window_pages
 from dsv3.scheduler.cost import keys_per_token
 from tools.plan.deployment import Deployment, DeploymentError
 from tools.plan.memory import judge, memory_of
-from tools.plan.programs import CompiledProgram, Phase, compile_step, lay_out
+from tools.plan.programs import Phase, compile_step, lay_out
 from tools.plan.roofline import HOST_S
 from tools.plan.simulated import SimulatedProgram, with_partial_pages
+from tools.plan.uncompiled import WORKING, bucket_seconds
 from tools.simulate.times import KEYS, InstanceTimes
 
 
@@ -26,22 +30,24 @@ def times_digest(model: ModelConfig, deployment: Deployment) -> str:
 def compute_times(model: ModelConfig, deployment: Deployment, progress: Callable[[str], None]) -> InstanceTimes:
     """Compiles the programs of `deployment`, and returns its limits and step times.
 
-    Calls `progress` with a line before each long phase. Raises DeploymentError if it does not fit, has drafts, or the
-    model's plan compiles nothing, `AotUnavailableError` if programs cannot be compiled.
+    Calls `progress` with a line before each long phase. Raises DeploymentError if it does not fit, or has drafts,
+    `AotUnavailableError` if programs cannot be compiled.
     """
-    if model.compressed is not None:
-        raise DeploymentError(f"{deployment.name}: DeepSeek-V4 cannot be simulated; launch.plan estimates its steps")
     if deployment.drafts:
         raise DeploymentError(f"{deployment.name}: speculative_config: drafts cannot be simulated; leave it out")
     whole = deployment if deployment.prefill_tokens else with_partial_pages(deployment, model.page_size)
-    planned = lay_out(model, whole)
-    memory = memory_of(planned)
-    steps: dict[Phase, CompiledProgram] = {}
-    if memory.fits:
-        phases: list[Phase] = ["prefill", *(["decode"] if deployment.decode_requests else [])]  # type: ignore[list-item]
-        for phase in phases:
-            progress(f"compiling {phase} for {deployment.devices} x {deployment.device.name}")
-            [steps[phase]] = compile_step(planned, phase)
+    planned, compiles = lay_out(model, whole), model.compressed is None
+    memory = memory_of(planned, None if compiles else WORKING)
+    seconds: dict[Phase, Callable[[int, int], float]] = {}  # by bucket and keys
+    phases: list[Phase] = ["prefill", *(["decode"] if deployment.decode_requests else [])]  # type: ignore[list-item]
+    for phase in phases if memory.fits else []:
+        if not compiles:
+            seconds[phase] = functools.partial(bucket_seconds, planned, phase)
+            continue
+        progress(f"compiling {phase} for {deployment.devices} x {deployment.device.name}")
+        [compiled] = compile_step(planned, phase)
+        seconds[phase] = SimulatedProgram(planned, compiled).seconds
+    if compiles and memory.fits:
         memory = memory_of(planned, measure(planned.engine, planned.programs))
     if not memory.fits:
         verdict = judge(memory, deployment, model.n_routed_experts)
@@ -58,6 +64,9 @@ def compute_times(model: ModelConfig, deployment: Deployment, progress: Callable
         num_pages=memory.account.pages,
         page_bytes=memory.account.page,
         page_size=model.page_size,
+        window_size=cfg.window_size,
+        num_window_pages=window_pages(planned.model, cfg.cache_dtype, memory.account.pages, cfg.max_num_seqs),
+        window_bytes=page_bytes(planned.model, cfg.cache_dtype, "window"),
         max_num_seqs=cfg.max_num_seqs,
         max_num_batched_tokens=cfg.max_num_batched_tokens,
         max_model_len=min(
@@ -66,6 +75,11 @@ def compute_times(model: ModelConfig, deployment: Deployment, progress: Callable
         keys=keys_per_token(model),
         link=deployment.device.cross_link,
         host=HOST_S,
-        prefill=SimulatedProgram(planned, steps["prefill"]).table(cfg.prefill_buckets, KEYS),
-        decode=SimulatedProgram(planned, steps["decode"]).table(cfg.decode_buckets, KEYS) if "decode" in steps else {},
+        prefill=table(seconds["prefill"], cfg.prefill_buckets),
+        decode=table(seconds["decode"], cfg.decode_buckets) if "decode" in seconds else {},
     )
+
+
+def table(seconds: Callable[[int, int], float], buckets: Iterable[int]) -> dict[int, tuple[float, ...]]:
+    """Returns the seconds of a step by bucket, for each of `KEYS` per token."""
+    return {size: tuple(seconds(size, keys) for keys in KEYS) for size in buckets}

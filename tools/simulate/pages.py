@@ -166,6 +166,7 @@ class SimulatedPagesPlanner:
             workers=lambda count, _: SimulatedWorkers(work, count, wake),
             now=work.now,
             page_size=times.page_size,
+            window_parts=-(-times.window_bytes // size),
         )
         self._planner = PagesPlanner(view, OpenedTiers(self.tiers, None, None))
         self._page = np.broadcast_to(np.zeros(1, np.uint8), (1, page_buckets(size)[-1], size))
@@ -195,7 +196,7 @@ class _TransferredTiers(Tiers):
     """The tiers of a decode instance to which prefill instances have transferred all whole pages."""
 
     def __init__(self) -> None:  # without threads and memory
-        pass
+        self.window_parts = 0
 
     def nearest(self, ranks: Iterator[int]) -> None:
         """Does nothing: pages are not fetched from other ranks."""

@@ -30,8 +30,9 @@ class InstanceTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     `prefill` and `decode` have for each bucket (tokens or rows of one rank, padding included) the seconds of a step at
     `KEYS` keys per token of the slowest rank, including `host` seconds. A rank's cache has `num_pages` pages of
-    `page_bytes` bytes and `page_size` tokens; it sends `link` bytes per second to another node. `keys` cost as much as
-    a token (`dsv3.scheduler.cost.keys_per_token`). `digest` identifies model and deployment.
+    `page_bytes` bytes and `page_size` tokens, and for a model with a window of `window_size` tokens `num_window_pages`
+    of `window_bytes`; it sends `link` bytes per second to another node. `keys` cost as much as a token
+    (`dsv3.scheduler.cost.keys_per_token`). `digest` identifies model and deployment.
     """
 
     name: str
@@ -43,6 +44,9 @@ class InstanceTimes(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int
     page_bytes: int
     page_size: int = PAGE_SIZE
+    window_size: int = 0
+    num_window_pages: int = 0
+    window_bytes: int = 0
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
@@ -76,6 +80,8 @@ class InstanceTimes(msgspec.Struct, frozen=True, kw_only=True):
             num_nodes=self.nodes,
             enable_prefix_caching=prefix_caching,
             page_size=self.page_size,
+            window_size=self.window_size,
+            num_window_pages=self.num_window_pages,
             kv_offloading_size=offload_gib,
             role=self.role,
         )
@@ -86,8 +92,8 @@ class InstanceTimes(msgspec.Struct, frozen=True, kw_only=True):
         return self.page_bytes / self.page_size
 
     def transfer_seconds(self, tokens: int) -> float:
-        """Returns the seconds that the pages of a prompt take over one rank's link."""
-        return pages_for(tokens, self.page_size) * self.page_bytes / self.link
+        """Returns the seconds that the pages of a prompt, and a window page, take over one rank's link."""
+        return (pages_for(tokens, self.page_size) * self.page_bytes + self.window_bytes) / self.link
 
 
 def read_times(path: Path) -> dict[str, InstanceTimes]:

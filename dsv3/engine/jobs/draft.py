@@ -199,14 +199,14 @@ def verified_batch(
 ) -> tuple[DecodeBatch, jax.Array]:
     """Returns the batch of the decode step that has just been sampled, and how many tokens each row gave, `[B]`.
 
-    Its tokens are those that really follow, `sampled` `[B, S]`; behind the accepted ones they are any. `slots` are
+    Its tokens are those that really follow, `sampled` `[B, S]`; behind the accepted ones they are below 0. `slots` are
     `[B]`.
     """
     num_slots, S = state.lengths.shape[0], sampled.shape[1]
     clipped = jnp.minimum(slots, num_slots - 1)  # padding gets any slot's
     accepted = jnp.sum(sampled > NOTHING, axis=1, dtype=jnp.int32)
     lengths = jnp.where(slots < num_slots, state.lengths[clipped] - accepted - 1 + S, 0)
-    return decode_batch(state, clipped, jnp.maximum(sampled, 0), lengths, form), accepted
+    return decode_batch(state, clipped, sampled, lengths, form), accepted
 
 
 def forward_program(

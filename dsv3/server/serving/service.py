@@ -28,7 +28,7 @@ from dsv3.server.tenants import OPERATOR, Tenant, Tenants, cache_salt
 from dsv3.server.worker_process import WorkerDied
 from dsv3.text.chat_template import TemplateError, uses_tools, with_tool_preamble
 from dsv3.text.parsers import Parsers
-from dsv3.text.tokenizer import Tokenizer, TokenizerError, TokenizerNotFound
+from dsv3.text.tokenizer import Tokenizer, TokenizerError, TokenizerNotFound, encoder_note
 
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -261,6 +261,8 @@ async def make_service(
         grammars = GrammarPool(file, wait_s, dialect=parsers.dialect_name, marker_ids=parsers.marker_ids)
         reasoning = "separate" if parsers.splits_reasoning else "part of the content"
         config.notify(f"tool-call format: {parsers.dialect_name or 'unknown'}; reasoning: {reasoning}")
+        if (note := encoder_note(config.model_dir)) is not None:
+            config.notify(note)
     return Service(
         config,
         engine,

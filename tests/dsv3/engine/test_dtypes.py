@@ -178,8 +178,9 @@ def test_experts_of_four_bits_are_served_as_options_say() -> None:
     assert packed_mode(FLASH, EngineOptions(fp4="keep", fp8="dequantize")) == "dequantize"
 
 
-def test_windows_and_entries_may_be_fp8() -> None:
+def test_windows_and_entries_may_be_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their rows have scales of their own, unlike latents of other models."""
+    monkeypatch.setattr("dsv3.engine.description.has_jax_triton", lambda: True)
     found = resolve_dtypes(FLASH, EngineOptions(kv_cache_dtype=FP8), H200)
     assert (found.compute.name, found.cache) == ("bfloat16", FP8)
     line = describe(FLASH, found, Backend.MOSAIC, "keep")
@@ -188,3 +189,6 @@ def test_windows_and_entries_may_be_fp8() -> None:
     assert line.endswith(f"; FP4 experts stay FP4; {seen}")
     assert "; FP4 experts as FP8; " in describe(FLASH, found, Backend.TRITON, "fp8")
     assert "; FP4 experts stay FP4, by jax.numpy; " in describe(FLASH, found, Backend.TRITON)
+    monkeypatch.setattr("dsv3.engine.description.has_jax_triton", lambda: False)
+    absent = "; mixing of streams and norm of queries by jax.numpy, because jax-triton is not installed"
+    assert absent in describe(FLASH, found, Backend.MOSAIC) and absent not in describe(PLAIN, found, Backend.MOSAIC)

@@ -81,13 +81,30 @@ def test_an_answer_is_continued_behind_its_last_full_page(make: MakeEngine) -> N
     assert generate(engine, "the turn again", prompt + answer[:20]) == 0, "its window has moved on"
 
 
-def test_a_prefix_of_several_prompts_is_continued_from_the_third_on() -> None:
-    """A chunk leaves the window page of its last full page alone, until a prompt parts from another before it."""
+def test_a_prefix_of_several_prompts_is_continued_from_the_second_on() -> None:
+    """A prompt leaves window pages where others may part from it, and longer ones fewer, at larger distances.
+
+    A prompt that finds more than it can continue leaves one for the next, where the two part.
+    """
     with fewer.one_bucket():
         engine = Engine(windowed.parts(**(LIMITS | {"max_num_batched_tokens": 256, "num_ranks": 1})))
         engine.warm_up()
-    prompts = [PROMPT[:70] + [word] * 130 for word in (61, 62, 63, 64)]
-    assert [generate(engine, f"{i}", prompt) for i, prompt in enumerate(prompts)] == [0, 0, 64, 64]
+    prompts = [PROMPT[:70] + [word] * 130 for word in (61, 62, 63)]
+    assert [generate(engine, f"{i}", prompt) for i, prompt in enumerate(prompts)] == [0, 64, 64]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("dsv3.scheduler.windows.SPREAD", 1)
+        prompts = [[5, *PROMPT[:70], *[word] * 130] for word in (61, 62, 63)]
+        assert [generate(engine, f"far {i}", prompt) for i, prompt in enumerate(prompts)] == [0, 0, 64]
+
+
+def test_a_provisional_window_page_reaches_the_host_once_it_is_continued(make: MakeEngine) -> None:
+    engine, prompts = make(), [PROMPT[:70] + [word] * 130 for word in (60, 61, 62, 63)]
+    assert generate(engine, "first", prompts[0]) == 0
+    clear_caches(engine)
+    assert generate(engine, "not yet", prompts[1]) == 0
+    assert generate(engine, "continues it", prompts[2]) == 64
+    clear_caches(engine)
+    assert generate(engine, "from the host", prompts[3]) == 64
 
 
 def test_a_prompt_that_waits_for_another_continues_it(make: MakeEngine) -> None:
@@ -133,6 +150,7 @@ def test_what_cannot_be_continued_is_computed(make: MakeEngine, window: bool, da
         else:
             pool._blocks[pool._block_of[key]][0] ^= 1
     assert generate(engine, "again") == 0
+    assert engine.stats().preemptions == 0, "a load that breaks off preempts nothing"
     assert generate(engine, "and again") == FULL
 
 

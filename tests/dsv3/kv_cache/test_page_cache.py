@@ -17,7 +17,7 @@ class PageCacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = PageCache(PAGES)
+        self.cache = PageCache(PAGES, num_provisional=1)
         self.owners: list[list[int]] = []
         self.content: dict[bytes, int] = {}  # key -> page, until the page is reallocated
         self.counter = 0
@@ -40,6 +40,8 @@ class PageCacheMachine(RuleBasedStateMachine):
         assert self.cache.publish([key], pages[:1]) == ([] if known else [0])
         if not known:
             self.content[key] = pages[0]
+            if data.draw(st.booleans()):
+                self.cache.index.set_provisional(pages[:1])
 
     @precondition(lambda self: self.content)
     @rule(data=st.data())
@@ -97,6 +99,18 @@ def test_the_least_recently_used_page_goes_first():
     cache.retain(cache.match([keys[0]]))  # page 0 is used again
     cache.release([pages[0]])
     assert cache.allocate(3) == [pages[1], pages[2], pages[0]]
+
+
+def test_provisional_pages_are_evicted_before_others_but_for_a_few():
+    cache = PageCache(6, num_provisional=1)
+    pages = cache.allocate(6)
+    keys = [bytes([i]) * 32 for i in range(6)]
+    cache.publish(keys, pages)
+    cache.index.set_provisional(pages[2:])
+    cache.release(pages[::-1])  # in their order
+    cache.retain(cache.match([keys[3]]))  # a request continues it
+    cache.release([pages[3]])
+    assert cache.allocate(6) == [pages[2], pages[4], pages[0], pages[1], pages[3], pages[5]]
 
 
 def test_the_last_page_of_a_prefix_is_evicted_first():

@@ -30,6 +30,8 @@ PLACES: dict[int, int] = {4: 102, 128: 198}
 """Where the far needle stands, by the ratio of the layer's entries."""
 FAST, SLOW, INDEX = 0, 18, 19
 """Pairs of values. YaRN slows the last two down, by different factors."""
+TURN = 10_000
+"""Tokens in which the pair INDEX makes less than a turn: beyond, one pair does not say where the needle is."""
 
 
 def config(ratio: int) -> ModelConfig:
@@ -74,8 +76,11 @@ def frequency(ratio: int, pair: int) -> float:
     return turns / 16 * ramp + turns * (1 - ramp)
 
 
-def params(ratio: int) -> Params:
-    """Attention reads the first stream and writes the second, which moves to the third, and the head reads that."""
+def params(ratio: int, asked: int = ASKED) -> Params:
+    """Attention reads the first stream and writes the second, which moves to the third, and the head reads that.
+
+    The question stands at `asked`, in the middle of a window as ASKED does.
+    """
     cfg = config(ratio)
     zeros = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), abstract(cfg, jnp.float32))
     one, unit = np.eye(WIDTH, dtype=np.float32), np.full((1, WIDTH), WIDTH**-0.5, np.float32)
@@ -87,13 +92,13 @@ def params(ratio: int) -> Params:
     attention.kv_norm[0, 1] = 6
     attention.q_b[0, d, QUESTIONS["far"]] = attention.q_b[0, 2 * d + 1, QUESTIONS["near"]] = 1
     if ratio:
-        attention.o_a[0, 0, :, d:] = expected(ratio, ASKED - PLACES[ratio] // ratio * ratio)
+        attention.o_a[0, 0, :, d:] = expected(ratio, asked - PLACES[ratio] // ratio * ratio)
     attention.o_a[0, 1, :, :d] = expected(ratio, WINDOW - 1)
     attention.o_b[0, :SYMBOLS] = np.tile(one[:SYMBOLS, :SYMBOLS], 2)
     if ratio:
         compress(attention.sparse if ratio == 4 else attention.heavy, PLACES[ratio] % ratio)
     if ratio == 4:
-        index(attention.indexer, ASKED - PLACES[ratio] // ratio * ratio)
+        index(attention.indexer, asked - PLACES[ratio] // ratio * ratio)
     attention = dataclasses.replace(attention, q_norm=unit)
     for mixing, reads, writes in ((layers.attention_mixing, 0, 1), (layers.moe_mixing, 0, 0)):
         mixing.base[0] = np.concatenate([only(reads), np.where(np.arange(4) == writes, 0, -20), shift()])
@@ -144,23 +149,28 @@ def compress(compressor: Any, place: int) -> None:
 
 def index(indexer: Any, distance: int) -> None:
     """All keys are equal; the second head, for another distance, has no weight."""
-    plain = KEY - ROTATED + 2 * INDEX
-    for head, other in enumerate((distance, 300)):
-        angle = other * frequency(4, INDEX)
-        indexer.q_b[0, head * KEY + plain : head * KEY + plain + 2, QUESTIONS["far"]] = np.cos(angle), -np.sin(angle)
+    for pair in [INDEX] if distance < TURN else range(ROTATED // 2):
+        plain = KEY - ROTATED + 2 * pair
+        for head, other in enumerate((distance, 300)):
+            angle = other * frequency(4, pair)
+            turned = np.cos(angle), -np.sin(angle)
+            indexer.q_b[0, head * KEY + plain : head * KEY + plain + 2, QUESTIONS["far"]] = turned
+        indexer.compressor.value_score[0, [plain, KEY + plain]] = 1
     indexer.weights[0, 0] = 1
-    indexer.compressor.value_score[0, [plain, KEY + plain]] = 1
     indexer.compressor.norm[:] = 1
 
 
-def prompt(ratio: int, question: Question) -> np.ndarray:
-    """`[LENGTH]` tokens: fillers, the needle, decoys for wrong rules, the question, and tokens that it must not see."""
-    tokens = np.random.default_rng(0).choice(FILLERS, LENGTH).astype(np.int32)
-    tokens[ASKED] = QUESTIONS[question]
+def prompt(ratio: int, question: Question, asked: int = ASKED) -> np.ndarray:
+    """Tokens: fillers, the needle, decoys for wrong rules, the question, and tokens that it must not see.
+
+    There are as many behind a question at `asked` as LENGTH has behind ASKED.
+    """
+    tokens = np.random.default_rng(0).choice(FILLERS, asked + LENGTH - ASKED).astype(np.int32)
+    tokens[asked] = QUESTIONS[question]
     if question == "near":
-        tokens[[ASKED - WINDOW + 1, ASKED - WINDOW]] = NEEDLE, DECOY
+        tokens[[asked - WINDOW + 1, asked - WINDOW]] = NEEDLE, DECOY
         return tokens
     tokens[[PLACES[ratio], PLACES[ratio] - 1]] = NEEDLE, DECOY
     if ratio == 128:
-        tokens[ASKED // ratio * ratio + PLACES[ratio] % ratio] = DECOY  # behind the question, in its own window
+        tokens[asked // ratio * ratio + PLACES[ratio] % ratio] = DECOY  # behind the question, in its own window
     return tokens

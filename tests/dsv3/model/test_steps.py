@@ -66,7 +66,8 @@ class Cache:
         for request, new in tokens.items():
             self.lengths[request] += width
             rows[request], lengths[request], table[request] = new, self.lengths[request], self.tables[request]
-        out = self._step(1, DecodeBatch(*map(jnp.asarray, (rows, lengths, table))), width * len(tokens))
+        live = sum(int((new >= 0).sum()) for new in tokens.values())
+        out = self._step(1, DecodeBatch(*map(jnp.asarray, (rows, lengths, table))), live)
         return {request: out[request] for request in tokens}
 
     def _step(self, which: int, batch, live: int) -> np.ndarray:
@@ -74,7 +75,7 @@ class Cache:
         out = step[which](self.params, batch, self.pages)
         self.pages = out.pages
         per_layer = np.asarray(out.expert_counts).sum(axis=1)
-        assert (per_layer == live * self.cfg.num_experts_per_tok).all(), "padding rows must not reach an expert"
+        assert (per_layer == live * self.cfg.num_experts_per_tok).all(), "padding reaches no expert"
         return np.asarray(step[2](self.params, out.hidden))
 
     def written(self) -> np.ndarray:
@@ -143,6 +144,11 @@ def test_requests_in_one_batch_equal_each_alone() -> None:
     fourth = cache.decode({0: tokens_a[82:83], 1: tokens_b[90:91]})
     close(fourth[0], wanted_a[82:83])
     close(fourth[1], wanted_b[90:91])
+    fifth = cache.decode({0: tokens_a[83:85], 1: np.array([tokens_b[91], -1])})  # -1: no draft, and no expert's work
+    close(fifth[0], wanted_a[83:85])
+    close(fifth[1][:1], wanted_b[91:92])
+    cache.lengths[1] -= 1
+    close(cache.decode({1: tokens_b[92:94]})[1], wanted_b[92:94])
 
 
 def test_padding_writes_nothing() -> None:

@@ -5,12 +5,16 @@ import json
 import jsonschema
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
-from dsv3.sampling_params import StructuredOutputsParams
+from dsv3.sampling_params import SamplingParams, StructuredOutputsParams
 from dsv3.text.call_grammar import AnswerConstraints, CallableFunction, CallRules, answer_grammar
+from dsv3.text.deltas import ToolCallStart, merge_deltas
 from dsv3.text.matcher import GrammarError, GrammarVocabulary, Matcher
-from dsv3.text.parser import Tools
+from dsv3.text.output import OutputProcessor
+from dsv3.text.parser import DSML, Tools
 from dsv3.text.parsers import Parsers
+from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.text import dialects, tiny
 
 SCHEMA = {
@@ -139,6 +143,37 @@ def test_random_answers_are_calls_that_match_their_schema(dialect: str) -> None:
             value = json.loads(arguments)
             jsonschema.validate(value, {"get_weather": SCHEMA, "now": EMPTY}[name])
     assert whole >= 3
+
+
+@pytest.mark.parametrize("dialect", ["deepseek_v32", "deepseek_v4"])
+def test_the_part_of_tags_is_one_token_where_it_is_special(dialect: str) -> None:
+    """Text never matches a special token, so a grammar has to name it; spelled, a call is refused."""
+    backend = tiny.backend()
+    backend.add_tokens([AddedToken(DSML, normalized=False, special=True)])
+    tokenizer = Tokenizer(backend, tiny.config())
+    known = Parsers(tokenizer, None, "deepseek_v3", dialect)
+    vocabulary = GrammarVocabulary(backend.to_str(), tokenizer.vocab_size, [tokenizer.eos_token_id])
+    text = call_text(dialect, [("get_weather", ARGUMENTS), ("now", {})])
+    whole = tokenizer.encode(text, add_special_tokens=False)
+    spelled = [i for part in text.split("｜") for i in tokenizer.encode(part + "｜", add_special_tokens=False)]
+    for required in (True, False):
+        rules = AnswerConstraints(calls=CallRules(FUNCTIONS, required=required, parallel=True))
+        start = vocabulary.compile(answer_grammar(rules, known.dialect, known.marker_ids.get))
+        for before in ((), ("a < b",)) if not required else ((),):
+            said = [i for each in before for i in tokenizer.encode(each, add_special_tokens=False)]
+            matcher = start.copy()
+            matcher.advance(np.array([*said, *whole]))
+            assert matcher.error is None and matcher.may_end
+            matcher = start.copy()
+            matcher.advance(np.array([*said, *whole, *whole]))
+            assert matcher.error is not None
+        matcher = start.copy()
+        matcher.advance(np.array(spelled))
+        assert (matcher.error is not None) == required, "free text may spell it"
+        parser = known.parser(known.start(CLOSED), KNOWN)
+        stream = OutputProcessor(tokenizer, SamplingParams(), parser)
+        deltas = merge_deltas([delta for i in whole for delta in stream.push([i]).deltas])
+        assert [each.name for each in deltas if isinstance(each, ToolCallStart)] == ["get_weather", "now"]
 
 
 def test_only_the_answer_after_the_reasoning_is_constrained() -> None:

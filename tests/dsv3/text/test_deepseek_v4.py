@@ -11,7 +11,7 @@ from dsv3.text import deepseek_v4
 from dsv3.text.chat_template import ChatTemplate, TemplateError, ToolMessages, uses_tools
 from dsv3.text.encoder_file import read_constants
 from dsv3.text.parsers import Parsers
-from dsv3.text.tokenizer import Tokenizer, TokenizerError
+from dsv3.text.tokenizer import Tokenizer, TokenizerError, encoder_note
 from tests.dsv3.text import encoders, tiny
 from tests.dsv3.text.dialects import Answer, tokenizer, tokens
 from tests.dsv3.text.test_deepseek_v32 import SYSTEM, TOOL, USER, call, calling, result
@@ -272,3 +272,23 @@ def test_the_published_strings(tmp_path):
     found = chat.render(prepared, tools=[TOOL], kwargs={"reasoning_effort": "high"})
     assert found.endswith(of_calls)
     assert "\n\n" + block.replace("{schemas}", JSON) + "\n<｜User｜>Hello" in found
+
+
+def test_a_start_names_the_encoder_file_and_what_it_lacks(tmp_path):
+    tiny.write(tmp_path)
+    assert encoder_note(tmp_path) is None
+    config = {name: value for name, value in tiny.config().items() if name != "chat_template"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v4"}))
+    fields = "tools, response_format, reasoning_effort high, reasoning_effort max"
+    file = "message encoder: encoding/encoding_dsv4.py"
+    assert (
+        encoder_note(tmp_path) == f"{file} missing; it has no text for {fields}: requests with one of these are refused"
+    )
+    encoders.write(tmp_path, "encoding_dsv4.py", encoders.V4)
+    assert "found; it has no text for reasoning_effort high, reasoning_effort max: " in encoder_note(tmp_path)
+    encoders.write(tmp_path, "encoding_dsv4.py", encoders.OFFICIAL)
+    assert encoder_note(tmp_path) == f"{file} found"
+    encoders.write(tmp_path, "encoding_dsv4.py", "(")
+    with pytest.raises(TokenizerError, match="cannot be parsed"):
+        encoder_note(tmp_path)

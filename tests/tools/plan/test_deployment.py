@@ -85,7 +85,7 @@ DRAFTS = {"method": "mtp"}
         ({"speculative_config": DRAFTS, "acceptance": "0.8"}, "acceptance is '0.8'"),
         ({"speculative_config": DRAFTS, "acceptance": 1.5}, "acceptance: 1.5 is neither a number from 0 to 1"),
         ({"speculative_config": {"method": "eagle"}, "acceptance": 0.5}, "method: 'eagle' is not one of"),
-        ({"speculative_config": {"method": "ngram"}, "acceptance": 0.5}, "only the method 'mtp' can be planned"),
+        ({"speculative_config": {"method": "ngram"}, "acceptance": 0.5}, "only 'mtp' and 'dspark' can be planned"),
         ({"speculative_config": 1, "acceptance": 0.5}, "speculative_config is 1"),
         ({"tensor_parallel": 3}, "tensor_parallel 3 must divide gpus_per_node 8"),
     ],

@@ -205,7 +205,7 @@ def module(planned) -> ProgramPlan:
 def test_the_compiler_counts_the_modules_arguments(planned, module) -> None:
     """Its own weights, embedding and head, the whole cache and map, and hidden states of two tokens per request."""
     memory = memory_of(planned)
-    groups = ("MTP module, routed experts", "MTP module, all else", "embedding and head")
+    groups = ("draft layers, routed experts", "draft layers, all else", "embedding and head")
     computed = sum(memory.weights[name] for name in groups) + memory.cache + local_bytes(planned.layout.state)
     hidden = 2 * DECODE_EP144.decode_requests * DEEPSEEK_V3.hidden_size * 2
     expert_map = local_bytes(planned.layout.params.placement)

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH
+from configs.deepseek_v4_flash_0731 import DEEPSEEK_V4_FLASH_0731
 from configs.deepseek_v4_pro import DEEPSEEK_V4_PRO
 from configs.deployments import (
     V4_FLASH_2XH200,
@@ -134,12 +135,37 @@ def test_drafts_add_a_module_and_tokens() -> None:
     assert (plain.drafts, plain.tokens_per_row) == (0, 1)
     assert (drafting.tokens, drafting.width, drafting.tokens_per_row) == (256, 4, pytest.approx(2.533))
     assert 0 < drafting.drafts < drafting.seconds / 5 and drafting.tokens_per_device > plain.tokens_per_device
-    with pytest.raises(DeploymentError, match="no multi-token prediction module"):
+    with pytest.raises(DeploymentError, match="needs a model with a multi-token prediction module"):
         uncompiled_plan(
             WITHOUT_MODULE,
             "deepseek_v4",
             dataclasses.replace(V4_FLASH_4XH200, speculative_config=drafts, acceptance=0.7),
         )
+
+
+@pytest.mark.aot
+def test_dspark_adds_stages_and_a_block_per_request() -> None:
+    """Three layers with experts of their own: more weights, and less time than as many layers of the model take."""
+    drafts = {"method": "dspark", "num_speculative_tokens": 5}
+
+    def planned(**changes) -> UncompiledPlan:
+        return uncompiled_plan(DEEPSEEK_V4_FLASH_0731, "0731", dataclasses.replace(V4_FLASH_4XH200, **changes))
+
+    plain, found = planned(), planned(speculative_config=drafts, acceptance=0.8)
+    added = found.memory.account.weights - plain.memory.account.weights
+    assert added == pytest.approx(10.9e9 * 64 / 256, rel=0.2)  # experts are spread over 4 devices, the rest is not
+    assert found.memory.account.page == plain.memory.account.page, "stages see a window alone"
+    prefill, decode = found.step("prefill"), found.step("decode")
+    assert prefill is not None and decode is not None
+    assert (decode.tokens, decode.width) == (384, 6)
+    assert decode.tokens_per_row == pytest.approx(sum(0.8**n for n in range(6)))
+    layers = sum(seconds for name, seconds in decode.parts.items() if name not in ("head", "drafts", "host"))
+    assert 0 < decode.drafts < 3 * layers / 43 + 2 * decode.parts["head"]
+    assert 0 < prefill.drafts < prefill.seconds / 4
+    with pytest.raises(DeploymentError, match="has none"):
+        plan(V4_FLASH_4XH200, speculative_config=drafts, acceptance=0.8)
+    with pytest.raises(DeploymentError, match="7 is more than the 5 tokens"):
+        planned(speculative_config=drafts | {"num_speculative_tokens": 7}, acceptance=0.8)
 
 
 @pytest.mark.aot

@@ -17,7 +17,11 @@ from tools.plan.plan import StepPlan, step_plan
 from tools.plan.programs import CompiledProgram, Phase, PlannedModel, Run, engine_config
 from tools.plan.roofline import TRANSFER_S
 from tools.plan.simulated import SimulatedProgram
-from tools.simulate.from_plan import compute_times, times_digest
+from tools.plan.uncompiled import uncompiled_plan
+from tools.plan.uncompiled_report import cache_pages
+from tools.simulate.from_plan import compute_times, table, times_digest
+from tools.simulate.options import SimulateOptions
+from tools.simulate.simulation import simulate
 from tools.simulate.times import KEYS
 
 SLOW = 4
@@ -41,16 +45,16 @@ def plan(phase: Phase, deployment: Deployment, tokens: int) -> StepPlan:
 def test_the_plans_batch_takes_the_plans_time() -> None:
     program = SimulatedProgram(laid_out(DECODE_EP144), compiled("decode", 128))
     at_plan = plan("decode", dataclasses.replace(DECODE_EP144, context_length=4096), 128)
-    [times] = program.table([128], KEYS).values()
+    [times] = table(program.seconds, [128]).values()
     assert times[4] == pytest.approx(at_plan.seconds)
     whole = PREFILL_EP32.prefill_tokens
     program = SimulatedProgram(laid_out(PREFILL_EP32), compiled("prefill", whole))
     at_plan = plan("prefill", dataclasses.replace(PREFILL_EP32, context_length=4096), whole)
-    assert program.table([whole], KEYS)[whole][3] == pytest.approx(at_plan.seconds)  # 2,048 keys at the mean
+    assert table(program.seconds, [whole])[whole][3] == pytest.approx(at_plan.seconds)  # 2,048 keys at the mean
 
 
 def test_smaller_buckets_send_less_and_more_keys_are_not_faster() -> None:
-    small, whole = SimulatedProgram(laid_out(DECODE_EP144), compiled("decode", 128)).table([16, 128], KEYS).values()
+    small, whole = table(SimulatedProgram(laid_out(DECODE_EP144), compiled("decode", 128)).seconds, [16, 128]).values()
     assert all(a <= b for a, b in zip(small, whole, strict=True))
     assert list(whole) == sorted(whole)
     sent = TRIPS * BYTES / 2 / RATES.dispatch_link
@@ -60,7 +64,8 @@ def test_smaller_buckets_send_less_and_more_keys_are_not_faster() -> None:
 
 def test_a_small_prefill_takes_the_time_to_read_its_weights() -> None:
     """64 tokens take more than a 256th of the time of 16,384: each layer's experts are read."""
-    few, many = SimulatedProgram(laid_out(PREFILL_EP32), compiled("prefill", 16_384)).table([64, 16_384], KEYS).values()
+    program = SimulatedProgram(laid_out(PREFILL_EP32), compiled("prefill", 16_384))
+    few, many = table(program.seconds, [64, 16_384]).values()
     assert few[0] > SLOW * many[0] * 64 / 16_384
 
 
@@ -70,9 +75,23 @@ def test_drafts_are_refused_before_compiling() -> None:
         compute_times(DEEPSEEK_V3, drafting, lambda what: None)
 
 
-def test_deepseek_v4_is_refused_before_compiling() -> None:
-    with pytest.raises(DeploymentError, match="DeepSeek-V4 cannot be simulated"):
-        compute_times(DEEPSEEK_V4_FLASH, V4_FLASH_4XH200, lambda what: None)
+@pytest.mark.aot
+def test_deepseek_v4_has_the_times_of_its_plan_from_shapes() -> None:
+    """A fleet then serves with the plan's window pages: prompts that share a prefix find it."""
+    deployment = V4_FLASH_4XH200
+    found = compute_times(DEEPSEEK_V4_FLASH, deployment, lambda what: pytest.fail(what))
+    planned = uncompiled_plan(DEEPSEEK_V4_FLASH, "", dataclasses.replace(deployment, context_length=8192))
+    prefill, decode = planned.step("prefill"), planned.step("decode")
+    assert prefill is not None and decode is not None
+    assert found.decode[64][KEYS.index(8192)] == pytest.approx(decode.seconds)
+    assert found.prefill[4096][KEYS.index(4096)] == pytest.approx(prefill.seconds)
+    for row in (*found.prefill.values(), *found.decode.values()):
+        assert list(row) == sorted(row)
+    assert (found.num_pages, found.num_window_pages) == cache_pages(uncompiled_plan(DEEPSEEK_V4_FLASH, "", deployment))
+    traffic: dict[str, Any] = {"request_rate": 10.0, "seconds": 20.0, "prompt": 4000, "answer": 20, "num_prefixes": 4}
+    options = SimulateOptions(instances="v4", shared=0.9, kv_offloading_size=1.0, **traffic)
+    figures, *_ = simulate(options, {"v4": found})
+    assert figures["hit_rate"] > 0.5 and figures["tiers"]["host"]["stored_bytes"]
 
 
 def test_another_deployment_has_another_digest() -> None:

@@ -116,6 +116,7 @@ def sample(
         sampled[row, start - 1 : end - 1] = True
         logprobs[row, start - 1 : end - 1] = [token.logprob for token in each.logprobs or []]
         if replay:
+            assert each.routed_experts is not None  # asked for
             routed[row, : end - 1] = each.routed_experts
     return Rollouts(tokens, sampled, logprobs, advantages(rewards).reshape(-1), routed), rewards
 

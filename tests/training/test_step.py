@@ -1,6 +1,7 @@
 """The training step: it learns, and only the load moves the router's bias."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,16 @@ def without_gradient(state: TrainState) -> list[str]:
     """Returns the parameters whose gradients have always been 0."""
     moments = jax.tree.leaves_with_path(optax.tree.get(state.optimizer, "nu"))
     return [jax.tree_util.keystr(path) for path, moment in moments if not np.any(np.asarray(moment))]
+
+
+def test_a_step_replays_given_experts(toy_config: TrainingConfig, state: TrainState) -> None:
+    """They reach the model, which checks their shape; `test_replay.py` has what it does with them."""
+    tokens, model = np.zeros((4, 32), np.int32), toy_config.model
+    step = functools.partial(train_step, config=toy_config)
+    given = np.zeros((*tokens.shape, model.num_moe_layers, model.num_experts_per_tok), np.uint8)
+    jax.eval_shape(step, state, tokens, given)
+    with pytest.raises(ValueError, match="routed_experts: shape"):
+        jax.eval_shape(step, state, tokens, given[..., 1:])
 
 
 def test_bias_rises_for_idle_experts_and_falls_for_busy_ones(state: TrainState) -> None:

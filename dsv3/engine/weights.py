@@ -228,7 +228,8 @@ def _arrive(
 def _copy(given: Any, like: Any, rows: np.ndarray | None, experts: np.ndarray | None, dtype: Any) -> jax.Array:
     """Returns a copy of type `dtype` on the devices of `like`, which shares no memory with `given`."""
     where = like.sharding
-    arrived = jax.device_put(given, _sharding_for(where, given.shape))  # may share memory, even with may_alias=False
+    # The result may share memory with `given`, even with may_alias=False: only the program below copies for certain.
+    arrived = jax.device_put(given, _sharding_for(where, given.shape))
     index = experts if experts is not None else rows
     indices = () if index is None else (jnp.asarray(index),)
     return _arranging(where, np.dtype(dtype), experts is not None)(arrived, *indices)

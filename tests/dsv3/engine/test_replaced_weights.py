@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv3.checkpoint import load_params
 from dsv3.config.options import EngineOptions
@@ -25,7 +26,7 @@ from tests.dsv3.engine.test_weights import SPLITTABLE, write
 from tests.dsv3.model.golden import DIRECTORY
 
 LIMITS = {"max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 64}
-MODEL = dataclasses.replace(SPLITTABLE, num_nextn_predict_layers=1)
+MODEL = dataclasses.replace(SPLITTABLE, num_hidden_layers=2, first_k_dense_replace=0, num_nextn_predict_layers=1)
 SPREAD = {"data_parallel_size": 2, "tensor_parallel_size": 2, "num_redundant_experts": 2, "max_model_len": 64}
 SPREAD |= {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}, "dtype": "bfloat16"}
 
@@ -50,6 +51,18 @@ def leaves(engine: Engine) -> list[np.ndarray]:
 def check_equal(engine: Engine, other: Engine) -> None:
     for mine, theirs in zip(leaves(engine), leaves(other), strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+def sharded(tree):
+    """The tree as a trainer has it, on a mesh of its own, in another order and with more devices."""
+    mesh = Mesh(np.array(jax.devices()[::-1]), ("trainer",))
+
+    def place(leaf: jax.Array) -> jax.Array:
+        axis = next((i for i, size in enumerate(leaf.shape) if size % mesh.size == 0), None)
+        spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "trainer")
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, tree)
 
 
 def move_experts(engine: Engine) -> None:
@@ -83,7 +96,7 @@ def test_leaves_are_those_of_a_fresh_engine_from_every_source(directories) -> No
     update(fresh, hf.random_tensors(MODEL))  # by the names of tensors
     check_equal(engine, fresh)
     tree = load_params(two, fresh.model_cfg, dtype=jnp.bfloat16, progress=False)
-    update(engine, tree)
+    update(engine, sharded(tree))
     update(fresh, two)
     check_equal(engine, fresh)
     plain = load_params(two, fresh.model_cfg, dtype=jnp.float32, fp8="dequantize", progress=False)
@@ -115,23 +128,21 @@ def test_the_devices_never_hold_two_copies_of_the_model(directories) -> None:
     before = live()
     for source in (directories[1], tree):
         update(engine, source, lambda: seen.append(live() - before))
-    assert len(seen) > 40 and max(seen) <= largest
+    assert len(seen) > 25 and max(seen) <= largest
 
 
 def test_integer_tables_stay_integers() -> None:
     """DeepSeek-V4's first layers choose experts by a table of token ids."""
     directory = DIRECTORY / "deepseek_v4"
-    engine, fresh = made(directory, fp8="dequantize"), made(directory, fp8="dequantize")
-    table = next(leaf for leaf in jax.tree.leaves(engine.executor.devices.params) if leaf.dtype == jnp.int32)
-    assert table.size
+    engine = made(directory, fp8="dequantize")
+    before = leaves(engine)
+    assert any(leaf.dtype == jnp.int32 and leaf.size for leaf in jax.tree.leaves(engine.executor.devices.params))
     update(engine, directory)
-    check_equal(engine, fresh)
-    cfg = engine.model_cfg
-    tree = load_params(directory, cfg, dtype=jnp.float32, fp8="dequantize", progress=False)
-    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree)
+    rounded = jax.tree.map(lambda leaf: np.asarray(leaf, jnp.bfloat16), engine.executor.devices.params)
     with pytest.raises(OperationRefused, match=r"moe\.moe\.by_token is bfloat16\[.*\], expected integers"):
         update(engine, rounded)
-    check_equal(engine, fresh)
+    for mine, theirs in zip(leaves(engine), before, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 def test_a_bad_source_is_refused_whole_with_the_names_of_leaves(directories, tmp_path) -> None:

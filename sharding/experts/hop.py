@@ -37,7 +37,7 @@ class Queued(NamedTuple):
 
 
 class DispatchHandle(NamedTuple):
-    """A started dispatch: rows as words, their shapes and dtypes, and the queues."""
+    """A started dispatch, shapes and dtypes of its rows with the payload unpacked, and the queues."""
 
     transfer: Transfer
     shapes: TokenRows

@@ -92,7 +92,7 @@ def limits_of(options: Mapping[str, Any] | None) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """A collective in flight; `pending` is jax's future, or the result of a synchronous collective.
+    """A collective in flight; `pending` is jax's future, something with its `done`, or a synchronous one's result.
 
     `like` is the shape and dtype of packed values, which only the sender knows.
     """
@@ -101,8 +101,8 @@ class Transfer:
     is_future: bool
     like: Any = None
 
-    def finish(self) -> jax.Array:
-        """Waits for the collective and returns its result."""
+    def finish(self) -> Any:
+        """Waits for the collective and returns its result, an array; a library's calls may have several."""
         return self.pending.done() if self.is_future else self.pending
 
 

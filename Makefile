@@ -48,4 +48,6 @@ $(VENV)/.dev: $(VENV)/.runtime
 	@$(PIP_INSTALL) --editable '.[dev]'
 	@$(PIP_INSTALL) --no-deps --only-binary :all: nixl nixl-cu13 \
 	    || echo "NIXL has no wheel for this machine: the tests of its own agent are skipped"
+	@$(PIP_INSTALL) --no-deps --only-binary :all: nccl-extensions \
+	    || echo "NCCL EP has no wheel for this machine: the tests of its own library are skipped"
 	@touch $@

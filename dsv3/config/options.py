@@ -22,7 +22,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 CacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
 Role = Literal["both", "prefill", "decode"]
 TransferCarrier = Literal["sockets", "auto", "nixl"]
-Transport = Literal["auto", "ring", "all_to_all", "hierarchical", "ragged"]
+Transport = Literal["auto", "ring", "all_to_all", "hierarchical", "ragged", "nccl_ep"]
 Combine = Literal["auto", "int8"]
 
 LEADER = 0
@@ -113,7 +113,8 @@ class StartOptions:
     )
     expert_transport: Transport = option(
         "auto",
-        "Send tokens to experts with this transport; auto selects by a cost model, but never ragged, which needs GPUs.",
+        "Send tokens to experts with this transport; auto selects by a cost model, but never ragged or nccl_ep, which "
+        "need GPUs.",
         group="experts",
     )
     expert_combine: Combine = option(

@@ -46,7 +46,9 @@ from dsv3.engine.stored import local_program_store, machine_fields, program_fiel
 from dsv3.kv_cache.layout import page_cost, slots_bytes
 from dsv3.model.tensor_parallel import check_shards
 from pallas_kernels.backend import prepare, resolve_backend
+from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import rank_mesh
+from sharding.nccl_ep import library as nccl_ep
 
 _log = logging.getLogger(__name__)
 
@@ -201,6 +203,8 @@ def _functions(
     functions = in_full_precision(
         expert_parallel_functions(cfg, mesh, redundant, **how, overlaps=options.expert_overlap)
     )
+    if options.expert_transport == TransportKind.NCCL_EP.value:
+        nccl_ep.prepare(mesh)
     return functions, load_spread(model_dir, cfg, functions.param_specs, mesh, redundant, read)
 
 

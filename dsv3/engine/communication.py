@@ -1,6 +1,8 @@
 """How the step of each bucket carries tokens to their experts: the transport, the schedule, and the bytes."""
 
 import dataclasses
+import logging
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,11 +13,15 @@ from dsv3.config.engine import ForwardProgram
 from dsv3.config.model import ModelConfig
 from dsv3.model.schedules import HOOKED, OVERLAPPED, PLAIN, Schedule
 from dsv3.model.schedules.overlapped import worth_overlapping
+from sharding.experts.library_hop import LibraryHop, buffer_bytes, takes
 from sharding.experts.traffic import LayerRows, Traffic
 from sharding.experts.transport import Transport, build, choose
 from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import Machine, rank_size
+from sharding.nccl_ep import library
 from sharding.wire.collectives import Overlap, check_ragged, resolve_overlap
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +65,18 @@ class Communication:
         at a time.
 
         Raises ValueError for a transport that does not exist, or not on these devices, that cannot pack sums, and for
-        replicas that the devices do not divide. A bucket too large for a ragged transport is refused when its transport
-        is built.
+        replicas that the devices do not divide; `library.NcclEpError`, which is one, where NCCL EP's handlers cannot be
+        built. A bucket too large for a ragged transport is refused when its transport is built; one too large for NCCL
+        EP has the transport that `choose` selects.
         """
         platform, kind = mesh.devices.flat[0].platform, TransportKind.from_name(transport)
         if kind is TransportKind.RAGGED:
             check_ragged(platform)
+        if kind is TransportKind.NCCL_EP:
+            library.check_platform(platform)
+            library.targets()  # stored programs are read before one is traced
         fp8 = cfg.fp8 is not None if fp8 is None else fp8
-        if combine == "int8" and kind in (TransportKind.RING, TransportKind.RAGGED):
+        if combine == "int8" and kind in (TransportKind.RING, TransportKind.RAGGED, TransportKind.NCCL_EP):
             raise ValueError(
                 f"expert_combine: 'int8' needs expert_transport auto, all_to_all or hierarchical, not {transport!r}: "
                 "its sums are added on their way"
@@ -90,13 +100,14 @@ class Communication:
         """Returns how many NCCL communicators a program uses at once while it computes; 0: it does not overlap.
 
         Prefill has two hops in flight at once, one in the node and one between nodes; decode has one. Sums over the
-        devices of a rank are one more.
+        devices of a rank are one more. NCCL EP's kernels run between others, not beside them.
         """
         is_prefill = program.kind == "prefill"
         if program.of_module or self.schedule(program.tokens, is_prefill) is not OVERLAPPED:
             return 0
-        hops = len(self.transport(program.tokens, is_prefill).hops) if is_prefill else 1
-        return hops + (self.shards > 1)
+        hops = self.transport(program.tokens, is_prefill).hops
+        at_once = 0 if isinstance(hops[0], LibraryHop) else len(hops) if is_prefill else 1
+        return at_once + (self.shards > 1)
 
     def transport(self, tokens: int, is_prefill: bool) -> Transport[Any]:
         """Returns the transport of a step, or of each of its two micro-batches."""
@@ -105,6 +116,32 @@ class Communication:
     def draft_transport(self, tokens: int) -> Transport[Any]:
         """Returns the transport of layers that make drafts: one batch, whatever the main model's step is."""
         return self._transport(self._sent(tokens))
+
+    def connect(self, mesh: Mesh, programs: Iterable[ForwardProgram]) -> Callable[[], None]:
+        """Creates NCCL EP's groups for these programs, if the experts' rows travel by it.
+
+        All processes must call it before a program runs; it waits for them. Returns a function that raises if results
+        lack the experts of a rank that was late. Raises `library.NcclEpError`, as that function.
+        """
+        groups: dict[library.GroupKey, int] = {}
+        for program in programs:
+            is_prefill, at_once = program.kind == "prefill", 1
+            if program.of_module:
+                tokens = self._sent(program.tokens)
+            else:
+                tokens = self._tokens_at_once(program.tokens, is_prefill)
+                at_once = self.schedule(program.tokens, is_prefill).micro_batches
+            for hop in self._transport(tokens).hops:
+                if isinstance(hop, LibraryHop):
+                    rows = self._rows(tokens)
+                    keys = [hop.of_micro_batch(i).key(rows.experts_per_token) for i in range(at_once)]
+                    groups |= dict.fromkeys(keys, buffer_bytes(self.machine.devices, rows))
+        if not groups:
+            return lambda: None
+        library.create_groups(mesh, sorted(groups))
+        text = "NCCL EP: %d groups, with %.2f GB of buffers per device, beside jax's memory"
+        _log.info(text, len(groups), sum(groups.values()) / 1e9)
+        return library.check_ranks
 
     def traffic(self, tokens: int, is_prefill: bool) -> Traffic:
         """Returns the bytes that a device sends to experts and back in all MoE layers of a step."""
@@ -136,6 +173,7 @@ class Communication:
 
     def _transport(self, tokens: int) -> Transport[Any]:
         rows = self._rows(tokens)
-        if self.kind is None:
+        too_many = self.kind is TransportKind.NCCL_EP and not takes(self.machine.devices, rows)
+        if self.kind is None or too_many:
             return choose(self.machine, self.replicas, rows, self.overlap)
         return build(self.kind, self.machine, self.replicas, rows, self.overlap)

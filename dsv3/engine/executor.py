@@ -60,6 +60,8 @@ class LocalExecutor:
         components = dataclasses.replace(components, params=params)
         layout, programs = lay_out(components, kinds)
         launch_in_order(layout.platform)
+        connect = components.functions.connect
+        self._check = None if connect is None else connect(layout.cfg.forward_programs)
         self._memory = components.memory
         self.devices = Devices(layout, params, programs)
         self._workers = {kind.name: kind.worker(self.devices) for kind in kinds if kind.applies(components)}
@@ -88,8 +90,11 @@ class LocalExecutor:
         return [self._workers[kind].launch(each) for kind, each in command.jobs]
 
     def fetch(self, command: StepCommand, launched: list[Any]) -> Results:
-        """Waits for the results of a step."""
-        return [_on_host(arrays) for arrays in launched]
+        """Waits for the results of a step. Raises if they cannot be used (`StepFunctions.connect`)."""
+        results = [_on_host(arrays) for arrays in launched]
+        if self._check is not None:
+            self._check()
+        return results
 
     def replicated_results(self, command: StepCommand, results: Results) -> list[np.ndarray]:
         """Returns the results that must be equal in every process."""

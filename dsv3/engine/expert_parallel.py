@@ -156,7 +156,7 @@ def expert_parallel_functions(
     placed = SpreadParams(partitions(declare(cfg), vocabulary.table), Placement(PartitionSpec(), PartitionSpec()))
     draft = _draft_functions(cfg, communication, shards, vocabulary, backend, dtype)
     experts = _experts(cfg, replicas, communication.machine)
-    which = communication.overlaps, vocabulary
+    which = communication.overlaps, vocabulary, functools.partial(communication.connect, mesh)
     return StepFunctions(prefill, decode, logits, placed, experts, traffic, draft, dtype, True, *which)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -99,6 +99,8 @@ class StepFunctions:
     `may_overflow`, the results have `overflows` `[]`, equal on all ranks: above 0 the step's results are invalid on all
     of them, and it must be repeated with fewer tokens per bucket. `overlaps(program)` returns how many NCCL
     communicators a program uses at once while it computes (0: it does not overlap); None: no program overlaps.
+    `connect(programs)`, in all processes and before a program runs, prepares what forward programs need of a library;
+    it returns a function that raises if their results cannot be used.
     """
 
     prefill: Callable[[Any, ModelConfig, PrefillBatch, Any], StepOutput]
@@ -112,6 +114,7 @@ class StepFunctions:
     may_overflow: bool = False
     overlaps: Callable[[ForwardProgram], int] | None = None
     vocabulary: Vocabulary = WHOLE
+    connect: Callable[[Sequence[ForwardProgram]], Callable[[], None]] | None = None
 
     def scores(self, params: Any, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
         """Returns the logits that follow from `hidden` `[..., D]`, as `Vocabulary.scores`: `[Xn, ..., W / Xn]`."""

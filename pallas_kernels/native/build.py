@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +51,7 @@ _SOURCES = tuple(
     for name in ("products", "attention", "prefill", "quantize", "routing", "rows")
 )
 _HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "attention.h", "e4m3.h"))
+_FILES = (*_HEADERS, *_SOURCES)
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-Wno-psabi")
 # Which of them selects this CPU depends on compiler and platform: clang for Arm may support only the second.
 _THIS_CPU = (("-march=native",), ("-mcpu=native",), ())
@@ -87,26 +88,46 @@ class _Compiler(NamedTuple):
         is_own = self.flags != _FLAGS
         return self.path if is_own else f"{self.path}, which has no flag for this CPU's own instructions"
 
-    @property
-    def key(self) -> str:
-        """A digest of the code's inputs: source, XLA's headers, the compiler, the CPU's instructions."""
-        total = hashlib.sha256(b"\0".join(path.read_bytes() for path in (*_HEADERS, *_SOURCES)))
+    def key(self, files: Iterable[Path]) -> str:
+        """Returns a digest of the code's inputs: source files, XLA's headers, the compiler, the CPU's instructions."""
+        total = hashlib.sha256(b"\0".join(path.read_bytes() for path in files))
         parts = (self.path, *self.flags, importlib.metadata.version("jaxlib"), self.macros)
         total.update("\0".join(parts).encode())
         return total.hexdigest()[:16]
 
 
-class _NoLibraryError(Exception):
-    """The kernels cannot be built, loaded or trusted here."""
+class NoLibraryError(Exception):
+    """C++ code cannot be built, loaded or trusted here; the text names the compilers and what they said."""
 
 
-_FAILURES = (_NoLibraryError, OSError, subprocess.SubprocessError)
+_FAILURES = (NoLibraryError, OSError, subprocess.SubprocessError)
 
 
 def library() -> Library:
     """Returns the kernels of this CPU; built, loaded and registered once per process. Thread-safe."""
     with _building:
         return _library()
+
+
+def build_library(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()) -> Path:
+    """Returns a shared library of other C++ sources, which may include XLA's headers and those in `headers`.
+
+    The first compiler that can builds it, unless it did before; processes that start at once may all build. Raises
+    `NoLibraryError`.
+    """
+    failures: list[str] = []
+    with _building:
+        for found in _compilers():
+            try:
+                compiler = _probed(found)
+                path = _directory() / f"{name}-{compiler.key((*headers, *sources))}.so"
+                if not _is_trusted(path):
+                    _build(compiler, path, sources, headers)
+            except _FAILURES as error:
+                failures.append(str(error))
+            else:
+                return path
+    raise NoLibraryError("; ".join(failures))
 
 
 @functools.cache
@@ -141,12 +162,12 @@ def _library() -> Library:
 def _compilers() -> list[str]:
     """Returns the paths of this machine's compilers, newer versions first among those with a version suffix."""
     if sys.platform == "win32":
-        raise _NoLibraryError("there are no C++ kernels for Windows")
+        raise NoLibraryError("there are no C++ kernels for Windows")
     versioned = sorted(set(_versioned()), reverse=True)
     names = (*COMPILERS, *(name for _, name in versioned))
     found = [path for name in names if (path := shutil.which(name)) is not None]
     if not found:
-        raise _NoLibraryError(f"no C++ compiler is on the path ({', '.join(COMPILERS)})")
+        raise NoLibraryError(f"no C++ compiler is on the path ({', '.join(COMPILERS)})")
     return found
 
 
@@ -164,7 +185,7 @@ def _probed(path: str) -> _Compiler:
         flags = (*_FLAGS, *own)
         try:
             macros = _run(path, *flags, "-dM", "-E", "-x", "c++", os.devnull, seconds=_PROBE_SECONDS)
-        except _NoLibraryError as error:
+        except NoLibraryError as error:
             failure = error
         else:
             return _Compiler(path, flags, macros)
@@ -173,7 +194,7 @@ def _probed(path: str) -> _Compiler:
 
 def _kept(directory: Path, compiler: _Compiler) -> Library | None:
     """Returns the library that this compiler built earlier; None if there is none, or it does not load."""
-    path = directory / f"kernels-{compiler.key}.so"
+    path = directory / f"kernels-{compiler.key(_FILES)}.so"
     if not _is_trusted(path):
         return None
     try:
@@ -185,24 +206,24 @@ def _kept(directory: Path, compiler: _Compiler) -> Library | None:
 
 def _built(directory: Path, compiler: _Compiler, failures: list[str]) -> Library:
     """Builds and loads the library; the reason names the compilers that failed."""
-    path = directory / f"kernels-{compiler.key}.so"
-    _build(compiler, path)
+    path = directory / f"kernels-{compiler.key(_FILES)}.so"
+    _build(compiler, path, _SOURCES)
     others = f" (before it {'; '.join(failures)})" if failures else ""
     return _loaded(path, compiler, f"built into {path} by {compiler}{others}")
 
 
 def _loaded(path: Path, compiler: _Compiler, reason: str) -> Library:
-    targets, multiplies_bfloat16 = _register(path, compiler.key)
+    targets, multiplies_bfloat16 = _register(path, compiler.key(_FILES))
     return Library(targets, reason, multiplies_bfloat16)
 
 
 def _directory() -> Path:
-    """Returns the directory of built kernels. Raises `_NoLibraryError` if another user could write to it."""
+    """Returns the directory of built kernels. Raises `NoLibraryError` if another user could write to it."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     path = Path(base) / "dsv3" / "native"
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not stat.S_ISDIR(path.lstat().st_mode) or not _is_private(path):
-        raise _NoLibraryError(f"{path} must be a directory that only its user may write; remove it, or chmod 700 it")
+        raise NoLibraryError(f"{path} must be a directory that only its user may write; remove it, or chmod 700 it")
     return path
 
 
@@ -215,22 +236,22 @@ def _is_trusted(path: Path) -> bool:
     return path.exists() and stat.S_ISREG(path.lstat().st_mode) and _is_private(path)
 
 
-def _build(compiler: _Compiler, path: Path) -> None:
+def _build(compiler: _Compiler, path: Path, sources: Sequence[Path], headers: Sequence[Path] = ()) -> None:
     """Compiles into a new directory next to `path`, then moves the library there, so no process loads a partial one.
 
     Sources are compiled in parallel, one process per core. File and directory are synced.
     """
     _remove_abandoned(path.parent)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=_BUILDS) as directory:
-        include = f"-isystem{jax.ffi.include_dir()}"
+        include = [f"-isystem{jax.ffi.include_dir()}", *(f"-I{folder}" for folder in {h.parent for h in headers})]
 
         def compiled(source: Path) -> str:
             made = f"{directory}/{source.stem}.o"
-            _run(compiler.path, *compiler.flags, include, "-c", str(source), "-o", made, seconds=_BUILD_SECONDS)
+            _run(compiler.path, *compiler.flags, *include, "-c", str(source), "-o", made, seconds=_BUILD_SECONDS)
             return made
 
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as compilers:
-            objects = list(compilers.map(compiled, _SOURCES))
+            objects = list(compilers.map(compiled, sources))
         part = f"{directory}/{path.name}"
         _run(compiler.path, *compiler.flags, "-shared", *objects, "-o", part, seconds=_BUILD_SECONDS)
         os.chmod(part, 0o700)
@@ -260,7 +281,7 @@ def _run(*command: str, seconds: float) -> str:
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         said = next((line for line in lines if "error" in line), " ".join(lines))
-        raise _NoLibraryError(f"{command[0]} failed: {said[:_ERROR_CHARACTERS]}")
+        raise NoLibraryError(f"{command[0]} failed: {said[:_ERROR_CHARACTERS]}")
     return done.stdout
 
 

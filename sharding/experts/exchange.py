@@ -4,7 +4,7 @@ Everything here runs inside `shard_map`, on one device, with static shapes. A *h
 each row goes once to every peer that holds at least one of its replicas, the peer computes its experts, and the results
 are summed. One hop over all axes is the flat all-to-all. A hop over nodes followed by one over the devices of a node is
 DeepEP's node-limited dispatch: a row crosses to a node once, is fanned out inside it, and is reduced there on the way
-back.
+back. One hop may be made by a library instead of collectives (`sharding.experts.library_hop`).
 
 Buffers have `capacity` rows per pair of peers, near the expected load. At EP144 with 128 tokens per device the expected
 load is 7 rows and the worst case 128, so worst-case buffers would carry 17 times the payload. The experts behind the
@@ -17,12 +17,13 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from sharding.experts.capacity import MIN_CAPACITY, expected_capacity, pair_capacity
-from sharding.experts.hop import Hop, Queued, enqueue, receive, receive_back, send, send_back
+from sharding.experts.hop import Hop, Queued, Received
+from sharding.experts.library_hop import LibraryHop
 from sharding.experts.rows import Experts, TokenRows
 from sharding.experts.traffic import LayerRows, Traffic
 from sharding.experts.transport_kind import TransportKind
@@ -35,11 +36,12 @@ class PeerSums(NamedTuple):
 
     sums: jax.Array  # [J * C, D]
     overflows: tuple[jax.Array, ...]  # `Queued.overflows` of each later hop, and of the experts if they can overflow
+    origins: Any = None  # `Received.origins` of the rows
 
     @classmethod
-    def from_experts(cls, sums: jax.Array, overflow: jax.Array | None) -> "PeerSums":
+    def from_experts(cls, sums: jax.Array, overflow: jax.Array | None, origins: Any = None) -> "PeerSums":
         """Returns the results of the experts behind the last hop."""
-        return cls(sums, () if overflow is None else (overflow,))
+        return cls(sums, () if overflow is None else (overflow,), origins)
 
 
 class CombineHandle(NamedTuple):
@@ -88,8 +90,16 @@ class Exchange:
         pairs = pair_capacity(T * machine.nodes, machine.gpus, K, replicas, inner, least=max(MIN_CAPACITY, devices))
         return cls(machine, replicas, tuple(Hop(*size, overlap, rows.int8_sums) for size in sizes), pairs)
 
+    @classmethod
+    def from_library(cls, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap) -> "Exchange":
+        """Returns one hop over all devices by NCCL EP. Raises ValueError if `rows` are too many for its buffers."""
+        like = cls.from_layer(machine, replicas, rows, overlap)
+        return cls(machine, replicas, (LibraryHop.from_layer(machine, replicas, rows, overlap),), like.pairs)
+
     @property
     def kind(self) -> TransportKind:
+        if isinstance(self.hops[0], LibraryHop):
+            return TransportKind.NCCL_EP
         return TransportKind.ALL_TO_ALL if len(self.hops) == 1 else TransportKind.HIERARCHICAL
 
     @property
@@ -111,7 +121,7 @@ class Exchange:
         columns = [K, *(min(K, hop.replicas_per_peer) for hop in self.hops)]  # of ids, before each hop
         sizes = [rows.row_bytes(each, by_hop=True) for each in columns]
         parts = [
-            Traffic.from_peers(hop.peers - 1, self._outside(hop), hop.capacity * size)
+            Traffic.from_peers(hop.peers - 1, self._outside(hop), hop.rows_per_peer(rows.tokens, K) * size)
             for hop, size in zip(self.hops, sizes, strict=False)
         ]
         return functools.reduce(operator.add, parts)
@@ -124,32 +134,34 @@ class Exchange:
 
 def start_exchange(rows: TokenRows, hops: Sequence[Hop], experts: Experts) -> CombineHandle:
     """Runs the first half of a layer: dispatch, experts, and the start of the combine."""
-    queued = enqueue(rows, hops[0])
-    return start_return(compute(receive(send(queued, hops[0]), hops[0]), hops, experts), queued, hops[0])
+    queued = hops[0].enqueue(rows)
+    return start_return(compute(hops[0].receive(hops[0].send(queued)), hops, experts), queued, hops[0])
 
 
 def start_return(computed: PeerSums, queued: Queued, hop: Hop) -> CombineHandle:
     """Starts the combine of `hop`."""
-    return CombineHandle(send_back(computed.sums, hop), queued, (queued.overflows, *computed.overflows))
+    transfer = hop.send_back(computed.sums, computed.origins)
+    return CombineHandle(transfer, queued, (queued.overflows, *computed.overflows))
 
 
 def finish_exchange(handle: CombineHandle, hop: Hop) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Finishes the combine of `hop`: returns the sums [T, D], and the overflows of this hop and of all behind it."""
-    return receive_back(handle.transfer, handle.queued, hop), handle.overflows
+    return hop.receive_back(handle.transfer, handle.queued), handle.overflows
 
 
-def compute(arrived: TokenRows, hops: Sequence[Hop], experts: Experts) -> PeerSums:
+def compute(arrived: Received, hops: Sequence[Hop], experts: Experts) -> PeerSums:
     """Computes the partial sums of the rows of the first hop, through the later hops if there are any.
 
-    This is one jitted unit (see `hop.enqueue`).
+    This is one jitted unit (see `sharding.experts.hop`).
     """
 
-    def unit(arrived: TokenRows) -> PeerSums:
+    def unit(rows: TokenRows) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         if len(hops) == 1:
-            return PeerSums.from_experts(*experts(arrived))
-        return PeerSums(*finish_exchange(start_exchange(arrived, hops[1:], experts), hops[1]))
+            return PeerSums.from_experts(*experts(rows))[:2]
+        return finish_exchange(start_exchange(rows, hops[1:], experts), hops[1])
 
-    return jax.jit(unit)(arrived)
+    sums, overflows = jax.jit(unit)(arrived.rows)
+    return PeerSums(sums, overflows, arrived.origins)
 
 
 @jax.jit

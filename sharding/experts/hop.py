@@ -1,7 +1,8 @@
 """One hop of an exchange: queues of rows per peer, dispatch and combine, each in two halves.
 
 `send` starts a dispatch and `receive` finishes it; `send_back` starts a combine and `receive_back` finishes it. Other
-work may run between the two halves, as with DeepEP's hook. Everything runs inside `shard_map`, on one device.
+work may run between the two halves, as with DeepEP's hook. Everything runs inside `shard_map`, on one device. `Hop`
+does it by XLA's collectives, `sharding.experts.library_hop` by a library.
 
 A row is sent as one line of words, all its parts together, so a dispatch is one message per peer. A queue that is
 longer than a peer's part of the buffer loses its last rows; `Queued.overflows` reports it, and the engine retries the
@@ -12,7 +13,7 @@ Shapes: T token rows of this device, K replicas per row, J peers, C rows per pai
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,37 @@ from sharding.wire.sums import pack, unpack
 from sharding.wire.words import from_words, shapes_of, width_of
 
 
+class Queued(NamedTuple):
+    """Rows before a hop: row t has queue position `position[t, k]` in the queue for `peer[t, k]`.
+
+    A hop by a library has neither: the library queues.
+    """
+
+    rows: TokenRows
+    peer: jax.Array | None  # [T, K] int32, `peers` where nothing is sent: no replica, or an earlier k has this peer
+    position: jax.Array | None  # [T, K] int32
+    overflows: jax.Array  # [] int32, 1 if rows are lost, as those of a queue beyond the hop's capacity, else 0
+
+
+class DispatchHandle(NamedTuple):
+    """A started dispatch: rows as words, their shapes and dtypes, and the queues."""
+
+    transfer: Transfer
+    shapes: TokenRows
+    queued: Queued
+
+
+class Received(NamedTuple):
+    """Rows of a finished dispatch, `[J * C, ...]`, with local ids of this peer's replicas.
+
+    `origins` is what the hop must know of each row's sender to return its sum: a tree of arrays, None for collectives.
+    """
+
+    rows: TokenRows
+    origins: Any
+
+
+# Each jitted function here is one unit: program order is enforced between units, and XLA is free inside them.
 @dataclasses.dataclass(frozen=True)
 class Hop:
     """One hop: `peers` devices along `axes`, each of which holds or leads to `replicas_per_peer` replicas.
@@ -37,30 +69,57 @@ class Hop:
     overlap: Overlap = Overlap.NONE
     int8_sums: bool = False
 
+    def of_micro_batch(self, number: int) -> "Hop":
+        """Returns the hop of one of the micro-batches that are in flight at once."""
+        return self
 
-class Queued(NamedTuple):
-    """Rows before a hop: row t has queue position `position[t, k]` in the queue for `peer[t, k]`."""
+    def rows_per_peer(self, tokens: int, experts_per_token: int) -> float:
+        """Returns the rows that are sent to each peer, padding included."""
+        return self.capacity
 
-    rows: TokenRows
-    peer: jax.Array  # [T, K] int32, `peers` where nothing is sent (no replica, or an earlier k has the same peer)
-    position: jax.Array  # [T, K] int32
-    overflows: jax.Array  # [] int32, 1 where a queue is longer than the hop's capacity, else 0
+    def no_origins(self, queued: Queued) -> Any:
+        """Returns `Received.origins` of a dispatch of `queued` if all of its rows select nothing."""
+        return None
 
+    @functools.partial(jax.jit, static_argnames="self")
+    def enqueue(self, rows: TokenRows) -> Queued:
+        """Queues each row once for each peer that it needs, in row order."""
+        peer, position, length = queue(rows.ids, self)
+        return Queued(rows, peer, position, (length.max() > self.capacity).astype(jnp.int32))
 
-class DispatchHandle(NamedTuple):
-    """A started dispatch: rows as words, their shapes and dtypes, and the queues."""
+    @jax.named_scope("dispatch")
+    def send(self, queued: Queued) -> DispatchHandle:
+        """Starts sending the first C rows of each queue: `[J * C, U]`, those for peer j from `j * C` on."""
+        transfer = start_all_to_all(_fill(queued, self), self.axes, self.overlap)
+        return DispatchHandle(transfer, shapes_sent(queued), queued)
 
-    transfer: Transfer
-    shapes: TokenRows
-    queued: Queued
+    @jax.named_scope("dispatch")
+    def receive(self, sent: DispatchHandle) -> Received:
+        """Finishes `send`; payloads stay `Lines`."""
+        payload, *rest = sent.shapes
 
+        def unpack(words: jax.Array) -> TokenRows:
+            ids, weights = from_words(words[:, width_of(payload) :], rest)
+            rows = TokenRows(Lines.from_words(words, payload), ids, weights)
+            return localize(rows, self.axes, self.replicas_per_peer)
 
-# Each jitted function here is one unit: program order is enforced between units, and XLA is free inside them.
-@functools.partial(jax.jit, static_argnames="hop")
-def enqueue(rows: TokenRows, hop: Hop) -> Queued:
-    """Queues each row once for each peer of the hop that it needs, in row order."""
-    peer, position, length = queue(rows.ids, hop)
-    return Queued(rows, peer, position, (length.max() > hop.capacity).astype(jnp.int32))
+        return Received(jax.jit(unpack)(sent.transfer.finish()), None)
+
+    @jax.named_scope("combine")
+    def send_back(self, sums: jax.Array, origins: Any) -> Transfer:
+        """Starts returning the partial sum of each received row, `[J * C, D]`, to the peer that the row came from."""
+        if not self.int8_sums:
+            return start_all_to_all(sums, self.axes, self.overlap)
+        started = start_all_to_all(pack(sums), self.axes, self.overlap)
+        return dataclasses.replace(started, like=shapes_of(sums))
+
+    @jax.named_scope("combine")
+    def receive_back(self, transfer: Transfer, queued: Queued) -> jax.Array:
+        """Finishes `send_back` and sums the partial sums of each row: `[T, D]`.
+
+        Sums in the order of k, in float32; the result has the dtype of the partial sums.
+        """
+        return _sum(transfer.finish(), queued, self, transfer.like)
 
 
 def queue(ids: jax.Array, hop: Hop) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -75,43 +134,10 @@ def queue(ids: jax.Array, hop: Hop) -> tuple[jax.Array, jax.Array, jax.Array]:
     return peer, position, length[-1]
 
 
-@jax.named_scope("dispatch")
-def send(queued: Queued, hop: Hop) -> DispatchHandle:
-    """Starts sending the first C rows of each queue: `[J * C, U]`, those for peer j from `j * C` on."""
+def shapes_sent(queued: Queued) -> TokenRows:
+    """Returns shapes and dtypes of the rows, those of their payload unpacked."""
     payload, *rest = queued.rows
-    shapes = TokenRows(payload.like if isinstance(payload, Lines) else shapes_of(payload), *shapes_of(rest))
-    return DispatchHandle(start_all_to_all(_fill(queued, hop), hop.axes, hop.overlap), shapes, queued)
-
-
-@jax.named_scope("dispatch")
-def receive(sent: DispatchHandle, hop: Hop) -> TokenRows:
-    """Finishes `send`: rows `[J * C, ...]` with local ids of this peer's replicas; payloads stay `Lines`."""
-    payload, *rest = sent.shapes
-
-    def unpack(words: jax.Array) -> TokenRows:
-        ids, weights = from_words(words[:, width_of(payload) :], rest)
-        rows = TokenRows(Lines.from_words(words, payload), ids, weights)
-        return localize(rows, hop.axes, hop.replicas_per_peer)
-
-    return jax.jit(unpack)(sent.transfer.finish())
-
-
-@jax.named_scope("combine")
-def send_back(sums: jax.Array, hop: Hop) -> Transfer:
-    """Starts returning the partial sum of each row, `[J * C, D]`, to the peer that the row came from."""
-    if not hop.int8_sums:
-        return start_all_to_all(sums, hop.axes, hop.overlap)
-    started = start_all_to_all(pack(sums), hop.axes, hop.overlap)
-    return dataclasses.replace(started, like=shapes_of(sums))
-
-
-@jax.named_scope("combine")
-def receive_back(transfer: Transfer, queued: Queued, hop: Hop) -> jax.Array:
-    """Finishes `send_back` and sums the partial sums of each row: `[T, D]`.
-
-    Sums in the order of k, in float32; the result has the dtype of the partial sums.
-    """
-    return _sum(transfer.finish(), queued, hop, transfer.like)
+    return TokenRows(payload.like if isinstance(payload, Lines) else shapes_of(payload), *shapes_of(rest))
 
 
 @functools.partial(jax.jit, static_argnames="hop")
@@ -128,5 +154,6 @@ def _sum(returned: jax.Array, queued: Queued, hop: Hop, like: jax.ShapeDtypeStru
 
 def _place(queued: Queued, hop: Hop) -> jax.Array:
     """Returns the line of each (row, k) in the buffer, [T, K]; out of range where it is not sent."""
+    assert queued.peer is not None and queued.position is not None
     sent = (queued.peer < hop.peers) & (queued.position < hop.capacity)
     return jnp.where(sent, queued.peer * hop.capacity + queued.position, hop.peers * hop.capacity)

@@ -1,7 +1,7 @@
 """The transport interface (dispatch and combine), and the selection of a transport.
 
-Each transport is a frozen, hashable dataclass in its own file: `ring`, `exchange` (all_to_all and hierarchical),
-`ragged`. Jitted steps close over it. `choose` uses the cost model of `sharding.experts.traffic`.
+Each transport is a frozen, hashable dataclass in its own file: `ring`, `exchange` (all_to_all, hierarchical and
+nccl_ep), `ragged`. Jitted steps close over it. `choose` uses the cost model of `sharding.experts.traffic`.
 """
 
 from collections.abc import Callable, Mapping
@@ -73,6 +73,7 @@ _BUILDERS: Mapping[TransportKind, Callable[[Machine, int, LayerRows, Overlap], T
     TransportKind.ALL_TO_ALL: Exchange.from_layer,
     TransportKind.HIERARCHICAL: Exchange.from_layer_by_node,
     TransportKind.RAGGED: Ragged.from_layer,
+    TransportKind.NCCL_EP: Exchange.from_library,
 }
 
 
@@ -82,7 +83,7 @@ def build(
     """Returns a transport of `kind` for `replicas` expert replicas on all devices together, with buffers for `rows`.
 
     Raises ValueError if the devices do not divide the replicas, for `HIERARCHICAL` on one node, and if the buffers of
-    `RAGGED` would be too large.
+    `RAGGED` or `NCCL_EP` would be too large.
     """
     if replicas % machine.devices:
         raise ValueError(
@@ -95,7 +96,7 @@ def build(
 def choose(
     machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap = Overlap.NONE, network: Network | None = None
 ) -> Transport[Any]:
-    """Returns the cheapest transport for `rows` by the cost model; never `RAGGED`, which it does not cover."""
+    """Returns the cheapest transport for `rows` by the cost model; never `RAGGED` or `NCCL_EP`, which it lacks."""
     kinds = [TransportKind.RING, TransportKind.ALL_TO_ALL, *([TransportKind.HIERARCHICAL] if machine.nodes > 1 else [])]
     candidates = [build(kind, machine, replicas, rows, overlap) for kind in kinds]
     return min(candidates, key=lambda t: t.traffic(rows).seconds(network or Network()))

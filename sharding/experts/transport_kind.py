@@ -14,6 +14,8 @@ class TransportKind(enum.Enum):
     """Two hops: to nodes, then inside a node (`sharding.experts.exchange`)."""
     RAGGED = "ragged"
     """One hop with exact sizes, on request only (`sharding.experts.ragged`)."""
+    NCCL_EP = "nccl_ep"
+    """One hop by NVIDIA's library, on request only (`sharding.experts.library_hop`)."""
 
     @classmethod
     def from_name(cls, name: str) -> "TransportKind | None":

@@ -1,4 +1,7 @@
-"""Every transport on CPU meshes gives the result of a single device, or reports overflow."""
+"""Every transport on CPU meshes gives the result of a single device, or reports overflow.
+
+"library" is NCCL EP with a stand-in for NVIDIA's library, in halves: a call that sends, and one that receives.
+"""
 
 import functools
 
@@ -11,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from sharding.experts.capacity import expected_capacity, headroom, pair_capacity
 from sharding.experts.exchange import Exchange
 from sharding.experts.hop import Hop
+from sharding.experts.library_hop import LibraryHop
 from sharding.experts.ring import Ring
 from sharding.experts.rows import Lines, TokenRows, fill_lines, unpacked
 from sharding.experts.traffic import LayerRows
@@ -18,6 +22,7 @@ from sharding.experts.transport import Transport
 from sharding.mesh import Machine
 from sharding.wire.collectives import Overlap
 from sharding.wire.words import shapes_of, to_words
+from tests.sharding import nccl_ep
 
 T, K, D, EXPERTS = 24, 4, 16, 16
 PAIRS = 150
@@ -44,6 +49,8 @@ def local_experts(w: jax.Array, rows: TokenRows) -> tuple[jax.Array, jax.Array]:
 def transport(kind: str, nodes: int, gpus: int, capacity: int) -> Transport:
     """Returns a transport by name; "packed" is "nodes" with sums as int8."""
     machine, each = Machine(nodes, gpus), EXPERTS // (nodes * gpus)
+    if kind == "library":
+        return Exchange(machine, each, (LibraryHop(AXES, nodes * gpus, each, T, Overlap.HOOKS, row_bytes=4096),))
     if kind == "ring":
         return Ring(machine, each)
     if kind == "flat":
@@ -61,12 +68,22 @@ def both_halves(transport: Transport, rows: TokenRows, experts) -> tuple[jax.Arr
 
 
 @functools.cache
-def program(kind: str, nodes: int, gpus: int, capacity: int):
+def program(kind: str, nodes: int, gpus: int, capacity: int, fp8: bool = False):
+    """The jitted step of all ranks; with `fp8` rows are dispatched in e4m3, and sums are bfloat16."""
     mesh = Mesh(np.array(jax.devices()[: nodes * gpus]).reshape(nodes, gpus), AXES)
+    if kind == "library":
+        nccl_ep.create_groups(mesh, [transport(kind, nodes, gpus, capacity).hops[0].key(K)])
 
     def step(x, ids, weights, w):
-        rows = TokenRows({"x": x / 2, "scale": jnp.full((T, 1), 2.0)}, ids, weights)
-        return both_halves(transport(kind, nodes, gpus, capacity), rows, functools.partial(local_experts, w))
+        x = (x / 2).astype(jnp.float8_e4m3fn if fp8 else x.dtype)
+
+        def experts(rows: TokenRows) -> tuple[jax.Array, jax.Array]:
+            rows = unpacked(rows)
+            y, overflow = local_experts(w, rows._replace(payload=jax.tree.map(jnp.float32, rows.payload)))
+            return y.astype(jnp.bfloat16 if fp8 else y.dtype), overflow
+
+        rows = TokenRows({"x": x, "scale": jnp.full((T, 1), 2.0)}, ids, weights)
+        return both_halves(transport(kind, nodes, gpus, capacity), rows, experts)
 
     return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(ALL,) * 4, out_specs=(ALL, ALL), check_vma=False))
 
@@ -85,8 +102,10 @@ def route(kind: str, tokens: int, rng: np.random.Generator) -> np.ndarray:
 
 
 @pytest.mark.parametrize("routing", ["random", "some unset", "one expert for all", "one busy rank", "none"])
-@pytest.mark.parametrize("capacity", [T, 8])
-@pytest.mark.parametrize(("kind", "nodes", "gpus"), [("ring", 2, 4), ("flat", 2, 4), ("nodes", 2, 4)])
+@pytest.mark.parametrize(
+    ("kind", "nodes", "gpus", "capacity"),
+    [("ring", 2, 4, T), ("library", 2, 4, T), *((kind, 2, 4, size) for kind in ("flat", "nodes") for size in (T, 8))],
+)
 def test_equals_a_single_device_or_reports_overflow(
     kind: str, nodes: int, gpus: int, capacity: int, routing: str
 ) -> None:
@@ -97,7 +116,7 @@ def test_equals_a_single_device_or_reports_overflow(
     ids, weights = route(routing, tokens, rng).astype(np.int32), rng.random((tokens, K)).astype(np.float32)
     y, overflows = map(np.asarray, program(kind, nodes, gpus, capacity)(x, ids, weights, w))
     if kind != "ring":
-        lost = longest_queues(ids, nodes * gpus if kind == "flat" else nodes) > capacity
+        lost = longest_queues(ids, nodes if kind == "nodes" else nodes * gpus) > capacity
         assert (overflows[lost] > 0).all()
         assert lost.any() == (capacity < T and routing != "none")
         full = np.bincount(ids[ids >= 0] * nodes * gpus // EXPERTS, minlength=nodes * gpus) > PAIRS
@@ -106,6 +125,34 @@ def test_equals_a_single_device_or_reports_overflow(
             np.testing.assert_array_equal(overflows, full)
     if not overflows.any():
         np.testing.assert_allclose(y, dense(x, ids, weights, w), rtol=2e-5, atol=2e-5)
+        if kind == "library":
+            np.testing.assert_array_equal(y, program("flat", nodes, gpus, T)(x, ids, weights, w)[0])
+
+
+def test_the_library_equals_the_ring_bit_for_bit() -> None:
+    """Numbers of few bits, whose sums are exact: a ring adds in another order. Then experts that have moved."""
+    rng = np.random.default_rng(0)
+    ids = route("some unset", T * 8, rng).astype(np.int32)
+    shapes = (T * 8, D), (EXPERTS, D, D), (T * 8, K)
+    x, w, weights = (rng.integers(-8, 8, shape).astype(np.float32) for shape in shapes)
+    ring, library = (program(kind, 2, 4, T)(x, ids, weights, w) for kind in ("ring", "library"))
+    np.testing.assert_array_equal(library[0], ring[0])
+    order = rng.permutation(EXPERTS)
+    moved = np.where(ids < 0, -1, np.argsort(order)[ids]).astype(np.int32)
+    np.testing.assert_array_equal(program("library", 2, 4, T)(x, moved, weights, w[order])[0], ring[0])
+    foreign = np.where(ids == 3, EXPERTS, ids)  # an expert that no device owns
+    _, overflows = program("library", 2, 4, T)(x, foreign, weights, w)
+    np.testing.assert_array_equal(overflows, (ids == 3).reshape(8, -1).any(axis=1))
+
+
+def test_the_library_carries_fp8_with_scales_and_returns_bfloat16() -> None:
+    rng = np.random.default_rng(0)
+    ids, weights = route("random", T * 8, rng).astype(np.int32), rng.random((T * 8, K)).astype(np.float32)
+    x, w = rng.normal(size=(T * 8, D)).astype(np.float32), rng.normal(size=(EXPERTS, D, D)).astype(np.float32)
+    flat, library = (np.asarray(program(kind, 2, 4, T, True)(x, ids, weights, w)[0]) for kind in ("flat", "library"))
+    assert library.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(library.view(np.uint16), flat.view(np.uint16))
+    np.testing.assert_allclose(library.astype(np.float32), dense(x, ids, weights, w), rtol=0.2, atol=2)
 
 
 def longest_queues(ids: np.ndarray, peers: int) -> np.ndarray:

@@ -175,7 +175,7 @@ def _nothing(batch: MicroBatch, x: Residual) -> tuple[Routed, PeerSums]:
     hop = batch.hops[0]
     sums = jnp.zeros((hop.peers * hop.capacity, routed.normed.shape[1]), routed.normed.dtype)
     behind = len(batch.hops) - 1 + (batch.parallel.transport.pairs is not None)
-    return routed, PeerSums(sums, (jnp.zeros((), jnp.int32),) * behind)
+    return routed, PeerSums(sums, (jnp.zeros((), jnp.int32),) * behind, hop.no_origins(routed.queued))
 
 
 def _sum(a: RouterStats, b: RouterStats) -> RouterStats:

@@ -24,7 +24,7 @@ from dsv3.model.layers.experts import ExpertActivations, ExpertLayer, RouterStat
 from dsv3.model.layers.hyper_connections import Block, Residual
 from dsv3.model.layers.router import Routing
 from sharding.experts.exchange import CombineHandle, PeerSums, start_return, total
-from sharding.experts.hop import DispatchHandle, Hop, Queued, enqueue, receive, receive_back, send, send_back
+from sharding.experts.hop import DispatchHandle, Hop, Queued
 from sharding.experts.rows import TokenRows
 from sharding.wire.collectives import Transfer
 
@@ -38,10 +38,14 @@ class Routed(NamedTuple):
 
 
 class Halfway(NamedTuple):
-    """A micro-batch between the two products of its experts; `queued` are its rows before their last hop."""
+    """A micro-batch between the two products of its experts.
+
+    `queued` are its rows before their last hop, `origins` those of the rows that this hop has brought.
+    """
 
     activations: ExpertActivations
     queued: Queued
+    origins: Any
 
 
 class Combining(NamedTuple):
@@ -98,7 +102,7 @@ class MicroBatch:
 
     @property
     def hops(self) -> tuple[Hop, ...]:
-        return self.parallel.transport.hops
+        return tuple(hop.of_micro_batch(self.number) for hop in self.parallel.transport.hops)
 
     def experts(self, place: LayerPlace) -> ExpertLayer:
         return self.stack.experts(place, self.context.numerics)
@@ -114,24 +118,25 @@ class MicroBatch:
         """Runs norm and router, and queues the rows to send."""
         normed, routing = self.choose(place, x)
         rows = self.parallel.address(normed, routing, self.experts(place))
-        return Routed(normed, routing.ids, enqueue(rows, self.hops[0]))
+        return Routed(normed, routing.ids, self.hops[0].enqueue(rows))
 
     @named
     def dispatch(self, routed: Routed) -> DispatchHandle:
         """Starts the first hop."""
-        return send(routed.queued, self.hops[0])
+        return self.hops[0].send(routed.queued)
 
     @named
     def forward(self, sent: DispatchHandle) -> DispatchHandle:
         """Finishes the first hop and starts the second, if there is one."""
         if len(self.hops) == 1:
             return sent
-        return send(enqueue(receive(sent, self.hops[0]), self.hops[1]), self.hops[1])
+        return self.hops[1].send(self.hops[1].enqueue(self.hops[0].receive(sent).rows))
 
     @named
     def gate_up(self, place: LayerPlace, sent: DispatchHandle) -> Halfway:
         """Finishes the last hop, and computes the first product of the experts."""
-        return Halfway(self._gate_up(place, receive(sent, self.hops[-1])), sent.queued)
+        rows, origins = self.hops[-1].receive(sent)
+        return Halfway(self._gate_up(place, rows), sent.queued, origins)
 
     @unit
     def _gate_up(self, place: LayerPlace, rows: TokenRows) -> ExpertActivations:
@@ -141,9 +146,8 @@ class MicroBatch:
     @named
     def down(self, place: LayerPlace, halfway: Halfway) -> tuple[PeerSums, Queued]:
         """Computes the second product: the sums of the rows of the last hop, and their queues."""
-        return PeerSums.from_experts(
-            self._down(place, halfway.activations), halfway.activations.overflow
-        ), halfway.queued
+        sums, overflow = self._down(place, halfway.activations), halfway.activations.overflow
+        return PeerSums.from_experts(sums, overflow, halfway.origins), halfway.queued
 
     @unit
     def _down(self, place: LayerPlace, activations: ExpertActivations) -> jax.Array:
@@ -159,19 +163,19 @@ class MicroBatch:
         """Returns the partial sums of the rows of the first hop."""
         if isinstance(reducing, PeerSums):
             return reducing
-        return PeerSums(receive_back(reducing.transfer, reducing.queued, self.hops[1]), reducing.overflows)
+        return PeerSums(self.hops[1].receive_back(reducing.transfer, reducing.queued), reducing.overflows)
 
     @named
     def start_combine(self, computed: PeerSums) -> Combining:
         """Starts the combine of the first hop."""
-        return Combining(send_back(computed.sums, self.hops[0]), computed.overflows)
+        return Combining(self.hops[0].send_back(computed.sums, computed.origins), computed.overflows)
 
     @named
     def finish_combine(
         self, place: LayerPlace, x: Block, routed: Routed, combining: Combining, shared: jax.Array | None
     ) -> tuple[Residual, RouterStats]:
         """Returns `x` after the MoE layer: the combined sums, and the shared expert."""
-        y = receive_back(combining.transfer, routed.queued, self.hops[0])
+        y = self.hops[0].receive_back(combining.transfer, routed.queued)
         overflows = (routed.queued.overflows, *combining.overflows)
         return self._finish_combine(place, x, y, routed.ids, overflows, shared)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
-from dsv3.config.engine import EngineConfig
+from dsv3.config.engine import EngineConfig, ForwardProgram
 from dsv3.engine.communication import Communication
 from dsv3.engine.device.layout import Reserve, reserve
 from dsv3.engine.device.programs import Programs
@@ -47,6 +47,15 @@ def test_where_nothing_can_overlap_steps_are_plain() -> None:
     assert dataclasses.replace(GPUS, overlap=Overlap.NONE).schedule(4096, True) is PLAIN
     ring = dataclasses.replace(GPUS, kind=TransportKind.RING)
     assert ring.schedule(4096, True) is HOOKED, "a ring has no hops to put under another micro-batch"
+
+
+def test_steps_too_large_for_the_library_take_what_auto_selects() -> None:
+    library = dataclasses.replace(GPUS, kind=TransportKind.NCCL_EP)
+    assert library.transport(128, False).kind is TransportKind.NCCL_EP
+    assert library.schedule(128, False) is OVERLAPPED
+    assert library.transport(16384, True) == GPUS.transport(16384, True)
+    overlapped = [library.overlaps(ForwardProgram(*each)) for each in (("decode", 128, 128), ("prefill", 4096, 4096))]
+    assert overlapped == [0, 2], "its kernels run between ours, and need no multiprocessors beside them"
 
 
 def test_one_collective_at_a_time_where_overlap_is_not_wanted() -> None:

@@ -16,9 +16,11 @@ from dsv3.engine.expert_parallel import expert_parallel_functions, spread_expert
 from dsv3.llm import LLM
 from sharding.experts import exchange
 from sharding.mesh import rank_mesh
+from sharding.nccl_ep import library
 from tests.dsv3.engine.driving import request, run
 from tests.dsv3.engine.fewer import one_bucket
 from tests.dsv3.model.golden import DIRECTORY, model
+from tests.sharding import nccl_ep
 
 LIMITS = dict(max_model_len=128, num_pages=16, max_num_batched_tokens=64)
 
@@ -48,6 +50,26 @@ def test_greedy_text_is_transformers_token_for_token(monkeypatch: pytest.MonkeyP
     assert all(engine.planners[phase]._capacity.factor > 1 for phase in ("decode", "prefill"))
 
 
+def test_rows_travel_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks by NCCL EP's stand-in; the engine creates the groups of its programs."""
+    nccl_ep.use_stand_in(monkeypatch)
+    golden = json.loads((DIRECTORY / "greedy" / "greedy.json").read_text())
+    params, cfg = jax.device_get(model("greedy")[0]), model("greedy")[1]
+    used = jax.devices()[:2]
+    mesh = rank_mesh(used)
+    functions = expert_parallel_functions(cfg, mesh, 0, transport="nccl_ep")
+    options = EngineConfig(**LIMITS, num_ranks=2, max_num_seqs=2)
+    before = nccl_ep.number("stand_in_calls").value
+    with one_bucket():
+        engine = Engine(
+            EngineComponents.on_devices(functions, spread_experts(params, cfg, mesh, 0), cfg, options, used)
+        )
+    prompts, length = golden["prompts"][:3], 4
+    gathered = run(engine, *(request(str(i), p, max_tokens=length, ignore_eos=True) for i, p in enumerate(prompts)))
+    assert [gathered[str(i)].tokens for i in range(3)] == [g[:length] for g in golden["greedy"][:3]]
+    assert nccl_ep.number("stand_in_calls").value > before
+
+
 def test_ranks_must_divide_the_slots() -> None:
     params, cfg = model("greedy")
     with pytest.raises(ValueError, match="do not divide over 8 devices: add redundant experts"):
@@ -64,6 +86,7 @@ def test_ranks_must_divide_the_slots() -> None:
         (dict(reserved_multiprocessors=-1, enable_expert_parallel=True), "-1 is not at least 0"),
         (dict(expert_transport="nvshmem"), "'nvshmem' is not one of auto, ring, all_to_all, hierarchical, ragged"),
         (dict(enable_expert_parallel=True, expert_transport="ragged"), "not support on cpu: use expert_transport=auto"),
+        (dict(enable_expert_parallel=True, expert_transport="nccl_ep"), "needs NVIDIA GPUs, not cpu: use"),
         (dict(enable_expert_parallel=True, expert_transport="hierarchical"), "needs 2 or more nodes"),
         (dict(expert_combine="int8"), "expert_combine: 'int8' needs enable_expert_parallel"),
         (dict(expert_overlap=False), "expert_overlap: False needs enable_expert_parallel"),
@@ -82,6 +105,17 @@ def test_a_layout_that_cannot_be_is_refused_before_weights_are_read(
     shutil.copy(bundled_model() / "config.json", tmp_path)  # there are no weights to be read
     with pytest.raises(ValueError, match=message):
         build_engine(tmp_path, EngineOptions(**options), progress=False)
+
+
+def test_a_missing_library_is_named_before_weights_are_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setattr(library, "PLATFORMS", ("cpu",))
+    monkeypatch.setattr(library, "_DISTRIBUTION", "no-such-package")
+    shutil.copy(bundled_model() / "config.json", tmp_path)
+    options = EngineOptions(enable_expert_parallel=True, expert_transport="nccl_ep")
+    with pytest.raises(ValueError, match=r"needs the package no-such-package: install dsv3\[nccl_ep\]"):
+        build_engine(tmp_path, options, progress=False)
 
 
 def test_the_devices_of_a_rank_must_be_in_one_node() -> None:

@@ -28,6 +28,8 @@ from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import build
 from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import RANK_SPEC, Machine, partitions, rank_mesh
+from sharding.wire.collectives import Overlap
+from tests.sharding import nccl_ep
 
 CFG = ModelConfig(
     vocab_size=64,
@@ -134,6 +136,11 @@ def spread_step(
     placement = placement_of(expert_map, REDUNDANT + 1)
     rows = LayerRows.from_widths(4 * T, CFG.num_experts_per_tok, CFG.hidden_size, fp8_dispatch=False)
     transport = build(kind, Machine.from_mesh(mesh), CFG.n_routed_experts + REDUNDANT, rows)
+    if kind is TransportKind.NCCL_EP:
+        hop = dataclasses.replace(transport.hops[0], overlap=Overlap.HOOKS)  # in halves, between which layers compute
+        transport = dataclasses.replace(transport, hops=(hop,))
+        keys = [hop.of_micro_batch(number).key(CFG.num_experts_per_tok) for number in range(2)]
+        nccl_ep.create_groups(mesh, keys)
     if kind is TransportKind.HIERARCHICAL:
         transport = dataclasses.replace(transport, pairs=PAIRS)
 
@@ -159,7 +166,11 @@ def spread_step(
 
 @pytest.mark.parametrize(
     ("nodes", "gpus", "kind", "schedule"),
-    [(1, 2, TransportKind.RING, HOOKED), (2, 4, TransportKind.HIERARCHICAL, OVERLAPPED)],
+    [
+        (1, 2, TransportKind.RING, HOOKED),
+        (2, 4, TransportKind.HIERARCHICAL, OVERLAPPED),
+        (2, 4, TransportKind.NCCL_EP, OVERLAPPED),
+    ],
 )
 def test_every_rank_gets_the_result_of_local_experts(
     nodes: int, gpus: int, kind: TransportKind, schedule: Schedule

@@ -19,7 +19,7 @@ from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.model.batch import DecodeBatch
 from dsv3.model.layers.expert_parallel import ExpertParallel
 from dsv3.model.params import Fp8Weight, declare
-from dsv3.model.schedules import HOOKED
+from dsv3.model.schedules import HOOKED, OVERLAPPED, Schedule
 from dsv3.model.steps import decode
 from pallas_kernels import aot, bodies
 from pallas_kernels.backend import Backend
@@ -48,16 +48,15 @@ pytestmark = [
 
 
 @functools.cache
-def compiled() -> jax.stages.Compiled:
+def compiled(kind: TransportKind = TransportKind.ALL_TO_ALL, schedule: Schedule = HOOKED) -> jax.stages.Compiled:
     mesh = aot.gpu_mesh({"node": 1, "gpu": RANKS, "tensor": 1})
-    rows = LayerRows.from_widths(TOKENS, CFG.num_experts_per_tok, CFG.hidden_size, fp8_dispatch=True)
-    transport = build(
-        TransportKind.ALL_TO_ALL, Machine.from_mesh(mesh), CFG.n_routed_experts, rows, resolve_overlap("cuda")
-    )
+    tokens = TOKENS // schedule.micro_batches
+    rows = LayerRows.from_widths(tokens, CFG.num_experts_per_tok, CFG.hidden_size, fp8_dispatch=True)
+    transport = build(kind, Machine.from_mesh(mesh), CFG.n_routed_experts, rows, resolve_overlap("cuda"))
 
     def body(params, placement, batch, pages):
         batch = jax.tree.map(lambda a: a[0], batch)
-        how = dict(routed=ExpertParallel(transport), placement=placement, schedule=HOOKED)
+        how = dict(routed=ExpertParallel(transport), placement=placement, schedule=schedule)
         out = decode(params, CFG, batch, pages, backend=Backend.MOSAIC, **how)
         return out.hidden[None], out.pages, out.overflows[None]
 
@@ -130,6 +129,23 @@ def test_the_shared_expert_hides_the_combine_of_a_small_step() -> None:
     work = [line for line in combine if MATRIX_WORK.search(line)]
     assert sum("custom-call(" in line for line in work) == 2, "gate and up, and down"
     assert all("shared_expert" in line for line in work)
+
+
+def test_a_micro_batch_computes_while_nccl_ep_carries_the_other() -> None:
+    """The five stages: each call that sends is completed after matrix work, and XLA moves none of its results."""
+    text = compiled(TransportKind.NCCL_EP, OVERLAPPED).as_text()
+    computations = [part.splitlines() for part in text.split("\n\n")]
+    loop = max(computations, key=lambda lines: sum("dsv3_nccl_ep" in line for line in lines))
+    found: list[str] = []
+    for line in loop:
+        if match := re.search(r'target="dsv3_nccl_ep_([A-Z][a-z]+)_.*micro_batch_(\d)/', line):
+            found.append(f"{match[1]} {match[2]}")
+        elif MATRIX_WORK.search(line) and "custom-call(" in line and found[-1:] != ["work"]:
+            found.append("work")
+    halves = "Dispatch 0, work, Complete 0, work, Combine 0, work, Dispatch 1, work, Complete 0, work, Complete 1, work"
+    assert ", ".join(found) == f"{halves}, Combine 1, work, Complete 1"
+    moved = [shape for _, shape in written(text, "copy") if shape[:2] == (RANKS, TOKENS // 2)]
+    assert not moved, "a call's results are written where its completion finds them"
 
 
 def test_the_page_pool_is_not_copied() -> None:

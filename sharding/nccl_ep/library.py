@@ -1,0 +1,187 @@
+"""NVIDIA's libraries and our handlers over them: found, built, opened, and groups created.
+
+`nccl-extensions` brings `libnccl_ep` and the sources of its kernels, which it compiles at run time with nvcc. Ours is
+C++ beside this file, built for this machine at first use as the CPU's kernels are, and links neither.
+"""
+
+import concurrent.futures
+import ctypes
+import functools
+import hashlib
+import importlib.metadata
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from pallas_kernels.native.build import NoLibraryError, build_library
+
+PLATFORMS = ("gpu", "cuda")
+HANDLERS = ("Dispatch", "Combine", "Complete")
+TIMEOUT_SECONDS = 100.0
+"""How long a rank waits for another in a call; kernels of the first call are compiled within it."""
+
+_SOURCE, _HEADER = (Path(__file__).with_name(name) for name in ("handlers.cc", "abi.h"))
+_DISTRIBUTION = "nccl-extensions"
+_ID_BYTES = 128
+_orders: dict[int, tuple[int, ...]] = {}  # devices of the communicator of so many ranks
+
+
+class NcclEpError(ValueError):
+    """NCCL EP cannot be used here: the devices are no GPUs, a library is missing or refused, or a group failed."""
+
+
+class Installed(NamedTuple):
+    """Paths of the two libraries, and the variables by which NCCL EP finds headers and compiler of its kernels."""
+
+    nccl: Path
+    nccl_ep: Path
+    environment: dict[str, str]
+
+
+class GroupKey(NamedTuple):
+    """A group of `ranks`: tokens of each, ids per token, experts of all, most bytes of a row, and the micro-batch."""
+
+    ranks: int
+    tokens: int
+    top_k: int
+    experts: int
+    row_bytes: int
+    slot: int
+
+
+def check_platform(platform: str) -> None:
+    """Raises `NcclEpError` unless the devices are NVIDIA GPUs."""
+    if platform not in PLATFORMS:
+        raise NcclEpError(f"expert_transport nccl_ep needs NVIDIA GPUs, not {platform}: use expert_transport auto")
+
+
+def installed() -> Installed:
+    """Returns the installed libraries. Raises `NcclEpError`, which names the extra to install."""
+    try:
+        extensions = importlib.metadata.distribution(_DISTRIBUTION)
+        major = 13 if any(importlib.metadata.distributions(name="jax-cuda13-plugin")) else 12
+        nccl = importlib.metadata.distribution(f"nvidia-nccl-cu{major}")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise NcclEpError(
+            f"expert_transport nccl_ep needs the package {error.name}: install dsv3[nccl_ep], "
+            "or use another expert_transport"
+        ) from None
+    nccl_home, home = Path(str(nccl.locate_file("nvidia/nccl"))), Path(str(extensions.locate_file("nccl/ep")))
+    compiler = Path(str(nccl.locate_file(f"nvidia/cu{major}/bin/nvcc")))
+    environment = {"NCCL_EP_HOME": str(home), "NCCL_HOME": str(nccl_home)}
+    if compiler.exists():
+        environment["NCCL_EP_JIT_NVCC"] = str(compiler)
+    return Installed(nccl_home / "lib/libnccl.so.2", home / f"lib/cu{major}/libnccl_ep.so", environment)
+
+
+@functools.cache
+def targets() -> dict[str, str]:
+    """Builds and registers the handlers, for CPUs and GPUs; returns their names for `ffi_call`.
+
+    Names have a digest of the sources, because stored programs refer to handlers by name. Raises `NcclEpError` if the
+    handlers cannot be built.
+    """
+    library, key = _handlers(), hashlib.sha256(_SOURCE.read_bytes() + _HEADER.read_bytes()).hexdigest()[:8]
+    names = {handler: f"dsv3_nccl_ep_{handler}_{key}" for handler in HANDLERS}
+    for handler, name in names.items():
+        for platform, suffix in (("cpu", "OnCpu"), ("CUDA", "OnGpu")):
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, handler + suffix)), platform)
+    return names
+
+
+@functools.cache
+def _handlers() -> ctypes.CDLL:
+    try:
+        path = build_library("nccl-ep", [_SOURCE], [_HEADER])
+    except NoLibraryError as error:
+        raise NcclEpError(f"the handlers of NCCL EP cannot be built: {error}") from None
+    library = ctypes.CDLL(str(path))
+    for name, arguments in (
+        ("open", [ctypes.c_char_p] * 2),
+        ("unique_id", [ctypes.c_char_p]),
+        ("connect", [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_bool]),
+        ("check", []),
+        ("create_group", [ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.c_int64]),
+    ):
+        function = getattr(library, f"nccl_ep_{name}")
+        function.argtypes, function.restype = arguments, ctypes.c_char_p
+    return library
+
+
+def open_library(found: Installed) -> None:
+    """Opens the libraries. Raises `NcclEpError` for one that is missing, incomplete, or older than 0.2."""
+    for name, value in found.environment.items():
+        os.environ.setdefault(name, value)
+    _call("open", str(found.nccl).encode(), str(found.nccl_ep).encode())
+
+
+def prepare(mesh: Mesh) -> list[tuple[int, jax.Device]]:
+    """Opens the installed library, before weights are read; returns rank and device of this process's devices.
+
+    Raises `NcclEpError`, also for several GPUs in this process.
+    """
+    ranked = list(enumerate(mesh.devices.flat))
+    own = [(rank, device) for rank, device in ranked if device.process_index == jax.process_index()]
+    if ranked[0][1].platform != "cpu" and len(own) > 1:
+        raise NcclEpError(
+            f"expert_transport nccl_ep needs one process per GPU, but this one has {len(own)}: set "
+            "--processes_per_node to the GPUs of a host"
+        )
+    open_library(installed())
+    return own
+
+
+def create_groups(mesh: Mesh, keys: Sequence[GroupKey], timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+    """Creates the groups that do not exist over the devices of `mesh`, whose ranks are in its order.
+
+    All processes must call it with the same arguments; it waits for them. Groups over as many devices in another order
+    are forgotten: no program may use them any more. Raises `NcclEpError`, as `prepare` does.
+    """
+    own = prepare(mesh)
+    devices = list(mesh.devices.flat)
+    on_gpu = devices[0].platform != "cpu"
+    order = tuple(device.id for device in devices)
+    unique = None if _orders.get(len(order)) == order else _unique_id()
+    if unique is not None and len(order) in _orders:
+        _handlers().nccl_ep_forget()
+        _orders.clear()
+
+    def create(rank: int, device: jax.Device) -> None:
+        ordinal = device.local_hardware_id if on_gpu else device.id  # as the handlers count them
+        if unique is not None:
+            _call("connect", ordinal, unique, len(devices), rank, on_gpu)
+        for key in sorted(keys):
+            _call("create_group", ordinal, (ctypes.c_int64 * len(key))(*key), int(timeout_seconds * 1e9))
+
+    with concurrent.futures.ThreadPoolExecutor(len(own)) as threads:
+        for made in [threads.submit(create, *each) for each in own]:
+            made.result()
+    _orders[len(order)] = order
+
+
+def check_ranks() -> None:
+    """Raises `NcclEpError` if a rank was late, and left out of results since; it does not wait for a device."""
+    _call("check")
+
+
+def _unique_id() -> bytes:
+    """Returns the name of a new communicator, made by the first process."""
+    unique = ctypes.create_string_buffer(_ID_BYTES)
+    if jax.process_index() == 0:
+        _call("unique_id", unique)
+    if jax.process_count() > 1:
+        shared = multihost_utils.broadcast_one_to_all(np.frombuffer(unique.raw, np.uint8))
+        return np.asarray(shared, np.uint8).tobytes()
+    return unique.raw
+
+
+def _call(name: str, *arguments: object) -> None:
+    failed = getattr(_handlers(), f"nccl_ep_{name}")(*arguments)
+    if failed is not None:
+        raise NcclEpError(f"NCCL EP: {failed.decode()}")

@@ -1,0 +1,246 @@
+"""NCCL EP beside the exchange's tests: several processes, refusals, programs for GPUs, and the installed library."""
+
+import contextlib
+import ctypes
+import functools
+import importlib.metadata
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from pallas_kernels import aot
+from pallas_kernels.native.build import build_library
+from sharding.experts.library_hop import MAX_BUFFER_BYTES, buffer_bytes, row_bytes
+from sharding.experts.rows import TokenRows
+from sharding.experts.traffic import LayerRows
+from sharding.experts.transport import build
+from sharding.experts.transport_kind import TransportKind
+from sharding.mesh import Machine
+from sharding.nccl_ep import library
+from sharding.nccl_ep.library import GroupKey, Installed, NcclEpError
+from sharding.nccl_ep.ops import Calls
+from sharding.wire.collectives import Overlap
+from tests.sharding import nccl_ep
+from tests.sharding.test_exchange import AXES, both_halves
+
+ROOT = pathlib.Path(__file__).parents[2]
+RANKS = 3
+DECODE, PREFILL = (Machine(18, 8), 288), (Machine(4, 8), 288)
+
+
+def test_processes_exchange_rows_and_go_on_without_a_killed_one() -> None:
+    """A step ends within the timeout and lacks the killed rank's experts; the next one is refused."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    nccl_ep.stand_in()
+    environment = {**os.environ, "XLA_FLAGS": "", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
+    command = [sys.executable, "-m", "tests.sharding.nccl_ep_rank", address, str(RANKS)]
+    started = [
+        subprocess.Popen(
+            [*command, str(rank)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        outputs = [process.communicate(timeout=300) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert started[-1].returncode == -signal.SIGKILL
+    for process, (out, err) in zip(started[:-1], outputs[:-1], strict=True):
+        assert process.returncode == 0 and b"a layer without the last rank" in out, err.decode()
+
+
+def dispatch(calls: Calls, calls_made: int) -> None:
+    """Runs dispatches in one program, none of them completed."""
+    ranks = calls.key.ranks
+    mesh = Mesh(np.array(jax.devices()[:ranks]), ("gpu",))
+    ids, weights = np.full((ranks, 1), -1, np.int32), np.ones((ranks, 1), np.float32)
+
+    def step(ids, weights):
+        for _ in range(calls_made):
+            ids = calls.dispatch(ids, weights, [jnp.zeros((1, 128), jnp.float32)])[0].reshape(-1, 1)[:1]
+        return ids
+
+    spec = PartitionSpec("gpu")
+    run = jax.shard_map(step, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
+    jax.block_until_ready(jax.jit(run)(ids, weights))
+
+
+def test_misuse_is_an_error_and_not_a_wrong_result() -> None:
+    calls = Calls(GroupKey(ranks=2, tokens=1, top_k=1, experts=2, row_bytes=2048, slot=0), halves=True)
+    nccl_ep.create_groups(Mesh(np.array(jax.devices()[:2]), ("gpu",)), [calls.key])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="enqueued before the last one was completed"):
+        dispatch(calls, 2)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no group was created for this program on device 0"):
+        dispatch(Calls(calls.key._replace(slot=1)), 1)
+
+
+def test_an_old_library_is_refused_by_name() -> None:
+    version = nccl_ep.number("stand_in_version")
+    version.value = 100
+    try:
+        with pytest.raises(NcclEpError, match=r"NCCL EP 0\.1 is refused, because .*: install 0\.2"):
+            library.open_library(Installed(nccl_ep.stand_in(), nccl_ep.stand_in(), {}))
+    finally:
+        version.value = 200
+    with pytest.raises(NcclEpError, match="cannot open shared object"):
+        library.open_library(Installed(pathlib.Path("/no/libnccl.so.2"), nccl_ep.stand_in(), {}))
+
+
+def test_errors_name_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NcclEpError, match="needs NVIDIA GPUs, not cpu: use expert_transport auto"):
+        library.check_platform("cpu")
+    library.check_platform("cuda")
+
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    with pytest.raises(NcclEpError, match=r"needs the package nccl-extensions: install dsv3\[nccl_ep\]"):
+        library.installed()
+    rows = LayerRows.from_widths(16384, 8, 7168, fp8_dispatch=True)
+    with pytest.raises(ValueError, match=r"16384 tokens from each of 32 devices take .* GiB, more than 1: use fewer"):
+        build(TransportKind.NCCL_EP, *PREFILL, rows)
+    rows = LayerRows.from_widths(64, 8, 7168, fp8_dispatch=True, int8_sums=True)
+    with pytest.raises(ValueError, match="use expert_combine auto"):
+        build(TransportKind.NCCL_EP, *DECODE, rows)
+
+
+def test_decode_of_144_gpus_sends_the_payload_only() -> None:
+    rows = LayerRows.from_widths(64, 8, 7168, fp8_dispatch=True)
+    exact, padded = (
+        build(kind, *DECODE, rows).traffic(rows) for kind in (TransportKind.NCCL_EP, TransportKind.ALL_TO_ALL)
+    )
+    payload = rows.tokens * rows.experts_per_token * rows.row_bytes(2)
+    assert 0.96 < exact.device_bytes / payload <= 1 < 2.5 < padded.device_bytes / payload
+    assert row_bytes(rows) == 7 * 2048
+    assert MAX_BUFFER_BYTES / 4 < buffer_bytes(144, rows) < MAX_BUFFER_BYTES / 2
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("unit", "tokens"), [(DECODE, 64), (PREFILL, 128)])
+def test_a_layer_of_both_published_units_compiles_for_their_gpus(unit: tuple[Machine, int], tokens: int) -> None:
+    """Four calls, in the order of the layer, and no collective."""
+    machine, replicas = unit
+    mesh = aot.gpu_mesh({"node": machine.nodes, "gpu": machine.gpus})
+    rows = LayerRows.from_widths(tokens, 8, 512, fp8_dispatch=True)
+    transport = build(TransportKind.NCCL_EP, machine, replicas, rows, Overlap.HOOKS)
+    spec = PartitionSpec(AXES)
+
+    def step(q, scale, ids, weights):
+        def experts(rows: TokenRows) -> tuple[jax.Array, None]:
+            q, scale = rows.payload
+            return (q.astype(jnp.float32) * scale.sum(axis=1, keepdims=True)).astype(jnp.bfloat16), None
+
+        return both_halves(transport, TokenRows((q, scale), ids, weights), experts)[0]
+
+    def array(width: int, dtype) -> jax.ShapeDtypeStruct:
+        where = jax.NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct((tokens * machine.devices, width), dtype, sharding=where)
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec, check_vma=False)
+    arrays = (array(512, jnp.float8_e4m3fn), array(4, jnp.float32), array(8, jnp.int32), array(8, jnp.float32))
+    text = aot.compile_for(mapped, *arrays, mesh=mesh).as_text()
+    called = re.findall(r'custom_call_target="dsv3_nccl_ep_(\w+)_\w{8}"', text)
+    assert called == ["Dispatch", "Complete", "Combine", "Complete"]
+    assert not re.search(r"all-to-all|all-gather|reduce-scatter|ragged", text)
+
+
+@functools.cache
+def wheel() -> pathlib.Path:
+    """The folder of the installed library. Skips where there is none."""
+    try:
+        found = importlib.metadata.distribution("nccl-extensions")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("nccl-extensions is not installed")
+    return pathlib.Path(str(found.locate_file("nccl/ep")))
+
+
+def compiled(folder: pathlib.Path, name: str, text: str, *headers: pathlib.Path) -> pathlib.Path:
+    source = folder / f"{name}.cc"
+    source.write_text(text)
+    return build_library(name, [source], headers)
+
+
+STUBS = {
+    "cuda.h": "typedef int cudaError_t; typedef struct S* cudaStream_t;",
+    "nccl.h": "#include <cuda.h>\ntypedef int ncclResult_t; typedef int ncclDataType_t;"
+    "typedef struct C* ncclComm_t; typedef struct W* ncclWindow_t;",
+}
+
+
+def test_the_installed_header_declares_what_ours_does(tmp_path: pathlib.Path) -> None:
+    """Sizes, places of fields, and numbers, compared by the compiler; of CUDA's and NCCL's headers four types."""
+    include = wheel() / "include"
+    for name, text in STUBS.items():
+        (tmp_path / name).write_text(text)
+    fields = {
+        ("Tensor", "ncclEpTensor_t"): "dimensions=ndim type=datatype data=data window_offset=win_offset sizes=sizes",
+        ("GroupConfig", "ncclEpGroupConfig_t"): (
+            "version=version algorithm=algorithm experts=num_experts tokens_per_rank=max_dispatch_tokens_per_rank "
+            "token_bytes=max_token_bytes buffer_bytes=rdma_buffer_size multiprocessors=max_num_sms allocator=alloc "
+            "enable_mask=enable_mask timeout_ns=timeout_ns zero_copy=zero_copy top_k=num_topk"
+        ),
+        ("LayoutInfo", "ncclEpLayoutInfo_t"): "source_counters=src_rank_counters ids=recv_topk_idx_kind",
+        ("DispatchInputs", "ncclEpDispatchInputs_t"): "tokens=tokens weights=topk_weights scales=scales",
+        ("DispatchOutputs", "ncclEpDispatchOutputs_t"): (
+            "tokens=tokens weights=topk_weights scales=scales ids=topk_idx"
+        ),
+        ("DispatchConfig", "ncclEpDispatchConfig_t"): "send_only=send_only recipe=quant_recipe",
+        ("CombineInputs", "ncclEpCombineInputs_t"): "tokens=tokens",
+        ("CombineOutputs", "ncclEpCombineOutputs_t"): "tokens=tokens",
+        ("CombineConfig", "ncclEpCombineConfig_t"): "send_only=send_only",
+    }
+    numbers = (
+        "kMagic=NCCL_EP_MAGIC kTensorMagic=NCCL_EP_TENSOR_MAGIC kApiVersion=NCCL_EP_API_VERSION "
+        "kLowLatency=NCCL_EP_ALGO_LOW_LATENCY kRankMajor=NCCL_EP_LAYOUT_RANK_MAJOR kGlobal=NCCL_EP_EXPERT_ID_GLOBAL "
+        "kScalesForwarded=NCCL_EP_DISP_QUANT_FWD"
+    )
+    checks = [f"sizeof(nccl_ep::{ours}) == sizeof({theirs})" for ours, theirs in fields]
+    for (ours, theirs), pairs in fields.items():
+        for mine, yours in (pair.split("=") for pair in pairs.split()):
+            checks.append(f"offsetof(nccl_ep::{ours}, {mine}) == offsetof({theirs}, {yours})")
+    checks += ["unsigned(nccl_ep::{}) == unsigned({})".format(*pair.split("=")) for pair in numbers.split()]
+    text = '#include "abi.h"\n#include "nccl_ep.h"\n' + "".join(f"static_assert({check});\n" for check in checks)
+    ours = pathlib.Path(library.__file__).with_name("abi.h")
+    compiled(tmp_path, "nccl-ep-abi", text, ours, include / "nccl_ep.h", *(tmp_path / name for name in STUBS))
+
+
+def test_the_installed_library_opens_and_is_not_refused(tmp_path: pathlib.Path) -> None:
+    """In a process without CUDA's driver and NCCL: empty libraries of their names are loaded before it."""
+    for path in sorted((wheel() / "lib").glob("cu*/libnccl_ep.so")):
+        with contextlib.suppress(OSError):
+            ctypes.CDLL("libcuda.so.1")
+            pytest.skip("this machine has CUDA's driver; the server's start opens the library there")
+        source = tmp_path / "empty.cc"
+        functions = "".join(
+            f'extern "C" int {name}() {{ return 0; }}\n' for name in ("ncclGetUniqueId", "ncclCommInitRank")
+        )
+        source.write_text(functions)
+        for name in ("libcuda.so.1", "libnccl.so.2"):
+            command = ["c++", "-shared", "-fPIC", f"-Wl,-soname,{name}", str(source), "-o", str(tmp_path / name)]
+            subprocess.run(command, check=True, timeout=60)
+        script = (
+            "import ctypes, pathlib, sys; from sharding.nccl_ep.library import Installed, open_library\n"
+            "cuda, nccl, ep = map(pathlib.Path, sys.argv[1:])\n"
+            "ctypes.CDLL(str(cuda)); open_library(Installed(nccl, ep, {})); version = ctypes.c_int()\n"
+            "ctypes.CDLL(str(ep)).ncclEpGetVersion(ctypes.byref(version)); print(version.value)"
+        )
+        arguments = [str(tmp_path / "libcuda.so.1"), str(tmp_path / "libnccl.so.2"), str(path)]
+        done = subprocess.run(
+            [sys.executable, "-c", script, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        assert int(done.stdout.split()[-1]) >= 200

@@ -28,11 +28,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.record import Cell, Report, run
 from pallas_kernels.float8 import E4M3
+from sharding.experts.library_hop import LibraryHop
 from sharding.experts.rows import TokenRows, unpacked
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import Transport, build
 from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import DEVICES, Machine, rank_mesh
+from sharding.nccl_ep import library
 from sharding.processes import place
 from sharding.wire.collectives import compiler_options, in_program_order, launch_in_order, resolve_overlap
 
@@ -126,6 +128,8 @@ def experts(axes: tuple[str, ...], replicas: int, rows: TokenRows) -> tuple[jax.
 
 def timed(transport: Transport[Any], mesh: Mesh, arrays: Arrays, layers: int) -> tuple[float, jax.Array, int]:
     """Returns seconds per layer, the sums of the last layer, and how many buffers overflowed in it."""
+    if keys := [hop.key(TOP_K) for hop in transport.hops if isinstance(hop, LibraryHop)]:
+        library.create_groups(mesh, keys)
     program = jax.jit(layers_program(transport, mesh, layers)).lower(*arrays)
     compiled = program.compile(compiler_options(mesh.devices.flat[0].platform))
     sums, overflows = jax.block_until_ready(compiled(*arrays))

@@ -8,6 +8,7 @@ from benchmarks.gpu import transports
 from benchmarks.record import Report
 from sharding.experts.exchange import Exchange
 from sharding.experts.transport_kind import TransportKind
+from tests.sharding import nccl_ep
 
 
 @pytest.fixture(autouse=True)
@@ -28,10 +29,11 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, dict[str
 
 
 def test_every_transport_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl_ep.use_stand_in(monkeypatch)
     status, rows = run(monkeypatch, "--nodes=2")
     assert status == 0
     assert list(rows) == [kind.value for kind in TransportKind]
-    for name in ("ring", "all_to_all", "hierarchical"):
+    for name in ("ring", "all_to_all", "hierarchical", "nccl_ep"):
         assert rows[name][4] == "yes" and rows[name][5] > 0 and rows[name][8] is None
     assert rows["ragged"][4] is None and "ragged-all-to-all" in rows["ragged"][8]
 

@@ -282,6 +282,12 @@ class RunOptions:
         '\'{"method": "mtp", "num_speculative_tokens": 1}\' (docs/speculative.md).',
         group="scheduling",
     )
+    batch_invariant: bool = option(
+        False,
+        "Compute the same bits for a request whatever else a step computes, however its prompt is cut into chunks, and "
+        "with or without cached prefixes and drafts; slower (docs/engine.md).",
+        group="model",
+    )
     seed: int = option(0, "Use this seed for requests without one.", programs=False, group="model")
 
     @functools.cached_property
@@ -312,6 +318,12 @@ class EngineOptions(RunOptions, StartOptions):
         for name, off in _OF_SPREAD_EXPERTS.items():
             if (value := getattr(self, name)) != off and not self.spreads_experts:
                 raise ValueError(f"{name}: {value!r} needs enable_expert_parallel")
+        if self.batch_invariant and (self.num_redundant_experts or self.enable_eplb):
+            name = "enable_eplb" if self.enable_eplb else "num_redundant_experts"
+            raise ValueError(
+                f"batch_invariant: {name} changes which devices sum an expert's results, and so the order of sums; "
+                f"leave {name} out"
+            )
         if self.kv_store is not None:
             self._check_store(self.kv_store)
             object.__setattr__(self, "kv_offloading_size", self.kv_offloading_size or _STAGING_GIB)

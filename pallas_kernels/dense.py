@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import native
+from pallas_kernels import invariance, native
 from pallas_kernels.backend import Backend, resolve_backend, with_fallback
 from pallas_kernels.gemm import KERNELS, dispatch
-from pallas_kernels.gemm.checks import PLAIN_DTYPES, check_plain, check_plain_dtypes, plain_backend
+from pallas_kernels.gemm.checks import KERNEL_DTYPES, PLAIN_DTYPES, check_plain, check_plain_dtypes, plain_backend
 
 
 def layer_gemm(
@@ -55,7 +55,7 @@ def plain_gemm(
 ) -> jax.Array:
     """Returns `x @ w.T` for a weight outside of a stack; differentiable in x and w.
 
-    GPUs use XLA's product: it does not copy such a weight.
+    GPUs use XLA's product, which does not copy such a weight, unless it must be batch-invariant.
 
     Args:
       x: [..., K] bfloat16, float16 or float32.
@@ -67,13 +67,19 @@ def plain_gemm(
       [..., N] in `out_dtype`.
     """
     rows, backend = math.prod(x.shape[:-1]), with_fallback("plain_gemm", backend)
-    if x.dtype == w.dtype and resolve_backend(requested=backend) is Backend.NATIVE and native.takes(x.dtype, rows):
+    if x.dtype == w.dtype and _has_plain_kernel(x.dtype, rows, resolve_backend(requested=backend)):
         out = layer_gemm(x.reshape(rows, -1), w[None], 0, out_dtype=out_dtype, backend=backend)
         return out.reshape(*x.shape[:-1], -1)
     out_dtype = jnp.result_type(x, w) if out_dtype is None else jnp.dtype(out_dtype)
     if x.dtype == w.dtype != jnp.float32:
         return _narrow_product(x, w, out_dtype)
     return jnp.einsum("...k,nk->...n", x, w, preferred_element_type=out_dtype)
+
+
+def _has_plain_kernel(dtype: jnp.dtype, rows: int, backend: Backend) -> bool:
+    if backend is Backend.NATIVE:
+        return native.takes(dtype, rows)
+    return backend in KERNELS and dtype in KERNEL_DTYPES and invariance.required()
 
 
 def head_gemm(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import dense
+from pallas_kernels import dense, invariance
 from pallas_kernels.backend import Backend, has_jax_triton, resolve_backend, with_fallback
 from pallas_kernels.dsa.triton_ops import traced_for
 from pallas_kernels.rows import differentiable
@@ -160,7 +160,7 @@ def _read_kernels(
     backend: Backend,
 ) -> StreamsRead:
     (T, n, D), outputs = streams.shape, weight.shape[1]
-    layer, columns, rows = layer.reshape(1), power_of_two(outputs + 1), 16 if T <= 1024 else 32
+    layer, columns, rows = layer.reshape(1), power_of_two(outputs + 1), 16 if invariance.planned_rows(T) <= 1024 else 32
     with traced_for(backend):
         (sums,) = call.start(
             "mixing.product",

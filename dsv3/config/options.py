@@ -296,6 +296,12 @@ class RunOptions:
         "distribution that tokens are drawn from: after penalties, grammars, temperature, min_p, top_k and top_p.",
         group="scheduling",
     )
+    batch_invariant: bool = option(
+        False,
+        "Compute the same bits for a request whatever else a step computes, however its prompt is cut into chunks, and "
+        "with or without cached prefixes and drafts; slower (docs/engine.md).",
+        group="model",
+    )
     seed: int = option(0, "Use this seed for requests without one.", programs=False, group="model")
 
     @functools.cached_property
@@ -330,6 +336,12 @@ class EngineOptions(RunOptions, StartOptions):
             raise ValueError(
                 f"enable_return_routed_experts: not with role {self.role!r}, since pages of another instance come "
                 "without the experts of their tokens"
+            )
+        if self.batch_invariant and (self.num_redundant_experts or self.enable_eplb):
+            name = "enable_eplb" if self.enable_eplb else "num_redundant_experts"
+            raise ValueError(
+                f"batch_invariant: {name} changes which devices sum an expert's results, and so the order of sums; "
+                f"leave {name} out"
             )
         if self.kv_store is not None:
             self._check_store(self.kv_store)

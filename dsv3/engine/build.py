@@ -28,7 +28,7 @@ from dsv3.engine.dtypes import EngineDtypes, packed_mode, resolve_dtypes
 from dsv3.engine.engine import Engine
 from dsv3.engine.executor import lay_out
 from dsv3.engine.expert_parallel import expert_parallel_functions, load_replicated, load_spread
-from dsv3.engine.functions import StepFunctions, in_full_precision, model_functions
+from dsv3.engine.functions import StepFunctions, batch_invariant, in_full_precision, model_functions
 from dsv3.engine.jobs import JOB_KINDS
 from dsv3.engine.jobs.sample import adjust_shapes
 from dsv3.engine.kernel_checks import apply_fallbacks, check_kernels
@@ -45,7 +45,7 @@ from dsv3.engine.memory import (
 from dsv3.engine.stored import local_program_store, machine_fields, program_fields, use_compilation_cache
 from dsv3.kv_cache.layout import page_cost, slots_bytes
 from dsv3.model.tensor_parallel import check_shards
-from pallas_kernels.backend import prepare, resolve_backend
+from pallas_kernels.backend import fallbacks, prepare, resolve_backend
 from sharding.experts.transport_kind import TransportKind
 from sharding.mesh import rank_mesh
 from sharding.nccl_ep import library as nccl_ep
@@ -70,6 +70,11 @@ def build_engine(
     if options.check_kernels:
         _model(Path(model_dir), options)  # raises for a model that cannot be served, before checks that take minutes
         apply_fallbacks(check_kernels())
+        if options.batch_invariant and fallbacks():
+            raise ValueError(
+                f"batch_invariant: {', '.join(fallbacks())} failed checks of kernels, and what replaces them depends "
+                "on the batch; serve without batch_invariant"
+            )
     components = load_components(model_dir, options, progress=progress)
     log_components(components)
     return Engine(components, store=local_program_store(Path(model_dir), options, components))
@@ -126,6 +131,7 @@ def load_components(
     def components(shapes: bool, progress: bool, pages: int | None) -> EngineComponents:
         read = Reading(dtypes.compute, options.fp8, progress, options.int4, options.fp4, shapes, options.load_threads)
         functions, served = _functions(model_dir, model_cfg, options, mesh, read)
+        functions = batch_invariant(functions) if options.batch_invariant else functions
         return EngineComponents(
             functions,
             served,
@@ -247,9 +253,11 @@ def _cache_identity(
 ) -> CacheIdentity:
     """Returns what the pages of this engine depend on besides tokens.
 
-    Latents of engines that round the experts' sums differ from those of engines that do not.
+    Latents of engines that round the experts' sums differ from those of engines that do not, as do those of engines
+    that fix the order of all sums.
     """
     compute = jnp.dtype(dtypes.compute).name + (", int8 sums" if options.expert_combine == "int8" else "")
+    compute += ", batch-invariant" if options.batch_invariant else ""
     return CacheIdentity(
         weights=known_identity(directory),
         tokenizer=_tokenizer_identity(directory),

@@ -76,7 +76,30 @@ def resolve_dtypes(
             f"kv_cache_dtype: {cache!r} has no attention kernel for dtype {compute}; "
             f"set kv_cache_dtype to auto or {' or '.join(readable)}"
         )
+    if options.batch_invariant:
+        _check_invariant(model, compute, cache, device)
     return EngineDtypes(jnp.dtype(compute), cache, reason)
+
+
+def _check_invariant(model: ModelConfig, compute: str, cache: str, device: jax.Device) -> None:
+    """Raises ValueError for dtypes whose products or attention are not the kernels', but XLA's."""
+    backend = resolve_backend(device)
+    if backend is Backend.REFERENCE:
+        raise ValueError(
+            f"batch_invariant: XLA's products depend on the batch, and {device.device_kind} has no kernels; on a CPU "
+            "install a C++ compiler, on a GPU the 'triton' extra"
+        )
+    fitting = ("float32", "bfloat16") if backend is Backend.NATIVE else ("bfloat16", "float16")
+    if compute not in fitting:
+        raise ValueError(
+            f"batch_invariant: products of {compute} are XLA's here, which depend on the batch; "
+            f"set dtype to {' or '.join(fitting)}"
+        )
+    if backend is Backend.NATIVE and model.compressed is None and cache != compute:
+        raise ValueError(
+            f"batch_invariant: attention to a cache of {cache} is XLA's here, which depends on the batch; "
+            "set kv_cache_dtype to auto"
+        )
 
 
 def _compute_name(model: ModelConfig, dtype: str, device: jax.Device, stored: str | None) -> tuple[str, str]:

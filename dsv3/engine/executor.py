@@ -59,7 +59,8 @@ def lay_out(components: EngineComponents, kinds: Sequence[JobKind]) -> tuple[Lay
     kinds = [kind for kind in kinds if kind.applies(components)]
     forward_counters = {kind.name: counters for kind in kinds if (counters := kind.counters(components)) is not None}
     layout = Layout(components, forward_counters)
-    programs = Programs(layout.platform, layout.reserve.channels, layout.cfg.expert_overlap)
+    cfg = layout.cfg
+    programs = Programs(layout.platform, layout.reserve.channels, cfg.expert_overlap, cfg.batch_invariant)
     for kind in kinds:
         programs.add(kind.programs(layout))
     return layout, programs

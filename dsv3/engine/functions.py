@@ -1,5 +1,6 @@
 """The model as the engine calls it: step functions of one rank, and experts that the devices share."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from dsv3.model import decoder, dspark, steps
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.steps import StepOutput
 from dsv3.model.vocabulary import WHOLE, Vocabulary
+from pallas_kernels import invariance
 from pallas_kernels.backend import Backend
 from sharding.experts.placement import Placement
 from sharding.experts.traffic import Traffic
@@ -154,28 +156,31 @@ def in_full_precision(functions: StepFunctions) -> StepFunctions:
     """
     if jnp.dtype(functions.dtype) != jnp.float32:
         return functions
-    return dataclasses.replace(
-        functions,
-        prefill=_precise(functions.prefill),
-        decode=_precise(functions.decode),
-        logits=_precise(functions.logits),
-        draft=_in_full_precision(functions.draft),
-    )
+    return _traced_in(functions, lambda: jax.default_matmul_precision("highest"))
 
 
-def _in_full_precision(draft: DraftFunctions | BlockFunctions | None) -> DraftFunctions | BlockFunctions | None:
+def batch_invariant(functions: StepFunctions) -> StepFunctions:
+    """Returns functions whose rows have the same bits in every batch (`pallas_kernels.invariance`)."""
+    return _traced_in(functions, invariance.batch_invariant)
+
+
+def _traced_in(
+    functions: StepFunctions, context: Callable[[], contextlib.AbstractContextManager[None]]
+) -> StepFunctions:
+    """Returns functions that are traced in `context()`."""
+
+    def inside[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+        def traced(*args: P.args, **kwargs: P.kwargs) -> R:
+            with context():
+                return function(*args, **kwargs)
+
+        return traced
+
+    draft = functions.draft
     if isinstance(draft, DraftFunctions):
-        return dataclasses.replace(draft, prefill=_precise(draft.prefill), decode=_precise(draft.decode))
-    if isinstance(draft, BlockFunctions):
-        return dataclasses.replace(
-            draft, write=_precise(draft.write), propose=_precise(draft.propose), choose=_precise(draft.choose)
-        )
-    return None
-
-
-def _precise[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    def precise(*args: P.args, **kwargs: P.kwargs) -> R:
-        with jax.default_matmul_precision("highest"):
-            return function(*args, **kwargs)
-
-    return precise
+        draft = dataclasses.replace(draft, prefill=inside(draft.prefill), decode=inside(draft.decode))
+    elif isinstance(draft, BlockFunctions):
+        write, propose, choose = inside(draft.write), inside(draft.propose), inside(draft.choose)
+        draft = dataclasses.replace(draft, write=write, propose=propose, choose=choose)
+    prefill, decode, logits = inside(functions.prefill), inside(functions.decode), inside(functions.logits)
+    return dataclasses.replace(functions, prefill=prefill, decode=decode, logits=logits, draft=draft)

@@ -78,13 +78,18 @@ def needs_topk(model: ModelConfig, longest: float) -> bool:
     return longest > model.index_topk
 
 
-def applies(form: AttentionForm, model: ModelConfig, platform: str, longest: int) -> bool:
+def applies(
+    form: AttentionForm, model: ModelConfig, platform: str, longest: int, *, batch_invariant: bool = False
+) -> bool:
     """Returns whether an engine for requests of at most `longest` tokens compiles programs of a form.
 
     Compressed attention (DeepSeek-V4) has one form on a GPU: latents are its keys, so there is nothing to materialize.
+    Batch-invariant programs have those of decode alone.
     """
     if platform in DYNAMIC_PLATFORMS or form is AttentionForm.ANY:
         return platform in DYNAMIC_PLATFORMS and form is AttentionForm.ANY
+    if batch_invariant and not FORMS[form].decodes:
+        return False
     if model.compressed is not None:
         return form is AttentionForm.ABSORBED
     return needs_topk(model, longest) or not FORMS[form].use_topk

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import multiprocessors
+from pallas_kernels import invariance, multiprocessors
 from pallas_kernels.gemm.heads import HeadKernel
 from pallas_kernels.gemm.kernel import GemmKernel
 from pallas_kernels.gemm.narrow import NarrowKernel, SplitKernel
 from pallas_kernels.gemm.pairs import ContiguousPairs
-from pallas_kernels.gemm.plan import TilePlan, plan_contiguous, plan_dense
+from pallas_kernels.gemm.plan import TilePlan, plan_contiguous, plan_dense, plan_invariant
 from pallas_kernels.gemm.schedule import Contiguous, Dense, Heads, TileSchedule
 from pallas_kernels.gemm.tall import TallKernel
 from pallas_kernels.gemm.wide import WideKernel
@@ -32,6 +32,8 @@ def dense(
     (m, k), n = a.shape, b.shape[1]
     _check_strides("dense gemm", n, k, a.dtype)
     float32 = jnp.dtype(out_dtype) == jnp.float32
+    if plan is None and invariance.required():
+        plan = plan_invariant(n, k, a.dtype.itemsize, float32=float32)
     wanted = plan or plan_dense(m, n, k, a.dtype.itemsize, float32=float32, num_sms=num_sms)
     # A narrow tile is stored as float32 only untransposed, as in a split product.
     split = not wanted.wide and (wanted.splits > 1 or float32)
@@ -71,7 +73,7 @@ def heads(x, w, first_group, transposed: bool, *, carried: int = 0, num_sms: int
     _check_strides("head gemm", n + carried, width, x.dtype)
     _check_strides("head gemm", n, k, x.dtype)
     x = pad_to_tiles(x.reshape(1, m, h * width)).reshape(-1, h, width)
-    tile_m = 64 if m <= 64 else 128
+    tile_m = 64 if invariance.planned_rows(m) <= 64 else 128
     kernel = HeadKernel(
         tile_m=tile_m,
         tile_n=128,

@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Iterator
 
+from pallas_kernels import invariance
 from pallas_kernels.mosaic import NUM_SMS
 
 WIDE_TILE_M = 128
@@ -78,13 +79,35 @@ class TilePlan:
 
 
 @functools.cache
-def plan_dense(m: int, n: int, k: int, itemsize: int, *, float32: bool = False, num_sms: int = NUM_SMS) -> TilePlan:
+def plan_dense(
+    m: int,
+    n: int,
+    k: int,
+    itemsize: int,
+    *,
+    float32: bool = False,
+    num_sms: int = NUM_SMS,
+    most_splits: int = _MAX_SPLITS,
+) -> TilePlan:
     """Returns the plan of a product [m, k] x [n, k] of FP8 (itemsize 1) or 16-bit values (2).
 
-    The result has 16 bits, or 32 with `float32`. `num_sms` are the kernel's multiprocessors.
+    The result has 16 bits, or 32 with `float32`. `num_sms` are the kernel's multiprocessors. K has at most
+    `most_splits` parts.
     """
-    plans = (plan for plan in dense_plans(m, itemsize) if not float32 or plan.values <= _MAX_FLOAT32_VALUES)
+    plans = (
+        plan
+        for plan in dense_plans(m, itemsize)
+        if plan.splits <= most_splits and (not float32 or plan.values <= _MAX_FLOAT32_VALUES)
+    )
     return min(plans, key=lambda plan: estimated_cycles(plan, m, n, k, itemsize, num_sms))
+
+
+def plan_invariant(n: int, k: int, itemsize: int, *, float32: bool = False) -> TilePlan:
+    """Returns the plan of a product of any number of rows whose bits must not depend on that number.
+
+    It is that of a tile's rows on all multiprocessors, without parts of K: their sums take memory for every row.
+    """
+    return plan_dense(invariance.PLANNED_ROWS, n, k, itemsize, float32=float32, most_splits=1)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import invariance
 from pallas_kernels.backend import traced_gpu
 from pallas_kernels.float8 import E4M3
 from pallas_kernels.gpus import GpuKind
@@ -19,8 +20,9 @@ _BAND = 8
 def dense(a, a_scale, b, b_scale, layer, out_dtype) -> jax.Array:
     """Multiplies a [M, K] with b[layer] of [L, N, K]; scales are None for 16 bits."""
     (m, k), n, gpu = a.shape, b.shape[1], traced_gpu()
-    tile = product_tile(gpu, m, a.dtype.itemsize)
-    splits = k_splits(gpu, _count(m, tile.rows) * _count(n, tile.columns), _count(k, tile.depth))
+    tile = product_tile(gpu, invariance.planned_rows(m), a.dtype.itemsize)
+    tiles = _count(m, tile.rows) * _count(n, tile.columns)
+    splits = 1 if invariance.required() else k_splits(gpu, tiles, _count(k, tile.depth))
     out = jax.ShapeDtypeStruct((splits, m, n), out_dtype if splits == 1 else jnp.float32)
     parts = _product(gpu, tile, _count(m, tile.rows), a[:, None], a_scale, b, b_scale, None, layer, out)
     return parts[0] if splits == 1 else jnp.sum(parts, axis=0).astype(out_dtype)
@@ -39,7 +41,7 @@ def contiguous(x, x_scale, w, w_scale, tile_group, group_offset, tile_m, out_dty
 def heads(x, w, first_group, transposed: bool) -> jax.Array:
     """Multiplies each head of x [M, H, K] with its w [G, N, K], or transposed [G, K, N]."""
     (m, h, _), n, gpu = x.shape, w.shape[2 if transposed else 1], traced_gpu()
-    tile = product_tile(gpu, m, x.dtype.itemsize)
+    tile = product_tile(gpu, invariance.planned_rows(m), x.dtype.itemsize)
     out = jax.ShapeDtypeStruct((1, m, h, n), x.dtype)
     return _product(
         gpu, tile, _count(m, tile.rows), x, None, w, None, None, first_group, out, transposed=transposed

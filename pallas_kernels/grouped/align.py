@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import native
+from pallas_kernels import invariance, native
 from pallas_kernels.backend import Backend, resolve_backend, with_fallback
 from pallas_kernels.float8 import E4M3
 from pallas_kernels.search import search
@@ -119,7 +119,8 @@ def choose_tile_m(
 
     REFERENCE: about one and a half times the expected rows per group, as a power of two in 4..64, and 1 for fewer rows
     than groups. NATIVE: 1, without padding, if a kernel supports that many rows per group; else as REFERENCE. MOSAIC
-    and TRITON: the kernels' tile heights, 8 or 16 to 128, by the same expectation.
+    and TRITON: the kernels' tile heights, 8 or 16 to 128, by the same expectation. Where the bits of a row must not
+    depend on the number of rows, kernels have tiles of 64 rows, or 1 in NATIVE.
 
     Raises ValueError if a number is below 1.
     """
@@ -128,6 +129,8 @@ def choose_tile_m(
     expected = rows / num_groups
     product = _PRODUCTS.get(jnp.dtype(dtype), "grouped_gemm_contiguous")
     chosen = resolve_backend(requested=with_fallback(product, backend))
+    if invariance.required() and chosen in (Backend.MOSAIC, Backend.TRITON):
+        return invariance.TILE_ROWS
     if chosen is Backend.MOSAIC:
         return min(128, max(8, _power_of_two_above(expected)))
     if chosen is Backend.TRITON:

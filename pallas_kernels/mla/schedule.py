@@ -3,6 +3,8 @@
 FlashMLA's metadata in closed form: the pages of all requests are concatenated, each request preceded by a fixed
 overhead, and cut into equal parts, one per persistent thread block (or group of blocks, if a request has several tiles
 of rows). A request across a cut is split, and its pieces are combined afterwards.
+
+Where a request's bits must not depend on the others, it is not split: it begins the next part.
 """
 
 from typing import NamedTuple
@@ -10,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import invariance
 from pallas_kernels.mla.layout import PAGE_SIZE
 from pallas_kernels.search import search
 
@@ -40,10 +43,11 @@ def schedule_pages(lengths: jax.Array, parts: int, request_overhead: int = REQUE
     starts = ends - pages - request_overhead
     share = -(-ends[-1] // parts)
     targets = jnp.arange(parts + 1, dtype=jnp.int32) * share
-    request = search(ends, targets, side="right")  # B for the end of the line
+    whole = invariance.required()
+    request = search(starts, targets) if whole else search(ends, targets, side="right")  # B for the end of the line
     within = jnp.minimum(request, requests - 1)
     page = jnp.maximum(targets - starts[within] - request_overhead, 0) // _ALIGNMENT * _ALIGNMENT
-    page = jnp.where(request == requests, 0, page)
+    page = jnp.where(whole | (request == requests), 0, page)
     places = jnp.where(request == requests, ends[-1], starts[within] + page)
     last = search(places, jnp.maximum(starts + pages, 1)) - 1
     return DecodeSchedule(jnp.stack([request, page], axis=1), last)

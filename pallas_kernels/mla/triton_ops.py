@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import invariance
 from pallas_kernels.backend import traced_gpu
 from pallas_kernels.mla.layout import FP8_TILE, PAGE_SIZE, is_fp8
 from pallas_kernels.mla.write import DROPPED
@@ -69,6 +70,7 @@ def _attend(
     (groups, count, width), gpu = rows.shape, traced_gpu()
     tile = paged_tile(gpu, count, width, rows.dtype.itemsize, fp8_pages=is_fp8(pages))
     row_tiles = -(-count // tile.rows)
+    split = split and not invariance.required()
     splits = page_splits(gpu, groups * row_tiles, page_table.shape[1]) if split else 1
     shape = (groups, splits, count)
     out, lse = call.start(

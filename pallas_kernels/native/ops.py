@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import invariance
 from pallas_kernels.float8 import BLOCK, E4M3
 from pallas_kernels.native.build import library
 
@@ -15,8 +16,12 @@ MAX_ROWS = 32
 
 
 def takes(dtype: jax.typing.DTypeLike, rows: int) -> bool:
-    """Returns whether the kernels multiply `rows` rows of this type; any number of e4m3, which XLA widens first."""
-    return rows > 0 and (jnp.dtype(dtype) == E4M3 or (jnp.dtype(dtype) in DTYPES and rows <= MAX_ROWS))
+    """Returns whether the kernels multiply `rows` rows of this type.
+
+    They take any number of e4m3, which XLA widens first, and of any type where XLA's bits would depend on the rows.
+    """
+    few = rows <= MAX_ROWS or invariance.required()
+    return rows > 0 and (jnp.dtype(dtype) == E4M3 or (jnp.dtype(dtype) in DTYPES and few))
 
 
 def layer_product(x: jax.Array, w: jax.Array, layer: jax.Array | int, out_dtype: jax.typing.DTypeLike) -> jax.Array:

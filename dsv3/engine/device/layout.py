@@ -141,7 +141,8 @@ class Layout:
     @functools.cached_property
     def forms(self) -> tuple[AttentionForm, ...]:
         """The forms of attention that may suit a step, in order of preference."""
-        return tuple(form for form in AttentionForm if applies(form, self.model_cfg, self.platform, self.longest))
+        given, invariant = (self.model_cfg, self.platform, self.longest), self.cfg.batch_invariant
+        return tuple(form for form in AttentionForm if applies(form, *given, batch_invariant=invariant))
 
     @property
     def num_local_ranks(self) -> int:

@@ -19,7 +19,7 @@ import jax
 
 from dsv3.config.engine import EngineConfig
 from dsv3.model.batch import AttentionForm
-from pallas_kernels import aot, bodies
+from pallas_kernels import aot, bodies, invariance
 from sharding.wire.collectives import compiler_options
 
 _log = logging.getLogger(__name__)
@@ -87,14 +87,17 @@ class Programs:
 
     Donated arguments are overwritten: pass the newest arrays. A `store`, where one is set, is looked up before anything
     is traced, and gets what is compiled. `channels` limits the channels of each NCCL communicator; 0 leaves them to
-    NCCL. Unless it `overlaps`, one transfer is in flight at a time.
+    NCCL. Unless it `overlaps`, one transfer is in flight at a time. With `invariant` XLA's part of a program is
+    batch-invariant too.
     """
 
-    def __init__(self, platform: str, channels: int = 0, overlaps: bool = True) -> None:
+    def __init__(self, platform: str, channels: int = 0, overlaps: bool = True, invariant: bool = False) -> None:
         self.store: Store | None = None
         self.options: Mapping[str, Any] | None = compiler_options(platform, channels, overlaps)
         if platform != "cpu":
             self.options = {**(self.options or {}), **_GPU_OPTIONS}
+        elif invariant:
+            self.options = {**(self.options or {}), **invariance.CPU_OPTIONS}
         self._specs: dict[Key, ProgramSpec] = {}
         self._compiled: dict[Key, Callable[..., Any]] = {}
 

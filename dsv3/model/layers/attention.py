@@ -3,7 +3,8 @@
 Training materializes keys and values of every head from the latents of all tokens. Prefill materializes those of new
 tokens, attends to the cached ones in absorbed form, and merges the two; or it materializes all of them
 (`materialized.py`). Decode is absorbed (weight absorption): the key up-projection is folded into the query, so that the
-cached latents are keys and values of all heads at once.
+cached latents are keys and values of all heads at once. Batch-invariant programs attend in absorbed form only, each row
+as a decode step of one token: its bits do not depend on the tokens beside it in its chunk.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from dsv3.model.layers.indexer import IndexTokens, index_tokens
 from dsv3.model.layers.linear import Index, Numerics, linear
 from dsv3.model.layers.rope import Rotation, scale_queries
 from dsv3.model.params import AttentionParams
-from pallas_kernels import dense, mla
+from pallas_kernels import dense, invariance, mla
 from pallas_kernels.backend import Backend, blocks_host, resolve_backend, with_fallback
 from pallas_kernels.rows import latent_rows, rms_norm, rotate_heads
 from pallas_kernels.search import search
@@ -195,6 +196,11 @@ def attend_after_write(
 
 def prefill_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None) -> Core:
     """Attends in prefill: to new tokens in materialized form, to cached ones in absorbed form."""
+    if invariance.required():
+        G, rows = len(batch.page_table), jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
+        chunk = search(batch.cu_lengths[1:], rows, side="right")
+        seen, table = jnp.where(chunk < G, batch.positions + 1, 0), batch.page_table[jnp.minimum(chunk, G - 1)]
+        return _row_core(cfg, seen, table, pages_per_layer, backend)
 
     def attend(tokens, params, layer, cache_layer, pages):
         where = _addressing(cfg, cache_layer, pages_per_layer, backend)
@@ -231,6 +237,9 @@ def decode_core(
     `heads` is the number of heads on this device.
     """
     B, S = batch.tokens.shape
+    if invariance.required() and S > 1:
+        seen, table = jnp.maximum(decode_positions(batch).reshape(-1) + 1, 0), jnp.repeat(batch.page_table, S, axis=0)
+        return _row_core(cfg, seen, table, pages_per_layer, backend)
     schedule = None
     if resolve_backend(requested=with_fallback("mla_decode", backend)) is Backend.MOSAIC:
         schedule = mla.decode_schedule(batch.lengths, queries=S, heads=heads)  # once for all layers
@@ -242,6 +251,19 @@ def decode_core(
             q, pages, batch.page_table, batch.lengths, scale=cfg.softmax_scale, schedule=schedule, **where
         )
         return project_values(out.reshape(B * S, *out.shape[2:]), params, layer, backend)
+
+    return attend
+
+
+def _row_core(
+    cfg: ModelConfig, seen: jax.Array, page_table: jax.Array, pages_per_layer: int, backend: Backend | None
+) -> Core:
+    """Attends with each row to the first `seen` `[T]` tokens of its own `page_table` `[T, Mp]`, in absorbed form."""
+
+    def attend(tokens, params, layer, cache_layer, pages):
+        q, where = absorb(tokens, params, layer, backend), _addressing(cfg, cache_layer, pages_per_layer, backend)
+        out, _ = mla.mla_decode(q[:, None], pages, page_table, seen, scale=cfg.softmax_scale, **where)
+        return project_values(out[:, 0], params, layer, backend)
 
     return attend
 

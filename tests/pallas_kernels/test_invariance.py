@@ -1,0 +1,83 @@
+"""Batch-invariant kernels of GPUs: one tile for all numbers of rows, and the same bits of a row in each."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import gpus, invariance, mla
+from pallas_kernels.backend import Backend
+from pallas_kernels.dense import head_gemm, layer_gemm, plain_gemm
+from pallas_kernels.grouped import choose_tile_m
+from pallas_kernels.mla.schedule import schedule_pages
+from tests.pallas_kernels.gemm.interpreted import bfloat16, interpret
+from tests.pallas_kernels.test_multiprocessors import grids
+
+bf16, i32 = jnp.bfloat16, jnp.int32
+STACK, HEADS, HEAD = ((2, 7168, 2048), bf16), ((2, 128, 512, 128), bf16), ((1024, 2048), bf16)
+ROWS = (1, 8, 64, 65, 128, 500, 8192)
+
+
+def kernels(backend: Backend, rows: int) -> set[str]:
+    """The names of the kernels, which say their tiles, of products of so many rows."""
+
+    def products(x, heads, stack, of_heads, head):
+        layer = (
+            layer_gemm(x, stack, 1, backend=backend),
+            layer_gemm(x, stack, 1, out_dtype=jnp.float32, backend=backend),
+        )
+        return *layer, head_gemm(heads, of_heads, 1, backend=backend), plain_gemm(x, head, backend=backend)
+
+    return set(grids(products, ((rows, 2048), bf16), ((rows, 128, 128), bf16), STACK, HEADS, HEAD))
+
+
+def test_products_have_one_tile_for_all_numbers_of_rows() -> None:
+    assert len({frozenset(kernels(Backend.MOSAIC, rows)) for rows in ROWS}) > 1
+    with invariance.batch_invariant():
+        (found,) = {frozenset(kernels(Backend.MOSAIC, rows)) for rows in ROWS}
+        tiles = {choose_tile_m(rows, 256, backend=Backend.MOSAIC) for rows in ROWS}
+    assert found and not any("split" in name for name in found if "f32" not in name), found
+    assert tiles == {invariance.TILE_ROWS}
+
+
+def test_rows_of_products_have_the_same_bits() -> None:
+    (x, _), (w, _) = bfloat16(0, 70, 80), bfloat16(1, 2, 136, 80)
+
+    def product(x: jax.Array) -> jax.Array:
+        with invariance.batch_invariant():
+            return layer_gemm(x, w, 1, backend=Backend.MOSAIC)
+
+    many = np.asarray(interpret(product, x), np.float32)
+    for first, last in ((0, 1), (69, 70), (5, 12)):
+        np.testing.assert_array_equal(np.asarray(interpret(product, x[first:last]), np.float32), many[first:last])
+
+
+@pytest.mark.parametrize("lengths", [[5000, 1, 0, 64, 900, 3], [0] * 6, [64 * 700, 0, 0, 0, 0, 0], [100] * 6])
+def test_no_request_is_split(lengths: list[int]) -> None:
+    with invariance.batch_invariant():
+        cuts, last = map(np.asarray, schedule_pages(np.asarray(lengths, np.int32), 7))
+    assert (cuts[0] == 0).all() and cuts[-1].tolist() == [len(lengths), 0] and not cuts[:, 1].any()
+    assert (np.diff(cuts[:, 0]) >= 0).all()
+    for request, length in enumerate(lengths):
+        (part,) = (p for p, (a, b) in enumerate(itertools.pairwise(cuts[:, 0])) if a <= request < b)
+        assert not length or last[request] == part
+
+
+def test_attention_splits_no_request_on_other_gpus() -> None:
+    """Triton's kernel has a grid of (requests, parts, tiles of rows)."""
+
+    def parts(requests: int) -> set[int]:
+        def decode(q, pages, table, lengths):
+            return mla.mla_decode(q, pages, table, lengths, scale=1.0, pages_per_layer=9, backend=Backend.TRITON)
+
+        shapes = (((requests, 1, 16, 576), bf16), ((9, 64, 576), bf16), ((requests, 40), i32), ((requests,), i32))
+        with gpus.compiling_for(gpus.by_number(80)):
+            traced = jax.make_jaxpr(decode)(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+        shapes = [v.aval.shape for e in traced.jaxpr.eqns for v in e.outvars if len(v.aval.shape) == 4]
+        return {shape[1] for shape in shapes if shape[0] == requests and shape[3] == 512}
+
+    assert parts(2) != parts(400)
+    with invariance.batch_invariant():
+        assert parts(2) == parts(400) == {1}

@@ -34,6 +34,7 @@ from dsv3.scheduler.request import (
     EngineRequest,
     ExpertIds,
     InvalidRequest,
+    NotServing,
     PreparedRequest,
     QueueFull,
     TokenLogprobs,
@@ -357,8 +358,11 @@ class LLM:
 
         The engine, its cache and its counters do not change: this is a program of its own, from position 0. See
         `dsv3.model.inspection.inspect` for arguments and shapes. Raises InvalidRequest for a prompt that could not be
-        served, ValueError where the experts are spread over devices, and as `inspect` does.
+        served, ValueError where the experts are spread over devices, NotServing while the model sleeps or its weights
+        are not complete, and as `inspect` does.
         """
+        if why := self.engine.state.why_not_serving:
+            raise NotServing(why)
         executor = self.engine.executor
         params = executor.devices.params if isinstance(executor, LocalExecutor) else None
         if not isinstance(params, Params):

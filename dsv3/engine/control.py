@@ -7,6 +7,7 @@ is tried again before the next step; the engine keeps requests back meanwhile th
 import hashlib
 import logging
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -66,7 +67,7 @@ class Control:
     def __init__(self, engine: Controlled) -> None:
         self.state = OperatedState()
         self.is_draining = False
-        self._engine = engine
+        self._engine: Controlled = weakref.proxy(engine)  # a cycle would keep an engine's arrays until it is collected
         self._waiting: deque[_Submitted] = deque()
         self._num_updates = 0
 

@@ -6,6 +6,7 @@ One model compiles what all tests use. `engine/test_replaced_weights.py` compare
 import gc
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -67,8 +68,9 @@ def texts(second) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def shared() -> LLM:
-    return made(FIRST)
+def shared() -> Iterator[LLM]:
+    with made(FIRST) as llm:
+        yield llm
 
 
 @pytest.fixture
@@ -235,7 +237,7 @@ def test_sleep_returns_the_memory_and_keeps_the_programs(llm, second, texts) -> 
         pages = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(devices.layout.pages))
         assert full - live() > weights_bytes + pages
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(devices.params))
-        for refused in (lambda: tokens(llm), lambda: llm.update_weights(second)):
+        for refused in (lambda: tokens(llm), lambda: llm.inspect([1, 2]), lambda: llm.update_weights(second)):
             with pytest.raises((NotServing, OperationRefused), match="sleeps"):
                 refused()
         llm.sleep(level)
@@ -247,3 +249,12 @@ def test_sleep_returns_the_memory_and_keeps_the_programs(llm, second, texts) -> 
         assert cached(llm) == 0 and tokens(llm) == texts["first" if level == 1 else "second"]
         assert live() == full
     assert llm.engine.stats().recompilations == 0
+
+
+def test_a_sleeping_model_can_be_closed(second, monkeypatch) -> None:
+    monkeypatch.setattr("dsv3.engine.engine.Engine.warm_up", lambda *_: None)
+    before = live()
+    for level in (1, 2):
+        with LLM(second, progress=False, **LIMITS) as sleeping:
+            sleeping.sleep(level)
+        assert live() == before

@@ -28,6 +28,8 @@ from dsv3.engine.cluster.messages import (
     FollowerFailed,
     Heartbeat,
     Loaded,
+    Operate,
+    Operated,
     Ready,
     Started,
     Step,
@@ -264,6 +266,19 @@ def test_followers_events_reach_the_planner_in_order(lead) -> None:
     led.leader.work_events.subscribe("pages", lambda process_id, body: received.put((process_id, body)))
     follower.send(WorkEvent("pages", b"2"))
     assert [received.get(timeout=30) for _ in range(2)] == [(1, b"1"), (1, b"2")]
+
+
+def test_an_operation_waits_for_every_follower_and_names_the_one_that_failed(lead) -> None:
+    led, follower, received = both(lead)
+    for error in ("CheckpointError: no such directory", ""):
+        led.leader.operate(Operate("check", "/weights"))
+        assert next(message for message in received if isinstance(message, Operate)) == Operate("check", "/weights")
+        follower.send(Operated(error))
+        assert led.leader.wait_operated() == (error and f"process 1: {error}")
+    led.leader.operate(Operate("replace"))
+    follower.wire.close()
+    with pytest.raises(ClusterError, match="process 1"):
+        led.leader.wait_operated()
 
 
 def test_unauthenticated_connections_do_not_disturb_the_start(lead, tmp_path, caplog) -> None:

@@ -31,6 +31,7 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("cpu_peers", "--dtypes float32 --requests 1 --tokens 4 --long 8 --rounds 1 --repeats 1", {}),
     ("cpu_step", "--rows 1 --dtypes float32 --rounds 1 --seconds 0.01", {}),
     ("cpu_step", "--types bundled --rows 1 --prompt 64 --rounds 1 --seconds 0.01", {}),
+    ("cpu_step", "--batch_invariant bundled --rows 1 --prompt 64 --rounds 1 --seconds 0.01", {}),
     ("engine_host", "--running 8 --steps 5", {}),
     ("engine_host", "--drafts 1 --running 4 --steps 2 --rounds 1", {}),
     ("eplb", "", {"ROUNDS": 1, "STEPS": 1, "LAYERS": 2}),

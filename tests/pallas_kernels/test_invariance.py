@@ -1,4 +1,4 @@
-"""Batch-invariant kernels of GPUs: one tile for all numbers of rows, and the same bits of a row in each."""
+"""Batch-invariant kernels: the same bits of a row among any number of rows. Tiles: `test_invariant_programs.py`."""
 
 import functools
 import itertools
@@ -10,40 +10,15 @@ import pytest
 
 from pallas_kernels import gpus, invariance, mla
 from pallas_kernels.backend import Backend
-from pallas_kernels.dense import head_gemm, layer_gemm, plain_gemm
+from pallas_kernels.dense import layer_gemm, plain_gemm
 from pallas_kernels.dsa.keys import queries_for
-from pallas_kernels.grouped import choose_tile_m, int4_grouped_gemm_contiguous
+from pallas_kernels.grouped import int4_grouped_gemm_contiguous
 from pallas_kernels.mixing import doubly_stochastic
 from pallas_kernels.mla.schedule import schedule_pages
 from tests.pallas_kernels.gemm.interpreted import bfloat16, interpret
 from tests.pallas_kernels.numerics import normal
-from tests.pallas_kernels.test_multiprocessors import grids
 
 bf16, i32 = jnp.bfloat16, jnp.int32
-STACK, HEADS, HEAD = ((2, 7168, 2048), bf16), ((2, 128, 512, 128), bf16), ((1024, 2048), bf16)
-ROWS = (1, 8, 64, 65, 128, 500, 8192)
-
-
-def kernels(backend: Backend, rows: int) -> set[str]:
-    """The names of the kernels, which say their tiles, of products of so many rows."""
-
-    def products(x, heads, stack, of_heads, head):
-        layer = (
-            layer_gemm(x, stack, 1, backend=backend),
-            layer_gemm(x, stack, 1, out_dtype=jnp.float32, backend=backend),
-        )
-        return *layer, head_gemm(heads, of_heads, 1, backend=backend), plain_gemm(x, head, backend=backend)
-
-    return set(grids(products, ((rows, 2048), bf16), ((rows, 128, 128), bf16), STACK, HEADS, HEAD))
-
-
-def test_products_have_one_tile_for_all_numbers_of_rows() -> None:
-    assert len({frozenset(kernels(Backend.MOSAIC, rows)) for rows in ROWS}) > 1
-    with invariance.batch_invariant():
-        (found,) = {frozenset(kernels(Backend.MOSAIC, rows)) for rows in ROWS}
-        tiles = {choose_tile_m(rows, 256, backend=Backend.MOSAIC) for rows in ROWS}
-    assert found and not any("split" in name for name in found if "f32" not in name), found
-    assert tiles == {invariance.TILE_ROWS}
 
 
 def test_rows_of_products_have_the_same_bits() -> None:

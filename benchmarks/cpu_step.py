@@ -4,6 +4,7 @@
         [--rows 1 2 4 16] [--rounds 7]
     JAX_PLATFORMS=cpu python -m benchmarks.cpu_step --types bundled 256x2 512x2 512x4 1024x2 1024x4 [--rows 1 4 16]
     JAX_PLATFORMS=cpu python -m benchmarks.cpu_step --routed_experts [--model bundled|random] [--rows 1 4 16]
+    JAX_PLATFORMS=cpu python -m benchmarks.cpu_step --batch_invariant bundled 512x4 [--rows 1 4 16 64]
 
 A step is the model's decode program with the head, after `--context` tokens, as the engine compiles it. The random
 model has hidden size 1,024, 16 heads, 32 experts of width 512 (6 per token), 2 shared ones, and a vocabulary of
@@ -18,6 +19,8 @@ last column is the prefill of one prompt of `--prompt` tokens. "MB per token" co
 step of one row reads in float32.
 
 `--routed_experts` compares steps that return the experts of their tokens with steps that do not, in float32.
+
+`--batch_invariant` has the same columns for the processor time of float32 with that option over that without it.
 """
 
 import argparse
@@ -44,6 +47,7 @@ from dsv3.engine.build import bundled_model
 from dsv3.kv_cache.layout import Pool, pool
 from dsv3.model import AttentionForm, DecodeBatch, PrefillBatch, decode, logits, prefill
 from dsv3.model.params import Params, declare, initialize
+from pallas_kernels import invariance
 from pallas_kernels.backend import Backend, resolve_backend
 
 COPIED_BYTES = 256 << 20
@@ -173,7 +177,8 @@ def _step(body: Callable, params: Params, cfg: ModelConfig, batch: Any, num_page
     rng, empty = np.random.default_rng(1), pool(cfg, jnp.dtype(params.embed.dtype).name, num_pages)
     pages = jax.tree.map(lambda s: jnp.asarray(rng.standard_normal(s.shape, np.float32), s.dtype), empty)
     began = time.process_time()
-    program = jax.jit(body, donate_argnums=2).lower(params, batch, pages).compile()
+    options = dict(invariance.CPU_OPTIONS) if invariance.required() else None
+    program = jax.jit(body, donate_argnums=2).lower(params, batch, pages).compile(options)
     taken = time.process_time() - began
     _, pages, counts = program(params, batch, pages)
     return Step(program, [params, batch, pages], weight_bytes(params, np.asarray(counts)), taken)
@@ -234,6 +239,7 @@ def main(report: Report) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("bundled", "random"), default="bundled")
     parser.add_argument("--types", nargs="+", metavar="MODEL", help="compare float32 and bfloat16 for these models")
+    parser.add_argument("--batch_invariant", nargs="+", metavar="MODEL", help="measure that option for these models")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dtypes", nargs="+", default=[*TYPES], help="or fp8")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 16])
@@ -246,10 +252,14 @@ def main(report: Report) -> None:
     if arguments.routed_experts:
         compare_routed_experts(report, arguments)
         return
+    columns = ["model", "MB per token", *(f"{n} at once" for n in arguments.rows), f"prompt of {arguments.prompt}"]
     if arguments.types:
-        columns = ["model", "MB per token", *(f"{n} at once" for n in arguments.rows), f"prompt of {arguments.prompt}"]
         lines = (compare_types(name, arguments) for name in arguments.types)
         report.table("Speed of bfloat16 over float32", columns, lines)
+        return
+    if arguments.batch_invariant:
+        lines = (compare_invariance(name, arguments) for name in arguments.batch_invariant)
+        report.table("Processor time with --batch_invariant over that without", columns, lines)
         return
     for dtype in arguments.dtypes:
         measure(report, arguments, dtype)
@@ -257,14 +267,28 @@ def main(report: Report) -> None:
 
 def compare_types(name: str, arguments: argparse.Namespace) -> list[Cell]:
     """Measures one model in both types and returns its line of the table."""
-    both = []
-    for dtype in TYPES:
-        params, cfg = load(name, 0, dtype)
-        decoding = [compiled(params, cfg, rows, arguments.context, resolve_backend()) for rows in arguments.rows]
-        both.append([*decoding, prompt_step(params, cfg, arguments.prompt)])
-    pairs = [step for pair in zip(*both, strict=True) for step in pair]
-    seconds = in_turns(pairs, arguments.rounds, arguments.seconds)[:, :, 0]
-    return [name, both[0][0].weight_bytes / 1e6, *map(spread, (seconds[:, ::2] / seconds[:, 1::2]).T)]
+    return _ratios(name, 0, *(_steps(*load(name, 0, dtype), arguments) for dtype in TYPES), arguments)
+
+
+def compare_invariance(name: str, arguments: argparse.Namespace) -> list[Cell]:
+    """Measures one model with and without `batch_invariant` and returns its line of the table."""
+    params, cfg = load(name, 0, "float32")
+    with invariance.batch_invariant():
+        invariant = _steps(params, cfg, arguments)
+    return _ratios(name, 1, invariant, _steps(params, cfg, arguments), arguments)
+
+
+def _steps(params: Params, cfg: ModelConfig, arguments: argparse.Namespace) -> list[Step]:
+    """Returns decode steps of all numbers of rows, and the prefill of a prompt."""
+    decoding = [compiled(params, cfg, rows, arguments.context, resolve_backend()) for rows in arguments.rows]
+    return [*decoding, prompt_step(params, cfg, arguments.prompt)]
+
+
+def _ratios(name: str, kind: int, first: list[Step], second: list[Step], arguments: argparse.Namespace) -> list[Cell]:
+    """Returns the line of a model: the time (`kind` 0: wall, 1: processor) of each `first` step over the second's."""
+    pairs = [step for pair in zip(first, second, strict=True) for step in pair]
+    seconds = in_turns(pairs, arguments.rounds, arguments.seconds)[:, :, kind]
+    return [name, first[0].weight_bytes / 1e6, *map(spread, (seconds[:, ::2] / seconds[:, 1::2]).T)]
 
 
 def compare_routed_experts(report: Report, arguments: argparse.Namespace) -> None:

@@ -10,9 +10,11 @@ of a row matters. `CPU_OPTIONS` leave out both. The C++ kernels stay as they are
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 _traced = jax.make_user_context(False)
 
@@ -42,3 +44,13 @@ def batch_invariant() -> Iterator[None]:
 def planned_rows(rows: int) -> int:
     """Returns the rows that a tile is chosen for: `rows`, or one number for all where invariance is required."""
     return PLANNED_ROWS if required() else rows
+
+
+def in_blocks(product: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Returns `product(x)` of rows x `[T, ...]`, computed for `PLANNED_ROWS` rows at a time.
+
+    It is for products that XLA gives to a library, which chooses an algorithm by their shape.
+    """
+    padded = jnp.pad(x, ((0, -len(x) % PLANNED_ROWS), *(((0, 0),) * (x.ndim - 1))))
+    out = lax.map(product, padded.reshape(-1, PLANNED_ROWS, *x.shape[1:]))
+    return out.reshape(-1, *out.shape[2:])[: len(x)]

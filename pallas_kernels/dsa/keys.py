@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import invariance
+from pallas_kernels.dense import plain_gemm
 from pallas_kernels.float8 import E4M3
 from pallas_kernels.mla.layout import (
     FP8_PAGES_DTYPE,
@@ -126,6 +128,9 @@ def _rotated(x: jax.Array) -> jax.Array:
     width = x.shape[-1]
     if width & (width - 1):
         return x
+    if invariance.required():  # signs are exact in any type, so that the kernels take x as it is
+        signs = jnp.asarray(np.sign(_hadamard(width)), x.dtype)
+        return (plain_gemm(x, signs, out_dtype=jnp.float32) * np.float32(width**-0.5)).astype(x.dtype)
     product = jnp.einsum("...i,ij->...j", x.astype(jnp.float32), _hadamard(width), precision=lax.Precision.HIGHEST)
     return product.astype(x.dtype)
 

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import invariance
+from pallas_kernels.dense import plain_gemm
 from pallas_kernels.fp4 import VALUES
 from pallas_kernels.fp8 import reference as fp8_reference
 from pallas_kernels.int4 import GROUP, OFFSET, RUN, VALUES_PER_WORD
@@ -69,6 +71,8 @@ def four_bit_contiguous(
         x_t = lax.dynamic_slice_in_dim(x, tile * tile_m, tile_m, 0)
         contract = (((1,), (1,)), ((), ()))
         weights = dequantize_four_bit(w_g, w_scale_g, x.dtype)
+        if invariance.required():
+            return plain_gemm(x_t, weights)
         return lax.dot_general(x_t, weights, contract, preferred_element_type=jnp.float32).astype(x.dtype)
 
     return _fill_tiles(product, tile_group, tile_m, jnp.zeros((x.shape[0], w.shape[1]), x.dtype))

@@ -40,6 +40,7 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("cpu_step", "--rows 1 --dtypes float32 --rounds 1 --seconds 0.01", {}),
     ("cpu_step", "--types bundled --rows 1 --prompt 64 --rounds 1 --seconds 0.01", {}),
     ("cpu_step", "--routed_experts --rows 1 --prompt 64 --rounds 1 --seconds 0.01", {}),
+    ("cpu_step", "--batch_invariant bundled --rows 1 --prompt 64 --rounds 1 --seconds 0.01", {}),
     ("engine_host", "--running 8 --steps 5", {}),
     ("engine_host", "--drafts 1 --running 4 --steps 2 --rounds 1", {}),
     ("engine_host", "--routed_experts --running 4 --steps 2 --rounds 1", {}),

@@ -142,6 +142,10 @@ def test_options_reach_the_engine_process_as_they_are() -> None:
         ({"enable_prefix_caching": 1}, "enable_prefix_caching: 1 is not True or False"),
         ({"dtype": "int4"}, "dtype: 'int4' is not one of auto, float32"),
         ({"enable_eplb": True}, "enable_eplb: True needs enable_expert_parallel"),
+        (
+            {"batch_invariant": True, "enable_expert_parallel": True, "enable_eplb": True},
+            "batch_invariant: enable_eplb changes which devices sum",
+        ),
         ({"kv_store": "/pages", "enable_prefix_caching": False}, "kv_store: '/pages' needs enable_prefix_caching"),
         ({"kv_store": "pages", "kv_offloading_size": 1.0}, "kv_store: 'pages' is neither an absolute directory"),
         ({"kv_offloading_size": 1.0, "enable_prefix_caching": False}, "1.0 needs enable_prefix_caching"),

@@ -8,7 +8,7 @@ import numpy as np
 
 from dsv3.config.model import ModelConfig
 from dsv3.model.layers.linear import Index, layer_slice
-from pallas_kernels import dense, native
+from pallas_kernels import dense, invariance, native
 from pallas_kernels.backend import Backend, resolve_backend, with_fallback
 
 
@@ -49,7 +49,11 @@ def router_logits(x: jax.Array, weight: jax.Array, layer: Index, backend: Backen
     weight32 = layer_slice(weight, layer).astype(jnp.float32)
     if resolved is Backend.NATIVE:
         return dense.plain_gemm(x32, weight32, backend=backend)
-    return jnp.einsum("td,ed->te", x32, weight32, precision="highest")
+
+    def product(rows: jax.Array) -> jax.Array:
+        return jnp.einsum("td,ed->te", rows, weight32, precision="highest")
+
+    return invariance.in_blocks(product, x32) if invariance.required() else product(x32)
 
 
 def route(cfg: ModelConfig, logits: jax.Array, bias: jax.Array | None, backend: Backend | None) -> Routing:

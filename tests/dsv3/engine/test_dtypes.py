@@ -103,6 +103,24 @@ def test_impossible_combinations_are_refused() -> None:
         resolve_dtypes(odd, EngineOptions(kv_cache_dtype=FP8), CPU)
 
 
+@pytest.mark.parametrize(
+    ("device", "options", "message"),
+    [
+        (CPU, {"dtype": "float16"}, "products of float16 .* set dtype to float32 or bfloat16"),
+        (
+            CPU,
+            {"dtype": "float32", "kv_cache_dtype": "fp8"},
+            "attention to a cache of fp8 .* set kv_cache_dtype to auto",
+        ),
+        (H200, {"dtype": "float32"}, "products of float32 .* set dtype to bfloat16 or float16"),
+    ],
+)
+def test_what_xla_computes_is_not_batch_invariant(device: SimpleNamespace, options: dict, message: str) -> None:
+    assert resolved(device, batch_invariant=True)
+    with pytest.raises(ValueError, match=f"batch_invariant: {message}"):
+        resolved(device, batch_invariant=True, **options)
+
+
 def test_a_checkpoint_declares_its_dtype(tmp_path: Path) -> None:
     config = json.loads((bundled_model() / "config.json").read_text()) | {"torch_dtype": "float16"}
     (tmp_path / "config.json").write_text(json.dumps(config))

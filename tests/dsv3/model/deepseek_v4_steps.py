@@ -12,6 +12,7 @@ from dsv3.config.model import ModelConfig
 from dsv3.kv_cache import layout
 from dsv3.model import DecodeBatch, PrefillBatch, decode, logits, prefill
 from dsv3.model.params import Params
+from pallas_kernels import invariance
 
 T, CHUNKS, TABLE = 280, 3, 3  # rows and chunks of a prefill step, pages of a request
 ROWS = 3  # requests of a decode step
@@ -19,11 +20,14 @@ PAGES, WINDOW_PAGES, SLOTS = 10, 8, 4
 COUNTS = {"context": PAGES, "window": WINDOW_PAGES, "request": SLOTS}
 
 
-@functools.partial(jax.jit, static_argnames="cfg", donate_argnames="pool")
+@functools.partial(
+    jax.jit, static_argnames="cfg", donate_argnames="pool", compiler_options=dict(invariance.CPU_OPTIONS)
+)
 def step(params: Params, cfg: ModelConfig, batch: PrefillBatch | DecodeBatch, pool: layout.Pool) -> tuple[Any, Any]:
-    """Returns the logits `[T, W]` of a prefill step or `[B, S, W]` of a decode step, and the pool."""
-    out = (prefill if isinstance(batch, PrefillBatch) else decode)(params, cfg, batch, pool)
-    return logits(params, cfg, out.hidden), out.pages
+    """Returns the logits `[T, W]` of a prefill step or `[B, S, W]` of a decode step, and the pool; batch-invariant."""
+    with invariance.batch_invariant():
+        out = (prefill if isinstance(batch, PrefillBatch) else decode)(params, cfg, batch, pool)
+        return logits(params, cfg, out.hidden), out.pages
 
 
 def first_window_page(cfg: ModelConfig, tokens: int) -> int:

@@ -18,9 +18,9 @@ is the bundled one, or the random one as HIDDENxLAYERS, with widths and vocabula
 last column is the prefill of one prompt of `--prompt` tokens. "MB per token" counts the weights that a decode
 step of one row reads in float32.
 
-`--routed_experts` compares steps that return the experts of their tokens with steps that do not, in float32.
-
 `--batch_invariant` has the same columns for the processor time of float32 with that option over that without it.
+
+`--routed_experts` compares steps that return the experts of their tokens with steps that do not, in float32.
 """
 
 import argparse

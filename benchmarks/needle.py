@@ -1,6 +1,6 @@
 """Finds a needle at the beginning of a long prompt, with DeepSeek-V4's rules at the published ratios and angles.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.needle [--tokens 300000] [--chunk 4096]
+    JAX_PLATFORMS=cpu python -m benchmarks.needle [--ratio 4,128] [--tokens 300000] [--chunk 4096]
 
 The model has one layer and handmade weights (`tests/dsv3/model/deepseek_v4_needle.py`): only an entry of the layer's
 ratio keeps the needle, which stands among the first 200 tokens. The question ends the prompt. An engine computes the
@@ -23,17 +23,18 @@ from dsv3.kv_cache.layout import window_pages, window_size
 from dsv3.scheduler.request import EngineRequest
 from tests.dsv3.model import deepseek_v4_needle as needle
 
-RATIOS = tuple(needle.PLACES)
-
 
 def main(report: Report) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--ratio", type=lambda text: [int(ratio) for ratio in text.split(",")], default=[*needle.PLACES]
+    )
     parser.add_argument("--tokens", type=int, default=300_000)
     parser.add_argument("--chunk", type=int, default=4096)
     arguments = parser.parse_args()
     asked = arguments.tokens // needle.WINDOW * needle.WINDOW + needle.ASKED % needle.WINDOW
     columns = ["entries of so many tokens", "prompt (tokens)", "needle at", "found", "prompt (s)", "tokens/s"]
-    rows = [_row(ratio, asked, arguments.chunk) for ratio in RATIOS]
+    rows = [_row(ratio, asked, arguments.chunk) for ratio in arguments.ratio]
     report.table("A needle in a long prompt", columns, rows)
     return 0 if all(found == "yes" for _, _, _, found, *_ in rows) else 1
 

@@ -51,7 +51,7 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("front", "--streams=8 --rate=5 --seconds=1", {}),
     ("hostile", "--seconds 0.3 --only none", {}),
     ("kv_tiers", "--rounds 1 --values 4 --directory {tmp}", {"VALUE_BYTES": 2**16}),
-    ("needle", "--tokens 300 --chunk 64", {"RATIOS": (4,)}),
+    ("needle", "--ratio 4 --tokens 300 --chunk 64", {}),
     ("precision", "--tokens 16", {"MODULES": ("bisect",), "SETTINGS": (("float32", "float32"),)}),
     ("precision", "--int4", {"HIDDEN": 256, "INNER": 256}),
     ("routers", "--requests 2 --clients 0", {}),

@@ -70,7 +70,7 @@ def write_context(
     for stage in range(dspark.stages):
         latents = project_latents(main, stages.layers.attention, stage, cfg, by, numerics)
         window = CacheRows.of(cfg, WINDOW_LATENTS, pages, rows, cfg.num_hidden_layers + stage)
-        new = encode_rows(latents, cfg.kv_lora_rank, window.array.dtype)
+        new = encode_rows(latents, cfg.kv_lora_rank, window.array.dtype, backend=backend)
         pages = {**pages, WINDOW_LATENTS: rows.write(new, window)}
     return pages
 
@@ -182,7 +182,10 @@ def _attend(
     Rows of the block are rounded as those in the cache are.
     """
     cached = CacheRows.of(cfg, WINDOW_LATENTS, pages, rows, place.cache_layer)
-    new, window = encode_rows(tokens.latent, cfg.kv_lora_rank, cached.array.dtype), compressed_of(cfg).window
+    new, window = (
+        encode_rows(tokens.latent, cfg.kv_lora_rank, cached.array.dtype, backend=backend),
+        compressed_of(cfg).window,
+    )
     n, first, before = len(new) // len(rows.ends), rows.firsts[rows.requests], rows.contexts[rows.requests]
     block = -1 - (first[:, None] + jnp.arange(n, dtype=jnp.int32))
     earlier = jnp.maximum(before - window, 0)[:, None] + jnp.arange(window, dtype=jnp.int32)

@@ -13,7 +13,7 @@ from pallas_kernels.backend import Backend
 from pallas_kernels.checks import arrays
 from pallas_kernels.checks.case import BFLOAT16, FLOAT32, Case, Tolerance
 from pallas_kernels.fp8 import quantize_1x128, swiglu_quantize
-from pallas_kernels.heads import unit_rotated_heads
+from pallas_kernels.heads import normed_latents, unit_rotated_heads
 from pallas_kernels.mixing import read_streams, write_streams
 
 VALUES = Tolerance(1e-4, 2**-3, 2**-9, "a value about halfway may be rounded to either neighbor in e4m3")
@@ -120,6 +120,20 @@ def unit_rotated_heads_cases(backend: Backend, quick: bool) -> Iterator[Case]:
             lambda x, w, i, backend, n=turned: unit_rotated_heads(x, *_angles(len(x), n), _EPSILON, backend=backend),
             (m, heads, width),
             8,
+        )
+
+
+def normed_latents_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields query latents and latents of DeepSeek-V4."""
+    del backend
+    for m, query, width, turned in ((3, 40, 24, 8), (17, 64, 32, 16)) if quick else ((64, 1024, 512, 64),):
+        yield _row_case(
+            f"{m} x ({query} + {width}), {turned} rotated",
+            lambda x, w, i, backend, q=query, n=turned: jnp.concatenate(
+                normed_latents(x, w[:, :q], w[:, q:], i, *_angles(len(x), n), _EPSILON, backend=backend), axis=1
+            ),
+            (m, query + width),
+            query + width,
         )
 
 

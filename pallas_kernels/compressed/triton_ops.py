@@ -43,7 +43,7 @@ def attend(
         shares = -(-(first_entry + listed) // SHARE)
         out, lse = call.start(
             "compressed.attend",
-            (q, sink, own, window.array, window.numbers, window.counts, last.array, last.numbers, last.counts),
+            (q, sink, own, *_operands(window), *_operands(last)),
             (
                 jax.ShapeDtypeStruct((N, shares, H, d), q.dtype if shares == 1 else jnp.float32),
                 jax.ShapeDtypeStruct((N, shares, H), jnp.float32),
@@ -80,6 +80,10 @@ def attend(
             SHARES=shares,
         )
     return joined
+
+
+def _operands(rows: RowList) -> tuple[jax.Array, ...]:
+    return rows.array, rows.numbers, rows.counts, jnp.asarray(rows.first, jnp.int32).reshape(1)
 
 
 def bytes_of_query(heads: int, d: int, listed: int) -> int:

@@ -151,7 +151,11 @@ class CacheRows:
     def list_rows(self, requests: jax.Array, numbers: jax.Array, counts: jax.Array) -> RowList:
         """Lists the first `counts` `[N]` of the rows `numbers` `[N, K]` of `requests` `[N]`."""
         pages, rows = self.locate(requests[:, None], numbers)
-        return RowList(self.array, (self.first + pages) * self.array.shape[1] + rows, counts)
+        return self.of_layer(RowList(self.array, pages * self.array.shape[1] + rows, counts))
+
+    def of_layer(self, listed: RowList) -> RowList:
+        """Returns a list of rows of another layer of the group as one of this layer."""
+        return listed._replace(array=self.array, first=self.first * self.array.shape[1])
 
     def write(self, values: jax.Array, requests: jax.Array, numbers: jax.Array, where: jax.Array) -> jax.Array:
         """Returns the array with `values` `[N, W]` as rows `numbers` `[N]` of `requests` `[N]`, those of `where` `[N]`.

@@ -13,8 +13,8 @@ from pallas_kernels.triton.kernels.e4m3 import widen
 
 @triton.jit
 def attend(
-    q_ptr, sink_ptr, own_ptr, window_ptr, window_numbers_ptr, window_counts_ptr, entries_ptr, entry_numbers_ptr,
-    entry_counts_ptr, out_ptr, lse_ptr,
+    q_ptr, sink_ptr, own_ptr, window_ptr, window_numbers_ptr, window_counts_ptr, first_in_window_ptr, entries_ptr,
+    entry_numbers_ptr, entry_counts_ptr, first_in_entries_ptr, out_ptr, lse_ptr,
     SCALE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PLAIN: tl.constexpr,
     WINDOW: tl.constexpr, ENTRIES: tl.constexpr, SHARE: tl.constexpr, SHARES: tl.constexpr, FP8: tl.constexpr,
     NATIVE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -39,6 +39,7 @@ def attend(
     top = tl.maximum(sink, -1e30)
     total = tl.exp2(sink - top)
     out = tl.zeros([BLOCK_H, D], tl.float32)
+    first_in_window, first_in_entries = tl.load(first_in_window_ptr), tl.load(first_in_entries_ptr)
     for start in tl.range(share * SHARE, tl.minimum((share + 1) * SHARE, slots), BLOCK_N):
         in_window = start < first_entry
         count = tl.where(in_window, window_count, entry_count)
@@ -46,7 +47,8 @@ def attend(
         window_numbers, entry_numbers = window_numbers_ptr + query * WINDOW, entry_numbers_ptr + query * ENTRIES
         real = place < count
         number = tl.load(tl.where(in_window, window_numbers, entry_numbers) + place, mask=real, other=0)
-        is_own, number = number < 0, tl.where(number < 0, -1 - number, number).to(tl.int64)
+        first = tl.where(in_window, first_in_window, first_in_entries)
+        is_own, number = number < 0, tl.where(number < 0, -1 - number, first + number).to(tl.int64)
         rows = tl.where(is_own, own_ptr, tl.where(in_window, window_ptr, entries_ptr)) + number * WIDTH
         rows = tl.multiple_of(rows, 8 if FP8 else 16)
         if FP8:

@@ -1,0 +1,71 @@
+"""Kernels that a decode step of DeepSeek-V4-Flash launches on 4 H200, by stage and by what they are. Nothing is timed.
+
+    JAX_PLATFORMS=cpu python -m benchmarks.launches [--save FILE]
+
+It compiles the engine's program for FP8 experts and 64 requests per GPU without a GPU, and needs the extras `aot` and
+`triton`. A kernel of our own counts by its name, one of XLA by its operation and by the jax operation that it ends
+with. `--save` writes the compiled program's text.
+"""
+
+import argparse
+import dataclasses
+import re
+from collections import Counter
+from pathlib import Path
+
+from benchmarks.record import Report, run
+from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH
+from configs.deployments import V4_FLASH_4XH200
+from pallas_kernels import bodies
+from tools.plan import hlo
+from tools.plan.programs import compile_step, lay_out
+
+_SCOPES = ("compressor", "indexer", "output", "attend")  # parts of attention, beside the stages of a plan
+
+
+def main(report: Report) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--save", type=Path, help="file for the text of the compiled program")
+    args = parser.parse_args()
+    text = compiled_step()
+    if args.save is not None:
+        args.save.write_text(text)
+    layers, found = DEEPSEEK_V4_FLASH.num_hidden_layers, list(hlo.launches(hlo.parse(text)))
+    total = sum(times for _, times in found)
+    stages, kinds = Counter[str](), Counter[tuple[str, str]]()
+    for instruction, times in found:
+        stages[stage(instruction)] += times
+        kinds[stage(instruction), kind(instruction)] += times
+    report.table("Kernels of a step", ["kernels", "per layer"], [[total, total / layers]])
+    columns = ["stage", "kernels", "per layer"]
+    report.table("By stage", columns, ([name, n, n / layers] for name, n in stages.most_common()))
+    columns = ["stage", "kernel", "kernels", "per layer"]
+    report.detail("By kernel", columns, ([*name, n, n / layers] for name, n in kinds.most_common()))
+
+
+def compiled_step() -> str:
+    """Returns the text of the compiled program."""
+    planned = lay_out(DEEPSEEK_V4_FLASH, dataclasses.replace(V4_FLASH_4XH200, fp4="fp8"))
+    with bodies.left_out():
+        (compiled,) = compile_step(planned, "decode")
+    return compiled.text
+
+
+def stage(instruction: hlo.Instruction) -> str:
+    """Returns the innermost named part of a layer around an instruction."""
+    names = (*hlo.LABELS, *_SCOPES)
+    return next((scope for scope in reversed(instruction.scopes) if scope in names), "other")
+
+
+def kind(instruction: hlo.Instruction) -> str:
+    """Returns what launches: the name of a kernel of our own, or XLA's operation and jax's."""
+    last = re.sub(r"\W.*", "", instruction.scopes[-1])
+    if instruction.opcode == "custom-call":
+        target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+        own = re.search(r"name = \"?(\w+)|(?:^|/)(\w+)\[?", instruction.op_name)
+        return f"{target[1] if target else 'custom-call'} {own[1] or last if own else last}"
+    return f"{instruction.opcode} {re.sub(r'[.\d]+$', '', instruction.name)} ({last})"
+
+
+if __name__ == "__main__":
+    run(main)

@@ -2,9 +2,8 @@
 
     JAX_PLATFORMS=cpu python -m benchmarks.launches [--save FILE]
 
-It compiles the engine's program for FP8 experts and 64 requests per GPU without a GPU, and needs the extras `aot` and
-`triton`. A kernel of our own counts by its name, one of XLA by its operation and by the jax operation that it ends
-with. `--save` writes the compiled program's text.
+It compiles the engine's program for FP8 experts and 64 requests per GPU, without a GPU. It needs the extras `aot` and
+`triton`. `--save` writes the compiled program's text.
 """
 
 import argparse
@@ -58,13 +57,12 @@ def stage(instruction: hlo.Instruction) -> str:
 
 
 def kind(instruction: hlo.Instruction) -> str:
-    """Returns what launches: the name of a kernel of our own, or XLA's operation and jax's."""
-    last = re.sub(r"\W.*", "", instruction.scopes[-1])
+    """Returns the name of a kernel of our own, Triton's by its result, or XLA's operation with its name and jax's."""
+    scopes = (*instruction.scopes, "")
     if instruction.opcode == "custom-call":
-        target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
-        own = re.search(r"name = \"?(\w+)|(?:^|/)(\w+)\[?", instruction.op_name)
-        return f"{target[1] if target else 'custom-call'} {own[1] or last if own else last}"
-    return f"{instruction.opcode} {re.sub(r'[.\d]+$', '', instruction.name)} ({last})"
+        named = scopes[-3] if scopes[-2] == "mpmd_map" else scopes[-2]
+        return f"{named} {instruction.shape[:40]}" if named == "triton_kernel_call" else named
+    return f"{re.sub(r'[.\d]+$', '', instruction.name)} ({scopes[-2]})"
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ OPERATIONS = frozenset(
         *("layer_gemm", "plain_gemm", "head_gemm"),
         *("grouped_gemm_contiguous", "fp8_grouped_gemm_contiguous"),
         *("int4_grouped_gemm_contiguous", "fp4_grouped_gemm_contiguous"),
-        *("trained_gemm_contiguous", "align_groups", "choose_experts"),
+        *("trained_gemm_contiguous", "align_groups", "choose_experts", "weighted_experts"),
         *("rms_norm", "swiglu", "rotate_heads", "latent_rows"),
         *("read_streams", "write_streams", "unit_rotated_heads", "normed_latents"),
     )

@@ -250,8 +250,7 @@ def choose_experts(stack: Stack, place: LayerPlace, context: LayerContext, norme
         routing = route_by_token(cfg, logits, layer_slice(moe.by_token, place.layer), context.tokens)
     else:
         hashed = 0 if moe.by_token is None else len(moe.by_token)
-        bias = None if moe.router_bias is None else layer_slice(moe.router_bias, place.layer - hashed)
-        routing = route(cfg, logits, bias, backend)
+        routing = route(cfg, logits, moe.router_bias, backend, place.layer - hashed)
     return routing._replace(ids=jnp.where(context.valid[:, None], routing.ids, -1))
 
 

@@ -1,5 +1,6 @@
 """Compressed attention: rows of a window and of entries, listed per query, and entries that a step completes."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -58,7 +59,7 @@ def attend_case(entries: tuple[int, ...], *, heads: int, fp8: bool) -> Case:
             RowList(array.reshape(-1, rows, width), jnp.asarray(number), jnp.asarray(count, jnp.int32))
             for array, rows, number, count in zip(made[:2], (RING, PAGE), numbers, seen, strict=True)
         ]
-        q, sink = arrays.normal(q_key, N, heads, WIDTH), jax.random.normal(sink_key, (heads,), jnp.float32)
+        q, sink = arrays.normal(q_key, N, heads, WIDTH), jax.random.normal(sink_key, (1, heads), jnp.float32)
         return {"q": q, "sink": sink, "own": made[2], "window": lists[0], "entries": lists[1]}
 
     def poisoned(operands: dict[str, Any], i: Any) -> dict[str, Any]:
@@ -66,7 +67,10 @@ def attend_case(entries: tuple[int, ...], *, heads: int, fp8: bool) -> Case:
             flat, bad = array.reshape(-1, width), jnp.asarray(255 if fp8 else jnp.nan, dtype)
             return jnp.full_like(flat, bad).at[rows].set(flat[rows]).reshape(array.shape)
 
-        bad = {n: operands[n]._replace(array=only(operands[n].array, r)) for n, r in zip(_LISTS, listed, strict=False)}
+        bad = {
+            n: dataclasses.replace(operands[n], array=only(operands[n].array, r))
+            for n, r in zip(_LISTS, listed, strict=False)
+        }
         return operands | bad | {"own": only(operands["own"], listed[2])}
 
     def call(operands: dict[str, Any], i: Any, backend: Backend) -> jax.Array:

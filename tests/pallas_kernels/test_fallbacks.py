@@ -38,6 +38,7 @@ FP8_ROWS, FP8_SCALES = of((T, K), E4M3), of((K // 128, T), F32)
 FP8_WEIGHT, FP8_BLOCKS = of((E, N, K), E4M3), of((E, 1, K // 128), F32)
 EVEN = SimpleNamespace(scoring_func="softmax", n_group=1, topk_method="greedy", num_experts_per_tok=2)
 EVEN.norm_topk_prob, EVEN.routed_scaling_factor = False, 1.0
+SIGMOID = SimpleNamespace(**vars(EVEN) | {"scoring_func": "sigmoid"})
 TILE = {"tile_m": 16}
 ROUTER = of((T, E), F32)
 
@@ -100,7 +101,7 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
         lambda q, sink, own, rows, numbers, counts, backend: compressed.attend_compressed(
             q, sink, own, compressed.RowList(rows, numbers, counts), None, scale=1.0, plain=448, backend=backend
         ),
-        (of((T, H, R)), of((H,), F32), of((T, R)), of((8, 64, R)), of((T, 128), I32), COUNTS),
+        (of((T, H, R)), of((1, H), F32), of((T, R)), of((8, 64, R)), of((T, 128), I32), COUNTS),
     ),
     "fp8_gemm": (
         Backend.MOSAIC,
@@ -144,6 +145,7 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
         (COUNTS,),
     ),
     "choose_experts": (Backend.NATIVE, lambda logits, backend: route(EVEN, logits, None, backend), (ROUTER,)),
+    "weighted_experts": (Backend.TRITON, lambda logits, backend: route(SIGMOID, logits, None, backend), (ROUTER,)),
     "rms_norm": (Backend.NATIVE, functools.partial(rows.rms_norm, layer=0, eps=1e-6), (of((T, K)), of((1, K)))),
     "swiglu": (Backend.NATIVE, rows.swiglu, (of((T, 2 * K)),)),
     "rotate_heads": (Backend.NATIVE, rows.rotate_heads, (of((T, H, K)), of((T, 32), F32), of((T, 32), F32))),
@@ -212,7 +214,14 @@ def test_a_fallback_includes_inner_operations(name, on) -> None:
 
 
 # Operations without inner operations, which no other fallback changes.
-ALONE = CASES.keys() - {"topk_indices", "attend_topk", "plain_gemm", "trained_gemm", "trained_gemm_contiguous"}
+ALONE = CASES.keys() - {
+    "topk_indices",
+    "attend_topk",
+    "plain_gemm",
+    "trained_gemm",
+    "trained_gemm_contiguous",
+    "complete_entries",
+}
 
 
 @pytest.mark.parametrize(

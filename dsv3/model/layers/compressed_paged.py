@@ -42,7 +42,6 @@ from dsv3.model.layers.compressed_attention import (
     num_complete,
 )
 from dsv3.model.layers.compressor import Contribution, contributions, norm_and_rotate, pool_window, window_rows
-from dsv3.model.layers.linear import layer_slice
 from dsv3.model.layers.rope import Rotation
 from dsv3.model.layers.sparse import by_groups
 from dsv3.model.params import CompressedAttentionParams, CompressorParams
@@ -98,7 +97,8 @@ class _Queries:
 
     requests: jax.Array  # [N]
     table: jax.Array  # [N, Mp], pages of their requests
-    counts: Mapping[int, jax.Array]  # [N] by ratio, the entries that are complete
+    complete: jax.Array  # [N], entries of layers that choose among them
+    chosen: jax.Array  # [N], how many of those they choose
     window: RowList
     heavy: RowList | None  # all entries of the layers that do not choose; None in a model without such layers
 
@@ -108,14 +108,15 @@ class _Queries:
     ) -> "_Queries":
         """Returns what queries at `positions` see of their `requests`, of which there are `seen` tokens, `[N]` each."""
         compressed, shapes, heavy = compressed_of(cfg), layout.pool(cfg, "float32", 1, 1, 1), None
-        counts = {ratio: num_complete(ratio, seen - 1) for ratio in compressed.ratios if ratio}
+        complete = num_complete(compressed.sparse_ratio, seen - 1)
         window = CacheRows.of(cfg, WINDOW_LATENTS, shapes, rows, 0)
-        for ratio in counts.keys() - {compressed.sparse_ratio}:
+        for ratio in set(compressed.ratios) - {0, compressed.sparse_ratio}:
             entries = CacheRows.of(cfg, HEAVY_ENTRIES, shapes, rows, 0)
             numbers = jnp.arange(entries.capacity, dtype=jnp.int32)[None]
-            heavy = entries.list_rows(requests, numbers, jnp.minimum(counts[ratio], entries.capacity))
+            heavy = entries.list_rows(requests, numbers, jnp.minimum(num_complete(ratio, seen - 1), entries.capacity))
         last = rows.list_last(requests, positions, seen, compressed.window, window)
-        return cls(requests, rows.page_table[requests], counts, last, heavy)
+        chosen = jnp.minimum(complete, compressed.indexer.topk)
+        return cls(requests, rows.page_table[requests], complete, chosen, last, heavy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,23 +267,24 @@ class _Layer:
             seen_by = self.step.queries if len(q) == len(rows.requests) else _Queries.of(cfg, rows, *arrays[-3:])
             listed = None
             if entries is not None and keys is not None:
-                count = seen_by.counts[self.place.ratio]
-                numbers = self._topk(keys, arrays[0], arrays[1], seen_by.table, count)
-                listed = entries.list_rows(seen_by.requests, numbers, jnp.minimum(count, numbers.shape[1]))
+                numbers = self._topk(keys, arrays[0], arrays[1], seen_by)
+                listed = entries.list_rows(seen_by.requests, numbers, seen_by.chosen)
             elif entries is not None:
+                assert seen_by.heavy is not None  # of layers that do not choose
                 listed = entries.of_layer(seen_by.heavy)
-            how: dict[str, Any] = {"scale": cfg.softmax_scale, "plain": cfg.kv_lora_rank, "backend": self.backend}
+            how: dict[str, Any] = {"scale": cfg.softmax_scale, "plain": cfg.kv_lora_rank, "layer": self.place.layer}
+            how["backend"] = self.backend
             return attend_compressed(q, sink, new, window.of_layer(seen_by.window), listed, **how)
 
         index = () if tokens.index is None else (tokens.index.q, tokens.index.weights)
         size = self._queries_at_once(tokens.q, window, entries, keys)
         return by_groups(group, size, (tokens.q, *index, rows.requests, rows.positions, self.step.seen), self.backend)
 
-    def _topk(self, keys: CacheRows, q: jax.Array, weights: jax.Array, table: jax.Array, count: jax.Array) -> jax.Array:
-        """Returns the numbers `[G, K]` of the entries to attend to, of the first `count` `[G]` on pages `[G, Mp]`."""
+    def _topk(self, keys: CacheRows, q: jax.Array, weights: jax.Array, seen_by: _Queries) -> jax.Array:
+        """Returns the numbers `[G, K]` of the entries to attend to, of those that are complete."""
         best = compressed_of(self.cfg).indexer.topk
         how: dict[str, Any] = {"first_page": keys.first, "topk": best, "backend": self.backend}
-        return dsa.topk_indices(q, weights, keys.array, table, count, **how)
+        return dsa.topk_indices(q, weights, keys.array, seen_by.table, seen_by.complete, **how)
 
     def _queries_at_once(
         self, q: jax.Array, window: CacheRows, entries: CacheRows | None, keys: CacheRows | None
@@ -321,7 +323,7 @@ def _attend(
     entries, keys = (*groups, None, None)[:2]
     window = layer.group_rows(pool, WINDOW_LATENTS)
     new = encode_rows(tokens.latent, cfg.kv_lora_rank, window.array.dtype, backend=backend)
-    out = layer.attend(tokens, layer_slice(params.sink, place.layer), new, window, entries, keys)
+    out = layer.attend(tokens, params.sink, new, window, entries, keys)
     if in_kernels:
         return layer.write_with_kernel(pool, compressors, new, out)
     out, latents = step.rows.write_last(new, window, out)

@@ -28,7 +28,8 @@ OPERATIONS = frozenset(
         *("int4_grouped_gemm_contiguous", "fp4_grouped_gemm_contiguous"),
         *("trained_gemm_contiguous", "align_groups", "choose_experts", "weighted_experts"),
         *("rms_norm", "swiglu", "rotate_heads", "latent_rows"),
-        *("read_streams", "write_streams", "unit_rotated_heads", "normed_latents"),
+        *("read_streams", "write_streams", "unit_rotated_heads"),
+        *("normed_latents", "normed_rows"),
     )
 )
 """The operations that have kernels, by name. Data between operations has one layout on every

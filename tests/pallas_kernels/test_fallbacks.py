@@ -164,6 +164,11 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
         functools.partial(heads.unit_rotated_heads, eps=1e-6),
         (of((T, H, K)), of((T, 32), F32), of((T, 32), F32)),
     ),
+    "normed_rows": (
+        Backend.TRITON,
+        lambda x, w, backend: heads.normed_rows(x, w, 0, 1e-6, backend=backend),
+        (of((T, K)), of((1, K))),
+    ),
     "normed_latents": (
         Backend.TRITON,
         lambda *a, backend: heads.normed_latents(*a[:3], 0, *a[3:], 1e-6, backend=backend),

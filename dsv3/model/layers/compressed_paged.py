@@ -64,14 +64,14 @@ from pallas_kernels.compressed import (
 
 def prefill_attend_compressed(cfg: ModelConfig, batch: PrefillBatch, backend: Backend | None = None) -> Attend:
     """Attends in prefill; the state is the page pool."""
-    return functools.partial(_attend, cfg, _Step.of(cfg, StepRows.from_prefill(batch)), backend)
+    return functools.partial(_attend, cfg, _SharedStep.of(cfg, StepRows.from_prefill(batch)), backend)
 
 
 def decode_attend_compressed(cfg: ModelConfig, batch: DecodeBatch, backend: Backend | None = None) -> Attend:
     """Attends in decode; the state is the page pool. Raises ValueError for more drafts than rings have rows for."""
     if (drafts := batch.tokens.shape[1] - 1) > DRAFT_ROWS:
         raise ValueError(f"{drafts} drafts: the cache keeps rows for at most {DRAFT_ROWS} in a step")
-    return functools.partial(_attend, cfg, _Step.of(cfg, StepRows.from_decode(batch)), backend)
+    return functools.partial(_attend, cfg, _SharedStep.of(cfg, StepRows.from_decode(batch)), backend)
 
 
 class _Names(NamedTuple):
@@ -120,7 +120,7 @@ class _Queries:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Step:
+class _SharedStep:
     """What all layers share in a step: tokens, their `seen` and queries, and each one's own entry's rotation by ratio.
 
     A layer with too many queries to list at once lists groups of them itself.
@@ -133,7 +133,7 @@ class _Step:
     rotations: Mapping[int, Rotation]
 
     @classmethod
-    def of(cls, cfg: ModelConfig, rows: StepRows) -> "_Step":
+    def of(cls, cfg: ModelConfig, rows: StepRows) -> "_SharedStep":
         """Returns what the layers of a step with these rows share."""
         requests = rows.firsts, rows.contexts, rows.ends, rows.slots, rows.page_table, rows.window_table
         tokens = StepTokens(rows.requests, jnp.where(rows.valid, rows.positions, -1), *requests)
@@ -156,7 +156,7 @@ class _Layer:
     """One layer in one step: its rows of all cache groups, with what the step completes already in them."""
 
     cfg: ModelConfig
-    step: _Step
+    step: _SharedStep
     place: LayerPlace
     backend: Backend | None
 
@@ -302,7 +302,7 @@ class _Layer:
 
 def _attend(
     cfg: ModelConfig,
-    step: _Step,
+    step: _SharedStep,
     backend: Backend | None,
     tokens: CompressedTokens,
     params: CompressedAttentionParams,

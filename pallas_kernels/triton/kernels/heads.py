@@ -42,7 +42,7 @@ def normed_latents(
     row, layer = tl.program_id(0).to(tl.int64), tl.load(layer_ptr).to(tl.int64)
     start = down_ptr + row * (QUERY + WIDTH)
     if tl.program_id(1) == 0:
-        _norm_query(start, query_norm_ptr + layer * QUERY, query_ptr + row * QUERY, QUERY, EPS, BLOCK_Q)
+        _norm_row(start, query_norm_ptr + layer * QUERY, query_ptr + row * QUERY, QUERY, EPS, BLOCK_Q)
     else:
         _norm_latent(
             start + QUERY, norm_ptr + layer * WIDTH, cos_ptr + row * (ROTATED // 2), sin_ptr + row * (ROTATED // 2),
@@ -51,7 +51,14 @@ def normed_latents(
 
 
 @triton.jit
-def _norm_query(x_ptr, norm_ptr, out_ptr, WIDTH: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
+def normed(x_ptr, norm_ptr, layer_ptr, out_ptr, WIDTH: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
+    """Norms a row of x [rows, WIDTH] by layer `layer` of its norm."""
+    row, layer = tl.program_id(0).to(tl.int64), tl.load(layer_ptr).to(tl.int64)
+    _norm_row(x_ptr + row * WIDTH, norm_ptr + layer * WIDTH, out_ptr + row * WIDTH, WIDTH, EPS, BLOCK)
+
+
+@triton.jit
+def _norm_row(x_ptr, norm_ptr, out_ptr, WIDTH: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)
     here = column < WIDTH
     x = tl.load(x_ptr + column, mask=here, other=0.0).to(tl.float32)

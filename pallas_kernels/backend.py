@@ -21,13 +21,15 @@ OPERATIONS = frozenset(
     (
         *("mla_decode", "mla_prefill", "mla_prefill_context", "mla_prefill_spans", "mla_prefill_topk", "write_pages"),
         *("index_scores", "topk_indices", "attend_topk", "attend_compressed"),
+        *("complete_entries", "encode_rows"),
         *("fp8_gemm", "quantize_1x128", "swiglu_quantize", "trained_gemm"),
         *("layer_gemm", "plain_gemm", "head_gemm"),
         *("grouped_gemm_contiguous", "fp8_grouped_gemm_contiguous"),
         *("int4_grouped_gemm_contiguous", "fp4_grouped_gemm_contiguous"),
-        *("trained_gemm_contiguous", "align_groups", "choose_experts"),
+        *("trained_gemm_contiguous", "align_groups", "choose_experts", "weighted_experts"),
         *("rms_norm", "swiglu", "rotate_heads", "latent_rows"),
         *("read_streams", "write_streams", "unit_rotated_heads"),
+        *("normed_latents", "normed_rows"),
     )
 )
 """The operations that have kernels, by name. Data between operations has one layout on every

@@ -1,7 +1,7 @@
-"""Heads over their root mean square, rotated: the queries of DeepSeek-V4.
+"""Queries, latents and what blocks read of DeepSeek-V4: over their root mean square, and rotated.
 
-XLA compiles this to three kernels on a GPU, each of which reads the heads. The Triton kernel reads them once, on Hopper
-too.
+XLA compiles either to three kernels or more on a GPU, each of which reads the rows. The Triton kernels read them once,
+on Hopper too.
 """
 
 import functools
@@ -12,7 +12,7 @@ from jax import lax
 
 from pallas_kernels.backend import Backend, has_jax_triton, resolve_backend, with_fallback
 from pallas_kernels.dsa.triton_ops import traced_for
-from pallas_kernels.rows import differentiable, rotate_heads
+from pallas_kernels.rows import differentiable, rms_norm, rotate_heads
 from pallas_kernels.triton import call
 from pallas_kernels.triton.tiles import power_of_two
 
@@ -33,6 +33,108 @@ def unit_rotated_heads(
     if backend not in (Backend.MOSAIC, Backend.TRITON) or not has_jax_triton() or not x.size:
         return reference(x, cos, sin)
     return differentiable(functools.partial(_kernel, eps, backend), reference)(x, cos, sin)
+
+
+def normed_rows(
+    x: jax.Array, weight: jax.Array, layer: jax.Array | int, eps: float, *, backend: Backend | None = None
+) -> jax.Array:
+    """Returns what `rms_norm` does of `x` `[T, D]`, in one kernel on GPUs: XLA first copies the weights of the layer.
+
+    `weight` is `[L, D]`, `layer` a Python or traced integer, and `eps` is added to the mean square.
+    """
+    backend = resolve_backend(requested=with_fallback("normed_rows", backend))
+    reference = functools.partial(rms_norm, eps=eps, backend=backend)
+    arrays = x, weight, jnp.asarray(layer, jnp.int32)
+    if backend not in (Backend.MOSAIC, Backend.TRITON) or not has_jax_triton() or not x.size:
+        return reference(*arrays)
+    return differentiable(functools.partial(_rows_kernel, eps, backend), reference)(*arrays)
+
+
+def _rows_kernel(eps: float, backend: Backend, x: jax.Array, weight: jax.Array, layer: jax.Array) -> jax.Array:
+    T, width = x.shape
+    with traced_for(backend):
+        (out,) = call.start(
+            "heads.normed",
+            (x, weight, layer.reshape(1)),
+            [jax.ShapeDtypeStruct(x.shape, x.dtype)],
+            grid=(T,),
+            warps=8,
+            WIDTH=width,
+            EPS=eps,
+            BLOCK=power_of_two(width),
+        )
+    return out
+
+
+def normed_latents(
+    down: jax.Array,
+    query_norm: jax.Array,
+    norm: jax.Array,
+    layer: jax.Array | int,
+    cos: jax.Array,
+    sin: jax.Array,
+    eps: float,
+    *,
+    backend: Backend | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns query latents `[T, Q]`, and latents `[T, d]` rotated as by `rotate_heads`, both normed as by `rms_norm`.
+
+    Args:
+      down: [T, Q + d] of a float type.
+      query_norm: [L, Q]; norm: [L, d].
+      layer: Python or traced integer.
+      cos, sin: [T, P / 2] float32, for the last P values of a latent.
+      eps: added to the mean squares.
+      backend: implementation; None selects by device.
+    """
+    backend = resolve_backend(requested=with_fallback("normed_latents", backend))
+    reference = functools.partial(_latents_reference, eps, backend)
+    arrays = down, query_norm, norm, jnp.asarray(layer, jnp.int32), cos, sin
+    if backend not in (Backend.MOSAIC, Backend.TRITON) or not has_jax_triton() or not down.size:
+        return reference(*arrays)
+    return differentiable(functools.partial(_latents_kernel, eps, backend), reference)(*arrays)
+
+
+def _latents_reference(
+    eps: float,
+    backend: Backend,
+    down: jax.Array,
+    query_norm: jax.Array,
+    norm: jax.Array,
+    layer: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    latent = rms_norm(down[:, -norm.shape[1] :], norm, layer, eps, backend=backend)
+    turned = rotate_heads(latent[:, None], cos, sin, backend=backend)[:, 0]
+    return rms_norm(down, query_norm, layer, eps, backend=backend), turned
+
+
+def _latents_kernel(
+    eps: float,
+    backend: Backend,
+    down: jax.Array,
+    query_norm: jax.Array,
+    norm: jax.Array,
+    layer: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    widths = query_norm.shape[1], norm.shape[1]
+    with traced_for(backend):
+        query, latent = call.start(
+            "heads.normed_latents",
+            (down, query_norm, norm, layer.reshape(1), cos, sin),
+            [jax.ShapeDtypeStruct((len(down), width), down.dtype) for width in widths],
+            grid=(len(down), 2),
+            QUERY=widths[0],
+            WIDTH=widths[1],
+            ROTATED=2 * cos.shape[1],
+            EPS=eps,
+            BLOCK_Q=power_of_two(widths[0]),
+            BLOCK=power_of_two(widths[1]),
+        )
+    return query, latent
 
 
 def _reference(eps: float, backend: Backend, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

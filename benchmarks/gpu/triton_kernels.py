@@ -153,7 +153,7 @@ def _compressed() -> Iterator[tuple[str, Case]]:
                 RowList(_array(PAGES, rows, width, dtype=kind), _array(64, listed, dtype=jnp.int32), counts)
                 for rows, listed in ((136, 128), (64, chosen))
             ]
-            arrays = _array(64, heads, 512), _array(heads, dtype=jnp.float32), _array(64, width, dtype=kind)
+            arrays = _array(64, heads, 512), _array(1, heads, dtype=jnp.float32), _array(64, width, dtype=kind)
             yield f"window and entries, {heads} heads, {name} rows", (attend, (*arrays, *lists))
 
 

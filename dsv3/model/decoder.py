@@ -214,9 +214,13 @@ def _at(x: Residual, params: MixingParams | None, place: LayerPlace, context: La
     return x.at(params, place.layer, context.cfg, context.numerics.backend)
 
 
+def _read(block: Block, weight: jax.Array, place: LayerPlace, context: LayerContext) -> jax.Array:
+    return block.read(weight, place.layer, context.cfg.rms_norm_eps, context.numerics.backend)
+
+
 def post_normed(stack: Stack, place: LayerPlace, context: LayerContext, block: Block) -> jax.Array:
     """Returns the input of the MLP or the experts of a layer, `[T, D]`, from the residual at their place."""
-    return norm(block.read(), stack.layers.post_norm, place.layer, context)
+    return _read(block, stack.layers.post_norm, place, context)
 
 
 def attention_block(
@@ -233,7 +237,7 @@ def queries(stack: Stack, place: LayerPlace, context: LayerContext, x: Residual)
     """Computes the norm and the projections before the attention core; also returns the residual at their place."""
     layers = stack.layers
     block = _at(x, layers.attention_mixing, place, context)
-    normed = norm(block.read(), layers.input_norm, place.layer, context)
+    normed = _read(block, layers.input_norm, place, context)
     return block, context.attention.project(normed, layers.attention, place, context.numerics)
 
 
@@ -260,8 +264,7 @@ def choose_experts(stack: Stack, place: LayerPlace, context: LayerContext, norme
         routing = route_by_token(cfg, logits, layer_slice(moe.by_token, place.layer), context.tokens)
     else:
         hashed = 0 if moe.by_token is None else len(moe.by_token)
-        bias = None if moe.router_bias is None else layer_slice(moe.router_bias, place.layer - hashed)
-        routing = route(cfg, logits, bias, backend)
+        routing = route(cfg, logits, moe.router_bias, backend, place.layer - hashed)
     if context.replayed is not None:
         routing = replay(cfg, logits, routing, layer_slice(context.replayed, place.layer))
     return routing._replace(ids=jnp.where(context.valid[:, None], routing.ids, -1))

@@ -28,7 +28,7 @@ from dsv3.model.layers.compressed_attention import (
 )
 from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts
 from dsv3.model.layers.hyper_connections import start
-from dsv3.model.layers.linear import Numerics, layer_slice, linear
+from dsv3.model.layers.linear import Numerics, linear
 from dsv3.model.layers.rope import rotation
 from dsv3.model.params import CompressedAttentionParams, DSparkParams, Params
 from dsv3.model.steps import StepOutput
@@ -70,7 +70,7 @@ def write_context(
     for stage in range(dspark.stages):
         latents = project_latents(main, stages.layers.attention, stage, cfg, by, numerics)
         window = CacheRows.of(cfg, WINDOW_LATENTS, pages, rows, cfg.num_hidden_layers + stage)
-        new = encode_rows(latents, cfg.kv_lora_rank, window.array.dtype)
+        new = encode_rows(latents, cfg.kv_lora_rank, window.array.dtype, backend=backend)
         pages = {**pages, WINDOW_LATENTS: rows.write(new, window)}
     return pages
 
@@ -182,13 +182,16 @@ def _attend(
     Rows of the block are rounded as those in the cache are.
     """
     cached = CacheRows.of(cfg, WINDOW_LATENTS, pages, rows, place.cache_layer)
-    new, window = encode_rows(tokens.latent, cfg.kv_lora_rank, cached.array.dtype), compressed_of(cfg).window
+    new, window = (
+        encode_rows(tokens.latent, cfg.kv_lora_rank, cached.array.dtype, backend=backend),
+        compressed_of(cfg).window,
+    )
     n, first, before = len(new) // len(rows.ends), rows.firsts[rows.requests], rows.contexts[rows.requests]
     block = -1 - (first[:, None] + jnp.arange(n, dtype=jnp.int32))
     earlier = jnp.maximum(before - window, 0)[:, None] + jnp.arange(window, dtype=jnp.int32)
     seen = jnp.where(rows.valid, n + jnp.minimum(before, window), 0)
     listed = cached.list_rows(rows.requests, earlier, seen)
-    listed = listed._replace(numbers=jnp.concatenate([block, listed.numbers], axis=1))
-    sink, plain = layer_slice(params.sink, place.layer), cfg.kv_lora_rank
-    out = attend_compressed(tokens.q, sink, new, listed, None, scale=cfg.softmax_scale, plain=plain, backend=backend)
+    listed = dataclasses.replace(listed, numbers=jnp.concatenate([block, listed.numbers], axis=1))
+    how: dict[str, Any] = {"scale": cfg.softmax_scale, "plain": cfg.kv_lora_rank, "layer": place.layer}
+    out = attend_compressed(tokens.q, params.sink, new, listed, None, **how, backend=backend)
     return out, state

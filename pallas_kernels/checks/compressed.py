@@ -1,5 +1,7 @@
-"""Compressed attention: rows of a window and of entries, listed per query. NaN in every row that no list names."""
+"""Compressed attention: rows of a window and of entries, listed per query, and entries that a step completes."""
 
+import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +12,16 @@ import numpy as np
 from pallas_kernels.backend import Backend
 from pallas_kernels.checks import arrays
 from pallas_kernels.checks.attention import OUT_OF_RANGE
-from pallas_kernels.checks.case import BFLOAT16, Case
-from pallas_kernels.compressed import RowList, attend_compressed, encode_rows
+from pallas_kernels.checks.case import BFLOAT16, EXACT, Case
+from pallas_kernels.compressed import (
+    Given,
+    PoolSizes,
+    RowList,
+    StepTokens,
+    attend_compressed,
+    complete_entries,
+    encode_rows,
+)
 
 WIDTH, PLAIN, WINDOW = 512, 448, 128
 RING, PAGE = 136, 64
@@ -49,7 +59,7 @@ def attend_case(entries: tuple[int, ...], *, heads: int, fp8: bool) -> Case:
             RowList(array.reshape(-1, rows, width), jnp.asarray(number), jnp.asarray(count, jnp.int32))
             for array, rows, number, count in zip(made[:2], (RING, PAGE), numbers, seen, strict=True)
         ]
-        q, sink = arrays.normal(q_key, N, heads, WIDTH), jax.random.normal(sink_key, (heads,), jnp.float32)
+        q, sink = arrays.normal(q_key, N, heads, WIDTH), jax.random.normal(sink_key, (1, heads), jnp.float32)
         return {"q": q, "sink": sink, "own": made[2], "window": lists[0], "entries": lists[1]}
 
     def poisoned(operands: dict[str, Any], i: Any) -> dict[str, Any]:
@@ -57,7 +67,10 @@ def attend_case(entries: tuple[int, ...], *, heads: int, fp8: bool) -> Case:
             flat, bad = array.reshape(-1, width), jnp.asarray(255 if fp8 else jnp.nan, dtype)
             return jnp.full_like(flat, bad).at[rows].set(flat[rows]).reshape(array.shape)
 
-        bad = {n: operands[n]._replace(array=only(operands[n].array, r)) for n, r in zip(_LISTS, listed, strict=False)}
+        bad = {
+            n: dataclasses.replace(operands[n], array=only(operands[n].array, r))
+            for n, r in zip(_LISTS, listed, strict=False)
+        }
         return operands | bad | {"own": only(operands["own"], listed[2])}
 
     def call(operands: dict[str, Any], i: Any, backend: Backend) -> jax.Array:
@@ -79,6 +92,88 @@ def attend_case(entries: tuple[int, ...], *, heads: int, fp8: bool) -> Case:
 
 
 _LISTS = ("window", "entries")
+
+
+def complete_entries_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields entries of DeepSeek-V4's three compressors, and of requests of which few complete one."""
+    del backend
+    for ratio, width, rotated in ((4, 128, 64), (8, 64, 64)) if quick else ((4, 512, 64), (4, 128, 64), (128, 512, 64)):
+        yield complete_case(5 if quick else 64, ratio, width, rotated, overlaps=ratio == 4, is_key=width == 128)
+
+
+def encode_rows_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields latents of DeepSeek-V4 as FP8 rows."""
+    del backend
+    for rows, width in ((3, 128), (17, 256)) if quick else ((64, WIDTH), (4096, WIDTH)):
+        yield _encode_case(rows, width, width - 64)
+
+
+def _encode_case(rows: int, width: int, plain: int) -> Case:
+    def call(operands: jax.Array, i: Any, backend: Backend) -> jax.Array:
+        x, _ = jax.lax.optimization_barrier((operands, i))  # else a loop of calls would compute it once
+        return encode_rows(x, plain, jnp.uint8, backend=backend)
+
+    return Case(
+        f"{rows} x {width}, {plain} in FP8", lambda key: arrays.normal(key, rows, width), call, {"out": EXACT},
+        bytes=3 * rows * width,
+    )  # fmt: skip
+
+
+def complete_case(requests: int, ratio: int, width: int, rotated: int, *, overlaps: bool, is_key: bool) -> Case:
+    """Returns the entries that one token of each request completes or not; odd requests have begun another page."""
+    page, layers, rng = 256, 2, np.random.default_rng(0)
+    position = page + ratio * np.where(np.arange(requests) % 2, 1, page // ratio) - 1 - np.arange(requests) % 3 % 2
+    done, ring = np.flatnonzero((position + 1) % ratio == 0), 2 * ratio + 8
+    channels = (1 + overlaps) * width
+    sizes = PoolSizes(2 * requests, 2 * requests, requests, page)
+    pages, windows = (rng.permutation(2 * requests).reshape(requests, 2).astype(np.int32) for _ in range(2))
+    slots = rng.permutation(requests).astype(np.int32)
+    rows = ratio * (position[done, None] // ratio) + np.arange(-ratio if overlaps else 0, ratio)
+    each, contexts = done[:, None], position[done, None]
+
+    def operands(key: jax.Array) -> dict[str, Any]:
+        keys = iter(jax.random.split(key, 5))
+        shapes = {"own": (requests, 2 * channels), "position": (layers, ratio, channels)}
+        shapes |= {"parts": (layers * requests, ring, 2 * channels), "tails": (2 * layers * requests, ratio, 2 * width)}
+        made = {name: jax.random.normal(next(keys), shape) for name, shape in shapes.items()}
+        return made | {"norm": arrays.normal(next(keys), layers, width)}
+
+    def reference(operands: dict[str, Any], i: Any) -> jax.Array:
+        layer = i % layers
+        added = operands["own"].at[:, channels:].add(operands["position"][layer, position % ratio])
+        kept = operands["parts"][layer * requests + slots[each], rows % ring]
+        values, scores = jnp.split(jnp.where((rows == contexts)[..., None], added[each], kept), 2, axis=-1)
+        if overlaps:
+            earlier = (np.arange(2 * ratio) < ratio)[:, None]
+            values, scores = (jnp.where(earlier, a[..., :width], a[..., width:]) for a in (values, scores))
+            at = layer * sizes.window_pages + windows[each, rows // page]
+            tail, tail_scores = jnp.split(operands["tails"][at, rows % ratio], 2, axis=-1)
+            in_tail = (rows < contexts // page * page)[..., None]
+            values, scores = jnp.where(in_tail, tail, values), jnp.where(in_tail, tail_scores, scores)
+        made = (jax.nn.softmax(scores, axis=1) * values).sum(1)
+        return made * jax.lax.rsqrt(jnp.mean(made * made, -1, keepdims=True) + 1e-6) * operands["norm"][layer]
+
+    def call(operands: dict[str, Any], i: Any, backend: Backend) -> jax.Array:
+        if backend not in (Backend.MOSAIC, Backend.TRITON):
+            return reference(operands, i).astype(jnp.bfloat16)
+        ints = functools.partial(jnp.asarray, dtype=jnp.int32)
+        given, _ = jax.lax.optimization_barrier((operands, i))  # else a loop of calls would compute it once
+        tokens = StepTokens(
+            ints(np.arange(requests)), ints(position), ints(np.arange(requests)), ints(position), ints(position + 1),
+            ints(slots), ints(pages), ints(windows),
+        )  # fmt: skip
+        tails = given["tails"] if overlaps else None
+        entries = jnp.zeros((layers * sizes.pages, page // ratio, width), jnp.bfloat16)
+        by = [jnp.ones((requests, rotated // 2)), jnp.zeros((requests, rotated // 2))]
+        written = complete_entries(
+            entries, Given(given["own"], given["position"], given["parts"], tails), given["norm"], i % layers, tokens,
+            *by, sizes=sizes, eps=1e-6, is_key=is_key, backend=backend,
+        )  # fmt: skip
+        number = position[done] // ratio * ratio
+        return written[i % layers * sizes.pages + pages[done, number // page], number % page // ratio]
+
+    name = f"{len(done)} of {requests} requests, {width} values of {ratio} tokens{' twice' if overlaps else ''}"
+    return Case(name, operands, call, {"out": BFLOAT16}, reference=reference, bytes=8.0 * channels * rows.size)
 
 
 def _lists(rng: np.random.Generator, rows: int, counts: np.ndarray, most: int) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 from pallas_kernels import native
 from pallas_kernels.backend import Backend
 from pallas_kernels.checks import arrays
-from pallas_kernels.checks.case import BFLOAT16, EXACT, FP8_SUMS, Case, widened
+from pallas_kernels.checks.case import BFLOAT16, EXACT, FLOAT32, FP8_SUMS, Case, widened
 from pallas_kernels.float8 import E4M3
 from pallas_kernels.fp8 import quantize_1x128
 from pallas_kernels.gemm import dispatch, shapes
@@ -25,6 +25,7 @@ from pallas_kernels.grouped import (
     grouped_gemm_contiguous,
     int4_grouped_gemm_contiguous,
 )
+from pallas_kernels.routing import SCORES, weighted_experts
 
 INT4, FP4 = jnp.int32, jnp.uint32
 """Weights of four bits, by the type of their words."""
@@ -119,6 +120,41 @@ def choose_experts_cases(backend: Backend, quick: bool) -> Iterator[Case]:
         for rows in (3, 17) if quick else (3, 17, 512):
             yield _routing_case(rows, 256, 8, (8, 4, 2))
             yield _routing_case(rows, 64, 6, (1, 1, 1))
+
+
+def weighted_experts_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields the choice of DeepSeek-V4, with a bias and with many equal scores."""
+    del backend
+    for rows, count, topk in ((3, 40, 3), (17, 64, 6)) if quick else ((64, 256, 6), (4096, 384, 6)):
+        for score in SCORES:
+            yield _weighted_case(rows, count, topk, score)
+
+
+def _weighted_case(rows: int, count: int, topk: int, score: str) -> Case:
+    def operands(key: jax.Array) -> dict[str, jax.Array]:
+        keys = jax.random.split(key)
+        logits = jax.random.randint(keys[0], (rows, count), -8, 8).astype(jnp.float32)
+        return {"logits": logits, "bias": jax.random.randint(keys[1], (3, count), 0, 3).astype(jnp.float32)}
+
+    def reference(operands: dict[str, jax.Array], i: Any) -> dict[str, jax.Array]:
+        of = jax.nn.sigmoid if score == "sigmoid" else lambda x: jnp.sqrt(jax.nn.softplus(x))
+        scores = of(operands["logits"])
+        ids = jax.lax.top_k(scores + operands["bias"][i % 3], topk)[1]
+        weights = jnp.take_along_axis(scores, ids, axis=1)
+        return {"ranked": jnp.sort(ids), "weights": jnp.sort(1.5 * weights / weights.sum(1, keepdims=True))}
+
+    def call(operands: dict[str, jax.Array], i: Any, backend: Backend) -> dict[str, jax.Array]:
+        if backend not in (Backend.MOSAIC, Backend.TRITON):
+            return reference(operands, i)
+        given, _ = jax.lax.optimization_barrier((operands, i))  # else a loop of calls would compute it once
+        how: dict[str, Any] = {"topk": topk, "score": score, "normed": True, "factor": 1.5, "backend": backend}
+        ids, weights = weighted_experts(given["logits"], given["bias"], i % 3, **how)
+        return {"ranked": jnp.sort(ids), "weights": jnp.sort(weights)}
+
+    return Case(
+        f"{topk} of {count} for {rows} tokens, {score}", operands, call, {"ranked": EXACT, "weights": FLOAT32},
+        counted=lambda operands, result: result, reference=reference,
+    )  # fmt: skip
 
 
 def multicast_case(groups: int, rows: int, n: int, k: int, dtype: Any, *, quick: bool = False) -> Case:

@@ -13,7 +13,7 @@ from pallas_kernels.backend import Backend
 from pallas_kernels.checks import arrays
 from pallas_kernels.checks.case import BFLOAT16, FLOAT32, Case, Tolerance
 from pallas_kernels.fp8 import quantize_1x128, swiglu_quantize
-from pallas_kernels.heads import unit_rotated_heads
+from pallas_kernels.heads import normed_latents, normed_rows, unit_rotated_heads
 from pallas_kernels.mixing import read_streams, write_streams
 
 VALUES = Tolerance(1e-4, 2**-3, 2**-9, "a value about halfway may be rounded to either neighbor in e4m3")
@@ -120,6 +120,30 @@ def unit_rotated_heads_cases(backend: Backend, quick: bool) -> Iterator[Case]:
             lambda x, w, i, backend, n=turned: unit_rotated_heads(x, *_angles(len(x), n), _EPSILON, backend=backend),
             (m, heads, width),
             8,
+        )
+
+
+def normed_rows_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields what blocks of DeepSeek-V4 read."""
+    del backend
+    for m, width in ((3, 96), (17, 64)) if quick else ((64, 4096), (4096, 4096), (64, 7168)):
+        name = f"{m} x {width}"
+        yield _row_case(
+            name, lambda x, w, i, backend: normed_rows(x, w, i, _EPSILON, backend=backend), (m, width), width
+        )
+
+
+def normed_latents_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields query latents and latents of DeepSeek-V4."""
+    del backend
+    for m, query, width, turned in ((3, 40, 24, 8), (17, 64, 32, 16)) if quick else ((64, 1024, 512, 64),):
+        yield _row_case(
+            f"{m} x ({query} + {width}), {turned} rotated",
+            lambda x, w, i, backend, q=query, n=turned: jnp.concatenate(
+                normed_latents(x, w[:, :q], w[:, q:], i, *_angles(len(x), n), _EPSILON, backend=backend), axis=1
+            ),
+            (m, query + width),
+            query + width,
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.backend import Backend, resolve_backend, with_fallback
 from pallas_kernels.compressed import reference, triton_ops
@@ -23,6 +24,7 @@ def attend_compressed(
     *,
     scale: float,
     plain: int,
+    layer: jax.Array | int = 0,
     backend: Backend | None = None,
 ) -> jax.Array:
     """Computes the attention of each query to its own rows, in one softmax with a sink (arXiv:2606.19348).
@@ -32,12 +34,13 @@ def attend_compressed(
 
     Args:
       q: `[N, H, d]` float32, bfloat16 or float16.
-      sink: `[H]` float32, the logit of a key whose value is zero.
+      sink: `[L, H]` float32, the logit of a key whose value is zero.
       own: `[T, W]` of the arrays' dtype, rows of the step's tokens.
       window: rows of the last tokens. Its array is of a float type, W is then d; or uint8, rows of `encode_rows`.
       entries: rows of compressed entries, of the same dtype and W, or None.
       scale: factor on the products of queries and keys.
       plain: how many values of a row are not rotated: those that FP8 rows have in e4m3.
+      layer: that of `sink`, static or traced. XLA would copy a slice for the kernel.
       backend: an implementation, or None for the one that suits the default device.
 
     Returns:
@@ -50,9 +53,11 @@ def attend_compressed(
     chosen = resolve_backend(requested=with_fallback("attend_compressed", backend))
     if triton_ops.usable(chosen):
         if (reason := triton_ops.unsupported(q, window.array, plain)) is None:
-            return triton_ops.attend(q, sink, own, window, entries, scale=scale, plain=plain, backend=chosen)
+            how: dict[str, Any] = {"scale": scale, "plain": plain, "layer": layer, "backend": chosen}
+            return triton_ops.attend(q, sink, own, window, entries, **how)
         _log_reference(reason)
-    return reference.attend(q, sink, own, window, entries, scale=scale, plain=plain)
+    of_layer = lax.dynamic_index_in_dim(sink, layer, keepdims=False)
+    return reference.attend(q, of_layer, own, window, entries, scale=scale, plain=plain)
 
 
 def bytes_of_query(q: Any, array: Any, listed: int, plain: int, backend: Backend | None) -> int:
@@ -65,8 +70,8 @@ def bytes_of_query(q: Any, array: Any, listed: int, plain: int, backend: Backend
 
 
 def _check(q: jax.Array, sink: jax.Array, own: jax.Array, window: RowList, entries: RowList | None) -> None:
-    if q.ndim != 3 or sink.shape != q.shape[1:2]:
-        raise ValueError(f"q must be [N, H, d] and sink [H], got {q.shape} and {sink.shape}")
+    if q.ndim != 3 or sink.ndim != 2 or sink.shape[1:] != q.shape[1:2]:
+        raise ValueError(f"q must be [N, H, d] and sink [L, H], got {q.shape} and {sink.shape}")
     for name, rows in (("window", window), ("entries", entries)):
         if rows is None:
             continue

@@ -9,19 +9,51 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.backend import Backend, has_jax_triton, resolve_backend, with_fallback
+from pallas_kernels.dsa.triton_ops import traced_for
 from pallas_kernels.float8 import AMAX_FLOOR, E4M3, E4M3_MAX
+from pallas_kernels.triton import call
 
 _GROUP = 64  # values that share a scale
 _BIAS = 127  # exponent of an e8m0 byte 0, negated
 
 
-def encode_rows(rows: jax.Array, plain: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+def encode_rows(
+    rows: jax.Array, plain: int, dtype: jax.typing.DTypeLike, *, backend: Backend | None = None
+) -> jax.Array:
     """Returns `rows` `[..., R + P]`, of which `plain` R are not rotated, as a cache of `dtype` has them.
 
-    For uint8 they are FP8 rows, of R + 8 * ceil(R / 512) + 2 * P bytes.
+    For uint8 they are FP8 rows, of R + 8 * ceil(R / 512) + 2 * P bytes. A GPU makes those of `[T, R + P]` in one Triton
+    kernel, if R and P are whole groups of 64 values and their sum is a power of two.
     """
     if jnp.dtype(dtype) != jnp.uint8:
         return rows.astype(dtype)
+    chosen, width = resolve_backend(requested=with_fallback("encode_rows", backend)), rows.shape[-1]
+    fits = rows.ndim == 2 and rows.size > 0 and plain % _GROUP == width % _GROUP == 0 and width & (width - 1) == 0
+    if fits and chosen in (Backend.MOSAIC, Backend.TRITON) and has_jax_triton():
+        return _encode_kernel(rows, plain, chosen)
+    return _encode(rows, plain)
+
+
+def _encode_kernel(rows: jax.Array, plain: int, backend: Backend) -> jax.Array:
+    (T, width), scales = rows.shape, 8 * -(-plain // (8 * _GROUP))
+    row_bytes = plain + 2 * (width - plain) + scales
+    with traced_for(backend):
+        (encoded,) = call.start(
+            "entries.encode",
+            (rows,),
+            [jax.ShapeDtypeStruct((T, row_bytes), jnp.uint8)],
+            grid=(T,),
+            warps=1,
+            D=width,
+            PLAIN=plain,
+            WIDTH=row_bytes,
+            FLOOR=AMAX_FLOOR,
+        )
+    return encoded
+
+
+def _encode(rows: jax.Array, plain: int) -> jax.Array:
     scales, padded = -(-plain // _GROUP), 8 * -(-plain // (8 * _GROUP))
     values = _widened(rows[..., :plain].astype(jnp.float32), scales * _GROUP)
     grouped = values.reshape(*values.shape[:-1], scales, _GROUP)

@@ -14,7 +14,11 @@ def attend(
     copies, visible = [], []
     for rows in (window,) if entries is None else (window, entries):
         (_, _, width), (_, listed) = rows.array.shape, rows.numbers.shape
-        copied = rows.array.reshape(-1, width).at[jnp.maximum(rows.numbers, 0)].get(mode="clip")
+        copied = (
+            rows.array.reshape(-1, width)
+            .at[rows.layer * rows.layer_rows + jnp.maximum(rows.numbers, 0)]
+            .get(mode="clip")
+        )
         if rows is window:
             new = own.at[jnp.maximum(-1 - rows.numbers, 0)].get(mode="clip")
             copied = jnp.where((rows.numbers < 0)[..., None], new, copied)

@@ -31,6 +31,7 @@ def attend(
     *,
     scale: float,
     plain: int,
+    layer: jax.Array | int,
     backend: Backend,
 ) -> jax.Array:
     """See `attend_compressed`."""
@@ -43,7 +44,7 @@ def attend(
         shares = -(-(first_entry + listed) // SHARE)
         out, lse = call.start(
             "compressed.attend",
-            (q, sink, own, window.array, window.numbers, window.counts, last.array, last.numbers, last.counts),
+            (q, sink, _scalar(layer), own, *_operands(window), *_operands(last)),
             (
                 jax.ShapeDtypeStruct((N, shares, H, d), q.dtype if shares == 1 else jnp.float32),
                 jax.ShapeDtypeStruct((N, shares, H), jnp.float32),
@@ -57,6 +58,8 @@ def attend(
             WIDTH=own.shape[1],
             PLAIN=plain,
             WINDOW=window.numbers.shape[1],
+            WINDOW_ROWS=window.layer_rows,
+            ENTRY_ROWS=last.layer_rows,
             ENTRIES=last.numbers.shape[1],
             SHARE=SHARE,
             SHARES=shares,
@@ -80,6 +83,14 @@ def attend(
             SHARES=shares,
         )
     return joined
+
+
+def _operands(rows: RowList) -> tuple[jax.Array, ...]:
+    return rows.array, rows.numbers, rows.counts, _scalar(rows.layer)
+
+
+def _scalar(number: jax.Array | int) -> jax.Array:
+    return jnp.asarray(number, jnp.int32).reshape(1)
 
 
 def bytes_of_query(heads: int, d: int, listed: int) -> int:

@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import invariance, native
-from pallas_kernels.backend import Backend, resolve_backend, with_fallback
+from pallas_kernels.backend import Backend, has_jax_triton, resolve_backend, with_fallback
+from pallas_kernels.dsa.triton_ops import traced_for
 from pallas_kernels.float8 import E4M3
 from pallas_kernels.search import search
+from pallas_kernels.triton import call
+from pallas_kernels.triton.tiles import power_of_two
 
 _PRODUCTS = {
     jnp.dtype(E4M3): "fp8_grouped_gemm_contiguous",
@@ -17,6 +20,9 @@ _PRODUCTS = {
     jnp.dtype(jnp.uint32): "fp4_grouped_gemm_contiguous",
 }
 """The product with weights of a type; for all other types, `grouped_gemm_contiguous`."""
+_COUNTED_AT_ONCE = 1024
+_MOST_COUNTED = 16 * _COUNTED_AT_ONCE
+"""Rows that a kernel counts for every group anew; more are sorted."""
 
 
 class GroupAlignment(NamedTuple):
@@ -68,7 +74,7 @@ def align_groups(
       num_groups: G.
       tile_m: rows of a tile.
       max_rows: capacity in rows with a group, in any distribution; None: all. With more rows, `needed` may exceed A.
-      backend: NATIVE counts in C++, all others sort; None selects by device.
+      backend: NATIVE counts in C++, GPUs count few rows in Triton, and all others sort; None selects by device.
 
     Raises:
       ValueError: `group_ids` is not a vector of integers, or a number is below 1.
@@ -82,9 +88,31 @@ def align_groups(
             f"align_groups: num_groups, tile_m and max_rows must be positive, got {num_groups}, {tile_m}, {max_rows}"
         )
     A = aligned_rows(held, num_groups, tile_m)
-    if M and resolve_backend(requested=with_fallback("align_groups", backend)) is Backend.NATIVE:
+    resolved = resolve_backend(requested=with_fallback("align_groups", backend))
+    if M and resolved is Backend.NATIVE:
         return GroupAlignment(*native.align_rows(group_ids.astype(jnp.int32), num_groups, tile_m, A))
+    if 0 < M <= _MOST_COUNTED and resolved in (Backend.MOSAIC, Backend.TRITON) and has_jax_triton():
+        return _counted(group_ids.astype(jnp.int32), num_groups, tile_m, A, resolved)
     return _sorted(group_ids, num_groups, tile_m, A)
+
+
+def _counted(ids: jax.Array, num_groups: int, tile_m: int, A: int, backend: Backend) -> GroupAlignment:
+    """Aligns by one kernel that reads all ids once per group. XLA makes fifteen of the sort."""
+    shapes = ((A,), ids.shape, (A // tile_m,), (num_groups,), ())
+    with traced_for(backend):
+        found = call.start(
+            "align.align",
+            (ids,),
+            [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
+            grid=(num_groups + 1,),
+            rows=len(ids),
+            GROUPS=num_groups,
+            TILE=tile_m,
+            ALIGNED=A,
+            BINS=power_of_two(num_groups + 1),
+            BLOCK=_COUNTED_AT_ONCE,
+        )
+    return GroupAlignment(*found)
 
 
 def _sorted(group_ids: jax.Array, num_groups: int, tile_m: int, A: int) -> GroupAlignment:

@@ -181,9 +181,9 @@ def _materialized(
 def write_rows(pages: jax.Array, rows: jax.Array, targets: jax.Array, offsets: jax.Array) -> jax.Array:
     """See `write.write_rows`: one program per row."""
     width = pages.shape[2]
-    return call.update(
+    (written,) = call.update(
         "attention.write",
-        pages,
+        (pages,),
         (rows, targets, offsets),
         grid=(rows.shape[0],),
         WIDTH=width,
@@ -191,6 +191,7 @@ def write_rows(pages: jax.Array, rows: jax.Array, targets: jax.Array, offsets: j
         DROPPED=DROPPED,
         BLOCK=power_of_two(width),
     )
+    return written
 
 
 def decode_unsupported(q: Any, pages: Any, value_width: int) -> str | None:

@@ -62,14 +62,16 @@ def start(
     )
 
 
-def update(kernel: str, target: jax.Array, arrays: Sequence[jax.Array], **options: Any) -> jax.Array:
-    """Runs a kernel on `target`, its first parameter, and returns the result: in place if donated.
+def update(
+    kernel: str, targets: Sequence[jax.Array], arrays: Sequence[jax.Array], **options: Any
+) -> tuple[jax.Array, ...]:
+    """Runs a kernel on `targets`, its first parameters, and returns what it makes of them: in place if donated.
 
     `options` are those of `start`.
     """
-    written = jax.new_ref(target)
-    start(kernel, (written, *arrays), (), **options)
-    return jax.freeze(written)
+    written = [jax.new_ref(target) for target in targets]
+    start(kernel, (*written, *arrays), (), **options)
+    return tuple(map(jax.freeze, written))
 
 
 def kernel_function(kernel: str) -> Any:

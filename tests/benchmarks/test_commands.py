@@ -20,6 +20,14 @@ from configs.tiny import TRAINING
 from dsv3 import LLM
 
 ROOT = Path(__file__).parents[2]
+COMPILED_TEXT = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (a: f32[8,4]) -> f32[8,4] {
+  %a = f32[8,4]{1,0} parameter(0)
+  %b = f32[8,4]{1,0} custom-call(%a), custom_call_target="mosaic_gpu_v2", metadata={op_name="f/router/g/mpmd_map"}
+  ROOT %c.1 = f32[8,4]{1,0} fusion(%b), kind=kLoop, calls=%d, metadata={op_name="f/attention/add"}
+}
+"""
 SMALL = dataclasses.replace(
     TRAINING, batch_size=2, sequence_length=64,
     model=dataclasses.replace(
@@ -51,6 +59,7 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("front", "--streams=8 --rate=5 --seconds=1", {}),
     ("hostile", "--seconds 0.3 --only none", {}),
     ("kv_tiers", "--rounds 1 --values 4 --directory {tmp}", {"VALUE_BYTES": 2**16}),
+    ("launches", "--save {tmp}/step.hlo", {"compiled_step": lambda: COMPILED_TEXT}),
     ("needle", "--ratio 4 --tokens 300 --chunk 64", {}),
     ("precision", "--tokens 16", {"MODULES": ("bisect",), "SETTINGS": (("float32", "float32"),)}),
     ("precision", "--int4", {"HIDDEN": 256, "INNER": 256}),

@@ -10,7 +10,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH as V4
+from dsv3.kv_cache.layout import pool
+from dsv3.model import DecodeBatch
+from dsv3.model.layers.attention import LayerPlace
+from dsv3.model.layers.compressed_attention import CompressedTokens
+from dsv3.model.layers.compressed_paged import decode_attend_compressed
 from dsv3.model.layers.router import route
+from dsv3.model.params import CompressedAttentionParams
 from pallas_kernels import backend, compressed, dense, dsa, fp8, gpus, grouped, heads, mixing, mla, rows
 from pallas_kernels.backend import OPERATIONS, Backend, fallbacks, set_fallbacks, with_fallback
 from pallas_kernels.float8 import E4M3
@@ -31,8 +38,20 @@ FP8_ROWS, FP8_SCALES = of((T, K), E4M3), of((K // 128, T), F32)
 FP8_WEIGHT, FP8_BLOCKS = of((E, N, K), E4M3), of((E, 1, K // 128), F32)
 EVEN = SimpleNamespace(scoring_func="softmax", n_group=1, topk_method="greedy", num_experts_per_tok=2)
 EVEN.norm_topk_prob, EVEN.routed_scaling_factor = False, 1.0
+SIGMOID = SimpleNamespace(**vars(EVEN) | {"scoring_func": "sigmoid"})
 TILE = {"tile_m": 16}
 ROUTER = of((T, E), F32)
+
+
+def entries_of_a_layer(backend: Backend | None) -> jax.Array:
+    """The window after a layer of DeepSeek-V4 without entries. The kernel of attention does not take these queries."""
+    counts, width = jnp.ones(1, I32), V4.latent_dim
+    batch = DecodeBatch(jnp.ones((1, 1), I32), counts, counts[None], window_table=counts[None], slots=counts)
+    pages = {name: jnp.zeros(a.shape, a.dtype) for name, a in pool(V4, "bfloat16", 2, 2, 2).items()}
+    tokens = CompressedTokens(jnp.ones((1, 2, width), F32), jnp.ones((1, width), BF16), None, None)
+    params = CompressedAttentionParams(*[None] * 4, jnp.ones((1, 2)), *[None] * 5)
+    return decode_attend_compressed(V4, batch, backend)(tokens, params, LayerPlace(0, 0), pages)[1]["window_latents"]
+
 
 # Each operation: the backend that has kernels for it, its call, and its operands.
 CASES: dict[str, tuple[Backend, Callable, tuple]] = {
@@ -82,7 +101,7 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
         lambda q, sink, own, rows, numbers, counts, backend: compressed.attend_compressed(
             q, sink, own, compressed.RowList(rows, numbers, counts), None, scale=1.0, plain=448, backend=backend
         ),
-        (of((T, H, R)), of((H,), F32), of((T, R)), of((8, 64, R)), of((T, 128), I32), COUNTS),
+        (of((T, H, R)), of((1, H), F32), of((T, R)), of((8, 64, R)), of((T, 128), I32), COUNTS),
     ),
     "fp8_gemm": (
         Backend.MOSAIC,
@@ -126,6 +145,7 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
         (COUNTS,),
     ),
     "choose_experts": (Backend.NATIVE, lambda logits, backend: route(EVEN, logits, None, backend), (ROUTER,)),
+    "weighted_experts": (Backend.TRITON, lambda logits, backend: route(SIGMOID, logits, None, backend), (ROUTER,)),
     "rms_norm": (Backend.NATIVE, functools.partial(rows.rms_norm, layer=0, eps=1e-6), (of((T, K)), of((1, K)))),
     "swiglu": (Backend.NATIVE, rows.swiglu, (of((T, 2 * K)),)),
     "rotate_heads": (Backend.NATIVE, rows.rotate_heads, (of((T, H, K)), of((T, 32), F32), of((T, 32), F32))),
@@ -144,6 +164,18 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
         functools.partial(heads.unit_rotated_heads, eps=1e-6),
         (of((T, H, K)), of((T, 32), F32), of((T, 32), F32)),
     ),
+    "normed_rows": (
+        Backend.TRITON,
+        lambda x, w, backend: heads.normed_rows(x, w, 0, 1e-6, backend=backend),
+        (of((T, K)), of((1, K))),
+    ),
+    "normed_latents": (
+        Backend.TRITON,
+        lambda *a, backend: heads.normed_latents(*a[:3], 0, *a[3:], 1e-6, backend=backend),
+        (of((T, R + P)), of((1, P)), of((1, R)), of((T, 32), F32), of((T, 32), F32)),
+    ),
+    "encode_rows": (Backend.TRITON, functools.partial(compressed.encode_rows, plain=448, dtype=U8), (of((T, R)),)),
+    "complete_entries": (Backend.TRITON, entries_of_a_layer, ()),
     "latent_rows": (
         Backend.NATIVE,
         lambda down, w, cos, sin, backend: rows.latent_rows(down, w, 0, cos, sin, 1e-6, backend=backend),
@@ -187,7 +219,14 @@ def test_a_fallback_includes_inner_operations(name, on) -> None:
 
 
 # Operations without inner operations, which no other fallback changes.
-ALONE = CASES.keys() - {"topk_indices", "attend_topk", "plain_gemm", "trained_gemm", "trained_gemm_contiguous"}
+ALONE = CASES.keys() - {
+    "topk_indices",
+    "attend_topk",
+    "plain_gemm",
+    "trained_gemm",
+    "trained_gemm_contiguous",
+    "complete_entries",
+}
 
 
 @pytest.mark.parametrize(

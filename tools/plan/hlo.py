@@ -386,20 +386,25 @@ _NO_KERNEL = (
 
 def kernels(module: Module) -> dict[str, int]:
     """Returns how many kernels and collectives a program launches, by stage; of a conditional those of all branches."""
-    return dict(_kernels(module, module[module.entry]))
-
-
-def _kernels(module: Module, computation: Computation) -> Counter[str]:
     counts = Counter[str]()
+    for instruction, times in launches(module):
+        counts[stage_label(instruction) or "other"] += times
+    return dict(counts)
+
+
+def launches(module: Module) -> Iterator[tuple[Instruction, int]]:
+    """Yields the instructions of a program that launch a kernel or a collective, and how often; see `kernels`."""
+    yield from _launches(module, module[module.entry], 1)
+
+
+def _launches(module: Module, computation: Computation, times: int) -> Iterator[tuple[Instruction, int]]:
     for instruction in computation.instructions:
         opcode = instruction.opcode
         if opcode in ("while", "conditional", "call"):
             for name in instruction.called:
-                for label, count in _kernels(module, module[name]).items():
-                    counts[label] += count * (instruction.trips or 1)
+                yield from _launches(module, module[name], times * (instruction.trips or 1))
         elif opcode not in _NO_KERNEL and not opcode.endswith("-done"):
-            counts[stage_label(instruction) or "other"] += 1
-    return counts
+            yield instruction, times
 
 
 def collective_role(instruction: Instruction) -> str:

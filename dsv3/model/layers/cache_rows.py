@@ -91,7 +91,7 @@ class StepRows:
         own = -1 - (self.firsts[requests][:, None] + back)
         counts = jnp.where(seen > 0, jnp.minimum(positions + 1, window), 0)
         listed = cached.list_rows(requests, tokens, counts)
-        return listed._replace(numbers=jnp.where(back >= 0, own, listed.numbers))
+        return dataclasses.replace(listed, numbers=jnp.where(back >= 0, own, listed.numbers))
 
     def write_last(self, new: jax.Array, cached: "CacheRows", read: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Writes the rows `new` `[T, W]` of the step's tokens that its last ones leave; returns `read`, and the array.
@@ -116,7 +116,8 @@ class CacheRows:
 
     array: jax.Array  # [layers * pages, R, W]
     table: jax.Array  # [B, Mp] int32
-    first: Index  # the layer's first page
+    layer: Index
+    pages: int  # of each layer
     per_page: int
 
     @classmethod
@@ -131,7 +132,12 @@ class CacheRows:
             case "request":
                 table, per_page = rows.slots[:, None], _SLOT
         pages = pages_per_layer(cfg, pool, group.lifetime)
-        return cls(pool[group.name], table, layer * pages, per_page)
+        return cls(pool[group.name], table, layer, pages, per_page)
+
+    @property
+    def first(self) -> Index:
+        """The layer's first page."""
+        return self.layer * self.pages
 
     @property
     def capacity(self) -> int:
@@ -151,7 +157,13 @@ class CacheRows:
     def list_rows(self, requests: jax.Array, numbers: jax.Array, counts: jax.Array) -> RowList:
         """Lists the first `counts` `[N]` of the rows `numbers` `[N, K]` of `requests` `[N]`."""
         pages, rows = self.locate(requests[:, None], numbers)
-        return RowList(self.array, (self.first + pages) * self.array.shape[1] + rows, counts)
+        return self.of_layer(RowList(self.array, pages * self.array.shape[1] + rows, counts))
+
+    def of_layer(self, listed: RowList) -> RowList:
+        """Returns a list of rows of another layer of the group as one of this layer."""
+        return dataclasses.replace(
+            listed, array=self.array, layer=self.layer, layer_rows=self.pages * self.array.shape[1]
+        )
 
     def write(self, values: jax.Array, requests: jax.Array, numbers: jax.Array, where: jax.Array) -> jax.Array:
         """Returns the array with `values` `[N, W]` as rows `numbers` `[N]` of `requests` `[N]`, those of `where` `[N]`.

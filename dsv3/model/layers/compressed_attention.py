@@ -14,15 +14,14 @@ from jax import lax
 
 from dsv3.config.model import CompressedAttention, ModelConfig
 from dsv3.model.layers.attention import Attend, LayerPlace
-from dsv3.model.layers.compressor import Contribution, contributions
+from dsv3.model.layers.compressor import given
 from dsv3.model.layers.linear import Index, Numerics, linear
 from dsv3.model.layers.rope import Rotation, rotation
 from dsv3.model.layers.router import router_logits
 from dsv3.model.params import CompressedAttentionParams, CompressorParams, PooledIndexerParams
 from pallas_kernels import dense
-from pallas_kernels.backend import Backend
-from pallas_kernels.heads import unit_rotated_heads
-from pallas_kernels.rows import rms_norm, rotate_heads
+from pallas_kernels.heads import normed_latents, unit_rotated_heads
+from pallas_kernels.rows import rotate_heads
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +31,7 @@ class IndexQueries:
 
     q: jax.Array
     weights: jax.Array  # [T, Hi] float32
-    keys: Contribution  # [T, 2 * Y]
+    keys: jax.Array  # [T, 4 * Y] float32, `given` to them
 
 
 @jax.tree_util.register_dataclass
@@ -42,29 +41,28 @@ class CompressedTokens:
 
     q: jax.Array
     latent: jax.Array
-    entries: Contribution | None  # None in layers that see their window alone
+    entries: jax.Array | None  # float32, `given` to them; None in layers that see their window alone
     index: IndexQueries | None  # of layers that choose among entries
 
 
 @dataclasses.dataclass(frozen=True)
 class EntryAttention:
-    """`Attention` to a window and entries, of T tokens at `positions` `[T]`; `attend` takes `CompressedTokens`."""
+    """`Attention` to a window and entries; `attend` takes `CompressedTokens`."""
 
     cfg: ModelConfig
-    positions: jax.Array
     rotations: tuple[Rotation, Rotation]  # of layers without entries, and of those with
     attend: Attend
 
     @classmethod
     def at(cls, cfg: ModelConfig, positions: jax.Array, attend: Attend) -> "EntryAttention":
         """Returns the attention of tokens at `positions` `[T]`."""
-        return cls(cfg, positions, (rotation(cfg, positions), entry_rotation(cfg, positions)), attend)
+        return cls(cfg, (rotation(cfg, positions), entry_rotation(cfg, positions)), attend)
 
     def project(
         self, x: jax.Array, params: CompressedAttentionParams, place: LayerPlace, numerics: Numerics
     ) -> CompressedTokens:
         """Returns queries and latents of `x` `[T, D]`, and what the layer's entries are made of."""
-        return project(x, params, place, self.cfg, self.positions, self.rotations[place.ratio > 0], numerics)
+        return project(x, params, place, self.cfg, self.rotations[place.ratio > 0], numerics)
 
     def output(
         self, heads: jax.Array, params: CompressedAttentionParams, place: LayerPlace, numerics: Numerics
@@ -103,23 +101,21 @@ def project(
     params: CompressedAttentionParams,
     place: LayerPlace,
     cfg: ModelConfig,
-    positions: jax.Array,
     by: Rotation,
     numerics: Numerics,
 ) -> CompressedTokens:
-    """Returns what attention takes of `x` `[T, D]` at `positions` `[T]`, rotated `by` what suits the layer."""
+    """Returns what attention takes of `x` `[T, D]`, rotated `by` what suits the layer."""
     layer, backend, d = place.layer, numerics.backend, cfg.latent_dim
-    down = linear(x, params.qkv_a, layer, numerics)
-    q_latent = rms_norm(down, params.q_norm, layer, cfg.rms_norm_eps, backend=backend)
+    q_latent, latent = _latents(x, params, layer, cfg, by, numerics)
     q = linear(q_latent, params.q_b, layer, numerics).reshape(len(x), -1, d)  # the heads of this device
     entries = index = None
     if (compressor := compressor_of(params, cfg, place.ratio)) is not None:
-        entries = contributions(x, compressor, place.of_ratio, positions, backend)
+        entries = given(x, compressor, place.of_ratio, backend)
         if compressor is params.sparse:
-            index = _index_queries(x, q_latent, params.indexer, place.of_ratio, cfg, positions, by, numerics)
+            index = _index_queries(x, q_latent, params.indexer, place.of_ratio, cfg, by, numerics)
     return CompressedTokens(
         q=unit_rotated_heads(q, by.cos, by.sin, cfg.rms_norm_eps, backend=backend),
-        latent=_latents(down, params, layer, cfg, by, backend),
+        latent=latent,
         entries=entries,
         index=index,
     )
@@ -137,19 +133,20 @@ def project_latents(
 
     The rows of the query latent are computed too: a product with some rows of a stack would copy them.
     """
-    return _latents(linear(x, params.qkv_a, layer, numerics), params, layer, cfg, by, numerics.backend)
+    return _latents(x, params, layer, cfg, by, numerics)[1]
 
 
 def _latents(
-    down: jax.Array,
+    x: jax.Array,
     params: CompressedAttentionParams,
     layer: Index,
     cfg: ModelConfig,
     by: Rotation,
-    backend: Backend | None,
-) -> jax.Array:
-    latent = rms_norm(down[:, -cfg.latent_dim :], params.kv_norm, layer, cfg.rms_norm_eps, backend=backend)
-    return rotate_heads(latent[:, None], by.cos, by.sin, backend=backend)[:, 0]
+    numerics: Numerics,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns query latents `[T, Q]` and latents `[T, d]` of `x` `[T, D]`."""
+    down, eps = linear(x, params.qkv_a, layer, numerics), cfg.rms_norm_eps
+    return normed_latents(down, params.q_norm, params.kv_norm, layer, by.cos, by.sin, eps, backend=numerics.backend)
 
 
 @jax.named_scope("indexer")
@@ -159,7 +156,6 @@ def _index_queries(
     params: PooledIndexerParams | None,
     layer: Index,
     cfg: ModelConfig,
-    positions: jax.Array,
     by: Rotation,
     numerics: Numerics,
 ) -> IndexQueries:
@@ -169,7 +165,7 @@ def _index_queries(
     return IndexQueries(
         q=rotate_heads(q, by.cos, by.sin, backend=backend),
         weights=router_logits(x, params.weights, layer, backend) * (indexer.num_heads * indexer.head_dim) ** -0.5,
-        keys=contributions(x, params.compressor, layer, positions, backend),
+        keys=given(x, params.compressor, layer, backend),
     )
 
 

@@ -9,10 +9,12 @@ Groups of queries bound the memory of lists, copies and scores.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from dsv3.config.model import (
     DRAFT_ROWS,
@@ -27,6 +29,7 @@ from dsv3.config.model import (
     WINDOW_LATENTS,
     ModelConfig,
 )
+from dsv3.kv_cache import layout
 from dsv3.kv_cache.layout import Pool, pages_per_layer
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.layers.attention import Attend, LayerPlace
@@ -38,25 +41,37 @@ from dsv3.model.layers.compressed_attention import (
     entry_rotation,
     num_complete,
 )
-from dsv3.model.layers.compressor import Contribution, norm_and_rotate, pool_window, window_rows
-from dsv3.model.layers.linear import layer_slice
+from dsv3.model.layers.compressor import Contribution, contributions, norm_and_rotate, pool_window, window_rows
+from dsv3.model.layers.rope import Rotation
 from dsv3.model.layers.sparse import by_groups
 from dsv3.model.params import CompressedAttentionParams, CompressorParams
 from pallas_kernels import dsa
-from pallas_kernels.backend import Backend
-from pallas_kernels.compressed import attend_compressed, bytes_of_query, encode_rows
+from pallas_kernels.backend import Backend, resolve_backend, with_fallback
+from pallas_kernels.compressed import (
+    Given,
+    PoolSizes,
+    RowList,
+    StepTokens,
+    attend_compressed,
+    bytes_of_query,
+    complete_entries,
+    completes,
+    encode_rows,
+    usable,
+    write_rings,
+)
 
 
 def prefill_attend_compressed(cfg: ModelConfig, batch: PrefillBatch, backend: Backend | None = None) -> Attend:
     """Attends in prefill; the state is the page pool."""
-    return functools.partial(_attend, cfg, StepRows.from_prefill(batch), backend)
+    return functools.partial(_attend, cfg, _SharedStep.of(cfg, StepRows.from_prefill(batch)), backend)
 
 
 def decode_attend_compressed(cfg: ModelConfig, batch: DecodeBatch, backend: Backend | None = None) -> Attend:
     """Attends in decode; the state is the page pool. Raises ValueError for more drafts than rings have rows for."""
     if (drafts := batch.tokens.shape[1] - 1) > DRAFT_ROWS:
         raise ValueError(f"{drafts} drafts: the cache keeps rows for at most {DRAFT_ROWS} in a step")
-    return functools.partial(_attend, cfg, StepRows.from_decode(batch), backend)
+    return functools.partial(_attend, cfg, _SharedStep.of(cfg, StepRows.from_decode(batch)), backend)
 
 
 class _Names(NamedTuple):
@@ -77,11 +92,71 @@ _HEAVY = _Names(HEAVY_ENTRIES, HEAVY_PARTS, None)
 
 
 @dataclasses.dataclass(frozen=True)
+class _Queries:
+    """What N queries of a step see in each layer of a kind. Lists have shapes in place of arrays, and no first row."""
+
+    requests: jax.Array  # [N]
+    table: jax.Array  # [N, Mp], pages of their requests
+    complete: jax.Array  # [N], entries of layers that choose among them
+    chosen: jax.Array  # [N], how many of those they choose
+    window: RowList
+    heavy: RowList | None  # all entries of the layers that do not choose; None in a model without such layers
+
+    @classmethod
+    def of(
+        cls, cfg: ModelConfig, rows: StepRows, requests: jax.Array, positions: jax.Array, seen: jax.Array
+    ) -> "_Queries":
+        """Returns what queries at `positions` see of their `requests`, of which there are `seen` tokens, `[N]` each."""
+        compressed, shapes, heavy = compressed_of(cfg), layout.pool(cfg, "float32", 1, 1, 1), None
+        complete = num_complete(compressed.sparse_ratio, seen - 1)
+        window = CacheRows.of(cfg, WINDOW_LATENTS, shapes, rows, 0)
+        for ratio in set(compressed.ratios) - {0, compressed.sparse_ratio}:
+            entries = CacheRows.of(cfg, HEAVY_ENTRIES, shapes, rows, 0)
+            numbers = jnp.arange(entries.capacity, dtype=jnp.int32)[None]
+            heavy = entries.list_rows(requests, numbers, jnp.minimum(num_complete(ratio, seen - 1), entries.capacity))
+        last = rows.list_last(requests, positions, seen, compressed.window, window)
+        chosen = jnp.minimum(complete, compressed.indexer.topk)
+        return cls(requests, rows.page_table[requests], complete, chosen, last, heavy)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SharedStep:
+    """What all layers share in a step: tokens, their `seen` and queries, and each one's own entry's rotation by ratio.
+
+    A layer with too many queries to list at once lists groups of them itself.
+    """
+
+    rows: StepRows
+    tokens: StepTokens
+    seen: jax.Array  # [T]
+    queries: _Queries
+    rotations: Mapping[int, Rotation]
+
+    @classmethod
+    def of(cls, cfg: ModelConfig, rows: StepRows) -> "_SharedStep":
+        """Returns what the layers of a step with these rows share."""
+        requests = rows.firsts, rows.contexts, rows.ends, rows.slots, rows.page_table, rows.window_table
+        tokens = StepTokens(rows.requests, jnp.where(rows.valid, rows.positions, -1), *requests)
+        ratios = {ratio for ratio in compressed_of(cfg).ratios if ratio}
+        by = {ratio: entry_rotation(cfg, rows.positions // ratio * ratio) for ratio in ratios}
+        seen = jnp.where(rows.valid, rows.positions + 1, 0)
+        return cls(rows, tokens, seen, _Queries.of(cfg, rows, rows.requests, rows.positions, seen), by)
+
+
+class _Compressor(NamedTuple):
+    """A compressor of a layer: its cache groups, parameters, and what it is `given` of the step's tokens."""
+
+    names: _Names
+    params: CompressorParams
+    given: jax.Array  # [T, 2 * C]
+
+
+@dataclasses.dataclass(frozen=True)
 class _Layer:
     """One layer in one step: its rows of all cache groups, with what the step completes already in them."""
 
     cfg: ModelConfig
-    rows: StepRows
+    step: _SharedStep
     place: LayerPlace
     backend: Backend | None
 
@@ -90,15 +165,66 @@ class _Layer:
         layer = self.place.cache_layer if name == WINDOW_LATENTS else self.place.of_ratio
         return CacheRows.of(self.cfg, name, pool, self.rows, layer)
 
-    def complete_entries(
-        self, pool: Pool, names: _Names, new: Contribution, params: CompressorParams, dtype: jnp.dtype
-    ) -> Pool:
+    @property
+    def rows(self) -> StepRows:
+        return self.step.rows
+
+    @property
+    def kernels(self) -> Backend:
+        """The backend that completes entries and writes rings."""
+        return resolve_backend(requested=with_fallback("complete_entries", self.backend))
+
+    def has_kernels(self, pool: Pool, compressors: list[_Compressor], dtype: jnp.dtype) -> bool:
+        """Returns whether kernels complete the layer's entries and write its rings."""
+        rotated = self.cfg.qk_rope_head_dim
+        return usable(self.kernels) and all(
+            completes(pool[names.entries], params.norm, dtype, rotated, is_key=names.entries == INDEX_KEYS)
+            for names, params, _ in compressors
+        )
+
+    def complete_with_kernel(self, pool: Pool, each: _Compressor) -> Pool:
+        """Returns the pool with the entries that the step completes."""
+        name, by = each.names.entries, self.step.rotations[self.place.ratio]
+        written = complete_entries(
+            pool[name], self._given(pool, each), each.params.norm, self.place.of_ratio, self.step.tokens, by.cos,
+            by.sin, sizes=self._sizes(pool), eps=self.cfg.rms_norm_eps, is_key=name == INDEX_KEYS,
+            backend=self.kernels,
+        )  # fmt: skip
+        return {**pool, name: written}
+
+    def write_with_kernel(
+        self, pool: Pool, compressors: list[_Compressor], new: jax.Array, out: jax.Array
+    ) -> tuple[jax.Array, Pool]:
+        """Returns `out`, and the pool with the rows that the step's last tokens leave in rings; see `write_last`."""
+        named = [(each.names.parts, each.names.tails) for each in compressors]
+        rings = [WINDOW_LATENTS, *(name for names in named for name in names if name is not None)]
+        out, before = lax.optimization_barrier((out, {name: pool[name] for name in rings}))
+        pool = {**pool, **before}
+        given = tuple(self._given(pool, each) for each in compressors)
+        written = write_rings(
+            pool[WINDOW_LATENTS], new, self.place.cache_layer, given, self.place.of_ratio, self.step.tokens,
+            sizes=self._sizes(pool), backend=self.kernels,
+        )  # fmt: skip
+        return out, {**pool, **dict(zip(rings, written, strict=True))}
+
+    def _given(self, pool: Pool, each: _Compressor) -> Given:
+        tails = None if each.names.tails is None else pool[each.names.tails]
+        return Given(each.given, each.params.position, pool[each.names.parts], tails)
+
+    def _sizes(self, pool: Pool) -> PoolSizes:
+        cfg = self.cfg
+        pages, window_pages = pages_per_layer(cfg, pool), pages_per_layer(cfg, pool, "window")
+        return PoolSizes(pages, window_pages, pages_per_layer(cfg, pool, "request"), cfg.page_size)
+
+    def complete_entries(self, pool: Pool, each: _Compressor, dtype: jnp.dtype) -> Pool:
         """Returns the pool with the entries that the step completes, and with what later ones need of its tokens."""
-        rows, ratio, width = self.rows, self.place.ratio, params.norm.shape[-1]
+        rows, ratio, (names, params, given) = self.rows, self.place.ratio, each
+        new, width = contributions(given, params, self.place.of_ratio, rows.positions), params.norm.shape[-1]
         T, B = len(rows.positions), len(rows.ends)
-        completes = rows.valid & ((rows.positions + 1) % ratio == 0)
-        (at,) = jnp.nonzero(completes, size=min(T, T // ratio + B), fill_value=T)
-        exists, at = at < T, jnp.minimum(at, T - 1)
+        exists, at = rows.valid & ((rows.positions + 1) % ratio == 0), jnp.arange(T, dtype=jnp.int32)
+        if (most := T // ratio + B) < T:
+            (at,) = jnp.nonzero(exists, size=most, fill_value=T)
+            exists, at = at < T, jnp.minimum(at, T - 1)
         requests, numbers = rows.requests[at], rows.positions[at] // ratio
         tokens = window_rows(ratio, numbers, overlaps=names.tails is not None)
         parts, given = self.group_rows(pool, names.parts), jnp.concatenate([new.values, new.scores], axis=-1)
@@ -115,7 +241,7 @@ class _Layer:
         done = norm_and_rotate(made, params, self.place.of_ratio, by, self.cfg.rms_norm_eps, dtype, self.backend)
         entries = self.group_rows(pool, names.entries)
         if names.entries != INDEX_KEYS:
-            done = encode_rows(done, self.cfg.kv_lora_rank, entries.array.dtype)
+            done = encode_rows(done, self.cfg.kv_lora_rank, entries.array.dtype, backend=self.backend)
             return {**pool, names.entries: entries.write(done, requests, numbers, exists)}
         pages, offsets = entries.locate(requests, numbers)
         where: dict[str, Any] = {"layer": self.place.of_ratio, "pages_per_layer": pages_per_layer(self.cfg, pool)}
@@ -138,30 +264,27 @@ class _Layer:
         rows, cfg = self.rows, self.cfg
 
         def group(q: jax.Array, *arrays: jax.Array) -> jax.Array:
-            requests, positions, seen = arrays[-3:]
-            last_tokens = rows.list_last(requests, positions, seen, compressed_of(cfg).window, window)
+            seen_by = self.step.queries if len(q) == len(rows.requests) else _Queries.of(cfg, rows, *arrays[-3:])
             listed = None
-            if entries is not None:
-                count = num_complete(self.place.ratio, seen - 1)
-                numbers = jnp.arange(entries.capacity, dtype=jnp.int32)[None]
-                if keys is not None:
-                    numbers = self._topk(keys, arrays[0], arrays[1], requests, count)
-                listed = entries.list_rows(requests, numbers, jnp.minimum(count, numbers.shape[1]))
-            how: dict[str, Any] = {"scale": cfg.softmax_scale, "plain": cfg.kv_lora_rank, "backend": self.backend}
-            return attend_compressed(q, sink, new, last_tokens, listed, **how)
+            if entries is not None and keys is not None:
+                numbers = self._topk(keys, arrays[0], arrays[1], seen_by)
+                listed = entries.list_rows(seen_by.requests, numbers, seen_by.chosen)
+            elif entries is not None:
+                assert seen_by.heavy is not None  # of layers that do not choose
+                listed = entries.of_layer(seen_by.heavy)
+            how: dict[str, Any] = {"scale": cfg.softmax_scale, "plain": cfg.kv_lora_rank, "layer": self.place.layer}
+            how["backend"] = self.backend
+            return attend_compressed(q, sink, new, window.of_layer(seen_by.window), listed, **how)
 
         index = () if tokens.index is None else (tokens.index.q, tokens.index.weights)
-        seen = jnp.where(rows.valid, rows.positions + 1, 0)
         size = self._queries_at_once(tokens.q, window, entries, keys)
-        return by_groups(group, size, (tokens.q, *index, rows.requests, rows.positions, seen), self.backend)
+        return by_groups(group, size, (tokens.q, *index, rows.requests, rows.positions, self.step.seen), self.backend)
 
-    def _topk(
-        self, keys: CacheRows, q: jax.Array, weights: jax.Array, requests: jax.Array, count: jax.Array
-    ) -> jax.Array:
-        """Returns the numbers `[G, K]` of the entries to attend to, of the first `count` `[G]`."""
-        best, table = compressed_of(self.cfg).indexer.topk, keys.table[requests]
+    def _topk(self, keys: CacheRows, q: jax.Array, weights: jax.Array, seen_by: _Queries) -> jax.Array:
+        """Returns the numbers `[G, K]` of the entries to attend to, of those that are complete."""
+        best = compressed_of(self.cfg).indexer.topk
         how: dict[str, Any] = {"first_page": keys.first, "topk": best, "backend": self.backend}
-        return dsa.topk_indices(q, weights, keys.array, table, count, **how)
+        return dsa.topk_indices(q, weights, keys.array, seen_by.table, seen_by.complete, **how)
 
     def _queries_at_once(
         self, q: jax.Array, window: CacheRows, entries: CacheRows | None, keys: CacheRows | None
@@ -179,28 +302,31 @@ class _Layer:
 
 def _attend(
     cfg: ModelConfig,
-    rows: StepRows,
+    step: _SharedStep,
     backend: Backend | None,
     tokens: CompressedTokens,
     params: CompressedAttentionParams,
     place: LayerPlace,
     pool: Pool,
 ) -> tuple[jax.Array, Pool]:
-    layer, dtype = _Layer(cfg, rows, place, backend), tokens.latent.dtype
-    entries = keys = None
+    layer, dtype, compressors = _Layer(cfg, step, place, backend), tokens.latent.dtype, list[_Compressor]()
     if (compressor := compressor_of(params, cfg, place.ratio)) is not None:
         assert tokens.entries is not None  # of layers with a compressor
-        names = _HEAVY if tokens.index is None else _SPARSE
-        pool = layer.complete_entries(pool, names, tokens.entries, compressor, dtype)
-        entries = layer.group_rows(pool, names.entries)
+        compressors.append(_Compressor(_HEAVY if tokens.index is None else _SPARSE, compressor, tokens.entries))
     if tokens.index is not None:
         assert params.indexer is not None
-        pool = layer.complete_entries(pool, _INDEX, tokens.index.keys, params.indexer.compressor, dtype)
-        keys = layer.group_rows(pool, INDEX_KEYS)
+        compressors.append(_Compressor(_INDEX, params.indexer.compressor, tokens.index.keys))
+    in_kernels = layer.has_kernels(pool, compressors, dtype)
+    for each in compressors:
+        pool = layer.complete_with_kernel(pool, each) if in_kernels else layer.complete_entries(pool, each, dtype)
+    groups = [layer.group_rows(pool, each.names.entries) for each in compressors]
+    entries, keys = (*groups, None, None)[:2]
     window = layer.group_rows(pool, WINDOW_LATENTS)
-    new = encode_rows(tokens.latent, cfg.kv_lora_rank, window.array.dtype)
-    out = layer.attend(tokens, layer_slice(params.sink, place.layer), new, window, entries, keys)
-    out, latents = rows.write_last(new, window, out)
+    new = encode_rows(tokens.latent, cfg.kv_lora_rank, window.array.dtype, backend=backend)
+    out = layer.attend(tokens, params.sink, new, window, entries, keys)
+    if in_kernels:
+        return layer.write_with_kernel(pool, compressors, new, out)
+    out, latents = step.rows.write_last(new, window, out)
     return out, {**pool, WINDOW_LATENTS: latents}
 
 

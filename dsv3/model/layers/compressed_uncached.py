@@ -14,7 +14,7 @@ from dsv3.model.layers.compressed_attention import (
     index_scores,
     num_complete,
 )
-from dsv3.model.layers.compressor import Contribution, norm_and_rotate, pool_window, window_rows
+from dsv3.model.layers.compressor import contributions, norm_and_rotate, pool_window, window_rows
 from dsv3.model.layers.linear import layer_slice
 from dsv3.model.params import CompressedAttentionParams, CompressorParams
 from pallas_kernels import dsa
@@ -40,7 +40,7 @@ def uncached_attend(cfg: ModelConfig, batch: int) -> Attend:
 
 def _entries(
     cfg: ModelConfig,
-    rows: Contribution,
+    given: jax.Array,
     params: CompressorParams,
     place: LayerPlace,
     batch: int,
@@ -48,7 +48,9 @@ def _entries(
 ) -> jax.Array:
     """Returns the entries `[B, W, d]` of all whole windows."""
     overlaps, d = place.ratio == compressed_of(cfg).sparse_ratio, params.norm.shape[-1]
-    rows = jax.tree.map(lambda a: a.reshape(batch, -1, a.shape[-1]), rows)
+    positions = jnp.tile(jnp.arange(len(given) // batch, dtype=jnp.int32), batch)
+    flat = contributions(given, params, place.of_ratio, positions)
+    rows = jax.tree.map(lambda a: a.reshape(batch, -1, a.shape[-1]), flat)
     entries = jnp.arange(rows.values.shape[1] // place.ratio, dtype=jnp.int32)
     at = window_rows(place.ratio, entries, overlaps=overlaps)
     made = pool_window(jax.tree.map(lambda a: a[:, jnp.maximum(at, 0)], rows), at >= 0, d)

@@ -31,11 +31,18 @@ class Contribution:
 
 
 @jax.named_scope("compressor")
-def contributions(
-    x: jax.Array, params: CompressorParams, layer: Index, positions: jax.Array, backend: Backend | None
-) -> Contribution:
-    """Returns what tokens `x` `[T, D]` at `positions` `[T]` give; `layer` counts the compressors of the stack."""
-    values, scores = jnp.split(router_logits(x, params.value_score, layer, backend), 2, axis=-1)
+def given(x: jax.Array, params: CompressorParams, layer: Index, backend: Backend | None) -> jax.Array:
+    """Returns values and scores float32 `[T, 2 * C]` of tokens `x` `[T, D]`, without what their places add to scores.
+
+    `layer` counts the compressors of the stack.
+    """
+    return router_logits(x, params.value_score, layer, backend)
+
+
+@jax.named_scope("compressor")
+def contributions(given: jax.Array, params: CompressorParams, layer: Index, positions: jax.Array) -> Contribution:
+    """Returns what tokens at `positions` `[T]` give, from the result `[T, 2 * C]` of `given`."""
+    values, scores = jnp.split(given, 2, axis=-1)
     place = layer_slice(params.position, layer)
     return Contribution(values, scores + place[positions % len(place)])
 

@@ -19,7 +19,9 @@ from dsv3.config.model import HyperConnections, ModelConfig
 from dsv3.model.layers.linear import Index
 from dsv3.model.params import MixingParams
 from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.heads import normed_rows
 from pallas_kernels.mixing import read_streams, stream_logits, weighted_sum, write_streams
+from pallas_kernels.rows import rms_norm
 
 
 @jax.tree_util.register_dataclass
@@ -33,9 +35,9 @@ class OneStream:
         """Returns the stream at the place of a block."""
         return self
 
-    def read(self) -> jax.Array:
-        """Returns what a block works on, `[T, D]`, before its norm."""
-        return self.stream
+    def read(self, weight: jax.Array, layer: Index, eps: float, backend: Backend | None) -> jax.Array:
+        """Returns what a block works on, `[T, D]`, normed by layer `layer` of `weight` `[L, D]`."""
+        return rms_norm(self.stream, weight, layer, eps, backend=backend)
 
     def write(self, *parts: jax.Array) -> "OneStream":
         """Returns the stream after a block, whose result is the sum of `parts` `[T, D]`."""
@@ -100,9 +102,12 @@ class MixedStreams:
     means: tuple[jax.Array, ...]
     backend: Backend | None = dataclasses.field(metadata={"static": True})
 
-    def read(self) -> jax.Array:
-        """Returns what the block works on, `[T, D]`, before its norm."""
-        return self.collapsed
+    def read(self, weight: jax.Array, layer: Index, eps: float, backend: Backend | None) -> jax.Array:
+        """Returns what the block works on, `[T, D]`, normed by layer `layer` of `weight` `[L, D]`.
+
+        It comes from a kernel, so that XLA could fuse the norm with nothing before it.
+        """
+        return normed_rows(self.collapsed, weight, layer, eps, backend=backend)
 
     @jax.named_scope("mixing")
     def write(self, *parts: jax.Array) -> Streams:

@@ -1,6 +1,7 @@
 """The router: scores, group-limited and bias-corrected top-k experts or a table by token, scaled weights."""
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,9 @@ import numpy as np
 
 from dsv3.config.model import ModelConfig
 from dsv3.model.layers.linear import Index, layer_slice
-from pallas_kernels import dense, invariance, native
-from pallas_kernels.backend import Backend, resolve_backend, with_fallback
+from pallas_kernels import dense, invariance, native, routing
+from pallas_kernels.backend import Backend, has_jax_triton, resolve_backend, with_fallback
+from pallas_kernels.rows import differentiable
 
 
 class Routing(NamedTuple):
@@ -56,17 +58,48 @@ def router_logits(x: jax.Array, weight: jax.Array, layer: Index, backend: Backen
     return invariance.in_blocks(product, x32) if invariance.required() else product(x32)
 
 
-def route(cfg: ModelConfig, logits: jax.Array, bias: jax.Array | None, backend: Backend | None) -> Routing:
+def route(
+    cfg: ModelConfig, logits: jax.Array, bias: jax.Array | None, backend: Backend | None, layer: Index | None = None
+) -> Routing:
     """Selects the top-k experts of each token, best first.
 
     Args:
       logits: `[T, E]` float32.
-      bias: `[E]` float32 or None; it affects the selection, not the weights (arXiv:2408.15664).
+      bias: `[E]` float32, or `[L, E]` where `layer` says which, or None; it affects the selection, not the weights
+        (arXiv:2408.15664).
       backend: implementation; None selects by device.
+      layer: Python or traced integer.
     """
+    stack, number = (bias, layer) if layer is not None else (None if bias is None else bias[None], 0)
+    resolved = resolve_backend(requested=with_fallback("weighted_experts", backend))
+    in_kernel = resolved in (Backend.MOSAIC, Backend.TRITON) and has_jax_triton() and not _is_limited(cfg)
+    reference = functools.partial(_route, cfg, backend)
+    if not in_kernel or cfg.scoring_func not in routing.SCORES or not logits.size:
+        return reference(logits, stack, number)
+    how: dict[str, Any] = {
+        "normed": cfg.norm_topk_prob,
+        "factor": float(cfg.routed_scaling_factor),
+        "backend": resolved,
+    }
+
+    def kernel(*arrays: Any) -> Routing:
+        found = routing.weighted_experts(*arrays, topk=cfg.num_experts_per_tok, score=cfg.scoring_func, **how)
+        return Routing(*found)
+
+    return differentiable(kernel, reference)(logits, stack, jnp.asarray(number, jnp.int32))
+
+
+def _route(
+    cfg: ModelConfig, backend: Backend | None, logits: jax.Array, stack: jax.Array | None, layer: Index
+) -> Routing:
     scores = _SCORES[cfg.scoring_func](logits)
-    ids = _topk_experts(cfg, jax.lax.stop_gradient(scores if bias is None else scores + bias), backend)
-    return _weighted(cfg, scores, ids)
+    ranked = scores if stack is None else scores + layer_slice(stack, layer)
+    return _weighted(cfg, scores, _topk_experts(cfg, jax.lax.stop_gradient(ranked), backend))
+
+
+def _is_limited(cfg: ModelConfig) -> bool:
+    """Returns whether a token's experts come from its best groups."""
+    return cfg.n_group > 1 and cfg.topk_method != "greedy"
 
 
 def route_by_token(cfg: ModelConfig, logits: jax.Array, table: jax.Array, tokens: jax.Array) -> Routing:
@@ -105,7 +138,7 @@ def _weighted(cfg: ModelConfig, scores: jax.Array, ids: jax.Array) -> Routing:
 
 def _topk_experts(cfg: ModelConfig, scores: jax.Array, backend: Backend | None) -> jax.Array:
     """Returns the experts `[T, K]` int32 of the highest `scores` `[T, E]`, with groups within the best groups."""
-    limited = cfg.n_group > 1 and cfg.topk_method != "greedy"
+    limited = _is_limited(cfg)
     if resolve_backend(requested=with_fallback("choose_experts", backend)) is Backend.NATIVE:
         groups = (cfg.n_group, cfg.topk_group, _experts_per_group_score(cfg)) if limited else (1, 1, 1)
         return native.choose_experts(scores, cfg.num_experts_per_tok, *groups)

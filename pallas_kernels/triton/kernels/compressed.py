@@ -13,11 +13,12 @@ from pallas_kernels.triton.kernels.e4m3 import widen
 
 @triton.jit
 def attend(
-    q_ptr, sink_ptr, own_ptr, window_ptr, window_numbers_ptr, window_counts_ptr, entries_ptr, entry_numbers_ptr,
-    entry_counts_ptr, out_ptr, lse_ptr,
+    q_ptr, sink_ptr, sink_layer_ptr, own_ptr, window_ptr, window_numbers_ptr, window_counts_ptr, window_layer_ptr,
+    entries_ptr, entry_numbers_ptr, entry_counts_ptr, entry_layer_ptr, out_ptr, lse_ptr,
     SCALE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PLAIN: tl.constexpr,
-    WINDOW: tl.constexpr, ENTRIES: tl.constexpr, SHARE: tl.constexpr, SHARES: tl.constexpr, FP8: tl.constexpr,
-    NATIVE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, ENTRIES: tl.constexpr, WINDOW_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr,
+    SHARE: tl.constexpr, SHARES: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Attends q [queries, HEADS, D] to a share of their rows: out [queries, SHARES, HEADS, D], lse likewise.
 
@@ -34,11 +35,12 @@ def attend(
         return
     q_rows = q_ptr + (query * HEADS + heads)[:, None] * D
     q = tl.load(q_rows + columns[None, :], mask=in_heads[:, None], other=0.0)
-    sink = tl.load(sink_ptr + heads, mask=in_heads, other=0.0) * 1.4426950408889634
+    sink = tl.load(sink_ptr + tl.load(sink_layer_ptr) * HEADS + heads, mask=in_heads, other=0.0) * 1.4426950408889634
     sink = tl.where(share == 0, sink, float("-inf"))
     top = tl.maximum(sink, -1e30)
     total = tl.exp2(sink - top)
     out = tl.zeros([BLOCK_H, D], tl.float32)
+    first_in_window, first_in_entries = tl.load(window_layer_ptr) * WINDOW_ROWS, tl.load(entry_layer_ptr) * ENTRY_ROWS
     for start in tl.range(share * SHARE, tl.minimum((share + 1) * SHARE, slots), BLOCK_N):
         in_window = start < first_entry
         count = tl.where(in_window, window_count, entry_count)
@@ -46,7 +48,8 @@ def attend(
         window_numbers, entry_numbers = window_numbers_ptr + query * WINDOW, entry_numbers_ptr + query * ENTRIES
         real = place < count
         number = tl.load(tl.where(in_window, window_numbers, entry_numbers) + place, mask=real, other=0)
-        is_own, number = number < 0, tl.where(number < 0, -1 - number, number).to(tl.int64)
+        first = tl.where(in_window, first_in_window, first_in_entries)
+        is_own, number = number < 0, tl.where(number < 0, -1 - number, first + number).to(tl.int64)
         rows = tl.where(is_own, own_ptr, tl.where(in_window, window_ptr, entries_ptr)) + number * WIDTH
         rows = tl.multiple_of(rows, 8 if FP8 else 16)
         if FP8:

@@ -201,7 +201,7 @@ def of_index(change: Callable[[Any, Any], Any]) -> Wrong:
     """Changes the queries of the indexer, `change(index, rotation)`."""
 
     def other(right: Any) -> Any:
-        return lambda *args: change(right(*args), args[6])
+        return lambda *args: change(right(*args), args[5])
 
     return patched(compressed_attention, "_index_queries", other)
 

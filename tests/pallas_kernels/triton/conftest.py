@@ -27,11 +27,13 @@ def interpreted(interpreter, monkeypatch):
 
         return jax.pure_callback(launch, tuple(outputs), *arrays)
 
-    def update(kernel, target, arrays, *, grid, **arguments):
+    def update(kernel, targets, arrays, *, grid, warps=0, stages=0, **arguments):
         def launch(*values):
-            return interpreter.run(kernel, [np.array(value) for value in values], grid, arguments)[0]
+            results = interpreter.run(kernel, [np.array(value) for value in values], grid, arguments)
+            return tuple(results[: len(targets)])
 
-        return jax.pure_callback(launch, jax.ShapeDtypeStruct(target.shape, target.dtype), target, *arrays)
+        shapes = tuple(jax.ShapeDtypeStruct(target.shape, target.dtype) for target in targets)
+        return jax.pure_callback(launch, shapes, *targets, *arrays)
 
     monkeypatch.setattr(call, "start", start)
     monkeypatch.setattr(call, "update", update)

@@ -31,14 +31,14 @@ class Lists:
 
     def attend(self, backend: Backend, queries: slice = slice(None), with_entries: bool = True) -> np.ndarray:
         window, entries = (RowList(r.array, r.numbers[queries], r.counts[queries]) for r in (self.window, self.entries))
-        how = {"scale": 0.1, "plain": self.q.shape[-1] - ROTATED, "backend": backend}
+        how = {"scale": 0.1, "plain": self.q.shape[-1] - ROTATED, "layer": 1, "backend": backend}
         q = self.q[queries]
         return np.asarray(
             attend_compressed(q, self.sink, self.own, window, entries if with_entries else None, **how), np.float32
         )
 
     def expected(self) -> np.ndarray:
-        q, sink = np.asarray(self.q, np.float64), np.asarray(self.sink, np.float64)
+        q, sink = np.asarray(self.q, np.float64), np.asarray(self.sink[1], np.float64)
         outs = []
         for query, rows in zip(q, self.values, strict=True):
             weights = np.exp(0.1 * query @ rows.T)
@@ -89,7 +89,13 @@ def lists(counts=COUNTS, *, heads: int = 3, d: int = 128, fp8: bool = False, dty
         )
         for i, name in enumerate(("window", "entries"))
     ]
-    return Lists(jnp.asarray(q, dtype), jnp.asarray(rng.normal(size=heads), jnp.float32), kept["own"], *made, values)
+    return Lists(
+        jnp.asarray(q, dtype),
+        jnp.asarray([[np.nan] * heads, rng.normal(size=heads)], jnp.float32),
+        kept["own"],
+        *made,
+        values,
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,7 +140,7 @@ def test_a_row_of_the_step_has_the_bits_of_a_cached_one() -> None:
     own = jnp.asarray(case.window.array.reshape(-1, case.own.shape[1])[numbers[0, -5:]])
     moved = numbers.copy()
     moved[0, -5:] = -1 - np.arange(5)
-    window = case.window._replace(numbers=jnp.asarray(moved))
+    window = dataclasses.replace(case.window, numbers=jnp.asarray(moved))
     other = dataclasses.replace(case, own=own, window=window)
     np.testing.assert_array_equal(other.attend(TRITON), case.attend(TRITON))
 
@@ -159,8 +165,12 @@ def test_what_the_kernel_supports(q, row, plain, message) -> None:
 def test_shapes_that_do_not_fit() -> None:
     case = lists(((20, 30),))
     with pytest.raises(ValueError, match="the array of entries must be"):
-        dataclasses.replace(case, entries=case.entries._replace(array=case.entries.array[0])).attend(REFERENCE)
+        dataclasses.replace(case, entries=dataclasses.replace(case.entries, array=case.entries.array[0])).attend(
+            REFERENCE
+        )
     with pytest.raises(ValueError, match="sink"):
-        dataclasses.replace(case, sink=case.sink[:1]).attend(REFERENCE)
+        dataclasses.replace(case, sink=case.sink[1]).attend(REFERENCE)
     with pytest.raises(ValueError, match="of 1 queries"):
-        dataclasses.replace(case, window=case.window._replace(counts=jnp.zeros(2, jnp.int32))).attend(REFERENCE)
+        dataclasses.replace(case, window=dataclasses.replace(case.window, counts=jnp.zeros(2, jnp.int32))).attend(
+            REFERENCE
+        )

@@ -29,7 +29,7 @@ def test_a_long_list_is_two_kernels(width, dtype) -> None:
     rows = ARRAY // (width * jnp.dtype(dtype).itemsize) // 136
     window = RowList(array(rows, 136, width, dtype=dtype), array(N, 128), array(N))
     entries = RowList(array(68 * rows, 2, width, dtype=dtype), array(N, HEAVY), array(N))
-    arrays = array(N, 64, 512, dtype=jnp.bfloat16), array(64, dtype=jnp.float32), array(N, width, dtype=dtype)
+    arrays = array(N, 64, 512, dtype=jnp.bfloat16), array(2, 64, dtype=jnp.float32), array(N, width, dtype=dtype)
     compiled = aot.compile_for(attend, *arrays, window, entries)
     shares = 4 * N * 7 * 64 * 513
     assert compiled.memory_analysis().temp_size_in_bytes < shares + (1 << 20)

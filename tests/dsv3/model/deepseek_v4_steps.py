@@ -20,14 +20,20 @@ PAGES, WINDOW_PAGES, SLOTS = 10, 8, 4
 COUNTS = {"context": PAGES, "window": WINDOW_PAGES, "request": SLOTS}
 
 
+@functools.partial(jax.jit, static_argnames="cfg", donate_argnames="pool")
+def step(params: Params, cfg: ModelConfig, batch: PrefillBatch | DecodeBatch, pool: layout.Pool) -> tuple[Any, Any]:
+    """Returns the logits `[T, W]` of a prefill step or `[B, S, W]` of a decode step, and the pool."""
+    out = (prefill if isinstance(batch, PrefillBatch) else decode)(params, cfg, batch, pool)
+    return logits(params, cfg, out.hidden), out.pages
+
+
 @functools.partial(
     jax.jit, static_argnames="cfg", donate_argnames="pool", compiler_options=dict(invariance.CPU_OPTIONS)
 )
-def step(params: Params, cfg: ModelConfig, batch: PrefillBatch | DecodeBatch, pool: layout.Pool) -> tuple[Any, Any]:
-    """Returns the logits `[T, W]` of a prefill step or `[B, S, W]` of a decode step, and the pool; batch-invariant."""
+def invariant_step(params: Params, cfg: ModelConfig, batch: Any, pool: layout.Pool) -> tuple[Any, Any]:
+    """Returns what `step` does, as `batch_invariant` computes it on a CPU."""
     with invariance.batch_invariant():
-        out = (prefill if isinstance(batch, PrefillBatch) else decode)(params, cfg, batch, pool)
-        return logits(params, cfg, out.hidden), out.pages
+        return step(params, cfg, batch, pool)
 
 
 def first_window_page(cfg: ModelConfig, tokens: int) -> int:
@@ -137,7 +143,7 @@ class Engine:
 
     def _run(self, batch: PrefillBatch | DecodeBatch) -> np.ndarray:
         self.last_batch = jax.tree.map(jnp.asarray, batch)
-        out, self.pool = step(self.params, self.cfg, self.last_batch, self.pool)
+        out, self.pool = invariant_step(self.params, self.cfg, self.last_batch, self.pool)
         return np.asarray(out)
 
     def _tables(self, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

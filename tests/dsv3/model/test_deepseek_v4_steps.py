@@ -19,7 +19,7 @@ from pallas_kernels import dsa
 from pallas_kernels.compressed import decode_rows, encode_rows, sink_attention
 from tests.dsv3.model import deepseek_v4_steps
 from tests.dsv3.model.deepseek_v4 import model
-from tests.dsv3.model.deepseek_v4_steps import CHUNKS, ROWS, Engine, Request, T, first_window_page, step
+from tests.dsv3.model.deepseek_v4_steps import CHUNKS, ROWS, Engine, Request, T, first_window_page, invariant_step
 from tests.dsv3.model.golden import data, run
 
 S = 1 + DRAFT_ROWS
@@ -227,7 +227,7 @@ def test_the_pool_is_not_copied() -> None:
     engine.decode([(request, sequence(0)[:S], 1)])
     shapes = [f"f32[{','.join(map(str, array.shape))}]" for array in engine.pool.values()]
     for batch in (*batches, engine.last_batch):
-        text = step.lower(PARAMS, CFG, batch, engine.pool).compile().as_text()
+        text = invariant_step.lower(PARAMS, CFG, batch, engine.pool).compile().as_text()
         assert all(shape in text for shape in shapes)
         copies = [line for line in text.splitlines() if " copy(" in line and any(shape in line for shape in shapes)]
         assert not copies, copies

@@ -47,7 +47,7 @@ def router_logits(x: jax.Array, weight: jax.Array, layer: Index, backend: Backen
     def product(rows: jax.Array) -> jax.Array:
         return jnp.einsum("td,ed->te", rows, weight32, precision="highest")
 
-    return invariance.in_blocks(product, x32) if invariance.required() else product(x32)
+    return invariance.in_blocks(product, x32)
 
 
 def route(cfg: ModelConfig, logits: jax.Array, bias: jax.Array | None, backend: Backend | None) -> Routing:

@@ -47,10 +47,12 @@ def planned_rows(rows: int) -> int:
 
 
 def in_blocks(product: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Returns `product(x)` of rows x `[T, ...]`, computed for `PLANNED_ROWS` rows at a time.
+    """Returns `product(x)` of rows x `[T, ...]`; where invariance is required, of `PLANNED_ROWS` rows at a time.
 
     It is for products that XLA gives to a library, which chooses an algorithm by their shape.
     """
+    if not required():
+        return product(x)
     padded = jnp.pad(x, ((0, -len(x) % PLANNED_ROWS), *(((0, 0),) * (x.ndim - 1))))
     out = lax.map(product, padded.reshape(-1, PLANNED_ROWS, *x.shape[1:]))
     return out.reshape(-1, *out.shape[2:])[: len(x)]

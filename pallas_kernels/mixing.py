@@ -96,7 +96,7 @@ def stream_logits(
         logits = dense.layer_gemm(flat, weight, layer, backend=backend)
     else:
         of_layer = lax.dynamic_index_in_dim(weight, layer, keepdims=False)
-        logits = jnp.einsum("td,md->tm", flat, of_layer, precision="highest")
+        logits = invariance.in_blocks(lambda rows: jnp.einsum("td,md->tm", rows, of_layer, precision="highest"), flat)
     return logits * lax.rsqrt(jnp.mean(jnp.square(flat), axis=-1, keepdims=True) + norm_eps)
 
 

@@ -55,7 +55,7 @@ def router_logits(x: jax.Array, weight: jax.Array, layer: Index, backend: Backen
     def product(rows: jax.Array) -> jax.Array:
         return jnp.einsum("td,ed->te", rows, weight32, precision="highest")
 
-    return invariance.in_blocks(product, x32) if invariance.required() else product(x32)
+    return invariance.in_blocks(product, x32)
 
 
 def route(

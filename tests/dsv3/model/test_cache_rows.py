@@ -24,7 +24,7 @@ def kept(batch: PrefillBatch | DecodeBatch, array: jax.Array, new: jax.Array, pe
     """The array after the step; pages and rows of its tokens, and which of them are written."""
     rows = rows_of(batch)
     table = rows.window_table if per_page == SIZE else rows.slots[:, None]
-    cached = CacheRows(array, table, 0, per_page)
+    cached = CacheRows(array, table, 0, len(array), per_page)
     places = cached.locate(rows.requests, rows.positions)
     lasting = rows.valid & cached.is_last_write(rows.positions, rows.ends[rows.requests])
     return rows.write_last(new, cached, jnp.zeros(()))[1], *places, lasting

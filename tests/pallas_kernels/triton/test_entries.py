@@ -27,6 +27,7 @@ from tests.dsv3.model.deepseek_v4 import model
 TABLE, PAGES, WINDOW_PAGES, SLOTS = 2, 5, 4, 3
 D, KEY, RATIOS = 128, 64, (0, 4, 8, 4, 8)
 PLACES = (LayerPlace(0, 0), LayerPlace(3, 3, 4, 1), LayerPlace(4, 4, 8, 1))
+CASES = [(PLACES[1], "bfloat16"), *((place, FP8) for place in PLACES)]
 PAGE_TABLE = np.array([[3, 1], [4, 0]], np.int32)
 WINDOW_TABLE = np.array([[2, 0], [3, -1]], np.int32)
 LENGTHS = (270, 41)
@@ -110,10 +111,9 @@ def run(cfg: ModelConfig, params: Any, batch: Any, place: LayerPlace, seed: int,
     return jax.jit(lambda tokens, pages: attend(tokens, params, place, pages))(tokens, pages)
 
 
-@pytest.mark.parametrize("cache_dtype", ["bfloat16", FP8])
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: f"ratio {place.ratio}")
+@pytest.mark.parametrize(("place", "cache_dtype"), CASES, ids=lambda case: str(getattr(case, "ratio", case)))
 @pytest.mark.usefixtures("interpreted", "only_entries")
-def test_the_cache_after_each_step_is_the_references(cache_dtype: str, place: LayerPlace) -> None:
+def test_the_cache_after_each_step_is_the_references(place: LayerPlace, cache_dtype: str) -> None:
     cfg = small()
     params, rng = parameters(cfg), np.random.default_rng(1)
     shapes = pool(cfg, cache_dtype, PAGES, WINDOW_PAGES, SLOTS)
@@ -139,10 +139,9 @@ def floats(cfg: ModelConfig, name: str, array: jax.Array) -> np.ndarray:
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("number", [80, 90])
-def test_the_kernels_fit(number: int) -> None:
+def test_the_kernels_fit() -> None:
     """At the sizes of DeepSeek-V4, in both forms of the cache."""
-    gpu, T, sizes = gpus.by_number(number), 64, PoolSizes(4096, 256, 64, 256)
+    gpu, T, sizes = gpus.by_number(90), 64, PoolSizes(4096, 256, 64, 256)
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     f32, bf16, u8 = (functools.partial(jax.ShapeDtypeStruct, dtype=d) for d in (jnp.float32, jnp.bfloat16, jnp.uint8))
     tokens = StepTokens(*[ints((T,))] * 6, ints((T, 32)), ints((T, 32)))

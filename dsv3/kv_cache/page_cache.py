@@ -125,7 +125,7 @@ class PrefixIndex:
 
     def count_evictable(self, pages: Iterable[int]) -> int:
         """Returns how many of `pages` are cached without an owner."""
-        return sum(map(self._evictable.__contains__, pages))
+        return sum(page in self._evictable or page in self._evictable_provisional for page in pages)
 
     def mark_unowned(self, pages: Sequence[int]) -> Sequence[int]:
         """Makes cached pages evictable that lost their last owner, in LRU order; returns those that are not cached.

@@ -11,7 +11,12 @@ import pytest
 # Programs of batches as small as test_serve's, which compiles them too: those of an `LLM()` take twice the time of the
 # cells behind it. The limits say how many are computed at once, and no cell depends on that.
 LIMITS = "max_num_seqs=4, max_model_len=256, max_num_batched_tokens=64"
-SMALLER = {"LLM()": f"LLM({LIMITS})", "LLM(dtype": f"LLM({LIMITS}, dtype", "STEPS = 20": "STEPS = 2"}
+SMALLER = {
+    "LLM()": f"LLM({LIMITS})",
+    "LLM(dtype": "LLM(max_num_seqs=32, max_model_len=64, max_num_batched_tokens=64, dtype",
+    "STEPS = 20": "STEPS = 2",
+    "n=32": "n=16",
+}
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 

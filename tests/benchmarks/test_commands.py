@@ -31,7 +31,8 @@ ENTRY %main (a: f32[8,4]) -> f32[8,4] {
 SMALL = dataclasses.replace(
     TRAINING, batch_size=2, sequence_length=64,
     model=dataclasses.replace(
-        TRAINING.model, num_hidden_layers=2, num_nextn_predict_layers=0, n_routed_experts=4, n_group=1, topk_group=1
+        TRAINING.model, num_hidden_layers=1, first_k_dense_replace=0, num_nextn_predict_layers=0,
+        n_routed_experts=4, n_group=1, topk_group=1,
     ),
 )  # fmt: skip
 SMALL_LLM = functools.partial(LLM, max_num_seqs=1, max_model_len=64, max_num_batched_tokens=64)

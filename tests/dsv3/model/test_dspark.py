@@ -89,15 +89,15 @@ def draft_input(cfg: ModelConfig) -> np.ndarray:
 
 
 def test_the_main_model_gives_the_mean_of_its_streams_behind_target_layers() -> None:
-    """Those of the first and of the last are what a model that ends there carries."""
+    """They are what a model that ends there carries."""
     _, cfg = with_stages(MEMBER)
     found = np.split(draft_input(cfg), len(STAGES.target_layers), axis=1)
     _, whole = model(MEMBER)
-    for target, mean in ((STAGES.target_layers[0], found[0]), (STAGES.target_layers[-1], found[-1])):
-        ratios = dataclasses.replace(whole.compressed, ratios=whole.compressed.ratios[: target + 1])
-        shorter = dataclasses.replace(whole, num_hidden_layers=target + 1, compressed=ratios)
-        streams = draft_input(shorter).reshape(LENGTH, 4, -1)
-        assert relative_error(mean, streams.mean(1)) < 1e-6
+    target, mean = STAGES.target_layers[1], found[1]
+    ratios = dataclasses.replace(whole.compressed, ratios=whole.compressed.ratios[: target + 1])
+    shorter = dataclasses.replace(whole, num_hidden_layers=target + 1, compressed=ratios)
+    streams = draft_input(shorter).reshape(LENGTH, 4, -1)
+    assert relative_error(mean, streams.mean(1)) < 1e-6
 
 
 @functools.cache

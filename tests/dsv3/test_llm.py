@@ -277,7 +277,8 @@ def test_routed_experts_are_arrays_of_prompt_and_answer(llm, greedy):
     """Each completion has its own, as long as its text: also where a stop string ends that early."""
     prompt = greedy["prompts"][0]
     whole, plain = llm.generate(
-        [prompt, prompt], [SamplingParams(max_tokens=9, n=2, return_routed_experts=True), SamplingParams(max_tokens=9)]
+        [prompt, prompt],
+        [SamplingParams(max_tokens=9, n=2, temperature=0, return_routed_experts=True), SamplingParams(max_tokens=9)],
     )
     assert plain.outputs[0].routed_experts is None
     for each in whole.outputs:

@@ -137,7 +137,7 @@ def test_the_table_has_each_form_once_and_a_form_without_topk_needs_no_indexer()
 )
 def test_a_step_materializes_cached_tokens_where_that_is_faster(new, cached, expands: bool) -> None:
     """Many new tokens per cached one do, within capacity; a step of prefix hits stays absorbed."""
-    sequence = types.SimpleNamespace(tokens=np.zeros(300_000, np.int32), pages=[], page_row=None, slot=0)
+    sequence = types.SimpleNamespace(tokens=np.zeros(300_000, np.int32), pages=[], page_row=None, slot=0, routed=None)
     sequence.needs_prompt_logprobs = False
     chunks = [prefill.Chunk(sequence, 0, start, start + n) for n, start in zip(new, cached, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
@@ -154,7 +154,7 @@ def test_a_step_materializes_cached_tokens_where_that_is_faster(new, cached, exp
 @given(st.lists(st.lists(st.integers(1, 9000), max_size=4), min_size=2, max_size=2))
 def test_a_step_masks_only_where_all_its_tokens_fit(stops: list[list[int]]) -> None:
     """The figures of `_command` about the ranks' chunks suffice for `pack`, which gives each request whole pages."""
-    sequence = types.SimpleNamespace(tokens=np.zeros(9001, np.int32), pages=[], page_row=None, slot=0)
+    sequence = types.SimpleNamespace(tokens=np.zeros(9001, np.int32), pages=[], page_row=None, slot=0, routed=None)
     chunks = [[prefill.Chunk(sequence, 0, 0, stop) for stop in mine] for mine in stops]
     if not any(stops):
         return

@@ -192,7 +192,7 @@ def test_metrics_and_flush_cache_need_the_operator(shared):
     before = counts(shared)
     body = BODY | {"stream": True, "n": 2, "max_tokens": 5}
     assert httpx.post(shared.url + COMPLETIONS, json=body, headers=bearer(ACME)).text.endswith("data: [DONE]\n\n")
-    assert httpx.post(shared.url + COMPLETIONS, json=BODY | {"n": 999}, headers=bearer(ACME)).status_code == 400
+    assert httpx.post(shared.url + COMPLETIONS, json=BODY | {"n": 9999}, headers=bearer(ACME)).status_code == 400
     grown = {key: value - before[key] for key, value in counts(shared).items()}
     assert grown == {
         **{("requests", "acme"): 1, ("prompt_tokens", "acme"): 130, ("generation_tokens", "acme"): 10},

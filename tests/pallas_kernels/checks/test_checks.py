@@ -121,12 +121,13 @@ def test_parts_of_hopper_are_checked_only_there(capsys: pytest.CaptureFixture) -
 def test_quick_checks_reach_the_kernels(backend: Backend) -> None:
     """A shape without a kernel compares the reference with itself, and TMA rejects some shapes only in lowering.
 
-    Rows of FP8 pages are written by XLA.
+    The first and the last shape of each operation are lowered. Rows of FP8 pages are written by XLA.
     """
     lowered, without = [], set()
     with contextlib.nullcontext() if backend is Backend.MOSAIC else gpus.compiling_for(gpus.by_number(90)):
         for operation in checks.names(backend):
-            for made in checks.OPERATIONS[operation].cases(backend, True):
+            cases = list(checks.OPERATIONS[operation].cases(backend, True))
+            for made in [cases[0], *cases[1:][-1:]]:
                 operands = jax.eval_shape(made.operands, jax.random.key(0))
                 call = functools.partial(made.call, backend=backend)
                 text = aot.lower_for(call, operands, jax.ShapeDtypeStruct((), jnp.int32)).as_text()
@@ -134,4 +135,4 @@ def test_quick_checks_reach_the_kernels(backend: Backend) -> None:
                 if not re.search("mosaic_gpu|triton_kernel_call", text):
                     without.add(lowered[-1])
     assert without == {("write_pages", "5 rows, FP8 pages")}
-    assert len(set(lowered)) == len(lowered) > 35
+    assert len(set(lowered)) == len(lowered) > 25

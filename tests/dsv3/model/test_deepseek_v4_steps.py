@@ -114,7 +114,7 @@ def test_layers_in_another_order() -> None:
 def test_fp8_rows_are_the_same_however_a_request_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step's own tokens are rounded as those that it reads are, and that is all that differs from whole sequences."""
     found, tokens = [], sequence(0)
-    for cuts in ([0, T, len(tokens)], [0, 130, 135, 257, len(tokens)]):
+    for cuts in ([0, T, len(tokens)], [0, 130, 135, len(tokens)]):
         engine = Engine(PARAMS, CFG, 0, "fp8")
         request = engine.begin()
         chunks = [(request, tokens[first:last]) for first, last in itertools.pairwise(cuts)]
@@ -127,7 +127,8 @@ def test_fp8_rows_are_the_same_however_a_request_is_cut(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(compressed_uncached, "sink_attention", rounded)
     start = tokens[None, : 4 * CFG.compressed.indexer.topk]  # so many have all entries chosen
-    error = np.abs(found[0][: start.size] - np.asarray(forward(PARAMS, CFG, jnp.asarray(start)).logits[0]))
+    logits = jax.jit(lambda tokens: forward(PARAMS, CFG, tokens).logits)(jnp.asarray(start))
+    error = np.abs(found[0][: start.size] - np.asarray(logits[0]))
     assert np.median(error) < 1e-5 * whole(0).std(), np.median(error)  # where noise turns a value, a token is far off
 
 

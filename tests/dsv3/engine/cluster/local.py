@@ -1,16 +1,20 @@
-"""Instances on this machine: free ports, a key, and followers that a test plays."""
+"""Instances on this machine: free ports, a key, and leaders and followers that a test plays."""
 
 import contextlib
+import queue
 import random
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dsv3.config.options import ClusterOptions
 from dsv3.engine.cluster import messages
+from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.link import Incarnation
 from dsv3.engine.cluster.wire import Wire, accept, connect
+from dsv3.engine.errors import ClusterError
 from dsv3.files import read_key
 from dsv3.processes.certificates import Credentials, credentials_of
 
@@ -88,3 +92,45 @@ def wires(leader: socket.socket, follower: socket.socket) -> tuple[Wire, Wire]:
 def dial(cluster: ClusterOptions) -> socket.socket:
     """A connection to the control port."""
     return socket.create_connection(cluster.control_address, timeout=30)
+
+
+class Led:
+    """A leader that waits for its followers on a thread, and its callbacks."""
+
+    def __init__(self, cluster: ClusterOptions):
+        self.cluster = cluster
+        self.failures: queue.Queue[str] = queue.Queue()
+        self.drains: queue.Queue[str] = queue.Queue()
+        self.leader = Leader(cluster, FIELDS, self._fail, self.drains.put)
+        self.error: Exception | None = None
+        self._followers: list[Follower] = []
+        self._thread = threading.Thread(target=self._gather, daemon=True)
+        self._thread.start()
+
+    def follower(self, process_id: int, **settings) -> Follower:
+        self._followers.append(Follower(self.cluster, process_id, **settings))
+        return self._followers[-1]
+
+    def close(self) -> None:
+        """Ends the followers, for which the leader would wait, and then the leader."""
+        for follower in self._followers:
+            follower.wire.close()
+        self.leader.end()
+
+    def gathered(self) -> Exception | None:
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        return self.error
+
+    def failure(self) -> str:
+        return self.failures.get(timeout=30)
+
+    def _fail(self, reason: str) -> None:
+        self.failures.put(reason)
+        self.leader.end(reason)
+
+    def _gather(self) -> None:
+        try:
+            self.leader.wait_for_followers()
+        except ClusterError as error:
+            self.error = error

@@ -48,61 +48,19 @@ from tests.dsv3.engine.cluster import local
 RESULTS = [np.arange(4, dtype=np.int32)]
 
 
-class Led:
-    """A leader that waits for its followers on a thread, and its callbacks."""
-
-    def __init__(self, cluster: ClusterOptions):
-        self.cluster = cluster
-        self.failures: queue.Queue[str] = queue.Queue()
-        self.drains: queue.Queue[str] = queue.Queue()
-        self.leader = Leader(cluster, local.FIELDS, self._fail, self.drains.put)
-        self.error: Exception | None = None
-        self._followers: list[local.Follower] = []
-        self._thread = threading.Thread(target=self._gather, daemon=True)
-        self._thread.start()
-
-    def follower(self, process_id: int, **settings) -> local.Follower:
-        self._followers.append(local.Follower(self.cluster, process_id, **settings))
-        return self._followers[-1]
-
-    def close(self) -> None:
-        """Ends the followers, for which the leader would wait, and then the leader."""
-        for follower in self._followers:
-            follower.wire.close()
-        self.leader.end()
-
-    def gathered(self) -> Exception | None:
-        self._thread.join(30)
-        assert not self._thread.is_alive()
-        return self.error
-
-    def failure(self) -> str:
-        return self.failures.get(timeout=30)
-
-    def _fail(self, reason: str) -> None:
-        self.failures.put(reason)
-        self.leader.end(reason)
-
-    def _gather(self) -> None:
-        try:
-            self.leader.wait_for_followers()
-        except ClusterError as error:
-            self.error = error
-
-
 @pytest.fixture
 def lead(tmp_path) -> Iterator:
     with contextlib.ExitStack() as stack:
 
-        def start(num_processes: int = 2, **changes) -> Led:
-            led = Led(local.options(tmp_path, num_processes, **changes))
+        def start(num_processes: int = 2, **changes) -> local.Led:
+            led = local.Led(local.options(tmp_path, num_processes, **changes))
             stack.callback(led.close)
             return led
 
         yield start
 
 
-def both(lead, **changes) -> tuple[Led, local.Follower, Iterator]:
+def both(lead, **changes) -> tuple[local.Led, local.Follower, Iterator]:
     """A leader with its only follower, started, one rank each."""
     led = lead(**changes)
     follower = led.follower(1)

@@ -227,7 +227,7 @@ class Scheduler:
         """Moves all running requests back to the queue: their known tokens are computed again."""
         for rank in range(self.cfg.num_ranks):
             for sequence in self.slots.on_rank(rank):
-                self._preempt(sequence)
+                self._requeue(sequence)
 
     def change_weights(self, weights: str, version: str) -> list[Sequence]:
         """Gives every request the prefix keys of other weights, and empties the caches; no step may be in flight.

@@ -57,7 +57,7 @@ class Decoder {
 };
 
 // Up to 64 bytes; the rest is zero. The processor does not fetch ahead of masked loads: with them alone a decode step of one
-// row took 1.6 and 1.9 times as long (benchmarks/README.md, "Decode on a CPU").
+// row took longer.
 inline __m512i load_bytes(const E4M3* from, int64_t count) {
   if (count >= kPairedBytes) return _mm512_loadu_si512(from);
   return _mm512_maskz_loadu_epi8((__mmask64{1} << count) - 1, from);

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.record import Report
+from benchmarks.speculative import SMALL_V4
 from benchmarks.training import RUNS
 from configs.tiny import TRAINING
 from dsv3 import LLM
@@ -36,6 +37,11 @@ SMALL = dataclasses.replace(
 )  # fmt: skip
 SMALL_LLM = functools.partial(LLM, max_num_seqs=1, max_model_len=64, max_num_batched_tokens=64)
 ONE_ROW = {"max_num_seqs": 1, "max_model_len": 128, "max_num_batched_tokens": 64}
+ONE_LAYER = dataclasses.replace(
+    SMALL_V4, num_hidden_layers=1, num_hash_layers=0,
+    compressed=dataclasses.replace(SMALL_V4.compressed, ratios=(4,)),
+    dspark=dataclasses.replace(SMALL_V4.dspark, stages=1, target_layers=(0,)),
+)  # fmt: skip
 COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("checkpoint", "--size_gb=0.02 --rounds=1 --only=bf16 --directory={tmp}", {}),
     ("cluster_send", "--ranks 4 --rows 4 --followers 1 --steps 2", {}),
@@ -60,6 +66,11 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("precision", "--int4", {"HIDDEN": 256, "INNER": 256}),
     ("routers", "--requests 2 --clients 0", {}),
     ("speculative", "--drafts 1 --rounds 1 --tokens 4", {"SIZES": (1,), "LIMITS": ONE_ROW}),
+    (
+        "speculative",
+        "--method dspark --synthetic 0.8 --drafts 1 --rounds 1 --tokens 4",
+        {"SIZES": (1,), "LIMITS": ONE_ROW, "SMALL_V4": ONE_LAYER},
+    ),
     ("structured", "--rounds 1 --tokens 4 --only speed", {"REQUESTS": 2}),
     ("survival", "--kills 1", {"CLIENTS": 2, "TOKENS": 64}),
     ("training", "", {"REPEATS": 1, "TRAINING": SMALL}),

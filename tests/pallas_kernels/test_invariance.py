@@ -64,7 +64,7 @@ def test_attention_splits_no_request_on_other_gpus() -> None:
 
 @pytest.mark.optimised
 def test_xlas_own_loops_on_a_cpu_give_rows_the_same_bits() -> None:
-    """With the options of `CPU_OPTIONS`; XLA's own choice differs below 4,096 values and at the end of a loop."""
+    """`CPU_OPTIONS` make it so; by default XLA differs below 4,096 values and at the end of a loop."""
     scores, angles = jnp.asarray(normal(0, 80, 4, 33)), jnp.asarray(normal(1, 80, 4, 4))
 
     @functools.partial(jax.jit, compiler_options=dict(invariance.CPU_OPTIONS))

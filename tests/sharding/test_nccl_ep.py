@@ -219,7 +219,7 @@ def test_the_installed_header_declares_what_ours_does(tmp_path: pathlib.Path) ->
 
 
 def test_the_installed_library_opens_and_is_not_refused(tmp_path: pathlib.Path) -> None:
-    """In a process without CUDA's driver and NCCL: empty libraries of their names are loaded before it."""
+    """The library opens without CUDA's driver and NCCL: empty libraries of their names are loaded before it."""
     for path in sorted((wheel() / "lib").glob("cu*/libnccl_ep.so")):
         with contextlib.suppress(OSError):
             ctypes.CDLL("libcuda.so.1")

@@ -139,7 +139,7 @@ def test_the_store_serves_other_engines_and_later_ones(make: MakeEngine, store: 
 
 
 def test_pages_are_found_under_their_weights_alone(make: MakeEngine, store: Path, monkeypatch: pytest.MonkeyPatch):
-    """On the devices, in the host's memory and in the store; the toy's weights are replaced by themselves.
+    """The devices, the host's memory and the store find none of other weights; the toy's replace themselves.
 
     A request that was prepared before the update gets the keys of the new weights. One that runs meanwhile keeps its
     pages, which none finds.

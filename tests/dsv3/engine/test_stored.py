@@ -77,7 +77,7 @@ def test_other_options_trace_and_compile_only_what_is_new(tmp_path) -> None:
 
 
 def test_programs_of_one_text_with_other_trees_are_two(tmp_path) -> None:
-    """As those of another version are, whose state has a field more that the program leaves alone."""
+    """A later version's state has a field more, which the program leaves alone: its text is the same."""
 
     def total(given):
         return sum(leaf.sum() for leaf in jax.tree.leaves(given)) * 6.5

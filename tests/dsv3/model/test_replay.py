@@ -36,7 +36,7 @@ def test_given_experts_get_the_routers_weights_and_gradients() -> None:
 
 
 def test_a_negative_id_leaves_the_choice_to_the_router() -> None:
-    """In that layer, for that token; ids may have any integer type, and those out of range give the last expert."""
+    """The router chooses there alone. Ids may have any integer type; those out of range give the last expert."""
     params, cfg = golden.model("greedy")
     shape = (*TOKENS.shape, cfg.num_moe_layers, cfg.num_experts_per_tok)
     own = golden.run(params, cfg, TOKENS)

@@ -138,7 +138,7 @@ def test_the_grammar_that_the_engine_receives(held_server):
 
 
 def test_a_thinking_budget_becomes_a_part_of_the_grammar(held_server):
-    """In vLLM's, DeepSeek's and Anthropic's form, with and without a constraint; without reasoning there is none."""
+    """vLLM's, DeepSeek's and Anthropic's forms give one grammar; answers without reasoning have none."""
     thinking = {"thinking": {"type": "enabled", "budget_tokens": 30}}
     budget = {"chat_template_kwargs": {"thinking": True}, "thinking_token_budget": 30}
     [alone] = grammar_of(held_server, CHAT, **thinking)

@@ -140,7 +140,7 @@ def floats(cfg: ModelConfig, name: str, array: jax.Array) -> np.ndarray:
 
 @pytest.mark.aot
 def test_the_kernels_fit() -> None:
-    """At the sizes of DeepSeek-V4, in both forms of the cache."""
+    """They are compiled at the sizes of DeepSeek-V4, for both forms of the cache."""
     gpu, T, sizes = gpus.by_number(90), 64, PoolSizes(4096, 256, 64, 256)
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     f32, bf16, u8 = (functools.partial(jax.ShapeDtypeStruct, dtype=d) for d in (jnp.float32, jnp.bfloat16, jnp.uint8))

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 import pytest
 
 from benchmarks import pages, plan_transports
+from benchmarks.plan_published import five_stage_layer
 from benchmarks.record import Cell, rounded
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DECODE_EP144, H800
-from tests.tools.plan.test_roofline import five_stage_layer
 from tools.plan import nccl_ep, roofline
 from tools.plan.deployment import PlannedBatch, kernel_rates
 

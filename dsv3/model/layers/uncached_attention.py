@@ -14,6 +14,8 @@ from dsv3.model.layers.sparse import visible_pairs
 from dsv3.model.params import AttentionParams
 from pallas_kernels import mla
 
+_QUERIES = 512  # at least so many rows of weights at once
+
 
 def causal_attend(cfg: ModelConfig, batch: int, numerics: Numerics) -> Attend:
     """Attends without a cache: `batch` sequences of one length lie one after the other.
@@ -48,7 +50,7 @@ def attention_weights(
     """Returns attention weights float32 `[B, H, S, S]`, values `[B, S, H, V]` and the mask, bool `[B, S, S]`."""
     q, k, v = _heads(batch, tokens, params, layer, numerics)
     pairs = _pairs(cfg, batch, tokens, cache_layer, last, q.shape[1])
-    return _weights(q, k, pairs, cfg.softmax_scale), v, pairs
+    return jax.nn.softmax(_scores(q, k, pairs, cfg.softmax_scale), axis=-1), v, pairs
 
 
 def _heads(
@@ -66,36 +68,54 @@ def _pairs(cfg: ModelConfig, batch: int, tokens: Projected, cache_layer: Index, 
     return visible_pairs(cfg, tokens.index, batch, cache_layer, last)
 
 
-def _weights(q: jax.Array, k: jax.Array, pairs: jax.Array, scale: float) -> jax.Array:
+def _scores(q: jax.Array, k: jax.Array, pairs: jax.Array, scale: float) -> jax.Array:
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * scale
-    return jax.nn.softmax(jnp.where(pairs[:, None], scores, -jnp.inf), axis=-1)
+    return jnp.where(pairs[:, None], scores, -jnp.inf)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, pairs: jax.Array, scale: float) -> jax.Array:
-    """Returns the weighted sums of values `[B, S, H, V]`.
+    """Returns the weighted sums of values `[B, S, H, V]`; `pairs` `[.., S, S]` are causal.
 
-    Its gradient saves the weights in the dtype of v and multiplies in that dtype. JAX's own gradient saves float32
-    weights, masks and maxima, and widens every product to float32.
+    Weights exist for a block of queries at a time. The gradient computes them again from saved log-sum-exps, so memory
+    grows with S, and multiplies in the dtype of v. JAX's own gradient saves all weights in float32.
     """
     return _attended_forward(q, k, v, pairs, scale)[0]
 
 
+def _query_blocks(length: int) -> list[slice]:
+    """Returns blocks of queries: of `_QUERIES`, or an eighth of all of them. Each attends to the keys up to its end."""
+    block = max(_QUERIES, -(-length // 8))
+    return [slice(start, min(start + block, length)) for start in range(0, length, block)]
+
+
 def _attended_forward(q, k, v, pairs, scale):
-    weights = _weights(q, k, pairs, scale).astype(v.dtype)
-    out = jnp.einsum("bhqk,bkhv->bqhv", weights, v)
-    return out, (q, k, v, weights, out)
+    out, sums = [], []
+    for block in _query_blocks(q.shape[1]):
+        keys = slice(block.stop)
+        scores = _scores(q[:, block], k[:, keys], pairs[:, block, keys], scale)
+        sums.append(jax.nn.logsumexp(scores, axis=-1, keepdims=True))
+        weights = jnp.exp(scores - sums[-1]).astype(v.dtype)
+        out.append(jnp.einsum("bhqk,bkhv->bqhv", weights, v[:, keys]))
+    whole = jnp.concatenate(out, axis=1)
+    return whole, (q, k, v, pairs, whole, sums)
 
 
 def _attended_backward(scale, saved, dy):
-    q, k, v, weights, out = saved
-    dv = jnp.einsum("bhqk,bqhv->bkhv", weights, dy, preferred_element_type=jnp.float32)
-    dw = jnp.einsum("bqhv,bkhv->bhqk", dy, v, preferred_element_type=jnp.float32)
-    along = jnp.einsum("bqhv,bqhv->bhq", dy, out, preferred_element_type=jnp.float32)[..., None]
-    ds = (weights.astype(jnp.float32) * (dw - along) * scale).astype(q.dtype)
-    dq = jnp.einsum("bhqk,bkhd->bqhd", ds, k, preferred_element_type=jnp.float32)
-    dk = jnp.einsum("bhqk,bqhd->bkhd", ds, q, preferred_element_type=jnp.float32)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+    q, k, v, pairs, out, sums = saved
+    dq, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    for block, lse in zip(_query_blocks(q.shape[1]), sums, strict=True):
+        keys = slice(block.stop)
+        own, seen, dy_own = q[:, block], k[:, keys], dy[:, block]
+        weights = jnp.exp(_scores(own, seen, pairs[:, block, keys], scale) - lse)
+        values = jnp.einsum("bhqk,bqhv->bkhv", weights.astype(v.dtype), dy_own, preferred_element_type=jnp.float32)
+        dv = dv.at[:, keys].add(values)
+        dw = jnp.einsum("bqhv,bkhv->bhqk", dy_own, v[:, keys], preferred_element_type=jnp.float32)
+        along = jnp.einsum("bqhv,bqhv->bhq", dy_own, out[:, block], preferred_element_type=jnp.float32)[..., None]
+        ds = (weights * (dw - along) * scale).astype(q.dtype)
+        dq.append(jnp.einsum("bhqk,bkhd->bqhd", ds, seen, preferred_element_type=jnp.float32))
+        dk = dk.at[:, keys].add(jnp.einsum("bhqk,bqhd->bkhd", ds, own, preferred_element_type=jnp.float32))
+    return jnp.concatenate(dq, axis=1).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
 softmax_attention.defvjp(_attended_forward, _attended_backward)

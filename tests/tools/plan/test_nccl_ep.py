@@ -5,13 +5,13 @@ import re
 
 import pytest
 
+from benchmarks.plan_published import five_stage_layer
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DECODE_EP144, H200, H800, NODE_8XH200, PREFILL_EP32
 from sharding.experts.ragged import Ragged
 from sharding.experts.traffic import LayerRows
 from sharding.mesh import Machine
 from sharding.wire.collectives import Overlap
-from tests.tools.plan.test_roofline import five_stage_layer
 from tests.tools.plan.test_timeline import EXPERTS, program
 from tools.plan import nccl_ep, roofline
 from tools.plan.deployment import Deployment, DeploymentError, PlannedBatch, kernel_rates

@@ -6,11 +6,9 @@ import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import H200, H800
-from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import row_bytes
 from tools.plan import roofline
-from tools.plan.deployment import PlannedBatch, Rates, kernel_rates
-from tools.plan.roofline import HOOK_S, HOST_S, TRANSFER_S
+from tools.plan.deployment import PlannedBatch, kernel_rates
 
 RATES = kernel_rates(H800, DEEPSEEK_V3)
 
@@ -30,59 +28,6 @@ def test_terms_at_peak_rates() -> None:
     milliseconds = {"weights": 6.6, "cache": 9.2, "core": 7.5, "products": 3.3, "wire": 17.7, "step": 19.1}
     assert {name: round(1e3 * getattr(floor, name), 1) for name in milliseconds} == milliseconds
     assert 88 / floor.wire == pytest.approx(4960, rel=1e-3)
-
-
-def five_stage_layer(stages: dict[str, float], dispatch: float, combine: float) -> float:
-    """Seconds of one decode layer of two micro-batches in the published pipeline."""
-    attention = stages["attention"] + stages["router"]
-    half = max(stages["shared_expert"] + stages["project"], dispatch) + stages["experts"] + max(attention, combine)
-    return 2 * (half + 2 * HOOK_S)
-
-
-def low_latency_transfers(model: ModelConfig, rates: Rates, tokens: int) -> tuple[float, float]:
-    """Seconds of DeepEP's low-latency dispatch and combine of `tokens`, which send a row for each chosen expert."""
-    dispatch, combine = (tokens * model.num_experts_per_tok * row for row in roofline.wire_rows(model))
-    return TRANSFER_S + dispatch / rates.dispatch_link, TRANSFER_S + combine / rates.combine_link
-
-
-def decode(tokens: int, context: int) -> tuple[dict[str, float], float, float]:
-    """Stages, layer and step of two micro-batches of `tokens`, with DeepEP's low-latency transfers."""
-    stages = roofline.decode_stages(DEEPSEEK_V3, RATES, PlannedBatch(tokens, context, experts=2))
-    layer = five_stage_layer(stages, *low_latency_transfers(DEEPSEEK_V3, RATES, tokens))
-    dense = 2 * 3 * (stages["project"] + stages["attention"] + stages["mlp"])
-    return stages, layer, 58 * layer + dense + stages["head"] + HOST_S
-
-
-def test_decode_profile_of_deepseek() -> None:
-    """EP128, 128 tokens a micro-batch, 4K: measured dispatch 187, experts 128, combine 394 us, 61 layers 87.3 ms."""
-    stages, layer, _ = decode(128, 4096)
-    dispatch, combine = low_latency_transfers(DEEPSEEK_V3, RATES, 128)
-    assert [dispatch * 1e6, combine * 1e6] == pytest.approx([189, 382], abs=1)
-    assert stages["experts"] * 1e6 == pytest.approx(106, abs=1)
-    assert 61 * layer / 87.3e-3 == pytest.approx(0.97, abs=0.01)
-
-
-def test_decode_fleet_of_deepseek() -> None:
-    """14.8k tokens/s per node; one constant of the model is fitted to it."""
-    _, layer, step = decode(44, 4989)
-    assert 2 * 44 * 8 / step == pytest.approx(14.8e3, rel=0.01)
-    assert layer * 1e6 == pytest.approx(729, rel=0.02)
-
-
-def test_decode_throughput_of_the_profile() -> None:
-    """18.6k tokens/s a node in DeepSeek's profile at 64 tokens a micro-batch; the known error says +1 %."""
-    _, _, step = decode(64, 4096)
-    assert 2 * 64 * 8 / step / 18.6e3 == pytest.approx(1.01, abs=0.005)
-
-
-def test_prefill_profile_of_deepseek() -> None:
-    """4K prompts without hits: 116 us per token, 68.9k tokens/s per node, +10 % on the profile's 62.7k."""
-    stages = roofline.prefill_stages(DEEPSEEK_V3, RATES, PlannedBatch(tokens=1, keys=2048, experts=9))
-    step = 61 * (stages["project"] + stages["attention"]) + 58 * (stages["shared_expert"] + stages["experts"])
-    step += 3 * stages["mlp"]
-    assert step * 1e6 == pytest.approx(116, abs=1)
-    assert 8 / step == pytest.approx(68.9e3, rel=2e-3)
-    assert 8 / step / 62.7e3 == pytest.approx(1.10, abs=0.01)
 
 
 def test_faster_memory_speeds_up_weights_and_not_transfers() -> None:

@@ -19,6 +19,7 @@ def weighted_experts(
     bias: jax.Array | None,
     layer: jax.Array | int,
     *,
+    first: int = 0,
     topk: int,
     score: str,
     normed: bool,
@@ -30,7 +31,8 @@ def weighted_experts(
     Args:
       logits: [T, E] float32.
       bias: [L, E] float32, added to the scores that rank, not to the weights; None for none.
-      layer: that of `bias`, static or traced.
+      layer: static or traced; its bias is row `layer - first`.
+      first: the first layer with a bias, so that no kernel subtracts it.
       topk: at most E.
       score: one of `SCORES`.
       normed: whether the weights of a token are divided by their sum.
@@ -47,6 +49,7 @@ def weighted_experts(
             warps=2,
             EXPERTS=E,
             BIASED=bias is not None,
+            FIRST=first,
             BLOCK=power_of_two(E),
             BLOCK_K=power_of_two(topk),
             **how,

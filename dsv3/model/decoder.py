@@ -264,7 +264,7 @@ def choose_experts(stack: Stack, place: LayerPlace, context: LayerContext, norme
         routing = route_by_token(cfg, logits, layer_slice(moe.by_token, place.layer), context.tokens)
     else:
         hashed = 0 if moe.by_token is None else len(moe.by_token)
-        routing = route(cfg, logits, moe.router_bias, backend, place.layer - hashed)
+        routing = route(cfg, logits, moe.router_bias, backend, place.layer, hashed)
     if context.replayed is not None:
         routing = replay(cfg, logits, routing, layer_slice(context.replayed, place.layer))
     return routing._replace(ids=jnp.where(context.valid[:, None], routing.ids, -1))

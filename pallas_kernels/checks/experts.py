@@ -147,8 +147,8 @@ def _weighted_case(rows: int, count: int, topk: int, score: str) -> Case:
         if backend not in (Backend.MOSAIC, Backend.TRITON):
             return reference(operands, i)
         given, _ = jax.lax.optimization_barrier((operands, i))  # else a loop of calls would compute it once
-        how: dict[str, Any] = {"topk": topk, "score": score, "normed": True, "factor": 1.5, "backend": backend}
-        ids, weights = weighted_experts(given["logits"], given["bias"], i % 3, **how)
+        how: dict[str, Any] = {"topk": topk, "score": score, "normed": True, "factor": 1.5, "first": 2}
+        ids, weights = weighted_experts(given["logits"], given["bias"], i % 3 + 2, **how, backend=backend)
         return {"ranked": jnp.sort(ids), "weights": jnp.sort(weights)}
 
     return Case(
@@ -274,7 +274,7 @@ def align_case(rows: int, groups: int, tile_m: int, max_rows: int | None) -> Cas
         return result | {"aligned_row": jnp.minimum(result["aligned_row"], capacity)}
 
     name = f"{rows} rows of {groups} groups, tiles of {tile_m}{', over capacity' if capacity < rows else ''}"
-    fields = ("source_row", "aligned_row", "tile_group", "counts", "needed")
+    fields = ("source_row", "aligned_row", "tile_group", "counts", "needed", "overflow")
     return Case(
         name, lambda key: jnp.asarray(ids), call, dict.fromkeys(fields, EXACT), counted=counted,
         reference=lambda operands, i: _aligned(ids, groups, tile_m, capacity), bytes=4 * (2 * rows + capacity),
@@ -297,7 +297,8 @@ def _aligned(ids: np.ndarray, groups: int, tile_m: int, capacity: int) -> dict[s
     tile_group = np.full(capacity // tile_m, -1)
     tile_group[: len(tiles)] = tiles
     made = {"source_row": source, "aligned_row": aligned, "tile_group": tile_group, "counts": counts}
-    return {name: jnp.asarray(x, jnp.int32) for name, x in (made | {"needed": ends[-1]}).items()}
+    made |= {"needed": ends[-1], "overflow": ends[-1] > capacity}
+    return {name: jnp.asarray(x, jnp.int32) for name, x in made.items()}
 
 
 def _routing_case(rows: int, experts: int, topk: int, limits: tuple[int, int, int]) -> Case:

@@ -41,16 +41,14 @@ class GroupAlignment(NamedTuple):
     counts: jax.Array
     """[G] int32: rows per group."""
     needed: jax.Array
-    """[] int32: aligned rows that the rows of all groups need; above A, the last rows overflow."""
+    """[] int32: aligned rows that the rows of all groups need; those behind them are in no tile with a group."""
+    overflow: jax.Array
+    """[] int32: 1 if `needed` is more than A, so that the last rows have no place, else 0."""
 
     @property
     def tile_m(self) -> int:
         """Rows of a tile."""
         return self.source_row.shape[0] // self.tile_group.shape[0]
-
-    def used_rows(self) -> jax.Array:
-        """Returns the number of aligned rows in tiles with a group, int32; all others follow them."""
-        return jnp.minimum(self.needed, self.source_row.shape[0])
 
 
 def aligned_rows(rows: int, num_groups: int, tile_m: int) -> int:
@@ -73,7 +71,7 @@ def align_groups(
       group_ids: [M] int32. Rows whose id is outside 0..num_groups-1 are left out.
       num_groups: G.
       tile_m: rows of a tile.
-      max_rows: capacity in rows with a group, in any distribution; None: all. With more rows, `needed` may exceed A.
+      max_rows: capacity in rows with a group, in any distribution; None: all. With more rows, they may overflow.
       backend: NATIVE counts in C++, GPUs count few rows in Triton, and all others sort; None selects by device.
 
     Raises:
@@ -98,7 +96,7 @@ def align_groups(
 
 def _counted(ids: jax.Array, num_groups: int, tile_m: int, A: int, backend: Backend) -> GroupAlignment:
     """Aligns by one kernel that reads all ids once per group. XLA makes fifteen of the sort."""
-    shapes = ((A,), ids.shape, (A // tile_m,), (num_groups,), ())
+    shapes = ((A,), ids.shape, (A // tile_m,), (num_groups,), (), ())
     with traced_for(backend):
         found = call.start(
             "align.align",
@@ -135,6 +133,7 @@ def _sorted(group_ids: jax.Array, num_groups: int, tile_m: int, A: int) -> Group
         tile_group=_tile_groups(end, A // tile_m, tile_m, num_groups),
         counts=counts,
         needed=end[-1],
+        overflow=(end[-1] > A).astype(jnp.int32),
     )
 
 

@@ -72,11 +72,9 @@ def quantize_rows(x: jax.Array, power_of_two: bool) -> tuple[jax.Array, jax.Arra
     return _call("QuantizeRows", values, scale)(x, power_of_two=power_of_two)
 
 
-def align_rows(
-    group_ids: jax.Array, num_groups: int, tile_m: int, aligned: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+def align_rows(group_ids: jax.Array, num_groups: int, tile_m: int, aligned: int) -> tuple[jax.Array, ...]:
     """Returns the fields of `GroupAlignment` for ids `[M]` int32, in their order, for A = `aligned`."""
-    shapes = ((aligned,), group_ids.shape, (aligned // tile_m,), (num_groups,), ())
+    shapes = ((aligned,), group_ids.shape, (aligned // tile_m,), (num_groups,), (), ())
     return _call("AlignGroups", *((shape, jnp.int32) for shape in shapes))(group_ids)
 
 

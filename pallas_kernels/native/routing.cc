@@ -74,9 +74,9 @@ ffi::Error choose_experts(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> scores, Nu
   return ffi::Error::Success();
 }
 
-// ids [M] -> source_row [A], aligned_row [M], tile_group [tiles], counts [G], needed []: see `GroupAlignment`.
+// ids [M] -> source_row [A], aligned_row [M], tile_group [tiles], counts [G], needed [], overflow []: see `GroupAlignment`.
 ffi::Error align_groups(ffi::Buffer<ffi::S32> ids, Numbers source_row, Numbers aligned_row, Numbers tile_group,
-                        Numbers counts, Numbers needed) {
+                        Numbers counts, Numbers needed, Numbers overflow) {
   const int64_t M = ids.element_count(), A = source_row->element_count(), G = counts->element_count();
   const int64_t tiles = tile_group->element_count(), height = A / tiles;
   const int32_t* group = ids.typed_data();
@@ -101,6 +101,7 @@ ffi::Error align_groups(ffi::Buffer<ffi::S32> ids, Numbers source_row, Numbers a
     if (aligned[row] < A) source[aligned[row]] = int32_t(row);
   }
   *needed->typed_data() = int32_t(end);
+  *overflow->typed_data() = end > A;
   return ffi::Error::Success();
 }
 
@@ -118,6 +119,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ChooseExperts, choose_experts,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(AlignGroups, align_groups,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::S32>>()

@@ -121,7 +121,8 @@ def gate_up(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLay
     ids = routing.ids.reshape(-1)
     order = grouped.align_groups(ids, E, tile_m, max_rows=layer.pairs, backend=numerics.backend)
     dtype = x.like.dtype if isinstance(x, Lines) else x.dtype
-    rest = order, _overflow(order, layer), routing.weights, dtype
+    overflow = None if layer.pairs is None else order.overflow
+    rest = order, overflow, routing.weights, dtype
     token = order.source_row // K  # [A], T where the aligned row is padding
     tiles = _tiles(order, layer)
     if not isinstance(params.gate_up, Fp8Weight):
@@ -129,9 +130,7 @@ def gate_up(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLay
         product = clamp_gate_up(_product(_gather(x, token), params.gate_up, tiles, layer), numerics)
         return ExpertActivations(swiglu(product, backend=numerics.backend), None, *rest)
     product = clamp_gate_up(_fp8_product(*_aligned_fp8(x, token, numerics), params.gate_up, dtype, tiles), numerics)
-    values, scale = fp8.swiglu_quantize(
-        product, ue8m0=numerics.ue8m0, used_rows=order.used_rows(), backend=numerics.backend
-    )
+    values, scale = fp8.swiglu_quantize(product, ue8m0=numerics.ue8m0, used_rows=order.needed, backend=numerics.backend)
     return ExpertActivations(values, scale, *rest)
 
 
@@ -175,11 +174,6 @@ def weighted_sum(out: jax.Array, activations: ExpertActivations) -> jax.Array:
         row = out.at[rows[:, k]].get(mode="fill", fill_value=0)
         total += activations.weights[:, k, None] * row.astype(jnp.float32)
     return total
-
-
-def _overflow(order: grouped.GroupAlignment, layer: ExpertLayer) -> jax.Array | None:
-    """Returns `ExpertActivations.overflow`; a sum over groups would be another kernel in every layer."""
-    return None if layer.pairs is None else (order.needed > order.source_row.shape[0]).astype(jnp.int32)
 
 
 def _tiles(order: grouped.GroupAlignment, layer: ExpertLayer) -> dict[str, Any]:

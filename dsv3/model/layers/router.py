@@ -59,7 +59,12 @@ def router_logits(x: jax.Array, weight: jax.Array, layer: Index, backend: Backen
 
 
 def route(
-    cfg: ModelConfig, logits: jax.Array, bias: jax.Array | None, backend: Backend | None, layer: Index | None = None
+    cfg: ModelConfig,
+    logits: jax.Array,
+    bias: jax.Array | None,
+    backend: Backend | None,
+    layer: Index | None = None,
+    first: int = 0,
 ) -> Routing:
     """Selects the top-k experts of each token, best first.
 
@@ -69,16 +74,18 @@ def route(
         (arXiv:2408.15664).
       backend: implementation; None selects by device.
       layer: Python or traced integer.
+      first: the layer of the first row of `bias`.
     """
     stack, number = (bias, layer) if layer is not None else (None if bias is None else bias[None], 0)
     resolved = resolve_backend(requested=with_fallback("weighted_experts", backend))
     in_kernel = resolved in (Backend.MOSAIC, Backend.TRITON) and has_jax_triton() and not _is_limited(cfg)
-    reference = functools.partial(_route, cfg, backend)
+    reference = functools.partial(_route, cfg, backend, first)
     if not in_kernel or cfg.scoring_func not in routing.SCORES or not logits.size:
         return reference(logits, stack, number)
     how: dict[str, Any] = {
         "normed": cfg.norm_topk_prob,
         "factor": float(cfg.routed_scaling_factor),
+        "first": first,
         "backend": resolved,
     }
 
@@ -90,10 +97,10 @@ def route(
 
 
 def _route(
-    cfg: ModelConfig, backend: Backend | None, logits: jax.Array, stack: jax.Array | None, layer: Index
+    cfg: ModelConfig, backend: Backend | None, first: int, logits: jax.Array, stack: jax.Array | None, layer: Index
 ) -> Routing:
     scores = _SCORES[cfg.scoring_func](logits)
-    ranked = scores if stack is None else scores + layer_slice(stack, layer)
+    ranked = scores if stack is None else scores + layer_slice(stack, layer - first)
     return _weighted(cfg, scores, _topk_experts(cfg, jax.lax.stop_gradient(ranked), backend))
 
 

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def align(
-    ids_ptr, rows, source_ptr, place_ptr, tile_group_ptr, counts_ptr, needed_ptr,
+    ids_ptr, rows, source_ptr, place_ptr, tile_group_ptr, counts_ptr, needed_ptr, overflow_ptr,
     GROUPS: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes the parts of `GroupAlignment` of one group of ids [rows]; the last program has what is in no group.
@@ -38,6 +38,7 @@ def align(
     if none:
         tl.store(counts_ptr + each, counts, mask=each < GROUPS)
         tl.store(needed_ptr, first)
+        tl.store(overflow_ptr, (first > ALIGNED).to(tl.int32))
 
 
 @triton.jit

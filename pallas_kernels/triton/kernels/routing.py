@@ -8,7 +8,7 @@ import triton.language as tl
 def choose(
     logits_ptr, bias_ptr, layer_ptr, ids_ptr, weights_ptr,
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, BIASED: tl.constexpr, ROOT: tl.constexpr, NORMED: tl.constexpr,
-    FACTOR: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    FACTOR: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Writes the TOPK experts with the highest scores and bias of a token, best first, and the weights from the scores.
 
@@ -27,7 +27,7 @@ def choose(
         scores = tl.where(x >= 0, 1.0, small) / (1.0 + small)
     ranked = scores
     if BIASED:
-        ranked += tl.load(bias_ptr + tl.load(layer_ptr).to(tl.int64) * EXPERTS + expert, mask=here, other=0.0)
+        ranked += tl.load(bias_ptr + (tl.load(layer_ptr).to(tl.int64) - FIRST) * EXPERTS + expert, mask=here, other=0.0)
     ranked = tl.where(here, tl.where(ranked == ranked, ranked, float("inf")), float("-inf"))
     taken = expert >= EXPERTS
     ids, weights = tl.zeros([BLOCK_K], tl.int32), tl.zeros([BLOCK_K], tl.float32)

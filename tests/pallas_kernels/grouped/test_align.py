@@ -33,7 +33,7 @@ def test_every_row_is_once_in_a_tile_of_its_group(ids, num_groups, tile_m, backe
     np.testing.assert_array_equal(tile_group[aligned_row[kept] // tile_m], ids[kept])
     assert (source_row < len(ids)).sum() == kept.sum()
     used = tile_group >= 0
-    assert aligned.tile_m == tile_m and int(aligned.used_rows()) == used.sum() * tile_m
+    assert aligned.tile_m == tile_m and int(aligned.needed) == used.sum() * tile_m
     assert used[: used.sum()].all() and (np.diff(tile_group[used]) >= 0).all()
     assert used.sum() == sum(-(-c // tile_m) for c in np.asarray(aligned.counts))
     for group in range(num_groups):  # stable: rows of a group keep their order, without gaps
@@ -48,9 +48,9 @@ def test_needed_reports_rows_beyond_the_capacity(ids, backend):
     ids = np.array(ids)
     whole, aligned = (align_groups(jnp.asarray(ids), 6, 4, max_rows=most, backend=backend) for most in (None, 5))
     A, has_group = aligned_rows(5, 6, 4), (ids >= 0) & (ids < 6)
-    assert aligned.source_row.shape == (A,) and int(aligned.needed) == int(whole.needed) == int(whole.used_rows())
-    assert int(aligned.used_rows()) == min(A, int(aligned.needed))
+    assert aligned.source_row.shape == (A,) and int(aligned.needed) == int(whole.needed)
     fits = int(aligned.needed) <= A
+    assert int(aligned.overflow) == (not fits) and not int(whole.overflow)
     assert fits or has_group.sum() > 5
     at = np.asarray(aligned.aligned_row)[has_group]
     assert fits == bool((at < A).all())

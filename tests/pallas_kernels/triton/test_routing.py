@@ -26,11 +26,11 @@ def test_experts_and_weights_are_the_references(cfg, biased: bool) -> None:
     logits[2] = rng.integers(-1, 1, 40)
     bias = jnp.asarray([[np.nan] * 40, rng.permutation(40) / 80], jnp.float32) if biased else None
     found, wanted = (
-        route(cfg, jnp.asarray(logits), bias, backend, 1) for backend in (Backend.TRITON, Backend.REFERENCE)
+        route(cfg, jnp.asarray(logits), bias, backend, 2, 1) for backend in (Backend.TRITON, Backend.REFERENCE)
     )
     np.testing.assert_array_equal(found.ids, wanted.ids)
     np.testing.assert_allclose(found.weights, wanted.weights, rtol=2e-5)
-    ids = np.asarray(route(cfg, jnp.full((1, 40), jnp.nan), bias, Backend.TRITON, 1).ids[0])
+    ids = np.asarray(route(cfg, jnp.full((1, 40), jnp.nan), bias, Backend.TRITON, 2, 1).ids[0])
     assert len(set(ids.tolist())) == cfg.num_experts_per_tok and ids.max() < 40
 
 

@@ -25,6 +25,7 @@ from pallas_kernels.grouped import (
     grouped_gemm_contiguous,
     int4_grouped_gemm_contiguous,
 )
+from pallas_kernels.queues import RowQueues, queue_rows
 from pallas_kernels.routing import SCORES, weighted_experts
 
 INT4, FP4 = jnp.int32, jnp.uint32
@@ -112,6 +113,27 @@ def align_groups_cases(backend: Backend, quick: bool) -> Iterator[Case]:
     if not quick:
         yield align_case(1024, 32, 16, None)
         yield align_case(131072, 288, 128, 131072)
+
+
+def queue_rows_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields queues for the devices of a node, and of a decode unit, one of them with more rows than lines."""
+    del backend
+    for rows, peers, each, capacity in ((20, 3, 2, 4),) if quick else ((64, 4, 64, 64), (128, 144, 2, 12)):
+        yield _queue_case(rows, peers, each, capacity)
+
+
+def _queue_case(rows: int, peers: int, each: int, capacity: int) -> Case:
+    ids = jnp.asarray(np.random.default_rng(0).integers(-1, peers * each, (rows, 6)), jnp.int32)
+
+    def call(operands: jax.Array, i: Any, backend: Backend) -> dict[str, jax.Array]:
+        given, _ = jax.lax.optimization_barrier((operands, i))
+        return queue_rows(given, peers, each, capacity, backend=backend)._asdict()
+
+    return Case(
+        f"{rows} rows for {peers} peers, {capacity} lines each", lambda key: ids, call,
+        dict.fromkeys(RowQueues._fields, EXACT), counted=lambda operands, result: result,
+        reference=lambda operands, i: call(operands, i, Backend.REFERENCE), bytes=4 * (2 * ids.size + peers * capacity),
+    )  # fmt: skip
 
 
 def choose_experts_cases(backend: Backend, quick: bool) -> Iterator[Case]:

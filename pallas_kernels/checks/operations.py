@@ -141,6 +141,7 @@ OPERATIONS = {
     "trained_gemm": CheckedOperation(_EVERYWHERE, products.trained_gemm_cases),
     "trained_gemm_contiguous": CheckedOperation(_EVERYWHERE, products.trained_gemm_contiguous_cases),
     "align_groups": CheckedOperation(_EVERYWHERE, experts.align_groups_cases),
+    "queue_rows": CheckedOperation(_GPUS, experts.queue_rows_cases),
     "choose_experts": CheckedOperation(_CPU, experts.choose_experts_cases),
     "weighted_experts": CheckedOperation(_GPUS, experts.weighted_experts_cases),
     "rms_norm": CheckedOperation(_CPU, rows.rms_norm_cases),

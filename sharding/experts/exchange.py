@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from pallas_kernels.backend import Backend
 from sharding.experts.capacity import MIN_CAPACITY, expected_capacity, pair_capacity
 from sharding.experts.hop import Hop, Queued, Received
 from sharding.experts.library_hop import LibraryHop
@@ -106,9 +107,9 @@ class Exchange:
     def overlap(self) -> Overlap:
         return self.hops[0].overlap
 
-    def start(self, rows: TokenRows, experts: Experts) -> CombineHandle:
+    def start(self, rows: TokenRows, experts: Experts, backend: Backend | None = None) -> CombineHandle:
         """Dispatches by the first hop, computes, and starts the combine."""
-        return start_exchange(rows, self.hops, experts)
+        return start_exchange(rows, self.hops, experts, backend)
 
     def finish(self, handle: CombineHandle) -> tuple[jax.Array, jax.Array]:
         """Finishes the combine."""
@@ -132,10 +133,10 @@ class Exchange:
         return {axes: hop.peers - self.machine.gpus, axes[:1]: hop.peers - 1}.get(hop.axes, 0)
 
 
-def start_exchange(rows: TokenRows, hops: Sequence[Hop], experts: Experts) -> CombineHandle:
+def start_exchange(rows: TokenRows, hops: Sequence[Hop], experts: Experts, backend: Backend | None) -> CombineHandle:
     """Runs the first half of a layer: dispatch, experts, and the start of the combine."""
-    queued = hops[0].enqueue(rows)
-    return start_return(compute(hops[0].receive(hops[0].send(queued)), hops, experts), queued, hops[0])
+    queued = hops[0].enqueue(rows, backend)
+    return start_return(compute(hops[0].receive(hops[0].send(queued)), hops, experts, backend), queued, hops[0])
 
 
 def start_return(computed: PeerSums, queued: Queued, hop: Hop) -> CombineHandle:
@@ -149,7 +150,7 @@ def finish_exchange(handle: CombineHandle, hop: Hop) -> tuple[jax.Array, tuple[j
     return hop.receive_back(handle.transfer, handle.queued), handle.overflows
 
 
-def compute(arrived: Received, hops: Sequence[Hop], experts: Experts) -> PeerSums:
+def compute(arrived: Received, hops: Sequence[Hop], experts: Experts, backend: Backend | None) -> PeerSums:
     """Computes the partial sums of the rows of the first hop, through the later hops if there are any.
 
     This is one jitted unit (see `sharding.experts.hop`).
@@ -158,7 +159,7 @@ def compute(arrived: Received, hops: Sequence[Hop], experts: Experts) -> PeerSum
     def unit(rows: TokenRows) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         if len(hops) == 1:
             return PeerSums.from_experts(*experts(rows))[:2]
-        return finish_exchange(start_exchange(rows, hops[1:], experts), hops[1])
+        return finish_exchange(start_exchange(rows, hops[1:], experts, backend), hops[1])
 
     sums, overflows = jax.jit(unit)(arrived.rows)
     return PeerSums(sums, overflows, arrived.origins)

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.backend import Backend
+from pallas_kernels.queues import queue_rows
 from sharding.experts.rows import Lines, TokenRows, fill_lines, localize, sum_at
 from sharding.wire.collectives import Overlap, Transfer, start_all_to_all
 from sharding.wire.sums import pack, unpack
@@ -25,14 +27,14 @@ from sharding.wire.words import from_words, shapes_of, width_of
 
 
 class Queued(NamedTuple):
-    """Rows before a hop: row t has queue position `position[t, k]` in the queue for `peer[t, k]`.
+    """Rows before a hop, and where they are in the buffer to send, as in `RowQueues`.
 
-    A hop by a library has neither: the library queues.
+    A hop by a library has neither lines nor their rows: the library queues.
     """
 
     rows: TokenRows
-    peer: jax.Array | None  # [T, K] int32, `peers` where nothing is sent: no replica, or an earlier k has this peer
-    position: jax.Array | None  # [T, K] int32
+    line: jax.Array | None  # [T, K] int32
+    row: jax.Array | None  # [J * C] int32
     overflows: jax.Array  # [] int32, 1 if rows are lost, as those of a queue beyond the hop's capacity, else 0
 
 
@@ -81,16 +83,17 @@ class Hop:
         """Returns `Received.origins` of a dispatch of `queued` if all of its rows select nothing."""
         return None
 
-    @functools.partial(jax.jit, static_argnames="self")
-    def enqueue(self, rows: TokenRows) -> Queued:
-        """Queues each row once for each peer that it needs, in row order."""
-        peer, position, length = queue(rows.ids, self)
-        return Queued(rows, peer, position, (length.max() > self.capacity).astype(jnp.int32))
+    @functools.partial(jax.jit, static_argnames=("self", "backend"))
+    def enqueue(self, rows: TokenRows, backend: Backend | None = None) -> Queued:
+        """Queues each row once for each peer that it needs, in row order; `backend` is the kernel's, as elsewhere."""
+        line, row, length = queue_rows(rows.ids, self.peers, self.replicas_per_peer, self.capacity, backend=backend)
+        return Queued(rows, line, row, (length.max() > self.capacity).astype(jnp.int32))
 
     @jax.named_scope("dispatch")
     def send(self, queued: Queued) -> DispatchHandle:
         """Starts sending the first C rows of each queue: `[J * C, U]`, those for peer j from `j * C` on."""
-        transfer = start_all_to_all(_fill(queued, self), self.axes, self.overlap)
+        assert queued.row is not None
+        transfer = start_all_to_all(fill_lines(queued.rows, queued.row), self.axes, self.overlap)
         return DispatchHandle(transfer, shapes_sent(queued), queued)
 
     @jax.named_scope("dispatch")
@@ -119,19 +122,8 @@ class Hop:
 
         Sums in the order of k, in float32; the result has the dtype of the partial sums.
         """
-        return _sum(transfer.finish(), queued, self, transfer.like)
-
-
-def queue(ids: jax.Array, hop: Hop) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns `peer` and `position` as in `Queued`, and the length of the queue for each peer [J], int32."""
-    peer = jnp.where(ids >= 0, ids // hop.replicas_per_peer, hop.peers)  # [T, K]
-    earlier = jnp.tril(jnp.ones((ids.shape[1],) * 2, bool), -1)
-    repeated = ((peer[:, :, None] == peer[:, None, :]) & earlier).any(axis=2)
-    peer = jnp.where(repeated, hop.peers, peer)
-    needs = (peer[:, :, None] == jnp.arange(hop.peers)).any(axis=1)  # [T, J]
-    length = jnp.cumsum(needs, axis=0, dtype=jnp.int32)
-    position = jnp.take_along_axis(length, jnp.minimum(peer, hop.peers - 1), axis=1) - 1
-    return peer, position, length[-1]
+        assert queued.line is not None
+        return _sum(transfer.finish(), queued.line, transfer.like)
 
 
 def shapes_sent(queued: Queued) -> TokenRows:
@@ -140,20 +132,7 @@ def shapes_sent(queued: Queued) -> TokenRows:
     return TokenRows(payload.like if isinstance(payload, Lines) else shapes_of(payload), *shapes_of(rest))
 
 
-@functools.partial(jax.jit, static_argnames="hop")
-def _fill(queued: Queued, hop: Hop) -> jax.Array:
-    """Returns the buffer to send, `[J * C, U]`: rows as words."""
-    return fill_lines(queued.rows, _place(queued, hop), hop.peers * hop.capacity)
-
-
-@functools.partial(jax.jit, static_argnames=("hop", "like"))
-def _sum(returned: jax.Array, queued: Queued, hop: Hop, like: jax.ShapeDtypeStruct | None) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="like")
+def _sum(returned: jax.Array, line: jax.Array, like: jax.ShapeDtypeStruct | None) -> jax.Array:
     """Returns the sum of each row's partial sums; `like` is the shape of packed ones."""
-    return sum_at(returned if like is None else unpack(returned, like), _place(queued, hop))
-
-
-def _place(queued: Queued, hop: Hop) -> jax.Array:
-    """Returns the line of each (row, k) in the buffer, [T, K]; out of range where it is not sent."""
-    assert queued.peer is not None and queued.position is not None
-    sent = (queued.peer < hop.peers) & (queued.position < hop.capacity)
-    return jnp.where(sent, queued.peer * hop.capacity + queued.position, hop.peers * hop.capacity)
+    return sum_at(returned if like is None else unpack(returned, like), line)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.backend import Backend
 from sharding.experts.capacity import expected_rows
 from sharding.experts.hop import DispatchHandle, Hop, Queued, Received, shapes_sent
 from sharding.experts.rows import TokenRows, localize
@@ -89,8 +90,8 @@ class LibraryHop(Hop):
         replicas = self.peers * self.replicas_per_peer
         return GroupKey(self.peers, self.capacity, experts_per_token, replicas, self.row_bytes, self.slot)
 
-    @functools.partial(jax.jit, static_argnames="self")
-    def enqueue(self, rows: TokenRows) -> Queued:
+    @functools.partial(jax.jit, static_argnames=("self", "backend"))
+    def enqueue(self, rows: TokenRows, backend: Backend | None = None) -> Queued:
         """Drops ids that no device owns, which the library would follow out of its buffers, and reports them."""
         foreign = rows.ids >= self.peers * self.replicas_per_peer
         rows = rows._replace(ids=jnp.where(foreign, -1, rows.ids))

@@ -24,8 +24,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.backend import Backend
+from pallas_kernels.queues import positions, rows_at
 from sharding.experts.capacity import expected_rows
-from sharding.experts.hop import Hop, queue
+from sharding.experts.hop import Hop
 from sharding.experts.rows import Experts, TokenRows, fill_lines, localize, sum_at
 from sharding.experts.traffic import LayerRows, Traffic
 from sharding.experts.transport_kind import TransportKind
@@ -86,7 +88,7 @@ class Ragged:
             )
         return cls(machine, replicas, overlap)
 
-    def start(self, rows: TokenRows, experts: Experts) -> RaggedHandle:
+    def start(self, rows: TokenRows, experts: Experts, backend: Backend | None = None) -> RaggedHandle:
         """Dispatches, computes, and combines: only the sum is left to `finish`. Buffers hold T * J rows."""
         T, K = rows.ids.shape
         hop = self._hop(T)
@@ -118,11 +120,11 @@ def _pack(rows: TokenRows, hop: Hop) -> tuple[jax.Array, jax.Array, Slices]:
     """Returns the rows as words sorted by peer, the line of each (row, k) [T, K], and the slices."""
     T, K = rows.ids.shape
     size = T * min(K, hop.peers)
-    peer, position, length = queue(rows.ids, hop)
+    peer, position, length = positions(rows.ids, hop.peers, hop.replicas_per_peer)
     slices = slices_of(length, hop.axes)
     line = slices.send_at[jnp.minimum(peer, hop.peers - 1)] + position
     place = jnp.where(peer < hop.peers, line, size)
-    return fill_lines(rows, place, size), place, slices
+    return fill_lines(rows, rows_at(place, size)), place, slices
 
 
 def _unpack(words: jax.Array, received: jax.Array, shapes: TokenRows, hop: Hop) -> TokenRows:

@@ -10,6 +10,7 @@ from typing import ClassVar
 import jax
 from jax import lax
 
+from pallas_kernels.backend import Backend
 from sharding.experts.hop import Hop
 from sharding.experts.rows import Experts, TokenRows, localize
 from sharding.experts.traffic import LayerRows, Traffic
@@ -35,7 +36,7 @@ class Ring:
         """Returns the ring over `machine`, with `replicas` on each device; no buffer depends on `rows`."""
         return cls(machine, replicas, overlap)
 
-    def start(self, rows: TokenRows, experts: Experts) -> Transfer:
+    def start(self, rows: TokenRows, experts: Experts, backend: Backend | None = None) -> Transfer:
         """Gathers all rows, computes the local experts, and starts the reduce-scatter."""
         axes, replicas = self.machine.axes, self.replicas_per_device
         with jax.named_scope("dispatch"):

@@ -95,17 +95,15 @@ def localize(rows: TokenRows, axes: tuple[str, ...], replicas_per_peer: int) -> 
     return TokenRows(rows.payload, jnp.where(goes, ids[:, :, None], -1).max(axis=1), weights)
 
 
-def fill_lines(rows: TokenRows, place: jax.Array, size: int) -> jax.Array:
-    """Returns a buffer of lines `[size, U]`, rows as words, with row t at each of `place[t]` `[T, K]` below `size`.
+@jax.jit
+def fill_lines(rows: TokenRows, row: jax.Array) -> jax.Array:
+    """Returns a buffer of lines `[L, U]`: rows `row` `[L]` as words.
 
-    The other lines select no expert: their ids are -1, a word of ones.
+    Lines of row T select no expert: their ids are -1, a word of ones.
     """
-    T, K = rows.ids.shape
-    source = jnp.full((size,), T, jnp.int32)
-    source = source.at[place.ravel()].set(jnp.repeat(jnp.arange(T, dtype=jnp.int32), K), mode="drop")
 
     def fill(words: jax.Array, empty: int = 0) -> jax.Array:
-        return jnp.take(words, source, axis=0, mode="fill", fill_value=empty)
+        return jnp.take(words, row, axis=0, mode="fill", fill_value=empty)
 
     payload = rows.payload
     arrived = isinstance(payload, Lines)

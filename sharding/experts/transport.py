@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import jax
 
+from pallas_kernels.backend import Backend
 from sharding.experts.exchange import Exchange
 from sharding.experts.hop import Hop
 from sharding.experts.ragged import Ragged
@@ -51,8 +52,11 @@ class Transport[Handle](Protocol):
     @property
     def overlap(self) -> Overlap: ...
 
-    def start(self, rows: TokenRows, experts: Experts) -> Handle:
-        """Dispatches the rows, computes their experts, and starts the combine; returns a handle for `finish`."""
+    def start(self, rows: TokenRows, experts: Experts, backend: Backend | None = None) -> Handle:
+        """Dispatches the rows, computes their experts, and starts the combine; returns a handle for `finish`.
+
+        `backend` is that of kernels that queue rows; None selects by device.
+        """
         ...
 
     def finish(self, handle: Handle) -> tuple[jax.Array, jax.Array | None]:

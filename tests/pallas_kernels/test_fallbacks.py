@@ -21,6 +21,7 @@ from dsv3.model.params import CompressedAttentionParams
 from pallas_kernels import backend, compressed, dense, dsa, fp8, gpus, grouped, heads, mixing, mla, rows
 from pallas_kernels.backend import OPERATIONS, Backend, fallbacks, set_fallbacks, with_fallback
 from pallas_kernels.float8 import E4M3
+from pallas_kernels.queues import queue_rows
 
 BF16, F32, I32, U32, U8 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.uint32, jnp.uint8
 T, H, R, P, K, N, E = 128, 16, 512, 64, 256, 128, 4
@@ -143,6 +144,11 @@ CASES: dict[str, tuple[Backend, Callable, tuple]] = {
         Backend.NATIVE,
         lambda ids, backend: grouped.align_groups(ids, E, 16, backend=backend),
         (COUNTS,),
+    ),
+    "queue_rows": (
+        Backend.TRITON,
+        lambda ids, backend: queue_rows(ids, 4, E, T, backend=backend),
+        (of((T, 2), I32),),
     ),
     "choose_experts": (Backend.NATIVE, lambda logits, backend: route(EVEN, logits, None, backend), (ROUTER,)),
     "weighted_experts": (Backend.TRITON, lambda logits, backend: route(SIGMOID, logits, None, backend), (ROUTER,)),

@@ -185,7 +185,7 @@ def test_lines_round_trip() -> None:
     again = unpacked(sent._replace(payload=lines)).payload
     np.testing.assert_array_equal(again[0].astype(jnp.float32), values.astype(jnp.float32))
     np.testing.assert_array_equal(again[1], scale)
-    moved = fill_lines(sent._replace(payload=lines), jnp.array([[2], [0], [9], [1]]), 4)
+    moved = fill_lines(sent._replace(payload=lines), jnp.array([1, 3, 0, 4]))
     assert np.asarray(moved[:, -2]).tolist() == [0, 0, 0, 2**32 - 1], "a line without a row selects nothing"
     np.testing.assert_array_equal(moved[:3, :-2], to_words(sent)[jnp.array([1, 3, 0]), :-2])
 

@@ -43,7 +43,8 @@ class ExpertParallel:
         def address(x: jax.Array, routing: Routing) -> TokenRows:
             return self.address(x, routing, layer)
 
-        return self.transport.start(jax.jit(address)(x, routing), local_experts(self.bounded(layer)))
+        rows, here = jax.jit(address)(x, routing), local_experts(self.bounded(layer))
+        return self.transport.start(rows, here, layer.numerics.backend)
 
     def finish(self, handle: Any, routing: Routing, layer: ExpertLayer) -> tuple[jax.Array, RouterStats]:
         """Finishes the combine; work between `start` and `finish` (the shared expert) hides it.

@@ -118,7 +118,7 @@ class MicroBatch:
         """Runs norm and router, and queues the rows to send."""
         normed, routing = self.choose(place, x)
         rows = self.parallel.address(normed, routing, self.experts(place))
-        return Routed(normed, routing.ids, self.hops[0].enqueue(rows))
+        return Routed(normed, routing.ids, self.hops[0].enqueue(rows, self.context.numerics.backend))
 
     @named
     def dispatch(self, routed: Routed) -> DispatchHandle:
@@ -130,7 +130,8 @@ class MicroBatch:
         """Finishes the first hop and starts the second, if there is one."""
         if len(self.hops) == 1:
             return sent
-        return self.hops[1].send(self.hops[1].enqueue(self.hops[0].receive(sent).rows))
+        arrived = self.hops[0].receive(sent)
+        return self.hops[1].send(self.hops[1].enqueue(arrived.rows, self.context.numerics.backend))
 
     @named
     def gate_up(self, place: LayerPlace, sent: DispatchHandle) -> Halfway:

@@ -1,4 +1,4 @@
-"""The order of rows by group in Triton: a counting sort of few rows, in one kernel."""
+"""The order of rows by group, and queues of rows for peers, in Triton: few rows are counted in one kernel."""
 
 import triton
 import triton.language as tl
@@ -46,3 +46,32 @@ def _group_of(ids_ptr, row, rows, GROUPS: tl.constexpr):
     """Returns the groups of some rows, GROUPS for those without one and behind the last."""
     ids = tl.load(ids_ptr + row, mask=row < rows, other=GROUPS)
     return tl.where((ids >= 0) & (ids < GROUPS), ids, GROUPS)
+
+
+@triton.jit
+def queue(
+    ids_ptr, rows, line_ptr, row_ptr, length_ptr,
+    IDS: tl.constexpr, PEERS: tl.constexpr, EACH: tl.constexpr, CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Writes the parts of `RowQueues` of one peer from ids [rows, IDS]; the last program has the ids without a peer."""
+    peer, number, k = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
+    before = tl.zeros((), tl.int32)
+    room = tl.where(peer == PEERS, 0, CAPACITY)
+    for start in tl.range(0, rows, BLOCK):
+        row = start + number
+        here = (row < rows)[:, None] & (k < IDS)[None, :]
+        place = row[:, None] * IDS + k[None, :]
+        ids = tl.load(ids_ptr + place, mask=here, other=-1)
+        mine = (tl.where(ids >= 0, ids // EACH, PEERS) == peer) & here
+        first = mine & (tl.cumsum(mine.to(tl.int32), 1) == 1)
+        needs = tl.sum(first.to(tl.int32), 1)
+        position = before + tl.cumsum(needs, 0) - 1
+        line = tl.where(first & (position < room)[:, None], peer * CAPACITY + position[:, None], PEERS * CAPACITY)
+        tl.store(line_ptr + place, line, mask=mine)
+        tl.store(row_ptr + peer * CAPACITY + position, row, mask=(needs > 0) & (position < room))
+        before += tl.sum(needs, 0)
+    for start in tl.range(tl.minimum(before, room), room, BLOCK):
+        tl.store(row_ptr + peer * CAPACITY + start + number, rows, mask=start + number < room)
+    if peer < PEERS:
+        tl.store(length_ptr + peer, before)

@@ -37,14 +37,16 @@ def swiglu_quantize_cases(backend: Backend, quick: bool) -> Iterator[Case]:
     """Yields rows between an expert's products, some of them undefined."""
     del backend
     if quick:
-        yield quantize_case(4, 128, gated=True)
+        yield quantize_case(4, 128, gated=True, limit=0.5)
         yield quantize_case(33, 64, gated=True, used=20)
         return
-    for m, used in ((1, None), (128, None), (1000, 333), (4096, None)):
-        yield quantize_case(m, 2048, gated=True, used=used)
+    for m, used, limit in ((1, None, None), (128, None, 0.5), (1000, 333, None), (4096, None, None)):
+        yield quantize_case(m, 2048, gated=True, used=used, limit=limit)
 
 
-def quantize_case(m: int, channels: int, *, gated: bool, ue8m0: bool = False, used: int | None = None) -> Case:
+def quantize_case(
+    m: int, channels: int, *, gated: bool, ue8m0: bool = False, used: int | None = None, limit: float | None = None
+) -> Case:
     """Returns the quantization of one buffer; if it fits the L2 cache (4096 rows) the rate is the cache's.
 
     Rows from `used` on are NaN.
@@ -55,7 +57,8 @@ def quantize_case(m: int, channels: int, *, gated: bool, ue8m0: bool = False, us
 
     def call(operands: jax.Array, i: Any, backend: Backend) -> tuple[jax.Array, jax.Array]:
         x, _ = jax.lax.optimization_barrier((operands, i))  # else a loop of calls would compute it once
-        some = {} if used is None else {"used_rows": jnp.int32(used)}
+        some: dict[str, Any] = {} if used is None else {"used_rows": jnp.int32(used)}
+        some |= {} if limit is None else {"limit": limit}
         return quantize(x, backend=backend, **some)
 
     def counted(operands: jax.Array, result: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
@@ -63,7 +66,8 @@ def quantize_case(m: int, channels: int, *, gated: bool, ue8m0: bool = False, us
         values = jnp.where(counts[:, None], arrays.dequantized_rows(*result), 0)
         return {"values": values, "scale": jnp.where(counts, result[1], 0)}
 
-    kind = f"{'SwiGLU and ' if gated else ''}1x128{' in powers of two' if ue8m0 else ''}"
+    before = f"SwiGLU{f' up to {limit}' if limit else ''} and " if gated else ""
+    kind = f"{before}1x128{' in powers of two' if ue8m0 else ''}"
     return Case(
         f"{kind}, {m} x {channels}{'' if used is None else f', {used} rows used'}",
         lambda key: jnp.where(counts[:, None], arrays.normal(key, m, width), jnp.nan),

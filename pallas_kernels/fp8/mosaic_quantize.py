@@ -30,9 +30,9 @@ def supports(x: jax.Array, halves: int) -> bool:
     return channels <= BLOCK or channels % 32 == 0
 
 
-@functools.partial(jax.jit, static_argnames=("gated", "scale_of", "finish"))  # equal calls share a lowering
+@functools.partial(jax.jit, static_argnames=("gated", "limit", "scale_of", "finish"))  # equal calls share a lowering
 def quantize_rows(
-    x: jax.Array, used_rows: jax.Array | None, *, gated: bool, scale_of, finish
+    x: jax.Array, used_rows: jax.Array | None, *, gated: bool, limit: float | None, scale_of, finish
 ) -> tuple[jax.Array, jax.Array]:
     """Quantizes per row and 128 channels, after SwiGLU when `gated`.
 
@@ -40,6 +40,7 @@ def quantize_rows(
       x: [G, M, C], or [G, M, 2C] when gated.
       used_rows: int32, or None for M; tiles of 64 rows that begin past it are not read and not written.
       gated: the channels are gate and up halves.
+      limit: of SwiGLU's halves, the first only from above; None: no bound.
       scale_of: from the largest magnitudes of rows to their scales.
       finish: from scaled float32 values to e4m3.
 
@@ -68,7 +69,10 @@ def quantize_rows(
             plgpu.barrier_wait(loaded)
             values = _load(x_s.at[0])
             if gated:
-                values = values / (1.0 + jnp.exp(-values)) * _load(x_s.at[1])
+                up = _load(x_s.at[1])
+                if limit is not None:
+                    values, up = jnp.minimum(values, limit), jnp.clip(up, -limit, limit)
+                values = values / (1.0 + jnp.exp(-values)) * up
             scale = scale_of(jnp.max(jnp.abs(values), axis=1))
             inverse = lax.broadcast_in_dim(1.0 / scale, values.shape, [0])
             q_s[...] = finish(values * inverse)

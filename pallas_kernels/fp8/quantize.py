@@ -6,6 +6,7 @@ is its largest magnitude over 448, with the magnitude clamped at 1e-4; a value i
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import native
 from pallas_kernels.backend import Backend, resolve_backend, with_fallback
@@ -76,12 +77,18 @@ def dequantize_128x128(
 
 
 def swiglu_quantize(
-    gate_up: jax.Array, *, ue8m0: bool = False, used_rows: jax.Array | None = None, backend: Backend | None = None
+    gate_up: jax.Array,
+    *,
+    limit: float | None = None,
+    ue8m0: bool = False,
+    used_rows: jax.Array | None = None,
+    backend: Backend | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes `silu(gate) * up` in float32 and quantizes it per row and 128 channels, for an expert's second product.
 
     Args:
       gate_up: [..., M, 2I]; the first I channels are the gate.
+      limit: bounds the gate from above and the others on both sides, as a value of gate_up's dtype; None: no bound.
       ue8m0, backend: as `quantize_1x128`.
       used_rows: int32 scalar on the device, or None for M. Later rows are undefined; the kernel skips them.
 
@@ -96,21 +103,28 @@ def swiglu_quantize(
         raise ValueError(f"swiglu_quantize: the last axis holds gate and up halves, got odd shape {gate_up.shape}")
     if used_rows is not None and jnp.ndim(used_rows):
         raise ValueError(f"swiglu_quantize: used_rows must be a scalar, got shape {jnp.shape(used_rows)}")
-    return _quantize_rows(gate_up, used_rows, gated=True, ue8m0=ue8m0, backend=backend)
+    limit = None if limit is None else float(np.asarray(limit, gate_up.dtype))
+    return _quantize_rows(gate_up, used_rows, gated=True, limit=limit, ue8m0=ue8m0, backend=backend)
 
 
-def _quantize_rows(x, used_rows, *, gated: bool, ue8m0: bool, backend: Backend | None) -> tuple[jax.Array, jax.Array]:
+def _quantize_rows(
+    x, used_rows, *, gated: bool, ue8m0: bool, backend: Backend | None, limit: float | None = None
+) -> tuple[jax.Array, jax.Array]:
     scale_of = _power_of_two_block_scale if ue8m0 else _block_scale
     backend = with_fallback("swiglu_quantize" if gated else "quantize_1x128", backend)
     chosen, grouped = resolve_backend(requested=backend), x.reshape(-1, *x.shape[-2:])
     if chosen is Backend.TRITON and x.size:
-        return _ungrouped(x, *triton_quantize.quantize_rows(grouped, used_rows, gated=gated, power_of_two=ue8m0))
+        made = triton_quantize.quantize_rows(grouped, used_rows, gated=gated, limit=limit, power_of_two=ue8m0)
+        return _ungrouped(x, *made)
     if chosen is Backend.MOSAIC and mosaic_quantize.supports(x, 2 if gated else 1):
-        made = mosaic_quantize.quantize_rows(grouped, used_rows, gated=gated, scale_of=scale_of, finish=_to_e4m3)
+        how = {"gated": gated, "limit": limit, "scale_of": scale_of, "finish": _to_e4m3}
+        made = mosaic_quantize.quantize_rows(grouped, used_rows, **how)
         return _ungrouped(x, *made)
     x = x.astype(jnp.float32)
     if gated:
         gate, up = jnp.split(x, 2, axis=-1)
+        if limit is not None:
+            gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         x = jax.nn.silu(gate) * up
     if chosen is Backend.NATIVE and x.size:
         return _ungrouped(x, *native.quantize_rows(x.reshape(-1, *x.shape[-2:]), ue8m0))

@@ -12,12 +12,13 @@ _ROWS = 16
 
 
 def quantize_rows(
-    x: jax.Array, used_rows: jax.Array | None, *, gated: bool, power_of_two: bool
+    x: jax.Array, used_rows: jax.Array | None, *, gated: bool, limit: float | None, power_of_two: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Quantizes x [G, M, C], or [G, M, 2C] when gated, per row and 128 channels, after SwiGLU when gated.
 
     Args:
       used_rows: int32, or None for M; tiles of 16 rows that begin past it are not read and not written.
+      limit: of SwiGLU's halves, the first only from above; None: no bound.
       power_of_two: round scales up to powers of two.
 
     Returns:
@@ -37,6 +38,7 @@ def quantize_rows(
         rows=rows,
         CHANNELS=channels,
         GATED=gated,
+        LIMIT=limit or 0.0,
         POWER_OF_TWO=power_of_two,
         FLOOR=AMAX_FLOOR,
         MAX=E4M3_MAX,

@@ -87,7 +87,7 @@ class Hop:
     def enqueue(self, rows: TokenRows, backend: Backend | None = None) -> Queued:
         """Queues each row once for each peer that it needs, in row order; `backend` is the kernel's, as elsewhere."""
         line, row, length = queue_rows(rows.ids, self.peers, self.replicas_per_peer, self.capacity, backend=backend)
-        return Queued(rows, line, row, (length.max() > self.capacity).astype(jnp.int32))
+        return Queued(rows, line, row, (length > self.capacity).astype(jnp.int32).max())
 
     @jax.named_scope("dispatch")
     def send(self, queued: Queued) -> DispatchHandle:

@@ -129,8 +129,9 @@ def gate_up(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLay
         assert not isinstance(x, Quantized), "rows are quantized only for FP8 experts"
         product = clamp_gate_up(_product(_gather(x, token), params.gate_up, tiles, layer), numerics)
         return ExpertActivations(swiglu(product, backend=numerics.backend), None, *rest)
-    product = clamp_gate_up(_fp8_product(*_aligned_fp8(x, token, numerics), params.gate_up, dtype, tiles), numerics)
-    values, scale = fp8.swiglu_quantize(product, ue8m0=numerics.ue8m0, used_rows=order.needed, backend=numerics.backend)
+    product = _fp8_product(*_aligned_fp8(x, token, numerics), params.gate_up, dtype, tiles)
+    how: dict[str, Any] = {"limit": numerics.swiglu_limit, "ue8m0": numerics.ue8m0, "backend": numerics.backend}
+    values, scale = fp8.swiglu_quantize(product, used_rows=order.needed, **how)
     return ExpertActivations(values, scale, *rest)
 
 

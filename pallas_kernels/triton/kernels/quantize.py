@@ -9,8 +9,8 @@ from pallas_kernels.triton.kernels.e4m3 import narrow
 @triton.jit
 def quantize(
     x_ptr, used_ptr, rows, values_ptr, scale_ptr,
-    CHANNELS: tl.constexpr, GATED: tl.constexpr, POWER_OF_TWO: tl.constexpr, FLOOR: tl.constexpr, MAX: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, POWER_OF_TWO: tl.constexpr, FLOOR: tl.constexpr,
+    MAX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Quantizes x [groups, rows, CHANNELS (twice if GATED)] to e4m3 and scales [groups, CHANNELS / BLOCK, rows]."""
     group, block = tl.program_id(2).to(tl.int64), tl.program_id(1)
@@ -23,7 +23,10 @@ def quantize(
     source = x_ptr + (group * rows + row)[:, None] * width + channel[None, :]
     x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     if GATED:
-        x = x / (1.0 + tl.exp(-x)) * tl.load(source + CHANNELS, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(source + CHANNELS, mask=mask, other=0.0).to(tl.float32)
+        if LIMIT > 0:
+            x, up = tl.where(x > LIMIT, LIMIT, x), tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        x = x / (1.0 + tl.exp(-x)) * up
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 1), FLOOR), MAX)
     if POWER_OF_TWO:
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & ~0x7FFFFF).to(tl.float32, bitcast=True)

@@ -1,5 +1,7 @@
 """The quantization kernel in the interpreter against the reference: edges, SwiGLU, powers of two, skipped rows."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,11 @@ from tests.pallas_kernels.gemm.interpreted import interpret, untouched
 
 
 @pytest.mark.parametrize("ue8m0", [False, True])
-@pytest.mark.parametrize("quantize", [quantize_1x128, swiglu_quantize])
+@pytest.mark.parametrize(
+    "quantize",
+    [quantize_1x128, swiglu_quantize, functools.partial(swiglu_quantize, limit=0.3)],
+    ids=["rows", "swiglu", "limited"],
+)
 def test_equals_reference(quantize, ue8m0):
     x = jax.random.normal(jax.random.key(0), (70, 320), jnp.bfloat16)  # partial tile of rows, partial last block
     q, scale = interpret(lambda x: quantize(x, ue8m0=ue8m0, backend=Backend.MOSAIC), x)

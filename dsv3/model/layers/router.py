@@ -110,6 +110,11 @@ def route_by_token(cfg: ModelConfig, logits: jax.Array, table: jax.Array, tokens
     return _weighted(cfg, _SCORES[cfg.scoring_func](logits), table.at[tokens].get(mode="clip"))
 
 
+def by_layer(ids: jax.Array) -> jax.Array:
+    """Returns expert ids `[..., L, K]` of T tokens, of any integer type, as int32 `[L, T, K]`."""
+    return jnp.moveaxis(ids.astype(jnp.int32).reshape(-1, *ids.shape[-2:]), 1, 0)
+
+
 def replay(cfg: ModelConfig, logits: jax.Array, own: Routing, given: jax.Array) -> Routing:
     """Returns the experts `given` `[T, K]` int32 with the weights that `logits` `[T, E]` give them (arXiv:2510.11370).
 

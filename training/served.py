@@ -93,7 +93,8 @@ def _logprobs(
         window_table=table,
         slots=jnp.arange(B, dtype=jnp.int32),
     )
-    hidden = functions.prefill(params, cfg, batch, pages, routed_experts=routed_experts).hidden
+    prefill: Callable[..., Any] = functions.prefill
+    hidden = prefill(params, cfg, batch, pages, routed_experts=routed_experts).hidden
     after = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1))).reshape(-1)
 
     def block(rows: tuple[jax.Array, jax.Array]) -> jax.Array:

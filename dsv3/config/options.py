@@ -296,6 +296,12 @@ class RunOptions:
         "distribution that tokens are drawn from: after penalties, grammars, temperature, min_p, top_k and top_p.",
         group="scheduling",
     )
+    enable_return_sampling_mask: bool = option(
+        False,
+        "Return the tokens that top_k, top_p, min_p and grammars have left to requests with return_sampling_mask "
+        "(docs/rl.md).",
+        group="scheduling",
+    )
     batch_invariant: bool = option(
         False,
         "Compute the same bits for a request whatever else a step computes, however its prompt is cut into chunks, and "

@@ -157,6 +157,7 @@ class Engine:
             prefills_only=cfg.role == "prefill",
             num_ranks=cfg.num_ranks,
             returns_routed_experts=cfg.enable_return_routed_experts,
+            returns_sampling_masks=cfg.enable_return_sampling_mask,
             takes_grammars=self.grammars is not None and not (cfg.speculative and cfg.speculative.synthetic_chances),
         )
 

@@ -63,11 +63,21 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities of one sampled token: its own, and the `top_ids` most likely tokens with theirs."""
+    """Log-probabilities of one sampled token: its own, and the `top_ids` most likely tokens with theirs.
+
+    `kept` are the ids of the tokens that it was drawn from, as little-endian int32; empty where nothing excludes a
+    token, None where they are not asked for.
+    """
 
     logprob: float
     top_ids: list[int]
     top_logprobs: list[float]
+    kept: bytes | None = None
+
+    @property
+    def kept_ids(self) -> np.ndarray:
+        """`kept` as int32 `[n]`."""
+        return np.frombuffer(self.kept or b"", "<i4")
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, gc=False):
@@ -300,8 +310,9 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine accepts, and the fields of its block hashes: all that API server processes know of it.
 
     Prefix keys, one per `page_size` tokens, start from `fingerprint`; there are none without `enable_prefix_caching`.
-    An engine that `prefills_only` samples one token. One that `takes_grammars` can constrain an answer, and one that
-    `returns_routed_experts` returns the experts of a request's tokens.
+    An engine that `prefills_only` samples one token. One that `takes_grammars` can constrain an answer, one that
+    `returns_routed_experts` returns the experts of a request's tokens, one that `returns_sampling_masks` what each
+    token was drawn from.
     `weights` are what the keys depend on besides, "" for the weights of the start.
     """
 
@@ -314,6 +325,7 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int = 1
     takes_grammars: bool = False
     returns_routed_experts: bool = False
+    returns_sampling_masks: bool = False
     page_size: int = PAGE_SIZE
     weights: str = ""
 
@@ -385,6 +397,13 @@ def prepare(request: EngineRequest, rules: RequestRules) -> PreparedRequest:
     grammar = _validate_grammar(request, rules)
     if sampling.return_routed_experts:
         _validate_routed_experts(request, rules)
+    if sampling.return_sampling_mask:
+        if not rules.returns_sampling_masks:
+            raise InvalidRequest(
+                "return_sampling_mask: this engine does not return masks; start it with --enable_return_sampling_mask"
+            )
+        if sampling.logprobs is None:  # masks go with them
+            sampling = msgspec.structs.replace(sampling, logprobs=0)
     wanted = rules.max_model_len if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
     if rules.prefills_only and wanted > len(prompt) + 1:
         raise InvalidRequest(f"max_tokens: {sampling.max_tokens}, but this instance only computes prompts; set it to 1")

@@ -173,9 +173,9 @@ def sampler_command(
     """
     adjustments = [_adjustment(sequence, max_num_seqs) for sequence in starting if sequence.variant == FULL]
     ranks = [a.rank for a in adjustments]
-    variant, wants = int(slots.variant[mine].max()), (slots.wants_logprobs[mine], slots.wants_sampling_mask[mine])
-    turns = max(map(ranks.count, ranks), default=0)
-    command = SampleCommand(variant, *(bool(each.any()) for each in wants), adjustments, turns)
+    variant, wants_logprobs = int(slots.variant[mine].max()), bool(slots.wants_logprobs[mine].any())
+    wants_masks, turns = bool(slots.wants_sampling_mask[mine].any()), max(map(ranks.count, ranks), default=0)
+    command = SampleCommand(variant, wants_logprobs, wants_masks, adjustments, turns)
     return command, bool(slots.constrained[mine].any())
 
 

@@ -29,6 +29,7 @@ from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.sampling import apply_bitmask, best_tokens, bitmask_words
 from dsv3.engine.device.state import NO_DRAFT, AdjustState, DecodeState, adjustments_at, controls_at
 from dsv3.engine.job import Command
+from dsv3.model.layers.router import id_dtype
 from dsv3.model.vocabulary import Vocabulary
 from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from dsv3.scheduler.batch_slots import NOT_FINITE, NOTHING, UNDRAFTED, BatchRows, BatchSlots
@@ -289,6 +290,36 @@ def adjust_shapes(layout: Layout) -> AdjustState:
 
 def _zeros(shapes: AdjustState, _: jax.Array) -> AdjustState:
     return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), shapes)
+
+
+_EXPERTS = "routed_experts"
+
+
+def expert_programs(layout: Layout) -> Iterator[ProgramSpec]:
+    """Yields the programs that gather the experts of a step's tokens in an instance of several processes.
+
+    The leader alone cannot read what the devices of others have chosen.
+    """
+    cfg, model_cfg = layout.cfg, layout.model_cfg
+    if not (layout.spans_processes and cfg.enable_return_routed_experts):
+        return
+    chosen = (model_cfg.num_moe_layers, model_cfg.num_experts_per_tok)
+    batches = [(size,) for size in cfg.prefill_buckets] + [(size, cfg.width(size)) for size in cfg.decode_buckets]
+    for tokens in batches:
+        ids = layout.array(*tokens, *chosen, dtype=id_dtype(model_cfg.n_routed_experts))
+        yield layout.per_rank(_experts_key(tokens), lambda each: each, (ids,), gathered="all")
+
+
+def _experts_key(tokens: tuple[int, ...]) -> Key:
+    return Key(_EXPERTS, tokens[0], width=tokens[1] if len(tokens) > 1 else 0)
+
+
+def copy_experts(devices: Devices, routed_experts: jax.Array) -> jax.Array:
+    """Starts to copy the experts `[ranks, tokens..., L, K]` of a forward pass to the host, of all processes' ranks."""
+    if devices.layout.spans_processes:
+        routed_experts = devices.programs.get(_experts_key(routed_experts.shape[1:-2]))(routed_experts)
+    routed_experts.copy_to_host_async()
+    return routed_experts
 
 
 def launch_sampler(

@@ -338,11 +338,6 @@ class EngineOptions(RunOptions, StartOptions):
         for name, off in _OF_SPREAD_EXPERTS.items():
             if (value := getattr(self, name)) != off and not self.spreads_experts:
                 raise ValueError(f"{name}: {value!r} needs enable_expert_parallel")
-        if self.enable_return_routed_experts and self.role != "both":
-            raise ValueError(
-                f"enable_return_routed_experts: not with role {self.role!r}, since pages of another instance come "
-                "without the experts of their tokens"
-            )
         if self.batch_invariant and (self.num_redundant_experts or self.enable_eplb):
             name = "enable_eplb" if self.enable_eplb else "num_redundant_experts"
             raise ValueError(

@@ -67,6 +67,7 @@ class TransferParams(msgspec.Struct):
     remote_addresses: (
         Annotated[list[Annotated[str, Meta(max_length=MAX_NAME_CHARS)]], Meta(max_length=MAX_ADDRESSES)] | None
     ) = None
+    remote_routed_experts: str | None = None  # ours, too: base64 of the ids of the prompt's experts
 
 
 class Resume(msgspec.Struct, forbid_unknown_fields=True):

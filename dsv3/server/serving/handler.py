@@ -21,7 +21,7 @@ from dsv3.scheduler.request import MAX_PRIORITY, ExpertIds, join_routed_experts
 from dsv3.server.protocol.errors import ApiError, invalid
 from dsv3.server.protocol.openai import FinishReason, SampledRequest, Usage
 from dsv3.server.serving.generation import ChoiceUpdate, Generation, prepare_requests
-from dsv3.server.serving.kv_transfer import pages_from, parse_bootstrap, transfer_params
+from dsv3.server.serving.kv_transfer import pages_from, parse_bootstrap, prompt_experts, transfer_params
 from dsv3.server.serving.prompts import EncodedPrompt
 from dsv3.server.serving.request_parsing import read_request
 from dsv3.server.serving.resume import ResumedChoice, replay_choices, resumed_tokens
@@ -112,6 +112,11 @@ class CompleteChoice:
         """Yields the base64 of a .npy file: the experts of all tokens behind which the response has another."""
         ids = join_routed_experts(self._routed_experts, prompt_tokens + len(self._token_ids) - 1)
         return _encoded(np.zeros((0, 0, 0), np.uint8) if ids is None else ids)
+
+    def prompt_experts(self, tokens: int) -> str:
+        """Returns the base64 of the ids of the experts of the prompt's `tokens` tokens."""
+        ids = join_routed_experts(self._routed_experts, tokens)
+        return "" if ids is None else base64.b64encode(np.ascontiguousarray(ids)).decode()
 
     def sampling_mask(self) -> Iterator[bytes]:
         """Yields the base64 of a .npz file: the tokens that each token of the response was drawn from."""
@@ -264,8 +269,11 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
         priority = self.service.priority(self._tenant, max(self.request.priority or 0, self.min_priority))
         info = self.service.require_ready()
         source = pages_from(self.request.kv_transfer_params, info)
+        experts = prompt_experts(self.request.kv_transfer_params, info.rules)
         bootstrap = parse_bootstrap(self.request, info)
         prompts = await self.read_prompts()
+        if experts is not None and len(prompts) > 1:
+            raise invalid("remote_routed_experts: those of one prompt, but there are several", "kv_transfer_params")
         if bootstrap is not None:
             bootstrap.check(len(prompts), self.request.resume is not None)
         sampling = sampling_params(self.service, self.request, prompts, self.max_tokens(), self.num_logprobs())
@@ -274,7 +282,7 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
         self.request.resume = None  # frees the second copy
         self._resumed = await replay_choices(self.service, prompts, sampling, answered, self.parser, bool(grammar))
         first, requests = await prepare_requests(
-            self.service, prompts, sampling, salt, source, self.rank, self._resumed, priority, grammar
+            self.service, prompts, sampling, salt, source, self.rank, self._resumed, priority, grammar, experts
         )
         if bootstrap is not None:
             requests = bootstrap.with_rooms(requests)
@@ -311,8 +319,11 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
 
         await self.generation.run(self.parser, collect)
         response = self.response(LIST_OF_GAP)
-        if self._transfer_params is not None:
-            response = msgspec.structs.replace(response, kv_transfer_params=self._transfer_params)
+        if (params := self._transfer_params) is not None:
+            if self.request.return_routed_experts and len(self.generation.prompts) == 1:
+                tokens = len(self.generation.prompts[0].token_ids)
+                params |= {"remote_routed_experts": choices[0].prompt_experts(tokens)}
+            response = msgspec.structs.replace(response, kv_transfer_params=params)
         return await join_slices(fill_gaps(to_json(response), self.gaps([choices[index] for index in sorted(choices)])))
 
     def gaps(self, wholes: list[CompleteChoice]) -> list[Iterable[bytes]]:

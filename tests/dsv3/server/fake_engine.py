@@ -300,7 +300,7 @@ def make(start, host):
             eos_token_ids=(EOS,),
             fingerprint="print",
             takes_grammars=options.get("tells_grammars", False),
-            returns_routed_experts=engine.enable_return_routed_experts,
+            routed_experts=(2, 2, "<u2") if engine.enable_return_routed_experts else None,
             returns_sampling_masks=engine.enable_return_sampling_mask,
         ),
         limits[1],

@@ -14,9 +14,8 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 
 @pytest.fixture(scope="module")
 def server(model_dir):
-    with serving.running(
-        model_dir, engine={"enable_return_routed_experts": True, "enable_return_sampling_mask": True}
-    ) as server:
+    options = {"enable_return_routed_experts": True, "enable_return_sampling_mask": True}
+    with serving.running(model_dir, engine=options, factory_options={"transfer_address": "host:7000"}) as server:
         yield server
 
 
@@ -85,6 +84,21 @@ def test_events_of_a_stream_have_them_in_parts(server, path):
     tokens = [token for each in choices for token in each.get("token_ids") or []]
     kept = [mask for each in choices if "sampling_mask" in each for mask in masks(each)]
     assert kept == [[token, token + 1] for token in tokens] and len(kept) == 5
+
+
+def test_a_prefill_instances_choices_travel_in_its_transfer_params(server):
+    """The second request refuses those that are not of whole tokens, and needs them."""
+    first = {"prompt": PROMPT, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    params = ask(server, "/v1/completions", **first).json()["kv_transfer_params"]
+    ids = np.frombuffer(base64.b64decode(params["remote_routed_experts"]), "<u2").reshape(-1, 2, 2)
+    assert np.array_equal(ids, expected(len(PROMPT)))
+    second = {"prompt": PROMPT, "max_tokens": 4, "kv_transfer_params": params}
+    [choice] = ask(server, "/v1/completions", **second).json()["choices"]
+    assert np.array_equal(experts(choice), expected(len(PROMPT) + 3))
+    for text, words in (("QUJD", "whole tokens"), ("x", "not base64"), ("", "without the experts of its tokens")):
+        params["remote_routed_experts"] = text
+        answer = ask(server, "/v1/completions", **second)
+        assert answer.status_code == 400 and words in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("name", ["return_routed_experts", "return_sampling_mask"])

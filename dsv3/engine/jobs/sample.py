@@ -124,10 +124,10 @@ class SampleCommand(Command, frozen=True, tag=1, omit_defaults=True):
 
     variant: int
     logprobs: bool = False
-    sampling_masks: bool = False
     adjustments: list[Adjustment] = msgspec.field(default_factory=list)
     adjust_launches: int = 0
     masks: RowMasks | None = None
+    sampling_masks: bool = False
 
     def part(self, ranks: range) -> "SampleCommand":
         """Returns the command with the adjustments and bitmasks of `ranks` only."""
@@ -176,7 +176,7 @@ def sampler_command(
     ranks = [a.rank for a in adjustments]
     variant, wants_logprobs = int(slots.variant[mine].max()), bool(slots.wants_logprobs[mine].any())
     wants_masks, turns = bool(slots.wants_sampling_mask[mine].any()), max(map(ranks.count, ranks), default=0)
-    command = SampleCommand(variant, wants_logprobs, wants_masks, adjustments, turns)
+    command = SampleCommand(variant, wants_logprobs, adjustments, turns, sampling_masks=wants_masks)
     return command, bool(slots.constrained[mine].any())
 
 

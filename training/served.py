@@ -50,7 +50,7 @@ def served_logprobs(
 ) -> jax.Array:
     """Returns the log-probabilities of `tokens[:, 1:]` that an engine with `batch_invariant` samples with and scores.
 
-    It runs a program of its own, so it cannot be traced.
+    It runs a program of its own on one device, so it cannot be traced.
 
     Args:
       params: trained weights in the layout of `dsv3.model.params.declare`, of any floating-point type.

@@ -254,6 +254,5 @@ def _excludes_tokens(sequence: Sequence) -> bool:
 def _kept_ids(words: np.ndarray) -> bytes:
     """Returns the numbers of the bits that are set in uint32 `words`, as int32; most words of a mask are 0."""
     [some] = words.nonzero()
-    bits = np.unpackbits(words[some].astype("<u4").view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
-    word, bit = bits.nonzero()
-    return (some[word] * 32 + bit).astype("<i4").tobytes()
+    [bits] = np.unpackbits(words[some].astype("<u4").view(np.uint8), bitorder="little").nonzero()
+    return (some[bits >> 5] * 32 + (bits & 31)).astype("<i4").tobytes()

@@ -1,4 +1,4 @@
-"""The trained policy has the bits of a batch-invariant engine: each ratio of a first step is 1."""
+"""The trained policy has the bits of a batch-invariant engine."""
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ def test_log_probabilities_have_the_engines_bits() -> None:
     assert not moved[0].any() and not moved[1, :5].any() and moved[1, 5:].any(), "given experts are used"
 
 
-def test_the_gradient_is_the_trainers(toy_config) -> None:
+def test_the_gradient_is_the_trainers() -> None:
     served, weights = jnp.array([0.1, 0.2]), jnp.array([3.0, -1.0])
     values, gradient = jax.value_and_grad(lambda x: jnp.vdot(with_values_of(served, x**2), weights))(served)
     assert float(values) == float(jnp.vdot(served, weights))

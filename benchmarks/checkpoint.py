@@ -5,7 +5,9 @@
 Makes a bfloat16 checkpoint of DeepSeek-V3's shape and about the given size, and its FP8 twin. Each round then reads
 
 - "raw": the files alone, by threads with 4 MiB reads with O_DIRECT;
-- "hf": the parameters, by `load_params`.
+- "hf": the parameters, by `load_params`;
+- "update": the parameters, into a running engine (`UpdateWeights`); with `--directory=/dev/shm` as from a trainer in
+  another process.
 
 The page cache is dropped before every run: by /proc/sys/vm/drop_caches if permitted, else by POSIX_FADV_DONTNEED. "From
 the disk" is how much the kernel then fetched from storage. Ratios are taken within a round, and their median is shown.
@@ -33,7 +35,7 @@ from benchmarks.record import Cell, Report, run
 
 READ_BYTES = 4 << 20
 THREADS = 8
-CASES = {"raw bf16": "bf16", "hf bf16": "bf16", "raw fp8": "fp8", "hf fp8": "fp8"}
+CASES = {f"{what} {name}": name for name in ("bf16", "fp8") for what in ("raw", "hf", "update")}
 """The checkpoint that a case reads."""
 
 
@@ -122,7 +124,7 @@ def in_fresh_process(case: str, directory: Path) -> dict[str, float]:
 
 def run_case(case: str, directory: Path) -> dict[str, float]:
     """Seconds, bytes asked of the kernel and fetched from storage, processor seconds, peak memory above the start."""
-    work = loader(case)
+    work = loader(case, directory)
     asked, fetched, resident = io("rchar"), io("read_bytes"), memory("VmRSS")
     start, cpu = time.perf_counter(), time.process_time()
     keep = work(directory)
@@ -133,10 +135,12 @@ def run_case(case: str, directory: Path) -> dict[str, float]:
     return result
 
 
-def loader(case: str) -> Callable[[Path], Any]:
-    """Returns what a case does; imports are done and JAX is started."""
+def loader(case: str, directory: Path) -> Callable[[Path], Any]:
+    """Returns what a case does; imports are done, JAX and the engine are started."""
     if case.startswith("raw"):
         return read_raw
+    if case.startswith("update"):
+        return updater(directory)
     import jax
 
     from dsv3.checkpoint import load_params
@@ -144,6 +148,23 @@ def loader(case: str) -> Callable[[Path], Any]:
 
     jax.block_until_ready(jax.device_put(np.zeros(8)))
     return lambda d: load_params(d, load_config(d), dtype="bfloat16", progress=False, threads=THREADS)
+
+
+def updater(directory: Path) -> Callable[[Path], None]:
+    """Returns the update of an engine that has the weights of the directory; no program is compiled."""
+    from dsv3.config.options import EngineOptions
+    from dsv3.engine.build import build_engine
+    from dsv3.engine.operations import UpdateWeights
+
+    limits: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 64}
+    engine = build_engine(directory, EngineOptions(dtype="bfloat16", **limits), progress=False)
+
+    def update(source: Path) -> None:
+        done = engine.operate(UpdateWeights(str(source), None, "keep"))
+        engine.step()
+        done.result(0)
+
+    return update
 
 
 def read_raw(directory: Path) -> None:

@@ -99,6 +99,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `temperature` 0 is greedy. `top_k` 0 (or -1) keeps every token. `logprobs` counts the alternatives reported for each
     token (0: only the sampled one), `prompt_logprobs` the same for each token of the prompt but the first.
     `return_routed_experts` asks for the experts of all tokens of prompt and answer but the last (docs/rl.md).
+    `return_sampling_mask` asks for the tokens that each one was drawn from, after all filters.
     `seed` fixes the text whatever else is in the batch. `max_tokens` None: as many as fit. `min_tokens` suppresses
     end-of-sequence and stop tokens, and stop strings, until so many have been generated. `structured_outputs`
     constrains the answer. Where it allows nothing but the end, the answer ends, whatever `min_tokens` and `ignore_eos`
@@ -118,6 +119,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     return_routed_experts: bool = False
+    return_sampling_mask: bool = False
     max_tokens: int | None = None
     min_tokens: int = 0
     ignore_eos: bool = False

@@ -136,4 +136,5 @@ def test_rewards_train_the_model_that_serves():
     text = "".join(map(text_of, code_cells(notebook)))
     before, after = map(int, re.search(r"(\d+)% before, (\d+)% after 2 steps", text).groups())
     assert after > before  # the seeds are fixed
+    assert "largest difference of a ratio from 1: 0.0\n" in text
     assert sum(len(pictures_of(cell)) for cell in code_cells(notebook)) == 1

@@ -5,6 +5,8 @@ better than the mean of their group (DeepSeekMath, arXiv:2402.03300). The loss i
 over all tokens of the batch, without a reference model.
 
 The engine samples at temperature 1 without filters, so the log-probabilities that it returns are those of its sampler.
+If it is batch-invariant, the trained policy may have the same bits (`training.served`): before the first update of a
+batch each ratio is then 1, and the divergence 0.
 """
 
 import dataclasses
@@ -22,6 +24,7 @@ from dsv3.config.model import ModelConfig
 from dsv3.model.forward import forward
 from dsv3.model.params import Params
 from training.loss import training_backend
+from training.served import served_logprobs, with_values_of
 from training.step import TrainState, compute_copy
 from training.tokenizer import PAD_ID
 
@@ -37,7 +40,7 @@ class GrpoConfig:
     """Settings of a run. `group_size` completions of at most `max_tokens` tokens are sampled for each prompt.
 
     `epochs` optimizer steps are made with each batch of completions. The ratio of the trained policy to the sampler's
-    is clipped to 1 - `clip_low` and 1 + `clip_high`.
+    is clipped to 1 - `clip_low` and 1 + `clip_high`. `compute_dtype` and `fp8_products` should be the engine's.
     """
 
     model: ModelConfig
@@ -50,6 +53,7 @@ class GrpoConfig:
     clip_high: float = 0.28
     clip_norm: float = 1.0
     compute_dtype: str = "float32"
+    fp8_products: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -124,20 +128,39 @@ def sample(
 def token_logprobs(params: Params, config: GrpoConfig, rollouts: Rollouts) -> jax.Array:
     """Returns the trained policy's log-probabilities of `tokens[:, 1:]`, float32 `[B, S - 1]`."""
     computed = compute_copy(params, config.model, jnp.dtype(config.compute_dtype))
-    routed = rollouts.routed_experts
-    output = forward(computed, config.model, rollouts.tokens, backend=training_backend(), routed_experts=routed)
+    output = forward(
+        computed,
+        config.model,
+        rollouts.tokens,
+        backend=training_backend(),
+        fp8_products=config.fp8_products,
+        routed_experts=rollouts.routed_experts,
+    )
     logits = output.logits[:, :-1].astype(jnp.float32)
     picked = jnp.take_along_axis(logits, rollouts.tokens[:, 1:, None], axis=-1)[..., 0]
     return picked - jax.nn.logsumexp(logits, axis=-1)
 
 
-def objective(params: Params, config: GrpoConfig, rollouts: Rollouts) -> tuple[jax.Array, dict[str, jax.Array]]:
+def engine_logprobs(params: Params, config: GrpoConfig, rollouts: Rollouts) -> jax.Array:
+    """Returns what `token_logprobs` does, with the bits of a batch-invariant engine; it cannot be traced."""
+    how: dict[str, Any] = {"dtype": config.compute_dtype, "fp8": config.fp8_products}
+    return served_logprobs(params, config.model, rollouts.tokens, rollouts.routed_experts, **how)
+
+
+def objective(
+    params: Params, config: GrpoConfig, rollouts: Rollouts, served: jax.Array | None = None
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the loss, a float32 scalar, and its report.
 
+    With `served`, the `engine_logprobs` of these parameters, they are the values of the trained policy's
+    log-probabilities, and only the gradient is the trainer's.
     `kl` is the estimate mean(r - 1 - log r) of the divergence of the sampler from the trained policy, where r is the
-    ratio of their probabilities; before the first update of a batch it is the gap between trainer and engine.
+    ratio of their probabilities; before the first update of a batch it is the gap between trainer and engine, as is
+    `largest_difference` of log-probabilities. `trainer_difference` is that of the trainer's own forward.
     """
-    difference = jnp.where(rollouts.sampled, token_logprobs(params, config, rollouts) - rollouts.logprobs, 0.0)
+    trained = token_logprobs(params, config, rollouts)
+    policy = trained if served is None else with_values_of(served, trained)
+    difference, own = (jnp.where(rollouts.sampled, each - rollouts.logprobs, 0.0) for each in (policy, trained))
     ratio = jnp.exp(difference)
     clipped = jnp.clip(ratio, 1 - config.clip_low, 1 + config.clip_high)
     advantage = rollouts.advantages[:, None]
@@ -146,6 +169,7 @@ def objective(params: Params, config: GrpoConfig, rollouts: Rollouts) -> tuple[j
     metrics = {
         "kl": (ratio - 1 - difference).sum() / count,
         "largest_difference": jnp.abs(difference).max(),
+        "trainer_difference": jnp.abs(own).max(),
         "clipped": (ratio != clipped).sum() / count,
     }
     return -gain.sum() / count, metrics
@@ -158,10 +182,10 @@ def optimizer(config: GrpoConfig) -> optax.GradientTransformation:
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
 def policy_step(
-    state: TrainState, rollouts: Rollouts, *, config: GrpoConfig
+    state: TrainState, rollouts: Rollouts, served: jax.Array | None = None, *, config: GrpoConfig
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Makes one optimizer step; returns the next state and the scalars to report."""
-    (loss, metrics), gradient = jax.value_and_grad(objective, has_aux=True)(state.params, config, rollouts)
+    """Makes one optimizer step; returns the next state and the scalars to report. `served` is that of `objective`."""
+    (loss, metrics), gradient = jax.value_and_grad(objective, has_aux=True)(state.params, config, rollouts, served)
     updates, moments = optimizer(config).update(gradient, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
     metrics |= {"loss": loss, "gradient_norm": optax.tree.norm(gradient)}
@@ -177,19 +201,25 @@ def train(
     *,
     steps: int,
     replay: bool = True,
+    exact: bool = False,
 ) -> Iterator[dict[str, float]]:
     """Trains for `steps` steps; yields the report of each when the engine has its weights.
 
-    `params` are the engine's weights in float32, which are overwritten; `replay` is that of `sample`. A report has the
-    mean `reward` of the step's completions and the metrics of `objective`, those of the first epoch.
+    `params` are the engine's weights in float32, which are overwritten; `replay` is that of `sample`. With `exact` the
+    policy's log-probabilities have the engine's bits (`engine_logprobs`). A report has the mean `reward` of the step's
+    completions and the metrics of `objective`, those of the first epoch. Raises ValueError for `exact` with an engine
+    whose bits depend on the batch.
     """
+    if exact and not llm.engine.cfg.batch_invariant:
+        raise ValueError("exact: this engine's bits depend on the batch; make the LLM with batch_invariant=True")
     state = TrainState(params, optimizer(config).init(params), jnp.zeros((), jnp.int32))
     for step in range(steps):
         seed = config.seed + step * config.group_size
         rollouts, rewards = sample(llm, prompts, reward, config, seed=seed, replay=replay)
         reports = []
         for _ in range(config.epochs):
-            state, metrics = policy_step(state, rollouts, config=config)
+            served = engine_logprobs(state.params, config, rollouts) if exact else None
+            state, metrics = policy_step(state, rollouts, served, config=config)
             reports.append(metrics)
         llm.update_weights(compute_copy(state.params, config.model, jnp.float32), version=str(step + 1))
         yield {"reward": float(rewards.mean())} | {name: float(value) for name, value in reports[0].items()}

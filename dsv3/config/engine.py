@@ -62,11 +62,6 @@ class EngineConfig(RunOptions):
 
     def __post_init__(self) -> None:
         check(self)
-        if self.enable_return_routed_experts and self.num_processes > 1:
-            raise ValueError(
-                f"enable_return_routed_experts: not with {self.num_processes} processes, since the leader cannot read "
-                "what the devices of others choose; serve with one process, or several instances"
-            )
         if self.num_pages < self.pages_per_seq:
             raise ValueError(
                 f"num_pages: {self.num_pages} pages of {self.page_size} tokens cannot hold one request of "

@@ -296,6 +296,12 @@ class RunOptions:
         "distribution that tokens are drawn from: after penalties, grammars, temperature, min_p, top_k and top_p.",
         group="scheduling",
     )
+    enable_return_sampling_mask: bool = option(
+        False,
+        "Return the tokens that top_k, top_p, min_p and grammars have left to requests with return_sampling_mask "
+        "(docs/rl.md).",
+        group="scheduling",
+    )
     batch_invariant: bool = option(
         False,
         "Compute the same bits for a request whatever else a step computes, however its prompt is cut into chunks, and "
@@ -332,11 +338,6 @@ class EngineOptions(RunOptions, StartOptions):
         for name, off in _OF_SPREAD_EXPERTS.items():
             if (value := getattr(self, name)) != off and not self.spreads_experts:
                 raise ValueError(f"{name}: {value!r} needs enable_expert_parallel")
-        if self.enable_return_routed_experts and self.role != "both":
-            raise ValueError(
-                f"enable_return_routed_experts: not with role {self.role!r}, since pages of another instance come "
-                "without the experts of their tokens"
-            )
         if self.batch_invariant and (self.num_redundant_experts or self.enable_eplb):
             name = "enable_eplb" if self.enable_eplb else "num_redundant_experts"
             raise ValueError(

@@ -31,6 +31,7 @@ from dsv3.engine.step_log import EngineSnapshot, JobRecord, StepLog
 from dsv3.engine.step_metrics import StepMetricsRecorder, StepPublisher
 from dsv3.engine.stored import COMPILE_EVENT, EventCounter
 from dsv3.kv_cache.events import EventStats
+from dsv3.model.layers.router import ids_per_token
 from dsv3.scheduler.cost import keys_per_token
 from dsv3.scheduler.request import (
     HOST_TIME_BOUNDS,
@@ -156,7 +157,8 @@ class Engine:
             weights=self.state.weights,
             prefills_only=cfg.role == "prefill",
             num_ranks=cfg.num_ranks,
-            returns_routed_experts=cfg.enable_return_routed_experts,
+            routed_experts=ids_per_token(self.model_cfg) if cfg.enable_return_routed_experts else None,
+            returns_sampling_masks=cfg.enable_return_sampling_mask,
             takes_grammars=self.grammars is not None and not (cfg.speculative and cfg.speculative.synthetic_chances),
         )
 

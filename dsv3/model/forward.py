@@ -16,6 +16,7 @@ from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts
 from dsv3.model.layers.hyper_connections import Residual, start
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.rope import rotation
+from dsv3.model.layers.router import by_layer
 from dsv3.model.layers.uncached_attention import causal_attend, initial_topk_mask
 from dsv3.model.params import Params
 from dsv3.model.schedules import PLAIN
@@ -60,7 +61,7 @@ def forward(
     """
     how: dict[str, Any] = {"backend": backend, "routed": routed, "fp8_products": fp8_products}
     (B, S), flat = tokens.shape, tokens.reshape(-1)
-    replayed = None if routed_experts is None else _by_layer(cfg, routed_experts, tokens.shape)
+    replayed = None if routed_experts is None else _checked(cfg, routed_experts, tokens.shape)
     context = dataclasses.replace(uncached_context(cfg, B, S, **how), tokens=flat, replayed=replayed)
     first, state = (start(cfg, embed(params, flat)),), initial_topk_mask(cfg, B, S)
     (x,), _, router_stats = run_decoder(params, (context,), first, state, PLAIN.prefill)
@@ -68,16 +69,15 @@ def forward(
     return predict(params, cfg, tokens, x, counts, with_mtp=with_mtp, **how)
 
 
-def _by_layer(cfg: ModelConfig, routed_experts: jax.Array, tokens: tuple[int, ...]) -> jax.Array:
-    """Returns expert ids `[B, S, L, K]` of so many `tokens` `[B, S]` as int32 `[L, B * S, K]`."""
+def _checked(cfg: ModelConfig, routed_experts: jax.Array, tokens: tuple[int, ...]) -> jax.Array:
+    """Returns expert ids of so many `tokens` `[B, S]` by layer; raises ValueError for those of others."""
     wanted = (*tokens, cfg.num_moe_layers, cfg.num_experts_per_tok)
     if routed_experts.shape != wanted:
         raise ValueError(
             f"routed_experts: shape {routed_experts.shape} instead of {wanted} (sequences, tokens, MoE layers, experts "
             "per token); give tokens without ids -1"
         )
-    ids = routed_experts.astype(jnp.int32).reshape(-1, *wanted[2:])
-    return jnp.moveaxis(ids, 1, 0)
+    return by_layer(routed_experts)
 
 
 def predict(

@@ -20,6 +20,7 @@ from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts, RouterStats
 from dsv3.model.layers.hyper_connections import Residual, start
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.rope import rotation
+from dsv3.model.layers.router import by_layer
 from dsv3.model.layers.sparse import initial_state, state_pages
 from dsv3.model.params import Params
 from dsv3.model.schedules import PLAIN, Schedule
@@ -80,6 +81,7 @@ def prefill(
     routed: RoutedExperts = LOCAL_EXPERTS,
     placement: Placement | None = None,
     schedule: Schedule = PLAIN,
+    routed_experts: jax.Array | None = None,
 ) -> StepOutput:
     """Runs the chunks of a ragged batch and writes their latents into the pages of their requests.
 
@@ -95,6 +97,7 @@ def prefill(
       placement: replicas of the main model's experts, for `ExpertParallel`.
       schedule: order of the MoE layers. `OVERLAPPED` needs an even T and a transport with hops, built for T / 2
         tokens.
+      routed_experts: `[..., num_moe_layers, K]` of T tokens, as in `forward`; only for the schedule `PLAIN`.
 
     Returns:
       `StepOutput` with hidden `[T, D]`.
@@ -103,7 +106,8 @@ def prefill(
       ValueError: `OVERLAPPED` for a model with compressed attention.
     """
     batches = split_prefill(batch)[::-1] if schedule.micro_batches == 2 else (batch,)
-    x, pages, router_stats = _run(params, cfg, batches, pages, backend, routed, placement, schedule.prefill)
+    replayed = None if routed_experts is None else by_layer(routed_experts)
+    x, pages, router_stats = _run(params, cfg, batches, pages, backend, routed, placement, schedule.prefill, replayed)
     return _finish(params, cfg, batch, x[::-1], pages, router_stats, backend)
 
 
@@ -173,9 +177,13 @@ def _run(
     routed: RoutedExperts,
     placement: Placement | None,
     moe_layers: MoeLayers,
+    replayed: jax.Array | None = None,
 ) -> tuple[tuple[Residual, ...], Any, RouterStats | None]:
     """Runs all layers on the micro-batches of a step; returns residuals, pages and router statistics."""
+    assert replayed is None or len(batches) == 1, "replayed experts are not split"
     contexts = tuple(_context(cfg, part, pages, backend, routed, n) for n, part in enumerate(batches))
+    if replayed is not None:
+        contexts = (dataclasses.replace(contexts[0], replayed=replayed),)
     if batches[0].returns_routed_experts:
         contexts = tuple(dataclasses.replace(context, returns_routed_experts=True) for context in contexts)
     x = tuple(start(cfg, embed(params, part.tokens.reshape(-1))) for part in batches)

@@ -116,6 +116,7 @@ class BatchSlots:
         self._next_epoch = total
         self.variant = np.zeros(total, np.int8)
         self.wants_logprobs = np.zeros(total, bool)
+        self.wants_sampling_mask = np.zeros(total, bool)  # of those that want log-probabilities
         self.wants_routed_experts = np.zeros(total, bool)
         self.sends_routed_experts = np.zeros(total, bool)  # with every token
         self.constrained = np.zeros(total, bool)  # by a grammar
@@ -207,6 +208,7 @@ class BatchSlots:
         self.limit[slot] = sequence.max_length
         self.variant[slot] = sequence.variant
         self.wants_logprobs[slot] = sequence.sampling.logprobs is not None
+        self.wants_sampling_mask[slot] = sequence.sampling.return_sampling_mask
         self.wants_routed_experts[slot] = sequence.routed is not None
         self.sends_routed_experts[slot] = sequence.routed is not None and sequence.routed.sends_each_step
         self.constrained[slot] = sequence.matcher is not None

@@ -46,7 +46,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     computed the prompt, or "host:port#room" of one that computes it now under that `bootstrap_room`. `rank` is the rank
     that must run it; None: where it costs least. A lower `priority` is served earlier. The answer continues behind
     `answer_token_ids`, which count as its first tokens. `grammar` constrains the answer, in llguidance's form, where
-    `sampling.structured_outputs` alone does not say it. Stop strings belong to the text layer; the engine only knows
+    `sampling.structured_outputs` alone does not say it. `prompt_experts` are those that another instance has chosen for
+    the first tokens of the prompt, whose pages it has. Stop strings belong to the text layer; the engine only knows
     tokens.
     """
 
@@ -60,14 +61,25 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     answer_token_ids: Sequence[int] = ()
     priority: int = 0
     grammar: str = ""
+    prompt_experts: "ExpertIds | None" = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities of one sampled token: its own, and the `top_ids` most likely tokens with theirs."""
+    """Log-probabilities of one sampled token: its own, and the `top_ids` most likely tokens with theirs.
+
+    `kept` are the ids of the tokens that it was drawn from, as little-endian int32; empty where nothing excludes a
+    token, None where they are not asked for.
+    """
 
     logprob: float
     top_ids: list[int]
     top_logprobs: list[float]
+    kept: bytes | None = None
+
+    @property
+    def kept_ids(self) -> np.ndarray:
+        """`kept` as int32 `[n]`."""
+        return np.frombuffer(self.kept or b"", "<i4")
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, gc=False):
@@ -300,8 +312,9 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine accepts, and the fields of its block hashes: all that API server processes know of it.
 
     Prefix keys, one per `page_size` tokens, start from `fingerprint`; there are none without `enable_prefix_caching`.
-    An engine that `prefills_only` samples one token. One that `takes_grammars` can constrain an answer, and one that
-    `returns_routed_experts` returns the experts of a request's tokens.
+    An engine that `prefills_only` samples one token. One that `takes_grammars` can constrain an answer, one that
+    `returns_sampling_masks` returns what each token was drawn from. One that returns the `routed_experts` of a
+    request's tokens has so many MoE layers and experts per token, and numpy's name of the ids' type.
     `weights` are what the keys depend on besides, "" for the weights of the start.
     """
 
@@ -313,7 +326,8 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
     prefills_only: bool = False
     num_ranks: int = 1
     takes_grammars: bool = False
-    returns_routed_experts: bool = False
+    routed_experts: tuple[int, int, str] | None = None
+    returns_sampling_masks: bool = False
     page_size: int = PAGE_SIZE
     weights: str = ""
 
@@ -330,7 +344,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     tokens are the beginning of the answer. `max_length` bounds prompt and answer together. `stop_ids` end the answer.
     `pages_from` is an instance that has computed the prompt, `bootstrap_room` the number under which another instance
     asks this one for its pages, `rank` the only one that may run it. A lower `priority` is served earlier and may
-    preempt a higher one. `grammar` constrains the answer, "" for none.
+    preempt a higher one. `grammar` constrains the answer, "" for none. `prompt_experts` are an `EngineRequest`'s.
     """
 
     request_id: int
@@ -346,6 +360,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_answered: int = 0
     priority: int = 0
     grammar: str = ""
+    prompt_experts: ExpertIds | None = None
     weights: str = ""
 
     @property
@@ -385,6 +400,13 @@ def prepare(request: EngineRequest, rules: RequestRules) -> PreparedRequest:
     grammar = _validate_grammar(request, rules)
     if sampling.return_routed_experts:
         _validate_routed_experts(request, rules)
+    if sampling.return_sampling_mask:
+        if not rules.returns_sampling_masks:
+            raise InvalidRequest(
+                "return_sampling_mask: this engine does not return masks; start it with --enable_return_sampling_mask"
+            )
+        if sampling.logprobs is None:  # masks go with them
+            sampling = msgspec.structs.replace(sampling, logprobs=0)
     wanted = rules.max_model_len if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
     if rules.prefills_only and wanted > len(prompt) + 1:
         raise InvalidRequest(f"max_tokens: {sampling.max_tokens}, but this instance only computes prompts; set it to 1")
@@ -416,6 +438,7 @@ def prepare(request: EngineRequest, rules: RequestRules) -> PreparedRequest:
         num_answered=len(request.answer_token_ids),
         priority=request.priority,
         grammar=grammar,
+        prompt_experts=request.prompt_experts if sampling.return_routed_experts else None,
         weights=rules.weights,
     )
 
@@ -442,15 +465,18 @@ def _validate_grammar(request: EngineRequest, rules: RequestRules) -> str:
 
 
 def _validate_routed_experts(request: EngineRequest, rules: RequestRules) -> None:
-    if not rules.returns_routed_experts:
+    if rules.routed_experts is None:
         raise InvalidRequest(
             "return_routed_experts: this engine does not return the experts of tokens; start it with "
             "--enable_return_routed_experts"
         )
-    if request.pages_from or request.bootstrap_room is not None:
+    if (given := request.prompt_experts) is not None:
+        if (given.start, given.num_layers, given.top_k, given.dtype) != (0, *rules.routed_experts):
+            raise InvalidRequest("return_routed_experts: the experts of the prompt are those of another model")
+    elif request.pages_from or request.bootstrap_room is not None:
         raise InvalidRequest(
             "return_routed_experts: the prompt's pages would come from another instance, without the experts of its "
-            "tokens; send the request without kv_transfer_params and bootstrap_room"
+            "tokens; send kv_transfer_params of a response to the same request, and no bootstrap_room"
         )
 
 

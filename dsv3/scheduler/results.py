@@ -1,6 +1,7 @@
 """Processes what a step has sampled: records tokens and finishes requests."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -9,7 +10,7 @@ import numpy as np
 from dsv3.scheduler.batch_slots import NOT_FINITE, NOTHING, BatchRows, BatchSlots
 from dsv3.scheduler.request import EngineOutput, FinishReason, StepOutputs, TokenLogprobs, Tokens
 from dsv3.scheduler.scheduler import Scheduler
-from dsv3.scheduler.sequence import Chunk, Sequence
+from dsv3.scheduler.sequence import GREEDY, Chunk, Sequence
 
 _PART = 4096  # tokens whose experts are in one output: 2 MB of DeepSeek-V3
 CALM_STEPS = 64
@@ -71,7 +72,8 @@ def process_results(
     `sampled` begins with the tokens `[ranks, B, S]` of every row of the batch: the accepted ones first, then `NOTHING`
     or `UNDRAFTED`; `NOT_FINITE` where the logits were not finite. Where a request wants log-probabilities, those of the
     tokens follow `[ranks, B, S]`, then the most likely tokens `[ranks, B, S, 20]`, best first, and their
-    log-probabilities. `routed_experts` `[ranks, B, S, L, K]` are those of a decode batch in which some request wants
+    log-probabilities; where one wants masks, the tokens that each was drawn from, as bits `[ranks, B, S, words]`.
+    `routed_experts` `[ranks, B, S, L, K]` are those of a decode batch in which some request wants
     them: of its last token and of the drafts behind that, of which the accepted ones count.
 
     Results of requests that have left their slot are dropped. Rows without a token belong to a step that is retried.
@@ -229,11 +231,28 @@ def _logprobs(
     if count is None or not columns:
         return None
     at = (rows.rank[i], rows.position[i])
+    kept: Iterator[bytes | None] = itertools.repeat(None)
+    if sequence.sampling.return_sampling_mask:
+        kept = map(_kept_ids, columns[3][at]) if _excludes_tokens(sequence) else itertools.repeat(b"")
     return [
         TokenLogprobs(
             logprob=float(own),
             top_ids=ids[:count].tolist(),
             top_logprobs=top[:count].tolist(),
+            kept=tokens,
         )
-        for own, ids, top in zip(*(column[at] for column in columns), strict=True)
+        for own, ids, top, tokens in zip(*(column[at] for column in columns[:3]), kept, strict=False)
     ]
+
+
+def _excludes_tokens(sequence: Sequence) -> bool:
+    asked = sequence.sampling
+    filters = asked.top_k > 0 or asked.top_p < 1 or asked.min_p > 0 or sequence.matcher is not None
+    return filters or sequence.variant == GREEDY or asked.temperature == 0
+
+
+def _kept_ids(words: np.ndarray) -> bytes:
+    """Returns the numbers of the bits that are set in uint32 `words`, as int32; most words of a mask are 0."""
+    [some] = words.nonzero()
+    [bits] = np.unpackbits(words[some].astype("<u4").view(np.uint8), bitorder="little").nonzero()
+    return (some[bits >> 5] * 32 + (bits & 31)).astype("<i4").tobytes()

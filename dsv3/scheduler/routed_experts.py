@@ -3,8 +3,9 @@
 A page of the prefix cache holds no expert ids, and they cannot be computed from its latents. So the host keeps the ids
 of each page that a request with `return_routed_experts` has computed, under the page's key: 464 bytes per token of
 DeepSeek-V3, 0.7 % of the page. Such a request uses a cached page only if its ids are here, and computes the others
-again. Ids of a token stay what they were when it was first computed: a pre-empted request computes its tokens again,
-but the answer so far was sampled with the first ones.
+again. Pages of another instance come without ids: the request brings those, and only it uses them, as they are what its
+sender says. Ids of a token stay what they were when it was first computed: a pre-empted request computes its tokens
+again, but the answer so far was sampled with the first ones.
 """
 
 from collections.abc import Sequence
@@ -52,14 +53,16 @@ class RequestExperts:
     """Expert ids of one request's tokens, from its first one on, and how many of them have been sent.
 
     They are sent with the request's last output, and before where many wait. With `sends_each_step` they go with every
-    output: a stop string may end the text before the engine ends the request.
+    output: a stop string may end the text before the engine ends the request. `given` are those of its first tokens.
     """
 
-    __slots__ = ("_count", "_ids", "_pages", "_sent", "sends_each_step")
+    __slots__ = ("_count", "_given", "_ids", "_num_given", "_pages", "_sent", "sends_each_step")
 
-    def __init__(self, pages: PageExperts, *, sends_each_step: bool = False) -> None:
+    def __init__(self, pages: PageExperts, given: ExpertIds | None = None, *, sends_each_step: bool = False) -> None:
         self._pages, self._ids, self._count, self._sent = pages, bytearray(), 0, 0
         self.sends_each_step = sends_each_step
+        self._given = None if given is None else given.array()
+        self._num_given = 0 if self._given is None else len(self._given) // pages.page_size
 
     def __len__(self) -> int:
         return self._count
@@ -85,7 +88,7 @@ class RequestExperts:
 
     def num_usable(self, keys: Sequence[Key]) -> int:
         """Returns how many pages, the first ones of those with `keys`, have known ids."""
-        recorded = len(self) // self._pages.page_size
+        recorded = max(len(self) // self._pages.page_size, self._num_given)
         lacking = (i for i, key in enumerate(keys) if i >= recorded and key not in self._pages)
         return next(lacking, len(keys))
 
@@ -93,13 +96,17 @@ class RequestExperts:
         """Records the ids of cached pages, the first ones of the request; they are known (`num_usable`)."""
         size = self._pages.page_size
         for i, key in enumerate(keys[len(self) // size :], len(self) // size):
-            ids = np.frombuffer(self._pages.use(key), self._pages.dtype)
-            self.append(i * size, ids.reshape(size, *self._pages.shape))
+            if i < self._num_given:
+                assert self._given is not None
+                ids = self._given[i * size : (i + 1) * size]
+            else:
+                ids = np.frombuffer(self._pages.use(key), self._pages.dtype).reshape(size, *self._pages.shape)
+            self.append(i * size, ids)
 
     def keep(self, first: int, keys: Sequence[Key]) -> None:
         """Keeps the ids of pages that are published, the request's pages from index `first` on, for other requests."""
         each = self._pages.page_size * self._pages.row_bytes
-        for i, key in enumerate(keys, first):
+        for i, key in enumerate(keys[max(0, self._num_given - first) :], max(first, self._num_given)):
             self._pages.put(key, bytes(memoryview(self._ids)[i * each : (i + 1) * each]))
 
     def take(self, limit: int | None = None) -> ExpertIds | None:

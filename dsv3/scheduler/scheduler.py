@@ -123,7 +123,8 @@ class Scheduler:
         sequence.arrival = self._arrivals
         sequence.queued_at = perf_counter()
         if sequence.sampling.return_routed_experts:
-            sequence.routed = RequestExperts(self.page_experts, sends_each_step=bool(sequence.sampling.stop))
+            given = sequence.request.prompt_experts
+            sequence.routed = RequestExperts(self.page_experts, given, sends_each_step=bool(sequence.sampling.stop))
         self.sequences[sequence.id] = sequence
         self.queue.push(sequence)
         if self.bootstrap_rooms is not None:

@@ -43,7 +43,11 @@ ONE_LAYER = dataclasses.replace(
     dspark=dataclasses.replace(SMALL_V4.dspark, stages=1, target_layers=(0,)),
 )  # fmt: skip
 COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
-    ("checkpoint", "--size_gb=0.02 --rounds=1 --only=bf16 --directory={tmp}", {}),
+    (
+        "checkpoint",
+        "--size_gb=0.02 --rounds=1 --directory={tmp}",
+        {"CASES": dict.fromkeys(("raw bf16", "hf bf16", "update bf16"), "bf16")},
+    ),
     ("cluster_send", "--ranks 4 --rows 4 --followers 1 --steps 2", {}),
     ("cpu_peers", "--dtypes float32 --requests 1 --tokens 4 --long 8 --rounds 1 --repeats 1", {}),
     ("cpu_step", "--rows 1 --dtypes float32 --rounds 1 --seconds 0.01", {}),

@@ -1,6 +1,8 @@
 """`python -m launch.serve` as several processes: a real model, experts spread over them, and wrong command lines."""
 
+import base64
 import contextlib
+import io
 import json
 import os
 import re
@@ -96,6 +98,20 @@ def check_weights_change_everywhere(url, body, expected, directory):
     assert answer() == (expected, "2")
 
 
+def check_experts_of_both_processes_are_returned(url, prompt):
+    """Each rank chooses the same ones for a prompt and its answer: two are the leader's, two the follower's."""
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_routed_experts": True}
+    found = set()
+    for rank in range(4):
+        answer = httpx.post(
+            f"{url}/v1/completions", json=body, headers={"x-data-parallel-rank": str(rank)}, timeout=120
+        )
+        found.add(answer.json()["choices"][0]["routed_experts"])
+    [text] = found
+    ids, cfg = np.load(io.BytesIO(base64.b64decode(text))), model("greedy")[1]
+    assert ids.shape == (len(prompt) + 7, cfg.num_moe_layers, cfg.num_experts_per_tok) and len(np.unique(ids)) > 4
+
+
 def test_experts_over_two_processes_give_transformers_tokens(start, tmp_path):
     """Two devices each, with experts that move between all four while serving; then their weights change, twice.
 
@@ -103,7 +119,7 @@ def test_experts_over_two_processes_give_transformers_tokens(start, tmp_path):
     status 0.
     """
     golden = json.loads((DIRECTORY / "greedy" / "greedy.json").read_text())
-    arguments = [*SMALL, *MOVING, "--nocluster_spare"]
+    arguments = [*SMALL, *MOVING, "--nocluster_spare", "--enable_return_routed_experts"]
     coordinator = f"localhost:{local.free_port()}"
     follower = start(coordinator, 1, *arguments, environment=SLURM | {"SLURM_PROCID": "1"})
     leader = start(coordinator, 0, *arguments, *flags(0), "--enable_weight_updates")
@@ -120,6 +136,7 @@ def test_experts_over_two_processes_give_transformers_tokens(start, tmp_path):
     assert any(moved)
     sampled = {"prompt": prompts[0], "max_tokens": 4, "logprobs": 2, "seed": 3, "logit_bias": {"5": 1}}
     assert httpx.post(f"{url}/v1/completions", json={"model": "greedy"} | sampled, timeout=120).status_code == 200
+    check_experts_of_both_processes_are_returned(url, prompts[0])
     expected = [tokens[:count] for tokens in golden["greedy"][:6]]
     check_weights_change_everywhere(url, body, expected, tmp_path / "other")
     assert metric(url, "dsv3:recompilations_total") == 0

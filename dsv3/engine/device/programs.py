@@ -34,7 +34,7 @@ _GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization", "xla_gpu_shard_au
 _READ_THREADS = 4
 _COMPILE_THREADS = 8  # tracing holds the GIL, so more threads would only wait
 _SAMPLING = (
-    *("sample", "constrained sample", "sample with logprobs", "constrained sample with logprobs"),
+    *("sample", "constrained sample", "sample with details", "constrained sample with details"),
     *("logprobs", "prompt_logprobs"),
 )
 _MOVE = "move_experts"

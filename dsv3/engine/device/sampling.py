@@ -113,6 +113,20 @@ def processed_logprobs(
     return log_probabilities(jnp.log(_sampled_weights(logits, neutral, filters, adaptive)), tokens, count)
 
 
+def kept_words(
+    logits: jax.Array, tokens: jax.Array, controls: Controls, *, filters: bool = True, adaptive: bool = False
+) -> jax.Array:
+    """Returns the tokens that `sample` draws `tokens` `[B]` from, as bits: uint32 `[B, words]`, see `apply_bitmask`.
+
+    Rows of temperature 0 draw from their most likely token alone.
+    """
+    is_greedy = (controls.temperature < _MIN_TEMPERATURE)[:, None]
+    is_drawn = jnp.arange(logits.shape[-1]) == tokens[:, None]
+    kept = jnp.where(is_greedy, is_drawn, _sampled_weights(logits, controls, filters, adaptive) > 0)
+    bits = jnp.pad(kept, ((0, 0), (0, -kept.shape[-1] % _WORD_BITS))).reshape(len(kept), -1, _WORD_BITS)
+    return (bits.astype(jnp.uint32) << jnp.arange(_WORD_BITS, dtype=jnp.uint32)).sum(axis=-1, dtype=jnp.uint32)
+
+
 def _sampled_weights(logits: jax.Array, controls: Controls, filters: bool, adaptive: bool) -> jax.Array:
     """Returns the relative weights that `sample` draws from; rows of temperature 0 have those of temperature 1."""
     is_greedy = controls.temperature < _MIN_TEMPERATURE

@@ -23,6 +23,7 @@ from dsv3.engine.jobs.sample import (
     ForwardContext,
     ForwardResults,
     SampleCommand,
+    copy_experts,
     defer_for_masks,
     launch_sampler,
     sampler_command,
@@ -244,8 +245,8 @@ class DecodeWorker:
         )
         if not command.wants_routed_experts:
             return Forward(slots, scores, draft_input=draft_input)
-        routed_experts.copy_to_host_async()
-        return Forward(slots, scores, draft_input=draft_input, routed_experts=routed_experts)
+        experts = copy_experts(devices, routed_experts)
+        return Forward(slots, scores, draft_input=draft_input, routed_experts=experts)
 
 
 def decode_body(

@@ -23,7 +23,9 @@ from dsv3.engine.jobs.sample import (
     ForwardContext,
     ForwardResults,
     SampleCommand,
+    copy_experts,
     defer_for_masks,
+    expert_programs,
     launch_sampler,
     sampler_command,
     sampler_programs,
@@ -302,6 +304,7 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
         yield layout.per_rank(key, body, arguments, donated=(1, 2), takes_params=True, padding=padding)
     yield from prompt_logprobs.programs(layout)
     yield from sampler_programs(layout)
+    yield from expert_programs(layout)
 
 
 class PrefillWorker:
@@ -345,8 +348,7 @@ class PrefillWorker:
         forward = Forward(slots, scores if command.samples else None, hidden, draft_input, batch)
         if not command.wants_routed_experts:
             return forward
-        routed_experts.copy_to_host_async()
-        return forward._replace(routed_experts=routed_experts)
+        return forward._replace(routed_experts=copy_experts(devices, routed_experts))
 
 
 def prefill_body(

@@ -29,6 +29,7 @@ from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.sampling import apply_bitmask, best_tokens, bitmask_words
 from dsv3.engine.device.state import NO_DRAFT, AdjustState, DecodeState, adjustments_at, controls_at
 from dsv3.engine.job import Command
+from dsv3.model.layers.router import id_dtype
 from dsv3.model.vocabulary import Vocabulary
 from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from dsv3.scheduler.batch_slots import NOT_FINITE, NOTHING, UNDRAFTED, BatchRows, BatchSlots
@@ -40,14 +41,14 @@ from dsv3.scheduler.structured_output import ALL, Masks
 class Sampler(NamedTuple):
     """A compiled sampler: the greatest variant that it serves, and whether it takes bitmasks.
 
-    An `adaptive` one checks while it runs which filters its rows use. One that `returns_logprobs` returns processed
-    log-probabilities too.
+    An `adaptive` one checks while it runs which filters its rows use. One that `returns_details` returns processed
+    log-probabilities and masks too, as the engine is configured.
     """
 
     variant: int
     is_constrained: bool = False
     adaptive: bool = False
-    returns_logprobs: bool = False
+    returns_details: bool = False
 
 
 def samplers(layout: Layout) -> tuple[Sampler, ...]:
@@ -55,8 +56,8 @@ def samplers(layout: Layout) -> tuple[Sampler, ...]:
 
     On a CPU samplers are adaptive, so three serve all its steps instead of seven, six of which take 1.2 to 2.3 s to
     compile. A constrained row allocates the state of adjustments there, and a row with adjustments has bitmasks. An
-    adaptive sampler on a GPU would wait for its host. Those that return processed log-probabilities come last: of
-    greedy batches too the one that draws.
+    adaptive sampler on a GPU would wait for its host. Those that return details come last: of greedy batches too the
+    one that draws.
     """
     drawing: tuple[Sampler, ...]
     if layout.platform == "cpu":
@@ -66,22 +67,22 @@ def samplers(layout: Layout) -> tuple[Sampler, ...]:
         # Batches of constrained greedy rows use the one that draws, as mixed batches do: one program less.
         if layout.takes_grammars:
             drawing += tuple(Sampler(variant, is_constrained=True) for variant in (DRAWN, FILTERED, FULL))
-    processed = tuple(s._replace(returns_logprobs=True) for s in drawing if _returns_processed(layout))
-    return Sampler(GREEDY), *drawing, *processed
+    has_details = _returns_processed(layout) or layout.cfg.enable_return_sampling_mask
+    return Sampler(GREEDY), *drawing, *(s._replace(returns_details=True) for s in drawing if has_details)
 
 
 def _returns_processed(layout: Layout) -> bool:
     return layout.cfg.logprobs_mode == "processed_logprobs"
 
 
-def sampler_for(layout: Layout, variant: int, is_constrained: bool, returns_logprobs: bool = False) -> Sampler:
+def sampler_for(layout: Layout, variant: int, is_constrained: bool, returns_details: bool = False) -> Sampler:
     """Returns the sampler of a step whose rows need `variant`, and are constrained or not."""
-    each = (s for s in samplers(layout) if s.returns_logprobs == returns_logprobs)
+    each = (s for s in samplers(layout) if s.returns_details == returns_details)
     return next(s for s in each if s.variant >= variant and s.is_constrained >= is_constrained)
 
 
 NAME = "sample"
-_PROCESSED = "sample with logprobs"  # samplers that return processed log-probabilities
+_DETAILED = "sample with details"  # samplers that return processed log-probabilities, or masks
 
 
 class Adjustment(Command, frozen=True):
@@ -118,7 +119,7 @@ class SampleCommand(Command, frozen=True, tag=1, omit_defaults=True):
     """Samples the rows of a forward program. `variant` is the sampler's.
 
     `adjustments` are applied before, at most one per rank in each of `adjust_launches`. With `masks` some rows are
-    constrained.
+    constrained. With `sampling_masks` the results have the tokens that each was drawn from.
     """
 
     variant: int
@@ -126,6 +127,7 @@ class SampleCommand(Command, frozen=True, tag=1, omit_defaults=True):
     adjustments: list[Adjustment] = msgspec.field(default_factory=list)
     adjust_launches: int = 0
     masks: RowMasks | None = None
+    sampling_masks: bool = False
 
     def part(self, ranks: range) -> "SampleCommand":
         """Returns the command with the adjustments and bitmasks of `ranks` only."""
@@ -173,7 +175,8 @@ def sampler_command(
     adjustments = [_adjustment(sequence, max_num_seqs) for sequence in starting if sequence.variant == FULL]
     ranks = [a.rank for a in adjustments]
     variant, wants_logprobs = int(slots.variant[mine].max()), bool(slots.wants_logprobs[mine].any())
-    command = SampleCommand(variant, wants_logprobs, adjustments, max(map(ranks.count, ranks), default=0))
+    wants_masks, turns = bool(slots.wants_sampling_mask[mine].any()), max(map(ranks.count, ranks), default=0)
+    command = SampleCommand(variant, wants_logprobs, adjustments, turns, sampling_masks=wants_masks)
     return command, bool(slots.constrained[mine].any())
 
 
@@ -267,14 +270,16 @@ def _sampler(layout: Layout, rows: int, width: int, sampler: Sampler) -> Program
     speculative = layout.cfg.speculative
     chances = () if speculative is None else speculative.synthetic_chances[: width - 1]
     body = functools.partial(sample_scores_body, layout.functions.vocabulary, sampler.variant)
-    counted = MAX_LOGPROBS if sampler.returns_logprobs else 0
-    body = functools.partial(body, chances=chances, adaptive=sampler.adaptive, logprobs=counted)
+    details = TOKENS_ALONE
+    if sampler.returns_details:
+        details = Details(MAX_LOGPROBS * _returns_processed(layout), layout.cfg.enable_return_sampling_mask)
+    body = functools.partial(body, chances=chances, adaptive=sampler.adaptive, details=details)
     padding = {3: layout.padding_slot, 4: ALL}
     return layout.per_rank(_key(sampler, rows, width), body, arguments, donated, gathered="last", padding=padding)
 
 
 def _key(sampler: Sampler, rows: int, width: int) -> Key:
-    kind = _PROCESSED if sampler.returns_logprobs else NAME
+    kind = _DETAILED if sampler.returns_details else NAME
     return Key(f"constrained {kind}" if sampler.is_constrained else kind, rows, sampler.variant, width)
 
 
@@ -285,6 +290,36 @@ def adjust_shapes(layout: Layout) -> AdjustState:
 
 def _zeros(shapes: AdjustState, _: jax.Array) -> AdjustState:
     return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), shapes)
+
+
+_EXPERTS = "routed_experts"
+
+
+def expert_programs(layout: Layout) -> Iterator[ProgramSpec]:
+    """Yields the programs that gather the experts of a step's tokens in an instance of several processes.
+
+    The leader alone cannot read what the devices of others have chosen.
+    """
+    cfg, model_cfg = layout.cfg, layout.model_cfg
+    if not (layout.spans_processes and cfg.enable_return_routed_experts):
+        return
+    chosen = (model_cfg.num_moe_layers, model_cfg.num_experts_per_tok)
+    batches = [(size,) for size in cfg.prefill_buckets] + [(size, cfg.width(size)) for size in cfg.decode_buckets]
+    for tokens in batches:
+        ids = layout.array(*tokens, *chosen, dtype=id_dtype(model_cfg.n_routed_experts))
+        yield layout.per_rank(_experts_key(tokens), lambda each: each, (ids,), gathered="all")
+
+
+def _experts_key(tokens: tuple[int, ...]) -> Key:
+    return Key(_EXPERTS, tokens[0], width=tokens[1] if len(tokens) > 1 else 0)
+
+
+def copy_experts(devices: Devices, routed_experts: jax.Array) -> jax.Array:
+    """Starts to copy the experts `[ranks, tokens..., L, K]` of a forward pass to the host, of all processes' ranks."""
+    if devices.layout.spans_processes:
+        routed_experts = devices.programs.get(_experts_key(routed_experts.shape[1:-2]))(routed_experts)
+    routed_experts.copy_to_host_async()
+    return routed_experts
 
 
 def launch_sampler(
@@ -299,17 +334,22 @@ def launch_sampler(
         _set_adjustments(devices, command.adjustments, i)
     rows, width = scores.shape[2:4]
     processed = command.logprobs and _returns_processed(layout)
-    sampler = sampler_for(layout, command.variant, command.masks is not None, processed)
+    detailed = processed or command.sampling_masks
+    sampler = sampler_for(layout, command.variant, command.masks is not None, detailed)
     adjust = _adjust_state(devices) if sampler.variant == FULL else None
     masks = [devices.put(_masks(command.masks, layout, rows, width))] if sampler.is_constrained else []
     program = devices.programs.get(_key(sampler, rows, width))
     devices.state, adjust, drawn, *of_all = program(devices.state, adjust, scores, slots, *masks)
     if sampler.variant == FULL:
         devices.adjust = adjust
-    tokens, everything = drawn[0] if processed else drawn, of_all[0] if of_all else drawn
-    results = tuple(everything) if processed else (everything,)
+    tokens, everything = drawn[0] if detailed else drawn, of_all[0] if of_all else drawn
+    results, kept = tuple(everything) if detailed else (everything,), ()
+    if detailed and layout.cfg.enable_return_sampling_mask:
+        results, kept = results[:-1], results[-1:]
     if command.logprobs and not processed:
         results += devices.programs.get(Key("logprobs", rows, width=width))(scores, tokens)
+    if command.sampling_masks:
+        results += kept
     for array in results:
         array.copy_to_host_async()
     return forward._replace(scores=None, tokens=tokens) if layout.cfg.speculative is not None else None, results
@@ -346,9 +386,17 @@ def _adjust_state(devices: Devices) -> Any:
     return devices.adjust
 
 
-Logprobs = tuple[jax.Array, ...]
-"""Processed log-probabilities of tokens, and the most likely ones with theirs; () where they are not returned."""
-Draw = Callable[[AdjustState | None, jax.Array, int], tuple[jax.Array, Logprobs]]
+class Details(NamedTuple):
+    """What a sampler returns beside tokens: so many processed `logprobs`, and the `kept` tokens as bits."""
+
+    logprobs: int = 0
+    kept: bool = False
+
+
+TOKENS_ALONE = Details()
+About = tuple[jax.Array, ...]
+"""The details of tokens: their processed log-probabilities, and the most likely tokens with theirs; then bits."""
+Draw = Callable[[AdjustState | None, jax.Array, int], tuple[jax.Array, About]]
 """Samples position i of each row: from the adjust state so far, the slots `[B]` and i, to tokens `[B]`."""
 
 
@@ -363,7 +411,7 @@ def sample_scores_body(
     *,
     chances: tuple[float, ...] = (),
     adaptive: bool = False,
-    logprobs: int = 0,
+    details: Details = TOKENS_ALONE,
 ) -> tuple[DecodeState, AdjustState | None, Any]:
     """Samples as `sample_body` does, from scores `[Xn, B, S, W / Xn]`.
 
@@ -372,7 +420,7 @@ def sample_scores_body(
     """
     if variant != GREEDY or vocabulary.ranks == 1:
         whole = vocabulary.whole(scores)
-        how: dict[str, Any] = {"chances": chances, "adaptive": adaptive, "logprobs": logprobs}
+        how: dict[str, Any] = {"chances": chances, "adaptive": adaptive, "details": details}
         return sample_body(variant, state, adjust, whole, slots, masks, **how)
     words, top = best_tokens(vocabulary, scores)
     drawn = jnp.where(jnp.isfinite(top), words, NOT_FINITE)
@@ -392,7 +440,7 @@ def sample_body(
     *,
     chances: tuple[float, ...] = (),
     adaptive: bool = False,
-    logprobs: int = 0,
+    details: Details = TOKENS_ALONE,
 ) -> tuple[DecodeState, AdjustState | None, Any]:
     """Samples the rows `slots` `[B]` from `logits` `[B, S, W]`, for one rank, verifies drafts, and advances the state.
 
@@ -403,18 +451,18 @@ def sample_body(
 
     Returns state, adjust state and tokens `[B, S]`: `NOTHING` or `UNDRAFTED` behind the accepted ones and in rows that
     do not sample, `NOT_FINITE` where the logits were not finite (the state then gets token 0, and the row ends). With
-    `logprobs` above 0 a tuple: the tokens, their processed log-probabilities `[B, S]`, and the so many most likely
-    tokens `[B, S, logprobs]` with theirs.
+    `details` a tuple: the tokens, their processed log-probabilities `[B, S]`, the so many most likely tokens `[B, S,
+    logprobs]` with theirs, and `sampling.kept_words` `[B, S, words]`.
     """
     logits = logits if masks is None else apply_bitmask(logits, masks)
 
     rows, width, vocab_size = logits.shape
-    sample = functools.partial(_sample_rows, variant, state, adaptive=adaptive, logprobs=logprobs)
+    sample = functools.partial(_sample_rows, variant, state, adaptive=adaptive, details=details)
 
-    def one_position(adjust: AdjustState | None, slots: jax.Array, i: int) -> tuple[jax.Array, Logprobs]:
+    def one_position(adjust: AdjustState | None, slots: jax.Array, i: int) -> tuple[jax.Array, About]:
         return sample(adjust, logits[:, i], slots, i)
 
-    def drawn_before(adjust: AdjustState | None, slots: jax.Array, i: int) -> tuple[jax.Array, Logprobs]:
+    def drawn_before(adjust: AdjustState | None, slots: jax.Array, i: int) -> tuple[jax.Array, About]:
         return jax.tree.map(lambda array: array[:, i], every)
 
     draw: Draw = one_position
@@ -441,10 +489,10 @@ def _advance(
     rows = jnp.minimum(slots, num_slots - 1)  # padding gets any slot's
     drafts = state.tokens[rows]
     going = slots < num_slots
-    last, columns, logprobs = drafts[:, 0], [], []
+    last, columns, details = drafts[:, 0], [], []
     for i in range(width):
         drawn, about = draw(adjust, rows, i)
-        logprobs.append(about)
+        details.append(about)
         if i < len(chances):
             controls = controls_at(state, rows, i)
             drawn = sampling.force_acceptance(drawn, drafts[:, i + 1], controls, chances[i], vocab_size)
@@ -459,9 +507,9 @@ def _advance(
         tokens=state.tokens.at[slots, 0].set(last, mode="drop"),
         lengths=state.lengths.at[slots].add((tokens > NOTHING).sum(axis=1, dtype=jnp.int32), mode="drop"),
     )
-    if not logprobs[0]:
+    if not details[0]:
         return state, adjust, tokens
-    return state, adjust, (tokens, *(jnp.stack(each, axis=1) for each in zip(*logprobs, strict=True)))
+    return state, adjust, (tokens, *(jnp.stack(each, axis=1) for each in zip(*details, strict=True)))
 
 
 def _sample_rows(
@@ -473,11 +521,11 @@ def _sample_rows(
     offset: int | jax.Array,
     *,
     adaptive: bool,
-    logprobs: int,
-) -> tuple[jax.Array, Logprobs]:
+    details: Details,
+) -> tuple[jax.Array, About]:
     """Samples from each row of logits `[n, W]`, `offset` behind the length of its slot in `slots` `[n]`."""
     own = logits
-    about: Logprobs = ()
+    about: About = ()
     if adjust is not None:
         logits = sampling.apply_adjustments(logits, adjustments_at(state, adjust, slots, offset))
     if variant == GREEDY:
@@ -485,8 +533,10 @@ def _sample_rows(
     else:
         controls, how = controls_at(state, slots, offset), {"filters": variant >= FILTERED, "adaptive": adaptive}
         drawn = sampling.sample(logits, controls, **how)
-        if logprobs:
-            about = sampling.processed_logprobs(logits, drawn, controls, logprobs, **how)
+        if details.logprobs:
+            about = sampling.processed_logprobs(logits, drawn, controls, details.logprobs, **how)
+        if details.kept:
+            about += (sampling.kept_words(logits, drawn, controls, **how),)
     drawn = sampling.replace_invalid(logits, drawn, NOT_FINITE)
     # A NaN of a token that `min_tokens` forbids is still in the log-probabilities.
     return sampling.replace_invalid(own, drawn, NOT_FINITE), about

@@ -26,6 +26,11 @@ def id_dtype(num_experts: int) -> np.dtype:
     return np.dtype(np.uint8 if num_experts <= 256 else np.uint16)
 
 
+def ids_per_token(cfg: ModelConfig) -> tuple[int, int, str]:
+    """Returns a token's MoE layers, its experts in each, and numpy's name of the type of their ids outside of jax."""
+    return cfg.num_moe_layers, cfg.num_experts_per_tok, id_dtype(cfg.n_routed_experts).newbyteorder("<").str
+
+
 def router_logits(x: jax.Array, weight: jax.Array, layer: Index, backend: Backend | None) -> jax.Array:
     """Returns the router logits `[T, E]` float32: `x` `[T, D]` times layer `layer` of the router.
 
@@ -115,6 +120,11 @@ def route_by_token(cfg: ModelConfig, logits: jax.Array, table: jax.Array, tokens
     Ids out of range give the last row.
     """
     return _weighted(cfg, _SCORES[cfg.scoring_func](logits), table.at[tokens].get(mode="clip"))
+
+
+def by_layer(ids: jax.Array) -> jax.Array:
+    """Returns expert ids `[..., L, K]` of T tokens, of any integer type, as int32 `[L, T, K]`."""
+    return jnp.moveaxis(ids.astype(jnp.int32).reshape(-1, *ids.shape[-2:]), 1, 0)
 
 
 def replay(cfg: ModelConfig, logits: jax.Array, own: Routing, given: jax.Array) -> Routing:

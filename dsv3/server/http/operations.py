@@ -5,6 +5,7 @@ disconnects before changes nothing about that.
 """
 
 import functools
+import time
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal
 
@@ -85,13 +86,14 @@ async def _update(service: Service, http: Request) -> Response:
         if getattr(wanted, name) is not only:
             raise invalid(f"{name}: only {str(only).lower()} is supported", name, "unsupported_parameter")
     mode: PauseMode = "abort" if wanted.abort_all_requests else "wait"
-    paused = _state(service).is_paused
+    paused, started = _state(service).is_paused, time.monotonic()
     try:
         await _operate(service, http, UpdateWeights(wanted.model_path, wanted.weight_version, mode))
     except ApiError as error:
         if error.status == 503:
             raise
         return json_response({"success": False, "message": error.body.message, "num_paused_requests": 0}, error.status)
+    service.metrics.observe("update", time.monotonic() - started)
     message = f"Succeeded to update model weights: {_state(service).weight_version}."
     waiting = service.engine.num_in_flight if paused else 0
     return json_response({"success": True, "message": message, "num_paused_requests": waiting})

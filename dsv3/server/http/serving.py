@@ -32,6 +32,10 @@ async def serving(service: Service, config: ServerConfig, listener: socket.socke
     service.metrics.kernel_fallbacks = lambda: (
         {} if service.engine.info is None else service.engine.info.kernel_fallbacks
     )
+    if options.enable_weight_updates:
+        service.metrics.weight_version = lambda: (
+            "" if service.engine.info is None else service.engine.info.state.weight_version
+        )
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(service.close)
         limit = max_admitted(options.max_connections, options.api_server_count)

@@ -165,6 +165,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
     usage: AnthropicUsage
+    weight_version: str | msgspec.UnsetType = msgspec.UNSET  # that of the last token
 
 
 class MessageStart(msgspec.Struct, frozen=True, tag_field="type", tag="message_start"):
@@ -205,6 +206,7 @@ class Stopped(msgspec.Struct, frozen=True, kw_only=True):
 class MessageDelta(msgspec.Struct, frozen=True, tag_field="type", tag="message_delta"):
     delta: Stopped
     usage: AnthropicUsage
+    weight_version: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class MessageStop(msgspec.Struct, frozen=True, tag_field="type", tag="message_stop"):

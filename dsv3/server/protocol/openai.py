@@ -67,6 +67,7 @@ class TransferParams(msgspec.Struct):
     remote_addresses: (
         Annotated[list[Annotated[str, Meta(max_length=MAX_NAME_CHARS)]], Meta(max_length=MAX_ADDRESSES)] | None
     ) = None
+    remote_routed_experts: str | None = None  # ours, too: base64 of the ids of the prompt's experts
 
 
 class Resume(msgspec.Struct, forbid_unknown_fields=True):
@@ -116,6 +117,7 @@ class SampledRequest(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_routed_experts: bool | None = None
+    return_sampling_mask: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsParams | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
@@ -349,7 +351,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 class _Choice(msgspec.Struct, frozen=True, kw_only=True):
     """`token_ids` (and a completion's `prompt_token_ids` and `prompt_logprobs`) are absent unless requested.
 
-    So are `routed_experts`, a JSON string that `dsv3.server.serving.handler` encodes.
+    So are `routed_experts` and `sampling_mask`, JSON strings that `dsv3.server.serving.handler` encodes.
     `weight_version` names the weights of the last token; `weight_versions`, where there are several, the number of the
     first token and the version for each in turn. They are absent without `--enable_weight_updates`.
     """
@@ -359,6 +361,7 @@ class _Choice(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str | int | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     routed_experts: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    sampling_mask: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     weight_version: str | msgspec.UnsetType = msgspec.UNSET
     weight_versions: list[tuple[int, str]] | msgspec.UnsetType = msgspec.UNSET
 

@@ -217,6 +217,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     store: bool = False
     top_logprobs: int = 0
     truncation: str = "disabled"
+    weight_version: str | msgspec.UnsetType = msgspec.UNSET  # that of the last token
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True):

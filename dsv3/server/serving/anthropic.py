@@ -74,7 +74,8 @@ class MessagesHandler(ConversationHandler[MessagesRequest]):
 
     def complete(self, last: ChoiceUpdate) -> Message:
         reason, sequence = _stop_reason(last)
-        return self._message([_block(section, whole=True) for section in self.sections.all], reason, sequence)
+        content, version = [_block(section, whole=True) for section in self.sections.all], last.weight_version
+        return self._message(content, reason, sequence, version or msgspec.UNSET)
 
     def opening_events(self) -> list[bytes]:
         return [_event(MessageStart(self._message([])))]
@@ -92,13 +93,18 @@ class MessagesHandler(ConversationHandler[MessagesRequest]):
     def closing_events(self, last: ChoiceUpdate) -> list[bytes]:
         reason, sequence = _stop_reason(last)
         stopped = Stopped(stop_reason=reason, stop_sequence=sequence)
-        return [_event(MessageDelta(stopped, self._usage())), _event(MessageStop())]
+        delta = MessageDelta(stopped, self._usage(), last.weight_version or msgspec.UNSET)
+        return [_event(delta), _event(MessageStop())]
 
     def failure(self, error: ApiError) -> bytes:
         return _event(messages_error(error))
 
     def _message(
-        self, content: list[OutputBlock], reason: StopReason | None = None, sequence: str | None = None
+        self,
+        content: list[OutputBlock],
+        reason: StopReason | None = None,
+        sequence: str | None = None,
+        weight_version: str | msgspec.UnsetType = msgspec.UNSET,
     ) -> Message:
         return Message(
             id=self.id,
@@ -107,6 +113,7 @@ class MessagesHandler(ConversationHandler[MessagesRequest]):
             stop_reason=reason,
             stop_sequence=sequence,
             usage=self._usage(),
+            weight_version=weight_version,
         )
 
     def _usage(self) -> AnthropicUsage:

@@ -23,7 +23,6 @@ from dsv3.server.protocol.openai import (
 from dsv3.server.serving.generation import ChoiceUpdate
 from dsv3.server.serving.handler import (
     LIST_OF_GAP,
-    TEXT_OF_GAP,
     CompleteChoice,
     RequestHandler,
     fill_gaps,
@@ -57,7 +56,7 @@ class ChatHandler(RequestHandler[ChatRequest]):
 
     @functools.cached_property
     def _is_plain(self) -> bool:
-        return not (self.request.logprobs or self.request.return_token_ids)
+        return not (self.request.logprobs or self.request.return_token_ids or self.returns_arrays)
 
     @property
     def _no_ids(self) -> list[int] | msgspec.UnsetType:
@@ -172,11 +171,11 @@ class ChatHandler(RequestHandler[ChatRequest]):
             finish_reason=whole.finish_reason,
             stop_reason=whole.stop_reason,
             token_ids=whole.token_ids if self.request.return_token_ids else msgspec.UNSET,
-            routed_experts=TEXT_OF_GAP if self.request.return_routed_experts else msgspec.UNSET,
+            **self.arrays_of_gaps,
             **whole.weights,
         )
         columns = [with_commas(column) for column in whole.columns]
-        return fill_gaps(to_json(choice), [*self.routed_experts(whole), *columns])
+        return fill_gaps(to_json(choice), [*self.arrays(whole), *columns])
 
     def logprob_columns(self, update: ChoiceUpdate) -> tuple[bytes, ...]:
         if not self.request.logprobs:
@@ -191,7 +190,8 @@ class ChatHandler(RequestHandler[ChatRequest]):
         """
         columns, wants_ids = self.logprob_columns(update), bool(self.request.return_token_ids)
         logprobs = ChatLogprobs(msgspec.Raw(b"[%s]" % columns[0])) if columns else None
-        has_rest = update.finish_reason or (update.token_ids and (logprobs or wants_ids))
+        arrays = self.new_arrays(update)
+        has_rest = update.finish_reason or (update.token_ids and (logprobs or wants_ids)) or arrays
         if not update.deltas and not has_rest:
             return []
         deltas = [_openai_delta(delta) for delta in update.deltas] or [Delta()]
@@ -204,6 +204,7 @@ class ChatHandler(RequestHandler[ChatRequest]):
             stop_reason=update.stop_reason,
             token_ids=update.token_ids if wants_ids else msgspec.UNSET,
             weight_version=update.weight_version or msgspec.UNSET,
+            **arrays,
         )
         return [*chunks, last]
 

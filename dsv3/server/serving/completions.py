@@ -10,7 +10,6 @@ from dsv3.server.protocol.openai import CompletionChoice, CompletionLogprobs, Co
 from dsv3.server.serving.generation import ChoiceUpdate
 from dsv3.server.serving.handler import (
     LIST_OF_GAP,
-    TEXT_OF_GAP,
     CompleteChoice,
     RequestHandler,
     fill_gaps,
@@ -41,7 +40,7 @@ class CompletionHandler(RequestHandler[CompletionRequest]):
 
     @functools.cached_property
     def _is_plain(self) -> bool:
-        return self.request.logprobs is None and not self.request.return_token_ids
+        return self.request.logprobs is None and not self.request.return_token_ids and not self.returns_arrays
 
     def check(self) -> None:
         request = self.request
@@ -86,11 +85,11 @@ class CompletionHandler(RequestHandler[CompletionRequest]):
             token_ids=whole.token_ids if self.request.return_token_ids else msgspec.UNSET,
             prompt_token_ids=self._prompt_ids(whole.index),
             prompt_logprobs=msgspec.UNSET if self.request.prompt_logprobs is None else LIST_OF_GAP,
-            routed_experts=TEXT_OF_GAP if self.request.return_routed_experts else msgspec.UNSET,
+            **self.arrays_of_gaps,
             **whole.weights,
         )
         columns = [with_commas(column) for column in whole.columns]
-        return fill_gaps(to_json(choice), [*self.routed_experts(whole), *columns])
+        return fill_gaps(to_json(choice), [*self.arrays(whole), *columns])
 
     def logprob_columns(self, update: ChoiceUpdate) -> tuple[bytes, ...]:
         """Returns the lists of `logprobs`, including an echoed prompt's tokens, and of `prompt_logprobs`."""
@@ -135,7 +134,8 @@ class CompletionHandler(RequestHandler[CompletionRequest]):
             return [to_event(self.chunk([choice]))] if update.deltas else []
         self._started.add(update.choice)
         choice = self._choice(update, is_first)
-        if choice.text or choice.finish_reason or choice.logprobs or choice.token_ids or is_first:
+        has_arrays = isinstance(choice.routed_experts, msgspec.Raw) or isinstance(choice.sampling_mask, msgspec.Raw)
+        if choice.text or choice.finish_reason or choice.logprobs or choice.token_ids or is_first or has_arrays:
             return [to_event(self.chunk([choice]))]
         return []
 
@@ -167,6 +167,7 @@ class CompletionHandler(RequestHandler[CompletionRequest]):
             token_ids=update.token_ids if self.request.return_token_ids else msgspec.UNSET,
             prompt_token_ids=self._prompt_ids(update.choice) if is_first else msgspec.UNSET,
             weight_version=update.weight_version or msgspec.UNSET,
+            **self.new_arrays(update),
         )
 
     def _echo(self, choice: int) -> str:

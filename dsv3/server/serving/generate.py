@@ -11,7 +11,6 @@ from dsv3.server.serving.completions import CompletionHandler
 from dsv3.server.serving.generation import ChoiceUpdate
 from dsv3.server.serving.handler import (
     LIST_OF_GAP,
-    TEXT_OF_GAP,
     CompleteChoice,
     fill_gaps,
     to_event,
@@ -31,6 +30,7 @@ _NAMES_BY_ID = LogprobEncoder(None)
 class GenerateChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     routed_experts: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    sampling_mask: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     token_ids: list[int]
@@ -88,11 +88,11 @@ class GenerateHandler(CompletionHandler):
             logprobs=None if self.request.logprobs is None else ChatLogprobs(LIST_OF_GAP),
             finish_reason=whole.finish_reason,
             token_ids=whole.token_ids,
-            routed_experts=TEXT_OF_GAP if self.request.return_routed_experts else msgspec.UNSET,
+            **self.arrays_of_gaps,
             **whole.weights,
         )
         columns = [with_commas(column) for column in whole.columns[:1] if self.request.logprobs is not None]
-        return fill_gaps(to_json(choice), [*self.routed_experts(whole), *columns])
+        return fill_gaps(to_json(choice), [*self.arrays(whole), *columns])
 
     def logprob_columns(self, update: ChoiceUpdate) -> tuple[bytes, ...]:
         """Returns the records of `logprobs`, and those of `prompt_logprobs`, which the response has."""
@@ -113,6 +113,7 @@ class GenerateHandler(CompletionHandler):
             finish_reason=update.finish_reason,
             token_ids=update.token_ids,
             weight_version=update.weight_version or msgspec.UNSET,
+            **self.new_arrays(update),
         )
         return [to_event(self.chunk([choice]))]
 

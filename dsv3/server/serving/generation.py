@@ -409,6 +409,7 @@ async def prepare_requests(
     resumed: Sequence[ResumedChoice],
     priority: int = 0,
     grammar: str = "",
+    prompt_experts: ExpertIds | None = None,
 ) -> tuple[int, list[PreparedRequest]]:
     """Returns the first request id and the engine's requests; raises ApiError.
 
@@ -436,6 +437,7 @@ async def prepare_requests(
         rank=rank,
         priority=priority,
         grammar=grammar,
+        prompt_experts=prompt_experts,
     )
     replace, n = msgspec.structs.replace, sampling.n
     if resumed:

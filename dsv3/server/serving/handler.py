@@ -21,7 +21,7 @@ from dsv3.scheduler.request import MAX_PRIORITY, ExpertIds, join_routed_experts
 from dsv3.server.protocol.errors import ApiError, invalid
 from dsv3.server.protocol.openai import FinishReason, SampledRequest, Usage
 from dsv3.server.serving.generation import ChoiceUpdate, Generation, prepare_requests
-from dsv3.server.serving.kv_transfer import pages_from, parse_bootstrap, transfer_params
+from dsv3.server.serving.kv_transfer import pages_from, parse_bootstrap, prompt_experts, transfer_params
 from dsv3.server.serving.prompts import EncodedPrompt
 from dsv3.server.serving.request_parsing import read_request
 from dsv3.server.serving.resume import ResumedChoice, replay_choices, resumed_tokens
@@ -41,6 +41,7 @@ LIST_OF_GAP = msgspec.Raw(b"[%s]" % _GAP)
 TEXT_OF_GAP = msgspec.Raw(b'"%s"' % _GAP)
 """A text in a response that is filled in later."""
 _ENCODED_BYTES = 3 * 2**16  # encoded to base64 at a time
+_MAX_MASK_BYTES = 2**28  # of the masks of a response that is not streamed
 
 
 class CompleteChoice:
@@ -52,6 +53,7 @@ class CompleteChoice:
         self.stop_reason: str | int | None = None
         self.columns: list[list[bytes]] = []
         self._routed_experts: list[ExpertIds] = []
+        self._kept: list[bytes] = []
         self._weight_versions: list[tuple[int, str]] = []
         self._text, self._reasoning = io.StringIO(), io.StringIO()
         self._calls: list[tuple[ToolCallStart, io.StringIO]] = []
@@ -99,6 +101,7 @@ class CompleteChoice:
         self._token_ids.extend(update.token_ids)
         if update.routed_experts is not None:
             self._routed_experts.append(update.routed_experts)
+        self._kept += _kept(update)
         self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
         self.columns = self.columns or [[] for _ in columns]
         for column, items in zip(self.columns, columns, strict=True):
@@ -108,11 +111,45 @@ class CompleteChoice:
     def routed_experts(self, prompt_tokens: int) -> Iterator[bytes]:
         """Yields the base64 of a .npy file: the experts of all tokens behind which the response has another."""
         ids = join_routed_experts(self._routed_experts, prompt_tokens + len(self._token_ids) - 1)
-        file = io.BytesIO()
-        np.save(file, np.zeros((0, 0, 0), np.uint8) if ids is None else ids)
-        raw = file.getbuffer()
-        for start in range(0, len(raw), _ENCODED_BYTES):
-            yield base64.b64encode(raw[start : start + _ENCODED_BYTES])
+        return _encoded(np.zeros((0, 0, 0), np.uint8) if ids is None else ids)
+
+    def prompt_experts(self, tokens: int) -> str:
+        """Returns the base64 of the ids of the experts of the prompt's `tokens` tokens."""
+        ids = join_routed_experts(self._routed_experts, tokens)
+        return "" if ids is None else base64.b64encode(np.ascontiguousarray(ids)).decode()
+
+    def sampling_mask(self) -> Iterator[bytes]:
+        """Yields the base64 of a .npz file: the tokens that each token of the response was drawn from."""
+        return _encoded_mask(self._kept)
+
+
+def _kept(update: ChoiceUpdate) -> list[bytes]:
+    return [token.kept for token in update.logprobs or () if token.kept is not None]
+
+
+def _encoded(array: np.ndarray) -> Iterator[bytes]:
+    """Yields the base64 of a .npy file."""
+    file = io.BytesIO()
+    np.save(file, array)
+    return _base64(file)
+
+
+def _encoded_mask(kept: list[bytes]) -> Iterator[bytes]:
+    """Yields the base64 of a .npz file: `counts` int32 `[tokens]`, and the `ids` int32 of all tokens in turn."""
+    counts = np.array([len(each) // 4 for each in kept], np.int32)
+    file = io.BytesIO()
+    np.savez(file, counts=counts, ids=np.frombuffer(b"".join(kept), "<i4"))
+    return _base64(file)
+
+
+def _base64(file: io.BytesIO) -> Iterator[bytes]:
+    raw = file.getbuffer()
+    for start in range(0, len(raw), _ENCODED_BYTES):
+        yield base64.b64encode(raw[start : start + _ENCODED_BYTES])
+
+
+def _text(pieces: Iterable[bytes]) -> msgspec.Raw:
+    return msgspec.Raw(b'"%s"' % b"".join(pieces))
 
 
 def with_commas(items: Iterable[bytes]) -> Iterator[bytes]:
@@ -182,6 +219,8 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
         self.min_priority = -MAX_PRIORITY
         self.created = int(time.time())
         self._body = body
+        self._num_experts_sent: dict[int, int] = {}  # tokens, by choice
+        self._mask_bytes = 0
 
     @property
     def id(self) -> str:
@@ -226,15 +265,15 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
         self._body = b""
         self.model = self.service.require_model(self.request.model)
         self.check()
-        if self.request.return_routed_experts and self.request.stream:
-            what = "not available in a stream; send the request without stream"
-            raise invalid(f"return_routed_experts: {what}", "return_routed_experts")
         salt = self.service.cache_salt(self._tenant, self.request.cache_salt)
         priority = self.service.priority(self._tenant, max(self.request.priority or 0, self.min_priority))
         info = self.service.require_ready()
         source = pages_from(self.request.kv_transfer_params, info)
+        experts = prompt_experts(self.request.kv_transfer_params, info.rules)
         bootstrap = parse_bootstrap(self.request, info)
         prompts = await self.read_prompts()
+        if experts is not None and len(prompts) > 1:
+            raise invalid("remote_routed_experts: those of one prompt, but there are several", "kv_transfer_params")
         if bootstrap is not None:
             bootstrap.check(len(prompts), self.request.resume is not None)
         sampling = sampling_params(self.service, self.request, prompts, self.max_tokens(), self.num_logprobs())
@@ -243,7 +282,7 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
         self.request.resume = None  # frees the second copy
         self._resumed = await replay_choices(self.service, prompts, sampling, answered, self.parser, bool(grammar))
         first, requests = await prepare_requests(
-            self.service, prompts, sampling, salt, source, self.rank, self._resumed, priority, grammar
+            self.service, prompts, sampling, salt, source, self.rank, self._resumed, priority, grammar, experts
         )
         if bootstrap is not None:
             requests = bootstrap.with_rooms(requests)
@@ -273,22 +312,53 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
             if (choice := choices.get(update.choice)) is None:
                 choice = choices[update.choice] = CompleteChoice(update.choice)
             choice.add(update, self.logprob_columns(update))
+            self._mask_bytes += sum(map(len, _kept(update)))
+            if self._mask_bytes > _MAX_MASK_BYTES:
+                what = f"masks of more than {_MAX_MASK_BYTES} bytes; lower top_p or top_k, or stream"
+                raise invalid(f"return_sampling_mask: {what}", "return_sampling_mask")
 
         await self.generation.run(self.parser, collect)
         response = self.response(LIST_OF_GAP)
-        if self._transfer_params is not None:
-            response = msgspec.structs.replace(response, kv_transfer_params=self._transfer_params)
+        if (params := self._transfer_params) is not None:
+            if self.request.return_routed_experts and len(self.generation.prompts) == 1:
+                tokens = len(self.generation.prompts[0].token_ids)
+                params |= {"remote_routed_experts": choices[0].prompt_experts(tokens)}
+            response = msgspec.structs.replace(response, kv_transfer_params=params)
         return await join_slices(fill_gaps(to_json(response), self.gaps([choices[index] for index in sorted(choices)])))
 
     def gaps(self, wholes: list[CompleteChoice]) -> list[Iterable[bytes]]:
         """Returns what fills the gaps of the complete response: its choices."""
         return [self._choices(wholes)]
 
-    def routed_experts(self, whole: CompleteChoice) -> list[Iterator[bytes]]:
-        """Returns what fills the gap of a choice's `routed_experts`; empty where they are not asked for."""
-        if not self.request.return_routed_experts:
-            return []
-        return [whole.routed_experts(len(self.generation.prompt_of(whole.index).token_ids))]
+    @property
+    def returns_arrays(self) -> bool:
+        """Whether choices have arrays: `routed_experts` or a `sampling_mask`."""
+        return bool(self.request.return_routed_experts or self.request.return_sampling_mask)
+
+    @property
+    def arrays_of_gaps(self) -> dict[str, Any]:
+        """The fields of a choice that `arrays` fills."""
+        names = [name for name in ("routed_experts", "sampling_mask") if getattr(self.request, f"return_{name}")]
+        return dict.fromkeys(names, TEXT_OF_GAP)
+
+    def arrays(self, whole: CompleteChoice) -> list[Iterator[bytes]]:
+        """Returns what fills the gaps of a choice's arrays, in the order of its fields."""
+        found = []
+        if self.request.return_routed_experts:
+            found.append(whole.routed_experts(len(self.generation.prompt_of(whole.index).token_ids)))
+        return [*found, whole.sampling_mask()] if self.request.return_sampling_mask else found
+
+    def new_arrays(self, update: ChoiceUpdate) -> dict[str, Any]:
+        """Returns the fields of an event: the experts of tokens that no event has had, and the masks of its tokens."""
+        found: dict[str, Any] = {}
+        if (part := update.routed_experts) is not None:
+            sent = self._num_experts_sent.get(update.choice, 0)
+            if len(rows := part.array()[max(0, sent - part.start) :]):
+                self._num_experts_sent[update.choice] = max(sent, part.start) + len(rows)
+                found["routed_experts"] = _text(_encoded(rows))
+        if kept := _kept(update):
+            found["sampling_mask"] = _text(_encoded_mask(kept))
+        return found
 
     def _choices(self, wholes: list[CompleteChoice]) -> Iterator[bytes]:
         for i, whole in enumerate(wholes):

@@ -7,6 +7,7 @@ once. The prefill instance computes the prompt, samples one token, and keeps the
 `--transfer_address`. Batches have lists: a number for each prompt.
 """
 
+import base64
 import dataclasses
 import re
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 
 from dsv3.config.options import split_address
-from dsv3.scheduler.request import PreparedRequest
+from dsv3.scheduler.request import ExpertIds, PreparedRequest, RequestRules
 from dsv3.server.engine.messages import EngineInfo
 from dsv3.server.protocol.errors import invalid
 from dsv3.server.protocol.openai import ChatRequest, SampledRequest, TransferParams
@@ -142,6 +143,23 @@ def _is_host(text: str) -> bool:
     except UnicodeError:
         return False
     return _HOST_NAME.fullmatch(text) is not None
+
+
+def prompt_experts(params: TransferParams | None, rules: RequestRules) -> ExpertIds | None:
+    """Returns the experts that the instance of a request's pages has chosen for its prompt; None without any.
+
+    Raises ApiError for a text that is not the base64 of whole tokens.
+    """
+    if params is None or not params.remote_routed_experts or rules.routed_experts is None:
+        return None
+    layers, top_k, dtype = rules.routed_experts
+    try:
+        ids = base64.b64decode(params.remote_routed_experts, validate=True)
+    except ValueError:
+        raise invalid("remote_routed_experts: not base64", _NAME) from None
+    if len(ids) % (layers * top_k * int(dtype[-1])):
+        raise invalid("remote_routed_experts: not the experts of whole tokens of this model", _NAME)
+    return ExpertIds(0, layers, top_k, dtype, ids)
 
 
 def _checked(address: str) -> str:

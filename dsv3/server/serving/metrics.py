@@ -66,6 +66,7 @@ _COUNTERS = {
 _STEP_TOKENS = ("vllm:iteration_tokens_total", "Tokens of prompts and answers that a step gave.")
 _CACHE_CONFIG = ("vllm:cache_config_info", "What the cache is, in its labels; a block is a page.")
 _FALLBACKS = ("dsv3:kernel_fallback", "1 for an operation whose kernel has failed its check, and what runs instead.")
+_WEIGHTS = ("dsv3:weight_version_info", "What the weights are called, in its label.")
 _HOST_TIME = ("dsv3:engine_step_host_seconds", "The host's time per step, its wait for the device left out.")
 # The same for experts spread over devices, where they are.
 _EXPERT_GAUGES = {
@@ -141,6 +142,7 @@ _HISTOGRAMS = {
     "decode": ("vllm:request_decode_time_seconds", "From a sequence's first token to its last.", SECONDS),
     "prompt_length": ("vllm:request_prompt_tokens", "Tokens of the prompt of a sequence that has ended.", TOKENS),
     "answer_length": ("vllm:request_generation_tokens", "Tokens of a sequence that has ended.", TOKENS),
+    "update": ("dsv3:weight_update_seconds", "From an update's request until its weights are served.", SECONDS),
 }
 _TOTALS = {
     "prompt_tokens": ("vllm:prompt_tokens", "Prompt tokens of requests that were taken."),
@@ -182,7 +184,8 @@ class Metrics:
     """All metrics of one server, labelled with the model's name; `numbers` are shared by its API servers.
 
     Counts reach the other API servers with `flush`. `cache_config` returns the labels of `vllm:cache_config_info`, none
-    before they are known; `kernel_fallbacks` the operations whose kernels have been replaced, with the replacement.
+    before they are known; `kernel_fallbacks` the operations whose kernels have been replaced, with the replacement;
+    `weight_version` the name of the weights, "" where they cannot be updated.
     `process_*` are of the process that answers the scrape.
     """
 
@@ -192,6 +195,7 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         self.cache_config: Callable[[], Mapping[str, str]] = dict
         self.kernel_fallbacks: Callable[[], Mapping[str, str]] = dict
+        self.weight_version: Callable[[], str] = str
         self._model_name = model_name
         self._numbers = numbers or SharedNumbers(NUM_NUMBERS)
         self._tenants = tenants or Tenants()
@@ -308,6 +312,8 @@ class Metrics:
         if replaced := self.kernel_fallbacks():
             ones: dict[tuple[str, ...], float] = dict.fromkeys(replaced.items(), 1.0)
             yield self._family(GaugeMetricFamily, *_FALLBACKS, ones, ["operation", "backend"])
+        if version := self.weight_version():
+            yield self._family(GaugeMetricFamily, *_WEIGHTS, {(version,): 1.0}, ["weight_version"])
         yield from self._of_tiers()
         yield from self._counted()
 

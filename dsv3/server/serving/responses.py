@@ -139,9 +139,11 @@ class ResponsesHandler(ConversationHandler[ResponsesRequest]):
         return chat
 
     def complete(self, last: ChoiceUpdate) -> Response:
+        fields: dict[str, Any] = {"weight_version": last.weight_version or msgspec.UNSET}
         if last.finish_reason != "length":
-            return self._response("completed")
-        return self._response("incomplete", incomplete_details=schema.IncompleteDetails("max_output_tokens"))
+            return self._response("completed", **fields)
+        details = schema.IncompleteDetails("max_output_tokens")
+        return self._response("incomplete", incomplete_details=details, **fields)
 
     def opening_events(self) -> list[bytes]:
         response = self._response("in_progress")

@@ -62,8 +62,9 @@ def resumed_tokens(
         raise invalid("resume: a sampled answer needs the seed of its first request", "seed")
     if any(tokens) and sampling.prompt_logprobs is not None:
         raise invalid("resume: not available with prompt_logprobs; the first response has them", "prompt_logprobs")
-    if any(tokens) and sampling.return_routed_experts:
-        raise invalid("resume: not available with return_routed_experts", "return_routed_experts")
+    for name in ("return_routed_experts", "return_sampling_mask"):
+        if any(tokens) and getattr(sampling, name):
+            raise invalid(f"resume: not available with {name}", name)
     if any(tokens) and sampling.logprobs is not None and not request.stream:
         raise invalid("logprobs: those of resumed tokens are not known here; send the request with stream", "logprobs")
     return tokens

@@ -106,6 +106,7 @@ def sampling_params(
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs(request),
             return_routed_experts=bool(request.return_routed_experts),
+            return_sampling_mask=bool(request.return_sampling_mask),
             stop=tuple(stop),
             stop_token_ids=tuple(request.stop_token_ids or ()),
             logit_bias=_logit_bias(request.logit_bias or {}, info.rules.vocab_size),

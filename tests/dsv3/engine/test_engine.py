@@ -174,13 +174,17 @@ def test_logprobs(engine):
         tokens += output.token_ids
 
 
-def test_processed_logprobs():
+def test_processed_logprobs_and_masks():
     """They are of the distribution that is drawn from: after bias, temperature and top_k."""
     with one_bucket():
-        engine = Engine(parts(logprobs_mode="processed_logprobs", num_ranks=1))
+        engine = Engine(parts(logprobs_mode="processed_logprobs", enable_return_sampling_mask=True, num_ranks=1))
     how = {"max_tokens": 6, "logprobs": 4, "ignore_eos": True, "temperature": 0.5, "top_k": 3}
-    biased = request("b", PROMPT[:10], **how, logit_bias={9: 5.0})
-    gathered = run(engine, request("a", PROMPT[:10], **how), biased)
+    biased = request("b", PROMPT[:10], **how, logit_bias={9: 5.0}, return_sampling_mask=True)
+    free = request("c", PROMPT[:10], max_tokens=3, temperature=1.0, return_sampling_mask=True)
+    greedy = request("d", PROMPT[:10], max_tokens=3, return_sampling_mask=True)
+    gathered = run(engine, request("a", PROMPT[:10], **how), biased, free, greedy)
+    assert all(output.logprobs[0].kept == b"" for output in gathered["c"].outputs), "nothing was excluded"
+    assert all(output.logprobs[0].kept_ids.tolist() == output.token_ids for output in gathered["d"].outputs)
     for name, bias in (("a", 0.0), ("b", 5.0)):
         tokens = list(PROMPT[:10])
         for output in gathered[name].outputs:
@@ -191,6 +195,8 @@ def test_processed_logprobs():
             [entry] = output.logprobs
             assert entry.logprob == pytest.approx(wanted[output.token_ids[0]], abs=1e-4)
             assert entry.top_logprobs == pytest.approx(np.sort(wanted)[::-1][:4], abs=1e-4)
+            kept = np.isfinite(wanted).nonzero()[0].astype("<i4").tobytes()
+            assert entry.kept == (kept if name == "b" else None)
             tokens += output.token_ids
 
 

@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,6 +18,7 @@ from dsv3.engine.functions import in_full_precision, model_functions
 from dsv3.model.forward import forward
 from dsv3.scheduler.request import (
     EngineRequest,
+    ExpertIds,
     InvalidRequest,
     PreparedRequest,
     RequestRules,
@@ -28,7 +30,7 @@ from tests.dsv3.engine.driving import Gathered, drain, request, run
 from tests.dsv3.engine.fewer import one_bucket
 from tests.dsv3.model.golden import model
 
-LONGEST = 256
+LONGEST, SHAPE = 256, (2, 4, "|u1")
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
 LIMITS = {"max_model_len": LONGEST, "num_pages": 8, "max_num_seqs": 4, "max_num_batched_tokens": 100}
 PROMPT = [(11 * i) % 200 + 2 for i in range(90)]
@@ -108,6 +110,31 @@ def test_cached_pages_are_used_where_their_experts_are_known(engine: Engine) -> 
     assert max(output.num_cached_tokens for output in again.outputs) == 0
 
 
+def test_pages_of_another_instance_have_the_experts_that_the_request_brings(engine: Engine) -> None:
+    """As its page is in the cache already, nothing travels here; other requests do not get what it has brought."""
+    engine.flush()
+    prompt, cfg = PROMPT[3:] + PROMPT[:60], model("greedy")[1]
+    got = run(engine, asked("first", prompt, max_tokens=1))["first"]
+    ids = check(prompt, got)
+    engine.flush()
+    run(engine, request("fills", prompt, max_tokens=2), request("fills too", prompt, max_tokens=2))
+    brought = (ids + 1) % cfg.n_routed_experts
+    shape = cfg.num_moe_layers, cfg.num_experts_per_tok, "|u1"
+    one = msgspec.structs.replace(
+        asked("brings", prompt, max_tokens=4), prompt_experts=ExpertIds(0, *shape, brought.tobytes())
+    )
+    assert engine.rules.routed_experts == shape
+    outputs = run(engine, one)["brings"].outputs
+    cached = max(output.num_cached_tokens for output in outputs)
+    assert cached == 128
+    found = join_routed_experts([each.routed_experts for each in outputs if each.routed_experts], LONGEST)
+    assert np.array_equal(found[:cached], brought[:cached]) and len(found) == len(prompt) + 3
+    assert np.array_equal(found[cached : len(prompt)], ids[cached : len(prompt)])
+    again = run(engine, asked("again", prompt, max_tokens=1))["again"]
+    assert max(output.num_cached_tokens for output in again.outputs) == 0
+    check(prompt, again)
+
+
 def test_pre_empted_requests_keep_what_they_were_sampled_with(engine: Engine) -> None:
     before = engine.stats().preemptions
     prompts = [PROMPT[i : i + 40] for i in range(8)]
@@ -141,7 +168,7 @@ def test_what_is_refused() -> None:
 
     def prepared(**changes: object) -> PreparedRequest:
         given = {"request_id": 0, "prompt_token_ids": [1], "sampling": asked("a", [1]).sampling}
-        on = RequestRules(vocab_size=toy.VOCAB, max_model_len=64, returns_routed_experts=True)
+        on = RequestRules(vocab_size=toy.VOCAB, max_model_len=64, routed_experts=SHAPE)
         return prepare(EngineRequest(**(given | changes)), on)
 
     with pytest.raises(InvalidRequest, match="start it with --enable_return_routed_experts"):
@@ -150,11 +177,9 @@ def test_what_is_refused() -> None:
     for change in ({"pages_from": "host:1"}, {"bootstrap_room": 1}):
         with pytest.raises(InvalidRequest, match="would come from another instance"):
             prepared(**change)
-    instance = {"transfer_address": "host:7000", "transfer_key_file": "key", "kv_offloading_size": 1.0}
-    with pytest.raises(ValueError, match="not with role 'prefill'"):
-        EngineOptions(enable_return_routed_experts=True, role="prefill", **instance)
-    with pytest.raises(ValueError, match="not with 2 processes"):
-        EngineConfig(max_model_len=64, num_pages=1, num_ranks=2, num_processes=2, enable_return_routed_experts=True)
+    with pytest.raises(InvalidRequest, match="those of another model"):
+        prepared(prompt_experts=ExpertIds(0, *SHAPE[:2], "<u2", b""))
+    assert prepared(prompt_experts=ExpertIds(0, *SHAPE, b""), pages_from="host:1").prompt_experts is not None
     dense = dataclasses.replace(model("greedy")[1], first_k_dense_replace=3)
     with pytest.raises(ValueError, match="no routed experts"):
         served(dense, EngineOptions(enable_return_routed_experts=True))

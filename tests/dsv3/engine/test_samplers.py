@@ -18,7 +18,7 @@ VARIANTS = (GREEDY, DRAWN, FILTERED, FULL)
 
 
 def layout(platform: str, takes_grammars: bool = True, logprobs_mode: str = "raw_logprobs") -> SimpleNamespace:
-    cfg = SimpleNamespace(logprobs_mode=logprobs_mode)
+    cfg = SimpleNamespace(logprobs_mode=logprobs_mode, enable_return_sampling_mask=False)
     return SimpleNamespace(platform=platform, takes_grammars=takes_grammars, cfg=cfg)
 
 
@@ -51,12 +51,12 @@ def test_a_gpu_has_one_for_each_need_and_a_cpu_adaptive_ones() -> None:
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_processed_logprobs_come_from_samplers_of_their_own(platform: str) -> None:
     raw, processed = layout(platform), layout(platform, logprobs_mode="processed_logprobs")
-    assert not any(each.returns_logprobs for each in samplers(raw))
+    assert not any(each.returns_details for each in samplers(raw))
     for variant, is_constrained in itertools.product(VARIANTS, (False, True)):
         assert sampler_for(processed, variant, is_constrained) == sampler_for(raw, variant, is_constrained)
-        found = sampler_for(processed, variant, is_constrained, returns_logprobs=True)
+        found = sampler_for(processed, variant, is_constrained, returns_details=True)
         assert found in samplers(processed) and found.variant >= max(variant, DRAWN)
-        assert found.returns_logprobs and found.is_constrained >= is_constrained
+        assert found.returns_details and found.is_constrained >= is_constrained
 
 
 ASKED = st.tuples(

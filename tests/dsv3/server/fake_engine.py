@@ -29,6 +29,7 @@ from dsv3.engine.operations import (
 from dsv3.engine.step_log import EngineSnapshot, JobRecord, StepLog
 from dsv3.kv_cache.event_publisher import Publisher
 from dsv3.kv_cache.events import PageTokens, Stored
+from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import (
     EngineOutput,
     ExpertIds,
@@ -205,7 +206,7 @@ class FakeEngine:
         return EngineOutput(
             request_id=request.request_id,
             token_ids=[token],
-            logprobs=None if sampling.logprobs is None else [_logprobs(token, sampling.logprobs)],
+            logprobs=None if sampling.logprobs is None else [_logprobs(token, sampling)],
             routed_experts=None if sequence.done == 1 else _experts(sequence, len(prompt) + sequence.done - 2, 1),
             finish_reason=reason,
             stop_token_id=token if stopped else None,
@@ -239,9 +240,11 @@ def _columns(outputs: list[EngineOutput]) -> StepOutputs:
     return StepOutputs([rows] if plain else [], [o for o in outputs if o not in plain])
 
 
-def _logprobs(token: int, count: int) -> TokenLogprobs:
-    others = [i for i in range(4, 30) if i != token]
-    return TokenLogprobs(-0.5, [token, *others][:count], [-0.5, -2.0, float("-inf"), *[-9.0] * 20][:count])
+def _logprobs(token: int, sampling: SamplingParams) -> TokenLogprobs:
+    """Each token was drawn from itself and the next one."""
+    count, others = sampling.logprobs, [i for i in range(4, 30) if i != token]
+    kept = np.array([token, token + 1], "<i4").tobytes() if sampling.return_sampling_mask else None
+    return TokenLogprobs(-0.5, [token, *others][:count], [-0.5, -2.0, float("-inf"), *[-9.0] * 20][:count], kept)
 
 
 def _experts(sequence: _Sequence, start: int, count: int) -> ExpertIds | None:
@@ -297,7 +300,8 @@ def make(start, host):
             eos_token_ids=(EOS,),
             fingerprint="print",
             takes_grammars=options.get("tells_grammars", False),
-            returns_routed_experts=engine.enable_return_routed_experts,
+            routed_experts=(2, 2, "<u2") if engine.enable_return_routed_experts else None,
+            returns_sampling_masks=engine.enable_return_sampling_mask,
         ),
         limits[1],
         1000,

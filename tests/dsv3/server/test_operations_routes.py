@@ -2,12 +2,14 @@
 
 import contextlib
 import json
+import re
 import threading
 
 import httpx
 import pytest
 
 from tests.dsv3.server import serving
+from tests.dsv3.server.events import events_of
 from tests.dsv3.server.fake_engine import CRASH_STEP
 
 OPERATOR, TENANT = "sk-operator-0123456789", "sk-tenant-0123456789"
@@ -116,6 +118,19 @@ def test_answers_name_the_weights_of_their_tokens(operated) -> None:
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
     [choice] = post(operated, "/v1/chat/completions", chat)["choices"]
     assert choice["weight_version"] == "two" and "weight_versions" not in choice
+    message = chat | {"max_tokens": 3}
+    for path, body in (("/v1/messages", message), ("/v1/responses", {"input": "hi", "max_output_tokens": 3})):
+        assert post(operated, path, body)["weight_version"] == "two"
+        [*_, last] = [
+            event.get("response", event)
+            for _, event in events_of(operated.http.post(path, json=body | {"stream": True}))
+            if "weight_version" in json.dumps(event)
+        ]
+        assert last["weight_version"] == "two"
+    operated.wait_for(lambda: 'weight_update_seconds_count{model_name="' in operated.http.get("/metrics").text)
+    shown = operated.http.get("/metrics").text
+    assert re.search(r"weight_update_seconds_count\{[^}]*\} [1-9]", shown)
+    assert re.search(r'dsv3:weight_version_info\{[^}]*weight_version="two"[^}]*\} 1', shown)
 
 
 def test_an_engine_that_dies_with_other_weights_ends_the_server(operated) -> None:

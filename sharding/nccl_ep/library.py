@@ -26,7 +26,8 @@ HANDLERS = ("Dispatch", "Combine", "Complete")
 TIMEOUT_SECONDS = 100.0
 """How long a rank waits for another in a call; kernels of the first call are compiled within it."""
 
-_SOURCE, _HEADER = (Path(__file__).with_name(name) for name in ("handlers.cc", "abi.h"))
+_SOURCES = [Path(__file__).with_name(name) for name in ("groups.cc", "handlers.cc")]
+_HEADERS = [Path(__file__).with_name(name) for name in ("abi.h", "groups.h")]
 _DISTRIBUTION = "nccl-extensions"
 _ID_BYTES = 128
 _orders: dict[int, tuple[int, ...]] = {}  # devices of the communicator of so many ranks
@@ -45,7 +46,12 @@ class Installed(NamedTuple):
 
 
 class GroupKey(NamedTuple):
-    """A group of `ranks`: tokens of each, ids per token, experts of all, most bytes of a row, and the micro-batch."""
+    """A group of `ranks`: tokens of each, ids per token, experts of all, most bytes of a row, and the micro-batch.
+
+    With high throughput, `chunk` is how many tokens of a rank one call of the library takes, and `received` the most
+    rows that a rank receives of the chunks of all; both are 0 with low latency. Keys that differ in tokens and
+    micro-batch then share a group (`shared`).
+    """
 
     ranks: int
     tokens: int
@@ -53,6 +59,18 @@ class GroupKey(NamedTuple):
     experts: int
     row_bytes: int
     slot: int
+    chunk: int = 0
+    received: int = 0
+
+    @property
+    def chunks(self) -> int:
+        """Calls for the tokens of a rank, with high throughput."""
+        return -(-self.tokens // self.chunk)
+
+    @property
+    def shared(self) -> "GroupKey":
+        """What the keys of one group have in common."""
+        return self._replace(tokens=0, slot=0) if self.chunk else self
 
 
 def check_platform(platform: str) -> None:
@@ -87,7 +105,8 @@ def targets() -> dict[str, str]:
     Names have a digest of the sources, because stored programs refer to handlers by name. Raises `NcclEpError` if the
     handlers cannot be built.
     """
-    library, key = _handlers(), hashlib.sha256(_SOURCE.read_bytes() + _HEADER.read_bytes()).hexdigest()[:8]
+    library, sources = _handlers(), b"".join(path.read_bytes() for path in _SOURCES + _HEADERS)
+    key = hashlib.sha256(sources).hexdigest()[:8]
     names = {handler: f"dsv3_nccl_ep_{handler}_{key}" for handler in HANDLERS}
     for handler, name in names.items():
         for platform, suffix in (("cpu", "OnCpu"), ("CUDA", "OnGpu")):
@@ -98,7 +117,7 @@ def targets() -> dict[str, str]:
 @functools.cache
 def _handlers() -> ctypes.CDLL:
     try:
-        path = build_library("nccl-ep", [_SOURCE], [_HEADER])
+        path = build_library("nccl-ep", _SOURCES, _HEADERS)
     except NoLibraryError as error:
         raise NcclEpError(f"the handlers of NCCL EP cannot be built: {error}") from None
     library = ctypes.CDLL(str(path))
@@ -107,7 +126,7 @@ def _handlers() -> ctypes.CDLL:
         ("unique_id", [ctypes.c_char_p]),
         ("connect", [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_bool]),
         ("check", []),
-        ("create_group", [ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.c_int64]),
+        ("create_group", [ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.c_int64, ctypes.c_bool]),
     ):
         function = getattr(library, f"nccl_ep_{name}")
         function.argtypes, function.restype = arguments, ctypes.c_char_p
@@ -157,7 +176,7 @@ def create_groups(mesh: Mesh, keys: Sequence[GroupKey], timeout_seconds: float =
         if unique is not None:
             _call("connect", ordinal, unique, len(devices), rank, on_gpu)
         for key in sorted(keys):
-            _call("create_group", ordinal, (ctypes.c_int64 * len(key))(*key), int(timeout_seconds * 1e9))
+            _call("create_group", ordinal, (ctypes.c_int64 * len(key))(*key), int(timeout_seconds * 1e9), on_gpu)
 
     with concurrent.futures.ThreadPoolExecutor(len(own)) as threads:
         for made in [threads.submit(create, *each) for each in own]:

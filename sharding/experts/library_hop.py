@@ -37,8 +37,8 @@ MAX_BUFFER_BYTES = 1 << 30
 """Bound on the buffers of a group with low latency, of which a program with two micro-batches uses two."""
 MAX_SHARED_BYTES = 3 << 30
 """Bound on those of a group with high throughput, which programs and micro-batches share."""
-MIN_CHUNK = 512
-"""Least tokens of a call with high throughput, which the library recommends for thousands."""
+MIN_CHUNK = 2048
+"""Least tokens of a call with high throughput, whose figures are published for 4,096."""
 _NODE_EXPERTS = 4  # a node has a multiple of these
 _TOKENS_ALIGNMENT, _SCALED_ALIGNMENT = 512, 16  # bytes of a row, alone and with scales
 _SUM_CHANNELS = 512  # a sum has a multiple of these
@@ -87,9 +87,9 @@ class LibraryHop(Hop):
             raise ValueError(
                 f"NCCL EP's buffers for {rows.tokens} tokens from each of {machine.devices} devices take "
                 f"{low_latency_bytes(machine.devices, rows) / 2**30:.1f} GiB with low latency, more than "
-                f"{MAX_BUFFER_BYTES >> 30}, and with high throughput {MAX_SHARED_BYTES >> 30} GiB have no place for "
-                f"{MIN_CHUNK}, or a node has no multiple of {_NODE_EXPERTS} experts: use fewer tokens, or another "
-                "expert_transport"
+                f"{MAX_BUFFER_BYTES >> 30}; high throughput needs {MIN_CHUNK} tokens that fit in "
+                f"{MAX_SHARED_BYTES >> 30} GiB, and a multiple of {_NODE_EXPERTS} experts in a node: use fewer tokens, "
+                "or another expert_transport"
             )
         hop = cls(machine.axes, machine.devices, replicas, rows.tokens, overlap, row_bytes=row_bytes(rows))
         if low_latency_bytes(machine.devices, rows) <= MAX_BUFFER_BYTES:
@@ -192,7 +192,7 @@ class LibraryHop(Hop):
 def takes(machine: Machine, replicas: int, rows: LayerRows) -> bool:
     """Returns whether the library takes `rows`, in one mode or the other, with `replicas` on each device."""
     low_latency = low_latency_bytes(machine.devices, rows) <= MAX_BUFFER_BYTES
-    return low_latency or chunk_tokens(machine, replicas, rows) >= min(MIN_CHUNK, rows.tokens)
+    return low_latency or chunk_tokens(machine, replicas, rows) >= MIN_CHUNK
 
 
 def low_latency_bytes(devices: int, rows: LayerRows) -> int:

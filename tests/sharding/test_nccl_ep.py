@@ -111,7 +111,7 @@ def test_errors_name_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NcclEpError, match=r"needs the package nccl-extensions: install dsv3\[nccl_ep\]"):
         library.installed()
     rows = LayerRows.from_widths(16384, 8, 7168, fp8_dispatch=True)
-    with pytest.raises(ValueError, match=r"16384 tokens from each of 512 devices take .* place for 512.*: use fewer"):
+    with pytest.raises(ValueError, match=r"16384 tokens from each of 512 devices .* needs 2048 tokens.*: use fewer"):
         build(TransportKind.NCCL_EP, Machine(64, 8), 512, rows)
     rows = LayerRows.from_widths(64, 8, 7168, fp8_dispatch=True, int8_sums=True)
     with pytest.raises(ValueError, match="use expert_combine auto"):

@@ -117,7 +117,8 @@ static_assert(sizeof(CombineInputs) == 32 && sizeof(CombineOutputs) == 24 && siz
     (Handle, const DispatchInputs*, const DispatchOutputs*, const LayoutInfo*, const DispatchConfig*, Stream))     \
   X(ep, ncclEpCombine, (Handle, const CombineInputs*, const CombineOutputs*, const CombineConfig*, Stream))        \
   X(ep, ncclEpComplete, (Handle, const void*, Stream))                                                             \
-  X(ep, ncclEpGetAsyncError, (Group, int*))
+  X(ep, ncclEpGetAsyncError, (Group, int*))                                                                        \
+  X(ep, ncclEpMaskQuery, (Group, int*, Stream))
 
 }  // namespace nccl_ep
 

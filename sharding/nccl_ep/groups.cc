@@ -81,7 +81,7 @@ extern "C" const char* nccl_ep_create_group(int device, const int64_t* numbers, 
   std::copy_n(numbers, kNumbers, key.begin());
   if (on_gpu && !make_current(device)) return failed("libcuda.so.1 has no such device");
   auto open = std::make_unique<Open>();
-  open->chunk = size_t(key[kChunk]), open->received = size_t(key[kReceived]);
+  open->chunk = size_t(key[kChunk]), open->received = size_t(key[kReceived]), open->on_gpu = on_gpu;
   const bool chunks = open->chunk != 0;
   Key same = key;  // of all that share a group
   if (chunks) same[kTokens] = same[kSlot] = 0;
@@ -133,11 +133,25 @@ extern "C" const char* nccl_ep_create_group(int device, const int64_t* numbers, 
   return nullptr;
 }
 
-// Says whether results since the groups' creation can be used.
-extern "C" const char* nccl_ep_check() {
+// Writes 1 for each of `count` ranks that was late in a group of so many, so that results lack its experts.
+extern "C" const char* nccl_ep_late(int32_t* is_late, int64_t count) {
   const std::lock_guard<std::mutex> lock(mutex);
   for (const auto& [key, open] : groups) {
-    if (std::string why = late(*open); !why.empty()) return failed(std::move(why));
+    const std::string why = late(*open);
+    if (why.empty() || key.second[kRanks] != count) continue;
+    std::vector<int> active(count);
+    void* data = active.data();
+    if (open->on_gpu && !(make_current(key.first) && cuda("cuMemAlloc_v2", &data, 4 * active.size()))) {
+      return failed("CUDA has no memory for a mask");
+    }
+    if (const Result r = functions.ncclEpMaskQuery(open->group, static_cast<int*>(data), nullptr)) {
+      return failed(code("ncclEpMaskQuery", r));
+    }
+    if (open->on_gpu && !(cuda("cuMemcpyDtoH_v2", static_cast<void*>(active.data()), data, 4 * active.size()) &&
+                          cuda("cuMemFree_v2", data))) {
+      return failed("CUDA could not read a mask");
+    }
+    for (int64_t rank = 0; rank < count; ++rank) is_late[rank] |= !active[rank];
   }
   return nullptr;
 }

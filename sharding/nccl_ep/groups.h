@@ -108,6 +108,7 @@ class Beside {
 
 struct Open {
   Group group = nullptr;
+  bool on_gpu = false;
   std::vector<Handle> handles;    // of the chunks, with high throughput
   size_t chunk = 0, received = 0; // rows of a chunk: those that a device sends, and those that it receives at most
   Beside* beside = nullptr;       // with high throughput
@@ -160,7 +161,7 @@ inline std::string late(const Open& open) {
   int is_late = 0;
   if (!open.low_latency()) return "";
   if (const Result r = functions.ncclEpGetAsyncError(open.group, &is_late)) return code("ncclEpGetAsyncError", r);
-  return is_late ? "a rank did not answer in time and is left out, so results lack its experts" : "";
+  return is_late ? "a rank did not answer in time and is left out" : "";
 }
 
 }  // namespace nccl_ep

@@ -30,7 +30,7 @@ _SOURCES = [Path(__file__).with_name(name) for name in ("groups.cc", "handlers.c
 _HEADERS = [Path(__file__).with_name(name) for name in ("abi.h", "groups.h")]
 _DISTRIBUTION = "nccl-extensions"
 _ID_BYTES = 128
-_orders: dict[int, tuple[int, ...]] = {}  # devices of the communicator of so many ranks
+_orders: dict[int, tuple[jax.Device, ...]] = {}  # devices of the communicator of so many ranks
 
 
 class NcclEpError(ValueError):
@@ -125,7 +125,7 @@ def _handlers() -> ctypes.CDLL:
         ("open", [ctypes.c_char_p] * 2),
         ("unique_id", [ctypes.c_char_p]),
         ("connect", [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_bool]),
-        ("check", []),
+        ("late", [ctypes.POINTER(ctypes.c_int32), ctypes.c_int64]),
         ("create_group", [ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.c_int64, ctypes.c_bool]),
     ):
         function = getattr(library, f"nccl_ep_{name}")
@@ -163,11 +163,10 @@ def create_groups(mesh: Mesh, keys: Sequence[GroupKey], timeout_seconds: float =
     are forgotten: no program may use them any more. Raises `NcclEpError`, as `prepare` does.
     """
     own = prepare(mesh)
-    devices = list(mesh.devices.flat)
+    devices = tuple(mesh.devices.flat)
     on_gpu = devices[0].platform != "cpu"
-    order = tuple(device.id for device in devices)
-    unique = None if _orders.get(len(order)) == order else _unique_id()
-    if unique is not None and len(order) in _orders:
+    unique = None if _orders.get(len(devices)) == devices else _unique_id()
+    if unique is not None and len(devices) in _orders:
         _handlers().nccl_ep_forget()
         _orders.clear()
 
@@ -181,12 +180,28 @@ def create_groups(mesh: Mesh, keys: Sequence[GroupKey], timeout_seconds: float =
     with concurrent.futures.ThreadPoolExecutor(len(own)) as threads:
         for made in [threads.submit(create, *each) for each in own]:
             made.result()
-    _orders[len(order)] = order
+    _orders[len(devices)] = devices
+
+
+def late_devices() -> list[jax.Device]:
+    """Returns the devices whose rank was late in a call with low latency, and is left out of results since.
+
+    It waits for no program. Groups recover only when they are created again, by processes that start again. Raises
+    `NcclEpError` where the library does not say.
+    """
+    found: list[jax.Device] = []
+    for count, devices in _orders.items():
+        is_late = (ctypes.c_int32 * count)()
+        _call("late", is_late, count)
+        found += [device for device, late in zip(devices, is_late, strict=True) if late and device not in found]
+    return found
 
 
 def check_ranks() -> None:
-    """Raises `NcclEpError` if a rank was late, and left out of results since; it does not wait for a device."""
-    _call("check")
+    """Raises `NcclEpError`, which names devices and processes, if `late_devices` has some."""
+    if late := late_devices():
+        names = ", ".join(f"device {device.id} (process {device.process_index})" for device in late)
+        raise NcclEpError(f"NCCL EP: {names} did not answer in time and is left out, so results lack its experts")
 
 
 def _unique_id() -> bytes:

@@ -413,4 +413,10 @@ Result ncclEpGetAsyncError(Group group, int* late) {
   return kSuccess;
 }
 
+Result ncclEpMaskQuery(Group group, int* active, Stream) {
+  if (!group->config.enable_mask) return kInvalidUsage;
+  std::copy(group->active.begin(), group->active.end(), active);
+  return kSuccess;
+}
+
 }  // extern "C"

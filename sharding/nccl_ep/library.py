@@ -150,7 +150,7 @@ def prepare(mesh: Mesh) -> list[tuple[int, jax.Device]]:
     if ranked[0][1].platform != "cpu" and len(own) > 1:
         raise NcclEpError(
             f"expert_transport nccl_ep needs one process per GPU, but this one has {len(own)}: set "
-            "--processes_per_node to the GPUs of a host"
+            "--processes_per_node to the GPUs of a host, or start launch.serve, which does"
         )
     open_library(installed())
     return own

@@ -1,10 +1,10 @@
 // A library with the interface of NCCL EP over memory that ranks share: threads of one process, or processes of a host.
 //
 // It does what the interface says for low latency and rank-major rows, and for high throughput and flat rows, where all
-// ranks are one node. It is strict where the real one crashes: lines without a row hold NaN and ids of no expert, widths
-// must suit its kernels, a call before the last one was completed fails, and the second half reads the caller's
-// descriptions again. With low latency rows arrive in another order than they were sent. Every wait ends after the
-// group's timeout, and with low latency a rank that is late is left out of what follows.
+// ranks are one node. It is strict where the real one crashes: lines without a row hold NaN and, with high throughput,
+// ids of an own expert; widths must suit its kernels; a call before the last one was completed fails; and the second
+// half reads the caller's descriptions again. With low latency rows arrive in another order than they were sent. Every
+// wait ends after the group's timeout, and with low latency a rank that is late is left out of what follows.
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -164,7 +164,7 @@ Result receive_flat(HandleState* handle, const DispatchOutputs& out, int lines, 
   auto* weights = static_cast<float*>(out.weights->data);
   std::memset(out.tokens->data, 0xff, lines * wide);
   std::memset(weights, 0xff, size_t(lines) * K * 4);
-  std::fill_n(ids, size_t(lines) * K, int64_t(group->config.experts) * 1000);
+  std::fill_n(ids, size_t(lines) * K, int64_t(group->comm->rank) * (group->config.experts / group->ranks()));
   if (scales) std::memset(out.scales->data, 0xff, lines * scales);
   handle->arrived.clear();
   const Result done = from_all(group, [&](int from, int rows) {

@@ -89,7 +89,7 @@ def compiled(
     if is_prefill:
         chunks = integers(PROMPTS + 1), integers(PROMPTS), integers(PROMPTS, PREFILL_TOKENS // PROMPTS // 64)
         both = integers(PREFILL_TOKENS), integers(PREFILL_TOKENS)
-        batch = PrefillBatch(*both, *chunks, form=AttentionForm.MATERIALIZED, kv_capacity=PREFILL_TOKENS)
+        batch = PrefillBatch(*both, *chunks, form=AttentionForm.ABSORBED)
     pages = {"latents": array((nodes * RANKS * PAGES, 64, CFG.latent_dim), jnp.bfloat16, RANK_SPEC)}
     specs = partitions(declare(CFG))
     mapped = jax.shard_map(

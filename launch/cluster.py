@@ -1,15 +1,22 @@
-"""Cluster options of a command: from its flags, or else from Slurm's environment."""
+"""Cluster options of a command: from its flags, or else from Slurm's environment; or those of one host's processes."""
 
+import contextlib
 import os
 import re
+import secrets
+import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TypedDict
 
 from absl import flags as absl_flags
 
-from dsv3.config.options import ClusterOptions
+from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.files import HOW_TO_MAKE_A_KEY, read_key
+from dsv3.processes.gpus import visible_gpus
 from launch import cli, flags
+
+_ATTEMPTS = 20
 
 
 class Membership(TypedDict):
@@ -62,6 +69,50 @@ def first_host(nodes: str) -> str:
         raise ValueError(f"SLURM_STEP_NODELIST: {nodes!r} names no host")
     prefix, number, suffix = match.groups(default="")
     return prefix + number + suffix
+
+
+def processes_needed(engine: EngineOptions, cluster: ClusterOptions | None) -> int:
+    """Returns how many processes to start in the place of this one: for NCCL EP one per GPU of this host, otherwise 1.
+
+    Raises UsageError where the ranks are not as many as the GPUs that CUDA shows this process.
+    """
+    gpus = 1 if cluster is not None or engine.expert_transport != "nccl_ep" else visible_gpus()
+    if gpus < 2:
+        return 1
+    ranks, shards = engine.data_parallel_size or gpus, engine.tensor_parallel_size
+    if ranks != gpus or shards > 1:
+        raise flags.UsageError(
+            f"--expert_transport nccl_ep needs a process per GPU, and a process has whole ranks: --data_parallel_size "
+            f"{ranks} and --tensor_parallel_size {shards} do not fit the {gpus} GPUs of this host; change them, or "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    return gpus
+
+
+def one_host_flags(count: int, directory: Path) -> list[str]:
+    """Returns the flags of all processes of an instance on this host; its key, unless there is one, is in `directory`.
+
+    The coordinator's port and the next are free now.
+    """
+    found = [f"--coordinator=127.0.0.1:{_free_ports()}", f"--data_parallel_size={count}"]
+    if absl_flags.FLAGS["cluster_key_file"].value is None:
+        key = directory / "cluster.key"
+        key.touch(0o600)
+        key.write_text(secrets.token_hex(32))
+        found.append(f"--cluster_key_file={key}")
+    return found
+
+
+def _free_ports() -> int:
+    """Returns a port of this host that is free, as is the next one."""
+    for _ in range(_ATTEMPTS):
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                second.bind(("127.0.0.1", port + 1))
+                return port
+    raise flags.UsageError(f"none of {_ATTEMPTS} pairs of ports is free on 127.0.0.1: give --coordinator")
 
 
 def cluster_options(environ: Mapping[str, str]) -> ClusterOptions | None:

@@ -9,7 +9,8 @@ Without options one device holds all weights. DeepSeek-V3 has 671 GB of them and
     --max_num_seqs 48 --max_num_batched_tokens 4096
 
 Over several hosts the same command runs once on each, or once per GPU with --processes_per_node (docs/multi_host.md);
-process 0 is the leader and serves HTTP, the others are its followers:
+process 0 is the leader and serves HTTP, the others are its followers. On one host --expert_transport nccl_ep, which
+needs a process per GPU, starts them itself:
 
   python -m launch.serve --coordinator HOST0:8476 --num_processes 2 --process_id 0 --cluster_key_file FILE
   python -m launch.serve --coordinator HOST0:8476 --num_processes 2 --process_id 1 --cluster_key_file FILE
@@ -20,6 +21,9 @@ those in flight finish; the second aborts them.
 
 import dataclasses
 import os
+import sys
+import tempfile
+from pathlib import Path
 
 import uvloop
 
@@ -32,8 +36,8 @@ from dsv3.server.config import ServerConfig
 from dsv3.server.http.api_server import bind, serve
 from dsv3.server.serving.service import Service
 from dsv3.server.tenants import Tenant, load_tenants
-from launch import cli, flags
-from launch.cluster import cluster_options
+from launch import cli, flags, node
+from launch.cluster import cluster_options, one_host_flags, processes_needed
 from launch.model import model_dir, model_names
 
 for _options in (ServerOptions, EngineOptions, ClusterOptions):
@@ -43,6 +47,10 @@ for _options in (ServerOptions, EngineOptions, ClusterOptions):
 def main() -> int:
     configure_logging()
     config = _config()
+    if (count := processes_needed(config.engine, config.cluster)) > 1:
+        with tempfile.TemporaryDirectory(prefix="dsv3-") as directory:
+            own = one_host_flags(count, Path(directory))
+            return node.serve(node.places([*sys.argv[1:], *own], 1, 0, count))
     if config.cluster is not None and not config.cluster.is_leader:
         return _follow(config.cluster, config)
     host, port = config.options.host, config.options.port

@@ -39,6 +39,7 @@ from dsv3.engine.memory import (
     PoolSizing,
     WorkingMemoryFile,
     account,
+    check_beside,
     check_fits,
     local_bytes,
 )
@@ -305,6 +306,8 @@ def size_pool(
     """
     layout, programs = lay_out(components, JOB_KINDS)
     utilization, staging = options.gpu_memory_utilization, staging_bytes(options)
+    if (library_bytes := components.functions.library_bytes) is not None:
+        check_beside(memory, library_bytes(layout.cfg.forward_programs), utilization)
     devices, spreads = layout.cfg.num_devices, bool(components.model_cfg.num_moe_layers)
     least = account_for(layout, memory, utilization, staging)
     check_fits(least, options, devices=devices, spreads=spreads)

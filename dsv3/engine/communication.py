@@ -13,7 +13,7 @@ from dsv3.config.engine import ForwardProgram
 from dsv3.config.model import ModelConfig
 from dsv3.model.schedules import HOOKED, OVERLAPPED, PLAIN, Schedule
 from dsv3.model.schedules.overlapped import worth_overlapping
-from sharding.experts.library_hop import LibraryHop, buffer_bytes, takes
+from sharding.experts.library_hop import LibraryHop, takes
 from sharding.experts.traffic import LayerRows, Traffic
 from sharding.experts.transport import Transport, build, choose
 from sharding.experts.transport_kind import TransportKind
@@ -100,13 +100,14 @@ class Communication:
         """Returns how many NCCL communicators a program uses at once while it computes; 0: it does not overlap.
 
         Prefill has two hops in flight at once, one in the node and one between nodes; decode has one. Sums over the
-        devices of a rank are one more. NCCL EP's kernels run between others, not beside them.
+        devices of a rank are one more. NCCL EP's kernels with low latency run between others, not beside them.
         """
         is_prefill = program.kind == "prefill"
         if program.of_module or self.schedule(program.tokens, is_prefill) is not OVERLAPPED:
             return 0
         hops = self.transport(program.tokens, is_prefill).hops
-        at_once = 0 if isinstance(hops[0], LibraryHop) else len(hops) if is_prefill else 1
+        low_latency = isinstance(hops[0], LibraryHop) and not hops[0].chunk
+        at_once = 0 if low_latency else len(hops) if is_prefill else 1
         return at_once + (self.shards > 1)
 
     def transport(self, tokens: int, is_prefill: bool) -> Transport[Any]:
@@ -123,7 +124,22 @@ class Communication:
         All processes must call it before a program runs; it waits for them. Returns a function that raises if results
         lack the experts of a rank that was late. Raises `library.NcclEpError`, as that function.
         """
-        groups: dict[library.GroupKey, int] = {}
+        keys, sizes = self._groups(programs)
+        if not keys:
+            return lambda: None
+        library.create_groups(mesh, sorted(keys))
+        text = "NCCL EP: %d groups, with %.2f GB of buffers per device, beside jax's memory"
+        _log.info(text, len(sizes), sum(sizes.values()) / 1e9)
+        return library.check_ranks
+
+    def library_bytes(self, programs: Iterable[ForwardProgram]) -> int:
+        """Returns the bytes of NCCL EP's buffers on a device for these programs, which are beside jax's memory."""
+        return sum(self._groups(programs)[1].values())
+
+    def _groups(self, programs: Iterable[ForwardProgram]) -> tuple[set[library.GroupKey], dict[library.GroupKey, int]]:
+        """Returns the keys of NCCL EP for these programs, and the bytes of each group on a device."""
+        keys: set[library.GroupKey] = set()
+        sizes: dict[library.GroupKey, int] = {}
         for program in programs:
             is_prefill, at_once = program.kind == "prefill", 1
             if program.of_module:
@@ -133,15 +149,11 @@ class Communication:
                 at_once = self.schedule(program.tokens, is_prefill).micro_batches
             for hop in self._transport(tokens).hops:
                 if isinstance(hop, LibraryHop):
-                    rows = self._rows(tokens)
-                    keys = [hop.of_micro_batch(i).key(rows.experts_per_token) for i in range(at_once)]
-                    groups |= dict.fromkeys(keys, buffer_bytes(self.machine.devices, rows))
-        if not groups:
-            return lambda: None
-        library.create_groups(mesh, sorted(groups))
-        text = "NCCL EP: %d groups, with %.2f GB of buffers per device, beside jax's memory"
-        _log.info(text, len(groups), sum(groups.values()) / 1e9)
-        return library.check_ranks
+                    own = [hop.of_micro_batch(i).key(self.cfg.num_experts_per_tok) for i in range(at_once)]
+                    keys.update(own)
+                    size = hop.buffer_bytes(self.machine, self._rows(tokens))
+                    sizes |= dict.fromkeys((key.shared for key in own), size)
+        return keys, sizes
 
     def traffic(self, tokens: int, is_prefill: bool) -> Traffic:
         """Returns the bytes that a device sends to experts and back in all MoE layers of a step."""
@@ -172,8 +184,8 @@ class Communication:
         )
 
     def _transport(self, tokens: int) -> Transport[Any]:
-        rows = self._rows(tokens)
-        too_many = self.kind is TransportKind.NCCL_EP and not takes(self.machine.devices, rows)
+        rows, each = self._rows(tokens), self.replicas // self.machine.devices
+        too_many = self.kind is TransportKind.NCCL_EP and not takes(self.machine, each, rows)
         if self.kind is None or too_many:
             return choose(self.machine, self.replicas, rows, self.overlap)
         return build(self.kind, self.machine, self.replicas, rows, self.overlap)

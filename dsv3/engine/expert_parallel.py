@@ -157,7 +157,8 @@ def expert_parallel_functions(
     placed = SpreadParams(partitions(declare(cfg), vocabulary.table), Placement(PartitionSpec(), PartitionSpec()))
     draft = _draft_functions(cfg, communication, shards, vocabulary, backend, dtype)
     experts = _experts(cfg, replicas, communication.machine)
-    which = communication.overlaps, vocabulary, functools.partial(communication.connect, mesh)
+    connect = functools.partial(communication.connect, mesh)
+    which = communication.overlaps, vocabulary, connect, communication.library_bytes
     return StepFunctions(prefill, decode, logits, placed, experts, traffic, draft, dtype, True, *which)
 
 

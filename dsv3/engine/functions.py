@@ -102,7 +102,8 @@ class StepFunctions:
     of them, and it must be repeated with fewer tokens per bucket. `overlaps(program)` returns how many NCCL
     communicators a program uses at once while it computes (0: it does not overlap); None: no program overlaps.
     `connect(programs)`, in all processes and before a program runs, prepares what forward programs need of a library;
-    it returns a function that raises if their results cannot be used.
+    it returns a function that raises if their results cannot be used. `library_bytes(programs)` is the memory that the
+    library then takes on a device, beside jax's pool.
     """
 
     prefill: Callable[[Any, ModelConfig, PrefillBatch, Any], StepOutput]
@@ -117,6 +118,7 @@ class StepFunctions:
     overlaps: Callable[[ForwardProgram], int] | None = None
     vocabulary: Vocabulary = WHOLE
     connect: Callable[[Sequence[ForwardProgram]], Callable[[], None]] | None = None
+    library_bytes: Callable[[Sequence[ForwardProgram]], int] | None = None
 
     def scores(self, params: Any, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
         """Returns the logits that follow from `hidden` `[..., D]`, as `Vocabulary.scores`: `[Xn, ..., W / Xn]`."""

@@ -16,6 +16,8 @@ from dsv3.engine.fingerprint import Fields
 GB = 1e9
 _log = logging.getLogger(__name__)
 _POOL_FIELDS = ("limit num_pages", "limit max_model_len")
+OUTSIDE = 0.03
+"""Fraction of a device's memory that CUDA, NCCL's buffers and the kernels' code take outside of jax's pool."""
 _MAX_UTILIZATION = 0.95  # the most that errors recommend
 # What jax uses before an engine is made differs from start to start. To the byte, it would change the number of pages,
 # and with that the programs: none of the last start would be found again.
@@ -117,6 +119,20 @@ def check_fits(found: MemoryAccount, options: EngineOptions, *, devices: int, sp
         changes.append(f"use more than {devices} devices")
     changes.append("use devices with more memory")
     raise ValueError(f"the model does not fit: {found}; {', or '.join(changes)}")
+
+
+def check_beside(memory: DeviceMemory, taken: int, utilization: float) -> None:
+    """Raises ValueError where `taken` bytes of a library have no place beside jax's pool; the message says what has.
+
+    jax's pool exists by then; `OUTSIDE` of the device is for CUDA, NCCL and the kernels' code.
+    """
+    missing = memory.pool + taken - int(memory.total * (1 - OUTSIDE))
+    if taken and missing > 0:
+        fits = math.floor(100 * (utilization - missing / memory.total)) / 100
+        raise ValueError(
+            f"gpu_memory_utilization: {utilization:g} leaves {(memory.total - memory.pool) / GB:.1f} GB beside jax's "
+            f"pool, where NCCL EP needs {taken / GB:.1f} GB for buffers: set it to {fits:g}"
+        )
 
 
 class WorkingMemoryFile:

@@ -36,13 +36,16 @@ class PeerSums(NamedTuple):
     """A peer's results for the rows of a hop: one partial sum per row, later hops included."""
 
     sums: jax.Array  # [J * C, D]
-    overflows: tuple[jax.Array, ...]  # `Queued.overflows` of each later hop, and of the experts if they can overflow
+    overflows: tuple[jax.Array, ...]
+    """`Received.overflows`, `Queued.overflows` of each later hop, and the experts' if they can overflow."""
     origins: Any = None  # `Received.origins` of the rows
 
     @classmethod
-    def from_experts(cls, sums: jax.Array, overflow: jax.Array | None, origins: Any = None) -> "PeerSums":
-        """Returns the results of the experts behind the last hop."""
-        return cls(sums, () if overflow is None else (overflow,), origins)
+    def from_experts(
+        cls, sums: jax.Array, overflow: jax.Array | None, on_arrival: tuple[jax.Array, ...] = (), origins: Any = None
+    ) -> "PeerSums":
+        """Returns the results of the experts behind the last hop; `on_arrival` is `Received.overflows` of the rows."""
+        return cls(sums, on_arrival if overflow is None else (*on_arrival, overflow), origins)
 
 
 class CombineHandle(NamedTuple):
@@ -93,7 +96,7 @@ class Exchange:
 
     @classmethod
     def from_library(cls, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap) -> "Exchange":
-        """Returns one hop over all devices by NCCL EP. Raises ValueError if `rows` are too many for its buffers."""
+        """Returns one hop over all devices by NCCL EP. Raises ValueError as `LibraryHop.from_layer`."""
         like = cls.from_layer(machine, replicas, rows, overlap)
         return cls(machine, replicas, (LibraryHop.from_layer(machine, replicas, rows, overlap),), like.pairs)
 
@@ -121,16 +124,10 @@ class Exchange:
         K = rows.experts_per_token
         columns = [K, *(min(K, hop.replicas_per_peer) for hop in self.hops)]  # of ids, before each hop
         sizes = [rows.row_bytes(each, by_hop=True) for each in columns]
-        parts = [
-            Traffic.from_peers(hop.peers - 1, self._outside(hop), hop.rows_per_peer(rows.tokens, K) * size)
-            for hop, size in zip(self.hops, sizes, strict=False)
-        ]
-        return functools.reduce(operator.add, parts)
-
-    def _outside(self, hop: Hop) -> int:
-        """Returns the peers of a hop that are in other nodes."""
-        axes = self.machine.axes
-        return {axes: hop.peers - self.machine.gpus, axes[:1]: hop.peers - 1}.get(hop.axes, 0)
+        return functools.reduce(
+            operator.add,
+            [hop.traffic(self.machine, rows, size) for hop, size in zip(self.hops, sizes, strict=False)],
+        )
 
 
 def start_exchange(rows: TokenRows, hops: Sequence[Hop], experts: Experts, backend: Backend | None) -> CombineHandle:
@@ -162,7 +159,7 @@ def compute(arrived: Received, hops: Sequence[Hop], experts: Experts, backend: B
         return finish_exchange(start_exchange(rows, hops[1:], experts, backend), hops[1])
 
     sums, overflows = jax.jit(unit)(arrived.rows)
-    return PeerSums(sums, overflows, arrived.origins)
+    return PeerSums(sums, (*arrived.overflows, *overflows), arrived.origins)
 
 
 @jax.jit

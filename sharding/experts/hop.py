@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from pallas_kernels.backend import Backend
 from pallas_kernels.queues import queue_rows
 from sharding.experts.rows import Lines, TokenRows, fill_lines, localize, sum_at
+from sharding.experts.traffic import LayerRows, Traffic
+from sharding.mesh import Machine
 from sharding.wire.collectives import Overlap, Transfer, start_all_to_all
 from sharding.wire.sums import pack, unpack
 from sharding.wire.words import from_words, shapes_of, width_of
@@ -47,13 +49,15 @@ class DispatchHandle(NamedTuple):
 
 
 class Received(NamedTuple):
-    """Rows of a finished dispatch, `[J * C, ...]`, with local ids of this peer's replicas.
+    """Rows of a finished dispatch, `[L, ...]`, with local ids of this peer's replicas.
 
     `origins` is what the hop must know of each row's sender to return its sum: a tree of arrays, None for collectives.
+    `overflows` has one number, as `Queued.overflows`, if the hop `reports_on_arrival`, which then counts beside it.
     """
 
     rows: TokenRows
     origins: Any
+    overflows: tuple[jax.Array, ...] = ()
 
 
 # Each jitted function here is one unit: program order is enforced between units, and XLA is free inside them.
@@ -75,9 +79,20 @@ class Hop:
         """Returns the hop of one of the micro-batches that are in flight at once."""
         return self
 
-    def rows_per_peer(self, tokens: int, experts_per_token: int) -> float:
-        """Returns the rows that are sent to each peer, padding included."""
-        return self.capacity
+    @property
+    def lines(self) -> int:
+        """The lines of received rows, `L`: J * C."""
+        return self.peers * self.capacity
+
+    @property
+    def reports_on_arrival(self) -> bool:
+        """Whether rows can be lost where they arrive, too."""
+        return False
+
+    def traffic(self, machine: Machine, rows: LayerRows, row: int) -> Traffic:
+        """Returns the traffic of `rows`, `row` bytes each there and back, of a device of `machine`; padding counts."""
+        outside = {machine.axes: self.peers - machine.gpus, machine.axes[:1]: self.peers - 1}.get(self.axes, 0)
+        return Traffic.from_peers(self.peers - 1, outside, self.capacity * row)
 
     def no_origins(self, queued: Queued) -> Any:
         """Returns `Received.origins` of a dispatch of `queued` if all of its rows select nothing."""

@@ -1,4 +1,5 @@
-// The part of NCCL EP's C interface that the handlers use, version 0.2: low-latency mode, rank-major layout.
+// The part of NCCL EP's C interface that the handlers use, version 0.2: low latency with rank-major rows, and high
+// throughput with flat rows.
 //
 // Declared here, so that the handlers build without NVIDIA's headers and link nothing. Structs of that interface only
 // grow at their end, and `size` says how much of one the caller knows. A test compares these with the installed header.
@@ -22,9 +23,10 @@ typedef struct GroupState* Group;
 typedef struct HandleState* Handle;
 typedef void* Stream;
 
-enum Type : int { kUint8 = 1, kInt32 = 2, kFloat32 = 7, kBfloat16 = 9, kFloat8e4m3 = 10 };  // ncclDataType_t
-enum Algorithm : int { kLowLatency = 0 };
-enum Layout : int { kRankMajor = 2 };
+enum Type : int { kUint8 = 1, kInt32 = 2, kInt64 = 4, kFloat32 = 7, kBfloat16 = 9, kFloat8e4m3 = 10 };  // ncclDataType_t
+enum Algorithm : int { kLowLatency = 0, kHighThroughput = 1 };
+enum Layout : int { kRankMajor = 2, kFlat = 3 };
+enum Overflow : int { kTrap = 0, kDrop = 2 };
 enum ExpertIds : int { kGlobal = 2 };  // received ids as they were sent, -1 for those of other ranks
 enum Recipe : int { kPlain = 0, kScalesForwarded = 1 };
 
@@ -53,7 +55,8 @@ struct GroupConfig {
   Allocator allocator;
   unsigned enable_mask = 0;
   uint64_t timeout_ns = 0;
-  int zero_copy = 0, overflow_policy = 0;
+  int zero_copy = 0;
+  Overflow overflow_policy = kTrap;
   unsigned top_k = 0;
   unsigned char padding[4] = {};
 };
@@ -114,7 +117,8 @@ static_assert(sizeof(CombineInputs) == 32 && sizeof(CombineOutputs) == 24 && siz
     (Handle, const DispatchInputs*, const DispatchOutputs*, const LayoutInfo*, const DispatchConfig*, Stream))     \
   X(ep, ncclEpCombine, (Handle, const CombineInputs*, const CombineOutputs*, const CombineConfig*, Stream))        \
   X(ep, ncclEpComplete, (Handle, const void*, Stream))                                                             \
-  X(ep, ncclEpGetAsyncError, (Group, int*))
+  X(ep, ncclEpGetAsyncError, (Group, int*))                                                                        \
+  X(ep, ncclEpMaskQuery, (Group, int*, Stream))
 
 }  // namespace nccl_ep
 

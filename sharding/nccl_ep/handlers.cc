@@ -1,26 +1,18 @@
 // XLA's custom calls over NCCL EP, on a GPU's stream, or on a CPU with a library that has the same interface.
 //
-// Both libraries are opened by path, so this file links neither. A group exists before the first call; a call only
-// enqueues: it allocates no device memory and does not wait for one. What combine must know of a dispatch (the origin of
-// each row) is a buffer that XLA passes along. A call with `send_only` leaves the receiving half, which writes the same
-// buffers, to `Complete`; a group has one such call in flight, so micro-batches have groups of their own (`slot`).
+// A group exists before the first call (groups.cc); a call only enqueues: it allocates no device memory. What combine must know of a dispatch (the origin of each row) is a buffer that
+// XLA passes along. A call with `send_only` leaves its second half, which writes the same buffers, to `Complete`; a slot
+// has one such call in flight, so each micro-batch has its own.
+//
+// Low latency: the first half sends and the second receives; a slot is a group. High throughput: the library has no
+// halves, so the first one forks a stream of the group and the second joins it. Rows go in chunks, so that the library's
+// buffers, which grow with the rows of a call, stay small; each chunk has a handle, which keeps the origin of rows, and
+// all slots share a group. The library waits on the host for the number of rows that a chunk brings, so a thread of the
+// group makes the calls, and XLA's thread goes on until the second half.
 
-#include <dlfcn.h>
-
-#include <algorithm>
-#include <array>
-#include <map>
-#include <memory>
-#include <mutex>
 #include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
-#include "abi.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "groups.h"
 
 namespace {
 
@@ -40,91 +32,9 @@ namespace {
 
 using namespace nccl_ep;
 
-struct Functions {
-#define DSV3_DECLARE(library, name, parameters) Result(*name) parameters = nullptr;
-  DSV3_NCCL_EP_FUNCTIONS(DSV3_DECLARE)
-#undef DSV3_DECLARE
-};
-
-class Described {  // a buffer as the library describes one
- public:
-  Described(const ffi::AnyBuffer& buffer) : sizes_(buffer.dimensions().begin(), buffer.dimensions().end()) {
-    static const std::map<ffi::DataType, Type> types = {{ffi::DataType::U8, kUint8},
-                                                        {ffi::DataType::S32, kInt32},
-                                                        {ffi::DataType::F32, kFloat32},
-                                                        {ffi::DataType::BF16, kBfloat16},
-                                                        {ffi::DataType::F8E4M3FN, kFloat8e4m3}};
-    tensor_.dimensions = unsigned(sizes_.size());
-    tensor_.type = types.at(buffer.element_type());
-    tensor_.data = buffer.untyped_data();
-    tensor_.sizes = sizes_.data();
-  }
-  Described(const Described&) = delete;
-  Tensor* get() { return &tensor_; }
-
- private:
-  std::vector<size_t> sizes_;
-  Tensor tensor_;
-};
-
-typedef std::vector<std::unique_ptr<Described>> AllDescribed;
-
-struct Open {
-  Group group = nullptr;
-  Handle pending = nullptr;  // of a call whose receiving half has not been enqueued
-  AllDescribed described;    // its buffers, which that half reads; first those that it writes
-};
-
-// A group: `GroupKey` in library.py has these numbers in this order.
-enum { kRanks, kTokens, kTopK, kExperts, kRowBytes, kSlot, kNumbers };
-typedef std::array<int64_t, kNumbers> Key;
-typedef ffi::Span<const int64_t> KeyAttribute;
-
-std::mutex mutex;
-Functions functions;
-std::map<std::pair<int, int64_t>, Communicator> communicators;  // by device and number of ranks
-std::map<std::pair<int, Key>, std::unique_ptr<Open>> groups;    // by device and key
-thread_local std::string message;
-
-const char* failed(std::string text) {
-  message = std::move(text);
-  return message.c_str();
-}
-
-ffi::Error error(const std::string& text) { return ffi::Error(ffi::ErrorCode::kInternal, "nccl_ep: " + text); }
-
-std::string code(const char* name, Result result) { return std::string(name) + " returned " + std::to_string(result); }
-
-// Makes the device current in this thread, as a communicator wants it.
-bool make_current(int device) {
-  void* cuda = dlopen("libcuda.so.1", RTLD_NOW);
-  if (cuda == nullptr) return false;
-  const auto get = reinterpret_cast<int (*)(int*, int)>(dlsym(cuda, "cuDeviceGet"));
-  const auto retain = reinterpret_cast<int (*)(void**, int)>(dlsym(cuda, "cuDevicePrimaryCtxRetain"));
-  const auto set = reinterpret_cast<int (*)(void*)>(dlsym(cuda, "cuCtxSetCurrent"));
-  int handle = 0;
-  void* context = nullptr;
-  return get && retain && set && !get(&handle, device) && !retain(&context, handle) && !set(context);
-}
-
 bool takes(const ffi::AnyBuffer& buffer) {
   const auto type = buffer.element_type();
   return type == ffi::DataType::F32 || type == ffi::DataType::BF16 || type == ffi::DataType::F8E4M3FN;
-}
-
-Open* find(int device, const int64_t* numbers) {
-  Key key;
-  std::copy_n(numbers, kNumbers, key.begin());
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = groups.find({device, key});
-  return found == groups.end() ? nullptr : found->second.get();
-}
-
-// Returns what the library says of a group's ranks, or nothing.
-std::string late(const Open& open) {
-  int is_late = 0;
-  if (const Result r = functions.ncclEpGetAsyncError(open.group, &is_late)) return code("ncclEpGetAsyncError", r);
-  return is_late ? "a rank did not answer in time and is left out, so results lack its experts" : "";
 }
 
 // Makes a handle over the buffer `origins`, for the routing `ids`.
@@ -144,27 +54,48 @@ ffi::Error bind(const Open& open, Tensor* origins, Tensor* ids, Stream stream, H
   return ffi::Error::Success();
 }
 
-// Keeps the handle and the buffers of a call with `send_only` for `Complete`; those of a whole call are done.
-ffi::Error finish(Open* open, Handle handle, bool send_only, AllDescribed described) {
-  if (!send_only) {
+// What follows a call on `handle`: the receiving half, if it only sent, and the end of the handle.
+Work completes(Handle handle, bool sent_only) {
+  return [handle, sent_only](Stream stream) {
+    const Result result = sent_only ? functions.ncclEpComplete(handle, nullptr, stream) : 0;
     functions.ncclEpHandleDestroy(handle);
-    return ffi::Error::Success();
-  }
-  open->pending = handle;
+    return result ? error(code("ncclEpComplete", result)) : ffi::Error::Success();
+  };
+}
+
+// Keeps the second half of a call and the buffers that it reads for `Complete`, or enqueues it at once.
+ffi::Error finish(Open* open, Stream stream, bool halves, AllDescribed described, Work second) {
+  if (!halves) return second(stream);
   open->described = std::move(described);
+  open->second = std::move(second);
   return ffi::Error::Success();
 }
 
-// ids [t, K], weights [t, K], tokens [t, W] and scales [t, S] if there are some -> ids and weights [R, T, K], origins,
-// tokens [R, T, W], scales [R, T, S]; R ranks.
-ffi::Error dispatch(Stream stream, int32_t device, ffi::AnyBuffer ids, ffi::AnyBuffer weights,
-                    ffi::RemainingArgs payload, ffi::Result<ffi::AnyBuffer> got_ids,
-                    ffi::Result<ffi::AnyBuffer> got_weights, ffi::Result<ffi::AnyBuffer> origins,
-                    ffi::RemainingRets got, KeyAttribute group, bool send_only) {
-  Open* open = find(device, group.begin());
-  if (open == nullptr) return error("no group was created for this program on device " + std::to_string(device));
-  if (open->pending != nullptr) return error("a call was enqueued before the last one was completed");
-  if (const std::string why = late(*open); !why.empty()) return error(why);
+// The halves of a call that the library makes at once, beside XLA's stream and thread.
+ffi::Error fork(Open* open, Stream stream, bool halves, AllDescribed described, Work work) {
+  if (!halves) return work(stream);
+  const Stream side = open->beside->stream;
+  if (side && !cuda("cuEventRecord", open->ready, stream)) return error("CUDA could not record an event");
+  auto made = std::make_shared<std::future<ffi::Error>>(open->beside->make([=, ready = open->ready, done = open->done] {
+    if (side && !cuda("cuStreamWaitEvent", side, ready, 0u)) return error("CUDA could not fork a stream");
+    if (ffi::Error e = work(side); e.failure()) return e;
+    return side && !cuda("cuEventRecord", done, side) ? error("CUDA could not record") : ffi::Error::Success();
+  }));
+  return finish(open, stream, halves, std::move(described), [side, made, done = open->done](Stream to) {
+    if (ffi::Error e = made->get(); e.failure()) return e;
+    return side && !cuda("cuStreamWaitEvent", to, done, 0u) ? error("CUDA could not join") : ffi::Error::Success();
+  });
+}
+
+// The buffers of a dispatch: ids [t, K], weights [t, K], tokens [t, W], and scales [t, S] if there are some.
+struct Sent {
+  ffi::AnyBuffer ids, weights;
+  std::vector<ffi::AnyBuffer> payload;
+};
+
+// Low latency: received ids and weights [R, T, K], origins, tokens [R, T, W], scales [R, T, S]; R ranks.
+ffi::Error dispatch_rows(Open* open, Stream stream, const Sent& sent, const Sent& got, const ffi::AnyBuffer& origins,
+                         bool send_only) {
   AllDescribed all;
   const auto describe = [&](const ffi::AnyBuffer& buffer) {
     all.push_back(std::make_unique<Described>(buffer));
@@ -174,37 +105,96 @@ ffi::Error dispatch(Stream stream, int32_t device, ffi::AnyBuffer ids, ffi::AnyB
   DispatchOutputs out;
   LayoutInfo layout;
   DispatchConfig config;
-  out.ids = describe(*got_ids), out.weights = describe(*got_weights);
-  Tensor* const notes = describe(*origins);
-  Tensor** const results[] = {&out.tokens, &out.scales};
-  Tensor** const sent[] = {&in.tokens, &in.scales};
-  for (size_t i = 0; i < got.size(); ++i) {
-    const auto to = got.get<ffi::AnyBuffer>(i);
-    if (i > 1 || !to || !takes(**to)) return error("a payload is tokens and scales in float32, bf16 or e4m3");
-    *results[i] = describe(**to);
+  out.ids = describe(got.ids), out.weights = describe(got.weights), in.weights = describe(sent.weights);
+  in.tokens = describe(sent.payload[0]), out.tokens = describe(got.payload[0]);
+  if (got.payload.size() > 1) {
+    in.scales = describe(sent.payload[1]), out.scales = describe(got.payload[1]), config.recipe = kScalesForwarded;
   }
-  for (size_t i = 0; i < got.size(); ++i) *sent[i] = describe(*payload.get<ffi::AnyBuffer>(i));
-  in.weights = describe(weights);
-  if (in.scales != nullptr) config.recipe = kScalesForwarded;
   config.send_only = send_only;
   Handle handle = nullptr;
-  if (ffi::Error e = bind(*open, notes, describe(ids), stream, &handle); e.failure()) return e;
+  if (ffi::Error e = bind(*open, describe(origins), describe(sent.ids), stream, &handle); e.failure()) return e;
   if (const Result r = functions.ncclEpDispatch(handle, &in, &out, &layout, &config, stream)) {
     return error(code("ncclEpDispatch", r));
   }
-  return finish(open, handle, send_only, std::move(all));
+  return finish(open, stream, send_only, std::move(all), completes(handle, send_only));
 }
 
-// sums [R, T, D], origins, ids [t, K] -> [t, D].
-ffi::Error combine(Stream stream, int32_t device, ffi::AnyBuffer sums, ffi::AnyBuffer origins, ffi::AnyBuffer ids,
-                   ffi::Result<ffi::AnyBuffer> result, KeyAttribute group, bool send_only) {
-  Open* open = find(device, group.begin());
-  if (open == nullptr || open->pending != nullptr) return error("there was no dispatch, or it was not completed");
-  if (!takes(sums)) return error("sums are float32 or bf16");
+// High throughput, C chunks of at most N received rows each: received ids [C, N, K, 2] (int64), weights [C, N, K],
+// totals [C], tokens [C, N, W], scales [C, N, S]. Where a total exceeds N, rows are lost.
+ffi::Error dispatch_chunks(Open* open, Stream stream, const Sent& sent, const Sent& got, const ffi::AnyBuffer& totals,
+                           bool halves) {
+  struct Chunk {
+    Handle handle;
+    Tensor *ids, *total;
+    DispatchInputs in;
+    DispatchOutputs out;
+  };
   AllDescribed all;
-  for (const ffi::AnyBuffer& buffer : {ffi::AnyBuffer(*result), sums, origins, ids}) {
-    all.push_back(std::make_unique<Described>(buffer));
+  const auto describe = [&](auto... arguments) {
+    all.push_back(std::make_unique<Described>(arguments...));
+    return all.back()->get();
+  };
+  std::vector<Chunk> chunks;
+  open->tokens = size_t(sent.ids.dimensions()[0]);
+  for (size_t i = 0; i < open->handles.size(); ++i) {
+    const auto [first, count] = open->rows_of(i, open->tokens);
+    const size_t lines = open->received, line = i * lines;
+    Chunk chunk{open->handles[i], describe(sent.ids, first, count), describe(totals, i), {}, {}};
+    chunk.in.weights = describe(sent.weights, first, count), chunk.out.weights = describe(got.weights, line, lines);
+    chunk.out.ids = describe(got.ids, line, lines, true);
+    chunk.in.tokens = describe(sent.payload[0], first, count);
+    chunk.out.tokens = describe(got.payload[0], line, lines);
+    if (got.payload.size() > 1) {
+      chunk.in.scales = describe(sent.payload[1], first, count);
+      chunk.out.scales = describe(got.payload[1], line, lines);
+    }
+    chunks.push_back(chunk);
   }
+  return fork(open, stream, halves, std::move(all), [chunks](Stream to) {
+    for (const Chunk& chunk : chunks) {
+      LayoutInfo counted, numbering;
+      counted.total = chunk.total;
+      DispatchConfig config;
+      if (chunk.in.scales != nullptr) config.recipe = kScalesForwarded;
+      if (const Result r = functions.ncclEpUpdateHandle(chunk.handle, chunk.ids, &counted, to)) {
+        return error(code("ncclEpUpdateHandle", r));
+      }
+      if (const Result r = functions.ncclEpDispatch(chunk.handle, &chunk.in, &chunk.out, &numbering, &config, to)) {
+        return error(code("ncclEpDispatch", r));
+      }
+    }
+    return ffi::Error::Success();
+  });
+}
+
+ffi::Error dispatch(Stream stream, int32_t device, ffi::AnyBuffer ids, ffi::AnyBuffer weights,
+                    ffi::RemainingArgs payload, ffi::Result<ffi::AnyBuffer> got_ids,
+                    ffi::Result<ffi::AnyBuffer> got_weights, ffi::Result<ffi::AnyBuffer> origins,
+                    ffi::RemainingRets got, KeyAttribute group, bool send_only) {
+  Open* open = find(device, group.begin());
+  if (open == nullptr) return error("no group was created for this program on device " + std::to_string(device));
+  if (open->second) return error("a call was enqueued before the last one was completed");
+  if (const std::string why = late(*open); !why.empty()) return error(why);
+  Sent sent{ids, weights, {}}, received{*got_ids, *got_weights, {}};
+  for (size_t i = 0; i < got.size(); ++i) {
+    const auto from = payload.get<ffi::AnyBuffer>(i);
+    const auto to = got.get<ffi::AnyBuffer>(i);
+    if (i > 1 || !from || !to || !takes(**to)) return error("a payload is tokens and scales in float32, bf16 or e4m3");
+    sent.payload.push_back(*from), received.payload.push_back(**to);
+  }
+  open->data = {got_ids->untyped_data(), got_weights->untyped_data(), origins->untyped_data(), ids.untyped_data(),
+                weights.untyped_data()};
+  for (const Sent* each : {&sent, &received}) {
+    for (const ffi::AnyBuffer& buffer : each->payload) open->data.push_back(buffer.untyped_data());
+  }
+  return (open->low_latency() ? dispatch_rows : dispatch_chunks)(open, stream, sent, received, *origins, send_only);
+}
+
+// Low latency: sums [R, T, D], origins, ids [t, K] -> [t, D].
+ffi::Error combine_rows(Open* open, Stream stream, const ffi::AnyBuffer& sums, const ffi::AnyBuffer& origins,
+                        const ffi::AnyBuffer& ids, const ffi::AnyBuffer& result, bool send_only) {
+  AllDescribed all;
+  for (const ffi::AnyBuffer& buffer : {result, sums, origins, ids}) all.push_back(std::make_unique<Described>(buffer));
   CombineInputs in;
   CombineOutputs out;
   CombineConfig config;
@@ -214,115 +204,72 @@ ffi::Error combine(Stream stream, int32_t device, ffi::AnyBuffer sums, ffi::AnyB
   if (const Result r = functions.ncclEpCombine(handle, &in, &out, &config, stream)) {
     return error(code("ncclEpCombine", r));
   }
-  return finish(open, handle, send_only, std::move(all));
+  return finish(open, stream, send_only, std::move(all), completes(handle, send_only));
+}
+
+// High throughput: sums [C, N, D], ids [t, K] -> [t, D]; the handles know the origins. A program's first combine may
+// have no dispatch before it: its ids select nothing, and the handles learn that from them.
+ffi::Error combine_chunks(Open* open, Stream stream, const ffi::AnyBuffer& sums, const ffi::AnyBuffer& ids,
+                          const ffi::AnyBuffer& result, bool halves) {
+  AllDescribed all;
+  std::vector<std::array<Tensor*, 3>> chunks;
+  const size_t before = std::exchange(open->tokens, size_t(ids.dimensions()[0]));
+  for (size_t i = 0; i < open->handles.size(); ++i) {
+    const auto [first, count] = open->rows_of(i, open->tokens);
+    all.push_back(std::make_unique<Described>(sums, i * open->received, open->received));
+    all.push_back(std::make_unique<Described>(result, first, count));
+    all.push_back(std::make_unique<Described>(ids, first, count));
+    chunks.push_back({all[3 * i]->get(), all[3 * i + 1]->get(), all[3 * i + 2]->get()});
+  }
+  return fork(open, stream, halves, std::move(all), [open, chunks, is_first = before != open->tokens](Stream to) {
+    for (size_t i = 0; i < chunks.size(); ++i) {
+      CombineInputs in;
+      CombineOutputs out;
+      CombineConfig config;
+      in.tokens = chunks[i][0], out.tokens = chunks[i][1];
+      if (is_first) {
+        if (const Result r = functions.ncclEpUpdateHandle(open->handles[i], chunks[i][2], nullptr, to)) {
+          return error(code("ncclEpUpdateHandle", r));
+        }
+      }
+      if (const Result r = functions.ncclEpCombine(open->handles[i], &in, &out, &config, to)) {
+        return error(code("ncclEpCombine", r));
+      }
+    }
+    return ffi::Error::Success();
+  });
+}
+
+ffi::Error combine(Stream stream, int32_t device, ffi::AnyBuffer sums, ffi::AnyBuffer origins, ffi::AnyBuffer ids,
+                   ffi::Result<ffi::AnyBuffer> result, KeyAttribute group, bool send_only) {
+  Open* open = find(device, group.begin());
+  if (open == nullptr || open->second) return error("there was no dispatch, or it was not completed");
+  if (!takes(sums)) return error("sums are float32 or bf16");
+  open->data = {result->untyped_data(), sums.untyped_data(), origins.untyped_data(), ids.untyped_data()};
+  if (open->low_latency()) return combine_rows(open, stream, sums, origins, ids, *result, send_only);
+  return combine_chunks(open, stream, sums, ids, *result, send_only);
 }
 
 // The results of the call in flight, aliased, then what must live as long as it -> these results, received.
 ffi::Error complete(Stream stream, int32_t device, ffi::RemainingArgs given, ffi::RemainingRets results,
                     KeyAttribute group) {
   Open* open = find(device, group.begin());
-  if (open == nullptr || open->pending == nullptr) return error("no call is in flight");
-  for (size_t i = 0; i < results.size(); ++i) {
+  if (open == nullptr || !open->second) return error("no call is in flight");
+  for (size_t i = 0; i < given.size(); ++i) {
     const auto from = given.get<ffi::AnyBuffer>(i);
-    const auto to = results.get<ffi::AnyBuffer>(i);
-    const void* const written = open->described[i]->get()->data;
-    if (!from || !to || from->untyped_data() != written || (*to)->untyped_data() != written) {
+    const void* const at = from ? from->untyped_data() : nullptr;
+    const bool known = std::find(open->data.begin(), open->data.end(), at) != open->data.end();
+    if (!known || (i < results.size() && (*results.get<ffi::AnyBuffer>(i))->untyped_data() != at)) {
       return error("XLA moved a buffer between a call and its completion");
     }
   }
-  const Handle handle = std::exchange(open->pending, nullptr);
-  const Result result = functions.ncclEpComplete(handle, nullptr, stream);
-  functions.ncclEpHandleDestroy(handle);
+  const Work second = std::exchange(open->second, nullptr);
+  ffi::Error e = second(stream);
   open->described.clear();
-  return result ? error(code("ncclEpComplete", result)) : ffi::Error::Success();
+  return e;
 }
 
 }  // namespace
-
-// These return nullptr, or what failed; the text is the calling thread's.
-extern "C" const char* nccl_ep_open(const char* nccl_path, const char* ep_path) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  void* const nccl = dlopen(nccl_path, RTLD_NOW | RTLD_GLOBAL);
-  if (nccl == nullptr) return failed(dlerror());
-  void* const ep = dlopen(ep_path, RTLD_LAZY);
-  if (ep == nullptr) return failed(dlerror());
-  Functions found;
-#define DSV3_FIND(library, name, parameters)                                                                        \
-  if (!(found.name = reinterpret_cast<decltype(found.name)>(dlsym(library, #name)))) {                              \
-    return failed(std::string(#library "'s library lacks ") + #name);                                               \
-  }
-  DSV3_NCCL_EP_FUNCTIONS(DSV3_FIND)
-#undef DSV3_FIND
-  int version = 0;
-  if (const Result r = found.ncclEpGetVersion(&version)) return failed(code("ncclEpGetVersion", r));
-  if (version < kOldestVersion) {
-    return failed("NCCL EP " + std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) +
-                  " is refused, because its low-latency combine reuses shared memory without a fence: install 0.2");
-  }
-  functions = found;
-  return nullptr;
-}
-
-extern "C" const char* nccl_ep_unique_id(char* id) {
-  const Result result = functions.ncclGetUniqueId(reinterpret_cast<UniqueId*>(id));
-  return result ? failed(code("ncclGetUniqueId", result)) : nullptr;
-}
-
-// Waits for all ranks.
-extern "C" const char* nccl_ep_connect(int device, const char* id, int ranks, int rank, bool on_gpu) {
-  if (on_gpu && !make_current(device)) return failed("libcuda.so.1 has no such device");
-  UniqueId unique;
-  std::copy_n(id, sizeof(unique.bytes), unique.bytes);
-  Communicator made = nullptr;
-  if (const Result r = functions.ncclCommInitRank(&made, ranks, unique, rank)) return failed(code("ncclCommInitRank", r));
-  const std::lock_guard<std::mutex> lock(mutex);
-  communicators[{device, ranks}] = made;
-  return nullptr;
-}
-
-// Waits for all ranks, which must create their groups in one order. A group that exists stays.
-extern "C" const char* nccl_ep_create_group(int device, const int64_t* numbers, int64_t timeout_ns) {
-  if (find(device, numbers) != nullptr) return nullptr;
-  Key key;
-  std::copy_n(numbers, kNumbers, key.begin());
-  GroupConfig config;
-  config.experts = unsigned(key[kExperts]), config.tokens_per_rank = unsigned(key[kTokens]);
-  config.top_k = unsigned(key[kTopK]), config.token_bytes = unsigned(key[kRowBytes]);
-  config.enable_mask = 1, config.timeout_ns = uint64_t(timeout_ns);
-  auto open = std::make_unique<Open>();
-  Communicator communicator = nullptr;
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    communicator = communicators.at({device, key[kRanks]});
-  }
-  if (const Result r = functions.ncclEpCreateGroup(&open->group, communicator, &config)) {
-    return failed(code("ncclEpCreateGroup", r));
-  }
-  Handle first = nullptr;  // the first handle makes the group allocate its buffers, later ones find them
-  if (const Result r = functions.ncclEpInitHandle(&first, open->group, kRankMajor, nullptr, int(key[kTopK]), nullptr)) {
-    return failed(code("ncclEpInitHandle", r));
-  }
-  functions.ncclEpHandleDestroy(first);
-  const std::lock_guard<std::mutex> lock(mutex);
-  groups[{device, key}] = std::move(open);
-  return nullptr;
-}
-
-// Says whether results since the groups' creation can be used.
-extern "C" const char* nccl_ep_check() {
-  const std::lock_guard<std::mutex> lock(mutex);
-  for (const auto& [key, open] : groups) {
-    if (std::string why = late(*open); !why.empty()) return failed(std::move(why));
-  }
-  return nullptr;
-}
-
-// Forgets communicators and groups; the libraries keep what they allocated.
-extern "C" void nccl_ep_forget() {
-  const std::lock_guard<std::mutex> lock(mutex);
-  groups.clear();
-  communicators.clear();
-}
 
 namespace {
 

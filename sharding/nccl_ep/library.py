@@ -26,10 +26,11 @@ HANDLERS = ("Dispatch", "Combine", "Complete")
 TIMEOUT_SECONDS = 100.0
 """How long a rank waits for another in a call; kernels of the first call are compiled within it."""
 
-_SOURCE, _HEADER = (Path(__file__).with_name(name) for name in ("handlers.cc", "abi.h"))
+_SOURCES = [Path(__file__).with_name(name) for name in ("groups.cc", "handlers.cc")]
+_HEADERS = [Path(__file__).with_name(name) for name in ("abi.h", "groups.h")]
 _DISTRIBUTION = "nccl-extensions"
 _ID_BYTES = 128
-_orders: dict[int, tuple[int, ...]] = {}  # devices of the communicator of so many ranks
+_orders: dict[int, tuple[jax.Device, ...]] = {}  # devices of the communicator of so many ranks
 
 
 class NcclEpError(ValueError):
@@ -45,7 +46,12 @@ class Installed(NamedTuple):
 
 
 class GroupKey(NamedTuple):
-    """A group of `ranks`: tokens of each, ids per token, experts of all, most bytes of a row, and the micro-batch."""
+    """A group of `ranks`: tokens of each, ids per token, experts of all, most bytes of a row, and the micro-batch.
+
+    With high throughput, `chunk` is how many tokens of a rank one call of the library takes, and `received` the most
+    rows that a rank receives of the chunks of all; both are 0 with low latency. Keys that differ in tokens and
+    micro-batch then share a group (`shared`).
+    """
 
     ranks: int
     tokens: int
@@ -53,6 +59,18 @@ class GroupKey(NamedTuple):
     experts: int
     row_bytes: int
     slot: int
+    chunk: int = 0
+    received: int = 0
+
+    @property
+    def chunks(self) -> int:
+        """Calls for the tokens of a rank, with high throughput."""
+        return -(-self.tokens // self.chunk)
+
+    @property
+    def shared(self) -> "GroupKey":
+        """What the keys of one group have in common."""
+        return self._replace(tokens=0, slot=0) if self.chunk else self
 
 
 def check_platform(platform: str) -> None:
@@ -87,7 +105,8 @@ def targets() -> dict[str, str]:
     Names have a digest of the sources, because stored programs refer to handlers by name. Raises `NcclEpError` if the
     handlers cannot be built.
     """
-    library, key = _handlers(), hashlib.sha256(_SOURCE.read_bytes() + _HEADER.read_bytes()).hexdigest()[:8]
+    library, sources = _handlers(), b"".join(path.read_bytes() for path in _SOURCES + _HEADERS)
+    key = hashlib.sha256(sources).hexdigest()[:8]
     names = {handler: f"dsv3_nccl_ep_{handler}_{key}" for handler in HANDLERS}
     for handler, name in names.items():
         for platform, suffix in (("cpu", "OnCpu"), ("CUDA", "OnGpu")):
@@ -98,7 +117,7 @@ def targets() -> dict[str, str]:
 @functools.cache
 def _handlers() -> ctypes.CDLL:
     try:
-        path = build_library("nccl-ep", [_SOURCE], [_HEADER])
+        path = build_library("nccl-ep", _SOURCES, _HEADERS)
     except NoLibraryError as error:
         raise NcclEpError(f"the handlers of NCCL EP cannot be built: {error}") from None
     library = ctypes.CDLL(str(path))
@@ -106,8 +125,8 @@ def _handlers() -> ctypes.CDLL:
         ("open", [ctypes.c_char_p] * 2),
         ("unique_id", [ctypes.c_char_p]),
         ("connect", [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_bool]),
-        ("check", []),
-        ("create_group", [ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.c_int64]),
+        ("late", [ctypes.POINTER(ctypes.c_int32), ctypes.c_int64]),
+        ("create_group", [ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.c_int64, ctypes.c_bool]),
     ):
         function = getattr(library, f"nccl_ep_{name}")
         function.argtypes, function.restype = arguments, ctypes.c_char_p
@@ -131,7 +150,7 @@ def prepare(mesh: Mesh) -> list[tuple[int, jax.Device]]:
     if ranked[0][1].platform != "cpu" and len(own) > 1:
         raise NcclEpError(
             f"expert_transport nccl_ep needs one process per GPU, but this one has {len(own)}: set "
-            "--processes_per_node to the GPUs of a host"
+            "--processes_per_node to the GPUs of a host, or start launch.serve, which does"
         )
     open_library(installed())
     return own
@@ -144,11 +163,10 @@ def create_groups(mesh: Mesh, keys: Sequence[GroupKey], timeout_seconds: float =
     are forgotten: no program may use them any more. Raises `NcclEpError`, as `prepare` does.
     """
     own = prepare(mesh)
-    devices = list(mesh.devices.flat)
+    devices = tuple(mesh.devices.flat)
     on_gpu = devices[0].platform != "cpu"
-    order = tuple(device.id for device in devices)
-    unique = None if _orders.get(len(order)) == order else _unique_id()
-    if unique is not None and len(order) in _orders:
+    unique = None if _orders.get(len(devices)) == devices else _unique_id()
+    if unique is not None and len(devices) in _orders:
         _handlers().nccl_ep_forget()
         _orders.clear()
 
@@ -157,17 +175,33 @@ def create_groups(mesh: Mesh, keys: Sequence[GroupKey], timeout_seconds: float =
         if unique is not None:
             _call("connect", ordinal, unique, len(devices), rank, on_gpu)
         for key in sorted(keys):
-            _call("create_group", ordinal, (ctypes.c_int64 * len(key))(*key), int(timeout_seconds * 1e9))
+            _call("create_group", ordinal, (ctypes.c_int64 * len(key))(*key), int(timeout_seconds * 1e9), on_gpu)
 
     with concurrent.futures.ThreadPoolExecutor(len(own)) as threads:
         for made in [threads.submit(create, *each) for each in own]:
             made.result()
-    _orders[len(order)] = order
+    _orders[len(devices)] = devices
+
+
+def late_devices() -> list[jax.Device]:
+    """Returns the devices whose rank was late in a call with low latency, and is left out of results since.
+
+    It waits for no program. Groups recover only when they are created again, by processes that start again. Raises
+    `NcclEpError` where the library does not say.
+    """
+    found: list[jax.Device] = []
+    for count, devices in _orders.items():
+        is_late = (ctypes.c_int32 * count)()
+        _call("late", is_late, count)
+        found += [device for device, late in zip(devices, is_late, strict=True) if late and device not in found]
+    return found
 
 
 def check_ranks() -> None:
-    """Raises `NcclEpError` if a rank was late, and left out of results since; it does not wait for a device."""
-    _call("check")
+    """Raises `NcclEpError`, which names devices and processes, if `late_devices` has some."""
+    if late := late_devices():
+        names = ", ".join(f"device {device.id} (process {device.process_index})" for device in late)
+        raise NcclEpError(f"NCCL EP: {names} did not answer in time and is left out, so results lack its experts")
 
 
 def _unique_id() -> bytes:

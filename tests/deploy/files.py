@@ -16,6 +16,7 @@ from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.config.server_options import ServerOptions
 from launch import cli, flags
 from launch.cluster import slurm_membership
+from launch.node import places
 
 DEPLOY = pathlib.Path(__file__).parents[2] / "deploy"
 SERVE = ["-m", "launch.serve"]
@@ -121,7 +122,7 @@ def started_in(pod: dict[str, Any], name: str, nodes: int, rank: int) -> list[St
     if container["command"] == ["python", "-m", "deploy.node"]:
         options = node.parse(texts)
         assert (options.num_nodes, options.node_rank) == (nodes, rank)
-        lines = node.flags_of(nodes, rank, options.processes_per_node, options.arguments)
+        lines = places(options.arguments, nodes, rank, options.processes_per_node)
     else:
         assert container["command"] == ["python", *SERVE]
         lines = [texts]

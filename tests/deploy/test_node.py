@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy import node
+from deploy import node as command
+from launch import node
 from tests.tools.doctor.test_faults import is_gone
 
 ROOT = Path(__file__).parents[2]
@@ -25,8 +26,9 @@ print("pid", os.getpid(), flush=True)
 time.sleep(600)
 """
 RUN = (
-    "import sys; from deploy import node; node._SERVE = (sys.executable, '-c', {script!r}); node._END_S = {end_s}; "
-    "sys.exit(node.main(sys.argv[1:]))"
+    "import sys; from deploy import node as command; from launch import node; "
+    "node._SERVE = (sys.executable, '-c', {script!r}); node._END_S = {end_s}; "
+    "sys.exit(command.main(sys.argv[1:]))"
 )
 
 
@@ -53,9 +55,9 @@ class Node:
 
 
 def test_each_process_has_its_place_and_a_single_one_needs_none():
-    assert node.flags_of(1, 0, 1, ["--port=0"]) == [["--port=0"]]
+    assert node.places(["--port=0"], 1, 0, 1) == [["--port=0"]]
     shared = ["--port=0", "--num_processes=6", "--processes_per_node=2"]
-    assert node.flags_of(3, 1, 2, ["--port=0"]) == [[*shared, "--process_id=2"], [*shared, "--process_id=3"]]
+    assert node.places(["--port=0"], 3, 1, 2) == [[*shared, "--process_id=2"], [*shared, "--process_id=3"]]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,7 @@ def test_each_process_has_its_place_and_a_single_one_needs_none():
 )
 def test_a_wrong_command_line_starts_nothing(flags, says, capsys):
     with pytest.raises(SystemExit, match="2"):
-        node.main([*flags, "--", "--port=0"])
+        command.main([*flags, "--", "--port=0"])
     assert says in capsys.readouterr().err
 
 
@@ -128,7 +130,7 @@ def test_nothing_is_left_where_a_process_cannot_be_started(monkeypatch):
     monkeypatch.setattr(node, "_start", start)
     try:
         with pytest.raises(OSError, match="no more processes"):
-            node.main(["--processes_per_node=2", "--", "x"])
+            command.main(["--processes_per_node=2", "--", "x"])
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -9,6 +9,7 @@ ray = pytest.importorskip("ray", reason="the extra 'batch' brings Ray")
 
 from deploy import node, ray_cluster  # noqa: E402
 from dsv3.files import read_key  # noqa: E402
+from launch.node import places  # noqa: E402
 from tests.deploy.files import parsed  # noqa: E402
 
 
@@ -63,7 +64,7 @@ def started(hosts, *flags):
     ray_cluster._start(hosts, options)
     starts = [call for host in hosts for call in host.calls if call[0] == "start"]
     nodes = [node.parse([*place, "--", *arguments]) for _, place, arguments, _ in starts]
-    lines = [node.flags_of(n.num_nodes, n.node_rank, n.processes_per_node, n.arguments) for n in nodes]
+    lines = [places(n.arguments, n.num_nodes, n.node_rank, n.processes_per_node) for n in nodes]
     return [line for each in lines for line in each], [key for *_, key in starts]
 
 

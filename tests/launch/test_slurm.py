@@ -1,10 +1,16 @@
-"""Cluster options: addresses, the key file, and Slurm's environment."""
+"""Cluster options: addresses, the key file, Slurm's environment, and the processes that one host starts itself."""
+
+import argparse
+from pathlib import Path
 
 import pytest
+from absl import flags as absl_flags
 
-from dsv3.config.options import ClusterOptions, split_address
+from dsv3.config.options import ClusterOptions, EngineOptions, split_address
 from dsv3.files import read_key
-from launch.cluster import slurm_membership
+from launch import cluster
+from launch.cluster import one_host_flags, processes_needed, slurm_membership
+from launch.flags import UsageError
 
 SLURM = {
     "SLURM_JOB_ID": "4711",
@@ -112,3 +118,31 @@ def test_keys(tmp_path) -> None:
         path.chmod(mode)
         with pytest.raises(ValueError, match=r"cluster_key_file .*other users may open it.*chmod"):
             read_key(path)
+
+
+def library(**changes) -> EngineOptions:
+    return EngineOptions(enable_expert_parallel=True, expert_transport="nccl_ep", **changes)
+
+
+def test_the_expert_parallel_library_gets_a_process_per_gpu(monkeypatch) -> None:
+    """On one host, unless the command is one of several already."""
+    monkeypatch.setattr(cluster, "visible_gpus", lambda: 8)
+    assert processes_needed(library(), None) == processes_needed(library(data_parallel_size=8), None) == 8
+    assert processes_needed(library(), member("h:1", 16, 0, 8)) == processes_needed(EngineOptions(), None) == 1
+    for wrong in (dict(data_parallel_size=4), dict(tensor_parallel_size=8)):
+        with pytest.raises(UsageError, match=r"do not fit the 8 GPUs of this host; .* CUDA_VISIBLE_DEVICES"):
+            processes_needed(library(**wrong), None)
+    monkeypatch.setattr(cluster, "visible_gpus", lambda: 1)
+    assert processes_needed(library(), None) == 1
+
+
+def test_processes_of_one_host_share_a_new_key_and_a_coordinator(tmp_path: Path, monkeypatch) -> None:
+    given = argparse.Namespace(value=None)
+    monkeypatch.setattr(absl_flags, "FLAGS", {"cluster_key_file": given})
+    found = dict(flag.removeprefix("--").split("=") for flag in one_host_flags(8, tmp_path))
+    key = Path(found.pop("cluster_key_file"))
+    host, port = split_address(found.pop("coordinator"), "coordinator")
+    assert host == "127.0.0.1" and 0 < port < 65535 and found == {"data_parallel_size": "8"}
+    assert len(read_key(str(key))) >= 32 and key.stat().st_mode & 0o77 == 0
+    given.value = "mine.key"
+    assert not any("key" in flag for flag in one_host_flags(8, tmp_path))

@@ -61,7 +61,8 @@ def main(coordinator: str, ranks: int, rank: int) -> None:
     if rank == ranks - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     check(np.where(ids // EACH == ranks - 1, -1, ids))
-    with pytest.raises(library.NcclEpError, match="a rank did not answer in time and is left out"):
+    named = rf"device \d+ \(process {ranks - 1}\) did not answer in time and is left out"
+    with pytest.raises(library.NcclEpError, match=named):
         library.check_ranks()
     with pytest.raises(jax.errors.JaxRuntimeError, match="a rank did not answer in time and is left out"):
         jax.block_until_ready(run(*given))

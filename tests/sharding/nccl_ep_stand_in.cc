@@ -1,9 +1,10 @@
 // A library with the interface of NCCL EP over memory that ranks share: threads of one process, or processes of a host.
 //
-// It does what the interface says for low latency and rank-major rows, and is strict where the real one crashes: rows
-// arrive in another order than they were sent, lines without a row hold NaN, widths must suit its kernels, a call before
-// the last one was completed fails, and the second half reads the caller's descriptions again. Every wait ends after the group's timeout, and a rank that is late is left
-// out of what follows.
+// It does what the interface says for low latency and rank-major rows, and for high throughput and flat rows, where all
+// ranks are one node. It is strict where the real one crashes: lines without a row hold NaN and, with high throughput,
+// ids of an own expert; widths must suit its kernels; a call before the last one was completed fails; and the second
+// half reads the caller's descriptions again. With low latency rows arrive in another order than they were sent. Every
+// wait ends after the group's timeout, and with low latency a rank that is late is left out of what follows.
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -42,6 +43,7 @@ struct GroupState {
   int late = 0;
   std::vector<bool> active;
 
+  bool flat() const { return config.algorithm == kHighThroughput; }
   int ranks() const { return comm->ranks; }
   size_t message() const { return 4 + 8 * size_t(config.top_k) + config.token_bytes; }
   size_t dispatched() const { return size_t(ranks()) * config.tokens_per_rank * message(); }
@@ -59,6 +61,11 @@ struct GroupState {
   int owner(int expert) const { return expert < 0 ? -1 : expert / int(config.experts / ranks()); }
 };
 
+struct Arrived {  // a row, with high throughput
+  int from;
+  int32_t token, first_k;
+};
+
 struct HandleState {
   GroupState* group;
   int top_k;
@@ -66,6 +73,9 @@ struct HandleState {
   const int32_t* ids;
   int tokens;
   std::function<Result()> receive;
+  std::vector<int32_t> kept_ids;
+  std::vector<Arrived> arrived;
+  int32_t* total = nullptr;
 
   int32_t* counts() const { return reinterpret_cast<int32_t*>(memory); }
   int32_t* origin(int rank, int line) const {  // token, first k
@@ -84,7 +94,7 @@ namespace {
 
 enum { kSuccess = 0, kSystemError = 2, kInvalidArgument = 4, kInvalidUsage = 5 };
 
-size_t width(Type type) { return type == kFloat32 || type == kInt32 ? 4 : type == kBfloat16 ? 2 : 1; }
+size_t width(Type type) { return type == kInt64 ? 8 : type == kFloat32 || type == kInt32 ? 4 : type == kBfloat16 ? 2 : 1; }
 size_t row_bytes(const Tensor* tensor) { return tensor->sizes[tensor->dimensions - 1] * width(tensor->type); }
 
 bool waits(uint64_t timeout_ns, const std::function<bool()>& done) {
@@ -146,12 +156,54 @@ Result halves(HandleState* handle, bool send_only, std::function<Result()> recei
   return kSuccess;
 }
 
+// Brings rows to consecutive lines, in the order of ranks and tokens, and loses those beyond the last line.
+Result receive_flat(HandleState* handle, const DispatchOutputs& out, int lines, size_t wide, size_t scales) {
+  GroupState* group = handle->group;
+  const int T = int(group->config.tokens_per_rank), K = handle->top_k;
+  auto* ids = static_cast<int64_t*>(out.ids->data);
+  auto* weights = static_cast<float*>(out.weights->data);
+  std::memset(out.tokens->data, 0xff, lines * wide);
+  std::memset(weights, 0xff, size_t(lines) * K * 4);
+  std::fill_n(ids, size_t(lines) * K, int64_t(group->comm->rank) * (group->config.experts / group->ranks()));
+  if (scales) std::memset(out.scales->data, 0xff, lines * scales);
+  handle->arrived.clear();
+  const Result done = from_all(group, [&](int from, int rows) {
+    for (int row = rows - 1; row >= 0; --row) {  // they were sent from the last token on
+      const char* at = group->data(group->comm->rank) + (size_t(from) * T + row) * group->message();
+      Arrived arrived{from, 0, -1};
+      std::memcpy(&arrived.token, at, 4);
+      std::vector<std::pair<int32_t, float>> chosen;
+      for (int k = 0; k < K; ++k) {
+        int32_t id;
+        float weight;
+        std::memcpy(&id, at + 4 + 4 * k, 4), std::memcpy(&weight, at + 4 + 4 * (K + k), 4);
+        if (group->owner(id) != group->comm->rank) continue;
+        if (arrived.first_k < 0) arrived.first_k = k;
+        chosen.push_back({id, weight});
+      }
+      std::sort(chosen.begin(), chosen.end());
+      const size_t line = handle->arrived.size();
+      handle->arrived.push_back(arrived);
+      if (int(line) >= lines) continue;
+      for (int k = 0; k < K; ++k) {
+        const bool there = k < int(chosen.size());
+        ids[line * K + k] = there ? chosen[k].first : -1, weights[line * K + k] = there ? chosen[k].second : 0;
+      }
+      std::memcpy(static_cast<char*>(out.tokens->data) + line * wide, at + 4 + 8 * K, wide);
+      if (scales) std::memcpy(static_cast<char*>(out.scales->data) + line * scales, at + 4 + 8 * K + wide, scales);
+    }
+  });
+  *handle->total = int32_t(handle->arrived.size());
+  return done;
+}
+
 }  // namespace
 
 extern "C" {
 
 int stand_in_version = 200;  // a test may set another
 int stand_in_calls = 0;      // dispatches, by any thread
+int stand_in_chunks = 0;     // those with high throughput
 
 Result ncclGetUniqueId(UniqueId* id) {
   std::random_device source;
@@ -172,6 +224,10 @@ Result ncclEpGetVersion(int* version) {
 
 Result ncclEpCreateGroup(Group* made, Communicator comm, const GroupConfig* given) {
   if (given->size < sizeof(*given) || given->magic != kMagic || given->experts % comm->ranks) return kInvalidArgument;
+  if (given->algorithm == kHighThroughput) {
+    if (given->received_per_rank < given->tokens_per_rank || given->enable_mask || given->experts % 4) return kInvalidArgument;
+    if (given->token_bytes % 16 || given->overflow_policy != kDrop) return kInvalidArgument;
+  }
   auto* group = new GroupState{comm, *given, nullptr, 0};
   group->active.assign(comm->ranks, true);
   group->bytes = comm->ranks * group->part();
@@ -204,15 +260,27 @@ Result ncclEpHandleMemSize(Group group, Layout, const void*, size_t* bytes, int 
 Result ncclEpInitHandle(Handle* made, Group group, Layout layout, const void*, int top_k, const Tensor* memory) {
   size_t needed;
   ncclEpHandleMemSize(group, layout, nullptr, &needed, top_k);
-  if (layout != kRankMajor || (memory != nullptr && memory->sizes[0] < needed)) return kInvalidArgument;
-  *made = new HandleState{group, top_k, memory == nullptr ? nullptr : static_cast<char*>(memory->data), nullptr, 0, {}};
+  if (layout != (group->flat() ? kFlat : kRankMajor)) return kInvalidArgument;
+  if (memory != nullptr && (group->flat() || memory->sizes[0] < needed)) return kInvalidArgument;
+  char* const at = memory == nullptr ? nullptr : static_cast<char*>(memory->data);
+  *made = new HandleState{group, top_k, at, nullptr, 0, {}, {}, {}};
   return kSuccess;
 }
 
 Result ncclEpUpdateHandle(Handle handle, const Tensor* ids, const LayoutInfo* layout, Stream) {
-  if (ids->type != kInt32 || int(ids->sizes[1]) != handle->top_k || layout != nullptr) return kInvalidArgument;
+  if (ids->type != kInt32 || int(ids->sizes[1]) != handle->top_k) return kInvalidArgument;
+  if (!handle->group->flat() && layout != nullptr) return kInvalidArgument;
   handle->ids = static_cast<const int32_t*>(ids->data);
   handle->tokens = int(ids->sizes[0]);
+  if (layout != nullptr) {
+    if (layout->total->type != kInt32 || layout->total->dimensions != 1) return kInvalidArgument;
+    handle->total = static_cast<int32_t*>(layout->total->data);
+  }
+  if (handle->group->flat()) {
+    handle->kept_ids.assign(handle->ids, handle->ids + handle->tokens * handle->top_k);
+    handle->ids = handle->kept_ids.data();
+    handle->arrived.clear();
+  }
   return handle->tokens <= int(handle->group->config.tokens_per_rank) ? kSuccess : kInvalidArgument;
 }
 
@@ -230,7 +298,10 @@ Result ncclEpDispatch(Handle handle, const DispatchInputs* in, const DispatchOut
   if (std::exchange(group->in_flight, true)) return kInvalidUsage;
   if (wide % (scaled ? 16 : 512) || scales % 16 || scaled != (in->scales != nullptr)) return kInvalidArgument;
   if (wide + scales > group->config.token_bytes || row_bytes(out->tokens) != wide) return kInvalidArgument;
-  if (K > int(group->config.top_k) || layout->ids != kGlobal || int(out->tokens->sizes[1]) != T) return kInvalidArgument;
+  if (K > int(group->config.top_k) || layout->ids != kGlobal) return kInvalidArgument;
+  const int lines = int(out->tokens->sizes[group->flat() ? 0 : 1]);
+  if (lines != int(group->flat() ? group->config.received_per_rank : T)) return kInvalidArgument;
+  if (out->ids->type != (group->flat() ? kInt64 : kInt32) || (group->flat() && config->send_only)) return kInvalidArgument;
   __atomic_add_fetch(&stand_in_calls, 1, __ATOMIC_RELAXED);
   const auto* weights = static_cast<const float*>(in->weights->data);
   std::vector<int> sent(R);
@@ -251,6 +322,8 @@ Result ncclEpDispatch(Handle handle, const DispatchInputs* in, const DispatchOut
     if (group->active[to]) group->flag(to, group->comm->rank) = uint64_t(group->epoch + 1) << 32 | uint32_t(sent[to]);
   }
   const DispatchOutputs results = *out;
+  if (group->flat()) __atomic_add_fetch(&stand_in_chunks, 1, __ATOMIC_RELAXED);
+  if (group->flat()) return receive_flat(handle, results, lines, wide, scales);
   return halves(handle, config->send_only, [=] {
     auto *tokens = static_cast<char*>(results.tokens->data), *factors = scaled ? static_cast<char*>(results.scales->data) : nullptr;
     auto *got_ids = static_cast<int32_t*>(results.ids->data), *got_weights = static_cast<int32_t*>(results.weights->data);
@@ -285,16 +358,24 @@ Result ncclEpCombine(Handle handle, const CombineInputs* in, const CombineOutput
                      Stream) {
   GroupState* group = handle->group;
   const int T = int(group->config.tokens_per_rank), K = handle->top_k, R = group->ranks();
-  const size_t wide = row_bytes(in->tokens), channels = in->tokens->sizes[2];
+  const size_t wide = row_bytes(in->tokens), channels = in->tokens->sizes[in->tokens->dimensions - 1];
   const Type type = in->tokens->type;
   if (std::exchange(group->in_flight, true)) return kInvalidUsage;
   if (channels % 512 || wide > group->config.token_bytes || out->tokens->type != type) return kInvalidArgument;
+  if (in->tokens->dimensions != (group->flat() ? 2u : 3u) || int(out->tokens->sizes[0]) != handle->tokens) return kInvalidArgument;
+  const auto* sums = static_cast<const char*>(in->tokens->data);
+  for (size_t line = 0; line < handle->arrived.size(); ++line) {
+    const Arrived& to = handle->arrived[line];
+    char* at = group->data(to.from) + (size_t(to.token) * K + to.first_k) * group->config.token_bytes;
+    if (line < in->tokens->sizes[0]) std::memcpy(at, sums + line * wide, wide);
+    else std::memset(at, 0, wide);
+  }
   for (int to = 0; to < R; ++to) {
     if (!group->active[to]) continue;
-    for (int line = 0; line < handle->counts()[to]; ++line) {
+    for (int line = 0; !group->flat() && line < handle->counts()[to]; ++line) {
       const int32_t* origin = handle->origin(to, line);
       char* at = group->data(to) + (size_t(origin[0]) * K + origin[1]) * group->config.token_bytes;
-      std::memcpy(at, static_cast<char*>(in->tokens->data) + (size_t(to) * T + line) * wide, wide);
+      std::memcpy(at, sums + (size_t(to) * T + line) * wide, wide);
     }
     group->flag(to, group->comm->rank) = uint64_t(group->epoch + 1) << 32;
   }
@@ -305,9 +386,14 @@ Result ncclEpCombine(Handle handle, const CombineInputs* in, const CombineOutput
     const Result done = from_all(group, [](int, int) {});
     std::vector<float> total(channels);
     for (int token = 0; token < handle->tokens; ++token) {
-      std::fill(total.begin(), total.end(), 0.0f);
+      std::vector<std::pair<int, int>> order;  // of additions: as ids, or, with high throughput, as ranks
       for (int k = 0; k < K; ++k) {
-        if (!handle->is_first(token, k) || !group->active[group->owner(handle->ids[token * K + k])]) continue;
+        const int owner = group->owner(handle->ids[token * K + k]);
+        if (handle->is_first(token, k) && group->active[owner]) order.push_back({group->flat() ? owner : 0, k});
+      }
+      std::stable_sort(order.begin(), order.end());
+      std::fill(total.begin(), total.end(), 0.0f);
+      for (const auto& [rank, k] : order) {
         const char* row = received + (size_t(token) * K + k) * group->config.token_bytes;
         for (size_t i = 0; i < channels; ++i) total[i] += widen(row + i * width(type), type);
       }
@@ -322,7 +408,14 @@ Result ncclEpComplete(Handle handle, const void*, Stream) {
 }
 
 Result ncclEpGetAsyncError(Group group, int* late) {
+  if (!group->config.enable_mask) return kInvalidUsage;
   *late = group->late;
+  return kSuccess;
+}
+
+Result ncclEpMaskQuery(Group group, int* active, Stream) {
+  if (!group->config.enable_mask) return kInvalidUsage;
+  std::copy(group->active.begin(), group->active.end(), active);
   return kSuccess;
 }
 

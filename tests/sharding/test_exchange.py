@@ -1,6 +1,7 @@
 """Every transport on CPU meshes gives the result of a single device, or reports overflow.
 
-"library" is NCCL EP with a stand-in for NVIDIA's library, in halves: a call that sends, and one that receives.
+"library" is NCCL EP with a stand-in for NVIDIA's library, in halves: a call that sends, and one that receives. Rows of
+"bulk" go by its high throughput, in chunks.
 """
 
 import functools
@@ -27,6 +28,8 @@ from tests.sharding import nccl_ep
 T, K, D, EXPERTS = 24, 4, 16, 16
 PAIRS = 150
 """Pairs that the experts of a device have capacity for: random tokens fit, all tokens on one device do not."""
+CHUNK = 10
+"""Tokens of a call with high throughput: the last one has 4."""
 AXES = ("node", "gpu")
 ALL = PartitionSpec(AXES)
 
@@ -51,6 +54,9 @@ def transport(kind: str, nodes: int, gpus: int, capacity: int) -> Transport:
     machine, each = Machine(nodes, gpus), EXPERTS // (nodes * gpus)
     if kind == "library":
         return Exchange(machine, each, (LibraryHop(AXES, nodes * gpus, each, T, Overlap.HOOKS, row_bytes=4096),))
+    if kind == "bulk":
+        sizes = {"row_bytes": 4096, "chunk": CHUNK, "received": capacity * CHUNK}
+        return Exchange(machine, each, (LibraryHop(AXES, nodes * gpus, each, T, Overlap.HOOKS, **sizes),))
     if kind == "ring":
         return Ring(machine, each)
     if kind == "flat":
@@ -71,7 +77,7 @@ def both_halves(transport: Transport, rows: TokenRows, experts) -> tuple[jax.Arr
 def program(kind: str, nodes: int, gpus: int, capacity: int, fp8: bool = False):
     """The jitted step of all ranks; with `fp8` rows are dispatched in e4m3, and sums are bfloat16."""
     mesh = Mesh(np.array(jax.devices()[: nodes * gpus]).reshape(nodes, gpus), AXES)
-    if kind == "library":
+    if kind in ("library", "bulk"):
         nccl_ep.create_groups(mesh, [transport(kind, nodes, gpus, capacity).hops[0].key(K)])
 
     def step(x, ids, weights, w):
@@ -104,7 +110,12 @@ def route(kind: str, tokens: int, rng: np.random.Generator) -> np.ndarray:
 @pytest.mark.parametrize("routing", ["random", "some unset", "one expert for all", "one busy rank", "none"])
 @pytest.mark.parametrize(
     ("kind", "nodes", "gpus", "capacity"),
-    [("ring", 2, 4, T), ("library", 2, 4, T), *((kind, 2, 4, size) for kind in ("flat", "nodes") for size in (T, 8))],
+    [
+        ("ring", 2, 4, T),
+        ("library", 2, 4, T),
+        ("bulk", 2, 4, T),
+        *((kind, 2, 4, size) for kind in ("flat", "nodes") for size in (T, 8)),
+    ],
 )
 def test_equals_a_single_device_or_reports_overflow(
     kind: str, nodes: int, gpus: int, capacity: int, routing: str
@@ -135,23 +146,43 @@ def test_the_library_equals_the_ring_bit_for_bit() -> None:
     ids = route("some unset", T * 8, rng).astype(np.int32)
     shapes = (T * 8, D), (EXPERTS, D, D), (T * 8, K)
     x, w, weights = (rng.integers(-8, 8, shape).astype(np.float32) for shape in shapes)
-    ring, library = (program(kind, 2, 4, T)(x, ids, weights, w) for kind in ("ring", "library"))
+    ring, library, bulk = (program(kind, 2, 4, T)(x, ids, weights, w) for kind in ("ring", "library", "bulk"))
     np.testing.assert_array_equal(library[0], ring[0])
+    np.testing.assert_array_equal(bulk[0], ring[0])
     order = rng.permutation(EXPERTS)
     moved = np.where(ids < 0, -1, np.argsort(order)[ids]).astype(np.int32)
-    np.testing.assert_array_equal(program("library", 2, 4, T)(x, moved, weights, w[order])[0], ring[0])
     foreign = np.where(ids == 3, EXPERTS, ids)  # an expert that no device owns
-    _, overflows = program("library", 2, 4, T)(x, foreign, weights, w)
-    np.testing.assert_array_equal(overflows, (ids == 3).reshape(8, -1).any(axis=1))
+    for kind in ("library", "bulk"):
+        np.testing.assert_array_equal(program(kind, 2, 4, T)(x, moved, weights, w[order])[0], ring[0])
+        _, overflows = program(kind, 2, 4, T)(x, foreign, weights, w)
+        np.testing.assert_array_equal(overflows, (ids == 3).reshape(8, -1).any(axis=1))
+
+
+def test_high_throughput_reports_rows_that_do_not_fit_where_they_arrive() -> None:
+    """Devices whose rows of a chunk exceed the lines report it, and no other."""
+    rng = np.random.default_rng(0)
+    ids, weights = route("some unset", T * 8, rng).astype(np.int32), rng.random((T * 8, K)).astype(np.float32)
+    x, w = rng.normal(size=(T * 8, D)).astype(np.float32), rng.normal(size=(EXPERTS, D, D)).astype(np.float32)
+    y, overflows = map(np.asarray, program("bulk", 2, 4, 3)(x, ids, weights, w))
+    goes = (ids[:, :, None] // (EXPERTS // 8) == np.arange(8)).any(axis=1).reshape(8, T, 8)
+    arrive = np.stack([goes[:, first : first + CHUNK].sum(axis=(0, 1)) for first in range(0, T, CHUNK)])
+    lost = (arrive > 3 * CHUNK).any(axis=0)
+    assert 0 < lost.sum() < 8
+    np.testing.assert_array_equal(overflows, lost)
+    whole = ~goes[..., lost].any(axis=-1).reshape(-1)  # tokens of other devices
+    np.testing.assert_allclose(y[whole], dense(x, ids, weights, w)[whole], rtol=2e-5, atol=2e-5)
 
 
 def test_the_library_carries_fp8_with_scales_and_returns_bfloat16() -> None:
+    """With high throughput sums are added in the order of devices, so they can differ in the last bit."""
     rng = np.random.default_rng(0)
     ids, weights = route("random", T * 8, rng).astype(np.int32), rng.random((T * 8, K)).astype(np.float32)
     x, w = rng.normal(size=(T * 8, D)).astype(np.float32), rng.normal(size=(EXPERTS, D, D)).astype(np.float32)
-    flat, library = (np.asarray(program(kind, 2, 4, T, True)(x, ids, weights, w)[0]) for kind in ("flat", "library"))
+    kinds = ("flat", "library", "bulk")
+    flat, library, bulk = (np.asarray(program(kind, 2, 4, T, True)(x, ids, weights, w)[0]) for kind in kinds)
     assert library.dtype == jnp.bfloat16
     np.testing.assert_array_equal(library.view(np.uint16), flat.view(np.uint16))
+    np.testing.assert_allclose(bulk.astype(np.float32), flat.astype(np.float32), rtol=2**-7, atol=2**-7)
     np.testing.assert_allclose(library.astype(np.float32), dense(x, ids, weights, w), rtol=0.2, atol=2)
 
 

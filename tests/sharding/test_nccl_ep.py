@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels import aot
 from pallas_kernels.native.build import build_library
-from sharding.experts.library_hop import MAX_BUFFER_BYTES, buffer_bytes, row_bytes
+from sharding.experts.library_hop import MAX_BUFFER_BYTES, MAX_SHARED_BYTES, LibraryHop, low_latency_bytes, row_bytes
 from sharding.experts.rows import TokenRows
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import build
@@ -111,8 +111,8 @@ def test_errors_name_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NcclEpError, match=r"needs the package nccl-extensions: install dsv3\[nccl_ep\]"):
         library.installed()
     rows = LayerRows.from_widths(16384, 8, 7168, fp8_dispatch=True)
-    with pytest.raises(ValueError, match=r"16384 tokens from each of 32 devices take .* GiB, more than 1: use fewer"):
-        build(TransportKind.NCCL_EP, *PREFILL, rows)
+    with pytest.raises(ValueError, match=r"16384 tokens from each of 512 devices .* needs 2048 tokens.*: use fewer"):
+        build(TransportKind.NCCL_EP, Machine(64, 8), 512, rows)
     rows = LayerRows.from_widths(64, 8, 7168, fp8_dispatch=True, int8_sums=True)
     with pytest.raises(ValueError, match="use expert_combine auto"):
         build(TransportKind.NCCL_EP, *DECODE, rows)
@@ -126,14 +126,36 @@ def test_decode_of_144_gpus_sends_the_payload_only() -> None:
     payload = rows.tokens * rows.experts_per_token * rows.row_bytes(2)
     assert 0.96 < exact.device_bytes / payload <= 1 < 2.5 < padded.device_bytes / payload
     assert row_bytes(rows) == 7 * 2048
-    assert MAX_BUFFER_BYTES / 4 < buffer_bytes(144, rows) < MAX_BUFFER_BYTES / 2
+    assert MAX_BUFFER_BYTES / 4 < low_latency_bytes(144, rows) < MAX_BUFFER_BYTES / 2
+
+
+def test_prefill_of_32_gpus_sends_chunks_through_one_group_of_bounded_size() -> None:
+    """A row crosses to a node once; steps of other sizes, and both micro-batches, have the same group."""
+    machine, _ = PREFILL
+    keys, sizes = set(), set()
+    for tokens in (2048, 8192):
+        rows = LayerRows.from_widths(tokens, 8, 7168, fp8_dispatch=True)
+        (hop,) = build(TransportKind.NCCL_EP, *PREFILL, rows, Overlap.HOOKS).hops
+        assert isinstance(hop, LibraryHop)
+        keys.add(hop.of_micro_batch(1).key(8).shared)
+        sizes.add(hop.buffer_bytes(machine, rows))
+        arrive = tokens * 32 * (1 - (1 - 1 / 32) ** 8)
+        assert arrive < hop.lines < 1.2 * arrive and hop.lines == hop.key(8).chunks * hop.received
+    assert len(keys) == 1 and MAX_SHARED_BYTES / 2 < max(sizes) == min(sizes) <= MAX_SHARED_BYTES
+    by_library, by_hops = (
+        build(kind, *PREFILL, rows).traffic(rows) for kind in (TransportKind.NCCL_EP, TransportKind.HIERARCHICAL)
+    )
+    assert by_library.node_bytes < by_hops.node_bytes < 1.05 * by_library.node_bytes
+    assert by_library.device_bytes < by_hops.device_bytes < 1.15 * by_library.device_bytes
+    few = LayerRows.from_widths(16, 8, 7168, fp8_dispatch=True)
+    (hop,) = build(TransportKind.NCCL_EP, *PREFILL, few).hops
+    assert hop.key(8).shared == hop.key(8) and hop.key(8).chunk == 0
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(("unit", "tokens"), [(DECODE, 64), (PREFILL, 128)])
-def test_a_layer_of_both_published_units_compiles_for_their_gpus(unit: tuple[Machine, int], tokens: int) -> None:
+def test_a_layer_of_the_published_decode_unit_compiles_for_its_gpus() -> None:
     """Four calls, in the order of the layer, and no collective."""
-    machine, replicas = unit
+    (machine, replicas), tokens = DECODE, 64
     mesh = aot.gpu_mesh({"node": machine.nodes, "gpu": machine.gpus})
     rows = LayerRows.from_widths(tokens, 8, 512, fp8_dispatch=True)
     transport = build(TransportKind.NCCL_EP, machine, replicas, rows, Overlap.HOOKS)
@@ -191,9 +213,13 @@ def test_the_installed_header_declares_what_ours_does(tmp_path: pathlib.Path) ->
         ("GroupConfig", "ncclEpGroupConfig_t"): (
             "version=version algorithm=algorithm experts=num_experts tokens_per_rank=max_dispatch_tokens_per_rank "
             "token_bytes=max_token_bytes buffer_bytes=rdma_buffer_size multiprocessors=max_num_sms allocator=alloc "
-            "enable_mask=enable_mask timeout_ns=timeout_ns zero_copy=zero_copy top_k=num_topk"
+            "enable_mask=enable_mask timeout_ns=timeout_ns zero_copy=zero_copy top_k=num_topk "
+            "received_per_rank=max_recv_tokens_per_rank overflow_policy=overflow_policy"
         ),
-        ("LayoutInfo", "ncclEpLayoutInfo_t"): "source_counters=src_rank_counters ids=recv_topk_idx_kind",
+        (
+            "LayoutInfo",
+            "ncclEpLayoutInfo_t",
+        ): "source_counters=src_rank_counters total=recv_total_counter ids=recv_topk_idx_kind",
         ("DispatchInputs", "ncclEpDispatchInputs_t"): "tokens=tokens weights=topk_weights scales=scales",
         ("DispatchOutputs", "ncclEpDispatchOutputs_t"): (
             "tokens=tokens weights=topk_weights scales=scales ids=topk_idx"
@@ -206,7 +232,8 @@ def test_the_installed_header_declares_what_ours_does(tmp_path: pathlib.Path) ->
     numbers = (
         "kMagic=NCCL_EP_MAGIC kTensorMagic=NCCL_EP_TENSOR_MAGIC kApiVersion=NCCL_EP_API_VERSION "
         "kLowLatency=NCCL_EP_ALGO_LOW_LATENCY kRankMajor=NCCL_EP_LAYOUT_RANK_MAJOR kGlobal=NCCL_EP_EXPERT_ID_GLOBAL "
-        "kScalesForwarded=NCCL_EP_DISP_QUANT_FWD"
+        "kScalesForwarded=NCCL_EP_DISP_QUANT_FWD kHighThroughput=NCCL_EP_ALGO_HIGH_THROUGHPUT "
+        "kFlat=NCCL_EP_LAYOUT_FLAT kDrop=NCCL_EP_OVERFLOW_DROP"
     )
     checks = [f"sizeof(nccl_ep::{ours}) == sizeof({theirs})" for ours, theirs in fields]
     for (ours, theirs), pairs in fields.items():

@@ -12,7 +12,8 @@ import jax
 from dsv3.checkpoint.layout import leaf_path
 from dsv3.engine.build import account_for
 from dsv3.engine.device.pool import SLACK
-from dsv3.engine.memory import DeviceMemory, MemoryAccount, local_bytes
+from dsv3.engine.memory import OUTSIDE, DeviceMemory, MemoryAccount, local_bytes
+from tools.plan import nccl_ep
 from tools.plan.deployment import Deployment
 from tools.plan.programs import PlannedModel, cache_tokens
 
@@ -39,13 +40,15 @@ class Memory:
     """Bytes of one device: its `account`, and the tokens of cache that the deployment's requests need.
 
     `weights` splits the account's by group; layers that make drafts have their own groups, and cache layers in `token`.
-    The account includes the programs' working memory only if they are `compiled`, or else an assumption.
+    The account includes the programs' working memory only if they are `compiled`, or else an assumption. `beside` are
+    NCCL EP's buffers, for which jax's pool must leave place.
     """
 
     account: MemoryAccount
     weights: dict[str, int]
     cache_tokens: int
     compiled: bool
+    beside: int = 0
 
     @property
     def token(self) -> int:
@@ -76,11 +79,12 @@ class Memory:
 def memory_of(planned: PlannedModel, working: int | None = None) -> Memory:
     """Returns the memory of one device; `working` are the bytes of its programs, None before they are compiled."""
     deployment, total = planned.deployment, planned.deployment.device.memory_bytes
-    memory = DeviceMemory(total, int(total * (deployment.memory_utilization + SLACK)))
+    beside = nccl_ep.buffer_bytes(planned.model, deployment, planned.engine.forward_programs)
+    pool = min(total * (deployment.memory_utilization + SLACK), total * (1 - OUTSIDE) - beside)
+    memory = DeviceMemory(total, int(pool))
     found = account_for(planned.layout, memory, deployment.memory_utilization, working or 0)
-    return Memory(
-        found, weight_groups(planned.params), cache_tokens(deployment, planned.model.page_size), working is not None
-    )
+    needed = cache_tokens(deployment, planned.model.page_size)
+    return Memory(found, weight_groups(planned.params), needed, working is not None, beside)
 
 
 def weight_groups(params: Any) -> dict[str, int]:
@@ -112,6 +116,7 @@ def judge(memory: Memory, deployment: Deployment, num_experts: int) -> Verdict:
     working = f"{account.working / GB:.1f}" if account.working else "unknown"
     working += "" if memory.compiled else " (assumed)" if account.working else " (not compiled)"
     parts += f", state {account.state / GB:.1f}, working memory {working}"
+    parts += f", beside NCCL EP's buffers of {memory.beside / GB:.1f}" if memory.beside else ""
     why = f"needs {memory.needed / GB:.1f} GB of {limit}: {parts}"
     if memory.fits:
         return Verdict(True, f"{why}; {memory.tokens_left:,} tokens of cache fit", ())

@@ -10,13 +10,18 @@ kernels, for more tokens, keep multiprocessors until all rows have arrived.
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from dsv3.config.engine import ForwardProgram
 from dsv3.config.model import ModelConfig
+from dsv3.engine.communication import Communication
 from sharding.experts.capacity import expected_rows
+from sharding.experts.transport_kind import TransportKind
+from sharding.mesh import Machine
+from sharding.wire.collectives import Overlap
 from tools.plan.deployment import NCCL_EP, Deployment
 from tools.plan.hlo import Collective
 from tools.plan.roofline import TRANSFER_S, wire_rows
@@ -58,8 +63,8 @@ LOW_LATENCY_LINKS = 360e9, 50e9
 KNOWN_ERRORS = (
     "NCCL EP, low latency: published for at most 64 GPUs; the line through its figures is within 8 % of DeepEP's "
     "figures for 16 to 256; users report it as 1 to 15 % slower than DeepEP",
-    "NCCL EP, high throughput: DeepEP's figures, since none of the library's on Hopper is published",
-    "NCCL EP: memory has no room for its buffers; DeepEP's take 2.15 GB for 128 tokens of a GPU and 288 experts",
+    "NCCL EP, high throughput: DeepEP's figures for 4,096 tokens and 24 multiprocessors, since none of the library's "
+    "on Hopper is published; it takes 16, and fewer tokens in a call where its buffers would be too large",
 )
 
 
@@ -148,6 +153,16 @@ def stand_in(deployment: Deployment) -> Deployment:
     if reserved is None and not deployment.prefill_tokens:
         reserved = 0
     return dataclasses.replace(deployment, expert_transport=STAND_IN, reserved_multiprocessors=reserved)
+
+
+def buffer_bytes(model: ModelConfig, deployment: Deployment, programs: Sequence[ForwardProgram]) -> int:
+    """Returns the bytes of the library's buffers on a device, 0 where the deployment does not use it."""
+    if deployment.expert_transport != NCCL_EP or deployment.devices == 1 or not deployment.expert_parallel:
+        return 0
+    machine = Machine(deployment.nodes, deployment.gpus_per_node)
+    replicas, fp8 = model.n_routed_experts + deployment.redundant_experts, model.fp8 is not None
+    kind, shards = TransportKind.NCCL_EP, deployment.tensor_parallel
+    return Communication(model, machine, replicas, shards, Overlap.HOOKS, kind, fp8, 2).library_bytes(programs)
 
 
 def exchange(model: ModelConfig, deployment: Deployment, tokens: int) -> LibraryExchange | None:

@@ -1,6 +1,5 @@
 """The start of an engine over several processes, the same for leader and followers: jax, components, limits."""
 
-import ctypes
 import dataclasses
 import logging
 import socket
@@ -20,6 +19,7 @@ from dsv3.engine.fingerprint import Fields, matching_options, program_options
 from dsv3.engine.stored import NoProgramStore, ProgramStore, device_fields, program_store
 from dsv3.files import read_key
 from dsv3.processes.certificates import IDENTITY, credentials_of
+from dsv3.processes.gpus import visible_gpus
 
 _log = logging.getLogger("dsv3.cluster")
 _CONNECT_S = 300
@@ -119,7 +119,7 @@ def loaded_fields(components: EngineComponents) -> Fields:
 def own_gpus(cluster: ClusterOptions) -> list[int] | None:
     """Returns which of the GPUs that this process sees it uses; None for all."""
     processes = cluster.processes_per_node
-    gpus = 0 if processes == 1 or jax.config.jax_platforms == "cpu" else _visible_gpus()
+    gpus = 0 if processes == 1 or jax.config.jax_platforms == "cpu" else visible_gpus()
     if gpus % processes:
         raise ValueError(
             f"processes_per_node: {processes} does not divide the {gpus} GPUs that this process sees; it must see all "
@@ -134,16 +134,6 @@ def first_gpu(cluster: ClusterOptions) -> int | None:
     """Returns the first of `own_gpus`; None where all are its own."""
     own = own_gpus(cluster)
     return own[0] if own else None
-
-
-def _visible_gpus() -> int:
-    """Returns how many GPUs CUDA's driver shows this process, 0 without one; asking jax would allocate them all."""
-    count = ctypes.c_int(0)
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    return count.value if cuda.cuInit(0) == 0 == cuda.cuDeviceGetCount(ctypes.byref(count)) else 0
 
 
 def _bind_address(coordinator: str) -> str:

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 import jax
 from jax._src import xla_bridge  # jax has no public way to ask whether its backends have started
 
-from dsv3.engine.memory import DeviceMemory
+from dsv3.engine.memory import OUTSIDE, DeviceMemory
 from dsv3.processes.child import run_limited
 
 SLACK = 0.02
 """Fraction of a GPU's memory that the pool has beyond the engine's plan, for fragmentation: 1.7 GB of an H100."""
-_MAX_FRACTION = 0.97  # CUDA, NCCL's buffers and the kernels' code are outside of the pool
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _DEFAULT = 0.75  # jax's own where neither is set
 _ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
@@ -25,7 +24,7 @@ def set_memory_fraction(utilization: float) -> None:
     It changes nothing where the environment sets another fraction, or jax has started.
     """
     if not any(os.environ.get(name) for name in _FRACTIONS) and not xla_bridge.backends_are_initialized():
-        os.environ[_FRACTIONS[0]] = f"{min(utilization + SLACK, _MAX_FRACTION):.4f}"
+        os.environ[_FRACTIONS[0]] = f"{min(utilization + SLACK, 1 - OUTSIDE):.4f}"
 
 
 def holds_gpu() -> bool:

@@ -173,8 +173,8 @@ def _nothing(batch: MicroBatch, x: Residual) -> tuple[Routed, PeerSums]:
     context = dataclasses.replace(batch.context, valid=jnp.zeros_like(batch.context.valid))
     routed = dataclasses.replace(batch, context=context).route(batch.stack.place(0), jax.tree.map(jnp.zeros_like, x))
     hop = batch.hops[0]
-    sums = jnp.zeros((hop.peers * hop.capacity, routed.normed.shape[1]), routed.normed.dtype)
-    behind = len(batch.hops) - 1 + (batch.parallel.transport.pairs is not None)
+    sums = jnp.zeros((hop.lines, routed.normed.shape[1]), routed.normed.dtype)
+    behind = len(batch.hops) - 1 + (batch.parallel.transport.pairs is not None) + batch.hops[-1].reports_on_arrival
     return routed, PeerSums(sums, (jnp.zeros((), jnp.int32),) * behind, hop.no_origins(routed.queued))
 
 

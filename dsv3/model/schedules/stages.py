@@ -40,12 +40,13 @@ class Routed(NamedTuple):
 class Halfway(NamedTuple):
     """A micro-batch between the two products of its experts.
 
-    `queued` are its rows before their last hop, `origins` those of the rows that this hop has brought.
+    `queued` are its rows before their last hop; `origins` and `overflows` are `Received`'s after it.
     """
 
     activations: ExpertActivations
     queued: Queued
     origins: Any
+    overflows: tuple[jax.Array, ...]
 
 
 class Combining(NamedTuple):
@@ -136,8 +137,8 @@ class MicroBatch:
     @named
     def gate_up(self, place: LayerPlace, sent: DispatchHandle) -> Halfway:
         """Finishes the last hop, and computes the first product of the experts."""
-        rows, origins = self.hops[-1].receive(sent)
-        return Halfway(self._gate_up(place, rows), sent.queued, origins)
+        rows, origins, overflows = self.hops[-1].receive(sent)
+        return Halfway(self._gate_up(place, rows), sent.queued, origins, overflows)
 
     @unit
     def _gate_up(self, place: LayerPlace, rows: TokenRows) -> ExpertActivations:
@@ -148,7 +149,7 @@ class MicroBatch:
     def down(self, place: LayerPlace, halfway: Halfway) -> tuple[PeerSums, Queued]:
         """Computes the second product: the sums of the rows of the last hop, and their queues."""
         sums, overflow = self._down(place, halfway.activations), halfway.activations.overflow
-        return PeerSums.from_experts(sums, overflow, halfway.origins), halfway.queued
+        return PeerSums.from_experts(sums, overflow, halfway.overflows, halfway.origins), halfway.queued
 
     @unit
     def _down(self, place: LayerPlace, activations: ExpertActivations) -> jax.Array:

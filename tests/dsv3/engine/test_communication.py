@@ -56,6 +56,10 @@ def test_steps_too_large_for_the_library_take_what_auto_selects() -> None:
     assert library.transport(16384, True) == GPUS.transport(16384, True)
     overlapped = [library.overlaps(ForwardProgram(*each)) for each in (("decode", 128, 128), ("prefill", 4096, 4096))]
     assert overlapped == [0, 2], "its kernels run between ours, and need no multiprocessors beside them"
+    prefill = dataclasses.replace(library, machine=Machine(4, 8))
+    assert prefill.transport(16384, True).kind is TransportKind.NCCL_EP
+    assert prefill.schedule(16384, True) is OVERLAPPED
+    assert prefill.overlaps(ForwardProgram("prefill", 16384, 16384)) == 1, "high throughput runs beside kernels"
 
 
 def test_one_collective_at_a_time_where_overlap_is_not_wanted() -> None:

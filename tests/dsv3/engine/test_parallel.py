@@ -1,5 +1,6 @@
 """The engine with experts spread over several devices gives transformers' tokens, as it does on one."""
 
+import concurrent.futures
 import json
 import pathlib
 import shutil
@@ -14,13 +15,14 @@ from dsv3.engine.build import build_engine, bundled_model
 from dsv3.engine.components import EngineComponents
 from dsv3.engine.engine import Engine
 from dsv3.engine.expert_parallel import expert_parallel_functions, spread_experts
+from dsv3.engine.jobs import experts
 from dsv3.llm import LLM
 from dsv3.model.inspection import inspect
 from dsv3.scheduler.request import join_routed_experts
-from sharding.experts import exchange
+from sharding.experts import exchange, library_hop
 from sharding.mesh import rank_mesh
 from sharding.nccl_ep import library
-from tests.dsv3.engine.driving import request, run
+from tests.dsv3.engine.driving import Gathered, request, run, take
 from tests.dsv3.engine.fewer import one_bucket
 from tests.dsv3.model.golden import DIRECTORY, model
 from tests.sharding import nccl_ep
@@ -59,24 +61,39 @@ def test_greedy_text_is_transformers_token_for_token(monkeypatch: pytest.MonkeyP
     assert all(engine.planners[phase]._capacity.factor > 1 for phase in ("decode", "prefill"))
 
 
-def test_rows_travel_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks by NCCL EP's stand-in; the engine creates the groups of its programs."""
+def test_rows_travel_by_the_library_while_experts_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks by NCCL EP's stand-in: decode by low latency, prefill by high throughput in four chunks.
+
+    The engine creates the groups of its programs. Experts with replicas move live, and tokens stay the same: the expert
+    map is data, so the library sends each row where the last map says.
+    """
     nccl_ep.use_stand_in(monkeypatch)
+    for name, value in (("MAX_BUFFER_BYTES", 100_000), ("MAX_SHARED_BYTES", 250_000), ("MIN_CHUNK", 16)):
+        monkeypatch.setattr(library_hop, name, value)
+    monkeypatch.setattr(experts, "MOVE_BYTES", 1)  # one layer a step
     golden = json.loads((DIRECTORY / "greedy" / "greedy.json").read_text())
     params, cfg = jax.device_get(model("greedy")[0]), model("greedy")[1]
-    used = jax.devices()[:2]
+    used, redundant = jax.devices()[:2], 8
     mesh = rank_mesh(used)
-    functions = expert_parallel_functions(cfg, mesh, 0, transport="nccl_ep")
-    options = EngineConfig(**LIMITS, num_ranks=2, max_num_seqs=2)
-    before = nccl_ep.number("stand_in_calls").value
+    functions = expert_parallel_functions(cfg, mesh, redundant, transport="nccl_ep")
+    options = EngineConfig(**LIMITS, num_ranks=2, max_num_seqs=2, eplb_interval=4, eplb_threshold=1.0)
+    counted = [nccl_ep.number(f"stand_in_{name}") for name in ("calls", "chunks")]
+    before, spread = [number.value for number in counted], spread_experts(params, cfg, mesh, redundant)
     with one_bucket():
-        engine = Engine(
-            EngineComponents.on_devices(functions, spread_experts(params, cfg, mesh, 0), cfg, options, used)
-        )
-    prompts, length = golden["prompts"][:3], 4
-    gathered = run(engine, *(request(str(i), p, max_tokens=length, ignore_eos=True) for i, p in enumerate(prompts)))
-    assert [gathered[str(i)].tokens for i in range(3)] == [g[:length] for g in golden["greedy"][:3]]
-    assert nccl_ep.number("stand_in_calls").value > before
+        engine = Engine(EngineComponents.on_devices(functions, spread, cfg, options, used))
+    assert functions.library_bytes(engine.cfg.forward_programs) > 0
+    prompts, length = golden["prompts"][:6], 8
+    gathered: dict[str, Gathered] = {}
+    for i, prompt in enumerate(prompts):
+        engine.add(request(str(i), prompt, max_tokens=length, ignore_eos=True))
+    while engine.has_work:
+        if (planning := engine.planners["experts"]._planning) is not None:
+            concurrent.futures.wait([planning])
+        take(engine.step(), gathered)
+    assert [gathered[str(i)].tokens for i in range(6)] == [g[:length] for g in golden["greedy"][:6]]
+    assert engine.stats().jobs["experts"].moved > 0 and engine.stats().recompilations == 0
+    calls, chunks = (number.value - was for number, was in zip(counted, before, strict=True))
+    assert calls > chunks > 0 and chunks % (2 * cfg.num_moe_layers * 4) == 0
 
 
 def test_ranks_must_divide_the_slots() -> None:

@@ -13,7 +13,7 @@ from dsv3.engine import build
 from dsv3.engine.build import build_engine
 from dsv3.engine.device import pool
 from dsv3.engine.engine import Engine
-from dsv3.engine.memory import DeviceMemory, MemoryAccount, WorkingMemoryFile, account, check_fits
+from dsv3.engine.memory import DeviceMemory, MemoryAccount, WorkingMemoryFile, account, check_beside, check_fits
 from tests.dsv3.model.golden import DIRECTORY
 
 H100, H200 = 84_900_000_000, 150_100_000_000
@@ -169,6 +169,15 @@ def test_a_start_continues_without_nvidia_smi(tmp_path, monkeypatch, script) -> 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(pool, "_QUERY_S", 0.3)
     assert pool.memory_outside_pool(gpus(0, 1, pool_bytes=2**30)) is None
+
+
+def test_a_library_needs_place_beside_jaxs_pool() -> None:
+    """A card of 80 GB, of which jax's pool has 92 %, and 3 % are for CUDA."""
+    card = DeviceMemory(80 * 10**9, 73_600 * 10**6)
+    for taken in (0, 3_900 * 10**6):
+        check_beside(card, taken, 0.9)
+    with pytest.raises(ValueError, match=r"0\.9 leaves 6\.4 GB beside .* NCCL EP needs 5\.1 GB .* set it to 0\.88"):
+        check_beside(card, 5_100 * 10**6, 0.9)
 
 
 @pytest.fixture

@@ -130,7 +130,7 @@ def alone(ranks: int) -> tuple[Step, Step]:
 
 @functools.cache
 def spread_step(
-    nodes: int, gpus: int, kind: TransportKind, schedule: Schedule
+    nodes: int, gpus: int, kind: TransportKind, schedule: Schedule, chunk: int = 0
 ) -> tuple[Callable[..., tuple[Step, ...]], ExpertMap]:
     """The jitted step of all ranks, with capacity for the experts that random weights select, and its expert map."""
     ranks = nodes * gpus
@@ -142,6 +142,7 @@ def spread_step(
     transport = build(kind, Machine.from_mesh(mesh), CFG.n_routed_experts + REDUNDANT, rows)
     if kind is TransportKind.NCCL_EP:
         hop = dataclasses.replace(transport.hops[0], overlap=Overlap.HOOKS)  # in halves, between which layers compute
+        hop = dataclasses.replace(hop, chunk=chunk, received=chunk * ranks)
         transport = dataclasses.replace(transport, hops=(hop,))
         keys = [hop.of_micro_batch(number).key(CFG.num_experts_per_tok) for number in range(2)]
         nccl_ep.create_groups(mesh, keys)
@@ -169,17 +170,18 @@ def spread_step(
 
 
 @pytest.mark.parametrize(
-    ("nodes", "gpus", "kind", "schedule"),
+    ("nodes", "gpus", "kind", "schedule", "chunk"),
     [
-        (1, 2, TransportKind.RING, HOOKED),
-        (2, 4, TransportKind.HIERARCHICAL, OVERLAPPED),
-        (2, 4, TransportKind.NCCL_EP, OVERLAPPED),
+        (1, 2, TransportKind.RING, HOOKED, 0),
+        (2, 4, TransportKind.HIERARCHICAL, OVERLAPPED, 0),
+        (2, 4, TransportKind.NCCL_EP, OVERLAPPED, 0),
+        (2, 4, TransportKind.NCCL_EP, OVERLAPPED, 100),  # high throughput, in two calls
     ],
 )
 def test_every_rank_gets_the_result_of_local_experts(
-    nodes: int, gpus: int, kind: TransportKind, schedule: Schedule
+    nodes: int, gpus: int, kind: TransportKind, schedule: Schedule, chunk: int
 ) -> None:
-    step, _ = spread_step(nodes, gpus, kind, schedule)
+    step, _ = spread_step(nodes, gpus, kind, schedule, chunk)
     given, wanted_steps = batches(nodes * gpus), alone(nodes * gpus)
     if schedule is HOOKED:
         given, wanted_steps = (given[1], wanted_steps[0].pages), wanted_steps[1:]

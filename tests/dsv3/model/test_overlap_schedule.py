@@ -1,5 +1,7 @@
 """The schedule that XLA compiles for a decode step of DeepSeek-V3's shape in FP8 on eight H200s, without a GPU.
 
+Also a prefill step on 32, in two micro-batches of 8,192 tokens, whose rows NCCL EP carries.
+
 The step is too small for two micro-batches; for those see (`plan/test_plan.py` and
 `plan/test_plan_prefill.py`).
 """
@@ -9,6 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +19,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from configs.deepseek_v3 import DEEPSEEK_V3
-from dsv3.model.batch import DecodeBatch
+from dsv3.model.batch import AttentionForm, DecodeBatch, PrefillBatch
 from dsv3.model.layers.expert_parallel import ExpertParallel
 from dsv3.model.params import Fp8Weight, declare
 from dsv3.model.schedules import HOOKED, OVERLAPPED, Schedule
-from dsv3.model.steps import decode
+from dsv3.model.steps import decode, prefill
 from pallas_kernels import aot, bodies
 from pallas_kernels.backend import Backend
 from sharding.experts.placement import Placement
@@ -38,6 +41,7 @@ CFG = dataclasses.replace(
 RANKS, WIDTH = 8, 4
 PAGES = CFG.num_cache_layers * 64
 TOKENS = 64
+PREFILL_TOKENS, PROMPTS = 16384, 4
 MATRIX_WORK = re.compile(r"gemm_fusion|fp8_dense|fp8_contiguous|bf16_dense|bf16_heads|mla_decode|mla_prefill")
 ITEM_SIZES = {"f8e4m3fn": 1, "bf16": 2, "f32": 4}
 
@@ -48,35 +52,45 @@ pytestmark = [
 
 
 @functools.cache
-def compiled(kind: TransportKind = TransportKind.ALL_TO_ALL, schedule: Schedule = HOOKED) -> jax.stages.Compiled:
-    mesh = aot.gpu_mesh({"node": 1, "gpu": RANKS, "tensor": 1})
-    tokens = TOKENS // schedule.micro_batches
+def compiled(
+    kind: TransportKind = TransportKind.ALL_TO_ALL, schedule: Schedule = HOOKED, is_prefill: bool = False
+) -> jax.stages.Compiled:
+    """The program of a decode step on a node, or of a prefill step on four nodes, with 32 redundant experts."""
+    nodes, replicas = (4, 288) if is_prefill else (1, CFG.n_routed_experts)
+    mesh = aot.gpu_mesh({"node": nodes, "gpu": RANKS, "tensor": 1})
+    tokens = (PREFILL_TOKENS if is_prefill else TOKENS) // schedule.micro_batches
     rows = LayerRows.from_widths(tokens, CFG.num_experts_per_tok, CFG.hidden_size, fp8_dispatch=True)
-    transport = build(kind, Machine.from_mesh(mesh), CFG.n_routed_experts, rows, resolve_overlap("cuda"))
+    transport = build(kind, Machine.from_mesh(mesh), replicas, rows, resolve_overlap("cuda"))
+    step: Any = prefill if is_prefill else decode
 
     def body(params, placement, batch, pages):
         batch = jax.tree.map(lambda a: a[0], batch)
         how = dict(routed=ExpertParallel(transport), placement=placement, schedule=schedule)
-        out = decode(params, CFG, batch, pages, backend=Backend.MOSAIC, **how)
+        out = step(params, CFG, batch, pages, backend=Backend.MOSAIC, **how)
         return out.hidden[None], out.pages, out.overflows[None]
 
     def array(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     def integers(*shape):
-        return array((RANKS, *shape), jnp.int32, RANK_SPEC)
+        return array((nodes * RANKS, *shape), jnp.int32, RANK_SPEC)
 
     def parameter(spec):
         where = partition(spec.axes)
+        shape = tuple(replicas if axis == "experts" else n for axis, n in zip(spec.axes, spec.shape, strict=True))
         if not spec.quantizable:
-            return array(spec.shape, stored(spec), where)
-        blocks = (*spec.shape[:-2], *(-(-n // 128) for n in spec.shape[-2:]))
-        return Fp8Weight(array(spec.shape, jnp.float8_e4m3fn, where), array(blocks, jnp.float32, where))
+            return array(shape, stored(spec), where)
+        blocks = (*shape[:-2], *(-(-n // 128) for n in shape[-2:]))
+        return Fp8Weight(array(shape, jnp.float8_e4m3fn, where), array(blocks, jnp.float32, where))
 
     whole, (L, E) = PartitionSpec(), (CFG.num_moe_layers, CFG.n_routed_experts)
     placement = Placement(array((L, E, 1), jnp.int32, whole), array((L, E), jnp.int32, whole))
-    batch = DecodeBatch(integers(TOKENS, 1), integers(TOKENS), integers(TOKENS, WIDTH))
-    pages = {"latents": array((RANKS * PAGES, 64, CFG.latent_dim), jnp.bfloat16, RANK_SPEC)}
+    batch: Any = DecodeBatch(integers(TOKENS, 1), integers(TOKENS), integers(TOKENS, WIDTH))
+    if is_prefill:
+        chunks = integers(PROMPTS + 1), integers(PROMPTS), integers(PROMPTS, PREFILL_TOKENS // PROMPTS // 64)
+        both = integers(PREFILL_TOKENS), integers(PREFILL_TOKENS)
+        batch = PrefillBatch(*both, *chunks, form=AttentionForm.ABSORBED)
+    pages = {"latents": array((nodes * RANKS * PAGES, 64, CFG.latent_dim), jnp.bfloat16, RANK_SPEC)}
     specs = partitions(declare(CFG))
     mapped = jax.shard_map(
         body, mesh=mesh, in_specs=(specs, whole, RANK_SPEC, RANK_SPEC), out_specs=RANK_SPEC, check_vma=False
@@ -134,6 +148,34 @@ def test_the_shared_expert_hides_the_combine_of_a_small_step() -> None:
 def test_a_micro_batch_computes_while_nccl_ep_carries_the_other() -> None:
     """The five stages: each call that sends is completed after matrix work, and XLA moves none of its results."""
     text = compiled(TransportKind.NCCL_EP, OVERLAPPED).as_text()
+    halves = "Dispatch 0, work, Complete 0, work, Combine 0, work, Dispatch 1, work, Complete 0, work, Complete 1, work"
+    assert calls_in_order(text) == f"{halves}, Combine 1, work, Complete 1"
+    moved = [shape for _, shape in written(text, "copy") if shape[:2] == (RANKS, TOKENS // 2)]
+    assert not moved, "a call's results are written where its completion finds them"
+
+
+def test_prefill_computes_while_nccl_ep_carries_rows_of_the_other_micro_batch() -> None:
+    """High throughput, in four chunks; a call and its completion have the same arrays."""
+    text = compiled(TransportKind.NCCL_EP, OVERLAPPED, is_prefill=True).as_text()
+    assert calls_in_order(text) == (
+        "Combine 0, work, Complete 0, Dispatch 1, work, Dispatch 0, Complete 1, work, Combine 1, Complete 0, work, "
+        "Complete 1"
+    )
+    read = [set(operands) for name in ("Dispatch", "Combine") for operands in operands_of(text, name)]
+    completed = [set(operands) for operands in operands_of(text, "Complete")]
+    assert len(read) == len(completed) == 5, "the last combine of micro-batch 0 is after the loop"
+    assert all(any(mine <= theirs for theirs in completed) for mine in read), "what a call reads lives until then"
+    assert not re.search(r"all-to-all|ragged", text)
+
+
+def operands_of(text: str, name: str) -> list[list[str]]:
+    """The operands of each call of NCCL EP's handler `name`."""
+    calls = re.findall(rf'custom-call\(([^)]*)\), custom_call_target="dsv3_nccl_ep_{name}_', text)
+    return [re.findall(r"%?([\w.-]+)(?:,|$)", call) for call in calls]
+
+
+def calls_in_order(text: str) -> str:
+    """NCCL EP's calls in the loop over the layers, each with its micro-batch, and matrix work between them."""
     computations = [part.splitlines() for part in text.split("\n\n")]
     loop = max(computations, key=lambda lines: sum("dsv3_nccl_ep" in line for line in lines))
     found: list[str] = []
@@ -142,10 +184,7 @@ def test_a_micro_batch_computes_while_nccl_ep_carries_the_other() -> None:
             found.append(f"{match[1]} {match[2]}")
         elif MATRIX_WORK.search(line) and "custom-call(" in line and found[-1:] != ["work"]:
             found.append("work")
-    halves = "Dispatch 0, work, Complete 0, work, Combine 0, work, Dispatch 1, work, Complete 0, work, Complete 1, work"
-    assert ", ".join(found) == f"{halves}, Combine 1, work, Complete 1"
-    moved = [shape for _, shape in written(text, "copy") if shape[:2] == (RANKS, TOKENS // 2)]
-    assert not moved, "a call's results are written where its completion finds them"
+    return ", ".join(found)
 
 
 def test_the_page_pool_is_not_copied() -> None:

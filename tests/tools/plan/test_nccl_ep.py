@@ -16,6 +16,8 @@ from tests.tools.plan.test_timeline import EXPERTS, program
 from tools.plan import nccl_ep, roofline
 from tools.plan.deployment import Deployment, DeploymentError, PlannedBatch, kernel_rates
 from tools.plan.hlo import collectives
+from tools.plan.memory import judge, memory_of
+from tools.plan.programs import lay_out
 from tools.plan.timeline import CROSS_LINK, ScheduleSimulator
 
 RATES = kernel_rates(H800, DEEPSEEK_V3)
@@ -79,6 +81,18 @@ def test_high_throughput_rows_cross_to_a_node_once() -> None:
     nodes = 4 * (1 - (3 / 4) ** 8)
     assert found.cross_bytes == pytest.approx(8192 * 3 / 4 * nodes * (dispatch + combine), rel=1e-6)
     assert found.dispatch.seconds == pytest.approx(8192 * nodes * dispatch / 58e9 + roofline.TRANSFER_S)
+
+
+@pytest.mark.aot
+def test_buffers_have_place_beside_the_engines_memory() -> None:
+    """The default share leaves enough; a larger one is cut by what is missing."""
+    units = PREFILL_EP32, by_library(PREFILL_EP32), by_library(PREFILL_EP32, memory_utilization=0.95)
+    plans = [memory_of(lay_out(DEEPSEEK_V3, unit)) for unit in units]
+    plain, default, large = (plan.account.pool for plan in plans)
+    assert plain == default < large == int(0.97 * H800.memory_bytes - plans[2].beside)
+    assert [plan.beside for plan in plans] == [0, plans[1].beside, plans[1].beside]
+    assert 2.5e9 < plans[1].beside < 5e9
+    assert "beside NCCL EP's buffers of 4." in judge(plans[1], PREFILL_EP32, 256).why
 
 
 def test_links_scale_with_the_device() -> None:

@@ -7,6 +7,7 @@ from pallas_kernels.mla.mosaic_ops import decode_schedule
 from pallas_kernels.mla.ops import (
     decode_unsupported,
     merge_attention,
+    merge_parts,
     mla_decode,
     mla_prefill,
     mla_prefill_context,
@@ -25,6 +26,7 @@ __all__ = [
     "fp8_row_bytes",
     "gather_latents",
     "merge_attention",
+    "merge_parts",
     "mla_decode",
     "mla_prefill",
     "mla_prefill_context",

@@ -49,7 +49,7 @@ pytestmark = [
 
 @functools.cache
 def compiled(kind: TransportKind = TransportKind.ALL_TO_ALL, schedule: Schedule = HOOKED) -> jax.stages.Compiled:
-    mesh = aot.gpu_mesh({"node": 1, "gpu": RANKS, "tensor": 1})
+    mesh = aot.gpu_mesh({"node": 1, "gpu": RANKS, "tensor": 1, "context": 1})
     tokens = TOKENS // schedule.micro_batches
     rows = LayerRows.from_widths(tokens, CFG.num_experts_per_tok, CFG.hidden_size, fp8_dispatch=True)
     transport = build(kind, Machine.from_mesh(mesh), CFG.n_routed_experts, rows, resolve_overlap("cuda"))

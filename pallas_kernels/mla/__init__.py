@@ -15,11 +15,13 @@ from pallas_kernels.mla.ops import (
     whole_keys,
     write_pages,
 )
+from pallas_kernels.mla.schedule import DecodeSchedule
 
 __all__ = [
     "FP8_PAGES_DTYPE",
     "FP8_VALUE_WIDTH",
     "PAGE_SIZE",
+    "DecodeSchedule",
     "decode_schedule",
     "decode_unsupported",
     "fp8_pages_of_rows",

@@ -81,6 +81,7 @@ ELSEWHERE = {
     "clients": "needs nine packages of others",
     "nixl_transfer": "needs NIXL",
     "plan_deepseek_v4": "tests/benchmarks/test_plan_deepseek_v4.py",
+    "plan_long_contexts": "tests/benchmarks/test_plan_long_contexts.py",
     "plan_transports": "tests/benchmarks/test_plan_transports.py",
     "pages": "tests/benchmarks/test_pages.py",
     "soak": "tests/dsv3/server/test_soak_benchmark.py",

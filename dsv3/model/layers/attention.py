@@ -250,14 +250,15 @@ def decode_core(
 ) -> Core:
     """Attends in decode: S new tokens per request to all cached tokens and to each other, in absorbed form.
 
-    `heads` is the number of heads on this device. Where devices divide the pages, each of the S tokens is a row of its
-    own: a device holds none of the newest tokens, some, or all.
+    `heads` is the number of heads on this device.
     """
     S, lengths, table = batch.tokens.shape[1], batch.lengths, batch.page_table
-    if S > 1 and (invariance.required() or cfg.context_shards > 1):
+    if S > 1 and invariance.required():
         lengths, table = jnp.maximum(decode_positions(batch).reshape(-1) + 1, 0), jnp.repeat(table, S, axis=0)
-        S = 1
-    return _paged_core(cfg, lengths, table, S, pages_per_layer, backend, heads)
+    elif S > 1 and cfg.context_shards > 1:
+        return _context_core(cfg, batch, pages_per_layer, backend, heads)
+    queries = batch.tokens.size // len(lengths)
+    return _paged_core(cfg, lengths, table, queries, pages_per_layer, backend, heads)
 
 
 def _paged_core(
@@ -274,10 +275,9 @@ def _paged_core(
     `queries` tokens share a row of both and are causal among themselves, as in `mla_decode`. Where `heads` is given,
     all layers share one schedule.
     """
-    shards, schedule = ContextShards.of(cfg), None
+    shards = ContextShards.of(cfg)
     lengths = shards.own_lengths(lengths)
-    if heads and resolve_backend(requested=with_fallback("mla_decode", backend)) is Backend.MOSAIC:
-        schedule = mla.decode_schedule(lengths, queries=queries, heads=heads * shards.size)
+    schedule = _schedule(lengths, queries, heads * shards.size, backend) if heads else None
 
     def attend(tokens, params, layer, cache_layer, pages):
         where = _addressing(cfg, cache_layer, pages_per_layer, backend)
@@ -288,6 +288,47 @@ def _paged_core(
         return project_values(out, params, layer, backend)
 
     return attend
+
+
+def _context_core(
+    cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None, heads: int
+) -> Core:
+    """Attends in decode where devices divide pages, with S > 1 new tokens per request.
+
+    A device holds none, some, or all of the new tokens, which do not all see each other. But every new token sees all
+    earlier ones: so a request's new tokens are as many more heads of one query of the cache. They attend to each other
+    on their own device, which has computed them all.
+    """
+    (B, S), shards = batch.tokens.shape, ContextShards.of(cfg)
+    lengths = shards.own_lengths(jnp.maximum(batch.lengths - S, 0))
+    schedule = _schedule(lengths, 1, S * heads * shards.size, backend)
+    seen = jnp.tril(jnp.ones((S, S), jnp.bool))[:, None]
+
+    def attend(tokens, params, layer, cache_layer, pages):
+        q, R = absorb(tokens, params, layer, backend), cfg.kv_lora_rank
+        every, where = shards.join_heads(q), _addressing(cfg, cache_layer, pages_per_layer, backend)
+        rows = every.reshape(B, 1, -1, every.shape[-1])
+        how: dict[str, Any] = {"scale": cfg.softmax_scale, "schedule": schedule, **where}
+        out, lse = mla.mla_decode(rows, pages, batch.page_table, lengths, **how)
+        context = shards.merge(out.reshape(*every.shape[:2], R), lse.reshape(every.shape[:2]))
+        latent = tokens.latent.reshape(B, S, -1)
+        products = jnp.einsum(
+            "bshd,btd->bsht", q.reshape(B, S, *q.shape[1:]), latent, preferred_element_type=jnp.float32
+        )
+        scores = jnp.where(seen, products * cfg.softmax_scale, -jnp.inf)
+        own = jnp.einsum("bsht,btr->bshr", jax.nn.softmax(scores).astype(q.dtype), latent[..., :R])
+        own_lse = jax.nn.logsumexp(scores, axis=-1).reshape(q.shape[:2])
+        out, _ = mla.merge_attention(own.reshape(*q.shape[:2], R), own_lse, *context)
+        return project_values(out, params, layer, backend)
+
+    return attend
+
+
+def _schedule(lengths: jax.Array, queries: int, heads: int, backend: Backend | None) -> mla.DecodeSchedule | None:
+    """Returns the schedule that all layers of a step share; None for a backend without one."""
+    if resolve_backend(requested=with_fallback("mla_decode", backend)) is not Backend.MOSAIC:
+        return None
+    return mla.decode_schedule(lengths, queries=queries, heads=heads)
 
 
 def _addressing(cfg: ModelConfig, cache_layer: Index, pages_per_layer: int, backend: Backend | None) -> dict[str, Any]:

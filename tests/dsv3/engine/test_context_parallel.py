@@ -1,5 +1,6 @@
 """Engines whose devices divide the pages of the cache give the texts of the model, with all that moves pages."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from dsv3.engine.expert_parallel import expert_parallel_functions, spread_expert
 from dsv3.engine.memory import local_bytes
 from dsv3.kv_cache.tiers import tiers
 from dsv3.llm import LLM
+from dsv3.model import AttentionForm, forms
 from sharding.mesh import rank_mesh
 from tests.dsv3.engine.driving import request, run
 from tests.dsv3.engine.fewer import one_bucket
@@ -85,14 +87,31 @@ def test_drafts_chunks_prefixes_and_tiers_on_two_devices(patient: None) -> None:
     assert of.stats().jobs["pages"].tiers["host"].hits - hits == 256 + 128
 
 
-def test_top_k_tokens_on_two_devices() -> None:
-    """The indexer chooses 16 of up to 316 tokens."""
+def programs_of_a_gpu(monkeypatch: pytest.MonkeyPatch, form: AttentionForm, capacity: int) -> None:
+    """Gives steps the programs of a GPU, which have one form each; `form` materializes up to `capacity` tokens."""
+    monkeypatch.setattr(forms, "DYNAMIC_PLATFORMS", ())
+    changes = {"capacity": lambda *_: capacity, "is_faster": lambda *_: True}
+    monkeypatch.setitem(forms.FORMS, form, dataclasses.replace(forms.FORMS[form], **changes))
+
+
+def used_forms(of: Engine) -> set[int]:
+    return {key.variant for key in of.executor.devices.programs._compiled if key.kind == "prefill"}
+
+
+def test_top_k_tokens_on_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The indexer chooses 16 of up to 316 tokens. Short prompts are masked, the rows of longer ones copied."""
+    programs_of_a_gpu(monkeypatch, AttentionForm.TOPK_MATERIALIZED, 256)
     of = build("deepseek_v32")
     check(texts(of), golden.DIRECTORY / "deepseek_v32")
+    assert used_forms(of) == {AttentionForm.TOPK, AttentionForm.TOPK_MATERIALIZED}
 
 
-def test_preempted_requests_where_pairs_of_four_devices_divide_pages() -> None:
-    """The prompts have a page each, and their answers go on in a second one: together they need more than there are."""
+def test_preempted_requests_where_pairs_of_four_devices_divide_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompts have a page each, and their answers go on in a second one: together they need more than there are.
+
+    Keys and values of cached tokens are materialized.
+    """
+    programs_of_a_gpu(monkeypatch, AttentionForm.MATERIALIZED, 512)
     directory = golden.DIRECTORY / "kimi_k25"
     options = {"tensor_parallel_size": 4, "decode_context_parallel_size": 2, "max_num_batched_tokens": 64}
     cfg, used = served(load_config(directory), EngineOptions(**options)), jax.devices()[:4]
@@ -104,7 +123,7 @@ def test_preempted_requests_where_pairs_of_four_devices_divide_pages() -> None:
         of = Engine(EngineComponents.on_devices(functions, spread_experts(params, cfg, mesh, 0), cfg, limits, used))
     prompts = [PROMPTS[0][n : n + 120] for n in range(4)]
     check(texts(of, prompts), directory, prompts)
-    assert of.stats().preemptions > 0
+    assert of.stats().preemptions > 0 and AttentionForm.MATERIALIZED in used_forms(of)
 
 
 @pytest.mark.parametrize(

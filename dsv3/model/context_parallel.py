@@ -67,7 +67,7 @@ class ContextShards:
         -inf. Of equal scores the first win; `NOWHERE` ends a row of fewer tokens.
         """
         pages, offsets = jnp.divmod(places, self.tokens)
-        positions = pages * (self.size * self.tokens) - self.own_offsets(-offsets)
+        positions = (pages * self.size + lax.axis_index(CONTEXT)) * self.tokens + offsets
         positions = jnp.where(places == NOWHERE, NOWHERE, positions)
         every = (lax.all_gather(x, CONTEXT, axis=1, tiled=True) for x in (-scores, positions))
         return jnp.sort(lax.sort(tuple(every), num_keys=2)[1][:, :topk], axis=1)

@@ -51,6 +51,7 @@ from dsv3.scheduler.batch_slots import NOTHING
 from dsv3.scheduler.request import EngineRequest, StepOutputs, Tokens, first_id
 from dsv3.server.engine.api_servers import split_by_sender
 from dsv3.server.engine.messages import Outputs
+from sharding.mesh import DEVICES
 
 VOCAB = 256
 HOST, WHOLE, THREAD = "host's time", "whole step", "processor time of the engine's thread"
@@ -193,7 +194,7 @@ class Unit:
             num_nodes=nodes, max_num_queued_reqs=2 * self._running, speculative_config=config,
             tokens_per_row=1 + drafts,
         )  # fmt: skip
-        mesh = AbstractMesh((nodes, ranks // nodes, 1), ("node", "gpu", "tensor"))
+        mesh = AbstractMesh((nodes, ranks // nodes, 1, 1), DEVICES)
         functions = StepFunctions(_prefill, _decode, _logits)
         self.executor = UnitExecutor(cfg)
         self._engine = Engine(EngineComponents(functions, None, model_config(), cfg, mesh), self.executor)  # type: ignore[arg-type]

@@ -14,14 +14,21 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-NODE, GPU, TENSOR = DEVICES = ("node", "gpu", "tensor")
-"""Axes of the mesh, outermost first: `gpu` counts the ranks of a node, `tensor` the devices of a rank."""
+NODE, GPU, TENSOR, CONTEXT = DEVICES = ("node", "gpu", "tensor", "context")
+"""Axes of the mesh, outermost first: `gpu` counts the ranks of a node, the last two the devices of a rank.
+
+Along `context` the devices of a rank hold different tokens of each page, along `tensor` the same ones.
+"""
 RANKS = (NODE, GPU)
 """Axes of the data-parallel ranks: batches, pages and decode state lie along these, equal on the devices of a rank."""
-OF_NODE = (GPU, TENSOR)
+OF_RANK = (TENSOR, CONTEXT)
+"""Axes of the devices of a rank, which split its heads and widths: tensor parallelism."""
+OF_NODE = (GPU, *OF_RANK)
 """Axes of the devices of a node."""
 RANK_SPEC = PartitionSpec(RANKS)
-"""Partition of an array whose leading axis is the rank: a batch, the pages, the decode state."""
+"""Partition of an array whose leading axis is the rank: a batch, the decode state, pages that devices replicate."""
+PAGES_SPEC = PartitionSpec(RANKS, None, CONTEXT)
+"""Partition of pages `[ranks, pages, rows, width]` whose rows the devices of a rank divide."""
 
 MeshAxes = tuple[str, ...]
 """Mesh axes that a dimension is split over, outermost first; empty where every device holds the whole dimension."""
@@ -41,10 +48,10 @@ class AxisTable:
     experts: MeshAxes = DEVICES
     vocab: MeshAxes = ()
     channels: MeshAxes = ()
-    heads: MeshAxes = (TENSOR,)
-    heads_latent: MeshAxes = (TENSOR,)
-    mlp: MeshAxes = (TENSOR,)
-    gate_up: MeshAxes = (TENSOR,)
+    heads: MeshAxes = OF_RANK
+    heads_latent: MeshAxes = OF_RANK
+    mlp: MeshAxes = OF_RANK
+    gate_up: MeshAxes = OF_RANK
 
     def __post_init__(self) -> None:
         for logical, axes in dataclasses.asdict(self).items():
@@ -114,7 +121,7 @@ def partitions(declared: Any, table: AxisTable = AXES) -> Any:
 
 def is_split(logical: str | None, table: AxisTable = AXES) -> bool:
     """Returns whether exactly the devices of a rank split this logical axis."""
-    return table.mesh_axes(logical) == (TENSOR,)
+    return table.mesh_axes(logical) == OF_RANK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,10 +149,13 @@ class Machine:
         return self.nodes * self.gpus
 
 
-def rank_mesh(devices: Sequence[jax.Device], num_nodes: int = 1, tensor_parallel_size: int = 1) -> Mesh:
+def rank_mesh(
+    devices: Sequence[jax.Device], num_nodes: int = 1, tensor_parallel_size: int = 1, context_shards: int = 1
+) -> Mesh:
     """Returns a mesh over devices in the given order: equal nodes of ranks of `tensor_parallel_size` devices.
 
-    Raises ValueError if nodes and ranks do not divide the devices; a rank never spans nodes.
+    Each `context_shards` neighbors of a rank divide the tokens of its pages. Raises ValueError if nodes and ranks do
+    not divide the devices, or `context_shards` not the rank's; a rank never spans nodes.
     """
     if not devices or len(devices) % num_nodes:
         raise ValueError(f"{len(devices)} devices do not divide over {num_nodes} nodes")
@@ -154,13 +164,15 @@ def rank_mesh(devices: Sequence[jax.Device], num_nodes: int = 1, tensor_parallel
             f"tensor_parallel_size {tensor_parallel_size} does not divide the {len(devices) // num_nodes} devices of "
             "a node: a rank's devices must be in one node"
         )
-    shape = (num_nodes, -1, tensor_parallel_size)
-    return Mesh(np.array(devices).reshape(shape), DEVICES, axis_types=(AxisType.Auto,) * 3)
+    if tensor_parallel_size % context_shards:
+        raise ValueError(f"context_shards {context_shards} does not divide tensor_parallel_size {tensor_parallel_size}")
+    shape = (num_nodes, -1, tensor_parallel_size // context_shards, context_shards)
+    return Mesh(np.array(devices).reshape(shape), DEVICES, axis_types=(AxisType.Auto,) * len(DEVICES))
 
 
 def rank_size(mesh: Mesh) -> int:
     """Returns the devices per rank: the tensor-parallel size."""
-    return mesh.shape[TENSOR]
+    return mesh.shape[TENSOR] * mesh.shape[CONTEXT]
 
 
 def rank_sharding(mesh: Mesh) -> NamedSharding:

@@ -170,7 +170,7 @@ def _sparse(dtype: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         where = {"first_page": 0, "backend": Backend.MOSAIC}
         picked = dsa.topk_indices(q, weights, keys, table, visible, topk=best, **where)
         counts = jnp.minimum(visible, best)
-        return dsa.attend_topk(queries, latents, table, picked, counts, scale=0.1, value_width=512, **where)
+        return dsa.attend_topk(queries, latents, table, picked, counts, scale=0.1, value_width=512, **where)[0]
 
     latents = (
         array(8 * table, 64, fp8_row_bytes(512, 64), dtype=jnp.uint8) if dtype is None else array(8 * table, 64, 576)

@@ -218,6 +218,9 @@ class ModelConfig:
     token's id says which experts take it. `swiglu_limit` bounds what SwiGLU multiplies. `dspark` describes what a
     model may have in place of MTP modules.
 
+    `context_shards` is no property of a model: it says over how many devices serving divides a page of the cache
+    (`dsv3.model.context_parallel`).
+
     `family` is the `model_type` of the file that a configuration was read from. It says nothing about what is computed,
     so it takes no part in comparisons.
     """
@@ -263,12 +266,16 @@ class ModelConfig:
     swiglu_limit: float | None = None
     fp4_experts: bool = False
     dspark: DSparkConfig | None = None
+    context_shards: int = 1
     family: str | None = dataclasses.field(default=None, compare=False)
 
     @property
     def page_size(self) -> int:
-        """Tokens that a page of the cache covers, in all layers: 64, or those of 64 entries to choose among."""
-        return PAGE_SIZE * (1 if self.compressed is None else self.compressed.sparse_ratio)
+        """Tokens that a page of the cache covers, in all layers: 64, or those of 64 entries to choose among.
+
+        Where devices divide a page, each has as many of it.
+        """
+        return PAGE_SIZE * self.context_shards * (1 if self.compressed is None else self.compressed.sparse_ratio)
 
     @property
     def qk_head_dim(self) -> int:

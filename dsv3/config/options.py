@@ -181,6 +181,12 @@ class RunOptions:
         "--enable_expert_parallel.",
         low=1,
     )
+    decode_context_parallel_size: int = option(
+        1,
+        "Divide the tokens of each page of the cache over this many devices of a rank, a divisor of "
+        "--tensor_parallel_size, instead of replicating them: so many times the tokens fit (docs/expert_parallel.md).",
+        low=1,
+    )
     reserved_multiprocessors: int | None = option(
         None,
         "Reserve this many multiprocessors of each GPU for transfers in overlapped steps, and give NCCL as many "
@@ -338,6 +344,11 @@ class EngineOptions(RunOptions, StartOptions):
         for name, off in _OF_SPREAD_EXPERTS.items():
             if (value := getattr(self, name)) != off and not self.spreads_experts:
                 raise ValueError(f"{name}: {value!r} needs enable_expert_parallel")
+        if self.tensor_parallel_size % self.decode_context_parallel_size:
+            raise ValueError(
+                f"decode_context_parallel_size: {self.decode_context_parallel_size} does not divide "
+                f"tensor_parallel_size {self.tensor_parallel_size}; use a divisor of it"
+            )
         if self.batch_invariant and (self.num_redundant_experts or self.enable_eplb):
             name = "enable_eplb" if self.enable_eplb else "num_redundant_experts"
             raise ValueError(

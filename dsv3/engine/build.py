@@ -125,7 +125,7 @@ def load_components(
     backend = resolve_backend(mine)
     prepare(backend)
     dtypes = resolve_dtypes(model_cfg, options, mine, stored_dtype(Path(model_dir)))
-    mesh = rank_mesh(devices, num_nodes, shards)
+    mesh = rank_mesh(devices, num_nodes, shards, options.decode_context_parallel_size)
     hardware = Hardware(len(devices) // shards, num_nodes, mine.platform == "cpu", jax.process_count())
     tokenizer = Path(model_dir) / "tokenizer.json"
 
@@ -167,8 +167,8 @@ def served(model_cfg: ModelConfig, options: EngineOptions) -> ModelConfig:
 
     It has its first MTP module, or its stages of DSpark, where these propose drafts, else none: weights that nothing
     uses are neither loaded nor get a share of the cache. It has FP8 products where the options quantize. Raises
-    ValueError for drafts by layers that the model lacks, for more drafts than a block has, and for experts to return
-    where there are none.
+    ValueError for drafts by layers that the model lacks, for more drafts than a block has, for experts to return where
+    there are none, and for pages of DeepSeek-V4 that devices would divide.
     """
     method = None if options.speculative is None else options.speculative.method
     wanted, dspark = method == "mtp", model_cfg.dspark if method == "dspark" else None
@@ -181,8 +181,16 @@ def served(model_cfg: ModelConfig, options: EngineOptions) -> ModelConfig:
         )
     if options.enable_return_routed_experts and not model_cfg.num_moe_layers:
         raise ValueError("enable_return_routed_experts: this model has no routed experts; omit the option")
+    if model_cfg.compressed is not None and options.decode_context_parallel_size > 1:
+        raise ValueError(
+            f"decode_context_parallel_size: {options.decode_context_parallel_size} is not supported with compressed "
+            "attention (DeepSeek-V4), whose cache is small already; omit it"
+        )
     fp8 = model_cfg.fp8 or (Fp8Config() if options.fp8 == "quantize" else None)
-    return dataclasses.replace(model_cfg, num_nextn_predict_layers=int(wanted), dspark=dspark, fp8=fp8)
+    divided = options.decode_context_parallel_size
+    return dataclasses.replace(
+        model_cfg, num_nextn_predict_layers=int(wanted), dspark=dspark, fp8=fp8, context_shards=divided
+    )
 
 
 def _check_block(model_cfg: ModelConfig, options: EngineOptions) -> None:

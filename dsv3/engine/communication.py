@@ -99,8 +99,9 @@ class Communication:
     def overlaps(self, program: ForwardProgram) -> int:
         """Returns how many NCCL communicators a program uses at once while it computes; 0: it does not overlap.
 
-        Prefill has two hops in flight at once, one in the node and one between nodes; decode has one. Sums over the
-        devices of a rank are one more. NCCL EP's kernels with low latency run between others, not beside them.
+        Prefill has two hops in flight at once, one in the node and one between nodes; decode has one. Sums and
+        exchanges between the devices of a rank, one at a time, are one more. NCCL EP's kernels with low latency run
+        between others, not beside them.
         """
         is_prefill = program.kind == "prefill"
         if program.of_module or self.schedule(program.tokens, is_prefill) is not OVERLAPPED:

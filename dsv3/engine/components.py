@@ -11,7 +11,7 @@ from dsv3.config.engine import EngineConfig
 from dsv3.config.model import ModelConfig
 from dsv3.engine.functions import StepFunctions
 from dsv3.engine.memory import PoolSizing
-from sharding.mesh import RANKS, rank_mesh, rank_size, shardings
+from sharding.mesh import CONTEXT, RANKS, rank_mesh, rank_size, shardings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +62,12 @@ class EngineComponents:
                 f"{self.cfg.num_ranks} ranks of tensor_parallel_size {self.cfg.tensor_parallel_size} were requested, "
                 f"but the mesh has {ranks} of {rank_size(self.mesh)} devices each"
             )
+        divided = self.cfg.decode_context_parallel_size
+        if not self.mesh.shape[CONTEXT] == self.model_cfg.context_shards == divided:
+            raise ValueError(
+                f"decode_context_parallel_size {divided} was requested, but the mesh divides pages over "
+                f"{self.mesh.shape[CONTEXT]} devices, and the model's pages suit {self.model_cfg.context_shards}"
+            )
 
     @property
     def shapes(self) -> "EngineComponents":
@@ -97,4 +103,5 @@ class EngineComponents:
                 f"{cfg.num_ranks} ranks of tensor_parallel_size {cfg.tensor_parallel_size} need {cfg.num_devices} "
                 f"devices, but {len(devices)} were given"
             )
-        return cls(functions, params, model_cfg, cfg, rank_mesh(devices, cfg.num_nodes, cfg.tensor_parallel_size))
+        split = cfg.tensor_parallel_size, cfg.decode_context_parallel_size
+        return cls(functions, params, model_cfg, cfg, rank_mesh(devices, cfg.num_nodes, *split))

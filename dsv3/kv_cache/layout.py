@@ -4,6 +4,9 @@
 A pool is a dict of one array per group, by its name. Page `p` covers the same `page_size` tokens in all groups of the
 context, so pages are allocated, moved and offloaded with all these groups together. Groups of the window have pages of
 their own, which cover as many tokens.
+
+Shapes and bytes here are those of whole pages. Where devices divide a page (`dsv3.model.context_parallel`), each holds
+`1 / context_shards` of its rows; the payload of a page has them all, in order.
 """
 
 import math
@@ -16,6 +19,7 @@ from jax import lax
 
 from dsv3.config.engine import least_window_pages
 from dsv3.config.model import DRAFT_ROWS, LATENTS, CacheGroup, Lifetime, ModelConfig
+from sharding.mesh import CONTEXT
 
 KEPT_WINDOWS = 0.25
 """Bytes of window pages that are kept so that later requests can continue a cached prefix, per byte of pages."""
@@ -74,7 +78,7 @@ def window_size(cfg: ModelConfig) -> int:
 
 
 def pages_within(cfg: ModelConfig, cache_dtype: str, budget: int, slots: int = 0) -> int:
-    """Returns how many pages fit `budget` bytes, each counted over all cache layers.
+    """Returns how many pages fit `budget` bytes of a device, each counted over all cache layers.
 
     The window pages and the state of `slots` requests are in the budget, and the window pages kept beside pages.
     """
@@ -88,8 +92,8 @@ def slots_bytes(cfg: ModelConfig, cache_dtype: str, slots: int) -> int:
 
 
 def page_cost(cfg: ModelConfig, cache_dtype: str) -> int:
-    """Returns the bytes of a page and of its share of the window pages kept for later requests."""
-    size = page_bytes(cfg, cache_dtype)
+    """Returns the bytes of a device's part of a page, and of its share of the window pages kept for later requests."""
+    size = page_bytes(cfg, cache_dtype) // cfg.context_shards
     return size + int(KEPT_WINDOWS * size) if window_size(cfg) else size
 
 
@@ -152,24 +156,33 @@ def payload_shape(cfg: ModelConfig, cache_dtype: str, lifetime: Lifetime = "cont
     return jax.ShapeDtypeStruct((page_bytes(cfg, cache_dtype, lifetime),), jnp.uint8)
 
 
-def gather_pages(groups: tuple[CacheGroup, ...], pool: Pool, pages: jax.Array) -> jax.Array:
+def gather_pages(groups: tuple[CacheGroup, ...], pool: Pool, pages: jax.Array, context_shards: int = 1) -> jax.Array:
     """Returns the payloads `[n, ...]` of `pages` `[n]` of a rank's pool; zeros for -1.
 
-    `groups` are all groups of one lifetime.
+    `groups` are all groups of one lifetime. With `context_shards` the pool is a device's part of it, inside
+    `shard_map`.
     """
     parts = [pool[g.name].at[_rows(g, pool, pages)].get(mode="fill", fill_value=0) for g in groups]
+    if context_shards > 1:
+        parts = [lax.all_gather(part, CONTEXT, axis=2, tiled=True) for part in parts]
     return parts[0] if len(parts) == 1 else jnp.concatenate([_bytes(part) for part in parts], axis=1)
 
 
 def scatter_pages(
-    groups: tuple[CacheGroup, ...], pool: Pool, pages: jax.Array, payloads: jax.Array
+    groups: tuple[CacheGroup, ...], pool: Pool, pages: jax.Array, payloads: jax.Array, context_shards: int = 1
 ) -> tuple[Pool, jax.Array]:
-    """Returns the pool with `payloads` `[n, ...]` written to `pages` `[n]`, -1 for none, and an array to wait for."""
-    parts, written = [payloads] if len(groups) == 1 else _split(groups, pool, payloads), dict(pool)
+    """Returns the pool with `payloads` `[n, ...]` written to `pages` `[n]`, -1 for none, and an array to wait for.
+
+    With `context_shards` the pool is a device's part of it, as in `gather_pages`.
+    """
+    parts = [payloads] if len(groups) == 1 else _split(groups, pool, payloads, context_shards)
+    written = dict(pool)
     for group, part in zip(groups, parts, strict=True):
         array = pool[group.name]
-        rows = _rows(group, pool, pages).reshape(-1)
-        written[group.name] = array.at[rows].set(part.reshape(-1, *array.shape[1:]), mode="drop")
+        rows, own = _rows(group, pool, pages).reshape(-1), part
+        if context_shards > 1:
+            own = lax.dynamic_slice_in_dim(part, lax.axis_index(CONTEXT) * array.shape[1], array.shape[1], axis=2)
+        written[group.name] = array.at[rows].set(own.reshape(-1, *array.shape[1:]), mode="drop")
     return written, _rows(groups[0], pool, pages)[:, 0]
 
 
@@ -234,12 +247,12 @@ def _bytes(part: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(part, jnp.uint8).reshape(len(part), -1)
 
 
-def _split(groups: tuple[CacheGroup, ...], pool: Pool, payloads: jax.Array) -> list[jax.Array]:
+def _split(groups: tuple[CacheGroup, ...], pool: Pool, payloads: jax.Array, context_shards: int) -> list[jax.Array]:
     """Returns the part `[n, L, entries_per_page, width]` of each group from bytes `[n, all]`."""
     parts, first = [], 0
     for group in groups:
         array = pool[group.name]
-        shape, size = (len(group.layers), *array.shape[1:]), array.dtype.itemsize
+        shape, size = (len(group.layers), array.shape[1] * context_shards, array.shape[2]), array.dtype.itemsize
         last = first + math.prod(shape) * size
         raw = payloads[:, first:last].reshape(-1, *shape, *(() if size == 1 else (size,)))
         parts.append(lax.bitcast_convert_type(raw, array.dtype))

@@ -41,8 +41,7 @@ from dsv3.model.layers.materialized import BYTES_AT_ONCE, heads_at_once, masked_
 from dsv3.model.layers.sparse import Rows, TopkForm, copying_form, decode_rows, prefill_rows, sparse_attend
 from pallas_kernels.backend import Backend
 
-KEY_BLOCK = 128
-"""Capacities are multiples of this: the kernels read keys in blocks."""
+_KEY_BLOCK = 128  # the kernels read keys in such blocks
 
 DYNAMIC_PLATFORMS = ("cpu",)
 """Platforms that run `AttentionForm.ANY`: conditions on the device are free there, and a program less to compile."""
@@ -95,6 +94,11 @@ def applies(
     return needs_topk(model, longest) or not FORMS[form].use_topk
 
 
+def key_block(model: ModelConfig) -> int:
+    """Returns the number of tokens that capacities are multiples of: whole blocks of keys, and whole pages."""
+    return max(_KEY_BLOCK, model.page_size)
+
+
 def suits(form: AttentionForm, model: ModelConfig, longest: int, has_context: bool) -> bool:
     """Returns whether a form is correct for a step whose queries see at most `longest` tokens."""
     if form is AttentionForm.ANY:
@@ -120,8 +124,8 @@ def prefill_attend(
     row = FORMS[form]
     core = row.core(cfg, batch, pages_per_layer, backend)
     if not cfg.index_layers:
-        return attend_after_write(cfg, prefill_cache_positions(batch, cfg.page_size), pages_per_layer, backend, core)
-    rows = prefill_rows(batch, cfg.page_size)
+        return attend_after_write(cfg, prefill_cache_positions(batch, cfg), pages_per_layer, backend, core)
+    rows = prefill_rows(batch, cfg)
     if row.topk_form is None:
         topk_form = copying_form(cfg, rows, pages_per_layer, backend)
     else:
@@ -138,8 +142,8 @@ def decode_attend(
     """Attends in decode, as `prefill_attend` does in prefill; `heads` is the number of heads on this device."""
     core = decode_core(cfg, batch, pages_per_layer, backend, heads)
     if not cfg.index_layers:
-        return attend_after_write(cfg, decode_cache_positions(batch, cfg.page_size), pages_per_layer, backend, core)
-    rows = decode_rows(batch, cfg.page_size)
+        return attend_after_write(cfg, decode_cache_positions(batch, cfg), pages_per_layer, backend, core)
+    rows = decode_rows(batch, cfg)
     topk_form, use_topk = (
         copying_form(cfg, rows, pages_per_layer, backend),
         _use_topk(cfg, _effective_form(cfg, batch), rows),
@@ -172,7 +176,7 @@ def context_capacity(model: ModelConfig, peaks: Peaks, cache_dtype: str, tokens:
     least = min(heads, -(-_QUERIES * _BLOCKS // tokens))
     together = next(n for n in range(least, heads + 1) if heads % n == 0)
     capacity = BYTES_AT_ONCE // (together * _head_bytes(model))
-    return min(capacity, _MAX_CONTEXT) // KEY_BLOCK * KEY_BLOCK
+    return min(capacity, _MAX_CONTEXT) // key_block(model) * key_block(model)
 
 
 def context_is_faster(
@@ -211,7 +215,7 @@ def masked_capacity(model: ModelConfig, peaks: Peaks, cache_dtype: str, tokens: 
     # tokens * (topk * copied + materialization) = tokens * (capacity - tokens / 2) * pair + capacity * materialization:
     # the copying form multiplies its queries and outputs by k_up and v_up.
     capacity = tokens * (topk * copied + materialization + pair * tokens / 2) / (tokens * pair + materialization)
-    capacity = math.floor(capacity / KEY_BLOCK) * KEY_BLOCK
+    capacity = math.floor(capacity / key_block(model)) * key_block(model)
     return capacity if capacity >= _MIN_GAIN * topk else 0
 
 

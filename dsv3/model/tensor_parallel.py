@@ -2,8 +2,9 @@
 
 A device holds H / n heads and F / n of the width of dense layers and shared experts, and computes a partial sum of
 each block's output, which an all-reduce completes: two per layer. All heads share the latent cache, so every device of
-a rank writes and stores all of it: tensor parallelism saves weights and compute, not cache. The routed experts are
-spread over all devices of all ranks; each device of a rank sends its part of the rank's tokens to them.
+a rank writes and stores all of it: tensor parallelism saves weights and compute, not cache, unless devices divide its
+pages (`context_parallel.py`). The routed experts are spread over all devices of all ranks; each device of a rank sends
+its part of the rank's tokens to them.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ import numpy as np
 from dsv3.config.model import ModelConfig
 from dsv3.model.params import Fp8Weight, Params, ParamSpec, declare
 from pallas_kernels.float8 import BLOCK
-from sharding.mesh import TENSOR, is_split
+from sharding.mesh import OF_RANK, is_split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Shards:
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Sums the devices' partial results `x`."""
-        return x if self.size == 1 else jax.lax.psum(x, TENSOR)
+        return x if self.size == 1 else jax.lax.psum(x, OF_RANK)
 
     def part(self, x: jax.Array, fill: int = 0) -> jax.Array:
         """Returns this device's `ceil(T / size)` rows of `x` `[T, ...]`; the last ones may be padding, of `fill`."""
@@ -36,11 +37,11 @@ class Shards:
         rows = -(-x.shape[0] // self.size)
         padding = [(0, rows * self.size - x.shape[0])] + [(0, 0)] * (x.ndim - 1)
         padded = jnp.pad(x, padding, constant_values=fill)
-        return jax.lax.dynamic_slice_in_dim(padded, jax.lax.axis_index(TENSOR) * rows, rows)
+        return jax.lax.dynamic_slice_in_dim(padded, jax.lax.axis_index(OF_RANK) * rows, rows)
 
     def join(self, x: jax.Array, rows: int) -> jax.Array:
         """Joins the parts of all devices, in order: `[rows, ...]`."""
-        return x if self.size == 1 else jax.lax.all_gather(x, TENSOR, axis=0, tiled=True)[:rows]
+        return x if self.size == 1 else jax.lax.all_gather(x, OF_RANK, axis=0, tiled=True)[:rows]
 
 
 ONE_DEVICE = Shards(1)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from dsv3.config.model import ModelConfig
-from sharding.mesh import AXES, GPU, OF_NODE, TENSOR, AxisTable
+from sharding.mesh import AXES, GPU, OF_NODE, OF_RANK, AxisTable, rank_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Vocabulary:
 
         A tied head is not split either: one array would have to be split along both of its axes.
         """
-        shared = cls(mesh.shape[GPU], mesh.shape[TENSOR])
+        shared = cls(mesh.shape[GPU], rank_size(mesh))
         divides = cfg.vocab_size % shared.devices == cfg.hidden_size % shared.devices == 0
         return shared if divides and not cfg.tie_word_embeddings else WHOLE
 
@@ -88,7 +88,7 @@ class Vocabulary:
 
     def _join_rank(self, x: jax.Array) -> jax.Array:
         """Joins the last axis of the devices of a rank."""
-        return x if self.shards == 1 else lax.all_gather(x, TENSOR, axis=x.ndim - 1, tiled=True)
+        return x if self.shards == 1 else lax.all_gather(x, OF_RANK, axis=x.ndim - 1, tiled=True)
 
 
 WHOLE = Vocabulary()

@@ -39,7 +39,7 @@ def attend_topk(
     first_page: jax.Array | int,
     value_width: int,
     backend: Backend | None = None,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """Computes absorbed latent attention of each query to its own top-k tokens.
 
     Args:
@@ -52,7 +52,7 @@ def attend_topk(
       first_page: the layer's first page in the pool.
 
     Returns:
-      `[T, H, R]` in the dtype of `q`; 0 for a query without tokens.
+      out `[T, H, R]` in the dtype of `q` and lse `[T, H]` float32; 0 and +inf for a query without tokens.
 
     Raises:
       ValueError: a shape, dtype or page size does not fit.
@@ -65,7 +65,7 @@ def attend_topk(
     else:
         compact = _copied(*arrays, first_page, value_width)
     table = jnp.arange(len(compact), dtype=jnp.int32).reshape(T, Kt // PAGE_SIZE)
-    out, _ = mla.mla_decode(
+    out, lse = mla.mla_decode(
         q[:, None],
         compact,
         table,
@@ -75,7 +75,7 @@ def attend_topk(
         value_width=value_width,
         backend=backend,
     )
-    return out[:, 0]
+    return out[:, 0], lse[:, 0]
 
 
 def _copied(

@@ -114,6 +114,29 @@ def topk_indices(
     return select_topk(index_scores(*arrays, first_page=first_page, backend=backend), visible, topk)
 
 
+def topk_scores(
+    q: jax.Array,
+    weights: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    visible: jax.Array,
+    *,
+    first_page: jax.Array | int,
+    topk: int,
+    backend: Backend | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the positions of `topk_indices`, and the scores of `index_scores` there, -inf at invisible positions."""
+    where: dict[str, Any] = {"first_page": first_page, "backend": backend}
+    scores = index_scores(q, weights, pool, page_table, visible, **where)
+    resolved = resolve_backend(requested=with_fallback("topk_indices", backend))
+    if triton_ops.usable(resolved):
+        positions = triton_ops.select_topk(scores, visible, topk, resolved)
+    else:
+        positions = select_topk(scores, visible, topk)
+    found = jnp.take_along_axis(scores, jnp.minimum(positions, scores.shape[1] - 1), axis=1)
+    return positions, jnp.where(positions < visible[:, None], found, -jnp.inf)
+
+
 def _sums(
     q: jax.Array,
     weights: jax.Array,

@@ -7,6 +7,7 @@ from pallas_kernels.mla.mosaic_ops import decode_schedule
 from pallas_kernels.mla.ops import (
     decode_unsupported,
     merge_attention,
+    merge_parts,
     mla_decode,
     mla_prefill,
     mla_prefill_context,
@@ -14,17 +15,20 @@ from pallas_kernels.mla.ops import (
     whole_keys,
     write_pages,
 )
+from pallas_kernels.mla.schedule import DecodeSchedule
 
 __all__ = [
     "FP8_PAGES_DTYPE",
     "FP8_VALUE_WIDTH",
     "PAGE_SIZE",
+    "DecodeSchedule",
     "decode_schedule",
     "decode_unsupported",
     "fp8_pages_of_rows",
     "fp8_row_bytes",
     "gather_latents",
     "merge_attention",
+    "merge_parts",
     "mla_decode",
     "mla_prefill",
     "mla_prefill_context",

@@ -1,5 +1,6 @@
 """The public MLA operations: checks, then the reference, a GPU's kernel (Mosaic or Triton), or a CPU's C++."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -172,16 +173,25 @@ def merge_attention(
       ValueError: shapes or dtypes disagree.
     """
     checks.check_merge(out_a, lse_a, out_b, lse_b)
-    empty_a, empty_b = jnp.isposinf(lse_a), jnp.isposinf(lse_b)
-    log_a, log_b = jnp.where(empty_a, -jnp.inf, lse_a), jnp.where(empty_b, -jnp.inf, lse_b)
-    top = jnp.maximum(log_a, log_b)
+    return _merged((out_a, out_b), (lse_a, lse_b))
+
+
+def merge_parts(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Computes what `merge_attention` does of any number of disjoint sets: outputs `[N, ..., V]` and lse `[N, ...]`."""
+    return _merged(tuple(out), tuple(lse))
+
+
+def _merged(outs: tuple[jax.Array, ...], lses: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    empty = [jnp.isposinf(lse) for lse in lses]
+    logs = [jnp.where(none, -jnp.inf, lse) for none, lse in zip(empty, lses, strict=True)]
+    top = functools.reduce(jnp.maximum, logs)
     top = jnp.where(jnp.isneginf(top), 0, top)
-    weight_a, weight_b = jnp.exp(log_a - top), jnp.exp(log_b - top)
-    total = weight_a + weight_b
-    both_empty = empty_a & empty_b
-    safe_total = jnp.where(both_empty, 1, total)
-    out = _weighted(out_a, weight_a / safe_total, empty_a) + _weighted(out_b, weight_b / safe_total, empty_b)
-    return out.astype(out_a.dtype), jnp.where(both_empty, jnp.inf, top + jnp.log(safe_total))
+    weights = [jnp.exp(log - top) for log in logs]
+    total, nothing = functools.reduce(jnp.add, weights), functools.reduce(jnp.logical_and, empty)
+    safe_total = jnp.where(nothing, 1, total)
+    parts = [_weighted(*part) for part in zip(outs, (w / safe_total for w in weights), empty, strict=True)]
+    out = functools.reduce(jnp.add, parts)
+    return out.astype(outs[0].dtype), jnp.where(nothing, jnp.inf, top + jnp.log(safe_total))
 
 
 def _weighted(out: jax.Array, weight: jax.Array, empty: jax.Array) -> jax.Array:

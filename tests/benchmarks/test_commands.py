@@ -85,6 +85,7 @@ ELSEWHERE = {
     "clients": "needs nine packages of others",
     "nixl_transfer": "needs NIXL",
     "plan_deepseek_v4": "tests/benchmarks/test_plan_deepseek_v4.py",
+    "plan_long_contexts": "tests/benchmarks/test_plan_long_contexts.py",
     "plan_published": "tests/benchmarks/test_plan_published.py",
     "plan_transports": "tests/benchmarks/test_plan_transports.py",
     "pages": "tests/benchmarks/test_pages.py",

@@ -12,7 +12,7 @@ from configs.deployments import DECODE_EP144, NODE_8XH200, PREFILL_EP32
 from dsv3.config.server_options import ServerOptions
 from dsv3.engine.expert_parallel import first_expert_map
 from dsv3.server.http.app import make_app
-from sharding.mesh import GPU, NODE, TENSOR
+from sharding.mesh import DEVICES
 from tests.deploy.files import DEPLOY, Started, kubernetes, manifests, pods, slurm, started_in
 
 SCRIPTS = sorted((DEPLOY / "slurm").glob("*.sh"))
@@ -90,7 +90,7 @@ def test_the_pods_of_a_unit_start_every_process_once(unit) -> None:
 def test_the_expert_map_of_the_start_can_be_made(started, name) -> None:
     """Every expert has a device, and as many replicas come out as the script asks for; without them it cannot start."""
     process = started[name]
-    mesh = AbstractMesh((process.nodes, process.gpus_per_node, 1), (NODE, GPU, TENSOR))
+    mesh = AbstractMesh((process.nodes, process.gpus_per_node, 1, 1), DEVICES)
     found = first_expert_map(DEEPSEEK_V3, mesh, process.engine.num_redundant_experts)
     experts = found.phy2log
     assert experts.shape[1] == 256 + 32 and all(set(layer) == set(range(256)) for layer in experts.tolist())

@@ -119,7 +119,7 @@ def test_a_damaged_layer_is_not_moved(fault: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.aot
 def test_gpus_copy_no_other_layer_and_need_three_layers_of_memory() -> None:
-    mesh = aot.gpu_mesh({"node": 1, "gpu": 8, "tensor": 1})
+    mesh = aot.gpu_mesh({"node": 1, "gpu": 8, "tensor": 1, "context": 1})
 
     def array(shape, dtype, spec=WHOLE):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))

@@ -49,13 +49,13 @@ def machine_mesh(devices: Sequence[Any]) -> Any:
 
 def groups(mesh: Any) -> dict[str, Axes]:
     """Returns the axes that serving sends along, by name; none with one device, and none twice."""
-    from sharding.mesh import DEVICES, NODE, OF_NODE, TENSOR
+    from sharding.mesh import DEVICES, NODE, OF_NODE, OF_RANK
 
     found: dict[str, Axes] = {}
-    for axes in (DEVICES, (NODE,), OF_NODE, (TENSOR,)):
+    for axes in (DEVICES, (NODE,), OF_NODE, OF_RANK):
         real = tuple(axis for axis in axes if mesh.shape[axis] > 1)
         if real and real not in [tuple(axis for axis in known if mesh.shape[axis] > 1) for known in found.values()]:
-            found["all" if axes == DEVICES else " and ".join(axes)] = axes
+            found["all" if axes == DEVICES else " and ".join(real)] = axes
     return found
 
 

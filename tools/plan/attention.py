@@ -104,13 +104,15 @@ def sparse_core(model: ModelConfig, rates: Rates, batch: PlannedBatch, kernel_s:
     """Returns the parts of one layer for a micro-batch with top-k selection; a kernel launch takes `kernel_s`.
 
     Each query reads the index keys of its request, at the rate of HBM even from the L2 cache, and copies its top-k
-    rows. One multiprocessor selects the rows of one query.
+    rows. One multiprocessor selects the rows of one query. Devices that divide pages divide keys, scores and copies.
     """
     b, share, seen = batch.tokens, index_share(model), attended_keys(model, batch.keys, batch.min_keys)
     row, key = row_bytes(model, batch.cache_dtype), row_bytes(model, batch.cache_dtype, INDEX_KEYS)
     score_flops = rates.fp8_core_flops if batch.cache_dtype == "fp8" else rates.decode_core_flops
-    pairs = b * batch.keys
-    chosen = math.ceil(b / rates.multiprocessors) * batch.keys / rates.selection
+    n, topk = batch.context_split, model.index_topk
+    pairs = b * batch.keys / n
+    scored = batch.keys if n == 1 else batch.keys / n + n * topk  # and again among the best of all devices
+    chosen = math.ceil(b / rates.multiprocessors) * scored / rates.selection
     choosing: dict[str, float] = {
         "scores": share * max(pairs * index_operations(model) / score_flops, pairs * (key + _SCORE_BYTES) / rates.hbm),
         "choice": share * chosen,
@@ -121,8 +123,8 @@ def sparse_core(model: ModelConfig, rates: Rates, batch: PlannedBatch, kernel_s:
     groups = math.ceil(b * topk_width(model.index_topk) * row / BYTES_AT_ONCE)
     return SparseCore(
         **choosing,
-        copies=2 * b * seen * row / rates.hbm,
-        attention=max(core, b * seen * row / rates.hbm),
+        copies=2 * b * seen / n * row / rates.hbm,
+        attention=max(core, b * seen / n * row / rates.hbm),
         launches=groups * _LAUNCHES * kernel_s,
     )
 

@@ -61,6 +61,7 @@ class Deployment:
       tokens per token of answers; the default is DeepSeek's published day. `prefix_hit_rate`: share of prompt tokens
       found in the cache. `max_model_len` None: the model's own limit.
     - `expert_parallel`: spread the routed experts over all devices, with `redundant_experts` more replicas.
+    - `decode_context_parallel` of the `tensor_parallel` devices of a rank divide the tokens of its pages.
     - `memory_utilization`: share of a device's memory for weights, cache and working memory, the server's
       `gpu_memory_utilization`. The rest is for CUDA, NCCL's buffers and fragmentation.
     - `acceptance` of the drafts of `speculative_config`: a number is the chance of each draft if all before it are
@@ -89,6 +90,7 @@ class Deployment:
     expert_transport: str = "auto"
     expert_combine: str = "auto"
     tensor_parallel: int = 1
+    decode_context_parallel: int = 1
     memory_utilization: float = 0.9
     kv_cache_dtype: str = "bfloat16"
     fp4: str = "keep"
@@ -134,6 +136,11 @@ class Deployment:
             raise DeploymentError(
                 f"{self.name}: tensor_parallel {self.tensor_parallel} must divide gpus_per_node {self.gpus_per_node}, "
                 "and needs expert_parallel"
+            )
+        if self.decode_context_parallel < 1 or self.tensor_parallel % self.decode_context_parallel:
+            raise DeploymentError(
+                f"{self.name}: decode_context_parallel {self.decode_context_parallel} must divide tensor_parallel "
+                f"{self.tensor_parallel}"
             )
         self._check_drafts()
 
@@ -314,6 +321,7 @@ class PlannedBatch:
 
     - `width` tokens of each request read its cache together.
     - `split` devices share the heads of these tokens, the widths of their MLPs, and their routed experts' rows.
+    - `context_split` of them divide the tokens of pages: each attends to its share with the heads of all.
     - The first token of a prompt sees `min_keys` keys, and the number grows linearly; None: equal for all, none cached.
     - `kv_capacity`: tokens for which masked sparse prefill materializes keys and values; 0: it copies the top-k rows.
     """
@@ -326,6 +334,7 @@ class PlannedBatch:
     width: int = 1
     min_keys: float | None = None
     kv_capacity: int = 0
+    context_split: int = 1
 
     @property
     def max_keys(self) -> float:

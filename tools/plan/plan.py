@@ -164,7 +164,8 @@ class Plan:
         per_node = self.tokens_per_node
         if per_node is None:
             return None
-        return handover(self.deployment, self.memory.token, per_node)
+        token = self.memory.token * self.deployment.decode_context_parallel
+        return handover(self.deployment, token, per_node)
 
     def prefill_nodes(self, prefill: "Plan") -> float | None:
         """Returns how many nodes of the deployment `prefill` compute this one's prompts; None if either has no step."""
@@ -288,6 +289,7 @@ def planned_batch(planned: PlannedModel, phase: Phase, run: Run, micro_batches: 
         width=run.width,
         min_keys=hits * context if is_prefill else None,
         kv_capacity=run.kv_capacity,
+        context_split=deployment.decode_context_parallel,
     )
 
 

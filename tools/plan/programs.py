@@ -125,10 +125,16 @@ def lay_out(model: ModelConfig, deployment: Deployment) -> PlannedModel:
     """
     fp4 = model.fp4_experts and deployment.fp4 == "keep"
     try:
-        model = served(model, EngineOptions(speculative_config=deployment.speculative_config))
+        split = deployment.tensor_parallel, deployment.decode_context_parallel
+        options = EngineOptions(
+            speculative_config=deployment.speculative_config,
+            tensor_parallel_size=split[0],
+            decode_context_parallel_size=split[1],
+        )
+        model = served(model, options)
         model = dataclasses.replace(model, fp4_experts=fp4)
         devices = aot.gpu_devices(deployment.devices, per_host=deployment.gpus_per_node, target=_target(deployment))
-        mesh = rank_mesh(devices, deployment.nodes, deployment.tensor_parallel)
+        mesh = rank_mesh(devices, deployment.nodes, *split)
         if deployment.expert_parallel:
             first_expert_map(model, mesh, deployment.redundant_experts)
             compiled = nccl_ep.stand_in(deployment)
@@ -219,6 +225,7 @@ def engine_config(model: ModelConfig, deployment: Deployment) -> EngineConfig:
         num_ranks=deployment.ranks,
         num_nodes=deployment.nodes,
         tensor_parallel_size=deployment.tensor_parallel,
+        decode_context_parallel_size=deployment.decode_context_parallel,
         page_size=model.page_size,
         window_size=window_size(model),
         num_window_pages=window_pages(model, deployment.kv_cache_dtype, num_pages, max_num_seqs),

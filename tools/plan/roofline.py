@@ -45,6 +45,7 @@ _ROUTER_S = 19e-6
 _MIXING_LAUNCHES = 6  # of a block: product, mean square, weights, Sinkhorn's steps, what it reads, what it writes
 _STREAM_PASSES = 4  # of a block over all streams: three that read them, and one that writes
 _FLOAT32_FLOPS = 67 / 989  # of the peak in bfloat16: products of mixing, by the data sheet of an H200
+_MERGE_LAUNCHES = 3  # where devices divide pages: what they send is packed, and their parts are unpacked and merged
 TRANSFER_S = 20e-6
 HOOK_S = 8e-6
 HOST_S = 1.5e-3
@@ -151,8 +152,10 @@ def decode_stages(model: ModelConfig, rates: Rates, batch: PlannedBatch) -> dict
     # The devices of a rank share heads, but not those of the indexer.
     sparse = sparse_parts(model, rates, batch)
     products = b * batch.keys * absorbed_operations(model) / n / rates.decode_core_flops
-    cache = b / batch.width * batch.keys * row_bytes(model, batch.cache_dtype) / rates.hbm
+    keys = batch.keys / batch.context_split
+    cache = b / batch.width * keys * row_bytes(model, batch.cache_dtype) / rates.hbm
     core = max(products, cache) if sparse is None else sparse.seconds
+    core += 0.0 if batch.context_split == 1 else _MERGE_LAUNCHES * LAUNCH_S
     rows = b * model.num_experts_per_tok / n  # even load: a device receives as many rows as it sends
     routed = experts_read(batch.experts, rows) * sizes.expert * expert_item / rates.grouped_bandwidth
     work = 2 * rows * sizes.expert / expert_flops(model, rates.grouped_flops)

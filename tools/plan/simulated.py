@@ -72,11 +72,10 @@ def partial_page_cost(model: ModelConfig, deployment: Deployment, progress: Call
 
     Partial pages are half full on average; an MTP module is not counted. Raises as `make_plan` does.
     """
-    planned = lay_out(model, with_partial_pages(deployment, model.page_size))
+    page_size = model.page_size * deployment.decode_context_parallel
+    planned = lay_out(model, with_partial_pages(deployment, page_size))
     progress(f"compiling prefill of partial pages for {deployment.devices} x {deployment.device.name}")
     compiled, *_ = compile_step(planned, "prefill")
     prompt, answer = lengths(deployment)
     rows = deployment.decode_requests * deployment.ranks
-    return PartialPageCost(
-        SimulatedProgram(planned, compiled).seconds(model.page_size, round(prompt / 2)), rows, answer
-    )
+    return PartialPageCost(SimulatedProgram(planned, compiled).seconds(page_size, round(prompt / 2)), rows, answer)

@@ -35,7 +35,8 @@ def compute_times(model: ModelConfig, deployment: Deployment, progress: Callable
     """
     if deployment.drafts:
         raise DeploymentError(f"{deployment.name}: speculative_config: drafts cannot be simulated; leave it out")
-    whole = deployment if deployment.prefill_tokens else with_partial_pages(deployment, model.page_size)
+    page_size = model.page_size * deployment.decode_context_parallel
+    whole = deployment if deployment.prefill_tokens else with_partial_pages(deployment, page_size)
     planned, compiles = lay_out(model, whole), model.compressed is None
     memory = memory_of(planned, None if compiles else WORKING)
     seconds: dict[Phase, Callable[[int, int], float]] = {}  # by bucket and keys
@@ -62,16 +63,14 @@ def compute_times(model: ModelConfig, deployment: Deployment, progress: Callable
         gpus_per_node=deployment.gpus_per_node,
         num_ranks=deployment.ranks,
         num_pages=memory.account.pages,
-        page_bytes=memory.account.page,
-        page_size=model.page_size,
+        page_bytes=memory.account.page * deployment.decode_context_parallel,
+        page_size=page_size,
         window_size=cfg.window_size,
         num_window_pages=window_pages(planned.model, cfg.cache_dtype, memory.account.pages, cfg.max_num_seqs),
         window_bytes=page_bytes(planned.model, cfg.cache_dtype, "window"),
         max_num_seqs=cfg.max_num_seqs,
         max_num_batched_tokens=cfg.max_num_batched_tokens,
-        max_model_len=min(
-            deployment.max_model_len or model.max_position_embeddings, memory.tokens_left - model.page_size
-        ),
+        max_model_len=min(deployment.max_model_len or model.max_position_embeddings, memory.tokens_left - page_size),
         keys=keys_per_token(model),
         link=deployment.device.cross_link,
         host=HOST_S,

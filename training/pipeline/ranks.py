@@ -22,10 +22,10 @@ from dsv3.model.layers.experts import LOCAL_EXPERTS, ExpertLayer, RoutedExperts,
 from dsv3.model.layers.router import Routing
 from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
 from sharding.experts.rows import TokenRows, localize
-from sharding.mesh import DEVICES, GPU, NODE, TENSOR, AxisTable, rank_mesh
+from sharding.mesh import DEVICES, NODE, OF_NODE, AxisTable, rank_mesh
 from training.pipeline.schedules import RankSize
 
-TEAM = (GPU, TENSOR)
+TEAM = OF_NODE
 """Axes of the devices that split the experts."""
 SPLIT = PartitionSpec(DEVICES)
 """Partition of rows, and of partial values."""
@@ -98,7 +98,7 @@ def routed_experts(size: RankSize) -> RoutedExperts:
 
 def spread(function: Callable[..., Any], size: RankSize, inputs: Any, outputs: Any) -> Callable[..., Any]:
     """Maps `function`, written for one device, over a rank's devices; `inputs` and `outputs` are `PartitionSpec`s."""
-    mesh = AbstractMesh((size.data, size.experts, 1), DEVICES, axis_types=(AxisType.Auto,) * 3)
+    mesh = AbstractMesh((size.data, size.experts, 1, 1), DEVICES, axis_types=(AxisType.Auto,) * len(DEVICES))
     return jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
 
 

@@ -42,6 +42,7 @@ _SPELLED_OTHERWISE = {
     "swiglu_limit",
     "fp4_experts",
     "dspark",
+    "context_shards",
 }
 
 

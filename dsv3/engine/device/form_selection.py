@@ -8,7 +8,7 @@ that may suit a step, and the host, which knows the lengths of requests, selects
 from dsv3.config.engine import ForwardProgram
 from dsv3.engine.device.layout import Layout
 from dsv3.model.batch import AttentionForm
-from dsv3.model.forms import FORMS, KEY_BLOCK, suits
+from dsv3.model.forms import FORMS, key_block, suits
 
 ANY_LENGTH = 2**31 - 1
 """Stands for an unknown length: any number of tokens."""
@@ -57,7 +57,8 @@ def capacity(layout: Layout, size: int, form: AttentionForm) -> int:
         return 0
     found = capacity_of(layout.model_cfg, layout.peaks, cfg.cache_dtype, tokens, cfg.tensor_parallel_size)
     most = cfg.prefill_rows(size) * layout.longest
-    return min(found, -(-most // KEY_BLOCK) * KEY_BLOCK)
+    block = key_block(layout.model_cfg)
+    return min(found, -(-most // block) * block)
 
 
 def _fits_and_pays(layout: Layout, size: int, form: AttentionForm, keys: int, pairs: int) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dsv3.config.device_rates import Peaks, peaks_of
 from dsv3.config.engine import EngineConfig, ForwardProgram
@@ -33,7 +33,7 @@ from dsv3.model.forms import applies
 from dsv3.model.steps import StepOutput
 from pallas_kernels import gpus
 from pallas_kernels.multiprocessors import Multiprocessors, taking
-from sharding.mesh import RANK_SPEC, rank_sharding
+from sharding.mesh import PAGES_SPEC, RANK_SPEC, rank_sharding
 from sharding.processes import on_every_rank, spans_processes
 
 PREFILL_RESERVE = 24
@@ -118,7 +118,7 @@ class Layout:
         )
         cfg = self.cfg
         one = pool(self.model_cfg, cfg.cache_dtype, cfg.num_pages, cfg.num_window_pages, cfg.max_num_seqs)
-        self.pages = jax.tree.map(lambda leaf: self.array(*leaf.shape, dtype=leaf.dtype), one)
+        self.pages = {name: self._pool_array(leaf) for name, leaf in one.items()}
         sizes = {name: watch.size for name, watch in forward_counters.items()}
         self.state = self.sharded(device_state.decode_state_shapes(self.cfg, sizes))
         self.reserve = reserve(self.cfg, self.functions.overlaps, gpus.multiprocessors(self.mesh.devices.flat[0]))
@@ -204,6 +204,12 @@ class Layout:
         """The slot of every row of a forward pass that must be repeated. Like that of padding it is out of range."""
         return self.cfg.max_num_seqs + 1
 
+    def _pool_array(self, one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """Returns the shape of a pool over all ranks; devices of a rank divide its pages, or replicate them."""
+        spec = PAGES_SPEC if self.cfg.decode_context_parallel_size > 1 else RANK_SPEC
+        shape = (self.cfg.num_ranks, *one.shape)
+        return jax.ShapeDtypeStruct(shape, one.dtype, sharding=NamedSharding(self.mesh, spec))
+
     def array(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         """Returns the shape of an array over all ranks, given one rank's."""
         return self.sharded(jax.ShapeDtypeStruct((self.cfg.num_ranks, *shape), dtype))
@@ -236,17 +242,24 @@ class Layout:
         With `takes_params` the first argument is the parameters. `gathered` copies are appended ("last") or replace the
         results ("all"), only in an instance of several processes. `padding` is the program's.
         """
-        split = 1 if takes_params else 0
+        split, changed = 1 if takes_params else 0, len(donated)
         share, out_specs = self._shared(gathered)
+        specs: list[Any] = [jax.tree.map(lambda x: x.sharding.spec, argument) for argument in arguments]
+        if takes_params:
+            specs[0] = self.functions.param_specs
+        divides = any(spec == PAGES_SPEC for number in donated for spec in jax.tree.leaves(specs[number]))
+        if divides:  # the first results are the new values of the donated arguments
+            out_specs = (tuple(specs[number] for number in donated), out_specs)
 
         def one_rank(*args: Any) -> Any:
             mine = jax.tree.map(lambda x: x[0], args[split:])
-            return share(jax.tree.map(lambda x: x[None], body(*args[:split], *mine)))
+            out = share(jax.tree.map(lambda x: x[None], body(*args[:split], *mine)))
+            return (out[:changed], out[changed:]) if divides else out
 
-        specs: list[Any] = [RANK_SPEC] * len(arguments)
-        if takes_params:
-            specs[0] = self.functions.param_specs
-        return self.mapped(key, one_rank, arguments, donated, tuple(specs), out_specs, padding)
+        spec = self.mapped(key, one_rank, arguments, donated, tuple(specs), out_specs, padding)
+        if not divides:
+            return spec
+        return dataclasses.replace(spec, body=lambda *args: sum(spec.body(*args), ()))
 
     def mapped(
         self,

@@ -377,7 +377,8 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     """Yields one program per bucket and direction, and one for parts of window pages where the model has a window."""
     cfg, one = layout.cfg, payload_shape(layout.model_cfg, layout.cfg.cache_dtype)
     groups = groups_of(layout.model_cfg, cfg.cache_dtype, "context")
-    out, into = (functools.partial(body, groups) for body in (gather_pages, scatter_pages))
+    divided = layout.model_cfg.context_shards
+    out, into = (functools.partial(body, groups, context_shards=divided) for body in (gather_pages, scatter_pages))
     size, windows = (
         page_bytes(layout.model_cfg, cfg.cache_dtype),
         groups_of(layout.model_cfg, cfg.cache_dtype, "window"),

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from dsv3.config.model import LATENTS, ModelConfig
 from dsv3.model.batch import AttentionForm, DecodeBatch, PrefillBatch
+from dsv3.model.context_parallel import ContextShards
 from dsv3.model.layers.indexer import IndexTokens, index_tokens
 from dsv3.model.layers.linear import Index, Numerics, linear
 from dsv3.model.layers.rope import Rotation, scale_queries
@@ -66,20 +67,32 @@ class Attention(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CachePositions:
-    """Cache positions of T tokens, `[T]` int32 each: page within a layer (-1: not written), and row of the page."""
+    """Cache positions of T tokens, `[T]` int32 each: page within a layer, and row of this device's part of the page.
+
+    The page is -1 for padding, and for tokens that another device writes.
+    """
 
     page_ids: jax.Array
     offsets: jax.Array
 
+    @classmethod
+    def on_device(cls, cfg: ModelConfig, page_ids: jax.Array, positions: jax.Array) -> "CachePositions":
+        """Returns the cache positions of tokens at `positions` `[T]` of their requests, in pages `page_ids` `[T]`."""
+        shards = ContextShards.of(cfg)
+        offsets = shards.own_offsets(positions % cfg.page_size)
+        if shards.size > 1:
+            page_ids = jnp.where((offsets >= 0) & (offsets < shards.tokens), page_ids, -1)
+        return cls(page_ids, offsets)
 
-def prefill_cache_positions(batch: PrefillBatch, page_size: int) -> CachePositions:
-    """Returns the cache positions `[T]` of a prefill batch; -1 for padding rows."""
+
+def prefill_cache_positions(batch: PrefillBatch, cfg: ModelConfig) -> CachePositions:
+    """Returns the cache positions `[T]` of a prefill batch."""
     B, Mp = batch.page_table.shape
     rows = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
     chunk = search(batch.cu_lengths[1:], rows, side="right")
-    column = jnp.clip(batch.positions // page_size, 0, Mp - 1)
+    column = jnp.clip(batch.positions // cfg.page_size, 0, Mp - 1)
     page_ids = jnp.where(chunk < B, batch.page_table[jnp.minimum(chunk, B - 1), column], -1)
-    return CachePositions(page_ids, batch.positions % page_size)
+    return CachePositions.on_device(cfg, page_ids, batch.positions)
 
 
 def decode_positions(batch: DecodeBatch) -> jax.Array:
@@ -88,12 +101,12 @@ def decode_positions(batch: DecodeBatch) -> jax.Array:
     return batch.lengths[:, None] - S + jnp.arange(S, dtype=jnp.int32)
 
 
-def decode_cache_positions(batch: DecodeBatch, page_size: int) -> CachePositions:
-    """Returns the cache positions `[B * S]` of a decode batch; -1 for inactive rows."""
+def decode_cache_positions(batch: DecodeBatch, cfg: ModelConfig) -> CachePositions:
+    """Returns the cache positions `[B * S]` of a decode batch; inactive rows are padding."""
     positions = decode_positions(batch)
-    column = jnp.clip(positions // page_size, 0, batch.page_table.shape[1] - 1)
+    column = jnp.clip(positions // cfg.page_size, 0, batch.page_table.shape[1] - 1)
     page_ids = jnp.where(positions >= 0, jnp.take_along_axis(batch.page_table, column, axis=1), -1)
-    return CachePositions(page_ids.reshape(-1), (positions % page_size).reshape(-1))
+    return CachePositions.on_device(cfg, page_ids.reshape(-1), positions.reshape(-1))
 
 
 @jax.tree_util.register_dataclass
@@ -196,11 +209,13 @@ def attend_after_write(
 
 def prefill_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None) -> Core:
     """Attends in prefill: to new tokens in materialized form, to cached ones in absorbed form."""
+    shards = ContextShards.of(cfg)
     if invariance.required():
         G, rows = len(batch.page_table), jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
         chunk = search(batch.cu_lengths[1:], rows, side="right")
         seen, table = jnp.where(chunk < G, batch.positions + 1, 0), batch.page_table[jnp.minimum(chunk, G - 1)]
-        return _row_core(cfg, seen, table, pages_per_layer, backend)
+        return _paged_core(cfg, seen, table, 1, pages_per_layer, backend, None)
+    context_lengths = shards.own_lengths(batch.context_lengths)
 
     def attend(tokens, params, layer, cache_layer, pages):
         where = _addressing(cfg, cache_layer, pages_per_layer, backend)
@@ -209,20 +224,21 @@ def prefill_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, ba
         out, lse = mla.mla_prefill(tokens.q, k, v, batch.cu_lengths, shared_key=shared, **how)
 
         def with_context() -> jax.Array:
-            latent_out, context_lse = mla.mla_prefill_context(
-                absorb(tokens, params, layer, backend),
+            parts = mla.mla_prefill_context(
+                shards.join_heads(absorb(tokens, params, layer, backend)),
                 pages,
                 batch.page_table,
-                batch.context_lengths,
+                context_lengths,
                 batch.cu_lengths,
                 scale=cfg.softmax_scale,
                 **where,
             )
+            latent_out, context_lse = shards.merge(*parts)
             return mla.merge_attention(out, lse, project_values(latent_out, params, layer, backend), context_lse)[0]
 
         if batch.form is AttentionForm.NEW:
             return out
-        if blocks_host(resolve_backend(requested=backend)):
+        if shards.size > 1 or blocks_host(resolve_backend(requested=backend)):  # all devices exchange, or none does
             return with_context()
         return jax.lax.cond(batch.context_lengths.any(), with_context, lambda: out)
 
@@ -236,36 +252,83 @@ def decode_core(
 
     `heads` is the number of heads on this device.
     """
-    B, S = batch.tokens.shape
-    if invariance.required() and S > 1:
-        seen, table = jnp.maximum(decode_positions(batch).reshape(-1) + 1, 0), jnp.repeat(batch.page_table, S, axis=0)
-        return _row_core(cfg, seen, table, pages_per_layer, backend)
-    schedule = None
-    if resolve_backend(requested=with_fallback("mla_decode", backend)) is Backend.MOSAIC:
-        schedule = mla.decode_schedule(batch.lengths, queries=S, heads=heads)  # once for all layers
+    S, lengths, table = batch.tokens.shape[1], batch.lengths, batch.page_table
+    if S > 1 and invariance.required():
+        lengths, table = jnp.maximum(decode_positions(batch).reshape(-1) + 1, 0), jnp.repeat(table, S, axis=0)
+    elif S > 1 and cfg.context_shards > 1:
+        return _context_core(cfg, batch, pages_per_layer, backend, heads)
+    queries = batch.tokens.size // len(lengths)
+    return _paged_core(cfg, lengths, table, queries, pages_per_layer, backend, heads)
+
+
+def _paged_core(
+    cfg: ModelConfig,
+    lengths: jax.Array,
+    page_table: jax.Array,
+    queries: int,
+    pages_per_layer: int,
+    backend: Backend | None,
+    heads: int | None,
+) -> Core:
+    """Attends to the first `lengths` `[B]` tokens of each `page_table` `[B, Mp]`, in absorbed form.
+
+    `queries` tokens share a row of both and are causal among themselves, as in `mla_decode`. Where `heads` is given,
+    all layers share one schedule.
+    """
+    shards = ContextShards.of(cfg)
+    lengths = shards.own_lengths(lengths)
+    schedule = _schedule(lengths, queries, heads * shards.size, backend) if heads else None
 
     def attend(tokens, params, layer, cache_layer, pages):
         where = _addressing(cfg, cache_layer, pages_per_layer, backend)
-        q = absorb(tokens, params, layer, backend).reshape(B, S, heads, cfg.latent_dim)
-        out, _ = mla.mla_decode(
-            q, pages, batch.page_table, batch.lengths, scale=cfg.softmax_scale, schedule=schedule, **where
-        )
-        return project_values(out.reshape(B * S, *out.shape[2:]), params, layer, backend)
+        q = shards.join_heads(absorb(tokens, params, layer, backend))
+        rows = q.reshape(-1, queries, *q.shape[1:])
+        out, lse = mla.mla_decode(rows, pages, page_table, lengths, scale=cfg.softmax_scale, schedule=schedule, **where)
+        out, _ = shards.merge(out.reshape(*q.shape[:2], -1), lse.reshape(q.shape[:2]))
+        return project_values(out, params, layer, backend)
 
     return attend
 
 
-def _row_core(
-    cfg: ModelConfig, seen: jax.Array, page_table: jax.Array, pages_per_layer: int, backend: Backend | None
+def _context_core(
+    cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None, heads: int
 ) -> Core:
-    """Attends with each row to the first `seen` `[T]` tokens of its own `page_table` `[T, Mp]`, in absorbed form."""
+    """Attends in decode where devices divide pages, with S > 1 new tokens per request.
+
+    A device holds none, some, or all of the new tokens, which do not all see each other. But every new token sees all
+    earlier ones: so a request's new tokens are as many more heads of one query of the cache. They attend to each other
+    on their own device, which has computed them all.
+    """
+    (B, S), shards = batch.tokens.shape, ContextShards.of(cfg)
+    lengths = shards.own_lengths(jnp.maximum(batch.lengths - S, 0))
+    schedule = _schedule(lengths, 1, S * heads * shards.size, backend)
+    seen = jnp.tril(jnp.ones((S, S), jnp.bool))[:, None]
 
     def attend(tokens, params, layer, cache_layer, pages):
-        q, where = absorb(tokens, params, layer, backend), _addressing(cfg, cache_layer, pages_per_layer, backend)
-        out, _ = mla.mla_decode(q[:, None], pages, page_table, seen, scale=cfg.softmax_scale, **where)
-        return project_values(out[:, 0], params, layer, backend)
+        q, R = absorb(tokens, params, layer, backend), cfg.kv_lora_rank
+        every, where = shards.join_heads(q), _addressing(cfg, cache_layer, pages_per_layer, backend)
+        rows = every.reshape(B, 1, -1, every.shape[-1])
+        how: dict[str, Any] = {"scale": cfg.softmax_scale, "schedule": schedule, **where}
+        out, lse = mla.mla_decode(rows, pages, batch.page_table, lengths, **how)
+        context = shards.merge(out.reshape(*every.shape[:2], R), lse.reshape(every.shape[:2]))
+        latent = tokens.latent.reshape(B, S, -1)
+        products = jnp.einsum(
+            "bshd,btd->bsht", q.reshape(B, S, *q.shape[1:]), latent, preferred_element_type=jnp.float32
+        )
+        scores = jnp.where(seen, products * cfg.softmax_scale, -jnp.inf)
+        own = jnp.einsum("bsht,btr->bshr", jax.nn.softmax(scores).astype(q.dtype), latent[..., :R])
+        own_lse = jax.nn.logsumexp(scores, axis=-1).reshape(q.shape[:2])
+        out, _ = mla.merge_attention(own.reshape(*q.shape[:2], R), own_lse, *context)
+        return project_values(out, params, layer, backend)
 
     return attend
+
+
+def _schedule(lengths: jax.Array, queries: int, heads: int, backend: Backend | None) -> mla.DecodeSchedule | None:
+    """Returns the schedule that all layers of a step share; None for a backend without one."""
+    if resolve_backend(requested=with_fallback("mla_decode", backend)) is not Backend.MOSAIC:
+        return None
+    return mla.decode_schedule(lengths, queries=queries, heads=heads)
 
 
 def _addressing(cfg: ModelConfig, cache_layer: Index, pages_per_layer: int, backend: Backend | None) -> dict[str, Any]:

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv3.config.model import ModelConfig
+from dsv3.config.model import PAGE_SIZE, ModelConfig
 from dsv3.model.batch import PrefillBatch
+from dsv3.model.context_parallel import ContextShards
 from dsv3.model.layers.attention import Core, materialize_kv
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.sparse import Rows, TopkForm
@@ -76,11 +77,12 @@ def materialized_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: in
     starts, ends = jnp.where(live, first, 0), jnp.where(live, first + batch.positions + 1, 0)
     own = jnp.where(live, first + batch.positions, K + rows)
     token = jnp.full(K, len(rows), jnp.int32).at[own].set(rows, mode="drop", unique_indices=True)
-    tiles = jnp.where((packed.counts.reshape(-1, _TILE // cfg.page_size) > 0).any(axis=1), 0, -1)
+    live_blocks = packed.counts[:, None] > jnp.arange(0, cfg.page_size, PAGE_SIZE)
+    tiles = jnp.where(live_blocks.reshape(-1, _TILE // PAGE_SIZE).any(axis=1), 0, -1)
 
     def attend(tokens, params, layer, cache_layer, pages):
         ids = cache_layer * pages_per_layer + packed.page_ids
-        latents = mla.gather_latents(pages, ids, packed.counts, R, tokens.latent.dtype)
+        latents = _gather(cfg, pages, ids, packed.counts, tokens.latent.dtype)
         mine = tokens.latent.at[token].get(mode="clip")  # not rounded by FP8 pages, as in the absorbed form
         latents = jnp.where((token < len(rows))[:, None], mine, latents)
         latents, shared = latents[:, :R], latents[:, R:]
@@ -105,6 +107,14 @@ def materialized_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: in
     return attend
 
 
+def _gather(
+    cfg: ModelConfig, pages: jax.Array, ids: jax.Array, counts: jax.Array, dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """Returns the first `counts` `[n]` latents of the pages `ids` `[n]`, zeros behind them: `[n * page_size, W]`."""
+    shards = ContextShards.of(cfg)
+    return shards.join_tokens(mla.gather_latents(pages, ids, shards.own_lengths(counts), cfg.kv_lora_rank, dtype))
+
+
 def masked_form(
     cfg: ModelConfig, batch: PrefillBatch, rows: Rows, pages_per_layer: int, backend: Backend | None
 ) -> TopkForm:
@@ -117,7 +127,7 @@ def masked_form(
 
     def attend(tokens, params, layer, cache_layer, latents, topk_indices):
         ids = cache_layer * pages_per_layer + packed.page_ids
-        rows_of_tokens = mla.gather_latents(latents, ids, packed.counts, cfg.kv_lora_rank, tokens.latent.dtype)
+        rows_of_tokens = _gather(cfg, latents, ids, packed.counts, tokens.latent.dtype)
         k, shared, v = materialize_kv(rows_of_tokens, params, layer, Numerics(backend))
         bits = mla.topk_bitmask(starts[:, None] + topk_indices, topk_indices < visible[:, None], batch.kv_capacity)
         how: dict[str, Any] = {"scale": cfg.softmax_scale, "shared_key": shared, "backend": backend}

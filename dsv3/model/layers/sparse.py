@@ -20,6 +20,7 @@ from jax import lax
 from dsv3.config.model import INDEX_KEYS, LATENTS, ModelConfig
 from dsv3.kv_cache.layout import Pool
 from dsv3.model.batch import DecodeBatch, PrefillBatch
+from dsv3.model.context_parallel import NOWHERE, ContextShards
 from dsv3.model.layers.attention import (
     Attend,
     CachePositions,
@@ -71,20 +72,20 @@ class Rows(NamedTuple):
     page_table: jax.Array  # [B, Mp]
 
 
-def prefill_rows(batch: PrefillBatch, page_size: int) -> Rows:
+def prefill_rows(batch: PrefillBatch, cfg: ModelConfig) -> Rows:
     """Returns the rows of a prefill batch: each token sees itself and the tokens before it."""
     B, rows = len(batch.page_table), jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
     chunk = search(batch.cu_lengths[1:], rows, side="right")
     visible = jnp.where(chunk < B, batch.positions + 1, 0)
-    return Rows(prefill_cache_positions(batch, page_size), jnp.minimum(chunk, B - 1), visible, batch.page_table)
+    return Rows(prefill_cache_positions(batch, cfg), jnp.minimum(chunk, B - 1), visible, batch.page_table)
 
 
-def decode_rows(batch: DecodeBatch, page_size: int) -> Rows:
+def decode_rows(batch: DecodeBatch, cfg: ModelConfig) -> Rows:
     """Returns the rows `[B * S]` of a decode batch."""
     B, S = batch.tokens.shape
     requests = jnp.repeat(jnp.arange(B, dtype=jnp.int32), S)
     visible = jnp.maximum(decode_positions(batch).reshape(-1) + 1, 0)
-    return Rows(decode_cache_positions(batch, page_size), requests, visible, batch.page_table)
+    return Rows(decode_cache_positions(batch, cfg), requests, visible, batch.page_table)
 
 
 def initial_state(cfg: ModelConfig, pages: Any, rows: tuple[int, ...]) -> Any:
@@ -190,16 +191,21 @@ def _topk_selector(
 
     In a layer without an indexer it returns the `last` indices.
     """
-    table, topk = index_layers(cfg), indexer_of(cfg).topk
+    table, topk, shards = index_layers(cfg), indexer_of(cfg).topk, ContextShards.of(cfg)
     first_page = lookup(table.in_pool, cache_layer) * pages_per_layer
 
     def group(q: jax.Array, weights: jax.Array, requests: jax.Array, visible: jax.Array) -> jax.Array:
         page_table = rows.page_table[requests]
         where: dict[str, Any] = {"first_page": first_page, "topk": topk, "backend": backend}
-        return dsa.topk_indices(q, weights, pages[INDEX_KEYS], page_table, visible, **where)
+        if shards.size == 1:
+            return dsa.topk_indices(q, weights, pages[INDEX_KEYS], page_table, visible, **where)
+        seen = shards.own_lengths(visible)
+        places, scores = dsa.topk_scores(q, weights, pages[INDEX_KEYS], page_table, seen, **where)
+        return shards.best_tokens(jnp.where(places < seen[:, None], places, NOWHERE), scores, topk)
 
     def select(visible: jax.Array) -> jax.Array:
-        return by_groups(group, at_once, (index.q, index.weights, rows.requests, visible), backend)
+        arrays = index.q, index.weights, rows.requests, visible
+        return by_groups(group, at_once, arrays, backend, exchanges=shards.size > 1)
 
     def select_all() -> jax.Array:
         return select(rows.visible)
@@ -235,24 +241,29 @@ def _attend_topk(
     backend: Backend | None,
 ) -> jax.Array:
     """Returns the attention `[T, H, R]` of absorbed queries `[T, H, R + P]` to the top-k tokens `[T, Kt]`."""
-    topk = indexer_of(cfg).topk
+    topk, shards = indexer_of(cfg).topk, ContextShards.of(cfg)
     padding = dsa.topk_width(topk) - topk
 
     def group(q: jax.Array, positions: jax.Array, requests: jax.Array, visible: jax.Array) -> jax.Array:
-        return dsa.attend_topk(
-            q,
+        counts = jnp.minimum(visible, topk)
+        if shards.size > 1:
+            positions, counts = shards.own_tokens(positions, positions < visible[:, None])
+        out = dsa.attend_topk(
+            shards.join_heads(q),
             latents,
             rows.page_table[requests],
             jnp.pad(positions, ((0, 0), (0, padding))),
-            jnp.minimum(visible, topk),
+            counts,
             scale=cfg.softmax_scale,
             first_page=first_page,
             value_width=cfg.kv_lora_rank,
             backend=backend,
         )
+        return shards.merge(*out)[0]
 
     size = dsa.rows_at_once(latents, rows.page_table, topk)
-    return by_groups(group, size, (queries, topk_indices, rows.requests, rows.visible), backend)
+    arrays = queries, topk_indices, rows.requests, rows.visible
+    return by_groups(group, size, arrays, backend, exchanges=shards.size > 1)
 
 
 def by_groups(
@@ -260,10 +271,11 @@ def by_groups(
     size: int,
     arrays: tuple[jax.Array, ...],
     backend: Backend | None,
+    exchanges: bool = False,
 ) -> jax.Array:
     """Runs `group` on `size` rows of `arrays` at a time; the result of a group of padding rows is undefined.
 
-    The last array is the number of tokens that a row sees.
+    The last array is the number of tokens that a row sees. A group that `exchanges` with other devices always runs.
     """
     count = len(arrays[0])
     if count <= size:
@@ -277,7 +289,7 @@ def by_groups(
     shape = jax.eval_shape(group, *(part[0] for part in parts))
 
     def one(part: tuple[jax.Array, ...]) -> jax.Array:
-        if blocks_host(resolve_backend(requested=backend)):
+        if exchanges or blocks_host(resolve_backend(requested=backend)):
             return group(*part)
         return lax.cond(part[-1].any(), lambda: group(*part), lambda: jnp.zeros(shape.shape, shape.dtype))
 

@@ -16,7 +16,7 @@ from dsv3.model.vocabulary import WHOLE, SharedEmbedding, Vocabulary, lookup
 from dsv3.sampling_params import MAX_LOGIT_BIAS
 from dsv3.scheduler.batch_slots import NOT_FINITE
 from dsv3.scheduler.sequence import FULL, GREEDY
-from sharding.mesh import AXES, RANK_SPEC, partition, rank_mesh
+from sharding.mesh import AXES, OF_NODE, RANK_SPEC, partition, rank_mesh
 
 MESH = rank_mesh(jax.devices()[:8], num_nodes=2, tensor_parallel_size=2)  # two ranks of two devices in each node
 X, B, S, W, D = 4, 3, 2, 64, 16
@@ -55,8 +55,8 @@ def scored(logits: np.ndarray) -> jax.Array:
 
 def test_all_devices_of_a_node_share_where_words_and_channels_divide() -> None:
     assert Vocabulary(2, 2) == SHARED
-    assert spec("vocab", None) == PartitionSpec(("gpu", "tensor"), None)
-    assert spec(None, "channels") == PartitionSpec(None, ("gpu", "tensor"))
+    assert spec("vocab", None) == PartitionSpec(OF_NODE, None)
+    assert spec(None, "channels") == PartitionSpec(None, OF_NODE)
     odd = [dict(vocab_size=W + 2), dict(hidden_size=D + 2), dict(tie_word_embeddings=True)]
     assert [Vocabulary.from_mesh(dataclasses.replace(CFG, **change), MESH) for change in odd] == [WHOLE] * 3
     assert WHOLE.table == AXES

@@ -57,7 +57,7 @@ def compiled(
 ) -> jax.stages.Compiled:
     """The program of a decode step on a node, or of a prefill step on four nodes, with 32 redundant experts."""
     nodes, replicas = (4, 288) if is_prefill else (1, CFG.n_routed_experts)
-    mesh = aot.gpu_mesh({"node": nodes, "gpu": RANKS, "tensor": 1})
+    mesh = aot.gpu_mesh({"node": nodes, "gpu": RANKS, "tensor": 1, "context": 1})
     tokens = (PREFILL_TOKENS if is_prefill else TOKENS) // schedule.micro_batches
     rows = LayerRows.from_widths(tokens, CFG.num_experts_per_tok, CFG.hidden_size, fp8_dispatch=True)
     transport = build(kind, Machine.from_mesh(mesh), replicas, rows, resolve_overlap("cuda"))

@@ -152,7 +152,7 @@ def test_deepseek_v3_divides_by_eight_in_fp8() -> None:
 @pytest.mark.aot
 def test_decode_over_four_ranks_of_two_gpus_reduces_twice_a_layer_and_copies_no_page() -> None:
     cfg, B, pages = dataclasses.replace(CFG, num_hidden_layers=3), 8, 128
-    mesh = aot.gpu_mesh({"node": 1, "gpu": 4, "tensor": 2})
+    mesh = aot.gpu_mesh({"node": 1, "gpu": 4, "tensor": 2, "context": 1})
     overlap = resolve_overlap("cuda")
     step, specs = over_mesh(cfg, mesh, B, overlap, decode, schedule=HOOKED, backend=Backend.REFERENCE)
 

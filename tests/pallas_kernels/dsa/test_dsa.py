@@ -95,7 +95,7 @@ def test_attention_to_all_tokens_has_the_bits_of_decode(fp8: bool) -> None:
     where = dict(layer=case.layer, pages_per_layer=case.pages_per_layer)
     dense, _ = mla.mla_decode(case.q, pages, case.page_table, case.lengths, **where, **WIDTHS)
     every = jnp.broadcast_to(jnp.arange(K, dtype=jnp.int32), (M, K))
-    out = dsa.attend_topk(case.q[:, 0], pages, case.page_table, every, case.lengths, first_page=first, **WIDTHS)
+    out, _ = dsa.attend_topk(case.q[:, 0], pages, case.page_table, every, case.lengths, first_page=first, **WIDTHS)
     np.testing.assert_array_equal(out, dense[:, 0])
 
 
@@ -106,7 +106,7 @@ def test_attention_is_only_to_the_topk_tokens() -> None:
         positions[row, :count] = np.sort(rng.permutation(LENGTHS[row])[:count])
     first = case.layer * case.pages_per_layer
     arrays = case.q[:, 0], case.pages, case.page_table, jnp.asarray(positions), jnp.asarray(counts)
-    out = np.asarray(dsa.attend_topk(*arrays, first_page=first, **WIDTHS))
+    out = np.asarray(dsa.attend_topk(*arrays, first_page=first, **WIDTHS)[0])
     for row, count in enumerate(counts):
         tokens = gather_tokens(case, row, LENGTHS[row])[positions[row, :count]]
         scores = np.asarray(case.q, np.float64)[row, 0] @ tokens.T * WIDTHS["scale"]

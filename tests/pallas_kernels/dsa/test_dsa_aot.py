@@ -25,7 +25,7 @@ def topk_and_attend(q, weights, keys, table, visible, latents, queries):
     indices = topk(q, weights, keys, table, visible)
     counts = jnp.minimum(visible, BEST)
     where = dict(first_page=0, scale=0.1, value_width=512, backend=Backend.MOSAIC)
-    return dsa.attend_topk(queries, latents, table, indices, counts, **where)
+    return dsa.attend_topk(queries, latents, table, indices, counts, **where)[0]
 
 
 def arguments(dtype: jax.typing.DTypeLike | None) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -146,7 +146,7 @@ def test_sparse_attention_uses_the_kernels() -> None:
         counts = jnp.minimum(case.lengths, 64)
         return picked, dsa.attend_topk(
             case.q[:, 0], case.pages, case.page_table, picked, counts, backend=backend, **where
-        )
+        )[0]
 
     ours, theirs = attended(TRITON), attended(Backend.REFERENCE)
     np.testing.assert_array_equal(ours[0], theirs[0])

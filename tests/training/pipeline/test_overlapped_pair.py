@@ -64,7 +64,7 @@ class Beside:
 
 def compile_pair() -> hlo.Module:
     """Compiles the pair of a forward and a backward of the stage."""
-    mesh = aot.gpu_mesh({"node": 1, "gpu": DEVICES, "tensor": 1})
+    mesh = aot.gpu_mesh({"node": 1, "gpu": DEVICES, "tensor": 1, "context": 1})
     program = trace(CONFIG, STAGE, ROWS, LENGTH, RankSize(1, DEVICES))
     weights = weight_shapes(CONFIG, STAGE)
     x = jax.ShapeDtypeStruct((ROWS * LENGTH, CONFIG.model.hidden_size), jnp.bfloat16)

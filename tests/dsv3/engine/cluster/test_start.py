@@ -96,7 +96,7 @@ def test_nodes_of_the_mesh_are_hosts_not_processes(tmp_path) -> None:
         data_parallel_size=8, max_model_len=64, enable_expert_parallel=True, compilation_cache_dir=str(tmp_path)
     )
     parts = build.load_components(build.bundled_model(), options, num_nodes=2, progress=False, shapes=True)
-    assert dict(parts.mesh.shape) == {"node": 2, "gpu": 4, "tensor": 1}
+    assert dict(parts.mesh.shape) == {"node": 2, "gpu": 4, "tensor": 1, "context": 1}
     assert parts.mesh.devices.flat[:].tolist() == jax.devices()
     assert (parts.cfg.num_nodes, parts.cfg.num_processes) == (2, 1)
 

@@ -61,8 +61,10 @@ def mlp(x: jax.Array, params: MlpParams, layer: Index, numerics: Numerics) -> ja
     """Returns SwiGLU of `x` `[T, D]`: the MLP of a dense layer, or the shared expert."""
     gate_up = linear(x, params.gate_up, layer, numerics)
     if isinstance(params.down, Fp8Weight):
-        how = {"limit": numerics.swiglu_limit, "ue8m0": numerics.ue8m0, "backend": numerics.backend}
-        return _fp8_linear(*fp8.swiglu_quantize(gate_up, **how), params.down, layer, x.dtype, numerics)
+        values, scale = fp8.swiglu_quantize(
+            gate_up, limit=numerics.swiglu_limit, ue8m0=numerics.ue8m0, backend=numerics.backend
+        )
+        return _fp8_linear(values, scale, params.down, layer, x.dtype, numerics)
     inner = swiglu(clamp_gate_up(gate_up, numerics), backend=numerics.backend)
     return linear(inner, params.down, layer, numerics)
 

@@ -121,6 +121,8 @@ class BatchSlots:
         self.constrained = np.zeros(total, bool)  # by a grammar
         self.started = np.zeros(total, bool)  # its first token has been reported
         self.decoding = np.zeros(total, bool)  # takes part in the next decode step
+        self.drafts_proposed = np.zeros(total, np.int64)
+        self.drafts_accepted = np.zeros(total, np.int64)
         self.history = History(total)
         # How many running requests each token stops or fails; the samplers' codes, below 0, index from the end.
         self.stop_counts = np.zeros(vocab_size - UNDRAFTED, np.int32)
@@ -211,6 +213,7 @@ class BatchSlots:
         self.sends_routed_experts[slot] = sequence.routed is not None and sequence.routed.sends_each_step
         self.constrained[slot] = sequence.matcher is not None
         self.started[slot] = sequence.started
+        self.drafts_proposed[slot] = self.drafts_accepted[slot] = 0
         for token in sequence.stop_ids:
             self.stop_counts[token] += 1
 
@@ -251,6 +254,8 @@ class BatchSlots:
         self.sequences[slot] = None
         self.history.clear(slot)
         self.planned[slot] = 0
+        sequence.timing.drafts_proposed += int(self.drafts_proposed[slot])
+        sequence.timing.drafts_accepted += int(self.drafts_accepted[slot])
         self.priority[slot] = NO_PRIORITY
         self._priorities[sequence.priority] -= 1
         if not self._priorities[sequence.priority]:
@@ -396,11 +401,12 @@ class DraftCounts:
     rows: int = 0
     tokens: int = 0
 
-    def add(self, tokens: np.ndarray) -> np.ndarray:
-        """Counts a step's results `tokens` `[n, S]`; returns how many tokens each row accepted, `[n]` int64."""
+    def add(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Counts a step's results `tokens` `[n, S]`; returns each row's accepted tokens and its drafts, `[n]` int64."""
         counts, drafts = np.ones(len(tokens), np.int64), tokens.shape[1] - 1
+        proposed = np.full(len(tokens), drafts)
         if not drafts:
-            return counts
+            return counts, proposed
         for i, column in enumerate(tokens.T[1:]):  # numpy takes 15 times as long along the short axis
             right = column > NOTHING
             counts += right
@@ -411,4 +417,5 @@ class DraftCounts:
         if absent := int(np.count_nonzero(missing)):
             self.rows -= int(np.count_nonzero(missing[:, 1]))  # a row's drafts have no gaps
             self.tokens -= absent
-        return counts
+            proposed -= missing.sum(axis=1)
+        return counts, proposed

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
+from time import monotonic
 
 import numpy as np
 
@@ -92,7 +93,10 @@ def process_results(
         mine = rows.slots
         if not len(mine):
             return
-    accepted = scheduler.drafts.add(tokens)
+    accepted, proposed = scheduler.drafts.add(tokens)
+    if tokens.shape[1] > 1:
+        slots.drafts_proposed[mine] += proposed
+        slots.drafts_accepted[mine] += accepted - 1
     before, limit = slots.known[mine], slots.limit[mine]
     known = np.minimum(before + accepted, limit)
     counts = known - before
@@ -186,7 +190,10 @@ def _make_output(
 ) -> EngineOutput:
     """Returns the output of a row that is a request's first or last, or has log-probabilities."""
     is_first = not sequence.started
-    num_cached, queue_seconds = (sequence.num_cached, sequence.queue_seconds) if is_first else (0, None)
+    timing = sequence.timing
+    num_cached, queue_seconds = (sequence.num_cached, timing.queue_seconds) if is_first else (0, None)
+    if is_first:
+        timing.first_token_at = monotonic()
     sequence.started = scheduler.slots.started[sequence.slot] = True
     if NOT_FINITE in tokens:
         scheduler.invalidate_pages(sequence)
@@ -209,6 +216,7 @@ def _make_output(
         num_cached_tokens=num_cached,
         queue_seconds=queue_seconds,
         weight_version=scheduler.weight_version if is_first else None,
+        timing=timing if sequence.request.return_timing and (is_first or reason) else None,
     )
 
 

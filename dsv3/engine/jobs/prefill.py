@@ -5,6 +5,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from operator import attrgetter
+from time import monotonic
 
 import jax
 import jax.numpy as jnp
@@ -141,7 +142,7 @@ class PrefillPlanner:
         if self._cfg.num_ranks > 1:
             self._record_balance(command.header)
         rows, starting = self._mark_launched(chunks)
-        context = ForwardContext(rows, self._capacity.factor, chunks)
+        context = ForwardContext(rows, self._capacity.factor, chunks, monotonic())
         if not starting:
             return [Planned(NAME, command, context)]
         sample, is_constrained = sampler_command(scheduler.slots, rows.slots, starting, self._cfg.max_num_seqs)
@@ -190,6 +191,7 @@ class PrefillPlanner:
                 scheduler.recompute(chunk.sequence, chunk.start)
             elif holds:
                 scheduler.on_computed(chunk.sequence, chunk.stop)
+                chunk.sequence.timing.add_chunk(context.scheduled_at, chunk.stop - chunk.start, chunk.is_last)
             scheduler.prompt_tokens += 0 if overflowed else chunk.stop - chunk.start
 
     def stats(self) -> PrefillBalance | None:

@@ -30,6 +30,7 @@ from dsv3.server.serving.prompts import EncodedPrompt, not_in_vocabulary
 from dsv3.server.serving.resume import ResumedChoice
 from dsv3.server.serving.sampling import does_not_fit
 from dsv3.server.serving.service import Service
+from dsv3.server.serving.timeline import RequestTimeline
 from dsv3.server.tenants import Tenant
 from dsv3.text.deltas import AnswerDelta
 from dsv3.text.output import OutputProcessor, OutputUpdate
@@ -77,6 +78,7 @@ class Generation:
         sampling: SamplingParams,
         requests: list[PreparedRequest],
         tenant: Tenant | None = None,
+        timeline: RequestTimeline | None = None,
         *,
         first: int,
         resumed: Sequence[ResumedChoice] = (),
@@ -87,14 +89,15 @@ class Generation:
         self.prompts = prompts
         self.n = sampling.n
         self._sampling = sampling
-        self._service, self._tenant = service, tenant
+        self._service, self.tenant = service, tenant
+        self.timeline = timeline or RequestTimeline()
+        self._is_timed = self.timeline.is_wanted
         self._requests = requests
         self._first, self._resumed, self._includes_resumed = first, resumed, includes_resumed
         self._prompt_only = prompt_only
         self._num_prompt_tokens = sum(len(p.token_ids) for p in prompts)
         self._started_at = time.monotonic()
-        self.first_token_at: float | None = None
-        self._choices: dict[int, _ChoiceStream] = {}
+        self._choices: dict[int, ChoiceStream] = {}
         self._on_update: Callable[[ChoiceUpdate], None] = lambda _: None
         self._on_end: Callable[[ApiError | None], None] = lambda _: None
         self._is_open = self._is_paused = False
@@ -169,9 +172,9 @@ class Generation:
             for _ in self._choices:
                 self._service.metrics.record_finished("abort")
             self._choices.clear()
-        if self._tenant is not None and self._cached_tokens:
+        if self.tenant is not None and self._cached_tokens:
             prompt = sum(len(self.prompts[index].token_ids) for index in self._cached_tokens)
-            self._service.metrics.charge(self._tenant, prompt, self._completion_tokens)
+            self._service.metrics.charge(self.tenant, prompt, self._completion_tokens)
         self._service.leave()
 
     def _submit(self, parser: ParserMaker) -> None:
@@ -191,14 +194,14 @@ class Generation:
         for choice in [choice for choice in self._choices.values() if choice.resumed is not None]:
             self._service.engine.requeue(choice)
 
-    def _stream(self, index: int, parser: ParserMaker) -> "_ChoiceStream":
+    def _stream(self, index: int, parser: ParserMaker) -> "ChoiceStream":
         resumed = self._resumed[index] if self._resumed else None
         if resumed is not None and resumed.token_ids:
-            return _ChoiceStream(self, index, self._first + index, resumed.output, resumed)
+            return ChoiceStream(self, index, self._first + index, resumed.output, resumed)
         output = OutputProcessor(self._service.tokenizer, self._sampling, parser(self.prompt_of(index)))
-        return _ChoiceStream(self, index, self._first + index, output)
+        return ChoiceStream(self, index, self._first + index, output)
 
-    def on_outputs(self, choice: "_ChoiceStream") -> None:
+    def on_outputs(self, choice: "ChoiceStream") -> None:
         """Processes the pending outputs of a choice, unless paused."""
         if self._is_paused or not self._is_open:
             return
@@ -210,7 +213,7 @@ class Generation:
             _log.exception("request %s failed", self.id)
             self._finish(internal())
 
-    def fail(self, choice: "_ChoiceStream", error: Exception) -> None:
+    def fail(self, choice: "ChoiceStream", error: Exception) -> None:
         """Fails the whole request; aborts its other choices."""
         if not self._is_open or not self._choices:
             return
@@ -226,7 +229,7 @@ class Generation:
         self.close()
         on_end(error)
 
-    def _start_resumed(self, choice: "_ChoiceStream", resumed: ResumedChoice) -> None:
+    def _start_resumed(self, choice: "ChoiceStream", resumed: ResumedChoice) -> None:
         """Counts a resumed choice's earlier tokens, and emits them if requested; the choice may have ended."""
         choice.resumed = None
         self._service.metrics.add("resumed", 1)
@@ -243,7 +246,7 @@ class Generation:
         if not self._choices:
             self._finish(None)
 
-    def _process(self, choice: "_ChoiceStream") -> None:
+    def _process(self, choice: "ChoiceStream") -> None:
         if choice.resumed is not None:
             self._start_resumed(choice, choice.resumed)
         items, choice.pending = choice.pending, []
@@ -268,16 +271,20 @@ class Generation:
         if first < len(items):
             self._process_tokens(choice, items[first:] if first else items)  # type: ignore[arg-type]
 
-    def _process_tokens(self, choice: "_ChoiceStream", token_ids: list[int]) -> None:
+    def _process_tokens(self, choice: "ChoiceStream", token_ids: list[int]) -> None:
         """Processes tokens that do not end the choice; updates its fields and the metrics once for all of them."""
         if choice.has_ended:
             return  # by a stop string
+        began = time.monotonic() if self._is_timed else 0.0
         processed, now = choice.output.push(token_ids), time.monotonic()
+        if self._is_timed:
+            self.timeline.detokenize_s += now - began
+            self.timeline.last_token_at = now
         self._service.metrics.tokens(processed.num_tokens, now - choice.last_token_at)
         choice.last_token_at = now
         self._emit(choice, processed, token_ids, None, engine_continues=True)
 
-    def _process_output(self, choice: "_ChoiceStream", output: EngineOutput) -> None:
+    def _process_output(self, choice: "ChoiceStream", output: EngineOutput) -> None:
         if output.finish_reason == "error":
             choice.has_ended = True
             del self._choices[output.request_id]
@@ -294,13 +301,18 @@ class Generation:
             choice.weight_version = output.weight_version
         if output.weight_version is not None and not output.token_ids and output.finish_reason is None:
             return  # the weights have changed, between two tokens
+        if output.timing is not None:
+            self.timeline.records[choice.index] = output.timing
+        began = time.monotonic()
         processed = choice.output.push(output.token_ids, output.finish_reason, output.stop_token_id)
+        self.timeline.last_token_at = time.monotonic()
+        self.timeline.detokenize_s += self.timeline.last_token_at - began
         if self._prompt_only:
             processed = OutputUpdate([], 0, processed.finish_reason and "length")
         self._record_latency(choice, output, processed.num_tokens)
         self._emit(choice, processed, output.token_ids, output.logprobs, engine_continues=output.finish_reason is None)
 
-    def _emit_prompt_logprobs(self, choice: "_ChoiceStream", part: PromptLogprobs) -> None:
+    def _emit_prompt_logprobs(self, choice: "ChoiceStream", part: PromptLogprobs) -> None:
         """Emits the part not emitted yet: a preempted request computes its prompt again."""
         is_first, part = not choice.num_prompt_logprobs, part.behind(choice.num_prompt_logprobs)
         if is_first or len(part):
@@ -309,7 +321,7 @@ class Generation:
 
     def _emit(
         self,
-        choice: "_ChoiceStream",
+        choice: "ChoiceStream",
         processed: OutputUpdate,
         token_ids: list[int],
         logprobs: list[TokenLogprobs] | None,
@@ -332,11 +344,11 @@ class Generation:
         if not self._choices:
             self._finish(None)
 
-    def _record_latency(self, choice: "_ChoiceStream", output: EngineOutput, num_tokens: int) -> None:
+    def _record_latency(self, choice: "ChoiceStream", output: EngineOutput, num_tokens: int) -> None:
         metrics, now = self._service.metrics, time.monotonic()
         if not choice.has_tokens and output.token_ids:
             waited, choice.first_token_at = now - self._started_at, now
-            self.first_token_at = self.first_token_at or now
+            self.timeline.first_token_at = self.timeline.first_token_at or now
             metrics.observe("ttft", waited)
             if output.queue_seconds is not None:
                 metrics.observe("queue", output.queue_seconds)
@@ -350,7 +362,7 @@ class Generation:
             metrics.tokens(num_tokens, now - choice.last_token_at)
         choice.last_token_at = now
 
-    def _finish_choice(self, choice: "_ChoiceStream", reason: str, engine_continues: bool) -> None:
+    def _finish_choice(self, choice: "ChoiceStream", reason: str, engine_continues: bool) -> None:
         choice.has_ended = True
         del self._choices[choice.request_id]
         if engine_continues:
@@ -364,7 +376,7 @@ class Generation:
             metrics.observe("decode", choice.last_token_at - choice.first_token_at)
 
 
-class _ChoiceStream:
+class ChoiceStream:
     """The `RequestStream` (`dsv3.server.engine.in_flight`) of one choice."""
 
     __slots__ = (
@@ -409,6 +421,8 @@ async def prepare_requests(
     resumed: Sequence[ResumedChoice],
     priority: int = 0,
     grammar: str = "",
+    *,
+    return_timing: bool = False,
 ) -> tuple[int, list[PreparedRequest]]:
     """Returns the first request id and the engine's requests; raises ApiError.
 
@@ -436,6 +450,7 @@ async def prepare_requests(
         rank=rank,
         priority=priority,
         grammar=grammar,
+        return_timing=return_timing,
     )
     replace, n = msgspec.structs.replace, sampling.n
     if resumed:

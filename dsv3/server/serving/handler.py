@@ -27,6 +27,7 @@ from dsv3.server.serving.request_parsing import read_request
 from dsv3.server.serving.resume import ResumedChoice, replay_choices, resumed_tokens
 from dsv3.server.serving.sampling import build_grammar, parse_constraint, sampling_params
 from dsv3.server.serving.service import Service
+from dsv3.server.serving.timeline import RequestTimeline
 from dsv3.server.tenants import Tenant
 from dsv3.text.call_grammar import AnswerConstraints
 from dsv3.text.deltas import ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart
@@ -179,6 +180,7 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
     def __init__(self, service: Service, body: bytes | bytearray, tenant: Tenant | None = None):
         self.service = service
         self._tenant = tenant
+        self.timeline = RequestTimeline()
         self.min_priority = -MAX_PRIORITY
         self.created = int(time.time())
         self._body = body
@@ -190,13 +192,16 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
 
     @property
     def usage(self) -> Usage:
-        """Token counts so far."""
-        return self.generation.usage
+        """Token counts so far, and where the time went if the client asks."""
+        usage = self.generation.usage
+        if not self.timeline.is_shown:
+            return usage
+        return msgspec.structs.replace(usage, timing=self.timeline.split())
 
     def summary(self) -> RequestSummary:
         """Returns what the access log needs, as of now; call it after `prepare`."""
-        usage = self.usage
-        return RequestSummary(self.model, usage.prompt_tokens, usage.completion_tokens, self.generation.first_token_at)
+        usage = self.generation.usage
+        return RequestSummary(self.model, usage.prompt_tokens, usage.completion_tokens, self.timeline.first_token_at)
 
     @property
     def streams(self) -> bool:
@@ -234,16 +239,27 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
         info = self.service.require_ready()
         source = pages_from(self.request.kv_transfer_params, info)
         bootstrap = parse_bootstrap(self.request, info)
-        prompts = await self.read_prompts()
+        with self.timeline.phase("tokenize"):
+            prompts = await self.read_prompts()
         if bootstrap is not None:
             bootstrap.check(len(prompts), self.request.resume is not None)
         sampling = sampling_params(self.service, self.request, prompts, self.max_tokens(), self.num_logprobs())
-        grammar = await self.grammar(prompts)
+        with self.timeline.phase("grammar"):
+            grammar = await self.grammar(prompts)
         answered = resumed_tokens(self.service, self.request, sampling, prompts)
         self.request.resume = None  # frees the second copy
         self._resumed = await replay_choices(self.service, prompts, sampling, answered, self.parser, bool(grammar))
         first, requests = await prepare_requests(
-            self.service, prompts, sampling, salt, source, self.rank, self._resumed, priority, grammar
+            self.service,
+            prompts,
+            sampling,
+            salt,
+            source,
+            self.rank,
+            self._resumed,
+            priority,
+            grammar,
+            return_timing=self.timeline.is_wanted,
         )
         if bootstrap is not None:
             requests = bootstrap.with_rooms(requests)
@@ -255,6 +271,7 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
             sampling,
             requests,
             self._tenant,
+            self.timeline,
             first=first,
             resumed=self._resumed,
             includes_resumed=not self.streams,

@@ -83,6 +83,7 @@ ELSEWHERE = {
     "plan_deepseek_v4": "tests/benchmarks/test_plan_deepseek_v4.py",
     "plan_transports": "tests/benchmarks/test_plan_transports.py",
     "pages": "tests/benchmarks/test_pages.py",
+    "request_trace": "starts three servers; tests/router/test_router.py has its collector",
     "soak": "tests/dsv3/server/test_soak_benchmark.py",
     "to_gguf": "needs gguf",
     "toolchains": "tests/benchmarks/test_toolchains.py",

@@ -5,6 +5,7 @@ import contextlib
 import datetime
 import functools
 import re
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -23,8 +24,10 @@ from dsv3.server.http.batches import batch_routes
 from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body, unless_disconnected
 from dsv3.server.http.dashboard import dashboard_routes
 from dsv3.server.http.exchange import (
+    ENDED,
     REQUEST_ID,
     SUMMARY,
+    TIMING_HEADER,
     WRITER,
     ResponseWriter,
     error_path,
@@ -43,6 +46,7 @@ from dsv3.server.serving.handler import RequestHandler
 from dsv3.server.serving.handlers import KINDS
 from dsv3.server.serving.request_parsing import read_request
 from dsv3.server.serving.service import Service
+from dsv3.server.serving.spans import end_trace
 from dsv3.server.serving.timeline import RequestTimeline, server_timing
 
 
@@ -111,8 +115,6 @@ class EventStream(Response):
 
 
 RANK_HEADER = "x-data-parallel-rank"
-TIMING_HEADER = "x-request-timing"
-"""With the value 1 it asks for the header `Server-Timing`, and for `usage.timing`."""
 _RANK = re.compile(r"[0-9]{1,6}")
 
 
@@ -201,18 +203,31 @@ _UNSUPPORTED = {
 
 async def _generate(kind: type[RequestHandler], service: Service, http: Request) -> Response:
     """Serves a route that generates, as a stream of events or as one JSON response."""
-    timeline = RequestTimeline(http.scope["extensions"][REQUEST_ID], is_shown=http.headers.get(TIMING_HEADER) == "1")
+    timeline = _begin_timeline(service, http)
     with contextlib.ExitStack() as stack:
         reservation = stack.enter_context(service.budget.reserve())
         handler = kind(service, await _body(service, http, reservation), tenant_of(http))
         handler.rank, handler.timeline = rank_of(http.headers.get(RANK_HEADER)), timeline
         await unless_disconnected(http.receive, handler.prepare())
         http.scope["extensions"][SUMMARY] = handler.summary
+        if timeline.trace is not None:
+            http.scope["extensions"][ENDED] = functools.partial(end_trace, service, timeline.trace, timeline, handler)
         if handler.streams:
             return EventStream(handler, stack.pop_all().close)
         content = await unless_disconnected(http.receive, handler.whole())
         headers = {"server-timing": server_timing(timeline.split())} if timeline.is_shown else None
         return Response(content, 200, headers, media_type="application/json")
+
+
+def _begin_timeline(service: Service, http: Request) -> RequestTimeline:
+    """Returns the record of a request that has just come; it ends the request's trace, if there is one."""
+    extensions, began = http.scope["extensions"], time.monotonic()
+    trace = None if service.tracer is None else service.tracer.start("llm_request", http.headers, began)
+    is_shown = http.headers.get(TIMING_HEADER) == "1"
+    timeline = RequestTimeline(extensions[REQUEST_ID], is_shown=is_shown, trace=trace)
+    if trace is not None:
+        extensions[ENDED] = functools.partial(end_trace, service, trace, timeline, None)
+    return timeline
 
 
 def _body(service: Service, http: Request, reservation: Reservation) -> Coroutine[Any, Any, bytearray]:

@@ -120,6 +120,7 @@ def picture(service: Service, since: float, experts: int) -> bytes:
             "experts": expert_load_json(snapshot, experts, stats),
             "steps": [] if snapshot is None else [_step(note) for note in snapshot.steps[-MAX_STEPS_SHOWN:]],
             "series": service.history.series(since),
+            "slow_requests": service.slow_requests.since(time.time() - KEPT_S),
         }
     )
 

@@ -88,7 +88,7 @@ class Generation:
         self.id = secrets.token_hex(16)
         self.prompts = prompts
         self.n = sampling.n
-        self._sampling = sampling
+        self.sampling = sampling
         self._service, self.tenant = service, tenant
         self.timeline = timeline or RequestTimeline()
         self._is_timed = self.timeline.is_wanted
@@ -198,7 +198,7 @@ class Generation:
         resumed = self._resumed[index] if self._resumed else None
         if resumed is not None and resumed.token_ids:
             return ChoiceStream(self, index, self._first + index, resumed.output, resumed)
-        output = OutputProcessor(self._service.tokenizer, self._sampling, parser(self.prompt_of(index)))
+        output = OutputProcessor(self._service.tokenizer, self.sampling, parser(self.prompt_of(index)))
         return ChoiceStream(self, index, self._first + index, output)
 
     def on_outputs(self, choice: "ChoiceStream") -> None:
@@ -364,6 +364,7 @@ class Generation:
 
     def _finish_choice(self, choice: "ChoiceStream", reason: str, engine_continues: bool) -> None:
         choice.has_ended = True
+        self.timeline.finish_reasons.append(reason)
         del self._choices[choice.request_id]
         if engine_continues:
             self._service.engine.abort([choice.request_id])

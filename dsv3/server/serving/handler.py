@@ -29,6 +29,7 @@ from dsv3.server.serving.sampling import build_grammar, parse_constraint, sampli
 from dsv3.server.serving.service import Service
 from dsv3.server.serving.timeline import RequestTimeline
 from dsv3.server.tenants import Tenant
+from dsv3.server.tracing import Span
 from dsv3.text.call_grammar import AnswerConstraints
 from dsv3.text.deltas import ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart
 from dsv3.text.parser import AnswerParser
@@ -244,8 +245,9 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
         if bootstrap is not None:
             bootstrap.check(len(prompts), self.request.resume is not None)
         sampling = sampling_params(self.service, self.request, prompts, self.max_tokens(), self.num_logprobs())
-        with self.timeline.phase("grammar"):
-            grammar = await self.grammar(prompts)
+        began = time.monotonic()
+        if grammar := await self.grammar(prompts):
+            self.timeline.phases.append(Span("grammar", began, time.monotonic()))
         answered = resumed_tokens(self.service, self.request, sampling, prompts)
         self.request.resume = None  # frees the second copy
         self._resumed = await replay_choices(self.service, prompts, sampling, answered, self.parser, bool(grammar))

@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from dsv3.server.serving.metrics import SECONDS, TIERS, Metrics
 _POLL_INTERVAL_S = 0.9
 _SNAPSHOT_MAX_AGE_S = 10.0
 _PROFILE_WAIT_S = 30.0
+_NUM_SLOW = 8
 _LISTING_WAIT_S = 10.0  # a step of a large prompt may take seconds
 _NO_ANSWER = "the engine has not answered within {:g} s; try again"
 
@@ -89,6 +90,22 @@ class SnapshotPoller:
                 self._listing.set_result(seen)
         elif self._profile is not None and not self._profile.done():
             self._profile.set_result(seen)
+
+
+class SlowRequests:
+    """The traced requests that have waited longest for their first token in the last minutes: what to look up."""
+
+    def __init__(self) -> None:
+        self._found: list[dict[str, Any]] = []
+
+    def add(self, now: float, request_id: str, trace_id: str, first_token_s: float, seconds: float) -> None:
+        """Records a request that has ended at `now`, in Unix time."""
+        entry = {"at": now, "id": request_id, "trace_id": trace_id, "first_token_s": first_token_s, "seconds": seconds}
+        self._found = sorted([*self.since(now - KEPT_S), entry], key=lambda each: -each["first_token_s"])[:_NUM_SLOW]
+
+    def since(self, start: float) -> list[dict[str, Any]]:
+        """Returns those that have ended since `start`, the slowest first."""
+        return [each for each in self._found if each["at"] >= start]
 
 
 KEPT_S = 600

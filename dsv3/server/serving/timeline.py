@@ -8,36 +8,28 @@ import math
 from collections.abc import Iterator
 from itertools import pairwise
 from time import monotonic
-from typing import NamedTuple
 
 import msgspec
 
 from dsv3.scheduler.timing import RequestTiming
 from dsv3.server.protocol.openai import Timing
-
-
-class Span(NamedTuple):
-    """A part of a request's time, with numbers about it."""
-
-    name: str
-    start: float
-    stop: float
-    numbers: dict[str, int | float] | None = None
+from dsv3.server.tracing import RequestTrace, Span
 
 
 class RequestTimeline:
     """The record of one request in its API server, begun when its head has been read.
 
-    `is_shown`: the client has asked for it; `is_traced`: it becomes a trace. Only then does the engine send its
-    `records`, by choice, with the first and the last token of each.
+    `is_shown`: the client has asked for it. Only then, or for a sampled `trace`, does the engine send its `records`, by
+    choice, with the first and the last token of each.
     """
 
-    def __init__(self, request_id: str = "", *, is_shown: bool = False, is_traced: bool = False) -> None:
-        self.request_id, self.is_shown, self.is_traced = request_id, is_shown, is_traced
-        self.is_wanted = is_shown or is_traced
+    def __init__(self, request_id: str = "", *, is_shown: bool = False, trace: RequestTrace | None = None) -> None:
+        self.request_id, self.is_shown, self.trace = request_id, is_shown, trace
+        self.is_wanted = is_shown or (trace is not None and trace.is_recording)
         self.began = monotonic()
         self.phases: list[Span] = []
         self.records: dict[int, RequestTiming] = {}
+        self.finish_reasons: list[str] = []  # of the choices, as they end
         self.detokenize_s = 0.0  # of processor time, beside the engine
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
@@ -62,16 +54,21 @@ class RequestTimeline:
         """The record of the choice that has ended last; None before the first token."""
         return max(self.records.values(), key=lambda each: each.ended_at or float("inf"), default=None)
 
+    def seconds(self, record: RequestTiming) -> dict[str, float]:
+        """Returns the seconds of the phases of the API server and of a sequence in the engine, by name."""
+        found: dict[str, float] = {}
+        for span in (*self.phases, *self.engine_phases(record)):
+            found[span.name] = found.get(span.name, 0.0) + span.stop - span.start
+        return found
+
     def split(self) -> Timing:
         """Returns how the time until now is divided; counts are those of all choices.
 
         Parts whose names end in `_ms`, but for `first_token_ms` and `detokenize_ms`, follow one another. Those of the
         engine are of the choice that has ended last.
         """
-        seconds: dict[str, float] = {}
         record, records = self.longest, self.records.values()
-        for span in [*self.phases, *([] if record is None else self.engine_phases(record))]:
-            seconds[span.name] = seconds.get(span.name, 0.0) + span.stop - span.start
+        seconds = {} if record is None else self.seconds(record)
         cached: dict[str, int] = {}
         for each in records:
             for tier, tokens in each.cached.items():

@@ -218,6 +218,7 @@ class FakeEngine:
         if is_first:
             sequence.timing.cached["device"] = num_cached
             sequence.timing.add_chunk(sequence.timing.phases[-1][1], len(prompt) - num_cached, True)
+            sequence.timing.first_token_at = time.monotonic()
         sequence.timing.ended_at = time.monotonic() if reason else None
         return EngineOutput(
             request_id=request.request_id,

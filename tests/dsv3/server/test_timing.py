@@ -2,8 +2,17 @@
 
 import json
 import re
+import socket
+import sys
 
+import msgspec
 import pytest
+
+from dsv3.config.server_options import ServerOptions
+from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.request import EngineOutput, EngineRequest, RequestRules, prepare
+from dsv3.server.tracing import Tracer, TracingUnavailable
+from tests.dsv3.server import serving
 
 PROMPT = list(range(10, 110))
 PARTS = ("tokenize", "grammar", "queue", "lookup", "transfer", "load", "prefill", "decode")
@@ -67,7 +76,8 @@ def test_an_answer_that_a_stop_string_ends_has_a_split_too(server):
 def test_an_operator_sees_what_runs_and_what_waits_for_what(slow_server):
     body = {"prompt": PROMPT, "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 3, "priority": 7}
     with slow_server.http.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": "mine"}) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # without a reference it would close the connection
+        assert next(lines)
         found = slow_server.http.get("/debug/requests").json()
     assert found["total"] == 3
     shown = [
@@ -76,3 +86,29 @@ def test_an_operator_sees_what_runs_and_what_waits_for_what(slow_server):
     running = ("mine", None, "decoding", "", 7)
     assert shown == [running, running, ("mine", None, "waiting", "slot", 7)]
     slow_server.wait_for(slow_server.is_idle)
+
+
+def test_engine_messages_have_no_timing_unasked():
+    names = msgspec.to_builtins(EngineOutput(request_id=1, token_ids=[2])).keys()
+    assert names == {"request_id", "token_ids"}
+    request = EngineRequest(request_id=0, prompt_token_ids=[1], sampling=SamplingParams())
+    prepared = prepare(request, RequestRules(vocab_size=9, max_model_len=9))
+    assert "return_timing" not in msgspec.to_builtins(prepared)
+
+
+def test_a_collector_that_does_not_answer_delays_no_request_and_no_stop(model_dir):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with serving.running(model_dir, options={"otlp_traces_endpoint": url}) as server:
+            for _ in range(100):  # more spans than a batch
+                server.http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}).raise_for_status()
+            assert server.stop() == 0
+            assert "imported opentelemetry" in server.process.stdout.read()
+
+
+def test_traces_without_their_extra_name_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
+    with pytest.raises(TracingUnavailable, match=re.escape("pip install 'dsv3[otel]'")):
+        Tracer("http://127.0.0.1:4318", "dsv3", {})
+    with pytest.raises(ValueError, match="otlp_traces_endpoint: 'collector:4317' is not http://HOST:PORT"):
+        ServerOptions(otlp_traces_endpoint="collector:4317")

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from time import monotonic
 
 import numpy as np
 
@@ -13,7 +12,6 @@ from dsv3.kv_cache.tiers.tiers import HostTiers
 from dsv3.scheduler.balance import Balancer
 from dsv3.scheduler.batch_slots import BatchSlots, RankPages
 from dsv3.scheduler.sequence import CAPACITY, Sequence, SequenceStatus, WaitingQueue
-from dsv3.scheduler.timing import Tier
 from dsv3.scheduler.windows import WindowPages
 
 # Bounds the host's time for admission in one step, per 16 ranks: under 2 ms for as many cached tokens. Without it the
@@ -453,11 +451,12 @@ class Admission:
             sequence.routed.restore(sequence.keys[: sequence.load_stop])
         if self.windows is not None:
             self.windows.start(sequence, rank, len(cached))
-        sequence.timing.enter("prefill" if sequence.load_stop == len(cached) else "load")
-        if sequence.timing.scheduled_at is None:
-            sequence.timing.scheduled_at = monotonic()
+        timing = sequence.timing
+        now = timing.enter("prefill" if sequence.load_stop == len(cached) else "load")
+        if timing.scheduled_at is None:
+            timing.scheduled_at = now
         if not sequence.started:
-            sequence.timing.cached = {"device": sequence.prefilled} if cached else {}
+            timing.device, timing.host, timing.store, timing.peer = sequence.prefilled, 0, 0, 0
         if self._cfg.enable_prefix_caching:
             self._register_pending(sequence, rank, len(cached))
             self._record_prefix_hits(sequence)
@@ -492,11 +491,13 @@ class Admission:
         """Records that a running request gets no more pages of a tier, and how many each tier had."""
         timing, size = sequence.timing, self._cfg.page_size
         if not sequence.started:
-            first, stop = timing.cached.get("device", 0) // size, sequence.num_found
+            first, stop = timing.device // size, sequence.num_found
             looked_up = max(0, min(stop, sequence.looked_up[1]) - max(first, sequence.looked_up[0]))
-            looked_up_in: Tier = "peer" if sequence.request.pages_from else "store"
-            counts: dict[Tier, int] = {looked_up_in: looked_up, "host": stop - first - looked_up}
-            timing.cached |= {tier: size * pages for tier, pages in counts.items() if pages}
+            timing.host = size * (stop - first - looked_up)
+            if sequence.request.pages_from:
+                timing.peer = size * looked_up
+            else:
+                timing.store = size * looked_up
         timing.enter("prefill")
 
     def _record_prefix_hits(self, sequence: Sequence) -> None:

@@ -105,7 +105,7 @@ class BatchSlots:
 
     def __init__(self, cfg: EngineConfig, vocab_size: int) -> None:
         total = cfg.num_ranks * cfg.max_num_seqs
-        self._per_rank, self._page_size = cfg.max_num_seqs, cfg.page_size
+        self._per_rank, self._page_size, self._has_drafts = cfg.max_num_seqs, cfg.page_size, cfg.tokens_per_row > 1
         self.sequences: list[Sequence | None] = [None] * total
         self.ids = np.zeros(total, np.int64)  # of the requests
         self.planned = np.zeros(total, np.int64)
@@ -213,7 +213,8 @@ class BatchSlots:
         self.sends_routed_experts[slot] = sequence.routed is not None and sequence.routed.sends_each_step
         self.constrained[slot] = sequence.matcher is not None
         self.started[slot] = sequence.started
-        self.drafts_proposed[slot] = self.drafts_accepted[slot] = 0
+        if self._has_drafts:
+            self.drafts_proposed[slot] = self.drafts_accepted[slot] = 0
         for token in sequence.stop_ids:
             self.stop_counts[token] += 1
 
@@ -254,8 +255,9 @@ class BatchSlots:
         self.sequences[slot] = None
         self.history.clear(slot)
         self.planned[slot] = 0
-        sequence.timing.drafts_proposed += int(self.drafts_proposed[slot])
-        sequence.timing.drafts_accepted += int(self.drafts_accepted[slot])
+        if self._has_drafts:
+            sequence.timing.drafts_proposed += int(self.drafts_proposed[slot])
+            sequence.timing.drafts_accepted += int(self.drafts_accepted[slot])
         self.priority[slot] = NO_PRIORITY
         self._priorities[sequence.priority] -= 1
         if not self._priorities[sequence.priority]:

@@ -67,7 +67,7 @@ def _reason(scheduler: Scheduler, sequence: Sequence, parked: dict[int, bool]) -
     """Returns what a request of the scheduler waits for, "" for one that has a slot."""
     if sequence.slot >= 0:
         return ""
-    phase = sequence.timing.phases[-1][0]
+    phase = sequence.timing.phase
     if phase == "lookup" or phase == "transfer":
         return phase
     if (waits_for_rank := parked.get(sequence.id)) is not None:
@@ -99,7 +99,7 @@ def _listed(scheduler: Scheduler, sequence: Sequence, reason: Reason, is_paused:
         state=state,
         reason=reason,
         priority=sequence.priority,
-        age_s=monotonic() - timing.phases[0][1],
+        age_s=monotonic() - timing.began,
         prompt_tokens=sequence.prompt_length,
         tokens=tokens,
         computed=0 if slot < 0 else tokens if is_decoding else sequence.prefilled,

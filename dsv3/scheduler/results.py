@@ -114,12 +114,13 @@ def process_results(
     if tokens.shape[1] > 1:
         _unschedule(scheduler, mine, tokens.shape[1] - counts)
     _append_columns(rows, tokens, counts, ~special, outputs)
+    now = monotonic()
     for i in special.nonzero()[0].tolist():
         sequence = slots.sequences[mine[i]]
         assert sequence is not None
         values = tokens[i, : counts[i]].tolist()
         logprobs = _logprobs(sequence, rows, i, sampled[1:])
-        outputs.details.append(_make_output(scheduler, sequence, values, bool(at_limit[i]), logprobs))
+        outputs.details.append(_make_output(scheduler, sequence, values, bool(at_limit[i]), logprobs, now))
 
 
 def prefilled_expert_outputs(
@@ -186,14 +187,20 @@ def _append_columns(
 
 
 def _make_output(
-    scheduler: Scheduler, sequence: Sequence, tokens: list[int], at_limit: bool, logprobs: list[TokenLogprobs] | None
+    scheduler: Scheduler,
+    sequence: Sequence,
+    tokens: list[int],
+    at_limit: bool,
+    logprobs: list[TokenLogprobs] | None,
+    now: float,
 ) -> EngineOutput:
     """Returns the output of a row that is a request's first or last, or has log-probabilities."""
     is_first = not sequence.started
     timing = sequence.timing
-    num_cached, queue_seconds = (sequence.num_cached, timing.queue_seconds) if is_first else (0, None)
+    num_cached, queue_seconds = 0, None
     if is_first:
-        timing.first_token_at = monotonic()
+        num_cached, queue_seconds = sequence.num_cached, timing.queue_seconds
+        timing.first_token_at = now
     sequence.started = scheduler.slots.started[sequence.slot] = True
     if NOT_FINITE in tokens:
         scheduler.invalidate_pages(sequence)

@@ -121,7 +121,6 @@ class Scheduler:
             self.rekey(sequence)
         self._arrivals += 1
         sequence.arrival = self._arrivals
-        sequence.timing.queued_at = monotonic()
         sequence.timing.enter("queue")
         if sequence.sampling.return_routed_experts:
             sequence.routed = RequestExperts(self.page_experts, sends_each_step=bool(sequence.sampling.stop))

@@ -184,6 +184,7 @@ class PrefillPlanner:
     def _on_computed(self, context: ForwardContext, overflowed: bool) -> None:
         scheduler = self._scheduler
         self._capacity.update(context.factor, overflowed)
+        now = monotonic()
         for chunk in (c for mine in context.chunks for c in reversed(mine)):
             slot = chunk.sequence.slot
             holds = slot >= 0 and scheduler.slots.epoch[slot] == chunk.epoch
@@ -191,7 +192,7 @@ class PrefillPlanner:
                 scheduler.recompute(chunk.sequence, chunk.start)
             elif holds:
                 scheduler.on_computed(chunk.sequence, chunk.stop)
-                chunk.sequence.timing.add_chunk(context.scheduled_at, chunk.stop - chunk.start, chunk.is_last)
+                chunk.sequence.timing.add_chunk(context.scheduled_at, now, chunk.stop - chunk.start, chunk.is_last)
             scheduler.prompt_tokens += 0 if overflowed else chunk.stop - chunk.start
 
     def stats(self) -> PrefillBalance | None:

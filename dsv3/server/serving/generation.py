@@ -278,8 +278,7 @@ class Generation:
         began = time.monotonic() if self._is_timed else 0.0
         processed, now = choice.output.push(token_ids), time.monotonic()
         if self._is_timed:
-            self.timeline.detokenize_s += now - began
-            self.timeline.last_token_at = now
+            choice.detokenize_s += now - began
         self._service.metrics.tokens(processed.num_tokens, now - choice.last_token_at)
         choice.last_token_at = now
         self._emit(choice, processed, token_ids, None, engine_continues=True)
@@ -303,10 +302,7 @@ class Generation:
             return  # the weights have changed, between two tokens
         if output.timing is not None:
             self.timeline.records[choice.index] = output.timing
-        began = time.monotonic()
         processed = choice.output.push(output.token_ids, output.finish_reason, output.stop_token_id)
-        self.timeline.last_token_at = time.monotonic()
-        self.timeline.detokenize_s += self.timeline.last_token_at - began
         if self._prompt_only:
             processed = OutputUpdate([], 0, processed.finish_reason and "length")
         self._record_latency(choice, output, processed.num_tokens)
@@ -364,7 +360,7 @@ class Generation:
 
     def _finish_choice(self, choice: "ChoiceStream", reason: str, engine_continues: bool) -> None:
         choice.has_ended = True
-        self.timeline.finish_reasons.append(reason)
+        self.timeline.on_choice_end(reason, choice.last_token_at, choice.detokenize_s)
         del self._choices[choice.request_id]
         if engine_continues:
             self._service.engine.abort([choice.request_id])
@@ -383,7 +379,7 @@ class ChoiceStream:
     __slots__ = (
         *("generation", "index", "request_id", "output", "pending"),
         *("has_ended", "has_tokens", "is_queued", "first_token_at", "last_token_at"),
-        *("num_tokens", "resumed", "num_prompt_logprobs", "weight_version"),
+        *("num_tokens", "resumed", "num_prompt_logprobs", "weight_version", "detokenize_s"),
     )
 
     def __init__(
@@ -398,7 +394,7 @@ class ChoiceStream:
         self.resumed = resumed
         self.pending: list[int | EngineOutput] = []
         self.is_queued = self.has_tokens = self.has_ended = False
-        self.num_tokens = 0
+        self.num_tokens, self.detokenize_s = 0, 0.0
         self.weight_version: str | None = None
         self.num_prompt_logprobs = 0  # prompt tokens, from the first on, whose log-probabilities were emitted
         self.first_token_at = self.last_token_at = time.monotonic()

@@ -14,7 +14,7 @@ from dsv3.server.tracing import Attributes, RequestTrace, Span
 
 MAX_TRACED_CHOICES = 8
 """Choices of a request whose phases are spans."""
-_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "frequency_penalty", "presence_penalty")
+_SAMPLING = ("temperature", "top_p", "max_tokens", "top_k", "seed", "frequency_penalty", "presence_penalty")
 
 
 def request_span(handler: RequestHandler | None, timeline: RequestTimeline, status: int) -> Span:
@@ -59,7 +59,8 @@ def _attributes(handler: RequestHandler, timeline: RequestTimeline, end: float) 
         "gen_ai.latency.e2e": end - timeline.began,
     }
     for name in _SAMPLING:
-        if (value := getattr(generation.sampling, name)) is not None:
+        value = getattr(generation.sampling, name)
+        if value is not None and (value or name == "temperature"):
             found[f"gen_ai.request.{name}"] = value
     if generation.tenant is not None:
         found["dsv3.tenant"] = generation.tenant.name
@@ -79,15 +80,16 @@ def _attributes(handler: RequestHandler, timeline: RequestTimeline, end: float) 
 def _engine_spans(timeline: RequestTimeline, choice: int, record: RequestTiming) -> Iterator[Span]:
     """Yields the phases of a choice in the engine: its chunks inside those of its prompt, tokens found by tier."""
     for span in timeline.engine_phases(record):
-        attributes: dict = {"dsv3.choice": choice}
+        attributes: dict = {"dsv3.choice": choice} if len(timeline.records) > 1 else {}
         if span.name == "load":
             tiers = {f"dsv3.cached_tokens.{tier}": n for tier, n in record.cached.items() if tier != "device"}
             yield span._replace(attributes=attributes | tiers)
         elif span.name == "prefill":
             chunks = [Span("chunk", start, stop, {"dsv3.tokens": tokens}) for start, stop, tokens in record.chunks]
             inside = tuple(each for each in chunks if span.start <= each.start and each.stop <= span.stop)
-            found = record.cached.get("device", 0)
-            yield span._replace(attributes=attributes | {"dsv3.cached_tokens.device": found}, children=inside)
+            if record.device:
+                attributes["dsv3.cached_tokens.device"] = record.device
+            yield span._replace(attributes=attributes, children=inside)
         else:
             first = record.first_token_at
             is_first = first is not None and span.name == "decode" and span.start <= first <= span.stop

@@ -34,6 +34,12 @@ class RequestTimeline:
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
 
+    def on_choice_end(self, reason: str, last_token_at: float, detokenize_s: float) -> None:
+        """Records the end of a choice."""
+        self.finish_reasons.append(reason)
+        self.last_token_at = last_token_at
+        self.detokenize_s += detokenize_s
+
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Records the time of the block as a phase."""

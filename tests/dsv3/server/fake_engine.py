@@ -216,9 +216,10 @@ class FakeEngine:
         reason = "stop" if stopped else "length" if sequence.done >= limit else None
         num_cached = self._lookup(request, len(prompt)) if is_first else 0
         if is_first:
-            sequence.timing.cached["device"] = num_cached
-            sequence.timing.add_chunk(sequence.timing.phases[-1][1], len(prompt) - num_cached, True)
-            sequence.timing.first_token_at = time.monotonic()
+            timing, now = sequence.timing, time.monotonic()
+            timing.device = num_cached
+            timing.add_chunk(timing.phases[-1][1], now, len(prompt) - num_cached, True)
+            timing.first_token_at = now
         sequence.timing.ended_at = time.monotonic() if reason else None
         return EngineOutput(
             request_id=request.request_id,

@@ -451,12 +451,9 @@ class Admission:
             sequence.routed.restore(sequence.keys[: sequence.load_stop])
         if self.windows is not None:
             self.windows.start(sequence, rank, len(cached))
-        timing = sequence.timing
-        now = timing.enter("prefill" if sequence.load_stop == len(cached) else "load")
-        if timing.scheduled_at is None:
-            timing.scheduled_at = now
+        sequence.timing.enter("prefill" if sequence.load_stop == len(cached) else "load")
         if not sequence.started:
-            timing.device, timing.host, timing.store, timing.peer = sequence.prefilled, 0, 0, 0
+            sequence.timing.device = sequence.prefilled
         if self._cfg.enable_prefix_caching:
             self._register_pending(sequence, rank, len(cached))
             self._record_prefix_hits(sequence)

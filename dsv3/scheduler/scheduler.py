@@ -434,7 +434,7 @@ class Scheduler:
         slot = sequence.slot
         tokens = self.slots.history.read(slot, 0, int(self.slots.known[slot]))
         self._release(sequence, SequenceStatus.WAITING)
-        sequence.timing.enter("queue")
+        sequence.timing.on_requeued(sequence.started)
         sequence.tokens = tokens
         if self.cfg.enable_prefix_caching:
             extend_keys(sequence.root, sequence.keys, tokens, self.cfg.page_size)

@@ -68,24 +68,38 @@ class RequestTiming(msgspec.Struct, array_like=True, gc=False):
         found = (values for name, values in self._parsed() if name == "chunk")
         return [(start, stop, int(tokens)) for start, stop, tokens in found]
 
-    def enter(self, phase: PhaseName) -> float:
-        """Ends the present phase and begins another one; returns the time."""
+    def enter(self, phase: PhaseName) -> None:
+        """Ends the present phase and begins another one."""
+        if self.phase == phase:
+            return
         now = monotonic()
-        if self.phase != phase and len(self.events) < MAX_EVENTS:
-            self.phase = phase
-            self.events += (phase, now)
         if not self.queued_at and phase == "queue":
             self.queued_at = now
-        return now
+        if self.scheduled_at is None and (phase == "prefill" or phase == "load"):
+            self.scheduled_at = now
+        if len(self.events) < MAX_EVENTS:
+            self.phase = phase
+            self.events += (phase, now)
+
+    def on_requeued(self, started: bool) -> None:
+        """Records that the request has lost its slot; without a first token what was found does not count."""
+        if not started:
+            self.device = self.host = self.store = self.peer = 0
+        self.enter("queue")
 
     def add_chunk(self, launched_at: float, now: float, tokens: int, is_last: bool) -> None:
         """Records that the results of a chunk have arrived; with those of the last one the request decodes."""
+        start = launched_at if launched_at > self.chunk_stop else self.chunk_stop
+        self.chunk_stop = now
         if self.num_chunks < MAX_CHUNKS:
             self.num_chunks += 1
-            self.events += ("chunk", max(launched_at, self.chunk_stop), now, tokens)
+            if is_last and self.phase == "prefill":  # the usual case
+                self.phase = "decode"
+                self.events += ("chunk", start, now, tokens, "decode", now)
+                return
+            self.events += ("chunk", start, now, tokens)
         elif self.events[-4] == "chunk":
             self.events[-2:] = (now, self.events[-1] + tokens)  # type: ignore[operator]
-        self.chunk_stop = now
         if is_last:
             self.enter("decode")
 

@@ -5,7 +5,6 @@ are seconds of `time.monotonic`.
 """
 
 import asyncio
-import logging
 import re
 import threading
 import time
@@ -23,7 +22,6 @@ MAX_QUEUED_SPANS = 2**14
 """Spans that wait to be sent; while the collector is away the oldest are dropped."""
 _VALUE = re.compile(r"[\x20-\x7e]{1,512}")
 _BATCH, _DELAY_MS, _CLOSE_S = 512, 1000, 2.0
-_log = logging.getLogger("dsv3.server")
 
 
 def trace_context(headers: Mapping[str, str]) -> dict[str, str]:
@@ -150,21 +148,17 @@ class RequestTrace:
         return self._tracer.headers_of(self._span)
 
     def end(self, whole: Span, error: str | None = None) -> None:
-        """Ends the span at the end of `whole`, with its attributes, events and children; never raises."""
+        """Ends the span at the end of `whole`, with its attributes, events and children."""
         from opentelemetry.trace import Status, StatusCode
 
-        try:
-            if self.is_recording:
-                self._span.set_attributes(whole.attributes)
-                for name, at in whole.events:
-                    self._span.add_event(name, timestamp=_ns(at + self._offset_s))
-                for child in whole.children:
-                    self._tracer.add(self._span.get_span_context(), child, self._offset_s)
-                if error is not None:
-                    self._span.set_status(Status(StatusCode.ERROR, error))
-            self._span.end(_ns(whole.stop + self._offset_s))
-        except Exception:
-            _log.exception("the trace %s could not be completed", self.trace_id)
+        self._span.set_attributes(whole.attributes)
+        for name, at in whole.events:
+            self._span.add_event(name, timestamp=_ns(at + self._offset_s))
+        for child in whole.children:
+            self._tracer.add(self._span.get_span_context(), child, self._offset_s)
+        if error is not None:
+            self._span.set_status(Status(StatusCode.ERROR, error))
+        self._span.end(_ns(whole.stop + self._offset_s))
 
 
 def _ns(seconds: float) -> int:

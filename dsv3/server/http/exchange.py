@@ -225,7 +225,10 @@ class HttpExchange:
             else:
                 self._writer.abort()
         if (on_end := scope["extensions"].get(ENDED)) is not None:
-            on_end(self.status if self.is_complete else 499)
+            try:
+                on_end(self.status if self.is_complete else 499)
+            except Exception:
+                _log.exception("the trace of request %s is not complete", request_label(scope))
         if on_access is not None:
             on_access(self._access(scope["extensions"]))
 

@@ -33,11 +33,12 @@ def request_span(handler: RequestHandler | None, timeline: RequestTimeline, stat
 def end_trace(
     service: Service, trace: RequestTrace, timeline: RequestTimeline, handler: RequestHandler | None, status: int
 ) -> None:
-    """Ends the trace of a request, and remembers it if it was slow."""
+    """Sends the trace of a request that is sampled, and remembers the request if it was slow."""
+    if not trace.is_recording:
+        return
     whole = request_span(handler, timeline, status)
-    is_sampled = trace.is_recording
     trace.end(whole, f"status {status}" if status >= 500 else None)
-    if handler is not None and is_sampled:
+    if handler is not None:
         seconds, first = whole.stop - whole.start, timeline.first_token_at
         waited = seconds if first is None else first - whole.start
         service.slow_requests.add(time(), timeline.request_id, trace.trace_id, waited, seconds)

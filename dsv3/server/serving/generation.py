@@ -46,9 +46,8 @@ ParserMaker = Callable[[EncodedPrompt], AnswerParser | None]
 class ChoiceUpdate(msgspec.Struct, gc=False):
     """New output of one choice: deltas, the tokens they come from, and the finish reason at the end.
 
-    `routed_experts` are those of tokens that have been computed.
-    The `prompt`'s log-probabilities come first, part by part, where they are requested. `weight_version` names the
-    weights of the tokens, where answers have it.
+    The `prompt`'s log-probabilities come first, part by part, where they are requested. `routed_experts` are those of
+    tokens that have been computed. `weight_version` names the weights of the tokens, where answers have it.
     """
 
     choice: int

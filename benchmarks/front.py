@@ -3,6 +3,7 @@
   python -m benchmarks.front                                  a table of some sizes
   python -m benchmarks.front --streams 10000 --rate 1         one size
   python -m benchmarks.front --streams 1000 --rate 10 --servers 2
+  python -m benchmarks.front --streams 1000 --traces 3        without and with traces, in turn, three times
 
 Every stream gets `rate` tokens per second: the engine gives each request a token per step, `rate` steps per second. The
 token of step n has the text "n " (four digits, modulo 10,000), and when the step was made stands at place n of a shared
@@ -13,7 +14,8 @@ measure.
 
 Processor time is that of all API servers together, per token that came to a client. Latency is from the step that made
 a token to its arrival at the client. Memory is the growth of all API servers. Exit status 0 means that no token was
-lost.
+lost. With `--traces` a table compares processor time without and with `--otlp_traces_endpoint`: while all streams run,
+and over their whole lives, in which each makes a trace; the collector's time does not count.
 """
 
 import argparse
@@ -24,8 +26,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import psutil
 import tokenizers
@@ -34,10 +39,12 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from benchmarks.instances import processor_s
 from benchmarks.record import Cell, Report, run
+from benchmarks.request_trace import Collector
 from dsv3.config.options import EngineOptions
 from dsv3.config.server_options import ServerOptions
 from dsv3.engine.step_log import EngineSnapshot, StepLog
 from dsv3.scheduler.request import EngineOutput, RequestRules, StepOutputs, Tokens
+from dsv3.scheduler.timing import RequestTiming
 from dsv3.server.config import ServerConfig
 from dsv3.server.engine.messages import EngineInfo
 from dsv3.server.http.api_server import bind, serve
@@ -50,6 +57,7 @@ _START_S = 4.0  # the longest that the first stream waits for the last to begin,
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 _TOKENS = re.compile(rb'"(?:text|content)":"((?:\d{4} )+)"')
 _RAMP_PER_S = 250
+_TRACES_S = 1.5  # in which the last traces are sent
 
 
 def main(report: Report) -> int:
@@ -59,6 +67,7 @@ def main(report: Report) -> int:
     parser.add_argument("--rate", type=float, default=10.0, help="tokens per second of each stream")
     parser.add_argument("--servers", type=int, default=1, help="API server processes")
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--traces", type=int, help="compare without and with traces, this many times")
     parser.add_argument("--kind", choices=("chat", "completions"), default="chat")
     parser.add_argument("--role", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -66,14 +75,48 @@ def main(report: Report) -> int:
         role, settings = arguments.role[0], json.loads(arguments.role[1])
         return uvloop.run({"server": _serve, "clients": _run_clients}[role](settings))
     sizes = [(arguments.streams, arguments.rate)] if arguments.streams else TABLE
+    if arguments.traces:
+        columns = ["streams", "tokens of each", "traces", "processor per token while all run (us)", "more (%)",
+                   "over their lives (us)", "more (%)", "lost"]  # fmt: skip
+        rows = (row for size in sizes for row in _compare(*size, arguments))
+        return int(any(row[-1] for row in report.table("Traces", columns, rows).rows))
     columns = ["streams", "tokens per second of each", "API servers", "tokens/s", "processor per token (us)",
                "latency p50 (ms)", "p99 (ms)", "memory per stream (KiB)", "lost"]  # fmt: skip
-    table = report.table(f"Streams of {arguments.kind}", columns, (_measure(*size, arguments) for size in sizes))
+    table = report.table(f"Streams of {arguments.kind}", columns, (_measure(*size, arguments).row for size in sizes))
     return int(any(row[-1] for row in table.rows))
 
 
-def _measure(streams: int, rate: float, arguments: argparse.Namespace) -> list[Cell]:
-    """Returns one line of the table; its last cell is the number of streams that failed."""
+class Measured(NamedTuple):
+    """One line of the table, whose last cell is the number of streams that failed, and what a comparison needs.
+
+    Processor time is that of the API servers per token in microseconds.
+    """
+
+    row: list[Cell]
+    tokens: int  # of each stream
+    while_all_run: float
+    over_their_lives: float
+
+
+def _compare(streams: int, rate: float, arguments: argparse.Namespace) -> Iterator[list[Cell]]:
+    """Yields a line without traces and one with them, means of several turns."""
+    collector = Collector()
+    found: dict[str, list[Measured]] = {"off": [], "on": []}
+    for _ in range(arguments.traces):
+        for name, endpoint in (("off", None), ("on", collector.url)):
+            found[name].append(_measure(streams, rate, arguments, endpoint))
+            collector.spans.clear()
+    collector.close()
+    means = {name: np.mean([each[2:] for each in mine], axis=0) for name, mine in found.items()}
+    for name, mine in found.items():
+        running, lives = means[name].tolist()
+        more = (100 * (means[name] / means["off"] - 1)).tolist() if name == "on" else [None, None]
+        lost = sum(int(each.row[-1] or 0) for each in mine)
+        yield [streams, mine[0].tokens, name, running, more[0], lives, more[1], lost]
+
+
+def _measure(streams: int, rate: float, arguments: argparse.Namespace, endpoint: str | None = None) -> Measured:
+    """Measures one size, with traces to `endpoint` if it is given."""
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory))
         settings = {
@@ -83,6 +126,7 @@ def _measure(streams: int, rate: float, arguments: argparse.Namespace) -> list[C
             "servers": arguments.servers,
             "kind": arguments.kind,
             "seconds": arguments.seconds,
+            "endpoint": endpoint,
             "max_tokens": int((arguments.seconds + streams / 150 + _START_S) * rate) + 1,
         }
         server = _start("server", settings)
@@ -95,13 +139,13 @@ def _measure(streams: int, rate: float, arguments: argparse.Namespace) -> list[C
             server.wait(60)
 
 
-def _under_load(server: subprocess.Popen[str], settings: dict) -> list[Cell]:
+def _under_load(server: subprocess.Popen[str], settings: dict) -> Measured:
     first = psutil.Process(server.pid)
     processes = [
         first,
         *(child for child in first.children() if "dsv3.server.http.api_server_child" in child.cmdline()),
     ]
-    empty = _memory(processes)
+    empty, idle = _memory(processes), processor_s(*processes)
     client = _start("clients", settings)
     try:
         assert _line(client) == "begin", "the streams do not begin"
@@ -109,12 +153,16 @@ def _under_load(server: subprocess.Popen[str], settings: dict) -> list[Cell]:
         assert _line(client) == "end"
         used = processor_s(*processes) - before
         found = json.loads(_line(client))
+        time.sleep(_TRACES_S)
+        lives = processor_s(*processes) - idle
     finally:
         client.kill()
     print("\n".join(found["failures"]), file=sys.stderr, end="")
-    streams, tokens = settings["streams"], found["tokens"]
-    return [streams, settings["rate"], len(processes), round(tokens / settings["seconds"]), used / max(1, tokens) * 1e6,
-            found["p50_s"] * 1e3, found["p99_s"] * 1e3, (full - empty) / streams / 1024, found["failed"]]  # fmt: skip
+    streams, tokens, each = settings["streams"], found["tokens"], used / max(1, found["tokens"]) * 1e6
+    row: list[Cell] = [
+        streams, settings["rate"], len(processes), round(tokens / settings["seconds"]), each,
+        found["p50_s"] * 1e3, found["p99_s"] * 1e3, (full - empty) / streams / 1024, found["failed"]]  # fmt: skip
+    return Measured(row, settings["max_tokens"], each, lives / (streams * settings["max_tokens"]) * 1e6)
 
 
 def _memory(processes: list[psutil.Process]) -> int:
@@ -141,7 +189,7 @@ async def _serve(settings: dict) -> int:
     config = ServerConfig(
         model_dir=Path(settings["model_dir"]),
         model_names=("empty",),
-        options=ServerOptions(api_server_count=settings["servers"]),
+        options=ServerOptions(api_server_count=settings["servers"], otlp_traces_endpoint=settings["endpoint"]),
         engine=EngineOptions(max_num_queued_reqs=settings["streams"]),
         engine_factory="benchmarks.front:make",
         factory_options={"rate": settings["rate"], "max_num_seqs": settings["streams"]},
@@ -178,6 +226,7 @@ class EmptyEngine:
         self._waiting: list = []
         self._ids = np.zeros(0, np.int64)
         self._left = np.zeros(0, np.int64)
+        self._timed: set[int] = set()
         self._steps = 0
         self._next_at = time.monotonic()
         self._host_times = [0] * 10
@@ -189,6 +238,8 @@ class EmptyEngine:
 
     def submit(self, request) -> None:
         self._waiting.append(request)
+        if request.return_timing:
+            self._timed.add(request.request_id)
 
     def abort(self, request_id: int) -> None:
         self._waiting = [request for request in self._waiting if request.request_id != request_id]
@@ -231,7 +282,13 @@ class EmptyEngine:
             self._ids, self._left = self._ids[live], self._left[live]
 
     def _detail(self, request_id: int, token: int, reason) -> EngineOutput:
-        return EngineOutput(request_id=request_id, token_ids=[token], finish_reason=reason, queue_seconds=0.0)
+        output = EngineOutput(request_id=request_id, token_ids=[token], finish_reason=reason, queue_seconds=0.0)
+        if request_id not in self._timed:
+            return output
+        now = time.monotonic()
+        events = ["queue", now, "prefill", now, *("chunk", now, now, 512) * 2, "decode", now]
+        timing = RequestTiming("decode", now, events, first_token_at=now, ended_at=now if reason else None)
+        return msgspec.structs.replace(output, timing=timing)
 
 
 def make(start, host):

@@ -10,6 +10,7 @@ import functools
 import signal
 import socket
 import ssl
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -26,7 +27,7 @@ from dsv3.http_client import RequestFailed
 from dsv3.server.config import Deadlines
 from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback, tenant_of
 from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body, unless_disconnected
-from dsv3.server.http.exchange import REQUEST_ID, error_path, error_response, json_response
+from dsv3.server.http.exchange import ENDED, REQUEST_ID, TIMING_HEADER, error_path, error_response, json_response
 from dsv3.server.http.http_server import ConnectionLimit, HttpServer, certificate_of, max_admitted
 from dsv3.server.http.serving import wait_for_any
 from dsv3.server.limits import BodyReader, Budget, Reservation, WorkersBusy
@@ -34,6 +35,7 @@ from dsv3.server.protocol.anthropic import MESSAGES
 from dsv3.server.protocol.errors import QUEUE_FULL, ApiError, unavailable
 from dsv3.server.serving.handlers import KINDS
 from dsv3.server.tenants import OPERATOR, Tenant, Tenants
+from dsv3.server.tracing import Attributes, RequestTrace, Span, Tracer, trace_context
 from router.instance import Instance
 from router.members import Members, Pool, read_registration
 from router.options import RouterOptions
@@ -54,11 +56,11 @@ REGISTER = "/instances"
 class RouterSite:
     """State that the routes share; while `is_draining` new requests are refused. `active` counts those in flight.
 
-    `members` registers instances; None where the router takes no registrations.
+    `members` registers instances; None where the router takes no registrations. `tracer` is None without traces.
     """
 
-    def __init__(self, fleet: Fleet, tenants: Tenants, members: Members | None = None):
-        self.fleet, self.tenants, self.members = fleet, tenants, members
+    def __init__(self, fleet: Fleet, tenants: Tenants, members: Members | None = None, tracer: Tracer | None = None):
+        self.fleet, self.tenants, self.members, self.tracer = fleet, tenants, members, tracer
         self.budget, self._bodies = Budget(), BodyReader()
         self.is_draining, self.active = False, 0
 
@@ -84,8 +86,10 @@ class RouterSite:
             raise unavailable(str(error), QUEUE_FULL) from None
 
     async def close(self) -> None:
-        """Ends the thread that decodes bodies."""
+        """Ends the thread that decodes bodies, and that which sends traces."""
         await self._bodies.close()
+        if self.tracer is not None:
+            await self.tracer.close()
 
 
 def make_app(site: RouterSite, host: str) -> ASGIApp:
@@ -168,7 +172,7 @@ async def _relay(site: RouterSite, http: Request) -> Response:
     """Relays a request to an instance."""
     if site.is_draining:
         raise unavailable("the router is shutting down", "draining", 5)
-    path, tenant = http.scope["path"], tenant_of(http)
+    path, tenant, began = http.scope["path"], tenant_of(http), time.monotonic()
     salt = tenant.salt if tenant is not None and site.tenants.has_several else ""
     with contextlib.ExitStack() as stack:
         reservation = stack.enter_context(site.budget.reserve())
@@ -177,8 +181,22 @@ async def _relay(site: RouterSite, http: Request) -> Response:
         site.reserve(reservation, request.num_bytes)
         if request.is_urgent:
             _require_operator(site, http, "a priority below 0")
-        headers = {"X-Request-Id": http.scope["extensions"][REQUEST_ID]}
-        return RelayResponse(site, Relay(site.fleet, request, headers), stack.pop_all().close)
+        headers = {"X-Request-Id": http.scope["extensions"][REQUEST_ID]} | trace_context(http.headers)
+        if http.headers.get(TIMING_HEADER) == "1":
+            headers[TIMING_HEADER] = "1"
+        if site.tracer is None:
+            return RelayResponse(site, Relay(site.fleet, request, headers), stack.pop_all().close)
+        trace = site.tracer.start("relay", http.headers, began)
+        relay = Relay(site.fleet, request, headers | trace.headers)
+        http.scope["extensions"][ENDED] = functools.partial(_end_trace, trace, relay, began, headers["X-Request-Id"])
+        return RelayResponse(site, relay, stack.pop_all().close)
+
+
+def _end_trace(trace: RequestTrace, relay: Relay, began: float, request_id: str, status: int) -> None:
+    names = [name for name, _ in relay.sent_to]
+    about: Attributes = {"dsv3.request_id": request_id, "http.response.status_code": status, "dsv3.instances": names}
+    whole = Span("relay", began, time.monotonic(), about, events=tuple(relay.sent_to))
+    trace.end(whole, f"status {status}" if status >= 500 else None)
 
 
 class RelayResponse(Response):
@@ -240,6 +258,8 @@ _EVENT_HEADERS = [
 
 def _response(reply: InstanceReply) -> Response:
     headers: dict[str, Any] = {"content-type": reply.media_type}
+    if reply.timing is not None:
+        headers["server-timing"] = reply.timing
     return Response(reply.content, reply.status, headers)
 
 
@@ -300,7 +320,10 @@ async def serve(
     make = maker(options, api_key)
     fleet = fleet_of(options, make)
     members = members_of(fleet, make, api_key, notify)
-    site = RouterSite(fleet, Tenants(tenants), members if options.registration else None)
+    traces = options.otlp_traces_endpoint
+    about = {"service.instance.id": f"{options.host}:{listener.getsockname()[1]}"}
+    tracer = None if traces is None else Tracer(traces, "dsv3-router", about)
+    site = RouterSite(fleet, Tenants(tenants), members if options.registration else None, tracer)
     limit = ConnectionLimit(max_admitted(None, 1))
     certificate = certificate_of(ServerOptions(**{name: getattr(options, name) for name in _TLS}))
     server = HttpServer(make_app(site, options.host), listener, limit, Deadlines(), certificate)

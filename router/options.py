@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from dsv3.config.declaration import check, option
-from dsv3.config.server_options import ServerOptions
+from dsv3.config.server_options import ServerOptions, check_traces_endpoint
 from dsv3.http_client import Address
 from dsv3.server.http.auth import is_loopback
 
@@ -36,6 +36,7 @@ class RouterOptions:
     instance_ca_file: str | None = option(
         None, "Trust instances at https:// whose certificates the authorities in this PEM file have signed."
     )
+    otlp_traces_endpoint: str | None = _of_server("otlp_traces_endpoint")
     registration: bool = option(
         False,
         "Take instances that say themselves that they are there (--register of launch.serve). They must know the key "
@@ -62,6 +63,7 @@ class RouterOptions:
 
     def __post_init__(self) -> None:
         check(self)
+        check_traces_endpoint(self.otlp_traces_endpoint)
         is_named = bool(self.instances) or bool(self.decode)
         if bool(self.prefill) != bool(self.decode) or (self.instances and self.decode):
             raise ValueError("instances: give these, or else both prefill and decode")

@@ -164,11 +164,12 @@ class RouterMetrics:
 
 @dataclasses.dataclass(frozen=True)
 class InstanceReply:
-    """An answer that is not streamed, or a refusal in the words of an instance."""
+    """An answer that is not streamed, or a refusal in the words of an instance; `timing` is its Server-Timing."""
 
     status: int
     media_type: str
     content: bytes
+    timing: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +195,8 @@ class Relay:
         self._attempts = RetryAttempts(fleet.options.max_resumes, fleet.options.queue_timeout)
         self._transfer: Mapping[str, Any] | None = None
         self._has_sent = False
+        self.sent_to: list[tuple[str, float]] = []
+        """Each time that it was sent: "prefill URL" or "answer URL", and when, by `time.monotonic`."""
 
     async def run(self, send: SendEvents) -> InstanceReply | None:
         """Returns the response, or None after all events of a streamed one went to `send`; raises ApiError.
@@ -228,10 +231,14 @@ class Relay:
                     self._fleet.metrics.resumed.inc(failure.has_arrived)
 
     async def _attempt[T](self, booking: Booking, attempt: Callable[[Booking], Awaitable[T]]) -> T:
-        self._fleet.metrics.sent.labels(booking.instance.url).inc()
+        self._on_sent("answer", booking.instance)
         found = await attempt(booking)
         booking.instance.on_success()
         return found
+
+    def _on_sent(self, what: str, instance: Instance) -> None:
+        self._fleet.metrics.sent.labels(instance.url).inc()
+        self.sent_to.append((f"{what} {instance.url}", time.monotonic()))
 
     async def _on_failure(self, booking: Booking, failure: InstanceFailed) -> None:
         """Probes whether the instance has died; one that was draining has not died of this request."""
@@ -252,7 +259,8 @@ class Relay:
             if response.status != 200:
                 return await _refusal(instance, response)
             kind = response.headers.get("content-type", "application/json")
-            return InstanceReply(200, kind, await instance.read(response, MAX_ANSWER_BYTES))
+            timing = response.headers.get("server-timing")
+            return InstanceReply(200, kind, await instance.read(response, MAX_ANSWER_BYTES), timing)
 
     async def _pass_through(self, booking: Booking, send: SendEvents) -> InstanceReply | None:
         """Relays a stream unchanged: a route whose responses cannot be resumed."""
@@ -320,7 +328,7 @@ class Relay:
 
     async def _computed(self, booking: Booking) -> Mapping[str, Any] | None:
         instance = booking.instance
-        self._fleet.metrics.sent.labels(instance.url).inc()
+        self._on_sent("prefill", instance)
         try:
             reply = await self._ask_whole(instance, self._request.prefill_body())
         except InstanceBusy:

@@ -126,6 +126,12 @@ class ServerOptions(ServiceOptions):
         group="http",
     )
     access_log: bool = option(False, "Write a line of JSON per request to standard error.", group="monitoring")
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "Send a trace per request to this OpenTelemetry collector, http://HOST:4318 or https://HOST/PATH (OTLP over "
+        "HTTP); needs the extra otel (docs/tracing.md).",
+        group="monitoring",
+    )
     profile_dir: str | None = option(
         None,
         "Enable POST /start_profile and /stop_profile, which write traces of steps to this directory, for "
@@ -162,6 +168,7 @@ class ServerOptions(ServiceOptions):
         for name in ("ssl_keyfile", "ssl_ca_certs"):
             if getattr(self, name) is not None and self.ssl_certfile is None:
                 raise ValueError(f"{name}: {getattr(self, name)!r} needs ssl_certfile")
+        check_traces_endpoint(self.otlp_traces_endpoint)
         self._check_register()
 
     def _check_register(self) -> None:
@@ -174,3 +181,9 @@ class ServerOptions(ServiceOptions):
             if not re.fullmatch(r"https?://[^/\s]+/?", url):
                 name = "register_as" if url == self.register_as else "register"
                 raise ValueError(f"{name}: {url!r} is not http://HOST:PORT or https://HOST:PORT")
+
+
+def check_traces_endpoint(url: str | None) -> None:
+    """Raises ValueError unless `url` is None or one that traces can be sent to."""
+    if url is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
+        raise ValueError(f"otlp_traces_endpoint: {url!r} is not http://HOST:PORT or https://HOST:PORT, or with a path")

@@ -33,6 +33,7 @@ from dsv3.engine.stored import COMPILE_EVENT, EventCounter
 from dsv3.kv_cache.events import EventStats
 from dsv3.model.layers.router import ids_per_token
 from dsv3.scheduler.cost import keys_per_token
+from dsv3.scheduler.listing import RequestList, list_requests
 from dsv3.scheduler.request import (
     HOST_TIME_BOUNDS,
     STEP_TOKENS_BOUNDS,
@@ -277,6 +278,11 @@ class Engine:
         """Returns recent steps and expert load for the dashboard; the thread that steps calls it between steps."""
         seen = (planner.snapshot() for planner in self.planners.values() if isinstance(planner, ExpertBalancer))
         return EngineSnapshot(self.log.snapshot(), next(seen, None))
+
+    def requests(self) -> RequestList:
+        """Returns what runs and waits; the thread that steps calls it between steps."""
+        compiling = [] if self.grammars is None else self.grammars.waiting
+        return list_requests(self.scheduler, compiling, self._kept_back, is_paused=self.control.is_stopped)
 
     def _step(self) -> StepOutputs:
         started, log = perf_counter(), self.log

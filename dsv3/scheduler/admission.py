@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from time import perf_counter
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from dsv3.kv_cache.tiers.hosts import Hosts
 from dsv3.kv_cache.tiers.tiers import HostTiers
 from dsv3.scheduler.balance import Balancer
 from dsv3.scheduler.batch_slots import BatchSlots, RankPages
-from dsv3.scheduler.sequence import Sequence, SequenceStatus, WaitingQueue
+from dsv3.scheduler.sequence import CAPACITY, Sequence, SequenceStatus, WaitingQueue
 from dsv3.scheduler.windows import WindowPages
 
 # Bounds the host's time for admission in one step, per 16 ranks: under 2 ms for as many cached tokens. Without it the
@@ -236,7 +235,6 @@ class Preemption:
 
 
 _STORE_LOOKUP = -1  # parks requests that wait for a store, instead of a rank
-_CAPACITY: Key = b""  # parks requests that wait for capacity on their requested rank, instead of a key
 
 
 class Admission:
@@ -321,14 +319,14 @@ class Admission:
             waiting.append(sequence)
             return
         self._requested_ranks[rank] = min(sequence.turn, self._requested_ranks.get(rank, sequence.turn))
-        self._queue.park(sequence, rank, _CAPACITY)
+        self._queue.park(sequence, rank, CAPACITY)
 
     def _wake_next(self, rank: int) -> None:
         """Wakes the first request that waits for capacity on a rank, and records the turn of the next one.
 
         The first one may be aborted while it waits behind others.
         """
-        behind = self._queue.wake_first(rank, _CAPACITY)
+        behind = self._queue.wake_first(rank, CAPACITY)
         if behind is None:
             self._requested_ranks.pop(rank, None)
         else:
@@ -345,6 +343,7 @@ class Admission:
             self.awaiting_lookup.remove(sequence)
             if sequence.lookup is not None:
                 sequence.lookup.close()
+            sequence.timing.enter("queue")
             self._queue.wake(_STORE_LOOKUP, (_key_of_sequence(sequence),))
 
     def _start_lookup(self, sequence: Sequence) -> bool:
@@ -379,6 +378,7 @@ class Admission:
             return False
         lookup.is_second = is_second
         sequence.lookup = lookup
+        sequence.timing.enter("transfer" if source else "lookup")
         self.awaiting_lookup.append(sequence)
         self._queue.park(sequence, _STORE_LOOKUP, _key_of_sequence(sequence))
         return True
@@ -451,8 +451,9 @@ class Admission:
             sequence.routed.restore(sequence.keys[: sequence.load_stop])
         if self.windows is not None:
             self.windows.start(sequence, rank, len(cached))
-        if sequence.queue_seconds is None:
-            sequence.queue_seconds = perf_counter() - sequence.queued_at
+        sequence.timing.enter("prefill" if sequence.load_stop == len(cached) else "load")
+        if not sequence.started:
+            sequence.timing.device = sequence.prefilled
         if self._cfg.enable_prefix_caching:
             self._register_pending(sequence, rank, len(cached))
             self._record_prefix_hits(sequence)
@@ -480,7 +481,21 @@ class Admission:
         tiers, lookup = self.tiers.of(rank), sequence.lookup
         tiers.record_query(len(useful) - cached)
         found = lookup.num_found if lookup is not None and lookup.tiers is tiers else 0
+        sequence.looked_up = (0, 0) if lookup is None else (lookup.first, found)
         return tiers.num_loadable(useful, cached, found)
+
+    def record_loaded(self, sequence: Sequence) -> None:
+        """Records that a running request gets no more pages of a tier, and how many each tier had."""
+        timing, size = sequence.timing, self._cfg.page_size
+        if not sequence.started:
+            first, stop = timing.device // size, sequence.num_found
+            looked_up = max(0, min(stop, sequence.looked_up[1]) - max(first, sequence.looked_up[0]))
+            timing.host = size * (stop - first - looked_up)
+            if sequence.request.pages_from:
+                timing.peer = size * looked_up
+            else:
+                timing.store = size * looked_up
+        timing.enter("prefill")
 
     def _record_prefix_hits(self, sequence: Sequence) -> None:
         if sequence.started:

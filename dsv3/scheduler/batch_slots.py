@@ -105,7 +105,7 @@ class BatchSlots:
 
     def __init__(self, cfg: EngineConfig, vocab_size: int) -> None:
         total = cfg.num_ranks * cfg.max_num_seqs
-        self._per_rank, self._page_size = cfg.max_num_seqs, cfg.page_size
+        self._per_rank, self._page_size, self._has_drafts = cfg.max_num_seqs, cfg.page_size, cfg.tokens_per_row > 1
         self.sequences: list[Sequence | None] = [None] * total
         self.ids = np.zeros(total, np.int64)  # of the requests
         self.planned = np.zeros(total, np.int64)
@@ -122,6 +122,8 @@ class BatchSlots:
         self.constrained = np.zeros(total, bool)  # by a grammar
         self.started = np.zeros(total, bool)  # its first token has been reported
         self.decoding = np.zeros(total, bool)  # takes part in the next decode step
+        self.drafts_proposed = np.zeros(total, np.int64)
+        self.drafts_accepted = np.zeros(total, np.int64)
         self.history = History(total)
         # How many running requests each token stops or fails; the samplers' codes, below 0, index from the end.
         self.stop_counts = np.zeros(vocab_size - UNDRAFTED, np.int32)
@@ -213,6 +215,8 @@ class BatchSlots:
         self.sends_routed_experts[slot] = sequence.routed is not None and sequence.routed.sends_each_step
         self.constrained[slot] = sequence.matcher is not None
         self.started[slot] = sequence.started
+        if self._has_drafts:
+            self.drafts_proposed[slot] = self.drafts_accepted[slot] = 0
         for token in sequence.stop_ids:
             self.stop_counts[token] += 1
 
@@ -253,6 +257,9 @@ class BatchSlots:
         self.sequences[slot] = None
         self.history.clear(slot)
         self.planned[slot] = 0
+        if self._has_drafts:
+            sequence.timing.drafts_proposed += int(self.drafts_proposed[slot])
+            sequence.timing.drafts_accepted += int(self.drafts_accepted[slot])
         self.priority[slot] = NO_PRIORITY
         self._priorities[sequence.priority] -= 1
         if not self._priorities[sequence.priority]:
@@ -398,11 +405,12 @@ class DraftCounts:
     rows: int = 0
     tokens: int = 0
 
-    def add(self, tokens: np.ndarray) -> np.ndarray:
-        """Counts a step's results `tokens` `[n, S]`; returns how many tokens each row accepted, `[n]` int64."""
+    def add(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Counts a step's results `tokens` `[n, S]`; returns each row's accepted tokens and its drafts, `[n]` int64."""
         counts, drafts = np.ones(len(tokens), np.int64), tokens.shape[1] - 1
+        proposed = np.full(len(tokens), drafts)
         if not drafts:
-            return counts
+            return counts, proposed
         for i, column in enumerate(tokens.T[1:]):  # numpy takes 15 times as long along the short axis
             right = column > NOTHING
             counts += right
@@ -413,4 +421,5 @@ class DraftCounts:
         if absent := int(np.count_nonzero(missing)):
             self.rows -= int(np.count_nonzero(missing[:, 1]))  # a row's drafts have no gaps
             self.tokens -= absent
-        return counts
+            proposed -= missing.sum(axis=1)
+        return counts, proposed

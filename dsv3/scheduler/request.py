@@ -16,6 +16,7 @@ import numpy as np
 from dsv3.config.model import PAGE_SIZE
 from dsv3.kv_cache.page_keys import KEY_BYTES, Key, extend_keys, root_for_weights, root_key
 from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.timing import RequestTiming
 from dsv3.text.grammar import plain_grammar
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -47,7 +48,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     that must run it; None: where it costs least. A lower `priority` is served earlier. The answer continues behind
     `answer_token_ids`, which count as its first tokens. `grammar` constrains the answer, in llguidance's form, where
     `sampling.structured_outputs` alone does not say it. `prompt_experts` are those that another instance has chosen for
-    the first tokens of the prompt, whose pages it has. Stop strings belong to the text layer; the engine only knows
+    the first tokens of the prompt, whose pages it has. `return_timing` asks for the engine's record of each sequence.
+    Stop strings belong to the text layer; the engine only knows
     tokens.
     """
 
@@ -62,6 +64,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     grammar: str = ""
     prompt_experts: "ExpertIds | None" = None
+    return_timing: bool = False
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -156,7 +159,7 @@ def join_routed_experts(parts: Sequence[ExpertIds], tokens: int) -> np.ndarray |
     return np.concatenate(rows)[:tokens] if rows else None
 
 
-class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
     """What one step produced for one request.
 
     `finish_reason` is set on a request's last output. `stop_token_id` is the stop or end token that ended it, the last
@@ -165,7 +168,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tokens; after a preemption some tokens of the prompt come again. `routed_experts` are those of tokens that have been
     computed, where the request wants them: in outputs without tokens, and in the last one. `error` explains a
     finish_reason of "error". `weight_version` names the weights of this and the following tokens: on the first output,
-    and on one without tokens where the weights of a running request have changed.
+    and on one without tokens where the weights of a running request have changed. `timing` is on the first and the last
+    output, where the request asks for it: an answer that ends with a stop string has no last one.
     """
 
     request_id: int
@@ -179,6 +183,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     queue_seconds: float | None = None
     error: str | None = None
     weight_version: str | None = None
+    timing: RequestTiming | None = None
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -336,7 +341,7 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
         return root_key(self.fingerprint, cache_salt)
 
 
-class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
+class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A validated request in the form the scheduler uses; arrays are bytes, little endian.
 
     It stands for `sampling.n` sequences; the engine accepts those that `fan_out` returns. `tokens` is the prompt as
@@ -344,7 +349,8 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     tokens are the beginning of the answer. `max_length` bounds prompt and answer together. `stop_ids` end the answer.
     `pages_from` is an instance that has computed the prompt, `bootstrap_room` the number under which another instance
     asks this one for its pages, `rank` the only one that may run it. A lower `priority` is served earlier and may
-    preempt a higher one. `grammar` constrains the answer, "" for none. `prompt_experts` are an `EngineRequest`'s.
+    preempt a higher one. `grammar` constrains the answer, "" for none. `prompt_experts` and `return_timing` are an
+    `EngineRequest`'s.
     """
 
     request_id: int
@@ -362,6 +368,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str = ""
     prompt_experts: ExpertIds | None = None
     weights: str = ""
+    return_timing: bool = False
 
     @property
     def key_root(self) -> Key:
@@ -440,6 +447,7 @@ def prepare(request: EngineRequest, rules: RequestRules) -> PreparedRequest:
         grammar=grammar,
         prompt_experts=request.prompt_experts if sampling.return_routed_experts else None,
         weights=rules.weights,
+        return_timing=request.return_timing,
     )
 
 

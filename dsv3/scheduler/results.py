@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
+from time import monotonic
 
 import numpy as np
 
@@ -94,7 +95,10 @@ def process_results(
         mine = rows.slots
         if not len(mine):
             return
-    accepted = scheduler.drafts.add(tokens)
+    accepted, proposed = scheduler.drafts.add(tokens)
+    if tokens.shape[1] > 1:
+        slots.drafts_proposed[mine] += proposed
+        slots.drafts_accepted[mine] += accepted - 1
     before, limit = slots.known[mine], slots.limit[mine]
     known = np.minimum(before + accepted, limit)
     counts = known - before
@@ -112,12 +116,13 @@ def process_results(
     if tokens.shape[1] > 1:
         _unschedule(scheduler, mine, tokens.shape[1] - counts)
     _append_columns(rows, tokens, counts, ~special, outputs)
+    now = monotonic()
     for i in special.nonzero()[0].tolist():
         sequence = slots.sequences[mine[i]]
         assert sequence is not None
         values = tokens[i, : counts[i]].tolist()
         logprobs = _logprobs(sequence, rows, i, sampled[1:])
-        outputs.details.append(_make_output(scheduler, sequence, values, bool(at_limit[i]), logprobs))
+        outputs.details.append(_make_output(scheduler, sequence, values, bool(at_limit[i]), logprobs, now))
 
 
 def prefilled_expert_outputs(
@@ -184,11 +189,20 @@ def _append_columns(
 
 
 def _make_output(
-    scheduler: Scheduler, sequence: Sequence, tokens: list[int], at_limit: bool, logprobs: list[TokenLogprobs] | None
+    scheduler: Scheduler,
+    sequence: Sequence,
+    tokens: list[int],
+    at_limit: bool,
+    logprobs: list[TokenLogprobs] | None,
+    now: float,
 ) -> EngineOutput:
     """Returns the output of a row that is a request's first or last, or has log-probabilities."""
     is_first = not sequence.started
-    num_cached, queue_seconds = (sequence.num_cached, sequence.queue_seconds) if is_first else (0, None)
+    timing = sequence.timing
+    num_cached, queue_seconds = 0, None
+    if is_first:
+        num_cached, queue_seconds = sequence.num_cached, timing.queue_seconds
+        timing.first_token_at = now
     sequence.started = scheduler.slots.started[sequence.slot] = True
     if NOT_FINITE in tokens:
         scheduler.invalidate_pages(sequence)
@@ -211,6 +225,7 @@ def _make_output(
         num_cached_tokens=num_cached,
         queue_seconds=queue_seconds,
         weight_version=scheduler.weight_version if is_first else None,
+        timing=timing if sequence.request.return_timing and (is_first or reason) else None,
     )
 
 

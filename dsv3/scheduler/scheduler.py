@@ -10,7 +10,7 @@ import itertools
 import os
 from collections import deque
 from collections.abc import Iterable
-from time import perf_counter
+from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -121,7 +121,7 @@ class Scheduler:
             self.rekey(sequence)
         self._arrivals += 1
         sequence.arrival = self._arrivals
-        sequence.queued_at = perf_counter()
+        sequence.timing.enter("queue")
         if sequence.sampling.return_routed_experts:
             given = sequence.request.prompt_experts
             sequence.routed = RequestExperts(self.page_experts, given, sends_each_step=bool(sequence.sampling.stop))
@@ -166,6 +166,7 @@ class Scheduler:
             self._requeue(sequence)
             return
         self.loading.remove(sequence)
+        self.admission.record_loaded(sequence)
         sequence.state = SequenceStatus.PREFILLING
         _insert_by_priority(self.prefilling[self.slots.rank_of(sequence.slot)], sequence)
 
@@ -189,6 +190,7 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Removes a finished or aborted request; its pages are freed once no launched step can write them."""
         del self.sequences[sequence.id]
+        sequence.timing.ended_at = monotonic()
         if self.bootstrap_rooms is not None:
             self.bootstrap_rooms.update(sequence.request.bootstrap_room, "gone")
         if sequence.slot >= 0:
@@ -228,6 +230,7 @@ class Scheduler:
         """Moves all running requests back to the queue: their known tokens are computed again."""
         for rank in range(self.cfg.num_ranks):
             for sequence in self.slots.on_rank(rank):
+                sequence.timing.retractions += 1
                 self._requeue(sequence)
 
     def change_weights(self, weights: str, version: str) -> list[Sequence]:
@@ -424,6 +427,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Preempts a running request: another needs its slot or pages."""
         self.num_preemptions += 1
+        sequence.timing.preemptions += 1
         self._requeue(sequence)
 
     def _requeue(self, sequence: Sequence) -> None:
@@ -431,6 +435,7 @@ class Scheduler:
         slot = sequence.slot
         tokens = self.slots.history.read(slot, 0, int(self.slots.known[slot]))
         self._release(sequence, SequenceStatus.WAITING)
+        sequence.timing.on_requeued(sequence.started)
         sequence.tokens = tokens
         if self.cfg.enable_prefix_caching:
             extend_keys(sequence.root, sequence.keys, tokens, self.cfg.page_size)

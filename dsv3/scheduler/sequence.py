@@ -13,6 +13,7 @@ from dsv3.kv_cache.tiers.tiers import Lookup
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import PreparedRequest
 from dsv3.scheduler.routed_experts import RequestExperts
+from dsv3.scheduler.timing import RequestTiming, begin_timing
 from dsv3.text.matcher import Matcher
 
 GREEDY, DRAWN, FILTERED, FULL = 0, 1, 2, 3
@@ -47,6 +48,7 @@ class Sequence:
     root: Key
     keys: list[Key]
     variant: int
+    timing: RequestTiming
     state: SequenceStatus = SequenceStatus.WAITING
     arrival: int = 0
     slot: int = -1  # rank * max_num_seqs + slot within the rank
@@ -65,8 +67,7 @@ class Sequence:
     num_published: int = 0  # leading pages that are in the prefix cache
     has_finite_logits: bool = True
     num_cached: int = 0
-    queued_at: float = 0.0
-    queue_seconds: float | None = None  # from the queue to the first slot
+    looked_up: tuple[int, int] = 0, 0  # from the first to behind the last page that its lookup has found
     matcher: Matcher | None = None  # of the grammar that constrains it
     routed: RequestExperts | None = None  # experts of its tokens, where it wants them
     started: bool = False  # its first token has been reported
@@ -110,6 +111,7 @@ def make_sequence(request: PreparedRequest, keys: Iterable[Key] | None = None) -
         root=request.key_root,
         keys=request.prefix_keys if keys is None else list(keys),
         variant=_variant(request.sampling),
+        timing=begin_timing("grammar" if request.grammar else "queue"),
     )
 
 
@@ -145,6 +147,8 @@ class Chunk:
 
 
 _MIN_SWEEP = 64
+CAPACITY: Key = b""
+"""Parks requests that wait for capacity on the rank that they require, instead of a key."""
 
 
 class WaitingQueue:
@@ -201,6 +205,11 @@ class WaitingQueue:
         mine = self._parked.setdefault(rank, {})
         bisect.insort(mine.setdefault(key, []), sequence, key=lambda parked: parked.turn)
         self._count += 1
+
+    def parked_ranks(self) -> dict[int, bool]:
+        """Returns, by request id, the parked requests: whether each waits for capacity on its rank, not for a page."""
+        parked = (each.items() for each in self._parked.values())
+        return {s.id: key == CAPACITY for mine in parked for key, waiting in mine for s in waiting}
 
     def wake(self, rank: int, keys: Iterable[Key]) -> None:
         """Returns the sequences that were parked under one of `keys` to their turns."""

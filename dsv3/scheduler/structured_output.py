@@ -85,14 +85,19 @@ class Grammars:
                 raise error
         return ready, failed
 
+    @property
+    def waiting(self) -> list[Sequence]:
+        """The sequences that wait for their matcher."""
+        return [sequence for sequence, _ in self._waiting.values()]
+
     def cancel(self, request_id: int) -> bool:
         """Removes a sequence that waits for its matcher; returns whether it did."""
         return self._waiting.pop(request_id, None) is not None
 
     def cancel_all(self) -> list[Sequence]:
         """Removes and returns all sequences that wait."""
-        waiting, self._waiting = self._waiting, {}
-        return [sequence for sequence, _ in waiting.values()]
+        waiting, self._waiting = self.waiting, {}
+        return waiting
 
     def stats(self) -> GrammarStats:
         """Returns the statistics; any thread may call."""

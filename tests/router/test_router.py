@@ -1,6 +1,7 @@
 """A router in front of real server processes: what clients get is what one server tells, whoever dies meanwhile."""
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import httpx
 import pytest
 
+from benchmarks.request_trace import Collector, in_order
 from tests.dsv3.server.fake_engine import CRASH_STEP
 from tests.dsv3.server.test_bodies import SIZE, forget_peak, memory, repeated
 from tests.dsv3.server.test_resume import BODIES, CHAT, COMPLETIONS, collect
@@ -158,13 +160,44 @@ def go_through(router, server, end) -> None:
     assert texts == [server.http.post(COMPLETIONS, json=body).json()["choices"][0]["text"] for body in whole]
 
 
+def check_traces(split, servers, collector: Collector, body: dict) -> None:
+    """Checks the trace of a request over a router and two instances, below the span of its client."""
+    trace_id, parent_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    headers = {"traceparent": f"00-{trace_id}-{parent_id}-01", "X-Request-Timing": "1", "X-Request-Id": "slow"}
+    answer = split.http.post(COMPLETIONS, json=body, headers=headers)
+    assert "decode;dur=" in answer.headers["server-timing"] and answer.json()["usage"]["timing"]["decode_ms"] > 0
+    unsampled = headers | {"traceparent": f"00-{'1' * 32}-{parent_id}-00"}
+    split.http.post(COMPLETIONS, json=body, headers=unsampled).raise_for_status()
+    (_, relay), *rows = in_order(collector.trace(["relay", "llm_request", "llm_request"], trace_id))
+    requests = [span for _, span in rows if span.name == "llm_request"]
+    assert (relay.name, relay.parent_id, relay.process) == ("relay", parent_id, "dsv3-router")
+    assert relay.attributes["dsv3.instances"] == [f"prefill {servers[0].url}", f"answer {servers[1].url}"]
+    assert all(span.parent_id == relay.span_id for span in requests)
+    parts = [span for _, span in rows if span.parent_id == requests[1].span_id]
+    assert [span.name for span in parts] == ["tokenize", "queue", "prefill", "decode", "detokenize", "write"]
+    for part, whole in [*((span, requests[1]) for span in parts), *((span, relay) for span in requests)]:
+        assert whole.start <= part.start + 1e-3 and part.stop <= whole.stop + 1e-3  # of clocks read one by one
+    [chunk] = [span for _, span in rows if span.parent_id == parts[2].span_id]
+    assert chunk.name == "chunk" and list(parts[3].events) == ["first_token"]
+    found = requests[1].attributes
+    assert found["gen_ai.usage.output_tokens"] == body["max_tokens"] and found["dsv3.request_id"] == "slow"
+    assert found["gen_ai.response.finish_reasons"] == ["length"] and found["gen_ai.request.model"] == "tiny"
+    assert 0 < found["gen_ai.latency.time_to_first_token"] < found["gen_ai.latency.e2e"]
+    assert not [span for span in collector.spans if span.trace_id == "1" * 32]
+    slow = servers[1].http.get("/dashboard/data").json()["slow_requests"]
+    assert {(each["id"], each["trace_id"]) for each in slow} >= {("slow", trace_id)}
+
+
 def test_every_answer_goes_on_when_an_instance_falls_silent_and_when_it_is_killed(dialect_dir):
-    """A second router beside the first one has the same instances compute prompts and answer."""
+    """A second router beside the first one has the same instances compute prompts and answer, and sends traces."""
     settings = {"factory_options": {"step_s": 0.02, "transfer_address": "127.0.0.1:7000"}}
     with (
-        running_servers(dialect_dir, 2, **settings) as servers,
+        contextlib.closing(Collector()) as collector,
+        running_servers(dialect_dir, 2, **settings, options={"otlp_traces_endpoint": collector.url}) as servers,
         routing(instances(*servers), "--health_timeout=0.5") as router,
-        routing(f"--prefill={servers[0].url}", f"--decode={servers[1].url}") as split,
+        routing(
+            *(f"--prefill={servers[0].url}", f"--decode={servers[1].url}", f"--otlp_traces_endpoint={collector.url}")
+        ) as split,
     ):
         wait_until(lambda: split.metric("dsv3:router_instance_up") == 2)
         body = {"prompt": PROMPT * 20, "max_tokens": 9}
@@ -172,6 +205,7 @@ def test_every_answer_goes_on_when_an_instance_falls_silent_and_when_it_is_kille
         for count in (1, 2):
             assert collect(stream(split.http, COMPLETIONS, body), 1).text == direct.text
             assert split.metric("dsv3:router_prefilled_total") == count
+        check_traces(split, servers, collector, body)
 
         def is_busy() -> bool:
             return servers[0].metric("vllm:num_requests_running") >= 4
@@ -194,7 +228,7 @@ def test_every_answer_goes_on_when_an_instance_falls_silent_and_when_it_is_kille
         go_through(router, servers[1], die)
         assert router.metric("dsv3:router_resumed_total") >= resumed + 4
         assert collect(stream(split.http, COMPLETIONS, body), 1).text == direct.text
-        assert split.metric("dsv3:router_prefilled_total") == 2
+        assert split.metric("dsv3:router_prefilled_total") == 4  # two more have been traced
 
 
 def test_a_request_that_ends_two_instances_ends_no_third_and_without_any_requests_are_refused(dialect_dir):

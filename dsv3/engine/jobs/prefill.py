@@ -5,6 +5,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from operator import attrgetter
+from time import monotonic
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +144,7 @@ class PrefillPlanner:
         if self._cfg.num_ranks > 1:
             self._record_balance(command.header)
         rows, starting = self._mark_launched(chunks)
-        context = ForwardContext(rows, self._capacity.factor, chunks)
+        context = ForwardContext(rows, self._capacity.factor, chunks, monotonic())
         if not starting:
             return [Planned(NAME, command, context)]
         sample, is_constrained = sampler_command(scheduler.slots, rows.slots, starting, self._cfg.max_num_seqs)
@@ -185,6 +186,7 @@ class PrefillPlanner:
     def _on_computed(self, context: ForwardContext, overflowed: bool) -> None:
         scheduler = self._scheduler
         self._capacity.update(context.factor, overflowed)
+        now = monotonic()
         for chunk in (c for mine in context.chunks for c in reversed(mine)):
             slot = chunk.sequence.slot
             holds = slot >= 0 and scheduler.slots.epoch[slot] == chunk.epoch
@@ -192,6 +194,7 @@ class PrefillPlanner:
                 scheduler.recompute(chunk.sequence, chunk.start)
             elif holds:
                 scheduler.on_computed(chunk.sequence, chunk.stop)
+                chunk.sequence.timing.add_chunk(context.scheduled_at, now, chunk.stop - chunk.start, chunk.is_last)
             scheduler.prompt_tokens += 0 if overflowed else chunk.stop - chunk.start
 
     def stats(self) -> PrefillBalance | None:

@@ -142,12 +142,13 @@ class ForwardContext(NamedTuple):
     """What a planner of a forward job keeps until its results come.
 
     These are the rows that sample, their capacity factor (`scheduler.results.CapacityFactor`), and a prefill's chunks
-    by rank.
+    by rank. `scheduled_at` is a time of `time.monotonic`.
     """
 
     rows: BatchRows
     factor: int
     chunks: list[list[Chunk]]
+    scheduled_at: float = 0.0
 
 
 class ForwardResults(NamedTuple):

@@ -18,6 +18,7 @@ import msgspec
 from dsv3.engine.operations import OperatedState, Operation, OperationRefused
 from dsv3.engine.step_log import EngineSnapshot, StepRecord
 from dsv3.processes import frames
+from dsv3.scheduler.listing import RequestList
 from dsv3.scheduler.request import EngineOutput, PreparedRequest, first_id
 from dsv3.server.engine import messages
 from dsv3.server.engine.in_flight import InFlightRequest, InFlightRequests, RequestStream
@@ -88,7 +89,7 @@ class EngineClient:
         self.max_restarts = max_restarts
         self.on_stats: Callable[[messages.Stats], None] = lambda _: None
         self.on_progress: Callable[[messages.StartProgress], None] = lambda _: None
-        self.on_inspection: Callable[[EngineSnapshot | list[StepRecord]], None] = lambda _: None
+        self.on_inspection: Callable[[EngineSnapshot | RequestList | list[StepRecord]], None] = lambda _: None
         self.on_dropped: Callable[[messages.ApiServerDropped], None] = lambda _: None
         self.on_ready: Callable[[], None] = lambda: None
         self.on_resumed: Callable[[], None] = lambda: None
@@ -130,6 +131,11 @@ class EngineClient:
     def has_capacity(self) -> bool:
         """Whether the engine would accept one more sequence, by the last statistics of all API servers together."""
         return max(_num_in_engine(self.stats), self.num_in_flight) < self.capacity
+
+    def stream_of(self, request_id: int) -> RequestStream | None:
+        """Returns the stream of a sequence of this API server; None for another one, and for one that has ended."""
+        found = self._in_flight.by_id.get(request_id)
+        return None if found is None else found.stream
 
     def new_ids(self, count: int) -> int:
         """Returns the first of `count` new request ids."""
@@ -197,8 +203,8 @@ class EngineClient:
         if self.state == "ready":
             self._send(messages.Flush())
 
-    def inspect(self, what: Literal["snapshot", "start_profile", "stop_profile"]) -> None:
-        """Requests a snapshot, or starts or stops a profile; the reply goes to `on_inspection`."""
+    def inspect(self, what: Literal["snapshot", "requests", "start_profile", "stop_profile"]) -> None:
+        """Requests a snapshot or a list, or starts or stops a profile; the reply goes to `on_inspection`."""
         if self.state == "ready":
             self._send(messages.Inspect(what))
 
@@ -354,6 +360,8 @@ class EngineClient:
                 self.on_inspection(message.snapshot)
             case messages.ProfileReply():
                 self.on_inspection(message.steps)
+            case RequestList():
+                self.on_inspection(message)
             case messages.ApiServerDropped():
                 self.on_dropped(message)
             case messages.DrainServer():

@@ -9,6 +9,7 @@ from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine.cluster.link import FIRST, Incarnation
 from dsv3.engine.operations import OperatedState, Operation
 from dsv3.engine.step_log import EngineSnapshot, StepRecord
+from dsv3.scheduler.listing import RequestList
 from dsv3.scheduler.request import EngineOutput, PreparedRequest, RequestRules, StepOutputs, Tokens
 
 FIRST_SENDER = 0
@@ -58,9 +59,9 @@ class Flush(msgspec.Struct, frozen=True, tag=True):
 
 
 class Inspect(msgspec.Struct, frozen=True, tag=True):
-    """Send a `SnapshotReply`; or start or stop a profile and send a `ProfileReply`."""
+    """Send a `SnapshotReply` or a `RequestList`; or start or stop a profile and send a `ProfileReply`."""
 
-    what: Literal["snapshot", "start_profile", "stop_profile"]
+    what: Literal["snapshot", "requests", "start_profile", "stop_profile"]
 
 
 class OperateEngine(msgspec.Struct, frozen=True, tag=True):
@@ -234,6 +235,7 @@ FromEngine = (
     | LockGranted
     | EngineHeartbeat
     | SnapshotReply
+    | RequestList
     | ProfileReply
     | OperatedState
     | OperationDone

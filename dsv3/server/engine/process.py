@@ -26,6 +26,7 @@ from dsv3.engine.operations import OperatedState, Operation, OperationRefused
 from dsv3.engine.step_log import EngineSnapshot, StepLog
 from dsv3.logs import configure_logging
 from dsv3.processes.child import link_to_parent
+from dsv3.scheduler.listing import RequestList
 from dsv3.scheduler.request import InvalidRequest, NotServing, PreparedRequest, QueueFull, StepOutputs, fan_out
 from dsv3.server.engine import messages
 from dsv3.server.engine.api_servers import ApiServerConnection, ApiServerConnections
@@ -52,6 +53,7 @@ class EngineLike(Protocol):
     def step(self) -> StepOutputs: ...
     def stats(self) -> Any: ...
     def snapshot(self) -> EngineSnapshot: ...
+    def requests(self) -> RequestList: ...
     def operate(self, operation: Operation, on_progress: Callable[[], None]) -> Future[None]: ...
 
 
@@ -154,7 +156,11 @@ class RequestReceiver:
             self._api_servers.remove(api_server)
 
 
-def inspect(engine: EngineLike, message: messages.Inspect) -> messages.SnapshotReply | messages.ProfileReply:
+def inspect(
+    engine: EngineLike, message: messages.Inspect
+) -> messages.SnapshotReply | RequestList | messages.ProfileReply:
+    if message.what == "requests":
+        return engine.requests()
     if message.what == "snapshot":
         return messages.SnapshotReply(engine.snapshot())
     if message.what == "start_profile":

@@ -5,6 +5,7 @@ import contextlib
 import datetime
 import functools
 import re
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -22,7 +23,17 @@ from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopba
 from dsv3.server.http.batches import batch_routes
 from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body, unless_disconnected
 from dsv3.server.http.dashboard import dashboard_routes
-from dsv3.server.http.exchange import SUMMARY, WRITER, ResponseWriter, error_path, error_response, json_response
+from dsv3.server.http.exchange import (
+    ENDED,
+    REQUEST_ID,
+    SUMMARY,
+    TIMING_HEADER,
+    WRITER,
+    ResponseWriter,
+    error_path,
+    error_response,
+    json_response,
+)
 from dsv3.server.http.openapi import openapi, openapi_path
 from dsv3.server.http.operations import operation_routes
 from dsv3.server.limits import Reservation
@@ -35,6 +46,8 @@ from dsv3.server.serving.handler import RequestHandler
 from dsv3.server.serving.handlers import KINDS
 from dsv3.server.serving.request_parsing import read_request
 from dsv3.server.serving.service import Service
+from dsv3.server.serving.spans import end_trace
+from dsv3.server.serving.timeline import RequestTimeline, server_timing
 
 
 class EventStream(Response):
@@ -128,7 +141,7 @@ def make_app(service: Service, options: ServerOptions) -> ASGIApp:
     elif is_loopback(options.host):
         app = RequireLocalName(app, options.host, options.allowed_origins)
     if options.allowed_origins:
-        methods, shown = ["GET", "POST", "DELETE"], ["x-request-id", "retry-after"]
+        methods, shown = ["GET", "POST", "DELETE"], ["x-request-id", "retry-after", "server-timing"]
         app = CORSMiddleware(app, options.allowed_origins, methods, allow_headers=["*"], expose_headers=shown)
     return app
 
@@ -190,15 +203,31 @@ _UNSUPPORTED = {
 
 async def _generate(kind: type[RequestHandler], service: Service, http: Request) -> Response:
     """Serves a route that generates, as a stream of events or as one JSON response."""
+    timeline = _begin_timeline(service, http)
     with contextlib.ExitStack() as stack:
         reservation = stack.enter_context(service.budget.reserve())
         handler = kind(service, await _body(service, http, reservation), tenant_of(http))
-        handler.rank = rank_of(http.headers.get(RANK_HEADER))
+        handler.rank, handler.timeline = rank_of(http.headers.get(RANK_HEADER)), timeline
         await unless_disconnected(http.receive, handler.prepare())
         http.scope["extensions"][SUMMARY] = handler.summary
+        if timeline.trace is not None:
+            http.scope["extensions"][ENDED] = functools.partial(end_trace, service, timeline.trace, timeline, handler)
         if handler.streams:
             return EventStream(handler, stack.pop_all().close)
-        return Response(await unless_disconnected(http.receive, handler.whole()), media_type="application/json")
+        content = await unless_disconnected(http.receive, handler.whole())
+        headers = {"server-timing": server_timing(timeline.split())} if timeline.is_shown else None
+        return Response(content, 200, headers, media_type="application/json")
+
+
+def _begin_timeline(service: Service, http: Request) -> RequestTimeline:
+    """Returns the record of a request that has just come; it ends the request's trace, if there is one."""
+    extensions, began = http.scope["extensions"], time.monotonic()
+    trace = None if service.tracer is None else service.tracer.start("llm_request", http.headers, began)
+    is_shown = http.headers.get(TIMING_HEADER) == "1"
+    timeline = RequestTimeline(extensions[REQUEST_ID], is_shown=is_shown, trace=trace)
+    if trace is not None:
+        extensions[ENDED] = functools.partial(end_trace, service, trace, timeline, None)
+    return timeline
 
 
 def _body(service: Service, http: Request, reservation: Reservation) -> Coroutine[Any, Any, bytearray]:

@@ -1,4 +1,4 @@
-"""Routes of the dashboard and of step profiles.
+"""Routes of the dashboard, of step profiles, and of the list of requests.
 
 The page contains no data and needs no key; its data do. The page's script asks the user for the key, keeps it for the
 browser's tab, and sends it with each request. The Content-Security-Policy allows only the page's own script and style,
@@ -25,7 +25,7 @@ from dsv3.engine.step_log import MAX_PROFILE_S, MAX_PROFILE_STEPS, StepRecord
 from dsv3.server.http.auth import require_operator
 from dsv3.server.http.bodies import endpoint
 from dsv3.server.protocol.errors import ApiError, invalid, unavailable
-from dsv3.server.serving.dashboard import picture, write_trace
+from dsv3.server.serving.dashboard import list_requests, picture, write_trace
 from dsv3.server.serving.service import Service
 
 _MAX_DIGITS = 32
@@ -48,11 +48,16 @@ def dashboard_routes(service: Service, profile_dir: str | None) -> list[Route]:
         steps = await service.snapshot_poller.stop_profile()
         return _json(await asyncio.to_thread(_write, steps, directory))
 
+    async def requests(http: Request) -> Response:
+        require_operator(service, http)
+        return _json(list_requests(service, await service.snapshot_poller.requests()))
+
     routes: list[tuple[str, Callable[[Request], Awaitable[Response]], str]] = [
         ("/dashboard", _page, "GET"),
         ("/dashboard/data", data, "GET"),
         ("/start_profile", start, "POST"),
         ("/stop_profile", stop, "POST"),
+        ("/debug/requests", requests, "GET"),
     ]
     return [Route(path, endpoint(handler), methods=[method]) for path, handler, method in routes]
 

@@ -38,6 +38,12 @@ TENANT = "dsv3.tenant"
 SUMMARY = "dsv3.summary"
 """A function that returns the `RequestSummary` of a generation; absent for other routes."""
 
+ENDED = "dsv3.ended"
+"""A function that is called with the status when the exchange is over (499: the client has gone); may be absent."""
+
+TIMING_HEADER = "x-request-timing"
+"""A request's header that asks, with the value 1, for the header `Server-Timing` and for `usage.timing`."""
+
 OnAccess = Callable[[dict[str, object]], None]
 """Called with the fields of the access log after each request."""
 
@@ -218,6 +224,11 @@ class HttpExchange:
                 await self._fail()
             else:
                 self._writer.abort()
+        if (on_end := scope["extensions"].get(ENDED)) is not None:
+            try:
+                on_end(self.status if self.is_complete else 499)
+            except Exception:
+                _log.exception("the trace of request %s is not complete", request_label(scope))
         if on_access is not None:
             on_access(self._access(scope["extensions"]))
 

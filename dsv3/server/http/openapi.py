@@ -164,6 +164,7 @@ OPERATIONS: dict[tuple[str, str], ApiOperation] = {
     ("POST", "/flush_cache"): ApiOperation("Resets the prefix cache", "operator"),
     ("GET", "/dashboard"): ApiOperation("Returns the dashboard's page", "server", None, media=("text/html",)),
     ("GET", "/dashboard/data"): ApiOperation("Returns the dashboard's data", "operator", query=_SEEN),
+    ("GET", "/debug/requests"): ApiOperation("Lists what runs and waits in the engine", "operator"),
     ("POST", "/start_profile"): ApiOperation("Starts a profile of steps", "operator", no_such=_NO_PROFILES),
     ("POST", "/stop_profile"): ApiOperation(
         "Stops the profile and writes it to a file", "operator", no_such=_NO_PROFILES, statuses=("409",)

@@ -19,6 +19,7 @@ from dsv3.server.protocol.openai import (
     StopString,
     TextPart,
     Thinking,
+    Timing,
     require_no_nul,
 )
 
@@ -132,6 +133,7 @@ class AnthropicUsage(msgspec.Struct, frozen=True, kw_only=True):
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
     output_tokens: int
+    timing: Timing | msgspec.UnsetType = msgspec.UNSET
 
 
 class AnthropicText(msgspec.Struct, frozen=True, tag_field="type", tag="text"):

@@ -326,12 +326,39 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True):
     reasoning_tokens: int
 
 
+class Timing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a request's time went, in milliseconds: `usage.timing` of requests with `X-Request-Timing: 1`.
+
+    From `tokenize_ms` to `decode_ms` parts follow one another: together they take at most `total_ms`. `first_token_ms`
+    counts from the request's arrival. `detokenize_ms` is processor time of the API server beside `decode_ms`.
+    """
+
+    total_ms: float
+    tokenize_ms: float = 0.0
+    grammar_ms: float = 0.0
+    queue_ms: float = 0.0
+    lookup_ms: float = 0.0
+    transfer_ms: float = 0.0
+    load_ms: float = 0.0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    first_token_ms: float | None = None
+    detokenize_ms: float = 0.0
+    computed_tokens: int = 0
+    cached_tokens: dict[str, int] = {}
+    drafts_proposed: int = 0
+    drafts_accepted: int = 0
+    preemptions: int = 0
+    retractions: int = 0
+
+
 class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails
+    timing: Timing | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ from dsv3.server.protocol.openai import (
     Kwargs,
     Name,
     PromptTokensDetails,
+    Timing,
     require_no_nul,
 )
 
@@ -177,6 +178,7 @@ class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     output_tokens_details: CompletionTokensDetails
     total_tokens: int
+    timing: Timing | msgspec.UnsetType = msgspec.UNSET
 
 
 class IncompleteDetails(msgspec.Struct, frozen=True):

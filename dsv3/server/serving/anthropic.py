@@ -123,6 +123,7 @@ class MessagesHandler(ConversationHandler[MessagesRequest]):
             input_tokens=usage.prompt_tokens - cached,
             cache_read_input_tokens=cached,
             output_tokens=usage.completion_tokens,
+            timing=usage.timing,
         )
 
 

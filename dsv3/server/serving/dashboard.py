@@ -14,6 +14,9 @@ import msgspec
 import numpy as np
 
 from dsv3.engine.step_log import EngineSnapshot, ExpertLoad, StepRecord
+from dsv3.scheduler.listing import RequestList
+from dsv3.scheduler.request import senders
+from dsv3.server.serving.generation import ChoiceStream
 from dsv3.server.serving.metrics import TIERS
 from dsv3.server.serving.metrics_history import KEPT_S
 from dsv3.server.serving.service import Service
@@ -117,8 +120,25 @@ def picture(service: Service, since: float, experts: int) -> bytes:
             "experts": expert_load_json(snapshot, experts, stats),
             "steps": [] if snapshot is None else [_step(note) for note in snapshot.steps[-MAX_STEPS_SHOWN:]],
             "series": service.history.series(since),
+            "slow_requests": service.slow_requests.since(time.time() - KEPT_S),
         }
     )
+
+
+def list_requests(service: Service, found: RequestList) -> bytes:
+    """Returns the JSON of the engine's requests; those of this API server with their X-Request-Id and tenant."""
+    requests = []
+    for each in found.requests:
+        stream = service.engine.stream_of(each.request_id)
+        generation = stream.generation if isinstance(stream, ChoiceStream) else None
+        tenant = None if generation is None else generation.tenant
+        about = {
+            "id": None if generation is None else generation.timeline.request_id,
+            "tenant": None if tenant is None else tenant.name,
+            "api_server": senders(each.request_id),
+        }
+        requests.append(about | msgspec.structs.asdict(each))
+    return msgspec.json.encode({"total": found.total, "requests": requests})
 
 
 def _accepted(stats: dict[str, Any]) -> list[float]:

@@ -30,6 +30,7 @@ from dsv3.server.serving.prompts import EncodedPrompt, not_in_vocabulary
 from dsv3.server.serving.resume import ResumedChoice
 from dsv3.server.serving.sampling import does_not_fit
 from dsv3.server.serving.service import Service
+from dsv3.server.serving.timeline import RequestTimeline
 from dsv3.server.tenants import Tenant
 from dsv3.text.deltas import AnswerDelta
 from dsv3.text.output import OutputProcessor, OutputUpdate
@@ -46,9 +47,7 @@ class ChoiceUpdate(msgspec.Struct, gc=False):
     """New output of one choice: deltas, the tokens they come from, and the finish reason at the end.
 
     The `prompt`'s log-probabilities come first, part by part, where they are requested. `routed_experts` are those of
-    tokens that have been computed.
-    The `prompt`'s log-probabilities come first, part by part, where they are requested. `weight_version` names the
-    weights of the tokens, where answers have it.
+    tokens that have been computed. `weight_version` names the weights of the tokens, where answers have it.
     """
 
     choice: int
@@ -77,6 +76,7 @@ class Generation:
         sampling: SamplingParams,
         requests: list[PreparedRequest],
         tenant: Tenant | None = None,
+        timeline: RequestTimeline | None = None,
         *,
         first: int,
         resumed: Sequence[ResumedChoice] = (),
@@ -86,15 +86,16 @@ class Generation:
         self.id = secrets.token_hex(16)
         self.prompts = prompts
         self.n = sampling.n
-        self._sampling = sampling
-        self._service, self._tenant = service, tenant
+        self.sampling = sampling
+        self._service, self.tenant = service, tenant
+        self.timeline = timeline or RequestTimeline()
+        self._is_timed = self.timeline.is_wanted
         self._requests = requests
         self._first, self._resumed, self._includes_resumed = first, resumed, includes_resumed
         self._prompt_only = prompt_only
         self._num_prompt_tokens = sum(len(p.token_ids) for p in prompts)
         self._started_at = time.monotonic()
-        self.first_token_at: float | None = None
-        self._choices: dict[int, _ChoiceStream] = {}
+        self._choices: dict[int, ChoiceStream] = {}
         self._on_update: Callable[[ChoiceUpdate], None] = lambda _: None
         self._on_end: Callable[[ApiError | None], None] = lambda _: None
         self._is_open = self._is_paused = False
@@ -169,9 +170,9 @@ class Generation:
             for _ in self._choices:
                 self._service.metrics.record_finished("abort")
             self._choices.clear()
-        if self._tenant is not None and self._cached_tokens:
+        if self.tenant is not None and self._cached_tokens:
             prompt = sum(len(self.prompts[index].token_ids) for index in self._cached_tokens)
-            self._service.metrics.charge(self._tenant, prompt, self._completion_tokens)
+            self._service.metrics.charge(self.tenant, prompt, self._completion_tokens)
         self._service.leave()
 
     def _submit(self, parser: ParserMaker) -> None:
@@ -191,14 +192,14 @@ class Generation:
         for choice in [choice for choice in self._choices.values() if choice.resumed is not None]:
             self._service.engine.requeue(choice)
 
-    def _stream(self, index: int, parser: ParserMaker) -> "_ChoiceStream":
+    def _stream(self, index: int, parser: ParserMaker) -> "ChoiceStream":
         resumed = self._resumed[index] if self._resumed else None
         if resumed is not None and resumed.token_ids:
-            return _ChoiceStream(self, index, self._first + index, resumed.output, resumed)
-        output = OutputProcessor(self._service.tokenizer, self._sampling, parser(self.prompt_of(index)))
-        return _ChoiceStream(self, index, self._first + index, output)
+            return ChoiceStream(self, index, self._first + index, resumed.output, resumed)
+        output = OutputProcessor(self._service.tokenizer, self.sampling, parser(self.prompt_of(index)))
+        return ChoiceStream(self, index, self._first + index, output)
 
-    def on_outputs(self, choice: "_ChoiceStream") -> None:
+    def on_outputs(self, choice: "ChoiceStream") -> None:
         """Processes the pending outputs of a choice, unless paused."""
         if self._is_paused or not self._is_open:
             return
@@ -210,7 +211,7 @@ class Generation:
             _log.exception("request %s failed", self.id)
             self._finish(internal())
 
-    def fail(self, choice: "_ChoiceStream", error: Exception) -> None:
+    def fail(self, choice: "ChoiceStream", error: Exception) -> None:
         """Fails the whole request; aborts its other choices."""
         if not self._is_open or not self._choices:
             return
@@ -226,7 +227,7 @@ class Generation:
         self.close()
         on_end(error)
 
-    def _start_resumed(self, choice: "_ChoiceStream", resumed: ResumedChoice) -> None:
+    def _start_resumed(self, choice: "ChoiceStream", resumed: ResumedChoice) -> None:
         """Counts a resumed choice's earlier tokens, and emits them if requested; the choice may have ended."""
         choice.resumed = None
         self._service.metrics.add("resumed", 1)
@@ -243,7 +244,7 @@ class Generation:
         if not self._choices:
             self._finish(None)
 
-    def _process(self, choice: "_ChoiceStream") -> None:
+    def _process(self, choice: "ChoiceStream") -> None:
         if choice.resumed is not None:
             self._start_resumed(choice, choice.resumed)
         items, choice.pending = choice.pending, []
@@ -268,16 +269,19 @@ class Generation:
         if first < len(items):
             self._process_tokens(choice, items[first:] if first else items)  # type: ignore[arg-type]
 
-    def _process_tokens(self, choice: "_ChoiceStream", token_ids: list[int]) -> None:
+    def _process_tokens(self, choice: "ChoiceStream", token_ids: list[int]) -> None:
         """Processes tokens that do not end the choice; updates its fields and the metrics once for all of them."""
         if choice.has_ended:
             return  # by a stop string
+        began = time.monotonic() if self._is_timed else 0.0
         processed, now = choice.output.push(token_ids), time.monotonic()
+        if self._is_timed:
+            choice.detokenize_s += now - began
         self._service.metrics.tokens(processed.num_tokens, now - choice.last_token_at)
         choice.last_token_at = now
         self._emit(choice, processed, token_ids, None, engine_continues=True)
 
-    def _process_output(self, choice: "_ChoiceStream", output: EngineOutput) -> None:
+    def _process_output(self, choice: "ChoiceStream", output: EngineOutput) -> None:
         if output.finish_reason == "error":
             choice.has_ended = True
             del self._choices[output.request_id]
@@ -294,13 +298,15 @@ class Generation:
             choice.weight_version = output.weight_version
         if output.weight_version is not None and not output.token_ids and output.finish_reason is None:
             return  # the weights have changed, between two tokens
+        if output.timing is not None:
+            self.timeline.records[choice.index] = output.timing
         processed = choice.output.push(output.token_ids, output.finish_reason, output.stop_token_id)
         if self._prompt_only:
             processed = OutputUpdate([], 0, processed.finish_reason and "length")
         self._record_latency(choice, output, processed.num_tokens)
         self._emit(choice, processed, output.token_ids, output.logprobs, engine_continues=output.finish_reason is None)
 
-    def _emit_prompt_logprobs(self, choice: "_ChoiceStream", part: PromptLogprobs) -> None:
+    def _emit_prompt_logprobs(self, choice: "ChoiceStream", part: PromptLogprobs) -> None:
         """Emits the part not emitted yet: a preempted request computes its prompt again."""
         is_first, part = not choice.num_prompt_logprobs, part.behind(choice.num_prompt_logprobs)
         if is_first or len(part):
@@ -309,7 +315,7 @@ class Generation:
 
     def _emit(
         self,
-        choice: "_ChoiceStream",
+        choice: "ChoiceStream",
         processed: OutputUpdate,
         token_ids: list[int],
         logprobs: list[TokenLogprobs] | None,
@@ -332,11 +338,11 @@ class Generation:
         if not self._choices:
             self._finish(None)
 
-    def _record_latency(self, choice: "_ChoiceStream", output: EngineOutput, num_tokens: int) -> None:
+    def _record_latency(self, choice: "ChoiceStream", output: EngineOutput, num_tokens: int) -> None:
         metrics, now = self._service.metrics, time.monotonic()
         if not choice.has_tokens and output.token_ids:
             waited, choice.first_token_at = now - self._started_at, now
-            self.first_token_at = self.first_token_at or now
+            self.timeline.first_token_at = self.timeline.first_token_at or now
             metrics.observe("ttft", waited)
             if output.queue_seconds is not None:
                 metrics.observe("queue", output.queue_seconds)
@@ -350,8 +356,9 @@ class Generation:
             metrics.tokens(num_tokens, now - choice.last_token_at)
         choice.last_token_at = now
 
-    def _finish_choice(self, choice: "_ChoiceStream", reason: str, engine_continues: bool) -> None:
+    def _finish_choice(self, choice: "ChoiceStream", reason: str, engine_continues: bool) -> None:
         choice.has_ended = True
+        self.timeline.on_choice_end(reason, choice.last_token_at, choice.detokenize_s)
         del self._choices[choice.request_id]
         if engine_continues:
             self._service.engine.abort([choice.request_id])
@@ -364,13 +371,13 @@ class Generation:
             metrics.observe("decode", choice.last_token_at - choice.first_token_at)
 
 
-class _ChoiceStream:
+class ChoiceStream:
     """The `RequestStream` (`dsv3.server.engine.in_flight`) of one choice."""
 
     __slots__ = (
         *("generation", "index", "request_id", "output", "pending"),
         *("has_ended", "has_tokens", "is_queued", "first_token_at", "last_token_at"),
-        *("num_tokens", "resumed", "num_prompt_logprobs", "weight_version"),
+        *("num_tokens", "resumed", "num_prompt_logprobs", "weight_version", "detokenize_s"),
     )
 
     def __init__(
@@ -385,7 +392,7 @@ class _ChoiceStream:
         self.resumed = resumed
         self.pending: list[int | EngineOutput] = []
         self.is_queued = self.has_tokens = self.has_ended = False
-        self.num_tokens = 0
+        self.num_tokens, self.detokenize_s = 0, 0.0
         self.weight_version: str | None = None
         self.num_prompt_logprobs = 0  # prompt tokens, from the first on, whose log-probabilities were emitted
         self.first_token_at = self.last_token_at = time.monotonic()
@@ -410,6 +417,8 @@ async def prepare_requests(
     priority: int = 0,
     grammar: str = "",
     prompt_experts: ExpertIds | None = None,
+    *,
+    return_timing: bool = False,
 ) -> tuple[int, list[PreparedRequest]]:
     """Returns the first request id and the engine's requests; raises ApiError.
 
@@ -438,6 +447,7 @@ async def prepare_requests(
         priority=priority,
         grammar=grammar,
         prompt_experts=prompt_experts,
+        return_timing=return_timing,
     )
     replace, n = msgspec.structs.replace, sampling.n
     if resumed:

@@ -27,7 +27,9 @@ from dsv3.server.serving.request_parsing import read_request
 from dsv3.server.serving.resume import ResumedChoice, replay_choices, resumed_tokens
 from dsv3.server.serving.sampling import build_grammar, parse_constraint, sampling_params
 from dsv3.server.serving.service import Service
+from dsv3.server.serving.timeline import RequestTimeline
 from dsv3.server.tenants import Tenant
+from dsv3.server.tracing import Span
 from dsv3.text.call_grammar import AnswerConstraints
 from dsv3.text.deltas import ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart
 from dsv3.text.parser import AnswerParser
@@ -216,6 +218,7 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
     def __init__(self, service: Service, body: bytes | bytearray, tenant: Tenant | None = None):
         self.service = service
         self._tenant = tenant
+        self.timeline = RequestTimeline()
         self.min_priority = -MAX_PRIORITY
         self.created = int(time.time())
         self._body = body
@@ -229,13 +232,16 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
 
     @property
     def usage(self) -> Usage:
-        """Token counts so far."""
-        return self.generation.usage
+        """Token counts so far, and where the time went if the client asks."""
+        usage = self.generation.usage
+        if not self.timeline.is_shown:
+            return usage
+        return msgspec.structs.replace(usage, timing=self.timeline.split())
 
     def summary(self) -> RequestSummary:
         """Returns what the access log needs, as of now; call it after `prepare`."""
-        usage = self.usage
-        return RequestSummary(self.model, usage.prompt_tokens, usage.completion_tokens, self.generation.first_token_at)
+        usage = self.generation.usage
+        return RequestSummary(self.model, usage.prompt_tokens, usage.completion_tokens, self.timeline.first_token_at)
 
     @property
     def streams(self) -> bool:
@@ -271,18 +277,31 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
         source = pages_from(self.request.kv_transfer_params, info)
         experts = prompt_experts(self.request.kv_transfer_params, info.rules)
         bootstrap = parse_bootstrap(self.request, info)
-        prompts = await self.read_prompts()
+        with self.timeline.phase("tokenize"):
+            prompts = await self.read_prompts()
         if experts is not None and len(prompts) > 1:
             raise invalid("remote_routed_experts: those of one prompt, but there are several", "kv_transfer_params")
         if bootstrap is not None:
             bootstrap.check(len(prompts), self.request.resume is not None)
         sampling = sampling_params(self.service, self.request, prompts, self.max_tokens(), self.num_logprobs())
-        grammar = await self.grammar(prompts)
+        began = time.monotonic()
+        if grammar := await self.grammar(prompts):
+            self.timeline.phases.append(Span("grammar", began, time.monotonic()))
         answered = resumed_tokens(self.service, self.request, sampling, prompts)
         self.request.resume = None  # frees the second copy
         self._resumed = await replay_choices(self.service, prompts, sampling, answered, self.parser, bool(grammar))
         first, requests = await prepare_requests(
-            self.service, prompts, sampling, salt, source, self.rank, self._resumed, priority, grammar, experts
+            self.service,
+            prompts,
+            sampling,
+            salt,
+            source,
+            self.rank,
+            self._resumed,
+            priority,
+            grammar,
+            experts,
+            return_timing=self.timeline.is_wanted,
         )
         if bootstrap is not None:
             requests = bootstrap.with_rooms(requests)
@@ -294,6 +313,7 @@ class RequestHandler[Request: SampledRequest](abc.ABC):
             sampling,
             requests,
             self._tenant,
+            self.timeline,
             first=first,
             resumed=self._resumed,
             includes_resumed=not self.streams,

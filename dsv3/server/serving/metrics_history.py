@@ -10,11 +10,12 @@ import asyncio
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from dsv3.engine.step_log import EngineSnapshot, StepRecord
+from dsv3.scheduler.listing import RequestList
 from dsv3.server.engine.client import EngineClient
 from dsv3.server.protocol.errors import unavailable
 from dsv3.server.serving.metrics import SECONDS, TIERS, Metrics
@@ -22,10 +23,13 @@ from dsv3.server.serving.metrics import SECONDS, TIERS, Metrics
 _POLL_INTERVAL_S = 0.9
 _SNAPSHOT_MAX_AGE_S = 10.0
 _PROFILE_WAIT_S = 30.0
+_NUM_SLOW = 8
+_LISTING_WAIT_S = 10.0  # a step of a large prompt may take seconds
+_NO_ANSWER = "the engine has not answered within {:g} s; try again"
 
 
 class SnapshotPoller:
-    """Requests snapshots and profiles from the engine; keeps the latest snapshot."""
+    """Requests snapshots, lists and profiles from the engine; keeps the latest snapshot."""
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
@@ -33,6 +37,7 @@ class SnapshotPoller:
         self._requested_at = self._received_at = float("-inf")
         self._snapshot: EngineSnapshot | None = None
         self._profile: asyncio.Future[list[StepRecord]] | None = None
+        self._listing: asyncio.Future[RequestList] | None = None
 
     def snapshot(self) -> EngineSnapshot | None:
         """Returns the latest snapshot, None if it is too old; requests the next one."""
@@ -41,6 +46,19 @@ class SnapshotPoller:
             self._requested_at = now
             self._engine.inspect("snapshot")
         return self._snapshot if now - self._received_at < _SNAPSHOT_MAX_AGE_S else None
+
+    async def requests(self) -> RequestList:
+        """Returns what the engine runs; concurrent calls share a reply. Raises ApiError 503 without one in time."""
+        if self._engine.state != "ready":
+            raise unavailable(self._engine.reason, "engine_unavailable", retry_after=5)
+        if self._listing is None or self._listing.done():
+            self._listing = asyncio.get_running_loop().create_future()
+            self._engine.inspect("requests")
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._listing), _LISTING_WAIT_S)
+        except TimeoutError:
+            self._listing = None
+            raise unavailable(_NO_ANSWER.format(_LISTING_WAIT_S), "listing_timeout") from None
 
     async def start_profile(self) -> None:
         """Starts a profile in the engine; raises ApiError as `stop_profile` does."""
@@ -60,17 +78,34 @@ class SnapshotPoller:
         try:
             return await asyncio.wait_for(self._profile, _PROFILE_WAIT_S)
         except TimeoutError:
-            raise unavailable(
-                f"the engine has not answered within {_PROFILE_WAIT_S:g} s; try again", "profile_timeout"
-            ) from None
+            raise unavailable(_NO_ANSWER.format(_PROFILE_WAIT_S), "profile_timeout") from None
         finally:
             self._profile = None
 
-    def _on_snapshot(self, seen: EngineSnapshot | list[StepRecord]) -> None:
+    def _on_snapshot(self, seen: EngineSnapshot | RequestList | list[StepRecord]) -> None:
         if isinstance(seen, EngineSnapshot):
             self._snapshot, self._received_at = seen, time.monotonic()
+        elif isinstance(seen, RequestList):
+            if self._listing is not None and not self._listing.done():
+                self._listing.set_result(seen)
         elif self._profile is not None and not self._profile.done():
             self._profile.set_result(seen)
+
+
+class SlowRequests:
+    """The traced requests that have waited longest for their first token in the last minutes: what to look up."""
+
+    def __init__(self) -> None:
+        self._found: list[dict[str, Any]] = []
+
+    def add(self, now: float, request_id: str, trace_id: str, first_token_s: float, seconds: float) -> None:
+        """Records a request that has ended at `now`, in Unix time."""
+        entry = {"at": now, "id": request_id, "trace_id": trace_id, "first_token_s": first_token_s, "seconds": seconds}
+        self._found = sorted([*self.since(now - KEPT_S), entry], key=lambda each: -each["first_token_s"])[:_NUM_SLOW]
+
+    def since(self, start: float) -> list[dict[str, Any]]:
+        """Returns those that have ended since `start`, the slowest first."""
+        return [each for each in self._found if each["at"] >= start]
 
 
 KEPT_S = 600

@@ -249,6 +249,7 @@ class ResponsesHandler(ConversationHandler[ResponsesRequest]):
             output_tokens=usage.completion_tokens,
             output_tokens_details=usage.completion_tokens_details,
             total_tokens=usage.total_tokens,
+            timing=usage.timing,
         )
 
 

@@ -22,9 +22,10 @@ from dsv3.server.limits import SMALL_BYTES, WAIT_S, BodyReader, Budget, Reservat
 from dsv3.server.protocol.errors import QUEUE_FULL, ApiError, invalid, too_long, unavailable
 from dsv3.server.serving.logprobs import LogprobEncoder
 from dsv3.server.serving.metrics import Metrics, SharedNumbers
-from dsv3.server.serving.metrics_history import MetricsHistory, SnapshotPoller
+from dsv3.server.serving.metrics_history import MetricsHistory, SlowRequests, SnapshotPoller
 from dsv3.server.templates import TemplatePool
 from dsv3.server.tenants import OPERATOR, Tenant, Tenants, cache_salt
+from dsv3.server.tracing import Tracer
 from dsv3.server.worker_process import WorkerDied
 from dsv3.text.chat_template import TemplateError, uses_tools, with_tool_preamble
 from dsv3.text.parsers import Parsers
@@ -100,6 +101,8 @@ class Service:
         self.logprobs = LogprobEncoder(tokenizer)
         self.metrics = Metrics(config.model_names[0], numbers, self.tenants)
         self.history, self.snapshot_poller = MetricsHistory(self.metrics), SnapshotPoller(engine)
+        self.tracer: Tracer | None = None
+        self.slow_requests = SlowRequests()
         self.leaving = False  # reports "draining", and still takes requests
         self.draining = False
         self.idle = asyncio.Event()

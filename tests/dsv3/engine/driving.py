@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dsv3.engine.engine import Engine
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import EngineOutput, EngineRequest, fan_out, prepare
+from dsv3.scheduler.timing import RequestTiming
 from tests.dsv3.engine import toy
 
 _SPACING = 1000  # ids after a name's number are those of a fan-out
@@ -73,6 +74,21 @@ def run(engine: Engine, *requests: EngineRequest) -> dict[str, Gathered]:
         for one in fan_out(prepare(item, engine.rules)):
             engine.submit(one)
     return drain(engine)
+
+
+def timing_of(gathered: Gathered) -> RequestTiming:
+    """Checks what holds for every record of a request that has ended, and returns it."""
+    first = next(output for output in gathered.outputs if output.token_ids)
+    timing = gathered.last.timing
+    assert timing is not None and first.timing is timing
+    assert all(output.timing is None for output in gathered.outputs if output not in (first, gathered.last))
+    times = [begun for _, begun in timing.phases]
+    assert times == sorted(times) and timing.ended_at >= max(times[-1], timing.first_token_at)
+    spans = [(begun, stop) for begun, stop, _ in timing.chunks]
+    assert all(begun <= stop for begun, stop in spans)
+    assert all(stop <= begun for (_, stop), (begun, _) in itertools.pairwise(spans))
+    assert first.num_cached_tokens <= sum(timing.cached.values())
+    return timing
 
 
 def run_out_of_pages(engine: Engine) -> None:

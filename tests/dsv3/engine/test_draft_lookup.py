@@ -1,6 +1,7 @@
 """Prompt lookup: which drafts it proposes, and that texts are those without drafts."""
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from dsv3.engine.engine import Engine
 from dsv3.engine.jobs.draft import continuation
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS
-from tests.dsv3.engine.driving import request, run
+from tests.dsv3.engine.driving import request, run, timing_of
 from tests.dsv3.engine.fewer import one_bucket
 
 WIDTH, DRAFTS, LOW, HIGH = 24, 3, 2, 3
@@ -64,12 +65,15 @@ def test_a_prompt_that_holds_its_answer_is_followed(engine: Engine) -> None:
 def test_repetition_is_found_and_saves_steps(engine: Engine) -> None:
     """A bias makes one token win always: after two of them each draft is right."""
     before = engine.stats()
-    got = run(engine, request("a", [5, 6, 7], max_tokens=60, ignore_eos=True, logit_bias={9: 100.0}))["a"]
+    item = request("a", [5, 6, 7], max_tokens=60, ignore_eos=True, logit_bias={9: 100.0})
+    got = run(engine, msgspec.structs.replace(item, return_timing=True))["a"]
     after = engine.stats()
     assert got.tokens == [9] * 60
     assert after.steps - before.steps < 30
     drafts = [stats.jobs["draft"] for stats in (before, after)]
     proposed, right = np.diff([(each.num_draft_tokens, each.num_accepted_tokens) for each in drafts], axis=0)[0]
+    timing = timing_of(got)
+    assert (timing.drafts_proposed, timing.drafts_accepted) == (proposed, right)
     assert right >= 36 and proposed - right <= 4  # what found no match has proposed nothing
 
 

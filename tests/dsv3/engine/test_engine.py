@@ -2,6 +2,7 @@
 
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -9,7 +10,7 @@ from dsv3.engine.engine import Engine
 from dsv3.scheduler.request import EngineDead, InvalidRequest, QueueFull
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import parts
-from tests.dsv3.engine.driving import drain, name_of, number, request, run, take
+from tests.dsv3.engine.driving import drain, name_of, number, request, run, take, timing_of
 from tests.dsv3.engine.fewer import one_bucket
 
 PROMPT = [(11 * i) % 60 + 1 for i in range(150)]
@@ -106,11 +107,21 @@ def test_without_a_seed_answers_differ(engine):
 
 def test_a_pre_empted_seeded_request_continues_unchanged(make_engine):
     alone = run(make_engine(), request("a", [9] * 60, **(SEEDED | {"max_tokens": 150})))["a"].tokens
-    engine = make_engine()
+    engine, gathered = make_engine(), {}
     crowd = [request(f"r{i}", [9] * 60, **(SEEDED | {"max_tokens": 150})) for i in range(8)]
-    gathered = run(engine, *crowd)
-    assert engine.stats().preemptions > 0
+    for item in crowd:
+        engine.add(msgspec.structs.replace(item, return_timing=True))
+    listed: set[tuple[str, str]] = set()
+    while engine.has_work:
+        take(engine.step(), gathered)
+        found = engine.requests()
+        assert found.total == len(found.requests) == 8 - sum(g.finish_reason is not None for g in gathered.values())
+        assert all(each.computed <= each.tokens <= 60 + 150 and each.prompt_tokens == 60 for each in found.requests)
+        listed |= {(each.state, each.reason) for each in found.requests}
     assert all(g.tokens == alone for g in gathered.values())
+    preemptions = [timing_of(each).preemptions for each in gathered.values()]
+    assert sum(preemptions) == engine.stats().preemptions > 0
+    assert {("prefilling", ""), ("decoding", ""), ("preempted", "pages")} <= listed
 
 
 def test_stop_tokens(engine):

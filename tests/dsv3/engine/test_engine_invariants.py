@@ -21,10 +21,10 @@ from dsv3.engine.job import Planned, StepCommand
 from dsv3.engine.jobs import decode, prefill
 from dsv3.engine.jobs.sample import ForwardResults
 from dsv3.kv_cache.tiers import tiers
-from dsv3.scheduler.admission import _CAPACITY, lookup_keys
+from dsv3.scheduler.admission import lookup_keys
 from dsv3.scheduler.batch_slots import NOT_FINITE, NOTHING, BatchRows
 from dsv3.scheduler.request import EngineRequest, QueueFull
-from dsv3.scheduler.sequence import Sequence, SequenceStatus
+from dsv3.scheduler.sequence import CAPACITY, Sequence, SequenceStatus
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS
 from tests.dsv3.engine.driving import Gathered, drain, name_of, number, request, take
@@ -96,7 +96,7 @@ class Idleness:
         self.passed = self.passed + 1 if waiting and self._has_room(waiting[0]) else 0
         assert self.passed <= self.PATIENCE, f"there is room for request {waiting[0].id}, the first that waits"
         for rank, parked in scheduler.queue._parked.items():
-            lost = [s.id for s in parked.get(_CAPACITY, []) if s.state is SequenceStatus.WAITING]
+            lost = [s.id for s in parked.get(CAPACITY, []) if s.state is SequenceStatus.WAITING]
             assert not lost or rank in scheduler.admission._requested_ranks, (
                 f"nobody wakes {lost} when rank {rank} has room"
             )

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,7 +19,7 @@ from dsv3.kv_cache.tiers.counts import Rate, is_loading_faster
 from dsv3.scheduler.request import EngineRequest, prepare
 from dsv3.scheduler.sequence import SequenceStatus
 from tests.dsv3.engine import toy
-from tests.dsv3.engine.driving import Gathered, drain, number, request, run, take
+from tests.dsv3.engine.driving import Gathered, drain, number, request, run, take, timing_of
 
 PROMPT = [i % 60 + 1 for i in range(200)]
 FULL = 192
@@ -172,8 +173,14 @@ def test_a_prefix_that_the_host_has_in_part_comes_from_both(make: MakeEngine, st
     clear_caches(engine, host=True)
     generate(engine, "a page", PROMPT[:70])
     clear_caches(engine)
-    assert generate(engine, "all") == FULL
+    item = msgspec.structs.replace(request("all", PROMPT, max_tokens=3), return_timing=True)
+    gathered = run(engine, item)["all"]
+    text_of(gathered, item)
     assert counts(engine, "store").hits == 64 + 128 and counts(engine).hits == 64
+    timing = timing_of(gathered)
+    assert timing.cached == {"host": 64, "store": 128} and gathered.outputs[0].num_cached_tokens == FULL
+    assert [name for name, _ in timing.phases] == ["queue", "lookup", "queue", "load", "prefill", "decode"]
+    assert [tokens for *_, tokens in timing.chunks] == [len(PROMPT) - FULL]
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "swap"])

@@ -30,6 +30,7 @@ from dsv3.engine.step_log import EngineSnapshot, JobRecord, StepLog
 from dsv3.kv_cache.event_publisher import Publisher
 from dsv3.kv_cache.events import PageTokens, Stored
 from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.listing import ListedRequest, RequestList
 from dsv3.scheduler.request import (
     EngineOutput,
     ExpertIds,
@@ -43,6 +44,7 @@ from dsv3.scheduler.request import (
     TokenLogprobs,
     Tokens,
 )
+from dsv3.scheduler.timing import RequestTiming, begin_timing
 from dsv3.server.engine.messages import EngineInfo
 
 BOS, EOS = 0, 1
@@ -57,6 +59,7 @@ class _Sequence:
     prompt: list[int]
     trouble: frozenset[int]
     done: int = 0
+    timing: RequestTiming = dataclasses.field(default_factory=lambda: begin_timing("queue"))
 
     @property
     def pages(self) -> int:
@@ -149,6 +152,14 @@ class FakeEngine:
     def snapshot(self) -> EngineSnapshot:
         return EngineSnapshot(self.log.snapshot(), None)
 
+    def requests(self) -> RequestList:
+        states = [(s, "decoding", "") for s in self._running] + [(s, "waiting", "slot") for s in self._waiting]
+        found = [
+            ListedRequest(s.request.request_id, state, why, s.request.priority, 0.5, len(s.prompt), 0, 0, {}, 0, 0)
+            for s, state, why in states
+        ]
+        return RequestList(found, len(found))
+
     def step(self) -> StepOutputs:
         self.log.begin(time.perf_counter())
         outputs = self._step()
@@ -160,6 +171,7 @@ class FakeEngine:
     def _step(self) -> StepOutputs:
         while self._waiting and len(self._running) < self._max_num_seqs:
             self._running.append(self._waiting.popleft())
+            self._running[-1].timing.enter("prefill")
         time.sleep(self._step_s)
         self._steps += 1
         version = self.state.weight_version
@@ -203,6 +215,13 @@ class FakeEngine:
         is_first = sequence.done == 1 + request.num_answered
         stopped = token == EOS or token in sampling.stop_token_ids
         reason = "stop" if stopped else "length" if sequence.done >= limit else None
+        num_cached = self._lookup(request, len(prompt)) if is_first else 0
+        if is_first:
+            timing, now = sequence.timing, time.monotonic()
+            timing.device = num_cached
+            timing.add_chunk(timing.phases[-1][1], now, len(prompt) - num_cached, True)
+            timing.first_token_at = now
+        sequence.timing.ended_at = time.monotonic() if reason else None
         return EngineOutput(
             request_id=request.request_id,
             token_ids=[token],
@@ -210,9 +229,10 @@ class FakeEngine:
             routed_experts=None if sequence.done == 1 else _experts(sequence, len(prompt) + sequence.done - 2, 1),
             finish_reason=reason,
             stop_token_id=token if stopped else None,
-            num_cached_tokens=self._lookup(request, len(prompt)) if is_first else 0,
+            num_cached_tokens=num_cached,
             queue_seconds=0.0 if is_first else None,
             weight_version=self.state.weight_version if is_first else None,
+            timing=sequence.timing if request.return_timing and (is_first or reason) else None,
         )
 
     def _lookup(self, request: PreparedRequest, length: int) -> int:

@@ -16,7 +16,7 @@ from dsv3.server.tenants import load_tenants
 
 
 def main() -> int:
-    """Serves until a signal; prints the port, the server's lines, and at the end whether jax was imported."""
+    """Serves until a signal; prints the port, the server's lines, and at the end which heavy modules were imported."""
     settings = json.loads(sys.argv[1])
     kinds = {"options": ServerOptions, "engine": EngineOptions, "cluster": ClusterOptions, "deadlines": Deadlines}
     kinds["restarts"] = RestartPolicy
@@ -30,7 +30,8 @@ def main() -> int:
     print("port", listener.getsockname()[1], flush=True)
     config = ServerConfig(**settings, notify=lambda line: print(line, flush=True))
     status = uvloop.run(serve(config, listener, lambda _: print("ready", flush=True)))
-    print("jax imported" if "jax" in sys.modules else "no jax", flush=True)
+    found = [name for name in ("jax", "opentelemetry") if name in sys.modules]
+    print("imported", *(found or ["neither jax nor opentelemetry"]), flush=True)
     return status
 
 

@@ -75,7 +75,7 @@ def test_health_reports_that_the_server_is_starting(model_dir):
         output = server.process.stdout.read()
         assert "[1/3] compiling program 0" in output
         assert "ready" in output
-        assert "no jax" in output
+        assert "imported neither jax nor opentelemetry" in output
 
 
 def test_a_failing_start_ends_the_process_with_the_reason(model_dir):

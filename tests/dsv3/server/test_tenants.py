@@ -184,7 +184,7 @@ def test_prefix_cache_isolation_modes(model_dir, tmp_path, isolation):
 
 def test_metrics_and_flush_cache_need_the_operator(shared):
     for key in (ACME, ZETA):
-        for method, path in (("GET", "/metrics"), ("POST", "/flush_cache")):
+        for method, path in (("GET", "/metrics"), ("GET", "/debug/requests"), ("POST", "/flush_cache")):
             refused = httpx.request(method, shared.url + path, headers=bearer(key))
             assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_the_operator")
         assert httpx.get(shared.url + "/v1/models", headers=bearer(key)).status_code == 200

@@ -56,7 +56,7 @@ const CURVES = [
   { title: "Requests per second", sub: "finished, mean of 5 s", format: perSecond, empty: "No request has ended yet.",
     lines: [["requests_per_second", "complete"], ["failed_per_second", "aborted or failed"]] },
   { title: "Time to first token", sub: "from arrival, over 30 s", format: seconds, empty: "No first token in the last 30 s.", dashes: true,
-    lines: [["ttft_p50", "p50"], ["ttft_p90", "p90"], ["ttft_p99", "p99"]] },
+    lines: [["ttft_p50", "p50"], ["ttft_p90", "p90"], ["ttft_p99", "p99"]], more: slowFacts },
   { title: "Time between tokens", sub: "of a sequence, over 30 s", format: seconds, empty: "No second token in the last 30 s.", dashes: true,
     lines: [["itl_p50", "p50"], ["itl_p90", "p90"], ["itl_p99", "p99"]] },
   { title: "Cache in use", sub: "pages held by requests, of all", format: percent, top: 1, empty: "No numbers of the cache.",
@@ -72,6 +72,9 @@ const CURVES = [
 
 function tierFacts() {
   return (state.data.tiers || []).map((tier) => [`${tier.name} holds`, text(bytes(tier.bytes_held))]);
+}
+function slowFacts() {
+  return (state.data.slow_requests || []).slice(0, 3).map((each) => [`${text(seconds(each.first_token_s))}: ${each.id.slice(0, 32)}, trace`, each.trace_id]);
 }
 function placeFacts() {
   return (state.data.accepted_by_place || []).map((share, i) => [`up to draft ${i + 1}`, text(percent(share))]);

@@ -1,0 +1,105 @@
+"""The spans of a request in an API server and its engine, with the names of OpenTelemetry's conventions for GenAI.
+
+They contain no part of a prompt or an answer.
+"""
+
+from collections.abc import Iterator
+from time import monotonic, time
+
+from dsv3.scheduler.timing import RequestTiming
+from dsv3.server.serving.handler import RequestHandler
+from dsv3.server.serving.service import Service
+from dsv3.server.serving.timeline import RequestTimeline
+from dsv3.server.tracing import Attributes, RequestTrace, Span
+
+MAX_TRACED_CHOICES = 8
+"""Choices of a request whose phases are spans."""
+_SAMPLING = ("temperature", "top_p", "max_tokens", "top_k", "seed", "frequency_penalty", "presence_penalty")
+
+
+def request_span(handler: RequestHandler | None, timeline: RequestTimeline, status: int) -> Span:
+    """Returns the span of a request whose exchange is over; `handler` is None where its request was refused."""
+    end = monotonic()
+    attributes: dict = {"http.response.status_code": status, "dsv3.request_id": timeline.request_id}
+    if handler is None:
+        return Span("llm_request", timeline.began, end, attributes, children=tuple(timeline.phases))
+    attributes |= _attributes(handler, timeline, end)
+    records = sorted(timeline.records.items())[:MAX_TRACED_CHOICES]
+    phases = [span for choice, record in records for span in _engine_spans(timeline, choice, record)]
+    children = [*timeline.phases, *phases, *_response_spans(timeline, end)]
+    return Span("llm_request", timeline.began, end, attributes, children=tuple(children))
+
+
+def end_trace(
+    service: Service, trace: RequestTrace, timeline: RequestTimeline, handler: RequestHandler | None, status: int
+) -> None:
+    """Sends the trace of a request that is sampled, and remembers the request if it was slow."""
+    if not trace.is_recording:
+        return
+    whole = request_span(handler, timeline, status)
+    trace.end(whole, f"status {status}" if status >= 500 else None)
+    if handler is not None:
+        seconds, first = whole.stop - whole.start, timeline.first_token_at
+        waited = seconds if first is None else first - whole.start
+        service.slow_requests.add(time(), timeline.request_id, trace.trace_id, waited, seconds)
+
+
+def _attributes(handler: RequestHandler, timeline: RequestTimeline, end: float) -> Attributes:
+    generation, usage, record = handler.generation, handler.generation.usage, timeline.longest
+    found = {
+        "gen_ai.operation.name": "chat" if handler.id_prefix == "chatcmpl" else "text_completion",
+        "gen_ai.provider.name": "dsv3",
+        "gen_ai.request.model": handler.model,
+        "gen_ai.request.choice.count": generation.n,
+        "gen_ai.response.id": handler.id,
+        "gen_ai.response.model": handler.model,
+        "gen_ai.response.finish_reasons": timeline.finish_reasons,
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage.prompt_tokens_details.cached_tokens,
+        "gen_ai.latency.e2e": end - timeline.began,
+    }
+    for name in _SAMPLING:
+        value = getattr(generation.sampling, name)
+        if value is not None and (value or name == "temperature"):
+            found[f"gen_ai.request.{name}"] = value
+    if generation.tenant is not None:
+        found["dsv3.tenant"] = generation.tenant.name
+    if timeline.first_token_at is not None:
+        found["gen_ai.latency.time_to_first_token"] = timeline.first_token_at - timeline.began
+    if record is not None:
+        seconds = timeline.seconds(record)
+        found["gen_ai.latency.time_in_queue"] = record.queue_seconds or 0.0
+        found["gen_ai.latency.time_in_model_prefill"] = seconds.get("prefill", 0.0)
+        found["gen_ai.latency.time_in_model_decode"] = seconds.get("decode", 0.0)
+        for name in ("preemptions", "retractions", "drafts_proposed", "drafts_accepted"):
+            if count := sum(getattr(each, name) for each in timeline.records.values()):
+                found[f"dsv3.{name}"] = count
+    return found
+
+
+def _engine_spans(timeline: RequestTimeline, choice: int, record: RequestTiming) -> Iterator[Span]:
+    """Yields the phases of a choice in the engine: its chunks inside those of its prompt, tokens found by tier."""
+    for span in timeline.engine_phases(record):
+        attributes: dict = {"dsv3.choice": choice} if len(timeline.records) > 1 else {}
+        if span.name == "load":
+            tiers = {f"dsv3.cached_tokens.{tier}": n for tier, n in record.cached.items() if tier != "device"}
+            yield span._replace(attributes=attributes | tiers)
+        elif span.name == "prefill":
+            chunks = [Span("chunk", start, stop, {"dsv3.tokens": tokens}) for start, stop, tokens in record.chunks]
+            inside = tuple(each for each in chunks if span.start <= each.start and each.stop <= span.stop)
+            if record.device:
+                attributes["dsv3.cached_tokens.device"] = record.device
+            yield span._replace(attributes=attributes, children=inside)
+        else:
+            first = record.first_token_at
+            is_first = first is not None and span.name == "decode" and span.start <= first <= span.stop
+            yield span._replace(attributes=attributes, events=(("first_token", first),) if is_first else ())  # type: ignore[arg-type]
+
+
+def _response_spans(timeline: RequestTimeline, end: float) -> Iterator[Span]:
+    """Yields the processing of the tokens, beside the engine, and the rest of writing the response."""
+    first, last = timeline.first_token_at, timeline.last_token_at
+    if first is not None and last is not None:
+        yield Span("detokenize", first, last, {"dsv3.processor_s": timeline.detokenize_s})
+        yield Span("write", last, end)

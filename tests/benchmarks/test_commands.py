@@ -12,15 +12,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
+from benchmarks import instances
 from benchmarks.record import Report
 from benchmarks.speculative import SMALL_V4
 from benchmarks.training import RUNS
 from configs.tiny import TRAINING
 from dsv3 import LLM
+from dsv3.config.model import ModelConfig
 from dsv3.config.options import EngineOptions
 from dsv3.engine.engine import Engine
+from dsv3.model.params import Params, abstract
 from training import corpus
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +46,13 @@ SMALL = dataclasses.replace(
 )  # fmt: skip
 SMALL_LLM = functools.partial(LLM, max_num_seqs=1, max_model_len=64, max_num_batched_tokens=64)
 ONE_ROW = {"max_num_seqs": 1, "max_model_len": 128, "max_num_batched_tokens": 64}
+
+
+def zeros(cfg: ModelConfig, key: jax.Array, dtype: Any) -> Params:
+    """Returns parameters that need no compiled generators."""
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract(cfg, dtype))
+
+
 ONE_BATCH = functools.partial(EngineOptions, max_num_batched_tokens=64)
 ONE_LAYER = dataclasses.replace(
     SMALL_V4, num_hidden_layers=1, num_hash_layers=0,
@@ -78,7 +90,7 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     (
         "speculative",
         "--method dspark --synthetic 0.8 --drafts 1 --rounds 1 --tokens 4",
-        {"SIZES": (1,), "LIMITS": ONE_ROW, "SMALL_V4": ONE_LAYER},
+        {"SIZES": (1,), "LIMITS": ONE_ROW, "SMALL_V4": ONE_LAYER, "initialize": zeros},
     ),
     ("structured", "--rounds 1 --tokens 4 --only speed", {"REQUESTS": 2, "PROMPT": 8, "EngineOptions": ONE_BATCH}),
     ("survival", "--kills 1", {"CLIENTS": 2, "TOKENS": 64}),
@@ -113,6 +125,7 @@ def test_the_command_runs(
     if name != "first_start":  # that measures a start; elsewhere programs are compiled where one is launched
         monkeypatch.setattr(Engine, "warm_up", lambda engine: None)
     monkeypatch.setattr(corpus, "standard_library", lambda: Path(asyncio.__file__).parent)  # all of it takes 9 s
+    monkeypatch.setattr(instances, "LIMITS", [*instances.LIMITS, "--max_num_batched_tokens=64"])
     monkeypatch.chdir(ROOT)
     report = Report()
     assert module.main(report) in (None, 0, 1)

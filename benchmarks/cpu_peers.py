@@ -56,6 +56,7 @@ from dsv3.model.params import Params, abstract, declare, initialize
 from dsv3.sampling_params import SamplingParams
 from tools.bench import load
 
+LIMITS = ("--max_num_seqs=16",)
 FORMATS = {"fp8": ("--dtype=bfloat16", "--fp8=quantize")}
 """Options of what is no type of its own."""
 _WORKER = """
@@ -120,7 +121,7 @@ def make(directory: Path, layers: int) -> None:
 
 def servers(arguments: argparse.Namespace) -> list[Server]:
     """Returns the servers to compare, ours first."""
-    python = (sys.executable, "-m", "launch.serve", f"--model={arguments.model}", "--max_num_seqs=16",
+    python = (sys.executable, "-m", "launch.serve", f"--model={arguments.model}", *LIMITS,
               f"--max_model_len={arguments.long + 512}", "--host=127.0.0.1")  # fmt: skip
     ours = [
         Server(f"ours {dtype}", (*python, *FORMATS.get(dtype, (f"--dtype={dtype}",)))) for dtype in arguments.dtypes

@@ -54,6 +54,7 @@ from dsv3.server.engine.messages import Outputs
 from sharding.mesh import DEVICES
 
 VOCAB = 256
+MAX_NUM_BATCHED_TOKENS = 1024
 HOST, WHOLE, THREAD = "host's time", "whole step", "processor time of the engine's thread"
 PERCENTILES = (10, 50, 90, 99)
 
@@ -107,7 +108,7 @@ def make_engine(running: int, max_model_len: int, returns_routed_experts: bool =
         max_model_len=max_model_len,
         num_pages=running * max_model_len // 64,
         max_num_seqs=running,
-        max_num_batched_tokens=1024,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         enable_return_routed_experts=returns_routed_experts,
     )
     params = [jnp.zeros(8) for _ in range(40)]

@@ -37,6 +37,7 @@ LAYERS, EXPERTS, REPLICAS, GROUPS = 58, 256, 288, 8
 LIVE_DEVICES, REDUNDANT = 8, 8
 INTERVAL, WINDOW_STEPS = 256, 1024
 PROMPT, ANSWER = 32, 64
+ROWS = 4
 
 
 def main(report: Report) -> None:
@@ -78,7 +79,7 @@ def live(report: Report, plot: Path | None) -> None:
     """Reports the devices' load before and after the first move."""
     options = EngineOptions(
         data_parallel_size=LIVE_DEVICES, enable_expert_parallel=True, num_redundant_experts=REDUNDANT, enable_eplb=True,
-        eplb_interval=INTERVAL, max_num_seqs=4, max_model_len=PROMPT + ANSWER, max_num_batched_tokens=64,
+        eplb_interval=INTERVAL, max_num_seqs=ROWS, max_model_len=PROMPT + ANSWER, max_num_batched_tokens=64,
     )  # fmt: skip
     engine = build_engine(bundled_model(), options, progress=False)
     engine.warm_up()

@@ -30,6 +30,7 @@ PLACES = (LayerPlace(0, 0), LayerPlace(3, 3, 4, 1), LayerPlace(4, 4, 8, 1))
 CASES = [(PLACES[1], "bfloat16"), *((place, FP8) for place in PLACES)]
 PAGE_TABLE = np.array([[3, 1], [4, 0]], np.int32)
 WINDOW_TABLE = np.array([[2, 0], [3, -1]], np.int32)
+ROWS = 49
 LENGTHS = (270, 41)
 """Tokens after the prefill; the first entry of a page begins in the last rows of the page before."""
 
@@ -88,9 +89,8 @@ def batches() -> list[PrefillBatch | DecodeBatch]:
     found: list[PrefillBatch | DecodeBatch] = []
     contexts = np.array([244, 0], np.int32)
     for chunks in ((14, 6), (12, 35)):
-        positions = np.concatenate([[7], *(c + np.arange(n) for c, n in zip(contexts, chunks, strict=True)), [9, 9]])[
-            1:
-        ]
+        padding = np.full(ROWS - sum(chunks), 9)
+        positions = np.concatenate([*(c + np.arange(n) for c, n in zip(contexts, chunks, strict=True)), padding])
         cu = jnp.asarray([0, chunks[0], sum(chunks)], jnp.int32)
         flat = jnp.asarray(positions, jnp.int32)
         arrays = flat, flat, cu, jnp.asarray(contexts), jnp.asarray(PAGE_TABLE)
@@ -103,12 +103,15 @@ def batches() -> list[PrefillBatch | DecodeBatch]:
     return found
 
 
-def run(cfg: ModelConfig, params: Any, batch: Any, place: LayerPlace, seed: int, pages: Any, on: Any) -> Any:
-    attend = (prefill_attend_compressed if isinstance(batch, PrefillBatch) else decode_attend_compressed)(
-        cfg, batch, on
-    )
-    tokens = given_tokens(cfg, batch.tokens.size, place.ratio, seed)
-    return jax.jit(lambda tokens, pages: attend(tokens, params, place, pages))(tokens, pages)
+def steps(cfg: ModelConfig, params: Any, place: LayerPlace, on: Backend | None) -> Any:
+    """Returns a step's attention, compiled once per kind of batch."""
+
+    def step(batch: PrefillBatch | DecodeBatch, tokens: CompressedTokens, pages: Any) -> Any:
+        if isinstance(batch, PrefillBatch):
+            return prefill_attend_compressed(cfg, batch, on)(tokens, params, place, pages)
+        return decode_attend_compressed(cfg, batch, on)(tokens, params, place, pages)
+
+    return jax.jit(step)
 
 
 @pytest.mark.parametrize(("place", "cache_dtype"), CASES, ids=lambda case: str(getattr(case, "ratio", case)))
@@ -118,9 +121,11 @@ def test_the_cache_after_each_step_is_the_references(place: LayerPlace, cache_dt
     params, rng = parameters(cfg), np.random.default_rng(1)
     shapes = pool(cfg, cache_dtype, PAGES, WINDOW_PAGES, SLOTS)
     pages = {name: jnp.asarray(rng.integers(0, 99, a.shape), a.dtype) for name, a in shapes.items()}
+    tested, reference = (steps(cfg, params, place, on) for on in (None, Backend.REFERENCE))
     for seed, batch in enumerate(batches()):
-        _, found = run(cfg, params, batch, place, seed, pages, None)
-        _, pages = run(cfg, params, batch, place, seed, pages, Backend.REFERENCE)
+        tokens = given_tokens(cfg, batch.tokens.size, place.ratio, seed)
+        _, found = tested(batch, tokens, pages)
+        _, pages = reference(batch, tokens, pages)
         for name, wanted in pages.items():
             mine, wanted = floats(cfg, name, found[name]), floats(cfg, name, wanted)
             if wanted.dtype == np.float32 and shapes[name].dtype == jnp.float32:

@@ -49,8 +49,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     `answer_token_ids`, which count as its first tokens. `grammar` constrains the answer, in llguidance's form, where
     `sampling.structured_outputs` alone does not say it. `prompt_experts` are those that another instance has chosen for
     the first tokens of the prompt, whose pages it has. `return_timing` asks for the engine's record of each sequence.
-    Stop strings belong to the text layer; the engine only knows
-    tokens.
+    Stop strings belong to the text layer; the engine only knows tokens.
     """
 
     request_id: int

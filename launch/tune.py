@@ -41,14 +41,13 @@ def main() -> int:
         raise flags.UsageError(f"--output {output}: is not a file in a directory that exists")
     model = model_dir(ServiceOptions(model=_MODEL.value))
     configure_logging()
-    from tools.tune.run import show, tune  # imports jax
+    from tools.tune.run import tune  # imports jax
 
     try:
-        tuning = tune(model, options, output, _BUDGET.value, None if _PROMPTS.value is None else Path(_PROMPTS.value))
+        tune(model, options, output, _BUDGET.value, None if _PROMPTS.value is None else Path(_PROMPTS.value))
     except (ValueError, OSError) as error:
         print(f"launch.tune: {error}", file=sys.stderr)
         return 1
-    show(tuning)
     print(f"wrote {output}; use it with python -m launch.serve --tuning {output}")
     return 0
 

@@ -8,9 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from dsv3.config.options import EngineOptions
 from dsv3.engine.build import load_components
 from dsv3.engine.components import EngineComponents
@@ -66,6 +63,7 @@ def tune(
     drafts = options.speculative
     texts = None if drafts is None else _prompts(model_dir, prompts)
     components = load_components(model_dir, options, progress=False)
+    here = made_for(model_dir)
     chosen: dict[str, Any] = {}
     outcomes: list[Outcome] = []
 
@@ -106,18 +104,9 @@ def tune(
         plans, found, untried = tune_plans(recorded_choices(components), left, say)
         outcomes.extend(found)
         say(f"kernels: {len(plans)} of {len(found)} plans are faster than the planner's; {untried} were not tried")
-    tuning = Tuning(made_for(model_dir), chosen, plans, [each._asdict() for each in outcomes])
+    tuning = Tuning(here, chosen, plans, [each._asdict() for each in outcomes])
     write_tuning(output, tuning)
     return tuning
-
-
-def show(tuning: Tuning) -> None:
-    """Prints a table of what was chosen in place of the defaults."""
-    table = Table("choice", "default", "chosen", "times as fast")
-    for row in tuning.measured:
-        if row["chosen"] != row["default"]:
-            table.add_row(row["choice"], row["default"], row["chosen"], f"{row['gain']:.2f}")
-    Console().print(table)
 
 
 def _limited(components: EngineComponents, **limits: Any) -> EngineComponents:

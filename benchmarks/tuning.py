@@ -1,20 +1,20 @@
-"""An engine with a file of `launch.tune` beside one with the defaults, on the bundled model.
+"""What `launch.tune` chooses on this machine for the bundled model, and an engine with its file beside one without.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.tuning FILE [--max_num_seqs 32] [--rounds 7]
+    JAX_PLATFORMS=cpu python -m benchmarks.tuning [--budget_seconds 500] [--rounds 7]
 
-Both answer the same prompts of random tokens in turns, 64 tokens each, at several numbers of requests at once; each
-round has new prompts. "Speed" is the time with the defaults over that with the file. The first table has the choices of
-the file, kernels by how many changed.
+Both engines answer the same prompts of random tokens in turns, 64 tokens each, at several numbers of requests at once;
+each round has new prompts. "Speed" is the time with the defaults over that with the file. The first table has the
+choices, kernels by how many.
 """
 
 import argparse
 import itertools
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from benchmarks.record import Cell, Report, run, spread
@@ -24,24 +24,27 @@ from dsv3.engine.build import build_engine, bundled_model
 from dsv3.engine.engine import Engine
 from dsv3.engine.tuning import Tuning
 from dsv3.scheduler.request import EngineRequest
+from tools.tune.run import tune
 
-_PROMPTS = (20, 100, 300)
-_ANSWER = 64
+LIMITS = {"max_num_seqs": 32}
+SIZES, PROMPTS, ANSWER = (1, 6, 20, 32), (20, 100, 300), 64
 _ids = itertools.count()
 
 
 def main(report: Report) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--max_num_seqs", type=int, default=32)
+    parser.add_argument("--budget_seconds", type=float, default=500.0)
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
-    tuning = msgspec.json.decode(arguments.file.read_bytes(), type=Tuning)
-    report.table("What was chosen", ["choice", "default", "chosen", "times as fast"], _choices(tuning))
-    engines = [
-        build_engine(bundled_model(), EngineOptions(max_num_seqs=arguments.max_num_seqs, tuning=file), progress=False)
-        for file in (None, str(arguments.file))
-    ]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tuning.json"
+        tuning = tune(bundled_model(), EngineOptions(**LIMITS), path, arguments.budget_seconds)
+        columns = ["choice", "default", "chosen", "times as fast"]
+        report.table("What was chosen", columns, _choices(tuning))
+        engines = [
+            build_engine(bundled_model(), EngineOptions(tuning=file, **LIMITS), progress=False)
+            for file in (None, str(path))
+        ]
     for engine in engines:
         engine.warm_up()
     columns = ["requests at once", "prompt (tokens)", "answer (tokens)", "speed"]
@@ -66,19 +69,18 @@ def _choices(tuning: Tuning) -> Iterator[list[Cell]]:
 
 def _rows(engines: list[Engine], rounds: int) -> Iterator[list[Cell]]:
     random = np.random.default_rng(0)
-    most = engines[0].cfg.max_num_seqs
-    for size, length in itertools.product(sorted({1, 6, 20, most}), _PROMPTS):
+    for size, length in itertools.product(SIZES, PROMPTS):
         speeds = []
         for number in range(rounds + 1):
             prompts = random.integers(0, engines[0].model_cfg.vocab_size, (size, length)).tolist()
             order = engines if number % 2 else engines[::-1]
             seconds = {id(engine): _answer(engine, prompts) for engine in order}
             speeds.append(seconds[id(engines[0])] / seconds[id(engines[1])])
-        yield [size, length, _ANSWER, spread(speeds[1:])]  # what runs first is slower
+        yield [size, length, ANSWER, spread(speeds[1:])]  # what runs first is slower
 
 
 def _answer(engine: Engine, prompts: list[list[int]]) -> float:
-    sampling = SamplingParams(max_tokens=_ANSWER, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
     for prompt in prompts:
         engine.add(EngineRequest(request_id=next(_ids), prompt_token_ids=prompt, sampling=sampling))
     started = time.perf_counter()

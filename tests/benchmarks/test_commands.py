@@ -18,6 +18,8 @@ from benchmarks.speculative import SMALL_V4
 from benchmarks.training import RUNS
 from configs.tiny import TRAINING
 from dsv3 import LLM
+from dsv3.engine import tuning
+from tests.dsv3.model.test_deepseek_v4_needle import LOST
 
 ROOT = Path(__file__).parents[2]
 COMPILED_TEXT = """HloModule jit_step, is_scheduled=true
@@ -42,6 +44,19 @@ ONE_LAYER = dataclasses.replace(
     compressed=dataclasses.replace(SMALL_V4.compressed, ratios=(4,)),
     dspark=dataclasses.replace(SMALL_V4.dspark, stages=1, target_layers=(0,)),
 )  # fmt: skip
+
+
+def write_tuning(model: Path, options: object, path: Path, budget_seconds: float) -> tuning.Tuning:
+    rows = [dict(zip(("choice", "default", "chosen", "gain"), row, strict=True)) for row in CHOSEN]
+    found = tuning.Tuning(tuning.made_for(model), {"prefill_batch_sizes": "32"}, {}, rows)
+    tuning.write_tuning(path, found)
+    return found
+
+
+CHOSEN = (
+    ("prefill_batch_sizes", "64", "32,64", 1.1),
+    ("product on a CPU 1 x 2 x 3 x float32 x alone", "C++", "XLA", 2),
+)
 COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("checkpoint", "--size_gb=0.02 --rounds=1 --only=bf16 --directory={tmp}", {}),
     ("cluster_send", "--ranks 4 --rows 4 --followers 1 --steps 2", {}),
@@ -62,6 +77,7 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("kv_tiers", "--rounds 1 --values 4 --directory {tmp}", {"VALUE_BYTES": 2**16}),
     ("launches", "--save {tmp}/step.hlo", {"compiled_step": lambda: COMPILED_TEXT}),
     ("needle", "--ratio 4 --tokens 300 --chunk 64", {}),
+    ("needle", "--wrong --ratio 4 --tokens 300 --chunk 64", {"LOST": LOST[1:2]}),
     ("precision", "--tokens 16", {"MODULES": ("bisect",), "SETTINGS": (("float32", "float32"),)}),
     ("precision", "--int4", {"HIDDEN": 256, "INNER": 256}),
     ("routers", "--requests 2 --clients 0", {}),
@@ -73,6 +89,11 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("structured", "--rounds 1 --tokens 4 --only speed", {"REQUESTS": 2}),
     ("survival", "--kills 1", {"CLIENTS": 2, "TOKENS": 64}),
+    (
+        "tuning",
+        "--rounds 1",
+        {"tune": write_tuning, "LIMITS": ONE_ROW, "SIZES": (1,), "PROMPTS": (20,), "ANSWER": 4},
+    ),
     ("training", "", {"REPEATS": 1, "TRAINING": SMALL}),
     ("training", "--fp8 1 --rows 2", {"RUNS": {"bfloat16": RUNS["FP8"]}, "PAIRS": (), "TRAINING": SMALL}),
 ]

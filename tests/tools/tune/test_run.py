@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,8 @@ from tests.dsv3.engine.conftest import parts
 from tests.dsv3.engine.fewer import greedy_samplers
 from tools.tune import run, steps
 from tools.tune.selection import Outcome
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -86,3 +91,11 @@ def test_prompts_come_from_a_file_of_lines(tmp_path) -> None:
     (tmp_path / "texts").write_text("\n")
     with pytest.raises(ValueError, match="has no text"):
         run._prompts(bundled_model(), tmp_path / "texts")
+
+
+def test_the_command_refuses_what_it_cannot_write(tmp_path) -> None:
+    """In processes of their own: commands share names of flags."""
+    wrong = {f"--output={tmp_path}": "is not a file in a directory that exists", "--tuning=x": "name it with --output"}
+    for argument, words in wrong.items():
+        done = subprocess.run([sys.executable, "-m", "launch.tune", argument], capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 2 and words in done.stderr

@@ -31,7 +31,7 @@ _MOST_PLANS = 6
 _CPU_STACK_BYTES = 32 << 20
 _BYTES_PER_S = {"cpu": 2e10}
 _GPU_BYTES_PER_S = 2e12
-_GROUP_ROWS = 512  # of a group of a prefill step; what is chosen hardly depends on it
+_GROUP_ROWS = 512  # that each group of a prefill step is assumed to have
 
 
 class Kernel(NamedTuple):

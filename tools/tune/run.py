@@ -119,20 +119,19 @@ def _limited(components: EngineComponents, **limits: Any) -> EngineComponents:
 def _affordable(
     components: EngineComponents, seconds: float, program_seconds: float
 ) -> tuple[list[int], list[int]] | None:
-    """Returns candidates of decode and prefill sizes whose programs compile within `seconds`; None: not even these.
+    """Returns candidates of decode and prefill sizes whose programs compile within `seconds`.
 
-    Where all are too many, they are the default sizes and what lies next to the largest of them.
+    Where all are too many, the smallest that are no default are left out; None where the defaults are too many.
     """
     cfg = components.cfg
     decode, prefill = decode_candidates(cfg), prefill_candidates(cfg)
-    while 2 * (len(decode) + len(prefill)) * program_seconds > seconds:
-        longer, default = max(
-            (decode, cfg.decode_buckets), (prefill, cfg.prefill_buckets), key=lambda each: len(each[0])
-        )
-        spare = [size for size in longer if size not in default]
-        if not spare:
+    while _PROGRAMS_PER_SIZE * (len(decode) + len(prefill)) * program_seconds > seconds:
+        both = sorted(((decode, cfg.decode_buckets), (prefill, cfg.prefill_buckets)), key=lambda each: -len(each[0]))
+        spare = ((sizes, size) for sizes, default in both for size in sizes if size not in default)
+        sizes, size = next(spare, (None, 0))
+        if sizes is None:
             return None
-        longer.remove(spare[0])
+        sizes.remove(size)
     return decode, prefill
 
 

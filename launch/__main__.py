@@ -6,7 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 
-COMMANDS = ("serve", "batch", "router", "plan", "simulate", "convert", "train", "doctor")
+COMMANDS = ("serve", "batch", "router", "plan", "simulate", "convert", "train", "doctor", "tune")
 _USAGE = """usage: dsv3 COMMAND [arguments]
 
 {commands}

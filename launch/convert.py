@@ -22,7 +22,8 @@ FP8 = absl_flags.DEFINE_enum(
     "fp8",
     "keep",
     ["keep", "dequantize"],
-    "Keep FP8 weights as FP8, or turn them into --dtype; kv_b_proj is always dequantized.",
+    "Keep FP8 weights, and make FP8 with the same values of FP4 experts, or turn all into --dtype; kv_b_proj and wo_a "
+    "are always dequantized.",
 )
 DTYPE = absl_flags.DEFINE_enum(
     "dtype",

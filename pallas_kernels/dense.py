@@ -40,7 +40,7 @@ def layer_gemm(
       ValueError: shapes or dtypes that do not belong together; on Hopper also N or K that is no multiple of 8.
     """
     check_plain("layer_gemm", x, w, 2)
-    chosen = plain_backend("layer_gemm", x.dtype, x.shape[0], backend)
+    chosen = plain_backend("layer_gemm", x.dtype, x.shape[0], backend, w.shape)
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     if out_dtype not in PLAIN_DTYPES:
         raise ValueError(f"layer_gemm: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
@@ -67,7 +67,7 @@ def plain_gemm(
       [..., N] in `out_dtype`.
     """
     rows, backend = math.prod(x.shape[:-1]), with_fallback("plain_gemm", backend)
-    if x.dtype == w.dtype and _has_plain_kernel(x.dtype, rows, resolve_backend(requested=backend)):
+    if x.dtype == w.dtype and _has_plain_kernel(x.dtype, rows, w.shape, resolve_backend(requested=backend)):
         out = layer_gemm(x.reshape(rows, -1), w[None], 0, out_dtype=out_dtype, backend=backend)
         return out.reshape(*x.shape[:-1], -1)
     out_dtype = jnp.result_type(x, w) if out_dtype is None else jnp.dtype(out_dtype)
@@ -76,9 +76,9 @@ def plain_gemm(
     return jnp.einsum("...k,nk->...n", x, w, preferred_element_type=out_dtype)
 
 
-def _has_plain_kernel(dtype: jnp.dtype, rows: int, backend: Backend) -> bool:
+def _has_plain_kernel(dtype: jnp.dtype, rows: int, weight: tuple[int, ...], backend: Backend) -> bool:
     if backend is Backend.NATIVE:
-        return native.takes(dtype, rows)
+        return native.takes(dtype, rows, (1, *weight))
     return backend in KERNELS and dtype in KERNEL_DTYPES and invariance.required()
 
 

@@ -134,6 +134,39 @@ def convert_fp4(weight: StoredFp4, array: PlannedArray, to: Fp4Mode | np.dtype) 
     return converted
 
 
+def convert_rows(
+    data: np.ndarray, scale: np.ndarray, array: PlannedArray, first: int, to: np.dtype
+) -> list[np.ndarray]:
+    """Returns layers of a stack of experts as arrays of a dtype, or for e4m3 as data and scales, on the host.
+
+    They have the values of `decode`. One expert at a time is converted.
+
+    Args:
+      data: int8 `[L, E, N, K / 2]` of layers `first` and following; `array` is the stack of all codes.
+      scale: e8m0 `[L, E, N, K / 32]`.
+      to: the dtype.
+
+    Raises:
+      CheckpointError: blocks of FP8 have no room for some values.
+    """
+    made = [_expert(data[i], scale[i], array, (first + i[0], i[1]), to) for i in np.ndindex(data.shape[:2])]
+    return [np.stack(parts).reshape(*data.shape[:2], *parts[0].shape) for parts in zip(*made, strict=True)]
+
+
+def _expert(
+    data: np.ndarray, scale: np.ndarray, array: PlannedArray, index: tuple[int, int], to: np.dtype
+) -> tuple[np.ndarray, ...]:
+    if to != E4M3:
+        return (np.asarray(_decoded(data, scale, to)),)
+    weight, spread = _blocks(data, scale)
+    if (worst := np.asarray(spread).reshape(-1)).max() > MAX_SPREAD:
+        raise _refusal(array, index, int(worst.max()), int(worst.argmax()))
+    return np.asarray(weight.data), np.asarray(weight.scale)
+
+
+_blocks, _decoded = jax.jit(to_fp8), jax.jit(decode, static_argnums=2)
+
+
 def convert_fp4_shapes(weight: StoredFp4, array: PlannedArray, to: Fp4Mode | np.dtype) -> Any:
     """Returns the shapes of the result of `convert_fp4`, given shapes and shardings."""
     del array

@@ -15,7 +15,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from dsv3.checkpoint import layout, quantize
+from dsv3.checkpoint import fp4, layout, quantize
 from dsv3.checkpoint.layout import TensorSlice, extents, full_box
 from dsv3.checkpoint.load import Advance, check_duplicates, plan_directory, reporter
 from dsv3.checkpoint.load_plan import Fp8Mode, LoadPlan
@@ -24,9 +24,10 @@ from dsv3.checkpoint.safetensors_file import INDEX, SINGLE, CheckpointError, hea
 from dsv3.config.hugging_face import to_hf
 from dsv3.config.model import ModelConfig
 from dsv3.files import sync
-from dsv3.model.params import Fp8Weight, Int4Weight, Params
+from dsv3.model.params import Fp4Weight, Fp8Weight, Int4Weight, Params
 from pallas_kernels.float8 import E4M3
 
+_QUANTIZED = (Fp4Weight, Fp8Weight, Int4Weight)
 F32 = np.dtype(np.float32)
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
@@ -68,15 +69,16 @@ def save_hf(
 ) -> None:
     """Writes config.json and safetensors files that `load_params` reads back bit for bit, atomically.
 
-    Tensors keep the dtype of their leaf, FP8 data and scales included. The router's weights take the embedding's dtype
-    if that holds them exactly, else float32. kv_b_proj of an FP8 model was dequantized on loading and stays so;
-    `modules_to_not_convert` lists it with all other matrices that are not FP8.
+    Tensors keep the dtype of their leaf, FP8 data and scales included; tables of experts become int64. The router's
+    weights take the embedding's dtype if that holds them exactly, else float32. kv_b_proj and wo_a of an FP8 model were
+    dequantized on loading and stay so; `modules_to_not_convert` lists them with all other matrices that are not FP8.
 
     `shard_bytes` bounds a file. One file is `model.safetensors`; several have an index. `scale_dtype` float8_e8m0fnu
     stores scales that are powers of two in one byte. `companions` (tokenizer files) are copied into the directory, an
     encoder of messages (`encoding_*.py`) into its folder `encoding`.
 
-    Raises `FileExistsError` if the directory holds anything, ValueError if `params` are not those of `cfg`, or INT4.
+    Raises `FileExistsError` if the directory holds anything, ValueError if `params` are not those of `cfg`, and
+    `CheckpointError` if they have four bits.
     """
     write_hf(
         Path(directory),
@@ -93,9 +95,14 @@ class TreeStacks:
     """Stacks of a parameter tree; `rows` copies to the host."""
 
     def __init__(self, cfg: ModelConfig, params: Params) -> None:
-        flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, Fp8Weight | Int4Weight))
+        flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, _QUANTIZED))
         self._leaves = {layout.leaf_path(keys): leaf for keys, leaf in flat}
         reject_int4(path for path, leaf in self._leaves.items() if isinstance(leaf, Int4Weight))
+        if path := next((path for path, leaf in self._leaves.items() if isinstance(leaf, Fp4Weight)), None):
+            raise CheckpointError(
+                f"{path} is FP4, which cannot be written as a Hugging Face checkpoint; keep the original, or load with "
+                "fp4='fp8'"
+            )
         expected = {path: spec.shape for path, spec in layout.leaves(cfg).items()}
         found = {path: self._arrays(path)[0].shape for path in self._leaves}
         wrong = sorted(path for path in expected | found if expected.get(path) != found.get(path))
@@ -138,10 +145,6 @@ def write_hf(
     progress: bool,
 ) -> None:
     """Implements `save_hf` for any `Stacks`."""
-    if cfg.compressed is not None:
-        raise CheckpointError(
-            f"a checkpoint of model_type {cfg.family!r} cannot be written; keep the original, which `load_params` reads"
-        )
     if scale_dtype not in (F32, E8M0):
         raise ValueError(f"scale_dtype {scale_dtype} is neither float32 nor float8_e8m0fnu")
     tensors = list(out_tensors(cfg, stacks, scale_dtype))
@@ -187,6 +190,8 @@ def out_tensors(cfg: ModelConfig, stacks: Stacks, scale_dtype: np.dtype) -> Iter
 
 def _written_dtype(path: str, stacks: Stacks) -> np.dtype:
     own = stacks.dtypes(path)[0]
+    if own == np.int32:  # a table of experts
+        return np.dtype(np.int64)
     narrow = stacks.dtypes("embed")[0]
     if not path.endswith(".router") or narrow.itemsize >= own.itemsize:
         return own
@@ -199,8 +204,9 @@ def _settings(cfg: ModelConfig, tensors: Sequence[OutTensor]) -> dict[str, Any]:
     quantized = any(t.dtype == E4M3 for t in tensors)
     if quantized and cfg.fp8 is None:
         raise ValueError("the parameters hold FP8 weights but the configuration's fp8 is None")
-    settings = to_hf(dataclasses.replace(cfg, fp8=cfg.fp8 if quantized else None, int4_experts=False))
-    settings["torch_dtype"] = next(t.dtype.name for t in tensors if t.name == "model.embed_tokens.weight")
+    kept = cfg.fp8 if quantized else None
+    settings = to_hf(dataclasses.replace(cfg, fp8=kept, int4_experts=False, fp4_experts=False))
+    settings["torch_dtype"] = next(t.dtype.name for t in tensors if t.parts[0][0] == "embed")
     if quantized:
         plain = [t.name for t in tensors if len(t.shape) == 2 and t.dtype != E4M3 and t.name.endswith(".weight")]
         settings["quantization_config"]["modules_to_not_convert"] = [n.removesuffix(".weight") for n in plain]
@@ -285,6 +291,7 @@ COMPANIONS = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "encoding/encoding_dsv32.py",
+    "encoding/encoding_dsv4.py",
     "tiktoken.model",
     "tekken.json",
     "tokenization_kimi.py",
@@ -306,7 +313,8 @@ def convert_checkpoint(
 ) -> None:
     """Rewrites a checkpoint directory in another dtype, as `save_hf`; `dtype` None keeps the embedding's.
 
-    `target` appears atomically; after a kill the next run starts over.
+    FP4 experts become FP8 in blocks with the same values; under `fp8` "dequantize" they have the dtype. `target`
+    appears atomically; after a kill the next run starts over.
 
     Raises `CheckpointError` if the source is not what `cfg` describes, `FileExistsError` if `target` holds anything,
     ValueError for an `fp8` that files do not have.
@@ -321,7 +329,7 @@ def convert_checkpoint(
         write_hf(
             target,
             cfg,
-            PlannedStacks(plan, reader),
+            PlannedStacks(plan, reader, fp8),
             shard_bytes=shard_bytes,
             scale_dtype=F32,
             companions=[source / name for name in COMPANIONS if (source / name).is_file()],
@@ -329,23 +337,38 @@ def convert_checkpoint(
         )
 
 
-@dataclasses.dataclass(frozen=True)
 class PlannedStacks:
-    """Stacks of a checkpoint directory; `rows` reads files."""
+    """Stacks of a checkpoint directory; `rows` reads files, and converts FP4 experts as `convert_checkpoint` says."""
 
-    plan: LoadPlan
-    reader: CheckpointReader
+    def __init__(self, plan: LoadPlan, reader: CheckpointReader, fp8: Fp8Mode = "keep") -> None:
+        self._plan, self._reader = plan, reader
+        self._experts = plan.leaves["embed"][0].dtype if fp8 == "dequantize" else E4M3
+        self._converted = functools.lru_cache(maxsize=1)(self._convert)  # data and scales are asked for in turns
 
     def dtypes(self, path: str) -> tuple[np.dtype, ...]:
         """Returns the dtypes of a leaf's arrays."""
-        return tuple(array.dtype for array in self.plan.leaves[path])
+        if self._is_fp4(path):
+            return (E4M3, F32) if self._experts == E4M3 else (self._experts,)
+        return tuple(array.dtype for array in self._plan.leaves[path])
 
     def rows(self, path: str, part: int, rows: slice) -> np.ndarray:
         """Returns the indices `rows` of the first axis of one array."""
-        array = self.plan.leaves[path][part]
+        if self._is_fp4(path):
+            return self._converted(path, rows.start, rows.stop)[part]
+        return self._read(path, part, rows)
+
+    def _is_fp4(self, path: str) -> bool:
+        return self._plan.leaves[path][0].dtype == quantize.FP4.data
+
+    def _convert(self, path: str, start: int, stop: int) -> list[np.ndarray]:
+        data, scale = (self._read(path, part, slice(start, stop)) for part in (0, 1))
+        return fp4.convert_rows(data, scale, self._plan.leaves[path][0], start, self._experts)
+
+    def _read(self, path: str, part: int, rows: slice) -> np.ndarray:
+        array = self._plan.leaves[path][part]
         box = (slice(*rows.indices(array.shape[0])[:2]), *full_box(array.shape[1:]))
         out = aligned_empty(extents(box), array.dtype)
-        self.reader.read(array, [(box, out)], _ignore)
+        self._reader.read(array, [(box, out)], _ignore)
         return out
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from dsv3.config.declaration import check, option
@@ -131,12 +132,21 @@ class EngineConfig(RunOptions):
 
     @functools.cached_property
     def decode_buckets(self) -> tuple[int, ...]:
-        """Batch sizes decode is compiled for: 1, 4, 16, 64, 96, 128, 192, ... and `max_num_seqs`."""
-        return _decode_sizes(self.max_num_seqs)
+        """Batch sizes decode is compiled for: 1, `decode_batch_sizes`, and `max_num_seqs`.
+
+        Without that option they are 1, 4, 16, 64, 96, 128, 192, ... and `max_num_seqs`.
+        """
+        given = {1, *self.decode_sizes}
+        return _up_to(self.max_num_seqs, given) if self.decode_sizes else _decode_sizes(self.max_num_seqs)
 
     @functools.cached_property
     def prefill_buckets(self) -> tuple[int, ...]:
-        """Token counts prefill is compiled for: 64, 256, 1024, 2048, 4096, ... and `max_num_batched_tokens`."""
+        """Token counts prefill is compiled for: `prefill_batch_sizes`, and `max_num_batched_tokens`.
+
+        Without that option they are 64, 256, 1024, 2048, 4096, ... and `max_num_batched_tokens`.
+        """
+        if self.prefill_sizes:
+            return _up_to(self.max_num_batched_tokens, self.prefill_sizes)
         return _sizes(_MIN_PREFILL_TOKENS, self.max_num_batched_tokens, doubling_from=_LONG_PREFILL_TOKENS)
 
     @functools.cached_property
@@ -202,6 +212,10 @@ def tokens_ahead(tokens_per_row: int) -> int:
 def bucket(sizes: tuple[int, ...], needed: int) -> int:
     """Returns the smallest of the ascending `sizes` that holds `needed`."""
     return next(size for size in sizes if size >= needed)
+
+
+def _up_to(stop: int, sizes: Iterable[int]) -> tuple[int, ...]:
+    return (*sorted(size for size in sizes if size < stop), stop)
 
 
 def _decode_sizes(stop: int) -> tuple[int, ...]:

@@ -161,6 +161,15 @@ class StartOptions:
         programs=False,
         group="model",
     )
+    tuning: str | None = option(
+        None,
+        "Use the plans of kernels, and for options that are not given the values, that launch.tune has measured and "
+        "written to this file; one made for another device, model or version is ignored, as the log says "
+        "(docs/tuning.md).",
+        agree=False,
+        programs=False,
+        group="model",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -296,6 +305,18 @@ class RunOptions:
         '\'{"method": "mtp", "num_speculative_tokens": 1}\' (docs/speculative.md).',
         group="scheduling",
     )
+    decode_batch_sizes: str | None = option(
+        None,
+        "Compile decode steps for these numbers of requests per rank, such as 1,8,32, and for 1 and --max_num_seqs; "
+        "default: 1, 4, 16, 64, and a third or a half more from each to the next.",
+        group="scheduling",
+    )
+    prefill_batch_sizes: str | None = option(
+        None,
+        "Compile prefill steps for these numbers of tokens per rank, and for --max_num_batched_tokens; default: 64, "
+        "256, 1024, 2048 and further doublings.",
+        group="scheduling",
+    )
     logprobs_mode: LogprobsMode = option(
         "raw_logprobs",
         "Return the log-probabilities of the model's own distribution, or with processed_logprobs those of the "
@@ -322,6 +343,16 @@ class RunOptions:
         return None if self.speculative_config is None else SpeculativeConfig.from_json(self.speculative_config)
 
     @functools.cached_property
+    def decode_sizes(self) -> tuple[int, ...]:
+        """The numbers of `decode_batch_sizes`, ascending; empty if not given."""
+        return _sizes("decode_batch_sizes", self.decode_batch_sizes)
+
+    @functools.cached_property
+    def prefill_sizes(self) -> tuple[int, ...]:
+        """The numbers of `prefill_batch_sizes`, ascending; empty if not given."""
+        return _sizes("prefill_batch_sizes", self.prefill_batch_sizes)
+
+    @functools.cached_property
     def kv_events(self) -> KvEventsConfig | None:
         """KV events, if any."""
         return None if self.kv_events_config is None else KvEventsConfig.from_json(self.kv_events_config)
@@ -341,6 +372,7 @@ class EngineOptions(RunOptions, StartOptions):
 
     def __post_init__(self) -> None:
         check(self)
+        _ = self.decode_sizes, self.prefill_sizes  # raise for what is no list of sizes
         for name, off in _OF_SPREAD_EXPERTS.items():
             if (value := getattr(self, name)) != off and not self.spreads_experts:
                 raise ValueError(f"{name}: {value!r} needs enable_expert_parallel")
@@ -549,6 +581,13 @@ class ClusterOptions:
         """Host and port where the leader listens for followers: the port after that of jax's coordinator."""
         host, port = split_address(self.coordinator, "coordinator")
         return host, port + 1
+
+
+def _sizes(name: str, text: str | None) -> tuple[int, ...]:
+    words = [] if text is None else text.split(",")
+    if not all(word.strip().isascii() and word.strip().isdigit() and 1 <= int(word) < 2**31 for word in words):
+        raise ValueError(f"{name}: {text!r} is not a list of numbers from 1 on, such as 1,8,32")
+    return tuple(sorted({int(word) for word in words}))
 
 
 def split_address(text: str, name: str) -> tuple[str, int]:

@@ -44,6 +44,7 @@ from dsv3.engine.memory import (
     local_bytes,
 )
 from dsv3.engine.stored import local_program_store, machine_fields, program_fields, use_compilation_cache
+from dsv3.engine.tuning import apply_tuning
 from dsv3.kv_cache.layout import page_cost, slots_bytes
 from dsv3.model.tensor_parallel import check_shards
 from pallas_kernels.backend import fallbacks, prepare, resolve_backend
@@ -118,6 +119,7 @@ def load_components(
     """
     cache = use_compilation_cache(options.compilation_cache_dir)
     set_memory_fraction(options.gpu_memory_utilization)
+    options = apply_tuning(options, Path(model_dir))
     model_cfg, shards = _model(Path(model_dir), options), options.tensor_parallel_size
     devices = _devices(options.data_parallel_size, shards)
     mine = next(device for device in devices if device.process_index == jax.process_index())

@@ -41,6 +41,7 @@ from dsv3.engine.fingerprint import Fields, environment, program_options
 from dsv3.files import read_secret, sync
 from pallas_kernels import native
 from pallas_kernels.backend import Backend, fallbacks, resolve_backend
+from pallas_kernels.tuned import plans
 
 _log = logging.getLogger(__name__)
 _MAC_BYTES = 32
@@ -235,6 +236,7 @@ def device_fields(components: EngineComponents) -> Fields:
         "platform": jax.local_devices()[0].client.platform_version,
         "devices": f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}",
         "kernels": ", ".join([resolve_backend(jax.local_devices()[0]).value, *_replaced()]),
+        "measured plans": _digest(plans()),
         "parameters": hashlib.sha256(shapes.encode()).hexdigest()[:16],
     }
 

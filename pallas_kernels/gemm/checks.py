@@ -14,10 +14,17 @@ PLAIN_DTYPES = (*KERNEL_DTYPES, jnp.dtype(jnp.float32))
 """Types without scales that the references multiply."""
 
 
-def plain_backend(name: str, dtype: jax.typing.DTypeLike, rows: int, requested: Backend | None) -> Backend:
+def plain_backend(
+    name: str,
+    dtype: jax.typing.DTypeLike,
+    rows: int,
+    requested: Backend | None,
+    weights: tuple[int, ...] | None = None,
+) -> Backend:
     """Returns the backend of product `name` of `rows` rows without scales, the reference if there is no kernel.
 
-    MOSAIC and TRITON have none for float32; NATIVE none for float16 and for many rows.
+    MOSAIC and TRITON have none for float32; NATIVE none for float16, and for many rows unless it was measured to be
+    faster at the shape `weights` `[L, N, K]`.
 
     Raises ValueError if MOSAIC or TRITON is requested for an unsupported type.
     """
@@ -25,7 +32,7 @@ def plain_backend(name: str, dtype: jax.typing.DTypeLike, rows: int, requested: 
         kernel = requested.value.capitalize()
         raise ValueError(f"{name}: the {kernel} kernel takes bfloat16 or float16, got {dtype}; use Backend.REFERENCE")
     chosen = resolve_backend(requested=with_fallback(name, requested))
-    has_kernel = native.takes(dtype, rows) if chosen is Backend.NATIVE else jnp.dtype(dtype) in KERNEL_DTYPES
+    has_kernel = native.takes(dtype, rows, weights) if chosen is Backend.NATIVE else jnp.dtype(dtype) in KERNEL_DTYPES
     return chosen if has_kernel else Backend.REFERENCE
 
 

@@ -1,4 +1,4 @@
-"""Selects the kernel and the tile of a product by an estimate of cycles.
+"""Selects the kernel and the tile of a product by an estimate of cycles, unless one was measured (`tuned`).
 
 The estimate is `ceil(tiles / multiprocessors)` waves times the cycles of a tile: the longest of its tensor-core
 products, their operands' shared-memory reads, and its loads from the L2 cache, where a cluster of two blocks fetches
@@ -13,8 +13,11 @@ import functools
 import math
 from collections.abc import Iterator
 
-from pallas_kernels import invariance
+from pallas_kernels import invariance, tuned
 from pallas_kernels.mosaic import NUM_SMS
+
+DENSE, GROUPED = "dense product on Hopper", "grouped product on Hopper"
+"""Kernels of measured plans."""
 
 WIDE_TILE_M = 128
 TALL_TILE_M = 256
@@ -78,28 +81,20 @@ class TilePlan:
         return self.cluster // self.cluster_m
 
 
-@functools.cache
-def plan_dense(
-    m: int,
-    n: int,
-    k: int,
-    itemsize: int,
-    *,
-    float32: bool = False,
-    num_sms: int = NUM_SMS,
-    most_splits: int = _MAX_SPLITS,
-) -> TilePlan:
+def plan_dense(m: int, n: int, k: int, itemsize: int, *, float32: bool = False, num_sms: int = NUM_SMS) -> TilePlan:
     """Returns the plan of a product [m, k] x [n, k] of FP8 (itemsize 1) or 16-bit values (2).
 
-    The result has 16 bits, or 32 with `float32`. `num_sms` are the kernel's multiprocessors. K has at most
-    `most_splits` parts.
+    The result has 16 bits, or 32 with `float32`. `num_sms` are the kernel's multiprocessors.
     """
-    plans = (
-        plan
-        for plan in dense_plans(m, itemsize)
-        if plan.splits <= most_splits and (not float32 or plan.values <= _MAX_FLOAT32_VALUES)
-    )
-    return min(plans, key=lambda plan: estimated_cycles(plan, m, n, k, itemsize, num_sms))
+    shape = (m, n, k, itemsize, 4 if float32 else 2, num_sms)
+    return tuned.choose(DENSE, shape, _likeliest_dense(*shape)[0], lambda: _likeliest_dense(*shape))
+
+
+@functools.cache
+def _likeliest_dense(m: int, n: int, k: int, itemsize: int, out_size: int, num_sms: int) -> list[TilePlan]:
+    """Returns the legal plans, the least estimate first."""
+    plans = (plan for plan in dense_plans(m, itemsize) if out_size < 4 or plan.values <= _MAX_FLOAT32_VALUES)
+    return sorted(plans, key=lambda plan: estimated_cycles(plan, m, n, k, itemsize, num_sms))
 
 
 def plan_invariant(n: int, k: int, itemsize: int, *, float32: bool = False) -> TilePlan:
@@ -107,10 +102,10 @@ def plan_invariant(n: int, k: int, itemsize: int, *, float32: bool = False) -> T
 
     It is that of a tile's rows on all multiprocessors, without parts of K: their sums take memory for every row.
     """
-    return plan_dense(invariance.PLANNED_ROWS, n, k, itemsize, float32=float32, most_splits=1)
+    plans = _likeliest_dense(invariance.PLANNED_ROWS, n, k, itemsize, 4 if float32 else 2, NUM_SMS)
+    return next(plan for plan in plans if plan.splits == 1)
 
 
-@functools.cache
 def plan_contiguous(m: int, tile_m: int, n: int, k: int, itemsize: int, num_sms: int = NUM_SMS) -> TilePlan:
     """Returns the plan of a grouped product of m aligned rows in tiles of `tile_m`: the layout fixes the kernel.
 
@@ -121,7 +116,13 @@ def plan_contiguous(m: int, tile_m: int, n: int, k: int, itemsize: int, num_sms:
         raise ValueError(f"grouped kernels have tiles of {NARROW_TILES_M} rows, got tile_m={tile_m}")
     if tile_m != WIDE_TILE_M:
         return TilePlan(False, tile_m, NARROW_TILE_N)
-    return min(wide_plans(itemsize), key=lambda plan: estimated_cycles(plan, m, n, k, itemsize, num_sms))
+    shape = (m, n, k, itemsize, num_sms)
+    return tuned.choose(GROUPED, shape, _likeliest_wide(*shape)[0], lambda: _likeliest_wide(*shape))
+
+
+@functools.cache
+def _likeliest_wide(m: int, n: int, k: int, itemsize: int, num_sms: int) -> list[TilePlan]:
+    return sorted(wide_plans(itemsize), key=lambda plan: estimated_cycles(plan, m, n, k, itemsize, num_sms))
 
 
 def dense_plans(m: int, itemsize: int) -> Iterator[TilePlan]:

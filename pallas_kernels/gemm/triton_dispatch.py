@@ -6,13 +6,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import invariance
+from pallas_kernels import invariance, tuned
 from pallas_kernels.backend import traced_gpu
 from pallas_kernels.float8 import E4M3
 from pallas_kernels.gpus import GpuKind
 from pallas_kernels.triton import call
-from pallas_kernels.triton.tiles import TritonTile, k_splits, product_tile
+from pallas_kernels.triton.tiles import TritonTile, k_splits, product_tile, product_tiles
 
+DENSE = "dense product by Triton"
+"""The kernel of measured tiles."""
 _BAND = 8
 """Tiles of rows that share weights in the L2 cache."""
 
@@ -20,7 +22,10 @@ _BAND = 8
 def dense(a, a_scale, b, b_scale, layer, out_dtype) -> jax.Array:
     """Multiplies a [M, K] with b[layer] of [L, N, K]; scales are None for 16 bits."""
     (m, k), n, gpu = a.shape, b.shape[1], traced_gpu()
-    tile = product_tile(gpu, invariance.planned_rows(m), a.dtype.itemsize)
+    rows, itemsize = invariance.planned_rows(m), a.dtype.itemsize
+    tile = tuned.choose(
+        DENSE, (m, n, k, itemsize), product_tile(gpu, rows, itemsize), lambda: product_tiles(gpu, rows, itemsize)
+    )
     tiles = _count(m, tile.rows) * _count(n, tile.columns)
     splits = 1 if invariance.required() else k_splits(gpu, tiles, _count(k, tile.depth))
     out = jax.ShapeDtypeStruct((splits, m, n), out_dtype if splits == 1 else jnp.float32)

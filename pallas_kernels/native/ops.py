@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import invariance
+from pallas_kernels import invariance, tuned
 from pallas_kernels.float8 import BLOCK, E4M3
 from pallas_kernels.native.build import library
 
@@ -12,16 +12,27 @@ DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 """Types of operands. Results are of the same type, or float32."""
 
 MAX_ROWS = 32
-"""Most rows of a product for the C++ kernels: at 32 XLA is about as fast."""
+"""Most rows of a product for the C++ kernels where none was measured: at 32 XLA is about as fast."""
+
+PRODUCT = "product on a CPU"
+"""The kernel of measured choices between C++ and XLA."""
+CPP, XLA = "C++", "XLA"
 
 
-def takes(dtype: jax.typing.DTypeLike, rows: int) -> bool:
+def takes(dtype: jax.typing.DTypeLike, rows: int, weights: tuple[int, ...] | None = None) -> bool:
     """Returns whether the kernels multiply `rows` rows of this type.
 
     They take any number of e4m3, which XLA widens first, and of any type where XLA's bits would depend on the rows.
+    With the shape of `weights`, `[L, N, K]`, the choice may have been measured.
     """
+    if rows <= 0 or jnp.dtype(dtype) not in DTYPES:
+        return rows > 0 and jnp.dtype(dtype) == E4M3
     few = rows <= MAX_ROWS or invariance.required()
-    return rows > 0 and (jnp.dtype(dtype) == E4M3 or (jnp.dtype(dtype) in DTYPES and few))
+    if weights is None:
+        return few
+    shape: tuple[int | str, ...] = (rows, *weights[1:], jnp.dtype(dtype).name)
+    shape += ("of a stack" if weights[0] > 1 else "alone",)
+    return tuned.choose(PRODUCT, shape, CPP if few else XLA, lambda: (CPP, XLA)) == CPP
 
 
 def layer_product(x: jax.Array, w: jax.Array, layer: jax.Array | int, out_dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -5,6 +5,7 @@ resources. Nothing here has run on a GPU.
 """
 
 import dataclasses
+from collections.abc import Iterator
 
 from pallas_kernels.gpus import GpuKind
 
@@ -64,12 +65,30 @@ def product_tile(gpu: GpuKind, rows: int, itemsize: int) -> TritonTile:
     block = min(power_of_two(rows), 128)
     widened = itemsize == 1 and not gpu.fp8 and block == 128  # takes registers
     columns = 128 if block >= 64 and not widened else 64
-    depth = 128 if itemsize == 1 else 64
-    per_stage = (block + columns) * depth * itemsize
-    stages = max(2, min(4, (gpu.shared_memory - _RESERVED) // per_stage))
     # Scaled products have two sums in registers, that of 128 of K and the total.
     warps = 8 if block == 128 or (block == 64 and itemsize == 1) else 4
-    return TritonTile(block, columns, warps, stages, depth)
+    return TritonTile(block, columns, warps, _product_stages(gpu, block, columns, itemsize), _depth(itemsize))
+
+
+def product_tiles(gpu: GpuKind, rows: int, itemsize: int) -> Iterator[TritonTile]:
+    """Yields the tiles that are worth measuring for a product, that of `product_tile` first."""
+    default = product_tile(gpu, rows, itemsize)
+    yield default
+    for columns in (64, 128):
+        most = _product_stages(gpu, default.rows, columns, itemsize)
+        for warps, stages in ((warps, stages) for warps in (4, 8) for stages in range(2, most + 1)):
+            tile = dataclasses.replace(default, columns=columns, warps=warps, stages=stages)
+            if tile != default:
+                yield tile
+
+
+def _product_stages(gpu: GpuKind, rows: int, columns: int, itemsize: int) -> int:
+    per_stage = (rows + columns) * _depth(itemsize) * itemsize
+    return max(2, min(4, (gpu.shared_memory - _RESERVED) // per_stage))
+
+
+def _depth(itemsize: int) -> int:
+    return 128 if itemsize == 1 else 64
 
 
 def k_splits(gpu: GpuKind, tiles: int, k_blocks: int) -> int:

@@ -24,8 +24,10 @@ from configs.tiny import TRAINING
 from dsv3 import LLM
 from dsv3.config.model import ModelConfig
 from dsv3.config.options import EngineOptions
+from dsv3.engine import tuning
 from dsv3.engine.engine import Engine
 from dsv3.model.params import Params, abstract
+from tests.dsv3.model.test_deepseek_v4_needle import LOST
 from training import corpus
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +61,19 @@ ONE_LAYER = dataclasses.replace(
     compressed=dataclasses.replace(SMALL_V4.compressed, ratios=(4,)),
     dspark=dataclasses.replace(SMALL_V4.dspark, stages=1, target_layers=(0,)),
 )  # fmt: skip
+
+
+def write_tuning(model: Path, options: object, path: Path, budget_seconds: float) -> tuning.Tuning:
+    rows = [dict(zip(("choice", "default", "chosen", "gain"), row, strict=True)) for row in CHOSEN]
+    found = tuning.Tuning(tuning.made_for(model), {"prefill_batch_sizes": "32"}, {}, rows)
+    tuning.write_tuning(path, found)
+    return found
+
+
+CHOSEN = (
+    ("prefill_batch_sizes", "64", "32,64", 1.1),
+    ("product on a CPU 1 x 2 x 3 x float32 x alone", "C++", "XLA", 2),
+)
 COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     (
         "checkpoint",
@@ -87,6 +102,7 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("kv_tiers", "--rounds 1 --values 4 --directory {tmp}", {"VALUE_BYTES": 2**16}),
     ("launches", "--save {tmp}/step.hlo", {"compiled_step": lambda: COMPILED_TEXT}),
     ("needle", "--ratio 4 --tokens 300 --chunk 64", {}),
+    ("needle", "--wrong --ratio 4 --tokens 300 --chunk 64", {"LOST": LOST[1:2]}),
     ("precision", "--tokens 16", {"MODULES": ("bisect",), "SETTINGS": (("float32", "float32"),)}),
     ("precision", "--int4", {"HIDDEN": 256, "INNER": 256}),
     ("routers", "--requests 2 --clients 0", {}),
@@ -98,6 +114,11 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("structured", "--rounds 1 --tokens 4 --only speed", {"REQUESTS": 2, "PROMPT": 8, "EngineOptions": ONE_BATCH}),
     ("survival", "--kills 1", {"CLIENTS": 2, "TOKENS": 64}),
+    (
+        "tuning",
+        "--rounds 1",
+        {"tune": write_tuning, "LIMITS": ONE_ROW, "SIZES": (1,), "PROMPTS": (20,), "ANSWER": 4},
+    ),
     ("training", "", {"REPEATS": 1, "TRAINING": SMALL}),
     ("training", "--fp8 1 --rows 2", {"RUNS": {"bfloat16": RUNS["bfloat16"]}, "PAIRS": (), "TRAINING": SMALL}),
 ]

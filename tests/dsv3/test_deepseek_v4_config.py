@@ -165,6 +165,8 @@ def test_deepseek_v41_is_refused_for_what_it_is(tmp_path: pathlib.Path) -> None:
         assert (pathlib.Path(__file__).parents[2] / page).is_file()
 
 
-def test_transformers_cannot_be_given_what_it_would_read_otherwise() -> None:
-    with pytest.raises(ConfigError, match="compressed is "):
-        to_hf(from_hf(FLASH))
+@pytest.mark.parametrize(
+    "config", [FLASH, PRO, FLASH_0731, FLASH | {"expert_dtype": "fp8"}, golden("deepseek_v4_plain")]
+)
+def test_a_written_configuration_says_the_same(config: dict[str, Any]) -> None:
+    assert from_hf(to_hf(from_hf(config))) == from_hf(config)

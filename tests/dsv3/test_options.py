@@ -82,7 +82,7 @@ def test_processes_compare_what_they_must_agree_on(tmp_path: Path) -> None:
     declared = [each for cls in (EngineOptions, ClusterOptions) for each in options_of(cls)]
     assert {f"--{each.name}" for each in declared if each.terms.agree} == {k for k in fields if k.startswith("--")}
     alone = {"max_num_queued_reqs", "compilation_cache_dir", "transfer_address", "eplb_state"}
-    alone |= {"kv_events_config", "step_metrics_config", "load_threads"}
+    alone |= {"kv_events_config", "step_metrics_config", "load_threads", "tuning"}
     assert {each.name for each in options_of(EngineOptions) if not each.terms.agree} == alone
 
 

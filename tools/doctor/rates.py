@@ -63,18 +63,31 @@ def roof_seconds(roofs: Roofs, flops: float, size: float, *, bfloat16: bool) -> 
 
 def seconds_per_call(step: Callable, init: Any, calls: int, *operands: Any) -> float:
     """Returns the best of three loops of `calls` calls of `step(i, carry, *operands)` in one program."""
+    timed = compiled_loop(step, init, calls, *operands)
+    return min(timed() for _ in range(_LOOPS))
+
+
+def compiled_loop(step: Callable, init: Any, calls: int, *operands: Any) -> Callable[[], float]:
+    """Compiles a loop of `calls` calls of `step(i, carry, *operands)`; returns what runs it: seconds per call."""
     loop = jax.jit(lambda init, *operands: lax.fori_loop(0, calls, lambda i, x: step(i, x, *operands), init))
     jax.block_until_ready(loop(init, *operands))
-    best = math.inf
-    for _ in range(_LOOPS):
+
+    def timed() -> float:
         begin = time.perf_counter()
         jax.block_until_ready(loop(init, *operands))
-        best = min(best, time.perf_counter() - begin)
-    return best / calls
+        return (time.perf_counter() - begin) / calls
+
+    return timed
 
 
 def time_call(call: Callable[..., Any], operands: Any, roof: float) -> float:
-    """Returns seconds per `call(operands, i)`, in loops that last at least as long as their roof says.
+    """Returns seconds per `call(operands, i)`, the best of three loops of `timer`."""
+    timed = timer(call, operands, roof)
+    return min(timed() for _ in range(_LOOPS))
+
+
+def timer(call: Callable[..., Any], operands: Any, roof: float) -> Callable[[], float]:
+    """Returns what times `call(operands, i)` in a loop that lasts at least as long as its roof says: seconds per call.
 
     A call depends on the one before, so that no compiler moves what does not depend on `i` out of the loop.
     """
@@ -86,7 +99,7 @@ def time_call(call: Callable[..., Any], operands: Any, roof: float) -> float:
         operands, _ = lax.optimization_barrier((operands, last))
         return call(operands, i)
 
-    return seconds_per_call(step, nothing, calls, operands)
+    return compiled_loop(step, nothing, calls, operands)
 
 
 def measure_case(case: Case, roofs: Roofs, backend: Backend) -> Row:

@@ -4,10 +4,11 @@ The published file lists `compress_ratios` and has `rope_scaling`; transformers 
 `mlp_layer_types`, with `compress_rates`, and keeps both rotations in `rope_parameters`.
 """
 
+import dataclasses
 from typing import Any
 
 from dsv3.config.hugging_face.fields import MEANINGLESS, Fields
-from dsv3.config.hugging_face.quantization import read_quantization
+from dsv3.config.hugging_face.quantization import quantization_to_hf, read_quantization
 from dsv3.config.hugging_face.rotary import frequencies_alone
 from dsv3.config.model import (
     CompressedAttention,
@@ -104,6 +105,68 @@ def read(fields: Fields) -> ModelConfig:
     _check_consistent(fields, cfg)
     fields.finish(MEANINGLESS | _OF_TRAINING)
     return cfg
+
+
+def to_hf(cfg: ModelConfig) -> dict[str, Any]:
+    """Returns the published form of the config.json of `cfg`, which has compressed attention; `read` is its inverse."""
+    attention, mixing, spark = cfg.compressed, cfg.hyper_connections, cfg.dspark
+    assert attention is not None and mixing is not None
+    drafting = cfg.num_nextn_predict_layers if spark is None else spark.stages
+    heavy = next(iter(attention.heavy_ratios), _RATES[_HEAVY])
+    rates = {_SPARSE: attention.sparse_ratio, _HEAVY: heavy}
+    config = _FIXED | {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": MODEL_TYPE,
+        "vocab_size": cfg.vocab_size,
+        "hidden_size": cfg.hidden_size,
+        "num_hidden_layers": cfg.num_hidden_layers,
+        "num_nextn_predict_layers": drafting,
+        "num_attention_heads": cfg.num_attention_heads,
+        "head_dim": cfg.v_head_dim,
+        "qk_rope_head_dim": cfg.qk_rope_head_dim,
+        "q_lora_rank": cfg.q_lora_rank,
+        "o_groups": attention.output_groups,
+        "o_lora_rank": attention.output_rank,
+        "compress_ratios": [*attention.ratios, *[0] * drafting],
+        "compress_rope_theta": attention.rope_theta,
+        "sliding_window": attention.window,
+        "index_n_heads": attention.indexer.num_heads,
+        "index_head_dim": attention.indexer.head_dim,
+        "index_topk": attention.indexer.topk,
+        "hc_mult": mixing.streams,
+        "hc_sinkhorn_iters": mixing.sinkhorn_iterations,
+        "hc_eps": mixing.eps,
+        "moe_intermediate_size": cfg.moe_intermediate_size,
+        "n_routed_experts": cfg.n_routed_experts,
+        "num_experts_per_tok": cfg.num_experts_per_tok,
+        "num_hash_layers": cfg.num_hash_layers,
+        "routed_scaling_factor": cfg.routed_scaling_factor,
+        "swiglu_limit": cfg.swiglu_limit,
+        "rms_norm_eps": cfg.rms_norm_eps,
+        "rope_theta": cfg.rope_theta,
+        "max_position_embeddings": cfg.max_position_embeddings,
+        "bos_token_id": cfg.bos_token_id,
+        "eos_token_id": cfg.eos_token_ids[0] if len(cfg.eos_token_ids) == 1 else list(cfg.eos_token_ids) or None,
+        "use_cache": True,
+    }
+    if attention.yarn is not None:
+        yarn = dataclasses.asdict(attention.yarn)
+        scaled = {name: value for name, value in yarn.items() if not name.startswith("mscale")}
+        config["rope_scaling"] = {"type": "yarn", **scaled}
+    if rates != _RATES:
+        config["compress_rates"] = rates
+    if cfg.bos_token_id is None:
+        del config["bos_token_id"]
+    if cfg.fp8 is not None:
+        config["expert_dtype"] = "fp4" if cfg.fp4_experts else "fp8"
+    if spark is not None:
+        config |= {
+            "dspark_target_layer_ids": list(spark.target_layers),
+            "dspark_block_size": spark.block_size,
+            "dspark_noise_token_id": spark.noise_token_id,
+            "dspark_markov_rank": spark.markov_rank,
+        }
+    return config | quantization_to_hf(cfg)
 
 
 def _widths(fields: Fields) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+from dsv3.config.hugging_face import deepseek_v4
 from dsv3.config.hugging_face.deepseek import OF_MISTRAL, from_hf, indexer_to_hf
 from dsv3.config.hugging_face.fields import ConfigError, Fields
 from dsv3.config.hugging_face.names import text_name
@@ -55,6 +56,8 @@ def to_hf(cfg: ModelConfig) -> dict[str, Any]:
     Raises:
       ConfigError: `cfg` has settings that the Hugging Face format cannot say.
     """
+    if cfg.compressed is not None:
+        return deepseek_v4.to_hf(cfg)
     model_type = _model_type(cfg)
     _refuse_unsayable(cfg, model_type)
     same_name = sorted({field.name for field in dataclasses.fields(cfg)} - _SPELLED_OTHERWISE)
@@ -99,7 +102,6 @@ def _refuse_unsayable(cfg: ModelConfig, model_type: str) -> None:
         "topk_method": cfg.topk_method != "noaux_tc" and (model_type == "axk1" or has_indexer),
         "post_moe_norm": cfg.post_moe_norm and has_indexer,
         "indexer": model_type == "deepseek_v32" and bool(cfg.indexer and cfg.indexer.shared_layers),
-        "compressed": cfg.compressed is not None,
     }
     for name, is_lost in unsayable.items():
         if is_lost:

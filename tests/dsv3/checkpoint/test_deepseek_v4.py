@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dsv3.checkpoint import CheckpointError, convert_checkpoint, layout, load_params
+from dsv3.checkpoint import CheckpointError, convert_checkpoint, layout, load_params, save_hf
 from dsv3.checkpoint.deepseek_v4 import stored_tensors
-from dsv3.config.hugging_face import from_hf
+from dsv3.config.hugging_face import from_hf, load_config
 from dsv3.config.model import ModelConfig
 from dsv3.model.params import Fp4Weight, declare
 from dsv3.model.tensor_parallel import arrange
@@ -231,11 +231,28 @@ def test_two_devices_share_heads(directories: Path) -> None:
     assert {shard.data.shape for shard in o_a.addressable_shards} == {(5, 1, 128, 256)}
 
 
-def test_it_is_not_written(directories: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "fp8"), [("FP4", "keep"), ("FP4", "dequantize"), ("FP8", "keep"), ("plain", "keep"), ("DSpark", "keep")]
+)
+def test_a_converted_checkpoint_is_loaded_with_the_same_bits(directories: Path, tmp_path: Path, form, fp8) -> None:
+    """FP4 experts become FP8 in blocks or the dtype, as when the original is loaded; MTP modules and stages stay."""
+    cfg, how = from_hf(FORMS[form]), {"fp8": fp8, "dtype": "float32" if fp8 == "dequantize" else hf.BF16}
+    convert_checkpoint(directories / form, tmp_path / "out", cfg, **how)
+    written = load_config(tmp_path / "out")
+    kept = cfg.fp8 if fp8 == "keep" else None
+    assert written == dataclasses.replace(cfg, fp4_experts=False, fp8=kept)
+    assert_same_bits(load(tmp_path / "out", written, dtype=None), load(directories / form, cfg, **how))
+
+
+def test_parameters_are_written_as_they_are_but_not_those_of_four_bits(directories: Path, tmp_path: Path) -> None:
     cfg = from_hf(FORMS["FP4"])
-    with pytest.raises(CheckpointError, match="model_type 'deepseek_v4' cannot be written; keep the original"):
-        convert_checkpoint(directories / "FP4", tmp_path / "no", cfg)
-    assert not (tmp_path / "no").exists()
+    params = load_params(directories / "FP4", cfg, dtype=hf.BF16, progress=False)
+    save_hf(tmp_path / "out", cfg, params, scale_dtype=hf.E8M0)
+    written = load_config(tmp_path / "out")
+    assert_same_bits(load(tmp_path / "out", written, dtype=None), by_path(cfg, params))
+    packed = load_params(directories / "FP4", cfg, dtype=hf.BF16, fp4="keep", progress=False)
+    with pytest.raises(CheckpointError, match="is FP4, which cannot be written"):
+        save_hf(tmp_path / "no", cfg, packed)
 
 
 def test_devices_that_do_not_divide_the_groups_of_heads(directories: Path) -> None:

@@ -148,12 +148,16 @@ def compress(compressor: Any, place: int) -> None:
 
 
 def index(indexer: Any, distance: int) -> None:
-    """All keys are equal; the second head, for another distance, has no weight."""
+    """All keys are equal; the second head, for another distance, has no weight.
+
+    Where it has one it fills all places: with all pairs its peak is as narrow as the first one's, so it is higher.
+    """
+    higher = 1 if distance < TURN else 8
     for pair in [INDEX] if distance < TURN else range(ROTATED // 2):
         plain = KEY - ROTATED + 2 * pair
-        for head, other in enumerate((distance, 300)):
+        for head, (other, size) in enumerate(((distance, 1), (300, higher))):
             angle = other * frequency(4, pair)
-            turned = np.cos(angle), -np.sin(angle)
+            turned = size * np.cos(angle), -size * np.sin(angle)
             indexer.q_b[0, head * KEY + plain : head * KEY + plain + 2, QUESTIONS["far"]] = turned
         indexer.compressor.value_score[0, [plain, KEY + plain]] = 1
     indexer.weights[0, 0] = 1

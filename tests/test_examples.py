@@ -8,9 +8,9 @@ import nbclient
 import nbformat
 import pytest
 
-# Programs of batches as small as test_serve's, which compiles them too: those of an `LLM()` take twice the time of the
-# cells behind it. The limits say how many are computed at once, and no cell depends on that.
-LIMITS = "max_num_seqs=4, max_model_len=256, max_num_batched_tokens=64"
+# Programs of the smallest batches: those of an `LLM()` take twice the time of the cells behind it. The limits say how
+# many requests are computed at once, and no cell depends on that.
+LIMITS = "max_num_seqs=1, max_model_len=256, max_num_batched_tokens=64"
 SMALLER = {
     "LLM()": f"LLM({LIMITS})",
     "LLM(dtype": "LLM(max_num_seqs=8, max_model_len=64, max_num_batched_tokens=64, dtype",

@@ -23,7 +23,7 @@ from dsv3.engine.memory import DeviceMemory, local_bytes
 from dsv3.kv_cache.layout import Pool, page_bytes
 from dsv3.kv_cache.tiers import tiers
 from dsv3.model.batch import DecodeBatch, PrefillBatch
-from tests.dsv3.engine import toy
+from tests.dsv3.engine import fewer, toy
 from tests.dsv3.engine.driving import request, run, run_out_of_pages
 from tests.dsv3.engine.test_pages import clear_caches, counts
 
@@ -108,8 +108,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """An engine whose programs all tests share."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("dsv3.kv_cache.tiers.host_pool.FOLDER", tmp_path_factory.mktemp("shared_memory"))
-        engine = Engine(parts(kv_offloading_size=1e-3, identity="f"))
-    engine.warm_up()
+        with fewer.one_bucket(), fewer.greedy_samplers():
+            engine = Engine(parts(kv_offloading_size=1e-3, identity="f"))
+            engine.warm_up()
     yield engine
 
 
@@ -121,9 +122,10 @@ def make(compiled: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Eng
     monkeypatch.setattr(tiers, "is_loading_faster", lambda *_: True)
 
     def make(**changes: object) -> Engine:
-        engine = Engine(parts(**({"kv_offloading_size": 1e-3, "identity": "f"} | changes)))
-        engine.executor.devices.programs = compiled.executor.devices.programs
-        engine.warm_up()
+        with fewer.one_bucket(), fewer.greedy_samplers():
+            engine = Engine(parts(**({"kv_offloading_size": 1e-3, "identity": "f"} | changes)))
+            engine.executor.devices.programs = compiled.executor.devices.programs
+            engine.warm_up()
         return engine
 
     return make

@@ -26,6 +26,7 @@ from pallas_kernels.backend import Backend
 from pallas_kernels.mla import PAGE_SIZE as KERNEL_PAGE_SIZE
 from tests.dsv3 import deepseek_v4
 from tests.dsv3.engine.driving import request, run
+from tests.dsv3.engine.fewer import one_bucket
 
 CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
 H200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
@@ -146,7 +147,9 @@ def test_kernels_and_engine_count_the_same_tokens_per_page() -> None:
 def test_a_float16_engine_over_fp8_pages_serves() -> None:
     """Options to tokens: a prompt of two chunks, then the same again from cached pages."""
     limits = {"max_num_seqs": 1, "max_model_len": 256, "max_num_batched_tokens": 64}
-    engine = build_engine(bundled_model(), EngineOptions(dtype="float16", kv_cache_dtype=FP8, **limits), progress=False)
+    options = EngineOptions(dtype="float16", kv_cache_dtype=FP8, **limits)
+    with one_bucket():
+        engine = build_engine(bundled_model(), options, progress=False)
     pages = engine.executor.devices.pages["latents"]
     one = pool(engine.model_cfg, FP8, engine.cfg.num_pages)["latents"]
     assert engine.cfg.cache_dtype == FP8 and (pages.shape, pages.dtype) == ((1, *one.shape), jnp.uint8)

@@ -21,7 +21,7 @@ from tests.dsv3.engine.fewer import one_bucket
 
 PROMPT = [(11 * i) % 60 + 1 for i in range(150)]
 MORE = {"kv_offloading_size": 1e-3}
-DRAFTS = {"method": "mtp", "num_speculative_tokens": 3}
+DRAFTS = {"method": "mtp", "num_speculative_tokens": 2}
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
 
 

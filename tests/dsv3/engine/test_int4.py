@@ -18,7 +18,7 @@ from dsv3.llm import LLM, SamplingParams
 from dsv3.model.params import Params
 from pallas_kernels.backend import Backend
 from tests.dsv3.checkpoint import hf, int4
-from tests.dsv3.engine.fewer import greedy_samplers
+from tests.dsv3.engine.fewer import greedy_samplers, one_bucket
 from tests.dsv3.model.golden import relative_error, run
 
 CFG = int4.config(
@@ -78,7 +78,7 @@ def test_tokens_are_those_of_the_dequantized_model(directories: Path) -> None:
     """Packed replicas on two devices serve; each token is the likeliest one in one full pass."""
     limits = {"max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 64}
     spread = {"enable_expert_parallel": True, "data_parallel_size": 2, "num_redundant_experts": 2, "enable_eplb": True}
-    with greedy_samplers():
+    with one_bucket(), greedy_samplers():
         llm = LLM(directories / "int4", progress=False, **limits, **spread)
     outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
     stats = llm.engine.stats()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,11 @@ from dsv3.config.options import EngineOptions
 from dsv3.engine import build
 from dsv3.engine.build import build_engine
 from dsv3.engine.device import pool
+from dsv3.engine.device.programs import largest
 from dsv3.engine.engine import Engine
 from dsv3.engine.memory import DeviceMemory, MemoryAccount, WorkingMemoryFile, account, check_beside, check_fits
+from tests.dsv3.engine import fewer
+from tests.dsv3.engine.conftest import parts
 from tests.dsv3.model.golden import DIRECTORY
 
 H100, H200 = 84_900_000_000, 150_100_000_000
@@ -181,15 +185,16 @@ def test_a_library_needs_place_beside_jaxs_pool() -> None:
 
 
 @pytest.fixture
-def bounded(monkeypatch, tmp_path: Path):
-    """Makes the CPU report so much memory, and an engine with a compilation cache of its own."""
+def bounded(monkeypatch, tmp_path: Path) -> Iterator[Callable[[int], Engine]]:
+    """Makes the CPU report so much memory, and an engine of few programs with a compilation cache of its own."""
 
     def start(total: int) -> Engine:
         monkeypatch.setattr(build, "device_memory", lambda _: DeviceMemory(total, total))
         monkeypatch.setattr(build, "use_compilation_cache", lambda _: tmp_path)
         return build_engine(DIRECTORY / "greedy", OPTIONS, progress=False)
 
-    return start
+    with fewer.one_bucket(), fewer.greedy_samplers():
+        yield start
 
 
 def test_what_does_not_fit_is_refused_before_a_weight_is_read(bounded, monkeypatch) -> None:
@@ -226,6 +231,16 @@ def test_an_engine_is_sized_by_what_its_programs_take(bounded, tmp_path: Path, c
     small.warm_up()
     assert "the next start reserves more" in caplog.text
     assert 1 < int(kept.read_text()) <= known
+
+
+def test_the_largest_programs_are_those_of_the_most_rows() -> None:
+    engine = Engine(parts())
+    keys = engine.executor.devices.programs.keys()
+    found = largest(engine.cfg, keys)
+    assert {key.kind for key in found} >= {"prefill", "decode", "sample", "logprobs", "prompt_logprobs"}
+    for key in found:
+        assert key.size == max(other.size for other in keys if other.kind == key.kind)
+    assert len({key.size for key in keys if key.kind == "decode"}) > 1
 
 
 def test_an_unreadable_file_is_measured_again(tmp_path: Path) -> None:

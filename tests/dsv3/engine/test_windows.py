@@ -86,7 +86,7 @@ def test_a_prefix_of_several_prompts_is_continued_from_the_second_on() -> None:
 
     A prompt that finds more than it can continue leaves one for the next, where the two part.
     """
-    with fewer.one_bucket():
+    with fewer.one_bucket(), fewer.greedy_samplers():
         engine = Engine(windowed.parts(**(LIMITS | {"max_num_batched_tokens": 256, "num_ranks": 1})))
         engine.warm_up()
     prompts = [PROMPT[:70] + [word] * 130 for word in (61, 62, 63)]
@@ -198,8 +198,8 @@ def test_each_host_keeps_the_windows_of_its_ranks(compiled: Engine, make: MakeEn
 def test_steps_that_overflow_are_repeated(make: MakeEngine) -> None:
     """A chunk that began within a page overwrites rows of its window: it is computed again from the page's start."""
     limits = LIMITS | {"max_num_batched_tokens": 40, "num_pages": 20}
-    engine = Engine(windowed.parts(toy.cramped(windowed.FUNCTIONS), **limits))
-    with fewer.greedy_samplers():
+    with fewer.one_bucket(), fewer.greedy_samplers():
+        engine = Engine(windowed.parts(toy.cramped(windowed.FUNCTIONS), **limits))
         engine.warm_up()
     prompts = [[2 * (i * k % 29) + 2 for i in range(150 + k)] for k in (1, 3, 7)]  # even: all choose one device
     items = [request(f"{i}", prompt, max_tokens=60, ignore_eos=True) for i, prompt in enumerate(prompts)]
@@ -210,8 +210,8 @@ def test_steps_that_overflow_are_repeated(make: MakeEngine) -> None:
 def test_drafts_that_are_rejected_leave_the_window_as_it_was(make: MakeEngine) -> None:
     given = {"method": "ngram", "num_speculative_tokens": 3}
     limits = LIMITS | {"speculative_config": given, "tokens_per_row": 4, "num_ranks": 1}
-    engine = Engine(windowed.parts(**limits))
-    with fewer.greedy_samplers():
+    with fewer.one_bucket(), fewer.greedy_samplers():
+        engine = Engine(windowed.parts(**limits))
         engine.warm_up()
     texts = [toy.expected_tokens([i], 60, ()) for i in (5, 6, 7)]
     prompts = [[*text, 9, *text[:30]] for text in texts]

@@ -1,7 +1,9 @@
 """Cache sizes against the published ones, and layouts of several cache groups."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -132,16 +134,17 @@ def test_payloads_hold_the_groups_in_order_and_round_trip(
     cfg = Drawn(**dataclasses.asdict(toy_config()), groups=groups)
     rng, shapes = np.random.default_rng(data.draw(st.integers(0, 9))), layout.pool(cfg, "any", 4)
     assert sum(s.size * s.dtype.itemsize for s in shapes.values()) == 4 * layout.page_bytes(cfg, "any")
-    pool = {n: jnp.asarray(rng.integers(0, 200, s.shape), s.dtype) for n, s in shapes.items()}
+    pool = {n: rng.integers(0, 200, s.shape).astype(s.dtype) for n, s in shapes.items()}
     pages = np.array([*order[: data.draw(st.integers(1, 4))], -1], np.int32)
-    payloads, one = layout.gather_pages(groups, pool, pages), layout.payload_shape(cfg, "any")
+    # Jitted: each operation of its own would be compiled for each of the drawn shapes.
+    gather, scatter = (jax.jit(functools.partial(f, groups)) for f in (layout.gather_pages, layout.scatter_pages))
+    payloads, one = np.asarray(gather(pool, pages)), layout.payload_shape(cfg, "any")
     assert payloads.shape == (len(pages), *one.shape) and payloads.dtype == one.dtype
-    assert not np.asarray(payloads[-1]).any(), "zeros for -1"
+    assert not payloads[-1].any(), "zeros for -1"
     for page, payload in zip(pages[:-1], payloads, strict=False):
-        stored = [np.asarray(pool[group.name])[page::4].tobytes() for group in groups]
-        assert np.asarray(payload).tobytes() == b"".join(stored)
-    empty = {name: jnp.zeros(s.shape, s.dtype) for name, s in shapes.items()}
-    filled, _ = layout.scatter_pages(groups, empty, pages, payloads)
+        stored = [pool[group.name][page::4].tobytes() for group in groups]
+        assert payload.tobytes() == b"".join(stored)
+    filled, _ = scatter({name: np.zeros_like(array) for name, array in pool.items()}, pages, payloads)
     for name, array in pool.items():
         kept = np.isin(np.arange(len(array)) % 4, pages)[:, None, None]
-        np.testing.assert_array_equal(np.asarray(filled[name]), np.where(kept, np.asarray(array), 0))
+        np.testing.assert_array_equal(np.asarray(filled[name]), np.where(kept, array, np.zeros_like(array)))

@@ -41,6 +41,27 @@ def test_every_test_that_a_page_names_exists() -> None:
     assert count > 50
 
 
+def headings_of(page: pathlib.Path) -> set[str]:
+    """The anchors of a page, as GitHub and editors make them of its headings."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
+
+
+def test_links_lead_to_files_and_headings() -> None:
+    broken, count = [], 0
+    for page in [*PAGES, *(ROOT / "examples").glob("*.md"), *(ROOT / "deploy").rglob("*.md")]:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            path, _, heading = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            count += 1
+            if "://" in link or (target.exists() and (not heading or heading in headings_of(target))):
+                continue
+            broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not broken
+    assert count > 200
+
+
 def test_every_flag_of_every_command_is_on_a_page() -> None:
     declared = (ServerOptions, EngineOptions, ClusterOptions, BatchOptions, RouterOptions, SimulateOptions)
     names = {each.name for options in declared for each in options_of(options)}

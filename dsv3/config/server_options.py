@@ -102,6 +102,12 @@ class ServerOptions(ServiceOptions):
     ssl_ca_certs: str | None = option(
         None, "Accept only clients with a certificate signed by these authorities.", group="http"
     )
+    served_version: str | None = option(
+        None,
+        "Name this version of model or software in /v1/models, for routers that split conversations between two "
+        "(--canary of launch.router).",
+        group="fleet",
+    )
     register: tuple[str, ...] = option(
         (),
         "Register with the routers at these URLs, separated by commas, until this instance drains.",
@@ -162,6 +168,8 @@ class ServerOptions(ServiceOptions):
         for name in ("ssl_keyfile", "ssl_ca_certs"):
             if getattr(self, name) is not None and self.ssl_certfile is None:
                 raise ValueError(f"{name}: {getattr(self, name)!r} needs ssl_certfile")
+        if self.served_version is not None and not re.fullmatch(r"[\w.+-]{1,64}", self.served_version):
+            raise ValueError(f"served_version: {self.served_version!r} is not 1 to 64 letters, digits or any of ._+-")
         self._check_register()
 
     def _check_register(self) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 
 from dsv3.http_client import Address, Body, Client, RequestFailed, StreamedResponse
+from dsv3.scheduler.sent_pages import SentPages
 from dsv3.server.protocol.errors import ApiError
 from router.cached_pages import EventEndpoint, Listener
-from router.policy import InFlightPrompts, InstanceLoad, SentPages, cost_of
+from router.policy import InFlightPrompts, InstanceLoad, cost_of
 from router.request import Prompt
 
 DEFAULT_CONCURRENCY = 64

@@ -11,6 +11,7 @@ ToolCallParser = Literal[
     "auto", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "kimi_k2", "glm45", "glm47", "none"
 ]
 Isolation = Literal["tenant", "salt", "none"]
+DataParallelBackend = Literal["program", "mp"]
 
 _MAX_API_SERVERS = 256
 
@@ -76,6 +77,12 @@ class ServerOptions(ServiceOptions):
         low=1,
         high=_MAX_API_SERVERS,
         group="http",
+    )
+    data_parallel_backend: DataParallelBackend = option(
+        "program",
+        "Run the ranks of --data_parallel_size in one program (program), or as independent engines with a process and "
+        "devices each (mp): while one restarts, the others answer and continue its requests. mp excludes "
+        "--enable_expert_parallel, which spans ranks.",
     )
     max_request_restarts: int = option(
         3,

@@ -1,6 +1,7 @@
 """Ends the engine of a server with kill -9 under streaming clients, and says how long they have waited.
 
   python -m benchmarks.survival                  the bundled model, 32 clients, three kills
+  python -m benchmarks.survival --engines 2      two independent engines behind one server, killed in turn
   python -m benchmarks.survival --processes 2    over several processes; the leader's engine and followers in turn
   python -m benchmarks.survival --processes 4 --kills 4 --stop           each of four is stopped, as a host that hangs
   python -m benchmarks.survival --processes 2 --kills 0 --away           a host goes for good, and later comes back
@@ -8,7 +9,8 @@
 A line per kill: seconds until the next engine was ready, the processor seconds that its process (the leader's) had
 taken since the kill, for how long streams were silent, and how many texts differ from those of an undisturbed run.
 Every other stream is sampled, with a seed. Compiled programs come from the cache that the start has filled. Compare a
-pause with how long the same machine takes to start the server.
+pause with how long the same machine takes to start the server. With --engines the streams of the other engines should
+not pause, and those of the killed one go on there, before its next process is ready.
 
 With --away the last process goes. The others go on without it after `--cluster_return_timeout` (15 s here). Then it
 comes back, and the instance grows after `--cluster_grow_interval` (5 s). All of it happens twice: the first time the
@@ -23,6 +25,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -41,6 +44,7 @@ from benchmarks.record import Cell, Report, run
 CLIENTS = 32
 TOKENS = 320
 _HEALTH_S = 0.02
+_DOWN = re.compile(r"^dsv3:engine_up\{.*\} 0\.0$", re.MULTILINE)
 _AWAY = ["--cluster_return_timeout=15", "--cluster_grow_interval=5"]
 
 
@@ -111,10 +115,22 @@ def pause(times: list[float], killed_at: float) -> float | None:
     return max((b - a for a, b in itertools.pairwise(after)), default=None)
 
 
-def engine_of(instance: Instance) -> psutil.Process:
-    """Returns the process of the engine that the server has now."""
+def engine_processes(instance: Instance) -> list[psutil.Process]:
+    """Returns the processes of engines, and those that wait to take their places."""
     children = psutil.Process(instance.process.pid).children()
-    return min((c for c in children if "dsv3.server.engine.process" in c.cmdline()), key=lambda c: c.create_time())
+    return [child for child in children if "dsv3.server.engine.process" in child.cmdline()]
+
+
+def engine_of(instance: Instance) -> psutil.Process:
+    """Returns the oldest of them: that of the engine that the server has now, where there is one."""
+    return min(engine_processes(instance), key=lambda child: child.create_time())
+
+
+async def are_up(http: httpx.AsyncClient) -> bool:
+    """Returns whether the server answers and all its engines are ready."""
+    if (await http.get("/health")).status_code != 200:
+        return False
+    return not _DOWN.search((await http.get("/metrics")).text)
 
 
 def follower_of(supervisor: subprocess.Popen[bytes]) -> psutil.Process:
@@ -123,9 +139,8 @@ def follower_of(supervisor: subprocess.Popen[bytes]) -> psutil.Process:
 
 
 def engines(instance: Instance) -> dict[int, float]:
-    """Returns the processor seconds of the engine's process, and of one that waits to take its place."""
-    children = psutil.Process(instance.process.pid).children()
-    return {c.pid: processor_s(c) for c in children if "dsv3.server.engine.process" in c.cmdline()}
+    """Returns the processor seconds of each of them."""
+    return {child.pid: processor_s(child) for child in engine_processes(instance)}
 
 
 async def restarted(
@@ -136,11 +151,13 @@ async def restarted(
     before = engines(instance)
     strike()
     struck_at = time.monotonic()
-    for status in (503, 200):
-        while (await http.get("/health")).status_code != status:
+    for is_up in (False, True):
+        while await are_up(http) != is_up:
             await asyncio.sleep(_HEALTH_S)
-    engine = engine_of(instance)
-    return struck_at, time.monotonic() - struck_at, processor_s(engine) - before.get(engine.pid, 0.0)
+    seconds, engine = time.monotonic() - struck_at, engine_of(instance)
+    if "dsv3:engine_up" in (await http.get("/metrics")).text:  # without spares: the next process is the youngest
+        engine = max(engine_processes(instance), key=lambda child: child.create_time())
+    return struck_at, seconds, processor_s(engine) - before.get(engine.pid, 0.0)
 
 
 @dataclasses.dataclass
@@ -209,23 +226,27 @@ def main(report: Report) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--engines", type=int, default=1, help="--data_parallel_backend mp with so many")
     parser.add_argument("--stop", action="store_true", help="SIGSTOP in place of SIGKILL")
     parser.add_argument("--away", action="store_true", help="end a host for good, and start it again later")
     given = parser.parse_args()
     if given.away and given.processes < 2:
         parser.error("--away needs --processes 2 or more")
+    if given.engines > 1 and given.processes > 1:
+        parser.error("--engines: each has one process")
     began, seqs = time.monotonic(), f"--max_num_seqs={CLIENTS // given.processes}"
+    independent = ["--data_parallel_backend=mp", f"--data_parallel_size={given.engines}"] if given.engines > 1 else []
     with (
         tempfile.TemporaryDirectory() as folder,
         placed(given.processes, Path(folder), given.away) as place,
-        serving(seqs, *place.flags) as instance,
+        serving(seqs, *place.flags, *independent) as instance,
     ):
         started, number = time.monotonic() - began, signal.SIGSTOP if given.stop else signal.SIGKILL
         seconds, lines = asyncio.run(measure(instance, given.kills, number, place, given.away))
     report.table("Undisturbed", ["the server's start (s)", "a run (s)"], [[started, seconds]])
     columns = ["event", "after (s)", "next engine ready after (s)", "processor (s)", "streams that paused",
                "median pause (s)", "longest (s)", f"texts that differ, of {CLIENTS}"]  # fmt: skip
-    report.table(f"{CLIENTS} streams over {given.processes} processes", columns, lines)
+    report.table(f"{CLIENTS} streams over {given.processes * given.engines} processes", columns, lines)
 
 
 if __name__ == "__main__":

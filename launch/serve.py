@@ -79,15 +79,18 @@ def _follow(cluster: ClusterOptions, config: ServerConfig) -> int:
 def _config() -> ServerConfig:
     options, engine = cli.read(ServerOptions), cli.read(EngineOptions)
     cluster = cluster_options(os.environ)
-    return ServerConfig(
-        model_dir=model_dir(options),
-        model_names=model_names(options),
-        options=dataclasses.replace(options, api_key=None),
-        tenants=_tenants(options),
-        engine=engine,
-        cluster=cluster,
-        notify=_say,
-    )
+    try:
+        return ServerConfig(
+            model_dir=model_dir(options),
+            model_names=model_names(options),
+            options=dataclasses.replace(options, api_key=None),
+            tenants=_tenants(options),
+            engine=engine,
+            cluster=cluster,
+            notify=_say,
+        )
+    except ValueError as error:
+        raise flags.UsageError(f"--{error}") from None
 
 
 def _tenants(options: ServerOptions) -> tuple[Tenant, ...]:

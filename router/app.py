@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -32,10 +33,11 @@ from dsv3.server.http.http_server import ConnectionLimit, HttpServer, certificat
 from dsv3.server.http.serving import wait_for_any
 from dsv3.server.limits import BodyReader, Budget, Reservation, WorkersBusy
 from dsv3.server.protocol.anthropic import MESSAGES
-from dsv3.server.protocol.errors import QUEUE_FULL, ApiError, unavailable
+from dsv3.server.protocol.errors import QUEUE_FULL, ApiError, invalid, unavailable
 from dsv3.server.serving.handlers import KINDS
 from dsv3.server.tenants import OPERATOR, Tenant, Tenants
 from dsv3.server.tracing import Attributes, RequestTrace, Span, Tracer, trace_context
+from router.canary import Canary, parse_share
 from router.instance import Instance
 from router.members import Members, Pool, read_registration
 from router.options import RouterOptions
@@ -51,6 +53,8 @@ PASSED = (*KINDS, "/tokenize", "/detokenize", f"{MESSAGES}/count_tokens")
 _Route = Callable[[Request], Awaitable[Response]]
 REGISTER = "/instances"
 """The route on which instances register, with their own key and not the clients'."""
+CANARY = "/canary"
+"""The route on which the operator changes the canary's share."""
 
 
 class RouterSite:
@@ -100,6 +104,8 @@ def make_app(site: RouterSite, host: str) -> ASGIApp:
         ("GET", "/v1/models"): functools.partial(_models, site),
     }
     handlers |= {("POST", path): functools.partial(_relay, site) for path in PASSED}
+    if site.fleet.canary is not None:
+        handlers["POST", CANARY] = functools.partial(_share, site)
     if site.members is not None:
         handlers["POST", REGISTER] = functools.partial(_register, site.members, site)
     routes = [Route(path, endpoint(handler), methods=[method]) for (method, path), handler in handlers.items()]
@@ -158,6 +164,24 @@ async def _register(members: Members, site: RouterSite, http: Request) -> Respon
         return json_response(members.register(await site.read(len(body), lambda: read_registration(body))))
 
 
+class _Share(msgspec.Struct, forbid_unknown_fields=True):
+    share: str
+
+
+async def _share(site: RouterSite, http: Request) -> Response:
+    """Changes the share of the canary for requests that follow."""
+    _require_operator(site, http, "this route")
+    assert site.fleet.canary is not None
+    with site.budget.reserve() as reservation:
+        body = await read_json_body(http, functools.partial(site.reserve, reservation))
+        try:
+            share = parse_share(msgspec.json.decode(body, type=_Share).share)
+        except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+            raise invalid(f"share: {error}", "share") from None
+    site.fleet.canary = Canary(site.fleet.canary.version, share)
+    return json_response({"version": site.fleet.canary.version, "share": share})
+
+
 async def _models(site: RouterSite, _: Request) -> Response:
     for instance in site.fleet.answering.instances:
         if instance.status == "ok":
@@ -206,6 +230,8 @@ class RelayResponse(Response):
         self.background = None
         self.status_code = 499
         self._site, self._relay, self._on_close = site, relay, on_close
+        self._began = time.monotonic()
+        self._first_s: float | None = None
         self._send: Send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -218,7 +244,8 @@ class RelayResponse(Response):
         finally:
             self._site.active -= 1
             self._on_close()
-            self._site.fleet.metrics.requests.labels(str(self.status_code)).inc()
+            seconds = time.monotonic() - self._began
+            self._site.fleet.metrics.on_end(self.status_code, self._relay.version, self._first_s, seconds)
 
     async def _answer(self, scope: Scope, receive: Receive) -> None:
         try:
@@ -243,7 +270,7 @@ class RelayResponse(Response):
 
     async def _send_events(self, data: bytes) -> None:
         if self.status_code != 200:
-            self.status_code = 200
+            self.status_code, self._first_s = 200, time.monotonic() - self._began
             await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
@@ -291,7 +318,8 @@ def fleet_of(options: RouterOptions, make: Make) -> Fleet:
     is_split = bool(options.prefill) or options.registration
     prefilling = pool(options.prefill, False) if is_split else None
     pools = (answering,) if prefilling is None else (answering, prefilling)
-    return Fleet(answering, prefilling, RouterMetrics(pools), options)
+    canary = None if options.canary is None else Canary.parse(options.canary)
+    return Fleet(answering, prefilling, RouterMetrics(pools), options, canary)
 
 
 def members_of(fleet: Fleet, make: Make, api_key: str | None, notify: Callable[[str], None]) -> Members:

@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 
 from dsv3.http_client import Address, Body, Client, RequestFailed, StreamedResponse
+from dsv3.scheduler.sent_pages import SentPages
 from dsv3.server.protocol.errors import ApiError
 from router.cached_pages import EventEndpoint, Listener
-from router.policy import InFlightPrompts, InstanceLoad, SentPages, cost_of
+from router.policy import InFlightPrompts, InstanceLoad, cost_of
 from router.request import Prompt
 
 DEFAULT_CONCURRENCY = 64
@@ -39,6 +40,7 @@ class InstanceFailed(Exception):
 
 
 class _ServedModel(msgspec.Struct):
+    version: str | None = None
     max_num_seqs: int | None = None
     data_parallel_size: int | None = None
     kv_events: EventEndpoint | None = None
@@ -100,10 +102,13 @@ class CircuitBreaker:
 
 
 class Instance:
-    """One instance. `status` is what /health reports ("ok" where it is healthy), or "unknown", "gone" or "silent"."""
+    """One instance. `status` is what /health reports ("ok" where it is healthy), or "unknown", "gone" or "silent".
+
+    `version` is what it has named in /v1/models since it came up, "" where it names none.
+    """
 
     def __init__(self, url: str, api_key: str | None, concurrency: int | None, health_s: float, tls: Tls = None):
-        self.url, self.status = url, "unknown"
+        self.url, self.status, self.version = url, "unknown", ""
         self.load, self.sent, self.in_flight, self.breaker = (
             InstanceLoad(),
             SentPages(),
@@ -125,6 +130,11 @@ class Instance:
         now = time.monotonic()
         is_free = self.status == "ok" and now >= self._busy_until and self.load.requests < self.concurrency
         return is_free and self.is_leased(now) and self.breaker.allows(now)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it is healthy and has not left."""
+        return self.status == "ok" and self.is_leased(time.monotonic())
 
     def is_leased(self, now: float) -> bool:
         """Returns whether its lease has not ended."""
@@ -205,9 +215,11 @@ class Instance:
 
     async def probe(self) -> None:
         """Reads /health and updates `status`."""
-        before = self.status
         try:
             code, body = await self.get("/health")
+            status = "ok" if code == 200 else _reported_status(body)
+            if status == "ok" and self.status != "ok":
+                await self._on_up(is_new=self.status != "silent")
         except TimeoutError:
             self._silences += 1
             if self._silences >= _SILENCES:
@@ -217,9 +229,7 @@ class Instance:
         except RequestFailed:
             self._set_status("gone")
             return
-        self._set_status("ok" if code == 200 else _reported_status(body))
-        if self.status == "ok" and before != "ok":
-            await self._on_up(is_new=before != "silent")
+        self._set_status(status)
 
     async def close(self) -> None:
         """Closes idle connections and the subscription to KV events."""
@@ -230,12 +240,17 @@ class Instance:
         self.status, self._silences = status, 0
 
     async def _on_up(self, is_new: bool) -> None:
-        """Reads the limits of an instance that came up; resets failures, and the pages that an earlier process had."""
+        """Reads version and limits of an instance that came up; raises RequestFailed and TimeoutError.
+
+        It resets failures, and the pages that an earlier process had.
+        """
+        content = (await self.get("/v1/models"))[1]
         self.breaker.on_success()
         if is_new:
             self.sent.clear()
-        with contextlib.suppress(RequestFailed, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError):
-            models = msgspec.json.decode((await self.get("/v1/models"))[1], type=_ServedModels).data
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            models = msgspec.json.decode(content, type=_ServedModels).data
+            self.version = next((model.version for model in models if model.version), "")
             if self._given is None:
                 self.concurrency = 2 * max((model.max_num_seqs or 0 for model in models), default=0)
                 self.concurrency = self.concurrency or DEFAULT_CONCURRENCY

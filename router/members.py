@@ -25,32 +25,42 @@ MAX_REGISTERED = 1024
 _MAX_URL = 2048
 
 
+_Entry = tuple[Prompt, asyncio.Future[Booking]]
+
+
 class Pool:
     """Dispatches each request to the instance where it costs least; queues in order of arrival while all are full."""
 
     def __init__(self, instances: Sequence[Instance], *, decodes: bool, max_queued: int, queue_s: float):
         self.instances = list(instances)
         self._decodes, self._max_queued, self._queue_s = decodes, max_queued, queue_s
-        self._waiting: collections.deque[tuple[Prompt, asyncio.Future[Booking]]] = collections.deque()
+        self._waiting: dict[str | None, collections.deque[_Entry]] = {}  # by the version that they wait for
         self._chance = random.Random()
 
     @property
     def is_up(self) -> bool:
         """Whether any instance is healthy."""
-        now = time.monotonic()
-        return any(instance.status == "ok" and instance.is_leased(now) for instance in self.instances)
+        return any(instance.is_up for instance in self.instances)
+
+    @property
+    def versions(self) -> collections.Counter[str]:
+        """How many instances of each version are healthy."""
+        return collections.Counter(instance.version for instance in self.instances if instance.is_up)
 
     @property
     def num_waiting(self) -> int:
         """Requests in the queue."""
-        return len(self._waiting)
+        return sum(map(len, self._waiting.values()))
 
     @contextlib.asynccontextmanager
-    async def book(self, prompt: Prompt) -> AsyncIterator[Booking]:
-        """Yields a booking at an instance; raises ApiError 503 where the queue is full or the wait too long."""
-        booking = None if self._waiting else self._try_book(prompt)
+    async def book(self, prompt: Prompt, version: str | None = None) -> AsyncIterator[Booking]:
+        """Yields a booking at an instance; raises ApiError 503 where the queue is full or the wait too long.
+
+        It is one of `version`, unless that is None or no such instance is healthy. Each version has its own queue.
+        """
+        booking = None if self._waiting.get(version) else self._try_book(prompt, version)
         if booking is None:
-            booking = await self._wait(prompt)
+            booking = await self._wait(prompt, version)
         try:
             yield booking
         finally:
@@ -58,14 +68,17 @@ class Pool:
             self.dispatch()
 
     def dispatch(self) -> None:
-        """Books queued requests, in order, until no instance accepts one."""
-        while self._waiting:
-            prompt, future = self._waiting[0]
-            if not future.done():
-                if (booking := self._try_book(prompt)) is None:
-                    return
-                future.set_result(booking)
-            self._waiting.popleft()
+        """Books queued requests, in the order of each queue, until no instance accepts one."""
+        for version, queue in list(self._waiting.items()):
+            while queue:
+                prompt, future = queue[0]
+                if not future.done():
+                    if (booking := self._try_book(prompt, version)) is None:
+                        break
+                    future.set_result(booking)
+                queue.popleft()
+            if not queue:
+                del self._waiting[version]
 
     async def keep_dispatching(self) -> None:
         """Dispatches every 0.1 s, until it is cancelled."""
@@ -73,8 +86,10 @@ class Pool:
             await asyncio.sleep(_DISPATCH_S)
             self.dispatch()
 
-    def _try_book(self, prompt: Prompt) -> Booking | None:
+    def _try_book(self, prompt: Prompt, version: str | None) -> Booking | None:
         free = [instance for instance in self.instances if instance.accepts_requests]
+        if version is not None and any(each.is_up and each.version == version for each in self.instances):
+            free = [instance for instance in free if instance.version == version]
         if not free:
             return None
         pages = [instance.overlap(prompt) for instance in free]
@@ -82,23 +97,23 @@ class Pool:
         index = choose(prompt, loads, pages, decodes=self._decodes, chance=self._chance)
         return Booking(free[index], prompt, pages[index])
 
-    async def _wait(self, prompt: Prompt) -> Booking:
-        if len(self._waiting) >= self._max_queued:
+    async def _wait(self, prompt: Prompt, version: str | None) -> Booking:
+        if self.num_waiting >= self._max_queued:
             raise unavailable("the router's queue is full", QUEUE_FULL, _RETRY_S)
         future: asyncio.Future[Booking] = asyncio.get_running_loop().create_future()
         entry = prompt, future
-        self._waiting.append(entry)
+        self._waiting.setdefault(version, collections.deque()).append(entry)
         try:
             async with asyncio.timeout(self._queue_s):
                 return await asyncio.shield(future)
         except TimeoutError:
-            self._dequeue(entry)
+            self._dequeue(entry, version)
             raise unavailable("no instance accepted the request in time", "no_instance", _RETRY_S) from None
         except BaseException:
-            self._dequeue(entry)
+            self._dequeue(entry, version)
             raise
 
-    def _dequeue(self, entry: tuple[Prompt, asyncio.Future[Booking]]) -> None:
+    def _dequeue(self, entry: _Entry, version: str | None) -> None:
         """Removes an entry from the queue, or closes the booking that came too late for it."""
         future = entry[1]
         if future.done() and not future.cancelled():
@@ -107,7 +122,7 @@ class Pool:
         else:
             future.cancel()
             with contextlib.suppress(ValueError):
-                self._waiting.remove(entry)
+                self._waiting.get(version, collections.deque()).remove(entry)
 
 
 class Registration(msgspec.Struct, forbid_unknown_fields=True):

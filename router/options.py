@@ -7,6 +7,7 @@ from dsv3.config.declaration import check, option
 from dsv3.config.server_options import ServerOptions, check_traces_endpoint
 from dsv3.http_client import Address
 from dsv3.server.http.auth import is_loopback
+from router.canary import Canary
 
 
 def _of_server(name: str) -> Any:
@@ -23,6 +24,11 @@ class RouterOptions:
     instances: tuple[str, ...] = option((), "Send requests to the instances at these URLs, separated by commas.")
     prefill: tuple[str, ...] = option((), "Have the instances at these URLs compute prompts; needs --decode.")
     decode: tuple[str, ...] = option((), "Have the instances at these URLs answer; needs --prefill.")
+    canary: str | None = option(
+        None,
+        "Send a share of the conversations, as in v2=5%, to the instances that serve version v2 (--served_version of "
+        "launch.serve), and the rest to the others; POST /canary changes the share.",
+    )
     host: str = _of_server("host")
     port: int = _of_server("port")
     api_key_file: str | None = option(
@@ -74,6 +80,11 @@ class RouterOptions:
         for name in ("ssl_keyfile", "ssl_ca_certs"):
             if getattr(self, name) is not None and self.ssl_certfile is None:
                 raise ValueError(f"{name}: {getattr(self, name)!r} needs ssl_certfile")
+        if self.canary is not None:
+            try:
+                Canary.parse(self.canary)
+            except ValueError as error:
+                raise ValueError(f"canary: {error}") from None
         for name in ("instances", "prefill", "decode"):
             urls = getattr(self, name)
             if len(set(urls)) != len(urls):

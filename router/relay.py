@@ -11,13 +11,15 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from dsv3.http_client import Body, RequestFailed, ServerSentEvents, StreamedResponse
 from dsv3.server.protocol.errors import ENGINE_DIED, ApiError, unavailable
 from dsv3.server.serving.handlers import KINDS
+from dsv3.server.serving.metrics import SECONDS
 from router.cached_pages import token_page_keys
+from router.canary import Canary, choose_version
 from router.instance import Booking, Instance, InstanceFailed
 from router.members import Pool
 from router.options import RouterOptions
@@ -129,6 +131,24 @@ class RouterMetrics:
         self.broken = self._counter("broken", "Responses that an instance did not complete.", "instance")
         self.resumed = self._counter("resumed", "Times that a request was resumed on another instance.")
         self.computed = self._counter("prefilled", "Prompts computed by a prefill instance.")
+        text = "Requests by status, and by the version of the instance that was the last to have them."
+        self.by_version = self._counter("version_requests", text, "version", "status")
+        self.broken_by_version = self._counter(
+            "version_broken", "Responses that instances of a version did not complete.", "version"
+        )
+        self.first_event_s = self._histogram("version_first_event_seconds", "Until a stream's first event.")
+        self.seconds = self._histogram("version_request_seconds", "Until the end of a response with status 200.")
+
+    def on_end(self, status: int, version: str | None, first_s: float | None, seconds: float) -> None:
+        """Counts a request that has ended, `first_s` after its first event; no instance of a `version` None had it."""
+        self.requests.labels(str(status)).inc()
+        if version is None:
+            return
+        self.by_version.labels(version, str(status)).inc()
+        if first_s is not None:
+            self.first_event_s.labels(version).observe(first_s)
+        if status == 200:
+            self.seconds.labels(version).observe(seconds)
 
     def forget(self, url: str) -> None:
         """Drops the series of an instance that has left, so that changing addresses do not accumulate."""
@@ -149,17 +169,24 @@ class RouterMetrics:
         pages = GaugeMetricFamily(
             "dsv3:router_instance_pages", "Pages that it has cached, by its KV events.", labels=["instance"]
         )
+        version = GaugeMetricFamily(
+            "dsv3:router_instance_version", "1: the instance serves this version.", labels=["instance", "version"]
+        )
         for instance in (each for pool in self._pools for each in pool.instances):
             up.add_metric([instance.url], float(instance.status == "ok"))
+            version.add_metric([instance.url, instance.version], 1.0)
             running.add_metric([instance.url], instance.load.requests)
             live.add_metric([instance.url], float(instance.publishes_events))
             pages.add_metric([instance.url], len(instance.listener.cached) if instance.listener is not None else 0)
         waiting = sum(pool.num_waiting for pool in self._pools)
-        yield from (up, running, live, pages)
+        yield from (up, running, live, pages, version)
         yield GaugeMetricFamily("dsv3:router_waiting", "Requests in the queue.", value=waiting)
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(f"dsv3:router_{name}", meaning, labels, registry=self._registry)
+
+    def _histogram(self, name: str, meaning: str) -> Histogram:
+        return Histogram(f"dsv3:router_{name}", meaning, ["version"], buckets=SECONDS, registry=self._registry)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,31 +199,48 @@ class InstanceReply:
     timing: str | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Fleet:
-    """The pool that answers, the pool that prefills for it if there is one, and the metrics."""
+    """The pool that answers, the pool that prefills for it if there is one, the metrics, and the split of versions."""
 
     answering: Pool
     prefilling: Pool | None
     metrics: RouterMetrics
     options: RouterOptions
+    canary: Canary | None = None
 
     @property
     def instances(self) -> list[Instance]:
         """All of them."""
         return [*self.answering.instances, *(self.prefilling.instances if self.prefilling is not None else ())]
 
+    def version_of(self, conversation: bytes) -> str | None:
+        """Returns the version that answers a conversation; None: any instance may.
+
+        Without a canary it matters only for prefill instances: pages of one version are of no use to another.
+        """
+        if self.canary is None and self.prefilling is None:
+            return None
+        return choose_version(self.canary, self.answering.versions, conversation)
+
 
 class Relay:
-    """Gets one request answered by a fleet. `run` is called once."""
+    """Gets one request answered by a fleet. `run` is called once.
+
+    `version` is that of the last instance that had it, None where none had. A request stays with its version while any
+    instance of it is healthy, and gets the pages of a prefill instance of the same version only.
+    """
 
     def __init__(self, fleet: Fleet, request: ParsedRequest, headers: Mapping[str, str]):
         self._fleet, self._request, self._headers = fleet, request, dict(headers)
         self._attempts = RetryAttempts(fleet.options.max_resumes, fleet.options.queue_timeout)
+        self._wanted: str | None = None
         self._transfer: Mapping[str, Any] | None = None
+        self._transfer_version = ""
         self._has_sent = False
         self.sent_to: list[tuple[str, float]] = []
         """Each time that it was sent: "prefill URL" or "answer URL", and when, by `time.monotonic`."""
+        self.version: str | None = None
 
     async def run(self, send: SendEvents) -> InstanceReply | None:
         """Returns the response, or None after all events of a streamed one went to `send`; raises ApiError.
@@ -205,6 +249,7 @@ class Relay:
         """
         prompt = await with_page_keys(self._request, self._fleet.instances)
         self._request = dataclasses.replace(self._request, prompt=prompt)
+        self._choose_version()
         if self._fleet.prefilling is not None and self._request.prompt.keys and self._request.path in RESUMABLE:
             self._transfer = await self._prefilled(self._fleet.prefilling)
         if not self._request.streams:
@@ -215,10 +260,16 @@ class Relay:
         can_go_on = lambda: relayed.is_tracked or not self._has_sent  # noqa: E731
         return await self._retried(lambda booking: self._relay_stream(booking, relayed, send), can_go_on)
 
+    def _choose_version(self) -> None:
+        """Chooses the version, anew where no instance of the last one is left."""
+        if self._wanted is None or self._wanted not in self._fleet.answering.versions:
+            self._wanted = self._fleet.version_of(self._request.conversation)
+
     async def _retried[T](self, attempt: Callable[[Booking], Awaitable[T]], can_go_on: Callable[[], bool]) -> T:
         """Returns the result of the first attempt that succeeds, each at the instance that costs least."""
         while True:
-            async with self._fleet.answering.book(self._request.prompt) as booking:
+            self._choose_version()
+            async with self._fleet.answering.book(self._request.prompt, self._wanted) as booking:
                 try:
                     return await self._attempt(booking, attempt)
                 except InstanceBusy:
@@ -232,6 +283,7 @@ class Relay:
 
     async def _attempt[T](self, booking: Booking, attempt: Callable[[Booking], Awaitable[T]]) -> T:
         self._on_sent("answer", booking.instance)
+        self.version = booking.instance.version
         found = await attempt(booking)
         booking.instance.on_success()
         return found
@@ -243,16 +295,21 @@ class Relay:
     async def _on_failure(self, booking: Booking, failure: InstanceFailed) -> None:
         """Probes whether the instance has died; one that was draining has not died of this request."""
         instance = booking.instance
-        was_draining = instance.status == "draining"
+        was_draining, version = instance.status == "draining", instance.version  # another process may follow
         instance.breaker.on_failure(booking, time.monotonic())
         await instance.probe()
         has_died = not was_draining and instance.status not in ("ok", "draining")
         _log.warning("%s: %s (%s)", instance.url, failure, "it is " + instance.status)
         self._fleet.metrics.broken.labels(instance.url).inc()
+        self._fleet.metrics.broken_by_version.labels(version).inc()
         self._attempts.on_failure(failure, has_died=has_died, now=time.monotonic())
 
     async def _complete(self, booking: Booking) -> InstanceReply:
-        return await self._ask_whole(booking.instance, self._request.body(self._transfer))
+        return await self._ask_whole(booking.instance, self._request.body(self._transfer_to(booking.instance)))
+
+    def _transfer_to(self, instance: Instance) -> Mapping[str, Any] | None:
+        """Returns the prompt's kv_transfer_params, where an instance of the same version has computed it."""
+        return self._transfer if instance.version == self._transfer_version else None
 
     async def _ask_whole(self, instance: Instance, body: Body) -> InstanceReply:
         async with instance.post_stream(self._request.path, body, self._headers) as response:
@@ -265,9 +322,8 @@ class Relay:
     async def _pass_through(self, booking: Booking, send: SendEvents) -> InstanceReply | None:
         """Relays a stream unchanged: a route whose responses cannot be resumed."""
         instance = booking.instance
-        async with instance.post_stream(
-            self._request.path, self._request.body(self._transfer), self._headers
-        ) as response:
+        body = self._request.body(self._transfer_to(instance))
+        async with instance.post_stream(self._request.path, body, self._headers) as response:
             if response.status != 200:
                 return await _refusal(instance, response)
             async for chunk in instance.chunks(response):
@@ -280,7 +336,7 @@ class Relay:
         """Relays a stream and records its tokens; resumes behind those of earlier attempts."""
         relayed.reset()
         instance, events = booking.instance, Events()
-        body = self._request.resume_body(relayed.tokens, self._transfer)
+        body = self._request.resume_body(relayed.tokens, self._transfer_to(instance))
         async with instance.post_stream(self._request.path, body, self._headers) as response:
             if response.status != 200:
                 reply = await _refusal(instance, response)
@@ -313,10 +369,10 @@ class Relay:
     async def _prefilled(self, pool: Pool) -> Mapping[str, Any] | None:
         """Prefills the prompt; returns its kv_transfer_params, None where the answering instance has to compute it."""
         for _ in range(_PREFILL_ATTEMPTS):
-            if not pool.is_up:
+            if not (pool.is_up if self._wanted is None else self._wanted in pool.versions):
                 break
             try:
-                async with pool.book(self._request.prompt) as booking:
+                async with pool.book(self._request.prompt, self._wanted) as booking:
                     return await self._computed(booking)
             except ApiError as error:
                 if error.body.code in FATAL:
@@ -329,6 +385,7 @@ class Relay:
     async def _computed(self, booking: Booking) -> Mapping[str, Any] | None:
         instance = booking.instance
         self._on_sent("prefill", instance)
+        self._transfer_version = instance.version
         try:
             reply = await self._ask_whole(instance, self._request.prefill_body())
         except InstanceBusy:

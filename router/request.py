@@ -23,6 +23,7 @@ from dsv3.http_client import Body
 from dsv3.server.protocol.errors import invalid
 from dsv3.server.protocol.openai import MAX_FIELD_BYTES
 from dsv3.server.serving.request_parsing import read_fields, read_prompt, read_resume
+from router.canary import SESSION, conversation_of
 
 BYTES_PER_TOKEN = 4
 PAGE_TOKENS = 64
@@ -53,7 +54,8 @@ _ANSWER_FIELDS = (
     *("max_completion_tokens", "return_token_ids", "resume", "stop", "stop_token_ids"),
     *("response_format", "structured_outputs"),
 )
-_NAMES = {*BEFORE, *CONTENT, *TOKENIZED, *_OTHER_HALF, *_ANSWER_FIELDS, "seed", "priority", "sampling_params"}
+_NAMES = {*BEFORE, *CONTENT, *TOKENIZED, *_OTHER_HALF, *_ANSWER_FIELDS, *SESSION}
+_NAMES |= {"seed", "priority", "sampling_params"}
 _Fields = msgspec.defstruct("Fields", [(name, msgspec.Raw, msgspec.UNSET) for name in sorted(_NAMES)])
 _Sampling = msgspec.defstruct("Sampling", [("priority", msgspec.Raw, msgspec.UNSET)])
 
@@ -107,6 +109,7 @@ class ParsedRequest:
 
     `fields` are undecoded, without those that are null. `head` is the client's body without its last brace, `own` are
     the fields that the router appends. `given` has the tokens of each choice from which the client itself resumes.
+    `conversation` are 8 bytes that all requests of a conversation have in common.
     """
 
     path: str
@@ -118,6 +121,7 @@ class ParsedRequest:
     is_urgent: bool
     given: tuple[array.array[int], ...]
     prompt: Prompt
+    conversation: bytes
 
     @property
     def is_resumable(self) -> bool:
@@ -174,6 +178,7 @@ def parse_request(path: str, data: bytes | bytearray, salt: str = "") -> ParsedR
     if path in RESUMABLE and "seed" not in fields:
         own["seed"] = secrets.randbelow(_MAX_SEED)
     prompt = prompt_of(fields, own.get("cache_salt"))
+    content = memoryview(next((fields[name] for name in CONTENT if name in fields), b""))
     return ParsedRequest(
         path,
         fields,
@@ -184,6 +189,7 @@ def parse_request(path: str, data: bytes | bytearray, salt: str = "") -> ParsedR
         _is_urgent(fields),
         _given(fields, prompt.count) if path in RESUMABLE else (),
         prompt,
+        conversation_of(fields, content, salt),
     )
 
 

@@ -11,6 +11,7 @@ ToolCallParser = Literal[
     "auto", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "kimi_k2", "glm45", "glm47", "none"
 ]
 Isolation = Literal["tenant", "salt", "none"]
+DataParallelBackend = Literal["program", "mp"]
 
 _MAX_API_SERVERS = 256
 
@@ -77,6 +78,12 @@ class ServerOptions(ServiceOptions):
         high=_MAX_API_SERVERS,
         group="http",
     )
+    data_parallel_backend: DataParallelBackend = option(
+        "program",
+        "Run the ranks of --data_parallel_size in one program (program), or as independent engines with a process and "
+        "devices each (mp): while one restarts, the others answer and continue its requests. mp excludes "
+        "--enable_expert_parallel, which spans ranks.",
+    )
     max_request_restarts: int = option(
         3,
         "Restart an engine that has died, and continue a request in at most this many engines after its first; 0: "
@@ -101,6 +108,12 @@ class ServerOptions(ServiceOptions):
     )
     ssl_ca_certs: str | None = option(
         None, "Accept only clients with a certificate signed by these authorities.", group="http"
+    )
+    served_version: str | None = option(
+        None,
+        "Name this version of model or software in /v1/models, for routers that split conversations between two "
+        "(--canary of launch.router).",
+        group="fleet",
     )
     register: tuple[str, ...] = option(
         (),
@@ -169,6 +182,8 @@ class ServerOptions(ServiceOptions):
             if getattr(self, name) is not None and self.ssl_certfile is None:
                 raise ValueError(f"{name}: {getattr(self, name)!r} needs ssl_certfile")
         check_traces_endpoint(self.otlp_traces_endpoint)
+        if self.served_version is not None and not re.fullmatch(r"[\w.+-]{1,64}", self.served_version):
+            raise ValueError(f"served_version: {self.served_version!r} is not 1 to 64 letters, digits or any of ._+-")
         self._check_register()
 
     def _check_register(self) -> None:

@@ -107,12 +107,16 @@ class LinkedChild(ChildProcess):
         inherited: Sequence[int] = (),
         stdout: int | None = None,
         stderr: int | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.link, theirs = socket.socketpair()
         try:
             with theirs:
                 command = [sys.executable, "-m", module, *map(str, arguments)]
-                super().__init__(command, stdin=theirs.fileno(), stdout=stdout, stderr=stderr, inherited=inherited)
+                super().__init__(
+                    command, stdin=theirs.fileno(), stdout=stdout, stderr=stderr, inherited=inherited,
+                    environment=environment,
+                )  # fmt: skip
         except BaseException:
             self.link.close()
             raise

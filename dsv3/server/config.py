@@ -33,7 +33,7 @@ class ServerConfig:
     Requests need a key of one of `tenants`; without tenants they need none. `engine_factory` ("module:function") is
     called in the engine process with `messages.Start`, which has `engine`, `cluster` and `factory_options`, the latter
     for factories of tests. `notify` prints lines for the user. Raises ValueError if the options name keys but `tenants`
-    is empty.
+    is empty, and for options that independent engines do not have.
     """
 
     model_dir: Path
@@ -58,6 +58,38 @@ class ServerConfig:
             return HEARTBEAT_WATCHDOG_S
         return max(_MIN_SILENCE_S, self.cluster.cluster_silence_timeout)
 
+    @property
+    def num_engines(self) -> int:
+        """How many engine processes the server starts."""
+        return self.engine.data_parallel_size or 1 if self.options.data_parallel_backend == "mp" else 1
+
+    @property
+    def engine_options(self) -> EngineOptions:
+        """The options of each engine."""
+        if self.options.data_parallel_backend == "program":
+            return self.engine
+        return dataclasses.replace(self.engine, data_parallel_size=1)
+
     def __post_init__(self) -> None:
+        if self.options.data_parallel_backend == "mp":
+            _check_independent(self)
         if not self.tenants and (self.options.api_key is not None or self.options.api_key_file is not None):
             raise ValueError("tenants: empty although the options name API keys; pass load_tenants(options)")
+
+
+def _check_independent(config: ServerConfig) -> None:
+    """Raises ValueError for what engines with a rank each cannot have: what spans ranks, or belongs to one engine."""
+    engine, name = config.engine, "data_parallel_backend"
+    if (engine.data_parallel_size or 1) < 2:
+        raise ValueError(f"{name}: mp needs --data_parallel_size of 2 or more")
+    excluded = {
+        "enable_expert_parallel": (engine.enable_expert_parallel, "its experts span the ranks"),
+        "coordinator": (config.cluster is not None, "an instance of several processes is one engine"),
+        "enable_weight_updates": (config.options.enable_weight_updates, "a restarted engine would lack the update"),
+        "transfer_address": (engine.transfer_address is not None, "each engine would listen there"),
+        "kv_events_config": (engine.kv_events_config is not None, "each engine would publish there"),
+        "step_metrics_config": (engine.step_metrics_config is not None, "each engine would publish there"),
+    }
+    for option, (is_given, reason) in excluded.items():
+        if is_given:
+            raise ValueError(f"{name}: mp excludes --{option}: {reason}")

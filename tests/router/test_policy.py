@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.config.server_options import ServerOptions
+from dsv3.scheduler.sent_pages import SentPages
 from dsv3.server.http.registration import make_registrar
 from dsv3.server.protocol.errors import ENGINE_DIED, ApiError
 from router import members
@@ -20,7 +21,7 @@ from router.app import fleet_of, maker, members_of
 from router.instance import Booking, CircuitBreaker, Instance, InstanceFailed
 from router.members import Members, Pool, Registration, read_registration
 from router.options import RouterOptions
-from router.policy import InstanceLoad, SentPages, choose
+from router.policy import InstanceLoad, choose
 from router.relay import RetryAttempts
 from router.request import Prompt, parse_request
 from tests.dsv3.server.serving import ROOT

@@ -10,8 +10,9 @@ import random
 from collections import deque
 from collections.abc import Callable
 
+from dsv3.scheduler.sent_pages import SentPages
 from router.instance import Booking, CircuitBreaker
-from router.policy import InFlightPrompts, InstanceLoad, SentPages, choose
+from router.policy import InFlightPrompts, InstanceLoad, choose
 from router.request import Prompt
 from tools.simulate.instance import SimulatedInstance
 from tools.simulate.options import Routing

@@ -26,6 +26,7 @@ from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Chain, collective_orders, order_digests
+from dsv3.engine.cluster.flight_recorder import FlightRecorder
 from dsv3.engine.cluster.link import FromFollower, Incarnation, JoinedGroup, NoLeader, Serving, WaitsToRejoin
 from dsv3.engine.cluster.start import (
     LoadComponents,
@@ -126,7 +127,7 @@ class _Follower:
         self._cluster, self._last, self._report_state = cluster, last, report
         self._inbox: queue.SimpleQueue[messages.ToFollower] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[tuple[StepCommand, list[Any]]] = queue.SimpleQueue()
-        self._last_launched = -1
+        self._recorder = FlightRecorder()
         self._silence_s = cluster.starting_silence_s
         self._channel = Channel(wire, self._heartbeat, self._on_message, self._on_disconnect, cluster.heartbeat_s)
         self._channel.start()
@@ -175,6 +176,7 @@ class _Follower:
         self._send(messages.Compiled(order_digests(collective_orders(local.devices.programs))))
         self._expect(messages.Compiled)
         local.launch_all()
+        self._recorder.programs = local.devices.programs
         phases.end("first launches")
         _log.info("process %d is ready after %s; %s", self._cluster.process_id, phases, store)
         self._send(messages.Ready())
@@ -186,8 +188,9 @@ class _Follower:
                 self._send(messages.Operated(_operate(local, message)))
             elif isinstance(message, messages.Step):
                 command = messages.command_of(message, JOB_KINDS)
+                self._recorder.launching = command.number
                 self._launched.put(executor.launch(command))
-                self._last_launched = command.number
+                self._recorder.launched = command.number
             else:
                 raise WireError(f"the leader sent {type(message).__name__}, expected Step or Operate")
 
@@ -221,7 +224,7 @@ class _Follower:
         return message
 
     def _heartbeat(self) -> bytes:
-        return messages.encode(messages.Heartbeat(self._last_launched))
+        return messages.encode(self._recorder.heartbeat())
 
     def _send(self, message: messages.ToLeader) -> None:
         self._channel.send(messages.encode(message))
@@ -268,6 +271,7 @@ class _Follower:
             while True:
                 command, launched = self._launched.get()
                 results, agreed = executor.fetch(command, launched)
+                self._recorder.fetched = command.number
                 self._send(messages.Digest(command.number, chain.add(command.number, agreed)))
                 executor.on_results(command, results)
         except Exception as error:

@@ -19,6 +19,7 @@ from dsv3.config.options import LEADER, ClusterOptions
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Chain, Orders, StepDigests, first_difference
+from dsv3.engine.cluster.flight_recorder import FlightRecorder, FlightRecords
 from dsv3.engine.cluster.link import FIRST, Incarnation
 from dsv3.engine.cluster.rejoin import RejoiningProcesses, refuse
 from dsv3.engine.cluster.wire import ControlListener, Wire
@@ -46,7 +47,8 @@ class Leader:
     `on_failure` is called when the instance must end, with a reason that is safe to show to clients; `on_drain` when a
     follower was asked to end. Both are called on the leader's own threads. The constructor listens and
     `wait_for_followers` accepts: no follower can fail before the caller has arranged that `end` is called. Raises
-    ClusterError where it cannot listen. `work_events` are the followers' events for planners.
+    ClusterError where it cannot listen. `work_events` are the followers' events for planners, `recorder` is what this
+    process does.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Leader:
         self._digests, self._chain = StepDigests(self._followers), Chain()
         self._launched = (-1, 0.0)  # the last step this process has launched, and when
         self._reached = dict.fromkeys(self._followers, -1)  # the last step each follower is known to have launched
+        self.recorder, self._records, self._is_stalled = FlightRecorder(), FlightRecords(), False
         self._ranks: dict[int, range] = {}
         self.work_events = WorkEvents()
         self._numbers: dict[int, int] = {}  # by process: its id among those that have started
@@ -230,10 +233,11 @@ class Leader:
 
     def on_launched(self, number: int) -> None:
         """Records that this process has launched step `number`; every follower should do so soon."""
-        self._launched = number, time.monotonic()
+        self._launched, self.recorder.launched = (number, time.monotonic()), number
 
     def on_results(self, number: int, results: list[np.ndarray]) -> None:
         """Records this process's results of step `number`. Raises ClusterError once the instance has failed."""
+        self.recorder.fetched = number
         self._check_digest(self._digests.add_leader(number, self._chain.add(number, results)), number)
         self._check()
 
@@ -305,6 +309,7 @@ class Leader:
         match message:
             case messages.Heartbeat():
                 self._reached[process_id] = message.launched
+                self._records.update(process_id, message)
             case messages.Digest():
                 self._reached[process_id] = max(self._reached[process_id], message.number)
                 self._check_digest(
@@ -397,13 +402,29 @@ class Leader:
         limit = self._silence_s
         for process_id, channel in list(self._channels.items()):
             if now - channel.last_received_s > limit and process_id in self._followers:
-                self._fail(f"process {process_id} has been silent for {limit:g} s: it hangs, or its host is gone")
+                self._fail_hung(f"process {process_id} has been silent for {limit:g} s: it hangs, or its host is gone")
         number, since = self._launched
+        since = max(since, self._resumed_at)
         for process_id, reached in self._reached.items():
-            if reached < number and now - max(since, self._resumed_at) > limit:
-                self._fail(f"process {process_id} has not launched step {number} for {limit:g} s: it hangs")
+            if reached < number and now - since > limit:
+                self._fail_hung(f"process {process_id} has not launched step {number} for {limit:g} s: it hangs")
         if late := self._digests.overdue(now - limit):
-            self._fail(f"process {late[0]} has not reported step {late[1]} for {limit:g} s: it hangs")
+            self._fail_hung(f"process {late[0]} has not reported step {late[1]} for {limit:g} s: it hangs")
+        stall_s, was_stalled = self._options.starting_silence_s, self._is_stalled
+        self._is_stalled = self.recorder.fetched < number and now - since > stall_s
+        if self._is_stalled and not was_stalled:
+            self._log_records(f"step {number} has no results after {stall_s:g} s")
+
+    def _fail_hung(self, reason: str) -> None:
+        if self._failure is None:
+            self._log_records(reason)
+        self._fail(reason)
+
+    def _log_records(self, reason: str) -> None:
+        """Logs what each process does."""
+        self._records.update(LEADER, self.recorder.heartbeat())
+        lines = self._records.lines([LEADER, *sorted(self._followers)])
+        _log.error("%s; what each process does:\n  %s", reason, "\n  ".join(lines))
 
     def _wait_for(self, kind: type, doing: str, timeout_s: float | None = None) -> frozenset[int]:
         """Waits for a message of type `kind` from all followers; returns those without one at the timeout.

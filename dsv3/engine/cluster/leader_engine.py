@@ -45,6 +45,7 @@ class LeaderExecutor:
 
     def __init__(self, local: LocalExecutor, leader: Leader, ranks: range) -> None:
         self.local, self._leader, self._ranks = local, leader, ranks
+        leader.recorder.programs = local.devices.programs
 
     def compile_all(self, progress: Progress | None = None, store: Store | None = None) -> None:
         """Compiles this process's programs; each process compiles its own."""
@@ -60,6 +61,7 @@ class LeaderExecutor:
 
     def launch(self, command: StepCommand) -> list[Any]:
         """Starts a step everywhere; raises ClusterError when the instance has failed."""
+        self._leader.recorder.launching = command.number
         self._leader.send(command)  # before this process's launch, so that followers do not wait for it
         try:
             launched = self.local.launch(command.part(self._ranks))

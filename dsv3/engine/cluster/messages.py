@@ -130,9 +130,16 @@ class WorkEvent(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Sent while there is nothing else to send. `launched` is the last step that the main thread has launched."""
+    """Sent while there is nothing else to send; a follower's has its record (`dsv3.engine.cluster.flight_recorder`).
+
+    `launched` is the last step that the main thread has launched, `launching` the last that it has begun to launch,
+    `fetched` the last whose results have arrived. `program` is the last program launched.
+    """
 
     launched: int = -1
+    launching: int = -1
+    fetched: int = -1
+    program: str = ""
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):

@@ -98,6 +98,7 @@ class Programs:
             self.options = {**(self.options or {}), **_GPU_OPTIONS}
         elif invariant:
             self.options = {**(self.options or {}), **invariance.CPU_OPTIONS}
+        self.last: Key | None = None  # that `get` has returned
         self._specs: dict[Key, ProgramSpec] = {}
         self._compiled: dict[Key, Callable[..., Any]] = {}
 
@@ -133,6 +134,7 @@ class Programs:
         program = self._compiled.get(key)
         if program is None:
             program = self._compiled[key] = self._load_or_compile(key)
+        self.last = key
         return program
 
     def _load_or_compile(self, key: Key) -> Callable[..., Any]:

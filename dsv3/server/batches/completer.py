@@ -19,7 +19,7 @@ from dsv3.server.config import ServerConfig
 from dsv3.server.protocol.errors import ENGINE_DIED, QUEUE_FULL, ApiError, internal, invalid
 from dsv3.server.serving.handlers import KINDS
 from dsv3.server.serving.request_parsing import read
-from dsv3.server.serving.service import Service, make_client, make_service, start_engine
+from dsv3.server.serving.service import Service, make_client, make_service, start_engines
 from dsv3.server.tenants import Tenant
 
 # A line that finds the queue full retries after the first, and then after twice as long each time, up to the last.
@@ -136,7 +136,7 @@ async def service_completer(config: ServerConfig) -> AsyncIterator[ServiceComple
     except ValueError as error:
         raise BatchError(str(error)) from error
     try:
-        supervisor = await start_engine(config, service)
+        [supervisor] = await start_engines(config, service)
         try:
             await engine.settled.wait()
             if service.status != "ok":

@@ -72,6 +72,7 @@ class EngineClient:
     - `on_loss`, `on_silence`: the connection has ended, or a watchdog has expired; with the reason. They call either
       `suspend`, and later `connect`, or `fail`, which is the default.
     - `on_failure`: `fail` was called; no engine will follow.
+    - `on_change`: `state` is another one, and requests that wait for the engine may be moved.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class EngineClient:
         watchdog_s: float = WATCHDOG_S,
         heartbeat_watchdog_s: float = HEARTBEAT_WATCHDOG_S,
         max_restarts: int = 0,
+        sender: int = messages.FIRST_SENDER,
     ):
         self.state: EngineState = "starting"
         self.reason = "the engine is starting"
@@ -96,13 +98,14 @@ class EngineClient:
         self.on_loss: Callable[[str], None] = self.fail
         self.on_silence: Callable[[str], None] = self.fail
         self.on_failure: Callable[[str], None] = lambda _: None
+        self.on_change: Callable[[], None] = lambda: None
         self.ended = asyncio.Event()
         self.settled = asyncio.Event()
         self.drain_requested = asyncio.Event()
         self._max_num_queued_reqs = max_num_queued_reqs
         self._watchdog_s, self._heartbeat_watchdog_s = watchdog_s, min(watchdog_s, heartbeat_watchdog_s)
         self._starting_watchdog_s = min(watchdog_s, HEARTBEAT_WATCHDOG_S)
-        self._next_id = 0
+        self._next_id = first_id(sender)
         self._in_flight = InFlightRequests(max_restarts)
         self._ready: deque[RequestStream] = deque()
         self._is_scheduled = False
@@ -118,6 +121,11 @@ class EngineClient:
         self._num_operations = 0
 
     @property
+    def members(self) -> "Sequence[EngineClient]":
+        """The clients of single engines: this one."""
+        return [self]
+
+    @property
     def num_in_flight(self) -> int:
         """Unfinished sequences of this API server."""
         return len(self._in_flight)
@@ -130,7 +138,12 @@ class EngineClient:
     @property
     def has_capacity(self) -> bool:
         """Whether the engine would accept one more sequence, by the last statistics of all API servers together."""
-        return max(_num_in_engine(self.stats), self.num_in_flight) < self.capacity
+        return self.num_in_engine < self.capacity
+
+    @property
+    def num_in_engine(self) -> float:
+        """The engine's sequences, running and waiting, by the last statistics, at least this API server's."""
+        return max(_num_in_engine(self.stats), self.num_in_flight)
 
     def stream_of(self, request_id: int) -> RequestStream | None:
         """Returns the stream of a sequence of this API server; None for another one, and for one that has ended."""
@@ -165,8 +178,6 @@ class EngineClient:
             return
         self._transport = transport
         self._is_first = isinstance(first, messages.Start)
-        if isinstance(first, messages.Connect):
-            self._next_id = max(self._next_id, first_id(first.sender))
         if first is not None:
             self._send(first)
         self._watching = asyncio.create_task(self._watch())
@@ -249,6 +260,13 @@ class EngineClient:
         for sequence in in_flight.values():
             sequence.stream.fail(error)
 
+    def move_waiting_to(self, others: "Sequence[EngineClient]") -> None:
+        """Moves the requests that wait for this engine, which is dead, to clients whose engines are ready."""
+        self._in_flight.move_waiting_to([other._in_flight for other in others])
+        for other in others:
+            if other._sending is None and (other._in_flight.waiting or other._in_flight.has_unsent):
+                other._sending = asyncio.create_task(other._resend_all())
+
     def suspend(self, reason: str) -> None:
         """Marks the engine as restarting; its requests are kept for the next `connect`.
 
@@ -263,12 +281,14 @@ class EngineClient:
         self.on_stats(self.stats)
         for sequence, error in self._in_flight.on_engine_death():
             sequence.stream.fail(error)
+        self.on_change()
 
     def fail(self, reason: str) -> None:
         """Marks the engine as failed and fails every request."""
         if self.state in ("failed", "closed"):
             return
         self.reason, self.state = reason, "failed"
+        self.on_change()
         self.abort_all(EngineUnavailable(reason))
         self.on_failure(reason)
         self._end()
@@ -396,6 +416,7 @@ class EngineClient:
         self.state, self.reason = "ready", ""
         self.settled.set()
         self.on_ready()
+        self.on_change()
 
     async def _resend_all(self) -> None:
         """Resends the kept sequences and sends deferred requests, in slices; then requests the lock for quarantine.

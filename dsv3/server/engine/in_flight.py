@@ -105,6 +105,11 @@ class InFlightRequests:
         """Stores new requests, whose sequences have the given ids, until an engine is ready."""
         self._unsent.update(dict.fromkeys(ids, (requests, ids)))
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether new requests are deferred."""
+        return bool(self._unsent)
+
     def pop_unsent(self, rules: RequestRules) -> Iterator[tuple[list[PreparedRequest], Sequence[int]]]:
         """Removes and yields deferred requests that are unfinished, with the ids of their sequences.
 
@@ -122,6 +127,18 @@ class InFlightRequests:
         """Removes a sequence and returns it; None if it has ended."""
         self._unsent.pop(request_id, None)  # the last id of requests that belong together releases their prompts
         return self.by_id.pop(request_id, None)
+
+    def move_waiting_to(self, others: "Sequence[InFlightRequests]") -> None:
+        """Moves what waits for an engine, but for quarantined sequences, to those of other engines, in turns."""
+        for i, (request_id, sequence) in enumerate(self.pop_waiting()):
+            other = others[i % len(others)]
+            other.by_id[request_id] = sequence
+            other.waiting.append(request_id)
+            del self.by_id[request_id]
+        for request_id, new in self._unsent.items():  # those that belong together stay together
+            others[0].by_id[request_id] = self.by_id.pop(request_id)
+            others[0]._unsent[request_id] = new
+        self._unsent.clear()
 
     def on_engine_death(self) -> list[tuple[InFlightRequest, EngineDied]]:
         """Updates all sequences after an engine's death; returns those that are not retried, each with its error.

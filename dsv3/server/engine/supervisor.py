@@ -12,7 +12,7 @@ import secrets
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -37,25 +37,33 @@ class EngineProcess(LinkedChild):
     It imports the modules `imports` before it reads its first message. Raises OSError if it cannot be started.
     """
 
-    def __init__(self, address: str, imports: Sequence[str] = ()) -> None:
+    def __init__(self, address: str, imports: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> None:
         self.address = address
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
             listener.listen(_BACKLOG)
             descriptor = listener.fileno()
-            super().__init__("dsv3.server.engine.process", descriptor, *imports, inherited=[descriptor])
+            super().__init__(
+                "dsv3.server.engine.process", descriptor, *imports, inherited=[descriptor], environment=environment
+            )
 
 
 class EngineSupervisor:
     """Runs in API server 0, whose client is `engine`, and restarts the engine process by `policy`; None: never.
 
     Calls `on_loss` with the number of a dead engine, and the reason, if a restart follows, and `engine.on_failure` if
-    not. Calls `on_start` with the number of each restarted engine and the path of its socket. Raises OSError if the
-    process cannot be started.
+    not. Calls `on_start` with the number of each restarted engine and the path of its socket. The process has the
+    variables `environment`, None: those of this one. Raises OSError if the process cannot be started.
     """
 
-    def __init__(self, engine: EngineClient, start: Start, policy: RestartPolicy | None):
-        self.number = 0
+    def __init__(
+        self,
+        engine: EngineClient,
+        start: Start,
+        policy: RestartPolicy | None,
+        environment: Mapping[str, str] | None = None,
+    ):
+        self.number, self._environment = 0, environment
         self.on_loss: Callable[[int, str], None] = lambda number, reason: None
         self.on_start: Callable[[int, str], None] = lambda number, address: None
         self._engine = engine
@@ -96,6 +104,7 @@ class EngineSupervisor:
         if self._engine.info is None or self._deaths is None:
             self._engine.fail(reason)
         elif (too_many := self._deaths.record()) is not None:
+            self._engine.suspend(reason)
             self._engine.fail(f"the engine {too_many}; last reason: {reason}")
         else:
             self._engine.suspend(reason)
@@ -164,7 +173,9 @@ class EngineSupervisor:
 
     def _launch(self, imports: Sequence[str] = ()) -> EngineProcess:
         self._num_processes += 1
-        return EngineProcess(str(Path(self._scratch.name) / f"engine-{self._num_processes}"), imports)
+        return EngineProcess(
+            str(Path(self._scratch.name) / f"engine-{self._num_processes}"), imports, self._environment
+        )
 
     def _cancel_deadline(self) -> None:
         if self._deadline is not None:

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import functools
 import logging
 import signal
 import socket
@@ -17,7 +18,7 @@ from dsv3.server.http.api_server_processes import ApiServerProcesses
 from dsv3.server.http.http_server import HttpServer
 from dsv3.server.http.serving import drain, serving, wait_for_any
 from dsv3.server.serving.metrics import NUM_NUMBERS, Metrics, SharedNumbers
-from dsv3.server.serving.service import Service, make_client, make_service, start_engine
+from dsv3.server.serving.service import Service, make_client, make_service, start_engines
 from dsv3.server.tenants import reload_tenants
 
 if TYPE_CHECKING:
@@ -99,27 +100,30 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
     signals = _ServerSignals(reloads=any(file is not None for file in files))
     try:
         async with serving(service, config, listener) as server:
-            supervisor = await start_engine(config, service)
-            api_servers = ApiServerProcesses(config, service.created, listener, numbers, supervisor, engine.fail)
+            supervisors = await start_engines(config, service)
+            api_servers = ApiServerProcesses(config, service.created, listener, numbers, supervisors, engine.fail)
             signals.on_reload = lambda: _reload(config, service, server, api_servers)
             engine.on_dropped = api_servers.drop
 
-            def on_engine_loss(number: int, reason: str) -> None:
+            def on_engine_loss(index: int, number: int, reason: str) -> None:
                 service.metrics.add("engine_restarts", 1)
-                api_servers.send_engine_lost(number, reason)
+                api_servers.send_engine_lost(index, number, reason)
 
             def on_engine_failure(reason: str) -> None:
                 api_servers.send_engine_failed(reason)
-                supervisor.kill()
+                for supervisor in supervisors:
+                    supervisor.kill()
 
-            supervisor.on_loss, engine.on_failure = on_engine_loss, on_engine_failure
+            engine.on_failure = on_engine_failure
+            for i, supervisor in enumerate(supervisors):
+                supervisor.on_loss = functools.partial(on_engine_loss, i)
             try:
                 return await _serve(config, service, signals, api_servers, registrar, on_ready)
             finally:
                 if registrar is not None:
                     await registrar.deregister()
                 await api_servers.close()
-                await supervisor.close()
+                await asyncio.gather(*(supervisor.close() for supervisor in supervisors))
     finally:
         signals.close()
 

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import uvloop
@@ -22,7 +23,7 @@ from dsv3.server.http import messages
 from dsv3.server.http.http_server import HttpServer
 from dsv3.server.http.serving import drain, serving, wait_for_any
 from dsv3.server.serving.metrics import NUM_NUMBERS, SharedNumbers
-from dsv3.server.serving.service import Service, make_service
+from dsv3.server.serving.service import Service, make_client, make_service
 
 _log = logging.getLogger("dsv3.server")
 
@@ -48,15 +49,12 @@ async def _run(start: messages.StartApiServer, link: socket.socket, listener: so
         tenants=start.tenants,
         options=start.options,
         engine=start.engine,
+        watchdog_s=start.watchdog_s,
         template_deadline_s=start.template_deadline_s,
         deadlines=start.deadlines,
         notify=lambda line: None,  # API server 0 prints these lines
     )
-    engine = EngineClient(
-        max_num_queued_reqs=start.engine.max_num_queued_reqs,
-        watchdog_s=start.watchdog_s,
-        max_restarts=start.options.max_request_restarts,
-    )
+    engine = make_client(config, start.sender)
     service = await make_service(config, engine, numbers, start.created)
     async with serving(service, config, listener) as server:
         api_server = _ApiServer(service, server, start.sender)
@@ -74,19 +72,15 @@ async def _run(start: messages.StartApiServer, link: socket.socket, listener: so
 
 
 class _ApiServer:
-    """Handles the messages of API server 0 from `listen` on, and connects to each engine that it announces.
-
-    If the engine's connection ends and API server 0 reports nothing, this process fails and is replaced.
-    """
+    """Handles the messages of API server 0 from `listen` on, and connects to each engine that it announces."""
 
     def __init__(self, service: Service, server: HttpServer, sender: int) -> None:
         self.drain, self.abort, self.engine_failed = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._service, self._server, self._engine = service, server, service.engine
-        self._sender, self._number = sender, -1
-        self._reconnect_timeout: asyncio.TimerHandle | None = None
-        self._connecting: asyncio.Task[None] | None = None
+        self._service, self._server = service, server
+        self._engines = [
+            _EngineConnection(i, each, sender, self._send) for i, each in enumerate(service.engine.members)
+        ]
         self._transport: asyncio.WriteTransport
-        self._engine.on_loss, self._engine.on_silence = self._on_loss, self._on_silence
 
     async def listen(self, link: socket.socket) -> None:
         """Starts to handle messages and sends `ApiServerReady`; exits the process when the link closes."""
@@ -108,17 +102,38 @@ class _ApiServer:
             case messages.ReloadApiServer(tenants):
                 self._service.tenants.replace(tenants)
                 self._server.reload()
-            case messages.EngineStarted(number, address):
-                self._connect(number, address)
-            case messages.EngineLost(number, reason):
-                if number == self._number:
-                    self._cancel_reconnect_timeout()
-                    self._engine.suspend(reason)
+            case messages.EngineStarted(index, number, address):
+                self._engines[index].connect(number, address)
+            case messages.EngineLost(index, number, reason):
+                self._engines[index].on_lost(number, reason)
             case messages.EngineFailed(reason):
                 self.engine_failed.set()
-                self._engine.fail(reason)
+                self._service.engine.fail(reason)
 
-    def _connect(self, number: int, address: str) -> None:
+
+class _EngineConnection:
+    """The connection to one engine, whose processes follow each other; `index` tells independent engines apart.
+
+    If it ends and API server 0 reports nothing, the client fails, and without another engine this process is replaced.
+    """
+
+    def __init__(
+        self, index: int, client: EngineClient, sender: int, send: Callable[[messages.FromApiServer], None]
+    ) -> None:
+        self._index, self._engine, self._sender, self._send = index, client, sender, send
+        self._number = -1
+        self._reconnect_timeout: asyncio.TimerHandle | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        client.on_loss, client.on_silence = self._on_loss, self._on_silence
+
+    def on_lost(self, number: int, reason: str) -> None:
+        """Suspends the client: API server 0 restarts the engine `number`."""
+        if number == self._number:
+            self._cancel_reconnect_timeout()
+            self._engine.suspend(reason)
+
+    def connect(self, number: int, address: str) -> None:
+        """Connects to the process `number` at a Unix socket."""
         self._cancel_reconnect_timeout()
         if self._engine.state == "ready":
             self._engine.suspend("the engine has died")
@@ -126,7 +141,7 @@ class _ApiServer:
         self._connecting = asyncio.create_task(self._engine.connect(address, Connect(self._sender)))
 
     def _on_silence(self, reason: str) -> None:
-        self._send(messages.EngineSilent(self._number, reason))
+        self._send(messages.EngineSilent(self._index, self._number, reason))
         self._on_loss(reason)
 
     def _on_loss(self, reason: str) -> None:

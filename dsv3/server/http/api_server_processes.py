@@ -5,10 +5,11 @@ process the kernel would also assign connections to a process that hangs, and dr
 """
 
 import asyncio
+import functools
 import itertools
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -40,15 +41,16 @@ class ApiServerProcesses:
         created: int,
         listener: socket.socket,
         numbers: SharedNumbers,
-        engine: EngineSupervisor,
+        engines: Sequence[EngineSupervisor],
         on_failure: Callable[[str], None],
     ):
         self._api_servers = [
-            _ApiServerProcess(_start_message(config, number, created), listener, numbers, engine, on_failure)
+            _ApiServerProcess(_start_message(config, number, created), listener, numbers, engines, on_failure)
             for number in range(1, config.options.api_server_count)
         ]
         self._running = [asyncio.create_task(api_server.run()) for api_server in self._api_servers]
-        engine.on_start = lambda number, address: self._broadcast(messages.EngineStarted(number, address))
+        for i, engine in enumerate(engines):
+            engine.on_start = functools.partial(self._send_engine_started, i)
 
     async def ready(self) -> None:
         for api_server in self._api_servers:
@@ -70,9 +72,9 @@ class ApiServerProcesses:
         """Broadcasts that the engine has failed; the API servers end with this process."""
         self._end(messages.EngineFailed(reason))
 
-    def send_engine_lost(self, number: int, reason: str) -> None:
-        """Broadcasts that the engine `number` has died and is being restarted."""
-        self._broadcast(messages.EngineLost(number, reason))
+    def send_engine_lost(self, index: int, number: int, reason: str) -> None:
+        """Broadcasts that the process `number` of an engine has died and is being restarted."""
+        self._broadcast(messages.EngineLost(index, number, reason))
 
     def drop(self, dropped: ApiServerDropped) -> None:
         """Kills an API server that the engine has disconnected; a new one replaces it."""
@@ -95,6 +97,9 @@ class ApiServerProcesses:
             api_server.kill()
         await asyncio.gather(*self._running, return_exceptions=True)
 
+    def _send_engine_started(self, index: int, number: int, address: str) -> None:
+        self._broadcast(messages.EngineStarted(index, number, address))
+
     def _broadcast(self, message: messages.ToApiServer) -> None:
         for api_server in self._api_servers:
             api_server.send(message)
@@ -112,14 +117,14 @@ class _ApiServerProcess:
         start: messages.StartApiServer,
         listener: socket.socket,
         numbers: SharedNumbers,
-        engine: EngineSupervisor,
+        engines: Sequence[EngineSupervisor],
         on_failure: Callable[[str], None],
     ):
         self.number = start.api_server
         self.sender = -1
         self.is_ready = asyncio.Event()
         self._start, self._listener, self._numbers = start, listener, numbers
-        self._engine, self._on_failure = engine, on_failure
+        self._engines, self._on_failure = engines, on_failure
         self._process: LinkedChild | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._end_messages: list[messages.ToApiServer] = []
@@ -171,8 +176,9 @@ class _ApiServerProcess:
         )
         self.sender = next(_senders)
         self.send(msgspec.structs.replace(self._start, sender=self.sender))
-        if (address := self._engine.address) is not None:
-            self.send(messages.EngineStarted(self._engine.number, address))
+        for i, engine in enumerate(self._engines):
+            if (address := engine.address) is not None:
+                self.send(messages.EngineStarted(i, engine.number, address))
         for message in self._end_messages:
             self.send(message)
         if (error := await ended) is not None:
@@ -183,8 +189,8 @@ class _ApiServerProcess:
         match messages.from_api_server.decode(body):
             case messages.ApiServerReady():
                 self.is_ready.set()
-            case messages.EngineSilent(number, reason):
-                self._engine.engine_lost(number, reason)
+            case messages.EngineSilent(index, number, reason):
+                self._engines[index].engine_lost(number, reason)
 
     def send(self, message: messages.ToApiServer) -> None:
         if self._transport is not None and not self._transport.is_closing():

@@ -260,6 +260,7 @@ def _entry(service: Service, name: str) -> dict[str, Any]:
         "max_num_seqs": None if info is None else info.max_num_seqs,
         "data_parallel_size": None if info is None else info.num_ranks,
         "kv_events": None if info is None else info.kv_events,
+        "version": service.config.options.served_version,
         "type": "model",
         "display_name": name,
         "created_at": datetime.datetime.fromtimestamp(created, datetime.UTC),

@@ -48,8 +48,12 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineStarted(msgspec.Struct, frozen=True, tag=True):
-    """The engine `number` runs; connect to its Unix socket at `address`."""
+    """The engine `number` runs; connect to its Unix socket at `address`.
 
+    `index` tells independent engines apart, and `number` each one's processes, also in the next two messages.
+    """
+
+    index: int
     number: int
     address: str
 
@@ -57,6 +61,7 @@ class EngineStarted(msgspec.Struct, frozen=True, tag=True):
 class EngineLost(msgspec.Struct, frozen=True, tag=True):
     """The engine `number` has died and is being restarted."""
 
+    index: int
     number: int
     reason: str
 
@@ -68,6 +73,7 @@ class ApiServerReady(msgspec.Struct, frozen=True, tag=True):
 class EngineSilent(msgspec.Struct, frozen=True, tag=True):
     """The engine `number` sends no frames to this API server."""
 
+    index: int
     number: int
     reason: str
 

@@ -8,7 +8,7 @@ So the counts of a process outlive it, and nothing is left when all have ended.
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -65,6 +65,7 @@ _COUNTERS = {
 }
 _STEP_TOKENS = ("vllm:iteration_tokens_total", "Tokens of prompts and answers that a step gave.")
 _CACHE_CONFIG = ("vllm:cache_config_info", "What the cache is, in its labels; a block is a page.")
+_ENGINE_UP = ("dsv3:engine_up", "1: this one of several engines is ready.")
 _FALLBACKS = ("dsv3:kernel_fallback", "1 for an operation whose kernel has failed its check, and what runs instead.")
 _WEIGHTS = ("dsv3:weight_version_info", "What the weights are called, in its label.")
 _HOST_TIME = ("dsv3:engine_step_host_seconds", "The host's time per step, its wait for the device left out.")
@@ -185,7 +186,8 @@ class Metrics:
 
     Counts reach the other API servers with `flush`. `cache_config` returns the labels of `vllm:cache_config_info`, none
     before they are known; `kernel_fallbacks` the operations whose kernels have been replaced, with the replacement;
-    `weight_version` the name of the weights, "" where they cannot be updated.
+    `weight_version` the name of the weights, "" where they cannot be updated. `engines` returns of each engine whether it
+    is ready and its numbers; several have the label `engine`, from 0.
     `process_*` are of the process that answers the scrape.
     """
 
@@ -196,6 +198,7 @@ class Metrics:
         self.cache_config: Callable[[], Mapping[str, str]] = dict
         self.kernel_fallbacks: Callable[[], Mapping[str, str]] = dict
         self.weight_version: Callable[[], str] = str
+        self.engines: Callable[[], Sequence[tuple[bool, Stats]]] = list
         self._model_name = model_name
         self._numbers = numbers or SharedNumbers(NUM_NUMBERS)
         self._tenants = tenants or Tenants()
@@ -280,7 +283,25 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yields every metric; prometheus_client's interface of a collector."""
-        stats = self._stats
+        if len(engines := self.engines()) < 2:
+            yield from self._of_engine(self._stats)
+        else:
+            yield from _labelled([self._of_engine(stats) for _, stats in engines])
+            up: dict[tuple[str, ...], float] = {(str(i),): float(is_ready) for i, (is_ready, _) in enumerate(engines)}
+            yield self._family(GaugeMetricFamily, *_ENGINE_UP, up, ["engine"])
+        if labels := self.cache_config():
+            family = GaugeMetricFamily(*_CACHE_CONFIG, labels=["model_name", *labels])
+            family.add_metric([self._model_name, *labels.values()], 1)
+            yield family
+        if replaced := self.kernel_fallbacks():
+            ones: dict[tuple[str, ...], float] = dict.fromkeys(replaced.items(), 1.0)
+            yield self._family(GaugeMetricFamily, *_FALLBACKS, ones, ["operation", "backend"])
+        if version := self.weight_version():
+            yield self._family(GaugeMetricFamily, *_WEIGHTS, {(version,): 1.0}, ["weight_version"])
+        yield from self._counted()
+
+    def _of_engine(self, stats: Stats) -> Iterator[Metric]:
+        """Yields the metrics of one engine."""
         spread = "experts_balancedness" in stats
         of_ranks = {key: named for key, named in _RANK_GAUGES.items() if key in stats}
         takes_grammars = "grammars_num_kept" in stats
@@ -305,21 +326,10 @@ class Metrics:
         ):
             if isinstance(counts, list) and len(counts) == len(bounds) + 1:
                 yield self._histogram(name, text, bounds, counts, sum(_number(stats, total) for total in totals))
-        if labels := self.cache_config():
-            family = GaugeMetricFamily(*_CACHE_CONFIG, labels=["model_name", *labels])
-            family.add_metric([self._model_name, *labels.values()], 1)
-            yield family
-        if replaced := self.kernel_fallbacks():
-            ones: dict[tuple[str, ...], float] = dict.fromkeys(replaced.items(), 1.0)
-            yield self._family(GaugeMetricFamily, *_FALLBACKS, ones, ["operation", "backend"])
-        if version := self.weight_version():
-            yield self._family(GaugeMetricFamily, *_WEIGHTS, {(version,): 1.0}, ["weight_version"])
-        yield from self._of_tiers()
-        yield from self._counted()
+        yield from self._of_tiers(stats)
 
-    def _of_tiers(self) -> Iterator[Metric]:
+    def _of_tiers(self, stats: Stats) -> Iterator[Metric]:
         """Yields the metrics of the KV offload tiers."""
-        stats = self._stats
         tiers = [tier for tier in TIERS if f"pages_tiers_{tier}_hits" in stats]
         if not tiers:
             return
@@ -379,6 +389,17 @@ class Metrics:
         family = HistogramMetricFamily(name, text, labels=["model_name"])
         family.add_metric([self._model_name], _cumulated(bounds, counts), total)
         return family
+
+
+def _labelled(engines: Iterable[Iterable[Metric]]) -> Iterable[Metric]:
+    """Returns the metrics of several engines, with the label `engine`; those of one name are one family."""
+    families: dict[str, Metric] = {}
+    for i, metrics in enumerate(engines):
+        for metric in metrics:
+            samples = [each._replace(labels={"engine": str(i), **each.labels}) for each in metric.samples]
+            metric.samples = []
+            families.setdefault(metric.name, metric).samples += samples
+    return families.values()
 
 
 def _cumulated(bounds: Iterable[float], counts: Iterable[float]) -> list[tuple[str, float]]:

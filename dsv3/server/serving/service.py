@@ -1,13 +1,13 @@
 """`Service`: what the handlers share: engine client, tokenizer, chat template, metrics, and whether requests are taken.
 
-`make_service` builds it for a model directory, `start_engine` starts its engine.
+`make_service` builds it for a model directory, `start_engines` starts its engines.
 """
 
 import array
 import asyncio
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,8 @@ from dsv3.files import read_json
 from dsv3.sampling_params import SamplingParams
 from dsv3.server.config import ServerConfig
 from dsv3.server.engine.client import EngineClient
-from dsv3.server.engine.messages import EngineInfo, Start, StartProgress
+from dsv3.server.engine.data_parallel import DataParallelClient, device_environments
+from dsv3.server.engine.messages import FIRST_SENDER, EngineInfo, Start, StartProgress
 from dsv3.server.engine.supervisor import EngineSupervisor
 from dsv3.server.grammars import GrammarPool
 from dsv3.server.limits import SMALL_BYTES, WAIT_S, BodyReader, Budget, Reservation, ThreadQueue, WorkersBusy
@@ -114,6 +115,7 @@ class Service:
         self._preparing, self._bodies = ThreadQueue("prepare", wait_s), BodyReader(wait_s)
         self.budget = Budget()
         engine.on_stats = self.metrics.update
+        self.metrics.engines = lambda: [(member.state == "ready", member.stats) for member in engine.members]
         engine.on_resumed = lambda: self.metrics.add("continued", 1)
 
     @property
@@ -315,29 +317,48 @@ async def _templates(
     return pool
 
 
-def make_client(config: ServerConfig) -> EngineClient:
-    """Returns the engine client of API server 0, not connected yet."""
-    return EngineClient(
-        max_num_queued_reqs=config.engine.max_num_queued_reqs,
-        watchdog_s=config.watchdog_s,
-        heartbeat_watchdog_s=config.heartbeat_watchdog_s,
-        max_restarts=config.options.max_request_restarts,
-    )
+def make_client(config: ServerConfig, sender: int = FIRST_SENDER) -> EngineClient:
+    """Returns the engine client of an API server, by default number 0, not connected yet."""
+    members = [
+        EngineClient(
+            max_num_queued_reqs=config.engine.max_num_queued_reqs,
+            watchdog_s=config.watchdog_s,
+            heartbeat_watchdog_s=config.heartbeat_watchdog_s,
+            max_restarts=config.options.max_request_restarts,
+            sender=sender,
+        )
+        for _ in range(config.num_engines)
+    ]
+    return members[0] if len(members) == 1 else DataParallelClient(members, sender)
 
 
-async def start_engine(config: ServerConfig, service: Service) -> EngineSupervisor:
-    """Starts the engine process and connects the service to it; `service.engine.state` becomes "ready" later.
+async def start_engines(config: ServerConfig, service: Service) -> list[EngineSupervisor]:
+    """Starts the engines and connects the service to them; `service.engine.state` becomes "ready" later.
 
-    `config.notify` receives lines about the start. The process is killed when the engine fails.
+    `config.notify` receives lines about the start. The processes are killed when no engine will follow. Raises
+    ValueError where devices are missing.
     """
-    engine = service.engine
-    start = Start(config.engine_factory, str(config.model_dir), config.engine, config.cluster, config.factory_options)
-    supervisor = EngineSupervisor(engine, start, config.restarts if config.options.max_request_restarts else None)
-    supervisor.on_loss = lambda *_: service.metrics.add("engine_restarts", 1)
+    engine, options = service.engine, config.engine_options
+    start = Start(config.engine_factory, str(config.model_dir), options, config.cluster, config.factory_options)
+    policy = config.restarts if config.options.max_request_restarts else None
+    environments: list[Mapping[str, str] | None] = [None]
+    if config.num_engines > 1:
+        environments = device_environments(config.num_engines, options.tensor_parallel_size)
+    supervisors = [
+        EngineSupervisor(member, start, policy, environment)
+        for member, environment in zip(engine.members, environments, strict=True)
+    ]
     engine.on_progress = _ProgressLines(config.notify)
-    engine.on_failure = lambda _: supervisor.kill()
-    await supervisor.connect()
-    return supervisor
+    engine.on_failure = lambda _: _kill(supervisors)
+    for supervisor in supervisors:
+        supervisor.on_loss = lambda *_: service.metrics.add("engine_restarts", 1)
+        await supervisor.connect()
+    return supervisors
+
+
+def _kill(supervisors: list[EngineSupervisor]) -> None:
+    for supervisor in supervisors:
+        supervisor.kill()
 
 
 class _ProgressLines:

@@ -63,7 +63,7 @@ def test_any_exception_in_a_restart_fails_the_waiting_requests(monkeypatch) -> N
     class Process:
         pid, starts, address = 7, 0, "/nowhere/engine"
 
-        def __init__(self, address: str, imports: tuple[str, ...]) -> None:
+        def __init__(self, address: str, imports: tuple[str, ...], environment: object) -> None:
             Process.starts += 1
             if Process.starts > 1:
                 raise RuntimeError("can't start new thread")
@@ -96,7 +96,7 @@ def test_the_socket_of_the_engine_is_private_for_any_tmpdir(monkeypatch, tmp_pat
     temporary.mkdir(parents=True, exist_ok=True)
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     addresses: list[str] = []
-    monkeypatch.setattr(supervisor_module, "EngineProcess", lambda address, imports: addresses.append(address))
+    monkeypatch.setattr(supervisor_module, "EngineProcess", lambda address, *_: addresses.append(address))
 
     async def run() -> None:
         supervisor_module.EngineSupervisor(

@@ -405,25 +405,54 @@ def test_more_silence_is_allowed_while_the_instance_starts(lead) -> None:
     assert led.failure() == "process 1 has been silent for 2.4 s: it hangs, or its host is gone"
 
 
-def beating(follower: local.Follower, launched: int) -> threading.Event:
+def beating(follower: local.Follower, launched: int, *record) -> threading.Event:
     """Heartbeats from a thread, as from a process whose main thread is stuck, until the event is set."""
     done = threading.Event()
 
     def run() -> None:
         with contextlib.suppress(OSError):
             while not done.wait(0.05):
-                follower.send(Heartbeat(launched))
+                follower.send(Heartbeat(launched, *record))
 
     threading.Thread(target=run, daemon=True).start()
     return done
 
 
-def test_a_follower_that_launches_nothing_is_noticed_despite_heartbeats(lead) -> None:
-    led, follower, _ = both(lead, cluster_silence_timeout=0.4)
-    done = beating(follower, 6)
-    led.leader.send(command(7))
+def test_a_follower_that_launches_nothing_is_noticed_despite_heartbeats_and_named_in_the_log(lead, caplog) -> None:
+    """Nobody else can go on: process 1 waits in a collective of step 7 for process 2, which has not launched it."""
+    led = lead(3, cluster_silence_timeout=0.4)
+    followers = [led.follower(i) for i in (1, 2)]
+    assert [next(follower.received()) for follower in followers] == [Begin()] * 2
+    assert led.gathered() is None
+    for follower in followers:
+        follower.send(Ready())
+    led.leader.wait_ready()
+    done = [beating(followers[0], 7, 7, 6, "decode 64"), beating(followers[1], 6, 7, 6, "sample 64")]
+    led.leader.recorder.launching, led.leader.recorder.fetched = 7, 6
     led.leader.on_launched(7)
-    assert led.failure() == "process 1 has not launched step 7 for 0.4 s: it hangs"
+    assert led.failure() == "process 2 has not launched step 7 for 0.4 s: it hangs"
+    for event in done:
+        event.set()
+    for line in (
+        "process 0: waits for the results of step 7, has launched step 7, unchanged",
+        "process 1: waits for the results of step 7, has launched step 7 (last program: decode 64), unchanged",
+        "process 2: launches step 7 (last program: sample 64), unchanged",
+        "behind the others in launching: process 2",
+    ):
+        assert line in caplog.text
+
+
+def test_a_step_that_hangs_on_the_devices_is_logged_before_the_engine_is_ended(lead, caplog, monkeypatch) -> None:
+    led, follower, _ = both(lead)
+    monkeypatch.setattr(ClusterOptions, "starting_silence_s", 0.2)
+    done = beating(follower, 7, 7, 6, "decode 64")
+    led.leader.recorder.fetched = 6
+    led.leader.on_launched(7)
+    for _ in range(600):
+        if "step 7 has no results after 0.2 s" in caplog.text:
+            break
+        time.sleep(0.01)
+    assert "no process is behind the others" in caplog.text and led.failures.empty()
     done.set()
 
 

@@ -186,8 +186,8 @@ class Metrics:
 
     Counts reach the other API servers with `flush`. `cache_config` returns the labels of `vllm:cache_config_info`, none
     before they are known; `kernel_fallbacks` the operations whose kernels have been replaced, with the replacement;
-    `weight_version` the name of the weights, "" where they cannot be updated. `engines` returns of each engine whether it
-    is ready and its numbers; several have the label `engine`, from 0.
+    `weight_version` the name of the weights, "" where they cannot be updated. `engines` returns of each engine whether
+    it is ready and its numbers; several have the label `engine`, from 0.
     `process_*` are of the process that answers the scrape.
     """
 

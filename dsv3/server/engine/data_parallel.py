@@ -7,20 +7,18 @@ its sequences at once, behind the tokens received, as the next engine would.
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from dsv3.engine.operations import Operation, OperationRefused
+from dsv3.processes.gpus import visible_gpus
 from dsv3.scheduler.cost import Loads, costs, prefill_cost
 from dsv3.scheduler.request import PreparedRequest
 from dsv3.scheduler.sent_pages import SentPages
 from dsv3.server.engine.client import EngineBusy, EngineClient, EngineUnavailable
 from dsv3.server.engine.in_flight import RequestStream
 from dsv3.server.engine.messages import EngineInfo, StartProgress, Stats
-
-_GPUS = Path("/proc/driver/nvidia/gpus")  # a directory per GPU
 
 
 class DataParallelClient(EngineClient):
@@ -222,11 +220,11 @@ def device_environments(engines: int, per_engine: int) -> list[Mapping[str, str]
     Raises ValueError where the GPUs of the host, or those in CUDA_VISIBLE_DEVICES, are fewer than all engines need.
     """
     given, needed = os.environ.get("CUDA_VISIBLE_DEVICES"), engines * per_engine
-    if not _GPUS.is_dir():
+    if not (count := visible_gpus()):
         return [None] * engines
-    ids = given.split(",") if given is not None else [str(i) for i in range(len(list(_GPUS.iterdir())))]
+    ids = (given.split(",") if given else [str(i) for i in range(count)])[:count]
     if len(ids) < needed:
-        where = f"CUDA_VISIBLE_DEVICES={given}" if given is not None else "this host"
+        where = f"CUDA_VISIBLE_DEVICES={given}" if given else "this host"
         raise ValueError(f"data_parallel_size: {engines} engines need {needed} GPUs, {where} has {len(ids)}")
     return [
         {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(ids[i * per_engine : (i + 1) * per_engine])}

@@ -165,15 +165,14 @@ def test_what_spans_engines_is_refused_by_name(tmp_path, engine, options, names)
         )
 
 
-def test_each_engine_has_devices_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(data_parallel, "_GPUS", tmp_path / "none")
+def test_each_engine_has_devices_of_its_own(monkeypatch):
+    monkeypatch.setattr(data_parallel, "visible_gpus", lambda: 0)
     assert device_environments(2, 1) == [None, None]
-    monkeypatch.setattr(data_parallel, "_GPUS", tmp_path)
-    for i in range(4):
-        (tmp_path / f"gpu{i}").mkdir()
+    monkeypatch.setattr(data_parallel, "visible_gpus", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert [each["CUDA_VISIBLE_DEVICES"] for each in device_environments(2, 2)] == ["0,1", "2,3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,3")
+    monkeypatch.setattr(data_parallel, "visible_gpus", lambda: 3)
     assert [each["CUDA_VISIBLE_DEVICES"] for each in device_environments(3, 1)] == ["GPU-a", "GPU-b", "3"]
     with pytest.raises(ValueError, match="3 engines need 6 GPUs, CUDA_VISIBLE_DEVICES=GPU-a,GPU-b,3 has 3"):
         device_environments(3, 2)

@@ -228,7 +228,7 @@ def test_experts_on_eight_gpus():
         q, scale = quantize_1x128(x.at[aligned.source_row].get(mode="fill", fill_value=0), backend=MOSAIC)
         place = {"tile_m": aligned.tile_m, "backend": MOSAIC}
         gate_up = fp8_grouped_gemm_contiguous(q, scale, up, up_scale, aligned.tile_group, **place)
-        q, scale = swiglu_quantize(gate_up, used_rows=aligned.used_rows(), backend=MOSAIC)
+        q, scale = swiglu_quantize(gate_up, used_rows=aligned.needed, backend=MOSAIC)
         y = fp8_grouped_gemm_contiguous(q, scale, down, down_scale, aligned.tile_group, **place)
         return lax.all_to_all(y.at[aligned.aligned_row].get(mode="fill", fill_value=0), "expert", 0, 0, tiled=True)
 

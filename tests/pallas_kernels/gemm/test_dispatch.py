@@ -40,7 +40,7 @@ def test_experts_from_routing_to_combined_rows():
             )
             place = {"tile_m": 8, "group_offset": offset, "backend": backend}
             gate_up = fp8_grouped_gemm_contiguous(q, scale, *up[:2], aligned.tile_group, **place)
-            q, scale = swiglu_quantize(gate_up, used_rows=aligned.used_rows(), backend=backend)
+            q, scale = swiglu_quantize(gate_up, used_rows=aligned.needed, backend=backend)
             y = fp8_grouped_gemm_contiguous(q, scale, *down[:2], aligned.tile_group, **place)
             return y.at[aligned.aligned_row].get(mode="fill", fill_value=0)
 

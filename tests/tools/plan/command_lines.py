@@ -81,7 +81,13 @@ FILES = {
     "deploy/kubernetes/pair/pair.yaml": (ONE_NODE, ONE_NODE),
 }
 """The machine of each command line with a model's directory, in order, by file."""
-WITHOUT_MACHINE = {"docs/expert_parallel.md", "docs/training.md", "launch/train.py"}
+WITHOUT_MACHINE = {
+    "docs/expert_parallel.md",
+    "docs/router.md",
+    "docs/training.md",
+    "docs/tuning.md",
+    "launch/train.py",
+}
 """Files whose command lines are for any machine, or for a small model of one's own."""
 _SERVES = re.compile(
     r"-m (?:launch\.(?:serve|batch)|deploy\.node) (?:[^\n\\]|\\\n)*--model(?: |=)[^\s](?:[^\n\\#]|\\\n)*"

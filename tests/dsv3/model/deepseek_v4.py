@@ -31,15 +31,24 @@ MEMBERS = ("deepseek_v4", "deepseek_v4_plain")
 
 
 @functools.cache
-def model(member: str) -> tuple[Params, ModelConfig]:
+def model(member: str, *layers: int) -> tuple[Params, ModelConfig]:
+    """Reads a golden checkpoint, or some of its layers: a test that needs fewer kinds compiles in less time."""
     cfg = from_hf(json.loads((DIRECTORY / member / "config.json").read_text()))
-    return _Reader(DIRECTORY / member / "model.safetensors", cfg).params(), cfg
+    layers = layers or tuple(range(cfg.num_hidden_layers))
+    ratios = tuple(cfg.compressed.ratios[layer] for layer in layers)
+    cfg = dataclasses.replace(
+        cfg,
+        num_hidden_layers=len(layers),
+        num_hash_layers=sum(layer < cfg.num_hash_layers for layer in layers),
+        compressed=dataclasses.replace(cfg.compressed, ratios=ratios),
+    )
+    return _Reader(DIRECTORY / member / "model.safetensors", cfg, layers).params(), cfg
 
 
 @functools.cache
-def with_module(member: str) -> tuple[Params, ModelConfig]:
+def with_module(member: str, *layers: int) -> tuple[Params, ModelConfig]:
     """Adds a random MTP module, in which no rule can be left out unseen: streams keep apart, and change places."""
-    params, cfg = model(member)
+    params, cfg = model(member, *layers)
     return _with_drafters(params, dataclasses.replace(cfg, num_nextn_predict_layers=1))
 
 
@@ -47,10 +56,13 @@ STAGES = DSparkConfig(stages=3, block_size=5, noise_token_id=63, target_layers=(
 
 
 @functools.cache
-def with_stages(member: str, markov_rank: int = STAGES.markov_rank) -> tuple[Params, ModelConfig]:
-    """Adds random stages of DSpark in the same way."""
-    params, cfg = model(member)
-    dspark = dataclasses.replace(STAGES, markov_rank=markov_rank)
+def with_stages(
+    member: str, markov_rank: int = STAGES.markov_rank, layers: tuple[int, ...] = ()
+) -> tuple[Params, ModelConfig]:
+    """Adds random stages of DSpark in the same way. If `layers` are named, all are target layers."""
+    params, cfg = model(member, *layers)
+    targets = tuple(range(len(layers))) if layers else STAGES.target_layers
+    dspark = dataclasses.replace(STAGES, markov_rank=markov_rank, target_layers=targets)
     return _with_drafters(params, dataclasses.replace(cfg, dspark=dspark))
 
 
@@ -71,7 +83,9 @@ def _with_drafters(params: Params, cfg: ModelConfig) -> tuple[Params, ModelConfi
 
 
 class _Reader:
-    def __init__(self, path: Path, cfg: ModelConfig):
+    def __init__(self, path: Path, cfg: ModelConfig, layers: tuple[int, ...]):
+        """`cfg` is that of the `layers` alone, which are named by their numbers in the file."""
+        self.layers = layers
         data, header = path.read_bytes(), read_header(path)
         self.cfg, self.tensors = cfg, {
             name: np.frombuffer(data[t.offset : t.offset + t.nbytes], t.dtype).reshape(t.shape)
@@ -90,20 +104,22 @@ class _Reader:
     def stack(self, *names: str, layers: list[int] | None = None) -> jnp.ndarray:
         """The named tensors of each layer, one below the other."""
         among = range(self.cfg.num_hidden_layers) if layers is None else layers
-        return jnp.asarray([np.concatenate([self.one(f"layers.{n}.{name}") for name in names]) for n in among])
+        return jnp.asarray(
+            [np.concatenate([self.one(f"layers.{self.layers[n]}.{name}") for name in names]) for n in among]
+        )
 
     def params(self) -> Params:
         return Params(
             embed=jnp.asarray(self.one("embed.weight")),
             dense=None,
-            moe=self.layers(),
+            moe=self.layer_params(),
             norm=jnp.asarray(self.one("norm.weight")),
             head=jnp.asarray(self.one("head.weight")),
             mtp=None,
             head_mixing=MixingParams(*(jnp.asarray(self.one(f"hc_head_{part}")) for part in ("fn", "base", "scale"))),
         )
 
-    def layers(self) -> LayerParams:
+    def layer_params(self) -> LayerParams:
         return LayerParams(
             input_norm=self.stack("attn_norm.weight"),
             attention=self.attention(),

@@ -42,7 +42,7 @@ def model(member: str, *layers: int) -> tuple[Params, ModelConfig]:
         num_hash_layers=sum(layer < cfg.num_hash_layers for layer in layers),
         compressed=dataclasses.replace(cfg.compressed, ratios=ratios),
     )
-    return _Reader(DIRECTORY / member / "model.safetensors", cfg, layers).params(), cfg
+    return jax.device_put(_Reader(DIRECTORY / member / "model.safetensors", cfg, layers).params()), cfg
 
 
 @functools.cache
@@ -69,17 +69,20 @@ def with_stages(
 def _with_drafters(params: Params, cfg: ModelConfig) -> tuple[Params, ModelConfig]:
     n, rng = cfg.hyper_connections.streams, np.random.default_rng(0)
 
-    def drawn(path: Any, spec: jax.ShapeDtypeStruct) -> jax.Array:
+    def drawn(path: Any, spec: jax.ShapeDtypeStruct) -> np.ndarray:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         value = rng.normal(0, 0.3, spec.shape)
         if name.endswith(("norm", "scale")):
             value += 1
         if name.endswith("moe_mixing.base") or name.endswith("attention_mixing.base"):
             value[..., 2 * n :] += 2.5 * np.roll(np.eye(n), 1, axis=0).ravel()
-        return jnp.asarray(value, spec.dtype)
+        return value.astype(spec.dtype)
 
     mtp = jax.tree_util.tree_map_with_path(drawn, abstract(cfg, jnp.float32).mtp)
-    return dataclasses.replace(params, mtp=mtp), cfg
+    return dataclasses.replace(params, mtp=jax.device_put(mtp)), cfg
+
+
+_decode = jax.jit(decode)
 
 
 class _Reader:
@@ -97,26 +100,26 @@ class _Reader:
         if scale is None:
             return value.astype(np.int32 if value.dtype == np.int64 else np.float32)
         if value.dtype == np.int8:
-            return decode(value, scale)
+            return np.asarray(_decode(value, scale))
         spread = np.repeat(np.repeat(scale.astype(np.float32), 128, 0), 128, 1)
         return value.astype(np.float32) * spread[: value.shape[0], : value.shape[1]]
 
-    def stack(self, *names: str, layers: list[int] | None = None) -> jnp.ndarray:
+    def stack(self, *names: str, layers: list[int] | None = None) -> np.ndarray:
         """The named tensors of each layer, one below the other."""
         among = range(self.cfg.num_hidden_layers) if layers is None else layers
-        return jnp.asarray(
+        return np.stack(
             [np.concatenate([self.one(f"layers.{self.layers[n]}.{name}") for name in names]) for n in among]
         )
 
     def params(self) -> Params:
         return Params(
-            embed=jnp.asarray(self.one("embed.weight")),
+            embed=self.one("embed.weight"),
             dense=None,
             moe=self.layer_params(),
-            norm=jnp.asarray(self.one("norm.weight")),
-            head=jnp.asarray(self.one("head.weight")),
+            norm=self.one("norm.weight"),
+            head=self.one("head.weight"),
             mtp=None,
-            head_mixing=MixingParams(*(jnp.asarray(self.one(f"hc_head_{part}")) for part in ("fn", "base", "scale"))),
+            head_mixing=MixingParams(*(self.one(f"hc_head_{part}") for part in ("fn", "base", "scale"))),
         )
 
     def layer_params(self) -> LayerParams:
@@ -162,8 +165,8 @@ class _Reader:
     def moe(self) -> MoeParams:
         hashed, E = self.cfg.num_hash_layers, self.cfg.n_routed_experts
 
-        def experts(*names: str) -> jnp.ndarray:
-            return jnp.stack([self.stack(*(f"ffn.experts.{e}.{name}.weight" for name in names)) for e in range(E)], 1)
+        def experts(*names: str) -> np.ndarray:
+            return np.stack([self.stack(*(f"ffn.experts.{e}.{name}.weight" for name in names)) for e in range(E)], 1)
 
         return MoeParams(
             router=self.stack("ffn.gate.weight"),

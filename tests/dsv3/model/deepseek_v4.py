@@ -104,9 +104,11 @@ class _Reader:
         spread = np.repeat(np.repeat(scale.astype(np.float32), 128, 0), 128, 1)
         return value.astype(np.float32) * spread[: value.shape[0], : value.shape[1]]
 
-    def stack(self, *names: str, layers: list[int] | None = None) -> np.ndarray:
-        """The named tensors of each layer, one below the other."""
+    def stack(self, *names: str, layers: list[int] | None = None) -> Any:
+        """The named tensors of each layer, one below the other; None if there are no layers."""
         among = range(self.cfg.num_hidden_layers) if layers is None else layers
+        if not among:
+            return None
         return np.stack(
             [np.concatenate([self.one(f"layers.{self.layers[n]}.{name}") for name in names]) for n in among]
         )
@@ -147,15 +149,23 @@ class _Reader:
             o_a=o_a.reshape(len(o_a), self.cfg.compressed.output_groups, -1, o_a.shape[2]),
             o_b=self.stack("attn.wo_b.weight"),
             sparse=self.compressor("attn.compressor", sparse),
-            indexer=PooledIndexerParams(
-                q_b=self.stack("attn.indexer.wq_b.weight", layers=sparse),
-                weights=self.stack("attn.indexer.weights_proj.weight", layers=sparse),
-                compressor=self.compressor("attn.indexer.compressor", sparse),
-            ),
+            indexer=self.indexer(sparse),
             heavy=self.compressor("attn.compressor", [n for n, r in enumerate(ratios) if r not in (0, chosen)]),
         )
 
-    def compressor(self, prefix: str, layers: list[int]) -> CompressorParams:
+    def indexer(self, layers: list[int]) -> PooledIndexerParams | None:
+        compressor = self.compressor("attn.indexer.compressor", layers)
+        if compressor is None:
+            return None
+        return PooledIndexerParams(
+            q_b=self.stack("attn.indexer.wq_b.weight", layers=layers),
+            weights=self.stack("attn.indexer.weights_proj.weight", layers=layers),
+            compressor=compressor,
+        )
+
+    def compressor(self, prefix: str, layers: list[int]) -> CompressorParams | None:
+        if not layers:
+            return None
         return CompressorParams(
             value_score=self.stack(f"{prefix}.wkv.weight", f"{prefix}.wgate.weight", layers=layers),
             position=self.stack(f"{prefix}.ape", layers=layers),

@@ -14,6 +14,7 @@ from dsv3.checkpoint.fp4 import decode
 from dsv3.checkpoint.safetensors_file import read_header
 from dsv3.config.hugging_face import from_hf
 from dsv3.config.model import DSparkConfig, ModelConfig
+from dsv3.model.layers import compressed_uncached, hyper_connections
 from dsv3.model.params import (
     CompressedAttentionParams,
     CompressorParams,
@@ -25,6 +26,7 @@ from dsv3.model.params import (
     PooledIndexerParams,
     abstract,
 )
+from pallas_kernels import dense, dsa
 from tests.dsv3.model.golden import DIRECTORY
 
 MEMBERS = ("deepseek_v4", "deepseek_v4_plain")
@@ -80,6 +82,20 @@ def _with_drafters(params: Params, cfg: ModelConfig) -> tuple[Params, ModelConfi
 
     mtp = jax.tree_util.tree_map_with_path(drawn, abstract(cfg, jnp.float32).mtp)
     return dataclasses.replace(params, mtp=jax.device_put(mtp)), cfg
+
+
+PARTS = [
+    (module, name, jax.jit(getattr(module, name), static_argnums=numbers, static_argnames=names))
+    for module, name, numbers, names in (
+        (hyper_connections, "read_streams", (), ("iterations", "eps", "norm_eps", "backend")),
+        (hyper_connections, "write_streams", (), ("backend",)),
+        (compressed_uncached, "pool_window", (2,), ()),
+        (compressed_uncached, "sink_attention", (), ()),
+        (dsa, "select_topk", (2,), ()),
+        (dense, "layer_gemm", (), ("out_dtype", "backend")),
+    )
+]
+"""Functions that call nothing which a test of a wrong rule replaces, each as one program instead of many."""
 
 
 _decode = jax.jit(decode)

@@ -46,6 +46,11 @@ def junk(dtype: jnp.dtype) -> Any:
     return jnp.array(0xFF if dtype == jnp.uint8 else jnp.nan, dtype)
 
 
+@jax.jit
+def emptied(array: jax.Array, rows: jax.Array) -> jax.Array:
+    return jnp.where(rows[:, None, None], junk(array.dtype), array)
+
+
 @dataclasses.dataclass
 class Request:
     """A request as the engine knows it, or a parked prefix, which has no slot; -1 is no page."""
@@ -170,8 +175,6 @@ class Engine:
         held = self.holders[kind]
         held[pages[pages >= 0]] -= 1
         assert (held >= 0).all()
-        free = jnp.asarray(held == 0)
         for group in layout.groups_of(self.cfg, "float32", kind):
-            gone = jnp.tile(free, len(group.layers))
-            array = self.pool[group.name]
-            self.pool[group.name] = jnp.where(gone[:, None, None], junk(array.dtype), array)
+            free = np.tile(held == 0, len(group.layers))
+            self.pool[group.name] = emptied(self.pool[group.name], free)

@@ -89,29 +89,24 @@ def test_like_layers_are_run_by_one_loop() -> None:
 
 def test_what_goes_between_streams_is_doubly_stochastic() -> None:
     hyper = hyper_connections.hyper_of(model("deepseek_v4")[1])
-    logits = jax.random.normal(jax.random.key(0), (100, 4, 4))
-    found = doubly_stochastic(logits, hyper.sinkhorn_iterations, hyper.eps)
+    logits = np.random.default_rng(0).normal(size=(100, 4, 4)).astype(np.float32)
+    found = np.asarray(jax.jit(doubly_stochastic, static_argnums=1)(logits, hyper.sinkhorn_iterations, hyper.eps))
     assert np.allclose(found.sum(1), 1, atol=1e-5) and np.allclose(found.sum(2), 1, atol=1e-3)
     assert not np.allclose(found, found.swapaxes(1, 2), atol=0.1)
 
 
 def test_a_token_alone_sees_what_it_sees_in_a_batch() -> None:
     """The parts of attention work on rows at any positions, each with keys of its own: decode's form."""
-    cfg, rng = model("deepseek_v4")[1], np.random.default_rng(0)
-    q, keys = rng.normal(size=(1, 40, 6, 32)), rng.normal(size=(1, 50, 32))
+    cfg, rng, attend = model("deepseek_v4")[1], np.random.default_rng(0), jax.jit(sink_attention)
+    q, keys = (rng.normal(size=shape).astype(np.float32) for shape in ((1, 40, 6, 32), (1, 50, 32)))
     visible, sink = rng.random((1, 40, 50)) < 0.3, rng.normal(size=6).astype(np.float32)
     visible[0, 7] = False  # such a row sees the sink alone
-    whole = sink_attention(*map(jnp.asarray, (q, keys, visible)), sink, cfg.softmax_scale)
+    whole = np.asarray(attend(q, keys, visible, sink, cfg.softmax_scale))
     assert not whole[0, 7].any()
     for t in (0, 39):
         (own,) = np.nonzero(visible[0, t])
-        alone = sink_attention(
-            jnp.asarray(q[:, t : t + 1]),
-            jnp.asarray(keys[:, own]),
-            jnp.ones((1, 1, len(own)), bool),
-            sink,
-            cfg.softmax_scale,
-        )
+        seen = np.ones((1, 1, len(own)), bool)
+        alone = np.asarray(attend(q[:, t : t + 1], keys[:, own], seen, sink, cfg.softmax_scale))
         assert np.allclose(alone[0, 0], whole[0, t], atol=1e-6)
 
 
@@ -289,6 +284,7 @@ WRONG: dict[str, Wrong] = {
 }
 
 
+@pytest.mark.usefixtures("parts_compiled")
 @pytest.mark.parametrize("rule", WRONG)
 def test_a_wrong_rule_changes_the_logits(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params, cfg = WRONG[rule](*model("deepseek_v4_plain"), monkeypatch.setattr)

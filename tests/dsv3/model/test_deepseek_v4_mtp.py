@@ -16,7 +16,8 @@ from tests.dsv3.model.deepseek_v4 import with_module
 from tests.dsv3.model.deepseek_v4_formulas import Array, collapsed, layer, rms
 from tests.dsv3.model.golden import relative_error, run
 
-MEMBER = "deepseek_v4_plain"
+MEMBER = "deepseek_v4_plain", 1
+"""A golden model, and its layer before the module, which has entries, as the module has not."""
 LENGTH, CHUNK, S = 268, 128, 3
 """Tokens, of which the last are on the second page; rows of a chunk; rows of a decode step."""
 TOLERANCE = 2e-5
@@ -57,7 +58,7 @@ def chunk(start: int, tokens: np.ndarray, rows: int) -> PrefillBatch:
 @functools.cache
 def streams() -> Array:
     """The main model's streams of the sequence, `[LENGTH, n, D]`."""
-    params, cfg = with_module(MEMBER)
+    params, cfg = with_module(*MEMBER)
     step = jax.jit(lambda p, batch, pool: prefill(p, cfg, batch, pool).draft_input)
     found = step(params, chunk(0, sequence()[:-1], LENGTH), empty_pool(cfg))
     return np.asarray(found, np.float64).reshape(LENGTH, 4, -1)
@@ -65,11 +66,11 @@ def streams() -> Array:
 
 @functools.cache
 def wanted() -> tuple[Array, Array]:
-    return reference(*with_module(MEMBER), streams(), sequence()[1:])
+    return reference(*with_module(*MEMBER), streams(), sequence()[1:])
 
 
 def test_the_module_over_whole_sequences() -> None:
-    params, cfg = with_module(MEMBER)
+    params, cfg = with_module(*MEMBER)
     found = run(params, cfg, sequence()[None])
     (scores,) = found.mtp_logits
     assert relative_error(scores[0], wanted()[1] @ np.asarray(params.head, np.float64).T) < TOLERANCE
@@ -78,7 +79,7 @@ def test_the_module_over_whole_sequences() -> None:
 
 def test_the_module_depends_on_each_stream_and_on_the_next_token() -> None:
     """Otherwise the comparison would not show what is left out."""
-    params, cfg = with_module(MEMBER)
+    params, cfg = with_module(*MEMBER)
     (_, right), following = wanted(), sequence()[1:]
     for stream in range(4):
         changed = streams().copy()
@@ -89,7 +90,7 @@ def test_the_module_depends_on_each_stream_and_on_the_next_token() -> None:
 
 def test_chunks_then_drafts_that_are_rejected() -> None:
     """Drafts are chained from the module's own streams, and what they leave is overwritten when tokens are known."""
-    params, cfg = with_module(MEMBER)
+    params, cfg = with_module(*MEMBER)
     step = jax.jit(lambda p, batch, pool, given: predict(p, cfg, batch, pool, given))
     pool, given, prompt = empty_pool(cfg), streams().reshape(LENGTH, -1), 250
     (all_streams, hidden), following = wanted(), sequence()[1:]

@@ -26,6 +26,7 @@ def model(ratio: int) -> tuple[Params, ModelConfig]:
     return params(ratio), config(ratio)
 
 
+@pytest.mark.usefixtures("parts_compiled")
 @pytest.mark.parametrize(("ratio", "question"), CASES)
 def test_the_needle_is_found(ratio: int, question: Question) -> None:
     assert answer(*model(ratio), prompt(ratio, question)) == NEEDLE
@@ -99,6 +100,7 @@ LOST: list[tuple[str, Wrong, int, Question]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("parts_compiled")
 @pytest.mark.parametrize(("rule", "wrong", "ratio", "question"), LOST)
 def test_a_wrong_rule_loses_it(
     rule: str, wrong: Wrong, ratio: int, question: Question, monkeypatch: pytest.MonkeyPatch

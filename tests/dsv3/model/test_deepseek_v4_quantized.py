@@ -14,13 +14,14 @@ from tests.dsv3.checkpoint import deepseek_v4 as v4
 from tests.dsv3.checkpoint import hf
 from tests.dsv3.model.golden import relative_error, run
 
-CFG = dataclasses.replace(from_hf(v4.PREVIEW), num_nextn_predict_layers=0)
+PREVIEW = v4.PREVIEW | {"num_hidden_layers": 3, "num_hash_layers": 1, "compress_ratios": [0, 4, 128, 0]}
+CFG = dataclasses.replace(from_hf(PREVIEW), num_nextn_predict_layers=0)
 TOKENS = np.random.default_rng(0).integers(0, CFG.vocab_size, (1, 24)).astype(np.int32)
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hf.write(tmp_path_factory.mktemp("quantized"), v4.random_tensors(from_hf(v4.PREVIEW)), shards=1)
+    return hf.write(tmp_path_factory.mktemp("quantized"), v4.random_tensors(from_hf(PREVIEW)), shards=1)
 
 
 def load(directory: Path, **options: Any) -> Params:

@@ -129,7 +129,6 @@ def test_a_request_leaves_no_reference_cycles(monkeypatch, body, status):
             await asyncio.sleep(0.005)
         assert not list(alive)
 
-    gc.collect()
     gc.disable()
     try:
         on_an_api_server(scenario)

@@ -365,22 +365,17 @@ class Attacker(threading.Thread):
                     self.num_closed += 1
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        b"POST /v1/completions HTTP/1.1\r\n",
-        b"GET /health HTTP/1.1\r\n",
-        b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\nauthorization: Bearer %b\r\n"
-        % KEY.encode(),
-    ],
-    ids=["no key", "health", "key"],
-)
-def test_tiny_chunks_do_not_delay_other_clients(locked_server, head):
-    """A client's stream completes while three attackers send at full speed; each of these is cut off."""
+def test_tiny_chunks_do_not_delay_other_clients(locked_server):
+    """A client's stream completes while three attackers send at full speed; each of these is cut off.
+
+    One has no key, one a key, and one asks for health.
+    """
     stop = threading.Event()
-    attackers = [
-        Attacker(locked_server, head + b"host: localhost\r\ntransfer-encoding: chunked\r\n\r\n", stop) for _ in range(3)
-    ]
+    completions = b"POST /v1/completions HTTP/1.1\r\n"
+    with_key = b"content-type: application/json\r\nauthorization: Bearer %b\r\n" % KEY.encode()
+    heads = completions, b"GET /health HTTP/1.1\r\n", completions + with_key
+    chunked = b"host: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+    attackers = [Attacker(locked_server, head + chunked, stop) for head in heads]
     try:
         body = {"prompt": [5, 6, 7], "max_tokens": 300, "stream": True}
         headers = {"authorization": f"Bearer {KEY}"}
@@ -395,16 +390,18 @@ def test_tiny_chunks_do_not_delay_other_clients(locked_server, head):
 
 
 class Streaming(threading.Thread):
-    """A stream in its own thread."""
+    """A stream in its own thread, `started` once the server has admitted it."""
 
     def __init__(self, server):
         super().__init__()
-        self._server, self.text = server, ""
+        self._server, self.text, self.started = server, "", threading.Event()
         self.start()
 
     def run(self):
         body = {"prompt": [5, 6, 7], "max_tokens": 1000, "stream": True}
-        self.text = httpx.post(self._server.url + "/v1/completions", json=body, timeout=60).text
+        with httpx.stream("POST", self._server.url + "/v1/completions", json=body, timeout=60) as answer:
+            self.started.set()
+            self.text = answer.read().decode()
 
 
 def half_open(server, count):
@@ -421,7 +418,8 @@ def test_admitted_connections_are_limited_and_health_is_always_served(model_dir)
     settings = {"options": {"max_connections": 2}, "factory_options": {"step_s": 0.005}}
     with serving.running(model_dir, **settings) as server:
         streams = [Streaming(server), Streaming(server)]
-        server.wait_for(lambda: httpx.get(server.url + "/health").status_code == 200)
+        assert all(stream.started.wait(60) for stream in streams)
+        assert httpx.get(server.url + "/health").status_code == 200
         body = {"prompt": [5], "max_tokens": 1}
         server.wait_for(lambda: httpx.post(server.url + "/v1/completions", json=body).status_code == 503)
         refused = httpx.post(server.url + "/v1/completions", json=body)

@@ -1,6 +1,5 @@
 """In-flight requests: resumption in the next engine, and the quarantine of requests that crash engines."""
 
-import gc
 import weakref
 
 import numpy as np
@@ -100,7 +99,6 @@ def test_prompts_of_clients_that_leave_during_a_restart_are_released():
         in_flight.pop(i)
         if i:
             in_flight.pop(i + 1)
-    gc.collect()
     assert [each() is not None for each in kept] == [True] + [False] * 19
     [(_, left)] = in_flight.pop_unsent(RULES)
     assert left == [0, 1]

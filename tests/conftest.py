@@ -11,6 +11,8 @@ from collections.abc import Generator
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Meshes of up to eight devices, on one CPU.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Where each of eight devices waits in a library's call, on a thread each, their programs still need threads.
+os.environ["NPROC"] = "12"
 # Small programs are kept too: a hit takes a tenth of the 20 to 50 ms of their compilation.
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 # Processes that tests start leave out LLVM's optimisations, too (`pytest_runtest_setup`), and share programs with them.

@@ -444,6 +444,7 @@ GUARDED = [
     ("GET", "/ready"),
     ("GET", "/version"),
     ("GET", "/metrics"),
+    ("GET", "/debug/requests"),
     ("GET", "/dashboard/data"),
     ("POST", "/start_profile"),
     ("POST", "/stop_profile"),

@@ -244,9 +244,8 @@ class Layout:
         """
         split, changed = 1 if takes_params else 0, len(donated)
         share, out_specs = self._shared(gathered)
-        specs: list[Any] = [jax.tree.map(lambda x: x.sharding.spec, argument) for argument in arguments]
-        if takes_params:
-            specs[0] = self.functions.param_specs
+        of_ranks = [jax.tree.map(lambda x: x.sharding.spec, argument) for argument in arguments[split:]]
+        specs: list[Any] = [self.functions.param_specs, *of_ranks] if takes_params else of_ranks
         divides = any(spec == PAGES_SPEC for number in donated for spec in jax.tree.leaves(specs[number]))
         if divides:  # the first results are the new values of the donated arguments
             out_specs = (tuple(specs[number] for number in donated), out_specs)

@@ -108,10 +108,15 @@ def topk_indices(
     """
     arrays, backend = (q, weights, pool, page_table, visible), with_fallback("topk_indices", backend)
     resolved = resolve_backend(requested=backend)
-    if triton_ops.usable(resolved):
-        scores = raw_scores(*arrays, first_page=first_page, backend=backend)
-        return triton_ops.select_topk(scores, visible, topk, resolved)
-    return select_topk(index_scores(*arrays, first_page=first_page, backend=backend), visible, topk)
+    scores_of = raw_scores if triton_ops.usable(resolved) else index_scores
+    return _best(scores_of(*arrays, first_page=first_page, backend=backend), visible, topk, resolved)
+
+
+def _best(scores: jax.Array, visible: jax.Array, topk: int, backend: Backend) -> jax.Array:
+    """Selects as `select_topk`; the kernel does not read scores past a query's visible tokens."""
+    if triton_ops.usable(backend):
+        return triton_ops.select_topk(scores, visible, topk, backend)
+    return select_topk(scores, visible, topk)
 
 
 def topk_scores(
@@ -128,11 +133,7 @@ def topk_scores(
     """Returns the positions of `topk_indices`, and the scores of `index_scores` there, -inf at invisible positions."""
     where: dict[str, Any] = {"first_page": first_page, "backend": backend}
     scores = index_scores(q, weights, pool, page_table, visible, **where)
-    resolved = resolve_backend(requested=with_fallback("topk_indices", backend))
-    if triton_ops.usable(resolved):
-        positions = triton_ops.select_topk(scores, visible, topk, resolved)
-    else:
-        positions = select_topk(scores, visible, topk)
+    positions = _best(scores, visible, topk, resolve_backend(requested=with_fallback("topk_indices", backend)))
     found = jnp.take_along_axis(scores, jnp.minimum(positions, scores.shape[1] - 1), axis=1)
     return positions, jnp.where(positions < visible[:, None], found, -jnp.inf)
 

@@ -125,7 +125,7 @@ def library(**changes) -> EngineOptions:
 
 
 def test_the_expert_parallel_library_gets_a_process_per_gpu(monkeypatch) -> None:
-    """On one host, unless the command is one of several already."""
+    """The host is the only one, and the command is not one of several already."""
     monkeypatch.setattr(cluster, "visible_gpus", lambda: 8)
     assert processes_needed(library(), None) == processes_needed(library(data_parallel_size=8), None) == 8
     assert processes_needed(library(), member("h:1", 16, 0, 8)) == processes_needed(EngineOptions(), None) == 1

@@ -174,7 +174,7 @@ def test_high_throughput_reports_rows_that_do_not_fit_where_they_arrive() -> Non
 
 
 def test_the_library_carries_fp8_with_scales_and_returns_bfloat16() -> None:
-    """With high throughput sums are added in the order of devices, so they can differ in the last bit."""
+    """High throughput adds sums in the order of devices, so they can differ in the last bit."""
     rng = np.random.default_rng(0)
     ids, weights = route("random", T * 8, rng).astype(np.int32), rng.random((T * 8, K)).astype(np.float32)
     x, w = rng.normal(size=(T * 8, D)).astype(np.float32), rng.normal(size=(EXPERTS, D, D)).astype(np.float32)

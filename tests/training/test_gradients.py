@@ -28,7 +28,7 @@ def test_gradients_of_a_bfloat16_product_equal_those_of_float32_up_to_rounding()
 
 @pytest.mark.parametrize("length", [6, 1090])
 def test_gradients_of_attention_equal_those_of_its_definition(length: int) -> None:
-    """With one block of queries, and with three."""
+    """The lengths take one block of queries, and three."""
     rng = np.random.default_rng(2)
     q, k, v, dy = (rng.normal(size=(2, length, 3, width)).astype(np.float32) for width in (8, 8, 4, 4))
     pairs = np.tril(rng.random((2, length, length)) < 0.5) | np.eye(length, dtype=bool)

@@ -111,7 +111,7 @@ def test_cached_pages_are_used_where_their_experts_are_known(engine: Engine) -> 
 
 
 def test_pages_of_another_instance_have_the_experts_that_the_request_brings(engine: Engine) -> None:
-    """As its page is in the cache already, nothing travels here; other requests do not get what it has brought."""
+    """Nothing travels here, because its page is in the cache already; other requests do not get what it has brought."""
     engine.flush()
     prompt, cfg = PROMPT[3:] + PROMPT[:60], model("greedy")[1]
     got = run(engine, asked("first", prompt, max_tokens=1))["first"]

@@ -75,7 +75,7 @@ def test_what_fits(deployment: Deployment, fp4: str, fits: bool) -> None:
 
 @pytest.mark.aot
 def test_pro_needs_one_rank_on_one_node() -> None:
-    """With a rank per GPU the weights that are not experts are there eight times."""
+    """A rank per GPU holds the weights that are not experts eight times."""
     alone = plan(V4_PRO_8XH200, tensor_parallel=1, decode_requests=1, prefill_tokens=0)
     assert alone.memory.account.weights > 1.19 * plan(V4_PRO_8XH200).memory.account.weights
 

@@ -94,7 +94,7 @@ def test_prompts_come_from_a_file_of_lines(tmp_path) -> None:
 
 
 def test_the_command_refuses_what_it_cannot_write(tmp_path) -> None:
-    """In processes of their own: commands share names of flags."""
+    """Each command has its own process, because commands share names of flags."""
     wrong = {f"--output={tmp_path}": "is not a file in a directory that exists", "--tuning=x": "name it with --output"}
     for argument, words in wrong.items():
         done = subprocess.run([sys.executable, "-m", "launch.tune", argument], capture_output=True, text=True, cwd=ROOT)

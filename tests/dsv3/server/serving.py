@@ -73,12 +73,18 @@ def command_of(process: psutil.Process) -> str:
 
 
 @contextlib.contextmanager
-def running(model_dir: Path, *, ready: bool = True, **settings) -> Iterator[Server]:
-    """A server with `settings` of `ServerConfig`, its options as dictionaries; killed with its children at the end."""
+def running(model_dir: Path, *, ready: bool = True, open_files: int = 0, **settings) -> Iterator[Server]:
+    """A server with `settings` of `ServerConfig`, its options as dictionaries; killed with its children at the end.
+
+    Its processes may open `open_files` files, where that is not 0.
+    """
     settings = {"model_dir": str(model_dir), "model_names": ["tiny"], "engine_factory": FAKE} | settings
     with tempfile.NamedTemporaryFile("w", suffix=".log") as log:
+        command = [sys.executable, "-m", "tests.dsv3.server.served", json.dumps(settings)]
+        if open_files:  # this process may have more files open than that
+            command = ["/bin/sh", "-c", f'ulimit -n {open_files}; exec "$@"', "sh", *command]
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.dsv3.server.served", json.dumps(settings)],
+            command,
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -436,32 +436,18 @@ def test_admitted_connections_are_limited_and_health_is_always_served(model_dir)
         assert httpx.post(server.url + "/v1/completions", json=body).status_code == 200
 
 
-@contextlib.contextmanager
-def open_files(limit):
-    """How many files processes that start meanwhile may open."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
 def test_connections_leave_descriptors_for_other_files(model_dir):
     """The default limit of connections depends on the limit of open files, which the server never reaches."""
-    with open_files(256):
-        running = serving.running(model_dir)
-        server = running.__enter__()
-    try:
+    with serving.running(model_dir, open_files=256) as server:
+        process = psutil.Process(server.process.pid)
+        assert process.rlimit(psutil.RLIMIT_NOFILE)[0] == 256
         silent = half_open(server, 300)
         for _ in range(5):
             assert httpx.get(server.url + "/health").status_code == 200
-        assert psutil.Process(server.process.pid).num_fds() < 230
+        assert process.num_fds() < 230
         assert "cannot accept connections" not in server.log.read_text()
         for connection in silent:
             connection.close()
-    finally:
-        running.__exit__(None, None, None)
 
 
 def test_a_limit_beyond_the_open_files_is_refused(monkeypatch):

@@ -120,7 +120,6 @@ def expert_parallel_functions(
     """
     replicas = cfg.n_routed_experts + num_redundant_experts
     wire_options: dict[str, Any] = {"transport": transport, "combine": combine, "dtype": dtype, "fp8": fp8}
-    overlaps = overlaps and cfg.compressed is None  # layers of several ratios run as one batch
     communication = Communication.from_mesh(mesh, cfg, replicas, **wire_options, overlaps=overlaps)
     shards, vocabulary = Shards(rank_size(mesh)), Vocabulary.from_mesh(cfg, mesh)
 

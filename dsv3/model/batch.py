@@ -47,7 +47,8 @@ class PrefillBatch:
     of `page_table`, and one with groups of the lifetime "request" has `slots`, one per request. A row whose page is -1
     is not written, since no later step reads it. Entries of pages that the window does not reach are never read.
 
-    With `returns_routed_experts` the step returns the experts of its tokens.
+    With `returns_routed_experts` the step returns the experts of its tokens. The later one of two micro-batches has
+    `rows_before`: how many rows of each chunk the earlier one ends with.
     """
 
     tokens: Any  # [T] int32
@@ -60,6 +61,7 @@ class PrefillBatch:
     window_table: Any = None  # [B, Mp] int32
     slots: Any = None  # [B] int32
     returns_routed_experts: bool = dataclasses.field(default=False, metadata={"static": True})
+    rows_before: Any = None  # [B] int32
 
 
 @jax.tree_util.register_dataclass
@@ -87,6 +89,7 @@ def split_prefill(batch: PrefillBatch) -> tuple[PrefillBatch, PrefillBatch]:
     T = batch.tokens.shape[0]
     middle = T // 2
     first = jnp.minimum(batch.cu_lengths, middle)
+    rows_before = jnp.diff(first)
     earlier = dataclasses.replace(
         batch, tokens=batch.tokens[:middle], positions=batch.positions[:middle], cu_lengths=first
     )
@@ -95,7 +98,8 @@ def split_prefill(batch: PrefillBatch) -> tuple[PrefillBatch, PrefillBatch]:
         tokens=batch.tokens[middle:],
         positions=batch.positions[middle:],
         cu_lengths=jnp.maximum(batch.cu_lengths, middle) - middle,
-        context_lengths=batch.context_lengths + jnp.diff(first),
+        context_lengths=batch.context_lengths + rows_before,
+        rows_before=rows_before,
         form=AttentionForm.ABSORBED if batch.form is AttentionForm.NEW else batch.form,
     )
     return earlier, later

@@ -79,51 +79,82 @@ class Stack:
         return LayerPlace(layer, self.first_cache_layer + layer)
 
 
-class LayerPattern(NamedTuple):
-    """Layers of a stack, from `first` on, whose kinds repeat: those of the layers of one turn, and how many turns.
+Kind = tuple[int, bool, int | None]
+"""The kind of a layer: the ratio of its entries, whether a token's id chooses its experts, and for a target layer of
+DSpark its number, so that each of these is a kind of its own."""
 
-    A kind is the ratio of a layer's entries, whether a token's id chooses its experts, and for a target layer of DSpark
-    its number: each is a pattern of its own. `of_ratio` counts the layers before `first` that have the ratio of each
-    kind.
+
+class LayerPattern(NamedTuple):
+    """Passes through layers, from pass `first` on, whose kinds repeat: those of one turn, and how many turns.
+
+    Pass n works on the layers n + `offsets`, of which the first pass may have none: then it has the first layer in its
+    place. `of_ratio` counts the layers before each layer of the first turn that have its ratio.
     """
 
     first: int
-    kinds: tuple[tuple[int, bool, int | None], ...]
+    kinds: tuple[tuple[Kind, ...], ...]
     turns: int
-    of_ratio: tuple[int, ...]
+    offsets: tuple[int, ...]
+    of_ratio: tuple[tuple[int, ...], ...]
 
-    def places(self, stack: Stack, turn: Index) -> list[LayerPlace]:
-        """Returns the places of the layers of a turn."""
-        ratios, found = [ratio for ratio, *_ in self.kinds], []
-        for i, (ratio, hashed, target) in enumerate(self.kinds):
-            layer = self.first + i + turn * len(self.kinds)
-            of_ratio = self.of_ratio[i] + ratios[:i].count(ratio) + turn * ratios.count(ratio)
-            cache_layer, is_target = stack.first_cache_layer + layer, target is not None
-            found.append(LayerPlace(layer, cache_layer, ratio, of_ratio, hashed, is_target))
+    def places(self, stack: Stack, turn: Index) -> list[tuple[LayerPlace, ...]]:
+        """Returns the places of the layers of each pass of a turn."""
+        ratios, found = [kinds[0][0] for kinds in self.kinds], []
+        for i, (kinds, counts) in enumerate(zip(self.kinds, self.of_ratio, strict=True)):
+            places = []
+            for offset, (ratio, hashed, target), count in zip(self.offsets, kinds, counts, strict=True):
+                layer = _from_first(self.first + i + offset + turn * len(self.kinds))
+                of_ratio = _from_first(count + turn * ratios.count(ratio))
+                places.append(
+                    LayerPlace(layer, stack.first_cache_layer + layer, ratio, of_ratio, hashed, target is not None)
+                )
+            found.append(tuple(places))
         return found
 
 
-@functools.cache
-def patterns(cfg: ModelConfig, first: int, depth: int) -> tuple[LayerPattern, ...]:
-    """Returns the layers `first` to `first + depth - 1` in their order, as few patterns of one or two kinds.
+def _from_first(layer: Index) -> Index:
+    return max(layer, 0) if isinstance(layer, int) else jnp.maximum(layer, 0)
 
-    Layers of most models are all alike. Those of DeepSeek-V4-Flash have ratios 0 | 4 | 128, 4, ...
+
+@functools.cache
+def patterns(cfg: ModelConfig, first: int, depth: int, offsets: tuple[int, ...] = (0,)) -> tuple[LayerPattern, ...]:
+    """Returns the passes through the layers `first` to `first + depth - 1`, as few patterns of one or two kinds.
+
+    A pass works on the layers at its number plus `offsets`; the last pass is the last one that has them all. Layers of
+    most models are all alike. Those of DeepSeek-V4-Flash have ratios 0 | 4 | 128, 4, ...
     """
     ratios = () if cfg.compressed is None else cfg.compressed.ratios[first : first + depth]
     ratios += (0,) * (depth - len(ratios))  # those of layers that make drafts are not listed
     targets = () if cfg.dspark is None else cfg.dspark.target_layers
-    kinds = [
+    of_layer = [
         (ratio, layer < cfg.num_hash_layers, layer if layer in targets else None)
         for layer, ratio in enumerate(ratios, first)
     ]
+
+    def before(layer: int, ratio: int) -> int:
+        return ratios[:layer].count(ratio) if layer >= 0 else layer
+
+    passes = depth - max(0, *offsets)
+    kinds = [tuple(of_layer[max(n + offset, 0)] for offset in offsets) for n in range(passes)]
     found, start = [], 0
-    while start < depth:
+    while start < passes:
         single, pair = (_turns(kinds[start:], width) for width in (1, 2))
         width, turns = (2, pair) if pair > 1 and single < 2 * pair else (1, single)
         here = tuple(kinds[start : start + width])
-        found.append(LayerPattern(start, here, turns, tuple(ratios[:start].count(ratio) for ratio, *_ in here)))
+        counts = tuple(
+            tuple(before(n + offset, ratio) for offset, (ratio, *_) in zip(offsets, each, strict=True))
+            for n, each in enumerate(here, start)
+        )
+        found.append(LayerPattern(start, here, turns, offsets, counts))
         start += width * turns
     return tuple(found)
+
+
+def ends(stack: Stack, cfg: ModelConfig) -> tuple[LayerPlace, LayerPlace]:
+    """Returns the places of the first and the last layer of a stack."""
+    found = patterns(cfg, stack.first_cache_layer, stack.depth)
+    [first], [last] = found[0].places(stack, 0)[0], found[-1].places(stack, found[-1].turns - 1)[-1]
+    return first, last
 
 
 def _turns(kinds: list[Any], width: int) -> int:
@@ -133,6 +164,9 @@ def _turns(kinds: list[Any], width: int) -> int:
         turns += 1
     return turns
 
+
+Places = tuple[LayerPlace, ...]
+"""Those of the layers of one pass."""
 
 MoeLayers = Callable[
     [Stack, tuple[LayerContext, ...], tuple[Residual, ...], Any], tuple[tuple[Residual, ...], Any, RouterStats]
@@ -149,7 +183,8 @@ def run_layers(
 ) -> tuple[Residual, Any, RouterStats | None]:
     """Runs a stack of layers; also returns the attention state and the router statistics by layer."""
 
-    def body(carry: tuple[Residual, Any], place: LayerPlace) -> tuple[tuple[Residual, Any], RouterStats | None]:
+    def body(carry: tuple[Residual, Any], places: Places) -> tuple[tuple[Residual, Any], RouterStats | None]:
+        (place,) = places
         x, state, router_stats = run_layer(stack, place, context, *carry)
         return (x, state), router_stats
 
@@ -160,21 +195,23 @@ def run_layers(
 def scan_layers(
     stack: Stack,
     cfg: ModelConfig,
-    body: Callable[[Any, LayerPlace], tuple[Any, Any]],
+    body: Callable[[Any, Places], tuple[Any, Any]],
     carry: Any,
     ordered: Callable[[Any], Any] = lambda turn: turn,
+    offsets: tuple[int, ...] = (0,),
 ) -> tuple[Any, Any]:
-    """Runs `body(carry, place)` for each layer of a stack, and returns the last carry and the results `[L, ...]`.
+    """Runs `body(carry, places)` for the passes of `patterns`; returns the last carry, and the results `[passes, ...]`.
 
-    Layers of one pattern are compiled once. `ordered` makes another function of the one that runs a turn of them.
+    Without `offsets` pass n has layer n of the stack. Passes of one pattern are compiled once. `ordered` makes another
+    function of the one that runs a turn of them. Without a pass the result is None.
     """
     results = []
-    for pattern in patterns(cfg, stack.first_cache_layer, stack.depth):
+    for pattern in patterns(cfg, stack.first_cache_layer, stack.depth, offsets):
 
         def turn(carry: Any, number: Index, pattern: LayerPattern = pattern) -> tuple[Any, Any]:
             found = []
-            for place in pattern.places(stack, number):
-                carry, result = body(carry, place)
+            for places in pattern.places(stack, number):
+                carry, result = body(carry, places)
                 found.append(result)
             return carry, jax.tree.map(lambda *each: jnp.stack(each), *found)
 
@@ -184,7 +221,7 @@ def scan_layers(
             carry, result = jax.lax.scan(ordered(turn), carry, jnp.arange(pattern.turns, dtype=jnp.int32))
             result = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), result)
         results.append(result)
-    return carry, jax.tree.map(lambda *each: jnp.concatenate(each), *results)
+    return carry, jax.tree.map(lambda *each: jnp.concatenate(each), *results) if results else None
 
 
 def run_layer(

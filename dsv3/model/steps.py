@@ -15,7 +15,7 @@ from dsv3.model.forms import decode_attend, prefill_attend
 from dsv3.model.layers.attention import Attention, LatentAttention, decode_positions
 from dsv3.model.layers.cache_rows import StepRows
 from dsv3.model.layers.compressed_attention import EntryAttention
-from dsv3.model.layers.compressed_paged import decode_attend_compressed, prefill_attend_compressed
+from dsv3.model.layers.compressed_paged import SplitState, decode_attend_compressed, prefill_attend_compressed
 from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts, RouterStats
 from dsv3.model.layers.hyper_connections import Residual, start
 from dsv3.model.layers.linear import Numerics
@@ -101,9 +101,6 @@ def prefill(
 
     Returns:
       `StepOutput` with hidden `[T, D]`.
-
-    Raises:
-      ValueError: `OVERLAPPED` for a model with compressed attention.
     """
     batches = split_prefill(batch)[::-1] if schedule.micro_batches == 2 else (batch,)
     replayed = None if routed_experts is None else by_layer(routed_experts)
@@ -128,9 +125,6 @@ def decode(
 
     Returns:
       `StepOutput` with hidden `[B, S, D]`. Rows of length 0 write nothing; their hidden states are undefined.
-
-    Raises:
-      ValueError: `OVERLAPPED` for a model with compressed attention.
     """
     batches = split_decode(batch) if schedule.micro_batches == 2 else (batch,)
     x, pages, router_stats = _run(params, cfg, batches, pages, backend, routed, placement, schedule.decode)
@@ -188,6 +182,8 @@ def _run(
         contexts = tuple(dataclasses.replace(context, returns_routed_experts=True) for context in contexts)
     x = tuple(start(cfg, embed(params, part.tokens.reshape(-1))) for part in batches)
     state = initial_state(cfg, pages, tuple(part.tokens.size for part in batches))
+    if cfg.compressed is not None and len(batches) > 1 and isinstance(batches[0], PrefillBatch):
+        state = SplitState.of(cfg, pages, batches[0].tokens.size)
     x, state, router_stats = run_decoder(params, contexts, x, state, moe_layers, placement)
     return x, state_pages(state), router_stats
 

@@ -35,6 +35,7 @@ class StepRows:
     page_table: jax.Array  # [B, Mp] int32
     window_table: jax.Array  # [B, Mp] int32
     slots: jax.Array  # [B] int32
+    rows_before: jax.Array | None = None  # [B] int32, of the later one of two micro-batches
 
     @classmethod
     def from_prefill(cls, batch: PrefillBatch) -> "StepRows":
@@ -51,6 +52,7 @@ class StepRows:
             page_table=batch.page_table,
             window_table=batch.window_table,
             slots=batch.slots,
+            rows_before=batch.rows_before,
         )
 
     @classmethod
@@ -84,14 +86,23 @@ class StepRows:
     ) -> RowList:
         """Lists the last `window` tokens up to `positions` `[N]` of `requests` `[N]`, none for a row with `seen` 0.
 
-        Those of the step are its own rows, in the order of its tokens; earlier ones are in the cache.
+        Those of the step are its own rows, in the order of its tokens; earlier ones are in the cache. Of two
+        micro-batches the later one has the `num_rows_before` last rows of the earlier one in front of its own: the
+        cache need not have them.
         """
         tokens = jnp.maximum(positions - (window - 1), 0)[:, None] + jnp.arange(window, dtype=jnp.int32)
         back = tokens - self.contexts[requests][:, None]
         own = -1 - (self.firsts[requests][:, None] + back)
+        if self.rows_before is not None:
+            count = self.num_rows_before(window)
+            own, back = own - count, back + jnp.minimum(self.rows_before, count)[requests][:, None]
         counts = jnp.where(seen > 0, jnp.minimum(positions + 1, window), 0)
         listed = cached.list_rows(requests, tokens, counts)
         return dataclasses.replace(listed, numbers=jnp.where(back >= 0, own, listed.numbers))
+
+    def num_rows_before(self, window: int) -> int:
+        """Returns how many rows the later one of two micro-batches takes from the earlier one, with which it begins."""
+        return min(window, len(self.positions))
 
     def write_last(self, new: jax.Array, cached: "CacheRows", read: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Writes the rows `new` `[T, W]` of the step's tokens that its last ones leave; returns `read`, and the array.

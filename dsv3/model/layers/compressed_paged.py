@@ -43,7 +43,7 @@ from dsv3.model.layers.compressed_attention import (
 )
 from dsv3.model.layers.compressor import Contribution, contributions, norm_and_rotate, pool_window, window_rows
 from dsv3.model.layers.rope import Rotation
-from dsv3.model.layers.sparse import by_groups
+from dsv3.model.layers.sparse import by_groups, state_pages
 from dsv3.model.params import CompressedAttentionParams, CompressorParams
 from pallas_kernels import dsa
 from pallas_kernels.backend import Backend, resolve_backend, with_fallback
@@ -72,6 +72,24 @@ def decode_attend_compressed(cfg: ModelConfig, batch: DecodeBatch, backend: Back
     if (drafts := batch.tokens.shape[1] - 1) > DRAFT_ROWS:
         raise ValueError(f"{drafts} drafts: the cache keeps rows for at most {DRAFT_ROWS} in a step")
     return functools.partial(_attend, cfg, _SharedStep.of(cfg, StepRows.from_decode(batch)), backend)
+
+
+class SplitState(NamedTuple):
+    """The state of a prefill step in two micro-batches: the page pool, and the last window rows of the earlier one.
+
+    They are those of the layer that it has just run. The pool need not have them: a request may have no window page for
+    tokens that later steps do not read.
+    """
+
+    pages: Pool
+    rows_before: jax.Array
+
+    @classmethod
+    def of(cls, cfg: ModelConfig, pool: Pool, tokens: int) -> "SplitState":
+        """Returns the state before the first layer, with micro-batches of so many tokens."""
+        latents = pool[WINDOW_LATENTS]
+        rows = min(compressed_of(cfg).window, tokens)
+        return cls(pool, jnp.zeros((rows, latents.shape[-1]), latents.dtype))
 
 
 class _Names(NamedTuple):
@@ -259,7 +277,7 @@ class _Layer:
     ) -> jax.Array:
         """Returns `[T, H, d]`: what the heads see of the window and of `entries`, chosen by `keys` if there are any.
 
-        `new` `[T, W]` are the tokens' rows of the window.
+        `new` `[T, W]` are the tokens' rows of the window, behind those of the earlier one of two micro-batches.
         """
         rows, cfg = self.rows, self.cfg
 
@@ -307,9 +325,10 @@ def _attend(
     tokens: CompressedTokens,
     params: CompressedAttentionParams,
     place: LayerPlace,
-    pool: Pool,
-) -> tuple[jax.Array, Pool]:
+    state: "Pool | SplitState",
+) -> tuple[jax.Array, "Pool | SplitState"]:
     layer, dtype, compressors = _Layer(cfg, step, place, backend), tokens.latent.dtype, list[_Compressor]()
+    pool = state_pages(state)
     if (compressor := compressor_of(params, cfg, place.ratio)) is not None:
         assert tokens.entries is not None  # of layers with a compressor
         compressors.append(_Compressor(_HEAVY if tokens.index is None else _SPARSE, compressor, tokens.entries))
@@ -323,11 +342,19 @@ def _attend(
     entries, keys = (*groups, None, None)[:2]
     window = layer.group_rows(pool, WINDOW_LATENTS)
     new = encode_rows(tokens.latent, cfg.kv_lora_rank, window.array.dtype, backend=backend)
-    out = layer.attend(tokens, params.sink, new, window, entries, keys)
+    at_hand = new
+    if isinstance(state, SplitState):
+        if step.rows.rows_before is None:
+            state = state._replace(rows_before=new[-len(state.rows_before) :])
+        else:
+            at_hand = jnp.concatenate([state.rows_before, new])
+    out = layer.attend(tokens, params.sink, at_hand, window, entries, keys)
     if in_kernels:
-        return layer.write_with_kernel(pool, compressors, new, out)
-    out, latents = step.rows.write_last(new, window, out)
-    return out, {**pool, WINDOW_LATENTS: latents}
+        out, pool = layer.write_with_kernel(pool, compressors, new, out)
+    else:
+        out, latents = step.rows.write_last(new, window, out)
+        pool = {**pool, WINDOW_LATENTS: latents}
+    return out, state._replace(pages=pool) if isinstance(state, SplitState) else pool
 
 
 def _first_series(rows: jax.Array) -> jax.Array:

@@ -35,6 +35,10 @@ class OneStream:
         """Returns the stream at the place of a block."""
         return self
 
+    def idle(self, backend: Backend | None) -> "OneStream":
+        """Returns the stream at the place of a block whose result is zero."""
+        return self
+
     def read(self, weight: jax.Array, layer: Index, eps: float, backend: Backend | None) -> jax.Array:
         """Returns what a block works on, `[T, D]`, normed by layer `layer` of `weight` `[L, D]`."""
         return rms_norm(self.stream, weight, layer, eps, backend=backend)
@@ -71,6 +75,13 @@ class Streams:
         arrays = self.streams, params.weight, params.base, params.scale
         found = read_streams(*arrays, layer, **how, backend=backend)
         return MixedStreams(self.streams, *found, self.means, backend)
+
+    def idle(self, backend: Backend | None) -> "MixedStreams":
+        """Returns the streams at the place of a block whose result is zero, and which leaves them as they are."""
+        T, n, D = self.streams.shape
+        between = jnp.broadcast_to(jnp.eye(n, dtype=jnp.float32), (T, n, n))
+        nothing = jnp.zeros((T, D), self.streams.dtype), jnp.zeros((T, n), jnp.float32)
+        return MixedStreams(self.streams, *nothing, between, self.means, backend)
 
     @jax.named_scope("mixing")
     def end(self, params: MixingParams | None, cfg: ModelConfig, backend: Backend | None) -> jax.Array:

@@ -10,7 +10,7 @@ whether queries need top-k. In a layer without an indexer, rows see no tokens an
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -97,7 +97,7 @@ def initial_state(cfg: ModelConfig, pages: Any, rows: tuple[int, ...]) -> Any:
 
 def state_pages(state: Any) -> Any:
     """Returns the pages of an attention state."""
-    return state.pages if isinstance(state, SharedTopk) else state
+    return state if isinstance(state, Mapping) else state.pages
 
 
 def sparse_attend(

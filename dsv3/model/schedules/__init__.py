@@ -50,8 +50,8 @@ def _run_hooked(
     batch = MicroBatch(stack, context)
     parallel = batch.parallel
 
-    def body(carry, place):
-        x, pages = carry
+    def body(carry, places):
+        (place,), (x, pages) = places, carry
         experts = stack.experts(place, context.numerics)
         block, pages = batch.attention(place, x, pages)
         normed, routing = batch.choose(place, block)

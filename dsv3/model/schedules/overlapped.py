@@ -25,17 +25,21 @@ does not hide the second hop: the only work that could is already used to hide t
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dsv3.model.decoder import LayerContext, Stack
+from dsv3.model.decoder import LayerContext, Stack, ends, scan_layers
 from dsv3.model.layers.experts import RouterStats
-from dsv3.model.layers.hyper_connections import Residual
+from dsv3.model.layers.hyper_connections import Block, Residual
 from dsv3.model.schedules.stages import MicroBatch, Routed
 from sharding.experts.exchange import PeerSums
 from sharding.wire.collectives import in_program_order
+
+PREVIOUS, NEXT = (-1, 0), (0, 1)
+"""The layers of a pass: prefill finishes the previous one, decode begins the next one."""
 
 MIN_DECODE_TOKENS = 128
 MIN_PREFILL_TOKENS = 1024
@@ -54,11 +58,12 @@ def run_prefill(
 ) -> tuple[Residuals, jax.Array, RouterStats]:
     """Runs `decoder.MoeLayers` of a prefill step, in the published order; micro-batch 1 holds the earlier tokens."""
     zero, one = _micro_batches(stack, contexts)
-    overlap, L = zero.hops[0].overlap, stack.depth
+    ordered = functools.partial(in_program_order, overlap=zero.hops[0].overlap)
+    _, end = ends(stack, zero.context.cfg)
 
-    def body(carry, layer):
+    def body(carry, places):
         x0, x1, pages, routed0, computed0 = carry
-        here, previous = stack.place(layer), stack.place(jnp.maximum(layer - 1, 0))
+        previous, here = places
         combine0 = zero.start_combine(computed0)
         x1, pages = one.attention(here, x1, pages)
         routed1 = one.route(here, x1)
@@ -82,14 +87,14 @@ def run_prefill(
         return (x0, x1, pages, routed0, computed0), (stats0, stats1)
 
     def last(x0, routed0, computed0):
-        handle, place = zero.start_combine(computed0), stack.place(L - 1)
-        return zero.finish_combine(place, x0, routed0, handle, zero.shared(place, routed0.normed))
+        handle = zero.start_combine(computed0)
+        return zero.finish_combine(end, x0, routed0, handle, zero.shared(end, routed0.normed))
 
-    ordered = in_program_order(body, overlap)
-    carry: tuple[Any, ...] = (*x, pages, *_nothing(zero, x[0]))
-    carry, (stats0, stats1) = jax.lax.scan(ordered, carry, jnp.arange(L, dtype=jnp.int32))
+    idle = x[0].idle(zero.context.numerics.backend)
+    carry: Any = idle, x[1], pages, *_nothing(zero, idle)
+    carry, (stats0, stats1) = scan_layers(stack, zero.context.cfg, body, carry, ordered, PREVIOUS)
     x0, x1, pages, routed0, computed0 = carry
-    x0, final = in_program_order(last, overlap)(x0, routed0, computed0)
+    x0, final = ordered(last)(x0, routed0, computed0)
     # Micro-batch 0 finishes layer l in pass l + 1; its first pass finishes an empty layer.
     stats0 = jax.tree.map(lambda passes, last: jnp.concatenate([passes[1:], last[None]]), stats0, final)
     return (x0, x1), pages, _sum(stats1, stats0)
@@ -100,11 +105,12 @@ def run_decode(
 ) -> tuple[Residuals, jax.Array, RouterStats]:
     """Runs `decoder.MoeLayers` of a decode step, as the five-stage pipeline."""
     zero, one = _micro_batches(stack, contexts)
-    overlap, L = zero.hops[0].overlap, stack.depth
+    ordered = functools.partial(in_program_order, overlap=zero.hops[0].overlap)
+    first, end = ends(stack, zero.context.cfg)
 
     def start(x0, pages):
-        x0, pages = zero.attention(stack.place(0), x0, pages)
-        return x0, zero.route(stack.place(0), x0), pages
+        x0, pages = zero.attention(first, x0, pages)
+        return x0, zero.route(first, x0), pages
 
     def experts_of_zero(place, routed0, x1, pages):
         sent0 = zero.dispatch(routed0)
@@ -115,9 +121,9 @@ def run_decode(
         x1, routed1 = one.output(place, x1, heads1)
         return combine0, shared0, x1, routed1, pages
 
-    def body(carry, layer):
+    def body(carry, places):
         x0, routed0, x1, pages = carry
-        here, following = stack.place(layer), stack.place(layer + 1)
+        here, following = places
         combine0, shared0, x1, routed1, pages = experts_of_zero(here, routed0, x1, pages)
         sent1 = one.dispatch(routed1)
         shared1 = one.shared(here, routed1.normed)
@@ -130,36 +136,29 @@ def run_decode(
         return (x0, routed0, x1, pages), _sum(stats0, stats1)
 
     def last(x0, routed0, x1, pages):
-        place = stack.place(L - 1)
-        combine0, shared0, x1, routed1, pages = experts_of_zero(place, routed0, x1, pages)
+        combine0, shared0, x1, routed1, pages = experts_of_zero(end, routed0, x1, pages)
         sent1 = one.dispatch(routed1)
-        shared1 = one.shared(place, routed1.normed)
-        x0, stats0 = zero.finish_combine(place, x0, routed0, combine0, shared0)
-        combine1 = one.compute(place, sent1)
-        x1, stats1 = one.finish_combine(place, x1, routed1, combine1, shared1)
+        shared1 = one.shared(end, routed1.normed)
+        x0, stats0 = zero.finish_combine(end, x0, routed0, combine0, shared0)
+        combine1 = one.compute(end, sent1)
+        x1, stats1 = one.finish_combine(end, x1, routed1, combine1, shared1)
         return x0, x1, pages, _sum(stats0, stats1)
 
-    x0, routed0, pages = in_program_order(start, overlap)(x[0], pages)
-    layers = jnp.arange(L - 1, dtype=jnp.int32)
-    (x0, routed0, x1, pages), router_stats = jax.lax.scan(
-        in_program_order(body, overlap), (x0, routed0, x[1], pages), layers
-    )
-    x0, x1, pages, final = in_program_order(last, overlap)(x0, routed0, x1, pages)
-    return (
-        (x0, x1),
-        pages,
-        jax.tree.map(lambda layers, last: jnp.concatenate([layers, last[None]]), router_stats, final),
-    )
+    x0, routed0, pages = ordered(start)(x[0], pages)
+    carry, router_stats = scan_layers(stack, zero.context.cfg, body, (x0, routed0, x[1], pages), ordered, NEXT)
+    x0, x1, pages, final = ordered(last)(*carry)
+    final = jax.tree.map(lambda last: last[None], final)
+    if router_stats is not None:
+        final = jax.tree.map(lambda layers, last: jnp.concatenate([layers, last]), router_stats, final)
+    return (x0, x1), pages, final
 
 
 def _micro_batches(stack: Stack, contexts: tuple[LayerContext, ...]) -> tuple[MicroBatch, MicroBatch]:
     """Returns the two micro-batches of a step.
 
-    Raises ValueError for a transport without hops, which cannot be overlapped, and for layers that are not all alike.
+    Raises ValueError for a transport without hops, which cannot be overlapped.
     """
     first, second = contexts
-    if first.cfg.compressed is not None:
-        raise ValueError("layers of several ratios cannot be overlapped; use schedule PLAIN or HOOKED")
     zero, one = MicroBatch(stack, first, 0), MicroBatch(stack, second, 1)
     if not zero.hops:
         raise ValueError(
@@ -168,10 +167,11 @@ def _micro_batches(stack: Stack, contexts: tuple[LayerContext, ...]) -> tuple[Mi
     return zero, one
 
 
-def _nothing(batch: MicroBatch, x: Residual) -> tuple[Routed, PeerSums]:
+def _nothing(batch: MicroBatch, x: Block) -> tuple[Routed, PeerSums]:
     """Returns a micro-batch of padding rows, whose combine and shared expert add zero."""
     context = dataclasses.replace(batch.context, valid=jnp.zeros_like(batch.context.valid))
-    routed = dataclasses.replace(batch, context=context).route(batch.stack.place(0), jax.tree.map(jnp.zeros_like, x))
+    first, _ = ends(batch.stack, context.cfg)
+    routed = dataclasses.replace(batch, context=context).route(first, jax.tree.map(jnp.zeros_like, x))
     hop = batch.hops[0]
     sums = jnp.zeros((hop.lines, routed.normed.shape[1]), routed.normed.dtype)
     behind = len(batch.hops) - 1 + (batch.parallel.transport.pairs is not None) + batch.hops[-1].reports_on_arrival

@@ -11,7 +11,9 @@ import numpy as np
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache import layout
 from dsv3.model import DecodeBatch, PrefillBatch, decode, logits, prefill
+from dsv3.model.decoder import LayerContext, Places, Stack, run_layer, scan_layers
 from dsv3.model.params import Params
+from dsv3.model.schedules import PLAIN, Schedule
 from pallas_kernels import invariance
 
 T, CHUNKS, TABLE = 280, 3, 3  # rows and chunks of a prefill step, pages of a request
@@ -20,20 +22,44 @@ PAGES, WINDOW_PAGES, SLOTS = 10, 8, 4
 COUNTS = {"context": PAGES, "window": WINDOW_PAGES, "request": SLOTS}
 
 
-@functools.partial(jax.jit, static_argnames="cfg", donate_argnames="pool")
-def step(params: Params, cfg: ModelConfig, batch: PrefillBatch | DecodeBatch, pool: layout.Pool) -> tuple[Any, Any]:
+@functools.partial(jax.jit, static_argnames=("cfg", "schedule"), donate_argnames="pool")
+def step(
+    params: Params, cfg: ModelConfig, batch: PrefillBatch | DecodeBatch, pool: layout.Pool, schedule: Schedule = PLAIN
+) -> tuple[Any, Any]:
     """Returns the logits `[T, W]` of a prefill step or `[B, S, W]` of a decode step, and the pool."""
-    out = (prefill if isinstance(batch, PrefillBatch) else decode)(params, cfg, batch, pool)
+    out = (prefill if isinstance(batch, PrefillBatch) else decode)(params, cfg, batch, pool, schedule=schedule)
     return logits(params, cfg, out.hidden), out.pages
 
 
 @functools.partial(
-    jax.jit, static_argnames="cfg", donate_argnames="pool", compiler_options=dict(invariance.CPU_OPTIONS)
+    jax.jit,
+    static_argnames=("cfg", "schedule"),
+    donate_argnames="pool",
+    compiler_options=dict(invariance.CPU_OPTIONS),
 )
-def invariant_step(params: Params, cfg: ModelConfig, batch: Any, pool: layout.Pool) -> tuple[Any, Any]:
+def invariant_step(
+    params: Params, cfg: ModelConfig, batch: Any, pool: layout.Pool, schedule: Schedule = PLAIN
+) -> tuple[Any, Any]:
     """Returns what `step` does, as `batch_invariant` computes it on a CPU."""
     with invariance.batch_invariant():
-        return step(params, cfg, batch, pool)
+        return step(params, cfg, batch, pool, schedule)
+
+
+def _run_in_turn(stack: Stack, contexts: tuple[LayerContext, ...], x: tuple[Any, ...], state: Any) -> Any:
+    """Runs each layer of the later micro-batch, which is number 0, behind that of the earlier one."""
+
+    def body(carry: Any, places: Places) -> Any:
+        (place,), (later, earlier, state) = places, carry
+        earlier, state, first = run_layer(stack, place, contexts[1], earlier, state)
+        later, state, second = run_layer(stack, place, contexts[0], later, state)
+        return (later, earlier, state), jax.tree.map(jnp.add, first, second)
+
+    (*x, state), router_stats = scan_layers(stack, contexts[0].cfg, body, (*x, state))
+    return tuple(x), state, router_stats
+
+
+IN_TURN = Schedule("in turn", 2, _run_in_turn, _run_in_turn)
+"""Two micro-batches with experts on this device, in the order in which overlapped layers attend in prefill."""
 
 
 def first_window_page(cfg: ModelConfig, tokens: int) -> int:
@@ -64,6 +90,8 @@ class Request:
 
 class Engine:
     """Runs steps on a pool. What no request has is NaN, and pages and slots are given in an order of chance."""
+
+    prefill_schedule = PLAIN
 
     def __init__(self, params: Params, cfg: ModelConfig, seed: int, cache_dtype: str = "float32") -> None:
         self.params, self.cfg, self.rng = params, cfg, np.random.default_rng(seed)
@@ -148,7 +176,8 @@ class Engine:
 
     def _run(self, batch: PrefillBatch | DecodeBatch) -> np.ndarray:
         self.last_batch = jax.tree.map(jnp.asarray, batch)
-        out, self.pool = invariant_step(self.params, self.cfg, self.last_batch, self.pool)
+        schedule = self.prefill_schedule if isinstance(batch, PrefillBatch) else PLAIN
+        out, self.pool = invariant_step(self.params, self.cfg, self.last_batch, self.pool, schedule)
         return np.asarray(out)
 
     def _tables(self, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

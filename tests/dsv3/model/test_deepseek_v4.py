@@ -68,13 +68,16 @@ def test_the_golden_parameters_are_those_declared() -> None:
 
 
 def test_like_layers_are_run_by_one_loop() -> None:
-    found = [(run.first, run.kinds, run.turns) for run in decoder.patterns(from_hf(FLASH), 0, 43)]
+    def runs(cfg: ModelConfig) -> list[Any]:
+        return [(run.first, tuple(kind for (kind,) in run.kinds), run.turns) for run in decoder.patterns(cfg, 0, 43)]
+
+    found = runs(from_hf(FLASH))
     assert found == [
         (0, ((0, True, None),), 2),
         (2, ((4, True, None),), 1),
         (3, ((128, False, None), (4, False, None)), 20),
     ]
-    found = [(run.first, run.kinds, run.turns) for run in decoder.patterns(from_hf(FLASH_0731), 0, 43)]
+    found = runs(from_hf(FLASH_0731))
     assert found[2:] == [
         (3, ((128, False, None), (4, False, None)), 18),
         (39, ((128, False, None),), 1),
@@ -82,9 +85,26 @@ def test_like_layers_are_run_by_one_loop() -> None:
     ]
     for published in (FLASH, PRO):
         cfg = from_hf(published)
-        kinds = [kind for run in decoder.patterns(cfg, 0, cfg.num_hidden_layers) for kind in run.kinds * run.turns]
+        passes = decoder.patterns(cfg, 0, cfg.num_hidden_layers)
+        kinds = [kind for run in passes for (kind,) in run.kinds * run.turns]
         assert [ratio for ratio, *_ in kinds] == list(cfg.compressed.ratios)
         assert sum(hashed for _, hashed, _ in kinds) == 3
+
+
+@pytest.mark.parametrize("offsets", [(-1, 0), (0, 1)])
+def test_overlapped_passes_have_the_layers_of_their_neighbors(offsets: tuple[int, int]) -> None:
+    """The first pass of prefill, which finishes no layer, has the first one twice."""
+    for cfg in (from_hf(FLASH), from_hf(FLASH_0731), from_hf(PRO)):
+        depth, stack = cfg.num_hidden_layers, decoder.Stack(None, 0)
+        alone, pairs = (
+            [places for run in runs for turn in range(run.turns) for places in run.places(stack, turn)]
+            for runs in (decoder.patterns(cfg, 0, depth), decoder.patterns(cfg, 0, depth, offsets))
+        )
+        layers = [place for (place,) in alone]
+        assert [place.layer for place in layers] == list(range(depth))
+        numbers = range(depth - max(offsets))
+        assert pairs == [tuple(layers[max(n + offset, 0)] for offset in offsets) for n in numbers]
+        assert max(run.turns for run in decoder.patterns(cfg, 0, depth, offsets)) >= 17
 
 
 def test_what_goes_between_streams_is_doubly_stochastic() -> None:

@@ -19,7 +19,16 @@ from pallas_kernels import dsa
 from pallas_kernels.compressed import decode_rows, encode_rows, sink_attention
 from tests.dsv3.model import deepseek_v4_steps
 from tests.dsv3.model.deepseek_v4 import model
-from tests.dsv3.model.deepseek_v4_steps import CHUNKS, ROWS, Engine, Request, T, first_window_page, invariant_step
+from tests.dsv3.model.deepseek_v4_steps import (
+    CHUNKS,
+    IN_TURN,
+    ROWS,
+    Engine,
+    Request,
+    T,
+    first_window_page,
+    invariant_step,
+)
 from tests.dsv3.model.golden import data, run
 
 S = 1 + DRAFT_ROWS
@@ -100,6 +109,21 @@ def test_chunks_of_several_requests(seed: int, draw: st.DataObject) -> None:
 @pytest.mark.parametrize("number", NUMBERS)
 def test_chunks_equal_whole_sequences(number: int) -> None:
     close(alone(number), whole(number))
+
+
+def test_a_chunk_cut_between_micro_batches() -> None:
+    """The later one sees what the cache does not keep: in its middle a chunk that ends a page later has no window page.
+
+    The middle is in a chunk behind another one, in one alone, then behind all.
+    """
+    engine = Engine(PARAMS, CFG, 3)
+    engine.prefill_schedule = IN_TURN
+    long, other = engine.begin(), engine.begin()
+    steps = [[(other, 20, 0, 24), (long, LONG, 0, 256)], [(long, LONG, 256, T)], [(long, LONG, 256 + T, 8)]]
+    for chunks in steps:
+        found = engine.prefill([(who, sequence(n)[start : start + count]) for who, n, start, count in chunks])
+        for logits, (_, n, start, count) in zip(found, chunks, strict=True):
+            np.testing.assert_array_equal(logits, alone(n)[start : start + count])
 
 
 def test_layers_in_another_order() -> None:

@@ -1,6 +1,6 @@
 """Rates of GPUs: peaks of data sheets, and the fractions of them that published kernels reach. Imports no jax.
 
-Used by the planner, the scheduler's cost of a request, and the selection of the form of attention.
+Used by the planner, the scheduler's cost of a request, and the selection of attention's form and a step's schedule.
 """
 
 import re
@@ -8,22 +8,24 @@ from typing import NamedTuple
 
 
 class Peaks(NamedTuple):
-    """A GPU's peak rates per second: bytes of its memory, and operations of dense products."""
+    """A GPU's peak rates per second: bytes of its memory, operations of dense products, bytes to others of its node."""
 
     hbm: float
     bf16: float
     fp8: float
     """Equal to float16 if tensor cores do not multiply e4m3, which kernels then widen."""
+    link: float
+    """In one direction."""
 
 
 PEAKS = {
-    "A100": Peaks(2.04e12, 312e12, 312e12),
-    "L40S": Peaks(0.864e12, 362e12, 733e12),
-    "H20": Peaks(4.0e12, 148e12, 296e12),
-    "H100": Peaks(3.35e12, 989e12, 1979e12),
-    "H800": Peaks(3.35e12, 989e12, 1979e12),
-    "H200": Peaks(4.8e12, 989e12, 1979e12),
-    "B200": Peaks(8.0e12, 2250e12, 4500e12),
+    "A100": Peaks(2.04e12, 312e12, 312e12, 300e9),
+    "L40S": Peaks(0.864e12, 362e12, 733e12, 32e9),
+    "H20": Peaks(4.0e12, 148e12, 296e12, 450e9),
+    "H100": Peaks(3.35e12, 989e12, 1979e12, 450e9),
+    "H800": Peaks(3.35e12, 989e12, 1979e12, 200e9),
+    "H200": Peaks(4.8e12, 989e12, 1979e12, 450e9),
+    "B200": Peaks(8.0e12, 2250e12, 4500e12, 900e9),
 }
 """NVIDIA's data sheets, SXM where there are several, without sparsity."""
 
@@ -36,9 +38,12 @@ GROUPED_BANDWIDTH = 2.6 / 3.35
 GROUPED_FLOPS = 1000 / 1979
 PREFILL_FLOPS = 993 / 1979
 DECODE_CORE_FLOPS = 580 / 989
+LINK = 153 / 200
 PREFILL_CORE_FLOPS = 535 / 989
 PREFILL_OVERHEAD = 1.25
 """Time of prefill relative to its products: norms, quantization, rotation and routing."""
+CROSS_LINK = 40.5e9
+"""Bytes per second of a GPU to other nodes, measured where each has a network card of 400 Gbit/s (DeepEP's combine)."""
 MASKING = 2938 / 2828
 """Ratio of cycles of the prefill kernel's loop with a bitmask and without (docs/performance/machine_code.md).
 

@@ -450,6 +450,18 @@ def sizes_of(model: ModelConfig) -> Sizes:
     )
 
 
+def itemsizes(model: ModelConfig) -> tuple[float, float]:
+    """Returns the bytes of an element of routed experts, and of other weights.
+
+    INT4 has 4 bits and a 32nd of a 16-bit scale, FP4 that of an 8-bit one. FP8 block scales are not counted.
+    """
+    if model.int4_experts:
+        return 4.5 / 8, 2
+    if model.fp4_experts:
+        return 4.25 / 8, 1
+    return (1, 1) if model.fp8 else (2, 2)
+
+
 def entry_weights(model: ModelConfig) -> int:
     """Returns the weights of all compressors and of the indexers that choose among their entries."""
     if model.compressed is None:

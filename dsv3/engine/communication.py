@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from dsv3.config.device_rates import CROSS_LINK, LINK, PEAKS, Peaks, peaks_of
 from dsv3.config.engine import ForwardProgram
-from dsv3.config.model import ModelConfig
+from dsv3.config.model import ModelConfig, itemsizes, sizes_of
 from dsv3.model.schedules import HOOKED, OVERLAPPED, PLAIN, Schedule
 from dsv3.model.schedules.overlapped import worth_overlapping
 from sharding.experts.library_hop import LibraryHop, takes
@@ -31,7 +32,7 @@ class Communication:
     `replicas` of experts are on the devices of `machine`. Each of the `shards` devices of a rank sends a part of its
     tokens. `kind` is the transport of the options, None to let `choose` decide. `fp8_dispatch`: rows travel as FP8;
     otherwise, and on the way back, a channel takes `itemsize` bytes. With `int8_sums` transports with hops send sums
-    back as int8 and scales.
+    back as int8 and scales. `peaks` are a device's.
     """
 
     cfg: ModelConfig
@@ -43,6 +44,7 @@ class Communication:
     fp8_dispatch: bool
     itemsize: int
     int8_sums: bool = False
+    peaks: Peaks = PEAKS["H200"]
 
     @classmethod
     def from_mesh(
@@ -82,7 +84,8 @@ class Communication:
                 "its sums are added on their way"
             )
         overlap, itemsize, int8 = resolve_overlap(platform, overlaps), jnp.dtype(dtype).itemsize, combine == "int8"
-        result = cls(cfg, Machine.from_mesh(mesh), replicas, rank_size(mesh), overlap, kind, fp8, itemsize, int8)
+        peaks = peaks_of(mesh.devices.flat[0].device_kind)
+        result = cls(cfg, Machine.from_mesh(mesh), replicas, rank_size(mesh), overlap, kind, fp8, itemsize, int8, peaks)
         result.transport(1, is_prefill=False)  # raises for what no bucket can have
         return result
 
@@ -92,9 +95,24 @@ class Communication:
             return PLAIN
         if self.overlap is Overlap.ORDER:
             return HOOKED  # nothing runs beside a collective: a second micro-batch would only read weights again
-        if tokens % 2 == 0 and worth_overlapping(self._sent(tokens), self.machine.devices, is_prefill):
+        seconds = self._weights_seconds, self._transfer_seconds(tokens)
+        if tokens % 2 == 0 and worth_overlapping(self._sent(tokens), self.machine.devices, is_prefill, *seconds):
             return OVERLAPPED if self._transport(self._sent(tokens // 2)).hops else HOOKED
         return HOOKED
+
+    @property
+    def _weights_seconds(self) -> float:
+        """The seconds in which a device reads its weights of a layer."""
+        sizes, (expert_item, item) = sizes_of(self.cfg), itemsizes(self.cfg)
+        experts = self.replicas / self.machine.devices * sizes.expert * expert_item
+        return (experts + (sizes.attention + sizes.shared) * item / self.shards) / self.peaks.hbm
+
+    def _transfer_seconds(self, tokens: int) -> float:
+        """Returns the seconds in which a device sends rows of `tokens` tokens to the experts of a layer and back."""
+        sent = self._sent(tokens)
+        traffic = self._transport(sent).traffic(self._rows(sent))
+        inside = traffic.device_bytes - traffic.node_bytes
+        return inside / (LINK * self.peaks.link) + traffic.node_bytes / CROSS_LINK
 
     def overlaps(self, program: ForwardProgram) -> int:
         """Returns how many NCCL communicators a program uses at once while it computes; 0: it does not overlap.

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable
 
 from dsv3.config.device_rates import LAUNCH_S, PREFILL_OVERHEAD
-from dsv3.config.model import ModelConfig, absorbed_operations, common_weights, sizes_of
+from dsv3.config.model import ModelConfig, absorbed_operations, common_weights, itemsizes, sizes_of
 from dsv3.kv_cache.layout import row_bytes
 from dsv3.model.forms import needs_topk
 from tools.plan.attention import (
@@ -49,18 +49,6 @@ _MERGE_LAUNCHES = 3  # where devices divide pages: what they send is packed, and
 TRANSFER_S = 20e-6
 HOOK_S = 8e-6
 HOST_S = 1.5e-3
-
-
-def itemsizes(model: ModelConfig) -> tuple[float, float]:
-    """Returns the bytes of an element of routed experts, and of other weights.
-
-    INT4 has 4 bits and a 32nd of a 16-bit scale, FP4 that of an 8-bit one. FP8 block scales are not counted.
-    """
-    if model.int4_experts:
-        return 4.5 / 8, 2
-    if model.fp4_experts:
-        return 4.25 / 8, 1
-    return (1, 1) if model.fp8 else (2, 2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,13 +1,15 @@
 """A plan from shapes and formulas alone: memory, bytes on the wire and estimated speed of DeepSeek-V4.
 
-Its stages run one after the other, and no transfer hides behind them: what an engine overlaps makes it faster. Working
-memory, which compilers say, is assumed.
+Its stages run one after the other. In two micro-batches each transfer of experts' rows hides behind a stage of the
+other one, as in the engine's overlapped schedule; other transfers hide behind nothing. Working memory, which compilers
+say, is assumed.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 
 from dsv3.config.device_rates import LAUNCH_S
+from dsv3.config.engine import ForwardProgram
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import page_bytes
 from sharding.experts.traffic import Traffic
@@ -26,7 +28,7 @@ from tools.plan.plan import (
     stage_seconds,
 )
 from tools.plan.programs import Phase, PlannedModel, Run, lay_out, runs
-from tools.plan.roofline import HOOK_S, HOST_S, TRANSFER_S
+from tools.plan.roofline import HOOK_S, HOST_S, TRANSFER_S, wire_rows
 
 WORKING = 4_750_747_968
 """Bytes of working memory: those of DeepSeek's prefill unit, the most that a plan of DeepSeek-V3 has compiled."""
@@ -41,9 +43,9 @@ _CHOICE_LAUNCHES = 4  # of a draft of a block: embedding, product, the best of a
 class StepEstimate:
     """One kind of step. `stages` are seconds of a layer, `head` included for the step; `sparse` are parts of attention.
 
-    A device sends `traffic` to experts and back, and `sums` bytes to others of its rank, in `transfers` seconds of a
-    step. `drafts` are the seconds of what makes drafts, `accepted` the shares of rows in which all drafts up to each
-    position are accepted.
+    A device sends `traffic` to experts and back, and `sums` bytes to others of its rank; `transfers` are the seconds of
+    a step in which nothing else runs. `drafts` are the seconds of what makes drafts, `accepted` the shares of rows in
+    which all drafts up to each position are accepted.
     """
 
     phase: Phase
@@ -179,19 +181,24 @@ def _estimate(planned: PlannedModel, phase: Phase, run: Run, traffic: Traffic, d
     """Returns the estimate of a step whose program of the model is `run`, and whose drafts take `drafts` seconds."""
     deployment, rates = planned.deployment, kernel_rates(planned.deployment.device, planned.model)
     batch, L, floor = planned_batch(planned, phase, run, 1), planned.model.num_hidden_layers, None
+    micro_batches = 2 if _is_overlapped(planned, run) else 1
+    stages = _stages(planned, phase, run, rates, micro_batches)
     if phase == "decode" and deployment.tensor_parallel == 1:
         floor = decode_floor(planned, run.width)
-    sums, transfers = _transfers(planned, rates, run.tokens, traffic, L)
+    exchanges = _exchange_seconds(planned, rates, run.tokens, traffic, L, micro_batches)
+    if micro_batches > 1:
+        exchanges = L * _not_hidden(planned.model, phase, exchanges / L, stages)
+    sums, of_rank = _sums(planned, rates, run.tokens, L)
     return StepEstimate(
         phase=phase,
         tokens=run.tokens,
         width=run.width,
         layers=L,
-        stages=_stages(planned, phase, run, rates),
+        stages=stages,
         sparse=roofline.sparse_parts(planned.model, rates, batch),
         traffic=traffic,
         sums=sums,
-        transfers=transfers,
+        transfers=exchanges + of_rank,
         drafts=drafts,
         accepted=deployment.accepted if phase == "decode" else (),
         floor=floor,
@@ -199,14 +206,37 @@ def _estimate(planned: PlannedModel, phase: Phase, run: Run, traffic: Traffic, d
     )
 
 
-def _stages(planned: PlannedModel, phase: Phase, run: Run, rates: Rates) -> dict[str, float]:
-    """Returns the stages' seconds; a small prefill takes at least the time to read its weights."""
-    found = stage_seconds(planned, phase, run, rates, 1)
+def _is_overlapped(planned: PlannedModel, run: Run) -> bool:
+    """Returns whether the program runs two micro-batches, each of which computes while the other communicates."""
+    overlaps = planned.functions.overlaps
+    return overlaps is not None and planned.deployment.devices > 1 and overlaps(_program(planned, run)) > 0
+
+
+def _stages(planned: PlannedModel, phase: Phase, run: Run, rates: Rates, micro_batches: int) -> dict[str, float]:
+    """Returns the stages' seconds in all micro-batches; a small prefill takes at least the time to read its weights."""
+    found = stage_seconds(planned, phase, run, rates, micro_batches)
+    if phase == "prefill":
+        tokens, split = run.tokens // micro_batches, planned.deployment.tensor_parallel
+        batch = PlannedBatch(tokens, 0, experts_per_device(planned), split)
+        least = roofline.decode_stages(planned.model, rates, batch)
+        found = {name: max(each, least[name]) if name != "head" else each for name, each in found.items()}
+    return {name: each * (1 if name in _OF_STEP else micro_batches) for name, each in found.items()}
+
+
+def _not_hidden(model: ModelConfig, phase: Phase, exchange: float, stages: Mapping[str, float]) -> float:
+    """Returns the seconds of a layer in which it only waits for experts' rows, of `exchange` for all of them.
+
+    Each transfer hides behind the stages that the overlapped schedule runs beside it (`dsv3.model.schedules`), of which
+    both micro-batches have half.
+    """
+    dispatch, combine = wire_rows(model)
+    attention, experts = stages["project"] + stages["attention"], stages["experts"]
     if phase == "decode":
-        return found
-    batch = PlannedBatch(run.tokens, 0, experts_per_device(planned), planned.deployment.tensor_parallel)
-    least = roofline.decode_stages(planned.model, rates, batch)
-    return {name: max(each, least[name]) if name != "head" else each for name, each in found.items()}
+        beside = stages["shared_expert"] + stages["project"], stages["attention"] + stages["router"]
+    else:
+        beside = min(attention, experts), stages["shared_expert"] + min(attention, experts)
+    seconds = (exchange * row / (dispatch + combine) for row in (dispatch, combine))
+    return sum(max(0.0, each - hidden) for each, hidden in zip(seconds, beside, strict=True))
 
 
 def _draft_seconds(planned: PlannedModel, phase: Phase, run: Run, rates: Rates) -> float:
@@ -217,7 +247,8 @@ def _draft_seconds(planned: PlannedModel, phase: Phase, run: Run, rates: Rates) 
     model = dataclasses.replace(planned.model, num_hidden_layers=1, compressed=window_alone)
     stages = stage_seconds(dataclasses.replace(planned, model=model), phase, run, rates, 1)
     layers = planned.model.num_draft_layers
-    _, transfers = _transfers(planned, rates, run.tokens, _traffic(planned, run), layers)
+    transfers = _exchange_seconds(planned, rates, run.tokens, _traffic(planned, run), layers)
+    transfers += _sums(planned, rates, run.tokens, layers)[1]
     seconds = sum(each * (1 if name in _OF_STEP else layers) for name, each in stages.items())
     return run.times * (seconds + transfers)
 
@@ -247,22 +278,32 @@ def _traffic(planned: PlannedModel, run: Run) -> Traffic:
         layers = planned.model.num_moe_layers if run.part == "model" else 1
         sent = Traffic(library.node_bytes + library.cross_bytes, library.cross_bytes, 2 * planned.deployment.devices)
         return sent * layers
-    key = run.key
+    return planned.functions.traffic(_program(planned, run))
+
+
+def _program(planned: PlannedModel, run: Run) -> ForwardProgram:
     programs = planned.layout.cfg.forward_programs
-    return planned.functions.traffic(next(each for each in programs if (each.kind, each.size) == (key.kind, key.size)))
+    return next(each for each in programs if (each.kind, each.size) == (run.key.kind, run.key.size))
 
 
-def _transfers(planned: PlannedModel, rates: Rates, tokens: int, traffic: Traffic, layers: int) -> tuple[int, float]:
-    """Returns the bytes of sums over the devices of a rank, and the seconds of all transfers of `layers`."""
-    n, sums = planned.deployment.tensor_parallel, 0
-    library = nccl_ep.exchange(planned.model, planned.deployment, tokens)
-    seconds = (traffic.device_bytes - traffic.node_bytes) / rates.node_link + traffic.node_bytes / rates.combine_link
+def _exchange_seconds(
+    planned: PlannedModel, rates: Rates, tokens: int, traffic: Traffic, layers: int, micro_batches: int = 1
+) -> float:
+    """Returns the seconds of all transfers of experts' rows in `layers`."""
+    library = nccl_ep.exchange(planned.model, planned.deployment, tokens // micro_batches)
     if library is not None:
-        seconds = layers * (sum(library.seconds.values()) + 2 * HOOK_S)
-    elif traffic.messages:
-        seconds += 2 * layers * (TRANSFER_S + HOOK_S)
-    if n > 1:
-        rows = layers * tokens * 2 * planned.model.hidden_size
-        sums = round((2 * _SUMS + _JOINS) * (n - 1) / n * rows)
-        seconds += layers * (_SUMS + _JOINS) * TRANSFER_S + sums / rates.node_link
-    return sums, seconds
+        return micro_batches * layers * (sum(library.seconds.values()) + 2 * HOOK_S)
+    if not traffic.messages:
+        return 0.0
+    seconds = (traffic.device_bytes - traffic.node_bytes) / rates.node_link + traffic.node_bytes / rates.combine_link
+    return seconds + 2 * micro_batches * layers * (TRANSFER_S + HOOK_S)
+
+
+def _sums(planned: PlannedModel, rates: Rates, tokens: int, layers: int) -> tuple[int, float]:
+    """Returns the bytes that a device sends to others of its rank in `layers`, and the seconds of that."""
+    n = planned.deployment.tensor_parallel
+    if n == 1:
+        return 0, 0.0
+    rows = layers * tokens * 2 * planned.model.hidden_size
+    sums = round((2 * _SUMS + _JOINS) * (n - 1) / n * rows)
+    return sums, layers * (_SUMS + _JOINS) * TRANSFER_S + sums / rates.node_link

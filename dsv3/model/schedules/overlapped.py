@@ -3,8 +3,9 @@
 The orders are those of DeepSeek's profile data and day-6 overview. With program order enforced
 (`sharding.wire.collectives`) the compiled schedule is the written one: work of the other micro-batch runs between the
 start and the finish of a collective. Below some tokens per device the two halves cost more than the overlap saves
-(SGLang measured -27 % at 32 tokens per device, break-even at 64 to 128). `worth_overlapping` decides by batch size;
-smaller steps use the hooked schedule.
+(SGLang measured -27 % at 32 tokens per device, break-even at 64 to 128), and where few devices hold many experts each,
+a second micro-batch reads more weights again than its transfers take. `worth_overlapping` decides; other steps use the
+hooked schedule.
 
 Prefill, one MoE layer, micro-batches 0 and 1 (1 holds the earlier tokens, so a prompt may be split):
 
@@ -31,6 +32,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dsv3.config.device_rates import LAUNCH_S
 from dsv3.model.decoder import LayerContext, Stack, ends, scan_layers
 from dsv3.model.layers.experts import RouterStats
 from dsv3.model.layers.hyper_connections import Block, Residual
@@ -43,14 +45,22 @@ PREVIOUS, NEXT = (-1, 0), (0, 1)
 
 MIN_DECODE_TOKENS = 128
 MIN_PREFILL_TOKENS = 1024
+_LAUNCHES = 60
+"""Kernels that a micro-batch is assumed to launch in a layer of decode, as in plans of DeepSeek-V4."""
 
 Residuals = tuple[Residual, ...]
 """Those of the two micro-batches."""
 
 
-def worth_overlapping(tokens: int, devices: int, is_prefill: bool) -> bool:
-    """Returns whether a step with `tokens` token rows per device is split into two micro-batches."""
-    return devices > 1 and tokens >= (MIN_PREFILL_TOKENS if is_prefill else MIN_DECODE_TOKENS)
+def worth_overlapping(tokens: int, devices: int, is_prefill: bool, weights_s: float, transfers_s: float) -> bool:
+    """Returns whether a step with `tokens` token rows per device is split into two micro-batches.
+
+    In a layer of decode the second one reads the device's experts again, in `weights_s`, and launches its own kernels.
+    That has to take less time than the `transfers_s` of both, which then hide. Prefill is bound by its operations.
+    """
+    if devices == 1 or tokens < (MIN_PREFILL_TOKENS if is_prefill else MIN_DECODE_TOKENS):
+        return False
+    return is_prefill or weights_s + _LAUNCHES * LAUNCH_S < transfers_s
 
 
 def run_prefill(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
+from configs.deepseek_v4_flash import DEEPSEEK_V4_FLASH
 from dsv3.config.engine import EngineConfig, ForwardProgram
 from dsv3.engine.communication import Communication
 from dsv3.engine.device.layout import Reserve, reserve
@@ -41,6 +42,17 @@ def test_large_steps_are_cut_in_two_and_small_ones_hide_the_combine(
     assert asked.transport(tokens, is_prefill).hops[0].capacity == whole.transport(at_once, is_prefill).hops[0].capacity
     micro_batches = 2 if schedule is OVERLAPPED else 1
     assert asked.traffic(tokens, is_prefill) == whole.traffic(at_once, is_prefill) * micro_batches
+
+
+def test_decode_is_cut_where_transfers_take_longer_than_weights() -> None:
+    """A device of one node holds 32 of DeepSeek-V3's experts, which a second micro-batch would read again."""
+    node = dataclasses.replace(GPUS, machine=Machine(1, 8), replicas=256)
+    flash = dataclasses.replace(node, cfg=DEEPSEEK_V4_FLASH, machine=Machine(1, 4))
+    unit = dataclasses.replace(flash, machine=Machine(4, 8), replicas=288)
+    for each, tokens in ((node, 256), (flash, 512), (unit, 128)):
+        assert each.schedule(tokens, False) is HOOKED
+    assert unit.schedule(256, False) is OVERLAPPED
+    assert node.schedule(4096, True) is flash.schedule(4096, True) is OVERLAPPED, "prefill is bound by its operations"
 
 
 def test_where_nothing_can_overlap_steps_are_plain() -> None:

@@ -129,7 +129,7 @@ struct Open {
   std::vector<Handle> handles;    // of the chunks, with high throughput
   size_t chunk = 0, received = 0; // rows of a chunk: those that a device sends, and those that it receives at most
   Beside* beside = nullptr;       // with high throughput
-  size_t tokens = 0;              // those of the last dispatch, with high throughput
+  bool dispatched = false;        // a combine is due: handles have the routing of its dispatch; with high throughput
   void *ready = nullptr, *done = nullptr;  // events that fork and join its stream
   Work second;                    // the half of a call that has not been enqueued
   AllDescribed described;         // what that half reads, with low latency

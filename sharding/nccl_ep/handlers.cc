@@ -142,9 +142,10 @@ ffi::Error dispatch_chunks(Open* open, Stream stream, const Sent& sent, const Se
     return all->back()->get();
   };
   std::vector<Chunk> chunks;
-  open->tokens = size_t(sent.ids.dimensions()[0]);
+  const auto tokens = size_t(sent.ids.dimensions()[0]);
+  open->dispatched = true;
   for (size_t i = 0; i < open->handles.size(); ++i) {
-    const auto [first, count] = open->rows_of(i, open->tokens);
+    const auto [first, count] = open->rows_of(i, tokens);
     const size_t lines = open->received, line = i * lines;
     Chunk chunk{open->handles[i], describe(sent.ids, first, count), describe(totals, i), {}, {}};
     chunk.in.weights = describe(sent.weights, first, count), chunk.out.weights = describe(got.weights, line, lines);
@@ -214,21 +215,21 @@ ffi::Error combine_rows(Open* open, Stream stream, const ffi::AnyBuffer& sums, c
   return finish(open, stream, send_only, std::move(all), completes(handle, send_only));
 }
 
-// High throughput: sums [C, N, D], ids [t, K] -> [t, D]; the handles know the origins. A program's first combine may
-// have no dispatch before it: its ids select nothing, and the handles learn that from them.
+// High throughput: sums [C, N, D], ids [t, K] -> [t, D]; the handles know the origins. A program's first combine has no
+// dispatch before it where micro-batches overlap: its ids select nothing, and the handles learn that from them.
 ffi::Error combine_chunks(Open* open, Stream stream, const ffi::AnyBuffer& sums, const ffi::AnyBuffer& ids,
                           const ffi::AnyBuffer& result, bool halves) {
   const auto all = std::make_shared<AllDescribed>();
   std::vector<std::array<Tensor*, 3>> chunks;
-  const size_t before = std::exchange(open->tokens, size_t(ids.dimensions()[0]));
+  const auto tokens = size_t(ids.dimensions()[0]);
+  const bool is_first = !std::exchange(open->dispatched, false);
   for (size_t i = 0; i < open->handles.size(); ++i) {
-    const auto [first, count] = open->rows_of(i, open->tokens);
+    const auto [first, count] = open->rows_of(i, tokens);
     all->push_back(std::make_unique<Described>(sums, i * open->received, open->received));
     all->push_back(std::make_unique<Described>(result, first, count));
     all->push_back(std::make_unique<Described>(ids, first, count));
     chunks.push_back({all->at(3 * i)->get(), all->at(3 * i + 1)->get(), all->at(3 * i + 2)->get()});
   }
-  const bool is_first = before != open->tokens;
   return fork(open, stream, halves, [all, chunks, is_first, handles = open->handles](Stream to) {
     for (size_t i = 0; i < chunks.size(); ++i) {
       CombineInputs in;

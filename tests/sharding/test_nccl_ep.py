@@ -101,6 +101,27 @@ def test_a_call_that_fails_leaves_no_handle() -> None:
     assert handles.value == before
 
 
+def test_a_combine_without_a_dispatch_goes_by_its_own_ids() -> None:
+    """An overlapped program begins with one: that must not send the rows of the program before once more."""
+    calls = Calls(GroupKey(2, 8, 1, 4, 2048, slot=0, chunk=8, received=16))
+    mesh = Mesh(np.array(jax.devices()[:2]), ("gpu",))
+    nccl_ep.create_groups(mesh, [calls.key])
+
+    def both(ids, weights):
+        totals = calls.dispatch(ids, weights, [jnp.zeros((8, 128), jnp.float32)])[2]
+        return calls.combine(jnp.ones((1, 16, 512), jnp.float32), totals, ids)[0]
+
+    def later(ids, weights):
+        del weights
+        return calls.combine(jnp.ones((1, 16, 512), jnp.float32), jnp.zeros(1, jnp.int32), ids)[0]
+
+    spec = PartitionSpec("gpu")
+    for step, ids, wanted in ((both, 3, 1), (later, -1, 0)):
+        run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False))
+        found = run(np.full((16, 1), ids, np.int32), np.ones((16, 1), np.float32))
+        np.testing.assert_array_equal(found, np.full((16, 512), wanted, np.float32))
+
+
 def test_an_old_library_is_refused_by_name() -> None:
     for name, old, why in (
         ("version", 100, r"NCCL EP 0\.1 is refused, because .*: install 0\.2"),

@@ -159,15 +159,18 @@ def buffer_bytes(model: ModelConfig, deployment: Deployment, programs: Sequence[
     return 0 if communication is None else communication.library_bytes(programs)
 
 
-def exchange(model: ModelConfig, deployment: Deployment, tokens: int) -> LibraryExchange | None:
-    """Returns the exchange of `tokens` of a rank, in the mode that a server takes.
+def exchange(
+    model: ModelConfig, deployment: Deployment, tokens: int, bucket: int | None = None
+) -> LibraryExchange | None:
+    """Returns the exchange of `tokens` of a rank, in the mode that a server takes for `bucket` tokens.
 
-    Returns None where the deployment does not use the library, or the library takes as many tokens in neither mode.
+    The bucket is by default as many. Returns None where the deployment does not use the library, or the library takes
+    the bucket in neither mode.
     """
     communication = _communication(model, deployment)
     if communication is None:
         return None
-    hop = next((h for h in communication.draft_transport(tokens).hops if isinstance(h, LibraryHop)), None)
+    hop = next((h for h in communication.draft_transport(bucket or tokens).hops if isinstance(h, LibraryHop)), None)
     if hop is None:
         return None
     mode: Mode = "high throughput" if hop.chunk else "low latency"

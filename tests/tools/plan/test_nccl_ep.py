@@ -94,6 +94,8 @@ def test_a_plan_takes_the_mode_that_a_server_takes() -> None:
         (hop,) = build(TransportKind.NCCL_EP, machine, DEEPSEEK_V3.n_routed_experts, rows).hops
         assert isinstance(hop, LibraryHop)
         assert (exchange(NODE_8XH200, tokens).mode, hop.chunk) == (mode, chunk)
+        part = nccl_ep.exchange(DEEPSEEK_V3, by_library(NODE_8XH200), 48, tokens)
+        assert part is not None and part.mode == mode and part.node_bytes == exchange(NODE_8XH200, 48).node_bytes
     assert nccl_ep.exchange(DEEPSEEK_V3, by_library(DECODE_EP144), 512) is None
 
 
